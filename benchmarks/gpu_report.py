@@ -19,8 +19,8 @@ from benchmarks.harness import LEAST_RUNS
 from benchmarks.peers import ROOT
 from benchmarks.report import commit_of, table
 from benchmarks.run import question_named, run
-from roo.errors import RoostreamError, SetupError
-from traffic.report import write_whole
+from roostream.errors import RoostreamError, SetupError
+from roostream.replay.report import write_whole
 
 REPORT = Path("build/gpu/report.md")
 QUESTIONS = ("hstu-attention", "device-step")
@@ -50,9 +50,13 @@ class Parts(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None, parts: Parts | None = None) -> int:
     """0 = all is well, 1 = a test failed or a question could not be asked, 2 = there is no device, or no page could be made."""
-    parser = argparse.ArgumentParser(prog="make gpu", description="Tests and benchmarks that need a CUDA device, as one page.")
+    parser = argparse.ArgumentParser(
+        prog="make gpu", description="Tests and benchmarks that need a CUDA device, as one page."
+    )
     parser.add_argument("--report", type=Path, default=REPORT, help=f"default: {REPORT}")
-    parser.add_argument("--runs", type=int, default=LEAST_RUNS, help=f"of each question, at least {LEAST_RUNS}")
+    parser.add_argument(
+        "--runs", type=int, default=LEAST_RUNS, help=f"of each question, at least {LEAST_RUNS}"
+    )
     given = parser.parse_args(arguments)
     parts = parts or Parts(device_of, run_tests, ask)
     try:
@@ -62,7 +66,9 @@ def main(arguments: Sequence[str] | None = None, parts: Parts | None = None) -> 
     except RoostreamError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{given.report}: {tests.passed} tests passed, {len(tests.failed)} failed, {len(tests.skipped)} skipped")
+    print(
+        f"{given.report}: {tests.passed} tests passed, {len(tests.failed)} failed, {len(tests.skipped)} skipped"
+    )
     return 0 if tests.fine and not any("failed" in result for result in asked.values()) else 1
 
 
@@ -88,7 +94,9 @@ def device_of() -> dict[str, str]:
     import torch
 
     if not torch.cuda.is_available():
-        raise SetupError("expected a CUDA device, there is one that torch can't use; look at nvidia-smi and the driver's version")
+        raise SetupError(
+            "expected a CUDA device, there is one that torch can't use; look at nvidia-smi and the driver's version"
+        )
     found = torch.cuda.get_device_properties(0)
     triton = sys.modules.get("triton") or _imported("triton")
     return {

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from benchmarks.peers import PeerUnavailable
 from benchmarks.question import RUN, Question, Row, Subject, Told
 from benchmarks.stand import Slice
-from roo.errors import RoostreamError
+from roostream.errors import RoostreamError
 
 FORMAT = 1
 LEAST_RUNS = 3
@@ -43,7 +43,9 @@ Stands = Callable[[str], AnyStand]
 """Environment → a fresh stand. PeerUnavailable where it can't be made."""
 
 
-def measure(question: Question, start: Stands, *, runs: int, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+def measure(
+    question: Question, start: Stands, *, runs: int, say: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
     """The question's rows as the result has them, and the versions seen.
 
     Raises:
@@ -57,7 +59,9 @@ def measure(question: Question, start: Stands, *, runs: int, say: Callable[[str]
         try:
             if question.keeps:
                 stands.of("").keep(question.keeps)
-            turns.append({row.name: _run_row(row, question, stands, run) for row in question.rows if not row.skipped})
+            turns.append(
+                {row.name: _run_row(row, question, stands, run) for row in question.rows if not row.skipped}
+            )
             versions |= stands.versions()
         finally:
             stands.end()
@@ -148,7 +152,10 @@ def _row(row: Row, runs: Sequence[_Turns]) -> dict[str, Any]:
 def _told(row: Row, run: _Turns) -> dict[str, Told]:
     """Of the subjects that were there."""
     return {
-        name: Told(_median_us(run, name, row.clock), {figure: _median(run, name, figure) for figure in turns[0].figures})
+        name: Told(
+            _median_us(run, name, row.clock),
+            {figure: _median(run, name, figure) for figure in turns[0].figures},
+        )
         for name, turns in run.of.items()
     }
 
@@ -162,7 +169,8 @@ def _subject(subject: Subject, runs: Sequence[_Turns]) -> dict[str, Any]:
     for clock in ("wall", "cpu"):
         out[f"{clock}_us"] = spread([_median_us(run, subject.name, clock) for run in runs])
     if figures := {
-        name: spread([_median(run, subject.name, name) for run in runs]) for name in runs[0].of[subject.name][0].figures
+        name: spread([_median(run, subject.name, name) for run in runs])
+        for name in runs[0].of[subject.name][0].figures
     }:
         out["figures"] = figures
     return out
@@ -170,7 +178,10 @@ def _subject(subject: Subject, runs: Sequence[_Turns]) -> dict[str, Any]:
 
 def _ratio(row: Row, subject: Subject, other: Subject, runs: Sequence[_Turns]) -> dict[str, Any]:
     """How many times as fast `subject` is as `other`: the row's first, or what `other` was before it changed."""
-    figures = [_median_us(run, other.name, row.clock) / max(_median_us(run, subject.name, row.clock), 1e-9) for run in runs]
+    figures = [
+        _median_us(run, other.name, row.clock) / max(_median_us(run, subject.name, row.clock), 1e-9)
+        for run in runs
+    ]
     return {"of": subject.name, "to": other.name, "times_as_fast": spread(figures)}
 
 

@@ -9,7 +9,7 @@ from benchmarks.harness import LEAST_RUNS
 from benchmarks.peers import ROOT
 from benchmarks.report import table, write_pages
 from benchmarks.run import RESULTS, questions, run
-from command.plan import measured, scale_page
+from roostream.cli.plan import measured, scale_page
 
 
 def main(name: str, json_file: Path | None = None, runs: int = LEAST_RUNS, against: str = "") -> int:

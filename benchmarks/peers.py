@@ -16,7 +16,7 @@ import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from roo.errors import RoostreamError
+from roostream.errors import RoostreamError
 
 ROOT = Path(__file__).resolve().parent.parent
 _COMMIT = "commit:"
@@ -48,7 +48,10 @@ def place_of(environment: str, root: Path = ROOT) -> Place:
 
 
 def _python_of(name: str, root: Path) -> str:
-    requirements, home = root / "benchmarks" / "environments" / f"{name}.txt", root / ".tools" / "peers" / name
+    requirements, home = (
+        root / "benchmarks" / "environments" / f"{name}.txt",
+        root / ".tools" / "peers" / name,
+    )
     if not requirements.is_file():
         raise PeerUnavailable(f"benchmarks/environments/{name}.txt is not there")
     python, stamp = home / "bin" / "python", home / "made-from"
@@ -78,12 +81,16 @@ def _tree_of(commit: str, root: Path) -> Path:
     """The files of a commit, under its full id."""
     if not re.fullmatch(r"[A-Za-z0-9._/-]+", commit) or commit.startswith("-"):
         raise PeerUnavailable(f"expected a commit or tag, got {commit!r}")
-    asked = subprocess.run(["git", "rev-parse", f"{commit}^{{commit}}"], cwd=root, capture_output=True, text=True)
+    asked = subprocess.run(
+        ["git", "rev-parse", f"{commit}^{{commit}}"], cwd=root, capture_output=True, text=True
+    )
     if asked.returncode:
         raise PeerUnavailable(f"commit {commit} is not in this repository")
     tree = root / ".tools" / "peers" / f"commit-{asked.stdout.strip()}"
     if not tree.is_dir():
-        archive = subprocess.run(["git", "archive", asked.stdout.strip()], cwd=root, capture_output=True, check=True).stdout
+        archive = subprocess.run(
+            ["git", "archive", asked.stdout.strip()], cwd=root, capture_output=True, check=True
+        ).stdout
         making = tree.with_suffix(".making")
         shutil.rmtree(making, ignore_errors=True)
         with tarfile.open(fileobj=io.BytesIO(archive)) as files:

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.made import FOLDER
 from benchmarks.peers import Place
 from benchmarks.stand import Slice
-from roo.errors import RoostreamError
+from roostream.errors import RoostreamError
 
 _END_S = 90.0  # a subject may be a whole stack, which stops in its written order
 
@@ -32,7 +32,13 @@ class StandProcess:
             stdout=subprocess.PIPE,
             text=True,
             cwd=place.tree,
-            env=environ | {"PYTHONPATH": str(place.tree), "OMP_NUM_THREADS": "1", "PATH": _path(place.python), FOLDER: made},
+            env=environ
+            | {
+                "PYTHONPATH": str(place.tree),
+                "OMP_NUM_THREADS": "1",
+                "PATH": _path(place.python),
+                FOLDER: made,
+            },
         )
 
     def open(self, opens: str, arguments: list[Any], slice_s: float) -> int:

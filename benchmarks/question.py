@@ -22,9 +22,13 @@ class Work(NamedTuple):
     """One repeatable piece of work, and how many of the row's units it does."""
 
     step: Callable[[], object]
-    units: float | Callable[[], float] = 1.0  # of a step; a function: those of the step before, which is then a whole turn
+    units: float | Callable[[], float] = (
+        1.0  # of a step; a function: those of the step before, which is then a whole turn
+    )
     figures: Callable[[], Mapping[str, float]] = dict  # others of the step before, by their names
-    took_s: Callable[[], float] | None = None  # of the step before, where what is asked about is a part of it; None: all of it
+    took_s: Callable[[], float] | None = (
+        None  # of the step before, where what is asked about is a part of it; None: all of it
+    )
 
 
 class Told(NamedTuple):
@@ -55,7 +59,9 @@ class Row:
     shows: Shows = "rate"  # units a second, or microseconds a unit
     clock: Clock = "wall"  # cpu: time of the subject's process, where one thread does all of the work
     time: str = ""  # what the subjects' own time is, where they tell it (`Work.took_s`) and it is no clock on the wall
-    derives: Callable[[Mapping[str, Told]], Mapping[str, float]] | None = None  # figures of the row, from its subjects in one run
+    derives: Callable[[Mapping[str, Told]], Mapping[str, float]] | None = (
+        None  # figures of the row, from its subjects in one run
+    )
     skipped: str = ""  # why it can't be asked here; "" = it can
 
 

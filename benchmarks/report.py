@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.harness import FORMAT
 from benchmarks.question import Question
-from roo.errors import ConfigError
+from roostream.errors import ConfigError
 
 MADE = "<!-- Made by `roostream bench report`; don't edit. -->"
 
@@ -32,7 +32,9 @@ def pages(known: Mapping[str, Question], results: Path) -> dict[str, str]:
     for path in sorted(results.glob("*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
         if result.get("format") != FORMAT or result.get("question") not in known:
-            raise ConfigError(f"{path.name}: expected a result of format {FORMAT} of a known benchmark; take it anew")
+            raise ConfigError(
+                f"{path.name}: expected a result of format {FORMAT} of a known benchmark; take it anew"
+            )
         found.setdefault(result["question"], []).append(result)
     made = {f"{name}.md": page(known[name], found[name]) for name in known if name in found}
     by_hand = [path for path in sorted(results.parent.glob("*.md")) if not is_made(path)]
@@ -54,7 +56,9 @@ def page(question: Question, results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def commit_of(result: Mapping[str, Any]) -> str:
-    return result["commit"]["describe"] + (", with changes that are not committed" if result["commit"]["dirty"] else "")
+    return result["commit"]["describe"] + (
+        ", with changes that are not committed" if result["commit"]["dirty"] else ""
+    )
 
 
 def _circumstances(result: Mapping[str, Any]) -> str:
@@ -64,7 +68,9 @@ def _circumstances(result: Mapping[str, Any]) -> str:
     return "\n".join(
         (
             f"- hardware: {here['cpu']}, {here['cores']} cores, {here['memory_gib']} GiB, {here['system']}",
-            f"- {load}: **the machine was busy with other work**; trust ratios, not speeds" if here["busy"] else f"- {load}",
+            f"- {load}: **the machine was busy with other work**; trust ratios, not speeds"
+            if here["busy"]
+            else f"- {load}",
             f"- versions: {versions}",
             f"- command: `{result['command']}`",
         )
@@ -80,20 +86,34 @@ def table(row: Mapping[str, Any]) -> str:
     clock = row.get("time") or ("CPU time" if row["clock"] == "cpu" else "wall time")
     one = unit.removesuffix("es") if unit.endswith("ches") else unit.removesuffix("s")
     figure = f"{unit}/s" if rate else f"µs {'an' if one[0] in 'aeiou' else 'a'} {one}"
-    lines = [f"| | {figure} ({clock}) | least .. most | {row['subjects'][0]['name']} is × as fast | least .. most |"]
+    lines = [
+        f"| | {figure} ({clock}) | least .. most | {row['subjects'][0]['name']} is × as fast | least .. most |"
+    ]
     lines.append("|---|---:|---|---:|---|")
     ratios = {ratio["to"]: ratio["times_as_fast"] for ratio in row["ratios"]}
     for subject in row["subjects"]:
-        name = subject["name"] if subject["role"] in ("ours", "stage") else f"{subject['name']} ({subject['role']})"
+        name = (
+            subject["name"]
+            if subject["role"] in ("ours", "stage")
+            else f"{subject['name']} ({subject['role']})"
+        )
         if "unavailable" in subject:
-            why = "was not there" if subject["role"] == "before" else f"peer unavailable: {subject['unavailable']}"
+            why = (
+                "was not there"
+                if subject["role"] == "before"
+                else f"peer unavailable: {subject['unavailable']}"
+            )
             lines.append(f"| {name} | {why} | | | |")
             continue
         cost = subject[f"{row['clock']}_us"]
         ends = sorted(_shown(cost[end], rate) for end in ("least", "most"))
         ratio = ratios.get(subject["name"])
         now = "now " if subject["role"] == "before" else ""
-        compared = f"{now}{_number(ratio['median'])} | {_number(ratio['least'])} .. {_number(ratio['most'])}" if ratio else " | "
+        compared = (
+            f"{now}{_number(ratio['median'])} | {_number(ratio['least'])} .. {_number(ratio['most'])}"
+            if ratio
+            else " | "
+        )
         lines.append(
             f"| {name} | {_number(_shown(cost['median'], rate))} | {_number(ends[0])} .. {_number(ends[1])} | {compared} |"
         )
@@ -115,15 +135,27 @@ def _figures(row: Mapping[str, Any]) -> list[str]:
 
 
 def _middle_and_ends(figure: Mapping[str, float] | None) -> str:
-    return f"{_number(figure['median'])} ({_number(figure['least'])} .. {_number(figure['most'])})" if figure else ""
+    return (
+        f"{_number(figure['median'])} ({_number(figure['least'])} .. {_number(figure['most'])})"
+        if figure
+        else ""
+    )
 
 
 def _derived(row: Mapping[str, Any]) -> list[str]:
     """A last table where figures of the row as a whole follow from its subjects'."""
     if "figures" not in row:
         return []
-    cells = [(name, _number(f["median"]), _number(f["least"]), _number(f["most"])) for name, f in row["figures"].items()]
-    return ["", "| | | least .. most |", "|---|---:|---|", *(f"| {n} | {m} | {least} .. {most} |" for n, m, least, most in cells)]
+    cells = [
+        (name, _number(f["median"]), _number(f["least"]), _number(f["most"]))
+        for name, f in row["figures"].items()
+    ]
+    return [
+        "",
+        "| | | least .. most |",
+        "|---|---:|---|",
+        *(f"| {n} | {m} | {least} .. {most} |" for n, m, least, most in cells),
+    ]
 
 
 def _shown(cost_us: float, rate: bool) -> float:
@@ -137,7 +169,11 @@ def _number(value: float) -> str:
     return f"{value:.3g}"
 
 
-def _index(known: Mapping[str, Question], found: Mapping[str, Sequence[Mapping[str, Any]]], by_hand: Sequence[Path] = ()) -> str:
+def _index(
+    known: Mapping[str, Question],
+    found: Mapping[str, Sequence[Mapping[str, Any]]],
+    by_hand: Sequence[Path] = (),
+) -> str:
     """`by_hand`: pages that no command makes; the first paragraph below a title says what is asked."""
     lines = [
         MADE,

@@ -18,7 +18,7 @@ from benchmarks.harness import FORMAT, LEAST_RUNS, measure
 from benchmarks.peers import ROOT, place_of
 from benchmarks.process import StandProcess
 from benchmarks.question import Question, Subject
-from roo.errors import ConfigError, nearest
+from roostream.errors import ConfigError, nearest
 
 RESULTS = "docs/benchmarks"
 
@@ -41,7 +41,9 @@ def question_named(name: str) -> Question:
     return known[name]
 
 
-def run(name: str, *, runs: int = LEAST_RUNS, against: str = "", say: Callable[[str], None] = print) -> dict[str, Any]:
+def run(
+    name: str, *, runs: int = LEAST_RUNS, against: str = "", say: Callable[[str], None] = print
+) -> dict[str, Any]:
     """Measure a question here and now; `against`: a commit whose own state of it takes turns with this one.
 
     Raises:
@@ -50,10 +52,14 @@ def run(name: str, *, runs: int = LEAST_RUNS, against: str = "", say: Callable[[
     """
     question = question_named(name)
     if runs < LEAST_RUNS:
-        raise ConfigError(f"--runs: expected at least {LEAST_RUNS}, since a figure without its spread says little; got {runs}")
+        raise ConfigError(
+            f"--runs: expected at least {LEAST_RUNS}, since a figure without its spread says little; got {runs}"
+        )
     here, commit = machine.machine(), machine.commit(ROOT, changed_is_fine=(RESULTS,))
     if here["busy"]:
-        say(f"this machine is busy (load {here['load_before']} on {here['cores']} cores): the result will say so")
+        say(
+            f"this machine is busy (load {here['load_before']} on {here['cores']} cores): the result will say so"
+        )
     asked = with_before(question, against) if against else question
     with tempfile.TemporaryDirectory(prefix="roostream-bench-") as made:
         measured = measure(asked, lambda environment: _stand(environment, Path(made)), runs=runs, say=say)
@@ -85,6 +91,8 @@ def with_before(question: Question, commit: str) -> Question:
             subjects.append(subject)
             if subject.role in ("ours", "stage"):
                 name = f"{subject.name} at {commit[:12]}"
-                subjects.append(dataclasses.replace(subject, name=name, role="before", environment=f"commit:{commit}"))
+                subjects.append(
+                    dataclasses.replace(subject, name=name, role="before", environment=f"commit:{commit}")
+                )
         rows.append(dataclasses.replace(row, subjects=tuple(subjects)))
     return dataclasses.replace(question, rows=tuple(rows))

@@ -35,7 +35,9 @@ class Slice(NamedTuple):
 class Stand:
     """`open` subjects by number, `slice` one at a time, `close` all. Clocks give seconds."""
 
-    def __init__(self, wall: Callable[[], float] = time.perf_counter, cpu: Callable[[], float] = time.process_time) -> None:
+    def __init__(
+        self, wall: Callable[[], float] = time.perf_counter, cpu: Callable[[], float] = time.process_time
+    ) -> None:
         self._wall, self._cpu = wall, cpu
         self._opened, self._kept = contextlib.ExitStack(), contextlib.ExitStack()
         self._works: list[tuple[Work, int]] = []  # with the steps of a slice
@@ -45,7 +47,9 @@ class Stand:
         work = self._opened.enter_context(_named(opens)(*arguments))
         work.step()  # compiles, fills caches
         steps, is_turn = 1, callable(work.units)
-        while not is_turn and (took_s := self._steps(work, steps).wall_s) < slice_s / 4 and steps < _MOST_STEPS:
+        while (
+            not is_turn and (took_s := self._steps(work, steps).wall_s) < slice_s / 4 and steps < _MOST_STEPS
+        ):
             steps *= 4 if took_s < slice_s / 32 else 2
         self._works.append((work, 1 if is_turn else max(round(steps * slice_s / max(took_s, 1e-9)), 1)))
         gc.collect()
@@ -74,8 +78,15 @@ class Stand:
 
     def versions(self) -> dict[str, str]:
         """Versions of what has been imported here and matters to speed."""
-        known = {name: getattr(sys.modules.get(name), "__version__", "") for name in ("numpy", "numba", "torch", "grpc")}
-        return {"python": sys.version.split()[0]} | {name: str(version) for name, version in known.items() if version} | _device()
+        known = {
+            name: getattr(sys.modules.get(name), "__version__", "")
+            for name in ("numpy", "numba", "torch", "grpc")
+        }
+        return (
+            {"python": sys.version.split()[0]}
+            | {name: str(version) for name, version in known.items() if version}
+            | _device()
+        )
 
     def _steps(self, work: Work, count: int) -> Slice:
         step = work.step
@@ -92,7 +103,9 @@ class Stand:
 def _device() -> dict[str, str]:
     """The CUDA device, if one was used here."""
     torch = sys.modules.get("torch")
-    return {"device": torch.cuda.get_device_name()} if torch is not None and torch.cuda.is_initialized() else {}
+    return (
+        {"device": torch.cuda.get_device_name()} if torch is not None and torch.cuda.is_initialized() else {}
+    )
 
 
 def _named(opens: str) -> Callable[..., Any]:

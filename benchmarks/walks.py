@@ -38,15 +38,27 @@ from param_server.client import Client
 from param_server.publish import Publisher
 from param_server.replica.replica import Replica
 from param_server.rows_topic import InMemoryRows
-from roo import wire
-from roo.decode import Decoder
-from roo.lookup import build_lookup
-from roo.wire import Record
-from runtime.clock import SystemClock
-from runtime.transport import InMemoryTransport
+from roostream.runtime.clock import SystemClock
+from roostream.runtime.transport import InMemoryTransport
+from roostream.wire import records as wire
+from roostream.wire.decode import Decoder
+from roostream.wire.lookup import build_lookup
+from roostream.wire.records import Record
 
 CANDIDATES = 20
-ROOMS = ("roo", "runtime", "joiner", "models", "param_server", "trainer", "serving", "features", "traffic", "infra", "command")
+ROOMS = (
+    "roo",
+    "runtime",
+    "joiner",
+    "models",
+    "param_server",
+    "trainer",
+    "serving",
+    "features",
+    "traffic",
+    "infra",
+    "command",
+)
 
 
 @dataclasses.dataclass(frozen=True)

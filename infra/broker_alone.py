@@ -13,7 +13,7 @@ from infra.jars import find_java, java_home
 from infra.options import StackOptions
 from infra.ports import HOST, Ports
 from infra.supervisor import Supervisor
-from roo.errors import SetupError, UnavailableError
+from roostream.errors import SetupError, UnavailableError
 
 _READY_S = 60.0
 _NEVER_MS = 1 << 40
@@ -29,7 +29,9 @@ def broker_alone(home: Home, java: str = "") -> Iterator[str]:
         UnavailableError: the broker was not ready in time; with the end of its log.
     """
     if not (home.root / "kafka" / "meta.properties").exists():
-        raise SetupError(f"{home.root} has no Kafka of its own; name the one that it used with --kafka HOST:PORT")
+        raise SetupError(
+            f"{home.root} has no Kafka of its own; name the one that it used with --kafka HOST:PORT"
+        )
     command, ports, supervisor = find_java(java), Ports(), Supervisor(lambda: None)
     home.make()
     home.lock()
@@ -48,7 +50,9 @@ def broker_alone(home: Home, java: str = "") -> Iterator[str]:
         supervisor.want([dataclasses.replace(whole, prepare=prepare, on_ready=lambda: None)])
         if not supervisor.wait(lambda: supervisor.slots[whole.name].state == "ready", _READY_S):
             said = " ".join(logs.last_lines(whole.log, 1)) or "nothing"
-            raise UnavailableError(f"Kafka of {home.root} was not ready within {_READY_S:.0f} s; its log ends: {said}")
+            raise UnavailableError(
+                f"Kafka of {home.root} was not ready within {_READY_S:.0f} s; its log ends: {said}"
+            )
         yield f"{HOST}:{port}"
         supervisor.stop([whole.name])
     finally:

@@ -6,7 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from roo.errors import SetupError
+from roostream.errors import SetupError
 
 DISK_BYTES = 10 * 10**9
 MEMORY_BYTES = 8 * 10**9
@@ -14,7 +14,9 @@ MEMORY_BYTES = 8 * 10**9
 
 def require_python(version: tuple[int, int] = sys.version_info[:2]) -> None:
     if not (3, 11) <= version < (3, 13):
-        raise SetupError(f"expected Python 3.11 or 3.12 (Flink has packages for no others), got {version[0]}.{version[1]}")
+        raise SetupError(
+            f"expected Python 3.11 or 3.12 (Flink has packages for no others), got {version[0]}.{version[1]}"
+        )
 
 
 def require_disk(place: Path, least_bytes: int = DISK_BYTES, what: str = "a stack") -> None:
@@ -31,7 +33,9 @@ def require_disk(place: Path, least_bytes: int = DISK_BYTES, what: str = "a stac
 def require_memory(least_bytes: int = MEMORY_BYTES, meminfo: Path = Path("/proc/meminfo")) -> None:
     total = memory_bytes(meminfo.read_text(encoding="utf-8"))
     if total < least_bytes:
-        raise SetupError(f"a stack needs a machine with {least_bytes / 1e9:.0f} GB of memory, got {total / 1e9:.1f} GB")
+        raise SetupError(
+            f"a stack needs a machine with {least_bytes / 1e9:.0f} GB of memory, got {total / 1e9:.1f} GB"
+        )
 
 
 def memory_bytes(meminfo: str) -> int:

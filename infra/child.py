@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from infra import pdeath
-from runtime.program import STOP_S
+from roostream.runtime.program import STOP_S
 
 GRACE_S = STOP_S + 5.0
 """A program of ours that has not ended by then is killed."""
@@ -63,14 +63,18 @@ class Program:
     metrics: str | None = None
     restarted: bool = True  # False: a program that ends by itself
     refusal: int | None = None  # the exit code by which it says that no start mends what it was told
-    reads: tuple[Path, ...] = ()  # of what it was told: files that somebody may mend; a change of one is worth another start
+    reads: tuple[
+        Path, ...
+    ] = ()  # of what it was told: files that somebody may mend; a change of one is worth another start
     place: Path | None = None  # working directory
 
 
 class Child:
     """A running process of a program. It dies with the supervisor, and never hears the terminal's Ctrl-C."""
 
-    def __init__(self, program: Program, process: subprocess.Popen[bytes], started_s: float, log_start: int) -> None:
+    def __init__(
+        self, program: Program, process: subprocess.Popen[bytes], started_s: float, log_start: int
+    ) -> None:
         self.program, self.process, self.started_s, self.log_start = program, process, started_s, log_start
 
     @property

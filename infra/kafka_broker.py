@@ -14,11 +14,11 @@ from infra.child import Program, StopRank
 from infra.home import Home
 from infra.jars import KAFKA_JARS, java_flags
 from infra.options import StackOptions
-from roo.errors import SetupError, UnavailableError
-from runtime.kafka import clients
-from runtime.kafka.broker import Broker
-from runtime.kafka.topic_admin import TopicAdmin
-from runtime.kafka.topics import TopicSettings
+from roostream.errors import SetupError, UnavailableError
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.broker import Broker
+from roostream.runtime.kafka.topic_admin import TopicAdmin
+from roostream.runtime.kafka.topics import TopicSettings
 
 log = logging.getLogger("roostream.stack")
 
@@ -63,7 +63,9 @@ def server_properties(data: Path, port: int, controller_port: int) -> str:
     return "".join(f"{key}={value}\n" for key, value in settings.items())
 
 
-def program(home: Home, options: StackOptions, env: Mapping[str, str], java: Path, port: int, controller_port: int) -> Program:
+def program(
+    home: Home, options: StackOptions, env: Mapping[str, str], java: Path, port: int, controller_port: int
+) -> Program:
     """The broker; it is ready when it answers and our topics exist."""
     data, conf = home.root / "kafka", home.conf / "kafka.properties"
     bootstrap = f"{ports.HOST}:{port}"
@@ -104,17 +106,29 @@ def program(home: Home, options: StackOptions, env: Mapping[str, str], java: Pat
 
 def _format(java: tuple[str, ...], conf: Path, env: Mapping[str, str]) -> None:
     cluster = urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=").replace("-", "A")
-    command = (*java, "kafka.tools.StorageTool", "format", "--ignore-formatted", "-t", cluster, "-c", str(conf))
+    command = (
+        *java,
+        "kafka.tools.StorageTool",
+        "format",
+        "--ignore-formatted",
+        "-t",
+        cluster,
+        "-c",
+        str(conf),
+    )
     done = subprocess.run(command, env=dict(env), capture_output=True, text=True, check=False, timeout=60)
     if done.returncode:
         said = (done.stderr or done.stdout).strip().splitlines()
-        raise SetupError(f"Kafka's data folder can't be formatted: {said[-1] if said else f'exit code {done.returncode}'}")
+        raise SetupError(
+            f"Kafka's data folder can't be formatted: {said[-1] if said else f'exit code {done.returncode}'}"
+        )
 
 
 def log4j_properties(level: str, **loggers: str) -> str:
     """Log to standard output, which is the child's bounded log file; `loggers`: class → a level of its own."""
     own = "".join(
-        f"logger.own{i}.name={name}\nlogger.own{i}.level={its.lower()}\n" for i, (name, its) in enumerate(loggers.items())
+        f"logger.own{i}.name={name}\nlogger.own{i}.level={its.lower()}\n"
+        for i, (name, its) in enumerate(loggers.items())
     )
     return own + (
         f"rootLogger.level={level.lower()}\n"
@@ -134,12 +148,16 @@ def use_outside(options: StackOptions) -> None:
         ConfigError: topics of that prefix exist otherwise than the options say.
     """
     if not ports.answers(options.kafka, 2.0):
-        raise UnavailableError(f"Kafka at {options.kafka} does not answer; start it, or leave the option out to have one started")
+        raise UnavailableError(
+            f"Kafka at {options.kafka} does not answer; start it, or leave the option out to have one started"
+        )
     _make_topics(Broker(options.kafka), options)
 
 
 def _make_topics(broker: Broker, options: StackOptions) -> None:
-    settings = TopicSettings(replay=options.replay, retention_ms=options.retention_ms, retention_bytes=options.retention_bytes)
+    settings = TopicSettings(
+        replay=options.replay, retention_ms=options.retention_ms, retention_bytes=options.retention_bytes
+    )
     topics = TopicAdmin(clients.admin(broker), options.prefix, options.partitions, settings)
     topics.create()
     topics.check()

@@ -9,8 +9,8 @@ from typing import Any
 
 from infra.options import StackOptions
 from infra.programs import plain
-from roo.config import build, from_dict
-from roo.errors import ConfigError
+from roostream.errors import ConfigError
+from roostream.schema.settings import build, from_dict
 
 FILE = "options.json"
 _KEPT = (

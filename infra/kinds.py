@@ -18,8 +18,8 @@ from infra.flink_cluster import JOB_MANAGER, task_manager
 from infra.home import Home
 from infra.options import StackOptions
 from infra.places import Endpoints
-from roo.errors import ConfigError, UnavailableError, nearest
-from runtime.flink_rest import FlinkRest
+from roostream.errors import ConfigError, UnavailableError, nearest
+from roostream.runtime.flink_rest import FlinkRest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,9 @@ class Kind:
     own: Callable[[Site], dict[str, Any]]
     stop_rank: StopRank
     ready: Callable[[Site], bool] = _is_ready
-    needs: Callable[[StackOptions], tuple[str, ...]] = _kafka  # are wanted with it; it waits for them by itself
+    needs: Callable[[StackOptions], tuple[str, ...]] = (
+        _kafka  # are wanted with it; it waits for them by itself
+    )
     after: tuple[str, ...] = ()  # are ready before it is started
     count: Callable[[StackOptions], int] | None = None  # how many; None = one, without a number in its name
     first_plain: bool = False  # the first has no number in its name, since most stacks have one only
@@ -91,13 +93,24 @@ def _seeded(site: Site, **own: Any) -> dict[str, Any]:
 
 
 def _shard(site: Site) -> dict[str, Any]:
-    own = _seeded(site, listen=site.at.shards[site.index], controller=site.at.controller, home=site.home.root / site.name)
+    own = _seeded(
+        site,
+        listen=site.at.shards[site.index],
+        controller=site.at.controller,
+        home=site.home.root / site.name,
+    )
     return {**own, "index": site.index, "num_shards": site.options.num_shards}
 
 
 def _controller(site: Site) -> dict[str, Any]:
-    others = [f"{name}={url}" for name, url in site.at.metrics.items() if name != site.name and not is_reader(name)]
-    own: dict[str, Any] = {"num_shards": site.options.num_shards, "num_workers": site.options.num_workers, "neighbours": others}
+    others = [
+        f"{name}={url}" for name, url in site.at.metrics.items() if name != site.name and not is_reader(name)
+    ]
+    own: dict[str, Any] = {
+        "num_shards": site.options.num_shards,
+        "num_workers": site.options.num_workers,
+        "neighbours": others,
+    }
     if least := site.options.least_readers:
         own["readers"] = {"least": least, "most": max(least, site.options.most_readers)}
     return _seeded(site, listen=site.at.controller, **own)
@@ -112,7 +125,9 @@ def _worker(site: Site) -> dict[str, Any]:
 
 def _serving(site: Site) -> dict[str, Any]:
     listen = site.at.serving.removeprefix("http://")
-    own = _seeded(site, listen=listen, shards=site.at.shards, redis=_redis(site), home=site.home.root / site.name)
+    own = _seeded(
+        site, listen=listen, shards=site.at.shards, redis=_redis(site), home=site.home.root / site.name
+    )
     if site.options.serving_processes > 1:
         own |= {"reuse_port": True, "rows": "shared", "rows_home": _rows_home(site)}
     return {**own, "status_page": site.at.metrics.get("controller", "").removesuffix("metrics")}
@@ -156,7 +171,12 @@ def _reader(site: Site) -> dict[str, Any]:
 
 def _joiner(site: Site) -> dict[str, Any]:
     """A job that runs already is watched; a new one goes on from the newest savepoint or checkpoint."""
-    own = {"store": site.home.store, "home": site.home.root / site.name, "flink": site.at.flink, "replay": site.options.replay}
+    own = {
+        "store": site.home.store,
+        "home": site.home.root / site.name,
+        "flink": site.at.flink,
+        "replay": site.options.replay,
+    }
     return {**own, "parallelism": site.options.num_task_managers}
 
 
@@ -251,16 +271,16 @@ KINDS = (  # in order of starting
     Kind(
         name="features",
         help="Keep user histories and item counters in Redis.",
-        config="features.config:FeaturesConfig",
-        run="features.main:run",
+        config="serving.online_features.config:FeaturesConfig",
+        run="serving.online_features.main:run",
         own=_features,
         stop_rank=StopRank.FEATURES,
     ),
     Kind(
         name="auditor",
         help="Add up the topics, so that every event is accounted for.",
-        config="command.config:AuditorConfig",
-        run="command.audit.auditor_program:run",
+        config="roostream.cli.config:AuditorConfig",
+        run="infra.auditor.auditor_program:run",
         own=_auditor,
         stop_rank=StopRank.FEATURES,
     ),
@@ -277,8 +297,8 @@ KINDS = (  # in order of starting
     Kind(
         name="archiver",
         help="Keep samples and corrections in the warehouse, exactly once.",
-        config="warehouse.config:ArchiverConfig",
-        run="warehouse.archiver_program:run_archiver",
+        config="roostream.warehouse.config:ArchiverConfig",
+        run="roostream.warehouse.archiver_program:run_archiver",
         own=_archiver,
         count=lambda options: options.num_archivers,
         first_plain=True,
@@ -287,8 +307,8 @@ KINDS = (  # in order of starting
     Kind(
         name="compactor",
         help="Seal days of the warehouse, and delete what nobody needs.",
-        config="warehouse.config:CompactorConfig",
-        run="warehouse.compactor_program:run_compactor",
+        config="roostream.warehouse.config:CompactorConfig",
+        run="roostream.warehouse.compactor_program:run_compactor",
         own=_compactor,
         needs=lambda options: (),
         count=lambda options: min(options.num_archivers, 1),
@@ -299,8 +319,8 @@ KINDS = (  # in order of starting
     Kind(
         name="reader",
         help="Read the warehouse's session that is trained, for the workers that train it.",
-        config="warehouse.readers.config:ReaderConfig",
-        run="warehouse.readers.reader_program:run_reader",
+        config="roostream.warehouse.readers.config:ReaderConfig",
+        run="roostream.warehouse.readers.reader_program:run_reader",
         own=_reader,
         needs=lambda options: (),
         count=lambda options: options.least_readers,
@@ -310,8 +330,8 @@ KINDS = (  # in order of starting
     Kind(
         name="simulate",
         help="Simulated users against a serving program.",
-        config="traffic.config:SimulateConfig",
-        run="traffic.main:run_simulate",
+        config="roostream.replay.config:SimulateConfig",
+        run="roostream.replay.main:run_simulate",
         own=_simulate,
         needs=lambda options: ("serving",),
         after=("serving",),
@@ -332,7 +352,11 @@ def kind_of(name: str) -> Kind:
     """
     stem, _, number = name.rpartition("-")
     kind = BY_NAME.get(stem if stem and number.isdecimal() else name)
-    if kind is None or (kind.count is None and kind.name != name) or (kind.first_plain and name == f"{kind.name}-0"):
+    if (
+        kind is None
+        or (kind.count is None and kind.name != name)
+        or (kind.first_plain and name == f"{kind.name}-0")
+    ):
         raise ConfigError(f"no program {name!r}{nearest(name, BY_NAME)}")
     return kind
 

@@ -46,8 +46,12 @@ def last_lines(path: Path, count: int = 15, since: int = 0, most_bytes: int = 16
         return []
 
 
-_LOGGED = re.compile(r"\d\d:\d\d:\d\d [EC] \S+ (.*)|error: (.*)")  # as programs log (runtime/program.py), and as commands say it
-_NAMED = re.compile(r"^[a-z-]+(?: \d+)?: ")  # by itself, as `runtime.program.run` begins its last line
+_LOGGED = re.compile(
+    r"\d\d:\d\d:\d\d [EC] \S+ (.*)|error: (.*)"
+)  # as programs log (roostream/runtime/program.py), and as commands say it
+_NAMED = re.compile(
+    r"^[a-z-]+(?: \d+)?: "
+)  # by itself, as `roostream.runtime.program.run` begins its last line
 _DEFECT = "this is a defect of Roostream"  # what it was stands behind it
 
 
@@ -62,7 +66,13 @@ def _error(line: str) -> str:
     if line.startswith("{"):
         with contextlib.suppress(ValueError, AttributeError):
             entry = json.loads(line)
-            said = str(entry.get("error") or entry.get("message", "")).strip()  # a traceback ends with what went wrong
-            return _NAMED.sub("", said.rpartition("\n")[2]) if entry.get("level") in ("ERROR", "CRITICAL") else ""
+            said = str(
+                entry.get("error") or entry.get("message", "")
+            ).strip()  # a traceback ends with what went wrong
+            return (
+                _NAMED.sub("", said.rpartition("\n")[2])
+                if entry.get("level") in ("ERROR", "CRITICAL")
+                else ""
+            )
     match = _LOGGED.match(line)
     return _NAMED.sub("", match[1] or match[2] or "") if match else ""

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from roo.config import MAX_SEED, Settings, refusal, setting
-from runtime.deployment import MAX_WORKERS
-from runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
+from roostream.runtime.deployment import MAX_WORKERS
+from roostream.runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
+from roostream.schema.settings import MAX_SEED, Settings, refusal, setting
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_HOME = Path(".roostream")
-DEMO_SCHEMA = ROOT / "traffic" / "schemas" / "demo.toml"
+DEMO_SCHEMA = ROOT / "roostream" / "replay" / "schemas" / "demo.toml"
 _PREFIX = re.compile(r"^([a-z0-9][a-z0-9._-]{0,30})?$")
 
 
@@ -27,12 +27,20 @@ class StackOptions(Settings):
     replay: bool = setting(False, "topics keep and accept old event times")
     num_shards: int = setting(2, "shard processes", least=1)
     num_workers: int = setting(
-        1, "trainer workers to begin with, partitions at most; `roostream scale` changes it", least=1, most=MAX_WORKERS
+        1,
+        "trainer workers to begin with, partitions at most; `roostream scale` changes it",
+        least=1,
+        most=MAX_WORKERS,
     )
     serving_processes: int = setting(
-        1, "that answer on serving's port; more than one share the rows of a `serving-rows` program", least=1, most=64
+        1,
+        "that answer on serving's port; more than one share the rows of a `serving-rows` program",
+        least=1,
+        most=64,
     )
-    num_archivers: int = setting(0, "that keep samples in the warehouse below the home; 0 = nothing is kept", least=0, most=64)
+    num_archivers: int = setting(
+        0, "that keep samples in the warehouse below the home; 0 = nothing is kept", least=0, most=64
+    )
     num_readers: int = setting(
         0,
         "that read the warehouse for workers while a model is trained from it; 0 = workers read for themselves",
@@ -40,15 +48,24 @@ class StackOptions(Settings):
         most=64,
     )
     most_readers: int = setting(
-        0, "more than num_readers: as many as keep workers from waiting, up to so many; 0 = num_readers", least=0, most=64
+        0,
+        "more than num_readers: as many as keep workers from waiting, up to so many; 0 = num_readers",
+        least=0,
+        most=64,
     )
-    num_task_managers: int = setting(1, "Flink task managers, one slot each; also the joiner's parallelism", least=1)
+    num_task_managers: int = setting(
+        1, "Flink task managers, one slot each; also the joiner's parallelism", least=1
+    )
     partitions: int = setting(DEFAULT_PARTITIONS, "of each topic; dead_letters has one", least=1, most=1024)
-    buckets: int = setting(DEFAULT_BUCKETS, "that the rows of a stack are divided into", least=1, most=1 << 16)
+    buckets: int = setting(
+        DEFAULT_BUCKETS, "that the rows of a stack are divided into", least=1, most=1 << 16
+    )
     seed: int = setting(0, "of initial rows, model and exploration", least=0, most=MAX_SEED)
     retention_ms: int = setting(6 * 3_600_000, "how long topics keep live records", least=1)
     retention_bytes: int = setting(128 << 20, "how much a partition keeps of live records", least=1)
-    log_bytes: int = setting(16 << 20, "size at which a log file is rotated (one older file is kept)", least=1 << 16)
+    log_bytes: int = setting(
+        16 << 20, "size at which a log file is rotated (one older file is kept)", least=1 << 16
+    )
     java: str = setting("", "path of a java ≥ 17; empty = the runtime that set-up installed")
     kafka: str = setting("", "host:port of a broker to use instead of an own one")
     redis: str = setting("", "host:port of a Redis to use instead of an own one")
@@ -64,11 +81,16 @@ class StackOptions(Settings):
             raise refusal("prefix", "up to 31 of a-z 0-9 . _ -", self.prefix)
         if self.num_workers > self.partitions:
             raise refusal(
-                "num_workers", f"at most partitions = {self.partitions}", self.num_workers, "each worker trains one at least"
+                "num_workers",
+                f"at most partitions = {self.partitions}",
+                self.num_workers,
+                "each worker trains one at least",
             )
 
         if self.most_readers and self.most_readers < self.least_readers:
-            raise refusal("most_readers", f"at least num_readers = {self.least_readers}, or 0", self.most_readers)
+            raise refusal(
+                "most_readers", f"at least num_readers = {self.least_readers}, or 0", self.most_readers
+            )
 
     @property
     def least_readers(self) -> int:

@@ -10,7 +10,7 @@ import random
 import socket
 import urllib.request
 
-from roo.errors import SetupError
+from roostream.errors import SetupError
 
 LOWEST, HIGHEST = 15_000, 32_000
 HOST = "127.0.0.1"
@@ -34,7 +34,9 @@ class Ports:
         for port in random.sample(range(LOWEST, HIGHEST), 500):
             if self._hold(port):
                 return port
-        raise SetupError(f"no free port was found between {LOWEST} and {HIGHEST}; end programs that listen there")
+        raise SetupError(
+            f"no free port was found between {LOWEST} and {HIGHEST}; end programs that listen there"
+        )
 
     def take(self, name: str, port: int) -> int:
         """A chosen port.

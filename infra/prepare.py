@@ -25,7 +25,7 @@ from infra.flink_cluster import pyflink_home
 from infra.jars import BUILD, COMPILER_JARS, CONNECTOR_JARS, OPERATOR_JAR, STAMPS, find_java
 from infra.options import ROOT
 from infra.warm import MODULES
-from roo.errors import RoostreamError, SetupError
+from roostream.errors import RoostreamError, SetupError
 
 JAVA_SOURCES = ROOT / "joiner" / "java"
 _BYTES_NEEDED = 1 << 30
@@ -44,7 +44,10 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"error: {BUILD} can't be written ({error}); run it as the owner of this environment", file=sys.stderr)
+        print(
+            f"error: {BUILD} can't be written ({error}); run it as the owner of this environment",
+            file=sys.stderr,
+        )
         return 2
     return 0
 
@@ -82,9 +85,13 @@ def fetch_jars(console: Console) -> None:
     if not console.is_terminal:
         console.print(f"fetching {len(wanted)} jars, {total / 1e6:.0f} MB")
         return jars.fetch_all(wanted)
-    with Progress(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), console=console) as progress:
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), console=console
+    ) as progress:
         task = progress.add_task("jars", total=total)
-        jars.fetch_all(wanted, fetched=lambda j: progress.update(task, advance=j.num_bytes, description=j.artifact))
+        jars.fetch_all(
+            wanted, fetched=lambda j: progress.update(task, advance=j.num_bytes, description=j.artifact)
+        )
 
 
 def compile_operator(console: Console) -> None:
@@ -92,7 +99,11 @@ def compile_operator(console: Console) -> None:
     sources = sorted(JAVA_SOURCES.rglob("*.java"))
     if not sources:
         return
-    libraries = [*(pyflink_home() / "lib").glob("*.jar"), *(pyflink_home() / "opt").glob("*.jar"), *CONNECTOR_JARS.glob("*.jar")]
+    libraries = [
+        *(pyflink_home() / "lib").glob("*.jar"),
+        *(pyflink_home() / "opt").glob("*.jar"),
+        *CONNECTOR_JARS.glob("*.jar"),
+    ]
     value = digest(sources, *sorted(p.name for p in libraries))
     if OPERATOR_JAR.exists() and is_stamped("operator", value):
         return

@@ -16,14 +16,16 @@ from infra.home import Home
 from infra.kinds import Site
 from infra.options import StackOptions
 from infra.places import Places, address
-from roo.errors import ConfigError
-from runtime.program import REFUSED_CODE
+from roostream.errors import ConfigError
+from roostream.runtime.program import REFUSED_CODE
 
 
 def site_of(name: str, home: Home, options: StackOptions, places: Places) -> Site:
     index = kinds.kind_of(name).names(options).index(name)
     metrics = address(places.metrics[name]) if name in places.metrics else ""
-    return Site(name=name, index=index, home=home, options=options, at=places.endpoints(options), metrics=metrics)
+    return Site(
+        name=name, index=index, home=home, options=options, at=places.endpoints(options), metrics=metrics
+    )
 
 
 def settings(site: Site) -> dict[str, Any]:
@@ -65,7 +67,7 @@ def program(site: Site, env: Mapping[str, str]) -> Program:
 
     return Program(
         name=site.name,
-        command=(sys.executable, "-m", "command.main", kind.name, "--config", str(conf)),
+        command=(sys.executable, "-m", "roostream.cli.main", kind.name, "--config", str(conf)),
         log=site.home.log(site.name),
         env=env,
         needs=kind.needs(site.options),

@@ -11,7 +11,7 @@ from pathlib import Path
 from infra import ports
 from infra.child import Program, StopRank
 from infra.home import Home
-from roo.errors import SetupError
+from roostream.errors import SetupError
 
 
 def find_redis() -> Path:

@@ -18,7 +18,12 @@ def clean(flink: Path, keep: int = 2) -> list[Path]:
     """
     points = sorted(_complete(flink), key=lambda p: (p / "_metadata").stat().st_mtime_ns, reverse=True)
     kept = {_owner(p) for p in points[:keep]}
-    owners = [p for kind in ("checkpoints", "savepoints") if (flink / kind).is_dir() for p in (flink / kind).iterdir()]
+    owners = [
+        p
+        for kind in ("checkpoints", "savepoints")
+        if (flink / kind).is_dir()
+        for p in (flink / kind).iterdir()
+    ]
     gone = [p for p in owners if p not in kept]
     for path in gone:
         shutil.rmtree(path, ignore_errors=True)

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 from infra.kinds import READER, WORKER
-from roo.errors import RoostreamError
-from runtime.rpc_client import SocketTransport
+from roostream.errors import RoostreamError
+from roostream.runtime.rpc_client import SocketTransport
 
 log = logging.getLogger("roostream.stack")
 
@@ -45,7 +45,9 @@ class ToFollow(NamedTuple):
     stop: list[int]
 
 
-def steps(wanted: int, training: int, state: str, workers: Mapping[int, str], stopped_here: set[int]) -> ToFollow:
+def steps(
+    wanted: int, training: int, state: str, workers: Mapping[int, str], stopped_here: set[int]
+) -> ToFollow:
     """What brings the workers to what the controller tells: how many it wants, how many are its incarnation's, its state. Those
     that rest since training is held are started when it no longer is."""
     if 0 not in workers or workers[0] == "stopped":  # training isn't wanted at all
@@ -53,7 +55,9 @@ def steps(wanted: int, training: int, state: str, workers: Mapping[int, str], st
     resting = {n for n, its in workers.items() if its == "held" or (n in stopped_here and its == "stopped")}
     start = [n for n in range(wanted) if (n not in workers or n in resting) and state != "held"]
     settled = wanted == training and state == "running"
-    stop = [n for n, its in workers.items() if settled and n >= wanted and its in ("waiting", "starting", "ready")]
+    stop = [
+        n for n, its in workers.items() if settled and n >= wanted and its in ("waiting", "starting", "ready")
+    ]
     return ToFollow(start, stop)
 
 

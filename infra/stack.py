@@ -4,7 +4,7 @@
     from infra.stack import Stack
 
     options = StackOptions(
-        schema=Path("traffic/schemas/demo.toml"),      # written into every generated TOML
+        schema=Path("roostream/replay/schemas/demo.toml"),      # written into every generated TOML
         prefix="",                                     # of topic names
         replay=False,                                  # topics for old event times
         num_shards=2, num_task_managers=1,
@@ -62,8 +62,8 @@ from infra.ports import Ports
 from infra.restart import RestartPolicy
 from infra.scaling import Scaling
 from infra.supervisor import Slot, Supervisor
-from roo.errors import ConfigError, UnavailableError, nearest
-from runtime.deployment import MAX_WORKERS
+from roostream.errors import ConfigError, UnavailableError, nearest
+from roostream.runtime.deployment import MAX_WORKERS
 
 log = logging.getLogger("roostream.stack")
 _FORGOTTEN = "forgotten"
@@ -73,7 +73,9 @@ _MOST_COPIES = {kinds.WORKER: MAX_WORKERS, kinds.READER: 64}
 class Stack:
     """One stack in one home. Not thread-safe, but for the reading methods. Leaves nothing running when it is stopped."""
 
-    def __init__(self, home: Path | str, options: StackOptions | None = None, *, policy: RestartPolicy | None = None) -> None:
+    def __init__(
+        self, home: Path | str, options: StackOptions | None = None, *, policy: RestartPolicy | None = None
+    ) -> None:
         self.home, self.options = Home(Path(home)), options or StackOptions()
         self.supervisor = Supervisor(self._write, policy, self.options.log_bytes)
         self._ports = Ports()
@@ -95,7 +97,9 @@ class Stack:
         self.home.lock()
         try:
             if left := self.home.end_leftovers():
-                log.warning("ended %d processes that an earlier stack had left in %s", len(left), self.home.root)
+                log.warning(
+                    "ended %d processes that an earlier stack had left in %s", len(left), self.home.root
+                )
             self.home.clear_tmp()
             self._places = places.draw(self._ports, self.options, kinds.names(self.options))
             self._endpoints = self._places.endpoints(self.options)
@@ -129,7 +133,8 @@ class Stack:
         names = [n for n in self.expand([name]) if n in self.supervisor.slots]
         good, bad = ("ready", "ended", _FORGOTTEN), ("failed", "stopped", "held")
         self.supervisor.wait(
-            lambda: all(self._now(n) in good for n in names) or any(self._now(n) in bad for n in names), timeout_s
+            lambda: all(self._now(n) in good for n in names) or any(self._now(n) in bad for n in names),
+            timeout_s,
         )
         for late in (n for n in names if self._now(n) not in good):
             tail = "\n".join(f"    | {line}" for line in logs.last_lines(self.log_path(late), 12))
@@ -158,14 +163,20 @@ class Stack:
         """Number → state, of those of a kind (`kinds.WORKER`, `kinds.READER`) that were ever started and aren't forgotten."""
         its = kinds.BY_NAME[kind]
         by_name = {its.name_of(n): n for n in range(_MOST_COPIES[kind])}
-        return {by_name[s.program.name]: s.state for s in list(self.supervisor.slots.values()) if s.program.name in by_name}
+        return {
+            by_name[s.program.name]: s.state
+            for s in list(self.supervisor.slots.values())
+            if s.program.name in by_name
+        }
 
     def start_copy(self, kind: str, number: int) -> None:
         """Have it run; beyond those of the options it gets its settings and a port of its own now."""
         name = kinds.BY_NAME[kind].name_of(number)
         if name not in self._programs:
             field = f"num_{kind}s"
-            options = dataclasses.replace(self.options, **{field: max(getattr(self.options, field), number + 1)})
+            options = dataclasses.replace(
+                self.options, **{field: max(getattr(self.options, field), number + 1)}
+            )
             at = dataclasses.replace(self._places, metrics={**self._places.metrics, name: self._ports.draw()})
             made = programs.program(programs.site_of(name, self.home, options, at), self._env)
             self._places, self._endpoints = at, at.endpoints(self.options)
@@ -209,7 +220,9 @@ class Stack:
     def __enter__(self) -> Stack:
         return self.open()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()
 
     @property

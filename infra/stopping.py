@@ -18,9 +18,9 @@ from infra.child import GRACE_S, StopRank
 from infra.home import Home
 from infra.places import Endpoints
 from infra.supervisor import Supervisor
-from roo.errors import RoostreamError
-from runtime.flink_rest import FlinkRest
-from runtime.rpc_client import SocketTransport
+from roostream.errors import RoostreamError
+from roostream.runtime.flink_rest import FlinkRest
+from roostream.runtime.rpc_client import SocketTransport
 
 log = logging.getLogger("roostream.stack")
 _SAVEPOINT_S = 30.0

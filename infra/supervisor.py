@@ -18,8 +18,8 @@ from typing import Any, Literal
 from infra import child, logs
 from infra.child import Child, Program
 from infra.restart import RestartPolicy, Restarts
-from roo.errors import RoostreamError, UnavailableError
-from runtime.program import HELD_CODE
+from roostream.errors import RoostreamError, UnavailableError
+from roostream.runtime.program import HELD_CODE
 
 log = logging.getLogger("roostream.stack")
 _TICK_S = 0.1
@@ -51,7 +51,9 @@ class Slot:
 class Supervisor:
     """`want`, `stop` and `wait` from any thread; the rest happens in its own. `changed` is called after every change."""
 
-    def __init__(self, changed: Callable[[], None], policy: RestartPolicy | None = None, log_bytes: int = 16 << 20) -> None:
+    def __init__(
+        self, changed: Callable[[], None], policy: RestartPolicy | None = None, log_bytes: int = 16 << 20
+    ) -> None:
         self.changed, self.policy, self.log_bytes = changed, policy or RestartPolicy(), log_bytes
         self.slots: dict[str, Slot] = {}
         self.halting = False  # set while the stack stops: a death is noted, nothing is started
@@ -122,7 +124,12 @@ class Supervisor:
         for slot in list(self.slots.values()):
             if slot.child is not None and (code := slot.child.exit_code()) is not None:
                 self._died(slot, code, now_s)
-            elif slot.state == "waiting" and not self.halting and now_s >= slot.due_s and self._is_its_turn(slot, now_s):
+            elif (
+                slot.state == "waiting"
+                and not self.halting
+                and now_s >= slot.due_s
+                and self._is_its_turn(slot, now_s)
+            ):
                 self._start(slot, now_s)
             elif slot.state == "starting" and now_s >= slot.due_s:
                 self._probe(slot, now_s)
@@ -150,7 +157,9 @@ class Supervisor:
         if now_s - slot.wanted_s > slot.program.after_s:
             return True
         before = (self.slots[n].state for n in slot.program.after if n in self.slots)
-        return all(state in ("ready", "stopped") for state in before)  # who was asked to stop isn't waited for
+        return all(
+            state in ("ready", "stopped") for state in before
+        )  # who was asked to stop isn't waited for
 
     def _start(self, slot: Slot, now_s: float) -> None:
         slot.killed, slot.exit_code, slot.due_s, slot.read = False, None, now_s, _stamps(slot.program)
@@ -193,7 +202,9 @@ class Supervisor:
         did_its_work = slot.state == "ready" and lived_s >= self.policy.stable_s
         if code == slot.program.refusal and not (did_its_work and slot.said != before):
             return self._refused(slot)
-        log.error("%s died (%s) after %.0f s; the last lines of %s:", name, _how(code), lived_s, slot.program.log)
+        log.error(
+            "%s died (%s) after %.0f s; the last lines of %s:", name, _how(code), lived_s, slot.program.log
+        )
         for line in lines:
             log.error("    | %s", line)
         self._retry(slot, lived_s, now_s)
@@ -204,7 +215,12 @@ class Supervisor:
         slot.refused = True
         log.error(
             "%s can't be started as it was told to: %s; its log: %s%s",
-            *(slot.program.name, slot.said, slot.program.log, f"; it is tried again when {files} changes" if files else ""),
+            *(
+                slot.program.name,
+                slot.said,
+                slot.program.log,
+                f"; it is tried again when {files} changes" if files else "",
+            ),
         )
         self._set(slot, "failed")
 
@@ -212,10 +228,14 @@ class Supervisor:
         delay_s = slot.restarts.died(lived_s)
         if delay_s is None:
             log.error(
-                "%s died %d times in a row; it stays down until it is asked for", slot.program.name, slot.restarts.deaths_in_a_row
+                "%s died %d times in a row; it stays down until it is asked for",
+                slot.program.name,
+                slot.restarts.deaths_in_a_row,
             )
             return self._set(slot, "failed")
-        log.warning("%s will be started again%s", slot.program.name, f" in {delay_s:.1f} s" if delay_s else "")
+        log.warning(
+            "%s will be started again%s", slot.program.name, f" in {delay_s:.1f} s" if delay_s else ""
+        )
         slot.due_s = now_s + delay_s
         self._set(slot, "waiting")
 
@@ -243,7 +263,9 @@ class Supervisor:
 
     def _kill_late(self, slot: Slot) -> None:
         assert slot.child is not None
-        log.warning("%s did not stop within %.0f s and is killed", slot.program.name, slot.program.stop_timeout_s)
+        log.warning(
+            "%s did not stop within %.0f s and is killed", slot.program.name, slot.program.stop_timeout_s
+        )
         slot.killed = True
         slot.child.kill()
 

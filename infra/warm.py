@@ -7,23 +7,23 @@ import sys
 import time
 
 MODULES = (
-    "roo.decode",
-    "roo.columnar_kernels",
-    "roo.gaps",
-    "roo.lookup",
-    "roo.transform",
-    "roo.online.counters",
+    "roostream.wire.decode",
+    "roostream.wire.columnar_kernels",
+    "roostream.wire.missing_features",
+    "roostream.wire.lookup",
+    "roostream.wire.transform",
+    "roostream.online.counters",
     "param_server.warm",
     "param_server.replica.shared_reader",
     "param_server.replica.cached_stack",
-    "models.gather",
-    "models.attention",
-    "models.fused.forward",
+    "roostream.models.gather",
+    "roostream.models.attention",
+    "roostream.models.fused.forward",
     "trainer.selection.deferral_kernels",
     "trainer.selection.slipstream_kernels",
     "serving.answer",
     "serving.request_batch",
-    "warehouse.pages.page_reader",
+    "roostream.warehouse.pages.page_reader",
 )
 
 
@@ -35,7 +35,9 @@ def main() -> int:
         except ModuleNotFoundError as error:
             if error.name is None or error.name.partition(".")[0] == name.partition(".")[0]:
                 raise
-            print(f"  {name}: passed over, {error.name} isn't installed", flush=True)  # an extra that was left out
+            print(
+                f"  {name}: passed over, {error.name} isn't installed", flush=True
+            )  # an extra that was left out
             continue
         module.warm()
         print(f"  {name}: {time.monotonic() - started_s:.1f} s", flush=True)

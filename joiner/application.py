@@ -11,19 +11,21 @@ import sys
 from joiner.config import JoinerConfig
 from joiner.envelope import OUTPUTS
 from joiner.job import build
-from roo.config import load
-from roo.errors import RoostreamError
-from roo.schema_file import load_schema
-from roo.schema_registry import register
-from runtime.checkpoint_store import open_store
-from runtime.flink_rest import JOB_NAME
-from runtime.kafka.clients import wait_for_topics
-from runtime.kafka.topics import EVENTS
+from roostream.errors import RoostreamError
+from roostream.runtime.checkpoint_store import open_store
+from roostream.runtime.flink_rest import JOB_NAME
+from roostream.runtime.kafka.clients import wait_for_topics
+from roostream.runtime.kafka.topics import EVENTS
+from roostream.schema.registry import register
+from roostream.schema.schema_file import load_schema
+from roostream.schema.settings import load
 
 
 def settings(arguments: list[str]) -> JoinerConfig:
-    """Step 1. Raises ConfigError as `roo.config.load`, or when a key is empty that a job needs."""
-    parser = argparse.ArgumentParser(description="The joiner's job, in the cluster whose job manager runs this.")
+    """Step 1. Raises ConfigError as `roostream.schema.settings.load`, or when a key is empty that a job needs."""
+    parser = argparse.ArgumentParser(
+        description="The joiner's job, in the cluster whose job manager runs this."
+    )
     parser.add_argument("--config", required=True, help="TOML of `roostream joiner`")
     config = load(JoinerConfig, parser.parse_args(arguments).config, program="joiner")
     config.require("bootstrap", "schema", "store")

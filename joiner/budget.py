@@ -8,7 +8,7 @@ would exceed it is a dead letter on arrival (`overflow`).
 from __future__ import annotations
 
 from joiner.state import Engagement, Impression
-from roo.schema import Limits
+from roostream.schema.schema import Limits
 
 FIXED = 512
 """Bytes of a sample that are there once: ids, tags, lengths, the opening header's copy."""

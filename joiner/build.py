@@ -12,12 +12,24 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from joiner.fold import Fact
-from joiner.spans import HEADER, NRO, POSITIONS, PROPENSITIES, RO, SCORES, WEIGHT, column, payload, tags_of, varint
+from joiner.spans import (
+    HEADER,
+    NRO,
+    POSITIONS,
+    PROPENSITIES,
+    RO,
+    SCORES,
+    WEIGHT,
+    column,
+    payload,
+    tags_of,
+    varint,
+)
 from joiner.state import Engagement, Impression, Origin, Page, Request
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.ids import sample_id
-from runtime.kafka.topics import CORRECTIONS, DEAD_LETTERS, SAMPLES
+from roostream.runtime.kafka.topics import CORRECTIONS, DEAD_LETTERS, SAMPLES
+from roostream.schema.ids import sample_id
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
 
 MAX_RAW_BYTES = 64 << 10
 """A dead letter carries at most this much of the record."""
@@ -25,7 +37,9 @@ MAX_RAW_BYTES = 64 << 10
 _TAG, _PART_TAG = tags_of(pb.Sample), tags_of(pb.Part)
 _REASON = {value.number: value.name for value in pb.CloseReason.DESCRIPTOR.values}
 _SAMPLE, _CORRECTION = bytes((wire.SAMPLE, wire.VERSION)), bytes((wire.CORRECTION, wire.VERSION))
-_HEADER, _RO, _ITEMS, _PARTS, _LABELS = (_TAG[name] for name in ("header", "ro", "item_ids", "parts", "labels"))
+_HEADER, _RO, _ITEMS, _PARTS, _LABELS = (
+    _TAG[name] for name in ("header", "ro", "item_ids", "parts", "labels")
+)
 _SCORES, _POSITIONS, _PROPENSITIES = _TAG["scores"], _TAG["positions"], _TAG["propensities"]
 _WEIGHT, _NRO, _NUM_ROWS, _ACTIONS = _TAG["weight"], _PART_TAG["nro"], _PART_TAG["num_rows"], _TAG["actions"]
 _IDS = struct.Struct(f"<{len(_TAG['sample_id'])}sQ{len(_TAG['close_reason'])}sB{len(_TAG['close_ms'])}sq")
@@ -66,7 +80,9 @@ class Change(NamedTuple):
     """What an engagement behind the close changes: labels of its candidate, `fact[4]`."""
 
     fact: Fact
-    used: Sequence[Impression]  # the sample's while features are kept, or none: then the correction is untrainable
+    used: Sequence[
+        Impression
+    ]  # the sample's while features are kept, or none: then the correction is untrainable
     before: bytes  # f4 [labels] of that candidate; of all [candidates, labels] with features
     after: bytes
 
@@ -115,7 +131,13 @@ def sample(key: bytes, request_id: str, request: Request, content: Content) -> O
         _add_whole(fields, used[0], content.labels)
     else:
         features = _features(used, rows, content.num_labels)
-        fields += (features.ro, column(_ITEMS, request.items), features.parts, column(_LABELS, content.labels), features.served)
+        fields += (
+            features.ro,
+            column(_ITEMS, request.items),
+            features.parts,
+            column(_LABELS, content.labels),
+            features.served,
+        )
     if content.facts:
         _add_events(fields, content.facts)
     if content.num_duplicates:
@@ -153,7 +175,14 @@ def correction(key: bytes, request_id: str, request: Request, change: Change, nu
 
 
 def dead_letter(
-    key: bytes, origin: Origin, raw: bytes | None, reason: str, error: str, *, event_id: int = 0, request_id: str = ""
+    key: bytes,
+    origin: Origin,
+    raw: bytes | None,
+    reason: str,
+    error: str,
+    *,
+    event_id: int = 0,
+    request_id: str = "",
 ) -> Output:
     """A record that has no place, with where it came from and why."""
     assert reason in wire.REASONS, reason
@@ -174,7 +203,9 @@ def dead_letter(
 def dead_event(key: bytes, event: Impression | Engagement, reason: str, error: str) -> Output:
     """The dead letter of an event that could be read."""
     event_id = event.event_id if isinstance(event, Engagement) else 0
-    return dead_letter(key, event.origin, event.raw, reason, error, event_id=event_id, request_id=event.request_id)
+    return dead_letter(
+        key, event.origin, event.raw, reason, error, event_id=event_id, request_id=event.request_id
+    )
 
 
 def within(output: Output, most_bytes: int, made_of: Iterable[Impression | Engagement]) -> list[Output]:
@@ -187,15 +218,31 @@ def within(output: Output, most_bytes: int, made_of: Iterable[Impression | Engag
 
 
 def _ids(request: Request, id_: int) -> bytes:
-    return _IDS.pack(_TAG["sample_id"], id_, _TAG["close_reason"], request.reason, _TAG["close_ms"], request.close_ms)
+    return _IDS.pack(
+        _TAG["sample_id"], id_, _TAG["close_reason"], request.reason, _TAG["close_ms"], request.close_ms
+    )
 
 
 def _add_whole(fields: list[bytes], impression: Impression, labels: bytes) -> None:
     """The features and labels of one impression with all of its rows, each once."""
     data = impression.data
-    _, _, ro, ro_end, items, items_end, nro, nro_end, scores, scores_end, places, places_end, chances, chances_end, weight = (
-        impression.spans
-    )
+    (
+        _,
+        _,
+        ro,
+        ro_end,
+        items,
+        items_end,
+        nro,
+        nro_end,
+        scores,
+        scores_end,
+        places,
+        places_end,
+        chances,
+        chances_end,
+        weight,
+    ) = impression.spans
     if ro:
         fields += (_RO, data[ro:ro_end])
     if items:
@@ -242,7 +289,11 @@ def _part(impression: Impression, taken: Sequence[int]) -> bytes:
 
 
 def _columns(
-    used: Sequence[Impression], rows: Sequence[Sequence[int]], place: int, width: int, missing: Callable[[int, int], bytes]
+    used: Sequence[Impression],
+    rows: Sequence[Sequence[int]],
+    place: int,
+    width: int,
+    missing: Callable[[int, int], bytes],
 ) -> bytes:
     """The entries of the taken rows, `width` bytes each; an impression without the column gives `missing(its number, row)`.
     Nothing if none has it."""
@@ -262,7 +313,9 @@ def _add_events(fields: list[bytes], facts: Sequence[Fact]) -> None:
     if len(actions) > 1:
         actions = {name: n for n, name in enumerate(actions)}
         numbers = [actions[name] for name in names]
-    for (head, pack), column_ in zip(_event_columns(len(ids)), (ids, candidates, numbers, values, times_ms), strict=True):
+    for (head, pack), column_ in zip(
+        _event_columns(len(ids)), (ids, candidates, numbers, values, times_ms), strict=True
+    ):
         fields += (head, pack(*column_))
     for name in actions:
         text = name.encode()
@@ -272,6 +325,12 @@ def _add_events(fields: list[bytes], facts: Sequence[Fact]) -> None:
 @functools.lru_cache(maxsize=256)
 def _event_columns(n: int) -> list[tuple[bytes, Callable[..., bytes]]]:
     """Of `n` events, field by field: tag and length, and what packs the values."""
-    kinds = (("event_ids", "Q"), ("event_candidates", "I"), ("event_actions", "I"), ("event_values", "f"), ("event_times", "q"))
+    kinds = (
+        ("event_ids", "Q"),
+        ("event_candidates", "I"),
+        ("event_actions", "I"),
+        ("event_values", "f"),
+        ("event_times", "q"),
+    )
     packers = [(name, struct.Struct(f"<{n}{kind}")) for name, kind in kinds]
     return [(_TAG[name] + varint(packer.size), packer.pack) for name, packer in packers]

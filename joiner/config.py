@@ -6,9 +6,9 @@ import dataclasses
 from typing import ClassVar, Literal
 
 from joiner.rules import Rules
-from roo.config import refusal, setting
-from runtime.deployment import Deployment
-from runtime.kafka.topics import MAX_SKEW_MS
+from roostream.runtime.deployment import Deployment
+from roostream.runtime.kafka.topics import MAX_SKEW_MS
+from roostream.schema.settings import refusal, setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,12 +23,19 @@ class JoinerConfig(Rules, Deployment):
     restore: str = setting("", "savepoint or checkpoint that a new Flink job goes on from; empty = none")
 
     submits: bool = setting(
-        True, "start a job where the cluster has none; false = something else does, such as Flink's operator: it is waited for"
+        True,
+        "start a job where the cluster has none; false = something else does, such as Flink's operator: it is waited for",
     )
 
-    lateness_ms: int = setting(2_000, "bound of disorder within a partition: watermark = newest time - lateness - 1 ms", least=0)
-    idleness_ms: int = setting(0, "a partition silent for this long no longer holds the watermark; 0 = off (replays)", least=0)
-    checkpoint_interval_ms: int = setting(5_000, "between Flink checkpoints, or the local engine's snapshots", least=100)
+    lateness_ms: int = setting(
+        2_000, "bound of disorder within a partition: watermark = newest time - lateness - 1 ms", least=0
+    )
+    idleness_ms: int = setting(
+        0, "a partition silent for this long no longer holds the watermark; 0 = off (replays)", least=0
+    )
+    checkpoint_interval_ms: int = setting(
+        5_000, "between Flink checkpoints, or the local engine's snapshots", least=100
+    )
     delivery: Literal["at_least_once", "exactly_once"] = setting(
         "at_least_once",
         "of the Flink job; exactly_once: nothing is written twice, in transactions that readers see after a checkpoint",
@@ -39,7 +46,9 @@ class JoinerConfig(Rules, Deployment):
         least=10_000,
     )
     parallelism: int = setting(1, "of the Flink operator; one slot each", least=1)
-    restart_attempts: int = setting(0, "restarts of a failed Flink job before it is given up; 0 = no limit", least=0)
+    restart_attempts: int = setting(
+        0, "restarts of a failed Flink job before it is given up; 0 = no limit", least=0
+    )
     read_ahead_ms: int = setting(
         0,
         "a partition is read at most this far ahead of the slowest, and no single event moves its time further; "
@@ -47,7 +56,9 @@ class JoinerConfig(Rules, Deployment):
         least=0,
     )
     producer_timeout_ms: int = setting(
-        30_000, "of several producers, one whose heartbeats are this old no longer holds its partition's time", least=0
+        30_000,
+        "of several producers, one whose heartbeats are this old no longer holds its partition's time",
+        least=0,
     )
     replay: bool = setting(False, "old event times, as fast as they can be read: no idleness")
 
@@ -56,7 +67,9 @@ class JoinerConfig(Rules, Deployment):
         if self.engine == "flink" and self.flink and not self.flink.startswith(("http://", "https://")):
             raise refusal("flink", "http://host:port", self.flink)
         if self.delivery == "exactly_once" and self.engine != "flink":
-            raise refusal("delivery", "at_least_once with the local engine, which has no transactions", self.delivery)
+            raise refusal(
+                "delivery", "at_least_once with the local engine, which has no transactions", self.delivery
+            )
         if self.delivery == "exactly_once" and self.transaction_timeout_ms < 2 * self.checkpoint_interval_ms:
             raise refusal(
                 "transaction_timeout_ms",

@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 
 from joiner.state import Engagement, Head, Impression, MemoryState, Request, Scope, Tally, Trace
-from roo.errors import CheckpointError
+from roostream.errors import CheckpointError
 
 VERSION = 3
 """Savepoints of other versions are refused (docs/decisions/0012)."""
@@ -98,7 +98,11 @@ class Entries:
         self._head_was: bytes | None = None
         self.requests: _Table[str, Request] = _Table(store, Request, "r{}".format)
         self.impressions: _Table[tuple[str, int], Impression] = _Table(store, Impression, _named("i"))
-        self._events: _Table[tuple[str, int], Engagement | Trace] = _Table(store, Engagement | Trace, _named("e"))  # type: ignore[arg-type]
+        self._events: _Table[tuple[str, int], Engagement | Trace] = _Table(
+            store,
+            Engagement | Trace,  # type: ignore[arg-type]
+            _named("e"),
+        )
         self._tallies: _Table[tuple[str, int], Tally] = _Table(store, Tally, _named("t"))
         self.scopes: _Table[int, Scope] = _Table(store, Scope, "s{}".format)
         self.due: _Table[int, list[tuple[str, int]]] = _Table(store, list[tuple[str, int]], "d{}".format)

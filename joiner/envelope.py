@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 
 from joiner.build import Output
-from roo.wire import Record
-from runtime.kafka.topics import CORRECTIONS, DEAD_LETTERS, EVENTS, SAMPLES
+from roostream.runtime.kafka.topics import CORRECTIONS, DEAD_LETTERS, EVENTS, SAMPLES
+from roostream.wire.records import Record
 
 OUTPUTS = (SAMPLES, CORRECTIONS, DEAD_LETTERS)
 NOW = -(1 << 63)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
 from joiner.state import Tally
-from roo.schema import Schema
+from roostream.schema.schema import Schema
 
 _FLOAT32_MAX = 3.4028234663852886e38
 
@@ -28,17 +28,25 @@ class Labels:
 
     def __init__(self, schema: Schema) -> None:
         self.count = len(schema.labels)
-        self._of_action: dict[str, list[tuple[int, str, int, float]]] = {}  # place, fold, own window, threshold
+        self._of_action: dict[
+            str, list[tuple[int, str, int, float]]
+        ] = {}  # place, fold, own window, threshold
         for n, label in enumerate(schema.labels):
-            self._of_action.setdefault(label.action, []).append((n, label.fold, label.window_ms, label.threshold))
+            self._of_action.setdefault(label.action, []).append(
+                (n, label.fold, label.window_ms, label.threshold)
+            )
         self._pack = struct.Struct(f"<{self.count}f").pack
-        self._newest = [(0, 0)] * self.count if any(label.fold in ("max", "last") for label in schema.labels) else []
+        self._newest = (
+            [(0, 0)] * self.count if any(label.fold in ("max", "last") for label in schema.labels) else []
+        )
 
     def nothing(self) -> Tally:
         """Of a candidate without engagements: every label is 0."""
         return Tally([0.0] * self.count, self._newest.copy())
 
-    def tally(self, tallies: dict[int, Tally], facts: Iterable[Fact], request_ms: int, window_ms: int) -> None:
+    def tally(
+        self, tallies: dict[int, Tally], facts: Iterable[Fact], request_ms: int, window_ms: int
+    ) -> None:
         """Count engagements that follow those in `tallies`, which are by candidate and are added to; one that comes out of order
         is no `last` one. The times: the request's, and its window."""
         of_action = self._of_action

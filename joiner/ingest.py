@@ -12,13 +12,13 @@ from typing import TypeAlias
 from joiner.build import Output, dead_letter
 from joiner.spans import ITEMS, payload, spans_of
 from joiner.state import Engagement, Impression, Origin, Page
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.block import check_block
-from roo.errors import CheckpointError, UnavailableError, WireError
-from roo.ids import NO_KEY, hash64, key_bytes
-from roo.schema import Limits, Registry
-from roo.wire import Record
+from roostream.errors import CheckpointError, UnavailableError, WireError
+from roostream.schema.ids import NO_KEY, hash64, key_bytes
+from roostream.schema.schema import Limits, Registry
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.block import check_block
+from roostream.wire.records import Record
 
 LATEST_MS = 253_402_300_799_999  # the last millisecond of the year 9999
 MAX_NAME_BYTES = 64
@@ -51,7 +51,11 @@ class Reader:
         found: pb.Impression | pb.Engagement | Beat | None = None
         try:
             found = self._decode(record.value)
-            return found if isinstance(found, (pb.Heartbeat, pb.EndMarker)) else self._event(record, origin, found)
+            return (
+                found
+                if isinstance(found, (pb.Heartbeat, pb.EndMarker))
+                else self._event(record, origin, found)
+            )
         except WireError as error:
             return self._dead(record, origin, found, error.reason, str(error))
         except (CheckpointError, UnavailableError):
@@ -61,7 +65,9 @@ class Reader:
 
     def _decode(self, value: bytes | None) -> pb.Impression | pb.Engagement | Beat:
         if value is not None and len(value) > self.limits.max_record_bytes:
-            raise WireError("oversized", f"expected at most {self.limits.max_record_bytes} bytes, got {len(value)}")
+            raise WireError(
+                "oversized", f"expected at most {self.limits.max_record_bytes} bytes, got {len(value)}"
+            )
         kind, message = wire.decode(value)
         if isinstance(message, (pb.Impression, pb.Engagement, pb.Heartbeat, pb.EndMarker)):
             return message
@@ -79,7 +85,8 @@ class Reader:
         schema = self.registry(message.header.schema)
         if schema is None:
             raise WireError(
-                "unknown_schema", f"expected the fingerprint of a registered schema, got {message.header.schema:016x}"
+                "unknown_schema",
+                f"expected the fingerprint of a registered schema, got {message.header.schema:016x}",
             )
         n, t = len(message.item_ids), len(schema.labels)
         if n > self.limits.max_candidates:
@@ -90,11 +97,15 @@ class Reader:
             ("propensities", len(message.propensities), n),
         ):
             if length not in (0, expected):
-                raise WireError("bad_shape", f"expected {expected} {name} for {n} candidates (or none), got {length}")
+                raise WireError(
+                    "bad_shape", f"expected {expected} {name} for {n} candidates (or none), got {length}"
+                )
         _check_finite("scores", message.scores)
         _check_finite("weight and propensities", (message.weight, *message.propensities))
         if not 0 <= message.weight <= wire.MAX_WEIGHT or not all(0 < p <= 1 for p in message.propensities):
-            raise WireError("bad_number", f"expected a weight in 0..{wire.MAX_WEIGHT:g} and propensities in (0, 1]")
+            raise WireError(
+                "bad_number", f"expected a weight in 0..{wire.MAX_WEIGHT:g} and propensities in (0, 1]"
+            )
         if message.HasField("ro"):
             check_block(schema, "ro", message.ro, 1, self.limits)
         check_block(schema, "nro", message.nro, n, self.limits)
@@ -106,35 +117,54 @@ class Reader:
             request_id = ""
         event_id = found.event_id if isinstance(found, pb.Engagement) else 0
         key = record.key if record.key is not None and len(record.key) == len(NO_KEY) else NO_KEY
-        return dead_letter(key, origin, record.value, reason, error[:MAX_ERROR], event_id=event_id, request_id=request_id)
+        return dead_letter(
+            key, origin, record.value, reason, error[:MAX_ERROR], event_id=event_id, request_id=request_id
+        )
 
 
 def _check_header(record: Record, header: pb.Header) -> None:
     if not 1 <= len(header.request_id.encode()) <= MAX_NAME_BYTES:
-        raise WireError("bad_shape", f"expected a request id of 1..{MAX_NAME_BYTES} bytes, got {len(header.request_id.encode())}")
+        raise WireError(
+            "bad_shape",
+            f"expected a request id of 1..{MAX_NAME_BYTES} bytes, got {len(header.request_id.encode())}",
+        )
     if len(header.surface.encode()) > MAX_NAME_BYTES:
-        raise WireError("bad_shape", f"expected a surface of at most {MAX_NAME_BYTES} bytes, got {len(header.surface.encode())}")
+        raise WireError(
+            "bad_shape",
+            f"expected a surface of at most {MAX_NAME_BYTES} bytes, got {len(header.surface.encode())}",
+        )
     if len(header.traceparent) > MAX_NAME_BYTES:
         raise WireError(
-            "bad_shape", f"expected a traceparent of at most {MAX_NAME_BYTES} characters, got {len(header.traceparent)}"
+            "bad_shape",
+            f"expected a traceparent of at most {MAX_NAME_BYTES} characters, got {len(header.traceparent)}",
         )
     if not 1 <= header.time_ms <= LATEST_MS:
         raise WireError("bad_time", f"expected a time in 1..{LATEST_MS} ms, got {header.time_ms}")
     if header.time_ms != record.timestamp_ms:
-        raise WireError("bad_time", f"expected the record's timestamp {record.timestamp_ms}, got event time {header.time_ms}")
+        raise WireError(
+            "bad_time",
+            f"expected the record's timestamp {record.timestamp_ms}, got event time {header.time_ms}",
+        )
     key = key_bytes(header.user_id, header.session_id, header.request_id)
     if record.key != key:
         got = "none" if record.key is None else record.key[:16].hex()
         raise WireError(
-            "bad_shape", f"expected key {key.hex()} (user {header.user_id}, session {header.session_id}, this request), got {got}"
+            "bad_shape",
+            f"expected key {key.hex()} (user {header.user_id}, session {header.session_id}, this request), got {got}",
         )
 
 
 def _check_engagement(message: pb.Engagement) -> None:
     if not message.event_id:
-        raise WireError("bad_shape", "expected an event id, got 0: without one a retry can't be told from a second engagement")
+        raise WireError(
+            "bad_shape",
+            "expected an event id, got 0: without one a retry can't be told from a second engagement",
+        )
     if not 1 <= len(message.action.encode()) <= MAX_NAME_BYTES:
-        raise WireError("bad_shape", f"expected an action of 1..{MAX_NAME_BYTES} bytes, got {len(message.action.encode())}")
+        raise WireError(
+            "bad_shape",
+            f"expected an action of 1..{MAX_NAME_BYTES} bytes, got {len(message.action.encode())}",
+        )
     _check_finite("value", (message.value,))
 
 
@@ -159,7 +189,9 @@ def _impression(record: Record, origin: Origin, message: pb.Impression) -> Impre
         items=payload(canonical or raw, spans, ITEMS),
         num_distinct=len(set(message.item_ids)),
     )
-    return Impression(origin=origin, request_id=header.request_id, page=page, spans=spans, raw=raw, canonical=canonical)
+    return Impression(
+        origin=origin, request_id=header.request_id, page=page, spans=spans, raw=raw, canonical=canonical
+    )
 
 
 def _engagement(record: Record, origin: Origin, message: pb.Engagement) -> Engagement:

@@ -24,10 +24,10 @@ from joiner.config import JoinerConfig
 from joiner.entries import VERSION
 from joiner.envelope import OUTPUTS
 from joiner.operator import JoinFunction
-from roo.config import build as make
-from roo.config import from_dict
-from runtime.flink_rest import JOB_NAME
-from runtime.kafka.topics import EVENTS, MAX_MESSAGE_BYTES, name_of
+from roostream.runtime.flink_rest import JOB_NAME
+from roostream.runtime.kafka.topics import EVENTS, MAX_MESSAGE_BYTES, name_of
+from roostream.schema.settings import build as make
+from roostream.schema.settings import from_dict
 
 MAX_PARALLELISM = 128
 UID = f"join-{VERSION}"
@@ -91,7 +91,11 @@ def _read(env: StreamExecutionEnvironment, config: JoinerConfig, topic: int) -> 
 
 def _events(records: DataStream) -> DataStream:
     """Heartbeats have to leave the deserializer, so that they move the watermark; here they end."""
-    return DataStream(records._j_data_stream.filter(get_gateway().jvm.roostream.EventFilter())).name("events").uid("events")
+    return (
+        DataStream(records._j_data_stream.filter(get_gateway().jvm.roostream.EventFilter()))
+        .name("events")
+        .uid("events")
+    )
 
 
 def _by_key(events: DataStream) -> KeyedStream:
@@ -124,7 +128,9 @@ def _sink(config: JoinerConfig) -> KafkaSink:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Submit the joiner's job to the cluster of Flink's configuration.")
+    parser = argparse.ArgumentParser(
+        description="Submit the joiner's job to the cluster of Flink's configuration."
+    )
     parser.add_argument("--settings", required=True, help="file with JoinerConfig as JSON")
     settings = json.loads(Path(parser.parse_args().settings).read_text(encoding="utf-8"))
     build(make(JoinerConfig, from_dict(JoinerConfig, settings))).execute(JOB_NAME)

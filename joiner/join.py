@@ -26,10 +26,21 @@ from joiner import budget, scopes
 from joiner.build import dead_event
 from joiner.passage import Passage
 from joiner.rules import Rules, close_at, note_joined, set_joins, window_of
-from joiner.state import NEVER, OPEN, WAITING, Engagement, Impression, JoinState, Page, Request, Trace, index_of
+from joiner.state import (
+    NEVER,
+    OPEN,
+    WAITING,
+    Engagement,
+    Impression,
+    JoinState,
+    Page,
+    Request,
+    Trace,
+    index_of,
+)
 from joiner.turn import Turn
-from roo import roo_pb2 as pb
-from roo.schema import Limits, Registry
+from roostream.schema.schema import Limits, Registry
+from roostream.wire import roo_pb2 as pb
 
 _u8 = struct.Struct("<Q").pack
 
@@ -43,7 +54,11 @@ class Join:
     """
 
     def __init__(self, rules: Rules, registry: Registry, limits: Limits) -> None:
-        self.rules, self.max_candidates, self._most_bytes = rules, limits.max_candidates, budget.most_bytes(limits)
+        self.rules, self.max_candidates, self._most_bytes = (
+            rules,
+            limits.max_candidates,
+            budget.most_bytes(limits),
+        )
         self._passage = Passage(rules, registry, limits.max_sample_bytes)
         self._engages = rules.closes_on_engagement
         self._follows = rules.next_request != "off"
@@ -113,13 +128,18 @@ class Join:
             request.reason = pb.CLOSE_LATE
         state.requests[request_id] = request
 
-    def _refuse_impression(self, turn: Turn, request: Request | None, event: Impression) -> tuple[str, str] | None:
+    def _refuse_impression(
+        self, turn: Turn, request: Request | None, event: Impression
+    ) -> tuple[str, str] | None:
         """(reason, error) of the dead letter, ("", "") for a duplicate, None to take it if it is not too large."""
         page, watermark_ms, rules = event.page, turn.watermark_ms, self.rules
         if request is None or request.phase == WAITING:
             if page.time_ms + rules.late_horizon_ms <= watermark_ms:
                 behind_ms = watermark_ms - page.time_ms
-                return "too_late", f"came {behind_ms} ms behind the watermark: its request may have been emitted"
+                return (
+                    "too_late",
+                    f"came {behind_ms} ms behind the watermark: its request may have been emitted",
+                )
             head = turn.state.head
             if head.num_open >= rules.max_open_requests or head.num_requests >= rules.max_requests:
                 return "overflow", f"expected at most {rules.max_open_requests} open requests a user"
@@ -131,7 +151,10 @@ class Join:
             if len(request.digests) < 16 * rules.max_impressions:
                 request.digests += digest
                 turn.state.requests[event.request_id] = request
-            return "after_close", f"its request closed at {request.close_ms}, this came with time {page.time_ms}"
+            return (
+                "after_close",
+                f"its request closed at {request.close_ms}, this came with time {page.time_ms}",
+            )
         for n, known in enumerate(request.pages):
             if known.digest == page.digest:
                 request.pages[n] = structs.replace(known, copies=known.copies + 1)
@@ -145,13 +168,18 @@ class Join:
         """Of the budget, with one more impression. `num_shown`: distinct candidates with it."""
         num_labels = self._passage.labels_of(event.page.schema).count
         before = (0, 0) if request is None else (request.num_bytes, request.num_shown)
-        return before[0] + budget.of_impression(event) + budget.of_candidates(num_shown - before[1], num_labels)
+        return (
+            before[0] + budget.of_impression(event) + budget.of_candidates(num_shown - before[1], num_labels)
+        )
 
     def _refuse_large(self, num_shown: int, num_bytes: int) -> tuple[str, str] | None:
         if num_shown > self.max_candidates:
             return "overflow", f"expected at most {self.max_candidates} candidates a request"
         if num_bytes > self._most_bytes:
-            return "overflow", f"expected a request of at most {self._most_bytes} bytes, got {num_bytes} with this"
+            return (
+                "overflow",
+                f"expected a request of at most {self._most_bytes} bytes, got {num_bytes} with this",
+            )
         return None
 
     def _open(self, turn: Turn, request_id: str, request: Request, page: Page) -> None:

@@ -19,12 +19,12 @@ from joiner.join import Join
 from joiner.local_watermark import SplitTime, Watermarks
 from joiner.state import END, Engagement, Impression, MemoryState
 from joiner.turn import Turn
-from roo import roo_pb2 as pb
-from roo.errors import CheckpointError
-from roo.schema import Registry, Schema
-from roo.wire import Record
-from runtime.event_time import START
-from runtime.kafka.topics import EVENTS, Partition, Progress, all_partitions
+from roostream.errors import CheckpointError
+from roostream.runtime.event_time import START
+from roostream.runtime.kafka.topics import EVENTS, Partition, Progress, all_partitions
+from roostream.schema.schema import Registry, Schema
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.records import Record
 
 _FORMAT = 3
 
@@ -150,5 +150,7 @@ class LocalEngine:
         for topic, partition, offset, split in snapshot.splits:
             self.next_offsets[topic, partition] = offset
             self._splits[topic, partition] = split
-        reached_ms = {partition: split.reached_ms(self._silent_ms) for partition, split in self._splits.items()}
+        reached_ms = {
+            partition: split.reached_ms(self._silent_ms) for partition, split in self._splits.items()
+        }
         self.watermarks.restore(reached_ms, snapshot.watermark_ms)

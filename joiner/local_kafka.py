@@ -9,10 +9,10 @@ from typing import Any
 from confluent_kafka import KafkaError
 
 from joiner.build import Output
-from roo.errors import UnavailableError
-from runtime.kafka import clients
-from runtime.kafka.broker import Broker
-from runtime.kafka.topics import name_of
+from roostream.errors import UnavailableError
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.broker import Broker
+from roostream.runtime.kafka.topics import name_of
 
 
 class KafkaSink:
@@ -39,7 +39,9 @@ class KafkaSink:
             if stop.is_set():
                 return False
         if self._failed:
-            raise UnavailableError(f"Kafka refused a record of the joiner: {self._failed}; fix it and start again")
+            raise UnavailableError(
+                f"Kafka refused a record of the joiner: {self._failed}; fix it and start again"
+            )
         return True
 
     def _delivered(self, error: KafkaError | None, message: Any) -> None:

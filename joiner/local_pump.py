@@ -20,14 +20,14 @@ from joiner.config import JoinerConfig
 from joiner.ingest import Beat, Event
 from joiner.local_engine import LocalEngine
 from joiner.meters import Meters
-from roo.errors import CheckpointError, UnavailableError
-from roo.wire import Record
-from runtime.backoff import Backoff
-from runtime.checkpoint_store import CheckpointStore
-from runtime.clock import Clock
-from runtime.health import Health
-from runtime.kafka.record_reader import RecordReader
-from runtime.kafka.topics import Partition
+from roostream.errors import CheckpointError, UnavailableError
+from roostream.runtime.backoff import Backoff
+from roostream.runtime.checkpoint_store import CheckpointStore
+from roostream.runtime.clock import Clock
+from roostream.runtime.health import Health
+from roostream.runtime.kafka.record_reader import RecordReader
+from roostream.runtime.kafka.topics import Partition
+from roostream.wire.records import Record
 
 log = logging.getLogger("roostream.joiner")
 _KEPT = 2
@@ -71,7 +71,9 @@ class Snapshots:
             except CheckpointError as error:
                 log.warning("%s is passed over: %s", name, error)
         if names:
-            raise CheckpointError(f"none of {len(names)} snapshots can be read; remove them to join from the oldest record")
+            raise CheckpointError(
+                f"none of {len(names)} snapshots can be read; remove them to join from the oldest record"
+            )
         return ""
 
 
@@ -90,7 +92,13 @@ class Pump:
         meters: Meters,
         health: Health,
     ) -> None:
-        self.config, self.engine, self.source, self.sink, self.snapshots = config, engine, source, sink, snapshots
+        self.config, self.engine, self.source, self.sink, self.snapshots = (
+            config,
+            engine,
+            source,
+            sink,
+            snapshots,
+        )
         self.clock, self.meters, self.health = clock, meters, health
         self._heard_s: dict[Partition, float] = {}
         self._held: set[Partition] = set()
@@ -102,8 +110,12 @@ class Pump:
         """Until `stop` is set; the last snapshot includes all that was read."""
         name = self.snapshots.restore(self.engine)  # 4
         log.info("joining from %s", name or "the oldest records")
-        progress = {p: offset for p, offset in self.engine.next_offsets.items() if offset}  # 0: nothing of it was read
-        Backoff(what="the event topics", clock=self.clock).until(lambda: self.source.seek(progress), (UnavailableError,), stop)
+        progress = {
+            p: offset for p, offset in self.engine.next_offsets.items() if offset
+        }  # 0: nothing of it was read
+        Backoff(what="the event topics", clock=self.clock).until(
+            lambda: self.source.seek(progress), (UnavailableError,), stop
+        )
         started_s = self.clock.monotonic_s()
         self._heard_s = dict.fromkeys(self.engine.partitions, started_s)
         self._stop = stop

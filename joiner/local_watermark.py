@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 
 from msgspec import field
 
-from runtime.event_time import START, StepTime
-from runtime.kafka.topics import Partition
+from roostream.runtime.event_time import START, StepTime
+from roostream.runtime.kafka.topics import Partition
 
 
 class SplitTime(StepTime, array_like=True):

@@ -15,22 +15,22 @@ from joiner.config import JoinerConfig
 from joiner.envelope import OUTPUTS
 from joiner.meters import Meters
 from joiner.submit import submit
-from roo.errors import UnavailableError
-from roo.schema import Schema
-from roo.schema_file import load_schema
-from roo.schema_registry import open_registry, register
-from runtime import metrics
-from runtime.backoff import Backoff
-from runtime.checkpoint_store import open_store
-from runtime.clock import SystemClock
-from runtime.flink_rest import ENDED, JOB_NAME, FlinkRest
-from runtime.health import Health
-from runtime.kafka.clients import consumer, wait_for_topics
-from runtime.kafka.reading import Reading
-from runtime.kafka.retention import GroupLosses, committed_by
-from runtime.kafka.topics import EVENTS, all_partitions
-from runtime.program import Stop
-from runtime.program import run as run_program
+from roostream.errors import UnavailableError
+from roostream.runtime import metrics
+from roostream.runtime.backoff import Backoff
+from roostream.runtime.checkpoint_store import open_store
+from roostream.runtime.clock import SystemClock
+from roostream.runtime.flink_rest import ENDED, JOB_NAME, FlinkRest
+from roostream.runtime.health import Health
+from roostream.runtime.kafka.clients import consumer, wait_for_topics
+from roostream.runtime.kafka.reading import Reading
+from roostream.runtime.kafka.retention import GroupLosses, committed_by
+from roostream.runtime.kafka.topics import EVENTS, all_partitions
+from roostream.runtime.program import Stop
+from roostream.runtime.program import run as run_program
+from roostream.schema.registry import open_registry, register
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import load_schema
 
 log = logging.getLogger("roostream.joiner")
 WATCH_S = 1.0
@@ -51,7 +51,7 @@ class FlinkJob:
 
 
 def run(config: JoinerConfig) -> int:
-    """Exit code: see runtime.program.run. A signal stops the local engine after a last snapshot; a Flink job runs on."""
+    """Exit code: see roostream.runtime.program.run. A signal stops the local engine after a last snapshot; a Flink job runs on."""
     return run_program("joiner", lambda stop: _body(config, stop), config.log_format)
 
 
@@ -72,7 +72,7 @@ def run_local(config: JoinerConfig, schema: Schema, meters: Meters, health: Heal
     from joiner.local_engine import LocalEngine
     from joiner.local_kafka import KafkaSink
     from joiner.local_pump import Pump, Snapshots
-    from runtime.kafka.reader import KafkaReader
+    from roostream.runtime.kafka.reader import KafkaReader
 
     wait_for_topics(config.broker, config.prefix, (*EVENTS, *OUTPUTS), config.partitions, stop)
     engine = LocalEngine(config, schema, open_registry(open_store(config.store)))
@@ -81,7 +81,9 @@ def run_local(config: JoinerConfig, schema: Schema, meters: Meters, health: Heal
     sink = KafkaSink(config.broker, config.prefix)
     snapshots = Snapshots(open_store(config.home))
     try:
-        Pump(config, engine, source, sink, snapshots, clock=SystemClock(), meters=meters, health=health).run(stop)
+        Pump(config, engine, source, sink, snapshots, clock=SystemClock(), meters=meters, health=health).run(
+            stop
+        )
     finally:
         source.close()
 
@@ -104,7 +106,9 @@ def run_flink(config: JoinerConfig, meters: Meters, health: Health, stop: Stop) 
         job = submit(config, stop)
     log.info("job %s: %s/#/job/%s/overview", job, rest.url, job)
     kept = ask(rest, rest.high_availability, stop)
-    log.info("if the job manager dies: %s", f"its high availability ({kept}) {_KEPT}" if kept else _RESUBMITTED)
+    log.info(
+        "if the job manager dies: %s", f"its high availability ({kept}) {_KEPT}" if kept else _RESUBMITTED
+    )
     watch(FlinkJob(rest, job, _losses(config)), meters, health, stop, patience_s=_RECOVERY_S if kept else 0.0)
 
 
@@ -117,7 +121,9 @@ def wait_for_job(rest: FlinkRest, health: Health, stop: Stop) -> dict[str, Any]:
         if found:
             return found
         if not said:
-            log.info("no job runs at %s yet, and this program submits none (submits = false): waiting", rest.url)
+            log.info(
+                "no job runs at %s yet, and this program submits none (submits = false): waiting", rest.url
+            )
             said = True
         health.turned("no job runs yet")
         stop.wait(WATCH_S)
@@ -129,7 +135,9 @@ def _losses(config: JoinerConfig) -> GroupLosses | None:
     if not config.bootstrap:
         return None
     reading = Reading(partitions=all_partitions(EVENTS, config.partitions), prefix=config.prefix)
-    return GroupLosses(partial(committed_by, consumer(config.broker, f"{config.prefix}{JOB_NAME}"), reading), "the join")
+    return GroupLosses(
+        partial(committed_by, consumer(config.broker, f"{config.prefix}{JOB_NAME}"), reading), "the join"
+    )
 
 
 def watch(watched: FlinkJob, meters: Meters, health: Health, stop: Stop, *, patience_s: float = 0.0) -> None:
@@ -147,10 +155,20 @@ def watch(watched: FlinkJob, meters: Meters, health: Health, stop: Stop, *, pati
             continue
         if state in (*ENDED, "UNKNOWN"):
             meters.running.set(0)
-            why = "the job manager does not know it" if state == "UNKNOWN" else f"it is {state}: {rest.failure(job)}"
-            raise UnavailableError(f"job {job} no longer runs ({why}); start the joiner again to go on from a checkpoint")
+            why = (
+                "the job manager does not know it"
+                if state == "UNKNOWN"
+                else f"it is {state}: {rest.failure(job)}"
+            )
+            raise UnavailableError(
+                f"job {job} no longer runs ({why}); start the joiner again to go on from a checkpoint"
+            )
         if state != said:
-            log.info("the job is %s%s", state, f" ({rest.failure(job)})" if state in ("RESTARTING", "FAILING") else "")
+            log.info(
+                "the job is %s%s",
+                state,
+                f" ({rest.failure(job)})" if state in ("RESTARTING", "FAILING") else "",
+            )
             said = state
         with health.waiting(f"Flink at {rest.url}"):
             meters.job(state == "RUNNING", ask(rest, lambda: rest.gauges(job), stop))

@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from joiner.build import Output
 from joiner.rules import LATE
 from joiner.state import END
-from runtime.event_time import START
-from runtime.flink_rest import LATE_REQUESTS
+from roostream.runtime.event_time import START
+from roostream.runtime.flink_rest import LATE_REQUESTS
 
 
 class Meters:
@@ -19,11 +19,17 @@ class Meters:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.records = Counter("roostream_joiner_records", "records read", registry=registry)
         self.lost = Gauge(
-            "roostream_joiner_lost_records", "events that Kafka no longer had when they were to be joined", registry=registry
+            "roostream_joiner_lost_records",
+            "events that Kafka no longer had when they were to be joined",
+            registry=registry,
         )
-        self.outputs = Counter("roostream_joiner_outputs", "records written", ["topic", "why"], registry=registry)
+        self.outputs = Counter(
+            "roostream_joiner_outputs", "records written", ["topic", "why"], registry=registry
+        )
         self.watermark = Gauge(
-            "roostream_joiner_watermark_timestamp_seconds", "event time that all partitions have reached", registry=registry
+            "roostream_joiner_watermark_timestamp_seconds",
+            "event time that all partitions have reached",
+            registry=registry,
         )
         self.keys = Gauge("roostream_joiner_keys", "users with state", registry=registry)
         self.running = Gauge("roostream_joiner_running", "1 while events are joined", registry=registry)
@@ -32,8 +38,12 @@ class Meters:
             "samples since the job's last restart whose request came after its own close: nothing could be waited for",
             registry=registry,
         )
-        self.restarts = Gauge("roostream_joiner_job_restarts", "restarts of the Flink job by Flink", registry=registry)
-        self.checkpoints = Gauge("roostream_joiner_checkpoints", "completed checkpoints of the Flink job", registry=registry)
+        self.restarts = Gauge(
+            "roostream_joiner_job_restarts", "restarts of the Flink job by Flink", registry=registry
+        )
+        self.checkpoints = Gauge(
+            "roostream_joiner_checkpoints", "completed checkpoints of the Flink job", registry=registry
+        )
 
     def read(self, num_records: int, num_lost: int) -> None:
         """`num_lost`: in all, as the reader counts."""

@@ -21,11 +21,11 @@ from joiner.join import Join
 from joiner.rules import LATE
 from joiner.state import Engagement, Impression
 from joiner.turn import Turn
-from roo.schema_file import load_schema
-from roo.schema_registry import open_registry
-from runtime.checkpoint_store import open_store
-from runtime.flink_rest import LATE_REQUESTS
-from runtime.program import collect_rarely
+from roostream.runtime.checkpoint_store import open_store
+from roostream.runtime.flink_rest import LATE_REQUESTS
+from roostream.runtime.program import collect_rarely
+from roostream.schema.registry import open_registry
+from roostream.schema.schema_file import load_schema
 
 
 class JoinFunction(KeyedProcessFunction):  # type: ignore[misc]
@@ -54,7 +54,9 @@ class JoinFunction(KeyedProcessFunction):  # type: ignore[misc]
         assert record.key is not None
         timers = ctx.timer_service()
         self.state.forget()
-        return self._finish(self.join.apply(self.state, record.key, event, timers.current_watermark()), timers)
+        return self._finish(
+            self.join.apply(self.state, record.key, event, timers.current_watermark()), timers
+        )
 
     def on_timer(self, timestamp: int, ctx: KeyedProcessFunction.OnTimerContext) -> Iterator[bytes]:
         timers = ctx.timer_service()

@@ -26,9 +26,9 @@ from joiner.state import (
     index_of,
 )
 from joiner.turn import Turn
-from roo.errors import CheckpointError
-from roo.ids import other_form
-from roo.schema import Registry
+from roostream.errors import CheckpointError
+from roostream.schema.ids import other_form
+from roostream.schema.schema import Registry
 
 _MOST_LOOKED_AT = 256
 
@@ -150,7 +150,9 @@ class Passage:
         """Dead letters of the impressions that the sample couldn't use; those are kept that corrections will need."""
         if len(used) < len(impressions):
             digests = {page.digest for page in used}
-            turn.outputs += [_unused(turn.key, i, request) for i in impressions if i.page.digest not in digests]
+            turn.outputs += [
+                _unused(turn.key, i, request) for i in impressions if i.page.digest not in digests
+            ]
         keeps = self.rules.correction_horizon_ms > 0
         for page in request.pages:
             if not keeps or page not in used:
@@ -191,7 +193,9 @@ class Passage:
         elif min(event.time_ms + self.rules.orphan_timeout_ms, horizon_ms) <= turn.watermark_ms:
             self._give_up(turn, request_id, request, event)
 
-    def _correct(self, turn: Turn, request_id: str, request: Request, event: Engagement, candidate: int) -> None:
+    def _correct(
+        self, turn: Turn, request_id: str, request: Request, event: Engagement, candidate: int
+    ) -> None:
         state, of = turn.state, self.labels_of(request.schema)
         tally = state.tally_of(request_id, candidate)
         if tally is None:
@@ -212,7 +216,9 @@ class Passage:
         """The change of one candidate's labels as one of all candidates', with the features of the sample."""
         of, candidate = self.labels_of(request.schema), change.fact[4]
         found = {c: state.tally_of(request_id, c) for c in request.tallied}
-        after = of.pack_all({c: tally for c, tally in found.items() if tally is not None}, len(request.items) >> 3)
+        after = of.pack_all(
+            {c: tally for c, tally in found.items() if tally is not None}, len(request.items) >> 3
+        )
         at, end = (len(change.before) * n for n in (candidate, candidate + 1))
         used = [_known(state.impressions.get((request_id, page.digest))) for page in request.pages]
         return Change(change.fact, used, after[:at] + change.before + after[end:], after)
@@ -295,7 +301,9 @@ class Passage:
         if known is None:
             schema = self.registry(fingerprint)
             if schema is None:
-                raise CheckpointError(f"schema {fingerprint:016x} of an open request is gone from the store; put its TOML back")
+                raise CheckpointError(
+                    f"schema {fingerprint:016x} of an open request is gone from the store; put its TOML back"
+                )
             known = self._labels[fingerprint] = Labels(schema)
         return known
 
@@ -311,7 +319,9 @@ def _pending(state: JoinState, request_id: str, request: Request) -> list[Engage
     return _in_order([e for e in state.chain(request_id, request) if isinstance(e, Engagement)])
 
 
-def _end(state: JoinState, request_id: str, request: Request, event: Engagement, *, gone: bool = False) -> None:
+def _end(
+    state: JoinState, request_id: str, request: Request, event: Engagement, *, gone: bool = False
+) -> None:
     """Of an engagement that has come to its end, only what tells copies of it is left; of one that is forgotten, its place."""
     request.num_pending -= 1
     request.num_events -= gone
@@ -348,5 +358,7 @@ def _unused(key: bytes, impression: Impression, request: Request) -> build.Outpu
     if impression.time_ms > request.close_ms:
         error = f"its request closed at {request.close_ms}, its time is {impression.time_ms}"
         return dead_event(key, impression, "after_close", error)
-    error = f"expected schema {request.schema:016x} as its request began with, got {impression.page.schema:016x}"
+    error = (
+        f"expected schema {request.schema:016x} as its request began with, got {impression.page.schema:016x}"
+    )
     return dead_event(key, impression, "unknown_schema", error)

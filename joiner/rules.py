@@ -16,11 +16,16 @@ import dataclasses
 from typing import Any, Literal
 
 from joiner.state import NEVER, Engagement, Page, Request, index_of
-from roo import roo_pb2 as pb
-from roo.config import Settings, parse_duration_ms, refusal, setting
-from roo.ids import sample_id, splitmix64
+from roostream.schema.ids import sample_id, splitmix64
+from roostream.schema.settings import Settings, parse_duration_ms, refusal, setting
+from roostream.wire import roo_pb2 as pb
 
-WINDOW, EARLY, ENGAGED, NEXT_REQUEST = pb.CLOSE_WINDOW, pb.CLOSE_EARLY, pb.CLOSE_ENGAGED, pb.CLOSE_NEXT_REQUEST
+WINDOW, EARLY, ENGAGED, NEXT_REQUEST = (
+    pb.CLOSE_WINDOW,
+    pb.CLOSE_EARLY,
+    pb.CLOSE_ENGAGED,
+    pb.CLOSE_NEXT_REQUEST,
+)
 LATE = pb.CloseReason.Name(pb.CLOSE_LATE)  # the same by its name
 
 
@@ -30,30 +35,48 @@ class Rules(Settings):
     so are the durations of `surface_windows`: what is read from rules is what holds."""
 
     window_ms: int = setting(600_000, "a request closes this long after its time at the latest", least=1)
-    surface_windows: dict[str, Any] = setting(factory=dict, help="windows of single surfaces: name = duration")
-    window_jitter_ms: int = setting(0, "windows are shortened by a hash of the request, by up to this", least=0)
+    surface_windows: dict[str, Any] = setting(
+        factory=dict, help="windows of single surfaces: name = duration"
+    )
+    window_jitter_ms: int = setting(
+        0, "windows are shortened by a hash of the request, by up to this", least=0
+    )
     early_close_ms: int = setting(
         0,
         "a request closes this long after its time, and corrections tell what comes up to the end of its window; 0 = off",
         least=0,
     )
-    orphan_timeout_ms: int = setting(0, "how long an engagement waits for its request and item; 0 = the longest window", least=0)
-    late_horizon_ms: int = setting(0, "how long a closed request is remembered; 0 = 10 x the longest window", least=0)
-    next_request: Literal["off", "session", "user"] = setting("off", "a later request of the same session (user) closes one")
+    orphan_timeout_ms: int = setting(
+        0, "how long an engagement waits for its request and item; 0 = the longest window", least=0
+    )
+    late_horizon_ms: int = setting(
+        0, "how long a closed request is remembered; 0 = 10 x the longest window", least=0
+    )
+    next_request: Literal["off", "session", "user"] = setting(
+        "off", "a later request of the same session (user) closes one"
+    )
     linger_ms: int = setting(0, "next_request: how long after that later request", least=0)
     engaged_threshold: int = setting(0, "that many distinct engagements close a request; 0 = off", least=0)
-    terminal_actions: tuple[str, ...] = setting((), "an engagement with one of these actions closes its request")
-    engaged_min_wait_ms: int = setting(0, "such a close comes no sooner than this after the request (calibration)", least=0)
+    terminal_actions: tuple[str, ...] = setting(
+        (), "an engagement with one of these actions closes its request"
+    )
+    engaged_min_wait_ms: int = setting(
+        0, "such a close comes no sooner than this after the request (calibration)", least=0
+    )
     correction_horizon_ms: int = setting(
         0,
         "corrections carry features this long after the close; 0 = labels only, or with early_close the longest window",
         least=0,
     )
     max_open_requests: int = setting(64, "open requests a user; more are dead letters (overflow)", least=1)
-    max_requests: int = setting(4096, "requests a user, closed ones that are still remembered included", least=1)
+    max_requests: int = setting(
+        4096, "requests a user, closed ones that are still remembered included", least=1
+    )
     max_orphans: int = setting(256, "engagements of a user that wait for their request or item", least=0)
     max_engagements: int = setting(10_000, "distinct engagements a request", least=1)
-    max_impressions: int = setting(256, "distinct impressions a request: the one that opens it, and pages", least=1)
+    max_impressions: int = setting(
+        256, "distinct impressions a request: the one that opens it, and pages", least=1
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,19 +85,33 @@ class Rules(Settings):
         object.__setattr__(self, "orphan_timeout_ms", self.orphan_timeout_ms or self.longest_window_ms)
         object.__setattr__(self, "late_horizon_ms", self.late_horizon_ms or 10 * self.longest_window_ms)
         if self.early_close_ms:
-            object.__setattr__(self, "correction_horizon_ms", self.correction_horizon_ms or self.longest_window_ms)
+            object.__setattr__(
+                self, "correction_horizon_ms", self.correction_horizon_ms or self.longest_window_ms
+            )
         if self.window_jitter_ms >= self.shortest_window_ms:
             raise refusal(
-                "window_jitter_ms", f"less than the shortest window ({self.shortest_window_ms} ms)", self.window_jitter_ms
+                "window_jitter_ms",
+                f"less than the shortest window ({self.shortest_window_ms} ms)",
+                self.window_jitter_ms,
             )
         least_ms = self.shortest_window_ms - self.window_jitter_ms
         if self.early_close_ms >= least_ms:
-            raise refusal("early_close_ms", f"less than the shortest window ({least_ms} ms), or 0 for off", self.early_close_ms)
+            raise refusal(
+                "early_close_ms",
+                f"less than the shortest window ({least_ms} ms), or 0 for off",
+                self.early_close_ms,
+            )
         if self.late_horizon_ms < self.longest_window_ms:
-            raise refusal("late_horizon_ms", f"at least the longest window ({self.longest_window_ms} ms)", self.late_horizon_ms)
+            raise refusal(
+                "late_horizon_ms",
+                f"at least the longest window ({self.longest_window_ms} ms)",
+                self.late_horizon_ms,
+            )
         if self.correction_horizon_ms > self.late_horizon_ms:
             raise refusal(
-                "correction_horizon_ms", f"at most the late horizon ({self.late_horizon_ms} ms)", self.correction_horizon_ms
+                "correction_horizon_ms",
+                f"at most the late horizon ({self.late_horizon_ms} ms)",
+                self.correction_horizon_ms,
             )
 
     @property

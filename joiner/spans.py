@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from google.protobuf.descriptor import FieldDescriptor as Fd
 
-from roo import roo_pb2 as pb
+from roostream.wire import roo_pb2 as pb
 
 _LEN = 2
 _WIRE_TYPE = {Fd.TYPE_FIXED64: 1, Fd.TYPE_SFIXED64: 1, Fd.TYPE_FLOAT: 5, Fd.TYPE_FIXED32: 5}

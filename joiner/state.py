@@ -115,9 +115,15 @@ class Request(Struct, array_like=True, gc=False):
     close_ms: int = NEVER
     reason: int = 0  # of the close
     terminal_ms: int = NEVER  # smallest time at which an engagement with a terminal action joins
-    joined_ms: list[int] = field(default_factory=list)  # smallest times at which engagements join, up to the threshold
-    pages: list[Page] = field(default_factory=list)  # by (time, digest). CLOSED: the sample's, while corrections carry features
-    waiting: list[int] = field(default_factory=list)  # WAITING, OPEN: ids of engagements that do not join as things are
+    joined_ms: list[int] = field(
+        default_factory=list
+    )  # smallest times at which engagements join, up to the threshold
+    pages: list[Page] = field(
+        default_factory=list
+    )  # by (time, digest). CLOSED: the sample's, while corrections carry features
+    waiting: list[int] = field(
+        default_factory=list
+    )  # WAITING, OPEN: ids of engagements that do not join as things are
     num_orphans: int = 0  # those of them whose item is not shown
     num_events: int = 0  # distinct engagements
     num_pending: int = 0  # of them
@@ -125,24 +131,34 @@ class Request(Struct, array_like=True, gc=False):
     scope: int | None = None  # the `Scope` that it stands in
     header: bytes = b""  # CLOSED: the sample's, with its length in front
     items: bytes = b""  # CLOSED: the sample's candidates
-    digests: bytes = b""  # CLOSED, THIN: of its impressions, also of those that came too late: copies are duplicates
+    digests: bytes = (
+        b""  # CLOSED, THIN: of its impressions, also of those that came too late: copies are duplicates
+    )
     tallied: list[int] = field(default_factory=list)  # CLOSED: candidates that have a `Tally`
     num_shown: int = 0  # until the close: distinct candidates
-    num_bytes: int = 0  # of the budget (joiner/budget.py): until the close its pages, always its pending engagements
+    num_bytes: int = (
+        0  # of the budget (joiner/budget.py): until the close its pages, always its pending engagements
+    )
 
 
 class Tally(Struct, array_like=True, gc=False):
     """The labels of one candidate so far, one of each per label of the schema."""
 
     values: list[float]
-    newest: list[tuple[int, int]]  # (time, event id) of the newest engagement that counts, (0, 0) = none; empty: no max or last
+    newest: list[
+        tuple[int, int]
+    ]  # (time, event id) of the newest engagement that counts, (0, 0) = none; empty: no max or last
 
 
 class Scope(Struct, array_like=True, gc=False):
     """Requests that end each other's windows: a session's, or all of the user's."""
 
-    times: bytearray = field(default_factory=bytearray)  # ms, 8 bytes each, ascending: of all that are remembered
-    open: list[tuple[int, str]] = field(default_factory=list)  # (time, request id), ascending: of the open ones
+    times: bytearray = field(
+        default_factory=bytearray
+    )  # ms, 8 bytes each, ascending: of all that are remembered
+    open: list[tuple[int, str]] = field(
+        default_factory=list
+    )  # (time, request id), ascending: of the open ones
 
 
 class Head(Struct, array_like=True, gc=False):

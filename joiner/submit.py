@@ -15,13 +15,15 @@ from pathlib import Path
 
 from joiner.config import JoinerConfig
 from joiner.entries import VERSION
-from roo.errors import CheckpointError, SetupError, UnavailableError
+from roostream.errors import CheckpointError, SetupError, UnavailableError
 
 log = logging.getLogger("roostream.joiner")
 
 # A script's own folder comes first on its path, where joiner/operator.py would hide Python's `operator`.
 _SCRIPT = "from joiner.job import main\n\nmain()\n"
-_FOREIGN = "Cannot map checkpoint/savepoint state"  # what Flink says of state whose operator the job does not have
+_FOREIGN = (
+    "Cannot map checkpoint/savepoint state"  # what Flink says of state whose operator the job does not have
+)
 
 
 def submit(config: JoinerConfig, stop: threading.Event) -> str:
@@ -33,7 +35,13 @@ def submit(config: JoinerConfig, stop: threading.Event) -> str:
         UnavailableError: Flink's client failed (says with what), or `stop` was set. No job was started, or it is the one
             that `live_job` finds.
     """
-    command = [str(flink_home() / "bin" / "flink"), "run", "-d", "-m", re.sub(r"^https?://", "", config.flink.rstrip("/"))]
+    command = [
+        str(flink_home() / "bin" / "flink"),
+        "run",
+        "-d",
+        "-m",
+        re.sub(r"^https?://", "", config.flink.rstrip("/")),
+    ]
     if config.restore:
         command += ["-s", config.restore]
     log.info("submitting the job%s", f" from {config.restore}" if config.restore else "")
@@ -45,7 +53,9 @@ def submit(config: JoinerConfig, stop: threading.Event) -> str:
         settings.write_text(json.dumps(dataclasses.asdict(config)), encoding="utf-8")
         command += ["-py", str(script), "--settings", str(settings)]
         env = _environment(folder)
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as client:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+        ) as client:
             output = _wait(client, stop)
     found = re.search(r"JobID ([0-9a-f]{32})", output)
     if client.returncode or not found:

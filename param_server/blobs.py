@@ -10,7 +10,7 @@ from typing import Protocol
 
 import rocksdict
 
-from roo.errors import CheckpointError, RoostreamError, SetupError, UnavailableError
+from roostream.errors import CheckpointError, RoostreamError, SetupError, UnavailableError
 
 log = logging.getLogger("roostream.segments")
 
@@ -25,7 +25,9 @@ class Blobs(Protocol):
     def get(self, key: bytes) -> bytes | None:
         """None if absent. Checksums are the caller's."""
 
-    def write(self, puts: Iterable[tuple[bytes, bytes]], deletes: Iterable[bytes] = (), *, sync: bool = False) -> None:
+    def write(
+        self, puts: Iterable[tuple[bytes, bytes]], deletes: Iterable[bytes] = (), *, sync: bool = False
+    ) -> None:
         """All or nothing. With `sync`, this and every earlier write outlives power loss when the call returns.
 
         **If it fails:** none of this call's keys changed, and the next call finds the store usable as soon as the disk is.
@@ -51,7 +53,9 @@ class MemoryBlobs:
     def get(self, key: bytes) -> bytes | None:
         return self.data.get(key)
 
-    def write(self, puts: Iterable[tuple[bytes, bytes]], deletes: Iterable[bytes] = (), *, sync: bool = False) -> None:
+    def write(
+        self, puts: Iterable[tuple[bytes, bytes]], deletes: Iterable[bytes] = (), *, sync: bool = False
+    ) -> None:
         if self._until_failure:
             self._until_failure -= 1
             if not self._until_failure:
@@ -86,7 +90,9 @@ class RocksBlobs:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._db = rocksdict.Rdict(str(self.directory), self._options())
         except Exception as error:  # rocksdict raises plain Exception
-            raise SetupError(f"segments in {self.directory} can't be opened ({error}); {self._remedy(error)}") from None
+            raise SetupError(
+                f"segments in {self.directory} can't be opened ({error}); {self._remedy(error)}"
+            ) from None
         self._in_use = True
         return self
 
@@ -97,9 +103,13 @@ class RocksBlobs:
             SetupError: as `open`; also where there is nothing.
         """
         try:
-            self._db = rocksdict.Rdict(str(self.directory), self._options(), access_type=rocksdict.AccessType.read_only())
+            self._db = rocksdict.Rdict(
+                str(self.directory), self._options(), access_type=rocksdict.AccessType.read_only()
+            )
         except Exception as error:
-            raise SetupError(f"segments in {self.directory} can't be read ({error}); {self._remedy(error)}") from None
+            raise SetupError(
+                f"segments in {self.directory} can't be read ({error}); {self._remedy(error)}"
+            ) from None
         self._in_use = True
         return self
 
@@ -110,7 +120,9 @@ class RocksBlobs:
         except Exception as error:
             raise self._failure("read", error) from None
 
-    def write(self, puts: Iterable[tuple[bytes, bytes]], deletes: Iterable[bytes] = (), *, sync: bool = False) -> None:
+    def write(
+        self, puts: Iterable[tuple[bytes, bytes]], deletes: Iterable[bytes] = (), *, sync: bool = False
+    ) -> None:
         batch = rocksdict.WriteBatch(raw_mode=True)
         num_bytes = 0
         for key, value in puts:
@@ -138,7 +150,9 @@ class RocksBlobs:
             db.flush(True)
         except Exception as error:
             del db
-            log.warning("segments in %s can't be flushed (%s); %s", self.directory, error, self._remedy(error))
+            log.warning(
+                "segments in %s can't be flushed (%s); %s", self.directory, error, self._remedy(error)
+            )
             self._let_go()
 
     def keys(self, prefix: bytes) -> Iterator[bytes]:
@@ -173,12 +187,20 @@ class RocksBlobs:
             try:
                 db.close()  # it flushes first, which fails where the write before it did; it is closed all the same
             except Exception as error:
-                log.warning("segments in %s were closed without a flush (%s); the log beside them has it", self.directory, error)
+                log.warning(
+                    "segments in %s were closed without a flush (%s); the log beside them has it",
+                    self.directory,
+                    error,
+                )
 
     def _failure(self, what: str, error: Exception) -> RoostreamError:
         if self._is_damage(error):
-            return CheckpointError(f"segments in {self.directory} can't be {what}: they are damaged ({error})")
-        return UnavailableError(f"segments in {self.directory} can't be {what} ({error}); {self._remedy(error)}")
+            return CheckpointError(
+                f"segments in {self.directory} can't be {what}: they are damaged ({error})"
+            )
+        return UnavailableError(
+            f"segments in {self.directory} can't be {what} ({error}); {self._remedy(error)}"
+        )
 
     def _is_damage(self, error: Exception) -> bool:
         """A checksum that differs, or a file that is absent from a directory that is there."""

@@ -11,8 +11,8 @@ from param_server.index import Keys, join_keys, no_keys
 from param_server.server import Shard
 from param_server.step_sum import check_workers
 from param_server.table import StackTable, Update
-from roo.errors import RoostreamError, SchemaError, WireError
-from runtime.transport import Header
+from roostream.errors import RoostreamError, SchemaError, WireError
+from roostream.runtime.transport import Header
 
 MAX_SCAN_ROWS = 1 << 20
 
@@ -25,7 +25,9 @@ class Calls:
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
 
-    def handle(self, method: str, header: Header, arrays: Sequence[np.ndarray]) -> tuple[Header, Sequence[np.ndarray]]:
+    def handle(
+        self, method: str, header: Header, arrays: Sequence[np.ndarray]
+    ) -> tuple[Header, Sequence[np.ndarray]]:
         """One call.
 
         Raises:
@@ -36,9 +38,13 @@ class Calls:
         match method:
             case "pull":
                 asked = self._asked(header, arrays, 2)
-                return {}, self.shard.pull(integer(header, "incarnation"), [(table, keys) for table, keys, _ in asked])
+                return {}, self.shard.pull(
+                    integer(header, "incarnation"), [(table, keys) for table, keys, _ in asked]
+                )
             case "read":
-                incarnation, read = self.shard.read([(table, keys) for table, keys, _ in self._asked(header, arrays, 2)])
+                incarnation, read = self.shard.read(
+                    [(table, keys) for table, keys, _ in self._asked(header, arrays, 2)]
+                )
                 return {"incarnation": incarnation}, [array for rows in read for array in rows]
             case "push":
                 return {"applied": self._push(header, arrays)}, ()
@@ -46,7 +52,11 @@ class Calls:
                 return self._scan(header)
             case "owners":
                 (incarnation, _), owners = self.shard.read([]), self.shard.owners
-                return {"incarnation": incarnation, "version": owners.version, "num_owners": owners.num_owners}, [owners.owner_B]
+                return {
+                    "incarnation": incarnation,
+                    "version": owners.version,
+                    "num_owners": owners.num_owners,
+                }, [owners.owner_B]
             case "stats":
                 return self.shard.stats(), ()
         raise RoostreamError(f"expected a call of owners, pull, push, read, scan or stats, got {method!r}")
@@ -88,19 +98,34 @@ class Calls:
         keys = join_keys(no_keys(), *(p.keys for p in pages))
         rows_ND = np.concatenate([np.zeros((0, table.width), np.float32), *(p.rows_MD for p in pages)])
         counts = [len(p.keys) for p in pages]
-        return answer, [keys.table_U, keys.id_U, rows_ND, np.repeat(np.array([p.sequence for p in pages], np.uint64), counts)]
+        return answer, [
+            keys.table_U,
+            keys.id_U,
+            rows_ND,
+            np.repeat(np.array([p.sequence for p in pages], np.uint64), counts),
+        ]
 
     def _asked(self, header: Header, arrays: Sequence[np.ndarray], each: int) -> list[Asked]:
         """Per stack named in the header: its table, keys and further arrays."""
         stacks = header.get("stacks")
         if not isinstance(stacks, list) or len(arrays) != each * len(stacks):
-            raise WireError("bad_shape", f"expected stacks: [name…] and {each} arrays for each, got {len(arrays)} arrays")
+            raise WireError(
+                "bad_shape", f"expected stacks: [name…] and {each} arrays for each, got {len(arrays)} arrays"
+            )
         out: list[Asked] = []
         for n, name in enumerate(stacks):
             table = self._table(name)
             table_U, id_U, *rest = arrays[each * n : each * (n + 1)]
-            if table_U.dtype != np.uint32 or id_U.dtype != np.int64 or table_U.ndim != 1 or table_U.shape != id_U.shape:
-                raise WireError("bad_shape", f"stack {name}: expected table u4[U] and id i8[U], got {table_U.shape} {id_U.shape}")
+            if (
+                table_U.dtype != np.uint32
+                or id_U.dtype != np.int64
+                or table_U.ndim != 1
+                or table_U.shape != id_U.shape
+            ):
+                raise WireError(
+                    "bad_shape",
+                    f"stack {name}: expected table u4[U] and id i8[U], got {table_U.shape} {id_U.shape}",
+                )
             keys = Keys(table_U, id_U)
             table.check_keys(keys)
             out.append((table, keys, rest))
@@ -117,7 +142,9 @@ class Calls:
 def _norm(header: Header) -> float:
     value = header.get("clip_row_norm", 0.0)
     if not isinstance(value, int | float) or not 0.0 <= value < float("inf"):
-        raise WireError("bad_shape", f"expected a number from 0 on as 'clip_row_norm' in the header, got {value!r}")
+        raise WireError(
+            "bad_shape", f"expected a number from 0 on as 'clip_row_norm' in the header, got {value!r}"
+        )
     return float(value)
 
 

@@ -1,6 +1,6 @@
 """How trainer and serving reach the rows: one pull and one push a batch and shard, all stacks in it.
 
-The keys of a batch are unique already (`roo.lookup`); here they are split by shard, once from pull to push, sent to all
+The keys of a batch are unique already (`roostream.wire.lookup`); here they are split by shard, once from pull to push, sent to all
 shards at once, and the answers put back in their places. Readers outside training have a `Replica` instead.
 
 Letters: U unique keys of a stack, D width, S shards.
@@ -17,14 +17,14 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from param_server import kernels
-from roo.errors import RoostreamError, TransportError, UnavailableError, WireError
-from roo.lookup import Lookup
-from roo.schema import Schema
-from runtime.backoff import Backoff
-from runtime.clock import Clock, SystemClock
-from runtime.kafka.topics import DEFAULT_BUCKETS
-from runtime.layout.bucket_map import BucketMap
-from runtime.transport import Answer, Arrays, Header, Transport
+from roostream.errors import RoostreamError, TransportError, UnavailableError, WireError
+from roostream.runtime.backoff import Backoff
+from roostream.runtime.bucket_map import BucketMap
+from roostream.runtime.clock import Clock, SystemClock
+from roostream.runtime.kafka.topics import DEFAULT_BUCKETS
+from roostream.runtime.transport import Answer, Arrays, Header, Transport
+from roostream.schema.schema import Schema
+from roostream.wire.lookup import Lookup
 
 _TIMEOUT_S = 30.0  # of one call
 
@@ -61,7 +61,9 @@ class Client:
         self._lost = ""
         self._push_lock, self._split_lock = threading.Lock(), threading.Lock()
         self._splits: WeakKeyDictionary[Lookup, list[list[KeyShare]]] = WeakKeyDictionary()
-        self._pool = ThreadPoolExecutor(max(2 * len(transports), 1), "param-client") if len(transports) > 1 else None
+        self._pool = (
+            ThreadPoolExecutor(max(2 * len(transports), 1), "param-client") if len(transports) > 1 else None
+        )
 
     def set_incarnation(self, incarnation: int, workers: int = 1, owners: BucketMap | None = None) -> None:
         """The shards were restored: pushes begin anew, each step's by so many workers, and buckets lie as `owners` says (None =
@@ -146,7 +148,11 @@ class Client:
             if self._lost:
                 raise UnavailableError(f"a push before this one was lost ({self._lost}); waiting for RESTORE")
             try:
-                self._each_shard(shares, lambda shard, its: self._push_to(shard, its, header, parts), every=self.workers > 1)
+                self._each_shard(
+                    shares,
+                    lambda shard, its: self._push_to(shard, its, header, parts),
+                    every=self.workers > 1,
+                )
             except RoostreamError as error:
                 self._lost = str(error) or type(error).__name__
                 raise
@@ -156,18 +162,28 @@ class Client:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def _push_to(self, shard: int, shares: Sequence[KeyShare], header: Header, gradients: Mapping[str, np.ndarray]) -> None:
+    def _push_to(
+        self, shard: int, shares: Sequence[KeyShare], header: Header, gradients: Mapping[str, np.ndarray]
+    ) -> None:
         arrays = [a for s in shares for a in (s.table_M, s.id_M, part_of(gradients[s.stack], s))]
         sequence = self._sequence_S[shard] + 1
-        own = {"incarnation": self.incarnation, "sequence": sequence, "stacks": [share.stack for share in shares]}
+        own = {
+            "incarnation": self.incarnation,
+            "sequence": sequence,
+            "stacks": [share.stack for share in shares],
+        }
         self._call(shard, "push", {**header, **own}, arrays)
         self._sequence_S[shard] = sequence
 
     def _call(self, shard: int, method: str, header: Header, arrays: Arrays) -> Answer:
         """Both methods can be repeated: a pull changes nothing, a push carries its sequence number."""
-        backoff = Backoff(what=f"shard {shard}", timeout_s=self.resend_for_s, first_s=0.05, most_s=0.5, clock=self.clock)
+        backoff = Backoff(
+            what=f"shard {shard}", timeout_s=self.resend_for_s, first_s=0.05, most_s=0.5, clock=self.clock
+        )
         transport = self.transports[shard]
-        return backoff.until(lambda: transport.call(method, header, arrays, timeout_s=_TIMEOUT_S), (TransportError,), self.stop)
+        return backoff.until(
+            lambda: transport.call(method, header, arrays, timeout_s=_TIMEOUT_S), (TransportError,), self.stop
+        )
 
     def _shares(self, lookup: Lookup) -> list[list[KeyShare]]:
         """Each shard's keys, kept as long as the lookup."""
@@ -178,7 +194,11 @@ class Client:
             return shares
 
     def _each_shard(
-        self, shares: Sequence[Sequence[KeyShare]], do: Callable[[int, Sequence[KeyShare]], None], *, every: bool = False
+        self,
+        shares: Sequence[Sequence[KeyShare]],
+        do: Callable[[int, Sequence[KeyShare]], None],
+        *,
+        every: bool = False,
     ) -> None:
         """All shards at once, with `every` also those that have no share; waits for all of them, then raises the first error."""
         busy = [(shard, share) for shard, share in enumerate(shares) if share or every]
@@ -217,7 +237,8 @@ def checked_gradient(stack: str, gradient_UD: np.ndarray, shape: tuple[int, int]
     """The gradient, contiguous. Raises WireError: it has another shape."""
     if gradient_UD.shape != shape or gradient_UD.dtype != np.float32:
         raise WireError(
-            "bad_shape", f"stack {stack}: expected a float32 gradient of {shape}, got {gradient_UD.dtype} {gradient_UD.shape}"
+            "bad_shape",
+            f"stack {stack}: expected a float32 gradient of {shape}, got {gradient_UD.dtype} {gradient_UD.shape}",
         )
     return np.ascontiguousarray(gradient_UD)
 

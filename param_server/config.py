@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from roo.config import MAX_SEED, refusal, setting
-from roo.schema import Schema
-from runtime.address import LINK_ASKS, check_addresses, check_listen
-from runtime.deployment import Deployment
-from runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
-from runtime.layout.bucket_map import BucketMap
+from roostream.runtime.address import LINK_ASKS, check_addresses, check_listen
+from roostream.runtime.bucket_map import BucketMap
+from roostream.runtime.deployment import Deployment
+from roostream.runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
+from roostream.schema.schema import Schema
+from roostream.schema.settings import MAX_SEED, refusal, setting
 
 MAX_PUBLISH_NORM = 100.0
 """Longest row that shards publish and readers take, unless settings say otherwise."""
@@ -29,11 +29,15 @@ class ShardConfig(Deployment):
     home: str = setting(help="this shard's own data directory; its committed segments live below it")
     publish_interval_ms: int = setting(1000, "how often touched rows go out to `rows`", least=1)
     accept_lost_rows: tuple[str, ...] = setting(
-        (), "parts of damaged segments, as an error named them, whose rows a restore may leave out; they begin anew"
+        (),
+        "parts of damaged segments, as an error named them, whose rows a restore may leave out; they begin anew",
     )
     seed: int = setting(0, "of rows' initial values; the same in every program", least=0, most=MAX_SEED)
     max_expired_share: float = setting(
-        0.5, "a freeze that would expire more than this share of a stack's rows expires none; 1 = any", above=0, most=1
+        0.5,
+        "a freeze that would expire more than this share of a stack's rows expires none; 1 = any",
+        above=0,
+        most=1,
     )
     max_publish_norm: float = setting(
         MAX_PUBLISH_NORM, "rows with a larger Euclidean norm are not published but counted", above=0
@@ -41,7 +45,9 @@ class ShardConfig(Deployment):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_listen("listen", self.listen, insecure=self.insecure, authenticated=self.link.asks, by=LINK_ASKS)
+        check_listen(
+            "listen", self.listen, insecure=self.insecure, authenticated=self.link.asks, by=LINK_ASKS
+        )
         check_addresses("controller", self.controller)
         self.check_shards(self.num_shards)
         if self.index >= self.num_shards:

@@ -10,10 +10,10 @@ import numpy as np
 from param_server.index import Keys
 from param_server.kernels import publishable
 from param_server.outbox import Delta
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.columns import fields_of
-from roo.errors import SchemaError, WireError
+from roostream.errors import SchemaError, WireError
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.columns import fields_of
 
 
 def encode_delta(delta: Delta, schema: int, incarnation: int) -> bytes:
@@ -37,7 +37,9 @@ def encode_delta(delta: Delta, schema: int, incarnation: int) -> bytes:
     )
     columns = ((pb.RowDelta.IDS_FIELD_NUMBER, delta.id_M), (pb.RowDelta.ROWS_FIELD_NUMBER, delta.rows_LD))
     packed = fields_of((number, column.tobytes() if column.size else None) for number, column in columns)
-    body = before.SerializeToString(deterministic=True) + packed + behind.SerializeToString(deterministic=True)
+    body = (
+        before.SerializeToString(deterministic=True) + packed + behind.SerializeToString(deterministic=True)
+    )
     return wire.framed(wire.ROW_DELTA, body)
 
 
@@ -62,12 +64,18 @@ def columns_of(delta: pb.RowDelta, width: int, max_norm: float) -> tuple[Keys, n
     """
     num_live = len(delta.ids) - delta.num_tombstones
     if delta.dim != width:
-        raise SchemaError(f"rows of stack {delta.stack!r}: expected width {width}, got {delta.dim}; use one schema")
+        raise SchemaError(
+            f"rows of stack {delta.stack!r}: expected width {width}, got {delta.dim}; use one schema"
+        )
     if num_live < 0 or len(delta.rows) != num_live * delta.dim:
         raise WireError(
-            "bad_shape", f"rows of {delta.stack!r}: expected {num_live} rows of {delta.dim}, got {len(delta.rows)} numbers"
+            "bad_shape",
+            f"rows of {delta.stack!r}: expected {num_live} rows of {delta.dim}, got {len(delta.rows)} numbers",
         )
     rows_LD = np.fromiter(delta.rows, np.float32, len(delta.rows)).reshape(num_live, delta.dim)
     if not publishable(rows_LD, max_norm).all():
-        raise WireError("bad_number", f"rows of {delta.stack!r}: expected rows of a norm of at most {max_norm:g}, got others")
+        raise WireError(
+            "bad_number",
+            f"rows of {delta.stack!r}: expected rows of a norm of at most {max_norm:g}, got others",
+        )
     return keys_of(delta), rows_LD

@@ -11,7 +11,7 @@ import numpy as np
 
 from param_server import kernels
 from param_server.index import KeyIndex, Keys, grown
-from roo.schema import Table
+from roostream.schema.schema import Table
 
 
 class HeldRows:
@@ -48,7 +48,9 @@ class HeldRows:
     def gather_at(self, keys: Keys, place_U: np.ndarray) -> np.ndarray:
         """float32 [U, D]: the rows at these places (int64), initial values for -1."""
         out_UD = np.empty((len(keys), self.width), np.float32)
-        kernels.gather(self.rows_ND, place_U, keys.table_U, keys.id_U, self.seed, self.table_K, self.scale_K, out_UD)
+        kernels.gather(
+            self.rows_ND, place_U, keys.table_U, keys.id_U, self.seed, self.table_K, self.scale_K, out_UD
+        )
         return out_UD
 
     def places(self, buckets: Sequence[int]) -> list[np.ndarray]:

@@ -113,7 +113,11 @@ class KeyIndex:
 
     def remove(self, keys: Keys) -> int:
         """Forget the keys that are there; how many were."""
-        return int(kernels.remove(self._slots_C2, self._shift, keys.table_U, keys.id_U, self._counts, self._free_N, self.flags_N))
+        return int(
+            kernels.remove(
+                self._slots_C2, self._shift, keys.table_U, keys.id_U, self._counts, self._free_N, self.flags_N
+            )
+        )
 
     def keys_at(self, place_M: np.ndarray) -> Keys:
         return Keys(self.table_N[place_M], self.id_N[place_M])

@@ -3,7 +3,7 @@
 Letters: C slots, U keys asked for, N places, M chosen places.
 
 The index is open addressing with linear probing over (table, id). A slot is two uint64: the id's bits, and
-table << 32 | (place + 1), 0 = free. The hash is splitmix64(id ^ table), whose low bits choose the bucket (`roo.ids`);
+table << 32 | (place + 1), 0 = free. The hash is splitmix64(id ^ table), whose low bits choose the bucket (`roostream.schema.ids`);
 slots are chosen by its high bits, since all keys of one shard agree in low ones. At most half of the slots are taken.
 """
 
@@ -41,7 +41,9 @@ def _probe(index_C2: np.ndarray, shift: np.uint64, table: np.uint64, id_: np.uin
 
 
 @njit(cache=True, nogil=True)
-def find(index_C2: np.ndarray, shift: np.uint64, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> int:
+def find(
+    index_C2: np.ndarray, shift: np.uint64, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray
+) -> int:
     """Place of each key (uint32 `table_U`, int64 `id_U`) in `place_U` (int64, written here), -1 where absent; the number absent.
     `index_C2` and `shift` as in `find_or_insert`."""
     absent = 0
@@ -148,7 +150,12 @@ def remove(
 
 @njit(cache=True, nogil=True)
 def rebuild(
-    index_C2: np.ndarray, shift: np.uint64, used: int, table_N: np.ndarray, id_N: np.ndarray, flags_N: np.ndarray
+    index_C2: np.ndarray,
+    shift: np.uint64,
+    used: int,
+    table_N: np.ndarray,
+    id_N: np.ndarray,
+    flags_N: np.ndarray,
 ) -> None:
     """Fill an empty index with the live places."""
     for n in range(used):
@@ -186,7 +193,9 @@ def count_flagged(flags_N: np.ndarray, used: int, flags: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def in_buckets(flags_N: np.ndarray, bucket_N: np.ndarray, used: int, chosen_B: np.ndarray, flags: int) -> np.ndarray:
+def in_buckets(
+    flags_N: np.ndarray, bucket_N: np.ndarray, used: int, chosen_B: np.ndarray, flags: int
+) -> np.ndarray:
     """int64 [M], ascending: places of live rows of the buckets where `chosen_B` (bool) is True, or with any of `flags`."""
     count = 0
     for n in range(used):

@@ -15,7 +15,9 @@ _S27, _S30, _S31, _S40 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(
 _STEP = np.float32(2.0**-23)
 
 
-def initial_rows(seed: int, table_N: np.ndarray, id_N: np.ndarray, dim: int, scale: float | np.ndarray) -> np.ndarray:
+def initial_rows(
+    seed: int, table_N: np.ndarray, id_N: np.ndarray, dim: int, scale: float | np.ndarray
+) -> np.ndarray:
     """float32 [N, dim], uniform in [-scale, scale), for keys (uint32 [N], int64 [N]); `scale` is one number or float32 [N].
 
     Element j of a row is drawn from splitmix64(s + j), s = splitmix64(splitmix64(splitmix64(seed) ^ table) ^ id): its top 24
@@ -35,7 +37,7 @@ def initial_rows(seed: int, table_N: np.ndarray, id_N: np.ndarray, dim: int, sca
 
 @njit(cache=True, nogil=True, inline="always")
 def splitmix64(x: np.uint64) -> np.uint64:
-    """As `roo.ids.splitmix64`, in uint64 arithmetic."""
+    """As `roostream.schema.ids.splitmix64`, in uint64 arithmetic."""
     x = x + _GOLDEN
     x = (x ^ (x >> _S30)) * _MIX_1
     x = (x ^ (x >> _S27)) * _MIX_2
@@ -52,6 +54,8 @@ def fill_one(seed: np.uint64, table: np.uint32, id_: np.int64, scale: np.float32
 
 
 @njit(cache=True, nogil=True)
-def fill_initial(seed: np.uint64, table_N: np.ndarray, id_N: np.ndarray, scale_N: np.ndarray, out_ND: np.ndarray) -> None:
+def fill_initial(
+    seed: np.uint64, table_N: np.ndarray, id_N: np.ndarray, scale_N: np.ndarray, out_ND: np.ndarray
+) -> None:
     for n in range(id_N.shape[0]):
         fill_one(seed, table_N[n], id_N[n], scale_N[n], out_ND[n])

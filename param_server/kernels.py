@@ -119,7 +119,12 @@ def stamp(
 
 @njit(cache=True, nogil=True)
 def expired(
-    flags_N: np.ndarray, used: int, table_N: np.ndarray, stamp_ms_N: np.ndarray, known_K: np.ndarray, before_ms_K: np.ndarray
+    flags_N: np.ndarray,
+    used: int,
+    table_N: np.ndarray,
+    stamp_ms_N: np.ndarray,
+    known_K: np.ndarray,
+    before_ms_K: np.ndarray,
 ) -> np.ndarray:
     """int64 [M]: places of live rows last pushed before their table's time `before_ms_K`."""
     out_M = np.empty(used, dtype=np.int64)
@@ -233,7 +238,7 @@ def first_non_finite(gradient_UD: np.ndarray) -> int:
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def buckets(table_U: np.ndarray, id_U: np.ndarray, num_buckets: int) -> np.ndarray:
-    """int32 [U]: as `roo.ids.buckets_of`."""
+    """int32 [U]: as `roostream.schema.ids.buckets_of`."""
     out_U = np.empty(id_U.shape[0], dtype=np.int32)
     for u in range(id_U.shape[0]):
         out_U[u] = splitmix64(np.uint64(id_U[u]) ^ np.uint64(table_U[u])) % np.uint64(num_buckets)
@@ -242,7 +247,12 @@ def buckets(table_U: np.ndarray, id_U: np.ndarray, num_buckets: int) -> np.ndarr
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def split_by_shard(
-    table_U: np.ndarray, id_U: np.ndarray, owner_B: np.ndarray, num_shards: int, order_U: np.ndarray, starts_S1: np.ndarray
+    table_U: np.ndarray,
+    id_U: np.ndarray,
+    owner_B: np.ndarray,
+    num_shards: int,
+    order_U: np.ndarray,
+    starts_S1: np.ndarray,
 ) -> None:
     """Keys grouped by shard, stable: shard s owns order_U[starts_S1[s] : starts_S1[s + 1]], positions in U. `owner_B` int32: the
     shard of each bucket."""

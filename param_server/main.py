@@ -29,25 +29,27 @@ from param_server.segments import Segments
 from param_server.server import Shard
 from param_server.table import shapes_of
 from param_server.warm import warm
-from roo.schema_file import load_schema
-from runtime import metrics, program
-from runtime.address import parse_address
-from runtime.checkpoint_store import open_store
-from runtime.clock import SystemClock
-from runtime.crew import Crew, StopBudget
-from runtime.exports import Exports
-from runtime.health import Health
-from runtime.kafka import clients
-from runtime.kafka.topics import ROWS
-from runtime.member import Command, Member, check_same_schema
-from runtime.rpc_client import SocketTransport
-from runtime.rpc_server import RpcServer
-from runtime.security.link_security import LinkKeys
-from runtime.transport import Handler, Header
+from roostream.runtime import metrics, program
+from roostream.runtime.address import parse_address
+from roostream.runtime.checkpoint_store import open_store
+from roostream.runtime.clock import SystemClock
+from roostream.runtime.crew import Crew, StopBudget
+from roostream.runtime.exports import Exports
+from roostream.runtime.health import Health
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.topics import ROWS
+from roostream.runtime.member import Command, Member, check_same_schema
+from roostream.runtime.rpc_client import SocketTransport
+from roostream.runtime.rpc_server import RpcServer
+from roostream.runtime.security.link_security import LinkKeys
+from roostream.runtime.transport import Handler, Header
+from roostream.schema.schema_file import load_schema
 
 log = logging.getLogger("roostream.shard")
 
-STOP_S = 8.0  # for the last commit after SIGTERM, below runtime.program.STOP_S with what comes behind it
+STOP_S = (
+    8.0  # for the last commit after SIGTERM, below roostream.runtime.program.STOP_S with what comes behind it
+)
 _CLOSING_S = 2.0  # of it, or of a notice, kept for that
 _JOIN_S = 5.0
 _TURN_S = 0.5
@@ -77,7 +79,7 @@ _HELPS = {
 
 
 def run(config: ShardConfig) -> int:
-    """Until SIGTERM; the process's exit code (runtime/program.py)."""
+    """Until SIGTERM; the process's exit code (roostream/runtime/program.py)."""
     return program.run("shard", lambda stop: serve(config, stop), config.log_format)
 
 
@@ -92,14 +94,18 @@ def serve(config: ShardConfig, stop: threading.Event) -> None:
     with contextlib.ExitStack() as opened:  # closed in the reverse order
         blobs = RocksBlobs(Path(config.home) / "segments")
         shard = build_shard(config, blobs)  # 1
-        at = metrics.serve(config, health)  # before kernels, which the first start of all compiles for a minute
+        at = metrics.serve(
+            config, health
+        )  # before kernels, which the first start of all compiles for a minute
         warm()
         blobs.open()
         opened.callback(blobs.close)
         latency = metrics.StageTimes("roostream_shard_call", "time to answer a call")
         address = _listen(config, keys, shard, latency, opened)  # 2
         topic = KafkaRows(config.broker, config.prefix) if config.bootstrap else None
-        publisher = Publisher(shard, topic, shard.clock, interval_ms=config.publish_interval_ms) if topic else None
+        publisher = (
+            Publisher(shard, topic, shard.clock, interval_ms=config.publish_interval_ms) if topic else None
+        )
         exported = shard_exports(shard, publisher)
         opened.callback(exported.unregister)
         exported.register()
@@ -108,11 +114,15 @@ def serve(config: ShardConfig, stop: threading.Event) -> None:
         if publisher and topic:
             opened.callback(topic.close)
             opened.callback(crew.join, _JOIN_S)
-            crew.start("topics", clients.check_topics, config.broker, config.prefix, (ROWS,), config.partitions, stop)
+            crew.start(
+                "topics", clients.check_topics, config.broker, config.prefix, (ROWS,), config.partitions, stop
+            )
             crew.start("publisher", publisher.run, stop)  # 4
         ending, left = StopBudget(stop, STOP_S), threading.Event()
         member = _start_member(config, keys, shard, ending, left, opened)  # 5
-        log.info("shard %d of %d listens on %s, metrics on port %d", config.index, config.num_shards, address, at)
+        log.info(
+            "shard %d of %d listens on %s, metrics on port %d", config.index, config.num_shards, address, at
+        )
         while not (stop.wait(_TURN_S) or left.is_set()):  # a lock that nobody gives back stops the turns
             health.turned("" if shard.stats()["ready"] else "it waits for the controller to restore it")
         member.leave(ending, _CLOSING_S)
@@ -142,7 +152,13 @@ def build_shard(config: ShardConfig, blobs: Blobs) -> Shard:
     return Shard(identity, segments, open_store(config.store), SystemClock(), residency=residency)
 
 
-def _listen(config: ShardConfig, keys: LinkKeys, shard: Shard, latency: metrics.StageTimes, opened: contextlib.ExitStack) -> str:
+def _listen(
+    config: ShardConfig,
+    keys: LinkKeys,
+    shard: Shard,
+    latency: metrics.StageTimes,
+    opened: contextlib.ExitStack,
+) -> str:
     host, port = parse_address(config.listen)
     server = RpcServer(timed(Calls(shard).handle, latency), host, port, keys=keys).start()
 

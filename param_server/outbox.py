@@ -17,7 +17,7 @@ from param_server import kernels
 from param_server.held_rows import HeldRows
 from param_server.index import KeyIndex, Keys, join_keys, no_keys
 from param_server.index_kernels import DISOWNED, IN_FLIGHT, UNPUBLISHED
-from roo.ids import buckets_of
+from roostream.schema.ids import buckets_of
 
 MAX_DELTA_BYTES = 512 << 10
 
@@ -105,7 +105,9 @@ class Outbox:
         rows_MD = kernels.take_rows(self.held.rows_ND, place_M)
         good_M = kernels.publishable(rows_MD, max_norm)
         keys, settles_at = self.held.index.keys_at(place_M[good_M]), self.settles_at(bucket, place_M)
-        return BucketPage(bucket, int(self.sequence_B[bucket]), settles_at, incarnation, keys, rows_MD[good_M])
+        return BucketPage(
+            bucket, int(self.sequence_B[bucket]), settles_at, incarnation, keys, rows_MD[good_M]
+        )
 
     def take(self, max_norm: float) -> list[Delta]:
         """Deltas of everything unpublished, numbered; they are in flight until `settle`. Rows that are not finite, or larger
@@ -143,7 +145,9 @@ class Outbox:
     def _deltas(self, live: Keys, rows_MD: np.ndarray, gone: Keys) -> list[Delta]:
         keys = join_keys(live, gone)
         bucket_M = buckets_of(keys.id_U, keys.table_U, self.held.num_buckets)
-        order_M = np.lexsort((keys.table_U, bucket_M))  # stable: of each table of a bucket the live keys come first
+        order_M = np.lexsort(
+            (keys.table_U, bucket_M)
+        )  # stable: of each table of a bucket the live keys come first
         bucket_M, table_M = bucket_M[order_M], keys.table_U[order_M]
         most = max(self.max_delta_bytes // (8 + 4 * self.held.width), 1)
         starts = _starts(bucket_M, table_M, most)

@@ -24,12 +24,12 @@ from param_server.deltas import encode_barrier, encode_delta, keys_of
 from param_server.index import Keys, join_keys
 from param_server.outbox import Rollback
 from param_server.server import Shard
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.errors import UnavailableError, WireError
-from runtime.backoff import Backoff
-from runtime.clock import Clock
-from runtime.kafka.record_reader import RecordsGoneError
+from roostream.errors import UnavailableError, WireError
+from roostream.runtime.backoff import Backoff
+from roostream.runtime.clock import Clock
+from roostream.runtime.kafka.record_reader import RecordsGoneError
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
 
 log = logging.getLogger("roostream.publish")
 
@@ -100,7 +100,9 @@ class Publisher:
         ends: dict[int, int] = {}
         done = False
         try:
-            messages = [self._message(d.bucket, encode_delta(d, schema, taken.incarnation)) for d in taken.deltas]
+            messages = [
+                self._message(d.bucket, encode_delta(d, schema, taken.incarnation)) for d in taken.deltas
+            ]
             ends = self._send(messages, stop)  # 2, 3
             done = True
         finally:
@@ -137,10 +139,14 @@ class Publisher:
             ends[message.partition] = max(offset + 1, ends.get(message.partition, 0))
         return ends
 
-    def _barriers(self, rollback: Rollback, rebootstrap: set[int], partitions: Iterable[int]) -> list[Message]:
+    def _barriers(
+        self, rollback: Rollback, rebootstrap: set[int], partitions: Iterable[int]
+    ) -> list[Message]:
         chosen = set(partitions)
         return [
-            self._message(bucket, encode_barrier(stack, bucket, rollback.incarnation, partition in rebootstrap))
+            self._message(
+                bucket, encode_barrier(stack, bucket, rollback.incarnation, partition in rebootstrap)
+            )
             for bucket in sorted(rollback.buckets)
             if (partition := self.shard.identity.partition_of(bucket)) in chosen
             for stack in self.shard.tables

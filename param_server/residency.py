@@ -19,7 +19,7 @@ import numpy as np
 
 from param_server import kernels
 from param_server.index import KeyIndex, Keys
-from roo.schema import Table
+from roostream.schema.schema import Table
 
 log = logging.getLogger("roostream.shard")
 
@@ -72,7 +72,9 @@ class Expiry:
         if not self.expire_after_ms_K.any():
             return np.zeros(0, np.int64)
         before_ms_K = np.where(self.expire_after_ms_K > 0, watermark_ms - self.expire_after_ms_K, NEVER)
-        place_M = kernels.expired(index.flags_N, index.used, index.table_N, stamp_ms_N, self.table_K, before_ms_K)
+        place_M = kernels.expired(
+            index.flags_N, index.used, index.table_N, stamp_ms_N, self.table_K, before_ms_K
+        )
         if len(place_M) <= self.max_share * index.num_live:
             return place_M
         self.num_spared += len(place_M)

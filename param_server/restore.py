@@ -20,12 +20,12 @@ from param_server.row_block import RowBlock
 from param_server.segment_parts import Segment
 from param_server.segments import BEGINNING, Commit, Segments, commit_of
 from param_server.table import Generation, StackTable
-from roo.errors import SchemaError, UnavailableError
-from roo.ids import buckets_of
-from roo.rules import RULES
-from runtime import manifest as manifests
-from runtime.checkpoint_store import CheckpointStore
-from runtime.layout.bucket_map import BucketMap
+from roostream.errors import SchemaError, UnavailableError
+from roostream.runtime import manifest as manifests
+from roostream.runtime.bucket_map import BucketMap
+from roostream.runtime.checkpoint_store import CheckpointStore
+from roostream.schema.ids import buckets_of
+from roostream.schema.update_rules import RULES
 
 log = logging.getLogger("roostream.shard")
 
@@ -106,13 +106,17 @@ def linked(store: CheckpointStore) -> set[int] | None:
         return None
 
 
-def roll_back(tables: Mapping[str, StackTable], frozen: Mapping[str, Keys], segments: Segments, state: Sequence[Segment]) -> None:
+def roll_back(
+    tables: Mapping[str, StackTable], frozen: Mapping[str, Keys], segments: Segments, state: Sequence[Segment]
+) -> None:
     """Re-read exactly what changed in either generation: in the open one, and the keys that were `frozen` (stack → keys). For
     tables that were at `state` before these changes.
 
     **If it fails** (CheckpointError): the tables are in no known state; `reload` helps.
     """
-    changed = {name: join_keys(table.keys_changed(), frozen.get(name, no_keys())) for name, table in tables.items()}
+    changed = {
+        name: join_keys(table.keys_changed(), frozen.get(name, no_keys())) for name, table in tables.items()
+    }
     for name, table in tables.items():
         table.forget(changed[name])
     for stack, wanted in changed.items():
@@ -164,7 +168,9 @@ def _put_moved(tables: Mapping[str, StackTable], stack: str, block: RowBlock) ->
         if name != stack and its_K.any():
             table.put(as_stored_now(block.take(its_K), stack, table))
     if left_K.any():
-        log.warning("%d rows of stack %s are left out: the schema has no such tables any more", left_K.sum(), stack)
+        log.warning(
+            "%d rows of stack %s are left out: the schema has no such tables any more", left_K.sum(), stack
+        )
 
 
 def _of(keys: Keys, table: StackTable) -> np.ndarray:
@@ -189,14 +195,20 @@ def as_stored_now(block: RowBlock, stack: str, table: StackTable) -> RowBlock:
     live = block.live
     which_L = np.searchsorted(np.sort(table.held.table_K), live.table_U)
     order_K = np.argsort(table.held.table_K)[which_L]
-    rows_LD = initial_rows(int(table.held.seed), live.table_U, live.id_U, table.width, table.held.scale_K[order_K])
+    rows_LD = initial_rows(
+        int(table.held.seed), live.table_U, live.id_U, table.width, table.held.scale_K[order_K]
+    )
     rows_LD[:, :width] = block.rows_LD
     state_LA = np.repeat(table.first_state_K[order_K][:, None], table.state_width, axis=1)
     if stack.partition("-")[2] == table.rule:
         for now, then in RULES[table.rule].kept_state(width, table.width):
             state_LA[:, now] = block.state_LA[:, then]
     return RowBlock(
-        keys=block.keys, unpublished_K=block.unpublished_K, stamp_ms_L=block.stamp_ms_L, rows_LD=rows_LD, state_LA=state_LA
+        keys=block.keys,
+        unpublished_K=block.unpublished_K,
+        stamp_ms_L=block.stamp_ms_L,
+        rows_LD=rows_LD,
+        state_LA=state_LA,
     )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from param_server.index import KeyIndex, Keys, join_keys
-from roo.errors import CheckpointError
+from roostream.errors import CheckpointError
 
 VERSION = 1
 _HEAD = struct.Struct("<4sHHIII4x")
@@ -129,11 +129,17 @@ def decode(data: bytes, key: bytes, width: int, state_width: int) -> RowBlock:
         CheckpointError: damaged, of another key, version or width; nothing of it may be used.
     """
     what = f"segment part {key.decode(errors='replace')}"
-    if len(data) < _HEAD.size + 8 or checksum(memoryview(data)[:-8], key) != int.from_bytes(data[-8:], "little"):
-        raise CheckpointError(f"{what}: expected the checksum that it was written with, got another: it is damaged")
+    if len(data) < _HEAD.size + 8 or checksum(memoryview(data)[:-8], key) != int.from_bytes(
+        data[-8:], "little"
+    ):
+        raise CheckpointError(
+            f"{what}: expected the checksum that it was written with, got another: it is damaged"
+        )
     magic, version, a, d, num_live, num_keys = _HEAD.unpack_from(data)
     if (magic, version) != (_MAGIC, VERSION):
-        raise CheckpointError(f"{what}: expected version {VERSION}, got {version}; use the Roostream that wrote it")
+        raise CheckpointError(
+            f"{what}: expected version {VERSION}, got {version}; use the Roostream that wrote it"
+        )
     if (d, a) != (width, state_width):
         raise CheckpointError(
             f"{what}: expected rows of {width} + {state_width} numbers (schema), got {d} + {a}; "
@@ -148,8 +154,14 @@ def decode(data: bytes, key: bytes, width: int, state_width: int) -> RowBlock:
     shapes += [("<f4", (num_live, d)), ("<f4", (num_live, a))]
     sizes = [int(np.prod(shape)) * np.dtype(dtype).itemsize for dtype, shape in shapes]
     if num_live > num_keys or _HEAD.size + sum(-(-n // 8) * 8 for n in sizes) + 8 != len(data):
-        raise CheckpointError(f"{what}: expected sizes that agree with its {len(data)} bytes, got others: it is damaged")
-    arrays, at, body = [], _HEAD.size, np.frombuffer(data, np.uint8).copy()  # writable: kernels are compiled for that
+        raise CheckpointError(
+            f"{what}: expected sizes that agree with its {len(data)} bytes, got others: it is damaged"
+        )
+    arrays, at, body = (
+        [],
+        _HEAD.size,
+        np.frombuffer(data, np.uint8).copy(),
+    )  # writable: kernels are compiled for that
     for (dtype, shape), n in zip(shapes, sizes, strict=True):
         arrays.append(body[at : at + n].view(dtype).reshape(shape))
         at += -(-n // 8) * 8

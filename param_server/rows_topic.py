@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from confluent_kafka import KafkaError, Producer
 
 from param_server.publish import Message
-from roo.errors import UnavailableError
-from runtime.clock import Clock, SystemClock
-from runtime.kafka import clients
-from runtime.kafka.broker import Broker
-from runtime.kafka.reader import KafkaReader
-from runtime.kafka.reading import Reading
-from runtime.kafka.record_reader import RecordsGoneError
-from runtime.kafka.topics import DEFAULT_PARTITIONS, ROWS, name_of
+from roostream.errors import UnavailableError
+from roostream.runtime.clock import Clock, SystemClock
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.broker import Broker
+from roostream.runtime.kafka.reader import KafkaReader
+from roostream.runtime.kafka.reading import Reading
+from roostream.runtime.kafka.record_reader import RecordsGoneError
+from roostream.runtime.kafka.topics import DEFAULT_PARTITIONS, ROWS, name_of
 
 log = logging.getLogger("roostream.publish")
 _READ_RECORDS = 500
@@ -57,7 +57,9 @@ class InMemoryRows:
     def read(self, partition: int, start: int, end: int, stop: threading.Event) -> Iterator[bytes]:
         self._check()
         if start < self.first[partition]:
-            raise RecordsGoneError(f"rows {partition}: expected offset {start}, the oldest is {self.first[partition]}")
+            raise RecordsGoneError(
+                f"rows {partition}: expected offset {start}, the oldest is {self.first[partition]}"
+            )
         yield from self.values[partition][start:end]
 
     def close(self) -> None:
@@ -119,7 +121,11 @@ class KafkaRows:
             while reader.passed(at) < end:
                 if stop.is_set():
                     raise UnavailableError("stopped while reading rows back")
-                yield from (record.value for record in reader.poll(_READ_RECORDS, 0.2) if record.value and record.offset < end)
+                yield from (
+                    record.value
+                    for record in reader.poll(_READ_RECORDS, 0.2)
+                    if record.value and record.offset < end
+                )
 
     def close(self) -> None:
         self._producer = None
@@ -128,7 +134,9 @@ class KafkaRows:
         reading = Reading(partitions=((ROWS, partition),), prefix=self.prefix, skips_lost=False)
         return KafkaReader.open(self.broker, f"{self.topic}-shard", reading)
 
-    def _await(self, producer: Producer, outcome: dict[int, int | KafkaError], wanted: int, stop: threading.Event) -> None:
+    def _await(
+        self, producer: Producer, outcome: dict[int, int | KafkaError], wanted: int, stop: threading.Event
+    ) -> None:
         began_s, said = self.clock.monotonic_s(), False
         while len(outcome) < wanted:
             producer.poll(0.1)
@@ -136,6 +144,8 @@ class KafkaRows:
                 raise UnavailableError("stopped while rows were on their way")
             if not said and self.clock.monotonic_s() - began_s > 5.0:
                 said = True
-                log.warning("waiting for Kafka at %s to take %d deltas of rows", self.broker, wanted - len(outcome))
+                log.warning(
+                    "waiting for Kafka at %s to take %d deltas of rows", self.broker, wanted - len(outcome)
+                )
         if said:
             log.info("Kafka at %s took them after %.1f s", self.broker, self.clock.monotonic_s() - began_s)

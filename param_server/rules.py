@@ -1,5 +1,5 @@
 """The kernels of update rules: one gradient a row applied to rows and their state, in place, in float32. What a rule is
-called, its parameters and its first state: `roo/rules.py`.
+called, its parameters and its first state: `roostream/schema/update_rules.py`.
 
 Letters: U rows to update, N row places of a stack, D width, A numbers of state a row, K tables of the stack, P parameters.
 

@@ -15,8 +15,8 @@ import msgspec
 from param_server import row_block as blocks
 from param_server.blobs import Blobs
 from param_server.row_block import RowBlock
-from roo.errors import CheckpointError
-from roo.schema import stack_shape
+from roostream.errors import CheckpointError
+from roostream.schema.schema import stack_shape
 
 FORMAT = 2
 """Of directories. 1 is read too: it had no buckets that are whole."""
@@ -45,7 +45,9 @@ class SegmentDirectory(NamedTuple):
 
     name: str
     blocks: Mapping[str, Mapping[int, BlockEntry]]  # stack → bucket → block
-    whole: frozenset[int]  # buckets of which the segment holds every row there was: older segments' blocks of them are over
+    whole: frozenset[
+        int
+    ]  # buckets of which the segment holds every row there was: older segments' blocks of them are over
     residency: Mapping[str, str]  # stack → checksum
 
 
@@ -68,7 +70,9 @@ class SegmentParts:
         """Of all segments, unfinished ones among them."""
         return [key[2:].decode() for key in self.store.keys(b"d/")]
 
-    def write(self, name: str, parts: Iterable[SegmentBucket], whole: Iterable[int], residency: Mapping[str, bytes]) -> Segment:
+    def write(
+        self, name: str, parts: Iterable[SegmentBucket], whole: Iterable[int], residency: Mapping[str, bytes]
+    ) -> Segment:
         """Store a segment of one block a bucket, anew if there is one of that name. Durable when it returns."""
         self.delete([name])
         self.store.write([(_directory_key(name), b"")])
@@ -97,12 +101,18 @@ class SegmentParts:
     def directory(self, segment: Segment) -> SegmentDirectory:
         data = self.store.get(_directory_key(segment.name))
         if not data:
-            raise CheckpointError(f"segment {segment.name} is absent; this shard's data directory is not the one that wrote it")
+            raise CheckpointError(
+                f"segment {segment.name} is absent; this shard's data directory is not the one that wrote it"
+            )
         if f"{blocks.checksum(data):016x}" != segment.checksum:
-            raise CheckpointError(f"segment {segment.name}: expected checksum {segment.checksum}, got another: it is damaged")
+            raise CheckpointError(
+                f"segment {segment.name}: expected checksum {segment.checksum}, got another: it is damaged"
+            )
         content = msgspec.json.decode(data)
         if content["format"] not in (1, FORMAT):
-            raise CheckpointError(f"segment {segment.name}: expected format 1 or {FORMAT}, got {content['format']}")
+            raise CheckpointError(
+                f"segment {segment.name}: expected format 1 or {FORMAT}, got {content['format']}"
+            )
         found = {
             stack: {int(bucket): BlockEntry(**entry) for bucket, entry in entries.items()}
             for stack, entries in content["blocks"].items()
@@ -114,21 +124,27 @@ class SegmentParts:
         key = _block_key(name, stack, bucket)
         data = self.store.get(key)
         if data is None or len(data) != entry.bytes or data[-8:].hex() != entry.checksum:
-            raise CheckpointError(f"segment part {key.decode()} is absent or not the one that was committed: it is damaged")
+            raise CheckpointError(
+                f"segment part {key.decode()} is absent or not the one that was committed: it is damaged"
+            )
         return blocks.decode(data, key, *self.shape(stack))
 
     def shape(self, stack: str) -> tuple[int, int]:
         """(width, state width); of a stack that the schema had once, as its name says."""
         shape = self.shapes.get(stack) or stack_shape(stack)
         if shape is None:
-            raise CheckpointError(f"expected a stack such as d16-adagrad, got {stack!r}; use the Roostream that wrote it")
+            raise CheckpointError(
+                f"expected a stack such as d16-adagrad, got {stack!r}; use the Roostream that wrote it"
+            )
         return shape
 
     def residency(self, name: str, stack: str, checksum: str) -> bytes:
         key = _residency_key(name, stack)
         data = self.store.get(key)
         if data is None or f"{blocks.checksum(data, key):016x}" != checksum:
-            raise CheckpointError(f"segment part {key.decode()} is absent or not the one that was committed: it is damaged")
+            raise CheckpointError(
+                f"segment part {key.decode()} is absent or not the one that was committed: it is damaged"
+            )
         return data
 
     def delete(self, names: Iterable[str]) -> None:

@@ -26,9 +26,9 @@ from param_server import row_block as blocks
 from param_server.blobs import Blobs
 from param_server.row_block import RowBlock
 from param_server.segment_parts import BlockEntry, Segment, SegmentBucket, SegmentDirectory, SegmentParts
-from roo.errors import CheckpointError, UnavailableError
-from roo.ids import buckets_of
-from runtime.manifest import KEEP_MANIFESTS, Manifest
+from roostream.errors import CheckpointError, UnavailableError
+from roostream.runtime.manifest import KEEP_MANIFESTS, Manifest
+from roostream.schema.ids import buckets_of
 
 log = logging.getLogger("roostream.segments")
 
@@ -62,7 +62,9 @@ def commit_of(manifest: Manifest, index: int) -> Commit:
         CheckpointError: it names none of this shard's segments.
     """
     try:
-        segments = tuple(Segment(**{f: s[f] for f in Segment._fields}) for s in manifest.shards[index]["segments"])
+        segments = tuple(
+            Segment(**{f: s[f] for f in Segment._fields}) for s in manifest.shards[index]["segments"]
+        )
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{manifest.name}: expected the segments of shard {index}, got none that can be read ({error!r})"
@@ -128,7 +130,11 @@ class Segments:
         **If it fails:** `base` is as it was and nothing is left of `name`, or what is left goes with the next `commit`.
         """
         kept = {stack: state for stack, state in (residency or {}).items() if state}
-        if not any(len(block.keys) for block in changes.values()) and not whole and self._has_residency(base, kept):
+        if (
+            not any(len(block.keys) for block in changes.values())
+            and not whole
+            and self._has_residency(base, kept)
+        ):
             return tuple(base)
         return self.write_parts(name, self._split(changes), base, kept, whole)
 
@@ -143,7 +149,9 @@ class Segments:
         """As `write`, of parts of one block that come one by one, also where there are none."""
         try:
             state = (*base, self._parts.write(name, parts, whole, residency or {}))
-            return tuple(s for s, live in zip(state, self._live(state), strict=True) if live or s.name == name)
+            return tuple(
+                s for s, live in zip(state, self._live(state), strict=True) if live or s.name == name
+            )
         except (CheckpointError, UnavailableError):
             self.discard(name)
             raise
@@ -185,7 +193,9 @@ class Segments:
 
     # Reading
 
-    def read(self, segments: Sequence[Segment], buckets: Mapping[str, Collection[int]] | None = None) -> Iterator[SegmentBucket]:
+    def read(
+        self, segments: Sequence[Segment], buckets: Mapping[str, Collection[int]] | None = None
+    ) -> Iterator[SegmentBucket]:
         """Every part of a state (of this shard's buckets, or of the given stacks'), verified as it is read. Marks of what is
         unpublished are those of the newest segment: older ones mean nothing any more. Stacks that the schema doesn't have now
         come first, unless `buckets` are given. Accepted parts that can't be read are passed over; `lost` and `damaged` then
@@ -201,7 +211,9 @@ class Segments:
             for bucket in self.buckets if buckets is None else sorted(buckets.get(stack, ())):
                 part = list(self._blocks(directories, stack, bucket))
                 if part:
-                    yield SegmentBucket(stack, bucket, [b if n == segments[-1].name else blocks.published(b) for n, b in part])
+                    yield SegmentBucket(
+                        stack, bucket, [b if n == segments[-1].name else blocks.published(b) for n, b in part]
+                    )
 
     def residency(self, segments: Sequence[Segment]) -> dict[str, bytes]:
         """Stack → its policy's state in this state; the newest segment has it. Raises as `read`."""
@@ -221,7 +233,10 @@ class Segments:
         if data is None:
             return []
         try:
-            return [Commit(seq, inc, tuple(Segment(*s) for s in segments)) for seq, inc, segments in msgspec.json.decode(data)]
+            return [
+                Commit(seq, inc, tuple(Segment(*s) for s in segments))
+                for seq, inc, segments in msgspec.json.decode(data)
+            ]
         except (msgspec.DecodeError, TypeError, ValueError) as error:
             raise CheckpointError(f"the list of commits of this shard is damaged: {error}") from None
 
@@ -241,7 +256,9 @@ class Segments:
                 try:
                     self._parts.block(name, stack, bucket, entry)
                 except CheckpointError:
-                    found[f"{name}/{stack}/{bucket}"] = Damage(frozenset({bucket}), self._rows_in(stack, entry))
+                    found[f"{name}/{stack}/{bucket}"] = Damage(
+                        frozenset({bucket}), self._rows_in(stack, entry)
+                    )
         for stack, checksum in directories[0].residency.items() if directories else ():
             try:
                 self._parts.residency(directories[0].name, stack, checksum)
@@ -254,7 +271,9 @@ class Segments:
         found = self.check(segments, self.buckets)
         if not found:
             return "it could be read a moment later: restore it again"
-        named = ", ".join(f"{part} (about {damage.rows} rows)" for part, damage in list(found.items())[:_NAMED])
+        named = ", ".join(
+            f"{part} (about {damage.rows} rows)" for part, damage in list(found.items())[:_NAMED]
+        )
         more = f" and {len(found) - _NAMED} more parts" if len(found) > _NAMED else ""
         parts = found if len(found) <= _NAMED else dict.fromkeys(part.split("/")[0] for part in found)
         accepted = ", ".join(f'"{part}"' for part in parts)
@@ -273,13 +292,19 @@ class Segments:
                 self._accept(segment.name, Damage(frozenset(self.buckets), segment.rows), error)
         return found
 
-    def _blocks(self, directories: Sequence[SegmentDirectory], stack: str, bucket: int) -> Iterator[tuple[str, RowBlock]]:
+    def _blocks(
+        self, directories: Sequence[SegmentDirectory], stack: str, bucket: int
+    ) -> Iterator[tuple[str, RowBlock]]:
         """(segment, block), newest first."""
         for name, entry in _entries(directories, stack, bucket):
             try:
                 yield name, self._parts.block(name, stack, bucket, entry)
             except CheckpointError as error:
-                self._accept(f"{name}/{stack}/{bucket}", Damage(frozenset({bucket}), self._rows_in(stack, entry)), error)
+                self._accept(
+                    f"{name}/{stack}/{bucket}",
+                    Damage(frozenset({bucket}), self._rows_in(stack, entry)),
+                    error,
+                )
 
     def _accept(self, part: str, damage: Damage, error: CheckpointError) -> None:
         """Go on without a part, if the settings say so."""
@@ -297,7 +322,10 @@ class Segments:
         """What a state holds of this shard's buckets, as its directories say. Raises as `read`."""
         directories = self._directories(segments)
         stacks = {stack for directory in directories for stack in directory.blocks}
-        return {b: sum(entry.bytes for s in stacks for _, entry in _entries(directories, s, b)) for b in self.buckets}
+        return {
+            b: sum(entry.bytes for s in stacks for _, entry in _entries(directories, s, b))
+            for b in self.buckets
+        }
 
     # Which parts a state needs
 
@@ -308,7 +336,10 @@ class Segments:
         for segment in reversed(state):
             try:
                 directory = self._parts.directory(segment)
-                held, whole = [b for stack in self.shapes for b in directory.blocks.get(stack, ())], directory.whole
+                held, whole = (
+                    [b for stack in self.shapes for b in directory.blocks.get(stack, ())],
+                    directory.whole,
+                )
             except CheckpointError:
                 self._found({segment.name: Damage(frozenset(self.buckets), segment.rows)})
                 held, whole = list(self.buckets), _NONE
@@ -333,7 +364,10 @@ class Segments:
     def _found(self, damaged: Mapping[str, Damage]) -> None:
         for part, damage in damaged.items():
             if part not in self.damaged:
-                log.error("segment part %s is damaged; its rows are in memory, and the next commit writes them again", part)
+                log.error(
+                    "segment part %s is damaged; its rows are in memory, and the next commit writes them again",
+                    part,
+                )
                 self.num_damaged += 1
                 self.damaged[part] = damage
 
@@ -367,7 +401,9 @@ class Segments:
                 yield SegmentBucket(stack, bucket, [part])
 
 
-def _entries(directories: Sequence[SegmentDirectory], stack: str, bucket: int) -> Iterator[tuple[str, BlockEntry]]:
+def _entries(
+    directories: Sequence[SegmentDirectory], stack: str, bucket: int
+) -> Iterator[tuple[str, BlockEntry]]:
     """Newest first, as they are given, down to where the bucket is whole."""
     for directory in directories:
         entry = directory.blocks.get(stack, {}).get(bucket)

@@ -31,9 +31,9 @@ from param_server.restore import Frozen, Target, frozen_of, linked, reload, roll
 from param_server.segments import BEGINNING, Commit, Segments
 from param_server.step_sum import StepSums, added
 from param_server.table import ReadRows, StackTable, Update, build_tables, check_owned
-from roo.errors import CheckpointError, FencedError, RoostreamError, UnavailableError
-from runtime.checkpoint_store import CheckpointStore
-from runtime.clock import Clock
+from roostream.errors import CheckpointError, FencedError, RoostreamError, UnavailableError
+from roostream.runtime.checkpoint_store import CheckpointStore
+from roostream.runtime.clock import Clock
 
 log = logging.getLogger("roostream.shard")
 
@@ -65,7 +65,9 @@ class Shard:
         self._aborted = 0  # seq; a freeze that comes after its abort is refused
         self._plain = False  # the last commit was abandoned: the next one writes no more than it must
         self._broken = ""  # why calls are refused until the next RESTORE
-        self._known = True  # rows = `committed` and the changes since; False after a restore that failed in the middle
+        self._known = (
+            True  # rows = `committed` and the changes since; False after a restore that failed in the middle
+        )
         self._rows_end: dict[int, int] = {}
         self._rollback: Rollback | None = None
         self._settled_late: bool | None = None  # how a round ended while rows were being restored
@@ -90,7 +92,9 @@ class Shard:
         with self._lock:
             self._check(0, reading=True)
             check_owned(self.identity.index, self.owners, [keys for _, keys in asked])
-            return self.incarnation, [table.read(keys, self.identity.max_publish_norm) for table, keys in asked]
+            return self.incarnation, [
+                table.read(keys, self.identity.max_publish_norm) for table, keys in asked
+            ]
 
     def push(self, incarnation: int, update: Update) -> bool:
         """Apply an update whole; False if it had been applied before. One of several workers waits for the others' of its step,
@@ -118,7 +122,9 @@ class Shard:
             for update in updates:
                 check_owned(self.identity.index, self.owners, [keys for _, keys, _ in update.parts])
                 if not self._is_next(update.worker, update.sequence):
-                    raise FencedError(f"worker {update.worker}: push {update.sequence} was applied before; it must be restored")
+                    raise FencedError(
+                        f"worker {update.worker}: push {update.sequence} was applied before; it must be restored"
+                    )
             self._apply(updates)
 
     def _apply(self, pushes: Sequence[Update]) -> None:
@@ -151,7 +157,9 @@ class Shard:
             for bucket, place_M in zip(asked, table.held.places(asked), strict=True):
                 if sum(len(page.keys) for page in pages) >= max(limit, 1):
                     break
-                pages.append(table.outbox.page(bucket, place_M, self.identity.max_publish_norm, self.incarnation))
+                pages.append(
+                    table.outbox.page(bucket, place_M, self.identity.max_publish_norm, self.incarnation)
+                )
         return pages, left[len(pages) :]
 
     def stats(self) -> dict[str, Any]:
@@ -205,7 +213,9 @@ class Shard:
     def _check(self, incarnation: int, reading: bool = False) -> None:
         """Inside the lock, at the beginning of what it admits."""
         if incarnation != self.incarnation and not (reading and incarnation == 0):
-            raise FencedError(f"expected incarnation {self.incarnation}, got {incarnation}: the older one is over")
+            raise FencedError(
+                f"expected incarnation {self.incarnation}, got {incarnation}: the older one is over"
+            )
         if not self.ready:
             why = f": {self._broken}" if self._broken else ""
             raise UnavailableError(f"shard {self.identity.index} waits for RESTORE{why}; try again")
@@ -223,7 +233,9 @@ class Shard:
         if kind == "restore":
             return self.restore(incarnation, str(command.get("manifest", "")))
         if incarnation != self.incarnation:
-            raise FencedError(f"{kind}: expected incarnation {self.incarnation}, got {incarnation}: the older one is over")
+            raise FencedError(
+                f"{kind}: expected incarnation {self.incarnation}, got {incarnation}: the older one is over"
+            )
         seq = int(command.get("seq", 0))
         match kind:
             case "freeze":
@@ -244,14 +256,22 @@ class Shard:
         with self._lock:
             self._check(self.incarnation)
             if seq <= self._aborted:
-                raise FencedError(f"expected a commit above {self._aborted} to freeze, got {seq}: it was aborted")
+                raise FencedError(
+                    f"expected a commit above {self._aborted} to freeze, got {seq}: it was aborted"
+                )
             if self.sums.num_waiting:
-                raise CheckpointError(f"expected every push to be answered at a freeze, got {self.sums.num_waiting} that wait")
+                raise CheckpointError(
+                    f"expected every push to be answered at a freeze, got {self.sums.num_waiting} that wait"
+                )
             if self._frozen:
-                raise CheckpointError(f"expected commit {self._frozen.seq} to be committed or aborted before {seq} is frozen")
+                raise CheckpointError(
+                    f"expected commit {self._frozen.seq} to be committed or aborted before {seq} is frozen"
+                )
             with self._breaking("a freeze"):
                 generations = {name: table.freeze(watermark_ms, whole) for name, table in self.tables.items()}
-                self._frozen = frozen_of(seq, self.incarnation, generations, whole, self.tables, self._rows_end)
+                self._frozen = frozen_of(
+                    seq, self.incarnation, generations, whole, self.tables, self._rows_end
+                )
         rows = sum(len(generation.block.keys) for generation in generations.values())
         return {"rows": rows, "paused_ms": (time.perf_counter() - started_s) * 1000}
 
@@ -261,7 +281,9 @@ class Shard:
             changed = sum(table.num_changed() for table in self.tables.values())
             rows = sum(table.num_rows for table in self.tables.values())
         try:
-            return self.segments.to_rewrite(self.committed.segments, 0.0 if self._plain else changed / max(rows, 1))
+            return self.segments.to_rewrite(
+                self.committed.segments, 0.0 if self._plain else changed / max(rows, 1)
+            )
         except UnavailableError as error:
             log.warning("old segments are not written anew this time: %s", error)
             return frozenset()
@@ -308,7 +330,9 @@ class Shard:
 
     def _expect_frozen(self, seq: int) -> Frozen:
         if self._frozen is None or self._frozen.seq != seq:
-            raise CheckpointError(f"expected commit {seq} to be frozen, got {self._frozen.seq if self._frozen else 'none'}")
+            raise CheckpointError(
+                f"expected commit {seq} to be frozen, got {self._frozen.seq if self._frozen else 'none'}"
+            )
         return self._frozen
 
     def restore(self, incarnation: int, name: str) -> dict[str, Any]:
@@ -319,7 +343,9 @@ class Shard:
         """
         with self._lock:
             if incarnation < self.incarnation or (incarnation == self.incarnation and self.ready):
-                raise FencedError(f"expected an incarnation above {self.incarnation}, got {incarnation}: the older one is over")
+                raise FencedError(
+                    f"expected an incarnation above {self.incarnation}, got {incarnation}: the older one is over"
+                )
             self.incarnation, self.ready = incarnation, False
             self.sums.end(f"incarnation {incarnation} has begun")
         target = target_of(self.identity, self.store, name)
@@ -340,7 +366,12 @@ class Shard:
         self.segments.restored(target.commit, linked(self.store))
         with self._lock:
             self._restored(target)
-        log.info("shard %d restored to %s as incarnation %d", self.identity.index, name or "the beginning", incarnation)
+        log.info(
+            "shard %d restored to %s as incarnation %d",
+            self.identity.index,
+            name or "the beginning",
+            incarnation,
+        )
         return {"rows": sum(t.num_rows for t in self.tables.values())}
 
     def _restored(self, target: Target) -> None:
@@ -356,7 +387,9 @@ class Shard:
         partitions = {self.identity.partition_of(b) for b in self.buckets} if self.identity.publishing else ()
         known = {} if self.segments.lost else target.rows_end  # of lost rows nobody knows what readers have
         self._rows_end = {p: known.get(p, _BEFORE_ALL if self.segments.lost else 0) for p in partitions}
-        self._rollback = Rollback(self.incarnation, dict(self._rows_end), frozenset(self.buckets)) if partitions else None
+        self._rollback = (
+            Rollback(self.incarnation, dict(self._rows_end), frozenset(self.buckets)) if partitions else None
+        )
         self.ready = True
 
     # Rounds
@@ -384,7 +417,9 @@ class Shard:
         with self._lock:
             if not self.ready or self._rollback:
                 return None
-            deltas = [d for table in self.tables.values() for d in table.outbox.take(self.identity.max_publish_norm)]
+            deltas = [
+                d for table in self.tables.values() for d in table.outbox.take(self.identity.max_publish_norm)
+            ]
             return Round(self.incarnation, deltas)
 
     def settle_round(self, taken: Round, acknowledged: bool, rows_end: Mapping[int, int]) -> None:

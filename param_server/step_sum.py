@@ -22,12 +22,14 @@ from param_server import kernels
 from param_server.index import KeyIndex, Keys, join_keys
 from param_server.rules import MAX_GRADIENT
 from param_server.table import StackTable, Update
-from roo.errors import FencedError, UnavailableError, WireError
-from runtime.deployment import MAX_WORKERS
+from roostream.errors import FencedError, UnavailableError, WireError
+from roostream.runtime.deployment import MAX_WORKERS
 
 PUSH_WAIT_S = 20.0  # below a client's own limit: it is told why, instead of hearing nothing
 
-_MOST_WAITERS = 2  # of one worker: its push, and one sent again; the connections of those before them are gone
+_MOST_WAITERS = (
+    2  # of one worker: its push, and one sent again; the connections of those before them are gone
+)
 
 Part: TypeAlias = tuple[StackTable, Keys, np.ndarray]
 
@@ -108,10 +110,14 @@ class StepSums:
         if not its.missing:
             return self._apply(its, apply)
         if not self._changed.wait_for(lambda: not its.waits(update.worker, ticket), self.wait_s):
-            self._end(its, f"no push of step {its.step} came from {_named(its.missing)} for {self.wait_s:g} s")
+            self._end(
+                its, f"no push of step {its.step} came from {_named(its.missing)} for {self.wait_s:g} s"
+            )
         if its.applied:
             return
-        raise UnavailableError(its.ended or f"the push of step {its.step} by worker {update.worker} was sent again")
+        raise UnavailableError(
+            its.ended or f"the push of step {its.step} by worker {update.worker} was sent again"
+        )
 
     def end(self, reason: str) -> None:
         """Inside the lock: whoever waits is told why."""
@@ -141,7 +147,8 @@ def check_workers(worker: int, workers: int) -> None:
     """Raises WireError: there is no such worker, or there are more than a shard waits for."""
     if not 1 <= workers <= MAX_WORKERS or not 0 <= worker < max(workers, 1):
         raise WireError(
-            "bad_shape", f"expected a push of one of 1 to {MAX_WORKERS} workers, got worker {worker} of {workers}; use fewer"
+            "bad_shape",
+            f"expected a push of one of 1 to {MAX_WORKERS} workers, got worker {worker} of {workers}; use fewer",
         )
 
 

@@ -23,17 +23,19 @@ from param_server.outbox import Outbox
 from param_server.residency import NEVER, Policy
 from param_server.row_block import RowBlock
 from param_server.rules import KERNELS, MAX_GRADIENT, accumulators
-from roo.errors import FencedError, SchemaError, WireError
-from roo.ids import bucket_of
-from roo.schema import Schema, Table
-from runtime.layout.bucket_map import BucketMap
+from roostream.errors import FencedError, SchemaError, WireError
+from roostream.runtime.bucket_map import BucketMap
+from roostream.schema.ids import bucket_of
+from roostream.schema.schema import Schema, Table
 
 
 class Generation(NamedTuple):
     """What a freeze gives."""
 
     block: RowBlock
-    changed: Keys  # of the block's keys, those that a rollback must undo: the others are as they were committed
+    changed: (
+        Keys  # of the block's keys, those that a rollback must undo: the others are as they were committed
+    )
 
 
 class ReadRows(NamedTuple):
@@ -41,14 +43,23 @@ class ReadRows(NamedTuple):
 
     rows_UD: np.ndarray  # float32; the initial value where there is none
     there_U: np.ndarray  # uint8: 1 = there is a row, and it may be published
-    sequence_U: np.ndarray  # uint64: of the last delta of the key's bucket; the row is as new as that or newer
+    sequence_U: (
+        np.ndarray
+    )  # uint64: of the last delta of the key's bucket; the row is as new as that or newer
 
 
 class StackTable:
     """Not thread-safe; the shard's lock makes every method one step. Equal pushes in equal order give equal bits."""
 
     def __init__(
-        self, name: str, tables: Sequence[Table], *, seed: int, num_buckets: int, residency: Policy, publishing: bool = True
+        self,
+        name: str,
+        tables: Sequence[Table],
+        *,
+        seed: int,
+        num_buckets: int,
+        residency: Policy,
+        publishing: bool = True,
     ) -> None:
         self.name, self.width, self.rule = name, tables[0].dim, tables[0].rule.name
         self.kernel = KERNELS[self.rule]
@@ -137,7 +148,9 @@ class StackTable:
         self.kernel(self.held.rows_ND, self.state_NA, place_U, gradient_UD, which_U, self.parameters_KP)
         touched_B = np.zeros(self.num_buckets, np.bool_)
         flags = DIRTY | UNPUBLISHED if self.publishing else DIRTY
-        kernels.stamp(place_U, flags, time_ms, self.index.flags_N, self.stamp_ms_N, self.index.bucket_N, touched_B)
+        kernels.stamp(
+            place_U, flags, time_ms, self.index.flags_N, self.stamp_ms_N, self.index.bucket_N, touched_B
+        )
         return touched_B
 
     def _limited(self, gradient_UD: np.ndarray) -> np.ndarray:
@@ -194,9 +207,9 @@ class StackTable:
         gone, unpublished_G = self._take_gone()
         block = RowBlock(
             keys=join_keys(self.index.keys_at(place_M), gone),
-            unpublished_K=np.concatenate([(self.index.flags_N[place_M] & (UNPUBLISHED | IN_FLIGHT)) != 0, unpublished_G]).astype(
-                np.uint8
-            ),
+            unpublished_K=np.concatenate(
+                [(self.index.flags_N[place_M] & (UNPUBLISHED | IN_FLIGHT)) != 0, unpublished_G]
+            ).astype(np.uint8),
             stamp_ms_L=self.stamp_ms_N[place_M],
             rows_LD=kernels.take_rows(self.held.rows_ND, place_M),
             state_LA=kernels.take_rows(self.state_NA, place_M),
@@ -298,7 +311,9 @@ def build_tables(identity: ShardIdentity, residency: Policy) -> dict[str, StackT
     """Stack → its rows on this shard, none yet."""
     seed, num_buckets, publishing = identity.seed, identity.num_buckets, identity.publishing
     return {
-        name: StackTable(name, tables, seed=seed, num_buckets=num_buckets, residency=residency, publishing=publishing)
+        name: StackTable(
+            name, tables, seed=seed, num_buckets=num_buckets, residency=residency, publishing=publishing
+        )
         for name, tables in identity.schema.stacks.items()
     }
 

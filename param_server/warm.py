@@ -10,9 +10,9 @@ from param_server.initial import initial_rows
 from param_server.residency import Expiry
 from param_server.step_sum import added
 from param_server.table import StackTable, Update
-from roo.rules import RULES
-from roo.schema import Table
-from runtime.layout.bucket_map import BucketMap
+from roostream.runtime.bucket_map import BucketMap
+from roostream.schema.schema import Table
+from roostream.schema.update_rules import RULES
 
 
 def warm() -> None:
@@ -20,7 +20,11 @@ def warm() -> None:
     for rule in RULES.values():
         _live(
             StackTable(
-                "warm", [Table(name="warm", dim=2, rule=rule(), expire_after_ms=1)], seed=1, num_buckets=4, residency=Expiry
+                "warm",
+                [Table(name="warm", dim=2, rule=rule(), expire_after_ms=1)],
+                seed=1,
+                num_buckets=4,
+                residency=Expiry,
             )
         )
     keys = _keys(3)
@@ -32,7 +36,9 @@ def warm() -> None:
 
 
 def _keys(num_keys: int) -> Keys:
-    return Keys(np.full(num_keys, Table(name="warm", dim=2).id, np.uint32), np.arange(num_keys, dtype=np.int64))
+    return Keys(
+        np.full(num_keys, Table(name="warm", dim=2).id, np.uint32), np.arange(num_keys, dtype=np.int64)
+    )
 
 
 def _live(table: StackTable) -> None:

@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 from numba import njit
 
-from roo.columns import fields_of
-from roo.wire_fields import RANK_ANSWER, VARINT
+from roostream.wire.columns import fields_of
+from roostream.wire.proto_fields import RANK_ANSWER, VARINT
 
 _LEAST = 1e-12
 _DEGRADED = bytes((RANK_ANSWER.degraded << 3 | VARINT, 1))
@@ -31,8 +31,12 @@ class RankAnswer:
     scores_nT: np.ndarray  # float32 probabilities
     order: list[int]  # candidates' indices, first slot first
     degraded: bool  # Redis or the rows were away
-    ranked: Sequence[int | str] | None = None  # ids as the client wrote them, first slot first; None = it didn't ask
-    top: Sequence[int | str] | None = None  # those of the first slots, which are all that it asked for; None = it didn't
+    ranked: Sequence[int | str] | None = (
+        None  # ids as the client wrote them, first slot first; None = it didn't ask
+    )
+    top: Sequence[int | str] | None = (
+        None  # those of the first slots, which are all that it asked for; None = it didn't
+    )
 
     def json(self) -> bytes:
         """See `/docs`. Scores are the shortest decimals that are those float32."""
@@ -54,7 +58,9 @@ class RankAnswer:
         return {
             "request_id": self.request_id,
             "model_version": self.model_version,
-            "top": [{"item_id": item_id, "scores": scores} for item_id, scores in zip(ids, rows, strict=True)],
+            "top": [
+                {"item_id": item_id, "scores": scores} for item_id, scores in zip(ids, rows, strict=True)
+            ],
             "degraded": self.degraded,
         }
 
@@ -78,7 +84,9 @@ class RankAnswer:
 def _scores_type(tasks: tuple[str, ...]) -> type[msgspec.Struct]:
     """A candidate's scores by their names: made and written faster than a dictionary is."""
     names = [f"t{i}" for i in range(len(tasks))]
-    return msgspec.defstruct("Scores", [(name, float) for name in names], rename=dict(zip(names, tasks, strict=True)), gc=False)
+    return msgspec.defstruct(
+        "Scores", [(name, float) for name in names], rename=dict(zip(names, tasks, strict=True)), gc=False
+    )
 
 
 def shortest(values: np.ndarray) -> np.ndarray:

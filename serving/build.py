@@ -15,19 +15,18 @@ from typing import Any
 import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from features.hydration import Hydrator
-from models.build import load_model_config
-from roo import schema_registry
-from roo.errors import ConfigError, SetupError, UnavailableError, nearest
-from roo.ids import hash64
-from roo.schema import Schema
-from roo.schema_file import load_schema
-from runtime import manifest as manifests
-from runtime.checkpoint_store import CheckpointStore, open_store
-from runtime.clock import Clock, SystemClock
-from runtime.exports import Exports
-from runtime.manifest import Manifest
-from runtime.security.tls import Tls
+from roostream.errors import ConfigError, SetupError, UnavailableError, nearest
+from roostream.models.build import load_model_config
+from roostream.runtime import manifest as manifests
+from roostream.runtime.checkpoint_store import CheckpointStore, open_store
+from roostream.runtime.clock import Clock, SystemClock
+from roostream.runtime.exports import Exports
+from roostream.runtime.manifest import Manifest
+from roostream.runtime.security.tls import Tls
+from roostream.schema import registry as schema_registry
+from roostream.schema.ids import hash64
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import load_schema
 from serving.access.key_file import Keyring
 from serving.client.said import impression_of
 from serving.config import ServingConfig
@@ -39,6 +38,7 @@ from serving.feature_log.sender import LogSender
 from serving.http.binary import parse_impression
 from serving.http.examples import rank_example
 from serving.http.parse import JsonParser
+from serving.online_features.hydration import Hydrator
 from serving.rank import Policy, RankService
 from serving.retrieval.item_keeper import ItemKeeper
 from serving.retrieval.opened import open_retrieval
@@ -85,7 +85,14 @@ _HELPS = {
 }
 
 
-_COUNTERS = ("versions_refused", "shadow_scored", "shadow_dropped", "shadow_failures", "interleaved", "interleave_failures")
+_COUNTERS = (
+    "versions_refused",
+    "shadow_scored",
+    "shadow_dropped",
+    "shadow_failures",
+    "interleaved",
+    "interleave_failures",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -100,7 +107,9 @@ class Parts:
     metrics: ServingMetrics
     executor: Executor  # one thread: scoring
     waiting_for: Callable[[], list[str]]
-    rows_numbers: Callable[[], Mapping[str, float | None]] = dict  # what is known of the rows, by the names of metrics
+    rows_numbers: Callable[[], Mapping[str, float | None]] = (
+        dict  # what is known of the rows, by the names of metrics
+    )
     keys: Keyring | None = None  # None = everybody may do everything
     tls: Tls | None = None
     items: ItemKeeper | None = None  # None = no retrieval
@@ -130,7 +139,9 @@ class Process:
 
 
 def build_process(
-    config: ServingConfig, registry: CollectorRegistry = REGISTRY, is_stopping: Callable[[], bool] = lambda: False
+    config: ServingConfig,
+    registry: CollectorRegistry = REGISTRY,
+    is_stopping: Callable[[], bool] = lambda: False,
 ) -> Process:
     """Waits for nobody: Kafka, Redis and shards may be away. One that `is_stopping` is not ready.
 
@@ -141,10 +152,14 @@ def build_process(
     clock = SystemClock()
     schema = load_schema(config.schema)
     policy = Policy(task=_task(schema, config.order_task), exploration=config.exploration, seed=config.seed)
-    first = first_version(schema, load_model_config(config.model), config.seed, as_trained=config.scoring == "modules")
+    first = first_version(
+        schema, load_model_config(config.model), config.seed, as_trained=config.scoring == "modules"
+    )
     versions = Versions(first, config.keep_versions, config.routing(), clock.now_ms)
     store = _open_store(config, schema)
-    feature_log = FeatureLog.open(config.home / "log", max_bytes=config.log_bytes, segment_bytes=config.segment_bytes)
+    feature_log = FeatureLog.open(
+        config.home / "log", max_bytes=config.log_bytes, segment_bytes=config.segment_bytes
+    )
     metrics = ServingMetrics(registry, schema.tasks)
     rows = open_rows(config, schema, config.seed, clock)
     hydrator = Hydrator(config.redis_url, config.prefix, schema) if config.redis else None
@@ -187,7 +202,13 @@ def build_process(
         parts=parts,
         sender=sender,
         dense=DenseFollower(
-            store, schema, versions, config.seed, partial(_check_shape, config), warm_up, partial(quiet.wait, PATIENCE_S)
+            store,
+            schema,
+            versions,
+            config.seed,
+            partial(_check_shape, config),
+            warm_up,
+            partial(quiet.wait, PATIENCE_S),
         ),
         recent=recent,
         shadow=shadow,
@@ -245,7 +266,9 @@ def _task(schema: Schema, name: str) -> int:
     if not name:
         return 0
     if name not in schema.tasks:
-        raise ConfigError(f"expected order_task as one of {', '.join(schema.tasks)}, got {name!r}{nearest(name, schema.tasks)}")
+        raise ConfigError(
+            f"expected order_task as one of {', '.join(schema.tasks)}, got {name!r}{nearest(name, schema.tasks)}"
+        )
     return schema.tasks.index(name)
 
 

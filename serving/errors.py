@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roo.errors import CheckpointError, RoostreamError
+from roostream.errors import CheckpointError, RoostreamError
 
 CODES = {
     400: "bad_request",
@@ -43,14 +43,18 @@ REFUSALS = ("damaged", "schema", "model", "not_finite", "warm_up")
 class RequestError(RoostreamError):
     """An answer that isn't 200. Nothing was logged, nothing was changed."""
 
-    def __init__(self, status: int, message: str, path: str = "", *, retry_after_s: int = 0, code: str = "") -> None:
+    def __init__(
+        self, status: int, message: str, path: str = "", *, retry_after_s: int = 0, code: str = ""
+    ) -> None:
         super().__init__(message if len(message) <= _MOST_MESSAGE else f"{message[:_MOST_MESSAGE]}…")
         self.status, self.path, self.retry_after_s = status, path, retry_after_s
         self.code = code or CODES[status]
 
     def body(self) -> dict[str, dict[str, str]]:
         """`{"error": {"code", "message", "path"?}}`"""
-        return {"error": {"code": self.code, "message": str(self)} | ({"path": self.path} if self.path else {})}
+        return {
+            "error": {"code": self.code, "message": str(self)} | ({"path": self.path} if self.path else {})
+        }
 
     def headers(self) -> dict[str, str]:
         """`retry-after` where trying again can help; a connection whose body wasn't read to its end is closed."""

@@ -17,7 +17,7 @@ import random
 
 import numpy as np
 
-from roo.ids import hash64
+from roostream.schema.ids import hash64
 
 
 def best_order(scores_n: np.ndarray) -> list[int]:

@@ -11,12 +11,31 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from runtime.metrics import Cell, Histogram, cumulative
+from roostream.runtime.metrics import Cell, Histogram, cumulative
 
 MOST_ACTIONS = 20  # that nothing counts, shown by name
 REQUEST_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.008, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 STAGE_S = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
-SCORES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
+SCORES = (
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.05,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.6,
+    0.7,
+    0.8,
+    0.9,
+    0.95,
+    0.99,
+)
 
 
 class ServingMetrics:
@@ -25,11 +44,16 @@ class ServingMetrics:
     def __init__(self, registry: CollectorRegistry, tasks: Sequence[str] = ()) -> None:
         self.registry = registry
         self._requests = Counter(
-            "roostream_serving_requests", "answers by route and status", ["route", "status"], registry=registry
+            "roostream_serving_requests",
+            "answers by route and status",
+            ["route", "status"],
+            registry=registry,
         )
         self._children: dict[tuple[str, int], tuple[Counter, Cell]] = {}
         self.candidates = Counter("roostream_serving_candidates", "candidates scored", registry=registry)
-        self.degraded = Counter("roostream_serving_degraded", "answers without hydration or rows", registry=registry)
+        self.degraded = Counter(
+            "roostream_serving_degraded", "answers without hydration or rows", registry=registry
+        )
         self.engagements = Counter("roostream_serving_engagements", "engagements taken", registry=registry)
         self._unused = Counter(
             "roostream_serving_engagements_unused",
@@ -39,14 +63,27 @@ class ServingMetrics:
         )
         self._unused_actions: set[str] = set()
         self._seconds = Histogram(
-            "roostream_serving_request_seconds", "time of an answer, by route and class of status", ("route", "status"), REQUEST_S
+            "roostream_serving_request_seconds",
+            "time of an answer, by route and class of status",
+            ("route", "status"),
+            REQUEST_S,
         )
         self.stages = RankTimes()
         self.scores = ScoreSpread(tasks)
-        for collector in (self._seconds, self.stages.seconds, self.stages.queue_seconds, self.stages.redis_seconds, self.scores):
+        for collector in (
+            self._seconds,
+            self.stages.seconds,
+            self.stages.queue_seconds,
+            self.stages.redis_seconds,
+            self.scores,
+        ):
             registry.register(collector)
-        self.version = Gauge("roostream_serving_model_version", "1 for the version in use", ["version"], registry=registry)
-        self.version_time = Gauge("roostream_serving_model_timestamp_seconds", "when it was committed", registry=registry)
+        self.version = Gauge(
+            "roostream_serving_model_version", "1 for the version in use", ["version"], registry=registry
+        )
+        self.version_time = Gauge(
+            "roostream_serving_model_timestamp_seconds", "when it was committed", registry=registry
+        )
 
     def answered(self, route: str, status: int, seconds: float) -> None:
         """From the event loop."""
@@ -75,15 +112,21 @@ class RankTimes:
     """Where the time of a rank goes; each is told in seconds as it ends."""
 
     def __init__(self) -> None:
-        self.seconds = Histogram("roostream_serving_stage_seconds", "time of a rank's stages", ("stage",), STAGE_S)
+        self.seconds = Histogram(
+            "roostream_serving_stage_seconds", "time of a rank's stages", ("stage",), STAGE_S
+        )
         self.parse = self.seconds.cell("parse")  # event loop
         self.hydrate = self.seconds.cell("hydrate")  # who scores, as the next two
         self.encode = self.seconds.cell("encode")
         self.score = self.seconds.cell("score")  # a request's share of the pass that it was scored in
         self.log = self.seconds.cell("log")  # event loop
-        self.queue_seconds = Histogram("roostream_serving_queue_seconds", "a parsed rank waits to be scored", (), STAGE_S)
+        self.queue_seconds = Histogram(
+            "roostream_serving_queue_seconds", "a parsed rank waits to be scored", (), STAGE_S
+        )
         self.queue = self.queue_seconds.cell()  # event loop
-        self.redis_seconds = Histogram("roostream_serving_redis_seconds", "a read of Redis, by outcome", ("outcome",), STAGE_S)
+        self.redis_seconds = Histogram(
+            "roostream_serving_redis_seconds", "a read of Redis, by outcome", ("outcome",), STAGE_S
+        )
         self.redis_ok, self.redis_failed = self.redis_seconds.cell("ok"), self.redis_seconds.cell("failed")
 
 
@@ -116,7 +159,9 @@ class ScoreSpread(Collector):
     def collect(self) -> list[Metric]:
         with self._lock:
             counts_TB, sum_T = self._counted()
-        family = HistogramMetricFamily("roostream_serving_score", "scores as served, by task", labels=("task",))
+        family = HistogramMetricFamily(
+            "roostream_serving_score", "scores as served, by task", labels=("task",)
+        )
         for task, counts_B, total in zip(self.tasks, counts_TB, sum_T, strict=True):
             family.add_metric([task], cumulative(SCORES, counts_B.tolist()), float(total))
         return [family]
@@ -125,6 +170,8 @@ class ScoreSpread(Collector):
         """Counts and sums with those that wait; nothing is changed."""
         waiting_NT = self._waiting_NT[: self._num_waiting]
         width = self._counts_TB.shape[1]
-        spread = [np.bincount(np.searchsorted(SCORES, column_N), minlength=width) for column_N in waiting_NT.T]
+        spread = [
+            np.bincount(np.searchsorted(SCORES, column_N), minlength=width) for column_N in waiting_NT.T
+        ]
         counts_TB = self._counts_TB + spread if spread else self._counts_TB
         return counts_TB, self._sum_T + waiting_NT.sum(axis=0, dtype=np.float64)

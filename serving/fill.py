@@ -2,7 +2,7 @@
 
 What the client gave always wins. Stateful features (histories, counters) come from Redis; those of the request itself are
 computed (roo/online/, as for the replay driver). A block that is complete as the client encoded it stays byte for byte; one
-with gaps is filled where it has them (roo/gaps.py).
+with gaps is filled where it has them (roostream/wire/missing_features.py).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from roo.block import flat_values, nro_columns, ro_columns, values_of
-from roo.columns import Columns, Side, pack
-from roo.errors import WireError
-from roo.gaps import Gaps
-from roo.online.counters import OF_THE_REQUEST, of_request, sources_of
-from roo.online.entity_fields import EntityFields, FieldReader
-from roo.schema import Schema
+from roostream.errors import WireError
+from roostream.online.counters import OF_THE_REQUEST, of_request, sources_of
+from roostream.online.entity_fields import EntityFields, FieldReader
+from roostream.schema.schema import Schema
+from roostream.wire.block import flat_values, nro_columns, ro_columns, values_of
+from roostream.wire.columns import Columns, Side, pack
+from roostream.wire.missing_features import Gaps
 from serving.errors import RequestError
 from serving.request import RankRequest, RequestBlocks
 
@@ -31,7 +31,10 @@ class Filler:
         sides: tuple[Side, ...] = ("ro", "nro")
         self._sources: dict[Side, dict[str, str]] = {side: sources_of(schema, side) for side in sides}
         self._stateful: dict[Side, dict[str, str]] = {
-            side: {name: source for name, source in self._sources[side].items() if source not in OF_THE_REQUEST} for side in sides
+            side: {
+                name: source for name, source in self._sources[side].items() if source not in OF_THE_REQUEST
+            }
+            for side in sides
         }
         self._gaps = {side: Gaps(schema, side, self._sources[side]) for side in sides}
         self._stateful_gaps = {side: Gaps(schema, side, self._stateful[side]) for side in sides}
@@ -48,7 +51,9 @@ class Filler:
             self._take_apart(request, blocks)
 
     def _lacks(self, gaps: dict[Side, Gaps], request: RankRequest, blocks: RequestBlocks) -> bool:
-        return gaps["ro"].lacks(blocks.ro_columns, 1) or gaps["nro"].lacks(blocks.nro_columns, len(request.item_ids))
+        return gaps["ro"].lacks(blocks.ro_columns, 1) or gaps["nro"].lacks(
+            blocks.nro_columns, len(request.item_ids)
+        )
 
     def _take_apart(self, request: RankRequest, blocks: RequestBlocks) -> None:
         n = len(request.item_ids)
@@ -68,7 +73,9 @@ class Filler:
             return request.lacks_kept
         if any(name not in request.ro for name in self._stateful["ro"]):
             return True
-        return any(name not in request.nro or _some_missing(request.nro[name]) for name in self._stateful["nro"])
+        return any(
+            name not in request.nro or _some_missing(request.nro[name]) for name in self._stateful["nro"]
+        )
 
     def fields(self, request: RankRequest) -> EntityFields:
         """What declared counters are read by; call `open` first. As the client gave it: what is wrong with it is told later."""

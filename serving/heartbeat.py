@@ -10,10 +10,10 @@ import logging
 import threading
 from collections.abc import Callable
 
-from roo import roo_pb2 as pb
-from roo import wire
-from runtime.clock import Clock
-from runtime.kafka.topics import all_partitions
+from roostream.runtime.clock import Clock
+from roostream.runtime.kafka.topics import all_partitions
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
 from serving.feature_log.format import TOPICS, LogRecord
 from serving.feature_log.log import FeatureLog, LogFullError
 from serving.stamps import Stamps

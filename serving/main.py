@@ -10,11 +10,11 @@ from functools import partial
 
 import torch
 
-from runtime import metrics, program
-from runtime.crew import Crew, StopBudget
-from runtime.health import Health
-from runtime.kafka import clients
-from runtime.kafka.topics import EVENTS, ROWS
+from roostream.runtime import metrics, program
+from roostream.runtime.crew import Crew, StopBudget
+from roostream.runtime.health import Health
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.topics import EVENTS, ROWS
 from serving import heartbeat
 from serving.access.key_file import Keyring
 from serving.admin import admin_server
@@ -34,7 +34,7 @@ CLOSE_S = 4.0  # what is kept of a stop's time for closing, and for the interpre
 
 
 def run(config: ServingConfig) -> int:
-    """Until SIGTERM or SIGINT; the exit code of `runtime.program.run`."""
+    """Until SIGTERM or SIGINT; the exit code of `roostream.runtime.program.run`."""
     return program.run("serving", lambda stop: serve(config, stop), config.log_format)
 
 
@@ -58,7 +58,9 @@ def serve(config: ServingConfig, stop: threading.Event) -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     health = Health(config.stalled_after_ms / 1000)
     with contextlib.ExitStack() as resources:
-        bound = resources.enter_context(contextlib.closing(http_server.bind(config.listen, reuse_port=config.reuse_port)))
+        bound = resources.enter_context(
+            contextlib.closing(http_server.bind(config.listen, reuse_port=config.reuse_port))
+        )
         process = build_process(config, is_stopping=stop.is_set)
         metrics.serve(config, health, process.parts.metrics.registry, tls=process.parts.tls)
         halt, crew = threading.Event(), Crew(stop)
@@ -97,7 +99,9 @@ def _start_threads(crew: Crew, process: Process, halt: threading.Event) -> None:
         crew.start("tls", parts.tls.run, halt)
 
 
-def _start_admin(crew: Crew, process: Process, halt: threading.Event, resources: contextlib.ExitStack) -> None:
+def _start_admin(
+    crew: Crew, process: Process, halt: threading.Event, resources: contextlib.ExitStack
+) -> None:
     """Raises ConfigError: its token can't be read; SetupError: its port is taken."""
     service, config = process.parts.service, process.parts.config
     if not config.admin_listen:
@@ -122,7 +126,9 @@ def _end(process: Process, crew: Crew, halt: threading.Event, budget: StopBudget
     process.parts.log.appended.set()
     late = crew.join(min(JOIN_S, budget.left_s()))
     if late:
-        log.warning("threads that did not end in time: %s; the log is sent at the next start", ", ".join(late))
+        log.warning(
+            "threads that did not end in time: %s; the log is sent at the next start", ", ".join(late)
+        )
         return
     left = process.sender.drain(max(budget.left_s() - CLOSE_S, 0.0), process.clock.monotonic_s)
     if left:

@@ -21,14 +21,14 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.columns import fields_of
-from roo.errors import RoostreamError
-from roo.online.entity_fields import EntityFields
-from roo.schema import Schema
-from roo.wire_fields import IMPRESSION
-from runtime.kafka.topics import IMPRESSIONS
+from roostream.errors import RoostreamError
+from roostream.online.entity_fields import EntityFields
+from roostream.runtime.kafka.topics import IMPRESSIONS
+from roostream.schema.schema import Schema
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.columns import fields_of
+from roostream.wire.proto_fields import IMPRESSION
 from serving.answer import RankAnswer
 from serving.errors import RequestError
 from serving.explore import best_order, draw_of, explore
@@ -47,7 +47,7 @@ log = logging.getLogger("roostream.serving")
 
 
 class Hydration(Protocol):
-    """`features.hydration.Hydrator`."""
+    """`serving.online_features.hydration.Hydrator`."""
 
     def read(
         self, user_id: int, item_ids: np.ndarray, time_ms: int, fields: EntityFields
@@ -83,24 +83,40 @@ class CompleteRequest(NamedTuple):
     took_s: tuple[float, float, float]  # to be opened, hydrated and encoded
 
     def columns(self) -> RequestColumns:
-        return RequestColumns(self.blocks.ro_columns, self.blocks.nro_columns, self.request.item_ids, self.time_ms)
+        return RequestColumns(
+            self.blocks.ro_columns, self.blocks.nro_columns, self.request.item_ids, self.time_ms
+        )
 
 
 class RankService:
     """`rank` and `rank_all` run in one thread at a time, and what `may_wait` always in the same: Redis' client's."""
 
     def __init__(
-        self, schema: Schema, versions: Versions, rows: RowReader, hydrator: Hydration | None = None, policy: Policy | None = None
+        self,
+        schema: Schema,
+        versions: Versions,
+        rows: RowReader,
+        hydrator: Hydration | None = None,
+        policy: Policy | None = None,
     ) -> None:
         self.schema, self.versions, self.rows, self.hydrator = schema, versions, rows, hydrator
         self.policy = policy or Policy()
         self.filler = Filler(schema)
-        self.stages, self.scores = RankTimes(), ScoreSpread(schema.tasks)  # those that are exported, where they are
-        self.rows_ready: Callable[[], bool] = lambda: True  # until the replica is bootstrapped, answers are marked degraded
-        self.rows_complete: Callable[[], bool] = lambda: True  # of what was just gathered; else the answers are marked too
+        self.stages, self.scores = (
+            RankTimes(),
+            ScoreSpread(schema.tasks),
+        )  # those that are exported, where they are
+        self.rows_ready: Callable[[], bool] = lambda: (
+            True
+        )  # until the replica is bootstrapped, answers are marked degraded
+        self.rows_complete: Callable[[], bool] = lambda: (
+            True
+        )  # of what was just gathered; else the answers are marked too
         self.rows_wait = False  # whether rows that aren't here are waited for
         self.credits = Credits(schema.labels[self.policy.task].action if schema.labels else "")
-        self.scored: Callable[[ScoredRequest], None] = lambda scored: None  # told of each, where it was scored
+        self.scored: Callable[[ScoredRequest], None] = lambda scored: (
+            None
+        )  # told of each, where it was scored
 
     def may_wait(self, request: RankRequest) -> bool:
         """Whether ranking it may wait for Redis or a shard."""
@@ -149,7 +165,9 @@ class RankService:
         """Steps 3 to 5 of requests of one version."""
         begin_s = time.perf_counter()
         try:
-            logits = group[0][1].choice.version.score_all(self.rows, [complete.columns() for _, complete in group])
+            logits = group[0][1].choice.version.score_all(
+                self.rows, [complete.columns() for _, complete in group]
+            )
         except Exception as error:
             if len(group) == 1:
                 yield group[0][0], error
@@ -170,7 +188,9 @@ class RankService:
         request, version = complete.request, complete.choice.version
         scores_nT = probabilities(version.finite(logits_nT))
         for stage, seconds in zip(
-            (self.stages.hydrate, self.stages.encode, self.stages.score), (*complete.took_s[1:], share_s), strict=True
+            (self.stages.hydrate, self.stages.encode, self.stages.score),
+            (*complete.took_s[1:], share_s),
+            strict=True,
         ):
             stage.observe(seconds)
         self.scores.add(scores_nT)
@@ -206,13 +226,17 @@ class RankService:
             )
         )
 
-    def _hydrate(self, request: RankRequest, time_ms: int) -> tuple[Mapping[str, Any], Mapping[str, Any], bool]:
+    def _hydrate(
+        self, request: RankRequest, time_ms: int
+    ) -> tuple[Mapping[str, Any], Mapping[str, Any], bool]:
         """(RO, NRO, degraded); without Redis the features stay missing."""
         if self.hydrator is None or not self.filler.wants_hydration(request):
             return {}, {}, not self.rows_ready()
         begin_s = time.perf_counter()
         try:
-            ro, nro = self.hydrator.read(request.user_id, request.item_ids, time_ms, self.filler.fields(request))
+            ro, nro = self.hydrator.read(
+                request.user_id, request.item_ids, time_ms, self.filler.fields(request)
+            )
         except RoostreamError as error:
             self.stages.redis_failed.observe(time.perf_counter() - begin_s)
             log.debug("hydration failed: %s", error)
@@ -220,12 +244,18 @@ class RankService:
         self.stages.redis_ok.observe(time.perf_counter() - begin_s)
         return ro, nro, not self.rows_ready()
 
-    def _order(self, request: RankRequest, scores_nT: np.ndarray, draft: Draft | None) -> tuple[list[int], list[float]]:
+    def _order(
+        self, request: RankRequest, scores_nT: np.ndarray, draft: Draft | None
+    ) -> tuple[list[int], list[float]]:
         """A list that two versions made isn't explored: each slot's probability would be a sum over all drafts."""
         if draft is not None:
             return draft.order, draft.propensities
         best = best_order(scores_nT[:, self.policy.task])
-        return explore(best, self.policy.exploration, self._draw(request)) if self.policy.exploration else (best, [])
+        return (
+            explore(best, self.policy.exploration, self._draw(request))
+            if self.policy.exploration
+            else (best, [])
+        )
 
     def _draft(self, complete: CompleteRequest, scores_nT: np.ndarray) -> Draft | None:
         """With the rival's order, where the request has a rival and that can score it."""

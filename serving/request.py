@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from roo.columns import Columns
-from roo.ids import LOWEST_ID, MASK64, item_id, key_bytes
+from roostream.schema.ids import LOWEST_ID, MASK64, item_id, key_bytes
+from roostream.wire.columns import Columns
 from serving.errors import RequestError
 
 MAX_TEXT_BYTES = 64
@@ -27,7 +27,7 @@ class RequestBlocks(NamedTuple):
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class RankRequest:
-    """Values are as `roo.block.encode_*` takes them; absent = the client didn't give it."""
+    """Values are as `roostream.wire.block.encode_*` takes them; absent = the client didn't give it."""
 
     request_id: str
     user_id: int  # uint64; 0 = unknown
@@ -41,9 +41,13 @@ class RankRequest:
     first_position: int  # place of the first slot of this answer
     model_version: str  # "" = the newest
     wants_ranked: bool = False  # the answer names the items in their order
-    top: int = 0  # the answer has so many first slots with their items and scores; 0 = all scores, and the order
+    top: int = (
+        0  # the answer has so many first slots with their items and scores; 0 = all scores, and the order
+    )
     blocks: RequestBlocks | None = None  # as the client encoded them; then `ro` and `nro` are empty
-    lacks: bool | None = None  # whether the blocks lack something that can be filled in; None = nobody has looked
+    lacks: bool | None = (
+        None  # whether the blocks lack something that can be filled in; None = nobody has looked
+    )
     lacks_kept: bool = False  # something of it is kept online
     traceparent: str = ""  # of the call's span, where it is traced
 
@@ -59,12 +63,14 @@ def request_id_of(text: str, path: str) -> str:
 
 def text_of(text: str, path: str) -> str:
     if len(text.encode()) > MAX_TEXT_BYTES:
-        raise RequestError(400, f"expected at most {MAX_TEXT_BYTES} bytes of UTF-8, got {len(text.encode())}", path)
+        raise RequestError(
+            400, f"expected at most {MAX_TEXT_BYTES} bytes of UTF-8, got {len(text.encode())}", path
+        )
     return text
 
 
 def id_of(value: int | str, path: str) -> int:
-    """uint64: integers pass through, strings are hashed; the check is `roo.ids.item_id`'s."""
+    """uint64: integers pass through, strings are hashed; the check is `roostream.schema.ids.item_id`'s."""
     try:
         return item_id(value)
     except ValueError as error:

@@ -1,6 +1,6 @@
 """Requests' columns → one batch without labels, without reading the bytes that were made of them.
 
-What is logged are the bytes; `roo.decode` reads them in training. These are the same arrays, which tests/serving holds: of a
+What is logged are the bytes; `roostream.wire.decode` reads them in training. These are the same arrays, which tests/serving holds: of a
 request alone bit for bit those of `Decoder.decode_request`, of several those of their samples.
 
 The kernels keep the interpreter: each takes microseconds, and giving it up costs a turn of the event loop's thread.
@@ -17,17 +17,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from roo.batch import TEXT, Batch
-from roo.block import check_block
-from roo.columns import NO_COLUMNS, Columns, Side, missing_bits
-from roo.decode_fill import BLOCK_FIELDS, Layout, Plans, layout_of
-from roo.decode_kernels import OK, Plan
-from roo.decode_kernels import check_block as check_spans
-from roo.gaps import is_set
-from roo.jagged import Jagged
-from roo.schema import Feature, Label, Schema
-from roo.wire_fields import BLOCK
-from roo.wire_kernels import walk
+from roostream.schema.schema import Feature, Label, Schema
+from roostream.wire.batch import TEXT, Batch
+from roostream.wire.block import check_block
+from roostream.wire.columns import NO_COLUMNS, Columns, Side, missing_bits
+from roostream.wire.decode_fill import BLOCK_FIELDS, Layout, Plans, layout_of
+from roostream.wire.decode_kernels import OK, Plan
+from roostream.wire.decode_kernels import check_block as check_spans
+from roostream.wire.jagged import Jagged
+from roostream.wire.missing_features import is_set
+from roostream.wire.proto_fields import BLOCK
+from roostream.wire.proto_kernels import walk
 
 
 class RequestColumns(NamedTuple):
@@ -70,7 +70,9 @@ def batch_of(schema: Schema, requests: Sequence[RequestColumns]) -> Batch:
         **_side("ro", readings["ro"], [(r.ro, 1) for r in requests]),
         **_side("nro", readings["nro"], [(r.nro, len(r.item_ids)) for r in requests]),
         num_candidates_R=counts_R,
-        request_index_B=np.zeros(counts[0], np.int64) if is_alone else np.repeat(np.arange(len(requests)), counts_R),
+        request_index_B=np.zeros(counts[0], np.int64)
+        if is_alone
+        else np.repeat(np.arange(len(requests)), counts_R),
         item_B=requests[0].item_ids if is_alone else np.concatenate([r.item_ids for r in requests]),
         time_ms_R=np.array([r.time_ms for r in requests], dtype=np.int64),
         **_unlabelled(len(requests), sum(counts), len(schema.labels)),
@@ -121,8 +123,14 @@ def _side(side: Side, reading: _SideReading, given: list[tuple[Columns, int]]) -
     layout = reading.layout
     num_floats, num_lists, num_rows = len(layout.default_F), len(layout.keys), sum(rows for _, rows in given)
     columns = _joined(given, num_floats, num_lists)
-    float_NF, present_NF = np.empty((num_rows, num_floats), np.float32), np.empty((num_rows, num_floats), np.bool_)
-    lengths_KN, present_KN = np.empty((num_lists, num_rows), np.int32), np.empty((num_lists, num_rows), np.bool_)
+    float_NF, present_NF = (
+        np.empty((num_rows, num_floats), np.float32),
+        np.empty((num_rows, num_floats), np.bool_),
+    )
+    lengths_KN, present_KN = (
+        np.empty((num_lists, num_rows), np.int32),
+        np.empty((num_lists, num_rows), np.bool_),
+    )
     values = np.empty(len(columns.ids), np.int64)
     weights = np.ones(len(columns.ids) if layout.is_weighted else 0, np.float32)
     entries = np.empty(len(columns.ids) + len(columns.times), np.int64)
@@ -147,7 +155,11 @@ def _side(side: Side, reading: _SideReading, given: list[tuple[Columns, int]]) -
         columns={name: entries[ends[c] : ends[c + 1]] for c, name in enumerate(layout.columns)},
     )
     vars(lists)["starts_K1"] = starts_K1
-    return {f"{side}_float_{letter}F": float_NF, f"{side}_present_{letter}F": present_NF, f"{side}_lists": lists}
+    return {
+        f"{side}_float_{letter}F": float_NF,
+        f"{side}_present_{letter}F": present_NF,
+        f"{side}_lists": lists,
+    }
 
 
 def _joined(given: list[tuple[Columns, int]], num_floats: int, num_lists: int) -> Columns:
@@ -165,7 +177,9 @@ def _whole(columns: Columns, rows: int, num_floats: int, num_lists: int) -> Colu
     if any(map(len, columns)):
         return columns
     floats, lengths = np.full(rows * num_floats, np.nan, np.float32), np.zeros(rows * num_lists, np.uint32)
-    return columns._replace(floats=floats, lengths=lengths, missing=np.full((rows * num_lists + 7) // 8, 255, np.uint8))
+    return columns._replace(
+        floats=floats, lengths=lengths, missing=np.full((rows * num_lists + 7) // 8, 255, np.uint8)
+    )
 
 
 @njit(cache=True)
@@ -263,8 +277,13 @@ def checked_at_once(schema: Schema, ro: bytes, nro: bytes, num_rows: int) -> tup
     plans, most = schema.derived(_plans), schema.limits
     if num_rows > most.max_candidates:
         return None
-    buf, spans_2 = np.frombuffer(b"".join((ro, nro, b"\0")), np.uint8), np.zeros((2, len(BLOCK_FIELDS), 2), np.int64)
-    if not read_blocks(buf, len(ro), num_rows, plans["ro"], plans["nro"], BLOCK_FIELDS, most.max_list, spans_2):
+    buf, spans_2 = (
+        np.frombuffer(b"".join((ro, nro, b"\0")), np.uint8),
+        np.zeros((2, len(BLOCK_FIELDS), 2), np.int64),
+    )
+    if not read_blocks(
+        buf, len(ro), num_rows, plans["ro"], plans["nro"], BLOCK_FIELDS, most.max_list, spans_2
+    ):
         return None
     return _columns_at(buf, spans_2[0]), _columns_at(buf, spans_2[1])
 
@@ -282,7 +301,9 @@ def read_blocks(
 ) -> bool:
     """Where the columns of a request's blocks lie, noted in `spans_2` (zeros before); False: something is wrong, or one isn't in
     our writers' form. `buf`: both behind each other, and one byte more."""
-    if not walk(buf, 0, ro_bytes, fields, spans_2[0]) or not walk(buf, ro_bytes, len(buf) - 1, fields, spans_2[1]):
+    if not walk(buf, 0, ro_bytes, fields, spans_2[0]) or not walk(
+        buf, ro_bytes, len(buf) - 1, fields, spans_2[1]
+    ):
         return False
     if check_spans(buf, spans_2[0], 1, ro, 0, max_list) != OK:
         return False
@@ -296,7 +317,9 @@ def _plans(schema: Schema) -> dict[str, Plan]:
 
 def _columns_at(buf: np.ndarray, spans: np.ndarray) -> Columns:
     parts = zip(NO_COLUMNS, spans[BLOCK.floats :].tolist(), strict=True)
-    return Columns._make([buf[begin:end].view(none.dtype).copy() if end > begin else none for none, (begin, end) in parts])
+    return Columns._make(
+        [buf[begin:end].view(none.dtype).copy() if end > begin else none for none, (begin, end) in parts]
+    )
 
 
 def read_request(schema: Schema, ro: bytes, nro: bytes, item_ids: np.ndarray, time_ms: int) -> RequestColumns:

@@ -17,13 +17,13 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from models.build import build_model
-from models.config import ModelConfig
-from models.fused.forward import Forward, by_modules, forward_of
-from models.model import Model
-from roo.errors import ConfigError
-from roo.lookup import Lookup, build_lookup
-from roo.schema import Schema
+from roostream.errors import ConfigError
+from roostream.models.build import build_model
+from roostream.models.config import ModelConfig
+from roostream.models.fused.forward import Forward, by_modules, forward_of
+from roostream.models.model import Model
+from roostream.schema.schema import Schema
+from roostream.wire.lookup import Lookup, build_lookup
 from serving.errors import RequestError
 from serving.request_batch import RequestColumns, batch_of
 
@@ -74,13 +74,19 @@ class Version:
             logits_BT = self.forward(batch, lookup, gathered)
         except ConfigError as error:  # a user's own code; where it lies isn't for strangers
             log.error("model version %s: %s", self.name, error)
-            raise RequestError(500, f"the code of model version {self.name} failed; serving's log says where") from None
-        return np.split(logits_BT, np.cumsum(batch.num_candidates_R)[:-1]) if len(requests) > 1 else [logits_BT]
+            raise RequestError(
+                500, f"the code of model version {self.name} failed; serving's log says where"
+            ) from None
+        return (
+            np.split(logits_BT, np.cumsum(batch.num_candidates_R)[:-1]) if len(requests) > 1 else [logits_BT]
+        )
 
     def finite(self, logits_nT: np.ndarray) -> np.ndarray:
         """The same. Raises RequestError 500 where there is anything else than numbers."""
         if not np.isfinite(logits_nT).all():
-            raise RequestError(500, f"model version {self.name} gave a score that is not finite for this request")
+            raise RequestError(
+                500, f"model version {self.name} gave a score that is not finite for this request"
+            )
         return logits_nT
 
 
@@ -90,7 +96,12 @@ def first_version(schema: Schema, config: ModelConfig, seed: int, as_trained: bo
 
 
 def build_version(
-    name: str, schema: Schema, config: ModelConfig, seed: int, weights: dict[str, torch.Tensor], as_trained: bool = False
+    name: str,
+    schema: Schema,
+    config: ModelConfig,
+    seed: int,
+    weights: dict[str, torch.Tensor],
+    as_trained: bool = False,
 ) -> Version:
     """A version with these weights in place of the initial ones (none given = all initial).
 

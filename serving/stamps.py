@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
-from runtime.clock import Clock
+from roostream.runtime.clock import Clock
 
 
 class Stamps:

@@ -32,15 +32,21 @@ class Authority:
         files[1].write_bytes(key.private_bytes(*forms))
         return str(files[0]), str(files[1])
 
-    def _sign(self, name: str, key: Any, hosts: tuple[str, ...] = (), is_authority: bool = False) -> x509.Certificate:
+    def _sign(
+        self, name: str, key: Any, hosts: tuple[str, ...] = (), is_authority: bool = False
+    ) -> x509.Certificate:
         subject, issuer = (x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, n)]) for n in (name, self.name))
         begin = datetime.datetime(2020, 1, 1)
-        builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key.public_key())
+        builder = (
+            x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key.public_key())
+        )
         builder = builder.serial_number(x509.random_serial_number()).not_valid_before(begin)
         builder = builder.not_valid_after(datetime.datetime(2120, 1, 1))
         builder = builder.add_extension(x509.BasicConstraints(is_authority, None), True)
         names = [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), *map(x509.DNSName, hosts)]
-        return builder.add_extension(x509.SubjectAlternativeName(names), False).sign(self.key, hashes.SHA256())
+        return builder.add_extension(x509.SubjectAlternativeName(names), False).sign(
+            self.key, hashes.SHA256()
+        )
 
 
 def trusting(authority: Authority, *own: str) -> ssl.SSLContext:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # as the command does: small matrices, and one order of their sums
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # as the command does: small matrices, and one order of their sums
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

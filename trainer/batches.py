@@ -1,6 +1,6 @@
 """What training reads: chunks of decoded samples, each with the progress that it stands for.
 
-Kafka is one source (trainer/record_batches.py over runtime/kafka/reader.py), records in memory another, a session of the
+Kafka is one source (trainer/record_batches.py over roostream/runtime/kafka/reader.py), records in memory another, a session of the
 warehouse a third (trainer/sessions/session_batches.py); one that has both phases wraps two (trainer/sessions/phased_source.py).
 Gathering belongs to the source: it alone knows whether more will come (a live topic waits for a while, a file never), and a
 source that reads ahead can wrap another one.
@@ -15,12 +15,12 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from roo.batch import Batch
-from roo.errors import ConfigError
-from roo.wire import Record
-from runtime.kafka.record_reader import PartitionLag
-from runtime.kafka.topics import Partition, Progress
-from runtime.work_unit import TableInput
+from roostream.errors import ConfigError
+from roostream.runtime.kafka.record_reader import PartitionLag
+from roostream.runtime.kafka.topics import Partition, Progress
+from roostream.runtime.work_unit import TableInput
+from roostream.wire.batch import Batch
+from roostream.wire.records import Record
 
 
 class Rejected(NamedTuple):
@@ -28,7 +28,7 @@ class Rejected(NamedTuple):
 
     partition: Partition
     offset: int
-    reason: str  # one of roo.wire.REASONS
+    reason: str  # one of roostream.wire.records.REASONS
     error: str
     raw: bytes
 
@@ -56,9 +56,16 @@ class Chunk:
     @property
     def offsets(self) -> str:
         """From where to where it goes, for errors: "samples-0 12..19, samples-1 3..3"."""
-        known = [(r.topic, r.partition, r.offset) for r in self.records] or [(*r.partition, r.offset) for r in self.rejects]
-        first = {p: min((at for *q, at in known if tuple(q) == p), default=after - 1) for p, after in self.after.items()}
-        return ", ".join(f"{topic}-{n} {first[topic, n]}..{after - 1}" for (topic, n), after in sorted(self.after.items()))
+        known = [(r.topic, r.partition, r.offset) for r in self.records] or [
+            (*r.partition, r.offset) for r in self.rejects
+        ]
+        first = {
+            p: min((at for *q, at in known if tuple(q) == p), default=after - 1)
+            for p, after in self.after.items()
+        }
+        return ", ".join(
+            f"{topic}-{n} {first[topic, n]}..{after - 1}" for (topic, n), after in sorted(self.after.items())
+        )
 
 
 @contextlib.contextmanager
@@ -142,4 +149,6 @@ class BatchSource(Protocol):
 def refuse_session(session: TableInput | None) -> None:
     """Of a source of the stream alone. Raises ConfigError: a session is to be read."""
     if session is not None:
-        raise ConfigError(f"expected the stream, got a session of {session.table}; this program reads no warehouse")
+        raise ConfigError(
+            f"expected the stream, got a session of {session.table}; this program reads no warehouse"
+        )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from roo.errors import RoostreamError, UnavailableError, told
-from roo.schema_registry import to_toml
+from roostream.errors import RoostreamError, UnavailableError, told
+from roostream.schema.registry import to_toml
 from trainer.burial import NotFiniteError
 from trainer.loop import TrainLoop
 from trainer.monitoring.diagnosis import diagnosis
@@ -22,7 +22,9 @@ class Breaks:
 
     def __init__(self, loop: TrainLoop, worker: int) -> None:
         self.loop, self.worker = loop, worker
-        self.saved = loop.saved.newest() if loop.saved else ""  # path of the newest batch at which training ended
+        self.saved = (
+            loop.saved.newest() if loop.saved else ""
+        )  # path of the newest batch at which training ended
         self._incarnation, self._manifest, self._checksum = 0, "", ""
         self._num = 0
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from roo.errors import UnavailableError
-from runtime.kafka.topics import Partition
+from roostream.errors import UnavailableError
+from roostream.runtime.kafka.topics import Partition
 from trainer.batches import Chunk, Rejected
 
 MOST_IN_A_ROW = 16

@@ -14,9 +14,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from models.candidate_groups import placed
-from models.model import Targets
-from roo.batch import Batch
+from roostream.models.candidate_groups import placed
+from roostream.models.model import Targets
+from roostream.wire.batch import Batch
 from trainer.config import LoopConfig
 
 

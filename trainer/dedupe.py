@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from runtime.event_time import RecentTimes
+from roostream.runtime.event_time import RecentTimes
 
 
 class _Unsettled(NamedTuple):

@@ -15,10 +15,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from models.inputs import Inputs
-from roo.batch import Batch
-from roo.lookup import Lookup, build_lookup
-from runtime.kafka.topics import Partition
+from roostream.models.inputs import Inputs
+from roostream.runtime.kafka.topics import Partition
+from roostream.wire.batch import Batch
+from roostream.wire.lookup import Lookup, build_lookup
 from trainer.batches import Chunk
 from trainer.device.staging import DeviceCopy
 from trainer.rows import Rows
@@ -32,7 +32,9 @@ class ChunkPart:
     batch: Batch
     trains: bool  # or is it only scored?
     lookup: Lookup
-    choice: Selected | None = None  # what selection says of its requests; None: all are trained, or frozen, and count once
+    choice: Selected | None = (
+        None  # what selection says of its requests; None: all are trained, or frozen, and count once
+    )
 
     @property
     def has_weight(self) -> bool:
@@ -43,7 +45,11 @@ class ChunkPart:
     def disposition_R(self) -> np.ndarray:
         """uint8: what becomes of each request (decision.py)."""
         of_all = TRAINED if self.trains else FROZEN
-        return np.full(self.batch.num_requests, of_all, np.uint8) if self.choice is None else self.choice.reason_R
+        return (
+            np.full(self.batch.num_requests, of_all, np.uint8)
+            if self.choice is None
+            else self.choice.reason_R
+        )
 
     def take(self, row_M: np.ndarray) -> ChunkPart:
         """The requests `row_M` (int64 [M]) of it."""
@@ -51,8 +57,12 @@ class ChunkPart:
         return part_of(self.batch.take_requests(row_M), trains=self.trains, choice=choice)
 
 
-def part_of(batch: Batch, *, trains: bool, deduplicated: bool = False, choice: Selected | None = None) -> ChunkPart:
-    return ChunkPart(batch=batch, trains=trains, lookup=build_lookup(batch, deduplicated=deduplicated), choice=choice)
+def part_of(
+    batch: Batch, *, trains: bool, deduplicated: bool = False, choice: Selected | None = None
+) -> ChunkPart:
+    return ChunkPart(
+        batch=batch, trains=trains, lookup=build_lookup(batch, deduplicated=deduplicated), choice=choice
+    )
 
 
 def split_at(batch: Batch, freeze_at_ms: int, *, deduplicated: bool = False) -> tuple[ChunkPart, ...]:
@@ -63,7 +73,9 @@ def split_at(batch: Batch, freeze_at_ms: int, *, deduplicated: bool = False) -> 
     if frozen_R.all() or not frozen_R.any():
         return (part_of(batch, trains=not frozen_R.any(), deduplicated=deduplicated),)
     trained, scored = (batch.take_requests(np.flatnonzero(of_R)) for of_R in (~frozen_R, frozen_R))
-    return part_of(trained, trains=True, deduplicated=deduplicated), part_of(scored, trains=False, deduplicated=deduplicated)
+    return part_of(trained, trains=True, deduplicated=deduplicated), part_of(
+        scored, trains=False, deduplicated=deduplicated
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

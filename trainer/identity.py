@@ -7,18 +7,20 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from roo.errors import ConfigError, SchemaError
-from roo.schema import Registry, Schema, reading_plan
-from runtime import manifest as manifests
-from runtime.kafka import clients
-from runtime.kafka.broker import Broker
-from runtime.kafka.topics import CORRECTIONS, ROWS, SAMPLES
-from runtime.manifest import Manifest
+from roostream.errors import ConfigError, SchemaError
+from roostream.runtime import manifest as manifests
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.broker import Broker
+from roostream.runtime.kafka.topics import CORRECTIONS, ROWS, SAMPLES
+from roostream.runtime.manifest import Manifest
+from roostream.schema.schema import Registry, Schema, reading_plan
 
 _TOPICS = (SAMPLES, ROWS, CORRECTIONS)
 
 
-def kafka_identity(broker: Broker, prefix: str, partitions: int, stop: threading.Event | None = None) -> dict[str, Any]:
+def kafka_identity(
+    broker: Broker, prefix: str, partitions: int, stop: threading.Event | None = None
+) -> dict[str, Any]:
     """`{"cluster_id", "topics": {name: id}}` of the topics that a manifest has offsets of; waits for broker and topics.
 
     Raises:
@@ -26,7 +28,10 @@ def kafka_identity(broker: Broker, prefix: str, partitions: int, stop: threading
         UnavailableError: `stop` was set meanwhile.
     """
     cluster_id = clients.wait_for_broker(broker, stop)
-    return {"cluster_id": cluster_id, "topics": clients.wait_for_topics(broker, prefix, _TOPICS, partitions, stop)}
+    return {
+        "cluster_id": cluster_id,
+        "topics": clients.wait_for_topics(broker, prefix, _TOPICS, partitions, stop),
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +64,9 @@ def check_kafka(manifest: Manifest, kafka: Mapping[str, Any]) -> None:
     that names no cluster has none: `roostream checkpoint import` brought it, and the first commit names this one."""
     if not manifest.kafka:
         return
-    named = manifest.kafka.get("topics", {})  # a manifest of before corrections were trained doesn't name theirs
+    named = manifest.kafka.get(
+        "topics", {}
+    )  # a manifest of before corrections were trained doesn't name theirs
     here = {name: kafka.get("topics", {}).get(name) for name in named}
     if manifest.kafka.get("cluster_id") != kafka.get("cluster_id") or named != here:
         raise ConfigError(
@@ -82,7 +89,9 @@ def check_schema(manifest: Manifest, schema: Schema, registry: Registry) -> None
         return
     written = registry(int(manifest.schema, 16))
     if written is None:
-        raise ConfigError(f"{manifest.name}: expected its schema {manifest.schema} in the store, got nothing; restore the file")
+        raise ConfigError(
+            f"{manifest.name}: expected its schema {manifest.schema} in the store, got nothing; restore the file"
+        )
     reading_plan(written, schema)
     for name, table in schema.table_by_name.items():
         committed = written.table_by_name.get(name)

@@ -26,8 +26,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from roo.errors import UnavailableError
-from runtime.event_time import NUM_RECENT
+from roostream.errors import UnavailableError
+from roostream.runtime.event_time import NUM_RECENT
 from trainer.burial import NotFiniteError
 from trainer.feed import ChunkPart, Claimed, Pulled
 from trainer.loop import TrainLoop
@@ -200,7 +200,13 @@ class LockStep:
             self._next = self.loop.feed.claimed(_POLL_S if wait else 0.0)
 
     def _words(self, cut: int, *, leaving: bool, times_ms: tuple[int, ...]) -> Words:
-        part = self._waiting[0] if self._waiting else self._next.parts[0] if self._next and self._next.parts else None
+        part = (
+            self._waiting[0]
+            if self._waiting
+            else self._next.parts[0]
+            if self._next and self._next.parts
+            else None
+        )
         weighted = part is not None and part.has_weight
         cut = 0 if self._waiting else cut
         num_tasks = len(self.loop.schema.tasks)
@@ -214,7 +220,9 @@ class LockStep:
             epoch=self.reach.epoch.number,
             weighted=weighted,
             requests=self._num_taken(),
-            weight_T=tuple(part.batch.weight_BT.sum(axis=0, dtype=np.float64)) if part and weighted else (0.0,) * num_tasks,
+            weight_T=tuple(part.batch.weight_BT.sum(axis=0, dtype=np.float64))
+            if part and weighted
+            else (0.0,) * num_tasks,
             times_ms=times_ms,
         )
 
@@ -234,7 +242,9 @@ class LockStep:
         control_N = torch.zeros(self._control, dtype=torch.float64)
         at = self.reduction.index * len(own)
         control_N[at : at + len(own)] = torch.tensor(own, dtype=torch.float64)
-        bucket_N = torch.cat([control_N.to(device), *self._gradients()]) if gradients else control_N.to(device)
+        bucket_N = (
+            torch.cat([control_N.to(device), *self._gradients()]) if gradients else control_N.to(device)
+        )
         with self.loop.stages("reduce"):
             self.reduction.sum(bucket_N)
         if gradients:
@@ -243,9 +253,14 @@ class LockStep:
         return [words_of(said_N, len(self.loop.schema.tasks)) for said_N in said_WN]
 
     def _gradients(self) -> list[Tensor]:
-        has_P = torch.tensor([p.grad is not None for p in self._parameters], dtype=torch.float64, device=self.loop.config.device)
+        has_P = torch.tensor(
+            [p.grad is not None for p in self._parameters],
+            dtype=torch.float64,
+            device=self.loop.config.device,
+        )
         flat = [
-            (torch.zeros_like(p) if p.grad is None else p.grad).detach().to(torch.float64).flatten() for p in self._parameters
+            (torch.zeros_like(p) if p.grad is None else p.grad).detach().to(torch.float64).flatten()
+            for p in self._parameters
         ]
         return [has_P, *flat]
 
@@ -260,11 +275,16 @@ class LockStep:
         loop = self.loop
         loop.num_steps += 1
         if weighted and not loop.optimizer.step():
-            raise NotFiniteError("the sum of the workers' gradients is not finite, and each was: everyone must be restored")
+            raise NotFiniteError(
+                "the sum of the workers' gradients is not finite, and each was: everyone must be restored"
+            )
         if learned:
             loop.tell(learned.pulled, learned.scored_BT)
         if weighted:
-            loop.push(learned.pulled if learned and learned.weighted else None, clip_row_norm=loop.config.clip_row_norm)
+            loop.push(
+                learned.pulled if learned and learned.weighted else None,
+                clip_row_norm=loop.config.clip_row_norm,
+            )
         if self._hand is not None and not self._waiting:
             loop.settle(self._hand)
             loop.feed.trained()

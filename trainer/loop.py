@@ -17,14 +17,14 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 import torch
 
-from models.config import ModelConfig
-from models.inputs import build_inputs
-from models.model import Targets
-from roo.batch import Batch
-from roo.schema import Schema
-from runtime.clock import Clock
-from runtime.kafka.topics import Partition, Progress
-from runtime.work_unit import TableInput
+from roostream.models.config import ModelConfig
+from roostream.models.inputs import build_inputs
+from roostream.models.model import Targets
+from roostream.runtime.clock import Clock
+from roostream.runtime.kafka.topics import Partition, Progress
+from roostream.runtime.work_unit import TableInput
+from roostream.schema.schema import Schema
+from roostream.wire.batch import Batch
 from trainer import corrections
 from trainer.batches import BatchSource, Chunk, Rejected, said_of
 from trainer.burial import Burial, NotFiniteError
@@ -93,7 +93,9 @@ class TrainLoop:
         self.config, self.schema, self.model_config = config, schema, model_config
         self.source, self.rows, self.outputs = wiring.source, wiring.rows, wiring.outputs
         self.clock, self.on_freshness, self.on_scored = wiring.clock, wiring.on_freshness, wiring.on_scored
-        self._rate_after = config.rate_after  # by the stream's batches, also while `config` is that of another phase
+        self._rate_after = (
+            config.rate_after
+        )  # by the stream's batches, also while `config` is that of another phase
         self.counts, self.outcomes, self.stages = Counts(), Outcomes(), wiring.stages or Stages(wiring.clock)
         self.selection = Selection(config, schema)
         self._slicers, self.shadow, self.saved = slicers(schema, config.slices), wiring.shadow, wiring.saved
@@ -145,7 +147,9 @@ class TrainLoop:
         """
         self.feed.drain()
         return Snapshot(
-            shared=dense_file.take(self.model, self.optimizer) | {_RECENT: self.time.recent_ms} | self.selection.state(),
+            shared=dense_file.take(self.model, self.optimizer)
+            | {_RECENT: self.time.recent_ms}
+            | self.selection.state(),
             step=self.num_steps,
             watermark_ms=self.watermark_ms,
             own=self._own_cut(),
@@ -170,7 +174,9 @@ class TrainLoop:
         self._build()
         dense_file.put(at.shared, self.model, self.optimizer, same_schema=same_schema)
         self.selection.load(at.shared)
-        self.selection.load_kept({name: value for cut in at.own.values() for name, value in cut.tensors.items()})
+        self.selection.load_kept(
+            {name: value for cut in at.own.values() for name, value in cut.tensors.items()}
+        )
         self.num_steps = at.step
         self.time = TrainedTime(at.watermark_ms, at.shared.get(_RECENT, np.array([at.watermark_ms])).tolist())
         self._seek(at.progress)
@@ -304,7 +310,9 @@ class TrainLoop:
         request that gives it: that one is dead, and all others are counted and trained."""
         part, trains = pulled.part, pulled.part.has_weight
         logits = self.descent.forward(pulled)
-        if logits is None or (trains and not self.descent.descend(pulled, logits.trained_BT, self.targets_of(part))):
+        if logits is None or (
+            trains and not self.descent.descend(pulled, logits.trained_BT, self.targets_of(part))
+        ):
             return self.halves(part)
         self.tell(pulled, logits.scored_BT)
         if trains:
@@ -360,7 +368,13 @@ class TrainLoop:
             part = part.take(np.flatnonzero(sample_R))
             score_BT, shadow_BT = score_BT[sample_B], None if shadow_BT is None else shadow_BT[sample_B]
         batch, disposition_R = part.batch, part.disposition_R
-        self.own.count(batch, score_BT, self.watermark_ms, shadow_BT, part.choice.metric_weight_R if part.choice else None)
+        self.own.count(
+            batch,
+            score_BT,
+            self.watermark_ms,
+            shadow_BT,
+            part.choice.metric_weight_R if part.choice else None,
+        )
         self.on_scored(part)
         for prediction in predictions_of(batch, score_BT, self.num_steps, disposition_R, part.choice):
             self.outputs.prediction(prediction)
@@ -388,9 +402,13 @@ class TrainLoop:
         if pulled is None:
             times = PushTimes(step=self.num_steps, time_ms=self.watermark_ms, clip_row_norm=clip_row_norm)
             return self.rows.push(no_rows(self.schema), {}, times)
-        times = push_times(pulled.part.batch, step=self.num_steps, time_ms=self.watermark_ms, clip_row_norm=clip_row_norm)
+        times = push_times(
+            pulled.part.batch, step=self.num_steps, time_ms=self.watermark_ms, clip_row_norm=clip_row_norm
+        )
         with self.stages("push"):
-            self.rows.push(*self.selection.outgoing(pulled, gradients_of(pulled.inputs), self.watermark_ms), times)
+            self.rows.push(
+                *self.selection.outgoing(pulled, gradients_of(pulled.inputs), self.watermark_ms), times
+            )
 
     def _push_waiting(self) -> None:
         """Training ends here: no gradient may wait any longer."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from runtime import program
+from roostream.runtime import program
 from trainer.config import ControllerConfig, WorkerConfig
 
 
 def run_worker(config: WorkerConfig) -> int:
-    """Until a signal; the exit code of `runtime.program.run`."""
+    """Until a signal; the exit code of `roostream.runtime.program.run`."""
 
     def body(stop: program.Stop) -> None:
         from trainer.worker_program import work

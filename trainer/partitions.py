@@ -14,15 +14,17 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from roo.batch import Batch
-from runtime.kafka.topics import CORRECTIONS, SAMPLES, Partition, Progress
+from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES, Partition, Progress
+from roostream.wire.batch import Batch
 from trainer.corrections import due_ms_of
 from trainer.dedupe import Dedupe
 from trainer.monitoring.quality import Metrics, Report, update_each
 from trainer.monitoring.slices import Slicer
 from trainer.monitoring.windowed import Windowed
 
-MAX_SCORES = 1 << 14  # a partition and task, 20 bytes each in every commit and several times that in memory; AUC ± 8e-5
+MAX_SCORES = (
+    1 << 14
+)  # a partition and task, 20 bytes each in every commit and several times that in memory; AUC ± 8e-5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,9 @@ class PartitionCut:
     """One partition at one moment between two chunks."""
 
     offset: int  # next to train
-    tensors: dict[str, np.ndarray]  # dedupe.id, dedupe.close_ms, dedupe.recent_ms, metrics.<name>, windows.<name>, taken
+    tensors: dict[
+        str, np.ndarray
+    ]  # dedupe.id, dedupe.close_ms, dedupe.recent_ms, metrics.<name>, windows.<name>, taken
 
 
 class _PartitionState:
@@ -40,14 +44,18 @@ class _PartitionState:
 
     def tensors(self) -> dict[str, np.ndarray]:
         kept = {"dedupe": self.dedupe.state(), "metrics": self.metrics.state()}
-        tensors = {f"{part}.{name}": value.copy() for part, state in kept.items() for name, value in state.items()}
+        tensors = {
+            f"{part}.{name}": value.copy() for part, state in kept.items() for name, value in state.items()
+        }
         return tensors | {"taken": self.taken.copy()}
 
     def load(self, tensors: Mapping[str, np.ndarray]) -> None:
         self.dedupe.load(_part(tensors, "dedupe."))
         if metrics := _part(tensors, "metrics."):
             self.metrics.load(metrics)
-        self.taken = tensors.get("taken", np.array([0, self.metrics.num_requests])).astype(np.int64)  # files of before lack it
+        self.taken = tensors.get("taken", np.array([0, self.metrics.num_requests])).astype(
+            np.int64
+        )  # files of before lack it
 
 
 def _part(tensors: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
@@ -72,7 +80,9 @@ def _merged(parts: Iterable[Metrics], tasks: Sequence[str]) -> Metrics:
 class Partitions:
     """The partitions of one worker, each at an offset."""
 
-    def __init__(self, at: Progress, tasks: Sequence[str], horizon_ms: int, slicers: Sequence[Slicer] = ()) -> None:
+    def __init__(
+        self, at: Progress, tasks: Sequence[str], horizon_ms: int, slicers: Sequence[Slicer] = ()
+    ) -> None:
         self.tasks, self.horizon_ms = tuple(tasks), horizon_ms
         self.progress = dict(at)
         self.windowed = Windowed(tasks, slicers)
@@ -109,7 +119,9 @@ class Partitions:
         """`score_BT`: probabilities, of before these labels were used; `shadow_BT`: those of a frozen copy; `stands_for_R`: how
         many requests each is counted for, None = 1."""
         if stands_for_R is not None:
-            batch = dataclasses.replace(batch, weight_BT=batch.weight_BT * stands_for_R[batch.request_index_B][:, None])
+            batch = dataclasses.replace(
+                batch, weight_BT=batch.weight_BT * stands_for_R[batch.request_index_B][:, None]
+            )
         place_R = np.where(batch.correction_R, -1, batch.partition_R)
         self.windowed.count(batch, place_R[batch.request_index_B], score_BT, watermark_ms, shadow_BT)
         scale_T = [label.amount_scale for label in batch.schema.labels]
@@ -144,7 +156,9 @@ class Partitions:
 
     def cut(self) -> dict[Partition, PartitionCut]:
         """Copies: later chunks don't change them. What is only claimed isn't in them."""
-        return self._parked | {p: PartitionCut(offset=self.progress[p], tensors=self._tensors(p)) for p in self._states}
+        return self._parked | {
+            p: PartitionCut(offset=self.progress[p], tensors=self._tensors(p)) for p in self._states
+        }
 
     def load(self, cuts: Mapping[Partition, PartitionCut]) -> None:
         """Become what `cut` gave, also where other workers gave it; offsets are those that the source was put to. Partitions
@@ -162,7 +176,9 @@ class Partitions:
 
     def _tensors(self, partition: Partition) -> dict[str, np.ndarray]:
         windows = self.windowed.state(partition[1]) if partition[0] == SAMPLES else {}
-        return self._states[partition].tensors() | {f"windows.{name}": value for name, value in windows.items()}
+        return self._states[partition].tensors() | {
+            f"windows.{name}": value for name, value in windows.items()
+        }
 
 
 def rows_by_partition(batch: Batch) -> dict[Partition, np.ndarray]:

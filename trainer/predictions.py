@@ -11,15 +11,15 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from confluent_kafka import KafkaError, KafkaException, Producer
 
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.batch import Batch
-from roo.columns import fields_of
-from roo.errors import UnavailableError
-from roo.ids import unsigned
-from runtime.clock import Clock
-from runtime.kafka import clients
-from runtime.kafka.topics import DEAD_LETTERS, PREDICTIONS, name_of
+from roostream.errors import UnavailableError
+from roostream.runtime.clock import Clock
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.topics import DEAD_LETTERS, PREDICTIONS, name_of
+from roostream.schema.ids import unsigned
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.batch import Batch
+from roostream.wire.columns import fields_of
 from trainer.batches import Rejected
 from trainer.selection.decision import Selected, Unscored
 
@@ -74,7 +74,9 @@ def predictions_of(
 def unscored_of(unscored: Unscored, step: int) -> Iterator[Prediction]:
     """As `predictions_of`, without scores."""
     batch = unscored.batch
-    return predictions_of(batch, np.zeros((batch.num_candidates, 0), np.float32), step, unscored.reason_R, row_M=unscored.row_M)
+    return predictions_of(
+        batch, np.zeros((batch.num_candidates, 0), np.float32), step, unscored.reason_R, row_M=unscored.row_M
+    )
 
 
 _ITEM_IDS, _SCORES = pb.Prediction.ITEM_IDS_FIELD_NUMBER, pb.Prediction.SCORES_FIELD_NUMBER
@@ -111,13 +113,17 @@ def _tails(batch: Batch, step: int, disposition_R: np.ndarray | None, choice: Se
     front = {p: _bytes(step=step, partition=p) for p in np.unique(batch.partition_R).tolist()}
     tails = [
         front[p] + (at if offset else b"")
-        for p, at, offset in zip(batch.partition_R.tolist(), _cut(offset_R), batch.offset_R.tolist(), strict=True)
+        for p, at, offset in zip(
+            batch.partition_R.tolist(), _cut(offset_R), batch.offset_R.tolist(), strict=True
+        )
     ]
     if disposition_R is None or (choice is None and not disposition_R.any()):
         return tails
     zero_R = np.zeros(batch.num_requests, np.float32)
     weights = (zero_R, zero_R) if choice is None else (choice.train_weight_R, choice.metric_weight_R)
-    said = list(zip(disposition_R.tolist(), *(np.where(w_R == 1, 0, w_R).tolist() for w_R in weights), strict=True))
+    said = list(
+        zip(disposition_R.tolist(), *(np.where(w_R == 1, 0, w_R).tolist() for w_R in weights), strict=True)
+    )
     behind = {its: _bytes(disposition=its[0], train_weight=its[1], metric_weight=its[2]) for its in set(said)}
     return [tail + behind[its] for tail, its in zip(tails, said, strict=True)]
 
@@ -178,7 +184,11 @@ class KafkaOutputs:
     order is broken takes nothing more. `hurry` says that a process which ends can't wait any longer."""
 
     def __init__(
-        self, open_producer: Callable[[], Producer], prefix: str, clock: Clock, hurry: Callable[[], bool] = lambda: False
+        self,
+        open_producer: Callable[[], Producer],
+        prefix: str,
+        clock: Clock,
+        hurry: Callable[[], bool] = lambda: False,
     ) -> None:
         self.open_producer, self.prefix, self.clock, self.hurry = open_producer, prefix, clock, hurry
         self._producer = open_producer()
@@ -203,7 +213,12 @@ class KafkaOutputs:
 
     def dead_letter(self, letter: pb.DeadLetter) -> None:
         log.warning(
-            "%s-%d offset %d is dead: %s (%s)", letter.topic, letter.partition, letter.offset, letter.reason, letter.error
+            "%s-%d offset %d is dead: %s (%s)",
+            letter.topic,
+            letter.partition,
+            letter.offset,
+            letter.reason,
+            letter.error,
         )
         key = letter.offset.to_bytes(8, "little", signed=True)
         self._send(DEAD_LETTERS, key, wire.encode(wire.DEAD_LETTER, letter))
@@ -221,7 +236,9 @@ class KafkaOutputs:
         if self._refusals:
             raise UnavailableError(self.refused())
         if left:
-            raise UnavailableError(f"Kafka has not acknowledged {left} predictions or dead letters for {timeout_s:g} s")
+            raise UnavailableError(
+                f"Kafka has not acknowledged {left} predictions or dead letters for {timeout_s:g} s"
+            )
 
     def _send(self, topic: str, key: bytes, value: bytes) -> None:
         refusals = self._refusals

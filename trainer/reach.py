@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from runtime.kafka.topics import Progress
-from runtime.work_unit import STREAM, Epoch, partition_of
+from roostream.runtime.kafka.topics import Progress
+from roostream.runtime.work_unit import STREAM, Epoch, partition_of
 from trainer.loop import TrainLoop
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from roo.decode import Decoder
-from roo.errors import UnavailableError
-from roo.wire import Record
-from runtime.clock import Clock
-from runtime.kafka.record_reader import PartitionLag, RecordReader
-from runtime.kafka.topics import CORRECTIONS, Partition, Progress
-from runtime.work_unit import TableInput
+from roostream.errors import UnavailableError
+from roostream.runtime.clock import Clock
+from roostream.runtime.kafka.record_reader import PartitionLag, RecordReader
+from roostream.runtime.kafka.topics import CORRECTIONS, Partition, Progress
+from roostream.runtime.work_unit import TableInput
+from roostream.wire.decode import Decoder
+from roostream.wire.records import Record
 from trainer.batches import Chunk, NewestIds, Rejected, refuse_session
 from trainer.pipeline.stages import Stages
 
@@ -58,7 +58,9 @@ class RecordBatches:
         if not records:
             return None
         with self.stages("decode"):
-            chunk = chunk_of(records, self.decoder, self.clock.now_ms(), corrections=reads_corrections(self._given))
+            chunk = chunk_of(
+                records, self.decoder, self.clock.now_ms(), corrections=reads_corrections(self._given)
+            )
         self._given |= chunk.after
         return chunk
 
@@ -73,7 +75,9 @@ class RecordBatches:
         if set(wanted) == self.reader.positions().keys():
             return
         if self._reopen is None:
-            raise UnavailableError(f"expected partitions {list(self._all)}, all of this source, got {list(wanted)}")
+            raise UnavailableError(
+                f"expected partitions {list(self._all)}, all of this source, got {list(wanted)}"
+            )
         before, self.reader = self.reader, self._reopen(wanted)
         self._lost_before += before.num_lost
         before.close()
@@ -82,7 +86,9 @@ class RecordBatches:
 
     def bound(self, ends: Progress) -> None:
         self.reader.bound(ends)
-        self._ends = dict(ends)  # behind the reader's: none of these is taken for reached by what the old ones say
+        self._ends = dict(
+            ends
+        )  # behind the reader's: none of these is taken for reached by what the old ones say
 
     @property
     def ended(self) -> bool:
@@ -113,7 +119,9 @@ class RecordBatches:
         if self._waiting:
             return self.rest(max_requests)
         if partition is not None and any(left.values()):
-            chunk = chunk_of((), self.decoder, self.clock.now_ms(), corrections=reads_corrections(self._given))
+            chunk = chunk_of(
+                (), self.decoder, self.clock.now_ms(), corrections=reads_corrections(self._given)
+            )
             return dataclasses.replace(chunk, after={partition: self._given[partition]})
         self._reached = ends
         return None
@@ -127,7 +135,9 @@ def reads_corrections(positions: Progress) -> bool:
     return any(topic == CORRECTIONS for topic, _ in positions)
 
 
-def chunk_of(records: Sequence[Record], decoder: Decoder, read_ms: int, *, corrections: bool = False) -> Chunk:
+def chunk_of(
+    records: Sequence[Record], decoder: Decoder, read_ms: int, *, corrections: bool = False
+) -> Chunk:
     """`records` as one chunk, in their order; never raises for what they hold. `corrections`: with those that have features."""
     batch, rejects = decoder.decode(records, corrections=corrections)
     return Chunk(

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from roo.errors import UnavailableError
-from runtime.address import parse_address
+from roostream.errors import UnavailableError
+from roostream.runtime.address import parse_address
 from trainer.swapping import Swaps
 
 _SLICE_S = 0.05  # a wait looks so often whether it was interrupted
@@ -124,7 +124,9 @@ class MeetingPlace:
         try:
             self._listener = socket.create_server((self.host, port), family=_family(self.host), backlog=128)
         except OSError as error:
-            raise UnavailableError(f"{listen} can't be listened on: {error}; choose another one, or port 0") from None
+            raise UnavailableError(
+                f"{listen} can't be listened on: {error}; choose another one, or port 0"
+            ) from None
         self.address = f"{self.host}:{self._listener.getsockname()[1]}"
         self._store: c10d.TCPStore | None = None
 
@@ -168,7 +170,9 @@ class TorchReduction:
         """See `trainer.swapping.Swaps`. Raises as `sum`."""
         return self._swaps.swap(parts, about)
 
-    def _exchange(self, got: np.ndarray, sent: np.ndarray, sizes_got: list[int], sizes_sent: list[int]) -> None:
+    def _exchange(
+        self, got: np.ndarray, sent: np.ndarray, sizes_got: list[int], sizes_sent: list[int]
+    ) -> None:
         into, of = torch.from_numpy(got), torch.from_numpy(sent)
         self._together(lambda group: self._wait(group.alltoall_base(into, of, sizes_got, sizes_sent)))
 
@@ -184,7 +188,9 @@ class TorchReduction:
             told = f"the other workers can't be summed with: {why}"
         except UnavailableError as error:
             why = told = str(error)
-        self._leave(why)  # behind the handlers: an error's frames hold the group, and whoever lets go of it last waits for it
+        self._leave(
+            why
+        )  # behind the handlers: an error's frames hold the group, and whoever lets go of it last waits for it
         raise UnavailableError(told)
 
     def interrupt(self) -> None:
@@ -218,7 +224,9 @@ class TorchReduction:
         store = c10d.PrefixStore(f"{self.meeting.incarnation}{self.meeting.about}", self._open())
         store.set(f"here {self.index}", "")
         everyone = [f"here {index}" for index in range(self.workers)]
-        self._until(lambda: bool(store.check(everyone)), f"{self.workers} workers at {self.meeting.address}", 0.02)
+        self._until(
+            lambda: bool(store.check(everyone)), f"{self.workers} workers at {self.meeting.address}", 0.02
+        )
         if self.place.device.startswith("cuda"):
             nccl: Any = c10d.ProcessGroupNCCL
             options = nccl.Options()
@@ -255,7 +263,13 @@ class TorchReduction:
 
 def _open_store(host: str, port: int, *, is_master: bool, **more: Any) -> c10d.TCPStore:
     store = c10d.TCPStore(
-        host.strip("[]"), port, is_master=is_master, timeout=_span(_REACH_S), wait_for_workers=False, multi_tenant=False, **more
+        host.strip("[]"),
+        port,
+        is_master=is_master,
+        timeout=_span(_REACH_S),
+        wait_for_workers=False,
+        multi_tenant=False,
+        **more,
     )
     store.set_timeout(_span(_STORE_S))
     return store

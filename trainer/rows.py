@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from param_server.client import Client
-from roo.batch import Batch
-from roo.lookup import Lookup, StackLookup
-from roo.schema import Schema
-from runtime.layout.bucket_map import BucketMap
+from roostream.runtime.bucket_map import BucketMap
+from roostream.schema.schema import Schema
+from roostream.wire.batch import Batch
+from roostream.wire.lookup import Lookup, StackLookup
 from trainer.corrections import due_ms_of
 
 if TYPE_CHECKING:
@@ -27,7 +27,9 @@ class PushTimes(NamedTuple):
     time_ms: int  # event-time watermark: it stamps the rows
     oldest_engagement_ms: int = 0  # of the batch; 0 = no engagement
     oldest_close_ms: int = 0
-    clip_row_norm: float = 0.0  # with several workers: each row's sum is brought to this norm at most; 0 = as it is
+    clip_row_norm: float = (
+        0.0  # with several workers: each row's sum is brought to this norm at most; 0 = as it is
+    )
 
 
 def push_times(batch: Batch, *, step: int, time_ms: int, clip_row_norm: float = 0.0) -> PushTimes:
@@ -68,7 +70,10 @@ class Rows(Protocol):
 def clip_rows(gradients: Mapping[str, Tensor], most: float) -> bool:
     """Scale each row's gradient (stack → float32 [U, D]) down to a Euclidean norm of `most`, in place, so that no accumulator
     grows by more than its square. False: a square isn't finite; nothing was changed."""
-    norms = {stack: torch.linalg.vector_norm(gradient_UD, dim=1, keepdim=True) for stack, gradient_UD in gradients.items()}
+    norms = {
+        stack: torch.linalg.vector_norm(gradient_UD, dim=1, keepdim=True)
+        for stack, gradient_UD in gradients.items()
+    }
     if not all(bool(torch.isfinite(norm_U1).all()) for norm_U1 in norms.values()):
         return False
     for stack, norm_U1 in norms.items():
@@ -79,7 +84,11 @@ def clip_rows(gradients: Mapping[str, Tensor], most: float) -> bool:
 
 def largest_norm(gradients: Mapping[str, Tensor]) -> float:
     """Of a row of `gradients` (stack → [U, D]): 0 of none, NaN or infinite where a square isn't finite."""
-    norms = [torch.linalg.vector_norm(gradient_UD, dim=1).max() for gradient_UD in gradients.values() if len(gradient_UD)]
+    norms = [
+        torch.linalg.vector_norm(gradient_UD, dim=1).max()
+        for gradient_UD in gradients.values()
+        if len(gradient_UD)
+    ]
     return float(torch.stack(norms).max()) if norms else 0.0
 
 

@@ -1,7 +1,7 @@
 """The batch at which training ended, as a file: its raw records, and what everyone was restored to. `roostream inspect batch`
 reads it (docs/operations/holds.md).
 
-One safetensors file (runtime/tensor_file.py), so that reading it runs nothing of it:
+One safetensors file (roostream/runtime/tensor_file.py), so that reading it runs nothing of it:
 
     place      int64 [R, 6]: topic (a position in `topics`), partition, offset, time (ms), bytes of key and value; -1 = no key
     bytes      uint8: keys and values behind each other
@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from roo.errors import CheckpointError, ConfigError, UnavailableError
-from roo.wire import Record
-from runtime import tensor_file
-from runtime.checkpoint_store import FileStore
-from runtime.manifest import checksum_of
+from roostream.errors import CheckpointError, ConfigError, UnavailableError
+from roostream.runtime import tensor_file
+from roostream.runtime.checkpoint_store import FileStore
+from roostream.runtime.manifest import checksum_of
+from roostream.wire.records import Record
 
 FORMAT = 1
 MOST_BYTES = 16 << 20  # of a batch's records
@@ -56,13 +56,24 @@ def encode(batch: SavedBatch) -> bytes:
     topics = sorted({record.topic for record in batch.records})
     place_R6 = np.array(
         [
-            (topics.index(r.topic), r.partition, r.offset, r.timestamp_ms, -1 if r.key is None else len(r.key), len(r.value))
+            (
+                topics.index(r.topic),
+                r.partition,
+                r.offset,
+                r.timestamp_ms,
+                -1 if r.key is None else len(r.key),
+                len(r.value),
+            )
             for r in batch.records
         ],
         dtype=np.int64,
     ).reshape(-1, 6)
     data = np.frombuffer(b"".join((record.key or b"") + record.value for record in batch.records), np.uint8)
-    told = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch) if field.name != "records"}
+    told = {
+        field.name: getattr(batch, field.name)
+        for field in dataclasses.fields(batch)
+        if field.name != "records"
+    }
     text = json.dumps({"format": FORMAT, "topics": topics, **told}, sort_keys=True)
     checksum = checksum_of(text.encode() + place_R6.tobytes() + data.tobytes())
     return tensor_file.encode({"place": place_R6, "bytes": data}, {"told": text, "checksum": checksum})
@@ -73,18 +84,24 @@ def decode(data: bytes, name: str) -> SavedBatch:
     try:
         tensors, metadata = tensor_file.decode(data)
     except CheckpointError as error:
-        raise ConfigError(f"{name}: expected a batch that a worker saved, got something else: {error}") from None
+        raise ConfigError(
+            f"{name}: expected a batch that a worker saved, got something else: {error}"
+        ) from None
     if not {"told", "checksum"} <= metadata.keys() or tensors.keys() != {"place", "bytes"}:
         raise ConfigError(
             f"{name}: expected a batch that a worker saved, got another safetensors file; name one of a worker's batches/"
         )
     text, place_R6 = metadata["told"], tensors["place"]
     if checksum_of(text.encode() + place_R6.tobytes() + tensors["bytes"].tobytes()) != metadata["checksum"]:
-        raise ConfigError(f"{name}: expected bytes with the checksum {metadata['checksum']}, got others: the file is damaged")
+        raise ConfigError(
+            f"{name}: expected bytes with the checksum {metadata['checksum']}, got others: the file is damaged"
+        )
     told = json.loads(text)
     topics, version = told.pop("topics"), told.pop("format")
     if version != FORMAT:
-        raise ConfigError(f"{name}: expected a saved batch of format {FORMAT}, got {version}; use the Roostream that wrote it")
+        raise ConfigError(
+            f"{name}: expected a saved batch of format {FORMAT}, got {version}; use the Roostream that wrote it"
+        )
     records = _records(place_R6, tensors["bytes"].tobytes(), topics)
     return SavedBatch(**{**told, "findings": tuple(told["findings"]), "records": records})
 

@@ -45,7 +45,10 @@ class Swaps:
         self._exchange(got_WB.reshape(-1), sent_WB.reshape(-1), blocks, blocks)
         sizes, largest_W = got_WB[:, :_HEAD].copy().view(np.int64).T
         most = max(largest, int(largest_W.max(initial=0)))
-        got = {n: block_B[_HEAD : _HEAD + size] for n, block_B, size in zip(others, got_WB, sizes.tolist(), strict=True)}
+        got = {
+            n: block_B[_HEAD : _HEAD + size]
+            for n, block_B, size in zip(others, got_WB, sizes.tolist(), strict=True)
+        }
         if most > room:
             beyond = self._beyond(parts, dict(zip(others, sizes.tolist(), strict=True)), room)
             got = {n: np.concatenate([got[n], beyond[n]]) for n in others}
@@ -59,6 +62,8 @@ class Swaps:
         self._exchange(got, np.concatenate(rests), wanted, [len(rest) for rest in rests])
         return np.split(got, np.cumsum(wanted)[:-1])
 
-    def _exchange(self, got: np.ndarray, sent: np.ndarray, sizes_got: list[int], sizes_sent: list[int]) -> None:
+    def _exchange(
+        self, got: np.ndarray, sent: np.ndarray, sizes_got: list[int], sizes_sent: list[int]
+    ) -> None:
         self.num_exchanges += 1
         self.exchange(got, sent, sizes_got, sizes_sent)

@@ -28,8 +28,8 @@ from torchrec.distributed.types import (
     ShardMetadata,
 )
 
-from placement.sharding_file import read_sharding
-from roo.errors import CheckpointError
+from param_server.placement.sharding_file import read_sharding
+from roostream.errors import CheckpointError
 
 _WEIGHT = ".weight"
 
@@ -48,7 +48,10 @@ def sharding_plan(text: str, device: str = "cpu", kernel: str = "fused") -> Shar
         ConfigError: another file.
     """
     found = read_sharding(text)
-    tables = {name: _parameter(its["sharding_type"], its["shards"], device, kernel) for name, its in found["tables"].items()}
+    tables = {
+        name: _parameter(its["sharding_type"], its["shards"], device, kernel)
+        for name, its in found["tables"].items()
+    }
     return ShardingPlan({found["module"]: EmbeddingModuleShardingPlan(tables)})
 
 
@@ -60,7 +63,11 @@ def put(collection: nn.Module, of: TableTensors) -> None:
     """
     found = [
         *((_of(of.rows, table, "rows"), tensor) for table, tensor in _weights(collection)),
-        *((_of(of.state[table], name, table), tensor) for table, name, tensor in _states(collection) if table in of.state),
+        *(
+            (_of(of.state[table], name, table), tensor)
+            for table, name, tensor in _states(collection)
+            if table in of.state
+        ),
     ]
     for whole, tensor in found:
         if tuple(whole.shape) != tuple(tensor.size()):
@@ -80,7 +87,9 @@ def take(collection: nn.Module) -> TableTensors:
     sizes: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(sizes, {key: tuple(tensor.size()) for key, tensor in mine.items()})
     out = TableTensors({}, {})
-    for (table, name), size in sorted({key: size for of_rank in sizes for key, size in of_rank.items()}.items()):
+    for (table, name), size in sorted(
+        {key: size for of_rank in sizes for key, size in of_rank.items()}.items()
+    ):
         whole = _whole(mine.get((table, name)), size)
         if name:
             out.state.setdefault(table, {})[name] = whole
@@ -89,13 +98,17 @@ def take(collection: nn.Module) -> TableTensors:
     return out
 
 
-def _parameter(sharding_type: str, shards: list[dict[str, Any]], device: str, kernel: str) -> ParameterSharding:
+def _parameter(
+    sharding_type: str, shards: list[dict[str, Any]], device: str, kernel: str
+) -> ParameterSharding:
     def where(rank: int) -> str:
         return f"rank:{rank}/{device}" if device == "cpu" else f"rank:{rank}/{device}:{rank}"
 
     metadata = [ShardMetadata(s["offsets"], s["sizes"], where(s["rank"])) for s in shards]
     ranks = [shard["rank"] for shard in shards]
-    return ParameterSharding(sharding_type, kernel, ranks=ranks, sharding_spec=EnumerableShardingSpec(metadata))
+    return ParameterSharding(
+        sharding_type, kernel, ranks=ranks, sharding_spec=EnumerableShardingSpec(metadata)
+    )
 
 
 def _weights(collection: nn.Module) -> Iterator[tuple[str, ShardedTensor]]:
@@ -119,12 +132,16 @@ def _table(name: str) -> str:
 
 def _of(given: Mapping[str, np.ndarray], name: str, where: str) -> np.ndarray:
     if name not in given:
-        raise CheckpointError(f"expected {name!r} of {where}, got {', '.join(given) or 'nothing'}; give every table's")
+        raise CheckpointError(
+            f"expected {name!r} of {where}, got {', '.join(given) or 'nothing'}; give every table's"
+        )
     return given[name]
 
 
 def _place(metadata: ShardMetadata) -> tuple[slice, ...]:
-    return tuple(slice(at, at + size) for at, size in zip(metadata.shard_offsets, metadata.shard_sizes, strict=True))
+    return tuple(
+        slice(at, at + size) for at, size in zip(metadata.shard_offsets, metadata.shard_sizes, strict=True)
+    )
 
 
 def _whole(tensor: ShardedTensor | None, size: tuple[int, ...]) -> np.ndarray:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from runtime.event_time import NUM_RECENT, RecentTimes
+from roostream.runtime.event_time import NUM_RECENT, RecentTimes
 
 _MOST_AHEAD_MS = 600_000  # of the middle of the recent close times; the watermark passes over what is later
 

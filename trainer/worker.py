@@ -24,15 +24,15 @@ from typing import Any
 
 import torch
 
-from models.build import model_config_from_dict
-from roo.errors import ConfigError, FencedError, RoostreamError, UnavailableError, told
-from runtime import manifest as manifests
-from runtime import tensor_file
-from runtime.checkpoint_store import CheckpointStore
-from runtime.kafka.topics import CORRECTIONS, Partition, nested
-from runtime.manifest import Manifest
-from runtime.member import check_same_schema
-from runtime.work_unit import TableInput
+from roostream.errors import ConfigError, FencedError, RoostreamError, UnavailableError, told
+from roostream.models.build import model_config_from_dict
+from roostream.runtime import manifest as manifests
+from roostream.runtime import tensor_file
+from roostream.runtime.checkpoint_store import CheckpointStore
+from roostream.runtime.kafka.topics import CORRECTIONS, Partition, nested
+from roostream.runtime.manifest import Manifest
+from roostream.runtime.member import check_same_schema
+from roostream.runtime.work_unit import TableInput
 from trainer import worker_file
 from trainer.breaks import Breaks
 from trainer.identity import Identity
@@ -75,14 +75,23 @@ class Worker:
         self.fatal = ""  # why none can, however often everyone is restored
         self.committed_step = 0
         self.breaks = Breaks(loop, index)
-        self.on_write: Callable[[], None] = lambda: None  # beside a commit, in the member's thread; it may not raise
+        self.on_write: Callable[[], None] = lambda: (
+            None
+        )  # beside a commit, in the member's thread; it may not raise
         self.leaving = False  # stopping: trains no more, asks for a commit, then goes
         self._snapshot: tuple[int, Snapshot] | None = None
         self._cut_s: float | None = None  # since when training waits for a commit
         self._aborted = 0  # seq; a cut that comes after its abort is refused
-        self._heard = 0, 0  # the newest incarnation to be restored to, and of it the newest commit to be aborted
-        self.refusal: ConfigError | None = None  # of what is committed, which no restart mends; `turn` raises it
-        self._inbox: queue.SimpleQueue[tuple[Command, concurrent.futures.Future[dict[str, Any]]]] = queue.SimpleQueue()
+        self._heard = (
+            0,
+            0,
+        )  # the newest incarnation to be restored to, and of it the newest commit to be aborted
+        self.refusal: ConfigError | None = (
+            None  # of what is committed, which no restart mends; `turn` raises it
+        )
+        self._inbox: queue.SimpleQueue[tuple[Command, concurrent.futures.Future[dict[str, Any]]]] = (
+            queue.SimpleQueue()
+        )
         self._closed = threading.Event()
 
     def execute(self, command: Command) -> dict[str, Any]:
@@ -129,7 +138,9 @@ class Worker:
             self._break_of(error)
             return False
         except Exception as error:
-            if not is_out_of_memory(error):  # whoever supervises starts the worker again, and it may die again
+            if not is_out_of_memory(
+                error
+            ):  # whoever supervises starts the worker again, and it may die again
                 self.breaks.save(f"{error!r:.1000}")
                 raise
             self.fatal = f"out of memory: {str(error) or 'no reason given':.300}; give it more, or lower batch_requests"
@@ -222,22 +233,30 @@ class Worker:
         self.reach.clear()
         check_same_schema(command, self.loop.schema.fingerprint)
         if "partitions" in command:
-            self.loop.assign([int(number) for number in command["partitions"]], TableInput.of(command.get("input")))
+            self.loop.assign(
+                [int(number) for number in command["partitions"]], TableInput.of(command.get("input"))
+            )
         name = str(command.get("manifest", ""))
         manifest, checksum = manifests.load(self.store, name) if name else (None, "")
         if manifest and manifest.input != TableInput.of(command.get("input")):
-            raise FencedError(f"expected what {name} was trained from, got another input: its offsets would mean something else")
+            raise FencedError(
+                f"expected what {name} was trained from, got another input: its offsets would mean something else"
+            )
         self.breaks.restored(int(command["incarnation"]), name, checksum)
         if manifest:
             self._or_refuse(partial(self._check, manifest))
-            self.loop.restore(self._read(manifest), same_schema=manifest.schema == f"{self.loop.schema.fingerprint:016x}")
+            self.loop.restore(
+                self._read(manifest), same_schema=manifest.schema == f"{self.loop.schema.fingerprint:016x}"
+            )
         else:
             self.loop.reset()
         self.committed_step = self.loop.num_steps
         self.incarnation = int(command["incarnation"])
         workers = int(command.get("workers", 1))
         self._or_refuse(lambda: self.loop.selection.check(workers=workers))
-        self.reduction = self.team.join(Meeting(self.incarnation, self.index, workers, str(command.get("meet", ""))))
+        self.reduction = self.team.join(
+            Meeting(self.incarnation, self.index, workers, str(command.get("meet", "")))
+        )
         self.lockstep = LockStep(self.loop, self.reduction, self.reach) if workers > 1 else None
         self.loop.rows.set_incarnation(self.incarnation, workers, manifest.owners if manifest else None)
         self.broken = ""
@@ -255,9 +274,13 @@ class Worker:
         """The batch in hand is finished and every push acknowledged, since this runs between two batches; of several workers
         all cut behind the same turn."""
         if int(command["seq"]) <= self._aborted:
-            raise FencedError(f"expected a commit above {self._aborted} to cut, got {command['seq']}: it was aborted")
+            raise FencedError(
+                f"expected a commit above {self._aborted} to cut, got {command['seq']}: it was aborted"
+            )
         if self.broken or not self.training:
-            raise RoostreamError(f"expected a training worker to cut, got one that isn't ({self.broken or 'not started'})")
+            raise RoostreamError(
+                f"expected a training worker to cut, got one that isn't ({self.broken or 'not started'})"
+            )
         if self.lockstep is not None:
             self._agree_on(int(command["seq"]), self.lockstep)
         self._cut_s = self.loop.clock.monotonic_s()
@@ -296,7 +319,9 @@ class Worker:
                 if self._heard >= (self.incarnation, seq):
                     raise FencedError(f"commit {seq} was given up before all workers cut for it")
                 if self.loop.clock.monotonic_s() >= ends_s:
-                    raise RoostreamError(f"the other workers were not asked to cut for commit {seq} within {_AGREE_S:g} s")
+                    raise RoostreamError(
+                        f"the other workers were not asked to cut for commit {seq} within {_AGREE_S:g} s"
+                    )
         except UnavailableError as error:
             self._break_of(error)
             raise
@@ -327,7 +352,9 @@ class Worker:
             return result
         self.on_write()
         model = json.dumps(dataclasses.asdict(self.loop.model_config), sort_keys=True)
-        shared = tensor_file.encode(at.shared, {"model": model, "precision": self.loop.config.precision, **metadata})
+        shared = tensor_file.encode(
+            at.shared, {"model": model, "precision": self.loop.config.precision, **metadata}
+        )
         dense = manifests.store_file(self.store, manifests.dense_name(seq, incarnation), shared)
         return {**result, "dense": dataclasses.asdict(dense)}
 
@@ -354,7 +381,9 @@ class Worker:
     def _cut_of(self, command: Command) -> tuple[int, Snapshot]:
         snapshot = self._snapshot
         if snapshot is None or snapshot[0] != int(command["seq"]):
-            raise RoostreamError(f"expected the cut of commit {command['seq']}, got {snapshot[0] if snapshot else 'none'}")
+            raise RoostreamError(
+                f"expected the cut of commit {command['seq']}, got {snapshot[0] if snapshot else 'none'}"
+            )
         return snapshot
 
     def _check(self, manifest: Manifest) -> None:
@@ -381,7 +410,10 @@ class Worker:
         """The shared part, and of every worker's what is of this one's partitions now."""
         shared, _ = tensor_file.decode(manifests.read_file(self.store, manifest.dense))
         read = self.loop.source.positions()
-        mine = {*read, *((CORRECTIONS, number) for _, number in read)}  # also where they aren't read: see Partitions.load
+        mine = {
+            *read,
+            *((CORRECTIONS, number) for _, number in read),
+        }  # also where they aren't read: see Partitions.load
         own: dict[Partition, PartitionCut] = {}
         for part in manifest.workers.values():
             if mine & part.offsets.keys():

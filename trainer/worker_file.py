@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from runtime import tensor_file
-from runtime.kafka.topics import Partition, Progress
+from roostream.runtime import tensor_file
+from roostream.runtime.kafka.topics import Partition, Progress
 from trainer.partitions import PartitionCut
 
 
@@ -33,7 +33,10 @@ def decode(data: bytes, offsets: Progress) -> dict[Partition, PartitionCut]:
     for name, value in tensors.items():
         topic, number, rest = name.split("/", 2)
         of[topic, int(number)][rest] = value
-    return {partition: PartitionCut(offset=offsets[partition], tensors=tensors) for partition, tensors in of.items()}
+    return {
+        partition: PartitionCut(offset=offsets[partition], tensors=tensors)
+        for partition, tensors in of.items()
+    }
 
 
 def _of_format_1(tensors: Mapping[str, np.ndarray], offsets: Progress) -> dict[Partition, PartitionCut]:
@@ -42,4 +45,6 @@ def _of_format_1(tensors: Mapping[str, np.ndarray], offsets: Progress) -> dict[P
     ids = {name: tensors[name] for name in ("dedupe.id", "dedupe.close_ms")}
     metrics = {name: value for name, value in tensors.items() if name.startswith("metrics.")}
     first = min(offsets)
-    return {p: PartitionCut(offset=at, tensors=ids | (metrics if p == first else {})) for p, at in offsets.items()}
+    return {
+        p: PartitionCut(offset=at, tensors=ids | (metrics if p == first else {})) for p, at in offsets.items()
+    }

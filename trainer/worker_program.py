@@ -10,32 +10,33 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from models.build import load_model_config
 from param_server.client import Client
-from placement.profile import Profiler
-from placement.profiles import CountedTables
-from roo.decode import Decoder
-from roo.errors import ConfigError, HeldError, UnavailableError
-from roo.schema import Registry, Schema
-from roo.schema_file import load_schema
-from roo.schema_registry import open_registry, register
-from runtime import metrics
-from runtime.address import expanded, told_to
-from runtime.backoff import Backoff
-from runtime.checkpoint_store import CheckpointStore, open_store
-from runtime.clock import Clock, SystemClock
-from runtime.crew import StopBudget
-from runtime.exports import Exports
-from runtime.health import Health
-from runtime.kafka import clients
-from runtime.kafka.reader import KafkaReader
-from runtime.kafka.reading import Reading
-from runtime.kafka.topics import Partition, all_partitions
-from runtime.member import Member
-from runtime.program import Stop
-from runtime.rpc_client import SocketTransport
-from runtime.security.link_security import LinkKeys
-from runtime.work_unit import TableInput
+from param_server.placement.profile import Profiler
+from param_server.placement.profiles import CountedTables
+from roostream.errors import ConfigError, HeldError, UnavailableError
+from roostream.models.build import load_model_config
+from roostream.runtime import metrics
+from roostream.runtime.address import expanded, told_to
+from roostream.runtime.backoff import Backoff
+from roostream.runtime.checkpoint_store import CheckpointStore, open_store
+from roostream.runtime.clock import Clock, SystemClock
+from roostream.runtime.crew import StopBudget
+from roostream.runtime.exports import Exports
+from roostream.runtime.health import Health
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.reader import KafkaReader
+from roostream.runtime.kafka.reading import Reading
+from roostream.runtime.kafka.topics import Partition, all_partitions
+from roostream.runtime.member import Member
+from roostream.runtime.program import Stop
+from roostream.runtime.rpc_client import SocketTransport
+from roostream.runtime.security.link_security import LinkKeys
+from roostream.runtime.work_unit import TableInput
+from roostream.schema.registry import open_registry, register
+from roostream.schema.schema import Registry, Schema
+from roostream.schema.schema_file import load_schema
+from roostream.warehouse.readers.remote_rows import READING_COUNTERS, ReadByPrograms, ReadersLink
+from roostream.wire.decode import Decoder
 from trainer.batches import BatchSource
 from trainer.config import WorkerConfig
 from trainer.device.numerics import set_numerics
@@ -55,11 +56,10 @@ from trainer.rows import ShardRows
 from trainer.saved_batch import SavedBatches
 from trainer.sessions.phased_source import PhasedSource
 from trainer.worker import Worker
-from warehouse.readers.remote_rows import READING_COUNTERS, ReadByPrograms, ReadersLink
 
 log = logging.getLogger("roostream.worker")
 
-STOP_S = 8.0  # for everything after SIGTERM, below runtime.program.STOP_S: a commit that has not come by then won't
+STOP_S = 8.0  # for everything after SIGTERM, below roostream.runtime.program.STOP_S: a commit that has not come by then won't
 _CLOSING_S = 3.0  # of it, kept for what comes behind the last commit
 _LEAST_CLOSING_S = 1.5  # where the last commit has begun
 _RESEND_S = 1.0  # to a shard that doesn't answer; longer outages are the controller's to mend
@@ -89,7 +89,9 @@ def work(config: WorkerConfig, stop: Stop) -> None:
         shards = [SocketTransport(address, keys=keys) for address in expanded(config.shards)]
         for transport in shards:
             opened.callback(transport.close)
-        client = Client(schema, shards, worker=config.index, num_buckets=config.buckets, resend_for_s=_RESEND_S, stop=stop)
+        client = Client(
+            schema, shards, worker=config.index, num_buckets=config.buckets, resend_for_s=_RESEND_S, stop=stop
+        )
         opened.callback(client.close)
         source, rows, feed = connected(
             lambda: phased(config, Decoder(schema, identity.registry), schema, clock, stages, read_by),
@@ -100,9 +102,15 @@ def work(config: WorkerConfig, stop: Stop) -> None:
         )
         opened.callback(source.close)
         outputs = KafkaOutputs(
-            lambda: clients.producer(config.broker), config.prefix, clock, lambda: ending.left_s() < _CLOSING_S
+            lambda: clients.producer(config.broker),
+            config.prefix,
+            clock,
+            lambda: ending.left_s() < _CLOSING_S,
         )
-        drift, counted = Drift(schema), CountedTables(Profiler(config.profile_share, config.seed), store, clock)
+        drift, counted = (
+            Drift(schema),
+            CountedTables(Profiler(config.profile_share, config.seed), store, clock),
+        )
         wiring = Wiring(
             source=source,
             rows=rows,
@@ -121,7 +129,12 @@ def work(config: WorkerConfig, stop: Stop) -> None:
         opened.callback(team.close)
         worker = Worker(loop, outputs, store, identity, config.index, team)
         worker.on_write = counted.save
-        monitor = Monitor(worker, clock, Patience(lag_ms=config.caught_up_lag_ms, hold_s=config.caught_up_hold_ms / 1000), drift)
+        monitor = Monitor(
+            worker,
+            clock,
+            Patience(lag_ms=config.caught_up_lag_ms, hold_s=config.caught_up_hold_ms / 1000),
+            drift,
+        )
         Exports("worker", monitor.gauges, LABELS).register()
         left = threading.Event()  # beats go on while the last commit is waited for
         report = partial(_report, monitor, seen_at)
@@ -171,7 +184,11 @@ def _member(
 
 def open_shadow(config: WorkerConfig, store: CheckpointStore, schema: Schema) -> FrozenCopy | None:
     """The frozen copy to score beside; None where none is asked for."""
-    return frozen_copy(store, config.shadow, schema, config.device, config.shadow_every) if config.shadow else None
+    return (
+        frozen_copy(store, config.shadow, schema, config.device, config.shadow_every)
+        if config.shadow
+        else None
+    )
 
 
 def open_source(config: WorkerConfig, decoder: Decoder, clock: Clock, stages: Stages) -> RecordBatches:
@@ -192,7 +209,9 @@ def open_source(config: WorkerConfig, decoder: Decoder, clock: Clock, stages: St
     return RecordBatches(reader, decoder, clock, max_wait_ms=wait_ms, stages=stages, reopen=open_reader)
 
 
-def by_programs(config: WorkerConfig, keys: LinkKeys, clock: Clock, incarnation: Callable[[], int]) -> ReadByPrograms | None:
+def by_programs(
+    config: WorkerConfig, keys: LinkKeys, clock: Clock, incarnation: Callable[[], int]
+) -> ReadByPrograms | None:
     """Who reads sessions for this worker, and its metrics; None: itself."""
     if config.readers.by == "worker":
         return None
@@ -221,15 +240,24 @@ def phased(
         try:
             from trainer.sessions.table_source import local_rows, open_session
         except ModuleNotFoundError as error:
-            raise ConfigError(f"expected {error.name} to read {told.table}; pip install 'roostream[warehouse]'") from None
+            raise ConfigError(
+                f"expected {error.name} to read {told.table}; pip install 'roostream[warehouse]'"
+            ) from None
         partitions = all_partitions(config.trained_topics, config.partitions)
-        return open_session(told, schema, partitions, config.dedupe_horizon_ms, clock, stages, read_by or local_rows)
+        return open_session(
+            told, schema, partitions, config.dedupe_horizon_ms, clock, stages, read_by or local_rows
+        )
 
     return PhasedSource(open_source(config, decoder, clock, stages), opened)
 
 
 def train(
-    worker: Worker, monitor: Monitor, member: Member, health: Health, ending: StopBudget, controller_timeout_s: float
+    worker: Worker,
+    monitor: Monitor,
+    member: Member,
+    health: Health,
+    ending: StopBudget,
+    controller_timeout_s: float,
 ) -> None:
     """Batches and commands in turn. When asked to stop: no more batches, and a last commit if one comes soon enough.
 
@@ -245,7 +273,9 @@ def train(
         monitor.observe(held=member.hold)
         if member.hold:
             raise HeldError(f"training is held: {member.hold}")
-        health.turned(worker.broken or ("" if worker.incarnation else "it waits for the controller to restore it"))
+        health.turned(
+            worker.broken or ("" if worker.incarnation else "it waits for the controller to restore it")
+        )
         if worker.training and member.silent_s > controller_timeout_s:
             raise UnavailableError(
                 f"the controller has not answered for {member.silent_s:.0f} s: training stops, since nothing is committed"

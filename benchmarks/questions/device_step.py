@@ -33,8 +33,15 @@ QUESTION = Question(
     name="device-step",
     asks="How fast is a whole training step on a CUDA device?",
     rows=(
-        _row("ranker", 512, 50, {"bfloat16": _BFLOAT16, "bfloat16, compiled": {**_BFLOAT16, "compile": True}}),
-        _row("hstu", 256, 250, {"bfloat16": _BFLOAT16, "Triton": _KERNEL, "Triton, bfloat16": {**_KERNEL, **_BFLOAT16}}),
+        _row(
+            "ranker", 512, 50, {"bfloat16": _BFLOAT16, "bfloat16, compiled": {**_BFLOAT16, "compile": True}}
+        ),
+        _row(
+            "hstu",
+            256,
+            250,
+            {"bfloat16": _BFLOAT16, "Triton": _KERNEL, "Triton, bfloat16": {**_KERNEL, **_BFLOAT16}},
+        ),
         _row("two_tower", 512, 50, {"bfloat16": _BFLOAT16}),
     ),
     slice_s=0.5,

@@ -33,10 +33,14 @@ def _on_device(dtype: str, backward: bool, shape: tuple[int, ...], of: str) -> R
 
 def _blocks() -> Row:
     def subject(block: int) -> Subject:
-        role: Role = "ours" if block == _BLOCK else "peer"  # what one of another size can't do is told, and the others go on
+        role: Role = (
+            "ours" if block == _BLOCK else "peer"
+        )  # what one of another size can't do is told, and the others go on
         return Subject(f"blocks of {block}", _OPENS, ("kernel", True, "bfloat16", "cuda", _LONG, block), role)
 
-    limit = Subject("fused softmax, causal, padded, no bias", _OPENS, ("causal", True, "bfloat16", "cuda", _LONG), "limit")
+    limit = Subject(
+        "fused softmax, causal, padded, no bias", _OPENS, ("causal", True, "bfloat16", "cuda", _LONG), "limit"
+    )
     return Row(
         name="our kernels by their blocks, bfloat16, forward and backward",
         unit="GFLOP",
@@ -67,7 +71,11 @@ QUESTION = Question(
     name="hstu-attention",
     asks="How fast is HSTU's attention, by our kernels and by what else there is?",
     rows=(
-        *(_on_device(dtype, backward, _LONG, _LONG_NAME) for dtype in ("bfloat16", "float32") for backward in (False, True)),
+        *(
+            _on_device(dtype, backward, _LONG, _LONG_NAME)
+            for dtype in ("bfloat16", "float32")
+            for backward in (False, True)
+        ),
         _on_device("bfloat16", True, _SHORT, _SHORT_NAME),
         _blocks(),
         *(_on_host(backward) for backward in (False, True)),

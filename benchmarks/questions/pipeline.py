@@ -16,7 +16,9 @@ def _step(requests: int, candidates: int) -> Row:
             Subject("read ahead, staleness 0", f"{_HERE}:steps", (*size, 2, 0), "stage"),
             Subject("one after the other", f"{_HERE}:steps", (*size, 0, 0), "stage"),
             Subject("read ahead, rows that are there at once", f"{_HERE}:dense", (*size, 2), "limit"),
-            Subject("one after the other, rows that are there at once", f"{_HERE}:dense", (*size, 0), "limit"),
+            Subject(
+                "one after the other, rows that are there at once", f"{_HERE}:dense", (*size, 0), "limit"
+            ),
             Subject("pull and push alone", f"{_HERE}:sparse", size, "limit"),
         ),
     )

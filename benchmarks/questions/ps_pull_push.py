@@ -7,9 +7,14 @@ _HERE = "benchmarks.workloads.rows"
 
 def _rows(ids_a_table: int) -> tuple[Row, ...]:
     thousands = f"{26 * ids_a_table / 1000:g} k ids of 26 tables"
-    pull, push = (Subject("shard in this process", f"{_HERE}:{what}", ("here", ids_a_table)) for what in ("pull", "push"))
+    pull, push = (
+        Subject("shard in this process", f"{_HERE}:{what}", ("here", ids_a_table))
+        for what in ("pull", "push")
+    )
     numpy = Subject("numpy indexing, keys are row numbers", f"{_HERE}:gather_numpy", (ids_a_table,), "limit")
-    torch = Subject("torch sparse Adagrad, keys are row numbers", f"{_HERE}:adagrad_torch", (ids_a_table,), "peer")
+    torch = Subject(
+        "torch sparse Adagrad, keys are row numbers", f"{_HERE}:adagrad_torch", (ids_a_table,), "peer"
+    )
     return (
         Row(name=f"pull {thousands}", unit="rows", clock="cpu", subjects=(pull, numpy)),
         Row(name=f"push and update {thousands}", unit="rows", clock="cpu", subjects=(push, torch)),

@@ -36,8 +36,15 @@ def _row(architecture: str, of: str | int, named: str, skipped: str = "") -> Row
 
 
 def _rows(architecture: str) -> list[Row]:
-    made_up = [_row(architecture, k, f"{k} {'candidate' if k == 1 else 'candidates'} a request") for k in (1, 2, 5, 10, 20)]
-    return [*made_up, _row(architecture, "EB-NeRD", "EB-NeRD", absent(EBNERD)), _row(architecture, "MIND", "MIND", absent(MIND))]
+    made_up = [
+        _row(architecture, k, f"{k} {'candidate' if k == 1 else 'candidates'} a request")
+        for k in (1, 2, 5, 10, 20)
+    ]
+    return [
+        *made_up,
+        _row(architecture, "EB-NeRD", "EB-NeRD", absent(EBNERD)),
+        _row(architecture, "MIND", "MIND", absent(MIND)),
+    ]
 
 
 QUESTION = Question(

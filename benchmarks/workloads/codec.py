@@ -10,11 +10,11 @@ import numpy as np
 
 from benchmarks.question import Work
 from benchmarks.workloads import data
-from roo import roo_pb2 as pb
-from roo.block import encode_nro, encode_ro
-from roo.decode import Decoder
-from roo.schema import Schema
-from roo.wire import Record
+from roostream.schema.schema import Schema
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.block import encode_nro, encode_ro
+from roostream.wire.decode import Decoder
+from roostream.wire.records import Record
 
 
 def _records(count: int, candidates: int) -> tuple[Schema, list[Record]]:
@@ -96,7 +96,9 @@ def plain_decode(schema: Schema, records: Sequence[Record]) -> dict[str, np.ndar
         "close_ms_R": np.array([s.close_ms for s in samples]),
         "sample_id_R": np.array([s.sample_id for s in samples], np.uint64),
         "item_B": np.concatenate([np.array(s.item_ids, np.uint64) for s in samples]),
-        "label_BT": np.concatenate([np.array(s.labels, np.float32) for s in samples]).reshape(-1, len(schema.labels)),
+        "label_BT": np.concatenate([np.array(s.labels, np.float32) for s in samples]).reshape(
+            -1, len(schema.labels)
+        ),
     }
     ro = [pb.Block.FromString(s.ro) for s in samples]
     nro = [pb.Block.FromString(part.nro) for s in samples for part in s.parts]
@@ -106,13 +108,17 @@ def plain_decode(schema: Schema, records: Sequence[Record]) -> dict[str, np.ndar
         default_F = np.array([f.default for f in floats], np.float32)
         out[f"{side}_present"] = ~np.isnan(float_NF)
         out[f"{side}_float"] = np.where(out[f"{side}_present"], float_NF, default_F)
-        out[f"{side}_lengths"] = np.concatenate([np.array(b.lengths, np.int32) for b in blocks]).reshape(-1, len(lists)).T
+        out[f"{side}_lengths"] = (
+            np.concatenate([np.array(b.lengths, np.int32) for b in blocks]).reshape(-1, len(lists)).T
+        )
         out |= _plain_lists(side, blocks, len(lists), [1 + len(f.id_columns) for f in lists])
         out[f"{side}_times"] = np.concatenate([np.array(b.times, np.int64) for b in blocks])
     return out
 
 
-def _plain_lists(side: str, blocks: Sequence[pb.Block], num_lists: int, columns_K: Sequence[int]) -> dict[str, np.ndarray]:
+def _plain_lists(
+    side: str, blocks: Sequence[pb.Block], num_lists: int, columns_K: Sequence[int]
+) -> dict[str, np.ndarray]:
     """Ids of each list feature over all blocks: blocks have them by row, a batch has them by feature."""
     found: list[list[np.ndarray]] = [[] for _ in range(num_lists)]
     for block in blocks:
@@ -129,7 +135,9 @@ def _plain_ro(schema: Schema, values: dict[str, Any]) -> pb.Block:
 
 
 def _plain_nro(schema: Schema, columns: dict[str, Any], num_rows: int) -> pb.Block:
-    return _plain_block(schema, "nro", [{name: column[n] for name, column in columns.items()} for n in range(num_rows)])
+    return _plain_block(
+        schema, "nro", [{name: column[n] for name, column in columns.items()} for n in range(num_rows)]
+    )
 
 
 def _plain_block(schema: Schema, side: str, rows: list[dict[str, Any]]) -> pb.Block:

@@ -22,8 +22,8 @@ from param_server.blobs import Blobs, RocksBlobs
 from param_server.calls import Calls
 from param_server.client import Client
 from param_server.server import Shard
-from runtime.manifest import Manifest
-from runtime.transport import InMemoryTransport
+from roostream.runtime.manifest import Manifest
+from roostream.runtime.transport import InMemoryTransport
 
 _ONLY_OURS_MS = 3_600_000  # no commit but those that are asked for
 _BETWEEN_S = 1.0
@@ -64,7 +64,9 @@ class Commits:
         return Committed(status["commit_ms"] / 1e3, paused_ms, dict(status["phases_ms"]), bytes_, rows)
 
     def _paused_s(self) -> float:
-        seen = self.trainer.seen("worker").value("roostream_worker_stage_seconds", stage="commit", thread="loop")
+        seen = self.trainer.seen("worker").value(
+            "roostream_worker_stage_seconds", stage="commit", thread="loop"
+        )
         return seen or 0.0
 
     @property
@@ -80,7 +82,10 @@ class Commits:
 
     def figures(self) -> dict[str, float]:
         each = self._commits
-        phases = {f"{name}, ms": statistics.median(one.phases_ms[name] for one in each) for name in each[0].phases_ms}
+        phases = {
+            f"{name}, ms": statistics.median(one.phases_ms[name] for one in each)
+            for name in each[0].phases_ms
+        }
         return {
             "rows": statistics.median(one.rows for one in each),
             "MB": statistics.median(one.bytes for one in each) / 1e6,
@@ -94,7 +99,11 @@ def written(before: Manifest, after: Manifest) -> tuple[int, int]:
     """Bytes and rows that are of the later one alone."""
 
     def segments(manifest: Manifest) -> dict[tuple[int, str], dict[str, Any]]:
-        return {(index, part["name"]): part for index, shard in manifest.shards.items() for part in shard["segments"]}
+        return {
+            (index, part["name"]): part
+            for index, shard in manifest.shards.items()
+            for part in shard["segments"]
+        }
 
     new = [part for key, part in segments(after).items() if key not in segments(before)]
     files = after.dense.bytes + sum(worker.file.bytes for worker in after.workers.values())
@@ -142,7 +151,9 @@ class TimedBlobs:
         self.get, self.keys, self.close = blobs.get, blobs.keys, blobs.close
         self.write_s = self.sync_s = 0.0
 
-    def write(self, puts: Iterable[tuple[bytes, bytes]], deletes: Iterable[bytes] = (), *, sync: bool = False) -> None:
+    def write(
+        self, puts: Iterable[tuple[bytes, bytes]], deletes: Iterable[bytes] = (), *, sync: bool = False
+    ) -> None:
         began_s = time.perf_counter()
         self._blobs.write(puts, deletes, sync=sync)
         took_s = time.perf_counter() - began_s
@@ -179,7 +190,9 @@ class ShardCommits:
         return self._at_s[-1] - self._at_s[0]
 
     def figures(self) -> dict[str, float]:
-        freeze_ms, write_ms, forget_ms = (1e3 * (end_s - begin_s) for begin_s, end_s in itertools.pairwise(self._at_s))
+        freeze_ms, write_ms, forget_ms = (
+            1e3 * (end_s - begin_s) for begin_s, end_s in itertools.pairwise(self._at_s)
+        )
         stored_ms = 1e3 * (self._write_s + self._sync_s)
         return {
             "MB": self.bytes / 1e6,
@@ -213,7 +226,9 @@ def _committing(rows: int) -> Iterator[ShardCommits]:
         blobs = RocksBlobs(Path(folder) / "segments").open()
         opened.callback(blobs.close)
         timed = TimedBlobs(blobs)
-        yield ShardCommits(begun_shard(data.demo_schema(), folder, publishing=False, blobs=timed), timed, rows)
+        yield ShardCommits(
+            begun_shard(data.demo_schema(), folder, publishing=False, blobs=timed), timed, rows
+        )
 
 
 _shard = Shared(_committing)

@@ -8,18 +8,35 @@ from typing import Any
 
 import numpy as np
 
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.block import encode_nro, encode_ro, main_key
-from roo.ids import key_bytes
-from roo.schema import Feature, Schema
-from roo.schema_file import load_schema
-from roo.wire import Record
+from roostream.schema.ids import key_bytes
+from roostream.schema.schema import Feature, Schema
+from roostream.schema.schema_file import load_schema
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.block import encode_nro, encode_ro, main_key
+from roostream.wire.records import Record
 
 T0_MS = 1_700_000_000_000
-SCHEMAS = Path(__file__).resolve().parents[2] / "traffic" / "schemas"
+SCHEMAS = Path(__file__).resolve().parents[2] / "roostream" / "replay" / "schemas"
 DEMO = SCHEMAS / "demo.toml"
-EBNERD_LISTS = (12, 14, 5, 13, 6, 14, 6, 22, 37, 6, 5, 14, 6, 7, 6, 7)  # candidates of sixteen requests of that log
+EBNERD_LISTS = (
+    12,
+    14,
+    5,
+    13,
+    6,
+    14,
+    6,
+    22,
+    37,
+    6,
+    5,
+    14,
+    6,
+    7,
+    6,
+    7,
+)  # candidates of sixteen requests of that log
 EBNERD_HISTORY = 50
 NUM_IDS = 100_000
 FIRST_USER = 1 << 20  # users and sample ids differ
@@ -63,7 +80,9 @@ def sample(schema: Schema, number: int, *, candidates: int, history: int = 30) -
     items_n, time_ms = zipf_ids(rng, candidates), T0_MS + 100 * number
     part = pb.Part(nro=encode_nro(schema, nro_columns(schema, rng, items_n), candidates), num_rows=candidates)
     return pb.Sample(
-        header=pb.Header(request_id=f"r{number}", user_id=FIRST_USER + number, time_ms=time_ms, schema=schema.fingerprint),
+        header=pb.Header(
+            request_id=f"r{number}", user_id=FIRST_USER + number, time_ms=time_ms, schema=schema.fingerprint
+        ),
         sample_id=number + 1,
         close_reason=pb.CLOSE_WINDOW,
         close_ms=time_ms + 20_000,
@@ -75,12 +94,15 @@ def sample(schema: Schema, number: int, *, candidates: int, history: int = 30) -
     )
 
 
-def sample_records(schema: Schema, count: int, *, candidates: int | Sequence[int], history: int = 30) -> list[Record]:
+def sample_records(
+    schema: Schema, count: int, *, candidates: int | Sequence[int], history: int = 30
+) -> list[Record]:
     """`count` samples as the samples topic has them, in four partitions. `candidates`: of each, or of one after another, again
     and again."""
     lists = [candidates] if isinstance(candidates, int) else candidates
     values = [
-        wire.encode(wire.SAMPLE, sample(schema, n, candidates=lists[n % len(lists)], history=history)) for n in range(count)
+        wire.encode(wire.SAMPLE, sample(schema, n, candidates=lists[n % len(lists)], history=history))
+        for n in range(count)
     ]
     return [
         Record("samples", n % 4, n // 4, T0_MS + 100 * n + 20_000, key_bytes(FIRST_USER + n, 0, ""), v)
@@ -97,7 +119,9 @@ def _value(f: Feature, rng: np.random.Generator, length: int) -> Any:
     if f.kind == "weighted_ids":
         return {"ids": ids, "weights": rng.random(length).tolist()}
     columns = {
-        c: rng.integers(1, 4, length).tolist() if kind == "ids" else [T0_MS - 60_000 * i for i in range(length)]
+        c: rng.integers(1, 4, length).tolist()
+        if kind == "ids"
+        else [T0_MS - 60_000 * i for i in range(length)]
         for c, kind in f.columns.items()
     }
     return {main_key(f): ids, **columns}

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks.question import Work
-from models.sequence.hstu import NUM_TIME_BUCKETS
-from models.sequence.jagged_targets import JaggedTargets, build_jagged_targets
-from models.sequence.pointwise_attention import pointwise_attention
+from roostream.models.sequence.hstu import NUM_TIME_BUCKETS
+from roostream.models.sequence.jagged_targets import JaggedTargets, build_jagged_targets
+from roostream.models.sequence.pointwise_attention import pointwise_attention
 from trainer.device.hstu_attention import attention_in_blocks
 
 _BLOCK = 128  # a padded length is a multiple of it
@@ -45,11 +45,15 @@ class AttentionCase:
         self.length_R = rng.integers(max(shape.longest // 10, 1), shape.longest + 1, shape.sequences)
         gap_ms_L = np.concatenate([np.sort(rng.integers(0, 30 * 86_400_000, n)) for n in self.length_R])
         num_targets_R = np.full(shape.sequences, shape.targets, dtype=np.int32)
-        self.sequences: JaggedTargets = build_jagged_targets(self.length_R, gap_ms_L, num_targets_R, shape.longest, device)
+        self.sequences: JaggedTargets = build_jagged_targets(
+            self.length_R, gap_ms_L, num_targets_R, shape.longest, device
+        )
         torch.manual_seed(0)
         biases = (torch.randn(n) * 0.1 for n in (2 * shape.longest + 1, NUM_TIME_BUCKETS))
         self.position_bias_P, self.time_bias_T = (b.to(device).requires_grad_(backward) for b in biases)
-        self.x_SD3 = torch.randn(int(self.sequences.tokens_R.sum()), 3 * shape.heads * shape.width).to(device, dtype)
+        self.x_SD3 = torch.randn(int(self.sequences.tokens_R.sum()), 3 * shape.heads * shape.width).to(
+            device, dtype
+        )
         self.x_SD3.requires_grad_(backward)
 
     def gflop(self) -> float:
@@ -72,7 +76,9 @@ def reference(case: AttentionCase) -> Callable[[], Tensor]:
     """Plain torch, in squares of sequences of like lengths; bfloat16 by autocast, as in training."""
 
     def run() -> Tensor:
-        with torch.autocast(case.device.partition(":")[0], torch.bfloat16, enabled=case.x_SD3.dtype == torch.bfloat16):
+        with torch.autocast(
+            case.device.partition(":")[0], torch.bfloat16, enabled=case.x_SD3.dtype == torch.bfloat16
+        ):
             return pointwise_attention(case.x_SD3, *_rest(case))
 
     return run
@@ -85,7 +91,13 @@ def kernel(case: AttentionCase, block: int = 32) -> Callable[[], Tensor]:
 
 
 def _rest(case: AttentionCase) -> tuple[JaggedTargets, Tensor, Tensor, int, float]:
-    return case.sequences, case.position_bias_P, case.time_bias_T, case.shape.heads, float(case.shape.longest + 1)
+    return (
+        case.sequences,
+        case.position_bias_P,
+        case.time_bias_T,
+        case.shape.heads,
+        float(case.shape.longest + 1),
+    )
 
 
 def flex(case: AttentionCase) -> Callable[[], Tensor]:
@@ -96,7 +108,10 @@ def flex(case: AttentionCase) -> Callable[[], Tensor]:
     tokens_R, history_R = jagged.offset_R1.diff(), jagged.history_R
     seconds = [
         torch.stack(
-            [F.pad(part, (0, q.shape[2] - len(part))) for part in torch.split(x_S, case.sequences.tokens_R.tolist())]
+            [
+                F.pad(part, (0, q.shape[2] - len(part)))
+                for part in torch.split(x_S, case.sequences.tokens_R.tolist())
+            ]
         ).float()
         / 1000
         for x_S in (jagged.gap_S, jagged.next_S)
@@ -128,7 +143,9 @@ WAYS = {"reference": reference, "kernel": kernel, "flex": flex, "causal": causal
 
 
 @contextlib.contextmanager
-def attention(way: str, backward: bool, dtype: str, device: str, shape: Sequence[int], block: int = 0) -> Iterator[Work]:
+def attention(
+    way: str, backward: bool, dtype: str, device: str, shape: Sequence[int], block: int = 0
+) -> Iterator[Work]:
     """`way`: of WAYS; units are 10⁹ FLOPs. A step waits for the device. `block`: of `kernel`, 0 = as it is in training."""
     torch.set_num_threads(1)
     case = AttentionCase(Shape(*shape), DTYPES[dtype], device, backward=backward)

@@ -21,14 +21,14 @@ from joiner.ingest import Event, Reader
 from joiner.join import Join
 from joiner.state import Engagement, Impression
 from joiner.turn import Turn
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.block import encode_nro, encode_ro
-from roo.ids import key_bytes
-from roo.schema import Schema
-from roo.wire import Record
-from runtime.event_time import START
-from runtime.program import collect_rarely
+from roostream.runtime.event_time import START
+from roostream.runtime.program import collect_rarely
+from roostream.schema.ids import key_bytes
+from roostream.schema.schema import Schema
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.block import encode_nro, encode_ro
+from roostream.wire.records import Record
 
 WINDOW_MS, LATENESS_MS = 20_000, 1_000
 CANDIDATES, ENGAGEMENTS = 10, 9  # 10 events a request
@@ -48,16 +48,28 @@ def _impression(request: int, user: int, time_ms: int, candidates: int = CANDIDA
         ro=encode_ro(schema, {"user": [user], "hour_of_day": 3.5}),
         nro=encode_nro(schema, {"item": items_n, "ctr_1h": rng.random(candidates)}, candidates),
     )
-    return Record("impressions", 0, request, time_ms, key_bytes(user, 1, ""), wire.encode(wire.IMPRESSION, message))
+    return Record(
+        "impressions", 0, request, time_ms, key_bytes(user, 1, ""), wire.encode(wire.IMPRESSION, message)
+    )
 
 
 def _engagement(request: int, user: int, time_ms: int, event: int, item: int) -> Record:
-    message = pb.Engagement(header=_header(request, user, time_ms), event_id=event, item_id=item, action="click", value=1.0)
-    return Record("engagements", 0, event, time_ms, key_bytes(user, 1, ""), wire.encode(wire.ENGAGEMENT, message))
+    message = pb.Engagement(
+        header=_header(request, user, time_ms), event_id=event, item_id=item, action="click", value=1.0
+    )
+    return Record(
+        "engagements", 0, event, time_ms, key_bytes(user, 1, ""), wire.encode(wire.ENGAGEMENT, message)
+    )
 
 
 def _header(request: int, user: int, time_ms: int) -> pb.Header:
-    return pb.Header(request_id=f"r{request:08d}", user_id=user, session_id=1, time_ms=time_ms, schema=_schema().fingerprint)
+    return pb.Header(
+        request_id=f"r{request:08d}",
+        user_id=user,
+        session_id=1,
+        time_ms=time_ms,
+        schema=_schema().fingerprint,
+    )
 
 
 def stream(num_requests: int, num_users: int) -> list[Record]:
@@ -135,7 +147,9 @@ def parsed(num_requests: int, num_users: int) -> Iterator[Work]:
 @contextlib.contextmanager
 def joined(num_requests: int, num_users: int) -> Iterator[Work]:
     """The state machine alone: events are read beforehand."""
-    events = [(r.key or b"", r.timestamp_ms - LATENESS_MS, _event(r)) for r in stream(num_requests, num_users)]
+    events = [
+        (r.key or b"", r.timestamp_ms - LATENESS_MS, _event(r)) for r in stream(num_requests, num_users)
+    ]
     yield Work(lambda: _run(events, num_requests), len(events))
 
 
@@ -235,7 +249,14 @@ def _remembering(join: Join, num_requests: int, engagements: int) -> Overlay:
         advance(time_ms - 1)
         keep(join.apply(entries, key, _event(_impression(n, 1, time_ms)), time_ms - 1))
         for e in range(engagements):
-            keep(join.apply(entries, key, _event(_engagement(n, 1, time_ms + 1, event_id, 1 + e % CANDIDATES)), time_ms - 1))
+            keep(
+                join.apply(
+                    entries,
+                    key,
+                    _event(_engagement(n, 1, time_ms + 1, event_id, 1 + e % CANDIDATES)),
+                    time_ms - 1,
+                )
+            )
             event_id += 1
     advance(data.T0_MS + num_requests * WINDOW_MS - 1)
     assert entries.head.num_requests == num_requests

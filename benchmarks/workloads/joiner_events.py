@@ -1,6 +1,6 @@
 """What the joiner reads in the demo, made up without the demo: impressions of about 20 candidates, engagements, pages, retries.
 
-The mix is the simulated site's (`traffic/visitors.py`): 2.2 engagements a request, a second page for one request in seven,
+The mix is the simulated site's (`roostream/replay/visitors.py`): 2.2 engagements a request, a second page for one request in seven,
 3 % of the engagements sent twice. Deterministic: the same arguments give the same bytes.
 """
 
@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.block import encode_nro, encode_ro
-from roo.ids import key_bytes
-from roo.schema import Schema
+from roostream.schema.ids import key_bytes
+from roostream.schema.schema import Schema
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.block import encode_nro, encode_ro
 
 START_MS = 1_700_000_000_000
 LATENESS_MS = 1_000
@@ -31,7 +31,9 @@ class Event(NamedTuple):
     value: bytes
 
 
-def events(schema: Schema, num_requests: int, *, users: int = 500, rate: float = 25.0, seed: int = 0) -> list[Event]:
+def events(
+    schema: Schema, num_requests: int, *, users: int = 500, rate: float = 25.0, seed: int = 0
+) -> list[Event]:
     """About 3.4 events a request, `rate` requests a second of event time, in order of arrival."""
     rng, maker = random.Random(seed), Maker(schema, seed)
     arriving: list[tuple[int, int, Event]] = []
@@ -49,10 +51,15 @@ def _request(rng: random.Random, maker: Maker, request_id: str, user: int, time_
     out = [maker.impression(request_id, user, time_ms, shown)]
     if rng.random() < 0.14:
         page = [item for item in rng.sample(range(1, NUM_ITEMS + 1), 20) if item not in shown]
-        out.append(maker.impression(request_id, user, time_ms + rng.randrange(1_000, 6_000), page, opens=False))
+        out.append(
+            maker.impression(request_id, user, time_ms + rng.randrange(1_000, 6_000), page, opens=False)
+        )
     for _ in range(_clicks(rng)):
         item, delay_ms = rng.choice(shown), 300 + int(min(rng.expovariate(1 / 1200), 7_500))
-        for action, at_ms, value in (("click", delay_ms, 1.0), ("read", delay_ms + rng.randrange(1_200, 6_000), 20.0)):
+        for action, at_ms, value in (
+            ("click", delay_ms, 1.0),
+            ("read", delay_ms + rng.randrange(1_200, 6_000), 20.0),
+        ):
             event_id = rng.getrandbits(63) + 1
             event = maker.engagement(request_id, user, time_ms + at_ms, item, event_id, action, value)
             out += [event] * (2 if rng.random() < 0.03 else 1)
@@ -73,7 +80,9 @@ class Maker:
         self._ro = [self._ro_block() for _ in range(16)]
         self._nro: dict[int, bytes] = {}
 
-    def impression(self, request_id: str, user: int, time_ms: int, items: list[int], *, opens: bool = True) -> Event:
+    def impression(
+        self, request_id: str, user: int, time_ms: int, items: list[int], *, opens: bool = True
+    ) -> Event:
         """`opens`: with an RO block, as a request's first page has."""
         n, tasks = len(items), len(self.schema.labels)
         message = pb.Impression(
@@ -88,7 +97,14 @@ class Maker:
         return self._event("impressions", wire.IMPRESSION, message)
 
     def engagement(
-        self, request_id: str, user: int, time_ms: int, item: int, event_id: int, action: str = "click", value: float = 1.0
+        self,
+        request_id: str,
+        user: int,
+        time_ms: int,
+        item: int,
+        event_id: int,
+        action: str = "click",
+        value: float = 1.0,
     ) -> Event:
         header = self._header(request_id, user, time_ms)
         message = pb.Engagement(header=header, event_id=event_id, item_id=item, action=action, value=value)
@@ -107,7 +123,9 @@ class Maker:
 
     def _event(self, topic: str, kind: int, message: pb.Impression | pb.Engagement) -> Event:
         h = message.header
-        return Event(topic, key_bytes(h.user_id, h.session_id, h.request_id), h.time_ms, wire.encode(kind, message))
+        return Event(
+            topic, key_bytes(h.user_id, h.session_id, h.request_id), h.time_ms, wire.encode(kind, message)
+        )
 
     def _ro_block(self) -> bytes:
         values: dict[str, object] = {}

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from runtime.security.link_security import LinkKeys, LinkSecurity
+from roostream.runtime.security.link_security import LinkKeys, LinkSecurity
 
 
 @contextlib.contextmanager

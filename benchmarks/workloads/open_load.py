@@ -45,7 +45,9 @@ class Clients:
     """Connections are kept and used again until an answer says that it is their last; more are opened when all are busy, up to
     `most`. Nothing is tried twice. With `keeps_bodies` answers have what they said. Close it to close them."""
 
-    def __init__(self, address: tuple[str, int], requests: Sequence[bytes], most: int, keeps_bodies: bool = False) -> None:
+    def __init__(
+        self, address: tuple[str, int], requests: Sequence[bytes], most: int, keeps_bodies: bool = False
+    ) -> None:
         self.address, self.requests, self.most, self.keeps_bodies = address, requests, most, keeps_bodies
         self._idle: list[_Line] = []
         self._busy: dict[int, _Line] = {}
@@ -120,7 +122,9 @@ class Clients:
 
     def _receive(self, timeout_s: float) -> list[Answered]:
         out = []
-        select.select((self._poll,), (), (), timeout_s)  # to the microsecond: epoll's own wait is rounded up to a millisecond
+        select.select(
+            (self._poll,), (), (), timeout_s
+        )  # to the microsecond: epoll's own wait is rounded up to a millisecond
         for number, _ in self._poll.poll(0):
             line = self._busy.get(number)
             if line is None or not (came := _received(line.socket)):

@@ -14,14 +14,14 @@ from benchmarks.question import Work
 from benchmarks.workloads import data
 from benchmarks.workloads.server import Peer, talking
 from benchmarks.workloads.training_step import Endless, Silent
-from models.config import RankerConfig
 from param_server.client import Client
-from roo.decode import Decoder
-from roo.lookup import Lookup, build_lookup
-from roo.schema import Schema
-from runtime.clock import SystemClock
-from runtime.layout.bucket_map import BucketMap
-from runtime.rpc_client import SocketTransport
+from roostream.models.config import RankerConfig
+from roostream.runtime.bucket_map import BucketMap
+from roostream.runtime.clock import SystemClock
+from roostream.runtime.rpc_client import SocketTransport
+from roostream.schema.schema import Schema
+from roostream.wire.decode import Decoder
+from roostream.wire.lookup import Lookup, build_lookup
 from trainer.config import LoopConfig
 from trainer.loop import TrainLoop, Wiring
 from trainer.pipeline.pipelined_feed import connected
@@ -52,12 +52,16 @@ class ReadyRows:
 def shard_processes() -> Iterator[list[Peer]]:
     """Shards of the demo schema, in incarnation 1."""
     with contextlib.ExitStack() as opened:
-        shards = [("benchmarks.workloads.train_shard", str(index), str(NUM_SHARDS)) for index in range(NUM_SHARDS)]
+        shards = [
+            ("benchmarks.workloads.train_shard", str(index), str(NUM_SHARDS)) for index in range(NUM_SHARDS)
+        ]
         yield [opened.enter_context(talking(*shard)) for shard in shards]
 
 
 @contextlib.contextmanager
-def client_of(schema: Schema, addresses: Sequence[str], *, worker: int = 0, workers: int = 1) -> Iterator[Client]:
+def client_of(
+    schema: Schema, addresses: Sequence[str], *, worker: int = 0, workers: int = 1
+) -> Iterator[Client]:
     """A worker's way to the shards, in incarnation 1."""
     with contextlib.ExitStack() as opened:
         transports = [SocketTransport(address) for address in addresses]
@@ -101,14 +105,22 @@ def sparse(requests: int, candidates: int) -> Iterator[Work]:
     schema = data.demo_schema()
     records = data.sample_records(schema, requests * _BATCHES, candidates=candidates)
     decoder = Decoder(schema, {schema.fingerprint: schema}.get)
-    lookups = [build_lookup(decoder.decode(records[at : at + requests])[0]) for at in range(0, len(records), requests)]
+    lookups = [
+        build_lookup(decoder.decode(records[at : at + requests])[0])
+        for at in range(0, len(records), requests)
+    ]
     with client_of_shards(schema) as client:
         at = [0]
 
         def step() -> None:
             at[0] = (at[0] + 1) % len(lookups)
             rows = client.pull(lookups[at[0]])
-            client.push(lookups[at[0]], {n: np.full_like(r, 1e-6) for n, r in rows.items()}, step=1, time_ms=data.T0_MS)
+            client.push(
+                lookups[at[0]],
+                {n: np.full_like(r, 1e-6) for n, r in rows.items()},
+                step=1,
+                time_ms=data.T0_MS,
+            )
 
         yield Work(step)
 
@@ -118,7 +130,9 @@ def _step(loop: TrainLoop) -> None:
 
 
 @contextlib.contextmanager
-def training_loop(schema: Schema, rows: Rows, size: tuple[int, int], read_ahead: int, staleness: int) -> Iterator[TrainLoop]:
+def training_loop(
+    schema: Schema, rows: Rows, size: tuple[int, int], read_ahead: int, staleness: int
+) -> Iterator[TrainLoop]:
     """`size`: requests a batch, candidates of each."""
     torch.set_num_threads(1)
     requests, candidates = size

@@ -11,9 +11,9 @@ import numpy as np
 from benchmarks.question import Work
 from benchmarks.workloads import data
 from benchmarks.workloads.codec import plain_decode
-from roo.decode import Decoder
-from roo.schema import Schema
-from roo.wire import Record
+from roostream.schema.schema import Schema
+from roostream.wire.decode import Decoder
+from roostream.wire.records import Record
 from trainer.record_batches import chunk_of
 
 
@@ -30,7 +30,9 @@ class Message(NamedTuple):
 def _messages(requests: int, candidates: int) -> tuple[Schema, list[Message]]:
     schema = data.demo_schema()
     records = data.sample_records(schema, requests, candidates=candidates)
-    return schema, [Message(r.partition, r.offset, r.timestamp_ms, r.key or b"", r.value or b"") for r in records]
+    return schema, [
+        Message(r.partition, r.offset, r.timestamp_ms, r.key or b"", r.value or b"") for r in records
+    ]
 
 
 def _records(messages: list[Message]) -> list[Record]:

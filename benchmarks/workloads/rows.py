@@ -19,12 +19,12 @@ from benchmarks.workloads.server import listen_until_told, serving
 from benchmarks.workloads.shard import begun_shard
 from param_server.calls import Calls
 from param_server.client import Client
-from roo.lookup import Lookup, StackLookup
-from roo.schema import Schema
-from roo.schema_file import schema_from_dict
-from runtime.rpc_client import SocketTransport
-from runtime.rpc_server import RpcServer
-from runtime.transport import InMemoryTransport, Transport
+from roostream.runtime.rpc_client import SocketTransport
+from roostream.runtime.rpc_server import RpcServer
+from roostream.runtime.transport import InMemoryTransport, Transport
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import schema_from_dict
+from roostream.wire.lookup import Lookup, StackLookup
 
 NUM_TABLES, ROWS_A_TABLE, DIM = 26, 40_000, 16
 _BATCHES = 8
@@ -45,12 +45,18 @@ def _lookup(ids: np.ndarray) -> Lookup:
 
 def batches(ids_a_table: int) -> list[Lookup]:
     rng = np.random.default_rng(0)
-    return [_lookup(rng.choice(ROWS_A_TABLE, ids_a_table, replace=False).astype(np.int64)) for _ in range(_BATCHES)]
+    return [
+        _lookup(rng.choice(ROWS_A_TABLE, ids_a_table, replace=False).astype(np.int64))
+        for _ in range(_BATCHES)
+    ]
 
 
 def _gradients(lookup: Lookup) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(1)
-    return {stack: rng.normal(0, 1e-3, (len(s.id_U), DIM)).astype(np.float32) for stack, s in lookup.stacks.items()}
+    return {
+        stack: rng.normal(0, 1e-3, (len(s.id_U), DIM)).astype(np.float32)
+        for stack, s in lookup.stacks.items()
+    }
 
 
 def _filled(transport: Transport) -> Client:

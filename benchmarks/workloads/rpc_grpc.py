@@ -38,7 +38,10 @@ def small() -> Iterator[Work]:
 def _call(method: str) -> Iterator[Callable[[bytes], bytes]]:
     import grpc  # type: ignore[import-untyped, unused-ignore]
 
-    with serving("benchmarks.workloads.rpc_grpc") as address, grpc.insecure_channel(address, options=_OPTIONS) as channel:
+    with (
+        serving("benchmarks.workloads.rpc_grpc") as address,
+        grpc.insecure_channel(address, options=_OPTIONS) as channel,
+    ):
         grpc.channel_ready_future(channel).result(10)
         yield channel.unary_unary(f"/bench/{method}")
 

@@ -11,9 +11,9 @@ import numpy as np
 from benchmarks.question import Work
 from benchmarks.workloads.link_keys import folder_of_keys, keys_in
 from benchmarks.workloads.server import listen_until_told, serving
-from runtime.rpc_client import SocketTransport
-from runtime.rpc_server import RpcServer
-from runtime.transport import Header
+from roostream.runtime.rpc_client import SocketTransport
+from roostream.runtime.rpc_server import RpcServer
+from roostream.runtime.transport import Header
 
 MB = 1e6
 
@@ -42,7 +42,10 @@ def small(secured: bool = False) -> Iterator[Work]:
 
 @contextlib.contextmanager
 def _client(secured: bool) -> Iterator[SocketTransport]:
-    with folder_of_keys(secured) as folder, serving("benchmarks.workloads.rpc_ours", *filter(None, [folder])) as address:
+    with (
+        folder_of_keys(secured) as folder,
+        serving("benchmarks.workloads.rpc_ours", *filter(None, [folder])) as address,
+    ):
         transport = SocketTransport(address, keys=keys_in(folder))
         try:
             yield transport

@@ -7,9 +7,9 @@ from param_server.config import ShardIdentity
 from param_server.segments import Segments
 from param_server.server import Shard
 from param_server.table import shapes_of
-from roo.schema import Schema
-from runtime.checkpoint_store import FileStore
-from runtime.clock import SystemClock
+from roostream.runtime.checkpoint_store import FileStore
+from roostream.runtime.clock import SystemClock
+from roostream.schema.schema import Schema
 
 
 def begun_shard(

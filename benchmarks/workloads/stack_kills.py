@@ -16,9 +16,12 @@ from benchmarks.peers import ROOT
 from benchmarks.question import Work
 from benchmarks.workloads.shared import Shared
 from benchmarks.workloads.training_stack import Books, Trainer, books, training_stack
-from runtime.manifest import Manifest
+from roostream.runtime.manifest import Manifest
 
-RATE, ROWS = 500.0, 100_000  # requests a second, about a fifth of what can be trained; rows held beside those of the samples
+RATE, ROWS = (
+    500.0,
+    100_000,
+)  # requests a second, about a fifth of what can be trained; rows held beside those of the samples
 WARM, SATURATED_WARM = 1_000, 10_000  # requests; batches are as large as they become
 INTERVAL_MS = 10_000  # between commits, as by default
 _BACK_S = 120.0
@@ -60,7 +63,9 @@ class Kills:
             time.sleep(_LOOK_S)
             now_s = time.monotonic() - killed_s
             if now_s > _BACK_S:
-                raise RuntimeError(f"nothing was trained for {_BACK_S:.0f} s behind a kill of {self.victim}; seen: {at_s}")
+                raise RuntimeError(
+                    f"nothing was trained for {_BACK_S:.0f} s behind a kill of {self.victim}; seen: {at_s}"
+                )
             its = trainer.stack.supervisor.slots[self.victim].child
             if its is not None and its is not child:
                 at_s.setdefault("started", its.started_s - killed_s)
@@ -72,7 +77,13 @@ class Kills:
                 if (worker.value("roostream_worker_step") or 0) > last.step:
                     at_s["trained"] = now_s
         started_s = at_s.get("started", at_s["trained"])
-        return Recovered(started_s, at_s.get("answers", started_s), at_s["restored"], at_s["trained"], max(step - last.step, 0))
+        return Recovered(
+            started_s,
+            at_s.get("answers", started_s),
+            at_s["restored"],
+            at_s["trained"],
+            max(step - last.step, 0),
+        )
 
 
 class Recovery:

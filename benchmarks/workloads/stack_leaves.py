@@ -49,11 +49,17 @@ class Leaves:
         answer = trainer.ask("preempt", role="worker", index=0, notice_s=self.notice_s)
         ended_s, code = ended(child, self.notice_s + _LATE_S)
         newest = trainer.newest()
-        committed = bool(answer["committed"]) and newest.step > before.step and newest.incarnation == before.incarnation
+        committed = (
+            bool(answer["committed"])
+            and newest.step > before.step
+            and newest.incarnation == before.incarnation
+        )
 
         def trains_again() -> bool:
             seen = trainer.seen("worker")
-            return (seen.value("roostream_worker_step") or 0) > newest.step and bool(seen.value("roostream_worker_training"))
+            return (seen.value("roostream_worker_step") or 0) > newest.step and bool(
+                seen.value("roostream_worker_training")
+            )
 
         until("training goes on behind a preemption", trains_again, 60.0)
         return Left(ended_s - began_s, ended_s - began_s <= self.notice_s, committed, code)

@@ -64,7 +64,12 @@ class Trainee:
     def take(self, turns: int) -> Took:
         """So many turns; the others take as many."""
         turn = self._turn if self.part.trains else self._sum
-        requests, reduce_s, wall_s, cpu_s = self.num_requests, self.reduce_s, time.perf_counter(), time.process_time()
+        requests, reduce_s, wall_s, cpu_s = (
+            self.num_requests,
+            self.reduce_s,
+            time.perf_counter(),
+            time.process_time(),
+        )
         steps = sum(turn() for _ in range(turns))
         return Took(
             steps=steps,

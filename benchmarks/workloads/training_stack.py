@@ -19,30 +19,32 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.workloads import data
-from command.audit.auditor import Auditor
+from infra.auditor.auditor import Auditor
 from infra.child import Child
 from infra.options import StackOptions
 from infra.restart import RestartPolicy
 from infra.stack import Stack
 from param_server.client import Client
-from roo import wire
-from roo.errors import RoostreamError
-from roo.ids import key_bytes
-from roo.lookup import Lookup, StackLookup
-from runtime import manifest as manifests
-from runtime.checkpoint_store import FileStore
-from runtime.kafka import clients
-from runtime.kafka.broker import Broker
-from runtime.kafka.topics import SAMPLES, name_of, nested
-from runtime.manifest import Manifest
-from runtime.rpc_client import SocketTransport
-from runtime.scrape import Scraped, fetch
+from roostream.errors import RoostreamError
+from roostream.runtime import manifest as manifests
+from roostream.runtime.checkpoint_store import FileStore
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.broker import Broker
+from roostream.runtime.kafka.topics import SAMPLES, name_of, nested
+from roostream.runtime.manifest import Manifest
+from roostream.runtime.rpc_client import SocketTransport
+from roostream.runtime.scrape import Scraped, fetch
+from roostream.schema.ids import key_bytes
+from roostream.wire import records as wire
+from roostream.wire.lookup import Lookup, StackLookup
 
 PROGRAMS = ("kafka", "shards", "controller", "workers")
 CANDIDATES = 20
 _READY_S = 120.0
 _LOOK_S = 0.1
-_EACH_ALONE = RestartPolicy(stable_s=2.0)  # who is killed again and again waits longer each time: here each kill is the first
+_EACH_ALONE = RestartPolicy(
+    stable_s=2.0
+)  # who is killed again and again waits longer each time: here each kill is the first
 _COMMIT_S, _CALL_S = 60.0, 90.0
 _AUDIT_S = 60.0
 _ROWS_A_PUSH = 50_000
@@ -184,7 +186,9 @@ class Trainer:
 
     def _hold(self, count: int) -> None:
         transports = [SocketTransport(address) for address in self.stack.endpoints.shards]
-        worker = _LOADER + next(self._loads)  # each client numbers its pushes from 1, and a shard takes none twice
+        worker = _LOADER + next(
+            self._loads
+        )  # each client numbers its pushes from 1, and a shard takes none twice
         client = Client(self.schema, transports, worker=worker, num_buckets=self.stack.options.buckets)
         try:
             client.set_incarnation(int(self.ask("status")["incarnation"]))
@@ -198,7 +202,9 @@ class Trainer:
         """The books of this commit, and what the topics say of its samples; reads them from where it was."""
         if self._auditor is None:
             stack = self.stack
-            self._auditor = Auditor(Broker(stack.endpoints.kafka), stack.prefix, num_partitions=stack.options.partitions)
+            self._auditor = Auditor(
+                Broker(stack.endpoints.kafka), stack.prefix, num_partitions=stack.options.partitions
+            )
         auditor, offsets = self._auditor, nested(manifest.offsets)[SAMPLES]
 
         def unpredicted() -> int:
@@ -222,7 +228,11 @@ class Trainer:
         """Commit, and train on for so long; the commit, to which everyone goes back who is interrupted now."""
         self.commit()
         ends_s = time.monotonic() + seconds
-        until("something new is trained", lambda: time.monotonic() >= ends_s and self.ask("status")["news"], seconds + 60.0)
+        until(
+            "something new is trained",
+            lambda: time.monotonic() >= ends_s and self.ask("status")["news"],
+            seconds + 60.0,
+        )
         return self.newest()
 
     @property
@@ -243,7 +253,8 @@ def touch(client: Client, count: int) -> None:
 
 def books(manifest: Manifest) -> Books:
     return Books(
-        below=sum(manifest.offsets.values()), trained=sum(part.metrics["requests"] for part in manifest.workers.values())
+        below=sum(manifest.offsets.values()),
+        trained=sum(part.metrics["requests"] for part in manifest.workers.values()),
     )
 
 
@@ -280,7 +291,9 @@ def ended(child: Child, timeout_s: float) -> tuple[float, int]:
 
 
 @contextlib.contextmanager
-def training_stack(rate: float, rows: int, warm_requests: int, interval_ms: int = 10_000) -> Iterator[Trainer]:
+def training_stack(
+    rate: float, rows: int, warm_requests: int, interval_ms: int = 10_000
+) -> Iterator[Trainer]:
     """A stack that trains `rate` requests a second at most, and holds `rows` rows beside those of its samples; it has trained so
     many requests. `interval_ms`: between commits, the default's."""
     with tempfile.TemporaryDirectory(prefix="roostream-bench-", ignore_cleanup_errors=True) as folder:

@@ -15,22 +15,22 @@ import torch
 from benchmarks.question import Work
 from benchmarks.workloads import data
 from benchmarks.workloads.shard import begun_shard
-from models.build import KINDS, build_model
-from models.config import ModelConfig, RankerConfig
-from models.inputs import Inputs, build_inputs
-from models.loss import loss
-from models.model import Targets
 from param_server.calls import Calls
 from param_server.client import Client
-from roo.decode import Decoder
-from roo.lookup import build_lookup
-from roo.schema import Schema
-from roo.wire import Record
-from runtime.clock import SystemClock
-from runtime.kafka.record_reader import PartitionLag
-from runtime.kafka.topics import SAMPLES, Partition, Progress
-from runtime.transport import InMemoryTransport
-from runtime.work_unit import TableInput
+from roostream.models.build import KINDS, build_model
+from roostream.models.config import ModelConfig, RankerConfig
+from roostream.models.inputs import Inputs, build_inputs
+from roostream.models.loss import loss
+from roostream.models.model import Targets
+from roostream.runtime.clock import SystemClock
+from roostream.runtime.kafka.record_reader import PartitionLag
+from roostream.runtime.kafka.topics import SAMPLES, Partition, Progress
+from roostream.runtime.transport import InMemoryTransport
+from roostream.runtime.work_unit import TableInput
+from roostream.schema.schema import Schema
+from roostream.wire.decode import Decoder
+from roostream.wire.lookup import build_lookup
+from roostream.wire.records import Record
 from trainer.batches import Chunk, NewestIds
 from trainer.config import LoopConfig
 from trainer.dense_part.adam import DenseAdam
@@ -53,7 +53,10 @@ class Endless:
     def poll(self, max_requests: int, timeout_s: float, partition: Partition | None = None) -> Chunk | None:
         out = []
         for _ in range(max_requests):
-            record, (head, tail) = self.records[self.at % len(self.records)], self.parts[self.at % len(self.parts)]
+            record, (head, tail) = (
+                self.records[self.at % len(self.records)],
+                self.parts[self.at % len(self.parts)],
+            )
             self.at += 1
             out.append(record._replace(value=head + self.at.to_bytes(8, "little") + tail, offset=self.at))
         return chunk_of(out, self.decoder, 0)
@@ -123,7 +126,12 @@ class Case:
     """A loop in its steady state, and one of its batches taken apart."""
 
     def __init__(
-        self, folder: str, schema: Schema, records: list[Record], model: ModelConfig | None = None, **settings: Any
+        self,
+        folder: str,
+        schema: Schema,
+        records: list[Record],
+        model: ModelConfig | None = None,
+        **settings: Any,
     ) -> None:
         """`records`: a few batches of one size; `model`: None = our ranker; `settings`: others of the loop."""
         model = model or RankerConfig()
@@ -133,8 +141,12 @@ class Case:
         self.decoder = Decoder(self.schema, {self.schema.fingerprint: self.schema}.get)
         self.source = Endless(self.records, self.decoder)
         self.outputs = Silent()
-        config = LoopConfig(batch_requests=requests, first_batch_requests=requests, dedupe_horizon_ms=60_000, **settings)
-        wiring = Wiring(source=self.source, rows=ShardRows(self.client), outputs=self.outputs, clock=SystemClock())
+        config = LoopConfig(
+            batch_requests=requests, first_batch_requests=requests, dedupe_horizon_ms=60_000, **settings
+        )
+        wiring = Wiring(
+            source=self.source, rows=ShardRows(self.client), outputs=self.outputs, clock=SystemClock()
+        )
         self.loop = TrainLoop(config, self.schema, model, wiring)
         self.batch = self.decoder.decode(self.records[:requests])[0]
         self.lookup = build_lookup(self.batch)
@@ -143,7 +155,10 @@ class Case:
         self.optimizer = DenseAdam(self.model.named_parameters(), learning_rate=2e-3)
         self.inputs = self._inputs()
         self.gradients = {name: np.full_like(rows_UD, 1e-6) for name, rows_UD in self.rows.items()}
-        self.label_BT, self.weight_BT = torch.from_numpy(self.batch.label_BT), torch.from_numpy(self.batch.weight_BT)
+        self.label_BT, self.weight_BT = (
+            torch.from_numpy(self.batch.label_BT),
+            torch.from_numpy(self.batch.weight_BT),
+        )
         self.score_BT = np.random.default_rng(3).random(self.batch.label_BT.shape, dtype=np.float32)
 
     @functools.cached_property
@@ -208,7 +223,9 @@ class Case:
 def demo_case(folder: str, requests: int, candidates: int, model: ModelConfig | None = None) -> Case:
     """Of the demo's schema."""
     schema = data.demo_schema()
-    return Case(folder, schema, data.sample_records(schema, requests * _BATCHES, candidates=candidates), model)
+    return Case(
+        folder, schema, data.sample_records(schema, requests * _BATCHES, candidates=candidates), model
+    )
 
 
 def ebnerd_case(folder: str, requests: int) -> Case:

@@ -54,7 +54,9 @@ class Workers:
             "requests a step": self.requests() / steps,
             "CPU ms a step, workers": 1e3 * cpu_s / steps,
             "CPU ms a step, shards": 1e3 * self._shards_cpu_s / steps,
-            "in the sum %": 100 * sum(took.reduce_s for took in self._took) / sum(took.wall_s for took in self._took),
+            "in the sum %": 100
+            * sum(took.reduce_s for took in self._took)
+            / sum(took.wall_s for took in self._took),
             "cores in use": (cpu_s + self._shards_cpu_s) / self._wall_s,
         }
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from infra.child import Program
 from infra.pools.processes import ProcessPool
-from roo.errors import ConfigError, UnavailableError
+from roostream.errors import ConfigError, UnavailableError
 
 log = logging.getLogger("roostream.pool")
 
@@ -72,7 +72,9 @@ class RayPool:
         try:
             import ray
         except ModuleNotFoundError as error:
-            raise ConfigError(f"expected {error.name} to run programs on its cluster; pip install 'roostream[ray]'") from None
+            raise ConfigError(
+                f"expected {error.name} to run programs on its cluster; pip install 'roostream[ray]'"
+            ) from None
         self._ray, self._copy, self._kind = ray, copy, kind
         self._connected = not ray.is_initialized()
         if self._connected:
@@ -103,7 +105,10 @@ class RayPool:
         """Those at Ray that no node has room for, too."""
         with self._asked():
             self._look()
-        return [f"{self._kind}-{number}" for number in sorted({*self._seats, *(number for number, _ in self._ending)})]
+        return [
+            f"{self._kind}-{number}"
+            for number in sorted({*self._seats, *(number for number, _ in self._ending)})
+        ]
 
     def pids(self) -> list[int]:
         """Of all copies, each on its own node."""

@@ -4,7 +4,7 @@ import org.apache.flink.api.common.functions.FilterFunction;
 import org.apache.flink.types.Row;
 
 /**
- * Drops what has done its work once the watermark generator has seen it: heartbeats and end markers (roo/wire.py) as our writers
+ * Drops what has done its work once the watermark generator has seen it: heartbeats and end markers (roostream/wire/records.py) as our writers
  * write them. Whatever else begins like one goes on to Python, which makes a dead letter of what can't be read.
  */
 public final class EventFilter implements FilterFunction<Row> {

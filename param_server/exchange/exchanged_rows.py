@@ -20,13 +20,13 @@ from param_server import kernels
 from param_server.calls import Calls, integer
 from param_server.client import KeyShare, checked_gradient, part_of, split_by_owner
 from param_server.server import Shard
-from roo.errors import ConfigError, RoostreamError, UnavailableError
-from roo.lookup import Lookup
-from runtime import frames
-from runtime.layout.bucket_map import BucketMap
-from runtime.rpc_client import error_of
-from runtime.rpc_server import error_body
-from runtime.transport import Header
+from roostream.errors import ConfigError, RoostreamError, UnavailableError
+from roostream.runtime import frames
+from roostream.runtime.bucket_map import BucketMap
+from roostream.runtime.rpc_client import error_of
+from roostream.runtime.rpc_server import error_body
+from roostream.runtime.transport import Header
+from roostream.wire.lookup import Lookup
 
 
 class Peers(Protocol):
@@ -77,7 +77,9 @@ class ExchangedRows:
         owners = owners or self.shard.identity.first_owners
         owners.check(self.shard.identity.num_buckets, self.peers.workers)
         if workers != self.peers.workers:
-            raise ConfigError(f"expected {self.peers.workers} workers, each of which holds rows, got {workers}")
+            raise ConfigError(
+                f"expected {self.peers.workers} workers, each of which holds rows, got {workers}"
+            )
         self.incarnation, self.owners, self._sequence, self._lost = incarnation, owners, 0, ""
 
     def pull(self, lookup: Lookup) -> dict[str, np.ndarray]:
@@ -87,9 +89,15 @@ class ExchangedRows:
             FencedError, UnavailableError: an owner is in another incarnation, or gone; everyone must be restored.
         """
         tables = self.shard.tables
-        out = {name: np.empty((len(its.id_U), tables[name].width), np.float32) for name, its in lookup.stacks.items()}
+        out = {
+            name: np.empty((len(its.id_U), tables[name].width), np.float32)
+            for name, its in lookup.stacks.items()
+        }
         shares = split_by_owner(lookup, self.owners)
-        asked = [OwnerCall("pull", {"incarnation": self.incarnation, "stacks": _stacks(its)}, _keys(its)) for its in shares]
+        asked = [
+            OwnerCall("pull", {"incarnation": self.incarnation, "stacks": _stacks(its)}, _keys(its))
+            for its in shares
+        ]
         for its, arrays in zip(shares, self._round(asked, self._pulled), strict=True):
             for share, rows_MD in zip(its, arrays, strict=True):
                 if isinstance(share.at_M, slice):
@@ -98,7 +106,9 @@ class ExchangedRows:
                     kernels.put_rows(out[share.stack], share.at_M, rows_MD)
         return out
 
-    def push(self, lookup: Lookup, gradients: Mapping[str, np.ndarray], *, step: int, time_ms: int, **more: Any) -> None:
+    def push(
+        self, lookup: Lookup, gradients: Mapping[str, np.ndarray], *, step: int, time_ms: int, **more: Any
+    ) -> None:
         """Apply gradients (stack → float32 [U, D], aligned with the lookup) of all workers, each row's sum at its owner. `more`:
         as `Client.push` takes it.
 
@@ -111,9 +121,19 @@ class ExchangedRows:
         if self._lost:
             raise UnavailableError(f"a push before this one was lost ({self._lost}); waiting for RESTORE")
         tables = self.shard.tables
-        parts = {n: checked_gradient(n, g, (len(lookup.stacks[n].id_U), tables[n].width)) for n, g in gradients.items()}
+        parts = {
+            n: checked_gradient(n, g, (len(lookup.stacks[n].id_U), tables[n].width))
+            for n, g in gradients.items()
+        }
         self._sequence += 1
-        header = {"oldest_engagement_ms": 0, "oldest_close_ms": 0, "clip_row_norm": 0.0, **more, "step": step, "time_ms": time_ms}
+        header = {
+            "oldest_engagement_ms": 0,
+            "oldest_close_ms": 0,
+            "clip_row_norm": 0.0,
+            **more,
+            "step": step,
+            "time_ms": time_ms,
+        }
         header |= {"incarnation": self.incarnation, "worker": self.peers.index, "sequence": self._sequence}
         header |= {"workers": self.peers.workers}
         asked = []
@@ -139,7 +159,10 @@ class ExchangedRows:
         calls = [asked[n] if n == me else _call_of(data) for n, data in enumerate(got)]
         answers: list[list[np.ndarray] | RoostreamError] = do(calls)
         back = [_NOTHING if n == me else self._sent(_answer(its)) for n, its in enumerate(answers)]
-        told = [answers[n] if n == me else _answer_of(data) for n, data in enumerate(self.peers.swap(back, f"{method} answered"))]
+        told = [
+            answers[n] if n == me else _answer_of(data)
+            for n, data in enumerate(self.peers.swap(back, f"{method} answered"))
+        ]
         for answer in told:
             if isinstance(answer, RoostreamError):
                 raise answer

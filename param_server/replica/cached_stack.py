@@ -13,7 +13,7 @@ from numba import njit
 from param_server.held_rows import HeldRows
 from param_server.index import Keys, grown
 from param_server.index_kernels import LIVE
-from roo.schema import Table
+from roostream.schema.schema import Table
 
 NO_ROW, USED = 32, 64
 """Flags of a place, beside those of the index: its key has no row; it was asked for since the hand passed."""
@@ -39,7 +39,9 @@ class CachedStack:
         """No keys."""
         self.held.clear()
         self._hand = self.num_without_row = 0
-        self._version_N = np.zeros(self.held.index.capacity, np.uint64)  # the row is as new as this delta of its bucket
+        self._version_N = np.zeros(
+            self.held.index.capacity, np.uint64
+        )  # the row is as new as this delta of its bucket
 
     @property
     def num_keys(self) -> int:
@@ -77,7 +79,10 @@ class CachedStack:
         """A delta: its keys that are here, and older than it, have these rows (the first L) or none. No key comes by it."""
         place_U = self.held.index.find(keys)
         older_U = (place_U >= 0) & (self._version_N[place_U] < np.uint64(version))
-        live_M, gone_M = np.flatnonzero(older_U[: len(rows_LD)]), np.flatnonzero(older_U[len(rows_LD) :]) + len(rows_LD)
+        live_M, gone_M = (
+            np.flatnonzero(older_U[: len(rows_LD)]),
+            np.flatnonzero(older_U[len(rows_LD) :]) + len(rows_LD),
+        )
         flags_N = self.held.index.flags_N
         self.num_without_row -= self._without(place_U[older_U])
         self.held.rows_ND[place_U[live_M]] = rows_LD[live_M]

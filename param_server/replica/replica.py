@@ -25,12 +25,12 @@ from param_server.deltas import columns_of
 from param_server.index import Keys
 from param_server.replica.shard_owners import asked_owners
 from param_server.replica.stores import PrivateRows, RowStore
-from roo import roo_pb2 as pb
-from roo.errors import SchemaError, UnavailableError
-from roo.lookup import Lookup
-from roo.schema import Schema
-from runtime.kafka.topics import DEFAULT_BUCKETS
-from runtime.transport import Transport
+from roostream.errors import SchemaError, UnavailableError
+from roostream.runtime.kafka.topics import DEFAULT_BUCKETS
+from roostream.runtime.transport import Transport
+from roostream.schema.schema import Schema
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.lookup import Lookup
 
 Version: TypeAlias = tuple[int, int]
 """(incarnation, sequence)."""
@@ -76,7 +76,9 @@ class Replica:
         self.stale: set[tuple[str, int]] = set()  # (stack, bucket); of the writer's thread
         self.freshness = Freshness()
         self.num_applied = self.num_dropped = 0
-        stores = stores or {n: PrivateRows(t, seed=seed, num_buckets=num_buckets) for n, t in schema.stacks.items()}
+        stores = stores or {
+            n: PrivateRows(t, seed=seed, num_buckets=num_buckets) for n, t in schema.stacks.items()
+        }
         self._stacks = {name: _StackRows(store, [(0, 0)] * num_buckets, {}) for name, store in stores.items()}
         self._lock = threading.Lock()
 
@@ -87,7 +89,9 @@ class Replica:
     def gather(self, lookup: Lookup) -> dict[str, np.ndarray]:
         """Stack → float32 [U, D]; keys without a row give the initial value that training begins with."""
         with self._lock:
-            return {n: self._stacks[n].store.gather(Keys(s.table_U, s.id_U)) for n, s in lookup.stacks.items()}
+            return {
+                n: self._stacks[n].store.gather(Keys(s.table_U, s.id_U)) for n, s in lookup.stacks.items()
+            }
 
     def version(self, stack: str, bucket: int) -> Version:
         return self._stacks[stack].versions[bucket]
@@ -106,7 +110,9 @@ class Replica:
         """
         stack = self._stacks.get(message.stack)
         if stack is None or message.bucket >= self.num_buckets:
-            raise SchemaError(f"rows of stack {message.stack!r}, bucket {message.bucket}: the schema has no such; use one schema")
+            raise SchemaError(
+                f"rows of stack {message.stack!r}, bucket {message.bucket}: the schema has no such; use one schema"
+            )
         if message.bucket not in self.buckets:
             return False
         if isinstance(message, pb.Barrier):
@@ -117,7 +123,9 @@ class Replica:
             if applied:
                 stack.store.put(keys.take(np.arange(len(rows_LD))), rows_LD)
                 stack.store.remove(keys.take(np.arange(len(rows_LD), len(keys))))
-                self.freshness = Freshness(message.oldest_engagement_ms, message.oldest_close_ms, message.oldest_trained_ms)
+                self.freshness = Freshness(
+                    message.oldest_engagement_ms, message.oldest_close_ms, message.oldest_trained_ms
+                )
         self.num_applied += applied
         self.num_dropped += not applied
         return applied
@@ -164,7 +172,9 @@ class Replica:
         self._take_page(stack, answer["buckets"], Keys(arrays[0], arrays[1]), arrays[2])
         return int(answer["cursor"])
 
-    def _take_page(self, name: str, buckets: Sequence[Sequence[int]], keys: Keys, rows_UD: np.ndarray) -> None:
+    def _take_page(
+        self, name: str, buckets: Sequence[Sequence[int]], keys: Keys, rows_UD: np.ndarray
+    ) -> None:
         stack = self._stacks[name]
         bucket_U = kernels.buckets(keys.table_U, keys.id_U, self.num_buckets)
         for bucket, incarnation, sequence, settles_at in buckets:
@@ -199,7 +209,9 @@ class Replica:
         with self._lock:
             if barrier.incarnation < stack.versions[barrier.bucket][0]:
                 return False
-            unpublished = stack.unsettled.get(barrier.bucket, (barrier.incarnation, 0))[0] < barrier.incarnation
+            unpublished = (
+                stack.unsettled.get(barrier.bucket, (barrier.incarnation, 0))[0] < barrier.incarnation
+            )
             self.needs_bootstrap |= barrier.rebootstrap or unpublished
             stack.versions[barrier.bucket] = max(stack.versions[barrier.bucket], (barrier.incarnation, 0))
         return True

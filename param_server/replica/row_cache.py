@@ -29,12 +29,12 @@ from param_server.deltas import columns_of
 from param_server.index import Keys
 from param_server.replica.cached_stack import CachedStack, bytes_of_a_row
 from param_server.replica.shard_reads import Fetched, ShardReads
-from roo import roo_pb2 as pb
-from roo.errors import SchemaError
-from roo.lookup import Lookup
-from roo.schema import Schema
-from runtime.kafka.topics import DEFAULT_BUCKETS
-from runtime.transport import Transport
+from roostream.errors import SchemaError
+from roostream.runtime.kafka.topics import DEFAULT_BUCKETS
+from roostream.runtime.transport import Transport
+from roostream.schema.schema import Schema
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.lookup import Lookup
 
 _LEAST_KEYS = 64
 _MOST_WAITING = 64  # gathers whose misses are to be read later
@@ -57,7 +57,12 @@ class RowCache:
     stale: Collection[object] = ()
 
     def __init__(
-        self, schema: Schema, seed: int, reads: ShardReads, policy: CachePolicy, num_buckets: int = DEFAULT_BUCKETS
+        self,
+        schema: Schema,
+        seed: int,
+        reads: ShardReads,
+        policy: CachePolicy,
+        num_buckets: int = DEFAULT_BUCKETS,
     ) -> None:
         self.reads, self.policy, self.num_buckets = reads, policy, num_buckets
         self.needs_bootstrap = True
@@ -68,7 +73,9 @@ class RowCache:
             name: CachedStack(tables, seed=seed, num_buckets=num_buckets, capacity=capacity)
             for name, tables in schema.stacks.items()
         }
-        self._known = {name: np.zeros(num_buckets, np.uint64) for name in schema.stacks}  # B: newest version applied
+        self._known = {
+            name: np.zeros(num_buckets, np.uint64) for name in schema.stacks
+        }  # B: newest version applied
         self._lock = threading.Lock()
         self._waiting: deque[Mapping[str, Keys]] = deque(maxlen=_MOST_WAITING)
         self._asked = threading.Event()
@@ -134,7 +141,9 @@ class RowCache:
         """Take one message of the topic; False if it was not newer than what was applied. Raises as `Replica.apply`."""
         stack = self._stacks.get(message.stack)
         if stack is None or message.bucket >= self.num_buckets:
-            raise SchemaError(f"rows of stack {message.stack!r}, bucket {message.bucket}: the schema has no such; use one schema")
+            raise SchemaError(
+                f"rows of stack {message.stack!r}, bucket {message.bucket}: the schema has no such; use one schema"
+            )
         if isinstance(message, pb.Barrier):
             return self._barrier(stack, message)
         keys, rows_LD = columns_of(message, stack.held.width, self.policy.max_norm)
@@ -170,7 +179,9 @@ class RowCache:
     def mend(self, transports: Sequence[Transport]) -> None:
         """Nothing is ever stale: what may be is forgotten."""
 
-    def _read(self, wanted: Mapping[str, Keys], missed: Mapping[str, np.ndarray], out: Mapping[str, np.ndarray]) -> int:
+    def _read(
+        self, wanted: Mapping[str, Keys], missed: Mapping[str, np.ndarray], out: Mapping[str, np.ndarray]
+    ) -> int:
         """Fill in what the shards give in time; for how many keys they did."""
         if not self.policy.waits:
             self._waiting.append(wanted)
@@ -196,7 +207,9 @@ class RowCache:
             if not self.needs_bootstrap:
                 stack = self._stacks[name]
                 kept_M &= stack.held.index.find(keys) < 0
-                stack.add(keys.take(kept_M), part.rows_MD[kept_M], part.there_M[kept_M] != 0, version_M[kept_M])
+                stack.add(
+                    keys.take(kept_M), part.rows_MD[kept_M], part.there_M[kept_M] != 0, version_M[kept_M]
+                )
         return believed_M
 
     def _barrier(self, stack: CachedStack, barrier: pb.Barrier) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from roo.errors import RoostreamError, UnavailableError
-from runtime.layout.bucket_map import BucketMap
-from runtime.transport import Transport
+from roostream.errors import RoostreamError, UnavailableError
+from roostream.runtime.bucket_map import BucketMap
+from roostream.runtime.transport import Transport
 
 log = logging.getLogger("roostream.rows")
 

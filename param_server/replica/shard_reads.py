@@ -18,10 +18,10 @@ import numpy as np
 from param_server import kernels
 from param_server.index import Keys
 from param_server.replica.shard_owners import asked_owners
-from roo.errors import FencedError, RoostreamError
-from runtime.clock import Clock
-from runtime.layout.bucket_map import BucketMap
-from runtime.transport import Transport
+from roostream.errors import FencedError, RoostreamError
+from roostream.runtime.bucket_map import BucketMap
+from roostream.runtime.clock import Clock
+from roostream.runtime.transport import Transport
 
 log = logging.getLogger("roostream.rows")
 
@@ -75,7 +75,10 @@ class ShardReads:
         if self._learns_at_s is None or now_s < self._learns_at_s:
             return
         try:
-            self.owners, self._learns_at_s = asked_owners(self.shards, self.num_buckets, timeout_s=self.timeout_s), None
+            self.owners, self._learns_at_s = (
+                asked_owners(self.shards, self.num_buckets, timeout_s=self.timeout_s),
+                None,
+            )
         except RoostreamError as error:
             self._learns_at_s = now_s + AGAIN_S
             log.debug("rows are asked for by the map that was known: %s", error)
@@ -96,7 +99,9 @@ class ShardReads:
             return {}
         arrays = [array for _, keys in part.values() for array in (keys.table_U, keys.id_U)]
         try:
-            header, got = self.shards[shard].call("read", {"stacks": list(part)}, arrays, timeout_s=self.timeout_s)
+            header, got = self.shards[shard].call(
+                "read", {"stacks": list(part)}, arrays, timeout_s=self.timeout_s
+            )
         except RoostreamError as error:
             self.num_failed += 1
             if isinstance(error, FencedError):

@@ -24,8 +24,8 @@ import numpy as np
 import xxhash
 
 from param_server.replica.shared_kernels import HEAD_WORDS
-from roo.errors import ConfigError, SetupError, UnavailableError
-from roo.schema import Schema
+from roostream.errors import ConfigError, SetupError, UnavailableError
+from roostream.schema.schema import Schema
 
 MAGIC, FORMAT = int.from_bytes(b"ROOROWS1", "little"), 1
 READY, CURRENT_MS, NUM_ROWS, GENERATIONS = 6, 7, 8, 64
@@ -53,7 +53,9 @@ class SharedFolder:
 
     def __init__(self, folder: Path, schema: Schema, seed: int) -> None:
         if len(schema.stacks) > _MOST_STACKS:
-            raise ConfigError(f"expected at most {_MOST_STACKS} stacks for rows in shared memory, got {len(schema.stacks)}")
+            raise ConfigError(
+                f"expected at most {_MOST_STACKS} stacks for rows in shared memory, got {len(schema.stacks)}"
+            )
         self.folder, self.stacks = folder, list(schema.stacks)
         self.identity = (MAGIC, FORMAT, schema.fingerprint, seed & (1 << 64) - 1, _boot(), len(schema.stacks))
 
@@ -71,12 +73,16 @@ class SharedFolder:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             held = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise SetupError(f"rows_home {self.folder} can't be used: {error.strerror}; choose another") from None
+            raise SetupError(
+                f"rows_home {self.folder} can't be used: {error.strerror}; choose another"
+            ) from None
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(held)
-            raise SetupError(f"rows_home {self.folder} is written by another program; end it, or choose another") from None
+            raise SetupError(
+                f"rows_home {self.folder} is written by another program; end it, or choose another"
+            ) from None
         return held
 
     def open_head(self) -> np.ndarray:
@@ -131,7 +137,10 @@ class SharedFolder:
         words = _mapped(self._path(stack, generation), writable=False)
         head = words[:6].tolist() if len(words) >= FIRST else []
         num_words = HEAD_WORDS + (width + 1) // 2
-        if head[:4] != [MAGIC, FORMAT, width, num_words] or len(words) != FIRST + head[5] + head[4] * num_words:
+        if (
+            head[:4] != [MAGIC, FORMAT, width, num_words]
+            or len(words) != FIRST + head[5] + head[4] * num_words
+        ):
             raise UnavailableError(f"{self._path(stack, generation)} is not what it should be")
         return _view(words, generation)
 
@@ -167,7 +176,9 @@ class SharedFolder:
             made.rename(path)
         except OSError as error:
             made.unlink(missing_ok=True)
-            raise UnavailableError(f"{path}: no room for {num_bytes} bytes of rows: {error.strerror}") from None
+            raise UnavailableError(
+                f"{path}: no room for {num_bytes} bytes of rows: {error.strerror}"
+            ) from None
         return words
 
 
@@ -191,7 +202,9 @@ def _view(words: np.ndarray, generation: int) -> StackMap:
     _, _, _, num_words, num_slots, places = words[:6].tolist()
     slab = words[FIRST + places :]
     shift = np.uint64(64 - (places - 1).bit_length())
-    return StackMap(generation, num_words, num_slots, shift, words[FIRST : FIRST + places], slab, slab.view(np.float32))
+    return StackMap(
+        generation, num_words, num_slots, shift, words[FIRST : FIRST + places], slab, slab.view(np.float32)
+    )
 
 
 def _boot() -> int:

@@ -292,7 +292,9 @@ def put(
 
 
 @register_jitable
-def write(slab: np.ndarray, numbers: np.ndarray, at: int, id_: np.uint64, table: np.uint64, row_D: np.ndarray) -> None:
+def write(
+    slab: np.ndarray, numbers: np.ndarray, at: int, id_: np.uint64, table: np.uint64, row_D: np.ndarray
+) -> None:
     sequence = slab[at + SEQUENCE]
     store(slab, at + SEQUENCE, sequence + _ONE)  # 1
     fence_release()

@@ -13,15 +13,17 @@ import numpy as np
 from param_server.index import Keys
 from param_server.replica.shared_files import CURRENT_MS, GENERATIONS, NUM_ROWS, READY, SharedFolder, StackMap
 from param_server.replica.shared_rows import SharedOwner, gather_from
-from roo.errors import ConfigError, UnavailableError
-from roo.lookup import Lookup, StackLookup
-from roo.schema import Schema
-from roo.schema_file import schema_from_dict
-from runtime.clock import Clock, SystemClock
+from roostream.errors import ConfigError, UnavailableError
+from roostream.runtime.clock import Clock, SystemClock
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import schema_from_dict
+from roostream.wire.lookup import Lookup, StackLookup
 
 log = logging.getLogger("roostream.rows")
 
-_EMPTY = StackMap(0, 3, 0, np.uint64(63), np.zeros(2, np.uint64), np.zeros(0, np.uint64), np.zeros(0, np.float32))
+_EMPTY = StackMap(
+    0, 3, 0, np.uint64(63), np.zeros(2, np.uint64), np.zeros(0, np.uint64), np.zeros(0, np.float32)
+)
 _TRIES = 8
 
 
@@ -86,12 +88,17 @@ class SharedReader:
         out: dict[str, np.ndarray] = {}
         for name, found in lookup.stacks.items():
             _, width, table_K, scale_K = self._stacks[name]
-            out[name], again = gather_from(self._map(name), Keys(found.table_U, found.id_U), width, self.seed, table_K, scale_K)
+            out[name], again = gather_from(
+                self._map(name), Keys(found.table_U, found.id_U), width, self.seed, table_K, scale_K
+            )
             self.num_again += again
         return out
 
     def _map(self, name: str) -> StackMap:
-        if self._head is None or int(self._head[GENERATIONS + self._stacks[name][0]]) == self._maps[name].generation:
+        if (
+            self._head is None
+            or int(self._head[GENERATIONS + self._stacks[name][0]]) == self._maps[name].generation
+        ):
             return self._maps[name]
         with self._lock:
             return self._follow(self._head, name)
@@ -112,12 +119,16 @@ class SharedReader:
 
 def warm() -> None:
     """Compile the kernels of both sides into numba's cache."""
-    schema = schema_from_dict({"tables": {"warm": {"dim": 2}}, "label": [{"name": "click", "action": "click"}]})
+    schema = schema_from_dict(
+        {"tables": {"warm": {"dim": 2}}, "label": [{"name": "click", "action": "click"}]}
+    )
     stack, (table,) = next(iter(schema.stacks.items()))
     found = StackLookup(np.full(3, table.id, np.uint32), np.arange(3), {})
     with (
         tempfile.TemporaryDirectory() as place,
-        contextlib.closing(SharedOwner(SharedFolder(Path(place), schema, 0), schema, 0, 4, SystemClock()).open()) as owner,
+        contextlib.closing(
+            SharedOwner(SharedFolder(Path(place), schema, 0), schema, 0, 4, SystemClock()).open()
+        ) as owner,
     ):
         keys = Keys(found.table_U, found.id_U)
         owner.stores[stack].put(keys, np.ones((3, 2), np.float32))

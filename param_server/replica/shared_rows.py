@@ -15,8 +15,8 @@ from param_server.index import KeyIndex, Keys
 from param_server.replica import shared_kernels as kernels
 from param_server.replica.shared_files import CURRENT_MS, GENERATIONS, NUM_ROWS, READY, SharedFolder, StackMap
 from param_server.replica.slots import RowSlots
-from roo.schema import Schema, Table
-from runtime.clock import Clock
+from roostream.runtime.clock import Clock
+from roostream.schema.schema import Schema, Table
 
 _FIRST_SLOTS = 1024
 _CHUNK = 1 << 16  # rows that are copied at once to a new file
@@ -25,8 +25,16 @@ _CHUNK = 1 << 16  # rows that are copied at once to a new file
 class SharedOwner:
     """All stacks. One a folder; `open` makes sure of that."""
 
-    def __init__(self, folder: SharedFolder, schema: Schema, seed: int, num_buckets: int, clock: Clock) -> None:
-        self.folder, self.schema, self.seed, self.num_buckets, self.clock = folder, schema, seed, num_buckets, clock
+    def __init__(
+        self, folder: SharedFolder, schema: Schema, seed: int, num_buckets: int, clock: Clock
+    ) -> None:
+        self.folder, self.schema, self.seed, self.num_buckets, self.clock = (
+            folder,
+            schema,
+            seed,
+            num_buckets,
+            clock,
+        )
         self.published = False
 
     def open(self) -> SharedOwner:
@@ -34,7 +42,10 @@ class SharedOwner:
         self._lock = self.folder.lock()
         self.head = self.folder.open_head()
         self._generation = self.folder.newest_generation()
-        self.stores = {name: SharedRows(self, number, tables) for number, (name, tables) in enumerate(self.schema.stacks.items())}
+        self.stores = {
+            name: SharedRows(self, number, tables)
+            for number, (name, tables) in enumerate(self.schema.stacks.items())
+        }
         return self
 
     def publish(self) -> None:
@@ -90,7 +101,15 @@ class SharedRows:
     def remove(self, keys: Keys) -> None:
         m, freed_M = self.map, np.empty(len(keys), np.int64)
         num = kernels.remove(
-            m.index_C, m.shift, m.slab, m.num_words, keys.table_U, keys.id_U, freed_M, self._counts, self._bucket_N
+            m.index_C,
+            m.shift,
+            m.slab,
+            m.num_words,
+            keys.table_U,
+            keys.id_U,
+            freed_M,
+            self._counts,
+            self._bucket_N,
         )
         self._slots.free(freed_M[:num], self._now_s())
 
@@ -107,7 +126,11 @@ class SharedRows:
 
     def _write(self, keys: Keys, rows_UD: np.ndarray, start: int) -> int:
         """As many of the keys from `start` on as there is room for."""
-        m, free_M, freed_M = self.map, self._slots.take(len(keys) - start, self._now_s()), np.empty(len(keys), np.int64)
+        m, free_M, freed_M = (
+            self.map,
+            self._slots.take(len(keys) - start, self._now_s()),
+            np.empty(len(keys), np.int64),
+        )
         done, used, freed = kernels.put(
             m.index_C,
             m.shift,
@@ -142,7 +165,9 @@ class SharedRows:
             self.owner.folder.forget(self.number, old.generation)
 
     def _begin(self, capacity: int) -> None:
-        self.map: StackMap = self.owner.folder.create_stack(self.number, self.owner.next_generation(), self.width, capacity)
+        self.map: StackMap = self.owner.folder.create_stack(
+            self.number, self.owner.next_generation(), self.width, capacity
+        )
         self._slots = RowSlots(capacity)
         self._counts, self._bucket_N = np.zeros(2, np.int64), np.full(capacity, -1, np.int32)
 

@@ -32,7 +32,9 @@ class RowSlots:
     def available(self, now_s: float) -> int:
         """How many `take` can give at most."""
         return (
-            self.capacity - self._next + sum(len(slots_M) for freed_s, slots_M in self._resting if self._rested(freed_s, now_s))
+            self.capacity
+            - self._next
+            + sum(len(slots_M) for freed_s, slots_M in self._resting if self._rested(freed_s, now_s))
         )
 
     def take(self, most: int, now_s: float) -> np.ndarray:

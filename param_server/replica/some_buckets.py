@@ -9,9 +9,9 @@ import numpy as np
 from param_server import kernels
 from param_server.replica.replica import Replica
 from param_server.replica.row_cache import RowCache
-from roo import roo_pb2 as pb
-from roo.lookup import Lookup, StackLookup
-from runtime.transport import Transport
+from roostream.runtime.transport import Transport
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.lookup import Lookup, StackLookup
 
 
 class SomeBuckets:
@@ -53,8 +53,14 @@ class SomeBuckets:
 
     def gather(self, lookup: Lookup) -> dict[str, np.ndarray]:
         """Stack → float32 [U, D]."""
-        own = {n: self._own_B[kernels.buckets(s.table_U, s.id_U, len(self._own_B))] for n, s in lookup.stacks.items()}
-        held, cached = self.replica.gather(_part(lookup, own)), self.cache.gather(_part(lookup, {n: ~m for n, m in own.items()}))
+        own = {
+            n: self._own_B[kernels.buckets(s.table_U, s.id_U, len(self._own_B))]
+            for n, s in lookup.stacks.items()
+        }
+        held, cached = (
+            self.replica.gather(_part(lookup, own)),
+            self.cache.gather(_part(lookup, {n: ~m for n, m in own.items()})),
+        )
         out = {}
         for name, own_U in own.items():
             out[name] = np.empty((len(own_U), held[name].shape[1]), np.float32)
@@ -63,4 +69,6 @@ class SomeBuckets:
 
 
 def _part(lookup: Lookup, chosen: dict[str, np.ndarray]) -> Lookup:
-    return Lookup({n: StackLookup(s.table_U[chosen[n]], s.id_U[chosen[n]], {}) for n, s in lookup.stacks.items()})
+    return Lookup(
+        {n: StackLookup(s.table_U[chosen[n]], s.id_U[chosen[n]], {}) for n, s in lookup.stacks.items()}
+    )

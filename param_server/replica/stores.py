@@ -9,7 +9,7 @@ import numpy as np
 
 from param_server.held_rows import HeldRows
 from param_server.index import Keys
-from roo.schema import Table
+from roostream.schema.schema import Table
 
 
 class RowStore(Protocol):

@@ -15,8 +15,8 @@ import secrets
 from collections.abc import Iterable
 from typing import Any
 
-from roo.config import check_name
-from roo.errors import ConfigError, nearest
+from roostream.errors import ConfigError, nearest
+from roostream.schema.settings import check_name
 
 SCOPES = {
     "rank": "rank, retrieve, recommend, infer and explain",
@@ -57,7 +57,9 @@ def new_key(name: str, scopes: Iterable[str], now_s: int, expires_s: int = 0) ->
     secret, salt = secrets.token_urlsafe(_SECRET_BYTES), secrets.token_bytes(_SALT_BYTES)
     id_ = secrets.token_hex(_ID_BYTES)
     digest = _digest(salt, secret.encode())
-    key = BearerKey(id=id_, name=name, scopes=wanted, salt=salt, digest=digest, created_s=now_s, expires_s=expires_s)
+    key = BearerKey(
+        id=id_, name=name, scopes=wanted, salt=salt, digest=digest, created_s=now_s, expires_s=expires_s
+    )
     return f"roo_{id_}_{secret}", key
 
 
@@ -88,7 +90,11 @@ def keys_of(data: bytes) -> tuple[BearerKey, ...]:
     """What was written. Raises ConfigError: it is something else, in one sentence."""
     try:
         told = json.loads(data)
-        if not isinstance(told, dict) or told.get("format") != FORMAT or not isinstance(told.get("keys"), list):
+        if (
+            not isinstance(told, dict)
+            or told.get("format") != FORMAT
+            or not isinstance(told.get("keys"), list)
+        ):
             raise ConfigError(f"expected an object with format {FORMAT} and a list of keys")
         keys = tuple(_key(entry) for entry in told["keys"])
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -100,7 +106,11 @@ def keys_of(data: bytes) -> tuple[BearerKey, ...]:
 
 def _key(entry: dict[str, Any]) -> BearerKey:
     salt, digest = entry["salt"], entry["sha256"]
-    if not (_HEX.fullmatch(salt) and _HEX.fullmatch(digest)) or len(digest) != 64 or len(salt) < 2 * _SALT_BYTES:
+    if (
+        not (_HEX.fullmatch(salt) and _HEX.fullmatch(digest))
+        or len(digest) != 64
+        or len(salt) < 2 * _SALT_BYTES
+    ):
         raise ValueError(f"key {entry['id']!r}: salt or sha256")
     _check_scopes(entry["scopes"])
     check_name("key", entry["name"])
@@ -121,7 +131,9 @@ def _key(entry: dict[str, Any]) -> BearerKey:
 def _check_scopes(scopes: Iterable[str]) -> None:
     for scope in scopes:
         if scope not in SCOPES:
-            raise ConfigError(f"expected a scope of {', '.join(SCOPES)}, got {scope!r}{nearest(str(scope), SCOPES)}")
+            raise ConfigError(
+                f"expected a scope of {', '.join(SCOPES)}, got {scope!r}{nearest(str(scope), SCOPES)}"
+            )
 
 
 def _digest(salt: bytes, secret: bytes) -> bytes:

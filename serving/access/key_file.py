@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from roo.errors import ConfigError
-from runtime.security.watched_files import Watch
+from roostream.errors import ConfigError
+from roostream.runtime.security.watched_files import Watch
 from serving.access.bearer_keys import BearerKey, file_of, id_and_secret, keys_of
 from serving.errors import RequestError
 
@@ -39,16 +39,26 @@ class Keyring:
     def check(self, authorization: bytes, scope: str) -> BearerKey:
         """The key in a header `Authorization: Bearer …`. Raises RequestError: 401 it isn't one of ours, or no more; 403 it may
         not do this."""
-        told = id_and_secret(authorization[len(_SCHEME) :]) if authorization[: len(_SCHEME)].lower() == _SCHEME else None
+        told = (
+            id_and_secret(authorization[len(_SCHEME) :])
+            if authorization[: len(_SCHEME)].lower() == _SCHEME
+            else None
+        )
         if told is None:
-            raise RequestError(401, "expected the header 'authorization: Bearer KEY' with a key of this serving")
+            raise RequestError(
+                401, "expected the header 'authorization: Bearer KEY' with a key of this serving"
+            )
         key = self._keys.get(told[0])
         if key is None or not key.fits(told[1]):
-            raise RequestError(401, "expected a key of this serving, got one that it doesn't know; it may be revoked")
+            raise RequestError(
+                401, "expected a key of this serving, got one that it doesn't know; it may be revoked"
+            )
         if key.expires_s and self.now_s() >= key.expires_s:
             raise RequestError(401, "expected a key of this serving, got one that has expired")
         if scope and scope not in key.scopes:
-            raise RequestError(403, f"expected a key with scope {scope}, got {key.name!r} with {', '.join(key.scopes)}")
+            raise RequestError(
+                403, f"expected a key with scope {scope}, got {key.name!r} with {', '.join(key.scopes)}"
+            )
         return key
 
     def fits(self, authorization: str) -> bool:
@@ -87,7 +97,9 @@ def read_keys(file: Path) -> tuple[BearerKey, ...]:
     try:
         return keys_of(file.read_bytes())
     except OSError as error:
-        raise ConfigError(f"{file}: expected a file of keys ({error.strerror}); make one with `roostream keys new`") from None
+        raise ConfigError(
+            f"{file}: expected a file of keys ({error.strerror}); make one with `roostream keys new`"
+        ) from None
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
 

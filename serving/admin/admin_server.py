@@ -11,7 +11,7 @@ import msgspec
 import uvloop
 from starlette.types import Receive, Scope, Send
 
-from runtime.security.tls import Tls
+from roostream.runtime.security.tls import Tls
 from serving.access.key_file import Keyring
 from serving.admin.admin_token import AdminToken
 from serving.admin.desk import AdminDesk
@@ -45,15 +45,22 @@ class AdminInterface:
             status, answer, headers = error.status, error.body(), error.headers()
         except Exception:
             log.exception("an admin request failed: this is a defect of Roostream")
-            status, answer = 500, RequestError(500, "this could not be done; the cause is in serving's log").body()
+            status, answer = (
+                500,
+                RequestError(500, "this could not be done; the cause is in serving's log").body(),
+            )
         if status == 401:
             headers["www-authenticate"] = "Bearer"
         await respond(send, status, msgspec.json.encode(answer), JSON, headers)
 
     async def _answer(self, scope: Scope, receive: Receive) -> dict[str, object]:
-        given = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"), "")
+        given = next(
+            (value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"), ""
+        )
         if not self.token.fits(given):
-            raise RequestError(401, "expected the header 'authorization: Bearer TOKEN' with the token of admin_token_file")
+            raise RequestError(
+                401, "expected the header 'authorization: Bearer TOKEN' with the token of admin_token_file"
+            )
         body = await self.intake.read(scope, receive, asyncio.get_running_loop().time() + DEADLINE_S)
         return self.desk.answer(scope["method"], scope["path"], body)
 

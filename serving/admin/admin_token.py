@@ -6,7 +6,7 @@ import hashlib
 import hmac
 from pathlib import Path
 
-from roo.config import Refusal
+from roostream.schema.settings import Refusal
 
 LEAST_BYTES = 16
 _SCHEME = "bearer "
@@ -34,7 +34,10 @@ def read_token(file: str) -> AdminToken:
     token = lines[0].strip() if lines else ""
     if len(token.encode()) < LEAST_BYTES:
         do = "write one with: openssl rand -hex 32"
-        raise Refusal("admin_token_file", f"expected a first line of at least {LEAST_BYTES} bytes in {file!r}, got fewer; {do}")
+        raise Refusal(
+            "admin_token_file",
+            f"expected a first line of at least {LEAST_BYTES} bytes in {file!r}, got fewer; {do}",
+        )
     return AdminToken(token)
 
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from roo.errors import nearest
+from roostream.errors import nearest
 from serving.errors import RequestError, shown
 from serving.versions.credits import Credits
 from serving.versions.held import Held, Versions
@@ -46,9 +46,20 @@ class AdminDesk:
     """Used by one thread; what it works on is thread-safe."""
 
     def __init__(
-        self, versions: Versions, recent: RecentRequests, shadow: ShadowScoring, credits: Credits, now_ms: Callable[[], int]
+        self,
+        versions: Versions,
+        recent: RecentRequests,
+        shadow: ShadowScoring,
+        credits: Credits,
+        now_ms: Callable[[], int],
     ) -> None:
-        self.versions, self.recent, self.shadow, self.credits, self.now_ms = versions, recent, shadow, credits, now_ms
+        self.versions, self.recent, self.shadow, self.credits, self.now_ms = (
+            versions,
+            recent,
+            shadow,
+            credits,
+            now_ms,
+        )
         self._handlers: dict[str, Handlers] = {
             f"{ROOT}/versions": {"GET": self._list},
             f"{ROOT}/versions/resume": {"POST": self._resume},
@@ -105,7 +116,12 @@ class AdminDesk:
             split: Split = getattr(self.versions.routing, name)
             held = self.versions.means(split)
             means = held.version.name if held is not None else None
-            return {"version": split.version or None, "share": split.share, "means": means, **self._results(name)}
+            return {
+                "version": split.version or None,
+                "share": split.share,
+                "means": means,
+                **self._results(name),
+            }
 
         def put(body: bytes) -> Answer:
             try:
@@ -125,8 +141,15 @@ class AdminDesk:
             return {"scored": shadow.num_scored, "dropped": shadow.num_dropped, "failed": shadow.num_failed}
         if name == "interleave":
             credits, pairs = self.credits, self.credits.by_pair()
-            results = [{"served": pair.served, "rival": pair.rival, "won_by": won_by} for pair, won_by in pairs.items()]
-            told = {"lists": credits.num_drafted, "engagements": credits.num_engaged, "failed": credits.num_failed}
+            results = [
+                {"served": pair.served, "rival": pair.rival, "won_by": won_by}
+                for pair, won_by in pairs.items()
+            ]
+            told = {
+                "lists": credits.num_drafted,
+                "engagements": credits.num_engaged,
+                "failed": credits.num_failed,
+            }
             return told | {"results": results}
         return {}
 

@@ -13,7 +13,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 import httpx2 as httpx
 
-from roo.schema import Schema
+from roostream.schema.schema import Schema
 from serving.client import said
 from serving.client.retrying import Attempts, Call, Pause, Reply, RetryPolicy, Send, attempts
 from serving.client.said import (
@@ -108,7 +108,9 @@ class _Caller(Generic[Transport]):
         return said.recommend_exchange(fields)._replace(deadline_ms=deadline_ms)
 
     @_InBoth
-    def engage(self, fields: EngagementFields | Sequence[EngagementFields], deadline_ms: int | None = None) -> Exchange[Receipt]:
+    def engage(
+        self, fields: EngagementFields | Sequence[EngagementFields], deadline_ms: int | None = None
+    ) -> Exchange[Receipt]:
         """Tell what users did; may be told again as often as needed. Raises ServingError."""
         return said.engage_exchange(fields)._replace(deadline_ms=deadline_ms)
 
@@ -140,7 +142,9 @@ class ServingClient(_Caller[httpx.BaseTransport]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _connect(self, **settings: Any) -> None:
@@ -176,7 +180,9 @@ class AsyncServingClient(_Caller[httpx.AsyncBaseTransport]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self.close()
 
     def _connect(self, **settings: Any) -> None:
@@ -208,7 +214,13 @@ class AsyncServingClient(_Caller[httpx.AsyncBaseTransport]):
 def _request(step: Send) -> dict[str, Any]:
     """`left_s` bounds each phase of a sync call, which has no bound over all of them; the server keeps the deadline too."""
     call = step.call
-    return {"method": call.method, "url": call.path, "content": call.body, "headers": call.headers, "timeout": step.left_s}
+    return {
+        "method": call.method,
+        "url": call.path,
+        "content": call.body,
+        "headers": call.headers,
+        "timeout": step.left_s,
+    }
 
 
 def _reply(answer: httpx.Response) -> Reply:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roo.errors import RoostreamError
+from roostream.errors import RoostreamError
 
 
 class ServingError(RoostreamError):

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple
 
-from roo.errors import printable
+from roostream.errors import printable
 from serving.client.failure import ServingError
 
 AGAIN = frozenset({0, 408, 429, 502, 503, 504})
@@ -107,12 +107,19 @@ def error_of(reply: Reply) -> ServingError:
     """Of an answer in the one shape of errors, of a proxy's page, or of none."""
     if reply.status == 0:
         said = reply.body.decode()
-        return ServingError(0, "timeout" if "imeout" in said else "unreachable", f"serving did not answer: {said}")
+        return ServingError(
+            0, "timeout" if "imeout" in said else "unreachable", f"serving did not answer: {said}"
+        )
     call_id = reply.headers.get("x-request-id", "")
     fault = _fault(reply.body)
     if fault is None:
         said = printable(reply.body[:_MOST_SHOWN].decode(errors="replace")) or "no body"
-        return ServingError(reply.status, f"http_{reply.status}", f"expected an answer of serving, got {said}", call_id=call_id)
+        return ServingError(
+            reply.status,
+            f"http_{reply.status}",
+            f"expected an answer of serving, got {said}",
+            call_id=call_id,
+        )
     path = str(fault.get("path", ""))
     return ServingError(reply.status, str(fault["code"]), str(fault["message"]), path=path, call_id=call_id)
 

@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from roo import roo_pb2 as pb
-from roo.block import encode_nro, encode_ro
-from roo.ids import item_id
-from roo.schema import Schema
+from roostream.schema.ids import item_id
+from roostream.schema.schema import Schema
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.block import encode_nro, encode_ro
 from serving.client.failure import ServingError
 from serving.client.retrying import Call, Reply
 
@@ -183,7 +183,7 @@ def decoded_as(kind: type[T], reply: Reply) -> T:
 
 
 def impression_of(fields: RankFields, schema: Schema) -> bytes:
-    """`fields` as a `roo.Impression` without scores. Raises WireError, as `roo.block.encode_nro`."""
+    """`fields` as a `roo.Impression` without scores. Raises WireError, as `roostream.wire.block.encode_nro`."""
     ids = [item_id(i) for i in item_ids_of(fields)]
     header = pb.Header(
         request_id=fields.get("request_id", ""),
@@ -194,13 +194,19 @@ def impression_of(fields: RankFields, schema: Schema) -> bytes:
         model_version=fields.get("model_version", ""),
     )
     nro = encode_nro(schema, _columns(fields["candidates"], schema), len(ids))
-    return pb.Impression(header=header, item_ids=ids, ro=encode_ro(schema, fields.get("ro", {})), nro=nro).SerializeToString()
+    return pb.Impression(
+        header=header, item_ids=ids, ro=encode_ro(schema, fields.get("ro", {})), nro=nro
+    ).SerializeToString()
 
 
 def item_ids_of(fields: RankFields) -> list[Id]:
     """As given, in the order given."""
     candidates = fields.get("candidates", ())
-    ids = candidates.get("item_id", ()) if isinstance(candidates, Mapping) else [c["item_id"] for c in candidates]
+    ids = (
+        candidates.get("item_id", ())
+        if isinstance(candidates, Mapping)
+        else [c["item_id"] for c in candidates]
+    )
     return ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
 
 
@@ -209,7 +215,9 @@ def _rank_call(fields: RankFields, schema: Schema | None, *query: str) -> Call:
     if schema is None or given.get("first_position"):
         return _post(_with_query("/v1/rank", query), given)
     path = _with_query("/v1/rank", (*query, *["append=true"] * bool(given.get("append"))))
-    return Call("POST", path, impression_of(given, schema), (("content-type", PROTOBUF), ("accept", PROTOBUF)))
+    return Call(
+        "POST", path, impression_of(given, schema), (("content-type", PROTOBUF), ("accept", PROTOBUF))
+    )
 
 
 def _named(fields: WhoFields) -> WhoFields:
@@ -217,7 +225,9 @@ def _named(fields: WhoFields) -> WhoFields:
 
 
 def _post(path: str, fields: object) -> Call:
-    return Call("POST", path, msgspec.json.encode(fields, enc_hook=_plain), (("content-type", JSON), ("accept", JSON)))
+    return Call(
+        "POST", path, msgspec.json.encode(fields, enc_hook=_plain), (("content-type", JSON), ("accept", JSON))
+    )
 
 
 def _with_query(path: str, query: Sequence[str]) -> str:
@@ -228,7 +238,10 @@ def _columns(candidates: Any, schema: Schema) -> dict[str, Any]:
     """By feature, each with a value a candidate; what nobody has is left out."""
     if isinstance(candidates, Mapping):
         return {name: column for name, column in candidates.items() if name != "item_id"}
-    rows = [{**{k: v for k, v in c.items() if k not in ("item_id", "nro")}, **(c.get("nro") or {})} for c in candidates]
+    rows = [
+        {**{k: v for k, v in c.items() if k not in ("item_id", "nro")}, **(c.get("nro") or {})}
+        for c in candidates
+    ]
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
 
@@ -277,4 +290,6 @@ def _plain(value: object) -> object:
 
 
 def _not_ours(reply: Reply, error: Exception) -> ServingError:
-    return ServingError(reply.status, "not_serving", f"expected an answer of serving, got one that can't be read: {error}")
+    return ServingError(
+        reply.status, "not_serving", f"expected an answer of serving, got one that can't be read: {error}"
+    )

@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeAlias
 
 import xxhash
 
-from runtime.kafka.topics import ENGAGEMENTS, IMPRESSIONS
+from roostream.runtime.kafka.topics import ENGAGEMENTS, IMPRESSIONS
 
 MAGIC, VERSION, MARK = b"ROOLOG1\0", 1, 0x4F4F5253
 HEADER_BYTES = 64

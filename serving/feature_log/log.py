@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from roo.errors import SetupError, UnavailableError, WireError
+from roostream.errors import SetupError, UnavailableError, WireError
 from serving.feature_log.format import HEADER_BYTES, LogRecord, record_bytes
 from serving.feature_log.segment import Cursor, CursorFile, LogSegment
 
@@ -41,17 +41,28 @@ class FeatureLog:
     """Append from any thread; `read` and `acknowledge` from one. Build with `open`."""
 
     def __init__(
-        self, directory: Path, segments: list[LogSegment], cursors: CursorFile, lock_handle: int, sizes: tuple[int, int]
+        self,
+        directory: Path,
+        segments: list[LogSegment],
+        cursors: CursorFile,
+        lock_handle: int,
+        sizes: tuple[int, int],
     ) -> None:
         self.directory, self.segment_bytes, self.max_bytes = directory, *sizes
         self.appended = threading.Event()  # set by every append; the reader clears it before it reads
-        self._segments, self._cursors, self._lock_handle = {s.start.segment: s for s in segments}, cursors, lock_handle
+        self._segments, self._cursors, self._lock_handle = (
+            {s.start.segment: s for s in segments},
+            cursors,
+            lock_handle,
+        )
         self._active = segments[-1]
         self._lock = threading.Lock()
         self._closed = False
 
     @classmethod
-    def open(cls, directory: str | Path, *, max_bytes: int = 256 << 20, segment_bytes: int = 8 << 20) -> FeatureLog:
+    def open(
+        cls, directory: str | Path, *, max_bytes: int = 256 << 20, segment_bytes: int = 8 << 20
+    ) -> FeatureLog:
         """The log in `directory`, made if absent. What an earlier process left is kept and will be read from its cursor.
 
         Raises:
@@ -68,7 +79,11 @@ class FeatureLog:
                 segments[-1] = segments[-1].reopen(segment_bytes)
             else:
                 at = cursors.cursor or Cursor(0, 0, 0)
-                segments = [LogSegment.create(directory, Cursor(at.segment + 1, HEADER_BYTES, at.sequence), segment_bytes)]
+                segments = [
+                    LogSegment.create(
+                        directory, Cursor(at.segment + 1, HEADER_BYTES, at.sequence), segment_bytes
+                    )
+                ]
         except OSError as error:
             raise SetupError(
                 f"feature log {directory} can't be used: {error.strerror}; free space or choose another home"
@@ -85,7 +100,9 @@ class FeatureLog:
             return oldest
         # A segment that an older one was mistaken for has other sequence numbers.
         segment = self._segments[stored.segment]
-        return stored if segment.start.sequence <= stored.sequence and stored.offset >= HEADER_BYTES else oldest
+        return (
+            stored if segment.start.sequence <= stored.sequence and stored.offset >= HEADER_BYTES else oldest
+        )
 
     @property
     def end(self) -> Cursor:
@@ -115,7 +132,10 @@ class FeatureLog:
         """
         size = record_bytes(record)
         if size > self.segment_bytes - HEADER_BYTES:
-            raise WireError("oversized", f"expected a record of at most {self.segment_bytes - HEADER_BYTES} bytes, got {size}")
+            raise WireError(
+                "oversized",
+                f"expected a record of at most {self.segment_bytes - HEADER_BYTES} bytes, got {size}",
+            )
         with self._lock:
             if self._closed:
                 raise LogFullError("the feature log is closed: this process is stopping; ask another one")
@@ -169,7 +189,9 @@ class FeatureLog:
             start = self._segments[min(n for n in self._segments if n > at.segment)].start
         if start.sequence > at.sequence:
             log.error(
-                "feature log: %d records before segment %d are damaged and lost", start.sequence - at.sequence, start.segment
+                "feature log: %d records before segment %d are damaged and lost",
+                start.sequence - at.sequence,
+                start.segment,
             )
         return start
 
@@ -187,7 +209,9 @@ class FeatureLog:
                 self.directory, Cursor(end.segment + 1, HEADER_BYTES, end.sequence), self.segment_bytes
             )
         except OSError as error:
-            raise LogFullError(f"the feature log can't grow: {error.strerror}; free space at {self.directory}") from None
+            raise LogFullError(
+                f"the feature log can't grow: {error.strerror}; free space at {self.directory}"
+            ) from None
         self._segments[end.segment + 1] = self._active
 
 

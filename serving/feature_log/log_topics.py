@@ -6,9 +6,9 @@ from typing import Any
 
 from confluent_kafka import KafkaError, Producer
 
-from runtime.kafka import clients
-from runtime.kafka.broker import Broker
-from runtime.kafka.topics import name_of
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.broker import Broker
+from roostream.runtime.kafka.topics import name_of
 from serving.feature_log.format import LogRecord
 from serving.feature_log.sender import Done
 

@@ -11,7 +11,15 @@ from typing import NamedTuple
 
 import xxhash
 
-from serving.feature_log.format import HEADER_BYTES, Found, LogRecord, decode_header, encode_header, encode_record, scan
+from serving.feature_log.format import (
+    HEADER_BYTES,
+    Found,
+    LogRecord,
+    decode_header,
+    encode_header,
+    encode_record,
+    scan,
+)
 
 _PREFIX_BYTES = 8  # of a record: what is stored last
 

@@ -19,8 +19,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal, Protocol, TypeAlias
 
-from roo.errors import UnavailableError
-from runtime.backoff import Backoff
+from roostream.errors import UnavailableError
+from roostream.runtime.backoff import Backoff
 from serving.feature_log.format import LogRecord
 from serving.feature_log.log import FeatureLog, LogEntry
 from serving.feature_log.segment import Cursor
@@ -57,7 +57,9 @@ class _Pending:
 class LogSender:
     """Owns the log's cursor. Not thread-safe: all calls but `stop` from one thread."""
 
-    def __init__(self, log: FeatureLog, open_sink: Callable[[], LogSink], backoff: Backoff | None = None) -> None:
+    def __init__(
+        self, log: FeatureLog, open_sink: Callable[[], LogSink], backoff: Backoff | None = None
+    ) -> None:
         self.log, self.open_sink = log, open_sink
         self.num_sent = self.num_refused = self.num_damaged = 0
         self._backoff = backoff or Backoff(what="Kafka (feature log)")
@@ -161,7 +163,11 @@ class LogSender:
         (outcome, error), self._trouble = self._trouble, None
         if outcome == "refused" and self._alone_until > self._pending[0].after.sequence - 1:
             self.num_refused += 1
-            log.error("Kafka refuses record %d of the feature log: %s; passed over", self._pending[0].after.sequence - 1, error)
+            log.error(
+                "Kafka refuses record %d of the feature log: %s; passed over",
+                self._pending[0].after.sequence - 1,
+                error,
+            )
             self.log.acknowledge(self._pending[0].after)
         elif outcome == "refused":
             self._alone_until = self._pending[-1].after.sequence

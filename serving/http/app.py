@@ -15,10 +15,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
-from roo.errors import nearest
-from runtime.exports import Exports
-from runtime.metrics import PAGE_HEADERS, Recent
-from runtime.program import CURRENT_CALL
+from roostream.errors import nearest
+from roostream.runtime.exports import Exports
+from roostream.runtime.metrics import PAGE_HEADERS, Recent
+from roostream.runtime.program import CURRENT_CALL
 from serving.access.doors import needed
 from serving.access.key_file import Keyring
 from serving.build import Parts
@@ -137,14 +137,18 @@ class HttpInterface:
         elif scope["method"] == "POST":
             await endpoint(scope, receive, send)
         else:
-            await refuse(send, RequestError(405, f"expected POST, got {shown(scope['method'])}"), allow="POST")
+            await refuse(
+                send, RequestError(405, f"expected POST, got {shown(scope['method'])}"), allow="POST"
+            )
 
     def _refusal(self, keys: Keyring, scope: Scope) -> RequestError | None:
         wanted = needed(scope["path"], self._open_files)
         if wanted is None or (scope["path"] == "/" and wants_page(scope)):
             return None
         try:
-            keys.check(next((value for name, value in scope["headers"] if name == b"authorization"), b""), wanted)
+            keys.check(
+                next((value for name, value in scope["headers"] if name == b"authorization"), b""), wanted
+            )
         except RequestError as error:
             return error
         return None
@@ -197,7 +201,10 @@ def _others(parts: Parts) -> FastAPI:
     async def readyz(request: Request) -> Response:
         waiting_for = parts.waiting_for()
         about = _about(parts)
-        body = {"waiting_for": waiting_for, **{name: about[name] for name in ("ready", "model_version", "rows_age_s")}}
+        body = {
+            "waiting_for": waiting_for,
+            **{name: about[name] for name in ("ready", "model_version", "rows_age_s")},
+        }
         return JSONResponse(body, 503 if waiting_for else 200, {"retry-after": "1"} if waiting_for else None)
 
     async def metrics(request: Request) -> Response:
@@ -209,8 +216,18 @@ def _others(parts: Parts) -> FastAPI:
     async def docs(request: Request) -> Response:
         return HTMLResponse(interface_page(document()))
 
-    routes = {"/": root, "/healthz": healthz, "/readyz": readyz, "/metrics": metrics, "/openapi.json": openapi, "/docs": docs}
-    routes |= {front.DOCUMENT: page_document, **dict.fromkeys([path for path in front.FILES if path != "/"], page)}
+    routes = {
+        "/": root,
+        "/healthz": healthz,
+        "/readyz": readyz,
+        "/metrics": metrics,
+        "/openapi.json": openapi,
+        "/docs": docs,
+    }
+    routes |= {
+        front.DOCUMENT: page_document,
+        **dict.fromkeys([path for path in front.FILES if path != "/"], page),
+    }
     for path, answer in routes.items():
         app.add_route(path, answer, methods=["GET"])  # with HEAD
     app.add_exception_handler(HTTPException, _told)

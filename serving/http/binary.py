@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from roo import roo_pb2 as pb
-from roo.columns import Columns, Side
-from roo.errors import WireError
-from roo.schema import Schema
+from roostream.errors import WireError
+from roostream.schema.schema import Schema
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.columns import Columns, Side
 from serving.errors import RequestError
 from serving.http.parse import check_number, check_once
 from serving.request import RankRequest, RequestBlocks, request_id_of, text_of
@@ -24,11 +24,15 @@ def parse_impression(schema: Schema, body: bytes) -> RankRequest:
     try:
         message.ParseFromString(body)
     except DecodeError:
-        raise RequestError(400, f"expected a roo.Impression, got {len(body)} bytes that aren't one", "$") from None
+        raise RequestError(
+            400, f"expected a roo.Impression, got {len(body)} bytes that aren't one", "$"
+        ) from None
     header, n = message.header, len(message.item_ids)
     if header.schema not in (0, schema.fingerprint):
         got = f"{header.schema:016x}"
-        raise RequestError(400, f"expected schema {schema.fingerprint:016x} or 0, got {got}", "$.header.schema")
+        raise RequestError(
+            400, f"expected schema {schema.fingerprint:016x} or 0, got {got}", "$.header.schema"
+        )
     for name in ("scores", "positions", "propensities"):
         if len(getattr(message, name)):
             raise RequestError(400, "expected none: serving sets it", f"$.{name}")
@@ -36,7 +40,10 @@ def parse_impression(schema: Schema, body: bytes) -> RankRequest:
     item_ids = np.fromiter(message.item_ids, np.uint64, n).view(np.int64)
     check_once(item_ids, "$.item_ids[{}]")
     ro, nro = message.ro, message.nro
-    both = checked_at_once(schema, ro, nro, n) or (_checked(schema, "ro", ro, 1), _checked(schema, "nro", nro, n))
+    both = checked_at_once(schema, ro, nro, n) or (
+        _checked(schema, "ro", ro, 1),
+        _checked(schema, "nro", nro, n),
+    )
     return RankRequest(
         request_id=request_id_of(header.request_id, "$.header.request_id"),
         user_id=header.user_id,

@@ -135,7 +135,9 @@ def media_of(scope: Scope, expected: tuple[str, ...]) -> str:
     Raises:
         RequestError: 415 for a type that isn't one of `expected`, or for JSON in another encoding than UTF-8.
     """
-    stated = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"content-type"), "")
+    stated = next(
+        (value.decode("latin-1") for name, value in scope["headers"] if name == b"content-type"), ""
+    )
     media, _, parameters = stated.partition(";")
     media = media.strip().lower()
     if media in ("", JSON) or (media.startswith("application/") and media.endswith("+json")):
@@ -145,7 +147,9 @@ def media_of(scope: Scope, expected: tuple[str, ...]) -> str:
         return JSON
     if media not in expected:
         wanted = " or ".join(expected)
-        raise RequestError(415, f"expected content-type {wanted}, got {shown(media)!r}; curl: add -H 'content-type: {JSON}'")
+        raise RequestError(
+            415, f"expected content-type {wanted}, got {shown(media)!r}; curl: add -H 'content-type: {JSON}'"
+        )
     return media
 
 
@@ -171,7 +175,10 @@ def encoded(answer: object, protobuf: bool) -> tuple[bytes, str]:
 
 async def respond(send: Send, status: int, body: bytes, media: str, headers: dict[str, str]) -> None:
     """One whole answer."""
-    raw: list[tuple[bytes, bytes]] = [(b"content-type", media.encode()), (b"content-length", str(len(body)).encode())]
+    raw: list[tuple[bytes, bytes]] = [
+        (b"content-type", media.encode()),
+        (b"content-length", str(len(body)).encode()),
+    ]
     raw += [(name.encode(), value.encode()) for name, value in headers.items()]
     start: dict[str, Any] = {"type": "http.response.start", "status": status, "headers": raw}
     await send(start)

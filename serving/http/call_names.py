@@ -12,18 +12,27 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from runtime.program import CallNames
+from roostream.runtime.program import CallNames
 
 HEADER = b"x-request-id"
 CALL_ID_PATTERN = "^[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,127}$"
 TRACEPARENT_PATTERN = "^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[ -~]*)?$"
 
 _HELPS = {
-    "X-Request-Id": ("name of this call in logs; made here when missing, and in every answer", CALL_ID_PATTERN),
+    "X-Request-Id": (
+        "name of this call in logs; made here when missing, and in every answer",
+        CALL_ID_PATTERN,
+    ),
     "traceparent": ("W3C Trace Context: logs name the trace, spans continue it", TRACEPARENT_PATTERN),
 }
 DOCUMENTED: list[dict[str, Any]] = [
-    {"name": name, "in": "header", "description": text, "required": False, "schema": {"type": "string", "pattern": pattern}}
+    {
+        "name": name,
+        "in": "header",
+        "description": text,
+        "required": False,
+        "schema": {"type": "string", "pattern": pattern},
+    }
     for name, (text, pattern) in _HELPS.items()
 ]
 

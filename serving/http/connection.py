@@ -25,7 +25,9 @@ MAX_HEAD_BYTES = 32 << 10  # of a request's line and headers
 MAX_PIPELINED = 64  # requests of one connection that wait for their turn
 HEAD_S = 10.0  # from the first byte of a request (or from connecting) until its headers are complete
 LINGER_S = 5.0  # for the last answer to be taken
-_MOST_WHOLE = MAX_HEAD_BYTES  # bytes of a request that is answered whole: what is longer rarely comes in one piece
+_MOST_WHOLE = (
+    MAX_HEAD_BYTES  # bytes of a request that is answered whole: what is longer rarely comes in one piece
+)
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -47,7 +49,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._active_s = self._head_began_s = time.monotonic()
         self._whole: list[bytes] | None = None  # of the body of a whole request, while that is parsed
         self._is_complete = False  # it is, to the parser too
-        self._asks = self._is_last = False  # a whole request is being answered; its answer is the connection's last
+        self._asks = self._is_last = (
+            False  # a whole request is being answered; its answer is the connection's last
+        )
         self._held = b""  # what came meanwhile
 
     @property
@@ -85,7 +89,12 @@ class LimitedProtocol(HttpToolsProtocol):
             if (answer := self.refuses(data)) is not None:
                 self._answer_at_once(answer)
                 return
-            if self.whole is not None and self.whole.is_open and len(data) <= _MOST_WHOLE and is_whole_post(data, PATH):
+            if (
+                self.whole is not None
+                and self.whole.is_open
+                and len(data) <= _MOST_WHOLE
+                and is_whole_post(data, PATH)
+            ):
                 self._ask_whole(self.whole, data)
                 return
         self._barren_bytes += len(data)
@@ -174,7 +183,9 @@ class LimitedProtocol(HttpToolsProtocol):
             self.send_400_response("")
             return
         self._asks = True
-        whole.take({"type": "http", "headers": self.headers, "query_string": query or b""}, b"".join(parts), self)
+        whole.take(
+            {"type": "http", "headers": self.headers, "query_string": query or b""}, b"".join(parts), self
+        )
 
     def answer_whole(self, status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
         """See `serving.http.whole.AskingConnection`."""
@@ -185,7 +196,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._is_last |= (b"connection", b"close") in lines
         if self._is_last and (b"connection", b"close") not in lines:
             lines.append((b"connection", b"close"))
-        self.transport.write(STATUS_LINE[status] + b"".join([b"%b: %b\r\n" % line for line in lines]) + b"\r\n" + body)
+        self.transport.write(
+            STATUS_LINE[status] + b"".join([b"%b: %b\r\n" % line for line in lines]) + b"\r\n" + body
+        )
         if self._is_last:
             self._close()
         elif self.timeout_keep_alive_task is None:
@@ -226,7 +239,9 @@ class LimitedProtocol(HttpToolsProtocol):
     def _head_is_late(self) -> None:
         self._head_timer = None
         if self._barren_bytes:
-            self._refuse(RequestError(408, f"expected complete headers within {HEAD_S:g} s", code="header_timeout"))
+            self._refuse(
+                RequestError(408, f"expected complete headers within {HEAD_S:g} s", code="header_timeout")
+            )
         else:
             self._close()
 
@@ -243,10 +258,16 @@ class LimitedProtocol(HttpToolsProtocol):
             idle._close()
         elif slow is not None:
             slow._refuse(
-                RequestError(408, "other connections wait for a place: expected complete headers", code="header_timeout")
+                RequestError(
+                    408,
+                    "other connections wait for a place: expected complete headers",
+                    code="header_timeout",
+                )
             )
         else:
-            message = f"{self.max_connections} connections are open, the most that this process takes; try again"
+            message = (
+                f"{self.max_connections} connections are open, the most that this process takes; try again"
+            )
             self._refuse(RequestError(503, message, retry_after_s=RETRY_AFTER_S))
 
     def _refuse(self, error: RequestError) -> None:
@@ -256,7 +277,12 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refused = True
         self._head_is_here()
         body = msgspec.json.encode(error.body())
-        headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers(), "connection": "close"}
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            **error.headers(),
+            "connection": "close",
+        }
         lines = b"".join(f"{name}: {value}\r\n".encode() for name, value in headers.items())
         if self._owes_nothing:
             self.transport.write(STATUS_LINE[error.status] + lines + b"\r\n" + body)

@@ -16,13 +16,13 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.errors import nearest
-from roo.ids import MASK64, hash64, key_bytes
-from roo.online.counter_plan import plan_of
-from roo.schema import Schema
-from runtime.kafka.topics import ENGAGEMENTS
+from roostream.errors import nearest
+from roostream.online.counter_plan import plan_of
+from roostream.runtime.kafka.topics import ENGAGEMENTS
+from roostream.schema.ids import MASK64, hash64, key_bytes
+from roostream.schema.schema import Schema
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
 from serving.errors import RequestError, shown
 from serving.feature_log.format import LogRecord
 from serving.http.json_types import FLOAT, MAX_FLOAT, NAME, TEXT, TIME, Id, PlainId
@@ -46,9 +46,13 @@ class EngagementBody(msgspec.Struct, forbid_unknown_fields=True):
     value: Annotated[float, FLOAT] = 0.0
     event_id: Annotated[
         PlainId | None,
-        Meta(description="made of the other fields when missing, null or 0: a repeated post is one event; digits are a number"),
+        Meta(
+            description="made of the other fields when missing, null or 0: a repeated post is one event; digits are a number"
+        ),
     ] = None
-    time_ms: Annotated[Annotated[int, TIME] | None, Meta(description="the client's clock: kept, never used")] = None
+    time_ms: Annotated[
+        Annotated[int, TIME] | None, Meta(description="the client's clock: kept, never used")
+    ] = None
 
 
 _DECODER = msgspec.json.Decoder(EngagementBody | list[EngagementBody])
@@ -65,7 +69,9 @@ class EngagementParser:
     def __init__(self, schema: Schema, strict: bool = False) -> None:
         self.schema, self.strict = schema, strict
         counted = sorted(schema.derived(plan_of).actions)
-        self.known = (*dict.fromkeys((*(label.action for label in schema.labels), schema.online.click, *counted)),)
+        self.known = (
+            *dict.fromkeys((*(label.action for label in schema.labels), schema.online.click, *counted)),
+        )
 
     def unused(self, actions: Iterable[str]) -> list[str]:
         """Those that no label and no online feature counts, each once."""
@@ -81,7 +87,9 @@ class EngagementParser:
         if isinstance(given, EngagementBody):
             told = [(given, *self._message(given, now_ms, "$"))]
         elif len(given) > MAX_ENGAGEMENTS:
-            raise RequestError(413, f"expected at most {MAX_ENGAGEMENTS} engagements a body, got {len(given)}", "$")
+            raise RequestError(
+                413, f"expected at most {MAX_ENGAGEMENTS} engagements a body, got {len(given)}", "$"
+            )
         else:
             told = [(e, *self._message(e, now_ms, f"$[{i}]")) for i, e in enumerate(given)]
         return Told([r for _, r, _ in told], [event for *_, event in told], [e.action for e, *_ in told])
@@ -94,13 +102,17 @@ class EngagementParser:
                 raise RequestError(400, f"expected 1 to {MAX_TEXT_BYTES} bytes, got none", f"{path}.{name}")
             text_of(text, f"{path}.{name}")
         if self.strict and given.action not in self.known:
-            refusal = f"nothing in the schema names action {given.action!r}{nearest(given.action, self.known)}"
+            refusal = (
+                f"nothing in the schema names action {given.action!r}{nearest(given.action, self.known)}"
+            )
             raise RequestError(400, refusal, f"{path}.action")
         if abs(given.value) > MAX_FLOAT:
             raise RequestError(400, f"expected a finite 32-bit float, got {given.value}", f"{path}.value")
         client_ms = given.time_ms or 0
         if not -(1 << 63) <= client_ms < 1 << 63:
-            raise RequestError(400, f"expected a time in ms as a 64-bit integer, got {shown(client_ms)}", f"{path}.time_ms")
+            raise RequestError(
+                400, f"expected a time in ms as a 64-bit integer, got {shown(client_ms)}", f"{path}.time_ms"
+            )
         message = pb.Engagement(
             header=pb.Header(
                 request_id=given.request_id,
@@ -117,7 +129,9 @@ class EngagementParser:
         )
         key = key_bytes(message.header.user_id, message.header.session_id, given.request_id)
         message.event_id = _event_id(given.event_id, f"{path}.event_id") or _derived_id(key, message)
-        return LogRecord(ENGAGEMENTS, -1, now_ms, key, wire.encode(wire.ENGAGEMENT, message)), message.event_id
+        return LogRecord(
+            ENGAGEMENTS, -1, now_ms, key, wire.encode(wire.ENGAGEMENT, message)
+        ), message.event_id
 
 
 class Told(NamedTuple):

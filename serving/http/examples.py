@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from roo.block import main_key
-from roo.schema import Feature, Schema
+from roostream.schema.schema import Feature, Schema
+from roostream.wire.block import main_key
 
 ENGAGED = {"accepted": 1, "event_ids": ["18136445899183003242"], "unused_actions": []}
 
@@ -35,10 +35,19 @@ def _value(f: Feature) -> Any:
         return [3]
     if f.kind == "weighted_ids":
         return {"ids": [3], "weights": [0.5]}
-    return {main_key(f): [8, 3], **{c: [1, 1] if kind == "ids" else [1700000000000] * 2 for c, kind in f.columns.items()}}
+    return {
+        main_key(f): [8, 3],
+        **{c: [1, 1] if kind == "ids" else [1700000000000] * 2 for c, kind in f.columns.items()},
+    }
 
 
 def answer_example(schema: Schema) -> dict[str, Any]:
     """What it may say."""
     scores = [dict.fromkeys(schema.tasks, score) for score in (0.0625, 0.125)]
-    return {"request_id": "r-1", "model_version": "1-27", "scores": scores, "order": [1, 0], "degraded": False}
+    return {
+        "request_id": "r-1",
+        "model_version": "1-27",
+        "scores": scores,
+        "order": [1, 0],
+        "degraded": False,
+    }

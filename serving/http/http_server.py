@@ -13,10 +13,10 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
-from roo.errors import SetupError
-from runtime.address import parse_address
-from runtime.crew import StopBudget
-from runtime.security.tls import Tls
+from roostream.errors import SetupError
+from roostream.runtime.address import parse_address
+from roostream.runtime.crew import StopBudget
+from roostream.runtime.security.tls import Tls
 from serving.http.app import HttpInterface
 from serving.http.connection import LimitedProtocol, limited_to
 
@@ -29,7 +29,7 @@ _LEAVE_POLL_S = 0.02
 class _PlainServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals belong to runtime.program."""
+        """Signals belong to roostream.runtime.program."""
         yield
 
 
@@ -38,7 +38,9 @@ class _OwnServer(_PlainServer):
         await super().startup(sockets)
         for bound in sockets or []:
             log.info(
-                "serving on http%s://%s:%d, /docs for its interface", "s" if self.config.ssl else "", *bound.getsockname()[:2]
+                "serving on http%s://%s:%d, /docs for its interface",
+                "s" if self.config.ssl else "",
+                *bound.getsockname()[:2],
             )
 
 
@@ -59,7 +61,9 @@ def bind(listen: str, key: str = "listen", reuse_port: bool = False) -> socket.s
         bound.bind((host.strip("[]"), port))
     except OSError as error:
         bound.close()
-        raise SetupError(f"can't listen on {listen}: {error.strerror}; stop what uses it or choose another {key}") from None
+        raise SetupError(
+            f"can't listen on {listen}: {error.strerror}; stop what uses it or choose another {key}"
+        ) from None
     return bound
 
 
@@ -76,7 +80,9 @@ def run(app: HttpInterface, bound: socket.socket, budget: StopBudget, turned: Ca
     async def end() -> None:
         left_s = budget.left_s()  # counts from here
         turned()
-        await _take_leave(server, bound, min(app.parts.config.drain_ms / 1000, left_s / 4), app.parts.config.reuse_port)
+        await _take_leave(
+            server, bound, min(app.parts.config.drain_ms / 1000, left_s / 4), app.parts.config.reuse_port
+        )
         app.stop()
 
     with _filtered(logging.getLogger("uvicorn.error"), app.log_filter):
@@ -88,7 +94,9 @@ def other_server(app: ASGIApp, max_connections: int, tls: Tls | None) -> uvicorn
     return _PlainServer(_settings(app, limited_to(max_connections, lambda data: None), 1, tls))
 
 
-def _settings(app: ASGIApp, protocol: type[LimitedProtocol], graceful_s: int, tls: Tls | None) -> uvicorn.Config:
+def _settings(
+    app: ASGIApp, protocol: type[LimitedProtocol], graceful_s: int, tls: Tls | None
+) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=protocol,
@@ -135,7 +143,9 @@ async def _serve(
         watching.cancel()
 
 
-async def _take_leave(server: uvicorn.Server, bound: socket.socket, most_s: float, has_successor: bool) -> None:
+async def _take_leave(
+    server: uvicorn.Server, bound: socket.socket, most_s: float, has_successor: bool
+) -> None:
     """Before open connections are closed: for at most so long every answer says that it is the connection's last, so that a
     client which asks again and again never meets one that is being closed. Ends once no connection is open.
 
@@ -143,7 +153,9 @@ async def _take_leave(server: uvicorn.Server, bound: socket.socket, most_s: floa
     from `/readyz` to go elsewhere.
     """
     last = (b"connection", b"close")
-    server.config.encoded_headers.append(last)  # uvicorn makes the headers of all answers of these, once a second
+    server.config.encoded_headers.append(
+        last
+    )  # uvicorn makes the headers of all answers of these, once a second
     server.server_state.default_headers = [*server.server_state.default_headers, last]
     if has_successor:
         for listener in server.servers:

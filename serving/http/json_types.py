@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from roo.block import main_key
-from roo.ids import MASK64
-from roo.schema import Feature, Schema
-from roo.wire import MAX_WEIGHT
+from roostream.schema.ids import MASK64
+from roostream.schema.schema import Feature, Schema
+from roostream.wire.block import main_key
+from roostream.wire.records import MAX_WEIGHT
 from serving.request import MAX_TEXT_BYTES
 
 MAX_FLOAT = float(np.finfo(np.float32).max)
@@ -50,11 +50,16 @@ def build_types(schema: Schema) -> JsonTypes:
     ro = _struct("RequestFeatures", [(f, value[f.name]) for f in schema.ro])
     nro = _struct("CandidateFeatures", [(f, value[f.name]) for f in schema.nro])
     flat = tuple(i for i, f in enumerate(schema.nro) if f.name not in ("item_id", "nro"))
-    own = [("item_id", Id), ("nro", Annotated[nro | None, Meta(description="features may also stand in here")], None)]
+    own = [
+        ("item_id", Id),
+        ("nro", Annotated[nro | None, Meta(description="features may also stand in here")], None),
+    ]
     row = _struct("CandidateRow", [(schema.nro[i], value[schema.nro[i].name]) for i in flat], own)
     count: dict[str, Any] = {"minItems": 1, "maxItems": schema.limits.max_candidates}
     items = Annotated[list[Id], limits("one a candidate, each once", uniqueItems=True, **count)]
-    columns = _struct("CandidateColumns", [(f, _column(value[f.name], schema)) for f in schema.nro], [("item_id", items)])
+    columns = _struct(
+        "CandidateColumns", [(f, _column(value[f.name], schema)) for f in schema.nro], [("item_id", items)]
+    )
     both = Annotated[list[row], limits(**count)] | columns  # type: ignore[valid-type]
     fields = _fields(both, ro)
     return JsonTypes(msgspec.defstruct("RankRequest", fields, **FORBID), _known(schema, fields, flat), flat)
@@ -63,16 +68,32 @@ def build_types(schema: Schema) -> JsonTypes:
 def _fields(candidates: Any, ro: type[msgspec.Struct]) -> list[Any]:
     return [
         ("candidates", Annotated[candidates, Meta(description="rows, or columns; each item once")]),
-        ("request_id", Annotated[str, limits("at most 64 bytes of UTF-8; made here when missing", maxLength=MAX_TEXT_BYTES)], ""),
+        (
+            "request_id",
+            Annotated[
+                str, limits("at most 64 bytes of UTF-8; made here when missing", maxLength=MAX_TEXT_BYTES)
+            ],
+            "",
+        ),
         ("user_id", Id, 0),
         ("session_id", Id, 0),
         ("surface", Annotated[str, TEXT], ""),
         ("ro", ro, msgspec.field(default_factory=ro)),
-        ("append", Annotated[bool, Meta(description="a page that adds candidates to an open request")], False),
-        ("first_position", Annotated[int, limits("place of this page's first slot", minimum=0, maximum=(1 << 31) - 1)], 0),
+        (
+            "append",
+            Annotated[bool, Meta(description="a page that adds candidates to an open request")],
+            False,
+        ),
+        (
+            "first_position",
+            Annotated[int, limits("place of this page's first slot", minimum=0, maximum=(1 << 31) - 1)],
+            0,
+        ),
         (
             "model_version",
-            Annotated[str, limits("empty = the newest; 404 if it isn't held", pattern=r"^(\d{1,20}-\d{1,20})?$")],
+            Annotated[
+                str, limits("empty = the newest; 404 if it isn't held", pattern=r"^(\d{1,20}-\d{1,20})?$")
+            ],
             "",
         ),
     ]
@@ -80,25 +101,45 @@ def _fields(candidates: Any, ro: type[msgspec.Struct]) -> list[Any]:
 
 def _known(schema: Schema, fields: list[Any], flat: tuple[int, ...]) -> dict[str, tuple[str, ...]]:
     nro = tuple(f.name for f in schema.nro)
-    known = {"$": tuple(f[0] for f in fields), "$.candidates[]": ("item_id", "nro", *(schema.nro[i].name for i in flat))}
-    known |= {"$.ro": tuple(f.name for f in schema.ro), "$.candidates[].nro": nro, "$.candidates": ("item_id", *nro)}
+    known = {
+        "$": tuple(f[0] for f in fields),
+        "$.candidates[]": ("item_id", "nro", *(schema.nro[i].name for i in flat)),
+    }
+    known |= {
+        "$.ro": tuple(f.name for f in schema.ro),
+        "$.candidates[].nro": nro,
+        "$.candidates": ("item_id", *nro),
+    }
     for place, features in (
         ("$.ro", schema.ro),
         ("$.candidates[].nro", schema.nro),
         ("$.candidates[]", schema.nro),
         ("$.candidates", schema.nro),
     ):
-        known |= {f"{place}.{f.name}{'[]' if place == '$.candidates' else ''}": _parts(f) for f in features if _parts(f)}
+        known |= {
+            f"{place}.{f.name}{'[]' if place == '$.candidates' else ''}": _parts(f)
+            for f in features
+            if _parts(f)
+        }
     return known
 
 
-def _struct(name: str, features: list[tuple[Feature, Any]], first: list[Any] | None = None) -> type[msgspec.Struct]:
+def _struct(
+    name: str, features: list[tuple[Feature, Any]], first: list[Any] | None = None
+) -> type[msgspec.Struct]:
     fields: list[Any] = [*(first or []), *((f"f{i}", kind, None) for i, (_, kind) in enumerate(features))]
-    return msgspec.defstruct(name, fields, rename={f"f{i}": f.name for i, (f, _) in enumerate(features)}, **FORBID)
+    return msgspec.defstruct(
+        name, fields, rename={f"f{i}": f.name for i, (f, _) in enumerate(features)}, **FORBID
+    )
 
 
 def _column(value: Any, schema: Schema) -> Any:
-    return Annotated[list[value], limits("one a candidate; null = missing", maxItems=schema.limits.max_candidates)] | None
+    return (
+        Annotated[
+            list[value], limits("one a candidate; null = missing", maxItems=schema.limits.max_candidates)
+        ]
+        | None
+    )
 
 
 def _described(f: Feature, schema: Schema) -> Any:
@@ -120,7 +161,9 @@ def _value(f: Feature, schema: Schema) -> Any:
     if f.kind == "weighted_ids":
         return (
             msgspec.defstruct(
-                f"Weighted_{f.name}", [("ids", several(Id)), ("weights", several(Annotated[float, weight]))], **FORBID
+                f"Weighted_{f.name}",
+                [("ids", several(Id)), ("weights", several(Annotated[float, weight]))],
+                **FORBID,
             )
             | None
         )

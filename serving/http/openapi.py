@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from roo.schema import Schema
+from roostream.schema.schema import Schema
 from serving.errors import CODES
 from serving.http import examples
 from serving.http.body import JSON, PROTOBUF
@@ -35,7 +35,9 @@ _ERRORS = {
     503: "the feature log is full, or the process is stopping: send it again after Retry-After",
     504: "not scored within the deadline; nothing was logged: send it again after Retry-After",
 }
-_RETRY = {"Retry-After": {"description": "seconds", "schema": {"type": "integer", "minimum": 1}, "required": True}}
+_RETRY = {
+    "Retry-After": {"description": "seconds", "schema": {"type": "integer", "minimum": 1}, "required": True}
+}
 _WITH_RETRY = (429, 503, 504)
 _FLAG = {"type": "boolean", "default": False}
 _OWN_DEADLINE = {
@@ -74,10 +76,13 @@ class Accepted(msgspec.Struct, forbid_unknown_fields=True):
     accepted: Annotated[int, limits(minimum=0, maximum=MAX_ENGAGEMENTS)]
     event_ids: Annotated[
         list[Annotated[str, limits(pattern="^[0-9]{1,20}$")]],
-        Meta(description="64-bit numbers as text, in the body's order; sent as event_id, the same event is told again"),
+        Meta(
+            description="64-bit numbers as text, in the body's order; sent as event_id, the same event is told again"
+        ),
     ]
     unused_actions: Annotated[
-        list[Annotated[str, NAME]], Meta(description="actions of the body that no label and no online feature counts")
+        list[Annotated[str, NAME]],
+        Meta(description="actions of the body that no label and no online feature counts"),
     ]
 
 
@@ -87,7 +92,9 @@ class Readiness(msgspec.Struct, forbid_unknown_fields=True):
     ready: bool
     waiting_for: list[str]
     model_version: str
-    rows_age_s: Annotated[float | None, Meta(description="since the rows were known to be current; null = they never were")]
+    rows_age_s: Annotated[
+        float | None, Meta(description="since the rows were known to be current; null = they never were")
+    ]
 
 
 class Alive(msgspec.Struct, forbid_unknown_fields=True):
@@ -122,7 +129,10 @@ def describe(schema: Schema, version: str, *, retrieves: bool = False) -> dict[s
             "version": version,
             "description": "Rank the candidates of a request; tell what users did. Pages with examples: docs/http.md.",
         },
-        "tags": [{"name": "traffic", "description": "what clients call"}, {"name": "health", "description": "who runs it"}],
+        "tags": [
+            {"name": "traffic", "description": "what clients call"},
+            {"name": "health", "description": "who runs it"},
+        ],
         "paths": {
             "/v1/rank": {"post": _rank(schema)},
             "/v1/engagements": {"post": _engage(schema)},
@@ -130,10 +140,19 @@ def describe(schema: Schema, version: str, *, retrieves: bool = False) -> dict[s
             **(_retrieval() if retrieves else {}),
             "/healthz": {"get": _get("alive", "The process is up", _ok(_json("Alive")))},
             "/readyz": {"get": _get("ready", "Whether answers are complete", _readiness())},
-            "/metrics": {"get": _get("metrics", "Prometheus metrics", _ok({"text/plain": {"schema": {"type": "string"}}}))},
-            "/": {"get": _get("about", "Who answers here; a page where text/html is accepted", _ok(_about()))},
+            "/metrics": {
+                "get": _get(
+                    "metrics", "Prometheus metrics", _ok({"text/plain": {"schema": {"type": "string"}}})
+                )
+            },
+            "/": {
+                "get": _get("about", "Who answers here; a page where text/html is accepted", _ok(_about()))
+            },
         },
-        "components": {"schemas": components, "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}}},
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
+        },
         "security": [{}, {"bearer": []}],
     }
 
@@ -174,7 +193,13 @@ def _rank(schema: Schema) -> dict[str, Any]:
     }
     kinds: dict[str, Any] = {"top": {"type": "integer", "minimum": 1}}
     asked: list[Any] = [
-        {"name": name, "in": "query", "description": text, "required": False, "schema": kinds.get(name, _FLAG)}
+        {
+            "name": name,
+            "in": "query",
+            "description": text,
+            "required": False,
+            "schema": kinds.get(name, _FLAG),
+        }
         for name, text in RANK_QUERY.items()
     ] + [
         _VERSION,
@@ -198,13 +223,19 @@ def _engage(schema: Schema) -> dict[str, Any]:
         "tags": ["traffic"],
         "summary": "Tell what users did",
         "parameters": [_OWN_DEADLINE, *DOCUMENTED],
-        "requestBody": {"required": True, "content": {JSON: {"schema": either, "example": examples.engagement_example(schema)}}},
-        "responses": _ok(answer, "logged") | _errors(*(status for status in _ERRORS if status not in (404, 504))),
+        "requestBody": {
+            "required": True,
+            "content": {JSON: {"schema": either, "example": examples.engagement_example(schema)}},
+        },
+        "responses": _ok(answer, "logged")
+        | _errors(*(status for status in _ERRORS if status not in (404, 504))),
     }
 
 
 def _explain(schema: Schema) -> dict[str, Any]:
-    body = {JSON: {"schema": {"$ref": _REF.format(name="RankRequest")}, "example": examples.rank_example(schema)}}
+    body = {
+        JSON: {"schema": {"$ref": _REF.format(name="RankRequest")}, "example": examples.rank_example(schema)}
+    }
     return {
         "operationId": "explain",
         "tags": ["traffic"],
@@ -228,8 +259,12 @@ def _retrieval() -> dict[str, Any]:
         }
 
     return {
-        "/v1/retrieve": {"post": found("retrieve", "Find items of the catalogue", "found; nothing is logged")},
-        "/v1/recommend": {"post": found("recommend", "Find items and rank them", "ranked, and logged as a rank", _VERSION)},
+        "/v1/retrieve": {
+            "post": found("retrieve", "Find items of the catalogue", "found; nothing is logged")
+        },
+        "/v1/recommend": {
+            "post": found("recommend", "Find items and rank them", "ranked, and logged as a rank", _VERSION)
+        },
     }
 
 
@@ -257,7 +292,9 @@ def _about() -> dict[str, Any]:
 def _readiness() -> dict[str, Any]:
     waiting = {"description": "still waiting for something", "headers": _RETRY}
     either = {"anyOf": [{"$ref": _REF.format(name="Readiness")}, {"$ref": _REF.format(name="Error")}]}
-    return _ok(_json("Readiness"), "rows are here") | {"503": {**waiting, "content": {JSON: {"schema": either}}}}
+    return _ok(_json("Readiness"), "rows are here") | {
+        "503": {**waiting, "content": {JSON: {"schema": either}}}
+    }
 
 
 def _errors(*statuses: int, unless: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -273,7 +310,9 @@ def _answer_types(schema: Schema) -> tuple[type[msgspec.Struct], type[msgspec.St
     """`RankAnswer.json` (serving/answer.py) as types: of all candidates, and of the first slots."""
     names = {f"t{i}": task for i, task in enumerate(schema.tasks)}
     score = Annotated[float, limits(minimum=0, maximum=1)]
-    scores = msgspec.defstruct("Scores", [(name, score) for name in names], rename=names, forbid_unknown_fields=True)
+    scores = msgspec.defstruct(
+        "Scores", [(name, score) for name in names], rename=names, forbid_unknown_fields=True
+    )
     index = Annotated[int, limits(minimum=0)]
     degraded = ("degraded", Annotated[bool, Meta(description="Redis or the rows were away")])
     versions = [("request_id", str), ("model_version", str)]
@@ -282,7 +321,11 @@ def _answer_types(schema: Schema) -> tuple[type[msgspec.Struct], type[msgspec.St
         ("scores", Annotated[list[scores], Meta(description="by candidate, in the request's order")]),  # type: ignore[valid-type]
         ("order", Annotated[list[index], Meta(description="candidates' indices, first slot first")]),
         degraded,
-        ("ranked", Annotated[list[PlainId], Meta(description="with ?ranked=true: item ids, first slot first")], []),
+        (
+            "ranked",
+            Annotated[list[PlainId], Meta(description="with ?ranked=true: item ids, first slot first")],
+            [],
+        ),
     ]
     slot = msgspec.defstruct("Slot", [("item_id", PlainId), ("scores", scores)], forbid_unknown_fields=True)
     slots = Annotated[list[slot], Meta(description="with ?top=…: the first slots, first slot first")]  # type: ignore[valid-type]

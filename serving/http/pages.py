@@ -18,7 +18,9 @@ _STYLE = (
 def interface_page(document: Mapping[str, Any]) -> str:
     """The OpenAPI document, readable."""
     info = document["info"]
-    parts = [f"<p>{escape(info['description'])}</p><p>For machines: <a href='/openapi.json'>/openapi.json</a></p>"]
+    parts = [
+        f"<p>{escape(info['description'])}</p><p>For machines: <a href='/openapi.json'>/openapi.json</a></p>"
+    ]
     for path, methods in document["paths"].items():
         parts += [_operation(path, method, operation) for method, operation in methods.items()]
     parts.append("<h2>Types</h2>")
@@ -28,12 +30,20 @@ def interface_page(document: Mapping[str, Any]) -> str:
 
 
 def _operation(path: str, method: str, operation: Mapping[str, Any]) -> str:
-    out = [f"<h2>{escape(method.upper())} <code>{escape(path)}</code></h2><p>{escape(operation['summary'])}</p>"]
-    out += [f"<p><code>{escape(_spelt(p))}</code> {escape(p['description'])}</p>" for p in operation.get("parameters", ())]
+    out = [
+        f"<h2>{escape(method.upper())} <code>{escape(path)}</code></h2><p>{escape(operation['summary'])}</p>"
+    ]
+    out += [
+        f"<p><code>{escape(_spelt(p))}</code> {escape(p['description'])}</p>"
+        for p in operation.get("parameters", ())
+    ]
     for media, content in operation.get("requestBody", {}).get("content", {}).items():
         if "example" in content:
             out.append(f"<p>A body of <code>{escape(media)}</code>:</p>{_json(content['example'])}")
-    rows = [(status, _text(answer["description"]) + _types(answer)) for status, answer in operation["responses"].items()]
+    rows = [
+        (status, _text(answer["description"]) + _types(answer))
+        for status, answer in operation["responses"].items()
+    ]
     return "".join(out) + _table(rows)
 
 
@@ -45,12 +55,18 @@ def _spelt(parameter: Mapping[str, Any]) -> str:
 def _types(answer: Mapping[str, Any]) -> str:
     """Links to what an answer holds."""
     schemas = [content["schema"] for content in answer.get("content", {}).values()]
-    names = [one.get("$ref", "").rpartition("/")[2] for schema in schemas for one in schema.get("anyOf", [schema])]
+    names = [
+        one.get("$ref", "").rpartition("/")[2] for schema in schemas for one in schema.get("anyOf", [schema])
+    ]
     return "".join(f" <a href='#{escape(name)}'>{escape(name)}</a>" for name in names if name)
 
 
 def _table(rows: list[tuple[str, str]]) -> str:
-    return "<table>" + "".join(f"<tr><th>{escape(name)}</th><td>{cell}</td></tr>" for name, cell in rows) + "</table>"
+    return (
+        "<table>"
+        + "".join(f"<tr><th>{escape(name)}</th><td>{cell}</td></tr>" for name, cell in rows)
+        + "</table>"
+    )
 
 
 def _json(value: Any) -> str:

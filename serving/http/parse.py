@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from roo.block import main_key
-from roo.errors import nearest
-from roo.schema import Feature, Schema
-from roo.wire import MAX_WEIGHT
+from roostream.errors import nearest
+from roostream.schema.schema import Feature, Schema
+from roostream.wire.block import main_key
+from roostream.wire.records import MAX_WEIGHT
 from serving.errors import RequestError, shown
 from serving.http.json_types import MAX_FLOAT, build_types
 from serving.http.query import RANK_QUERY
@@ -74,7 +74,9 @@ class JsonParser:
     def _rows(self, candidates: list[Any]) -> dict[str, Any]:
         """Features beside `item_id`, in `nro`, or some here and some there."""
         _, nested, *flat = zip(*map(msgspec.structs.astuple, candidates), strict=True)
-        given = {f.name: (f, column) for f, column in _given(flat, [self._nro[i][1] for i in self._types.flat])}
+        given = {
+            f.name: (f, column) for f, column in _given(flat, [self._nro[i][1] for i in self._types.flat])
+        }
         if nested.count(None) == len(nested):
             return self._checked_columns(list(given.values()), "$.candidates[{}].{}")
         absent = (None,) * len(self._nro)
@@ -93,7 +95,9 @@ class JsonParser:
             if column is None:
                 continue
             if len(column) != n:
-                raise RequestError(400, f"expected {n} values as in item_id, got {len(column)}", f"$.candidates.{f.name}")
+                raise RequestError(
+                    400, f"expected {n} values as in item_id, got {len(column)}", f"$.candidates.{f.name}"
+                )
             given.append((f, column))
         return self._checked_columns(given, "$.candidates.{1}[{0}]")
 
@@ -111,9 +115,13 @@ class JsonParser:
     def _list_column(self, f: Feature, column: Sequence[Any], path: str) -> Any:
         if f.kind == "ids":
             single = [v[0] if type(v) is list and len(v) == 1 else v for v in column]
-            if {int, str}.issuperset(map(type, single)):  # exactly one id a row: an array, which encodes without a loop
+            if {int, str}.issuperset(
+                map(type, single)
+            ):  # exactly one id a row: an array, which encodes without a loop
                 return ids_of(single, lambda row: path.format(row, f.name))
-        return [None if v is None else self._checked(f, v, path.format(i, f.name)) for i, v in enumerate(column)]
+        return [
+            None if v is None else self._checked(f, v, path.format(i, f.name)) for i, v in enumerate(column)
+        ]
 
     def _checked(self, f: Feature, value: Any, path: str) -> Any:
         """One value in the form that `encode_*` takes."""
@@ -138,7 +146,9 @@ class JsonParser:
         """The ids may be given by the table's name or as `ids`, not both."""
         given = [ids for ids in (value.main, getattr(value, "ids", None)) if ids is not None]
         if len(given) != 1:
-            raise RequestError(400, f"expected its ids once, as {main_key(f)!r}, got them {len(given)} times", path)
+            raise RequestError(
+                400, f"expected its ids once, as {main_key(f)!r}, got them {len(given)} times", path
+            )
         out: dict[str, Any] = {main_key(f): given[0]}
         out |= {column: getattr(value, f"c{i}") for i, column in enumerate(f.columns)}
         for column, values in out.items():
@@ -147,7 +157,9 @@ class JsonParser:
 
     def _check_list(self, values: list[Any], path: str, kind: str) -> None:
         if len(values) > self.schema.limits.max_list:
-            raise RequestError(413, f"expected at most {self.schema.limits.max_list} entries, got {len(values)}", path)
+            raise RequestError(
+                413, f"expected at most {self.schema.limits.max_list} entries, got {len(values)}", path
+            )
         if kind == "ids":
             check_ids(values, lambda i: f"{path}[{i}]")
         elif values and not -(1 << 63) <= min(values) <= max(values) < 1 << 63:
@@ -156,7 +168,9 @@ class JsonParser:
 
 def _given(columns: Iterable[Sequence[Any]], features: list[Feature]) -> list[tuple[Feature, Sequence[Any]]]:
     """What some row has."""
-    return [(f, column) for f, column in zip(features, columns, strict=False) if column.count(None) < len(column)]
+    return [
+        (f, column) for f, column in zip(features, columns, strict=False) if column.count(None) < len(column)
+    ]
 
 
 def _either(name: str, flat: Sequence[Any], nested: Sequence[Any]) -> list[Any]:
@@ -173,7 +187,9 @@ def check_number(schema: Schema, count: int, path: str = "$.candidates") -> None
     if not count:
         raise RequestError(400, "expected at least one candidate, got none", path)
     if count > schema.limits.max_candidates:
-        raise RequestError(413, f"expected at most {schema.limits.max_candidates} candidates, got {count}", path)
+        raise RequestError(
+            413, f"expected at most {schema.limits.max_candidates} candidates, got {count}", path
+        )
 
 
 def check_once(item_ids_n: np.ndarray, path: str) -> None:
@@ -193,9 +209,13 @@ def decoded(decoder: msgspec.json.Decoder[Any], body: bytes, known: dict[str, tu
     try:
         return decoder.decode(body)
     except UnicodeDecodeError as error:
-        raise RequestError(400, f"expected JSON in UTF-8, got byte 0x{error.object[error.start]:02x} in a string", "$") from None
+        raise RequestError(
+            400, f"expected JSON in UTF-8, got byte 0x{error.object[error.start]:02x} in a string", "$"
+        ) from None
     except RecursionError:
-        raise RequestError(400, "expected JSON of this interface, got one that is nested too deep", "$") from None
+        raise RequestError(
+            400, "expected JSON of this interface, got one that is nested too deep", "$"
+        ) from None
     except msgspec.DecodeError as error:
         raise _told(str(error), known) from None
 
@@ -210,7 +230,11 @@ def _told(said: str, known: dict[str, tuple[str, ...]]) -> RequestError:
         return RequestError(400, what, path)
     name = shown(unknown["name"])
     names = known.get(re.sub(r"\[\d+\]", "[]", path), ())
-    instead = f"; say it in the address, ?{name}=" if "candidates" in names and name in RANK_QUERY else nearest(name, names)
+    instead = (
+        f"; say it in the address, ?{name}="
+        if "candidates" in names and name in RANK_QUERY
+        else nearest(name, names)
+    )
     return RequestError(400, f"unknown field {name!r}{instead}", f"{path}.{name}")
 
 
@@ -223,5 +247,9 @@ def _position(value: int) -> int:
 def _aligned(columns: dict[str, Any], path: str) -> dict[str, Any]:
     sizes = {name: len(values) for name, values in columns.items()}
     if len(set(sizes.values())) > 1:
-        raise RequestError(400, f"expected columns of equal length, got {', '.join(f'{n} {s}' for n, s in sizes.items())}", path)
+        raise RequestError(
+            400,
+            f"expected columns of equal length, got {', '.join(f'{n} {s}' for n, s in sizes.items())}",
+            path,
+        )
     return columns

@@ -7,7 +7,7 @@ from urllib.parse import parse_qsl
 
 from starlette.types import Scope
 
-from roo.errors import nearest
+from roostream.errors import nearest
 from serving.errors import RequestError, shown
 
 RANK_QUERY = {
@@ -29,7 +29,9 @@ def options_of(query: bytes) -> RankOptions:
     out: dict[str, Any] = {}
     for name, value in parse_qsl(query.decode("latin-1"), keep_blank_values=True) if query else ():
         if name not in RANK_QUERY:
-            raise RequestError(400, f"unknown parameter {shown(name)!r}{nearest(shown(name), RANK_QUERY)}", f"?{shown(name)}")
+            raise RequestError(
+                400, f"unknown parameter {shown(name)!r}{nearest(shown(name), RANK_QUERY)}", f"?{shown(name)}"
+            )
         out[name] = _top(value) if name == "top" else _flag(name, value)
     return RankOptions(**out)
 
@@ -49,7 +51,9 @@ def _top(value: str) -> int:
 
 def deadline_ms_of(scope: Scope, most_ms: int) -> int:
     """The client's, where it gave one in `x-deadline-ms`, and at most `most_ms`. RequestError 400 for what isn't one."""
-    stated = next((value.decode("latin-1") for name, value in scope["headers"] if name == DEADLINE.encode()), None)
+    stated = next(
+        (value.decode("latin-1") for name, value in scope["headers"] if name == DEADLINE.encode()), None
+    )
     if stated is None:
         return most_ms
     number = _positive(stated.strip())

@@ -72,7 +72,9 @@ class RecommendEndpoint(RetrieveEndpoint):
         body = await self.body(scope, receive, until_s)
         asked, shown = self.bodies.recommend(body)
         take_version(scope, asked.request)
-        listed, found = await self.in_turn(lambda now_ms: self.shortlist.choose(asked, shown, now_ms), until_s)
+        listed, found = await self.in_turn(
+            lambda now_ms: self.shortlist.choose(asked, shown, now_ms), until_s
+        )
         about = _about(asked.request.request_id, found)
         if listed is None:
             named = self.parts.service.versions.named(asked.request.model_version).name
@@ -92,11 +94,15 @@ def _about(request_id: str, found: Retrieved) -> dict[str, Any]:
 
 def _items(found: Retrieved) -> list[dict[str, Any]]:
     decimals = found.found.product_K.astype(float).round(6).tolist()
-    return [{"item_id": item, "product": product} for item, product in zip(found.given, decimals, strict=True)]
+    return [
+        {"item_id": item, "product": product} for item, product in zip(found.given, decimals, strict=True)
+    ]
 
 
 def _ranked_items(ranked: RankAnswer) -> list[dict[str, Any]]:
     """In the order to show."""
     assert ranked.ranked is not None
     scores = [dict(zip(ranked.tasks, row, strict=True)) for row in shortest(ranked.scores_nT).tolist()]
-    return [{"item_id": item, "scores": scores[i]} for item, i in zip(ranked.ranked, ranked.order, strict=True)]
+    return [
+        {"item_id": item, "scores": scores[i]} for item, i in zip(ranked.ranked, ranked.order, strict=True)
+    ]

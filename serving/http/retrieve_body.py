@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from roo.errors import nearest
-from roo.schema import Schema
+from roostream.errors import nearest
+from roostream.schema.schema import Schema
 from serving.errors import RequestError, shown
 from serving.http.json_types import FORBID, Id, limits
 from serving.http.parse import JsonParser, decoded
@@ -31,13 +31,23 @@ _COMMON: list[Any] = [
     ),
     (
         "among",
-        Annotated[list[Id] | None, limits("no others than these are found; null = all of the catalogue", maxItems=MOST_NAMED)],
+        Annotated[
+            list[Id] | None,
+            limits("no others than these are found; null = all of the catalogue", maxItems=MOST_NAMED),
+        ],
         None,
     ),
-    ("exclude_seen", Annotated[bool, Meta(description="leave out the items of the request's histories")], False),
+    (
+        "exclude_seen",
+        Annotated[bool, Meta(description="leave out the items of the request's histories")],
+        False,
+    ),
     (
         "filter",
-        Annotated[dict[str, _Value], limits("attributes of the catalogue that items must have", maxProperties=MOST_FILTERED)],
+        Annotated[
+            dict[str, _Value],
+            limits("attributes of the catalogue that items must have", maxProperties=MOST_FILTERED),
+        ],
         msgspec.field(default_factory=dict),
     ),
 ]
@@ -55,8 +65,16 @@ def recommend_type(schema: Schema, rank: type[msgspec.Struct]) -> type[msgspec.S
     fields = [
         *_who(rank),
         ("k", Annotated[int, limits("items to show", minimum=1, maximum=most)], min(10, most)),
-        ("retrieved", Annotated[int, limits("items that are found for the ranker", minimum=1, maximum=most)], min(100, most)),
-        ("model_version", Annotated[str, limits("of the ranking, as for a rank", pattern=r"^(\d{1,20}-\d{1,20})?$")], ""),
+        (
+            "retrieved",
+            Annotated[int, limits("items that are found for the ranker", minimum=1, maximum=most)],
+            min(100, most),
+        ),
+        (
+            "model_version",
+            Annotated[str, limits("of the ranking, as for a rank", pattern=r"^(\d{1,20}-\d{1,20})?$")],
+            "",
+        ),
         *_COMMON,
     ]
     return msgspec.defstruct("RecommendRequest", fields, **FORBID)
@@ -117,9 +135,7 @@ class RetrieveParser(JsonParser):
         if not name:
             return self.default_task
         if name not in self.schema.tasks:
-            message = (
-                f"expected one of {', '.join(self.schema.tasks)}, got {shown(name)!r}{nearest(shown(name), self.schema.tasks)}"
-            )
+            message = f"expected one of {', '.join(self.schema.tasks)}, got {shown(name)!r}{nearest(shown(name), self.schema.tasks)}"
             raise RequestError(400, message, "$.task")
         return self.schema.tasks.index(name)
 
@@ -148,6 +164,8 @@ def _who(rank: type[msgspec.Struct]) -> list[Any]:
     fields: list[Any] = []
     for name in _WHO:
         f = given[name]
-        made = msgspec.field(default_factory=f.default_factory) if f.default is msgspec.NODEFAULT else f.default
+        made = (
+            msgspec.field(default_factory=f.default_factory) if f.default is msgspec.NODEFAULT else f.default
+        )
         fields.append((name, f.type, made))
     return fields

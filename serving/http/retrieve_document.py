@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from roo.schema import Schema
+from roostream.schema.schema import Schema
 from serving.http.json_types import FORBID, PlainId, limits
 from serving.http.retrieve_body import recommend_type, retrieve_type
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from roo.errors import WireError
-from runtime.program import CURRENT_CALL
+from roostream.errors import WireError
+from roostream.runtime.program import CURRENT_CALL
 from serving.answer import RankAnswer
 from serving.build import Parts
 from serving.errors import RequestError
@@ -18,7 +18,17 @@ from serving.feature_log.format import LogRecord
 from serving.feature_log.log import LogFullError
 from serving.http.admission import RETRY_AFTER_S, Gate
 from serving.http.binary import parse_impression
-from serving.http.body import JSON, PROTOBUF, ClientGoneError, Intake, accepts_protobuf, encoded, media_of, respond, stopping
+from serving.http.body import (
+    JSON,
+    PROTOBUF,
+    ClientGoneError,
+    Intake,
+    accepts_protobuf,
+    encoded,
+    media_of,
+    respond,
+    stopping,
+)
 from serving.http.engage import EngagementParser
 from serving.http.parse import JsonParser
 from serving.http.query import RankOptions, deadline_ms_of, options_of
@@ -99,7 +109,9 @@ class _Endpoint:
         left_out = self.seldom.due(kind_of(error))
         if left_out is not None:
             more = f" ({left_out} more since the last that was told)" if left_out else ""
-            log.error("a %s request failed: this is a defect of Roostream%s", self.route, more, exc_info=error)
+            log.error(
+                "a %s request failed: this is a defect of Roostream%s", self.route, more, exc_info=error
+            )
 
 
 class RankEndpoint(_Endpoint):
@@ -188,7 +200,9 @@ class RankEndpoint(_Endpoint):
 
 
 def too_late() -> RequestError:
-    return RequestError(504, "not scored within its deadline; nothing was logged", retry_after_s=RETRY_AFTER_S)
+    return RequestError(
+        504, "not scored within its deadline; nothing was logged", retry_after_s=RETRY_AFTER_S
+    )
 
 
 class EngagementsEndpoint(_Endpoint):
@@ -215,4 +229,8 @@ class EngagementsEndpoint(_Endpoint):
         metrics.engagements.inc(len(told.records))
         for action in unused:
             metrics.unused_action(action, told.actions.count(action))
-        return {"accepted": len(told.records), "event_ids": [str(e) for e in told.event_ids], "unused_actions": unused}
+        return {
+            "accepted": len(told.records),
+            "event_ids": [str(e) for e in told.event_ids],
+            "unused_actions": unused,
+        }

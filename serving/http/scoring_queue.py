@@ -28,7 +28,10 @@ RankAll = Callable[[list[tuple[RankRequest, int]]], "list[Ranked | Exception]"]
 LOOP_S = 0.003
 MOST_TURNS = 16  # of the loop between two passes
 _CANDIDATES = 64  # that take about as long as the fixed part of a request
-_RISES, _FALLS = 0.5, 0.1  # weight of the newest pass in what one takes, where it took more and where it took less
+_RISES, _FALLS = (
+    0.5,
+    0.1,
+)  # weight of the newest pass in what one takes, where it took more and where it took less
 
 
 class Pace:
@@ -104,10 +107,18 @@ class ScoringQueue:
     ) -> None:
         """`most`: requests and candidates of a pass; a request with more candidates goes alone. `waited` is told for each
         request how long it was in the queue. `may_wait`: whether scoring a request may wait for others than this process."""
-        self.executor, self.rank_all, self.gate, self.waited, self.may_wait = executor, rank_all, gate, waited, may_wait
+        self.executor, self.rank_all, self.gate, self.waited, self.may_wait = (
+            executor,
+            rank_all,
+            gate,
+            waited,
+            may_wait,
+        )
         self.max_requests, self.max_candidates = most
         self.pace = Pace()
-        self.num_connections: Callable[[], int] = lambda: 0  # that are open: while it changes, others wait to be taken
+        self.num_connections: Callable[[], int] = lambda: (
+            0
+        )  # that are open: while it changes, others wait to be taken
         self._num_seen = self._turns = 0
         self._waiting: deque[_QueuedRank] = deque()
         self._is_busy = self._is_due = False  # a pass is being made; one is about to be made in the loop
@@ -199,7 +210,9 @@ class ScoringQueue:
             self._waiting.popleft()
         return batch
 
-    def _deliver(self, batch: list[_QueuedRank], outcomes: Sequence[Ranked | Exception], took_s: float) -> None:
+    def _deliver(
+        self, batch: list[_QueuedRank], outcomes: Sequence[Ranked | Exception], took_s: float
+    ) -> None:
         """The next pass begins first, so that the thread has work while answers are written."""
         num_answered = sum(isinstance(outcome, Ranked) for outcome in outcomes)
         if num_answered:

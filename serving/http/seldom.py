@@ -17,7 +17,9 @@ class Seldom:
     def __init__(self, now_s: Callable[[], float] = time.monotonic, every_s: float = EVERY_S) -> None:
         self.now_s, self.every_s = now_s, every_s
         self._lock = threading.Lock()
-        self._last: dict[Hashable, tuple[float, int]] = {}  # kind → (when it was said, how often it was left out since)
+        self._last: dict[
+            Hashable, tuple[float, int]
+        ] = {}  # kind → (when it was said, how often it was left out since)
 
     def due(self, kind: Hashable) -> int | None:
         """None = keep silent; else how many of this kind were left out since the last that was said."""

@@ -43,7 +43,9 @@ def _length(head: bytes, path: bytes) -> int | None:
     if not first.endswith(b" http/1.1") or any(word in head for word in _ODD):
         return None
     at = headers.find(_LENGTH[1:]) if headers.startswith(_LENGTH[1:]) else headers.find(_LENGTH) + 1
-    if head.count(b"content-length") != 1 or head.count(b"\nconnection:") != head.count(b"\nconnection: keep-alive\r\n"):
+    if head.count(b"content-length") != 1 or head.count(b"\nconnection:") != head.count(
+        b"\nconnection: keep-alive\r\n"
+    ):
         return None
     length = headers[at + len(_LENGTH) - 1 : headers.find(b"\r", at)]
     return int(length) if length.isdigit() and len(length) < 12 else None
@@ -59,4 +61,9 @@ def overload_answer(why: str) -> bytes:
     error = overloaded(why)
     body = msgspec.json.encode(error.body())
     headers = {"content-type": JSON, "content-length": str(len(body)), **error.headers()}
-    return STATUS_LINE[error.status] + b"".join(f"{n}: {v}\r\n".encode() for n, v in headers.items()) + b"\r\n" + body
+    return (
+        STATUS_LINE[error.status]
+        + b"".join(f"{n}: {v}\r\n".encode() for n, v in headers.items())
+        + b"\r\n"
+        + body
+    )

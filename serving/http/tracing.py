@@ -10,8 +10,8 @@ from typing import Any
 
 from starlette.types import Scope
 
-from roo.errors import SetupError
-from runtime.program import CURRENT_CALL
+from roostream.errors import SetupError
+from roostream.runtime.program import CURRENT_CALL
 
 Spanning = Callable[[Scope], AbstractContextManager[Callable[[int], None]]]
 """Around a call; what it gives is told the answer's status."""
@@ -39,7 +39,9 @@ def open_tracing(is_wanted: bool, paths: frozenset[str]) -> Spanning | None:
         path, method = scope["path"] if scope["path"] in paths else "", scope["method"]
         asked: dict[str, Any] = {"http.request.method": method, "url.path": path}
         name = f"{method} {path}" if path else method
-        with tracer.start_as_current_span(name, propagate.extract(headers), kind=trace.SpanKind.SERVER, attributes=asked) as span:
+        with tracer.start_as_current_span(
+            name, propagate.extract(headers), kind=trace.SpanKind.SERVER, attributes=asked
+        ) as span:
             _carry(span.get_span_context())
 
             def answered(status: int) -> None:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from starlette.types import Scope
 
-from runtime.program import CURRENT_CALL
+from roostream.runtime.program import CURRENT_CALL
 from serving.http.body import JSON, PROTOBUF, media_of
 from serving.http.call_names import HEADER, names_of
 from serving.http.query import deadline_ms_of, options_of
@@ -123,5 +123,7 @@ class _WholeRank:
         self._is_done = True
         own = [(name.encode(), value.encode()) for name, value in headers.items()]
         named = [(b"content-type", media.encode()), *own, (HEADER, self._names.call_id.encode())]
-        self._endpoint.parts.metrics.answered(self._endpoint.route, status, time.perf_counter() - self._begin_s)
+        self._endpoint.parts.metrics.answered(
+            self._endpoint.route, status, time.perf_counter() - self._begin_s
+        )
         self._asking.answer_whole(status, body, named)

@@ -53,7 +53,9 @@ class InferenceProtocol:
         found = _MODEL.fullmatch(scope["path"])
         if found is not None and found["what"] == "/infer":
             if scope["method"] != "POST":
-                await refuse_inference(send, RequestError(405, f"expected POST, got {shown(scope['method'])}"), allow="POST")
+                await refuse_inference(
+                    send, RequestError(405, f"expected POST, got {shown(scope['method'])}"), allow="POST"
+                )
             else:
                 await self.infer(scope, receive, send)
             return
@@ -68,7 +70,11 @@ class InferenceProtocol:
     def _told(self, scope: Scope, found: re.Match[str] | None) -> tuple[int, dict[str, Any]]:
         """(status, answer) of a GET. Raises RequestError 400, 404, 405."""
         about: dict[str, Callable[[], dict[str, Any]]] = {
-            "/v2": lambda: {"name": "roostream", "version": self.release, "extensions": ["binary_tensor_data"]},
+            "/v2": lambda: {
+                "name": "roostream",
+                "version": self.release,
+                "extensions": ["binary_tensor_data"],
+            },
             "/v2/health/live": lambda: {"live": True},
             "/v2/health/ready": lambda: {"ready": not self.parts.waiting_for()},
         }
@@ -82,7 +88,11 @@ class InferenceProtocol:
         else:
             assert found is not None
             self.infer.check_model(found)
-            answer = {"name": found["name"], "ready": not self.parts.waiting_for()} if found["what"] else self._metadata()
+            answer = (
+                {"name": found["name"], "ready": not self.parts.waiting_for()}
+                if found["what"]
+                else self._metadata()
+            )
         return 503 if answer.get("ready") is False else 200, answer
 
     def _metadata(self) -> dict[str, Any]:
@@ -92,7 +102,8 @@ class InferenceProtocol:
             "platform": "roostream",
             "inputs": self.infer.features.inputs(),
             "outputs": [
-                {"name": name, "datatype": "INT32" if name == ORDER else "FP32", "shape": [-1]} for name in self.infer.outputs
+                {"name": name, "datatype": "INT32" if name == ORDER else "FP32", "shape": [-1]}
+                for name in self.infer.outputs
             ],
         }
 
@@ -167,4 +178,6 @@ def _fault(error: RequestError) -> dict[str, str]:
 
 async def refuse_inference(send: Send, error: RequestError, **headers: str) -> None:
     """In the protocol's words."""
-    await respond(send, error.status, msgspec.json.encode(_fault(error)), JSON, {**error.headers(), **headers})
+    await respond(
+        send, error.status, msgspec.json.encode(_fault(error)), JSON, {**error.headers(), **headers}
+    )

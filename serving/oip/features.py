@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from roo.errors import nearest
-from roo.schema import Feature, Schema
+from roostream.errors import nearest
+from roostream.schema.schema import Feature, Schema
 from serving.errors import RequestError, shown
 from serving.http.parse import check_number, check_once
 from serving.oip.tensors import Inference, Tensor
@@ -33,7 +33,14 @@ _PARAMETERS: dict[str, tuple[type, ...]] = {
     "append": (bool,),
     "first_position": (int,),
 }
-_OF_THE_PROTOCOL = ("binary_data_output", "sequence_id", "sequence_start", "sequence_end", "priority", "timeout")
+_OF_THE_PROTOCOL = (
+    "binary_data_output",
+    "sequence_id",
+    "sequence_start",
+    "sequence_end",
+    "priority",
+    "timeout",
+)
 
 
 class FeatureTensors:
@@ -59,7 +66,9 @@ class FeatureTensors:
         """Raises RequestError 400, 413: names, shapes, or what a rank in JSON would be refused for."""
         for name, tensor in asked.inputs.items():
             if name not in self._known:
-                raise RequestError(400, f"unknown input {shown(name)!r}{nearest(shown(name), self._known)}", tensor.path)
+                raise RequestError(
+                    400, f"unknown input {shown(name)!r}{nearest(shown(name), self._known)}", tensor.path
+                )
         if ITEMS not in asked.inputs:
             raise RequestError(400, f"expected an input {ITEMS!r} with the candidates, got none", "$.inputs")
         given, items = self._items(asked.inputs[ITEMS])
@@ -95,13 +104,17 @@ class FeatureTensors:
             if f.kind == "float":
                 if len(parts[f.name].values) != 1:
                     raise RequestError(
-                        400, f"expected {f.name!r} of shape [1], got {list(parts[f.name].shape)}", parts[f.name].path
+                        400,
+                        f"expected {f.name!r} of shape [1], got {list(parts[f.name].shape)}",
+                        parts[f.name].path,
                     )
                 out[f.name] = float(_numbers(parts[f.name])[0])
             else:
                 for tensor in parts.values():
                     if len(tensor.shape) > 1 and tensor.shape[0] != 1:
-                        raise RequestError(400, f"expected shape [1, L], got {list(tensor.shape)}", tensor.path)
+                        raise RequestError(
+                            400, f"expected shape [1, L], got {list(tensor.shape)}", tensor.path
+                        )
                 columns = {name: _list(tensor) for name, tensor in parts.items()}
                 self._check_lengths(f, {name: [len(values)] for name, values in columns.items()}, parts)
                 out[f.name] = _one(f, columns)
@@ -114,7 +127,9 @@ class FeatureTensors:
             parts = _given(f, inputs)
             if not parts:
                 if f.name + LENGTHS in inputs:
-                    raise RequestError(400, f"expected {f.name!r} beside its lengths", inputs[f.name + LENGTHS].path)
+                    raise RequestError(
+                        400, f"expected {f.name!r} beside its lengths", inputs[f.name + LENGTHS].path
+                    )
                 continue
             if f.kind == "float":
                 out[f.name] = _check_rows(f, _numbers(parts[f.name]), n, parts[f.name])
@@ -125,7 +140,9 @@ class FeatureTensors:
             used = sum(length for length in lengths if length > 0)
             for name, values in flat.items():
                 if len(values) != used:
-                    raise RequestError(400, f"expected {used} values by the lengths, got {len(values)}", parts[name].path)
+                    raise RequestError(
+                        400, f"expected {used} values by the lengths, got {len(values)}", parts[name].path
+                    )
             out[f.name] = list(_rows(f, flat, lengths))
         return out
 
@@ -133,7 +150,9 @@ class FeatureTensors:
         most = self.schema.limits.max_list
         for name, sizes in lengths.items():
             if max(sizes, default=0) > most:
-                raise RequestError(413, f"expected at most {most} entries, got {max(sizes)}", parts[name].path)
+                raise RequestError(
+                    413, f"expected at most {most} entries, got {max(sizes)}", parts[name].path
+                )
 
 
 def _about(name: str, kind: str, shape: list[int]) -> dict[str, Any]:
@@ -165,13 +184,19 @@ def _told(parameters: dict[str, Any]) -> dict[str, Any]:
         if name in _OF_THE_PROTOCOL:
             continue
         if name not in _PARAMETERS:
-            raise RequestError(400, f"unknown parameter {shown(name)!r}{nearest(shown(name), _PARAMETERS)}", "$.parameters")
+            raise RequestError(
+                400, f"unknown parameter {shown(name)!r}{nearest(shown(name), _PARAMETERS)}", "$.parameters"
+            )
         if type(value) not in _PARAMETERS[name]:
             wanted = " or ".join(kind.__name__ for kind in _PARAMETERS[name])
             raise RequestError(400, f"expected {wanted}, got {shown(value)!r}", f"$.parameters.{name}")
         out[name] = value
     if not 0 <= out["first_position"] < 1 << 31:
-        raise RequestError(400, f"expected a place from 0 on, got {shown(out['first_position'])}", "$.parameters.first_position")
+        raise RequestError(
+            400,
+            f"expected a place from 0 on, got {shown(out['first_position'])}",
+            "$.parameters.first_position",
+        )
     return out
 
 
@@ -209,26 +234,37 @@ def _lengths(lengths: Tensor | None, values: Tensor, n: int) -> list[int]:
     if lengths is not None:
         told = _integers(lengths)
         if len(told) != n or min(told, default=0) < -1:
-            raise RequestError(400, f"expected {n} lengths, of -1 (missing) or more, got {shown(told)}", lengths.path)
+            raise RequestError(
+                400, f"expected {n} lengths, of -1 (missing) or more, got {shown(told)}", lengths.path
+            )
         return told
     if values.shape[:1] != (n,) or len(values.shape) > 2:
         shape = list(values.shape)
-        raise RequestError(400, f"expected shape [{n}] or [{n}, L], or values with an input of lengths, got {shape}", values.path)
+        raise RequestError(
+            400,
+            f"expected shape [{n}] or [{n}, L], or values with an input of lengths, got {shape}",
+            values.path,
+        )
     return [values.shape[1] if len(values.shape) == 2 else 1] * n
 
 
 def _rows(f: Feature, flat: dict[str, list[Any]], lengths: list[int]) -> Iterator[Any]:
     at = 0
     for length in lengths:
-        yield None if length < 0 else _one(f, {name: values[at : at + length] for name, values in flat.items()})
+        yield (
+            None if length < 0 else _one(f, {name: values[at : at + length] for name, values in flat.items()})
+        )
         at += max(length, 0)
 
 
 def _one(f: Feature, columns: dict[str, list[Any]]) -> Any:
-    """One row's value as `roo.block` takes it."""
+    """One row's value as `roostream.wire.block` takes it."""
     if f.kind == "ids":
         return columns[f.name]
-    return {("ids" if name == f.name else name.removeprefix(f"{f.name}.")): values for name, values in columns.items()}
+    return {
+        ("ids" if name == f.name else name.removeprefix(f"{f.name}.")): values
+        for name, values in columns.items()
+    }
 
 
 def _check_rows(f: Feature, values: np.ndarray, n: int, tensor: Tensor) -> np.ndarray:

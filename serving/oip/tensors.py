@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from roo.errors import nearest
+from roostream.errors import nearest
 from serving.errors import RequestError, shown
 from serving.http.parse import decoded
 
@@ -82,7 +82,8 @@ def parse_inference(body: bytes, header_length: bytes | None) -> Inference:
     if header_length is not None:
         if not header_length.isdigit() or len(header_length) > 10 or int(header_length) > len(body):
             raise RequestError(
-                400, f"expected {HEADER_LENGTH.decode()} within the body's {len(body)} bytes, got {shown(header_length)}"
+                400,
+                f"expected {HEADER_LENGTH.decode()} within the body's {len(body)} bytes, got {shown(header_length)}",
             )
         size = int(header_length)
     asked: _InferenceBody = decoded(_DECODER, body[:size], {})
@@ -96,8 +97,14 @@ def parse_inference(body: bytes, header_length: bytes | None) -> Inference:
         size, inputs[given.name] = _input(given, body, size, path)
     if size != len(body):
         raise RequestError(400, f"expected {size} bytes by the inputs' binary_data_size, got {len(body)}")
-    outputs = None if asked.outputs is None else {o.name: o.parameters.get("binary_data") is True for o in asked.outputs}
-    return Inference(asked.id, asked.parameters, inputs, outputs, asked.parameters.get("binary_data_output") is True)
+    outputs = (
+        None
+        if asked.outputs is None
+        else {o.name: o.parameters.get("binary_data") is True for o in asked.outputs}
+    )
+    return Inference(
+        asked.id, asked.parameters, inputs, outputs, asked.parameters.get("binary_data_output") is True
+    )
 
 
 def _input(given: _Input, body: bytes, at: int, path: str) -> tuple[int, Tensor]:
@@ -107,7 +114,9 @@ def _input(given: _Input, body: bytes, at: int, path: str) -> tuple[int, Tensor]
         raise RequestError(400, known, f"{path}.datatype")
     if len(given.shape) > _MAX_BODY_DIMS or any(not 0 <= d < 1 << 31 for d in given.shape):
         raise RequestError(
-            400, f"expected at most {_MAX_BODY_DIMS} sizes of 0 or more, got {shown(given.shape)}", f"{path}.shape"
+            400,
+            f"expected at most {_MAX_BODY_DIMS} sizes of 0 or more, got {shown(given.shape)}",
+            f"{path}.shape",
         )
     count, size = math.prod(given.shape), given.parameters.get("binary_data_size")
     if size is None:
@@ -115,7 +124,9 @@ def _input(given: _Input, body: bytes, at: int, path: str) -> tuple[int, Tensor]
     else:
         if type(size) is not int or not 0 <= size <= len(body) - at:
             raise RequestError(
-                400, f"expected at most {len(body) - at} bytes, got {shown(size)}", f"{path}.parameters.binary_data_size"
+                400,
+                f"expected at most {len(body) - at} bytes, got {shown(size)}",
+                f"{path}.parameters.binary_data_size",
             )
         values = _of_bytes(given.datatype, body[at : at + size], path)
         at += size
@@ -126,7 +137,9 @@ def _input(given: _Input, body: bytes, at: int, path: str) -> tuple[int, Tensor]
 
 def _of_json(given: _Input, path: str) -> np.ndarray | list[str]:
     """`data` is flat or nested, row-major; null stands for NaN."""
-    value: Any = str if given.datatype == "BYTES" else float | None if given.datatype.startswith("FP") else int
+    value: Any = (
+        str if given.datatype == "BYTES" else float | None if given.datatype.startswith("FP") else int
+    )
     kinds: list[Any] = [GenericAlias(list, (value,))]
     for _ in given.shape[1:]:
         kinds.append(GenericAlias(list, (kinds[-1],)))
@@ -155,13 +168,17 @@ def _of_bytes(datatype: str, data: bytes, path: str) -> np.ndarray | list[str]:
     if datatype != "BYTES":
         dtype = np.dtype(_DTYPES[datatype])
         if len(data) % dtype.itemsize:
-            raise RequestError(400, f"expected whole values of {dtype.itemsize} bytes, got {len(data)} bytes", f"{path}.data")
+            raise RequestError(
+                400, f"expected whole values of {dtype.itemsize} bytes, got {len(data)} bytes", f"{path}.data"
+            )
         return np.frombuffer(data, dtype)
     texts, at = [], 0
     while at < len(data):
         end = at + 4 + struct.unpack_from("<I", data, at)[0] if at + 4 <= len(data) else len(data) + 1
         if end > len(data):
-            raise RequestError(400, "expected texts, each behind its length in 4 bytes, got one that is cut", f"{path}.data")
+            raise RequestError(
+                400, "expected texts, each behind its length in 4 bytes, got one that is cut", f"{path}.data"
+            )
         texts.append(_text(data[at + 4 : end], path))
         at = end
     return texts
@@ -187,7 +204,9 @@ def check_outputs(asked: Inference, names: Sequence[str]) -> None:
     """Raises RequestError 400: an output is wanted that there isn't."""
     for i, name in enumerate(asked.outputs or ()):
         if name not in names:
-            raise RequestError(400, f"unknown output {shown(name)!r}{nearest(shown(name), names)}", f"$.outputs[{i}]")
+            raise RequestError(
+                400, f"unknown output {shown(name)!r}{nearest(shown(name), names)}", f"$.outputs[{i}]"
+            )
 
 
 def chosen(outputs: list[OutputTensor], asked: Inference) -> list[tuple[OutputTensor, bool]]:
@@ -202,7 +221,11 @@ def written(head: dict[str, Any], outputs: list[tuple[OutputTensor, bool]]) -> t
     """(body, size of its JSON where bytes stand behind it)."""
     parts, told = [], []
     for output, is_binary in outputs:
-        one: dict[str, Any] = {"name": output.name, "shape": [len(output.values)], "datatype": output.datatype}
+        one: dict[str, Any] = {
+            "name": output.name,
+            "shape": [len(output.values)],
+            "datatype": output.datatype,
+        }
         if is_binary:
             parts.append(output.values.astype(_DTYPES[output.datatype]).tobytes())
             one["parameters"] = {"binary_data_size": len(parts[-1])}

@@ -49,20 +49,28 @@ class ExplainEndpoint(RankEndpoint):
         request = self.json.parse(await self.intake.read(scope, receive, until_s))
         take_version(scope, request)
         if len(request.item_ids) > MOST_CANDIDATES:
-            message = f"expected at most {MOST_CANDIDATES} candidates to be explained, got {len(request.item_ids)}"
+            message = (
+                f"expected at most {MOST_CANDIDATES} candidates to be explained, got {len(request.item_ids)}"
+            )
             raise RequestError(413, message, "$.candidates")
         self.gate.check(self.left_s(until_s))
         if self._busy:
-            raise RequestError(429, "another explanation is being made; try again", retry_after_s=RETRY_AFTER_S)
+            raise RequestError(
+                429, "another explanation is being made; try again", retry_after_s=RETRY_AFTER_S
+            )
         self._busy = True
         try:
             async with asyncio.timeout(EXPLAIN_S):
-                explanation = await self._in_turn(self.explainer.begin, request, self.parts.stamps.clock.now_ms())
+                explanation = await self._in_turn(
+                    self.explainer.begin, request, self.parts.stamps.clock.now_ms()
+                )
                 for names in self.explainer.passes(explanation):
                     await self._in_turn(self.explainer.take_out, explanation, names)
                 return self.explainer.told(explanation)
         except TimeoutError:
-            raise RequestError(504, f"not explained within {EXPLAIN_S:g} s", retry_after_s=RETRY_AFTER_S) from None
+            raise RequestError(
+                504, f"not explained within {EXPLAIN_S:g} s", retry_after_s=RETRY_AFTER_S
+            ) from None
         finally:
             self._busy = False
 

@@ -21,11 +21,15 @@ class FeatureEffect(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     side: Annotated[str, Meta(description="ro: of the request; nro: of a candidate")]
     kind: str
-    values: Annotated[list[float | str | None], Meta(description="as scored; lists of ids as text; null = missing")]
+    values: Annotated[
+        list[float | str | None], Meta(description="as scored; lists of ids as text; null = missing")
+    ]
     rows: Annotated[list[RowCount] | None, Meta(description="null: it has no rows")]
     changes: Annotated[
         list[dict[str, float]] | None,
-        Meta(description="of each candidate, by task: its score without this feature less the one with it; null: not tried"),
+        Meta(
+            description="of each candidate, by task: its score without this feature less the one with it; null: not tried"
+        ),
     ]
 
 
@@ -46,4 +50,6 @@ class ExplainAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     order: list[int]
     candidates: list[ExplainedCandidate]
     features: list[FeatureEffect]
-    left_out: Annotated[int, Meta(description="features that are given and were not taken out, being too many")]
+    left_out: Annotated[
+        int, Meta(description="features that are given and were not taken out, being too many")
+    ]

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from roo.block import decode_block, nro_columns, ro_columns
-from roo.columns import Side
-from roo.ids import unsigned
-from roo.lookup import build_lookup, sources_of
-from roo.schema import Feature
+from roostream.schema.ids import unsigned
+from roostream.schema.schema import Feature
+from roostream.wire.block import decode_block, nro_columns, ro_columns
+from roostream.wire.columns import Side
+from roostream.wire.lookup import build_lookup, sources_of
 from serving.explore import best_order
 from serving.page.explain_types import ExplainAnswer, ExplainedCandidate, FeatureEffect, RowCount
 from serving.rank import RankService
@@ -71,7 +71,9 @@ class Explainer:
         ro = decode_block(self.schema, "ro", complete.blocks.ro, 1)
         nro = {k: v for k, v in decode_block(self.schema, "nro", complete.blocks.nro, n).items() if _some(v)}
         scores_nT = probabilities(version.score(self.service.rows, columns))
-        return Explanation(request, time_ms, version, complete.degraded, ro, nro, scores_nT, self._rows(columns))
+        return Explanation(
+            request, time_ms, version, complete.degraded, ro, nro, scores_nT, self._rows(columns)
+        )
 
     def passes(self, explanation: Explanation) -> Iterator[list[str]]:
         """Features to be taken out, as many at a time as one forward pass may hold."""
@@ -96,8 +98,14 @@ class Explainer:
             degraded=explanation.degraded,
             tasks=list(tasks),
             order=best_order(explanation.scores_nT[:, self.service.policy.task]),
-            candidates=[ExplainedCandidate(item, s) for item, s in zip(request.given_ids, scores, strict=True)],
-            features=[self._effect(explanation, side, f) for side in ("nro", "ro") for f in getattr(self.schema, side)],
+            candidates=[
+                ExplainedCandidate(item, s) for item, s in zip(request.given_ids, scores, strict=True)
+            ],
+            features=[
+                self._effect(explanation, side, f)
+                for side in ("nro", "ro")
+                for f in getattr(self.schema, side)
+            ],
             left_out=max(len(explanation.given) - MOST_FEATURES, 0),
         )
 
@@ -130,13 +138,21 @@ class Explainer:
         n = 1 if side == "ro" else len(explanation.request.item_ids)
         values = [given.get(f.name)] if side == "ro" else given.get(f.name, [None] * n)
         changes_nT = explanation.changes.get(f.name)
-        told = None if changes_nT is None else [dict(zip(self.schema.tasks, row, strict=True)) for row in changes_nT.tolist()]
-        return FeatureEffect(f.name, side, f.kind, [_shown(v) for v in values], explanation.rows.get(f.name), told)
+        told = (
+            None
+            if changes_nT is None
+            else [dict(zip(self.schema.tasks, row, strict=True)) for row in changes_nT.tolist()]
+        )
+        return FeatureEffect(
+            f.name, side, f.kind, [_shown(v) for v in values], explanation.rows.get(f.name), told
+        )
 
 
 def _some(column: Any) -> bool:
     """Whether any candidate has it."""
-    return not np.isnan(column).all() if isinstance(column, np.ndarray) else any(v is not None for v in column)
+    return (
+        not np.isnan(column).all() if isinstance(column, np.ndarray) else any(v is not None for v in column)
+    )
 
 
 def _shown(value: Any) -> float | str | None:

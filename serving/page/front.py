@@ -6,7 +6,7 @@ import functools
 from importlib import resources
 from typing import Any
 
-from runtime.metrics import Recent, freshness
+from roostream.runtime.metrics import Recent, freshness
 from serving.build import Parts
 from serving.http.examples import rank_example
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from roo.errors import nearest
+from roostream.errors import nearest
 from serving.errors import RequestError, shown
 
 AttributeValue: TypeAlias = bool | int | str
@@ -28,7 +28,9 @@ class Attributes:
             for name, value in given.items():
                 for each in dict.fromkeys(_texts(value)):
                     found.setdefault(name, {}).setdefault(each, []).append(slot)
-        self._slots = {name: {v: np.array(s, np.int64) for v, s in values.items()} for name, values in found.items()}
+        self._slots = {
+            name: {v: np.array(s, np.int64) for v, s in values.items()} for name, values in found.items()
+        }
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -63,7 +65,5 @@ def check_attributes(given: object) -> str:
     for name, value in given.items():
         for each in value if isinstance(value, list) else [value]:
             if not isinstance(each, AttributeValue):
-                return (
-                    f"expected attribute {shown(name)!r} as a text, an integer, true, false or a list of them, got {shown(each)}"
-                )
+                return f"expected attribute {shown(name)!r} as a text, an integer, true, false or a list of them, got {shown(each)}"
     return ""

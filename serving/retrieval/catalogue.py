@@ -20,13 +20,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from roo.batch import Batch
-from roo.block import encode_nro, main_key
-from roo.decode import Decoder
-from roo.errors import ConfigError, WireError
-from roo.jagged import Jagged
-from roo.online.counters import sources_of
-from roo.schema import Feature, Schema
+from roostream.errors import ConfigError, WireError
+from roostream.online.counters import sources_of
+from roostream.schema.schema import Feature, Schema
+from roostream.wire.batch import Batch
+from roostream.wire.block import encode_nro, main_key
+from roostream.wire.decode import Decoder
+from roostream.wire.jagged import Jagged
 from serving.errors import RequestError, shown
 from serving.http.parse import JsonParser
 from serving.request import RankRequest
@@ -78,7 +78,9 @@ def load_catalogue(schema: Schema, path: str | Path) -> Catalogue:
         raise ConfigError(f"items: expected a file of items, got {shown(path)!r}: {error.strerror}") from None
 
 
-def read_catalogue(schema: Schema, lines: Iterable[bytes], name: str = "items", parser: JsonParser | None = None) -> Catalogue:
+def read_catalogue(
+    schema: Schema, lines: Iterable[bytes], name: str = "items", parser: JsonParser | None = None
+) -> Catalogue:
     """Of one line an item; empty ones are passed over. `parser`: the schema's, where there is one already.
     Raises ConfigError with name and line."""
     reader = _CatalogueReader(schema, name, parser or JsonParser(schema))
@@ -136,7 +138,9 @@ class _CatalogueReader:
             at = _PLACE.match(error.path)
             number = chunk[int(at[1])][0] if at else chunk[0][0]
             place = _PLACE.sub("", error.path)
-            raise ConfigError(f"{self.name}:{number}: {error}" + (f" (at {place})" if place else "")) from None
+            raise ConfigError(
+                f"{self.name}:{number}: {error}" + (f" (at {place})" if place else "")
+            ) from None
         except WireError as error:
             raise ConfigError(f"{self.name}, lines {chunk[0][0]} to {chunk[-1][0]}: {error}") from None
         self.given += request.given_ids
@@ -170,7 +174,9 @@ class _CatalogueReader:
             if column is None:
                 request.nro[name] = request.item_ids
             elif isinstance(column, list):
-                request.nro[name] = [[i] if v is None else v for v, i in zip(column, request.item_ids.tolist(), strict=True)]
+                request.nro[name] = [
+                    [i] if v is None else v for v, i in zip(column, request.item_ids.tolist(), strict=True)
+                ]
 
 
 def _taken(items: Batch, slot_N: np.ndarray) -> Batch:
@@ -216,7 +222,10 @@ def _column(f: Feature, lists: Jagged) -> Any:
         if f.kind == "ids":
             return values[begin:end]
         if f.kind == "weighted_ids":
-            return {"ids": values[begin:end], "weights": [] if weights is None else weights[begin:end].tolist()}
+            return {
+                "ids": values[begin:end],
+                "weights": [] if weights is None else weights[begin:end].tolist(),
+            }
         return {main_key(f): values[begin:end], **{c: column[begin:end] for c, column in columns.items()}}
 
     spans = zip(offset_N1, offset_N1[1:], lists.present_KN[k].tolist(), strict=False)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from roo.batch import Batch
-from roo.lookup import Lookup, StackLookup, build_lookup
+from roostream.wire.batch import Batch
+from roostream.wire.lookup import Lookup, StackLookup, build_lookup
 from serving.scorer import RowReader
 
 CHUNK = 20_000

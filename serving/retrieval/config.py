@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from roo.config import Settings, setting
+from roostream.schema.settings import Settings, setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,5 +18,8 @@ class ServesItems(Settings):
     )
     items_probed: float = setting(0.1, "ivf: share of the lists that are looked through", above=0, most=1)
     items_refreshed: int = setting(
-        2000, "items a second, at most, whose vectors are made anew because rows changed", least=1, most=1_000_000
+        2000,
+        "items a second, at most, whose vectors are made anew because rows changed",
+        least=1,
+        most=1_000_000,
     )

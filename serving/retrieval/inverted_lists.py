@@ -11,7 +11,7 @@ import types
 
 import numpy as np
 
-from roo.errors import ConfigError
+from roostream.errors import ConfigError
 
 _TRAINED_ON = 40  # items a centroid
 _ROUNDS = 10
@@ -39,7 +39,9 @@ class InvertedLists:
         num_items, width = vector_ID.shape
         num_lists = max(1, min(int(2 * math.sqrt(num_items)), num_items // _TRAINED_ON))
         self.num_probed = max(1, round(probed * num_lists))
-        self._index = faiss.IndexIVFFlat(faiss.IndexFlatIP(width), width, num_lists, faiss.METRIC_INNER_PRODUCT)
+        self._index = faiss.IndexIVFFlat(
+            faiss.IndexFlatIP(width), width, num_lists, faiss.METRIC_INNER_PRODUCT
+        )
         self._index.cp.niter, self._index.cp.min_points_per_centroid = _ROUNDS, 1
         step = max(1, num_items // (_TRAINED_ON * num_lists))
         self._index.train(vector_ID[::step])

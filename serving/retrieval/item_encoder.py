@@ -9,13 +9,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from models.inputs import build_inputs
-from models.two_tower.retrieval import Retrieval
-from roo.batch import Batch
-from roo.errors import ConfigError
-from roo.lookup import build_lookup
-from roo.online.counters import sources_of
-from roo.schema import Schema
+from roostream.errors import ConfigError
+from roostream.models.inputs import build_inputs
+from roostream.models.two_tower.retrieval import Retrieval
+from roostream.online.counters import sources_of
+from roostream.schema.schema import Schema
+from roostream.wire.batch import Batch
+from roostream.wire.lookup import build_lookup
 from serving.scorer import RowReader
 
 _OF_A_LIST = ("rank", "share")
@@ -45,7 +45,9 @@ def check_own(schema: Schema, model: Retrieval) -> None:
             )
         kept = next((i for i in inputs if i in online), "")
         if kept:
-            raise ConfigError(f"item_floats: expected floats that a catalogue can have, got {kept!r}, kept online; leave it out")
+            raise ConfigError(
+                f"item_floats: expected floats that a catalogue can have, got {kept!r}, kept online; leave it out"
+            )
     for f in schema.lists("nro"):
         if online.get(f.name, "item_id") != "item_id":
             raise ConfigError(f"expected id lists that a catalogue can have, got {f.name!r}, kept online")

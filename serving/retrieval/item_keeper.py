@@ -20,11 +20,11 @@ from pathlib import Path
 
 import numpy as np
 
-from models.two_tower.cascade import retrieval_of
-from models.two_tower.retrieval import Retrieval
-from roo.errors import ConfigError
-from roo.schema import Schema
-from runtime.clock import Clock
+from roostream.errors import ConfigError
+from roostream.models.two_tower.cascade import retrieval_of
+from roostream.models.two_tower.retrieval import Retrieval
+from roostream.runtime.clock import Clock
+from roostream.schema.schema import Schema
 from serving.retrieval.catalogue import Catalogue, load_catalogue
 from serving.retrieval.changed_rows import ChangedRows
 from serving.retrieval.config import ServesItems
@@ -159,11 +159,15 @@ class ItemKeeper:
             self.num_built += 1
             log.info("vectors of %d items by version %s are here", len(catalogue), version.name)
 
-    def _built(self, version: Version, catalogue: Catalogue, with_rows: bool, stop: threading.Event | None) -> _Kept | None:
+    def _built(
+        self, version: Version, catalogue: Catalogue, with_rows: bool, stop: threading.Event | None
+    ) -> _Kept | None:
         """None: stopped. Rows are looked at first, so that none that changes meanwhile is missed."""
         model = retrieval_of(version.model)
         if model is None:
-            raise ConfigError('expected a model that retrieves (kind = "cascade", or "two_tower" with its stage), got another')
+            raise ConfigError(
+                'expected a model that retrieves (kind = "cascade", or "two_tower" with its stage), got another'
+            )
         check_own(self.schema, model)
         changed = ChangedRows(catalogue.items)
         for chunk in changed.chunks():
@@ -172,7 +176,9 @@ class ItemKeeper:
         for begin in range(0, len(catalogue), AT_ONCE):
             if stop is not None and stop.is_set():
                 return None
-            parts.append(self._vectors(model, catalogue, np.arange(begin, min(begin + AT_ONCE, len(catalogue))), stop))
+            parts.append(
+                self._vectors(model, catalogue, np.arange(begin, min(begin + AT_ONCE, len(catalogue))), stop)
+            )
         nearest = NearestItems(np.concatenate(parts), self._propose)
         space = ItemSpace(version=version, model=model, catalogue=catalogue, nearest=nearest)
         return _Kept(space=space, changed=changed, due=DueItems(len(catalogue)), with_rows=with_rows)
@@ -196,7 +202,9 @@ class ItemKeeper:
                 self.num_refreshed += len(slot_N)
             left -= len(slot_N)
 
-    def _vectors(self, model: Retrieval, catalogue: Catalogue, slot_N: np.ndarray, stop: threading.Event | None) -> np.ndarray:
+    def _vectors(
+        self, model: Retrieval, catalogue: Catalogue, slot_N: np.ndarray, stop: threading.Event | None
+    ) -> np.ndarray:
         self.quiet.wait(PATIENCE_S, stop)
         return encode_items(model, self.rows, catalogue.take(slot_N))
 

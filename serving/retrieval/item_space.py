@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from models.two_tower.retrieval import Retrieval
+from roostream.models.two_tower.retrieval import Retrieval
 from serving.retrieval.catalogue import Catalogue
 from serving.retrieval.nearest_items import NearestItems
 from serving.scorer import Version

@@ -65,7 +65,9 @@ class NearestItems:
     @property
     def wants_index(self) -> bool:
         """Whether so many vectors have moved that a new index pays."""
-        return self._indexed is not None and len(self._indexed.moved_N) > max(FEW // 4, MOST_MOVED_SHARE * len(self))
+        return self._indexed is not None and len(self._indexed.moved_N) > max(
+            FEW // 4, MOST_MOVED_SHARE * len(self)
+        )
 
     def vectors(self) -> np.ndarray:
         """A copy."""
@@ -90,7 +92,10 @@ class NearestItems:
 
     def best(self, query_D: np.ndarray, k: int, allowed_I: np.ndarray | None = None) -> NearestFound:
         """The K <= k best of those that are allowed, `allowed_I` bool [I] (None = all), as far as the index finds them."""
-        indexed, num_allowed = self._indexed, len(self) if allowed_I is None else int(np.count_nonzero(allowed_I))
+        indexed, num_allowed = (
+            self._indexed,
+            len(self) if allowed_I is None else int(np.count_nonzero(allowed_I)),
+        )
         if indexed is None or num_allowed <= FEW:
             return self.exact(query_D, k, allowed_I)
         moved_N = indexed.moved_N if allowed_I is None else indexed.moved_N[allowed_I[indexed.moved_N]]
@@ -105,7 +110,11 @@ class NearestItems:
     def exact(self, query_D: np.ndarray, k: int, allowed_I: np.ndarray | None = None) -> NearestFound:
         """The K <= k best of those that are allowed, every one compared. In steps: nobody waits long for a `replace`."""
         allowed_N = None if allowed_I is None else np.flatnonzero(allowed_I)
-        slot_N, product_N, least = np.zeros(0, np.int64), np.zeros(0, np.float32), -np.inf  # so far, the k best and their equals
+        slot_N, product_N, least = (
+            np.zeros(0, np.int64),
+            np.zeros(0, np.float32),
+            -np.inf,
+        )  # so far, the k best and their equals
         for begin in range(0, len(self) if allowed_N is None else len(allowed_N), _CHUNK):
             chosen = slice(begin, begin + _CHUNK) if allowed_N is None else allowed_N[begin : begin + _CHUNK]
             with self._lock:

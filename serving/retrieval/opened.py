@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from roo.schema import Schema
-from runtime.clock import Clock
-from runtime.exports import Exports
+from roostream.runtime.clock import Clock
+from roostream.runtime.exports import Exports
+from roostream.schema.schema import Schema
 from serving.rank import RankService
 from serving.retrieval.config import ServesItems
 from serving.retrieval.item_keeper import ItemKeeper
@@ -26,17 +26,30 @@ _HELPS = {
     "items_recall_samples": "requests that it was measured with",
     "items_compared_whole": "searches that compared every item although there is an index",
 }
-_COUNTERS = ("items_refreshed", "items_built", "items_refused", "items_recall_samples", "items_compared_whole")
+_COUNTERS = (
+    "items_refreshed",
+    "items_built",
+    "items_refused",
+    "items_recall_samples",
+    "items_compared_whole",
+)
 
 
 def open_retrieval(
-    settings: ServesItems, schema: Schema, service: RankService, quiet: Quiet, clock: Clock, registry: CollectorRegistry
+    settings: ServesItems,
+    schema: Schema,
+    service: RankService,
+    quiet: Quiet,
+    clock: Clock,
+    registry: CollectorRegistry,
 ) -> ItemKeeper | None:
     """None: without a catalogue. Raises ConfigError: the index can't be had."""
     if not settings.items:
         return None
     retriever = Retriever(schema, service.rows, service.hydrator, RecallSamples(clock))
     retriever.rows_ready = lambda: service.rows_ready()
-    keeper = ItemKeeper(schema, settings, retriever, lambda: service.versions.served.version, service.rows, quiet, clock)
+    keeper = ItemKeeper(
+        schema, settings, retriever, lambda: service.versions.served.version, service.rows, quiet, clock
+    )
     Exports("serving", keeper.numbers, {}, helps=_HELPS, counters=_COUNTERS).register(registry)
     return keeper

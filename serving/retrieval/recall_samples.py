@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from runtime.clock import Clock
+from roostream.runtime.clock import Clock
 from serving.retrieval.item_space import ItemSpace
 from serving.retrieval.nearest_items import NearestFound, recall
 
@@ -37,7 +37,9 @@ class RecallSamples:
         self._asked: _Searched | None = None
         self._next_s = 0.0
 
-    def offer(self, space: ItemSpace, query_D: np.ndarray, k: int, allowed_I: np.ndarray | None, found: NearestFound) -> None:
+    def offer(
+        self, space: ItemSpace, query_D: np.ndarray, k: int, allowed_I: np.ndarray | None, found: NearestFound
+    ) -> None:
         """Kept if it is its turn; never waits."""
         now_s = self.clock.monotonic_s()
         if now_s >= self._next_s:

@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from models.inputs import build_inputs
-from roo.block import main_key, ro_columns
-from roo.columns import NO_COLUMNS
-from roo.errors import RoostreamError, WireError
-from roo.lookup import build_lookup
-from roo.online.counters import of_request, sources_of
-from roo.online.entity_fields import EntityFields, FieldReader
-from roo.schema import Schema
+from roostream.errors import RoostreamError, WireError
+from roostream.models.inputs import build_inputs
+from roostream.online.counters import of_request, sources_of
+from roostream.online.entity_fields import EntityFields, FieldReader
+from roostream.schema.schema import Schema
+from roostream.wire.block import main_key, ro_columns
+from roostream.wire.columns import NO_COLUMNS
+from roostream.wire.lookup import build_lookup
 from serving.errors import RequestError
 from serving.rank import Hydration
 from serving.request import RankRequest, ids_of
@@ -71,7 +71,9 @@ class Retrieved(NamedTuple):
 class Retriever:
     """`retrieve` in one thread at a time: Redis' client's. `space` is set by another."""
 
-    def __init__(self, schema: Schema, rows: RowReader, hydrator: Hydration | None, samples: RecallSamples) -> None:
+    def __init__(
+        self, schema: Schema, rows: RowReader, hydrator: Hydration | None, samples: RecallSamples
+    ) -> None:
         self.schema, self.rows, self.hydrator, self.samples = schema, rows, hydrator, samples
         self.space: ItemSpace | None = None
         self.why_not = "the items' vectors aren't there yet"  # while there is no space
@@ -109,7 +111,9 @@ class Retriever:
                 log.debug("hydration failed: %s", error)
                 away = True
         online.update(own)
-        request.ro.update({name: online[source] for name, source in missing.items() if online.get(source) is not None})
+        request.ro.update(
+            {name: online[source] for name, source in missing.items() if online.get(source) is not None}
+        )
         return away
 
     def _fields(self, request: RankRequest) -> EntityFields:
@@ -125,17 +129,23 @@ class Retriever:
         batch = batch_of(self.schema, [RequestColumns(ro, NO_COLUMNS, _NO_ITEMS, time_ms)])
         lookup = build_lookup(batch)
         with torch.inference_mode():
-            vector_TD = space.model.request_vectors(build_inputs(batch, lookup, self.rows.gather(lookup)))[0].numpy()
+            vector_TD = space.model.request_vectors(build_inputs(batch, lookup, self.rows.gather(lookup)))[
+                0
+            ].numpy()
         query_D: np.ndarray = vector_TD[asked.task]
         if not np.isfinite(query_D).all():
-            raise RequestError(500, f"model version {space.version.name} gave a vector that is not finite for this request")
+            raise RequestError(
+                500, f"model version {space.version.name} gave a vector that is not finite for this request"
+            )
         return query_D
 
     def _allowed(self, space: ItemSpace, asked: RetrieveRequest) -> np.ndarray | None:
         """bool [I]; None = all."""
         excluded_N = asked.exclude_N
         if asked.exclude_seen:
-            excluded_N = np.concatenate([excluded_N, *(_ids(asked.request.ro.get(name), name, key) for name, key in self._seen)])
+            excluded_N = np.concatenate(
+                [excluded_N, *(_ids(asked.request.ro.get(name), name, key) for name, key in self._seen)]
+            )
         if not len(excluded_N) and not asked.wanted and asked.among_N is None:
             return None
         allowed_I = space.catalogue.attributes.allowed(asked.wanted)

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from roo.errors import RoostreamError
-from roo.online.counters import OF_THE_REQUEST, sources_of
+from roostream.errors import RoostreamError
+from roostream.online.counters import OF_THE_REQUEST, sources_of
 from serving.explore import best_order
 from serving.rank import RankService
 from serving.request import RankRequest
@@ -31,7 +31,9 @@ class Shortlist:
         sources = sources_of(service.schema, "nro")
         self._online = {name: source for name, source in sources.items() if source not in OF_THE_REQUEST}
 
-    def choose(self, asked: RetrieveRequest, shown: int, time_ms: int) -> tuple[RankRequest | None, Retrieved]:
+    def choose(
+        self, asked: RetrieveRequest, shown: int, time_ms: int
+    ) -> tuple[RankRequest | None, Retrieved]:
         """A list of at most `shown` to rank, and what it is from; None where nothing is left to show. Raises RequestError."""
         retrieved = self.retriever.retrieve(asked, time_ms)
         slot_N = retrieved.found.slot_K
@@ -61,7 +63,9 @@ class Shortlist:
         except RoostreamError as error:
             log.debug("hydration failed: %s", error)
             return
-        many.nro.update({name: online[source] for name, source in missing.items() if online.get(source) is not None})
+        many.nro.update(
+            {name: online[source] for name, source in missing.items() if online.get(source) is not None}
+        )
 
     def _best(self, many: RankRequest, shown: int, time_ms: int) -> np.ndarray:
         """Places of the `shown` best by the ranker, the best first."""

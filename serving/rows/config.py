@@ -6,9 +6,9 @@ import dataclasses
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from roo.config import MAX_SEED, Refusal, refusal, setting
-from runtime.address import check_addresses
-from runtime.deployment import Deployment
+from roostream.runtime.address import check_addresses
+from roostream.runtime.deployment import Deployment
+from roostream.schema.settings import MAX_SEED, Refusal, refusal, setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,9 @@ class FollowsRows(Deployment):
     shards: tuple[str, ...] = setting(
         (), "host:port of every shard, in order, to bootstrap rows from; one with {N} stands for N of them"
     )
-    rows_home: str = setting("", "directory of rows that processes of this machine share: on tmpfs, or it is written to disk too")
+    rows_home: str = setting(
+        "", "directory of rows that processes of this machine share: on tmpfs, or it is written to disk too"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -35,7 +37,8 @@ class ServesRows(FollowsRows):
     )
     rows_bytes: int = setting(256 << 20, "of memory for a cache's rows", least=1 << 16, most=1 << 40)
     rows_missing: Literal["read", "initial"] = setting(
-        "read", "a row that a cache lacks: the request waits for its shard, or takes its initial value while it is read beside"
+        "read",
+        "a row that a cache lacks: the request waits for its shard, or takes its initial value while it is read beside",
     )
     rows_read_ms: int = setting(
         50,
@@ -48,11 +51,20 @@ class ServesRows(FollowsRows):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rows == "shared" and not self.rows_home:
-            raise Refusal("rows_home", 'expected a directory with rows = "shared", got nothing; name that of serving-rows')
+            raise Refusal(
+                "rows_home",
+                'expected a directory with rows = "shared", got nothing; name that of serving-rows',
+            )
         if self.rows == "cache" and not self.shards:
             raise Refusal("shards", 'expected the shards with rows = "cache", got none; name them')
-        if self.rows_buckets and (self.rows != "cache" or not set(self.rows_buckets) <= set(range(self.buckets))):
-            raise refusal("rows_buckets", f'numbers below buckets = {self.buckets}, with rows = "cache"', self.rows_buckets)
+        if self.rows_buckets and (
+            self.rows != "cache" or not set(self.rows_buckets) <= set(range(self.buckets))
+        ):
+            raise refusal(
+                "rows_buckets",
+                f'numbers below buckets = {self.buckets}, with rows = "cache"',
+                self.rows_buckets,
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

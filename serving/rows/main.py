@@ -14,14 +14,14 @@ from collections.abc import Callable
 from param_server.replica.replica import Replica
 from param_server.replica.shared_files import SharedFolder
 from param_server.replica.shared_rows import SharedOwner
-from roo.schema_file import load_schema
-from runtime import metrics, program
-from runtime.clock import SystemClock
-from runtime.crew import Crew
-from runtime.exports import Exports
-from runtime.health import Health
-from runtime.kafka import clients
-from runtime.kafka.topics import ROWS
+from roostream.runtime import metrics, program
+from roostream.runtime.clock import SystemClock
+from roostream.runtime.crew import Crew
+from roostream.runtime.exports import Exports
+from roostream.runtime.health import Health
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.topics import ROWS
+from roostream.schema.schema_file import load_schema
 from serving.rows.config import RowsConfig
 from serving.rows.row_follower import RowFollower
 from serving.rows.served_rows import FollowedRows, followed_numbers, open_follower
@@ -31,7 +31,7 @@ JOIN_S = 5.0
 
 
 def run(config: RowsConfig) -> int:
-    """Until SIGTERM or SIGINT; the exit code of `runtime.program.run`."""
+    """Until SIGTERM or SIGINT; the exit code of `roostream.runtime.program.run`."""
     return program.run("serving-rows", lambda stop: keep_rows(config, stop))
 
 
@@ -43,7 +43,9 @@ def keep_rows(config: RowsConfig, stop: threading.Event) -> None:
         UnavailableError: no room in it.
     """
     clock, health, schema = SystemClock(), Health(config.stalled_after_ms / 1000), load_schema(config.schema)
-    owner = SharedOwner(SharedFolder(config.folder, schema, config.seed), schema, config.seed, config.buckets, clock).open()
+    owner = SharedOwner(
+        SharedFolder(config.folder, schema, config.seed), schema, config.seed, config.buckets, clock
+    ).open()
     with contextlib.closing(owner):
         replica = Replica(schema, config.seed, num_buckets=config.buckets, stores=owner.stores)
         rows = FollowedRows(open_follower(config, replica, clock, shown_by(owner)))
@@ -51,7 +53,9 @@ def keep_rows(config: RowsConfig, stop: threading.Event) -> None:
         exports.register()
         metrics.serve(config, health)
         crew = Crew(stop)
-        crew.start("topics", clients.check_topics, config.broker, config.prefix, (ROWS,), config.partitions, stop)
+        crew.start(
+            "topics", clients.check_topics, config.broker, config.prefix, (ROWS,), config.partitions, stop
+        )
         crew.start("rows", rows.run, stop)
         while not stop.is_set():
             health.turned("" if rows.ready else rows.waiting_for)

@@ -21,16 +21,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from roo import wire
-from roo.errors import RoostreamError, UnavailableError, WireError
-from roo.lookup import Lookup
-from roo.wire import Record
-from runtime.backoff import Backoff
-from runtime.clock import Clock, WallTime
-from runtime.kafka.reading import Reading
-from runtime.kafka.record_reader import RecordReader, RecordsGoneError
-from runtime.kafka.topics import ROWS, all_partitions
-from runtime.transport import Transport
+from roostream.errors import RoostreamError, UnavailableError, WireError
+from roostream.runtime.backoff import Backoff
+from roostream.runtime.clock import Clock, WallTime
+from roostream.runtime.kafka.reading import Reading
+from roostream.runtime.kafka.record_reader import RecordReader, RecordsGoneError
+from roostream.runtime.kafka.topics import ROWS, all_partitions
+from roostream.runtime.transport import Transport
+from roostream.wire import records as wire
+from roostream.wire.lookup import Lookup
+from roostream.wire.records import Record
 
 log = logging.getLogger("roostream.serving.rows")
 
@@ -71,7 +71,9 @@ class RowReplica(Protocol):
 
 def rows_reading(prefix: str, num_partitions: int) -> Reading:
     """All of the topic; what it lost can't be skipped."""
-    return Reading(partitions=all_partitions((ROWS,), num_partitions), prefix=prefix, skips_lost=False, follows_ends=True)
+    return Reading(
+        partitions=all_partitions((ROWS,), num_partitions), prefix=prefix, skips_lost=False, follows_ends=True
+    )
 
 
 class RowFollower:
@@ -87,7 +89,13 @@ class RowFollower:
         stepped: Callable[[RowFollower], object] = lambda follower: None,
     ) -> None:
         """`stepped` is called after the bootstrap and after each step, in the thread that runs."""
-        self.replica, self.topic, self.shards, self.observe, self.clock = replica, topic, shards, observe, clock
+        self.replica, self.topic, self.shards, self.observe, self.clock = (
+            replica,
+            topic,
+            shards,
+            observe,
+            clock,
+        )
         self.stepped = stepped
         self.ready = False  # True from the first complete bootstrap on
         self.current_s: float | None = None  # monotonic: when the rows were last known to be current
@@ -160,7 +168,9 @@ class RowFollower:
         try:
             self.replica.mend(self.shards)
             self.num_mended += missed
-            log.warning("%d buckets of rows were read from their shards again: records of them were missed", missed)
+            log.warning(
+                "%d buckets of rows were read from their shards again: records of them were missed", missed
+            )
         except UnavailableError as error:
             log.warning("%d buckets of rows are stale, records of them were missed: %s", missed, error)
 

@@ -15,13 +15,13 @@ from param_server.replica.shard_reads import ShardReads
 from param_server.replica.shared_files import SharedFolder
 from param_server.replica.shared_reader import SharedReader
 from param_server.replica.some_buckets import SomeBuckets
-from roo.lookup import Lookup
-from roo.schema import Schema
-from runtime.address import expanded
-from runtime.clock import Clock, WallTime
-from runtime.kafka.reader import KafkaReader
-from runtime.metrics import freshness
-from runtime.rpc_client import SocketTransport
+from roostream.runtime.address import expanded
+from roostream.runtime.clock import Clock, WallTime
+from roostream.runtime.kafka.reader import KafkaReader
+from roostream.runtime.metrics import freshness
+from roostream.runtime.rpc_client import SocketTransport
+from roostream.schema.schema import Schema
+from roostream.wire.lookup import Lookup
 from serving.rows.config import FollowsRows, ServesRows
 from serving.rows.row_follower import RowFollower, RowReplica, rows_reading
 
@@ -69,7 +69,12 @@ class FollowedRows:
     complete, waits, waiting_for = True, False, "rows of the shards"
 
     def __init__(self, follower: RowFollower) -> None:
-        self.follower, self.gather, self.age_s, self.run = follower, follower.replica.gather, follower.age_s, follower.run
+        self.follower, self.gather, self.age_s, self.run = (
+            follower,
+            follower.replica.gather,
+            follower.age_s,
+            follower.run,
+        )
 
     @property
     def ready(self) -> bool:
@@ -147,7 +152,11 @@ class SharedServedRows:
     def numbers(self) -> Mapping[str, float | None]:
         current_s = self.reader.current_s
         current_at_ms = None if current_s is None else self._wall.of(current_s)
-        return {"replica_rows": self.reader.num_rows, "rows_current_at_ms": current_at_ms, "rows_again": self.reader.num_again}
+        return {
+            "replica_rows": self.reader.num_rows,
+            "rows_current_at_ms": current_at_ms,
+            "rows_again": self.reader.num_again,
+        }
 
     def run(self, stop: threading.Event) -> None:
         while not stop.is_set():
@@ -178,7 +187,9 @@ def open_follower(
     stepped: Callable[[RowFollower], object] = lambda follower: None,
 ) -> RowFollower:
     """Over the deployment's Kafka and shards, which may be away."""
-    topic = KafkaReader.open(config.broker, f"{config.prefix}serving-rows", rows_reading(config.prefix, config.partitions))
+    topic = KafkaReader.open(
+        config.broker, f"{config.prefix}serving-rows", rows_reading(config.prefix, config.partitions)
+    )
     keys = config.link_keys()
     shards = [SocketTransport(address, keys=keys) for address in expanded(config.shards)]
     return RowFollower(replica, topic, shards, freshness().observe, clock, stepped)
@@ -198,7 +209,13 @@ def _open_cache(config: ServesRows, schema: Schema, seed: int, clock: Clock) -> 
     keys = config.link_keys()
     shards = [SocketTransport(address, keys=keys) for address in expanded(config.shards)]
     policy = CachePolicy(max_bytes=config.rows_bytes, waits=config.rows_missing == "read")
-    cache = RowCache(schema, seed, ShardReads(shards, config.buckets, config.rows_read_ms / 1000, clock), policy, config.buckets)
+    cache = RowCache(
+        schema,
+        seed,
+        ShardReads(shards, config.buckets, config.rows_read_ms / 1000, clock),
+        policy,
+        config.buckets,
+    )
     if not config.rows_buckets:
         return CachedRows(open_follower(config, cache, clock), cache)
     replica = Replica(schema, seed, num_buckets=config.buckets, buckets=config.rows_buckets)

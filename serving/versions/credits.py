@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.ids import sample_id, signed
-from runtime.kafka.topics import ENGAGEMENTS
+from roostream.runtime.kafka.topics import ENGAGEMENTS
+from roostream.schema.ids import sample_id, signed
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
 from serving.feature_log.format import LogRecord
 from serving.versions.interleave import OURS, RIVAL
 
@@ -61,7 +61,9 @@ class Credits:
         self._num_candidates = 0
         self._sums: dict[Pair, Counter[str]] = {}
 
-    def drafted(self, key: bytes, request_id: str, pair: Pair, item_ids: Sequence[int], team_n: Sequence[int]) -> None:
+    def drafted(
+        self, key: bytes, request_id: str, pair: Pair, item_ids: Sequence[int], team_n: Sequence[int]
+    ) -> None:
         """Remember a list before it is shown. A further page of a request is added to it; a repeated one changes nothing."""
         id_ = sample_id(key, request_id)
         with self._lock:
@@ -99,7 +101,9 @@ class Credits:
     def by_pair(self) -> dict[Pair, dict[str, int]]:
         """The same by pair, the newest pair last."""
         with self._lock:
-            return {pair: {outcome: sums[outcome] for outcome in OUTCOMES} for pair, sums in self._sums.items()}
+            return {
+                pair: {outcome: sums[outcome] for outcome in OUTCOMES} for pair, sums in self._sums.items()
+            }
 
     def _credit(self, id_: int, item: int) -> None:
         with self._lock:

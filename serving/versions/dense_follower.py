@@ -16,14 +16,14 @@ from collections.abc import Callable
 
 import torch
 
-from models.build import model_config_from_dict
-from roo.errors import CheckpointError, ConfigError, UnavailableError
-from roo.schema import Schema
-from runtime import manifest as manifests
-from runtime import tensor_file
-from runtime.checkpoint_store import CheckpointStore
-from runtime.clock import Clock
-from runtime.manifest import Manifest
+from roostream.errors import CheckpointError, ConfigError, UnavailableError
+from roostream.models.build import model_config_from_dict
+from roostream.runtime import manifest as manifests
+from roostream.runtime import tensor_file
+from roostream.runtime.checkpoint_store import CheckpointStore
+from roostream.runtime.clock import Clock
+from roostream.runtime.manifest import Manifest
+from roostream.schema.schema import Schema
 from serving.errors import VersionRefusedError
 from serving.scorer import Version, build_version
 from serving.versions.held import Versions
@@ -45,10 +45,14 @@ def read_weights(store: CheckpointStore, manifest: Manifest) -> dict[str, torch.
         tensors, _ = tensor_file.decode(data)
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {error}") from None
-    weights = {n.removeprefix("model."): torch.from_numpy(a) for n, a in tensors.items() if n.startswith("model.")}
+    weights = {
+        n.removeprefix("model."): torch.from_numpy(a) for n, a in tensors.items() if n.startswith("model.")
+    }
     for parameter, tensor in weights.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise VersionRefusedError("not_finite", f"{name}: parameter {parameter} isn't finite; it is not served")
+            raise VersionRefusedError(
+                "not_finite", f"{name}: parameter {parameter} isn't finite; it is not served"
+            )
     return weights
 
 
@@ -98,7 +102,9 @@ class DenseFollower:
         except UnavailableError as error:
             return self._unreadable(error)
         seqs = {seq for name in names if (seq := manifests.seq_of(name))}
-        known = self._seq if self._seq <= max(seqs, default=self._seq) else 0  # 0: the store went back, what is left there comes
+        known = (
+            self._seq if self._seq <= max(seqs, default=self._seq) else 0
+        )  # 0: the store went back, what is left there comes
         for name in sorted(names, reverse=True):
             if 0 < manifests.seq_of(name) <= known:
                 return False
@@ -148,11 +154,17 @@ class DenseFollower:
         self.pause()
         try:
             model = model_config_from_dict(manifest.model)
-            version = build_version(manifest.version, self.schema, model, self.seed, weights, self._as_trained)
+            version = build_version(
+                manifest.version, self.schema, model, self.seed, weights, self._as_trained
+            )
         except ConfigError as error:
-            raise VersionRefusedError("model", f"{manifest.name}: expected the configuration of its model: {error}") from None
+            raise VersionRefusedError(
+                "model", f"{manifest.name}: expected the configuration of its model: {error}"
+            ) from None
         except RuntimeError as error:
-            raise VersionRefusedError("model", f"{manifest.dense.name}: expected the parameters of its model: {error}") from None
+            raise VersionRefusedError(
+                "model", f"{manifest.dense.name}: expected the parameters of its model: {error}"
+            ) from None
         self.warm_up(version)
         return version
 

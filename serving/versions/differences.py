@@ -20,7 +20,9 @@ def differences(one_nT: np.ndarray, other_nT: np.ndarray, task: int) -> Differen
     one, other = _ranks(one_nT[:, task]), _ranks(other_nT[:, task])
     top = min(TOP, len(one))
     overlap = int(((one < top) & (other < top)).sum()) / top
-    return Differences(float(np.abs(one_nT - other_nT).mean(dtype=np.float64)), _spearman(one, other), overlap)
+    return Differences(
+        float(np.abs(one_nT - other_nT).mean(dtype=np.float64)), _spearman(one, other), overlap
+    )
 
 
 def _ranks(scores_n: np.ndarray) -> np.ndarray:

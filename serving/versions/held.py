@@ -147,19 +147,25 @@ class Versions:
         """Serve this held version until `resume`; newer ones are held beside it. Raises RequestError 400, 404."""
         with self._lock:
             held = self._known(name)
-            self._become(self._state.held, dataclasses.replace(self._state.routing, activated=held.version.name))
+            self._become(
+                self._state.held, dataclasses.replace(self._state.routing, activated=held.version.name)
+            )
 
     def resume(self) -> None:
         """Serve the newest again."""
         with self._lock:
             self._become(self._state.held, dataclasses.replace(self._state.routing, activated=""))
 
-    def put(self, *, canary: Split | None = None, shadow: Split | None = None, interleave: Split | None = None) -> None:
+    def put(
+        self, *, canary: Split | None = None, shadow: Split | None = None, interleave: Split | None = None
+    ) -> None:
         """Change what is given of the routing. Raises RequestError 400, 404: no version is called that; nothing is changed."""
         with self._lock:
             for split in filter(None, (canary, shadow, interleave)):
                 if split.share and not is_reference(split.version):
-                    message = f"expected newest, previous or '<incarnation>-<seq>', got {shown(split.version)!r}"
+                    message = (
+                        f"expected newest, previous or '<incarnation>-<seq>', got {shown(split.version)!r}"
+                    )
                     raise RequestError(400, message, "$.version")
                 if split.share and split.version not in (NEWEST, PREVIOUS):
                     self._known(split.version, "$.version")
@@ -210,14 +216,18 @@ class Versions:
     def _become(self, held: tuple[Held, ...], routing: Routing) -> None:
         """With the lock. Versions beyond `keep` go, unless the routing names them."""
         before, names = self._state.served, routing.names
-        self._state = _Moment(tuple(h for i, h in enumerate(held) if i < self.keep or h.version.name in names), routing)
+        self._state = _Moment(
+            tuple(h for i, h in enumerate(held) if i < self.keep or h.version.name in names), routing
+        )
         if self._state.served.version is not before.version:
             self.changed(self._state.served)
 
     def _known(self, name: str, path: str = "$.model_version") -> Held:
         state = self._state
         if not NAME.fullmatch(name):
-            raise RequestError(400, f"expected a model version as '<incarnation>-<seq>', got {shown(name)!r}", path)
+            raise RequestError(
+                400, f"expected a model version as '<incarnation>-<seq>', got {shown(name)!r}", path
+            )
         if (found := state.find(name)) is not None:
             return found
         names = ", ".join(h.version.name for h in state.held)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from runtime.clock import Clock
+from roostream.runtime.clock import Clock
 
 PATIENCE_S = 0.05  # a step of a new version waits so long for a moment without requests, then it takes its turn among them
-_LOOK_S = 0.01  # who waits looks so often by himself: a second one may have taken the moment, and a stop isn't told
+_LOOK_S = (
+    0.01  # who waits looks so often by himself: a second one may have taken the moment, and a stop isn't told
+)
 
 
 class Quiet:

@@ -37,7 +37,9 @@ class ScoredRequest:
 
     def score_with(self, version: Version, rows: RowReader) -> np.ndarray:
         """float32 logits [n, T]. Raises as `Version.score`."""
-        return version.score(rows, read_request(version.schema, self.ro, self.nro, self.item_ids, self.time_ms))
+        return version.score(
+            rows, read_request(version.schema, self.ro, self.nro, self.item_ids, self.time_ms)
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -61,7 +63,11 @@ class RecentRequests:
             self.num_bytes += request.num_bytes
             while self.num_bytes > self.most_bytes:
                 self.num_bytes -= self._ring.popleft().num_bytes
-            if len(self._slow) < MOST_SLOW or request.took_s > self._slow[-1].took_s or self._is_old(request.time_ms):
+            if (
+                len(self._slow) < MOST_SLOW
+                or request.took_s > self._slow[-1].took_s
+                or self._is_old(request.time_ms)
+            ):
                 self._remember_slow(request)
 
     def newest(self, most: int) -> list[ScoredRequest]:

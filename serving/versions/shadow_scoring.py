@@ -14,8 +14,8 @@ from typing import NamedTuple
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from roo.errors import RoostreamError
-from runtime.metrics import Histogram
+from roostream.errors import RoostreamError
+from roostream.runtime.metrics import Histogram
 from serving.scorer import RowReader, Version, probabilities
 from serving.versions.differences import Differences, differences
 from serving.versions.held import Versions
@@ -44,11 +44,24 @@ class ShadowScoring(Collector):
         self._waiting: queue.Queue[_Waiting] = queue.Queue(MOST_WAITING)
         name = "roostream_serving_shadow"
         self._histograms = (
-            Histogram(f"{name}_difference", "mean absolute difference of a request's scores, served and shadow", (), _APART),
             Histogram(
-                f"{name}_rank_distance", "1 - Spearman's correlation of the two orders: 0 = equal, 2 = reversed", (), _ORDERS
+                f"{name}_difference",
+                "mean absolute difference of a request's scores, served and shadow",
+                (),
+                _APART,
             ),
-            Histogram(f"{name}_top_overlap", "share of the first 10 slots that both orders have in theirs", (), _SHARES),
+            Histogram(
+                f"{name}_rank_distance",
+                "1 - Spearman's correlation of the two orders: 0 = equal, 2 = reversed",
+                (),
+                _ORDERS,
+            ),
+            Histogram(
+                f"{name}_top_overlap",
+                "share of the first 10 slots that both orders have in theirs",
+                (),
+                _SHARES,
+            ),
         )
         self._cells = tuple(histogram.cell() for histogram in self._histograms)
 
@@ -91,5 +104,7 @@ class ShadowScoring(Collector):
             return
         self.num_scored += 1
         found: Differences = differences(request.scores_nT, scores_nT, self.task)
-        for cell, value in zip(self._cells, (found.mean_abs, 1 - found.rank_correlation, found.top_overlap), strict=True):
+        for cell, value in zip(
+            self._cells, (found.mean_abs, 1 - found.rank_correlation, found.top_overlap), strict=True
+        ):
             cell.observe(value)

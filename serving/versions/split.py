@@ -1,6 +1,6 @@
 """Which share of users or requests is for a version: a stable function of who asks, so that a user stays where they are.
 
-Users fall on a line of 2^64 points by a hash of their key (`roo.ids.key_bytes`: the user, else the session, else the request)
+Users fall on a line of 2^64 points by a hash of their key (`roostream.schema.ids.key_bytes`: the user, else the session, else the request)
 and of what the split is for; a share is the line's beginning. So a share that grows keeps those that it had, and who is in a
 canary says nothing about who is interleaved.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from roo.config import refusal
-from roo.ids import hash64
+from roostream.schema.ids import hash64
+from roostream.schema.settings import refusal
 
 NEWEST, PREVIOUS = "newest", "previous"
 FORM = "VERSION@SHARE such as newest@0.05; VERSION: newest, previous or <incarnation>-<seq>"
@@ -63,4 +63,6 @@ class Routing:
     def names(self) -> tuple[str, ...]:
         """Versions that have to be held however old they are."""
         splits = (self.canary, self.shadow, self.interleave)
-        return tuple(name for name in (self.activated, *(s.version for s in splits if s.share)) if NAME.fullmatch(name))
+        return tuple(
+            name for name in (self.activated, *(s.version for s in splits if s.share)) if NAME.fullmatch(name)
+        )

@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from roo.errors import told
+from roostream.errors import told
 from serving.errors import RequestError, VersionRefusedError
 from serving.scorer import RowReader, Version
 from serving.versions.quiet import PATIENCE_S, Quiet
@@ -24,9 +24,20 @@ class WarmUp:
     """Used by one thread."""
 
     def __init__(
-        self, recent: RecentRequests, rows: RowReader, served: Callable[[], Version], quiet: Quiet, most_requests: int
+        self,
+        recent: RecentRequests,
+        rows: RowReader,
+        served: Callable[[], Version],
+        quiet: Quiet,
+        most_requests: int,
     ) -> None:
-        self.recent, self.rows, self.served, self.quiet, self.most_requests = recent, rows, served, quiet, most_requests
+        self.recent, self.rows, self.served, self.quiet, self.most_requests = (
+            recent,
+            rows,
+            served,
+            quiet,
+            most_requests,
+        )
 
     def __call__(self, version: Version, stop: threading.Event | None = None) -> None:
         """Score recent requests with it; nothing of that is answered, logged or counted.

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from benchmarks.workloads.dlrm.dlrm_steps import NUM_BATCHES, OurBatches, TheirBatches, batches_of, dlrm_case
-from roo.lookup import build_lookup
+from roostream.wire.lookup import build_lookup
 
 
 def test_our_step_and_torchrecs_learn_the_same(tmp_path: Path) -> None:

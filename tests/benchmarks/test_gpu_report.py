@@ -13,7 +13,7 @@ from benchmarks.device import ABSENT, no_device
 from benchmarks.gpu_report import QUESTIONS, Parts, Ran, ask, main, page, run_tests, told
 from benchmarks.peers import ROOT
 from benchmarks.run import question_named
-from roo.errors import SetupError
+from roostream.errors import SetupError
 
 JUNIT = """<testsuites><testsuite>
 <testcase classname="tests.a" name="test_x[1]"/>
@@ -27,7 +27,9 @@ needs_none = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CU
 
 @needs_none
 def test_without_a_device_the_command_ends_in_one_sentence() -> None:
-    done = subprocess.run((sys.executable, "-m", "benchmarks.gpu_report"), cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        (sys.executable, "-m", "benchmarks.gpu_report"), cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: expected a CUDA device, ") and done.stderr.count("\n") == 1
 
@@ -55,7 +57,8 @@ def test_what_pytest_said_is_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tests", "fine"), [(Ran(1, [], []), True), (Ran(1, ["no Triton"], []), True), (Ran(0, ["no device"], []), False)]
+    ("tests", "fine"),
+    [(Ran(1, [], []), True), (Ran(1, ["no Triton"], []), True), (Ran(0, ["no device"], []), False)],
 )
 def test_nothing_that_ran_is_not_fine(tests: Ran, fine: bool) -> None:
     assert tests.fine is fine
@@ -65,7 +68,11 @@ def test_a_question_that_fails_is_told_beside_the_others() -> None:
     def measure(name: str, runs: int) -> dict[str, object]:
         raise SetupError("no memory")
 
-    text = page(DEVICE, told(JUNIT), {"hstu-attention": ask("hstu-attention", 3, measure), "device-step": {"rows": []}})
+    text = page(
+        DEVICE,
+        told(JUNIT),
+        {"hstu-attention": ask("hstu-attention", 3, measure), "device-step": {"rows": []}},
+    )
     assert "- device: 1 × A device" in text and "1 passed, 2 failed, 1 skipped." in text
     assert "- failed: tests.b::test_z: assert 1 == 2" in text
     assert "Not asked: no memory." in text and "## device-step" in text
@@ -79,7 +86,9 @@ def test_a_question_that_fails_is_told_beside_the_others() -> None:
         (Ran(3, [], []), {"failed": "no memory"}, 1),
     ],
 )
-def test_a_page_is_written_whatever_was_found(tmp_path: Path, ran: Ran, result: dict[str, object], code: int) -> None:
+def test_a_page_is_written_whatever_was_found(
+    tmp_path: Path, ran: Ran, result: dict[str, object], code: int
+) -> None:
     asked: list[tuple[str, int]] = []
 
     def question(name: str, runs: int) -> dict[str, object]:
@@ -87,7 +96,9 @@ def test_a_page_is_written_whatever_was_found(tmp_path: Path, ran: Ran, result: 
         return result
 
     target = tmp_path / "new" / "gpu.md"
-    assert main(["--report", str(target), "--runs", "5"], Parts(lambda: DEVICE, lambda: ran, question)) == code
+    assert (
+        main(["--report", str(target), "--runs", "5"], Parts(lambda: DEVICE, lambda: ran, question)) == code
+    )
     assert asked == [(name, 5) for name in QUESTIONS]
     assert "- device: 1 × A device" in target.read_text() and "3 passed" in target.read_text()
 

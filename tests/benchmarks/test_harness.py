@@ -29,7 +29,9 @@ def test_what_is_the_same_in_every_run_is_made_once(tmp_path: Path, monkeypatch:
         made.append(1)
         return bytes([len(made)])
 
-    assert (made_once("a", make), made_once("a", make)) == (b"\1", b"\2"), "without a folder where it is needed"
+    assert (made_once("a", make), made_once("a", make)) == (b"\1", b"\2"), (
+        "without a folder where it is needed"
+    )
     monkeypatch.setenv(FOLDER, str(tmp_path))
     assert (made_once("a", make), made_once("a", make), made_once("b", make)) == (b"\3", b"\3", b"\4")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
@@ -72,9 +74,13 @@ def measured(asked: Question, runs: int = 3) -> tuple[dict[str, Any], list[list[
 
 
 def test_a_subject_may_tell_its_units_and_other_figures_after_each_turn() -> None:
-    result, _ = measured(question(Subject("a", "tests.benchmarks.trivial:tells", (0.5, 7, 1, 2, 3, 7)), rounds=3))
+    result, _ = measured(
+        question(Subject("a", "tests.benchmarks.trivial:tells", (0.5, 7, 1, 2, 3, 7)), rounds=3)
+    )
     (subject,) = result["rows"][0]["subjects"]
-    assert subject["wall_us"]["median"] == 250_000, "of 1, 2 and 3 units in half a second; the first step is warming up"
+    assert subject["wall_us"]["median"] == 250_000, (
+        "of 1, 2 and 3 units in half a second; the first step is warming up"
+    )
     assert subject["figures"]["twice"]["median"] == 4
 
 
@@ -88,7 +94,8 @@ def test_what_is_asked_about_may_be_a_part_of_a_step() -> None:
 def test_what_rows_share_is_open_during_each_run() -> None:
     Clock.kept.clear()
     asked = dataclasses.replace(
-        question(Subject("a", "tests.benchmarks.trivial:part"), rounds=1), keeps="tests.benchmarks.trivial:kept"
+        question(Subject("a", "tests.benchmarks.trivial:part"), rounds=1),
+        keeps="tests.benchmarks.trivial:kept",
     )
     measured(asked)
     assert Clock.kept == ["open", "step", "step", "closed"] * 3, "warmed up, then timed"
@@ -114,17 +121,25 @@ def test_what_was_before_is_compared_with_what_it_has_become() -> None:
         Subject("b before", TAKES, (0.008,), "before"),
     )
     ratios = measured(question(*subjects))[0]["rows"][0]["ratios"]
-    assert [(r["of"], r["to"], r["times_as_fast"]["median"]) for r in ratios] == [("a", "b", 2.0), ("b", "b before", 4.0)]
+    assert [(r["of"], r["to"], r["times_as_fast"]["median"]) for r in ratios] == [
+        ("a", "b", 2.0),
+        ("b", "b before", 4.0),
+    ]
 
 
 def test_a_row_may_derive_figures_from_its_subjects_of_one_run() -> None:
     def derived(told: Mapping[str, Told]) -> Mapping[str, float]:
         return {"both": told["a"].cost_us + told["b"].figures["twice"]}
 
-    subjects = (Subject("a", TAKES, (0.004, 2)), Subject("b", "tests.benchmarks.trivial:tells", (0.5, 3.0), "peer"))
+    subjects = (
+        Subject("a", TAKES, (0.004, 2)),
+        Subject("b", "tests.benchmarks.trivial:tells", (0.5, 3.0), "peer"),
+    )
     row = dataclasses.replace(question(*subjects).rows[0], derives=derived)
     result, _ = measured(dataclasses.replace(question(), rows=(row,)))
-    assert result["rows"][0]["figures"] == {"both": {"median": 2006.0, "least": 2006.0, "most": 2006.0, "runs": [2006.0] * 3}}
+    assert result["rows"][0]["figures"] == {
+        "both": {"median": 2006.0, "least": 2006.0, "most": 2006.0, "runs": [2006.0] * 3}
+    }
 
 
 def test_a_subject_may_have_another_seed_in_each_run() -> None:
@@ -135,10 +150,12 @@ def test_a_subject_may_have_another_seed_in_each_run() -> None:
 
 def test_a_row_that_can_not_be_asked_here_says_why_and_opens_nothing() -> None:
     asked = question(Subject("a", "tests.benchmarks.trivial:fails", ("opened",)))
-    result, turns = measured(dataclasses.replace(asked, rows=(dataclasses.replace(asked.rows[0], skipped="no data"),)))
-    assert result["rows"][0]["skipped"] == "no data" and result["rows"][0]["subjects"] == [] and turns == [], (
-        "no process was started"
+    result, turns = measured(
+        dataclasses.replace(asked, rows=(dataclasses.replace(asked.rows[0], skipped="no data"),))
     )
+    assert (
+        result["rows"][0]["skipped"] == "no data" and result["rows"][0]["subjects"] == [] and turns == []
+    ), "no process was started"
 
 
 def test_subjects_take_turns_and_each_is_first_as_often() -> None:
@@ -152,7 +169,10 @@ def test_each_run_has_processes_of_its_own() -> None:
 
 
 def test_a_peer_that_can_not_be_had_is_told_and_the_rest_of_the_row_stands() -> None:
-    peer, limit = Subject("b", TAKES, (0.1,), "peer", environment="rare"), Subject("c", TAKES, (0.05,), "limit")
+    peer, limit = (
+        Subject("b", TAKES, (0.1,), "peer", environment="rare"),
+        Subject("c", TAKES, (0.05,), "limit"),
+    )
     row = measured(question(Subject("a", TAKES, (0.1,)), peer, limit))[0]["rows"][0]
     assert row["subjects"][1]["unavailable"] == "no rare here"
     assert [(r["to"], r["times_as_fast"]["median"]) for r in row["ratios"]] == [("c", 0.5)]

@@ -18,7 +18,11 @@ SHAPE = Shape(3, 12, 2, 2, 4)
 
 def test_units_are_the_products_of_pairs_that_are_seen() -> None:
     case = AttentionCase(SHAPE, torch.float32, "cpu")
-    seen = sum(int(pairs.sees_GNN[g, :n, :n].sum()) for pairs in case.sequences.pairs for g, n in enumerate(_tokens(case)))
+    seen = sum(
+        int(pairs.sees_GNN[g, :n, :n].sum())
+        for pairs in case.sequences.pairs
+        for g, n in enumerate(_tokens(case))
+    )
     assert len(case.sequences.pairs) == 1
     assert case.gflop() == pytest.approx(seen * 2 * 4 * 2 * 2 / 1e9)
     assert AttentionCase(SHAPE, torch.float32, "cpu", backward=True).gflop() == 3 * case.gflop()
@@ -35,10 +39,16 @@ def test_flex_attention_has_our_mask_and_biases() -> None:
     with torch.no_grad():
         out_RHNC = flex(case)()
         (group,), (pairs,) = case.sequences.groups.groups, case.sequences.pairs
-        x = group.of_slots(case.sequences.groups.pad(case.x_SD3)).view(*group.shape_GK, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        x = (
+            group.of_slots(case.sequences.groups.pad(case.x_SD3))
+            .view(*group.shape_GK, 3, 2, 4)
+            .permute(2, 0, 3, 1, 4)
+        )
         assert pairs.bucket_GNN is not None
         bias_GNN = case.position_bias_P[pairs.offset_GNN + 12] + case.time_bias_T[pairs.bucket_GNN]
-        score = (x[0] @ x[1].transpose(-1, -2) + bias_GNN[:, None]).masked_fill(~pairs.sees_GNN[:, None], -torch.inf)
+        score = (x[0] @ x[1].transpose(-1, -2) + bias_GNN[:, None]).masked_fill(
+            ~pairs.sees_GNN[:, None], -torch.inf
+        )
         expected: Tensor = score.softmax(dim=-1) @ x[2]
     for g, n in enumerate(_tokens(case)):
         torch.testing.assert_close(out_RHNC[g, :, :n], expected[g, :, :n], rtol=1e-3, atol=1e-4)
@@ -60,10 +70,19 @@ for block in (0, 16):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton has no wheel for this platform")
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton has no wheel for this platform"
+)
 def test_our_kernels_take_a_step_of_it_in_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    run = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, timeout=280, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", CODE],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
     assert run.returncode == 0, run.stderr[-2000:]
     lines = run.stdout.split("\n")
     assert lines[0] == lines[1] and lines[0].endswith("True")

@@ -21,11 +21,19 @@ from benchmarks.workloads.sharing.ladder import STEPS
 from benchmarks.workloads.sharing.log_batches import KEYS
 from benchmarks.workloads.sharing.shared_data import EBNERD, absent
 from benchmarks.workloads.warehouse.table_reads import planned
-from roo.errors import ConfigError
+from roostream.errors import ConfigError
 
 SMALL: dict[str, list[tuple[str, list[Any]]]] = {
     "codec": [
-        (f, [2, 3]) for f in ("decode_ours", "decode_protobuf", "copy_bytes", "encode_ours", "encode_protobuf", "copy_blocks")
+        (f, [2, 3])
+        for f in (
+            "decode_ours",
+            "decode_protobuf",
+            "copy_bytes",
+            "encode_ours",
+            "encode_protobuf",
+            "copy_blocks",
+        )
     ],
     "dlrm.dlrm_steps": [(f, [4, 3]) for f in ("our_loop", "our_batches", "their_batches")],
     "hstu_attention": [
@@ -73,11 +81,21 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
         ("endpoint", [3, "protobuf"]),
         *(
             ("stage", [name, 3])
-            for name in ("whole", "parse", "parse_and_encode", "to_batch", "look_up", "gather", "forward", "modules")
+            for name in (
+                "whole",
+                "parse",
+                "parse_and_encode",
+                "to_batch",
+                "look_up",
+                "gather",
+                "forward",
+                "modules",
+            )
         ),
     ],
     "serving.batched": [("once", [3]), ("repeated", [3])],
-    "serving.frameworks": [(f, ["json"]) for f in ("ours", "fastapi_pydantic", "raw_msgspec")] + [("ours", ["protobuf"])],
+    "serving.frameworks": [(f, ["json"]) for f in ("ours", "fastapi_pydantic", "raw_msgspec")]
+    + [("ours", ["protobuf"])],
     "serving.overload": [("offered", [1.0, 0.3, 2])],
     "serving.end_to_end": [
         ("under_load", [kind, form, 0.3, 0.5, 3])
@@ -92,11 +110,21 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
     ],
     "serving.row_gather": [(f, [200, 4, 20]) for f in ("shared", "private", "cached", "copied")],
     "serving.swap": [("under_load", [True, 0.2, 0.3, 2])],
-    "training_workers": [("trained", [1, 4, 3, 0.1]), ("trained", [2, 4, 3, 0.1]), ("summed", [2, 4, 3, 0.1])],
+    "training_workers": [
+        ("trained", [1, 4, 3, 0.1]),
+        ("trained", [2, 4, 3, 0.1]),
+        ("summed", [2, 4, 3, 0.1]),
+    ],
     "training_step": [
-        *(("stage", [name, 4, 3]) for name in ("whole", "decode", "look_up", "pull", "to_tensors", "adam", "push")),
+        *(
+            ("stage", [name, 4, 3])
+            for name in ("whole", "decode", "look_up", "pull", "to_tensors", "adam", "push")
+        ),
         *(("on_device", [kind, 3, 9, {"device": "cpu"}]) for kind in ("ranker", "hstu", "two_tower")),
-        *(("ebnerd_stage", [name, 4]) for name in ("whole", "forward_backward", "predict", "count", "products")),
+        *(
+            ("ebnerd_stage", [name, 4])
+            for name in ("whole", "forward_backward", "predict", "count", "products")
+        ),
     ],
     "sharing.training": [
         *(("trained", ["early", form, 3, 6, 2]) for form in FORMS),
@@ -126,9 +154,15 @@ ON_A_LOG: dict[str, list[tuple[str, list[Any]]]] = {
         *(("written", ["EB-NeRD", 9, *how, 3]) for _, how in WAYS_AT_REST),
         ("on_the_wire", ["EB-NeRD", 9, 3]),
     ],
-    "warehouse.session_replay": [("read_again", [slower, share, 3, 9]) for slower, share in ((0.0, 0.3), (0.03, 0.1))],
+    "warehouse.session_replay": [
+        ("read_again", [slower, share, 3, 9]) for slower, share in ((0.0, 0.3), (0.03, 0.1))
+    ],
     "warehouse.table_reads": [
-        *(("read", ["EB-NeRD", 9, rows, "user", share, 3]) for rows in ("requests", "impressions") for share in (1.0, 0.3, 0.1)),
+        *(
+            ("read", ["EB-NeRD", 9, rows, "user", share, 3])
+            for rows in ("requests", "impressions")
+            for share in (1.0, 0.3, 0.1)
+        ),
         ("decoded", ["EB-NeRD", 9, 3]),
         *(("flattened", [how, 20, 50]) for how in ("columns", "map")),
         *(("planned", [order, 0.08, 1.5]) for order in ("hash", "hit rate", "ours")),
@@ -150,7 +184,14 @@ ON_A_STACK: dict[str, list[tuple[str, list[Any]]]] = {
     "stack_leaves": [("preempted", [5.0, 1, 2000]), ("preempted", [30.0, 1, 2000]), ("committed", [1, 2000])],
 }
 STARTS_PROGRAMS = {
-    *("serving.end_to_end", "serving.freshness", "serving.one_request", "serving.overload", "serving.restart", "serving.swap"),
+    *(
+        "serving.end_to_end",
+        "serving.freshness",
+        "serving.one_request",
+        "serving.overload",
+        "serving.restart",
+        "serving.swap",
+    ),
     *("placing.exchange", "training_workers", "warehouse.reader_fleet"),
 }
 NOT_RUN_HERE = {"rpc_grpc", "adagrad_torch"}  # an environment of its own; torch's compiler is imported
@@ -179,7 +220,9 @@ def test_a_subject_opens_and_takes_steps(module: str, function: str, arguments: 
 def test_subjects_on_a_log_open_and_take_steps() -> None:
     for module, cases in ON_A_LOG.items():
         for function, arguments in cases:
-            with getattr(importlib.import_module(f"benchmarks.workloads.{module}"), function)(*arguments) as work:
+            with getattr(importlib.import_module(f"benchmarks.workloads.{module}"), function)(
+                *arguments
+            ) as work:
                 work.step()
                 assert (work.units() if callable(work.units) else work.units) > 0 and all(
                     figure > 0 for figure in work.figures().values()
@@ -193,7 +236,10 @@ def test_subjects_on_a_running_stack_open_and_take_steps(module: str) -> None:
     """Those of one line share one."""
     its = importlib.import_module(f"benchmarks.workloads.{module.partition('/')[0]}")
     with contextlib.ExitStack() as opened:
-        works = [opened.enter_context(getattr(its, function)(*arguments)) for function, arguments in ON_A_STACK[module]]
+        works = [
+            opened.enter_context(getattr(its, function)(*arguments))
+            for function, arguments in ON_A_STACK[module]
+        ]
         for work in works:
             work.step()
             work.step()
@@ -248,7 +294,10 @@ def test_slipstream_never_stands_in_a_row_without_as_many_dropped_at_random() ->
             found += 1
             settings, *sizes = subject.arguments
             controls = [s for s in row.subjects if s.arguments[1:] == (*sizes, settings)]
-            assert [s.arguments[0]["selection"]["policy"] for s in controls] == ["random"], (row.name, subject.name)
+            assert [s.arguments[0]["selection"]["policy"] for s in controls] == ["random"], (
+                row.name,
+                subject.name,
+            )
             assert controls[0].role == "peer"
     assert found >= 2, "with LayerNorm on both sides, and without"
 

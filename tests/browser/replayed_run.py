@@ -16,13 +16,13 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from runtime import metrics, scrape
-from runtime.clock import FakeClock
-from runtime.deployment import Watched
-from runtime.health import Health
-from runtime.metrics import FRESH_S, StageTimes
-from runtime.scrape import Scraped
-from runtime.work_unit import WorkUnit
+from roostream.runtime import metrics, scrape
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.deployment import Watched
+from roostream.runtime.health import Health
+from roostream.runtime.metrics import FRESH_S, StageTimes
+from roostream.runtime.scrape import Scraped
+from roostream.runtime.work_unit import WorkUnit
 from tests.trainer.control.test_coordinator import ANSWERS, FACTS
 from tests.trainer.memory_store import MemoryStore
 from trainer.control.controller import Controller
@@ -34,9 +34,15 @@ from trainer.control.page import StatusPage, files
 MEMBERS = (("shard", 0), ("shard", 1), ("worker", 0))
 STEP_S = 10.0
 URLS = {
-    name: f"http://127.0.0.1:1/{name}" for name in ("shard-0", "shard-1", "worker", "serving", "joiner", "auditor", "simulate")
+    name: f"http://127.0.0.1:1/{name}"
+    for name in ("shard-0", "shard-1", "worker", "serving", "joiner", "auditor", "simulate")
 }
-_MS = {"engagement_to_close": 19_500, "close_to_readable": 1900, "readable_to_trained": 60, "trained_to_servable": 853}
+_MS = {
+    "engagement_to_close": 19_500,
+    "close_to_readable": 1900,
+    "readable_to_trained": 60,
+    "trained_to_servable": 853,
+}
 
 
 class ReplayedRun:
@@ -47,7 +53,9 @@ class ReplayedRun:
         self.clock = FakeClock(1_800_000_000_000)
         self.run = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
         facts = dataclasses.replace(FACTS, initial_workers=1 if history else 0)
-        self.controller = Controller(Coordinator(facts), MemoryStore(), self.clock, history=lambda committed: history, hold_s=0.0)
+        self.controller = Controller(
+            Coordinator(facts), MemoryStore(), self.clock, history=lambda committed: history, hold_s=0.0
+        )
         self.neighbours = Neighbours(URLS, self.clock, lambda urls: self.scraped())
         self.page = StatusPage(self.controller, self.neighbours, interval_ms=10_000)
         self.at, self.incarnation, self.commands_done = 0, 0, 0
@@ -61,7 +69,13 @@ class ReplayedRun:
         step, watermark_ms, requests, candidates, metrics_ = self.run[min(self.at, len(self.run) - 1)]
         left = max(len(self.run) - 1 - self.at, 0)
         self.at += 1
-        told = {"step": step, "watermark_ms": watermark_ms, "requests": requests, "candidates": candidates, "metrics": metrics_}
+        told = {
+            "step": step,
+            "watermark_ms": watermark_ms,
+            "requests": requests,
+            "candidates": candidates,
+            "metrics": metrics_,
+        }
         watch = self.watch(left, "caught_up" if left == 0 else "catching_up") | _quality(candidates, metrics_)
         self.report = {**told, "training": True, "watch": watch, **report}
         for _ in range(round(self.step_s / 2)):
@@ -79,9 +93,17 @@ class ReplayedRun:
             eta_s = left * STEP_S
             rates = {"consumption_per_s": [25.6, 24.0, 27.0], "drain_per_s": [25.6, 24.0, 27.0]}
             behind = {"lag_records": lag, "lag_ms": left * 9000, "hidden_records": 0, "lost_records": 0}
-            return {"state": state, "reason": "", **behind, **rates, "eta_s": [eta_s, 0.9 * eta_s, 1.2 * eta_s]}
+            return {
+                "state": state,
+                "reason": "",
+                **behind,
+                **rates,
+                "eta_s": [eta_s, 0.9 * eta_s, 1.2 * eta_s],
+            }
 
-        rows = [{"topic": "samples", "partition": n, **row((left * 256) // 4 + n * (left > 0))} for n in range(4)]
+        rows = [
+            {"topic": "samples", "partition": n, **row((left * 256) // 4 + n * (left > 0))} for n in range(4)
+        ]
         return {**row(sum(r["lag_records"] for r in rows)), "in_state_s": 1.0, "partitions": rows}
 
     def to_the_end(self) -> ReplayedRun:
@@ -113,7 +135,13 @@ class ReplayedRun:
             self.controller.turn()
 
     def _beat(self, role: str, index: int, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        header = {"role": role, "index": index, "session": 1, "incarnation": self.incarnation, "results": results}
+        header = {
+            "role": role,
+            "index": index,
+            "session": 1,
+            "incarnation": self.incarnation,
+            "results": results,
+        }
         report = self.report if role == "worker" else {"ready": True}
         return self.controller.handle("beat", {**header, "report": report}, ())[0]["commands"]
 
@@ -141,13 +169,21 @@ class ReplayedRun:
         status = self.controller.status()
         version = f"{status['incarnation']}-{status['seq']}"
         lines["serving"] = [f'roostream_serving_model_version{{version="{version}"}} 1']
-        lines["joiner"], lines["auditor"] = ["roostream_joiner_running 1"], ['roostream_auditor_accounted{state="yes"} 1']
+        lines["joiner"], lines["auditor"] = (
+            ["roostream_joiner_running 1"],
+            ['roostream_auditor_accounted{state="yes"} 1'],
+        )
         served = 0.0443 + 0.03 * (1 - math.exp(-self.at / 25))
         rates = {"served": served * wave**0.2, "random": 0.0443, "best": 0.0869}
         lines["simulate"] = [
-            f'roostream_traffic_click_rate{{order="{o}",window="{w}"}} {v}' for o, v in rates.items() for w in ("recent", "total")
+            f'roostream_traffic_click_rate{{order="{o}",window="{w}"}} {v}'
+            for o, v in rates.items()
+            for w in ("recent", "total")
         ]
-        return {n: scrape.parse("\n".join(texts) + "\n") if n not in self.silent else Scraped() for n, texts in lines.items()}
+        return {
+            n: scrape.parse("\n".join(texts) + "\n") if n not in self.silent else Scraped()
+            for n, texts in lines.items()
+        }
 
 
 def _quality(candidates: int, told: dict[str, float]) -> dict[str, Any]:
@@ -156,11 +192,24 @@ def _quality(candidates: int, told: dict[str, float]) -> dict[str, Any]:
     def leaf(share: float) -> dict[str, Any]:
         sums = [candidates * share, candidates * share, candidates * share * told["base_rate"], 1.0, 1.0, 1.0]
         numbers = {name: told[name] for name in ("base_rate", "ne", "auc", "calibration")}
-        return {"1h": {"click": {"candidates": int(candidates * share), "ne_online": told["ne"], "sums": sums, **numbers}}}
+        return {
+            "1h": {
+                "click": {
+                    "candidates": int(candidates * share),
+                    "ne_online": told["ne"],
+                    "sums": sums,
+                    **numbers,
+                }
+            }
+        }
 
     features = {f"feature {n}": n / 40 for n in range(20)}
     drift = {
-        **{"psi": features, "coverage": dict.fromkeys(features, 0.5), "coverage_before": dict.fromkeys(features, 1.0)},
+        **{
+            "psi": features,
+            "coverage": dict.fromkeys(features, 0.5),
+            "coverage_before": dict.fromkeys(features, 1.0),
+        },
         **{"lengths": {"feature 19": 0.02}, "new_ids": {"user": 0.031}},
         **{"base_rate": {"click": told["base_rate"]}, "base_rate_before": {"click": 0.09}},
     }

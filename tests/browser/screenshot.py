@@ -25,7 +25,9 @@ def main() -> None:
         raise SystemExit("expected the address of a controller's page, as `roostream demo` tells it")
     url, binary = sys.argv[1], chromium.chromium()
     with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=str(binary), env=chromium.environment(binary), args=list(FLAGS))
+        browser = driver.chromium.launch(
+            executable_path=str(binary), env=chromium.environment(binary), args=list(FLAGS)
+        )
         tab = browser.new_page(viewport={"width": 1280, "height": 1010})
         tab.goto(url)
         while not tab.inner_text("#read").startswith("read "):

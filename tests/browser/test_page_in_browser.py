@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from runtime.work_unit import WorkUnit
+from roostream.runtime.work_unit import WorkUnit
 from tests.browser import chromium
 from tests.browser.replayed_run import ReplayedRun
 
@@ -22,7 +22,9 @@ class Opened:
 
     def __init__(self, browser: Any, run: ReplayedRun, **options: Any) -> None:
         self.run, self.url = run, run.serve()
-        self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce", **options})
+        self.context = browser.new_context(
+            **{"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce", **options}
+        )
         self.tab = self.context.new_page()
         self.said: list[str] = []
         self.asked: list[str] = []
@@ -80,15 +82,27 @@ def test_state_comes_first_and_the_past_is_there_at_once(opened: Any) -> None:
         r"Normalized entropy, last \d+ (s|min)\. NE: 0\.\d+ to 1?\.?\d+",
         page.tab.get_attribute("figure:nth-child(2) svg", "aria-label"),
     )
-    assert page.text("#rows-body tbody tr:last-child").startswith("all") and "samples-3" in page.text("#partitions-body")
+    assert page.text("#rows-body tbody tr:last-child").startswith("all") and "samples-3" in page.text(
+        "#partitions-body"
+    )
 
 
 def test_readers_are_told_with_what_they_have_and_buffers_with_what_they_lack(opened: Any) -> None:
     run = ReplayedRun().to_the_end()
     lease = {"split": 7, "worker": 0, "position": 0, "reader": HOSTILE, "for_s": 1.0}
     run.controller.readers = lambda: {
-        **{"wanted": 3, "least": 1, "most": 4, "there": 2, "splits_wanted": 5, "splits_leased": 9, "leases_expired": 1},
-        "buffers": {"0": {"fullness": 0.25, "in_flight": 5, "stalled_s": 1.5, "stall_share": 0.125, "units": 4}},
+        **{
+            "wanted": 3,
+            "least": 1,
+            "most": 4,
+            "there": 2,
+            "splits_wanted": 5,
+            "splits_leased": 9,
+            "leases_expired": 1,
+        },
+        "buffers": {
+            "0": {"fullness": 0.25, "in_flight": 5, "stalled_s": 1.5, "stall_share": 0.125, "units": 4}
+        },
         "readers": {
             HOSTILE: {"held_splits": 1, "held_units": 2, "sent_bytes": 2048, "silent_s": 0.2},
             "b:1/y": {"silent_s": 1.0},
@@ -97,7 +111,12 @@ def test_readers_are_told_with_what_they_have_and_buffers_with_what_they_lack(op
     }
     rows = [row.split("\t") for row in opened(run).text("#readers-body tbody").strip().split("\n")]
     assert rows[0][:3] == ["all", "2 there, 3 wanted (1 to 4); 1 leases expired", "5 waited for"]
-    assert rows[1][:4] == ["buffer of worker 0", "25 % full; waited 1.5 s, 12.5 % of its time", "5 under way", "4"]
+    assert rows[1][:4] == [
+        "buffer of worker 0",
+        "25 % full; waited 1.5 s, 12.5 % of its time",
+        "5 under way",
+        "4",
+    ]
     assert [HOSTILE, "reads split 7 for worker 0", "1", "2"] in [row[:4] for row in rows[2:]]
     assert ["b:1/y", "has no lease"] in [row[:2] for row in rows[2:]]
 
@@ -108,10 +127,13 @@ def test_quality_is_told_by_window_and_slice_beside_the_inputs_that_moved_most(o
     windows = [row.split("\t") for row in page.text("#windows-body tbody").strip().split("\n")]
     assert [row[0] for row in windows] == ["click, the last hour", "click, the last hour, frozen at 1-2"]
     assert windows[0][2:] == [
-        f"{told[name]:.{n}f}" for name, n in (("base_rate", 4), ("ne", 4), ("ne", 4), ("auc", 4), ("calibration", 3))
+        f"{told[name]:.{n}f}"
+        for name, n in (("base_rate", 4), ("ne", 4), ("ne", 4), ("auc", 4), ("calibration", 3))
     ]
     slices = page.text("#slices-body tbody").strip().split("\n")
-    assert [row.split("\t")[0] for row in slices] == ["surface: article", "surface: front"], "the larger first"
+    assert [row.split("\t")[0] for row in slices] == ["surface: article", "surface: front"], (
+        "the larger first"
+    )
     inputs = [row.split("\t") for row in page.text("#drift-body tbody").strip().split("\n")]
     assert inputs[1] == ["feature 19", "0.475, moved", "50.0 %", "100.0 %", "0.020"] and len(inputs) == 14
     assert inputs[-1][:3] == ["new ids of user", "–", "3.1 %"]
@@ -131,8 +153,13 @@ def test_it_follows_what_happens_and_announces_only_the_state(opened: Any) -> No
     run.step()
     page.wait("document.getElementById('state-text').textContent === 'Caught up'")
     page.wait("document.getElementById('wrong').textContent.includes('serving does not answer')")
-    page.wait(f"document.querySelector('figure:nth-child(2) path.c0').getAttribute('d').split('L').length > {points + 2}")
-    assert page.tab.evaluate("document.activeElement.getAttribute('aria-label')") == "Partitions of the training input"
+    page.wait(
+        f"document.querySelector('figure:nth-child(2) path.c0').getAttribute('d').split('L').length > {points + 2}"
+    )
+    assert (
+        page.tab.evaluate("document.activeElement.getAttribute('aria-label')")
+        == "Partitions of the training input"
+    )
     assert "Not known" in page.text("#wrong") and "caught up, was catching up" in page.text("#changes-body")
 
 
@@ -143,13 +170,19 @@ def test_while_there_is_nothing_to_read_the_page_says_so_also_on_a_phone(opened:
     run.gone, run.silent = frozenset({("worker", 0)}), frozenset({"worker"})
     run.step()
     page = opened(run, viewport=PHONE)
-    assert page.text("h1") == "Held: nothing to read" and page.tab.get_attribute("body", "data-tone") == "good"
-    assert "nothing to read for 60 s" in page.text("#state-more") and "Nothing is known to be wrong." in page.text("#wrong")
+    assert (
+        page.text("h1") == "Held: nothing to read" and page.tab.get_attribute("body", "data-tone") == "good"
+    )
+    assert "nothing to read for 60 s" in page.text(
+        "#state-more"
+    ) and "Nothing is known to be wrong." in page.text("#wrong")
     commits = page.text("#commits-body")
     assert "transient: nothing to read for 60 s" in commits and re.search(
         r"training .*; to that as 1: temporary \d+\.\d\d, ", commits
     )
-    assert page.tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing is wider than the phone"
+    assert page.tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
+        "nothing is wider than the phone"
+    )
 
 
 def test_history_is_shown_as_far_as_it_is_committed(opened: Any) -> None:
@@ -158,7 +191,9 @@ def test_history_is_shown_as_far_as_it_is_committed(opened: Any) -> None:
         run.step(watch=run.watch(20, "initial"))
     page = opened(run)
     assert page.text("h1") == "Training history"
-    assert "11 of 50 historical samples committed (22 %), epoch 1 of 1" in page.text("#state-more"), "5 and 6 offsets"
+    assert "11 of 50 historical samples committed (22 %), epoch 1 of 1" in page.text("#state-more"), (
+        "5 and 6 offsets"
+    )
 
 
 def test_a_page_that_cannot_reach_the_controller_says_since_when_it_shows_old_values(opened: Any) -> None:
@@ -168,7 +203,9 @@ def test_a_page_that_cannot_reach_the_controller_says_since_when_it_shows_old_va
     assert re.search(r"has not answered since \d\d:\d\d:\d\d. What is shown is from then", page.text("#old"))
     assert page.text("h1") == "Unknown" and page.tab.get_attribute("body", "data-tone") == "unknown"
     page.context.set_offline(False)
-    page.wait("document.getElementById('old').hidden && document.getElementById('state-text').textContent === 'Caught up'")
+    page.wait(
+        "document.getElementById('old').hidden && document.getElementById('state-text').textContent === 'Caught up'"
+    )
     page.said = [s for s in page.said if "ERR_INTERNET_DISCONNECTED" not in s]
 
 
@@ -178,8 +215,14 @@ def test_all_of_it_is_reached_by_keyboard(opened: Any) -> None:
     seen = []
     for _ in range(12):
         press("Tab")
-        seen.append(page.tab.evaluate("document.activeElement.textContent.trim() || document.activeElement.name"))
-    assert seen[:4] == ["Skip to the content", "Trends", "Quality", "Freshness"] and seen[9] == "span" and "Numbers" in seen[10]
+        seen.append(
+            page.tab.evaluate("document.activeElement.textContent.trim() || document.activeElement.name")
+        )
+    assert (
+        seen[:4] == ["Skip to the content", "Trends", "Quality", "Freshness"]
+        and seen[9] == "span"
+        and "Numbers" in seen[10]
+    )
     outline = page.tab.evaluate("getComputedStyle(document.activeElement).outlineStyle")
     assert outline == "solid", "where the focus is can be seen"
     page.tab.focus("#span input")
@@ -198,7 +241,9 @@ def test_all_of_it_is_reached_by_keyboard(opened: Any) -> None:
 def test_a_phone_scrolls_in_one_direction(opened: Any) -> None:
     page = opened(viewport=PHONE, has_touch=True, is_mobile=True)
     assert page.tab.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
-    assert page.tab.evaluate("document.querySelector('h1').getBoundingClientRect().bottom") < PHONE["height"] / 2
+    assert (
+        page.tab.evaluate("document.querySelector('h1').getBoundingClientRect().bottom") < PHONE["height"] / 2
+    )
     size = page.tab.eval_on_selector_all(
         "p, dd, td, th", "all => Math.min(...all.map(e => parseFloat(getComputedStyle(e).fontSize)))"
     )
@@ -213,7 +258,9 @@ def test_nothing_is_in_the_way_of_anyone(opened: Any, scheme: str) -> None:
         run.step(leaving=True)
     page = opened(run, color_scheme=scheme)
     page.tab.click("figure:first-child summary")
-    dark = page.tab.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).every(n => n < 60)")
+    dark = page.tab.evaluate(
+        "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).every(n => n < 60)"
+    )
     assert dark == (scheme == "dark")
     page.tab.evaluate(chromium.axe())
     wanted = "{runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'wcag22aa', 'best-practice']}"

@@ -32,7 +32,9 @@ class Shown:
 
     def __init__(self, browser: Any, url: str, **options: Any) -> None:
         self.url = url
-        self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce", **options})
+        self.context = browser.new_context(
+            **{"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce", **options}
+        )
         self.tab = self.context.new_page()
         self.said: list[str] = []
         self.asked: list[str] = []
@@ -97,7 +99,9 @@ def test_it_says_what_is_served_and_where_to_go(shown: Any) -> None:
     assert page.text("h1") == "Ready" and page.tab.get_attribute("body", "data-tone") == "good"
     now = page.text("#now")
     assert "0-0" in now and "click, dwell" in now and "6 + 5" in now and "not from a commit" in now
-    links = page.tab.eval_on_selector_all("#links a", "all => all.map(a => [a.textContent, a.getAttribute('href')])")
+    links = page.tab.eval_on_selector_all(
+        "#links a", "all => all.map(a => [a.textContent, a.getAttribute('href')])"
+    )
     assert links == [
         ["Interface", "/docs"],
         ["OpenAPI", "/openapi.json"],
@@ -110,7 +114,9 @@ def test_it_says_what_is_served_and_where_to_go(shown: Any) -> None:
 def test_what_is_missing_is_said_first(shown: Any) -> None:
     shown.built.waiting_for.append("rows of the shards")
     page = shown()
-    assert page.text("h1") == "Not complete yet" and "waiting for rows of the shards" in page.text("#state-more")
+    assert page.text("h1") == "Not complete yet" and "waiting for rows of the shards" in page.text(
+        "#state-more"
+    )
     assert page.tab.get_attribute("body", "data-tone") == "warning"
 
 
@@ -127,7 +133,10 @@ def test_the_example_is_there_to_be_ranked_and_each_score_is_explained(shown: An
     assert re.search(r"1\.\s+\S+\s+click 0\.\d{4}\s+dwell 0\.\d{4}", first), first
     rows = [row.split("\t") for row in page.text(".candidate:first-child tbody").strip().split("\n")]
     by_name = {row[0].strip(): row[1:] for row in rows}
-    assert by_name["history (request)"][:2] == ["8, 3", "2 of 2"] and by_name["mood (request)"][:2] == ["0.5", "–"]
+    assert by_name["history (request)"][:2] == ["8, 3", "2 of 2"] and by_name["mood (request)"][:2] == [
+        "0.5",
+        "–",
+    ]
     sizes = [abs(float(row[3].replace("−", "-").replace("+", ""))) for row in rows if row[3] != "–"]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1], "what matters most comes first"
     page.tab.click(".candidate:last-child summary")
@@ -159,12 +168,25 @@ def test_where_keys_are_asked_for_the_page_asks_too(shown: Any) -> None:
 
 def test_all_of_it_is_reached_by_keyboard(shown: Any) -> None:
     page = shown()
-    page.wait("document.querySelectorAll('#links a').length === 4 && document.getElementById('body').value !== ''")
+    page.wait(
+        "document.querySelectorAll('#links a').length === 4 && document.getElementById('body').value !== ''"
+    )
     press, seen = page.tab.keyboard.press, []
     for _ in range(8):
         press("Tab")
-        seen.append(page.tab.evaluate("document.activeElement.id || document.activeElement.textContent.trim()"))
-    assert seen == ["Skip to the content", "Interface", "OpenAPI", "Metrics", "Trainer", "body", "rank", "again"]
+        seen.append(
+            page.tab.evaluate("document.activeElement.id || document.activeElement.textContent.trim()")
+        )
+    assert seen == [
+        "Skip to the content",
+        "Interface",
+        "OpenAPI",
+        "Metrics",
+        "Trainer",
+        "body",
+        "rank",
+        "again",
+    ]
     page.tab.focus("#rank")
     press("Enter")
     page.wait("document.querySelectorAll('.candidate').length === 2")
@@ -182,7 +204,8 @@ def test_a_phone_scrolls_in_one_direction(shown: Any) -> None:
     page.rank(BODY)
     assert page.tab.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
     size = page.tab.eval_on_selector_all(
-        "p, dd, td, th, textarea", "all => Math.min(...all.map(e => parseFloat(getComputedStyle(e).fontSize)))"
+        "p, dd, td, th, textarea",
+        "all => Math.min(...all.map(e => parseFloat(getComputedStyle(e).fontSize)))",
     )
     assert size >= 12
 
@@ -194,7 +217,9 @@ def test_nothing_is_in_the_way_of_anyone(shown: Any, scheme: str) -> None:
     page.tab.fill("#body", "{")
     page.tab.click("#rank")
     page.wait("document.getElementById('refused').textContent !== ''")
-    dark = page.tab.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).every(n => n < 60)")
+    dark = page.tab.evaluate(
+        "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).every(n => n < 60)"
+    )
     assert dark == (scheme == "dark")
     page.tab.evaluate(chromium.axe())
     wanted = "{runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'wcag22aa', 'best-practice']}"

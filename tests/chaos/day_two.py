@@ -26,19 +26,27 @@ import psutil
 from infra.home import Home
 from infra.options import DEMO_SCHEMA
 from infra.ports import Ports
-from runtime import manifest as manifests
-from runtime.checkpoint_store import FileStore
+from roostream.runtime import manifest as manifests
+from roostream.runtime.checkpoint_store import FileStore
 from tests.contract.house import ROOT
 
 PAGE = ROOT / "docs/operations/one-machine.md"
 QUICK = (
-    *("joiner.window=4s", "joiner.lateness=1s", "joiner.checkpoint_interval=2s", "shard.publish_interval=300ms"),
+    *(
+        "joiner.window=4s",
+        "joiner.lateness=1s",
+        "joiner.checkpoint_interval=2s",
+        "shard.publish_interval=300ms",
+    ),
     *("controller.commit_interval=2s", "auditor.settle=10s"),
 )
 RATE = 5.0
 _EVERY_S = 0.1
 _CANDIDATES = [{"item_id": 1}, {"item_id": 2}]
-_FIRST_USER, _USERS = 10**9, 1000  # none of those who are simulated; many, since the joiner bounds what a single one has open
+_FIRST_USER, _USERS = (
+    10**9,
+    1000,
+)  # none of those who are simulated; many, since the joiner bounds what a single one has open
 _ANSWERS = frozenset({200, 408, 429, 504})
 _COUNTED = re.compile(r"^roostream_worker_requests(?:_total)? (\S+)$", re.MULTILINE)
 
@@ -71,7 +79,13 @@ class Watch:
         while not self._end.wait(_EVERY_S):
             try:
                 found = self._trained()
-            except (OSError, ValueError, KeyError, TypeError, AttributeError):  # it, or the stack, is being started
+            except (
+                OSError,
+                ValueError,
+                KeyError,
+                TypeError,
+                AttributeError,
+            ):  # it, or the stack, is being started
                 continue
             if found and found != self._last:
                 self._last = found
@@ -144,8 +158,8 @@ class DayTwo:
         words = blocks()
         ports = f"PORT=(0 {self._instead['9911']} {self._instead['9912']})"
         quick = " ".join(f"--set {key}" for key in QUICK)
-        ours = f'roostream() {{ if [ "$1" = up ]; then {sys.executable} -m command.main "$@" {quick}; else '
-        ours += f'{sys.executable} -m command.main "$@"; fi; }}'
+        ours = f'roostream() {{ if [ "$1" = up ]; then {sys.executable} -m roostream.cli.main "$@" {quick}; else '
+        ours += f'{sys.executable} -m roostream.cli.main "$@"; fi; }}'
         text = words[heading].replace("991$n", self._instead["991$n"])
         done = subprocess.run(
             ("bash", "-euo", "pipefail", "-c", "\n".join((ports, ours, words["Words"], text))),
@@ -186,7 +200,16 @@ class DayTwo:
             self.watch = self.asker = None
 
     def start_users(self) -> None:
-        command = (sys.executable, "-m", "command.main", "simulate", "--home", str(self.home.root), "--rate", str(RATE))
+        command = (
+            sys.executable,
+            "-m",
+            "roostream.cli.main",
+            "simulate",
+            "--home",
+            str(self.home.root),
+            "--rate",
+            str(RATE),
+        )
         with (self.folder / "users.log").open("ab") as log:
             self._users = subprocess.Popen(
                 command,
@@ -213,9 +236,22 @@ class DayTwo:
 
     def audit(self) -> dict[str, Any]:
         """The sums of `roostream audit`."""
-        command = (sys.executable, "-m", "command.main", "audit", "--home", str(self.home.root), "--json")
+        command = (
+            sys.executable,
+            "-m",
+            "roostream.cli.main",
+            "audit",
+            "--home",
+            str(self.home.root),
+            "--json",
+        )
         done = subprocess.run(
-            command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120, check=False
+            command,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
         )
         return dict(json.loads(done.stdout)) if done.stdout.startswith("{") else {"state": done.stderr}
 
@@ -229,9 +265,17 @@ class DayTwo:
         """Whatever still runs ends; a stack that is down stays so."""
         self.stop_users()
         self.stop_watching()
-        command = (sys.executable, "-m", "command.main", "down", "--home", str(self.home.root))
-        subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False, capture_output=True, timeout=180)
-        for process in psutil.process_iter(["cwd"]):  # whatever a block started in the background, also one that was cut off
+        command = (sys.executable, "-m", "roostream.cli.main", "down", "--home", str(self.home.root))
+        subprocess.run(
+            command,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            check=False,
+            capture_output=True,
+            timeout=180,
+        )
+        for process in psutil.process_iter(
+            ["cwd"]
+        ):  # whatever a block started in the background, also one that was cut off
             if process.info["cwd"] == str(self.folder):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.terminate()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from roostream.warehouse.place import Warehouse
 from tests.warehouse.archive_runs import PARTITIONS, a_compactor_of, kill_rivals, rows_at
-from warehouse.place import Warehouse
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(2400)]
 RECORDS = 2500

@@ -14,14 +14,20 @@ from pathlib import Path
 import pytest
 
 from infra.home import Home
-from roo.schema import Schema
-from roo.schema_file import load_schema
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import load_schema
 from tests.chaos.day_two import DayTwo, blocks
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
 WHILE_USERS_ASK = (
-    *("More serving", "A new version of serving", "Fewer serving", "A new version of the shards", "A new version of the worker"),
+    *(
+        "More serving",
+        "A new version of serving",
+        "Fewer serving",
+        "A new version of the shards",
+        "A new version of the worker",
+    ),
     *("A new version of the controller", "A new version of the joiner", "More workers", "Fewer workers"),
     *("Retention is about to overrun", "A feature more"),
 )
@@ -70,7 +76,11 @@ def test_the_new_feature_is_what_is_trained_now(site: DayTwo) -> None:
 def test_everything_that_came_is_accounted_for_and_trained_once(site: DayTwo) -> None:
     site.stop_users()
     site.stop_watching()
-    site.until("every request sampled", lambda: (found := site.audit())["state"] == "yes" and not found["pending_requests"], 240)
+    site.until(
+        "every request sampled",
+        lambda: (found := site.audit())["state"] == "yes" and not found["pending_requests"],
+        240,
+    )
     sums = site.audit()
     assert sums["samples"] > 0 and (sums["requests"], sums["dead_requests"]) == (sums["samples"], 0), sums
     site.until("every sample committed", lambda: site.applied() == sums["samples"], 60)
@@ -106,6 +116,10 @@ def test_a_model_goes_on_with_another_kafka_where_the_disks_of_its_own_are_lost(
     site.start_users()
     site.until("training goes on", lambda: site.applied() > trained + 40, 240)
     site.stop_users()
-    site.until("every request sampled", lambda: (found := site.audit())["state"] == "yes" and not found["pending_requests"], 240)
+    site.until(
+        "every request sampled",
+        lambda: (found := site.audit())["state"] == "yes" and not found["pending_requests"],
+        240,
+    )
     samples = site.audit()["samples"]
     site.until("every sample committed", lambda: site.applied() == trained + samples, 60)

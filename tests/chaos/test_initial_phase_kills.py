@@ -26,24 +26,24 @@ import pytest
 from infra.options import StackOptions
 from infra.restart import RestartPolicy
 from infra.stack import Stack
-from roo.errors import UnavailableError
-from roo.schema_registry import register, to_toml
-from runtime import manifest as manifests
-from runtime import tensor_file
-from runtime.checkpoint_store import FileStore
-from runtime.clock import SystemClock
-from runtime.kafka import clients
-from runtime.kafka.broker import Broker
-from runtime.kafka.topics import SAMPLES, name_of, nested
-from runtime.manifest import Manifest
-from runtime.work_unit import TableInput
+from roostream.errors import UnavailableError
+from roostream.runtime import manifest as manifests
+from roostream.runtime import tensor_file
+from roostream.runtime.checkpoint_store import FileStore
+from roostream.runtime.clock import SystemClock
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.broker import Broker
+from roostream.runtime.kafka.topics import SAMPLES, name_of, nested
+from roostream.runtime.manifest import Manifest
+from roostream.runtime.work_unit import TableInput
+from roostream.schema.registry import register, to_toml
+from roostream.warehouse.compactor import Compactor
+from roostream.warehouse.config import CompactorConfig
+from roostream.warehouse.data_file import DataFile
+from roostream.warehouse.place import Warehouse
 from tests.e2e.loop_stack import applied, auditor, newest, wait_until
 from tests.trainer import samples
 from tests.warehouse.archive_runs import rows_at
-from warehouse.compactor import Compactor
-from warehouse.config import CompactorConfig
-from warehouse.data_file import DataFile
-from warehouse.place import Warehouse
 
 KILLS, MOST_S = int(os.environ.get("INITIAL_KILLS", "100")), float(os.environ.get("INITIAL_KILLS_S", "900"))
 WORKERS = int(os.environ.get("INITIAL_KILLS_WORKERS", "2"))
@@ -66,10 +66,16 @@ def options(home: Path, *, killed: bool) -> StackOptions:
     schema = home / "schema.toml"
     schema.parent.mkdir(parents=True, exist_ok=True)
     schema.write_text(to_toml(samples.schema()))
-    own = {"archiver": {"flush_interval_ms": 300}, "compactor": {"interval_ms": 300, "seal_after_ms": 0}, "reader": OF_READERS}
+    own = {
+        "archiver": {"flush_interval_ms": 300},
+        "compactor": {"interval_ms": 300, "seal_after_ms": 0},
+        "reader": OF_READERS,
+    }
     controller = {**TRAINER["controller"], "warehouse": str(home / "warehouse")}
     overrides: dict[str, Mapping[str, Any]] = {**own, **TRAINER, "controller": controller}
-    made = StackOptions(schema=schema, replay=True, partitions=PARTITIONS, num_workers=WORKERS, overrides=overrides)
+    made = StackOptions(
+        schema=schema, replay=True, partitions=PARTITIONS, num_workers=WORKERS, overrides=overrides
+    )
     return dataclasses.replace(made, num_archivers=1, num_readers=2) if killed else made
 
 
@@ -88,7 +94,9 @@ class Live:
             number = number_of(n)
             key, time_ms = number.to_bytes(8, "little"), samples.T0 + number * 1000 + 500
             value = samples.sample(number)
-            clients.send(self._producer, topic, key=key, value=value, timestamp_ms=time_ms, partition=n % PARTITIONS)
+            clients.send(
+                self._producer, topic, key=key, value=value, timestamp_ms=time_ms, partition=n % PARTITIONS
+            )
         assert self._producer.flush(30) == 0
         self.num_sent += count
 
@@ -293,7 +301,11 @@ def test_g2_g11_mixed_kills_while_history_is_trained_and_handed_over_change_no_b
     assert killed.session is not None and killed.num >= KILLS and killed.stream >= KILLS // 10
     assert min(killed.of[name] for name in ("archiver", "compactor", "reader", "controller", "worker")) >= 3
     disturbed = bits(home)
-    for folder in ("store", *(path.name for path in home.glob("shard-*")), *(path.name for path in home.glob("worker*"))):
+    for folder in (
+        "store",
+        *(path.name for path in home.glob("shard-*")),
+        *(path.name for path in home.glob("worker*")),
+    ):
         shutil.rmtree(home / folder, ignore_errors=True)
     at_version(home / "warehouse", killed.session.version)
     again = train_undisturbed(home, count)

@@ -15,7 +15,7 @@ import pytest
 from infra import kafka_broker
 from infra.jars import BUILD, KAFKA_JARS, Jar, fetch_all, find_java, read_list
 from infra.stack import Stack
-from roo.errors import SetupError
+from roostream.errors import SetupError
 from tests.chaos.day_two import Asker
 from tests.e2e.loop_stack import applied, check_nothing_lost_or_twice, quick_options, wait_until
 
@@ -45,7 +45,11 @@ SHA256 = {
 def jars_of_before() -> Path:
     """Kafka's own jars of the version before, beside what they need, which both need alike. Kept in `build/`."""
     folder = BUILD / f"jars-{BEFORE}"
-    wanted = [Jar(SHA256[jar.artifact], 0, _OF_KAFKA, jar.artifact, BEFORE) for jar in read_list() if jar.group == _OF_KAFKA]
+    wanted = [
+        Jar(SHA256[jar.artifact], 0, _OF_KAFKA, jar.artifact, BEFORE)
+        for jar in read_list()
+        if jar.group == _OF_KAFKA
+    ]
     try:
         fetch_all([jar for jar in wanted if not jar.path(folder).exists()], folder)
     except SetupError as error:
@@ -102,7 +106,9 @@ def test_a_broker_of_the_next_minor_version_goes_on_with_the_data_of_the_one_bef
     wait_until("60 more samples committed", lambda: applied(stack) >= before + 60, 180)
     trained_s = time.monotonic() - began_s
     asker.stop()
-    print(f"Kafka was away for {away_s:.1f} s; 60 samples more were committed {trained_s:.1f} s after its end")
+    print(
+        f"Kafka was away for {away_s:.1f} s; 60 samples more were committed {trained_s:.1f} s after its end"
+    )
     print(f"asked {asker.num_asked}, never answered {len(asker.failed)}")
     assert asker.num_asked > 20 and asker.failed == []
     assert metadata_of(stack).startswith("4.1"), "the data is as the version before can still read it"

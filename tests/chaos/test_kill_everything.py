@@ -7,7 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 from infra.stack import Stack
-from tests.e2e.loop_stack import applied, check_nothing_lost_or_twice, kill_and_resume, quick_options, wait_until
+from tests.e2e.loop_stack import (
+    applied,
+    check_nothing_lost_or_twice,
+    kill_and_resume,
+    quick_options,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]
 

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from param_server.blobs import RocksBlobs
-from roo.schema_registry import register
-from runtime import manifest as manifests
-from runtime.checkpoint_store import FileStore
-from tests.command.checkpoint.test_moved_buckets import Fleet
+from roostream.runtime import manifest as manifests
+from roostream.runtime.checkpoint_store import FileStore
+from roostream.schema.registry import register
+from tests.cli.checkpoint.test_moved_buckets import Fleet
 from tests.param_server.shard_support import small_schema
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
-ROOSTREAM = [sys.executable, "-m", "command.main"]
+ROOSTREAM = [sys.executable, "-m", "roostream.cli.main"]
 ROWS, KILLS = 30_000, 8
 
 
@@ -52,7 +52,9 @@ def newest(home: Path) -> manifests.Manifest:
 def killed(home: Path, file: Path, after_s: float) -> bool:
     """Apply, killed so long after it has claimed its incarnation; False: it had ended."""
     before = manifests.newest_incarnation(FileStore(home / "store"))
-    process = subprocess.Popen([*ROOSTREAM, "placement", "apply", str(file), "--home", str(home)], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [*ROOSTREAM, "placement", "apply", str(file), "--home", str(home)], stdout=subprocess.DEVNULL
+    )
     while process.poll() is None and manifests.newest_incarnation(FileStore(home / "store")) == before:
         time.sleep(0.002)
     time.sleep(after_s)
@@ -67,7 +69,18 @@ def test_a_move_that_is_killed_leaves_one_of_two_maps_and_every_row(tmp_path: Pa
     count, outcomes = 2, []
     for number in range(KILLS):
         wanted = 3 if count == 2 else 2
-        told = [*ROOSTREAM, "placement", "map", "--home", str(home), "--shards", str(wanted), "--most-moved", "1", "--json"]
+        told = [
+            *ROOSTREAM,
+            "placement",
+            "map",
+            "--home",
+            str(home),
+            "--shards",
+            str(wanted),
+            "--most-moved",
+            "1",
+            "--json",
+        ]
         file.write_bytes(subprocess.run(told, check=True, stdout=subprocess.PIPE).stdout)
         seq = newest(home).seq
         cut_off = killed(home, file, drawn.uniform(0.0, 0.1 if number % 2 else 0.4))
@@ -77,5 +90,9 @@ def test_a_move_that_is_killed_leaves_one_of_two_maps_and_every_row(tmp_path: Pa
         outcomes.append((cut_off, now.seq > seq))
         assert with_shards(home, count, train=False) == rows
     assert (True, False) in outcomes, f"no kill came before the manifest: {outcomes}"
-    subprocess.run([*ROOSTREAM, "placement", "apply", str(file), "--home", str(home)], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [*ROOSTREAM, "placement", "apply", str(file), "--home", str(home)],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     assert with_shards(home, newest(home).num_shards, train=False) == rows

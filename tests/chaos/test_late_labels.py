@@ -8,11 +8,19 @@ from collections.abc import Iterator
 import pytest
 
 from infra.stack import Stack
-from roo import wire
-from roo.ids import signed
-from runtime.checkpoint_store import FileStore
-from runtime.kafka.topics import CORRECTIONS
-from tests.e2e.loop_stack import applied, auditor, check_nothing_lost_or_twice, kill_and_resume, newest, quick_options, wait_until
+from roostream.runtime.checkpoint_store import FileStore
+from roostream.runtime.kafka.topics import CORRECTIONS
+from roostream.schema.ids import signed
+from roostream.wire import records as wire
+from tests.e2e.loop_stack import (
+    applied,
+    auditor,
+    check_nothing_lost_or_twice,
+    kill_and_resume,
+    newest,
+    quick_options,
+    wait_until,
+)
 from tests.joiner.joined_topics import consume
 from trainer import worker_file
 
@@ -24,10 +32,14 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     quick = quick_options()
     joiner = {**quick.overrides["joiner"], "early_close_ms": 500, "window_ms": 8_000}
     overrides = {**quick.overrides, "joiner": joiner, "worker": {"corrections": "on"}}
-    with Stack(tmp_path_factory.mktemp("late"), dataclasses.replace(quick, overrides=overrides, num_workers=2)) as running:
+    with Stack(
+        tmp_path_factory.mktemp("late"), dataclasses.replace(quick, overrides=overrides, num_workers=2)
+    ) as running:
         running.start(["all", "simulate"])
         running.wait_ready("serving", timeout_s=120)
-        wait_until("a commit with trained corrections", lambda: applied(running) > 50 and trained(running), 240)
+        wait_until(
+            "a commit with trained corrections", lambda: applied(running) > 50 and trained(running), 240
+        )
         yield running
 
 

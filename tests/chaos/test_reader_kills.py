@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from command.train.config import TrainConfig
-from command.train.offline import train_offline
 from infra.options import ROOT
-from roo.schema_registry import to_toml
-from runtime import manifest as manifests
-from runtime import tensor_file
-from runtime.checkpoint_store import open_store
-from runtime.manifest import Manifest
-from runtime.program import Stop
+from roostream.cli.train.config import TrainConfig
+from roostream.cli.train.offline import train_offline
+from roostream.runtime import manifest as manifests
+from roostream.runtime import tensor_file
+from roostream.runtime.checkpoint_store import open_store
+from roostream.runtime.manifest import Manifest
+from roostream.runtime.program import Stop
+from roostream.schema.registry import to_toml
 from tests.trainer import samples
 from tests.warehouse.readers.test_table_session import archive
 from trainer.config import LoopConfig
@@ -45,14 +45,23 @@ def start(place: Path, log: Path) -> subprocess.Popen[bytes]:
     command = [
         sys.executable,
         "-m",
-        "command.main",
+        "roostream.cli.main",
         "train",
         "--warehouse",
         str(place / "warehouse"),
         "--home",
         str(place / "killed"),
     ]
-    command += ["--schema", str(place / "schema.toml"), "--partitions", "2", "--commit-interval", "300ms", "--readers", "2"]
+    command += [
+        "--schema",
+        str(place / "schema.toml"),
+        "--partitions",
+        "2",
+        "--commit-interval",
+        "300ms",
+        "--readers",
+        "2",
+    ]
     for key, value in SETTINGS.items():
         command += ["--set", f"worker.{key}={value}"]
     with log.open("ab") as out:
@@ -74,7 +83,9 @@ def bits(place: Path, home: str) -> dict[str, bytes]:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(1800)
-def test_g2_g11_kills_of_readers_and_of_whom_they_read_for_change_no_bit(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+def test_g2_g11_kills_of_readers_and_of_whom_they_read_for_change_no_bit(
+    tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
     draw = random.Random(pytestconfig.getoption("--seed", default=0))
     (tmp_path / "schema.toml").write_text(to_toml(samples.schema()))
     archive(tmp_path / "warehouse", samples.records(list(range(1, NUM_SAMPLES + 1))))
@@ -86,7 +97,9 @@ def test_g2_g11_kills_of_readers_and_of_whom_they_read_for_change_no_bit(tmp_pat
             time.sleep(draw.uniform(0.05, 0.6))
             last = newest(tmp_path, "killed")
             num_killed = sum(killed.values())
-            if last is None or last.step == seen or num_killed >= LEAST_KILLS:  # who is killed as it starts gets nowhere
+            if (
+                last is None or last.step == seen or num_killed >= LEAST_KILLS
+            ):  # who is killed as it starts gets nowhere
                 continue
             seen, readers = last.step, readers_of(process.pid)
             if num_killed % 7 == 6:
@@ -100,7 +113,9 @@ def test_g2_g11_kills_of_readers_and_of_whom_they_read_for_change_no_bit(tmp_pat
     finally:
         process.kill()
     assert process.returncode == 0, (tmp_path / "log").read_text()[-3000:]
-    assert killed == {"reader": LEAST_KILLS - LEAST_KILLS // 7, "train": LEAST_KILLS // 7}, "before it was over"
+    assert killed == {"reader": LEAST_KILLS - LEAST_KILLS // 7, "train": LEAST_KILLS // 7}, (
+        "before it was over"
+    )
     config = TrainConfig(
         warehouse=str(tmp_path / "warehouse"),
         home=str(tmp_path / "undisturbed"),

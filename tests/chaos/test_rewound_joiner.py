@@ -13,13 +13,13 @@ import pytest
 
 from infra.options import StackOptions
 from infra.stack import Stack
-from roo import roo_pb2 as pb
-from roo.schema_registry import to_toml
-from roo.wire import Record
-from runtime import tensor_file
-from runtime.checkpoint_store import FileStore
-from runtime.flink_rest import FlinkRest
-from runtime.rpc_client import SocketTransport
+from roostream.runtime import tensor_file
+from roostream.runtime.checkpoint_store import FileStore
+from roostream.runtime.flink_rest import FlinkRest
+from roostream.runtime.rpc_client import SocketTransport
+from roostream.schema.registry import to_toml
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.records import Record
 from tests.e2e.loop_stack import applied, auditor, drained, newest, wait_until
 from tests.joiner.cases import SCHEMA, engagement, impression, record
 from tests.joiner.generated import START_MS, everywhere
@@ -95,7 +95,9 @@ def test_g2_a_joiner_s_savepoint_put_back_by_ten_minutes_trains_nothing_twice(tm
         first = flink.live_job()
         assert first is not None
         savepoints = tmp_path / "home" / "flink" / "savepoints"
-        savepoint = Path(flink.stop_with_savepoint(first["jid"], savepoints.as_uri(), 60).removeprefix("file:"))
+        savepoint = Path(
+            flink.stop_with_savepoint(first["jid"], savepoints.as_uri(), 60).removeprefix("file:")
+        )
         produce(kafka, "", list(events(REWOUND)))
         wait_until("what will come again is trained", lambda: applied(stack) >= closed(REWOUND), 120)
         trained, emitted, before = applied(stack), len(consume(kafka, "", "samples")), weights(stack)
@@ -106,7 +108,9 @@ def test_g2_a_joiner_s_savepoint_put_back_by_ten_minutes_trains_nothing_twice(tm
         wait_until("samples come again", lambda: len(consume(kafka, "", "samples")) >= emitted + again, 120)
         wait_until("the worker has seen them", lambda: skipped(stack) >= again, 60)
         assert again * EVERY_MS >= 10 * MINUTE_MS
-        assert applied(stack) == trained and all(np.array_equal(value, before[name]) for name, value in weights(stack).items())
+        assert applied(stack) == trained and all(
+            np.array_equal(value, before[name]) for name, value in weights(stack).items()
+        )
 
         produce(kafka, "", [*events(AFTER), *everywhere(pb.EndMarker(time_ms=START_MS + 60 * MINUTE_MS))])
         audit = auditor(stack)

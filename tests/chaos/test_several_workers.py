@@ -9,8 +9,15 @@ from typing import Any
 import pytest
 
 from infra.stack import Stack
-from runtime.rpc_client import SocketTransport
-from tests.e2e.loop_stack import applied, check_nothing_lost_or_twice, kill_and_resume, newest, quick_options, wait_until
+from roostream.runtime.rpc_client import SocketTransport
+from tests.e2e.loop_stack import (
+    applied,
+    check_nothing_lost_or_twice,
+    kill_and_resume,
+    newest,
+    quick_options,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
@@ -45,7 +52,9 @@ def test_as_many_workers_train_as_are_wanted_and_the_rest_is_stopped(stack: Stac
     for count in (1, 3, 2):
         assert ask(stack, "scale", workers=count, timeout_s=80.0)["running"]
         before = applied(stack)
-        wait_until(f"50 more samples by {count} workers", lambda before=before: applied(stack) >= before + 50, 120)
+        wait_until(
+            f"50 more samples by {count} workers", lambda before=before: applied(stack) >= before + 50, 120
+        )
         manifest = newest(stack)
         assert manifest is not None and len(manifest.workers) == count
         assert {p for part in manifest.workers.values() for p in part.offsets} == manifest.offsets.keys()

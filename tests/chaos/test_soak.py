@@ -25,9 +25,15 @@ import pytest
 from infra import kinds
 from infra.kinds import SIMULATE
 from infra.stack import Stack
-from roo.errors import RoostreamError
+from roostream.errors import RoostreamError
 from tests.chaos.test_kill_everything import VICTIMS
-from tests.e2e.loop_stack import applied, check_nothing_lost_or_twice, produce_garbage, quick_options, wait_until
+from tests.e2e.loop_stack import (
+    applied,
+    check_nothing_lost_or_twice,
+    produce_garbage,
+    quick_options,
+    wait_until,
+)
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", "120"))
 SEED = int(os.environ.get("SOAK_SEED", "1"))
@@ -53,7 +59,12 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(SECONDS + 900)]
 def small_disk(at: Path) -> Iterator[bool]:
     """A file system of its own at `at`, gone afterwards; False where this user may not mount one."""
     at.mkdir(parents=True)
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", at], capture_output=True).returncode == 0
+    mounted = (
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", at], capture_output=True
+        ).returncode
+        == 0
+    )
     try:
         yield mounted
     finally:
@@ -92,7 +103,10 @@ class Faults:
         for name in self.stack.expand(["all", "simulate"]):
             pid = self.stack.pid(name)
             with contextlib.suppress(psutil.Error):
-                if pid is not None and time.time() - (process := psutil.Process(pid)).create_time() >= GROWN_UP_S:
+                if (
+                    pid is not None
+                    and time.time() - (process := psutil.Process(pid)).create_time() >= GROWN_UP_S
+                ):
                     self.memory.setdefault(name, []).append((now_s, process.memory_info().rss))
                     self.files.setdefault(name, []).append((now_s, process.num_fds()))
         return LOOK_EVERY_S
@@ -126,8 +140,12 @@ class Faults:
             "killed": sorted({name for _, name in self.kills}),
             "garbage_records": self.num_garbage,
             "disk_filled": self.num_full,
-            "memory_mb": {name: [(round(at), rss >> 20) for at, rss in seen] for name, seen in self.memory.items()},
-            "files": {name: [(round(at), number) for at, number in seen] for name, seen in self.files.items()},
+            "memory_mb": {
+                name: [(round(at), rss >> 20) for at, rss in seen] for name, seen in self.memory.items()
+            },
+            "files": {
+                name: [(round(at), number) for at, number in seen] for name, seen in self.files.items()
+            },
             "growth": growth(self.memory, SECONDS),
             "more_files": more(self.files, SECONDS),
         }
@@ -180,10 +198,19 @@ def test_nothing_is_lost_and_memory_is_flat_under_faults_at_random(tmp_path: Pat
         if SECONDS >= 900:  # shorter runs are still warming up
             # the heaps of the servers that aren't ours are bounded by their options
             ours = {*kinds.names(stack.options), SIMULATE} - STILL_FILLING_MB.keys()
-            assert {name: ratio for name, ratio in report["growth"].items() if name in ours and ratio >= 1.1} == {}
-            assert {name: number for name, number in report["more_files"].items() if name in ours and number > MORE_FILES} == {}
+            assert {
+                name: ratio for name, ratio in report["growth"].items() if name in ours and ratio >= 1.1
+            } == {}
+            assert {
+                name: number
+                for name, number in report["more_files"].items()
+                if name in ours and number > MORE_FILES
+            } == {}
             for name, most_mb in STILL_FILLING_MB.items():
-                assert max(rss >> 20 for _, rss in faults.memory[name]) < most_mb, (name, report["memory_mb"][name])
+                assert max(rss >> 20 for _, rss in faults.memory[name]) < most_mb, (
+                    name,
+                    report["memory_mb"][name],
+                )
 
 
 def ready(stack: Stack) -> bool:

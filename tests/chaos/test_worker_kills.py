@@ -13,10 +13,10 @@ from typing import Any
 import psutil
 import pytest
 
-from command.train.offline import train_offline
-from roo.schema_registry import to_toml
-from runtime.program import Stop
-from tests.command.train.test_offline import config, last, rows_of, same_bits
+from roostream.cli.train.offline import train_offline
+from roostream.runtime.program import Stop
+from roostream.schema.registry import to_toml
+from tests.cli.train.test_offline import config, last, rows_of, same_bits
 from tests.trainer import samples
 from tests.warehouse.readers.test_table_session import archive
 from trainer.config import LoopConfig
@@ -61,5 +61,8 @@ def test_g2_g11_killed_workers_that_hold_rows_train_the_same_model(tmp_path: Pat
     began_s = time.monotonic()
     killed = trained(tmp_path, "killed", NUM_KILLS, rows="workers", num_shards=3)
     assert killed >= 2, f"it was over in {time.monotonic() - began_s:.0f} s"
-    assert last(tmp_path, "killed").num_shards == 3 and last(tmp_path, "killed").step == last(tmp_path, "calm").step
+    assert (
+        last(tmp_path, "killed").num_shards == 3
+        and last(tmp_path, "killed").step == last(tmp_path, "calm").step
+    )
     assert same_bits(tmp_path, "calm", "killed") and rows_of(tmp_path, "calm") == rows_of(tmp_path, "killed")

@@ -8,21 +8,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = (
-    "roo",
-    "runtime",
-    "joiner",
-    "models",
-    "param_server",
-    "features",
-    "traffic",
-    "infra",
-    "warehouse",
-    "placement",
-    "trainer",
-    "serving",
-    "command",
-)
+FOLDERS = ("roostream", "joiner", "param_server", "trainer", "serving", "infra")
 GENERATED = {"roo_pb2.py"}
 
 

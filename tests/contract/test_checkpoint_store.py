@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from roo.errors import CheckpointError
-from runtime.checkpoint_store import STORES as SCHEMES
-from runtime.checkpoint_store import CheckpointStore, FileStore, open_store
+from roostream.errors import CheckpointError
+from roostream.runtime.checkpoint_store import STORES as SCHEMES
+from roostream.runtime.checkpoint_store import CheckpointStore, FileStore, open_store
 from tests.runtime import s3_server
 from tests.trainer.memory_store import MemoryStore
 
@@ -18,7 +18,9 @@ STORES: dict[str, Callable[[Path], CheckpointStore]] = {
     "path": open_store,
     "file": lambda path: open_store(f"file://{path}"),
     "memory": lambda path: MemoryStore(),
-    "s3": lambda path: open_store(f"s3://{s3_server.BUCKET}/{path.name.lower().replace('_', '-').strip('-')}"),
+    "s3": lambda path: open_store(
+        f"s3://{s3_server.BUCKET}/{path.name.lower().replace('_', '-').strip('-')}"
+    ),
 }
 
 
@@ -96,7 +98,9 @@ def test_what_is_absent_is_told_and_deleting_it_is_nothing(store: CheckpointStor
     assert store.list("dense") == []
 
 
-@pytest.mark.parametrize("name", ["", "/etc/passwd", "../up", "manifests/../../up", "Manifests/1", "a//b", ".hidden"])
+@pytest.mark.parametrize(
+    "name", ["", "/etc/passwd", "../up", "manifests/../../up", "Manifests/1", "a//b", ".hidden"]
+)
 def test_names_that_could_leave_the_store_are_refused(store: CheckpointStore, name: str) -> None:
     if isinstance(store, MemoryStore):
         pytest.skip("it has nowhere to leave to")

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from roo.schema_registry import to_toml
-from runtime.kafka import clients
-from runtime.kafka.broker import Broker
-from runtime.kafka.topic_admin import TopicAdmin
-from runtime.kafka.topics import DEFAULT_PARTITIONS, TopicSettings
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.broker import Broker
+from roostream.runtime.kafka.topic_admin import TopicAdmin
+from roostream.runtime.kafka.topics import DEFAULT_PARTITIONS, TopicSettings
+from roostream.schema.registry import to_toml
 from tests.joiner import generated
 from tests.joiner.cases import SCHEMA
 from tests.joiner.joined_topics import SETTINGS, count, distinct, produce, wait
@@ -66,9 +66,13 @@ def start_local(stack: Any, home: Path) -> subprocess.Popen[bytes]:
         "store": home / "store",
         "home": home,
     }
-    lines += [f'{k} = "{v}"' for k, v in own.items()] + ['engine = "local"', "checkpoint_interval_ms = 300", "replay = true"]
+    lines += [f'{k} = "{v}"' for k, v in own.items()] + [
+        'engine = "local"',
+        "checkpoint_interval_ms = 300",
+        "replay = true",
+    ]
     config.write_text("\n".join(lines), encoding="utf-8")
-    command = [sys.executable, "-m", "command.main", "joiner", "--config", str(config)]
+    command = [sys.executable, "-m", "roostream.cli.main", "joiner", "--config", str(config)]
     return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "ROOSTREAM_LOG": "WARNING"})
 
 
@@ -76,10 +80,15 @@ def start_local(stack: Any, home: Path) -> subprocess.Popen[bytes]:
 def by_local(stack: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     """What the local engine wrote, killed in the middle."""
     bootstrap, home = stack.endpoints.kafka, tmp_path_factory.mktemp("local")
-    TopicAdmin(clients.admin(Broker(bootstrap)), LOCAL, DEFAULT_PARTITIONS, TopicSettings(replay=True)).create()
+    TopicAdmin(
+        clients.admin(Broker(bootstrap)), LOCAL, DEFAULT_PARTITIONS, TopicSettings(replay=True)
+    ).create()
     produce(bootstrap, LOCAL, RECORDS[:HALF])
     first = start_local(stack, home)
-    wait("a first sample and a snapshot", lambda: count(bootstrap, LOCAL, "samples") > 20 and any(home.glob("snapshots/*")))
+    wait(
+        "a first sample and a snapshot",
+        lambda: count(bootstrap, LOCAL, "samples") > 20 and any(home.glob("snapshots/*")),
+    )
     first.kill()
     first.wait()
     second = start_local(stack, home)

@@ -9,7 +9,17 @@ import pytest
 from tests.contract.house import FOLDERS, place, sources
 
 MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "telnetlib"}
-CALLS = {"eval", "exec", "compile", "torch.load", "torch.jit.load", "os.system", "os.popen", "yaml.load", "numpy.fromregex"}
+CALLS = {
+    "eval",
+    "exec",
+    "compile",
+    "torch.load",
+    "torch.jit.load",
+    "os.system",
+    "os.popen",
+    "yaml.load",
+    "numpy.fromregex",
+}
 SILENT = "silently swallowed exception"
 
 
@@ -46,7 +56,11 @@ def _is_silent(node: ast.ExceptHandler) -> bool:
 @pytest.mark.parametrize("folder", [*FOLDERS, "benchmarks"])
 def test_the_product_calls_nothing_forbidden(folder: str) -> None:
     paths = sources(folder)
-    wrong = [f"{place(p)}:{line}: {what}" for p in paths for line, what in complaints(p.read_text(encoding="utf-8"))]
+    wrong = [
+        f"{place(p)}:{line}: {what}"
+        for p in paths
+        for line, what in complaints(p.read_text(encoding="utf-8"))
+    ]
     assert not wrong
 
 
@@ -68,6 +82,8 @@ def test_the_scan_finds_what_it_looks_for(source: str) -> None:
     assert complaints(source)
 
 
-@pytest.mark.parametrize("source", ["import numpy as np\nnp.load('x', allow_pickle=False)", "model.eval()", "re.compile('x')"])
+@pytest.mark.parametrize(
+    "source", ["import numpy as np\nnp.load('x', allow_pickle=False)", "model.eval()", "re.compile('x')"]
+)
 def test_the_scan_leaves_harmless_calls_alone(source: str) -> None:
     assert not complaints(source)

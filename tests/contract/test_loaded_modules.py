@@ -24,17 +24,17 @@ HEAVY = (
 
 MAY_LOAD = {
     # what is imported                      heavy packages that may come with it
-    "command.main": (),
-    "roo.schema, roo.wire": (),
-    "command.main, param_server.main": ("rocksdict",),
-    "command.main, param_server.client": (),
-    "command.main, joiner.main": (),
-    "command.main, traffic.main": (),
-    "command.main, models.build": ("torch",),
-    "command.main, trainer.control.controller": (),
-    "command.main, features.updater": ("redis",),
-    "command.main, serving.http.app": ("torch", "fastapi", "uvicorn", "redis"),
-    "command.main, trainer.worker": ("torch",),
+    "roostream.cli.main": (),
+    "roostream.schema.schema, roostream.wire.records": (),
+    "roostream.cli.main, param_server.main": ("rocksdict",),
+    "roostream.cli.main, param_server.client": (),
+    "roostream.cli.main, joiner.main": (),
+    "roostream.cli.main, roostream.replay.main": (),
+    "roostream.cli.main, roostream.models.build": ("torch",),
+    "roostream.cli.main, trainer.control.controller": (),
+    "roostream.cli.main, serving.online_features.updater": ("redis",),
+    "roostream.cli.main, serving.http.app": ("torch", "fastapi", "uvicorn", "redis"),
+    "roostream.cli.main, trainer.worker": ("torch",),
     "serving.client": (),
 }
 

@@ -10,7 +10,9 @@ import pytest
 INFRA = Path(__file__).resolve().parents[2] / "infra"
 FILES = [*sorted((INFRA / "dashboards").glob("*.json")), *sorted((INFRA / "alerts").glob("*.yml"))]
 NAME = re.compile(r"\broostream_[a-z0-9_]+")
-OTHER_UNITS = re.compile(r"_(ms|us|ns|s|minutes|hours|kb|mb|gb|kib|mib|percent)(_total|_bucket|_sum|_count)?$")
+OTHER_UNITS = re.compile(
+    r"_(ms|us|ns|s|minutes|hours|kb|mb|gb|kib|mib|percent)(_total|_bucket|_sum|_count)?$"
+)
 OTHER_FORMS = re.compile(r"_age(_|$)|_quantile(_|$)")  # a moment, a histogram
 
 
@@ -23,7 +25,9 @@ def test_units_are_base_units() -> None:
     assert {name for name in named() if OTHER_UNITS.search(name)} == set()
 
 
-@pytest.mark.parametrize("wrong", ["roostream_x_ms", "roostream_x_ms_bucket", "roostream_lag_s", "roostream_used_percent"])
+@pytest.mark.parametrize(
+    "wrong", ["roostream_x_ms", "roostream_x_ms_bucket", "roostream_lag_s", "roostream_used_percent"]
+)
 def test_another_unit_would_be_found(wrong: str) -> None:
     assert OTHER_UNITS.search(wrong)
 

@@ -11,16 +11,34 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 NOT_PACKAGED = {"tests", "benchmarks", "docs", "build"}
 
 
-def test_the_packages_are_the_folders() -> None:
-    inits = [p.parent.relative_to(ROOT) for p in [*ROOT.glob("*/__init__.py"), *ROOT.glob("*/*/__init__.py")]]
-    folders = {".".join(p.parts) for p in inits if p.parts[0] not in NOT_PACKAGED and p.parts[0][0] != "."}
-    assert set(PROJECT["tool"]["setuptools"]["packages"]) == folders
+def packages() -> set[str]:
+    """What setuptools packages: every folder with an `__init__.py` that its rules include."""
+    from setuptools import find_packages
+
+    return set(find_packages(str(ROOT), include=PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]))
+
+
+def test_the_wheel_installs_the_six_packages_and_nothing_else() -> None:
+    assert {name.partition(".")[0] for name in packages()} == {
+        "roostream",
+        "joiner",
+        "trainer",
+        "param_server",
+        "serving",
+        "infra",
+    }
 
 
 def test_every_source_is_in_a_package() -> None:
-    packages = {name.replace(".", "/") for name in PROJECT["tool"]["setuptools"]["packages"]}
-    sources = [p.relative_to(ROOT) for name in packages for p in (ROOT / name).rglob("*.py")]
-    assert [str(p) for p in sources if "__pycache__" not in p.parts and p.parent.as_posix() not in packages] == []
+    folders = {name.replace(".", "/") for name in packages()}
+    tops = {name.partition("/")[0] for name in folders}
+    found = [
+        p.relative_to(ROOT)
+        for top in tops
+        for p in (ROOT / top).rglob("*.py")
+        if "__pycache__" not in p.parts
+    ]
+    assert [str(p) for p in found if p.parent.as_posix() not in folders] == []
 
 
 def test_tests_have_no_packages() -> None:
@@ -35,7 +53,11 @@ def test_every_pin_has_a_hash_and_no_address() -> None:
 
 
 def test_every_direct_dependency_is_pinned() -> None:
-    pinned = set(re.findall(r"^([a-z0-9._-]+)==", (ROOT / "requirements.lock").read_text(encoding="utf-8"), re.MULTILINE))
+    pinned = set(
+        re.findall(
+            r"^([a-z0-9._-]+)==", (ROOT / "requirements.lock").read_text(encoding="utf-8"), re.MULTILINE
+        )
+    )
     project = PROJECT["project"]
     wanted = [*project["dependencies"], *PROJECT["dependency-groups"]["dev"]]
     wanted += [d for extra in project["optional-dependencies"].values() for d in extra]
@@ -54,10 +76,26 @@ def test_files_beside_the_code_are_packaged() -> None:
     """`infra/setup.sh` makes an environment from a checkout; whoever has the wheel has one. So does `promtool.sh`. Manifests
     and images are taken from a checkout too."""
     globs = PROJECT["tool"]["setuptools"]["package-data"]
-    packaged = {p for package, patterns in globs.items() for pattern in patterns for p in (ROOT / package).glob(pattern)}
-    folders = {package.partition(".")[0] for package in PROJECT["tool"]["setuptools"]["packages"]}
-    files = {p for f in folders for p in (ROOT / f).rglob("*") if p.is_file() and "__pycache__" not in p.parts}
+    packaged = {
+        p
+        for package, patterns in globs.items()
+        for pattern in patterns
+        for p in (ROOT / package.replace(".", "/")).glob(pattern)
+    }
+    folders = {package.partition(".")[0] for package in packages()}
+    files = {
+        p for f in folders for p in (ROOT / f).rglob("*") if p.is_file() and "__pycache__" not in p.parts
+    }
     beside = {p for p in files if p.suffix not in (".py", ".pyc")}
-    of_checkout = ("infra/k8s/", "infra/image/", "infra/systemd/", "infra/compose.yaml", "infra/dashboards/kustomization.yaml")
+    of_checkout = (
+        "infra/k8s/",
+        "infra/image/",
+        "infra/systemd/",
+        "infra/compose.yaml",
+        "infra/dashboards/kustomization.yaml",
+    )
     left = {p.relative_to(ROOT).as_posix() for p in beside - packaged}
-    assert {name for name in left if not name.startswith(of_checkout)} == {"infra/setup.sh", "infra/promtool.sh"}
+    assert {name for name in left if not name.startswith(of_checkout)} == {
+        "infra/setup.sh",
+        "infra/promtool.sh",
+    }

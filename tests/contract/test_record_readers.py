@@ -11,16 +11,16 @@ from typing import Any, Protocol
 import pytest
 from confluent_kafka import TopicPartition
 
-from roo.errors import UnavailableError
-from roo.wire import Record
-from runtime.kafka import clients
-from runtime.kafka.broker import Broker
-from runtime.kafka.reader import KafkaReader
-from runtime.kafka.reading import Reading
-from runtime.kafka.record_reader import MemoryReader, RecordReader, RecordsGoneError
-from runtime.kafka.retention import Committed, committed_by
-from runtime.kafka.topic_admin import TopicAdmin
-from runtime.kafka.topics import Partition, TopicSettings, name_of
+from roostream.errors import UnavailableError
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.broker import Broker
+from roostream.runtime.kafka.reader import KafkaReader
+from roostream.runtime.kafka.reading import Reading
+from roostream.runtime.kafka.record_reader import MemoryReader, RecordReader, RecordsGoneError
+from roostream.runtime.kafka.retention import Committed, committed_by
+from roostream.runtime.kafka.topic_admin import TopicAdmin
+from roostream.runtime.kafka.topics import Partition, TopicSettings, name_of
+from roostream.wire.records import Record
 
 ROOT = Path(__file__).resolve().parents[2]
 SHOWN, P0, P1 = ("impressions", 0), ("engagements", 0), ("engagements", 1)
@@ -73,11 +73,15 @@ class KafkaLog:
     def __init__(self, broker: Broker) -> None:
         self.broker, self.prefix = broker, f"readers{next(self._numbers)}."
         self.client, self.admin = clients.producer(broker), clients.admin(broker)
-        TopicAdmin(self.admin, self.prefix, 4, TopicSettings(replay=True), ["impressions", "engagements"]).create()
+        TopicAdmin(
+            self.admin, self.prefix, 4, TopicSettings(replay=True), ["impressions", "engagements"]
+        ).create()
         self.readers: list[KafkaReader] = []
 
     def reader(self, *, skips_lost: bool = True) -> KafkaReader:
-        reading = Reading(partitions=ALL, prefix=self.prefix, merged=True, skips_lost=skips_lost, follows_ends=True)
+        reading = Reading(
+            partitions=ALL, prefix=self.prefix, merged=True, skips_lost=skips_lost, follows_ends=True
+        )
         self.readers.append(KafkaReader.open(self.broker, "readers", reading))
         wait_until(lambda: self._can_be_asked(self.readers[-1]))
         return self.readers[-1]
@@ -85,7 +89,9 @@ class KafkaLog:
     def write(self, partition: Partition, *times_ms: int) -> None:
         topic = name_of(self.prefix, partition[0])
         for time_ms in times_ms:
-            clients.send(self.client, topic, key=b"key", value=b"value", timestamp_ms=time_ms, partition=partition[1])
+            clients.send(
+                self.client, topic, key=b"key", value=b"value", timestamp_ms=time_ms, partition=partition[1]
+            )
         assert self.client.flush(20) == 0
 
     def trim(self, partition: Partition, first: int) -> None:
@@ -110,7 +116,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from infra.options import StackOptions
     from infra.stack import Stack
 
-    options = StackOptions(schema=ROOT / "traffic" / "schemas" / "demo.toml")
+    options = StackOptions(schema=ROOT / "roostream" / "replay" / "schemas" / "demo.toml")
     with Stack(tmp_path_factory.mktemp("readers"), options) as running:
         running.start(["kafka"])
         running.wait_ready("kafka", timeout_s=180)
@@ -262,7 +268,9 @@ def test_nothing_from_a_bound_on_is_given_until_it_is_moved(records: Log) -> Non
     records.write(SHOWN, 1_005, 1_050)
     reader.seek({})
     reader.bound({P0: 1, P1: 2})
-    assert places(read(reader, 3)) == [(P0, 0), (P1, 0), (P1, 1)], "of number 0 nothing comes before its bound is moved"
+    assert places(read(reader, 3)) == [(P0, 0), (P1, 0), (P1, 1)], (
+        "of number 0 nothing comes before its bound is moved"
+    )
     assert reader.poll(10, 0.2) == [] and (reader.left(P0), reader.left(P1)) == (False, False)
     reader.bound({P0: 3, P1: 3})
     assert places(read(reader, 1)) == [(SHOWN, 0)] and reader.left(P0) is True and reader.left(P1) is None
@@ -284,10 +292,14 @@ def test_records_of_an_open_transaction_are_not_given_and_are_no_lag(stack: Any)
     broker = Broker(stack.endpoints.kafka)
     log = KafkaLog(broker)
     reader = log.reader()
-    writer = clients.producer(broker, transactional_id="readers", delivery_timeout_ms=20_000, transaction_timeout_ms=60_000)
+    writer = clients.producer(
+        broker, transactional_id="readers", delivery_timeout_ms=20_000, transaction_timeout_ms=60_000
+    )
     writer.init_transactions(20)
     writer.begin_transaction()
-    clients.send(writer, name_of(log.prefix, P0[0]), key=None, value=b"v", timestamp_ms=1_000, partition=P0[1])
+    clients.send(
+        writer, name_of(log.prefix, P0[0]), key=None, value=b"v", timestamp_ms=1_000, partition=P0[1]
+    )
     assert writer.flush(20) == 0
     reader.seek({})
     wait_until(lambda: reader.poll(10, 0.05) == [] and reader.at_end())

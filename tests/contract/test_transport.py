@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roo import errors
-from roo.errors import RoostreamError, TransportError, UnavailableError, WireError
-from runtime.rpc_client import SocketTransport
-from runtime.rpc_server import RpcServer
-from runtime.transport import Header, InMemoryTransport, Transport
+from roostream import errors
+from roostream.errors import RoostreamError, TransportError, UnavailableError, WireError
+from roostream.runtime.rpc_client import SocketTransport
+from roostream.runtime.rpc_server import RpcServer
+from roostream.runtime.transport import Header, InMemoryTransport, Transport
 
 
 class Peer:
@@ -23,7 +23,9 @@ class Peer:
         self.seen: list[str] = []
         self.both = threading.Barrier(2, timeout=10)
 
-    def __call__(self, method: str, header: Header, arrays: Sequence[np.ndarray]) -> tuple[Header, Sequence[np.ndarray]]:
+    def __call__(
+        self, method: str, header: Header, arrays: Sequence[np.ndarray]
+    ) -> tuple[Header, Sequence[np.ndarray]]:
         self.seen.append(method)
         match method:
             case "raise":
@@ -60,7 +62,11 @@ def test_arrays_come_back_as_they_went(transport: Transport, dtype: str, shape: 
     array = (np.random.default_rng(0).random(shape) * 100).astype(dtype)
     header, (back, again) = transport.call("echo", {"a": 1, "b": ["x", None, {"c": 2.5}]}, [array, array])
     assert header == {"a": 1, "b": ["x", None, {"c": 2.5}]}
-    assert back.dtype == array.dtype and back.shape == shape and back.tobytes() == again.tobytes() == array.tobytes()
+    assert (
+        back.dtype == array.dtype
+        and back.shape == shape
+        and back.tobytes() == again.tobytes() == array.tobytes()
+    )
 
 
 def test_a_call_without_arrays_is_answered_without(transport: Transport) -> None:
@@ -80,7 +86,11 @@ def test_what_the_peer_does_to_an_answer_later_is_not_seen(transport: Transport)
     assert back.tolist() == [1, 1, 1, 1]
 
 
-ERRORS = [name for name in dir(errors) if isinstance(c := getattr(errors, name), type) and issubclass(c, RoostreamError)]
+ERRORS = [
+    name
+    for name in dir(errors)
+    if isinstance(c := getattr(errors, name), type) and issubclass(c, RoostreamError)
+]
 
 
 @pytest.mark.parametrize("name", ERRORS)
@@ -96,7 +106,9 @@ def test_every_error_of_ours_arrives_as_itself_with_its_sentence(transport: Tran
 def test_a_defect_of_the_peer_is_an_answer_and_the_next_call_works(transport: Transport) -> None:
     with pytest.raises(UnavailableError, match="defect: the peer failed: ZeroDivisionError") as caught:
         transport.call("defect", {})
-    assert not isinstance(caught.value, TransportError), "it did answer: what it did must not be asked for again"
+    assert not isinstance(caught.value, TransportError), (
+        "it did answer: what it did must not be asked for again"
+    )
     assert transport.call("echo", {"x": 1})[0] == {"x": 1}
 
 
@@ -135,7 +147,9 @@ def test_a_closed_transport_fails_as_a_call_does(transport: Transport) -> None:
 
 
 @pytest.mark.parametrize(("when", "acted"), [("before", []), ("after", ["echo"])])
-def test_injected_faults_of_memory_come_before_or_after_the_peer_acts(peer: Peer, when: str, acted: list[str]) -> None:
+def test_injected_faults_of_memory_come_before_or_after_the_peer_acts(
+    peer: Peer, when: str, acted: list[str]
+) -> None:
     transport = InMemoryTransport(peer)
     transport.fail_next("echo", when)
     with pytest.raises(TransportError, match=f"injected fault {when} the call"):

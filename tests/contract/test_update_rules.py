@@ -11,7 +11,7 @@ import pytest
 
 from param_server import kernels
 from param_server.rules import KERNELS, MAX_GRADIENT, accumulators
-from roo.rules import RULES, Adagrad, Adam, RowwiseAdagrad, Rule
+from roostream.schema.update_rules import RULES, Adagrad, Adam, RowwiseAdagrad, Rule
 
 State: TypeAlias = tuple[np.ndarray, np.ndarray]
 """(rows [N, D], the rule's state [N, A])."""
@@ -36,7 +36,11 @@ def adam(w: np.ndarray, state: np.ndarray, g: np.ndarray, rule: Any) -> State:
     return w - rule.learning_rate * unbiased_m / (np.sqrt(unbiased_v) + rule.epsilon), np.hstack([m, v, t])
 
 
-REFERENCE: dict[str, Callable[..., State]] = {"adagrad": adagrad, "rowwise_adagrad": rowwise_adagrad, "adam": adam}
+REFERENCE: dict[str, Callable[..., State]] = {
+    "adagrad": adagrad,
+    "rowwise_adagrad": rowwise_adagrad,
+    "adam": adam,
+}
 OTHER: dict[str, Rule] = {
     "adagrad": Adagrad(learning_rate=0.5, initial_accumulator=0.1, epsilon=1e-3),
     "rowwise_adagrad": RowwiseAdagrad(learning_rate=0.5, initial_accumulator=0.1, epsilon=1e-3),
@@ -48,7 +52,9 @@ OTHER: dict[str, Rule] = {
 def test_every_rule_has_a_kernel_a_reference_and_other_parameters() -> None:
     assert set(KERNELS) == set(REFERENCE) == set(OTHER) == set(RULES)
     for name, rule in OTHER.items():
-        assert all(mine != default for mine, default in zip(rule.parameters, RULES[name]().parameters, strict=True))
+        assert all(
+            mine != default for mine, default in zip(rule.parameters, RULES[name]().parameters, strict=True)
+        )
 
 
 def start(rule: Rule, dim: int) -> State:
@@ -57,7 +63,11 @@ def start(rule: Rule, dim: int) -> State:
 
 
 def apply(
-    state: State, rules: list[Rule], place_U: np.ndarray, gradient_UD: np.ndarray, which_U: np.ndarray | None = None
+    state: State,
+    rules: list[Rule],
+    place_U: np.ndarray,
+    gradient_UD: np.ndarray,
+    which_U: np.ndarray | None = None,
 ) -> None:
     """As a stack does whose tables have these rules; all rows are of the first one unless said otherwise."""
     which_U = np.zeros(len(place_U), np.int64) if which_U is None else which_U
@@ -65,7 +75,9 @@ def apply(
     KERNELS[rules[0].name](*state, place_U, gradient_UD, which_U, parameters_KP)
 
 
-RULE = pytest.mark.parametrize("rule", [*(rule() for rule in RULES.values()), *OTHER.values()], ids=lambda r: str(r.parameters))
+RULE = pytest.mark.parametrize(
+    "rule", [*(rule() for rule in RULES.values()), *OTHER.values()], ids=lambda r: str(r.parameters)
+)
 
 
 @RULE
@@ -78,7 +90,9 @@ def test_follows_its_formula_over_many_steps(rule: Rule, dim: int) -> None:
         place_U = rng.choice(20, 8, replace=False)
         gradient_UD = rng.normal(size=(8, dim)).astype(np.float32)
         apply((rows_ND, state_NA), [rule], place_U, gradient_UD)
-        w[place_U], state[place_U] = REFERENCE[rule.name](w[place_U], state[place_U], gradient_UD.astype(np.float64), rule)
+        w[place_U], state[place_U] = REFERENCE[rule.name](
+            w[place_U], state[place_U], gradient_UD.astype(np.float64), rule
+        )
     np.testing.assert_allclose(rows_ND, w, rtol=5e-5, atol=5e-6)
     np.testing.assert_allclose(state_NA, state, rtol=2e-5, atol=1e-6)
 
@@ -91,7 +105,12 @@ def test_a_row_moves_under_adam_as_torch_moves_it_alone() -> None:
     rng = np.random.default_rng(4)
     for step in range(300):
         gradient_UD = rng.normal(size=(2, 5)).astype(np.float32)
-        apply((rows_ND, state_NA), [Adam()], np.array([3, 7]) if step % 3 == 0 else np.array([9, 7]), gradient_UD)
+        apply(
+            (rows_ND, state_NA),
+            [Adam()],
+            np.array([3, 7]) if step % 3 == 0 else np.array([9, 7]),
+            gradient_UD,
+        )
         if step % 3 == 0:
             weight.grad = torch.tensor(gradient_UD[0])
             optimizer.step()
@@ -189,8 +208,13 @@ def test_no_state_becomes_infinite_by_gradients_within_the_bound(rule: Rule, sta
 
 
 def test_a_gradient_within_the_bound_is_copied_to_the_bit_and_a_larger_one_keeps_its_direction() -> None:
-    gradient_UD = np.array([[1.5, -0.0, MAX_GRADIENT], [2 * MAX_GRADIENT, MAX_GRADIENT, 0], [3e38, -3e38, 1]], np.float32)
+    gradient_UD = np.array(
+        [[1.5, -0.0, MAX_GRADIENT], [2 * MAX_GRADIENT, MAX_GRADIENT, 0], [3e38, -3e38, 1]], np.float32
+    )
     out_UD = np.empty_like(gradient_UD)
     assert kernels.limit(gradient_UD, MAX_GRADIENT, out_UD) == 2
     assert out_UD[0].tobytes() == gradient_UD[0].tobytes()
-    assert out_UD[1].tolist() == [MAX_GRADIENT, MAX_GRADIENT / 2, 0] and out_UD[2, :2].tolist() == [MAX_GRADIENT, -MAX_GRADIENT]
+    assert out_UD[1].tolist() == [MAX_GRADIENT, MAX_GRADIENT / 2, 0] and out_UD[2, :2].tolist() == [
+        MAX_GRADIENT,
+        -MAX_GRADIENT,
+    ]

@@ -18,13 +18,20 @@ pytestmark = pytest.mark.timeout(400)  # an environment is made and filled: minu
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 TOPS = {package.partition(".")[0] for package in PROJECT["tool"]["setuptools"]["packages"]}
-OUTSIDE = ("infra/k8s/", "infra/image/", "infra/systemd/", "infra/compose.yaml", "infra/promtool.sh", "infra/setup.sh")
+OUTSIDE = (
+    "infra/k8s/",
+    "infra/image/",
+    "infra/systemd/",
+    "infra/compose.yaml",
+    "infra/promtool.sh",
+    "infra/setup.sh",
+)
 """Of a deployment, not of a program: taken from a checkout or a release's archive."""
 ENTRY = "from importlib.metadata import distribution as d; d('roostream').entry_points['roostream'].load()()"
 PARTS = """
 import json
 from infra import jars, options, prepare
-from roo.schema_file import load_schema
+from roostream.schema.schema_file import load_schema
 print(json.dumps({
     "root": str(options.ROOT),
     "build": str(jars.BUILD),
@@ -33,8 +40,9 @@ print(json.dumps({
     "schemas": sorted(load_schema(p).name for p in options.DEMO_SCHEMA.parent.glob("*.toml")),
 }))
 """
-SCHEMA = '[tables.item]\ndim = 4\n[[nro]]\nname = "price"\n[[nro]]\nonline = "item_id"\nkind = "ids"\ntable = "item"\n' + (
-    '[[label]]\nname = "click"\naction = "click"\n'
+SCHEMA = (
+    '[tables.item]\ndim = 4\n[[nro]]\nname = "price"\n[[nro]]\nonline = "item_id"\nkind = "ids"\ntable = "item"\n'
+    + ('[[label]]\nname = "click"\naction = "click"\n')
 )
 
 
@@ -53,7 +61,16 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([sys.executable, "-c", build, str(folder)], cwd=source, check=True, capture_output=True)
     venv.create(folder / "env", with_pip=True, symlinks=True)
     python, wheel = folder / "env" / "bin" / "python", next(folder.glob("*.whl"))
-    install = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--disable-pip-version-check", str(wheel))
+    install = (
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--disable-pip-version-check",
+        str(wheel),
+    )
     subprocess.run([python, *install], check=True, capture_output=True, env={"PATH": os.environ["PATH"]})
     packages = next((folder / "env").glob("lib/python*/site-packages"))
     (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
@@ -62,8 +79,13 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ran(python: Path, place: Path, *arguments: str) -> str:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "COVERAGE", "VIRTUAL_ENV"))}
-    environ = {**kept, "NUMBA_DISABLE_JIT": "1"}  # the same code, without a minute of compiling it for one use
-    done = subprocess.run([python, *arguments], cwd=place, env=environ, capture_output=True, text=True, timeout=110)
+    environ = {
+        **kept,
+        "NUMBA_DISABLE_JIT": "1",
+    }  # the same code, without a minute of compiling it for one use
+    done = subprocess.run(
+        [python, *arguments], cwd=place, env=environ, capture_output=True, text=True, timeout=110
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -77,7 +99,9 @@ def test_pip_brings_the_command(python: Path, tmp_path: Path) -> None:
 
 def test_every_file_beside_the_code_is_in_the_wheel_or_not_read_by_programs(python: Path) -> None:
     """A new web page, schema or table that `package-data` forgets would be missed by users alone."""
-    tracked = subprocess.run(("git", "ls-files", *sorted(TOPS)), cwd=ROOT, capture_output=True, text=True, check=True)
+    tracked = subprocess.run(
+        ("git", "ls-files", *sorted(TOPS)), cwd=ROOT, capture_output=True, text=True, check=True
+    )
     beside = {
         name
         for name in tracked.stdout.splitlines()
@@ -113,10 +137,35 @@ def test_a_log_is_replayed_in_one_process(python: Path, tmp_path: Path) -> None:
     for i in range(6):
         request, time_ms = f"r{i}", 1_700_000_000_000 + 60_000 * i
         candidates = [{"item_id": 10 * i + k, "price": 1.0 + k} for k in range(3)]
-        lines.append({"type": "impression", "request_id": request, "user_id": i + 1, "time": time_ms, "candidates": candidates})
-        click = {"type": "engagement", "request_id": request, "user_id": i + 1, "item_id": 10 * i, "action": "click"}
+        lines.append(
+            {
+                "type": "impression",
+                "request_id": request,
+                "user_id": i + 1,
+                "time": time_ms,
+                "candidates": candidates,
+            }
+        )
+        click = {
+            "type": "engagement",
+            "request_id": request,
+            "user_id": i + 1,
+            "item_id": 10 * i,
+            "action": "click",
+        }
         lines.append({**click, "time": time_ms + 1000})
     (tmp_path / "shop.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    replay = ("replay", "jsonl", "--log", "shop.jsonl", "--schema", "shop.toml", "--engine", "local", "--report", "out.json")
+    replay = (
+        "replay",
+        "jsonl",
+        "--log",
+        "shop.jsonl",
+        "--schema",
+        "shop.toml",
+        "--engine",
+        "local",
+        "--report",
+        "out.json",
+    )
     ran(python, tmp_path, "-c", ENTRY, *replay)
     assert json.loads((tmp_path / "out.json").read_text())["counts"]["samples"] == 6

@@ -8,16 +8,16 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
-from command.audit.auditor import Auditor
+from infra.auditor.auditor import Auditor
 from infra.options import StackOptions, demo
 from infra.stack import Stack
-from roo.errors import UnavailableError
-from runtime import manifest as manifests
-from runtime.checkpoint_store import FileStore
-from runtime.kafka import clients
-from runtime.kafka.broker import Broker
-from runtime.kafka.topics import ENGAGEMENTS, IMPRESSIONS, SAMPLES, name_of, nested
-from runtime.manifest import Manifest
+from roostream.errors import UnavailableError
+from roostream.runtime import manifest as manifests
+from roostream.runtime.checkpoint_store import FileStore
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.broker import Broker
+from roostream.runtime.kafka.topics import ENGAGEMENTS, IMPRESSIONS, SAMPLES, name_of, nested
+from roostream.runtime.manifest import Manifest
 
 
 def quick_options() -> StackOptions:
@@ -106,7 +106,9 @@ def check_nothing_lost_or_twice(stack: Stack, *, within_s: float = 120) -> None:
         wait_until("every request sampled and committed", lambda: drained(stack, audit), within_s)
         sums = audit.sums(ended=True)
         assert sums.accounted, sums
-        assert sums.engagements == sums.folded + sums.corrected + sums.only_repeated + sums.dead_engagements, sums
+        assert (
+            sums.engagements == sums.folded + sums.corrected + sums.only_repeated + sums.dead_engagements
+        ), sums
         assert sums.requests == sums.samples + sums.dead_requests, sums
         assert applied(stack) == sums.samples, (applied(stack), sums)
         manifest = newest(stack)
@@ -123,7 +125,12 @@ def produce_garbage(stack: Stack) -> int:
         for partition in range(stack.options.partitions):
             for value in (b"", b"no record", b"\x01\x01\xff\xff\xff"):
                 clients.send(
-                    client, name_of(stack.prefix, topic), key=b"\0" * 8, value=value, timestamp_ms=now_ms, partition=partition
+                    client,
+                    name_of(stack.prefix, topic),
+                    key=b"\0" * 8,
+                    value=value,
+                    timestamp_ms=now_ms,
+                    partition=partition,
                 )
                 count += 1
     assert client.flush(20) == 0

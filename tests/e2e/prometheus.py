@@ -26,7 +26,12 @@ class Prometheus:
 
     def __init__(self, folder: Path, targets: Mapping[str, str]) -> None:
         found = next(
-            (p for p in (ROOT / ".tools/bin/prometheus", Path(shutil.which("prometheus") or "/none")) if p.is_file()), None
+            (
+                p
+                for p in (ROOT / ".tools/bin/prometheus", Path(shutil.which("prometheus") or "/none"))
+                if p.is_file()
+            ),
+            None,
         )
         if found is None:
             pytest.skip("prometheus is not here: `make promtool` gets it")
@@ -58,14 +63,18 @@ class Prometheus:
         wait_until("Prometheus is ready", lambda: responds(f"{self.url}/-/ready"), 60)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._process.terminate()
         self._process.wait(30)
         self._ports.release()
 
     def get(self, path: str, **parameters: str) -> Any:
         """`data` of an answer of its HTTP interface."""
-        with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}", timeout=20) as answer:
+        with urllib.request.urlopen(
+            f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}", timeout=20
+        ) as answer:
             return json.load(answer)["data"]
 
     def query(self, expression: str) -> list[dict[str, Any]]:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from command.data.log_archive import archive_log
-from command.replay.archived import DATASET, ArchivedOptions
-from command.replay.run import run
-from traffic import ebnerd
-from traffic.config import ReplayConfig
-from traffic.intake.which_log import files_of, replay_of
+from roostream.cli.data.log_archive import archive_log
+from roostream.cli.replay.archived import DATASET, ArchivedOptions
+from roostream.cli.replay.run import run
+from roostream.replay import ebnerd
+from roostream.replay.config import ReplayConfig
+from roostream.replay.intake.which_log import files_of, replay_of
 
 WEEK = Path(__file__).resolve().parents[3] / "shared" / "data" / "ebnerd_week1"
 DAY_6 = "2023-05-23"
@@ -21,14 +21,25 @@ DAY_6 = "2023-05-23"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not WEEK.is_dir(), reason=f"evaluation data is not there: {WEEK.name} beside the project"),
+    pytest.mark.skipif(
+        not WEEK.is_dir(), reason=f"evaluation data is not there: {WEEK.name} beside the project"
+    ),
 ]
 
 
 def report_of(folder: Path, **settings: Any) -> dict[str, Any]:
     report = folder / "report.json"
-    options = ebnerd.Options(behaviors=(str(WEEK / "behaviors.parquet"),), history=(str(WEEK / "history.parquet"),))
-    assert run(ReplayConfig(dataset="ebnerd", measure_from=DAY_6, report=str(report), options=options, **settings)) == 0
+    options = ebnerd.Options(
+        behaviors=(str(WEEK / "behaviors.parquet"),), history=(str(WEEK / "history.parquet"),)
+    )
+    assert (
+        run(
+            ReplayConfig(
+                dataset="ebnerd", measure_from=DAY_6, report=str(report), options=options, **settings
+            )
+        )
+        == 0
+    )
     return json.loads(report.read_text())
 
 
@@ -57,7 +68,11 @@ def test_a_model_of_the_stack_s_own_archive_goes_on_live_as_well_as_one_that_was
     ours = report_of(tmp_path, engine="stack", archived_until=DAY_6)
     past = ours["archived"]
     assert past["trained"] == past["samples"] > 16_000 and past["days"] >= 5 and past["sealed"] >= 16
-    assert ours["accounted"] and ours["counts"] == live["counts"] and ours["features_digest"] == live["features_digest"]
+    assert (
+        ours["accounted"]
+        and ours["counts"] == live["counts"]
+        and ours["features_digest"] == live["features_digest"]
+    )
     measured, theirs = ours["metrics"]["measured"], live["metrics"]["measured"]
     assert measured["ne"] <= theirs["ne"] + 0.01 and measured["request_auc"] >= theirs["request_auc"] - 0.01
 
@@ -77,6 +92,9 @@ def test_a_model_of_files_goes_on_live_as_well_as_one_that_was_live(tmp_path: Pa
 
 
 def test_live_training_is_worth_more_than_a_frozen_model(live: dict[str, Any], tmp_path: Path) -> None:
-    measured, frozen = live["metrics"]["measured"], report_of(tmp_path, engine="local", freeze_at=DAY_6)["metrics"]["measured"]
+    measured, frozen = (
+        live["metrics"]["measured"],
+        report_of(tmp_path, engine="local", freeze_at=DAY_6)["metrics"]["measured"],
+    )
     assert measured["request_auc"] >= 0.75 and measured["ne"] <= 0.85
     assert frozen["request_auc"] < measured["request_auc"] and frozen["ne"] > measured["ne"]

@@ -9,12 +9,12 @@ import pytest
 
 from infra.options import StackOptions
 from infra.stack import Stack
-from roo.errors import UnavailableError
-from roo.schema_file import load_schema
-from runtime.kafka import clients
-from runtime.kafka.broker import Broker
-from runtime.kafka.topics import SAMPLES, name_of
-from runtime.rpc_client import SocketTransport
+from roostream.errors import UnavailableError
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.broker import Broker
+from roostream.runtime.kafka.topics import SAMPLES, name_of
+from roostream.runtime.rpc_client import SocketTransport
+from roostream.schema.schema_file import load_schema
 from tests.e2e.loop_stack import applied, newest, wait_until
 from tests.trainer import samples
 
@@ -57,7 +57,9 @@ def produce(stack: Stack, numbers: range, *, transaction: str = "") -> None:
     for number in numbers:
         time_ms, key = samples.T0 + number * 1000 + 500, number.to_bytes(8, "little")
         topic = name_of(stack.prefix, SAMPLES)
-        clients.send(client, topic, key=key, value=samples.sample(number), timestamp_ms=time_ms, partition=number % 4)
+        clients.send(
+            client, topic, key=key, value=samples.sample(number), timestamp_ms=time_ms, partition=number % 4
+        )
     assert client.flush(30) == 0
     if transaction:
         client.commit_transaction(20)
@@ -80,7 +82,12 @@ def test_g2_g3_history_by_two_workers_then_the_stream_by_one(tmp_path: Path) -> 
     assert load_schema(schema).fingerprint == samples.schema().fingerprint
     overrides = {
         "controller": {"initial_workers": 2, "unit_records": 100, "commit_interval_ms": 2_000},
-        "worker": {"initial_batch_requests": 32, "batch_requests": 8, "first_batch_requests": 8, "batch_growth_requests": 4},
+        "worker": {
+            "initial_batch_requests": 32,
+            "batch_requests": 8,
+            "first_batch_requests": 8,
+            "batch_growth_requests": 4,
+        },
     }
     with Stack(tmp_path / "home", StackOptions(schema=schema, replay=True, overrides=overrides)) as stack:
         stack.start(["kafka"])
@@ -88,10 +95,16 @@ def test_g2_g3_history_by_two_workers_then_the_stream_by_one(tmp_path: Path) -> 
         produce(stack, HISTORY, transaction="history")
         stack.start(["shards", "controller", "worker"])
         wait_until("a commit of history", lambda: 0 < applied(stack) < len(HISTORY), 180)
-        assert (told(stack)["workers"], told(stack)["initial"]["records"]) == (2, len(HISTORY) + 4), "with the markers"
+        assert (told(stack)["workers"], told(stack)["initial"]["records"]) == (2, len(HISTORY) + 4), (
+            "with the markers"
+        )
         stack.kill("controller")
         produce(stack, MORE)
-        wait_until("the stream", lambda: (s := told(stack)) and s["seq"] and not s["initial"] and s["wanted_workers"] == 1, 180)
+        wait_until(
+            "the stream",
+            lambda: (s := told(stack)) and s["seq"] and not s["initial"] and s["wanted_workers"] == 1,
+            180,
+        )
         wait_until("everything once", lambda: applied(stack) == len(HISTORY) + len(MORE), 120)
         last = newest(stack)
         assert last is not None and len(last.workers) == 1

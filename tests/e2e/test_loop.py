@@ -45,7 +45,9 @@ def test_a_request_is_answered_before_anything_is_trained(stack: Stack) -> None:
 def test_samples_are_trained_and_change_a_served_score(stack: Stack) -> None:
     before = rank(stack, ITEMS)
     wait_until("a commit with trained samples", lambda: applied(stack) > 50, 120)
-    wait_until("another served version", lambda: rank(stack, ITEMS)["model_version"] != before["model_version"], 30)
+    wait_until(
+        "another served version", lambda: rank(stack, ITEMS)["model_version"] != before["model_version"], 30
+    )
     assert rank(stack, ITEMS)["scores"] != before["scores"]
 
 

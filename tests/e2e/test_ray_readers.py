@@ -15,7 +15,7 @@ import pytest
 
 from infra.child import Program, StopRank
 from infra.pools.on_ray import RayPool
-from tests.command.train.test_offline import last, place, same_bits, trained
+from tests.cli.train.test_offline import last, place, same_bits, trained
 
 ray = pytest.importorskip("ray", reason="package extra ray isn't there")
 __all__ = ["place"]  # a fixture
@@ -34,7 +34,9 @@ def cluster() -> Iterator[None]:
 
 def copy(env: dict[str, str], number: int, folder: Path) -> Program:
     command = (sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)")
-    return Program(name=f"copy-{number}", command=command, log=folder / "log", env=env, stop_rank=StopRank.FEATURES)
+    return Program(
+        name=f"copy-{number}", command=command, log=folder / "log", env=env, stop_rank=StopRank.FEATURES
+    )
 
 
 def until(done: Callable[[], bool]) -> None:

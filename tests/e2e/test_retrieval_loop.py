@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from infra.stack import Stack
-from roo import wire
-from runtime.kafka.broker import Broker
-from runtime.kafka.reader import KafkaReader
-from runtime.kafka.reading import Reading
-from runtime.kafka.topics import SAMPLES, all_partitions
+from roostream.runtime.kafka.broker import Broker
+from roostream.runtime.kafka.reader import KafkaReader
+from roostream.runtime.kafka.reading import Reading
+from roostream.runtime.kafka.topics import SAMPLES, all_partitions
+from roostream.wire import records as wire
 from tests.e2e.loop_stack import applied, check_nothing_lost_or_twice, quick_options, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -51,7 +51,9 @@ def ask(stack: Stack, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 def sample_of(stack: Stack, request_id: str) -> Any:
     """The one sample of a request, None while there is none. More than one fails the test."""
-    reading = Reading(partitions=all_partitions((SAMPLES,), stack.options.partitions), prefix=stack.prefix, skips_lost=True)
+    reading = Reading(
+        partitions=all_partitions((SAMPLES,), stack.options.partitions), prefix=stack.prefix, skips_lost=True
+    )
     reader = KafkaReader.open(Broker(stack.endpoints.kafka), "test", reading)
     reader.seek(dict.fromkeys(reading.partitions, 0))
     try:
@@ -82,7 +84,11 @@ def test_what_is_found_has_what_was_asked_for_by_a_version_that_was_trained(stac
 
 def test_what_is_recommended_and_clicked_is_joined_and_trained_as_one_request(stack: Stack) -> None:
     user = 900_017
-    shown = ask(stack, "/v1/recommend", {"request_id": "found-1", "user_id": user, "session_id": 3, "k": SHOWN, "retrieved": 50})
+    shown = ask(
+        stack,
+        "/v1/recommend",
+        {"request_id": "found-1", "user_id": user, "session_id": 3, "k": SHOWN, "retrieved": 50},
+    )
     ids = [item["item_id"] for item in shown["items"]]
     assert len(ids) == SHOWN and shown["retrieval_version"] != "0-0"
     click = {"request_id": "found-1", "user_id": user, "session_id": 3, "item_id": ids[1], "action": "click"}

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from command.tracing.followed_request import STEPS
 from infra.stack import Stack
+from roostream.cli.tracing.followed_request import STEPS
 from tests.contract.house import ROOT
 from tests.e2e.loop_stack import applied, quick_options, wait_until
 
@@ -25,14 +25,19 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 UNSAMPLED = "5b8efff798038103d269b633813fc60c"
-SPANS = {"logged": "serving logged", "joined": "joiner joined", "trained": "worker trained", "published": "shard published"}
+SPANS = {
+    "logged": "serving logged",
+    "joined": "joiner joined",
+    "trained": "worker trained",
+    "published": "shard published",
+}
 TOPICS = {"logged": "impressions", "joined": "samples", "trained": "predictions", "published": "rows"}
 
 
 @pytest.fixture(scope="module")
 def collector() -> Iterator[Any]:
     pytest.importorskip("opentelemetry.proto", reason="OpenTelemetry's SDK is not installed; make setup")
-    from tests.command.tracing.otlp_collector import Collector
+    from tests.cli.tracing.otlp_collector import Collector
 
     with Collector() as running:
         yield running
@@ -44,7 +49,10 @@ def as_the_page_says(program: str, collector: Any) -> tuple[tuple[str, ...], dic
     lines = re.findall(rf"^export OTEL_.*$|^OTEL_SERVICE_NAME=roostream-{program} .*$", page, re.MULTILINE)
     told = [word for line in lines for word in line.partition("#")[0].split()]
     variables = dict(word.split("=", 1) for word in told if word.startswith("OTEL_"))
-    assert "opentelemetry-instrument -- roostream" in lines[-1] and variables["OTEL_SERVICE_NAME"] == f"roostream-{program}"
+    assert (
+        "opentelemetry-instrument -- roostream" in lines[-1]
+        and variables["OTEL_SERVICE_NAME"] == f"roostream-{program}"
+    )
     sampled = {"OTEL_TRACES_SAMPLER": "parentbased_always_off"}  # so that nobody but the caller decides
     begin = (str(Path(sys.executable).with_name("opentelemetry-instrument")), "--")
     return begin, {**variables, **sampled, "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
@@ -58,7 +66,9 @@ def stack(collector: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     with Stack(tmp_path_factory.mktemp("traced") / "home", traced) as running:
         serving = running._programs["serving"]
         begin, variables = as_the_page_says("serving", collector)
-        with_traces = dataclasses.replace(serving, command=(*begin, *serving.command), env={**serving.env, **variables})
+        with_traces = dataclasses.replace(
+            serving, command=(*begin, *serving.command), env={**serving.env, **variables}
+        )
         running._programs["serving"] = with_traces
         running.start(["all", "simulate"])
         running.wait_ready("serving", timeout_s=240)
@@ -67,7 +77,12 @@ def stack(collector: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def rank(stack: Stack, request_id: str, traceparent: str) -> None:
-    body = {"request_id": request_id, "user_id": 7, "session_id": 1, "candidates": [{"item_id": i} for i in (1, 2, 3)]}
+    body = {
+        "request_id": request_id,
+        "user_id": 7,
+        "session_id": 1,
+        "candidates": [{"item_id": i} for i in (1, 2, 3)],
+    }
     headers = {"content-type": "application/json", "traceparent": traceparent}
     call = urllib.request.Request(f"{stack.endpoints.serving}/v1/rank", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(call, timeout=60) as answer:
@@ -78,7 +93,7 @@ def followed(stack: Stack, collector: Any, folder: Path, request_id: str, tracep
     """What `roostream trace --json` says of a request that is asked once it follows."""
     begin, variables = as_the_page_says("trace", collector)
     place = ("--home", str(stack.home.root), "--wait", "120", "--json")
-    command = (*begin, sys.executable, "-m", "command.main", "trace", request_id, *place)
+    command = (*begin, sys.executable, "-m", "roostream.cli.main", "trace", request_id, *place)
     said, told = folder / "said", folder / "told"
     with said.open("wb") as errors, told.open("wb") as out:
         environ = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
@@ -94,24 +109,39 @@ def followed(stack: Stack, collector: Any, folder: Path, request_id: str, tracep
     return json.loads(told.read_text())
 
 
-def test_a_collector_gets_one_trace_from_the_caller_to_the_row_delta(stack: Stack, collector: Any, tmp_path: Path) -> None:
+def test_a_collector_gets_one_trace_from_the_caller_to_the_row_delta(
+    stack: Stack, collector: Any, tmp_path: Path
+) -> None:
     """Serving → Kafka → joiner → worker → row delta: five spans, each below the one before, the first below the caller's."""
     told = followed(stack, collector, tmp_path, "followed-1", f"00-{TRACE}-{CALLER}-01")
-    wait_until("all its spans are sent", lambda: sum(s.trace == TRACE for s in collector.told) >= 1 + len(STEPS), 60)
+    wait_until(
+        "all its spans are sent", lambda: sum(s.trace == TRACE for s in collector.told) >= 1 + len(STEPS), 60
+    )
     asked, *steps = collector.of(TRACE)
-    assert (asked.service, asked.name, asked.kind, asked.parent) == ("roostream-serving", "POST /v1/rank", "server", CALLER)
-    assert [(span.service, span.name) for span in steps] == [("roostream-trace", SPANS[name]) for name in STEPS]
+    assert (asked.service, asked.name, asked.kind, asked.parent) == (
+        "roostream-serving",
+        "POST /v1/rank",
+        "server",
+        CALLER,
+    )
+    assert [(span.service, span.name) for span in steps] == [
+        ("roostream-trace", SPANS[name]) for name in STEPS
+    ]
     ends_ns = [span.end_ns for span in steps]
     assert ends_ns == sorted(ends_ns) and all(span.begin_ns <= span.end_ns for span in steps)
     carried = f"00-{TRACE}-{asked.span}-01"
     for name, span in zip(STEPS, steps, strict=True):
         said, about = told["steps"][name], span.attributes
         assert about["messaging.destination.name"] == said["topic"] and said["topic"].endswith(TOPICS[name])
-        assert about["messaging.kafka.offset"] == said["offset"] and about["roostream.request_id"] == "followed-1"
+        assert (
+            about["messaging.kafka.offset"] == said["offset"]
+            and about["roostream.request_id"] == "followed-1"
+        )
         assert span.end_ns == said["reached_ms"] * 1_000_000
-    assert [told["traceparent"], *(told["steps"][name]["details"]["traceparent"] for name in ("logged", "joined"))] == [
-        carried
-    ] * 3
+    assert [
+        told["traceparent"],
+        *(told["steps"][name]["details"]["traceparent"] for name in ("logged", "joined")),
+    ] == [carried] * 3
     assert told["steps"]["logged"]["details"]["candidates"] == 3
     assert told["steps"]["trained"]["details"]["became"] == "DISPOSITION_TRAINED"
 

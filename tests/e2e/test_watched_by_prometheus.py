@@ -77,17 +77,24 @@ def test_every_query_of_every_dashboard_has_an_answer(prometheus: Prometheus) ->
 def test_every_program_is_scraped_and_has_fewer_than_two_thousand_series(prometheus: Prometheus) -> None:
     up = {found["metric"]["job"]: found["value"][1] for found in prometheus.query("max_over_time(up[1m])")}
     assert up == dict.fromkeys(prometheus.targets, "1")
-    counted = {f["metric"]["job"]: int(f["value"][1]) for f in prometheus.query("max_over_time(scrape_samples_scraped[1m])")}
+    counted = {
+        f["metric"]["job"]: int(f["value"][1])
+        for f in prometheus.query("max_over_time(scrape_samples_scraped[1m])")
+    }
     assert counted.keys() == up.keys() and max(counted.values()) < MOST_SERIES, counted
 
 
-def test_what_programs_expose_has_base_units_moments_histograms_counters_a_total_and_one_prefix(prometheus: Prometheus) -> None:
+def test_what_programs_expose_has_base_units_moments_histograms_counters_a_total_and_one_prefix(
+    prometheus: Prometheus,
+) -> None:
     kinds: set[tuple[str, str]] = set()
     for url in prometheus.targets.values():
         with urllib.request.urlopen(url, timeout=20) as answer:
             kinds |= set(re.findall(r"^# TYPE (\w+) (\w+)$", answer.read().decode(), re.MULTILINE))
     ours = {
-        (name, kind) for name, kind in kinds if not name.startswith(("python_", "process_")) and not name.endswith("_created")
+        (name, kind)
+        for name, kind in kinds
+        if not name.startswith(("python_", "process_")) and not name.endswith("_created")
     }
     assert len(ours) > 100
     assert {name for name, _ in ours if not name.startswith("roostream_")} == set()

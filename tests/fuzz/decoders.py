@@ -12,13 +12,13 @@ from typing import Any
 
 import msgspec
 
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.block import encode_nro, encode_ro
-from roo.decode import Decoder
-from roo.errors import CheckpointError, ConfigError, WireError
-from roo.schema import Schema
-from runtime import manifest, tensor_file
+from roostream.errors import CheckpointError, ConfigError, WireError
+from roostream.runtime import manifest, tensor_file
+from roostream.schema.schema import Schema
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.block import encode_nro, encode_ro
+from roostream.wire.decode import Decoder
 from serving.access.bearer_keys import file_of, keys_of, new_key
 from serving.errors import RequestError
 from serving.feature_log.format import LogRecord, decode_header, encode_header, encode_record, scan
@@ -35,7 +35,12 @@ from tests.serving.serving_cases import BODY, HISTORY, NOW_MS, SCHEMA
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 WHO = {"request_id": "r-1", "user_id": 17, "ro": {"mood": 0.5, "hour": 13.0}}
-COLUMNS = {"item_id": [8, "nine", 10], "topics": [[1, 2], 7, None], "age_h": [2.5, None, None], "clicks": [3, 0, 1]}
+COLUMNS = {
+    "item_id": [8, "nine", 10],
+    "topics": [[1, 2], 7, None],
+    "age_h": [2.5, None, None],
+    "clicks": [3, 0, 1],
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,24 +67,52 @@ def targets() -> dict[str, Target]:
 
 def _bodies(schema: Schema) -> dict[str, Target]:
     rank, engage, found = JsonParser(schema), EngagementParser(schema), RetrieveParser(schema, 0)
-    plain = tuple(_json(body) for body in (BODY, {**BODY, "candidates": COLUMNS}, {**BODY, "append": True, "first_position": 3}))
-    click = {"request_id": "r-1", "user_id": 17, "item_id": 8, "action": "click", "value": 2.5, "event_id": "e", "time_ms": 5}
-    asked = {**WHO, "k": 5, "exclude": [1, "i3"], "among": [2, "i6"], "exclude_seen": True, "filter": {"lang": ["da", "en"]}}
+    plain = tuple(
+        _json(body)
+        for body in (BODY, {**BODY, "candidates": COLUMNS}, {**BODY, "append": True, "first_position": 3})
+    )
+    click = {
+        "request_id": "r-1",
+        "user_id": 17,
+        "item_id": 8,
+        "action": "click",
+        "value": 2.5,
+        "event_id": "e",
+        "time_ms": 5,
+    }
+    asked = {
+        **WHO,
+        "k": 5,
+        "exclude": [1, "i3"],
+        "among": [2, "i6"],
+        "exclude_seen": True,
+        "filter": {"lang": ["da", "en"]},
+    }
     return {
         "rank-json": Target(read=rank.parse, seeds=plain),
-        "rank-protobuf": Target(read=functools.partial(parse_impression, schema), seeds=(_impression(schema),)),
-        "engagements": Target(read=lambda data: engage.parse(data, NOW_MS), seeds=(_json(click), _json([click, click]))),
+        "rank-protobuf": Target(
+            read=functools.partial(parse_impression, schema), seeds=(_impression(schema),)
+        ),
+        "engagements": Target(
+            read=lambda data: engage.parse(data, NOW_MS), seeds=(_json(click), _json([click, click]))
+        ),
         "retrieve": Target(read=found.retrieve, seeds=(_json(asked),)),
-        "recommend": Target(read=found.recommend, seeds=(_json({**asked, "retrieved": 9, "model_version": "1-2"}),)),
+        "recommend": Target(
+            read=found.recommend, seeds=(_json({**asked, "retrieved": 9, "model_version": "1-2"}),)
+        ),
         "inference": Target(read=functools.partial(_infer, FeatureTensors(schema)), seeds=_inferences()),
-        "inflated": Target(read=_inflated, seeds=(b"\0" + zlib.compress(plain[0]), b"\1" + zlib.compress(plain[0], wbits=31))),
+        "inflated": Target(
+            read=_inflated, seeds=(b"\0" + zlib.compress(plain[0]), b"\1" + zlib.compress(plain[0], wbits=31))
+        ),
         "query": Target(read=_query, seeds=(b"append=true&ranked=false&top=10\n250", b"top=1\n1")),
     }
 
 
 def _records(schema: Schema) -> dict[str, Target]:
     decoder = Decoder(schema, {schema.fingerprint: schema}.get)
-    records = tuple(bytes.fromhex(file.read_text()) for file in sorted(GOLDEN.glob("*.hex")) if file.stem != "rank_answer")
+    records = tuple(
+        bytes.fromhex(file.read_text()) for file in sorted(GOLDEN.glob("*.hex")) if file.stem != "rank_answer"
+    )
     segment = encode_header(1, 5) + b"".join(
         encode_record(LogRecord("impressions", n, NOW_MS, b"12345678", b"value" * n), 5 + n) for n in range(3)
     )
@@ -91,19 +124,28 @@ def _records(schema: Schema) -> dict[str, Target]:
     return {
         "record": Target(read=wire.decode, seeds=records, refuses=(WireError,)),
         "samples": Target(read=samples, seeds=(_sample(schema), *records), refuses=()),
-        "log-segment": Target(read=lambda data: (decode_header(data), list(scan(data, 5))), seeds=(segment,), refuses=()),
+        "log-segment": Target(
+            read=lambda data: (decode_header(data), list(scan(data, 5))), seeds=(segment,), refuses=()
+        ),
     }
 
 
 def _files() -> dict[str, Target]:
     parser = JsonParser(SCHEMA)
-    item = {"item_id": 8, "topics": [1, 7], "age_h": 2.5, "attributes": {"lang": "da", "tags": [1, "all"], "paid": True}}
+    item = {
+        "item_id": 8,
+        "topics": [1, 7],
+        "age_h": 2.5,
+        "attributes": {"lang": "da", "tags": [1, "all"], "paid": True},
+    }
     lines = b"\n".join((_json(item), _json({**item, "item_id": "i9"})))
     keys = file_of([new_key("web", ["rank", "engage"], 0)[1], new_key("ops", ["admin"], 5, 9)[1]])
     tensors = tensor_file.encode({"a": _arange(4), "b": _arange(6).reshape(2, 3)}, {"k": "v"})
     return {
         "catalogue": Target(
-            read=lambda data: read_catalogue(SCHEMA, data.split(b"\n"), parser=parser), seeds=(lines,), refuses=(ConfigError,)
+            read=lambda data: read_catalogue(SCHEMA, data.split(b"\n"), parser=parser),
+            seeds=(lines,),
+            refuses=(ConfigError,),
         ),
         "keys": Target(read=keys_of, seeds=(keys,), refuses=(ConfigError,)),
         "manifest": Target(read=_manifest, seeds=_manifests(), refuses=(CheckpointError,)),
@@ -121,7 +163,9 @@ def _manifest(data: bytes) -> object:
     """With a checksum that fits, if it is JSON at all: else nothing behind the checksum would be reached."""
     try:
         body = json.loads(data)
-        whole = json.dumps({"body": body, "checksum": manifest.checksum_of(manifest._canonical(body))}).encode()
+        whole = json.dumps(
+            {"body": body, "checksum": manifest.checksum_of(manifest._canonical(body))}
+        ).encode()
     except (ValueError, RecursionError):
         whole = data
     return manifest.decode(whole)
@@ -144,7 +188,9 @@ def _blocks(schema: Schema) -> tuple[bytes, bytes]:
 
 def _impression(schema: Schema) -> bytes:
     ro, nro = _blocks(schema)
-    header = pb.Header(request_id="r-1", user_id=17, surface="home", schema=schema.fingerprint, model_version="1-2")
+    header = pb.Header(
+        request_id="r-1", user_id=17, surface="home", schema=schema.fingerprint, model_version="1-2"
+    )
     return pb.Impression(header=header, item_ids=[8, 9, 10], ro=ro, nro=nro).SerializeToString()
 
 
@@ -181,7 +227,12 @@ def _inferences() -> tuple[bytes, ...]:
         ],
     }
     binary: Any = json.loads(_json(head))
-    data = {"item_id": b"\1\0\0\0a\1\0\0\0b", "mood": b"\0\0\0\x3f", "topics": bytes(24), "topics:lengths": b"\2\0\0\0\1\0\0\0"}
+    data = {
+        "item_id": b"\1\0\0\0a\1\0\0\0b",
+        "mood": b"\0\0\0\x3f",
+        "topics": bytes(24),
+        "topics:lengths": b"\2\0\0\0\1\0\0\0",
+    }
     for given in binary["inputs"]:
         del given["data"]
         given["parameters"] = {"binary_data_size": len(data[given["name"]])}

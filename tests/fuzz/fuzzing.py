@@ -21,8 +21,8 @@ from pathlib import Path
 FOUND = Path("build") / "fuzz"
 MOST_BYTES = 4096
 GUIDING = (  # without kernels: what numba compiles must be the code that Python compiled
-    "roo.wire",
-    "runtime.manifest",
+    "roostream.wire.records",
+    "roostream.runtime.manifest",
     "serving.access.bearer_keys",
     "serving.feature_log.format",
     "serving.http.binary",
@@ -39,11 +39,15 @@ GUIDING = (  # without kernels: what numba compiles must be the code that Python
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--executions", type=int, default=1_000_000, help="of each decoder")
     parser.add_argument("--only", default="", help="a decoder's name, or its beginning")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--replay", type=Path, help="an input that was found; with --only its decoder's whole name")
+    parser.add_argument(
+        "--replay", type=Path, help="an input that was found; with --only its decoder's whole name"
+    )
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # in this process
     given = parser.parse_args()
     if given.replay is not None:
@@ -62,11 +66,19 @@ def _run_all(only: str, executions: int, seed: int) -> int:
         began_s = time.monotonic()
         command = [sys.executable, "-m", "tests.fuzz.fuzzing", "--here", "--only", name]
         done = subprocess.run(
-            [*command, "--executions", str(executions), "--seed", str(seed)], capture_output=True, text=True, errors="replace"
+            [*command, "--executions", str(executions), "--seed", str(seed)],
+            capture_output=True,
+            text=True,
+            errors="replace",
         )
         said = (done.stdout + done.stderr).splitlines()
-        told = next((line for line in reversed(said) if line.startswith(("Done ", "done "))), "it ended early")
-        print(f"{name:16} {'ok' if done.returncode == 0 else 'FOUND'}  {told}, {time.monotonic() - began_s:.0f} s", flush=True)
+        told = next(
+            (line for line in reversed(said) if line.startswith(("Done ", "done "))), "it ended early"
+        )
+        print(
+            f"{name:16} {'ok' if done.returncode == 0 else 'FOUND'}  {told}, {time.monotonic() - began_s:.0f} s",
+            flush=True,
+        )
         if done.returncode:
             failed.append(name)
             print("\n".join(said[-40:]), flush=True)
@@ -115,8 +127,15 @@ def _guided(name: str, executions: int, seed: int) -> int:
         rng = random.Random(seed)
         return mutated(data, rng)[:most_bytes] if rng.random() < 0.5 else atheris.Mutate(data, most_bytes)
 
-    options = [f"-runs={executions}", f"-seed={seed}", f"-max_len={MOST_BYTES}", f"-artifact_prefix={FOUND / name}-"]
-    atheris.Setup([sys.argv[0], *options, "-print_final_stats=1", str(corpus)], target.try_one, custom_mutator=mutate)
+    options = [
+        f"-runs={executions}",
+        f"-seed={seed}",
+        f"-max_len={MOST_BYTES}",
+        f"-artifact_prefix={FOUND / name}-",
+    ]
+    atheris.Setup(
+        [sys.argv[0], *options, "-print_final_stats=1", str(corpus)], target.try_one, custom_mutator=mutate
+    )
     atheris.Fuzz()
     return 0
 
@@ -127,7 +146,11 @@ def _functions(modules: Iterable[str]) -> Iterator[types.FunctionType]:
         module = importlib.import_module(name)
         owners = [module, *(v for v in vars(module).values() if isinstance(v, type) and v.__module__ == name)]
         for value in (value for owner in owners for value in vars(owner).values()):
-            if isinstance(value, types.FunctionType) and value.__module__ == name and value.__code__.co_filename != "<string>":
+            if (
+                isinstance(value, types.FunctionType)
+                and value.__module__ == name
+                and value.__code__.co_filename != "<string>"
+            ):
                 yield value
 
 

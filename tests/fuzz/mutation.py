@@ -41,7 +41,15 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
         try:
             changed = _json_changed(msgspec.json.decode(data), rng)
             return msgspec.json.encode(changed)[:_MOST_BYTES]
-        except (msgspec.DecodeError, msgspec.EncodeError, UnicodeError, RecursionError, ValueError, TypeError, OverflowError):
+        except (
+            msgspec.DecodeError,
+            msgspec.EncodeError,
+            UnicodeError,
+            RecursionError,
+            ValueError,
+            TypeError,
+            OverflowError,
+        ):
             pass
     out = bytearray(data)
     for _ in range(rng.randint(1, 4)):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from google.protobuf.message import Message
 
-from roo import roo_pb2 as pb
-from roo import wire
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
 
 HEADER = pb.Header(
     request_id="req-1",
@@ -16,7 +16,9 @@ HEADER = pb.Header(
     schema=11,
     model_version="2-5",
 )
-BLOCK = pb.Block(floats=[1.5], lengths=[2, 0], ids=[3, 1 << 63], weights=[0.5], times=[-1, 5], missing=b"\2").SerializeToString()
+BLOCK = pb.Block(
+    floats=[1.5], lengths=[2, 0], ids=[3, 1 << 63], weights=[0.5], times=[-1, 5], missing=b"\2"
+).SerializeToString()
 
 MESSAGES: dict[str, tuple[int, Message]] = {
     "impression": (
@@ -34,7 +36,9 @@ MESSAGES: dict[str, tuple[int, Message]] = {
     ),
     "engagement": (
         wire.ENGAGEMENT,
-        pb.Engagement(header=HEADER, event_id=21, item_id=8, action="click", value=1.0, client_time_ms=1_700_000_000_000),
+        pb.Engagement(
+            header=HEADER, event_id=21, item_id=8, action="click", value=1.0, client_time_ms=1_700_000_000_000
+        ),
     ),
     "sample": (
         wire.SAMPLE,
@@ -62,7 +66,9 @@ MESSAGES: dict[str, tuple[int, Message]] = {
     ),
     "correction": (
         wire.CORRECTION,
-        pb.Sample(header=HEADER, sample_id=32, item_ids=[9], labels=[1.0], labels_before=[0.0], untrainable=True),
+        pb.Sample(
+            header=HEADER, sample_id=32, item_ids=[9], labels=[1.0], labels_before=[0.0], untrainable=True
+        ),
     ),
     "dead_letter": (
         wire.DEAD_LETTER,
@@ -114,6 +120,11 @@ MESSAGES: dict[str, tuple[int, Message]] = {
 }
 
 RANK_ANSWER = pb.RankAnswer(
-    request_id="req-1", model_version="2-5", tasks=["click", "dwell"], scores=[0.25, 0.5, 0.125, 1.0], order=[1, 0], degraded=True
+    request_id="req-1",
+    model_version="2-5",
+    tasks=["click", "dwell"],
+    scores=[0.25, 0.5, 0.125, 1.0],
+    order=[1, 0],
+    degraded=True,
 )
 """Crosses no topic, so it has no type byte."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from runtime import manifest as manifests
-from runtime.manifest import FORMAT
+from roostream.runtime import manifest as manifests
+from roostream.runtime.manifest import FORMAT
 from tests.trainer.memory_store import MemoryStore
 
 FOLDER = Path(__file__).parent / "format_1"
@@ -23,7 +23,12 @@ def test_a_manifest_of_format_1_is_read_as_a_commit_of_one_worker_with_four_part
     found = manifests.load(golden_store(), "manifests/00000001")
     manifest = found.manifest
     assert found.checksum == "ef60c380edf98237"
-    assert (manifest.seq, manifest.step, manifest.watermark_ms, manifest.num_partitions) == (1, 2, 1_700_000_008_500, 4)
+    assert (manifest.seq, manifest.step, manifest.watermark_ms, manifest.num_partitions) == (
+        1,
+        2,
+        1_700_000_008_500,
+        4,
+    )
     assert manifest.offsets == {("samples", 0): 4, ("samples", 1): 4} and manifest.rows_end == {0: 7, 3: 9}
     (part,) = manifest.workers.values()
     assert (part.file, part.dedupe, part.metrics["requests"]) == (manifest.dense, 8, 8)

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from google.protobuf.internal import api_implementation
 
-from roo import roo_pb2 as pb
-from roo import wire
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
 from tests.golden.golden_messages import MESSAGES, RANK_ANSWER
 
 HERE = Path(__file__).parent
-ROO = HERE.parents[1] / "roo"
+ROO = HERE.parents[1] / "roostream" / "wire"
 
 
 @pytest.mark.parametrize("name", sorted(MESSAGES))
@@ -43,12 +43,24 @@ def test_every_type_of_record_has_golden_bytes() -> None:
 
 
 def test_messages_are_parsed_by_upb() -> None:
-    assert api_implementation.Type() == "upb", "expected protobuf's C implementation; the pure Python one is far too slow"
+    assert api_implementation.Type() == "upb", (
+        "expected protobuf's C implementation; the pure Python one is far too slow"
+    )
 
 
 def test_generated_code_is_what_the_proto_file_generates(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", f"--python_out={tmp_path}", f"--pyi_out={tmp_path}", "roo.proto"]
+    command = [
+        sys.executable,
+        "-m",
+        "grpc_tools.protoc",
+        "-I.",
+        f"--python_out={tmp_path}",
+        f"--pyi_out={tmp_path}",
+        "roo.proto",
+    ]
     subprocess.run(command, cwd=ROO, check=True, capture_output=True, timeout=60)
     for name in ("roo_pb2.py", "roo_pb2.pyi"):
         made, kept = (tmp_path / name).read_text(encoding="utf-8"), (ROO / name).read_text(encoding="utf-8")
-        assert made == kept, f"{name} isn't what roo.proto gives: run `{' '.join(command[1:])}` in roo/ with its folder as output"
+        assert made == kept, (
+            f"{name} isn't what roo.proto gives: run `{' '.join(command[1:])}` in roo/ with its folder as output"
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from roo.wire import Record
+from roostream.wire.records import Record
 from trainer.saved_batch import SavedBatch, decode
 
 FILE = Path(__file__).parent / "format_1" / "saved.batch"

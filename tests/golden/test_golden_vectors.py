@@ -7,11 +7,11 @@ import tomllib
 import numpy as np
 import pytest
 
-from roo import ids
-from roo.block import decode_block, encode_nro, encode_ro
-from roo.online.counters import Counters
-from roo.schema import Schema
-from roo.schema_file import schema_from_dict
+from roostream.online.counters import Counters
+from roostream.schema import ids
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import schema_from_dict
+from roostream.wire.block import decode_block, encode_nro, encode_ro
 
 USER_17 = ids.key_bytes(17, 4, "req-1")
 ITEM = ids.table_id("item")
@@ -96,7 +96,9 @@ ITEM_STATE = (
     "0100002665febc784200008056febc784212ab170168dbed3f8cb3a127e8a1ef3f0f1782023ef0ef3f35ed2fc60efcef3f"
     "000000000000f03f000000000000f03f000000000000f03f000000000000f03f"
 )
-EXPECTED = "12ab170168dbdd3f8cb3a127e8a1df3f0f1782023ef0df3f35ed2fc60efcdf3f"  # version 2: half a click, decayed
+EXPECTED = (
+    "12ab170168dbdd3f8cb3a127e8a1df3f0f1782023ef0df3f35ed2fc60efcdf3f"  # version 2: half a click, decayed
+)
 USER_STATE = (
     "010068e5cf8b01000001000000020000000800000000000000f9e175badce0d6fc6052e6cf8b0100000800000000000000"
     "010000000000000001000000000000000068e5cf8b0100006052e6cf8b0100000900000000000000010000000000000000"
@@ -120,14 +122,23 @@ USER_STATE_2 = (
 
 
 @pytest.mark.parametrize(
-    ("item", "expected"), [(ITEM_STATE, 0.1 * 2**-0.0167), ("02" + ITEM_STATE[2:] + EXPECTED, 0.5 * 2**-0.0167)]
+    ("item", "expected"),
+    [(ITEM_STATE, 0.1 * 2**-0.0167), ("02" + ITEM_STATE[2:] + EXPECTED, 0.5 * 2**-0.0167)],
 )
 def test_states_of_online_features_that_older_versions_wrote(item: str, expected: float) -> None:
     counters = Counters(Schema())
     counters.load(KEYS, [bytes.fromhex(item), bytes.fromhex(USER_STATE)])
     ro, nro = counters.read(5, [8, 9], 1_700_000_060_000)
-    assert ro["history"] == {"ids": [8], "action": [ids.signed(ids.hash64("click"))], "time": [1_700_000_060_000]}
-    assert ro["gap_s"] == 60.0 and nro["in_last_list"].tolist() == [1.0, 1.0] and nro["age_s"].tolist() == [60.0, 0.0]
+    assert ro["history"] == {
+        "ids": [8],
+        "action": [ids.signed(ids.hash64("click"))],
+        "time": [1_700_000_060_000],
+    }
+    assert (
+        ro["gap_s"] == 60.0
+        and nro["in_last_list"].tolist() == [1.0, 1.0]
+        and nro["age_s"].tolist() == [60.0, 0.0]
+    )
     assert nro["clicks_10m"].tolist() == [1.0, 0.0] and abs(nro["views_10m"][0] - 2**-0.1) < 1e-7
     assert nro["user_views"].tolist() == [1.0, 1.0] and nro["user_clicks"].tolist() == [1.0, 0.0]
     assert nro["user_view_age_s"].tolist() == [60.0, 60.0] and nro["user_click_age_s"][0] == 0.0

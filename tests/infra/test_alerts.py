@@ -14,15 +14,15 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
-from command.audit.sums import Sums
-from features.updater import FeatureMetrics
+from infra.auditor.sums import Sums
 from joiner.meters import Meters
 from param_server.main import _HELPS as SHARD
-from roo.schema_file import schema_from_dict
-from runtime.exports import Exports, in_seconds
+from roostream.runtime.exports import Exports, in_seconds
+from roostream.schema.schema_file import schema_from_dict
 from serving.build import _HELPS as SERVING
 from serving.exports import ServingMetrics
 from serving.http.app import HELPS as HTTP
+from serving.online_features.updater import FeatureMetrics
 from tests.contract.house import ROOT
 from tests.contract.test_metric_names import OTHER_FORMS
 from tests.models.model_cases import make_batch
@@ -53,13 +53,20 @@ def exported() -> set[str]:
     """Names without the suffixes of counters and histograms, from the code that exports them."""
     registries = [CollectorRegistry() for _ in range(3)]
     made: tuple[Any, ...] = tuple(
-        make(registry) for make, registry in zip((Meters, ServingMetrics, FeatureMetrics), registries, strict=True)
+        make(registry)
+        for make, registry in zip((Meters, ServingMetrics, FeatureMetrics), registries, strict=True)
     )
     assert len(made) == 3
     names = {family.name for registry in registries for family in registry.collect()}
     names |= {"roostream_freshness_seconds", "roostream_shard_call_seconds"}
     worker = (ROOT / "trainer/monitoring/monitor.py").read_text(encoding="utf-8")
-    told = {*LABELS, *re.findall(r'^            "(\w+)": ', worker, flags=re.MULTILINE), "requests", "dead_letters", "non_finite"}
+    told = {
+        *LABELS,
+        *re.findall(r'^            "(\w+)": ', worker, flags=re.MULTILINE),
+        "requests",
+        "dead_letters",
+        "non_finite",
+    }
     for program, found in (
         ("worker", told),
         ("controller", {*CONTROLLER, "state", "held", "device_seconds", "commit_phase_ms"}),
@@ -106,8 +113,14 @@ def test_nothing_exports_an_age_or_a_quantile() -> None:
 
 def test_every_alert_has_a_test_and_a_runbook() -> None:
     tested = re.findall(r"- name: (\w+)", (ALERTS / "roostream.test.yml").read_text(encoding="utf-8"))
-    assert tested == alerts() == re.findall(r"^## (\w+)", RUNBOOK.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    assert [f"docs/operations/alerts.md#{name.lower()}" for name in alerts()] == re.findall(r"runbook: (\S+)", rules())
+    assert (
+        tested
+        == alerts()
+        == re.findall(r"^## (\w+)", RUNBOOK.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    )
+    assert [f"docs/operations/alerts.md#{name.lower()}" for name in alerts()] == re.findall(
+        r"runbook: (\S+)", rules()
+    )
 
 
 def test_every_state_that_an_alert_names_exists() -> None:
@@ -117,11 +130,18 @@ def test_every_state_that_an_alert_names_exists() -> None:
 
 @pytest.mark.timeout(300)
 def test_promtool_runs_the_tests_of_the_rules() -> None:
-    promtool = next((p for p in (ROOT / ".tools/bin/promtool", Path(shutil.which("promtool") or "/none")) if p.is_file()), None)
+    promtool = next(
+        (p for p in (ROOT / ".tools/bin/promtool", Path(shutil.which("promtool") or "/none")) if p.is_file()),
+        None,
+    )
     if promtool is None:
         pytest.skip("promtool is not here: `make promtool` gets it")
     done = subprocess.run(
-        [promtool, "test", "rules", "roostream.test.yml"], cwd=ALERTS, capture_output=True, text=True, timeout=280
+        [promtool, "test", "rules", "roostream.test.yml"],
+        cwd=ALERTS,
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -142,13 +162,16 @@ class _Worker(Collector):
         for seed in range(4):
             batch = make_batch(schema, [40] * 4, seed)
             batch.nro_float_BF[:] *= 10.0 ** (seed - 1)
-            windowed.count(batch, batch.request_index_B * 0, batch.label_BT * 0 + 0.3, int(batch.close_ms_R.max()))
+            windowed.count(
+                batch, batch.request_index_B * 0, batch.label_BT * 0 + 0.3, int(batch.close_ms_R.max())
+            )
         self.told = quality_gauges(quality_of(windowed.report(int(batch.close_ms_R.max())), None))
         by = {"feature": features[:64], "task": tasks, "table": [f"t{n}" for n in range(16)]}
         self.told |= {f"drift_{name}": dict.fromkeys(by[label], 0.5) for name, label in DRIFT.items()}
         partitions = [f"samples-{n}" for n in range(64)]
         self.told |= {
-            name: dict.fromkeys(partitions, 1) for name in ("partition_lag_records", "partition_lag_ms", "partition_lost_records")
+            name: dict.fromkeys(partitions, 1)
+            for name in ("partition_lag_records", "partition_lag_ms", "partition_lost_records")
         }
 
     def collect(self) -> Any:

@@ -6,7 +6,7 @@ import pytest
 
 from infra import checks
 from infra.jars import find_java
-from roo.errors import SetupError
+from roostream.errors import SetupError
 
 
 @pytest.mark.parametrize("version", [(3, 11), (3, 12)])

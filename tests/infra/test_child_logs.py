@@ -47,12 +47,27 @@ def test_the_last_lines_can_begin_where_a_child_began(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        (["10:00:00 I roostream.controller controller on a:1", "10:00:01 E roostream controller: no table"], "no table"),
-        (["10:00:01 E roostream worker 0: expected a: got b", "10:00:02 I roostream member left"], "expected a: got b"),
+        (
+            [
+                "10:00:00 I roostream.controller controller on a:1",
+                "10:00:01 E roostream controller: no table",
+            ],
+            "no table",
+        ),
+        (
+            ["10:00:01 E roostream worker 0: expected a: got b", "10:00:02 I roostream member left"],
+            "expected a: got b",
+        ),
         (["10:00:01 E roostream.worker restore: x", "10:00:02 E roostream worker 0: y", "  note"], "y"),
         (["error: shard.toml:3: unknown key 'indx' = 1"], "shard.toml:3: unknown key 'indx' = 1"),
-        (['{"level": "INFO", "message": "m"}', '{"level": "ERROR", "message": "serving: no port"}'], "no port"),
-        (['{"level": "ERROR", "message": "x failed", "error": "Traceback …\\nValueError: oops"}'], "ValueError: oops"),
+        (
+            ['{"level": "INFO", "message": "m"}', '{"level": "ERROR", "message": "serving: no port"}'],
+            "no port",
+        ),
+        (
+            ['{"level": "ERROR", "message": "x failed", "error": "Traceback …\\nValueError: oops"}'],
+            "ValueError: oops",
+        ),
         (
             [
                 "10:00:01 E roostream x failed: this is a defect of Roostream, not of your settings",

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from infra.kinds import KINDS
-from roo.config import load
-from runtime.program import STOP_S
+from roostream.runtime.program import STOP_S
+from roostream.schema.settings import load
 
 INFRA = Path(__file__).resolve().parents[2] / "infra"
 COMPOSE: dict[str, Any] = yaml.safe_load((INFRA / "compose.yaml").read_text(encoding="utf-8"))
@@ -34,7 +34,10 @@ def test_it_is_a_compose_file() -> None:
 
 
 def test_a_word_that_compose_does_not_know_would_be_found() -> None:
-    wrong = {**COMPOSE, "services": {**COMPOSE["services"], "worker": {**COMPOSE["services"]["worker"], "comand": []}}}
+    wrong = {
+        **COMPOSE,
+        "services": {**COMPOSE["services"], "worker": {**COMPOSE["services"]["worker"], "comand": []}},
+    }
     with pytest.raises(jsonschema.ValidationError, match="comand"):
         jsonschema.Draft7Validator(SCHEMA).validate(wrong)
 
@@ -56,14 +59,18 @@ def test_a_program_takes_the_settings_that_are_mounted(name: str, tmp_path: Path
     mounted = {entry["target"]: entry["source"] for entry in service["configs"]}
     file = tmp_path / f"{program}.toml"
     file.write_text(COMPOSE["configs"][mounted[service["command"][-1]]]["content"])
-    settings = load(PROGRAMS[program].settings(), file, program=program, environ=service.get("environment", {}))
+    settings = load(
+        PROGRAMS[program].settings(), file, program=program, environ=service.get("environment", {})
+    )
     assert getattr(settings, "schema", "") in mounted
     places = [volume.split(":")[1] for volume in service.get("volumes", [])]
     for key in ("home", "store"):
         if (place := str(getattr(settings, key, ""))) and program not in ("features", "joiner"):
             assert place in places, key
     hosts = [getattr(settings, "controller", ""), *getattr(settings, "shards", ())]
-    assert {host.partition(":")[0] for host in hosts if isinstance(host, str) and host} <= set(COMPOSE["services"])
+    assert {host.partition(":")[0] for host in hosts if isinstance(host, str) and host} <= set(
+        COMPOSE["services"]
+    )
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -74,9 +81,9 @@ def test_a_program_has_the_time_to_end_and_no_rights(name: str) -> None:
 
 
 def test_nothing_is_published_but_serving_on_loopback() -> None:
-    assert {name: service["ports"] for name, service in COMPOSE["services"].items() if "ports" in service} == {
-        "serving": ["127.0.0.1:8080:8080"]
-    }
+    assert {
+        name: service["ports"] for name, service in COMPOSE["services"].items() if "ports" in service
+    } == {"serving": ["127.0.0.1:8080:8080"]}
 
 
 def test_every_image_has_a_version() -> None:

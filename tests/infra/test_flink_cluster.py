@@ -26,13 +26,18 @@ def cluster(tmp_path: Path) -> Cluster:
 
 def test_every_jvm_keeps_its_temporary_files_in_the_home(cluster: Cluster) -> None:
     client = subprocess.run(
-        (cluster.bin / "flink", "run", "job 1.py"), env={**os.environ, "JVM_ARGS": "-Xss1m"}, capture_output=True, text=True
+        (cluster.bin / "flink", "run", "job 1.py"),
+        env={**os.environ, "JVM_ARGS": "-Xss1m"},
+        capture_output=True,
+        text=True,
     )
     commands = [" ".join(p.command) for p in cluster.programs({}, [1003])]
     for command in [*commands, client.stdout]:
         assert f"-Djava.io.tmpdir={cluster.home.tmp}/flink" in command
         assert "-XX:-UsePerfData" in command, "a file in the shared folder, whatever java.io.tmpdir says"
-    assert "-Xss1m -cp" in client.stdout and client.stdout.endswith("org.apache.flink.client.cli.CliFrontend run job 1.py\n")
+    assert "-Xss1m -cp" in client.stdout and client.stdout.endswith(
+        "org.apache.flink.client.cli.CliFrontend run job 1.py\n"
+    )
 
 
 def test_the_web_page_can_neither_upload_nor_cancel(tmp_path: Path) -> None:
@@ -42,7 +47,10 @@ def test_the_web_page_can_neither_upload_nor_cancel(tmp_path: Path) -> None:
 
 def test_lines_that_come_with_every_turn_are_not_logged(cluster: Cluster) -> None:
     text = (cluster.conf / "log4j-console.properties").read_text()
-    assert "logger.own0.name=org.apache.flink.runtime.source.coordinator.SourceCoordinator\nlogger.own0.level=warn" in text
+    assert (
+        "logger.own0.name=org.apache.flink.runtime.source.coordinator.SourceCoordinator\nlogger.own0.level=warn"
+        in text
+    )
     assert "logger.own1.name=org.apache.flink.metrics.MetricGroup\nlogger.own1.level=error" in text
     assert "logger" not in log4j_properties("INFO").split("rootLogger")[0]
 
@@ -55,4 +63,6 @@ def test_a_live_stack_starts_quickly_and_a_replay_works_quickly(tmp_path: Path) 
         return ["-XX:TieredStopAtLevel=1" in p.command for p in programs]
 
     assert compilers(StackOptions()) == [True, True, True]
-    assert compilers(StackOptions(replay=True)) == [True, False, False], "the job manager does little once it has started"
+    assert compilers(StackOptions(replay=True)) == [True, False, False], (
+        "the job manager does little once it has started"
+    )

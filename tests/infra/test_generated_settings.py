@@ -16,9 +16,9 @@ from infra.flink_cluster import Cluster
 from infra.home import Home
 from infra.options import StackOptions
 from infra.places import Places
-from roo.config import load
-from roo.errors import ConfigError
-from runtime.program import STOP_S
+from roostream.errors import ConfigError
+from roostream.runtime.program import STOP_S
+from roostream.schema.settings import load
 from serving.config import ServingConfig
 from trainer import worker_program
 
@@ -46,9 +46,13 @@ def loaded(name: str, options: StackOptions, folder: Path) -> object:
     return load(kinds.kind_of(name).settings(), path, environ={})
 
 
-@pytest.mark.parametrize("options", [StackOptions(), stack_options.demo(prefix="a.", seed=7)], ids=["plain", "demo"])
+@pytest.mark.parametrize(
+    "options", [StackOptions(), stack_options.demo(prefix="a.", seed=7)], ids=["plain", "demo"]
+)
 @pytest.mark.parametrize("name", kinds.names(StackOptions()))
-def test_a_program_reads_what_the_stack_writes_for_it(name: str, options: StackOptions, tmp_path: Path) -> None:
+def test_a_program_reads_what_the_stack_writes_for_it(
+    name: str, options: StackOptions, tmp_path: Path
+) -> None:
     assert loaded(name, options, tmp_path)
 
 
@@ -62,7 +66,9 @@ def test_programs_find_each_other(tmp_path: Path) -> None:
 
 
 def test_overrides_reach_all_of_a_kind_or_one_program(tmp_path: Path) -> None:
-    options = StackOptions(overrides={"shard": {"publish_interval_ms": 50}, "shard-1": {"max_publish_norm": 5.0}})
+    options = StackOptions(
+        overrides={"shard": {"publish_interval_ms": 50}, "shard-1": {"max_publish_norm": 5.0}}
+    )
     tables = [table(f"shard-{i}", tmp_path, options) for i in (0, 1)]
     assert [t["publish_interval_ms"] for t in tables] == [50, 50]
     assert [t.get("max_publish_norm") for t in tables] == [None, 5.0]
@@ -81,7 +87,10 @@ def test_services_of_the_users_own_are_used(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"prefix": "Ä"}, "key 'prefix': expected"), ({"num_shards": 0}, "key 'num_shards': expected at least 1")],
+    [
+        ({"prefix": "Ä"}, "key 'prefix': expected"),
+        ({"num_shards": 0}, "key 'num_shards': expected at least 1"),
+    ],
 )
 def test_wrong_options_are_told(change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -93,7 +102,11 @@ def test_whoever_stops_a_program_waits_longer_than_it_takes(tmp_path: Path) -> N
     fields = {f.name: f.default for f in dataclasses.fields(ServingConfig)}
     assert fields["stop_ms"] / 1000 <= STOP_S and worker_program.STOP_S <= STOP_S
     ours = [f"{GRACE_S:g}"] * len(kinds.names(StackOptions()))
-    sites = [programs.site_of(name, Home(tmp_path), StackOptions(), PLACES) for name in kinds.names(StackOptions())]
+    sites = [
+        programs.site_of(name, Home(tmp_path), StackOptions(), PLACES) for name in kinds.names(StackOptions())
+    ]
     assert [f"{programs.program(site, {}).stop_timeout_s:g}" for site in sites] == ours
-    others = [p.stop_timeout_s for p in Cluster(Home(tmp_path), StackOptions(), tmp_path, 1, 2).programs({}, [3])]
+    others = [
+        p.stop_timeout_s for p in Cluster(Home(tmp_path), StackOptions(), tmp_path, 1, 2).programs({}, [3])
+    ]
     assert max(others) <= GRACE_S

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from command import control
 from infra.home import Home
-from roo.errors import SetupError
+from roostream.cli import control
+from roostream.errors import SetupError
 
 
 @pytest.fixture

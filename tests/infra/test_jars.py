@@ -7,7 +7,7 @@ import pytest
 
 from infra import jars
 from infra.jars import Jar
-from roo.errors import ConfigError, SetupError
+from roostream.errors import ConfigError, SetupError
 
 CONTENT = b"a jar"
 
@@ -53,5 +53,7 @@ def test_a_line_of_another_form_is_named(tmp_path: Path) -> None:
 
 
 def test_what_makes_absent_jars_is_told(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match="run `make setup` in a checkout, `roostream prepare` where the package is installed"):
+    with pytest.raises(
+        SetupError, match="run `make setup` in a checkout, `roostream prepare` where the package is installed"
+    ):
         jars.require_jars(tmp_path)

@@ -6,7 +6,7 @@ import pytest
 
 from infra.kept_options import FILE, keep, kept
 from infra.options import StackOptions
-from roo.errors import ConfigError
+from roostream.errors import ConfigError
 
 
 def test_what_a_stack_was_made_with_comes_back(tmp_path: Path) -> None:

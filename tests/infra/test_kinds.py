@@ -15,8 +15,8 @@ from infra.options import StackOptions
 from infra.places import Places, draw
 from infra.ports import Ports
 from infra.programs import plain, settings, site_of
-from roo.config import build, from_dict
-from roo.errors import ConfigError
+from roostream.errors import ConfigError
+from roostream.schema.settings import build, from_dict
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -27,7 +27,11 @@ def test_a_row_names_settings_and_a_body_that_exist(kind: kinds.Kind) -> None:
 
 def test_programs_that_are_many_are_numbered() -> None:
     options = StackOptions(num_shards=3)
-    assert [n for n in kinds.names(options) if kind_of(n).name == "shard"] == ["shard-0", "shard-1", "shard-2"]
+    assert [n for n in kinds.names(options) if kind_of(n).name == "shard"] == [
+        "shard-0",
+        "shard-1",
+        "shard-2",
+    ]
     assert [n for n in kinds.names(StackOptions(num_workers=3)) if kind_of(n).name == "worker"] == [
         "worker",
         "worker-1",
@@ -44,7 +48,14 @@ def test_an_unknown_program_is_refused(name: str) -> None:
 
 def test_what_others_need_ends_after_them() -> None:
     rank = {kind.name: kind.stop_rank for kind in KINDS}
-    assert rank["simulate"] < rank["serving"] < rank["joiner"] < rank["worker"] < rank["controller"] < rank["shard"]
+    assert (
+        rank["simulate"]
+        < rank["serving"]
+        < rank["joiner"]
+        < rank["worker"]
+        < rank["controller"]
+        < rank["shard"]
+    )
     assert max(rank.values()) < StopRank.REDIS < StopRank.FLINK < StopRank.KAFKA
 
 
@@ -70,8 +81,12 @@ def test_several_serving_processes_share_a_port_and_rows_and_have_homes_of_their
     places = placed(options, names)
     tables = [settings(site_of(n, Home(tmp_path), options, places)) for n in names]
     assert len({t["metrics_port"] for t in tables}) == 4 and len({t["home"] for t in tables[1:]}) == 3
-    assert {t["listen"] for t in tables[1:]} == {f"127.0.0.1:{places.serving}"} and all(t["reuse_port"] for t in tables[1:])
-    assert {t["rows_home"] for t in tables} == {tmp_path / "serving-rows"} and {t["rows"] for t in tables[1:]} == {"shared"}
+    assert {t["listen"] for t in tables[1:]} == {f"127.0.0.1:{places.serving}"} and all(
+        t["reuse_port"] for t in tables[1:]
+    )
+    assert {t["rows_home"] for t in tables} == {tmp_path / "serving-rows"} and {
+        t["rows"] for t in tables[1:]
+    } == {"shared"}
     for name, table in zip(names, tables, strict=True):
         build(kind_of(name).settings(), from_dict(kind_of(name).settings(), plain(table)))
     assert "serving-rows" in kinds.BY_NAME["serving"].needs(options)
@@ -92,7 +107,9 @@ def test_a_local_stack_asks_by_http_and_says_so(tmp_path: Path) -> None:
 def test_readers_read_for_workers_where_there_are_any(tmp_path: Path) -> None:
     options = StackOptions(num_readers=2, overrides={"worker": {"readers": {"most_units": 9}}})
     places = placed(options, ["worker", "controller", "reader-0", "reader-1"])
-    tables = {n: settings(site_of(n, Home(tmp_path), options, places)) for n in ("worker", "controller", "reader-1")}
+    tables = {
+        n: settings(site_of(n, Home(tmp_path), options, places)) for n in ("worker", "controller", "reader-1")
+    }
     assert tables["worker"]["readers"] == {"by": "programs", "most_units": 9}
     assert tables["controller"]["readers"] == {"least": 2, "most": 2}
     assert tables["reader-1"]["controller"] == places.endpoints(options).controller

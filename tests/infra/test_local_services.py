@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from infra.stack import Stack
-from roo.errors import SetupError, UnavailableError
-from runtime.flink_rest import FlinkRest
-from runtime.kafka import clients
-from runtime.kafka.broker import Broker
-from runtime.kafka.topics import DEFAULT_PARTITIONS, SAMPLES
+from roostream.errors import SetupError, UnavailableError
+from roostream.runtime.flink_rest import FlinkRest
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.broker import Broker
+from roostream.runtime.kafka.topics import DEFAULT_PARTITIONS, SAMPLES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 WAIT_S = 120.0
@@ -80,5 +80,7 @@ def test_a_job_is_submitted_where_nobody_may_write_to_the_shared_temporary_folde
         assert list(stack.home.tmp.iterdir()), "it is the home's folder that is used"
         with pytest.raises(UnavailableError, match="does not know /jars/upload"):
             FlinkRest(stack.endpoints.flink).post("/jars/upload", {})
-        assert stack.stop().num_cut_off == 0, "a job can be ended with a savepoint although the web page can't cancel it"
+        assert stack.stop().num_cut_off == 0, (
+            "a job can be ended with a savepoint although the web page can't cancel it"
+        )
         assert list(stack.home.tmp.iterdir()) == []

@@ -15,9 +15,7 @@ from infra.child import Program, StopRank
 from infra.pools.processes import ProcessPool
 
 WAIT_S = 20.0
-SLOW_TO_END = (
-    "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), sys.exit(0))); time.sleep(600)"
-)
+SLOW_TO_END = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), sys.exit(0))); time.sleep(600)"
 
 
 @pytest.fixture
@@ -25,7 +23,9 @@ def pool(tmp_path: Path) -> Iterator[ProcessPool]:
     def copy(number: int) -> Program:
         name = f"copy-{number}"
         command = (sys.executable, "-I", "-S", "-c", SLOW_TO_END)
-        return Program(name=name, command=command, log=tmp_path / name, env=dict(os.environ), stop_rank=StopRank.FEATURES)
+        return Program(
+            name=name, command=command, log=tmp_path / name, env=dict(os.environ), stop_rank=StopRank.FEATURES
+        )
 
     made = ProcessPool(copy)
     yield made

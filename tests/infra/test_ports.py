@@ -11,7 +11,7 @@ import pytest
 
 from infra import ports
 from infra.ports import HOST, Ports
-from roo.errors import SetupError
+from roostream.errors import SetupError
 
 
 @pytest.fixture

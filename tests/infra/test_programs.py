@@ -21,15 +21,20 @@ from infra.places import draw
 from infra.ports import Ports
 from infra.programs import plain, program, site_of
 from infra.supervisor import Supervisor
-from runtime.program import REFUSED_CODE
+from roostream.runtime.program import REFUSED_CODE
 
 VALUES = st.one_of(
-    st.booleans(), st.integers(-(2**62), 2**62), st.floats(allow_nan=False), st.text(st.characters(exclude_categories=["Cs"]))
+    st.booleans(),
+    st.integers(-(2**62), 2**62),
+    st.floats(allow_nan=False),
+    st.text(st.characters(exclude_categories=["Cs"])),
 )
 KEYS = st.text("abcdefghijklmnopqrstuvwxyz_", min_size=1)
 
 
-@given(st.dictionaries(KEYS, VALUES | st.lists(st.integers(-9, 9))), st.dictionaries(KEYS, VALUES, min_size=1))
+@given(
+    st.dictionaries(KEYS, VALUES | st.lists(st.integers(-9, 9))), st.dictionaries(KEYS, VALUES, min_size=1)
+)
 def test_what_is_written_is_what_is_read(flat: dict[str, object], inner: dict[str, object]) -> None:
     table = {k: v for k, v in flat.items() if k != "inner"} | {"inner": inner}
     assert tomllib.loads(tomli_w.dumps(plain(table))) == table
@@ -62,7 +67,9 @@ def built(name: str, home: Path, ports: Ports, **overrides: dict[str, object]) -
     return program(site_of(name, Home(home), options, draw(ports, options, names(options))), env)
 
 
-def test_a_program_of_ours_that_refuses_its_file_stays_down_with_its_sentence(tmp_path: Path, ports: Ports) -> None:
+def test_a_program_of_ours_that_refuses_its_file_stays_down_with_its_sentence(
+    tmp_path: Path, ports: Ports
+) -> None:
     """As the supervisor of a stack runs it: a process, its exit code, its log."""
     Home(tmp_path).make()
     supervisor = Supervisor(lambda: None).open()
@@ -73,17 +80,22 @@ def test_a_program_of_ours_that_refuses_its_file_stays_down_with_its_sentence(tm
     finally:
         supervisor.close()
     assert slot.exit_code == REFUSED_CODE and slot.restarts.total == 0
-    assert re.match(r".*/conf/controller\.toml:\d+: key 'neighbours': expected NAME=URL, .*got 'nonsense'", slot.said), slot.said
+    assert re.match(
+        r".*/conf/controller\.toml:\d+: key 'neighbours': expected NAME=URL, .*got 'nonsense'", slot.said
+    ), slot.said
 
 
-def test_a_program_says_by_which_code_it_is_refused_and_which_file_may_be_mended(tmp_path: Path, ports: Ports) -> None:
+def test_a_program_says_by_which_code_it_is_refused_and_which_file_may_be_mended(
+    tmp_path: Path, ports: Ports
+) -> None:
     made = built("controller", tmp_path, ports)
     assert made.refusal == REFUSED_CODE and made.reads == (StackOptions().schema,) and made.after == ()
     assert built("compactor", tmp_path, ports).reads == ()
 
 
 @pytest.mark.parametrize(
-    ("warehouse", "after"), [("warehouse", ("archiver", "archiver-1")), ("other", ()), ("s3://b/warehouse", ())]
+    ("warehouse", "after"),
+    [("warehouse", ("archiver", "archiver-1")), ("other", ()), ("s3://b/warehouse", ())],
 )
 def test_a_model_that_begins_in_the_stacks_own_archive_waits_for_it(
     warehouse: str, after: tuple[str, ...], tmp_path: Path, ports: Ports

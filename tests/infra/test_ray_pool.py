@@ -12,7 +12,7 @@ import pytest
 
 from infra.child import Program, StopRank
 from infra.pools.on_ray import RayPool, Seat
-from roo.errors import ConfigError, UnavailableError
+from roostream.errors import ConfigError, UnavailableError
 
 
 class Ref:
@@ -63,7 +63,9 @@ class Cluster(types.ModuleType):
         self.actors.append(Actor(number))
         return self.actors[-1]
 
-    def wait(self, refs: Sequence[Ref], num_returns: int = 1, timeout: float = 0) -> tuple[list[Ref], list[Ref]]:
+    def wait(
+        self, refs: Sequence[Ref], num_returns: int = 1, timeout: float = 0
+    ) -> tuple[list[Ref], list[Ref]]:
         return [ref for ref in refs if ref.ready], [ref for ref in refs if not ref.ready]
 
     def get(self, refs: Sequence[Ref], timeout: float = 0) -> list[Any]:
@@ -85,7 +87,9 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 def copy(number: int, folder: Path) -> Program:
     command = (sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)")
-    return Program(name=f"copy-{number}", command=command, log=folder / "log", env={}, stop_rank=StopRank.FEATURES)
+    return Program(
+        name=f"copy-{number}", command=command, log=folder / "log", env={}, stop_rank=StopRank.FEATURES
+    )
 
 
 def test_it_grows_and_shrinks_without_waiting(cluster: Cluster) -> None:
@@ -97,7 +101,11 @@ def test_it_grows_and_shrinks_without_waiting(cluster: Cluster) -> None:
     assert [actor.is_asked_to_end for actor in cluster.actors] == [False, True, True]
     assert pool.members() == ["copy-0", "copy-1", "copy-2"], "two are ending"
     cluster.actors[1].over.ready = cluster.actors[2].over.ready = True
-    assert pool.members() == ["copy-0"] and [actor.is_killed for actor in cluster.actors] == [False, True, True]
+    assert pool.members() == ["copy-0"] and [actor.is_killed for actor in cluster.actors] == [
+        False,
+        True,
+        True,
+    ]
 
 
 def test_of_an_actor_that_is_gone_another_is_made(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
@@ -105,7 +113,11 @@ def test_of_an_actor_that_is_gone_another_is_made(cluster: Cluster, caplog: pyte
     pool.resize(2)
     cluster.actors[1].over.ready = True
     pool.resize(2)
-    assert [actor.number for actor in cluster.actors] == [0, 1, 1] and "copy-1 is gone with what ran it" in caplog.text
+    assert [actor.number for actor in cluster.actors] == [
+        0,
+        1,
+        1,
+    ] and "copy-1 is gone with what ran it" in caplog.text
     assert not cluster.actors[0].is_asked_to_end
 
 
@@ -129,7 +141,9 @@ def test_a_cluster_that_does_not_answer_is_waited_for_by_who_asks(cluster: Clust
 
 def test_no_cluster_and_no_package_are_told(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.is_there = False
-    with pytest.raises(UnavailableError, match="expected a Ray cluster that this machine belongs to, found none"):
+    with pytest.raises(
+        UnavailableError, match="expected a Ray cluster that this machine belongs to, found none"
+    ):
         RayPool(copy, "copy")
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install 'roostream\[ray\]'"):

@@ -31,7 +31,9 @@ def test_a_child_that_lived_long_starts_with_a_clean_sheet() -> None:
 
 def test_a_kill_every_minute_is_repaired_at_once_however_often_it_comes() -> None:
     restarts = Restarts(policy=RestartPolicy())
-    assert {restarts.died(60.0 - 8.0 - 10.0) for _ in range(60)} == {0.0}, "less what starting and being killed take"
+    assert {restarts.died(60.0 - 8.0 - 10.0) for _ in range(60)} == {0.0}, (
+        "less what starting and being killed take"
+    )
 
 
 def test_a_child_given_up_and_asked_for_again_gets_all_its_tries_again() -> None:

@@ -11,7 +11,7 @@ from infra.child import Program
 from infra.flink_cluster import JOB_MANAGER, Cluster, task_manager
 from infra.home import Home
 from infra.options import StackOptions
-from roo.errors import UnavailableError
+from roostream.errors import UnavailableError
 
 JAVA = Path("/java")
 
@@ -45,7 +45,9 @@ def test_redis_keeps_nothing_and_listens_on_loopback(home: Home) -> None:
     redis = services(home)["redis"]
     redis.prepare()
     text = (home.conf / "redis.conf").read_text()
-    assert "bind 127.0.0.1\n" in text and "port 1003\n" in text and 'save ""' in text and "appendonly no" in text
+    assert (
+        "bind 127.0.0.1\n" in text and "port 1003\n" in text and 'save ""' in text and "appendonly no" in text
+    )
 
 
 def test_flink_is_configured_below_the_home_and_by_the_options(home: Home) -> None:

@@ -12,7 +12,7 @@ from infra.child import Program, StopRank
 from infra.home import Home
 from infra.places import Endpoints
 from infra.stopping import Stopped, stop
-from runtime.rpc_server import RpcServer
+from roostream.runtime.rpc_server import RpcServer
 
 NOBODY = "127.0.0.1:1"
 
@@ -40,7 +40,9 @@ def program(name: str, rank: StopRank) -> Program:
 
 
 def endpoints(controller: str = NOBODY) -> Endpoints:
-    return Endpoints(kafka="", redis="", flink=f"http://{NOBODY}", serving="", controller=controller, shards=(), metrics={})
+    return Endpoints(
+        kafka="", redis="", flink=f"http://{NOBODY}", serving="", controller=controller, shards=(), metrics={}
+    )
 
 
 def stopped(supervisor: Any, tmp_path: Path, controller: str = NOBODY) -> Stopped:

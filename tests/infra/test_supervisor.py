@@ -15,8 +15,8 @@ import pytest
 from infra.child import Program, StopRank
 from infra.restart import RestartPolicy
 from infra.supervisor import Supervisor
-from roo.errors import UnavailableError
-from runtime.program import AWAY_CODE, HELD_CODE, REFUSED_CODE
+from roostream.errors import UnavailableError
+from roostream.runtime.program import AWAY_CODE, HELD_CODE, REFUSED_CODE
 
 WAIT_S = 20.0
 SLEEP = "import time; time.sleep(600)"
@@ -80,14 +80,18 @@ def test_a_child_that_left_as_it_was_asked_to_is_started_again_without_alarm(
 ) -> None:
     caplog.set_level("INFO")
     there = tmp_path / "was here"
-    leaves_once = f"import pathlib, time; p = pathlib.Path({str(there)!r}); p.exists() and time.sleep(600); p.touch()"
+    leaves_once = (
+        f"import pathlib, time; p = pathlib.Path({str(there)!r}); p.exists() and time.sleep(600); p.touch()"
+    )
     bench.start(bench.program("a", leaves_once))
     bench.wait(lambda: "a" in bench.supervisor.slots and bench.supervisor.slots["a"].restarts.total == 1)
     bench.wait_state("a", "ready")
     assert "a has left after" in caplog.text and "died" not in caplog.text
 
 
-def test_a_child_that_dies_again_and_again_is_given_up_and_said_so(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_child_that_dies_again_and_again_is_given_up_and_said_so(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
     bench.start(bench.program("a", "import sys; print('no such thing'); sys.exit(3)"))
     bench.wait_state("a", "failed")
     assert bench.supervisor.slots["a"].restarts.total == 3
@@ -149,7 +153,8 @@ def test_what_follows_readiness_is_tried_until_it_works(bench: Bench) -> None:
 def test_a_child_that_does_not_stop_in_time_is_killed_and_counted(bench: Bench) -> None:
     log = bench.folder / "a.log"
     bench.start(
-        bench.program("a", STUBBORN, stop_timeout_s=0.3, ready=lambda: b"ready" in log.read_bytes()), bench.program("b", SLEEP)
+        bench.program("a", STUBBORN, stop_timeout_s=0.3, ready=lambda: b"ready" in log.read_bytes()),
+        bench.program("b", SLEEP),
     )
     bench.wait_state("a", "ready")
     bench.wait_state("b", "ready")
@@ -172,7 +177,9 @@ def test_a_program_that_ends_by_itself_is_not_restarted(bench: Bench) -> None:
     assert bench.supervisor.slots["a"].exit_code == 7
 
 
-def test_a_program_that_is_held_rests_until_it_is_asked_for(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_program_that_is_held_rests_until_it_is_asked_for(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
     bench.start(bench.program("a", f"import sys; sys.exit({HELD_CODE})"))
     bench.wait_state("a", "held")
     assert bench.supervisor.slots["a"].restarts.total == 0 and "a rests: training is held" in caplog.text
@@ -213,12 +220,19 @@ def test_the_exit_code_of_others_is_none_of_ours(bench: Bench) -> None:
 
 @pytest.mark.parametrize(
     ("is_ready", "starts", "why"),
-    [(True, 1, "its settings may have changed since it read them"), (False, 0, "it waited for a peer, and then refused")],
+    [
+        (True, 1, "its settings may have changed since it read them"),
+        (False, 0, "it waited for a peer, and then refused"),
+    ],
 )
-def test_whoever_did_its_work_for_a_while_has_one_more_start(is_ready: bool, starts: int, why: str, tmp_path: Path) -> None:
+def test_whoever_did_its_work_for_a_while_has_one_more_start(
+    is_ready: bool, starts: int, why: str, tmp_path: Path
+) -> None:
     bench = Bench(tmp_path, RestartPolicy(first_s=0.01, most_s=0.01, most_restarts=9, stable_s=0.3))
     try:
-        program = bench.program("a", refusing(REFUSED_CODE, after_s=0.8), refusal=REFUSED_CODE, ready=lambda: is_ready)
+        program = bench.program(
+            "a", refusing(REFUSED_CODE, after_s=0.8), refusal=REFUSED_CODE, ready=lambda: is_ready
+        )
         bench.start(program)
         bench.wait_state("a", "failed")
         assert bench.supervisor.slots["a"].restarts.total == starts, why
@@ -251,12 +265,18 @@ def test_what_was_refused_and_then_stopped_stays_down(bench: Bench, tmp_path: Pa
 
 
 def test_a_program_that_is_killed_has_said_nothing_of_it(bench: Bench) -> None:
-    bench.start(bench.program("a", "print('10:00:00 E roostream a: no disk', flush=True); import os; os.kill(os.getpid(), 9)"))
+    bench.start(
+        bench.program(
+            "a", "print('10:00:00 E roostream a: no disk', flush=True); import os; os.kill(os.getpid(), 9)"
+        )
+    )
     bench.wait_state("a", "failed")
     assert bench.supervisor.slots["a"].said == "killed by signal 9"
 
 
-def test_a_program_that_cannot_be_started_is_told_and_tried_again(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_program_that_cannot_be_started_is_told_and_tried_again(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
     def prepare() -> None:
         raise OSError(28, "No space left on device")
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from infra.kinds import KINDS, SIMULATE
-from roo.config import _Environment  # what a variable has to be called
-from runtime.program import HELD_CODE, REFUSED_CODE, STOP_S
+from roostream.runtime.program import HELD_CODE, REFUSED_CODE, STOP_S
+from roostream.schema.settings import _Environment  # what a variable has to be called
 
 UNITS = Path(__file__).resolve().parents[2] / "infra" / "systemd"
 SERVICES = sorted(UNITS.glob("*.service"))
@@ -41,10 +41,16 @@ def test_every_program_has_a_unit_and_every_unit_a_program() -> None:
 def test_a_unit_starts_its_program_and_gives_it_the_time_to_end(unit: Path) -> None:
     its = read(unit)
     program = program_of(unit)
-    assert its["ExecStart"] == [f"/opt/roostream/bin/roostream {program} --config /etc/roostream/{program}.toml"]
+    assert its["ExecStart"] == [
+        f"/opt/roostream/bin/roostream {program} --config /etc/roostream/{program}.toml"
+    ]
     assert STOP_S < float(its["TimeoutStopSec"][0].removesuffix("s")) <= STOP_S + 10
     assert its["RestartPreventExitStatus"] == [f"{REFUSED_CODE} {HELD_CODE}"] and its["Restart"] == ["always"]
-    assert its["User"] == ["roostream"] and its["NoNewPrivileges"] == ["true"] and its["ProtectSystem"] == ["strict"]
+    assert (
+        its["User"] == ["roostream"]
+        and its["NoNewPrivileges"] == ["true"]
+        and its["ProtectSystem"] == ["strict"]
+    )
     assert its["WantedBy"] == ["roostream.target"] and its["PartOf"] == ["roostream.target"]
 
 
@@ -71,13 +77,21 @@ def test_systemd_reads_them(tmp_path: Path) -> None:
     if verify is None:
         pytest.skip("no systemd here: units are parsed by the tests above alone")
     for unit in UNITS.iterdir():
-        text = unit.read_text().replace("/opt/roostream/bin/roostream ", f"{sys.executable} -m command.main ")
-        (tmp_path / unit.name.replace("@.", "@.")).write_text(text.replace("User=roostream\nGroup=roostream\n", ""))
+        text = unit.read_text().replace(
+            "/opt/roostream/bin/roostream ", f"{sys.executable} -m roostream.cli.main "
+        )
+        (tmp_path / unit.name.replace("@.", "@.")).write_text(
+            text.replace("User=roostream\nGroup=roostream\n", "")
+        )
     files = [str(tmp_path / unit.name.replace("@.", "@0.")) for unit in UNITS.iterdir()]
     for unit in UNITS.glob("*@.service"):
         (tmp_path / unit.name.replace("@.", "@0.")).symlink_to(tmp_path / unit.name)
     done = subprocess.run(
-        (verify, "verify", "--man=no", "--recursive-errors=no", *files), capture_output=True, text=True, check=False, timeout=60
+        (verify, "verify", "--man=no", "--recursive-errors=no", *files),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
     ours = [line for line in done.stderr.splitlines() if "roostream" in line]
     assert not ours and done.returncode == 0, done.stderr

@@ -31,6 +31,11 @@ def test_what_an_extra_brings_is_passed_over_without_it_and_nothing_else(
 
 def test_kernels_are_compiled_anew_when_a_file_with_one_changes() -> None:
     sources = {path.relative_to(ROOT).as_posix() for path in prepare.kernel_sources()}
-    expected = {"roo/wire_kernels.py", "param_server/kernels.py", "trainer/selection/deferral_kernels.py", "models/gather.py"}
-    assert expected | {"warehouse/pages/page_kernels.py", "serving/answer.py"} <= sources
+    expected = {
+        "roostream/wire/proto_kernels.py",
+        "param_server/kernels.py",
+        "trainer/selection/deferral_kernels.py",
+        "roostream/models/gather.py",
+    }
+    assert expected | {"roostream/warehouse/pages/page_kernels.py", "serving/answer.py"} <= sources
     assert "trainer/reduce.py" not in sources

@@ -15,14 +15,14 @@ from joiner.join import Join
 from joiner.rules import Rules
 from joiner.state import END, Engagement, Head, Impression, MemoryState, Request, Scope, Tally, Trace
 from joiner.turn import Turn
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.block import encode_nro, encode_ro
-from roo.ids import key_bytes
-from roo.schema import Schema
-from roo.schema_file import schema_from_dict
-from roo.wire import Record
-from runtime.event_time import START
+from roostream.runtime.event_time import START
+from roostream.schema.ids import key_bytes
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import schema_from_dict
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.block import encode_nro, encode_ro
+from roostream.wire.records import Record
 
 SCHEMA = schema_from_dict(
     {
@@ -77,7 +77,12 @@ def impression(
     **fields: Any,
 ) -> pb.Impression:
     header = pb.Header(
-        request_id=request, user_id=user, session_id=session, surface=surface, time_ms=time_ms, schema=schema.fingerprint
+        request_id=request,
+        user_id=user,
+        session_id=session,
+        surface=surface,
+        time_ms=time_ms,
+        schema=schema.fingerprint,
     )
     message = pb.Impression(header=header, item_ids=items, nro=nro_block(items, tag, schema), **fields)
     if ro is not None:
@@ -96,21 +101,35 @@ def engagement(
     user: int = USER,
     session: int = 4,
 ) -> pb.Engagement:
-    header = pb.Header(request_id=request, user_id=user, session_id=session, time_ms=time_ms, schema=SCHEMA.fingerprint)
+    header = pb.Header(
+        request_id=request, user_id=user, session_id=session, time_ms=time_ms, schema=SCHEMA.fingerprint
+    )
     return pb.Engagement(header=header, event_id=event, item_id=item, action=action, value=value)
 
 
 def record(
-    message: pb.Impression | pb.Engagement | pb.Heartbeat | pb.EndMarker, *, offset: int = 0, partition: int = 0
+    message: pb.Impression | pb.Engagement | pb.Heartbeat | pb.EndMarker,
+    *,
+    offset: int = 0,
+    partition: int = 0,
 ) -> Record:
     """As a producer would write it."""
     if isinstance(message, (pb.Heartbeat, pb.EndMarker)):
         kind = wire.HEARTBEAT if isinstance(message, pb.Heartbeat) else wire.END_MARKER
         return Record("impressions", partition, offset, message.time_ms, None, wire.encode(kind, message))
     h = message.header
-    kind, topic = (wire.IMPRESSION, "impressions") if isinstance(message, pb.Impression) else (wire.ENGAGEMENT, "engagements")
+    kind, topic = (
+        (wire.IMPRESSION, "impressions")
+        if isinstance(message, pb.Impression)
+        else (wire.ENGAGEMENT, "engagements")
+    )
     return Record(
-        topic, partition, offset, h.time_ms, key_bytes(h.user_id, h.session_id, h.request_id), wire.encode(kind, message)
+        topic,
+        partition,
+        offset,
+        h.time_ms,
+        key_bytes(h.user_id, h.session_id, h.request_id),
+        wire.encode(kind, message),
     )
 
 
@@ -198,7 +217,9 @@ class Driver:
         out = []
         while self._timers and self._timers[0] <= watermark_ms:
             due_ms = heapq.heappop(self._timers)
-            out += self._call(lambda state, due_ms=due_ms: self.join.advance(state, KEY, due_ms, watermark_ms))
+            out += self._call(
+                lambda state, due_ms=due_ms: self.join.advance(state, KEY, due_ms, watermark_ms)
+            )
         return out
 
     def end(self) -> list[Output]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.ids import key_bytes
-from roo.wire import Record
+from roostream.schema.ids import key_bytes
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.records import Record
 from tests.joiner.cases import engagement, impression, record
 
 WINDOW_MS, LATENESS_MS, HORIZON_MS = 20_000, 1_000, 60_000
@@ -37,7 +37,9 @@ def messages(seed: int, *, num_users: int = 12, num_requests: int = 25) -> list[
 def _request(rng: random.Random, user: int, request: str, time_ms: int) -> list[Message]:
     session, items = rng.choice([4, 5]), rng.sample(range(1, 50), rng.randrange(1, 8))
     who = {"request": request, "user": user, "session": session}
-    out: list[Message] = [impression(time_ms, items, ro=rng.choice([None, 1.0, 2.0]), scores=[0.5] * (4 * len(items)), **who)]
+    out: list[Message] = [
+        impression(time_ms, items, ro=rng.choice([None, 1.0, 2.0]), scores=[0.5] * (4 * len(items)), **who)
+    ]
     if rng.random() < 0.3:
         out.append(impression(time_ms + rng.randrange(25_000), [items[0], 60, 61], ro=None, tag=9.0, **who))
     for _ in range(rng.randrange(5)):
@@ -45,9 +47,22 @@ def _request(rng: random.Random, user: int, request: str, time_ms: int) -> list[
         action = rng.choice(["click", "click", "dwell", "buy"])
         after_ms = rng.choice([rng.randrange(15_000), rng.randrange(40_000), rng.randrange(150_000)])
         event = rng.getrandbits(63) + 1
-        out.append(engagement(time_ms + after_ms, item, event=event, action=action, value=float(rng.randrange(9)), **who))
+        out.append(
+            engagement(
+                time_ms + after_ms, item, event=event, action=action, value=float(rng.randrange(9)), **who
+            )
+        )
     if rng.random() < 0.05:
-        out.append(engagement(time_ms, 1, event=rng.getrandbits(63) + 1, request=f"{request}-never", user=user, session=session))
+        out.append(
+            engagement(
+                time_ms,
+                1,
+                event=rng.getrandbits(63) + 1,
+                request=f"{request}-never",
+                user=user,
+                session=session,
+            )
+        )
     return out
 
 
@@ -87,7 +102,11 @@ def arrivals(seed: int) -> list[Record]:
 def everywhere(message: pb.Heartbeat | pb.EndMarker) -> list[Record]:
     """On each partition of both topics."""
     one = record(message)
-    return [one._replace(topic=t, partition=p, key=bytes(8)) for t in ("impressions", "engagements") for p in range(4)]
+    return [
+        one._replace(topic=t, partition=p, key=bytes(8))
+        for t in ("impressions", "engagements")
+        for p in range(4)
+    ]
 
 
 def placed(records: list[Record]) -> list[Record]:

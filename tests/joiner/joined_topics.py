@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from roo import wire
-from roo.wire import Record
-from runtime.kafka import clients
-from runtime.kafka.broker import Broker
-from runtime.kafka.topics import DEFAULT_PARTITIONS, name_of, partitions_of
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.broker import Broker
+from roostream.runtime.kafka.topics import DEFAULT_PARTITIONS, name_of, partitions_of
+from roostream.wire import records as wire
+from roostream.wire.records import Record
 from tests.joiner import generated
 
 SETTINGS = {k: list(v) if isinstance(v, tuple) else v for k, v in generated.SETTINGS.items()}
@@ -23,7 +23,9 @@ def produce(bootstrap: str, prefix: str, records: list[Record]) -> None:
     client = clients.producer(Broker(bootstrap))
     for r in records:
         topic = name_of(prefix, r.topic)
-        clients.send(client, topic, key=r.key, value=r.value, timestamp_ms=r.timestamp_ms, partition=r.partition)
+        clients.send(
+            client, topic, key=r.key, value=r.value, timestamp_ms=r.timestamp_ms, partition=r.partition
+        )
     assert client.flush(30) == 0
 
 
@@ -36,7 +38,9 @@ def consume(bootstrap: str, prefix: str, topic: str) -> list[Any]:
     client.assign([TopicPartition(name, p, OFFSET_BEGINNING) for p in partitions])
     messages: list[Any] = []
     ended: set[int] = set()
-    while len(ended) < len(partitions):  # of a topic with transactions, offsets don't tell how many records there are
+    while len(ended) < len(
+        partitions
+    ):  # of a topic with transactions, offsets don't tell how many records there are
         for m in client.consume(500, 1.0):
             if m.error() is None:
                 messages.append(m)
@@ -74,6 +78,10 @@ def wait(what: str, reached: Callable[[], bool]) -> None:
 def count(bootstrap: str, prefix: str, topic: str) -> int:
     client = clients.consumer(Broker(bootstrap), "count")
     try:
-        return sum(clients.end_offsets(client, name_of(prefix, topic), range(partitions_of(topic, DEFAULT_PARTITIONS))).values())
+        return sum(
+            clients.end_offsets(
+                client, name_of(prefix, topic), range(partitions_of(topic, DEFAULT_PARTITIONS))
+            ).values()
+        )
     finally:
         client.close()

@@ -12,9 +12,9 @@ from typing import Any
 
 import xxhash
 
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.schema import Schema
+from roostream.schema.schema import Schema
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
 
 Message = pb.Impression | pb.Engagement
 
@@ -36,7 +36,10 @@ def join_all(messages: Sequence[Message], rules: Any, schemas: dict[int, Schema]
     engagements = [m for m in distinct if isinstance(m, pb.Engagement)]
     result = Result({}, {}, Counter())
     shown_requests = {m.header.request_id for m in impressions}
-    openings = {r: min((m for m in impressions if m.header.request_id == r), key=_order).header for r in shown_requests}
+    openings = {
+        r: min((m for m in impressions if m.header.request_id == r), key=_order).header
+        for r in shown_requests
+    }
     starts = {r: (h.time_ms, h.session_id) for r, h in openings.items()}
     for request in shown_requests:
         _one(
@@ -117,11 +120,15 @@ def _one(request, impressions, engagements, starts, rules, schemas, copies, resu
                 for at, _, e in sorted(events, key=lambda x: x[:2])
                 if e.item_id == item and e.action == label.action and at <= until
             ]
-            fold = {"any": lambda v: 1.0, "count": len, "sum": sum, "max": max, "last": lambda v: v[-1]}[label.fold]
+            fold = {"any": lambda v: 1.0, "count": len, "sum": sum, "max": max, "last": lambda v: v[-1]}[
+                label.fold
+            ]
             out.append(float(fold(values)) if values else 0.0)
         return out
 
-    again = sum(copies[m.SerializeToString(deterministic=True)] - 1 for m in [*used, *(by_id[i] for i in folded)])
+    again = sum(
+        copies[m.SerializeToString(deterministic=True)] - 1 for m in [*used, *(by_id[i] for i in folded)]
+    )
     ro = [m.ro for m in used if m.HasField("ro")]
     result.samples[request] = {
         "close": (close, reason),
@@ -132,7 +139,9 @@ def _one(request, impressions, engagements, starts, rules, schemas, copies, resu
         "events": [(i, by_id[i].item_id, by_id[i].action, by_id[i].value, effective[i]) for i in folded],
         "num_duplicates": again + repeats,
     }
-    for e in sorted((e for e in engagements if e.event_id not in folded), key=lambda e: (e.header.time_ms, e.event_id)):
+    for e in sorted(
+        (e for e in engagements if e.event_id not in folded), key=lambda e: (e.header.time_ms, e.event_id)
+    ):
         time = e.header.time_ms
         if time > close + 2 * rules.late_horizon_ms:
             result.dead[(e.event_id, "no_request")] += 1

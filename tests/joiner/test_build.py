@@ -9,11 +9,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from joiner.build import Output
-from joiner.spans import HEADER, ITEMS, NRO, POSITIONS, PROPENSITIES, RO, SCORES, WEIGHT, payload, spans_of, tags_of, varint
+from joiner.spans import (
+    HEADER,
+    ITEMS,
+    NRO,
+    POSITIONS,
+    PROPENSITIES,
+    RO,
+    SCORES,
+    WEIGHT,
+    payload,
+    spans_of,
+    tags_of,
+    varint,
+)
 from joiner.state import Impression
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.wire import Record
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.records import Record
 from tests.joiner.cases import Driver, engagement, impression, reader, record, rules
 
 T = 1_000
@@ -28,7 +41,13 @@ def page(draw: Any, items: list[int], time_ms: int) -> pb.Impression:
         served["positions"] = draw(st.permutations(range(n)))
     if draw(st.booleans()):
         served["propensities"] = [0.5] * n
-    return impression(time_ms, items, ro=draw(st.sampled_from([None, 1.0])), weight=draw(st.sampled_from([0.0, 2.0])), **served)
+    return impression(
+        time_ms,
+        items,
+        ro=draw(st.sampled_from([None, 1.0])),
+        weight=draw(st.sampled_from([0.0, 2.0])),
+        **served,
+    )
 
 
 item_lists = st.lists(st.integers(1, 6), max_size=5)
@@ -36,11 +55,22 @@ bytes_of = st.lists(st.tuples(item_lists, st.integers(0, 50)), min_size=1, max_s
 
 
 @settings(max_examples=150, deadline=None)
-@given(bytes_of, st.lists(st.tuples(st.integers(1, 7), st.sampled_from(["click", "dwell", "é"])), max_size=4), st.data())
-def test_samples_and_corrections_are_the_bytes_that_protobuf_writes(pages: list[Any], acts: list[Any], data: Any) -> None:
+@given(
+    bytes_of,
+    st.lists(st.tuples(st.integers(1, 7), st.sampled_from(["click", "dwell", "é"])), max_size=4),
+    st.data(),
+)
+def test_samples_and_corrections_are_the_bytes_that_protobuf_writes(
+    pages: list[Any], acts: list[Any], data: Any
+) -> None:
     driver = Driver(rules(engaged_threshold=2, correction_horizon_ms=60))
     driver.send(*(page(data.draw, items, T + after) for items, after in pages))
-    driver.send(*(engagement(T + 20 + 9 * n, item, event=n + 1, action=a, value=0.1) for n, (item, a) in enumerate(acts)))
+    driver.send(
+        *(
+            engagement(T + 20 + 9 * n, item, event=n + 1, action=a, value=0.1)
+            for n, (item, a) in enumerate(acts)
+        )
+    )
     driver.end()
     written = [o for o in driver.outputs if o.topic != "dead_letters"]
     assert written
@@ -55,11 +85,19 @@ def test_spans_are_where_protobuf_put_the_fields(items: list[int], data: Any) ->
     message = page(data.draw, items, T)
     value = record(message).value
     spans = spans_of(value)
-    for place, name in ((HEADER, "header"), (RO, "ro"), (ITEMS, "item_ids"), (NRO, "nro"), (SCORES, "scores")):
+    for place, name in (
+        (HEADER, "header"),
+        (RO, "ro"),
+        (ITEMS, "item_ids"),
+        (NRO, "nro"),
+        (SCORES, "scores"),
+    ):
         alone = pb.Impression()
-        getattr(alone, name).MergeFrom(getattr(message, name)) if name in ("header", "item_ids", "scores") else setattr(
-            alone, name, getattr(message, name)
-        )
+        getattr(alone, name).MergeFrom(getattr(message, name)) if name in (
+            "header",
+            "item_ids",
+            "scores",
+        ) else setattr(alone, name, getattr(message, name))
         field = alone.SerializeToString() if name != "ro" or message.HasField("ro") else b""
         assert bool(field) == bool(spans[place]) and field.endswith(payload(value, spans, place))
     assert bool(spans[WEIGHT]) == (message.weight != 0)
@@ -76,9 +114,25 @@ def test_a_varint_is_protobufs(n: int) -> None:
 
 def test_tags_are_those_of_the_descriptor() -> None:
     tags = tags_of(pb.Sample)
-    full = pb.Sample(sample_id=1, close_ms=1, item_ids=[1], event_values=[1.0], num_duplicates=1, untrainable=True, actions=["a"])
+    full = pb.Sample(
+        sample_id=1,
+        close_ms=1,
+        item_ids=[1],
+        event_values=[1.0],
+        num_duplicates=1,
+        untrainable=True,
+        actions=["a"],
+    )
     data = full.SerializeToString(deterministic=True)
-    for name in ("sample_id", "close_ms", "item_ids", "event_values", "num_duplicates", "untrainable", "actions"):
+    for name in (
+        "sample_id",
+        "close_ms",
+        "item_ids",
+        "event_values",
+        "num_duplicates",
+        "untrainable",
+        "actions",
+    ):
         assert tags[name] in data, name
 
 
@@ -92,7 +146,9 @@ def shuffled(message: pb.Impression) -> bytes:
     return b"".join(m.SerializeToString() for m in (*pieces, rest, header))
 
 
-def test_an_impression_that_is_not_written_as_protobuf_does_gives_the_same_sample_and_its_own_dead_letter() -> None:
+def test_an_impression_that_is_not_written_as_protobuf_does_gives_the_same_sample_and_its_own_dead_letter() -> (
+    None
+):
     message = impression(T, (1, 2), scores=[0.5] * 8)
     usual = record(message)
     other = usual._replace(value=usual.value[:2] + shuffled(message))

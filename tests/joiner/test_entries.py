@@ -6,7 +6,7 @@ import pytest
 
 from joiner.entries import VERSION, Entries, decode, encode
 from joiner.state import END, MemoryState, Request
-from roo.errors import CheckpointError
+from roostream.errors import CheckpointError
 from tests.joiner.cases import DictStore, Driver, engagement, impression, rules
 
 T = 1_000
@@ -38,7 +38,9 @@ def touched(driver: Driver, message: object) -> list[str]:
 
 @pytest.mark.parametrize("num_requests", [1, 40])
 @pytest.mark.parametrize("num_events", [2, 40])
-def test_an_engagement_touches_its_request_and_itself_however_much_is_remembered(num_requests: int, num_events: int) -> None:
+def test_an_engagement_touches_its_request_and_itself_however_much_is_remembered(
+    num_requests: int, num_events: int
+) -> None:
     driver = Driver(rules(next_request="user"))
     for n in range(num_requests):
         driver.send(impression(T + n, request=f"r{n}"))
@@ -76,14 +78,19 @@ def test_request_ids_with_dots_digits_and_kinds_in_them_do_not_collide() -> None
     names = ["1.r", "r", "e1.r", "1", ".", "1.1.r"]
     for n, name in enumerate(names, 1):
         driver.send(impression(T, request=name), engagement(T + 1, event=n, request=name))
-    assert set(driver.state.requests) == set(names) and {r: list(e) for r, e in driver.state.events.items()} == {
-        r: [n] for n, r in enumerate(names, 1)
-    }
+    assert set(driver.state.requests) == set(names) and {
+        r: list(e) for r, e in driver.state.events.items()
+    } == {r: [n] for n, r in enumerate(names, 1)}
 
 
 def test_state_of_every_phase_comes_back_equal_from_a_snapshot() -> None:
     driver = Driver(rules(correction_horizon_ms=50, next_request="session"), "memory")
-    driver.send(engagement(900, event=9, request="w"), impression(T), engagement(1_005, event=1), engagement(1_500, event=2))
+    driver.send(
+        engagement(900, event=9, request="w"),
+        impression(T),
+        engagement(1_005, event=1),
+        engagement(1_500, event=2),
+    )
     for watermark_ms in (950, 1_100, 1_150, 2_100):
         driver.at(watermark_ms)
         assert decode(encode(driver.state)) == driver.state
@@ -101,7 +108,9 @@ def test_every_value_begins_with_the_version() -> None:
 
 @pytest.mark.parametrize("data", [b"", bytes((1,)) + encode(MemoryState())[1:], bytes((VERSION + 1,))])
 def test_another_version_is_refused_with_what_to_do(data: bytes) -> None:
-    with pytest.raises(CheckpointError, match=f"expected joiner state of version {VERSION}, got .*; go on with the build"):
+    with pytest.raises(
+        CheckpointError, match=f"expected joiner state of version {VERSION}, got .*; go on with the build"
+    ):
         Entries(DictStore({"rr": data})).requests.get("r")
 
 

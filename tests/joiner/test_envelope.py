@@ -8,10 +8,12 @@ import pytest
 
 from joiner.build import Output
 from joiner.envelope import NOW, pack, unpack
-from roo.wire import Record
+from roostream.wire.records import Record
 
 
-@pytest.mark.parametrize(("key", "value"), [(b"12345678", b"value"), (None, b"v"), (b"", b""), (b"k", None), (None, None)])
+@pytest.mark.parametrize(
+    ("key", "value"), [(b"12345678", b"value"), (None, b"v"), (b"", b""), (b"k", None), (None, None)]
+)
 def test_a_record_is_read_as_the_deserializer_lays_it_out(key: bytes | None, value: bytes | None) -> None:
     sizes = (-1 if key is None else len(key), -1 if value is None else len(value))
     data = struct.pack("<Biqqii", 1, 3, 1 << 40, 1_700_000_000_000, *sizes) + (key or b"") + (value or b"")

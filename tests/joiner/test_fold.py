@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from joiner.fold import Fact, Labels
-from roo.schema import Label, Schema
+from roostream.schema.schema import Label, Schema
 
 DWELLS: list[Fact] = [
     (1_010, 1, "dwell", 3.0, 3),
@@ -40,15 +40,21 @@ def test_each_fold_of_an_action_and_zero_without_any(fold: str, value: float, of
 
 
 @pytest.mark.parametrize(
-    ("window", "label_window", "count"), [(100, 0, 3.0), (89, 0, 2.0), (90, 0, 3.0), (10, 100, 3.0), (100, 15, 1.0)]
+    ("window", "label_window", "count"),
+    [(100, 0, 3.0), (89, 0, 2.0), (90, 0, 3.0), (10, 100, 3.0), (100, 15, 1.0)],
 )
-def test_a_label_counts_within_its_own_window_or_the_joins(window: int, label_window: int, count: float) -> None:
+def test_a_label_counts_within_its_own_window_or_the_joins(
+    window: int, label_window: int, count: float
+) -> None:
     label = Label(name="dwell", action="dwell", fold="count", window_ms=label_window)
     assert labels([label], DWELLS, window) == [count]
 
 
 def test_a_threshold_leaves_smaller_values_out() -> None:
-    both = [Label(name="long", action="dwell", threshold=5.0), Label(name="longs", action="dwell", fold="count", threshold=5.0)]
+    both = [
+        Label(name="long", action="dwell", threshold=5.0),
+        Label(name="longs", action="dwell", fold="count", threshold=5.0),
+    ]
     assert labels(both, DWELLS) == [1.0, 2.0] and labels(both, DWELLS[:1]) == [0.0, 0.0]
 
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from joiner.build import MAX_RAW_BYTES, Output
 from joiner.state import Engagement, Impression
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.errors import CheckpointError, RoostreamError, UnavailableError
-from roo.ids import key_bytes
-from roo.wire import Record
+from roostream.errors import CheckpointError, RoostreamError, UnavailableError
+from roostream.schema.ids import key_bytes
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.records import Record
 from tests.joiner.cases import SCHEMA, engagement, impression, reader, record, seen
 
 T = 1_000
@@ -24,7 +24,13 @@ T = 1_000
 def changed(message: Any, **fields: Any) -> Record:
     """The record of a message with fields of its header (if it has such) or its own set anew, before the key is made."""
     for name, value in fields.items():
-        setattr(message.header if name in ("request_id", "surface", "time_ms", "schema", "traceparent") else message, name, value)
+        setattr(
+            message.header
+            if name in ("request_id", "surface", "time_ms", "schema", "traceparent")
+            else message,
+            name,
+            value,
+        )
     return record(message)
 
 
@@ -42,9 +48,17 @@ CASES: list[tuple[str, Record, str]] = [
     ("not UTF-8", GOOD._replace(value=b"\x01\x01\x0a\x04\x0a\x02\xff\xfe"), "undecodable"),
     ("unknown type", GOOD._replace(value=b"\x63" + GOOD.value[1:]), "unknown_type"),
     ("unknown version", GOOD._replace(value=GOOD.value[:1] + b"\x09" + GOOD.value[2:]), "unknown_type"),
-    ("a sample on an event topic", GOOD._replace(value=wire.encode(wire.SAMPLE, pb.Sample())), "unknown_type"),
+    (
+        "a sample on an event topic",
+        GOOD._replace(value=wire.encode(wire.SAMPLE, pb.Sample())),
+        "unknown_type",
+    ),
     ("too many bytes", GOOD._replace(value=GOOD.value + bytes(SCHEMA.limits.max_record_bytes)), "oversized"),
-    ("too many candidates", record(_many := pb.Impression(header=impression(T).header, item_ids=range(1_001))), "oversized"),
+    (
+        "too many candidates",
+        record(_many := pb.Impression(header=impression(T).header, item_ids=range(1_001))),
+        "oversized",
+    ),
     ("unknown schema", changed(impression(T), schema=99), "unknown_schema"),
     ("no request id", changed(impression(T), request_id=""), "bad_shape"),
     ("long request id", changed(impression(T), request_id="x" * 65), "bad_shape"),
@@ -71,7 +85,11 @@ CASES: list[tuple[str, Record, str]] = [
     ("NaN propensity", with_columns(propensities=[0.5, float("nan")]), "non_finite"),
     ("infinite weight", changed(impression(T), weight=float("inf")), "non_finite"),
     ("damaged RO block", changed(impression(T), ro=b"\xff\xff"), "undecodable"),
-    ("NRO block of other rows", changed(impression(T, (1, 2)), nro=impression(T, (1, 2, 3)).nro), "bad_shape"),
+    (
+        "NRO block of other rows",
+        changed(impression(T, (1, 2)), nro=impression(T, (1, 2, 3)).nro),
+        "bad_shape",
+    ),
     ("no event id", changed(engagement(T, event=1), event_id=0), "bad_shape"),
     ("no action", changed(engagement(T, event=1), action=""), "bad_shape"),
     ("infinite value", changed(engagement(T, event=1), value=float("inf")), "non_finite"),
@@ -83,7 +101,12 @@ CASES: list[tuple[str, Record, str]] = [
     ("time_ms", "is_one"), [(0, False), (1, True), (253_402_300_799_999, True), (253_402_300_800_000, False)]
 )
 def test_a_time_is_of_1970_to_9999(time_ms: int, is_one: bool) -> None:
-    assert isinstance(reader().read(changed(impression(T), time_ms=time_ms)._replace(timestamp_ms=time_ms)), Impression) is is_one
+    assert (
+        isinstance(
+            reader().read(changed(impression(T), time_ms=time_ms)._replace(timestamp_ms=time_ms)), Impression
+        )
+        is is_one
+    )
 
 
 @pytest.mark.parametrize(("bad", "reason"), [pytest.param(r, reason, id=name) for name, r, reason in CASES])
@@ -91,7 +114,12 @@ def test_a_bad_record_becomes_a_dead_letter_with_its_reason(bad: Record, reason:
     found = reader().read(bad)
     assert isinstance(found, Output) and (found.topic, found.why) == ("dead_letters", reason)
     m = seen(found).message
-    assert (m.topic, m.partition, m.offset, m.raw_bytes) == (bad.topic, bad.partition, bad.offset, len(bad.value or b""))
+    assert (m.topic, m.partition, m.offset, m.raw_bytes) == (
+        bad.topic,
+        bad.partition,
+        bad.offset,
+        len(bad.value or b""),
+    )
     assert m.error and "\n" not in m.error
 
 
@@ -120,7 +148,9 @@ def test_a_dead_letter_carries_a_bounded_part_of_a_large_record_and_the_ids_that
     assert (m.event_id, m.request_id) == (0, "r")
 
 
-@pytest.mark.parametrize("key", [None, b"", b"1234567", bytes((4 << 20) - 120)], ids=["none", "empty", "7 bytes", "4 MiB"])
+@pytest.mark.parametrize(
+    "key", [None, b"", b"1234567", bytes((4 << 20) - 120)], ids=["none", "empty", "7 bytes", "4 MiB"]
+)
 def test_a_key_that_is_none_of_ours_is_not_repeated(key: bytes | None) -> None:
     dead = reader().read(GOOD._replace(key=key, value=b"\x01"))
     assert isinstance(dead, Output) and dead.key == bytes(8)
@@ -130,7 +160,9 @@ def test_nothing_of_a_bad_record_makes_its_dead_letter_large() -> None:
     """A name is as long as its record; what is wrong may be told with the bytes that are."""
     long_name = reader().read(changed(impression(T), request_id="x" * 500_000))
     assert (
-        isinstance(long_name, Output) and len(long_name.value) < MAX_RAW_BYTES + 1_000 and not seen(long_name).message.request_id
+        isinstance(long_name, Output)
+        and len(long_name.value) < MAX_RAW_BYTES + 1_000
+        and not seen(long_name).message.request_id
     )
 
     def wordy(fingerprint: int) -> None:
@@ -149,7 +181,9 @@ def test_events_with_neither_user_nor_session_are_taken_under_a_key_of_their_req
     assert isinstance(shown, Impression) and isinstance(acted, Engagement)
 
 
-@pytest.mark.parametrize("error", [CheckpointError("the schema file is damaged"), UnavailableError("the mount is gone")])
+@pytest.mark.parametrize(
+    "error", [CheckpointError("the schema file is damaged"), UnavailableError("the mount is gone")]
+)
 def test_a_schema_that_can_not_be_read_now_is_no_fault_of_the_record(error: RoostreamError) -> None:
     def failing(fingerprint: int) -> None:
         raise error

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from roo.ids import sample_id
+from roostream.schema.ids import sample_id
 from tests.joiner.cases import (
     KEY,
     OTHER_SCHEMA,
@@ -98,7 +98,9 @@ def test_jitter_reaches_both_the_widest_and_the_narrowest_window() -> None:
         ({"engaged_threshold": 3, "engaged_min_wait_ms": 20}, T + 30, "which has passed by then"),
     ],
 )
-def test_the_engagement_that_reaches_the_threshold_or_is_terminal_closes(settings: dict[str, Any], close: int, why: str) -> None:
+def test_the_engagement_that_reaches_the_threshold_or_is_terminal_closes(
+    settings: dict[str, Any], close: int, why: str
+) -> None:
     events = [engagement(T + 10, event=1), engagement(T + 10, event=1), engagement(T + 20, 2, event=2)]
     sample = closed(impression(T), *events, engagement(T + 30, event=3, action="buy"), **settings)
     assert sample.message.close_ms == close, why
@@ -106,7 +108,12 @@ def test_the_engagement_that_reaches_the_threshold_or_is_terminal_closes(setting
 
 
 def test_engagements_at_the_close_enter_in_time_and_event_id_order() -> None:
-    events = [engagement(T + 20, event=5), engagement(T + 20, event=4), engagement(T + 10, event=9), engagement(T + 20, event=6)]
+    events = [
+        engagement(T + 20, event=5),
+        engagement(T + 20, event=4),
+        engagement(T + 10, event=9),
+        engagement(T + 20, event=6),
+    ]
     sample = closed(impression(T), *events, engaged_threshold=2, at=T + 20)
     assert sample.message.close_ms == T + 20
     assert sample.events == [9, 4, 5, 6], "all with time <= close, and so not only those up to the threshold"
@@ -131,7 +138,9 @@ def test_engagements_with_items_that_were_not_shown_do_not_close() -> None:
         ("user", 5, 80, T + 100),
     ],
 )
-def test_the_next_request_in_scope_closes_after_linger(scope: str, session: int, linger: int, close: int) -> None:
+def test_the_next_request_in_scope_closes_after_linger(
+    scope: str, session: int, linger: int, close: int
+) -> None:
     driver = Driver(rules(next_request=scope, linger_ms=linger))
     driver.send(impression(T), impression(T + 40, request="next", session=session))
     first = samples(driver.end())[0].message
@@ -139,11 +148,16 @@ def test_the_next_request_in_scope_closes_after_linger(scope: str, session: int,
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
-def test_a_request_is_emitted_when_the_watermark_reaches_the_next_one_whichever_came_first(order: tuple[int, ...]) -> None:
+def test_a_request_is_emitted_when_the_watermark_reaches_the_next_one_whichever_came_first(
+    order: tuple[int, ...],
+) -> None:
     driver = Driver(rules(next_request="user", linger_ms=5))
     events = [impression(T, request="a"), impression(T + 20, request="b"), impression(T + 60, request="c")]
     driver.send(*(events[n] for n in order))
-    emitted = {ms: [s.message.header.request_id for s in samples(driver.at(T + ms))] for ms in (24, 25, 64, 65, 159, 160)}
+    emitted = {
+        ms: [s.message.header.request_id for s in samples(driver.at(T + ms))]
+        for ms in (24, 25, 64, 65, 159, 160)
+    }
     assert emitted == {24: [], 25: ["a"], 64: [], 65: ["b"], 159: [], 160: ["c"]}
 
 
@@ -156,7 +170,9 @@ def test_the_smallest_later_time_is_the_next_request_whatever_the_order_of_arriv
 def test_an_older_request_never_closes_a_newer_one() -> None:
     driver = Driver(rules(next_request="user", linger_ms=50))
     driver.send(
-        impression(T + 30, request="new"), impression(T, request="old"), impression(T + 40, request="old", items=(7,), ro=None)
+        impression(T + 30, request="new"),
+        impression(T, request="old"),
+        impression(T + 40, request="old", items=(7,), ro=None),
     )
     closes = {s.message.header.request_id: s.message.close_ms for s in samples(driver.end())}
     assert closes == {"old": T + 80, "new": T + 130}
@@ -238,8 +254,16 @@ def test_what_was_served_is_copied_and_filled_where_a_page_lacks_it() -> None:
         impression(T, (1, 2), scores=scores, positions=[4, 5], propensities=[0.5, 0.25], weight=2.0),
         impression(T + 1, (2, 3), ro=None, weight=9.0),
     ).message
-    assert list(sample.scores[:8]) == scores and all(x != x for x in sample.scores[8:]) and len(sample.scores) == 12
-    assert (list(sample.positions), list(sample.propensities), sample.weight) == ([4, 5, 3], [0.5, 0.25, 1.0], 2.0)
+    assert (
+        list(sample.scores[:8]) == scores
+        and all(x != x for x in sample.scores[8:])
+        and len(sample.scores) == 12
+    )
+    assert (list(sample.positions), list(sample.propensities), sample.weight) == (
+        [4, 5, 3],
+        [0.5, 0.25, 1.0],
+        2.0,
+    )
     assert not closed(impression(T)).message.scores
 
 
@@ -251,13 +275,17 @@ def test_requests_of_no_one_and_the_most_candidates_are_ordinary(items: tuple[in
 
 def test_an_impression_of_another_schema_than_its_request_is_a_dead_letter() -> None:
     driver = Driver(rules())
-    driver.send(impression(T), impression(T + 1, (7,), schema=OTHER_SCHEMA, ro=None), engagement(T + 2, 7, event=1))
+    driver.send(
+        impression(T), impression(T + 1, (7,), schema=OTHER_SCHEMA, ro=None), engagement(T + 2, 7, event=1)
+    )
     outputs = driver.end()
     assert only(outputs, "samples").items == [1, 2]
     assert sorted(reasons(outputs)) == ["item_not_shown", "unknown_schema"]
 
 
-def test_an_engagement_whose_item_an_earlier_impression_s_schema_takes_away_is_given_up_at_its_own_time() -> None:
+def test_an_engagement_whose_item_an_earlier_impression_s_schema_takes_away_is_given_up_at_its_own_time() -> (
+    None
+):
     driver = Driver(rules(orphan_timeout_ms=20))
     driver.send(impression(T + 5, (3,)), engagement(T + 9, 3, event=1))
     driver.send(impression(T, (1, 2), schema=OTHER_SCHEMA, ro=None))
@@ -269,7 +297,9 @@ def test_an_item_is_found_where_its_bytes_also_lie_across_two_others() -> None:
     across, last = (0x22222222_00000001, 0x00000005_11111111), 0x11111111_22222222
     items = (*across, *range(20, 29), last)
     sample = closed(impression(T, items), engagement(T + 5, last, event=1))
-    assert [item for item, labels in sample.labels.items() if labels[0]] == [last] and sample.items[-1] == last
+    assert [item for item, labels in sample.labels.items() if labels[0]] == [last] and sample.items[
+        -1
+    ] == last
 
 
 def test_ids_are_made_of_key_and_request_and_the_header_is_the_openings() -> None:

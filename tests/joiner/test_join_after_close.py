@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from joiner.state import CLOSED, OPEN, THIN
-from roo import roo_pb2 as pb
-from roo.ids import sample_id
+from roostream.schema.ids import sample_id
+from roostream.wire import roo_pb2 as pb
 from tests.joiner.cases import (
     KEY,
     Driver,
@@ -66,11 +66,15 @@ def test_an_engagement_that_comes_before_its_request_waits_for_it() -> None:
 
 
 def test_an_engagement_waits_for_its_item() -> None:
-    assert closed(impression(T), engagement(T + 5, 3, event=1), impression(T + 2, (3,), ro=None)).events == [1]
+    assert closed(impression(T), engagement(T + 5, 3, event=1), impression(T + 2, (3,), ro=None)).events == [
+        1
+    ]
 
 
 @pytest.mark.parametrize(("messages", "reason"), [([], "no_request"), ([impression(T)], "item_not_shown")])
-def test_an_orphan_is_given_up_when_its_time_and_timeout_pass_the_watermark(messages: list[Any], reason: str) -> None:
+def test_an_orphan_is_given_up_when_its_time_and_timeout_pass_the_watermark(
+    messages: list[Any], reason: str
+) -> None:
     driver = Driver(rules(orphan_timeout_ms=40))
     driver.send(*messages, engagement(T + 5, 99, event=1))
     assert reasons(driver.at(T + 44)) == []
@@ -86,7 +90,12 @@ def test_the_timeout_is_the_window_by_default() -> None:
 
 
 def test_an_engagement_takes_effect_no_sooner_than_its_item_is_shown() -> None:
-    sample = closed(impression(T), engagement(T - 30, event=1), impression(T + 8, (3,), ro=None), engagement(T + 1, 3, event=2))
+    sample = closed(
+        impression(T),
+        engagement(T - 30, event=1),
+        impression(T + 8, (3,), ro=None),
+        engagement(T + 1, 3, event=2),
+    )
     assert list(sample.message.event_times) == [T, T + 8]
 
 
@@ -100,7 +109,9 @@ def test_an_item_may_be_shown_up_to_the_timeout_after_its_engagement(shown: int,
 
 
 @pytest.mark.parametrize(("begin", "reason"), [(T + 40, "item_not_shown"), (T + 41, "no_request")])
-def test_a_request_that_began_by_the_timeout_is_one_that_did_not_show_the_item(begin: int, reason: str) -> None:
+def test_a_request_that_began_by_the_timeout_is_one_that_did_not_show_the_item(
+    begin: int, reason: str
+) -> None:
     driver = Driver(rules(orphan_timeout_ms=40))
     driver.send(engagement(T, 99, event=1), impression(begin))
     assert reasons(driver.end()) == [reason]
@@ -144,14 +155,19 @@ def test_a_correction_has_features_within_the_correction_horizon(time: int, trai
     m = corrected(engagement(time, 2, event=2), correction_horizon_ms=50).message
     assert m.untrainable is not trainable
     block = nro_block((1, 2))
-    assert features_of(m) == ({1: (block, 0), 2: (block, 1)} if trainable else {}), "of the whole list: a model looks at it"
+    assert features_of(m) == ({1: (block, 0), 2: (block, 1)} if trainable else {}), (
+        "of the whole list: a model looks at it"
+    )
     assert m.HasField("ro") is trainable
 
 
 def test_a_correction_with_features_has_the_labels_of_the_whole_list_and_changes_those_of_one() -> None:
     late = corrected(engagement(T + 60, 2, event=2), correction_horizon_ms=50)
     clicked, nothing = [1.0, 1.0, 0.0, 1.0], [0.0] * 4
-    assert late.labels_before == {1: clicked, 2: nothing} and late.labels == {1: clicked, 2: [1.0, 1.0, 0.0, 0.0]}
+    assert late.labels_before == {1: clicked, 2: nothing} and late.labels == {
+        1: clicked,
+        2: [1.0, 1.0, 0.0, 0.0],
+    }
     assert late.events == [2] and list(late.message.event_candidates) == [1]
 
 
@@ -160,17 +176,29 @@ def test_a_correction_with_features_has_the_labels_of_the_whole_list_and_changes
 
 def test_an_early_close_tells_what_is_known_and_corrections_the_rest_of_the_window() -> None:
     driver = Driver(rules(early_close_ms=10))
-    driver.send(impression(T), engagement(T + 5, event=1), engagement(T + 50, 2, event=2), engagement(T + 101, 2, event=3))
+    driver.send(
+        impression(T),
+        engagement(T + 5, event=1),
+        engagement(T + 50, 2, event=2),
+        engagement(T + 101, 2, event=3),
+    )
     early = only(driver.at(T + 10), "samples")
     assert (early.why, early.message.close_ms, early.events) == ("CLOSE_EARLY", T + 10, [1])
     driver.at(T + 200)
     late = [seen(o) for o in driver.outputs if o.topic == "corrections"]
     assert [c.events for c in late] == [[2], [3]] and not any(c.message.untrainable for c in late)
-    assert [(c.labels_before[2][1], c.labels[2][1]) for c in late] == [(0.0, 1.0), (1.0, 1.0)], "the window ends at T + 100"
+    assert [(c.labels_before[2][1], c.labels[2][1]) for c in late] == [(0.0, 1.0), (1.0, 1.0)], (
+        "the window ends at T + 100"
+    )
 
 
 def test_labels_after_the_corrections_of_an_early_close_are_those_of_the_whole_window() -> None:
-    events = (impression(T), engagement(T + 5, event=1), engagement(T + 50, 2, event=2), engagement(T + 60, event=3))
+    events = (
+        impression(T),
+        engagement(T + 5, event=1),
+        engagement(T + 50, 2, event=2),
+        engagement(T + 60, event=3),
+    )
     early = Driver(rules(early_close_ms=10))
     early.send(*events)
     early.at(T + 500)
@@ -196,7 +224,9 @@ def test_an_early_close_is_made_good_by_corrections_up_to_the_window() -> None:
 
 def test_a_second_correction_starts_from_the_first_ones_labels() -> None:
     driver = Driver(rules(engaged_threshold=1))
-    driver.send(impression(T), engagement(T + 5, event=1), engagement(T + 30, event=3), engagement(T + 20, event=2))
+    driver.send(
+        impression(T), engagement(T + 5, event=1), engagement(T + 30, event=3), engagement(T + 20, event=2)
+    )
     driver.at(T + 200)
     counts = [
         (m.message.event_ids[0], m.labels_before[1][1], m.labels[1][1])
@@ -279,7 +309,10 @@ def test_copies_of_pages_are_known_as_long_as_their_request_s_name() -> None:
 def test_the_tombstone_thins_and_then_goes() -> None:
     driver = Driver(rules())
     driver.send(impression(T))
-    phases = [(driver.at(ms), driver.state.requests["r"].phase)[1] for ms in (T + 99, T + 100, T + 1_099, T + 1_100, T + 2_099)]
+    phases = [
+        (driver.at(ms), driver.state.requests["r"].phase)[1]
+        for ms in (T + 99, T + 100, T + 1_099, T + 1_100, T + 2_099)
+    ]
     assert phases == [OPEN, CLOSED, CLOSED, THIN, THIN]
     driver.at(T + 2_100)
     assert driver.state.requests == {}
@@ -298,7 +331,9 @@ def test_a_request_behind_the_watermark_closes_when_its_window_does() -> None:
 
 
 @pytest.mark.parametrize(("watermark", "late"), [(T + 99, False), (T + 100, True)])
-def test_only_a_request_whose_close_has_passed_closes_at_once_as_late_with_what_waited(watermark: int, late: bool) -> None:
+def test_only_a_request_whose_close_has_passed_closes_at_once_as_late_with_what_waited(
+    watermark: int, late: bool
+) -> None:
     driver = Driver(rules(orphan_timeout_ms=500))
     driver.send(engagement(T + 9, event=1), engagement(T + 104, event=2))
     driver.at(watermark)
@@ -315,7 +350,9 @@ def test_the_clicks_on_requests_that_come_late_are_in_their_samples() -> None:
     for n in range(30):
         name, late_ms = f"r{n}", 40 * (n % 3 == 0)
         driver.at(T + 100 * n + late_ms)
-        driver.send(impression(T + 100 * n, request=name), engagement(T + 100 * n + 90, event=n + 1, request=name))
+        driver.send(
+            impression(T + 100 * n, request=name), engagement(T + 100 * n + 90, event=n + 1, request=name)
+        )
     assert [s.events for s in samples(driver.end() and driver.outputs)] == [[n + 1] for n in range(30)]
 
 
@@ -381,7 +418,9 @@ def test_orphans_beyond_the_cap_overflow_and_joining_ones_do_not_count() -> None
 def test_candidates_beyond_the_cap_overflow_with_the_page_that_brings_them() -> None:
     driver = Driver(rules())
     driver.send(impression(T, tuple(range(999))))
-    assert reasons(driver.send(impression(T + 1, (1, 2_001), ro=None), impression(T + 2, (3_001,), ro=None))) == ["overflow"]
+    assert reasons(
+        driver.send(impression(T + 1, (1, 2_001), ro=None), impression(T + 2, (3_001,), ro=None))
+    ) == ["overflow"]
     assert len(only(driver.end(), "samples").items) == 1_000
 
 

@@ -11,10 +11,10 @@ from joiner import budget
 from joiner.config import JoinerConfig
 from joiner.local_engine import LocalEngine
 from joiner.local_kafka import KafkaSink
-from roo import roo_pb2 as pb
-from roo.decode import Decoder
-from roo.wire import MAX_MESSAGE_BYTES, RECORD_OVERHEAD, Record
-from runtime.kafka.broker import Broker
+from roostream.runtime.kafka.broker import Broker
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.decode import Decoder
+from roostream.wire.records import MAX_MESSAGE_BYTES, RECORD_OVERHEAD, Record
 from tests.joiner.cases import (
     SCHEMA,
     DictStore,
@@ -83,16 +83,25 @@ def test_whatever_is_accepted_is_taken_by_the_sink_and_by_the_reader(records) ->
     given = records()
     outputs = joined(given)
     kinds = Counter((o.topic, o.why) for o in outputs)
-    assert set(kinds) <= {("samples", "CLOSE_WINDOW"), ("dead_letters", "overflow")} and kinds["samples", "CLOSE_WINDOW"] == 1
-    KafkaSink(Broker("127.0.0.1:9"), "").write(outputs)  # the client refuses what is above the cap before it sends
+    assert (
+        set(kinds) <= {("samples", "CLOSE_WINDOW"), ("dead_letters", "overflow")}
+        and kinds["samples", "CLOSE_WINDOW"] == 1
+    )
+    KafkaSink(Broker("127.0.0.1:9"), "").write(
+        outputs
+    )  # the client refuses what is above the cap before it sends
     sample = next(o for o in outputs if o.topic == "samples")
     read = Record("samples", 0, 0, sample.timestamp_ms or 0, sample.key, sample.value)
     batch, rejects = Decoder(SCHEMA, {SCHEMA.fingerprint: SCHEMA}.get).decode([read])
     assert not rejects and batch.num_requests == 1
     shown = [r for r in given if r.topic == "impressions"]
     message = seen(sample).message
-    num_parts = len(message.parts) + sum(seen(o).message.topic == "impressions" for o in outputs if o.topic == "dead_letters")
-    num_events = len(message.event_ids) + sum(seen(o).message.event_id != 0 for o in outputs if o.topic == "dead_letters")
+    num_parts = len(message.parts) + sum(
+        seen(o).message.topic == "impressions" for o in outputs if o.topic == "dead_letters"
+    )
+    num_events = len(message.event_ids) + sum(
+        seen(o).message.event_id != 0 for o in outputs if o.topic == "dead_letters"
+    )
     assert num_parts == len(shown) and num_events == len(given) - len(shown), "all is accounted for"
 
 
@@ -105,7 +114,9 @@ def test_the_sink_refuses_what_is_above_the_cap() -> None:
     assert large.topic == "samples"
     with pytest.raises(KafkaException, match="MSG_SIZE_TOO_LARGE"):
         KafkaSink(Broker("127.0.0.1:9"), "").write([output])
-    KafkaSink(Broker("127.0.0.1:9"), "").write([output._replace(value=bytes(MAX_MESSAGE_BYTES - RECORD_OVERHEAD))])
+    KafkaSink(Broker("127.0.0.1:9"), "").write(
+        [output._replace(value=bytes(MAX_MESSAGE_BYTES - RECORD_OVERHEAD))]
+    )
 
 
 def test_no_sample_is_larger_than_the_costs_of_what_it_is_made_of() -> None:
@@ -115,13 +126,19 @@ def test_no_sample_is_larger_than_the_costs_of_what_it_is_made_of() -> None:
         cost, shown = budget.FIXED, set[int]()
         for page in range(rng.randrange(1, 6)):
             items = rng.sample(range(1, 60), rng.randrange(0, 30))
-            served = {"scores": [0.5] * (4 * len(items)), "positions": range(len(items)), "propensities": [0.5] * len(items)}
+            served = {
+                "scores": [0.5] * (4 * len(items)),
+                "positions": range(len(items)),
+                "propensities": [0.5] * len(items),
+            }
             message = impression(T + page, items, **{k: v for k, v in served.items() if rng.random() < 0.5})  # type: ignore[arg-type]
             driver.send(message)
             cost += budget.of_impression(event(message))  # type: ignore[arg-type]
             shown |= set(items)
             for i in range(rng.randrange(9)):
-                acted = engagement(T + 9, rng.randrange(1, 60), event=100 * page + i + 1, action=rng.choice(["a", "b" * 64]))
+                acted = engagement(
+                    T + 9, rng.randrange(1, 60), event=100 * page + i + 1, action=rng.choice(["a", "b" * 64])
+                )
                 driver.send(acted)
                 cost += budget.of_engagement(event(acted))  # type: ignore[arg-type]
         cost += budget.of_candidates(len(shown), 4)
@@ -129,7 +146,10 @@ def test_no_sample_is_larger_than_the_costs_of_what_it_is_made_of() -> None:
         sample = next(o for o in driver.end() if o.topic == "samples")
         message = seen(sample).message
         told = pb.Prediction(
-            item_ids=message.item_ids, labels=message.labels, scores=message.labels, served_scores=message.labels
+            item_ids=message.item_ids,
+            labels=message.labels,
+            scores=message.labels,
+            served_scores=message.labels,
         )
         assert len(sample.value) <= cost and told.ByteSize() <= cost
 
@@ -150,13 +170,18 @@ def test_a_page_or_engagement_that_exceeds_the_budget_overflows_and_the_rest_is_
     assert driver.send(engagement(T + 150, event=3)) == [], "what was folded made room"
 
 
-def test_engagements_that_wait_count_before_their_request_is_there_and_no_longer_once_they_are_given_up() -> None:
+def test_engagements_that_wait_count_before_their_request_is_there_and_no_longer_once_they_are_given_up() -> (
+    None
+):
     driver = Driver(rules(orphan_timeout_ms=10))
     driver.join._most_bytes = page_bytes(impression(T))  # type: ignore[arg-type]
     driver.send(engagement(T, event=1))
     assert reasons(driver.send(impression(T))) == ["overflow"]
     assert reasons(driver.at(T + 10)) == ["no_request"]
-    assert driver.send(impression(T + 11)) == [] and driver.state.requests["r"].num_bytes == driver.join._most_bytes
+    assert (
+        driver.send(impression(T + 11)) == []
+        and driver.state.requests["r"].num_bytes == driver.join._most_bytes
+    )
 
 
 def test_what_a_request_holds_is_counted_in_every_phase() -> None:
@@ -187,7 +212,9 @@ def test_impressions_that_come_after_the_close_are_known_again_up_to_the_cap() -
     driver.at(T + 100)
     for page in late:
         assert reasons(driver.send(page)) == ["after_close"]
-    assert driver.send(late[0]) == [], "beside the sample's own, one of each impression that a request may have is remembered"
+    assert driver.send(late[0]) == [], (
+        "beside the sample's own, one of each impression that a request may have is remembered"
+    )
     assert reasons(driver.send(late[1])) == ["after_close"], "beyond the cap a copy is refused like a new one"
 
 

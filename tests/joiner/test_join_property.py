@@ -11,9 +11,21 @@ from msgspec import structs
 
 from joiner.rules import Rules, close_at
 from joiner.state import NEVER, OPEN, WAITING, Engagement, MemoryState, Trace
-from roo import roo_pb2 as pb
-from roo.ids import sample_id
-from tests.joiner.cases import KEY, KINDS, OTHER_SCHEMA, SCHEMA, SCHEMAS, Driver, engagement, features_of, impression, rules, seen
+from roostream.schema.ids import sample_id
+from roostream.wire import roo_pb2 as pb
+from tests.joiner.cases import (
+    KEY,
+    KINDS,
+    OTHER_SCHEMA,
+    SCHEMA,
+    SCHEMAS,
+    Driver,
+    engagement,
+    features_of,
+    impression,
+    rules,
+    seen,
+)
 from tests.joiner.oracle import Result, join_all
 
 Message = pb.Impression | pb.Engagement
@@ -59,8 +71,12 @@ rule_sets = st.fixed_dictionaries(
 def traffic(draw: Any) -> list[Message]:
     """Distinct events and copies of some; an event id is never reused with other bytes."""
     messages: list[Message] = list(draw(st.lists(impressions, max_size=6)))
-    for event_id, (request, time, item, action, value) in enumerate(draw(st.lists(engagements, max_size=8)), 1):
-        messages.append(engagement(1 + time, item, event=event_id, request=request, action=action, value=value))
+    for event_id, (request, time, item, action, value) in enumerate(
+        draw(st.lists(engagements, max_size=8)), 1
+    ):
+        messages.append(
+            engagement(1 + time, item, event=event_id, request=request, action=action, value=value)
+        )
     copies = draw(st.lists(st.sampled_from(messages), max_size=4)) if messages else []
     return messages + copies
 
@@ -93,7 +109,9 @@ def check_counts(state: MemoryState) -> None:
             assert request.num_orphans == sum(pending[event_id].row < 0 for event_id in request.waiting)
     for scope_id, scope in state.scopes.items():
         members = {request_id: r for request_id, r in requests.items() if r.scope == scope_id}
-        assert scope.open == sorted((r.time_ms, request_id) for request_id, r in members.items() if r.phase == OPEN)
+        assert scope.open == sorted(
+            (r.time_ms, request_id) for request_id, r in members.items() if r.phase == OPEN
+        )
         assert [*memoryview(scope.times).cast("q")] == sorted(r.time_ms for r in members.values())
     before_close = [r for r in requests.values() if r.phase in (WAITING, OPEN)]
     assert head.num_orphans == sum(r.num_orphans for r in before_close)
@@ -128,7 +146,9 @@ def observed(driver: Driver) -> Result:
 
 
 def _sample(m: Any, view: Any) -> dict[str, Any]:
-    columns = zip(m.event_ids, m.event_candidates, m.event_actions, m.event_values, m.event_times, strict=True)
+    columns = zip(
+        m.event_ids, m.event_candidates, m.event_actions, m.event_values, m.event_times, strict=True
+    )
     return {
         "close": (m.close_ms, pb.CloseReason.Name(m.close_reason)),
         "header": m.header.SerializeToString(deterministic=True),
@@ -146,14 +166,20 @@ def check_due(driver: Driver, with_rules: Rules) -> None:
     requests = [r for r in driver.state.requests.values() if r.phase != WAITING]
     for request in requests:
         if request.phase == OPEN and not request.late:
-            later = [r.time_ms for r in requests if r.scope == request.scope is not None and r.time_ms > request.time_ms]
+            later = [
+                r.time_ms
+                for r in requests
+                if r.scope == request.scope is not None and r.time_ms > request.time_ms
+            ]
             planned = structs.replace(request, next_ms=min(later, default=NEVER))
             assert request.due_ms == close_at(with_rules, planned, with_rules.closes_on_engagement)[0]
 
 
 @settings(max_examples=150, deadline=None)
 @given(traffic(), rule_sets, st.data())
-def test_every_open_request_is_due_at_its_close_after_every_call(messages: list[Message], settings_: dict, data: Any) -> None:
+def test_every_open_request_is_due_at_its_close_after_every_call(
+    messages: list[Message], settings_: dict, data: Any
+) -> None:
     driver = Driver(with_rules := rules(**settings_), "memory")
     mark = 0
     for message in data.draw(st.permutations(messages)):
@@ -166,7 +192,9 @@ def test_every_open_request_is_due_at_its_close_after_every_call(messages: list[
 
 @settings(max_examples=400, deadline=None)
 @given(traffic(), rule_sets, st.data())
-def test_every_order_of_arrival_gives_what_the_oracle_gives(messages: list[Message], settings_: dict, data: Any) -> None:
+def test_every_order_of_arrival_gives_what_the_oracle_gives(
+    messages: list[Message], settings_: dict, data: Any
+) -> None:
     with_rules = rules(**settings_)
     expected, got = join_all(messages, with_rules, SCHEMAS), observed(arrive(data, messages, with_rules))
     assert got.samples == expected.samples
@@ -176,11 +204,15 @@ def test_every_order_of_arrival_gives_what_the_oracle_gives(messages: list[Messa
 
 @settings(max_examples=100, deadline=None)
 @given(traffic(), rule_sets, st.data())
-def test_both_states_reloaded_at_every_step_give_the_same_outputs(messages: list[Message], settings_: dict, data: Any) -> None:
+def test_both_states_reloaded_at_every_step_give_the_same_outputs(
+    messages: list[Message], settings_: dict, data: Any
+) -> None:
     order = data.draw(st.permutations(messages))
     marks = sorted(data.draw(st.lists(st.integers(0, 3 * SPAN_MS), min_size=len(order), max_size=len(order))))
     drivers = [Driver(rules(**settings_), kind) for kind in KINDS]
-    for message, mark in zip(order, marks, strict=True):  # events behind the watermark too: the machine is total
+    for message, mark in zip(
+        order, marks, strict=True
+    ):  # events behind the watermark too: the machine is total
         written = [(d.at(mark), d.send(message)) for d in drivers]
         assert written[0] == written[1] == written[2]
         assert drivers[0].state == drivers[1].state == drivers[2].state
@@ -191,7 +223,9 @@ def test_both_states_reloaded_at_every_step_give_the_same_outputs(messages: list
 
 @settings(max_examples=150, deadline=None)
 @given(traffic(), rule_sets, st.data())
-def test_g1_every_event_is_accounted_for_at_every_step_even_late(messages: list[Message], settings_: dict, data: Any) -> None:
+def test_g1_every_event_is_accounted_for_at_every_step_even_late(
+    messages: list[Message], settings_: dict, data: Any
+) -> None:
     """Distinct engagements = folded + corrected + dead-lettered + pending; a request ends in one sample or only dead letters.
     Pages come within the late horizon of the close: a request id that was forgotten is a new request's."""
     driver, come = Driver(rules(**{**settings_, "late_horizon_ms": SPAN_MS})), set()
@@ -221,12 +255,19 @@ def _ended(driver: Driver) -> set[int]:
 
 
 def _pending(driver: Driver) -> set[int]:
-    return {e.event_id for held in driver.state.events.values() for e in held.values() if isinstance(e, Engagement)}
+    return {
+        e.event_id
+        for held in driver.state.events.values()
+        for e in held.values()
+        if isinstance(e, Engagement)
+    }
 
 
 @settings(max_examples=100, deadline=None)
 @given(traffic(), rule_sets, st.data())
-def test_duplicates_change_nothing_but_their_count(messages: list[Message], settings_: dict, data: Any) -> None:
+def test_duplicates_change_nothing_but_their_count(
+    messages: list[Message], settings_: dict, data: Any
+) -> None:
     distinct = list({m.SerializeToString(deterministic=True): m for m in messages}.values())
     once, twice = (observed(arrive(data, m, rules(**settings_))) for m in (distinct, distinct * 2))
     for result in (once, twice):

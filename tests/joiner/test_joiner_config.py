@@ -8,13 +8,18 @@ from typing import Any
 import pytest
 
 from joiner.config import JoinerConfig
-from roo.config import load
-from roo.errors import ConfigError
+from roostream.errors import ConfigError
+from roostream.schema.settings import load
 
 
 def test_defaults_are_those_of_the_design() -> None:
     rules = JoinerConfig(window_ms=1_000).rules
-    assert (rules.orphan_timeout_ms, rules.late_horizon_ms, rules.linger_ms, rules.engaged_threshold) == (1_000, 10_000, 0, 0)
+    assert (rules.orphan_timeout_ms, rules.late_horizon_ms, rules.linger_ms, rules.engaged_threshold) == (
+        1_000,
+        10_000,
+        0,
+        0,
+    )
     assert JoinerConfig().window_ms == 600_000 and JoinerConfig().lateness_ms == 2_000
 
 
@@ -39,28 +44,39 @@ def test_with_an_early_close_corrections_carry_features_for_the_longest_window()
         ({"surface_windows": {"feed": 0}}, "'surface_windows.feed': expected at least 1 ms"),
         ({"surface_windows": {"feed": "soon"}}, "expected a duration"),
         ({"window_ms": 10, "window_jitter_ms": 10}, "less than the shortest window"),
-        ({"window_ms": 10, "window_jitter_ms": 3, "early_close_ms": 7}, r"less than the shortest window \(7 ms\), or 0 for off"),
+        (
+            {"window_ms": 10, "window_jitter_ms": 3, "early_close_ms": 7},
+            r"less than the shortest window \(7 ms\), or 0 for off",
+        ),
         ({"window_ms": 1_000, "late_horizon_ms": 999}, "at least the longest window"),
         ({"window_ms": 10, "correction_horizon_ms": 101}, "at most the late horizon"),
-        ({"delivery": "exactly_once", "engine": "local"}, "'delivery': expected at_least_once with the local engine"),
+        (
+            {"delivery": "exactly_once", "engine": "local"},
+            "'delivery': expected at_least_once with the local engine",
+        ),
         ({"delivery": "exactly_once", "checkpoint_interval_ms": 400_000}, "at least two checkpoints"),
     ],
 )
-def test_a_setting_that_can_not_be_is_refused_with_its_name_and_value(settings: dict[str, Any], message: str) -> None:
+def test_a_setting_that_can_not_be_is_refused_with_its_name_and_value(
+    settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         JoinerConfig(**settings)
 
 
 def test_an_engine_without_what_it_needs_says_which_key() -> None:
     with pytest.raises(
-        ConfigError, match=r"key 'home': expected a value \(directory of the local engine's snapshots\), got nothing; add it"
+        ConfigError,
+        match=r"key 'home': expected a value \(directory of the local engine's snapshots\), got nothing; add it",
     ):
         JoinerConfig(engine="local", schema="s.toml").require("schema", "home")
 
 
 def test_it_loads_from_toml_with_durations_and_surface_windows(tmp_path: Path) -> None:
     file = tmp_path / "joiner.toml"
-    file.write_text('window = "20s"\nterminal_actions = ["buy"]\n[surface_windows]\nfeed = "5s"\n', encoding="utf-8")
+    file.write_text(
+        'window = "20s"\nterminal_actions = ["buy"]\n[surface_windows]\nfeed = "5s"\n', encoding="utf-8"
+    )
     config = load(JoinerConfig, file)
     assert (config.rules.window_ms, config.rules.surface_windows["feed"]) == (20_000, 5_000)
     assert config.rules.terminal_actions == ("buy",)
@@ -69,7 +85,9 @@ def test_it_loads_from_toml_with_durations_and_surface_windows(tmp_path: Path) -
 def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
     file = tmp_path / "joiner.toml"
     file.write_text("windw_ms = 5\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"joiner.toml:1: unknown key 'windw_ms' = 5; did you mean 'window_ms'"):
+    with pytest.raises(
+        ConfigError, match=r"joiner.toml:1: unknown key 'windw_ms' = 5; did you mean 'window_ms'"
+    ):
         load(JoinerConfig, file)
 
 

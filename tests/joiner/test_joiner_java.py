@@ -17,17 +17,19 @@ from joiner.build import Output
 from joiner.ingest import LATEST_MS
 from joiner.local_watermark import SplitTime
 from joiner.state import Engagement, Impression
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.wire import Record
-from runtime.event_time import START
+from roostream.runtime.event_time import START
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.records import Record
 from tests.joiner.cases import engagement, impression, reader, record
 
 MOST_MS, SILENT_MS = 1_000, 5_000
 NOTHING, EVENT, HEARTBEAT, END_MARKER = range(4)
 T = 1_000
 
-pytestmark = pytest.mark.skipif(not any(COMPILER_JARS.glob("*.jar")), reason="`make setup` fetches the compiler")
+pytestmark = pytest.mark.skipif(
+    not any(COMPILER_JARS.glob("*.jar")), reason="`make setup` fetches the compiler"
+)
 
 Told = tuple[bool, int, int, int]
 """(whether it goes on to Python, kind, time, event time that the partition has reached)."""
@@ -41,13 +43,24 @@ def java(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[Record]
     own = Path(__file__).parent / "java"
     compile_java([*JAVA_SOURCES.rglob("*.java"), *own.rglob("*.java")], libraries, classes)
     path = ":".join(map(str, [classes, *libraries]))
-    command = (str(find_java()), "-Xmx256m", "-cp", path, "roostream.Differential", str(MOST_MS), str(SILENT_MS))
+    command = (
+        str(find_java()),
+        "-Xmx256m",
+        "-cp",
+        path,
+        "roostream.Differential",
+        str(MOST_MS),
+        str(SILENT_MS),
+    )
 
     def run(records: Sequence[Record]) -> list[Told]:
         given = b"".join(struct.pack(">qi", r.timestamp_ms, len(r.value)) + r.value for r in records)
         done = subprocess.run(command, input=given, capture_output=True, check=False)
         assert done.returncode == 0, done.stderr.decode()
-        return [(bool(keep), kind, ms, reached) for keep, kind, ms, reached in struct.iter_unpack(">bbqq", done.stdout)]
+        return [
+            (bool(keep), kind, ms, reached)
+            for keep, kind, ms, reached in struct.iter_unpack(">bbqq", done.stdout)
+        ]
 
     return run
 
@@ -80,7 +93,11 @@ def test_java_drops_nothing_that_python_would_make_a_dead_letter_of(java: Run) -
     records = [plain(struct.pack("<H", n) + body) for body in BODIES for n in range(1 << 16)]
     records += [plain(b""), plain(b"\x06"), plain(b"\x07")]
     dropped = [r for r, told in zip(records, java(records), strict=True) if not told[0]]
-    assert {r.value for r in dropped} == {b"\x06\x01" + BODIES[2], b"\x06\x01" + BODIES[3], b"\x07\x01" + BODIES[3]}
+    assert {r.value for r in dropped} == {
+        b"\x06\x01" + BODIES[2],
+        b"\x06\x01" + BODIES[3],
+        b"\x07\x01" + BODIES[3],
+    }
     assert not [r for r in dropped if isinstance(reader().read(r), Output)]
 
 
@@ -146,4 +163,10 @@ def test_a_partition_s_time_is_the_same_in_both_engines(java: Run) -> None:
 
 
 def test_the_marks_of_kinds_are_the_wire_s() -> None:
-    assert (wire.IMPRESSION, wire.ENGAGEMENT, wire.HEARTBEAT, wire.END_MARKER, wire.VERSION) == (1, 2, 6, 7, 1)
+    assert (wire.IMPRESSION, wire.ENGAGEMENT, wire.HEARTBEAT, wire.END_MARKER, wire.VERSION) == (
+        1,
+        2,
+        6,
+        7,
+        1,
+    )

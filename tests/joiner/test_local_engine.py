@@ -12,11 +12,11 @@ import xxhash
 from joiner.build import Output
 from joiner.config import JoinerConfig
 from joiner.local_engine import LocalEngine
-from roo import roo_pb2 as pb
-from roo.errors import CheckpointError
-from roo.ids import key_bytes
-from roo.wire import Record
-from runtime.event_time import START
+from roostream.errors import CheckpointError
+from roostream.runtime.event_time import START
+from roostream.schema.ids import key_bytes
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.records import Record
 from tests.joiner import generated
 from tests.joiner.cases import SCHEMA, SCHEMAS, engagement, impression, record, samples, seen
 from tests.joiner.oracle import join_all
@@ -70,9 +70,19 @@ def test_a_record_is_joined_before_the_watermark_that_it_moves() -> None:
 
 def test_end_of_input_closes_all_requests_and_forgets_every_key() -> None:
     joined = engine()
-    outputs_of([record(impression(100)), record(engagement(200, event=1)), record(engagement(200, event=2, request="x"))], joined)
+    outputs_of(
+        [
+            record(impression(100)),
+            record(engagement(200, event=1)),
+            record(engagement(200, event=2, request="x")),
+        ],
+        joined,
+    )
     outputs = joined.end_of_input()
-    assert [(o.topic, o.why) for o in outputs] == [("samples", "CLOSE_WINDOW"), ("dead_letters", "no_request")]
+    assert [(o.topic, o.why) for o in outputs] == [
+        ("samples", "CLOSE_WINDOW"),
+        ("dead_letters", "no_request"),
+    ]
     assert joined.num_keys == 0
 
 
@@ -87,7 +97,9 @@ def test_a_whole_stream_gives_what_the_oracle_gives(seed: int) -> None:
     for messages in by_key.values():
         result = join_all(messages, CONFIG.rules, SCHEMAS)
         dead += _by_reason(result.dead)
-        expected_samples |= {r: (s["close"], s["labels"], s["num_duplicates"]) for r, s in result.samples.items()}
+        expected_samples |= {
+            r: (s["close"], s["labels"], s["num_duplicates"]) for r, s in result.samples.items()
+        }
         expected_corrections |= {i: (c["before"], c["after"]) for i, c in result.corrections.items()}
     got = {}
     for s in samples(outputs):
@@ -147,7 +159,9 @@ def test_a_damaged_snapshot_is_refused_by_its_checksum(damage) -> None:  # type:
 def test_a_snapshot_says_its_format_and_one_of_another_is_refused() -> None:
     body = engine().snapshot()[8:]
     version, state = msgspec.msgpack.decode(body)
-    assert version == 3, "the number in the bytes is a promise: raise it with the form, and read the old one or say why not"
+    assert version == 3, (
+        "the number in the bytes is a promise: raise it with the form, and read the old one or say why not"
+    )
     other = msgspec.msgpack.encode((2, state))
     with pytest.raises(CheckpointError, match="expected a snapshot of format 3, got 2"):
         engine().restore(xxhash.xxh3_64_digest(other) + other)

@@ -14,13 +14,13 @@ from joiner.config import JoinerConfig
 from joiner.local_engine import LocalEngine
 from joiner.local_pump import Pump, Snapshots
 from joiner.meters import Meters
-from roo import roo_pb2 as pb
-from roo.errors import CheckpointError
-from roo.wire import Record
-from runtime.checkpoint_store import FileStore
-from runtime.clock import FakeClock
-from runtime.health import Health
-from runtime.kafka.topics import Partition
+from roostream.errors import CheckpointError
+from roostream.runtime.checkpoint_store import FileStore
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.health import Health
+from roostream.runtime.kafka.topics import Partition
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.records import Record
 from tests.joiner import generated
 from tests.joiner.cases import SCHEMA, SCHEMAS, impression, record
 
@@ -34,7 +34,9 @@ class Killed(BaseException):
 class MemorySource:
     """Records of a topic, from offsets on. Dies after `die_after` polls; stops the pump at the end."""
 
-    def __init__(self, records: Sequence[Record], stop: threading.Event, clock: FakeClock, die_after: int = 1 << 30) -> None:
+    def __init__(
+        self, records: Sequence[Record], stop: threading.Event, clock: FakeClock, die_after: int = 1 << 30
+    ) -> None:
         self.records, self.stop, self.clock, self.die_after = list(records), stop, clock, die_after
         self.held: set[Partition] = set()
         self.num_lost = 0
@@ -70,7 +72,11 @@ class MemorySink:
 
 
 def pump(
-    records: Sequence[Record], home: Path, sink: MemorySink, die_after: int = 1 << 30, config: JoinerConfig = CONFIG
+    records: Sequence[Record],
+    home: Path,
+    sink: MemorySink,
+    die_after: int = 1 << 30,
+    config: JoinerConfig = CONFIG,
 ) -> Pump:
     stop, clock = threading.Event(), FakeClock()
     engine = LocalEngine(config, SCHEMA, SCHEMAS.get)
@@ -135,9 +141,15 @@ def test_no_snapshot_is_written_while_outputs_are_not_acknowledged(tmp_path: Pat
 def test_a_partition_far_ahead_of_the_slowest_is_held_until_that_catches_up(tmp_path: Path) -> None:
     config = JoinerConfig(window_ms=100, read_ahead_ms=1_000)
     beats = [
-        record(pb.Heartbeat(time_ms=ms), partition=p, offset=n) for n, (p, ms) in enumerate([(0, 5_000), (1, 3_000), (1, 4_500)])
+        record(pb.Heartbeat(time_ms=ms), partition=p, offset=n)
+        for n, (p, ms) in enumerate([(0, 5_000), (1, 3_000), (1, 4_500)])
     ]
-    made = pump([*beats, record(pb.Heartbeat(time_ms=9_000), partition=2, offset=9)], tmp_path, MemorySink(), config=config)
+    made = pump(
+        [*beats, record(pb.Heartbeat(time_ms=9_000), partition=2, offset=9)],
+        tmp_path,
+        MemorySink(),
+        config=config,
+    )
     source = made.source
     assert isinstance(source, MemorySource)
     waiting, source.records = source.records[2:], source.records[:2]
@@ -198,9 +210,16 @@ def test_a_partition_that_is_held_is_not_idle(tmp_path: Path) -> None:
     config = JoinerConfig(window_ms=100, lateness_ms=0, idleness_ms=1_000, read_ahead_ms=600)
     made = pump([], tmp_path, MemorySink(), config=config)
     first, *others = made.engine.partitions
-    beat = {p: record(pb.Heartbeat(time_ms=1_000), partition=p[1])._replace(topic=p[0]) for p in made.engine.partitions}
+    beat = {
+        p: record(pb.Heartbeat(time_ms=1_000), partition=p[1])._replace(topic=p[0])
+        for p in made.engine.partitions
+    }
     step_through(
-        made, [*beat.values(), beat[first]._replace(timestamp_ms=2_000, value=record(pb.Heartbeat(time_ms=2_000)).value)]
+        made,
+        [
+            *beat.values(),
+            beat[first]._replace(timestamp_ms=2_000, value=record(pb.Heartbeat(time_ms=2_000)).value),
+        ],
     )
     assert made._held == {first}
     step_through(made, [beat[others[0]]] * 30)
@@ -255,7 +274,9 @@ def test_a_schema_that_can_not_be_read_is_waited_for_and_its_record_is_joined(tm
 def test_a_restart_knows_the_producers_that_held_a_partition(tmp_path: Path) -> None:
     config = JoinerConfig(window_ms=100, lateness_ms=0)
     made = pump([], tmp_path, MemorySink(), config=config)
-    step_through(made, [record(pb.Heartbeat(time_ms=ms, producer=name)) for ms, name in ((1_000, "a"), (1_200, "b"))])
+    step_through(
+        made, [record(pb.Heartbeat(time_ms=ms, producer=name)) for ms, name in ((1_000, "a"), (1_200, "b"))]
+    )
     again = LocalEngine(config, SCHEMA, SCHEMAS.get)
     again.restore(made.engine.snapshot())
     again.process(record(pb.Heartbeat(time_ms=9_000, producer="b")))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from joiner.local_watermark import SplitTime, Watermarks
-from runtime.event_time import START
+from roostream.runtime.event_time import START
 
 MOST_MS, SILENT_MS = 1_000, 5_000
 

@@ -9,10 +9,10 @@ import pytest
 
 from joiner.config import JoinerConfig
 from joiner.local_engine import LocalEngine
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.schema_registry import to_toml
-from roo.wire import Record
+from roostream.schema.registry import to_toml
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.records import Record
 from tests.joiner import generated
 from tests.joiner.cases import SCHEMA, SCHEMAS, record, seen
 from tests.joiner.joined_topics import SETTINGS, consume, distinct, produce, wait
@@ -46,7 +46,7 @@ def forgotten(reached_ms: int) -> list[Record]:
 def test_a_job_goes_on_from_a_savepoint_with_requests_in_every_phase(tmp_path: Path) -> None:
     from infra.options import StackOptions
     from infra.stack import Stack
-    from runtime.flink_rest import FlinkRest
+    from roostream.runtime.flink_rest import FlinkRest
 
     samples = expected()
     halfway = expected(RECORDS[:HALF])
@@ -65,7 +65,9 @@ def test_a_job_goes_on_from_a_savepoint_with_requests_in_every_phase(tmp_path: P
         flink = FlinkRest(stack.endpoints.flink)
         first = flink.live_job()
         assert first is not None
-        savepoint = flink.stop_with_savepoint(first["jid"], (tmp_path / "stack" / "flink" / "savepoints").as_uri(), 60)
+        savepoint = flink.stop_with_savepoint(
+            first["jid"], (tmp_path / "stack" / "flink" / "savepoints").as_uri(), 60
+        )
         produce(kafka, "", [*copies, *RECORDS[HALF:]])
         wait("the last sample", lambda: len(consume(kafka, "", "samples")) >= len(samples))
         second = flink.live_job()

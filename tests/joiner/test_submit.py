@@ -13,12 +13,12 @@ from joiner import main
 from joiner.config import JoinerConfig
 from joiner.meters import Meters
 from joiner.submit import submit
-from roo.errors import CheckpointError, UnavailableError
-from runtime.flink_rest import JOB_NAME, FlinkRest
-from runtime.health import Health
-from runtime.kafka.broker import KafkaSecurity
-from runtime.kafka.retention import Committed, GroupLosses
-from runtime.program import Stop
+from roostream.errors import CheckpointError, UnavailableError
+from roostream.runtime.flink_rest import JOB_NAME, FlinkRest
+from roostream.runtime.health import Health
+from roostream.runtime.kafka.broker import KafkaSecurity
+from roostream.runtime.kafka.retention import Committed, GroupLosses
+from roostream.runtime.program import Stop
 from tests.runtime.fake_flink import FakeFlink
 
 JOB = "0123456789abcdef0123456789abcdef"
@@ -38,7 +38,9 @@ def client(folder: Path, script: str) -> None:
     (folder / "bin" / "flink").chmod(0o755)
 
 
-def test_the_client_unpacks_where_no_other_user_was_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_client_unpacks_where_no_other_user_was_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client(tmp_path, f'echo "$JVM_ARGS" > {tmp_path}/args; echo "$TMPDIR" > {tmp_path}/tmp; echo JobID {JOB}')
     monkeypatch.setenv("FLINK_HOME", str(tmp_path))
     monkeypatch.setenv("JVM_ARGS", "-Xmx1g")
@@ -56,12 +58,16 @@ def test_the_job_is_submitted_detached_with_its_settings_and_its_restore_point(
         f'echo "$@" > {tmp_path}/seen; cat "$8" "${{10}}" >> {tmp_path}/seen; echo "Job has been submitted with JobID {JOB}"',
     )
     monkeypatch.setenv("FLINK_HOME", str(tmp_path))
-    config = JoinerConfig(flink="http://127.0.0.1:18081/", restore="/points/chk-7", window_ms=77, kafka_security=SASL)
+    config = JoinerConfig(
+        flink="http://127.0.0.1:18081/", restore="/points/chk-7", window_ms=77, kafka_security=SASL
+    )
     assert submit(config, threading.Event()) == JOB
     arguments = (tmp_path / "seen").read_text(encoding="utf-8")
     assert arguments.startswith("run -d -m 127.0.0.1:18081 -s /points/chk-7 -py ")
     assert '"window_ms": 77' in arguments and "from joiner.job import main" in arguments
-    assert "s3cret" in arguments and "s3cret" not in arguments.splitlines()[0], "arguments can be read by everybody"
+    assert "s3cret" in arguments and "s3cret" not in arguments.splitlines()[0], (
+        "arguments can be read by everybody"
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,10 +90,17 @@ def test_a_client_that_fails_is_told_with_its_most_telling_line(
         submit(JoinerConfig(flink="http://x:1"), threading.Event())
 
 
-def test_a_savepoint_of_another_version_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    client(tmp_path, "echo Caused by: IllegalStateException: Cannot map checkpoint/savepoint state for operator 1f; exit 1")
+def test_a_savepoint_of_another_version_is_refused_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client(
+        tmp_path,
+        "echo Caused by: IllegalStateException: Cannot map checkpoint/savepoint state for operator 1f; exit 1",
+    )
     monkeypatch.setenv("FLINK_HOME", str(tmp_path))
-    with pytest.raises(CheckpointError, match="expected a savepoint with joiner state of version 3, got /points/old"):
+    with pytest.raises(
+        CheckpointError, match="expected a savepoint with joiner state of version 3, got /points/old"
+    ):
         submit(JoinerConfig(flink="http://x:1", restore="/points/old"), threading.Event())
 
 
@@ -115,12 +128,16 @@ def test_what_flink_tells_of_the_job_is_exported() -> None:
         ({"state": "CANCELED"}, "it is CANCELED"),
     ],
 )
-def test_watching_ends_with_a_clear_line_when_the_job_has_ended(job: dict[str, str] | None, told: str, flink: FakeFlink) -> None:
+def test_watching_ends_with_a_clear_line_when_the_job_has_ended(
+    job: dict[str, str] | None, told: str, flink: FakeFlink
+) -> None:
     rest, answers = FlinkRest(flink.url), flink.answers
     if job is not None:
         answers[f"/jobs/{JOB}"] = job
     trace = "boom\n\tat x\nCaused by: middle\n\tat y\nCaused by: the root\n\tat z"
-    answers[f"/jobs/{JOB}/exceptions?maxExceptions=1"] = {"exceptionHistory": {"entries": [{"stacktrace": trace}]}}
+    answers[f"/jobs/{JOB}/exceptions?maxExceptions=1"] = {
+        "exceptionHistory": {"entries": [{"stacktrace": trace}]}
+    }
     with pytest.raises(UnavailableError, match=told):
         main.watch(main.FlinkJob(rest, JOB), Meters(CollectorRegistry()), Health(60), Stop())
 
@@ -176,7 +193,9 @@ def test_an_absent_job_manager_is_waited_for_until_stopped() -> None:
     stop = Stop()
     stop.set()
     with pytest.raises(UnavailableError, match="stopped while waiting for Flink"):
-        main.run_flink(JoinerConfig(flink="http://127.0.0.1:9"), Meters(CollectorRegistry()), Health(60), stop)
+        main.run_flink(
+            JoinerConfig(flink="http://127.0.0.1:9"), Meters(CollectorRegistry()), Health(60), stop
+        )
 
 
 def test_where_somebody_else_submits_the_job_is_waited_for(flink: FakeFlink) -> None:

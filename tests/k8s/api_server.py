@@ -21,8 +21,18 @@ from tests.k8s.manifests import CRDS
 
 TOKEN = "only-for-this-test"
 _LOOPS = (
-    *("statefulset-controller", "deployment-controller", "replicaset-controller", "job-controller", "disruption-controller"),
-    *("persistentvolume-binder-controller", "persistentvolumeclaim-protection-controller", "serviceaccount-controller"),
+    *(
+        "statefulset-controller",
+        "deployment-controller",
+        "replicaset-controller",
+        "job-controller",
+        "disruption-controller",
+    ),
+    *(
+        "persistentvolume-binder-controller",
+        "persistentvolumeclaim-protection-controller",
+        "serviceaccount-controller",
+    ),
     *("namespace-controller", "garbage-collector-controller", "endpointslice-controller"),
 )
 _UNVERIFIED = ssl._create_unverified_context()  # it signs its certificate itself, for this test
@@ -42,10 +52,15 @@ class ApiServer:
         self._write_config()
         self._start_etcd()
         self._start_server()
-        self.until(lambda: self.kubectl("get", "--raw", "/readyz", check=False).stdout == "ok", "the API server is ready")
+        self.until(
+            lambda: self.kubectl("get", "--raw", "/readyz", check=False).stdout == "ok",
+            "the API server is ready",
+        )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for child in reversed(self._children):
             child.terminate()
             try:
@@ -60,7 +75,9 @@ class ApiServer:
     ) -> subprocess.CompletedProcess[str]:
         """One call. With `check`, an error of the server is the test's."""
         command = (shutil.which("kubectl") or "kubectl", "--kubeconfig", str(self.config), *arguments)
-        done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, timeout=900, cwd=cwd)
+        done = subprocess.run(
+            command, input=stdin, capture_output=True, text=True, check=False, timeout=900, cwd=cwd
+        )
         assert not check or done.returncode == 0, f"{' '.join(arguments)}: {done.stderr}"
         return done
 
@@ -82,18 +99,29 @@ class ApiServer:
         """Whatever makes pods of sets, binds claims, counts budgets and places pods on nodes."""
         self.programs |= build((CONTROLLERS, SCHEDULER))
         loops = f"--controllers={','.join(_LOOPS)}"
-        self._start(CONTROLLERS, f"--kubeconfig={self.config}", loops, "--leader-elect=false", "--secure-port=0")
+        self._start(
+            CONTROLLERS, f"--kubeconfig={self.config}", loops, "--leader-elect=false", "--secure-port=0"
+        )
         self._start(SCHEDULER, f"--kubeconfig={self.config}", "--leader-elect=false", "--secure-port=0")
 
     def install_definitions(self) -> None:
         """What operators would install before us."""
-        self.kubectl("apply", "--server-side", *(a for path in sorted(CRDS.glob("*.json")) for a in ("-f", str(path))))
+        self.kubectl(
+            "apply", "--server-side", *(a for path in sorted(CRDS.glob("*.json")) for a in ("-f", str(path)))
+        )
         self.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=900s")
 
     def apply(self, objects: tuple[dict[str, Any], ...], *options: str) -> subprocess.CompletedProcess[str]:
         """As a person would, refusing what the server doesn't know."""
         return self.kubectl(
-            "apply", "--server-side", "--validate=strict", *options, "-f", "-", stdin=yaml.safe_dump_all(objects), check=False
+            "apply",
+            "--server-side",
+            "--validate=strict",
+            *options,
+            "-f",
+            "-",
+            stdin=yaml.safe_dump_all(objects),
+            check=False,
         )
 
     def until(self, holds: Callable[[], bool], what: str, seconds: float = 900.0) -> None:
@@ -113,8 +141,14 @@ class ApiServer:
     def _start_etcd(self) -> None:
         url, peer = f"http://{HOST}:{self._etcd}", f"http://{HOST}:{self._peer}"
         told = (f"--listen-client-urls={url}", f"--advertise-client-urls={url}", f"--listen-peer-urls={peer}")
-        first = (f"--initial-advertise-peer-urls={peer}", f"--initial-cluster=default={peer}", "--unsafe-no-fsync")
-        self._start("etcd", f"--data-dir={self.folder / 'etcd'}", *told, *first, "--logger=zap", "--log-level=warn")
+        first = (
+            f"--initial-advertise-peer-urls={peer}",
+            f"--initial-cluster=default={peer}",
+            "--unsafe-no-fsync",
+        )
+        self._start(
+            "etcd", f"--data-dir={self.folder / 'etcd'}", *told, *first, "--logger=zap", "--log-level=warn"
+        )
         self.until(lambda: responds(f"{url}/health"), "etcd answers")
 
     def _start_server(self) -> None:

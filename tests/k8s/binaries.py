@@ -63,11 +63,16 @@ def _build(module: str, version: str, packages: dict[str, str]) -> None:
     if command is None:
         raise RuntimeError("Go is not on this machine")
     told = subprocess.run(
-        (command, "mod", "download", "-json", f"{module}@{version}"), capture_output=True, text=True, check=True
+        (command, "mod", "download", "-json", f"{module}@{version}"),
+        capture_output=True,
+        text=True,
+        check=True,
     )
     with tempfile.TemporaryDirectory(prefix="roostream-go-") as folder:
         source = Path(folder) / "source"
-        shutil.copytree(json.loads(told.stdout)["Dir"], source, ignore=shutil.ignore_patterns("vendor", "go.work*"))
+        shutil.copytree(
+            json.loads(told.stdout)["Dir"], source, ignore=shutil.ignore_patterns("vendor", "go.work*")
+        )
         for path in (source, *source.rglob("*")):
             path.chmod(path.stat().st_mode | 0o200)
         file = source / "go.mod"
@@ -78,7 +83,10 @@ def _build(module: str, version: str, packages: dict[str, str]) -> None:
             new = target.with_suffix(".new")
             options = ("-mod=mod", "-trimpath", "-ldflags=-s -w", "-o", str(new))
             subprocess.run(
-                (command, "build", *options, package), cwd=source, check=True, env={**os.environ, "GOFLAGS": "-buildvcs=false"}
+                (command, "build", *options, package),
+                cwd=source,
+                check=True,
+                env={**os.environ, "GOFLAGS": "-buildvcs=false"},
             )
             new.rename(target)
 

@@ -27,7 +27,9 @@ class Instruction:
 
 def read(path: Path) -> list[Instruction]:
     """Raises ValueError: a line is no instruction."""
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.lstrip().startswith("#")]
+    lines = [
+        line for line in path.read_text(encoding="utf-8").splitlines() if not line.lstrip().startswith("#")
+    ]
     found: list[Instruction] = []
     stage = ""
     for text in re.split(r"(?<!\\)\n", "\n".join(lines)):

@@ -1,7 +1,7 @@
 """What is said elsewhere in the project, once more in the form that operators of Kubernetes read. `python -m tests.k8s.generate`
 writes the files; `test_generated_files.py` compares them with what it would write.
 
-`runtime/kafka/topics.py` → kafka/topics.yaml · RIGHTS below → kafka/users.yaml · infra/alerts → monitoring/alerts.yaml
+`roostream/runtime/kafka/topics.py` → kafka/topics.yaml · RIGHTS below → kafka/users.yaml · infra/alerts → monitoring/alerts.yaml
 requirements.lock → infra/image/requirements.txt
 """
 
@@ -19,9 +19,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from joiner.envelope import OUTPUTS
-from runtime.flink_rest import JOB_NAME
-from runtime.kafka import topics
-from runtime.kafka.topics import TOPICS, TopicSettings
+from roostream.runtime.flink_rest import JOB_NAME
+from roostream.runtime.kafka import topics
+from roostream.runtime.kafka.topics import TOPICS, TopicSettings
 from tests.contract.house import ROOT
 
 K8S = ROOT / "infra" / "k8s"
@@ -52,11 +52,13 @@ RIGHTS = {
     "serving": Rights(reads=(topics.ROWS,), writes=topics.EVENTS, group="serving-rows"),
     "features": Rights(reads=topics.EVENTS, group="features"),
     "auditor": Rights(reads=tuple(t for t in TOPICS if t != topics.ROWS), group="auditor-*"),
-    "archiver": Rights(reads=(topics.SAMPLES, topics.CORRECTIONS), writes=(topics.DEAD_LETTERS,), group="archiver"),
+    "archiver": Rights(
+        reads=(topics.SAMPLES, topics.CORRECTIONS), writes=(topics.DEAD_LETTERS,), group="archiver"
+    ),
     "joiner": Rights(reads=topics.EVENTS, writes=OUTPUTS, group=JOB_NAME, transactions=f"{JOB_NAME}*"),
 }
 HEADS = {
-    "kafka/topics.yaml": "# Made from runtime/kafka/topics.py by `python -m tests.k8s.generate`; don't edit.",
+    "kafka/topics.yaml": "# Made from roostream/runtime/kafka/topics.py by `python -m tests.k8s.generate`; don't edit.",
     "kafka/users.yaml": "# Made by `python -m tests.k8s.generate`; don't edit. A user's certificate is in the\n"
     "# Secret of its name.",
     "monitoring/alerts.yaml": "# Made from infra/alerts by `python -m tests.k8s.generate`; don't edit.",
@@ -86,7 +88,9 @@ def kafka_users() -> list[dict[str, Any]]:
         acls += [_acl("topic", topic, "Write", "Describe", "DescribeConfigs") for topic in rights.writes]
         acls += [_acl("topic", topic, "Describe", "DescribeConfigs") for topic in rights.sees]
         acls += [_acl("group", rights.group, "Read", "Describe")] if rights.group else []
-        acls += [_acl("transactionalId", rights.transactions, "Write", "Describe")] if rights.transactions else []
+        acls += (
+            [_acl("transactionalId", rights.transactions, "Write", "Describe")] if rights.transactions else []
+        )
         spec = {"authentication": {"type": "tls"}, "authorization": {"type": "simple", "acls": acls}}
         users.append(_resource("KafkaUser", f"roostream-{program}", spec))
     return users
@@ -106,7 +110,12 @@ def prometheus_rules() -> list[dict[str, Any]]:
 
 def _resource(kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
     labels = {"strimzi.io/cluster": "roostream"}
-    return {"apiVersion": "kafka.strimzi.io/v1", "kind": kind, "metadata": {"name": name, "labels": labels}, "spec": spec}
+    return {
+        "apiVersion": "kafka.strimzi.io/v1",
+        "kind": kind,
+        "metadata": {"name": name, "labels": labels},
+        "spec": spec,
+    }
 
 
 def _number(text: str) -> int | str:
@@ -153,7 +162,11 @@ def locked_for_images() -> str:
     names = {name for name, _ in found}
     entries = re.split(r"\n(?=\S)", (ROOT / "requirements.lock").read_text(encoding="utf-8").strip())
     kept = [entry for entry in entries if canonicalize_name(entry.partition("==")[0]) in names]
-    return "# Made from requirements.lock by `python -m tests.k8s.generate`; don't edit.\n" + "\n".join(kept) + "\n"
+    return (
+        "# Made from requirements.lock by `python -m tests.k8s.generate`; don't edit.\n"
+        + "\n".join(kept)
+        + "\n"
+    )
 
 
 def _text(documents: list[dict[str, Any]]) -> str:

@@ -39,7 +39,12 @@ configMapGenerator:
   - name: roostream-schema
     files: [schema.toml]
 """
-VALUES = {"SHARDS": "3", "PARTITIONS": "6", "BUCKETS": "32", "IMAGE": "shop.example.org/roostream@sha256:" + "0" * 64}
+VALUES = {
+    "SHARDS": "3",
+    "PARTITIONS": "6",
+    "BUCKETS": "32",
+    "IMAGE": "shop.example.org/roostream@sha256:" + "0" * 64,
+}
 """What that user changes."""
 
 
@@ -71,9 +76,13 @@ def build(folder: Path) -> tuple[dict[str, Any], ...]:
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         pytest.skip("kubectl is not on PATH: nothing here builds a kustomization")
-    done = subprocess.run((kubectl, "kustomize", str(folder)), capture_output=True, text=True, check=False, timeout=600)
+    done = subprocess.run(
+        (kubectl, "kustomize", str(folder)), capture_output=True, text=True, check=False, timeout=600
+    )
     assert done.returncode == 0, done.stderr
-    return tuple(d for d in yaml.load_all(done.stdout, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) if d)
+    return tuple(
+        d for d in yaml.load_all(done.stdout, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) if d
+    )
 
 
 def own_folder(folder: Path) -> tuple[dict[str, Any], ...]:
@@ -93,7 +102,9 @@ def copy_prod(folder: Path) -> None:
         shutil.copy(file, folder)
     kustomization = folder / "kustomization.yaml"
     ours = os.path.relpath(K8S, folder.resolve())
-    kustomization.write_text(kustomization.read_text(encoding="utf-8").replace("../..", ours), encoding="utf-8")
+    kustomization.write_text(
+        kustomization.read_text(encoding="utf-8").replace("../..", ours), encoding="utf-8"
+    )
 
 
 def of_kind(objects: tuple[dict[str, Any], ...], *kinds: str) -> list[dict[str, Any]]:

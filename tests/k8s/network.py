@@ -23,7 +23,9 @@ class Place:
 def allows(policies: Policies, source: Place, target: Place, port: int, protocol: str = "TCP") -> bool:
     """Whether `source` can open a connection to `port` of `target`."""
     side = (port, protocol)
-    return _side(policies, "Egress", source, target, side) and _side(policies, "Ingress", target, source, side)
+    return _side(policies, "Egress", source, target, side) and _side(
+        policies, "Ingress", target, source, side
+    )
 
 
 def _side(policies: Policies, way: str, at: Place, other: Place, side: tuple[int, str]) -> bool:
@@ -39,7 +41,8 @@ def _side(policies: Policies, way: str, at: Place, other: Place, side: tuple[int
     rules = [(rule, spec) for spec in holding for rule in spec.get(way.lower(), ())]
     peers = "to" if way == "Egress" else "from"
     return not holding or any(
-        _is_peer(rule.get(peers, ()), other, at.namespace) and _is_port(rule.get("ports", ()), *side) for rule, _ in rules
+        _is_peer(rule.get(peers, ()), other, at.namespace) and _is_port(rule.get("ports", ()), *side)
+        for rule, _ in rules
     )
 
 
@@ -62,7 +65,8 @@ def _fits(peer: Mapping[str, Any], other: Place, own_namespace: str) -> bool:
 def _is_port(ports: Iterable[Mapping[str, Any]], port: int, protocol: str) -> bool:
     ports = list(ports)
     return not ports or any(
-        p.get("protocol", "TCP") == protocol and p["port"] <= port <= p.get("endPort", p["port"]) for p in ports
+        p.get("protocol", "TCP") == protocol and p["port"] <= port <= p.get("endPort", p["port"])
+        for p in ports
     )
 
 

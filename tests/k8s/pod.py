@@ -48,7 +48,12 @@ class Kubelet:
             self._mount(workload, mount)
         environment = self._environment(container, index)
         arguments = [self.here(a) for a in container["args"]]
-        command = [sys.executable, "-m", "command.main", *arguments]  # the image's entry point, `roostream`
+        command = [
+            sys.executable,
+            "-m",
+            "roostream.cli.main",
+            *arguments,
+        ]  # the image's entry point, `roostream`
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
         return Started(command, {**kept, "PYTHONPATH": str(ROOT), **environment}, arguments, self.folder)
 
@@ -96,7 +101,9 @@ class Kubelet:
     def _value(self, source: dict[str, Any], index: int) -> str:
         if "configMapKeyRef" in source:
             return str(
-                named(self.objects, "ConfigMap", source["configMapKeyRef"]["name"])["data"][source["configMapKeyRef"]["key"]]
+                named(self.objects, "ConfigMap", source["configMapKeyRef"]["name"])["data"][
+                    source["configMapKeyRef"]["key"]
+                ]
             )
         fields = {"metadata.labels['apps.kubernetes.io/pod-index']": str(index), "status.podIP": "127.0.0.1"}
         return fields[source["fieldRef"]["fieldPath"]]

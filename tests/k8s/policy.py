@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from runtime.program import STOP_S
+from roostream.runtime.program import STOP_S
 from tests.k8s.manifests import Workload
 
 Rule = Callable[[Workload], Iterator[str]]
@@ -31,7 +31,11 @@ def without_capabilities(workload: Workload) -> Iterator[str]:
     """No container writes to its root, gains rights or has a capability."""
     for container in workload.containers:
         security = container.get("securityContext", {})
-        wanted = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+        wanted = {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
         if {key: security.get(key) for key in wanted} != wanted or security.get("privileged"):
             yield f"{container['name']}: expected {wanted}, got {security}"
 
@@ -42,7 +46,9 @@ def with_limits(workload: Workload) -> Iterator[str]:
         if workload.kind == "FlinkDeployment" and container["name"] == "flink-main-container":
             continue  # the operator writes them, from jobManager.resource and taskManager.resource
         resources = container.get("resources", {})
-        if not {"cpu", "memory"} <= set(resources.get("requests", {})) or "memory" not in resources.get("limits", {}):
+        if not {"cpu", "memory"} <= set(resources.get("requests", {})) or "memory" not in resources.get(
+            "limits", {}
+        ):
             yield f"{container['name']}: expected requests of cpu and memory, and a limit of memory"
     for volume in workload.pod.get("volumes", ()):
         if "hostPath" in volume:
@@ -72,7 +78,10 @@ def probed(workload: Workload) -> Iterator[str]:
 def telling_why_it_ended(workload: Workload) -> Iterator[str]:
     """`kubectl describe` has its last sentence, which says what is wrong with what it was told (docs/decisions/0092)."""
     for container in workload.containers:
-        if "--config" in container.get("args", ()) and container.get("terminationMessagePolicy") != "FallbackToLogsOnError":
+        if (
+            "--config" in container.get("args", ())
+            and container.get("terminationMessagePolicy") != "FallbackToLogsOnError"
+        ):
             yield f"{container['name']}: expected terminationMessagePolicy: FallbackToLogsOnError"
 
 
@@ -104,5 +113,14 @@ def _is_ours(workload: Workload) -> bool:
 
 
 RULES: tuple[Rule, ...] = (
-    *(nobody, without_capabilities, with_limits, pinned, probed, telling_why_it_ended, apart_from_the_api, with_time_to_end),
+    *(
+        nobody,
+        without_capabilities,
+        with_limits,
+        pinned,
+        probed,
+        telling_why_it_ended,
+        apart_from_the_api,
+        with_time_to_end,
+    ),
 )

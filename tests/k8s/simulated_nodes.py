@@ -15,7 +15,9 @@ from tests.k8s.api_server import ApiServer
 
 ROOM = {"cpu": "64", "memory": "512Gi", "pods": "200", "ephemeral-storage": "1Ti"}
 DISKS = 40
-_READY = [{"type": kind, "status": "True"} for kind in ("Ready", "ContainersReady", "Initialized", "PodScheduled")]
+_READY = [
+    {"type": kind, "status": "True"} for kind in ("Ready", "ContainersReady", "Initialized", "PodScheduled")
+]
 _EVERY_S = 0.2
 
 
@@ -24,25 +26,39 @@ class SimulatedNodes:
 
     def __init__(self, server: ApiServer, count: int) -> None:
         self.server, self.names = server, [f"node-{n}" for n in range(count)]
-        self.least_ready: dict[tuple[str, str], int] = {}  # (namespace, component) → fewest pods that were ready at once
+        self.least_ready: dict[
+            tuple[str, str], int
+        ] = {}  # (namespace, component) → fewest pods that were ready at once
         self.failures: list[BaseException] = []
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="simulated-nodes")
 
     def __enter__(self) -> Self:
         for name in self.names:
-            self.server.call("POST", "/api/v1/nodes", {"metadata": {"name": name, "labels": {"kubernetes.io/hostname": name}}})
+            self.server.call(
+                "POST",
+                "/api/v1/nodes",
+                {"metadata": {"name": name, "labels": {"kubernetes.io/hostname": name}}},
+            )
             conditions = [{"type": "Ready", "status": "True", "reason": "Said"}]
             status = {"capacity": ROOM, "allocatable": ROOM, "conditions": conditions}
             self.server.call("PATCH", f"/api/v1/nodes/{name}/status", {"status": status})
             self.server.call("PATCH", f"/api/v1/nodes/{name}", {"spec": {"taints": None}})
         for number in range(DISKS):
-            spec = {"capacity": {"storage": "1Ti"}, "accessModes": ["ReadWriteOnce"], "hostPath": {"path": f"/none/{number}"}}
-            self.server.call("POST", "/api/v1/persistentvolumes", {"metadata": {"name": f"disk-{number}"}, "spec": spec})
+            spec = {
+                "capacity": {"storage": "1Ti"},
+                "accessModes": ["ReadWriteOnce"],
+                "hostPath": {"path": f"/none/{number}"},
+            }
+            self.server.call(
+                "POST", "/api/v1/persistentvolumes", {"metadata": {"name": f"disk-{number}"}, "spec": spec}
+            )
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._end.set()
         self._thread.join()
 
@@ -63,7 +79,9 @@ class SimulatedNodes:
             meta = pod["metadata"]
             group = meta["namespace"], meta["labels"].get("app.kubernetes.io/component", "")
             ready[group] = ready.get(group, 0) + (is_ready(pod) and "deletionTimestamp" not in meta)
-            with contextlib.suppress(urllib.error.HTTPError):  # somebody else changed or deleted it: the next turn sees what is
+            with contextlib.suppress(
+                urllib.error.HTTPError
+            ):  # somebody else changed or deleted it: the next turn sees what is
                 self._report(pod)
         for group in {*ready, *self.least_ready}:
             count = ready.get(group, 0)
@@ -75,14 +93,20 @@ class SimulatedNodes:
         if "deletionTimestamp" in pod["metadata"]:
             self.server.call("DELETE", place, {"gracePeriodSeconds": 0})
         elif pod["spec"].get("nodeName") and not is_ready(pod):
-            self.server.call("PATCH", f"{place}/status", {"status": {"phase": "Running", "conditions": _READY}})
+            self.server.call(
+                "PATCH", f"{place}/status", {"status": {"phase": "Running", "conditions": _READY}}
+            )
 
     def _kafka(self) -> None:
         for kafka in self.server.call("GET", "/apis/kafka.strimzi.io/v1/kafkas")["items"]:
             if "status" not in kafka:
                 meta = kafka["metadata"]
-                place = f"/apis/kafka.strimzi.io/v1/namespaces/{meta['namespace']}/kafkas/{meta['name']}/status"
-                self.server.call("PATCH", place, {"status": {"conditions": [{"type": "Ready", "status": "True"}]}})
+                place = (
+                    f"/apis/kafka.strimzi.io/v1/namespaces/{meta['namespace']}/kafkas/{meta['name']}/status"
+                )
+                self.server.call(
+                    "PATCH", place, {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
+                )
 
 
 def is_ready(pod: dict[str, Any]) -> bool:

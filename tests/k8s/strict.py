@@ -52,9 +52,13 @@ def _bounds(value: Any, schema: dict[str, Any], at: str) -> Iterator[str]:
         yield f"{at}: expected one of {schema['enum']}, got {value!r}"
     if isinstance(value, str) and "pattern" in schema and not re.search(schema["pattern"], value):
         yield f"{at}: expected {schema['pattern']}, got {value!r}"
-    if isinstance(value, int | float) and not schema.get("minimum", value) <= value <= schema.get("maximum", value):
+    if isinstance(value, int | float) and not schema.get("minimum", value) <= value <= schema.get(
+        "maximum", value
+    ):
         yield f"{at}: expected {schema.get('minimum')}..{schema.get('maximum')}, got {value!r}"
-    if isinstance(value, list) and not schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value)):
+    if isinstance(value, list) and not schema.get("minItems", 0) <= len(value) <= schema.get(
+        "maxItems", len(value)
+    ):
         yield f"{at}: expected {schema.get('minItems')}..{schema.get('maxItems')} items, got {len(value)}"
 
 

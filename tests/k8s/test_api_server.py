@@ -24,7 +24,9 @@ from tests.k8s.test_cluster_pages import commands, runs_on_a_server, words
 
 pytestmark = pytest.mark.timeout(3600)
 Objects = tuple[dict[str, Any], ...]
-_OF_EVERY_HEADLESS = "spec.SessionAffinity is ignored for headless services"  # also where none is said: it is a default
+_OF_EVERY_HEADLESS = (
+    "spec.SessionAffinity is ignored for headless services"  # also where none is said: it is a default
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
         pytest.skip("kubectl is not on PATH")
     missing = [program for program in PROGRAMS if find(program) is None]
     if missing and go() is None:
-        pytest.skip("Go is not on this machine, and no API server was built before: schemas are checked by test_schemas.py alone")
+        pytest.skip(
+            "Go is not on this machine, and no API server was built before: schemas are checked by test_schemas.py alone"
+        )
     if missing and not os.environ.get("BUILD_KUBERNETES"):
         pytest.skip(f"{', '.join(missing)} is not built yet: make k8s builds it once, in minutes")
     with ApiServer(tmp_path_factory.mktemp("server")) as running:
@@ -78,7 +82,11 @@ def test_the_server_takes_an_overlay_without_a_warning(
     assert server.apply(tuple(of_kind(objects, "Namespace"))).returncode == 0
     done = server.apply(objects, "--dry-run=server")
     assert done.returncode == 0, done.stderr
-    warnings = [line for line in done.stderr.splitlines() if line.startswith("Warning") and _OF_EVERY_HEADLESS not in line]
+    warnings = [
+        line
+        for line in done.stderr.splitlines()
+        if line.startswith("Warning") and _OF_EVERY_HEADLESS not in line
+    ]
     assert warnings == []
     assert len(done.stdout.splitlines()) == len(objects)
 
@@ -103,11 +111,16 @@ def test_the_server_refuses_by_path_what_does_not_fit(
 
 
 @pytest.mark.slow
-def test_sets_make_their_pods_which_policies_and_budgets_select(server: ApiServer, nodes: SimulatedNodes) -> None:
+def test_sets_make_their_pods_which_policies_and_budgets_select(
+    server: ApiServer, nodes: SimulatedNodes
+) -> None:
     namespace = "live"
     objects = moved(built("prod"), namespace)
     assert server.apply(objects).returncode == 0
-    wanted = {o["metadata"]["name"]: o["spec"].get("replicas", 1) for o in of_kind(objects, "StatefulSet", "Deployment")}
+    wanted = {
+        o["metadata"]["name"]: o["spec"].get("replicas", 1)
+        for o in of_kind(objects, "StatefulSet", "Deployment")
+    }
 
     def placed() -> bool:
         pods = server.get("pods", "-n", namespace)
@@ -116,9 +129,17 @@ def test_sets_make_their_pods_which_policies_and_budgets_select(server: ApiServe
     server.until(placed, f"{sum(wanted.values())} pods are made and placed")
     pods = {p["metadata"]["name"]: p for p in server.get("pods", "-n", namespace)}
     shards = [f"roostream-shard-{i}" for i in range(wanted["roostream-shard"])]
-    assert [pods[s]["metadata"]["labels"]["apps.kubernetes.io/pod-index"] for s in shards] == ["0", "1", "2", "3"]
+    assert [pods[s]["metadata"]["labels"]["apps.kubernetes.io/pod-index"] for s in shards] == [
+        "0",
+        "1",
+        "2",
+        "3",
+    ]
     assert len({pods[s]["spec"]["nodeName"] for s in shards}) == 3, "side by side where there are nodes"
-    claims = {c["metadata"]["name"]: c["status"]["phase"] for c in server.get("persistentvolumeclaims", "-n", namespace)}
+    claims = {
+        c["metadata"]["name"]: c["status"]["phase"]
+        for c in server.get("persistentvolumeclaims", "-n", namespace)
+    }
     assert {f"home-{s}": "Bound" for s in shards}.items() <= claims.items()
     _policies_select(server, namespace, objects)
     _one_at_a_time(server, namespace, shards)
@@ -134,7 +155,9 @@ def _policies_select(server: ApiServer, namespace: str, objects: Objects) -> Non
         components = {p["metadata"]["labels"]["app.kubernetes.io/component"] for p in found}
         expected = {w.labels["app.kubernetes.io/component"] for w in made if selects(selector, w.labels)}
         assert components == expected, o["metadata"]["name"]
-        assert expected or o["metadata"]["name"] == "roostream-joiner", "Flink's own pods are made by its operator"
+        assert expected or o["metadata"]["name"] == "roostream-joiner", (
+            "Flink's own pods are made by its operator"
+        )
 
 
 def _as_text(selector: dict[str, Any]) -> str:
@@ -145,22 +168,32 @@ def _as_text(selector: dict[str, Any]) -> str:
 
 def _one_at_a_time(server: ApiServer, namespace: str, shards: list[str]) -> None:
     def budget() -> dict[str, Any]:
-        return next(b for b in server.get("pdb", "-n", namespace) if b["metadata"]["name"] == "roostream-shard")["status"]
+        return next(
+            b for b in server.get("pdb", "-n", namespace) if b["metadata"]["name"] == "roostream-shard"
+        )["status"]
 
     server.until(lambda: budget()["disruptionsAllowed"] == 1, "the budget lets one go")
     assert budget()["expectedPods"] == len(shards) == budget()["currentHealthy"]
 
     def evict(pod: str) -> str:
-        asked = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": namespace}}
+        asked = {
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": {"name": pod, "namespace": namespace},
+        }
         place = f"/api/v1/namespaces/{namespace}/pods/{pod}/eviction"
-        return server.kubectl("create", "--raw", place, "-f", "-", stdin=json.dumps(asked), check=False).stderr
+        return server.kubectl(
+            "create", "--raw", place, "-f", "-", stdin=json.dumps(asked), check=False
+        ).stderr
 
     answers = [evict(pod) for pod in shards[:2]]
     assert answers[0] == "" and "violate the pod's disruption budget" in answers[1], answers
 
 
 @pytest.mark.slow
-def test_the_pages_own_commands_do_what_the_pages_say(server: ApiServer, nodes: SimulatedNodes, tmp_path: Path) -> None:
+def test_the_pages_own_commands_do_what_the_pages_say(
+    server: ApiServer, nodes: SimulatedNodes, tmp_path: Path
+) -> None:
     """All of `kubectl`'s, in the pages' order, but for what runs inside of a container."""
     shutil.copytree(ROOT / "infra", tmp_path / "infra")
     (tmp_path / "redis-password.txt").write_text("s3cret\n", encoding="utf-8")
@@ -171,7 +204,9 @@ def test_the_pages_own_commands_do_what_the_pages_say(server: ApiServer, nodes: 
         if not runs_on_a_server(command):
             continue
         if command == "kubectl create namespace roostream" and command in ran:
-            server.kubectl("delete", "namespace", "roostream", "--timeout=900s")  # the page's second way: an empty cluster again
+            server.kubectl(
+                "delete", "namespace", "roostream", "--timeout=900s"
+            )  # the page's second way: an empty cluster again
         if command.startswith("kubectl rollout undo"):
             _another_image(server, nodes, tmp_path)
         done = server.kubectl(*words(command)[1:], check=False, cwd=tmp_path)
@@ -195,7 +230,8 @@ def _another_image(server: ApiServer, nodes: SimulatedNodes, folder: Path) -> No
     """The roll-out that the page has before: a new tag in `values.yaml`, and applied. Never are two shards away."""
     values = folder / "infra/k8s/overlays/prod/values.yaml"
     values.write_text(
-        re.sub(r"(roostream(?:-flink)?):0\.1\.0", r"\1:0.2.0", values.read_text(encoding="utf-8")), encoding="utf-8"
+        re.sub(r"(roostream(?:-flink)?):0\.1\.0", r"\1:0.2.0", values.read_text(encoding="utf-8")),
+        encoding="utf-8",
     )
     nodes.watch_anew()
     server.kubectl("apply", "--server-side", "--force-conflicts", "-k", "infra/k8s/overlays/prod", cwd=folder)

@@ -16,8 +16,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from command.main import cli
 from infra.kinds import KINDS
+from roostream.cli.main import cli
 from serving.access.key_file import Keyring
 from tests.contract.house import ROOT
 from tests.k8s.dockerfile import read
@@ -29,7 +29,12 @@ from trainer.control.page import files
 Objects = tuple[dict[str, Any], ...]
 PAGES = ("cluster.md", "day-two.md")
 KNOWN = {"kubectl", "docker", "helm", "roostream", "sed", "until", "REGISTRY=registry.example.org"}
-SHORT = {"hpa": "HorizontalPodAutoscaler", "kafkatopic": "KafkaTopic", "statefulset": "StatefulSet", "deployment": "Deployment"}
+SHORT = {
+    "hpa": "HorizontalPodAutoscaler",
+    "kafkatopic": "KafkaTopic",
+    "statefulset": "StatefulSet",
+    "deployment": "Deployment",
+}
 SHORT |= {"kafka": "Kafka"}
 OPTIONAL = {"roostream-objects"}
 
@@ -41,7 +46,9 @@ def page(name: str) -> str:
 def commands(*pages: str) -> list[str]:
     """Lines of the pages' shell blocks, in order, without what a shell passes over."""
     blocks = [b for name in pages or PAGES for b in re.findall(r"```sh\n(.*?)```", page(name), re.DOTALL)]
-    return [line for block in blocks for line in block.splitlines() if line.strip() and not line.startswith("#")]
+    return [
+        line for block in blocks for line in block.splitlines() if line.strip() and not line.startswith("#")
+    ]
 
 
 def words(command: str) -> list[str]:
@@ -124,7 +131,9 @@ def taken(arguments: Sequence[str]) -> click.Context:
     """How `roostream` reads them; nothing is run."""
     context = cli.make_context("roostream", list(arguments))
     while isinstance(context.command, click.Group):
-        name, command, rest = context.command.resolve_command(context, [*context._protected_args, *context.args])
+        name, command, rest = context.command.resolve_command(
+            context, [*context._protected_args, *context.args]
+        )
         assert command is not None
         context = command.make_context(name, rest, parent=context)
     return context
@@ -143,7 +152,9 @@ def test_a_command_that_is_wrong_would_be_found() -> None:
 def test_what_kubectl_is_told_of_exists() -> None:
     there = {(o["kind"], o["metadata"]["name"]) for overlay in ("dev", "prod") for o in built(overlay)}
     for command in (c for c in commands() if c.startswith("kubectl")):
-        for kind, name in re.findall(r"\b(statefulset|deployment|kafka|hpa|kafkatopic)[/ ]([a-z][\w-]*)", command):
+        for kind, name in re.findall(
+            r"\b(statefulset|deployment|kafka|hpa|kafkatopic)[/ ]([a-z][\w-]*)", command
+        ):
             assert (SHORT[kind], name) in there, command
         for folder in re.findall(r"-k (\S+)", command):
             assert (ROOT / folder / "kustomization.yaml").exists(), command
@@ -154,7 +165,9 @@ def test_what_kubectl_is_told_of_exists() -> None:
 
 
 def test_every_secret_that_nobody_makes_is_made_on_the_page() -> None:
-    assert {n for c in commands("cluster.md") for n in re.findall(r"secret generic (\S+)", c)} == MADE_BY_HAND | OPTIONAL
+    assert {
+        n for c in commands("cluster.md") for n in re.findall(r"secret generic (\S+)", c)
+    } == MADE_BY_HAND | OPTIONAL
 
 
 def test_operators_come_in_the_versions_that_manifests_are_checked_against() -> None:
@@ -163,7 +176,9 @@ def test_operators_come_in_the_versions_that_manifests_are_checked_against() -> 
     assert len(set(listed)) == 4
     text = "\n".join(commands("cluster.md"))
     for owner, version in set(listed):
-        line = next(c for c in text.splitlines() if {"apache": "flink-operator"}.get(owner, owner) in c and "://" in c)
+        line = next(
+            c for c in text.splitlines() if {"apache": "flink-operator"}.get(owner, owner) in c and "://" in c
+        )
         assert version in line, line
 
 
@@ -192,7 +207,12 @@ def test_the_registry_is_put_into_every_image_of_one_node(tmp_path: Path) -> Non
     (put,) = [c for c in commands() if c.startswith("sed ")]
     lines = named_so.replace("registry.example.org", "shop.example.org:5000/team"), put
     subprocess.run(("sh", "-euc", "\n".join(lines)), cwd=tmp_path, check=True)
-    images = {c["image"] for w in workloads(build(tmp_path / "infra/k8s/overlays/dev")) for c in w.containers if "image" in c}
+    images = {
+        c["image"]
+        for w in workloads(build(tmp_path / "infra/k8s/overlays/dev"))
+        for c in w.containers
+        if "image" in c
+    }
     assert {image for image in images if "redis" not in image} == {
         "shop.example.org:5000/team/roostream:0.1.0",
         "shop.example.org:5000/team/roostream-flink:0.1.0",
@@ -202,7 +222,9 @@ def test_the_registry_is_put_into_every_image_of_one_node(tmp_path: Path) -> Non
 def test_a_chart_is_installed_by_its_name_from_its_repository() -> None:
     kafka, flink = [words(c) for c in commands() if c.startswith("helm")]
     assert kafka[1:3] == [*flink[1:3][:1], kafka[3].rpartition("/")[2]] and kafka[3].startswith("oci://")
-    assert kafka[4:6] == ["--version", "1.2.0"] and "watchAnyNamespace=true" in kafka, "else it watches its own namespace alone"
+    assert kafka[4:6] == ["--version", "1.2.0"] and "watchAnyNamespace=true" in kafka, (
+        "else it watches its own namespace alone"
+    )
     name, flag, place, chart = flink[2:6]
     assert flag == "--repo" and place.startswith("https://") and chart == name
     assert all(parts[-1] == "--wait" and "--create-namespace" in parts for parts in (kafka, flink))
@@ -211,8 +233,16 @@ def test_a_chart_is_installed_by_its_name_from_its_repository() -> None:
 def test_an_operator_is_there_before_whoever_needs_it() -> None:
     """Flink's asks cert-manager for the certificate of its webhook, without which nobody can make what it looks after."""
     told = commands("cluster.md")
-    begins = ("helm install strimzi", "kubectl apply -f https://github.com/cert-manager", "kubectl wait -n cert-manager")
-    begins += ("helm install flink", "kubectl create namespace roostream", "kubectl apply --server-side --force-conflicts -k")
+    begins = (
+        "helm install strimzi",
+        "kubectl apply -f https://github.com/cert-manager",
+        "kubectl wait -n cert-manager",
+    )
+    begins += (
+        "helm install flink",
+        "kubectl create namespace roostream",
+        "kubectl apply --server-side --force-conflicts -k",
+    )
     places = [next(i for i, command in enumerate(told) if command.startswith(begin)) for begin in begins]
     assert places == sorted(places)
     own = next(i for i, command in enumerate(told) if "prometheus-operator" in command)
@@ -221,8 +251,13 @@ def test_an_operator_is_there_before_whoever_needs_it() -> None:
 
 
 def test_a_forwarded_port_is_one_of_the_pod_that_serves_what_is_asked() -> None:
-    asked = {"roostream-worker": "http://127.0.0.1:9090/metrics", "roostream-controller": "http://127.0.0.1:9091/"}
-    forwarded = [[word for word in words(c) if word != "&"] for c in commands() if c.startswith("kubectl port-forward")]
+    asked = {
+        "roostream-worker": "http://127.0.0.1:9090/metrics",
+        "roostream-controller": "http://127.0.0.1:9091/",
+    }
+    forwarded = [
+        [word for word in words(c) if word != "&"] for c in commands() if c.startswith("kubectl port-forward")
+    ]
     assert {parts[-2].partition("/")[2] for parts in forwarded} == set(asked)
     for parts in forwarded:
         kind, _, name = parts[-2].partition("/")
@@ -257,7 +292,10 @@ def test_a_store_elsewhere_is_where_programs_and_flink_look_for_it(tmp_path: Pat
         kustomization.write(patch)
     objects = build(tmp_path)
     place = "https://store.example.org:9000"
-    assert named(objects, "FlinkDeployment", "roostream-joiner")["spec"]["flinkConfiguration"]["s3.endpoint"] == place
+    assert (
+        named(objects, "FlinkDeployment", "roostream-joiner")["spec"]["flinkConfiguration"]["s3.endpoint"]
+        == place
+    )
     told = named(objects, "ConfigMap", "roostream-objects")
     assert told["data"] == {"AWS_ENDPOINT_URL": place, "AWS_REGION": "eu-central-1"}
     readers = [
@@ -266,19 +304,29 @@ def test_a_store_elsewhere_is_where_programs_and_flink_look_for_it(tmp_path: Pat
         for source in workload.pod["containers"][0].get("envFrom", ())
         if source.get("configMapRef", {}).get("name") == told["metadata"]["name"]
     ]
-    assert {"roostream-shard", "roostream-controller", "roostream-worker", "roostream-serving", "roostream-archiver"} <= {
-        *readers
-    }
+    assert {
+        "roostream-shard",
+        "roostream-controller",
+        "roostream-worker",
+        "roostream-serving",
+        "roostream-archiver",
+    } <= {*readers}
 
 
-def test_keys_that_the_page_makes_are_ones_that_serving_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_that_the_page_makes_are_ones_that_serving_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (told,) = [words(c) for c in commands("cluster.md") if c.startswith("roostream")]
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(cli, told[1:])
     assert done.exit_code == 0, done.output
-    assert "kubectl create secret generic roostream-keys -n roostream --from-file=keys.json" in commands("cluster.md")
+    assert "kubectl create secret generic roostream-keys -n roostream --from-file=keys.json" in commands(
+        "cluster.md"
+    )
     ring = Keyring(tmp_path / "keys.json")
-    assert {ring.check(b"Bearer " + done.stdout.strip().encode(), scope).name for scope in ("rank", "engage")} == {"web"}
+    assert {
+        ring.check(b"Bearer " + done.stdout.strip().encode(), scope).name for scope in ("rank", "engage")
+    } == {"web"}
 
 
 def test_one_node_has_room_for_what_one_node_is_told_to_run() -> None:
@@ -298,7 +346,9 @@ def asked_for(objects: Objects) -> tuple[float, float]:
         else:
             count = workload.spec.get("replicas", 1)
             found += [(count, container["resources"]["requests"]) for container in workload.pod["containers"]]
-    found += [(o["spec"]["replicas"], o["spec"]["resources"]["requests"]) for o in of_kind(objects, "KafkaNodePool")]
+    found += [
+        (o["spec"]["replicas"], o["spec"]["resources"]["requests"]) for o in of_kind(objects, "KafkaNodePool")
+    ]
     cpus = sum(count * _amount(requests["cpu"]) for count, requests in found)
     return cpus, sum(count * _amount(requests["memory"]) for count, requests in found) / 2**30
 

@@ -11,7 +11,7 @@ import yaml
 
 from infra import flink_cluster
 from infra.flink_cluster import pyflink_home
-from runtime.kafka.topics import TOPICS, TopicSettings, configs
+from roostream.runtime.kafka.topics import TOPICS, TopicSettings, configs
 from tests.contract.house import ROOT
 from tests.k8s.generate import K8S, RIGHTS, contents
 from tests.k8s.manifests import built, named, of_kind
@@ -26,7 +26,9 @@ def test_topics_are_those_that_the_protocol_needs() -> None:
     """Through Kustomize: values change what a deployment may choose, and nothing else."""
     made = {t["spec"]["topicName"]: t["spec"] for t in of_kind(built("prod"), "KafkaTopic")}
     values = yaml.safe_load((K8S / "overlays/prod/values.yaml").read_text(encoding="utf-8"))["data"]
-    settings = TopicSettings(retention_ms=int(values["RETENTION_MS"]), retention_bytes=int(values["RETENTION_BYTES"]))
+    settings = TopicSettings(
+        retention_ms=int(values["RETENTION_MS"]), retention_bytes=int(values["RETENTION_BYTES"])
+    )
     assert set(made) == set(TOPICS)
     for topic, spec in made.items():
         assert {key: str(value) for key, value in spec["config"].items()} == configs(topic, settings)
@@ -40,14 +42,23 @@ def test_every_program_that_speaks_to_kafka_has_a_user_and_may_do_no_more_than_i
     }
     assert set(users) == set(RIGHTS)
     for program, acls in users.items():
-        writes = {a["resource"]["name"] for a in acls if a["resource"]["type"] == "topic" and "Write" in a["operations"]}
+        writes = {
+            a["resource"]["name"]
+            for a in acls
+            if a["resource"]["type"] == "topic" and "Write" in a["operations"]
+        }
         assert writes == set(RIGHTS[program].writes)
-        assert not {"All", "Alter", "Delete", "Create", "ClusterAction"} & {o for a in acls for o in a["operations"]}
+        assert not {"All", "Alter", "Delete", "Create", "ClusterAction"} & {
+            o for a in acls for o in a["operations"]
+        }
 
 
 def test_the_schema_of_an_overlay_is_the_demos_until_somebody_puts_his_own_there() -> None:
-    demo = (ROOT / "traffic/schemas/demo.toml").read_text(encoding="utf-8")
-    assert [(K8S / f"overlays/{o}/schema.toml").read_text(encoding="utf-8") for o in ("dev", "prod")] == [demo, demo]
+    demo = (ROOT / "roostream/replay/schemas/demo.toml").read_text(encoding="utf-8")
+    assert [(K8S / f"overlays/{o}/schema.toml").read_text(encoding="utf-8") for o in ("dev", "prod")] == [
+        demo,
+        demo,
+    ]
 
 
 def test_flinks_java_is_opened_as_in_the_local_stack() -> None:
@@ -57,9 +68,16 @@ def test_flinks_java_is_opened_as_in_the_local_stack() -> None:
 
 def test_every_key_of_flink_is_one_that_flink_or_its_operator_knows() -> None:
     """Flink passes over what it doesn't know without a word. Its keys stand as texts in its classes."""
-    of = [named(built(o), "FlinkDeployment", "roostream-joiner")["spec"]["flinkConfiguration"] for o in ("dev", "prod")]
+    of = [
+        named(built(o), "FlinkDeployment", "roostream-joiner")["spec"]["flinkConfiguration"]
+        for o in ("dev", "prod")
+    ]
     settings = {key for configuration in of for key in configuration}
-    asked = {re.sub(r"^metrics\.reporter\.prom\.", "", k) for k in settings if not k.startswith(("kubernetes.operator.", "s3."))}
+    asked = {
+        re.sub(r"^metrics\.reporter\.prom\.", "", k)
+        for k in settings
+        if not k.startswith(("kubernetes.operator.", "s3."))
+    }
     known = b""
     for jar in (*pyflink_home().glob("lib/flink-dist-*.jar"), *pyflink_home().glob("opt/flink-python-*.jar")):
         with zipfile.ZipFile(jar) as opened:
@@ -67,4 +85,6 @@ def test_every_key_of_flink_is_one_that_flink_or_its_operator_knows() -> None:
             known += b"".join(opened.read(n) for n in names)
     assert {key for key in asked if key.encode() not in known} - {"port"} == set()
     operator = {key for key in settings if key.startswith("kubernetes.operator.")}
-    assert operator <= set((Path(__file__).with_name("flink_operator_keys.txt")).read_text(encoding="utf-8").split())
+    assert operator <= set(
+        (Path(__file__).with_name("flink_operator_keys.txt")).read_text(encoding="utf-8").split()
+    )

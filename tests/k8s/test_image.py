@@ -60,7 +60,9 @@ def test_a_program_is_the_first_process_of_its_container() -> None:
 
 
 def test_packages_are_installed_by_hash_alone() -> None:
-    installs = [i.body for i in instructions("RUN") if re.search(r"\buv pip (sync|install)\b|\bpip install\b", i.body)]
+    installs = [
+        i.body for i in instructions("RUN") if re.search(r"\buv pip (sync|install)\b|\bpip install\b", i.body)
+    ]
     assert installs
     for text in installs:
         assert "--require-hashes" in text or "--no-deps" in text, text
@@ -77,10 +79,16 @@ def test_the_list_of_packages_is_the_lock_without_what_only_tests_need() -> None
 def test_every_package_of_ours_is_copied() -> None:
     import tomllib
 
-    packages = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"][
+        "packages"
+    ]
     ours = {name.partition(".")[0] for name in packages}
     assert {i.text.split()[0] for i in instructions("COPY", "build")} >= ours
-    kept = {line[1:] for line in (IMAGE / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines() if line[:1] == "!"}
+    kept = {
+        line[1:]
+        for line in (IMAGE / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
+        if line[:1] == "!"
+    }
     assert kept == ours | {"pyproject.toml", "README.md", "LICENSE"}
 
 
@@ -112,7 +120,11 @@ def test_what_each_run_says_is_executed_here(tmp_path: Path) -> None:
     python = (ROOT / ".tools/python").read_text(encoding="utf-8").strip()
     moved = {"/opt/": f"{tmp_path}/opt/", " /src": f" {tmp_path}/src", "/usr/local/bin/python3": python}
     (tmp_path / "src").mkdir()
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV", "COVERAGE", "NUMBA", "ROOSTREAM"))}
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("PYTHON", "VIRTUAL_ENV", "COVERAGE", "NUMBA", "ROOSTREAM"))
+    }
     environment = {**kept, "PATH": f"{Path(uv).parent}:/usr/bin:/bin"}
 
     def here(text: str) -> str:
@@ -131,7 +143,9 @@ def test_what_each_run_says_is_executed_here(tmp_path: Path) -> None:
     _check_environment(tmp_path, environment)
 
 
-def _executed(command: tuple[str, ...], work: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def _executed(
+    command: tuple[str, ...], work: Path, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -154,4 +168,6 @@ def _check_environment(root: Path, environment: dict[str, str]) -> None:
     plugin = next((flink / "plugins/s3-fs-presto").glob("*.jar"))
     with zipfile.ZipFile(plugin) as opened:
         assert any("s3" in name for name in opened.namelist())
-    assert (flink / "bin/kubernetes-jobmanager.sh").exists() and list((flink / "lib").glob("roostream-flink.jar"))
+    assert (flink / "bin/kubernetes-jobmanager.sh").exists() and list(
+        (flink / "lib").glob("roostream-flink.jar")
+    )

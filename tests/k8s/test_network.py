@@ -9,9 +9,38 @@ import pytest
 from tests.k8s.manifests import built, named, of_kind, workloads
 from tests.k8s.network import Place, allows, selects
 
-ROWS, MEET, RANK, FLINK, METRICS, FLINK_METRICS, KAFKA, STORE, DNS = 7000, 7100, 8080, 8081, 9090, 9249, 9093, 443, 53
+ROWS, MEET, RANK, FLINK, METRICS, FLINK_METRICS, KAFKA, STORE, DNS = (
+    7000,
+    7100,
+    8080,
+    8081,
+    9090,
+    9249,
+    9093,
+    443,
+    53,
+)
 UNITS = 7200
-PORTS = (ROWS, MEET, UNITS, RANK, FLINK, METRICS, FLINK_METRICS, KAFKA, STORE, DNS, 6121, 6122, 6123, 6124, 6379, 6380, 6443, 22)
+PORTS = (
+    ROWS,
+    MEET,
+    UNITS,
+    RANK,
+    FLINK,
+    METRICS,
+    FLINK_METRICS,
+    KAFKA,
+    STORE,
+    DNS,
+    6121,
+    6122,
+    6123,
+    6124,
+    6379,
+    6380,
+    6443,
+    22,
+)
 PROGRAMS = (
     "shard",
     "controller",
@@ -26,7 +55,15 @@ PROGRAMS = (
     "joiner",
 )
 WITHOUT_KAFKA = {"compactor", "reader"}
-WATCHED = ("worker", "serving", "features", "auditor", "archiver", "compactor", "joiner-watch")  # on the controller's page
+WATCHED = (
+    "worker",
+    "serving",
+    "features",
+    "auditor",
+    "archiver",
+    "compactor",
+    "joiner-watch",
+)  # on the controller's page
 OTHERS = (
     Place("kafka", {"strimzi.io/cluster": "roostream", "strimzi.io/kind": "Kafka"}),
     Place("stranger", {"app": "x"}),
@@ -55,7 +92,9 @@ ARROWS = {
 
 def places(overlay: str) -> list[Place]:
     pods = [
-        Place(w.labels["app.kubernetes.io/component"], w.labels) for w in workloads(built(overlay)) if w.name != "roostream-redis"
+        Place(w.labels["app.kubernetes.io/component"], w.labels)
+        for w in workloads(built(overlay))
+        if w.name != "roostream-redis"
     ]
     assert {p.name for p in pods} >= set(PROGRAMS)
     return [*pods, *OTHERS]
@@ -88,13 +127,22 @@ def test_kafka_lets_in_whoever_has_leave_to_go_there(overlay: str) -> None:
     assert listener["tls"] and listener["authentication"] == {"type": "tls"} and listener["port"] == KAFKA
     peer = listener["networkPolicyPeers"][0]["podSelector"]
     assert {w.name for w in workloads(built(overlay)) if selects(peer, w.labels)} == {
-        w.name for w in workloads(built(overlay)) if w.labels.get("app.kubernetes.io/component") in set(PROGRAMS) - WITHOUT_KAFKA
+        w.name
+        for w in workloads(built(overlay))
+        if w.labels.get("app.kubernetes.io/component") in set(PROGRAMS) - WITHOUT_KAFKA
     }
 
 
 def test_on_one_node_nobody_goes_out_and_users_reach_serving_alone() -> None:
     policies = of_kind(built("dev"), "NetworkPolicy")
     there = {p.name: p for p in [*places("dev"), Place("redis", {"app.kubernetes.io/name": "redis"})]}
-    assert [n for n in PROGRAMS if n != "joiner" and allows(policies, there[n], there["outside"], STORE)] == []
-    assert [n for n in there if allows(policies, there["simulate"], there[n], RANK) and n in PROGRAMS] == ["serving"]
-    assert [n for n in PROGRAMS if allows(policies, there[n], there["redis"], 6379)] == ["serving", "features"]
+    assert [
+        n for n in PROGRAMS if n != "joiner" and allows(policies, there[n], there["outside"], STORE)
+    ] == []
+    assert [n for n in there if allows(policies, there["simulate"], there[n], RANK) and n in PROGRAMS] == [
+        "serving"
+    ]
+    assert [n for n in PROGRAMS if allows(policies, there[n], there["redis"], 6379)] == [
+        "serving",
+        "features",
+    ]

@@ -51,7 +51,13 @@ def with_container(**changes: Any) -> Workload:
         (policy.with_limits, lambda: shard(volumes=[{"name": "x", "emptyDir": {}}])),
         (policy.pinned, lambda: with_container(image="roostream:latest")),
         (policy.pinned, lambda: with_container(image="roostream")),
-        (policy.probed, lambda: with_container(startupProbe=1, livenessProbe=1) and _without(with_container(), "readinessProbe")),
+        (
+            policy.probed,
+            lambda: (
+                with_container(startupProbe=1, livenessProbe=1)
+                and _without(with_container(), "readinessProbe")
+            ),
+        ),
         (policy.telling_why_it_ended, lambda: with_container(terminationMessagePolicy="File")),
         (policy.apart_from_the_api, lambda: shard(automountServiceAccountToken=True)),
         (policy.with_time_to_end, lambda: shard(terminationGracePeriodSeconds=30)),
@@ -78,7 +84,11 @@ def references(workload: Workload) -> Iterator[tuple[str, str]]:
     for container in workload.containers:
         sources = [*container.get("envFrom", ()), *(v.get("valueFrom", {}) for v in container.get("env", ()))]
         for source in sources:
-            for key, kind in (("configMapRef", "ConfigMap"), ("configMapKeyRef", "ConfigMap"), ("secretRef", "Secret")):
+            for key, kind in (
+                ("configMapRef", "ConfigMap"),
+                ("configMapKeyRef", "ConfigMap"),
+                ("secretRef", "Secret"),
+            ):
                 if key in source and not source[key].get("optional"):
                     yield kind, source[key]["name"]
     account = workload.spec.get("serviceAccount") or workload.pod.get("serviceAccountName")
@@ -100,7 +110,9 @@ def test_every_mount_is_of_a_volume(objects: Objects) -> None:
         volumes |= {c["metadata"]["name"] for c in w.spec.get("volumeClaimTemplates", ())}
         mounted = {m["name"] for c in w.containers for m in c.get("volumeMounts", ())}
         assert mounted <= volumes, w.name
-        assert {v["name"] for v in w.pod.get("volumes", ())} <= mounted, f"{w.name}: a volume that nobody mounts"
+        assert {v["name"] for v in w.pod.get("volumes", ())} <= mounted, (
+            f"{w.name}: a volume that nobody mounts"
+        )
 
 
 def selected(objects: Objects, labels: dict[str, str]) -> list[Workload]:
@@ -128,16 +140,22 @@ def test_what_the_autoscaler_counts_no_manifest_counts(objects: Objects) -> None
     assert "replicas" not in named(objects, target["kind"], target["name"])["spec"]
 
 
-def test_every_program_of_the_table_has_its_workload(objects: Objects, request: pytest.FixtureRequest) -> None:
+def test_every_program_of_the_table_has_its_workload(
+    objects: Objects, request: pytest.FixtureRequest
+) -> None:
     """The rows that processes share are a component's, simulated users are those of one node."""
     started = {c["args"][0] for w in workloads(objects) for c in w.containers if "args" in c}
     optional = {"serving-rows", "simulate"}
     assert {kind.name for kind in KINDS} - optional <= started <= {kind.name for kind in KINDS}
-    wanted = {"dev": {"simulate"}, "all": {"serving-rows"}}.get(request.node.callspec.params["objects"], set())
+    wanted = {"dev": {"simulate"}, "all": {"serving-rows"}}.get(
+        request.node.callspec.params["objects"], set()
+    )
     assert started & optional == wanted
 
 
-def test_every_service_with_metrics_is_monitored_once_in_the_way_that_its_port_speaks(objects: Objects) -> None:
+def test_every_service_with_metrics_is_monitored_once_in_the_way_that_its_port_speaks(
+    objects: Objects,
+) -> None:
     if not of_kind(objects, "ServiceMonitor"):
         pytest.skip("one node has no monitoring")
     found = [
@@ -146,7 +164,9 @@ def test_every_service_with_metrics_is_monitored_once_in_the_way_that_its_port_s
         for component in m["spec"]["selector"]["matchExpressions"][0]["values"]
     ]
     ports = {
-        w.labels["app.kubernetes.io/component"]: w.pod["containers"][0]["readinessProbe"]["httpGet"].get("scheme", "HTTP").lower()
+        w.labels["app.kubernetes.io/component"]: w.pod["containers"][0]["readinessProbe"]["httpGet"]
+        .get("scheme", "HTTP")
+        .lower()
         for w in workloads(objects)
         if "readinessProbe" in w.pod["containers"][0]
     }

@@ -18,7 +18,9 @@ KUBERNETES = "1.34"
 
 
 @pytest.fixture(scope="module", params=OVERLAYS)
-def objects(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], ...]:
+def objects(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], ...]:
     return own_folder(tmp_path_factory.mktemp("own")) if request.param == "all" else built(request.param)
 
 
@@ -74,7 +76,9 @@ def test_a_folder_of_ones_own_changes_the_values_that_it_names(tmp_path: Path) -
     own = own_folder(tmp_path)
     shard = named(own, "StatefulSet", "roostream-shard")
     assert shard["spec"]["replicas"] == 3
-    assert shard["spec"]["template"]["spec"]["containers"][0]["image"].startswith("shop.example.org/roostream@sha256:")
+    assert shard["spec"]["template"]["spec"]["containers"][0]["image"].startswith(
+        "shop.example.org/roostream@sha256:"
+    )
     assert named(own, "ConfigMap", "roostream-sizes")["data"]["SHARDS"] == "3"
     assert named(own, "ConfigMap", "roostream-deployment")["data"]["BUCKETS"] == "32"
     partitions = {t["spec"]["topicName"]: t["spec"]["partitions"] for t in of_kind(own, "KafkaTopic")}
@@ -82,7 +86,9 @@ def test_a_folder_of_ones_own_changes_the_values_that_it_names(tmp_path: Path) -
     assert {o["metadata"].get("namespace", o["metadata"]["name"]) for o in own} == {"shop"}
 
 
-def test_every_value_of_a_folder_of_ones_own_reaches_what_is_applied_and_leaves_nothing_of_the_examples(tmp_path: Path) -> None:
+def test_every_value_of_a_folder_of_ones_own_reaches_what_is_applied_and_leaves_nothing_of_the_examples(
+    tmp_path: Path,
+) -> None:
     """Each value is one that no other has, so that it can be told where it went."""
     copy_prod(tmp_path)
     values = tmp_path / "values.yaml"
@@ -94,5 +100,7 @@ def test_every_value_of_a_folder_of_ones_own_reaches_what_is_applied_and_leaves_
     }
     values.write_text(yaml.safe_dump(told), encoding="utf-8")
     text = yaml.safe_dump_all(build(tmp_path))
-    assert len(told["data"]) > 25 and {key for key, value in told["data"].items() if value not in text} == set()
+    assert (
+        len(told["data"]) > 25 and {key for key, value in told["data"].items() if value not in text} == set()
+    )
     assert re.findall(r".*(?:example\.org|s3://roostream|eu-central-1|set-by).*", text) == []

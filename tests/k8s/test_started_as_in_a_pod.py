@@ -18,8 +18,8 @@ import pytest
 
 from infra.kinds import kind_of
 from infra.ports import Ports
-from roo.config import check_environment, load
-from runtime.security.link_security import LinkKeys
+from roostream.runtime.security.link_security import LinkKeys
+from roostream.schema.settings import check_environment, load
 from tests.certificates import Authority
 from tests.k8s.manifests import OVERLAYS, Workload, built, own_folder, workloads
 from tests.k8s.pod import Kubelet, Started
@@ -28,7 +28,18 @@ Objects = tuple[dict[str, Any], ...]
 LINKED = ("shard", "controller", "worker", "serving", "serving-rows")
 PATIENCE_S = 600.0
 """For a state that a program reaches by itself: on a machine that is busy it takes minutes."""
-PROGRAMS = ("shard", "controller", "worker", "serving", "features", "auditor", "archiver", "compactor", "reader", "joiner")
+PROGRAMS = (
+    "shard",
+    "controller",
+    "worker",
+    "serving",
+    "features",
+    "auditor",
+    "archiver",
+    "compactor",
+    "reader",
+    "joiner",
+)
 
 
 class Anything(dict[str, dict[str, bytes]]):
@@ -40,8 +51,18 @@ class Anything(dict[str, dict[str, bytes]]):
         authority = Authority(folder, "authority")
         certificate, key = (Path(p).read_bytes() for p in authority.issue("user", "link.roostream"))
         ca = authority.pem.read_bytes()
-        self.files = {"ca.crt": ca, "user.crt": certificate, "user.key": key, "tls.crt": certificate, "tls.key": key}
-        self.files |= {"password": b"s3cret\n", "keys.json": b'{"keys": []}', "token": b"0123456789abcdef0123456789abcdef"}
+        self.files = {
+            "ca.crt": ca,
+            "user.crt": certificate,
+            "user.key": key,
+            "tls.crt": certificate,
+            "tls.key": key,
+        }
+        self.files |= {
+            "password": b"s3cret\n",
+            "keys.json": b'{"keys": []}',
+            "token": b"0123456789abcdef0123456789abcdef",
+        }
 
     def __missing__(self, name: str) -> dict[str, bytes]:
         return self.files
@@ -65,10 +86,17 @@ def test_every_program_takes_the_settings_of_its_pod(overlay: str, tmp_path: Pat
                 continue
             program = container["args"][0]
             for index in {0, workload.spec.get("replicas", 1) - 1}:
-                kubelet = Kubelet(objects, tmp_path / f"{program}-{index}", Anything(tmp_path / f"{program}-{index}-keys"))
+                kubelet = Kubelet(
+                    objects, tmp_path / f"{program}-{index}", Anything(tmp_path / f"{program}-{index}-keys")
+                )
                 started = kubelet.start(workload, container, index)
                 check_environment([program], (), started.environment)
-                config = load(kind_of(program).settings(), started.arguments[-1], program=program, environ=started.environment)
+                config = load(
+                    kind_of(program).settings(),
+                    started.arguments[-1],
+                    program=program,
+                    environ=started.environment,
+                )
                 assert getattr(config, "index", index) == index
             seen.add(program)
     assert seen == {*PROGRAMS, *({"serving-rows"} if overlay == "all" else ())}
@@ -80,7 +108,9 @@ def test_shards_and_controller_and_their_set_count_alike(tmp_path: Path) -> None
     found = {w.name: w for w in workloads(objects)}
     count = found["roostream-shard"].spec["replicas"]
     environment = {
-        name: Kubelet(objects, tmp_path / name, Anything(tmp_path / f"{name}-keys")).start(w, w.pod["containers"][0]).environment
+        name: Kubelet(objects, tmp_path / name, Anything(tmp_path / f"{name}-keys"))
+        .start(w, w.pod["containers"][0])
+        .environment
         for name, w in found.items()
         if w.kind != "FlinkDeployment"
     }
@@ -92,7 +122,9 @@ def test_shards_and_controller_and_their_set_count_alike(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("overlay", "asks"), [("dev", False), ("prod", True), ("all", True)])
-def test_whoever_is_called_asks_who_calls_where_the_component_is(overlay: str, asks: bool, tmp_path: Path) -> None:
+def test_whoever_is_called_asks_who_calls_where_the_component_is(
+    overlay: str, asks: bool, tmp_path: Path
+) -> None:
     """References in a mounted TOML to what the pod's environment names, and files of the pod's secrets behind them."""
     objects = of_overlay(overlay, tmp_path)
     seen = {}
@@ -102,7 +134,12 @@ def test_whoever_is_called_asks_who_calls_where_the_component_is(overlay: str, a
             if program in LINKED and "--config" in container["args"]:
                 kubelet = Kubelet(objects, tmp_path / program, Anything(tmp_path / f"{program}-keys"))
                 started = kubelet.start(workload, container)
-                config = load(kind_of(program).settings(), started.arguments[-1], program=program, environ=started.environment)
+                config = load(
+                    kind_of(program).settings(),
+                    started.arguments[-1],
+                    program=program,
+                    environ=started.environment,
+                )
                 keys = LinkKeys(config.link)
                 seen[program] = (keys.security.asks, bool(keys.tokens), keys.security.name)
     expected = {*LINKED} if overlay == "all" else {*LINKED} - {"serving-rows"}
@@ -115,7 +152,11 @@ class Running:
     def __init__(self, program: str, folder: Path, overlay: str = "dev") -> None:
         self.ports = Ports()
         self.metrics, listen, away = self.ports.draw(), self.ports.draw(), self.ports.draw()
-        instead = {"0.0.0.0:7000": f"127.0.0.1:{listen}", "0.0.0.0:8080": f"127.0.0.1:{listen}", "127.0.0.1:7100": "127.0.0.1:0"}
+        instead = {
+            "0.0.0.0:7000": f"127.0.0.1:{listen}",
+            "0.0.0.0:8080": f"127.0.0.1:{listen}",
+            "127.0.0.1:7100": "127.0.0.1:0",
+        }
         instead |= {"9090\n": f"{self.metrics}\n", "[]\n": "[]\n"}
         names = (
             "roostream-kafka-bootstrap:9093",
@@ -199,7 +240,10 @@ def test_without_its_peers_a_pod_lives_says_whom_it_waits_for_and_ends_when_told
         alive = running.wait("livez", "ok")
         assert alive == (200, "ok\n"), running.log.read_text()[-2000:]
         status, reason = running.wait("readyz", waits_for)
-        assert status == (200 if waits_for == "^ok" else 503) and re.search(waits_for, reason), (status, reason)
+        assert status == (200 if waits_for == "^ok" else 503) and re.search(waits_for, reason), (
+            status,
+            reason,
+        )
     finally:
         code = running.stop()
     assert code == 0, running.log.read_text()[-2000:]
@@ -214,9 +258,14 @@ def test_a_shard_of_prod_answers_whoever_has_a_pods_certificate_and_token(tmp_pa
     running = Running("shard", tmp_path, "prod")
     try:
         assert running.wait("readyz", "waits for the controller")[0] == 503, running.log.read_text()[-2000:]
-        before_end = running.container["lifecycle"]["preStop"]["exec"]["command"][-1].removeprefix("exec roostream ")
+        before_end = running.container["lifecycle"]["preStop"]["exec"]["command"][-1].removeprefix(
+            "exec roostream "
+        )
         variables = running.started.environment
-        words = [running.kubelet.here(w) for w in shlex.split(re.sub(r"\$(\w+)", lambda m: variables[m[1]], before_end))]
+        words = [
+            running.kubelet.here(w)
+            for w in shlex.split(re.sub(r"\$(\w+)", lambda m: variables[m[1]], before_end))
+        ]
         assert words[:2] == ["preempt", "shard-0"] and words[-2] == "--link"
         words[words.index("--controller") + 1] = running.address
         assert "expected a call of owners, pull, push" in _asks(words, running)
@@ -227,8 +276,13 @@ def test_a_shard_of_prod_answers_whoever_has_a_pods_certificate_and_token(tmp_pa
 
 
 def _asks(words: list[str], running: Running) -> str:
-    command = (sys.executable, "-m", "command.main", *words)
+    command = (sys.executable, "-m", "roostream.cli.main", *words)
     done = subprocess.run(
-        command, env=running.started.environment, capture_output=True, text=True, check=False, timeout=PATIENCE_S
+        command,
+        env=running.started.environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
     )
     return done.stdout + done.stderr

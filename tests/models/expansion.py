@@ -10,7 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from roo.batch import Batch
+from roostream.wire.batch import Batch
 
 
 def expand_with_context(batch: Batch) -> Batch:

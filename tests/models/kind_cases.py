@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 
-from models.config import CascadeConfig, HstuConfig, ModelConfig, TwoTowerConfig
+from roostream.models.config import CascadeConfig, HstuConfig, ModelConfig, TwoTowerConfig
 from tests.models.model_checks import SMALL
 
-_SIZES = {f.name: getattr(SMALL, f.name) for f in dataclasses.fields(SMALL) if f.name not in ("kind", "history_attention")}
+_SIZES = {
+    f.name: getattr(SMALL, f.name)
+    for f in dataclasses.fields(SMALL)
+    if f.name not in ("kind", "history_attention")
+}
 CONFIGS: dict[str, ModelConfig] = {
     "hstu": HstuConfig(**_SIZES, hstu_width=6, hstu_heads=2, max_history=5),
     "hstu and attention": HstuConfig(**_SIZES, hstu_width=4, hstu_layers=1, history_attention=True),
     "userarch": dataclasses.replace(SMALL, request_side="userarch", userarch_embeddings=2, userarch_width=4),
-    "tower and userarch": dataclasses.replace(SMALL, request_side="both", userarch_embeddings=9, userarch_width=3),
+    "tower and userarch": dataclasses.replace(
+        SMALL, request_side="both", userarch_embeddings=9, userarch_width=3
+    ),
     "retrieval": TwoTowerConfig(user_layers=(6,), item_layers=(5,), width=4),
     "retrieval of hstu": TwoTowerConfig(
-        user_layers=(6,), item_layers=(5,), width=4, history="hstu", hstu_width=4, uniform_negatives=2.0, item_floats=("ctr",)
+        user_layers=(6,),
+        item_layers=(5,),
+        width=4,
+        history="hstu",
+        hstu_width=4,
+        uniform_negatives=2.0,
+        item_floats=("ctr",),
     ),
     "early ranking": TwoTowerConfig(
         stage="ranking", user_layers=(6,), item_layers=(5,), width=4, mix_layers=(6,), task_layers=(4,)

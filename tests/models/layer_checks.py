@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from models.layers import init_parameters
+from roostream.models.layers import init_parameters
 
 
 def built(module: nn.Module) -> nn.Module:

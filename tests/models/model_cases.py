@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from roo.batch import TEXT, Batch
-from roo.jagged import Jagged
-from roo.lookup import Lookup
-from roo.schema import Schema
-from roo.schema_file import schema_from_dict
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import schema_from_dict
+from roostream.wire.batch import TEXT, Batch
+from roostream.wire.jagged import Jagged
+from roostream.wire.lookup import Lookup
 
 NOW_MS = 1_700_000_000_000
 LABELS = [{"name": "click", "action": "click"}, {"name": "long_read", "action": "read", "threshold": 30.0}]
@@ -49,7 +49,10 @@ CASES: dict[str, dict[str, Any]] = {
         "nro": [{"name": "viewers", "kind": "sequence", "table": "user", "columns": {"time": "time_ms"}}],
     },
     "floats only": {"ro": [{"name": "hour"}], "nro": [{"name": "ctr"}], "transform": RANKS},
-    "request only": {"tables": TABLES, "ro": [{"name": "hour"}, {"name": "user", "kind": "ids", "table": "user"}]},
+    "request only": {
+        "tables": TABLES,
+        "ro": [{"name": "hour"}, {"name": "user", "kind": "ids", "table": "user"}],
+    },
     "candidate only": {"tables": TABLES, "nro": [ITEM, {"name": "ctr"}]},
     "one float": {"nro": [{"name": "ctr"}]},
 }

@@ -8,23 +8,38 @@ import numpy as np
 import pytest
 import torch
 
-from models.build import build_model
-from models.config import ModelConfig, RankerConfig
-from models.inputs import build_inputs
-from models.model import Model, Targets
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.batch import Batch
-from roo.block import encode_nro, encode_ro
-from roo.decode import Decoder
-from roo.lookup import build_lookup
-from roo.schema import Schema
-from roo.wire import Record
+from roostream.models.build import build_model
+from roostream.models.config import ModelConfig, RankerConfig
+from roostream.models.inputs import build_inputs
+from roostream.models.model import Model, Targets
+from roostream.schema.schema import Schema
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.batch import Batch
+from roostream.wire.block import encode_nro, encode_ro
+from roostream.wire.decode import Decoder
+from roostream.wire.lookup import build_lookup
+from roostream.wire.records import Record
 from tests.models.model_cases import NOW_MS, make_rows
 
-COUNTS = [3, 1, 0, 11, 17, 2, 40, 1]  # three groups of candidate_groups.py, and requests with one candidate and none
+COUNTS = [
+    3,
+    1,
+    0,
+    11,
+    17,
+    2,
+    40,
+    1,
+]  # three groups of candidate_groups.py, and requests with one candidate and none
 SMALL = RankerConfig(
-    request_layers=(8,), history_width=4, width=8, list_heads=2, cross_rank=3, deep_layers=(8,), task_layers=(4,)
+    request_layers=(8,),
+    history_width=4,
+    width=8,
+    list_heads=2,
+    cross_rank=3,
+    deep_layers=(8,),
+    task_layers=(4,),
 )
 
 
@@ -43,7 +58,9 @@ def score(model: Model, batch: Batch) -> torch.Tensor:
         return model(build_inputs(batch, lookup, make_rows(batch.schema, lookup)))
 
 
-def learn(model: Model, batch: Batch) -> tuple[float, dict[str, torch.Tensor], dict[tuple[int, int], np.ndarray]]:
+def learn(
+    model: Model, batch: Batch
+) -> tuple[float, dict[str, torch.Tensor], dict[tuple[int, int], np.ndarray]]:
     """Loss, gradients of dense parameters, and of rows by (table, id)."""
     lookup = build_lookup(batch)
     inputs = build_inputs(batch, lookup, make_rows(batch.schema, lookup), train=True)
@@ -66,8 +83,13 @@ def assert_same_learning(model: Model, batch: Batch, twin: Batch) -> None:
     assert value2 == pytest.approx(value, rel=1e-5)
     assert dense.keys() == dense2.keys() and rows.keys() >= rows2.keys()
     for name in dense:
-        torch.testing.assert_close(dense2[name], dense[name], rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
-    for key, gradient_D in rows.items():  # rows of requests without candidates have no impression, and no gradient
+        torch.testing.assert_close(
+            dense2[name], dense[name], rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
+        )
+    for (
+        key,
+        gradient_D,
+    ) in rows.items():  # rows of requests without candidates have no impression, and no gradient
         np.testing.assert_allclose(rows2.get(key, 0 * gradient_D), gradient_D, rtol=1e-4, atol=1e-6)
 
 

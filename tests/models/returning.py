@@ -6,8 +6,8 @@ import dataclasses
 
 import numpy as np
 
-from roo.batch import Batch
-from roo.jagged import Jagged
+from roostream.wire.batch import Batch
+from roostream.wire.jagged import Jagged
 from tests.models.model_cases import NOW_MS, make_batch, make_schema
 
 LONGEST = 5
@@ -19,7 +19,9 @@ def returning(visits: list[tuple[int, int]], seed: int = 0, *, as_before: bool =
     batch = make_batch(schema, [1 + n % 4 for n in range(len(visits))], seed)
     rng = np.random.default_rng(seed)
     most = max((clicks for _, clicks in visits), default=0)
-    streams = {user: rng.integers(0, 30, (most, 2)) % [30, 3] for user in sorted({user for user, _ in visits})}
+    streams = {
+        user: rng.integers(0, 30, (most, 2)) % [30, 3] for user in sorted({user for user, _ in visits})
+    }
     rows = [np.arange(clicks)[::-1][:LONGEST] for _, clicks in visits]
     entries = [streams[user][at] for (user, _), at in zip(visits, rows, strict=True)]
     entry_L2 = np.concatenate([np.zeros((0, 2), np.int64), *entries])

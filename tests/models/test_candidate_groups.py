@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.candidate_groups import build_groups
+from roostream.models.candidate_groups import build_groups
 
 
 @settings(max_examples=100, deadline=None)

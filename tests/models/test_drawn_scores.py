@@ -5,15 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models import drawn_scores as module
-from models.drawn_scores import drawn_scores
+from roostream.models import drawn_scores as module
+from roostream.models.drawn_scores import drawn_scores
 from tests.models.layer_checks import randn
 
 INDEX = torch.tensor([[0, 4, 4], [3, 0, 1]])
 
 
 @pytest.mark.parametrize("width", [1, 16, 19, 40])
-def test_kernels_and_copies_give_the_same_numbers_and_gradients(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+def test_kernels_and_copies_give_the_same_numbers_and_gradients(
+    monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
     found = []
     for compiled in (module.COMPILED, False):
         monkeypatch.setattr(module, "COMPILED", compiled)

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models import gather as module
-from models.gather import gather, pool_bags, warm
+from roostream.models import gather as module
+from roostream.models.gather import gather, pool_bags, warm
 
 INDEX = torch.tensor([3, 0, 3, 1, 3])
 OFFSET = torch.tensor([0, 2, 2, 5])  # the second bag is empty
@@ -22,7 +22,9 @@ def table(rows: int, width: int, seed: int = 0) -> Tensor:
 
 def test_rows_of_several_tables_stand_side_by_side() -> None:
     first, second, other = table(4, 3), table(6, 2, seed=1), torch.tensor([5, 5, 0, 1, 2])
-    torch.testing.assert_close(gather([(first, INDEX), (second, other)]), torch.cat([first[INDEX], second[other]], dim=1))
+    torch.testing.assert_close(
+        gather([(first, INDEX), (second, other)]), torch.cat([first[INDEX], second[other]], dim=1)
+    )
     assert torch.autograd.gradcheck(lambda a, b: gather([(a, INDEX), (b, other)]), (first, second))
 
 
@@ -30,7 +32,9 @@ def test_a_table_that_does_not_learn_gets_no_gradient() -> None:
     learned, fixed = table(4, 3), table(4, 2).detach()
     gather([(fixed, INDEX), (learned, INDEX)]).sum().backward()
     assert fixed.grad is None and learned.grad is not None
-    assert learned.grad.tolist() == [[1.0] * 3, [1.0] * 3, [0.0] * 3, [3.0] * 3], "a row's is the sum over who looked at it"
+    assert learned.grad.tolist() == [[1.0] * 3, [1.0] * 3, [0.0] * 3, [3.0] * 3], (
+        "a row's is the sum over who looked at it"
+    )
 
 
 def test_gradients_come_as_views_too() -> None:
@@ -45,7 +49,9 @@ def test_gradients_come_as_views_too() -> None:
 def test_bags_are_those_of_embedding_bag(weight: Tensor | None) -> None:
     rows = table(4, 3)
     mode = "mean" if weight is None else "sum"
-    expected = F.embedding_bag(INDEX, rows, OFFSET, mode=mode, per_sample_weights=weight, include_last_offset=True)
+    expected = F.embedding_bag(
+        INDEX, rows, OFFSET, mode=mode, per_sample_weights=weight, include_last_offset=True
+    )
     torch.testing.assert_close(pool_bags(rows, INDEX, OFFSET, weight), expected)
     assert torch.autograd.gradcheck(lambda r: pool_bags(r, INDEX, OFFSET, weight), (rows,))
 
@@ -67,4 +73,7 @@ def test_elsewhere_than_on_a_cpu_shapes_are_the_same() -> None:
 
 def test_warming_compiles_both_ways() -> None:
     warm()
-    assert all(kernel.signatures for kernel in (module._take, module._add, module._share, module._pool, module._unpool))
+    assert all(
+        kernel.signatures
+        for kernel in (module._take, module._add, module._share, module._pool, module._unpool)
+    )

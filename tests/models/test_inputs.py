@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from models.inputs import build_inputs, time_buckets
-from models.parts import pool
-from roo.lookup import build_lookup
-from roo.transform import apply
+from roostream.models.inputs import build_inputs, time_buckets
+from roostream.models.parts import pool
+from roostream.wire.lookup import build_lookup
+from roostream.wire.transform import apply
 from tests.models.model_cases import CASES, make_batch, make_rows, make_schema
 
 
@@ -80,9 +80,13 @@ def test_gradients_of_rows_are_compact() -> None:
     gradient = inputs.rows[stack].grad
     lengths = batch.nro_lists.lengths_KN[0]
     share = np.repeat(1 / np.maximum(lengths, 1), lengths)
-    expected = np.bincount(lookup.stacks[stack].index["item"], weights=share, minlength=len(lookup.stacks[stack].id_U))
+    expected = np.bincount(
+        lookup.stacks[stack].index["item"], weights=share, minlength=len(lookup.stacks[stack].id_U)
+    )
     assert gradient is not None and gradient.shape == (len(expected), 4)
-    torch.testing.assert_close(gradient, torch.from_numpy(np.repeat(expected[:, None], 4, axis=1).astype(np.float32)))
+    torch.testing.assert_close(
+        gradient, torch.from_numpy(np.repeat(expected[:, None], 4, axis=1).astype(np.float32))
+    )
 
 
 def test_a_sequence_is_jagged_and_says_which_entries_a_square_of_it_has() -> None:
@@ -101,9 +105,13 @@ def test_a_sequence_is_jagged_and_says_which_entries_a_square_of_it_has() -> Non
     with_candidates = [0, 2, 3]
     assert sequence.shape_RN == (3, max(length_R[r] for r in with_candidates))
     squares = sequence.squares(sequence.index_L).view(sequence.shape_RN)
-    mask_RN = torch.ones(sequence.shape_RN, dtype=torch.bool) if sequence.mask_RN is None else sequence.mask_RN
+    mask_RN = (
+        torch.ones(sequence.shape_RN, dtype=torch.bool) if sequence.mask_RN is None else sequence.mask_RN
+    )
     for row, mask, r in zip(squares, mask_RN, with_candidates, strict=True):
-        assert row[mask].tolist() == sequence.index_L[sequence.offset_R1[r] : sequence.offset_R1[r + 1]].tolist()
+        assert (
+            row[mask].tolist() == sequence.index_L[sequence.offset_R1[r] : sequence.offset_R1[r + 1]].tolist()
+        )
 
 
 def test_a_sequence_of_one_request_needs_no_padding() -> None:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from models.build import build_model
-from models.config import CascadeConfig
-from roo.errors import SchemaError
+from roostream.errors import SchemaError
+from roostream.models.build import build_model
+from roostream.models.config import CascadeConfig
 from tests.models.expansion import expand_with_context
 from tests.models.kind_cases import CONFIGS
 from tests.models.model_cases import make_batch, make_schema
@@ -43,10 +43,16 @@ def test_g10_training_on_requests_equals_training_on_impressions_that_carry_thei
     schema = make_schema("everything")
     batch = make_batch(schema, [3, 1, 0, 6, 17], seed=3)
     config = CONFIGS[name]
-    if isinstance(config, CascadeConfig):  # a list that is carried is more negatives: the towers are held by the test below
+    if isinstance(
+        config, CascadeConfig
+    ):  # a list that is carried is more negatives: the towers are held by the test below
         config = dataclasses.replace(config, retrieval_weight=0.0)
-    with_lists = hasattr(config, "list_layers")  # without, what an impression's list would add is read by nobody
-    assert_same_learning(trained_model(schema, config), batch, expand_with_context(batch) if with_lists else batch.expand())
+    with_lists = hasattr(
+        config, "list_layers"
+    )  # without, what an impression's list would add is read by nobody
+    assert_same_learning(
+        trained_model(schema, config), batch, expand_with_context(batch) if with_lists else batch.expand()
+    )
 
 
 @pytest.mark.parametrize("case", ["plain history"])
@@ -54,7 +60,8 @@ def test_g10_training_on_requests_equals_training_on_impressions_that_carry_thei
 def test_g10_without_list_context_a_request_is_its_impressions(name: str, case: str) -> None:
     schema = make_schema(case)
     config = dataclasses.replace(
-        CONFIGS[name], **({"list_layers": 0} if hasattr(CONFIGS[name], "list_layers") else {"item_floats": ()})
+        CONFIGS[name],
+        **({"list_layers": 0} if hasattr(CONFIGS[name], "list_layers") else {"item_floats": ()}),
     )
     batch = make_batch(schema, COUNTS, seed=2)
     assert_same_learning(trained_model(schema, config), batch, batch.expand())
@@ -69,7 +76,9 @@ def test_every_batch_shape_scores_and_learns(name: str, counts: list[int]) -> No
     value, dense, rows = learn(model, batch)
     assert np.isfinite(value) and all(np.isfinite(g).all() for g in rows.values())
     if sum(counts) > 1:
-        assert [n for n, p in model.named_parameters() if n not in dense or not torch.isfinite(dense[n]).all()] == []
+        assert [
+            n for n, p in model.named_parameters() if n not in dense or not torch.isfinite(dense[n]).all()
+        ] == []
     if not sum(counts):
         assert value == 0.0
 
@@ -80,7 +89,9 @@ def test_g11_learning_twice_gives_the_same_bits_where_torch_is_held_to_it(name: 
     batch = make_batch(schema, COUNTS, seed=5)
     torch.use_deterministic_algorithms(True)  # as in exact mode: raises at what has none
     try:
-        (_, dense, rows), (_, dense2, rows2) = (learn(trained_model(schema, CONFIGS[name]), batch) for _ in range(2))
+        (_, dense, rows), (_, dense2, rows2) = (
+            learn(trained_model(schema, CONFIGS[name]), batch) for _ in range(2)
+        )
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(dense[k].numpy().tobytes() == dense2[k].numpy().tobytes() for k in dense)
@@ -90,7 +101,11 @@ def test_g11_learning_twice_gives_the_same_bits_where_torch_is_held_to_it(name: 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_another_request_changes_nothing(name: str) -> None:
     schema = make_schema("everything")
-    model, batch, other = trained_model(schema, CONFIGS[name]), make_batch(schema, COUNTS, 6), make_batch(schema, COUNTS, 7)
+    model, batch, other = (
+        trained_model(schema, CONFIGS[name]),
+        make_batch(schema, COUNTS, 6),
+        make_batch(schema, COUNTS, 7),
+    )
     mine = np.array([0, 3, 6])
     again = score(model, batch)[np.isin(batch.request_index_B, mine)]
     torch.testing.assert_close(score(model, batch.take_requests(mine)), again, rtol=0, atol=1e-5)
@@ -100,7 +115,9 @@ def test_another_request_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_gradients_of_the_whole_model_are_right_in_float64(name: str) -> None:
     schema = make_schema("everything", labels=1)
-    assert_row_gradients(trained_model(schema, CONFIGS[name]), make_batch(schema, [2, 0, 3], seed=11, longest=3))
+    assert_row_gradients(
+        trained_model(schema, CONFIGS[name]), make_batch(schema, [2, 0, 3], seed=11, longest=3)
+    )
 
 
 @pytest.mark.parametrize("case", ["candidate only", "history without candidate ids"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from models.lanes import LANES, exponential, kernel, load, product, store
+from roostream.models.lanes import LANES, exponential, kernel, load, product, store
 
 FLOATS = [np.float32, np.float64]
 
@@ -18,7 +18,9 @@ def _exponentials(x: np.ndarray, out: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("shape", [(1, 1, 1), (4, 3, 16), (5, 7, 17), (11, 2, 40), (3, 0, 5), (0, 3, 4)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1), (4, 3, 16), (5, 7, 17), (11, 2, 40), (3, 0, 5), (0, 3, 4)], ids=str
+)
 def test_products_of_any_shape_and_order_in_memory(shape: tuple[int, int, int], dtype: type) -> None:
     i, k, j = shape
     rng = np.random.default_rng(0)
@@ -42,4 +44,9 @@ def test_exponentials(dtype: type, within: float) -> None:
 def test_exponentials_of_what_is_far_below_are_next_to_nothing_and_nan_stays() -> None:
     x, out = np.array([[-1e30, -np.inf, np.nan, -1.0]], dtype=np.float32), np.zeros((1, 4), dtype=np.float32)
     _exponentials(x, out)
-    assert (out[0, :2] < 2e-38).all() and (out[0, :2] >= 0).all() and np.isnan(out[0, 2]) and out[0, 3] == np.float32(np.exp(-1))
+    assert (
+        (out[0, :2] < 2e-38).all()
+        and (out[0, :2] >= 0).all()
+        and np.isnan(out[0, 2])
+        and out[0, 3] == np.float32(np.exp(-1))
+    )

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from models.build import KINDS, ModelKind, build_model, load_model_config, model_config_from_dict
-from models.config import ModelConfig, RankerConfig
-from models.inputs import Inputs, build_inputs
-from models.model import Model, Targets
-from roo.errors import ConfigError
-from roo.lookup import build_lookup
-from roo.schema import Schema
+from roostream.errors import ConfigError
+from roostream.models.build import KINDS, ModelKind, build_model, load_model_config, model_config_from_dict
+from roostream.models.config import ModelConfig, RankerConfig
+from roostream.models.inputs import Inputs, build_inputs
+from roostream.models.model import Model, Targets
+from roostream.schema.schema import Schema
+from roostream.wire.lookup import build_lookup
 from tests.models.kind_cases import CONFIGS
 from tests.models.model_cases import make_batch, make_rows, make_schema
 
@@ -40,7 +40,10 @@ def test_what_is_about_to_be_loaded_is_not_given_initial_values_and_is_the_same_
 ) -> None:
     schema, config = make_schema("everything"), CONFIGS[kind]
     initial = build_model(schema, config, 3)
-    monkeypatch.setattr("models.build.init_parameters", lambda model, seed: pytest.fail("initial values that nobody reads"))
+    monkeypatch.setattr(
+        "roostream.models.build.init_parameters",
+        lambda model, seed: pytest.fail("initial values that nobody reads"),
+    )
     loaded = build_model(schema, config, 3, is_loaded=True)
     loaded.load_state_dict(initial.state_dict(), strict=True)
     for named in ("named_parameters", "named_buffers"):
@@ -63,7 +66,9 @@ def test_a_new_module_changes_no_other_parameter() -> None:
 
 def test_initial_values_are_pinned() -> None:
     # Trainer and serving of different releases must agree before the first commit.
-    model = build_model(make_schema("one float"), RankerConfig(width=4, list_heads=1, request_layers=(2,)), seed=0)
+    model = build_model(
+        make_schema("one float"), RankerConfig(width=4, list_heads=1, request_layers=(2,)), seed=0
+    )
     weight = dict(model.named_parameters())["dense.layers.0.weight"].detach().flatten()
     assert [round(x, 6) for x in weight[:4].tolist()] == [-0.755377, -0.128817, 1.124416, -0.505009]
 
@@ -133,8 +138,14 @@ def test_config_from_toml(tmp_path: Path) -> None:
         ("list_layers = 99", r"key 'list_layers': expected 0\.\.16, got 99"),
         ("deep_layers = [64, 0]", r"key 'deep_layers': expected 1\.\.4096, got 0"),
         ("kind = 'hstu'\nhstu_width = 7", r"key 'hstu_heads': expected a divisor of hstu_width = 7, got 2"),
-        ("dhen_interactions = ['dot', 'dott']", r"key 'dhen_interactions': expected one of cross, dot, mix, got 'dott'"),
-        ("dhen_interactions = ['dot', 'dot']", r"key 'dhen_interactions': expected one or more of cross, dot, mix, each once"),
+        (
+            "dhen_interactions = ['dot', 'dott']",
+            r"key 'dhen_interactions': expected one of cross, dot, mix, got 'dott'",
+        ),
+        (
+            "dhen_interactions = ['dot', 'dot']",
+            r"key 'dhen_interactions': expected one or more of cross, dot, mix, each once",
+        ),
         ("prior = 1.0", r"key 'prior': expected above 0 and below 1, got 1\.0"),
         ('width = "wide"', r"width"),
     ],

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import ragged_attention
-from models.attention import (
+from roostream.models import ragged_attention
+from roostream.models.attention import (
     ListAttention,
     Squares,
     TargetAttention,
@@ -19,14 +19,14 @@ from models.attention import (
     padded_to_histories,
     warm,
 )
-from models.build import build_model
-from models.candidate_groups import CandidateGroups, build_groups
-from models.config import RankerConfig
-from models.inputs import Sequence, build_inputs
-from models.layers import Mlp
-from models.parts import pool
-from models.ranker import Heads
-from roo.lookup import build_lookup
+from roostream.models.build import build_model
+from roostream.models.candidate_groups import CandidateGroups, build_groups
+from roostream.models.config import RankerConfig
+from roostream.models.inputs import Sequence, build_inputs
+from roostream.models.layers import Mlp
+from roostream.models.parts import pool
+from roostream.models.ranker import Heads
+from roostream.wire.lookup import build_lookup
 from tests.models.layer_checks import assert_gradients, built, randn
 from tests.models.model_cases import make_batch, make_rows, make_schema
 
@@ -81,7 +81,9 @@ def test_target_attention_equals_each_candidate_on_its_own(counts: list[int], he
     owner = np.repeat(np.arange(len(counts)), counts)
     parts = [module.key_value(part).chunk(2, dim=-1) for part in entry.split(lengths)]
     expected = [reference_attention(module.query(query[b]), *parts[r], heads) for b, r in enumerate(owner)]
-    torch.testing.assert_close(got, torch.stack(expected) if expected else torch.zeros(0, 4, dtype=torch.float64))
+    torch.testing.assert_close(
+        got, torch.stack(expected) if expected else torch.zeros(0, 4, dtype=torch.float64)
+    )
 
 
 @pytest.mark.parametrize("counts", [[3, 1, 0, 18, 2], [4, 4], [1], [70, 2]], ids=str)
@@ -120,7 +122,9 @@ def test_segments_are_attended_to_as_padded_squares_are_both_ways(heads: int) ->
     gradient = randn(sum(MANY), 20, seed=3)
     for one, other, leaves in zip(got, expected, (of, (own,)), strict=True):
         torch.testing.assert_close(one, other)
-        torch.testing.assert_close(torch.autograd.grad(one, leaves, gradient), torch.autograd.grad(other, leaves, gradient))
+        torch.testing.assert_close(
+            torch.autograd.grad(one, leaves, gradient), torch.autograd.grad(other, leaves, gradient)
+        )
 
 
 def test_a_segment_has_the_same_bits_whatever_lies_beside_it() -> None:
@@ -147,7 +151,9 @@ def test_what_is_not_a_number_stays_so_within_its_segment() -> None:
 
 
 def test_padding_has_no_influence_and_no_gradient() -> None:
-    of = Squares(*(x.requires_grad_() for x in (randn(2, 2, 4), randn(2, 3, 4, seed=1), randn(2, 3, 4, seed=2))))
+    of = Squares(
+        *(x.requires_grad_() for x in (randn(2, 2, 4), randn(2, 3, 4, seed=1), randn(2, 3, 4, seed=2)))
+    )
     mask = torch.tensor([[True, True, False], [False, False, False]])
     out = attend(of, mask, 2)
     to = Squares(*torch.autograd.grad(out, of, 2 * out.detach()))
@@ -160,7 +166,9 @@ def test_padding_has_no_influence_and_no_gradient() -> None:
 
 def test_warming_compiles_attention_both_ways() -> None:
     warm()
-    assert all(kernel.signatures for kernel in (ragged_attention.attend_ragged, ragged_attention.attend_ragged_back))
+    assert all(
+        kernel.signatures for kernel in (ragged_attention.attend_ragged, ragged_attention.attend_ragged_back)
+    )
 
 
 def test_rows_columns_and_times_of_the_history_all_learn() -> None:

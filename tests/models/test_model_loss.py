@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from models.loss import each, loss
-from models.model import Targets
+from roostream.models.loss import each, loss
+from roostream.models.model import Targets
 
 
 def test_a_weighted_mean_for_each_task_summed_over_tasks() -> None:
@@ -41,7 +41,9 @@ def test_weight_zero_leaves_a_label_out_and_no_weight_at_all_is_zero() -> None:
 
 
 def test_gradients_are_right_in_float64() -> None:
-    logits = torch.randn(5, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    logits = torch.randn(
+        5, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    ).requires_grad_()
     label = (torch.arange(10).view(5, 2) % 3 == 0).double()
     weight = torch.arange(10).view(5, 2).double()
     assert torch.autograd.gradcheck(lambda x: loss(x, Targets(label, weight)), (logits,))
@@ -53,7 +55,9 @@ TRUTHS = (0.03, 0.2, 0.7)
 KNOWN = {"log": 0.3, "fnw": 0.0, "fnc": 0.0, "dfm": 0.3, "es_dfm": 0.3}
 
 
-def of_one(name: str, logit: torch.Tensor, after: float, before: float | None = None, known: float | None = None) -> torch.Tensor:
+def of_one(
+    name: str, logit: torch.Tensor, after: float, before: float | None = None, known: float | None = None
+) -> torch.Tensor:
     """The loss of one candidate in float64: a sample's, or a correction's."""
 
     def entry(value: float | None) -> torch.Tensor | None:
@@ -63,7 +67,9 @@ def of_one(name: str, logit: torch.Tensor, after: float, before: float | None = 
     return loss(logit.view(1, 1), Targets(label, one, entry(before), entry(known), name))  # type: ignore[arg-type]
 
 
-def slope(name: str, logit: float, after: float, before: float | None = None, known: float | None = None) -> float:
+def slope(
+    name: str, logit: float, after: float, before: float | None = None, known: float | None = None
+) -> float:
     z = torch.tensor(logit, dtype=torch.float64, requires_grad=True)
     of_one(name, z, after, before, known).backward()  # type: ignore[no-untyped-call]
     assert z.grad is not None
@@ -134,7 +140,9 @@ def test_weights_are_those_of_the_papers(logit: float, label: float) -> None:
     plain = slope("log", logit, label)
     later, real = p * (1 - known), (1 - p) / (1 - p * known)
     assert slope("fnw", logit, label) == pytest.approx(plain * (1 + p if label else (1 - p) * (1 + p)))
-    assert slope("es_dfm", logit, label, None, known) == pytest.approx(plain * ((1 + later) if label else (1 + later) * real))
+    assert slope("es_dfm", logit, label, None, known) == pytest.approx(
+        plain * ((1 + later) if label else (1 + later) * real)
+    )
     assert slope("es_dfm", logit, label, None, 0.0) == pytest.approx(slope("fnw", logit, label))
 
 
@@ -150,7 +158,9 @@ def test_values_are_those_of_the_papers(logit: float) -> None:
 
 @pytest.mark.parametrize("name", ["dfm", "es_dfm"])
 @pytest.mark.parametrize(("logit", "label"), [(-50.0, 0.0), (0.3, 0.0), (0.3, 1.0), (50.0, 0.0), (50.0, 1.0)])
-def test_where_everything_is_known_they_are_the_log_loss_and_always_finite(name: str, logit: float, label: float) -> None:
+def test_where_everything_is_known_they_are_the_log_loss_and_always_finite(
+    name: str, logit: float, label: float
+) -> None:
     assert slope(name, logit, label, None, 1.0) == pytest.approx(slope("log", logit, label), rel=1e-12)
 
 

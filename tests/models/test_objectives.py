@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.candidate_groups import build_groups
-from models.inputs import build_inputs
-from models.loss import loss
-from models.model import Targets
-from models.objectives import Task, tasks_of
-from roo.batch import Batch
-from roo.errors import SchemaError
-from roo.lookup import build_lookup
-from roo.schema import Schema
-from roo.schema_file import schema_from_dict
+from roostream.errors import SchemaError
+from roostream.models.candidate_groups import build_groups
+from roostream.models.inputs import build_inputs
+from roostream.models.loss import loss
+from roostream.models.model import Targets
+from roostream.models.objectives import Task, tasks_of
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import schema_from_dict
+from roostream.wire.batch import Batch
+from roostream.wire.lookup import build_lookup
 from tests.models.model_cases import CASES, make_batch, make_rows
 from tests.models.model_checks import SMALL, learn, trained_model
 
@@ -68,7 +68,9 @@ def test_pairwise_is_the_loss_of_every_pair_of_a_positive_and_a_negative_of_one_
         negatives = [j for j in mine if label[j] == 0 and weight[j] > 0]
         for i in mine:
             if label[i] > 0 and weight[i] > 0 and negatives:
-                expected += float(weight[i]) * np.mean([math.log1p(math.exp(float(z[j] - z[i]))) for j in negatives])
+                expected += float(weight[i]) * np.mean(
+                    [math.log1p(math.exp(float(z[j] - z[i]))) for j in negatives]
+                )
         first += count
     assert float(got) == pytest.approx(expected / float(weight.sum()), rel=1e-12) and expected > 0
 
@@ -85,7 +87,10 @@ def test_tasks_of_different_objectives_add_up_by_their_weights() -> None:
     made = [drawn(seed) for seed in range(4)]
     z, label, weight = (torch.cat(parts, dim=1) for parts in zip(*made, strict=True))
     tasks = [EVENT, Task("weighted", 3.0, 0.5), Task("amount", 60.0, 0.0), Task("pairwise", 1.0, 2.0)]
-    alone = [loss(*[made[t][0], Targets(*made[t][1:])], [task._replace(weight=1.0)], GROUPS) for t, task in enumerate(tasks)]
+    alone = [
+        loss(*[made[t][0], Targets(*made[t][1:])], [task._replace(weight=1.0)], GROUPS)
+        for t, task in enumerate(tasks)
+    ]
     expected = alone[0] + 0.5 * alone[1] + 2 * alone[3]
     torch.testing.assert_close(loss(z, Targets(label, weight), tasks, GROUPS), expected)
     torch.testing.assert_close(alone[0], loss(made[0][0], Targets(*made[0][1:])))
@@ -96,7 +101,9 @@ def test_a_sample_and_its_correction_are_the_sample_with_the_corrected_label(obj
     z, before, weight = drawn()
     after, tasks = drawn(1)[1], [Task(objective, 9.0, 1.0)]  # type: ignore[arg-type]
     whole = loss(z, Targets(after, weight), tasks, GROUPS)
-    both = loss(z, Targets(before, weight), tasks, GROUPS) + loss(z, Targets(after, weight, before), tasks, GROUPS)
+    both = loss(z, Targets(before, weight), tasks, GROUPS) + loss(
+        z, Targets(after, weight, before), tasks, GROUPS
+    )
     torch.testing.assert_close(both, whole)
 
 
@@ -104,16 +111,22 @@ def test_a_sample_and_its_correction_are_the_sample_with_the_corrected_label(obj
 def test_gradients_are_right_in_float64_and_parts_add_up(objective: str) -> None:
     z, label, weight = drawn()
     task = Task(objective, 9.0, 0.7)  # type: ignore[arg-type]
-    assert torch.autograd.gradcheck(lambda x: loss(x, Targets(label, weight), [task], GROUPS), (z.requires_grad_(),))
+    assert torch.autograd.gradcheck(
+        lambda x: loss(x, Targets(label, weight), [task], GROUPS), (z.requires_grad_(),)
+    )
     total, parts = weight.sum(dim=0), ((slice(0, 4), COUNTS[:2]), (slice(4, 25), COUNTS[2:]))
     sum_of_parts = sum(
-        loss(z[mine], Targets(label[mine], weight[mine], total_T=total), [task], build_groups(counts)) for mine, counts in parts
+        loss(z[mine], Targets(label[mine], weight[mine], total_T=total), [task], build_groups(counts))
+        for mine, counts in parts
     )
     torch.testing.assert_close(sum_of_parts, loss(z, Targets(label, weight), [task], GROUPS))
 
 
 def schema_of(**label: object) -> Schema:
-    labels = [{"name": "click", "action": "click"}, {"name": "read_s", "action": "read", "fold": "sum", **label}]
+    labels = [
+        {"name": "click", "action": "click"},
+        {"name": "read_s", "action": "read", "fold": "sum", **label},
+    ]
     return schema_from_dict({**CASES["everything"], "label": labels})
 
 
@@ -148,5 +161,7 @@ def test_the_losses_of_a_batch_s_requests_alone_add_up_to_its_own_where_lists_ar
 
 
 def test_an_amount_of_what_is_only_there_or_not_is_refused() -> None:
-    with pytest.raises(SchemaError, match="expected count, sum, max or last for objective 'amount', got 'any'"):
+    with pytest.raises(
+        SchemaError, match="expected count, sum, max or last for objective 'amount', got 'any'"
+    ):
         schema_of(objective="amount", fold="any")

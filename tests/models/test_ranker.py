@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from models.build import build_model
-from models.config import RankerConfig
-from models.inputs import build_inputs
-from models.parts import normalized
-from roo.errors import SchemaError
-from roo.lookup import build_lookup
-from roo.schema_file import schema_from_dict
+from roostream.errors import SchemaError
+from roostream.models.build import build_model
+from roostream.models.config import RankerConfig
+from roostream.models.inputs import build_inputs
+from roostream.models.parts import normalized
+from roostream.schema.schema_file import schema_from_dict
+from roostream.wire.lookup import build_lookup
 from tests.models.expansion import expand_with_context
 from tests.models.model_cases import CASES, LABELS, make_batch, make_rows, make_schema
 from tests.models.model_checks import (
@@ -59,7 +59,9 @@ def test_g9_in_any_batch_and_order_logits_agree_to_1e5() -> None:
 def test_g10_training_on_requests_equals_training_on_impressions(case: str) -> None:
     schema = make_schema(case)
     batch = make_batch(schema, COUNTS, seed=2)
-    assert_same_learning(trained_model(schema, dataclasses.replace(SMALL, list_layers=0)), batch, batch.expand())
+    assert_same_learning(
+        trained_model(schema, dataclasses.replace(SMALL, list_layers=0)), batch, batch.expand()
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -81,10 +83,16 @@ def test_every_schema_and_batch_shape_scores_and_learns(case: str, counts: list[
         assert value == 0.0
 
 
-@pytest.mark.parametrize("config", [RankerConfig(), SMALL, dataclasses.replace(SMALL, list_layers=0, cross_layers=0)])
+@pytest.mark.parametrize(
+    "config", [RankerConfig(), SMALL, dataclasses.replace(SMALL, list_layers=0, cross_layers=0)]
+)
 def test_another_request_changes_nothing(config: RankerConfig) -> None:
     schema = make_schema("everything")
-    model, batch, other = trained_model(schema, config), make_batch(schema, COUNTS, 6), make_batch(schema, COUNTS, 7)
+    model, batch, other = (
+        trained_model(schema, config),
+        make_batch(schema, COUNTS, 6),
+        make_batch(schema, COUNTS, 7),
+    )
     mine = np.array([0, 3, 6])
     with_mine = score(model, batch.take_requests(mine))
     again = score(model, batch)[np.isin(batch.request_index_B, mine)]
@@ -111,7 +119,10 @@ def test_the_order_shown_does_not_matter() -> None:
     expanded = batch.expand().take_requests(order)
     shuffled = dataclasses.replace(
         batch,
-        **{f: getattr(expanded, f) for f in ("nro_float_BF", "nro_present_BF", "nro_lists", "item_B", "label_BT", "weight_BT")},
+        **{
+            f: getattr(expanded, f)
+            for f in ("nro_float_BF", "nro_present_BF", "nro_lists", "item_B", "label_BT", "weight_BT")
+        },
     )
     torch.testing.assert_close(score(model, shuffled), score(model, batch)[order], rtol=0, atol=1e-5)
 
@@ -141,7 +152,11 @@ def test_normalized_rows_have_mean_0_and_variance_1_and_nothing_stays_nothing() 
 def test_normalized_rows_are_off_by_default_and_change_what_is_predicted() -> None:
     schema = make_schema("everything")
     batch, names = make_batch(schema, [3, 2], seed=4), []
-    for config in (SMALL, dataclasses.replace(SMALL, normalize_rows=False), dataclasses.replace(SMALL, normalize_rows=True)):
+    for config in (
+        SMALL,
+        dataclasses.replace(SMALL, normalize_rows=False),
+        dataclasses.replace(SMALL, normalize_rows=True),
+    ):
         model = trained_model(schema, config)
         names.append((sorted(model.state_dict()), score(model, batch)))
     assert names[0][0] == names[2][0], "it has no parameters"
@@ -159,7 +174,9 @@ def test_a_label_may_have_a_prior_of_its_own_which_changes_no_bytes() -> None:
     schema = make_schema("everything")
     first, *rest = schema.labels
     own = dataclasses.replace(schema, labels=(dataclasses.replace(first, prior=0.004), *rest))
-    probability_BT = torch.sigmoid(score(build_model(own, RankerConfig(prior=0.03), 0), make_batch(own, COUNTS)))
+    probability_BT = torch.sigmoid(
+        score(build_model(own, RankerConfig(prior=0.03), 0), make_batch(own, COUNTS))
+    )
     expected_T = torch.tensor([0.004] + [0.03] * len(rest))
     torch.testing.assert_close(probability_BT, expected_T.expand_as(probability_BT))
     assert own.fingerprint == schema.fingerprint
@@ -174,4 +191,6 @@ def test_a_thousand_candidates_among_many_small_requests() -> None:
     schema = make_schema("everything")
     batch = make_batch(schema, [1000, *([2] * 63)], seed=12)
     model = trained_model(schema)
-    torch.testing.assert_close(score(model, batch)[1000:], score(model, batch.take_requests(np.arange(1, 64))), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        score(model, batch)[1000:], score(model, batch.take_requests(np.arange(1, 64))), rtol=0, atol=1e-5
+    )

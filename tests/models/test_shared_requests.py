@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from models.config import ModelConfig, RankerConfig
-from models.inputs import Inputs, build_inputs, change_tensors
-from models.model import Model, Targets
-from roo import transform
-from roo.batch import Batch
-from roo.lookup import build_lookup
+from roostream.models.config import ModelConfig, RankerConfig
+from roostream.models.inputs import Inputs, build_inputs, change_tensors
+from roostream.models.model import Model, Targets
+from roostream.wire import transform
+from roostream.wire.batch import Batch
+from roostream.wire.lookup import build_lookup
 from tests.models.kind_cases import CONFIGS
 from tests.models.model_cases import make_rows
 from tests.models.model_checks import SMALL, trained_model
@@ -24,7 +24,9 @@ from tests.models.returning import AS_BEFORE, MOVED_ON, returning
 
 KINDS: dict[str, ModelConfig] = {
     "attention": dataclasses.replace(SMALL, history_attention=True),
-    "attention and userarch": dataclasses.replace(SMALL, history_attention=True, request_side="both", userarch_width=4),
+    "attention and userarch": dataclasses.replace(
+        SMALL, history_attention=True, request_side="both", userarch_width=4
+    ),
     **CONFIGS,
 }
 BATCHES = {"moved on": returning(MOVED_ON), "as before": returning(AS_BEFORE, as_before=True)}
@@ -42,7 +44,9 @@ def learned(model: Model, batch: Batch, *, deduplicated: bool) -> dict[str, Any]
     inputs = change_tensors(inputs, lambda x: x.double() if x.is_floating_point() else x)
     model.zero_grad()
     logits_BT = model(inputs)
-    loss = model.loss(inputs, logits_BT, Targets(torch.from_numpy(batch.label_BT), torch.from_numpy(batch.weight_BT)))
+    loss = model.loss(
+        inputs, logits_BT, Targets(torch.from_numpy(batch.label_BT), torch.from_numpy(batch.weight_BT))
+    )
     loss.backward()  # type: ignore[no-untyped-call]
     found: dict[str, Any] = {"logits": logits_BT.detach(), "loss": loss.detach()}
     found |= {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -64,14 +68,18 @@ def test_sharing_changes_neither_logits_nor_gradients(kind: str, case: str) -> N
     assert plain.keys() == shared.keys() and float(plain["logits"].abs().max()) > 1e-3
     for name, wanted in plain.items():
         most = max(float(wanted.abs().max()) if wanted.numel() else 0.0, 1e-3)
-        torch.testing.assert_close(shared[name], wanted, rtol=0, atol=1e-12 * most, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            shared[name], wanted, rtol=0, atol=1e-12 * most, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("case", BATCHES)
 def test_what_is_looked_up_is_the_same_rows_with_fewer_entries_hashed(case: str) -> None:
     batch = BATCHES[case]
     plain, shared = (build_lookup(batch, deduplicated=of) for of in (False, True))
-    assert shared.shared["history"].entry_V.size * 1.5 <= batch.ro_lists.total_of("history") and not plain.shared
+    assert (
+        shared.shared["history"].entry_V.size * 1.5 <= batch.ro_lists.total_of("history") and not plain.shared
+    )
     for stack, found in plain.stacks.items():
         its = shared.stacks[stack]
         assert found.index.keys() == its.index.keys()

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.build import build_model
-from models.config import RankerConfig
-from models.inputs import build_inputs
-from models.model import Targets
-from models.ranker import Ranker
-from roo.lookup import build_lookup
-from roo.schema_file import load_schema
+from roostream.models.build import build_model
+from roostream.models.config import RankerConfig
+from roostream.models.inputs import build_inputs
+from roostream.models.model import Targets
+from roostream.models.ranker import Ranker
+from roostream.schema.schema_file import load_schema
+from roostream.wire.lookup import build_lookup
 from tests.models.model_cases import make_batch, make_rows
 
-SCHEMAS = sorted((Path(__file__).parents[2] / "traffic" / "schemas").glob("*.toml"))
+SCHEMAS = sorted((Path(__file__).parents[2] / "roostream" / "replay" / "schemas").glob("*.toml"))
 
 
 @pytest.mark.parametrize("path", SCHEMAS, ids=lambda p: p.stem)
@@ -32,7 +32,9 @@ def test_it_trains_the_default_ranker_and_every_dense_parameter_learns(path: Pat
             head.add_(0.1)  # zero at first, and then nothing below them learns in the first step
     targets = Targets(torch.from_numpy(batch.label_BT), torch.from_numpy(batch.weight_BT))
     model.loss(inputs, model(inputs), targets).backward()
-    assert [name for name, p in model.named_parameters() if p.grad is None or not torch.isfinite(p.grad).all()] == []
+    assert [
+        name for name, p in model.named_parameters() if p.grad is None or not torch.isfinite(p.grad).all()
+    ] == []
     assert all(rows.grad is not None for rows in inputs.rows.values())
 
 

@@ -6,8 +6,8 @@ import dataclasses
 
 import torch
 
-from models.ranker import Ranker
-from models.user_arch import LinearCompression, UserArch
+from roostream.models.ranker import Ranker
+from roostream.models.user_arch import LinearCompression, UserArch
 from tests.models.layer_checks import assert_gradients, built, randn
 from tests.models.model_cases import make_batch, make_schema
 from tests.models.model_checks import COUNTS, SMALL, score, trained_model
@@ -29,7 +29,9 @@ def test_compression_is_a_matrix_across_embeddings_and_then_one_on_each() -> Non
 
 def test_every_list_is_an_embedding_and_all_floats_are_one() -> None:
     part = UserArch(make_schema("everything"), CONFIG)
-    assert part.compression is not None and part.compression.across.weight.shape == (2, 4), "user, history, topics, floats"
+    assert part.compression is not None and part.compression.across.weight.shape == (2, 4), (
+        "user, history, topics, floats"
+    )
     assert part.width == 8 and set(part.widen) == {"user", "topics"}, "those of another width than 4"
     few = UserArch(make_schema("plain history"), CONFIG)
     assert few.width == 4, "never more out than in"

@@ -10,7 +10,7 @@ import numpy as np
 
 from param_server.index import Keys
 from param_server.residency import Expiry
-from roo.schema import Table
+from roostream.schema.schema import Table
 
 
 class SecondPush(Expiry):
@@ -26,7 +26,11 @@ class SecondPush(Expiry):
         return np.array([self.seen[pair] >= 2 for pair in pairs], np.bool_)
 
     def state(self) -> bytes:
-        return msgspec.json.encode(sorted((*pair, count) for pair, count in self.seen.items())) if self.seen else b""
+        return (
+            msgspec.json.encode(sorted((*pair, count) for pair, count in self.seen.items()))
+            if self.seen
+            else b""
+        )
 
     def load(self, state: bytes) -> None:
         counts = msgspec.json.decode(state, type=list[tuple[int, int, int]]) if state else []

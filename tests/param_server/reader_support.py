@@ -11,9 +11,9 @@ from param_server.publish import Publisher
 from param_server.replica.replica import Replica
 from param_server.rows_topic import InMemoryRows
 from param_server.server import Shard
-from roo import roo_pb2 as pb
-from roo import wire
-from runtime.clock import FakeClock
+from roostream.runtime.clock import FakeClock
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
 from tests.param_server.shard_support import ITEM, gradients_of, lookup_of, small_schema, transport_to
 
 GO = threading.Event()  # never set: nothing is told to stop
@@ -76,7 +76,9 @@ def messages(topic: InMemoryRows, kind: int) -> list[tuple[int, int, object]]:
     """(partition, offset, message) of one kind."""
     found = []
     for partition, values in enumerate(topic.values):
-        found += [(partition, at, wire.decode(v)[1]) for at, v in enumerate(values) if wire.kind_of(v) == kind]
+        found += [
+            (partition, at, wire.decode(v)[1]) for at, v in enumerate(values) if wire.kind_of(v) == kind
+        ]
     return found
 
 

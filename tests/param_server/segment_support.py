@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from param_server.blobs import MemoryBlobs
@@ -9,7 +11,7 @@ from param_server.index import Keys
 from param_server.row_block import RowBlock
 from param_server.segment_parts import Segment
 from param_server.segments import Commit, Segments
-from roo.ids import buckets_of
+from roostream.schema.ids import buckets_of
 
 STACK = "d2-adagrad"
 
@@ -49,7 +51,9 @@ class Writer:
         self.segments, self.rows, self.live = make_segments(store), dict[int, float](), tuple[Segment, ...]()
         self.seq = 0
 
-    def commit(self, rows: dict[int, float], gone: list[int] = [], *, linked: bool = True) -> tuple[Segment, ...]:  # noqa: B006
+    def commit(
+        self, rows: dict[int, float], gone: Sequence[int] = (), *, linked: bool = True
+    ) -> tuple[Segment, ...]:
         self.seq += 1
         self.rows |= rows
         for id_ in gone:

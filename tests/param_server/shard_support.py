@@ -16,12 +16,12 @@ from param_server.residency import Expiry, Policy
 from param_server.segments import Segments
 from param_server.server import Shard
 from param_server.table import shapes_of
-from roo.errors import CheckpointError
-from roo.lookup import Lookup, StackLookup
-from roo.schema import Schema
-from roo.schema_file import schema_from_dict
-from runtime.clock import Clock, FakeClock
-from runtime.transport import InMemoryTransport
+from roostream.errors import CheckpointError
+from roostream.runtime.clock import Clock, FakeClock
+from roostream.runtime.transport import InMemoryTransport
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import schema_from_dict
+from roostream.wire.lookup import Lookup, StackLookup
 from tests.runtime.manifest_cases import a_manifest
 
 ADAGRAD, ROWWISE = "d4-adagrad", "d3-rowwise_adagrad"
@@ -56,7 +56,9 @@ def lookup_of(rows: Mapping[str, Sequence[int]]) -> Lookup:
     stacks = {}
     for stack, tables in small_schema().stacks.items():
         found = [(t.id, i) for t in tables for i in rows.get(t.name, ())]
-        stacks[stack] = StackLookup(np.array([t for t, _ in found], np.uint32), np.array([i for _, i in found], np.int64), {})
+        stacks[stack] = StackLookup(
+            np.array([t for t, _ in found], np.uint32), np.array([i for _, i in found], np.int64), {}
+        )
     return Lookup(stacks)
 
 
@@ -66,7 +68,9 @@ def gradients_of(lookup: Lookup, value: float) -> dict[str, np.ndarray]:
     out = {}
     for stack, found in lookup.stacks.items():
         size = (len(found.id_U), width[stack])
-        out[stack] = (value + np.arange(size[0] * size[1], dtype=np.float32).reshape(size) / 7).astype(np.float32)
+        out[stack] = (value + np.arange(size[0] * size[1], dtype=np.float32).reshape(size) / 7).astype(
+            np.float32
+        )
     return out
 
 
@@ -129,7 +133,9 @@ def transport_to(shard: Shard) -> InMemoryTransport:
     return InMemoryTransport(Calls(shard).handle)
 
 
-def link_manifest(store: MemoryStore, seq: int, incarnation: int, written: Sequence[Mapping[str, Any]], **changes: Any) -> str:
+def link_manifest(
+    store: MemoryStore, seq: int, incarnation: int, written: Sequence[Mapping[str, Any]], **changes: Any
+) -> str:
     """What the controller does at step 6, for shards 0..N-1 whose `write` gave `written`; the manifest's name."""
     rows_end: dict[int, int] = {}
     for result in written:
@@ -156,17 +162,27 @@ def state_of(shard: Shard) -> dict[tuple[str, int, int], bytes]:
     for stack, table in shard.tables.items():
         index = table.index
         for n in index.flagged(1).tolist():
-            bits = table.held.rows_ND[n].tobytes() + table.state_NA[n].tobytes() + table.stamp_ms_N[n].tobytes()
+            bits = (
+                table.held.rows_ND[n].tobytes() + table.state_NA[n].tobytes() + table.stamp_ms_N[n].tobytes()
+            )
             out[stack, int(index.table_N[n]), int(index.id_N[n])] = bits
     return out
 
 
-def push_to(shard: Shard, sequence: int, table: str = ITEM, ids: tuple[int, ...] = (1, 2), **header: Any) -> bool:
+def push_to(
+    shard: Shard, sequence: int, table: str = ITEM, ids: tuple[int, ...] = (1, 2), **header: Any
+) -> bool:
     stack = small_schema().table_by_name[table].stack
     width = small_schema().table_by_name[table].dim
     asked = keys(table, *ids)
     gradient_UD = header.pop("gradient_UD", np.full((len(ids), width), 0.5 + sequence, np.float32))
-    full = {"incarnation": shard.incarnation, "worker": 0, "sequence": sequence, "step": sequence, "time_ms": 1000 * sequence}
+    full = {
+        "incarnation": shard.incarnation,
+        "worker": 0,
+        "sequence": sequence,
+        "step": sequence,
+        "time_ms": 1000 * sequence,
+    }
     full |= {"oldest_engagement_ms": 5, "oldest_close_ms": 6, "stacks": [stack]} | header
     answer, _ = Calls(shard).handle("push", full, [asked.table_U, asked.id_U, gradient_UD])
     return bool(answer["applied"])

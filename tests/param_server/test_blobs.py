@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from param_server.blobs import Blobs, MemoryBlobs, RocksBlobs, rocks_options
-from roo.errors import CheckpointError, SetupError, UnavailableError
+from roostream.errors import CheckpointError, SetupError, UnavailableError
 from tests.runtime.full_disk import room_for
 
 
@@ -112,7 +112,11 @@ def test_rocks_that_can_t_be_opened_again_yet_says_so_and_tries_at_each_call(tmp
             store.write([(b"b", bytes(1 << 20))], sync=True)
         (tmp_path / "home").rename(tmp_path / "gone")
         (tmp_path / "home").write_text("a file where the mount was")
-        for call in (lambda: store.get(b"a"), lambda: store.write([(b"b", b"")]), lambda: list(store.keys(b"a"))):
+        for call in (
+            lambda: store.get(b"a"),
+            lambda: store.write([(b"b", b"")]),
+            lambda: list(store.keys(b"a")),
+        ):
             with pytest.raises(UnavailableError, match="can't be opened"):
                 call()
     (tmp_path / "home").unlink()
@@ -168,7 +172,11 @@ def test_rocks_syncs_its_log_when_it_is_asked_to_and_only_then(tmp_path: Path) -
     store = RocksBlobs(tmp_path, lambda: options).open()
 
     def syncs() -> int:
-        counts = dict(line.split(" COUNT : ") for line in str(options.get_statistics()).splitlines() if " COUNT : " in line)
+        counts = dict(
+            line.split(" COUNT : ")
+            for line in str(options.get_statistics()).splitlines()
+            if " COUNT : " in line
+        )
         return int(counts["rocksdb.wal.synced"].split()[0])
 
     before = syncs()

@@ -15,11 +15,11 @@ from param_server.replica.row_cache import CachePolicy, RowCache
 from param_server.replica.shard_owners import asked_owners
 from param_server.replica.shard_reads import ShardReads
 from param_server.server import Shard
-from roo.errors import ConfigError, FencedError, RoostreamError, UnavailableError
-from roo.ids import bucket_of, table_id
-from runtime.clock import FakeClock
-from runtime.layout.bucket_map import BucketMap
-from runtime.transport import Answer, Arrays, Header, InMemoryTransport
+from roostream.errors import ConfigError, FencedError, RoostreamError, UnavailableError
+from roostream.runtime.bucket_map import BucketMap
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.transport import Answer, Arrays, Header, InMemoryTransport
+from roostream.schema.ids import bucket_of, table_id
 from tests.param_server.shard_support import (
     ADAGRAD,
     ITEM,
@@ -47,8 +47,12 @@ TURNED = BucketMap((np.arange(64, dtype=np.int32) // 7 + 1) % 2, 2, 3)
 def placed(owners: BucketMap, store: MemoryStore | None = None) -> list[Shard]:
     """Shards at commit 1, without rows, whose buckets lie as `owners` says; incarnation 2."""
     store = store or MemoryStore()
-    name = link_manifest(store, 1, 1, [{"segments": [], "rows_end": {}}] * owners.num_owners, bucket_map=owners)
-    shards = [make_shard(store=store, index=i, num_shards=owners.num_owners) for i in range(owners.num_owners)]
+    name = link_manifest(
+        store, 1, 1, [{"segments": [], "rows_end": {}}] * owners.num_owners, bucket_map=owners
+    )
+    shards = [
+        make_shard(store=store, index=i, num_shards=owners.num_owners) for i in range(owners.num_owners)
+    ]
     for shard in shards:
         shard.restore(2, name)
     return shards
@@ -92,11 +96,18 @@ def all_rows(shards: list[Shard]) -> dict[Any, bytes]:
 def test_a_map_of_modulo_is_todays_placement_to_the_bit_the_call_and_the_byte(num_shards: int) -> None:
     plain = [begun(index=i, num_shards=num_shards) for i in range(num_shards)]
     mapped = placed(BucketMap.modulo(64, num_shards))
-    (rows, calls), (same, counted) = trained(plain, None, 1), trained(mapped, BucketMap.modulo(64, num_shards), 2)
+    (rows, calls), (same, counted) = (
+        trained(plain, None, 1),
+        trained(mapped, BucketMap.modulo(64, num_shards), 2),
+    )
     assert rows == same and [state_of(s) for s in plain] == [state_of(s) for s in mapped]
-    assert [[method for method, _ in t.calls] for t in counted] == [[method for method, _ in t.calls] for t in calls]
+    assert [[method for method, _ in t.calls] for t in counted] == [
+        [method for method, _ in t.calls] for t in calls
+    ]
     assert [t.bytes for t in counted] == [t.bytes for t in calls] and all(t.bytes for t in calls)
-    assert [header | {"incarnation": 1} for _, header in counted[0].calls] == [header for _, header in calls[0].calls]
+    assert [header | {"incarnation": 1} for _, header in counted[0].calls] == [
+        header for _, header in calls[0].calls
+    ]
 
 
 def test_rows_are_the_same_wherever_buckets_lie() -> None:
@@ -110,9 +121,7 @@ def test_rows_are_the_same_wherever_buckets_lie() -> None:
 def test_a_shard_refuses_rows_of_buckets_that_are_not_its_own_and_changes_nothing() -> None:
     shard = placed(TURNED)[0]
     foreign = next(i for i in IDS if TURNED.owner_B[bucket_of(i, table_id(ITEM), 64)] == 1)
-    says = (
-        rf"shard 0: expected keys of its own buckets by map 3, got one of {bucket_of(foreign, table_id(ITEM), 64)}, which shard 1"
-    )
+    says = rf"shard 0: expected keys of its own buckets by map 3, got one of {bucket_of(foreign, table_id(ITEM), 64)}, which shard 1"
     before, keys = state_of(shard), lookup_of({ITEM: [foreign]}).stacks[ADAGRAD]
     with pytest.raises(FencedError, match=says):
         push_to(shard, 1, ITEM, (foreign,))
@@ -178,7 +187,9 @@ def test_readers_ask_the_shards_who_has_which_bucket_and_believe_the_newest_inca
     with pytest.raises(ConfigError, match="expected a map of 32 buckets to 2 owners, got one of 64"):
         asked_owners(transports, 32, timeout_s=1.0)
     transports[0].calls.clear()
-    assert asked_owners(transports[:1], 64, timeout_s=1.0) == BucketMap.modulo(64, 1) and not transports[0].calls
+    assert (
+        asked_owners(transports[:1], 64, timeout_s=1.0) == BucketMap.modulo(64, 1) and not transports[0].calls
+    )
 
 
 def test_a_replica_mends_a_bucket_at_the_shard_that_has_it() -> None:
@@ -191,7 +202,9 @@ def test_a_replica_mends_a_bucket_at_the_shard_that_has_it() -> None:
     for bucket in range(64):
         replica.doubt(bucket)
     replica.mend(transports)
-    assert not replica.stale and replica.num_rows == everything == sum(len(state_of(shard)) for shard in shards)
+    assert not replica.stale and replica.num_rows == everything == sum(
+        len(state_of(shard)) for shard in shards
+    )
     some = Replica(small_schema(), 0, buckets=range(20))
     some.bootstrap(transports)
     assert 0 < some.num_rows < everything
@@ -216,7 +229,9 @@ def test_a_cache_learns_of_another_map_beside_requests_and_from_a_refusal() -> N
     reads.close()
 
 
-def test_where_nobody_says_who_has_what_the_map_that_was_known_is_gone_by_and_it_is_asked_again_later() -> None:
+def test_where_nobody_says_who_has_what_the_map_that_was_known_is_gone_by_and_it_is_asked_again_later() -> (
+    None
+):
     waiting, clock = [make_shard(index=i, num_shards=2) for i in range(2)], FakeClock()
     transports = [Weighed(transport_to(shard)) for shard in waiting]
     reads = ShardReads(transports, 64, 0.05, clock)
@@ -231,7 +246,9 @@ def test_where_nobody_says_who_has_what_the_map_that_was_known_is_gone_by_and_it
 
 def test_a_barrier_goes_to_the_buckets_of_the_restore_that_it_is_of() -> None:
     shards = placed(TURNED)
-    assert [shard.rollback().buckets for shard in shards] == [frozenset(TURNED.buckets_of(i)) for i in range(2)]  # type: ignore[union-attr]
+    assert [shard.rollback().buckets for shard in shards] == [
+        frozenset(TURNED.buckets_of(i)) for i in range(2)
+    ]  # type: ignore[union-attr]
     scanned: set[int] = set()
     for shard in shards:
         cursor = 0
@@ -244,5 +261,7 @@ def test_a_barrier_goes_to_the_buckets_of_the_restore_that_it_is_of() -> None:
 
 
 def test_a_call_that_shards_do_not_know_names_those_they_do() -> None:
-    with pytest.raises(RoostreamError, match="expected a call of owners, pull, push, read, scan or stats, got 'own'"):
+    with pytest.raises(
+        RoostreamError, match="expected a call of owners, pull, push, read, scan or stats, got 'own'"
+    ):
         Calls(begun()).handle("own", {}, [])

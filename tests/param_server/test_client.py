@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from param_server.client import Client
-from roo.errors import FencedError, TransportError, UnavailableError, WireError
-from runtime.clock import FakeClock
-from runtime.transport import Answer, Arrays, Header, InMemoryTransport
+from roostream.errors import FencedError, TransportError, UnavailableError, WireError
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.transport import Answer, Arrays, Header, InMemoryTransport
 from tests.param_server.shard_support import (
     ADAGRAD,
     ITEM,
@@ -74,7 +74,9 @@ def test_a_batch_is_one_pull_and_one_push_a_shard_with_all_stacks() -> None:
     client.transports = counting
     lookup = lookup_of(LOOKUP)
     client.pull(lookup)
-    client.push(lookup, gradients_of(lookup, 1.0), step=7, time_ms=8, oldest_engagement_ms=9, oldest_close_ms=10)
+    client.push(
+        lookup, gradients_of(lookup, 1.0), step=7, time_ms=8, oldest_engagement_ms=9, oldest_close_ms=10
+    )
     for transport in counting:
         assert [m for m, _ in transport.calls] == ["pull", "push"]
         header = transport.calls[1][1]
@@ -181,7 +183,9 @@ def test_another_incarnation_passes_up_at_once(call: str) -> None:
 def test_a_push_that_fails_inside_the_shard_is_not_sent_again() -> None:
     asked: list[str] = []
 
-    def handler(method: str, header: Header, arrays: Sequence[np.ndarray]) -> tuple[Header, Sequence[np.ndarray]]:
+    def handler(
+        method: str, header: Header, arrays: Sequence[np.ndarray]
+    ) -> tuple[Header, Sequence[np.ndarray]]:
         asked.append(method)
         raise MemoryError("in the second stack")
 
@@ -203,7 +207,9 @@ def test_a_shard_that_waits_for_restore_passes_up_at_once() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_gradient_that_is_not_finite_is_refused_by_its_shard_and_pushes_wait_for_a_restore(bad: float) -> None:
+def test_a_gradient_that_is_not_finite_is_refused_by_its_shard_and_pushes_wait_for_a_restore(
+    bad: float,
+) -> None:
     client, _, shards = make_client(2)
     lookup = lookup_of(LOOKUP)
     gradients = gradients_of(lookup, 1.0)

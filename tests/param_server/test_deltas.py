@@ -7,9 +7,9 @@ import pytest
 
 from param_server.deltas import columns_of, encode_barrier, encode_delta
 from param_server.outbox import Delta
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.errors import SchemaError, WireError
+from roostream.errors import SchemaError, WireError
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
 from tests.golden.golden_messages import MESSAGES
 
 
@@ -54,7 +54,11 @@ def test_a_delta_has_the_bytes_of_its_message(one: Delta) -> None:
     _, read = wire.decode(record)
     assert isinstance(read, pb.RowDelta)
     keys, rows_LD = columns_of(read, one.rows_LD.shape[1], 1e9)
-    assert (keys.id_U == one.id_M).all() and (keys.table_U == one.table).all() and rows_LD.tobytes() == one.rows_LD.tobytes()
+    assert (
+        (keys.id_U == one.id_M).all()
+        and (keys.table_U == one.table).all()
+        and rows_LD.tobytes() == one.rows_LD.tobytes()
+    )
 
 
 def test_golden_deltas_and_barriers_are_what_is_written() -> None:
@@ -72,7 +76,9 @@ def test_golden_deltas_and_barriers_are_what_is_written() -> None:
         ({"num_tombstones": 1}, WireError, "expected 1 rows of 3, got 6 numbers"),
     ],
 )
-def test_columns_that_disagree_are_refused(change: dict[str, int], error: type[Exception], message: str) -> None:
+def test_columns_that_disagree_are_refused(
+    change: dict[str, int], error: type[Exception], message: str
+) -> None:
     _, read = wire.decode(encode_delta(delta(2, 0), 1, 1))
     assert isinstance(read, pb.RowDelta)
     for name, value in change.items():
@@ -97,6 +103,8 @@ def test_g5_every_flipped_bit_of_a_delta_or_barrier_is_noticed() -> None:
         for bit in range(8 * len(record)):
             damaged = bytearray(record)
             damaged[bit // 8] ^= 1 << bit % 8
-            if damaged[:2] != bytes((record[0], wire.VERSION)):  # two bits of the version byte at once make the version before
+            if damaged[:2] != bytes(
+                (record[0], wire.VERSION)
+            ):  # two bits of the version byte at once make the version before
                 with pytest.raises(WireError):
                     wire.decode(bytes(damaged))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from param_server.initial import initial_rows
-from roo.ids import MASK64, splitmix64
+from roostream.schema.ids import MASK64, splitmix64
 
 
 def by_hand(seed: int, table: int, id_: int, dim: int, scale: float) -> list[np.float32]:
@@ -18,7 +18,11 @@ def by_hand(seed: int, table: int, id_: int, dim: int, scale: float) -> list[np.
 
 
 @settings(deadline=None)
-@given(seed=st.integers(-(2**63), 2**63 - 1), table=st.integers(0, 2**32 - 1), id_=st.integers(-(2**63), 2**63 - 1))
+@given(
+    seed=st.integers(-(2**63), 2**63 - 1),
+    table=st.integers(0, 2**32 - 1),
+    id_=st.integers(-(2**63), 2**63 - 1),
+)
 def test_equals_the_formula_in_plain_integers(seed: int, table: int, id_: int) -> None:
     rows = initial_rows(seed, np.array([table], np.uint32), np.array([id_], np.int64), 5, 0.05)
     assert rows[0].tolist() == [float(x) for x in by_hand(seed, table, id_, 5, 0.05)]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from param_server import kernels
 from param_server.index import KeyIndex, Keys, no_keys
 from param_server.index_kernels import LIVE
-from roo.ids import buckets_of
+from roostream.schema.ids import buckets_of
 
 
 def keys_of(pairs: list[tuple[int, int]]) -> Keys:
@@ -18,7 +18,9 @@ def keys_of(pairs: list[tuple[int, int]]) -> Keys:
 
 
 PAIR = st.tuples(st.integers(0, 3), st.integers(-20, 20))
-STEPS = st.lists(st.tuples(st.sampled_from(["add", "remove", "find"]), st.lists(PAIR, max_size=30)), max_size=30)
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["add", "remove", "find"]), st.lists(PAIR, max_size=30)), max_size=30
+)
 
 
 @settings(max_examples=200, deadline=None)
@@ -85,7 +87,9 @@ def test_keys_of_one_home_slot_stay_findable_whatever_is_removed_between_them() 
                 held -= set(chosen)
             found = index.find(keys_of([(0, i) for i in crowd]))
             assert {i for i, place in zip(crowd, found.tolist(), strict=True) if place >= 0} == held
-            assert index.num_live == len(held) and sorted(index.id_N[index.flagged(LIVE)].tolist()) == sorted(held)
+            assert index.num_live == len(held) and sorted(index.id_N[index.flagged(LIVE)].tolist()) == sorted(
+                held
+            )
         index.remove(keys_of([(0, i) for i in crowd]))
 
 
@@ -106,7 +110,11 @@ def test_removed_places_are_used_again() -> None:
 
 def test_nothing_to_do_is_fine() -> None:
     index = KeyIndex(8, 1)
-    assert len(index.find(no_keys())) == 0 and index.remove(no_keys()) == 0 and len(index.add_new(no_keys())) == 0
+    assert (
+        len(index.find(no_keys())) == 0
+        and index.remove(no_keys()) == 0
+        and len(index.add_new(no_keys())) == 0
+    )
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 64])
@@ -124,7 +132,13 @@ def test_splitting_by_shard_is_stable_and_agrees_with_buckets(num_shards: int) -
 
 @pytest.mark.parametrize(
     ("row", "publishable"),
-    [([3.0, 4.0], True), ([3.0, 4.1], False), ([np.nan, 0.0], False), ([np.inf, 0.0], False), ([3e38, 3e38], False)],
+    [
+        ([3.0, 4.0], True),
+        ([3.0, 4.1], False),
+        ([np.nan, 0.0], False),
+        ([np.inf, 0.0], False),
+        ([3e38, 3e38], False),
+    ],
 )
 def test_publishable_rows_are_finite_and_of_bounded_norm(row: list[float], publishable: bool) -> None:
     rows_MD = np.array([[0.0, 0.0], row], np.float32)

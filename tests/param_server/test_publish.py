@@ -7,10 +7,10 @@ import pytest
 
 from param_server.blobs import MemoryBlobs
 from param_server.rows_topic import InMemoryRows
-from roo import wire
-from roo.errors import UnavailableError
-from roo.ids import bucket_of, buckets_of
-from runtime.clock import FakeClock
+from roostream.errors import UnavailableError
+from roostream.runtime.clock import FakeClock
+from roostream.schema.ids import bucket_of, buckets_of
+from roostream.wire import records as wire
 from tests.param_server.reader_support import Follower, Loop, deltas, messages
 from tests.param_server.shard_support import (
     ADAGRAD,
@@ -57,10 +57,18 @@ def test_deltas_say_bucket_version_schema_and_lie_in_the_bucket_s_partition() ->
         loop.push(1)
         loop.turn()
     bucket = bucket_of(1, table_id(ITEM), 64)
-    assert [(d.bucket, d.incarnation, d.sequence) for d in deltas(loop.topic)] == [(bucket, 1, 1), (bucket, 1, 2)]
+    assert [(d.bucket, d.incarnation, d.sequence) for d in deltas(loop.topic)] == [
+        (bucket, 1, 1),
+        (bucket, 1, 2),
+    ]
     assert {p for p, _, _ in messages(loop.topic, wire.ROW_DELTA)} == {bucket % 4}
     first = deltas(loop.topic)[0]
-    assert (first.schema, first.table_id, first.dim, first.stack) == (small_schema().fingerprint, table_id(ITEM), 4, ADAGRAD)
+    assert (first.schema, first.table_id, first.dim, first.stack) == (
+        small_schema().fingerprint,
+        table_id(ITEM),
+        4,
+        ADAGRAD,
+    )
 
 
 def test_buckets_and_partitions_are_the_deployment_s() -> None:

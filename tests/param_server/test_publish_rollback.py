@@ -11,10 +11,10 @@ from param_server.index_kernels import IN_FLIGHT
 from param_server.outbox import Round
 from param_server.publish import Publisher
 from param_server.rows_topic import InMemoryRows
-from roo import wire
-from roo.errors import UnavailableError
-from runtime.clock import FakeClock
-from runtime.kafka.record_reader import RecordsGoneError
+from roostream.errors import UnavailableError
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.kafka.record_reader import RecordsGoneError
+from roostream.wire import records as wire
 from tests.param_server.reader_support import GO, Follower, Loop, deltas, messages
 from tests.param_server.shard_support import (
     ADAGRAD,
@@ -289,7 +289,9 @@ def test_the_thread_turns_once_an_interval() -> None:
 
 def test_manifests_of_several_shards_record_the_smallest_offset() -> None:
     store = MemoryStore()
-    name = link_manifest(store, 1, 1, [{"segments": [], "rows_end": {0: 7}}, {"segments": [], "rows_end": {0: 3, 1: 4}}])
+    name = link_manifest(
+        store, 1, 1, [{"segments": [], "rows_end": {0: 7}}, {"segments": [], "rows_end": {0: 3, 1: 4}}]
+    )
     shard = make_shard(store=store, num_shards=2)
     shard.restore(1, name)
     assert shard.stats()["rows_end"] == {"0": 3, "2": 0}

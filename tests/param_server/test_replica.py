@@ -13,10 +13,10 @@ from param_server.publish import Publisher
 from param_server.replica.replica import Replica
 from param_server.rows_topic import InMemoryRows
 from param_server.server import Shard
-from roo import roo_pb2 as pb
-from roo.errors import SchemaError, UnavailableError, WireError
-from roo.ids import bucket_of, unsigned
-from runtime.clock import FakeClock
+from roostream.errors import SchemaError, UnavailableError, WireError
+from roostream.runtime.clock import FakeClock
+from roostream.schema.ids import bucket_of, unsigned
+from roostream.wire import roo_pb2 as pb
 from tests.param_server.reader_support import GO, Follower
 from tests.param_server.shard_support import (
     ADAGRAD,
@@ -35,7 +35,9 @@ from tests.param_server.shard_support import (
 BUCKET = bucket_of(1, table_id(ITEM), 64)
 
 
-def delta(sequence: int, value: float, incarnation: int = 1, gone: bool = False, **changes: object) -> pb.RowDelta:
+def delta(
+    sequence: int, value: float, incarnation: int = 1, gone: bool = False, **changes: object
+) -> pb.RowDelta:
     """A delta of item 1."""
     message = pb.RowDelta(
         bucket=BUCKET,
@@ -92,7 +94,9 @@ def test_g4_behind_a_barrier_older_incarnations_are_dropped() -> None:
     assert replica.apply(barrier(2)) and replica.version(ADAGRAD, BUCKET) == (2, 0)
     assert not replica.apply(delta(6, 6.0)) and item_1(replica) == 5.0
     assert not replica.apply(barrier(1))
-    assert replica.apply(barrier(2)) and replica.apply(delta(1, 7.0, incarnation=2)) and item_1(replica) == 7.0
+    assert (
+        replica.apply(barrier(2)) and replica.apply(delta(1, 7.0, incarnation=2)) and item_1(replica) == 7.0
+    )
 
 
 def stale(*messages: pb.RowDelta | pb.Barrier) -> bool:
@@ -116,7 +120,9 @@ def stale(*messages: pb.RowDelta | pb.Barrier) -> bool:
         ([delta(2, 2.0, incarnation=2)], True),
     ],
 )
-def test_a_number_that_was_left_out_makes_its_bucket_stale(messages: list[pb.RowDelta | pb.Barrier], expected: bool) -> None:
+def test_a_number_that_was_left_out_makes_its_bucket_stale(
+    messages: list[pb.RowDelta | pb.Barrier], expected: bool
+) -> None:
     assert stale(*messages) is expected
 
 
@@ -180,7 +186,11 @@ def pushed(shard: Shard, *ids: int, value: float = 1.0) -> None:
 
 
 def rows_of(shard: Shard, *ids: int) -> bytes:
-    return Client(small_schema(), [transport_to(shard)], worker=0).pull(lookup_of({ITEM: ids}))[ADAGRAD].tobytes()
+    return (
+        Client(small_schema(), [transport_to(shard)], worker=0)
+        .pull(lookup_of({ITEM: ids}))[ADAGRAD]
+        .tobytes()
+    )
 
 
 def test_a_bootstrap_brings_all_rows_of_all_shards() -> None:
@@ -262,7 +272,9 @@ def test_a_doubted_bucket_is_stale_in_every_stack_and_an_unknown_one_is_all() ->
     replica = Replica(small_schema(), 0)
     replica.bootstrap([transport_to(begun())])
     replica.doubt(BUCKET)
-    assert replica.stale == {(stack, BUCKET) for stack in small_schema().stacks} and not replica.needs_bootstrap
+    assert (
+        replica.stale == {(stack, BUCKET) for stack in small_schema().stacks} and not replica.needs_bootstrap
+    )
     with pytest.raises(UnavailableError):
         replica.mend([transport_to(make_shard())])
     assert replica.stale, "until it is mended"

@@ -11,8 +11,8 @@ from param_server.blobs import MemoryBlobs
 from param_server.index import KeyIndex, Keys
 from param_server.residency import NEVER, Expiry
 from param_server.server import Shard
-from roo.errors import CheckpointError
-from roo.schema import Table
+from roostream.errors import CheckpointError
+from roostream.schema.schema import Table
 from tests.param_server.admission_double import SecondPush
 from tests.param_server.shard_support import (
     ADAGRAD,
@@ -48,7 +48,9 @@ def test_expiry_admits_every_key_and_evicts_what_its_table_has_not_had_pushed_fo
     assert policy.state() == b""
 
 
-def test_g8_an_eviction_of_too_many_rows_at_once_is_refused_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_g8_an_eviction_of_too_many_rows_at_once_is_refused_and_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     table = Table(name="a", dim=2, expire_after_ms=100)
     policy, index = Expiry([table], max_share=0.5), KeyIndex(4)
     index.add_new(Keys(np.full(4, table.id, np.uint32), np.arange(4, dtype=np.int64)))
@@ -137,7 +139,9 @@ def test_a_damaged_state_is_never_loaded() -> None:
     (key,) = blobs.keys(b"r/")
     blobs.write([(key, b"[]")])
     again = make_shard(blobs, store, residency=SecondPush)
-    with pytest.raises(CheckpointError, match="r/1-1/d4-adagrad is absent or not the one that was committed: it is damaged"):
+    with pytest.raises(
+        CheckpointError, match="r/1-1/d4-adagrad is absent or not the one that was committed: it is damaged"
+    ):
         again.restore(2, name)
     assert not again.ready
 

@@ -16,8 +16,8 @@ from param_server.publish import Publisher
 from param_server.residency import Expiry, Policy
 from param_server.rows_topic import InMemoryRows
 from param_server.server import Shard
-from roo.errors import UnavailableError
-from runtime.clock import FakeClock
+from roostream.errors import UnavailableError
+from roostream.runtime.clock import FakeClock
 from tests.param_server.admission_double import SecondPush
 from tests.param_server.reader_support import GO, Follower
 from tests.param_server.shard_support import (
@@ -90,7 +90,10 @@ class ShardLife(RuleBasedStateMachine):
     def restore(self, which: int) -> None:
         """To one of the newest manifests; the ones after it are given up."""
         which = max(which, -len(self.manifests))
-        del self.manifests[len(self.manifests) + which + 1 :], self.committed[len(self.committed) + which + 1 :]
+        del (
+            self.manifests[len(self.manifests) + which + 1 :],
+            self.committed[len(self.committed) + which + 1 :],
+        )
         self.incarnation += 1
         self.shard.restore(self.incarnation, self.manifests[-1])
         self.events = list(self.committed[-1])
@@ -210,7 +213,9 @@ class ShardLife(RuleBasedStateMachine):
     @invariant()
     def equals_the_undisturbed_shard(self) -> None:
         assert state_of(self.shard) == state_of(self.expected.shard)
-        for mine, expected in zip(self.shard.tables.values(), self.expected.shard.tables.values(), strict=True):
+        for mine, expected in zip(
+            self.shard.tables.values(), self.expected.shard.tables.values(), strict=True
+        ):
             assert mine.residency.state() == expected.residency.state()
 
     @invariant()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,12 +12,14 @@ from hypothesis import strategies as st
 from param_server import row_block as blocks
 from param_server.index import Keys
 from param_server.row_block import RowBlock
-from roo.errors import CheckpointError
+from roostream.errors import CheckpointError
 
 KEY = b"b/1-1/d2-adagrad/00003"
 
 
-def make_block(live: list[int], gone: list[int] = [], unpublished: bool = False, value: float = 1.0) -> RowBlock:  # noqa: B006
+def make_block(
+    live: list[int], gone: Sequence[int] = (), unpublished: bool = False, value: float = 1.0
+) -> RowBlock:
     ids = [*live, *gone]
     return RowBlock(
         keys=Keys(np.full(len(ids), 9, np.uint32), np.array(ids, np.int64)),

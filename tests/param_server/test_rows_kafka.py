@@ -13,14 +13,23 @@ from param_server.client import Client
 from param_server.publish import Message, Publisher
 from param_server.rows_topic import KafkaRows
 from param_server.server import Shard
-from roo import wire
-from roo.errors import UnavailableError
-from runtime.backoff import Backoff
-from runtime.clock import SystemClock
-from runtime.kafka.broker import Broker
-from runtime.kafka.record_reader import RecordsGoneError
+from roostream.errors import UnavailableError
+from roostream.runtime.backoff import Backoff
+from roostream.runtime.clock import SystemClock
+from roostream.runtime.kafka.broker import Broker
+from roostream.runtime.kafka.record_reader import RecordsGoneError
+from roostream.wire import records as wire
 from tests.param_server.reader_support import GO
-from tests.param_server.shard_support import ITEM, MemoryStore, begun, commit, gradients_of, lookup_of, make_shard, transport_to
+from tests.param_server.shard_support import (
+    ITEM,
+    MemoryStore,
+    begun,
+    commit,
+    gradients_of,
+    lookup_of,
+    make_shard,
+    transport_to,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -29,7 +38,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     infra_stack, infra_options = pytest.importorskip("infra.stack"), pytest.importorskip("infra.options")
     home: Path = tmp_path_factory.mktemp("home")
-    schema = Path(__file__).resolve().parents[2] / "traffic" / "schemas" / "demo.toml"
+    schema = Path(__file__).resolve().parents[2] / "roostream" / "replay" / "schemas" / "demo.toml"
     with infra_stack.Stack(home, infra_options.StackOptions(schema=schema)) as stack:
         stack.start(["kafka"])
         stack.wait_ready("kafka", timeout_s=60)
@@ -91,7 +100,9 @@ def test_a_killed_shard_s_successor_takes_back_what_was_not_committed(topic: Kaf
     again = make_shard(blobs, store)
     again.restore(3, name)
     Publisher(again, topic, SystemClock()).turn(GO)
-    found = [wire.decode(v)[1] for p in range(4) for v in values(topic, p) if wire.kind_of(v) == wire.ROW_DELTA]
+    found = [
+        wire.decode(v)[1] for p in range(4) for v in values(topic, p) if wire.kind_of(v) == wire.ROW_DELTA
+    ]
     last = [d for d in found if d.incarnation == 3]  # type: ignore[attr-defined]
     assert {i: d.num_tombstones for d in last for i in d.ids} == {2: 0, 3: 1}  # type: ignore[attr-defined]
 

@@ -6,7 +6,7 @@ import pytest
 
 from param_server.blobs import MemoryBlobs
 from param_server.segments import KEEP_COMMITS, Commit, Damage, Segments
-from roo.errors import CheckpointError, UnavailableError
+from roostream.errors import CheckpointError, UnavailableError
 from tests.param_server.segment_support import STACK, Writer, bucket_of, changes, make_segments, state
 
 
@@ -30,13 +30,17 @@ def test_g5_damage_of_what_is_committed_is_found_by_later_commits_and_written_an
         case "directory":
             damage(store, b"d/1-1")
         case "residency":
-            writer.live = writer.segments.write("1-2", changes({0: 1.0}), writer.live, {STACK: b"what a policy keeps"})
+            writer.live = writer.segments.write(
+                "1-2", changes({0: 1.0}), writer.live, {STACK: b"what a policy keeps"}
+            )
             damage(store, next(store.keys(b"r/1-2/")))
             writer.segments.commit(Commit(1, 2, writer.live))
     for n in range(8 + 2):
         writer.commit({n: 2.0})
     assert (
-        writer.segments.num_damaged == 1 and not writer.segments.damaged and "is damaged; its rows are in memory" in caplog.text
+        writer.segments.num_damaged == 1
+        and not writer.segments.damaged
+        and "is damaged; its rows are in memory" in caplog.text
     )
     assert state(make_segments(store), writer.live) == writer.rows
     assert writer.segments.check(writer.live, range(8)) == {}
@@ -135,7 +139,10 @@ def test_which_rows_are_lost_is_told_by_name_and_number_with_the_setting_that_ac
     bucket = int(key[-5:])
     rows = sum(bucket_of(n) == bucket for n in range(100))
     said = writer.segments.explain(writer.live)
-    assert f"1-1/{STACK}/{bucket} (about {rows} rows)" in said and f'accept_lost_rows = ["1-1/{STACK}/{bucket}"]' in said
+    assert (
+        f"1-1/{STACK}/{bucket} (about {rows} rows)" in said
+        and f'accept_lost_rows = ["1-1/{STACK}/{bucket}"]' in said
+    )
     assert "reset" not in said
     for other in store.keys(b"b/"):
         damage(store, other)
@@ -154,7 +161,9 @@ def test_accepted_rows_begin_anew_and_the_next_commit_needs_no_acceptance(accept
     name = accepted.replace("BUCKET", str(bucket))
     writer.segments = Segments(store, {STACK: (2, 2)}, 8, accepted=[name])
     writer.rows = state(writer.segments, writer.live)
-    assert writer.rows == {n: 1.0 if n < 100 else 2.0 for n in range(110) if n >= 100 or bucket_of(n) != bucket}
+    assert writer.rows == {
+        n: 1.0 if n < 100 else 2.0 for n in range(110) if n >= 100 or bucket_of(n) != bucket
+    }
     assert writer.segments.lost == {f"1-1/{STACK}/{bucket}"}
     writer.commit({1: 5.0})
     assert state(make_segments(store), writer.live) == writer.rows

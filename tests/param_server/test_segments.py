@@ -11,7 +11,7 @@ import pytest
 
 from param_server.blobs import MemoryBlobs, RocksBlobs
 from param_server.segments import FEW_SEGMENTS, KEEP_COMMITS, MANY_SEGMENTS, Commit, Segments
-from roo.errors import CheckpointError, UnavailableError
+from roostream.errors import CheckpointError, UnavailableError
 from tests.param_server.segment_support import STACK, Writer, bucket_of, changes, make_segments, state
 
 
@@ -48,7 +48,9 @@ def test_a_long_list_is_written_anew_bucket_by_bucket_and_nothing_is_lost() -> N
         assert state(writer.segments, live) == writer.rows
         sizes.append(len(live))
         written.append(live[-1].rows)
-    assert max(sizes) <= FEW_SEGMENTS + 8 + 1, "after as many commits as there are buckets nothing of the first is needed"
+    assert max(sizes) <= FEW_SEGMENTS + 8 + 1, (
+        "after as many commits as there are buckets nothing of the first is needed"
+    )
     assert max(written[20:]) <= 0.4 * len(writer.rows), "no commit writes everything"
 
 
@@ -89,7 +91,12 @@ def test_only_the_newest_segments_marks_count() -> None:
     segments = make_segments()
     live = segments.write("1-1", changes({1: 1.0}, unpublished=True), ())
     live = segments.write("2-1", changes({2: 1.0}, unpublished=True), live)
-    marked = {i for p in segments.read(live) for b in p.blocks for i in b.keys.take(b.unpublished_K != 0).id_U.tolist()}
+    marked = {
+        i
+        for p in segments.read(live)
+        for b in p.blocks
+        for i in b.keys.take(b.unpublished_K != 0).id_U.tolist()
+    }
     assert marked == {2}
 
 
@@ -130,7 +137,9 @@ def test_a_segment_that_was_never_committed_is_deleted_at_a_restore_unless_a_man
     assert list(store.keys(b"d/")) == [b"d/1-1", b"d/3-2"] and not list(store.keys(b"b/2-1/"))
 
 
-def test_a_segment_that_is_given_up_leaves_nothing_and_a_full_disk_only_delays_that(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_segment_that_is_given_up_leaves_nothing_and_a_full_disk_only_delays_that(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     store = MemoryBlobs()
     segments = make_segments(store)
     live = segments.write("1-1", changes({1: 1.0}), ())
@@ -184,7 +193,9 @@ def test_a_full_disk_leaves_the_committed_state_as_it_was_and_nothing_else(nth: 
 
 def test_what_a_manifest_will_name_is_synced_last_and_whole() -> None:
     class Noting(MemoryBlobs):
-        def write(self, puts: Iterable[tuple[bytes, bytes]], deletes: Iterable[bytes] = (), *, sync: bool = False) -> None:
+        def write(
+            self, puts: Iterable[tuple[bytes, bytes]], deletes: Iterable[bytes] = (), *, sync: bool = False
+        ) -> None:
             given = list(puts)
             super().write(given, deletes, sync=sync)
             noted.append((sync, [key for key, _ in given]))
@@ -192,7 +203,9 @@ def test_what_a_manifest_will_name_is_synced_last_and_whole() -> None:
     noted: list[tuple[bool, list[bytes]]] = []
     segments = make_segments(Noting())
     live = segments.write("1-1", changes({n: 1.0 for n in range(30)}), (), {STACK: b"known"})
-    assert noted[-1][0] and noted[-1][1][-1] == b"d/1-1", "the directory comes with the last write, and that one is synced"
+    assert noted[-1][0] and noted[-1][1][-1] == b"d/1-1", (
+        "the directory comes with the last write, and that one is synced"
+    )
     noted.clear()
     segments.commit(Commit(1, 1, live))
     assert (True, [b"history"]) in noted

@@ -12,11 +12,11 @@ from param_server.calls import Calls
 from param_server.initial import initial_rows
 from param_server.publish import Publisher
 from param_server.rows_topic import InMemoryRows
-from roo.errors import FencedError, RoostreamError, SchemaError, UnavailableError, WireError
-from roo.ids import bucket_of
-from roo.rules import Adagrad
-from roo.schema_file import schema_from_dict
-from runtime.clock import FakeClock
+from roostream.errors import FencedError, RoostreamError, SchemaError, UnavailableError, WireError
+from roostream.runtime.clock import FakeClock
+from roostream.schema.ids import bucket_of
+from roostream.schema.schema_file import schema_from_dict
+from roostream.schema.update_rules import Adagrad
 from tests.param_server.shard_support import (
     ADAGRAD,
     ITEM,
@@ -30,18 +30,16 @@ from tests.param_server.shard_support import (
     state_of,
     table_id,
 )
-from tests.param_server.shard_support import (
-    pull_from as pull,
-)
-from tests.param_server.shard_support import (
-    push_to as push,
-)
+from tests.param_server.shard_support import pull_from as pull
+from tests.param_server.shard_support import push_to as push
 
 
 def test_a_row_that_was_never_pushed_reads_as_its_initial_value_and_is_not_created() -> None:
     shard = begun()
     table = small_schema().table_by_name[USER]
-    expected = initial_rows(0, np.full(2, table.id, np.uint32), np.array([7, -7], np.int64), 4, table.init_scale)
+    expected = initial_rows(
+        0, np.full(2, table.id, np.uint32), np.array([7, -7], np.int64), 4, table.init_scale
+    )
     assert pull(shard, USER, 7, -7).tobytes() == expected.tobytes()
     assert shard.stats()["rows"] == {ADAGRAD: 0, ROWWISE: 0}
 
@@ -53,7 +51,9 @@ def test_the_first_push_creates_a_row_from_its_initial_value() -> None:
     push(shard, 1, ids=(1,), gradient_UD=gradient)
     table = small_schema().table_by_name[ITEM]
     assert isinstance(table.rule, Adagrad)
-    expected = before - table.rule.learning_rate * gradient / np.sqrt(table.rule.initial_accumulator + gradient**2)
+    expected = before - table.rule.learning_rate * gradient / np.sqrt(
+        table.rule.initial_accumulator + gradient**2
+    )
     np.testing.assert_allclose(pull(shard, ITEM, 1), expected, rtol=1e-6)
     assert shard.stats()["rows"] == {ADAGRAD: 1, ROWWISE: 0}
 
@@ -68,7 +68,14 @@ def test_tables_of_a_stack_move_by_their_own_rates() -> None:
     keys_2 = [np.array([table_id(ITEM), table_id(USER)], np.uint32), np.array([1, 1], np.int64)]
     header = {"incarnation": 1, "stacks": [ADAGRAD]}
     (before,) = Calls(shard).handle("pull", header, keys_2)[1]
-    push = {"worker": 0, "sequence": 1, "step": 1, "time_ms": 1, "oldest_engagement_ms": 0, "oldest_close_ms": 0}
+    push = {
+        "worker": 0,
+        "sequence": 1,
+        "step": 1,
+        "time_ms": 1,
+        "oldest_engagement_ms": 0,
+        "oldest_close_ms": 0,
+    }
     Calls(shard).handle("push", header | push, [*keys_2, np.ones((2, 4), np.float32)])
     (after,) = Calls(shard).handle("pull", header, keys_2)[1]
     np.testing.assert_allclose(before[0] - after[0], 0.5, rtol=1e-4)
@@ -189,7 +196,12 @@ ONE = [np.array([table_id(ITEM)], np.uint32), np.array([1], np.int64)]
         ({"incarnation": 1, "stacks": ["d9-x"]}, ONE, SchemaError, "expected a stack of d4-adagrad"),
         ({"incarnation": 1, "stacks": [ROWWISE]}, ONE, SchemaError, "expected one of tables topic"),
         ({"incarnation": 1, "stacks": [ADAGRAD]}, [ONE[0], ONE[1].astype(np.int32)], WireError, "id i8"),
-        ({"incarnation": 1, "stacks": [ADAGRAD]}, [ONE[0], np.zeros(2, np.int64)], WireError, "expected table u4"),
+        (
+            {"incarnation": 1, "stacks": [ADAGRAD]},
+            [ONE[0], np.zeros(2, np.int64)],
+            WireError,
+            "expected table u4",
+        ),
         ({"stacks": [ADAGRAD]}, ONE, WireError, "expected an integer 'incarnation'"),
         ({"incarnation": "1", "stacks": [ADAGRAD]}, ONE, WireError, "got '1'"),
         ({"incarnation": 1 << 70, "stacks": [ADAGRAD]}, ONE, WireError, "expected an integer"),
@@ -204,7 +216,9 @@ def test_a_pull_that_doesn_t_fit_is_refused(
 
 def test_an_unknown_call_or_command_names_the_known_ones() -> None:
     shard = begun()
-    with pytest.raises(RoostreamError, match="expected a call of owners, pull, push, read, scan or stats, got 'drop'"):
+    with pytest.raises(
+        RoostreamError, match="expected a call of owners, pull, push, read, scan or stats, got 'drop'"
+    ):
         Calls(shard).handle("drop", {}, [])
     with pytest.raises(RoostreamError, match="expected a command of freeze"):
         shard.execute({"kind": "drop", "incarnation": 1})
@@ -216,11 +230,16 @@ def test_a_reader_gets_rows_with_their_versions_and_creates_none() -> None:
     publisher = Publisher(shard, InMemoryRows(), FakeClock())
     publisher.turn(threading.Event())
     asked = keys(ITEM, 1, 2, 3)
-    header, (rows_UD, there_U, sequence_U) = Calls(shard).handle("read", {"stacks": [ADAGRAD]}, [asked.table_U, asked.id_U])
+    header, (rows_UD, there_U, sequence_U) = Calls(shard).handle(
+        "read", {"stacks": [ADAGRAD]}, [asked.table_U, asked.id_U]
+    )
     assert header == {"incarnation": 1} and there_U.tolist() == [1, 1, 0]
     assert rows_UD.tobytes() == pull(shard, ITEM, 1, 2, 3).tobytes()
     buckets = [bucket_of(i, table_id(ITEM), 64) for i in (1, 2, 3)]
-    assert sequence_U.tolist() == [int(shard.tables[ADAGRAD].outbox.sequence_B[b]) for b in buckets] and sequence_U[0] == 1
+    assert (
+        sequence_U.tolist() == [int(shard.tables[ADAGRAD].outbox.sequence_B[b]) for b in buckets]
+        and sequence_U[0] == 1
+    )
     assert shard.tables[ADAGRAD].num_rows == 2
 
 

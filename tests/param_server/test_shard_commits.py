@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from param_server.blobs import MemoryBlobs
-from roo.errors import CheckpointError, ConfigError, FencedError, UnavailableError
+from roostream.errors import CheckpointError, ConfigError, FencedError, UnavailableError
 from tests.param_server.shard_support import (
     ADAGRAD,
     ITEM,
@@ -22,12 +22,8 @@ from tests.param_server.shard_support import (
     small_schema,
     state_of,
 )
-from tests.param_server.shard_support import (
-    pull_from as pull,
-)
-from tests.param_server.shard_support import (
-    push_to as push,
-)
+from tests.param_server.shard_support import pull_from as pull
+from tests.param_server.shard_support import push_to as push
 
 
 def test_a_restart_gives_the_committed_rows_to_the_bit() -> None:
@@ -159,7 +155,11 @@ def test_what_a_restore_did_without_is_forgotten_by_the_next_one() -> None:
     shard.segments.lost.add("1-1/lost")
     shard.restore(2, name)
     rollback = shard.rollback()
-    assert rollback is not None and rollback.rows_end and all(offset >= 0 for offset in rollback.rows_end.values())
+    assert (
+        rollback is not None
+        and rollback.rows_end
+        and all(offset >= 0 for offset in rollback.rows_end.values())
+    )
 
 
 def test_a_row_that_expired_begins_again_at_its_initial_value() -> None:
@@ -217,7 +217,9 @@ def test_an_abort_ends_whatever_is_frozen_up_to_it_and_is_remembered_until_a_res
     shard.freeze(7, 0)
     shard.abort(8)
     for seq in (7, 8):
-        with pytest.raises(FencedError, match=f"expected a commit above 8 to freeze, got {seq}: it was aborted"):
+        with pytest.raises(
+            FencedError, match=f"expected a commit above 8 to freeze, got {seq}: it was aborted"
+        ):
             shard.freeze(seq, 0)
     name = commit(shard, store, 9)
     shard.restore(2, name)
@@ -283,7 +285,9 @@ def test_a_whole_commit_by_commands() -> None:
     link_manifest(store, 1, 1, [written])
     assert shard.execute({"kind": "commit", "incarnation": 1, "seq": 1}) == {}
     assert shard.execute({"kind": "abort", "incarnation": 1, "seq": 1}) == {}
-    assert shard.execute({"kind": "restore", "incarnation": 2, "manifest": "manifests/00000001"}) == {"rows": 2}
+    assert shard.execute({"kind": "restore", "incarnation": 2, "manifest": "manifests/00000001"}) == {
+        "rows": 2
+    }
 
 
 # What can't be restored

@@ -5,10 +5,22 @@ from __future__ import annotations
 from param_server.main import shard_exports
 from param_server.publish import Publisher
 from param_server.rows_topic import InMemoryRows
-from runtime.clock import FakeClock
+from roostream.runtime.clock import FakeClock
 from tests.param_server.shard_support import begun
 
-ALWAYS = {"rows", "incarnation", "committed_seq", "segments", "bytes", "dirty", "withheld", "pulls", "pushes", "repeats", "ready"}
+ALWAYS = {
+    "rows",
+    "incarnation",
+    "committed_seq",
+    "segments",
+    "bytes",
+    "dirty",
+    "withheld",
+    "pulls",
+    "pushes",
+    "repeats",
+    "ready",
+}
 ALWAYS |= {"limited", "largest_accumulator", "damaged", "damages", "spared", "waiting"}
 
 
@@ -18,4 +30,7 @@ def test_names_are_those_that_status_and_dashboards_know() -> None:
     assert shown == {f"roostream_shard_{name}" for name in ALWAYS}
     publisher = Publisher(shard, InMemoryRows(), FakeClock())
     more = {family.name for family in shard_exports(shard, publisher).collect()} - shown
-    assert more == {f"roostream_shard_{name}" for name in ("published_timestamp_seconds", "published_keys", "republished_keys")}
+    assert more == {
+        f"roostream_shard_{name}"
+        for name in ("published_timestamp_seconds", "published_keys", "republished_keys")
+    }

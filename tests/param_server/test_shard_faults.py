@@ -15,7 +15,7 @@ from param_server.residency import Expiry
 from param_server.segments import FEW_SEGMENTS, Segments
 from param_server.server import Shard
 from param_server.table import shapes_of
-from roo.errors import CheckpointError, UnavailableError
+from roostream.errors import CheckpointError, UnavailableError
 from tests.param_server.reader_support import Follower, Loop
 from tests.param_server.shard_support import (
     ADAGRAD,
@@ -30,12 +30,8 @@ from tests.param_server.shard_support import (
     small_schema,
     state_of,
 )
-from tests.param_server.shard_support import (
-    pull_from as pull,
-)
-from tests.param_server.shard_support import (
-    push_to as push,
-)
+from tests.param_server.shard_support import pull_from as pull
+from tests.param_server.shard_support import push_to as push
 from tests.runtime.full_disk import room_for
 
 
@@ -44,7 +40,9 @@ class FullDisk(MemoryBlobs):
 
     full = False
 
-    def write(self, puts: Iterable[tuple[bytes, bytes]], deletes: Iterable[bytes] = (), *, sync: bool = False) -> None:
+    def write(
+        self, puts: Iterable[tuple[bytes, bytes]], deletes: Iterable[bytes] = (), *, sync: bool = False
+    ) -> None:
         if self.full:
             raise UnavailableError("segments can't be written: no space; free disk space")
         super().write(puts, deletes, sync=sync)
@@ -139,7 +137,9 @@ def test_the_store_of_a_shard_on_a_full_disk_is_used_again_when_there_is_room(tm
     assert state_of(shard) != committed
     blobs.close()
     reopened = RocksBlobs(tmp_path).open()
-    again = Shard(identity, Segments(reopened, shapes_of(schema), identity.num_buckets), store, make_shard().clock)
+    again = Shard(
+        identity, Segments(reopened, shapes_of(schema), identity.num_buckets), store, make_shard().clock
+    )
     again.restore(2, name)
     assert state_of(again) == state_of(shard)
     reopened.close()
@@ -192,7 +192,9 @@ def test_a_restore_that_would_lose_rows_names_them_and_goes_on_without_them_when
     blobs, store, loop, name, part = lossy()
     before = state_of(loop.shard)
     again = make_shard(blobs, store)
-    with pytest.raises(CheckpointError, match=rf"{part} \(about \d+ rows\).*accept_lost_rows = \[\"{part}\"\]") as caught:
+    with pytest.raises(
+        CheckpointError, match=rf"{part} \(about \d+ rows\).*accept_lost_rows = \[\"{part}\"\]"
+    ) as caught:
         again.restore(2, name)
     assert "reset" not in str(caught.value)
     accepted = accepting(blobs, store, part)
@@ -237,7 +239,9 @@ def two_stacks(shard: Shard) -> None:
     header = {"incarnation": shard.incarnation, "worker": 0, "sequence": 2, "step": 2, "time_ms": 1}
     header |= {"oldest_engagement_ms": 0, "oldest_close_ms": 0, "stacks": [ADAGRAD, ROWWISE]}
     ones = [np.ones((1, 4), np.float32), np.ones((1, 3), np.float32)]
-    Calls(shard).handle("push", header, [item.table_U, item.id_U, ones[0], topic.table_U, topic.id_U, ones[1]])
+    Calls(shard).handle(
+        "push", header, [item.table_U, item.id_U, ones[0], topic.table_U, topic.id_U, ones[1]]
+    )
 
 
 def test_a_push_that_fails_after_its_first_stack_was_applied_is_never_applied_twice() -> None:
@@ -253,7 +257,9 @@ def test_a_push_that_fails_after_its_first_stack_was_applied_is_never_applied_tw
     for call in (lambda: two_stacks(shard), lambda: pull(shard, ITEM, 1), lambda: shard.freeze(2, 0)):
         with pytest.raises(UnavailableError, match="waits for RESTORE: a push ended half-way"):
             call()
-    assert "a push ended half-way" in shard.stats()["broken"], "the controller is told, and restores everybody"
+    assert "a push ended half-way" in shard.stats()["broken"], (
+        "the controller is told, and restores everybody"
+    )
     shard.restore(2, name)
     assert state_of(shard) == committed and shard.stats()["broken"] == ""
     assert push(shard, 1, ITEM, (1,))

@@ -20,12 +20,20 @@ import numpy as np
 import pytest
 
 from param_server.client import Client
-from runtime.checkpoint_store import FileStore
-from runtime.program import AWAY_CODE, REFUSED_CODE
-from runtime.rpc_client import SocketTransport
-from runtime.rpc_server import RpcServer
-from runtime.transport import Header
-from tests.param_server.shard_support import ITEM, TOPIC, MemoryStore, gradients_of, link_manifest, lookup_of, small_schema
+from roostream.runtime.checkpoint_store import FileStore
+from roostream.runtime.program import AWAY_CODE, REFUSED_CODE
+from roostream.runtime.rpc_client import SocketTransport
+from roostream.runtime.rpc_server import RpcServer
+from roostream.runtime.transport import Header
+from tests.param_server.shard_support import (
+    ITEM,
+    TOPIC,
+    MemoryStore,
+    gradients_of,
+    link_manifest,
+    lookup_of,
+    small_schema,
+)
 
 SCHEMA = """
 [tables.item]
@@ -40,7 +48,7 @@ rule = "rowwise_adagrad"
 name = "click"
 action = "click"
 """
-START = "import sys; from command.main import main; sys.exit(main())"
+START = "import sys; from roostream.cli.main import main; sys.exit(main())"
 
 
 class Lead:
@@ -55,7 +63,9 @@ class Lead:
         self.notice: dict[str, float] = {}
         self.changed = threading.Condition()
 
-    def handle(self, method: str, header: Header, arrays: Sequence[np.ndarray]) -> tuple[Header, Sequence[np.ndarray]]:
+    def handle(
+        self, method: str, header: Header, arrays: Sequence[np.ndarray]
+    ) -> tuple[Header, Sequence[np.ndarray]]:
         with self.changed:
             self.said_it_leaves |= bool(header["report"].get("leaving"))
             if header["session"] not in self.sessions:
@@ -102,7 +112,9 @@ class Shard:
         config = self.directory / "shard.toml"
         config.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen([sys.executable, "-c", START, "shard", "--config", str(config)], stderr=log)
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", START, "shard", "--config", str(config)], stderr=log
+            )
 
     def said(self, words: str) -> str:
         """The last line of the log with these words; waits for it."""
@@ -217,7 +229,9 @@ def test_a_killed_shard_comes_back_with_its_committed_rows(shard: Shard, lead: L
 
 
 @pytest.mark.parametrize("asked", ["signal", "notice"])
-def test_a_shard_that_is_asked_to_go_does_what_the_last_commit_needs_first(shard: Shard, lead: Lead, asked: str) -> None:
+def test_a_shard_that_is_asked_to_go_does_what_the_last_commit_needs_first(
+    shard: Shard, lead: Lead, asked: str
+) -> None:
     lead.frees = False
     shard.start()
     lead.do("restore", 1, manifest="")
@@ -240,7 +254,11 @@ def test_a_shard_that_is_asked_to_go_does_what_the_last_commit_needs_first(shard
         ({"schema": "absent.toml"}, "absent.toml: no such file", REFUSED_CODE),
         ({"index": 3}, "key 'index': expected 0..0 (num_shards - 1), got 3", REFUSED_CODE),
         ({"lisen": "127.0.0.1:0"}, "did you mean 'listen'?", REFUSED_CODE),
-        ({"listen": "0.0.0.0:0"}, "key 'listen': expected a loopback address such as 127.0.0.1, got '0.0.0.0:0'", REFUSED_CODE),
+        (
+            {"listen": "0.0.0.0:0"},
+            "key 'listen': expected a loopback address such as 127.0.0.1, got '0.0.0.0:0'",
+            REFUSED_CODE,
+        ),
         ({"listen": "taken"}, "choose another port, or 0 for any", AWAY_CODE),  # by another, who may leave
         ({"home": "a file"}, "can't be opened", AWAY_CODE),  # now
     ],
@@ -268,7 +286,9 @@ def test_a_shard_that_still_compiles_its_kernels_is_alive_and_not_ready(tmp_path
         f'controller = "127.0.0.1:1"\nmetrics_port = {port}\n'
     )
     slow = f"import time, param_server.main as m; m.warm = lambda: time.sleep(600); {START}"
-    with subprocess.Popen([sys.executable, "-c", slow, "shard", "--config", str(tmp_path / "shard.toml")]) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", slow, "shard", "--config", str(tmp_path / "shard.toml")]
+    ) as process:
         try:
             deadline_s = time.monotonic() + 60
             while status_of(port, "livez") == 0 and time.monotonic() < deadline_s:

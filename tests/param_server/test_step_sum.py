@@ -20,12 +20,12 @@ from param_server.rules import MAX_GRADIENT
 from param_server.server import Shard
 from param_server.step_sum import StepSum, added
 from param_server.table import Update
-from roo.errors import CheckpointError, FencedError, RoostreamError, UnavailableError, WireError
-from roo.lookup import Lookup
-from runtime.deployment import MAX_WORKERS
-from runtime.rpc_client import SocketTransport
-from runtime.rpc_server import RpcServer
-from runtime.transport import InMemoryTransport, Transport
+from roostream.errors import CheckpointError, FencedError, RoostreamError, UnavailableError, WireError
+from roostream.runtime.deployment import MAX_WORKERS
+from roostream.runtime.rpc_client import SocketTransport
+from roostream.runtime.rpc_server import RpcServer
+from roostream.runtime.transport import InMemoryTransport, Transport
+from roostream.wire.lookup import Lookup
 from tests.param_server.shard_support import (
     ADAGRAD,
     ITEM,
@@ -53,7 +53,9 @@ def update(worker: int, workers: int = 2, step: int = 1, **changes: Any) -> Upda
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_a_step_is_complete_when_every_worker_s_push_is_there_and_is_read_in_their_order(order: tuple[int, ...]) -> None:
+def test_a_step_is_complete_when_every_worker_s_push_is_there_and_is_read_in_their_order(
+    order: tuple[int, ...],
+) -> None:
     its = StepSum(update(order[0], 3))
     for nth, worker in enumerate(order):
         assert set(its.missing) == set(order[nth:])
@@ -79,7 +81,9 @@ def test_a_push_that_is_sent_again_is_the_same_push_and_two_of_them_may_wait() -
 
 # The sum
 
-WORKERS = st.lists(st.dictionaries(st.integers(0, 5), st.integers(-1000, 1000), max_size=6), min_size=2, max_size=4)
+WORKERS = st.lists(
+    st.dictionaries(st.integers(0, 5), st.integers(-1000, 1000), max_size=6), min_size=2, max_size=4
+)
 
 
 def part_of(shard: Shard, rows: Mapping[int, float]) -> list[Any]:
@@ -99,14 +103,19 @@ def test_the_sum_is_that_of_a_dictionary_in_float64(workers: list[dict[int, int]
             for id_, gradient_D in zip(its.id_U.tolist(), gradient_UD, strict=True):
                 expected[id_] = expected.get(id_, np.zeros(4)) + gradient_D.astype(np.float64)
     ((table, its, sum_UD),) = added(pushes).parts
-    assert table is shard.tables[ADAGRAD] and its.id_U.tolist() == list(expected), "keys in the order in which they first come"
+    assert table is shard.tables[ADAGRAD] and its.id_U.tolist() == list(expected), (
+        "keys in the order in which they first come"
+    )
     assert sum_UD.dtype == np.float32
     assert np.array_equal(sum_UD, np.array([g.astype(np.float32) for g in expected.values()]).reshape(-1, 4))
 
 
 def test_each_row_s_sum_is_clipped_and_not_what_it_is_made_of() -> None:
     shard = begun()
-    pushes = [update(w, parts=part_of(shard, {1: value, 2: 0.01}), clip_row_norm=2.0) for w, value in enumerate((5.0, -4.0))]
+    pushes = [
+        update(w, parts=part_of(shard, {1: value, 2: 0.01}), clip_row_norm=2.0)
+        for w, value in enumerate((5.0, -4.0))
+    ]
     ((_, _, sum_UD),) = added(pushes).parts
     one_D = np.array([1, 0.1, -3, 7], np.float32)
     np.testing.assert_allclose(sum_UD[0], 2 * one_D / np.linalg.norm(one_D), rtol=1e-6)
@@ -133,26 +142,37 @@ def test_a_sum_is_as_late_as_the_latest_and_its_events_as_old_as_the_oldest_that
 
 # A shard
 
-ROWS: list[dict[str, Sequence[int]]] = [{ITEM: range(4), USER: [1]}, {ITEM: range(2, 9), TOPIC: [3, 4]}, {TOPIC: [4, 5]}]
+ROWS: list[dict[str, Sequence[int]]] = [
+    {ITEM: range(4), USER: [1]},
+    {ITEM: range(2, 9), TOPIC: [3, 4]},
+    {TOPIC: [4, 5]},
+]
 
 
 class Workers:
     """`W` clients of the same shards, each with its thread."""
 
-    def __init__(self, shards: Sequence[Shard], count: int, connect: Callable[[Shard], Transport] = transport_to) -> None:
+    def __init__(
+        self, shards: Sequence[Shard], count: int, connect: Callable[[Shard], Transport] = transport_to
+    ) -> None:
         self.transports = [[connect(shard) for shard in shards] for _ in range(count)]
         self.shards = shards
         self.clients = [
-            Client(small_schema(), transports, worker=w, resend_for_s=1.0) for w, transports in enumerate(self.transports)
+            Client(small_schema(), transports, worker=w, resend_for_s=1.0)
+            for w, transports in enumerate(self.transports)
         ]
         self.pool = ThreadPoolExecutor(2 * count)
         for client in self.clients:
             client.set_incarnation(shards[0].incarnation, workers=count)
 
-    def push(self, worker: int, step: int, rows: Mapping[str, Sequence[int]] | None = None, **more: Any) -> Future[None]:
+    def push(
+        self, worker: int, step: int, rows: Mapping[str, Sequence[int]] | None = None, **more: Any
+    ) -> Future[None]:
         lookup = lookup_of(ROWS[worker] if rows is None else rows)
         gradients = gradients_of(lookup, 0.3 * step - worker)
-        return self.pool.submit(self.clients[worker].push, lookup, gradients, step=step, time_ms=100 * step + worker, **more)
+        return self.pool.submit(
+            self.clients[worker].push, lookup, gradients, step=step, time_ms=100 * step + worker, **more
+        )
 
     def step(self, step: int, order: Sequence[int], **more: Any) -> None:
         """Every worker's push, the last one when those before it wait."""
@@ -194,7 +214,9 @@ def fleet(closing: list[Any], count: int, num_shards: int = 2) -> Workers:
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_rows_are_equal_to_the_bit_whatever_the_order_of_arrival(closing: list[Any], order: tuple[int, ...]) -> None:
+def test_rows_are_equal_to_the_bit_whatever_the_order_of_arrival(
+    closing: list[Any], order: tuple[int, ...]
+) -> None:
     first, other = fleet(closing, 3), fleet(closing, 3)
     for step in (1, 2, 3):
         first.step(step, (0, 1, 2), clip_row_norm=0.7)
@@ -226,10 +248,15 @@ def sum_of(lookup: Lookup, step: int, count: int) -> dict[str, np.ndarray]:
         its = lookup_of(ROWS[worker])
         for stack, gradient_UD in gradients_of(its, 0.3 * step - worker).items():
             found = its.stacks[stack]
-            for table, id_, gradient_D in zip(found.table_U.tolist(), found.id_U.tolist(), gradient_UD, strict=True):
+            for table, id_, gradient_D in zip(
+                found.table_U.tolist(), found.id_U.tolist(), gradient_UD, strict=True
+            ):
                 total[stack, table, id_] = total.get((stack, table, id_), 0.0) + gradient_D.astype(np.float64)
     return {
-        stack: np.array([total[stack, t, i] for t, i in zip(of.table_U.tolist(), of.id_U.tolist(), strict=True)], np.float32)
+        stack: np.array(
+            [total[stack, t, i] for t, i in zip(of.table_U.tolist(), of.id_U.tolist(), strict=True)],
+            np.float32,
+        )
         for stack, of in lookup.stacks.items()
         if len(of.id_U)
     }
@@ -260,7 +287,9 @@ def test_a_push_that_is_sent_again_joins_the_wait_and_counts_once(closing: list[
     assert state_of(shard) == before and shard.stats()["repeats"] == 2 and shard.stats()["pushes"] == 2
 
 
-def test_only_two_calls_of_a_worker_wait_so_that_no_dead_connection_holds_a_thread(closing: list[Any]) -> None:
+def test_only_two_calls_of_a_worker_wait_so_that_no_dead_connection_holds_a_thread(
+    closing: list[Any],
+) -> None:
     workers = fleet(closing, 2)
     shard, calls = workers.shards[0], []
     for sent in range(1, 4):
@@ -300,7 +329,9 @@ ENDS: dict[str, Callable[[Shard], object]] = {
 
 
 @pytest.mark.parametrize("what", ENDS)
-def test_all_that_wait_are_told_when_a_step_is_given_up_and_nothing_of_it_was_applied(closing: list[Any], what: str) -> None:
+def test_all_that_wait_are_told_when_a_step_is_given_up_and_nothing_of_it_was_applied(
+    closing: list[Any], what: str
+) -> None:
     workers = fleet(closing, 3, num_shards=1)
     (shard,) = workers.shards
     done = [workers.push(w, 1) for w in (0, 2)]
@@ -414,7 +445,9 @@ def test_a_push_of_one_worker_among_several_is_refused() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_over_sockets_steps_go_on_and_a_worker_that_dies_ends_its_step_only(closing: list[Any], count: int) -> None:
+def test_over_sockets_steps_go_on_and_a_worker_that_dies_ends_its_step_only(
+    closing: list[Any], count: int
+) -> None:
     shards = [begun(index=i, num_shards=2) for i in range(2)]
     servers = {id(shard): RpcServer(Calls(shard).handle).start() for shard in shards}
     workers = Workers(shards, count, lambda shard: SocketTransport(servers[id(shard)].address))

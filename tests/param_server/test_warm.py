@@ -14,7 +14,12 @@ MODULES = (index_kernels, initial, kernels, rules)
 
 def signatures() -> dict[str, int]:
     """Kernel → for how many types of arguments it is compiled."""
-    found = {f"{m.__name__}.{name}": k for m in MODULES for name, k in vars(m).items() if isinstance(k, CPUDispatcher)}
+    found = {
+        f"{m.__name__}.{name}": k
+        for m in MODULES
+        for name, k in vars(m).items()
+        if isinstance(k, CPUDispatcher)
+    }
     return {name: len(kernel.nopython_signatures) for name, kernel in found.items()}
 
 

@@ -13,10 +13,10 @@ from param_server.config import ShardIdentity
 from param_server.index import Keys
 from param_server.initial import initial_rows
 from param_server.server import Shard
-from roo.errors import CheckpointError, SchemaError
-from roo.rules import RULES
-from roo.schema import Schema
-from roo.schema_file import schema_from_dict
+from roostream.errors import CheckpointError, SchemaError
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import schema_from_dict
+from roostream.schema.update_rules import RULES
 from tests.param_server.shard_support import MemoryStore, commit, make_shard, state_of
 
 SEED, IDS = 0, np.arange(40, dtype=np.int64)
@@ -26,7 +26,10 @@ def schema(dim: int = 4, rule: str = "adagrad", **more: Any) -> Schema:
     """`user` shares a stack with `item` as long as that is d4-adagrad."""
     tables = {"item": {"dim": dim, "rule": {"name": rule}, "init_scale": 0.5}, "user": {"dim": 4}, **more}
     return schema_from_dict(
-        {"tables": {name: t for name, t in tables.items() if t}, "label": [{"name": "click", "action": "click"}]}
+        {
+            "tables": {name: t for name, t in tables.items() if t},
+            "label": [{"name": "click", "action": "click"}],
+        }
     )
 
 
@@ -53,9 +56,17 @@ class Home:
 def push(shard: Shard, table: str, ids: np.ndarray = IDS) -> None:
     its = shard.identity.schema.table_by_name[table]
     sequence = shard._sequences.get(0, 0) + 1
-    header = {"incarnation": shard.incarnation, "worker": 0, "sequence": sequence, "step": sequence, "time_ms": 1000}
+    header = {
+        "incarnation": shard.incarnation,
+        "worker": 0,
+        "sequence": sequence,
+        "step": sequence,
+        "time_ms": 1000,
+    }
     header |= {"oldest_engagement_ms": 0, "oldest_close_ms": 0, "stacks": [its.stack]}
-    gradient_UD = np.random.default_rng([sequence, its.id]).normal(size=(len(ids), its.dim)).astype(np.float32)
+    gradient_UD = (
+        np.random.default_rng([sequence, its.id]).normal(size=(len(ids), its.dim)).astype(np.float32)
+    )
     Calls(shard).handle("push", header, [np.full(len(ids), its.id, np.uint32), ids, gradient_UD])
 
 
@@ -100,7 +111,10 @@ def test_columns_that_were_there_stay_and_new_ones_begin_as_those_of_any_new_row
 def test_what_a_rule_knows_of_a_row_goes_on_and_begins_for_the_new_columns() -> None:
     home, before = trained("adagrad")
     _, state_N6 = held(home.start(schema(6)), "item")
-    assert np.array_equal(state_N6[:, :4], held(before, "item")[1]) and (state_N6[:, 4:] == np.float32(1e-5)).all()
+    assert (
+        np.array_equal(state_N6[:, :4], held(before, "item")[1])
+        and (state_N6[:, 4:] == np.float32(1e-5)).all()
+    )
     home, before = trained("rowwise_adagrad")
     assert np.array_equal(held(home.start(schema(6, "rowwise_adagrad")), "item")[1], held(before, "item")[1])
     home, before = trained("adam")
@@ -109,7 +123,9 @@ def test_what_a_rule_knows_of_a_row_goes_on_and_begins_for_the_new_columns() -> 
     assert np.array_equal(now_N13, np.concatenate(m_v_t, axis=1)) and (now_N13[:, 12] == 2).all()
 
 
-@pytest.mark.parametrize(("then", "now"), [("adagrad", "adam"), ("adam", "rowwise_adagrad"), ("rowwise_adagrad", "adagrad")])
+@pytest.mark.parametrize(
+    ("then", "now"), [("adagrad", "adam"), ("adam", "rowwise_adagrad"), ("rowwise_adagrad", "adagrad")]
+)
 @pytest.mark.parametrize("dim", [4, 5])
 def test_another_rule_begins_with_rows_that_were_learned(then: str, now: str, dim: int) -> None:
     home, before = trained(then)
@@ -166,12 +182,17 @@ def test_going_back_behind_the_change_brings_the_rows_of_then() -> None:
     assert state_of(shard) == bits and shard.segments.moved
 
 
-def test_a_table_that_shares_its_stack_leaves_it_and_one_that_is_gone_leaves_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_table_that_shares_its_stack_leaves_it_and_one_that_is_gone_leaves_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     home, before = trained()
     assert {name for name, *_ in state_of(before)} == {"d4-adagrad"}
     shard = home.start(schema(6))
     table = {t.name: t.id for t in schema(6).tables}
-    assert {(stack, t) for stack, t, _ in state_of(shard)} == {("d6-adagrad", table["item"]), ("d4-adagrad", table["user"])}
+    assert {(stack, t) for stack, t, _ in state_of(shard)} == {
+        ("d6-adagrad", table["item"]),
+        ("d4-adagrad", table["user"]),
+    }
     assert "left out" not in caplog.text, "they have moved"
     shard = home.start(schema(4, user=None))
     assert {t for _, t, _ in state_of(shard)} == {table["item"]}
@@ -181,7 +202,10 @@ def test_a_table_that_shares_its_stack_leaves_it_and_one_that_is_gone_leaves_not
 def test_a_narrower_table_is_refused_in_one_sentence_and_changes_nothing() -> None:
     home, before = trained()
     shard = make_shard(home.blobs, home.store, schema=schema(3), seed=SEED)
-    with pytest.raises(SchemaError, match=r"^table 'item': expected dim 4 or more, as committed, got 3; give the narrower table"):
+    with pytest.raises(
+        SchemaError,
+        match=r"^table 'item': expected dim 4 or more, as committed, got 3; give the narrower table",
+    ):
         home.restore(shard)
     assert not shard.ready
     assert state_of(home.start(schema())) == state_of(before)

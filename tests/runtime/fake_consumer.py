@@ -8,8 +8,8 @@ from typing import Any
 
 from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, KafkaError, KafkaException, TopicPartition
 
-from roo.wire import Record
-from runtime.kafka.topics import Partition
+from roostream.runtime.kafka.topics import Partition
+from roostream.wire.records import Record
 
 
 class FakeMessage:
@@ -115,7 +115,11 @@ class LogConsumer:
         for r in records:
             if (log := self._logs.get((r.topic, r.partition))) is not None:
                 assert r.offset == len(log)
-                log.append(FakeMessage((r.topic, r.partition), r.offset, r.timestamp_ms, key=r.key or b"", value=r.value))
+                log.append(
+                    FakeMessage(
+                        (r.topic, r.partition), r.offset, r.timestamp_ms, key=r.key or b"", value=r.value
+                    )
+                )
         self._at: dict[Partition, int] = {}
         self._ended: set[Partition] = set()
         self._paused: set[Partition] = set()
@@ -123,7 +127,10 @@ class LogConsumer:
     def offsets_for_times(self, asked: list[Any], timeout: float) -> list[TopicPartition]:
         ends = {p: len(log) for p, log in self._logs.items()}
         return [
-            TopicPartition(at.topic, at.partition, ends[at.topic, at.partition] if at.offset == OFFSET_END else 0) for at in asked
+            TopicPartition(
+                at.topic, at.partition, ends[at.topic, at.partition] if at.offset == OFFSET_END else 0
+            )
+            for at in asked
         ]
 
     def assign(self, places: list[Any]) -> None:

@@ -6,10 +6,10 @@ import dataclasses
 import json
 from typing import Any
 
-from runtime import manifest as manifests
-from runtime.kafka.topics import Progress
-from runtime.manifest import Manifest, StoredFile, WorkerPart
-from runtime.work_unit import TableInput
+from roostream.runtime import manifest as manifests
+from roostream.runtime.kafka.topics import Progress
+from roostream.runtime.manifest import Manifest, StoredFile, WorkerPart
+from roostream.runtime.work_unit import TableInput
 
 
 def a_file(name: str, data: bytes = b"abc") -> StoredFile:
@@ -18,7 +18,9 @@ def a_file(name: str, data: bytes = b"abc") -> StoredFile:
 
 def a_part(offsets: Progress, seq: int = 1, index: int = 0, **changes: Any) -> WorkerPart:
     name = manifests.worker_name(seq, 1, index)
-    return dataclasses.replace(WorkerPart(offsets=offsets, file=a_file(name), dedupe=0, metrics={}), **changes)
+    return dataclasses.replace(
+        WorkerPart(offsets=offsets, file=a_file(name), dedupe=0, metrics={}), **changes
+    )
 
 
 def a_manifest(seq: int = 1, **changes: Any) -> Manifest:

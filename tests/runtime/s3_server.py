@@ -17,7 +17,9 @@ BUCKET = "roostream-tests"
 def running() -> Iterator[str]:
     """Its URL; it has a bucket, and the environment names it as S3 programs expect."""
     pytest.importorskip("obstore", reason="obstore, the client of S3 stores, is not installed")
-    server_module = pytest.importorskip("moto.server", reason="moto, the S3 server of this test, is not installed")
+    server_module = pytest.importorskip(
+        "moto.server", reason="moto, the S3 server of this test, is not installed"
+    )
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line a request
     server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from roo.errors import ConfigError
-from runtime.address import check_addresses, check_listen, expanded, is_loopback, told_to
+from roostream.errors import ConfigError
+from roostream.runtime.address import check_addresses, check_listen, expanded, is_loopback, told_to
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "localhost", "::1", "[::1]"])
@@ -18,13 +18,17 @@ def test_loopback_may_be_listened_on_without_leave(host: str) -> None:
 def test_what_others_reach_needs_leave_and_the_advice_works(address: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_listen("listen", address, insecure=False)
-    assert "key 'listen': expected a loopback address" in str(caught.value) and "set insecure = true" in str(caught.value)
+    assert "key 'listen': expected a loopback address" in str(caught.value) and "set insecure = true" in str(
+        caught.value
+    )
     check_listen("listen", address, insecure=True)
 
 
 def test_what_is_no_address_is_named_with_its_key() -> None:
     check_addresses("shards", "a:1", "b:2")
-    with pytest.raises(ConfigError, match=r"^key 'shards': expected an address like '127.0.0.1:7000', got 'b'$"):
+    with pytest.raises(
+        ConfigError, match=r"^key 'shards': expected an address like '127.0.0.1:7000', got 'b'$"
+    ):
         check_addresses("shards", "a:1", "b")
 
 
@@ -41,7 +45,9 @@ def test_what_is_no_address_is_named_with_its_key() -> None:
         ("[::1]", "[::1]:7000", "[::1]:9", "IPv6"),
     ],
 )
-def test_what_another_one_is_told_leads_here_or_is_nothing(host: str, other: str, expected: str, why: str) -> None:
+def test_what_another_one_is_told_leads_here_or_is_nothing(
+    host: str, other: str, expected: str, why: str
+) -> None:
     assert told_to(host, 9, other) == expected, why
 
 
@@ -53,12 +59,16 @@ def test_what_another_one_is_told_leads_here_or_is_nothing(host: str, other: str
         (("shard-{1}.shards:7000", "late:7000"), ("shard-0.shards:7000", "late:7000")),
     ],
 )
-def test_an_address_with_a_number_in_braces_stands_for_so_many(given: tuple[str, ...], meant: tuple[str, ...]) -> None:
+def test_an_address_with_a_number_in_braces_stands_for_so_many(
+    given: tuple[str, ...], meant: tuple[str, ...]
+) -> None:
     assert expanded(given) == meant
     check_addresses("shards", *given)
 
 
-@pytest.mark.parametrize("address", ["shard-{0}.shards:7000", "shard-{}.shards:7000", "shard-{2}-{2}:7000", "shard-{2}.shards"])
+@pytest.mark.parametrize(
+    "address", ["shard-{0}.shards:7000", "shard-{}.shards:7000", "shard-{2}-{2}:7000", "shard-{2}.shards"]
+)
 def test_braces_that_say_nothing_are_refused_with_their_key(address: str) -> None:
     with pytest.raises(ConfigError, match="key 'shards': expected an address"):
         check_addresses("shards", address)

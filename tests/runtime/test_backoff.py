@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
-from roo.errors import UnavailableError
-from runtime.backoff import Backoff
-from runtime.clock import FakeClock
+from roostream.errors import UnavailableError
+from roostream.runtime.backoff import Backoff
+from roostream.runtime.clock import FakeClock
 
 
 def test_delays_double_up_to_the_cap_with_jitter_below() -> None:
@@ -52,7 +52,10 @@ def test_the_time_limit_of_an_outage_ends_the_wait_with_what_to_do() -> None:
     clock = FakeClock()
     clock.advance(1000.0)  # a clock's beginning means nothing
     backoff = Backoff(what="a shard", timeout_s=1.0, clock=clock)
-    with pytest.raises(UnavailableError, match=r"a shard has not answered for \d s \(refused\); start it or check the address"):
+    with pytest.raises(
+        UnavailableError,
+        match=r"a shard has not answered for \d s \(refused\); start it or check the address",
+    ):
         for _ in range(100):
             backoff.wait("refused")
     assert 1001.0 <= clock.monotonic_s() < 1010.0

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from roo.config import load
-from roo.errors import ConfigError
-from runtime.kafka.broker import Broker, KafkaSecurity
+from roostream.errors import ConfigError
+from roostream.runtime.kafka.broker import Broker, KafkaSecurity
+from roostream.schema.settings import load
 
 SASL: dict[str, Any] = {"protocol": "SASL_SSL", "username": "worker", "password": "s3cret"}
 
@@ -76,7 +76,9 @@ def test_a_token_is_fetched_by_both_kinds_of_clients() -> None:
     assert security.java() == {
         "security.protocol": "SASL_SSL",
         "sasl.mechanism": "OAUTHBEARER",
-        "sasl.jaas.config": (f'{package}.OAuthBearerLoginModule required clientId="worker" clientSecret="s3cret" scope="kafka";'),
+        "sasl.jaas.config": (
+            f'{package}.OAuthBearerLoginModule required clientId="worker" clientSecret="s3cret" scope="kafka";'
+        ),
         "sasl.login.callback.handler.class": f"{package}.OAuthBearerLoginCallbackHandler",
         "sasl.oauthbearer.token.endpoint.url": "https://id/token",
     }
@@ -93,12 +95,21 @@ def test_secrets_are_in_no_repr() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({**SASL, "mechanism": "OAUTHBEARER"}, "expected token_url with mechanism OAUTHBEARER alone, got OAUTHBEARER"),
-    ({**SASL, "token_url": "https://id"}, "expected token_url with mechanism OAUTHBEARER alone, got SCRAM-SHA-512"),
+    (
+        {**SASL, "mechanism": "OAUTHBEARER"},
+        "expected token_url with mechanism OAUTHBEARER alone, got OAUTHBEARER",
+    ),
+    (
+        {**SASL, "token_url": "https://id"},
+        "expected token_url with mechanism OAUTHBEARER alone, got SCRAM-SHA-512",
+    ),
     ({"protocol": "SASL_SSL"}, "expected username and password for protocol SASL_SSL"),
     ({"protocol": "SSL", "certificate": "c.pem"}, "expected certificate and key together"),
     ({"ca": "ca.pem"}, "expected protocol SSL or SASL_SSL with ca or certificate, got PLAINTEXT"),
-    ({"username": "u", "password": "p"}, "expected protocol SASL_SSL or SASL_PLAINTEXT with username, got PLAINTEXT"),
+    (
+        {"username": "u", "password": "p"},
+        "expected protocol SASL_SSL or SASL_PLAINTEXT with username, got PLAINTEXT",
+    ),
 ]
 
 

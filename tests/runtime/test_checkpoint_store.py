@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from roo.errors import CheckpointError, ConfigError, UnavailableError
-from runtime.checkpoint_store import FileStore, open_store
+from roostream.errors import CheckpointError, ConfigError, UnavailableError
+from roostream.runtime.checkpoint_store import FileStore, open_store
 from tests.runtime.full_disk import room_for
 
 
@@ -27,7 +27,10 @@ def test_a_store_is_opened_by_its_path_or_url(tmp_path: Path, url: str) -> None:
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("gs://bucket/store", "expected a store that is a path or begins with file://, s3://, got 'gs://bucket/store'"),
+        (
+            "gs://bucket/store",
+            "expected a store that is a path or begins with file://, s3://, got 'gs://bucket/store'",
+        ),
         ("fiel:///a", "did you mean 'file'"),
         ("file://a/b", "expected a store like file:///a/directory, got 'file://a/b'; add the third slash"),
     ],
@@ -92,10 +95,17 @@ def test_deleting_twice_is_fine(store: FileStore) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "/etc/passwd", "../x", "a/../b", "a//b", "A", "a b", ".hidden", "a/.b", "x" * 65, "a/", "a\n", "-a"]
+    "name",
+    ["", "/etc/passwd", "../x", "a/../b", "a//b", "A", "a b", ".hidden", "a/.b", "x" * 65, "a/", "a\n", "-a"],
 )
 def test_names_that_could_lead_elsewhere_are_refused(store: FileStore, name: str) -> None:
-    for do in (store.get, store.delete, store.list, lambda n: store.put(n, b""), lambda n: store.create(n, b"")):
+    for do in (
+        store.get,
+        store.delete,
+        store.list,
+        lambda n: store.put(n, b""),
+        lambda n: store.create(n, b""),
+    ):
         with pytest.raises(CheckpointError, match="expected a name like"):
             do(name)
 
@@ -121,14 +131,20 @@ class Disk:
 
     def fsync(self, handle: int) -> None:
         path = Path(os.readlink(f"/proc/self/fd/{handle}"))
-        kind = f"directory {path.relative_to(self.root)}" if path.is_dir() else f"file with {path.read_bytes()!r}"
+        kind = (
+            f"directory {path.relative_to(self.root)}"
+            if path.is_dir()
+            else f"file with {path.read_bytes()!r}"
+        )
         target = self.root / self.name
         self.synced.append((kind, target.read_bytes() if target.exists() else None))
         os.fsync(handle)
 
 
 @pytest.mark.parametrize("method", ["create", "put"])
-def test_the_file_is_synced_before_it_has_its_name_and_the_directory_afterwards(tmp_path: Path, method: str) -> None:
+def test_the_file_is_synced_before_it_has_its_name_and_the_directory_afterwards(
+    tmp_path: Path, method: str
+) -> None:
     (tmp_path / "dense").mkdir()
     disk = Disk(tmp_path, "dense/1")
     getattr(FileStore(tmp_path, fsync=disk.fsync), method)("dense/1", b"new")
@@ -168,6 +184,9 @@ def test_what_a_killed_writer_left_is_swept_and_nothing_else(store: FileStore) -
 
 def test_a_store_that_can_t_be_read_is_not_one_whose_names_are_absent(tmp_path: Path) -> None:
     (tmp_path / "manifests").write_text("a file where a directory was")
-    for do in (lambda: FileStore(tmp_path).get("manifests/1"), lambda: FileStore(tmp_path).put("manifests/1", b"")):
+    for do in (
+        lambda: FileStore(tmp_path).get("manifests/1"),
+        lambda: FileStore(tmp_path).put("manifests/1", b""),
+    ):
         with pytest.raises(UnavailableError, match="can't be"):
             do()

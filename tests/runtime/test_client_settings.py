@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from runtime.kafka import clients
-from runtime.kafka.broker import Broker
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.broker import Broker
 
 
 @pytest.fixture
@@ -19,20 +19,28 @@ def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     return found
 
 
-def test_a_producer_repeats_and_reorders_nothing_and_waits_for_all_replicas(told: dict[str, dict[str, Any]]) -> None:
+def test_a_producer_repeats_and_reorders_nothing_and_waits_for_all_replicas(
+    told: dict[str, dict[str, Any]],
+) -> None:
     clients.producer(Broker("h:1"))
     settings = told["Producer"]
     assert settings["enable.idempotence"] is True and settings["acks"] == "all"
     assert settings["partitioner"] == "murmur2_random", "Java's and ours deal keys out alike"
-    assert settings["delivery.timeout.ms"] >= 1_000_000_000, "a broker that is away is waited for, nothing is dropped"
+    assert settings["delivery.timeout.ms"] >= 1_000_000_000, (
+        "a broker that is away is waited for, nothing is dropped"
+    )
 
 
-def test_a_consumer_sees_committed_transactions_only_and_keeps_no_offsets(told: dict[str, dict[str, Any]]) -> None:
+def test_a_consumer_sees_committed_transactions_only_and_keeps_no_offsets(
+    told: dict[str, dict[str, Any]],
+) -> None:
     clients.consumer(Broker("h:1"), "group", auto_offset_reset="error", enable_partition_eof=True)
     settings = told["Consumer"]
     assert settings["isolation.level"] == "read_committed"
     assert settings["enable.auto.commit"] is False and settings["enable.auto.offset.store"] is False
-    assert settings["auto.offset.reset"] == "error" and settings["enable.partition.eof"] is True, "as the caller says"
+    assert settings["auto.offset.reset"] == "error" and settings["enable.partition.eof"] is True, (
+        "as the caller says"
+    )
 
 
 def test_all_clients_go_to_the_same_broker_quietly(told: dict[str, dict[str, Any]]) -> None:

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from runtime.clock import Clock, FakeClock, SystemClock, WallTime
+from roostream.runtime.clock import Clock, FakeClock, SystemClock, WallTime
 
 
 @pytest.mark.parametrize("clock", [SystemClock(), FakeClock()], ids=["system", "fake"])

@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from roo.errors import ConfigError
-from runtime.clock import FakeClock
-from runtime.crew import Crew, StopBudget
+from roostream.errors import ConfigError
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.crew import Crew, StopBudget
 
 
 def test_a_thread_that_fails_stops_the_process(caplog: pytest.LogCaptureFixture) -> None:
@@ -66,7 +66,9 @@ def test_the_threads_have_their_time_together() -> None:
     crew, threads = Crew(threading.Event()), [SlowThread() for _ in range(3)]
     crew._threads += threads  # type: ignore[arg-type]
     assert crew.join(0.05) == ["slow"] * 3
-    assert [thread.waited_s for thread in threads[1:]] == [[0.0], [0.0]] and 0 < threads[0].waited_s[0] <= 0.05
+    assert [thread.waited_s for thread in threads[1:]] == [[0.0], [0.0]] and 0 < threads[0].waited_s[
+        0
+    ] <= 0.05
 
 
 def test_a_stop_budget_counts_from_the_moment_at_which_the_stop_was_seen() -> None:

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from features.config import FeaturesConfig
 from joiner.config import JoinerConfig
 from param_server.config import ShardConfig
-from roo.config import load
-from roo.errors import ConfigError
-from runtime.deployment import Deployment, Watched
-from runtime.kafka.broker import Broker, KafkaSecurity
+from roostream.errors import ConfigError
+from roostream.replay.config import SimulateConfig
+from roostream.runtime.deployment import Deployment, Watched
+from roostream.runtime.kafka.broker import Broker, KafkaSecurity
+from roostream.schema.settings import load
 from serving.config import ServingConfig
-from traffic.config import SimulateConfig
+from serving.online_features.config import FeaturesConfig
 from trainer.config import ControllerConfig, WorkerConfig
 
 SHARED = {"bootstrap": "k:1", "schema": "s.toml", "store": "store"}
@@ -34,13 +34,18 @@ def written(tmp_path: Path, values: dict[str, Any]) -> Path:
     """`values` as a TOML file."""
     path = tmp_path / "program.toml"
     path.write_text(
-        "".join(f"{key} = {str(value).lower() if isinstance(value, bool) else repr(value)}\n" for key, value in values.items())
+        "".join(
+            f"{key} = {str(value).lower() if isinstance(value, bool) else repr(value)}\n"
+            for key, value in values.items()
+        )
     )
     return path
 
 
 @pytest.mark.parametrize(("cls", "own"), PROGRAMS)
-def test_every_program_reads_the_deployments_settings(cls: type[Deployment], own: dict[str, Any], tmp_path: Path) -> None:
+def test_every_program_reads_the_deployments_settings(
+    cls: type[Deployment], own: dict[str, Any], tmp_path: Path
+) -> None:
     path = written(tmp_path, {**SHARED, **own, "partitions": 8, "buckets": 128, "prefix": "a."})
     environ = {
         "ROOSTREAM_P_KAFKA_SECURITY_PROTOCOL": "SASL_SSL",
@@ -49,39 +54,55 @@ def test_every_program_reads_the_deployments_settings(cls: type[Deployment], own
     }
     config = load(cls, path, program="p", environ=environ)
     assert (config.partitions, config.buckets, config.prefix, config.store) == (8, 128, "a.", "store")
-    assert config.broker == Broker("k:1", KafkaSecurity(protocol="SASL_SSL", username="me", password="s3cret"))
+    assert config.broker == Broker(
+        "k:1", KafkaSecurity(protocol="SASL_SSL", username="me", password="s3cret")
+    )
     assert "s3cret" not in repr(config)
 
 
 @pytest.mark.parametrize(("cls", "own"), [*PROGRAMS, (SimulateConfig, {})])
-def test_metrics_that_others_reach_need_leave(cls: type[Watched], own: dict[str, Any], tmp_path: Path) -> None:
+def test_metrics_that_others_reach_need_leave(
+    cls: type[Watched], own: dict[str, Any], tmp_path: Path
+) -> None:
     values = {**(SHARED if issubclass(cls, Deployment) else {}), **own, "metrics_host": "0.0.0.0"}
     with pytest.raises(
-        ConfigError, match=r"program.toml:\d+: key 'metrics_host': expected a loopback address .* set insecure = true"
+        ConfigError,
+        match=r"program.toml:\d+: key 'metrics_host': expected a loopback address .* set insecure = true",
     ):
         load(cls, written(tmp_path, values), environ={})
     assert load(cls, written(tmp_path, {**values, "insecure": True}), environ={}).metrics_host == "0.0.0.0"
 
 
 @pytest.mark.parametrize(("cls", "own"), [p for p in PROGRAMS if p[0] in LISTENING])
-def test_listening_where_others_reach_it_needs_leave(cls: type[Deployment], own: dict[str, Any], tmp_path: Path) -> None:
+def test_listening_where_others_reach_it_needs_leave(
+    cls: type[Deployment], own: dict[str, Any], tmp_path: Path
+) -> None:
     values = {**SHARED, **own, "listen": "0.0.0.0:7000"}
-    with pytest.raises(ConfigError, match=r"program.toml:\d+: key 'listen': expected a loopback address .* set insecure = true"):
+    with pytest.raises(
+        ConfigError,
+        match=r"program.toml:\d+: key 'listen': expected a loopback address .* set insecure = true",
+    ):
         load(cls, written(tmp_path, values), environ={})
     assert load(cls, written(tmp_path, {**values, "insecure": True}), environ={}).insecure
 
 
 @pytest.mark.parametrize(("cls", "own"), [p for p in PROGRAMS if p[0] in (ShardConfig, ControllerConfig)])
-def test_a_link_with_certificates_may_be_reached_by_others(cls: type[Deployment], own: dict[str, Any], tmp_path: Path) -> None:
+def test_a_link_with_certificates_may_be_reached_by_others(
+    cls: type[Deployment], own: dict[str, Any], tmp_path: Path
+) -> None:
     path = written(tmp_path, {**SHARED, **own, "listen": "0.0.0.0:7000"})
-    with pytest.raises(ConfigError, match=r"give it certificate, key and ca of \[link\], or set insecure = true"):
+    with pytest.raises(
+        ConfigError, match=r"give it certificate, key and ca of \[link\], or set insecure = true"
+    ):
         load(cls, path, environ={})
     path.write_text(path.read_text() + '[link]\ncertificate = "c"\nkey = "k"\nca = "a"\n')
     assert load(cls, path, environ={}).link.asks
 
 
 @pytest.mark.parametrize(("cls", "own"), PROGRAMS[:-1])
-def test_what_a_program_needs_is_asked_for(cls: type[Deployment], own: dict[str, Any], tmp_path: Path) -> None:
+def test_what_a_program_needs_is_asked_for(
+    cls: type[Deployment], own: dict[str, Any], tmp_path: Path
+) -> None:
     for key in set(cls.needs) & set(SHARED):
         with pytest.raises(ConfigError, match=f"key '{key}': expected a value .*, got nothing; add it"):
             load(cls, written(tmp_path, {**SHARED, **own, key: ""}), environ={})
@@ -108,19 +129,25 @@ def test_the_password_of_redis_comes_from_the_address_or_a_file(tmp_path: Path) 
     file = {"redis_password_file": str(tmp_path / "password")}
     assert FeaturesConfig(**common, redis="rediss://h:1/0", **file).redis_url == "rediss://:s3%2Fcret@h:1/0"
     assert FeaturesConfig(**common, redis="redis://:pw@h:1/0").redis_url == "redis://:pw@h:1/0"
-    own = FeaturesConfig(**common, redis="rediss://h:1/0", redis_user="up/dater", redis_ca="/etc/ca.pem", **file)
+    own = FeaturesConfig(
+        **common, redis="rediss://h:1/0", redis_user="up/dater", redis_ca="/etc/ca.pem", **file
+    )
     assert own.redis_url == "rediss://up%2Fdater:s3%2Fcret@h:1/0?ssl_ca_certs=%2Fetc%2Fca.pem"
     with pytest.raises(ConfigError, match="key 'redis_user': expected it with redis_password_file"):
         FeaturesConfig(**common, redis="redis://h:1/0", redis_user="updater")
     with pytest.raises(ConfigError, match="key 'redis_ca': expected it with an address rediss://"):
         FeaturesConfig(**common, redis="redis://h:1/0", redis_ca="/etc/ca.pem")
-    with pytest.raises(ConfigError, match="expected it with an address without a password, got one in the address too"):
+    with pytest.raises(
+        ConfigError, match="expected it with an address without a password, got one in the address too"
+    ):
         FeaturesConfig(**common, redis="redis://:pw@h:1/0", **file)
     with pytest.raises(ConfigError, match="redis_password_file: expected a file with a password"):
         _ = FeaturesConfig(**common, redis="redis://h:1/0", redis_password_file=str(tmp_path)).redis_url
 
 
-@pytest.mark.parametrize("url", ["localhost:6379", "redis://", "redis://h:x/0", "http://h:1", ":s3cret@h:1", "redis:s3cret@h"])
+@pytest.mark.parametrize(
+    "url", ["localhost:6379", "redis://", "redis://h:x/0", "http://h:1", ":s3cret@h:1", "redis:s3cret@h"]
+)
 def test_what_is_no_address_of_redis_is_refused_without_its_password(url: str) -> None:
     with pytest.raises(ConfigError, match="key 'redis': expected redis://host:port/0") as error:
         FeaturesConfig(bootstrap="h:1", schema="s.toml", store="s", redis=url)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from runtime.event_time import NUM_RECENT, START, RecentTimes, StepTime
+from roostream.runtime.event_time import NUM_RECENT, START, RecentTimes, StepTime
 
 
 def test_the_middle_of_recent_times() -> None:
@@ -46,6 +46,13 @@ def test_the_middle_lies_among_the_right_ones_whatever_and_wherever_the_wrong_on
 def test_the_first_event_is_believed_and_a_jump_only_with_the_next_one() -> None:
     steps = StepTime()
     assert steps.newest_ms == START
-    for time_ms, newest_ms in ((100, 100), (1 << 50, 100), (150, 150), (5_000, 150), (5_010, 5_000), (5_010, 5_010)):
+    for time_ms, newest_ms in (
+        (100, 100),
+        (1 << 50, 100),
+        (150, 150),
+        (5_000, 150),
+        (5_010, 5_000),
+        (5_010, 5_010),
+    ):
         steps.event(time_ms, 1_000)
         assert steps.newest_ms == newest_ms

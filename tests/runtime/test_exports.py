@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from runtime.exports import Exports, one_of
+from roostream.runtime.exports import Exports, one_of
 
 
 def shown(exports: Exports) -> str:
@@ -26,7 +26,12 @@ def test_numbers_are_gauges_of_the_moment_of_the_scrape() -> None:
 
 
 def test_labels_counters_and_helps_are_as_they_are_declared() -> None:
-    read = {"rows": {"d16": 7, "d4": 1}, "http": {"200": 5}, "rate": {("served", "total"): 0.5}, "ready": True}
+    read = {
+        "rows": {"d16": 7, "d4": 1},
+        "http": {"200": 5},
+        "rate": {("served", "total"): 0.5},
+        "ready": True,
+    }
     labels = {"rows": "stack", "http": "outcome", "rate": ("order", "window")}
     text = shown(Exports("x", lambda: read, labels, helps={"rows": "rows in memory"}, counters={"http"}))
     for line in (
@@ -60,7 +65,12 @@ def test_times_are_exported_in_seconds(ours: str, line: str) -> None:
 def test_what_is_no_number_is_left_out() -> None:
     read = {"state": "RUNNING", "auc": {"click": None}, "ne": {"click": 0.9, "read": None}}
     text = shown(Exports("x", lambda: read, {"auc": "task", "ne": "task"}))
-    assert "state" not in text and "auc" not in text and 'task="read"' not in text and 'task="click"} 0.9' in text
+    assert (
+        "state" not in text
+        and "auc" not in text
+        and 'task="read"' not in text
+        and 'task="click"} 0.9' in text
+    )
 
 
 def test_what_is_shown_can_be_taken_back() -> None:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from roo.errors import UnavailableError
-from runtime.flink_rest import JOB_NAME, FlinkRest
+from roostream.errors import UnavailableError
+from roostream.runtime.flink_rest import JOB_NAME, FlinkRest
 from tests.runtime.fake_flink import FakeFlink
 
 JOB = "0123456789abcdef0123456789abcdef"
@@ -44,7 +44,9 @@ def test_a_job_runs_when_all_its_tasks_do(flink: FakeFlink) -> None:
     assert not rest.is_running()
     for state, running, expected in (("RUNNING", 3, False), ("RESTARTING", 4, False), ("RUNNING", 4, True)):
         tasks = {"running": running, "total": 4}
-        flink.answers["/jobs/overview"] = {"jobs": [{"jid": JOB, "name": JOB_NAME, "state": state, "tasks": tasks}]}
+        flink.answers["/jobs/overview"] = {
+            "jobs": [{"jid": JOB, "name": JOB_NAME, "state": state, "tasks": tasks}]
+        }
         assert rest.is_running() is expected
 
 
@@ -101,7 +103,13 @@ def test_a_stop_with_savepoint_gives_its_path(flink: FakeFlink) -> None:
 @pytest.mark.parametrize(
     ("answer", "told"),
     [
-        ({"status": {"id": "COMPLETED"}, "operation": {"failure-cause": {"stack-trace": "disk full\n at x"}}}, "disk full"),
+        (
+            {
+                "status": {"id": "COMPLETED"},
+                "operation": {"failure-cause": {"stack-trace": "disk full\n at x"}},
+            },
+            "disk full",
+        ),
         ({"status": {"id": "IN_PROGRESS"}}, "no savepoint within 0 s"),
     ],
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.clock import FakeClock
-from runtime.health import Health
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.health import Health
 
 
 @pytest.fixture
@@ -31,7 +31,9 @@ def test_a_loop_that_turns_is_alive_and_says_what_is_missing(health: Health, clo
     assert health.dead() == "" == health.unready()
 
 
-def test_a_loop_that_stands_still_is_dead_after_the_bound_until_it_turns_again(health: Health, clock: FakeClock) -> None:
+def test_a_loop_that_stands_still_is_dead_after_the_bound_until_it_turns_again(
+    health: Health, clock: FakeClock
+) -> None:
     health.turned()
     clock.advance(61)
     assert health.dead() == "the main loop has not turned for 61 s"

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from roo.errors import UnavailableError
-from runtime.kafka import clients
-from runtime.kafka.broker import Broker
-from runtime.kafka.reader import KafkaReader
-from runtime.kafka.reading import End, Ends, Reading
-from runtime.kafka.record_reader import RecordsGoneError
+from roostream.errors import UnavailableError
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.broker import Broker
+from roostream.runtime.kafka.reader import KafkaReader
+from roostream.runtime.kafka.reading import End, Ends, Reading
+from roostream.runtime.kafka.record_reader import RecordsGoneError
 from tests.runtime.fake_consumer import FakeConsumer, FakeMessage, end
 
 P0, P1, P2 = (("samples", n) for n in range(3))
@@ -48,8 +48,12 @@ def test_records_that_retention_deleted_are_counted_and_said(caplog: pytest.LogC
     assert consumer.assigned[AT0] == 10 and len(caplog.records) == 1 and reader.num_lost == 6
 
 
-def test_what_retention_deletes_while_it_waits_is_skipped_counted_and_said(caplog: pytest.LogCaptureFixture) -> None:
-    consumer = FakeConsumer([FakeMessage(AT0, 0, 10)], [FakeMessage(AT0, -1, error=KafkaError._AUTO_OFFSET_RESET)], [])
+def test_what_retention_deletes_while_it_waits_is_skipped_counted_and_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    consumer = FakeConsumer(
+        [FakeMessage(AT0, 0, 10)], [FakeMessage(AT0, -1, error=KafkaError._AUTO_OFFSET_RESET)], []
+    )
     reader = reader_of(consumer, AS_THEY_COME)
     assert len(reader.poll(9, 0)) == 1
     consumer.oldest = 5
@@ -76,13 +80,18 @@ def test_a_log_that_was_cut_before_a_seek_is_read_from_its_end(caplog: pytest.Lo
     reader = KafkaReader(consumer, AS_THEY_COME)
     with caplog.at_level(logging.ERROR):
         reader.seek({P0: 60, P1: 50})
-    assert "offset 60 is gone, it has 0 to 50: Kafka lost 10 offsets that were read" in caplog.text and reader.num_lost == 10
+    assert (
+        "offset 60 is gone, it has 0 to 50: Kafka lost 10 offsets that were read" in caplog.text
+        and reader.num_lost == 10
+    )
     assert consumer.assigned == {AT0: 50, AT1: 50, AT2: 0}
     assert [r.offset for r in reader.poll(9, 0)] == [50], "the first of the new ones"
 
 
 def test_a_log_that_is_cut_while_it_is_read_is_read_from_its_end(caplog: pytest.LogCaptureFixture) -> None:
-    consumer = FakeConsumer([FakeMessage(AT0, -1, error=KafkaError._AUTO_OFFSET_RESET)], [], [FakeMessage(AT0, 20, 5)])
+    consumer = FakeConsumer(
+        [FakeMessage(AT0, -1, error=KafkaError._AUTO_OFFSET_RESET)], [], [FakeMessage(AT0, 20, 5)]
+    )
     reader = KafkaReader(consumer, AS_THEY_COME)
     reader.seek({P0: 50})
     consumer.newest = 20
@@ -94,7 +103,9 @@ def test_a_log_that_is_cut_while_it_is_read_is_read_from_its_end(caplog: pytest.
 
 
 def test_an_offset_that_is_there_after_all_is_read() -> None:
-    consumer = FakeConsumer([FakeMessage(AT0, -1, error=KafkaError.OFFSET_OUT_OF_RANGE)], [], [FakeMessage(AT0, 50, 5)])
+    consumer = FakeConsumer(
+        [FakeMessage(AT0, -1, error=KafkaError.OFFSET_OUT_OF_RANGE)], [], [FakeMessage(AT0, 50, 5)]
+    )
     reader = KafkaReader(consumer, AS_THEY_COME)
     reader.seek({P0: 50})
     assert [r.offset for _ in range(3) for r in reader.poll(9, 0)] == [50] and reader.num_lost == 0
@@ -117,7 +128,10 @@ def test_a_reader_that_may_not_skip_is_told(code: int) -> None:
 
 @pytest.mark.parametrize(
     ("code", "todo"),
-    [(KafkaError._TRANSPORT, "start it or check the address"), (KafkaError.UNKNOWN_TOPIC_OR_PART, "create the topics first")],
+    [
+        (KafkaError._TRANSPORT, "start it or check the address"),
+        (KafkaError.UNKNOWN_TOPIC_OR_PART, "create the topics first"),
+    ],
 )
 def test_seeking_where_nothing_can_be_asked_is_told_and_changes_nothing(code: int, todo: str) -> None:
     consumer = FakeConsumer()
@@ -128,12 +142,19 @@ def test_seeking_where_nothing_can_be_asked_is_told_and_changes_nothing(code: in
     assert consumer.assigned == {}
 
 
-def test_a_broker_that_tells_nothing_of_one_partition_in_time_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broker_that_tells_nothing_of_one_partition_in_time_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     consumer, told = FakeConsumer(), FakeConsumer.offsets_for_times
 
     def late(asked: list[Any], timeout: float) -> list[Any]:
         places = told(consumer, asked, timeout)
-        return [*places[:-1], SimpleNamespace(topic="t.samples", partition=2, offset=-1, error=KafkaError(KafkaError._TIMED_OUT))]
+        return [
+            *places[:-1],
+            SimpleNamespace(
+                topic="t.samples", partition=2, offset=-1, error=KafkaError(KafkaError._TIMED_OUT)
+            ),
+        ]
 
     monkeypatch.setattr(consumer, "offsets_for_times", late)
     with pytest.raises(UnavailableError, match=r"t\.samples: .*imed out"):
@@ -141,14 +162,19 @@ def test_a_broker_that_tells_nothing_of_one_partition_in_time_is_away(monkeypatc
 
 
 @pytest.mark.parametrize("code", [KafkaError.UNKNOWN_LEADER_EPOCH, KafkaError.NOT_LEADER_FOR_PARTITION])
-def test_a_partition_that_is_just_getting_its_leader_is_asked_for_again(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partition_that_is_just_getting_its_leader_is_asked_for_again(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     consumer, told, refusals = FakeConsumer(oldest=2, newest=9), FakeConsumer.offsets_for_times, [code, code]
 
     def moving(asked: list[Any], timeout: float) -> list[Any]:
         places = told(consumer, asked, timeout)
         if not refusals:
             return list(places)
-        return [*places[:-1], SimpleNamespace(topic="t.samples", partition=2, offset=-1, error=KafkaError(refusals.pop()))]
+        return [
+            *places[:-1],
+            SimpleNamespace(topic="t.samples", partition=2, offset=-1, error=KafkaError(refusals.pop())),
+        ]
 
     monkeypatch.setattr(consumer, "offsets_for_times", moving)
     assert KafkaReader(consumer, MERGED).bounds(P0, P2) == {P0: (2, 9), P2: (2, 9)} and not refusals
@@ -165,7 +191,9 @@ def test_ends_and_bounds_are_asked_when_wanted() -> None:
 
 
 def test_records_are_merged_by_time_and_positions_follow() -> None:
-    consumer = FakeConsumer([end(AT2), FakeMessage(AT1, 0, 30), FakeMessage(AT0, 0, 10), FakeMessage(AT0, 1, 20)])
+    consumer = FakeConsumer(
+        [end(AT2), FakeMessage(AT1, 0, 30), FakeMessage(AT0, 0, 10), FakeMessage(AT0, 1, 20)]
+    )
     reader = reader_of(consumer)
     assert [r.timestamp_ms for r in reader.poll(2, 0)] == [10, 20]
     consumer.bring(end(AT0, 2))
@@ -195,7 +223,7 @@ def test_ends_are_followed_from_the_opening_where_that_is_asked_for(follows: boo
 def test_silence_of_a_partition_that_is_behind_is_told_once_and_its_end_too(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("runtime.kafka.reader._AWAY_AFTER_S", 0.0)
+    monkeypatch.setattr("roostream.runtime.kafka.reader._AWAY_AFTER_S", 0.0)
     caplog.set_level(logging.INFO)
     consumer = FakeConsumer([FakeMessage(AT0, 0, 10)])
     reader = reader_of(consumer, AS_THEY_COME)
@@ -265,7 +293,9 @@ def test_the_end_is_reached_when_all_that_was_there_is_given() -> None:
 
 def test_markers_of_transactions_are_not_lag() -> None:
     ends = Ends(None, MERGED)
-    reader = KafkaReader(FakeConsumer([FakeMessage(AT0, 0, 10), end(AT0, 2), end(AT1), end(AT2)]), MERGED, ends)
+    reader = KafkaReader(
+        FakeConsumer([FakeMessage(AT0, 0, 10), end(AT0, 2), end(AT1), end(AT2)]), MERGED, ends
+    )
     reader.seek({})
     assert reader.lag() == {}
     reader.poll(9, 0)
@@ -277,23 +307,29 @@ def test_markers_of_transactions_are_not_lag() -> None:
 
 def test_a_lag_is_not_known_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = Ends(None, MERGED)
-    reader = KafkaReader(FakeConsumer([FakeMessage(AT0, 0, 10), end(AT0, 1), end(AT1), end(AT2)]), MERGED, ends)
+    reader = KafkaReader(
+        FakeConsumer([FakeMessage(AT0, 0, 10), end(AT0, 1), end(AT1), end(AT2)]), MERGED, ends
+    )
     ends.learn({P0: End(1, 1, 10)})
     assert reader.lag()[P0].stable_end == 1
-    monkeypatch.setattr("runtime.kafka.reading._KNOWN_FOR_S", 0.0)
+    monkeypatch.setattr("roostream.runtime.kafka.reading._KNOWN_FOR_S", 0.0)
     assert reader.lag() == {}, "the broker has not spoken since"
 
 
 def test_a_broker_that_is_away_is_waited_for() -> None:
-    consumer = FakeConsumer([FakeMessage(AT0, 0, error=KafkaError._ALL_BROKERS_DOWN)], [FakeMessage(AT0, 0, 10)])
+    consumer = FakeConsumer(
+        [FakeMessage(AT0, 0, error=KafkaError._ALL_BROKERS_DOWN)], [FakeMessage(AT0, 0, 10)]
+    )
     reader = reader_of(consumer, AS_THEY_COME)
     assert reader.poll(9, 0) == []
     assert len(reader.poll(9, 0)) == 1
 
 
-def test_silence_while_records_are_due_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_while_records_are_due_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reader = reader_of(consumer := FakeConsumer(), AS_THEY_COME)
-    monkeypatch.setattr("runtime.kafka.reader._AWAY_AFTER_S", -1.0)
+    monkeypatch.setattr("roostream.runtime.kafka.reader._AWAY_AFTER_S", -1.0)
     with caplog.at_level(logging.INFO):
         reader.poll(9, 0)
         reader.poll(9, 0)

@@ -24,11 +24,11 @@ from infra.options import StackOptions
 from infra.ports import HOST, Ports
 from infra.prepare import compile_java
 from infra.supervisor import Supervisor
-from roo.errors import SetupError
-from runtime.kafka import clients
-from runtime.kafka.broker import ALLOWED_URLS, Broker, KafkaSecurity
-from runtime.kafka.topic_admin import TopicAdmin
-from runtime.kafka.topics import ROWS, TopicSettings, name_of
+from roostream.errors import SetupError
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.broker import ALLOWED_URLS, Broker, KafkaSecurity
+from roostream.runtime.kafka.topic_admin import TopicAdmin
+from roostream.runtime.kafka.topics import ROWS, TopicSettings, name_of
 from tests.certificates import Authority
 from tests.runtime.token_server import AUDIENCE, Tokens
 
@@ -36,7 +36,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 USER, PASSWORD = "worker", 'pa"ss\\word; ${x}'
 _SECURITY = "org.apache.kafka.common.security"
-_PLAIN = f'{_SECURITY}.plain.PlainLoginModule required username="admin" password="a" user_{USER}="{{password}}";'
+_PLAIN = (
+    f'{_SECURITY}.plain.PlainLoginModule required username="admin" password="a" user_{USER}="{{password}}";'
+)
 _OAUTH = f"{_SECURITY}.oauthbearer"
 _ALLOWED = "org.apache.kafka.sasl.oauthbearer.allowed.urls"
 _PROBE = """
@@ -112,7 +114,9 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     supervisor = Supervisor(lambda: None)
     whole = kafka_broker.program(home, StackOptions(), dict(os.environ), find_java(), plain, controller)
     keys = tokens.write_keys(folder / "keys.json")
-    jose4j = ":".join(map(str, CONNECTOR_JARS.glob("jose4j-*.jar")))  # Kafka's own distribution has it, our jars of it lack it
+    jose4j = ":".join(
+        map(str, CONNECTOR_JARS.glob("jose4j-*.jar"))
+    )  # Kafka's own distribution has it, our jars of it lack it
     libraries = f"{KAFKA_JARS}/*"
     command = tuple(f"{libraries}:{jose4j}" if part == libraries else part for part in whole.command)
     command = (command[0], f"-D{_ALLOWED}={keys}", *command[1:])
@@ -122,8 +126,13 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         conf = home.conf / "kafka.properties"
         more = properties(folder, authority, keys, sasl, ssl)
         listeners = more.pop("listeners.more")
-        lines = [f"{line},{listeners}" if "listeners=PLAINTEXT" in line else line for line in conf.read_text().splitlines()]
-        conf.write_text("\n".join([*lines, *(f"{key}={_escaped(value)}" for key, value in more.items())]) + "\n")
+        lines = [
+            f"{line},{listeners}" if "listeners=PLAINTEXT" in line else line
+            for line in conf.read_text().splitlines()
+        ]
+        conf.write_text(
+            "\n".join([*lines, *(f"{key}={_escaped(value)}" for key, value in more.items())]) + "\n"
+        )
 
     with contextlib.ExitStack() as closing:
         threading.Thread(target=tokens.serve_forever, daemon=True).start()
@@ -133,10 +142,14 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         closing.callback(supervisor.close)
         supervisor.open()
         supervisor.want([dataclasses.replace(whole, command=command, prepare=prepare)])
-        assert supervisor.wait(lambda: supervisor.slots["kafka"].state == "ready", 60), home.log("kafka").read_text()[-2000:]
+        assert supervisor.wait(lambda: supervisor.slots["kafka"].state == "ready", 60), home.log(
+            "kafka"
+        ).read_text()[-2000:]
         admin = clients.admin(Broker(f"{HOST}:{plain}"))
         scram = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_512, 4096)
-        told = admin.alter_user_scram_credentials([UserScramCredentialUpsertion(USER, scram, PASSWORD.encode())])
+        told = admin.alter_user_scram_credentials(
+            [UserScramCredentialUpsertion(USER, scram, PASSWORD.encode())]
+        )
         for future in told.values():
             future.result(10)
         yield Guarded(f"{HOST}:{sasl}", f"{HOST}:{ssl}", authority, tokens, folder)
@@ -146,7 +159,9 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 def broker_of(guarded: Guarded, how: str) -> Broker:
     if how == "SSL":
         certificate, key = guarded.authority.issue(USER)
-        security = KafkaSecurity(protocol="SSL", ca=str(guarded.authority.pem), certificate=certificate, key=key)
+        security = KafkaSecurity(
+            protocol="SSL", ca=str(guarded.authority.pem), certificate=certificate, key=key
+        )
         return Broker(guarded.ssl, security)
     token = {"token_url": guarded.tokens.url} if how == "OAUTHBEARER" else {}
     login: dict[str, Any] = {"mechanism": how, "username": USER, "password": PASSWORD, **token}
@@ -159,7 +174,14 @@ def test_our_clients_make_topics_write_and_read(guarded: Guarded, how: str) -> N
     clients.wait_for_broker(broker, timeout_s=30)
     TopicAdmin(clients.admin(broker), prefix, 2, TopicSettings()).create()
     producer = clients.producer(broker)
-    clients.send(producer, name_of(prefix, ROWS), key=b"k", value=b"v", timestamp_ms=int(time.time() * 1000), partition=0)
+    clients.send(
+        producer,
+        name_of(prefix, ROWS),
+        key=b"k",
+        value=b"v",
+        timestamp_ms=int(time.time() * 1000),
+        partition=0,
+    )
     assert producer.flush(20) == 0
     consumer = clients.consumer(broker, "g")
     try:
@@ -169,7 +191,9 @@ def test_our_clients_make_topics_write_and_read(guarded: Guarded, how: str) -> N
 
 
 @pytest.mark.parametrize("how", ["PLAIN", "SCRAM-SHA-512"])
-def test_a_wrong_password_is_refused_and_not_told(guarded: Guarded, how: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wrong_password_is_refused_and_not_told(
+    guarded: Guarded, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
     security = KafkaSecurity(
         protocol="SASL_SSL",
         ca=str(guarded.authority.pem),
@@ -208,7 +232,9 @@ def listed(guarded: Guarded, classpath: str, broker: Broker, *flags: str) -> sub
 
 
 @pytest.mark.parametrize("how", ["PLAIN", "SCRAM-SHA-512", "SSL"])
-def test_the_client_in_flinks_connector_takes_the_jobs_properties(guarded: Guarded, probe: str, how: str) -> None:
+def test_the_client_in_flinks_connector_takes_the_jobs_properties(
+    guarded: Guarded, probe: str, how: str
+) -> None:
     done = listed(guarded, probe, broker_of(guarded, how))
     assert done.returncode == 0 and "topics [" in done.stdout, done.stderr[-1500:]
 
@@ -230,7 +256,9 @@ def test_the_client_in_flinks_connector_logs_in_with_a_token_it_fetched(guarded:
     assert all(f"/jars/kafka/{name}-*.jar" in home for name in OAUTH_JARS)
 
 
-def test_a_token_that_another_key_signed_is_refused(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_that_another_key_signed_is_refused(
+    guarded: Guarded, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = rsa.generate_private_key(public_exponent=65_537, key_size=2048)
     monkeypatch.setattr(guarded.tokens, "signs_with", other)
     with pytest.raises(KafkaException):

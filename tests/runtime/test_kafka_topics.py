@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from roo.errors import ConfigError, UnavailableError
-from runtime.kafka import clients
-from runtime.kafka.broker import Broker
-from runtime.kafka.topics import DEAD_LETTERS, ROWS, SAMPLES
+from roostream.errors import ConfigError, UnavailableError
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.broker import Broker
+from roostream.runtime.kafka.topics import DEAD_LETTERS, ROWS, SAMPLES
 
 
 class FakeAdmin:
@@ -28,7 +28,9 @@ class FakeAdmin:
         out = {}
         for name, number in self.partitions.items():
             found: Future[Any] = Future()
-            found.set_result(type("Described", (), {"partitions": [None] * number, "topic_id": f"id-of-{name}"})())
+            found.set_result(
+                type("Described", (), {"partitions": [None] * number, "topic_id": f"id-of-{name}"})()
+            )
             out[name] = found
         return out
 
@@ -47,7 +49,10 @@ def test_topics_are_waited_for_and_told_with_their_ids(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("got", [4, 16])
 def test_other_partitions_than_the_deployments_are_refused(monkeypatch: pytest.MonkeyPatch, got: int) -> None:
     broker = brokers(monkeypatch, {"rows": got})
-    with pytest.raises(ConfigError, match=f"topic rows at k:1: expected 8 partitions, got {got}; set partitions to what it has"):
+    with pytest.raises(
+        ConfigError,
+        match=f"topic rows at k:1: expected 8 partitions, got {got}; set partitions to what it has",
+    ):
         clients.wait_for_topics(broker, "", (ROWS,), 8)
     with pytest.raises(ConfigError):
         clients.check_topics(broker, "", (ROWS,), 8, threading.Event())

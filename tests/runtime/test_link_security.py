@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from roo.config import Refusal
-from roo.errors import SetupError, TransportError, UnavailableError
-from runtime import frames
-from runtime.rpc_client import SocketTransport
-from runtime.rpc_server import RpcServer
-from runtime.security.link_security import LinkKeys, LinkSecurity
-from runtime.transport import Header
+from roostream.errors import SetupError, TransportError, UnavailableError
+from roostream.runtime import frames
+from roostream.runtime.rpc_client import SocketTransport
+from roostream.runtime.rpc_server import RpcServer
+from roostream.runtime.security.link_security import LinkKeys, LinkSecurity
+from roostream.runtime.transport import Header
+from roostream.schema.settings import Refusal
 from tests.certificates import Authority
 
 TOKEN, OTHER = "t" * 32, "o" * 32
@@ -74,20 +74,32 @@ def test_calls_between_those_of_one_authority_carry_what_they_carry_without(
     authority: Authority, serve: Serve, dial: Dial
 ) -> None:
     transport = dial(serve(shown(authority, "shard")), shown(authority, "worker"))
-    arrays = [np.arange(7), np.zeros(0, np.float32), np.random.default_rng(1).random((999, 333)), np.arange(3, dtype=np.int8)]
+    arrays = [
+        np.arange(7),
+        np.zeros(0, np.float32),
+        np.random.default_rng(1).random((999, 333)),
+        np.arange(3, dtype=np.int8),
+    ]
     many = [np.full(5, number, np.int32) for number in range(3000)]
     for _ in range(3):
         header, got = transport.call("echo", {"x": [1, 2]}, arrays)
         assert header == {"x": [1, 2]} and all(np.array_equal(a, b) for a, b in zip(arrays, got, strict=True))
-        assert all(np.array_equal(a, b) for a, b in zip(many, transport.call("echo", {}, many)[1], strict=True))
+        assert all(
+            np.array_equal(a, b) for a, b in zip(many, transport.call("echo", {}, many)[1], strict=True)
+        )
     assert transport.num_dialled == 1  # an idle connection is not taken for one that has news
 
 
-def test_a_caller_of_another_authority_is_refused(authority: Authority, serve: Serve, dial: Dial, tmp_path: Path) -> None:
+def test_a_caller_of_another_authority_is_refused(
+    authority: Authority, serve: Serve, dial: Dial, tmp_path: Path
+) -> None:
     (tmp_path / "theirs").mkdir()
     other = Authority(tmp_path / "theirs", "theirs")
     certificate, key = other.issue("worker")
-    transport = dial(serve(shown(authority, "shard")), LinkSecurity(certificate=certificate, key=key, ca=str(authority.pem)))
+    transport = dial(
+        serve(shown(authority, "shard")),
+        LinkSecurity(certificate=certificate, key=key, ca=str(authority.pem)),
+    )
     with pytest.raises(TransportError):
         transport.call("echo", {})
 
@@ -96,7 +108,9 @@ def test_one_that_is_called_is_refused_unless_it_is_of_our_authority(
     authority: Authority, serve: Serve, dial: Dial, tmp_path: Path
 ) -> None:
     (tmp_path / "theirs").mkdir()
-    transport = dial(serve(shown(Authority(tmp_path / "theirs", "theirs"), "shard")), shown(authority, "worker"))
+    transport = dial(
+        serve(shown(Authority(tmp_path / "theirs", "theirs"), "shard")), shown(authority, "worker")
+    )
     with pytest.raises(TransportError, match="CERTIFICATE_VERIFY_FAILED"):
         transport.call("echo", {})
 
@@ -105,10 +119,16 @@ def test_one_that_is_called_has_to_have_the_name_that_is_dialled(authority: Auth
     server = serve(shown(authority, "shard", "shard-0.shards"))
     keys = shown(authority, "worker")
     named = SocketTransport(
-        server.address, keys=LinkKeys(LinkSecurity(certificate=keys.certificate, key=keys.key, ca=keys.ca, name="shard-0.shards"))
+        server.address,
+        keys=LinkKeys(
+            LinkSecurity(certificate=keys.certificate, key=keys.key, ca=keys.ca, name="shard-0.shards")
+        ),
     )
     other = SocketTransport(
-        server.address, keys=LinkKeys(LinkSecurity(certificate=keys.certificate, key=keys.key, ca=keys.ca, name="shard-1.shards"))
+        server.address,
+        keys=LinkKeys(
+            LinkSecurity(certificate=keys.certificate, key=keys.key, ca=keys.ca, name="shard-1.shards")
+        ),
     )
     assert named.call("echo", {"a": 1})[0] == {"a": 1}
     with pytest.raises(TransportError, match=r"shard-1\.shards"):
@@ -129,7 +149,9 @@ def test_whoever_speaks_plain_text_is_not_heard(
         dial(serve(LinkSecurity()), shown(authority, "worker")).call("echo", {})
 
 
-def test_certificates_are_renewed_without_a_restart(authority: Authority, serve: Serve, dial: Dial, tmp_path: Path) -> None:
+def test_certificates_are_renewed_without_a_restart(
+    authority: Authority, serve: Serve, dial: Dial, tmp_path: Path
+) -> None:
     worker, shard = shown(authority, "worker"), shown(authority, "shard")
     server = serve(shard)
     transport = dial(server, worker)
@@ -177,7 +199,9 @@ def test_without_a_token_that_is_taken_nothing_is_called(
 def test_nothing_large_is_taken_of_a_caller_that_has_told_no_token(serve: Serve, tmp_path: Path) -> None:
     server = serve(LinkSecurity(token_file=tokens(tmp_path, "taken", TOKEN)))
     with socket.create_connection((server.host, server.port), timeout=10) as connection:
-        connection.sendall(b"".join(frames.encode(frames.CALL, {"method": "echo"}, [np.zeros(64)]))[: frames.PREFIX_BYTES])
+        connection.sendall(
+            b"".join(frames.encode(frames.CALL, {"method": "echo"}, [np.zeros(64)]))[: frames.PREFIX_BYTES]
+        )
         assert connection.recv(1) == b""  # closed at the sizes, before a byte of the payload
 
 
@@ -202,7 +226,9 @@ def test_a_token_is_taken_by_a_server_that_asks_for_none(serve: Serve, dial: Dia
     assert dial(serve(LinkSecurity()), own).call("echo", {"x": 1})[0] == {"x": 1}
 
 
-def test_certificates_and_tokens_together(authority: Authority, serve: Serve, dial: Dial, tmp_path: Path) -> None:
+def test_certificates_and_tokens_together(
+    authority: Authority, serve: Serve, dial: Dial, tmp_path: Path
+) -> None:
     file = tokens(tmp_path, "tokens", TOKEN)
     server = serve(shown(authority, "shard", token_file=file))
     assert dial(server, shown(authority, "worker", token_file=file)).call("echo", {"x": 1})[0] == {"x": 1}
@@ -212,7 +238,9 @@ def test_certificates_and_tokens_together(authority: Authority, serve: Serve, di
 
 def test_an_address_that_others_reach_needs_certificates(authority: Authority, tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=r"set certificate, key and ca of \[link\], or insecure = true"):
-        RpcServer(echo, "0.0.0.0", keys=LinkKeys(LinkSecurity(token_file=tokens(tmp_path, "t", TOKEN)))).start()
+        RpcServer(
+            echo, "0.0.0.0", keys=LinkKeys(LinkSecurity(token_file=tokens(tmp_path, "t", TOKEN)))
+        ).start()
     server = RpcServer(echo, "0.0.0.0", keys=LinkKeys(shown(authority, "shard"))).start()
     assert server.stop() == 0
 
@@ -221,7 +249,9 @@ def test_a_stopping_server_never_answers_in_plain_text(authority: Authority) -> 
     """SSLSocket.shutdown forgets its TLS, and what is written then goes out as it is."""
     entered, release = threading.Event(), threading.Event()
 
-    def hold(method: str, header: Header, arrays: Sequence[np.ndarray]) -> tuple[Header, Sequence[np.ndarray]]:
+    def hold(
+        method: str, header: Header, arrays: Sequence[np.ndarray]
+    ) -> tuple[Header, Sequence[np.ndarray]]:
         entered.set()
         release.wait(10)
         return {"answer": 42}, []
@@ -257,11 +287,23 @@ def test_files_that_are_no_keys_are_refused_at_the_start(authority: Authority, t
     certificate, key = authority.issue("worker")
     other = authority.issue("other")
     for wrong, told in (
-        (LinkSecurity(certificate=certificate, key=other[1], ca=str(authority.pem)), "link.certificate': expected PEM files"),
-        (LinkSecurity(certificate=certificate, key=key, ca=key), "link.ca': expected a PEM file of authorities"),
+        (
+            LinkSecurity(certificate=certificate, key=other[1], ca=str(authority.pem)),
+            "link.certificate': expected PEM files",
+        ),
+        (
+            LinkSecurity(certificate=certificate, key=key, ca=key),
+            "link.ca': expected a PEM file of authorities",
+        ),
         (LinkSecurity(token_file=str(tmp_path / "none")), "link.token_file': expected a file of tokens"),
-        (LinkSecurity(token_file=tokens(tmp_path, "short", "abc")), "expected tokens of at least 16 characters"),
-        (LinkSecurity(token_file=tokens(tmp_path, "empty", "", " ")), "expected tokens of at least 16 characters"),
+        (
+            LinkSecurity(token_file=tokens(tmp_path, "short", "abc")),
+            "expected tokens of at least 16 characters",
+        ),
+        (
+            LinkSecurity(token_file=tokens(tmp_path, "empty", "", " ")),
+            "expected tokens of at least 16 characters",
+        ),
     ):
         with pytest.raises(Refusal, match=told):
             LinkKeys(wrong)

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roo.errors import CheckpointError, ConfigError, FencedError
-from runtime import manifest as manifests
-from runtime.checkpoint_store import FileStore
-from runtime.layout.bucket_map import BucketMap
-from runtime.manifest import Manifest
+from roostream.errors import CheckpointError, ConfigError, FencedError
+from roostream.runtime import manifest as manifests
+from roostream.runtime.bucket_map import BucketMap
+from roostream.runtime.checkpoint_store import FileStore
+from roostream.runtime.manifest import Manifest
 from tests.runtime.manifest_cases import a_manifest, a_part, an_input, encoded
 from tests.trainer.memory_store import MemoryStore
 
@@ -66,9 +66,14 @@ def test_the_offsets_of_a_commit_are_those_of_all_its_workers() -> None:
     }
 
 
-@given(st.dictionaries(st.integers(0, 200), st.integers(0, 2**62), max_size=30), st.floats(allow_nan=False, allow_infinity=False))
+@given(
+    st.dictionaries(st.integers(0, 200), st.integers(0, 2**62), max_size=30),
+    st.floats(allow_nan=False, allow_infinity=False),
+)
 def test_any_offsets_and_numbers_survive(offsets: dict[int, int], number: float) -> None:
-    manifest = a_manifest(workers={0: a_part({("samples", p): o for p, o in offsets.items()}, metrics={"ne": number})})
+    manifest = a_manifest(
+        workers={0: a_part({("samples", p): o for p, o in offsets.items()}, metrics={"ne": number})}
+    )
     assert manifests.decode(manifest.encode()).manifest == manifest
 
 
@@ -77,7 +82,9 @@ def test_g5_any_flipped_bit_is_detected(data: st.DataObject) -> None:
     raw = bytearray(a_manifest().encode())
     raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     with contextlib.suppress(CheckpointError):
-        assert manifests.decode(bytes(raw)).manifest == a_manifest(), "a flip may only survive where it changes nothing"
+        assert manifests.decode(bytes(raw)).manifest == a_manifest(), (
+            "a flip may only survive where it changes nothing"
+        )
 
 
 @pytest.mark.parametrize(
@@ -137,7 +144,9 @@ def test_while_a_session_of_the_warehouse_is_trained_offsets_are_where_the_strea
 def test_rows_and_samples_dealt_out_in_another_way_are_refused(changed: str) -> None:
     mine = {"num_shards": 2, "num_buckets": 64, "num_partitions": 4, "seed": 0}
     manifests.check_shape(a_manifest(), **mine)
-    with pytest.raises(ConfigError, match=f"expected {changed} = {mine[changed]}, got 9; use the committed value"):
+    with pytest.raises(
+        ConfigError, match=f"expected {changed} = {mine[changed]}, got 9; use the committed value"
+    ):
         manifests.check_shape(a_manifest(), **{**mine, changed: 9})
 
 
@@ -181,7 +190,9 @@ def test_training_never_begins_anew_by_itself() -> None:
     store.damage("manifests/00000001")
     with pytest.raises(CheckpointError, match="expected a usable manifest among 1") as caught:
         manifests.newest(store)
-    assert "reset" not in str(caught.value), "what is damaged may come back from a backup; what is wiped does not"
+    assert "reset" not in str(caught.value), (
+        "what is damaged may come back from a backup; what is wiped does not"
+    )
 
 
 def test_a_manifest_whose_parts_are_damaged_is_passed_over() -> None:

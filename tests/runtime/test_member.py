@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from roo.errors import CheckpointError, ConfigError, FencedError, TransportError, UnavailableError
-from runtime.clock import FakeClock
-from runtime.crew import StopBudget
-from runtime.member import Member, check_same_schema, refusal_of
-from runtime.transport import Answer, Arrays, Header
+from roostream.errors import CheckpointError, ConfigError, FencedError, TransportError, UnavailableError
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.crew import StopBudget
+from roostream.runtime.member import Member, check_same_schema, refusal_of
+from roostream.runtime.transport import Answer, Arrays, Header
 
 
 class FakeController:
@@ -72,7 +72,16 @@ class Doer:
 
 
 def make_member(controller: FakeController, doer: Doer, **kwargs: Any) -> Member:
-    return Member(lambda: controller, "shard", 2, doer, lambda: {"rows": 5}, threading.Event(), clock=FakeClock(), **kwargs)
+    return Member(
+        lambda: controller,
+        "shard",
+        2,
+        doer,
+        lambda: {"rows": 5},
+        threading.Event(),
+        clock=FakeClock(),
+        **kwargs,
+    )
 
 
 def do_all(member: Member) -> None:
@@ -148,7 +157,10 @@ def test_two_threads_that_take_answers_at_once_queue_them_in_order() -> None:
         for answer in answers:
             member.beat(FakeController(answer))
 
-    threads = [threading.Thread(target=take, args=([[command(n)] for n in range(first, 200, 2)],)) for first in (0, 1)]
+    threads = [
+        threading.Thread(target=take, args=([[command(n)] for n in range(first, 200, 2)],))
+        for first in (0, 1)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -162,7 +174,9 @@ def test_a_command_that_hangs_after_the_controller_gave_it_up_ends_the_process()
     clock, doer, stuck = FakeClock(), Doer(), []
     doer.hold.clear()
     controller = FakeController([command(1, "write")])
-    member = Member(lambda: controller, "shard", 2, doer, dict, threading.Event(), clock=clock, on_stuck=stuck.append)
+    member = Member(
+        lambda: controller, "shard", 2, doer, dict, threading.Event(), clock=clock, on_stuck=stuck.append
+    )
     member.beat(controller)
     running = threading.Thread(target=do_all, args=(member,))
     running.start()
@@ -226,7 +240,11 @@ def test_an_error_is_told_and_the_member_goes_on(
     member.beat(controller)
     do_all(member)
     member.beat(controller)
-    told = {"id": 1, "ok": False, **dict(zip(("error", "damaged", "away", "permanent"), expected, strict=True))}
+    told = {
+        "id": 1,
+        "ok": False,
+        **dict(zip(("error", "damaged", "away", "permanent"), expected, strict=True)),
+    }
     assert controller.beats[1]["results"] == [told, {"id": 2, "ok": True, "rows": 7}]
     assert bool([r for r in caplog.records if r.exc_info]) == (kind == "defect")
 
@@ -268,7 +286,9 @@ def test_a_result_does_not_wait_for_the_beat_that_is_held() -> None:
     held, told = threading.Event(), threading.Event()
 
     class Holding(FakeController):
-        def call(self, method: str, header: Header, arrays: Arrays = (), *, timeout_s: float = 30.0) -> Answer:
+        def call(
+            self, method: str, header: Header, arrays: Arrays = (), *, timeout_s: float = 30.0
+        ) -> Answer:
             if header["results"]:
                 told.set()
             elif self.beats:
@@ -376,6 +396,8 @@ def test_a_member_that_ends_tells_what_it_did_last() -> None:
 def test_who_has_another_schema_than_the_controller_waits() -> None:
     check_same_schema({"kind": "restore", "schema": "00000000000000ff"}, 255)
     check_same_schema({"kind": "restore"}, 255)  # of a controller that does not say
-    with pytest.raises(UnavailableError, match="controller's schema 00000000000000fe, got 00000000000000ff") as caught:
+    with pytest.raises(
+        UnavailableError, match="controller's schema 00000000000000fe, got 00000000000000ff"
+    ) as caught:
         check_same_schema({"kind": "restore", "schema": "00000000000000fe"}, 255)
     assert refusal_of(caught.value)["away"], "it is asked again, and no manifest is passed over for it"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roo.wire import Record
-from runtime.kafka.merge import Merge
+from roostream.runtime.kafka.merge import Merge
+from roostream.wire.records import Record
 
 IMPRESSIONS, P0, P1, P2 = ("impressions", 0), ("samples", 0), ("samples", 1), ("samples", 2)
 
@@ -106,12 +106,18 @@ def test_one_partition_can_be_taken_alone_or_all_as_they_are() -> None:
     assert merge.take_any(5) == []
 
 
-@given(st.lists(st.lists(st.integers(0, 50), max_size=10).map(sorted), min_size=1, max_size=4), st.integers(1, 7))
-def test_sorted_partitions_come_out_sorted_whatever_arrives_first(partitions: list[list[int]], poll: int) -> None:
+@given(
+    st.lists(st.lists(st.integers(0, 50), max_size=10).map(sorted), min_size=1, max_size=4), st.integers(1, 7)
+)
+def test_sorted_partitions_come_out_sorted_whatever_arrives_first(
+    partitions: list[list[int]], poll: int
+) -> None:
     names = [("samples", p) for p in range(len(partitions))]
     merge = Merge(names)
     out: list[Record] = []
-    for name, of_one in reversed(list(zip(names, partitions, strict=True))):  # the last one's arrive before the first one's
+    for name, of_one in reversed(
+        list(zip(names, partitions, strict=True))
+    ):  # the last one's arrive before the first one's
         for offset, time_ms in enumerate(of_one):
             merge.offer(record(name, offset, time_ms))
         merge.reached_end(name) if not of_one else None

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from roo.errors import ConfigError, SetupError
-from runtime import metrics
-from runtime.clock import FakeClock
-from runtime.deployment import Watched
-from runtime.health import Health
-from runtime.metrics import FRESH_S, Histogram, StageTimes
-from runtime.security.tls import Tls
+from roostream.errors import ConfigError, SetupError
+from roostream.runtime import metrics
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.deployment import Watched
+from roostream.runtime.health import Health
+from roostream.runtime.metrics import FRESH_S, Histogram, StageTimes
+from roostream.runtime.security.tls import Tls
 from tests.certificates import Authority, trusting
 
 
@@ -42,7 +42,9 @@ def test_times_are_observed_in_ms_and_exported_as_a_histogram_in_seconds() -> No
 
 def test_no_observation_is_lost_where_several_threads_observe() -> None:
     stages = StageTimes("x", "help")
-    threads = [threading.Thread(target=lambda: [stages.observe("pull", 1.0) for _ in range(2000)]) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: [stages.observe("pull", 1.0) for _ in range(2000)]) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -100,7 +102,8 @@ def test_a_port_that_is_taken_is_told(health: Health) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(
-            SetupError, match=r"metrics port 127.0.0.1:\d+ can't be used \(Address already in use\); choose another"
+            SetupError,
+            match=r"metrics port 127.0.0.1:\d+ can't be used \(Address already in use\); choose another",
         ):
             metrics.serve(Watched(metrics_port=taken.getsockname()[1]), health)
 
@@ -113,12 +116,16 @@ def test_metrics_are_served_on_the_address_that_is_asked_for(health: Health, hos
 
 def told(port: int, authority: Authority, *own: str) -> int:
     """Status of a GET of /metrics."""
-    with urllib.request.urlopen(f"https://127.0.0.1:{port}/metrics", timeout=30, context=trusting(authority, *own)) as answer:
+    with urllib.request.urlopen(
+        f"https://127.0.0.1:{port}/metrics", timeout=30, context=trusting(authority, *own)
+    ) as answer:
         assert answer.read()
         return int(answer.status)
 
 
-def test_the_port_speaks_tls_where_the_program_has_a_certificate_and_takes_a_new_one(health: Health, tmp_path: Path) -> None:
+def test_the_port_speaks_tls_where_the_program_has_a_certificate_and_takes_a_new_one(
+    health: Health, tmp_path: Path
+) -> None:
     old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
     certificate, key = old.issue("program")
     config = Watched(tls_certificate=certificate, tls_key=key)
@@ -138,7 +145,12 @@ def test_the_port_speaks_tls_where_the_program_has_a_certificate_and_takes_a_new
 def test_who_brings_no_certificate_is_refused_where_one_is_required(health: Health, tmp_path: Path) -> None:
     ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
     certificate, key = ours.issue("program")
-    asking = {"tls_certificate": certificate, "tls_key": key, "tls_client_ca": str(theirs.pem), "tls_client_required": True}
+    asking = {
+        "tls_certificate": certificate,
+        "tls_key": key,
+        "tls_client_ca": str(theirs.pem),
+        "tls_client_required": True,
+    }
     port = metrics.serve(Watched(**asking), health)  # type: ignore[arg-type]
     assert told(port, ours, *theirs.issue("friend")) == 200
     for own in ((), ours.issue("stranger")):
@@ -150,7 +162,9 @@ def test_who_brings_no_certificate_is_refused_where_one_is_required(health: Heal
 def test_others_reach_the_port_only_where_it_asks_for_certificates() -> None:
     files = {"tls_certificate": "c", "tls_key": "k", "tls_client_ca": "a"}
     for settings in ({}, files):
-        with pytest.raises(ConfigError, match="give it tls_certificate and tls_client_required, or set insecure = true"):
+        with pytest.raises(
+            ConfigError, match="give it tls_certificate and tls_client_required, or set insecure = true"
+        ):
             Watched(metrics_host="0.0.0.0", **settings)  # type: ignore[arg-type]
     assert Watched(metrics_host="0.0.0.0", **files, tls_client_required=True).scheme == "https"  # type: ignore[arg-type]
     assert Watched(metrics_host="0.0.0.0", insecure=True).scheme == "http"
@@ -158,7 +172,9 @@ def test_others_reach_the_port_only_where_it_asks_for_certificates() -> None:
         metrics.serve(Watched(tls_certificate="none.crt", tls_key="none.key"), Health(60))
 
 
-@pytest.mark.parametrize("speaks", [b"", b"GET /livez HTTP/1.1\r\nx: "], ids=["silent", "headers without an end"])
+@pytest.mark.parametrize(
+    "speaks", [b"", b"GET /livez HTTP/1.1\r\nx: "], ids=["silent", "headers without an end"]
+)
 def test_connections_that_end_nothing_take_no_place_for_ever(
     health: Health, monkeypatch: pytest.MonkeyPatch, speaks: bytes
 ) -> None:
@@ -191,6 +207,11 @@ def test_a_histogram_is_read_as_prometheus_has_them() -> None:
     for value in (0.05, 0.1, 0.5, 7.0):
         cell.observe(value)
     assert times.cell("a") is cell and times.cell("b").counts == [0, 0, 0]
-    read = [registry.get_sample_value("x_seconds_bucket", {"stage": "a", "le": le}) for le in ("0.1", "1.0", "+Inf")]
-    assert read == [2, 3, 4] and registry.get_sample_value("x_seconds_sum", {"stage": "a"}) == pytest.approx(7.65)
+    read = [
+        registry.get_sample_value("x_seconds_bucket", {"stage": "a", "le": le})
+        for le in ("0.1", "1.0", "+Inf")
+    ]
+    assert read == [2, 3, 4] and registry.get_sample_value("x_seconds_sum", {"stage": "a"}) == pytest.approx(
+        7.65
+    )
     assert registry.get_sample_value("x_seconds_count", {"stage": "b"}) == 0

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from roo.errors import CheckpointError, ConfigError, SetupError, UnavailableError
-from runtime import manifest as manifests
-from runtime.checkpoint_store import open_store
+from roostream.errors import CheckpointError, ConfigError, SetupError, UnavailableError
+from roostream.runtime import manifest as manifests
+from roostream.runtime.checkpoint_store import open_store
 from tests.runtime import s3_server
 from tests.runtime.manifest_cases import a_manifest
 
@@ -60,7 +60,9 @@ def test_what_proves_the_store_is_swept_away(s3: str) -> None:
 
 
 @contextlib.contextmanager
-def answering(monkeypatch: pytest.MonkeyPatch, status: int, body: bytes = b"") -> Iterator[list[tuple[str, str]]]:
+def answering(
+    monkeypatch: pytest.MonkeyPatch, status: int, body: bytes = b""
+) -> Iterator[list[tuple[str, str]]]:
     """A server that answers all the same; what it was asked: (method, If-None-Match)."""
     pytest.importorskip("obstore", reason="obstore, the client of S3 stores, is not installed")
     asked: list[tuple[str, str]] = []
@@ -100,14 +102,24 @@ def answering(monkeypatch: pytest.MonkeyPatch, status: int, body: bytes = b"") -
         server.server_close()
 
 
-def test_a_store_in_which_two_may_win_is_refused_before_anything_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with answering(monkeypatch, 200, b"second") as asked, pytest.raises(SetupError, match="got it created twice"):
+def test_a_store_in_which_two_may_win_is_refused_before_anything_is_committed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with (
+        answering(monkeypatch, 200, b"second") as asked,
+        pytest.raises(SetupError, match="got it created twice"),
+    ):
         open_store("s3://bucket").create("manifests/1", b"x")
     assert asked[:2] == [("PUT", "*"), ("PUT", "*")], "the condition is asked for"
 
 
-def test_a_create_whose_outcome_is_not_known_is_told_and_never_tried_again_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    with answering(monkeypatch, 503) as asked, pytest.raises(UnavailableError, match=r"s3://bucket/\S+ can't be written") as told:
+def test_a_create_whose_outcome_is_not_known_is_told_and_never_tried_again_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with (
+        answering(monkeypatch, 503) as asked,
+        pytest.raises(UnavailableError, match=r"s3://bucket/\S+ can't be written") as told,
+    ):
         open_store("s3://bucket").create("manifests/1", b"x")
     assert [method for method, _ in asked] == ["PUT"]
     assert "secret-of-mine" not in str(told.value) and "\n" not in str(told.value)

@@ -12,17 +12,22 @@ from pathlib import Path
 
 import pytest
 
-from runtime.program import AWAY_CODE, HELD_CODE, REFUSED_CODE, command_code
+from roostream.runtime.program import AWAY_CODE, HELD_CODE, REFUSED_CODE, command_code
 
 ROOT = Path(__file__).parents[2]
-HEAD = "import sys; from runtime.program import run; from roo.errors import *\n"
+HEAD = "import sys; from roostream.runtime.program import run; from roostream.errors import *\n"
 
 
 def started(body: str, **env: str) -> subprocess.Popen[str]:
     code = f"{HEAD}def body(stop):\n    {body}\nsys.exit(run('prog', body))"
     environ = {**os.environ, "ROOSTREAM_LOG": "", **env}
     return subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -31,7 +36,11 @@ def started(body: str, **env: str) -> subprocess.Popen[str]:
     [
         ("pass", 0, "prog stopped"),
         ("raise ConfigError('expected a, got b')", 2, "prog: expected a, got b"),
-        ("stop.set(); raise UnavailableError('stopped while waiting for Kafka')", 0, "prog stopped: stopped while waiting"),
+        (
+            "stop.set(); raise UnavailableError('stopped while waiting for Kafka')",
+            0,
+            "prog stopped: stopped while waiting",
+        ),
         ("raise SchemaError('expected dim 8, got 4')", 2, "prog: expected dim 8, got 4"),
         ("raise UnavailableError('Kafka does not answer')", 69, "prog: Kafka does not answer"),
         ("raise FencedError('a newer controller exists')", 69, "prog: a newer controller exists"),
@@ -47,8 +56,12 @@ def test_how_a_body_ends_is_the_exit_code_and_one_line(body: str, code: int, say
     assert ("Traceback" in stderr) == (code == 1)
 
 
-@pytest.mark.parametrize(("code", "commands"), [(0, 0), (1, 1), (REFUSED_CODE, 2), (AWAY_CODE, 2), (HELD_CODE, 75)])
-def test_a_command_that_nobody_starts_again_has_one_code_for_all_that_it_could_not_do(code: int, commands: int) -> None:
+@pytest.mark.parametrize(
+    ("code", "commands"), [(0, 0), (1, 1), (REFUSED_CODE, 2), (AWAY_CODE, 2), (HELD_CODE, 75)]
+)
+def test_a_command_that_nobody_starts_again_has_one_code_for_all_that_it_could_not_do(
+    code: int, commands: int
+) -> None:
     assert command_code(code) == commands
 
 
@@ -65,13 +78,15 @@ def test_a_signal_stops_the_body_in_its_own_order(number: signal.Signals) -> Non
 def test_a_thread_that_waits_in_a_library_does_not_change_the_exit_code(waits: bool) -> None:
     """The interpreter is not taken apart beneath it; without such a thread it is, and what was registered for then runs."""
     code = (
-        "import atexit, threading; from runtime.crew import Crew; from runtime.program import leave\n"
+        "import atexit, threading; from roostream.runtime.crew import Crew; from roostream.runtime.program import leave\n"
         "atexit.register(print, 'taken apart')\n"
         "crew, gone = Crew(threading.Event()), threading.Event()\n"
         f"crew.start('rows', gone.wait, {300 if waits else 0})\n"
         "print(crew.join(0.2)); leave(3)"
     )
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
     assert ended.returncode == 3, ended.stderr
     assert ended.stdout.splitlines() == (["['rows']"] if waits else ["[]", "taken apart"])
 
@@ -80,22 +95,28 @@ def test_a_thread_that_waits_in_a_library_does_not_change_the_exit_code(waits: b
 def test_the_interpreter_is_not_taken_apart_beneath_the_kafka_client(client: str) -> None:
     """Its threads call back for as long as there are any. What was registered for the end runs all the same."""
     code = (
-        f"import atexit, threading, {client}; from runtime.program import leave\n"
+        f"import atexit, threading, {client}; from roostream.runtime.program import leave\n"
         "atexit.register(print, 'registered')\n"
         "class Last:\n"
         "    def __del__(self): print('taken apart')\n"
         "last = Last(); leave(3)"
     )
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
     assert ended.returncode == 3, ended.stderr
-    assert ended.stdout.splitlines() == (["registered"] if client == "confluent_kafka" else ["registered", "taken apart"])
+    assert ended.stdout.splitlines() == (
+        ["registered"] if client == "confluent_kafka" else ["registered", "taken apart"]
+    )
 
 
 def test_a_log_level_that_there_is_not_is_told() -> None:
     process = started("pass", ROOSTREAM_LOG="debgu")
     _, stderr = process.communicate(timeout=60)
     assert (
-        process.returncode == 2 and "environment ROOSTREAM_LOG: expected one of" in stderr and "did you mean 'DEBUG'?" in stderr
+        process.returncode == 2
+        and "environment ROOSTREAM_LOG: expected one of" in stderr
+        and "did you mean 'DEBUG'?" in stderr
     )
 
 
@@ -104,7 +125,7 @@ LEAKS = [
     f"raise ValueError('{URL}')",
     f"raise UnavailableError('{URL} is away')",
     f"import logging; logging.getLogger('any').warning('at %s', '{URL}')",
-    f"from runtime import redis_client as r; from runtime.backoff import Backoff; "
+    f"from runtime import redis_client as r; from roostream.runtime.backoff import Backoff; "
     f"r.wait_for_redis(r.client('{URL}', timeout_s=0.1), '{URL}', stop, backoff=Backoff(what='Redis at {URL}', timeout_s=0.2))",
 ]
 
@@ -123,21 +144,30 @@ def test_a_program_says_once_that_it_compiles_kernels() -> None:
     _, stderr = process.communicate(timeout=60)
     assert "compiling" not in stderr, "a body that brings numba itself is no program of ours"
     code = f"{HEAD}{head}\ndef body(stop): f(1); g(1)\nsys.exit(run('prog', body))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stderr.count("compiling kernels, once: they are kept for the next start") == 1
 
 
 def lines_of(body: str, form: str) -> list[str]:
-    code = (
-        f"{HEAD}import logging\nfrom runtime.program import *\ndef body(stop):\n    {body}\nsys.exit(run('prog', body, {form!r}))"
-    )
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60).stderr.splitlines()
+    code = f"{HEAD}import logging\nfrom roostream.runtime.program import *\ndef body(stop):\n    {body}\nsys.exit(run('prog', body, {form!r}))"
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    ).stderr.splitlines()
 
 
 def test_lines_may_be_json_one_object_a_line() -> None:
-    told = [json.loads(line) for line in lines_of(f"logging.getLogger('any').warning('at %s\\n', '{URL}'); 1 / 0", "json")]
-    assert [t["level"] for t in told] == ["WARNING", "ERROR"] and told[0]["message"] == "at redis://***@127.0.0.1:1/0\n"
-    assert told[0]["logger"] == "any" and re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", told[0]["time"])
+    told = [
+        json.loads(line)
+        for line in lines_of(f"logging.getLogger('any').warning('at %s\\n', '{URL}'); 1 / 0", "json")
+    ]
+    assert [t["level"] for t in told] == ["WARNING", "ERROR"] and told[0][
+        "message"
+    ] == "at redis://***@127.0.0.1:1/0\n"
+    assert told[0]["logger"] == "any" and re.fullmatch(
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", told[0]["time"]
+    )
     assert "ZeroDivisionError" in told[1]["error"] and "error" not in told[0]
 
 

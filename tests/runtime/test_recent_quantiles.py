@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from runtime.metrics import Recent, quantile_of
+from roostream.runtime.metrics import Recent, quantile_of
 
 TEN = {1.0: 2, 2.0: 8, 4.0: 10, math.inf: 10}  # two up to 1, six up to 2, two up to 4
 

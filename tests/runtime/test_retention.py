@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError, TopicPartition
 
-from roo.errors import UnavailableError
-from runtime.kafka.reading import Reading
-from runtime.kafka.retention import Committed, GroupLosses, committed_by
-from runtime.kafka.topics import Partition
+from roostream.errors import UnavailableError
+from roostream.runtime.kafka.reading import Reading
+from roostream.runtime.kafka.retention import Committed, GroupLosses, committed_by
+from roostream.runtime.kafka.topics import Partition
 from tests.runtime.fake_consumer import FakeConsumer
 
 A, B = ("impressions", 0), ("impressions", 1)
@@ -42,7 +42,9 @@ def test_a_reader_that_keeps_up_loses_nothing() -> None:
         assert kafka.lost_at(A, oldest, committed) == 0
 
 
-def test_what_was_deleted_before_it_was_committed_is_counted_once_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_was_deleted_before_it_was_committed_is_counted_once_and_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     kafka = Kafka()
     assert kafka.lost_at(A, 30, 10) == 20
     assert "impressions-0: retention deleted 20 records that the join had not read" in caplog.text
@@ -75,7 +77,10 @@ class Group(FakeConsumer):
     """Has committed 5 of the first partition, and nothing of the others (librdkafka says -1001)."""
 
     def committed(self, places: list[Any], timeout: float) -> list[TopicPartition]:
-        return [TopicPartition(at.topic, at.partition, 5 if at.partition == 0 else -1001) for at in reversed(places)]
+        return [
+            TopicPartition(at.topic, at.partition, 5 if at.partition == 0 else -1001)
+            for at in reversed(places)
+        ]
 
 
 def asked(group: Group) -> dict[Partition, Committed]:

@@ -12,20 +12,22 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from roo.errors import ConfigError, FencedError, SetupError, TransportError, UnavailableError
-from runtime import connections, frames, rpc_server
-from runtime.address import parse_address
-from runtime.rpc_client import SocketTransport, error_of
-from runtime.rpc_server import RpcServer
-from runtime.security.link_security import LinkKeys
-from runtime.transport import Header
+from roostream.errors import ConfigError, FencedError, SetupError, TransportError, UnavailableError
+from roostream.runtime import connections, frames, rpc_server
+from roostream.runtime.address import parse_address
+from roostream.runtime.rpc_client import SocketTransport, error_of
+from roostream.runtime.rpc_server import RpcServer
+from roostream.runtime.security.link_security import LinkKeys
+from roostream.runtime.transport import Header
 
 
 class Peer:
     def __init__(self) -> None:
         self.release, self.entered = threading.Event(), threading.Event()
 
-    def __call__(self, method: str, header: Header, arrays: Sequence[np.ndarray]) -> tuple[Header, Sequence[np.ndarray]]:
+    def __call__(
+        self, method: str, header: Header, arrays: Sequence[np.ndarray]
+    ) -> tuple[Header, Sequence[np.ndarray]]:
         if method == "hold":
             self.entered.set()
             self.release.wait(10)
@@ -83,7 +85,9 @@ GOOD = b"".join(frames.encode(frames.CALL, {"method": "echo", "header": {"x": 1}
         b"ROO1" + GOOD[4:],
         b"".join(frames.encode(frames.CALL, {"header": {}})),  # no method
         b"".join(frames.encode(frames.CALL, {"method": 7, "header": {}})),
-        b"".join(frames.encode(frames.CALL, {"method": "echo"}, [np.zeros(1 << 14)])),  # larger than this server takes
+        b"".join(
+            frames.encode(frames.CALL, {"method": "echo"}, [np.zeros(1 << 14)])
+        ),  # larger than this server takes
     ],
 )
 def test_garbage_closes_its_connection_with_one_line_and_nothing_else(
@@ -97,10 +101,15 @@ def test_garbage_closes_its_connection_with_one_line_and_nothing_else(
     assert len(lines) == 1 and "closed" in lines[0].message and lines[0].exc_info is None
 
 
-def test_a_peer_of_an_older_version_is_told_in_one_sentence(server: RpcServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_peer_of_an_older_version_is_told_in_one_sentence(
+    server: RpcServer, caplog: pytest.LogCaptureFixture
+) -> None:
     with contextlib.suppress(OSError):
         raw(server, b"ROO1" + GOOD[4:])
-    assert "expected a frame that starts with ROO2, got ROO1: start all programs from one Roostream" in caplog.text
+    assert (
+        "expected a frame that starts with ROO2, got ROO1: start all programs from one Roostream"
+        in caplog.text
+    )
 
 
 class FlippingProxy:
@@ -126,7 +135,9 @@ class FlippingProxy:
 def test_an_answer_with_a_flipped_bit_is_no_answer(server: RpcServer) -> None:
     proxy = FlippingProxy(server.port)
     transport = SocketTransport(proxy.address)
-    with pytest.raises(TransportError, match=r"expected a frame with checksum [0-9a-f]{16}, got [0-9a-f]{16}: it was damaged"):
+    with pytest.raises(
+        TransportError, match=r"expected a frame with checksum [0-9a-f]{16}, got [0-9a-f]{16}: it was damaged"
+    ):
         transport.call("echo", {}, [np.arange(5)])
     transport.close()
     proxy.thread.join(10)
@@ -153,7 +164,9 @@ def test_a_connection_that_never_finishes_its_first_call_is_closed(
     assert server.stop() == 0
 
 
-def test_a_connection_may_be_idle_for_longer_between_two_calls(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_may_be_idle_for_longer_between_two_calls(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = RpcServer(peer).start()
     transport = SocketTransport(server.address)
     transport.call("echo", {})
@@ -170,7 +183,10 @@ def test_a_peer_that_takes_no_answer_is_let_go(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(rpc_server, "FRAME_S", 0.05)
     monkeypatch.setattr(connections, "LEAST_BYTES_PER_S", 1e12)
     monkeypatch.setattr(connections, "_SOCKET_BYTES", 1 << 16)
-    server, watched = RpcServer(lambda method, header, arrays: ({}, [np.zeros(64 << 20, np.uint8)])), Watched()
+    server, watched = (
+        RpcServer(lambda method, header, arrays: ({}, [np.zeros(64 << 20, np.uint8)])),
+        Watched(),
+    )
     server._connections = watched
     server.start()
     with silent(server, GOOD):
@@ -192,7 +208,9 @@ class Watched(dict):
         return found
 
 
-def test_silent_and_half_sent_connections_lock_nobody_out(peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
+def test_silent_and_half_sent_connections_lock_nobody_out(
+    peer: Peer, caplog: pytest.LogCaptureFixture
+) -> None:
     server = RpcServer(peer, max_connections=4).start()
     transport = SocketTransport(server.address)
     transport.call("echo", {})
@@ -201,7 +219,9 @@ def test_silent_and_half_sent_connections_lock_nobody_out(peer: Peer, caplog: py
         other = SocketTransport(server.address)
         assert other.call("echo", {"n": n})[0] == {"n": n}
         other.close()
-    assert transport.call("echo", {"x": 1})[0] == {"x": 1} and transport.num_dialled == 1, "it had called: others made room"
+    assert transport.call("echo", {"x": 1})[0] == {"x": 1} and transport.num_dialled == 1, (
+        "it had called: others made room"
+    )
     assert "a silent one is closed" in caplog.text
     for connection in silent_ones:
         connection.close()
@@ -210,7 +230,9 @@ def test_silent_and_half_sent_connections_lock_nobody_out(peer: Peer, caplog: py
 
 
 @pytest.mark.parametrize("length", [0, 3, 24, 40])
-def test_half_a_frame_is_no_call_and_no_noise(server: RpcServer, length: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_half_a_frame_is_no_call_and_no_noise(
+    server: RpcServer, length: int, caplog: pytest.LogCaptureFixture
+) -> None:
     assert raw(server, GOOD[:length]) == b"" and caplog.records == []
 
 
@@ -327,7 +349,9 @@ def first_answer(transport: SocketTransport) -> object:
             time.sleep(0.01)
 
 
-def test_connections_beyond_the_limit_are_refused_with_a_line(peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
+def test_connections_beyond_the_limit_are_refused_with_a_line(
+    peer: Peer, caplog: pytest.LogCaptureFixture
+) -> None:
     server = RpcServer(peer, max_connections=1).start()
     first, second = SocketTransport(server.address), SocketTransport(server.address)
     caller = threading.Thread(target=first.call, args=("hold", {}))

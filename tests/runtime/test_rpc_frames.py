@@ -11,15 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from roo.errors import WireError
-from runtime import frames
+from roostream.errors import WireError
+from roostream.runtime import frames
 
 GOLDEN = (
     "524f4f320100000023000000010000000800000000000000c12de65e79ea0f35"
     "83a66d6574686f64a16da668656164657281a17801a66172726179739192a2753491010700000000000000"
 )
 DTYPE = st.sampled_from(sorted(frames.DTYPES)).map(np.dtype)
-ARRAY = DTYPE.flatmap(lambda d: npst.arrays(d, npst.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=5)))
+ARRAY = DTYPE.flatmap(
+    lambda d: npst.arrays(d, npst.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=5))
+)
 
 
 def parse(data: bytes, limit: int = frames.MAX_FRAME_BYTES) -> tuple[int, frames.Body, list[np.ndarray]]:
@@ -41,7 +43,9 @@ def frame(*arrays: np.ndarray, **header: object) -> bytes:
 def test_carry_arrays_of_every_type_and_shape(arrays: list[np.ndarray]) -> None:
     kind, body, back = parse(frame(*arrays, x=1))
     assert kind == frames.CALL and body["method"] == "m" and body["header"] == {"x": 1}
-    assert [(a.dtype, a.shape, a.tobytes()) for a in back] == [(a.dtype, a.shape, a.tobytes()) for a in arrays]
+    assert [(a.dtype, a.shape, a.tobytes()) for a in back] == [
+        (a.dtype, a.shape, a.tobytes()) for a in arrays
+    ]
 
 
 def test_carry_arrays_of_as_many_dimensions_as_are_promised() -> None:
@@ -78,12 +82,19 @@ def test_every_flipped_bit_is_noticed(data: st.DataObject) -> None:
     good = bytearray(frame(np.arange(3, dtype=np.float32), np.arange(2), x="text"))
     bit = data.draw(st.integers(0, 8 * len(good) - 1))
     good[bit // 8] ^= 1 << bit % 8
-    with pytest.raises((WireError, AssertionError)):  # an assertion: the sizes are others, so that more or less would be read
+    with pytest.raises(
+        (WireError, AssertionError)
+    ):  # an assertion: the sizes are others, so that more or less would be read
         parse(bytes(good))
 
 
 def prefix(
-    kind: int = 1, header: int = 0, arrays: int = 0, payload: int = 0, magic: bytes = b"ROO2", zero: bytes = b"\0\0\0"
+    kind: int = 1,
+    header: int = 0,
+    arrays: int = 0,
+    payload: int = 0,
+    magic: bytes = b"ROO2",
+    zero: bytes = b"\0\0\0",
 ) -> bytes:
     return magic + bytes([kind]) + zero + struct.pack("<IIQQ", header, arrays, payload, 0)
 
@@ -142,7 +153,9 @@ def test_a_header_that_isn_t_a_map_with_arrays_is_refused(header: bytes) -> None
         ([[["f4"], [2]]], 1, 8),
     ],
 )
-def test_shapes_that_disagree_with_the_payload_are_refused(described: list, num_arrays: int, payload_bytes: int) -> None:
+def test_shapes_that_disagree_with_the_payload_are_refused(
+    described: list, num_arrays: int, payload_bytes: int
+) -> None:
     import msgspec
 
     header = msgspec.msgpack.encode({"arrays": described})
@@ -152,7 +165,8 @@ def test_shapes_that_disagree_with_the_payload_are_refused(described: list, num_
 
 
 @pytest.mark.parametrize(
-    "array", [np.zeros(1, np.float16), np.zeros(1, bool), np.array(["x"]), np.zeros((1, 1, 1, 1, 1), np.float32)]
+    "array",
+    [np.zeros(1, np.float16), np.zeros(1, bool), np.array(["x"]), np.zeros((1, 1, 1, 1, 1), np.float32)],
 )
 def test_arrays_that_frames_don_t_carry_are_refused_before_anything_is_sent(array: np.ndarray) -> None:
     with pytest.raises(WireError, match="a frame carries"):

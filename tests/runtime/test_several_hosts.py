@@ -18,10 +18,10 @@ NAME, PORT = "shard-0.shards", 7000
 TOKEN = "0123456789abcdef0123456789abcdef"
 SERVER = """
 import sys
-from roo.config import load
+from roostream.schema.settings import load
 from param_server.config import ShardConfig
-from runtime.address import parse_address
-from runtime.rpc_server import RpcServer
+from roostream.runtime.address import parse_address
+from roostream.runtime.rpc_server import RpcServer
 config = load(ShardConfig, sys.argv[1], program="shard")
 where = lambda method, header, arrays: ({"from": config.listen}, arrays)
 server = RpcServer(where, *parse_address(config.listen), keys=config.link_keys())
@@ -31,9 +31,9 @@ sys.stdin.read()
 """
 CALLER = """
 import sys
-from roo.config import load
-from roo.errors import TransportError
-from runtime.rpc_client import SocketTransport
+from roostream.schema.settings import load
+from roostream.errors import TransportError
+from roostream.runtime.rpc_client import SocketTransport
 from param_server.config import ShardConfig
 config = load(ShardConfig, sys.argv[1], program="shard")
 transport = SocketTransport(config.controller, keys=config.link_keys())
@@ -116,7 +116,9 @@ def settings(folder: Path, authority: Authority, program: str, listen: str = "12
 def started(host: str, program: str, file: Path) -> Iterator[subprocess.Popen[str]]:
     command = ("ip", "netns", "exec", host, sys.executable, "-c", program, str(file))
     env = {**os.environ, "SHARD": NAME, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as child:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+    ) as child:
         try:
             yield child
         finally:

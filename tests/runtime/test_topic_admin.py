@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from roo.errors import ConfigError, UnavailableError
-from runtime.kafka.topic_admin import TopicAdmin
-from runtime.kafka.topics import DEAD_LETTERS, ROWS, SAMPLES, TOPICS, TopicSettings, partitions_of
+from roostream.errors import ConfigError, UnavailableError
+from roostream.runtime.kafka.topic_admin import TopicAdmin
+from roostream.runtime.kafka.topics import DEAD_LETTERS, ROWS, SAMPLES, TOPICS, TopicSettings, partitions_of
 
 
 @dataclasses.dataclass
@@ -40,7 +40,9 @@ class FakeAdmin:
 
     def _create(self, topic: Any) -> Future[None]:
         done: Future[None] = Future()
-        code = KafkaError.TOPIC_ALREADY_EXISTS if topic.topic in self.topics else self.refused.get(topic.topic)
+        code = (
+            KafkaError.TOPIC_ALREADY_EXISTS if topic.topic in self.topics else self.refused.get(topic.topic)
+        )
         if code is not None:
             done.set_exception(KafkaException(KafkaError(code, "no")))
             return done
@@ -71,7 +73,9 @@ class FakeAdmin:
             if (code := self.refused.get(resource.name)) is not None:
                 done.set_exception(KafkaException(KafkaError(code, "no")))
             else:
-                self.topics[resource.name].config |= {entry.name: entry.value for entry in resource.incremental_configs}
+                self.topics[resource.name].config |= {
+                    entry.name: entry.value for entry in resource.incremental_configs
+                }
                 done.set_result(None)
             out[resource] = done
         return out
@@ -109,7 +113,9 @@ def test_what_exists_otherwise_is_told_in_one_sentence() -> None:
     assert f"topic p.{SAMPLES}: expected 16 partitions, got 8" in said and "\n" not in said
     assert f"topic p.{SAMPLES}: expected retention.ms = 1000000000000, got 86400000" in said
     assert "topic p.rows: expected to exist, got none (`roostream topics create` makes it)" in said
-    assert "p.dead_letters: expected 1" not in said and "use the settings that the topics were made with" in said
+    assert (
+        "p.dead_letters: expected 1" not in said and "use the settings that the topics were made with" in said
+    )
 
 
 def test_a_topic_that_is_refused_is_named() -> None:
@@ -140,7 +146,9 @@ def test_records_are_kept_longer_and_never_for_a_shorter_time() -> None:
     brokers.topics["p.predictions"].config["retention.ms"] = "-1"
     told = admin(brokers).keep_longer(5_000)
     found = {name: int(topic.config["retention.ms"]) for name, topic in brokers.topics.items()}
-    assert found.pop(f"p.{ROWS}") == 3_600_000, "readers need rows for minutes, and their topic is the largest"
+    assert found.pop(f"p.{ROWS}") == 3_600_000, (
+        "readers need rows for minutes, and their topic is the largest"
+    )
     assert told == found == dict.fromkeys(found, 5_000) | {"p.corrections": 9_000, "p.predictions": -1}
     brokers.topics["p.predictions"].config["retention.ms"] = "5000"
     admin(brokers, retention_ms=1_000).check()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from roo.errors import TransportError
-from runtime.transport import InMemoryTransport
+from roostream.errors import TransportError
+from roostream.runtime.transport import InMemoryTransport
 
 
 def test_calls_reach_the_handler_unless_the_peer_is_down() -> None:
     seen: list[str] = []
 
-    def handler(method: str, header: dict[str, object], arrays: object) -> tuple[dict[str, object], list[object]]:
+    def handler(
+        method: str, header: dict[str, object], arrays: object
+    ) -> tuple[dict[str, object], list[object]]:
         seen.append(method)
         return {"n": len(seen)}, []
 
@@ -28,7 +30,9 @@ def test_calls_reach_the_handler_unless_the_peer_is_down() -> None:
 def test_a_fault_is_met_once_by_the_method_that_it_is_for(when: str, acted: list[str]) -> None:
     seen: list[str] = []
 
-    def handler(method: str, header: dict[str, object], arrays: object) -> tuple[dict[str, object], list[object]]:
+    def handler(
+        method: str, header: dict[str, object], arrays: object
+    ) -> tuple[dict[str, object], list[object]]:
         seen.append(method)
         return {}, []
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from runtime.work_unit import TableInput, WorkUnit
+from roostream.runtime.work_unit import TableInput, WorkUnit
 from tests.runtime.manifest_cases import an_input
 
 AT = {("samples", 0): 100, ("samples", 1): 8, ("samples", 2): 0, ("corrections", 0): 0}
@@ -18,7 +18,10 @@ def test_it_survives_json() -> None:
 
 
 def test_it_is_handed_out_as_positions_of_each_partition() -> None:
-    assert an_input(rows={1: 8, 0: 100, 2: 0}).units == (WorkUnit("samples/0", 0, 100), WorkUnit("samples/1", 0, 8))
+    assert an_input(rows={1: 8, 0: 100, 2: 0}).units == (
+        WorkUnit("samples/0", 0, 100),
+        WorkUnit("samples/1", 0, 8),
+    )
 
 
 def test_it_is_trained_when_every_partition_is() -> None:
@@ -30,10 +33,17 @@ def test_it_is_trained_when_every_partition_is() -> None:
 def test_the_stream_goes_on_where_the_version_ends(version: int, corrections: int) -> None:
     """Labels as they were at the close lack all corrections."""
     behind = an_input(corrections=version).stream_behind(AT)
-    assert behind == {("samples", 0): 105, ("samples", 1): 9, ("samples", 2): 0, ("corrections", 0): corrections}
+    assert behind == {
+        ("samples", 0): 105,
+        ("samples", 1): 9,
+        ("samples", 2): 0,
+        ("corrections", 0): corrections,
+    }
 
 
-@pytest.mark.parametrize("told", [{"table": "t"}, {**an_input().plain(), "rows": {"a": 1}}, {**an_input().plain(), "new": 1}])
+@pytest.mark.parametrize(
+    "told", [{"table": "t"}, {**an_input().plain(), "rows": {"a": 1}}, {**an_input().plain(), "new": 1}]
+)
 def test_what_is_no_session_is_refused(told: dict[str, object]) -> None:
     with pytest.raises((KeyError, TypeError, ValueError, AttributeError)):
         TableInput.of(told)

@@ -48,7 +48,9 @@ def answers_conform(home: Path, cases_each: int, seed_number: int = 0) -> Counte
         for found in document.get_all_operations():
             operation = found.ok()
             modes = (
-                [GenerationMode.POSITIVE, GenerationMode.NEGATIVE] if operation.method == "post" else [GenerationMode.POSITIVE]
+                [GenerationMode.POSITIVE, GenerationMode.NEGATIVE]
+                if operation.method == "post"
+                else [GenerationMode.POSITIVE]
             )
             for mode in modes:
                 _run(operation.as_strategy(generation_mode=mode), cases_each, seed_number, statuses)
@@ -68,14 +70,18 @@ def _run(strategy: Any, num_cases: int, seed_number: int, statuses: Counter[int]
         answer = case.call(timeout=GIVEN_MS / 1000)  # the first may compile kernels
         statuses[answer.status_code] += 1
         lawful = answer.status_code == 504 and 0 < own_deadline_ms(case) < GIVEN_MS
-        case.validate_response(answer, checks=[check for check in CHECKS if not (lawful and check is not_a_server_error)])
+        case.validate_response(
+            answer, checks=[check for check in CHECKS if not (lawful and check is not_a_server_error)]
+        )
 
     ask()
 
 
 def own_deadline_ms(case: Case) -> int:
     """What the caller asks for; 0 = nothing, or what isn't one."""
-    stated = next((str(value).strip() for name, value in (case.headers or {}).items() if name.lower() == DEADLINE), "")
+    stated = next(
+        (str(value).strip() for name, value in (case.headers or {}).items() if name.lower() == DEADLINE), ""
+    )
     return int(stated) if stated.isascii() and stated.isdigit() else 0
 
 

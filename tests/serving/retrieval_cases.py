@@ -10,8 +10,8 @@ from typing import Any
 
 from serving_cases import MODEL, NOW_MS, SCHEMA, Built, build
 
-from models.config import CascadeConfig, ModelConfig, TwoTowerConfig
-from runtime.clock import FakeClock
+from roostream.models.config import CascadeConfig, ModelConfig, TwoTowerConfig
+from roostream.runtime.clock import FakeClock
 from serving.http.app import HttpInterface
 from serving.rank import Hydration
 from serving.retrieval.catalogue import Catalogue, read_catalogue
@@ -22,7 +22,8 @@ from serving.versions.quiet import Quiet
 
 TOWERS = TwoTowerConfig(width=4, user_layers=(6,), item_layers=(6,), item_floats=("age_h",))
 CASCADE = CascadeConfig(
-    **{f.name: getattr(MODEL, f.name) for f in dataclasses.fields(MODEL) if f.name != "kind"}, retrieval=TOWERS
+    **{f.name: getattr(MODEL, f.name) for f in dataclasses.fields(MODEL) if f.name != "kind"},
+    retrieval=TOWERS,
 )
 NUM_ITEMS = 60
 
@@ -32,7 +33,9 @@ def item_of(item: int) -> dict[str, Any]:
     row: dict[str, Any] = {"item_id": f"i{item}" if item % 3 == 0 else item}
     row |= {"topics": [item % 5, 7]} if item % 2 else {}
     row |= {"age_h": item / 2} if item % 4 else {}
-    return row | {"attributes": {"lang": ("da", "en")[item % 2], "tags": [item % 5, "all"], "paid": item % 7 == 0}}
+    return row | {
+        "attributes": {"lang": ("da", "en")[item % 2], "tags": [item % 5, "all"], "paid": item % 7 == 0}
+    }
 
 
 def whole() -> Catalogue:
@@ -74,7 +77,12 @@ class Retrieving:
 
 
 def retrieving(
-    home: Path, rows: RowReader, hydrator: Hydration | None = None, *, version: Version | None = None, **settings: Any
+    home: Path,
+    rows: RowReader,
+    hydrator: Hydration | None = None,
+    *,
+    version: Version | None = None,
+    **settings: Any,
 ) -> Retrieving:
     """The catalogue is read and its vectors are made with the first turn; none has been."""
     home.mkdir(exist_ok=True)

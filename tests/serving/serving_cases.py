@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from prometheus_client import CollectorRegistry
 
-from models.config import RankerConfig
-from roo.schema import Schema
-from roo.schema_file import schema_from_dict
-from runtime.clock import Clock, FakeClock
+from roostream.models.config import RankerConfig
+from roostream.runtime.clock import Clock, FakeClock
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import schema_from_dict
 from serving.build import Parts
 from serving.config import ServingConfig
 from serving.exports import ServingMetrics
@@ -53,7 +53,9 @@ SCHEMA: Schema = schema_from_dict(
         "limits": {"max_candidates": 20, "max_list": 10, "max_record_bytes": 4096},
     }
 )
-MODEL = RankerConfig(request_layers=(8,), history_width=4, width=8, list_heads=2, deep_layers=(8,), task_layers=(4,))
+MODEL = RankerConfig(
+    request_layers=(8,), history_width=4, width=8, list_heads=2, deep_layers=(8,), task_layers=(4,)
+)
 NOW_MS = 1_700_000_000_000
 
 HISTORY = {"item": [8, 3], "action": [1, 1], "time": [NOW_MS - 9000, NOW_MS - 60_000]}
@@ -61,7 +63,13 @@ BODY: dict[str, Any] = {
     "request_id": "r-1",
     "user_id": 17,
     "session_id": 4,
-    "ro": {"hour": 13.0, "mood": 0.5, "user": [17], "likes": {"ids": [1, 2], "weights": [0.5, 2]}, "history": HISTORY},
+    "ro": {
+        "hour": 13.0,
+        "mood": 0.5,
+        "user": [17],
+        "likes": {"ids": [1, 2], "weights": [0.5, 2]},
+        "history": HISTORY,
+    },
     "candidates": [
         {"item_id": 8, "nro": {"topics": [1, 2], "age_h": 2.5, "clicks": 3}},
         {"item_id": "nine", "nro": {"topics": 7, "age_h": None, "clicks": 0}},
@@ -72,7 +80,9 @@ BODY: dict[str, Any] = {
 
 def config_of(home: Path, **changes: Any) -> ServingConfig:
     own = {"schema": home / "schema.toml", "store": home / "store", "home": home, "bootstrap": "127.0.0.1:1"}
-    return ServingConfig(**{**own, "log_bytes": 1 << 22, "segment_bytes": 1 << 20, "deadline_ms": 30_000, **changes})
+    return ServingConfig(
+        **{**own, "log_bytes": 1 << 22, "segment_bytes": 1 << 20, "deadline_ms": 30_000, **changes}
+    )
 
 
 @dataclasses.dataclass
@@ -98,7 +108,10 @@ class Built:
 def learn(built: Built, seed: int = 1) -> None:
     """Serve a version of other weights than the initial ones, which score everything alike."""
     torch.manual_seed(seed)
-    weights = {name: torch.randn_like(t) * 0.3 for name, t in built.service.versions.newest.model.state_dict().items()}
+    weights = {
+        name: torch.randn_like(t) * 0.3
+        for name, t in built.service.versions.newest.model.state_dict().items()
+    }
     built.service.versions.install(build_version("1-9", SCHEMA, MODEL, 0, weights))
 
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from roo.errors import UnavailableError
-from roo.lookup import Lookup, StackLookup
-from roo.online.entity_fields import EntityFields
-from roo.schema import Schema
-from roo.wire import Record
-from runtime.kafka.record_reader import MemoryReader, RecordsGoneError
-from runtime.kafka.topics import ROWS, Partition, Progress
+from roostream.errors import UnavailableError
+from roostream.online.entity_fields import EntityFields
+from roostream.runtime.kafka.record_reader import MemoryReader, RecordsGoneError
+from roostream.runtime.kafka.topics import ROWS, Partition, Progress
+from roostream.schema.schema import Schema
+from roostream.wire.lookup import Lookup, StackLookup
+from roostream.wire.records import Record
 from serving.feature_log.format import LogRecord
 from serving.feature_log.sender import Done, Outcome
 
@@ -20,7 +20,9 @@ from serving.feature_log.sender import Done, Outcome
 class FakeSink:
     """Kafka as the sender sees it; `plan` says what becomes of a record, None = it never answers."""
 
-    def __init__(self, taken: list[LogRecord], plan: Callable[[LogRecord], Outcome | None] = lambda _: "delivered") -> None:
+    def __init__(
+        self, taken: list[LogRecord], plan: Callable[[LogRecord], Outcome | None] = lambda _: "delivered"
+    ) -> None:
         self.taken, self.plan, self.closed = taken, plan, False
         self.queue: list[tuple[LogRecord, Done]] = []
 
@@ -48,7 +50,9 @@ class FakeSink:
 class FakeHydrator:
     """Gives the same values for everyone; `away` makes it fail as Redis does."""
 
-    def __init__(self, ro: Mapping[str, object] | None = None, nro: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self, ro: Mapping[str, object] | None = None, nro: Mapping[str, float] | None = None
+    ) -> None:
         self.ro, self.nro, self.away, self.num_reads = dict(ro or {}), dict(nro or {}), False, 0
 
     def read(
@@ -57,7 +61,9 @@ class FakeHydrator:
         self.num_reads += 1
         if self.away:
             raise UnavailableError("Redis is away")
-        return dict(self.ro), {name: np.full(len(item_ids), value, np.float32) for name, value in self.nro.items()}
+        return dict(self.ro), {
+            name: np.full(len(item_ids), value, np.float32) for name, value in self.nro.items()
+        }
 
 
 class FakeRows:
@@ -71,7 +77,12 @@ class FakeRows:
 
     def _rows(self, stack: str, entry: StackLookup) -> np.ndarray:
         dim = self.schema.stacks[stack][0].dim
-        keys_UD = entry.id_U[:, None] * 31 + entry.table_U[:, None].astype(np.int64) * 7 + np.arange(dim) * 13 + self.salt
+        keys_UD = (
+            entry.id_U[:, None] * 31
+            + entry.table_U[:, None].astype(np.int64) * 7
+            + np.arange(dim) * 13
+            + self.salt
+        )
         return (np.sin(keys_UD.astype(np.float64) % 1000) * 0.5).astype(np.float32)
 
 

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from roo import roo_pb2 as pb
+from roostream.wire import roo_pb2 as pb
 from serving.answer import RankAnswer, shortest
 
 
@@ -20,13 +20,16 @@ def test_scores_are_written_as_the_shortest_decimals_that_are_them() -> None:
     assert (wide.astype(np.float32) == values).all(), "nothing is lost"
     digits = [len(repr(float(w)).split("e")[0].replace(".", "").lstrip("0")) for w in wide[values > 2e-12]]
     assert max(digits) <= 9, "no float32 needs more"
-    longer = [len(repr(w)) - len(str(v)) for w, v in zip(wide[:20_000].tolist(), values[:20_000], strict=True)]
+    longer = [
+        len(repr(w)) - len(str(v)) for w, v in zip(wide[:20_000].tolist(), values[:20_000], strict=True)
+    ]
     assert np.mean(longer) < 0.01 and max(longer) <= 1
 
 
 @pytest.mark.parametrize("degraded", [False, True])
 @pytest.mark.parametrize(
-    ("n", "tasks", "top"), [(1, ("click",), None), (200, ("click", "dwell"), None), (3, ("click", "dwell"), [7, 8])]
+    ("n", "tasks", "top"),
+    [(1, ("click",), None), (200, ("click", "dwell"), None), (3, ("click", "dwell"), [7, 8])],
 )
 def test_an_answer_in_protobuf_has_the_bytes_that_protobuf_writes(
     n: int, tasks: tuple[str, ...], top: list[int] | None, degraded: bool
@@ -34,7 +37,13 @@ def test_an_answer_in_protobuf_has_the_bytes_that_protobuf_writes(
     scores_nT = np.random.default_rng(n).random((n, len(tasks)), dtype=np.float32)
     order = list(range(n))[::-1]
     answer = RankAnswer(
-        request_id="é" * 32, model_version="1-2", tasks=tasks, scores_nT=scores_nT, order=order, degraded=degraded, top=top
+        request_id="é" * 32,
+        model_version="1-2",
+        tasks=tasks,
+        scores_nT=scores_nT,
+        order=order,
+        degraded=degraded,
+        top=top,
     )
     message = pb.RankAnswer(
         request_id="é" * 32,
@@ -50,7 +59,12 @@ def test_an_answer_in_protobuf_has_the_bytes_that_protobuf_writes(
 def test_an_answer_in_json() -> None:
     scores = np.array([[0.1, 0.25], [1 / 3, 1.0]], dtype=np.float32)
     answer = RankAnswer(
-        request_id="r", model_version="1-2", tasks=("click", "dwell"), scores_nT=scores, order=[1, 0], degraded=False
+        request_id="r",
+        model_version="1-2",
+        tasks=("click", "dwell"),
+        scores_nT=scores,
+        order=[1, 0],
+        degraded=False,
     )
     assert b'{"click":0.1,"dwell":0.25},{"click":0.33333334,"dwell":1.0}' in answer.json()
     assert "ranked" not in json.loads(answer.json())

@@ -9,7 +9,7 @@ import numpy as np
 from serving_cases import HISTORY, SCHEMA, build
 from serving_fakes import FakeHydrator
 
-from roo.lookup import Lookup
+from roostream.wire.lookup import Lookup
 from serving.build import warm
 from serving.rank import RankService
 from serving.request import RankRequest
@@ -19,7 +19,10 @@ class Rows:
     """Every row is 0."""
 
     def gather(self, lookup: Lookup) -> dict[str, np.ndarray]:
-        return {s: np.zeros((len(part.id_U), SCHEMA.stacks[s][0].dim), np.float32) for s, part in lookup.stacks.items()}
+        return {
+            s: np.zeros((len(part.id_U), SCHEMA.stacks[s][0].dim), np.float32)
+            for s, part in lookup.stacks.items()
+        }
 
 
 class Kept(RankService):

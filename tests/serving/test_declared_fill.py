@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 from serving_fakes import FakeHydrator, FakeRows
 
-from models.config import RankerConfig
-from roo import roo_pb2 as pb
-from roo.block import decode_block
-from roo.online.counters import Counters
-from roo.online.entity_fields import FieldReader
+from roostream.models.config import RankerConfig
+from roostream.online.counters import Counters
+from roostream.online.entity_fields import FieldReader
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.block import decode_block
 from serving.http.engage import EngagementParser
 from serving.http.parse import JsonParser
 from serving.rank import Hydration, RankService
 from serving.scorer import first_version
 from serving.versions.held import Versions
-from tests.roo.online.counter_oracle import T0, schema_with
+from tests.online.counter_oracle import T0, schema_with
 
 SCHEMA = schema_with(
     [
@@ -49,7 +49,9 @@ def test_what_was_counted_here_is_scored_and_logged() -> None:
     elsewhere, _ = ranked(counted(), BODY.replace(b"home", b"cart"))
     assert decode_block(SCHEMA, "nro", elsewhere.nro, 2)["here"].tolist() == [0.0, 0.0]
     nowhere, _ = ranked(counted(), BODY.replace(b'"page": ["home"]', b""))
-    assert np.isnan(decode_block(SCHEMA, "nro", nowhere.nro, 2)["here"]).all(), "an unknown page is missing, as it is scored"
+    assert np.isnan(decode_block(SCHEMA, "nro", nowhere.nro, 2)["here"]).all(), (
+        "an unknown page is missing, as it is scored"
+    )
 
 
 def test_without_redis_it_is_missing_and_the_answer_says_so() -> None:

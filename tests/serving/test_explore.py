@@ -49,7 +49,9 @@ def test_logged_propensities_are_the_frequencies_of_what_is_shown_first() -> Non
 
 
 @given(st.permutations(range(6)), st.floats(0, 1), st.integers())
-def test_every_candidate_is_shown_once_with_a_propensity_above_zero(best: list[int], share: float, seed: int) -> None:
+def test_every_candidate_is_shown_once_with_a_propensity_above_zero(
+    best: list[int], share: float, seed: int
+) -> None:
     order, propensities = explore(list(best), share, random.Random(seed))
     assert sorted(order) == list(range(6))
     assert all(0 < p <= 1 for p in propensities)

@@ -21,8 +21,13 @@ def counted(spread: ScoreSpread, task: str) -> tuple[list[float], float]:
     registry = CollectorRegistry()
     registry.register(spread)
     bounds = [*(repr(float(b)) for b in SCORES), "+Inf"]
-    cumulated = [registry.get_sample_value("roostream_serving_score_bucket", {"task": task, "le": b}) or 0.0 for b in bounds]
-    return np.diff([0.0, *cumulated]).tolist(), registry.get_sample_value("roostream_serving_score_sum", {"task": task}) or 0.0
+    cumulated = [
+        registry.get_sample_value("roostream_serving_score_bucket", {"task": task, "le": b}) or 0.0
+        for b in bounds
+    ]
+    return np.diff([0.0, *cumulated]).tolist(), registry.get_sample_value(
+        "roostream_serving_score_sum", {"task": task}
+    ) or 0.0
 
 
 def test_scores_are_spread_as_a_histogram_spreads_them() -> None:
@@ -36,7 +41,9 @@ def test_scores_are_spread_as_a_histogram_spreads_them() -> None:
     for at, task in enumerate(("click", "dwell")):
         counts, total = counted(spread, task)
         edges = np.array([-1, *SCORES, 2]).astype(np.float32)
-        assert counts == [((all_NT[:, at] > a) & (all_NT[:, at] <= b)).sum() for a, b in itertools.pairwise(edges)]
+        assert counts == [
+            ((all_NT[:, at] > a) & (all_NT[:, at] <= b)).sum() for a, b in itertools.pairwise(edges)
+        ]
         assert total == pytest.approx(all_NT[:, at].sum(), rel=1e-5)
 
 
@@ -60,7 +67,12 @@ def test_a_request_is_counted_by_route_and_class_of_status() -> None:
 
     assert [at("2xx", le) for le in ("0.001", "0.002", "+Inf")] == [0, 2, 2]
     assert (at("4xx", "0.0005"), at("5xx", "2.0"), at("5xx", "+Inf")) == (1, 0, 1)
-    assert metrics.registry.get_sample_value("roostream_serving_requests_total", {"route": "rank", "status": "503"}) == 1
+    assert (
+        metrics.registry.get_sample_value(
+            "roostream_serving_requests_total", {"route": "rank", "status": "503"}
+        )
+        == 1
+    )
 
 
 def test_every_stage_of_an_answered_rank_is_told_once(tmp_path: Path) -> None:
@@ -74,7 +86,8 @@ def test_every_stage_of_an_answered_rank_is_told_once(tmp_path: Path) -> None:
     assert http.post("/v1/rank", json={}).status_code == 400
     told = built.parts.metrics.registry.get_sample_value
     stages = {
-        s: told("roostream_serving_stage_seconds_count", {"stage": s}) for s in ("parse", "hydrate", "encode", "score", "log")
+        s: told("roostream_serving_stage_seconds_count", {"stage": s})
+        for s in ("parse", "hydrate", "encode", "score", "log")
     }
     assert stages == dict.fromkeys(stages, 3) and told("roostream_serving_queue_seconds_count") == 3
     assert [told("roostream_serving_redis_seconds_count", {"outcome": o}) for o in ("ok", "failed")] == [2, 1]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from serving_cases import BODY, HISTORY, NOW_MS, SCHEMA
 
-from roo import roo_pb2 as pb
-from roo.block import decode_block, encode_nro, encode_ro
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.block import decode_block, encode_nro, encode_ro
 from serving.errors import RequestError
 from serving.fill import Filler
 from serving.http.binary import parse_impression
@@ -29,7 +29,9 @@ def of_blocks(ro: bytes | None, nro: bytes, n: int = 2) -> RankRequest:
     return parse_impression(SCHEMA, pb.Impression(ro=ro, nro=nro, item_ids=range(n)).SerializeToString())
 
 
-def features(request: RankRequest, ro_online: Any = None, nro_online: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
+def features(
+    request: RankRequest, ro_online: Any = None, nro_online: Any = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     ro, nro, *_ = FILLER.encode(request, NOW_MS, ro_online or {}, nro_online or {})
     return decode_block(SCHEMA, "ro", ro, 1), decode_block(SCHEMA, "nro", nro, len(request.item_ids))
 
@@ -46,14 +48,20 @@ def test_what_is_missing_is_hydrated_or_computed() -> None:
     request = of_json({"candidates": [{"item_id": 5}, {"item_id": 6, "nro": {"clicks": 2}}]})
     assert FILLER.wants_hydration(request)
     ro, nro = features(request, ONLINE_RO, {"clicks_1h": np.array([50, 51], np.float32)})
-    assert ro == {"hour": pytest.approx(22 + 13 / 60 + 20 / 3600), "num_candidates": 2.0, "history": ONLINE_RO["history"]}
+    assert ro == {
+        "hour": pytest.approx(22 + 13 / 60 + 20 / 3600),
+        "num_candidates": 2.0,
+        "history": ONLINE_RO["history"],
+    }
     assert nro["clicks"].tolist() == [50, 2], "candidate by candidate"
     assert nro["place"].tolist() == [0, 1] and nro["item"] == [[5], [6]]
     assert np.isnan(nro["age_h"]).all(), "what is kept nowhere stays missing"
 
 
 def test_a_later_page_has_later_positions() -> None:
-    _, nro = features(of_json({"candidates": [{"item_id": 5}, {"item_id": 6}], "append": True, "first_position": 20}))
+    _, nro = features(
+        of_json({"candidates": [{"item_id": 5}, {"item_id": 6}], "append": True, "first_position": 20})
+    )
     assert nro["place"].tolist() == [20, 21]
 
 
@@ -86,7 +94,10 @@ def test_what_is_computed_alone_asks_nobody() -> None:
     ("ro", "nro"),
     [
         (None, {"clicks": np.ones(2), "place": np.arange(2.0), "item": np.array([0, 1])}),
-        ({"hour": 1.0, "num_candidates": 2.0}, {"clicks": np.ones(2), "place": np.arange(2.0), "item": np.array([0, 1])}),
+        (
+            {"hour": 1.0, "num_candidates": 2.0},
+            {"clicks": np.ones(2), "place": np.arange(2.0), "item": np.array([0, 1])},
+        ),
         ({"hour": 1.0, "num_candidates": 2.0, "history": HISTORY}, {"clicks": np.array([1.0, np.nan])}),
         ({"hour": 1.0, "num_candidates": 2.0, "history": HISTORY}, {}),
     ],
@@ -108,13 +119,28 @@ BAD = [
     (b"", "$.item_ids", "at least one candidate", 400),
     (pb.Impression(item_ids=[4, 5, 4]), "$.item_ids[2]", r"again", 400),
     (pb.Impression(header=pb.Header(schema=5)), "$.header.schema", "expected schema", 400),
-    (pb.Impression(item_ids=[1], header=pb.Header(request_id="x" * 65)), "$.header.request_id", "at most 64 bytes", 400),
+    (
+        pb.Impression(item_ids=[1], header=pb.Header(request_id="x" * 65)),
+        "$.header.request_id",
+        "at most 64 bytes",
+        400,
+    ),
     (pb.Impression(scores=[1.0]), "$.scores", "serving sets it", 400),
     (pb.Impression(positions=[1]), "$.positions", "serving sets it", 400),
     (pb.Impression(item_ids=[1] * 21), "$.item_ids", "at most 20 candidates", 413),
     (pb.Impression(item_ids=[1], ro=b"\xff"), "$.ro", "expected a Block", 400),
-    (pb.Impression(item_ids=[1], ro=pb.Block(floats=[1.0]).SerializeToString()), "$.ro", "expected 3 floats", 400),
-    (pb.Impression(item_ids=[1], nro=encode_nro(SCHEMA, {"clicks": [1.0, 2.0]}, 2)), "$.nro", "expected 3 floats", 400),
+    (
+        pb.Impression(item_ids=[1], ro=pb.Block(floats=[1.0]).SerializeToString()),
+        "$.ro",
+        "expected 3 floats",
+        400,
+    ),
+    (
+        pb.Impression(item_ids=[1], nro=encode_nro(SCHEMA, {"clicks": [1.0, 2.0]}, 2)),
+        "$.nro",
+        "expected 3 floats",
+        400,
+    ),
 ]
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from roo import wire
-from runtime.clock import FakeClock
+from roostream.runtime.clock import FakeClock
+from roostream.wire import records as wire
 from serving import heartbeat
 from serving.build import producer_of
 from serving.feature_log.format import LogRecord
@@ -73,7 +73,9 @@ def test_a_clock_that_goes_back_is_held(feature_log: FeatureLog) -> None:
     assert stamps.horizon_ms() == 5000
 
 
-def test_a_full_log_pauses_heartbeats_and_says_so_once(feature_log: FeatureLog, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_log_pauses_heartbeats_and_says_so_once(
+    feature_log: FeatureLog, caplog: pytest.LogCaptureFixture
+) -> None:
     class Rounds(FakeClock):
         """Stops the loop after some rounds."""
 
@@ -85,6 +87,11 @@ def test_a_full_log_pauses_heartbeats_and_says_so_once(feature_log: FeatureLog, 
                 stop.set()
             return super().sleep(seconds, stop)
 
-    heartbeat.run(partial(heartbeat.beat, feature_log, Stamps(Rounds()), "serving-1", 4), 1000, Rounds(), threading.Event())
+    heartbeat.run(
+        partial(heartbeat.beat, feature_log, Stamps(Rounds()), "serving-1", 4),
+        1000,
+        Rounds(),
+        threading.Event(),
+    )
     assert caplog.text.count("no heartbeats for now") == 1
     assert feature_log.end.sequence > 8

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models.build import build_model, load_model_config
-from models.config import ModelConfig
-from runtime import tensor_file
-from runtime.checkpoint_store import FileStore
-from runtime.manifest import dense_name, store_file
+from roostream.models.build import build_model, load_model_config
+from roostream.models.config import ModelConfig
+from roostream.runtime import tensor_file
+from roostream.runtime.checkpoint_store import FileStore
+from roostream.runtime.manifest import dense_name, store_file
 from serving.errors import RequestError
 from serving.request_batch import read_request
 from serving.scorer import first_version
@@ -31,7 +31,9 @@ def followed(folder: Path, config: ModelConfig, **changed: str) -> tuple[bool, V
     """Whether a commit of this configuration is served, and what is."""
     store, versions = FileStore(folder), Versions(first_version(SCHEMA, config, 0))
     state = build_model(SCHEMA, config, 5).state_dict()
-    file = store_file(store, dense_name(1, 1), tensor_file.encode({f"model.{k}": v.numpy() for k, v in state.items()}, {}))
+    file = store_file(
+        store, dense_name(1, 1), tensor_file.encode({f"model.{k}": v.numpy() for k, v in state.items()}, {})
+    )
     model = {**dataclasses.asdict(config), **changed}
     manifest = a_manifest(1, incarnation=1, schema=f"{SCHEMA.fingerprint:016x}", dense=file, model=model)
     assert store.create(manifest.name, manifest.encode())
@@ -43,7 +45,9 @@ def test_the_code_that_was_trained_with_is_served(tmp_path: Path) -> None:
     assert served and versions.newest.name == "1-1"
 
 
-def test_other_code_leaves_the_version_in_use_and_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_code_leaves_the_version_in_use_and_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     served, versions = followed(tmp_path / "store", load_model_config(written(tmp_path, CODE)), code="0" * 64)
     assert not served and versions.newest.name == "0-0"
     (told,) = [record.getMessage() for record in caplog.records]
@@ -56,8 +60,12 @@ def test_what_its_code_raises_is_an_answer_without_paths_and_a_line_in_the_log(
 ) -> None:
     config = load_model_config(written(tmp_path, CODE.replace("return z_BT", "return z_BT.no_such_thing")))
     ro, nro, item_n = as_served(SCHEMA, 3, seed=1)
-    with pytest.raises(RequestError, match="the code of model version 0-0 failed; serving's log says where") as told:
-        first_version(SCHEMA, config, 0).score(NoRows(), read_request(SCHEMA, ro, nro, item_n, 1_700_000_000_000))
+    with pytest.raises(
+        RequestError, match="the code of model version 0-0 failed; serving's log says where"
+    ) as told:
+        first_version(SCHEMA, config, 0).score(
+            NoRows(), read_request(SCHEMA, ro, nro, item_n, 1_700_000_000_000)
+        )
     assert told.value.status == 500 and "shop.py:15: AttributeError" in caplog.text
 
 

@@ -14,17 +14,17 @@ import torch
 from serving_cases import BODY, MODEL, NOW_MS, SCHEMA, Built, build
 from serving_fakes import FakeHydrator, FakeRows
 
-from models.build import build_model
-from models.inputs import Inputs, build_inputs
-from models.model import Model, Targets
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.block import decode_block
-from roo.decode import Decoder
-from roo.errors import ConfigError
-from roo.ids import hash64, key_bytes
-from roo.lookup import Lookup, build_lookup
-from roo.wire import Record
+from roostream.errors import ConfigError
+from roostream.models.build import build_model
+from roostream.models.inputs import Inputs, build_inputs
+from roostream.models.model import Model, Targets
+from roostream.schema.ids import hash64, key_bytes
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.block import decode_block
+from roostream.wire.decode import Decoder
+from roostream.wire.lookup import Lookup, build_lookup
+from roostream.wire.records import Record
 from serving.errors import RequestError
 from serving.http.parse import JsonParser
 from serving.rank import Policy, Ranked, RankService
@@ -63,7 +63,9 @@ def rank(service: RankService, **changes: Any) -> tuple[Ranked, dict[str, Any], 
 def sample_of(impression: pb.Impression) -> Record:
     """What the joiner makes of an impression: its blocks byte for byte."""
     n = len(impression.item_ids)
-    sample = pb.Sample(header=impression.header, ro=impression.ro, item_ids=impression.item_ids, labels=[0.0] * 2 * n)
+    sample = pb.Sample(
+        header=impression.header, ro=impression.ro, item_ids=impression.item_ids, labels=[0.0] * 2 * n
+    )
     sample.parts.add(nro=impression.nro, num_rows=n)
     return Record("samples", 0, 0, 0, b"", wire.encode(wire.SAMPLE, sample))
 
@@ -99,7 +101,9 @@ def test_g9_the_logged_impression_scored_alone_by_training_gives_the_same(built:
         logged = read_request(SCHEMA, impression.ro, impression.nro, items, NOW_MS)
         scored = version.score(built.service.rows, logged)
         np.testing.assert_allclose(scored, logits, rtol=0, atol=1e-5)
-        np.testing.assert_array_equal(probabilities(scored), served, "of the logged bytes, the bits that were served")
+        np.testing.assert_array_equal(
+            probabilities(scored), served, "of the logged bytes, the bits that were served"
+        )
         as_trained = dataclasses.replace(version, as_trained=True)
         alone = as_trained.score(built.service.rows, logged)
         np.testing.assert_array_equal(alone, logits, "scoring = modules: the bits of training")
@@ -200,7 +204,9 @@ def test_an_impression_beyond_the_record_cap_is_413(built: Built) -> None:
 
 def test_a_score_that_is_not_finite_is_never_answered(built: Built) -> None:
     weights = {name: torch.full_like(t, float("inf")) for name, t in perturbed(1).items()}
-    service = RankService(SCHEMA, Versions(build_version("1-9", SCHEMA, MODEL, 0, weights)), built.service.rows)
+    service = RankService(
+        SCHEMA, Versions(build_version("1-9", SCHEMA, MODEL, 0, weights)), built.service.rows
+    )
     with pytest.raises(RequestError, match="not finite") as caught:
         rank(service)
     assert caught.value.status == 500
@@ -232,7 +238,11 @@ def test_what_is_wrong_with_one_request_costs_that_one(built: Built) -> None:
     built.service.versions.install(dataclasses.replace(version, model=FailsOnTwo(version.model)))
     outcomes = built.service.rank_all(asked)
     said = [str(o) if isinstance(o, RequestError) else "" for o in outcomes]
-    assert "code of model version 1-7 failed" in said[2] and "not finite for this request" in said[1] and not said[0] + said[3]
+    assert (
+        "code of model version 1-7 failed" in said[2]
+        and "not finite for this request" in said[1]
+        and not said[0] + said[3]
+    )
     for i in (0, 3):
         ranked = outcomes[i]
         assert isinstance(ranked, Ranked)

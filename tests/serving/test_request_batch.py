@@ -11,19 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.batch import Batch
-from roo.block import decode_block, encode_nro, flat_values, nro_columns, ro_columns
-from roo.columns import NO_COLUMNS, columns_of, pack
-from roo.decode import Decoder
-from roo.errors import WireError
-from roo.schema import Schema
-from roo.schema_file import schema_from_dict
-from roo.wire import Record
+from roostream.errors import WireError
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import schema_from_dict
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.batch import Batch
+from roostream.wire.block import decode_block, encode_nro, flat_values, nro_columns, ro_columns
+from roostream.wire.columns import NO_COLUMNS, columns_of, pack
+from roostream.wire.decode import Decoder
+from roostream.wire.records import Record
 from serving import request_batch
 from serving.request_batch import RequestColumns, batch_of, checked, checked_at_once, read_request, warm
-from tests.roo.conftest import RICH
+from tests.wire.conftest import RICH
 
 NOW_MS = 1_700_000_000_000
 KINDS = {
@@ -61,7 +61,10 @@ def values(draw: st.DrawFn, kind: str) -> Any:
     if kind == "ids":
         return draw(ids)
     if kind == "weighted_ids":
-        return {"ids": draw(ids), "weights": draw(st.lists(st.floats(-100, 100, width=32), min_size=n, max_size=n))}
+        return {
+            "ids": draw(ids),
+            "weights": draw(st.lists(st.floats(-100, 100, width=32), min_size=n, max_size=n)),
+        }
     times = st.lists(st.integers(-(1 << 63), (1 << 63) - 1), min_size=n, max_size=n)
     return {"t": draw(ids), "a": draw(ids), "b": draw(times), "c": draw(times)}
 
@@ -98,9 +101,15 @@ def assert_equal(ours: Batch, theirs: Batch, fields: tuple[str, ...] = ()) -> No
         if isinstance(a, np.ndarray):
             assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()), name
             continue
-        assert a.keys == b.keys and list(a.columns) == list(b.columns) and (a.weights is None) == (b.weights is None)
+        assert (
+            a.keys == b.keys
+            and list(a.columns) == list(b.columns)
+            and (a.weights is None) == (b.weights is None)
+        )
         arrays = ("lengths_KN", "values", "present_KN", *(("weights",) if a.weights is not None else ()))
-        pairs = [(x, getattr(a, x), getattr(b, x)) for x in arrays] + [(c, a.columns[c], b.columns[c]) for c in a.columns]
+        pairs = [(x, getattr(a, x), getattr(b, x)) for x in arrays] + [
+            (c, a.columns[c], b.columns[c]) for c in a.columns
+        ]
         for inner, x, y in pairs:
             assert (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes()), f"{name}.{inner}"
 
@@ -146,7 +155,9 @@ def test_flat_values_are_those_that_are_decoded_list_by_list(data: st.DataObject
         decoded = decode_block(schema, "nro", pack(request.nro), n)
         lists = [decoded[f.name] for f in schema.lists("nro")]
         assert any(
-            v is not None and (not isinstance(v, list) or len(v) != 1 or None in column) for column in lists for v in column
+            v is not None and (not isinstance(v, list) or len(v) != 1 or None in column)
+            for column in lists
+            for v in column
         )
 
 
@@ -189,7 +200,10 @@ def test_flat_values_of_the_plain_case() -> None:
     assert flat_values(schema, NO_COLUMNS, 2) == {}
     assert flat_values(schema, nro_columns(schema, {"item": [[5], []]}, 2), 2) is None
     assert flat_values(schema, nro_columns(schema, {"item": [[], []]}, 2), 2) is None, "empty isn't missing"
-    assert flat_values(schema, nro_columns(schema, {"topics": [{"ids": [1], "weights": [1.0]}] * 2}, 2), 2) is None
+    assert (
+        flat_values(schema, nro_columns(schema, {"topics": [{"ids": [1], "weights": [1.0]}] * 2}, 2), 2)
+        is None
+    )
 
 
 def test_labels_are_unknown_and_cannot_be_written_to() -> None:
@@ -205,8 +219,13 @@ def test_warming_compiles_for_every_request() -> None:
     kernels = (request_batch.lay_side, request_batch.read_blocks)
     before = [len(kernel.nopython_signatures) for kernel in kernels]
     schema = schema_from_dict(tomllib.loads(RICH))
-    given = {"history": {"item": [1], "action": [2], "kind": [3], "time": [4]}, "tags": {"ids": [1], "weights": [0.5]}}
-    asked = RequestColumns(ro_columns(schema, given), nro_columns(schema, {"item": np.array([1, 2])}, 2), np.arange(2), 0)
+    given = {
+        "history": {"item": [1], "action": [2], "kind": [3], "time": [4]},
+        "tags": {"ids": [1], "weights": [0.5]},
+    }
+    asked = RequestColumns(
+        ro_columns(schema, given), nro_columns(schema, {"item": np.array([1, 2])}, 2), np.arange(2), 0
+    )
     for several in ([asked], [asked, asked], [asked._replace(nro=NO_COLUMNS), asked]):
         batch_of(schema, several)
     batch_of(schema, [read_request(schema, pack(asked.ro), pack(asked.nro), np.arange(2), 0)])

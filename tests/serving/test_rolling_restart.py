@@ -17,7 +17,7 @@ import pytest
 from serving_cases import BODY, SCHEMA, Built, build
 from serving_fakes import FakeRows
 
-from roo.errors import SetupError
+from roostream.errors import SetupError
 from serving.http import http_server
 from tests.serving.live_serving import serving_live
 from tests.serving.test_serving_main import Running, write_config

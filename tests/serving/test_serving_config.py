@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from serving_cases import config_of
 
-from features.config import FeaturesConfig
-from roo.config import load
-from roo.errors import ConfigError
+from roostream.errors import ConfigError
+from roostream.schema.settings import load
 from serving.config import ServingConfig
+from serving.online_features.config import FeaturesConfig
 
 BAD = [
     ({"listen": "0.0.0.0:80"}, "key 'listen': expected a loopback address"),
@@ -27,7 +27,10 @@ BAD = [
     ({"shadow": "best@1"}, "key 'shadow': expected VERSION@SHARE"),
     ({"interleave": "previous@2"}, "key 'interleave': expected VERSION@SHARE"),
     ({"keep_versions": 1}, "key 'keep_versions': expected 2..16"),
-    ({"admin_listen": "0.0.0.0:1", "admin_token_file": "t"}, "key 'admin_listen': expected a loopback address"),
+    (
+        {"admin_listen": "0.0.0.0:1", "admin_token_file": "t"},
+        "key 'admin_listen': expected a loopback address",
+    ),
     ({"admin_listen": "127.0.0.1:0"}, "key 'admin_token_file': expected a value ("),
 ]
 
@@ -51,7 +54,12 @@ def test_both_programs_load_from_toml(tmp_path: Path) -> None:
         'shards = ["c:3"]\nheartbeat = "2s"\nlog_bytes = "1GiB"\n'
     )
     config = load(ServingConfig, own, program="serving", environ={})
-    assert (config.heartbeat_ms, config.log_bytes, config.shards, config.home) == (2000, 1 << 30, ("c:3",), Path("h"))
+    assert (config.heartbeat_ms, config.log_bytes, config.shards, config.home) == (
+        2000,
+        1 << 30,
+        ("c:3",),
+        Path("h"),
+    )
     own.write_text('schema = "s.toml"\nbootstrap = "a:1"\nredis = "redis://h:1/0"\n')
     assert load(FeaturesConfig, own, program="features", environ={}).metrics_port == 0
     own.write_text("exploraton = 0.1\n")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError
 
-from runtime.kafka.broker import Broker
-from runtime.kafka.reader import KafkaReader
+from roostream.runtime.kafka.broker import Broker
+from roostream.runtime.kafka.reader import KafkaReader
 from serving.feature_log.format import LogRecord
 from serving.feature_log.log_topics import LogTopics
 from serving.rows.row_follower import rows_reading
@@ -49,7 +49,12 @@ def test_only_what_a_record_is_at_fault_for_is_refused(code: int | None, outcome
     (sent,) = producer.sent
     sent["on_delivery"](None if code is None else KafkaError(code), None)
     assert seen == [outcome]
-    assert (sent["topic"], sent["key"], sent["value"], sent["timestamp"]) == ("p-impressions", b"userkey!", b"v", 5)
+    assert (sent["topic"], sent["key"], sent["value"], sent["timestamp"]) == (
+        "p-impressions",
+        b"userkey!",
+        b"v",
+        5,
+    )
     assert "partition" not in sent, "the key decides"
 
 
@@ -69,7 +74,10 @@ def test_a_closed_sink_takes_back_what_is_on_its_way() -> None:
 
 def test_the_rows_topic_is_read_whole_and_may_not_be_skipped() -> None:
     reading = rows_reading("p-", 4)
-    assert reading.partitions == (("rows", 0), ("rows", 1), ("rows", 2), ("rows", 3)) and reading.named() == "p-rows"
+    assert (
+        reading.partitions == (("rows", 0), ("rows", 1), ("rows", 2), ("rows", 3))
+        and reading.named() == "p-rows"
+    )
     assert not reading.skips_lost and reading.follows_ends
 
 

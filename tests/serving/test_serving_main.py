@@ -17,10 +17,10 @@ import httpx2
 import pytest
 from serving_cases import BODY, SCHEMA
 
-from roo import wire
-from roo.config import load
-from roo.errors import ConfigError, SetupError
-from roo.schema_registry import to_toml
+from roostream.errors import ConfigError, SetupError
+from roostream.schema.registry import to_toml
+from roostream.schema.settings import load
+from roostream.wire import records as wire
 from serving.config import ServingConfig
 from serving.feature_log.log import FeatureLog
 from serving.main import serve
@@ -28,7 +28,7 @@ from serving.main import serve
 ROOT = Path(__file__).parents[2]
 _RUN = """
 import sys
-from roo.config import load
+from roostream.schema.settings import load
 from serving.config import ServingConfig
 from serving.main import run
 code = run(load(ServingConfig, sys.argv[1]))
@@ -92,7 +92,9 @@ class Running:
 
 def test_a_process_whose_peers_are_away_answers_degraded_logs_and_stops_in_order(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("0123456789abcdef")
-    running = Running(write_config(tmp_path, admin_listen="127.0.0.1:0", admin_token_file=str(tmp_path / "token")))
+    running = Running(
+        write_config(tmp_path, admin_listen="127.0.0.1:0", admin_token_file=str(tmp_path / "token"))
+    )
     with httpx2.Client(base_url=running.wait_for_address(), timeout=30) as http:
         admin = re.findall(r"admin interface on (http://\S+)", "".join(running.lines))[0]
         assert http.get(f"{admin}/versions").status_code == 401
@@ -108,7 +110,10 @@ def test_a_process_whose_peers_are_away_answers_degraded_logs_and_stops_in_order
         assert http.post("/v1/engagements", json=click).json()["accepted"] == 1
         metrics = http.get("/metrics").text
         assert "roostream_serving_ready 0.0" in metrics and 'model_version{version="0-0"} 1.0' in metrics
-        assert "roostream_serving_replica_rows 0.0" in metrics and "roostream_serving_log_backlog_records" in metrics
+        assert (
+            "roostream_serving_replica_rows 0.0" in metrics
+            and "roostream_serving_log_backlog_records" in metrics
+        )
         assert 'versions_refused_total{reason="warm_up"} 0.0' in metrics
         running.child.send_signal(signal.SIGTERM)
         while "another process: this one stops" not in (ready := http.get("/readyz").json())["waiting_for"]:

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor
 
-from roo.errors import TransportError, UnavailableError
-from runtime.clock import Clock
+from roostream.errors import TransportError, UnavailableError
+from roostream.runtime.clock import Clock
 from trainer.reduce import Alone, Meeting
 
 MOST_WAIT_S = 5.0  # of a sum or a push for the other workers, in the simulation's time
@@ -191,7 +191,9 @@ class HallReduction:
         posted = self.hall.posted.setdefault(at, {})
         assert self.index not in posted
         posted[self.index] = mine
-        wait_until(lambda: self._has_all(posted) or self._is_over(), self.hall.clock, "the other workers' part")
+        wait_until(
+            lambda: self._has_all(posted) or self._is_over(), self.hall.clock, "the other workers' part"
+        )
         if not self._has_all(posted) or (self._someone_is_gone() and self.hall.tears(f"worker {self.index}")):
             self.leave()
             raise UnavailableError("interrupted" if self.interrupted else "another worker is gone")
@@ -205,7 +207,9 @@ class HallReduction:
         self.left = True
 
     def _has_all(self, posted: Mapping[int, Any]) -> bool:
-        return len(posted) == self.workers and all(other == self.index or self.hall.hears(self.index, other) for other in posted)
+        return len(posted) == self.workers and all(
+            other == self.index or self.hall.hears(self.index, other) for other in posted
+        )
 
     def _is_over(self) -> bool:
         return self.interrupted or self._someone_is_gone()

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from roo.errors import CheckpointError, FencedError, TransportError, UnavailableError
-from roo.lookup import Lookup
-from roo.schema import Schema
-from runtime import manifest as manifests
-from runtime.checkpoint_store import CheckpointStore
-from runtime.clock import Clock, FakeClock
-from runtime.layout.bucket_map import BucketMap
-from runtime.transport import Header, Transport
+from roostream.errors import CheckpointError, FencedError, TransportError, UnavailableError
+from roostream.runtime import manifest as manifests
+from roostream.runtime.bucket_map import BucketMap
+from roostream.runtime.checkpoint_store import CheckpointStore
+from roostream.runtime.clock import Clock, FakeClock
+from roostream.runtime.transport import Header, Transport
+from roostream.schema.schema import Schema
+from roostream.wire.lookup import Lookup
 from tests.trainer.actors import wait_until
 
 RowKey = tuple[int, int]
@@ -36,7 +36,12 @@ class FakeShard:
     """`disk` (segment → rows) survives; everything else dies with the process."""
 
     def __init__(
-        self, index: int, schema: Schema, store: CheckpointStore, disk: dict[str, dict[RowKey, Row]], clock: Clock | None = None
+        self,
+        index: int,
+        schema: Schema,
+        store: CheckpointStore,
+        disk: dict[str, dict[RowKey, Row]],
+        clock: Clock | None = None,
     ) -> None:
         self.index, self.schema, self.store, self.disk = index, schema, store, disk
         self.clock = clock or FakeClock(0)
@@ -47,14 +52,18 @@ class FakeShard:
         self.frozen: tuple[int, dict[RowKey, Row]] | None = None
         self.aborted = 0
         self.seen: set[tuple[int, int]] = set()
-        self.held: dict[int, tuple[Header, Sequence[np.ndarray]]] = {}  # worker → its push of the step that waits for others'
+        self.held: dict[
+            int, tuple[Header, Sequence[np.ndarray]]
+        ] = {}  # worker → its push of the step that waits for others'
         self.is_dead = False
 
     def die(self) -> None:
         """Whoever waits for an answer hears that there will be none."""
         self.is_dead = True
 
-    def handle(self, method: str, header: Header, arrays: Sequence[np.ndarray]) -> tuple[Header, list[np.ndarray]]:
+    def handle(
+        self, method: str, header: Header, arrays: Sequence[np.ndarray]
+    ) -> tuple[Header, list[np.ndarray]]:
         if not self.restored:
             raise UnavailableError(f"shard {self.index} awaits RESTORE")
         if header["incarnation"] != self.incarnation:
@@ -68,7 +77,9 @@ class FakeShard:
         return {"ready": self.restored}
 
     def bits(self) -> dict[str, bytes]:
-        return {f"row {key}": row.value_D.tobytes() + row.squares_D.tobytes() for key, row in self.rows.items()}
+        return {
+            f"row {key}": row.value_D.tobytes() + row.squares_D.tobytes() for key, row in self.rows.items()
+        }
 
     def _pull(self, header: Header, arrays: Sequence[np.ndarray]) -> tuple[Header, list[np.ndarray]]:
         out = []
@@ -102,7 +113,9 @@ class FakeShard:
             self._apply([its for _, (_, its) in sorted(held.items())])
 
         def is_over() -> bool:
-            return self.held is not held or self.is_dead or self.incarnation != incarnation or not self.restored
+            return (
+                self.held is not held or self.is_dead or self.incarnation != incarnation or not self.restored
+            )
 
         try:
             wait_until(is_over, self.clock, "the other workers' push")
@@ -123,7 +136,9 @@ class FakeShard:
                     sums[table, id_] = before_D + gradient_D.astype(np.float64)
         for (table, id_), sum_D in sums.items():
             dim, gradient_D = self.dims[table], sum_D.astype(np.float32)
-            row = self.rows.get((table, id_)) or Row(initial(table, id_, dim), np.full(dim, 0.1, np.float32), 0)
+            row = self.rows.get((table, id_)) or Row(
+                initial(table, id_, dim), np.full(dim, 0.1, np.float32), 0
+            )
             row.squares_D += gradient_D * gradient_D
             row.value_D -= np.float32(0.05) * gradient_D / np.sqrt(row.squares_D)
             row.pushes += 1
@@ -179,7 +194,10 @@ class FakeRows:
         self.incarnation, self.workers, self.sequence, self.owners = incarnation, workers, 0, owners
 
     def pull(self, lookup: Lookup) -> dict[str, np.ndarray]:
-        out = {s: np.zeros((len(at.id_U), self.schema.stacks[s][0].dim), np.float32) for s, at in lookup.stacks.items()}
+        out = {
+            s: np.zeros((len(at.id_U), self.schema.stacks[s][0].dim), np.float32)
+            for s, at in lookup.stacks.items()
+        }
         for index, transport in enumerate(self.transports):
             arrays, owned = self._owned(lookup, index)
             header = {"incarnation": self.incarnation, "stacks": list(lookup.stacks)}

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roo.lookup import Lookup
-from roo.wire import Record
-from runtime.clock import Clock, FakeClock
-from runtime.kafka.topics import Partition
-from runtime.layout.bucket_map import BucketMap
-from runtime.transport import InMemoryTransport
+from roostream.runtime.bucket_map import BucketMap
+from roostream.runtime.clock import Clock, FakeClock
+from roostream.runtime.kafka.topics import Partition
+from roostream.runtime.transport import InMemoryTransport
+from roostream.wire.lookup import Lookup
+from roostream.wire.records import Record
 from tests.trainer import samples
 from tests.trainer.actors import Actor, Hall, HallTeam, wait_until
 from tests.trainer.fake_shard import FakeRows, FakeShard
@@ -123,7 +123,9 @@ class Fleet:
         return sorted(p.sample_id for built in self.built for p in built.predicted)
 
     def weights(self) -> list[dict[str, Tensor]]:
-        return [{k: v.detach().clone() for k, v in built.loop.model.state_dict().items()} for built in self.built]
+        return [
+            {k: v.detach().clone() for k, v in built.loop.model.state_dict().items()} for built in self.built
+        ]
 
 
 def fake_shard() -> FakeShard:
@@ -160,13 +162,21 @@ class DoubleRows:
 
     def pull(self, lookup: Lookup) -> dict[str, Tensor]:
         return {
-            name: torch.stack(its) if (its := [self._value(key) for key in _keys(lookup, name)]) else torch.empty(0)
+            name: torch.stack(its)
+            if (its := [self._value(key) for key in _keys(lookup, name)])
+            else torch.empty(0)
             for name in lookup.stacks
         }
 
     def push(self, lookup: Lookup, gradients: Mapping[str, Tensor], times: PushTimes) -> None:
         held = self._held
-        held.append({key: g for name, gradient_UD in gradients.items() for key, g in zip(_keys(lookup, name), gradient_UD)})  # noqa: B905
+        held.append(
+            {
+                key: g
+                for name, gradient_UD in gradients.items()
+                for key, g in zip(_keys(lookup, name), gradient_UD, strict=False)
+            }
+        )
         if len(held) == self.workers:
             self._held = []
             for key in dict.fromkeys(key for part in held for key in part):

@@ -7,15 +7,15 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.decode import Decoder
-from roo.errors import UnavailableError
-from roo.wire import Record
-from runtime.clock import FakeClock
-from runtime.kafka.record_reader import MemoryReader
-from runtime.kafka.topics import Partition
-from runtime.transport import InMemoryTransport
+from roostream.errors import UnavailableError
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.kafka.record_reader import MemoryReader
+from roostream.runtime.kafka.topics import Partition
+from roostream.runtime.transport import InMemoryTransport
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.decode import Decoder
+from roostream.wire.records import Record
 from tests.trainer import samples
 from tests.trainer.fake_shard import FakeRows, FakeShard
 from tests.trainer.memory_store import MemoryStore

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from roo.errors import CheckpointError, UnavailableError
-from runtime.store_names import whole_range
+from roostream.errors import CheckpointError, UnavailableError
+from roostream.runtime.store_names import whole_range
 
 
 class MemoryStore:

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import msgspec
 import numpy as np
 
-from roo.errors import RoostreamError, TransportError, UnavailableError
-from runtime.clock import Clock
-from runtime.transport import Arrays, Header
+from roostream.errors import RoostreamError, TransportError, UnavailableError
+from roostream.runtime.clock import Clock
+from roostream.runtime.transport import Arrays, Header
 from tests.trainer.actors import Killed, wait_until
 from tests.trainer.fake_shard import FakeShard
 from tests.trainer.memory_store import MemoryStore
@@ -66,7 +66,11 @@ class Network:
     def reach(self, source: str, target: str, *, is_answer: bool = False) -> None:
         """A request on its way to `target`, or its answer back. Raises TransportError: it doesn't arrive."""
         for link in self.lasting.links:
-            if link[:2] == (source, target) and link.answers_only == is_answer and 0 <= self.round - link.first < link.rounds:
+            if (
+                link[:2] == (source, target)
+                and link.answers_only == is_answer
+                and 0 <= self.round - link.first < link.rounds
+            ):
                 self.struck[f"{source} → {target}{', answers' * is_answer}"] += 1
                 raise TransportError(f"{target} can't be reached")
 
@@ -175,7 +179,9 @@ class Ways(Protocol):
 class Wire:
     """A transport of one program to whichever process is behind a shard's place now."""
 
-    def __init__(self, ways: Ways, source: str, shard: str, find: Callable[[], FakeShard | RealShard | None]) -> None:
+    def __init__(
+        self, ways: Ways, source: str, shard: str, find: Callable[[], FakeShard | RealShard | None]
+    ) -> None:
         self.ways, self.source, self.shard, self.find = ways, source, shard, find
 
     def call(self, method: str, header: Header, arrays: Arrays = (), *, timeout_s: float = 30.0) -> Any:
@@ -216,7 +222,9 @@ class Wire:
         network, shard = self.ways.network, self.find()
         until = network.round + rounds
         try:
-            wait_until(lambda: network.round >= until or self.find() is not shard, self.ways.clock, "an answer")
+            wait_until(
+                lambda: network.round >= until or self.find() is not shard, self.ways.clock, "an answer"
+            )
         except UnavailableError as error:
             raise TransportError(str(error)) from None
         if self.find() is not shard:
@@ -228,14 +236,20 @@ class BeatWire:
     while an answer is on its way."""
 
     def __init__(
-        self, ways: Ways, source: str, find: Callable[[], Controller | None], overtake: Callable[[], None] = lambda: None
+        self,
+        ways: Ways,
+        source: str,
+        find: Callable[[], Controller | None],
+        overtake: Callable[[], None] = lambda: None,
     ) -> None:
         self.ways, self.source, self.find, self.overtake = ways, source, find, overtake
 
     def call(self, method: str, header: Header, arrays: Arrays = (), *, timeout_s: float = 30.0) -> Any:
         network, disorder = self.ways.network, self.ways.disorder
         network.reach(self.source, CONTROLLER)
-        fault = disorder.draw("beat lost", "beat's answer lost", "beat twice", "late copy of a beat", "late answer")
+        fault = disorder.draw(
+            "beat lost", "beat's answer lost", "beat twice", "late copy of a beat", "late answer"
+        )
         if fault == "beat lost":
             raise TransportError("beat: lost")
         if fault == "late copy of a beat":
@@ -261,5 +275,7 @@ class BeatWire:
 
 def copied(header: Header) -> Header:
     """As it arrives: through bytes."""
-    arrived: Header = msgspec.msgpack.decode(msgspec.msgpack.encode(header, enc_hook=lambda number: number.item()))
+    arrived: Header = msgspec.msgpack.decode(
+        msgspec.msgpack.encode(header, enc_hook=lambda number: number.item())
+    )
     return arrived

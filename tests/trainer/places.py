@@ -7,12 +7,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from roo.schema import Schema
-from roo.wire import Record
-from runtime.clock import FakeClock
-from runtime.kafka.reader import KafkaReader
-from runtime.kafka.topics import Partition
-from runtime.member import Member
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.kafka.reader import KafkaReader
+from roostream.runtime.kafka.topics import Partition
+from roostream.runtime.member import Member
+from roostream.schema.schema import Schema
+from roostream.wire.records import Record
 from tests.trainer import samples
 from tests.trainer.actors import Actor
 from tests.trainer.network import CONTROLLER
@@ -52,7 +52,9 @@ class Site:
     """What a simulation begins with: its schema and Kafka, and what there is in its store and on its shards' disks."""
 
     schema: Schema = dataclasses.field(default_factory=samples.schema)
-    kafka: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"cluster_id": "c", "topics": {"samples": "1"}})
+    kafka: Mapping[str, Any] = dataclasses.field(
+        default_factory=lambda: {"cluster_id": "c", "topics": {"samples": "1"}}
+    )
     objects: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     disks: Sequence[Any] = ()
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from param_server.blobs import MemoryBlobs
 from param_server.calls import Calls
-from roo.errors import TransportError, UnavailableError
-from roo.schema import Schema
-from runtime.clock import Clock
+from roostream.errors import TransportError, UnavailableError
+from roostream.runtime.clock import Clock
+from roostream.schema.schema import Schema
 from tests.param_server.shard_support import make_shard, state_of
 from tests.trainer.actors import wait_until
 from tests.trainer.memory_store import MemoryStore
@@ -43,10 +43,21 @@ class _Changed:
 class RealShard:
     """The same surface as `FakeShard`."""
 
-    def __init__(self, index: int, num_shards: int, store: MemoryStore, clock: Clock, disk: MemoryBlobs, schema: Schema) -> None:
-        identity: dict[str, Any] = {"schema": schema, "index": index, "num_shards": num_shards, "publishing": False}
+    def __init__(
+        self, index: int, num_shards: int, store: MemoryStore, clock: Clock, disk: MemoryBlobs, schema: Schema
+    ) -> None:
+        identity: dict[str, Any] = {
+            "schema": schema,
+            "index": index,
+            "num_shards": num_shards,
+            "publishing": False,
+        }
         self.shard = make_shard(disk, store, clock, **identity)  # type: ignore[arg-type]
-        self.handle, self.execute, self.report = Calls(self.shard).handle, self.shard.execute, self.shard.stats
+        self.handle, self.execute, self.report = (
+            Calls(self.shard).handle,
+            self.shard.execute,
+            self.shard.stats,
+        )
         self.is_dead = False
         self.shard.sums._changed = _Changed(self, self.shard._lock, clock)  # type: ignore[assignment]
 

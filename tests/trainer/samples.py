@@ -7,14 +7,14 @@ from functools import cache
 
 import numpy as np
 
-from models.config import RankerConfig
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.block import encode_nro, encode_ro
-from roo.ids import sample_id
-from roo.schema import Schema
-from roo.schema_file import schema_from_dict
-from roo.wire import Record
+from roostream.models.config import RankerConfig
+from roostream.schema.ids import sample_id
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import schema_from_dict
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.block import encode_nro, encode_ro
+from roostream.wire.records import Record
 
 T0 = 1_700_000_000_000
 NUM_ITEMS = 7
@@ -43,13 +43,17 @@ def schema() -> Schema:
 
 
 @cache
-def sample(number: int, *, num_candidates: int = 3, close_ms: int | None = None, user: int | None = None) -> bytes:
+def sample(
+    number: int, *, num_candidates: int = 3, close_ms: int | None = None, user: int | None = None
+) -> bytes:
     """Sample `number` (from 1), of user `number` unless given; labels and features are a function of the number."""
     s, random = schema(), np.random.default_rng(number)
     items = (random.integers(0, NUM_ITEMS, num_candidates) + 1).tolist()
     time_ms = T0 + number * 1000
     message = pb.Sample(
-        header=pb.Header(request_id=f"r{number}", user_id=user or number, time_ms=time_ms, schema=s.fingerprint),
+        header=pb.Header(
+            request_id=f"r{number}", user_id=user or number, time_ms=time_ms, schema=s.fingerprint
+        ),
         sample_id=number,
         close_reason=pb.CLOSE_WINDOW,
         close_ms=time_ms + 500 if close_ms is None else close_ms,
@@ -57,7 +61,8 @@ def sample(number: int, *, num_candidates: int = 3, close_ms: int | None = None,
         item_ids=items,
         parts=[
             pb.Part(
-                nro=encode_nro(s, {"item": items, "age": random.random(num_candidates)}, num_candidates), num_rows=num_candidates
+                nro=encode_nro(s, {"item": items, "age": random.random(num_candidates)}, num_candidates),
+                num_rows=num_candidates,
             )
         ],
         labels=(random.random(num_candidates) < 0.4).astype(float).tolist(),
@@ -66,7 +71,9 @@ def sample(number: int, *, num_candidates: int = 3, close_ms: int | None = None,
     return wire.encode(wire.SAMPLE, message)
 
 
-def corrected(number: int, candidate: int, *, event: int = 1, after: float = 1.0, before: float | None = None) -> Record:
+def corrected(
+    number: int, candidate: int, *, event: int = 1, after: float = 1.0, before: float | None = None
+) -> Record:
     """What an engagement, 10 s behind the close, makes of one candidate's label. `before`: as in the sample unless given."""
     message = pb.Sample.FromString(sample(number)[2:])
     message.labels_before[:] = message.labels
@@ -76,7 +83,11 @@ def corrected(number: int, candidate: int, *, event: int = 1, after: float = 1.0
     message.labels[candidate] = after
     message.sample_id = sample_id(number.to_bytes(8, "little"), f"r{number}", event)
     engaged_ms = message.close_ms + 10_000
-    message.event_ids[:], message.event_candidates[:], message.event_times[:] = [event], [candidate], [engaged_ms]
+    message.event_ids[:], message.event_candidates[:], message.event_times[:] = (
+        [event],
+        [candidate],
+        [engaged_ms],
+    )
     message.event_actions[:], message.event_values[:], message.actions[:] = [0], [1.0], ["click"]
     value = wire.encode(wire.CORRECTION, message)
     return Record("corrections", number % 2, 0, engaged_ms, number.to_bytes(8, "little"), value)
@@ -98,6 +109,10 @@ def records(numbers: list[int], *, num_partitions: int = 2) -> list[Record]:
     out, ends = [], dict.fromkeys(range(num_partitions), 0)
     for number in numbers:
         p = number % num_partitions
-        out.append(Record("samples", p, ends[p], T0 + number * 1000 + 500, number.to_bytes(8, "little"), sample(number)))
+        out.append(
+            Record(
+                "samples", p, ends[p], T0 + number * 1000 + 500, number.to_bytes(8, "little"), sample(number)
+            )
+        )
         ends[p] += 1
     return out

@@ -16,8 +16,18 @@ LIMITS = {"step_timeout_s": 5.0, "restore_timeout_s": 6.0}
 def moments(workers: int) -> list[tuple[str, str, str]]:
     names, both = [f"worker {i}" for i in range(workers)], ("before", "after")
     return [
-        *((w, kind, when) for w in names for kind in ("restore", "start", "cut", "resume", "write", "commit") for when in both),
-        *((s, kind, when) for s in SHARDS for kind in ("restore", "freeze", "write", "commit") for when in both),
+        *(
+            (w, kind, when)
+            for w in names
+            for kind in ("restore", "start", "cut", "resume", "write", "commit")
+            for when in both
+        ),
+        *(
+            (s, kind, when)
+            for s in SHARDS
+            for kind in ("restore", "freeze", "write", "commit")
+            for when in both
+        ),
         *((CONTROLLER, effect, when) for effect in ("claim", "link") for when in both),
         *((w, "push", "before") for w in names),
     ]
@@ -26,7 +36,10 @@ def moments(workers: int) -> list[tuple[str, str, str]]:
 def kills_of(seed: int, workers: int) -> list[Kill]:
     draw = random.Random(seed)
     everyone = [CONTROLLER, *SHARDS, *(f"worker {i}" for i in range(workers))]
-    return [Kill(m, draw.choice(everyone), draw.randint(1, 4)) for m in draw.sample(moments(workers), draw.randint(0, 3))]
+    return [
+        Kill(m, draw.choice(everyone), draw.randint(1, 4))
+        for m in draw.sample(moments(workers), draw.randint(0, 3))
+    ]
 
 
 def links(workers: int) -> list[tuple[str, str]]:
@@ -52,7 +65,10 @@ def lasting_of(seed: int, workers: int) -> Lasting:
     number = draw.randint(0, 2)
     dead = [
         DeadLink(
-            *link, first=draw.randint(1, 20), rounds=draw.randint(8, 40), answers_only=draw.random() < 0.5 and has_answers(link)
+            *link,
+            first=draw.randint(1, 20),
+            rounds=draw.randint(8, 40),
+            answers_only=draw.random() < 0.5 and has_answers(link),
         )
         for link in draw.sample(links(workers), number)
     ]

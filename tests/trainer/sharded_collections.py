@@ -60,7 +60,9 @@ def sharded(plan: str, rows: dict[str, np.ndarray]) -> nn.Module:
     that are cut into row blocks.
     """
     configs = [
-        EmbeddingBagConfig(name=n, embedding_dim=d, num_embeddings=r, feature_names=FEATURES[n], pooling=PoolingType.SUM)
+        EmbeddingBagConfig(
+            name=n, embedding_dim=d, num_embeddings=r, feature_names=FEATURES[n], pooling=PoolingType.SUM
+        )
         for n, (r, d) in TABLES.items()
     ]
     collection = EmbeddingBagCollection(tables=configs)
@@ -100,7 +102,9 @@ def main(rank: int, folder: Path) -> None:
     ends = {"stayed": take(stayed), "moved": take(moved), "lost": take(lost), "half": half, "back": back}
     for name, end in ends.items():
         out |= {f"{name}.rows.{table}": x for table, x in end.rows.items()}
-        out |= {f"{name}.state.{table}.{key}": x for table, its in end.state.items() for key, x in its.items()}
+        out |= {
+            f"{name}.state.{table}.{key}": x for table, its in end.state.items() for key, x in its.items()
+        }
     np.savez(folder / f"out-{rank}.npz", **out)
     distributed.barrier()
     distributed.destroy_process_group()

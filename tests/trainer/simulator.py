@@ -23,21 +23,30 @@ from typing import Any
 
 from param_server.blobs import MemoryBlobs
 from param_server.client import Client
-from roo.decode import Decoder
-from roo.errors import FencedError, RoostreamError
-from roo.wire import Record
-from runtime import manifest as manifests
-from runtime.kafka.reading import Reading
-from runtime.kafka.topics import Partition
-from runtime.manifest import Manifest
-from runtime.member import Member
-from runtime.work_unit import TableInput, WorkUnit
+from roostream.errors import FencedError, RoostreamError
+from roostream.runtime import manifest as manifests
+from roostream.runtime.kafka.reading import Reading
+from roostream.runtime.kafka.topics import Partition
+from roostream.runtime.manifest import Manifest
+from roostream.runtime.member import Member
+from roostream.runtime.work_unit import TableInput, WorkUnit
+from roostream.wire.decode import Decoder
+from roostream.wire.records import Record
 from tests.runtime.fake_consumer import LogConsumer
 from tests.trainer import samples
 from tests.trainer.actors import Hall, HallTeam, Killed
 from tests.trainer.fake_shard import FakeRows, FakeShard
 from tests.trainer.loops import PARTITIONS, MemoryOutputs
-from tests.trainer.network import CONTROLLER, BeatWire, Disorder, Lasting, Network, ShakyStore, StoreLink, Wire
+from tests.trainer.network import (
+    CONTROLLER,
+    BeatWire,
+    Disorder,
+    Lasting,
+    Network,
+    ShakyStore,
+    StoreLink,
+    Wire,
+)
 from tests.trainer.places import EvenClock, Place, Site, TrickleReader, WatchedController
 from tests.trainer.real_shard import RealShard
 from trainer.batches import BatchSource
@@ -119,7 +128,9 @@ class Simulation:
         )
         self.clock, self.store = EvenClock(), ShakyStore(self.disorder)
         self.store.objects |= site.objects
-        self.disks: list[Any] = list(site.disks) or [MemoryBlobs() if real_shards else {} for _ in range(num_shards)]
+        self.disks: list[Any] = list(site.disks) or [
+            MemoryBlobs() if real_shards else {} for _ in range(num_shards)
+        ]
         self.workers = workers(max(num_workers, initial_workers))
         self.places = {str(key): Place() for key in (*self.facts.shards, *self.workers)}
         self.controller: WatchedController | None = None
@@ -220,7 +231,11 @@ class Simulation:
 
     def moment(self, who: str, what: str, when: str) -> None:
         self.moments[who, what, when] += 1
-        for kill in [k for k in self.kills if k.moment == (who, what, when) and k.occurrence == self.moments[who, what, when]]:
+        for kill in [
+            k
+            for k in self.kills
+            if k.moment == (who, what, when) and k.occurrence == self.moments[who, what, when]
+        ]:
             self.kills.remove(kill)
             self.kill(kill.victim)
             if who in self._process_of(kill.victim):
@@ -261,7 +276,9 @@ class Simulation:
 
         decoder = Decoder(self.site.schema, self.site.registry)
         wiring = Wiring(
-            source=self._source(RecordBatches(read(PARTITIONS), decoder, self.clock, max_wait_ms=500, reopen=read)),
+            source=self._source(
+                RecordBatches(read(PARTITIONS), decoder, self.clock, max_wait_ms=500, reopen=read)
+            ),
             rows=ShardRows(self._rows(index)),  # type: ignore[arg-type]
             outputs=self.outputs,
             clock=self.clock,
@@ -300,7 +317,9 @@ class Simulation:
             assert not self.defects, self.defects
             if self.is_done():
                 return self
-        raise AssertionError(f"not done after {most_rounds} rounds: {self.controller and self.controller.status()}")
+        raise AssertionError(
+            f"not done after {most_rounds} rounds: {self.controller and self.controller.status()}"
+        )
 
     def run_as_far_as_kills_go(self) -> Simulation:
         """`run`, where some of the kills may name moments that never come."""
@@ -349,7 +368,7 @@ class Simulation:
             self.kill(CONTROLLER)
 
     def _beat(self, who: str) -> None:
-        """What the threads of runtime.member do, in one."""
+        """What the threads of roostream.runtime.member do, in one."""
         place = self.places[who]
         if place.process is None or place.member is None:
             return
@@ -421,7 +440,11 @@ class Simulation:
         table = samples.schema().table_by_name["user"].id
         out: dict[int, int] = {}
         for index in range(len(self.disks)):
-            out |= {id_: row.pushes for (t, id_), row in self.places[f"shard {index}"].process.rows.items() if t == table}
+            out |= {
+                id_: row.pushes
+                for (t, id_), row in self.places[f"shard {index}"].process.rows.items()
+                if t == table
+            }
         return out
 
     def bits(self) -> dict[str, bytes]:

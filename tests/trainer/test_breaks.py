@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from roo.errors import UnavailableError
+from roostream.errors import UnavailableError
 from tests.trainer import samples
 from tests.trainer.loops import build
 from tests.trainer.test_burial import MANY, poisoned
@@ -34,19 +34,30 @@ def diverged(stage: Stage, manifest: str) -> str:
     return str(stage.worker.report()["fatal"])
 
 
-def test_weights_that_are_not_finite_after_every_restore_are_fatal_and_the_batch_is_saved(tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_after_every_restore_are_fatal_and_the_batch_is_saved(
+    tmp_path: Path,
+) -> None:
     stage = staged(tmp_path)
     manifest = stage.committed()
     for _ in range(MOST_RELAPSES - 1):
         assert diverged(stage, manifest.name) == ""
     fatal = diverged(stage, manifest.name)
     path = stage.worker.report()["saved"]
-    assert f"so it was {MOST_RELAPSES} times after a restore to {manifest.name}; `roostream inspect batch {path}`" in fatal
+    assert (
+        f"so it was {MOST_RELAPSES} times after a restore to {manifest.name}; `roostream inspect batch {path}`"
+        in fatal
+    )
     saved = decode(Path(path).read_bytes(), path)
-    assert (saved.manifest, saved.checksum, saved.step, saved.worker) == (manifest.name, manifest.checksum, 2, 0)
+    assert (saved.manifest, saved.checksum, saved.step, saved.worker) == (
+        manifest.name,
+        manifest.checksum,
+        2,
+        0,
+    )
     trained = sum(manifest.offsets.values())
     assert (
-        len(saved.records) == 4 and min(r.timestamp_ms for r in saved.records) == samples.records([trained + 1])[0].timestamp_ms
+        len(saved.records) == 4
+        and min(r.timestamp_ms for r in saved.records) == samples.records([trained + 1])[0].timestamp_ms
     )
     assert any(finding.startswith("dense weight ") for finding in saved.findings)
     assert any(finding.startswith("scores of task click: ") for finding in saved.findings)
@@ -69,7 +80,9 @@ def test_what_is_away_is_never_fatal(tmp_path: Path) -> None:
         stage.started()
         stage.built.transport.down = True
         assert not stage.worker.turn() and stage.worker.report()["broken"]
-    assert stage.worker.report()["fatal"] == stage.worker.report()["saved"] == "" and not list(tmp_path.iterdir())
+    assert stage.worker.report()["fatal"] == stage.worker.report()["saved"] == "" and not list(
+        tmp_path.iterdir()
+    )
 
 
 def test_requests_that_are_all_not_finite_are_fatal_and_the_rows_are_named(tmp_path: Path) -> None:
@@ -81,10 +94,14 @@ def test_requests_that_are_all_not_finite_are_fatal_and_the_rows_are_named(tmp_p
             pass
     assert "requests all gave scores or gradients that are not finite" in stage.worker.report()["fatal"]
     saved = decode(Path(stage.worker.report()["saved"]).read_bytes(), "x")
-    assert saved.manifest == saved.checksum == "" and any(finding.startswith("rows of stack ") for finding in saved.findings)
+    assert saved.manifest == saved.checksum == "" and any(
+        finding.startswith("rows of stack ") for finding in saved.findings
+    )
 
 
-def test_a_defect_saves_its_batch_and_the_next_process_knows_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_defect_saves_its_batch_and_the_next_process_knows_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stage = staged(tmp_path).started()
 
     def fail(*_: object) -> None:
@@ -95,12 +112,18 @@ def test_a_defect_saves_its_batch_and_the_next_process_knows_of_it(tmp_path: Pat
         stage.worker.turn()
     path = stage.worker.report()["saved"]
     saved = decode(Path(path).read_bytes(), "x")
-    assert saved.reason == 'ValueError("shapes don\'t match")' and len(saved.records) == 4 and not saved.findings
-    loop = build(samples.records([1]), rewire=lambda wiring: dataclasses.replace(wiring, saved=SavedBatches(tmp_path))).loop
+    assert (
+        saved.reason == 'ValueError("shapes don\'t match")' and len(saved.records) == 4 and not saved.findings
+    )
+    loop = build(
+        samples.records([1]), rewire=lambda wiring: dataclasses.replace(wiring, saved=SavedBatches(tmp_path))
+    ).loop
     assert Breaks(loop, 0).saved == path
 
 
-def test_a_folder_that_can_t_be_written_hides_no_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_can_t_be_written_hides_no_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stage = staged(tmp_path)
     manifest = stage.committed()
 
@@ -109,7 +132,10 @@ def test_a_folder_that_can_t_be_written_hides_no_reason(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(SavedBatches, "save", full)
     fatals = [diverged(stage, manifest.name) for _ in range(MOST_RELAPSES)]
-    assert fatals[-1].endswith(f"times after a restore to {manifest.name}") and stage.worker.report()["saved"] == ""
+    assert (
+        fatals[-1].endswith(f"times after a restore to {manifest.name}")
+        and stage.worker.report()["saved"] == ""
+    )
 
 
 def test_a_worker_without_a_folder_says_why_all_the_same() -> None:

@@ -19,8 +19,12 @@ def poisoned(built: Built, *users: int) -> Built:
 
 
 @pytest.mark.parametrize("batch_requests", [4, MANY])
-def test_nothing_but_odd_requests_is_the_model_s_own_state_and_none_of_the_last_is_dead(batch_requests: int) -> None:
-    built = poisoned(build(samples.records(list(range(1, MANY + 1))), batch_requests=batch_requests), *range(1, MANY + 1))
+def test_nothing_but_odd_requests_is_the_model_s_own_state_and_none_of_the_last_is_dead(
+    batch_requests: int,
+) -> None:
+    built = poisoned(
+        build(samples.records(list(range(1, MANY + 1))), batch_requests=batch_requests), *range(1, MANY + 1)
+    )
     with pytest.raises(NotFiniteError, match=r"the last [0-9]+ requests all gave"):
         built.train_all()
     before = MOST_IN_A_ROW - batch_requests if batch_requests < MOST_IN_A_ROW else 0

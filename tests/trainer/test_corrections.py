@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.build import build_model
-from models.config import RankerConfig
-from models.inputs import build_inputs
-from models.model import Model
-from roo.batch import Batch
-from roo.decode import Decoder
-from roo.errors import ConfigError
-from roo.lookup import build_lookup
-from roo.schema_file import schema_from_dict
-from roo.wire import Record
+from roostream.errors import ConfigError
+from roostream.models.build import build_model
+from roostream.models.config import RankerConfig
+from roostream.models.inputs import build_inputs
+from roostream.models.model import Model
+from roostream.schema.schema_file import schema_from_dict
+from roostream.wire.batch import Batch
+from roostream.wire.decode import Decoder
+from roostream.wire.lookup import build_lookup
+from roostream.wire.records import Record
 from tests.models.model_cases import CASES, make_batch, make_rows, make_schema
 from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS, Built, build
@@ -52,7 +52,9 @@ def state_of(built: Built) -> dict[str, np.ndarray]:
 
 
 def as_correction(batch: Batch, before_BT: np.ndarray) -> Batch:
-    return dataclasses.replace(batch, label_before_BT=before_BT, correction_R=np.ones(batch.num_requests, np.bool_))
+    return dataclasses.replace(
+        batch, label_before_BT=before_BT, correction_R=np.ones(batch.num_requests, np.bool_)
+    )
 
 
 def gradients(model: Model, batch: Batch, config: LoopConfig) -> list[Tensor]:
@@ -66,7 +68,8 @@ def gradients(model: Model, batch: Batch, config: LoopConfig) -> list[Tensor]:
     }
     rows = {stack: rows_UD.double().requires_grad_() for stack, rows_UD in inputs.rows.items()}
     bags = tuple(
-        dataclasses.replace(bag, weight_L=None if bag.weight_L is None else bag.weight_L.double()) for bag in inputs.bags
+        dataclasses.replace(bag, weight_L=None if bag.weight_L is None else bag.weight_L.double())
+        for bag in inputs.bags
     )
     inputs = dataclasses.replace(inputs, **doubles, rows=rows, bags=bags)
     model.zero_grad()
@@ -82,9 +85,14 @@ def test_sample_and_correction_are_the_corrected_sample_for_every_weight_and_row
     model = build_model(schema, RankerConfig(width=8, deep_layers=(8,), task_layers=(4,)), seed=1).double()
     with torch.no_grad():
         for i, parameter in enumerate(model.parameters()):
-            parameter.add_(0.1 * torch.sin(torch.arange(parameter.numel(), dtype=torch.float64) + i).view(parameter.shape))
+            parameter.add_(
+                0.1
+                * torch.sin(torch.arange(parameter.numel(), dtype=torch.float64) + i).view(parameter.shape)
+            )
     after, config = make_batch(schema, [4, 1, 6], seed=3), LoopConfig(corrections="on")
-    before_BT = np.where(np.arange(after.label_BT.size).reshape(after.label_BT.shape) % 3 == 0, 0, after.label_BT)
+    before_BT = np.where(
+        np.arange(after.label_BT.size).reshape(after.label_BT.shape) % 3 == 0, 0, after.label_BT
+    )
     before_BT = before_BT.astype(np.float32)
     assert (before_BT != after.label_BT).any()
     sample = gradients(model, dataclasses.replace(after, label_BT=before_BT), config)
@@ -98,7 +106,9 @@ def test_sample_and_correction_are_the_corrected_sample_for_every_weight_and_row
 def test_every_schema_of_these_tests_can_be_corrected() -> None:
     for case in CASES:
         batch = make_batch(make_schema(case), [2, 3])
-        targets = targets_of(as_correction(batch, np.zeros_like(batch.label_BT)), LoopConfig(corrections="on"))
+        targets = targets_of(
+            as_correction(batch, np.zeros_like(batch.label_BT)), LoopConfig(corrections="on")
+        )
         assert targets.before_BT is not None and (targets.before_BT == 0).all()
 
 
@@ -107,8 +117,13 @@ def test_of_a_label_whose_value_is_learned_another_value_is_a_change(objective: 
     label = {"name": "read_s", "action": "read", "fold": "sum", "objective": objective, "scale": 600.0}
     schema = schema_from_dict({**CASES["everything"], "label": [label]})
     batch = make_batch(schema, [2])
-    batch = dataclasses.replace(batch, label_BT=np.full_like(batch.label_BT, 30.0), weight_BT=np.ones_like(batch.weight_BT))
-    assert without_idle(as_correction(batch, batch.label_BT / 3), LoopConfig(corrections="on")).num_requests == kept
+    batch = dataclasses.replace(
+        batch, label_BT=np.full_like(batch.label_BT, 30.0), weight_BT=np.ones_like(batch.weight_BT)
+    )
+    assert (
+        without_idle(as_correction(batch, batch.label_BT / 3), LoopConfig(corrections="on")).num_requests
+        == kept
+    )
     assert without_idle(as_correction(batch, batch.label_BT), LoopConfig(corrections="on")).num_requests == 0
 
 
@@ -122,12 +137,16 @@ def test_a_correction_moves_weights_and_rows_and_is_no_request_of_its_own() -> N
     assert [p.sample_id for p in built.predicted] == [p.sample_id for p in plain.predicted]
     assert built.loop.own.num_requests == 8 and built.loop.report()["requests"] == 8
     assert built.pushes()[3] == 2 and built.pushes()[4] == 1
-    assert built.loop.watermark_ms == plain.loop.watermark_ms, "its sample's close time, and its own, are no news"
+    assert built.loop.watermark_ms == plain.loop.watermark_ms, (
+        "its sample's close time, and its own, are no news"
+    )
     assert any((state_of(plain)[k] != v).any() for k, v in state_of(built).items())
 
 
 def test_progress_is_by_topic_and_partition() -> None:
-    built = correcting([*N8, samples.corrected(3, unclicked(3)), samples.corrected(4, unclicked(4))]).train_all()
+    built = correcting(
+        [*N8, samples.corrected(3, unclicked(3)), samples.corrected(4, unclicked(4))]
+    ).train_all()
     assert built.loop.own.progress == {
         ("samples", 0): 4,
         ("samples", 1): 4,
@@ -156,8 +175,12 @@ def test_a_correction_that_changes_nothing_costs_no_step_of_rows_and_is_passed_o
 
 
 @pytest.mark.parametrize(("before", "after", "trained"), [(1.0, 0.0, 1), (0.0, 1.0, 0), (2.0, 1.0, 0)])
-def test_downgrades_alone_are_trained_where_that_is_asked_for(before: float, after: float, trained: int) -> None:
-    built = correcting([*N8, samples.corrected(3, 0, before=before, after=after)], corrections="downgrades").train_all()
+def test_downgrades_alone_are_trained_where_that_is_asked_for(
+    before: float, after: float, trained: int
+) -> None:
+    built = correcting(
+        [*N8, samples.corrected(3, 0, before=before, after=after)], corrections="downgrades"
+    ).train_all()
     assert built.loop.counts.corrections == trained
 
 
@@ -166,7 +189,9 @@ def test_of_a_correction_that_goes_both_ways_only_the_way_down_has_a_target() ->
     before_BT = np.array([[1, 0], [0, 1]], np.float32)
     batch = dataclasses.replace(as_correction(batch, before_BT), label_BT=1 - before_BT)
     targets = targets_of(batch, LoopConfig(corrections="downgrades"))
-    assert targets.before_BT is not None and targets.before_BT.tolist() == [[1, 1], [1, 1]], "up: as it is now, so no change"
+    assert targets.before_BT is not None and targets.before_BT.tolist() == [[1, 1], [1, 1]], (
+        "up: as it is now, so no change"
+    )
 
 
 def test_corrections_of_requests_that_are_only_scored_are_not_trained() -> None:
@@ -239,5 +264,7 @@ def test_what_is_known_at_the_close_follows_from_the_time_until_then() -> None:
     batch = make_batch(make_schema("floats only"), [1, 1])
     batch = dataclasses.replace(batch, close_ms_R=batch.time_ms_R + np.array([0, 60_000]))
     targets = targets_of(batch, LoopConfig(loss="es_dfm", label_delay_ms=60_000))
-    assert targets.known_BT is not None and targets.known_BT[:, 0].tolist() == pytest.approx([0.0, 1 - np.exp(-1)])
+    assert targets.known_BT is not None and targets.known_BT[:, 0].tolist() == pytest.approx(
+        [0.0, 1 - np.exp(-1)]
+    )
     assert targets_of(batch, LoopConfig(loss="fnw")).known_BT is None

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.event_time import NUM_RECENT
+from roostream.runtime.event_time import NUM_RECENT
 from trainer.dedupe import Dedupe
 
 
@@ -94,7 +94,9 @@ def test_claims_end_with_a_load() -> None:
 
 
 @given(
-    st.lists(st.lists(st.tuples(st.integers(-5, 5), st.integers(0, 300)), min_size=1, max_size=8), max_size=12),
+    st.lists(
+        st.lists(st.tuples(st.integers(-5, 5), st.integers(0, 300)), min_size=1, max_size=8), max_size=12
+    ),
     st.integers(0, 11),
 )
 def test_the_state_is_the_arrays(batches: list[list[tuple[int, int]]], cut: int) -> None:

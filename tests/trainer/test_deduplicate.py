@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from roo.decode import Decoder
+from roostream.wire.decode import Decoder
 from tests.trainer import samples
 from tests.trainer.loops import build
 from trainer.feed import part_of, split_at
@@ -26,5 +26,7 @@ def test_a_part_says_what_its_requests_share_only_where_that_is_asked_for() -> N
 def test_training_says_the_same_of_every_request() -> None:
     plain, shared = (build(N12, deduplicate=of).train_all() for of in (False, True))
     for one, other in zip(plain.predicted, shared.predicted, strict=True):
-        assert one.sample_id == other.sample_id and list(other.scores) == pytest.approx(list(one.scores), abs=1e-6)
+        assert one.sample_id == other.sample_id and list(other.scores) == pytest.approx(
+            list(one.scores), abs=1e-6
+        )
     assert shared.pushes() == plain.pushes() and shared.loop.num_steps == plain.loop.num_steps

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from param_server.exchange.exchanged_rows import ExchangedRows
-from roo.errors import UnavailableError
+from roostream.errors import UnavailableError
 from tests.param_server.exchange.test_exchanged_rows import at_shards, batch
 from tests.param_server.shard_support import ITEM, begun, lookup_of, state_of
 from trainer.holding import HoldingTeam
@@ -32,7 +32,9 @@ def test_rows_are_pushed_beside_the_sum_of_the_next_turn_and_leaving_ends_both()
         with ThreadPoolExecutor(1) as lane:
             for step in range(STEPS):
                 lookup, gradients = batch(worker, step)
-                push = lane.submit(rows[worker].push, lookup, gradients, step=step, time_ms=100 * step + worker)
+                push = lane.submit(
+                    rows[worker].push, lookup, gradients, step=step, time_ms=100 * step + worker
+                )
                 bucket_N = torch.tensor([worker + 10.0 * step], dtype=torch.float64)
                 reduction.sum(bucket_N)
                 sums[worker] += bucket_N.tolist()
@@ -53,7 +55,9 @@ def test_rows_are_pushed_beside_the_sum_of_the_next_turn_and_leaving_ends_both()
         for place in places:
             place.close()
     assert sums == [[1.0 + 20.0 * step for step in range(STEPS)]] * WORKERS
-    assert {key: bits for shard in shards for key, bits in state_of(shard).items()} == at_shards(WORKERS, STEPS)
+    assert {key: bits for shard in shards for key, bits in state_of(shard).items()} == at_shards(
+        WORKERS, STEPS
+    )
 
 
 def test_an_interrupt_ends_a_swap_that_waits() -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from roo.errors import SchemaError
-from roo.schema import Schema
-from roo.schema_file import schema_from_dict
+from roostream.errors import SchemaError
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import schema_from_dict
 from tests.runtime.manifest_cases import a_manifest
 from trainer.identity import check_schema
 
@@ -42,7 +42,11 @@ def test_rows_may_be_stored_otherwise_than_when_they_were_committed(now: Schema,
 def test_a_narrower_table_is_refused_in_one_sentence() -> None:
     committed = schema(4)
     with pytest.raises(SchemaError) as caught:
-        check_schema(a_manifest(3, schema=f"{committed.fingerprint:016x}"), schema(3), {committed.fingerprint: committed}.get)
+        check_schema(
+            a_manifest(3, schema=f"{committed.fingerprint:016x}"),
+            schema(3),
+            {committed.fingerprint: committed}.get,
+        )
     assert str(caught.value) == (
         "manifests/00000003: expected table 'user' with dim 4 or more, as committed, got 3: columns of its rows would be lost; "
         "give the narrower table a new name"

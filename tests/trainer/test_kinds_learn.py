@@ -6,19 +6,34 @@ import numpy as np
 import pytest
 import torch
 
-from models.config import CascadeConfig, HstuConfig, ModelConfig, RankerConfig, TwoTowerConfig
+from roostream.models.config import CascadeConfig, HstuConfig, ModelConfig, RankerConfig, TwoTowerConfig
 from tests.trainer.visit_checks import assert_serving_scores_as, log_losses
 from tests.trainer.visits import visit_loop, visits
 
-SMALL = {"request_layers": (16,), "width": 16, "deep_layers": (16,), "task_layers": (8,), "list_heads": 2, "cross_rank": 8}
+SMALL = {
+    "request_layers": (16,),
+    "width": 16,
+    "deep_layers": (16,),
+    "task_layers": (8,),
+    "list_heads": 2,
+    "cross_rank": 8,
+}
 KINDS: dict[str, ModelConfig] = {
     "ranker": RankerConfig(**SMALL, history_width=8),
-    "userarch": RankerConfig(**SMALL, history_width=8, request_side="userarch", userarch_embeddings=3, userarch_width=8),
+    "userarch": RankerConfig(
+        **SMALL, history_width=8, request_side="userarch", userarch_embeddings=3, userarch_width=8
+    ),
     "dhen": RankerConfig(**SMALL, history_width=8, interaction="dhen", dhen_tokens=4, dhen_width=8),
     "retrieval": TwoTowerConfig(user_layers=(32,), item_layers=(32,), width=16),
-    "retrieval of hstu": TwoTowerConfig(user_layers=(32,), item_layers=(32,), width=16, history="hstu", hstu_width=16),
-    "early ranking": TwoTowerConfig(stage="ranking", user_layers=(32,), item_layers=(32,), width=16, mix_layers=(16,)),
-    "cascade": CascadeConfig(**SMALL, history_width=8, retrieval=TwoTowerConfig(user_layers=(32,), item_layers=(32,), width=16)),
+    "retrieval of hstu": TwoTowerConfig(
+        user_layers=(32,), item_layers=(32,), width=16, history="hstu", hstu_width=16
+    ),
+    "early ranking": TwoTowerConfig(
+        stage="ranking", user_layers=(32,), item_layers=(32,), width=16, mix_layers=(16,)
+    ),
+    "cascade": CascadeConfig(
+        **SMALL, history_width=8, retrieval=TwoTowerConfig(user_layers=(32,), item_layers=(32,), width=16)
+    ),
     "hstu": HstuConfig(**SMALL, hstu_width=16, max_history=20),
 }
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import trainer.loop
-from models.inputs import Inputs, build_inputs
-from roo.errors import UnavailableError
-from runtime.clock import FakeClock
+from roostream.errors import UnavailableError
+from roostream.models.inputs import Inputs, build_inputs
+from roostream.runtime.clock import FakeClock
 from tests.trainer import samples
 from tests.trainer.actors import Actor
 from tests.trainer.fake_shard import FakeShard, Row
@@ -44,7 +44,9 @@ def in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def build(*args: Any, **named: Any) -> Inputs:
         inputs = build_inputs(*args, **named)
-        return dataclasses.replace(inputs, ro_float_RG=inputs.ro_float_RG.double(), nro_float_BG=inputs.nro_float_BG.double())
+        return dataclasses.replace(
+            inputs, ro_float_RG=inputs.ro_float_RG.double(), nro_float_BG=inputs.nro_float_BG.double()
+        )
 
     monkeypatch.setattr(trainer.loop, "build_inputs", build)
     torch.set_default_dtype(torch.float64)
@@ -55,7 +57,9 @@ def in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def doubled(workers: int, **settings: Any) -> tuple[Fleet, DoubleRows]:
     rows = DoubleRows(FakeClock(samples.T0))
     records = samples.records(list(range(1, 49)), num_partitions=4)
-    return Fleet(records, workers, lambda worker: rows, num_partitions=4, batch_requests=16 // workers, **settings), rows
+    return Fleet(
+        records, workers, lambda worker: rows, num_partitions=4, batch_requests=16 // workers, **settings
+    ), rows
 
 
 @pytest.mark.parametrize("workers", [2, 4])
@@ -68,7 +72,10 @@ def test_workers_with_a_batch_each_are_one_worker_with_the_whole_batch(workers: 
     (expected,) = one.weights()
     for weights in several.weights():
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-6)
-        assert weights["scorer.0.weight" if "scorer.0.weight" in weights else next(iter(weights))].dtype == torch.float64
+        assert (
+            weights["scorer.0.weight" if "scorer.0.weight" in weights else next(iter(weights))].dtype
+            == torch.float64
+        )
     assert their_rows.values.keys() == one_s_rows.values.keys()
     torch.testing.assert_close(their_rows.values, one_s_rows.values, rtol=0, atol=1e-6)
     assert several.predicted == one.predicted == list(range(1, 49))
@@ -103,7 +110,9 @@ def test_a_worker_without_data_adds_nothing_and_ends_up_with_the_same_weights() 
     first, second = fleet.weights()
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert {row.pushes for (table, _), row in shard.rows.items() if table == USER} == {1}
-    assert fleet.built[0].loop.watermark_ms == fleet.built[1].loop.watermark_ms == samples.T0 + 23_500, "one event time"
+    assert fleet.built[0].loop.watermark_ms == fleet.built[1].loop.watermark_ms == samples.T0 + 23_500, (
+        "one event time"
+    )
 
 
 USER = samples.schema().table_by_name["user"].id
@@ -121,7 +130,9 @@ def test_the_time_of_sums_is_a_stage_of_its_own(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(step.reduction, "sum", slow)
     fleet.run()
     spent_s = own.loop.stages.seconds()
-    assert sum(seconds for (stage, _), seconds in spent_s.items() if stage == "reduce") == 2 * step.num_turns > 0
+    assert (
+        sum(seconds for (stage, _), seconds in spent_s.items() if stage == "reduce") == 2 * step.num_turns > 0
+    )
     assert sum(spent_s.values()) == 2 * step.num_turns, "a fake clock stands still otherwise"
 
 
@@ -151,14 +162,20 @@ def test_a_request_that_is_not_finite_costs_itself_on_whichever_worker() -> None
     assert pushed == dict.fromkeys(others, 1)
     assert [sorted(x.offset for x in built.letters) for built in fleet.built] == [[3], [1, 4]]
     first, second = fleet.weights()
-    assert all(torch.equal(first[name], second[name]) and bool(first[name].isfinite().all()) for name in first)
+    assert all(
+        torch.equal(first[name], second[name]) and bool(first[name].isfinite().all()) for name in first
+    )
 
 
 def test_a_gradient_whose_sum_over_all_could_overflow_is_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = Fleet(samples.records(list(range(1, 9))), 2, rows_of(fake_shard()))
     model = fleet.built[1].loop.model
     loss = model.loss
-    monkeypatch.setattr(model, "loss", lambda inputs, *rest: loss(inputs, *rest) * (1e19 if len(inputs.ro_float_RG) > 1 else 1.0))
+    monkeypatch.setattr(
+        model,
+        "loss",
+        lambda inputs, *rest: loss(inputs, *rest) * (1e19 if len(inputs.ro_float_RG) > 1 else 1.0),
+    )
     fleet.run()
     assert fleet.predicted == list(range(1, 9)) and not fleet.built[1].letters, "alone each of them is fine"
 
@@ -171,7 +188,9 @@ def test_a_cut_is_taken_behind_the_turn_in_which_all_want_it() -> None:
     before = fleet.num_trained
     for _ in range(8):
         fleet.round()
-    assert fleet.cuts == [None, None] and fleet.num_trained > before, "one alone cuts nothing, and training goes on"
+    assert fleet.cuts == [None, None] and fleet.num_trained > before, (
+        "one alone cuts nothing, and training goes on"
+    )
     fleet.wanted[1] = 2
     for _ in range(4):
         fleet.round()
@@ -210,7 +229,15 @@ def test_one_two_three_and_one_worker_again_go_on_where_the_others_stopped() -> 
     shard, at, predicted, skipped = fake_shard(), None, [], 0
     for incarnation, workers in enumerate((1, 2, 3, 1), start=1):
         begin(shard, incarnation)
-        fleet = Fleet(records, workers, rows_of(shard), num_partitions=6, at=at, incarnation=incarnation, batch_requests=4)
+        fleet = Fleet(
+            records,
+            workers,
+            rows_of(shard),
+            num_partitions=6,
+            at=at,
+            incarnation=incarnation,
+            batch_requests=4,
+        )
         if workers == 1:
             for _ in range(4 if at is None else 999):
                 if not (fleet.built[0].loop.step() or (at is not None and fleet.built[0].loop.finish())):
@@ -257,7 +284,9 @@ def test_g11_a_restored_fleet_goes_on_with_the_same_batches_and_bits(turns: int)
         again.round(*((1, 0, 1) if turns % 2 else (0, 0, 1)))
     assert again.built[0].loop.num_steps == whole.built[0].loop.num_steps > at.step > 0
     mine, theirs = again.built[1].loop.snapshot(), whole.built[1].loop.snapshot()
-    assert {k: v.tobytes() for k, v in mine.shared.items()} == {k: v.tobytes() for k, v in theirs.shared.items()}
+    assert {k: v.tobytes() for k, v in mine.shared.items()} == {
+        k: v.tobytes() for k, v in theirs.shared.items()
+    }
     assert shards[0].bits() == shards[1].bits()
 
 
@@ -284,11 +313,19 @@ def test_what_is_agreed_follows_from_what_all_say() -> None:
     assert (one.trains, one.weighted, one.total_T, one.requests, one.cut) == (True, True, (1.5, 0.1), 18, 0)
     assert not agree([idle, idle], Agreed(), exact=False).trains
     waits = agree([WORDS, idle], Agreed(requests=4), exact=True)
-    assert (waits.trains, waits.weighted, waits.requests) == (False, False, 4), "sizes don't depend on who was faster"
+    assert (waits.trains, waits.weighted, waits.requests) == (False, False, 4), (
+        "sizes don't depend on who was faster"
+    )
     through = idle._replace(spare=True, epoch=3)
     assert agree([WORDS._replace(epoch=3), through], Agreed(requests=4), exact=True).trains
-    assert not agree([WORDS._replace(epoch=4), through], Agreed(requests=4), exact=True).trains, "it may have work in epoch 4"
-    assert agree([WORDS, WORDS._replace(weighted=False)], Agreed(requests=4), exact=True)[:3] == (True, True, (3.0, 0.2))
+    assert not agree([WORDS._replace(epoch=4), through], Agreed(requests=4), exact=True).trains, (
+        "it may have work in epoch 4"
+    )
+    assert agree([WORDS, WORDS._replace(weighted=False)], Agreed(requests=4), exact=True)[:3] == (
+        True,
+        True,
+        (3.0, 0.2),
+    )
     assert agree([WORDS._replace(cut=5), WORDS._replace(cut=5)], Agreed(), exact=False).cut == 5
     assert agree([WORDS._replace(cut=5), WORDS], Agreed(), exact=False).cut == 0
     assert agree([WORDS, WORDS._replace(leaving=True)], Agreed(), exact=False).leaving

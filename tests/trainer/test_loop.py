@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from models.inputs import Inputs, build_inputs
-from models.model import Targets
-from roo.decode import Decoder
-from roo.errors import TransportError, UnavailableError
-from roo.lookup import build_lookup
-from roo.wire import Record
+from roostream.errors import TransportError, UnavailableError
+from roostream.models.inputs import Inputs, build_inputs
+from roostream.models.model import Targets
+from roostream.wire.decode import Decoder
+from roostream.wire.lookup import build_lookup
+from roostream.wire.records import Record
 from tests.trainer import samples
 from tests.trainer.fake_shard import Row
 from tests.trainer.loops import Built, build
@@ -91,7 +91,9 @@ RAMP = {"first_batch_requests": 1, "batch_growth_requests": 2, "batch_requests":
 def test_batches_grow_with_the_requests_trained() -> None:
     assert sizes(build(N12, **RAMP).train_all()) == [1, 1, 2, 3, 3, 2]
     assert sizes(build(N12, **{**RAMP, "batch_requests": 2}).train_all()) == [1, 1, 2, 2, 2, 2, 2]
-    assert sizes(build(N12, **{**RAMP, "first_batch_requests": 9}).train_all()) == [3, 3, 3, 3], "never more than batch_requests"
+    assert sizes(build(N12, **{**RAMP, "first_batch_requests": 9}).train_all()) == [3, 3, 3, 3], (
+        "never more than batch_requests"
+    )
 
 
 def test_batches_go_on_growing_after_a_restore_as_they_would_have() -> None:
@@ -121,7 +123,10 @@ def test_g2_a_sample_that_comes_again_is_skipped() -> None:
 
 
 def test_g6_a_bad_message_becomes_a_dead_letter_and_the_partition_moves_on() -> None:
-    records = [raw(0, b"\x03\x01\xff\xff"), *[r._replace(partition=0, offset=i + 1) for i, r in enumerate(N12[:3])]]
+    records = [
+        raw(0, b"\x03\x01\xff\xff"),
+        *[r._replace(partition=0, offset=i + 1) for i, r in enumerate(N12[:3])],
+    ]
     built = build(records).train_all()
     (letter,) = built.letters
     assert (letter.reason, letter.topic, letter.partition, letter.offset) == ("undecodable", "samples", 0, 0)
@@ -139,7 +144,10 @@ def test_a_request_without_candidates_is_ordinary() -> None:
     alone = build([raw(0, samples.sample(1, num_candidates=0), samples.T0 + 1500)]).train_all()
     assert len(alone.predicted) == 1 and not alone.pushes() and alone.offsets()[0] == 1
     mixed = build(
-        [raw(0, samples.sample(1, num_candidates=0), samples.T0 + 1500), raw(1, samples.sample(2), samples.T0 + 2500)]
+        [
+            raw(0, samples.sample(1, num_candidates=0), samples.T0 + 1500),
+            raw(1, samples.sample(2), samples.T0 + 2500),
+        ]
     ).train_all()
     assert mixed.pushes()[2] == 1 and len(mixed.predicted) == 2
     assert mixed.loop.counts.non_finite == 0
@@ -180,7 +188,10 @@ def test_a_request_that_gives_numbers_that_are_not_finite_is_dead_and_all_others
     assert [(x.reason, x.topic, x.partition, x.offset) for x in built.letters] == [
         ("non_finite", "samples", n % 2, (n - 1) // 2) for n in (3, 8, 9)
     ]
-    assert [x.raw for x in built.letters] == [samples.sample(n) for n in (3, 8, 9)] and built.offsets() == [6, 6]
+    assert [x.raw for x in built.letters] == [samples.sample(n) for n in (3, 8, 9)] and built.offsets() == [
+        6,
+        6,
+    ]
     assert (built.loop.counts.non_finite, built.loop.counts.dead_letters) == (3, 3)
     assert all(np.isfinite(v).all() for v in built.loop.snapshot().shared.values())
 
@@ -202,7 +213,9 @@ def test_a_gradient_that_is_not_finite_costs_its_request_only(monkeypatch: pytes
 
     monkeypatch.setattr(built.loop.model, "loss", steep)
     built.train_all()
-    assert {n: p for n, p in built.pushes().items() if p} == dict.fromkeys(range(1, 5), 1), "alone each of them is fine"
+    assert {n: p for n, p in built.pushes().items() if p} == dict.fromkeys(range(1, 5), 1), (
+        "alone each of them is fine"
+    )
     assert not built.letters and built.loop.counts.requests == 4
 
 
@@ -233,7 +246,11 @@ def test_a_shard_that_is_away_stops_the_step_and_moves_no_offset() -> None:
 
 
 def bits(at: Snapshot) -> dict[str, bytes]:
-    own = {f"{partition} {name}": value for partition, cut in at.own.items() for name, value in cut.tensors.items()}
+    own = {
+        f"{partition} {name}": value
+        for partition, cut in at.own.items()
+        for name, value in cut.tensors.items()
+    }
     return {name: value.tobytes() for name, value in (at.shared | own).items()}
 
 
@@ -247,7 +264,9 @@ def test_what_is_prepared_is_in_no_snapshot_until_it_is_trained() -> None:
     ahead = built.loop.pull(built.loop.claim(second))
     built.loop.train(prepared)
     at = built.loop.snapshot()
-    assert sum(at.progress.values()) == 4 and sum(len(cut.tensors["dedupe.id"]) for cut in at.own.values()) == 4
+    assert (
+        sum(at.progress.values()) == 4 and sum(len(cut.tensors["dedupe.id"]) for cut in at.own.values()) == 4
+    )
     built.loop.train(ahead)
     assert built.pushes() == dict.fromkeys(range(1, 9), 1) and sum(built.offsets()) == 8
 
@@ -301,7 +320,11 @@ def test_g11_a_restored_loop_goes_on_with_the_same_bits() -> None:
     again.train_all()
     mine, theirs = again.loop.snapshot(), whole.loop.snapshot()
     assert bits(mine) == bits(theirs)
-    assert (mine.step, mine.progress, mine.watermark_ms) == (theirs.step, theirs.progress, theirs.watermark_ms)
+    assert (mine.step, mine.progress, mine.watermark_ms) == (
+        theirs.step,
+        theirs.progress,
+        theirs.watermark_ms,
+    )
 
 
 def sample_at(number: int, close_ms: int) -> Record:
@@ -342,13 +365,18 @@ def test_the_watermark_goes_on_after_a_restore_as_it_would_have() -> None:
     again.loop.restore(whole.loop.snapshot())
     for built in (whole, again):
         built.train_all()
-    assert bits(whole.loop.snapshot()) == bits(again.loop.snapshot()) and whole.loop.watermark_ms == samples.T0 + 15_000
+    assert (
+        bits(whole.loop.snapshot()) == bits(again.loop.snapshot())
+        and whole.loop.watermark_ms == samples.T0 + 15_000
+    )
 
 
 def test_a_sample_whose_close_time_is_not_its_records_timestamp_is_dead() -> None:
     built = build([N12[1], N12[3]._replace(timestamp_ms=N12[3].timestamp_ms + 1), N12[5]])
     built.train_all()
-    assert [(x.reason, x.offset) for x in built.letters] == [("bad_time", 1)] and "got close time" in built.letters[0].error
+    assert [(x.reason, x.offset) for x in built.letters] == [
+        ("bad_time", 1)
+    ] and "got close time" in built.letters[0].error
     assert [p.sample_id for p in built.predicted] == [2, 6]
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from roo.batch import Batch
-from roo.decode import Decoder
-from runtime.kafka.topics import CORRECTIONS, SAMPLES
+from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES
+from roostream.wire.batch import Batch
+from roostream.wire.decode import Decoder
 from tests.trainer import samples
 from trainer.monitoring.quality import QUALITY, Metrics
 from trainer.partitions import Partitions, report_of, rows_by_partition
@@ -26,7 +26,10 @@ def partitions() -> Partitions:
 
 def test_requests_are_told_apart_by_topic_and_partition() -> None:
     batch = batch_of([1, 2, 3, 4])
-    assert {p: rows.tolist() for p, rows in rows_by_partition(batch).items()} == {(SAMPLES, 0): [1, 3], (SAMPLES, 1): [0, 2]}
+    assert {p: rows.tolist() for p, rows in rows_by_partition(batch).items()} == {
+        (SAMPLES, 0): [1, 3],
+        (SAMPLES, 1): [0, 2],
+    }
     corrected = np.array([False, True, False, False])
     object.__setattr__(batch, "correction_R", corrected)
     assert sorted(rows_by_partition(batch)) == [(CORRECTIONS, 0), (SAMPLES, 0), (SAMPLES, 1)]
@@ -34,7 +37,11 @@ def test_requests_are_told_apart_by_topic_and_partition() -> None:
 
 @pytest.mark.parametrize("num_candidates", [1, 3])
 def test_the_report_is_that_of_one_metric_over_everything(num_candidates: int) -> None:
-    split, whole, random = partitions(), Metrics(samples.schema().tasks), np.random.default_rng(num_candidates)
+    split, whole, random = (
+        partitions(),
+        Metrics(samples.schema().tasks),
+        np.random.default_rng(num_candidates),
+    )
     for start in range(1, 400, 40):
         batch = batch_of(list(range(start, start + 40)))
         score_BT = random.random((batch.num_candidates, 1), dtype=np.float32)
@@ -43,7 +50,11 @@ def test_the_report_is_that_of_one_metric_over_everything(num_candidates: int) -
     mine, theirs = split.metrics().report(), whole.report()
     assert {k: mine[k] for k in QUALITY} == pytest.approx({k: theirs[k] for k in QUALITY}, rel=1e-12)
     assert report_of(split.cut().values(), samples.schema().tasks) == mine
-    assert (mine["requests"], mine["first_ms"], mine["last_ms"]) == (theirs["requests"], theirs["first_ms"], theirs["last_ms"])
+    assert (mine["requests"], mine["first_ms"], mine["last_ms"]) == (
+        theirs["requests"],
+        theirs["first_ms"],
+        theirs["last_ms"],
+    )
 
 
 def test_nothing_counted_is_a_report_of_nothing() -> None:

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.batch import Batch
-from roo.decode import Decoder
-from roo.errors import UnavailableError
-from roo.ids import unsigned
-from runtime.clock import FakeClock
+from roostream.errors import UnavailableError
+from roostream.runtime.clock import FakeClock
+from roostream.schema.ids import unsigned
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.batch import Batch
+from roostream.wire.decode import Decoder
 from tests.trainer import samples
 from trainer.batches import Rejected
 from trainer.predictions import KafkaOutputs, Prediction, dead_letter, predictions_of
@@ -24,7 +24,10 @@ from trainer.selection.decision import Selected
 
 
 def batch_of(*values: bytes) -> Batch:
-    records = [r._replace(value=value) for r, value in zip(samples.records(list(range(1, 1 + len(values)))), values, strict=True)]
+    records = [
+        r._replace(value=value)
+        for r, value in zip(samples.records(list(range(1, 1 + len(values)))), values, strict=True)
+    ]
     return Decoder(samples.schema(), {}.get).decode(records)[0]
 
 
@@ -47,7 +50,9 @@ def message_of(batch: Batch, score_BT: np.ndarray, step: int, r: int) -> pb.Pred
 
 @pytest.mark.parametrize("served", [False, True])
 def test_a_prediction_s_bytes_are_those_of_its_message(served: bool) -> None:
-    batch = batch_of(samples.sample(1), samples.sample(2, num_candidates=0), samples.sample(3, num_candidates=5))
+    batch = batch_of(
+        samples.sample(1), samples.sample(2, num_candidates=0), samples.sample(3, num_candidates=5)
+    )
     if served:
         served_BT = np.full_like(batch.served_score_BT, np.nan)
         served_BT[batch.request_index_B == 2] = 0.25
@@ -63,9 +68,15 @@ def test_a_prediction_s_bytes_are_those_of_its_message(served: bool) -> None:
 def test_records_of_zeros_and_weights_and_of_some_requests_alone_are_those_of_messages() -> None:
     """Protobuf leaves a 0 out."""
     batch = batch_of(*(samples.sample(n, num_candidates=n % 3) for n in range(1, 8)))
-    zero = {"sample_id_R": [0, 2, -3, 4, 5, 6, 7], "time_ms_R": [1, 0, 3, -4, 5, 6, 7], "offset_R": [9, 8, 7, 0, 1 << 40, 5, 4]}
+    zero = {
+        "sample_id_R": [0, 2, -3, 4, 5, 6, 7],
+        "time_ms_R": [1, 0, 3, -4, 5, 6, 7],
+        "offset_R": [9, 8, 7, 0, 1 << 40, 5, 4],
+    }
     partitions = np.array([0, 1, 300, 0, 2, 2, 1], np.int32)
-    batch = dataclasses.replace(batch, partition_R=partitions, **{name: np.array(v, np.int64) for name, v in zero.items()})
+    batch = dataclasses.replace(
+        batch, partition_R=partitions, **{name: np.array(v, np.int64) for name, v in zero.items()}
+    )
     score_BT = np.random.default_rng(1).random((batch.num_candidates, 1), dtype=np.float32)
     disposition_R = np.array([0, 1, 2, 3, 4, 0, 0], np.uint8)
     weights = (np.array(w, np.float32) for w in ([1, 0, 2.5, 1, 0, 4, 0], [1, 20, 1, 0, 3.3, 1, 0]))
@@ -75,10 +86,15 @@ def test_records_of_zeros_and_weights_and_of_some_requests_alone_are_those_of_me
         for r in range(7):
             message = message_of(batch, score_BT, 1 << 33, r)
             message.disposition = int(disposition_R[r])  # type: ignore[assignment]
-            for name, w_R in (("train_weight", choice.train_weight_R), ("metric_weight", choice.metric_weight_R)):
+            for name, w_R in (
+                ("train_weight", choice.train_weight_R),
+                ("metric_weight", choice.metric_weight_R),
+            ):
                 if with_choice and w_R[r] not in (0, 1):
                     setattr(message, name, float(w_R[r]))
-            expected.append(Prediction(message.sample_id, message.time_ms, wire.encode(wire.PREDICTION, message)))
+            expected.append(
+                Prediction(message.sample_id, message.time_ms, wire.encode(wire.PREDICTION, message))
+            )
         made = list(predictions_of(batch, score_BT, 1 << 33, disposition_R, with_choice))
         assert made == expected
         some = np.array([1, 4, 6])
@@ -89,7 +105,13 @@ def test_records_of_zeros_and_weights_and_of_some_requests_alone_are_those_of_me
 
 def test_a_dead_letter_keeps_as_much_of_the_record_as_fits() -> None:
     letter = dead_letter(Rejected(("samples", 3), 9, "undecodable", "why", b"12345"), 4)
-    assert (letter.topic, letter.partition, letter.offset, letter.reason, letter.error) == ("samples", 3, 9, "undecodable", "why")
+    assert (letter.topic, letter.partition, letter.offset, letter.reason, letter.error) == (
+        "samples",
+        3,
+        9,
+        "undecodable",
+        "why",
+    )
     assert letter.raw == b"1234" and letter.raw_bytes == 5
 
 

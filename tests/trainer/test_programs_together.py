@@ -14,23 +14,23 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from command.batch_inspection import inspected
 from param_server.blobs import MemoryBlobs
 from param_server.client import Client
-from roo.decode import Decoder
-from roo.errors import HeldError, UnavailableError
-from runtime import manifest as manifests
-from runtime.checkpoint_store import FileStore
-from runtime.clock import SystemClock
-from runtime.crew import StopBudget
-from runtime.exports import Exports
-from runtime.health import Health
-from runtime.kafka.record_reader import MemoryReader
-from runtime.kafka.topics import Progress
-from runtime.member import Member
-from runtime.program import Stop
-from runtime.rpc_client import SocketTransport
-from runtime.rpc_server import RpcServer
+from roostream.cli.batch_inspection import inspected
+from roostream.errors import HeldError, UnavailableError
+from roostream.runtime import manifest as manifests
+from roostream.runtime.checkpoint_store import FileStore
+from roostream.runtime.clock import SystemClock
+from roostream.runtime.crew import StopBudget
+from roostream.runtime.exports import Exports
+from roostream.runtime.health import Health
+from roostream.runtime.kafka.record_reader import MemoryReader
+from roostream.runtime.kafka.topics import Progress
+from roostream.runtime.member import Member
+from roostream.runtime.program import Stop
+from roostream.runtime.rpc_client import SocketTransport
+from roostream.runtime.rpc_server import RpcServer
+from roostream.wire.decode import Decoder
 from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS, MemoryOutputs
 from tests.trainer.real_shard import RealShard
@@ -125,7 +125,9 @@ class Together:
         shard = RealShard(index, 2, self.store, self.clock, self.disks[index], samples.schema())  # type: ignore[arg-type]
         server = RpcServer(shard.handle, port=self.ports[index]).start()
         self.ports[index] = server.port
-        member = Member(lambda: SocketTransport(self.server.address), "shard", index, shard.execute, dict, gone).start()
+        member = Member(
+            lambda: SocketTransport(self.server.address), "shard", index, shard.execute, dict, gone
+        ).start()
 
         def kill() -> None:
             gone.set()
@@ -135,7 +137,9 @@ class Together:
         self.stops.append(kill)
         return kill
 
-    def worker(self, source: MemoryReader, staleness: int = 0, *, home: Path | None = None, spoilt: bool = False) -> Trainer:
+    def worker(
+        self, source: MemoryReader, staleness: int = 0, *, home: Path | None = None, spoilt: bool = False
+    ) -> Trainer:
         """`spoilt`: its weights are not finite after each restore."""
         shards = [SocketTransport(f"127.0.0.1:{port}") for port in self.ports]
         client = Client(samples.schema(), shards, worker=0, resend_for_s=0.5)
@@ -144,14 +148,24 @@ class Together:
         outputs = MemoryOutputs()
         stages = Stages(self.clock)
         batches, rows, feed = connected(
-            lambda: RecordBatches(source, decoder, self.clock, max_wait_ms=settings.max_batch_wait_ms, stages=stages),
+            lambda: RecordBatches(
+                source, decoder, self.clock, max_wait_ms=settings.max_batch_wait_ms, stages=stages
+            ),
             ShardRows(client),
             stages,
             staleness=staleness,
             read_ahead=2,
         )
         saved = SavedBatches(home) if home else None
-        wiring = Wiring(source=batches, rows=rows, outputs=outputs, clock=self.clock, feed=feed, stages=stages, saved=saved)
+        wiring = Wiring(
+            source=batches,
+            rows=rows,
+            outputs=outputs,
+            clock=self.clock,
+            feed=feed,
+            stages=stages,
+            saved=saved,
+        )
         identity = Identity(
             schema=samples.schema(),
             registry={}.get,
@@ -163,7 +177,12 @@ class Together:
         )
         loop = (SpoiltLoop if spoilt else TrainLoop)(settings, samples.schema(), samples.MODEL, wiring)
         worker = Worker(loop, outputs, self.store, identity)
-        monitor, stop, left, clock = Monitor(worker, self.clock, Patience(lag_ms=5000)), Stop(), threading.Event(), Ahead()
+        monitor, stop, left, clock = (
+            Monitor(worker, self.clock, Patience(lag_ms=5000)),
+            Stop(),
+            threading.Event(),
+            Ahead(),
+        )
         dial, ending = lambda: SocketTransport(self.server.address), StopBudget(stop, LONG_S)
         member = Member(dial, "worker", 0, worker.submit, monitor.report, left, clock=clock, ending=ending)
         member.start()
@@ -241,7 +260,11 @@ def test_g3_training_goes_on_by_itself_after_a_shard_was_killed(together: Togeth
     source.append(samples.records(list(range(1, 41)))[20:])
     together.wait_for(lambda: together.committed(40))
     last = manifests.newest(together.store)
-    assert last is not None and last.manifest.workers[0].metrics["requests"] == 40 and last.manifest.workers[0].dedupe == 40
+    assert (
+        last is not None
+        and last.manifest.workers[0].metrics["requests"] == 40
+        and last.manifest.workers[0].dedupe == 40
+    )
     assert together.controller.status()["incarnation"] >= 2
     together.wait_for(lambda: monitor.progress.overall.state is Liveness.CAUGHT_UP)
     shown = {family.name: family for family in Exports("worker", monitor.gauges, LABELS).collect()}
@@ -314,7 +337,9 @@ def test_a_stream_that_pauses_holds_training_and_one_record_more_ends_that(toget
     assert isinstance(failure, HeldError) and "nothing to read for 0.2 s; it ends by itself" in str(failure)
     assert first.monitor.progress.overall.state is Liveness.HELD
     status = together.controller.status()
-    assert status["holds"][0]["kind"] == "transient" and status["state"] == "held" and status["rollbacks"] == 0
+    assert (
+        status["holds"][0]["kind"] == "transient" and status["state"] == "held" and status["rollbacks"] == 0
+    )
     first.end()
     together.stops.remove(first.end)
     source.append(samples.records(numbers)[8:])
@@ -322,11 +347,15 @@ def test_a_stream_that_pauses_holds_training_and_one_record_more_ends_that(toget
     together.worker(source)
     together.wait_for(lambda: together.committed(9))
     last = manifests.newest(together.store)
-    assert last is not None and last.manifest.workers[0].metrics["requests"] == 9, "nothing was lost, nothing came twice"
+    assert last is not None and last.manifest.workers[0].metrics["requests"] == 9, (
+        "nothing was lost, nothing came twice"
+    )
     assert together.controller.status()["device_s"]["transient_hold"] > 0
 
 
-def test_numbers_that_are_never_finite_hold_training_with_the_batch_in_the_reason(together: Together, tmp_path: Path) -> None:
+def test_numbers_that_are_never_finite_hold_training_with_the_batch_in_the_reason(
+    together: Together, tmp_path: Path
+) -> None:
     source = MemoryReader(PARTITIONS, samples.records(list(range(1, 9))))
     for index in (0, 1):
         together.shard(index)
@@ -334,10 +363,16 @@ def test_numbers_that_are_never_finite_hold_training_with_the_batch_in_the_reaso
     trainer.thread.join(LONG_S)
     assert isinstance(together.failures.get(timeout=LONG_S), HeldError)
     (hold,) = together.controller.status()["holds"]
-    found = re.search(r"dense weights are not finite.* 3 times .*`roostream inspect batch (\S+)` shows", hold["reason"])
+    found = re.search(
+        r"dense weights are not finite.* 3 times .*`roostream inspect batch (\S+)` shows", hold["reason"]
+    )
     assert hold["kind"] == "permanent" and hold["member"] == "worker 0" and found, hold
     told = inspected(decode(Path(found[1]).read_bytes(), found[1]))
-    assert told["requests"] == 4 and told["findings"][0].startswith("dense weight ") and manifests.newest(together.store) is None
+    assert (
+        told["requests"] == 4
+        and told["findings"][0].startswith("dense weight ")
+        and manifests.newest(together.store) is None
+    )
 
 
 def test_a_worker_without_a_controller_stops(together: Together) -> None:

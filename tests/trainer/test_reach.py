@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from runtime.kafka.topics import nested
+from roostream.runtime.kafka.topics import nested
 from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS, build
 from tests.trainer.pipeline.pipelines import pipelined
@@ -83,7 +83,12 @@ def test_the_stream_behind_history_has_no_end_and_the_usual_batches() -> None:
 
 
 def test_history_is_trained_in_its_own_batches() -> None:
-    built = build(samples.records(list(range(1, 25))), batch_requests=2, initial_batch_requests=8, first_batch_requests=8)
+    built = build(
+        samples.records(list(range(1, 25))),
+        batch_requests=2,
+        initial_batch_requests=8,
+        first_batch_requests=8,
+    )
     reach, steps = Reach(built.loop), []
     for told in (epoch(1, 8, 8), {"number": 0, "units": []}):
         reach.begin(told)
@@ -115,7 +120,9 @@ def test_a_unit_that_is_empty_is_trained_and_so_is_none() -> None:
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("ends", [(12, 12), (10, 3), (0, 7)])
-def test_ahead_of_training_nothing_is_read_that_a_serial_loop_would_not(ends: tuple[int, int], exact: bool) -> None:
+def test_ahead_of_training_nothing_is_read_that_a_serial_loop_would_not(
+    ends: tuple[int, int], exact: bool
+) -> None:
     records, told = samples.records(list(range(1, 49))), [epoch(1, *ends), epoch(2, 24, 24)]
 
     def run(built: Any) -> tuple[list[Any], dict[str, bytes]]:
@@ -124,7 +131,9 @@ def test_ahead_of_training_nothing_is_read_that_a_serial_loop_would_not(ends: tu
         for then in (told[1], None):
             while not reach.is_trained:
                 built.loop.step()
-            found.append((built.loop.num_steps, built.offsets(), [built.loop.own.in_turn(n) for n in range(2)]))
+            found.append(
+                (built.loop.num_steps, built.offsets(), [built.loop.own.in_turn(n) for n in range(2)])
+            )
             if then:
                 reach.extend(then)
         built.loop.feed.drain()

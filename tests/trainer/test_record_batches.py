@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from roo.decode import Decoder
-from roo.wire import Record
-from runtime.clock import FakeClock
-from runtime.kafka.record_reader import MemoryReader
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.kafka.record_reader import MemoryReader
+from roostream.wire.decode import Decoder
+from roostream.wire.records import Record
 from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS
 from trainer.batches import Chunk
@@ -17,7 +17,9 @@ EVEN, ODD = PARTITIONS
 class Case:
     def __init__(self, records: list[Record]) -> None:
         self.clock, self.reader = FakeClock(samples.T0), MemoryReader(PARTITIONS, records)
-        self.source = RecordBatches(self.reader, Decoder(samples.schema(), {}.get), self.clock, max_wait_ms=500)
+        self.source = RecordBatches(
+            self.reader, Decoder(samples.schema(), {}.get), self.clock, max_wait_ms=500
+        )
 
 
 def ids(chunk: Chunk | None) -> list[int]:
@@ -35,7 +37,9 @@ def test_a_full_chunk_comes_at_once_oldest_first_and_says_where_it_ends() -> Non
 
 def test_a_short_chunk_waits_for_more_until_its_first_record_is_late() -> None:
     case = Case(samples.records([1, 2]))
-    assert case.source.poll(3, 0.0) is None and case.source.positions() == {EVEN: 0, ODD: 0}, "read, not given"
+    assert case.source.poll(3, 0.0) is None and case.source.positions() == {EVEN: 0, ODD: 0}, (
+        "read, not given"
+    )
     case.clock.advance(0.4)
     assert case.source.poll(3, 0.0) is None
     case.clock.advance(0.1)
@@ -73,7 +77,12 @@ def test_a_reject_keeps_what_its_dead_letter_needs() -> None:
     chunk = Case([bad]).source.poll(1, 0.0)
     assert chunk is not None and chunk.batch.num_requests == 0 and chunk.after == {EVEN: 1}
     (reject,) = chunk.rejects
-    assert (reject.partition, reject.offset, reject.reason, reject.raw) == (EVEN, 0, "undecodable", b"\x03\x01\xff")
+    assert (reject.partition, reject.offset, reject.reason, reject.raw) == (
+        EVEN,
+        0,
+        "undecodable",
+        b"\x03\x01\xff",
+    )
 
 
 def test_before_a_bound_a_chunk_is_cut_short_and_behind_it_nothing_comes() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from roo.errors import ConfigError, UnavailableError
+from roostream.errors import ConfigError, UnavailableError
 from tests.contract.house import ROOT
 from trainer.config import WorkerConfig
 from trainer.reduce import ALONE, Alone, Meeting, MeetingPlace
@@ -50,7 +50,13 @@ def test_a_worker_alone_sends_nothing_and_is_its_sum(hasty: MeetingPlace) -> Non
 
 
 def test_others_reach_it_only_where_that_is_said() -> None:
-    settings = {"controller": "127.0.0.1:1", "shards": ("127.0.0.1:2",), "schema": "s", "store": "x", "bootstrap": "127.0.0.1:3"}
+    settings = {
+        "controller": "127.0.0.1:1",
+        "shards": ("127.0.0.1:2",),
+        "schema": "s",
+        "store": "x",
+        "bootstrap": "127.0.0.1:3",
+    }
     with pytest.raises(ConfigError, match=r"meet.*loopback"):
         WorkerConfig(**settings, meet="0.0.0.0:0")  # type: ignore[arg-type]
     assert WorkerConfig(**settings).meet == ANY  # type: ignore[arg-type]
@@ -63,9 +69,13 @@ def test_a_port_that_is_taken_is_said(hasty: MeetingPlace) -> None:
 
 def test_all_get_the_same_sum_in_every_incarnation(places: list[MeetingPlace]) -> None:
     for incarnation in (3, 4):
-        reductions = [place.join(Meeting(incarnation, i, 2, places[0].address)) for i, place in enumerate(places)]
+        reductions = [
+            place.join(Meeting(incarnation, i, 2, places[0].address)) for i, place in enumerate(places)
+        ]
         buckets = [torch.tensor([1.5 * (i + 1), 1 / 3, 2.0**52], dtype=torch.float64) for i in range(2)]
-        threads = [threading.Thread(target=r.sum, args=(b,)) for r, b in zip(reductions, buckets, strict=True)]
+        threads = [
+            threading.Thread(target=r.sum, args=(b,)) for r, b in zip(reductions, buckets, strict=True)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -86,7 +96,9 @@ def test_a_wait_for_the_others_ends_when_it_is_interrupted(met: bool, places: li
     threading.Timer(0.2, reductions[0].interrupt).start()
     with pytest.raises(UnavailableError, match="interrupted while waiting for"):
         reductions[0].sum(torch.ones(1, dtype=torch.float64))
-    assert any(thread.name == "reduction-close" for thread in threading.enumerate()) == met  # which waits for gloo's own limit
+    assert (
+        any(thread.name == "reduction-close" for thread in threading.enumerate()) == met
+    )  # which waits for gloo's own limit
     with pytest.raises(UnavailableError, match="has left the others"):
         reductions[0].sum(torch.ones(1, dtype=torch.float64))
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roo.errors import ConfigError, UnavailableError
-from roo.wire import Record
-from runtime import tensor_file
+from roostream.errors import ConfigError, UnavailableError
+from roostream.runtime import tensor_file
+from roostream.wire.records import Record
 from tests.trainer import samples
 from trainer.saved_batch import MOST_FILES, SavedBatch, SavedBatches, decode, encode, fitting
 
@@ -62,7 +62,10 @@ def test_everything_else_comes_back_too() -> None:
         (encode(SAVED)[:-1], "expected a batch that a worker saved, got something else"),
         (tensor_file.encode({"a": np.zeros(3)}, {}), "got another safetensors file"),
         (encode(SAVED)[:-1] + b"!", "got others: the file is damaged"),
-        (encode(SAVED).replace(b"nothing is finite", b"nothing is Finite"), "got others: the file is damaged"),
+        (
+            encode(SAVED).replace(b"nothing is finite", b"nothing is Finite"),
+            "got others: the file is damaged",
+        ),
     ],
 )
 def test_what_is_damaged_or_foreign_is_told_in_a_sentence(data: bytes, message: str) -> None:
@@ -73,7 +76,11 @@ def test_what_is_damaged_or_foreign_is_told_in_a_sentence(data: bytes, message: 
 
 def test_a_batch_is_saved_as_far_as_it_fits() -> None:
     size = len(RECORDS[0].value) + len(RECORDS[0].key or b"")
-    assert fitting(RECORDS, 10 * size) == RECORDS and fitting(RECORDS, size) == RECORDS[:1] and fitting(RECORDS, size - 1) == ()
+    assert (
+        fitting(RECORDS, 10 * size) == RECORDS
+        and fitting(RECORDS, size) == RECORDS[:1]
+        and fitting(RECORDS, size - 1) == ()
+    )
     assert fitting([]) == ()
 
 

@@ -32,7 +32,12 @@ class Wire:
         return exchange
 
 
-def swapped(workers: int, turns: int, size_of: Callable[[int, int, int], int], about: Callable[[int], str] = lambda _: "") -> int:
+def swapped(
+    workers: int,
+    turns: int,
+    size_of: Callable[[int, int, int], int],
+    about: Callable[[int], str] = lambda _: "",
+) -> int:
     """Exchanges that it took to swap parts of `size_of(turn, from, to)` bytes, each of which was found where it belongs."""
     wire = Wire(workers)
 
@@ -61,7 +66,9 @@ def test_parts_of_about_the_same_size_take_one_exchange_but_the_first_time(worke
 
 @pytest.mark.parametrize("workers", [2, 4])
 def test_what_grows_and_shrinks_arrives_whole(workers: int) -> None:
-    sizes = np.random.default_rng(1).choice([0, 1, 7, 1023, 1024, 1025, 9_000, 300_000], (30, workers, workers))
+    sizes = np.random.default_rng(1).choice(
+        [0, 1, 7, 1023, 1024, 1025, 9_000, 300_000], (30, workers, workers)
+    )
     num = swapped(workers, 30, lambda turn, sender, to: int(sizes[turn, sender, to]))
     assert 30 < num < 60
 

@@ -14,14 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from placement.cost import PlacedTable
-from placement.plan import plan
-from placement.sharding_file import sharding_of
+from param_server.placement.cost import PlacedTable
+from param_server.placement.plan import plan
+from param_server.placement.sharding_file import sharding_of
 from tests.trainer.sharded_collections import RANKS, TABLES, bags, first_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-COUNTED = [PlacedTable(name=n, dim=d, row_wise_rule=False, rows=r, uniques=1.0, ids=2.0) for n, (r, d) in TABLES.items()]
+COUNTED = [
+    PlacedTable(name=n, dim=d, row_wise_rule=False, rows=r, uniques=1.0, ids=2.0)
+    for n, (r, d) in TABLES.items()
+]
 UNCOUNTED = [PlacedTable(name=n, dim=d, row_wise_rule=False, rows=r) for n, (r, d) in TABLES.items()]
 
 
@@ -53,10 +56,10 @@ def run(folder: Path, first: str, second: str) -> list[dict[str, np.ndarray]]:
 
 
 def sums(rank: int) -> dict[str, np.ndarray]:
-    """Our pooling of the same rows (models/gather.py), by feature."""
+    """Our pooling of the same rows (roostream/models/gather.py), by feature."""
     import torch
 
-    from models.gather import pool_bags
+    from roostream.models.gather import pool_bags
 
     names, lengths, values = bags(0, rank)
     rows, at = first_rows(), 0
@@ -79,7 +82,9 @@ def test_the_plans_differ_as_they_should() -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [("table", "row"), ("row", "mixed"), ("mixed", "table")])
-def test_a_sharded_collection_pools_what_we_do_and_moves_to_the_bit(first: str, second: str, tmp_path: Path) -> None:
+def test_a_sharded_collection_pools_what_we_do_and_moves_to_the_bit(
+    first: str, second: str, tmp_path: Path
+) -> None:
     found = run(tmp_path, first, second)
     for rank, its in enumerate(found):
         for feature, ours_BD in sums(rank).items():
@@ -92,8 +97,12 @@ def test_a_sharded_collection_pools_what_we_do_and_moves_to_the_bit(first: str, 
         assert np.isfinite(its[f"stayed.{name}"]).all() and its[f"stayed.{name}"].any()
         assert its[f"stayed.{name}"].tobytes() == its[f"moved.{name}"].tobytes(), "five steps later"
     for table in TABLES:
-        assert not np.allclose(its[f"stayed.rows.{table}"], its[f"lost.rows.{table}"], atol=1e-4), "state that is left behind"
-    assert all(found[0][name].tobytes() == found[1][name].tobytes() for name in its if not name.startswith("pooled"))
+        assert not np.allclose(its[f"stayed.rows.{table}"], its[f"lost.rows.{table}"], atol=1e-4), (
+            "state that is left behind"
+        )
+    assert all(
+        found[0][name].tobytes() == found[1][name].tobytes() for name in its if not name.startswith("pooled")
+    )
 
 
 STATE = "momentum1"

@@ -8,13 +8,25 @@ from typing import Any
 
 import pytest
 
-from roo.config import load
-from roo.errors import ConfigError, SetupError
+from roostream.errors import ConfigError, SetupError
+from roostream.schema.settings import load
 from trainer.config import ControllerConfig, LoopConfig, WorkerConfig
 from trainer.selection.config import RehearsalConfig
 
-WORKER: dict[str, Any] = {"bootstrap": "k:1", "schema": "s.toml", "store": "store", "controller": "c:1", "shards": ("a:1",)}
-CONTROLLER: dict[str, Any] = {"listen": "127.0.0.1:0", "store": "store", "num_shards": 2, "bootstrap": "k:1", "schema": "s.toml"}
+WORKER: dict[str, Any] = {
+    "bootstrap": "k:1",
+    "schema": "s.toml",
+    "store": "store",
+    "controller": "c:1",
+    "shards": ("a:1",),
+}
+CONTROLLER: dict[str, Any] = {
+    "listen": "127.0.0.1:0",
+    "store": "store",
+    "num_shards": 2,
+    "bootstrap": "k:1",
+    "schema": "s.toml",
+}
 
 
 def test_a_worker_is_configured_by_a_file(tmp_path: Path) -> None:
@@ -24,7 +36,12 @@ def test_a_worker_is_configured_by_a_file(tmp_path: Path) -> None:
         'max_batch_wait = "1s"\nexact = true\n'
     )
     config = load(WorkerConfig, path, program="worker", environ={"ROOSTREAM_WORKER_BATCH_REQUESTS": "8"})
-    assert (config.shards, config.max_batch_wait_ms, config.exact, config.batch_requests) == (("a:1", "b:2"), 1000, True, 8)
+    assert (config.shards, config.max_batch_wait_ms, config.exact, config.batch_requests) == (
+        ("a:1", "b:2"),
+        1000,
+        True,
+        8,
+    )
 
 
 @pytest.mark.parametrize(
@@ -38,19 +55,31 @@ def test_a_worker_is_configured_by_a_file(tmp_path: Path) -> None:
         ({"shards": ()}, "key 'shards': expected a value (host:port of shards"),
         ({"index": -1}, "key 'index': expected at least 0"),
         ({"read_ahead": 17}, "key 'read_ahead': expected 0..16, got 17"),
-        ({"staleness": 1, "exact": True}, "key 'staleness': expected 0 with exact = true, got 1; what is repeated would"),
+        (
+            {"staleness": 1, "exact": True},
+            "key 'staleness': expected 0 with exact = true, got 1; what is repeated would",
+        ),
         ({"precision": "fp8"}, "key 'precision': expected one of"),
         (
             {"attention": "triton"},
             "key 'attention': expected reference with device = cpu, got 'triton'; its kernels are for CUDA",
         ),
-        ({"attention": "triton", "device": "cuda", "exact": True}, "key 'attention': expected reference with exact = true"),
-        ({"compile": True, "exact": True}, "key 'compile': expected false with exact = true, got True; which compiled code runs"),
+        (
+            {"attention": "triton", "device": "cuda", "exact": True},
+            "key 'attention': expected reference with exact = true",
+        ),
+        (
+            {"compile": True, "exact": True},
+            "key 'compile': expected false with exact = true, got True; which compiled code runs",
+        ),
         (
             {"staleness": 1, "rehearsal": RehearsalConfig(batches=1)},
             "key 'staleness': expected 0 with rehearsal, got 1; each batch",
         ),
-        ({"staleness": 1, "read_ahead": 0}, "key 'staleness': expected 0 with read_ahead = 0, got 1; no row is pulled ahead"),
+        (
+            {"staleness": 1, "read_ahead": 0},
+            "key 'staleness': expected 0 with read_ahead = 0, got 1; no row is pulled ahead",
+        ),
     ],
 )
 def test_a_worker_refuses(changes: dict[str, Any], says: str) -> None:
@@ -63,16 +92,34 @@ def test_a_worker_refuses(changes: dict[str, Any], says: str) -> None:
     ("changes", "says"),
     [
         ({"num_shards": 0}, "key 'num_shards': expected at least 1"),
-        ({"num_shards": 65}, "key 'num_shards': expected at most buckets = 64, got 65; each shard holds at least one bucket"),
+        (
+            {"num_shards": 65},
+            "key 'num_shards': expected at most buckets = 64, got 65; each shard holds at least one bucket",
+        ),
         ({"listen": "0.0.0.0:7000"}, "key 'listen': expected a loopback address"),
-        ({"bootstrap": ""}, "key 'bootstrap': expected a value (Kafka, host:port; several with commas), got nothing; add it"),
+        (
+            {"bootstrap": ""},
+            "key 'bootstrap': expected a value (Kafka, host:port; several with commas), got nothing; add it",
+        ),
         ({"num_workers": 0}, "key 'num_workers': expected 1..64"),
-        ({"num_workers": 5}, "key 'num_workers': expected at most partitions = 4, got 5; each worker trains one partition"),
+        (
+            {"num_workers": 5},
+            "key 'num_workers': expected at most partitions = 4, got 5; each worker trains one partition",
+        ),
         ({"initial_workers": 5}, "key 'initial_workers': expected at most partitions = 4, got 5"),
         ({"unit_records": 0}, "key 'unit_records': expected at least 1"),
-        ({"export_offsets": ("0=5",)}, "key 'export_offsets': expected none with initial_workers = 0, got '0=5'"),
-        ({"initial_workers": 1, "export_offsets": ("4=5",)}, "expected PARTITION=OFFSET with partitions 0..3, got '4=5'"),
-        ({"initial_workers": 1, "export_offsets": ("0:5",)}, "expected PARTITION=OFFSET with partitions 0..3, got '0:5'"),
+        (
+            {"export_offsets": ("0=5",)},
+            "key 'export_offsets': expected none with initial_workers = 0, got '0=5'",
+        ),
+        (
+            {"initial_workers": 1, "export_offsets": ("4=5",)},
+            "expected PARTITION=OFFSET with partitions 0..3, got '4=5'",
+        ),
+        (
+            {"initial_workers": 1, "export_offsets": ("0:5",)},
+            "expected PARTITION=OFFSET with partitions 0..3, got '0:5'",
+        ),
         ({"commit_interval_ms": 5}, "key 'commit_interval_ms': expected at least 100"),
     ],
 )
@@ -88,7 +135,9 @@ def test_an_export_point_is_chosen_by_partition() -> None:
 
 
 def test_the_rate_goes_with_the_root_of_the_batchs_size() -> None:
-    config = LoopConfig(first_batch_requests=8, batch_requests=32, batch_growth_requests=256, learning_rate=0.1)
+    config = LoopConfig(
+        first_batch_requests=8, batch_requests=32, batch_growth_requests=256, learning_rate=0.1
+    )
     taken, steps = 0, 0
     while (size := config.batch_after(taken)) < 32:
         assert config.rate_after(steps) == pytest.approx(0.1 * math.sqrt(size / 32), rel=0.07), (steps, size)

@@ -15,7 +15,9 @@ def test_it_follows_the_close_times_and_never_goes_back() -> None:
     again = TrainedTime(time.watermark_ms, time.recent_ms.tolist())
     for of_both in (time, again):
         of_both.add(np.array([500], np.int64))
-    assert again.watermark_ms == time.watermark_ms == 500 and again.recent_ms.tolist() == time.recent_ms.tolist()
+    assert (
+        again.watermark_ms == time.watermark_ms == 500 and again.recent_ms.tolist() == time.recent_ms.tolist()
+    )
 
 
 def test_of_several_workers_each_has_its_newest_and_none_pushes_the_others_out() -> None:

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from models.config import RankerConfig
-from roo.errors import ConfigError, RoostreamError, SchemaError, UnavailableError
-from roo.schema import Schema
-from roo.schema_file import schema_from_dict
-from runtime import manifest as manifests
-from runtime import tensor_file
-from runtime.kafka.topics import Partition, flat
-from runtime.layout.bucket_map import BucketMap
-from runtime.manifest import Manifest, StoredFile, WorkerPart
-from runtime.member import refusal_of
+from roostream.errors import ConfigError, RoostreamError, SchemaError, UnavailableError
+from roostream.models.config import RankerConfig
+from roostream.runtime import manifest as manifests
+from roostream.runtime import tensor_file
+from roostream.runtime.bucket_map import BucketMap
+from roostream.runtime.kafka.topics import Partition, flat
+from roostream.runtime.manifest import Manifest, StoredFile, WorkerPart
+from roostream.runtime.member import refusal_of
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import schema_from_dict
 from tests.golden.test_golden_commit import golden_store
 from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS, Built, build
@@ -60,7 +60,7 @@ class Stage:
         self.worker = Worker(self.built.loop, self.outputs, self.store, identity, index)
 
     def do(self, kind: str, **arguments: Any) -> dict[str, Any]:
-        """The result as `runtime.member.Member` tells it."""
+        """The result as `roostream.runtime.member.Member` tells it."""
         try:
             return {"ok": True, **self.worker.execute({"id": 1, "kind": kind, "incarnation": 1, **arguments})}
         except RoostreamError as error:
@@ -121,7 +121,9 @@ def manifest_of(*parts: tuple[dict[str, Any], dict[str, Any]]) -> Manifest:
 
 def test_a_restore_tells_who_has_which_bucket_as_the_manifest_says() -> None:
     stage = Stage()
-    manifest = dataclasses.replace(stage.committed(), bucket_map=BucketMap(BucketMap.modulo(64, 1).owner_B, 1, 4))
+    manifest = dataclasses.replace(
+        stage.committed(), bucket_map=BucketMap(BucketMap.modulo(64, 1).owner_B, 1, 4)
+    )
     stage.put(manifest)
     again = Stage(stage.store)
     assert again.do("restore", manifest=manifest.name)["ok"]
@@ -135,7 +137,12 @@ def test_a_worker_trains_only_between_start_and_cut() -> None:
     stage.do("start")
     assert stage.worker.turn()
     cut = stage.do("cut", seq=1)
-    assert cut["ok"] and sum(cut["offsets"]["samples"].values()) == 4 and cut["step"] == 1 and stage.outputs.num_flushes == 1
+    assert (
+        cut["ok"]
+        and sum(cut["offsets"]["samples"].values()) == 4
+        and cut["step"] == 1
+        and stage.outputs.num_flushes == 1
+    )
     assert not stage.worker.turn(), "paused until resume"
     stage.do("resume", seq=1)
     assert stage.worker.turn()
@@ -167,9 +174,13 @@ def test_partitions_move_between_workers_with_all_that_is_theirs() -> None:
     one = Stage(store, numbers=numbers).started(manifest.name)
     assert one.worker.loop.own.progress == manifest.offsets and one.worker.loop.report()["requests"] == 8
     one.built.train_all()
-    assert sorted(p.sample_id for p in one.outputs.predicted) == [9, 10, 11, 12], "1 to 8 were trained by the two"
+    assert sorted(p.sample_id for p in one.outputs.predicted) == [9, 10, 11, 12], (
+        "1 to 8 were trained by the two"
+    )
     again = Stage(store, numbers=numbers, partitions=(PARTITIONS[1],), index=1).started(manifest.name)
-    assert again.worker.loop.own.progress == {("samples", 1): 4} and again.worker.loop.report()["requests"] == 4
+    assert (
+        again.worker.loop.own.progress == {("samples", 1): 4} and again.worker.loop.report()["requests"] == 4
+    )
 
 
 def test_a_commit_of_format_1_is_restored_with_what_was_trained_and_measured() -> None:
@@ -179,14 +190,20 @@ def test_a_commit_of_format_1_is_restored_with_what_was_trained_and_measured() -
     stage.started(at.name)
     assert stage.worker.loop.own.progress == at.offsets and stage.worker.loop.num_steps == at.step
     measured = summary(stage.worker.loop.report())
-    assert measured["requests"] == 8 and measured["tasks"]["click"] == pytest.approx(at.workers[0].metrics["tasks"]["click"])
+    assert measured["requests"] == 8 and measured["tasks"]["click"] == pytest.approx(
+        at.workers[0].metrics["tasks"]["click"]
+    )
     kept, _ = tensor_file.decode(manifests.read_file(store, at.dense))
     shared = stage.worker.loop.snapshot().shared
     assert shared.pop("watermark.recent_ms").tolist() == [at.watermark_ms], "what it had to say of times"
-    weights = {name: name.replace("trained.", "model.") for name in shared}  # it had no average: that begins at them
+    weights = {
+        name: name.replace("trained.", "model.") for name in shared
+    }  # it had no average: that begins at them
     assert all(value.tobytes() == kept[weights[name]].tobytes() for name, value in shared.items())
     stage.built.train_all()
-    assert sorted(p.sample_id for p in stage.outputs.predicted) == [9, 10, 11, 12, 20, 21], "2 and 3 were trained before"
+    assert sorted(p.sample_id for p in stage.outputs.predicted) == [9, 10, 11, 12, 20, 21], (
+        "2 and 3 were trained before"
+    )
     assert stage.worker.loop.report()["requests"] == 14
 
 
@@ -215,7 +232,9 @@ def test_a_prediction_that_kafka_refused_stops_training_until_it_is_sent_again()
     stage.outputs.refusal = "Kafka refused a record"
     stage.started()
     assert stage.worker.turn() and not stage.worker.report()["broken"]
-    assert [p.sample_id for p in stage.outputs.predicted[:4]] == [p.sample_id for p in stage.outputs.predicted[4:]]
+    assert [p.sample_id for p in stage.outputs.predicted[:4]] == [
+        p.sample_id for p in stage.outputs.predicted[4:]
+    ]
 
 
 def test_a_refusal_that_the_flush_of_a_cut_finds_breaks_the_worker() -> None:
@@ -249,7 +268,9 @@ def test_a_restore_reaches_a_worker_that_waits_for_room() -> None:
     assert stage.worker.incarnation == 2 and not stage.worker.broken
 
 
-def test_a_restore_ends_the_wait_for_other_workers_as_soon_as_it_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restore_ends_the_wait_for_other_workers_as_soon_as_it_is_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stage, ended = Stage().started(), list[str]()
     monkeypatch.setattr(stage.worker.reduction, "interrupt", lambda: ended.append("sum"))
     for kind, expected in (("abort", []), ("restore", ["sum"])):
@@ -273,7 +294,9 @@ def test_an_abort_ends_any_older_cut_and_is_remembered_until_a_restore() -> None
     stage.do("abort", seq=5)
     assert stage.worker.turn(), "the cut is over"
     refused = stage.do("cut", seq=5)
-    assert "expected a commit above 5 to cut, got 5: it was aborted" in refused["error"] and stage.worker.turn()
+    assert (
+        "expected a commit above 5 to cut, got 5: it was aborted" in refused["error"] and stage.worker.turn()
+    )
     assert stage.do("cut", seq=6)["ok"]
     assert not stage.do("resume", seq=5)["ok"] and not stage.worker.turn(), "of another cut"
     stage.started()
@@ -345,7 +368,10 @@ def test_g5_damaged_parts_are_told_as_damaged(part: str) -> None:
 def changed_schema(**feature: Any) -> Schema:
     raw: dict[str, Any] = {
         "tables": {"user": {"dim": 2}, "item": {"dim": 4, "rule": "rowwise_adagrad"}},
-        "ro": [{"name": "user", "kind": "ids", "table": "user"}, {"name": "hour", "kind": "float", **feature}],
+        "ro": [
+            {"name": "user", "kind": "ids", "table": "user"},
+            {"name": "hour", "kind": "float", **feature},
+        ],
         "nro": [{"name": "item", "kind": "ids", "table": "item"}, {"name": "age", "kind": "float"}],
         "label": [{"name": "click", "action": "click", "fold": "any"}],
     }
@@ -361,7 +387,9 @@ def test_a_schema_that_cannot_read_what_is_committed_is_refused_with_expected_an
     assert not result["ok"] and not result["damaged"]
     with pytest.raises(SchemaError, match=r"feature 'hour': expected kind 'float' .*, got 'ids'"):
         stage.worker.turn()
-    assert isinstance(stage.worker.refusal, SchemaError), "by it the program ends as one whose training is held"
+    assert isinstance(stage.worker.refusal, SchemaError), (
+        "by it the program ends as one whose training is held"
+    )
 
 
 def test_other_labels_are_refused() -> None:
@@ -379,7 +407,10 @@ def test_other_labels_are_refused() -> None:
 def test_a_schema_that_is_not_in_the_store_is_refused() -> None:
     stage = Stage()
     stage.put(dataclasses.replace(stage.committed(), schema="00000000000000aa"))
-    assert "expected its schema 00000000000000aa in the store" in stage.do("restore", manifest="manifests/00000001")["error"]
+    assert (
+        "expected its schema 00000000000000aa in the store"
+        in stage.do("restore", manifest="manifests/00000001")["error"]
+    )
     with pytest.raises(ConfigError):
         stage.worker.turn()
 
@@ -390,7 +421,9 @@ def test_offsets_of_another_kafka_are_refused_in_one_sentence() -> None:
     other = Stage(stage.store, kafka={"cluster_id": "d", "topics": {"samples": "2"}})
     result = other.do("restore", manifest="manifests/00000001")
     assert not result["damaged"], "an older manifest would not be any better"
-    with pytest.raises(ConfigError, match=r"expected Kafka cluster c with .* got d with .* begin anew with `roostream reset`"):
+    with pytest.raises(
+        ConfigError, match=r"expected Kafka cluster c with .* got d with .* begin anew with `roostream reset`"
+    ):
         other.worker.turn()
 
 
@@ -398,7 +431,10 @@ def test_another_model_is_refused_and_names_what_differs() -> None:
     stage = Stage()
     stage.committed()
     stage.built.loop.model_config = dataclasses.replace(samples.MODEL, cross_layers=2)
-    assert "expected the model's cross_layers = 1, got 2" in stage.do("restore", manifest="manifests/00000001")["error"]
+    assert (
+        "expected the model's cross_layers = 1, got 2"
+        in stage.do("restore", manifest="manifests/00000001")["error"]
+    )
     assert isinstance(stage.built.loop.model_config, RankerConfig)
 
 
@@ -429,7 +465,9 @@ def test_a_leaving_worker_stays_to_the_end_of_its_last_commit_and_trains_no_more
     assert stage.do("commit", seq=1)["ok"] and stage.worker.can_leave()
 
 
-def test_the_loop_waits_for_commands_when_it_has_nothing_to_train_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loop_waits_for_commands_when_it_has_nothing_to_train_and_only_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stage, waited = Stage(), list[bool]()
 
     class Inbox:
@@ -451,14 +489,18 @@ def test_commands_from_another_thread_are_done_between_two_batches() -> None:
     stage.worker.turn()
     results: list[dict[str, Any]] = []
     thread = threading.Thread(
-        target=lambda: results.append(stage.worker.submit({"id": 2, "kind": "cut", "incarnation": 1, "seq": 1}))
+        target=lambda: results.append(
+            stage.worker.submit({"id": 2, "kind": "cut", "incarnation": 1, "seq": 1})
+        )
     )
     thread.start()
     while thread.is_alive():
         stage.worker.serve_inbox()
         thread.join(0.01)
     assert results[0]["step"] == 1 and not stage.worker.training
-    assert stage.worker.submit({"id": 3, "kind": "write", "incarnation": 1, "seq": 1})["own"], "write needs no pause"
+    assert stage.worker.submit({"id": 3, "kind": "write", "incarnation": 1, "seq": 1})["own"], (
+        "write needs no pause"
+    )
     stage.worker.close()
     with pytest.raises(UnavailableError, match="the worker is stopping"):
         stage.worker.submit({"id": 4, "kind": "resume", "incarnation": 1, "seq": 1})
@@ -496,7 +538,9 @@ def test_a_dense_file_names_its_schema_and_step() -> None:
     stage = Stage()
     manifest = stage.committed()
     _, metadata = manifests_dense(stage, manifest)
-    assert metadata["schema"] == manifest.schema and metadata["step"] == "1" and metadata["incarnation"] == "1"
+    assert (
+        metadata["schema"] == manifest.schema and metadata["step"] == "1" and metadata["incarnation"] == "1"
+    )
     assert manifest.version == "1-1" and manifests.seq_of(manifest.name) == 1
 
 
@@ -513,7 +557,9 @@ def manifests_dense(stage: Stage, manifest: Manifest) -> tuple[dict[str, Any], d
         ),
     ],
 )
-def test_memory_that_is_not_enough_is_told_as_what_no_restart_mends(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_not_enough_is_told_as_what_no_restart_mends(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stage = Stage().started()
 
     def step() -> bool:

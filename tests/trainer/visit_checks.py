@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from models.config import ModelConfig
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.decode import Decoder
-from roo.lookup import Lookup
-from roo.wire import Record
+from roostream.models.config import ModelConfig
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.decode import Decoder
+from roostream.wire.lookup import Lookup
+from roostream.wire.records import Record
 from serving.request_batch import read_request
 from serving.scorer import build_version
 from tests.trainer.visits import SCHEMA

@@ -1,4 +1,4 @@
-"""Samples of the simulated site (traffic/world.py) and a real shard in memory, for any kind of model."""
+"""Samples of the simulated site (roostream/replay/world.py) and a real shard in memory, for any kind of model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from functools import cache
 
 import numpy as np
 
-from models.config import ModelConfig
 from param_server.blobs import MemoryBlobs
 from param_server.calls import Calls
 from param_server.client import Client
@@ -15,26 +14,29 @@ from param_server.config import ShardIdentity
 from param_server.segments import Segments
 from param_server.server import Shard
 from param_server.table import shapes_of
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.block import encode_nro, encode_ro
-from roo.decode import Decoder
-from roo.schema import Schema
-from roo.schema_file import schema_from_dict
-from roo.wire import Record
-from runtime.clock import FakeClock
-from runtime.kafka.record_reader import MemoryReader
-from runtime.transport import InMemoryTransport
+from roostream.models.config import ModelConfig
+from roostream.replay.world import World, WorldConfig
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.kafka.record_reader import MemoryReader
+from roostream.runtime.transport import InMemoryTransport
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import schema_from_dict
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.block import encode_nro, encode_ro
+from roostream.wire.decode import Decoder
+from roostream.wire.records import Record
 from tests.trainer.loops import MemoryOutputs
 from tests.trainer.memory_store import MemoryStore
-from traffic.world import World, WorldConfig
 from trainer.config import LoopConfig
 from trainer.loop import TrainLoop, Wiring
 from trainer.record_batches import RecordBatches
 from trainer.rows import ShardRows
 
 T0 = 1_700_000_000_000
-_WORLD = WorldConfig(num_users=30, num_items=60, mean_candidates=8, item_life_ms=10**12, examination_power=0.0)
+_WORLD = WorldConfig(
+    num_users=30, num_items=60, mean_candidates=8, item_life_ms=10**12, examination_power=0.0
+)
 SCHEMA: Schema = schema_from_dict(
     {
         "tables": {"{item,category,user,action}": {"dim": 8}},
@@ -56,7 +58,14 @@ SCHEMA: Schema = schema_from_dict(
         ],
         "label": [
             {"name": "click", "action": "click"},
-            {"name": "read_s", "action": "read", "fold": "sum", "objective": "amount", "scale": 120.0, "weight": 0.5},
+            {
+                "name": "read_s",
+                "action": "read",
+                "fold": "sum",
+                "objective": "amount",
+                "scale": 120.0,
+                "weight": 0.5,
+            },
         ],
     }
 )
@@ -72,18 +81,41 @@ def visits(count: int, seed: int = 0) -> tuple[Record, ...]:
         user, time_ms = int(random.integers(1, _WORLD.num_users + 1)), T0 + 1000 * at
         items = world.candidates_for(user, time_ms)
         click_n = random.random(len(items)) < world.attraction(user, items, time_ms)
-        read_n = [world.read_seconds(user, int(i), time_ms, random.normal()) * c for i, c in zip(items, click_n, strict=True)]
-        out.append(_record(at, user, time_ms, items, clicked[user][-20:][::-1], np.stack([click_n, read_n], axis=1), world))
+        read_n = [
+            world.read_seconds(user, int(i), time_ms, random.normal()) * c
+            for i, c in zip(items, click_n, strict=True)
+        ]
+        out.append(
+            _record(
+                at,
+                user,
+                time_ms,
+                items,
+                clicked[user][-20:][::-1],
+                np.stack([click_n, read_n], axis=1),
+                world,
+            )
+        )
         clicked[user] += [(int(i), time_ms) for i in items[click_n]]
     return tuple(out)
 
 
 def _record(
-    at: int, user: int, time_ms: int, items: np.ndarray, history: list[tuple[int, int]], labels_nT: np.ndarray, world: World
+    at: int,
+    user: int,
+    time_ms: int,
+    items: np.ndarray,
+    history: list[tuple[int, int]],
+    labels_nT: np.ndarray,
+    world: World,
 ) -> Record:
     ids, times = [item for item, _ in history], [time for _, time in history]
     n = len(items)
-    ro = {"user": [user], "hour": float(at % 24), "history": {"item": ids, "action": [1] * len(ids), "time": times}}
+    ro = {
+        "user": [user],
+        "hour": float(at % 24),
+        "history": {"item": ids, "action": [1] * len(ids), "time": times},
+    }
     nro = {"item": items, "category": [[world.category_of(int(i))] for i in items]}
     sample = pb.Sample(
         header=pb.Header(request_id=f"r{at}", user_id=user, time_ms=time_ms, schema=SCHEMA.fingerprint),
@@ -99,15 +131,21 @@ def _record(
     return Record("samples", 0, at, time_ms + 500, b"", wire.encode(wire.SAMPLE, sample))
 
 
-def visit_loop(model: ModelConfig, records: tuple[Record, ...], schema: Schema = SCHEMA) -> tuple[TrainLoop, MemoryOutputs]:
+def visit_loop(
+    model: ModelConfig, records: tuple[Record, ...], schema: Schema = SCHEMA
+) -> tuple[TrainLoop, MemoryOutputs]:
     """A training loop over all of `records`, its rows in a shard of its own."""
     clock = FakeClock(T0)
     identity = ShardIdentity(schema=schema, index=0, num_shards=1, seed=0, publishing=False)
-    shard = Shard(identity, Segments(MemoryBlobs(), shapes_of(schema), identity.num_buckets), MemoryStore(), clock)
+    shard = Shard(
+        identity, Segments(MemoryBlobs(), shapes_of(schema), identity.num_buckets), MemoryStore(), clock
+    )
     shard.restore(1, "")
     client = Client(schema, [InMemoryTransport(Calls(shard).handle)], worker=0)
     client.set_incarnation(1)
     reader, outputs = MemoryReader((("samples", 0),), list(records)), MemoryOutputs()
     config = LoopConfig(batch_requests=16, first_batch_requests=16, learning_rate=3e-3)
     source = RecordBatches(reader, Decoder(schema, {}.get), clock, max_wait_ms=config.max_batch_wait_ms)
-    return TrainLoop(config, schema, model, Wiring(source=source, rows=ShardRows(client), outputs=outputs, clock=clock)), outputs
+    return TrainLoop(
+        config, schema, model, Wiring(source=source, rows=ShardRows(client), outputs=outputs, clock=clock)
+    ), outputs

@@ -17,23 +17,23 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.columnar import REQUEST, Form
-from roo.errors import UnavailableError
-from roo.schema import Schema
-from roo.wire import Record
-from runtime.clock import Clock, FakeClock, SystemClock
-from runtime.health import Health
-from runtime.kafka.record_reader import MemoryReader
-from runtime.program import Stop
+from roostream.errors import UnavailableError
+from roostream.runtime.clock import Clock, FakeClock, SystemClock
+from roostream.runtime.health import Health
+from roostream.runtime.kafka.record_reader import MemoryReader
+from roostream.runtime.program import Stop
+from roostream.schema.schema import Schema
+from roostream.warehouse.archive import Dead
+from roostream.warehouse.archiver import Archiver, FlushRule
+from roostream.warehouse.compactor import Compactor
+from roostream.warehouse.compactor_program import Rounds
+from roostream.warehouse.config import CompactorConfig
+from roostream.warehouse.place import Warehouse
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.columnar import REQUEST, Form
+from roostream.wire.records import Record
 from tests.warehouse.sample_cases import keyed, rich_records, rich_schema
-from warehouse.archive import Dead
-from warehouse.archiver import Archiver, FlushRule
-from warehouse.compactor import Compactor
-from warehouse.compactor_program import Rounds
-from warehouse.config import CompactorConfig
-from warehouse.place import Warehouse
 
 PARTITIONS, DAYS = 2, 12
 DAY_MS = 86_400_000
@@ -79,7 +79,9 @@ def an_archiver(
     schema, morgue = rich_schema(), Morgue()
     partitions = [(name, n) for name in TOPIC_IDS for n in numbers]
     reader = MemoryReader(partitions, [r for r in records if (r.topic, r.partition) in partitions])
-    made = Archiver(Warehouse(place), reader, topics, {schema.fingerprint: schema}.get, RULE, morgue, clock or FakeClock())
+    made = Archiver(
+        Warehouse(place), reader, topics, {schema.fingerprint: schema}.get, RULE, morgue, clock or FakeClock()
+    )
     return made, reader, morgue
 
 
@@ -139,8 +141,15 @@ def kill_rivals(place: Path, *, kills: int, per_partition: int, seed: int = 0) -
     """Two archivers of all partitions and two compactors at any time, one of which is killed again and again, at any moment after
     it has begun, until `kills` of them were; then all are done. In a process of its own, which forks them: nothing that they use
     may have been used before."""
-    command = [sys.executable, "-m", "tests.warehouse.archive_runs", *map(str, (place, kills, per_partition, seed))]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, check=True)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.warehouse.archive_runs",
+        *map(str, (place, kills, per_partition, seed)),
+    ]
+    done = subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, check=True
+    )
     return Kills(**json.loads(done.stdout))
 
 

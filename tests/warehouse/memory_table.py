@@ -9,12 +9,12 @@ from datetime import UTC, date, datetime
 
 import numpy as np
 
-from roo.batch import Batch
-from roo.decode import Decoder
-from roo.wire import Record
+from roostream.warehouse.readers.reading import Marks, OpenSession
+from roostream.warehouse.readers.session import SessionSpec
+from roostream.wire.batch import Batch
+from roostream.wire.decode import Decoder
+from roostream.wire.records import Record
 from tests.trainer import samples
-from warehouse.readers.reading import Marks, OpenSession
-from warehouse.readers.session import SessionSpec
 
 ROW_GROUP = 4
 

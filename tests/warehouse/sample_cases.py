@@ -8,22 +8,26 @@ from typing import Any
 
 import numpy as np
 
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.batch import Batch
-from roo.columnar import columns_of, forms, whole
-from roo.ids import key_bytes
-from roo.jagged import Jagged
-from roo.schema import Schema
-from roo.wire import Record
-from tests.roo.conftest import RICH, make_sample, parse, record_of
-from tests.roo.decode_reference import decoder
-from warehouse.file_writer import FilePlace, FileRows
+from roostream.schema.ids import key_bytes
+from roostream.schema.schema import Schema
+from roostream.warehouse.file_writer import FilePlace, FileRows
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.batch import Batch
+from roostream.wire.columnar import columns_of, forms, whole
+from roostream.wire.jagged import Jagged
+from roostream.wire.records import Record
+from tests.wire.conftest import RICH, make_sample, parse, record_of
+from tests.wire.decode_reference import decoder
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     """Equal in type, shape and every bit, those of NaNs too."""
-    return a.dtype == b.dtype and a.shape == b.shape and np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes()
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes()
+    )
 
 
 def different(a: Any, b: Any, place: str = "") -> list[str]:
@@ -35,7 +39,9 @@ def different(a: Any, b: Any, place: str = "") -> list[str]:
             out += different(x, y, name + ".")
         elif isinstance(x, dict):
             out += [
-                f"{name}[{key}]" for key in x.keys() | y.keys() if key not in x or key not in y or not same_bits(x[key], y[key])
+                f"{name}[{key}]"
+                for key in x.keys() | y.keys()
+                if key not in x or key not in y or not same_bits(x[key], y[key])
             ]
         elif isinstance(x, np.ndarray):
             out += [] if isinstance(y, np.ndarray) and same_bits(x, y) else [name]
@@ -85,11 +91,15 @@ def keyed(records: list[Record]) -> list[Record]:
     return out
 
 
-def a_correction(record: Record, item: int, before: float, after: float, *, offset: int, event: int) -> Record:
+def a_correction(
+    record: Record, item: int, before: float, after: float, *, offset: int, event: int
+) -> Record:
     """Of the sample of `record`: one item's labels are others."""
     sample = pb.Sample.FromString(record.value[2:])
     header = sample.header
-    made = pb.Sample(header=header, sample_id=event, close_ms=sample.close_ms, item_ids=[item], untrainable=True)
+    made = pb.Sample(
+        header=header, sample_id=event, close_ms=sample.close_ms, item_ids=[item], untrainable=True
+    )
     made.labels.extend([after, 0.0])
     made.labels_before.extend([before, 0.0])
     made.parts.add(num_rows=1)

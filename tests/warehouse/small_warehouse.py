@@ -6,12 +6,12 @@ import dataclasses
 from datetime import date
 from pathlib import Path
 
-from roo.schema import Schema
-from roo.schema_registry import register
-from runtime.checkpoint_store import FileStore
+from roostream.runtime.checkpoint_store import FileStore
+from roostream.schema.registry import register
+from roostream.schema.schema import Schema
+from roostream.warehouse.delta_table import Step, WarehouseTable
+from roostream.warehouse.file_writer import write_rows
 from tests.warehouse.sample_cases import place_of, rich_records, rich_schema, rows_of
-from warehouse.delta_table import Step, WarehouseTable
-from warehouse.file_writer import write_rows
 
 DAYS = (date(2024, 5, 1), date(2024, 5, 2))
 ROWS = 600

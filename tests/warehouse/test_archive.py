@@ -10,20 +10,28 @@ import pytest
 
 from joiner.config import JoinerConfig
 from joiner.local_engine import LocalEngine
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.schema import Schema
-from roo.wire import Record
-from runtime.checkpoint_store import FileStore
+from roostream.runtime.checkpoint_store import FileStore
+from roostream.schema.schema import Schema
+from roostream.warehouse.archive import by_day, by_user, by_writer, correction_rows, sample_forms, sample_rows
+from roostream.warehouse.data_file import day_of
+from roostream.warehouse.file_reader import SampleFile
+from roostream.warehouse.file_writer import write_rows
+from roostream.warehouse.rebuild import rebuilt
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.records import Record
 from tests.joiner import generated
 from tests.joiner.cases import SCHEMA as JOINED
 from tests.joiner.cases import SCHEMAS
-from tests.warehouse.sample_cases import a_correction, decoded, keyed, place_of, rich_records, rich_schema, same_batch
-from warehouse.archive import by_day, by_user, by_writer, correction_rows, sample_forms, sample_rows
-from warehouse.data_file import day_of
-from warehouse.file_reader import SampleFile
-from warehouse.file_writer import write_rows
-from warehouse.rebuild import rebuilt
+from tests.warehouse.sample_cases import (
+    a_correction,
+    decoded,
+    keyed,
+    place_of,
+    rich_records,
+    rich_schema,
+    same_batch,
+)
 
 SCHEMA = rich_schema()
 
@@ -53,12 +61,16 @@ def test_samples_that_the_joiner_makes_are_made_again_from_their_columns_alone(t
     engine = LocalEngine(JoinerConfig(**generated.SETTINGS), schema, SCHEMAS.get)  # type: ignore[arg-type]
     outputs = [out for record in generated.placed(generated.arrivals(3)) for out in engine.process(record)]
     made = [out for out in outputs if out.topic == "samples"]
-    records = [Record("samples", 3, n, out.timestamp_ms or 0, out.key, out.value) for n, out in enumerate(made)]
+    records = [
+        Record("samples", 3, n, out.timestamp_ms or 0, out.key, out.value) for n, out in enumerate(made)
+    ]
     assert len(records) > 100
     assert read_back(FileStore(tmp_path), schema, records) == [(r.key, r.value) for r in records]
     rows, _ = sample_rows(schema, records)
     whole = [raw for raw in rows.columns["raw"].values if raw is not None]
-    assert len(whole) < 0.5 * len(records), "kept beside their columns: those of which an impression was used in part"
+    assert len(whole) < 0.5 * len(records), (
+        "kept beside their columns: those of which an impression was used in part"
+    )
     assert all(any(p.rows for p in pb.Sample.FromString(raw[2:]).parts) for raw in whole)
 
 
@@ -68,7 +80,10 @@ def odd_forms(record: Record) -> dict[str, bytes]:
     text.header.surface = "x" * 100
     actions.actions.append("never used")
     odd = {"long surface": wire.encode(wire.SAMPLE, text), "actions": wire.encode(wire.SAMPLE, actions)}
-    return odd | {"unknown field": record.value + bytes((0xF8, 0x7F, 1)), "explicit zero": record.value + bytes((0xA8, 1, 0))}
+    return odd | {
+        "unknown field": record.value + bytes((0xF8, 0x7F, 1)),
+        "explicit zero": record.value + bytes((0xA8, 1, 0)),
+    }
 
 
 def test_whatever_a_sample_s_bytes_are_they_come_back(tmp_path: Path) -> None:
@@ -102,7 +117,9 @@ def test_records_are_told_apart_by_their_writer_and_kind() -> None:
     records = keyed(rich_records(SCHEMA, 3))
     strange = records[0]._replace(value=b"\x09\x01xx")
     garbage = records[1]._replace(value=b"\x03\x01\xff\xff\xff")
-    of, dead = by_writer([records[0], strange, garbage, records[2]], {SCHEMA.fingerprint: SCHEMA}.get, wire.SAMPLE)
+    of, dead = by_writer(
+        [records[0], strange, garbage, records[2]], {SCHEMA.fingerprint: SCHEMA}.get, wire.SAMPLE
+    )
     assert of == {SCHEMA.fingerprint: [records[0], records[2]]}
     assert [d.reason for d in dead] == ["unknown_type", "undecodable"]
 
@@ -119,7 +136,9 @@ def test_rows_lie_by_day_and_user(tmp_path: Path) -> None:
     assert [len(day.counts_R) for day in days.values()] == [30, 30]
     for day, part in days.items():
         users = part.columns["user_id"].values
-        assert (np.diff(users) >= 0).all() and {day_of(int(ms)) for ms in part.columns["close_ms"].values} == {day}
+        assert (np.diff(users) >= 0).all() and {
+            day_of(int(ms)) for ms in part.columns["close_ms"].values
+        } == {day}
     wanted = decoded(SCHEMA, keyed(records))
     order = np.concatenate([part.columns["offset"].values for part in days.values()])
     store = FileStore(tmp_path)
@@ -132,15 +151,22 @@ def test_rows_lie_by_day_and_user(tmp_path: Path) -> None:
 
 def test_a_correction_names_its_sample_and_its_labels(tmp_path: Path) -> None:
     sample = keyed(rich_records(SCHEMA, 5))[4]
-    told = [a_correction(sample, 77, 0.0, 1.0, offset=0, event=5), a_correction(sample, 78, 1.0, 0.0, offset=1, event=6)]
+    told = [
+        a_correction(sample, 77, 0.0, 1.0, offset=0, event=5),
+        a_correction(sample, 78, 1.0, 0.0, offset=1, event=6),
+    ]
     rows, dead = correction_rows(SCHEMA, told)
     assert not dead
     store = FileStore(tmp_path)
     reading = SampleFile(store, "corrections", write_rows(store, rows, place_of(SCHEMA, table="corrections")))
     columns, counts_R = reading.columns(rows.forms)
     assert counts_R.tolist() == [1, 1] and columns["item"].values.tolist() == [77, 78]
-    assert columns["label__click"].values.tolist() == [1.0, 0.0] and columns["label_before__click"].values.tolist() == [0.0, 1.0]
-    assert len(set(columns["of_sample"].values.tolist())) == 1 and columns["event__action"].values.tolist() == ["click", "click"]
+    assert columns["label__click"].values.tolist() == [1.0, 0.0] and columns[
+        "label_before__click"
+    ].values.tolist() == [0.0, 1.0]
+    assert len(set(columns["of_sample"].values.tolist())) == 1 and columns[
+        "event__action"
+    ].values.tolist() == ["click", "click"]
 
 
 def test_rows_of_a_user_keep_their_order_in_time() -> None:

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from roo import wire
-from roo.errors import UnavailableError
-from roo.wire import Record
-from runtime.clock import FakeClock
+from roostream.errors import UnavailableError
+from roostream.runtime.clock import FakeClock
+from roostream.warehouse.archiver import progress_name
+from roostream.warehouse.archiver_program import own_partitions
+from roostream.warehouse.config import ArchiverConfig
+from roostream.warehouse.place import Warehouse
+from roostream.wire import records as wire
+from roostream.wire.records import Record
 from tests.trainer.memory_store import MemoryStore
 from tests.warehouse.archive_runs import RULE, TOPIC_IDS, an_archiver, kill_rivals, places, topic
 from tests.warehouse.sample_cases import rich_schema
-from warehouse.archiver import progress_name
-from warehouse.archiver_program import own_partitions
-from warehouse.config import ArchiverConfig
-from warehouse.place import Warehouse
 
 SCHEMA = rich_schema()
 RECORDS = topic(SCHEMA, 40)
@@ -76,7 +76,10 @@ def test_several_share_the_partitions(tmp_path: Path) -> None:
     config = {"bootstrap": "a:1", "store": "/s", "warehouse": "/w", "partitions": 5}
     shares = [own_partitions(ArchiverConfig(**config, index=i, num_archivers=2)) for i in range(2)]  # type: ignore[arg-type]
     assert sorted(n for share in shares for topic, n in share if topic == "samples") == list(range(5))
-    assert all({n for t, n in share if t == "samples"} == {n for t, n in share if t == "corrections"} for share in shares)
+    assert all(
+        {n for t, n in share if t == "samples"} == {n for t, n in share if t == "corrections"}
+        for share in shares
+    )
 
 
 def test_files_are_written_by_size_or_by_time(tmp_path: Path) -> None:
@@ -127,7 +130,9 @@ def test_records_that_make_no_row_are_dead_letters_and_are_passed(tmp_path: Path
 
 
 def test_a_partition_of_dead_records_alone_makes_progress(tmp_path: Path) -> None:
-    archiver, _, morgue = an_archiver(tmp_path, [Record("samples", 0, n, 0, None, b"") for n in range(3)], [0])
+    archiver, _, morgue = an_archiver(
+        tmp_path, [Record("samples", 0, n, 0, None, b"") for n in range(3)], [0]
+    )
     archiver.open()
     archiver.turn(0.0)
     archiver.flush()

@@ -7,11 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from roo.errors import ConfigError
+from roostream.errors import ConfigError
+from roostream.warehouse.captured import (
+    CapturedRead,
+    CapturedSession,
+    Capturing,
+    Compared,
+    Slowed,
+    compared,
+    of_ratios,
+    replayed,
+)
+from roostream.warehouse.readers.reading import LocalRows
 from tests.trainer import samples
 from tests.warehouse.memory_table import MemoryTable, table_of
-from warehouse.captured import CapturedRead, CapturedSession, Capturing, Compared, Slowed, compared, of_ratios, replayed
-from warehouse.readers.reading import LocalRows
 
 
 class Ticks:
@@ -75,14 +84,18 @@ def test_turns_alternate_and_the_first_of_each_is_not_counted() -> None:
         clock.now_s += cost_s if len(order) > 2 else 100.0
 
     its = compared(lambda: reader("a", 1.0), lambda: reader("b", 1.5), clock, turns=4)
-    assert "".join(order) == "ab" + "abba" * 2 and its.turns == 4 and its.ratio == pytest.approx(1.5, rel=1e-4)
+    assert (
+        "".join(order) == "ab" + "abba" * 2 and its.turns == 4 and its.ratio == pytest.approx(1.5, rel=1e-4)
+    )
     assert its.differs
 
 
 def noisy(ratio: float, seed: int, turns: int = 31) -> Compared:
     """Turns of a machine on which others run: 2 % either way, and now and then half as long again."""
     rng = random.Random(seed)
-    return of_ratios([ratio * (1 + rng.gauss(0, 0.02)) * (1.5 if rng.random() < 0.05 else 1.0) for _ in range(turns)])
+    return of_ratios(
+        [ratio * (1 + rng.gauss(0, 0.02)) * (1.5 if rng.random() < 0.05 else 1.0) for _ in range(turns)]
+    )
 
 
 def test_three_percent_are_seen_through_noise_and_none_are_not() -> None:
@@ -110,4 +123,7 @@ def test_a_reader_slowed_by_a_share_takes_that_share_longer() -> None:
     slowed = Slowed(costly, 0.05, clock)
     its = compared(lambda: replayed(reads, costly), lambda: replayed(reads, slowed), clock, turns=5)
     assert its.ratio == pytest.approx(1.05, rel=2e-3) and its.differs
-    assert slowed.marks(table.files[0].path).offset_R.tolist() == table.marks(table.files[0].path).offset_R.tolist()
+    assert (
+        slowed.marks(table.files[0].path).offset_R.tolist()
+        == table.marks(table.files[0].path).offset_R.tolist()
+    )

@@ -12,27 +12,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.batch import Batch
-from roo.errors import CheckpointError
-from roo.ids import key_bytes, sample_id
-from roo.wire import Record
-from runtime.clock import FakeClock
-from runtime.health import Health
-from runtime.program import Stop
+from roostream.errors import CheckpointError
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.health import Health
+from roostream.runtime.program import Stop
+from roostream.schema.ids import key_bytes, sample_id
+from roostream.warehouse.archive import sample_forms
+from roostream.warehouse.compact import behind_by_topic, cut_days, cut_name, retired, retired_name
+from roostream.warehouse.compactor import Compactor, folded_name
+from roostream.warehouse.compactor_program import Rounds
+from roostream.warehouse.config import CompactorConfig
+from roostream.warehouse.data_file import DataFile
+from roostream.warehouse.latest_labels import Latest, of, overlay, read_latest
+from roostream.warehouse.place import COLUMN_ORDER, Warehouse
+from roostream.warehouse.rebuild import rebuilt
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.batch import Batch
+from roostream.wire.records import Record
 from tests.warehouse.archive_runs import TOPIC_IDS, an_archiver, places
 from tests.warehouse.sample_cases import a_correction, decoded, keyed, rich_records, rich_schema, same_batch
 from tests.warehouse.test_delta_table import a_file
-from warehouse.archive import sample_forms
-from warehouse.compact import behind_by_topic, cut_days, cut_name, retired, retired_name
-from warehouse.compactor import Compactor, folded_name
-from warehouse.compactor_program import Rounds
-from warehouse.config import CompactorConfig
-from warehouse.data_file import DataFile
-from warehouse.latest_labels import Latest, of, overlay, read_latest
-from warehouse.place import COLUMN_ORDER, Warehouse
-from warehouse.rebuild import rebuilt
 
 SCHEMA = rich_schema()
 DAY_MS = 86_400_000
@@ -48,7 +48,11 @@ def closed_on(records: list[Record], day: int, first_offset: int = 0, user: int 
         request = sample.header.request_id
         sample.sample_id = sample_id(key_bytes(sample.header.user_id, 0, request), request)
         offset = first_offset + n
-        out.append(record._replace(value=wire.encode(wire.SAMPLE, sample), timestamp_ms=sample.close_ms, offset=offset))
+        out.append(
+            record._replace(
+                value=wire.encode(wire.SAMPLE, sample), timestamp_ms=sample.close_ms, offset=offset
+            )
+        )
     return keyed(out)
 
 
@@ -56,7 +60,9 @@ FIRST = closed_on(rich_records(SCHEMA, 50, partition=0), 0)
 NEXT = closed_on(rich_records(SCHEMA, 3, partition=0), 3, first_offset=50)
 
 
-def archive(place: Path, records: list[Record], per_flush: int = 9, topics: Mapping[str, str] = TOPIC_IDS) -> None:
+def archive(
+    place: Path, records: list[Record], per_flush: int = 9, topics: Mapping[str, str] = TOPIC_IDS
+) -> None:
     archiver, reader, morgue = an_archiver(place, records, [0], topics=topics)
     archiver.open()
     while not reader.at_end():
@@ -161,8 +167,15 @@ def test_a_reader_overlays_what_no_seal_has_folded(tmp_path: Path) -> None:
     unsealed = [overlay(batch, latest) for batch in batches(tmp_path, 0)]
     seal_all(a_compactor(tmp_path))
     (sealed,) = batches(tmp_path, 0, "latest")
-    wanted = {o: sealed.label_BT[sealed.request_index_B == r].tolist() for r, o in enumerate(sealed.offset_R.tolist())}
-    assert {o: b.label_BT[b.request_index_B == r].tolist() for b in unsealed for r, o in enumerate(b.offset_R.tolist())} == wanted
+    wanted = {
+        o: sealed.label_BT[sealed.request_index_B == r].tolist()
+        for r, o in enumerate(sealed.offset_R.tolist())
+    }
+    assert {
+        o: b.label_BT[b.request_index_B == r].tolist()
+        for b in unsealed
+        for r, o in enumerate(b.offset_R.tolist())
+    } == wanted
     assert at in wanted
 
 
@@ -183,7 +196,9 @@ def test_corrections_that_come_after_a_seal_make_the_day_due_again(tmp_path: Pat
     assert seal_all(a_compactor(tmp_path)) == 1
     (latest,) = batches(tmp_path, 0, "latest")
     row = int(np.flatnonzero(latest.offset_R == at)[0])
-    assert latest.label_BT[latest.request_index_B == row][1].tolist() == [1.0, 0.0], "those folded before are folded still"
+    assert latest.label_BT[latest.request_index_B == row][1].tolist() == [1.0, 0.0], (
+        "those folded before are folded still"
+    )
 
 
 def test_columns_that_are_asked_for_most_come_first(tmp_path: Path) -> None:
@@ -223,7 +238,9 @@ def test_a_damaged_file_stops_its_own_day_alone_and_is_named(tmp_path: Path) -> 
     assert compactor.counts.seals == 1 and path.exists()
 
 
-def test_corrections_of_a_topic_that_was_made_again_are_folded_though_their_offsets_begin_anew(tmp_path: Path) -> None:
+def test_corrections_of_a_topic_that_was_made_again_are_folded_though_their_offsets_begin_anew(
+    tmp_path: Path,
+) -> None:
     told, at = corrected()
     archive(tmp_path, [*FIRST, *NEXT, *told])
     assert seal_all(a_compactor(tmp_path)) == 1 and a_compactor(tmp_path).due() == []
@@ -239,7 +256,9 @@ def test_rows_of_two_topics_stay_in_files_of_their_own(tmp_path: Path) -> None:
     others = closed_on(rich_records(SCHEMA, 60, partition=0)[50:], 0)
     archive(tmp_path, others, topics={**TOPIC_IDS, "samples": "made-again"})
     assert seal_all(a_compactor(tmp_path)) == 1
-    sealed = {f.topic: (f.rows, f.last_offset) for f in Warehouse(tmp_path).samples.snapshot().files if f.sealed}
+    sealed = {
+        f.topic: (f.rows, f.last_offset) for f in Warehouse(tmp_path).samples.snapshot().files if f.sealed
+    }
     assert sealed == {TOPIC_IDS["samples"]: (50, 49), "made-again": (10, 9)}
 
 
@@ -264,7 +283,9 @@ def test_a_day_retired_in_part_says_so_and_keeps_its_corrections(tmp_path: Path)
     warehouse = Warehouse(tmp_path)
     found = warehouse.samples.snapshot()
     (left,) = found.files
-    assert found.progress(retired_name(TOPIC_IDS["samples"], 0)) == left.first_offset and left.last_offset == 49
+    assert (
+        found.progress(retired_name(TOPIC_IDS["samples"], 0)) == left.first_offset and left.last_offset == 49
+    )
     assert found.progress(cut_name(date(1970, 1, 1))) == 1 and warehouse.corrections.snapshot().files
     late = closed_on(rich_records(SCHEMA, 80, partition=0)[50:], 0, first_offset=50)
     archive(tmp_path, [*FIRST, *late, *told])
@@ -287,7 +308,10 @@ def test_retired_days_are_gone_and_their_files_go_with_the_vacuum(tmp_path: Path
     gone = [f.path for f in Warehouse(tmp_path).samples.snapshot().files if f.day == date(1970, 1, 1)]
     assert compactor.retire() == len(gone) > 0 and compactor.retire() == 0
     warehouse = Warehouse(tmp_path)
-    assert places(tmp_path) == Counter((0, n) for n in range(50, 53)) and warehouse.corrections.snapshot().files == ()
+    assert (
+        places(tmp_path) == Counter((0, n) for n in range(50, 53))
+        and warehouse.corrections.snapshot().files == ()
+    )
     for path in gone:
         os.utime(tmp_path / "samples" / path, (0, 0))
     compactor.vacuum()

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from roo.columnar import Form
-from roo.errors import CheckpointError, ConfigError, FencedError, UnavailableError
-from runtime.checkpoint_store import open_store
+from roostream.errors import CheckpointError, ConfigError, FencedError, UnavailableError
+from roostream.runtime.checkpoint_store import open_store
+from roostream.warehouse.data_file import DataFile, day_bounds_ms, day_of, new_path
+from roostream.warehouse.delta_table import Step, WarehouseTable
+from roostream.warehouse.pins import Pin, held_versions, pin, unpin
+from roostream.wire.columnar import Form
 from tests.runtime import s3_server
-from warehouse.data_file import DataFile, day_bounds_ms, day_of, new_path
-from warehouse.delta_table import Step, WarehouseTable
-from warehouse.pins import Pin, held_versions, pin, unpin
 
 DAY = date(2023, 5, 18)
 
@@ -68,14 +68,25 @@ def test_a_table_is_made_once_and_is_empty(place: str) -> None:
         table.snapshot()
     table.create()
     opened(place)
-    assert table.exists() and table.snapshot().files == () and table.snapshot().progress("samples/t/0") is None
+    assert (
+        table.exists() and table.snapshot().files == () and table.snapshot().progress("samples/t/0") is None
+    )
 
 
 def test_what_is_committed_is_read_back_whole(place: str) -> None:
     table, file, sealed = opened(place), a_file(0, 9), a_file(10, 12, 3, sealed=True, topic="q1_-Z" * 4)
-    after = table.commit([file, sealed], progress={"samples/t/0": Step(None, 10), "samples/t/3": Step(None, 13)})
-    assert set(after.files) == {file, sealed} and after.files == WarehouseTable(place, "samples").snapshot().files
-    assert (after.progress("samples/t/0"), after.progress("samples/t/3"), after.progress("samples/t/1")) == (10, 13, None)
+    after = table.commit(
+        [file, sealed], progress={"samples/t/0": Step(None, 10), "samples/t/3": Step(None, 13)}
+    )
+    assert (
+        set(after.files) == {file, sealed}
+        and after.files == WarehouseTable(place, "samples").snapshot().files
+    )
+    assert (after.progress("samples/t/0"), after.progress("samples/t/3"), after.progress("samples/t/1")) == (
+        10,
+        13,
+        None,
+    )
     older = table.snapshot(0)
     assert (older.files, older.progress("samples/t/0")) == ((), None)
 
@@ -87,7 +98,10 @@ def test_a_rival_of_the_same_partition_is_refused_and_another_partition_lands(pl
         other.commit([a_file(0, 9)], progress={"samples/t/0": Step(None, 10)})
     other.commit([a_file(0, 4, 1)], progress={"samples/t/1": Step(None, 5)})
     with pytest.raises(FencedError):
-        one.commit([a_file(0, 4, 1), a_file(10, 11)], progress={"samples/t/1": Step(None, 5), "samples/t/0": Step(10, 12)})
+        one.commit(
+            [a_file(0, 4, 1), a_file(10, 11)],
+            progress={"samples/t/1": Step(None, 5), "samples/t/0": Step(10, 12)},
+        )
     assert sorted(f.partition for f in one.snapshot().files) == [0, 1]
 
 
@@ -145,7 +159,10 @@ def test_of_several_processes_that_commit_at_once_one_lands(tmp_path: Path) -> N
 
 def test_new_columns_come_by_themselves(tmp_path: Path) -> None:
     table, stale = opened(tmp_path), opened(tmp_path)
-    forms = {"ro__age": Form("request", "float", "f4"), "nro__topics": Form("candidate", "id", "i8", is_list=True)}
+    forms = {
+        "ro__age": Form("request", "float", "f4"),
+        "nro__topics": Form("candidate", "id", "i8", is_list=True),
+    }
     table.widen(forms)
     version = table.snapshot().version
     table.widen(forms)

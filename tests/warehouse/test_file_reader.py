@@ -10,18 +10,18 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from roo.columnar import projected
-from roo.errors import CheckpointError, SchemaError, UnavailableError
-from runtime.checkpoint_store import FileStore
-from runtime.store_names import checked
-from tests.roo.conftest import RICH, parse
+from roostream.errors import CheckpointError, SchemaError, UnavailableError
+from roostream.runtime.checkpoint_store import FileStore
+from roostream.runtime.store_names import checked
+from roostream.warehouse import layout
+from roostream.warehouse.byte_ranges import SMALL_BYTES, ByteRange, merged
+from roostream.warehouse.data_file import DataFile, candidates_of, topic_of
+from roostream.warehouse.file_reader import SampleFile, writer_of
+from roostream.warehouse.file_writer import FOOTER_KEY, write_rows
+from roostream.wire.columnar import projected
 from tests.trainer.memory_store import MemoryStore
 from tests.warehouse.sample_cases import decoded, place_of, rich_records, rich_schema, rows_of, same_batch
-from warehouse import layout
-from warehouse.byte_ranges import SMALL_BYTES, ByteRange, merged
-from warehouse.data_file import DataFile, candidates_of, topic_of
-from warehouse.file_reader import SampleFile, writer_of
-from warehouse.file_writer import FOOTER_KEY, write_rows
+from tests.wire.conftest import RICH, parse
 
 SCHEMA = rich_schema()
 RECORDS = rich_records(SCHEMA, 300)
@@ -50,7 +50,9 @@ def of_format(store: FileStore, number: int, topic: str | None) -> DataFile:
     return dataclasses.replace(file, bytes=path.stat().st_size)
 
 
-def test_a_file_of_before_topics_were_told_is_read_and_one_of_a_later_format_is_refused(store: FileStore) -> None:
+def test_a_file_of_before_topics_were_told_is_read_and_one_of_a_later_format_is_refused(
+    store: FileStore,
+) -> None:
     old = of_format(store, 1, None)
     assert old.topic == "" and topic_of(old.path) == "" and candidates_of(old.path) == old.candidates
     same_batch(SampleFile(store, "samples", old).read(SCHEMA, SCHEMA), decoded(SCHEMA, RECORDS))
@@ -72,11 +74,16 @@ def test_a_file_of_few_samples_without_candidates_is_ordinary(store: FileStore, 
     records = [r for r in rich_records(SCHEMA, 40) if not decoded(SCHEMA, [r]).num_candidates][:1]
     assert records
     file = write_rows(store, rows_of(SCHEMA, records * count or RECORDS[:1]), place_of(SCHEMA))
-    same_batch(SampleFile(store, "samples", file).read(SCHEMA, SCHEMA), decoded(SCHEMA, records * count or RECORDS[:1]))
+    same_batch(
+        SampleFile(store, "samples", file).read(SCHEMA, SCHEMA),
+        decoded(SCHEMA, records * count or RECORDS[:1]),
+    )
 
 
 def test_another_schema_reads_a_file_as_it_reads_the_wire(store: FileStore) -> None:
-    text = RICH.replace("max_len = 3\n", "max_len = 2\n").replace('name = "gap"', 'name = "new_gap"\ndefault = 3.5')
+    text = RICH.replace("max_len = 3\n", "max_len = 2\n").replace(
+        'name = "gap"', 'name = "new_gap"\ndefault = 3.5'
+    )
     text = text.replace('name = "seen"', 'name = "other"').replace(
         'name = "dwell"\naction = "read"', 'name = "like"\naction = "like"'
     )
@@ -108,7 +115,9 @@ def test_row_groups_are_read_alone(store: FileStore, monkeypatch: pytest.MonkeyP
     file = write_rows(store, rows_of(SCHEMA, RECORDS), place_of(SCHEMA))
     reading = SampleFile(store, "samples", file)
     assert reading.rows_of_groups == [64, 64, 64, 64, 44]
-    same_batch(reading.read(SCHEMA, SCHEMA, [1, 2]), decoded(SCHEMA, RECORDS).take_requests(np.arange(64, 192)))
+    same_batch(
+        reading.read(SCHEMA, SCHEMA, [1, 2]), decoded(SCHEMA, RECORDS).take_requests(np.arange(64, 192))
+    )
 
 
 def test_columns_that_are_asked_for_most_lie_in_front(store: FileStore) -> None:
@@ -124,7 +133,10 @@ def test_reads_are_merged_within_the_bound_and_counted(store: FileStore) -> None
     reading = SampleFile(store, "samples", file)
     plan = reading.reading_plan(["item", "nro__age"], [0])
     apart = SampleFile(store, "samples", file, over_read=0).reading_plan(["item", "nro__age"], [0])
-    assert len(plan) <= len(apart) and sum(b - a for a, b in plan) <= 1.08 * sum(b - a for a, b in apart) + SMALL_BYTES
+    assert (
+        len(plan) <= len(apart)
+        and sum(b - a for a, b in plan) <= 1.08 * sum(b - a for a, b in apart) + SMALL_BYTES
+    )
     before = reading.source.num_requests
     reading.read(SCHEMA, SCHEMA)
     assert reading.source.num_requests == before + 1, "all columns of a small file are one read"
@@ -145,7 +157,8 @@ def test_the_smallest_holes_are_filled_first(over_read: float, expected: list[tu
 
 def test_a_small_file_is_one_read_whatever_lies_between_its_columns() -> None:
     assert (
-        merged([ByteRange(0, 9), ByteRange(70, 80)]) == [(0, 80)] and len(merged([ByteRange(0, 9), ByteRange(5000, 5009)])) == 2
+        merged([ByteRange(0, 9), ByteRange(70, 80)]) == [(0, 80)]
+        and len(merged([ByteRange(0, 9), ByteRange(5000, 5009)])) == 2
     )
 
 

@@ -8,17 +8,17 @@ from datetime import date
 
 import pytest
 
-from roo.columnar import REQUEST
-from runtime.clock import FakeClock
+from roostream.runtime.clock import FakeClock
+from roostream.warehouse.compactor import Compactor
+from roostream.warehouse.config import CompactorConfig
+from roostream.warehouse.place import Warehouse
+from roostream.warehouse.readers.reading import LocalRows
+from roostream.warehouse.readers.session import SessionSpec
+from roostream.warehouse.readers.table_session import SampleTable
+from roostream.wire.columnar import REQUEST
 from tests.runtime import s3_server
 from tests.warehouse.archive_runs import an_archiver, rows_at, topic
 from tests.warehouse.sample_cases import decoded, rich_schema, same_batch
-from warehouse.compactor import Compactor
-from warehouse.config import CompactorConfig
-from warehouse.place import Warehouse
-from warehouse.readers.reading import LocalRows
-from warehouse.readers.session import SessionSpec
-from warehouse.readers.table_session import SampleTable
 
 SCHEMA = rich_schema()
 RECORDS = topic(SCHEMA, 24, days=3)
@@ -45,9 +45,13 @@ def test_an_archive_is_the_same_on_s3_from_the_topic_to_a_reader(place: str) -> 
             archiver.flush()
     assert rows_at(place) == EACH_ONCE
 
-    compactor = Compactor(Warehouse(place), CompactorConfig(warehouse=place, seal_after_ms=0, keep_days=2), FakeClock())
+    compactor = Compactor(
+        Warehouse(place), CompactorConfig(warehouse=place, seal_after_ms=0, keep_days=2), FakeClock()
+    )
     before = Warehouse(place).samples.snapshot()
-    assert sum(compactor.seal(seal) for seal in compactor.due()) == 4 and compactor.due() == [], "two days of two partitions"
+    assert sum(compactor.seal(seal) for seal in compactor.due()) == 4 and compactor.due() == [], (
+        "two days of two partitions"
+    )
     assert rows_at(place) == EACH_ONCE
 
     table = SampleTable(place)
@@ -61,7 +65,13 @@ def test_an_archive_is_the_same_on_s3_from_the_topic_to_a_reader(place: str) -> 
         same_batch(batch, decoded(SCHEMA, [its[offset] for offset in batch.offset_R.tolist()]))
 
     assert compactor.retire() > 0
-    assert {file.day for file in Warehouse(place).samples.snapshot().files} == {date(1970, 1, 2), date(1970, 1, 3)}
+    assert {file.day for file in Warehouse(place).samples.snapshot().files} == {
+        date(1970, 1, 2),
+        date(1970, 1, 3),
+    }
     old = before.files[0]
-    assert Warehouse(place).open_file("samples", old).columns({"offset": REQUEST["offset"]})[1].sum() == old.candidates
+    assert (
+        Warehouse(place).open_file("samples", old).columns({"offset": REQUEST["offset"]})[1].sum()
+        == old.candidates
+    )
     assert old.path in Warehouse(place).samples.vacuum(0), "nobody holds it any more"

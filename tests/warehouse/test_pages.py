@@ -11,11 +11,20 @@ import pyarrow.parquet as pq
 import pytest
 from numba.core.registry import CPUDispatcher
 
-from roo.columnar import Form
+from roostream.warehouse.pages import page_kernels
+from roostream.warehouse.pages.page_footer import Chunks, Leaf, leaves
+from roostream.warehouse.pages.page_reader import (
+    FoundLists,
+    LeftToArrow,
+    PagedColumn,
+    PageReader,
+    ParquetPage,
+    texts_at,
+    texts_of,
+    warm,
+)
+from roostream.wire.columnar import Form
 from tests.warehouse.sample_cases import same_bits
-from warehouse.pages import page_kernels
-from warehouse.pages.page_footer import Chunks, Leaf, leaves
-from warehouse.pages.page_reader import FoundLists, LeftToArrow, PagedColumn, PageReader, ParquetPage, texts_at, texts_of, warm
 
 SPLIT = {"float.list.element": "BYTE_STREAM_SPLIT", "score": "BYTE_STREAM_SPLIT"}
 DELTA = dict.fromkeys(("time.list.element", "far.list.element", "close"), "DELTA_BINARY_PACKED")
@@ -66,7 +75,9 @@ def table(rows: int, seed: int, *, nullable: bool) -> pa.Table:
         "close": pa.array(1_700_000_000_000 + np.cumsum(rng.integers(0, 2000, rows))),
         "score": pa.array(rng.normal(size=rows).astype(np.float32)),
         "key": pa.array(rng.integers(-(2**63), 2**63 - 1, rows)),
-        "surface": pa.array([["", "front page", "ø" * 40, "x\0", "z" * 63 + "ø"][n] for n in rng.integers(0, 5, rows)]),
+        "surface": pa.array(
+            [["", "front page", "ø" * 40, "x\0", "z" * 63 + "ø"][n] for n in rng.integers(0, 5, rows)]
+        ),
     }
     return pa.table(list(columns.values()), list(columns))
 
@@ -77,7 +88,9 @@ def deep(rng: np.random.Generator, rows: int) -> pa.Array:
     outer[gone] = 0
     inner, none = rng.integers(0, 3, outer.sum()), rng.random(outer.sum()) < 0.2
     inner[none] = 0
-    first = pa.ListArray.from_arrays(starts(inner), pa.array(rng.integers(0, 99, inner.sum())), mask=pa.array(none))
+    first = pa.ListArray.from_arrays(
+        starts(inner), pa.array(rng.integers(0, 99, inner.sum())), mask=pa.array(none)
+    )
     return pa.ListArray.from_arrays(starts(outer), first, mask=pa.array(gone))
 
 
@@ -104,7 +117,9 @@ def by_pages(data: bytes, groups: list[int], footer: Any = None) -> dict[str, Pa
 
 
 def by_arrow(data: bytes, groups: list[int]) -> dict[str, PagedColumn]:
-    found = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True).read_row_groups(groups, use_threads=False)
+    found = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True).read_row_groups(
+        groups, use_threads=False
+    )
     out = {}
     for name in found.column_names:
         array, lists = found[name].combine_chunks(), list[FoundLists]()
@@ -122,7 +137,10 @@ def by_arrow(data: bytes, groups: list[int]) -> dict[str, PagedColumn]:
 
 
 def same(a: PagedColumn, b: PagedColumn) -> bool:
-    pairs = [(a.values, b.values), *((x, y) for its in zip(a.lists, b.lists, strict=True) for x, y in zip(*its, strict=True))]
+    pairs = [
+        (a.values, b.values),
+        *((x, y) for its in zip(a.lists, b.lists, strict=True) for x, y in zip(*its, strict=True)),
+    ]
     return all(same_bits(x, y) for x, y in pairs)
 
 
@@ -142,7 +160,11 @@ def test_columns_are_what_arrow_reads_in_every_bit(nullable: bool, page_bytes: i
 
 def test_columns_with_the_same_levels_share_their_lists() -> None:
     found = by_pages(written(table(300, 1, nullable=False)), [0])
-    of = {name: column.lists[0].lengths_N for name, column in found.items() if column is not None and column.lists}
+    of = {
+        name: column.lists[0].lengths_N
+        for name, column in found.items()
+        if column is not None and column.lists
+    }
     assert of["id"] is of["float"] is of["same"] and of["time"] is of["position"] is not of["id"]
 
 
@@ -198,8 +220,14 @@ def test_a_column_of_another_form_than_was_asked_for_is_left_to_arrow() -> None:
 
 def test_texts_without_a_dictionary_or_not_in_utf8_are_left_to_arrow() -> None:
     for texts, options in (
-        (pa.array(["a" * 60, "b" * 60]), {"use_dictionary": False}),  # 64 bytes each with their length, as S64 has
-        (pa.array([b"\xc3", b"\xb8"]).view(pa.string()), {"use_dictionary": ["surface"]}),  # together they would be one letter
+        (
+            pa.array(["a" * 60, "b" * 60]),
+            {"use_dictionary": False},
+        ),  # 64 bytes each with their length, as S64 has
+        (
+            pa.array([b"\xc3", b"\xb8"]).view(pa.string()),
+            {"use_dictionary": ["surface"]},
+        ),  # together they would be one letter
     ):
         data = written(pa.table({"surface": texts}), column_encoding=None, **options)
         assert by_pages(data, [0]) == {"surface": None}
@@ -211,7 +239,13 @@ def test_dictionaries_of_texts_are_taken_whole_or_not_at_all() -> None:
 
     two, kind = b"\x01\0\0\0a\x03\0\0\0bcd", np.dtype("S2")
     assert texts_of(page(two, 2), kind).tolist() == [b"a", b"bc"], "what is longer is cut"
-    for data, levels, encoding in ((two, 3, 0), (two, 2, 8), (two[:-1], 2, 0), (two + b"\0", 2, 0), (b"\xff" * 4, 1, 0)):
+    for data, levels, encoding in (
+        (two, 3, 0),
+        (two, 2, 8),
+        (two[:-1], 2, 0),
+        (two + b"\0", 2, 0),
+        (b"\xff" * 4, 1, 0),
+    ):
         with pytest.raises(LeftToArrow):
             texts_of(page(data, levels, encoding), kind)
     known, out = np.array([b"a", b"b"]), np.empty(2, dtype="S1")
@@ -246,7 +280,9 @@ def test_kernels_refuse_what_does_not_fit() -> None:
     levels = np.array([0, 1, 0], dtype=np.uint8), np.array([2, 2, 2], dtype=np.uint8)
     rows, begun = (np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.bool_)), np.zeros(2, dtype=np.int64)
     assert page_kernels.lists(*levels, 2, begun, *rows) == -1, "more rows than there are"
-    assert page_kernels.lists(np.ones(1, np.uint8), np.full(1, 2, np.uint8), 2, begun, *rows) == -1, "a list that never began"
+    assert page_kernels.lists(np.ones(1, np.uint8), np.full(1, 2, np.uint8), 2, begun, *rows) == -1, (
+        "a list that never began"
+    )
     three = np.array([0, 2, 3], dtype=np.uint32)
     assert page_kernels.looked_up(three, np.zeros(3, np.int64), np.empty(3, np.int64)) == -1
     assert page_kernels.joined(np.zeros(9, np.uint8), 0, 9, np.empty(2, np.uint32)) == -1

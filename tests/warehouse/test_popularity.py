@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from roo.columnar import forms
-from runtime.checkpoint_store import FileStore
+from roostream.runtime.checkpoint_store import FileStore
+from roostream.warehouse import popularity
+from roostream.warehouse.layout import ordered
+from roostream.warehouse.place import Warehouse
+from roostream.warehouse.popularity import asked, column_order, hit_rates, note_asked, side_by_side
+from roostream.wire.columnar import forms
 from tests.trainer.memory_store import MemoryStore
 from tests.warehouse.sample_cases import rich_schema
-from warehouse import popularity
-from warehouse.layout import ordered
-from warehouse.place import Warehouse
-from warehouse.popularity import asked, column_order, hit_rates, note_asked, side_by_side
 
 SCHEMA = rich_schema()
 
@@ -29,8 +29,13 @@ def test_what_most_sessions_ask_for_lies_together_behind_what_every_reader_needs
     order = column_order(SCHEMA, rates)
     features = [name for name in order if name.startswith(("ro__", "nro__"))]
     lists, single = features[: features.index("ro__history")], features[features.index("nro__age") :]
-    assert all(name.startswith("nro__") for name in lists) and features[features.index("nro__age") + 1] == "ro__gap"
-    assert {name.split("__")[0] for name in single[1:]} == {"ro"}, "what a candidate has is wider than what its request has"
+    assert (
+        all(name.startswith("nro__") for name in lists)
+        and features[features.index("nro__age") + 1] == "ro__gap"
+    )
+    assert {name.split("__")[0] for name in single[1:]} == {"ro"}, (
+        "what a candidate has is wider than what its request has"
+    )
     assert sorted(order) == sorted(forms(SCHEMA)) and order.index("item") < order.index(features[0])
     assert ordered(forms(SCHEMA), order)[:2] == ["offset", "close_ms"]
 
@@ -39,7 +44,9 @@ def test_without_sessions_columns_are_as_declared() -> None:
     assert column_order(SCHEMA, hit_rates([])) == list(forms(SCHEMA))
 
 
-def test_sessions_leave_what_they_asked_for_and_files_are_written_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_leave_what_they_asked_for_and_files_are_written_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(popularity, "MOST_SESSIONS", 2)
     place = Warehouse(tmp_path)
     assert place.column_order() == []
@@ -48,7 +55,10 @@ def test_sessions_leave_what_they_asked_for_and_files_are_written_by_it(tmp_path
         note_asked(place.store, SCHEMA, version, "abc", ["topics"])  # it has said so already
     assert asked(place.store) == [frozenset({"gap"}), frozenset({"age", "gap"})]
     features = [name for name in place.column_order() if name.startswith(("ro__", "nro__"))]
-    assert features[features.index("nro__age") + 1] == "ro__gap" and len(place.store.list("popularity/asked")) == 2
+    assert (
+        features[features.index("nro__age") + 1] == "ro__gap"
+        and len(place.store.list("popularity/asked")) == 2
+    )
 
 
 def test_what_cant_be_understood_asked_for_nothing() -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from roo.columnar import forms, projected
-from roo.errors import CheckpointError
+from roostream.errors import CheckpointError
+from roostream.warehouse.scan import TableScan, is_warehouse
+from roostream.wire.columnar import forms, projected
 from tests.warehouse.small_warehouse import DAYS, ROWS, small_warehouse
-from warehouse.scan import TableScan, is_warehouse
 
 
 @pytest.fixture(scope="module")

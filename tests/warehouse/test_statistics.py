@@ -8,9 +8,9 @@ from datetime import date
 import numpy as np
 import pytest
 
-from roo.batch import Batch
+from roostream.warehouse.statistics import FeatureDays, alerts
+from roostream.wire.batch import Batch
 from tests.models.model_cases import make_batch, make_schema
-from warehouse.statistics import FeatureDays, alerts
 
 SCHEMA = make_schema("everything")
 MONDAY, TUESDAY = date(2024, 1, 1), date(2024, 1, 2)

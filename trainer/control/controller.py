@@ -16,15 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from roo.errors import CheckpointError, FencedError, RoostreamError, UnavailableError
-from runtime import manifest as manifests
-from runtime.backoff import Backoff
-from runtime.checkpoint_store import CheckpointStore
-from runtime.clock import Clock, WallTime
-from runtime.kafka.topics import SAMPLES, Progress
-from runtime.manifest import Manifest
-from runtime.transport import Header
-from runtime.work_unit import TableInput, WorkUnit
+from roostream.errors import CheckpointError, FencedError, RoostreamError, UnavailableError
+from roostream.runtime import manifest as manifests
+from roostream.runtime.backoff import Backoff
+from roostream.runtime.checkpoint_store import CheckpointStore
+from roostream.runtime.clock import Clock, WallTime
+from roostream.runtime.kafka.topics import SAMPLES, Progress
+from roostream.runtime.manifest import Manifest
+from roostream.runtime.transport import Header
+from roostream.runtime.work_unit import TableInput, WorkUnit
 from trainer.control.coordinator import Coordinator
 from trainer.control.holds import Spent, ratios, spending_of
 from trainer.control.pace import HistoryPace
@@ -59,7 +59,13 @@ class Controller:
         """`history`: what is to be trained before the stream, behind what is committed of each partition of `samples`;
         `open_session`: the same of the warehouse, where nothing is committed."""
         self.keep_commits, self.history, self.open_session = keep_commits, history, open_session
-        self.coordinator, self.store, self.clock, self.check, self.hold_s = coordinator, store, clock, check, hold_s
+        self.coordinator, self.store, self.clock, self.check, self.hold_s = (
+            coordinator,
+            store,
+            clock,
+            check,
+            hold_s,
+        )
         self.readers: Callable[[], dict[str, Any]] | None = None  # what is told of those that read a session
         self.freshness: Callable[[], dict[str, Any]] = dict  # stage → what neighbours measured lately
         self.spent, self._pace, self._wall = Spent(clock.monotonic_s()), HistoryPace(), WallTime(clock)
@@ -71,7 +77,9 @@ class Controller:
         self._spent_kept_s = clock.monotonic_s()
         self._leave_by_s: float | None = None  # it was asked to go until then
 
-    def handle(self, method: str, header: Header, arrays: Sequence[np.ndarray]) -> tuple[Header, Sequence[np.ndarray]]:
+    def handle(
+        self, method: str, header: Header, arrays: Sequence[np.ndarray]
+    ) -> tuple[Header, Sequence[np.ndarray]]:
         """`beat`, `status`, `commit`, `scale`, `release` and `preempt` of docs/protocols.md.
 
         Raises:
@@ -91,10 +99,16 @@ class Controller:
             case "release":
                 return self._release(), ()
             case "preempt":
-                return self._preempt(Key(str(header["role"]), int(header["index"])), float(header["notice_s"])), ()
-        raise RoostreamError(f"expected a call of beat, status, commit, scale, release or preempt, got {method!r}")
+                return self._preempt(
+                    Key(str(header["role"]), int(header["index"])), float(header["notice_s"])
+                ), ()
+        raise RoostreamError(
+            f"expected a call of beat, status, commit, scale, release or preempt, got {method!r}"
+        )
 
-    def run(self, stop: threading.Event, turned: Callable[[], None] = lambda: None, closing_s: float = 0.0) -> None:
+    def run(
+        self, stop: threading.Event, turned: Callable[[], None] = lambda: None, closing_s: float = 0.0
+    ) -> None:
         """Until `stop` is set or it is preempted, and then until what is trained is committed: after `stop` for `closing_s` at
         most. `turned` is called each time round.
 
@@ -124,7 +138,9 @@ class Controller:
     def _may_go(self) -> bool:
         with self._changed:
             now_s = self.clock.monotonic_s()
-            return self._leave_by_s is not None and (now_s >= self._leave_by_s or self.coordinator.is_free(now_s))
+            return self._leave_by_s is not None and (
+                now_s >= self._leave_by_s or self.coordinator.is_free(now_s)
+            )
 
     def turn(self, stop: threading.Event | None = None) -> None:
         """Do what is to do now, in order; what the store can't serve now stays first, and the turn waits a little."""
@@ -199,7 +215,8 @@ class Controller:
                 "initial": self._pace.told(it.phases.progress(), self._trained(), now_s),
                 "news": it.has_news(),
                 "members": {
-                    str(k): {"incarnation": m.incarnation, "silent_ms": (now_s - m.seen_s) * 1000} for k, m in it.members.items()
+                    str(k): {"incarnation": m.incarnation, "silent_ms": (now_s - m.seen_s) * 1000}
+                    for k, m in it.members.items()
                 },
                 "reports": {str(key): member.report for key, member in it.members.items()},
             }
@@ -216,7 +233,10 @@ class Controller:
         with self._changed:
             members = self.coordinator.members
             keys = {*self.coordinator.roster.workers, *(key for key in members if key.role == "worker")}
-            return {key.index: str(members[key].report.get("seen_at", "")) if key in members else "" for key in keys}
+            return {
+                key.index: str(members[key].report.get("seen_at", "")) if key in members else ""
+                for key in keys
+            }
 
     def _beat(self, header: Header) -> Header:
         key = Key(str(header["role"]), int(header["index"]))
@@ -232,11 +252,18 @@ class Controller:
             )
             self._changed.notify_all()
             if self.hold_s:
-                self._changed.wait_for(lambda: it.commands(key) or it.state is State.FENCED or self._said(key), self.hold_s)
+                self._changed.wait_for(
+                    lambda: it.commands(key) or it.state is State.FENCED or self._said(key), self.hold_s
+                )
             if it.state is State.FENCED:
                 raise FencedError(f"{it.reason}; this controller stops")
             hold = it.holds.now.told if it.holds.now and it.state is State.HELD else ""
-            return {"commands": it.commands(key), "incarnation": it.incarnation, "hold": hold, **self._said(key)}
+            return {
+                "commands": it.commands(key),
+                "incarnation": it.incarnation,
+                "hold": hold,
+                **self._said(key),
+            }
 
     def _said(self, key: Key) -> dict[str, Any]:
         """What who leaves is told: that it is to, within how long, or that it is free to go."""
@@ -258,7 +285,11 @@ class Controller:
                 it.roster.ask_to_leave(key, notice_s, self.clock.monotonic_s())
             self._changed.notify_all()
             done = self._changed.wait_for(lambda: it.is_free(self.clock.monotonic_s()), notice_s)
-            return {"seq": it.seq, "committed": bool(done), "why": "" if done else f"the controller is {it.state}: {it.reason}"}
+            return {
+                "seq": it.seq,
+                "committed": bool(done),
+                "why": "" if done else f"the controller is {it.state}: {it.reason}",
+            }
 
     def _commit_now(self, timeout_s: float) -> Header:
         """Commit what is trained, if anything is new, and wait for it. A commit that was cut before doesn't count."""
@@ -280,13 +311,20 @@ class Controller:
             it.roster.want(count)
             over = (State.FENCED,)
             self._changed.wait_for(
-                lambda: it.state in over or (it.roster.num_workers == count and it.state is State.RUNNING), timeout_s
+                lambda: it.state in over or (it.roster.num_workers == count and it.state is State.RUNNING),
+                timeout_s,
             )
             if it.state is State.FENCED:
                 raise FencedError(f"{it.reason}; this controller stops")
             is_running = it.roster.num_workers == count and it.state is State.RUNNING
             missing = ", ".join(it.roster.absent(count))
-            why = "" if is_running else f"it waits for {missing}" if missing else f"the controller is {it.state}: {it.reason}"
+            why = (
+                ""
+                if is_running
+                else f"it waits for {missing}"
+                if missing
+                else f"the controller is {it.state}: {it.reason}"
+            )
             return {"workers": it.roster.num_workers, "running": is_running, "why": why}
 
     def _release(self) -> Header:
@@ -319,7 +357,9 @@ class Controller:
                 try:
                     manifests.retire(self.store, self.keep_commits)
                 except UnavailableError as error:
-                    log.warning("old checkpoints could not be deleted (%s); the next commit tries again", error)
+                    log.warning(
+                        "old checkpoints could not be deleted (%s); the next commit tries again", error
+                    )
 
     def _claim(self, effect: Claim) -> None:
         known, there = self.coordinator.incarnation, manifests.newest_incarnation(self.store)
@@ -346,7 +386,9 @@ class Controller:
         with contextlib.suppress(CheckpointError, ValueError, AttributeError):  # nothing was counted yet
             self.spent.add(json.loads(self.store.get(SPENT)))
         wish = self.coordinator.phases.kept(kept, self._begin)
-        ends_alone = wish.hold is not None and wish.hold.kind == TRANSIENT and not self.coordinator.facts.holds_idle
+        ends_alone = (
+            wish.hold is not None and wish.hold.kind == TRANSIENT and not self.coordinator.facts.holds_idle
+        )
         return wish._replace(hold=None) if ends_alone else wish  # nobody would end it
 
     def _begin(self) -> Historical:
@@ -376,7 +418,9 @@ class Controller:
         before the name can be read."""
         data, problem = manifest.encode(), ""
         if manifests.newest_incarnation(self.store) > manifest.incarnation:
-            raise FencedError(f"a controller with an incarnation above {manifest.incarnation} runs; this one stops")
+            raise FencedError(
+                f"a controller with an incarnation above {manifest.incarnation} runs; this one stops"
+            )
         try:
             if self.store.create(manifest.name, data):
                 return "linked"

@@ -8,22 +8,22 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from roo.errors import UnavailableError
-from roo.schema_file import load_schema
-from roo.schema_registry import open_registry, register
-from runtime import metrics
-from runtime.address import parse_address
-from runtime.backoff import Backoff
-from runtime.checkpoint_store import open_store
-from runtime.clock import Clock, SystemClock
-from runtime.exports import Exports, one_of
-from runtime.health import Health
-from runtime.kafka.reader import KafkaReader
-from runtime.kafka.reading import Reading
-from runtime.kafka.topics import CORRECTIONS, SAMPLES, Progress, all_partitions
-from runtime.program import Stop
-from runtime.rpc_server import RpcServer
-from runtime.work_unit import WorkUnit
+from roostream.errors import UnavailableError
+from roostream.runtime import metrics
+from roostream.runtime.address import parse_address
+from roostream.runtime.backoff import Backoff
+from roostream.runtime.checkpoint_store import open_store
+from roostream.runtime.clock import Clock, SystemClock
+from roostream.runtime.exports import Exports, one_of
+from roostream.runtime.health import Health
+from roostream.runtime.kafka.reader import KafkaReader
+from roostream.runtime.kafka.reading import Reading
+from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES, Progress, all_partitions
+from roostream.runtime.program import Stop
+from roostream.runtime.rpc_server import RpcServer
+from roostream.runtime.work_unit import WorkUnit
+from roostream.schema.registry import open_registry, register
+from roostream.schema.schema_file import load_schema
 from trainer.config import ControllerConfig
 from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
@@ -40,12 +40,18 @@ from trainer.identity import Identity, kafka_identity
 
 log = logging.getLogger("roostream.controller")
 
-_CLOSING_S = 8.0  # after SIGTERM, for a last commit; below runtime.program.STOP_S
+_CLOSING_S = 8.0  # after SIGTERM, for a last commit; below roostream.runtime.program.STOP_S
 _SHOWN = (
     *("incarnation", "seq", "committed_at_ms", "commit_ms", "paused_ms", "commits", "aborts", "rollbacks"),
     *("workers", "wanted_workers"),
 )
-_LABELS = {"readers": "what", "state": "state", "device_seconds": "spent_on", "held": "kind", "commit_phase_ms": "phase"}
+_LABELS = {
+    "readers": "what",
+    "state": "state",
+    "device_seconds": "spent_on",
+    "held": "kind",
+    "commit_phase_ms": "phase",
+}
 _COUNTERS = ("device_seconds",)
 
 
@@ -132,7 +138,9 @@ def facts_of(config: ControllerConfig, identity: Identity) -> Facts:
     )
 
 
-def _watch_idleness(config: ControllerConfig, controller: Controller, clock: Clock, stop: Stop) -> threading.Thread:
+def _watch_idleness(
+    config: ControllerConfig, controller: Controller, clock: Clock, stop: Stop
+) -> threading.Thread:
     """Until `stop`; of a deployment that never releases workers nobody watches."""
     rule = IdleRule(
         hold_s=config.idle_hold_ms / 1000,
@@ -144,7 +152,9 @@ def _watch_idleness(config: ControllerConfig, controller: Controller, clock: Clo
     def watch() -> None:
         partitions = all_partitions((SAMPLES, CORRECTIONS), config.partitions)
         reading = Reading(partitions=partitions, prefix=config.prefix)
-        with contextlib.closing(KafkaReader.open(config.broker, f"{config.prefix}controller", reading)) as reader:
+        with contextlib.closing(
+            KafkaReader.open(config.broker, f"{config.prefix}controller", reading)
+        ) as reader:
             IdleWatch(controller, Lookout(reader), Idle(rule), clock).run(stop)
 
     thread = threading.Thread(target=watch if rule.hold_s else lambda: None, name="idleness", daemon=True)
@@ -176,10 +186,16 @@ def oldest_of(config: ControllerConfig) -> Progress:
 
 def _gauges(status: dict[str, Any]) -> dict[str, Any]:
     kinds = {hold["kind"] for hold in status["holds"]}
-    own = {"device_seconds": status["device_s"], "held": {kind: int(kind in kinds) for kind in (PERMANENT, TRANSIENT)}}
+    own = {
+        "device_seconds": status["device_s"],
+        "held": {kind: int(kind in kinds) for kind in (PERMANENT, TRANSIENT)},
+    }
     own["commit_phase_ms"] = status["phases_ms"]
     own["history_left_records"] = (status["initial"] or {"left": 0})["left"]
     if readers := status["readers"]:
-        own |= {"readers": {what: readers[what] for what in ("wanted", "there")}, "splits_wanted": readers["splits_wanted"]}
+        own |= {
+            "readers": {what: readers[what] for what in ("wanted", "there")},
+            "splits_wanted": readers["splits_wanted"],
+        }
         own["leases_expired"] = readers["leases_expired"]
     return {**{name: status[name] for name in _SHOWN}, **own, "state": one_of(status["state"], tuple(State))}

@@ -35,12 +35,24 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from runtime.manifest import Restorable
+from roostream.runtime.manifest import Restorable
 from trainer.control.asking import Asking
 from trainer.control.drafting import cut_twice, draft, watermark_of
 from trainer.control.holds import Holds, idle_hold
 from trainer.control.phases import Phases
-from trainer.control.protocol import Claim, Command, CommitInHand, Effect, Facts, Key, Link, MemberFacts, Retire, State, Wish
+from trainer.control.protocol import (
+    Claim,
+    Command,
+    CommitInHand,
+    Effect,
+    Facts,
+    Key,
+    Link,
+    MemberFacts,
+    Retire,
+    State,
+    Wish,
+)
 from trainer.control.roster import Roster
 
 log = logging.getLogger("roostream.controller")
@@ -74,7 +86,9 @@ class Coordinator:
 
     # Events
 
-    def beat(self, key: Key, session: int, incarnation: int, results: Iterable[dict], report: dict, now_s: float) -> None:
+    def beat(
+        self, key: Key, session: int, incarnation: int, results: Iterable[dict], report: dict, now_s: float
+    ) -> None:
         """A member called. A new session of a known member means that the old process died.
 
         Raises:
@@ -83,7 +97,9 @@ class Coordinator:
         self.roster.check(key)
         is_active = key in self.roster.everyone
         if incarnation > self.incarnation and self.state is not State.CLAIMING:
-            return self.fenced(f"{key} is at incarnation {incarnation}, this controller at {self.incarnation}")
+            return self.fenced(
+                f"{key} is at incarnation {incarnation}, this controller at {self.incarnation}"
+            )
         member = self.members.get(key)
         if member is None or member.session != session:
             before = member  # None: one that was silent, which has been counted
@@ -98,7 +114,11 @@ class Coordinator:
                 self._refused(answered.kind, key, answered.result, now_s)
         if is_active and incarnation == self.incarnation and report.get("fatal"):
             self._hold(key, str(report["fatal"]))
-        if is_active and incarnation == self.incarnation and (report.get("broken") or report.get("ready") is False):
+        if (
+            is_active
+            and incarnation == self.incarnation
+            and (report.get("broken") or report.get("ready") is False)
+        ):
             self._lost(f"{key} can't go on: {report.get('broken') or 'it is not ready any more'}")
         self.tick(now_s)
 
@@ -110,7 +130,9 @@ class Coordinator:
         match self.state:
             case State.GATHERING if self.roster.rescales():
                 self._end(self.roster.why_closing())
-            case State.GATHERING if not self.roster.absent(self.roster.num_workers) and now_s >= self._not_before_s:
+            case State.GATHERING if (
+                not self.roster.absent(self.roster.num_workers) and now_s >= self._not_before_s
+            ):
                 self._restore(now_s)
             case _ if self._asking and now_s - self._asking.asked_s >= self._limit_s:
                 self._too_late(now_s)
@@ -120,11 +142,20 @@ class Coordinator:
                 self._cut(now_s)
             case State.RUNNING if (now_s >= self._due_s or self._wanted) and self.has_news():
                 self._cut(now_s)
-            case State.RESTORING | State.CUTTING | State.FREEZING | State.WRITING | State.COMMITTING | State.ABORTING:
+            case (
+                State.RESTORING
+                | State.CUTTING
+                | State.FREEZING
+                | State.WRITING
+                | State.COMMITTING
+                | State.ABORTING
+            ):
                 if not self._asking:
                     self._step(now_s)
 
-    def claimed(self, incarnation: int, last: Restorable | None, next_seq: int, now_s: float, wish: Wish | None = None) -> None:
+    def claimed(
+        self, incarnation: int, last: Restorable | None, next_seq: int, now_s: float, wish: Wish | None = None
+    ) -> None:
         """The claim succeeded, for `wish` (None: what is wanted); `last` is what everyone will be restored to (None: nothing was
         ever committed)."""
         assert self.state is State.CLAIMING and incarnation > self.incarnation
@@ -137,13 +168,20 @@ class Coordinator:
             if not is_first and self.holds.now is None:
                 return self._end("released")
             self.holds.now, self.state = wish.hold, State.HELD
-        log.info("incarnation %d (%s): %s", incarnation, self.reason, last.name if last else "nothing committed yet")
+        log.info(
+            "incarnation %d (%s): %s",
+            incarnation,
+            self.reason,
+            last.name if last else "nothing committed yet",
+        )
         self.tick(now_s)
 
     def linked(self, outcome: str, now_s: float) -> None:
         """What became of step 6: "linked"; "exists" (an older controller's late link took the name); "away: why" (the store
         couldn't be written, and has no such name)."""
-        if self.state is not State.LINKING:  # a member was lost meanwhile: the claim that follows reads what is there
+        if (
+            self.state is not State.LINKING
+        ):  # a member was lost meanwhile: the claim that follows reads what is there
             return
         if outcome == "linked":
             self._commit(now_s)
@@ -220,7 +258,9 @@ class Coordinator:
     def _died(self, key: Key, member: MemberFacts, reason: str) -> None:
         """A process ended: everyone is restored; where it does so again and again, without being asked to, training is held."""
         counts = self.state not in (State.HELD, State.FENCED) and not member.leaves
-        if counts and (hold := self.holds.died(key, member.seen_s - member.since_s, str(member.report.get("saved", "")))):
+        if counts and (
+            hold := self.holds.died(key, member.seen_s - member.since_s, str(member.report.get("saved", "")))
+        ):
             return self._hold(key, hold.reason)
         self._lost(reason)
 
@@ -288,15 +328,22 @@ class Coordinator:
         self.state, commit.frozen_s = State.WRITING, now_s
         self._ask("resume", () if commit.closing else self.roster.workers, now_s, seq=commit.seq)
         self._ask("write", self.facts.shards, now_s, seq=commit.seq)
-        self._ask_workers("write", now_s, lambda key: {"shared": key == self.roster.workers[0]}, seq=commit.seq)
+        self._ask_workers(
+            "write", now_s, lambda key: {"shared": key == self.roster.workers[0]}, seq=commit.seq
+        )
 
     def _link(self, now_s: float) -> None:
         """6. The manifest is complete; creating it is the commit."""
         self.state = State.LINKING
         commit = self._running_commit()
         commit.written_s = now_s
-        shards, its = self._asking.answers("write", self.facts.shards), self._asking.answers("write", self.roster.workers)
-        commit.manifest = self.phases.stated(draft(self.facts, self.incarnation, self.last, commit, shards, its))
+        shards, its = (
+            self._asking.answers("write", self.facts.shards),
+            self._asking.answers("write", self.roster.workers),
+        )
+        commit.manifest = self.phases.stated(
+            draft(self.facts, self.incarnation, self.last, commit, shards, its)
+        )
         self._effects.append(Link(commit.manifest))
 
     def _commit(self, now_s: float) -> None:
@@ -317,12 +364,16 @@ class Coordinator:
 
     def _abort(self, reason: str, now_s: float, *, away: bool = False) -> None:
         """`away`: something can't be written now, and everyone is in order."""
-        log.warning("commit %d is abandoned: %s; nothing of it is committed", self._running_commit().seq, reason)
+        log.warning(
+            "commit %d is abandoned: %s; nothing of it is committed", self._running_commit().seq, reason
+        )
         self.num_aborts += 1
         self._aborts_in_a_row += not away
         self._closing_s = now_s + self.facts.commit_interval_s
         if self._aborts_in_a_row >= self.facts.most_aborts:
-            return self._lost(f"{self._aborts_in_a_row} commits in a row were abandoned, the last one because {reason}")
+            return self._lost(
+                f"{self._aborts_in_a_row} commits in a row were abandoned, the last one because {reason}"
+            )
         self.state = State.ABORTING
         self._asking.clear()
         self._ask("abort", self.roster.everyone, now_s, seq=self._running_commit().seq)
@@ -337,7 +388,9 @@ class Coordinator:
     def _close(self, commit: CommitInHand) -> None:
         """The incarnation ends in order."""
         self.holds.now = self.holds.now or commit.hold
-        self._end(f"held: {commit.hold.reason}" if commit.hold else self.phases.why() or self.roster.why_closing())
+        self._end(
+            f"held: {commit.hold.reason}" if commit.hold else self.phases.why() or self.roster.why_closing()
+        )
 
     def _running_commit(self) -> CommitInHand:
         assert self.commit is not None, self.state
@@ -352,13 +405,15 @@ class Coordinator:
     def _ask(self, kind: str, keys: Iterable[Key], now_s: float, **arguments: Any) -> None:
         self._asking.ask(kind, keys, self.incarnation, now_s, **arguments)
 
-    def _ask_workers(self, kind: str, now_s: float, its: Callable[[Key], Mapping[str, Any]], **arguments: Any) -> None:
+    def _ask_workers(
+        self, kind: str, now_s: float, its: Callable[[Key], Mapping[str, Any]], **arguments: Any
+    ) -> None:
         """Each with what is its own."""
         for key in self.roster.workers:
             self._ask(kind, (key,), now_s, **arguments, **its(key))
 
     def _refused(self, kind: str, key: Key, result: Mapping[str, Any], now_s: float) -> None:
-        """`result` as runtime.member.refusal_of tells it."""
+        """`result` as roostream.runtime.member.refusal_of tells it."""
         error = str(result.get("error", "no reason given"))
         if kind == "restore" and result.get("damaged") and self.last:
             self._pass_over(key, error)
@@ -378,7 +433,9 @@ class Coordinator:
         return self.facts.step_timeout_s
 
     def _too_late(self, now_s: float) -> None:
-        reason = f"{self._asking.late()} didn't answer for {now_s - self._asking.asked_s:g} s while {self.state}"
+        reason = (
+            f"{self._asking.late()} didn't answer for {now_s - self._asking.asked_s:g} s while {self.state}"
+        )
         if self.state in (State.CUTTING, State.FREEZING, State.WRITING):
             return self._abort(reason, now_s)
         self._late_restores += self.state is State.RESTORING

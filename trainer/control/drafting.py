@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from runtime.kafka.topics import flat
-from runtime.manifest import Manifest, Restorable, StoredFile, WorkerPart
+from roostream.runtime.kafka.topics import flat
+from roostream.runtime.manifest import Manifest, Restorable, StoredFile, WorkerPart
 from trainer.control.protocol import CommitInHand, Facts
 
 Written = Sequence[Mapping[str, Any]]
@@ -14,7 +14,12 @@ Written = Sequence[Mapping[str, Any]]
 
 
 def draft(
-    facts: Facts, incarnation: int, last: Restorable | None, commit: CommitInHand, shards: Written, workers: Written
+    facts: Facts,
+    incarnation: int,
+    last: Restorable | None,
+    commit: CommitInHand,
+    shards: Written,
+    workers: Written,
 ) -> Manifest:
     """What the commit states, once it is linked. The first worker wrote the shared part."""
     rows_end: dict[int, int] = {}
@@ -24,7 +29,9 @@ def draft(
     return Manifest(
         seq=commit.seq,
         incarnation=incarnation,
-        previous={"seq": last.manifest.seq, "checksum": last.checksum} if last else {"seq": 0, "checksum": ""},
+        previous={"seq": last.manifest.seq, "checksum": last.checksum}
+        if last
+        else {"seq": 0, "checksum": ""},
         step=max(int(c["step"]) for c in commit.cuts),
         watermark_ms=watermark_of(commit),
         schema=facts.schema,
@@ -38,7 +45,9 @@ def draft(
         dense=StoredFile(**workers[0]["dense"]),
         model=dict(commit.cuts[0]["model"]),
         bucket_map=last.manifest.bucket_map if last else None,
-        workers={i: _part(cut, written) for i, (cut, written) in enumerate(zip(commit.cuts, workers, strict=True))},
+        workers={
+            i: _part(cut, written) for i, (cut, written) in enumerate(zip(commit.cuts, workers, strict=True))
+        },
         time_ms=max(int(c["time_ms"]) for c in commit.cuts),
     )
 

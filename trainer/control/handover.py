@@ -11,10 +11,10 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from roo.errors import CheckpointError, ConfigError, RoostreamError
-from runtime.clock import Clock
-from runtime.kafka.topics import SAMPLES, Progress
-from runtime.work_unit import TableInput
+from roostream.errors import CheckpointError, ConfigError, RoostreamError
+from roostream.runtime.clock import Clock
+from roostream.runtime.kafka.topics import SAMPLES, Progress
+from roostream.runtime.work_unit import TableInput
 from trainer.config import ControllerConfig
 from trainer.control.controller import Controller
 
@@ -27,13 +27,17 @@ HELD_MS = 15 * 60_000  # a version, by each look
 class Margin(NamedTuple):
     """How much of what the stream must still have, Kafka has beside it."""
 
-    records: int  # of the partition where it is least: between the oldest record and where the stream would go on
+    records: (
+        int  # of the partition where it is least: between the oldest record and where the stream would go on
+    )
     archived: int  # records that the newest version has behind the session's
 
 
 def margin(session: TableInput, newest: TableInput, oldest: Progress) -> Margin:
     """`oldest`: offsets of the oldest records that Kafka has."""
-    left = [at - oldest.get(partition, 0) for partition, at in session.ends.items() if partition[0] == SAMPLES]
+    left = [
+        at - oldest.get(partition, 0) for partition, at in session.ends.items() if partition[0] == SAMPLES
+    ]
     more = [newest.ends.get(p, at) - at for p, at in session.ends.items() if p[0] == SAMPLES]
     return Margin(min(left, default=0), sum(max(count, 0) for count in more))
 
@@ -58,7 +62,13 @@ class HandOver:
     ) -> None:
         """`newest`: a session of the newest version, from these offsets on; `hold`: a version is kept until this wall time;
         `oldest`: of the topic."""
-        self.controller, self.newest, self.hold, self.oldest, self.clock = controller, newest, hold, oldest, clock
+        self.controller, self.newest, self.hold, self.oldest, self.clock = (
+            controller,
+            newest,
+            hold,
+            oldest,
+            clock,
+        )
         self.most_records = most_records
         self.margin: Margin | None = None
 
@@ -84,7 +94,10 @@ class HandOver:
             return
         self.margin = margin(session, newest, self.oldest())
         if self.margin.records < 0:
-            log.warning("Kafka has lost %d samples behind the session's end: the archive is read on", -self.margin.records)
+            log.warning(
+                "Kafka has lost %d samples behind the session's end: the archive is read on",
+                -self.margin.records,
+            )
         if follows(self.margin, self.most_records):
             self.hold(newest, until_ms)
             return self.controller.follow_by(newest)
@@ -101,9 +114,11 @@ class TableHistory:
             ConfigError: the packages that read it aren't there.
         """
         try:
-            from warehouse.readers.table_session import SampleTable
+            from roostream.warehouse.readers.table_session import SampleTable
         except ModuleNotFoundError as error:
-            raise ConfigError(f"expected {error.name} to read {config.warehouse}; pip install 'roostream[warehouse]'") from None
+            raise ConfigError(
+                f"expected {error.name} to read {config.warehouse}; pip install 'roostream[warehouse]'"
+            ) from None
         self.config, self.topics, self.clock = config, dict(topics), clock
         self.table = SampleTable(config.warehouse)
 
@@ -124,7 +139,9 @@ class TableHistory:
     def hold(self, session: TableInput, until_ms: int) -> None:
         self.table.hold(session, f"session-{session.digest}", until_ms)
 
-    def watch(self, controller: Controller, oldest: Callable[[], Progress], stop: threading.Event) -> HandOver:
+    def watch(
+        self, controller: Controller, oldest: Callable[[], Progress], stop: threading.Event
+    ) -> HandOver:
         """In a thread until `stop`."""
         it = HandOver(controller, self.newest, self.hold, oldest, self.clock, self.config.handover_records)
         threading.Thread(target=it.run, args=(stop,), name="hand-over", daemon=True).start()

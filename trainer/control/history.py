@@ -66,7 +66,11 @@ class History:
     def newest(self) -> dict[str, Any] | None:
         """The newest point of the finest grain, as `series` would give it; it may still be added to."""
         points = self._points[0]
-        return {"slot": points[-1].slot, "at_s": points[-1].at_s, "values": points[-1].values} if points else None
+        return (
+            {"slot": points[-1].slot, "at_s": points[-1].at_s, "values": points[-1].values}
+            if points
+            else None
+        )
 
     def series(self) -> list[dict[str, Any]]:
         """By grain: `step_s`, and as columns of one length the slots, times and values by name."""

@@ -67,7 +67,9 @@ class Holds:
         if self._deaths[key] < self.most_deaths:
             return None
         shown = f"; `roostream inspect batch {saved}` shows the last batch that it saved" if saved else ""
-        return self.stop(key, f"it died {self._deaths[key]} times without a commit in between; its log says why{shown}")
+        return self.stop(
+            key, f"it died {self._deaths[key]} times without a commit in between; its log says why{shown}"
+        )
 
     def committed(self) -> None:
         """What is committed was trained: nobody dies of it again and again."""
@@ -111,7 +113,11 @@ class Spent:
 def spending_of(state: State, hold: Hold | None = None) -> Spending:
     """`hold`: what training is held by, if it is."""
     if state is State.HELD:
-        return Spending.TRANSIENT_HOLD if hold is not None and hold.kind == TRANSIENT else Spending.PERMANENT_HOLD
+        return (
+            Spending.TRANSIENT_HOLD
+            if hold is not None and hold.kind == TRANSIENT
+            else Spending.PERMANENT_HOLD
+        )
     waits = (State.CLAIMING, State.GATHERING, State.RESTORING, State.FENCED)
     return Spending.TEMPORARY if state in waits else Spending.TRAINING
 

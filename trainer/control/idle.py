@@ -14,7 +14,7 @@ import dataclasses
 import enum
 from typing import NamedTuple
 
-from runtime.kafka.topics import Progress
+from roostream.runtime.kafka.topics import Progress
 
 _WATCHED_S = 10.0  # between two readings; nobody watched what lies further apart
 

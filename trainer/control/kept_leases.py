@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 
-from roo.errors import UnavailableError
-from runtime.checkpoint_store import CheckpointStore
-from runtime.clock import Clock
+from roostream.errors import UnavailableError
+from roostream.runtime.checkpoint_store import CheckpointStore
+from roostream.runtime.clock import Clock
 from trainer.control.read_master import ReadMaster
 
 log = logging.getLogger("roostream.controller")

@@ -7,10 +7,10 @@ import threading
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
-from roo.errors import UnavailableError
-from roo.wire import Record
-from runtime.clock import Clock
-from runtime.kafka.topics import SAMPLES, Partition, Progress
+from roostream.errors import UnavailableError
+from roostream.runtime.clock import Clock
+from roostream.runtime.kafka.topics import SAMPLES, Partition, Progress
+from roostream.wire.records import Record
 from trainer.control.controller import Controller
 from trainer.control.idle import Advice, Idle, Unread
 
@@ -23,7 +23,7 @@ _PEEKS = 10
 
 
 class SampleLog(Protocol):
-    """Of `runtime.kafka.reader.KafkaReader`, which says what each method does."""
+    """Of `roostream.runtime.kafka.reader.KafkaReader`, which says what each method does."""
 
     @property
     def partitions(self) -> tuple[Partition, ...]: ...
@@ -57,7 +57,10 @@ class Lookout:
             topics = {SAMPLES, *(topic for topic, _ in committed)}
             ends = {p: end for p, (_, end) in bounds.items() if p[0] in topics}
             self._empty = {p: at for p, at in self._empty.items() if at <= ends.get(p, 0)}
-            starts = {p: min(max(bounds[p][0], committed.get(p, 0), self._empty.get(p, 0)), end) for p, end in ends.items()}
+            starts = {
+                p: min(max(bounds[p][0], committed.get(p, 0), self._empty.get(p, 0)), end)
+                for p, end in ends.items()
+            }
             behind = {p: end - starts[p] for p, end in ends.items() if end > starts[p]}
             is_quiet, self._before = (starts, ends) == self._before, (starts, ends)
             if is_quiet and behind and max(behind.values()) <= _MOST_MARKERS and (starts, ends) != self._read:
@@ -98,7 +101,9 @@ class IdleWatch:
             try:
                 self.look()
             except Exception:
-                log.exception("whether there is something to train can't be found out: workers are not released")
+                log.exception(
+                    "whether there is something to train can't be found out: workers are not released"
+                )
                 self.controller.end_idle()
 
     def look(self) -> Advice:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from runtime.metrics import Recent
-from runtime.scrape import Scraped
+from roostream.runtime.metrics import Recent
+from roostream.runtime.scrape import Scraped
 
-STAGES = ("engagement_to_close", "close_to_readable", "readable_to_trained", "trained_to_servable", "engagement_to_servable")
+STAGES = (
+    "engagement_to_close",
+    "close_to_readable",
+    "readable_to_trained",
+    "trained_to_servable",
+    "engagement_to_servable",
+)
 UNKNOWN: Mapping[str, float | None] = {"p50_ms": None, "p99_ms": None}
 _BUCKETS = "roostream_freshness_seconds_bucket"
 _QUANTILES = {"p50_ms": 0.5, "p99_ms": 0.99}
@@ -29,13 +35,18 @@ class FreshnessSeen:
                 if buckets := answer.by(_BUCKETS, "le", stage=stage):
                     recent = self._recent.setdefault((name, stage), Recent())
                     recent.look(at_s, {float(bound): count for bound, count in buckets.items()})
-                    told.setdefault(name, {})[stage] = {key: _ms(recent.quantile(q)) for key, q in _QUANTILES.items()}
+                    told.setdefault(name, {})[stage] = {
+                        key: _ms(recent.quantile(q)) for key, q in _QUANTILES.items()
+                    }
         self._told = told
 
     def of(self, programs: Iterable[str]) -> dict[str, dict[str, float | None]]:
         """Stage → p50 and p99 in ms of the last minutes, the worst of these programs; None where none of them knows."""
         told = [self._told[name] for name in programs if name in self._told]
-        return {stage: {key: _worst([its.get(stage, UNKNOWN)[key] for its in told]) for key in _QUANTILES} for stage in STAGES}
+        return {
+            stage: {key: _worst([its.get(stage, UNKNOWN)[key] for its in told]) for key in _QUANTILES}
+            for stage in STAGES
+        }
 
 
 def _ms(seconds: float | None) -> float | None:

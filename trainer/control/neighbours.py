@@ -10,13 +10,15 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from runtime import scrape
-from runtime.clock import Clock
-from runtime.scrape import Scraped
+from roostream.runtime import scrape
+from roostream.runtime.clock import Clock
+from roostream.runtime.scrape import Scraped
 from trainer.control.neighbour_times import FreshnessSeen
 
 LOOK_S = 5.0
-_ADDRESS = re.compile(r"(https://)?[\w.:\[\]-]+:\d{1,5}")  # nothing else that a member says becomes part of a URL
+_ADDRESS = re.compile(
+    r"(https://)?[\w.:\[\]-]+:\d{1,5}"
+)  # nothing else that a member says becomes part of a URL
 STALE_S = 3 * LOOK_S  # older than that, a reading says nothing about now
 
 Fetch = Callable[[Mapping[str, str | None]], dict[str, Scraped]]
@@ -73,7 +75,9 @@ def with_workers(urls: Mapping[str, str], workers: Mapping[int, str]) -> dict[st
     """`urls` with the workers of a number that `roostream scale` changes: what settings say of one stands, what one says
     of itself is added, and who is not among `workers`, where there are any, is left out."""
     kept = {
-        name: url for name, url in urls.items() if not workers or (number := _worker_number(name)) is None or number in workers
+        name: url
+        for name, url in urls.items()
+        if not workers or (number := _worker_number(name)) is None or number in workers
     }
     known, numbers = set(kept.values()), {_worker_number(name) for name in kept}
     told = {n: _url(at) for n, at in sorted(workers.items()) if _ADDRESS.fullmatch(at) and n not in numbers}
@@ -99,12 +103,18 @@ def read_figures(names: Mapping[str, str], scraped: Mapping[str, Scraped]) -> di
         "programs": {name: bool(scraped.get(name)) if scraped else None for name in names},
         "click_rate": click_rate(scraped.get("simulate", Scraped())),
         "serving": serving_state(scraped.get("serving", Scraped())),
-        "joiner_watermark_ms": scraped.get("joiner", Scraped()).ms("roostream_joiner_watermark_timestamp_seconds"),
+        "joiner_watermark_ms": scraped.get("joiner", Scraped()).ms(
+            "roostream_joiner_watermark_timestamp_seconds"
+        ),
         "shards": {name: _shard(s) for name, s in scraped.items() if name.startswith("shard-") and s},
-        "partition_lag_records": _merged([s.by("roostream_worker_partition_lag_records", "partition") for s in workers.values()]),
+        "partition_lag_records": _merged(
+            [s.by("roostream_worker_partition_lag_records", "partition") for s in workers.values()]
+        ),
         "accounted": scraped.get("auditor", Scraped()).state("roostream_auditor_accounted", "state"),
         "lost_records": lost_records(scraped),
-        "non_finite": _merged([{n: v} for n, s in workers.items() if (v := s.value("roostream_worker_non_finite")) is not None]),
+        "non_finite": _merged(
+            [{n: v} for n, s in workers.items() if (v := s.value("roostream_worker_non_finite")) is not None]
+        ),
     }
 
 
@@ -123,7 +133,11 @@ def _merged(parts: list[dict[str, float]]) -> dict[str, float]:
 
 def lost_records(scraped: Mapping[str, Scraped]) -> dict[str, int]:
     """Program → records that retention deleted before it read them, of programs that count some."""
-    told = {name: s.value(f"roostream_{name.partition('-')[0]}_lost_records") for name, s in scraped.items() if name != "auditor"}
+    told = {
+        name: s.value(f"roostream_{name.partition('-')[0]}_lost_records")
+        for name, s in scraped.items()
+        if name != "auditor"
+    }
     return {name: int(count) for name, count in told.items() if count}
 
 
@@ -140,7 +154,9 @@ def click_rate(simulate: Scraped) -> dict[str, float | None]:
     """Expected clicks a shown candidate of the newest requests: as served, in a random order of the same requests, and in the
     best order; and served over random, of the newest and of all. While the newest are above all, serving still gets better."""
     name, orders = "roostream_traffic_click_rate", ("served", "random", "best")
-    rates, total = ({o: simulate.value(name, order=o, window=window) for o in orders} for window in ("recent", "total"))
+    rates, total = (
+        {o: simulate.value(name, order=o, window=window) for o in orders} for window in ("recent", "total")
+    )
     return {
         **rates,
         "served_to_random": _ratio(rates),

@@ -18,7 +18,9 @@ class HistoryPace:
         self._trained = self._at_commit = 0.0
         self._left: int | None = None  # as of the last commit
 
-    def told(self, initial: Mapping[str, Any] | None, trained: float | None, now_s: float) -> dict[str, Any] | None:
+    def told(
+        self, initial: Mapping[str, Any] | None, trained: float | None, now_s: float
+    ) -> dict[str, Any] | None:
         """`initial` as `Phases.progress` gives it, with `eta_s`: [value, low, high] as a lag's, value null = unknown. `trained`:
         requests by all workers since they started; None: one of them doesn't tell."""
         if initial is None:
@@ -26,7 +28,9 @@ class HistoryPace:
             self._meter.clear()
             return None
         left = initial["left"] + (initial["epochs"] - initial["epoch"]) * initial["records"]
-        if trained is None or trained < self._trained:  # one began anew: what it trained is counted from there
+        if (
+            trained is None or trained < self._trained
+        ):  # one began anew: what it trained is counted from there
             self._meter.clear()
             self._left = None
         self._trained = trained or 0.0

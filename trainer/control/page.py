@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from importlib import resources
 from typing import Any
 
-from runtime.metrics import PAGE_HEADERS, Answer
+from roostream.runtime.metrics import PAGE_HEADERS, Answer
 from trainer.control.controller import Controller
 from trainer.control.history import Changes, History, Rate
 from trainer.control.neighbour_times import STAGES
@@ -35,7 +35,9 @@ _FILES = {
         for name in ("page.js", "tables.js", "chart.js", "parts.js", "words.js")
     },
 }
-_WORST = frozenset({"lag_ms", "lag_records", "commit_ms", "paused_ms", "fresh_p99", *(f"fresh.{s}" for s in STAGES)})
+_WORST = frozenset(
+    {"lag_ms", "lag_records", "commit_ms", "paused_ms", "fresh_p99", *(f"fresh.{s}" for s in STAGES)}
+)
 
 
 class StatusPage:
@@ -61,7 +63,11 @@ class StatusPage:
         found = self._findings(status, figures)
         with self._lock:
             self._history.add(
-                now_s, {**readings(status, figures), "trained_per_s": self._trained.of(now_s, together(status)["requests"])}
+                now_s,
+                {
+                    **readings(status, figures),
+                    "trained_per_s": self._trained.of(now_s, together(status)["requests"]),
+                },
             )
             self._note(now_s, status, found)
 
@@ -89,10 +95,12 @@ class StatusPage:
     def history(self) -> dict[str, Any]:
         """All that is kept of the past."""
         with self._lock:
-            return plain({"format": FORMAT, "at_s": self.clock.monotonic_s(), "grains": self._history.series()})
+            return plain(
+                {"format": FORMAT, "at_s": self.clock.monotonic_s(), "grains": self._history.series()}
+            )
 
     def answers(self) -> dict[str, Callable[[], Answer]]:
-        """By path, for `runtime.metrics.serve`, beside `files()`."""
+        """By path, for `roostream.runtime.metrics.serve`, beside `files()`."""
         return {"/status.json": lambda: _json(self.status()), "/history.json": lambda: _json(self.history())}
 
     def _members(self) -> list[str]:
@@ -104,7 +112,11 @@ class StatusPage:
 
     def _note(self, now_s: float, status: Mapping[str, Any], found: list[Finding]) -> None:
         time_ms = self.clock.now_ms()
-        self._changes.observe(now_s, time_ms, {"state": headline(status, found).state, "incarnation": str(status["incarnation"])})
+        self._changes.observe(
+            now_s,
+            time_ms,
+            {"state": headline(status, found).state, "incarnation": str(status["incarnation"])},
+        )
         for name in ("rollbacks", "aborts"):
             if status[name] > self._counted.get(name, status[name]):
                 self._changes.add(now_s, time_ms, name[:-1], str(status["reason"]))
@@ -115,7 +127,10 @@ class StatusPage:
                 self._changes.add(now_s, time_ms, finding.level, finding.text)
         for key in self._since.keys() - now.keys():
             self._changes.add(now_s, time_ms, "over", self._since[key][1].text)
-        self._since = {key: (self._since[key][0] if key in self._since else now_s, finding) for key, finding in now.items()}
+        self._since = {
+            key: (self._since[key][0] if key in self._since else now_s, finding)
+            for key, finding in now.items()
+        }
 
 
 def files() -> dict[str, Callable[[], Answer]]:
@@ -150,7 +165,11 @@ def plain(value: Any) -> Any:
             return {str(k): plain(v) for k, v in value.items()}
         case list() | tuple() | set() | frozenset():
             return [plain(v) for v in value]
-    return plain(dataclasses.asdict(value)) if dataclasses.is_dataclass(value) and not isinstance(value, type) else str(value)
+    return (
+        plain(dataclasses.asdict(value))
+        if dataclasses.is_dataclass(value) and not isinstance(value, type)
+        else str(value)
+    )
 
 
 def _json(document: Mapping[str, Any]) -> Answer:

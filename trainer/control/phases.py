@@ -18,9 +18,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from runtime.kafka.topics import SAMPLES
-from runtime.manifest import Manifest, Restorable
-from runtime.work_unit import STREAM, TableInput, WorkUnit, source_of
+from roostream.runtime.kafka.topics import SAMPLES
+from roostream.runtime.manifest import Manifest, Restorable
+from roostream.runtime.work_unit import STREAM, TableInput, WorkUnit, source_of
 from trainer.control.protocol import Facts, Historical, Hold, Key, Wish
 from trainer.control.roster import Roster
 from trainer.control.units import HandOut
@@ -70,7 +70,9 @@ class Phases:
         manifest = last.manifest if last else None
         self._goes_on = manifest.input if manifest and manifest.input != self.session else None
         if self.session is not None and manifest is not None and manifest.input != self.session:
-            return self._hand_out.committed({source: unit.end for source, unit in self._hand_out.whole.items()})
+            return self._hand_out.committed(
+                {source: unit.end for source, unit in self._hand_out.whole.items()}
+            )
         positions = manifest.positions if manifest else {}
         self._hand_out.committed({source_of(partition): at for partition, at in positions.items()})
 
@@ -96,9 +98,16 @@ class Phases:
         """What the incarnation before this controller was claimed for; the number of workers only if the settings are as they
         were. `begin` fixes the historical range where none is kept."""
         historical = (Historical.of(kept.get("historical")) or begin()) if self._is_on else None
-        configured = self.facts.num_workers if historical is None or historical.over else self._initial_workers
+        configured = (
+            self.facts.num_workers if historical is None or historical.over else self._initial_workers
+        )
         is_newest = kept.get("configured") == configured and isinstance(kept.get("workers"), int)
-        return Wish(int(kept["workers"]) if is_newest else configured, configured, Hold.of(kept.get("hold")), historical)
+        return Wish(
+            int(kept["workers"]) if is_newest else configured,
+            configured,
+            Hold.of(kept.get("hold")),
+            historical,
+        )
 
     def wish(self, hold: Hold | None) -> Wish:
         """What the next incarnation is claimed for. At the switch the number of workers is the settings': whoever asked for
@@ -145,16 +154,29 @@ class Phases:
         it = self._hand_out
         if it is None or not self.is_initial:
             return None
-        found: dict[str, Any] = {"epoch": it.number, "epochs": it.num_epochs, "records": it.num_records, "left": it.num_left}
+        found: dict[str, Any] = {
+            "epoch": it.number,
+            "epochs": it.num_epochs,
+            "records": it.num_records,
+            "left": it.num_left,
+        }
         if self.session:
-            found |= {"table": self.session.table, "version": self.session.version, "last_close_ms": self.session.last_close_ms}
+            found |= {
+                "table": self.session.table,
+                "version": self.session.version,
+                "last_close_ms": self.session.last_close_ms,
+            }
         return found
 
     def why(self) -> str:
         """Why nobody goes on after a commit, "" = another reason."""
         if self._goes_on is not None:
             return f"a session of the warehouse is trained; the next one, of version {self._goes_on.version}, follows"
-        return f"history is trained up to its export point; {self._configured} go on with the stream" if self.switches else ""
+        return (
+            f"history is trained up to its export point; {self._configured} go on with the stream"
+            if self.switches
+            else ""
+        )
 
     @property
     def _is_on(self) -> bool:

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
-from runtime.deployment import MAX_WORKERS
-from runtime.manifest import Manifest
-from runtime.work_unit import TableInput, WorkUnit, plain_units, units_of
+from roostream.runtime.deployment import MAX_WORKERS
+from roostream.runtime.manifest import Manifest
+from roostream.runtime.work_unit import TableInput, WorkUnit, plain_units, units_of
 
 PHASES = ("cut", "freeze", "write", "link")
 """Of a commit, until its manifest is there."""
@@ -74,7 +74,9 @@ class Historical(NamedTuple):
 
     whole: tuple[WorkUnit, ...]  # of each partition, up to its export point; fixed when the phase begins
     over: bool  # the wish beside it was made for the stream
-    session: TableInput | None = None  # of the warehouse, whose positions `whole` has; None: offsets of the topic
+    session: TableInput | None = (
+        None  # of the warehouse, whose positions `whole` has; None: offsets of the topic
+    )
 
     @classmethod
     def of(cls, kept: object) -> Historical | None:
@@ -148,8 +150,12 @@ class Facts:
     kafka: Mapping[str, Any]
     commit_interval_s: float = 10.0
     lost_after_s: float = 3.0
-    step_timeout_s: float = 60.0  # one step of a commit, and everything else that a member is asked, but RESTORE
-    restore_timeout_s: float = 600.0  # doubled each time in a row that it passes: a large state comes back in the end
+    step_timeout_s: float = (
+        60.0  # one step of a commit, and everything else that a member is asked, but RESTORE
+    )
+    restore_timeout_s: float = (
+        600.0  # doubled each time in a row that it passes: a large state comes back in the end
+    )
     most_aborts: int = 3  # in a row, then everyone is restored: a member may be in a state that no ABORT ends
     retry_s: float = 1.0  # between a refused RESTORE and the next
     holds_idle: bool = False  # somebody calls `hold_idle` and ends such a hold
@@ -207,4 +213,6 @@ class CommitInHand:
     def phases_s(self, linked_s: float) -> dict[str, float]:
         """What each part of it took; training stands still in the first two."""
         ends_s = (self.started_s, self.cut_s, self.frozen_s, self.written_s, linked_s)
-        return {name: end_s - begin_s for name, (begin_s, end_s) in zip(PHASES, pairwise(ends_s), strict=True)}
+        return {
+            name: end_s - begin_s for name, (begin_s, end_s) in zip(PHASES, pairwise(ends_s), strict=True)
+        }

@@ -12,16 +12,16 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from roo.errors import FencedError, RoostreamError
-from roo.schema import Schema
-from roo.schema_registry import to_toml
-from runtime.clock import Clock
-from runtime.transport import Arrays, Handler, Header
-from runtime.work_unit import TableInput
-from warehouse.readers.config import ReaderCountConfig
-from warehouse.readers.lease_log import LeaseLog, plain_lease
-from warehouse.readers.leases import MOST_WANTED, Leases
-from warehouse.readers.scale import ReaderCount
+from roostream.errors import FencedError, RoostreamError
+from roostream.runtime.clock import Clock
+from roostream.runtime.transport import Arrays, Handler, Header
+from roostream.runtime.work_unit import TableInput
+from roostream.schema.registry import to_toml
+from roostream.schema.schema import Schema
+from roostream.warehouse.readers.config import ReaderCountConfig
+from roostream.warehouse.readers.lease_log import LeaseLog, plain_lease
+from roostream.warehouse.readers.leases import MOST_WANTED, Leases
+from roostream.warehouse.readers.scale import ReaderCount
 
 HOLD_S = 0.25  # a call is held this long when there is nothing to say
 SILENT_S = 10.0  # behind it nobody counts any more
@@ -96,12 +96,18 @@ class ReadMaster:
             known = (int(header["incarnation"]), str(header["session"])) == self._of
             had = {lease.grant for lease in self.leases.renew(reader, now_s)}
             if free and known and not self._granted(reader, free) and self.hold_s:
-                self._changed.wait_for(lambda: self._granted(reader, free) or self._look_changed(header), self.hold_s)
+                self._changed.wait_for(
+                    lambda: self._granted(reader, free) or self._look_changed(header), self.hold_s
+                )
             its = self.leases.renew(reader, self.clock.monotonic_s())
             if any(lease.grant not in had for lease in its):
                 self._changed.notify_all()
             answer: Header = {"incarnation": self._of[0], "session": self._of[1]}
-            answer["leases"] = [tuple(lease) for lease in its] if (answer["incarnation"], answer["session"]) == self._of else []
+            answer["leases"] = (
+                [tuple(lease) for lease in its]
+                if (answer["incarnation"], answer["session"]) == self._of
+                else []
+            )
             if session is not None and header["session"] != session.digest:
                 answer |= {"input": session.plain(), "schema": to_toml(self.schema)}
             return answer
@@ -121,7 +127,9 @@ class ReadMaster:
         with self._changed:
             self._look()
             if (int(header["incarnation"]), str(header["session"])) != self._of:
-                raise FencedError(f"expected a worker of incarnation {self._of[0]} and its session, got another: it is restored")
+                raise FencedError(
+                    f"expected a worker of incarnation {self._of[0]} and its session, got another: it is restored"
+                )
             self._workers[worker] = _Seen(seen_s=self.clock.monotonic_s(), told=header)
             for split, grant in header["voided"]:
                 self.leases.void(int(split), int(grant))
@@ -158,7 +166,10 @@ class ReadMaster:
         with self._changed:
             self._look()
             held = [plain_lease(it) for it in self.leases.held(self.clock.monotonic_s())]
-            more: dict[str, Any] = {"incarnation": self._of[0], "session": self._session.plain() if self._session else None}
+            more: dict[str, Any] = {
+                "incarnation": self._of[0],
+                "session": self._session.plain() if self._session else None,
+            }
             more |= {"trained": bool(self._of[1]), "held": held}
             return self.log.body(at_ms=self.clock.now_ms(), **more)
 
@@ -177,11 +188,15 @@ class ReadMaster:
                 "splits_leased": self.leases.num_granted,
                 "leases_expired": self.leases.num_expired,
                 "buffers": {
-                    str(n): {name: told.get(name) for name in ("fullness", "in_flight", "stalled_s", "stall_share", "units")}
+                    str(n): {
+                        name: told.get(name)
+                        for name in ("fullness", "in_flight", "stalled_s", "stall_share", "units")
+                    }
                     for n, told in workers.items()
                 },
                 "readers": {
-                    name: {**seen.told.get("report", {}), "silent_s": now_s - seen.seen_s} for name, seen in self._readers.items()
+                    name: {**seen.told.get("report", {}), "silent_s": now_s - seen.seen_s}
+                    for name, seen in self._readers.items()
                 },
                 "leases": [plain_lease(it) for it in self.leases.held(now_s)],
             }

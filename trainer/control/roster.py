@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from roo.errors import ConfigError, UnavailableError
+from roostream.errors import ConfigError, UnavailableError
 from trainer.control.protocol import Facts, Key, MemberFacts, workers
 
 _LEAST_NOTICE_S = 5.0
@@ -14,7 +14,9 @@ _LEAST_NOTICE_S = 5.0
 def check_notice(notice_s: float) -> None:
     """Raises ConfigError: it is too short to commit in."""
     if not _LEAST_NOTICE_S <= notice_s < math.inf:
-        raise ConfigError(f"expected a notice of {_LEAST_NOTICE_S:g} s at least, got {notice_s:g}: a commit takes its time")
+        raise ConfigError(
+            f"expected a notice of {_LEAST_NOTICE_S:g} s at least, got {notice_s:g}: a commit takes its time"
+        )
 
 
 class Roster:
@@ -53,7 +55,11 @@ class Roster:
     def absent(self, num_workers: int) -> list[str]:
         """Who would have to come, or to come back, before so many workers can train."""
         leaving = self.leaving()
-        missing = [str(k) for k in (*self.facts.shards, *workers(num_workers)) if k not in self.members or str(k) in leaving]
+        missing = [
+            str(k)
+            for k in (*self.facts.shards, *workers(num_workers))
+            if k not in self.members or str(k) in leaving
+        ]
         missing += ["the controller"] if self.controller_leaves else []
         return missing or (["worker 0's address for the others"] if num_workers > 1 and not self.meet else [])
 
@@ -72,12 +78,16 @@ class Roster:
         self.check(key)
         check_notice(notice_s)
         if key not in self.members:
-            raise UnavailableError(f"{key} isn't there, so there is nothing to preempt; see `roostream status`")
+            raise UnavailableError(
+                f"{key} isn't there, so there is nothing to preempt; see `roostream status`"
+            )
         self.members[key].leave_by_s = now_s + notice_s
 
     def trains_on(self) -> bool:
         """Some worker of the incarnation hasn't told that it leaves, and how far it came."""
-        return any(key in self.members and not self.members[key].report.get("leaving") for key in self.workers)
+        return any(
+            key in self.members and not self.members[key].report.get("leaving") for key in self.workers
+        )
 
     def want(self, count: int) -> None:
         """Raises ConfigError: there can't be so many."""
@@ -127,4 +137,7 @@ class Roster:
         return {"workers": count, "partitions": its, "meet": self.meet if count > 1 else ""}
 
     def newest_step(self) -> int:
-        return max((int(self.members[key].report.get("step", 0)) for key in self.workers if key in self.members), default=0)
+        return max(
+            (int(self.members[key].report.get("step", 0)) for key in self.workers if key in self.members),
+            default=0,
+        )

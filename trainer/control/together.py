@@ -37,7 +37,9 @@ def together(status: Mapping[str, Any]) -> dict[str, Any]:
         "initial": status.get("initial"),
         "lag_ms": _of_all(max, (watch.get("lag_ms") for watch in watches)),
         "lag_records": _of_all(sum, (watch.get("lag_records") for watch in watches)),
-        "eta_s": max((w.get("eta_s") for w in watches), key=_eta, default=None) if all(w.get("eta_s") for w in watches) else None,
+        "eta_s": max((w.get("eta_s") for w in watches), key=_eta, default=None)
+        if all(w.get("eta_s") for w in watches)
+        else None,
         "drain_per_s": _added([watch.get("drain_per_s") for watch in watches]),
         "lost_records": sum(watch.get("lost_records") or 0 for watch in watches),
         "requests": _of_all(sum, (report.get("requests") for report in reports.values())),
@@ -61,7 +63,9 @@ def _quality(watches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "windows": _merged([watch.get("windows") or {} for watch in watches]),
         "slices": _merged([watch.get("slices") or {} for watch in watches]),
-        "shadow": {"version": same, **_merged([{n: s[n] for n in (SHADOW, LIVE) if n in s} for s in shadows])} if same else None,
+        "shadow": {"version": same, **_merged([{n: s[n] for n in (SHADOW, LIVE) if n in s} for s in shadows])}
+        if same
+        else None,
         "drift": worst([watch.get("drift") or {} for watch in watches]),
     }
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from runtime.work_unit import Epoch, WorkUnit
+from roostream.runtime.work_unit import Epoch, WorkUnit
 
 Done = Mapping[str, int]
 """Source → everything below it is committed; a source that isn't named has nothing."""
@@ -46,7 +46,10 @@ class HandOut:
     def epoch(self, sources: Iterable[str]) -> Epoch:
         """What whoever has these sources may read until the next commit; a unit that is done already is empty."""
         number = min(self.number, self.num_epochs)
-        return Epoch(number, tuple(self._left(self.whole[source], number) for source in sources if source in self.whole))
+        return Epoch(
+            number,
+            tuple(self._left(self.whole[source], number) for source in sources if source in self.whole),
+        )
 
     @property
     def num_records(self) -> int:

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from runtime.manifest import KEEP_MANIFESTS
+from roostream.runtime.manifest import KEEP_MANIFESTS
 from trainer.control.protocol import TRANSIENT, State
 from trainer.control.together import held_by, together, worker_reports
 from trainer.monitoring.caught_up import Liveness
@@ -56,7 +56,9 @@ class Headline(NamedTuple):
     text: str
 
 
-def findings(status: Mapping[str, Any], figures: Mapping[str, Any], *, members: Iterable[str], interval_ms: int) -> list[Finding]:
+def findings(
+    status: Mapping[str, Any], figures: Mapping[str, Any], *, members: Iterable[str], interval_ms: int
+) -> list[Finding]:
     """`status` as Controller.status gives it, `figures` as `neighbours.read_figures`; `members`: those that belong to this
     controller; `interval_ms` between commits."""
     found = [
@@ -72,11 +74,17 @@ def headline(status: Mapping[str, Any], found: Iterable[Finding]) -> Headline:
     """Of the whole loop; what is wrong goes before how far training is."""
     keys = {finding.key for finding in found}
     if held := held_by(status):
-        return Headline("transient_hold", "Held: nothing to read") if held.get("kind") == TRANSIENT else Headline("held", "Held")
+        return (
+            Headline("transient_hold", "Held: nothing to read")
+            if held.get("kind") == TRANSIENT
+            else Headline("held", "Held")
+        )
     if "controller" in keys or "broken" in keys:
         return Headline("stopped", "Training is stopped")
     state = Liveness(together(status)["state"])
-    return Headline(str(state), "Training history" if state is Liveness.INITIAL else state.replace("_", " ").capitalize())
+    return Headline(
+        str(state), "Training history" if state is Liveness.INITIAL else state.replace("_", " ").capitalize()
+    )
 
 
 def _of_the_controller(status: Mapping[str, Any], members: set[str], interval_ms: int) -> Iterator[Finding]:
@@ -91,13 +99,21 @@ def _of_the_controller(status: Mapping[str, Any], members: set[str], interval_ms
         yield Finding("members", Level.BAD, f"not there: {missing}")
     for key, member in status["members"].items():
         if member["silent_ms"] > _SILENT_MS:
-            yield Finding(f"silent {key}", Level.WARNING, f"{key} has not been heard of for {member['silent_ms'] / 1000:.1f} s")
+            yield Finding(
+                f"silent {key}",
+                Level.WARNING,
+                f"{key} has not been heard of for {member['silent_ms'] / 1000:.1f} s",
+            )
     if status.get("news") and status["commit_age_ms"] > 3 * interval_ms:
         yield Finding(
-            "commit", Level.BAD, f"something is trained, and nothing committed for {status['commit_age_ms'] / 1000:.0f} s"
+            "commit",
+            Level.BAD,
+            f"something is trained, and nothing committed for {status['commit_age_ms'] / 1000:.0f} s",
         )
     if held and held.get("kind") != TRANSIENT:
-        yield Finding("held", Level.BAD, f"held: {', '.join(str(held[k]) for k in ('kind', 'reason') if held.get(k))}")
+        yield Finding(
+            "held", Level.BAD, f"held: {', '.join(str(held[k]) for k in ('kind', 'reason') if held.get(k))}"
+        )
 
 
 def _of_workers(status: Mapping[str, Any]) -> Iterator[Finding]:
@@ -120,11 +136,15 @@ def _of_training(status: Mapping[str, Any]) -> Iterator[Finding]:
         level, text = _TRAINING[state]
         yield Finding("training", level, f"{text}: {whole['reason']}" if whole["reason"] else text)
     if whole["lost_records"]:
-        yield Finding("lost", Level.BAD, f"retention deleted {whole['lost_records']:,} samples before they were trained")
+        yield Finding(
+            "lost", Level.BAD, f"retention deleted {whole['lost_records']:,} samples before they were trained"
+        )
     calibration, requests = whole["metrics"].get("calibration"), whole["metrics"].get("requests") or 0
     least, most = CALIBRATION
     if calibration is not None and requests >= _LEAST_REQUESTS and not least <= calibration <= most:
-        yield Finding("calibration", Level.WARNING, f"calibration is {calibration:.3f}; expected {least} to {most}")
+        yield Finding(
+            "calibration", Level.WARNING, f"calibration is {calibration:.3f}; expected {least} to {most}"
+        )
 
 
 def _of_programs(status: Mapping[str, Any], figures: Mapping[str, Any]) -> Iterator[Finding]:
@@ -132,21 +152,35 @@ def _of_programs(status: Mapping[str, Any], figures: Mapping[str, Any]) -> Itera
         if held_by(status) and name.startswith("worker"):
             continue
         if answers is not True and name not in _OPTIONAL:
-            yield Finding(f"silent {name}", Level.UNKNOWN, f"{name} does not answer at its /metrics: what it measures is unknown")
+            yield Finding(
+                f"silent {name}",
+                Level.UNKNOWN,
+                f"{name} does not answer at its /metrics: what it measures is unknown",
+            )
     for name, count in figures["lost_records"].items():
         if name.startswith("worker"):  # they tell it themselves
             continue
-        yield Finding(f"lost {name}", Level.BAD, f"retention deleted {count:,} records before {name} read them")
+        yield Finding(
+            f"lost {name}", Level.BAD, f"retention deleted {count:,} records before {name} read them"
+        )
     for name, shard in figures["shards"].items():
         if shard.get("damaged"):
-            yield Finding(f"damaged {name}", Level.BAD, f"{name} found {shard['damaged']:,.0f} damaged parts of its segments")
+            yield Finding(
+                f"damaged {name}",
+                Level.BAD,
+                f"{name} found {shard['damaged']:,.0f} damaged parts of its segments",
+            )
     for name, count in figures["non_finite"].items():
         if count:
             yield Finding(
-                f"not finite {name}", Level.WARNING, f"{name} refused {count:,.0f} samples whose numbers were not finite"
+                f"not finite {name}",
+                Level.WARNING,
+                f"{name} refused {count:,.0f} samples whose numbers were not finite",
             )
     if figures["accounted"] == "no":
-        yield Finding("accounted", Level.BAD, "the auditor's sums don't add up: `roostream status` tells which")
+        yield Finding(
+            "accounted", Level.BAD, "the auditor's sums don't add up: `roostream status` tells which"
+        )
     behind = commits_behind(status["seq"], figures["serving"]["version"])
     if behind is not None and behind > _COMMITS_BEHIND:
         yield Finding("serving", Level.WARNING, f"serving scores with a version that is {behind} commits old")

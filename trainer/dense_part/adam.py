@@ -63,7 +63,9 @@ class DenseAdam:
     def norm(self) -> float:
         """Of all gradients together; 0 of none, NaN or infinite where a square isn't finite."""
         gradients = [p.grad.detach() for p in self.parameters.values() if p.grad is not None]
-        return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))) if gradients else 0.0
+        return (
+            float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))) if gradients else 0.0
+        )
 
     @torch.no_grad()
     def step(self) -> bool:
@@ -83,10 +85,14 @@ class DenseAdam:
     def _gradients(self) -> list[tuple[slice, Tensor]]:
         """Neighbours that have a gradient, as one: where they lie, and their gradients behind each other. Mostly one span."""
         out: list[tuple[slice, Tensor]] = []
-        for has_one, members in itertools.groupby(self._flat.places(), key=lambda place: place[2].grad is not None):
+        for has_one, members in itertools.groupby(
+            self._flat.places(), key=lambda place: place[2].grad is not None
+        ):
             if has_one:
                 places = list(members)
-                gradient_S = torch.cat([piece for _, _, parameter in places for piece in self._pieces(parameter)])
+                gradient_S = torch.cat(
+                    [piece for _, _, parameter in places for piece in self._pieces(parameter)]
+                )
                 out.append((slice(places[0][1], places[0][1] + len(gradient_S)), gradient_S))
         return out
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from roo.errors import CheckpointError
+from roostream.errors import CheckpointError
 from trainer.dense_part.adam import DenseAdam
 
 log = logging.getLogger("roostream.dense")
@@ -33,7 +33,9 @@ def take(model: nn.Module, optimizer: DenseAdam) -> dict[str, np.ndarray]:
     return out | {"optimizer.step": np.array(optimizer.num_steps, dtype=np.int64)}
 
 
-def put(tensors: Mapping[str, np.ndarray], model: nn.Module, optimizer: DenseAdam, *, same_schema: bool) -> None:
+def put(
+    tensors: Mapping[str, np.ndarray], model: nn.Module, optimizer: DenseAdam, *, same_schema: bool
+) -> None:
     """Make `model` and `optimizer` what `take` saw. An average of which `tensors` know nothing begins at the weights; one that
     isn't kept any longer is forgotten.
 

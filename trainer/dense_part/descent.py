@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from models.config import ModelConfig
-from models.inputs import Inputs
-from models.model import Targets
-from roo.schema import Schema
+from roostream.models.config import ModelConfig
+from roostream.models.inputs import Inputs
+from roostream.models.model import Targets
+from roostream.schema.schema import Schema
 from trainer.config import LoopConfig
 from trainer.dense_part.adam import DenseAdam
 from trainer.dense_part.weight_average import WeightAverage
@@ -40,12 +40,19 @@ class Descent:
     average of its weights."""
 
     def __init__(
-        self, config: LoopConfig, schema: Schema, model_config: ModelConfig, rate: Callable[[int], float], stages: Stages
+        self,
+        config: LoopConfig,
+        schema: Schema,
+        model_config: ModelConfig,
+        rate: Callable[[int], float],
+        stages: Stages,
     ) -> None:
         """Untrained. `rate`: Adam's behind so many of its steps. Raises: as `trained_model`."""
         self.config, self.stages = config, stages
         self.model = self.scorer = trained_model(schema, model_config, config)
-        self.optimizer = DenseAdam(self.model.named_parameters(), learning_rate=rate, clip_norm=config.clip_norm)
+        self.optimizer = DenseAdam(
+            self.model.named_parameters(), learning_rate=rate, clip_norm=config.clip_norm
+        )
         if config.average_steps:
             as_served = dataclasses.replace(config, compile=False)
             self.scorer = trained_model(schema, model_config, as_served)
@@ -60,7 +67,9 @@ class Descent:
             if model is not self.scorer:
                 with torch.no_grad():
                     scored_BT = logits_of(self.scorer, inputs, self.config)
-        finite = torch.isfinite(trained_BT).all() and (scored_BT is trained_BT or torch.isfinite(scored_BT).all())
+        finite = torch.isfinite(trained_BT).all() and (
+            scored_BT is trained_BT or torch.isfinite(scored_BT).all()
+        )
         return Logits(trained_BT, scored_BT) if finite else None
 
     def descend(self, pulled: Pulled, logits_BT: Tensor, targets: Targets) -> bool:

@@ -20,7 +20,9 @@ class FlatWeights:
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         self.parameters = dict(parameters)
-        self._starts = list(itertools.accumulate((aligned(p.numel()) for p in self.parameters.values()), initial=0))
+        self._starts = list(
+            itertools.accumulate((aligned(p.numel()) for p in self.parameters.values()), initial=0)
+        )
         like = next(iter(self.parameters.values()), torch.zeros(0))
         self.weight_P = torch.zeros(self._starts[-1], dtype=like.dtype, device=like.device)
         for _, at, parameter in self.places():

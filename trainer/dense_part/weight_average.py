@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from models.model import Model
+from roostream.models.model import Model
 from trainer.dense_part.flat_weights import FlatWeights
 
 _YOUNG = 9

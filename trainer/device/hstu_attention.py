@@ -1,4 +1,4 @@
-"""HSTU's attention by the kernels of hstu_kernel.py, in the place of models/sequence/pointwise_attention.py.
+"""HSTU's attention by the kernels of hstu_kernel.py, in the place of roostream/models/sequence/pointwise_attention.py.
 
 Triton is imported when a model is given this attention, by nobody else.
 
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from models.candidate_groups import placed
-from models.inputs import BUCKET_MS
-from models.sequence.hstu import SequentialUnit
-from models.sequence.jagged_targets import JaggedTargets
-from roo.errors import SetupError
+from roostream.errors import SetupError
+from roostream.models.candidate_groups import placed
+from roostream.models.inputs import BUCKET_MS
+from roostream.models.sequence.hstu import SequentialUnit
+from roostream.models.sequence.jagged_targets import JaggedTargets
 
 BLOCK = 32  # queries, and keys, of a program; a power of two
 _LEAST = 16  # columns of a product
@@ -69,7 +69,9 @@ def kernels() -> ModuleType:
     try:
         from trainer.device import hstu_kernel
     except ImportError as error:
-        raise SetupError(f'attention: expected Triton for "triton", got {error}; set attention = "reference"') from None
+        raise SetupError(
+            f'attention: expected Triton for "triton", got {error}; set attention = "reference"'
+        ) from None
     return hstu_kernel
 
 

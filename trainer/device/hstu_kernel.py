@@ -65,20 +65,46 @@ def _silu_slope(s):
 
 
 @triton.jit
-def _bias(i_M, j_N, h, next_M, gap_N, pair_MN, pos_ptr, half, time_ptr, step_ptr, TIMES: tl.constexpr, NUM_STEPS: tl.constexpr):
+def _bias(
+    i_M,
+    j_N,
+    h,
+    next_M,
+    gap_N,
+    pair_MN,
+    pos_ptr,
+    half,
+    time_ptr,
+    step_ptr,
+    TIMES: tl.constexpr,
+    NUM_STEPS: tl.constexpr,
+):
     """float32 [M, N], and where its parts are read: 0 for pairs that aren't seen."""
     offset_MN = tl.where(pair_MN, tl.minimum(j_N, h)[None, :] - tl.minimum(i_M, h)[:, None] + half, 0)
     bias_MN = tl.load(pos_ptr + offset_MN).to(tl.float32)
     bucket_MN = offset_MN * 0
     if TIMES:
-        bucket_MN = tl.where(pair_MN, _bucket(tl.abs(gap_N[None, :] - next_M[:, None]), step_ptr, NUM_STEPS), 0)
+        bucket_MN = tl.where(
+            pair_MN, _bucket(tl.abs(gap_N[None, :] - next_M[:, None]), step_ptr, NUM_STEPS), 0
+        )
         bias_MN += tl.load(time_ptr + bucket_MN).to(tl.float32)
     return bias_MN, offset_MN, bucket_MN
 
 
 @triton.jit
 def _itself(
-    q_MC, k_MC, i_M, next_M, gap_M, alone_M, pos_ptr, half, time_ptr, step_ptr, TIMES: tl.constexpr, NUM_STEPS: tl.constexpr
+    q_MC,
+    k_MC,
+    i_M,
+    next_M,
+    gap_M,
+    alone_M,
+    pos_ptr,
+    half,
+    time_ptr,
+    step_ptr,
+    TIMES: tl.constexpr,
+    NUM_STEPS: tl.constexpr,
 ):
     """A target's score with itself, [M], and the bucket of its time."""
     s_M = tl.sum(q_MC.to(tl.float32) * k_MC.to(tl.float32), axis=1) + tl.load(pos_ptr + half).to(tl.float32)
@@ -114,7 +140,9 @@ def forward_kernel(
         v_NC = _rows(x_ptr, start, j_N, c_C, key_N, 3 * d, 2 * d + head * width, width)
         gap_N = tl.load(gap_ptr + start + j_N, mask=key_N & TIMES, other=0)
         pair_MN = there_M[:, None] & key_N[None, :] & (j_N[None, :] <= i_M[:, None])
-        bias_MN, _, _ = _bias(i_M, j_N, h, next_M, gap_N, pair_MN, pos_ptr, half, time_ptr, step_ptr, TIMES, NUM_STEPS)
+        bias_MN, _, _ = _bias(
+            i_M, j_N, h, next_M, gap_N, pair_MN, pos_ptr, half, time_ptr, step_ptr, TIMES, NUM_STEPS
+        )
         s_MN = tl.dot(_wide(q_MC, WIDE), tl.trans(_wide(k_NC, WIDE)), input_precision="ieee") + bias_MN
         a_MN = tl.where(pair_MN, _silu(s_MN) * scale, 0.0)
         out_MC += tl.dot(_wide(a_MN.to(v_NC.dtype), WIDE), _wide(v_NC, WIDE), input_precision="ieee")
@@ -122,7 +150,9 @@ def forward_kernel(
     k_MC = _rows(x_ptr, start, i_M, c_C, alone_M, 3 * d, d + head * width, width)
     v_MC = _rows(x_ptr, start, i_M, c_C, alone_M, 3 * d, 2 * d + head * width, width)
     gap_M = tl.load(gap_ptr + start + i_M, mask=alone_M & TIMES, other=0)
-    s_M, _ = _itself(q_MC, k_MC, i_M, next_M, gap_M, alone_M, pos_ptr, half, time_ptr, step_ptr, TIMES, NUM_STEPS)
+    s_M, _ = _itself(
+        q_MC, k_MC, i_M, next_M, gap_M, alone_M, pos_ptr, half, time_ptr, step_ptr, TIMES, NUM_STEPS
+    )
     out_MC += tl.where(alone_M, _silu(s_M) * scale, 0.0)[:, None] * v_MC.to(tl.float32)
     _put(out_ptr, start, i_M, c_C, there_M, d, head * width, width, out_MC)
 
@@ -168,7 +198,9 @@ def query_kernel(
     k_MC = _rows(x_ptr, start, i_M, c_C, alone_M, 3 * d, d + head * width, width).to(tl.float32)
     v_MC = _rows(x_ptr, start, i_M, c_C, alone_M, 3 * d, 2 * d + head * width, width).to(tl.float32)
     gap_M = tl.load(gap_ptr + start + i_M, mask=alone_M & TIMES, other=0)
-    s_M, bucket_M = _itself(q_MC, k_MC, i_M, next_M, gap_M, alone_M, pos_ptr, half, time_ptr, step_ptr, TIMES, NUM_STEPS)
+    s_M, bucket_M = _itself(
+        q_MC, k_MC, i_M, next_M, gap_M, alone_M, pos_ptr, half, time_ptr, step_ptr, TIMES, NUM_STEPS
+    )
     da_M = tl.sum(do_MC.to(tl.float32) * v_MC, axis=1)
     ds_M = tl.where(alone_M, da_M * _silu_slope(s_M) * scale, 0.0)
     a_M = tl.where(alone_M, _silu(s_M) * scale, 0.0)
@@ -177,8 +209,20 @@ def query_kernel(
         tl.atomic_add(dtime_ptr + bucket_M, ds_M, mask=alone_M)
     dq_MC += ds_M[:, None] * k_MC
     _put(dx_ptr, start, i_M, c_C, there_M, 3 * d, head * width, width, dq_MC)
-    _put(dx_ptr, start, i_M, c_C, alone_M, 3 * d, d + head * width, width, ds_M[:, None] * q_MC.to(tl.float32))
-    _put(dx_ptr, start, i_M, c_C, alone_M, 3 * d, 2 * d + head * width, width, a_M[:, None] * do_MC.to(tl.float32))
+    _put(
+        dx_ptr, start, i_M, c_C, alone_M, 3 * d, d + head * width, width, ds_M[:, None] * q_MC.to(tl.float32)
+    )
+    _put(
+        dx_ptr,
+        start,
+        i_M,
+        c_C,
+        alone_M,
+        3 * d,
+        2 * d + head * width,
+        width,
+        a_M[:, None] * do_MC.to(tl.float32),
+    )
 
 
 @triton.jit
@@ -209,12 +253,18 @@ def key_kernel(
         do_MC = _rows(do_ptr, start, i_M, c_C, there_M, d, head * width, width)
         next_M = tl.load(next_ptr + start + i_M, mask=there_M & TIMES, other=0)
         pair_MN = there_M[:, None] & key_N[None, :] & (j_N[None, :] <= i_M[:, None])
-        bias_MN, _, _ = _bias(i_M, j_N, h, next_M, gap_N, pair_MN, pos_ptr, half, time_ptr, step_ptr, TIMES, NUM_STEPS)
+        bias_MN, _, _ = _bias(
+            i_M, j_N, h, next_M, gap_N, pair_MN, pos_ptr, half, time_ptr, step_ptr, TIMES, NUM_STEPS
+        )
         s_MN = tl.dot(_wide(q_MC, WIDE), tl.trans(_wide(k_NC, WIDE)), input_precision="ieee") + bias_MN
         da_MN = tl.dot(_wide(do_MC, WIDE), tl.trans(_wide(v_NC, WIDE)), input_precision="ieee")
         ds_MN = tl.where(pair_MN, da_MN * _silu_slope(s_MN) * scale, 0.0)
         a_MN = tl.where(pair_MN, _silu(s_MN) * scale, 0.0)
-        dv_NC += tl.dot(tl.trans(_wide(a_MN.to(do_MC.dtype), WIDE)), _wide(do_MC, WIDE), input_precision="ieee")
-        dk_NC += tl.dot(tl.trans(_wide(ds_MN.to(q_MC.dtype), WIDE)), _wide(q_MC, WIDE), input_precision="ieee")
+        dv_NC += tl.dot(
+            tl.trans(_wide(a_MN.to(do_MC.dtype), WIDE)), _wide(do_MC, WIDE), input_precision="ieee"
+        )
+        dk_NC += tl.dot(
+            tl.trans(_wide(ds_MN.to(q_MC.dtype), WIDE)), _wide(q_MC, WIDE), input_precision="ieee"
+        )
     _put(dx_ptr, start, j_N, c_C, key_N, 3 * d, d + head * width, width, dk_NC)
     _put(dx_ptr, start, j_N, c_C, key_N, 3 * d, 2 * d + head * width, width, dv_NC)

@@ -13,18 +13,20 @@ import os
 import torch
 from torch import Tensor, nn
 
-from models.build import build_model
-from models.config import ModelConfig
-from models.inputs import Inputs
-from models.model import Model
-from models.row_modules import row_modules
-from roo.schema import Schema
+from roostream.models.build import build_model
+from roostream.models.config import ModelConfig
+from roostream.models.inputs import Inputs
+from roostream.models.model import Model
+from roostream.models.row_modules import row_modules
+from roostream.schema.schema import Schema
 from trainer.config import LoopConfig
 from trainer.device.hstu_attention import give_kernel
 
 log = logging.getLogger("roostream.worker")
 
-_MOST_GRAPHS = 256  # a width, a batch of one, gradients or none: each is a graph of its own; torch gives up at 8
+_MOST_GRAPHS = (
+    256  # a width, a batch of one, gradients or none: each is a graph of its own; torch gives up at 8
+)
 
 
 def set_numerics(config: LoopConfig) -> None:
@@ -32,7 +34,9 @@ def set_numerics(config: LoopConfig) -> None:
     used."""
     torch.set_num_threads(1 if config.exact else config.threads)
     if config.exact:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to repeat itself
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # without it cuBLAS refuses to repeat itself
         torch.use_deterministic_algorithms(True)
 
 
@@ -65,7 +69,11 @@ def compile_rows(model: nn.Module, device: str) -> None:
     compiled when they are first called, some seconds each. Where nothing can be compiled the model stays as it is, and one
     warning says why."""
     modules = row_modules(model)
-    why = compiler_missing(torch.device(device).type) if modules else "this kind of model has no module of ours from rows to rows"
+    why = (
+        compiler_missing(torch.device(device).type)
+        if modules
+        else "this kind of model has no module of ours from rows to rows"
+    )
     if why:
         log.warning("compile: the model is trained as it is, since %s", why)
         return

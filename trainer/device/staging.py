@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from models.inputs import Inputs, change_tensors
+from roostream.models.inputs import Inputs, change_tensors
 
 SLOTS = 2  # one is filled while the other is read
 _LEAST_BYTES = 1 << 16

@@ -29,13 +29,17 @@ class ScoreCounts:
 
     def add(self, score_N: np.ndarray, positive_N: np.ndarray, weight_N: np.ndarray) -> None:
         """float scores, bool labels, float weights, all [N]."""
-        self.add_sides(ordered(score_N), np.where(positive_N, weight_N, 0.0), np.where(positive_N, 0.0, weight_N))
+        self.add_sides(
+            ordered(score_N), np.where(positive_N, weight_N, 0.0), np.where(positive_N, 0.0, weight_N)
+        )
 
     def add_sides(self, ordered_N: np.ndarray, positive_N: np.ndarray, negative_N: np.ndarray) -> None:
         """As `add`: scores as `ordered` gives them, the weights of positives and of negatives. Keeps the arrays."""
         self._pending.append((ordered_N, positive_N, negative_N))
         self._num_pending += len(ordered_N)
-        if self._num_pending >= max(4096, len(self._score_S) // 2):  # amortised: each score is merged O(log) times
+        if self._num_pending >= max(
+            4096, len(self._score_S) // 2
+        ):  # amortised: each score is merged O(log) times
             self._merge_pending()
 
     def merge(self, other: ScoreCounts) -> None:

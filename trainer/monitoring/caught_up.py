@@ -17,8 +17,8 @@ import dataclasses
 import enum
 from collections.abc import Collection, Mapping
 
-from runtime.kafka.record_reader import PartitionLag
-from runtime.kafka.topics import Partition
+from roostream.runtime.kafka.record_reader import PartitionLag
+from roostream.runtime.kafka.topics import Partition
 from trainer.monitoring.partition_watch import PartitionWatch, Patience
 from trainer.monitoring.rates import NOT_FORESEEABLE, Estimate, RateMeter, TimeLeft, time_left
 
@@ -30,7 +30,9 @@ class Liveness(enum.StrEnum):
     CAUGHT_UP = "caught_up"
     CATCHING_UP = "catching_up"
     FALLING_BEHIND = "falling_behind"  # the lag surely grows
-    INITIAL = "initial"  # what was there when the initial phase began, or at the start, is still to be trained
+    INITIAL = (
+        "initial"  # what was there when the initial phase began, or at the start, is still to be trained
+    )
     STALLED = "stalled"
     BLOCKED = "blocked"
     UNKNOWN = "unknown"  # Kafka does not say where the topics end: it is away, or has not been asked yet
@@ -64,7 +66,9 @@ class Standing:
     drain: Estimate | None = None
     eta: TimeLeft = NOT_FORESEEABLE
     lost_records: int = 0  # deleted before they were read, since this process watches
-    retention_share: float | None = None  # lag / what retention keeps, where it has begun to delete: at 1 records are lost
+    retention_share: float | None = (
+        None  # lag / what retention keeps, where it has begun to delete: at 1 records are lost
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,7 +171,11 @@ class CaughtUp:
         """(state, reason) by the first rule that holds."""
         if obstacle := watch.obstacle(now_s):
             return Liveness.BLOCKED, obstacle
-        if watch.is_stuck(now_s) and self._course is not Course.WAIT and not self._waits_its_turn(watch, now_s):
+        if (
+            watch.is_stuck(now_s)
+            and self._course is not Course.WAIT
+            and not self._waits_its_turn(watch, now_s)
+        ):
             return (
                 Liveness.STALLED,
                 f"{watch.lag.records} records are there, and none was trained for {self.patience.stalled_s:g} s",
@@ -196,14 +204,22 @@ class CaughtUp:
 
     def _waits_its_turn(self, watch: PartitionWatch, now_s: float) -> bool:
         """Partitions are merged by time: others move, and are not yet beyond everything that this one still has."""
-        moving = [w.lag.position_ms for w in self._watches.values() if now_s - w.moved_s < self.patience.stalled_s and w.is_known]
+        moving = [
+            w.lag.position_ms
+            for w in self._watches.values()
+            if now_s - w.moved_s < self.patience.stalled_s and w.is_known
+        ]
         return bool(moving) and max(moving) <= watch.lag.newest_ms
 
-    def _together(self, standings: Mapping[Partition, Standing], now_s: float, state: Liveness, reason: str) -> Standing:
+    def _together(
+        self, standings: Mapping[Partition, Standing], now_s: float, state: Liveness, reason: str
+    ) -> Standing:
         known = [s for s in standings.values() if s.state is not Liveness.UNKNOWN]
         lost = sum(s.lost_records for s in standings.values())
         if len(known) < len(standings) or not known:
-            return Standing(state=state, reason=reason, in_state_s=self._overall.note(state, now_s), lost_records=lost)
+            return Standing(
+                state=state, reason=reason, in_state_s=self._overall.note(state, now_s), lost_records=lost
+            )
         watches = self._watches.values()
         self._meter.note(now_s, sum(w.arrived for w in watches), sum(w.consumed for w in watches))
         records = sum(w.lag.records for w in watches)
@@ -221,7 +237,9 @@ class CaughtUp:
             drain=self._meter.drain,
             eta=time_left(records, self._meter.drain),
             lost_records=lost,
-            retention_share=max((s.retention_share for s in known if s.retention_share is not None), default=None),
+            retention_share=max(
+                (s.retention_share for s in known if s.retention_share is not None), default=None
+            ),
         )
 
     @staticmethod
@@ -238,7 +256,9 @@ class CaughtUp:
             return Liveness.IDLE, ""
         if not standings:
             return Liveness.UNKNOWN, "Kafka has not told where the topics end"
-        (topic, number), worst = max(standings.items(), key=lambda item: (_RANK[item[1].state], bool(item[1].reason)))
+        (topic, number), worst = max(
+            standings.items(), key=lambda item: (_RANK[item[1].state], bool(item[1].reason))
+        )
         if worst.reason:
             return worst.state, f"{topic}-{number}: {worst.reason}"
         told = next((f"{t}-{n}: {s.reason}" for (t, n), s in standings.items() if s.reason), "")

@@ -16,7 +16,10 @@ import numpy as np
 
 STEPS = 64
 SUMS = ("candidates", "weight", "positive", "predicted", "log_loss", "base_log_loss")
-SHADOW, LIVE = "shadow", "live"  # what is told of: the frozen copy, and the model in training on the same candidates
+SHADOW, LIVE = (
+    "shadow",
+    "live",
+)  # what is told of: the frozen copy, and the model in training on the same candidates
 _WIDEST = 8.0  # log odds beyond which all scores share a step
 _EPSILON = 1e-12
 
@@ -41,7 +44,9 @@ class Cells:
             if number == len(self._sums_CTS):
                 room = max(16, number)
                 self._sums_CTS = np.concatenate([self._sums_CTS, np.zeros((room, *self._sums_CTS.shape[1:]))])
-                self._scores_CTH = np.concatenate([self._scores_CTH, np.zeros((room, *self._scores_CTH.shape[1:]))])
+                self._scores_CTH = np.concatenate(
+                    [self._scores_CTH, np.zeros((room, *self._scores_CTH.shape[1:]))]
+                )
         return number
 
     def add(self, cell_E: np.ndarray, losses: Losses, candidate_E: np.ndarray) -> None:
@@ -52,7 +57,9 @@ class Cells:
                 self._sums_CTS[:most, t, s] += np.bincount(cell_E, values_B[candidate_E], most)
             place_E = cell_E * (2 * STEPS) + losses.step_TB[t][candidate_E]
             weight_E = losses.sums_TSB[t][1][candidate_E]
-            self._scores_CTH[:most, t] += np.bincount(place_E, weight_E, most * 2 * STEPS).reshape(most, 2 * STEPS)
+            self._scores_CTH[:most, t] += np.bincount(place_E, weight_E, most * 2 * STEPS).reshape(
+                most, 2 * STEPS
+            )
 
     def rates_T(self, key: Key) -> np.ndarray:
         """The base rate so far, as one more positive and one more negative would leave it: 0.5 at first."""
@@ -109,7 +116,9 @@ class Cells:
 class Losses:
     """What each candidate adds to a cell: once a batch, however many cells it is in."""
 
-    def __init__(self, score_BT: np.ndarray, label_BT: np.ndarray, weight_BT: np.ndarray, base_BT: np.ndarray) -> None:
+    def __init__(
+        self, score_BT: np.ndarray, label_BT: np.ndarray, weight_BT: np.ndarray, base_BT: np.ndarray
+    ) -> None:
         """`base_BT`: what a predictor that knows only base rates would have said."""
         weight_TB = weight_BT.T.astype(np.float64)
         clipped_TB = np.clip(score_BT.T.astype(np.float64), _EPSILON, 1 - _EPSILON)
@@ -134,7 +143,10 @@ def pooled_numbers(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     counted = [numbers for numbers in told if numbers["candidates"]] or told[:1]
     if len(counted) == 1:
         return dict(counted[0])
-    return {**_from_sums([sum(column) for column in zip(*(n["sums"] for n in counted), strict=True)]), "auc": None}
+    return {
+        **_from_sums([sum(column) for column in zip(*(n["sums"] for n in counted), strict=True)]),
+        "auc": None,
+    }
 
 
 def _numbers(sums_S: np.ndarray, scores_H: np.ndarray) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from roo.errors import FencedError, UnavailableError
+from roostream.errors import FencedError, UnavailableError
 from trainer import corrections
 from trainer.batches import Chunk
 from trainer.device.numerics import logits_of
@@ -51,10 +51,12 @@ def _findings(loop: TrainLoop, chunk: Chunk) -> Iterator[str]:
         yield "the loss is not finite"
     loss.backward()  # type: ignore[no-untyped-call]
     yield from _not_finite(
-        "gradient of dense weight", ((n, p.grad) for n, p in loop.model.named_parameters() if p.grad is not None)
+        "gradient of dense weight",
+        ((n, p.grad) for n, p in loop.model.named_parameters() if p.grad is not None),
     )
     yield from _not_finite(
-        "gradient of rows of stack", ((n, r.grad) for n, r in pulled.inputs.rows.items() if r.grad is not None)
+        "gradient of rows of stack",
+        ((n, r.grad) for n, r in pulled.inputs.rows.items() if r.grad is not None),
     )
 
 

@@ -3,7 +3,7 @@
 A window is WINDOW_CANDIDATES sampled candidates. Each full window is held against the reference, the windows before it with
 weights that fade by a tenth each; then it joins them. The first one is the reference itself.
 
-    psi        how far the values of a feature have moved (roo/distributions/histograms.py)
+    psi        how far the values of a feature have moved (roostream/wire/feature_histograms.py)
     lengths    the same of a list's length
     coverage   share of rows in which a feature is present
     base_rate  share of positives of a task
@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from roo.batch import Batch
-from roo.distributions.histograms import FADE, Histograms, float_bins, list_bins, mixed
-from roo.jagged import Jagged
-from roo.lookup import Lookup
-from roo.schema import Schema
+from roostream.schema.schema import Schema
+from roostream.wire.batch import Batch
+from roostream.wire.feature_histograms import FADE, Histograms, float_bins, list_bins, mixed
+from roostream.wire.jagged import Jagged
+from roostream.wire.lookup import Lookup
 
 SAMPLED = 8  # of so many batches one is looked at
 WINDOW_CANDIDATES = 4096
@@ -54,7 +54,9 @@ class SeenIds:
 class Drift:
     """`look` at every batch; `report` is of the last full window, {} before there are two. One thread, but for `report`."""
 
-    def __init__(self, schema: Schema, sampled: int = SAMPLED, window_candidates: int = WINDOW_CANDIDATES) -> None:
+    def __init__(
+        self, schema: Schema, sampled: int = SAMPLED, window_candidates: int = WINDOW_CANDIDATES
+    ) -> None:
         self.schema, self.sampled, self.window_candidates = schema, sampled, window_candidates
         self.num_looked = self._num_offered = 0
         self._names = {
@@ -114,7 +116,11 @@ class Drift:
         self._window = _Window(self._names, len(self.schema.tasks))
 
     def _by_feature(self, numbers: Mapping[str, np.ndarray]) -> dict[str, float]:
-        named = [pair for kind, values in numbers.items() for pair in zip(self._names[kind], values.tolist(), strict=True)]
+        named = [
+            pair
+            for kind, values in numbers.items()
+            for pair in zip(self._names[kind], values.tolist(), strict=True)
+        ]
         return dict(named[:MOST_FEATURES])
 
     def _by_task(self, window: _Window) -> dict[str, float | None]:
@@ -127,7 +133,9 @@ class _Window:
 
     def __init__(self, names: Mapping[str, list[str]], num_tasks: int) -> None:
         self.values = {kind: Histograms(len(found)) for kind, found in names.items()}
-        self.lengths = {kind: Histograms(len(found)) for kind, found in names.items() if kind.endswith("lists")}
+        self.lengths = {
+            kind: Histograms(len(found)) for kind, found in names.items() if kind.endswith("lists")
+        }
         self.present = {kind: np.zeros(len(found)) for kind, found in names.items()}
         self.rows = dict.fromkeys(names, 0.0)
         self.weight_T, self.positive_T = np.zeros(num_tasks), np.zeros(num_tasks)

@@ -27,7 +27,8 @@ def worst(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 out[name][feature] = at[name][feature]
     for task in dict.fromkeys(name for report in told for name in report["base_rate"]):
         at = max(
-            (r for r in told if task in r["base_rate"]), key=lambda r: _moved(r["base_rate"][task], r["base_rate_before"][task])
+            (r for r in told if task in r["base_rate"]),
+            key=lambda r: _moved(r["base_rate"][task], r["base_rate_before"][task]),
         )
         for name in ("base_rate", "base_rate_before"):
             out[name][task] = at[name][task]

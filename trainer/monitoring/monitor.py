@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from runtime.clock import Clock
-from runtime.exports import one_of
+from roostream.runtime.clock import Clock
+from roostream.runtime.exports import one_of
 from trainer.monitoring.caught_up import CaughtUp, Course, Liveness, Observation, Standing
 from trainer.monitoring.drift import Drift
 from trainer.monitoring.drift_report import LABELS as DRIFT_LABELS
@@ -105,9 +105,14 @@ class Monitor:
         """For `Exports`."""
         seen, loop, counts = self.progress, self.worker.loop, self.worker.loop.counts
         at = seen.overall
-        by_partition = {f"{topic}-{number}": standing for (topic, number), standing in seen.partitions.items()}
+        by_partition = {
+            f"{topic}-{number}": standing for (topic, number), standing in seen.partitions.items()
+        }
         tasks = self._metrics.get("tasks", {})
-        by_task = {name.replace("@", "_"): {task: values.get(name) for task, values in tasks.items()} for name in QUALITY}
+        by_task = {
+            name.replace("@", "_"): {task: values.get(name) for task, values in tasks.items()}
+            for name in QUALITY
+        }
         return {
             **{name: value for name, value in dataclasses.asdict(counts).items() if name != "busy_s"},
             "outcomes": dict(loop.outcomes.total),
@@ -136,7 +141,9 @@ class Monitor:
             "state_s": {str(state): seconds for state, seconds in seen.state_seconds.items()},
             "partition_lag_records": {name: standing.lag_records for name, standing in by_partition.items()},
             "partition_lag_ms": {name: standing.lag_ms for name, standing in by_partition.items()},
-            "partition_lost_records": {name: standing.lost_records for name, standing in by_partition.items()},
+            "partition_lost_records": {
+                name: standing.lost_records for name, standing in by_partition.items()
+            },
             **by_task,
             **quality_gauges(self._quality),
             **{f"drift_{name}": values for name, values in self._drift.items()},

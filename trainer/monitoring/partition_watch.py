@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 
-from runtime.kafka.record_reader import PartitionLag
+from roostream.runtime.kafka.record_reader import PartitionLag
 from trainer.monitoring.rates import RateMeter
 
 _MOST_ENDS = 512
@@ -28,15 +28,25 @@ class PartitionWatch:
     """Facts of one partition after the last `note`; which state follows from them is decided in `caught_up`."""
 
     def __init__(self, lag: PartitionLag, now_s: float, patience: Patience) -> None:
-        self.patience, self.lag = patience, dataclasses.replace(lag, lost=0)  # a loss before the first look is told, too
+        self.patience, self.lag = (
+            patience,
+            dataclasses.replace(lag, lost=0),
+        )  # a loss before the first look is told, too
         self.start_end = lag.stable_end  # what was there before the start ends here
         self.arrived = self.consumed = self.lost = self._gap = 0
         self.meter = RateMeter(patience.window_s)
         self.moved_s = self.grew_s = now_s
         self.is_known, self.is_small = True, False
-        self._lost_s = self._pinned_since_s = self._beyond_since_s = self._small_since_s = self._large_since_s = -1.0
-        self._ends: deque[tuple[float, int]] = deque([(now_s, lag.stable_end)])  # when a stable end was first seen
-        self._newest = lag.newest_ms, lag.high_watermark  # newest event time, and behind which offset at the latest it lies
+        self._lost_s = self._pinned_since_s = self._beyond_since_s = self._small_since_s = (
+            self._large_since_s
+        ) = -1.0
+        self._ends: deque[tuple[float, int]] = deque(
+            [(now_s, lag.stable_end)]
+        )  # when a stable end was first seen
+        self._newest = (
+            lag.newest_ms,
+            lag.high_watermark,
+        )  # newest event time, and behind which offset at the latest it lies
         self.note(lag, now_s)
         self._gap = 0
 
@@ -52,7 +62,9 @@ class PartitionWatch:
             self._ends.popleft()
         if lag.newest_ms != self._newest[0]:
             self._newest = lag.newest_ms, lag.high_watermark
-        self._pinned_since_s = self._since(self._pinned_since_s, self._hides() and before.stable_end == lag.stable_end, now_s)
+        self._pinned_since_s = self._since(
+            self._pinned_since_s, self._hides() and before.stable_end == lag.stable_end, now_s
+        )
         beyond = lag.position > lag.high_watermark and before.high_watermark == lag.high_watermark
         self._beyond_since_s = self._since(self._beyond_since_s, beyond, now_s)
         lag_ms = self.lag_ms(now_s)

@@ -1,6 +1,6 @@
 """Progressive metrics: every candidate is scored before its labels are used, and counted here.
 
-Letters: R requests, B candidates, T tasks. A label counts as positive when it is above 0, as in `models.loss`; weight 0
+Letters: R requests, B candidates, T tasks. A label counts as positive when it is above 0, as in `roostream.models.loss`; weight 0
 leaves a candidate out of a task.
 
     ne             mean log loss / entropy of the base rate, over the same candidates (He et al. 2014; TorchRec's NE)
@@ -101,7 +101,9 @@ class Metrics:
         `scale_T`: of amounts, 0 of events; empty = all are events. `stands_for_R`: how many requests' order each counts for
         (`weight_BT` has it already); None = 1."""
         of_R = np.zeros(len(time_ms_R), dtype=np.int64)
-        update_each([self], of_R, score_BT, label_BT, weight_BT, request_index_B, time_ms_R, scale_T, stands_for_R)
+        update_each(
+            [self], of_R, score_BT, label_BT, weight_BT, request_index_B, time_ms_R, scale_T, stands_for_R
+        )
 
     def note(self, time_ms_R: np.ndarray) -> None:
         """Requests of these times were counted."""
@@ -115,7 +117,10 @@ class Metrics:
         for name, task in self.tasks.items():
             task.merge(other.tasks[name])
         self.num_requests += other.num_requests
-        self._first_ms, self._last_ms = min(self._first_ms, other._first_ms), max(self._last_ms, other._last_ms)
+        self._first_ms, self._last_ms = (
+            min(self._first_ms, other._first_ms),
+            max(self._last_ms, other._last_ms),
+        )
 
     def report(self) -> Report:
         """Requests, the time that they cover, the first task's metrics, and under `tasks` every task's; None where a
@@ -165,7 +170,9 @@ def update_each(
     for t, name in enumerate(metrics[0].tasks):
         kept_B = np.flatnonzero(weight_BT[:, t] > 0)
         request_K = request_index_B[kept_B]
-        scored = _Judged(score_BT[kept_B, t], label_BT[kept_B, t], weight_BT[kept_B, t].astype(np.float64), request_K, of_R)
+        scored = _Judged(
+            score_BT[kept_B, t], label_BT[kept_B, t], weight_BT[kept_B, t].astype(np.float64), request_K, of_R
+        )
         if stands_for_R is not None:
             scored.stands_for_M = stands_for_R[scored.ranked.request_M].astype(np.float64)
         scored.add_to([one.tasks[name] for one in metrics], scale_T[t] if scale_T else 0.0)
@@ -177,7 +184,12 @@ class _Judged:
     """Candidates of one task, K that have a weight; request r is of the task metrics `of_R[r]`."""
 
     def __init__(
-        self, score_K: np.ndarray, label_K: np.ndarray, weight_K: np.ndarray, request_K: np.ndarray, of_R: np.ndarray
+        self,
+        score_K: np.ndarray,
+        label_K: np.ndarray,
+        weight_K: np.ndarray,
+        request_K: np.ndarray,
+        of_R: np.ndarray,
     ) -> None:
         self.score_K, self.label_K, self.weight_K = score_K, label_K, weight_K
         self.positive_K, self.of_K = label_K > 0, of_R[request_K]
@@ -186,7 +198,7 @@ class _Judged:
         self.stands_for_M: np.ndarray | None = None  # requests that each counts for; None = 1
 
     def add_to(self, tasks: Sequence[TaskMetrics], scale: float) -> None:
-        """`scale`: of an amount (models/objectives.py); 0 = an event."""
+        """`scale`: of an amount (roostream/models/objectives.py); 0 = an event."""
         columns = self._columns(len(tasks))
         for task, values in zip(tasks, np.stack(list(columns.values()), axis=1).tolist(), strict=True):
             task.add(**dict(zip(columns, values, strict=True)))
@@ -227,7 +239,10 @@ class _Judged:
 def summary(report: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers of a report that beats and manifests carry."""
     names = ("candidates", *QUALITY, "mae")
-    tasks = {task: {name: values[name] for name in names if name in values} for task, values in report["tasks"].items()}
+    tasks = {
+        task: {name: values[name] for name in names if name in values}
+        for task, values in report["tasks"].items()
+    }
     return {**{name: report[name] for name in ("requests", "candidates", *QUALITY)}, "tasks": tasks}
 
 
@@ -244,7 +259,9 @@ def pooled(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         for one in counted:
             task.add(**one["sums"][name])
         tasks[name] = {**task.report(), "auc": None}
-    return summary({"requests": sum(one["requests"] for one in counted), **next(iter(tasks.values())), "tasks": tasks})
+    return summary(
+        {"requests": sum(one["requests"] for one in counted), **next(iter(tasks.values())), "tasks": tasks}
+    )
 
 
 class DailyMetrics:
@@ -269,9 +286,13 @@ class DailyMetrics:
 
         def count(metrics: Metrics, kept_R: np.ndarray) -> None:
             kept_B = kept_R[request_index_B]
-            score, label, weight, index = (x_B[kept_B] for x_B in (score_BT, label_BT, weight_BT, request_index_B))
+            score, label, weight, index = (
+                x_B[kept_B] for x_B in (score_BT, label_BT, weight_BT, request_index_B)
+            )
             stands = None if stands_for_R is None else stands_for_R[kept_R]
-            metrics.update(score, label, weight, (np.cumsum(kept_R) - 1)[index], time_ms_R[kept_R], scale_T, stands)
+            metrics.update(
+                score, label, weight, (np.cumsum(kept_R) - 1)[index], time_ms_R[kept_R], scale_T, stands
+            )
 
         count(self._overall, np.ones(len(time_ms_R), dtype=np.bool_))
         count(self._measured, time_ms_R >= self._measure_from_ms)

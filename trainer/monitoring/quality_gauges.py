@@ -23,7 +23,11 @@ QUALITY_LABELS: dict[str, str | tuple[str, ...]] = {
 
 def quality_gauges(quality: Mapping[str, Any]) -> dict[str, Any]:
     """Of slices and the copy: the last hour. `of`: "shadow", or "live" for the model on the same candidates."""
-    windows = {(window, task): numbers for window, tasks in quality["windows"].items() for task, numbers in tasks.items()}
+    windows = {
+        (window, task): numbers
+        for window, tasks in quality["windows"].items()
+        for task, numbers in tasks.items()
+    }
     slices = {
         (slice_, value, task): numbers
         for slice_, values in quality["slices"].items()
@@ -32,7 +36,9 @@ def quality_gauges(quality: Mapping[str, Any]) -> dict[str, Any]:
     }
     shadow = quality["shadow"] or {}
     copies = {
-        (name, task): numbers for name in (SHADOW, LIVE) for task, numbers in shadow.get(name, {}).get(SLICE_WINDOW, {}).items()
+        (name, task): numbers
+        for name in (SHADOW, LIVE)
+        for task, numbers in shadow.get(name, {}).get(SLICE_WINDOW, {}).items()
     }
     return {
         **{f"window_{name}": {key: numbers[name] for key, numbers in windows.items()} for name in _OF_WINDOW},

@@ -12,7 +12,16 @@ from collections import deque
 from typing import NamedTuple
 
 _BLOCKS = 10
-_T = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}  # 97.5 % quantile by degrees of freedom
+_T = {
+    2: 4.303,
+    3: 3.182,
+    4: 2.776,
+    5: 2.571,
+    6: 2.447,
+    7: 2.365,
+    8: 2.306,
+    9: 2.262,
+}  # 97.5 % quantile by degrees of freedom
 
 
 class Estimate(NamedTuple):
@@ -65,10 +74,15 @@ class RateMeter:
         return self._estimate(-1.0, 1.0)
 
     def _estimate(self, of_arrived: float, of_consumed: float) -> Estimate | None:
-        points = [(at_s, of_arrived * arrived + of_consumed * consumed) for at_s, arrived, consumed in self._history]
+        points = [
+            (at_s, of_arrived * arrived + of_consumed * consumed) for at_s, arrived, consumed in self._history
+        ]
         if len(points) < 2 or points[-1][0] <= points[0][0]:
             return None
-        elapsed_s, rate = points[-1][0] - points[0][0], (points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0])
+        elapsed_s, rate = (
+            points[-1][0] - points[0][0],
+            (points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0]),
+        )
         n = min(len(points) - 1, _BLOCKS)
         if n < 3:
             return Estimate(rate)

@@ -28,7 +28,11 @@ def score_requests(score_B: np.ndarray, positive_B: np.ndarray, request_index_B:
     if not len(score_B):
         return RequestScores(np.zeros(0), np.zeros(0), np.zeros(0), np.zeros(0, np.int64))
     order_B = np.lexsort((-score_B, request_index_B))
-    score_B, positive_B, request_B = score_B[order_B], positive_B[order_B].astype(np.float64), request_index_B[order_B]
+    score_B, positive_B, request_B = (
+        score_B[order_B],
+        positive_B[order_B].astype(np.float64),
+        request_index_B[order_B],
+    )
     new_request_B = np.r_[True, request_B[1:] != request_B[:-1]]
     start_R = np.flatnonzero(new_request_B)
     start_S = np.flatnonzero(new_request_B | np.r_[True, score_B[1:] != score_B[:-1]])
@@ -43,7 +47,9 @@ def score_requests(score_B: np.ndarray, positive_B: np.ndarray, request_index_B:
     positive_R, negative_R = a_request(positive_S), a_request(negative_S)
     rank_B = np.arange(len(score_B)) - start_R[np.cumsum(new_request_B) - 1]  # from 0
     discount_B = np.where(rank_B < NDCG_AT, 1 / np.log2(rank_B + 2.0), 0.0)
-    seen_S = np.cumsum(negative_S) - negative_S - (np.cumsum(negative_R) - negative_R)[request_S]  # negatives ranked above
+    seen_S = (
+        np.cumsum(negative_S) - negative_S - (np.cumsum(negative_R) - negative_R)[request_S]
+    )  # negatives ranked above
     worse_R = a_request(positive_S * (seen_S + 0.5 * negative_S))
     reciprocal_R = a_request(positive_S * np.add.reduceat(1.0 / (rank_B + 1), start_S) / size_S)
     gain_R = a_request(positive_S * np.add.reduceat(discount_B, start_S) / size_S)

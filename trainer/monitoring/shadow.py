@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from models.build import build_model, model_config_from_dict
-from models.inputs import Inputs
-from roo.errors import CheckpointError, ConfigError, UnavailableError
-from roo.schema import Schema
-from runtime import manifest as manifests
-from runtime import tensor_file
-from runtime.checkpoint_store import CheckpointStore
+from roostream.errors import CheckpointError, ConfigError, UnavailableError
+from roostream.models.build import build_model, model_config_from_dict
+from roostream.models.inputs import Inputs
+from roostream.runtime import manifest as manifests
+from roostream.runtime import tensor_file
+from roostream.runtime.checkpoint_store import CheckpointStore
+from roostream.schema.schema import Schema
 
 _PREFIX = "model."
 
@@ -55,9 +55,15 @@ def frozen_copy(store: CheckpointStore, version: str, schema: Schema, device: st
         store.create(kept, data)
     tensors, metadata = tensor_file.decode(data)
     if metadata.get("schema") != f"{schema.fingerprint:016x}":
-        raise ConfigError(f"expected a shadow of schema {schema.fingerprint:016x}, {version} is of {metadata.get('schema')}")
+        raise ConfigError(
+            f"expected a shadow of schema {schema.fingerprint:016x}, {version} is of {metadata.get('schema')}"
+        )
     model = build_model(schema, model_config_from_dict(json.loads(metadata["model"])), 0).to(device)
-    weights = {n.removeprefix(_PREFIX): torch.from_numpy(a.copy()) for n, a in tensors.items() if n.startswith(_PREFIX)}
+    weights = {
+        n.removeprefix(_PREFIX): torch.from_numpy(a.copy())
+        for n, a in tensors.items()
+        if n.startswith(_PREFIX)
+    }
     model.load_state_dict(weights)
     return FrozenCopy(model, version, every)
 

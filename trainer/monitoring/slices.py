@@ -15,14 +15,21 @@ from typing import Literal
 
 import numpy as np
 
-from roo.batch import Batch
-from roo.errors import ConfigError, nearest
-from roo.schema import Schema
+from roostream.errors import ConfigError, nearest
+from roostream.schema.schema import Schema
+from roostream.wire.batch import Batch
 
 SURFACE, CANDIDATE_AGE = "surface", "candidate_age"
 MOST_SLICES = 8
 OTHER, MISSING = "other", "missing"
-_AGES = ((600, "<10m"), (3600, "<1h"), (6 * 3600, "<6h"), (86_400, "<1d"), (7 * 86_400, "<7d"), (np.inf, ">=7d"))
+_AGES = (
+    (600, "<10m"),
+    (3600, "<1h"),
+    (6 * 3600, "<6h"),
+    (86_400, "<1d"),
+    (7 * 86_400, "<7d"),
+    (np.inf, ">=7d"),
+)
 
 Labelled = tuple[np.ndarray, Sequence[str]]  # int64 [B] numbers, and the name of each number
 
@@ -41,7 +48,9 @@ def slicers(schema: Schema, names: Sequence[str]) -> list[Slicer]:
         ConfigError: too many, or one that the schema doesn't have; names the nearest.
     """
     if len(names) > MOST_SLICES or len(set(names)) < len(names):
-        raise ConfigError(f"expected slices to name at most {MOST_SLICES} different ones, got {', '.join(names)}")
+        raise ConfigError(
+            f"expected slices to name at most {MOST_SLICES} different ones, got {', '.join(names)}"
+        )
     return [Slicer(name, _values(schema, name)) for name in names]
 
 
@@ -58,23 +67,34 @@ def _values(schema: Schema, name: str) -> Callable[[Batch], Labelled]:
         if any(feature.name == name for feature in schema.lists(side)):
             return lambda batch: _first_id(batch, side, name)
     known = [SURFACE, CANDIDATE_AGE, *(f.name for f in (*schema.ro, *schema.nro))]
-    raise ConfigError(f"expected slices of surface, candidate_age or declared features, got {name!r}{nearest(name, known)}")
+    raise ConfigError(
+        f"expected slices of surface, candidate_age or declared features, got {name!r}{nearest(name, known)}"
+    )
 
 
 def _surface(batch: Batch) -> Labelled:
     texts, number_R = np.unique(batch.surface_R, return_inverse=True)
-    return number_R[batch.request_index_B], [text.decode("utf-8", "replace") or MISSING for text in texts.tolist()]
+    return number_R[batch.request_index_B], [
+        text.decode("utf-8", "replace") or MISSING for text in texts.tolist()
+    ]
 
 
 def _age(schema: Schema) -> Callable[[Batch], Labelled]:
     found = next((f for f in schema.nro if f.online == "age_s" and not f.is_list), None)
     if found is None:
-        raise ConfigError('expected an NRO float with online = "age_s" for the slice candidate_age, the schema has none')
+        raise ConfigError(
+            'expected an NRO float with online = "age_s" for the slice candidate_age, the schema has none'
+        )
     name, column = found.name, schema.floats("nro").index(found)
     if any(t.output == name and t.op != "log1p" for t in schema.transforms):
-        raise ConfigError(f"expected {name!r} as it is, or its log1p, for the slice candidate_age; give the transform an output")
+        raise ConfigError(
+            f"expected {name!r} as it is, or its log1p, for the slice candidate_age; give the transform an output"
+        )
     is_log = any(t.output == name for t in schema.transforms)
-    bounds, names = np.array([age for age, _ in _AGES[:-1]], dtype=np.float64), [*(label for _, label in _AGES), MISSING]
+    bounds, names = (
+        np.array([age for age, _ in _AGES[:-1]], dtype=np.float64),
+        [*(label for _, label in _AGES), MISSING],
+    )
 
     def values(batch: Batch) -> Labelled:
         value_B, present_B = _float(batch, "nro", column)
@@ -87,7 +107,9 @@ def _age(schema: Schema) -> Callable[[Batch], Labelled]:
 def _float(batch: Batch, side: Literal["ro", "nro"], column: int) -> tuple[np.ndarray, np.ndarray]:
     if side == "nro":
         return batch.nro_float_BF[:, column], batch.nro_present_BF[:, column]
-    return batch.ro_float_RF[batch.request_index_B, column], batch.ro_present_RF[batch.request_index_B, column]
+    return batch.ro_float_RF[batch.request_index_B, column], batch.ro_present_RF[
+        batch.request_index_B, column
+    ]
 
 
 def _steps(value_B: np.ndarray, present_B: np.ndarray) -> Labelled:

@@ -36,7 +36,9 @@ MOST_TASKS = 4
 
 def watch_of(seen: Observation) -> dict[str, Any]:
     """The part that says how live training is."""
-    rows = [{"topic": topic, "partition": number, **plain(at)} for (topic, number), at in seen.partitions.items()]
+    rows = [
+        {"topic": topic, "partition": number, **plain(at)} for (topic, number), at in seen.partitions.items()
+    ]
     return {
         **plain(seen.overall),
         "state_seconds": {str(state): seconds for state, seconds in seen.state_seconds.items()},
@@ -49,7 +51,10 @@ def quality_of(told: Mapping[str, Any], shadow: FrozenCopy | None) -> dict[str, 
     copies = {name: _few(windows) for name, windows in told["shadow"].items()} if told.get("shadow") else {}
     return {
         "windows": _few(told["windows"]),
-        "slices": {slice_: {v: _few(windows) for v, windows in values.items()} for slice_, values in told["slices"].items()},
+        "slices": {
+            slice_: {v: _few(windows) for v, windows in values.items()}
+            for slice_, values in told["slices"].items()
+        },
         "shadow": {"version": shadow.version, "rows": "live", **copies} if shadow else None,
     }
 

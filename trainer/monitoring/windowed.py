@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from roo.batch import Batch
+from roostream.wire.batch import Batch
 from trainer.monitoring.cells import LIVE, SHADOW, Cells, Key, Losses
 from trainer.monitoring.slices import OTHER, Slicer
 
@@ -37,7 +37,12 @@ class Windowed:
         self._dropped_at = 0
 
     def count(
-        self, batch: Batch, at_B: np.ndarray, score_BT: np.ndarray, watermark_ms: int, shadow_BT: np.ndarray | None = None
+        self,
+        batch: Batch,
+        at_B: np.ndarray,
+        score_BT: np.ndarray,
+        watermark_ms: int,
+        shadow_BT: np.ndarray | None = None,
     ) -> None:
         """Scores of before the labels were used. `at_B`: int64, the partition's number in `place` of each candidate; -1 = not
         counted. `shadow_BT`: those of the frozen copy, for the same candidates."""
@@ -46,9 +51,13 @@ class Windowed:
             return
         self._drop_old(watermark_ms)
         places, place_B = np.unique(at_B[kept_B], return_inverse=True)
-        base_BT = np.stack([self.cells.rates_T((place, f"/{ALL}", "", 0)) for place in places.tolist()])[place_B]
+        base_BT = np.stack([self.cells.rates_T((place, f"/{ALL}", "", 0)) for place in places.tolist()])[
+            place_B
+        ]
         score, label, weight = (x[kept_B] for x in (score_BT, batch.label_BT, batch.weight_BT))
-        rows = _Counted(places.tolist(), place_B, batch.close_ms_R[batch.request_index_B[kept_B]], watermark_ms)
+        rows = _Counted(
+            places.tolist(), place_B, batch.close_ms_R[batch.request_index_B[kept_B]], watermark_ms
+        )
         families = [rows.of(what) for what in (*WINDOWS_MS, ALL)]
         for slicer in self.slicers:
             number_B, names = slicer.values(batch)
@@ -92,8 +101,13 @@ class Windowed:
                 self._values[slice_].add(str(value))
 
     def _add(self, families: Sequence[_CellEntries], losses: Losses) -> None:
-        cells = [np.array([self.cells.number_of(key) for key in entries.keys], dtype=np.int64) for entries in families]
-        cell_E = np.concatenate([numbers[entries.key_E] for numbers, entries in zip(cells, families, strict=True)])
+        cells = [
+            np.array([self.cells.number_of(key) for key in entries.keys], dtype=np.int64)
+            for entries in families
+        ]
+        cell_E = np.concatenate(
+            [numbers[entries.key_E] for numbers, entries in zip(cells, families, strict=True)]
+        )
         self.cells.add(cell_E, losses, np.concatenate([entries.candidate_E for entries in families]))
 
     def _named(self, slice_: str, number_B: np.ndarray, names: Sequence[str]) -> list[str]:
@@ -111,7 +125,9 @@ class Windowed:
         now = watermark_ms // (min(WINDOWS_MS.values()) // PARTS)
         if now != self._dropped_at:
             self._dropped_at = now
-            self.cells.drop(lambda key: not _is_kept(str(key[1]).rpartition("/")[2], int(key[3]), watermark_ms))
+            self.cells.drop(
+                lambda key: not _is_kept(str(key[1]).rpartition("/")[2], int(key[3]), watermark_ms)
+            )
 
 
 class _CellEntries:
@@ -124,10 +140,19 @@ class _CellEntries:
 class _Counted:
     """The candidates of a batch: of which partition, and when."""
 
-    def __init__(self, places: list[int], place_B: np.ndarray, time_ms_B: np.ndarray, watermark_ms: int) -> None:
-        self.places, self.place_B, self.time_ms_B, self.watermark_ms = places, place_B, time_ms_B, watermark_ms
+    def __init__(
+        self, places: list[int], place_B: np.ndarray, time_ms_B: np.ndarray, watermark_ms: int
+    ) -> None:
+        self.places, self.place_B, self.time_ms_B, self.watermark_ms = (
+            places,
+            place_B,
+            time_ms_B,
+            watermark_ms,
+        )
 
-    def of(self, window: str, slice_: str = "", value_B: np.ndarray | None = None, names: Sequence[str] = ("",)) -> _CellEntries:
+    def of(
+        self, window: str, slice_: str = "", value_B: np.ndarray | None = None, names: Sequence[str] = ("",)
+    ) -> _CellEntries:
         """In the cells of a window and a slice."""
         what = f"{slice_}/{window}"
         bucket_B, candidate_E = np.zeros(len(self.place_B), dtype=np.int64), np.arange(len(self.place_B))

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from typing import Literal
 
-from roo.config import MAX_SEED, Settings, refusal, setting
+from roostream.schema.settings import MAX_SEED, Settings, refusal, setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,9 @@ class NextItemConfig(Settings):
     data: str = setting(help="folder with MovieLens-1M")
     model: Literal["hstu", "sasrec"] = setting("hstu", "what reads a history")
     epochs: int = setting(100, "passes over all users", least=1, most=10_000)
-    evaluate_every: int = setting(5, "epochs between two evaluations; the last epoch is always evaluated", least=1)
+    evaluate_every: int = setting(
+        5, "epochs between two evaluations; the last epoch is always evaluated", least=1
+    )
     seed: int = setting(0, "of first weights, order, negatives and dropout", least=0, most=MAX_SEED)
     report: str = setting("", "file for the JSON report")
     layers: int = setting(2, "of the model", least=1, most=64)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from roo.errors import ConfigError
+from roostream.errors import ConfigError
 
 INTERACTIONS, MOVIES = "paddlerec_ensfm_train.csv.zip", "movies.dat"
 _MEMBER = "train.csv"
@@ -34,7 +34,9 @@ def read_movielens(folder: Path) -> RatedMovies:
     Raises:
         ConfigError: one isn't there or isn't what it is said to be.
     """
-    corpus_I = np.unique([_number(MOVIES, k, line, b"::") for k, line in enumerate(_read(folder / MOVIES).splitlines(), 1)])
+    corpus_I = np.unique(
+        [_number(MOVIES, k, line, b"::") for k, line in enumerate(_read(folder / MOVIES).splitlines(), 1)]
+    )
     lines = _csv(folder / INTERACTIONS).splitlines()
     user_N, movie_N = np.empty((2, len(lines)), dtype=np.int64)
     for k, line in enumerate(lines):
@@ -42,7 +44,9 @@ def read_movielens(folder: Path) -> RatedMovies:
         user_N[k], movie_N[k] = _number(_MEMBER, k + 1, user, b"-"), _number(_MEMBER, k + 1, movie, b"-")
     unknown = np.setdiff1d(movie_N, corpus_I)
     if len(unknown):
-        raise ConfigError(f"{folder / MOVIES}: expected every movie of {_MEMBER}, got none with id {unknown[0]}; check the file")
+        raise ConfigError(
+            f"{folder / MOVIES}: expected every movie of {_MEMBER}, got none with id {unknown[0]}; check the file"
+        )
     return RatedMovies(user_N, movie_N, corpus_I)
 
 
@@ -50,7 +54,9 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{path}: expected a file of MovieLens-1M, got {error.strerror}; check --data") from None
+        raise ConfigError(
+            f"{path}: expected a file of MovieLens-1M, got {error.strerror}; check --data"
+        ) from None
 
 
 def _csv(path: Path) -> bytes:
@@ -58,7 +64,9 @@ def _csv(path: Path) -> bytes:
         with zipfile.ZipFile(path) as archive:
             return archive.read(_MEMBER)
     except OSError as error:
-        raise ConfigError(f"{path}: expected a file of MovieLens-1M, got {error.strerror}; check --data") from None
+        raise ConfigError(
+            f"{path}: expected a file of MovieLens-1M, got {error.strerror}; check --data"
+        ) from None
     except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
         raise ConfigError(f"{path}: expected a zip file with {_MEMBER}, got {error}; copy it again") from None
 
@@ -67,5 +75,7 @@ def _number(file: str, line: int, text: bytes, behind: bytes) -> int:
     """What stands before `behind`."""
     head = text.split(behind, 1)[0]
     if not head.isdigit() or len(head) > 18:
-        raise ConfigError(f"{file}:{line}: expected a line that begins with a number, got {head[:40]!r}; check the file")
+        raise ConfigError(
+            f"{file}:{line}: expected a line that begins with a number, got {head[:40]!r}; check the file"
+        )
     return int(head)

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.layers import init_parameters
-from models.sequence.attention_in_place import attention_in_place
-from models.sequence.causal_transformer import CausalTransformer
-from models.sequence.hstu import Hstu, SequentialUnit
-from models.sequence.jagged_targets import build_histories
-from models.sequence.next_item import NextItem
-from roo.errors import ConfigError, RoostreamError
+from roostream.errors import ConfigError, RoostreamError
+from roostream.models.layers import init_parameters
+from roostream.models.sequence.attention_in_place import attention_in_place
+from roostream.models.sequence.causal_transformer import CausalTransformer
+from roostream.models.sequence.hstu import Hstu, SequentialUnit
+from roostream.models.sequence.jagged_targets import build_histories
+from roostream.models.sequence.next_item import NextItem
 from trainer.dense_part.adam import DenseAdam
 from trainer.next_item.config import NextItemConfig
 from trainer.next_item.full_ranking import ranking_figures, ranks
@@ -36,7 +36,9 @@ def build_next_item(config: NextItemConfig, num_items: int) -> NextItem:
     """Untrained, the same of the same seed."""
     encoder: Hstu | CausalTransformer
     if config.model == "hstu":
-        encoder = Hstu(config.width, config.heads, config.layers, config.max_length, times=False, dropout=config.dropout)
+        encoder = Hstu(
+            config.width, config.heads, config.layers, config.max_length, times=False, dropout=config.dropout
+        )
         for layer in encoder.layers:
             assert isinstance(layer, SequentialUnit)
             layer.attention = attention_in_place
@@ -53,7 +55,9 @@ class NextItemRun:
     def __init__(self, config: NextItemConfig, sequences: UserSequences, num_items: int) -> None:
         self.config, self.sequences, self.num_items = config, sequences, num_items
         self.model = build_next_item(config, num_items)
-        self.optimizer = DenseAdam(self.model.named_parameters(), learning_rate=config.learning_rate, beta2=_BETA2)
+        self.optimizer = DenseAdam(
+            self.model.named_parameters(), learning_rate=config.learning_rate, beta2=_BETA2
+        )
         self.order = np.random.default_rng(config.seed)
         self.negatives = torch.Generator().manual_seed(config.seed)
 
@@ -79,7 +83,9 @@ class NextItemRun:
         drawn_SN = torch.randint(self.num_items, (number, config.negatives), generator=self.negatives)
         item_SC = torch.cat([torch.from_numpy(windows.next_S)[:, None], drawn_SN], dim=1)
         u_SD = self._vectors(windows.item_S, windows.length_R)
-        loss = self.model.loss(u_SD, item_SC.to(config.device), config.temperature, corrected=config.corrected)
+        loss = self.model.loss(
+            u_SD, item_SC.to(config.device), config.temperature, corrected=config.corrected
+        )
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
@@ -96,7 +102,9 @@ class NextItemRun:
             last_R = torch.from_numpy(np.cumsum(asked.length_R) - 1).to(self.config.device)
             score_RI = self._vectors(asked.item_S, asked.length_R)[last_R] @ vector_DI
             place_X, item_X = (torch.from_numpy(x).to(self.config.device) for x in asked.seen_X)
-            rank_R = ranks(score_RI, torch.from_numpy(asked.answer_R).to(self.config.device), (place_X, item_X))
+            rank_R = ranks(
+                score_RI, torch.from_numpy(asked.answer_R).to(self.config.device), (place_X, item_X)
+            )
             found.append(rank_R.cpu().numpy())
         return ranking_figures(np.concatenate(found))
 
@@ -122,7 +130,9 @@ def run_next_item(
         ConfigError: a device that isn't there. RoostreamError: the loss is no number any more.
     """
     if config.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device: expected a CUDA device, got none on this machine for {config.device!r}; set cpu")
+        raise ConfigError(
+            f"device: expected a CUDA device, got none on this machine for {config.device!r}; set cpu"
+        )
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     run = NextItemRun(config, sequences, num_items)
@@ -133,7 +143,9 @@ def run_next_item(
         if epoch % config.evaluate_every and epoch < config.epochs:
             continue
         told = {"epoch": epoch, "loss": loss, "cpu_s": round(time.process_time() - began_s, 1)}
-        report["evaluations"].append(told | {"validation": run.evaluate(VALIDATION), "test": run.evaluate(TEST)})
+        report["evaluations"].append(
+            told | {"validation": run.evaluate(VALIDATION), "test": run.evaluate(TEST)}
+        )
         report["best"] = max(report["evaluations"], key=lambda each: float(each["validation"][BEST_BY]))
         say(report)
     return report

@@ -17,7 +17,7 @@ import dataclasses
 
 import numpy as np
 
-from roo.errors import ConfigError
+from roostream.errors import ConfigError
 
 TEST, VALIDATION = 1, 2
 """How many of a user's items are behind what is given: the first of them is asked for."""
@@ -60,7 +60,11 @@ def by_user(user_N: np.ndarray, item_id_N: np.ndarray, corpus_I: np.ndarray) -> 
     Raises:
         ConfigError: there is nobody, a user comes twice, or has less than three items.
     """
-    first_U = np.flatnonzero(np.concatenate([[True], user_N[1:] != user_N[:-1]])) if len(user_N) else np.zeros(0, np.int64)
+    first_U = (
+        np.flatnonzero(np.concatenate([[True], user_N[1:] != user_N[:-1]]))
+        if len(user_N)
+        else np.zeros(0, np.int64)
+    )
     start_U1 = np.append(first_U, len(user_N)).astype(np.int64)
     if not len(first_U) or len(np.unique(user_N[first_U])) < len(first_U):
         raise ConfigError(
@@ -69,7 +73,9 @@ def by_user(user_N: np.ndarray, item_id_N: np.ndarray, corpus_I: np.ndarray) -> 
     shortest = int(np.argmin(np.diff(start_U1)))
     if np.diff(start_U1)[shortest] < 3:
         user = user_N[first_U[shortest]]
-        raise ConfigError(f"expected at least 3 interactions of each user, got fewer of user {user}; leave such users out")
+        raise ConfigError(
+            f"expected at least 3 interactions of each user, got fewer of user {user}; leave such users out"
+        )
     return UserSequences(item_N=np.searchsorted(corpus_I, item_id_N).astype(np.int64), start_U1=start_U1)
 
 
@@ -78,7 +84,9 @@ def training_windows(sequences: UserSequences, user_R: np.ndarray, max_length: i
     end_R = sequences.start_U1[user_R + 1] - VALIDATION
     length_R = np.minimum(end_R - 1 - sequences.start_U1[user_R], max_length)
     place_S = _ranges(end_R - 1 - length_R, length_R)
-    return NextWindows(item_S=sequences.item_N[place_S], next_S=sequences.item_N[place_S + 1], length_R=length_R)
+    return NextWindows(
+        item_S=sequences.item_N[place_S], next_S=sequences.item_N[place_S + 1], length_R=length_R
+    )
 
 
 def asked_windows(sequences: UserSequences, user_R: np.ndarray, max_length: int, behind: int) -> AskedWindows:

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from torch import Tensor
 
-from roo.lookup import Lookup
-from runtime.layout.bucket_map import BucketMap
+from roostream.runtime.bucket_map import BucketMap
+from roostream.wire.lookup import Lookup
 from trainer.pipeline.stages import Stages
 from trainer.rows import PushTimes, Rows
 

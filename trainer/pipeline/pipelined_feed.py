@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from roo.lookup import Lookup
+from roostream.wire.lookup import Lookup
 from trainer.batches import BatchSource, Chunk
 from trainer.feed import Acts, Claimed, Feed, Prepared, SerialFeed, Wanted
 from trainer.pipeline.late_rows import LateRows
@@ -67,7 +67,14 @@ class PipelinedFeed:
     one in training with rows."""
 
     def __init__(
-        self, acts: Acts, source: SourceThread, rows: LateRows, *, staleness: int, read_ahead: int, stages: Stages
+        self,
+        acts: Acts,
+        source: SourceThread,
+        rows: LateRows,
+        *,
+        staleness: int,
+        read_ahead: int,
+        stages: Stages,
     ) -> None:
         """`source` and `rows`: those of the loop that has the acts."""
         self.acts, self.source, self.rows, self.stages = acts, source, rows, stages
@@ -160,7 +167,9 @@ class PipelinedFeed:
 
     def _wanted(self) -> Wanted | None:
         """None: it depends on what comes of chunks that aren't trained."""
-        items = [item.wanted for item in (*self._given, *self._ahead)] + [asked.wanted for asked in self._asked]
+        items = [item.wanted for item in (*self._given, *self._ahead)] + [
+            asked.wanted for asked in self._asked
+        ]
         return self.acts.wanted(len(items), sum(wanted.max_requests for wanted in items))
 
     def _claim(self, chunk: Chunk, wanted: Wanted) -> None:
@@ -231,7 +240,9 @@ class PipelinedFeed:
             try:
                 chunk = self.acts.poll(wanted, _POLL_S)
             except BaseException as error:
-                at = (f"{topic}-{n} {offset}" for (topic, n), offset in sorted(self.source.positions().items()))
+                at = (
+                    f"{topic}-{n} {offset}" for (topic, n), offset in sorted(self.source.positions().items())
+                )
                 error.add_note(f"in the reading from {', '.join(at)} on")
                 self._halt.set()
                 raise
@@ -252,7 +263,9 @@ class PipelinedFeed:
             if item.void or rows.failed:
                 return None
             num_acknowledged, to_come = rows.num_acknowledged, rows.under_way()
-            to_come += [part.lookup for b in before if b.number >= self._num_trained for part in b.claimed.parts]
+            to_come += [
+                part.lookup for b in before if b.number >= self._num_trained for part in b.claimed.parts
+            ]
         prepared = self.acts.pull(item.claimed, rows.beside)
         return _Early(prepared, num_acknowledged, num_shared(item.claimed.parts[0].lookup, to_come))
 
@@ -282,7 +295,9 @@ def connected(
     source = SourceThread(open_source)
     late = LateRows(rows, stages)
     options = {"staleness": staleness, "read_ahead": read_ahead}
-    return LoopConnections(source, late, lambda acts: PipelinedFeed(acts, source, late, stages=stages, **options))
+    return LoopConnections(
+        source, late, lambda acts: PipelinedFeed(acts, source, late, stages=stages, **options)
+    )
 
 
 def num_shared(mine: Lookup, others: Sequence[Lookup]) -> int:

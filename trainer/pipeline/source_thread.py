@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from runtime.kafka.record_reader import PartitionLag
-from runtime.kafka.topics import Partition, Progress
-from runtime.work_unit import TableInput
+from roostream.runtime.kafka.record_reader import PartitionLag
+from roostream.runtime.kafka.topics import Partition, Progress
+from roostream.runtime.work_unit import TableInput
 from trainer.batches import BatchSource, Chunk, NewestIds
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Iterator, Mapping
 
-from runtime.clock import Clock
+from roostream.runtime.clock import Clock
 
 STAGES = ("wait_data", "decode", "pull", "forward", "backward", "reduce", "push", "commit")
 LOOP, BESIDE = "loop", "beside"

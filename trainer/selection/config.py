@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from roo.config import Settings, refusal, setting
+from roostream.schema.settings import Settings, refusal, setting
 
-LEAST_SAMPLE = 201  # of Slipstream's sampled search: from here on its interval is on the safe side (slipstream.py)
+LEAST_SAMPLE = (
+    201  # of Slipstream's sampled search: from here on its interval is on the safe side (slipstream.py)
+)
 _LEAST_KEEP = 0.05
 
 
@@ -15,26 +17,44 @@ _LEAST_KEEP = 0.05
 class SlipstreamConfig(Settings):
     """Of `policy = "slipstream"`: counted, warmed up, looked at, classified, then skipped. Everything counts steps."""
 
-    hot_ratio: float = setting(1e-6, "a row is hot from this share of all counted accesses on", above=0, below=1)
-    count_requests: int = setting(0, "requests whose accesses are counted; 0 = all until the first snapshot", least=0)
+    hot_ratio: float = setting(
+        1e-6, "a row is hot from this share of all counted accesses on", above=0, below=1
+    )
+    count_requests: int = setting(
+        0, "requests whose accesses are counted; 0 = all until the first snapshot", least=0
+    )
     warm_up_steps: int = setting(2000, "steps before the first snapshot of the hot rows", least=1)
-    snapshots: int = setting(4, "snapshots of the hot rows; movement is between one and the next", least=2, most=64)
+    snapshots: int = setting(
+        4, "snapshots of the hot rows; movement is between one and the next", least=2, most=64
+    )
     snapshot_steps: int = setting(250, "steps from one snapshot to the next", least=1)
     drop: float = setting(0.3, "share of the hot inputs to be skipped", least=0, most=1)
     alpha: float = setting(
-        0.5, "share of an input's rows that must be stale for it to be skipped; 0 = all hot ones", least=0, most=1
+        0.5,
+        "share of an input's rows that must be stale for it to be skipped; 0 = all hot ones",
+        least=0,
+        most=1,
     )
     hot_share: float = setting(1.0, "share of an input's rows that must be hot", above=0, most=1)
-    unvisited: Literal["varying", "stale"] = setting("varying", "what a hot row is that no step visited; the paper: stale")
+    unvisited: Literal["varying", "stale"] = setting(
+        "varying", "what a hot row is that no step visited; the paper: stale"
+    )
     max_hot_rows: int = setting(1 << 20, "hot rows kept, the most visited ones", least=1)
     sample: int = setting(
-        0, "hot inputs among which the threshold is searched, as the paper does, 201 or more; 0 = all of them, exactly", least=0
+        0,
+        "hot inputs among which the threshold is searched, as the paper does, 201 or more; 0 = all of them, exactly",
+        least=0,
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if 0 < self.sample < LEAST_SAMPLE:
-            raise refusal("sample", f"0, or {LEAST_SAMPLE} or more", self.sample, "of fewer the interval would be too narrow")
+            raise refusal(
+                "sample",
+                f"0, or {LEAST_SAMPLE} or more",
+                self.sample,
+                "of fewer the interval would be too narrow",
+            )
 
     @property
     def last_snapshot(self) -> int:
@@ -49,12 +69,16 @@ class SelectionConfig(Settings):
     policy: Literal["off", "negatives", "random", "slipstream"] = setting(
         "off", "which requests are skipped: without any positive | any | with stale rows (finite logs alone)"
     )
-    keep: float = setting(0.5, "share of what negatives and random judge that is trained", least=_LEAST_KEEP, most=1)
+    keep: float = setting(
+        0.5, "share of what negatives and random judge that is trained", least=_LEAST_KEEP, most=1
+    )
     score: Literal["all", "probe", "kept"] = setting(
         "all",
         "of the skipped requests, for progressive metrics; kept: none, each that is trained stands for 1 / keep of its kind",
     )
-    probe: float = setting(0.05, "share of the skipped requests that is scored with score = probe", above=0, most=1)
+    probe: float = setting(
+        0.05, "share of the skipped requests that is scored with score = probe", above=0, most=1
+    )
     refill: bool = setting(
         False,
         "chunks are read larger, by as much as was skipped lately, so that about batch_requests are trained; not with exact",
@@ -82,10 +106,17 @@ class DeferralConfig(Settings):
     """Whose gradients wait at the worker."""
 
     share: float = setting(
-        0.0, "share of the visits of hot rows whose gradients wait, those that move least; 0 = off", least=0, most=1
+        0.0,
+        "share of the visits of hot rows whose gradients wait, those that move least; 0 = off",
+        least=0,
+        most=1,
     )
-    choice: Literal["stale", "random"] = setting("stale", "which hot rows wait; random: so many others, as a control")
-    visits: int = setting(8, "a row's gradients are pushed at every so many visits at least", least=1, most=1 << 16)
+    choice: Literal["stale", "random"] = setting(
+        "stale", "which hot rows wait; random: so many others, as a control"
+    )
+    visits: int = setting(
+        8, "a row's gradients are pushed at every so many visits at least", least=1, most=1 << 16
+    )
     min_visits: int = setting(10, "visits from which on a row is hot", least=1)
     max_rows: int = setting(1 << 16, "rows of a stack that are looked at", least=1)
     window: int = setting(20_000, "the newest visits of hot rows, among which the share is taken", least=1)
@@ -100,9 +131,14 @@ class RehearsalConfig(Settings):
     """What is trained once more."""
 
     batches: int = setting(
-        0, "beside each batch one of so many last ones is trained once more, drawn by the seed; 0 = off", least=0, most=1 << 16
+        0,
+        "beside each batch one of so many last ones is trained once more, drawn by the seed; 0 = off",
+        least=0,
+        most=1 << 16,
     )
-    max_bytes: int = setting(16 << 20, "kept of them, the newest; every commit has them", least=1 << 10, most=1 << 30)
+    max_bytes: int = setting(
+        16 << 20, "kept of them, the newest; every commit has them", least=1 << 10, most=1 << 30
+    )
 
     @property
     def is_on(self) -> bool:

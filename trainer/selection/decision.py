@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from roo.batch import Batch
-from roo.ids import splitmix64_of
+from roostream.schema.ids import splitmix64_of
+from roostream.wire.batch import Batch
 from trainer.selection.config import SelectionConfig
 
 TRAINED, FROZEN, NEGATIVE, RANDOM, STALE = range(5)
@@ -39,7 +39,9 @@ class Decision(NamedTuple):
     weight_R: np.ndarray  # float32: of its loss, 0 where it isn't kept
     reason_R: np.ndarray  # uint8: TRAINED, or why not
     probe_R: np.ndarray  # bool: skipped, and scored all the same where not all of them are
-    stands_for_R: np.ndarray  # float32: how many requests each that is kept stands for, where those alone are scored; else 0
+    stands_for_R: (
+        np.ndarray
+    )  # float32: how many requests each that is kept stands for, where those alone are scored; else 0
 
 
 class Selected(NamedTuple):
@@ -85,7 +87,9 @@ def decide(batch: Batch, config: SelectionConfig, seed: int, stale_R: np.ndarray
 
 def drawn(id_R: np.ndarray, seed: int) -> np.ndarray:
     """float64 [R] in [0, 1), a function of id (int64) and seed."""
-    return (splitmix64_of(id_R.view(np.uint64) ^ np.uint64(seed)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (splitmix64_of(id_R.view(np.uint64) ^ np.uint64(seed)) >> np.uint64(11)).astype(
+        np.float64
+    ) * 2.0**-53
 
 
 def without_positive(batch: Batch) -> np.ndarray:

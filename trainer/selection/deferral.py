@@ -22,10 +22,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from roo.lookup import Lookup, StackLookup
-from roo.schema import Schema
+from roostream.schema.schema import Schema
+from roostream.wire.lookup import Lookup, StackLookup
 from trainer.selection.config import DeferralConfig
-from trainer.selection.deferral_kernels import KEPT, VISITED, begin, free_rows, move, places, split, touch, visit
+from trainer.selection.deferral_kernels import (
+    KEPT,
+    VISITED,
+    begin,
+    free_rows,
+    move,
+    places,
+    split,
+    touch,
+    visit,
+)
 from trainer.selection.row_numbers import RowNumbers, hashed
 
 _JUDGED_EVERY = 8  # takes from one T to the next
@@ -47,11 +57,16 @@ class _WatchedStack:
         self.config, self.width, self.expire_ms = config, width, dict(expire_ms)
         self.rows = RowNumbers(room=min(config.max_rows, _FIRST_PLACES))
         self._make_places(min(config.max_rows, _FIRST_PLACES))
-        self.recent, self.num_recent = np.zeros(config.window, np.float32), 0  # m of visits of hot rows, in a ring
+        self.recent, self.num_recent = (
+            np.zeros(config.window, np.float32),
+            0,
+        )  # m of visits of hot rows, in a ring
         self.T, self.num_takes = np.float32(-np.inf), 0
         self.num_visits = self.num_pushes = self.num_unfrozen = 0  # since the start
 
-    def take(self, keys: StackLookup, row_UD: np.ndarray, gradient_UD: np.ndarray, now_ms: int) -> tuple[StackLookup, np.ndarray]:
+    def take(
+        self, keys: StackLookup, row_UD: np.ndarray, gradient_UD: np.ndarray, now_ms: int
+    ) -> tuple[StackLookup, np.ndarray]:
         """Which rows are pushed, P of U, and with which gradients, float32 [P, D]."""
         self.num_takes += 1
         config, number_U = self.config, self._numbered(keys)
@@ -110,7 +125,11 @@ class _WatchedStack:
 
     def _judge_keys(self, first: int) -> None:
         """What follows from their keys alone, of rows from `first` on."""
-        of_M, table_M, id_M = self.of_N[first : len(self.rows)], self.rows.table_N[first:], self.rows.id_N[first:]
+        of_M, table_M, id_M = (
+            self.of_N[first : len(self.rows)],
+            self.rows.table_N[first:],
+            self.rows.id_N[first:],
+        )
         for table, expire_ms in self.expire_ms.items():
             of_M["late_ms"][table_M == table] = expire_ms // 4
         if self.config.choice == "random":
@@ -151,7 +170,9 @@ class _WatchedStack:
 
     def state(self) -> dict[str, np.ndarray]:
         recent = self.recent[: min(self.num_recent, self.config.window)].copy()
-        numbers = np.array([self.num_recent, self.num_takes, self.num_visits, self.num_pushes, self.num_unfrozen], np.int64)
+        numbers = np.array(
+            [self.num_recent, self.num_takes, self.num_visits, self.num_pushes, self.num_unfrozen], np.int64
+        )
         n = len(self.rows)
         own = {"table": self.rows.table_N, "id": self.rows.id_N, "b": self.b_ND[:n], "w": self.w_ND[:n]}
         columns = {name: self.of_N[name][:n] for name in KEPT}
@@ -168,7 +189,9 @@ class _WatchedStack:
         self.b_ND[number_N], self.w_ND[number_N] = state["b"], state["w"]
         recent = state["recent"][-self.config.window :]
         self.recent[: len(recent)] = recent
-        self.num_recent, self.num_takes, self.num_visits, self.num_pushes, self.num_unfrozen = state["numbers"].tolist()
+        self.num_recent, self.num_takes, self.num_visits, self.num_pushes, self.num_unfrozen = state[
+            "numbers"
+        ].tolist()
         self.T = np.float32(state["T"])
 
 
@@ -182,11 +205,15 @@ class Deferral:
     def begin(self) -> None:
         """Nothing was visited, nothing waits."""
         self.stacks = {
-            stack: _WatchedStack(self.config, tables[0].dim, {t.id: t.expire_after_ms for t in tables if t.expire_after_ms})
+            stack: _WatchedStack(
+                self.config, tables[0].dim, {t.id: t.expire_after_ms for t in tables if t.expire_after_ms}
+            )
             for stack, tables in self.schema.stacks.items()
         }
 
-    def take(self, lookup: Lookup, rows: Mapping[str, np.ndarray], gradients: Mapping[str, np.ndarray], now_ms: int) -> Pushed:
+    def take(
+        self, lookup: Lookup, rows: Mapping[str, np.ndarray], gradients: Mapping[str, np.ndarray], now_ms: int
+    ) -> Pushed:
         """A batch's gradients, clipped; `rows`: as pulled for it. What is to be pushed of it now, with what waited for that."""
         stacks, out = dict(lookup.stacks), {}
         for stack, gradient_UD in gradients.items():
@@ -209,7 +236,9 @@ class Deferral:
 
     def report(self) -> dict[str, float | None]:
         """`row_visits`, `row_pushes`, the share between, rows that wait now, and how often one that waited moved again."""
-        visits, pushes = (sum(getattr(its, name) for its in self.stacks.values()) for name in ("num_visits", "num_pushes"))
+        visits, pushes = (
+            sum(getattr(its, name) for its in self.stacks.values()) for name in ("num_visits", "num_pushes")
+        )
         return {
             "row_visits": visits,
             "row_pushes": pushes,
@@ -221,7 +250,11 @@ class Deferral:
     def state(self) -> dict[str, np.ndarray]:
         """All that `load` needs, under `deferral.<stack>.`."""
         states = {stack: its.state() for stack, its in self.stacks.items()}
-        return {f"deferral.{stack}.{name}": value for stack, state in states.items() for name, value in state.items()}
+        return {
+            f"deferral.{stack}.{name}": value
+            for stack, state in states.items()
+            for name, value in state.items()
+        }
 
     def load(self, tensors: Mapping[str, np.ndarray]) -> None:
         """Become what `state` gave, nothing where it gave nothing. Tables that are gone and widths of before are forgotten."""

@@ -38,7 +38,14 @@ def begin(of_N: np.ndarray, w_ND: np.ndarray, first: int, ends: int) -> None:
 
 
 @njit(cache=True, nogil=True)
-def move(of_N: np.ndarray, w_ND: np.ndarray, b_ND: np.ndarray, gone_M: np.ndarray, from_K: np.ndarray, to_K: np.ndarray) -> None:
+def move(
+    of_N: np.ndarray,
+    w_ND: np.ndarray,
+    b_ND: np.ndarray,
+    gone_M: np.ndarray,
+    from_K: np.ndarray,
+    to_K: np.ndarray,
+) -> None:
     """Nothing waits any more for the rows `gone_M`; those of `from_K` become those of `to_K`."""
     for n in gone_M:
         if of_N[n].c > 0:
@@ -68,7 +75,7 @@ def free_rows(of_N: np.ndarray, num_rows: int, in_use: np.ndarray) -> tuple[np.n
 
 @njit(cache=True, nogil=True)
 def touch(number_U: np.ndarray, of_N: np.ndarray, w_ND: np.ndarray) -> float:
-    """Reads what `visit` will, as `roo.lookup.touch_keys` does and for its reason; there is a row at least."""
+    """Reads what `visit` will, as `roostream.wire.lookup.touch_keys` does and for its reason; there is a row at least."""
     sum_ = 0.0
     for u in range(len(number_U)):
         n = max(number_U[u], 0)
@@ -173,11 +180,18 @@ def split(
 
 def warm() -> None:
     """Compile the kernels into numba's cache."""
-    number_U, row_UD, of_N, T = np.zeros(1, np.int64), np.zeros((1, 2), np.float32), np.zeros(1, VISITED), np.float32(0)
+    number_U, row_UD, of_N, T = (
+        np.zeros(1, np.int64),
+        np.zeros((1, 2), np.float32),
+        np.zeros(1, VISITED),
+        np.float32(0),
+    )
     w_ND, b_ND = row_UD.copy(), row_UD.copy()
     begin(of_N, w_ND, 0, 1)
     touch(number_U, of_N, w_ND)
     free_rows(of_N, 1, number_U)
     visit(number_U, row_UD, of_N, w_ND, np.zeros(1, np.float32), 0, 1, 1, T)
-    split(number_U, np.zeros(1, np.uint32), number_U, row_UD, row_UD.copy(), of_N, w_ND, b_ND, 1, 2, T, False, 0)
+    split(
+        number_U, np.zeros(1, np.uint32), number_U, row_UD, row_UD.copy(), of_N, w_ND, b_ND, 1, 2, T, False, 0
+    )
     move(of_N, w_ND, b_ND, number_U[:0], number_U[:0], number_U[:0])

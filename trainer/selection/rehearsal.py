@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from roo.batch import TEXT, Batch
-from roo.jagged import Jagged
-from roo.schema import Schema
-from runtime import tensor_file
+from roostream.runtime import tensor_file
+from roostream.schema.schema import Schema
+from roostream.wire.batch import TEXT, Batch
+from roostream.wire.jagged import Jagged
 from trainer.feed import ChunkPart, part_of
 from trainer.selection.config import RehearsalConfig
 
@@ -37,7 +37,9 @@ _OF_LISTS = ("lengths_KN", "values", "present_KN", "weights")
 class Rehearsal:
     """Of one worker, which is the only one. Pure: nothing is trained here."""
 
-    def __init__(self, config: RehearsalConfig, schema: Schema, seed: int, *, deduplicated: bool = False) -> None:
+    def __init__(
+        self, config: RehearsalConfig, schema: Schema, seed: int, *, deduplicated: bool = False
+    ) -> None:
         self.config, self.schema, self.seed, self.deduplicated = config, schema, seed, deduplicated
         self._kept: deque[bytes] = deque()
         self.num_bytes = 0
@@ -75,7 +77,9 @@ class Rehearsal:
     def load(self, tensors: Mapping[str, np.ndarray]) -> None:
         """What `state` gave, among others; nothing is kept where it gave nothing, or was of another schema."""
         self._kept.clear()
-        of = {name.removeprefix(_PREFIX): value for name, value in tensors.items() if name.startswith(_PREFIX)}
+        of = {
+            name.removeprefix(_PREFIX): value for name, value in tensors.items() if name.startswith(_PREFIX)
+        }
         if of and int(of["schema"][0]) == self.schema.fingerprint:
             data, ends = of["bytes"].tobytes(), np.cumsum(of["length"]).tolist()
             self._kept.extend(data[start:end] for start, end in zip([0, *ends], ends, strict=False))
@@ -90,7 +94,9 @@ def encode_batch(batch: Batch) -> bytes:
     tensors = {name: getattr(batch, name) for name in _ARRAYS}
     tensors["surface_R"] = np.ascontiguousarray(batch.surface_R).view(np.uint8)
     for side, lists in (("ro", batch.ro_lists), ("nro", batch.nro_lists)):
-        tensors |= {f"{side}.{name}": value for name in _OF_LISTS if (value := getattr(lists, name)) is not None}
+        tensors |= {
+            f"{side}.{name}": value for name in _OF_LISTS if (value := getattr(lists, name)) is not None
+        }
         tensors |= {f"{side}.column.{name}": value for name, value in lists.columns.items()}
     return zlib.compress(tensor_file.encode(tensors, {}), _FAST)
 
@@ -100,13 +106,20 @@ def decode_batch(data: bytes, schema: Schema) -> Batch:
     tensors, _ = tensor_file.decode(zlib.decompress(data))
     arrays = {name: tensors[name] for name in _ARRAYS}
     arrays["surface_R"] = tensors["surface_R"].view(TEXT)
-    return Batch(schema=schema, ro_lists=_lists(tensors, schema, "ro"), nro_lists=_lists(tensors, schema, "nro"), **arrays)
+    return Batch(
+        schema=schema,
+        ro_lists=_lists(tensors, schema, "ro"),
+        nro_lists=_lists(tensors, schema, "nro"),
+        **arrays,
+    )
 
 
 def _lists(tensors: Mapping[str, np.ndarray], schema: Schema, side: Any) -> Jagged:
     prefix = f"{side}.column."
     return Jagged(
         keys=tuple(feature.name for feature in schema.lists(side)),
-        columns={name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)},
+        columns={
+            name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)
+        },
         **{name: tensors[f"{side}.{name}"] for name in _OF_LISTS if f"{side}.{name}" in tensors},
     )

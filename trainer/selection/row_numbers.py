@@ -1,4 +1,4 @@
-"""Numbers for rows of a stack that are remembered: (table, id) → 0..N-1, by the hash table of `roo.lookup`.
+"""Numbers for rows of a stack that are remembered: (table, id) → 0..N-1, by the hash table of `roostream.wire.lookup`.
 
     slots_C         int32, open addressing: a row's number, -1 = free; twice as many as there is room for rows, or more
     table_N, id_N   of numbers, and room for more
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from roo.ids import splitmix64_of
-from roo.lookup import find_keys, number_keys, put_keys, touch_keys
+from roostream.schema.ids import splitmix64_of
+from roostream.wire.lookup import find_keys, number_keys, put_keys, touch_keys
 
 _LEAST = 16
 
@@ -21,7 +21,9 @@ _LEAST = 16
 class RowNumbers:
     """Numbers go up as rows are added, and anew when some are dropped."""
 
-    def __init__(self, table_N: np.ndarray | None = None, id_N: np.ndarray | None = None, *, room: int = 0) -> None:
+    def __init__(
+        self, table_N: np.ndarray | None = None, id_N: np.ndarray | None = None, *, room: int = 0
+    ) -> None:
         """uint32 and int64 [N], each row once: row n has number n. `room`: for how many there is room at once."""
         self._num, self._table, self._id = 0, np.zeros(0, np.uint32), np.zeros(0, np.int64)
         self._slots_C = np.full(2 * _LEAST, -1, np.int32)
@@ -44,7 +46,7 @@ class RowNumbers:
 
     @property
     def hashed(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For kernels: slots, tables and ids, as `roo.lookup.slot_of` takes them; until rows are added or dropped."""
+        """For kernels: slots, tables and ids, as `roostream.wire.lookup.slot_of` takes them; until rows are added or dropped."""
         return self._slots_C, self._table, self._id
 
     def find(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
@@ -63,7 +65,9 @@ class RowNumbers:
         self._reserve(ends)
         if len(self._id):
             touch_keys(self._slots_C, self._table, self._id, table_U, id_U)
-        self._num = number_keys(self._slots_C, self._table, self._id, len(self), ends, table_U, id_U, number_U)
+        self._num = number_keys(
+            self._slots_C, self._table, self._id, len(self), ends, table_U, id_U, number_U
+        )
         return number_U
 
     def drop(self, gone_M: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

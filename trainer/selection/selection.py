@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from models.model import Targets
-from roo.batch import Batch
-from roo.errors import ConfigError
-from roo.lookup import Lookup
-from roo.schema import Schema
+from roostream.errors import ConfigError
+from roostream.models.model import Targets
+from roostream.schema.schema import Schema
+from roostream.wire.batch import Batch
+from roostream.wire.lookup import Lookup
 from trainer.config import LoopConfig
 from trainer.feed import ChunkPart, Claimed, Pulled, part_of, split_at
 from trainer.rows import Rows
@@ -45,13 +45,23 @@ class Selection:
 
     def __init__(self, config: LoopConfig, schema: Schema) -> None:
         self.config, self.schema = config.selection, schema
-        self._seed, self._freeze_at_ms, self._deduplicated = config.seed, config.freeze_at_ms, config.deduplicate
+        self._seed, self._freeze_at_ms, self._deduplicated = (
+            config.seed,
+            config.freeze_at_ms,
+            config.deduplicate,
+        )
         is_slipstream = self.config.policy == "slipstream"
-        self.slipstream = SlipstreamCourse(self.config.slipstream, schema, config.seed) if is_slipstream else None
+        self.slipstream = (
+            SlipstreamCourse(self.config.slipstream, schema, config.seed) if is_slipstream else None
+        )
         self.deferral = Deferral(config.deferral, schema) if config.deferral.is_on else None
         self._told_of_control = False  # once a process
         is_rehearsed, deduplicated = config.rehearsal.is_on, config.deduplicate
-        self.rehearsal = Rehearsal(config.rehearsal, schema, config.seed, deduplicated=deduplicated) if is_rehearsed else None
+        self.rehearsal = (
+            Rehearsal(config.rehearsal, schema, config.seed, deduplicated=deduplicated)
+            if is_rehearsed
+            else None
+        )
         self.reset()
 
     def reset(self) -> None:
@@ -69,7 +79,9 @@ class Selection:
         """Requests that a chunk is read for, of which about `size` are trained if batches are refilled."""
         if not self.config.refill:
             return size
-        return max(size, min(math.ceil(size / max(self._kept_lately, self.config.least_kept)), _MOST_REQUESTS))
+        return max(
+            size, min(math.ceil(size / max(self._kept_lately, self.config.least_kept)), _MOST_REQUESTS)
+        )
 
     def split(self, batch: Batch, num_steps: int) -> tuple[tuple[ChunkPart, ...], Unscored | None]:
         """A chunk's new requests, `num_steps` being the loop's now. Frozen ones aren't judged; of a correction that is skipped
@@ -91,9 +103,13 @@ class Selection:
         parts = (
             self._part(judged, decision, scored_R & ~unscored_R, trains=False),
             self._part(judged, decision, decision.kept_R, trains=True),
-            part_of(_taken(batch, frozen_R), trains=False, deduplicated=self._deduplicated) if frozen_R.any() else None,
+            part_of(_taken(batch, frozen_R), trains=False, deduplicated=self._deduplicated)
+            if frozen_R.any()
+            else None,
         )
-        unscored = Unscored(judged, np.flatnonzero(unscored_R), decision.reason_R) if unscored_R.any() else None
+        unscored = (
+            Unscored(judged, np.flatnonzero(unscored_R), decision.reason_R) if unscored_R.any() else None
+        )
         return tuple(part for part in parts if part is not None), unscored
 
     def _decide(self, judged: Batch, step: int) -> Decision:
@@ -106,7 +122,9 @@ class Selection:
             self._kept_lately += (decision.kept_R.mean() - self._kept_lately) / min(self._num_chunks, _LATELY)
         return decision
 
-    def _part(self, judged: Batch, decision: Decision, row_R: np.ndarray, *, trains: bool) -> ChunkPart | None:
+    def _part(
+        self, judged: Batch, decision: Decision, row_R: np.ndarray, *, trains: bool
+    ) -> ChunkPart | None:
         if not row_R.any():
             return None
         metric_weight_M = self._stand_for(decision, row_R, trains=trains)
@@ -130,10 +148,12 @@ class Selection:
         return np.full(int(row_R.sum()), each, np.float32)
 
     def weighted(self, targets: Targets, part: ChunkPart) -> Targets:
-        """With the weights of its requests; divided by what the candidates' weights are without them (models/loss.py)."""
+        """With the weights of its requests; divided by what the candidates' weights are without them (roostream/models/loss.py)."""
         if part.choice is None:
             return targets
-        weight_B = torch.from_numpy(part.choice.train_weight_R[part.batch.request_index_B]).to(targets.weight_BT.device)
+        weight_B = torch.from_numpy(part.choice.train_weight_R[part.batch.request_index_B]).to(
+            targets.weight_BT.device
+        )
         total_T = targets.weight_BT.sum(dim=0) if targets.total_T is None else targets.total_T
         return targets._replace(weight_BT=targets.weight_BT * weight_B[:, None], total_T=total_T)
 
@@ -146,11 +166,20 @@ class Selection:
         self._num_ahead -= 1
         for part in claimed.parts:
             if part.trains:
-                weight = part.batch.num_requests if part.choice is None else float(part.choice.train_weight_R.sum())
-                self._weights, self._num_weighed = self._weights + weight, self._num_weighed + part.batch.num_requests
+                weight = (
+                    part.batch.num_requests
+                    if part.choice is None
+                    else float(part.choice.train_weight_R.sum())
+                )
+                self._weights, self._num_weighed = (
+                    self._weights + weight,
+                    self._num_weighed + part.batch.num_requests,
+                )
         if self.slipstream:
             batches = [(part.batch, part.lookup) for part in claimed.parts if part.trains]
-            self.slipstream.trained(step, batches, lambda lookup: {s: x.cpu().numpy() for s, x in rows.pull(lookup).items()})
+            self.slipstream.trained(
+                step, batches, lambda lookup: {s: x.cpu().numpy() for s, x in rows.pull(lookup).items()}
+            )
 
     def outgoing(self, pulled: Pulled, gradients: Mapping[str, torch.Tensor], now_ms: int) -> Outgoing:
         """(lookup, gradients) to push of what a part gave."""
@@ -164,7 +193,11 @@ class Selection:
     def waiting(self) -> Outgoing | None:
         """All that waits, to be pushed now; None: nothing does."""
         pushed = self.deferral.flush() if self.deferral else None
-        return None if pushed is None else (pushed.lookup, {s: torch.from_numpy(x) for s, x in pushed.gradients.items()})
+        return (
+            None
+            if pushed is None
+            else (pushed.lookup, {s: torch.from_numpy(x) for s, x in pushed.gradients.items()})
+        )
 
     # Phases
 
@@ -178,7 +211,9 @@ class Selection:
             raise ConfigError(f"deferral.share: expected 0 with {workers} workers, got {got}; train with one")
         if workers > 1 and self.rehearsal:
             got = f"{self.rehearsal.config.batches}"
-            raise ConfigError(f"rehearsal.batches: expected 0 with {workers} workers, got {got}; train with one")
+            raise ConfigError(
+                f"rehearsal.batches: expected 0 with {workers} workers, got {got}; train with one"
+            )
 
     def begin(self, *, finite: bool, handed_over: bool) -> None:
         """What is trained from now on has an end (history), or none. `handed_over`: history came before it.
@@ -197,7 +232,12 @@ class Selection:
 
     def state(self) -> dict[str, np.ndarray]:
         """Tensors of a cut; {} while off."""
-        return {name: x for its in (self.slipstream, self.deferral) if its is not None for name, x in its.state().items()}
+        return {
+            name: x
+            for its in (self.slipstream, self.deferral)
+            if its is not None
+            for name, x in its.state().items()
+        }
 
     def kept(self) -> dict[str, np.ndarray]:
         """Tensors of the worker's own part of a cut, for `load_kept`; {} while off."""

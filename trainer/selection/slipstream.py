@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from roo.batch import Batch
-from roo.columns import Side
-from roo.lookup import sources_of
-from roo.schema import Schema
+from roostream.schema.schema import Schema
+from roostream.wire.batch import Batch
+from roostream.wire.columns import Side
+from roostream.wire.lookup import sources_of
 from trainer.selection.row_numbers import RowNumbers
 from trainer.selection.slipstream_kernels import find_slots, judge_slots, smallest
 
@@ -96,7 +96,9 @@ def _read_of(schema: Schema) -> dict[tuple[str, Side], _WhatIsRead]:
             its = [source for source in sources if source.side == side]
             table = {source.key: source.table.id for source in its if not source.is_column}
             columns = tuple((source.key, source.table.id) for source in its if source.is_column)
-            out[stack, side] = _WhatIsRead(keys, np.array([table.get(key, -1) for key in keys], np.int64), columns)
+            out[stack, side] = _WhatIsRead(
+                keys, np.array([table.get(key, -1) for key in keys], np.int64), columns
+            )
     return out
 
 
@@ -105,7 +107,10 @@ def read_slots(batch: Batch, hot: Mapping[str, RowNumbers]) -> ReadSlots:
     has the number behind them.
 
     Slots come by stack, then those of features of requests, of their columns, of candidates' features and of their columns."""
-    sides = {"ro": (batch.ro_lists, np.arange(batch.num_requests)), "nro": (batch.nro_lists, batch.request_index_B)}
+    sides = {
+        "ro": (batch.ro_lists, np.arange(batch.num_requests)),
+        "nro": (batch.nro_lists, batch.request_index_B),
+    }
     most = sum(len(lists.values) + sum(map(len, lists.columns.values())) for lists, _ in sides.values())
     to, num, first = ReadSlots(*(np.empty(most, np.int64) for _ in range(3))), (0, 0), dict[str, int]()
     cold = 0
@@ -119,7 +124,9 @@ def read_slots(batch: Batch, hot: Mapping[str, RowNumbers]) -> ReadSlots:
             k = lists.index(key.partition(".")[0])
             its.append((lists.columns[key], lists.lengths_KN[k : k + 1], np.array([table])))
         for value_L, length_KN, table_K in its:
-            num = find_slots(value_L, length_KN, table_K, request_N, *rows.hashed, first[stack], cold, *to, *num)
+            num = find_slots(
+                value_L, length_KN, table_K, request_N, *rows.hashed, first[stack], cold, *to, *num
+            )
     return ReadSlots(to.request_S[: num[0]], to.slot_L[: num[1]], to.row_L[: num[1]])
 
 
@@ -131,11 +138,22 @@ class Classified(NamedTuple):
 
 
 def judge(
-    slots: ReadSlots, s_N: np.ndarray, hot_N: np.ndarray, num_requests: int, *, alpha: float, hot_share: float = 1.0
+    slots: ReadSlots,
+    s_N: np.ndarray,
+    hot_N: np.ndarray,
+    num_requests: int,
+    *,
+    alpha: float,
+    hot_share: float = 1.0,
 ) -> Classified:
     """`s_N`: float32, of the rows that `slots` names, ∞ of those that must count as varying; `hot_N`: bool."""
-    hot_R, count_R = hot_requests(slots, hot_N, num_requests, hot_share), np.bincount(slots.request_S, minlength=num_requests)
-    needed_R = np.ceil(alpha * count_R - 1e-9).astype(np.int64)  # slots that must be stale for it to be skipped
+    hot_R, count_R = (
+        hot_requests(slots, hot_N, num_requests, hot_share),
+        np.bincount(slots.request_S, minlength=num_requests),
+    )
+    needed_R = np.ceil(alpha * count_R - 1e-9).astype(
+        np.int64
+    )  # slots that must be stale for it to be skipped
     s_L = np.where(hot_N[slots.row_L], s_N[slots.row_L], np.float32(np.inf))
     first_L = np.r_[True, slots.slot_L[1:] != slots.slot_L[:-1]][: len(s_L)]
     s_S = np.maximum.reduceat(s_L, np.flatnonzero(first_L)) if len(s_L) else s_L
@@ -145,15 +163,26 @@ def judge(
 
 
 def is_stale(
-    slots: ReadSlots, s_N: np.ndarray, hot_N: np.ndarray, num_requests: int, T: float, *, alpha: float, hot_share: float = 1.0
+    slots: ReadSlots,
+    s_N: np.ndarray,
+    hot_N: np.ndarray,
+    num_requests: int,
+    T: float,
+    *,
+    alpha: float,
+    hot_share: float = 1.0,
 ) -> np.ndarray:
     """bool [R]: hot, and q <= T: as `judge` says it, which sorts to know it for any T."""
     return judge_slots(*slots, s_N, hot_N, np.float32(T), float(alpha), float(hot_share), num_requests)
 
 
-def hot_requests(slots: ReadSlots, hot_N: np.ndarray, num_requests: int, hot_share: float = 1.0) -> np.ndarray:
+def hot_requests(
+    slots: ReadSlots, hot_N: np.ndarray, num_requests: int, hot_share: float = 1.0
+) -> np.ndarray:
     """bool [R]: hot inputs, `hot_N` (bool) being the hot ones of the rows that `slots` names. One without a slot is cold."""
-    return judge_slots(*slots, np.zeros(len(hot_N), np.float32), hot_N, np.float32(0), 0.0, float(hot_share), num_requests)
+    return judge_slots(
+        *slots, np.zeros(len(hot_N), np.float32), hot_N, np.float32(0), 0.0, float(hot_share), num_requests
+    )
 
 
 def threshold(q_I: np.ndarray, drop: float) -> float:
@@ -167,7 +196,9 @@ def threshold(q_I: np.ndarray, drop: float) -> float:
     return float(sorted_I[most - 1]) if most else -math.inf
 
 
-def sampled_threshold(q_I: np.ndarray, drop: float, sample: int, random: np.random.Generator) -> tuple[float, float]:
+def sampled_threshold(
+    q_I: np.ndarray, drop: float, sample: int, random: np.random.Generator
+) -> tuple[float, float]:
     """The paper's: halve the range of T until the share of a sample of inputs is `drop`; (T, half width of its share)."""
     taken_M = random.choice(q_I, min(sample, len(q_I)), replace=False)
     finite_M = taken_M[np.isfinite(taken_M)]

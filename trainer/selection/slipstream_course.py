@@ -20,9 +20,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from roo.batch import Batch
-from roo.lookup import Lookup, StackLookup
-from roo.schema import Schema
+from roostream.schema.schema import Schema
+from roostream.wire.batch import Batch
+from roostream.wire.lookup import Lookup, StackLookup
 from trainer.selection.config import SlipstreamConfig
 from trainer.selection.row_numbers import RowNumbers
 from trainer.selection.slipstream import (
@@ -75,7 +75,9 @@ class _HotInputs:
     def __init__(self, kept: Mapping[str, np.ndarray] | None = None) -> None:
         """`kept`: as `arrays` gave them; None: there are none."""
         self._parts: list[Sequence[np.ndarray]] = [[kept[name] for name in _OF_INPUTS]] if kept else []
-        self.num_inputs, self.num_entries = (len(self._parts[0][0]), len(self._parts[0][2])) if kept else (0, 0)
+        self.num_inputs, self.num_entries = (
+            (len(self._parts[0][0]), len(self._parts[0][2])) if kept else (0, 0)
+        )
 
     @property
     def full(self) -> bool:
@@ -98,7 +100,9 @@ class _HotInputs:
     def slots(self) -> ReadSlots:
         num_slots_I, num_entries_S, row_L = self.arrays().values()
         request_S = np.repeat(np.arange(len(num_slots_I)), num_slots_I)
-        return ReadSlots(request_S, np.repeat(np.arange(len(num_entries_S)), num_entries_S), row_L.astype(np.int64))
+        return ReadSlots(
+            request_S, np.repeat(np.arange(len(num_entries_S)), num_entries_S), row_L.astype(np.int64)
+        )
 
 
 class SlipstreamCourse:
@@ -115,11 +119,15 @@ class SlipstreamCourse:
         self.num_counted = 0  # requests
         self.hot: dict[str, _HotStack] = {}
         self.inputs = _HotInputs()
-        self.num_looked = self.num_hot_looked = 0  # requests behind the first snapshot, and which of them were hot
+        self.num_looked = self.num_hot_looked = (
+            0  # requests behind the first snapshot, and which of them were hot
+        )
         self.T: float | None = None  # once it is known
         self.realised: float | None = None  # share of the hot inputs that T was taken from and skips
         self.half_width: float | None = None  # of that share's interval, where T was searched in a sample
-        self._rows_H1: tuple[np.ndarray, np.ndarray] | None = None  # what inputs are judged by, once nothing changes it any more
+        self._rows_H1: tuple[np.ndarray, np.ndarray] | None = (
+            None  # what inputs are judged by, once nothing changes it any more
+        )
         self.over = False  # the log has ended: nothing is skipped any more
 
     def stale(self, batch: Batch, step: int) -> np.ndarray | None:
@@ -159,11 +167,15 @@ class SlipstreamCourse:
         slots, num, drop = self.inputs.slots, self.inputs.num_inputs, self.config.drop
         q_I = self._judge(slots, num).q_R
         if num and self.config.sample:
-            self.T, self.half_width = sampled_threshold(q_I, drop, self.config.sample, np.random.default_rng(self._seed))
+            self.T, self.half_width = sampled_threshold(
+                q_I, drop, self.config.sample, np.random.default_rng(self._seed)
+            )
         else:
             self.T = threshold(q_I, drop)
         if not num:
-            log.warning("slipstream: no input was hot between the snapshots, so none is skipped; lower hot_ratio or hot_share")
+            log.warning(
+                "slipstream: no input was hot between the snapshots, so none is skipped; lower hot_ratio or hot_share"
+            )
             return
         self.realised = float((q_I <= self.T).mean())
         if abs(self.realised - drop) > _MOST_OFF:
@@ -177,8 +189,14 @@ class SlipstreamCourse:
     def end(self) -> None:
         """The log is over, or the stream begins: everything is trained from now on, and nothing is remembered."""
         if not self.over:
-            early = "" if self.T is not None else f", and nothing was skipped: it came before step {self.config.last_snapshot}"
-            log.warning("slipstream is over at the end of history: from here on everything is trained%s", early)
+            early = (
+                ""
+                if self.T is not None
+                else f", and nothing was skipped: it came before step {self.config.last_snapshot}"
+            )
+            log.warning(
+                "slipstream is over at the end of history: from here on everything is trained%s", early
+            )
         self._begin()
         self.over = True
 
@@ -190,7 +208,9 @@ class SlipstreamCourse:
             "phase": self.phase,
             "hot_rows": num_hot,
             "hot_requests_share": self.num_hot_looked / self.num_looked if self.num_looked else None,
-            "unvisited_share": 1 - sum(int(its.visited_N.sum()) for its in rows) / num_hot if num_hot else None,
+            "unvisited_share": 1 - sum(int(its.visited_N.sum()) for its in rows) / num_hot
+            if num_hot
+            else None,
             "threshold": self.T if self.T is not None and math.isfinite(self.T) else None,
             "realised_drop": self.realised,
             "half_width": self.half_width,
@@ -236,12 +256,19 @@ class SlipstreamCourse:
             return
         self.num_counted, self.num_looked, self.num_hot_looked, has_hot = mine["numbers"].tolist()
         self.T = float(mine["T"]) if "T" in mine else None
-        self.realised, self.half_width = (float(mine[n]) if n in mine else None for n in ("realised", "half_width"))
+        self.realised, self.half_width = (
+            float(mine[n]) if n in mine else None for n in ("realised", "half_width")
+        )
         num_kept = sum(self._load_stack(stack, mine, has_hot=bool(has_hot)) for stack in self.schema.stacks)
         num_saved = sum(len(id_N) for name, id_N in mine.items() if name.endswith(".id"))
-        same_stacks = {name.removesuffix(".id") for name in mine if name.endswith(".id")} == self.schema.stacks.keys()
+        same_stacks = {
+            name.removesuffix(".id") for name in mine if name.endswith(".id")
+        } == self.schema.stacks.keys()
         if num_kept < num_saved:
-            log.warning("slipstream: %d rows are of tables that are gone or of another width: forgotten", num_saved - num_kept)
+            log.warning(
+                "slipstream: %d rows are of tables that are gone or of another width: forgotten",
+                num_saved - num_kept,
+            )
         if num_kept < num_saved or not same_stacks:
             return
         if "inputs.row_L" in mine:
@@ -282,8 +309,13 @@ class SlipstreamCourse:
                 self.config.hot_ratio,
                 total,
             )
-        hot = {stack: is_hot(counts.count_N, total, self.config.hot_ratio) for stack, counts in self.counts.items()}
-        all_H = np.concatenate([np.zeros(0, np.int64), *(self.counts[stack].count_N[of_N] for stack, of_N in hot.items())])
+        hot = {
+            stack: is_hot(counts.count_N, total, self.config.hot_ratio)
+            for stack, counts in self.counts.items()
+        }
+        all_H = np.concatenate(
+            [np.zeros(0, np.int64), *(self.counts[stack].count_N[of_N] for stack, of_N in hot.items())]
+        )
         least = 0
         if len(all_H) > self.config.max_hot_rows:  # whole counts only: no order among equals is needed
             least = int(np.sort(all_H)[-self.config.max_hot_rows - 1]) + 1
@@ -293,17 +325,24 @@ class SlipstreamCourse:
         self.counts = {stack: AccessCounts() for stack in self.schema.stacks}
 
     def _look(self, pull: Pull) -> None:
-        lookup = Lookup({stack: StackLookup(its.rows.table_N, its.rows.id_N, {}) for stack, its in self.hot.items()})
+        lookup = Lookup(
+            {stack: StackLookup(its.rows.table_N, its.rows.id_N, {}) for stack, its in self.hot.items()}
+        )
         rows = pull(lookup)
         for stack, its in self.hot.items():
             its.look(rows[stack])
 
     def _visit(self, batch: Batch) -> None:
         """A batch between two snapshots."""
-        slots, ends = read_slots(batch, self._hot_rows), np.cumsum([len(its.rows) for its in self.hot.values()])
+        slots, ends = (
+            read_slots(batch, self._hot_rows),
+            np.cumsum([len(its.rows) for its in self.hot.values()]),
+        )
         hot_H1, seen_H1 = np.ones(int(ends[-1]) + 1, np.bool_), np.zeros(int(ends[-1]) + 1, np.bool_)
         hot_H1[-1], seen_H1[slots.row_L] = False, True
-        for its, seen_N in zip(self.hot.values(), np.split(seen_H1, ends), strict=False):  # behind them, what isn't hot
+        for its, seen_N in zip(
+            self.hot.values(), np.split(seen_H1, ends), strict=False
+        ):  # behind them, what isn't hot
             its.visited_N |= seen_N
         hot_R = hot_requests(slots, hot_H1, batch.num_requests, self.config.hot_share)
         self.num_looked += batch.num_requests
@@ -326,4 +365,8 @@ class SlipstreamCourse:
         return s_H1, np.arange(len(s_H1)) < len(s_H1) - 1
 
     def _s(self, its: _HotStack) -> np.ndarray:
-        return its.s_N if self.config.unvisited == "stale" else np.where(its.visited_N, its.s_N, np.float32(np.inf))
+        return (
+            its.s_N
+            if self.config.unvisited == "stale"
+            else np.where(its.visited_N, its.s_N, np.float32(np.inf))
+        )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from roo.lookup import slot_of
+from roostream.wire.lookup import slot_of
 
 
 @njit(cache=True, nogil=True)
@@ -34,7 +34,7 @@ def find_slots(
         value_L, length_KN  ids, by feature and then by row; how many each row has
         table_K             int64: a feature's table; below 0 = none of its entries is asked for
         request_N           int64: a row's request
-        slots_C, ..         of the hot rows of one stack, as `roo.lookup.slot_of` has them; they are called by their number and
+        slots_C, ..         of the hot rows of one stack, as `roostream.wire.lookup.slot_of` has them; they are called by their number and
                             `first`, and what isn't hot is called `cold`
     Written, from `num_slots` and `num_entries` on, with room for all of them:
         request_S, slot_L, row_L    int64, as in `ReadSlots`
@@ -85,7 +85,11 @@ def judge_slots(
     out_R = np.empty(num_requests, np.bool_)
     for r in range(num_requests):
         num, num_hot, num_stale = count_R3[r]
-        out_R[r] = num > 0 and num_hot >= np.ceil(hot_share * num - 1e-9) and num_stale >= np.ceil(alpha * num - 1e-9)
+        out_R[r] = (
+            num > 0
+            and num_hot >= np.ceil(hot_share * num - 1e-9)
+            and num_stale >= np.ceil(alpha * num - 1e-9)
+        )
     return out_R
 
 
@@ -121,12 +125,20 @@ def take_requests(
     for s in range(len(request_S)):
         num_R[request_S[s]] += 1
         entries_R[request_S[s]] += size_S[s]
-    num_I, slot_at_R, entry_at_R = np.empty(kept_R.sum(), np.int32), np.empty_like(num_R), np.empty_like(num_R)
+    num_I, slot_at_R, entry_at_R = (
+        np.empty(kept_R.sum(), np.int32),
+        np.empty_like(num_R),
+        np.empty_like(num_R),
+    )
     num_inputs = num_slots = num_entries = 0
     for r in range(len(kept_R)):
         if kept_R[r]:
             num_I[num_inputs], slot_at_R[r], entry_at_R[r] = num_R[r], num_slots, num_entries
-            num_inputs, num_slots, num_entries = num_inputs + 1, num_slots + num_R[r], num_entries + entries_R[r]
+            num_inputs, num_slots, num_entries = (
+                num_inputs + 1,
+                num_slots + num_R[r],
+                num_entries + entries_R[r],
+            )
     kept_S, kept_L, at = np.empty(num_slots, np.int32), np.empty(num_entries, np.int32), 0
     for s in range(len(request_S)):
         r, size = request_S[s], size_S[s]
@@ -145,7 +157,22 @@ def warm() -> None:
     one, request_S, slot_L, row_L = np.ones(1, np.int64), *(np.zeros(1, np.int64) for _ in range(3))
     slots_C, table_H, id_H = np.full(2, -1, np.int32), np.zeros(0, np.uint32), np.zeros(0, np.int64)
     table_K, request_N = np.zeros(1, np.int64), np.zeros(1, np.int64)
-    find_slots(one, np.ones((1, 1), np.int32), table_K, request_N, slots_C, table_H, id_H, 0, 0, request_S, slot_L, row_L, 0, 0)
+    find_slots(
+        one,
+        np.ones((1, 1), np.int32),
+        table_K,
+        request_N,
+        slots_C,
+        table_H,
+        id_H,
+        0,
+        0,
+        request_S,
+        slot_L,
+        row_L,
+        0,
+        0,
+    )
     hot_N, s_N = np.ones(1, np.bool_), np.zeros(1, np.float32)
     judge_slots(request_S, slot_L, row_L, s_N, hot_N, np.float32(0), 0.5, 1.0, 1)
     smallest(request_S, s_N, row_L)

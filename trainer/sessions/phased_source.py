@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from runtime.kafka.record_reader import PartitionLag
-from runtime.kafka.topics import Partition, Progress
-from runtime.work_unit import TableInput
+from roostream.runtime.kafka.record_reader import PartitionLag
+from roostream.runtime.kafka.topics import Partition, Progress
+from roostream.runtime.work_unit import TableInput
 from trainer.batches import BatchSource, Chunk, NewestIds
 
 

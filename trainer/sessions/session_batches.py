@@ -1,6 +1,6 @@
 """Chunks from a session of the warehouse: the order of its splits, cut into chunks of whatever size training asks for.
 
-Offsets are positions (warehouse/readers/splits.py). Which rows a chunk has is a function of the positions, the size asked for and
+Offsets are positions (roostream/warehouse/readers/splits.py). Which rows a chunk has is a function of the positions, the size asked for and
 the bounds, never of when rows arrived: what comes slowly is waited for, and after a restore the same chunks come again.
 """
 
@@ -11,15 +11,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
-from roo.batch import Batch
-from runtime.clock import Clock
-from runtime.kafka.record_reader import PartitionLag
-from runtime.kafka.topics import SAMPLES, Partition, Progress
-from runtime.work_unit import TableInput
+from roostream.runtime.clock import Clock
+from roostream.runtime.kafka.record_reader import PartitionLag
+from roostream.runtime.kafka.topics import SAMPLES, Partition, Progress
+from roostream.runtime.work_unit import TableInput
+from roostream.warehouse.readers.reading import Piece, SessionRows
+from roostream.warehouse.readers.splits import ReadOrder, TableSplit
+from roostream.wire.batch import Batch
 from trainer.batches import Chunk, NewestIds
 from trainer.pipeline.stages import Stages
-from warehouse.readers.reading import Piece, SessionRows
-from warehouse.readers.splits import ReadOrder, TableSplit
 
 MOST_EXPECTED = 64  # splits of which readers are told that they come
 
@@ -69,7 +69,9 @@ class SessionBatches:
             return None
         with self.stages("decode"):
             batch = Batch.concat([piece.batch for piece in self._gathered])
-        after: Progress = {(SAMPLES, number): self._at[number] for number in {int(p) for p in batch.partition_R.tolist()}}
+        after: Progress = {
+            (SAMPLES, number): self._at[number] for number in {int(p) for p in batch.partition_R.tolist()}
+        }
         self._gathered, self._num_gathered = [], 0
         self._given |= after
         return Chunk(batch=batch, rejects=(), after=after, read_ms=self.clock.now_ms())
@@ -77,7 +79,9 @@ class SessionBatches:
     def seek(self, at: Progress) -> None:
         self._begin(tuple(self._given))
         known = {
-            partition: min(position, self._rows(partition)) for partition, position in at.items() if partition in self._given
+            partition: min(position, self._rows(partition))
+            for partition, position in at.items()
+            if partition in self._given
         }
         self._given |= known
         self._at |= {number: position for (topic, number), position in known.items() if topic == SAMPLES}
@@ -108,7 +112,9 @@ class SessionBatches:
     def lag(self) -> dict[Partition, PartitionLag]:
         """Of rows, as offsets."""
         return {
-            partition: PartitionLag(position=at, stable_end=rows, high_watermark=rows, position_ms=0, newest_ms=0)
+            partition: PartitionLag(
+                position=at, stable_end=rows, high_watermark=rows, position_ms=0, newest_ms=0
+            )
             for partition, at in dict(self._given).items()
             if (rows := self._rows(partition))
         }
@@ -142,7 +148,12 @@ class SessionBatches:
         if partition is not None:
             return partition[1] if partition[1] in open_ else None
         splits = {number: self.order.split_at(number, self._at[number]) for number in open_}
-        return min(open_, key=lambda number: splits[number].number if splits[number] else 1 << 62, default=None)  # type: ignore[union-attr]
+
+        def place(number: int) -> int:
+            split = splits[number]
+            return split.number if split else 1 << 62
+
+        return min(open_, key=place, default=None)
 
     def _gather(self, number: int, max_requests: int, ends: Progress, timeout_s: float) -> bool:
         """Some rows of this partition more. False: they aren't there yet."""
@@ -184,7 +195,12 @@ class SessionBatches:
         if not ends:
             return None
         if partition is not None and self._turn(None, ends) is not None:
-            return Chunk(batch=self.empty, rejects=(), after={partition: self._given[partition]}, read_ms=self.clock.now_ms())
+            return Chunk(
+                batch=self.empty,
+                rejects=(),
+                after={partition: self._given[partition]},
+                read_ms=self.clock.now_ms(),
+            )
         self._reached = ends
         return None
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from roo.decode import Decoder
-from roo.schema import Schema
-from runtime.clock import Clock
-from runtime.kafka.topics import Partition
-from runtime.work_unit import TableInput
+from roostream.runtime.clock import Clock
+from roostream.runtime.kafka.topics import Partition
+from roostream.runtime.work_unit import TableInput
+from roostream.schema.schema import Schema
+from roostream.warehouse.readers.reading import LocalRows, OpenSession, SessionRows, newest_ids
+from roostream.warehouse.readers.table_session import SampleTable, TableFiles
+from roostream.wire.decode import Decoder
 from trainer.batches import NewestIds
 from trainer.pipeline.stages import Stages
 from trainer.sessions.session_batches import SessionBatches
-from warehouse.readers.reading import LocalRows, OpenSession, SessionRows, newest_ids
-from warehouse.readers.table_session import SampleTable, TableFiles
 
 OpenRows = Callable[[TableInput, OpenSession, TableFiles], SessionRows]
 """Who reads the rows of a session."""
@@ -44,5 +44,11 @@ def open_session(
         return NewestIds(*newest_ids(session, rows, number, horizon_ms))
 
     return SessionBatches(
-        session.order, open_rows(told, session, rows), empty, clock, partitions=partitions, newest=newest, stages=stages
+        session.order,
+        open_rows(told, session, rows),
+        empty,
+        clock,
+        partitions=partitions,
+        newest=newest,
+        stages=stages,
     )

@@ -21,7 +21,9 @@ def _row(history: int, requests: int) -> Row:
         name=f"histories of {history}, batches of {requests} requests",
         unit="requests",
         clock="cpu",
-        subjects=tuple(Subject(name, _FOUND, (name, _USERS, history, requests), role) for name, role in _WAYS),
+        subjects=tuple(
+            Subject(name, _FOUND, (name, _USERS, history, requests), role) for name, role in _WAYS
+        ),
         skipped=absent(EBNERD),
     )
 

@@ -36,7 +36,9 @@ QUESTION = Question(
             unit="requests",
             subjects=(_programs(4), _programs(8), _ALONE),
             time="of the second half",
-            skipped="" if _CORES >= 10 else f"expected 10 cores, for 8 readers and who is read for; this machine has {_CORES}",
+            skipped=""
+            if _CORES >= 10
+            else f"expected 10 cores, for 8 readers and who is read for; this machine has {_CORES}",
         ),
         Row(
             name="readers that each bear 44 % of what training takes",

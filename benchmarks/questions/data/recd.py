@@ -25,7 +25,8 @@ def _row(architecture: str, history: int, users: int) -> Row:
         unit="impressions",
         clock="cpu",
         subjects=tuple(
-            Subject(name, _CLIMBED, (architecture, name, users, history, _IMPRESSIONS), role) for name, role in _STEPS
+            Subject(name, _CLIMBED, (architecture, name, users, history, _IMPRESSIONS), role)
+            for name, role in _STEPS
         ),
         derives=derived,
         skipped=absent(EBNERD),

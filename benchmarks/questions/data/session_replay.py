@@ -14,7 +14,8 @@ def _row(name: str, share: float) -> Row:
         unit="requests",
         clock="cpu",
         subjects=tuple(
-            Subject(way, _AGAIN, (slower, share, _USERS, _HISTORY), "peer" if slower else "ours") for way, slower in ways
+            Subject(way, _AGAIN, (slower, share, _USERS, _HISTORY), "peer" if slower else "ours")
+            for way, slower in ways
         ),
         skipped=absent(EBNERD),
     )

@@ -15,7 +15,12 @@ QUESTION = Question(
             unit="requests",
             subjects=(
                 Subject("roostream train, from files", f"{_HERE}:from_files", (_REQUESTS,)),
-                Subject("the same in batches of 64 from the first on", f"{_HERE}:from_files", (_REQUESTS, 64), "stage"),
+                Subject(
+                    "the same in batches of 64 from the first on",
+                    f"{_HERE}:from_files",
+                    (_REQUESTS, 64),
+                    "stage",
+                ),
                 Subject("the same in batches of 512", f"{_HERE}:from_files", (_REQUESTS, 512), "stage"),
                 Subject("a stack's worker, from Kafka", f"{_HERE}:from_kafka", (_REQUESTS,), "peer"),
             ),

@@ -28,9 +28,13 @@ def _saved(told: Mapping[str, Told]) -> dict[str, float]:
     return {
         "mixed impressions to impressions by user": mixed / size["impressions, by user"],
         "mixed impressions to requests by user": mixed / ours,
-        "mixed impressions to requests by user within the day": mixed / size["requests, by user within the day"],
-        "mixed impressions to impressions by user within the day": mixed / size["impressions, by user within the day"],
-        "mixed impressions to requests by user, without counters": size["impressions, mixed, without counters"]
+        "mixed impressions to requests by user within the day": mixed
+        / size["requests, by user within the day"],
+        "mixed impressions to impressions by user within the day": mixed
+        / size["impressions, by user within the day"],
+        "mixed impressions to requests by user, without counters": size[
+            "impressions, mixed, without counters"
+        ]
         / size["requests, by user, without counters"],
         "pyarrow's encodings to ours": size["requests, by user, as pyarrow encodes"] / ours,
     }
@@ -38,7 +42,8 @@ def _saved(told: Mapping[str, Told]) -> dict[str, float]:
 
 def _log(name: str, history: int, where: str, skipped: str) -> Row:
     peers = [
-        Subject(way, f"{_HERE}:written", (name, history, *how), "peer" if n else "ours") for n, (way, how) in enumerate(WAYS)
+        Subject(way, f"{_HERE}:written", (name, history, *how), "peer" if n else "ours")
+        for n, (way, how) in enumerate(WAYS)
     ]
     wire = Subject("on the wire, not compressed", f"{_HERE}:on_the_wire", (name, history), "peer")
     return Row(

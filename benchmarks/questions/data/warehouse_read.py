@@ -19,7 +19,12 @@ def _rows(name: str, history: int, where: str, skipped: str) -> Row:
             Subject("requests, by user", f"{_HERE}:read", (name, history, "requests", "user")),
             Subject("requests, in time order", f"{_HERE}:read", (name, history, "requests", "time"), "peer"),
             Subject("impressions, by user", f"{_HERE}:read", (name, history, "impressions", "user"), "peer"),
-            Subject("impressions, mixed within the hour", f"{_HERE}:read", (name, history, "impressions", "mixed"), "peer"),
+            Subject(
+                "impressions, mixed within the hour",
+                f"{_HERE}:read",
+                (name, history, "impressions", "mixed"),
+                "peer",
+            ),
         ),
         skipped=skipped,
     )

@@ -8,7 +8,12 @@ from benchmarks.question import Question, Row, Subject, Told
 
 _HERE = "benchmarks.workloads.placing.exchange:exchanged"
 _STEPS = 13
-OURS, PLAIN, TABLE, ROW = "rows at the workers", "every id as often as it comes", "TorchRec, by tables", "TorchRec, by rows"
+OURS, PLAIN, TABLE, ROW = (
+    "rows at the workers",
+    "every id as often as it comes",
+    "TorchRec, by tables",
+    "TorchRec, by rows",
+)
 
 
 def _against(told: Mapping[str, Told]) -> dict[str, float]:

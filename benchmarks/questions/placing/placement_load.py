@@ -2,7 +2,7 @@
 
 from benchmarks.question import Question, Row, Subject
 from benchmarks.workloads.sharing.shared_data import CRITEO, absent
-from placement.simulated_load import VALIDITY
+from param_server.placement.simulated_load import VALIDITY
 
 _HERE = "benchmarks.workloads.placing.plans"
 _WAYS = ("row cyclic with offset", "row cyclic", "row hash", "table round robin", "hybrid")

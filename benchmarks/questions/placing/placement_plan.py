@@ -21,7 +21,9 @@ def _row(tables: int, owners: int, seed: int) -> Row:
 QUESTION = Question(
     name="placement-plan",
     asks="How long does a plan take, and how far from the best can it be?",
-    rows=tuple(_row(tables, owners, seed) for tables, owners in ((50, 8), (200, 32), (500, 128)) for seed in range(3)),
+    rows=tuple(
+        _row(tables, owners, seed) for tables, owners in ((50, 8), (200, 32), (500, 128)) for seed in range(3)
+    ),
     means="""\
 500 tables over 128 owners are to be planned within a second, the predicted step within 1.05 of a bound that no plan can be below,
 where pieces of a table are even. So no solver is needed: at most the rest could be gained.

@@ -24,7 +24,9 @@ QUESTION = Question(
             clock="cpu",
             subjects=(
                 Subject(LOOK, "benchmarks.workloads.placing.plans:profiled", (512,)),
-                Subject(STEP, "benchmarks.workloads.training_step:stage", ("forward_backward", 512, 5), "limit"),
+                Subject(
+                    STEP, "benchmarks.workloads.training_step:stage", ("forward_backward", 512, 5), "limit"
+                ),
             ),
             derives=_share,
         ),

@@ -8,12 +8,16 @@ _AT = "benchmarks.workloads.sizes.simulated:training"
 _STEPS = 20
 
 
-def _subject(workers: int, shards: int, batch: int, named: str = "", role: Role = "ours", **scene: Any) -> Subject:
+def _subject(
+    workers: int, shards: int, batch: int, named: str = "", role: Role = "ours", **scene: Any
+) -> Subject:
     words = (
         f"{workers} worker{'s' * (workers > 1)}, {shards:,} shard{'s' * (shards > 1)}, steps of {batch:,}",
         named,
     )
-    return Subject("; ".join(filter(None, words)), _AT, (workers, shards, batch, {"steps": _STEPS, **scene}), role)
+    return Subject(
+        "; ".join(filter(None, words)), _AT, (workers, shards, batch, {"steps": _STEPS, **scene}), role
+    )
 
 
 QUESTION = Question(
@@ -44,7 +48,9 @@ QUESTION = Question(
                 _subject(100, 1000, 65_536),
                 _subject(100, 1000, 65_536, "no stragglers", "limit", straggles=0.0),
                 _subject(100, 1000, 65_536, "no machine is lost", "limit", lost_after_s=1e12),
-                _subject(100, 1000, 65_536, "a machine is lost a day after it was started", lost_after_s=86_400.0),
+                _subject(
+                    100, 1000, 65_536, "a machine is lost a day after it was started", lost_after_s=86_400.0
+                ),
                 _subject(100, 1000, 65_536, "a lost machine takes 5 minutes", replaced_s=300.0),
             ),
         ),

@@ -24,14 +24,21 @@ def _compared(told: Mapping[str, Told]) -> dict[str, float]:
 
 
 def _in_rotations(told: Mapping[str, Told]) -> dict[str, float]:
-    beaten = sum(told[STALE].figures[f"log loss {test}"] < told[RANDOM].figures[f"log loss {test}"] for test in range(6))
+    beaten = sum(
+        told[STALE].figures[f"log loss {test}"] < told[RANDOM].figures[f"log loss {test}"]
+        for test in range(6)
+    )
     return {**_compared(told), "rotations in which staleness beat chance": beaten}
 
 
 def _in_time_order(told: Mapping[str, Told]) -> dict[str, float]:
     return {
         **_compared(told),
-        **{f"dirty rows of {name}, %": _change(told[name], told, "dirty rows") for name in told if name != OFF},
+        **{
+            f"dirty rows of {name}, %": _change(told[name], told, "dirty rows")
+            for name in told
+            if name != OFF
+        },
     }
 
 

@@ -42,7 +42,8 @@ def _compared(told: Mapping[str, Told]) -> dict[str, float]:
         if control is not None and _change(control, base):
             out[f"{name} / its random"] = _change(told[name], base) / _change(control, base)
             out[f"rotations in which {name} beat its random"] = sum(
-                told[name].figures[f"log loss {test}"] < control.figures[f"log loss {test}"] for test in range(_PARTS)
+                told[name].figures[f"log loss {test}"] < control.figures[f"log loss {test}"]
+                for test in range(_PARTS)
             )
     return out
 
@@ -57,7 +58,9 @@ def _row(name: str, subjects: Mapping[str, Mapping[str, object]], model: Mapping
     for what, settings in subjects.items():
         asked.append(Subject(what, _HERE, (settings, RUN, _PARTS, _INPUTS, model)))
         if what != REFILLED:
-            asked.append(Subject(random_as(what), _HERE, (_RANDOM, RUN, _PARTS, _INPUTS, model, settings), "peer"))
+            asked.append(
+                Subject(random_as(what), _HERE, (_RANDOM, RUN, _PARTS, _INPUTS, model, settings), "peer")
+            )
     return Row(
         name=name,
         unit="inputs",

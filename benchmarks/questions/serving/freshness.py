@@ -22,7 +22,9 @@ QUESTION = Question(
             unit="clicks",
             shows="cost",
             subjects=(
-                Subject("rows at once, dense weights with a commit each 10 s", f"{_HERE}:engaged", (10_000, 4000)),
+                Subject(
+                    "rows at once, dense weights with a commit each 10 s", f"{_HERE}:engaged", (10_000, 4000)
+                ),
                 Subject("a commit each second", f"{_HERE}:engaged", (1000, 4000), "limit"),
             ),
         ),

@@ -8,13 +8,21 @@ _ROLES: dict[float, Role] = {3.0: "ours", 1.0: "limit"}
 
 
 def _at(times: float) -> Subject:
-    return Subject(f"{times:g} × capacity", _OFFERED, (times, _SECONDS, _CANDIDATES), _ROLES.get(times, "stage"))
+    return Subject(
+        f"{times:g} × capacity", _OFFERED, (times, _SECONDS, _CANDIDATES), _ROLES.get(times, "stage")
+    )
 
 
 QUESTION = Question(
     name="serving-overload",
     asks="What does serving still answer in time when more is asked than it can answer?",
-    rows=(Row(name="rank requests answered 200 within 1 s", unit="requests", subjects=tuple(map(_at, (3.0, 0.5, 1.0, 2.0)))),),
+    rows=(
+        Row(
+            name="rank requests answered 200 within 1 s",
+            unit="requests",
+            subjects=tuple(map(_at, (3.0, 0.5, 1.0, 2.0))),
+        ),
+    ),
     means="""\
 What was answered 200 within the deadline (1 s, the default), by how much was asked. The target is at least 90 % of the peak at
 three times the capacity: the column that compares 3 × with 1 × and 2 × should say 0.9 or more. What is too much is answered 429

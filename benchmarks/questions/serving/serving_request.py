@@ -15,7 +15,12 @@ def _request(candidates: int) -> Row:
         subjects=(
             Subject("whole", _STAGE, ("whole", candidates)),
             Subject("through the endpoint, with the log", f"{_HERE}:endpoint", (candidates,), "stage"),
-            Subject("through the endpoint, with the log, protobuf", f"{_HERE}:endpoint", (candidates, "protobuf"), "stage"),
+            Subject(
+                "through the endpoint, with the log, protobuf",
+                f"{_HERE}:endpoint",
+                (candidates, "protobuf"),
+                "stage",
+            ),
             Subject("parse", _STAGE, ("parse", candidates), "stage"),
             Subject("parse, fill, encode blocks", _STAGE, ("parse_and_encode", candidates), "stage"),
             Subject("values to batch", _STAGE, ("to_batch", candidates), "stage"),

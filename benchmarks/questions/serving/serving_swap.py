@@ -10,7 +10,10 @@ _SWAPPING, _STEADY = "a swap a second", "no swap"
 
 
 def _slower(told: Mapping[str, Told]) -> Mapping[str, float]:
-    return {"p99 with swaps / without": told[_SWAPPING].figures["p99, ms"] / max(told[_STEADY].figures["p99, ms"], 1e-9)}
+    return {
+        "p99 with swaps / without": told[_SWAPPING].figures["p99, ms"]
+        / max(told[_STEADY].figures["p99, ms"], 1e-9)
+    }
 
 
 QUESTION = Question(

@@ -7,13 +7,13 @@ from torch import Tensor
 from torchrec import EmbeddingBagConfig, PoolingType
 from torchrec.models.dlrm import DLRM
 
-from models.config import OwnConfig
-from models.inputs import Inputs
-from models.loss import loss
-from models.model import Model, Targets
-from models.own.torchrec_bags import RemoteEmbeddingBagCollection, as_kjt, rows_of
-from roo.schema import Schema
-from roo.transform import output_names
+from roostream.models.config import OwnConfig
+from roostream.models.inputs import Inputs
+from roostream.models.loss import loss
+from roostream.models.model import Model, Targets
+from roostream.models.own.torchrec_bags import RemoteEmbeddingBagCollection, as_kjt, rows_of
+from roostream.schema.schema import Schema
+from roostream.wire.transform import output_names
 
 DENSE, OVER = [64], [128, 64]
 

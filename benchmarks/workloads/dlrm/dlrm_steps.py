@@ -23,15 +23,15 @@ from benchmarks.workloads import data
 from benchmarks.workloads.dlrm import dlrm_model
 from benchmarks.workloads.dlrm.dlrm_model import configs_of, dlrm_over, floats_of
 from benchmarks.workloads.training_step import Case, demo_case
-from models.build import build_model, model_config_of
-from models.inputs import build_inputs
-from models.loss import loss
-from models.model import Targets
-from models.own.torchrec_bags import as_kjt
 from param_server.initial import initial_rows
-from roo.batch import Batch
-from roo.lookup import build_lookup
-from roo.rules import Adagrad
+from roostream.models.build import build_model, model_config_of
+from roostream.models.inputs import build_inputs
+from roostream.models.loss import loss
+from roostream.models.model import Targets
+from roostream.models.own.torchrec_bags import as_kjt
+from roostream.schema.update_rules import Adagrad
+from roostream.wire.batch import Batch
+from roostream.wire.lookup import build_lookup
 from trainer.rows import PushTimes, ShardRows
 
 NUM_BATCHES = 4
@@ -67,7 +67,9 @@ class OurBatches:
         value.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.num_steps += 1
-        gradients = {stack: rows_UD.grad for stack, rows_UD in inputs.rows.items() if rows_UD.grad is not None}
+        gradients = {
+            stack: rows_UD.grad for stack, rows_UD in inputs.rows.items() if rows_UD.grad is not None
+        }
         self.rows.push(lookup, gradients, PushTimes(step=self.num_steps, time_ms=data.T0_MS))
         return float(value.detach())
 
@@ -90,11 +92,14 @@ class TheirBatches:
         rule = self.tables["item"].rule
         assert isinstance(rule, Adagrad)
         rates = {"lr": rule.learning_rate, "eps": rule.epsilon}
-        self.bags = FusedEmbeddingBagCollection(configs_of(schema, data.NUM_IDS + 1), torch.optim.Adagrad, rates)
+        self.bags = FusedEmbeddingBagCollection(
+            configs_of(schema, data.NUM_IDS + 1), torch.optim.Adagrad, rates
+        )
         self._begin_as_ours(rule)
         self.model = dlrm_over(self.bags, schema)
         weights = {
-            n.removeprefix("own.dlrm."): v for n, v in build_model(schema, case.loop.model_config, _SEED).state_dict().items()
+            n.removeprefix("own.dlrm."): v
+            for n, v in build_model(schema, case.loop.model_config, _SEED).state_dict().items()
         }
         missing = self.model.load_state_dict(weights, strict=False)
         assert not missing.unexpected_keys and all("embedding_bags" in name for name in missing.missing_keys)
@@ -107,7 +112,9 @@ class TheirBatches:
             for name, bag in self.bags.embedding_bags.items():
                 table, id_N = self.tables[name], np.arange(data.NUM_IDS + 1, dtype=np.int64)
                 number_N = np.full(len(id_N), table.id, np.uint32)
-                bag.weight.copy_(torch.from_numpy(initial_rows(_SEED, number_N, id_N, table.dim, table.init_scale)))
+                bag.weight.copy_(
+                    torch.from_numpy(initial_rows(_SEED, number_N, id_N, table.dim, table.init_scale))
+                )
             for state in self.bags.fused_optimizer().state_dict()["state"].values():
                 for accumulator in state.values():
                     accumulator.fill_(rule.initial_accumulator)
@@ -127,7 +134,9 @@ def _impressions(batch: Batch, stack: str) -> _Impressions:
     id_U = torch.from_numpy(lookup.stacks[stack].id_U)
     inputs = build_inputs(batch, lookup, {stack: np.zeros((len(id_U), dim), np.float32)})
     kjt = as_kjt(inputs, expand=True)
-    ids = KeyedJaggedTensor(keys=kjt.keys(), values=id_U[kjt.values()], lengths=kjt.lengths(), stride=kjt.stride())
+    ids = KeyedJaggedTensor(
+        keys=kjt.keys(), values=id_U[kjt.values()], lengths=kjt.lengths(), stride=kjt.stride()
+    )
     targets = Targets(torch.from_numpy(batch.label_BT), torch.from_numpy(batch.weight_BT))
     return _Impressions(floats_of(inputs), ids, targets)
 

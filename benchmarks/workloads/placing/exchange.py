@@ -27,7 +27,9 @@ class Workers:
         with socket.create_server(("127.0.0.1", 0)) as free:
             rendezvous = f"127.0.0.1:{free.getsockname()[1]}"
         for index in range(WORKERS):
-            self._peers.append(opened.enter_context(talking(f"{_HERE}.exchange_worker", json.dumps([index, WORKERS]))))
+            self._peers.append(
+                opened.enter_context(talking(f"{_HERE}.exchange_worker", json.dumps([index, WORKERS])))
+            )
         for peer in self._peers:
             peer.tell(json.dumps({"meet": self._peers[0].address, "rendezvous": rendezvous}))
 
@@ -68,7 +70,10 @@ def exchanged(kind: str, shape: Any, steps: int) -> Iterator[Work]:
 
         def figures() -> dict[str, float]:
             sent = max(took.sent_bytes for took in told) / steps / 1e6
-            found = {"sums differ by": max(took.differs for took in told), "ids a step": sum(took.ids for took in told) / steps}
+            found = {
+                "sums differ by": max(took.differs for took in told),
+                "ids a step": sum(took.ids for took in told) / steps,
+            }
             return {**found, **({"MB sent a worker and step": sent} if sent else {})}
 
         yield Work(step, lambda: float(steps), figures, lambda: max(took.wall_s for took in told))

@@ -14,11 +14,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.gather import pool_bags
 from param_server.initial import initial_rows
-from roo.lookup import Lookup, StackLookup, insert
-from roo.schema import Schema
-from roo.schema_file import schema_from_dict
+from roostream.models.gather import pool_bags
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import schema_from_dict
+from roostream.wire.lookup import Lookup, StackLookup, insert
 from trainer.rows import PushTimes, Rows
 
 RATE, EPSILON, SCALE = 0.05, 1e-8, 0.05
@@ -37,7 +37,12 @@ class Shape(NamedTuple):
 
     @property
     def schema(self) -> Schema:
-        rule = {"name": "rowwise_adagrad", "learning_rate": RATE, "epsilon": EPSILON, "initial_accumulator": 0.0}
+        rule = {
+            "name": "rowwise_adagrad",
+            "learning_rate": RATE,
+            "epsilon": EPSILON,
+            "initial_accumulator": 0.0,
+        }
         tables = {f"t{n}": {"dim": self.width, "init_scale": SCALE, "rule": rule} for n in range(self.tables)}
         return schema_from_dict({"tables": tables, "label": [{"name": "click", "action": "click"}]})
 
@@ -72,7 +77,10 @@ def batches_of(shape: Shape, worker: int) -> list[Batch]:
     made = []
     for _ in range(_BATCHES):
         length_TE = random.integers(1, 2 * shape.valency, size[:2])
-        id_TL = [random.choice(shape.ids_a_table, int(n), p=frequency / frequency.sum()) for n in length_TE.sum(axis=1)]
+        id_TL = [
+            random.choice(shape.ids_a_table, int(n), p=frequency / frequency.sum())
+            for n in length_TE.sum(axis=1)
+        ]
         made.append(Batch(id_TL, length_TE, 0.1 * torch.from_numpy(random.standard_normal(size, np.float32))))
     return made
 
@@ -102,7 +110,9 @@ class Asked:
     def step(self, batch: Batch) -> Tensor:
         lookup, index_L = self._found(batch)
         rows_UD = self.rows.pull(lookup)[self.stack].requires_grad_()
-        out_TED = pool_bags(rows_UD, torch.from_numpy(index_L), batch.ends, torch.ones(len(index_L))).view_as(batch.gradient_TED)
+        out_TED = pool_bags(rows_UD, torch.from_numpy(index_L), batch.ends, torch.ones(len(index_L))).view_as(
+            batch.gradient_TED
+        )
         torch.autograd.backward(out_TED, batch.gradient_TED)
         assert rows_UD.grad is not None
         self.num_steps += 1
@@ -110,10 +120,14 @@ class Asked:
         return out_TED.detach()
 
     def _found(self, batch: Batch) -> tuple[Lookup, np.ndarray]:
-        """As `roo.lookup.build_lookup` does it."""
+        """As `roostream.wire.lookup.build_lookup` does it."""
         total = sum(map(len, batch.id_TL))
         slots = np.full(1 << max(4, (2 * total - 1).bit_length()), -1, np.int32)
-        table_U, id_U, index_L = np.empty(total, np.uint32), np.empty(total, np.int64), np.empty(total, np.int64)
+        table_U, id_U, index_L = (
+            np.empty(total, np.uint32),
+            np.empty(total, np.int64),
+            np.empty(total, np.int64),
+        )
         count = at = 0
         for table, ids in zip(self.tables, batch.id_TL, strict=True):
             count = insert(ids, table, slots, table_U, id_U, count, index_L[at : at + len(ids)])
@@ -126,24 +140,34 @@ class PlainExchange:
 
     def __init__(self, shape: Shape) -> None:
         self.workers, self.index = dist.get_world_size(), dist.get_rank()
-        own = [torch.from_numpy(shape.first_rows(table)[self.index :: self.workers].copy()) for table in shape.table_ids()]
+        own = [
+            torch.from_numpy(shape.first_rows(table)[self.index :: self.workers].copy())
+            for table in shape.table_ids()
+        ]
         self.base_T = np.cumsum([0, *(len(rows) for rows in own)])[:-1]
         self.rows_ND, self.state_N = torch.cat(own), torch.zeros(sum(map(len, own)))
         self.most_T = [-(-(shape.ids_a_table - worker) // self.workers) for worker in range(self.workers)]
         self.sent_bytes = 0
 
     def step(self, batch: Batch) -> Tensor:
-        id_L, table_L = np.concatenate(batch.id_TL), np.repeat(np.arange(len(batch.id_TL)), [len(ids) for ids in batch.id_TL])
+        id_L, table_L = (
+            np.concatenate(batch.id_TL),
+            np.repeat(np.arange(len(batch.id_TL)), [len(ids) for ids in batch.id_TL]),
+        )
         owner_L = id_L % self.workers
         order_L = torch.from_numpy(np.argsort(owner_L, kind="stable"))
-        place_L = id_L // self.workers + table_L * np.array(self.most_T)[owner_L]  # of the owner's tables behind each other
+        place_L = (
+            id_L // self.workers + table_L * np.array(self.most_T)[owner_L]
+        )  # of the owner's tables behind each other
         sizes = np.bincount(owner_L, minlength=self.workers)
         wanted = self._swapped(torch.from_numpy(sizes), [1] * self.workers, [1] * self.workers)
         mine, theirs = sizes.tolist(), wanted.tolist()
         place_M = self._swapped(torch.from_numpy(place_L)[order_L], mine, theirs)
         got_LD = self._swapped(self.rows_ND[place_M], theirs, mine)
         rows_LD = torch.empty_like(got_LD).index_copy_(0, order_L, got_LD).requires_grad_()
-        bags_BD = F.embedding_bag(torch.arange(len(id_L)), rows_LD, batch.ends, mode="sum", include_last_offset=True)
+        bags_BD = F.embedding_bag(
+            torch.arange(len(id_L)), rows_LD, batch.ends, mode="sum", include_last_offset=True
+        )
         out_TED = bags_BD.view_as(batch.gradient_TED)
         torch.autograd.backward(out_TED, batch.gradient_TED)
         assert rows_LD.grad is not None
@@ -159,7 +183,9 @@ class PlainExchange:
     def _swapped(self, sent: Tensor, sizes: list[int], wanted: list[int]) -> Tensor:
         got = sent.new_empty(sum(wanted), *sent.shape[1:])
         dist.all_to_all_single(got, sent.contiguous(), wanted, sizes)
-        self.sent_bytes += (sum(sizes) - sizes[self.index]) * sent.element_size() * int(np.prod(sent.shape[1:]))
+        self.sent_bytes += (
+            (sum(sizes) - sizes[self.index]) * sent.element_size() * int(np.prod(sent.shape[1:]))
+        )
         return got
 
 

@@ -20,10 +20,18 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from benchmarks.workloads.pipeline import client_of
-from benchmarks.workloads.placing.exchange_ways import Asked, Batch, PlainExchange, Shape, TorchRecSharded, Way, batches_of
+from benchmarks.workloads.placing.exchange_ways import (
+    Asked,
+    Batch,
+    PlainExchange,
+    Shape,
+    TorchRecSharded,
+    Way,
+    batches_of,
+)
 from benchmarks.workloads.shard import begun_shard
 from param_server.exchange.exchanged_rows import ExchangedRows
-from runtime.address import parse_address
+from roostream.runtime.address import parse_address
 from trainer.reduce import Meeting, MeetingPlace
 from trainer.rows import ShardRows
 
@@ -43,7 +51,14 @@ class Took(NamedTuple):
 class ExchangeWorker:
     """Its ways are made when they are first asked for, and checked against the first of their shape."""
 
-    def __init__(self, index: int, workers: int, place: MeetingPlace, told: dict[str, Any], opened: contextlib.ExitStack) -> None:
+    def __init__(
+        self,
+        index: int,
+        workers: int,
+        place: MeetingPlace,
+        told: dict[str, Any],
+        opened: contextlib.ExitStack,
+    ) -> None:
         self.index, self.workers, self.place, self.told, self.opened = index, workers, place, told, opened
         self._ways: dict[tuple[str, Shape], tuple[Way, float]] = {}
         self._expected: dict[Shape, Tensor] = {}
@@ -69,7 +84,9 @@ class ExchangeWorker:
     def _made(self, kind: str, shape: Shape, shards: list[str]) -> Way:
         if kind == "workers":
             store = self.opened.enter_context(tempfile.TemporaryDirectory())
-            shard = begun_shard(shape.schema, store, publishing=False, index=self.index, num_shards=self.workers)
+            shard = begun_shard(
+                shape.schema, store, publishing=False, index=self.index, num_shards=self.workers
+            )
             about = f" rows {len(self._ways)}"
             peers = self.place.join(Meeting(1, self.index, self.workers, self.told["meet"], about))
             self.opened.callback(peers.leave)
@@ -105,7 +122,9 @@ def main() -> None:
         print(place.address, file=answers, flush=True)
         told = json.loads(sys.stdin.readline())
         host, port = parse_address(told["rendezvous"])
-        store = c10d.TCPStore(host, port, is_master=index == 0, timeout=datetime.timedelta(seconds=_TIMEOUT_S))
+        store = c10d.TCPStore(
+            host, port, is_master=index == 0, timeout=datetime.timedelta(seconds=_TIMEOUT_S)
+        )
         dist.init_process_group("gloo", store=store, rank=index, world_size=workers)
         opened.callback(dist.destroy_process_group)
         worker = ExchangeWorker(index, workers, place, told, opened)

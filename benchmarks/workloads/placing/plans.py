@@ -11,14 +11,14 @@ from benchmarks.question import Work
 from benchmarks.workloads import data
 from benchmarks.workloads.selecting.logs import has_criteo, part
 from benchmarks.workloads.selecting.logs import schema as criteo_schema
-from placement.cost import OwnerCosts, PlacedTable
-from placement.plan import plan
-from placement.profile import LEAST_BATCHES, Profiler
-from placement.simulated_load import DrawnTable, Strategy, draw_mix, simulate, uniques
-from roo.batch import Batch
-from roo.decode import Decoder
-from roo.lookup import Lookup, build_lookup
-from roo.wire import Record
+from param_server.placement.cost import OwnerCosts, PlacedTable
+from param_server.placement.plan import plan
+from param_server.placement.profile import LEAST_BATCHES, Profiler
+from param_server.placement.simulated_load import DrawnTable, Strategy, draw_mix, simulate, uniques
+from roostream.wire.batch import Batch
+from roostream.wire.decode import Decoder
+from roostream.wire.lookup import Lookup, build_lookup
+from roostream.wire.records import Record
 
 _DRAWS, _IDS = 20, 4096
 
@@ -30,7 +30,12 @@ def planned(num_tables: int, owners: int, seed: int) -> Iterator[Work]:
     mix = draw_mix(num_tables, seed)
     tables = [
         PlacedTable(
-            name=t.name, dim=t.dim, row_wise_rule=True, rows=t.rows, uniques=uniques(t, 256 * t.valency), ids=256 * t.valency
+            name=t.name,
+            dim=t.dim,
+            row_wise_rule=True,
+            rows=t.rows,
+            uniques=uniques(t, 256 * t.valency),
+            ids=256 * t.valency,
         )
         for t in mix
     ]
@@ -45,7 +50,9 @@ def planned(num_tables: int, owners: int, seed: int) -> Iterator[Work]:
     def beside() -> dict[str, float]:
         bound_s = figures["bound_s"]
         uneven = simulate(mix, owners, 256, "hybrid")["step_s"] / bound_s
-        return {name: x for name, x in figures.items() if name != "bound_s"} | {"step / bound, uneven rows": uneven}
+        return {name: x for name, x in figures.items() if name != "bound_s"} | {
+            "step / bound, uneven rows": uneven
+        }
 
     yield Work(step, 1.0, beside)
 
@@ -97,7 +104,9 @@ def _tables(seed: int) -> list[DrawnTable]:
     random = np.random.default_rng(seed)
     return [
         DrawnTable(name=f"t{n}", rows=int(rows), dim=8, valency=1.0, exponent=float(exponent))
-        for n, (rows, exponent) in enumerate(zip(10 ** random.uniform(2, 6, 14), random.uniform(0.6, 1.2, 14), strict=True))
+        for n, (rows, exponent) in enumerate(
+            zip(10 ** random.uniform(2, 6, 14), random.uniform(0.6, 1.2, 14), strict=True)
+        )
     ]
 
 
@@ -111,7 +120,9 @@ def _drawn(table: DrawnTable, ids: int, random: np.random.Generator) -> float:
 def foreseen(batch: int, most: int) -> Iterator[Work]:
     """Unique rows a batch of Criteo's second three parts, from a profile of four batches of its first three; `most`: impressions
     of a part. Figures: beside what all batches of the second three ask for, over tables."""
-    first, second = ([_looked_up(records) for records in _batches(parts, batch, most)] for parts in ((0, 1, 2), (3, 4, 5)))
+    first, second = (
+        [_looked_up(records) for records in _batches(parts, batch, most)] for parts in ((0, 1, 2), (3, 4, 5))
+    )
     seen = Profiler(1.0)
     for n in range(LEAST_BATCHES):
         seen.see(*first[n * len(first) // LEAST_BATCHES])
@@ -158,6 +169,8 @@ def _counted(looked_up: list[tuple[Batch, Lookup]]) -> dict[str, float]:
 def profiled(requests: int) -> Iterator[Work]:
     """A look at one batch of the demo's schema: 3 % of the batches have one."""
     schema = data.demo_schema()
-    batch, _ = Decoder(schema, lambda fingerprint: None).decode(data.sample_records(schema, requests, candidates=5))
+    batch, _ = Decoder(schema, lambda fingerprint: None).decode(
+        data.sample_records(schema, requests, candidates=5)
+    )
     lookup, profiler = build_lookup(batch), Profiler(1.0)
     yield Work(lambda: profiler.see(batch, lookup), 1.0)

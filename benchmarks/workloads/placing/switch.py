@@ -14,19 +14,19 @@ import xxhash
 
 from benchmarks.question import Work
 from benchmarks.workloads import data
-from command.checkpoint.moved_buckets import CommittedShards, move
 from param_server.blobs import RocksBlobs
 from param_server.index import Keys
 from param_server.row_block import RowBlock, newest_of
 from param_server.segments import Segments
 from param_server.table import shapes_of
-from roo.ids import buckets_of
-from roo.schema import Schema
-from roo.schema_registry import register
-from runtime import manifest as manifests
-from runtime.checkpoint_store import FileStore
-from runtime.layout.bucket_map import BucketMap
-from runtime.manifest import Manifest, StoredFile
+from roostream.cli.checkpoint.moved_buckets import CommittedShards, move
+from roostream.runtime import manifest as manifests
+from roostream.runtime.bucket_map import BucketMap
+from roostream.runtime.checkpoint_store import FileStore
+from roostream.runtime.manifest import Manifest, StoredFile
+from roostream.schema.ids import buckets_of
+from roostream.schema.registry import register
+from roostream.schema.schema import Schema
 
 _BUCKETS = 64
 
@@ -54,7 +54,11 @@ def switched(num_rows: int, workers: int, shards: int) -> Iterator[Work]:
 
         def told() -> dict[str, float]:
             share = float((maps[0].owner_B != maps[1].owner_B).mean())
-            return {**figures, "buckets moved": share, "rows differ": float(_digest(store, schema, blobs) != before)}
+            return {
+                **figures,
+                "buckets moved": share,
+                "rows differ": float(_digest(store, schema, blobs) != before),
+            }
 
         yield Work(step, float(num_rows), told)
 
@@ -74,7 +78,9 @@ def written_alone(num_rows: int, width: int) -> Iterator[Work]:
         yield Work(step, float(num_rows))
 
 
-def _commit(store: FileStore, schema: Schema, num_rows: int, owners: int, blobs: Mapping[int, RocksBlobs]) -> None:
+def _commit(
+    store: FileStore, schema: Schema, num_rows: int, owners: int, blobs: Mapping[int, RocksBlobs]
+) -> None:
     """Commit 1 of as many rows, of the first stack, at as many owners."""
     stack, (table, *_) = next(iter(schema.stacks.items()))
     width, state_width = shapes_of(schema)[stack]
@@ -91,7 +97,11 @@ def _commit(store: FileStore, schema: Schema, num_rows: int, owners: int, blobs:
     shards = {}
     for index in range(owners):
         segments = Segments(blobs[index], shapes_of(schema), _BUCKETS, buckets=its.buckets_of(index))
-        shards[index] = {"segments": [s._asdict() for s in segments.write("1-1", {stack: block.take(owner_N == index)}, ())]}
+        shards[index] = {
+            "segments": [
+                s._asdict() for s in segments.write("1-1", {stack: block.take(owner_N == index)}, ())
+            ]
+        }
     manifest = Manifest(
         seq=1,
         incarnation=1,
@@ -123,5 +133,7 @@ def _digest(store: FileStore, schema: Schema, blobs: Mapping[int, RocksBlobs]) -
             block = newest_of(part.blocks, _BUCKETS)
             order = np.argsort(block.keys.id_U, kind="stable")
             arrays = (block.keys.id_U, block.stamp_ms_L, block.rows_LD, block.state_LA)
-            sums ^= xxhash.xxh3_64_intdigest(b"".join(np.ascontiguousarray(a[order]).tobytes() for a in arrays))
+            sums ^= xxhash.xxh3_64_intdigest(
+                b"".join(np.ascontiguousarray(a[order]).tobytes() for a in arrays)
+            )
     return sums

@@ -14,13 +14,13 @@ import numpy as np
 
 from benchmarks.made import made_once
 from benchmarks.workloads.sharing.shared_data import CRITEO
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.block import encode_nro, encode_ro
-from roo.ids import splitmix64
-from roo.schema import Schema
-from roo.schema_file import schema_from_dict
-from roo.wire import Record
+from roostream.schema.ids import splitmix64
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import schema_from_dict
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.block import encode_nro, encode_ro
+from roostream.wire.records import Record
 
 PARTS, NUM_FLOATS, NUM_TABLES = 6, 13, 26
 _T0_MS = 1_700_000_000_000
@@ -37,7 +37,11 @@ def schema() -> Schema:
     ids = [{"name": f"c{t}", "kind": "ids", "table": f"c{t}"} for t in range(1, NUM_TABLES + 1)]
     floats = [{"name": f"i{n}", "kind": "float"} for n in range(1, NUM_FLOATS + 1)]
     return schema_from_dict(
-        {"tables": tables, "nro": [*ids, *floats], "label": [{"name": "click", "action": "click", "fold": "any"}]}
+        {
+            "tables": tables,
+            "nro": [*ids, *floats],
+            "label": [{"name": "click", "action": "click", "fold": "any"}],
+        }
     )
 
 
@@ -48,7 +52,9 @@ def part(number: int, *, criteo: bool, most: int | None = None) -> tuple[Record,
     name = f"selection-{'criteo' if criteo else 'drawn'}-{number}-{most or 'all'}"
     made = made_once(name, lambda: msgspec.msgpack.encode(_messages(number, criteo=criteo, most=most)))
     first = number * 1_000_000
-    return tuple(_record(first + n, value) for n, value in enumerate(msgspec.msgpack.decode(made, type=list[bytes])))
+    return tuple(
+        _record(first + n, value) for n, value in enumerate(msgspec.msgpack.decode(made, type=list[bytes]))
+    )
 
 
 def _messages(number: int, *, criteo: bool, most: int | None) -> list[bytes]:
@@ -68,7 +74,9 @@ def _message(number: int, label: float, floats: list[float | None], ids: list[in
     present = {name: value for name, value in values.items() if value[0] is not None}
     time_ms = _T0_MS + number
     message = pb.Sample(
-        header=pb.Header(request_id=f"r{number}", user_id=number + 1, time_ms=time_ms, schema=schema().fingerprint),
+        header=pb.Header(
+            request_id=f"r{number}", user_id=number + 1, time_ms=time_ms, schema=schema().fingerprint
+        ),
         sample_id=splitmix64(number),
         close_reason=pb.CLOSE_WINDOW,
         close_ms=time_ms,
@@ -81,7 +89,9 @@ def _message(number: int, label: float, floats: list[float | None], ids: list[in
     return wire.encode(wire.SAMPLE, message)
 
 
-def _criteo(number: int, most: int | None) -> tuple[list[float], list[list[float | None]], list[list[int | None]]]:
+def _criteo(
+    number: int, most: int | None
+) -> tuple[list[float], list[list[float | None]], list[list[int | None]]]:
     from pyarrow import orc
 
     table = orc.read_table(CRITEO / f"part-{number}.orc").slice(0, most).to_pydict()

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.workloads.training_step import Silent
-from models.config import RankerConfig
-from roo.config import from_dict
-from roo.decode import Decoder
-from roo.schema import Schema
-from roo.wire import Record
-from runtime.clock import SystemClock
-from runtime.kafka.record_reader import MemoryReader
+from roostream.models.config import RankerConfig
+from roostream.runtime.clock import SystemClock
+from roostream.runtime.kafka.record_reader import MemoryReader
+from roostream.schema.schema import Schema
+from roostream.schema.settings import from_dict
+from roostream.wire.decode import Decoder
+from roostream.wire.records import Record
 from trainer.config import LoopConfig
 from trainer.loop import TrainLoop, Wiring
 from trainer.record_batches import RecordBatches
@@ -21,11 +21,15 @@ from trainer.rows import Rows
 _AT = (("samples", 0),)
 
 
-def loop_over(schema: Schema, records: list[Record], model: RankerConfig, settings: Mapping[str, Any], rows: Rows) -> TrainLoop:
+def loop_over(
+    schema: Schema, records: list[Record], model: RankerConfig, settings: Mapping[str, Any], rows: Rows
+) -> TrainLoop:
     """`records`: of one partition, offsets from 0; `settings`: as in a worker's TOML, `batch_requests` among them, which batches
     have from the first on."""
     given = {"first_batch_requests": settings["batch_requests"], "dedupe_horizon_ms": 1 << 40, **settings}
     clock = SystemClock()
-    source = RecordBatches(MemoryReader(_AT, records), Decoder(schema, {schema.fingerprint: schema}.get), clock, max_wait_ms=0)
+    source = RecordBatches(
+        MemoryReader(_AT, records), Decoder(schema, {schema.fingerprint: schema}.get), clock, max_wait_ms=0
+    )
     wiring = Wiring(source=source, rows=rows, outputs=Silent(), clock=clock)
     return TrainLoop(LoopConfig(**from_dict(LoopConfig, given)), schema, model, wiring)

@@ -19,9 +19,9 @@ from benchmarks.question import Work
 from benchmarks.workloads.selecting.logs import PARTS, has_criteo, part, schema
 from benchmarks.workloads.selecting.loops import loop_over
 from benchmarks.workloads.training_step import shard_client
-from models.config import RankerConfig
-from roo.decode import Decoder
-from roo.wire import Record
+from roostream.models.config import RankerConfig
+from roostream.wire.decode import Decoder
+from roostream.wire.records import Record
 from trainer.loop import TrainLoop
 from trainer.monitoring.quality import Metrics
 from trainer.rows import ShardRows
@@ -30,7 +30,13 @@ from trainer.selection.slipstream_course import AHEAD
 
 BATCH, _WARM_UP = 128, 200
 MODEL = RankerConfig(
-    request_layers=(8,), history_attention=False, cross_layers=2, cross_rank=16, width=64, list_layers=0, prior=0.03
+    request_layers=(8,),
+    history_attention=False,
+    cross_layers=2,
+    cross_rank=16,
+    width=64,
+    list_layers=0,
+    prior=0.03,
 )
 
 
@@ -78,12 +84,21 @@ class _Asked(NamedTuple):
     def begins(self) -> int:
         """Steps before any request is skipped."""
         its = self.settings["selection"]
-        return SlipstreamConfig(**its["slipstream"]).last_snapshot + AHEAD if its["policy"] == "slipstream" else 0
+        return (
+            SlipstreamConfig(**its["slipstream"]).last_snapshot + AHEAD
+            if its["policy"] == "slipstream"
+            else 0
+        )
 
 
 def _rotation(asked: _Asked, test: int, most: int | None, like: Mapping[str, Any] | None) -> dict[str, float]:
     criteo = has_criteo()
-    train = [record for number in range(PARTS) if number != test for record in part(number, criteo=criteo, most=most)]
+    train = [
+        record
+        for number in range(PARTS)
+        if number != test
+        for record in part(number, criteo=criteo, most=most)
+    ]
     with tempfile.TemporaryDirectory() as folder:
         loop = _loop(_renumbered(train), asked, folder)
         began_s = time.process_time()
@@ -97,7 +112,14 @@ def _rotation(asked: _Asked, test: int, most: int | None, like: Mapping[str, Any
     trained = _TRAINED[asked.key(test, most)] = total["trained"] / total["taken"]
     report = loop.selection.report()
     deferred = {name: float(report[name] or 0) for name in ("row_deferred_share",) if name in report}
-    return {**found, **deferred, "inputs": len(train), "trained": trained, "steps": loop.num_steps, "cpu_s": cpu_s}
+    return {
+        **found,
+        **deferred,
+        "inputs": len(train),
+        "trained": trained,
+        "steps": loop.num_steps,
+        "cpu_s": cpu_s,
+    }
 
 
 def _train_like(loop: TrainLoop, other: _Asked, test: int, most: int | None, num_inputs: int) -> None:
@@ -118,7 +140,11 @@ def _renumbered(records: list[Record]) -> list[Record]:
 def _loop(records: list[Record], asked: _Asked, folder: str) -> TrainLoop:
     given = {"batch_requests": BATCH, "seed": asked.seed, **asked.settings}
     return loop_over(
-        schema(), records, dataclasses.replace(MODEL, **asked.model), given, ShardRows(shard_client(schema(), folder))
+        schema(),
+        records,
+        dataclasses.replace(MODEL, **asked.model),
+        given,
+        ShardRows(shard_client(schema(), folder)),
     )
 
 

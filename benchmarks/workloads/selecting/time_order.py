@@ -18,9 +18,9 @@ from benchmarks.question import Work
 from benchmarks.workloads.selecting.loops import loop_over
 from benchmarks.workloads.sharing.logs import samples_of
 from benchmarks.workloads.training_step import shard_client
-from models.config import RankerConfig
 from param_server.client import Client
-from roo.lookup import Lookup
+from roostream.models.config import RankerConfig
+from roostream.wire.lookup import Lookup
 from trainer.loop import TrainLoop
 from trainer.rows import PushTimes, ShardRows
 
@@ -54,7 +54,9 @@ class CountedRows(ShardRows):
 
 
 @contextlib.contextmanager
-def in_time_order(settings: Mapping[str, Any], seed: int, users: int = EVERYBODY, history: int = 50) -> Iterator[Work]:
+def in_time_order(
+    settings: Mapping[str, Any], seed: int, users: int = EVERYBODY, history: int = 50
+) -> Iterator[Work]:
     """`settings`: of the loop, as in a worker's TOML. A step is all requests of so many users, the first one a short one, to warm
     up. CPU time is of training alone, without counting dirty rows."""
     schema, records = samples_of("EB-NeRD", users, history)
@@ -65,7 +67,9 @@ def in_time_order(settings: Mapping[str, Any], seed: int, users: int = EVERYBODY
         with tempfile.TemporaryDirectory() as folder:
             rows = CountedRows(shard_client(schema, folder))
             given = {"batch_requests": BATCH, "seed": seed, **settings}
-            figures.update(_trained(loop_over(schema, records[:most], RankerConfig(), given, rows), most, rows))
+            figures.update(
+                _trained(loop_over(schema, records[:most], RankerConfig(), given, rows), most, rows)
+            )
 
     yield Work(step, lambda: figures["inputs"], lambda: dict(figures), lambda: figures["cpu_s"])
 
@@ -81,4 +85,10 @@ def _trained(loop: TrainLoop, requests: int, rows: CountedRows) -> dict[str, flo
     loss = (sums["log_loss"] - at_half["log_loss"]) / (sums["weight"] - at_half["weight"])
     report = loop.selection.report()
     deferred = {name: float(report[name] or 0) for name in ("row_deferred_share",) if name in report}
-    return {"log loss": loss, **deferred, "dirty rows": float(rows.dirty), "inputs": float(requests), "cpu_s": cpu_s}
+    return {
+        "log loss": loss,
+        **deferred,
+        "dirty rows": float(rows.dirty),
+        "inputs": float(requests),
+        "cpu_s": cpu_s,
+    }

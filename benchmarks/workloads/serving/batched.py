@@ -12,10 +12,10 @@ import torch
 from benchmarks.question import Work
 from benchmarks.workloads import data
 from benchmarks.workloads.serving.one_request import NOW_MS, distinct, fill
-from models.config import RankerConfig
 from param_server.replica.replica import Replica
-from roo.block import nro_columns, ro_columns
-from roo.lookup import build_lookup
+from roostream.models.config import RankerConfig
+from roostream.wire.block import nro_columns, ro_columns
+from roostream.wire.lookup import build_lookup
 from serving.request_batch import RequestColumns, batch_of
 from serving.scorer import build_version, first_version
 
@@ -42,11 +42,14 @@ class Case:
     def __init__(self, candidates: int) -> None:
         torch.set_num_threads(1)
         schema = data.demo_schema()
-        self.schema = dataclasses.replace(schema, transforms=tuple(t for t in schema.transforms if t.op == "log1p"))
+        self.schema = dataclasses.replace(
+            schema, transforms=tuple(t for t in schema.transforms if t.op == "log1p")
+        )
         model = RankerConfig(list_layers=0)
         first = first_version(self.schema, model, 0)
         weights = {
-            name: x + 0.02 * torch.sin(torch.arange(x.numel())).view(x.shape) for name, x in first.model.state_dict().items()
+            name: x + 0.02 * torch.sin(torch.arange(x.numel())).view(x.shape)
+            for name, x in first.model.state_dict().items()
         }
         self.version = build_version("1-1", self.schema, model, 0, weights)
         self.replica = Replica(self.schema, 0)
@@ -58,7 +61,10 @@ class Case:
         self.whole = [RequestColumns(ro, whole, items_n, NOW_MS)]
         self.single = [
             RequestColumns(
-                ro, nro_columns(self.schema, {name: x[i : i + 1] for name, x in columns.items()}, 1), items_n[[i]], NOW_MS
+                ro,
+                nro_columns(self.schema, {name: x[i : i + 1] for name, x in columns.items()}, 1),
+                items_n[[i]],
+                NOW_MS,
             )
             for i in range(candidates)
         ]

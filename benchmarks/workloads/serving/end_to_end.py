@@ -17,7 +17,7 @@ from benchmarks.workloads.serving.overload import DEADLINE_MS, Load, Served
 from benchmarks.workloads.serving.peer_program import peer_program
 from benchmarks.workloads.serving.program import ServingProgram, bodies_of, serving_program
 from benchmarks.workloads.shared import Shared
-from roo import roo_pb2 as pb
+from roostream.wire import roo_pb2 as pb
 from serving.client.said import PROTOBUF, impression_of
 
 _TOLERANCE = 1e-4
@@ -38,7 +38,13 @@ class OneConnection(CountedLoad):
         return self.served.clients.closed_loop(1, seconds)
 
 
-_FIGURES = ("asked a second", "p50 of 200, ms", "p99 of 200, ms", "late or failed %", "most that a request was sent late, ms")
+_FIGURES = (
+    "asked a second",
+    "p50 of 200, ms",
+    "p99 of 200, ms",
+    "late or failed %",
+    "most that a request was sent late, ms",
+)
 
 
 class Programs:
@@ -55,7 +61,9 @@ class Programs:
         if known not in self._served:
             with self.turn_of(kind) as program:
                 _check_scores(program, form, candidates)
-                served = Served(program, [rank_request(body, media_of(form)) for body in sent(form, candidates)])
+                served = Served(
+                    program, [rank_request(body, media_of(form)) for body in sent(form, candidates)]
+                )
                 self._all.callback(served.clients.close)
                 self._served[known] = served
         return self._served[known]

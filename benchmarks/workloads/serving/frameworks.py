@@ -17,13 +17,13 @@ from prometheus_client import CollectorRegistry
 
 from benchmarks.question import Work
 from benchmarks.workloads.serving.one_request import NOW_MS, Inline
-from models.config import RankerConfig
 from param_server.replica.replica import Replica
-from roo import roo_pb2 as pb
-from roo.block import encode_nro, encode_ro
-from roo.schema import Schema
-from roo.schema_file import schema_from_dict
-from runtime.clock import FakeClock
+from roostream.models.config import RankerConfig
+from roostream.runtime.clock import FakeClock
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import schema_from_dict
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.block import encode_nro, encode_ro
 from serving.answer import RankAnswer
 from serving.build import Parts
 from serving.config import ServingConfig
@@ -58,7 +58,12 @@ def ours(form: str) -> Iterator[Work]:
     with tempfile.TemporaryDirectory() as folder:
         home, schema = Path(folder), schema_of()
         settings = ServingConfig(
-            schema="-", store=str(home / "store"), home=home, bootstrap="127.0.0.1:1", deadline_ms=60_000, log_bytes=1 << 30
+            schema="-",
+            store=str(home / "store"),
+            home=home,
+            bootstrap="127.0.0.1:1",
+            deadline_ms=60_000,
+            log_bytes=1 << 30,
         )
         log = FeatureLog.open(home / "log", max_bytes=1 << 33, segment_bytes=8 << 20)
         parts = Parts(
@@ -83,11 +88,19 @@ def fastapi_pydantic(form: str) -> Iterator[Work]:
     make: Any = pydantic.create_model
     number, an_id = Annotated[float, pydantic.Field(allow_inf_nan=False)] | None, (int | str, 0)
     features: Any = make("Features", **{RO_NAME.format(i): (number, None) for i in range(RO)})
-    candidate: Any = make("Candidate", item_id=(int | str, ...), **{NRO_NAME.format(i): (number, None) for i in range(NRO)})
+    candidate: Any = make(
+        "Candidate", item_id=(int | str, ...), **{NRO_NAME.format(i): (number, None) for i in range(NRO)}
+    )
     ids = {"request_id": (str, ""), "user_id": an_id, "session_id": an_id}
     body: Any = make("Body", **ids, ro=(features, ...), candidates=(list[candidate], ...))
     scores: Any = make("Scores", click=(float, ...))
-    said = {"request_id": str, "model_version": str, "scores": list[scores], "order": list[int], "degraded": bool}
+    said = {
+        "request_id": str,
+        "model_version": str,
+        "scores": list[scores],
+        "order": list[int],
+        "degraded": bool,
+    }
     answer: Any = make("Answer", **{name: (kind, ...) for name, kind in said.items()})
     app = fastapi.FastAPI()
 
@@ -102,7 +115,9 @@ def fastapi_pydantic(form: str) -> Iterator[Work]:
 @contextlib.contextmanager
 def raw_msgspec(form: str) -> Iterator[Work]:
     """A route without a framework: types alone."""
-    features: Any = msgspec.defstruct("Features", [(RO_NAME.format(i), float | None, None) for i in range(RO)])
+    features: Any = msgspec.defstruct(
+        "Features", [(RO_NAME.format(i), float | None, None) for i in range(RO)]
+    )
     floats: list[Any] = [(NRO_NAME.format(i), float | None, None) for i in range(NRO)]
     candidate: Any = msgspec.defstruct("Candidate", [("item_id", int | str), *floats])
     ids: list[Any] = [("request_id", str, ""), ("user_id", int | str, 0), ("session_id", int | str, 0)]
@@ -132,7 +147,11 @@ def _asked(app: Application, body: bytes, media: bytes) -> Iterator[Work]:
         "raw_path": b"/v1/rank",
         "root_path": "",
         "query_string": b"",
-        "headers": [(b"content-type", media), (b"accept", media), (b"content-length", str(len(body)).encode())],
+        "headers": [
+            (b"content-type", media),
+            (b"accept", media),
+            (b"content-length", str(len(body)).encode()),
+        ],
         "server": ("127.0.0.1", 80),
         "client": ("127.0.0.1", 1),
     }
@@ -161,7 +180,10 @@ def _num_scores(said: bytes, media: bytes) -> int:
 
 def schema_of() -> Schema:
     """Floats alone, so that all three check the same."""
-    features = {"ro": [{"name": RO_NAME.format(i)} for i in range(RO)], "nro": [{"name": NRO_NAME.format(i)} for i in range(NRO)]}
+    features = {
+        "ro": [{"name": RO_NAME.format(i)} for i in range(RO)],
+        "nro": [{"name": NRO_NAME.format(i)} for i in range(NRO)],
+    }
     return schema_from_dict({**features, "label": [{"name": "click", "action": "click"}]})
 
 
@@ -187,16 +209,29 @@ def body_of(form: str) -> bytes:
         for item, row in zip(items_n, nro_BF.tolist(), strict=True)
     ]
     given = {RO_NAME.format(i): x for i, x in enumerate(ro.tolist())}
-    return msgspec.json.encode({"request_id": "r-1", "user_id": 17, "session_id": 4, "ro": given, "candidates": rows})
+    return msgspec.json.encode(
+        {"request_id": "r-1", "user_id": 17, "session_id": 4, "ro": given, "candidates": rows}
+    )
 
 
 def answer_of(request_id: str) -> RankAnswer:
     return RankAnswer(
-        request_id=request_id, model_version="1-1", tasks=("click",), scores_nT=_SCORES_NT, order=_ORDER, degraded=False
+        request_id=request_id,
+        model_version="1-1",
+        tasks=("click",),
+        scores_nT=_SCORES_NT,
+        order=_ORDER,
+        degraded=False,
     )
 
 
 def plain_answer(request_id: str) -> dict[str, Any]:
     """The same, as a program without our answer's type has it."""
     scores = [{"click": x} for x in _SCORES_NT[:, 0].tolist()]
-    return {"request_id": request_id, "model_version": "1-1", "scores": scores, "order": _ORDER, "degraded": False}
+    return {
+        "request_id": request_id,
+        "model_version": "1-1",
+        "scores": scores,
+        "order": _ORDER,
+        "degraded": False,
+    }

@@ -18,7 +18,7 @@ from benchmarks.workloads.serving.program import serving_program
 from benchmarks.workloads.serving.swap import Commits
 from infra.options import demo
 from infra.stack import Stack
-from runtime import scrape
+from roostream.runtime import scrape
 from serving.scorer import first_version
 from serving.versions.dense_follower import DenseFollower
 from serving.versions.held import Versions
@@ -90,7 +90,13 @@ class Clicks:
         user = _USER + self._asked
         ranked = _post(f"{self.url}/v1/rank", _body(user))
         began_s = time.perf_counter()
-        click = {"request_id": ranked["request_id"], "user_id": user, "session_id": 1, "item_id": _ITEMS[0], "action": "click"}
+        click = {
+            "request_id": ranked["request_id"],
+            "user_id": user,
+            "session_id": 1,
+            "item_id": _ITEMS[0],
+            "action": "click",
+        }
         _post(f"{self.url}/v1/engagements", click)
         _post(f"{self.url}/v1/rank", _body(user))  # which closes the one before
         _until("another score", lambda: self._scores() != before)
@@ -98,11 +104,18 @@ class Clicks:
 
     def figures(self) -> dict[str, float]:
         """Means so far, of the stages, as the programs tell them."""
-        urls = {name: url for name, url in self.stack.endpoints.metrics.items() if name.partition("-")[0] in _TELLERS}
+        urls = {
+            name: url
+            for name, url in self.stack.endpoints.metrics.items()
+            if name.partition("-")[0] in _TELLERS
+        }
         told = scrape.fetch_all(urls).values()
         found = {}
         for stage in STAGES:
-            sums, counts = ([s.by(f"roostream_freshness_seconds_{what}", "stage").get(stage) for s in told] for what in _PARTS)
+            sums, counts = (
+                [s.by(f"roostream_freshness_seconds_{what}", "stage").get(stage) for s in told]
+                for what in _PARTS
+            )
             total, count = (sum(v for v in values if v is not None) for values in (sums, counts))
             if count:
                 found[f"{stage}, s"] = total / count
@@ -110,7 +123,9 @@ class Clicks:
 
     def _scores(self) -> Any:
         """Asked for without being logged."""
-        return [candidate["scores"] for candidate in _post(f"{self.url}/v1/explain", self._probe)["candidates"]]
+        return [
+            candidate["scores"] for candidate in _post(f"{self.url}/v1/explain", self._probe)["candidates"]
+        ]
 
     def _settled(self) -> Any:
         scores, since_s = self._scores(), time.perf_counter()

@@ -29,4 +29,6 @@ def run(port: int) -> None:
     """Until the process ends."""
     LitRanking.decode_request.__annotations__["request"] = DemoRank  # it reads the type itself
     server = litserve.LitServer(LitRanking(api_path=PATH), accelerator="cpu", devices=1, workers_per_device=1)
-    server.run(host="127.0.0.1", port=port, num_api_servers=1, log_level="warning", generate_client_file=False)
+    server.run(
+        host="127.0.0.1", port=port, num_api_servers=1, log_level="warning", generate_client_file=False
+    )

@@ -17,15 +17,15 @@ from prometheus_client import CollectorRegistry
 
 from benchmarks.question import Work
 from benchmarks.workloads import data
-from models.config import RankerConfig
-from models.inputs import build_inputs
 from param_server.replica.replica import Replica
-from roo import roo_pb2 as pb
-from roo.ids import buckets_of
-from roo.lookup import Lookup, build_lookup
-from roo.online.entity_fields import NO_FIELDS, EntityFields
-from roo.schema import Schema
-from runtime.clock import FakeClock
+from roostream.models.config import RankerConfig
+from roostream.models.inputs import build_inputs
+from roostream.online.entity_fields import NO_FIELDS, EntityFields
+from roostream.runtime.clock import FakeClock
+from roostream.schema.ids import buckets_of
+from roostream.schema.schema import Schema
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.lookup import Lookup, build_lookup
 from serving.build import Parts
 from serving.client.said import impression_of
 from serving.config import ServingConfig
@@ -51,7 +51,9 @@ class Online:
         rng = np.random.default_rng(2)
         ro = data.ro_values(schema, rng)
         self.ro = {f.online: ro[f.name] for f in schema.ro if f.online}
-        self.nro = {f.online: rng.exponential(2.0, candidates).astype(np.float32) for f in schema.nro if f.online}
+        self.nro = {
+            f.online: rng.exponential(2.0, candidates).astype(np.float32) for f in schema.nro if f.online
+        }
 
     def read(
         self, user_id: int, item_ids: np.ndarray, time_ms: int, fields: EntityFields = NO_FIELDS
@@ -79,7 +81,9 @@ class Case:
         self.schema = data.demo_schema()
         self.version = first_version(self.schema, RankerConfig(), 0)
         self.replica = Replica(self.schema, 0)
-        self.service = RankService(self.schema, Versions(self.version), self.replica, Online(self.schema, candidates))
+        self.service = RankService(
+            self.schema, Versions(self.version), self.replica, Online(self.schema, candidates)
+        )
         self.parser = JsonParser(self.schema)
         self.body = body_of(self.schema, candidates)
         request = self.parser.parse(self.body)
@@ -173,7 +177,11 @@ async def _answer(asked: HttpInterface, body: bytes, media: bytes) -> None:
         sent.append(message)
 
     headers = [(b"content-type", media), (b"accept", media)]
-    await asked({"type": "http", "method": "POST", "path": "/v1/rank", "headers": headers, "query_string": b""}, receive, send)
+    await asked(
+        {"type": "http", "method": "POST", "path": "/v1/rank", "headers": headers, "query_string": b""},
+        receive,
+        send,
+    )
     assert sent[0]["status"] == 200, sent
 
 
@@ -187,7 +195,13 @@ def fill(replica: Replica, schema: Schema, lookup: Lookup) -> None:
             ids = found.id_U[(found.table_U == at[0]) & (bucket_U == at[1])]
             sequence = replica.version(stack, at[1])[1] + 1
             delta = pb.RowDelta(
-                schema=schema.fingerprint, bucket=at[1], incarnation=1, sequence=sequence, table_id=at[0], dim=width, stack=stack
+                schema=schema.fingerprint,
+                bucket=at[1],
+                incarnation=1,
+                sequence=sequence,
+                table_id=at[0],
+                dim=width,
+                stack=stack,
             )
             delta.ids.extend(ids.view(np.uint64).tolist())
             delta.rows.extend(rng.normal(0, 0.1, len(ids) * width).tolist())
@@ -201,9 +215,18 @@ def body_of(schema: Schema, candidates: int) -> bytes:
     assert len(items_n) == candidates
     ro = {name: value for name, value in data.ro_values(schema, rng).items() if not _online(schema, name)}
     columns = data.nro_columns(schema, rng, items_n)
-    sent = {name: [_plain(v) for v in column] for name, column in columns.items() if not _online(schema, name) and name != "item"}
-    rows = [{"item_id": int(item), "nro": {name: column[n] for name, column in sent.items()}} for n, item in enumerate(items_n)]
-    return msgspec.json.encode({"request_id": "r-1", "user_id": 17, "session_id": 4, "ro": ro, "candidates": rows})
+    sent = {
+        name: [_plain(v) for v in column]
+        for name, column in columns.items()
+        if not _online(schema, name) and name != "item"
+    }
+    rows = [
+        {"item_id": int(item), "nro": {name: column[n] for name, column in sent.items()}}
+        for n, item in enumerate(items_n)
+    ]
+    return msgspec.json.encode(
+        {"request_id": "r-1", "user_id": 17, "session_id": 4, "ro": ro, "candidates": rows}
+    )
 
 
 def distinct(ids: np.ndarray) -> np.ndarray:

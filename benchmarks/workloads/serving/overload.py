@@ -23,7 +23,9 @@ _BUSY = (429, 503)
 class Served:
     """A running program and what it can answer a second, all of it within the deadline."""
 
-    def __init__(self, program: ServingProgram, requests: Sequence[bytes], keeps_bodies: bool = False) -> None:
+    def __init__(
+        self, program: ServingProgram, requests: Sequence[bytes], keeps_bodies: bool = False
+    ) -> None:
         self.program = program
         self.clients = Clients(program.address, requests, _MOST_CONNECTIONS, keeps_bodies)
         self.clients.closed_loop(_LINES, _WARM_S)
@@ -70,7 +72,8 @@ class Load:
             "late or failed %": 100 * (asked - len(in_time(self.answered)) - len(refused)) / asked,
             "p50 of 200, ms": statistics.median(took_ms),
             "p99 of 200, ms": took_ms[int(0.99 * (len(took_ms) - 1))],
-            "most that a request was sent late, ms": 1e3 * max((a.late_s for a in self.answered), default=0.0),
+            "most that a request was sent late, ms": 1e3
+            * max((a.late_s for a in self.answered), default=0.0),
         }
 
 

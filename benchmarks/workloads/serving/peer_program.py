@@ -24,9 +24,9 @@ import pydantic
 from benchmarks.workloads import data
 from benchmarks.workloads.server import talking
 from benchmarks.workloads.serving.program import CORES, ServingProgram
-from models.config import RankerConfig
 from param_server.replica.replica import Replica
-from roo.ids import item_id
+from roostream.models.config import RankerConfig
+from roostream.schema.ids import item_id
 from serving.rank import RankService
 from serving.request import RankRequest
 from serving.scorer import first_version
@@ -83,7 +83,9 @@ class Scoring:
         torch.set_num_threads(1)
         schema = data.demo_schema()
         self.tasks = schema.tasks
-        self.service = RankService(schema, Versions(first_version(schema, RankerConfig(), 0)), Replica(schema, 0))
+        self.service = RankService(
+            schema, Versions(first_version(schema, RankerConfig(), 0)), Replica(schema, 0)
+        )
 
     def rank(self, asked: DemoRank) -> dict[str, Any]:
         ids = [c.item_id for c in asked.candidates]
@@ -94,7 +96,11 @@ class Scoring:
             surface="",
             item_ids=np.array([item_id(i) for i in ids], np.uint64).view(np.int64),
             given_ids=ids,
-            ro={name: value for name, value in (("user", asked.ro.user), ("device", asked.ro.device)) if value is not None},
+            ro={
+                name: value
+                for name, value in (("user", asked.ro.user), ("device", asked.ro.device))
+                if value is not None
+            },
             nro={"category": [c.nro.category for c in asked.candidates]},
             append=False,
             first_position=0,
@@ -170,7 +176,10 @@ def main(kind: str) -> NoReturn:
 
 
 def _answers(port: int) -> bool:
-    with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1) as answer:
+    with (
+        contextlib.suppress(OSError),
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1) as answer,
+    ):
         return bool(answer.status == 200)
     return False
 

@@ -58,10 +58,15 @@ def serving_program(*, listen: str = "127.0.0.1:0", **settings: int | bool) -> I
     """Listening. With two cores it has one for itself, and who asks it the other."""
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "serving.toml"
-        files = {"schema": str(data.DEMO), "store": f"{folder}/store", "home": folder, "bootstrap": "127.0.0.1:1"}
+        files = {
+            "schema": str(data.DEMO),
+            "store": f"{folder}/store",
+            "home": folder,
+            "bootstrap": "127.0.0.1:1",
+        }
         own = {"listen": listen, **files, "log_bytes": 4 << 30, "stop_ms": _STOP_MS, **settings}
         config.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in own.items()))
-        command = [sys.executable, "-m", "command.main", "serving", "--config", str(config)]
+        command = [sys.executable, "-m", "roostream.cli.main", "serving", "--config", str(config)]
         os.sched_setaffinity(0, CORES[:1])
         try:
             with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
@@ -69,7 +74,9 @@ def serving_program(*, listen: str = "127.0.0.1:0", **settings: int | bool) -> I
                 try:
                     said: list[str] = []
                     address = _address(child, said)
-                    yield ServingProgram(address, Path(folder) / "store", child.pid, lambda: _stopped(child, said))
+                    yield ServingProgram(
+                        address, Path(folder) / "store", child.pid, lambda: _stopped(child, said)
+                    )
                 finally:
                     child.kill()
         finally:
@@ -102,6 +109,8 @@ def _address(child: subprocess.Popen[str], said: list[str]) -> tuple[str, int]:
     for line in child.stderr:
         said.append(line)
         if found := re.search(r"serving on http://([^:]+):(\d+)", line):
-            threading.Thread(target=said.extend, args=(child.stderr,), daemon=True).start()  # so that it can go on writing
+            threading.Thread(
+                target=said.extend, args=(child.stderr,), daemon=True
+            ).start()  # so that it can go on writing
             return found[1], int(found[2])
     raise RuntimeError("serving ended before it listened:\n" + "".join(said))

@@ -96,7 +96,11 @@ class Rolling:
         """Listening, and what ends it; `all_` does at last."""
         own = all_.enter_context(contextlib.ExitStack())
         program = serving_program(
-            listen=f"127.0.0.1:{port}", reuse_port=True, drain_ms=self.drain_ms, deadline_ms=_DEADLINE_MS, stop_ms=5000
+            listen=f"127.0.0.1:{port}",
+            reuse_port=True,
+            drain_ms=self.drain_ms,
+            deadline_ms=_DEADLINE_MS,
+            stop_ms=5000,
         )
         return own.enter_context(program), own
 

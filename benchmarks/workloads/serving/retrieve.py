@@ -17,13 +17,13 @@ from prometheus_client import CollectorRegistry
 from benchmarks.question import Work
 from benchmarks.workloads import data
 from benchmarks.workloads.serving.one_request import NOW_MS, Online, fill
-from models.config import CascadeConfig, TwoTowerConfig
-from models.inputs import Inputs, build_inputs
-from models.two_tower.item_index import ItemIndex
 from param_server.replica.replica import Replica
-from roo.batch import Batch
-from roo.lookup import build_lookup
-from runtime.clock import FakeClock
+from roostream.models.config import CascadeConfig, TwoTowerConfig
+from roostream.models.inputs import Inputs, build_inputs
+from roostream.models.two_tower.item_index import ItemIndex
+from roostream.runtime.clock import FakeClock
+from roostream.wire.batch import Batch
+from roostream.wire.lookup import build_lookup
 from serving.http.retrieve_body import RetrieveParser
 from serving.rank import RankService
 from serving.retrieval.catalogue import load_catalogue
@@ -69,7 +69,11 @@ def search(how: str, num_items: int) -> Iterator[Work]:
         flat.add(vector_ID)
         ways["flat"] = lambda q: flat.search(q[None], K)
     way, turns = ways[how], itertools.cycle(query_ND)
-    figures = {"recall": float(np.mean([recall(items.best(q, K), items.exact(q, K)) for q in query_ND]))} if how == "ivf" else {}
+    figures = (
+        {"recall": float(np.mean([recall(items.best(q, K), items.exact(q, K)) for q in query_ND]))}
+        if how == "ivf"
+        else {}
+    )
     yield Work(lambda: way(next(turns)), figures=lambda: figures)
 
 

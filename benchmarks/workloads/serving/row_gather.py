@@ -19,24 +19,30 @@ from param_server.replica.shared_files import SharedFolder
 from param_server.replica.shared_reader import SharedReader
 from param_server.replica.shared_rows import SharedOwner
 from param_server.replica.stores import PrivateRows
-from roo.lookup import Lookup, StackLookup
-from roo.schema import Schema
-from roo.schema_file import schema_from_dict
-from runtime.clock import SystemClock
-from runtime.transport import Answer, InMemoryTransport
+from roostream.runtime.clock import SystemClock
+from roostream.runtime.transport import Answer, InMemoryTransport
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import schema_from_dict
+from roostream.wire.lookup import Lookup, StackLookup
 
 _LOOKUPS = 64  # different ones, by turns
 
 
 def schema_of(width: int) -> Schema:
-    return schema_from_dict({"tables": {"item": {"dim": width}}, "label": [{"name": "click", "action": "click"}]})
+    return schema_from_dict(
+        {"tables": {"item": {"dim": width}}, "label": [{"name": "click", "action": "click"}]}
+    )
 
 
 def rows_of(schema: Schema, num_rows: int) -> tuple[str, Keys, np.ndarray]:
     """(stack, keys, rows)."""
     stack, (table,) = next(iter(schema.stacks.items()))
     id_N = np.random.default_rng(0).permutation(num_rows).astype(np.int64)
-    return stack, Keys(np.full(num_rows, table.id, np.uint32), id_N), np.ones((num_rows, table.dim), np.float32)
+    return (
+        stack,
+        Keys(np.full(num_rows, table.id, np.uint32), id_N),
+        np.ones((num_rows, table.dim), np.float32),
+    )
 
 
 def lookups_of(stack: str, keys: Keys, num_keys: int) -> list[Lookup]:
@@ -87,7 +93,11 @@ def cached(num_rows: int, width: int, num_keys: int) -> Iterator[Work]:
 
     def shard(method: str, header: object, arrays: list[np.ndarray]) -> Answer:
         n = len(arrays[1])
-        return {"incarnation": 1}, [np.ones((n, width), np.float32), np.ones(n, np.uint8), np.ones(n, np.uint64)]
+        return {"incarnation": 1}, [
+            np.ones((n, width), np.float32),
+            np.ones(n, np.uint8),
+            np.ones(n, np.uint64),
+        ]
 
     reads = ShardReads([InMemoryTransport(shard)], 64, 1.0, SystemClock())
     cache = RowCache(schema, 0, reads, CachePolicy(max_bytes=num_rows * (4 * width + 200)))

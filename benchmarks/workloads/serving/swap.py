@@ -21,13 +21,13 @@ from benchmarks.workloads.open_load import Answered, rank_request
 from benchmarks.workloads.serving.overload import DEADLINE_MS, Load, Served
 from benchmarks.workloads.serving.program import bodies_of, serving_program
 from benchmarks.workloads.shared import Shared
-from models.build import build_model, load_model_config
 from param_server.replica.replica import Replica
-from runtime import manifest as manifests
-from runtime import tensor_file
-from runtime.checkpoint_store import FileStore
-from runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
-from runtime.manifest import Manifest
+from roostream.models.build import build_model, load_model_config
+from roostream.runtime import manifest as manifests
+from roostream.runtime import tensor_file
+from roostream.runtime.checkpoint_store import FileStore
+from roostream.runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
+from roostream.runtime.manifest import Manifest
 from serving.http.parse import JsonParser
 from serving.rank import RankService
 from serving.scorer import build_version
@@ -46,7 +46,10 @@ class Commits:
         self.store, self.seq = FileStore(folder), 0
         self.schema, self.model = data.demo_schema(), load_model_config("")
         initial, rng = build_model(self.schema, self.model, 0).state_dict(), torch.Generator().manual_seed(0)
-        self.weights = [{name: t + 0.1 * torch.randn(t.shape, generator=rng) for name, t in initial.items()} for _ in range(2)]
+        self.weights = [
+            {name: t + 0.1 * torch.randn(t.shape, generator=rng) for name, t in initial.items()}
+            for _ in range(2)
+        ]
         files = ({f"model.{name}": t.numpy() for name, t in weights.items()} for weights in self.weights)
         self._files = [tensor_file.encode(tensors, {}) for tensors in files]
 
@@ -56,7 +59,9 @@ class Commits:
 
     def commit(self) -> None:
         self.seq += 1
-        file = manifests.store_file(self.store, manifests.dense_name(self.seq, 1), self._files[self.seq % len(self._files)])
+        file = manifests.store_file(
+            self.store, manifests.dense_name(self.seq, 1), self._files[self.seq % len(self._files)]
+        )
         manifest = Manifest(
             seq=self.seq,
             incarnation=1,
@@ -103,7 +108,9 @@ class Loaded:
         """Whether its scores are those of the version that it names, for the request that it answers."""
         told = msgspec.json.decode(answered.body)
         expected_nT = self._expected_2RnT[self.commits.weights_of(told["model_version"])][answered.number]
-        return bool(np.allclose([list(row.values()) for row in told["scores"]], expected_nT, rtol=0, atol=_TOLERANCE))
+        return bool(
+            np.allclose([list(row.values()) for row in told["scores"]], expected_nT, rtol=0, atol=_TOLERANCE)
+        )
 
 
 def expected(commits: Commits, bodies: Sequence[bytes]) -> list[np.ndarray]:
@@ -111,7 +118,9 @@ def expected(commits: Commits, bodies: Sequence[bytes]) -> list[np.ndarray]:
     schema, replica, parser = commits.schema, Replica(commits.schema, 0), JsonParser(commits.schema)
     both = []
     for weights in commits.weights:
-        service = RankService(schema, Versions(build_version("1-1", schema, commits.model, 0, weights)), replica)
+        service = RankService(
+            schema, Versions(build_version("1-1", schema, commits.model, 0, weights)), replica
+        )
         scored = (service.rank(parser.parse(body), data.T0_MS).answer for body in bodies)
         both.append(np.stack([answer.scores_nT for answer in scored]))
     assert (np.abs(both[0] - both[1]).max((1, 2)) > 10 * _TOLERANCE).all()
@@ -152,10 +161,13 @@ class SwappedLoad(Load):
             "asked": len(self.answered),
             "failed": sum(a.status != 200 for a in self.answered),
             "of them 429": sum(a.status == 429 for a in self.answered),
-            "other scores than its version's": sum(a.status == 200 and not self._loaded.is_right(a) for a in self.answered),
+            "other scores than its version's": sum(
+                a.status == 200 and not self._loaded.is_right(a) for a in self.answered
+            ),
             "p50, ms": statistics.median(took_ms),
             "p99, ms": took_ms[int(0.99 * (len(took_ms) - 1))],
-            "most that a request was sent late, ms": 1e3 * max((a.late_s for a in self.answered), default=0.0),
+            "most that a request was sent late, ms": 1e3
+            * max((a.late_s for a in self.answered), default=0.0),
         }
 
 

@@ -1,11 +1,11 @@
-"""What is trained, at the sizes that each kind has by default (models/config.py) but for what is said here."""
+"""What is trained, at the sizes that each kind has by default (roostream/models/config.py) but for what is said here."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from models.config import HstuConfig, ModelConfig, RankerConfig, TwoTowerConfig
-from roo.schema import Schema
+from roostream.models.config import HstuConfig, ModelConfig, RankerConfig, TwoTowerConfig
+from roostream.schema.schema import Schema
 
 # Candidates that see each other can't be trained as impressions unless each carries its whole list (G10), so none do.
 ARCHITECTURES: dict[str, ModelConfig] = {

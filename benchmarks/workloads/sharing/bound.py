@@ -25,7 +25,11 @@ class Sides(NamedTuple):
 
     def bound(self, num_candidates: float) -> float:
         """K (a + b) / (a + K b)."""
-        return num_candidates * (self.request + self.candidate) / (self.request + num_candidates * self.candidate)
+        return (
+            num_candidates
+            * (self.request + self.candidate)
+            / (self.request + num_candidates * self.candidate)
+        )
 
     def forecast(self, num_impressions: float, num_candidates: float) -> float:
         """The same of whole steps: (c + B (a + b)) / (c + R a + B b)."""
@@ -39,7 +43,9 @@ def sides(whole: Told, first: Told, one: Told) -> Sides:
     num_requests = num_impressions / whole.figures[A_REQUEST]
     both = (first.cost_us * num_first - one.cost_us) / (num_first - 1)
     step = one.cost_us - both
-    candidate = (whole.cost_us * num_impressions - step - num_requests * both) / (num_impressions - num_requests)
+    candidate = (whole.cost_us * num_impressions - step - num_requests * both) / (
+        num_impressions - num_requests
+    )
     candidate = min(max(candidate, 0.0), both)
     return Sides(both - candidate, candidate, step)
 
@@ -72,4 +78,7 @@ def paper_count(history: int, targets: int, width: int) -> float:
 def of_history(history: int, targets: int, width: int, told: Mapping[str, Told]) -> Mapping[str, float]:
     """What is counted beside the paper's formula."""
     counted = told["a target at a time"].figures[FLOP] / told["requests"].figures[FLOP]
-    return {"FLOP ratio, counted": counted, "FLOP ratio, by the paper's formula": paper_count(history, targets, width)}
+    return {
+        "FLOP ratio, counted": counted,
+        "FLOP ratio, by the paper's formula": paper_count(history, targets, width),
+    }

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from models import attention
-from models.inputs import Inputs
-from roo.batch import Batch
-from roo.jagged import Jagged
+from roostream.models import attention
+from roostream.models.inputs import Inputs
+from roostream.wire.batch import Batch
+from roostream.wire.jagged import Jagged
 
 
 def flops(step: Callable[[], object]) -> int:
@@ -32,7 +32,9 @@ def _ragged() -> Iterator[list[int]]:
     kernels = {name: vars(attention)[name] for name in ("attend_ragged", "attend_ragged_back")}
 
     def counted(products: int, run: Callable[..., None]) -> Callable[..., None]:
-        def call(of: Any, begins: Any, starts: Any, one_QD: np.ndarray, other_QD: np.ndarray, *to: Any) -> None:
+        def call(
+            of: Any, begins: Any, starts: Any, one_QD: np.ndarray, other_QD: np.ndarray, *to: Any
+        ) -> None:
             width = max(one_QD.shape[1], other_QD.shape[1])  # beside it lie logarithms, one a head
             found.append(products * 2 * width * int(np.dot(*(np.diff(s) for s in starts))))
             run(of, begins, starts, one_QD, other_QD, *to)
@@ -85,14 +87,22 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors([getattr(value, field.name) for field in dataclasses.fields(value)])
 
 
-def _attention(query_shape: Any, key_shape: Any, value_shape: Any, *args: Any, out_shape: Any = None, **named: Any) -> int:
+def _attention(
+    query_shape: Any, key_shape: Any, value_shape: Any, *args: Any, out_shape: Any = None, **named: Any
+) -> int:
     """[.., Q, C] with [.., N, C], and their scores with [.., N, V]."""
     *batch, num_queries, width = query_shape
     return int(2 * np.prod(batch) * num_queries * key_shape[-2] * (width + value_shape[-1]))
 
 
 def _attention_back(
-    gradient_shape: Any, query_shape: Any, key_shape: Any, value_shape: Any, *args: Any, out_shape: Any = None, **named: Any
+    gradient_shape: Any,
+    query_shape: Any,
+    key_shape: Any,
+    value_shape: Any,
+    *args: Any,
+    out_shape: Any = None,
+    **named: Any,
 ) -> int:
     """Five products for two: scores are made again."""
     return _attention(query_shape, key_shape, value_shape) * 5 // 2

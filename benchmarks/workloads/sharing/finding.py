@@ -11,9 +11,9 @@ import numpy as np
 from benchmarks.question import Work
 from benchmarks.workloads.sharing.ladder import clustered, users_batch
 from benchmarks.workloads.sharing.rebatch import cut
-from roo.batch import Batch
-from roo.lookup import build_lookup
-from roo.sharing.inverse import find_inverse, find_shifted, request_values
+from roostream.wire.batch import Batch
+from roostream.wire.dedup import find_inverse, find_shifted, request_values
+from roostream.wire.lookup import build_lookup
 
 Way = Callable[[Batch], object]
 WAYS: dict[str, Way] = {
@@ -44,4 +44,8 @@ def factors(batches: list[Batch]) -> Mapping[str, float]:
     kept = sum(len(find_shifted(b.ro_lists, "history").entry_V) for b in batches)
     rows = sum(b.num_requests for b in batches)
     unique = sum(find_inverse(request_values(b), b.num_requests).num_unique for b in batches)
-    return {"history, partial": total / max(kept, 1), "requests, exact": rows / max(unique, 1), "entries a request": total / rows}
+    return {
+        "history, partial": total / max(kept, 1),
+        "requests, exact": rows / max(unique, 1),
+        "entries a request": total / rows,
+    }

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.workloads.sharing.rebatch import Rebatcher, concatenate, cut, shuffled
-from roo.batch import Batch
-from roo.sharing.inverse import grouped
+from roostream.wire.batch import Batch
+from roostream.wire.dedup import grouped
 
 
 class Arrival(NamedTuple):

@@ -21,10 +21,10 @@ from benchmarks.workloads.sharing.rebatch import cut, shuffled
 from benchmarks.workloads.sharing.steps import HISTORY_IDS
 from benchmarks.workloads.sharing.training import Learner
 from benchmarks.workloads.training_step import shard_client
-from roo.batch import Batch
-from roo.decode import Decoder
-from roo.lookup import build_lookup
-from roo.sharing.inverse import by_user, grouped
+from roostream.wire.batch import Batch
+from roostream.wire.decode import Decoder
+from roostream.wire.dedup import by_user, grouped
+from roostream.wire.lookup import build_lookup
 
 
 @functools.cache
@@ -60,7 +60,9 @@ def climbed(architecture: str, step_name: str, users: int, history: int, size: i
     convert = grouped if step_name.endswith("IKJT") else lambda each: each
     with tempfile.TemporaryDirectory() as folder:
         client = shard_client(batch.schema, folder)
-        learner = Learner(ARCHITECTURES[architecture], client, batch.schema, deduplicated=step_name.endswith("shared"))
+        learner = Learner(
+            ARCHITECTURES[architecture], client, batch.schema, deduplicated=step_name.endswith("shared")
+        )
         turns = itertools.cycle(arriving)
 
         def step() -> None:

@@ -10,11 +10,11 @@ import zstandard
 
 from benchmarks.question import Work
 from benchmarks.workloads.sharing.logs import ebnerd_users
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.ids import hash64
-from roo.wire import Record
-from traffic.partition import partition_of
+from roostream.replay.partition import partition_of
+from roostream.schema.ids import hash64
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.records import Record
 
 _BATCH_BYTES = 1 << 20
 
@@ -25,7 +25,10 @@ def _by_request(record: Record) -> bytes:
     return hash64(message.header.request_id).to_bytes(8, "little")
 
 
-KEYS: dict[str, Callable[[Record], bytes]] = {"user": lambda record: record.key or b"", "request": _by_request}
+KEYS: dict[str, Callable[[Record], bytes]] = {
+    "user": lambda record: record.key or b"",
+    "request": _by_request,
+}
 
 
 def batches_of(records: list[Record], keyed_by: str, partitions: int) -> list[bytes]:

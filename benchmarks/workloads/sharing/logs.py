@@ -15,18 +15,18 @@ import pyarrow as pa
 from benchmarks.made import made_once
 from benchmarks.workloads.sharing.architectures import pointwise
 from benchmarks.workloads.sharing.shared_data import EBNERD, MIND
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.batch import Batch
-from roo.decode import Decoder
-from roo.ids import hash64
-from roo.online.counter_seed import seed
-from roo.schema import Schema
-from roo.schema_file import load_schema
-from roo.wire import Record
-from traffic import ebnerd
-from traffic.edge import Edge
-from traffic.events import Action, Event, Request
+from roostream.online.counter_seed import seed
+from roostream.replay import ebnerd
+from roostream.replay.edge import Edge
+from roostream.replay.events import Action, Event, Request
+from roostream.schema.ids import hash64
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import load_schema
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.batch import Batch
+from roostream.wire.decode import Decoder
+from roostream.wire.records import Record
 
 _MOST_REQUESTS = 300
 _WINDOW_MS = 3_600_000
@@ -64,7 +64,10 @@ def _mind_events() -> Iterator[Event]:
             items_n=items_n,
             ro={
                 "user": [user_id],
-                "history": {"item": [_news_id(name) for name in read], "category": [categories[name] for name in read]},
+                "history": {
+                    "item": [_news_id(name) for name in read],
+                    "category": [categories[name] for name in read],
+                },
             },
             nro={"item": items_n, "category": [[categories[name]] for name in news]},
         )
@@ -99,7 +102,10 @@ def _packed(records: list[Record]) -> bytes:
     """Of one partition, without keys."""
     out = pa.BufferOutputStream()
     table = pa.table(
-        {"time": [r.timestamp_ms for r in records], "value": pa.array([r.value for r in records], pa.large_binary())}
+        {
+            "time": [r.timestamp_ms for r in records],
+            "value": pa.array([r.value for r in records], pa.large_binary()),
+        }
     )
     with pa.ipc.new_stream(out, table.schema) as stream:
         stream.write_table(table)
@@ -131,7 +137,9 @@ def ebnerd_schema(history: int) -> Schema:
     """The shipped one, pointwise, with histories of up to `history` clicks."""
     schema = pointwise(load_schema(ebnerd.Options.default_schema or ""))
     longer = [dataclasses.replace(f, max_len=history) if f.name == "history" else f for f in schema.ro]
-    return dataclasses.replace(schema, ro=tuple(longer), online=dataclasses.replace(schema.online, history_len=history))
+    return dataclasses.replace(
+        schema, ro=tuple(longer), online=dataclasses.replace(schema.online, history_len=history)
+    )
 
 
 def mind_schema() -> Schema:
@@ -139,21 +147,29 @@ def mind_schema() -> Schema:
     return load_schema(Path(__file__).parent / "mind.toml")
 
 
-def ebnerd_samples(users: int, history: int, logged: list[Record] | None = None) -> tuple[Schema, list[Record]]:
+def ebnerd_samples(
+    users: int, history: int, logged: list[Record] | None = None
+) -> tuple[Schema, list[Record]]:
     """As `ebnerd_users`, before they are a batch; `logged` gets what was logged of them."""
     schema = ebnerd_schema(history)
     edge = Edge(schema)
     behaviors, clicks = str(EBNERD / "behaviors.parquet"), str(EBNERD / "history.parquet")
     seed(edge.counters, *ebnerd.histories([clicks]))
-    chosen = sorted({hash64(str(e.user_id)): e.user_id for e in ebnerd.events([behaviors], schema, _WINDOW_MS)}.items())[:users]
+    chosen = sorted(
+        {hash64(str(e.user_id)): e.user_id for e in ebnerd.events([behaviors], schema, _WINDOW_MS)}.items()
+    )[:users]
     theirs = {user for _, user in chosen}
     events = (e for e in ebnerd.events([behaviors], schema, _WINDOW_MS) if e.user_id in theirs)
     return edge.schema, list(_samples(edge, events, 1 << 30, logged))
 
 
-def _batch(edge: Edge, events: Iterable[Event], most: int = _MOST_REQUESTS, logged: list[Record] | None = None) -> Batch:
+def _batch(
+    edge: Edge, events: Iterable[Event], most: int = _MOST_REQUESTS, logged: list[Record] | None = None
+) -> Batch:
     schema = edge.schema
-    return Decoder(schema, {schema.fingerprint: schema}.get).decode(list(_samples(edge, events, most, logged)))[0]
+    return Decoder(schema, {schema.fingerprint: schema}.get).decode(
+        list(_samples(edge, events, most, logged))
+    )[0]
 
 
 def _samples(edge: Edge, events: Iterable[Event], most: int, logged: list[Record] | None) -> Iterator[Record]:

@@ -12,9 +12,9 @@ import torch
 from benchmarks.question import Work
 from benchmarks.workloads.sharing.bound import FLOP
 from benchmarks.workloads.sharing.counting import flops
-from models.layers import init_parameters
-from models.sequence.hstu import Hstu
-from models.sequence.jagged_targets import build_jagged_targets
+from roostream.models.layers import init_parameters
+from roostream.models.sequence.hstu import Hstu
+from roostream.models.sequence.jagged_targets import build_jagged_targets
 
 _HEADS = 4
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from benchmarks.workloads import data
 from benchmarks.workloads.sharing.logs import ebnerd_batch, mind_batch
 from benchmarks.workloads.sharing.rebatch import cut
-from roo.batch import Batch
-from roo.decode import Decoder
-from roo.schema_file import load_schema
+from roostream.schema.schema_file import load_schema
+from roostream.wire.batch import Batch
+from roostream.wire.decode import Decoder
 
 HISTORY = 50
 _LOGS = {"EB-NeRD": ebnerd_batch, "MIND": mind_batch}

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from roo.batch import Batch
-from roo.jagged import Jagged
+from roostream.wire.batch import Batch
+from roostream.wire.jagged import Jagged
 
 
 class Rebatcher:
@@ -83,7 +83,9 @@ def _concatenate_lists(lists: Sequence[Jagged]) -> Jagged:
     return Jagged(
         keys=first.keys,
         lengths_KN=np.concatenate([j.lengths_KN for j in lists], axis=1),
-        values=np.concatenate([np.zeros(0, np.int64), *(j.values_of(key) for key in first.keys for j in lists)]),
+        values=np.concatenate(
+            [np.zeros(0, np.int64), *(j.values_of(key) for key in first.keys for j in lists)]
+        ),
         present_KN=np.concatenate([j.present_KN for j in lists], axis=1),
         weights=None if first.weights is None else np.concatenate([np.zeros(0, np.float32), *given]),
         columns={name: np.concatenate([j.columns[name] for j in lists]) for name in first.columns},

@@ -17,14 +17,14 @@ from benchmarks.workloads.sharing.counting import bytes_of_batch, bytes_of_input
 from benchmarks.workloads.sharing.forms import FORMS
 from benchmarks.workloads.sharing.pools import pool
 from benchmarks.workloads.training_step import shard_client
-from models.build import build_model
-from models.config import ModelConfig
-from models.inputs import Inputs, build_inputs
-from models.model import Targets
 from param_server.client import Client
-from roo.batch import Batch
-from roo.lookup import Lookup, build_lookup
-from roo.schema import Schema
+from roostream.models.build import build_model
+from roostream.models.config import ModelConfig
+from roostream.models.inputs import Inputs, build_inputs
+from roostream.models.model import Targets
+from roostream.schema.schema import Schema
+from roostream.wire.batch import Batch
+from roostream.wire.lookup import Lookup, build_lookup
 from trainer.dense_part.adam import DenseAdam
 
 _LEARNING_RATE = 2e-3
@@ -33,7 +33,9 @@ _LEARNING_RATE = 2e-3
 class Learner:
     """A model and the rows that it learns."""
 
-    def __init__(self, config: ModelConfig, client: Client, schema: Schema, *, deduplicated: bool = False) -> None:
+    def __init__(
+        self, config: ModelConfig, client: Client, schema: Schema, *, deduplicated: bool = False
+    ) -> None:
         self.deduplicated = deduplicated
         self.model = build_model(schema, config, 0)
         self.client = client
@@ -45,7 +47,9 @@ class Learner:
         inputs = self.inputs(batch, lookup)
         self.learn(batch, inputs)
         self.optimizer.step()
-        gradients = {stack: rows_UD.grad.numpy() for stack, rows_UD in inputs.rows.items() if rows_UD.grad is not None}
+        gradients = {
+            stack: rows_UD.grad.numpy() for stack, rows_UD in inputs.rows.items() if rows_UD.grad is not None
+        }
         self.client.push(lookup, gradients, step=1, time_ms=data.T0_MS)
 
     def learn(self, batch: Batch, inputs: Inputs) -> None:
@@ -79,7 +83,9 @@ def trained(architecture: str, form: str, of: str | int, size: int, batches: int
         yield Work(step, number, functools.cache(lambda: counts(learner, arrival.arriving, first, turns)))
 
 
-def counts(learner: Learner, arriving: Sequence[Batch], trained: Sequence[Batch], turns: int) -> Mapping[str, float]:
+def counts(
+    learner: Learner, arriving: Sequence[Batch], trained: Sequence[Batch], turns: int
+) -> Mapping[str, float]:
     """Of what arrives and of what is trained; FLOPs of the first `turns` batches."""
     number = sum(batch.num_candidates for batch in trained)
     inputs = [learner.inputs(batch, build_lookup(batch)) for batch in trained]

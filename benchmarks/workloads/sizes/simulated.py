@@ -1,4 +1,4 @@
-"""Training at sizes beyond a machine, simulated over the committed figures (command/plan/simulation.py)."""
+"""Training at sizes beyond a machine, simulated over the committed figures (roostream/cli/plan/simulation.py)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.question import Work
-from command.plan import measured
-from command.plan.simulation import Scene, SimulatedTraining, TrainingSimulation
-from command.plan.sizing import Costs, Load
+from roostream.cli.plan import measured
+from roostream.cli.plan.simulation import Scene, SimulatedTraining, TrainingSimulation
+from roostream.cli.plan.sizing import Costs, Load
 
 
 @contextlib.contextmanager
@@ -21,7 +21,9 @@ def training(workers: int, shards: int, batch_requests: int, scene: dict[str, An
     told: list[SimulatedTraining] = []
 
     def simulate() -> None:
-        told[:] = [TrainingSimulation(costs, Scene(workers=workers, shards=shards, **scene), next(seeds)).run()]
+        told[:] = [
+            TrainingSimulation(costs, Scene(workers=workers, shards=shards, **scene), next(seeds)).run()
+        ]
 
     def figures() -> dict[str, float]:
         its = told[0]

@@ -17,10 +17,10 @@ from benchmarks.workloads.training_stack import Books, Feed, Trainer, until
 from benchmarks.workloads.warehouse.train_files import Turns
 from infra.options import StackOptions
 from infra.stack import Stack
-from roo.errors import RoostreamError
-from roo.schema_registry import register
-from runtime.checkpoint_store import FileStore
-from warehouse.place import Warehouse
+from roostream.errors import RoostreamError
+from roostream.runtime.checkpoint_store import FileStore
+from roostream.schema.registry import register
+from roostream.warehouse.place import Warehouse
 
 INTERVAL_MS = 10_000  # between commits, as by default
 _MORE = 4_000  # samples that only the topic has

@@ -14,18 +14,18 @@ from benchmarks.workloads.training_stack import until
 from benchmarks.workloads.warehouse.train_files import CANDIDATES, Turns, archived, record_of
 from infra.options import StackOptions
 from infra.stack import Stack
-from roo.decode import Decoder
-from runtime.clock import SystemClock
-from runtime.kafka import clients
-from runtime.kafka.broker import Broker
-from runtime.kafka.reader import KafkaReader
-from runtime.kafka.reading import Reading
-from runtime.kafka.topics import SAMPLES, all_partitions, name_of
+from roostream.runtime.clock import SystemClock
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.broker import Broker
+from roostream.runtime.kafka.reader import KafkaReader
+from roostream.runtime.kafka.reading import Reading
+from roostream.runtime.kafka.topics import SAMPLES, all_partitions, name_of
+from roostream.warehouse.readers.session import SessionSpec
+from roostream.warehouse.readers.table_session import SampleTable
+from roostream.wire.decode import Decoder
 from trainer.batches import BatchSource
 from trainer.record_batches import RecordBatches
 from trainer.sessions.table_source import open_session
-from warehouse.readers.session import SessionSpec
-from warehouse.readers.table_session import SampleTable
 
 _BATCH, _PARTITIONS, _POLL_S, _READY_S, _HORIZON_MS = 64, 4, 0.1, 120.0, 3_600_000
 _KINDS, _WAIT_MS = 512, 500
@@ -74,7 +74,9 @@ def from_kafka(requests: int) -> Iterator[Work]:
             reading = Reading(partitions=all_partitions((SAMPLES,), _PARTITIONS), prefix=stack.prefix)
             reader = KafkaReader.open(Broker(stack.endpoints.kafka), "bench", reading)
             decoder = Decoder(schema, {schema.fingerprint: schema}.get)
-            with contextlib.closing(RecordBatches(reader, decoder, SystemClock(), max_wait_ms=_WAIT_MS)) as source:
+            with contextlib.closing(
+                RecordBatches(reader, decoder, SystemClock(), max_wait_ms=_WAIT_MS)
+            ) as source:
                 source.seek({})
                 return _read(source, requests)
 
@@ -87,5 +89,12 @@ def _produce(stack: Stack, requests: int) -> None:
     samples = [data.sample(schema, n, candidates=CANDIDATES) for n in range(min(_KINDS, requests))]
     for n in range(requests):
         made = record_of(samples[n % len(samples)], n)
-        clients.send(producer, topic, key=made.key, value=made.value, timestamp_ms=made.timestamp_ms, partition=made.partition)
+        clients.send(
+            producer,
+            topic,
+            key=made.key,
+            value=made.value,
+            timestamp_ms=made.timestamp_ms,
+            partition=made.partition,
+        )
     until("all samples written", lambda: producer.flush(5) == 0, _READY_S, 0.02)

@@ -17,29 +17,29 @@ import xxhash
 from benchmarks.made import made_folder, made_once
 from benchmarks.question import Work
 from benchmarks.workloads import data
-from command.train.offline_readers import OfflineReaders, reader_programs
 from infra.home import Home
 from infra.pools.processes import ProcessPool
-from roo import wire
-from roo.batch import Batch
-from roo.columnar import FlatColumn
-from roo.schema_registry import register
-from roo.wire import Record
-from runtime.clock import SystemClock
-from runtime.kafka.topics import SAMPLES, all_partitions
-from runtime.work_unit import TableInput
+from roostream.cli.train.offline_readers import OfflineReaders, reader_programs
+from roostream.runtime.clock import SystemClock
+from roostream.runtime.kafka.topics import SAMPLES, all_partitions
+from roostream.runtime.work_unit import TableInput
+from roostream.schema.registry import register
+from roostream.warehouse.archive import sample_rows
+from roostream.warehouse.data_file import day_of
+from roostream.warehouse.delta_table import Step
+from roostream.warehouse.file_writer import FilePlace, FileRows, write_rows
+from roostream.warehouse.place import Warehouse
+from roostream.warehouse.readers.config import ReaderCountConfig, ReadersConfig
+from roostream.warehouse.readers.remote_rows import ReadByPrograms
+from roostream.warehouse.readers.session import SessionSpec
+from roostream.warehouse.readers.table_session import SampleTable
+from roostream.wire import records as wire
+from roostream.wire.batch import Batch
+from roostream.wire.columnar import FlatColumn
+from roostream.wire.records import Record
 from trainer.control.read_master import ReadMaster
 from trainer.sessions.session_batches import SessionBatches
 from trainer.sessions.table_source import local_rows, open_session
-from warehouse.archive import sample_rows
-from warehouse.data_file import day_of
-from warehouse.delta_table import Step
-from warehouse.file_writer import FilePlace, FileRows, write_rows
-from warehouse.place import Warehouse
-from warehouse.readers.config import ReaderCountConfig, ReadersConfig
-from warehouse.readers.remote_rows import ReadByPrograms
-from warehouse.readers.session import SessionSpec
-from warehouse.readers.table_session import SampleTable
 
 _PARTITIONS, _CANDIDATES, _KINDS = 4, 20, 256
 _DAY_MS = 86_400_000
@@ -72,8 +72,16 @@ def _record(n: int) -> Record:
 def _file(warehouse: Warehouse, rows: FileRows, number: int, fingerprint: int) -> Any:
     day, partition = divmod(number, _PARTITIONS)
     count = len(rows.counts_R)
-    added = {"offset": day * count, "sample_id": number * count, "close_ms": day * _DAY_MS, "time_ms": day * _DAY_MS}
-    columns = {**rows.columns, **{name: FlatColumn(rows.columns[name].values + more) for name, more in added.items()}}
+    added = {
+        "offset": day * count,
+        "sample_id": number * count,
+        "close_ms": day * _DAY_MS,
+        "time_ms": day * _DAY_MS,
+    }
+    columns = {
+        **rows.columns,
+        **{name: FlatColumn(rows.columns[name].values + more) for name, more in added.items()},
+    }
     at = FilePlace(
         table="samples",
         day=date.fromordinal(day_of(data.T0_MS).toordinal()) + timedelta(days=day),
@@ -107,7 +115,9 @@ class Session:
         """From its begin, of another incarnation."""
         self.incarnation += 1
         partitions = all_partitions((SAMPLES,), _PARTITIONS)
-        batches = open_session(self.told, self.schema, partitions, 0, self.clock, None, self.read_by or local_rows)
+        batches = open_session(
+            self.told, self.schema, partitions, 0, self.clock, None, self.read_by or local_rows
+        )
         batches.seek({})
         try:
             yield batches
@@ -122,7 +132,9 @@ def fleet_of(session: Session, least: int, most: int, **settings: Any) -> Iterat
         home = Home(Path(folder))
         home.make()
         count, pool = ReaderCountConfig(least=least, most=most), reader_programs(home, settings)
-        readers = OfflineReaders(ReadMaster(session.trained, session.schema, session.clock, count), count, pool).open()
+        readers = OfflineReaders(
+            ReadMaster(session.trained, session.schema, session.clock, count), count, pool
+        ).open()
         try:
             session.read_by = readers.reading(ReadersConfig(by="programs"), lambda: session.incarnation)
             yield readers
@@ -186,7 +198,10 @@ class Passes:
         self.cpu_s = cpu_of(self.readers) - cpu_s
 
     def figures(self) -> dict[str, float]:
-        return {"bits as read in this process %": 100.0, "CPU of readers, us a request": self.cpu_s * 1e6 / self.units}
+        return {
+            "bits as read in this process %": 100.0,
+            "CPU of readers, us a request": self.cpu_s * 1e6 / self.units,
+        }
 
     def work(self) -> Work:
         return Work(self.step, lambda: self.units, self.figures, lambda: self.seconds)
@@ -222,8 +237,16 @@ def _table(files: int, rows: int) -> contextlib.AbstractContextManager[Path]:
 class Paced:
     """Trains so many requests a second by waiting, and notes how much of its time it had nothing to train."""
 
-    def __init__(self, session: Session, pace: float, warm_s: float, seconds: float, readers: Callable[[], float]) -> None:
-        self.session, self.pace, self.warm_s, self.seconds, self.readers = session, pace, warm_s, seconds, readers
+    def __init__(
+        self, session: Session, pace: float, warm_s: float, seconds: float, readers: Callable[[], float]
+    ) -> None:
+        self.session, self.pace, self.warm_s, self.seconds, self.readers = (
+            session,
+            pace,
+            warm_s,
+            seconds,
+            readers,
+        )
         self._is_first = True
         self.units = self.took_s = 1.0
         self._figures: dict[str, float] = {}
@@ -236,7 +259,9 @@ class Paced:
         given = 0
         with self.session.opened() as source:
             batches = batches_of(source, self.session.rows)
-            while (now_s := time.perf_counter() - began_s) < all_s and (batch := next(batches, None)) is not None:
+            while (now_s := time.perf_counter() - began_s) < all_s and (
+                batch := next(batches, None)
+            ) is not None:
                 if not warm[1] and now_s >= self.warm_s:
                     warm = given, now_s, self._stalled_s()
                 given += batch.num_requests
@@ -257,7 +282,9 @@ class Paced:
 
 
 @contextlib.contextmanager
-def starved(most: int, share: float, pace: float, seconds: tuple[float, float], files: int, rows: int) -> Iterator[Work]:
+def starved(
+    most: int, share: float, pace: float, seconds: tuple[float, float], files: int, rows: int
+) -> Iterator[Work]:
     """Units: requests trained, `pace` a second at most; a reader bears `share` of that by a declared delay, and there may be
     `most` of them; 0: this process reads, and isn't slowed. `seconds`: before what is measured, and of it."""
     with _table(files, rows) as place, contextlib.ExitStack() as opened:

@@ -13,13 +13,13 @@ import pyarrow.parquet as pq
 
 from benchmarks.made import made_once
 from benchmarks.workloads.sharing.logs import samples_of
-from roo.batch import Batch
-from roo.columnar import columns_of, forms, whole
-from roo.decode import Decoder
-from roo.schema import Schema
-from roo.wire import Record
-from warehouse import layout
-from warehouse.file_writer import FOOTER_KEY, FORMAT
+from roostream.schema.schema import Schema
+from roostream.warehouse import layout
+from roostream.warehouse.file_writer import FOOTER_KEY, FORMAT
+from roostream.wire.batch import Batch
+from roostream.wire.columnar import columns_of, forms, whole
+from roostream.wire.decode import Decoder
+from roostream.wire.records import Record
 
 _HOUR_MS, _DAY_MS = 3_600_000, 86_400_000
 _ALL = 1 << 30
@@ -57,7 +57,9 @@ def ordered(its: Log, rows: str, order: str) -> Iterator[Batch]:
     batch = its.batch
     user_R = batch.ro_lists.values_of("user")
     time_R = batch.time_ms_R
-    keys_R = {"time": [time_R], "day": [time_R, user_R, batch.close_ms_R // _DAY_MS]}.get(order, [time_R, user_R])
+    keys_R = {"time": [time_R], "day": [time_R, user_R, batch.close_ms_R // _DAY_MS]}.get(
+        order, [time_R, user_R]
+    )
     if rows == "requests":
         at_R = np.lexsort(keys_R)
         for piece in _pieces(at_R, layout.ROWS_OF_GROUP):
@@ -99,7 +101,9 @@ def file_of(its: Log, key: tuple[str, int, int], rows: str, order: str) -> bytes
 
 def sampled(schema: Schema, share: float) -> frozenset[str]:
     """So many of the features, the same for the same share; at a tenth without lists of requests, which are most of the bytes."""
-    features = [f.name for f in (*schema.ro, *schema.nro) if share > 0.15 or not (f.is_list and f in schema.ro)]
+    features = [
+        f.name for f in (*schema.ro, *schema.nro) if share > 0.15 or not (f.is_list and f in schema.ro)
+    ]
     count = max(round(share * len((*schema.ro, *schema.nro))), 1)
     chosen = np.random.default_rng(1).choice(len(features), size=min(count, len(features)), replace=False)
     found = {features[n] for n in chosen}

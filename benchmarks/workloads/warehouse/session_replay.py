@@ -15,19 +15,19 @@ import numpy as np
 from benchmarks.question import Work
 from benchmarks.workloads.sharing.logs import samples_of
 from benchmarks.workloads.warehouse import rows_at_rest
-from roo.columnar import columns_of, forms, projected, whole
-from roo.decode import Decoder
-from roo.schema import Schema
-from roo.schema_registry import register
-from roo.wire import Record
-from warehouse.archive import take
-from warehouse.captured import CapturedSession, Slowed, replayed
-from warehouse.data_file import day_of
-from warehouse.delta_table import Step
-from warehouse.file_writer import FilePlace, FileRows, write_rows
-from warehouse.place import Warehouse
-from warehouse.readers.reading import TableRows
-from warehouse.readers.table_session import TableFiles
+from roostream.schema.registry import register
+from roostream.schema.schema import Schema
+from roostream.warehouse.archive import take
+from roostream.warehouse.captured import CapturedSession, Slowed, replayed
+from roostream.warehouse.data_file import day_of
+from roostream.warehouse.delta_table import Step
+from roostream.warehouse.file_writer import FilePlace, FileRows, write_rows
+from roostream.warehouse.place import Warehouse
+from roostream.warehouse.readers.reading import TableRows
+from roostream.warehouse.readers.table_session import TableFiles
+from roostream.wire.columnar import columns_of, forms, projected, whole
+from roostream.wire.decode import Decoder
+from roostream.wire.records import Record
 
 
 def small_table(folder: str, schema: Schema, written_by: Schema, records: list[Record]) -> Warehouse:
@@ -52,7 +52,7 @@ def small_table(folder: str, schema: Schema, written_by: Schema, records: list[R
 @contextlib.contextmanager
 def read_again(slower: float, share: float, users: int, history: int) -> Iterator[Work]:
     """`slower`: the share by which the reader takes longer on purpose; `share`: of the features. Units are requests."""
-    from command.data.session_command import session_of
+    from roostream.cli.data.session_command import session_of
 
     written_by, records = samples_of("EB-NeRD", users, history)
     schema = dataclasses.replace(written_by, transforms=())
@@ -61,7 +61,9 @@ def read_again(slower: float, share: float, users: int, history: int) -> Iterato
         warehouse = small_table(folder, schema, written_by, records)
         told = session_of(folder, "", tuple(sorted(chosen)), path := Path(folder) / "session.json")
         session = CapturedSession.read(path)
-        files: TableRows = TableFiles(warehouse, warehouse.samples.snapshot().files, (), projected(schema, chosen))
+        files: TableRows = TableFiles(
+            warehouse, warehouse.samples.snapshot().files, (), projected(schema, chosen)
+        )
         rows = Slowed(files, slower, time.process_time) if slower else files
         figures = {"reads": float(told["reads"]), "over-read %": 100.0 * told["over_read"] + 1e-9}
         yield Work(lambda: replayed(session.reads, rows, digests=False), told["requests"], lambda: figures)

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 
 from benchmarks.question import Work
 from benchmarks.workloads.warehouse import rows_at_rest
-from roo.wire import Record
+from roostream.wire.records import Record
 
 
 @contextlib.contextmanager
-def written(name: str, history: int, rows: str, order: str, encoding: str = "ours", users: int = 1 << 30) -> Iterator[Work]:
+def written(
+    name: str, history: int, rows: str, order: str, encoding: str = "ours", users: int = 1 << 30
+) -> Iterator[Work]:
     """`encoding`: ours, pyarrow, or ours without counters."""
     its = rows_at_rest.log(name, history, users)
     if encoding == "without counters":

@@ -15,19 +15,21 @@ import pyarrow.parquet as pq
 
 from benchmarks.question import Work
 from benchmarks.workloads.warehouse import rows_at_rest
-from roo.columnar import projected
-from roo.decode import Decoder
-from runtime.checkpoint_store import FileStore
-from warehouse.byte_ranges import ByteRange, merged
-from warehouse.data_file import DataFile
-from warehouse.file_reader import SampleFile
-from warehouse.popularity import side_by_side
+from roostream.runtime.checkpoint_store import FileStore
+from roostream.warehouse.byte_ranges import ByteRange, merged
+from roostream.warehouse.data_file import DataFile
+from roostream.warehouse.file_reader import SampleFile
+from roostream.warehouse.popularity import side_by_side
+from roostream.wire.columnar import projected
+from roostream.wire.decode import Decoder
 
 _POLL = 512
 
 
 @contextlib.contextmanager
-def read(name: str, history: int, rows: str, order: str, share: float = 1.0, users: int = 1 << 30) -> Iterator[Work]:
+def read(
+    name: str, history: int, rows: str, order: str, share: float = 1.0, users: int = 1 << 30
+) -> Iterator[Work]:
     """File → batch, row group by row group, of this share of the features; units are impressions."""
     its = rows_at_rest.log(name, history, users)
     reader = its.schema if share == 1.0 else projected(its.schema, rows_at_rest.sampled(its.schema, share))
@@ -94,7 +96,10 @@ def flattened(how: str, features: int = _WIDE, rows: int = _ROWS) -> Iterator[Wo
     wanted = np.sort(rng.choice(features, max(features * _WANTED // _WIDE, 1), replace=False))
     table = _columns(values, there) if how == "columns" else _map(values, there)
     out = pa.BufferOutputStream()
-    split = {"column_encoding": dict.fromkeys(table.column_names, "BYTE_STREAM_SPLIT"), "use_dictionary": False}
+    split = {
+        "column_encoding": dict.fromkeys(table.column_names, "BYTE_STREAM_SPLIT"),
+        "use_dictionary": False,
+    }
     pq.write_table(table, out, compression="zstd", compression_level=3, **(split if how == "columns" else {}))
     data = out.getvalue()
     read = _of_columns if how == "columns" else _of_map
@@ -111,7 +116,9 @@ def _columns(values: np.ndarray, there: np.ndarray) -> pa.Table:
 def _map(values: np.ndarray, there: np.ndarray) -> pa.Table:
     offsets = np.concatenate([[0], np.cumsum(there.sum(axis=1))]).astype(np.int32)
     keys = np.nonzero(there)[1].astype(np.int32)
-    return pa.table({"features": pa.MapArray.from_arrays(pa.array(offsets), pa.array(keys), pa.array(values[there]))})
+    return pa.table(
+        {"features": pa.MapArray.from_arrays(pa.array(offsets), pa.array(keys), pa.array(values[there]))}
+    )
 
 
 def _of_columns(data: pa.Buffer, wanted: np.ndarray, features: int) -> np.ndarray:
@@ -164,7 +171,10 @@ def planned(order: str, over_read: float, exponent: float) -> Iterator[Work]:
     }[order]
     starts = np.zeros(_WIDE, dtype=np.int64)
     starts[by] = np.cumsum(sizes[by]) - sizes[by]
-    needed = [[ByteRange(int(starts[f]), int(starts[f] + sizes[f])) for f in job] for job in _jobs(_JOBS, 2, exponent)]
+    needed = [
+        [ByteRange(int(starts[f]), int(starts[f] + sizes[f])) for f in job]
+        for job in _jobs(_JOBS, 2, exponent)
+    ]
     plans = [merged(ranges, over_read) for ranges in needed]
     asked = sum(end - start for ranges in needed for start, end in ranges)
     read = sum(end - start for plan in plans for start, end in plan)

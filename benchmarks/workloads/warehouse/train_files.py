@@ -12,22 +12,22 @@ from pathlib import Path
 from benchmarks.question import Work
 from benchmarks.workloads import data
 from benchmarks.workloads.training_stack import PROGRAMS, Feed, until
-from command.train.config import TrainConfig
-from command.train.offline import train_offline
 from infra.options import StackOptions
 from infra.stack import Stack
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.schema import Schema
-from roo.schema_registry import register
-from roo.wire import Record
-from runtime.program import Stop
-from runtime.scrape import fetch
+from roostream.cli.train.config import TrainConfig
+from roostream.cli.train.offline import train_offline
+from roostream.runtime.program import Stop
+from roostream.runtime.scrape import fetch
+from roostream.schema.registry import register
+from roostream.schema.schema import Schema
+from roostream.warehouse.archive import by_day, sample_rows
+from roostream.warehouse.delta_table import Step
+from roostream.warehouse.file_writer import FilePlace, write_rows
+from roostream.warehouse.place import Warehouse
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.records import Record
 from trainer.config import LoopConfig
-from warehouse.archive import by_day, sample_rows
-from warehouse.delta_table import Step
-from warehouse.file_writer import FilePlace, write_rows
-from warehouse.place import Warehouse
 
 CANDIDATES = 20
 _KINDS, _READY_S, _TRAIN_S, _NEVER_MS = 512, 120.0, 300.0, 600_000
@@ -54,14 +54,20 @@ class Turns:
 def from_files(requests: int, batch_requests: int = 0) -> Iterator[Work]:
     """`roostream train` of so many, from nothing to the commit that has them all. `batch_requests`: in each batch from the first
     on; 0: as a stream's worker has them."""
-    loop = LoopConfig(batch_requests=batch_requests, first_batch_requests=batch_requests) if batch_requests else LoopConfig()
+    loop = (
+        LoopConfig(batch_requests=batch_requests, first_batch_requests=batch_requests)
+        if batch_requests
+        else LoopConfig()
+    )
     with tempfile.TemporaryDirectory() as folder:
         archived(Path(folder) / "warehouse", data.demo_schema(), requests)
         homes = itertools.count()
 
         def turn() -> tuple[float, float]:
             home = str(Path(folder) / f"home-{next(homes)}")
-            config = TrainConfig(warehouse=str(Path(folder) / "warehouse"), home=home, schema=str(data.DEMO), partitions=4)
+            config = TrainConfig(
+                warehouse=str(Path(folder) / "warehouse"), home=home, schema=str(data.DEMO), partitions=4
+            )
             told = train_offline(config, loop, Stop())
             assert told["rows"] == requests, told
             return float(requests), float(told["wall_s"])
@@ -80,7 +86,9 @@ def archived(place: Path, schema: Schema, requests: int) -> None:
         rows, dead = sample_rows(schema, its)
         assert not dead
         warehouse.samples.widen(rows.forms)
-        where = FilePlace(table="samples", day=next(iter(by_day(rows))), partition=number, fingerprint=schema.fingerprint)
+        where = FilePlace(
+            table="samples", day=next(iter(by_day(rows))), partition=number, fingerprint=schema.fingerprint
+        )
         files = [write_rows(warehouse.store, part, where) for part in by_day(rows).values()]
         warehouse.samples.commit(files, progress={f"samples/benchmark/{number}": Step(None, len(its))})
 
@@ -114,7 +122,9 @@ def from_kafka(requests: int) -> Iterator[Work]:
 
 def _trained(stack: Stack, feed: Feed, requests: int) -> tuple[float, float]:
     def trained() -> float:
-        return fetch(stack.endpoints.metrics["worker"], timeout_s=2.0).value("roostream_worker_requests") or 0.0
+        return (
+            fetch(stack.endpoints.metrics["worker"], timeout_s=2.0).value("roostream_worker_requests") or 0.0
+        )
 
     until("all samples written", lambda: feed.num_sent >= requests, _READY_S, 0.02)
     began_s, before = time.monotonic(), trained()

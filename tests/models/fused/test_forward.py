@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from models.build import build_model
-from models.config import CascadeConfig, HstuConfig, RankerConfig, TwoTowerConfig
-from models.fused import forward, machine
-from models.fused.forward import Rows, TapeForward, forward_of
-from models.inputs import build_inputs
-from models.model import Model
-from roo.batch import Batch
-from roo.lookup import Lookup, build_lookup
+from roostream.models.build import build_model
+from roostream.models.config import CascadeConfig, HstuConfig, RankerConfig, TwoTowerConfig
+from roostream.models.fused import forward, machine
+from roostream.models.fused.forward import Rows, TapeForward, forward_of
+from roostream.models.inputs import build_inputs
+from roostream.models.model import Model
+from roostream.wire.batch import Batch
+from roostream.wire.lookup import Lookup, build_lookup
 from tests.models.model_cases import CASES, make_batch, make_rows, make_schema
 from tests.models.model_checks import COUNTS, SMALL, trained_model
 
@@ -88,7 +88,9 @@ def test_a_list_longer_than_what_is_kept_near_is_attended_to_whole() -> None:
     schema = make_schema("plain history")
     model = trained_model(schema).eval().requires_grad_(False)
     batch = make_batch(schema, [150], seed=1, longest=90)
-    np.testing.assert_allclose(forward_of(model, schema)(*asked(batch)), by_modules(model, batch), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        forward_of(model, schema)(*asked(batch)), by_modules(model, batch), rtol=0, atol=1e-5
+    )
 
 
 def test_weights_that_are_not_finite_give_scores_that_are_not_finite() -> None:
@@ -128,13 +130,17 @@ def test_a_cascade_is_served_by_the_tape_of_its_ranker() -> None:
     np.testing.assert_allclose(run(*asked(batch)), by_modules(model, batch), rtol=0, atol=1e-5)
 
 
-def test_a_model_that_only_looks_like_a_ranker_goes_through_its_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_only_looks_like_a_ranker_goes_through_its_modules(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     schema = make_schema("everything")
     model = trained_model(schema)
     monkeypatch.setattr(forward, "COMPILED", False)
     assert not isinstance(forward_of(model, schema), TapeForward), "without numba's compiler"
     monkeypatch.undo()
-    model.__class__ = type("Mine", (type(model),), {"forward": lambda self, inputs: inputs.nro_float_BG[:, :2]})
+    model.__class__ = type(
+        "Mine", (type(model),), {"forward": lambda self, inputs: inputs.nro_float_BG[:, :2]}
+    )
     batch = make_batch(schema, [3])
     assert forward_of(model, schema)(*asked(batch)).tobytes() == by_modules(model, batch).tobytes()
 

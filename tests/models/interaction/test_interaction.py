@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from models.interaction.cross_net import CrossNet
-from models.interaction.dhen import CrossTokens, Dhen, DotProducts, MixTokens
+from roostream.models.interaction.cross_net import CrossNet
+from roostream.models.interaction.dhen import CrossTokens, Dhen, DotProducts, MixTokens
 from tests.models.layer_checks import assert_gradients, built, randn
 
 NAMES = ("cross", "dot", "mix")
@@ -38,9 +38,13 @@ def test_dhen_is_the_norm_of_a_sum_of_interactions_and_the_layer_below() -> None
         flat = below.reshape(5, 6)
         low_rank = crossed.cross.layers[0].weight @ crossed.cross.down[0].weight
         expected = below + (flat * (flat @ low_rank.T + crossed.cross.layers[0].bias) + flat).view(5, 3, 2)
-        products = torch.stack([(below[:, i] * below[:, j]).sum(dim=1) for i in range(3) for j in range(3)], dim=1)
+        products = torch.stack(
+            [(below[:, i] * below[:, j]).sum(dim=1) for i in range(3) for j in range(3)], dim=1
+        )
         expected = expected + (products @ dotted.out.weight.T + dotted.out.bias).view(5, 3, 2)
-        across = torch.stack([sum(mixed.across.weight[k, j] * below[:, j] for j in range(3)) for k in range(3)], dim=1)
+        across = torch.stack(
+            [sum(mixed.across.weight[k, j] * below[:, j] for j in range(3)) for k in range(3)], dim=1
+        )
         expected = expected + across @ mixed.each.weight.T + mixed.each.bias
         below = F.layer_norm(expected, (2,), layer.norm.weight, layer.norm.bias)
     torch.testing.assert_close(net(x), below.reshape(5, 6))
@@ -48,7 +52,9 @@ def test_dhen_is_the_norm_of_a_sum_of_interactions_and_the_layer_below() -> None
 
 
 @pytest.mark.parametrize(
-    "module", [CrossTokens(3, 2, 2), DotProducts(3, 2), MixTokens(3, 2)], ids=lambda module: type(module).__name__
+    "module",
+    [CrossTokens(3, 2, 2), DotProducts(3, 2), MixTokens(3, 2)],
+    ids=lambda module: type(module).__name__,
 )
 def test_gradients_of_each_interaction(module: nn.Module) -> None:
     net = built(module)

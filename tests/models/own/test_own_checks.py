@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from models.build import load_model_config
-from models.config import RankerConfig
-from models.own.own_checks import check_model, us_a_request
+from roostream.models.build import load_model_config
+from roostream.models.config import RankerConfig
+from roostream.models.own.own_checks import check_model, us_a_request
 from tests.models.model_cases import make_schema
 from tests.models.own.test_loading import written
 
 CODE = """
 import torch
-from models.model import Model
+from roostream.models.model import Model
 
 class Linear(Model):
     def __init__(self, schema):
@@ -62,9 +62,24 @@ def test_our_own_kind_passes_and_takes_time() -> None:
             "alone as in a batch, to 1e-5 (G9)",
             "nothing may be taken over all requests",
         ),
-        ("return z_BT", "return z_BT + x_BG.sum()", "independent of other requests", "expected a request's logits to be its own"),
-        ("return z_BT", "return z_BT + self.training", "the same bits in serving (G9)", "looks at training or eval mode"),
-        ("return z_BT", "return torch.nn.functional.dropout(z_BT)", "nothing is kept between calls", "forward draws"),
+        (
+            "return z_BT",
+            "return z_BT + x_BG.sum()",
+            "independent of other requests",
+            "expected a request's logits to be its own",
+        ),
+        (
+            "return z_BT",
+            "return z_BT + self.training",
+            "the same bits in serving (G9)",
+            "looks at training or eval mode",
+        ),
+        (
+            "return z_BT",
+            "return torch.nn.functional.dropout(z_BT)",
+            "nothing is kept between calls",
+            "forward draws",
+        ),
         (
             "return z_BT",
             "return z_BT.half()",
@@ -96,12 +111,29 @@ def test_our_own_kind_passes_and_takes_time() -> None:
             "loss and gradients are finite",
             "expected finite gradients, got others for own.layer.weight",
         ),
-        (".mul(targets.weight_BT)", "", "loss and gradients are finite", "expected a loss of 0 where all weights are 0"),
-        ("(logits_BT -", "(logits_BT.detach() -", "loss and gradients are finite", "expected a loss with gradients"),
-        ("- targets.label_BT", "/ (0 * targets.label_BT)", "loss and gradients are finite", "expected a finite loss"),
+        (
+            ".mul(targets.weight_BT)",
+            "",
+            "loss and gradients are finite",
+            "expected a loss of 0 where all weights are 0",
+        ),
+        (
+            "(logits_BT -",
+            "(logits_BT.detach() -",
+            "loss and gradients are finite",
+            "expected a loss with gradients",
+        ),
+        (
+            "- targets.label_BT",
+            "/ (0 * targets.label_BT)",
+            "loss and gradients are finite",
+            "expected a finite loss",
+        ),
         ("targets.label_BT", "targets.lable", "loss and gradients are finite", "shop.py:18: AttributeError"),
     ],
 )
-def test_a_broken_rule_is_told_in_a_sentence(tmp_path: Path, right: str, wrong: str, check: str, message: str) -> None:
+def test_a_broken_rule_is_told_in_a_sentence(
+    tmp_path: Path, right: str, wrong: str, check: str, message: str
+) -> None:
     told = broken(tmp_path, right, wrong)
     assert message in told[check] and "\n" not in told[check]

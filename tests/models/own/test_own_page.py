@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from models.build import load_model_config, model_config_from_dict
-from models.own.own_checks import check_model
+from roostream.models.build import load_model_config, model_config_from_dict
+from roostream.models.own.own_checks import check_model
 from tests.trainer.visit_checks import assert_serving_scores_as, log_losses
 from tests.trainer.visits import SCHEMA, visit_loop, visits
 

@@ -19,11 +19,11 @@ from torchrec import (
 )
 from torchrec.modules.embedding_configs import DataType
 
-from models.inputs import Inputs, build_inputs
-from models.own.torchrec_bags import RemoteEmbeddingBagCollection, as_kjt, rows_of
-from models.parts import pool
-from roo.errors import SchemaError
-from roo.lookup import build_lookup
+from roostream.errors import SchemaError
+from roostream.models.inputs import Inputs, build_inputs
+from roostream.models.own.torchrec_bags import RemoteEmbeddingBagCollection, as_kjt, rows_of
+from roostream.models.parts import pool
+from roostream.wire.lookup import build_lookup
 from tests.models.model_cases import make_batch, make_rows, make_schema
 
 SCHEMA = make_schema("everything")
@@ -37,8 +37,12 @@ def made_inputs(counts: list[int], seed: int = 3) -> Inputs:
     return build_inputs(batch, lookup, make_rows(SCHEMA, lookup), train=True)
 
 
-def config(table: str, dim: int, *features: str, pooling: PoolingType = MEAN, rows: int = 1) -> EmbeddingBagConfig:
-    return EmbeddingBagConfig(name=table, embedding_dim=dim, num_embeddings=rows, feature_names=list(features), pooling=pooling)
+def config(
+    table: str, dim: int, *features: str, pooling: PoolingType = MEAN, rows: int = 1
+) -> EmbeddingBagConfig:
+    return EmbeddingBagConfig(
+        name=table, embedding_dim=dim, num_embeddings=rows, feature_names=list(features), pooling=pooling
+    )
 
 
 def all_configs(pooling: PoolingType) -> list[EmbeddingBagConfig]:
@@ -49,7 +53,9 @@ def all_configs(pooling: PoolingType) -> list[EmbeddingBagConfig]:
     ]
 
 
-def theirs_of(configs: list[EmbeddingBagConfig], rows: Mapping[str, Tensor], is_weighted: bool) -> EmbeddingBagCollection:
+def theirs_of(
+    configs: list[EmbeddingBagConfig], rows: Mapping[str, Tensor], is_weighted: bool
+) -> EmbeddingBagCollection:
     """TorchRec's own, each table of which holds the rows of its stack."""
     stacks = {c.name: SCHEMA.table_by_name[c.name].stack for c in configs}
     sized = [dataclasses.replace(c, num_embeddings=max(len(rows[stacks[c.name]]), 1)) for c in configs]
@@ -60,21 +66,28 @@ def theirs_of(configs: list[EmbeddingBagConfig], rows: Mapping[str, Tensor], is_
     return collection
 
 
-def compare(configs: list[EmbeddingBagConfig], counts: list[int], *, is_weighted: bool = False, expand: bool = False) -> int:
+def compare(
+    configs: list[EmbeddingBagConfig], counts: list[int], *, is_weighted: bool = False, expand: bool = False
+) -> int:
     """Both give the same KeyedTensor and the same gradients of rows; how many candidates there were."""
     inputs = made_inputs(counts)
     kjt = as_kjt(inputs, expand=expand)
     with rows_of(inputs):
         ours = RemoteEmbeddingBagCollection(configs, SCHEMA, is_weighted)(kjt)
     collection = theirs_of(configs, inputs.rows, is_weighted)
-    theirs = collection(as_kjt(inputs, expand=not expand or not sum(counts)))  # theirs can't share among no candidates
+    theirs = collection(
+        as_kjt(inputs, expand=not expand or not sum(counts))
+    )  # theirs can't share among no candidates
     assert ours.keys() == theirs.keys() and ours.length_per_key() == theirs.length_per_key()
     torch.testing.assert_close(ours.values(), theirs.values(), rtol=1e-6, atol=1e-6)
     push = torch.sin(torch.arange(ours.values().numel(), dtype=torch.float32)).view_as(ours.values())
     for values in (ours.values(), theirs.values()):
         (values * push).sum().backward()
     for c in configs:
-        rows_UD, weight = inputs.rows[SCHEMA.table_by_name[c.name].stack], collection.embedding_bags[c.name].weight
+        rows_UD, weight = (
+            inputs.rows[SCHEMA.table_by_name[c.name].stack],
+            collection.embedding_bags[c.name].weight,
+        )
         assert rows_UD.grad is not None and weight.grad is not None
         torch.testing.assert_close(rows_UD.grad, weight.grad[: len(rows_UD)], rtol=1e-6, atol=1e-6)
     return len(ours.values())
@@ -90,7 +103,10 @@ def test_outputs_and_gradients_are_those_of_torchrecs_own_collection(
 
 
 def test_the_batches_compared_have_empty_bags_and_repeated_ids() -> None:
-    lengths, values = as_kjt(made_inputs(COUNTS))["history"].lengths(), as_kjt(made_inputs(COUNTS))["history"].values()
+    lengths, values = (
+        as_kjt(made_inputs(COUNTS))["history"].lengths(),
+        as_kjt(made_inputs(COUNTS))["history"].values(),
+    )
     assert int(lengths.min()) == 0 and len(values.unique()) < len(values)
 
 
@@ -107,17 +123,23 @@ def test_a_mean_is_what_our_own_models_pool() -> None:
     assert torch.equal(ours["item"], pooled["item"])
     assert torch.equal(ours["history"], pooled["history"][inputs.request_index_B])
     with rows_of(inputs):
-        weighted = RemoteEmbeddingBagCollection([config("user", 6, "topics", pooling=SUM)], SCHEMA, True)(as_kjt(inputs))
+        weighted = RemoteEmbeddingBagCollection([config("user", 6, "topics", pooling=SUM)], SCHEMA, True)(
+            as_kjt(inputs)
+        )
     assert torch.equal(weighted["topics"], pooled["topics"][inputs.request_index_B])
 
 
 def test_entries_of_a_sequence_are_those_of_torchrecs_embedding_collection() -> None:
     inputs = made_inputs(COUNTS)
     rows_UD, jagged = inputs.rows["d4-adagrad"].detach(), as_kjt(inputs)["history"]
-    tables = [EmbeddingConfig(name="item", embedding_dim=4, num_embeddings=len(rows_UD), feature_names=["history"])]
+    tables = [
+        EmbeddingConfig(name="item", embedding_dim=4, num_embeddings=len(rows_UD), feature_names=["history"])
+    ]
     collection = EmbeddingCollection(tables=tables)
     collection.load_state_dict({"embeddings.item.weight": rows_UD})
-    theirs = collection(KeyedJaggedTensor(keys=["history"], values=jagged.values(), lengths=jagged.lengths()))["history"]
+    theirs = collection(
+        KeyedJaggedTensor(keys=["history"], values=jagged.values(), lengths=jagged.lengths())
+    )["history"]
     sequence = inputs.sequences["history"]
     assert torch.equal(theirs.offsets(), sequence.offset_R1)
     assert torch.equal(theirs.values(), rows_UD[sequence.index_L])
@@ -126,9 +148,18 @@ def test_entries_of_a_sequence_are_those_of_torchrecs_embedding_collection() -> 
 def test_a_request_is_in_the_tensor_once_or_for_each_candidate() -> None:
     inputs = made_inputs(COUNTS)
     shared, expanded = as_kjt(inputs), as_kjt(inputs, expand=True)
-    per_request = {"user": True, "history": True, "topics": True, "history.action": True, "item": False, "tags": False}
+    per_request = {
+        "user": True,
+        "history": True,
+        "topics": True,
+        "history.action": True,
+        "item": False,
+        "tags": False,
+    }
     assert {key: n == 6 for key, n in zip(shared.keys(), shared.stride_per_key(), strict=True)} == per_request
-    assert shared.stride() == expanded.stride() == sum(COUNTS) and set(expanded.stride_per_key()) == {sum(COUNTS)}
+    assert shared.stride() == expanded.stride() == sum(COUNTS) and set(expanded.stride_per_key()) == {
+        sum(COUNTS)
+    }
     keys, bag_KB = shared.inverse_indices()
     for key, bag_B in zip(keys, bag_KB, strict=True):
         bags = [bag.tolist() for bag in shared[key].to_dense()]
@@ -141,7 +172,9 @@ def test_weights_that_are_learned_get_their_gradients() -> None:
     weights = kjt.weights().clone().requires_grad_()
     weighted = KeyedJaggedTensor(keys=kjt.keys(), values=kjt.values(), lengths=kjt.lengths(), weights=weights)
     with rows_of(inputs):
-        RemoteEmbeddingBagCollection([config("user", 6, "topics", pooling=SUM)], SCHEMA, True)(weighted).values().sum().backward()
+        RemoteEmbeddingBagCollection([config("user", 6, "topics", pooling=SUM)], SCHEMA, True)(
+            weighted
+        ).values().sum().backward()
     assert weights.grad is not None and int((weights.grad != 0).sum()) == len(kjt["topics"].values())
 
 
@@ -149,7 +182,9 @@ def test_it_has_no_parameters_and_keeps_nothing() -> None:
     inputs = made_inputs(COUNTS)
     ours = RemoteEmbeddingBagCollection([config("item", 4)], SCHEMA)
     assert ours.state_dict() == {} and list(ours.parameters()) == [] and not ours.is_weighted()
-    assert ours.embedding_bag_configs()[0].feature_names == ["item"], "a config without features looks for its own name"
+    assert ours.embedding_bag_configs()[0].feature_names == ["item"], (
+        "a config without features looks for its own name"
+    )
     with rows_of(inputs):
         assert ours.device == inputs.rows["d4-adagrad"].device
     with pytest.raises(SchemaError, match="expected the rows of a batch, got none; call the model inside"):
@@ -160,21 +195,44 @@ def test_it_has_no_parameters_and_keeps_nothing() -> None:
     ("configs", "message"),
     [
         ([], "expected an EmbeddingBagConfig or more, got none"),
-        ([config("itm", 4, "item")], "'itm': expected a table of the schema as its name, got none such; did you mean 'item'"),
-        ([config("item", 8, "item")], r"'item': expected embedding_dim = 4, as \[tables.item\] has it, got 8; change one"),
-        ([config("item", 4, "items")], "feature 'items': expected a list feature of the schema, got none such; did you mean"),
+        (
+            [config("itm", 4, "item")],
+            "'itm': expected a table of the schema as its name, got none such; did you mean 'item'",
+        ),
+        (
+            [config("item", 8, "item")],
+            r"'item': expected embedding_dim = 4, as \[tables.item\] has it, got 8; change one",
+        ),
+        (
+            [config("item", 4, "items")],
+            "feature 'items': expected a list feature of the schema, got none such; did you mean",
+        ),
         ([config("item", 4, "ctr")], "feature 'ctr': expected a list feature of the schema, got none such"),
-        ([config("item", 4, "user")], "'item': feature 'user': expected it in config 'user', its table in the schema"),
-        ([config("item", 4, "item", "item")], "feature 'item': expected it in one config, got it in 'item' too"),
-        ([config("item", 4, "item"), config("item", 4, "history")], "'item': expected one config a table, got more"),
-        ([config("item", 4, "item", pooling=PoolingType.NONE)], "expected pooling SUM or MEAN, got PoolingType.NONE"),
+        (
+            [config("item", 4, "user")],
+            "'item': feature 'user': expected it in config 'user', its table in the schema",
+        ),
+        (
+            [config("item", 4, "item", "item")],
+            "feature 'item': expected it in one config, got it in 'item' too",
+        ),
+        (
+            [config("item", 4, "item"), config("item", 4, "history")],
+            "'item': expected one config a table, got more",
+        ),
+        (
+            [config("item", 4, "item", pooling=PoolingType.NONE)],
+            "expected pooling SUM or MEAN, got PoolingType.NONE",
+        ),
         (
             [dataclasses.replace(config("item", 4, "item"), data_type=DataType.FP16)],
             "expected data_type FP32, as rows are, got",
         ),
     ],
 )
-def test_what_differs_between_configs_and_schema_is_said_in_a_sentence(configs: list[EmbeddingBagConfig], message: str) -> None:
+def test_what_differs_between_configs_and_schema_is_said_in_a_sentence(
+    configs: list[EmbeddingBagConfig], message: str
+) -> None:
     with pytest.raises(SchemaError, match=message):
         RemoteEmbeddingBagCollection(configs, SCHEMA)
 
@@ -187,13 +245,23 @@ def test_means_have_no_weights() -> None:
 def test_tensors_that_cannot_be_of_this_batch_are_refused() -> None:
     inputs = made_inputs(COUNTS)
     ours = RemoteEmbeddingBagCollection([config("item", 4, "item", "history")], SCHEMA)
-    ids = KeyedJaggedTensor(keys=["item", "history"], values=torch.tensor([10**12, 5]), lengths=torch.tensor([1, 1]), stride=1)
+    ids = KeyedJaggedTensor(
+        keys=["item", "history"], values=torch.tensor([10**12, 5]), lengths=torch.tensor([1, 1]), stride=1
+    )
     order = [list(as_kjt(inputs).keys()).index(key) for key in ("history", "item")]
     with rows_of(inputs):
-        with pytest.raises(SchemaError, match=r"expected positions in \d+ rows, got 5 to 1000000000000; .* not ids"):
+        with pytest.raises(
+            SchemaError, match=r"expected positions in \d+ rows, got 5 to 1000000000000; .* not ids"
+        ):
             ours(ids)
-        with pytest.raises(SchemaError, match="expected feature 'history' in the KeyedJaggedTensor, got item"):
-            ours(KeyedJaggedTensor(keys=["item"], values=torch.zeros(1, dtype=torch.int64), lengths=torch.tensor([1])))
+        with pytest.raises(
+            SchemaError, match="expected feature 'history' in the KeyedJaggedTensor, got item"
+        ):
+            ours(
+                KeyedJaggedTensor(
+                    keys=["item"], values=torch.zeros(1, dtype=torch.int64), lengths=torch.tensor([1])
+                )
+            )
         with pytest.raises(SchemaError, match="11 of item, 6 of history: inverse indices were dropped"):
             ours(as_kjt(inputs).permute(order))
         expanded = as_kjt(inputs, expand=True)
@@ -206,4 +274,6 @@ def test_rows_are_a_batchs_own_also_when_one_is_within_another() -> None:
     with rows_of(one):
         with rows_of(other):
             assert len(ours(as_kjt(other)).values()) == 4
-        np.testing.assert_array_equal(ours(as_kjt(one)).values().detach().numpy(), pool(one)["item"].detach().numpy())
+        np.testing.assert_array_equal(
+            ours(as_kjt(one)).values().detach().numpy(), pool(one)["item"].detach().numpy()
+        )

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from models.sequence import attention_in_place as module
-from models.sequence.attention_in_place import attention_in_place
-from models.sequence.jagged_targets import JaggedTargets, build_histories, build_jagged_targets
-from models.sequence.pointwise_attention import pointwise_attention
+from roostream.models.sequence import attention_in_place as module
+from roostream.models.sequence.attention_in_place import attention_in_place
+from roostream.models.sequence.jagged_targets import JaggedTargets, build_histories, build_jagged_targets
+from roostream.models.sequence.pointwise_attention import pointwise_attention
 from tests.models.layer_checks import randn
 
 MOST, HEADS = 20, 2
@@ -38,7 +38,9 @@ def test_it_is_the_reference_and_so_are_its_gradients(name: str, width: int) -> 
 def test_gradients_are_right_in_float64() -> None:
     sequences = build_jagged_targets(LENGTHS[:2], None, TARGETS[:2], MOST)
     x_SD3, bias_P = randn(8, 3 * HEADS * 2).requires_grad_(), randn(2 * MOST + 1, seed=1).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x, b: attention_in_place(x, sequences, b, None, HEADS, MOST + 1.0), (x_SD3, bias_P))
+    assert torch.autograd.gradcheck(
+        lambda x, b: attention_in_place(x, sequences, b, None, HEADS, MOST + 1.0), (x_SD3, bias_P)
+    )
 
 
 def test_float32_is_computed_in_float32() -> None:

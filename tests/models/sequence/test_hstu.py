@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from models.inputs import time_buckets
-from models.layers import init_parameters
-from models.sequence.hstu import Hstu, SequentialUnit
-from models.sequence.jagged_targets import JaggedTargets, build_jagged_targets
+from roostream.models.inputs import time_buckets
+from roostream.models.layers import init_parameters
+from roostream.models.sequence.hstu import Hstu, SequentialUnit
+from roostream.models.sequence.jagged_targets import JaggedTargets, build_jagged_targets
 
 D, HEADS, MOST = 4, 2, 6
 HISTORY = np.array([3, 0, 5, 9, 2, 1], dtype=np.int64)  # newest first; of the fourth the newest six are read
@@ -34,7 +34,11 @@ def made(seed: int = 0, num_targets: np.ndarray = TARGETS) -> tuple[Tensor, Tens
     """Tokens of all entries [L, D] and all targets [B, D], and the time from each entry to its request in ms."""
     random = np.random.default_rng(seed)
     length = int(HISTORY.sum())
-    gap_ms = np.concatenate([np.sort(random.integers(0, 10**8, n)) for n in HISTORY]) if length else np.zeros(0, np.int64)
+    gap_ms = (
+        np.concatenate([np.sort(random.integers(0, 10**8, n)) for n in HISTORY])
+        if length
+        else np.zeros(0, np.int64)
+    )
     entry, target = random.normal(size=(length, D)), random.normal(size=(int(num_targets.sum()), D))
     return torch.from_numpy(entry), torch.from_numpy(target), gap_ms
 
@@ -44,7 +48,9 @@ def run(module: Hstu, entry_LD: Tensor, target_BD: Tensor, sequences: JaggedTarg
     return module(x_SD, sequences)[sequences.token_B]
 
 
-def reference_layer(layer: SequentialUnit, x_ND: Tensor, position: list[int], time_ms: list[int] | None, h: int) -> Tensor:
+def reference_layer(
+    layer: SequentialUnit, x_ND: Tensor, position: list[int], time_ms: list[int] | None, h: int
+) -> Tensor:
     """One sequence, pair by pair; `time_ms` of tokens, then the time of the request."""
 
     def norm(x: Tensor) -> Tensor:
@@ -103,7 +109,9 @@ def test_the_order_is_that_of_time_and_only_the_newest_are_read() -> None:
     assert sequences.token_B.tolist() == [2, 4, 5, 8]
     (pairs,) = sequences.pairs
     assert pairs.bucket_GNN is None
-    assert pairs.offset_GNN[1].tolist() == [[0, 1, 1], [-1, 0, 0], [-1, 0, 0]], "both targets stand where the second entry would"
+    assert pairs.offset_GNN[1].tolist() == [[0, 1, 1], [-1, 0, 0], [-1, 0, 0]], (
+        "both targets stand where the second entry would"
+    )
     assert pairs.sees_GNN[1].tolist() == [[True, False, False], [True, True, False], [True, False, True]]
 
 
@@ -124,7 +132,9 @@ def test_a_request_gives_the_same_alone_and_in_any_batch() -> None:
     for r, (length, m) in enumerate(zip(HISTORY, TARGETS, strict=True)):
         mine, its = slice(starts[r], starts[r] + length), slice(firsts[r], firsts[r] + m)
         sequences = build_jagged_targets(HISTORY[r : r + 1], gap_ms[mine], TARGETS[r : r + 1], MOST)
-        torch.testing.assert_close(run(module, entry[mine], target[its], sequences), together[its], rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            run(module, entry[mine], target[its], sequences), together[its], rtol=0, atol=1e-12
+        )
 
 
 def test_another_target_changes_its_own_output_only_and_no_entry_sees_it() -> None:
@@ -151,12 +161,16 @@ def test_gradients_are_right_in_float64() -> None:
     lengths, counts = HISTORY[:2] + 1, TARGETS[:2]
     sequences = build_jagged_targets(lengths, gap_ms[: lengths.sum()], counts, MOST)
     leaves = (entry[: lengths.sum()].requires_grad_(), target[: counts.sum()].requires_grad_())
-    assert torch.autograd.gradcheck(lambda *_: run(module, *leaves, sequences), (*leaves, *module.parameters()))
+    assert torch.autograd.gradcheck(
+        lambda *_: run(module, *leaves, sequences), (*leaves, *module.parameters())
+    )
 
 
 @pytest.mark.parametrize("counts", [[0], [0, 0]], ids=str)
 def test_without_a_target_there_is_nothing(counts: list[int]) -> None:
-    sequences = build_jagged_targets(np.array([2] * len(counts)), None, np.array(counts, dtype=np.int32), MOST)
+    sequences = build_jagged_targets(
+        np.array([2] * len(counts)), None, np.array(counts, dtype=np.int32), MOST
+    )
     entry = torch.zeros(2 * len(counts), D, dtype=torch.float64)
     assert run(built(times=False), entry, entry[:0], sequences).shape == (0, D)
 
@@ -166,7 +180,9 @@ def test_its_matrix_is_normal_at_first() -> None:
     init_parameters(module, seed=3)
     weight = dict(module.named_parameters())["layers.0.gates_values_queries_keys.weight"]
     assert weight.std().item() == pytest.approx(0.02, rel=0.05) and abs(weight.mean().item()) < 1e-3
-    assert (weight.abs() > 0.04).float().mean().item() == pytest.approx(0.0455, rel=0.2), "beyond two deviations"
+    assert (weight.abs() > 0.04).float().mean().item() == pytest.approx(0.0455, rel=0.2), (
+        "beyond two deviations"
+    )
 
 
 def test_dropout_is_of_training_apart_from_serving() -> None:
@@ -185,7 +201,9 @@ def test_all_targets_of_a_request_in_one_pass_save_what_the_paper_counts() -> No
     module = Hstu(256, 4, 1, 1000, times=False).to("meta")
 
     def flops(lengths: list[int], counts: list[int]) -> int:
-        sequences = build_jagged_targets(np.array(lengths), None, np.array(counts, dtype=np.int32), 1000, "meta")
+        sequences = build_jagged_targets(
+            np.array(lengths), None, np.array(counts, dtype=np.int32), 1000, "meta"
+        )
         with FlopCounterMode(display=False) as counter:
             module(torch.empty(sum(lengths) + sum(counts), 256, device="meta"), sequences)
         return counter.get_total_flops()

@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from models.chosen_parts import candidate_parts
-from models.config import HstuConfig
-from models.inputs import build_inputs
-from models.layers import init_parameters
-from models.parts import Part, pool
-from models.sequence.history_encoder import HistoryEncoder
-from models.sequence.hstu_part import HstuTargets
-from roo.batch import Batch
-from roo.jagged import Jagged
-from roo.lookup import build_lookup
-from roo.schema import Schema
-from roo.schema_file import schema_from_dict
+from roostream.models.chosen_parts import candidate_parts
+from roostream.models.config import HstuConfig
+from roostream.models.inputs import build_inputs
+from roostream.models.layers import init_parameters
+from roostream.models.parts import Part, pool
+from roostream.models.sequence.history_encoder import HistoryEncoder
+from roostream.models.sequence.hstu_part import HstuTargets
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import schema_from_dict
+from roostream.wire.batch import Batch
+from roostream.wire.jagged import Jagged
+from roostream.wire.lookup import build_lookup
 from tests.models.model_cases import CASES, LABELS, make_batch, make_rows, make_schema
 
 CONFIG = HstuConfig(hstu_width=4, max_history=5)
@@ -71,16 +71,24 @@ def test_entries_actions_times_positions_and_candidates_all_learn() -> None:
         assert gradient is not None and gradient.any()
 
 
-def test_a_candidate_goes_through_the_matrix_of_the_entries_and_its_other_ids_through_one_of_their_own() -> None:
+def test_a_candidate_goes_through_the_matrix_of_the_entries_and_its_other_ids_through_one_of_their_own() -> (
+    None
+):
     part = targets_of(SCHEMA)
-    assert part.tokens.item.weight.shape == (4, 4) and part.context is not None and part.context.weight.shape == (4, 2)
+    assert (
+        part.tokens.item.weight.shape == (4, 4)
+        and part.context is not None
+        and part.context.weight.shape == (4, 2)
+    )
     alone = targets_of(make_schema("plain history"))
     assert alone.context is None and not alone.tokens.columns, "an action without a table is not modelled"
 
 
 def test_candidates_without_an_id_in_the_historys_table_are_known_by_their_context() -> None:
     other = {"name": "topic", "kind": "ids", "table": "action"}
-    schema = schema_from_dict({**CASES["everything"], "nro": [other, *CASES["everything"]["nro"][2:]], "label": LABELS})
+    schema = schema_from_dict(
+        {**CASES["everything"], "nro": [other, *CASES["everything"]["nro"][2:]], "label": LABELS}
+    )
     part, batch = moved(targets_of(schema)), make_batch(schema, [3, 2], seed=2)
     out_BD = given(part, batch)
     assert out_BD.shape == (5, 4) and len(np.unique(out_BD.round(5), axis=0)) > 1
@@ -89,7 +97,10 @@ def test_candidates_without_an_id_in_the_historys_table_are_known_by_their_conte
 def test_a_history_is_told_by_its_entries_their_order_and_their_times() -> None:
     batch, part = make_batch(SCHEMA, [1, 1, 1], seed=7), encoder()
     lists = batch.ro_lists
-    place = slice(*lists.offsets_of("history")[[0, -1]] + sum(lists.total_of(k) for k in lists.keys[: lists.index("history")]))
+    place = slice(
+        *lists.offsets_of("history")[[0, -1]]
+        + sum(lists.total_of(k) for k in lists.keys[: lists.index("history")])
+    )
     turned = lists.values.copy()
     turned[place] = turned[place][::-1]
     later = lists.columns | {"history.time": lists.columns["history.time"] - 10**8}

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.layers import init_parameters
-from models.sequence.causal_transformer import AttentionBlock, CausalTransformer
-from models.sequence.hstu import Hstu
-from models.sequence.jagged_targets import build_histories
-from models.sequence.next_item import NextItem
+from roostream.models.layers import init_parameters
+from roostream.models.sequence.causal_transformer import AttentionBlock, CausalTransformer
+from roostream.models.sequence.hstu import Hstu
+from roostream.models.sequence.jagged_targets import build_histories
+from roostream.models.sequence.next_item import NextItem
 from tests.models.layer_checks import assert_gradients, randn
 
 D, HEADS, MOST, ITEMS = 4, 2, 20, 7
@@ -52,10 +52,15 @@ def reference_layer(block: AttentionBlock, x_ND: Tensor) -> Tensor:
         seen = []
         for head in range(HEADS):
             mine = slice(head * D // HEADS, (head + 1) * D // HEADS)
-            weight = torch.stack([q[i][mine] @ k[j][mine] / math.sqrt(D / HEADS) for j in range(i + 1)]).softmax(dim=0)
+            weight = torch.stack(
+                [q[i][mine] @ k[j][mine] / math.sqrt(D / HEADS) for j in range(i + 1)]
+            ).softmax(dim=0)
             seen.append(torch.stack([w * v[j][mine] for j, w in enumerate(weight)]).sum(dim=0))
         x = x_ND[i] + block.out.weight @ torch.cat(seen)
-        inner = block.inner.weight @ (norm(x) * block.network_norm.weight + block.network_norm.bias) + block.inner.bias
+        inner = (
+            block.inner.weight @ (norm(x) * block.network_norm.weight + block.network_norm.bias)
+            + block.inner.bias
+        )
         rows.append(x + block.outer.weight @ F.relu(inner) + block.outer.bias)
     return torch.stack(rows)
 
@@ -87,7 +92,9 @@ def test_another_entry_changes_what_is_behind_it_in_its_own_history_only(name: s
 def test_a_history_gives_the_same_alone_and_in_any_batch(name: str) -> None:
     module, item_S = built(name), items()
     together = module(item_S, build_histories(LENGTHS))
-    for length, mine, its in zip(LENGTHS, item_S.split(LENGTHS.tolist()), together.split(LENGTHS.tolist()), strict=True):
+    for length, mine, its in zip(
+        LENGTHS, item_S.split(LENGTHS.tolist()), together.split(LENGTHS.tolist()), strict=True
+    ):
         torch.testing.assert_close(module(mine, build_histories(np.array([length]))), its, rtol=0, atol=1e-12)
 
 

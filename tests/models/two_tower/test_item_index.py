@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from models.inputs import build_inputs
-from models.two_tower.item_index import ItemIndex, decode, encode, item_index, merged
-from models.two_tower.retrieval import Retrieval
-from roo.errors import CheckpointError
-from roo.lookup import build_lookup
-from runtime import tensor_file
+from roostream.errors import CheckpointError
+from roostream.models.inputs import build_inputs
+from roostream.models.two_tower.item_index import ItemIndex, decode, encode, item_index, merged
+from roostream.models.two_tower.retrieval import Retrieval
+from roostream.runtime import tensor_file
+from roostream.wire.lookup import build_lookup
 from tests.models.model_cases import make_batch, make_rows, make_schema
 from tests.models.model_checks import trained_model
 from tests.models.two_tower.test_retrieval import CONFIG, SCHEMA
@@ -41,7 +41,9 @@ def test_the_best_are_those_with_the_largest_products_that_the_model_gives() -> 
     index, _, _ = made()
     request_D = np.array([0.3, -0.2, 0.9, 0.1], dtype=np.float32)
     ids, products = index.best(request_D, 5)
-    every = sorted(zip((index.vector_ID @ request_D).tolist(), (-index.id_I).tolist(), strict=True), reverse=True)
+    every = sorted(
+        zip((index.vector_ID @ request_D).tolist(), (-index.id_I).tolist(), strict=True), reverse=True
+    )
     assert [(p, -i) for p, i in zip(products.tolist(), ids.tolist(), strict=True)] == every[:5]
     assert len(index.best(request_D, 1000)[0]) == len(index.id_I)
 

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from models.build import build_model
-from models.config import TwoTowerConfig
-from models.inputs import Inputs, build_inputs
-from models.model import Targets
-from models.two_tower.retrieval import Retrieval
-from models.two_tower.sampled_softmax import log_expected
-from roo.batch import Batch
-from roo.errors import SchemaError
-from roo.lookup import build_lookup
-from roo.schema_file import schema_from_dict
+from roostream.errors import SchemaError
+from roostream.models.build import build_model
+from roostream.models.config import TwoTowerConfig
+from roostream.models.inputs import Inputs, build_inputs
+from roostream.models.model import Targets
+from roostream.models.two_tower.retrieval import Retrieval
+from roostream.models.two_tower.sampled_softmax import log_expected
+from roostream.schema.schema_file import schema_from_dict
+from roostream.wire.batch import Batch
+from roostream.wire.lookup import build_lookup
 from tests.models.model_cases import CASES, LABELS, make_batch, make_rows, make_schema
 from tests.models.model_checks import COUNTS, score, trained_model
 
@@ -68,7 +68,9 @@ def test_the_request_side_runs_on_requests() -> None:
 def test_scale_and_bias_learn_from_the_tasks_own_loss_and_move_no_tower() -> None:
     model, batch = retrieval(), make_batch(SCHEMA, [4, 5], seed=1)
     inputs = inputs_of(dataclasses.replace(batch, label_BT=np.zeros_like(batch.label_BT)), train=True)
-    model.loss(inputs, model(inputs), targets_of(dataclasses.replace(batch, label_BT=np.zeros_like(batch.label_BT)))).backward()
+    model.loss(
+        inputs, model(inputs), targets_of(dataclasses.replace(batch, label_BT=np.zeros_like(batch.label_BT)))
+    ).backward()
     moved = {name for name, p in model.named_parameters() if p.grad is not None and bool(p.grad.any())}
     assert moved == {"scale", "bias"}, "without a positive there is no softmax"
 
@@ -83,7 +85,9 @@ def test_the_loss_is_the_mean_of_the_positives_softmax_over_the_batch_by_task(un
         got = float(model.loss(inputs, model(inputs), targets))
         silent = targets._replace(label_BT=torch.zeros_like(targets.label_BT))
         logits = model(inputs)
-        plain = torch.nn.functional.binary_cross_entropy_with_logits(logits, (targets.label_BT > 0).float(), reduction="none")
+        plain = torch.nn.functional.binary_cross_entropy_with_logits(
+            logits, (targets.label_BT > 0).float(), reduction="none"
+        )
         expected = float(((plain * targets.weight_BT).sum(dim=0) / targets.weight_BT.sum(dim=0)).sum())
         assert float(model.loss(inputs, logits, silent)) != got
     weight, q = log_expected(inputs.item_B, None, uniform)
@@ -124,24 +128,43 @@ def test_gradients_of_the_loss_are_right_in_float64() -> None:
 
 
 @pytest.mark.parametrize("ops", [[], ["log1p"]])
-def test_popularity_is_read_of_the_candidate_whether_a_transform_took_its_logarithm_or_not(ops: list[str]) -> None:
+def test_popularity_is_read_of_the_candidate_whether_a_transform_took_its_logarithm_or_not(
+    ops: list[str],
+) -> None:
     transforms = [{"input": "age_s", "output": "age_s", "op": op} for op in ops]
     schema = schema_from_dict({**CASES["everything"], "label": LABELS, "transform": transforms})
-    model, batch = build_model(schema, dataclasses.replace(CONFIG, popularity="age_s"), 0), make_batch(schema, [3, 4])
+    model, batch = (
+        build_model(schema, dataclasses.replace(CONFIG, popularity="age_s"), 0),
+        make_batch(schema, [3, 4]),
+    )
     assert isinstance(model, Retrieval)
     found = model._popularity_of(inputs_of(batch))
     assert found is not None
-    np.testing.assert_allclose(found, batch.nro_float_BF[:, schema.floats("nro").index(schema.nro[-1])] + 1, rtol=1e-5)
+    np.testing.assert_allclose(
+        found, batch.nro_float_BF[:, schema.floats("nro").index(schema.nro[-1])] + 1, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
     ("case", "change", "message"),
     [
         ("candidate only", {}, r"at least one \[\[ro\]\] feature for the request's tower"),
-        ("request only", {}, r"at least one \[\[nro\]\] id list, or one of item_floats, for the item's tower"),
-        ("everything", {"item_floats": ("crt",)}, r"expected item_floats to name .*, got 'crt'; did you mean 'ctr'\?"),
+        (
+            "request only",
+            {},
+            r"at least one \[\[nro\]\] id list, or one of item_floats, for the item's tower",
+        ),
+        (
+            "everything",
+            {"item_floats": ("crt",)},
+            r"expected item_floats to name .*, got 'crt'; did you mean 'ctr'\?",
+        ),
         ("everything", {"popularity": "views"}, r"expected popularity to name .*, got 'views'"),
-        ("everything", {"popularity": "ctr_rank"}, r"expected popularity to name a count or its log1p, got 'ctr_rank' with rank"),
+        (
+            "everything",
+            {"popularity": "ctr_rank"},
+            r"expected popularity to name a count or its log1p, got 'ctr_rank' with rank",
+        ),
     ],
 )
 @pytest.mark.parametrize("stage", ["retrieval"])

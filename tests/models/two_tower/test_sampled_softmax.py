@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.two_tower.sampled_softmax import log_expected, sampled_softmax
+from roostream.models.two_tower.sampled_softmax import log_expected, sampled_softmax
 from tests.models.layer_checks import randn
 
 ITEMS = torch.tensor([7, 3, 7, 5, 3, 7])
@@ -30,7 +30,8 @@ def test_it_is_the_formula_column_by_column(uniform: float) -> None:
     expected = []
     for p, b in enumerate(positive.tolist()):
         pool = [
-            (1 + uniform / counts[i]) * math.exp(float(score[p, c])) / (shown[i] + uniform) for c, i in enumerate(ITEMS.tolist())
+            (1 + uniform / counts[i]) * math.exp(float(score[p, c])) / (shown[i] + uniform)
+            for c, i in enumerate(ITEMS.tolist())
         ]
         expected.append(math.log(sum(pool)) - float(score[p, b]))
     got = sampled_softmax(score, positive, *log_expected(ITEMS, popularity, uniform))

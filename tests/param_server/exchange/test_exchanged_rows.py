@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from command.checkpoint.moved_buckets import move
 from param_server.blobs import MemoryBlobs
 from param_server.client import Client
 from param_server.exchange.exchanged_rows import ExchangedRows
 from param_server.server import Shard
-from roo.errors import ConfigError, FencedError, RoostreamError, UnavailableError, WireError
-from roo.lookup import Lookup
-from roo.schema_registry import register
-from runtime.clock import FakeClock
-from runtime.layout.bucket_map import BucketMap
-from tests.command.checkpoint.test_moved_buckets import Fleet
+from roostream.cli.checkpoint.moved_buckets import move
+from roostream.errors import ConfigError, FencedError, RoostreamError, UnavailableError, WireError
+from roostream.runtime.bucket_map import BucketMap
+from roostream.runtime.clock import FakeClock
+from roostream.schema.registry import register
+from roostream.wire.lookup import Lookup
+from tests.cli.checkpoint.test_moved_buckets import Fleet
 from tests.param_server.shard_support import (
     ITEM,
     TOPIC,
@@ -94,7 +94,9 @@ def batch(worker: int, step: int) -> tuple[Lookup, dict[str, np.ndarray]]:
     random = np.random.default_rng([worker, step])
     of = {ITEM: range(worker * 20, worker * 20 + 50), USER: [1, 2, 3 + worker], TOPIC: range(12)}
     lookup = lookup_of({} if (worker, step) == (1, 2) else of)
-    normal = {name: random.normal(size=g.shape).astype(np.float32) for name, g in gradients_of(lookup, 1.0).items()}
+    normal = {
+        name: random.normal(size=g.shape).astype(np.float32) for name, g in gradients_of(lookup, 1.0).items()
+    }
     return lookup, normal
 
 
@@ -116,7 +118,10 @@ def holders() -> Iterator[Callable[[int], Holders]]:
 def at_shards(workers: int, steps: int, num_shards: int = 2, **more: Any) -> dict[Any, bytes]:
     """The same steps by clients of shards."""
     shards = [begun(index=i, num_shards=num_shards) for i in range(num_shards)]
-    clients = [Client(small_schema(), [transport_to(s) for s in shards], worker=w, clock=FakeClock()) for w in range(workers)]
+    clients = [
+        Client(small_schema(), [transport_to(s) for s in shards], worker=w, clock=FakeClock())
+        for w in range(workers)
+    ]
     with ThreadPoolExecutor(workers) as pool:
         for client in clients:
             client.set_incarnation(1, workers)
@@ -124,7 +129,11 @@ def at_shards(workers: int, steps: int, num_shards: int = 2, **more: Any) -> dic
             done = []
             for worker, client in enumerate(clients):
                 lookup, gradients = batch(worker, step)
-                done.append(pool.submit(client.push, lookup, gradients, step=step, time_ms=100 * step + worker, **more))
+                done.append(
+                    pool.submit(
+                        client.push, lookup, gradients, step=step, time_ms=100 * step + worker, **more
+                    )
+                )
             for each in done:
                 each.result(30)
     for client in clients:
@@ -141,7 +150,9 @@ def test_rows_are_those_of_the_shards_to_the_bit(holders: Callable[[int], Holder
     assert all(np.isfinite(np.frombuffer(bits[:-8], np.float32)).all() for bits in held.state().values())
 
 
-def test_gradients_are_added_in_the_order_of_workers_and_another_order_shows(holders: Callable[[int], Holders]) -> None:
+def test_gradients_are_added_in_the_order_of_workers_and_another_order_shows(
+    holders: Callable[[int], Holders],
+) -> None:
     lookup, found = lookup_of({ITEM: range(8)}), []
     for scales in ((1e20, 1.0, -1e20), (1e20, -1e20, 1.0)):
         held = holders(3)
@@ -152,7 +163,9 @@ def test_gradients_are_added_in_the_order_of_workers_and_another_order_shows(hol
     assert found[0].keys() == found[1].keys() and all(found[0][key] != found[1][key] for key in found[0])
 
 
-def test_what_is_pulled_is_what_was_pushed_also_by_whoever_asks_for_nothing(holders: Callable[[int], Holders]) -> None:
+def test_what_is_pulled_is_what_was_pushed_also_by_whoever_asks_for_nothing(
+    holders: Callable[[int], Holders],
+) -> None:
     held = holders(2)
     for step in range(3):
         held.push(step)
@@ -196,7 +209,9 @@ def test_what_is_refused_by_one_owner_is_told_to_all_and_nothing_more_is_pushed(
     assert all(isinstance(error, FencedError) for error in pulls)
 
 
-def test_a_gradient_that_is_not_finite_is_refused_before_anything_is_applied(holders: Callable[[int], Holders]) -> None:
+def test_a_gradient_that_is_not_finite_is_refused_before_anything_is_applied(
+    holders: Callable[[int], Holders],
+) -> None:
     held = holders(2)
     held.push(0)
     before = held.state()
@@ -217,7 +232,12 @@ def test_owners_that_are_not_the_workers_are_refused(holders: Callable[[int], Ho
     with pytest.raises(ConfigError, match="expected 2 workers, each of which holds rows, got 1"):
         rows.set_incarnation(2, 1)
     with pytest.raises(WireError, match="expected a float32 gradient"):
-        rows.push(lookup_of({ITEM: [1]}), {name: np.zeros((9, 9), np.float32) for name in rows.shard.tables}, step=0, time_ms=0)
+        rows.push(
+            lookup_of({ITEM: [1]}),
+            {name: np.zeros((9, 9), np.float32) for name in rows.shard.tables},
+            step=0,
+            time_ms=0,
+        )
 
 
 # From workers to shards

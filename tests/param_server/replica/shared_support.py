@@ -10,7 +10,7 @@ from param_server.index import Keys
 from param_server.replica.shared_files import SharedFolder
 from param_server.replica.shared_reader import SharedReader
 from param_server.replica.shared_rows import SharedOwner
-from runtime.clock import Clock, SystemClock
+from roostream.runtime.clock import Clock, SystemClock
 from tests.param_server.shard_support import ADAGRAD, ITEM, lookup_of, small_schema, table_id
 
 

@@ -34,7 +34,10 @@ def test_what_was_added_is_found_and_what_was_not_reads_as_its_initial_value() -
     add(stack, [3], there=False)
     keys = keys_of(1, 2, 3, 4)
     got, initial = stack.rows(keys, stack.find(keys)), initial_rows(0, keys.table_U, keys.id_U, 4, 0.05)
-    assert got[:2].tobytes() == rows_of(np.array([1, 2]), 1).tobytes() and got[2:].tobytes() == initial[2:].tobytes()
+    assert (
+        got[:2].tobytes() == rows_of(np.array([1, 2]), 1).tobytes()
+        and got[2:].tobytes() == initial[2:].tobytes()
+    )
     assert stack.num_keys == 3 and stack.num_without_row == 1
 
 
@@ -69,12 +72,20 @@ def test_a_delta_changes_what_is_here_and_older_and_brings_nothing() -> None:
     stack.change(keys_of(1, 3, 4, 9, 2), rows_of(np.array([1, 3, 4, 9]), 6), 6)
     keys = keys_of(1, 2, 3, 4)
     got = stack.rows(keys, stack.find(keys))
-    assert got[[0, 2, 3], 1].tolist() == [6, 7, 6] and got[1].tobytes() == stack.rows(keys_of(2), np.array([-1]))[0].tobytes()
+    assert (
+        got[[0, 2, 3], 1].tolist() == [6, 7, 6]
+        and got[1].tobytes() == stack.rows(keys_of(2), np.array([-1]))[0].tobytes()
+    )
     assert held(stack, 9) == [False] and stack.num_without_row == 1
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["add", "none", "find", "gone", "live", "drop"]), st.integers(0, 150)), max_size=40))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["add", "none", "find", "gone", "live", "drop"]), st.integers(0, 150)),
+        max_size=40,
+    )
+)
 def test_the_bounds_hold_and_the_count_of_keys_without_a_row_is_true(steps: list[tuple[str, int]]) -> None:
     stack = stack_of(64)
     for version, (what, first) in enumerate(steps, 2):

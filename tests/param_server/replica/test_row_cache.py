@@ -16,11 +16,11 @@ from param_server.replica.shard_reads import ShardReads
 from param_server.replica.some_buckets import SomeBuckets
 from param_server.rows_topic import InMemoryRows
 from param_server.server import Shard
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.errors import SchemaError
-from roo.ids import bucket_of
-from runtime.clock import FakeClock
+from roostream.errors import SchemaError
+from roostream.runtime.clock import FakeClock
+from roostream.schema.ids import bucket_of
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
 from tests.param_server.reader_support import GO, Loop
 from tests.param_server.shard_support import (
     ADAGRAD,
@@ -77,13 +77,21 @@ def test_a_missed_row_is_read_once_and_then_kept_up_by_deltas() -> None:
     cached.follow()
     cached.transport.down = True
     assert cached.rows(1).tobytes() == cached.loop.rows(1).tobytes() != before.tobytes()
-    assert (cached.cache.num_asked, cached.cache.num_missed, cached.cache.num_unread) == (4, 2, 0) and cached.cache.complete
+    assert (cached.cache.num_asked, cached.cache.num_missed, cached.cache.num_unread) == (
+        4,
+        2,
+        0,
+    ) and cached.cache.complete
 
 
 def test_reading_creates_nothing_and_a_key_without_a_row_is_remembered_as_such() -> None:
     cached = Cached()
     assert cached.rows(7, 8).tobytes() == initial(7, 8).tobytes()
-    assert cached.loop.shard.tables[ADAGRAD].num_rows == 0 and cached.cache.num_without_row == 2 and cached.cache.num_rows == 0
+    assert (
+        cached.loop.shard.tables[ADAGRAD].num_rows == 0
+        and cached.cache.num_without_row == 2
+        and cached.cache.num_rows == 0
+    )
     cached.transport.down = True
     assert cached.rows(7, 8).tobytes() == initial(7, 8).tobytes() and cached.cache.complete
     cached.loop.push(7)
@@ -121,7 +129,11 @@ def test_one_shard_away_leaves_the_rows_of_the_others() -> None:
 def test_without_waiting_a_missed_row_is_initial_and_there_the_next_time() -> None:
     cached = Cached(waits=False)
     cached.loop.push(1)
-    assert cached.rows(1).tobytes() == initial(1).tobytes() and cached.cache.complete and cached.cache.num_unread == 1
+    assert (
+        cached.rows(1).tobytes() == initial(1).tobytes()
+        and cached.cache.complete
+        and cached.cache.num_unread == 1
+    )
     cached.cache.read_waiting()
     assert cached.rows(1).tobytes() == cached.loop.rows(1).tobytes() and cached.cache.num_missed == 1
 
@@ -241,7 +253,12 @@ def test_a_record_that_was_refused_forgets_its_bucket_and_an_unknown_one_everyth
 
 def test_before_the_topic_is_followed_rows_are_used_and_not_kept() -> None:
     shard = begun()
-    cache = RowCache(small_schema(), 0, ShardReads([transport_to(shard)], 64, 0.05, FakeClock()), CachePolicy(max_bytes=BIG))
+    cache = RowCache(
+        small_schema(),
+        0,
+        ShardReads([transport_to(shard)], 64, 0.05, FakeClock()),
+        CachePolicy(max_bytes=BIG),
+    )
     Loop(shard).push(1)
     assert cache.gather(lookup_of({ITEM: [1]}))[ADAGRAD].tobytes() != initial(1).tobytes()
     assert cache.num_rows == 0 and cache.needs_bootstrap
@@ -279,7 +296,10 @@ def test_g4_after_any_history_what_is_here_is_what_was_published(seed: int) -> N
     cached.transport.down = False
     cached.clock.advance(5)
     for start in range(0, 90, 10):
-        assert cached.rows(*range(start, start + 10)).tobytes() == cached.loop.rows(*range(start, start + 10)).tobytes()
+        assert (
+            cached.rows(*range(start, start + 10)).tobytes()
+            == cached.loop.rows(*range(start, start + 10)).tobytes()
+        )
 
 
 # Some buckets whole
@@ -294,7 +314,9 @@ def test_some_buckets_are_held_and_the_others_are_read() -> None:
         loop.push(*[i for i in ids if bucket_of(i, table_id(ITEM), 64) % 2 == number])
         loop.turn()
     replica = Replica(small_schema(), 0, buckets=range(0, 16))
-    cache = RowCache(small_schema(), 0, ShardReads(transports, 64, 0.05, FakeClock()), CachePolicy(max_bytes=BIG))
+    cache = RowCache(
+        small_schema(), 0, ShardReads(transports, 64, 0.05, FakeClock()), CachePolicy(max_bytes=BIG)
+    )
     rows = SomeBuckets(replica, cache)
     assert rows.needs_bootstrap
     rows.bootstrap(transports)

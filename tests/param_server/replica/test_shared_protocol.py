@@ -37,7 +37,9 @@ class Memory:
         self.arrived = 0
         self.choose: Callable[[int], int] = lambda left: 0
 
-    def begin(self, cells: dict[tuple[str, int], Any], pending: Sequence[Store], choose: Callable[[int], int]) -> None:
+    def begin(
+        self, cells: dict[tuple[str, int], Any], pending: Sequence[Store], choose: Callable[[int], int]
+    ) -> None:
         self.cells, self.pending, self.arrived, self.choose = dict(cells), pending, 0, choose
 
     def load(self, what: str, at: int) -> Any:
@@ -97,7 +99,9 @@ class Writer:
     def __init__(self) -> None:
         self.cells: dict[tuple[str, int], Any] = {}
         self.stores: list[Store] = []
-        self.index, self.slab, self.numbers = (Recorder(self.cells, self.stores, what) for what in ("index", "slab", "numbers"))
+        self.index, self.slab, self.numbers = (
+            Recorder(self.cells, self.stores, what) for what in ("index", "slab", "numbers")
+        )
 
     def put(self, id_: int, version: int, slot: int, place: int | None = None) -> None:
         row = np.array(value(id_, version), np.float32)
@@ -142,7 +146,9 @@ def seen(memory: Memory, id_: int, most_loads: int = 200) -> tuple[float, float]
     return float(out[0, 0]), float(out[0, 1])
 
 
-def every_way(cells: dict[tuple[str, int], Any], stores: Sequence[Store], id_: int) -> Iterable[tuple[float, float]]:
+def every_way(
+    cells: dict[tuple[str, int], Any], stores: Sequence[Store], id_: int
+) -> Iterable[tuple[float, float]]:
     """What is seen in every interleaving of the reader's loads with these stores, arriving in at most MOST_BURSTS bursts."""
     memory, path = Memory(), list[list[int]]()  # path: [choice, choices] of each load
     while True:
@@ -228,7 +234,9 @@ def test_in_long_histories_with_stores_out_of_order_a_reader_gets_whole_rows_tha
             slots[id_] = generator.choice(free)
             writer.put(id_, version, slots[id_], place)
         memory, newest = Memory(), 0.0
-        memory.begin(cells, shuffled(stores, generator), lambda left: min(generator.choice((0, 0, 1, 1, 2, 9)), left))
+        memory.begin(
+            cells, shuffled(stores, generator), lambda left: min(generator.choice((0, 0, 1, 1, 2, 9)), left)
+        )
         step = memory.choose
         while memory.arrived < len(memory.pending):
             memory.choose = step

@@ -16,9 +16,18 @@ import pytest
 
 from param_server.initial import initial_rows
 from param_server.replica.shared_rows import SharedOwner
-from roo.errors import SetupError, UnavailableError
-from runtime.clock import FakeClock
-from tests.param_server.replica.shared_support import folder_at, keys_of, owner_at, put, read, reader_at, rows_of, whole
+from roostream.errors import SetupError, UnavailableError
+from roostream.runtime.clock import FakeClock
+from tests.param_server.replica.shared_support import (
+    folder_at,
+    keys_of,
+    owner_at,
+    put,
+    read,
+    reader_at,
+    rows_of,
+    whole,
+)
 from tests.param_server.shard_support import ADAGRAD, ITEM, lookup_of, small_schema, table_id
 
 
@@ -89,13 +98,15 @@ def test_a_replaced_bucket_keeps_what_stays_and_loses_what_goes(tmp_path: Path) 
     store.replace(bucket, keys_of(*stay), rows_of(np.array(stay), 2))
     got = read(reader, *range(300))
     for i in range(300):
-        expected = rows_of(np.array([i]), 2 if i in stay else 1) if i in stay or i not in inside else initial(i)
+        expected = (
+            rows_of(np.array([i]), 2 if i in stay else 1) if i in stay or i not in inside else initial(i)
+        )
         assert got[i].tobytes() == expected[0].tobytes()
     assert len(stay) < len(inside) and store.num_rows == 300 - len(inside) + len(stay)
 
 
 def bucket_of_item(i: int) -> int:
-    from roo.ids import bucket_of
+    from roostream.schema.ids import bucket_of
 
     return bucket_of(i, table_id(ITEM), 64)
 
@@ -145,9 +156,11 @@ def test_a_folder_has_one_owner(tmp_path: Path) -> None:
     owner_at(tmp_path).close()
 
 
-def test_rows_of_another_schema_or_seed_are_not_taken_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_of_another_schema_or_seed_are_not_taken_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     from param_server.replica.shared_reader import SharedReader
-    from runtime.clock import SystemClock
+    from roostream.runtime.clock import SystemClock
 
     published(tmp_path)
     other = SharedReader(folder_at(tmp_path, seed=5), small_schema(), 5, SystemClock())
@@ -193,7 +206,9 @@ def test_a_stack_s_file_that_is_gone_or_cut_leaves_the_rows_that_are_mapped(tmp_
     assert read(reader, 3)[0, 1] == 1
 
 
-def test_a_full_disk_is_an_error_and_leaves_the_rows_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_an_error_and_leaves_the_rows_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     owner = published(tmp_path)
     put(owner, [3], 1)
 
@@ -235,7 +250,9 @@ def _hammer(path: str, counts: SynchronizedArray[int]) -> None:
         version += 1
 
 
-def _watch(path: str, number: int, counts: SynchronizedArray[int], told: multiprocessing.Queue[tuple[int, int]]) -> None:
+def _watch(
+    path: str, number: int, counts: SynchronizedArray[int], told: multiprocessing.Queue[tuple[int, int]]
+) -> None:
     """(torn or another's rows, rows that went back)."""
     reader = reader_at(Path(path))
     while not reader.ready:
@@ -255,13 +272,18 @@ def test_no_reader_ever_sees_a_torn_row_or_another_key_s_or_an_older_one(tmp_pat
     context = multiprocessing.get_context("spawn")
     counts, told = context.Array("q", GATHERS + 3), context.Queue()
     writer = context.Process(target=_hammer, args=(str(tmp_path), counts))
-    readers = [context.Process(target=_watch, args=(str(tmp_path), number, counts, told)) for number in range(3)]
+    readers = [
+        context.Process(target=_watch, args=(str(tmp_path), number, counts, told)) for number in range(3)
+    ]
     for process in (writer, *readers):
         process.start()
     wait_for(lambda: min(counts[GATHERS:]) > 20, writer)
     os.kill(readers[2].pid, signal.SIGKILL)  # type: ignore[arg-type]  # a reader that dies hinders nobody
     versions, gathers = counts[VERSIONS], counts[GATHERS]
-    wait_for(lambda: counts[VERSIONS] > versions + 2000 and min(counts[GATHERS : GATHERS + 2]) > gathers + 200, writer)
+    wait_for(
+        lambda: counts[VERSIONS] > versions + 2000 and min(counts[GATHERS : GATHERS + 2]) > gathers + 200,
+        writer,
+    )
     counts[STOP] = 1
     results = [told.get(timeout=30) for _ in range(2)]
     for process in (writer, *readers):

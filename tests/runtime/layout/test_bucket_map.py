@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from roo.errors import CheckpointError, ConfigError
-from runtime.layout.bucket_map import BucketMap, moved
+from roostream.errors import CheckpointError, ConfigError
+from roostream.runtime.bucket_map import BucketMap, moved
 
 
 def test_a_map_comes_back_and_modulo_is_what_no_map_means() -> None:

@@ -15,8 +15,8 @@ from serving_cases import BODY, SCHEMA, Built, build, config_of
 from serving_fakes import FakeRows
 from starlette.testclient import TestClient
 
-from roo.errors import ConfigError
-from runtime.security.tls import Tls, TlsFiles
+from roostream.errors import ConfigError
+from roostream.runtime.security.tls import Tls, TlsFiles
 from serving.access.bearer_keys import new_key
 from serving.access.doors import needed
 from serving.access.key_file import Keyring, write_keys
@@ -67,7 +67,11 @@ def test_a_key_opens_what_it_is_for(keyed: Any, method: str, path: str, opens: s
         assert (answer.status_code in (200, 404)) == (scope in opens), (scope, answer.text)
         assert scope in opens or answer.status_code == 403
     refused = http.request(method, path, json=body)
-    assert refused.status_code == 401 and refused.headers["www-authenticate"] == "Bearer" and refused.headers["x-request-id"]
+    assert (
+        refused.status_code == 401
+        and refused.headers["www-authenticate"] == "Bearer"
+        and refused.headers["x-request-id"]
+    )
     told = refused.json()["error"]
     assert "authorization: Bearer KEY" in (told if path.startswith("/v2") else told["message"])
     told = built.parts.metrics.registry.get_sample_value
@@ -75,7 +79,9 @@ def test_a_key_opens_what_it_is_for(keyed: Any, method: str, path: str, opens: s
 
 
 def test_no_route_of_traffic_opens_to_any_key(keyed: Any) -> None:
-    paths = HttpInterface(dataclasses.replace(keyed[2].parts, metrics=ServingMetrics(CollectorRegistry())))._traffic
+    paths = HttpInterface(
+        dataclasses.replace(keyed[2].parts, metrics=ServingMetrics(CollectorRegistry()))
+    )._traffic
     assert len(paths) >= 3 and {needed(path, frozenset()) for path in paths} == {"rank", "engage"}
 
 
@@ -86,8 +92,13 @@ def test_probes_need_no_key(keyed: Any, path: str) -> None:
 
 def test_nothing_of_a_refused_call_is_logged_or_scored(keyed: Any) -> None:
     http, keys, built = keyed
-    assert http.post("/v1/rank", json=BODY, headers={"authorization": f"Bearer {keys['engage']}"}).status_code == 403
-    assert built.records() == [] and built.parts.metrics.registry.get_sample_value("roostream_serving_keys") == 4
+    assert (
+        http.post("/v1/rank", json=BODY, headers={"authorization": f"Bearer {keys['engage']}"}).status_code
+        == 403
+    )
+    assert (
+        built.records() == [] and built.parts.metrics.registry.get_sample_value("roostream_serving_keys") == 4
+    )
 
 
 def test_the_client_brings_its_key(tmp_path: Path) -> None:
@@ -105,7 +116,9 @@ def test_the_client_brings_its_key(tmp_path: Path) -> None:
 
 
 def asked(url: str, tls: ssl.SSLContext) -> list[Any]:
-    with Client(url.replace("http:", "https:"), policy=RetryPolicy(deadline_ms=60_000, retries=0), tls=tls) as client:
+    with Client(
+        url.replace("http:", "https:"), policy=RetryPolicy(deadline_ms=60_000, retries=0), tls=tls
+    ) as client:
         return client.rank({"candidates": [{"item_id": 1}]}).items
 
 
@@ -144,13 +157,19 @@ def test_client_certificates_are_asked_for_where_they_are_wanted(tmp_path: Path,
             assert asked(live.url, trusting(ours)) == [1]
 
 
-@pytest.mark.parametrize("changes", [{"certificate": "none.crt"}, {"client_ca": "none.pem"}, {"key": "swapped"}])
+@pytest.mark.parametrize(
+    "changes", [{"certificate": "none.crt"}, {"client_ca": "none.pem"}, {"key": "swapped"}]
+)
 def test_files_that_cant_be_used_end_the_start(tmp_path: Path, changes: dict[str, str]) -> None:
     authority = Authority(tmp_path, "ours")
     certificate, key = authority.issue("serving")
     other = authority.issue("other")[1]
     files = TlsFiles(
-        **{"certificate": certificate, "key": key, **{k: other if v == "swapped" else v for k, v in changes.items()}}
+        **{
+            "certificate": certificate,
+            "key": key,
+            **{k: other if v == "swapped" else v for k, v in changes.items()},
+        }
     )
     with pytest.raises(ConfigError, match="expected"):
         Tls(files)
@@ -162,10 +181,22 @@ def test_files_that_cant_be_used_end_the_start(tmp_path: Path, changes: dict[str
         ({"listen": "0.0.0.0:80"}, "give it tls_certificate and keys_file, or set insecure = true"),
         ({"listen": "0.0.0.0:80", "keys_file": "k"}, "set insecure = true"),
         ({"listen": "0.0.0.0:80", "tls_certificate": "c", "tls_key": "k"}, "set insecure = true"),
-        ({"listen": "0.0.0.0:80", "tls_certificate": "c", "tls_key": "k", "tls_client_ca": "a"}, "set insecure = true"),
+        (
+            {"listen": "0.0.0.0:80", "tls_certificate": "c", "tls_key": "k", "tls_client_ca": "a"},
+            "set insecure = true",
+        ),
         ({"listen": "0.0.0.0:80", "insecure": True}, ""),
         ({"listen": "0.0.0.0:80", "keys_file": "f", "tls_certificate": "c", "tls_key": "k"}, ""),
-        ({"listen": "0.0.0.0:80", "tls_certificate": "c", "tls_key": "k", "tls_client_ca": "a", "tls_client_required": True}, ""),
+        (
+            {
+                "listen": "0.0.0.0:80",
+                "tls_certificate": "c",
+                "tls_key": "k",
+                "tls_client_ca": "a",
+                "tls_client_required": True,
+            },
+            "",
+        ),
         ({"tls_certificate": "c"}, "expected tls_certificate with tls_key"),
         ({"tls_key": "c"}, "expected tls_certificate with tls_key"),
         ({"tls_client_ca": "c"}, "only beside them"),
@@ -173,11 +204,16 @@ def test_files_that_cant_be_used_end_the_start(tmp_path: Path, changes: dict[str
         ({"admin_listen": "127.0.0.1:1"}, "admin_token_file"),
         ({"admin_listen": "0.0.0.0:1", "keys_file": "f"}, "give it tls_certificate, or set insecure = true"),
         ({"admin_listen": "0.0.0.0:1", "keys_file": "f", "tls_certificate": "c", "tls_key": "k"}, ""),
-        ({"metrics_host": "0.0.0.0", "keys_file": "f", "tls_certificate": "c", "tls_key": "k"}, "tls_client_required"),
+        (
+            {"metrics_host": "0.0.0.0", "keys_file": "f", "tls_certificate": "c", "tls_key": "k"},
+            "tls_client_required",
+        ),
         ({"admin_listen": "127.0.0.1:1", "keys_file": "f"}, ""),
     ],
 )
-def test_others_reach_only_a_port_that_asks_and_that_nobody_reads(tmp_path: Path, settings: dict[str, Any], refused: str) -> None:
+def test_others_reach_only_a_port_that_asks_and_that_nobody_reads(
+    tmp_path: Path, settings: dict[str, Any], refused: str
+) -> None:
     if not refused:
         assert config_of(tmp_path, **settings).listen
         return

@@ -33,7 +33,10 @@ def addresses(running: Running) -> tuple[str, str]:
     found: dict[str, str] = {}
     for line in running:
         message = json.loads(line)["message"]
-        for name, pattern in (("admin", r"admin interface on (https://[\d.:]+)"), ("serving", r"serving on (https://[\d.:]+),")):
+        for name, pattern in (
+            ("admin", r"admin interface on (https://[\d.:]+)"),
+            ("serving", r"serving on (https://[\d.:]+),"),
+        ):
             if told := re.search(pattern, message):
                 found[name] = told[1]
         if len(found) == 2:
@@ -47,7 +50,12 @@ def test_a_process_asks_who_calls_and_follows_its_files(tmp_path: Path) -> None:
     (text, key), (admin_text, admin_key) = new_key("web", ["rank"], 0), new_key("ops", ["admin"], 0)
     file = tmp_path / "keys.json"
     write_keys(file, [key, admin_key])
-    settings = {"keys_file": str(file), "tls_certificate": certificate, "tls_key": private, "log_format": "json"}
+    settings = {
+        "keys_file": str(file),
+        "tls_certificate": certificate,
+        "tls_key": private,
+        "log_format": "json",
+    }
     running = Running(write_config(tmp_path, admin_listen="127.0.0.1:0", **settings))
     url, admin_url = addresses(running)
 
@@ -74,7 +82,9 @@ def test_a_process_asks_who_calls_and_follows_its_files(tmp_path: Path) -> None:
     until(is_new)
     for given, expected in ((text, 401), (admin_text, 200)):
         headers = {"authorization": f"Bearer {given}"}
-        answer = httpx.get(f"{admin_url}/admin/v1/versions", headers=headers, timeout=60, verify=trusting(new))
+        answer = httpx.get(
+            f"{admin_url}/admin/v1/versions", headers=headers, timeout=60, verify=trusting(new)
+        )
         assert answer.status_code == expected
     running.child.send_signal(signal.SIGTERM)
     assert running.end() == 0, "".join(running.lines)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from roo.errors import ConfigError
+from roostream.errors import ConfigError
 from serving.access.bearer_keys import BearerKey, file_of, id_and_secret, keys_of, new_key
 
 
@@ -33,7 +33,8 @@ def test_the_file_has_no_key_in_it() -> None:
 
 def test_what_is_written_is_read() -> None:
     keys = tuple(
-        new_key(name, scopes, 5, expires)[1] for name, scopes, expires in (("a", ["rank"], 0), ("b", ["engage", "admin"], 9))
+        new_key(name, scopes, 5, expires)[1]
+        for name, scopes, expires in (("a", ["rank"], 0), ("b", ["engage", "admin"], 9))
     )
     assert keys_of(file_of(keys)) == keys and keys_of(file_of(())) == ()
 
@@ -47,7 +48,9 @@ def test_what_isnt_a_key_is_seen_at_once(text: bytes) -> None:
     assert id_and_secret(text) is None
 
 
-@pytest.mark.parametrize(("name", "scopes"), [("Web", ["rank"]), ("", ["rank"]), ("web", []), ("web", ["rnk"])])
+@pytest.mark.parametrize(
+    ("name", "scopes"), [("Web", ["rank"]), ("", ["rank"]), ("web", []), ("web", ["rnk"])]
+)
 def test_names_and_scopes_are_those_that_there_are(name: str, scopes: list[str]) -> None:
     with pytest.raises(ConfigError, match="expected"):
         new_key(name, scopes, 0)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from roo.errors import ConfigError
+from roostream.errors import ConfigError
 from serving.access.bearer_keys import new_key
 from serving.access.key_file import ANY, Keyring, Watch, read_keys, write_keys
 from serving.errors import RequestError
@@ -33,7 +33,13 @@ def status_of(keys: Keyring, header: bytes, scope: str = "rank") -> int:
 
 def test_a_key_opens_what_its_scopes_name(tmp_path: Path) -> None:
     keys, header = ring(tmp_path / "keys.json", "rank", "metrics")
-    assert [status_of(keys, header, scope) for scope in ("rank", "metrics", ANY, "engage", "admin")] == [200, 200, 200, 403, 403]
+    assert [status_of(keys, header, scope) for scope in ("rank", "metrics", ANY, "engage", "admin")] == [
+        200,
+        200,
+        200,
+        403,
+        403,
+    ]
     assert status_of(keys, b"bearer " + header[7:]) == 200 and keys.check(header, ANY).name == "web"
     assert keys.fits(header.decode()) is False
     admin, header = ring(tmp_path / "admin.json", "admin")
@@ -59,7 +65,9 @@ def test_a_key_ends_when_it_expires(tmp_path: Path) -> None:
     assert status_of(keys, header) == 401
 
 
-def test_a_changed_file_is_taken_and_a_bad_one_leaves_the_old_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_changed_file_is_taken_and_a_bad_one_leaves_the_old_keys(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "keys.json"
     keys, first = ring(file)
     text, key = new_key("other", ["rank"], 0)
@@ -90,7 +98,9 @@ def test_a_process_doesnt_start_without_its_keys(tmp_path: Path) -> None:
 def test_only_its_owner_may_read_the_file_and_it_is_whole_or_as_it_was(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     ring(file)
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and [p.name for p in tmp_path.iterdir()] == ["keys.json"]
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and [p.name for p in tmp_path.iterdir()] == [
+        "keys.json"
+    ]
     with pytest.raises(ConfigError, match="can't be written"):
         write_keys(tmp_path / "none" / "keys.json", [])
 

@@ -16,10 +16,10 @@ from click.testing import CliRunner
 from serving_cases import SCHEMA, Built, build
 from serving_fakes import FakeRows
 
-from command.main import cli
-from roo.errors import ConfigError, UnavailableError
-from runtime.clock import FakeClock
-from runtime.security.tls import Tls, TlsFiles
+from roostream.cli.main import cli
+from roostream.errors import ConfigError, UnavailableError
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.security.tls import Tls, TlsFiles
 from serving.admin import admin_server
 from serving.admin.admin_token import AdminToken
 from serving.admin.desk import AdminDesk
@@ -64,7 +64,9 @@ def admin_of(built: Built, tls: Tls | None = None) -> Iterator[int]:
 def http(built: Built) -> Iterator[httpx2.Client]:
     with (
         admin_of(built) as port,
-        httpx2.Client(base_url=f"http://127.0.0.1:{port}/admin/v1", headers={"authorization": f"Bearer {TOKEN}"}) as client,
+        httpx2.Client(
+            base_url=f"http://127.0.0.1:{port}/admin/v1", headers={"authorization": f"Bearer {TOKEN}"}
+        ) as client,
     ):
         yield client
 

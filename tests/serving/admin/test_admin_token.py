@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from roo.config import Refusal
+from roostream.schema.settings import Refusal
 from serving.admin.admin_token import AdminToken, read_token
 
 TOKEN = "0123456789abcdef0123456789abcdef"
@@ -18,7 +18,17 @@ def test_the_token_fits(header: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "header", ["", "Bearer", "Bearer ", TOKEN, f"Basic {TOKEN}", f"Bearer {TOKEN[:-1]}", f"Bearer {TOKEN}0", "Bearer \xff"]
+    "header",
+    [
+        "",
+        "Bearer",
+        "Bearer ",
+        TOKEN,
+        f"Basic {TOKEN}",
+        f"Bearer {TOKEN[:-1]}",
+        f"Bearer {TOKEN}0",
+        "Bearer \xff",
+    ],
 )
 def test_nothing_else_does(header: str) -> None:
     assert not AdminToken(TOKEN).fits(header)
@@ -31,7 +41,9 @@ def test_a_file_gives_its_first_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"", b"short\n", b"\xff\xfe" * 20])
-def test_a_file_that_keeps_nobody_out_is_refused_without_what_it_holds(tmp_path: Path, content: bytes | None) -> None:
+def test_a_file_that_keeps_nobody_out_is_refused_without_what_it_holds(
+    tmp_path: Path, content: bytes | None
+) -> None:
     file = tmp_path / "token"
     if content is not None:
         file.write_bytes(content)

@@ -10,8 +10,8 @@ import pytest
 from serving_cases import SCHEMA
 from serving_fakes import FakeRows
 
-from roo.ids import key_bytes
-from runtime.clock import FakeClock
+from roostream.runtime.clock import FakeClock
+from roostream.schema.ids import key_bytes
 from serving.admin.desk import AdminDesk
 from serving.errors import RequestError
 from serving.scorer import Version
@@ -71,13 +71,22 @@ def test_versions_are_listed_with_state_age_and_why_others_are_not_there(office:
         "age_s": 7.0,
     }
     assert states(told) == [("1-3", "served"), ("1-2", "held"), ("1-1", "held")]
-    refused = {"name": "manifests/00000004", "reason": "damaged", "message": "a checksum differs", "at_ms": 10_000}
+    refused = {
+        "name": "manifests/00000004",
+        "reason": "damaged",
+        "message": "a checksum differs",
+        "at_ms": 10_000,
+    }
     assert told["refused"] == [refused]
     json.dumps(told)
 
 
 def test_a_held_version_is_activated_and_resumed(office: Office) -> None:
-    assert states(office.post("versions/1-1/activate")) == [("1-3", "held"), ("1-2", "held"), ("1-1", "served")]
+    assert states(office.post("versions/1-1/activate")) == [
+        ("1-3", "held"),
+        ("1-2", "held"),
+        ("1-1", "served"),
+    ]
     assert office.versions.served.version.name == "1-1"
     assert office.post("versions/resume")["served"] == "1-3"
 
@@ -85,7 +94,9 @@ def test_a_held_version_is_activated_and_resumed(office: Office) -> None:
 @pytest.mark.parametrize("name", ["canary", "shadow", "interleave"])
 def test_a_split_is_put_told_and_taken_away(office: Office, name: str) -> None:
     told = office.put(name, version="previous", share=0.25)
-    assert (told["version"], told["share"], told["means"]) == ("previous", 0.25, "1-2") and office.get(name) == told
+    assert (told["version"], told["share"], told["means"]) == ("previous", 0.25, "1-2") and office.get(
+        name
+    ) == told
     assert office.get("versions")["versions"][1]["roles"] == [name]
     told = office.put(name, share=0)
     assert (told["version"], told["share"], told["means"]) == (None, 0, None)
@@ -96,7 +107,9 @@ def test_interleaving_tells_who_won(office: Office) -> None:
     office.credits._credit(next(iter(office.credits._drafted)), 2)
     told = office.get("interleave")
     assert told["lists"] == told["engagements"] == 1
-    assert told["results"] == [{"served": "1-3", "rival": "1-2", "won_by": {"served": 0, "rival": 1, "tie": 0}}]
+    assert told["results"] == [
+        {"served": "1-3", "rival": "1-2", "won_by": {"served": 0, "rival": 1, "tie": 0}}
+    ]
 
 
 def test_slow_requests_are_told_without_their_features(office: Office) -> None:
@@ -134,7 +147,9 @@ def test_slow_requests_are_told_without_their_features(office: Office) -> None:
         ("PUT", "/admin/v1/canary", b'{"version": "newest", "part": 1}', 400),
     ],
 )
-def test_a_refusal_is_one_sentence_and_changes_nothing(office: Office, method: str, path: str, body: bytes, status: int) -> None:
+def test_a_refusal_is_one_sentence_and_changes_nothing(
+    office: Office, method: str, path: str, body: bytes, status: int
+) -> None:
     before = office.get("versions")
     with pytest.raises(RequestError) as error:
         office.desk.answer(method, path, body)

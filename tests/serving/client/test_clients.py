@@ -19,8 +19,8 @@ from retrieval_cases import retrieving
 from serving_cases import BODY, SCHEMA, build
 from serving_fakes import FakeRows
 
-from roo import wire
-from roo.errors import WireError
+from roostream.errors import WireError
+from roostream.wire import records as wire
 from serving.client import AsyncClient, Client, Ranking, Receipt, RetryPolicy, ServingError
 from serving.client.retrying import DEADLINE_HEADER
 from serving.client.said import (
@@ -88,7 +88,9 @@ def test_one_request_is_the_same_in_every_form(live: LiveServing) -> None:
     assert {a.request_id for a in answers} == {"r-1"} and set(first.items) == {8, "nine", 10}
     for answer in answers:
         assert (answer.items, answer.order, answer.model_version) == (first.items, first.order, "0-0")
-        assert [s["click"] for s in answer.scores] == pytest.approx([s["click"] for s in first.scores], rel=1e-6)
+        assert [s["click"] for s in answer.scores] == pytest.approx(
+            [s["click"] for s in first.scores], rel=1e-6
+        )
         assert set(answer.scores[0]) == {"click", "dwell"} and not answer.degraded
 
 
@@ -103,22 +105,34 @@ def test_the_first_slots_alone_are_those_of_the_whole_answer_and_all_are_logged(
             for top in (client.top(FIELDS, 2), asyncio.run(asked(schema)), client.top(COLUMNS, 2)):
                 assert [slot.item_id for slot in top.top] == whole.items[:2] and not top.degraded
                 assert (top.request_id, top.model_version) == ("r-1", "0-0")
-                assert [s.scores for s in top.top] == [pytest.approx(whole.scores[i], rel=1e-6) for i in whole.order[:2]]
+                assert [s.scores for s in top.top] == [
+                    pytest.approx(whole.scores[i], rel=1e-6) for i in whole.order[:2]
+                ]
     assert len(set(logged(live))) == 1
 
 
 def test_items_are_found_and_shown(finding: LiveServing) -> None:
     async def asked() -> tuple[Any, Any]:
         async with AsyncClient(finding.url, policy=PATIENT, schema=SCHEMA) as client:
-            return await client.retrieve({**WHO, "among": np.array([1, 2, 4]).tolist()}), await client.recommend(SHOWN)
+            return await client.retrieve(
+                {**WHO, "among": np.array([1, 2, 4]).tolist()}
+            ), await client.recommend(SHOWN)
 
     some, shown = asyncio.run(asked())
     with Client(finding.url, policy=PATIENT) as client:
         found = client.retrieve(WHO)
         assert client.recommend(SHOWN) == shown
     assert len(found.items) == 5 and found.retrieval_version == "1-2" and found.request_id == "r-1"
-    assert found.items[0].product >= found.items[-1].product and {item.item_id for item in some.items} == {1, 2, 4}
-    assert len(shown.items) == 3 and set(shown.items[0].scores) == {"click", "dwell"} and shown.model_version == "1-2"
+    assert found.items[0].product >= found.items[-1].product and {item.item_id for item in some.items} == {
+        1,
+        2,
+        4,
+    }
+    assert (
+        len(shown.items) == 3
+        and set(shown.items[0].scores) == {"click", "dwell"}
+        and shown.model_version == "1-2"
+    )
     assert len(finding.built.records()) == 2
 
 
@@ -162,13 +176,23 @@ def test_a_refusal_says_where(live: LiveServing) -> None:
         async with AsyncClient(live.url, policy=PATIENT) as client:
             await client.rank(wrong)
 
-    with Client(live.url, policy=PATIENT) as client, pytest.raises(ServingError, match="did you mean 'age_h'") as sync:
+    with (
+        Client(live.url, policy=PATIENT) as client,
+        pytest.raises(ServingError, match="did you mean 'age_h'") as sync,
+    ):
         client.rank(wrong)
     with pytest.raises(ServingError) as other:
         asyncio.run(asked())
-    assert (sync.value.status, sync.value.code, sync.value.path) == (400, "bad_request", "$.candidates[0].age")
+    assert (sync.value.status, sync.value.code, sync.value.path) == (
+        400,
+        "bad_request",
+        "$.candidates[0].age",
+    )
     assert str(sync.value) == str(other.value)
-    with Client(live.url, policy=PATIENT, schema=SCHEMA) as client, pytest.raises(WireError, match="did you mean 'age_h'"):
+    with (
+        Client(live.url, policy=PATIENT, schema=SCHEMA) as client,
+        pytest.raises(WireError, match="did you mean 'age_h'"),
+    ):
         client.rank(wrong)
 
 
@@ -206,25 +230,40 @@ def test_a_retry_is_the_same_request_and_a_connection_is_kept() -> None:
     seen: list[dict[str, Any]] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
-        seen.append({"id": json.loads(request.content)["request_id"], "key": request.headers["authorization"]})
+        seen.append(
+            {"id": json.loads(request.content)["request_id"], "key": request.headers["authorization"]}
+        )
         if len(seen) < 3:
             return httpx.Response(503, headers={"retry-after": "0"})
         return httpx.Response(
-            200, json={"request_id": seen[0]["id"], "model_version": "1-2", "scores": [], "order": [], "degraded": False}
+            200,
+            json={
+                "request_id": seen[0]["id"],
+                "model_version": "1-2",
+                "scores": [],
+                "order": [],
+                "degraded": False,
+            },
         )
 
     policy = RetryPolicy(first_s=0.0)
     with Client("http://serving", key="k-1", policy=policy, transport=httpx.MockTransport(answer)) as client:
         assert client.rank({"candidates": [{"item_id": 1}]}).request_id == seen[0]["id"]
-    assert len(seen) == 3 and seen[0] == seen[1] == seen[2] and seen[0]["key"] == "Bearer k-1" and seen[0]["id"]
+    assert (
+        len(seen) == 3 and seen[0] == seen[1] == seen[2] and seen[0]["key"] == "Bearer k-1" and seen[0]["id"]
+    )
 
 
 @pytest.mark.parametrize(
-    "body", [b"<html>", b"{}", b'{"request_id":"r","model_version":"","scores":[],"order":[4],"degraded":false}']
+    "body",
+    [b"<html>", b"{}", b'{"request_id":"r","model_version":"","scores":[],"order":[4],"degraded":false}'],
 )
 def test_what_serving_never_says_is_told_as_such(body: bytes) -> None:
     transport = httpx.MockTransport(lambda _: httpx.Response(200, content=body))
-    with Client("http://proxy", transport=transport) as client, pytest.raises(ServingError, match="can't be read"):
+    with (
+        Client("http://proxy", transport=transport) as client,
+        pytest.raises(ServingError, match="can't be read"),
+    ):
         client.rank(FIELDS)
 
 
@@ -243,7 +282,9 @@ def test_fields_are_those_of_the_document() -> None:
         path, _, query = exchange.call.path.partition("?")
         documented = document["paths"][path]["post"]["parameters"]
         named = {(p["in"], p["name"].lower()) for p in documented}
-        assert ("header", DEADLINE_HEADER) in named and (not query or ("query", query.partition("=")[0]) in named)
+        assert ("header", DEADLINE_HEADER) in named and (
+            not query or ("query", query.partition("=")[0]) in named
+        )
         assert {name for name, _ in exchange.call.headers} == {"content-type", "accept"}
 
 
@@ -282,7 +323,9 @@ def test_bodies_and_answers_are_those_of_the_document(finding: LiveServing) -> N
     assert len(told) == 7
     for path, body, answer in told:
         asked, answered = names[path]
-        schema = document["paths"][path.partition("?")[0]]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        schema = document["paths"][path.partition("?")[0]]["post"]["requestBody"]["content"][
+            "application/json"
+        ]["schema"]
         for value, kind in (
             (body, schema if asked is None else {"$ref": f"#/components/schemas/{asked}"}),
             (answer, {"$ref": f"#/components/schemas/{answered}"}),

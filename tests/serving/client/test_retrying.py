@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.clock import FakeClock
+from roostream.runtime.clock import FakeClock
 from serving.client.failure import ServingError
 from serving.client.retrying import DEADLINE_HEADER, Call, Pause, Reply, RetryPolicy, Send, attempts
 
@@ -94,13 +94,26 @@ def test_pauses_differ_from_client_to_client() -> None:
     ("given", "expected"),
     [
         (
-            Reply(400, {"x-request-id": "c-1"}, b'{"error":{"code":"bad_request","message":"expected a","path":"$.ro"}}'),
+            Reply(
+                400,
+                {"x-request-id": "c-1"},
+                b'{"error":{"code":"bad_request","message":"expected a","path":"$.ro"}}',
+            ),
             (400, "bad_request", "expected a", "$.ro", "c-1"),
         ),
-        (Reply(502, {}, b"<html>Bad\nGateway"), (502, "http_502", "expected an answer of serving, got <html>BadGateway", "", "")),
-        (Reply(404, {}, b'{"error": "none"}'), (404, "http_404", 'expected an answer of serving, got {"error": "none"}', "", "")),
+        (
+            Reply(502, {}, b"<html>Bad\nGateway"),
+            (502, "http_502", "expected an answer of serving, got <html>BadGateway", "", ""),
+        ),
+        (
+            Reply(404, {}, b'{"error": "none"}'),
+            (404, "http_404", 'expected an answer of serving, got {"error": "none"}', "", ""),
+        ),
         (Reply(404, {}, b""), (404, "http_404", "expected an answer of serving, got no body", "", "")),
-        (Reply(0, {}, b"ConnectError refused"), (0, "unreachable", "serving did not answer: ConnectError refused", "", "")),
+        (
+            Reply(0, {}, b"ConnectError refused"),
+            (0, "unreachable", "serving did not answer: ConnectError refused", "", ""),
+        ),
         (Reply(0, {}, b"ReadTimeout"), (0, "timeout", "serving did not answer: ReadTimeout", "", "")),
     ],
 )

@@ -46,7 +46,9 @@ def test_records_read_as_they_were_written(items: list[LogRecord]) -> None:
 
 
 @given(st.lists(records, min_size=1, max_size=6), st.data())
-def test_a_file_cut_anywhere_keeps_exactly_the_records_before_the_cut(items: list[LogRecord], data: st.DataObject) -> None:
+def test_a_file_cut_anywhere_keeps_exactly_the_records_before_the_cut(
+    items: list[LogRecord], data: st.DataObject
+) -> None:
     raw, ends = segment_of(items, room=0)
     cut = data.draw(st.integers(HEADER_BYTES, len(raw)))
     whole = [r for r, end in zip(items, ends, strict=True) if end <= cut]

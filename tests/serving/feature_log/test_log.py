@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roo.errors import SetupError, WireError
+from roostream.errors import SetupError, WireError
 from serving.feature_log.format import HEADER_BYTES, LogRecord
 from serving.feature_log.log import FeatureLog, LogFullError
 from serving.feature_log.segment import Cursor, CursorFile, LogSegment
@@ -24,7 +24,9 @@ def record(i: int, size: int = 100) -> LogRecord:
 
 
 def numbers(log: FeatureLog, at: Cursor | None = None) -> list[int]:
-    return [int.from_bytes(e.record.value[:4], "little") for e in log.read(at or log.cursor, 1 << 30) if e.record]
+    return [
+        int.from_bytes(e.record.value[:4], "little") for e in log.read(at or log.cursor, 1 << 30) if e.record
+    ]
 
 
 def test_what_is_appended_is_read_in_order_across_segments(tmp_path: Path) -> None:
@@ -113,7 +115,9 @@ def test_a_disk_that_refuses_a_new_segment_loses_nothing(tmp_path: Path) -> None
     log.close()
 
 
-def test_a_damaged_header_is_set_aside_and_the_rest_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_header_is_set_aside_and_the_rest_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     log = FeatureLog.open(tmp_path, **SMALL)
     for i in range(60):
         log.append(record(i))
@@ -128,7 +132,9 @@ def test_a_damaged_header_is_set_aside_and_the_rest_goes_on(tmp_path: Path, capl
     again.close()
 
 
-def test_damage_before_the_end_of_a_full_segment_is_told_with_its_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damage_before_the_end_of_a_full_segment_is_told_with_its_count(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     log = FeatureLog.open(tmp_path, **SMALL)
     for i in range(60):
         log.append(record(i))
@@ -215,7 +221,9 @@ while True:
 
 
 def test_everything_appended_before_kill_9_is_there_after_it(tmp_path: Path) -> None:
-    writer = subprocess.Popen([sys.executable, "-c", _WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    writer = subprocess.Popen(
+        [sys.executable, "-c", _WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     assert writer.stdout is not None
     for _ in range(40):
         line = writer.stdout.readline()

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving_fakes import FakeSink  # tests/serving/conftest.py puts this folder on the path
 
-from runtime.backoff import Backoff
-from runtime.clock import FakeClock
+from roostream.runtime.backoff import Backoff
+from roostream.runtime.clock import FakeClock
 from serving.feature_log import sender as log_sender
 from serving.feature_log.format import LogRecord
 from serving.feature_log.log import FeatureLog
@@ -76,7 +76,9 @@ def test_a_record_that_kafka_refuses_is_counted_and_passed_over_alone(
     feature_log: FeatureLog, caplog: pytest.LogCaptureFixture
 ) -> None:
     taken: list[LogRecord] = []
-    sinks = [FakeSink(taken, lambda r: "refused" if r.timestamp_ms in (2, 4) else "delivered") for _ in range(4)]
+    sinks = [
+        FakeSink(taken, lambda r: "refused" if r.timestamp_ms in (2, 4) else "delivered") for _ in range(4)
+    ]
     sender = sender_of(feature_log, sinks)
     for i in range(6):
         feature_log.append(record(i))
@@ -104,7 +106,9 @@ def test_a_restart_begins_at_the_cursor(tmp_path: Path) -> None:
     again.close()
 
 
-def test_while_kafka_is_away_records_wait_on_disk_not_in_memory(feature_log: FeatureLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_kafka_is_away_records_wait_on_disk_not_in_memory(
+    feature_log: FeatureLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(log_sender, "MAX_PENDING_RECORDS", 20)
     monkeypatch.setattr(log_sender, "READ_BYTES", 500)
     sink = FakeSink([], lambda _: None)
@@ -149,13 +153,17 @@ def test_draining_goes_on_only_while_kafka_takes_something(feature_log: FeatureL
     feature_log.append(record(9))
     begin_s = clock.monotonic_s()
     assert sender.drain(100.0, clock.monotonic_s) == 1
-    assert clock.monotonic_s() - begin_s <= log_sender.STUCK_S + 0.2, "it takes nothing: what is left is sent at the next start"
+    assert clock.monotonic_s() - begin_s <= log_sender.STUCK_S + 0.2, (
+        "it takes nothing: what is left is sent at the next start"
+    )
     sender.close()
 
 
 def test_the_thread_ends_when_told_even_while_kafka_is_away(feature_log: FeatureLog) -> None:
     stop = threading.Event()
-    sender = LogSender(feature_log, lambda: FakeSink([], lambda _: "failed"), Backoff(what="Kafka", first_s=0.01))
+    sender = LogSender(
+        feature_log, lambda: FakeSink([], lambda _: "failed"), Backoff(what="Kafka", first_s=0.01)
+    )
     thread = threading.Thread(target=sender.run, args=(stop,))
     feature_log.append(record(1))
     thread.start()

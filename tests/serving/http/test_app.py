@@ -13,9 +13,9 @@ from serving_cases import BODY, SCHEMA, Built, build
 from serving_fakes import FakeRows
 from starlette.testclient import TestClient
 
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.ids import MASK64
+from roostream.schema.ids import MASK64
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
 from serving.http.app import LINKS, HttpInterface
 from serving.http.engage import EngagementParser
 from serving.http.openapi import describe
@@ -31,7 +31,9 @@ def client(tmp_path: Path) -> Iterator[Client]:
     def open_client(rows: Any = None, **settings: Any) -> tuple[TestClient, Built]:
         built = build(tmp_path, rows or FakeRows(SCHEMA), **settings)
         opened.append(built)
-        return TestClient(HttpInterface(built.parts), follow_redirects=False, raise_server_exceptions=False), built
+        return TestClient(
+            HttpInterface(built.parts), follow_redirects=False, raise_server_exceptions=False
+        ), built
 
     yield open_client
     for built in opened:
@@ -51,7 +53,11 @@ def test_the_root_says_who_answers_to_machines_and_to_people(client: Client) -> 
 def test_the_root_links_to_the_controllers_page_where_there_is_one(client: Client) -> None:
     url = "http://127.0.0.1:9100/"
     http, _ = client(status_page=url)
-    assert http.get("/").json()["links"]["status_page"] == http.get("/page.json").json()["links"]["trainer"] == url
+    assert (
+        http.get("/").json()["links"]["status_page"]
+        == http.get("/page.json").json()["links"]["trainer"]
+        == url
+    )
 
 
 def test_pages_need_nothing_from_anywhere_else(client: Client) -> None:
@@ -107,7 +113,9 @@ def test_what_isnt_there_is_refused_in_the_one_shape(
         ("text/" + "x" * 5000, 415, "…"),
     ],
 )
-def test_media_types_are_taken_as_clients_send_them(client: Client, media: str, status: int, text: str) -> None:
+def test_media_types_are_taken_as_clients_send_them(
+    client: Client, media: str, status: int, text: str
+) -> None:
     http, _ = client()
     for path, body in (("/v1/rank", BODY), ("/v1/engagements", CLICK)):
         answer = http.post(path, content=json.dumps(body), headers={"content-type": media})
@@ -122,7 +130,9 @@ def test_an_answer_names_the_items_in_their_order_on_request(client: Client) -> 
     assert answer["ranked"] == [given[i] for i in answer["order"]] and "nine" in answer["ranked"]
     assert "ranked" not in http.post("/v1/rank?ranked=false", json=BODY).json()
     message = pb.Impression(item_ids=[MASK64, 5]).SerializeToString()
-    binary = http.post("/v1/rank?ranked=true", content=message, headers={"content-type": "application/x-protobuf"}).json()
+    binary = http.post(
+        "/v1/rank?ranked=true", content=message, headers={"content-type": "application/x-protobuf"}
+    ).json()
     assert set(binary["ranked"]) == {MASK64, 5}
 
 
@@ -131,8 +141,14 @@ def test_an_answer_has_only_the_first_slots_on_request(client: Client) -> None:
     whole = http.post("/v1/rank?ranked=true", json=BODY).json()
     for top in (1, 2, 3, 50):
         answer = http.post(f"/v1/rank?top={top}&ranked=true", json=BODY).json()
-        slots = [{"item_id": i, "scores": whole["scores"][at]} for i, at in zip(whole["ranked"], whole["order"], strict=True)]
-        assert answer == {**{n: whole[n] for n in ("request_id", "model_version", "degraded")}, "top": slots[:top]}
+        slots = [
+            {"item_id": i, "scores": whole["scores"][at]}
+            for i, at in zip(whole["ranked"], whole["order"], strict=True)
+        ]
+        assert answer == {
+            **{n: whole[n] for n in ("request_id", "model_version", "degraded")},
+            "top": slots[:top],
+        }
     binary = http.post("/v1/rank?top=2", json=BODY, headers={"accept": "application/x-protobuf"})
     said = pb.RankAnswer.FromString(binary.content)
     assert list(said.order) == whole["order"][:2] and len(said.scores) == 6
@@ -147,13 +163,23 @@ def test_a_client_may_have_less_time_than_the_process(client: Client) -> None:
     for stated in ("0", "-5", "1.5", "soon", "9" * 21, "²"):
         for path, body in (("/v1/rank", BODY), ("/v1/engagements", CLICK)):
             answer = http.post(path, json=body, headers={"X-Deadline-Ms": stated.encode("latin-1")})
-            assert answer.status_code == 400 and "whole milliseconds from 1 on" in answer.json()["error"]["message"], stated
+            assert (
+                answer.status_code == 400
+                and "whole milliseconds from 1 on" in answer.json()["error"]["message"]
+            ), stated
 
 
 def test_options_are_checked_as_fields_are(client: Client) -> None:
     http, built = client()
-    bad = [("appendd=true", "did you mean 'append'"), ("append=1", "expected true or false"), ("ranked", "got ''")]
-    bad += [(f"top={value}", "expected a number of slots from 1 on") for value in ("0", "-1", "x", "", "true", "1.0")]
+    bad = [
+        ("appendd=true", "did you mean 'append'"),
+        ("append=1", "expected true or false"),
+        ("ranked", "got ''"),
+    ]
+    bad += [
+        (f"top={value}", "expected a number of slots from 1 on")
+        for value in ("0", "-1", "x", "", "true", "1.0")
+    ]
     for query, text in bad:
         answer = http.post(f"/v1/rank?{query}", json=BODY)
         assert answer.status_code == 400 and text in answer.json()["error"]["message"]
@@ -167,7 +193,9 @@ def test_event_ids_are_texts_that_tell_the_same_event_again(client: Client) -> N
     again = http.post("/v1/engagements", json={**CLICK, "event_id": first[0]}).json()["event_ids"]
     number = http.post("/v1/engagements", json={**CLICK, "event_id": int(first[0])}).json()["event_ids"]
     assert isinstance(first[0], str) and first == again == number
-    assert http.post("/v1/engagements", json={**CLICK, "event_id": 0}).json()["event_ids"] == first, "0 is none"
+    assert http.post("/v1/engagements", json={**CLICK, "event_id": 0}).json()["event_ids"] == first, (
+        "0 is none"
+    )
     other = http.post("/v1/engagements", json={**CLICK, "event_id": "e-1"}).json()["event_ids"]
     beyond = http.post("/v1/engagements", json={**CLICK, "event_id": "9" * 20}).json()["event_ids"]
     assert len({*first, *other, *beyond}) == 3
@@ -176,11 +204,20 @@ def test_event_ids_are_texts_that_tell_the_same_event_again(client: Client) -> N
 
 def test_an_action_that_nothing_counts_is_told_and_counted_in_bounds(client: Client) -> None:
     http, _ = client()
-    body = [CLICK, {**CLICK, "action": "clik"}, {**CLICK, "action": "clik", "item_id": 9}, {**CLICK, "action": "read"}]
+    body = [
+        CLICK,
+        {**CLICK, "action": "clik"},
+        {**CLICK, "action": "clik", "item_id": 9},
+        {**CLICK, "action": "read"},
+    ]
     assert http.post("/v1/engagements", json=body).json()["unused_actions"] == ["clik"]
     for i in range(50):
         http.post("/v1/engagements", json={**CLICK, "action": f"made-up-{i}"})
-    lines = [n for n in http.get("/metrics").text.splitlines() if n.startswith("roostream_serving_engagements_unused_total{")]
+    lines = [
+        n
+        for n in http.get("/metrics").text.splitlines()
+        if n.startswith("roostream_serving_engagements_unused_total{")
+    ]
     assert 'roostream_serving_engagements_unused_total{action="clik"} 2.0' in lines and len(lines) == 21
     assert 'roostream_serving_engagements_unused_total{action="(other)"} 31.0' in lines
 

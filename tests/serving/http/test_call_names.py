@@ -15,10 +15,10 @@ from serving_cases import BODY, SCHEMA, Built, build
 from serving_fakes import FakeRows
 from starlette.testclient import TestClient
 
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.errors import SetupError
-from runtime.program import CURRENT_CALL, CallNames, JsonFormatter
+from roostream.errors import SetupError
+from roostream.runtime.program import CURRENT_CALL, CallNames, JsonFormatter
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
 from serving.http.app import HttpInterface
 from serving.http.call_names import names_of
 from serving.http.tracing import open_tracing
@@ -107,7 +107,11 @@ def test_a_line_of_the_log_names_call_and_trace(tmp_path: Path) -> None:
         logging.getLogger("roostream.serving").removeHandler(handler)
         built.close()
     told = json.loads(lines[0])
-    assert (told["call_id"], told["trace_id"], told["span_id"]) == ("c-7", TRACE, SPAN) and "ZeroDivisionError" in told["error"]
+    assert (told["call_id"], told["trace_id"], told["span_id"]) == (
+        "c-7",
+        TRACE,
+        SPAN,
+    ) and "ZeroDivisionError" in told["error"]
     assert CURRENT_CALL.get() is None
 
 
@@ -135,7 +139,9 @@ class Spans(trace.TracerProvider):
         class Tracer(trace.NoOpTracer):
             def start_as_current_span(self, name: str, context: Any = None, **more: Any) -> Any:  # type: ignore[override]
                 parent = trace.get_current_span(context).get_span_context()
-                return trace.use_span(Told(name, f"{parent.trace_id:032x}/{parent.span_id:016x}", more["attributes"]))
+                return trace.use_span(
+                    Told(name, f"{parent.trace_id:032x}/{parent.span_id:016x}", more["attributes"])
+                )
 
         return Tracer()
 
@@ -152,8 +158,14 @@ def test_spans_continue_the_callers_trace(tmp_path: Path, monkeypatch: pytest.Mo
     http.get("/readyz")
     built.close()
     rank, unknown, ready = spans.told
-    assert (rank["name"], rank["parent"], rank["http.response.status_code"]) == ("POST /v1/rank", f"{TRACE}/{SPAN}", 200)
-    assert (unknown["name"], unknown["url.path"], unknown["status"]) == ("GET", "", None), "names don't grow with what is asked"
+    assert (rank["name"], rank["parent"], rank["http.response.status_code"]) == (
+        "POST /v1/rank",
+        f"{TRACE}/{SPAN}",
+        200,
+    )
+    assert (unknown["name"], unknown["url.path"], unknown["status"]) == ("GET", "", None), (
+        "names don't grow with what is asked"
+    )
     assert (ready["http.response.status_code"], ready["status"]) == (503, trace.StatusCode.ERROR)
 
 

@@ -69,7 +69,12 @@ def test_whole_headers_beyond_the_bound_are_431(tmp_path: Path) -> None:
 
 def test_headers_that_dont_come_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_S", 0.2)
-    with live_of(tmp_path) as live, live.connect() as half, live.connect() as silent, live.connect() as second:
+    with (
+        live_of(tmp_path) as live,
+        live.connect() as half,
+        live.connect() as silent,
+        live.connect() as second,
+    ):
         half.sendall(RANK)
         second.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
         assert b"200 OK" in second.recv(4096)
@@ -99,7 +104,11 @@ def test_half_a_body_is_408_and_takes_nobodys_place(tmp_path: Path) -> None:
 
 
 def test_bodies_on_their_way_are_bounded_all_together(tmp_path: Path) -> None:
-    with live_of(tmp_path, max_reading_bytes=100_000) as live, live.connect() as first, live.connect() as second:
+    with (
+        live_of(tmp_path, max_reading_bytes=100_000) as live,
+        live.connect() as first,
+        live.connect() as second,
+    ):
         for one in (first, second):
             one.sendall(RANK + b"content-length: 90000\r\n\r\n" + b" " * 60_000)
             while live.app.intake.num_bytes not in (60_000, 0):
@@ -158,9 +167,23 @@ def test_a_pipeline_is_bounded(tmp_path: Path) -> None:
         b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\n",
         b"OPTIONS * HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
     ],
-    ids=["TLS", "version", "method", "address", "path", "header", "length", "two lengths", "chunk", "CONNECT", "*"],
+    ids=[
+        "TLS",
+        "version",
+        "method",
+        "address",
+        "path",
+        "header",
+        "length",
+        "two lengths",
+        "chunk",
+        "CONNECT",
+        "*",
+    ],
 )
-def test_what_isnt_http_is_refused_without_a_traceback(tmp_path: Path, raw: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_isnt_http_is_refused_without_a_traceback(
+    tmp_path: Path, raw: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     with live_of(tmp_path, deadline_ms=500) as live, live.connect() as odd:
         odd.sendall(raw)
         odd.shutdown(socket.SHUT_WR)
@@ -170,17 +193,29 @@ def test_what_isnt_http_is_refused_without_a_traceback(tmp_path: Path, raw: byte
     assert not [r for r in caplog.records if r.exc_info]
 
 
-def test_lines_that_a_client_can_cause_come_once_a_minute(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_that_a_client_can_cause_come_once_a_minute(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING), live_of(tmp_path) as live:
         for _ in range(20):
             with live.connect() as odd:
                 odd.sendall(b"FOO / HTTP/1.1\r\n\r\n")
                 assert answer_of(odd)[0] == 400
-    assert len([r for r in caplog.records if r.name == "uvicorn.error" and "Invalid HTTP" in r.getMessage()]) == 1
+    assert (
+        len([r for r in caplog.records if r.name == "uvicorn.error" and "Invalid HTTP" in r.getMessage()])
+        == 1
+    )
 
 
-def test_a_stop_answers_who_still_sends_and_waits_for_nobody_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with live_of(tmp_path, deadline_ms=60_000) as live, live.connect() as half, live.connect() as head, live.connect() as idle:
+def test_a_stop_answers_who_still_sends_and_waits_for_nobody_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        live_of(tmp_path, deadline_ms=60_000) as live,
+        live.connect() as half,
+        live.connect() as head,
+        live.connect() as idle,
+    ):
         half.sendall(HALF)
         head.sendall(RANK)
         idle.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")

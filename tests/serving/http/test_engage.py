@@ -8,16 +8,26 @@ from typing import Any
 import pytest
 from serving_cases import NOW_MS, SCHEMA
 
-from roo import wire
-from roo.ids import hash64, key_bytes
+from roostream.schema.ids import hash64, key_bytes
+from roostream.wire import records as wire
 from serving.errors import RequestError
 from serving.http.engage import MAX_ENGAGEMENTS, EngagementParser
 
-CLICK = {"request_id": "r-1", "user_id": 17, "session_id": 4, "surface": "front", "item_id": 8, "action": "click", "value": 2}
+CLICK = {
+    "request_id": "r-1",
+    "user_id": 17,
+    "session_id": 4,
+    "surface": "front",
+    "item_id": 8,
+    "action": "click",
+    "value": 2,
+}
 
 
 def parse(body: Any, now_ms: int = NOW_MS) -> tuple[list[Any], list[int]]:
-    told = EngagementParser(SCHEMA).parse(body if isinstance(body, bytes) else json.dumps(body).encode(), now_ms)
+    told = EngagementParser(SCHEMA).parse(
+        body if isinstance(body, bytes) else json.dumps(body).encode(), now_ms
+    )
     return [(r, *wire.decode(r.value)) for r in told.records], told.event_ids
 
 
@@ -47,7 +57,14 @@ def test_a_repeated_post_is_the_same_event_whenever_it_comes() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"request_id": "r-2"}, {"user_id": 18}, {"item_id": 9}, {"action": "read"}, {"value": 3}, {"time_ms": 9}],
+    [
+        {"request_id": "r-2"},
+        {"user_id": 18},
+        {"item_id": 9},
+        {"action": "read"},
+        {"value": 3},
+        {"time_ms": 9},
+    ],
     ids=lambda c: next(iter(c)),
 )
 def test_another_event_has_another_id(change: dict[str, Any]) -> None:

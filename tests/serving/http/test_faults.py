@@ -18,20 +18,20 @@ from live_serving import LiveServing, serving_live
 from serving_cases import BODY, MODEL, NOW_MS, SCHEMA, build
 from serving_fakes import FakeRows, FakeRowTopic, FakeSink
 
-from features.hydration import Hydrator
-from models.build import build_model
 from param_server.replica.replica import Replica
 from param_server.replica.row_cache import CachePolicy, RowCache
 from param_server.replica.shard_reads import ShardReads
-from roo import wire
-from runtime import tensor_file
-from runtime.checkpoint_store import FileStore
-from runtime.clock import FakeClock
-from runtime.manifest import dense_name, store_file
-from runtime.transport import Answer, InMemoryTransport
+from roostream.models.build import build_model
+from roostream.runtime import tensor_file
+from roostream.runtime.checkpoint_store import FileStore
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.manifest import dense_name, store_file
+from roostream.runtime.transport import Answer, InMemoryTransport
+from roostream.wire import records as wire
 from serving import heartbeat
 from serving.feature_log.format import LogRecord
 from serving.feature_log.sender import LogSender
+from serving.online_features.hydration import Hydrator
 from serving.rows.row_follower import RowFollower
 from serving.rows.served_rows import CachedRows
 from serving.versions.dense_follower import DenseFollower
@@ -50,7 +50,9 @@ def silent() -> Iterator[socket.socket]:
         yield listening
 
 
-def test_a_redis_that_takes_connections_and_says_nothing_costs_one_wait(tmp_path: Path, silent: socket.socket) -> None:
+def test_a_redis_that_takes_connections_and_says_nothing_costs_one_wait(
+    tmp_path: Path, silent: socket.socket
+) -> None:
     clock = FakeClock(NOW_MS)
     hydrator = Hydrator(f"redis://127.0.0.1:{silent.getsockname()[1]}/0", "", SCHEMA, clock=clock)
     with serving_live(build(tmp_path, FakeRows(SCHEMA), hydrator)) as live:
@@ -84,19 +86,31 @@ def test_a_full_disk_under_the_log_refuses_and_loses_nothing_that_was_answered(
                 taken += 1
                 assert taken < 1000, "it was never full"
             assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
-            assert answer.json()["error"]["code"] == "unavailable" and "can't grow" in answer.json()["error"]["message"]
-            told = {httpx2.post(f"{live.url}/v1/engagements", json=click, timeout=60).status_code for _ in range(20)}
-            assert told <= {200, 503} and 503 in told, "smaller than what was refused: some may have found room"
+            assert (
+                answer.json()["error"]["code"] == "unavailable"
+                and "can't grow" in answer.json()["error"]["message"]
+            )
+            told = {
+                httpx2.post(f"{live.url}/v1/engagements", json=click, timeout=60).status_code
+                for _ in range(20)
+            }
+            assert told <= {200, 503} and 503 in told, (
+                "smaller than what was refused: some may have found room"
+            )
             assert httpx2.get(f"{live.url}/healthz", timeout=60).status_code == 200
         assert rank(live, request_id="after").status_code == 200, "as soon as there is space again"
         logged = [r.value for r in built.records() if r.topic == "impressions"]
-    assert [wire.decode(value)[1].header.request_id for value in logged] == [*(f"r-{n}" for n in range(taken)), "after"]
+    assert [wire.decode(value)[1].header.request_id for value in logged] == [
+        *(f"r-{n}" for n in range(taken)),
+        "after",
+    ]
     assert taken > 0
 
 
 def commit(store: FileStore, seq: int, damage: bool = False) -> None:
     weights = {
-        f"model.{n}": np.full(t.shape, 0.1 * seq, np.float32) for n, t in build_model(SCHEMA, MODEL, 0).state_dict().items()
+        f"model.{n}": np.full(t.shape, 0.1 * seq, np.float32)
+        for n, t in build_model(SCHEMA, MODEL, 0).state_dict().items()
     }
     file = store_file(store, dense_name(seq, 1), tensor_file.encode(weights, {"seq": str(seq)}))
     if damage:
@@ -104,7 +118,9 @@ def commit(store: FileStore, seq: int, damage: bool = False) -> None:
         data = bytearray(path.read_bytes())
         data[-5] ^= 1
         path.write_bytes(bytes(data))
-    manifest = a_manifest(seq, incarnation=1, schema=f"{SCHEMA.fingerprint:016x}", dense=file, model=dataclasses.asdict(MODEL))
+    manifest = a_manifest(
+        seq, incarnation=1, schema=f"{SCHEMA.fingerprint:016x}", dense=file, model=dataclasses.asdict(MODEL)
+    )
     assert store.create(manifest.name, manifest.encode())
 
 
@@ -120,12 +136,16 @@ def test_a_corrupt_version_leaves_the_one_in_use_and_the_next_whole_one_is_serve
     assert served == ["1-1", "1-1", "1-3"]
 
 
-def test_a_shard_that_is_away_leaves_a_cache_answering_and_says_where_rows_were_missing(tmp_path: Path) -> None:
+def test_a_shard_that_is_away_leaves_a_cache_answering_and_says_where_rows_were_missing(
+    tmp_path: Path,
+) -> None:
     def shard(method: str, header: dict[str, Any], arrays: Any) -> Answer:
         if method == "pull":
             return {}, []
         dims = [SCHEMA.stacks[stack][0].dim for stack in header["stacks"]]
-        rows = [np.full((len(ids), dim), 0.5, np.float32) for dim, ids in zip(dims, arrays[1::2], strict=True)]
+        rows = [
+            np.full((len(ids), dim), 0.5, np.float32) for dim, ids in zip(dims, arrays[1::2], strict=True)
+        ]
         there = [(each, np.ones(len(each), np.uint8), np.ones(len(each), np.uint64)) for each in rows]
         return {"incarnation": 1}, [array for parts in there for array in parts]
 
@@ -139,11 +159,15 @@ def test_a_shard_that_is_away_leaves_a_cache_answering_and_says_where_rows_were_
     with serving_live(built) as live:
         degraded = [rank(live, request_id="r-0").json()["degraded"]]
         transport.down = True
-        degraded += [rank(live, request_id=f"r-{n}", **more).json()["degraded"] for n, more in ((1, {}), (2, others))]
+        degraded += [
+            rank(live, request_id=f"r-{n}", **more).json()["degraded"] for n, more in ((1, {}), (2, others))
+        ]
         transport.down = False
         clock.advance(60)
         degraded += [rank(live, request_id="r-3", **others).json()["degraded"]]
-    assert degraded == [False, False, True, False], "what the cache has, it has; what it lacks is told; and it is read later"
+    assert degraded == [False, False, True, False], (
+        "what the cache has, it has; what it lacks is told; and it is read later"
+    )
 
 
 def test_a_replica_whose_topic_stalls_goes_on_answering_and_its_rows_grow_old(tmp_path: Path) -> None:
@@ -154,7 +178,9 @@ def test_a_replica_whose_topic_stalls_goes_on_answering_and_its_rows_grow_old(tm
         threading.Event(),
         threading.Event(),
     )
-    follower = RowFollower(Replica(SCHEMA, 0), topic, [InMemoryTransport(Shard({8: 0.5}))], lambda stage, ms: None, clock)
+    follower = RowFollower(
+        Replica(SCHEMA, 0), topic, [InMemoryTransport(Shard({8: 0.5}))], lambda stage, ms: None, clock
+    )
     follower.bootstrap()
     follower.step()
     assert follower.age_s() is not None
@@ -180,7 +206,9 @@ def test_a_replica_whose_topic_stalls_goes_on_answering_and_its_rows_grow_old(tm
 
 
 @pytest.mark.parametrize("jump_ms", [-86_400_000, 86_400_000], ids=["back by a day", "ahead by a day"])
-def test_a_clock_that_jumps_fails_no_request_and_its_times_never_go_back(tmp_path: Path, jump_ms: int) -> None:
+def test_a_clock_that_jumps_fails_no_request_and_its_times_never_go_back(
+    tmp_path: Path, jump_ms: int
+) -> None:
     clock = FakeClock(NOW_MS)
     built = build(tmp_path, FakeRows(SCHEMA), clock=clock)
     with serving_live(built) as live:
@@ -194,7 +222,9 @@ def test_a_clock_that_jumps_fails_no_request_and_its_times_never_go_back(tmp_pat
     assert told == sorted(told) and len(told) >= 10
 
 
-def test_kafka_that_never_answers_costs_no_request_and_takes_all_in_order_when_it_is_back(tmp_path: Path) -> None:
+def test_kafka_that_never_answers_costs_no_request_and_takes_all_in_order_when_it_is_back(
+    tmp_path: Path,
+) -> None:
     built, taken = build(tmp_path, FakeRows(SCHEMA)), list[LogRecord]()
     back, stop = threading.Event(), threading.Event()
 
@@ -218,4 +248,6 @@ def test_kafka_that_never_answers_costs_no_request_and_takes_all_in_order_when_i
     finally:
         stop.set()
         thread.join(60)
-    assert [wire.decode(record.value)[1].header.request_id for record in taken] == [f"r-{n}" for n in range(10)]
+    assert [wire.decode(record.value)[1].header.request_id for record in taken] == [
+        f"r-{n}" for n in range(10)
+    ]

@@ -95,7 +95,9 @@ def test_a_body_that_drips_is_408_at_its_deadline(tmp_path: Path) -> None:
         assert live.app.intake.num_bytes == 0
 
 
-@pytest.mark.parametrize("start", [CHUNKED, RANK + b"content-length: 99999999999\r\n\r\n"], ids=["chunks", "a length"])
+@pytest.mark.parametrize(
+    "start", [CHUNKED, RANK + b"content-length: 99999999999\r\n\r\n"], ids=["chunks", "a length"]
+)
 def test_a_body_without_an_end_is_413_and_what_came_of_it_is_forgotten(tmp_path: Path, start: bytes) -> None:
     piece = b"8000\r\n" + b" " * 0x8000 + b"\r\n" if start is CHUNKED else b" " * 0x8000
     with live_of(tmp_path, max_body_bytes=1 << 17) as live, live.connect() as endless:
@@ -118,13 +120,17 @@ def test_who_only_listens_any_more_gets_its_answer(tmp_path: Path) -> None:
         ranked(live)
 
 
-def test_who_vanishes_in_the_middle_leaves_nothing_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_who_vanishes_in_the_middle_leaves_nothing_behind(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with live_of(tmp_path) as live:
         for start in (RANK, RANK + b"content-length: 500\r\n\r\n{", CHUNKED + b"10\r\n"):
             for _ in range(10):
                 gone = live.connect()
                 gone.sendall(start)
-                gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, not an end
+                gone.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                )  # a reset, not an end
                 gone.close()
         ranked(live)
         until_s = time.monotonic() + 60

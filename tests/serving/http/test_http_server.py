@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from roo.errors import SetupError
+from roostream.errors import SetupError
 from serving.http import http_server
 
 

@@ -31,7 +31,16 @@ def generated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "openapi.json").write_text(json.dumps(describe(SCHEMA, "1")))
     overrides = "content_type_overrides:\n  application/x-protobuf: application/octet-stream\n"
     (tmp_path / "generator.yaml").write_text(f"post_hooks: []\n{overrides}")
-    command = [sys.executable, "-m", "openapi_python_client", "generate", "--path", "openapi.json", "--meta", "none"]
+    command = [
+        sys.executable,
+        "-m",
+        "openapi_python_client",
+        "generate",
+        "--path",
+        "openapi.json",
+        "--meta",
+        "none",
+    ]
     command += ["--config", "generator.yaml", "--output-path", "generated_client", "--fail-on-warning"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -44,9 +53,17 @@ def test_a_generated_client_ranks_and_engages(tmp_path: Path, generated: str) ->
         return importlib.import_module(f"{generated}.{name}")
 
     models = part("models")
-    flat = {**rank_example(SCHEMA), "candidates": [{"item_id": c["item_id"], **c["nro"]} for c in BODY["candidates"]]}
-    with serving_live(build(tmp_path / "home", FakeRows(SCHEMA))) as live, part("client").Client(base_url=live.url) as client:
-        answer = part("api.traffic.rank").sync(client=client, body=models.RankRequest.from_dict(flat), ranked=True)
+    flat = {
+        **rank_example(SCHEMA),
+        "candidates": [{"item_id": c["item_id"], **c["nro"]} for c in BODY["candidates"]],
+    }
+    with (
+        serving_live(build(tmp_path / "home", FakeRows(SCHEMA))) as live,
+        part("client").Client(base_url=live.url) as client,
+    ):
+        answer = part("api.traffic.rank").sync(
+            client=client, body=models.RankRequest.from_dict(flat), ranked=True
+        )
         assert isinstance(answer, models.RankAnswer) and sorted(answer.order) == [0, 1, 2]
         assert answer.ranked == [flat["candidates"][i]["item_id"] for i in answer.order]
         click = models.Engagement.from_dict(engagement_example(SCHEMA))

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving_cases import BODY, SCHEMA
 
-from roo.ids import hash64, signed
+from roostream.schema.ids import hash64, signed
 from serving.errors import RequestError
 from serving.http.examples import rank_example
 from serving.http.parse import JsonParser
@@ -39,7 +39,12 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 
 COLUMNS = changed(
     "candidates",
-    {"item_id": [8, "nine", 10], "topics": [[1, 2], 7, None], "age_h": [2.5, None, None], "clicks": [3, 0, 1]},
+    {
+        "item_id": [8, "nine", 10],
+        "topics": [[1, 2], 7, None],
+        "age_h": [2.5, None, None],
+        "clicks": [3, 0, 1],
+    },
 )
 
 
@@ -50,7 +55,10 @@ def test_rows_become_columns_with_missing_values() -> None:
     np.testing.assert_array_equal(request.nro["age_h"], [2.5, np.nan, np.nan])
     np.testing.assert_array_equal(request.nro["clicks"], [3, 0, 1])
     assert set(request.nro) == {"topics", "age_h", "clicks"}, "what nobody gave is absent"
-    assert request.ro["history"]["item"] == [8, 3] and request.ro["likes"] == {"ids": [1, 2], "weights": [0.5, 2.0]}
+    assert request.ro["history"]["item"] == [8, 3] and request.ro["likes"] == {
+        "ids": [1, 2],
+        "weights": [0.5, 2.0],
+    }
     assert "num_candidates" not in request.ro
     assert (request.user_id, request.session_id, request.request_id, request.append) == (17, 4, "r-1", False)
 
@@ -78,7 +86,11 @@ def test_a_rows_features_stand_beside_its_item_as_in_a_line_of_a_log() -> None:
 
 
 def test_what_an_answer_repeats_is_cut() -> None:
-    for body in ({**BODY, "x" * 1_000_000: 1}, {**BODY, "ro": {"y" * 1_000_000: 1}}, changed("user_id", int("9" * 400))):
+    for body in (
+        {**BODY, "x" * 1_000_000: 1},
+        {**BODY, "ro": {"y" * 1_000_000: 1}},
+        changed("user_id", int("9" * 400)),
+    ):
         with pytest.raises(RequestError) as caught:
             parse(body)
         assert caught.value.status == 400 and len(json.dumps(caught.value.body())) < 600
@@ -99,7 +111,9 @@ def test_mutated_bytes_are_parsed_or_refused_in_one_sentence(seed: int) -> None:
 
 
 def test_exactly_one_id_a_row_is_an_array() -> None:
-    request = parse({"candidates": [{"item_id": i, "nro": {"topics": t}} for i, t in enumerate([[5], 6, "seven"])]})
+    request = parse(
+        {"candidates": [{"item_id": i, "nro": {"topics": t}} for i, t in enumerate([[5], 6, "seven"])]}
+    )
     assert request.nro["topics"].tolist() == [5, 6, signed(hash64("seven"))]
 
 
@@ -107,7 +121,10 @@ def test_little_is_needed() -> None:
     request = parse({"candidates": [{"item_id": 8}]})
     assert request.item_ids.tolist() == [8] and request.ro == {} and request.nro == {}
     assert request.user_id == request.session_id == 0
-    assert len(request.request_id) == 32 and request.request_id != parse({"candidates": [{"item_id": 8}]}).request_id
+    assert (
+        len(request.request_id) == 32
+        and request.request_id != parse({"candidates": [{"item_id": 8}]}).request_id
+    )
 
 
 def test_ids_are_64_bit_integers_or_strings() -> None:
@@ -133,36 +150,111 @@ BAD = [
     ({}, "$", "missing required field `candidates`", "nothing to rank"),
     (changed("candidates", 3), "$.candidates", "Expected `object | array`", "no list"),
     (changed("candidates.1.item_id", None), "$.candidates[1].item_id", "Expected `int | str`", "no id"),
-    (changed("candidates.1.item_id", 1.5), "$.candidates[1].item_id", "Expected `int | str`", "a float isn't an id"),
+    (
+        changed("candidates.1.item_id", 1.5),
+        "$.candidates[1].item_id",
+        "Expected `int | str`",
+        "a float isn't an id",
+    ),
     (changed("candidates.2.item_id", 2**64), "$.candidates[2].item_id", "64-bit", "beyond 64 bits"),
-    (changed("candidates.1.nro.age_h", "old"), "$.candidates[1].nro.age_h", "Expected `float | null`", "text for a float"),
-    (changed("candidates.1.nro.age_h", True), "$.candidates[1].nro.age_h", "Expected `float | null`", "a bool is no number"),
-    (changed("candidates.2.nro.age_h", 1e39), "$.candidates[2].nro.age_h", "finite 32-bit", "infinite as float32"),
-    (changed("candidates.2.nro.topics", [1, 2**70]), "$.candidates[2].nro.topics[1]", "64-bit", "an id in a list"),
-    (changed("candidates.0.nro.aeg_h", 1), "$.candidates[0].nro.aeg_h", "did you mean 'age_h'", "a misspelt feature"),
-    (changed("candidates.0.itemid", 1), "$.candidates[0].itemid", "did you mean 'item_id'", "a misspelt field"),
+    (
+        changed("candidates.1.nro.age_h", "old"),
+        "$.candidates[1].nro.age_h",
+        "Expected `float | null`",
+        "text for a float",
+    ),
+    (
+        changed("candidates.1.nro.age_h", True),
+        "$.candidates[1].nro.age_h",
+        "Expected `float | null`",
+        "a bool is no number",
+    ),
+    (
+        changed("candidates.2.nro.age_h", 1e39),
+        "$.candidates[2].nro.age_h",
+        "finite 32-bit",
+        "infinite as float32",
+    ),
+    (
+        changed("candidates.2.nro.topics", [1, 2**70]),
+        "$.candidates[2].nro.topics[1]",
+        "64-bit",
+        "an id in a list",
+    ),
+    (
+        changed("candidates.0.nro.aeg_h", 1),
+        "$.candidates[0].nro.aeg_h",
+        "did you mean 'age_h'",
+        "a misspelt feature",
+    ),
+    (
+        changed("candidates.0.itemid", 1),
+        "$.candidates[0].itemid",
+        "did you mean 'item_id'",
+        "a misspelt field",
+    ),
     (changed("ro.histroy", {}), "$.ro.histroy", "did you mean 'history'", "a misspelt RO feature"),
     (changed("ro.history.actoin", []), "$.ro.history.actoin", "did you mean 'action'", "a misspelt column"),
     (changed("ro.likes.weight", []), "$.ro.likes.weight", "did you mean 'weights'", "a misspelt part"),
     (changed("ro.history.time", [1, "x"]), "$.ro.history.time[1]", "Expected `int`", "text for a time"),
     (changed("ro.history.time", [1, 2**63]), "$.ro.history.time", "64-bit", "a time beyond 64 bits"),
-    (changed("ro.history.time", [1]), "$.ro.history", "equal length, got item 2, action 2, time 1", "unequal columns"),
+    (
+        changed("ro.history.time", [1]),
+        "$.ro.history",
+        "equal length, got item 2, action 2, time 1",
+        "unequal columns",
+    ),
     (changed("ro.history.ids", [1, 2]), "$.ro.history", "got them 2 times", "ids under both names"),
-    (changed("ro.likes.weights", [1, 1e20]), "$.ro.likes.weights[1]", "within ±1000000, got 1e+20", "a weight too large"),
-    (changed("ro.likes.weights", [-1000001, 1]), "$.ro.likes.weights[0]", "within ±1000000", "a weight too small"),
+    (
+        changed("ro.likes.weights", [1, 1e20]),
+        "$.ro.likes.weights[1]",
+        "within ±1000000, got 1e+20",
+        "a weight too large",
+    ),
+    (
+        changed("ro.likes.weights", [-1000001, 1]),
+        "$.ro.likes.weights[0]",
+        "within ±1000000",
+        "a weight too small",
+    ),
     (b'{"candidates":[],"request_id":"\xff"}', "$", "expected JSON in UTF-8, got byte 0xff", "not UTF-8"),
     (b'{"candidates":[],"\xc3(":1}', "$", "expected JSON in UTF-8", "a name that isn't UTF-8"),
     (b"[" * 100_000, "$", "", "nested deep"),
     (b'{"candidates":' + b"[" * 100_000, "$.candidates[0]", "Expected", "nested deep where something is"),
     (changed("candidates", []), "$.candidates", "expected at least one candidate, got none", "no candidates"),
-    (changed("candidates", {"item_id": []}), "$.candidates", "at least one candidate", "no candidates in columns"),
-    (changed("candidates.2.item_id", 8), "$.candidates[2].item_id", "that of $.candidates[0].item_id again", "one twice"),
-    (changed("candidates", {"item_id": [1, "a", "a"]}), "$.candidates.item_id[2]", "$.candidates.item_id[1]", "one twice"),
+    (
+        changed("candidates", {"item_id": []}),
+        "$.candidates",
+        "at least one candidate",
+        "no candidates in columns",
+    ),
+    (
+        changed("candidates.2.item_id", 8),
+        "$.candidates[2].item_id",
+        "that of $.candidates[0].item_id again",
+        "one twice",
+    ),
+    (
+        changed("candidates", {"item_id": [1, "a", "a"]}),
+        "$.candidates.item_id[2]",
+        "$.candidates.item_id[1]",
+        "one twice",
+    ),
     (changed("user_id", ""), "$.user_id", "an empty string", "no user"),
     (changed("candidates.1.item_id", ""), "$.candidates[1].item_id", "an empty string", "no item"),
     (changed("ro.user", [1, ""]), "$.ro.user[1]", "an empty string", "no id in a list"),
-    (changed("candidates.0.age_h", 1), "$.candidates[0].nro.age_h", "expected 'age_h' once", "a feature in both places"),
-    (changed("candidates.1.aeg_h", 1), "$.candidates[1].aeg_h", "did you mean 'age_h'", "a misspelt flat feature"),
+    (
+        changed("candidates.0.age_h", 1),
+        "$.candidates[0].nro.age_h",
+        "expected 'age_h' once",
+        "a feature in both places",
+    ),
+    (
+        changed("candidates.1.aeg_h", 1),
+        "$.candidates[1].aeg_h",
+        "did you mean 'age_h'",
+        "a misspelt flat feature",
+    ),
     (changed("ro.likes.weights", [1]), "$.ro.likes", "equal length", "a weight is missing"),
     (changed("ro.mood", -1e39), "$.ro.mood", "finite 32-bit", "an infinite RO float"),
     (changed("ro", None), "$.ro", "Expected `object`", "null isn't an object"),
@@ -171,12 +263,37 @@ BAD = [
     (changed("surface", "s" * 65), "$.surface", "at most 64 bytes", "a long surface"),
     (changed("first_position", -1), "$.first_position", "from 0 on", "no such place"),
     (changed("userid", 1), "$.userid", "did you mean 'user_id'", "an unknown field"),
-    (changed("top", 2), "$.top", "unknown field 'top'; say it in the address, ?top=", "an option is no field"),
+    (
+        changed("top", 2),
+        "$.top",
+        "unknown field 'top'; say it in the address, ?top=",
+        "an option is no field",
+    ),
     (changed("ro.top", 2), "$.ro.top", "unknown field 'top'", "and no feature"),
-    (changed("candidates", {"item_id": [1, 2], "age_h": [1]}), "$.candidates.age_h", "expected 2 values", "a short column"),
-    (changed("candidates", {"item_id": [1], "ageh": [1]}), "$.candidates.ageh", "did you mean 'age_h'", "unknown column"),
-    (changed("candidates", {"item_id": [1, 2**64]}), "$.candidates.item_id[1]", "64-bit", "an id of a column"),
-    (changed("candidates", {"item_id": [1], "age_h": [1e39]}), "$.candidates.age_h[0]", "finite", "an infinite float"),
+    (
+        changed("candidates", {"item_id": [1, 2], "age_h": [1]}),
+        "$.candidates.age_h",
+        "expected 2 values",
+        "a short column",
+    ),
+    (
+        changed("candidates", {"item_id": [1], "ageh": [1]}),
+        "$.candidates.ageh",
+        "did you mean 'age_h'",
+        "unknown column",
+    ),
+    (
+        changed("candidates", {"item_id": [1, 2**64]}),
+        "$.candidates.item_id[1]",
+        "64-bit",
+        "an id of a column",
+    ),
+    (
+        changed("candidates", {"item_id": [1], "age_h": [1e39]}),
+        "$.candidates.age_h[0]",
+        "finite",
+        "an infinite float",
+    ),
 ]
 
 

@@ -18,8 +18,8 @@ from retrieval_cases import CASCADE, NUM_ITEMS, TOWERS, Retrieving, retrieving, 
 from serving_cases import HISTORY, MODEL, NOW_MS, SCHEMA, build
 from serving_fakes import FakeHydrator, FakeRows
 
-from roo import roo_pb2 as pb
-from roo import wire
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
 from serving.http.openapi import describe
 
 WHO: dict[str, Any] = {"request_id": "r-1", "user_id": 17, "ro": {"mood": 0.5, "hour": 13.0}}
@@ -34,11 +34,16 @@ def kept(tmp_path: Path) -> Iterator[Retrieving]:
     made.built.close()
 
 
-def ask(kept: Retrieving, path: str, body: object, headers: tuple[tuple[bytes, bytes], ...] = ()) -> tuple[int, Any]:
+def ask(
+    kept: Retrieving, path: str, body: object, headers: tuple[tuple[bytes, bytes], ...] = ()
+) -> tuple[int, Any]:
     sent: list[Any] = []
 
     async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": body if isinstance(body, bytes) else json.dumps(body).encode()}
+        return {
+            "type": "http.request",
+            "body": body if isinstance(body, bytes) else json.dumps(body).encode(),
+        }
 
     async def send(message: Any) -> None:
         sent.append(message)
@@ -78,7 +83,10 @@ def test_the_k_nearest_are_found_the_nearest_first_with_the_version_of_both_side
 def test_they_are_in_the_order_of_the_models_own_logits(kept: Retrieving) -> None:
     kept.serve(version_of("1-3", TOWERS))
     kept.turn(60.0)
-    who = {**WHO, "ro": {**WHO["ro"], "num_candidates": 20.0}}  # else a rank counts its list, and here there is none yet
+    who = {
+        **WHO,
+        "ro": {**WHO["ro"], "num_candidates": 20.0},
+    }  # else a rank counts its list, and here there is none yet
     for task in SCHEMA.tasks:
         listed = candidates_of(kept, found(kept, k=20, task=task, ro=who["ro"]))
         status, answer = ask(kept, "/v1/rank", {**who, "candidates": listed})
@@ -89,10 +97,17 @@ def test_they_are_in_the_order_of_the_models_own_logits(kept: Retrieving) -> Non
 
 def test_what_is_excluded_filtered_or_seen_is_not_found(kept: Retrieving) -> None:
     every = found(kept, k=1000)
-    assert not {2, "i3"} & set(found(kept, k=1000, exclude=[2, "i3", "no such"])) and len(found(kept, k=1000, exclude=[2])) == 59
+    assert (
+        not {2, "i3"} & set(found(kept, k=1000, exclude=[2, "i3", "no such"]))
+        and len(found(kept, k=1000, exclude=[2])) == 59
+    )
     danish = found(kept, k=1000, filter={"lang": "da", "tags": [1, 2]})
-    assert danish == [i for i in every if int(str(i).strip("i")) % 2 == 0 and int(str(i).strip("i")) % 5 in (1, 2)]
-    assert set(every) - set(found(kept, k=1000, exclude_seen=True)) == {8}  # the history has 8 and 3, and "i3" is no 3
+    assert danish == [
+        i for i in every if int(str(i).strip("i")) % 2 == 0 and int(str(i).strip("i")) % 5 in (1, 2)
+    ]
+    assert set(every) - set(found(kept, k=1000, exclude_seen=True)) == {
+        8
+    }  # the history has 8 and 3, and "i3" is no 3
     given = {"history": {"item": [2, 4], "action": [1, 1], "time": [NOW_MS] * 2}}
     assert set(every) - set(found(kept, k=1000, exclude_seen=True, ro={**WHO["ro"], **given})) == {2, 4}
     assert found(kept, k=5, filter={"lang": "sv"}) == []
@@ -101,14 +116,19 @@ def test_what_is_excluded_filtered_or_seen_is_not_found(kept: Retrieving) -> Non
 def test_nothing_but_what_the_client_names_is_found_where_it_names_something(kept: Retrieving) -> None:
     every = found(kept, k=1000)
     named = [2, "i3", 4, 5, "no such"]
-    assert found(kept, k=1000, among=named) == [i for i in every if i in named] and found(kept, k=1000, among=None) == every
+    assert (
+        found(kept, k=1000, among=named) == [i for i in every if i in named]
+        and found(kept, k=1000, among=None) == every
+    )
     assert set(found(kept, among=named, exclude=[2], filter={"lang": "da"})) == {4}
     assert found(kept, among=[]) == found(kept, among=["no such"]) == []
     status, answer = ask(kept, "/v1/recommend", {**WHO, "k": 4, "among": named})
     assert status == 200 and {item["item_id"] for item in answer["items"]} == {2, "i3", 4, 5}
 
 
-def test_what_the_client_left_out_is_hydrated_and_without_redis_the_answer_is_degraded(kept: Retrieving) -> None:
+def test_what_the_client_left_out_is_hydrated_and_without_redis_the_answer_is_degraded(
+    kept: Retrieving,
+) -> None:
     hydrator = kept.keeper.retriever.hydrator
     assert isinstance(hydrator, FakeHydrator)
     with_history = found(kept, k=NUM_ITEMS)
@@ -153,21 +173,30 @@ def test_what_is_shown_is_scored_as_the_list_that_is_shown(kept: Retrieving) -> 
 
 
 def test_what_is_shown_are_the_best_of_what_was_found_by_the_rankers_scores(kept: Retrieving) -> None:
-    kept.serve(version_of("1-3", dataclasses.replace(CASCADE, list_layers=0)))  # a candidate's score is its own
+    kept.serve(
+        version_of("1-3", dataclasses.replace(CASCADE, list_layers=0))
+    )  # a candidate's score is its own
     with torch.no_grad():  # untrained heads give all the same
         for head in kept.built.service.versions.newest.model.ranker.heads.logits:  # type: ignore[union-attr]
             head.weight.normal_(generator=torch.Generator().manual_seed(3))
     status, answer = ask(kept, "/v1/recommend", {**WHO, "k": 4, "retrieved": 12})
     assert status == 200 and answer["model_version"] == "1-3"
     everything = candidates_of(kept, found(kept, k=12))
-    _, ranked = ask(kept, "/v1/rank", {**WHO, "request_id": "r-2", "candidates": everything, "model_version": "1-3"})
+    _, ranked = ask(
+        kept, "/v1/rank", {**WHO, "request_id": "r-2", "candidates": everything, "model_version": "1-3"}
+    )
     best = [everything[i]["item_id"] for i in ranked["order"][:4]]
     assert [item["item_id"] for item in answer["items"]] == best
 
 
 def test_with_nothing_to_show_nothing_is_logged(kept: Retrieving) -> None:
     status, answer = ask(kept, "/v1/recommend", {**WHO, "filter": {"lang": "sv"}})
-    assert status == 200 and answer["items"] == [] and answer["model_version"] == "1-2" and kept.built.records() == []
+    assert (
+        status == 200
+        and answer["items"] == []
+        and answer["model_version"] == "1-2"
+        and kept.built.records() == []
+    )
 
 
 @pytest.mark.parametrize("path", ["/v1/retrieve", "/v1/recommend"])
@@ -210,7 +239,9 @@ def test_before_there_are_vectors_it_is_503_with_the_reason(tmp_path: Path) -> N
     kept = retrieving(tmp_path / "home", FakeRows(SCHEMA), version=version_of("1-2", MODEL))
     for reason in ("the items' vectors aren't there yet", "expected a model that retrieves"):
         status, answer = ask(kept, "/v1/retrieve", WHO)
-        assert (status, answer["error"]["code"]) == (503, "unavailable") and reason in answer["error"]["message"]
+        assert (status, answer["error"]["code"]) == (503, "unavailable") and reason in answer["error"][
+            "message"
+        ]
         kept.turn()
     kept.built.close()
 

@@ -19,9 +19,9 @@ from serving_cases import BODY, MODEL, NOW_MS, SCHEMA, Built, build
 from serving_fakes import FakeHydrator, FakeRows
 from starlette.testclient import TestClient
 
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.block import encode_nro, encode_ro
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.block import encode_nro, encode_ro
 from serving.feature_log.format import LogRecord
 from serving.heartbeat import beat
 from serving.http.app import HttpInterface
@@ -78,18 +78,24 @@ def test_a_request_is_scored_logged_and_answered(client: Client) -> None:
 def test_compressed_and_binary_bodies_say_the_same(client: Client) -> None:
     http, built = client()
     raw = json.dumps(BODY).encode()
-    plain = http.post("/v1/rank", content=raw, headers={"content-type": "application/json; charset=utf-8"}).json()
+    plain = http.post(
+        "/v1/rank", content=raw, headers={"content-type": "application/json; charset=utf-8"}
+    ).json()
     for encoding, body in (("gzip", gzip.compress(raw)), ("deflate", zlib.compress(raw))):
         assert http.post("/v1/rank", content=body, headers={"content-encoding": encoding}).json() == plain
     logged = wire.decode(built.records()[0].value)[1]
     assert isinstance(logged, pb.Impression)
     message = pb.Impression(header=logged.header, ro=logged.ro, nro=logged.nro, item_ids=logged.item_ids)
     message.header.model_version = ""
-    binary = http.post("/v1/rank", content=message.SerializeToString(), headers={"content-type": "application/x-protobuf"})
+    binary = http.post(
+        "/v1/rank", content=message.SerializeToString(), headers={"content-type": "application/x-protobuf"}
+    )
     assert binary.json() == plain
     assert built.records()[3].value == built.records()[0].value, "the blocks went through byte for byte"
     url = "/v1/rank?append=true"
-    assert http.post(url, content=message.SerializeToString(), headers={"content-type": "application/x-protobuf"}).is_success
+    assert http.post(
+        url, content=message.SerializeToString(), headers={"content-type": "application/x-protobuf"}
+    ).is_success
     assert not wire.decode(built.records()[4].value)[1].HasField("ro")
 
 
@@ -100,7 +106,11 @@ def test_a_client_that_accepts_protobuf_is_answered_in_it(client: Client) -> Non
     binary = http.post("/v1/rank", json=BODY, headers=wanted)
     assert binary.headers["content-type"] == "application/x-protobuf"
     answer = pb.RankAnswer.FromString(binary.content)
-    assert (answer.request_id, list(answer.order), answer.degraded) == ("r-1", plain["order"], plain["degraded"])
+    assert (answer.request_id, list(answer.order), answer.degraded) == (
+        "r-1",
+        plain["order"],
+        plain["degraded"],
+    )
     scores = np.array(answer.scores, dtype=np.float32).reshape(-1, len(answer.tasks))
     assert (scores == np.array([list(row.values()) for row in plain["scores"]], dtype=np.float32)).all()
     refused = http.post("/v1/rank", content=b"{", headers=wanted)
@@ -114,7 +124,12 @@ def test_every_refusal_has_a_status_a_code_and_leaves_no_record(client: Client) 
     large = b" " * 5000
     bomb = gzip.compress(bytes(1 << 20))
     cases: list[tuple[dict[str, Any], int, str, str]] = [
-        ({"json": {**BODY, "candidates": [{"item_id": 1, "nro": {"age_h": "x"}}]}}, 400, "$.candidates[0].nro.age_h", "float"),
+        (
+            {"json": {**BODY, "candidates": [{"item_id": 1, "nro": {"age_h": "x"}}]}},
+            400,
+            "$.candidates[0].nro.age_h",
+            "float",
+        ),
         ({"content": b"{"}, 400, "$", "truncated"),
         ({"content": b"zz", "headers": {"content-encoding": "gzip"}}, 400, "", "expected a gzip body"),
         ({"content": gzip.compress(b"{}")[:-4], "headers": {"content-encoding": "gzip"}}, 400, "", "cut"),
@@ -126,11 +141,18 @@ def test_every_refusal_has_a_status_a_code_and_leaves_no_record(client: Client) 
         ({"content": b"", "headers": {"content-encoding": "br"}}, 415, "", "gzip, deflate or none"),
         ({"content": b"", "headers": {"content-type": "text/csv"}}, 415, "", "expected content-type"),
     ]
-    codes = {400: "bad_request", 404: "unknown_model_version", 413: "too_large", 415: "unsupported_media_type"}
+    codes = {
+        400: "bad_request",
+        404: "unknown_model_version",
+        413: "too_large",
+        415: "unsupported_media_type",
+    }
     for arguments, status, path, text in cases:
         answer = http.post("/v1/rank", **arguments)
         error = error_of(answer)
-        assert (answer.status_code, error["code"], error.get("path", "")) == (status, codes[status], path), arguments
+        assert (answer.status_code, error["code"], error.get("path", "")) == (status, codes[status], path), (
+            arguments
+        )
         assert text in error["message"]
     assert not built.records()
     assert http.get("/v1/rank").status_code == 405
@@ -157,7 +179,10 @@ def test_g7_a_full_log_is_503_with_retry_after_and_recovers(client: Client) -> N
     for size in (100_000, 5_000):
         while parts.log.has_room(size):
             parts.log.append(LogRecord("impressions", -1, NOW_MS, b"userkey!", bytes(size)))
-    for route, body in (("/v1/rank", {**BODY, "ro": {}}), ("/v1/engagements", [_click(i) for i in range(1000)])):
+    for route, body in (
+        ("/v1/rank", {**BODY, "ro": {}}),
+        ("/v1/engagements", [_click(i) for i in range(1000)]),
+    ):
         for _ in range(100):
             answer = http.post(route, json=body)
             if answer.status_code != 200:
@@ -178,7 +203,9 @@ def _request() -> RankRequest:
     return JsonParser(SCHEMA).parse(json.dumps(BODY).encode())
 
 
-def test_a_defect_is_500_without_a_traceback_to_the_client(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_defect_is_500_without_a_traceback_to_the_client(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
     class Broken:
         def gather(self, lookup: Any) -> Any:
             raise ZeroDivisionError("secret")
@@ -198,7 +225,12 @@ def test_ready_only_when_nothing_is_waited_for_but_always_alive(client: Client) 
     assert http.get("/healthz").json() == {"status": "ok"}
     assert http.post("/v1/rank", json=BODY).json()["degraded"] is True
     built.waiting_for.clear()
-    assert http.get("/readyz").json() == {"ready": True, "waiting_for": [], "model_version": "0-0", "rows_age_s": None}
+    assert http.get("/readyz").json() == {
+        "ready": True,
+        "waiting_for": [],
+        "model_version": "0-0",
+        "rows_age_s": None,
+    }
 
 
 def test_metrics_count_answers_by_route_and_status(client: Client) -> None:
@@ -246,7 +278,9 @@ def test_the_documented_answers_are_those_that_are_given(client: Client) -> None
 
 
 def _async_client(built: Built) -> httpx2.AsyncClient:
-    return httpx2.AsyncClient(transport=httpx2.ASGITransport(HttpInterface(built.parts)), base_url="http://serving")
+    return httpx2.AsyncClient(
+        transport=httpx2.ASGITransport(HttpInterface(built.parts)), base_url="http://serving"
+    )
 
 
 def test_g7_what_is_beyond_capacity_is_429_at_once(tmp_path: Path) -> None:
@@ -256,13 +290,20 @@ def test_g7_what_is_beyond_capacity_is_429_at_once(tmp_path: Path) -> None:
 
     async def go() -> None:
         async with _async_client(built) as http:
-            admitted = [asyncio.create_task(http.post("/v1/rank", json={**BODY, "request_id": f"a{i}"})) for i in range(4)]
+            admitted = [
+                asyncio.create_task(http.post("/v1/rank", json={**BODY, "request_id": f"a{i}"}))
+                for i in range(4)
+            ]
             await asyncio.to_thread(service.begun.acquire)
             while not all_admitted(built):
                 await asyncio.sleep(0.001)
             shed = await asyncio.gather(*(http.post("/v1/rank", json=BODY) for _ in range(20)))
-            assert {a.status_code for a in shed} == {429} and {a.headers["retry-after"] for a in shed} == {"1"}
-            assert (await http.post("/v1/engagements", json=_click(1))).status_code == 200, "clicks have a gate of their own"
+            assert {a.status_code for a in shed} == {429} and {a.headers["retry-after"] for a in shed} == {
+                "1"
+            }
+            assert (await http.post("/v1/engagements", json=_click(1))).status_code == 200, (
+                "clicks have a gate of their own"
+            )
             service.go.set()
             assert [a.status_code for a in await asyncio.gather(*admitted)] == [200] * 4
             assert (await http.post("/v1/rank", json=BODY)).status_code == 200
@@ -359,7 +400,9 @@ def test_g4_no_answer_mixes_versions_while_they_are_swapped(tmp_path: Path) -> N
 
     async def go() -> list[Any]:
         async with _async_client(built) as http:
-            return [a.json() for a in await asyncio.gather(*(http.post("/v1/rank", json=BODY) for _ in range(60)))]
+            return [
+                a.json() for a in await asyncio.gather(*(http.post("/v1/rank", json=BODY) for _ in range(60)))
+            ]
 
     swapper = threading.Thread(target=swap)
     swapper.start()
@@ -407,8 +450,12 @@ def test_a_client_that_hangs_up_is_nobody_to_answer(tmp_path: Path) -> None:
 
 def test_binary_requests_are_hydrated_too(client: Client) -> None:
     http, built = client(hydrator=FakeHydrator({}, {"clicks_1h": 7.0}))
-    message = pb.Impression(item_ids=[1], nro=encode_nro(SCHEMA, {"age_h": np.ones(1)}, 1), ro=encode_ro(SCHEMA, {"mood": 1.0}))
-    answer = http.post("/v1/rank", content=message.SerializeToString(), headers={"content-type": "application/x-protobuf"})
+    message = pb.Impression(
+        item_ids=[1], nro=encode_nro(SCHEMA, {"age_h": np.ones(1)}, 1), ro=encode_ro(SCHEMA, {"mood": 1.0})
+    )
+    answer = http.post(
+        "/v1/rank", content=message.SerializeToString(), headers={"content-type": "application/x-protobuf"}
+    )
     assert answer.status_code == 200
     logged = wire.decode(built.records()[0].value)[1]
     assert isinstance(logged, pb.Impression) and len(logged.nro) > len(message.nro)

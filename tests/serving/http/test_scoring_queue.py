@@ -19,7 +19,7 @@ import torch
 from serving_cases import BODY, MODEL, SCHEMA, build
 from serving_fakes import FakeRows
 
-from roo import wire
+from roostream.wire import records as wire
 from serving.errors import RequestError
 from serving.http.admission import Gate
 from serving.http.app import HttpInterface
@@ -50,10 +50,14 @@ class Passes:
         self.seen.append([r.request_id for r, _ in asked])
         self.begun.set()
         assert self.go.wait(30)
-        return [ZeroDivisionError(r.request_id) if r.request_id == "bad" else SERVICE.rank(r, t) for r, t in asked]
+        return [
+            ZeroDivisionError(r.request_id) if r.request_id == "bad" else SERVICE.rank(r, t) for r, t in asked
+        ]
 
 
-def run(asked: list[RankRequest], gone: Sequence[str] = (), most: tuple[int, int] = (3, 100)) -> tuple[list[Any], Passes, Gate]:
+def run(
+    asked: list[RankRequest], gone: Sequence[str] = (), most: tuple[int, int] = (3, 100)
+) -> tuple[list[Any], Passes, Gate]:
     """Outcomes of `asked`, of which the first is being scored while the others come; `gone` are cancelled before it is done."""
     passes, gate = Passes(), Gate(100)
 
@@ -79,7 +83,9 @@ def names(outcomes: list[Any]) -> list[str]:
 
 def test_whoever_waits_when_the_thread_gets_free_is_scored_together_in_order_of_arrival() -> None:
     outcomes, passes, gate = run([request(n) for n in "abcdef"])
-    assert passes.seen == [["a"], ["b", "c", "d"], ["e", "f"]], "the first waits for nobody; three are the most of a pass"
+    assert passes.seen == [["a"], ["b", "c", "d"], ["e", "f"]], (
+        "the first waits for nobody; three are the most of a pass"
+    )
     assert names(outcomes) == list("abcdef") and gate.service_s > 0
 
 
@@ -118,7 +124,9 @@ def test_a_pass_that_fails_as_a_whole_is_everybodys_error_and_the_next_one_begin
 
 def test_requests_that_come_together_are_answered_logged_and_refused_each_as_alone(tmp_path: Path) -> None:
     built = build(tmp_path, FakeRows(SCHEMA), pass_requests=4)
-    bodies = [{**BODY, "request_id": f"r{i}", "candidates": BODY["candidates"][: 1 + i % 3]} for i in range(9)]
+    bodies = [
+        {**BODY, "request_id": f"r{i}", "candidates": BODY["candidates"][: 1 + i % 3]} for i in range(9)
+    ]
     bodies[4] = {**bodies[4], "model_version": "9-9"}
 
     async def go() -> list[Any]:
@@ -143,7 +151,10 @@ def test_only_requests_of_one_version_share_a_pass() -> None:
     versions = Versions(first_version(SCHEMA, MODEL, 0))
     versions.install(dataclasses.replace(first_version(SCHEMA, MODEL, 1), name="1-1"))
     service = RankService(SCHEMA, versions, FakeRows(SCHEMA))
-    asked = [dataclasses.replace(request(n), model_version=v) for n, v in (("a", "0-0"), ("b", ""), ("c", "0-0"), ("d", "7-7"))]
+    asked = [
+        dataclasses.replace(request(n), model_version=v)
+        for n, v in (("a", "0-0"), ("b", ""), ("c", "0-0"), ("d", "7-7"))
+    ]
     outcomes = service.rank_all([(r, 0) for r in asked])
     assert [o.answer.model_version for o in outcomes if isinstance(o, Ranked)] == ["0-0", "1-1", "0-0"]
     assert isinstance(outcomes[3], RequestError) and outcomes[3].status == 404
@@ -187,7 +198,11 @@ def together(
 
 
 def test_a_short_pass_is_made_in_the_loop_for_all_that_came_together() -> None:
-    assert together(["a", "bc", "d"], Paced(), turn_s=LOOP_S / 3) == [(["a"], True), (["b", "c"], True), (["d"], True)]
+    assert together(["a", "bc", "d"], Paced(), turn_s=LOOP_S / 3) == [
+        (["a"], True),
+        (["b", "c"], True),
+        (["d"], True),
+    ]
 
 
 def test_a_pass_in_the_loop_takes_no_more_than_the_loop_may_be_kept_for() -> None:
@@ -217,7 +232,9 @@ def test_the_loop_has_its_turn_between_two_passes() -> None:
 
 
 @pytest.mark.parametrize("num_coming", [0, 5, 1000])
-def test_connections_that_come_have_turns_of_the_loop_before_the_next_pass_but_not_all(num_coming: int) -> None:
+def test_connections_that_come_have_turns_of_the_loop_before_the_next_pass_but_not_all(
+    num_coming: int,
+) -> None:
     paced, turns = Paced(), list[int]()
 
     async def go() -> None:
@@ -263,7 +280,9 @@ def test_a_pass_that_other_programs_kept_from_the_processor_isnt_slow_and_one_th
         work()
         return stopwatch.read_s()
 
-    assert min(measured(lambda: sum(range(100_000))) for _ in range(20)) < 1, "who had to wait for nobody in those ten seconds"
+    assert min(measured(lambda: sum(range(100_000))) for _ in range(20)) < 1, (
+        "who had to wait for nobody in those ten seconds"
+    )
     assert measured(lambda: time.sleep(0.001)) == 10.0
 
 
@@ -291,12 +310,18 @@ def test_the_loop_is_kept_by_no_pass_that_is_known_to_be_slow() -> None:
 
 
 @pytest.mark.parametrize("installs", [False, True], ids=["one version", "a swap between"])
-def test_g1_g9_the_same_bytes_are_scored_logged_and_answered_in_the_loop_and_in_the_thread(installs: bool) -> None:
+def test_g1_g9_the_same_bytes_are_scored_logged_and_answered_in_the_loop_and_in_the_thread(
+    installs: bool,
+) -> None:
     """Each request in both places, and a swap between two of them."""
 
     def values(turn_s: float) -> tuple[list[tuple[bytes, bytes]], bool]:
         versions = Versions(learned("1-8", 1))
-        service, seen, places = RankService(SCHEMA, versions, FakeRows(SCHEMA)), list[tuple[bytes, bytes]](), set[int]()
+        service, seen, places = (
+            RankService(SCHEMA, versions, FakeRows(SCHEMA)),
+            list[tuple[bytes, bytes]](),
+            set[int](),
+        )
 
         def rank_all(asked: Sequence[tuple[RankRequest, int]]) -> list[Ranked | Exception]:
             places.add(threading.get_ident())
@@ -324,5 +349,7 @@ def test_g1_g9_the_same_bytes_are_scored_logged_and_answered_in_the_loop_and_in_
 def learned(name: str, seed: int) -> Version:
     """Of other weights than the initial ones, which score everything alike."""
     torch.manual_seed(seed)
-    weights = {n: torch.randn_like(t) * 0.3 for n, t in first_version(SCHEMA, MODEL, 0).model.state_dict().items()}
+    weights = {
+        n: torch.randn_like(t) * 0.3 for n, t in first_version(SCHEMA, MODEL, 0).model.state_dict().items()
+    }
     return build_version(name, SCHEMA, MODEL, 0, weights)

@@ -109,19 +109,27 @@ HEADERS = st.sampled_from(
 
 
 @given(
-    st.lists(HEADERS, max_size=4), st.sampled_from([b"", b"abc", b"abcd", b"abcd\r\n\r\n"]), st.sampled_from([b"", b"?a=b", b"x"])
+    st.lists(HEADERS, max_size=4),
+    st.sampled_from([b"", b"abc", b"abcd", b"abcd\r\n\r\n"]),
+    st.sampled_from([b"", b"?a=b", b"x"]),
 )
 def test_what_is_whole_is_so_for_the_parser_too(headers: list[bytes], body: bytes, query: bytes) -> None:
     data = b"\r\n".join([b"POST /v1/rank" + query + b" HTTP/1.1", *headers]) + b"\r\n\r\n" + body
     if is_whole_post(data, PATH):
         parsed = Parsed(data)
-        assert parsed.num_complete == 1 and b"".join(parsed.bodies) == body and parsed.parser.should_keep_alive()
+        assert (
+            parsed.num_complete == 1 and b"".join(parsed.bodies) == body and parsed.parser.should_keep_alive()
+        )
         assert parsed.url.partition(b"?")[0] == PATH
 
 
 def test_the_answer_is_that_of_every_error() -> None:
     head, _, body = overload_answer("too much").partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 429 ") and b"\r\nretry-after: 1" in head and f"content-length: {len(body)}".encode() in head
+    assert (
+        head.startswith(b"HTTP/1.1 429 ")
+        and b"\r\nretry-after: 1" in head
+        and f"content-length: {len(body)}".encode() in head
+    )
     assert json.loads(body) == {"error": {"code": "overloaded", "message": "too much"}}
 
 
@@ -162,7 +170,9 @@ def test_other_traffic_and_pages_are_answered_while_the_gate_is_closed(tmp_path:
         connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 200")
         body = b'{"request_id": "r", "user_id": 1, "item_id": 2, "action": "click"}'
-        connection.sendall(f"POST /v1/engagements HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+        connection.sendall(
+            f"POST /v1/engagements HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+        )
         assert connection.recv(65536).startswith(b"HTTP/1.1 200")
 
 
@@ -200,7 +210,9 @@ def test_the_second_refusal_of_a_kind_is_parsed_by_nobody_raised_nowhere_and_tim
         timers = []
         for dear in ("call_later", "call_at"):
             monkeypatch.setattr(asyncio.get_running_loop(), dear, lambda *given: timers.append(given))
-        monkeypatch.setattr(admission.RequestError, "__init__", lambda *given, **named: pytest.fail("made anew"))
+        monkeypatch.setattr(
+            admission.RequestError, "__init__", lambda *given, **named: pytest.fail("made anew")
+        )
         monkeypatch.setattr(shortcut, "_length", lambda *given: pytest.fail("read anew"))
         own.parser = None
         own.data_received(PLAIN)

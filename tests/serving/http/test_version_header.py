@@ -23,7 +23,8 @@ def http(tmp_path: Path) -> Iterator[TestClient]:
 
 
 @pytest.mark.parametrize(
-    ("header", "body", "version"), [("0-0", "", "0-0"), ("", "", "1-1"), ("0-0", "0-0", "0-0"), ("", "0-0", "0-0")]
+    ("header", "body", "version"),
+    [("0-0", "", "0-0"), ("", "", "1-1"), ("0-0", "0-0", "0-0"), ("", "0-0", "0-0")],
 )
 def test_either_names_the_version(http: TestClient, header: str, body: str, version: str) -> None:
     answer = http.post("/v1/rank", json={**BODY, "model_version": body}, headers={"X-Model-Version": header})
@@ -38,7 +39,9 @@ def test_either_names_the_version(http: TestClient, header: str, body: str, vers
         ("0-0", "1-1", 400, "bad_request"),
     ],
 )
-def test_what_is_not_held_or_contradicts_is_refused(http: TestClient, header: str, body: str, status: int, code: str) -> None:
+def test_what_is_not_held_or_contradicts_is_refused(
+    http: TestClient, header: str, body: str, status: int, code: str
+) -> None:
     answer = http.post("/v1/rank", json={**BODY, "model_version": body}, headers={"X-Model-Version": header})
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["path"]) == (status, code, "$.model_version")

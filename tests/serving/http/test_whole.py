@@ -142,7 +142,9 @@ def test_the_answer_its_headers_and_the_record_are_those_of_the_usual_way(
         assert registry.get_sample_value("roostream_serving_requests_total", told) == 2 + (said[0][0] == 200)
 
 
-def test_a_connection_stays_and_what_comes_meanwhile_has_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_stays_and_what_comes_meanwhile_has_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with open_for_whole(tmp_path, service=Held) as (live, built), live.connect() as connection:
         counting, service = Counting(monkeypatch), built.service
         assert isinstance(service, Held)
@@ -214,7 +216,9 @@ def test_who_hung_up_is_logged_and_nobody_is_told(tmp_path: Path, caplog: pytest
     assert not [r for r in caplog.records if r.exc_info]
 
 
-def test_a_defect_is_500_and_the_next_one_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_defect_is_500_and_the_next_one_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with open_for_whole(tmp_path) as (live, built), live.connect() as connection:
         counting = Counting(monkeypatch)
 

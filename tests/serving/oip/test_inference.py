@@ -16,8 +16,8 @@ from serving_cases import BODY, SCHEMA, Built, build
 from serving_fakes import FakeRows
 from starlette.testclient import TestClient
 
-from roo import wire
-from roo.schema_file import schema_from_dict
+from roostream.schema.schema_file import schema_from_dict
+from roostream.wire import records as wire
 from serving.http.app import HttpInterface
 from serving.oip.features import FeatureTensors
 
@@ -49,7 +49,10 @@ WHOLE: dict[str, Any] = {
         tensor("clicks", "FP32", [3, 0, 1], [3, 1]),
     ],
 }
-SAME = {**BODY, "candidates": [{**c, "item_id": i} for c, i in zip(BODY["candidates"], ("8", "nine", "10"), strict=True)]}
+SAME = {
+    **BODY,
+    "candidates": [{**c, "item_id": i} for c, i in zip(BODY["candidates"], ("8", "nine", "10"), strict=True)],
+}
 
 
 @pytest.fixture
@@ -78,8 +81,15 @@ def test_an_inference_is_the_rank_of_the_same_request(http: TestClient, built: B
     assert answer.status_code == 200, answer.text
     told = answer.json()
     outputs = {o["name"]: o for o in told["outputs"]}
-    assert outputs["click"]["data"] == [s["click"] for s in rank["scores"]] and outputs["order"]["data"] == rank["order"]
-    assert [(o["datatype"], o["shape"]) for o in outputs.values()] == [("FP32", [3]), ("FP32", [3]), ("INT32", [3])]
+    assert (
+        outputs["click"]["data"] == [s["click"] for s in rank["scores"]]
+        and outputs["order"]["data"] == rank["order"]
+    )
+    assert [(o["datatype"], o["shape"]) for o in outputs.values()] == [
+        ("FP32", [3]),
+        ("FP32", [3]),
+        ("INT32", [3]),
+    ]
     assert (told["model_name"], told["model_version"], told["id"]) == ("default", "0-0", "r-1")
     assert told["parameters"] == {"degraded": False}
     values = {wire.decode(r.value)[1].SerializeToString(deterministic=True) for r in built.records()}
@@ -92,7 +102,8 @@ def test_rectangular_lists_and_single_ids_need_no_lengths(http: TestClient, buil
         body = {
             **gone,
             "inputs": [
-                {**i, **(tensor("topics", "INT64", data, shape) if i["name"] == "topics" else {})} for i in gone["inputs"]
+                {**i, **(tensor("topics", "INT64", data, shape) if i["name"] == "topics" else {})}
+                for i in gone["inputs"]
             ],
         }
         assert http.post(INFER, json=body).status_code == 200
@@ -113,7 +124,12 @@ def test_bytes_stand_behind_the_json_in_both_directions(http: TestClient) -> Non
         b"".join(struct.pack("<I", len(t)) + t for t in (b"8", b"nine", b"10")),
     )
     sized = [
-        {"name": "item_id", "shape": [3], "datatype": "BYTES", "parameters": {"binary_data_size": len(items)}},
+        {
+            "name": "item_id",
+            "shape": [3],
+            "datatype": "BYTES",
+            "parameters": {"binary_data_size": len(items)},
+        },
         {"name": "clicks", "shape": [3], "datatype": "FP32", "data": [1, 2, 3]},
         {"name": "age_h", "shape": [3], "datatype": "FP32", "parameters": {"binary_data_size": len(ages)}},
     ]
@@ -123,9 +139,16 @@ def test_bytes_stand_behind_the_json_in_both_directions(http: TestClient) -> Non
     answer = http.post(INFER, content=head + items + ages, headers=headers)
     size = int(answer.headers["inference-header-content-length"])
     told = json.loads(answer.content[:size])
-    plain = [tensor("item_id", "BYTES", ["8", "nine", "10"]), sized[1], tensor("age_h", "FP32", [2.5, None, 1])]
+    plain = [
+        tensor("item_id", "BYTES", ["8", "nine", "10"]),
+        sized[1],
+        tensor("age_h", "FP32", [2.5, None, 1]),
+    ]
     same = http.post(INFER, json={"inputs": plain}).json()["outputs"]
-    assert told["outputs"][0]["parameters"] == {"binary_data_size": 12} and told["outputs"][1]["data"] == same[2]["data"]
+    assert (
+        told["outputs"][0]["parameters"] == {"binary_data_size": 12}
+        and told["outputs"][1]["data"] == same[2]["data"]
+    )
     assert np.frombuffer(answer.content[size:], "<f4").tolist() == np.array(same[0]["data"], "f4").tolist()
     everything = http.post(INFER, json={"inputs": plain, "parameters": {"binary_data_output": True}})
     assert len(everything.content) - int(everything.headers["inference-header-content-length"]) == 3 * 12
@@ -138,7 +161,11 @@ def test_bytes_stand_behind_the_json_in_both_directions(http: TestClient) -> Non
         (with_input(name="item_id", data=["8", "8", "10"]), 400, "expected each candidate once"),
         (with_input(name="item_id", data=["8", "", "10"]), 400, "(at $.inputs["),
         (with_input(name="item_id", shape=[0], data=[]), 400, "at least one candidate"),
-        (with_input(name="item_id", shape=[21], datatype="INT64", data=list(range(21))), 413, "at most 20 candidates"),
+        (
+            with_input(name="item_id", shape=[21], datatype="INT64", data=list(range(21))),
+            413,
+            "at most 20 candidates",
+        ),
         (with_input(name="item_id", datatype="FP32", data=[1, 2, 3]), 400, "expected integers"),
         (with_input(name="clicks", shape=[2], data=[1, 2]), 400, "expected 'clicks' of shape [3], got [2]"),
         (with_input(name="clicks", data=[1, 2]), 400, "expected 3 values by its shape, got 2"),
@@ -146,7 +173,11 @@ def test_bytes_stand_behind_the_json_in_both_directions(http: TestClient) -> Non
         (with_input(name="clicks", data=[1e39, 0, 0]), 400, "finite 32-bit floats"),
         (with_input(name="clicks", datatype="INT8", data=[300, 0, 0]), 400, "got one beyond it"),
         (with_input(name="clicks", datatype="FLOAT"), 400, "expected one of INT8"),
-        (with_input(name="clicks", datatype="BYTES", data=["a", "b", "c"]), 400, "expected numbers, got BYTES"),
+        (
+            with_input(name="clicks", datatype="BYTES", data=["a", "b", "c"]),
+            400,
+            "expected numbers, got BYTES",
+        ),
         (with_input(name="clicks", shape=[-1]), 400, "sizes of 0 or more"),
         (with_input(name="clicks", shape=[1 << 40]), 400, "sizes of 0 or more"),
         (with_input(name="clicks", parameters={"binary_data_size": 5}), 400, "expected at most 0 bytes"),
@@ -158,7 +189,11 @@ def test_bytes_stand_behind_the_json_in_both_directions(http: TestClient) -> Non
         (with_input(name="topics:lengths", shape=[1], data=[3]), 400, "expected 3 lengths"),
         (with_input(name="topics:lengths", gone=True), 200, ""),
         (with_input(name="topics", gone=True), 400, "expected 'topics' beside its lengths"),
-        (with_input(name="history.time", gone=True), 400, "expected an input 'history.time' beside 'history'"),
+        (
+            with_input(name="history.time", gone=True),
+            400,
+            "expected an input 'history.time' beside 'history'",
+        ),
         (with_input(name="history.action", shape=[1, 1], data=[1]), 400, "columns of equal length"),
         (with_input(name="agee_h", datatype="FP32", shape=[3], data=[1, 2, 3]), 400, "did you mean 'age_h'"),
         ({**WHOLE, "inputs": [*WHOLE["inputs"], WHOLE["inputs"][0]]}, 400, "expected each input once"),
@@ -186,20 +221,34 @@ def test_a_wrong_size_of_the_json_is_told(http: TestClient, stated: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("datatype", "data"), [("FP32", b"123"), ("BYTES", b"\x09\0\0\0abc"), ("BYTES", b"\x01\0"), ("BYTES", b"\x01\0\0\0\xff")]
+    ("datatype", "data"),
+    [("FP32", b"123"), ("BYTES", b"\x09\0\0\0abc"), ("BYTES", b"\x01\0"), ("BYTES", b"\x01\0\0\0\xff")],
 )
 def test_bytes_that_are_cut_are_told(http: TestClient, datatype: str, data: bytes) -> None:
-    one = {"name": "item_id", "shape": [1], "datatype": datatype, "parameters": {"binary_data_size": len(data)}}
+    one = {
+        "name": "item_id",
+        "shape": [1],
+        "datatype": datatype,
+        "parameters": {"binary_data_size": len(data)},
+    }
     head = json.dumps({"inputs": [one]}).encode()
     for tail in (data, data + b"more"):
-        answer = http.post(INFER, content=head + tail, headers={"inference-header-content-length": str(len(head))})
+        answer = http.post(
+            INFER, content=head + tail, headers={"inference-header-content-length": str(len(head))}
+        )
         assert answer.status_code == 400 and "expected" in answer.json()["error"]
 
 
 def test_who_asks_and_pages_are_parameters(http: TestClient, built: Built) -> None:
     body = {
         "inputs": [ITEMS],
-        "parameters": {"user_id": "ann", "surface": "home", "append": True, "first_position": 5, "priority": 1},
+        "parameters": {
+            "user_id": "ann",
+            "surface": "home",
+            "append": True,
+            "first_position": 5,
+            "priority": 1,
+        },
     }
     assert http.post(INFER, json=body).status_code == 200
     message = wire.decode(built.records()[0].value)[1]
@@ -213,7 +262,9 @@ def test_health_and_metadata(http: TestClient, built: Built) -> None:
         "version": http.get("/").json()["version"],
         "extensions": ["binary_tensor_data"],
     }
-    assert http.get("/v2/health/live").json() == {"live": True} and http.get("/v2/health/ready").json() == {"ready": True}
+    assert http.get("/v2/health/live").json() == {"live": True} and http.get("/v2/health/ready").json() == {
+        "ready": True
+    }
     for path in ("/v2/models/default", "/v2/models/default/versions/0-0"):
         about = http.get(path).json()
         assert about["versions"] == ["0-0"] and about["inputs"] == FeatureTensors(SCHEMA).inputs()
@@ -236,7 +287,9 @@ def test_health_and_metadata(http: TestClient, built: Built) -> None:
         ("DELETE", "/v2/health/live", 405, "expected GET or HEAD"),
     ],
 )
-def test_what_isnt_there_is_told_in_the_protocols_words(http: TestClient, method: str, path: str, status: int, text: str) -> None:
+def test_what_isnt_there_is_told_in_the_protocols_words(
+    http: TestClient, method: str, path: str, status: int, text: str
+) -> None:
     answer = http.request(method, path, **({"json": WHOLE} if method == "POST" else {}))
     assert answer.status_code == status and text in answer.json()["error"] and answer.headers["x-request-id"]
 
@@ -253,17 +306,37 @@ def test_inferences_share_the_queue_and_the_counts(http: TestClient, built: Buil
     app = HttpInterface(built.parts)
     app.gate.in_flight = 1 << 20
     full = TestClient(app).post(INFER, json=WHOLE)
-    assert full.status_code == 429 and full.headers["retry-after"] == "1" and "in work" in full.json()["error"]
+    assert (
+        full.status_code == 429 and full.headers["retry-after"] == "1" and "in work" in full.json()["error"]
+    )
 
 
 def test_every_input_of_a_schema_has_one_name() -> None:
     names = [i["name"] for i in FeatureTensors(SCHEMA).inputs()]
-    assert len(set(names)) == len(names) and {"likes.weights", "history.action", "topics:lengths"} <= set(names)
+    assert len(set(names)) == len(names) and {"likes.weights", "history.action", "topics:lengths"} <= set(
+        names
+    )
     odd = schema_from_dict(
         {
             "tables": {"item": {"dim": 4}},
-            "ro": [{"name": "h", "kind": "sequence", "table": "item", "max_len": 3, "columns": {"lengths": "ids"}}],
-            "nro": [{"name": "h2", "kind": "sequence", "table": "item", "max_len": 3, "columns": {"lengths": "ids"}}],
+            "ro": [
+                {
+                    "name": "h",
+                    "kind": "sequence",
+                    "table": "item",
+                    "max_len": 3,
+                    "columns": {"lengths": "ids"},
+                }
+            ],
+            "nro": [
+                {
+                    "name": "h2",
+                    "kind": "sequence",
+                    "table": "item",
+                    "max_len": 3,
+                    "columns": {"lengths": "ids"},
+                }
+            ],
             "label": [{"name": "click", "action": "click"}],
         }
     )
@@ -278,25 +351,46 @@ def test_a_client_of_the_protocol_gets_what_rank_gives(tmp_path: Path) -> None:
     with serving_live(build(tmp_path, FakeRows(SCHEMA))) as live:
         rank = TestClient(live.app).post("/v1/rank", json=SAME).json()
         with client.InferenceServerClient(live.url.removeprefix("http://"), network_timeout=60.0) as triton:
-            assert triton.is_server_live() and triton.is_server_ready() and triton.is_model_ready("default", "0-0")
+            assert (
+                triton.is_server_live()
+                and triton.is_server_ready()
+                and triton.is_model_ready("default", "0-0")
+            )
             assert triton.get_server_metadata()["extensions"] == ["binary_tensor_data"]
             kinds = {i["name"]: i["datatype"] for i in triton.get_model_metadata("default")["inputs"]}
             for binary in (False, True):
                 given = []
                 for about in WHOLE["inputs"]:
                     text = about["datatype"] == "BYTES"
-                    kind = np.object_ if text else {"FP32": np.float32, "INT32": np.int32}.get(kinds[about["name"]], np.int64)
-                    data = np.array([np.nan if v is None else v for v in np.ravel(about["data"]).tolist()], dtype=kind)
+                    kind = (
+                        np.object_
+                        if text
+                        else {"FP32": np.float32, "INT32": np.int32}.get(kinds[about["name"]], np.int64)
+                    )
+                    data = np.array(
+                        [np.nan if v is None else v for v in np.ravel(about["data"]).tolist()], dtype=kind
+                    )
                     one = client.InferInput(about["name"], about["shape"], np_to_triton(data.dtype))
-                    one.set_data_from_numpy(data.reshape(about["shape"]), binary_data=binary or (kind is np.float32))
+                    one.set_data_from_numpy(
+                        data.reshape(about["shape"]), binary_data=binary or (kind is np.float32)
+                    )
                     given.append(one)
-                wanted = [client.InferRequestedOutput(name, binary_data=binary) for name in ("click", "order")]
-                result = triton.infer("default", given, request_id="r-1", outputs=wanted, parameters=WHOLE["parameters"])
+                wanted = [
+                    client.InferRequestedOutput(name, binary_data=binary) for name in ("click", "order")
+                ]
+                result = triton.infer(
+                    "default", given, request_id="r-1", outputs=wanted, parameters=WHOLE["parameters"]
+                )
                 assert result.as_numpy("order").tolist() == rank["order"]
-                assert result.as_numpy("click").tolist() == pytest.approx([s["click"] for s in rank["scores"]], rel=1e-6)
+                assert result.as_numpy("click").tolist() == pytest.approx(
+                    [s["click"] for s in rank["scores"]], rel=1e-6
+                )
             with pytest.raises(
-                importlib.import_module("tritonclient.utils").InferenceServerException, match="expected model 'default'"
+                importlib.import_module("tritonclient.utils").InferenceServerException,
+                match="expected model 'default'",
             ):
                 triton.infer("other", given)
         assert len(live.built.records()) == 3
-        assert len({r.value for r in live.built.records()}) == 1, "what is logged is the same, however it was spelt"
+        assert len({r.value for r in live.built.records()}) == 1, (
+            "what is logged is the same, however it was spelt"
+        )

@@ -18,14 +18,25 @@ from serving.oip.tensors import TYPES, OutputTensor, parse_inference, written
 
 FEATURES = FeatureTensors(SCHEMA)
 NAMES = [about["name"] for about in FEATURES.inputs()]
-LEAVES = st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats(allow_nan=False) | st.text(max_size=3)
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 70), 1 << 70)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=3)
+)
 DATA = st.lists(LEAVES | st.lists(LEAVES, max_size=3), max_size=4)
 INPUTS = st.fixed_dictionaries(
-    {"name": st.sampled_from(NAMES), "datatype": st.sampled_from(TYPES), "shape": st.lists(st.integers(-1, 4), max_size=3)},
+    {
+        "name": st.sampled_from(NAMES),
+        "datatype": st.sampled_from(TYPES),
+        "shape": st.lists(st.integers(-1, 4), max_size=3),
+    },
     optional={"data": DATA, "parameters": st.dictionaries(st.just("binary_data_size"), LEAVES)},
 )
 BODIES = st.fixed_dictionaries(
-    {"inputs": st.lists(INPUTS, max_size=6)}, optional={"parameters": st.dictionaries(st.text(max_size=9), LEAVES, max_size=2)}
+    {"inputs": st.lists(INPUTS, max_size=6)},
+    optional={"parameters": st.dictionaries(st.text(max_size=9), LEAVES, max_size=2)},
 )
 
 
@@ -49,7 +60,12 @@ def test_any_json_is_taken_or_refused(body: Any, tail: bytes, stated: str | None
 def test_any_bytes_are_taken_or_refused() -> None:
     rng = random.Random(0)
     items = np.arange(3, dtype="<i8").tobytes()
-    one = {"name": "item_id", "shape": [3], "datatype": "INT64", "parameters": {"binary_data_size": len(items)}}
+    one = {
+        "name": "item_id",
+        "shape": [3],
+        "datatype": "INT64",
+        "parameters": {"binary_data_size": len(items)},
+    }
     head = json.dumps({"inputs": [one]}).encode()
     whole, header = head + items, str(len(head)).encode()
     assert taken(whole, header)

@@ -16,8 +16,8 @@ from serving_fakes import FakeHydrator, FakeRows
 from starlette.testclient import TestClient
 
 from param_server.replica.replica import Replica
-from roo.ids import item_id
-from roo.lookup import Lookup
+from roostream.schema.ids import item_id
+from roostream.wire.lookup import Lookup
 from serving.http.app import HttpInterface
 from serving.http.examples import rank_example
 from serving.page import explanation
@@ -61,10 +61,15 @@ def test_a_change_is_the_score_of_the_request_without_the_feature_less_its_own(b
         for candidate in body["candidates"]:
             candidate["nro"].pop(name, None)
         without = client_of(built).post("/v1/rank", json=body).json()["scores"]
-        changes = [{task: s[task] - c["scores"][task] for task in s} for s, c in zip(without, told["candidates"], strict=True)]
+        changes = [
+            {task: s[task] - c["scores"][task] for task in s}
+            for s, c in zip(without, told["candidates"], strict=True)
+        ]
         for change, expected in zip(by_name[name]["changes"], changes, strict=True):
             assert change == pytest.approx(expected, abs=2e-6), name
-    assert max(abs(c["click"]) for f in by_name.values() for c in f["changes"] or ()) > 1e-4, "some of it matters"
+    assert max(abs(c["click"]) for f in by_name.values() for c in f["changes"] or ()) > 1e-4, (
+        "some of it matters"
+    )
 
 
 def test_features_are_told_as_they_were_scored(built: Built) -> None:
@@ -72,7 +77,9 @@ def test_features_are_told_as_they_were_scored(built: Built) -> None:
     assert set(by_name) == {f.name for f in (*SCHEMA.ro, *SCHEMA.nro)}
     assert by_name["age_h"]["values"] == [2.5, None, None] and by_name["mood"]["values"] == [0.5]
     assert by_name["topics"]["values"] == ["1, 2", "7", None] and by_name["history"]["values"] == ["8, 3"]
-    assert by_name["num_candidates"]["values"] == [3.0] and by_name["place"]["values"] == [0.0, 1.0, 2.0], "computed ones too"
+    assert by_name["num_candidates"]["values"] == [3.0] and by_name["place"]["values"] == [0.0, 1.0, 2.0], (
+        "computed ones too"
+    )
     assert by_name["item"]["values"] == ["8", str(item_id("nine")), "10"] and by_name["mood"]["rows"] is None
 
 
@@ -104,7 +111,11 @@ def test_rows_are_counted_and_those_that_were_learned(tmp_path: Path) -> None:
 
     built = build(tmp_path, Learned())
     rows = {f["name"]: f["rows"] for f in explained(built)["features"]}
-    assert rows["topics"] == [{"needed": 2, "learned": 1}, {"needed": 1, "learned": 0}, {"needed": 0, "learned": 0}]
+    assert rows["topics"] == [
+        {"needed": 2, "learned": 1},
+        {"needed": 1, "learned": 0},
+        {"needed": 0, "learned": 0},
+    ]
     assert rows["history"] == [{"needed": 2, "learned": 1}] and rows["likes"] == [{"needed": 2, "learned": 1}]
     assert rows["user"] == [{"needed": 1, "learned": 0}]
     built.close()
@@ -121,7 +132,8 @@ def test_it_is_bounded_in_candidates_and_features(built: Built, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("body", "status"), [({}, 400), ({**BODY, "model_version": "9-9"}, 404), ({**BODY, "ro": {"hours": 1}}, 400)]
+    ("body", "status"),
+    [({}, 400), ({**BODY, "model_version": "9-9"}, 404), ({**BODY, "ro": {"hours": 1}}, 400)],
 )
 def test_it_is_refused_as_a_rank_is(built: Built, body: dict[str, Any], status: int) -> None:
     assert client_of(built).post("/v1/explain", json=body).status_code == status
@@ -170,7 +182,11 @@ def test_the_example_of_the_page_is_one_that_it_takes(built: Built) -> None:
 def test_the_pages_document_says_what_is_served(built: Built) -> None:
     http = client_of(built)
     page = http.get("/page.json").json()
-    assert (page["ready"], page["served"], page["versions"]) == (True, {"name": "0-0", "age_s": None}, ["0-0"])
+    assert (page["ready"], page["served"], page["versions"]) == (
+        True,
+        {"name": "0-0", "age_s": None},
+        ["0-0"],
+    )
     assert page["rows"] is None and page["tasks"] == ["click", "dwell"] and "trainer" not in page["links"]
     built.waiting_for.append("rows")
     built.service.versions.install(built.service.versions.newest, NOW_MS - 5000)
@@ -182,4 +198,8 @@ def test_the_pages_document_says_what_is_served(built: Built) -> None:
 def test_files_of_the_page_come_with_its_policy(built: Built, path: str) -> None:
     answer = client_of(built).get(path, headers={"accept": "text/html" if path == "/" else "*/*"})
     assert answer.status_code == 200 and "default-src 'none'" in answer.headers["content-security-policy"]
-    assert answer.headers["cache-control"] == "no-store" and "https://" not in answer.text and "innerHTML" not in answer.text
+    assert (
+        answer.headers["cache-control"] == "no-store"
+        and "https://" not in answer.text
+        and "innerHTML" not in answer.text
+    )

@@ -10,7 +10,9 @@ import pytest
 from serving.errors import RequestError
 from serving.retrieval.attributes import Attributes, check_attributes
 
-ATTRIBUTES = Attributes([{"lang": "da", "tags": ["a", "b", "a"]}, {"lang": "en", "paid": True}, {"tags": ["b"], "paid": 1}, {}])
+ATTRIBUTES = Attributes(
+    [{"lang": "da", "tags": ["a", "b", "a"]}, {"lang": "en", "paid": True}, {"tags": ["b"], "paid": 1}, {}]
+)
 
 
 @pytest.mark.parametrize(
@@ -26,7 +28,9 @@ ATTRIBUTES = Attributes([{"lang": "da", "tags": ["a", "b", "a"]}, {"lang": "en",
         ({"lang": []}, []),
     ],
 )
-def test_items_are_those_that_have_of_each_name_one_of_the_values(wanted: dict[str, Any], slots: list[int]) -> None:
+def test_items_are_those_that_have_of_each_name_one_of_the_values(
+    wanted: dict[str, Any], slots: list[int]
+) -> None:
     assert np.flatnonzero(ATTRIBUTES.allowed(wanted)).tolist() == slots
 
 
@@ -36,7 +40,9 @@ def test_a_name_that_no_item_has_is_refused_with_the_nearest() -> None:
     assert (told.value.status, told.value.path) == (400, "$.filter.lng")
 
 
-@pytest.mark.parametrize("given", [{"price": 2.5}, {"a": None}, {"a": [["b"]]}, {"a": {"b": 1}}, [1], "a", None])
+@pytest.mark.parametrize(
+    "given", [{"price": 2.5}, {"a": None}, {"a": [["b"]]}, {"a": {"b": 1}}, [1], "a", None]
+)
 def test_attributes_that_cannot_be_compared_are_told(given: object) -> None:
     assert check_attributes(given).startswith("expected attribute")
 

@@ -11,16 +11,18 @@ import pytest
 from retrieval_cases import NUM_ITEMS, item_of, whole, write_items
 from serving_cases import SCHEMA
 
-from roo.block import encode_nro
-from roo.decode import Decoder
-from roo.errors import ConfigError
-from roo.ids import item_id, signed
-from roo.schema_file import schema_from_dict
+from roostream.errors import ConfigError
+from roostream.schema.ids import item_id, signed
+from roostream.schema.schema_file import schema_from_dict
+from roostream.wire.block import encode_nro
+from roostream.wire.decode import Decoder
 from serving.retrieval.catalogue import Catalogue, load_catalogue, read_catalogue
 
 
 def read(*rows: Any) -> Catalogue:
-    return read_catalogue(SCHEMA, [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows])
+    return read_catalogue(
+        SCHEMA, [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+    )
 
 
 def test_items_are_there_by_id_as_they_were_given() -> None:
@@ -42,14 +44,20 @@ def test_features_are_those_of_the_file_whichever_items_are_taken() -> None:
         row = next(item_of(i) for i in range(NUM_ITEMS) if item_of(i)["item_id"] == given)
         assert features["item"][at] == [catalogue.id_I[slot]]
         assert features["topics"][at] == row.get("topics")
-        assert features["age_h"][at] == pytest.approx(row["age_h"]) if "age_h" in row else np.isnan(features["age_h"][at])
+        assert (
+            features["age_h"][at] == pytest.approx(row["age_h"])
+            if "age_h" in row
+            else np.isnan(features["age_h"][at])
+        )
 
 
 def test_taken_items_are_what_a_request_with_them_is_decoded_to() -> None:
     catalogue, slots = whole(), np.array([3, 17, 40])
     taken = catalogue.take(slots)
     block = encode_nro(SCHEMA, catalogue.features(slots), 3)
-    again = Decoder(SCHEMA, {SCHEMA.fingerprint: SCHEMA}.get).decode_request(b"", block, catalogue.id_I[slots], 0)
+    again = Decoder(SCHEMA, {SCHEMA.fingerprint: SCHEMA}.get).decode_request(
+        b"", block, catalogue.id_I[slots], 0
+    )
     np.testing.assert_array_equal(taken.nro_float_BF, again.nro_float_BF)
     np.testing.assert_array_equal(taken.nro_lists.values, again.nro_lists.values)
     np.testing.assert_array_equal(taken.nro_lists.lengths_KN, again.nro_lists.lengths_KN)
@@ -72,7 +80,9 @@ def test_every_kind_of_list_comes_back() -> None:
         {"item_id": 2, "viewers": {"item": [7], "at": [9]}},
         {"item_id": 3, "parts": {"ids": [], "weights": []}, "viewers": {"item": [7, 8], "at": [9, 10]}},
     ]
-    features = read_catalogue(schema, [json.dumps(row).encode() for row in rows]).features(np.array([0, 2, 1]))
+    features = read_catalogue(schema, [json.dumps(row).encode() for row in rows]).features(
+        np.array([0, 2, 1])
+    )
     assert features["parts"] == [rows[0]["parts"], rows[2]["parts"], None]
     assert features["viewers"] == [None, rows[2]["viewers"], rows[1]["viewers"]]
 
@@ -89,15 +99,24 @@ def test_ids_that_are_not_here_have_no_slot() -> None:
         (b"{", "items:22: expected an item as a JSON object: "),
         (b"[1]", r"items:22: expected an item as a JSON object, got '\[1\]'"),
         (b"\xff\xfe", "items:22: expected an item as a JSON object: "),
-        ({"item_id": 100, "agee_h": 1}, r"items:22: unknown field 'agee_h'; did you mean 'age_h'\? \(at agee_h\)"),
+        (
+            {"item_id": 100, "agee_h": 1},
+            r"items:22: unknown field 'agee_h'; did you mean 'age_h'\? \(at agee_h\)",
+        ),
         ({"item_id": 100, "topics": ["a", ""]}, r"items:22: .*\(at topics\[1\]\)"),
         ({"topics": [1]}, "items:22: .*item_id"),
         ({"item_id": 100, "clicks": 3}, "items:22: expected no 'clicks', which the schema keeps online"),
-        ({"item_id": 100, "nro": {"clicks": 3}}, "items:22: expected no 'clicks', which the schema keeps online"),
+        (
+            {"item_id": 100, "nro": {"clicks": 3}},
+            "items:22: expected no 'clicks', which the schema keeps online",
+        ),
         ({"item_id": 100, "attributes": {"price": 2.5}}, "items:22: expected attribute 'price' as a text"),
         ({"item_id": 21}, "items:22: expected each item once, got 21 of line 21 again"),
         ({"item_id": 1}, "items:22: expected each item once, got 1 of line 1 again"),
-        ({"item_id": signed(item_id("nine"))}, "items: expected each item once, got .* as a number and as a text"),
+        (
+            {"item_id": signed(item_id("nine"))},
+            "items: expected each item once, got .* as a number and as a text",
+        ),
     ],
 )
 def test_a_line_that_is_no_item_is_refused_with_its_number(bad: Any, message: str) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from serving_cases import SCHEMA
 
-from roo.lookup import Lookup
+from roostream.wire.lookup import Lookup
 from serving.retrieval import changed_rows
 from serving.retrieval.catalogue import Catalogue, read_catalogue
 from serving.retrieval.changed_rows import ChangedRows
@@ -25,7 +25,9 @@ class Rows:
 
     def gather(self, lookup: Lookup) -> dict[str, np.ndarray]:
         return {
-            name: np.array([[self.values.get(i, 1.0)] * 4 for i in s.id_U.tolist()], np.float32).reshape(-1, 4)
+            name: np.array([[self.values.get(i, 1.0)] * 4 for i in s.id_U.tolist()], np.float32).reshape(
+                -1, 4
+            )
             for name, s in lookup.stacks.items()
         }
 

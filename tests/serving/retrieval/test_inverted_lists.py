@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from roo.errors import ConfigError
+from roostream.errors import ConfigError
 from serving.retrieval.config import ServesItems
 from serving.retrieval.inverted_lists import InvertedLists
 from serving.retrieval.item_keeper import propose_of
@@ -48,6 +48,8 @@ def test_fewer_than_asked_for_are_proposed_where_there_are_no_more() -> None:
 
 def test_without_the_package_the_setting_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "faiss", None)
-    with pytest.raises(ConfigError, match=r"items_index: expected the package extra retrieval .*roostream\[retrieval\]"):
+    with pytest.raises(
+        ConfigError, match=r"items_index: expected the package extra retrieval .*roostream\[retrieval\]"
+    ):
         propose_of(ServesItems(items="x", items_index="ivf"))
     assert propose_of(ServesItems(items="x")) is None

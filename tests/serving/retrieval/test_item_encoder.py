@@ -11,15 +11,15 @@ from retrieval_cases import CASCADE, NUM_ITEMS, TOWERS, version_of, whole
 from serving_cases import NOW_MS, SCHEMA
 from serving_fakes import FakeRows
 
-from models.build import build_model
-from models.inputs import build_inputs
-from models.two_tower.cascade import retrieval_of
-from models.two_tower.retrieval import Retrieval
-from roo.block import encode_nro, encode_ro
-from roo.decode import Decoder
-from roo.errors import ConfigError
-from roo.lookup import build_lookup
-from roo.schema import Transform
+from roostream.errors import ConfigError
+from roostream.models.build import build_model
+from roostream.models.inputs import build_inputs
+from roostream.models.two_tower.cascade import retrieval_of
+from roostream.models.two_tower.retrieval import Retrieval
+from roostream.schema.schema import Transform
+from roostream.wire.block import encode_nro, encode_ro
+from roostream.wire.decode import Decoder
+from roostream.wire.lookup import build_lookup
 from serving.retrieval.item_encoder import check_own, encode_items
 
 
@@ -35,7 +35,9 @@ def test_an_item_has_the_same_vector_alone_and_among_all_and_its_length_is_one()
     assert every_ID.shape == (NUM_ITEMS, 4) and len(np.unique(every_ID.round(5), axis=0)) > 0.9 * NUM_ITEMS
     np.testing.assert_allclose(np.linalg.norm(every_ID, axis=1), 1.0, atol=1e-3)
     for slot in (0, 17, 59):
-        np.testing.assert_allclose(encode_items(model, rows, catalogue.take(np.array([slot])))[0], every_ID[slot], atol=1e-6)
+        np.testing.assert_allclose(
+            encode_items(model, rows, catalogue.take(np.array([slot])))[0], every_ID[slot], atol=1e-6
+        )
 
 
 def test_it_is_the_vector_that_training_compares_with_a_request() -> None:
@@ -70,7 +72,11 @@ def test_a_vector_that_is_not_finite_is_refused_with_its_item() -> None:
     [
         (("age_h",), (), ""),
         (("age_log",), (Transform(output="age_log", input="age_h", op="log1p"),), ""),
-        (("clicks",), (), "item_floats: expected floats that a catalogue can have, got 'clicks', kept online"),
+        (
+            ("clicks",),
+            (),
+            "item_floats: expected floats that a catalogue can have, got 'clicks', kept online",
+        ),
         (
             ("clicks_log",),
             (Transform(output="clicks_log", input="clicks", op="log1p"),),
@@ -99,4 +105,7 @@ def test_towers_that_look_at_a_list_or_at_what_changes_by_the_minute_are_refused
 def test_a_cascade_and_two_towers_retrieve_and_a_ranker_does_not() -> None:
     assert isinstance(retrieval_of(build_model(SCHEMA, TOWERS, 0)), Retrieval)
     assert isinstance(retrieval_of(build_model(SCHEMA, CASCADE, 0)), Retrieval)
-    assert retrieval_of(build_model(SCHEMA, dataclasses.replace(TOWERS, stage="ranking", item_floats=()), 0)) is None
+    assert (
+        retrieval_of(build_model(SCHEMA, dataclasses.replace(TOWERS, stage="ranking", item_floats=()), 0))
+        is None
+    )

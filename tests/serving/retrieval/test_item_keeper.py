@@ -9,11 +9,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from retrieval_cases import CASCADE, NUM_ITEMS, TOWERS, Retrieving, item_of, retrieving, version_of, write_items
+from retrieval_cases import (
+    CASCADE,
+    NUM_ITEMS,
+    TOWERS,
+    Retrieving,
+    item_of,
+    retrieving,
+    version_of,
+    write_items,
+)
 from serving_cases import MODEL, SCHEMA
 from serving_fakes import FakeRows
 
-from roo.lookup import Lookup
+from roostream.wire.lookup import Lookup
 from serving.retrieval.item_encoder import encode_items
 from serving.retrieval.item_space import ItemSpace
 from serving.scorer import Version
@@ -59,7 +68,9 @@ def test_the_first_turn_makes_all_vectors_by_the_version_that_is_served(kept: Re
     kept.turn()
     space = space_of(kept)
     assert space.version.name == "1-2" and len(space.catalogue) == NUM_ITEMS and kept.keeper.waiting_for == ""
-    np.testing.assert_allclose(space.nearest.vectors(), encode_items(space.model, rows, space.catalogue.items), atol=1e-6)
+    np.testing.assert_allclose(
+        space.nearest.vectors(), encode_items(space.model, rows, space.catalogue.items), atol=1e-6
+    )
 
 
 def test_version_and_vectors_are_put_in_use_as_one(kept: Retrieving, rows: Rows) -> None:
@@ -92,7 +103,9 @@ def test_items_of_changed_rows_have_new_vectors_with_the_next_look(kept: Retriev
     assert kept.keeper.numbers()["items_due"] == 0 and kept.keeper.num_built == 1
 
 
-def test_no_more_are_made_anew_than_the_setting_allows_and_how_far_behind_is_told(tmp_path: Path, rows: Rows) -> None:
+def test_no_more_are_made_anew_than_the_setting_allows_and_how_far_behind_is_told(
+    tmp_path: Path, rows: Rows
+) -> None:
     kept = retrieving(tmp_path / "home", rows, items_refreshed=50)  # ten a turn
     kept.turn()
     rows.changed = {7: 0.9}
@@ -125,7 +138,9 @@ def test_a_new_file_of_items_is_taken_and_a_bad_one_leaves_the_one_in_use(
 def test_a_file_that_comes_later_is_found(kept: Retrieving) -> None:
     kept.items.rename(kept.items.with_suffix(".away"))
     kept.turn()
-    assert kept.keeper.retriever.space is None and kept.keeper.waiting_for == "", "a process isn't held back for ever"
+    assert kept.keeper.retriever.space is None and kept.keeper.waiting_for == "", (
+        "a process isn't held back for ever"
+    )
     assert "expected a file of items" in kept.keeper.retriever.why_not
     kept.items.with_suffix(".away").rename(kept.items)
     kept.turn(after_s=5.0)
@@ -136,7 +151,10 @@ def test_a_file_that_comes_later_is_found(kept: Retrieving) -> None:
     ("config", "message"),
     [
         (MODEL, "model version 1-3: expected a model that retrieves"),
-        (dataclasses.replace(CASCADE, retrieval=dataclasses.replace(TOWERS, item_floats=("clicks",))), "kept online"),
+        (
+            dataclasses.replace(CASCADE, retrieval=dataclasses.replace(TOWERS, item_floats=("clicks",))),
+            "kept online",
+        ),
     ],
 )
 def test_a_version_that_cannot_retrieve_leaves_the_one_in_use_and_is_told_once(
@@ -153,7 +171,9 @@ def test_a_version_that_cannot_retrieve_leaves_the_one_in_use_and_is_told_once(
     assert space_of(kept).version.name == "1-4"
 
 
-def test_versions_that_come_faster_than_vectors_are_made_are_passed_over(kept: Retrieving, rows: Rows) -> None:
+def test_versions_that_come_faster_than_vectors_are_made_are_passed_over(
+    kept: Retrieving, rows: Rows
+) -> None:
     gather = rows.gather
     rows.gather = lambda lookup: (kept.clock.advance(1.0), gather(lookup))[1]  # type: ignore[method-assign,assignment]
     kept.turn()

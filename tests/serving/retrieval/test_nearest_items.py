@@ -16,7 +16,9 @@ def unit(n: int, seed: int) -> np.ndarray:
     return np.ascontiguousarray(x_ID / np.linalg.norm(x_ID, axis=1, keepdims=True))
 
 
-def brute(vector_ID: np.ndarray, query_D: np.ndarray, k: int, allowed_I: np.ndarray | None = None) -> list[int]:
+def brute(
+    vector_ID: np.ndarray, query_D: np.ndarray, k: int, allowed_I: np.ndarray | None = None
+) -> list[int]:
     """By the definition: sorted by product, then by slot."""
     slots = range(len(vector_ID)) if allowed_I is None else np.flatnonzero(allowed_I).tolist()
     return sorted(slots, key=lambda slot: (-float(vector_ID[slot] @ query_D), slot))[:k]
@@ -116,9 +118,12 @@ def test_nothing_allowed_is_nothing_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "truth", "expected"), [([1, 2], [2, 1], 1.0), ([1, 9], [1, 2], 0.5), ([], [1], 0.0), ([], [], 1.0)]
+    ("found", "truth", "expected"),
+    [([1, 2], [2, 1], 1.0), ([1, 9], [1, 2], 0.5), ([], [1], 0.0), ([], [], 1.0)],
 )
-def test_recall_is_the_share_of_the_truly_best_that_was_found(found: list[int], truth: list[int], expected: float) -> None:
+def test_recall_is_the_share_of_the_truly_best_that_was_found(
+    found: list[int], truth: list[int], expected: float
+) -> None:
     def of(slots: list[int]) -> NearestFound:
         return NearestFound(np.array(slots, np.int64), np.zeros(len(slots), np.float32))
 

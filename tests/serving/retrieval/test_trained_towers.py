@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from prometheus_client import CollectorRegistry
 
-from models.config import CascadeConfig, RankerConfig, TwoTowerConfig
-from runtime.clock import FakeClock
+from roostream.models.config import CascadeConfig, RankerConfig, TwoTowerConfig
+from roostream.replay.world import World
+from roostream.runtime.clock import FakeClock
 from serving.http.retrieve_body import RetrieveParser
 from serving.rank import RankService
 from serving.retrieval.config import ServesItems
@@ -22,9 +23,10 @@ from serving.versions.held import Versions
 from serving.versions.quiet import Quiet
 from tests.trainer.visit_checks import RowsOf
 from tests.trainer.visits import _WORLD, SCHEMA, T0, visit_loop, visits
-from traffic.world import World
 
-SMALL = RankerConfig(request_layers=(16,), history_width=8, width=16, deep_layers=(16,), task_layers=(8,), list_heads=2)
+SMALL = RankerConfig(
+    request_layers=(16,), history_width=8, width=16, deep_layers=(16,), task_layers=(8,), list_heads=2
+)
 CASCADE = CascadeConfig(
     **{f.name: getattr(SMALL, f.name) for f in dataclasses.fields(SMALL) if f.name != "kind"},
     retrieval=TwoTowerConfig(user_layers=(32,), item_layers=(32,), width=16),
@@ -39,15 +41,23 @@ def test_trained_towers_find_what_users_like_and_vectors_follow_training(tmp_pat
         loop.step()
     items = sorted({int(i) for user in range(1, 31) for i in world.candidates_for(user, T0)})
     file = tmp_path / "items.jsonl"
-    file.write_text("".join(f"{json.dumps({'item_id': i, 'category': [world.category_of(i)]})}\n" for i in items))
+    file.write_text(
+        "".join(f"{json.dumps({'item_id': i, 'category': [world.category_of(i)]})}\n" for i in items)
+    )
     rows = RowsOf(loop)
-    service = RankService(SCHEMA, Versions(build_version("1-1", SCHEMA, CASCADE, 0, loop.descent.scorer.state_dict())), rows)
-    keeper = open_retrieval(ServesItems(items=str(file)), SCHEMA, service, Quiet(clock), clock, CollectorRegistry())
+    service = RankService(
+        SCHEMA, Versions(build_version("1-1", SCHEMA, CASCADE, 0, loop.descent.scorer.state_dict())), rows
+    )
+    keeper = open_retrieval(
+        ServesItems(items=str(file)), SCHEMA, service, Quiet(clock), clock, CollectorRegistry()
+    )
     assert keeper is not None
     keeper.turn()
     space = keeper.retriever.space
     assert space is not None
-    np.testing.assert_allclose(space.nearest.vectors(), encode_items(space.model, rows, space.catalogue.items), atol=1e-6)
+    np.testing.assert_allclose(
+        space.nearest.vectors(), encode_items(space.model, rows, space.catalogue.items), atol=1e-6
+    )
 
     while loop.step() or loop.finish():  # the rows go on, the version stays
         pass

@@ -13,14 +13,14 @@ from serving_fakes import FakeRowTopic
 
 from param_server.initial import initial_rows
 from param_server.replica.replica import Replica
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.ids import bucket_of
-from roo.lookup import Lookup, StackLookup
-from runtime.clock import FakeClock
-from runtime.kafka.record_reader import RecordsGoneError
-from runtime.kafka.topics import DEFAULT_BUCKETS
-from runtime.transport import Answer, InMemoryTransport
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.kafka.record_reader import RecordsGoneError
+from roostream.runtime.kafka.topics import DEFAULT_BUCKETS
+from roostream.runtime.transport import Answer, InMemoryTransport
+from roostream.schema.ids import bucket_of
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.lookup import Lookup, StackLookup
 from serving.rows.row_follower import RowFollower
 
 ITEM = SCHEMA.table_by_name["item"]
@@ -41,7 +41,11 @@ class Shard:
         ids = np.array(sorted(self.rows) if header["stack"] == ITEM.stack else [], np.int64)
         rows = np.array([[self.rows[i]] * self._dim(header["stack"]) for i in ids.tolist()], np.float32)
         buckets = [[b, *self.version, 0] for b in range(DEFAULT_BUCKETS)]
-        columns = [np.full(len(ids), ITEM.id, np.uint32), ids, rows.reshape(len(ids), self._dim(header["stack"]))]
+        columns = [
+            np.full(len(ids), ITEM.id, np.uint32),
+            ids,
+            rows.reshape(len(ids), self._dim(header["stack"])),
+        ]
         return {"cursor": -1, "incarnation": self.version[0], "buckets": buckets}, columns
 
     def _dim(self, stack: str) -> int:
@@ -97,7 +101,9 @@ def test_rows_come_from_the_shards_and_then_from_the_topic() -> None:
     assert not stage.follower.ready and stage.follower.lag() is None
     stage.follower.bootstrap()
     assert stage.follower.ready and stage.value(8).tolist() == [0.5] * 4
-    initial = initial_rows(0, np.array([ITEM.id], np.uint32), np.array([9], np.int64), ITEM.dim, ITEM.init_scale)
+    initial = initial_rows(
+        0, np.array([ITEM.id], np.uint32), np.array([9], np.int64), ITEM.dim, ITEM.init_scale
+    )
     np.testing.assert_array_equal(stage.value(9), initial[0])
     stage.topic.add(delta(8, 0.75, 2))
     stage.topic.add(delta(9, 0.25, 2))
@@ -125,7 +131,13 @@ def test_freshness_is_observed_when_a_delta_becomes_servable() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [b"", b"\x63\x01", wire.encode(wire.HEARTBEAT, pb.Heartbeat()), delta(8, float("nan"), 2), delta(8, 1, 2)[:-3]],
+    [
+        b"",
+        b"\x63\x01",
+        wire.encode(wire.HEARTBEAT, pb.Heartbeat()),
+        delta(8, float("nan"), 2),
+        delta(8, 1, 2)[:-3],
+    ],
     ids=["empty", "unknown type", "not for rows", "not finite", "cut"],
 )
 def test_g5_a_bad_record_is_counted_and_its_bucket_read_from_the_shard(value: bytes) -> None:
@@ -135,7 +147,9 @@ def test_g5_a_bad_record_is_counted_and_its_bucket_read_from_the_shard(value: by
     stage.topic.add(delta(8, 0.75, 3))
     stage.shard.rows, stage.shard.version = {8: 0.875}, (1, 4)
     stage.follower.step()
-    assert stage.follower.num_refused == 1 and stage.value(8).tolist() == [0.875] * 4 and not stage.replica.stale
+    assert (
+        stage.follower.num_refused == 1 and stage.value(8).tolist() == [0.875] * 4 and not stage.replica.stale
+    )
 
 
 def test_a_bad_record_of_nobody_knows_which_bucket_reads_all_rows_again() -> None:

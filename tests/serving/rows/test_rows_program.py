@@ -12,9 +12,9 @@ from serving_cases import SCHEMA
 
 from param_server.replica.shared_files import SharedFolder
 from param_server.replica.shared_reader import SharedReader
-from roo.errors import SetupError
-from roo.schema_registry import to_toml
-from runtime.clock import SystemClock
+from roostream.errors import SetupError
+from roostream.runtime.clock import SystemClock
+from roostream.schema.registry import to_toml
 from serving.rows.config import RowsConfig
 from serving.rows.main import keep_rows
 
@@ -24,7 +24,10 @@ ROOT = Path(__file__).parents[3]
 def config_of(place: Path) -> RowsConfig:
     (place / "schema.toml").write_text(to_toml(SCHEMA))
     return RowsConfig(
-        bootstrap="127.0.0.1:1", schema=str(place / "schema.toml"), shards=("127.0.0.1:1",), rows_home=str(place / "rows")
+        bootstrap="127.0.0.1:1",
+        schema=str(place / "schema.toml"),
+        shards=("127.0.0.1:1",),
+        rows_home=str(place / "rows"),
     )
 
 

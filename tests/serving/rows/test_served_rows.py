@@ -18,10 +18,10 @@ from param_server.replica.shared_files import SharedFolder
 from param_server.replica.shared_reader import SharedReader
 from param_server.replica.shared_rows import SharedOwner
 from param_server.replica.some_buckets import SomeBuckets
-from roo.config import Refusal
-from roo.errors import ConfigError
-from runtime.clock import FakeClock, SystemClock
-from runtime.transport import Answer, InMemoryTransport
+from roostream.errors import ConfigError
+from roostream.runtime.clock import FakeClock, SystemClock
+from roostream.runtime.transport import Answer, InMemoryTransport
+from roostream.schema.settings import Refusal
 from serving.rows.config import RowsConfig
 from serving.rows.main import shown_by
 from serving.rows.row_follower import RowFollower
@@ -38,7 +38,12 @@ class Kept:
         self.owner = SharedOwner(shared, SCHEMA, 0, 64, self.clock).open()
         replica = Replica(SCHEMA, 0, stores=self.owner.stores)
         self.follower = RowFollower(
-            replica, self.topic, [InMemoryTransport(self.shard)], lambda stage, ms: None, self.clock, shown_by(self.owner)
+            replica,
+            self.topic,
+            [InMemoryTransport(self.shard)],
+            lambda stage, ms: None,
+            self.clock,
+            shown_by(self.owner),
         )
         self.served = SharedServedRows(SharedReader(shared, SCHEMA, 0, self.clock), self.clock)
 
@@ -98,7 +103,9 @@ def test_a_process_looks_for_rows_until_it_stops(tmp_path: Path) -> None:
 def config_of(**settings: Any) -> Any:
     from serving.config import ServingConfig
 
-    return ServingConfig(bootstrap="127.0.0.1:9", schema="s.toml", store="/tmp/s", home=Path("/tmp/h"), **settings)
+    return ServingConfig(
+        bootstrap="127.0.0.1:9", schema="s.toml", store="/tmp/s", home=Path("/tmp/h"), **settings
+    )
 
 
 def test_the_setting_says_where_rows_are(tmp_path: Path) -> None:
@@ -131,7 +138,11 @@ class CachedStage:
         assert method == "read"
         self.num_reads += 1
         n = len(arrays[1])
-        return {"incarnation": 1}, [np.full((n, ITEM.dim), 0.5, np.float32), np.ones(n, np.uint8), np.ones(n, np.uint64)]
+        return {"incarnation": 1}, [
+            np.full((n, ITEM.dim), 0.5, np.float32),
+            np.ones(n, np.uint8),
+            np.ones(n, np.uint64),
+        ]
 
     def value(self, item: int) -> float:
         return float(self.served.gather(lookup_of(item))[ITEM.stack][0, 0])
@@ -146,7 +157,12 @@ def test_a_cache_reads_what_it_lacks_and_follows_it() -> None:
     stage.served.follower.step()
     assert stage.value(8) == 0.75 and stage.served.age_s() == 0 and stage.served.complete
     numbers = stage.served.numbers()
-    assert (numbers["rows_asked"], numbers["rows_missed"], numbers["rows_unread"], numbers["replica_rows"]) == (3, 1, 0, 1)
+    assert (
+        numbers["rows_asked"],
+        numbers["rows_missed"],
+        numbers["rows_unread"],
+        numbers["replica_rows"],
+    ) == (3, 1, 0, 1)
 
 
 def test_a_cache_whose_shard_and_topic_are_away_answers_what_it_has_and_says_what_it_lacks() -> None:
@@ -186,11 +202,22 @@ def test_settings_of_rows_that_don_t_fit_are_refused(settings: dict[str, Any], e
 def test_a_cache_and_some_buckets_are_settings() -> None:
     shards = ("127.0.0.1:9", "127.0.0.1:10")
     cached = open_rows(config_of(rows="cache", shards=shards), SCHEMA, 0, SystemClock())
-    assert isinstance(cached, CachedRows) and cached.follower.replica is cached.cache and cached.cache.policy.waits
+    assert (
+        isinstance(cached, CachedRows)
+        and cached.follower.replica is cached.cache
+        and cached.cache.policy.waits
+    )
     cached.close()
     some = open_rows(
-        config_of(rows="cache", shards=shards, rows_buckets=(1, 2), rows_missing="initial"), SCHEMA, 0, SystemClock()
+        config_of(rows="cache", shards=shards, rows_buckets=(1, 2), rows_missing="initial"),
+        SCHEMA,
+        0,
+        SystemClock(),
     )
-    assert isinstance(some, CachedRows) and isinstance(some.follower.replica, SomeBuckets) and not some.cache.policy.waits
+    assert (
+        isinstance(some, CachedRows)
+        and isinstance(some.follower.replica, SomeBuckets)
+        and not some.cache.policy.waits
+    )
     assert some.follower.replica.replica.buckets == {1, 2}
     some.close()

@@ -16,8 +16,8 @@ from serving_cases import BODY, SCHEMA
 
 from param_server.replica.shared_files import SharedFolder
 from param_server.replica.shared_rows import SharedOwner
-from roo import wire
-from runtime.clock import SystemClock
+from roostream.runtime.clock import SystemClock
+from roostream.wire import records as wire
 from serving.feature_log.log import FeatureLog
 from tests.serving.test_serving_main import Running, write_config
 
@@ -93,6 +93,8 @@ def test_processes_on_one_port_have_the_same_rows_and_log_for_themselves(tmp_pat
             with contextlib.suppress(httpx2.TransportError):  # what the kernel had given to the one that died
                 ask(port)
                 break
-        assert [ask(port)["order"] for _ in range(4)] and min(a or 0.0 for a in ages(port)) > min(a or 0.0 for a in told)
+        assert [ask(port)["order"] for _ in range(4)] and min(a or 0.0 for a in ages(port)) > min(
+            a or 0.0 for a in told
+        )
     counts = [logged(tmp_path / f"serving-{n}") for n in range(2)]
     assert min(counts) > 0 and sum(counts) >= 21

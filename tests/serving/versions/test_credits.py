@@ -6,7 +6,7 @@ import json
 
 from serving_cases import NOW_MS, SCHEMA
 
-from roo.ids import key_bytes
+from roostream.schema.ids import key_bytes
 from serving.feature_log.format import LogRecord
 from serving.http.engage import EngagementParser
 from serving.versions.credits import MOST_PAIRS, Credits, Pair
@@ -15,12 +15,16 @@ from serving.versions.interleave import OURS, RIVAL
 PAIR = Pair("1-2", "1-1")
 
 
-def engagements(item: int | str, *, request_id: str = "r-1", action: str = "click", user: int = 17) -> list[LogRecord]:
+def engagements(
+    item: int | str, *, request_id: str = "r-1", action: str = "click", user: int = 17
+) -> list[LogRecord]:
     body = {"request_id": request_id, "user_id": user, "item_id": item, "action": action}
     return EngagementParser(SCHEMA).parse(json.dumps(body).encode(), NOW_MS).records
 
 
-def draft(credits: Credits, request_id: str = "r-1", pair: Pair = PAIR, items: tuple[int, ...] = (1, 2, -3)) -> None:
+def draft(
+    credits: Credits, request_id: str = "r-1", pair: Pair = PAIR, items: tuple[int, ...] = (1, 2, -3)
+) -> None:
     credits.drafted(key_bytes(17, 0, request_id), request_id, pair, items, [OURS, RIVAL, RIVAL])
 
 
@@ -46,7 +50,12 @@ def test_other_actions_requests_users_and_items_are_passed_over() -> None:
     credits = Credits("click")
     credits.take(engagements(1))
     draft(credits)
-    for others in (engagements(1, action="read"), engagements(1, request_id="r-2"), engagements(1, user=3), engagements(9)):
+    for others in (
+        engagements(1, action="read"),
+        engagements(1, request_id="r-2"),
+        engagements(1, user=3),
+        engagements(9),
+    ):
         credits.take(others)
     assert credits.num_engaged == 0 and credits.by_pair() == {}
 

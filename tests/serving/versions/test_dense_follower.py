@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from serving_cases import MODEL, SCHEMA, config_of
 
-from models.build import build_model
-from roo.errors import ConfigError, UnavailableError
-from runtime import manifest as manifests
-from runtime import tensor_file
-from runtime.checkpoint_store import FileStore
-from runtime.clock import FakeClock
-from runtime.manifest import Manifest, dense_name, store_file
+from roostream.errors import ConfigError, UnavailableError
+from roostream.models.build import build_model
+from roostream.runtime import manifest as manifests
+from roostream.runtime import tensor_file
+from roostream.runtime.checkpoint_store import FileStore
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.manifest import Manifest, dense_name, store_file
 from serving.build import _check_shape
 from serving.errors import VersionRefusedError
 from serving.scorer import Version, first_version
@@ -42,7 +42,8 @@ class Commits:
     def commit(self, seq: int, *, incarnation: int = 1, fill: float = 0.5, **changes: Any) -> Manifest:
         """Every weight is `fill`."""
         weights = {
-            f"model.{n}": np.full(t.shape, fill, np.float32) for n, t in build_model(SCHEMA, MODEL, 0).state_dict().items()
+            f"model.{n}": np.full(t.shape, fill, np.float32)
+            for n, t in build_model(SCHEMA, MODEL, 0).state_dict().items()
         }
         data = tensor_file.encode(weights | changes.pop("tensors", {}), {"seq": str(seq)})
         file = store_file(self.store, dense_name(seq, incarnation), data)
@@ -90,7 +91,9 @@ def test_what_comes_is_scored_as_the_first_version_is(commits: Commits) -> None:
         assert versions.newest.name != "0-0" and versions.newest.as_trained is as_trained
 
 
-def test_requests_come_first_before_each_step_of_a_version(commits: Commits, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_come_first_before_each_step_of_a_version(
+    commits: Commits, monkeypatch: pytest.MonkeyPatch
+) -> None:
     steps: list[str] = []
 
     def noted(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,10 +142,25 @@ def _good(model: dict[str, Any]) -> dict[str, Any]:
 
 CASES = [
     ({"schema": "00000000000000aa"}, "restart serving with the trainer's schema", "schema", "another schema"),
-    ({"model": _good({"width": 16})}, "expected the parameters of its model", "model", "weights of another model"),
-    ({"model": _good({"depth": 16})}, "expected the configuration of its model", "model", "a model of another build"),
+    (
+        {"model": _good({"width": 16})},
+        "expected the parameters of its model",
+        "model",
+        "weights of another model",
+    ),
+    (
+        {"model": _good({"depth": 16})},
+        "expected the configuration of its model",
+        "model",
+        "a model of another build",
+    ),
     ({"fill": float("nan")}, "isn't finite; it is not served", "not_finite", "weights that no pass can use"),
-    ({"tensors": {"model.extra": np.ones(1, np.float32)}}, "expected the parameters", "model", "a parameter too many"),
+    (
+        {"tensors": {"model.extra": np.ones(1, np.float32)}},
+        "expected the parameters",
+        "model",
+        "a parameter too many",
+    ),
 ]
 
 
@@ -170,15 +188,21 @@ def test_a_manifest_of_another_format_is_told(commits: Commits, caplog: pytest.L
     assert "expected manifest format 1 to 4, got 9" in caplog.text
 
 
-def test_a_dense_file_that_is_no_safetensors_is_passed_over(commits: Commits, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dense_file_that_is_no_safetensors_is_passed_over(
+    commits: Commits, caplog: pytest.LogCaptureFixture
+) -> None:
     manifest = commits.commit(1)
-    changed = dataclasses.replace(manifest, seq=2, dense=store_file(commits.store, manifest.dense.name, b"not tensors"))
+    changed = dataclasses.replace(
+        manifest, seq=2, dense=store_file(commits.store, manifest.dense.name, b"not tensors")
+    )
     commits.store.create(changed.name, changed.encode())
     assert not commits.follower.poll()
     assert "expected a safetensors file" in caplog.text
 
 
-def test_a_store_that_cannot_be_read_is_told_once_and_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_cannot_be_read_is_told_once_and_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Flaky(FileStore):
         away = False
 
@@ -255,7 +279,9 @@ def test_a_store_that_went_back_further_is_loaded_from(commits: Commits) -> None
     assert commits.follower.poll() and commits.versions.newest.name == "2-5" and commits.value == 0.625
 
 
-def test_a_newer_incarnation_with_an_older_model_leaves_nothing_of_what_was_withdrawn(commits: Commits) -> None:
+def test_a_newer_incarnation_with_an_older_model_leaves_nothing_of_what_was_withdrawn(
+    commits: Commits,
+) -> None:
     for seq in (1, 2):
         commits.commit(seq)
         commits.follower.poll()
@@ -281,7 +307,11 @@ def test_versions_that_the_store_no_longer_keeps_are_held(commits: Commits) -> N
     commits.store.delete("manifests/00000001")
     commits.commit(3)
     commits.versions.keep = 3
-    assert commits.follower.poll() and [h.version.name for h in commits.versions.held] == ["1-3", "1-2", "1-1"]
+    assert commits.follower.poll() and [h.version.name for h in commits.versions.held] == [
+        "1-3",
+        "1-2",
+        "1-1",
+    ]
 
 
 def test_a_store_that_lists_nothing_changes_nothing(commits: Commits) -> None:
@@ -291,7 +321,9 @@ def test_a_store_that_lists_nothing_changes_nothing(commits: Commits) -> None:
     assert not commits.follower.poll() and commits.versions.newest.name == "1-1"
 
 
-def test_a_version_that_fails_its_trial_is_refused_once(commits: Commits, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_version_that_fails_its_trial_is_refused_once(
+    commits: Commits, caplog: pytest.LogCaptureFixture
+) -> None:
     tried: list[str] = []
 
     def warm_up(version: Version) -> None:

@@ -31,7 +31,10 @@ def test_overlap_counts_the_first_ten_slots() -> None:
 def test_the_task_that_orders_ranks_and_all_tasks_differ() -> None:
     one = np.array([[0.1, 0.9], [0.2, 0.8]], np.float32)
     other = np.array([[0.9, 0.9], [0.1, 0.8]], np.float32)
-    assert differences(one, other, 1).rank_correlation == 1.0 and differences(one, other, 0).rank_correlation == -1.0
+    assert (
+        differences(one, other, 1).rank_correlation == 1.0
+        and differences(one, other, 0).rank_correlation == -1.0
+    )
     assert differences(one, other, 1).mean_abs == pytest.approx(0.9 / 4)
 
 

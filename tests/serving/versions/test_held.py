@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from roo.ids import key_bytes
+from roostream.schema.ids import key_bytes
 from serving.errors import RequestError
 from serving.scorer import Version
 from serving.versions.held import Held, Versions
@@ -51,7 +51,9 @@ def scored_by(versions: Versions, **request: Any) -> str:
 
 def test_the_newest_is_served_and_as_many_as_are_kept_are_held() -> None:
     versions = holding("1-1", "1-2", "1-3", keep=3)
-    assert names(versions) == ["1-3", "1-2", "1-1"] and scored_by(versions) == "1-3" and versions.num_swaps == 3
+    assert (
+        names(versions) == ["1-3", "1-2", "1-1"] and scored_by(versions) == "1-3" and versions.num_swaps == 3
+    )
 
 
 def test_one_of_the_same_name_takes_its_place() -> None:
@@ -66,7 +68,11 @@ def test_an_activated_version_is_served_while_newer_ones_come_until_resume() -> 
     assert scored_by(versions) == "1-1"
     for seq in (3, 4, 5):
         versions.install(version(f"1-{seq}"))
-    assert names(versions) == ["1-5", "1-4", "1-1"] and scored_by(versions) == "1-1" and versions.newest.name == "1-5"
+    assert (
+        names(versions) == ["1-5", "1-4", "1-1"]
+        and scored_by(versions) == "1-1"
+        and versions.newest.name == "1-5"
+    )
     versions.resume()
     assert scored_by(versions) == "1-5" and names(versions) == ["1-5", "1-4"]
 
@@ -100,11 +106,17 @@ def test_a_version_that_is_not_held_is_a_404_with_those_that_are() -> None:
     ):
         with pytest.raises(RequestError, match="1-9 isn't held; expected one of 1-1, 0-0, or none") as error:
             ask()
-        assert (error.value.status, error.value.code, error.value.path) == (404, "unknown_model_version", "$.model_version")
+        assert (error.value.status, error.value.code, error.value.path) == (
+            404,
+            "unknown_model_version",
+            "$.model_version",
+        )
 
 
 def test_what_is_no_name_is_a_400() -> None:
-    with pytest.raises(RequestError, match="expected a model version as '<incarnation>-<seq>', got 'latest'") as error:
+    with pytest.raises(
+        RequestError, match="expected a model version as '<incarnation>-<seq>', got 'latest'"
+    ) as error:
         scored_by(holding(), model_version="latest")
     assert error.value.status == 400
 
@@ -148,7 +160,10 @@ def test_a_split_for_what_is_no_version_changes_nothing(reference: str, status: 
 def test_interleaving_gives_a_share_of_users_a_rival() -> None:
     versions = holding("1-1", "1-2", interleave=Split("previous", 0.5))
     choices = [versions.for_request(Request(user)) for user in range(1, 100)]
-    assert {c.version.name for c in choices} == {"1-2"} and {c.rival and c.rival.name for c in choices} == {None, "1-1"}
+    assert {c.version.name for c in choices} == {"1-2"} and {c.rival and c.rival.name for c in choices} == {
+        None,
+        "1-1",
+    }
 
 
 def test_a_version_is_not_its_own_rival_nor_its_own_shadow() -> None:
@@ -175,4 +190,9 @@ def test_refused_versions_are_remembered_the_newest_ones() -> None:
     versions = holding()
     for seq in range(30):
         versions.refuse(f"1-{seq}", "damaged", "why")
-    assert next(iter(versions.refused)) == "1-10" and versions.refused["1-29"] == ("1-29", "damaged", "why", 7)
+    assert next(iter(versions.refused)) == "1-10" and versions.refused["1-29"] == (
+        "1-29",
+        "damaged",
+        "why",
+        7,
+    )

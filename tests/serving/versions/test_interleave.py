@@ -27,10 +27,15 @@ class Coins(random.Random):
 
 def drafts(ours: list[int], rival: list[int]) -> list[Draft]:
     """For all coins, each as likely."""
-    return [team_draft(ours, rival, Coins(sides)) for sides in itertools.product((OURS, RIVAL), repeat=(len(ours) + 1) // 2)]
+    return [
+        team_draft(ours, rival, Coins(sides))
+        for sides in itertools.product((OURS, RIVAL), repeat=(len(ours) + 1) // 2)
+    ]
 
 
-RANKINGS = st.integers(1, 5).flatmap(lambda n: st.tuples(st.permutations(range(n)), st.permutations(range(n))))
+RANKINGS = st.integers(1, 5).flatmap(
+    lambda n: st.tuples(st.permutations(range(n)), st.permutations(range(n)))
+)
 
 
 def test_each_picks_its_best_that_is_left_and_the_coin_says_who_is_first() -> None:
@@ -41,7 +46,9 @@ def test_each_picks_its_best_that_is_left_and_the_coin_says_who_is_first() -> No
 
 @settings(max_examples=60, deadline=None)
 @given(RANKINGS)
-def test_propensities_are_those_of_all_coins_given_the_slots_above(rankings: tuple[list[int], list[int]]) -> None:
+def test_propensities_are_those_of_all_coins_given_the_slots_above(
+    rankings: tuple[list[int], list[int]],
+) -> None:
     found = drafts(*map(list, rankings))
     for slot in range(len(rankings[0])):
         above = Counter(tuple(d.order[:slot]) for d in found)
@@ -53,7 +60,9 @@ def test_propensities_are_those_of_all_coins_given_the_slots_above(rankings: tup
 
 @settings(max_examples=60, deadline=None)
 @given(RANKINGS)
-def test_every_candidate_is_shown_once_and_teams_are_equally_large(rankings: tuple[list[int], list[int]]) -> None:
+def test_every_candidate_is_shown_once_and_teams_are_equally_large(
+    rankings: tuple[list[int], list[int]],
+) -> None:
     for draft in drafts(*map(list, rankings)):
         assert sorted(draft.order) == sorted(rankings[0])
         assert abs(draft.team_n.count(OURS) - draft.team_n.count(RIVAL)) <= 1

@@ -13,10 +13,10 @@ import torch
 from serving_cases import BODY, MODEL, NOW_MS, SCHEMA, Built, build
 from serving_fakes import FakeRows
 
-from models.build import build_model
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.ids import key_bytes
+from roostream.models.build import build_model
+from roostream.schema.ids import key_bytes
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
 from serving.explore import draw_of
 from serving.http.engage import EngagementParser
 from serving.http.parse import JsonParser
@@ -83,7 +83,9 @@ def test_a_click_is_credited_to_the_version_that_picked_the_item(built: Built) -
     ranked(built)
     click = {"request_id": "r-1", "user_id": 17, "session_id": 4, "item_id": 8, "action": "click"}
     built.service.credits.take(EngagementParser(SCHEMA).parse(json.dumps(click).encode(), NOW_MS).records)
-    assert sum(built.service.credits.outcomes().values()) == 1 and list(built.service.credits.by_pair()) == [("1-2", "1-1")]
+    assert sum(built.service.credits.outcomes().values()) == 1 and list(built.service.credits.by_pair()) == [
+        ("1-2", "1-1")
+    ]
 
 
 def test_a_rival_that_fails_leaves_the_list_to_the_version(built: Built) -> None:
@@ -101,7 +103,12 @@ def test_what_was_scored_is_told_with_all_that_scoring_it_again_takes(built: Bui
     built.service.scored = told.append
     found, impression = ranked(built)
     (scored,) = told
-    assert (scored.request_id, scored.model_version, scored.ro, scored.nro) == ("r-1", "1-2", impression.ro, impression.nro)
+    assert (scored.request_id, scored.model_version, scored.ro, scored.nro) == (
+        "r-1",
+        "1-2",
+        impression.ro,
+        impression.nro,
+    )
     again = scored.score_with(built.service.versions.served.version, built.service.rows)
     np.testing.assert_array_equal(probabilities(again), found.answer.scores_nT)
     assert scored.took_s > 0

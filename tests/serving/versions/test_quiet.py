@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from runtime.clock import FakeClock, SystemClock
+from roostream.runtime.clock import FakeClock, SystemClock
 from serving.http.admission import Gate
 from serving.versions.quiet import Quiet
 
@@ -38,7 +38,9 @@ def test_a_stop_ends_it() -> None:
     assert not quiet.wait(60.0, stop) and clock.monotonic_s() < 0.1
 
 
-def test_who_waits_is_woken_when_the_last_request_leaves_and_looks_by_himself_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_is_woken_when_the_last_request_leaves_and_looks_by_himself_seldom(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("serving.versions.quiet._LOOK_S", 60.0)
     quiet, gate, looked = Quiet(SystemClock()), Gate(9), threading.Event()
 

@@ -29,7 +29,10 @@ def test_the_newest_are_kept_within_the_bytes() -> None:
     recent = RecentRequests(most_bytes=5 * scored(0).num_bytes)
     for number in range(20):
         recent.add(scored(number))
-    assert ids(recent.newest(99)) == ["r-19", "r-18", "r-17", "r-16", "r-15"] and ids(recent.newest(2)) == ["r-19", "r-18"]
+    assert ids(recent.newest(99)) == ["r-19", "r-18", "r-17", "r-16", "r-15"] and ids(recent.newest(2)) == [
+        "r-19",
+        "r-18",
+    ]
     assert recent.num_bytes == recent.most_bytes
 
 
@@ -45,7 +48,9 @@ def test_the_slowest_are_remembered_beyond_the_newest() -> None:
         recent.add(scored(number, took_s=number % 50))
     slow = recent.slowest()
     assert "r-49" in ids(slow) and "r-49" not in ids(recent.newest(99)), "beyond the newest"
-    assert len(slow) == MOST_SLOW and [r.took_s for r in slow[:4]] == [49, 49, 48, 48] and slow[-1].took_s == 34
+    assert (
+        len(slow) == MOST_SLOW and [r.took_s for r in slow[:4]] == [49, 49, 48, 48] and slow[-1].took_s == 34
+    )
 
 
 def test_slow_requests_are_kept_within_the_same_bytes() -> None:

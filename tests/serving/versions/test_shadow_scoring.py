@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry
 from serving_cases import BODY, MODEL, NOW_MS, SCHEMA, Built, build
 from serving_fakes import FakeRows
 
-from models.build import build_model
-from runtime.clock import FakeClock
+from roostream.models.build import build_model
+from roostream.runtime.clock import FakeClock
 from serving.http.parse import JsonParser
 from serving.scorer import build_version
 from serving.versions.quiet import Quiet
@@ -32,7 +32,9 @@ class Shadowed:
 
     def install(self, name: str, scale: float) -> None:
         state = build_model(SCHEMA, MODEL, 0).state_dict()
-        self.built.service.versions.install(build_version(name, SCHEMA, MODEL, 0, {n: t * scale for n, t in state.items()}))
+        self.built.service.versions.install(
+            build_version(name, SCHEMA, MODEL, 0, {n: t * scale for n, t in state.items()})
+        )
 
     def ask(self, number: int = 1) -> None:
         request = JsonParser(SCHEMA).parse(json.dumps({**BODY, "request_id": f"r-{number}"}).encode())
@@ -56,7 +58,11 @@ def test_equal_versions_do_not_differ_and_others_do(shadowed: Shadowed) -> None:
     shadowed.install("1-1", 1.0)
     shadowed.ask()
     shadowed.shadow.turn(most_s=0.001)
-    assert (shadowed.shadow.num_scored, shadowed.value("difference_sum"), shadowed.value("top_overlap_sum")) == (1, 0.0, 1.0)
+    assert (
+        shadowed.shadow.num_scored,
+        shadowed.value("difference_sum"),
+        shadowed.value("top_overlap_sum"),
+    ) == (1, 0.0, 1.0)
     assert shadowed.value("rank_distance_count") == 1 and shadowed.value("rank_distance_sum") == 0.0
     shadowed.install("1-2", 3.0)
     shadowed.ask()

@@ -13,11 +13,11 @@ import torch
 from serving_cases import BODY, MODEL, NOW_MS, SCHEMA, Built, build
 from serving_fakes import FakeRows
 
-from models.build import build_model
-from models.fused.forward import Rows
-from roo.batch import Batch
-from roo.lookup import Lookup
-from runtime.clock import FakeClock
+from roostream.models.build import build_model
+from roostream.models.fused.forward import Rows
+from roostream.runtime.clock import FakeClock
+from roostream.wire.batch import Batch
+from roostream.wire.lookup import Lookup
 from serving.errors import VersionRefusedError
 from serving.http.parse import JsonParser
 from serving.scorer import Version, build_version
@@ -33,7 +33,9 @@ class Tried:
         self.built, self.recent, self.quiet = built, RecentRequests(), Quiet(FakeClock())
         built.service.scored = self.recent.add
         self.rows = CountingRows(SCHEMA)
-        self.warm_up = WarmUp(self.recent, self.rows, lambda: built.service.versions.served.version, self.quiet, most)
+        self.warm_up = WarmUp(
+            self.recent, self.rows, lambda: built.service.versions.served.version, self.quiet, most
+        )
 
     def ask(self, **changes: Any) -> None:
         self.built.service.rank(JsonParser(SCHEMA).parse(json.dumps({**BODY, **changes}).encode()), NOW_MS)
@@ -62,7 +64,9 @@ def good() -> Version:
 def overflowing() -> Version:
     """Every weight is finite, no score is."""
     state = build_model(SCHEMA, MODEL, 0).state_dict()
-    return build_version("1-2", SCHEMA, MODEL, 0, {name: torch.full_like(t, 3e38) for name, t in state.items()})
+    return build_version(
+        "1-2", SCHEMA, MODEL, 0, {name: torch.full_like(t, 3e38) for name, t in state.items()}
+    )
 
 
 def test_a_version_is_tried_with_recent_requests_and_nothing_else_happens(tried: Tried) -> None:
@@ -74,7 +78,9 @@ def test_a_version_is_tried_with_recent_requests_and_nothing_else_happens(tried:
 
 def test_a_version_whose_scores_are_not_finite_is_refused(tried: Tried) -> None:
     tried.ask()
-    with pytest.raises(VersionRefusedError, match=r"1-2: expected a score for request r-1: .*not finite") as error:
+    with pytest.raises(
+        VersionRefusedError, match=r"1-2: expected a score for request r-1: .*not finite"
+    ) as error:
         tried.warm_up(overflowing())
     assert error.value.reason == "warm_up"
 

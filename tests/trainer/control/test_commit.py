@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runtime import manifest as manifests
+from roostream.runtime import manifest as manifests
 from tests.trainer import samples
 from tests.trainer.network import CONTROLLER
 from tests.trainer.simulator import WORKER, Kill, Simulation
@@ -23,15 +23,25 @@ from trainer.control.protocol import State
 
 EVERYONE = (CONTROLLER, WORKER, "shard 0", "shard 1")
 MOMENTS = [
-    *((WORKER, kind, when) for kind in ("restore", "start", "cut", "resume", "write", "commit") for when in ("before", "after")),
-    *(("shard 0", kind, when) for kind in ("restore", "freeze", "write", "commit") for when in ("before", "after")),
+    *(
+        (WORKER, kind, when)
+        for kind in ("restore", "start", "cut", "resume", "write", "commit")
+        for when in ("before", "after")
+    ),
+    *(
+        ("shard 0", kind, when)
+        for kind in ("restore", "freeze", "write", "commit")
+        for when in ("before", "after")
+    ),
     ("shard 1", "freeze", "after"),
     ("shard 1", "write", "after"),
     *((CONTROLLER, effect, when) for effect in ("claim", "link") for when in ("before", "after")),
     (WORKER, "push", "before"),
 ]
 EXACT_NUMBERS = list(range(1, 49))
-LIVE_NUMBERS = [n for i in range(1, 41) for n in ((i, i - 3) if i % 5 == 0 else (i,))]  # some are emitted again
+LIVE_NUMBERS = [
+    n for i in range(1, 41) for n in ((i, i - 3) if i % 5 == 0 else (i,))
+]  # some are emitted again
 
 
 @functools.cache
@@ -41,7 +51,9 @@ def undisturbed() -> dict[str, bytes]:
 
 def assert_applied_once(simulation: Simulation, numbers: list[int]) -> None:
     pushes = simulation.pushes()
-    assert pushes == dict.fromkeys(sorted(set(numbers)), 1), {n: pushes.get(n, 0) for n in set(numbers) if pushes.get(n, 0) != 1}
+    assert pushes == dict.fromkeys(sorted(set(numbers)), 1), {
+        n: pushes.get(n, 0) for n in set(numbers) if pushes.get(n, 0) != 1
+    }
 
 
 @pytest.mark.parametrize("victim", EVERYONE)
@@ -56,7 +68,9 @@ def test_g2_g11_a_kill_at_any_moment_of_the_second_commit(moment: tuple[str, str
 
 
 kills = st.lists(
-    st.builds(Kill, moment=st.sampled_from(MOMENTS), victim=st.sampled_from(EVERYONE), occurrence=st.integers(1, 4)),
+    st.builds(
+        Kill, moment=st.sampled_from(MOMENTS), victim=st.sampled_from(EVERYONE), occurrence=st.integers(1, 4)
+    ),
     max_size=6,
     unique_by=lambda kill: (kill.moment, kill.occurrence),
 )
@@ -64,7 +78,9 @@ kills = st.lists(
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(kills, st.sampled_from([2, 14]))
-def test_g2_every_sample_is_applied_once_through_any_kills_and_re_emissions(schedule: list[Kill], restart_after: int) -> None:
+def test_g2_every_sample_is_applied_once_through_any_kills_and_re_emissions(
+    schedule: list[Kill], restart_after: int
+) -> None:
     simulation = Simulation(samples.records(LIVE_NUMBERS), kills=schedule, restart_after=restart_after)
     simulation.run_as_far_as_kills_go()
     assert_applied_once(simulation, LIVE_NUMBERS)
@@ -90,9 +106,14 @@ FAULTS_OF_BEATS = {"beat lost", "beat's answer lost", "beat twice", "late copy o
 
 @pytest.mark.parametrize("seed", range(12))
 def test_g2_g11_lost_late_and_doubled_messages_change_nothing(seed: int) -> None:
-    simulation = Simulation(samples.records(EXACT_NUMBERS), exact=True, seed=seed, kills=kills_of(seed) if seed % 2 else [])
+    simulation = Simulation(
+        samples.records(EXACT_NUMBERS), exact=True, seed=seed, kills=kills_of(seed) if seed % 2 else []
+    )
     simulation.run_as_far_as_kills_go()
-    assert simulation.disorder.drawn.keys() & FAULTS_OF_BEATS and simulation.disorder.drawn.keys() & FAULTS_OF_CALLS
+    assert (
+        simulation.disorder.drawn.keys() & FAULTS_OF_BEATS
+        and simulation.disorder.drawn.keys() & FAULTS_OF_CALLS
+    )
     assert_applied_once(simulation, EXACT_NUMBERS)
     assert simulation.bits() == undisturbed()
 
@@ -100,7 +121,11 @@ def test_g2_g11_lost_late_and_doubled_messages_change_nothing(seed: int) -> None
 @pytest.mark.parametrize("seed", range(100, 108))
 def test_g11_the_parameter_server_itself_in_the_same_disorder(seed: int) -> None:
     simulation = Simulation(
-        samples.records(EXACT_NUMBERS), exact=True, seed=seed, kills=kills_of(seed) if seed % 2 else [], real_shards=True
+        samples.records(EXACT_NUMBERS),
+        exact=True,
+        seed=seed,
+        kills=kills_of(seed) if seed % 2 else [],
+        real_shards=True,
     )
     simulation.run_as_far_as_kills_go()
     assert simulation.bits() == undisturbed_on_real_shards()
@@ -114,8 +139,12 @@ def test_g2_live_training_in_the_same_disorder(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(300, 305))
-def test_g3_a_store_that_is_away_now_and_then_makes_nothing_damaged(seed: int, caplog: pytest.LogCaptureFixture) -> None:
-    simulation = Simulation(samples.records(EXACT_NUMBERS), exact=True, seed=seed, kills=kills_of(seed), real_shards=True)
+def test_g3_a_store_that_is_away_now_and_then_makes_nothing_damaged(
+    seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    simulation = Simulation(
+        samples.records(EXACT_NUMBERS), exact=True, seed=seed, kills=kills_of(seed), real_shards=True
+    )
     simulation.run_as_far_as_kills_go()
     assert simulation.disorder.drawn["store away"]
     assert "passing" not in caplog.text and "damaged" not in caplog.text
@@ -146,7 +175,9 @@ def test_something_is_trained_between_resume_and_write() -> None:
 
 def test_g3_a_member_that_stays_away_is_waited_for() -> None:
     simulation = Simulation(
-        samples.records(LIVE_NUMBERS), kills=[Kill(("shard 0", "write", "after"), "shard 1")], restart_after=40
+        samples.records(LIVE_NUMBERS),
+        kills=[Kill(("shard 0", "write", "after"), "shard 1")],
+        restart_after=40,
     )
     simulation.run()
     assert simulation.controller is not None and simulation.controller.coordinator.incarnation >= 2
@@ -155,14 +186,18 @@ def test_g3_a_member_that_stays_away_is_waited_for() -> None:
 
 def test_committed_samples_each_have_a_prediction_made_before_their_update() -> None:
     simulation = Simulation(samples.records(LIVE_NUMBERS)).run()
-    assert sorted(prediction.sample_id for prediction in simulation.outputs.predicted) == sorted(set(LIVE_NUMBERS))
+    assert sorted(prediction.sample_id for prediction in simulation.outputs.predicted) == sorted(
+        set(LIVE_NUMBERS)
+    )
     assert simulation.last.workers[0].dedupe == len(set(LIVE_NUMBERS))
     assert simulation.last.workers[0].metrics["requests"] == len(set(LIVE_NUMBERS))
 
 
 two_workers = st.builds(
     Kill,
-    moment=st.sampled_from([(w, kind, "after") for w in (WORKER, "worker 1") for kind in ("restore", "cut", "resume", "write")]),
+    moment=st.sampled_from(
+        [(w, kind, "after") for w in (WORKER, "worker 1") for kind in ("restore", "cut", "resume", "write")]
+    ),
     victim=st.sampled_from((*EVERYONE, "worker 1")),
     occurrence=st.integers(1, 3),
 )
@@ -237,7 +272,10 @@ def test_a_disk_that_is_full_at_the_dense_file_only_delays_the_commit() -> None:
         simulation.round()
     simulation.store.fail_next("put")
     simulation.run()
-    assert simulation.controller.coordinator.num_aborts == 1 and simulation.controller.coordinator.num_rollbacks == 0
+    assert (
+        simulation.controller.coordinator.num_aborts == 1
+        and simulation.controller.coordinator.num_rollbacks == 0
+    )
     assert_applied_once(simulation, LIVE_NUMBERS)
 
 
@@ -254,12 +292,18 @@ def test_of_two_controllers_the_older_one_exits_and_commits_nothing_more() -> No
     with pytest.raises(manifests.FencedError, match="was claimed by another controller"):
         old.turn()
     with pytest.raises(manifests.FencedError):
-        old.handle("beat", {"role": "shard", "index": 0, "session": 1, "incarnation": 0, "results": [], "report": {}}, ())
+        old.handle(
+            "beat",
+            {"role": "shard", "index": 0, "session": 1, "incarnation": 0, "results": [], "report": {}},
+            (),
+        )
     assert simulation.last.name == committed
     assert_applied_once(simulation, LIVE_NUMBERS)
 
 
-def test_a_link_that_an_older_controller_makes_just_before_it_is_fenced_is_what_the_next_one_begins_from() -> None:
+def test_a_link_that_an_older_controller_makes_just_before_it_is_fenced_is_what_the_next_one_begins_from() -> (
+    None
+):
     simulation = Simulation(samples.records(EXACT_NUMBERS), exact=True)
     control, simulation._control = simulation._control, lambda: None  # type: ignore[method-assign]
     old = None
@@ -282,7 +326,11 @@ def test_a_link_that_an_older_controller_makes_just_before_it_is_fenced_is_what_
     simulation._control()
     new = simulation.controller
     assert new is not None and linked and new.coordinator.last is not None
-    assert new.coordinator.last.name == simulation.store.list(manifests.MANIFESTS)[-1] == old.coordinator.last.name  # type: ignore[union-attr]
+    assert (
+        new.coordinator.last.name
+        == simulation.store.list(manifests.MANIFESTS)[-1]
+        == old.coordinator.last.name
+    )  # type: ignore[union-attr]
     simulation.run()
     assert_applied_once(simulation, EXACT_NUMBERS)
     assert simulation.bits() == undisturbed()
@@ -295,9 +343,13 @@ def undisturbed_on_real_shards() -> dict[str, bytes]:
 
 @pytest.mark.parametrize("victim", ["shard 0", WORKER, CONTROLLER])
 @pytest.mark.parametrize(
-    "moment", [m for m in MOMENTS if m[1] in ("freeze", "write", "link", "commit") and m[2] == "after"], ids=" ".join
+    "moment",
+    [m for m in MOMENTS if m[1] in ("freeze", "write", "link", "commit") and m[2] == "after"],
+    ids=" ".join,
 )
-def test_g11_the_parameter_server_itself_comes_back_bit_equal(moment: tuple[str, str, str], victim: str) -> None:
+def test_g11_the_parameter_server_itself_comes_back_bit_equal(
+    moment: tuple[str, str, str], victim: str
+) -> None:
     kill = Kill(moment, victim, 2)
     simulation = Simulation(samples.records(EXACT_NUMBERS), exact=True, kills=[kill], real_shards=True).run()
     assert simulation.killed == [victim]

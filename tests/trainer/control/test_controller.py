@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from roo.errors import CheckpointError, FencedError, RoostreamError, UnavailableError
-from runtime import manifest as manifests
-from runtime.clock import FakeClock
+from roostream.errors import CheckpointError, FencedError, RoostreamError, UnavailableError
+from roostream.runtime import manifest as manifests
+from roostream.runtime.clock import FakeClock
 from tests.trainer.control.test_coordinator import ANSWERS, FACTS
 from tests.trainer.memory_store import MemoryStore
 from trainer.control.controller import Controller
@@ -24,14 +24,22 @@ class Stage:
         self.store, self.clock = store or MemoryStore(), FakeClock()
         self.checked: list[str] = []
         self.it = Controller(
-            Coordinator(FACTS), self.store, self.clock, check=lambda manifest: self.checked.append(manifest.name), hold_s=hold_s
+            Coordinator(FACTS),
+            self.store,
+            self.clock,
+            check=lambda manifest: self.checked.append(manifest.name),
+            hold_s=hold_s,
         )
         self.incarnation = 0
         self.step = 0
 
-    def beat(self, role: str, index: int, results: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
+    def beat(
+        self, role: str, index: int, results: list[dict[str, Any]] | None = None
+    ) -> list[dict[str, Any]]:
         header = {"role": role, "index": index, "session": 1, "incarnation": self.incarnation}
-        answer, _ = self.it.handle("beat", {**header, "results": results or [], "report": {"step": self.step}}, ())
+        answer, _ = self.it.handle(
+            "beat", {**header, "results": results or [], "report": {"step": self.step}}, ()
+        )
         return answer["commands"]
 
     def turn(self) -> None:
@@ -57,14 +65,18 @@ def test_a_commit_on_demand_is_waited_for() -> None:
     stage.step = 3
     stage.turn()
     answers: list[dict[str, Any]] = []
-    caller = threading.Thread(target=lambda: answers.append(dict(stage.it.handle("commit", {"timeout_s": 20}, ())[0])))
+    caller = threading.Thread(
+        target=lambda: answers.append(dict(stage.it.handle("commit", {"timeout_s": 20}, ())[0]))
+    )
     caller.start()
     while caller.is_alive():
         stage.turn()
         caller.join(0.01)
     assert answers == [{"seq": 1, "committed": True}]
     assert manifests.load(stage.store, "manifests/00000001").manifest.step == 3
-    assert stage.it.handle("commit", {}, ())[0] == {"seq": 1, "committed": True}, "nothing new: nothing to wait for"
+    assert stage.it.handle("commit", {}, ())[0] == {"seq": 1, "committed": True}, (
+        "nothing new: nothing to wait for"
+    )
 
 
 def test_a_commit_that_cannot_be_made_is_told_after_the_wait() -> None:
@@ -82,7 +94,9 @@ def test_nothing_is_called_committed_while_the_worker_is_away_or_everyone_is_res
     stage.to(State.RESTORING)
     assert stage.it.handle("commit", {"timeout_s": 0.01}, ())[0] == {"seq": 0, "committed": False}
     stage.to(State.RUNNING)
-    assert stage.it.handle("commit", {"timeout_s": 0.01}, ())[0] == {"seq": 0, "committed": True}, "there is nothing to commit"
+    assert stage.it.handle("commit", {"timeout_s": 0.01}, ())[0] == {"seq": 0, "committed": True}, (
+        "there is nothing to commit"
+    )
 
 
 def test_a_commit_that_was_cut_before_it_was_asked_for_is_not_enough() -> None:
@@ -94,7 +108,9 @@ def test_a_commit_that_was_cut_before_it_was_asked_for_is_not_enough() -> None:
     assert stage.it.coordinator.state is State.CUTTING
     stage.step = 9
     answers: list[dict[str, Any]] = []
-    caller = threading.Thread(target=lambda: answers.append(dict(stage.it.handle("commit", {"timeout_s": 20}, ())[0])))
+    caller = threading.Thread(
+        target=lambda: answers.append(dict(stage.it.handle("commit", {"timeout_s": 20}, ())[0]))
+    )
     caller.start()
     stage.to(State.COMMITTING)
     assert stage.it.status()["seq"] == 1 and answers == []
@@ -120,13 +136,26 @@ def test_status_says_where_everything_is() -> None:
     stage = Stage().to(State.RUNNING)
     stage.clock.advance(2)
     status = stage.it.status()
-    assert (status["state"], status["incarnation"], status["seq"], status["manifest"]) == ("running", 1, 0, "")
-    assert set(status["members"]) == {"shard 0", "shard 1", "worker 0"} and status["reports"]["worker 0"] == {"step": 0}
-    assert status["commit_age_ms"] == pytest.approx(2000) and status["committed_at_ms"] == stage.clock.now_ms() - 2000
+    assert (status["state"], status["incarnation"], status["seq"], status["manifest"]) == (
+        "running",
+        1,
+        0,
+        "",
+    )
+    assert set(status["members"]) == {"shard 0", "shard 1", "worker 0"} and status["reports"]["worker 0"] == {
+        "step": 0
+    }
+    assert (
+        status["commit_age_ms"] == pytest.approx(2000)
+        and status["committed_at_ms"] == stage.clock.now_ms() - 2000
+    )
 
 
 def test_an_unknown_call_is_refused() -> None:
-    with pytest.raises(RoostreamError, match="expected a call of beat, status, commit, scale, release or preempt, got 'dance'"):
+    with pytest.raises(
+        RoostreamError,
+        match="expected a call of beat, status, commit, scale, release or preempt, got 'dance'",
+    ):
         Stage().it.handle("dance", {}, ())
 
 
@@ -155,21 +184,28 @@ def test_g5_a_store_of_nothing_but_damaged_manifests_stops_the_controller() -> N
 
 
 @pytest.mark.parametrize("method", ["create", "list", "get"])
-def test_a_store_that_is_away_is_waited_for_and_passes_over_nothing(method: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_is_away_is_waited_for_and_passes_over_nothing(
+    method: str, caplog: pytest.LogCaptureFixture
+) -> None:
     stage = Stage(committed_once().store)
     for _ in range(5):
         stage.store.fail_next(method)
     for _ in range(5):
         stage.it.turn()
         assert stage.it.coordinator.state is State.CLAIMING
-    assert "waiting for the checkpoint store: the store can't be written (No space left on device) (retrying)" in caplog.text
+    assert (
+        "waiting for the checkpoint store: the store can't be written (No space left on device) (retrying)"
+        in caplog.text
+    )
     assert "reset" not in caplog.text and "damaged" not in caplog.text
     stage.it.turn()
     assert stage.it.coordinator.state is State.GATHERING and stage.it.coordinator.last is not None
     assert stage.it.coordinator.last.name == "manifests/00000001"
 
 
-def test_an_empty_place_where_the_store_was_is_waited_for_and_not_begun_in(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_empty_place_where_the_store_was_is_waited_for_and_not_begun_in(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     stage = committed_once()
     there, stage.store.objects = stage.store.objects, {}
     stage.clock.advance(4)
@@ -222,7 +258,9 @@ def test_a_full_disk_aborts_each_commit_and_never_sends_anyone_back() -> None:
     for _ in range(5):
         stage.store.fail_next("create")
         stage.it.handle("commit", {"timeout_s": 0}, ())
-        stage.to(State.LINKING if stage.it.coordinator.state is State.LINKING else State.ABORTING).to(State.RUNNING)
+        stage.to(State.LINKING if stage.it.coordinator.state is State.LINKING else State.ABORTING).to(
+            State.RUNNING
+        )
     assert stage.it.status()["aborts"] == 5 and stage.it.status()["rollbacks"] == 0
     stage.it.handle("commit", {"timeout_s": 0}, ())
     stage.to(State.COMMITTING)

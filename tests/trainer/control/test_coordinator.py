@@ -7,14 +7,20 @@ from typing import Any
 
 import pytest
 
-from roo.errors import ConfigError
-from runtime.layout.bucket_map import BucketMap
-from runtime.manifest import Manifest, Restorable
+from roostream.errors import ConfigError
+from roostream.runtime.bucket_map import BucketMap
+from roostream.runtime.manifest import Manifest, Restorable
 from trainer.control.coordinator import Coordinator
 from trainer.control.protocol import Claim, Facts, Key, Link, Retire, State, Wish
 
 FACTS = Facts(
-    schema="ff", seed=0, num_shards=2, num_buckets=64, num_partitions=4, kafka={"cluster_id": "c"}, commit_interval_s=10
+    schema="ff",
+    seed=0,
+    num_shards=2,
+    num_buckets=64,
+    num_partitions=4,
+    kafka={"cluster_id": "c"},
+    commit_interval_s=10,
 )
 SHARD_0, SHARD_1, WORKER = Key("shard", 0), Key("shard", 1), Key("worker", 0)
 EVERYONE = (SHARD_0, SHARD_1, WORKER)
@@ -145,7 +151,10 @@ def test_who_came_while_the_incarnation_was_claimed_is_asked_with_the_claim() ->
     group.round_without_answers()
     group.claim(1)
     assert group.it.state is State.RESTORING
-    assert [[c["kind"] for c in group.it.commands(key)] for key in (SHARD_0, SHARD_1)] == [["restore"], ["restore"]]
+    assert [[c["kind"] for c in group.it.commands(key)] for key in (SHARD_0, SHARD_1)] == [
+        ["restore"],
+        ["restore"],
+    ]
 
 
 def test_what_a_commit_took_is_told_by_its_phases() -> None:
@@ -165,7 +174,15 @@ def test_a_commit_asks_in_the_written_order() -> None:
     group.asked.clear()
     group.to(State.LINKING)
     manifest = group.link()
-    assert [kind for _, kind in group.asked] == ["cut", "freeze", "freeze", "resume", "write", "write", "write"]
+    assert [kind for _, kind in group.asked] == [
+        "cut",
+        "freeze",
+        "freeze",
+        "resume",
+        "write",
+        "write",
+        "write",
+    ]
     assert (manifest.seq, manifest.incarnation, manifest.step, manifest.watermark_ms) == (1, 1, 3, 77)
     assert manifest.offsets == {("samples", 0): 5, ("samples", 1): 6} and manifest.rows_end == {0: 10, 1: 11}
     assert manifest.shards == {i: {"segments": [{"name": "s"}]} for i in (0, 1)}
@@ -215,7 +232,15 @@ def test_commands_are_given_again_until_answered_and_results_count_once() -> Non
     assert group.it.state is State.FREEZING
 
 
-STEPS = (State.RESTORING, State.RUNNING, State.CUTTING, State.FREEZING, State.WRITING, State.LINKING, State.COMMITTING)
+STEPS = (
+    State.RESTORING,
+    State.RUNNING,
+    State.CUTTING,
+    State.FREEZING,
+    State.WRITING,
+    State.LINKING,
+    State.COMMITTING,
+)
 
 
 def in_state(state: State) -> Group:
@@ -255,7 +280,9 @@ def test_a_lost_member_begins_a_new_incarnation(state: State, victim: Key) -> No
     group.sessions[victim] += 1
     group.round_without_answers()
     assert group.it.state is State.RESTORING
-    assert {c["manifest"] for key in EVERYONE for c in group.it.commands(key)} == {"manifests/00000001" if committed else ""}
+    assert {c["manifest"] for key in EVERYONE for c in group.it.commands(key)} == {
+        "manifests/00000001" if committed else ""
+    }
 
 
 def test_a_new_session_means_that_the_process_died() -> None:
@@ -275,7 +302,9 @@ def test_a_broken_worker_begins_a_new_incarnation_once() -> None:
     assert group.it.state is State.RESTORING, "what it says of the incarnation before changes nothing"
 
 
-@pytest.mark.parametrize(("key", "kind"), [(WORKER, "cut"), (SHARD_0, "freeze"), (SHARD_1, "write"), (WORKER, "write")])
+@pytest.mark.parametrize(
+    ("key", "kind"), [(WORKER, "cut"), (SHARD_0, "freeze"), (SHARD_1, "write"), (WORKER, "write")]
+)
 def test_a_refusal_before_the_link_commits_nothing_and_training_goes_on(key: Key, kind: str) -> None:
     group = Group().cutting()
     for _ in range(9):
@@ -331,7 +360,11 @@ def test_no_state_waits_for_ever_for_a_member_that_beats_but_hangs(state: State)
         assert group.it.state is state, second
         group.now_s += 1
         group.round_without_answers()
-    assert group.it.state is State.CLAIMING and "didn't answer for" in group.it.reason and "worker 0" in group.it.reason
+    assert (
+        group.it.state is State.CLAIMING
+        and "didn't answer for" in group.it.reason
+        and "worker 0" in group.it.reason
+    )
 
 
 def test_a_restore_that_takes_long_has_twice_the_time_at_the_next_try() -> None:
@@ -411,7 +444,10 @@ def test_what_cannot_be_read_now_is_tried_again_and_never_passed_over() -> None:
         group.round_without_answers()
         (restore,) = group.it.commands(SHARD_0)
         assert restore["manifest"] == "manifests/00000001"
-        group.beat(SHARD_0, ({"id": restore["id"], "ok": False, "error": "disk full", "damaged": False, "away": True},))
+        group.beat(
+            SHARD_0,
+            ({"id": restore["id"], "ok": False, "error": "disk full", "damaged": False, "away": True},),
+        )
         assert group.it.take_effects() == [Claim(frozenset(), Wish(1, 1))]
         group.it._effects = [Claim(frozenset())]
 
@@ -487,7 +523,9 @@ def test_a_member_that_is_not_ours_is_told_so() -> None:
 
 
 def test_several_workers_cut_together() -> None:
-    facts = Facts(schema="ff", seed=0, num_shards=1, num_workers=2, num_buckets=64, num_partitions=4, kafka={})
+    facts = Facts(
+        schema="ff", seed=0, num_shards=1, num_workers=2, num_buckets=64, num_partitions=4, kafka={}
+    )
     it, keys = Coordinator(facts), (SHARD_0, WORKER, Key("worker", 1))
     it.take_effects()
     it.claimed(1, None, 1, 0.0)
@@ -498,7 +536,10 @@ def test_several_workers_cut_together() -> None:
             for c in it.commands(key):
                 answer = dict(ANSWERS.get((key.role, c["kind"]), {}))
                 if c["kind"] == "cut":
-                    answer |= {"offsets": {"samples": {key.index: 40 + key.index}}, "watermark_ms": 70 + key.index}
+                    answer |= {
+                        "offsets": {"samples": {key.index: 40 + key.index}},
+                        "watermark_ms": 70 + key.index,
+                    }
                 results.append({"id": c["id"], "ok": True, **answer})
             it.beat(key, 1, 1, results, {"step": 3, "meet": "10.0.0.1:9"}, now_s)
 
@@ -508,4 +549,6 @@ def test_several_workers_cut_together() -> None:
             break
     (link,) = it.take_effects()
     assert isinstance(link, Link)
-    assert link.manifest.offsets == {("samples", 0): 40, ("samples", 1): 41} and link.manifest.watermark_ms == 70
+    assert (
+        link.manifest.offsets == {("samples", 0): 40, ("samples", 1): 41} and link.manifest.watermark_ms == 70
+    )

@@ -18,7 +18,9 @@ from tests.trainer.simulator import ROUND_S, Kill, Simulation
 from trainer.control.protocol import State
 
 NUMBERS = list(range(1, 25))
-LIVE_NUMBERS = [n for i in range(1, 25) for n in ((i, i - 4) if i > 4 and i % 5 == 0 else (i,))]  # some are emitted again
+LIVE_NUMBERS = [
+    n for i in range(1, 25) for n in ((i, i - 4) if i > 4 and i % 5 == 0 else (i,))
+]  # some are emitted again
 NUM_SCHEDULES, CHUNK, NUM_CHAOS = 60, 10, 3000
 
 
@@ -28,7 +30,9 @@ def undisturbed(workers: int, real_shards: bool = False) -> dict[str, bytes]:
 
 
 def fleet(workers: int, **more: object) -> Simulation:
-    return Simulation(samples.records(NUMBERS), exact=True, num_workers=workers, commit_interval_s=0.5, **more)  # type: ignore[arg-type]
+    return Simulation(
+        samples.records(NUMBERS), exact=True, num_workers=workers, commit_interval_s=0.5, **more
+    )  # type: ignore[arg-type]
 
 
 def assert_applied_once(simulation: Simulation, numbers: list[int]) -> None:
@@ -43,7 +47,9 @@ def schedule(seed: int) -> None:
     """Two or three workers; every fifth on the parameter server's own shards; every seventh with a second controller; two
     of three with faults that last."""
     workers, real = 2 + seed % 2, seed % 5 == 0
-    simulation = fleet(workers, seed=seed, kills=kills_of(seed, workers), real_shards=real, **lasting(seed, workers))
+    simulation = fleet(
+        workers, seed=seed, kills=kills_of(seed, workers), real_shards=real, **lasting(seed, workers)
+    )
     if seed % 7 == 0:
         for _ in range(4 + seed % 9):
             simulation.round()
@@ -75,13 +81,18 @@ def test_g2_g11_thousands_of_schedules(first: int) -> None:
 def test_the_same_seed_is_the_same_run() -> None:
     runs = [fleet(2, seed=11, kills=kills_of(11, 2)).run_as_far_as_kills_go() for _ in range(2)]
     assert runs[0].disorder.drawn == runs[1].disorder.drawn and runs[0].moments == runs[1].moments
-    assert runs[0].clock.monotonic_s() == runs[1].clock.monotonic_s() and runs[0].hall.num_sums == runs[1].hall.num_sums
+    assert (
+        runs[0].clock.monotonic_s() == runs[1].clock.monotonic_s()
+        and runs[0].hall.num_sums == runs[1].hall.num_sums
+    )
 
 
 @pytest.mark.parametrize("seed", range(400, 406))
 def test_g2_live_training_of_two_workers_in_the_same_disorder(seed: int) -> None:
     faults = lasting(seed, 2)
-    simulation = Simulation(samples.records(LIVE_NUMBERS), num_workers=2, seed=seed, kills=kills_of(seed, 2), **faults)  # type: ignore[arg-type]
+    simulation = Simulation(
+        samples.records(LIVE_NUMBERS), num_workers=2, seed=seed, kills=kills_of(seed, 2), **faults
+    )  # type: ignore[arg-type]
     simulation.run_as_far_as_kills_go()
     assert_applied_once(simulation, LIVE_NUMBERS)
     of = simulation.last.workers
@@ -91,7 +102,11 @@ def test_g2_live_training_of_two_workers_in_the_same_disorder(seed: int) -> None
 
 def test_the_schedules_have_faults_that_last_of_every_kind() -> None:
     drawn = [lasting_of(seed, 3) for seed in range(200) if seed % 3]
-    kinds = {(link.source.split()[0], link.target.split()[0], link.answers_only) for faults in drawn for link in faults.links}
+    kinds = {
+        (link.source.split()[0], link.target.split()[0], link.answers_only)
+        for faults in drawn
+        for link in faults.links
+    }
     both = {
         (source, target, only)
         for source, target in links(3)
@@ -100,7 +115,9 @@ def test_the_schedules_have_faults_that_last_of_every_kind() -> None:
     assert kinds == {(source.split()[0], target.split()[0], only) for source, target, only in both}
     slow = [fault for faults in drawn for fault in faults.slow]
     assert {fault.begins_late for fault in slow} == {False, True}
-    assert max(fault.late for fault in slow) * ROUND_S > max(MOST_WAIT_S, *LIMITS.values()), "slower than anyone waits"
+    assert max(fault.late for fault in slow) * ROUND_S > max(MOST_WAIT_S, *LIMITS.values()), (
+        "slower than anyone waits"
+    )
     assert any(faults.links and faults.slow for faults in drawn)
 
 
@@ -150,7 +167,9 @@ def test_g3_a_worker_killed_between_two_shards_pushes_ends_the_others_waits(vict
 def test_the_fleet_s_watermark_is_one_and_in_the_manifest() -> None:
     simulation = fleet(2).run()
     loops = [simulation.places[f"worker {i}"].process.loop for i in range(2)]
-    assert simulation.last.watermark_ms == loops[0].watermark_ms == loops[1].watermark_ms == samples.T0 + 24_500
+    assert (
+        simulation.last.watermark_ms == loops[0].watermark_ms == loops[1].watermark_ms == samples.T0 + 24_500
+    )
     assert {loop.num_steps for loop in loops} == {simulation.last.step}
 
 

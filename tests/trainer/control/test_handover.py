@@ -9,23 +9,28 @@ from typing import Any
 
 import pytest
 
-from roo.errors import ConfigError, UnavailableError
-from runtime.clock import FakeClock
-from runtime.kafka.topics import Progress
-from runtime.work_unit import TableInput
+from roostream.errors import ConfigError, UnavailableError
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.kafka.topics import Progress
+from roostream.runtime.work_unit import TableInput
 from tests.runtime.manifest_cases import an_input
 from trainer.config import ControllerConfig
 from trainer.control.handover import HELD_MS, HandOver, Margin, TableHistory, follows, margin
 
 SESSION = an_input(ends={("samples", 0): 105, ("samples", 1): 90, ("corrections", 0): 3})
 NEWER = dataclasses.replace(
-    SESSION, version=9, begins=SESSION.ends, ends={("samples", 0): 140, ("samples", 1): 95, ("corrections", 0): 30}
+    SESSION,
+    version=9,
+    begins=SESSION.ends,
+    ends={("samples", 0): 140, ("samples", 1): 95, ("corrections", 0): 30},
 )
 
 
 def test_the_margin_is_of_the_partition_where_it_is_least() -> None:
     assert margin(SESSION, NEWER, {("samples", 0): 100, ("samples", 1): 20}) == Margin(records=5, archived=40)
-    assert margin(SESSION, SESSION, {("samples", 0): 100, ("samples", 1): 95}) == Margin(records=-5, archived=0)
+    assert margin(SESSION, SESSION, {("samples", 0): 100, ("samples", 1): 95}) == Margin(
+        records=-5, archived=0
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,7 +59,9 @@ class FakeController:
 
 
 class Case:
-    def __init__(self, newest: TableInput | None = NEWER, oldest: Progress | None = None, most: int = 10) -> None:
+    def __init__(
+        self, newest: TableInput | None = NEWER, oldest: Progress | None = None, most: int = 10
+    ) -> None:
         self.controller, self.clock, self.newest = FakeController(), FakeClock(1000), newest
         self.held: list[tuple[int, int]] = []
         self.asked: list[Progress] = []
@@ -93,7 +100,9 @@ def test_in_the_stream_nothing_is_looked_at() -> None:
     assert (case.controller.followed, case.held, case.it.margin) == ([], [], None)
 
 
-def test_what_can_not_be_told_now_changes_nothing_and_is_looked_at_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_can_not_be_told_now_changes_nothing_and_is_looked_at_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     case, stop = Case(), threading.Event()
 
     def away(session: TableInput, until_ms: int) -> None:
@@ -105,7 +114,13 @@ def test_what_can_not_be_told_now_changes_nothing_and_is_looked_at_again(caplog:
     assert case.controller.followed == [] and "the store is away" in caplog.text
 
 
-KEYS: dict[str, Any] = {"bootstrap": "k:1", "schema": "s.toml", "store": "store", "listen": "127.0.0.1:0", "num_shards": 1}
+KEYS: dict[str, Any] = {
+    "bootstrap": "k:1",
+    "schema": "s.toml",
+    "store": "store",
+    "listen": "127.0.0.1:0",
+    "num_shards": 1,
+}
 
 
 @pytest.mark.parametrize("exists", [False, True])
@@ -119,5 +134,7 @@ def test_a_place_without_a_table_is_a_setting_that_cannot_be(exists: bool, tmp_p
         {"samples": "id"},
         FakeClock(1000),
     )
-    with pytest.raises(ConfigError, match=rf"^warehouse = '{place}': .*/archive/samples is no table; has an archiver written"):
+    with pytest.raises(
+        ConfigError, match=rf"^warehouse = '{place}': .*/archive/samples is no table; has an archiver written"
+    ):
         history.newest()

@@ -26,7 +26,10 @@ def test_what_nobody_knows_during_a_whole_step_is_unknown_and_a_silent_step_is_a
     history.add(10, {"ne": None})
     history.add(50, {"ne": 2.0, "auc": 0.7})
     (grain,) = history.series()
-    assert grain["slot"] == [0, 1, 5] and grain["values"] == {"auc": [None, None, 0.7], "ne": [1.0, None, 2.0]}
+    assert grain["slot"] == [0, 1, 5] and grain["values"] == {
+        "auc": [None, None, 0.7],
+        "ne": [1.0, None, 2.0],
+    }
 
 
 def test_memory_is_bounded_in_every_grain() -> None:

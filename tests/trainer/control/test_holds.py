@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from runtime import manifest as manifests
-from runtime.kafka.topics import Progress
+from roostream.runtime import manifest as manifests
+from roostream.runtime.kafka.topics import Progress
 from tests.trainer.control.test_scaling import Fleet
 from trainer.control.holds import MOST_DEATHS, Holds, Spending, Spent, idle_hold, ratios, spending_of
 from trainer.control.idle import Idle, IdleRule, Unread
@@ -53,7 +53,9 @@ def test_the_first_reason_stands_until_it_is_released() -> None:
 
 
 @pytest.mark.parametrize("state", list(State))
-@pytest.mark.parametrize("hold", [None, Hold("permanent", "out of memory", "worker 0"), idle_hold("nothing to read")])
+@pytest.mark.parametrize(
+    "hold", [None, Hold("permanent", "out of memory", "worker 0"), idle_hold("nothing to read")]
+)
 def test_every_state_s_time_goes_to_something(state: State, hold: Hold | None) -> None:
     spent, on = Spent(100.0), spending_of(state, hold)
     spent.note(on, 3, 100.0)
@@ -65,7 +67,9 @@ def test_the_two_kinds_of_holds_are_counted_apart() -> None:
     assert spending_of(State.HELD, idle_hold("nothing to read")) is Spending.TRANSIENT_HOLD
     assert spending_of(State.HELD, Hold("permanent", "out of memory", "worker 0")) is Spending.PERMANENT_HOLD
     assert spending_of(State.HELD) is Spending.PERMANENT_HOLD
-    assert spending_of(State.RESTORING) is Spending.TEMPORARY and spending_of(State.WRITING) is Spending.TRAINING
+    assert (
+        spending_of(State.RESTORING) is Spending.TEMPORARY and spending_of(State.WRITING) is Spending.TRAINING
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,7 +78,13 @@ def test_the_two_kinds_of_holds_are_counted_apart() -> None:
         {"training": 5, "held": 7.5, "waiting": "x", "more": 3},
         {
             "format": 2,
-            "device_s": {"training": 5, "permanent_hold": 7.5, "transient_hold": -1, "temporary": float("nan"), "held": 9},
+            "device_s": {
+                "training": 5,
+                "permanent_hold": 7.5,
+                "transient_hold": -1,
+                "temporary": float("nan"),
+                "held": 9,
+            },
         },
     ],
 )
@@ -135,7 +145,12 @@ class HeldFleet(Fleet):
             "leaving": self.leaves,
             "saved": self.saved,
         }
-        header = {"role": key.role, "index": key.index, "session": self.sessions.get(key, 1), "report": report}
+        header = {
+            "role": key.role,
+            "index": key.index,
+            "session": self.sessions.get(key, 1),
+            "report": report,
+        }
         header |= {"incarnation": self.incarnations.get(key, 0), "results": results or []}
         answer = self.it.handle("beat", header, ())[0]
         if answer["hold"] and key.role == "worker":
@@ -183,7 +198,11 @@ def test_a_worker_that_says_it_can_never_go_on_holds_training_and_all_are_releas
     fleet.to(State.RUNNING)
     fleet.fatal[Key("worker", count - 1)] = "out of memory: 3 GiB more for a batch of 64"
     hold = held(fleet)
-    assert hold["member"] == f"worker {count - 1}" and hold["reason"].startswith("out of memory") and hold["since_ms"] > 0
+    assert (
+        hold["member"] == f"worker {count - 1}"
+        and hold["reason"].startswith("out of memory")
+        and hold["since_ms"] > 0
+    )
     assert [k.role for k in fleet.members] == ["shard", "shard"], "workers are gone, the rows stay"
     assert fleet.it.coordinator.num_rollbacks == 0
 
@@ -216,7 +235,9 @@ def test_a_crash_loop_escalates_to_a_hold() -> None:
     fleet.start_again(WORKER)
     reason = held(fleet)["reason"]
     assert reason.startswith(f"it died {MOST_DEATHS} times without a commit")
-    assert reason.endswith("; `roostream inspect batch /home/worker/batches/1.batch` shows the last batch that it saved")
+    assert reason.endswith(
+        "; `roostream inspect batch /home/worker/batches/1.batch` shows the last batch that it saved"
+    )
 
 
 def test_a_worker_that_was_asked_to_leave_has_not_died() -> None:
@@ -297,7 +318,9 @@ def test_training_with_nothing_to_read_ends_in_order_and_workers_are_released() 
     assert (hold["kind"], hold["reason"]) == ("transient", QUIET) and hold["since_ms"] > 0
     assert [k.role for k in fleet.members] == ["shard", "shard"]
     it = fleet.it.coordinator
-    assert (it.num_commits, it.num_rollbacks, it.num_aborts) == (1, 0, 0), "nothing was new, so nothing was committed"
+    assert (it.num_commits, it.num_rollbacks, it.num_aborts) == (1, 0, 0), (
+        "nothing was new, so nothing was committed"
+    )
 
 
 def test_what_was_trained_until_then_is_committed_first() -> None:
@@ -378,7 +401,10 @@ def test_a_hold_that_nobody_would_end_any_more_is_dropped() -> None:
 
 def test_workers_are_told_what_ends_a_hold() -> None:
     assert idle_hold(QUIET).told == f"{QUIET}; it ends by itself"
-    assert Hold("permanent", "out of memory", "worker 0").told == "out of memory; `roostream trainer release` ends the hold"
+    assert (
+        Hold("permanent", "out of memory", "worker 0").told
+        == "out of memory; `roostream trainer release` ends the hold"
+    )
 
 
 class Stream:

@@ -19,7 +19,9 @@ def some(records: int = 0, end: int = 7) -> Unread:
     return Unread(records, {P: end})
 
 
-def first(idle: Idle, advice: Advice, unread: Unread | None, *, held: bool, begin_s: float, until_s: float) -> float | None:
+def first(
+    idle: Idle, advice: Advice, unread: Unread | None, *, held: bool, begin_s: float, until_s: float
+) -> float | None:
     """When it is given first, looking each second; None = not before `until_s`."""
     for second in itertools.count():
         now_s = begin_s + second
@@ -54,7 +56,9 @@ def test_quiet_that_nobody_saw_doesn_t_count(unknown_s: int) -> None:
     idle = Idle(RULE)
     assert first(idle, Advice.HOLD, some(), held=False, begin_s=0, until_s=50) is None
     assert first(idle, Advice.HOLD, UNKNOWN, held=False, begin_s=50, until_s=50 + unknown_s) is None
-    assert first(idle, Advice.HOLD, some(), held=False, begin_s=50 + unknown_s, until_s=300) == 110 + unknown_s
+    assert (
+        first(idle, Advice.HOLD, some(), held=False, begin_s=50 + unknown_s, until_s=300) == 110 + unknown_s
+    )
 
 
 @pytest.mark.parametrize("jump_s", [-7200.0, 7200.0])
@@ -62,7 +66,9 @@ def test_a_clock_that_jumps_holds_nobody_early(jump_s: float) -> None:
     idle = Idle(RULE)
     assert first(idle, Advice.HOLD, some(), held=False, begin_s=10_000, until_s=10_030) is None
     begin_s = 10_030 + jump_s
-    assert first(idle, Advice.HOLD, some(), held=False, begin_s=begin_s, until_s=begin_s + 300) == begin_s + 60
+    assert (
+        first(idle, Advice.HOLD, some(), held=False, begin_s=begin_s, until_s=begin_s + 300) == begin_s + 60
+    )
 
 
 def test_enough_records_end_the_hold_at_once_and_few_when_they_have_waited() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from runtime import manifest as manifests
-from runtime.manifest import Manifest
+from roostream.runtime import manifest as manifests
+from roostream.runtime.manifest import Manifest
 from tests.trainer import samples
 from tests.trainer.control.test_fleet_commit import LIVE_NUMBERS, assert_applied_once, lasting
 from tests.trainer.network import CONTROLLER
@@ -44,13 +44,24 @@ class Watched(Simulation):
         for commit in self.commits.values():
             at = {number: offset for (_, number), offset in commit.offsets.items()}
             of_history = all(at[number] <= export for number, export in self.export.items())
-            assert of_history or all(at[number] >= export for number, export in self.export.items()), commit.name
+            assert of_history or all(at[number] >= export for number, export in self.export.items()), (
+                commit.name
+            )
             assert len(commit.workers) == (initial_workers if of_history else workers), commit.name
 
 
 def phased(seed: int | None = None, **more: Any) -> Watched:
-    settings = {"exact": True, "num_workers": 1, "initial_workers": 2, "initial_batch_requests": 6, "unit_records": 7}
-    return Watched(samples.records(NUMBERS), **{**settings, "commit_interval_s": 0.5, "export": EXPORT, "seed": seed, **more})
+    settings = {
+        "exact": True,
+        "num_workers": 1,
+        "initial_workers": 2,
+        "initial_batch_requests": 6,
+        "unit_records": 7,
+    }
+    return Watched(
+        samples.records(NUMBERS),
+        **{**settings, "commit_interval_s": 0.5, "export": EXPORT, "seed": seed, **more},
+    )
 
 
 @functools.cache
@@ -75,14 +86,20 @@ def test_every_record_is_trained_once_in_larger_batches_first() -> None:
 def test_g11_with_equal_batches_and_one_worker_history_in_units_is_trained_as_without_them() -> None:
     numbers = list(range(1, 49))
     plain = Simulation(samples.records(numbers), exact=True).run()
-    units = Watched(samples.records(numbers), exact=True, initial_workers=1, unit_records=8, export={0: 16, 1: 16}).run()
+    units = Watched(
+        samples.records(numbers), exact=True, initial_workers=1, unit_records=8, export={0: 16, 1: 16}
+    ).run()
     assert units.bits() == plain.bits()
     assert (units.last.offsets, units.last.step) == (plain.last.offsets, plain.last.step)
 
 
 MOMENTS = [
     *((CONTROLLER, effect, when) for effect in ("link", "claim") for when in ("before", "after")),
-    *((who, kind, "after") for who in ("worker 0", "worker 1") for kind in ("cut", "write", "commit", "restore", "start")),
+    *(
+        (who, kind, "after")
+        for who in ("worker 0", "worker 1")
+        for kind in ("cut", "write", "commit", "restore", "start")
+    ),
     ("shard 0", "freeze", "after"),
     ("shard 1", "commit", "before"),
 ]
@@ -92,7 +109,9 @@ SOME_OF_THEM = [pytest.param(its, marks=[pytest.mark.chaos] * (n % 2)) for n, it
 
 @pytest.mark.parametrize("victim", [CONTROLLER, "worker 0", "worker 1", "shard 0"])
 @pytest.mark.parametrize("moment", SOME_OF_THEM, ids=" ".join)
-def test_g2_g11_a_kill_in_the_middle_of_the_switch_changes_nothing(moment: tuple[str, str, str], victim: str) -> None:
+def test_g2_g11_a_kill_in_the_middle_of_the_switch_changes_nothing(
+    moment: tuple[str, str, str], victim: str
+) -> None:
     """The third commit is the last of history, the second claim and restore are the switch's."""
     occurrence = 2 if moment[1] in ("claim", "restore", "start") else 3
     if moment[0] == "worker 1" and occurrence == 2:
@@ -110,7 +129,9 @@ def schedule(seed: int) -> None:
     controller; two of three with faults that last."""
     workers, real = 1 if seed % 5 == 0 else 2, seed % 4 == 0
     faults = lasting(seed, workers)
-    simulation = phased(seed, initial_workers=workers, real_shards=real, kills=kills_of(seed, workers), **faults)
+    simulation = phased(
+        seed, initial_workers=workers, real_shards=real, kills=kills_of(seed, workers), **faults
+    )
     if seed % 7 == 0:
         for _ in range(4 + seed % 9):
             simulation.round()

@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping
 
 import pytest
 
-from roo.errors import UnavailableError
-from roo.wire import Record
-from runtime.kafka.reader import KafkaReader
-from runtime.kafka.reading import Reading
-from runtime.kafka.topics import Partition
+from roostream.errors import UnavailableError
+from roostream.runtime.kafka.reader import KafkaReader
+from roostream.runtime.kafka.reading import Reading
+from roostream.runtime.kafka.topics import Partition
+from roostream.wire.records import Record
 from tests.runtime.fake_consumer import FakeConsumer, FakeMessage, end
 from trainer.control.lookout import Lookout
 

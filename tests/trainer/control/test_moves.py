@@ -8,14 +8,14 @@ import dataclasses
 import numpy as np
 import pytest
 
-from command.checkpoint.checkpoint_import import nowhere
-from command.checkpoint.moved_buckets import move
 from param_server.blobs import MemoryBlobs
-from roo.errors import ConfigError, SchemaError
-from roo.schema import Schema
-from roo.schema_registry import register
-from runtime import manifest as manifests
-from runtime.layout.bucket_map import BucketMap
+from roostream.cli.checkpoint.checkpoint_import import nowhere
+from roostream.cli.checkpoint.moved_buckets import move
+from roostream.errors import ConfigError, SchemaError
+from roostream.runtime import manifest as manifests
+from roostream.runtime.bucket_map import BucketMap
+from roostream.schema.registry import register
+from roostream.schema.schema import Schema
 from tests.trainer import samples
 from tests.trainer.memory_store import MemoryStore
 from tests.trainer.places import Site
@@ -26,7 +26,9 @@ ELSEWHERE = {"cluster_id": "another", "topics": {"samples": "2"}}
 
 
 def fleet(numbers: list[int], site: Site, **more: object) -> Simulation:
-    return Simulation(samples.records(numbers), num_workers=2, real_shards=True, commit_interval_s=0.5, site=site, **more)  # type: ignore[arg-type]
+    return Simulation(
+        samples.records(numbers), num_workers=2, real_shards=True, commit_interval_s=0.5, site=site, **more
+    )  # type: ignore[arg-type]
 
 
 def first() -> Simulation:
@@ -49,8 +51,15 @@ def changed(**tables: dict[str, object]) -> Schema:
 def rows_of(simulation: Simulation, table: str) -> dict[int, np.ndarray]:
     """Id → its row."""
     its = simulation.site.schema.table_by_name[table]
-    bits = {key: value for key, value in simulation.bits().items() if key.startswith(f"row ('{its.stack}', {its.id},")}
-    return {int(key.rpartition(",")[2].rstrip(") ")): np.frombuffer(value, np.float32, its.dim) for key, value in bits.items()}
+    bits = {
+        key: value
+        for key, value in simulation.bits().items()
+        if key.startswith(f"row ('{its.stack}', {its.id},")
+    }
+    return {
+        int(key.rpartition(",")[2].rstrip(") ")): np.frombuffer(value, np.float32, its.dim)
+        for key, value in bits.items()
+    }
 
 
 def trained(simulation: Simulation) -> int:
@@ -69,9 +78,12 @@ RULES = {table.name: table.rule for table in samples.schema().tables}
     ],
 )
 @pytest.mark.parametrize(
-    "kills", [[], [Kill(("shard 0", "write", "after"), "shard 1"), Kill(("shard 1", "commit", "before"), "worker 0")]]
+    "kills",
+    [[], [Kill(("shard 0", "write", "after"), "shard 1"), Kill(("shard 1", "commit", "before"), "worker 0")]],
 )
-def test_training_goes_on_with_the_rows_that_were_learned(schema: Schema, why: str, kills: list[Kill]) -> None:
+def test_training_goes_on_with_the_rows_that_were_learned(
+    schema: Schema, why: str, kills: list[Kill]
+) -> None:
     before = first()
     learned = {table: rows_of(before, table) for table in ("user", "item")}
     simulation = fleet(LATER, after(before, schema=schema), kills=list(kills)).run()
@@ -104,11 +116,14 @@ def brought(simulation: Simulation) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    "kills", [[], [Kill(("worker 0", "cut", "after"), "worker 1")], [Kill(("shard 0", "write", "after"), "shard 0")]]
+    "kills",
+    [[], [Kill(("worker 0", "cut", "after"), "worker 1")], [Kill(("shard 0", "write", "after"), "shard 0")]],
 )
 def test_on_another_kafka_what_was_trained_is_skipped_and_the_rest_is_trained_once(kills: list[Kill]) -> None:
     before = first()
-    simulation = fleet(LATER, after(before, kafka=ELSEWHERE, objects=brought(before)), kills=list(kills)).run()
+    simulation = fleet(
+        LATER, after(before, kafka=ELSEWHERE, objects=brought(before)), kills=list(kills)
+    ).run()
     assert trained(simulation) == len(LATER) and rows_of(simulation, "user").keys() == set(LATER)
     assert simulation.last.kafka == ELSEWHERE, "the first commit names the cluster"
     assert simulation.last.step > before.last.step and simulation.last.incarnation > before.last.incarnation
@@ -127,7 +142,10 @@ TURNED, THREE = (BucketMap((np.arange(64, dtype=np.int32) // 7 + 1) % n, n, 1) f
 
 def moved_to(before: Simulation, owners: BucketMap) -> Site:
     """What the next fleet finds where buckets were moved between."""
-    store, blobs = MemoryStore(), [*before.disks, *(MemoryBlobs() for _ in range(owners.num_owners - len(before.disks)))]
+    store, blobs = (
+        MemoryStore(),
+        [*before.disks, *(MemoryBlobs() for _ in range(owners.num_owners - len(before.disks)))],
+    )
     store.objects |= before.store.objects
     register(store, samples.schema())
     move(store, owners, dict(enumerate(blobs)), 0)
@@ -144,14 +162,20 @@ def moved_to(before: Simulation, owners: BucketMap) -> Site:
     ],
     ids=["calm", "while writing", "while restoring"],
 )
-def test_a_fleet_whose_buckets_were_moved_learns_what_one_learns_whose_were_not(owners: BucketMap, kills: list[Kill]) -> None:
+def test_a_fleet_whose_buckets_were_moved_learns_what_one_learns_whose_were_not(
+    owners: BucketMap, kills: list[Kill]
+) -> None:
     def alone(numbers: list[int], site: Site, **more: object) -> Simulation:
-        return Simulation(samples.records(numbers), exact=True, real_shards=True, commit_interval_s=0.5, site=site, **more).run()  # type: ignore[arg-type]
+        return Simulation(
+            samples.records(numbers), exact=True, real_shards=True, commit_interval_s=0.5, site=site, **more
+        ).run()  # type: ignore[arg-type]
 
     begun = alone(NUMBERS, Site())
     at_rest = Site(objects=dict(begun.store.objects), disks=copy.deepcopy(begun.disks))
     moved = alone(LATER, moved_to(begun, owners), num_shards=owners.num_owners, kills=list(kills))
     still = alone(LATER, at_rest)
-    assert moved.last.owners == BucketMap(owners.owner_B, owners.num_owners, 1) and still.last.bucket_map is None
+    assert (
+        moved.last.owners == BucketMap(owners.owner_B, owners.num_owners, 1) and still.last.bucket_map is None
+    )
     assert moved.bits() == still.bits() and len(moved.bits()) > len(LATER)
     assert len(moved.killed) == len(kills)

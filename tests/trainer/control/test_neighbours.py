@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping
 
 import pytest
 
-from runtime import scrape
-from runtime.clock import FakeClock
-from runtime.scrape import Scraped
+from roostream.runtime import scrape
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.scrape import Scraped
 from trainer.control.neighbours import LOOK_S, STALE_S, Neighbours, read_figures, with_workers
 
 URLS = {"worker": "http://w", "shard-0": "http://s"}
@@ -25,8 +25,13 @@ def test_a_program_that_does_not_answer_is_told_and_what_it_measures_is_unknown(
     neighbours.look()
     figures = neighbours.figures()
     assert figures["programs"] == {"worker": False, "shard-0": True}
-    assert figures["shards"] == {"shard-0": {"rows": {"d16": 7, "d8": 3}, "pulls": 12.0, "bytes": None, "damaged": None}}
-    assert figures["freshness"]["close_to_readable"] == {"p50_ms": None, "p99_ms": None} and figures["accounted"] is None
+    assert figures["shards"] == {
+        "shard-0": {"rows": {"d16": 7, "d8": 3}, "pulls": 12.0, "bytes": None, "damaged": None}
+    }
+    assert (
+        figures["freshness"]["close_to_readable"] == {"p50_ms": None, "p99_ms": None}
+        and figures["accounted"] is None
+    )
 
 
 def measured(counts: Mapping[str, int]) -> Scraped:
@@ -36,11 +41,17 @@ def measured(counts: Mapping[str, int]) -> Scraped:
 
 
 def test_a_stage_is_as_slow_as_the_slowest_program_says() -> None:
-    told = {"worker": measured({"0.1": 10, "1.0": 10, "+Inf": 10}), "worker-1": measured({"0.1": 0, "1.0": 100, "+Inf": 100})}
+    told = {
+        "worker": measured({"0.1": 10, "1.0": 10, "+Inf": 10}),
+        "worker-1": measured({"0.1": 0, "1.0": 100, "+Inf": 100}),
+    }
     neighbours = Neighbours(URLS, FakeClock(), lambda urls: told)
     assert neighbours.freshness()["close_to_readable"] == {"p50_ms": None, "p99_ms": None}
     neighbours.look()
-    assert neighbours.freshness()["close_to_readable"] == {"p50_ms": pytest.approx(550), "p99_ms": pytest.approx(991)}
+    assert neighbours.freshness()["close_to_readable"] == {
+        "p50_ms": pytest.approx(550),
+        "p99_ms": pytest.approx(991),
+    }
     assert neighbours.figures()["freshness"] == neighbours.freshness()
 
 
@@ -57,7 +68,9 @@ def test_stage_times_are_of_the_last_minutes_and_of_programs_that_answer() -> No
     assert neighbours.freshness()["close_to_readable"]["p50_ms"] is None
     told["worker"] = measured({"0.1": 60, "1.0": 1060, "+Inf": 1060})
     neighbours.look()
-    assert neighbours.freshness()["close_to_readable"]["p50_ms"] == pytest.approx(50), "compared with before it was silent"
+    assert neighbours.freshness()["close_to_readable"]["p50_ms"] == pytest.approx(50), (
+        "compared with before it was silent"
+    )
     clock.advance(STALE_S + 1)
     assert neighbours.freshness()["close_to_readable"]["p50_ms"] is None, "too old"
 
@@ -97,7 +110,10 @@ def test_it_looks_again_until_it_is_stopped() -> None:
 
 def test_partitions_of_all_workers_are_told_together() -> None:
     texts = {
-        f"worker-{n}": scrape.parse(f'roostream_worker_partition_lag_records{{partition="samples-{n}"}} {n}\n') for n in (0, 1)
+        f"worker-{n}": scrape.parse(
+            f'roostream_worker_partition_lag_records{{partition="samples-{n}"}} {n}\n'
+        )
+        for n in (0, 1)
     }
     assert read_figures({}, texts)["partition_lag_records"] == {"samples-0": 0, "samples-1": 1}
 
@@ -105,10 +121,25 @@ def test_partitions_of_all_workers_are_told_together() -> None:
 @pytest.mark.parametrize(
     ("settings", "workers", "expected", "why"),
     [
-        ({"worker": "http://a"}, {0: "h:1", 1: "h:2"}, {"worker": "http://a", "worker-1": "http://h:2/metrics"}, "new ones"),
+        (
+            {"worker": "http://a"},
+            {0: "h:1", 1: "h:2"},
+            {"worker": "http://a", "worker-1": "http://h:2/metrics"},
+            "new ones",
+        ),
         ({"worker": "http://a"}, {0: "h:1", 1: ""}, {"worker": "http://a"}, "one that can't say where it is"),
-        ({"worker": "http://a", "worker-1": "http://b", "shard-1": "http://c"}, {0: ""}, {"worker", "shard-1"}, "one that went"),
-        ({"worker-0": "http://a", "worker-1": "http://b"}, {0: "h:1", 1: "h:2"}, {"worker-0", "worker-1"}, "names of one's own"),
+        (
+            {"worker": "http://a", "worker-1": "http://b", "shard-1": "http://c"},
+            {0: ""},
+            {"worker", "shard-1"},
+            "one that went",
+        ),
+        (
+            {"worker-0": "http://a", "worker-1": "http://b"},
+            {0: "h:1", 1: "h:2"},
+            {"worker-0", "worker-1"},
+            "names of one's own",
+        ),
         ({"worker": "http://a"}, {}, {"worker": "http://a"}, "no controller knows yet who there is"),
         ({}, {0: "https://h:1"}, {"worker": "https://h:1/metrics"}, "one that speaks TLS"),
         ({}, {0: "https://h:1/x:1", 1: "file://h:1"}, {}, "what is no address"),
@@ -132,7 +163,9 @@ def test_a_worker_that_came_later_is_asked_too() -> None:
     neighbours = Neighbours({"worker": "http://w"}, FakeClock(), fetch, lambda: workers)
     neighbours.look()
     workers[1] = "127.0.0.1:9"
-    assert neighbours.figures()["programs"] == {"worker": True, "worker-1": False}, "it has not been asked yet"
+    assert neighbours.figures()["programs"] == {"worker": True, "worker-1": False}, (
+        "it has not been asked yet"
+    )
     neighbours.look()
     assert asked[1] == {"worker": "http://w", "worker-1": "http://127.0.0.1:9/metrics"}
     assert neighbours.figures()["programs"] == {"worker": True, "worker-1": True}

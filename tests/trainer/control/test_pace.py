@@ -36,7 +36,10 @@ def test_a_worker_that_is_silent_or_began_anew_leaves_it_unknown(trained: float 
     pace.told(OF, 100.0, 10.0)
     told = pace.told(OF, trained, 11.0)
     assert told is not None and told["eta_s"] == [None, None, None]
-    assert pace.told(None, 30.0, 12.0) is None and pace.told(OF, 40.0, 13.0) == {**OF, "eta_s": [None, None, None]}
+    assert pace.told(None, 30.0, 12.0) is None and pace.told(OF, 40.0, 13.0) == {
+        **OF,
+        "eta_s": [None, None, None],
+    }
 
 
 def test_what_stands_still_is_not_foreseeable_and_what_is_done_takes_no_time() -> None:

@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from runtime.clock import FakeClock
-from runtime.scrape import Scraped
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.scrape import Scraped
 from tests.browser.replayed_run import MEMBERS, ReplayedRun
 from trainer.control import page
 from trainer.control.neighbours import Neighbours
@@ -41,7 +41,9 @@ def test_the_document_is_the_controllers_status_with_what_the_page_adds(run: Rep
     told = run.page.status()
     added = told.pop("page")
     assert told == plain(run.controller.status())
-    assert added["headline"]["state"] == "catching_up" and added["members"] == [f"{role} {n}" for role, n in MEMBERS]
+    assert added["headline"]["state"] == "catching_up" and added["members"] == [
+        f"{role} {n}" for role, n in MEMBERS
+    ]
     assert added["newest"]["values"]["ne"] == told["reports"]["worker 0"]["metrics"]["ne"]
     assert added["figures"]["shards"]["shard-1"]["rows"]["d8"] > 0
 
@@ -83,7 +85,12 @@ def test_a_reading_that_a_worker_does_not_give_is_unknown() -> None:
         "paused_ms": 0.0,
     }
     found = readings(status, Neighbours({}, FakeClock()).figures())
-    assert found["lag_ms"] is None and found["commit_ms"] is None and found["rows"] is None and found["ne"] is None
+    assert (
+        found["lag_ms"] is None
+        and found["commit_ms"] is None
+        and found["rows"] is None
+        and found["ne"] is None
+    )
 
 
 def test_the_page_needs_no_neighbour(run: ReplayedRun) -> None:
@@ -104,10 +111,17 @@ def test_every_document_is_served_under_a_strict_policy(run: ReplayedRun, path: 
     status, headers, body = asked(run.serve(), path)
     assert status == 200 and body and int(headers["content-length"]) == len(body)
     policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))
-    assert policy["default-src"] == "'none'" and policy["script-src"] == "'self'" and policy["frame-ancestors"] == "'none'"
+    assert (
+        policy["default-src"] == "'none'"
+        and policy["script-src"] == "'self'"
+        and policy["frame-ancestors"] == "'none'"
+    )
     assert headers["x-content-type-options"] == "nosniff" and headers["cache-control"] == "no-store"
     if path.endswith(".json"):
-        assert headers["content-type"] == "application/json" and json.loads(body)["format" if path == "/history.json" else "page"]
+        assert (
+            headers["content-type"] == "application/json"
+            and json.loads(body)["format" if path == "/history.json" else "page"]
+        )
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
@@ -121,7 +135,9 @@ def test_head_answers_without_a_body(run: ReplayedRun) -> None:
     assert status == 200 and body == b"" and int(headers["content-length"]) > 1000
 
 
-@pytest.mark.parametrize("path", ["/page.py", "/web/index.html", "/../page.py", "/%2e%2e/page.py", "//etc/passwd", "/page.js%00"])
+@pytest.mark.parametrize(
+    "path", ["/page.py", "/web/index.html", "/../page.py", "/%2e%2e/page.py", "//etc/passwd", "/page.js%00"]
+)
 def test_nothing_of_a_request_becomes_a_path(run: ReplayedRun, path: str) -> None:
     status, _, body = asked(run.serve(), path)
     assert status == 404 and body.startswith(b"expected /metrics, /livez, /readyz, /, ")
@@ -146,21 +162,34 @@ def test_the_page_has_no_script_style_or_address_of_its_own() -> None:
     assert "style=" not in html and "<style" not in html and " on" + "click" not in html and "://" not in html
     for path in files():
         text = files()[path]().body.decode()
-        assert not [word for word in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(") if word in text]
+        assert not [
+            word
+            for word in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(")
+            if word in text
+        ]
 
 
-def test_while_training_is_held_the_page_says_so_and_nothing_is_wrong_with_the_workers_that_are_gone(run: ReplayedRun) -> None:
+def test_while_training_is_held_the_page_says_so_and_nothing_is_wrong_with_the_workers_that_are_gone(
+    run: ReplayedRun,
+) -> None:
     run.hold_idle("nothing to read for 60 s")
     run.step()
     assert run.controller.status()["state"] == "held"
     told = run.page.status()["page"]
-    assert told["headline"]["state"] == "transient_hold", "also while the worker is still there, and says how it was"
+    assert told["headline"]["state"] == "transient_hold", (
+        "also while the worker is still there, and says how it was"
+    )
     run.gone, run.silent = frozenset({("worker", 0)}), frozenset({"worker"})
     run.step(), run.step()
     told = run.page.status()
     assert "worker 0" not in told["reports"] and told["page"]["findings"] == []
-    assert (told["page"]["training"]["state"], told["page"]["training"]["reason"]) == ("held", "nothing to read for 60 s")
-    assert told["page"]["headline"]["text"] == "Held: nothing to read" and told["device_s"]["transient_hold"] > 0
+    assert (told["page"]["training"]["state"], told["page"]["training"]["reason"]) == (
+        "held",
+        "nothing to read for 60 s",
+    )
+    assert (
+        told["page"]["headline"]["text"] == "Held: nothing to read" and told["device_s"]["transient_hold"] > 0
+    )
     assert run.controller.end_idle()
     run.gone = run.silent = frozenset()
     run.step()

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from roo.errors import UnavailableError
-from runtime import manifest as manifests
-from runtime.manifest import discard_after
-from runtime.work_unit import WorkUnit
+from roostream.errors import UnavailableError
+from roostream.runtime import manifest as manifests
+from roostream.runtime.manifest import discard_after
+from roostream.runtime.work_unit import WorkUnit
 from tests.trainer.control.test_coordinator import ANSWERS
 from tests.trainer.control.test_scaling import Fleet
 from tests.trainer.memory_store import MemoryStore
@@ -61,7 +61,12 @@ class HistoryFleet(Fleet):
             report |= {"step": self.step}
         if epoch and epoch["number"]:
             report |= {"epoch_trained": 0 if key in self.lazy else epoch["number"]}
-        header = {"role": key.role, "index": key.index, "session": self.sessions.get(key, 1), "report": report}
+        header = {
+            "role": key.role,
+            "index": key.index,
+            "session": self.sessions.get(key, 1),
+            "report": report,
+        }
         header |= {"incarnation": self.incarnations.get(key, 0), "results": results or []}
         return self.it.handle("beat", header, ())[0]["commands"]
 
@@ -101,12 +106,20 @@ def test_without_the_setting_nothing_is_told_and_nothing_is_kept() -> None:
     assert fleet.it.status()["initial"] is None
 
 
-def test_history_is_trained_by_more_workers_in_epochs_that_each_end_with_a_commit_then_the_stream_by_fewer() -> None:
+def test_history_is_trained_by_more_workers_in_epochs_that_each_end_with_a_commit_then_the_stream_by_fewer() -> (
+    None
+):
     fleet = HistoryFleet()
     assert isinstance(fleet.to(State.RUNNING), HistoryFleet)
     assert fleet.state == (2, True)
     fleet.turn()
-    assert fleet.it.status()["initial"] == {"epoch": 1, "epochs": 2, "records": 80, "left": 80, "eta_s": [None, None, None]}
+    assert fleet.it.status()["initial"] == {
+        "epoch": 1,
+        "epochs": 2,
+        "records": 80,
+        "left": 80,
+        "eta_s": [None, None, None],
+    }
     fleet.to_the_stream()
     assert fleet.state == (1, False) and fleet.it.status()["initial"] is None
     assert fleet.it.coordinator.num_commits == 2 and fleet.it.coordinator.num_rollbacks == 0
@@ -116,9 +129,14 @@ def test_history_is_trained_by_more_workers_in_epochs_that_each_end_with_a_commi
     fleet.turn()
     assert fleet.epochs[Key("worker", 0)] == {"number": 0, "units": []}
     units = [
-        tuple(unit) for _, c in fleet.asked if c["kind"] in ("start", "commit") for unit in c.get("epoch", {}).get("units", ())
+        tuple(unit)
+        for _, c in fleet.asked
+        if c["kind"] in ("start", "commit")
+        for unit in c.get("epoch", {}).get("units", ())
     ]
-    assert {unit for unit in units if unit[1] < unit[2]} == {(f"samples/{p}", n, n + 10) for p in range(4) for n in (0, 10)}
+    assert {unit for unit in units if unit[1] < unit[2]} == {
+        (f"samples/{p}", n, n + 10) for p in range(4) for n in (0, 10)
+    }
 
 
 def test_the_next_epoch_waits_for_every_worker_and_comes_with_the_commit() -> None:
@@ -138,7 +156,13 @@ def test_what_was_trained_in_an_incarnation_before_is_not_believed_in_this_one()
     fleet.lazy |= {Key("worker", 0), Key("worker", 1)}
     fleet.to(State.RUNNING)
     fleet.turn()
-    late = {"role": "worker", "session": 1, "incarnation": 0, "results": [], "report": {"epoch_trained": 1, "meet": "a:1"}}
+    late = {
+        "role": "worker",
+        "session": 1,
+        "incarnation": 0,
+        "results": [],
+        "report": {"epoch_trained": 1, "meet": "a:1"},
+    }
     for index in (0, 1):
         fleet.it.handle("beat", late | {"index": index}, ())
     fleet.it.turn()
@@ -172,7 +196,9 @@ def test_a_controller_that_is_restarted_goes_on_in_the_phase_that_the_commits_sa
     assert kept(second.store)["historical"]["whole"] == [[f"samples/{p}", 0, END] for p in range(4)]
 
 
-def test_killed_between_the_last_commit_of_history_and_the_switch_it_restores_the_stream_s_workers_alone() -> None:
+def test_killed_between_the_last_commit_of_history_and_the_switch_it_restores_the_stream_s_workers_alone() -> (
+    None
+):
     first = HistoryFleet(initial_workers=3)
     first.to(State.RUNNING)
     while first.it.coordinator.num_commits < 2:
@@ -244,7 +270,13 @@ def test_going_back_behind_the_switch_is_going_back_to_history() -> None:
     assert second.state == (2, True)
     second.turn()
     unknown = [None, None, None]
-    assert second.it.status()["initial"] == {"epoch": 2, "epochs": 2, "records": 80, "left": 40, "eta_s": unknown}
+    assert second.it.status()["initial"] == {
+        "epoch": 2,
+        "epochs": 2,
+        "records": 80,
+        "left": 40,
+        "eta_s": unknown,
+    }
     second.to_the_stream()
     assert second.state == (1, False)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from roo.errors import ConfigError, UnavailableError
-from runtime import manifest as manifests
+from roostream.errors import ConfigError, UnavailableError
+from roostream.runtime import manifest as manifests
 from tests.trainer.control.test_scaling import Fleet
 from trainer.control.protocol import Key, State
 
@@ -31,7 +31,13 @@ def preempt(fleet: Fleet, key: Key, notice_s: float = 20.0, most_turns: int = 20
 
 def told(fleet: Fleet, key: Key, **report: Any) -> dict[str, Any]:
     """What a beat of it is answered."""
-    header = {"role": key.role, "index": key.index, "session": fleet.sessions.get(key, 1), "results": [], "report": report}
+    header = {
+        "role": key.role,
+        "index": key.index,
+        "session": fleet.sessions.get(key, 1),
+        "results": [],
+        "report": report,
+    }
     return dict(fleet.it.handle("beat", {**header, "incarnation": fleet.incarnations.get(key, 0)}, ())[0])
 
 
@@ -41,7 +47,9 @@ def test_everybody_commits_before_a_job_goes_and_nobody_trains_until_it_is_back(
     fleet.step = 7
     assert preempt(fleet, who) == {"seq": 1, "committed": True, "why": ""}
     last = manifests.newest(fleet.store)
-    assert last is not None and last.manifest.step == 7 and "resume" not in [c["kind"] for _, c in fleet.asked]
+    assert (
+        last is not None and last.manifest.step == 7 and "resume" not in [c["kind"] for _, c in fleet.asked]
+    )
     for _ in range(3):
         fleet.turn()
     name = "the controller" if who.role == "controller" else str(who)
@@ -55,7 +63,9 @@ def test_everybody_commits_before_a_job_goes_and_nobody_trains_until_it_is_back(
         after = Fleet(2, fleet.store)
         after.incarnations, fleet = fleet.incarnations, after
     fleet.to(State.RUNNING)
-    assert {c["manifest"] for c in fleet.restored().values()} == {last.name} and fleet.it.coordinator.num_rollbacks == 0
+    assert {c["manifest"] for c in fleet.restored().values()} == {
+        last.name
+    } and fleet.it.coordinator.num_rollbacks == 0
 
 
 def test_a_member_is_told_how_long_it_has_and_then_that_it_may_go() -> None:

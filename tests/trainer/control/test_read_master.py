@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from roo.errors import FencedError, RoostreamError, UnavailableError
-from roo.schema_registry import to_toml
-from runtime.clock import FakeClock
-from runtime.work_unit import TableInput
+from roostream.errors import FencedError, RoostreamError, UnavailableError
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.work_unit import TableInput
+from roostream.schema.registry import to_toml
+from roostream.warehouse.readers.config import ReaderCountConfig
+from roostream.warehouse.readers.lease_log import read_log
 from tests.trainer import samples
 from tests.trainer.memory_store import MemoryStore
 from tests.trainer.sessions.reading_fleet import session_of
 from tests.warehouse.memory_table import table_of
 from trainer.control.kept_leases import KEEP_S, LEASES, KeptLeases
 from trainer.control.read_master import SILENT_S, ReadMaster
-from warehouse.readers.config import ReaderCountConfig
-from warehouse.readers.lease_log import read_log
 
 TOLD, _ = session_of(table_of(samples.records(list(range(1, 20)))))
 
@@ -32,12 +32,30 @@ class Case:
         return self.incarnation, self.session
 
     def lease(self, reader: str = "a", free: int = 2, **more: Any) -> dict[str, Any]:
-        header = {"reader": reader, "at": f"{reader}:1", "incarnation": 4, "session": TOLD.digest, "free": free, **more}
+        header = {
+            "reader": reader,
+            "at": f"{reader}:1",
+            "incarnation": 4,
+            "session": TOLD.digest,
+            "free": free,
+            **more,
+        }
         return dict(self.it.handle("lease", header, ())[0])
 
     def want(self, *wanted: tuple[int, int], **more: Any) -> dict[str, Any]:
-        header = {"worker": 0, "incarnation": 4, "session": TOLD.digest, "wanted": wanted, "voided": [], **more}
-        return dict(self.it.handle("want", {"in_flight": len(wanted), "fullness": 0.5, "stalled_s": 1.0, **header}, ())[0])
+        header = {
+            "worker": 0,
+            "incarnation": 4,
+            "session": TOLD.digest,
+            "wanted": wanted,
+            "voided": [],
+            **more,
+        }
+        return dict(
+            self.it.handle(
+                "want", {"in_flight": len(wanted), "fullness": 0.5, "stalled_s": 1.0, **header}, ()
+            )[0]
+        )
 
 
 def test_a_reader_is_told_the_session_and_its_schema_and_then_leases_of_what_workers_wait_for() -> None:
@@ -101,7 +119,9 @@ def test_a_reader_that_a_worker_can_not_reach_loses_that_split() -> None:
 
 
 @pytest.mark.parametrize(("in_flight", "wanted"), [(1, 1), (2, 1), (3, 2), (8, 4), (40, 5)])
-def test_readers_are_wanted_by_what_workers_have_in_flight_within_the_settings(in_flight: int, wanted: int) -> None:
+def test_readers_are_wanted_by_what_workers_have_in_flight_within_the_settings(
+    in_flight: int, wanted: int
+) -> None:
     case = Case(least=1, most=5)
     case.want(*((n, 0) for n in range(in_flight)))
     assert case.it.status()["wanted"] == wanted
@@ -159,11 +179,20 @@ def test_what_became_of_leases_is_kept_for_whoever_looks_later() -> None:
     found = read_log(store.get(LEASES))
     assert found["readers"] == {"a": {"granted": 2, "done": 1, "voided": 1}, "b": {"granted": 1, "over": 1}}
     assert [(event.what, event.split, event.reader) for event in found["events"]] == [
-        *(("granted", 3, "a"), ("granted", 4, "a"), ("done", 3, "a"), ("voided", 4, "a"), ("granted", 4, "b"), ("over", 4, "b")),
+        *(
+            ("granted", 3, "a"),
+            ("granted", 4, "a"),
+            ("done", 3, "a"),
+            ("voided", 4, "a"),
+            ("granted", 4, "b"),
+            ("over", 4, "b"),
+        ),
     ]
     assert found["session"]["digest"] == TOLD.digest and (found["incarnation"], found["trained"]) == (5, True)
     case.session = None  # type: ignore[assignment]
-    assert case.it.kept()["session"]["digest"] == TOLD.digest and not case.it.kept()["trained"], "it was the last"
+    assert case.it.kept()["session"]["digest"] == TOLD.digest and not case.it.kept()["trained"], (
+        "it was the last"
+    )
 
 
 def test_a_store_that_is_away_keeps_nothing_and_is_asked_again() -> None:
@@ -187,4 +216,9 @@ def test_another_call_is_refused_and_those_of_the_controller_go_to_it() -> None:
         case.it.handle("beat", {}, ())
     beside = case.it.beside(lambda method, header, arrays: ({"method": method}, ()))
     assert beside("beat", {}, [])[0] == {"method": "beat"}
-    assert beside("lease", {"reader": "a", "at": "a:1", "incarnation": 0, "session": "", "free": 0}, [])[0]["incarnation"] == 4
+    assert (
+        beside("lease", {"reader": "a", "at": "a:1", "incarnation": 0, "session": "", "free": 0}, [])[0][
+            "incarnation"
+        ]
+        == 4
+    )

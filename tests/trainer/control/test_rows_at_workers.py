@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from param_server.exchange.exchanged_rows import ExchangedRows
-from runtime.layout.bucket_map import BucketMap
+from roostream.runtime.bucket_map import BucketMap
 from tests.trainer import samples
 from tests.trainer.actors import HallTeam
 from tests.trainer.control.test_fleet_commit import lasting
@@ -29,7 +29,10 @@ from trainer.selection.config import SelectionConfig
 from trainer.selection.decision import NEGATIVE
 
 NUM_SCHEDULES = 6
-BEHIND = [*NUMBERS, *sorted([*range(50, 66, 2), *range(51, 83, 2)])]  # whole chunks of what a stream brings later
+BEHIND = [
+    *NUMBERS,
+    *sorted([*range(50, 66, 2), *range(51, 83, 2)]),
+]  # whole chunks of what a stream brings later
 
 
 class AtWorkers(FromTable):
@@ -42,12 +45,20 @@ class AtWorkers(FromTable):
         return HoldingTeam(HallTeam(self.hall, index), rows.client)
 
     def _process_of(self, who: str) -> tuple[str, ...]:
-        return (who,) if who == CONTROLLER else tuple(f"{role} {who.split()[1]}" for role in ("shard", "worker"))
+        return (
+            (who,) if who == CONTROLLER else tuple(f"{role} {who.split()[1]}" for role in ("shard", "worker"))
+        )
 
 
 def held(at_workers: bool = True, seed: int | None = None, workers: int = 2, **more: Any) -> FromTable:
     made = AtWorkers if at_workers else FromTable
-    settings = {"exact": True, "num_workers": workers, "num_shards": workers, "unit_records": 7, "commit_interval_s": 0.5}
+    settings = {
+        "exact": True,
+        "num_workers": workers,
+        "num_shards": workers,
+        "unit_records": 7,
+        "commit_interval_s": 0.5,
+    }
     return made(samples.records(NUMBERS), **{**settings, "real_shards": True, "seed": seed, **more})
 
 
@@ -59,7 +70,11 @@ def at_shards(workers: int = 2) -> dict[str, bytes]:
 
 def assert_equal(simulation: Simulation, expected: dict[str, bytes]) -> None:
     assert simulation.bits() == expected
-    assert all(np.isfinite(np.frombuffer(b[:-8], np.float32)).all() for k, b in expected.items() if k.startswith("row "))
+    assert all(
+        np.isfinite(np.frombuffer(b[:-8], np.float32)).all()
+        for k, b in expected.items()
+        if k.startswith("row ")
+    )
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
@@ -69,13 +84,18 @@ def test_rows_at_the_workers_come_to_what_they_come_to_at_shards(workers: int) -
     simulation.run()
     assert_equal(simulation, at_shards(workers))
     assert (simulation.hall.num_swaps > 0) == (workers > 1)
-    assert set(simulation.last.shards) == set(range(workers)) and all(s["segments"] for s in simulation.last.shards.values())
+    assert set(simulation.last.shards) == set(range(workers)) and all(
+        s["segments"] for s in simulation.last.shards.values()
+    )
 
 
 MOMENTS = [
     *((CONTROLLER, "link", when) for when in ("before", "after")),
     *((f"{role} 1", "write", "after") for role in ("worker", "shard")),
-    *((who, kind, "after") for who, kind in (("worker 0", "cut"), ("shard 0", "freeze"), ("shard 1", "restore"))),
+    *(
+        (who, kind, "after")
+        for who, kind in (("worker 0", "cut"), ("shard 0", "freeze"), ("shard 1", "restore"))
+    ),
 ]
 MORE_MOMENTS = [
     *((CONTROLLER, "claim", when) for when in ("before", "after")),
@@ -94,7 +114,9 @@ def killed(moment: tuple[str, str, str], victim: str) -> None:
 
 @pytest.mark.parametrize("victim", [CONTROLLER, "worker 0", "worker 1"])
 @pytest.mark.parametrize("moment", MOMENTS, ids=" ".join)
-def test_g2_g11_whoever_is_killed_with_its_rows_changes_nothing(moment: tuple[str, str, str], victim: str) -> None:
+def test_g2_g11_whoever_is_killed_with_its_rows_changes_nothing(
+    moment: tuple[str, str, str], victim: str
+) -> None:
     killed(moment, victim)
 
 
@@ -126,8 +148,12 @@ def on_less() -> tuple[dict[str, bytes], Became]:
 
 
 @pytest.mark.parametrize("victim", [CONTROLLER, "worker 0", "worker 1"])
-@pytest.mark.parametrize("moment", [("worker 1", "write", "after"), ("shard 0", "freeze", "after")], ids=" ".join)
-def test_g2_g11_workers_that_hold_rows_skip_the_same_whoever_is_killed(moment: tuple[str, str, str], victim: str) -> None:
+@pytest.mark.parametrize(
+    "moment", [("worker 1", "write", "after"), ("shard 0", "freeze", "after")], ids=" ".join
+)
+def test_g2_g11_workers_that_hold_rows_skip_the_same_whoever_is_killed(
+    moment: tuple[str, str, str], victim: str
+) -> None:
     simulation = held(loop=NEGATIVES, kills=[Kill(moment, victim, 2)])
     simulation.run()
     bits, became = on_less()
@@ -186,7 +212,14 @@ class Forgetful(FromTable):
 
 def went_on(site: Site, shards: int, made: type[FromTable] = FromTable) -> dict[str, bytes]:
     """By one worker from the stream, with rows at shards."""
-    simulation = made(samples.records(BEHIND), exact=True, real_shards=True, num_shards=shards, commit_interval_s=0.5, site=site)
+    simulation = made(
+        samples.records(BEHIND),
+        exact=True,
+        real_shards=True,
+        num_shards=shards,
+        commit_interval_s=0.5,
+        site=site,
+    )
     return simulation.run().bits()
 
 
@@ -216,5 +249,7 @@ def test_without_what_the_rules_keep_it_goes_on_otherwise() -> None:
     expected = went_on(moved_to(copied(ended(True)), BucketMap.modulo(64, 3)), 3)
     forgot = went_on(moved_to(copied(ended(True)), BucketMap.modulo(64, 3)), 3, Forgetful)
     rows = [key for key in expected if key.startswith("row ")]
-    assert expected.keys() == forgot.keys() and sum(expected[key] != forgot[key] for key in rows) > len(rows) / 4
+    assert (
+        expected.keys() == forgot.keys() and sum(expected[key] != forgot[key] for key in rows) > len(rows) / 4
+    )
     assert all(np.isfinite(np.frombuffer(forgot[key][:-8], np.float32)).all() for key in rows)

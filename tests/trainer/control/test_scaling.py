@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from roo.errors import ConfigError, FencedError
-from runtime import manifest as manifests
-from runtime.clock import FakeClock
+from roostream.errors import ConfigError, FencedError
+from roostream.runtime import manifest as manifests
+from roostream.runtime.clock import FakeClock
 from tests.trainer.control.test_coordinator import ANSWERS
 from tests.trainer.memory_store import MemoryStore
 from trainer.control.controller import Controller
@@ -22,9 +22,19 @@ MEET = "10.0.0.1:4000"
 class Fleet:
     """A controller over a store, two shards and as many workers as are started."""
 
-    def __init__(self, num_workers: int = 1, store: MemoryStore | None = None, started: int | None = None) -> None:
+    def __init__(
+        self, num_workers: int = 1, store: MemoryStore | None = None, started: int | None = None
+    ) -> None:
         self.store, self.clock = store or MemoryStore(), FakeClock()
-        facts = Facts(schema="ff", seed=0, num_shards=2, num_workers=num_workers, num_buckets=64, num_partitions=4, kafka={})
+        facts = Facts(
+            schema="ff",
+            seed=0,
+            num_shards=2,
+            num_workers=num_workers,
+            num_buckets=64,
+            num_partitions=4,
+            kafka={},
+        )
         self.it = Controller(Coordinator(facts), self.store, self.clock, hold_s=0)
         self.members = [Key("shard", 0), Key("shard", 1)]
         self.sessions: dict[Key, int] = {}
@@ -36,15 +46,24 @@ class Fleet:
         self.start_workers(num_workers if started is None else started)
 
     def start_workers(self, count: int) -> None:
-        self.members += [Key("worker", i) for i in range(sum(k.role == "worker" for k in self.members), count)]
+        self.members += [
+            Key("worker", i) for i in range(sum(k.role == "worker" for k in self.members), count)
+        ]
 
     def stop(self, key: Key) -> None:
         self.members.remove(key)
 
     def beat(self, key: Key, results: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
-        report = {} if key.role == "shard" else {"step": self.step, **({"meet": MEET} if key.index == 0 else {})}
+        report = (
+            {} if key.role == "shard" else {"step": self.step, **({"meet": MEET} if key.index == 0 else {})}
+        )
         report |= {"leaving": key in self.leaving, "seen_at": f"h:{key.index}"}
-        header = {"role": key.role, "index": key.index, "session": self.sessions.get(key, 1), "report": report}
+        header = {
+            "role": key.role,
+            "index": key.index,
+            "session": self.sessions.get(key, 1),
+            "report": report,
+        }
         header |= {"incarnation": self.incarnations.get(key, 0), "results": results or []}
         return self.it.handle("beat", header, ())[0]["commands"]
 
@@ -101,7 +120,9 @@ def test_every_partition_is_restored_by_one_worker_which_is_told_where_to_meet(c
     assert all(p % count == index for index, c in its.items() for p in c["partitions"])
     assert {(c["workers"], c["meet"]) for c in its.values()} == {(count, MEET if count > 1 else "")}
     assert all(
-        set(c) == {"id", "kind", "incarnation", "manifest", "schema"} for k, c in fleet.restored().items() if k.role == "shard"
+        set(c) == {"id", "kind", "incarnation", "manifest", "schema"}
+        for k, c in fleet.restored().items()
+        if k.role == "shard"
     )
 
 
@@ -215,7 +236,10 @@ def test_a_commit_that_is_refused_leaves_the_number_and_is_tried_again_at_the_ne
 @pytest.mark.parametrize("count", [0, 5, -1])
 def test_a_number_that_can_t_be_is_refused(count: int) -> None:
     fleet = Fleet().to(State.RUNNING)
-    with pytest.raises(ConfigError, match=f"expected 1 to 4 workers, got {count}: each trains one of the 4 partitions at least"):
+    with pytest.raises(
+        ConfigError,
+        match=f"expected 1 to 4 workers, got {count}: each trains one of the 4 partitions at least",
+    ):
         fleet.it.handle("scale", {"workers": count}, ())
     assert fleet.it.coordinator.roster.wanted_workers == 1
 
@@ -234,7 +258,9 @@ def test_other_settings_are_a_newer_wish_than_the_kept_one() -> None:
     assert Fleet(2, first.store).to(State.RUNNING).it.coordinator.roster.num_workers == 2
 
 
-@pytest.mark.parametrize("left", [b"", b"{}", b"[]", b'{"wish": 3}', b'{"wish": {"workers": "2", "configured": 1}}'])
+@pytest.mark.parametrize(
+    "left", [b"", b"{}", b"[]", b'{"wish": 3}', b'{"wish": {"workers": "2", "configured": 1}}']
+)
 def test_a_claim_that_tells_nothing_leaves_it_to_the_settings(left: bytes) -> None:
     store = MemoryStore()
     store.create("incarnations/00000001", left)
@@ -280,7 +306,9 @@ def test_a_member_that_leaves_gets_a_commit_that_closes_and_is_waited_for(who: K
     fleet.sessions[who] = 2
     fleet.members.append(who)
     fleet.to(State.RUNNING)
-    assert {c["manifest"] for c in fleet.restored().values()} == {last.name} and fleet.it.coordinator.num_rollbacks == 0
+    assert {c["manifest"] for c in fleet.restored().values()} == {
+        last.name
+    } and fleet.it.coordinator.num_rollbacks == 0
 
 
 def test_who_leaves_with_nothing_new_costs_no_commit() -> None:

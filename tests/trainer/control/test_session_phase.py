@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from roo.wire import Record
-from runtime import manifest as manifests
-from runtime.kafka.topics import SAMPLES
-from runtime.manifest import Manifest
-from runtime.work_unit import TableInput
+from roostream.runtime import manifest as manifests
+from roostream.runtime.kafka.topics import SAMPLES
+from roostream.runtime.manifest import Manifest
+from roostream.runtime.work_unit import TableInput
+from roostream.warehouse.readers.reading import LocalRows, OpenSession, newest_ids
+from roostream.warehouse.readers.session import SessionSpec
+from roostream.wire.records import Record
 from tests.trainer import samples
 from tests.trainer.control.test_fleet_commit import assert_applied_once, lasting
 from tests.trainer.control.test_initial_phase import NUM_CHAOS
@@ -25,8 +27,6 @@ from tests.warehouse.memory_table import MemoryTable, table_of
 from trainer.batches import BatchSource, NewestIds
 from trainer.sessions.phased_source import PhasedSource
 from trainer.sessions.session_batches import SessionBatches, without_requests
-from warehouse.readers.reading import LocalRows, OpenSession, newest_ids
-from warehouse.readers.session import SessionSpec
 
 NUMBERS = [n for n in range(1, 49) if n % 2 == 0 or n <= 39]  # 24 in partition 0, 20 in partition 1
 ENDS = {0: 16, 1: 12}  # what the archive has; behind it whole chunks of 4 are left, as many in each partition
@@ -36,11 +36,15 @@ NUM_SCHEDULES, CHUNK = 20, 5
 class FromTable(Simulation):
     """Versions of a table as the records of `samples` below `ends` of each; a session of the newest, and of what came behind."""
 
-    def __init__(self, records: list[Record], *, ends: tuple[dict[int, int], ...] = (ENDS,), **more: Any) -> None:
+    def __init__(
+        self, records: list[Record], *, ends: tuple[dict[int, int], ...] = (ENDS,), **more: Any
+    ) -> None:
         super().__init__(records, from_table=True, **more)
         self.ends = ends
         its = [[r for r in records if r.offset < end.get(r.partition, 0)] for end in ends]
-        self.tables: list[MemoryTable] = [table_of(some, rows_of_file=5 + 3 * v, seed=7) for v, some in enumerate(its)]
+        self.tables: list[MemoryTable] = [
+            table_of(some, rows_of_file=5 + 3 * v, seed=7) for v, some in enumerate(its)
+        ]
         self.commits: dict[int, Manifest] = {}
         self.horizon_ms = 3_600_000
 
@@ -96,13 +100,21 @@ class FromTable(Simulation):
         for commit in self.commits.values():
             begins = {number: at for (_, number), at in commit.offsets.items()}
             if commit.input:
-                assert begins == (self.ends[commit.input.version - 1] if commit.input.version else {0: 0, 1: 0})
+                assert begins == (
+                    self.ends[commit.input.version - 1] if commit.input.version else {0: 0, 1: 0}
+                )
             elif commit is not first:
                 assert len(commit.workers) == workers
 
 
 def phased(seed: int | None = None, numbers: list[int] = NUMBERS, **more: Any) -> FromTable:
-    settings = {"exact": True, "num_workers": 1, "initial_workers": 2, "initial_batch_requests": 6, "unit_records": 7}
+    settings = {
+        "exact": True,
+        "num_workers": 1,
+        "initial_workers": 2,
+        "initial_batch_requests": 6,
+        "unit_records": 7,
+    }
     return FromTable(samples.records(numbers), **{**settings, "commit_interval_s": 0.5, "seed": seed, **more})
 
 
@@ -120,7 +132,9 @@ def test_the_warehouse_is_trained_first_in_larger_batches_and_then_the_stream_fr
     assert_applied_once(simulation, NUMBERS)
     simulation.assert_switched(2, 1)
     assert simulation.last.offsets == {("samples", 0): 24, ("samples", 1): 20}
-    assert simulation.last.step == 3 + 4, "as with a range of the topic: three epochs of the files, two chunks of each partition"
+    assert simulation.last.step == 3 + 4, (
+        "as with a range of the topic: three epochs of the files, two chunks of each partition"
+    )
     assert simulation.controller is not None and simulation.controller.coordinator.num_rollbacks == 0
 
 
@@ -156,7 +170,11 @@ def test_g2_a_sample_emitted_again_is_trained_once_where_two_sessions_have_it() 
 
 MOMENTS = [
     *((CONTROLLER, effect, when) for effect in ("link", "claim") for when in ("before", "after")),
-    *((who, kind, "after") for who in ("worker 0", "worker 1") for kind in ("cut", "write", "commit", "restore", "start")),
+    *(
+        (who, kind, "after")
+        for who in ("worker 0", "worker 1")
+        for kind in ("cut", "write", "commit", "restore", "start")
+    ),
     ("shard 0", "freeze", "after"),
     ("shard 1", "commit", "before"),
 ]
@@ -164,7 +182,9 @@ MOMENTS = [
 
 @pytest.mark.parametrize("victim", [CONTROLLER, "worker 0", "worker 1", "shard 0"])
 @pytest.mark.parametrize("moment", MOMENTS, ids=" ".join)
-def test_g2_g11_a_kill_in_the_middle_of_the_hand_over_changes_nothing(moment: tuple[str, str, str], victim: str) -> None:
+def test_g2_g11_a_kill_in_the_middle_of_the_hand_over_changes_nothing(
+    moment: tuple[str, str, str], victim: str
+) -> None:
     """The third commit is the last of the session, the second claim and restore are the switch's."""
     occurrence = 2 if moment[1] in ("claim", "restore", "start") else 3
     if moment[0] == "worker 1" and occurrence == 2:
@@ -181,7 +201,13 @@ def schedule(seed: int) -> None:
     """Every fourth on the parameter server's own shards, every fifth with one worker in both phases, every seventh with a second
     controller; two of three with faults that last."""
     workers, real = 1 if seed % 5 == 0 else 2, seed % 4 == 0
-    simulation = phased(seed, initial_workers=workers, real_shards=real, kills=kills_of(seed, workers), **lasting(seed, workers))
+    simulation = phased(
+        seed,
+        initial_workers=workers,
+        real_shards=real,
+        kills=kills_of(seed, workers),
+        **lasting(seed, workers),
+    )
     if seed % 7 == 0:
         for _ in range(4 + seed % 9):
             simulation.round()
@@ -197,7 +223,12 @@ def two_sessions(seed: int) -> None:
     """Live samples, some again, two sessions and the stream."""
     again = [*range(1, 25), 20, 23, *range(25, 41), 24, 3]
     simulation = phased(
-        seed, numbers=again, exact=False, kills=kills_of(seed, 2), ends=({0: 13, 1: 12}, {0: 18, 1: 18}), unit_records=5
+        seed,
+        numbers=again,
+        exact=False,
+        kills=kills_of(seed, 2),
+        ends=({0: 13, 1: 12}, {0: 18, 1: 18}),
+        unit_records=5,
     )
     simulation.run_as_far_as_kills_go()
     assert_applied_once(simulation, sorted(set(again)))
@@ -209,7 +240,9 @@ def test_g2_g11_a_schedule_of_the_hand_over_by_its_seed(pytestconfig: pytest.Con
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SCHEDULES, CHUNK))
-def test_g2_g11_the_hand_over_through_kills_at_any_moment_is_bit_equal_to_an_undisturbed_one(first: int) -> None:
+def test_g2_g11_the_hand_over_through_kills_at_any_moment_is_bit_equal_to_an_undisturbed_one(
+    first: int,
+) -> None:
     for seed in range(first, first + CHUNK):
         schedule(seed)
 

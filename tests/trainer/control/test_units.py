@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.work_unit import STREAM, Epoch, WorkUnit, partition_of, source_of
+from roostream.runtime.work_unit import STREAM, Epoch, WorkUnit, partition_of, source_of
 from trainer.control.units import HandOut
 
 A, B = WorkUnit("samples/0", 100, 120), WorkUnit("samples/1", 0, 10)
@@ -15,15 +15,21 @@ A, B = WorkUnit("samples/0", 100, 120), WorkUnit("samples/1", 0, 10)
 def test_every_source_s_range_is_divided_into_the_same_number_of_parts() -> None:
     it = HandOut([A, B], unit_records=7)
     assert it.num_epochs == 3
-    assert it.epoch([A.source, B.source]) == Epoch(1, (WorkUnit("samples/0", 100, 106), WorkUnit("samples/1", 0, 3)))
+    assert it.epoch([A.source, B.source]) == Epoch(
+        1, (WorkUnit("samples/0", 100, 106), WorkUnit("samples/1", 0, 3))
+    )
 
 
 def test_a_unit_is_done_when_a_commit_contains_it_and_not_before() -> None:
     it = HandOut([A, B], unit_records=7)
     it.committed({"samples/0": 105, "samples/1": 3})
-    assert it.epoch([A.source, B.source]) == Epoch(1, (WorkUnit("samples/0", 105, 106), WorkUnit("samples/1", 3, 3)))
+    assert it.epoch([A.source, B.source]) == Epoch(
+        1, (WorkUnit("samples/0", 105, 106), WorkUnit("samples/1", 3, 3))
+    )
     it.committed({"samples/0": 106, "samples/1": 3})
-    assert it.epoch([A.source, B.source]) == Epoch(2, (WorkUnit("samples/0", 106, 113), WorkUnit("samples/1", 3, 6)))
+    assert it.epoch([A.source, B.source]) == Epoch(
+        2, (WorkUnit("samples/0", 106, 113), WorkUnit("samples/1", 3, 6))
+    )
 
 
 def test_nobody_is_given_the_next_epoch_while_a_source_is_in_this_one() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from runtime import scrape
-from runtime.scrape import Scraped
+from roostream.runtime import scrape
+from roostream.runtime.scrape import Scraped
 from trainer.control.neighbours import read_figures
 from trainer.control.verdict import Finding, Level, commits_behind, findings, headline
 
@@ -33,7 +33,9 @@ def status(worker: dict[str, Any] | None = None, **over: Any) -> dict[str, Any]:
 
 def judged(told: dict[str, Any], **scraped: str) -> list[Finding]:
     names = dict.fromkeys(scraped, "http://x")
-    texts = {name.replace("_", "-"): scrape.parse(text) if text else Scraped() for name, text in scraped.items()}
+    texts = {
+        name.replace("_", "-"): scrape.parse(text) if text else Scraped() for name, text in scraped.items()
+    }
     figures = read_figures({name.replace("_", "-"): url for name, url in names.items()}, texts)
     return findings(told, figures, members=MEMBERS, interval_ms=10_000)
 
@@ -65,11 +67,29 @@ def test_nothing_is_wrong_with_a_loop_that_is_caught_up() -> None:
         ),
         (status(commit_age_ms=31_000.0), {}, "commit", Level.BAD, "nothing committed for 31 s"),
         (status(holds=[PERMANENT]), {}, "held", Level.BAD, "held: permanent, out of memory"),
-        (status(holds=[PERMANENT], reports={}, members={"shard 0": {"silent_ms": 0.0}}), {}, "held", Level.BAD, "out of memory"),
+        (
+            status(holds=[PERMANENT], reports={}, members={"shard 0": {"silent_ms": 0.0}}),
+            {},
+            "held",
+            Level.BAD,
+            "out of memory",
+        ),
         (status(holds=[TRANSIENT], members={}), {}, "members", Level.BAD, "not there: shard 0"),
-        (status({**GOOD, "broken": "a shard is away"}), {}, "broken", Level.BAD, "worker 0 can't go on: a shard is away"),
+        (
+            status({**GOOD, "broken": "a shard is away"}),
+            {},
+            "broken",
+            Level.BAD,
+            "worker 0 can't go on: a shard is away",
+        ),
         (status({**GOOD, "leaving": True}), {}, "leaving", Level.WARNING, "worker 0 is stopping"),
-        (status({"watch": {"state": "unknown"}}), {}, "training", Level.UNKNOWN, "how far training is can't be read"),
+        (
+            status({"watch": {"state": "unknown"}}),
+            {},
+            "training",
+            Level.UNKNOWN,
+            "how far training is can't be read",
+        ),
         (status({}), {}, "training", Level.UNKNOWN, "how far training is can't be read"),
         (status(reports={}), {}, "training", Level.UNKNOWN, "no worker tells"),
         (status({"watch": {"state": "blocked"}}), {}, "training", Level.BAD, "what is there can't be read"),
@@ -80,8 +100,20 @@ def test_nothing_is_wrong_with_a_loop_that_is_caught_up() -> None:
             Level.BAD,
             "samples are there, and none is trained: no memory",
         ),
-        (status({"watch": {"state": "held", "reason": "by hand"}}), {}, "training", Level.BAD, "training is held: by hand"),
-        (status({"watch": {"state": "falling_behind"}}), {}, "training", Level.WARNING, "faster than they are trained"),
+        (
+            status({"watch": {"state": "held", "reason": "by hand"}}),
+            {},
+            "training",
+            Level.BAD,
+            "training is held: by hand",
+        ),
+        (
+            status({"watch": {"state": "falling_behind"}}),
+            {},
+            "training",
+            Level.WARNING,
+            "faster than they are trained",
+        ),
         (
             status({"watch": {"state": "caught_up", "lost_records": 3}}),
             {"worker": "roostream_worker_lost_records 3\n"},
@@ -89,12 +121,42 @@ def test_nothing_is_wrong_with_a_loop_that_is_caught_up() -> None:
             Level.BAD,
             "deleted 3 samples",
         ),
-        (status({**GOOD, "metrics": {"requests": 5000, "calibration": 1.2}}), {}, "calibration", Level.WARNING, "1.200"),
+        (
+            status({**GOOD, "metrics": {"requests": 5000, "calibration": 1.2}}),
+            {},
+            "calibration",
+            Level.WARNING,
+            "1.200",
+        ),
         (status(), {"serving": ""}, "silent serving", Level.UNKNOWN, "serving does not answer"),
-        (status(), {"joiner": "roostream_joiner_lost_records 7\n"}, "lost joiner", Level.BAD, "deleted 7 records"),
-        (status(), {"shard_0": "roostream_shard_damaged 2\n"}, "damaged shard-0", Level.BAD, "2 damaged parts"),
-        (status(), {"worker": "roostream_worker_non_finite 3\n"}, "not finite worker", Level.WARNING, "refused 3 samples"),
-        (status(), {"auditor": 'roostream_auditor_accounted{state="no"} 1\n'}, "accounted", Level.BAD, "don't add up"),
+        (
+            status(),
+            {"joiner": "roostream_joiner_lost_records 7\n"},
+            "lost joiner",
+            Level.BAD,
+            "deleted 7 records",
+        ),
+        (
+            status(),
+            {"shard_0": "roostream_shard_damaged 2\n"},
+            "damaged shard-0",
+            Level.BAD,
+            "2 damaged parts",
+        ),
+        (
+            status(),
+            {"worker": "roostream_worker_non_finite 3\n"},
+            "not finite worker",
+            Level.WARNING,
+            "refused 3 samples",
+        ),
+        (
+            status(),
+            {"auditor": 'roostream_auditor_accounted{state="no"} 1\n'},
+            "accounted",
+            Level.BAD,
+            "don't add up",
+        ),
         (
             status(),
             {"serving": 'roostream_serving_model_version{version="1-4"} 1\n'},
@@ -118,7 +180,9 @@ def test_each_thing_that_is_wrong_is_one_finding(
         status({**GOOD, "metrics": {"requests": 10, "calibration": 3.0}}),  # too few to say
         status({**GOOD, "metrics": {}}),
         status(holds=[]),
-        status(holds=[TRANSIENT], members={"shard 0": {"silent_ms": 0.0}}, reports={"shard 0": {}}),  # workers are released
+        status(
+            holds=[TRANSIENT], members={"shard 0": {"silent_ms": 0.0}}, reports={"shard 0": {}}
+        ),  # workers are released
     ],
 )
 def test_what_is_usual_is_no_finding(told: dict[str, Any]) -> None:
@@ -145,7 +209,10 @@ def test_the_worst_stands_first() -> None:
         (status(holds=[PERMANENT], state="restoring"), "held"),
         (status(holds=[TRANSIENT], reports={}, members={}), "transient_hold"),
         (status(holds=[TRANSIENT]), "transient_hold"),
-        (status(workers=2, reports={"worker 0": GOOD, "worker 1": {"watch": {"state": "catching_up"}}}), "catching_up"),
+        (
+            status(workers=2, reports={"worker 0": GOOD, "worker 1": {"watch": {"state": "catching_up"}}}),
+            "catching_up",
+        ),
         (status(workers=2, reports={"worker 0": GOOD, "worker 1": {}}), "unknown"),
     ],
 )
@@ -153,6 +220,8 @@ def test_the_headline_is_the_worst_and_unknown_is_never_good(told: dict[str, Any
     assert headline(told, judged(told)).state == state
 
 
-@pytest.mark.parametrize(("version", "behind"), [("3-17", 3), ("3-25", 0), (None, None), ("", None), ("begin", None)])
+@pytest.mark.parametrize(
+    ("version", "behind"), [("3-17", 3), ("3-25", 0), (None, None), ("", None), ("begin", None)]
+)
 def test_how_old_a_served_version_is(version: str | None, behind: int | None) -> None:
     assert commits_behind(20, version) == behind

@@ -18,7 +18,10 @@ def test_steps_are_those_of_torch_optim() -> None:
     mine = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 1))
     theirs = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 1))
     theirs.load_state_dict(mine.state_dict())
-    ours, reference = DenseAdam(mine.named_parameters(), learning_rate=2e-3), torch.optim.Adam(theirs.parameters(), lr=2e-3)
+    ours, reference = (
+        DenseAdam(mine.named_parameters(), learning_rate=2e-3),
+        torch.optim.Adam(theirs.parameters(), lr=2e-3),
+    )
     for _ in range(50):
         x, y = torch.randn(16, 5), torch.randn(16, 1)
         for model, optimizer in ((mine, ours), (theirs, reference)):
@@ -38,7 +41,9 @@ def test_the_rate_may_follow_the_number_of_steps() -> None:
         weight.grad = torch.tensor([3.0])
         assert optimizer.step()
         moved.append(before - weight.item())
-    assert moved == pytest.approx([0.1, 0.5], rel=1e-5), "a gradient that stays the same moves a weight by the rate"
+    assert moved == pytest.approx([0.1, 0.5], rel=1e-5), (
+        "a gradient that stays the same moves a weight by the rate"
+    )
 
 
 def test_gradients_together_are_scaled_down_to_their_norm() -> None:
@@ -50,7 +55,10 @@ def test_gradients_together_are_scaled_down_to_their_norm() -> None:
     torch.testing.assert_close(optimizer.slots["b"]["exp_avg"], torch.tensor([0.1]))
     a.grad, b.grad = torch.tensor([0.5, 0.0]), torch.tensor([0.0])
     assert optimizer.step()
-    torch.testing.assert_close(optimizer.slots["a"]["exp_avg"], torch.tensor([0.09 + 0.05, 0.045])), "a short one is as it was"
+    (
+        torch.testing.assert_close(optimizer.slots["a"]["exp_avg"], torch.tensor([0.09 + 0.05, 0.045])),
+        "a short one is as it was",
+    )
 
 
 def test_the_norm_is_that_of_all_gradients_together() -> None:
@@ -108,7 +116,9 @@ def test_a_weight_between_two_that_are_learned_stays_too() -> None:
             weight.grad = torch.full_like(weight, 0.5 * step)
         assert optimizer.step()
         reference.step()
-    torch.testing.assert_close([weights[0], weights[2]], [nn.Parameter(w.detach()) for w in alone], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        [weights[0], weights[2]], [nn.Parameter(w.detach()) for w in alone], rtol=1e-5, atol=1e-7
+    )
     assert (weights[1] == 1).all() and not any(state.any() for state in optimizer.slots["b"].values())
 
 

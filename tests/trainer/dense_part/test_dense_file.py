@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from roo.errors import CheckpointError
-from runtime import tensor_file
+from roostream.errors import CheckpointError
+from roostream.runtime import tensor_file
 from trainer.dense_part import dense_file
 from trainer.dense_part.adam import DenseAdam
 
@@ -28,7 +28,9 @@ def trained(width: int = 3, steps: int = 3) -> tuple[nn.Module, DenseAdam]:
 
 def test_weights_and_optimizer_come_back_bit_equal_and_go_on_alike() -> None:
     model, optimizer = trained()
-    tensors, metadata = tensor_file.decode(tensor_file.encode(dense_file.take(model, optimizer), {"step": "3"}))
+    tensors, metadata = tensor_file.decode(
+        tensor_file.encode(dense_file.take(model, optimizer), {"step": "3"})
+    )
     assert metadata == {"step": "3"} and int(tensors["optimizer.step"]) == 3
     other, others = trained(steps=1)
     dense_file.put(tensors, other, others, same_schema=True)
@@ -55,11 +57,14 @@ def test_an_untrained_optimizer_comes_back_untrained() -> None:
     assert int(tensors["optimizer.step"]) == 0
     other, others = trained(steps=2)
     dense_file.put(tensors, other, others, same_schema=True)
-    assert others.num_steps == 0 and not any(v.any() for slots in others.slots.values() for v in slots.values())
+    assert others.num_steps == 0 and not any(
+        v.any() for slots in others.slots.values() for v in slots.values()
+    )
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\x08", b"\xff" * 16, (5).to_bytes(8, "little") + b"hello", (2).to_bytes(8, "little") + b"[]"]
+    "data",
+    [b"", b"\x08", b"\xff" * 16, (5).to_bytes(8, "little") + b"hello", (2).to_bytes(8, "little") + b"[]"],
 )
 def test_g5_bytes_that_are_no_dense_file_are_refused(data: bytes) -> None:
     with pytest.raises(CheckpointError, match="expected a safetensors"):
@@ -82,6 +87,8 @@ def test_a_schema_that_grew_keeps_what_still_fits(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING):
         dense_file.put(tensors, model, optimizer, same_schema=False)
     after = dense_file.take(model, optimizer)
-    assert (after["model.0.weight"] == fresh).all() and (after["model.1.weight"] == tensors["model.1.weight"]).all()
+    assert (after["model.0.weight"] == fresh).all() and (
+        after["model.1.weight"] == tensors["model.1.weight"]
+    ).all()
     assert "model.0.weight begin from their initial values" in caplog.text
     assert np.array_equal(after["optimizer.1.weight.exp_avg"], tensors["optimizer.1.weight.exp_avg"])

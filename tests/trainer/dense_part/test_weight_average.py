@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from models.inputs import build_inputs
-from roo.decode import Decoder
-from roo.lookup import build_lookup
+from roostream.models.inputs import build_inputs
+from roostream.wire.decode import Decoder
+from roostream.wire.lookup import build_lookup
 from tests.trainer import samples
 from tests.trainer.fake_shard import FakeShard
 from tests.trainer.fleets import Fleet, fake_shard, rows_of
@@ -26,7 +26,10 @@ N24 = samples.records(list(range(1, 25)))
 
 def trained(steps: int, average: int) -> tuple[list[float], float]:
     """A weight behind each step, and its average behind the last."""
-    weight, scoring = nn.Parameter(torch.tensor([4.0])), nn.ParameterDict({"w": nn.Parameter(torch.tensor([4.0]))})
+    weight, scoring = (
+        nn.Parameter(torch.tensor([4.0])),
+        nn.ParameterDict({"w": nn.Parameter(torch.tensor([4.0]))}),
+    )
     optimizer = DenseAdam([("w", weight)], learning_rate=0.5)
     optimizer.average = WeightAverage(scoring, average)  # type: ignore[arg-type]
     seen = []
@@ -94,7 +97,9 @@ def test_what_is_told_of_a_request_is_what_the_average_says_before_its_step() ->
 
 def test_what_is_only_scored_is_scored_by_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     built = build(N24, freeze_at_ms=1)
-    monkeypatch.setattr(built.loop.model, "forward", lambda inputs: pytest.fail("the weights in training were asked"))
+    monkeypatch.setattr(
+        built.loop.model, "forward", lambda inputs: pytest.fail("the weights in training were asked")
+    )
     built.train_all()
     assert built.loop.counts.frozen == len(built.predicted) == 24
 
@@ -121,7 +126,9 @@ def test_the_dense_file_s_model_is_what_scores() -> None:
     loop = build(N24).train_all().loop
     shared = loop.snapshot().shared
     for prefix, model in (("model.", loop.descent.scorer), ("trained.", loop.model)):
-        assert same({k.removeprefix(prefix): v for k, v in shared.items() if k.startswith(prefix)}, weights(model))
+        assert same(
+            {k.removeprefix(prefix): v for k, v in shared.items() if k.startswith(prefix)}, weights(model)
+        )
 
 
 def test_a_file_without_one_begins_it_at_the_weights() -> None:

@@ -8,8 +8,8 @@ import json
 import numpy as np
 import torch
 
-from models.sequence.jagged_targets import build_jagged_targets
-from models.sequence.pointwise_attention import pointwise_attention
+from roostream.models.sequence.jagged_targets import build_jagged_targets
+from roostream.models.sequence.pointwise_attention import pointwise_attention
 from trainer.device.hstu_attention import kernel_attention
 
 CASES = {
@@ -25,19 +25,24 @@ def distances(case: str, dtype: torch.dtype, device: str, *, times: bool) -> dic
     lengths, targets, width = CASES[case]
     rng, size = np.random.default_rng(1), 3 * HEADS * width
     gap_ms_L = np.exp(rng.uniform(0, 25, sum(lengths))).astype(np.int64) if times else None
-    sequences = build_jagged_targets(np.array(lengths), gap_ms_L, np.array(targets, dtype=np.int32), MOST_HISTORY, device)
+    sequences = build_jagged_targets(
+        np.array(lengths), gap_ms_L, np.array(targets, dtype=np.int32), MOST_HISTORY, device
+    )
     tokens, found = len(sequences.source_S), []
     for attend in (pointwise_attention, kernel_attention):
         torch.manual_seed(0)
         x_SD3 = torch.randn(tokens, size).to(device, dtype).requires_grad_()
         biases = [torch.randn(n).to(device).requires_grad_() for n in (2 * MOST_HISTORY + 1, 129)]
         given_SD3 = x_SD3.float() if attend is pointwise_attention else x_SD3
-        out_SD = attend(given_SD3, sequences, biases[0], biases[1] if times else None, HEADS, MOST_HISTORY + 1.0)
+        out_SD = attend(
+            given_SD3, sequences, biases[0], biases[1] if times else None, HEADS, MOST_HISTORY + 1.0
+        )
         (out_SD.float() * torch.randn(tokens, size // 3).to(device)).sum().backward()
         leaves = {"x": x_SD3, "position": biases[0], "time": biases[1]}
         zero = torch.zeros(1, device=device)
         found.append(
-            {"out": out_SD.detach().float()} | {n: (zero if x.grad is None else x.grad.float()) for n, x in leaves.items()}
+            {"out": out_SD.detach().float()}
+            | {n: (zero if x.grad is None else x.grad.float()) for n, x in leaves.items()}
         )
     reference, ours = found
     return {n: float((ours[n] - x).norm() / x.norm().clamp_min(1e-9)) for n, x in reference.items()}

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from models.build import build_model
-from models.config import RankerConfig
-from models.inputs import Inputs, build_inputs
-from models.model import Targets
-from roo.batch import Batch
-from roo.lookup import build_lookup
+from roostream.models.build import build_model
+from roostream.models.config import RankerConfig
+from roostream.models.inputs import Inputs, build_inputs
+from roostream.models.model import Targets
+from roostream.wire.batch import Batch
+from roostream.wire.lookup import build_lookup
 from tests.models.kind_cases import CONFIGS
 from tests.models.model_cases import CASES, make_batch, make_rows, make_schema
 from tests.models.model_checks import trained_model
@@ -31,7 +31,9 @@ def test_the_forward_pass_asks_the_device_for_nothing(case: str) -> None:
     schema = make_schema(case)
     batch = make_batch(schema, [3, 0, 2])
     lookup = build_lookup(batch)
-    rows = {stack: torch.from_numpy(np.asarray(r)).to("meta") for stack, r in make_rows(schema, lookup).items()}
+    rows = {
+        stack: torch.from_numpy(np.asarray(r)).to("meta") for stack, r in make_rows(schema, lookup).items()
+    }
     model = build_model(schema, RankerConfig(), 0).to("meta")
     assert model(build_inputs(batch, lookup, rows, "meta")).shape == (5, len(schema.tasks))
 
@@ -52,7 +54,9 @@ def inputs_on(device: str, batch: Batch) -> Inputs:
 @gpu
 @needs_gpu
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_device_gives_what_the_host_gives_of_every_kind_and_its_forward_pass_waits_for_nothing(name: str) -> None:
+def test_a_device_gives_what_the_host_gives_of_every_kind_and_its_forward_pass_waits_for_nothing(
+    name: str,
+) -> None:
     schema = make_schema("everything")
     batch = make_batch(schema, [3, 0, 20, 2], seed=5)
     targets = Targets(torch.from_numpy(batch.label_BT), torch.from_numpy(batch.weight_BT))

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from models.sequence.hstu import SequentialUnit
+from roostream.models.sequence.hstu import SequentialUnit
 from tests.models.kind_cases import CONFIGS
 from tests.models.model_cases import make_schema
 from tests.models.model_checks import trained_model
@@ -19,7 +19,9 @@ from tests.trainer.device.kernel_checks import CASES, distances
 from trainer.device.hstu_attention import give_kernel, kernel_attention
 
 MOST = {torch.float32: 1e-5, torch.bfloat16: 0.01}
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton has no wheel for this platform")
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton has no wheel for this platform"
+)
 
 
 @needs_triton
@@ -41,7 +43,9 @@ def test_in_the_interpreter_the_kernels_are_the_reference_forward_and_back() -> 
 @pytest.mark.parametrize("times", [True, False])
 @pytest.mark.parametrize("dtype", list(MOST))
 @pytest.mark.parametrize("case", CASES)
-def test_on_a_device_the_kernels_are_the_reference_forward_and_back(case: str, dtype: torch.dtype, times: bool) -> None:
+def test_on_a_device_the_kernels_are_the_reference_forward_and_back(
+    case: str, dtype: torch.dtype, times: bool
+) -> None:
     found = distances(case, dtype, "cuda", times=times)
     assert all(far < MOST[dtype] for far in found.values()), found
 

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from models.attention import Squares, attend, attend_to_each_other, padded_to_each_other
-from models.candidate_groups import build_groups
-from models.config import ModelConfig, TwoTowerConfig
-from models.gather import gather, pool_bags
-from models.inputs import Inputs, build_inputs
-from models.model import Targets
-from models.row_modules import row_modules
-from roo.lookup import build_lookup
+from roostream.models.attention import Squares, attend, attend_to_each_other, padded_to_each_other
+from roostream.models.candidate_groups import build_groups
+from roostream.models.config import ModelConfig, TwoTowerConfig
+from roostream.models.gather import gather, pool_bags
+from roostream.models.inputs import Inputs, build_inputs
+from roostream.models.model import Targets
+from roostream.models.row_modules import row_modules
+from roostream.wire.lookup import build_lookup
 from tests.models.kind_cases import CONFIGS
 from tests.models.model_cases import make_batch, make_rows, make_schema
 from tests.models.model_checks import SMALL, trained_model
@@ -42,10 +42,14 @@ gpu = [
 DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
 
 
-def inputs_of(seed: int, device: str = "cpu", counts: tuple[int, ...] = (3, 0, 20, 2)) -> tuple[Inputs, Targets]:
+def inputs_of(
+    seed: int, device: str = "cpu", counts: tuple[int, ...] = (3, 0, 20, 2)
+) -> tuple[Inputs, Targets]:
     batch = make_batch(SCHEMA, list(counts), seed=seed)
     lookup = build_lookup(batch)
-    targets = Targets(torch.from_numpy(batch.label_BT).to(device), torch.from_numpy(batch.weight_BT).to(device))
+    targets = Targets(
+        torch.from_numpy(batch.label_BT).to(device), torch.from_numpy(batch.weight_BT).to(device)
+    )
     return build_inputs(batch, lookup, make_rows(SCHEMA, lookup), device, train=True), targets
 
 
@@ -72,7 +76,9 @@ def test_bfloat16_gives_nearly_what_float32_gives_and_keeps_float32(name: str, d
     assert half_BT.dtype == torch.float32 and {g.dtype for g in half.values()} == {torch.float32}
     assert full.keys() == half.keys()
     assert distance(full_BT, half_BT) < CLOSE
-    assert isinstance(EVERY[name], TwoTowerConfig) or not torch.equal(full_BT, half_BT), "it is computed otherwise"
+    assert isinstance(EVERY[name], TwoTowerConfig) or not torch.equal(full_BT, half_BT), (
+        "it is computed otherwise"
+    )
     every_full, every_half = (torch.cat([g.flatten() for g in each.values()]) for each in (full, half))
     assert distance(every_full, every_half) < CLOSE_BACK
 
@@ -109,7 +115,9 @@ def test_softmax_of_bfloat16_is_of_float32_scores(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch, "softmax", lambda x, dim: (seen.append(x.dtype), softmax(x, dim=dim))[1])
     own = torch.randn(5, 12, dtype=torch.bfloat16)
     groups = build_groups(np.array([2, 3]))
-    assert torch.equal(attend_to_each_other(own, groups, 2), padded_to_each_other(own, groups, 2)), "numpy knows no bfloat16"
+    assert torch.equal(attend_to_each_other(own, groups, 2), padded_to_each_other(own, groups, 2)), (
+        "numpy knows no bfloat16"
+    )
     assert seen == [torch.float32, torch.float32]
 
 
@@ -152,14 +160,22 @@ def bits(built: Built) -> Mapping[str, bytes]:
 
 
 def test_the_modules_that_are_compiled_are_the_outermost_ones_from_rows_to_rows() -> None:
-    assert [type(module).__name__ for module in row_modules(trained_model(SCHEMA))] == ["Mlp", "CrossNet", "Mlp", "Mlp", "Heads"]
+    assert [type(module).__name__ for module in row_modules(trained_model(SCHEMA))] == [
+        "Mlp",
+        "CrossNet",
+        "Mlp",
+        "Mlp",
+        "Heads",
+    ]
     assert row_modules(torch.nn.Linear(2, 2)) == []
 
 
 def test_where_nothing_can_be_compiled_one_sentence_says_why_and_training_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(numerics, "compiler_missing", lambda device_type: "nothing can be compiled here: no g++")
+    monkeypatch.setattr(
+        numerics, "compiler_missing", lambda device_type: "nothing can be compiled here: no g++"
+    )
     with caplog.at_level(logging.WARNING, "roostream.worker"):
         built = build(N24, compile=True)
     said = [r.getMessage() for r in caplog.records]
@@ -167,7 +183,9 @@ def test_where_nothing_can_be_compiled_one_sentence_says_why_and_training_goes_o
     assert bits(built.train_all()) == bits(build(N24).train_all())
 
 
-def test_a_model_without_modules_of_ours_is_not_compiled_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_without_modules_of_ours_is_not_compiled_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.WARNING, "roostream.worker"):
         compile_rows(torch.nn.Linear(2, 2), "cpu")
     assert "this kind of model has no module of ours from rows to rows" in caplog.text
@@ -183,7 +201,9 @@ def test_a_compiler_that_fails_is_a_reason_in_one_line(monkeypatch: pytest.Monke
 
 def test_a_host_without_a_setting_imports_no_compiler() -> None:
     code = "import sys; import trainer.loop, serving.scorer; print([m for m in ('torch._dynamo', 'triton') if m in sys.modules])"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100
+    )
     assert run.stdout.strip() == "[]"
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.build import build_model
-from models.inputs import Inputs, build_inputs, change_tensors
-from roo.lookup import build_lookup
+from roostream.models.build import build_model
+from roostream.models.inputs import Inputs, build_inputs, change_tensors
+from roostream.wire.lookup import build_lookup
 from tests.models.model_cases import make_batch, make_rows, make_schema
 from tests.models.model_checks import SMALL
 from tests.trainer import samples
@@ -107,7 +107,11 @@ def test_the_copy_is_one_and_shares_no_byte_between_tensors() -> None:
     lane = LateLane()
     staged = Staging(lane).stage(inputs_of(1))
     assert [entry for entry in lane.log if entry.startswith("copy")] == ["copy 0"]
-    spans = sorted((x.data_ptr(), x.data_ptr() + x.numel() * x.element_size()) for x in tensors(staged.inputs) if x.numel())
+    spans = sorted(
+        (x.data_ptr(), x.data_ptr() + x.numel() * x.element_size())
+        for x in tensors(staged.inputs)
+        if x.numel()
+    )
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
     base = staged.copied.device_N.data_ptr()
     assert all((start - base) % 256 == 0 for start, _ in spans)
@@ -182,7 +186,9 @@ def test_a_model_gives_the_same_bits_of_what_was_staged() -> None:
     for each in (inputs, staged.inputs):
         logits_BT = model(each)
         logits_BT.square().sum().backward()
-        found.append([logits_BT, *(rows_UD.grad for rows_UD in each.rows.values() if rows_UD.grad is not None)])
+        found.append(
+            [logits_BT, *(rows_UD.grad for rows_UD in each.rows.values() if rows_UD.grad is not None)]
+        )
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 

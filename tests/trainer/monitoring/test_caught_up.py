@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from runtime.clock import FakeClock
-from runtime.kafka.record_reader import PartitionLag
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.kafka.record_reader import PartitionLag
 from trainer.monitoring.caught_up import CaughtUp, Course, Liveness, Observation, Standing
 from trainer.monitoring.partition_watch import Patience
 from trainer.monitoring.watch import watch_of
@@ -57,9 +57,13 @@ def live(watch: CaughtUp, *, position: int = 50, until_s: float = 3) -> CaughtUp
 def test_rates_begin_anew_when_a_partition_goes_to_another_worker() -> None:
     watch = watching()
     for second in range(3):
-        before = watch.observe({P0: at(10 * second, 100), P1: at(20 * second, 100)}, second, expected=(P0, P1)).overall
+        before = watch.observe(
+            {P0: at(10 * second, 100), P1: at(20 * second, 100)}, second, expected=(P0, P1)
+        ).overall
     assert before.consumption is not None and before.consumption.value == pytest.approx(30)
-    assert watch.observe({P0: at(30, 100)}, 3, expected=(P0,)).overall.consumption is None, "sums of others can't be compared"
+    assert watch.observe({P0: at(30, 100)}, 3, expected=(P0,)).overall.consumption is None, (
+        "sums of others can't be compared"
+    )
     after = watch.observe({P0: at(40, 100)}, 4, expected=(P0,)).overall
     assert after.consumption is not None and after.consumption.value == pytest.approx(10)
 
@@ -86,7 +90,9 @@ def test_handed_out_history_is_initial_until_the_stream_and_then_no_more() -> No
     late = watching()
     behind = at(10, 100, at_ms=10_000, newest_ms=100_000)
     assert late.observe({P0: behind}, 0, course=Course.STREAM).overall.state is Liveness.CATCHING_UP
-    assert watching().observe({P0: behind}, 0).overall.state is Liveness.INITIAL, "without phases: it was there at the start"
+    assert watching().observe({P0: behind}, 0).overall.state is Liveness.INITIAL, (
+        "without phases: it was there at the start"
+    )
 
 
 def test_who_waits_for_the_next_units_is_not_stalled_and_who_has_some_is() -> None:
@@ -103,7 +109,9 @@ def test_a_lag_a_little_too_large_for_a_moment_changes_nothing() -> None:
     assert look(watch, at(50, 60, **over), 4).state is Liveness.CAUGHT_UP
     assert look(watch, at(60, 60, at_ms=51_500, newest_ms=51_500), 5).state is Liveness.CAUGHT_UP
     assert look(watch, at(60, 70, at_ms=51_500, newest_ms=53_000), 6).state is Liveness.CAUGHT_UP
-    assert look(watch, at(60, 70, at_ms=51_500, newest_ms=53_000), 8.5).state is Liveness.CATCHING_UP, "it stays too large"
+    assert look(watch, at(60, 70, at_ms=51_500, newest_ms=53_000), 8.5).state is Liveness.CATCHING_UP, (
+        "it stays too large"
+    )
 
 
 def test_a_lag_of_more_than_twice_the_bound_is_no_moment_s() -> None:
@@ -118,7 +126,9 @@ def test_a_lag_that_surely_grows_is_falling_behind_until_it_surely_shrinks() -> 
     for second in range(1, 61):
         rate = 10 if second <= 30 else 40  # of consumption; 20 arrive
         consumed = 10 * min(second, 30) + 40 * max(second - 30, 0)
-        found = look(watch, at(consumed, 20 * second + 400, at_ms=consumed, newest_ms=900_000 + second), float(second))
+        found = look(
+            watch, at(consumed, 20 * second + 400, at_ms=consumed, newest_ms=900_000 + second), float(second)
+        )
         states.append((rate, found.state))
     assert (10, Liveness.FALLING_BEHIND) in states and (40, Liveness.CATCHING_UP) in states
     changes = [b for a, b in itertools.pairwise(states) if a[1] is not b[1]]
@@ -135,7 +145,9 @@ def test_no_data_is_not_an_error_and_idle_in_the_end() -> None:
     assert found.state is Liveness.CAUGHT_UP and found.eta == (0, 0, 0) and found.lag_ms == 0
     assert watch.observe({P0: at(0, 0), P1: at(0, 0)}, 61).overall.state is Liveness.IDLE
     first = at(3, 4, at_ms=500, newest_ms=900)
-    assert watch.observe({P0: first, P1: at(0, 0)}, 62).overall.state is Liveness.CAUGHT_UP, "what comes is as live as before"
+    assert watch.observe({P0: first, P1: at(0, 0)}, 62).overall.state is Liveness.CAUGHT_UP, (
+        "what comes is as live as before"
+    )
 
 
 def test_a_worker_without_partitions_is_idle() -> None:
@@ -150,7 +162,10 @@ def test_an_idle_partition_neither_freezes_nor_blocks_the_others() -> None:
     assert {p: s.state for p, s in found.partitions.items()} == {P0: Liveness.IDLE, P1: Liveness.CAUGHT_UP}
     assert (found.overall.state, found.overall.lag_ms) == (Liveness.CAUGHT_UP, 0)
     behind = at(710, 900, at_ms=70_000, newest_ms=99_000)
-    assert watch.observe({P0: at(5, 5, at_ms=5, newest_ms=5), P1: behind}, 70).overall.state is Liveness.CATCHING_UP
+    assert (
+        watch.observe({P0: at(5, 5, at_ms=5, newest_ms=5), P1: behind}, 70).overall.state
+        is Liveness.CATCHING_UP
+    )
 
 
 def test_a_reading_that_can_not_be_taken_is_unknown_and_never_good() -> None:
@@ -175,7 +190,11 @@ def test_a_partition_that_moved_to_another_worker_is_forgotten() -> None:
     watch.observe({P0: at(5, 5), P1: at(0, 50)}, 0)
     assert watch.observe({P0: at(5, 5), P1: at(0, 50)}, 2).overall.state is Liveness.INITIAL
     after = watch.observe({P0: at(5, 5), P1: at(0, 50)}, 3, expected=(P0,))
-    assert after.overall.state is Liveness.CAUGHT_UP and list(after.partitions) == [P0] and after.overall.lag_records == 0
+    assert (
+        after.overall.state is Liveness.CAUGHT_UP
+        and list(after.partitions) == [P0]
+        and after.overall.lag_records == 0
+    )
 
 
 def test_the_partition_furthest_behind_decides() -> None:
@@ -203,7 +222,9 @@ def test_records_that_nobody_consumes_are_stalled() -> None:
     watch = live(watching())
     stuck = at(50, 90, at_ms=50_000, newest_ms=50_400)
     assert look(watch, stuck, 10).state is Liveness.CAUGHT_UP
-    assert look(watch, stuck, 40).state is Liveness.CATCHING_UP, "30 s unread is a lag, whatever the event times say"
+    assert look(watch, stuck, 40).state is Liveness.CATCHING_UP, (
+        "30 s unread is a lag, whatever the event times say"
+    )
     found = look(watch, stuck, 71)
     assert (found.state, found.reason) == (
         Liveness.STALLED,
@@ -238,13 +259,19 @@ def test_retention_that_passed_the_position_is_loud_and_counted() -> None:
     watch = live(watching(loud_s=100))
     overrun = look(watch, at(50, 300, at_ms=50_000, newest_ms=99_000, oldest=200), 4)
     assert overrun.state is Liveness.BLOCKED
-    assert overrun.reason == "samples-0: 150 records were deleted before they were read: retention is too short"
+    assert (
+        overrun.reason == "samples-0: 150 records were deleted before they were read: retention is too short"
+    )
     skipped = look(watch, at(50, 300, at_ms=50_000, newest_ms=99_000, oldest=50, lost=150), 5)
     assert skipped.lost_records == 150 and skipped.state is Liveness.CATCHING_UP
     resumed = look(watch, at(210, 300, at_ms=90_000, newest_ms=99_000, oldest=200, lost=150), 6)
-    assert resumed.consumption is not None and resumed.consumption.value == pytest.approx(10 / 6), "the way over the gap is none"
+    assert resumed.consumption is not None and resumed.consumption.value == pytest.approx(10 / 6), (
+        "the way over the gap is none"
+    )
     later = look(watch, at(250, 300, at_ms=90_000, newest_ms=99_000, oldest=200, lost=150), 7)
-    assert later.consumption is not None and later.consumption.value == pytest.approx(50 / 7), "it is crossed once"
+    assert later.consumption is not None and later.consumption.value == pytest.approx(50 / 7), (
+        "it is crossed once"
+    )
     for second in range(8, 104):
         found = look(watch, at(300, 300, at_ms=99_000, newest_ms=99_000, oldest=200, lost=150), second)
         assert found.reason == "samples-0: 150 records were gone before they were read"
@@ -263,7 +290,9 @@ def test_a_log_that_ends_before_what_was_read_is_blocked_and_not_caught_up() -> 
     watch = live(watching())
     cut = at(50, 20, at_ms=50_000, newest_ms=20_000)
     look(watch, cut, 4)
-    assert look(watch, cut, 6).state is not Liveness.BLOCKED, "the end may have been asked for before the records were read"
+    assert look(watch, cut, 6).state is not Liveness.BLOCKED, (
+        "the end may have been asked for before the records were read"
+    )
     found = look(watch, cut, 16)
     assert found.state is Liveness.BLOCKED and "records were lost" in found.reason
 
@@ -291,11 +320,15 @@ def test_g8_producers_whose_clock_was_wrong_for_a_while_neither_hide_nor_invent_
     for second in range(120):
         now_ms = 1000 * second + (jump_ms if 30 <= second < 40 else 0)
         newest = max(newest, now_ms)
-        states = look(watch, at(10 * second + 8, 10 * second + 10, at_ms=now_ms, newest_ms=newest), second).state
+        states = look(
+            watch, at(10 * second + 8, 10 * second + 10, at_ms=now_ms, newest_ms=newest), second
+        ).state
         if second > 10:
             assert states is Liveness.CAUGHT_UP or (second < 45 and states is Liveness.CATCHING_UP), second
     for second in range(120, 150):  # nothing is consumed any more: no event time of before can make that good
-        found = look(watch, at(1198, 10 * second + 10, at_ms=now_ms, newest_ms=max(newest, 1000 * second)), second)
+        found = look(
+            watch, at(1198, 10 * second + 10, at_ms=now_ms, newest_ms=max(newest, 1000 * second)), second
+        )
     assert found.state in (Liveness.CATCHING_UP, Liveness.FALLING_BEHIND) and found.lag_ms is not None
     assert found.lag_ms >= 29_000
 

@@ -34,7 +34,10 @@ def test_a_cell_says_what_the_exact_metrics_say() -> None:
 
 def test_the_base_rate_predictor_that_is_beaten_is_the_one_that_was_known_before() -> None:
     cells, n = Cells(("click",)), 4000
-    label_BT, weight_BT = (np.arange(n) % 4 == 0).astype(np.float32)[:, None], np.ones((n, 1), dtype=np.float32)
+    label_BT, weight_BT = (
+        (np.arange(n) % 4 == 0).astype(np.float32)[:, None],
+        np.ones((n, 1), dtype=np.float32),
+    )
     for start in range(0, n, 50):
         rows = slice(start, start + 50)
         base_BT = np.broadcast_to(cells.rates_T(("a",)), (50, 1))

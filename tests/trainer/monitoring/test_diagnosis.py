@@ -33,7 +33,9 @@ def test_a_row_that_is_not_finite_is_named_with_what_it_spoils() -> None:
     built, chunk = given()
     found = diagnosis(poisoned(built, 2).loop, chunk)
     assert [line for line in found if line.startswith("rows of stack")] != []
-    assert "scores of task click: 3 of 12 numbers are not finite" in found and "the loss is not finite" in found
+    assert (
+        "scores of task click: 3 of 12 numbers are not finite" in found and "the loss is not finite" in found
+    )
     assert any(line.startswith("gradient of dense weight") for line in found)
     assert not any(line.startswith("dense weight") for line in found)
 
@@ -68,4 +70,7 @@ def test_what_can_t_be_found_out_is_told_behind_what_can(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(built.loop.model, "loss", fail)
     found = diagnosis(poisoned(built, 2).loop, chunk)
-    assert found[0].startswith("rows of stack") and found[-1] == "the rest could not be found out: RuntimeError('no memory')"
+    assert (
+        found[0].startswith("rows of stack")
+        and found[-1] == "the rest could not be found out: RuntimeError('no memory')"
+    )

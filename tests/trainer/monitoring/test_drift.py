@@ -7,10 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from roo.batch import Batch
-from roo.distributions.histograms import BINS
-from roo.lookup import build_lookup
-from roo.schema_file import schema_from_dict
+from roostream.schema.schema_file import schema_from_dict
+from roostream.wire.batch import Batch
+from roostream.wire.feature_histograms import BINS
+from roostream.wire.lookup import build_lookup
 from tests.models.model_cases import make_batch, make_schema
 from trainer.monitoring.drift import MOST_FEATURES, Drift, SeenIds
 
@@ -52,7 +52,8 @@ def test_a_feature_of_other_values_moves_its_own_psi_alone() -> None:
             drift,
             dataclasses.replace(
                 batch,
-                nro_float_BF=batch.nro_float_BF * np.array([50, 1] + [1] * (batch.nro_float_BF.shape[1] - 2), dtype=np.float32),
+                nro_float_BF=batch.nro_float_BF
+                * np.array([50, 1] + [1] * (batch.nro_float_BF.shape[1] - 2), dtype=np.float32),
             ),
         )
     told = drift.report()["psi"]

@@ -26,7 +26,13 @@ def draw(seed: int, requests: int = 40, levels: int = 7, tasks: int = 1) -> tupl
     shape = (len(index_B), tasks)
     score_BT = (rng.integers(1, levels + 1, shape) / (levels + 2)).astype(np.float32)
     label_BT = (rng.random(shape) < 0.3).astype(np.float32)
-    return score_BT, label_BT, np.ones(shape, dtype=np.float32), index_B, 1000 * np.arange(requests, dtype=np.int64)
+    return (
+        score_BT,
+        label_BT,
+        np.ones(shape, dtype=np.float32),
+        index_B,
+        1000 * np.arange(requests, dtype=np.int64),
+    )
 
 
 def brute_auc(score: np.ndarray, label: np.ndarray, weight: np.ndarray) -> float:
@@ -50,7 +56,9 @@ def brute_order(score: np.ndarray, label: np.ndarray) -> tuple[float, float]:
     return float(np.mean(mrr)), float(np.mean(ndcg))
 
 
-def counted(*batches: tuple[np.ndarray, ...], tasks: tuple[str, ...] = ("click",), max_scores: int = 1 << 18) -> Metrics:
+def counted(
+    *batches: tuple[np.ndarray, ...], tasks: tuple[str, ...] = ("click",), max_scores: int = 1 << 18
+) -> Metrics:
     metrics = Metrics(tasks, max_scores)
     for batch in batches:
         metrics.update(*batch)
@@ -82,7 +90,9 @@ def test_auc_is_exact_for_any_scores(pairs: list[tuple[float, bool]]) -> None:
     if positive.all() or not positive.any():
         assert counts.auc() is None
     else:
-        assert counts.auc() == pytest.approx(brute_auc(score, positive.astype(float), np.ones(len(score))), abs=1e-12)
+        assert counts.auc() == pytest.approx(
+            brute_auc(score, positive.astype(float), np.ones(len(score))), abs=1e-12
+        )
 
 
 def test_beyond_max_scores_memory_is_bounded_and_the_error_certified() -> None:
@@ -107,7 +117,9 @@ def test_request_metrics_are_the_mean_over_all_orders_of_equal_scores() -> None:
         n = int(rng.integers(2, 7))
         score = (rng.integers(1, 4, (n, 1)) / 8).astype(np.float32)
         label = (rng.random((n, 1)) < 0.4).astype(np.float32)
-        batches.append((score, label, np.ones((n, 1), dtype=np.float32), np.zeros(n, dtype=np.int64), np.array([r])))
+        batches.append(
+            (score, label, np.ones((n, 1), dtype=np.float32), np.zeros(n, dtype=np.int64), np.array([r]))
+        )
         if 0 < label.sum() < n:
             aucs.append(brute_auc(score[:, 0], label[:, 0], np.ones(n)))
             orders.append(brute_order(score[:, 0], label[:, 0]))
@@ -120,7 +132,9 @@ def test_ndcg_looks_at_ten_ranks_only() -> None:
     score = np.linspace(0.9, 0.1, 12, dtype=np.float32)[:, None]
     label = np.zeros((12, 1), dtype=np.float32)
     label[[1, 11]] = 1
-    report = counted((score, label, np.ones_like(label), np.zeros(12, dtype=np.int64), np.array([0]))).report()
+    report = counted(
+        (score, label, np.ones_like(label), np.zeros(12, dtype=np.int64), np.array([0]))
+    ).report()
     assert report["ndcg@10"] == pytest.approx((1 / math.log2(3)) / (1 + 1 / math.log2(3)), abs=1e-12)
     assert report["mrr"] == pytest.approx((1 / 2 + 1 / 12) / 2, abs=1e-12)
 
@@ -132,7 +146,18 @@ def test_many_requests_in_one_update_equal_one_update_each() -> None:
         for r in range(len(time))
     ]
     whole, parts = counted((score, label, weight, index, time)).report(), counted(*split).report()
-    for key in ("requests", "candidates", "auc", "request_auc", "mrr", "ndcg@10", "ne", "calibration", "first_ms", "last_ms"):
+    for key in (
+        "requests",
+        "candidates",
+        "auc",
+        "request_auc",
+        "mrr",
+        "ndcg@10",
+        "ne",
+        "calibration",
+        "first_ms",
+        "last_ms",
+    ):
         assert whole[key] == pytest.approx(parts[key], abs=1e-12), key
 
 
@@ -145,10 +170,14 @@ def test_one_update_of_several_counts_each_requests_own() -> None:
         mine_R = of_R == number
         mine_B = mine_R[index]
         alone = Metrics(["click"], 1 << 18)
-        alone.update(score[mine_B], label[mine_B], weight[mine_B], (np.cumsum(mine_R) - 1)[index[mine_B]], time[mine_R])
+        alone.update(
+            score[mine_B], label[mine_B], weight[mine_B], (np.cumsum(mine_R) - 1)[index[mine_B]], time[mine_R]
+        )
         for key, value in alone.report().items():
             if key != "tasks":
-                assert metrics.report()[key] == (value if value is None else pytest.approx(value, abs=1e-12)), key
+                assert metrics.report()[key] == (
+                    value if value is None else pytest.approx(value, abs=1e-12)
+                ), key
 
 
 def test_ne_equals_torchrecs() -> None:
@@ -179,17 +208,26 @@ def test_weight_zero_leaves_a_candidate_out_of_that_task_only() -> None:
     report = counted((score, label, weight, index, time), tasks=("click", "long_read")).report()
     tasks = report["tasks"]
     assert isinstance(tasks, dict)
-    assert tasks["click"]["candidates"] == len(index) and tasks["long_read"]["candidates"] == len(index) - len(index) // 2
+    assert (
+        tasks["click"]["candidates"] == len(index)
+        and tasks["long_read"]["candidates"] == len(index) - len(index) // 2
+    )
     kept = weight[:, 1] > 0
-    assert tasks["long_read"]["auc"] == pytest.approx(brute_auc(score[kept, 1], label[kept, 1], weight[kept, 1]), abs=1e-12)
+    assert tasks["long_read"]["auc"] == pytest.approx(
+        brute_auc(score[kept, 1], label[kept, 1], weight[kept, 1]), abs=1e-12
+    )
     assert report["auc"] == tasks["click"]["auc"]
 
 
 def test_what_is_not_defined_is_none_and_the_report_is_json() -> None:
     nothing = Metrics(["click"]).report()
-    assert nothing["requests"] == 0 and all(nothing[k] is None for k in ("ne", "auc", "request_auc", "calibration", "first_ms"))
+    assert nothing["requests"] == 0 and all(
+        nothing[k] is None for k in ("ne", "auc", "request_auc", "calibration", "first_ms")
+    )
     score = np.full((2, 1), 0.5, dtype=np.float32)
-    only_negatives = counted((score, 0 * score, np.ones_like(score), np.zeros(2, dtype=np.int64), np.array([7]))).report()
+    only_negatives = counted(
+        (score, 0 * score, np.ones_like(score), np.zeros(2, dtype=np.int64), np.array([7]))
+    ).report()
     assert all(only_negatives[k] is None for k in ("ne", "auc", "request_auc", "mrr", "calibration"))
     json.dumps([nothing, only_negatives, counted(draw(1)).report()], allow_nan=False)
 
@@ -232,7 +270,9 @@ def test_an_amount_has_an_error_in_its_own_unit_that_merges_and_is_kept() -> Non
     assert parts[2].report()["mae"] == pytest.approx(expected)
     told = [{**summary(part.report()), "sums": part.sums()} for part in (metrics, parts[1])]
     assert pooled(told)["tasks"]["read_s"]["mae"] == pytest.approx(expected)
-    assert "mae" not in counted(draw(3)).report() and "click.amount" not in counted(draw(3)).state(), "of an event there is none"
+    assert "mae" not in counted(draw(3)).report() and "click.amount" not in counted(draw(3)).state(), (
+        "of an event there is none"
+    )
 
 
 def test_merged_workers_report_what_one_worker_would() -> None:
@@ -271,7 +311,9 @@ def test_daily_metrics_split_by_request_time() -> None:
     daily.update(score, label, weight, index, time)
     report = daily.report()
     measured = index >= 10
-    expected = counted((score[measured], label[measured], weight[measured], index[measured] - 10, time[10:])).report()
+    expected = counted(
+        (score[measured], label[measured], weight[measured], index[measured] - 10, time[10:])
+    ).report()
     assert report["measured"] == expected
     by_day = report["by_day"]
     assert isinstance(by_day, dict) and list(by_day) == ["1970-01-01", "1970-01-02", "1970-01-03"]

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.build import build_model
-from roo.errors import ConfigError
-from runtime import tensor_file
+from roostream.errors import ConfigError
+from roostream.models.build import build_model
+from roostream.runtime import tensor_file
 from tests.trainer import samples
 from tests.trainer.loops import Built, build
 from tests.trainer.memory_store import MemoryStore
@@ -51,7 +51,11 @@ def test_training_is_bit_equal_with_and_without_a_copy_beside_it() -> None:
 def test_the_copy_is_counted_on_the_steps_that_it_scores(every: int, candidates: int) -> None:
     loop = with_copy(every).train_all().loop
     told = loop.own.windowed.report(loop.watermark_ms)["shadow"]
-    assert told["shadow"]["all"]["click"]["candidates"] == told["live"]["all"]["click"]["candidates"] == candidates
+    assert (
+        told["shadow"]["all"]["click"]["candidates"]
+        == told["live"]["all"]["click"]["candidates"]
+        == candidates
+    )
     assert told["shadow"]["all"]["click"]["ne"] != told["live"]["all"]["click"]["ne"], "the copy stands still"
 
 
@@ -64,7 +68,9 @@ def test_the_copy_has_the_weights_that_were_kept() -> None:
 
 
 def test_a_version_that_is_not_there_or_of_another_schema_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"expected shadow to name a committed version \(there is none\), got '9-9'"):
+    with pytest.raises(
+        ConfigError, match=r"expected shadow to name a committed version \(there is none\), got '9-9'"
+    ):
         frozen_copy(MemoryStore(), "9-9", samples.schema(), "cpu", 1)
     with pytest.raises(ConfigError, match="expected a shadow of schema"):
         frozen_copy(stored("0" * 16), "1-3", samples.schema(), "cpu", 1)
@@ -87,6 +93,12 @@ def test_windows_and_slices_come_back_with_a_rollback() -> None:
 
 def counts(told: dict[str, Any]) -> dict[str, Any]:
     """Candidates and base rates, which don't depend on the rows (a fake shard doesn't roll back)."""
-    found = {slice_: {v: windows["all"]["click"] for v, windows in values.items()} for slice_, values in told["slices"].items()}
+    found = {
+        slice_: {v: windows["all"]["click"] for v, windows in values.items()}
+        for slice_, values in told["slices"].items()
+    }
     found["windows"] = {window: tasks["click"] for window, tasks in told["windows"].items()}
-    return {name: {v: (n["candidates"], n["base_rate"]) for v, n in values.items()} for name, values in found.items()}
+    return {
+        name: {v: (n["candidates"], n["base_rate"]) for v, n in values.items()}
+        for name, values in found.items()
+    }

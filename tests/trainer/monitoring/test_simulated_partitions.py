@@ -7,7 +7,7 @@ import dataclasses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.kafka.record_reader import PartitionLag
+from roostream.runtime.kafka.record_reader import PartitionLag
 from trainer.monitoring.caught_up import CaughtUp, Liveness
 from trainer.monitoring.partition_watch import Patience
 
@@ -109,7 +109,11 @@ def test_good_is_never_said_of_records_that_wait_and_every_count_is_true(
     assert sum(found.state_seconds.values()) == len(steps) - 1
 
 
-@given(st.lists(st.tuples(st.integers(0, 30), st.sampled_from([0, -7_200_000, 7_200_000])), min_size=30, max_size=80))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 30), st.sampled_from([0, -7_200_000, 7_200_000])), min_size=30, max_size=80
+    )
+)
 @settings(max_examples=40, deadline=None)
 def test_whoever_reads_everything_at_once_is_good_soon_and_stays_so(seconds: list[tuple[int, int]]) -> None:
     """Also where the producers' clocks jump: nothing waits, so nothing is late."""

@@ -7,9 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from roo.batch import TEXT, Batch
-from roo.errors import ConfigError
-from roo.schema_file import schema_from_dict
+from roostream.errors import ConfigError
+from roostream.schema.schema_file import schema_from_dict
+from roostream.wire.batch import TEXT, Batch
 from tests.models.model_cases import make_batch, make_schema
 from trainer.monitoring.slices import slicers
 from trainer.monitoring.windowed import MOST_VALUES, Windowed
@@ -28,11 +28,19 @@ def batch_of(seed: int = 0, *, close_ms: int = T0, requests: int = 8, partition:
     )
 
 
-def count(windowed: Windowed, batch: Batch, watermark_ms: int | None = None, shadow: float | None = None) -> None:
+def count(
+    windowed: Windowed, batch: Batch, watermark_ms: int | None = None, shadow: float | None = None
+) -> None:
     score_BT = np.full(batch.label_BT.shape, 0.3, dtype=np.float32)
     at_B = batch.partition_R[batch.request_index_B].astype(np.int64)
     shadow_BT = None if shadow is None else np.full_like(score_BT, shadow)
-    windowed.count(batch, at_B, score_BT, int(batch.close_ms_R.max()) if watermark_ms is None else watermark_ms, shadow_BT)
+    windowed.count(
+        batch,
+        at_B,
+        score_BT,
+        int(batch.close_ms_R.max()) if watermark_ms is None else watermark_ms,
+        shadow_BT,
+    )
 
 
 def made(*names: str) -> Windowed:
@@ -59,7 +67,9 @@ def test_what_is_of_another_time_than_the_watermark_is_in_no_window() -> None:
     windowed = made()
     count(windowed, batch_of(close_ms=T0 + 2 * H), watermark_ms=T0)
     count(windowed, batch_of(close_ms=T0 - 50 * H), watermark_ms=T0)
-    assert counted(windowed, T0) == {"all": 80, "1d": 40}, "two hours ahead may still be of the running part of a day"
+    assert counted(windowed, T0) == {"all": 80, "1d": 40}, (
+        "two hours ahead may still be of the running part of a day"
+    )
 
 
 def test_a_rollback_takes_back_what_was_counted_and_a_partition_can_move() -> None:
@@ -86,7 +96,9 @@ def test_slices_say_how_each_value_does() -> None:
     front_B = (batch.surface_R == b"front")[batch.request_index_B]
     for window in ("1h", "all"):
         assert found["front"][window][task]["candidates"] == front_B.sum()
-        assert found["front"][window][task]["base_rate"] == pytest.approx((batch.label_BT[front_B, 0] > 0).mean())
+        assert found["front"][window][task]["base_rate"] == pytest.approx(
+            (batch.label_BT[front_B, 0] > 0).mean()
+        )
 
 
 def test_values_beyond_the_bound_are_other_however_many_come() -> None:
@@ -95,7 +107,10 @@ def test_values_beyond_the_bound_are_other_however_many_come() -> None:
         texts = np.array([f"s{n}-{r}".encode() for r in range(8)], dtype=TEXT)
         count(windowed, dataclasses.replace(batch_of(n), surface_R=texts))
     found = windowed.report(T0)["slices"]["surface"]
-    assert len(found) == MOST_VALUES + 1 and found["other"]["all"]["click"]["candidates"] == (40 - MOST_VALUES) * 5
+    assert (
+        len(found) == MOST_VALUES + 1
+        and found["other"]["all"]["click"]["candidates"] == (40 - MOST_VALUES) * 5
+    )
 
 
 def test_a_frozen_copy_is_counted_beside_the_model_on_the_same_candidates() -> None:
@@ -106,13 +121,18 @@ def test_a_frozen_copy_is_counted_beside_the_model_on_the_same_candidates() -> N
     task = windowed.tasks[0]
     assert found["shadow"]["all"][task]["candidates"] == found["live"]["all"][task]["candidates"] == 40
     assert found["shadow"]["1h"][task]["ne"] > found["live"]["1h"][task]["ne"]
-    assert found["live"]["all"][task]["calibration"] == pytest.approx(found["shadow"]["all"][task]["calibration"] / 3)
+    assert found["live"]["all"][task]["calibration"] == pytest.approx(
+        found["shadow"]["all"][task]["calibration"] / 3
+    )
 
 
 FEATURES = {
     "tables": {"t": {"dim": 2}},
     "ro": [{"name": "hour", "kind": "float"}, {"name": "country", "kind": "ids", "table": "t"}],
-    "nro": [{"name": "age", "kind": "float", "online": "age_s"}, {"name": "topic", "kind": "ids", "table": "t"}],
+    "nro": [
+        {"name": "age", "kind": "float", "online": "age_s"},
+        {"name": "topic", "kind": "ids", "table": "t"},
+    ],
     "label": [{"name": "click", "action": "click", "fold": "any"}],
 }
 
@@ -134,7 +154,10 @@ def test_ages_floats_and_ids_have_names_of_their_own(transforms: list[dict[str, 
     assert [names[n] for n in number_B] == ["<10m", "<1h", "<6h", "<1d", ">=7d", "missing"]
     number_B, names = slicers(schema, ["hour"])[0].values(changed)
     assert [names[n] for n in number_B] == ["-2.."] * 6
-    for name, lists, rows in (("topic", batch.nro_lists, np.arange(6)), ("country", batch.ro_lists, np.zeros(6, dtype=int))):
+    for name, lists, rows in (
+        ("topic", batch.nro_lists, np.arange(6)),
+        ("country", batch.ro_lists, np.zeros(6, dtype=int)),
+    ):
         number_B, names = slicers(schema, [name])[0].values(changed)
         value, length = lists.values_of(name), lists.lengths_KN[0]
         starts = np.cumsum(length) - length

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from roo.errors import ConfigError
+from roostream.errors import ConfigError
 from trainer.next_item.movielens import INTERACTIONS, MOVIES, read_movielens
 
 FOLDER = Path(__file__).resolve().parents[4] / "shared" / "data" / "movielens_1m"
@@ -36,12 +36,17 @@ def test_interactions_keep_their_order_and_the_corpus_has_all_movies(tmp_path: P
         ({"rows": [*ROWS, "x,30-1"]}, "train.csv:4: expected a line that begins with a number, got b'x'"),
         ({"rows": [*ROWS, "3-6041"]}, "train.csv:4: expected a line that begins with a number, got b''"),
         ({"rows": [*ROWS, "3-6041,40-1"]}, "expected every movie of train.csv, got none with id 40"),
-        ({"movies": "ten::Toy Story::Comedy\n"}, "movies.dat:1: expected a line that begins with a number, got b'ten'"),
+        (
+            {"movies": "ten::Toy Story::Comedy\n"},
+            "movies.dat:1: expected a line that begins with a number, got b'ten'",
+        ),
         ({"member": "other.csv"}, "expected a zip file with train.csv"),
     ],
     ids=str,
 )
-def test_a_file_that_is_another_is_one_sentence(tmp_path: Path, changed: dict[str, object], said: str) -> None:
+def test_a_file_that_is_another_is_one_sentence(
+    tmp_path: Path, changed: dict[str, object], said: str
+) -> None:
     written(tmp_path, **changed)  # type: ignore[arg-type]
     with pytest.raises(ConfigError) as caught:
         read_movielens(tmp_path)
@@ -62,9 +67,13 @@ def test_a_zip_file_that_is_cut_is_told(tmp_path: Path) -> None:
         read_movielens(tmp_path)
 
 
-@pytest.mark.skipif(not FOLDER.is_dir(), reason="the evaluation data (../shared/data) are not on this machine")
+@pytest.mark.skipif(
+    not FOLDER.is_dir(), reason="the evaluation data (../shared/data) are not on this machine"
+)
 def test_the_real_files_are_the_published_ones_less_an_item_of_each_user() -> None:
     rated = read_movielens(FOLDER)
     assert len(rated.movie_N) == 1_000_209 - 6040 and len(rated.corpus_I) == 3883
     assert len(np.unique(rated.user_N)) == 6040 and np.bincount(rated.user_N)[1:].min() == 19
-    assert len(np.unique(rated.user_N * 10_000 + rated.movie_N)) == len(rated.movie_N), "nobody rates a movie twice"
+    assert len(np.unique(rated.user_N * 10_000 + rated.movie_N)) == len(rated.movie_N), (
+        "nobody rates a movie twice"
+    )

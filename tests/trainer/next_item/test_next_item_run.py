@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from roo.errors import ConfigError, RoostreamError
+from roostream.errors import ConfigError, RoostreamError
 from trainer.next_item.config import NextItemConfig
 from trainer.next_item.next_item_run import NextItemRun, run_next_item
 from trainer.next_item.user_sequences import TEST, VALIDATION, UserSequences
@@ -34,7 +34,9 @@ def test_what_follows_is_learned_from_what_came_before(model: str) -> None:
 def test_the_same_seed_trains_the_same_and_another_does_not() -> None:
     def losses(seed: int) -> list[float]:
         torch.manual_seed(99)
-        told = run_next_item(NextItemConfig(model="hstu", epochs=2, evaluate_every=1, seed=seed, **SMALL), chains(), ITEMS)
+        told = run_next_item(
+            NextItemConfig(model="hstu", epochs=2, evaluate_every=1, seed=seed, **SMALL), chains(), ITEMS
+        )
         return [each["loss"] for each in told["evaluations"]]
 
     assert losses(0) == losses(0) != losses(1)
@@ -46,7 +48,9 @@ def test_the_epoch_that_is_told_is_the_best_of_validation_and_every_evaluation_i
     told = run_next_item(config, chains(), ITEMS, lambda report: said.append(len(report["evaluations"])))
     assert [each["epoch"] for each in told["evaluations"]] == [2, 4, 5]
     assert said == [1, 2, 3]
-    assert told["best"]["validation"]["NDCG@10"] == max(each["validation"]["NDCG@10"] for each in told["evaluations"])
+    assert told["best"]["validation"]["NDCG@10"] == max(
+        each["validation"]["NDCG@10"] for each in told["evaluations"]
+    )
 
 
 def test_an_evaluation_changes_nothing() -> None:
@@ -75,7 +79,9 @@ def test_a_device_that_is_not_there_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"), [({"heads": 3}, "a divisor of width = 50"), ({"device": "tpu"}, "cpu, cuda or cuda:N")], ids=str
+    ("given", "said"),
+    [({"heads": 3}, "a divisor of width = 50"), ({"device": "tpu"}, "cpu, cuda or cuda:N")],
+    ids=str,
 )
 def test_settings_that_cannot_be_are_refused(given: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):

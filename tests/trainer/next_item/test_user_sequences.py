@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from roo.errors import ConfigError
+from roostream.errors import ConfigError
 from trainer.next_item.user_sequences import (
     TEST,
     VALIDATION,

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from roo.errors import UnavailableError
-from roo.lookup import Lookup
-from runtime.kafka.topics import Partition
-from runtime.layout.bucket_map import BucketMap
+from roostream.errors import UnavailableError
+from roostream.runtime.bucket_map import BucketMap
+from roostream.runtime.kafka.topics import Partition
+from roostream.wire.lookup import Lookup
 from trainer.batches import Chunk
 from trainer.record_batches import RecordBatches
 from trainer.rows import PushTimes, Rows

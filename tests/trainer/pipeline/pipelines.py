@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from roo.decode import Decoder
-from roo.wire import Record
+from roostream.wire.decode import Decoder
+from roostream.wire.records import Record
 from tests.trainer import samples
 from tests.trainer.loops import Built, build
 from tests.trainer.pipeline.pace import Pace, PacedBatches, PacedRows
@@ -29,7 +29,12 @@ class Piped:
 
 @contextlib.contextmanager
 def pipelined(
-    records: Sequence[Record], *, staleness: int = 0, read_ahead: int = 2, seed: int | None = None, **settings: Any
+    records: Sequence[Record],
+    *,
+    staleness: int = 0,
+    read_ahead: int = 2,
+    seed: int | None = None,
+    **settings: Any,
 ) -> Iterator[Piped]:
     """Without a `seed` every thread goes at its own pace."""
     pace = Pace(seed or 0)
@@ -43,7 +48,9 @@ def pipelined(
 
         def open_source() -> PacedBatches:
             old: Any = wiring.source
-            source = PacedBatches(old.reader, Decoder(samples.schema(), {}.get), wiring.clock, max_wait_ms=old.max_wait_ms)
+            source = PacedBatches(
+                old.reader, Decoder(samples.schema(), {}.get), wiring.clock, max_wait_ms=old.max_wait_ms
+            )
             source.pace = pace
             return source
 
@@ -51,7 +58,9 @@ def pipelined(
         made.extend((source, rows))
 
         def feed(acts: Any) -> PipelinedFeed:
-            made.append(PipelinedFeed(acts, source, late, staleness=staleness, read_ahead=read_ahead, stages=stages))
+            made.append(
+                PipelinedFeed(acts, source, late, staleness=staleness, read_ahead=read_ahead, stages=stages)
+            )
             return made[-1]
 
         return dataclasses.replace(wiring, source=source, rows=late, feed=feed, stages=stages)

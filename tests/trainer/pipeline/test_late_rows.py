@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from roo.errors import UnavailableError
-from roo.lookup import Lookup, StackLookup
-from runtime.clock import FakeClock
-from runtime.layout.bucket_map import BucketMap
+from roostream.errors import UnavailableError
+from roostream.runtime.bucket_map import BucketMap
+from roostream.runtime.clock import FakeClock
+from roostream.wire.lookup import Lookup, StackLookup
 from trainer.pipeline.late_rows import LateRows
 from trainer.pipeline.pipelined_feed import num_shared
 from trainer.pipeline.stages import Stages

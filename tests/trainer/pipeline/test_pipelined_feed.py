@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roo.errors import UnavailableError
-from roo.wire import Record
+from roostream.errors import UnavailableError
+from roostream.wire.records import Record
 from tests.trainer import samples
 from tests.trainer.fake_shard import Row
 from tests.trainer.loops import Built, build
@@ -28,7 +28,13 @@ def state(built: Built) -> dict[str, Any]:
     at = built.loop.snapshot()
     own = {f"{p} {name}": value for p, cut in at.own.items() for name, value in cut.tensors.items()}
     bits = {name: value.tobytes() for name, value in (at.shared | own).items()}
-    return {**bits, **built.shard.bits(), "step": at.step, "watermark": at.watermark_ms, "progress": at.progress}
+    return {
+        **bits,
+        **built.shard.bits(),
+        "step": at.step,
+        "watermark": at.watermark_ms,
+        "progress": at.progress,
+    }
 
 
 def mixed(seed: int, count: int = 60) -> list[Record]:
@@ -48,7 +54,9 @@ def test_without_staleness_every_array_is_that_of_the_serial_loop(sizes: dict[st
     serial = build(records, exact=exact, **sizes).train_all()
     with pipelined(records, exact=exact, **sizes) as piped:
         assert state(piped.built.train_all()) == state(serial)
-        assert [p.SerializeToString() for p in piped.built.predicted] == [p.SerializeToString() for p in serial.predicted]
+        assert [p.SerializeToString() for p in piped.built.predicted] == [
+            p.SerializeToString() for p in serial.predicted
+        ]
         assert [x.offset for x in piped.built.letters] == [x.offset for x in serial.letters]
         assert piped.feed.most_staleness == piped.feed.num_shared == 0 and set(piped.rows.staleness) == {0}
 
@@ -109,7 +117,9 @@ def test_cuts_failures_and_restores_at_any_pace_leave_what_the_serial_loop_leave
 
 @settings(max_examples=8, deadline=None)
 @given(st.integers(1, 1 << 30), st.integers(1, 3))
-def test_with_staleness_all_is_applied_once_and_no_row_is_older_than_agreed(seed: int, staleness: int) -> None:
+def test_with_staleness_all_is_applied_once_and_no_row_is_older_than_agreed(
+    seed: int, staleness: int
+) -> None:
     records = mixed(seed, 40)
     serial = build(records, batch_requests=3).train_all()
     with pipelined(records, seed=seed, staleness=staleness, batch_requests=3) as piped:
@@ -184,12 +194,17 @@ def test_a_cut_drains_and_what_was_read_ahead_goes_on_behind_it(staleness: int) 
     with pipelined(N40, staleness=staleness) as piped:
         assert piped.built.loop.step()
         at = piped.built.loop.snapshot()
-        assert sum(at.progress.values()) == 4 and sum(len(cut.tensors["dedupe.id"]) for cut in at.own.values()) == 4
+        assert (
+            sum(at.progress.values()) == 4
+            and sum(len(cut.tensors["dedupe.id"]) for cut in at.own.values()) == 4
+        )
         assert piped.rows.num_pushed == 1 and all(item.early is None for item in piped.feed._ahead)
         assert piped.built.train_all().pushes() == dict.fromkeys(range(1, 41), 1)
 
 
-@pytest.mark.parametrize("again", [lambda built: built.loop.restore(built.loop.snapshot()), lambda built: built.loop.reset()])
+@pytest.mark.parametrize(
+    "again", [lambda built: built.loop.restore(built.loop.snapshot()), lambda built: built.loop.reset()]
+)
 def test_a_restore_and_a_reset_empty_it(again: Callable[[Built], None]) -> None:
     with pipelined(N40, staleness=1) as piped:
         for _ in range(2):

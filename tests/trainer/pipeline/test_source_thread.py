@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from roo.errors import UnavailableError
-from runtime.kafka.record_reader import PartitionLag
-from runtime.kafka.topics import Partition, Progress
+from roostream.errors import UnavailableError
+from roostream.runtime.kafka.record_reader import PartitionLag
+from roostream.runtime.kafka.topics import Partition, Progress
 from trainer.batches import Chunk
 from trainer.pipeline.source_thread import SourceThread
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from runtime.clock import FakeClock
+from roostream.runtime.clock import FakeClock
 from trainer.pipeline.stages import BESIDE, LOOP, STAGES, Stages
 
 

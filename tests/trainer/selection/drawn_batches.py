@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.batch import Batch
-from roo.block import encode_nro, encode_ro
-from roo.decode import Decoder
-from roo.schema_file import schema_from_dict
-from roo.wire import Record
+from roostream.schema.schema_file import schema_from_dict
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.batch import Batch
+from roostream.wire.block import encode_nro, encode_ro
+from roostream.wire.decode import Decoder
+from roostream.wire.records import Record
 
 TWO_STACKS = schema_from_dict(
     {
@@ -26,7 +26,10 @@ TWO_STACKS = schema_from_dict(
                 "column_tables": {"place": "place"},
             },
         ],
-        "nro": [{"name": "item", "kind": "ids", "table": "item"}, {"name": "owner", "kind": "ids", "table": "user"}],
+        "nro": [
+            {"name": "item", "kind": "ids", "table": "item"},
+            {"name": "owner", "kind": "ids", "table": "user"},
+        ],
         "label": [{"name": "click", "action": "click", "fold": "any"}],
     }
 )
@@ -37,7 +40,10 @@ def drawn_batch(seed: int, num_requests: int = 12) -> Batch:
     random, values = np.random.default_rng(seed), []
     for at in range(num_requests):
         n, length = int(random.integers(1, 4)), int(random.integers(0, 5))
-        history = {"item": random.integers(1, 9, length).tolist(), "place": random.integers(1, 9, length).tolist()}
+        history = {
+            "item": random.integers(1, 9, length).tolist(),
+            "place": random.integers(1, 9, length).tolist(),
+        }
         nro = {
             "item": [random.integers(1, 9, random.integers(0, 3)).tolist() for _ in range(n)],
             "owner": random.integers(1, 9, n).tolist(),
@@ -47,7 +53,9 @@ def drawn_batch(seed: int, num_requests: int = 12) -> Batch:
             sample_id=at + 1,
             close_reason=pb.CLOSE_WINDOW,
             close_ms=at + 1,
-            ro=encode_ro(TWO_STACKS, {"user": random.integers(1, 9, random.integers(0, 2)).tolist(), "seen": history}),
+            ro=encode_ro(
+                TWO_STACKS, {"user": random.integers(1, 9, random.integers(0, 2)).tolist(), "seen": history}
+            ),
             item_ids=list(range(n)),
             parts=[pb.Part(nro=encode_nro(TWO_STACKS, nro, n), num_rows=n)],
             labels=[0.0] * n,

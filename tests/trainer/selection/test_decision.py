@@ -9,13 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roo.batch import Batch
-from roo.decode import Decoder
-from roo.errors import ConfigError
-from roo.ids import splitmix64
+from roostream.errors import ConfigError
+from roostream.schema.ids import splitmix64
+from roostream.wire.batch import Batch
+from roostream.wire.decode import Decoder
 from tests.trainer import samples
 from trainer.selection.config import SelectionConfig
-from trainer.selection.decision import NEGATIVE, RANDOM, STALE, TRAINED, Decision, decide, drawn, without_positive
+from trainer.selection.decision import (
+    NEGATIVE,
+    RANDOM,
+    STALE,
+    TRAINED,
+    Decision,
+    decide,
+    drawn,
+    without_positive,
+)
 
 
 def batch_of(numbers: list[int]) -> Batch:
@@ -54,7 +63,9 @@ def test_a_label_without_weight_is_no_positive_and_one_that_a_correction_takes_b
     batch = dataclasses.replace(batch, label_BT=np.ones_like(before), weight_BT=np.zeros_like(before))
     assert without_positive(batch).all()
     before[0] = 1
-    batch = dataclasses.replace(batch, label_BT=np.zeros_like(before), label_before_BT=before, weight_BT=np.ones_like(before))
+    batch = dataclasses.replace(
+        batch, label_BT=np.zeros_like(before), label_before_BT=before, weight_BT=np.ones_like(before)
+    )
     assert without_positive(batch).tolist() == [False, True]
 
 
@@ -76,7 +87,9 @@ def test_what_is_kept_of_the_negatives_weighs_as_much_as_all_of_them() -> None:
     for seed in range(60):
         ids = np.random.default_rng(seed).integers(-(1 << 63), 1 << 63, n)
         batch = dataclasses.replace(batch, sample_id_R=ids)
-        weights.append(float(decide(batch, SelectionConfig(policy="negatives", keep=0.3), seed).weight_R.sum()))
+        weights.append(
+            float(decide(batch, SelectionConfig(policy="negatives", keep=0.3), seed).weight_R.sum())
+        )
     deviation = np.sqrt(n * 0.7 / 0.3 / len(weights))
     assert abs(np.mean(weights) - n) < 4 * deviation
     assert len(set(weights)) > 10, "and seeds draw differently"
@@ -89,7 +102,9 @@ def test_what_is_kept_stands_for_all_in_metrics(policy: str) -> None:
     batch = with_labels(batch_of(list(range(1, n + 1))), positive_R)
     for seed in range(60):
         ids = np.random.default_rng(seed).integers(-(1 << 63), 1 << 63, n)
-        found = decide(dataclasses.replace(batch, sample_id_R=ids), SelectionConfig(policy=policy, keep=0.25), seed)  # type: ignore[arg-type]
+        found = decide(
+            dataclasses.replace(batch, sample_id_R=ids), SelectionConfig(policy=policy, keep=0.25), seed
+        )  # type: ignore[arg-type]
         each = {"negatives": np.where(positive_R, 1.0, 4.0), "random": np.full(n, 4.0)}[policy]
         assert (found.stands_for_R == np.where(found.kept_R, each, 0)).all()
         stood.append(float(found.stands_for_R.sum()))
@@ -104,7 +119,9 @@ def test_random_judges_all_and_weighs_none() -> None:
 
 
 def test_inputs_without_stale_rows_stand_for_no_others() -> None:
-    with pytest.raises(ConfigError, match=r"'score': expected all or probe with policy = slipstream, got 'kept'"):
+    with pytest.raises(
+        ConfigError, match=r"'score': expected all or probe with policy = slipstream, got 'kept'"
+    ):
         SelectionConfig(policy="slipstream", score="kept")
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roo.lookup import Lookup, StackLookup
-from roo.schema import Schema
-from roo.schema_file import schema_from_dict
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import schema_from_dict
+from roostream.wire.lookup import Lookup, StackLookup
 from trainer.selection.config import DeferralConfig
 from trainer.selection.deferral import Deferral, Pushed
 
@@ -68,10 +68,18 @@ def by_hand(
     f, zero_D = np.float32, np.zeros(D, np.float32)
     for take, (ids, row_UD, gradient_UD, now_ms) in enumerate(batches, 1):
         for i, row_D in zip(ids, row_UD, strict=True):
-            its = known.setdefault(i, {"v": 0, "m": f(np.inf), "b": zero_D, "c": 0, "carried": 0, "pushed_ms": 0, "w": zero_D})
+            its = known.setdefault(
+                i, {"v": 0, "m": f(np.inf), "b": zero_D, "c": 0, "carried": 0, "pushed_ms": 0, "w": zero_D}
+            )
             if its["carried"]:
-                d = f(math.sqrt(sum((float(a) - float(b)) ** 2 for a, b in zip(row_D, its["w"], strict=True))) / its["carried"])
-                its["m"], its["carried"] = d if np.isinf(its["m"]) else f(0.9) * its["m"] + (f(1) - f(0.9)) * d, 0
+                d = f(
+                    math.sqrt(sum((float(a) - float(b)) ** 2 for a, b in zip(row_D, its["w"], strict=True)))
+                    / its["carried"]
+                )
+                its["m"], its["carried"] = (
+                    d if np.isinf(its["m"]) else f(0.9) * its["m"] + (f(1) - f(0.9)) * d,
+                    0,
+                )
             its["v"] += 1
             if its["v"] >= config.min_visits and np.isfinite(its["m"]):
                 recent = [*recent, its["m"]][-config.window :]
@@ -104,16 +112,22 @@ def test_what_is_pushed_is_what_a_dictionary_of_rows_would_push_to_the_bit(expir
     for step in range(150):
         ids = random.permutation(np.unique(random.zipf(1.4, 12) % 60)).tolist()
         scale_U1 = np.array([[0.01 if i % 3 else 1.0] for i in ids])
-        row_UD, gradient_UD = ((random.normal(size=(len(ids), D)) * scale_U1).astype(np.float32) for _ in range(2))
+        row_UD, gradient_UD = (
+            (random.normal(size=(len(ids), D)) * scale_U1).astype(np.float32) for _ in range(2)
+        )
         batches.append((ids, row_UD, gradient_UD, 5 * step))
     num_waited = 0
-    for (ids, *arrays, now_ms), expected in zip(batches, by_hand(config, batches, expire_after_ms // 4 or 1 << 62), strict=True):
+    for (ids, *arrays, now_ms), expected in zip(
+        batches, by_hand(config, batches, expire_after_ms // 4 or 1 << 62), strict=True
+    ):
         row_UD, gradient_UD = arrays
         keys = StackLookup(np.full(len(ids), deferral.schema.tables[0].id, np.uint32), np.array(ids), {})
         pushed = deferral.take(Lookup({STACK: keys}), {STACK: row_UD}, {STACK: gradient_UD}, now_ms)
         its = pushed.lookup.stacks[STACK]
         assert its.table_U.tolist() == [deferral.schema.tables[0].id] * len(expected)
-        assert [(i, g.tobytes()) for i, g in zip(its.id_U.tolist(), pushed.gradients[STACK], strict=True)] == expected
+        assert [
+            (i, g.tobytes()) for i, g in zip(its.id_U.tolist(), pushed.gradients[STACK], strict=True)
+        ] == expected
         num_waited += len(ids) - len(expected)
     assert num_waited > 50
 
@@ -244,9 +258,10 @@ def test_places_are_made_for_many_at_a_time_and_a_place_that_nobody_has_is_in_no
     assert len(its.rows) == 2000 and len(made) <= 10, "not for each batch"
     state = rows.deferral.state()
     prefix = f"deferral.{STACK}."
-    assert {len(state[prefix + name]) for name in ("table", "id", "b", "w", "v", "m", "c", "carried", "pushed_ms", "seen")} == {
-        2000
-    }
+    assert {
+        len(state[prefix + name])
+        for name in ("table", "id", "b", "w", "v", "m", "c", "carried", "pushed_ms", "seen")
+    } == {2000}
     for step in range(200, 900):
         rows.visit({10 * step + n: 1.0 for n in range(10)})
     assert max(len(its.b_ND), len(its.rows)) <= 1 << 12, "no more places than rows that may be"
@@ -255,7 +270,9 @@ def test_places_are_made_for_many_at_a_time_and_a_place_that_nobody_has_is_in_no
 def test_who_is_restored_from_what_was_kept_goes_on_in_the_same_bits() -> None:
     first = build(visits=4, max_rows=40)
     random = np.random.default_rng(2)
-    batches = [{int(i): float(random.normal()) for i in np.unique(random.integers(0, 60, 10))} for _ in range(120)]
+    batches = [
+        {int(i): float(random.normal()) for i in np.unique(random.integers(0, 60, 10))} for _ in range(120)
+    ]
     for gradients in batches[:70]:
         first.visit(gradients)
     kept = {name: value.copy() for name, value in first.deferral.state().items()}

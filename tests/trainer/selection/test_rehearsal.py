@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from roo.batch import Batch
-from roo.decode import Decoder
-from roo.errors import ConfigError
+from roostream.errors import ConfigError
+from roostream.wire.batch import Batch
+from roostream.wire.decode import Decoder
 from tests.trainer import samples
 from tests.trainer.loops import Built, build
 from tests.trainer.selection.drawn_batches import drawn_batch
@@ -45,10 +45,17 @@ def test_a_batch_comes_back_from_its_bytes_in_every_column() -> None:
         for field in dataclasses.fields(Batch):
             mine, theirs = getattr(batch, field.name), getattr(again, field.name)
             if isinstance(mine, np.ndarray):
-                assert mine.dtype == theirs.dtype and mine.shape == theirs.shape and mine.tobytes() == theirs.tobytes()
+                assert (
+                    mine.dtype == theirs.dtype
+                    and mine.shape == theirs.shape
+                    and mine.tobytes() == theirs.tobytes()
+                )
         for mine, theirs in ((batch.ro_lists, again.ro_lists), (batch.nro_lists, again.nro_lists)):
             assert mine.keys == theirs.keys and mine.columns.keys() == theirs.columns.keys()
-            assert mine.values.tolist() == theirs.values.tolist() and mine.lengths_KN.tolist() == theirs.lengths_KN.tolist()
+            assert (
+                mine.values.tolist() == theirs.values.tolist()
+                and mine.lengths_KN.tolist() == theirs.lengths_KN.tolist()
+            )
             assert all(mine.columns[name].tolist() == theirs.columns[name].tolist() for name in mine.columns)
 
 
@@ -75,7 +82,10 @@ def test_what_is_kept_is_bounded_in_bytes() -> None:
     for number in range(1, 9):
         few.keep(batch_of(number))
         assert few.num_bytes <= few.config.max_bytes
-    assert set(drawn(few)) == {(6,), (7,), (8,)} and few.report() == {"rehearsal_batches": 3, "rehearsal_bytes": few.num_bytes}
+    assert set(drawn(few)) == {(6,), (7,), (8,)} and few.report() == {
+        "rehearsal_batches": 3,
+        "rehearsal_bytes": few.num_bytes,
+    }
     few.keep(batch_of(*range(1, 200)))
     assert set(drawn(few)) == {(6,), (7,), (8,)}, "a batch that fits alone in no bound changes nothing"
 
@@ -95,32 +105,48 @@ def test_it_draws_the_same_behind_a_restore_and_nothing_of_another_schema() -> N
 
 def bits(built: Built) -> dict[Any, bytes]:
     shared = {name: value.tobytes() for name, value in built.loop.snapshot().shared.items()}
-    return shared | {key: row.value_D.tobytes() + row.squares_D.tobytes() for key, row in built.shard.rows.items()}
+    return shared | {
+        key: row.value_D.tobytes() + row.squares_D.tobytes() for key, row in built.shard.rows.items()
+    }
 
 
 def test_each_request_is_told_once_and_what_is_trained_again_is_counted_apart() -> None:
     built = build(N24, rehearsal=ON).train_all()
     loop = built.loop
-    assert [p.sample_id for p in built.predicted] == list(range(1, 25)) and loop.num_steps == 6 and loop.optimizer.num_steps == 11
+    assert (
+        [p.sample_id for p in built.predicted] == list(range(1, 25))
+        and loop.num_steps == 6
+        and loop.optimizer.num_steps == 11
+    )
     assert loop.counts.requests == loop.outcomes.total["trained"] == 24 and loop.counts.rehearsed == 20
     assert loop.report()["requests"] == 24 and built.offsets() == [12, 12]
     pushes = built.pushes()
     assert sum(pushes.values()) == 24 + 20 and max(pushes.values()) > 1, "a user a request"
-    assert max(pushes[number] for number in range(21, 25)) == 1, "the newest batch is drawn behind its own step at the earliest"
+    assert max(pushes[number] for number in range(21, 25)) == 1, (
+        "the newest batch is drawn behind its own step at the earliest"
+    )
 
 
 def test_off_it_keeps_nothing_and_changes_nothing() -> None:
     off, on = build(N24).train_all(), build(N24, rehearsal=ON).train_all()
-    assert off.loop.counts.rehearsed == 0 and off.loop.optimizer.num_steps == 6 and off.loop.selection.kept() == {}
+    assert (
+        off.loop.counts.rehearsed == 0
+        and off.loop.optimizer.num_steps == 6
+        and off.loop.selection.kept() == {}
+    )
     assert bits(off) != bits(on)
-    assert [list(p.scores) for p in off.predicted[:8]] == [list(p.scores) for p in on.predicted[:8]], "two first passes alone"
+    assert [list(p.scores) for p in off.predicted[:8]] == [list(p.scores) for p in on.predicted[:8]], (
+        "two first passes alone"
+    )
 
 
 def test_a_rehearsed_push_is_no_news_and_moves_no_watermark(monkeypatch: pytest.MonkeyPatch) -> None:
     built, seen = build(N24, rehearsal=ON), list[PushTimes]()
     push = built.loop.rows.push
     monkeypatch.setattr(
-        built.loop.rows, "push", lambda lookup, gradients, times: (seen.append(times), push(lookup, gradients, times))
+        built.loop.rows,
+        "push",
+        lambda lookup, gradients, times: (seen.append(times), push(lookup, gradients, times)),
     )
     built.train_all()
     news = [times.oldest_close_ms > 0 for times in seen]
@@ -156,7 +182,9 @@ def test_g11_a_restored_loop_rehearses_what_it_would_have() -> None:
 
 def test_nothing_is_rehearsed_for_what_is_frozen() -> None:
     built = build(N24, rehearsal=ON, freeze_at_ms=samples.T0 + 12_500).train_all()
-    assert built.loop.counts.frozen and built.loop.counts.rehearsed == 4 * (built.loop.optimizer.num_steps // 2)
+    assert built.loop.counts.frozen and built.loop.counts.rehearsed == 4 * (
+        built.loop.optimizer.num_steps // 2
+    )
 
 
 def test_what_is_no_longer_finite_is_left_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +204,10 @@ def test_what_is_no_longer_finite_is_left_and_changes_nothing(monkeypatch: pytes
     ("settings", "said"),
     [
         ({"corrections": "on"}, "corrections': expected off with rehearsal, got 'on'"),
-        ({"selection": SelectionConfig(policy="negatives")}, r"selection\.policy': expected off with rehearsal"),
+        (
+            {"selection": SelectionConfig(policy="negatives")},
+            r"selection\.policy': expected off with rehearsal",
+        ),
         ({"deferral": DeferralConfig(share=0.5)}, r"deferral\.share': expected 0 with rehearsal, got '0\.5'"),
     ],
 )
@@ -188,5 +219,7 @@ def test_what_it_does_not_go_with_is_refused(settings: dict[str, Any], said: str
 def test_several_workers_are_refused() -> None:
     loop = build(N24, rehearsal=ON).loop
     loop.selection.check(workers=1)
-    with pytest.raises(ConfigError, match=r"rehearsal\.batches: expected 0 with 2 workers, got 3; train with one"):
+    with pytest.raises(
+        ConfigError, match=r"rehearsal\.batches: expected 0 with 2 workers, got 3; train with one"
+    ):
         loop.selection.check(workers=2)

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from models.loss import loss
-from models.model import Targets
-from roo import roo_pb2 as pb
-from roo.decode import Decoder
-from roo.errors import ConfigError
-from roo.lookup import Lookup
-from roo.wire import Record
+from roostream.errors import ConfigError
+from roostream.models.loss import loss
+from roostream.models.model import Targets
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.decode import Decoder
+from roostream.wire.lookup import Lookup
+from roostream.wire.records import Record
 from tests.trainer import samples
 from tests.trainer.loops import Built, build
 from trainer.feed import part_of
@@ -31,7 +31,10 @@ NEGATIVES = SelectionConfig(policy="negatives", keep=0.3)
 
 
 def one_candidate(numbers: list[int]) -> list[Record]:
-    return [r._replace(value=samples.sample(n, num_candidates=1)) for n, r in zip(numbers, samples.records(numbers), strict=True)]
+    return [
+        r._replace(value=samples.sample(n, num_candidates=1))
+        for n, r in zip(numbers, samples.records(numbers), strict=True)
+    ]
 
 
 CLICKS = one_candidate(NUMBERS)
@@ -70,7 +73,9 @@ def test_skipped_requests_are_scored_and_counted_and_never_applied() -> None:
     assert {p.sample_id for p in built.predicted if p.disposition == NEGATIVE} == skipped
     assert sorted(p.sample_id for p in built.predicted) == NUMBERS and all(p.scores for p in built.predicted)
     assert accounted(built) == {"taken": 60, "trained": 60 - len(skipped), "negative": len(skipped)}
-    assert built.offsets() == [30, 30] and built.loop.watermark_ms == samples.T0 + 60_500, "as if they were trained"
+    assert built.offsets() == [30, 30] and built.loop.watermark_ms == samples.T0 + 60_500, (
+        "as if they were trained"
+    )
     assert built.loop.report()["requests"] == 60 and built.loop.counts.requests == 60
 
 
@@ -101,9 +106,13 @@ def test_probes_count_for_all_that_was_skipped_and_the_rest_is_told_without_scor
     assert {p.sample_id for p in built.predicted} == set(NUMBERS)
     probed = skipped & scored.keys()
     assert 0 < len(probed) < len(skipped)
-    assert {scored[n] for n in probed} == {2.0} and {w for n, w in scored.items() if n not in skipped} == {0.0}
+    assert {scored[n] for n in probed} == {2.0} and {w for n, w in scored.items() if n not in skipped} == {
+        0.0
+    }
     task = built.loop.own.metrics().sums()["click"]
-    assert task["weight"] == 60 - len(skipped) + 2 * len(probed) and built.loop.selection.report()["probed"] == len(probed)
+    assert task["weight"] == 60 - len(skipped) + 2 * len(probed) and built.loop.selection.report()[
+        "probed"
+    ] == len(probed)
     assert accounted(built) == {"taken": 60, "trained": 60 - len(skipped), "negative": len(skipped)}
 
 
@@ -112,15 +121,31 @@ def test_where_the_kept_alone_are_scored_they_stand_for_all_and_train_the_same(p
     config = SelectionConfig(policy=policy, keep=0.3)
     every = build(CLICKS, selection=config).train_all()
     kept = build(CLICKS, selection=dataclasses.replace(config, score="kept")).train_all()
-    assert weights(every) == weights(kept) and rows(every) == rows(kept), "to the bit: what is scored changes nothing"
+    assert weights(every) == weights(kept) and rows(every) == rows(kept), (
+        "to the bit: what is scored changes nothing"
+    )
     skipped = skipped_numbers(config)
     before = {p.sample_id: p for p in every.predicted}
     assert sorted(p.sample_id for p in kept.predicted) == NUMBERS and accounted(kept) == accounted(every)
     expected = {"weight": 0.0, "positive": 0.0}
     for said in kept.predicted:
         was = before[said.sample_id]
-        told = (said.disposition, said.train_weight, list(said.labels), list(said.item_ids), said.time_ms, said.offset)
-        assert told == (was.disposition, was.train_weight, list(was.labels), list(was.item_ids), was.time_ms, was.offset)
+        told = (
+            said.disposition,
+            said.train_weight,
+            list(said.labels),
+            list(said.item_ids),
+            said.time_ms,
+            said.offset,
+        )
+        assert told == (
+            was.disposition,
+            was.train_weight,
+            list(was.labels),
+            list(was.item_ids),
+            was.time_ms,
+            was.offset,
+        )
         assert list(said.scores) == ([] if said.sample_id in skipped else list(was.scores))
         if said.sample_id in skipped:
             assert said.metric_weight == 0, "it is in no metric"
@@ -187,7 +212,12 @@ def test_frozen_requests_are_never_judged_and_nothing_waits_behind_them() -> Non
         if built.loop.watermark_ms > freeze_at_ms + 5_000:
             assert waits is not None and waits.num_waiting == 0
     skipped = {n for n in skipped_numbers(NEGATIVES) if n < 40}
-    assert accounted(built) == {"taken": 60, "trained": 39 - len(skipped), "negative": len(skipped), "frozen": 21}
+    assert accounted(built) == {
+        "taken": 60,
+        "trained": 39 - len(skipped),
+        "negative": len(skipped),
+        "frozen": 21,
+    }
 
 
 def test_the_end_of_the_input_leaves_no_gradient_waiting() -> None:
@@ -215,7 +245,10 @@ def test_a_batch_that_is_not_finite_leaves_what_waits_as_it_was(monkeypatch: pyt
     assert {name: x.tobytes() for name, x in built.loop.selection.deferral.state().items()} == before
     monkeypatch.undo()
     built.train_all()
-    assert built.loop.outcomes.total["non_finite"] == built.loop.counts.non_finite > 0 and accounted(built)["taken"] == 60
+    assert (
+        built.loop.outcomes.total["non_finite"] == built.loop.counts.non_finite > 0
+        and accounted(built)["taken"] == 60
+    )
 
 
 def test_a_correction_of_a_negative_is_trained_whatever_became_of_its_sample() -> None:
@@ -239,7 +272,9 @@ def test_the_loss_of_what_is_kept_is_divided_by_the_kept_candidates_and_not_by_t
     label, logits = torch.zeros(3, 1), torch.zeros(3, 1)
     targets = selection.weighted(Targets(label, torch.ones(3, 1)), dataclasses.replace(part, choice=choice))
     assert float(loss(logits, targets)) == pytest.approx(9 * np.log(2) / 3)
-    assert float(loss(logits, Targets(label, targets.weight_BT))) == pytest.approx(np.log(2)), "the sum of weights cancels them"
+    assert float(loss(logits, Targets(label, targets.weight_BT))) == pytest.approx(np.log(2)), (
+        "the sum of weights cancels them"
+    )
     assert selection.weighted(Targets(label, label), part) == Targets(label, label)
 
 
@@ -250,7 +285,10 @@ SLIPSTREAM = SlipstreamConfig(
 
 def returning_users(count: int) -> list[Record]:
     numbers = list(range(1, count + 1))
-    return [r._replace(value=samples.sample(n, user=n % 5 + 1)) for n, r in zip(numbers, samples.records(numbers), strict=True)]
+    return [
+        r._replace(value=samples.sample(n, user=n % 5 + 1))
+        for n, r in zip(numbers, samples.records(numbers), strict=True)
+    ]
 
 
 def slipping(**more: Any) -> Built:
@@ -263,8 +301,12 @@ def test_slipstream_counts_looks_classifies_and_skips_stale_inputs() -> None:
     skipped = {p.step for p in built.predicted if p.disposition == pb.DISPOSITION_STALE}
     assert skipped and min(skipped) > SLIPSTREAM.last_snapshot + 16
     report = built.loop.selection.report()
-    assert report["slipstream_phase"] == 2 and report["slipstream_hot_rows"] == 12 and report["skip_share"] > 0.1
-    assert accounted(built)["stale"] == len([p for p in built.predicted if p.disposition == pb.DISPOSITION_STALE])
+    assert (
+        report["slipstream_phase"] == 2 and report["slipstream_hot_rows"] == 12 and report["skip_share"] > 0.1
+    )
+    assert accounted(built)["stale"] == len(
+        [p for p in built.predicted if p.disposition == pb.DISPOSITION_STALE]
+    )
     assert "slipstream.numbers" in built.loop.snapshot().shared
 
 
@@ -293,7 +335,11 @@ def test_slipstream_counts_each_access_of_each_request_once() -> None:
 
 
 def test_slipstream_looks_when_the_warm_up_ends_and_every_so_many_steps_behind_it() -> None:
-    its, looked, at = SlipstreamCourse(dataclasses.replace(SLIPSTREAM, snapshot_steps=3), samples.schema()), list[int](), 0
+    its, looked, at = (
+        SlipstreamCourse(dataclasses.replace(SLIPSTREAM, snapshot_steps=3), samples.schema()),
+        list[int](),
+        0,
+    )
 
     def pull(lookup: Lookup) -> dict[str, np.ndarray]:
         looked.append(at)
@@ -310,7 +356,9 @@ def test_slipstream_says_which_share_of_the_hot_rows_no_step_has_visited() -> No
     for n, stack in enumerate(samples.schema().stacks):
         its.hot[stack] = _HotStack(np.zeros(4, np.uint32), np.arange(4))
         its.hot[stack].visited_N[: n + 1] = True
-    assert len(its.hot) == 2 and its.report()["unvisited_share"] == 1 - 3 / 8 and its.report()["hot_rows"] == 8
+    assert (
+        len(its.hot) == 2 and its.report()["unvisited_share"] == 1 - 3 / 8 and its.report()["hot_rows"] == 8
+    )
 
 
 @pytest.mark.parametrize("steps", [2, 4, 5, 6, 8, 9, 20, 30, 45])
@@ -329,7 +377,9 @@ def test_g11_slipstream_restored_in_any_phase_ends_in_the_same_bits_and_skips(st
 
 def test_slipstream_with_the_papers_search_has_an_interval_and_keeps_it() -> None:
     sampled = dataclasses.replace(SLIPSTREAM, sample=LEAST_SAMPLE)
-    built = build(returning_users(240), selection=SelectionConfig(policy="slipstream", slipstream=sampled), exact=True)
+    built = build(
+        returning_users(240), selection=SelectionConfig(policy="slipstream", slipstream=sampled), exact=True
+    )
     for _ in range(30):
         built.loop.step()
     its, exact = built.loop.selection.slipstream, slipping()
@@ -340,7 +390,10 @@ def test_slipstream_with_the_papers_search_has_an_interval_and_keeps_it() -> Non
     assert its.half_width == 0 and its.T is not None and math.isfinite(its.T)
     assert its.realised == exact.loop.selection.slipstream.realised, "so it skips what the exact one does"
     report = built.loop.selection.report()
-    assert report["slipstream_half_width"] == 0 and exact.loop.selection.report()["slipstream_half_width"] is None
+    assert (
+        report["slipstream_half_width"] == 0
+        and exact.loop.selection.report()["slipstream_half_width"] is None
+    )
     its.half_width = 0.125
     kept = its.state()
     its.load({})
@@ -353,7 +406,9 @@ def test_slipstream_is_for_logs_that_end_and_is_over_when_the_stream_begins() ->
     built = slipping()
     for _ in range(30):
         built.loop.step()
-    with pytest.raises(ConfigError, match=r"selection\.policy: expected off, negatives or random for a stream"):
+    with pytest.raises(
+        ConfigError, match=r"selection\.policy: expected off, negatives or random for a stream"
+    ):
         built.loop.selection.begin(finite=False, handed_over=False)
     built.loop.selection.begin(finite=True, handed_over=False)
     assert built.loop.selection.slipstream and built.loop.selection.slipstream.phase == 2
@@ -377,28 +432,38 @@ def test_what_needs_all_visits_of_a_row_is_refused_to_several_workers(settings: 
 @pytest.mark.parametrize("policy", ["random", "negatives"])
 def test_refilled_chunks_train_the_same_requests_in_fewer_steps(policy: Any) -> None:
     numbers = list(range(1, 241))
-    log = [r._replace(value=samples.sample(n, num_candidates=1)) for n, r in zip(numbers, samples.records(numbers), strict=True)]
+    log = [
+        r._replace(value=samples.sample(n, num_candidates=1))
+        for n, r in zip(numbers, samples.records(numbers), strict=True)
+    ]
     config = SelectionConfig(policy=policy, keep=0.25)
     plain = build(log, selection=config).train_all()
     refilled = build(log, selection=dataclasses.replace(config, refill=True)).train_all()
     assert {n: 1 for n in refilled.pushes()} == refilled.pushes() == plain.pushes(), "the same ones, once"
     assert accounted(refilled) == accounted(plain) and refilled.offsets() == plain.offsets() == [120, 120]
     kept = accounted(plain)["trained"] / 240
-    assert plain.loop.num_steps == 60 and refilled.loop.num_steps < 60 * (kept + 0.2), "about as many are trained in each"
+    assert plain.loop.num_steps == 60 and refilled.loop.num_steps < 60 * (kept + 0.2), (
+        "about as many are trained in each"
+    )
 
 
 def test_nothing_is_read_for_more_where_nothing_is_skipped_or_nobody_asked() -> None:
     off = build(N60, selection=SelectionConfig(refill=True)).train_all()
     assert weights(off) == weights(build(N60).train_all()), "to the bit"
     half = SelectionConfig(policy="random", keep=0.5)
-    plain, refilled = build(N60, selection=half).train_all(), build(N60, selection=dataclasses.replace(half, refill=True))
+    plain, refilled = (
+        build(N60, selection=half).train_all(),
+        build(N60, selection=dataclasses.replace(half, refill=True)),
+    )
     assert plain.loop.selection.asked(64) == 64 == refilled.loop.selection.asked(64)
     refilled.train_all()
     assert 90 < refilled.loop.selection.asked(64) < 200
     few = build(one_candidate([n for n in NUMBERS if n in skipped_numbers(NEGATIVES)]), selection=NEGATIVES)
     few.loop.selection.config = dataclasses.replace(NEGATIVES, refill=True)
     few.loop.step()
-    assert few.loop.selection.asked(3) == 10, "a chunk of which nothing was kept says nothing: no more than 1 / keep"
+    assert few.loop.selection.asked(3) == 10, (
+        "a chunk of which nothing was kept says nothing: no more than 1 / keep"
+    )
     assert refilled.loop.selection.asked(1 << 16) == 1 << 16, "a chunk has a budget, whatever is skipped"
 
 
@@ -424,7 +489,9 @@ def test_slipstream_says_once_that_it_needs_its_control(caplog: pytest.LogCaptur
     assert len(said_by(caplog)) == 1, "of it alone"
 
 
-def test_slipstream_says_how_much_it_skips_and_when_that_is_not_what_was_asked(caplog: pytest.LogCaptureFixture) -> None:
+def test_slipstream_says_how_much_it_skips_and_when_that_is_not_what_was_asked(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     built = slipping().train_all()
     realised = built.loop.selection.report()["slipstream_realised_drop"]
     assert 0 < realised <= SLIPSTREAM.drop
@@ -432,21 +499,33 @@ def test_slipstream_says_how_much_it_skips_and_when_that_is_not_what_was_asked(c
     assert len(told) == (abs(realised - SLIPSTREAM.drop) > 0.05)
     caplog.clear()
     alike = dataclasses.replace(SLIPSTREAM, alpha=0.01, drop=0.01)
-    build(returning_users(240), selection=SelectionConfig(policy="slipstream", slipstream=alike), exact=True).train_all()
+    build(
+        returning_users(240), selection=SelectionConfig(policy="slipstream", slipstream=alike), exact=True
+    ).train_all()
     assert not [text for text in said_by(caplog) if "expected to skip" in text], "within 5 points"
     all_or_none = dataclasses.replace(SLIPSTREAM, drop=0.99, unvisited="varying", alpha=1.0)
-    build(returning_users(240), selection=SelectionConfig(policy="slipstream", slipstream=all_or_none), exact=True).train_all()
+    build(
+        returning_users(240),
+        selection=SelectionConfig(policy="slipstream", slipstream=all_or_none),
+        exact=True,
+    ).train_all()
     assert [text for text in said_by(caplog) if "expected to skip 99 % of the hot inputs" in text]
 
 
-def test_slipstream_says_when_no_input_is_hot_and_when_a_sight_makes_a_row_hot(caplog: pytest.LogCaptureFixture) -> None:
+def test_slipstream_says_when_no_input_is_hot_and_when_a_sight_makes_a_row_hot(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     cold = dataclasses.replace(SLIPSTREAM, hot_ratio=0.9, hot_share=1.0)
-    built = build(returning_users(100), selection=SelectionConfig(policy="slipstream", slipstream=cold), exact=True).train_all()
+    built = build(
+        returning_users(100), selection=SelectionConfig(policy="slipstream", slipstream=cold), exact=True
+    ).train_all()
     assert [text for text in said_by(caplog) if "no input was hot between the snapshots" in text]
     assert "stale" not in accounted(built)
     caplog.clear()
     few = dataclasses.replace(SLIPSTREAM, count_requests=8)
-    build(returning_users(100), selection=SelectionConfig(policy="slipstream", slipstream=few), exact=True).train_all()
+    build(
+        returning_users(100), selection=SelectionConfig(policy="slipstream", slipstream=few), exact=True
+    ).train_all()
     assert [text for text in said_by(caplog) if "slipstream.hot_ratio: expected 10 sights or more" in text]
 
 
@@ -465,7 +544,9 @@ def test_slipstream_says_that_it_is_over_and_whether_it_ever_began(
 
 
 @pytest.mark.parametrize("steps", [2, 6, 30])
-def test_rows_of_tables_that_are_gone_are_forgotten_with_a_word(steps: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_of_tables_that_are_gone_are_forgotten_with_a_word(
+    steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
     whole, again = slipping(), slipping()
     for _ in range(steps):
         whole.loop.step()
@@ -480,7 +561,9 @@ def test_rows_of_tables_that_are_gone_are_forgotten_with_a_word(steps: int, capl
     course.load(state)
     assert [text for text in said_by(caplog) if "slipstream: 1 rows are of tables that are gone" in text]
     left = course.state()
-    assert 99 not in left[f"slipstream.{stack}.table"] and len(left[f"slipstream.{stack}.id"]) == len(gone) - 1
+    assert (
+        99 not in left[f"slipstream.{stack}.table"] and len(left[f"slipstream.{stack}.id"]) == len(gone) - 1
+    )
     again.shard.rows = {key: row.copy() for key, row in whole.shard.rows.items()}
     at = whole.loop.snapshot()
     again.loop.restore(dataclasses.replace(at, shared={**at.shared, **state}))

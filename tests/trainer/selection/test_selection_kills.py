@@ -61,8 +61,12 @@ def undisturbed(run: Any) -> Run:
 
 
 @pytest.mark.parametrize("victim", [WORKER, "shard 0", CONTROLLER])
-@pytest.mark.parametrize("moment", [(WORKER, "cut", "after"), (WORKER, "write", "after"), ("shard 0", "freeze", "after")])
-def test_g11_skipped_and_waiting_survive_a_kill_in_a_commit(moment: tuple[str, str, str], victim: str) -> None:
+@pytest.mark.parametrize(
+    "moment", [(WORKER, "cut", "after"), (WORKER, "write", "after"), ("shard 0", "freeze", "after")]
+)
+def test_g11_skipped_and_waiting_survive_a_kill_in_a_commit(
+    moment: tuple[str, str, str], victim: str
+) -> None:
     assert stream([Kill(moment, victim, 2)]) == undisturbed(stream)
 
 
@@ -76,7 +80,9 @@ def test_g11_a_kill_in_any_phase_of_slipstream(push: int, victim: str) -> None:
 
 @pytest.mark.parametrize("victim", [WORKER, CONTROLLER])
 @pytest.mark.parametrize("moment", SWITCH, ids=" ".join)
-def test_g11_a_kill_in_the_hand_over_at_which_slipstream_ends(moment: tuple[str, str, str], victim: str) -> None:
+def test_g11_a_kill_in_the_hand_over_at_which_slipstream_ends(
+    moment: tuple[str, str, str], victim: str
+) -> None:
     """The second claim and restore are the hand-over's."""
     bits, became = history([Kill(moment, victim, 2)])
     assert bits == undisturbed(history)[0] and became == undisturbed(history)[1]
@@ -99,7 +105,11 @@ def initial_fleet(kills: list[Kill], **more: Any) -> Run:
     [
         *(((WORKER, "write", "after"), victim, 2) for victim in ("worker 1", "shard 0", CONTROLLER)),
         *(((WORKER, "push", "before"), victim, 4) for victim in (WORKER, "worker 1")),
-        *(((CONTROLLER, "claim", when), victim, 2) for when in ("before", "after") for victim in (WORKER, "worker 1")),
+        *(
+            ((CONTROLLER, "claim", when), victim, 2)
+            for when in ("before", "after")
+            for victim in (WORKER, "worker 1")
+        ),
         ((WORKER, "restore", "after"), CONTROLLER, 2),
     ],
 )
@@ -118,7 +128,9 @@ def schedule(seed: int) -> None:
     """Kills, lost messages and faults that last, as the seed draws them; each kind has its turn."""
     run = globals()[KINDS[seed % len(KINDS)]]
     workers = 2 if run in (fleet, initial_fleet) else 1
-    assert run(kills_of(seed, workers), seed=seed, **lasting(seed, workers)) == undisturbed(run), f"--seed {seed}"
+    assert run(kills_of(seed, workers), seed=seed, **lasting(seed, workers)) == undisturbed(run), (
+        f"--seed {seed}"
+    )
 
 
 def test_g11_schedules_of_training_on_less() -> None:
@@ -158,7 +170,13 @@ def rehearsed(kills: list[Kill], **more: Any) -> Run:
 
 @pytest.mark.parametrize("victim", [WORKER, "shard 0", CONTROLLER])
 @pytest.mark.parametrize(
-    "moment", [(WORKER, "cut", "after"), (WORKER, "write", "after"), ("shard 0", "freeze", "after"), (WORKER, "push", "before")]
+    "moment",
+    [
+        (WORKER, "cut", "after"),
+        (WORKER, "write", "after"),
+        ("shard 0", "freeze", "after"),
+        (WORKER, "push", "before"),
+    ],
 )
 def test_g11_what_is_rehearsed_survives_a_kill(moment: tuple[str, str, str], victim: str) -> None:
     assert rehearsed([Kill(moment, victim, 2 if moment[1] != "push" else 17)]) == undisturbed(rehearsed)
@@ -171,4 +189,6 @@ def rehearsed_from_history(kills: list[Kill]) -> Run:
 
 @pytest.mark.parametrize("push", [5, 20, 30])
 def test_g11_what_history_left_is_rehearsed_beside_the_stream(push: int) -> None:
-    assert rehearsed_from_history([Kill((WORKER, "push", "before"), WORKER, push)]) == undisturbed(rehearsed_from_history)
+    assert rehearsed_from_history([Kill((WORKER, "push", "before"), WORKER, push)]) == undisturbed(
+        rehearsed_from_history
+    )

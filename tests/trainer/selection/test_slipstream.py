@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roo.batch import Batch
-from roo.decode import Decoder
-from roo.errors import ConfigError
-from roo.lookup import sources_of
+from roostream.errors import ConfigError
+from roostream.wire.batch import Batch
+from roostream.wire.decode import Decoder
+from roostream.wire.lookup import sources_of
 from tests.trainer import samples
 from tests.trainer.selection.drawn_batches import TWO_STACKS, drawn_batch
 from trainer.selection.config import LEAST_SAMPLE, SlipstreamConfig
@@ -98,16 +98,24 @@ def test_a_cold_input_is_never_skipped_and_a_list_is_as_its_worst_row() -> None:
     judged = judge(slots, s_N, np.ones(3, np.bool_), 1, alpha=1)
     assert judged.hot_R.all() and judged.q_R[0] == np.float32(0.7)
     judged = judge(slots, s_N, np.array([True, False, True]), 2, alpha=0)
-    assert not judged.hot_R.any() and (judged.q_R == INF).all(), "a row that isn't hot, and a request without a slot"
+    assert not judged.hot_R.any() and (judged.q_R == INF).all(), (
+        "a row that isn't hot, and a request without a slot"
+    )
     judged = judge(slots, s_N, np.array([True, False, True]), 1, alpha=0.5, hot_share=0.5)
-    assert judged.hot_R.all() and judged.q_R[0] == np.float32(0.2), "half of the slots suffice where they are asked for"
+    assert judged.hot_R.all() and judged.q_R[0] == np.float32(0.2), (
+        "half of the slots suffice where they are asked for"
+    )
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.sampled_from([0.0, 0.0, 0.25, 0.5, 1.0, INF]), max_size=25), st.floats(0, 1))
 def test_the_threshold_is_that_of_a_search_through_all(values: list[float], drop: float) -> None:
     q_I = np.array(values, np.float32)
-    fits = [t for t in sorted(set(values)) if math.isfinite(t) and (q_I <= t).sum() <= math.floor(drop * len(q_I) + 1e-9)]
+    fits = [
+        t
+        for t in sorted(set(values))
+        if math.isfinite(t) and (q_I <= t).sum() <= math.floor(drop * len(q_I) + 1e-9)
+    ]
     assert threshold(q_I, drop) == (fits[-1] if fits else -INF)
 
 
@@ -132,7 +140,9 @@ def test_the_share_goes_up_with_t_and_down_with_alpha(seed: int, alpha: float, t
     st.sampled_from([0.0, 0.4, 1.0]),
     st.sampled_from([-INF, 0.0, 0.5, INF]),
 )
-def test_who_is_stale_is_told_without_sorting_as_it_is_with(seed: int, alpha: float, hot_share: float, t: float) -> None:
+def test_who_is_stale_is_told_without_sorting_as_it_is_with(
+    seed: int, alpha: float, hot_share: float, t: float
+) -> None:
     random = np.random.default_rng(seed)
     num_S = random.integers(0, 30)
     slot_L = np.repeat(np.arange(num_S), random.integers(1, 4, num_S))
@@ -171,21 +181,29 @@ def test_the_interval_holds_as_often_as_it_says() -> None:
     off_M = np.abs(share_M - below / population)
     half_M = np.array([half_width(share, LEAST_SAMPLE, population) for share in share_M.tolist()])
     assert 0.998 <= np.average(off_M <= half_M, weights=count_M) < 1
-    assert 0.88 < np.average(off_M <= half_M / 2, weights=count_M) < 0.91, "half as wide it would be a 90 % one"
+    assert 0.88 < np.average(off_M <= half_M / 2, weights=count_M) < 0.91, (
+        "half as wide it would be a 90 % one"
+    )
 
 
 def test_the_papers_search_halves_until_the_share_of_its_sample_is_the_one_asked_for() -> None:
     q_I = np.arange(1, 1001, dtype=np.float32)
     t, half = sampled_threshold(q_I, 0.3, 1000, np.random.default_rng(0))
-    assert 300 <= t < 301 and t == pytest.approx(301, abs=1e-4) and half == 0, "of all: the largest share of .3 or less"
+    assert 300 <= t < 301 and t == pytest.approx(301, abs=1e-4) and half == 0, (
+        "of all: the largest share of .3 or less"
+    )
     t, half = sampled_threshold(q_I, 0.3, LEAST_SAMPLE, np.random.default_rng(3))
     taken_M = np.random.default_rng(3).choice(q_I, LEAST_SAMPLE, replace=False)
     assert (taken_M <= t).sum() == 60 and 60 / 201 <= 0.3 < 61 / 201
     assert half == pytest.approx(3.340 * math.sqrt(799 / 1000 * (60 / 201) * (141 / 201) / 201))
     assert half == pytest.approx(0.0963631, abs=1e-7)
     ties = np.repeat(np.array([0, 1], np.float32), [61, 39])
-    assert threshold(ties, 0.3) == -INF and sampled_threshold(ties, 0.3, 100, np.random.default_rng(0))[0] < 1e-9
-    assert (ties <= 1e-9).mean() == 0.61, "what the paper's search skips where many rows have moved equally far, asked for .3"
+    assert (
+        threshold(ties, 0.3) == -INF and sampled_threshold(ties, 0.3, 100, np.random.default_rng(0))[0] < 1e-9
+    )
+    assert (ties <= 1e-9).mean() == 0.61, (
+        "what the paper's search skips where many rows have moved equally far, asked for .3"
+    )
 
 
 def test_a_sampled_search_is_within_its_interval() -> None:
@@ -208,12 +226,16 @@ def read_by_hand(batch: Batch, number: Mapping[tuple[int, int], int]) -> list[tu
     """Of each slot its request and its rows, -1 for one that has no number."""
     out = []
     for stack in TWO_STACKS.stacks:
-        for key, table, side, is_column in sorted(sources_of(TWO_STACKS)[stack], key=lambda s: (s.side == "nro", s.is_column)):
+        for key, table, side, is_column in sorted(
+            sources_of(TWO_STACKS)[stack], key=lambda s: (s.side == "nro", s.is_column)
+        ):
             lists = batch.ro_lists if side == "ro" else batch.nro_lists
             ids = lists.columns[key] if is_column else lists.values_of(key)
             offset_N = lists.offsets_of(key.partition(".")[0])
             for n in range(lists.num_rows):
-                rows = tuple(number.get((table.id, i), -1) for i in ids[offset_N[n] : offset_N[n + 1]].tolist())
+                rows = tuple(
+                    number.get((table.id, i), -1) for i in ids[offset_N[n] : offset_N[n + 1]].tolist()
+                )
                 request = n if side == "ro" else int(batch.request_index_B[n])
                 out += [(request, rows)] if rows else []
     return out
@@ -227,7 +249,9 @@ def test_slots_are_what_each_feature_of_a_request_and_of_each_candidate_reads(se
         keys = [(t.id, i) for t in tables for i in range(1, 9) if random.random() < 0.6]
         random.shuffle(keys)
         number |= {key: len(number) + n for n, key in enumerate(keys)}
-        hot[stack] = RowNumbers(np.array([t for t, _ in keys], np.uint32), np.array([i for _, i in keys], np.int64))
+        hot[stack] = RowNumbers(
+            np.array([t for t, _ in keys], np.uint32), np.array([i for _, i in keys], np.int64)
+        )
     slots = read_slots(batch, hot)
     expected = read_by_hand(batch, number)
     assert slots.request_S.tolist() == [request for request, _ in expected]
@@ -246,7 +270,9 @@ def test_slots_are_request_features_once_and_features_of_each_candidate() -> Non
     batch = Decoder(samples.schema(), {}.get).decode(samples.records([1, 2]))[0]
     slots = read_slots(batch, {stack: RowNumbers() for stack in samples.schema().stacks})
     assert np.bincount(slots.request_S).tolist() == [4, 4], "user, and three candidates' item"
-    assert (np.diff(slots.slot_L) >= 0).all() and slots.row_L.tolist() == [0] * 8, "of no hot row all have the number behind them"
+    assert (np.diff(slots.slot_L) >= 0).all() and slots.row_L.tolist() == [0] * 8, (
+        "of no hot row all have the number behind them"
+    )
 
 
 def test_hot_inputs_that_were_kept_go_on_where_they_were() -> None:

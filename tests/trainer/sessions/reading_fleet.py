@@ -6,25 +6,25 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from roo.batch import Batch
-from roo.errors import FencedError, RoostreamError, TransportError
-from roo.schema import Schema
-from runtime.clock import FakeClock
-from runtime.kafka.topics import Partition, Progress
-from runtime.transport import Answer, Arrays, Header, InMemoryTransport, Transport
-from runtime.work_unit import TableInput
+from roostream.errors import FencedError, RoostreamError, TransportError
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.kafka.topics import Partition, Progress
+from roostream.runtime.transport import Answer, Arrays, Header, InMemoryTransport, Transport
+from roostream.runtime.work_unit import TableInput
+from roostream.schema.schema import Schema
+from roostream.warehouse.readers.ahead import Fetch
+from roostream.warehouse.readers.config import ReadersConfig
+from roostream.warehouse.readers.reader_program import LeasedReader
+from roostream.warehouse.readers.reading import LocalRows, OpenSession, SessionRows
+from roostream.warehouse.readers.remote_rows import ReadersLink, RemoteRows
+from roostream.warehouse.readers.split_reader import SplitReader
+from roostream.wire.batch import Batch
 from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS
 from tests.warehouse.memory_table import MemoryTable, table_of
 from trainer.batches import Chunk, NewestIds
 from trainer.control.read_master import ReadMaster
 from trainer.sessions.session_batches import SessionBatches, without_requests
-from warehouse.readers.ahead import Fetch
-from warehouse.readers.config import ReadersConfig
-from warehouse.readers.reader_program import LeasedReader
-from warehouse.readers.reading import LocalRows, OpenSession, SessionRows
-from warehouse.readers.remote_rows import ReadersLink, RemoteRows
-from warehouse.readers.split_reader import SplitReader
 
 NUMBERS = [*range(1, 60), 3, 8, 41]
 
@@ -68,7 +68,9 @@ class FleetWorker:
 
 
 class Fleet:
-    def __init__(self, table: MemoryTable | None = None, num_readers: int = 2, num_workers: int = 1, **limits: int) -> None:
+    def __init__(
+        self, table: MemoryTable | None = None, num_readers: int = 2, num_workers: int = 1, **limits: int
+    ) -> None:
         self.clock = FakeClock(samples.T0)
         self.table = table or table_of(samples.records(NUMBERS), rows_of_file=6, seed=2)
         self.told, self.session = session_of(self.table)
@@ -98,7 +100,10 @@ class Fleet:
         self.num_begun += 1
         reader = SplitReader(self.clock, most_bytes=1 << 20, most_units=6)
         leased = LeasedReader(
-            reader, f"r{self.num_begun}:1", 2, lambda told, schema: (LocalRows(self.session, self.table), self.schema)
+            reader,
+            f"r{self.num_begun}:1",
+            2,
+            lambda told, schema: (LocalRows(self.session, self.table), self.schema),
         )
         self.readers[leased.at] = leased
 
@@ -110,7 +115,11 @@ class Fleet:
 
     def client(self, number: int, **limits: int) -> RemoteRows:
         link = ReadersLink(
-            controller=self.controller, dial=self.dial, worker=number, incarnation=lambda: self.worker_incarnation, wait_s=0
+            controller=self.controller,
+            dial=self.dial,
+            worker=number,
+            incarnation=lambda: self.worker_incarnation,
+            wait_s=0,
         )
         config = ReadersConfig(**{"by": "programs", "most_units": 4, "most_in_flight": 3, **limits})  # type: ignore[arg-type]
         return RemoteRows(self.told.digest, self.schema, link, config, self.clock)

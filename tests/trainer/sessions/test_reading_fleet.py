@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from runtime.kafka.topics import Partition, Progress
+from roostream.runtime.kafka.topics import Partition, Progress
+from roostream.warehouse.readers.reading import LocalRows
 from tests.trainer.loops import PARTITIONS
 from tests.trainer.sessions.reading_fleet import Fleet, bits
 from trainer.batches import Chunk
-from warehouse.readers.reading import LocalRows
 
 MOST_TURNS = 40_000
 NUM_CHAOS = 400
@@ -46,7 +46,9 @@ class Trained:
         return self.at[-1]
 
 
-def run(fleet: Fleet, draw: random.Random, in_turns: bool = False, faults: bool = False) -> list[list[list[bytes]]]:
+def run(
+    fleet: Fleet, draw: random.Random, in_turns: bool = False, faults: bool = False
+) -> list[list[list[bytes]]]:
     """All chunks of each worker; with `faults`, whatever may happen to readers, the controller and workers does, until half of
     the turns."""
     of = [Trained(worker.source.positions()) for worker in fleet.workers]
@@ -104,7 +106,9 @@ def test_batches_are_those_of_a_worker_that_reads_for_itself(num_readers: int, i
 @pytest.mark.parametrize("seed", range(10))
 def test_g2_g11_deaths_late_answers_and_zombies_change_no_batch(seed: int) -> None:
     fleet = Fleet(num_readers=2)
-    assert run(fleet, random.Random(seed), seed % 2 == 1, faults=True) == all_undisturbed(fleet, seed % 2 == 1)
+    assert run(fleet, random.Random(seed), seed % 2 == 1, faults=True) == all_undisturbed(
+        fleet, seed % 2 == 1
+    )
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from runtime.clock import FakeClock
-from runtime.kafka.topics import Progress
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.kafka.topics import Progress
+from roostream.warehouse.readers.reading import LocalRows, OpenSession, Piece, newest_ids
+from roostream.warehouse.readers.splits import TableSplit
 from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS
 from tests.warehouse.memory_table import MemoryTable, table_of
 from trainer.batches import Chunk, NewestIds
 from trainer.sessions.session_batches import SessionBatches, without_requests
-from warehouse.readers.reading import LocalRows, OpenSession, Piece, newest_ids
-from warehouse.readers.splits import TableSplit
 
 EVEN, ODD = PARTITIONS
 NUMBERS = [*range(1, 40), 3, 8, 41]
@@ -35,13 +35,17 @@ class SlowRows(LocalRows):
         return None if self.random.random() < 0.5 else super().piece(split, position)  # type: ignore[return-value]
 
 
-def source(rows: int = 6, seed: int | None = None, slow: int | None = None, numbers: Sequence[int] = NUMBERS) -> SessionBatches:
+def source(
+    rows: int = 6, seed: int | None = None, slow: int | None = None, numbers: Sequence[int] = NUMBERS
+) -> SessionBatches:
     table = table_of(samples.records(list(numbers)), rows_of_file=rows, seed=seed)
     session = table.session(shuffle_seed=None)
     empty = without_requests(next(iter(table.batches.values())))
     its = LocalRows(session, table) if slow is None else SlowRows(session, table, slow)
     newest = lambda partition: NewestIds(*newest_ids(session, table, partition, 10_000))
-    made = SessionBatches(session.order, its, empty, FakeClock(samples.T0), partitions=PARTITIONS, newest=newest)
+    made = SessionBatches(
+        session.order, its, empty, FakeClock(samples.T0), partitions=PARTITIONS, newest=newest
+    )
     made.seek({})
     return made
 
@@ -140,7 +144,11 @@ def test_what_the_stream_must_not_train_again_is_known_when_all_is_trained_and_n
     all_of(it)
     assert it.newest_ids({EVEN: 20, ODD: 21}) == {}
     found = it.newest_ids({EVEN: 20, ODD: 22})
-    assert found.keys() == set(PARTITIONS) and 41 in found[ODD].sample_id.tolist() and 1 not in found[ODD].sample_id.tolist()
+    assert (
+        found.keys() == set(PARTITIONS)
+        and 41 in found[ODD].sample_id.tolist()
+        and 1 not in found[ODD].sample_id.tolist()
+    )
 
 
 def test_readers_are_told_what_comes_next() -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
+from roostream.warehouse.readers.table_session import SampleTable
 from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS, Built, build
 from tests.warehouse.readers.test_table_session import TOPICS, WANTED, archive
 from trainer.loop import Wiring
 from trainer.sessions.phased_source import PhasedSource
 from trainer.sessions.table_source import open_session
-from warehouse.readers.table_session import SampleTable
 
 RECORDS = samples.records(list(range(1, 41)))
 
@@ -39,9 +39,13 @@ def test_g11_a_model_trained_from_files_has_the_bits_of_one_trained_from_the_top
     files, topic = from_files(tmp_path).train_all(), build(RECORDS, exact=True).train_all()
     assert files.loop.counts.requests == topic.loop.counts.requests == 40
     a, b = files.loop.snapshot(), topic.loop.snapshot()
-    assert a.shared.keys() == b.shared.keys() and all(np.array_equal(a.shared[k], b.shared[k], equal_nan=True) for k in a.shared)
+    assert a.shared.keys() == b.shared.keys() and all(
+        np.array_equal(a.shared[k], b.shared[k], equal_nan=True) for k in a.shared
+    )
     assert files.pushes() == topic.pushes()
-    assert [p.SerializeToString() for p in files.predicted] == [p.SerializeToString() for p in topic.predicted]
+    assert [p.SerializeToString() for p in files.predicted] == [
+        p.SerializeToString() for p in topic.predicted
+    ]
 
 
 def test_behind_the_session_its_worker_reads_the_stream(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from roo.errors import CheckpointError
-from warehouse.readers.lease_log import MOST_EVENTS, MOST_READERS, LeaseEvent, LeaseLog, read_log
-from warehouse.readers.leases import Lease, Leases
+from roostream.errors import CheckpointError
+from roostream.warehouse.readers.lease_log import MOST_EVENTS, MOST_READERS, LeaseEvent, LeaseLog, read_log
+from roostream.warehouse.readers.leases import Lease, Leases
 
 
 def test_the_newest_events_and_the_sums_of_the_newest_readers_are_kept() -> None:

@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
+from roostream.warehouse.readers.leases import LEASE_S, MOST_WANTED, Lease, Leases
+from roostream.warehouse.readers.splits import plan
 from tests.warehouse.readers.test_splits import SPEC, file
-from warehouse.readers.leases import LEASE_S, MOST_WANTED, Lease, Leases
-from warehouse.readers.splits import plan
 
 FILES = [file(f"f{i}", day=1 + i // 6, partition=i % 3, rows=4 + i % 5, first=100 * i) for i in range(18)]
 ORDER = plan(FILES, SPEC, 4)
@@ -94,7 +94,10 @@ def test_each_row_is_taken_once_whatever_is_lost_restored_or_dealt_anew(seed: in
     def tell() -> None:
         for worker in range(workers):
             mine = {p: at[p] for p in at if p % workers == worker}
-            its.tell(worker, [(s.number, max(at[s.partition], s.at)) for s in ORDER.from_here(mine, draw.randint(1, 3))])
+            its.tell(
+                worker,
+                [(s.number, max(at[s.partition], s.at)) for s in ORDER.from_here(mine, draw.randint(1, 3))],
+            )
 
     def give(lease: Lease) -> None:
         """The worker takes it under the grant that it was told."""

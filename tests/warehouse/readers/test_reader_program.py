@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
-from roo.errors import TransportError
-from runtime.transport import Answer, Arrays, Header, Transport
+from roostream.errors import TransportError
+from roostream.runtime.transport import Answer, Arrays, Header, Transport
+from roostream.warehouse.readers import reader_program
+from roostream.warehouse.readers.reader_program import DRAIN_S, LeasedReader, drain, keep_asking
 from tests.trainer.sessions.reading_fleet import Fleet
-from warehouse.readers import reader_program
-from warehouse.readers.reader_program import DRAIN_S, LeasedReader, drain, keep_asking
 
 
 class Beside:
@@ -106,7 +106,9 @@ def test_a_reader_asks_for_more_as_soon_as_it_has_room(fleet: Fleet, monkeypatch
     leased.most_splits = 1
     assert leased.reader.free(1) == 0
     stop, drained = threading.Event(), threading.Event()
-    asking = threading.Thread(target=keep_asking, args=(leased, controller, fleet.clock, stop, drained), daemon=True)
+    asking = threading.Thread(
+        target=keep_asking, args=(leased, controller, fleet.clock, stop, drained), daemon=True
+    )
     asking.start()
     assert controller.calls.get(timeout=10) == 0
     while not leased.reader.free(1):

@@ -10,14 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from roo.errors import RoostreamError
-from runtime.clock import SystemClock
-from runtime.kafka.topics import SAMPLES
-from runtime.program import Stop
-from runtime.rpc_client import SocketTransport
-from runtime.rpc_server import RpcServer
-from runtime.security.link_security import LinkKeys, LinkSecurity
-from runtime.work_unit import TableInput
+from roostream.errors import RoostreamError
+from roostream.runtime.clock import SystemClock
+from roostream.runtime.kafka.topics import SAMPLES
+from roostream.runtime.program import Stop
+from roostream.runtime.rpc_client import SocketTransport
+from roostream.runtime.rpc_server import RpcServer
+from roostream.runtime.security.link_security import LinkKeys, LinkSecurity
+from roostream.runtime.work_unit import TableInput
+from roostream.warehouse.readers.config import ReaderConfig, ReadersConfig
+from roostream.warehouse.readers.reader_program import read
+from roostream.warehouse.readers.remote_rows import ReadByPrograms, ReadersLink
+from roostream.warehouse.readers.session import SessionSpec
+from roostream.warehouse.readers.table_session import SampleTable
 from tests.certificates import Authority
 from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS
@@ -26,11 +31,6 @@ from tests.warehouse.readers.test_table_session import archive
 from trainer.control.read_master import ReadMaster
 from trainer.sessions.session_batches import SessionBatches
 from trainer.sessions.table_source import local_rows, open_session
-from warehouse.readers.config import ReaderConfig, ReadersConfig
-from warehouse.readers.reader_program import read
-from warehouse.readers.remote_rows import ReadByPrograms, ReadersLink
-from warehouse.readers.session import SessionSpec
-from warehouse.readers.table_session import SampleTable
 
 TOKEN = "t" * 32
 WAIT_S = 30.0
@@ -42,7 +42,9 @@ class Link:
     def __init__(self, place: Path, authority: Authority, opened: contextlib.ExitStack) -> None:
         self.authority, self.opened, self.folder = authority, opened, place
         archive(place / "w", samples.records(list(range(1, 61))))
-        told = SampleTable(str(place / "w")).newest(SessionSpec(table=str(place / "w"), version=0, batch_requests=4), {})
+        told = SampleTable(str(place / "w")).newest(
+            SessionSpec(table=str(place / "w"), version=0, batch_requests=4), {}
+        )
         assert told is not None
         self.told: TableInput = told
         self.master = ReadMaster(lambda: (1, self.told), samples.schema(), SystemClock(), hold_s=0.05)
@@ -53,7 +55,9 @@ class Link:
         certificate, key = self.authority.issue(name)
         (self.folder / f"{name}.token").write_text(token)
         token_file = str(self.folder / f"{name}.token")
-        return LinkSecurity(certificate=certificate, key=key, ca=str(self.authority.pem), token_file=token_file)
+        return LinkSecurity(
+            certificate=certificate, key=key, ca=str(self.authority.pem), token_file=token_file
+        )
 
     def start_reader(self, security: LinkSecurity) -> None:
         """One, as a process has."""

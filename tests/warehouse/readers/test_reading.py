@@ -7,10 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 
+from roostream.warehouse.readers.reading import LocalRows, newest_ids
+from roostream.warehouse.readers.splits import TableSplit
 from tests.trainer import samples
 from tests.warehouse.memory_table import MemoryTable, table_of
-from warehouse.readers.reading import LocalRows, newest_ids
-from warehouse.readers.splits import TableSplit
 
 
 def read(table: MemoryTable, **spec: object) -> list[int]:
@@ -48,7 +48,9 @@ def test_a_sample_that_the_joiner_emitted_again_is_read_once_wherever_its_copies
 
 def test_a_later_session_reads_what_is_new_also_where_a_seal_merged_old_and_new() -> None:
     table = table_of(samples.records([1, 3, 5, 7, 3, 9, 2, 4]), rows_of_file=100, seed=1)
-    assert sorted(read(table, from_offsets={0: 1, 1: 3})) == [4, 7, 9], "offset 4 of partition 1 is sample 3 again"
+    assert sorted(read(table, from_offsets={0: 1, 1: 3})) == [4, 7, 9], (
+        "offset 4 of partition 1 is sample 3 again"
+    )
 
 
 def test_copies_of_what_an_earlier_session_had_are_left_out_though_its_file_isn_t_read() -> None:
@@ -68,7 +70,9 @@ def test_whoever_goes_on_in_the_middle_of_a_row_group_reads_the_same_rest() -> N
 
 def test_a_piece_is_parted_where_asked() -> None:
     table = table_of(samples.records([1, 3, 5, 7]))
-    piece = LocalRows(table.session(), table).piece(TableSplit(0, table.files[0].path, str(table.files[0].day), 1, 0, 4, 0), 0)
+    piece = LocalRows(table.session(), table).piece(
+        TableSplit(0, table.files[0].path, str(table.files[0].day), 1, 0, 4, 0), 0
+    )
     first, others = piece.parted(3)
     assert (first.batch.sample_id_R.tolist(), first.end) == ([1, 3, 5], 3)
     assert (others.batch.sample_id_R.tolist(), others.end) == ([7], 4)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from warehouse.readers.scale import FAILED_FOR_S, FULL_FOR_S, LEAST_DOWN_S, SETTLES_S, Appetite, ReaderCount, wanted_in_flight
+from roostream.warehouse.readers.scale import (
+    FAILED_FOR_S,
+    FULL_FOR_S,
+    LEAST_DOWN_S,
+    SETTLES_S,
+    Appetite,
+    ReaderCount,
+    wanted_in_flight,
+)
 
 
 @pytest.mark.parametrize(

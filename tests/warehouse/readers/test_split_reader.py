@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from roo.errors import CheckpointError, FencedError, UnavailableError
-from runtime.clock import FakeClock, SystemClock
+from roostream.errors import CheckpointError, FencedError, UnavailableError
+from roostream.runtime.clock import FakeClock, SystemClock
+from roostream.warehouse.readers.leases import Lease
+from roostream.warehouse.readers.reading import LocalRows, Piece
+from roostream.warehouse.readers.split_reader import SplitReader, Unit
+from roostream.warehouse.readers.splits import TableSplit
 from tests.trainer import samples
 from tests.warehouse.memory_table import MemoryTable, table_of
-from warehouse.readers.leases import Lease
-from warehouse.readers.reading import LocalRows, Piece
-from warehouse.readers.split_reader import SplitReader, Unit
-from warehouse.readers.splits import TableSplit
 
 
 def reader(most_units: int = 4, table: MemoryTable | None = None, **more: int) -> SplitReader:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roo.errors import ConfigError
-from warehouse.readers.session import SessionSpec, days_of
-from warehouse.readers.splits import MOST_CANDIDATES, plan
+from roostream.errors import ConfigError
+from roostream.warehouse.readers.session import SessionSpec, days_of
+from roostream.warehouse.readers.splits import MOST_CANDIDATES, plan
 
 SPEC = SessionSpec(table="t", version=3)
 
@@ -30,7 +30,9 @@ class File:
     sealed: bool = False
 
 
-def file(path: str, day: int = 1, partition: int = 0, rows: int = 10, candidates: int = 50, first: int = 0) -> File:
+def file(
+    path: str, day: int = 1, partition: int = 0, rows: int = 10, candidates: int = 50, first: int = 0
+) -> File:
     return File(path, date(2024, 5, day), partition, rows, candidates, first, first + rows - 1)
 
 
@@ -42,7 +44,10 @@ def test_days_come_in_order_and_the_files_of_a_day_shuffled_by_the_seed_alone() 
         assert order.splits == plan(files[::-1], dataclasses.replace(SPEC, shuffle_seed=seed), 4).splits
     by_offset = [s.path for s in plan(files, dataclasses.replace(SPEC, shuffle_seed=None), 4).splits]
     assert by_offset == [f"f{i}" for i in (*range(0, 16, 2), *range(1, 16, 2))]
-    shuffled = [[s.path for s in plan(files, dataclasses.replace(SPEC, shuffle_seed=seed), 4).splits] for seed in (0, 1)]
+    shuffled = [
+        [s.path for s in plan(files, dataclasses.replace(SPEC, shuffle_seed=seed), 4).splits]
+        for seed in (0, 1)
+    ]
     assert shuffled[0] != shuffled[1] != by_offset
 
 
@@ -51,7 +56,9 @@ def test_a_split_is_whole_row_groups_of_bounded_candidates() -> None:
     assert [(s.start, s.end) for s in order.splits] == [(0, 2), (2, 6), (6, 10)]
     (whole,) = plan([file("f", rows=10, candidates=MOST_CANDIDATES)], SPEC, 2).splits
     assert (whole.start, whole.end) == (0, 10)
-    assert len(plan([file("f", rows=3, candidates=9 * MOST_CANDIDATES)], SPEC, 2).splits) == 2, "a row group is never cut"
+    assert len(plan([file("f", rows=3, candidates=9 * MOST_CANDIDATES)], SPEC, 2).splits) == 2, (
+        "a row group is never cut"
+    )
 
 
 def test_days_outside_and_files_that_earlier_sessions_had_are_left_out() -> None:
@@ -62,8 +69,13 @@ def test_days_outside_and_files_that_earlier_sessions_had_are_left_out() -> None
     assert [s.path for s in plan(files, newer, 4).splits] == ["b", "c"], "b ends at 19"
 
 
-@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2), st.integers(0, 12)), max_size=8), st.integers(1, 5))
-def test_every_row_has_one_position_of_its_partition(files: list[tuple[int, int, int]], row_group: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2), st.integers(0, 12)), max_size=8),
+    st.integers(1, 5),
+)
+def test_every_row_has_one_position_of_its_partition(
+    files: list[tuple[int, int, int]], row_group: int
+) -> None:
     these = [file(f"f{i}", day, p, rows, candidates=rows * 20_000) for i, (day, p, rows) in enumerate(files)]
     order = plan(these, SPEC, row_group)
     seen: Counter[tuple[str, int]] = Counter()
@@ -86,7 +98,9 @@ def test_what_comes_next_is_in_the_order_of_all_and_begins_with_what_is_begun() 
 
 
 def test_a_spec_survives_its_plain_form_and_its_digest_says_whether_two_are_equal() -> None:
-    spec = dataclasses.replace(SPEC, features=("a", "b"), from_offsets={3: 7, 1: 2}, shuffle_seed=None, labels="as_streamed")
+    spec = dataclasses.replace(
+        SPEC, features=("a", "b"), from_offsets={3: 7, 1: 2}, shuffle_seed=None, labels="as_streamed"
+    )
     assert SessionSpec.of(spec.plain()) == spec
     assert spec.digest == dataclasses.replace(spec, from_offsets={1: 2, 3: 7}).digest
     assert spec.digest != dataclasses.replace(spec, version=4).digest

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from warehouse.readers.leases import Lease, Leases
-from warehouse.readers.scale import Appetite, ReaderCount
+from roostream.warehouse.readers.leases import Lease, Leases
+from roostream.warehouse.readers.scale import Appetite, ReaderCount
 
 READ_S, TRAIN_S = 1.0, 0.44  # of a unit: one reader keeps training waiting for 56 % of the time
 UNITS_A_SPLIT, MOST_UNITS, MOST_SPLITS, START_S, TICK_S = 4, 16, 2, 1.0, 0.05
@@ -26,7 +26,10 @@ class SlowReader:
         if now_s < self.ready_s - READ_S:
             return
         self.held = leases.renew(self.name, now_s)
-        while not self.leaves and sum(self.read.get(it.split, 0) < UNITS_A_SPLIT for it in self.held) < MOST_SPLITS:
+        while (
+            not self.leaves
+            and sum(self.read.get(it.split, 0) < UNITS_A_SPLIT for it in self.held) < MOST_SPLITS
+        ):
             if (lease := leases.lease(self.name, now_s)) is None:
                 break
             self.held.append(lease)
@@ -53,12 +56,15 @@ class Training:
         return self.unit // UNITS_A_SPLIT
 
     def buffered(self) -> int:
-        return sum(count for split, count in self.here.items() if split >= self.split()) - self.unit % UNITS_A_SPLIT
+        return (
+            sum(count for split, count in self.here.items() if split >= self.split())
+            - self.unit % UNITS_A_SPLIT
+        )
 
     def turn(self, now_s: float) -> None:
-        in_flight = [n for n in range(self.split(), self.split() + 40) if self.here.get(n, 0) < UNITS_A_SPLIT][
-            : self.appetite.in_flight
-        ]
+        in_flight = [
+            n for n in range(self.split(), self.split() + 40) if self.here.get(n, 0) < UNITS_A_SPLIT
+        ][: self.appetite.in_flight]
         self.leases.tell(0, [(n, self.here.get(n, 0)) for n in in_flight])
         wanted = self.count.of(len(in_flight), now_s)
         self.resize(wanted, now_s)

@@ -9,21 +9,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from roo.columnar import FlatColumn, columns_of, forms
-from roo.decode import Decoder
-from roo.errors import CheckpointError, ConfigError
-from roo.schema import Schema
-from roo.schema_registry import register
-from roo.wire import Record
-from runtime.checkpoint_store import open_store
+from roostream.errors import CheckpointError, ConfigError
+from roostream.runtime.checkpoint_store import open_store
+from roostream.schema.registry import register
+from roostream.schema.schema import Schema
+from roostream.warehouse.archive import OF_SAMPLE, correction_rows
+from roostream.warehouse.delta_table import Step, WarehouseTable
+from roostream.warehouse.file_writer import FilePlace, FileRows, write_rows
+from roostream.warehouse.pins import held_versions
+from roostream.warehouse.readers.reading import LocalRows
+from roostream.warehouse.readers.session import SessionSpec
+from roostream.warehouse.readers.table_session import SampleTable
+from roostream.wire.columnar import FlatColumn, columns_of, forms
+from roostream.wire.decode import Decoder
+from roostream.wire.records import Record
 from tests.trainer import samples
-from warehouse.archive import OF_SAMPLE, correction_rows
-from warehouse.delta_table import Step, WarehouseTable
-from warehouse.file_writer import FilePlace, FileRows, write_rows
-from warehouse.pins import held_versions
-from warehouse.readers.reading import LocalRows
-from warehouse.readers.session import SessionSpec
-from warehouse.readers.table_session import SampleTable
 
 TOPICS = {"samples": "topic-1"}
 WANTED = SessionSpec(table="", version=0, shuffle_seed=None)
@@ -40,7 +40,9 @@ def archive(place: Path, records: list[Record], topic: str = "topic-1") -> None:
         batch, _ = Decoder(schema, {}.get).decode(its)
         rows = FileRows(columns=columns_of(batch), forms=forms(schema), counts_R=batch.num_candidates_R)
         day = datetime.fromtimestamp(its[0].timestamp_ms // 1000, UTC).date()
-        where = FilePlace(table="samples", day=day, partition=partition, fingerprint=schema.fingerprint, topic=topic)
+        where = FilePlace(
+            table="samples", day=day, partition=partition, fingerprint=schema.fingerprint, topic=topic
+        )
         file = write_rows(store, rows, where)
         name = f"samples/{topic}/{partition}"
         table.commit([file], progress={name: Step(table.snapshot().progress(name), its[-1].offset + 1)})
@@ -56,7 +58,9 @@ def archive_corrections(place: Path, records: list[Record]) -> None:
     rows = dataclasses.replace(rows, columns={**rows.columns, OF_SAMPLE: of_sample})
     number, day = records[0].partition, datetime.fromtimestamp(samples.T0 // 1000, UTC).date()
     table.widen(rows.forms)
-    file = write_rows(store, rows, FilePlace(table="corrections", day=day, partition=number, fingerprint=schema.fingerprint))
+    file = write_rows(
+        store, rows, FilePlace(table="corrections", day=day, partition=number, fingerprint=schema.fingerprint)
+    )
     table.commit([file], progress={f"corrections/topic-2/{number}": Step(None, records[-1].offset + 1)})
 
 
@@ -72,16 +76,23 @@ def test_a_session_has_what_its_version_had_and_ends_where_the_archive_was(tmp_p
     records = samples.records(list(range(1, 21)))
     archive(tmp_path, records[:12])
     told = SampleTable(str(tmp_path)).newest(WANTED, TOPICS)
-    assert told is not None and told.rows == {0: 6, 1: 6} and told.ends == {("samples", 0): 6, ("samples", 1): 6}
+    assert (
+        told is not None and told.rows == {0: 6, 1: 6} and told.ends == {("samples", 0): 6, ("samples", 1): 6}
+    )
     assert told.last_close_ms == samples.T0 + 12_500
     archive(tmp_path, records[12:])
     assert sorted(ids(tmp_path, told)) == list(range(1, 13))
     more = SampleTable(str(tmp_path)).newest(WANTED, TOPICS, told.ends)
     assert more is not None and more.version > told.version
-    assert sorted(ids(tmp_path, more)) == list(range(13, 21)) and more.ends == {("samples", 0): 10, ("samples", 1): 10}
+    assert sorted(ids(tmp_path, more)) == list(range(13, 21)) and more.ends == {
+        ("samples", 0): 10,
+        ("samples", 1): 10,
+    }
 
 
-def test_a_schema_that_shares_no_label_with_what_was_archived_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+def test_a_schema_that_shares_no_label_with_what_was_archived_is_refused_before_anything_is_trained(
+    tmp_path: Path,
+) -> None:
     archive(tmp_path, samples.records(list(range(1, 5))))
     table, schema = SampleTable(str(tmp_path)), samples.schema()
     told = table.newest(WANTED, TOPICS)
@@ -92,9 +103,7 @@ def test_a_schema_that_shares_no_label_with_what_was_archived_is_refused_before_
         return dataclasses.replace(schema, labels=labels)
 
     for ask in (table.check_reader, table.opened):
-        said = (
-            r"expected a schema with a label of its samples \(click\), got 'default' with order; give the schema that they were"
-        )
+        said = r"expected a schema with a label of its samples \(click\), got 'default' with order; give the schema that they were"
         with pytest.raises(ConfigError, match=said):
             ask(told, labelled("order"))
         for known in (schema, labelled("order", "click"), labelled()):
@@ -112,10 +121,14 @@ def test_a_part_of_a_row_group_is_read_as_such(tmp_path: Path) -> None:
     assert files.marks(path).offset_R.tolist() == list(range(10))
 
 
-def test_labels_are_as_corrections_left_them_or_as_they_were_and_the_stream_has_the_others(tmp_path: Path) -> None:
+def test_labels_are_as_corrections_left_them_or_as_they_were_and_the_stream_has_the_others(
+    tmp_path: Path,
+) -> None:
     numbers = list(range(1, 12, 2))
     plain, _ = Decoder(samples.schema(), {}.get).decode(samples.records(numbers))
-    first = next(r for r in range(len(numbers)) if len(set(plain.item_B[3 * r : 3 * r + 3])) == 3)  # of different items
+    first = next(
+        r for r in range(len(numbers)) if len(set(plain.item_B[3 * r : 3 * r + 3])) == 3
+    )  # of different items
     archive(tmp_path, samples.records(numbers))
     archive_corrections(tmp_path, [samples.corrected(numbers[first], 0, after=1.0, before=0.0)])
     table, topics, found = SampleTable(str(tmp_path)), {**TOPICS, "corrections": "topic-2"}, {}
@@ -123,7 +136,11 @@ def test_labels_are_as_corrections_left_them_or_as_they_were_and_the_stream_has_
     for labels, behind in (("latest", 1), ("as_streamed", 0)):
         told = table.newest(dataclasses.replace(WANTED, labels=labels), topics)
         assert told is not None
-        assert told.stream_behind(at) == {("samples", 1): 6, ("corrections", 1): behind, ("corrections", 0): 0}
+        assert told.stream_behind(at) == {
+            ("samples", 1): 6,
+            ("corrections", 1): behind,
+            ("corrections", 0): 0,
+        }
         session, files = table.opened(told, samples.schema())
         found[labels] = files.batch(session.order.splits[0].path, 0, 6).label_BT[:, 0].tolist()
         table.hold(told, f"session-{labels}", until_ms=1000)
@@ -137,7 +154,8 @@ def test_labels_are_as_corrections_left_them_or_as_they_were_and_the_stream_has_
 def test_an_archive_of_another_topic_is_refused_where_a_stream_follows(tmp_path: Path) -> None:
     archive(tmp_path, samples.records([1, 2]), topic="deleted-since")
     with pytest.raises(
-        ConfigError, match="expected an archive of topic samples with id topic-1, got one of deleted-since: its offsets"
+        ConfigError,
+        match="expected an archive of topic samples with id topic-1, got one of deleted-since: its offsets",
     ):
         SampleTable(str(tmp_path)).newest(WANTED, TOPICS)
     alone = SampleTable(str(tmp_path)).newest(WANTED, {})
@@ -153,14 +171,22 @@ def test_what_a_topic_of_before_left_is_an_earlier_session_s_whatever_its_offset
     assert sorted(ids(tmp_path, told)) == [*range(1, 21), *range(31, 35)]
     archive(tmp_path, [r._replace(offset=r.offset + 2) for r in samples.records(list(range(41, 47)))])
     more = table.newest(WANTED, TOPICS, told.ends)
-    assert more is not None and more.spec["topic"] == "topic-1" and sorted(ids(tmp_path, more)) == list(range(41, 47))
+    assert (
+        more is not None
+        and more.spec["topic"] == "topic-1"
+        and sorted(ids(tmp_path, more)) == list(range(41, 47))
+    )
     assert "topic" not in told.spec, "digests of sessions that begin at the beginning are what they were"
 
 
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("retired/topic-1/0", 7, "expected samples of partition 0 from offset 6 on, got them retired up to 7"),
+        (
+            "retired/topic-1/0",
+            7,
+            "expected samples of partition 0 from offset 6 on, got them retired up to 7",
+        ),
         ("cut/2023-11-14", 1, "expected all of 2023-11-14, got a day of which keep_bytes has retired a part"),
     ],
 )
@@ -192,7 +218,9 @@ def test_what_lies_there_instead_is_refused(tmp_path: Path) -> None:
     archive(tmp_path, samples.records([1, 2]))
     told = SampleTable(str(tmp_path)).newest(WANTED, TOPICS)
     assert told is not None
-    with pytest.raises(CheckpointError, match="expected 9 rows of version 2, got 2: another table lies there"):
+    with pytest.raises(
+        CheckpointError, match="expected 9 rows of version 2, got 2: another table lies there"
+    ):
         SampleTable(str(tmp_path)).opened(dataclasses.replace(told, rows={0: 9}), samples.schema())
 
 

@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from roo.errors import SchemaError, WireError
-from runtime import frames
+from roostream.errors import SchemaError, WireError
+from roostream.runtime import frames
+from roostream.warehouse.readers.reading import LocalRows, Piece
+from roostream.warehouse.readers.session import SessionSpec
+from roostream.warehouse.readers.table_session import SampleTable
+from roostream.warehouse.readers.unit_frames import digest_of, from_frame, num_bytes, to_frame
 from tests.trainer.sessions.reading_fleet import bits
 from tests.warehouse.sample_cases import rich_schema
 from tests.warehouse.small_warehouse import ROWS, small_warehouse
-from warehouse.readers.reading import LocalRows, Piece
-from warehouse.readers.session import SessionSpec
-from warehouse.readers.table_session import SampleTable
-from warehouse.readers.unit_frames import digest_of, from_frame, num_bytes, to_frame
 
 SCHEMA = rich_schema()
 DIGEST = digest_of(SCHEMA)
@@ -39,7 +39,9 @@ def sent(piece: Piece) -> Piece:
     buffers = frames.encode(frames.ANSWER, {"header": header}, arrays)
     data = np.frombuffer(b"".join(bytes(buffer) for buffer in buffers), np.uint8)
     prefix = frames.parse_prefix(bytes(data[: frames.PREFIX_BYTES]))
-    body = frames.parse_header(prefix, bytes(data[frames.PREFIX_BYTES : frames.PREFIX_BYTES + prefix.header_bytes]))
+    body = frames.parse_header(
+        prefix, bytes(data[frames.PREFIX_BYTES : frames.PREFIX_BYTES + prefix.header_bytes])
+    )
     payload = data[frames.PREFIX_BYTES + prefix.header_bytes :].copy()
     return from_frame(body["header"], frames.views(body, payload), SCHEMA, DIGEST)
 

@@ -1,0 +1,421 @@
+"""G1 and G2 as sums over the topics themselves. Pure: records in, numbers out; `infra.auditor.auditor` reads them from Kafka.
+
+    distinct engagements = folded + corrected + only in a repeated sample + dead-lettered + pending
+    distinct requests    = sampled + only dead-lettered + pending
+    other engagement records are duplicates
+
+An id counts once, for the first of these that it has. A dead letter settles what stands at the place that it names, whether
+its reason lets an id be known or not. Topics may be read in any order relative to each other: an outcome that comes before its
+event waits as `unknown`, a dead letter before its record as a place. Nothing that a record holds raises.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any, TypeAlias
+
+import numpy as np
+import xxhash
+
+from infra.auditor.ledger import CORRECTED, DEAD, FOLDED, NOWHERE, PREDICTED, REPEATED, SAMPLED, SEEN, Ledger
+from infra.auditor.sums import Sums
+from roostream.errors import WireError
+from roostream.runtime.event_time import RecentTimes
+from roostream.runtime.kafka.topics import (
+    CORRECTIONS,
+    DEAD_LETTERS,
+    ENGAGEMENTS,
+    EVENTS,
+    IMPRESSIONS,
+    PREDICTIONS,
+    SAMPLES,
+    Partition,
+)
+from roostream.schema.ids import MASK64, key_bytes, sample_id
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.records import Record
+
+At: TypeAlias = tuple[int, int]
+"""Partition and offset of a sample."""
+
+_EVENT_KINDS = (wire.IMPRESSION, wire.ENGAGEMENT, wire.HEARTBEAT, wire.END_MARKER)
+_KINDS = {
+    IMPRESSIONS: _EVENT_KINDS,
+    ENGAGEMENTS: _EVENT_KINDS,
+    SAMPLES: (wire.SAMPLE,),
+    CORRECTIONS: (wire.CORRECTION,),
+    DEAD_LETTERS: (wire.DEAD_LETTER,),
+    PREDICTIONS: (wire.PREDICTION,),
+}
+_SETTLED = (IMPRESSIONS, ENGAGEMENTS, SAMPLES)  # of these somebody writes dead letters
+_MARKERS = (wire.HEARTBEAT, wire.END_MARKER)
+_LEDGERS = ("events", "requests", "bad", "bad_samples", "dead")
+_MOST_NAMES = 1000
+_MOST_UNPREDICTED = 1_000_000
+_OTHER = "other"
+
+
+class Accounts:
+    """Feed every record of impressions, engagements, samples, corrections, dead_letters and predictions, each partition in
+    its order. Not thread-safe."""
+
+    def __init__(self, *, settle_ms: int = 600_000, horizon_ms: int = 0, since_ms: int = 0) -> None:
+        """`settle_ms`: how far the joiner's closes may be past an event that still waits (window + orphan timeout + slack).
+        `horizon_ms`: see Ledger; at least twice `settle_ms`, 0 = everything is remembered. `since_ms`: what is older is left
+        out: its counterpart may have been deleted."""
+        self.settle_ms, self.since_ms = settle_ms, since_ms
+        self.events = Ledger((FOLDED, CORRECTED, REPEATED, DEAD), horizon_ms)
+        self.requests = Ledger((SAMPLED, DEAD), horizon_ms)
+        self.bad = Ledger((DEAD,), horizon_ms)  # inputs that can't be read, by place
+        self.bad_samples = Ledger((DEAD,), horizon_ms)
+        self.dead = Ledger((), horizon_ms)  # places that have a dead letter
+        self._ledgers = tuple(self.ledgers.values())
+        self.untrained: dict[int, At] = {}  # sample id → place of its first sample
+        self.closed_until_ms = 0
+        self.num_records: Counter[str] = Counter()  # topic → records read, whatever they were
+        self.sample_ends: dict[int, int] = {}  # partition of the samples → offset after the newest one read
+        self.features_digest = 0  # the same for the same samples in any order
+        self._untrained_at: dict[At, int] = {}
+        self._newest_ms: dict[Partition, int] = {}
+        self._recent, self._reached_ms = RecentTimes(), 0  # of all records; how far their middle has come
+        self._count: Counter[str] = Counter()
+        self._actions: Counter[str] = Counter()
+        self._closed_by: Counter[str] = Counter()
+        self._dead_letters: Counter[str] = Counter()
+        self._untrained_by: Counter[str] = Counter()
+        self._dispositions: Counter[str] = Counter()
+        self._unreadable: Counter[str] = Counter()
+
+    @property
+    def ledgers(self) -> dict[str, Ledger]:
+        return {n: getattr(self, n) for n in _LEDGERS}
+
+    @property
+    def counters(self) -> dict[str, Counter[str]]:
+        names = (
+            "_count",
+            "_actions",
+            "_closed_by",
+            "_dead_letters",
+            "_untrained_by",
+            "_unreadable",
+            "num_records",
+            "_dispositions",
+        )
+        return {n: getattr(self, n) for n in names}
+
+    def add(self, record: Record) -> None:
+        """Heartbeats and end markers pass through; a record that can't be read waits for its dead letter."""
+        self.num_records[record.topic] += 1
+        now_ms = self._now_ms(record)
+        self._turn()
+        try:
+            kind, message = wire.decode(record.value)
+            if kind not in _KINDS[record.topic]:
+                raise WireError("unknown_type", f"expected another type in {record.topic}, got type {kind}")
+        except WireError:
+            return self._bad(record, now_ms)
+        match message:
+            case pb.Impression():
+                self._impression(message, record, now_ms)
+            case pb.Engagement():
+                self._engagement(message, record, now_ms)
+            case pb.Sample() if kind == wire.CORRECTION:
+                self._correction(message, now_ms)
+            case pb.Sample():
+                self._sample(message, record, now_ms)
+            case pb.DeadLetter():
+                self._dead_letter(message, now_ms)
+            case pb.Prediction():
+                self._prediction(message, now_ms)
+
+    @property
+    def unread(self) -> int:
+        """Records that can't be read and have no dead letter so far."""
+        return len(self.bad.pending) + len(self.bad_samples.pending)
+
+    @property
+    def num_waiting(self) -> int:
+        """Inputs that wait for what the joiner makes of them."""
+        return len(self.events.pending) + len(self.requests.pending) + len(self.bad.pending)
+
+    def untrained_below(self, offsets: Mapping[int, int]) -> int:
+        """G2: samples before the given offsets of their partitions (a manifest's) that nothing has predicted; should be 0."""
+        return sum(offset < offsets.get(partition, 0) for partition, offset in self.untrained.values())
+
+    def _now_ms(self, record: Record) -> int:
+        """The newest time of its partition so far: how far reading has come there, however late this record is. One from far
+        ahead has its own time and says nothing of that of the others."""
+        self._recent.add((record.timestamp_ms,))
+        if self._recent.is_full:
+            self._reached_ms = max(self._reached_ms, self._recent.middle_ms)
+        at = record.topic, record.partition
+        self._newest_ms[at] = min(max(self._newest_ms.get(at, 0), record.timestamp_ms), self._latest_ms)
+        return max(self._newest_ms[at], record.timestamp_ms)
+
+    @property
+    def _latest_ms(self) -> int:
+        """A partition may be so far, `settle_ms` ahead of what enough recent records say; more is a wrong time."""
+        return self._reached_ms + self.settle_ms if self._reached_ms else 1 << 62
+
+    def _turn(self) -> None:
+        if self._reached_ms:
+            for ledger in self._ledgers:
+                ledger.turn(self._reached_ms)
+
+    def _bad(self, record: Record, now_ms: int) -> None:
+        """What calls itself a heartbeat or end marker holds no event; Flink drops it, the local engine dead-letters it."""
+        if record.topic not in _SETTLED or (
+            record.topic != SAMPLES and wire.kind_of(record.value) in _MARKERS
+        ):
+            self._unreadable[record.topic] += 1
+        elif record.timestamp_ms >= self.since_ms:
+            place = _place(record.topic, record.partition, record.offset)
+            ledger = self.bad_samples if record.topic == SAMPLES else self.bad
+            self._see(ledger, place, now_ms, place)
+
+    def _see(self, ledger: Ledger, id_: int, now_ms: int, place: int) -> bool:
+        new = ledger.mark(id_, SEEN, now_ms, place)
+        if self.dead.bits(place):
+            ledger.mark(id_, DEAD, now_ms)
+        return new
+
+    def _impression(self, message: pb.Impression, record: Record, now_ms: int) -> None:
+        header = message.header
+        if record.timestamp_ms < self.since_ms:
+            return
+        key = record.key or key_bytes(header.user_id, header.session_id, header.request_id)
+        place = _place(record.topic, record.partition, record.offset)
+        self._count["requests"] += self._see(self.requests, sample_id(key, header.request_id), now_ms, place)
+
+    def _engagement(self, message: pb.Engagement, record: Record, now_ms: int) -> None:
+        if record.timestamp_ms < self.since_ms:
+            return
+        if not message.event_id:
+            return self._bad(record, now_ms)
+        place = _place(record.topic, record.partition, record.offset)
+        new = self._see(self.events, message.event_id, now_ms, place)
+        self._count["engagements" if new else "duplicates"] += 1
+        self._actions[_named(message.action, self._actions)] += new
+
+    def _sample(self, message: pb.Sample, record: Record, now_ms: int) -> None:
+        id_, at = message.sample_id, (record.partition, record.offset)
+        self.sample_ends[record.partition] = record.offset + 1
+        self._closed_until(min(message.close_ms, record.timestamp_ms))
+        is_old = message.header.time_ms < self.since_ms
+        if (
+            is_old
+            or self._is_out(self.requests, id_, message.header.time_ms)
+            or not self.requests.mark(id_, SAMPLED, now_ms)
+        ):
+            self._fold(message, FOLDED if is_old else REPEATED, now_ms)
+            return
+        self._fold(message, FOLDED, now_ms)
+        if not self.requests.bits(id_) & PREDICTED and not self.dead.bits(_place(SAMPLES, *at)):
+            self._wait_for_training(id_, at)
+        self._count["samples"] += 1
+        self._count["candidates"] += len(message.item_ids)
+        self._closed_by[_close_reason(message.close_reason)] += 1
+        self.features_digest = (self.features_digest + features_hash(message)) & MASK64
+
+    def _fold(self, message: pb.Sample, outcome: int, now_ms: int) -> bool:
+        """Mark the engagements of a sample or correction; whether one of them is new to that outcome."""
+        new = False
+        for event_id, time_ms in _events(message):
+            if not self._is_out(self.events, event_id, time_ms):
+                new |= self.events.mark(event_id, outcome, now_ms)
+        return new
+
+    def _is_out(self, ledger: Ledger, id_: int, time_ms: int) -> bool:
+        """Whether an outcome is of what is not audited, or was forgotten."""
+        stale = ledger.is_stale(id_, time_ms)
+        self._count["stale"] += stale
+        return stale or time_ms < self.since_ms
+
+    def _correction(self, message: pb.Sample, now_ms: int) -> None:
+        self._count["corrections"] += self._fold(message, CORRECTED, now_ms)
+
+    def _prediction(self, message: pb.Prediction, now_ms: int) -> None:
+        id_ = message.sample_id
+        if self._forget_untrained(id_) and self.requests.is_stale(id_, message.time_ms):
+            new = True
+        else:
+            new = not self._is_out(self.requests, id_, message.time_ms) and self.requests.mark(
+                id_, PREDICTED, now_ms
+            )
+        if new:
+            self._count["predicted"] += 1
+            self._dispositions[_disposition(message.disposition)] += 1
+
+    def _dead_letter(self, message: pb.DeadLetter, now_ms: int) -> None:
+        place = _place(message.topic, message.partition, message.offset)
+        if place == NOWHERE:
+            self._unreadable[DEAD_LETTERS] += 1
+            return
+        if not self.dead.mark(place, DEAD, now_ms):
+            return
+        reason = message.reason if message.reason in wire.REASONS else _OTHER
+        self._dead_letters[reason] += 1
+        if message.topic == SAMPLES:
+            self._untrained_by[reason] += 1
+            self.bad_samples.die(place, now_ms)
+            self._forget_untrained(self._untrained_at.get((message.partition, message.offset)))
+            return
+        for ledger in (self.bad, self.requests, self.events):
+            ledger.die(place, now_ms)
+
+    def _wait_for_training(self, id_: int, at: At) -> None:
+        self.untrained[id_] = at
+        self._untrained_at[at] = id_
+        if len(self.untrained) > _MOST_UNPREDICTED:
+            for oldest in list(islice(self.untrained, _MOST_UNPREDICTED // 2)):
+                self._count["never_predicted"] += self._forget_untrained(oldest)
+
+    def _forget_untrained(self, id_: int | None) -> bool:
+        at = self.untrained.pop(id_, None) if id_ is not None else None
+        self._untrained_at.pop(at, None) if at is not None else None
+        return at is not None
+
+    def _closed_until(self, time_ms: int) -> None:
+        if time_ms > self.closed_until_ms:
+            self.closed_until_ms = time_ms
+            for ledger in (self.events, self.requests, self.bad):
+                ledger.overdue_before_ms = time_ms - self.settle_ms
+
+    def sums(self, *, ended: bool = False) -> Sums:
+        """`ended`: the input is over and closed, so nothing may be pending."""
+        limit_ms = (1 << 62) if ended else self.closed_until_ms - self.settle_ms
+        ledgers = [self.events, self.requests, self.bad, *([self.bad_samples] if ended else [])]
+        overdue = sum(ledger.num_overdue(limit_ms) for ledger in ledgers)
+        newest_ms = max((time_ms for at, time_ms in self._newest_ms.items() if at[0] in EVENTS), default=0)
+        newest_ms = min(newest_ms, self._latest_ms)
+        late = sum(
+            ledger.num_pending(newest_ms - self.settle_ms)
+            for ledger in (self.events, self.requests, self.bad)
+        )
+        count, events = self._count, self.events
+        return Sums(
+            requests=count["requests"],
+            candidates=count["candidates"],
+            engagements=count["engagements"],
+            actions=dict(self._actions),
+            samples=count["samples"],
+            closed_by=dict(self._closed_by),
+            folded=events.counts[FOLDED],
+            corrected=events.counts[CORRECTED],
+            only_repeated=events.counts[REPEATED],
+            corrections=count["corrections"],
+            dead_engagements=events.counts[DEAD],
+            dead_requests=self.requests.counts[DEAD],
+            dead_letters=dict(self._dead_letters),
+            duplicates=count["duplicates"],
+            pending=len(events.pending),
+            pending_requests=len(self.requests.pending),
+            unread=self.unread,
+            unreadable=dict(self._unreadable),
+            unknown=len(events.unknown) + len(self.requests.unknown),
+            overdue=overdue,
+            late=late,
+            predicted=count["predicted"],
+            predicted_by=dict(self._dispositions),
+            unpredicted=len(self.untrained) + count["never_predicted"],
+            untrained_by=dict(self._untrained_by),
+            stale=count["stale"],
+            lost_records=count["lost_records"],
+            since_ms=self.since_ms,
+            accounted=overdue == 0,
+        )
+
+    def lose(self, records: int) -> None:
+        """Retention deleted so many records before they were read."""
+        self._count["lost_records"] += records
+
+    def dump(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """(numbers fit for JSON, arrays): all that `load` needs."""
+        numbers: dict[str, Any] = {n: dict(c) for n, c in self.counters.items()}
+        arrays: dict[str, np.ndarray] = {}
+        for name, ledger in self.ledgers.items():
+            numbers[name], of_ledger = ledger.dump()
+            arrays |= {f"{name}.{key}": array for key, array in of_ledger.items()}
+        numbers |= {
+            "since_ms": self.since_ms,
+            "closed_until_ms": self.closed_until_ms,
+            "digest": self.features_digest,
+        }
+        numbers["sample_ends"] = list(self.sample_ends.items())
+        numbers["newest_ms"] = [(*at, time_ms) for at, time_ms in self._newest_ms.items()]
+        numbers |= {"recent_ms": self._recent.times_ms, "reached_ms": self._reached_ms}
+        arrays["untrained_ids"] = np.fromiter(self.untrained, np.uint64, len(self.untrained))
+        arrays["untrained_at"] = np.array(list(self.untrained.values()), np.int64).reshape(-1, 2)
+        return numbers, arrays
+
+    def load(self, numbers: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+        """Be as the one that `dump` was of; what `__init__` was given stays, but for `since_ms`."""
+        for name, counter in self.counters.items():
+            counter.clear()
+            counter.update({str(k): int(v) for k, v in numbers.get(name, {}).items()})
+        if "_dispositions" not in numbers:  # files of before didn't tell them
+            self._dispositions[_OTHER] = self._count["predicted"]
+        for name, ledger in self.ledgers.items():
+            ledger.load(
+                numbers[name],
+                {k.removeprefix(f"{name}."): a for k, a in arrays.items() if k.startswith(f"{name}.")},
+            )
+        self.since_ms, self.closed_until_ms = int(numbers["since_ms"]), int(numbers["closed_until_ms"])
+        self.features_digest = int(numbers["digest"])
+        self.sample_ends = {int(p): int(end) for p, end in numbers["sample_ends"]}
+        self._newest_ms = {(str(topic), int(p)): int(time_ms) for topic, p, time_ms in numbers["newest_ms"]}
+        self._recent.times_ms, self._reached_ms = (
+            list(numbers.get("recent_ms", ())),
+            int(numbers.get("reached_ms", 0)),
+        )
+        self.untrained = dict(
+            zip(arrays["untrained_ids"].tolist(), map(tuple, arrays["untrained_at"].tolist()), strict=True)
+        )
+        self._untrained_at = {at: id_ for id_, at in self.untrained.items()}
+
+
+def features_hash(sample: pb.Sample) -> int:
+    """xxh3-64 over sample id, items, RO bytes and parts: equal for equal features, byte for byte."""
+    digest = xxhash.xxh3_64(sample.sample_id.to_bytes(8, "little"))
+    digest.update(np.array(sample.item_ids, "<u8").tobytes())
+    for block in (
+        (b"\1" + sample.ro) if sample.HasField("ro") else b"\0",
+        *(p.SerializeToString(deterministic=True) for p in sample.parts),
+    ):
+        digest.update(len(block).to_bytes(8, "little") + block)
+    return digest.intdigest()
+
+
+def _place(topic: str, partition: int, offset: int) -> int:
+    """A place as one number below 2^63; NOWHERE if nothing that is audited can be there."""
+    if topic not in _SETTLED or not 0 <= partition < 1 << 12 or not 0 <= offset < 1 << 48:
+        return NOWHERE
+    return _SETTLED.index(topic) << 60 | partition << 48 | offset
+
+
+def _events(message: pb.Sample) -> Iterator[tuple[int, int]]:
+    """(event id, time) of what a sample folds; a time that is missing is its request's."""
+    times, default_ms = message.event_times, message.header.time_ms
+    for n, event_id in enumerate(message.event_ids):
+        yield event_id, times[n] if n < len(times) else default_ms
+
+
+def _close_reason(number: int) -> str:
+    """Its name, also of one that a newer joiner wrote."""
+    known = pb.CloseReason.DESCRIPTOR.values_by_number.get(number)
+    return _OTHER if known is None else known.name.removeprefix("CLOSE_").lower()
+
+
+def _disposition(number: int) -> str:
+    """Its name, also of one that a newer trainer wrote."""
+    known = pb.Disposition.DESCRIPTOR.values_by_number.get(number)
+    return _OTHER if known is None else known.name.removeprefix("DISPOSITION_").lower()
+
+
+def _named(name: str, known: Counter[str]) -> str:
+    """`name`, or one name for all beyond the first thousand: whoever sends events chooses them."""
+    return name if name in known or len(known) < _MOST_NAMES else _OTHER

@@ -1,0 +1,158 @@
+"""What has been seen of each id, and which of its outcomes counts. Pure: marks in, counts out, in any order.
+
+A mark is a bit that is only ever added, so the counts are the same however the marks are ordered. An id that was seen and has no
+outcome is `pending`, one with an outcome that was not seen is `unknown`; both are kept until they settle or are given up.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+SEEN, PREDICTED = 1, 2  # marks that settle nothing
+FOLDED, CORRECTED, DEAD, SAMPLED, REPEATED = 4, 8, 16, 32, 64  # outcomes
+NOWHERE = -1  # in place of a place: nothing settles it from there
+_MOST = 1_000_000
+
+
+class Ledger:
+    """`outcomes`: the first of these that an id has is the one that counts.
+
+    Settled ids are forgotten between one and two `horizon_ms` of event time after their last mark (0 = never), and sooner where
+    a horizon holds more than `most` ids; `turn` says what time it is. The counts stay; what was forgotten is older than
+    `floor_ms`.
+    """
+
+    def __init__(self, outcomes: tuple[int, ...], horizon_ms: int = 0, most: int = _MOST) -> None:
+        self.outcomes, self.horizon_ms, self.most = outcomes, horizon_ms, most
+        self.counts: Counter[int] = Counter()  # outcome → ids seen that it counts for
+        self.pending: dict[int, list[int]] = {}  # id → time, then the places at which it was seen
+        self.unknown: dict[int, int] = {}  # id → time
+        self.lost = self.invented = 0  # given up: seen without an outcome, an outcome without being seen
+        self.overdue_before_ms = 0  # what waits since before then will not settle any more
+        self.floor_ms = 0
+        self._at: dict[int, int] = {}  # place → pending id
+        self._young: dict[int, int] = {}
+        self._old: dict[int, int] = {}
+        self._now_ms = self._turned_ms = 0
+
+    def mark(self, id_: int, bit: int, time_ms: int, place: int = NOWHERE) -> bool:
+        """Whether the mark is new. `place`: where it was seen, while it waits `die` settles it from there."""
+        before = self.bits(id_)
+        after = before | bit
+        self._young[id_] = after
+        if after != before:
+            self._recount(id_, before, after, time_ms)
+        if place != NOWHERE and id_ in self.pending:
+            self.pending[id_].append(place)
+            self._at[place] = id_
+        return after != before
+
+    def die(self, place: int, time_ms: int) -> bool:
+        """The record at `place` has a dead letter; whether something waited there."""
+        id_ = self._at.get(place)
+        return id_ is not None and self.mark(id_, DEAD, time_ms)
+
+    def bits(self, id_: int) -> int:
+        return self._young.get(id_) or self._old.get(id_, 0)
+
+    def is_stale(self, id_: int, time_ms: int) -> bool:
+        """Whether an outcome of `id_`, an event of `time_ms`, may belong to what was forgotten."""
+        return time_ms < self.floor_ms and not self.bits(id_)
+
+    def num_pending(self, limit_ms: int) -> int:
+        """What waits since before `limit_ms`."""
+        return sum(times[0] < limit_ms for times in self.pending.values())
+
+    def num_overdue(self, limit_ms: int) -> int:
+        """What was given up, and what waits since before `limit_ms`, seen or not."""
+        unknown = sum(time_ms < limit_ms for time_ms in self.unknown.values())
+        return self.lost + self.invented + self.num_pending(limit_ms) + unknown
+
+    def _recount(self, id_: int, before: int, after: int, time_ms: int) -> None:
+        old, new = self._outcome(before), self._outcome(after)
+        if before & SEEN:
+            self.counts[old] -= old > 0
+        if after & SEEN:
+            self.counts[new] += new > 0
+        if after & SEEN and not new:
+            self.pending.setdefault(id_, [time_ms])
+        else:
+            self._leave(id_)
+        if new and not after & SEEN:
+            self.unknown.setdefault(id_, time_ms)
+        else:
+            self.unknown.pop(id_, None)
+
+    def _leave(self, id_: int) -> None:
+        for place in self.pending.pop(id_, ())[1:]:
+            self._at.pop(place, None)
+
+    def _outcome(self, bits: int) -> int:
+        return next((o for o in self.outcomes if bits & o), 0)
+
+    def turn(self, now_ms: int) -> None:
+        """It is `now_ms`: forget what has been settled for long. Marks don't say what time it is: any of them may be wrong."""
+        self._now_ms = max(self._now_ms, now_ms)
+        self._turned_ms = self._turned_ms or now_ms
+        if not self.horizon_ms or (
+            self._now_ms - self._turned_ms < self.horizon_ms and len(self._young) < self.most
+        ):
+            return
+        self._give_up(min(self.overdue_before_ms, self._now_ms - self.horizon_ms))
+        if self._old:
+            self.floor_ms = self._turned_ms + 1
+        kept = {i: bits for i, bits in self._old.items() if i in self.pending or i in self.unknown}
+        self._old, self._young, self._turned_ms = self._young, kept, self._now_ms
+
+    def _give_up(self, limit_ms: int) -> None:
+        lost = [i for i, times in self.pending.items() if times[0] < limit_ms]
+        invented = [i for i, time_ms in self.unknown.items() if time_ms < limit_ms]
+        self.lost += len(lost)
+        self.invented += len(invented)
+        for id_ in lost:
+            self._leave(id_)
+        for id_ in (*lost, *invented):
+            self.unknown.pop(id_, None)
+            self._young.pop(id_, None)
+            self._old.pop(id_, None)
+
+    def dump(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """(numbers fit for JSON, arrays): all that `load` needs."""
+        names = ("lost", "invented", "overdue_before_ms", "floor_ms", "_now_ms", "_turned_ms")
+        numbers = {
+            "counts": {str(k): v for k, v in self.counts.items()},
+            **{n: getattr(self, n) for n in names},
+        }
+        arrays = {}
+        for name, bits in (("young", self._young), ("old", self._old)):
+            arrays[f"{name}_ids"] = np.fromiter(bits, np.uint64, len(bits))
+            arrays[f"{name}_bits"] = np.fromiter(bits.values(), np.uint8, len(bits))
+        arrays["unknown_ids"] = np.fromiter(self.unknown, np.uint64, len(self.unknown))
+        arrays["unknown_ms"] = np.fromiter(self.unknown.values(), np.int64, len(self.unknown))
+        arrays["pending_ids"] = np.fromiter(self.pending, np.uint64, len(self.pending))
+        arrays["pending_sizes"] = np.fromiter(map(len, self.pending.values()), np.int64, len(self.pending))
+        arrays["pending"] = np.array([n for values in self.pending.values() for n in values], np.int64)
+        return numbers, arrays
+
+    def load(self, numbers: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+        """Be as the one that `dump` was of; horizon and bounds stay this one's."""
+        self.counts = Counter({int(k): int(v) for k, v in numbers["counts"].items()})
+        for name in ("lost", "invented", "overdue_before_ms", "floor_ms", "_now_ms", "_turned_ms"):
+            setattr(self, name, int(numbers[name]))
+        self._young, self._old = (
+            dict(zip(arrays[f"{n}_ids"].tolist(), arrays[f"{n}_bits"].tolist(), strict=True))
+            for n in ("young", "old")
+        )
+        self.unknown = dict(zip(arrays["unknown_ids"].tolist(), arrays["unknown_ms"].tolist(), strict=True))
+        ends = np.cumsum(arrays["pending_sizes"])[:-1]
+        values = (
+            [part.tolist() for part in np.split(arrays["pending"], ends)]
+            if len(arrays["pending_ids"])
+            else []
+        )
+        self.pending = dict(zip(arrays["pending_ids"].tolist(), values, strict=True))
+        self._at = {place: id_ for id_, times in self.pending.items() for place in times[1:]}

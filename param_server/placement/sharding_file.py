@@ -1,0 +1,107 @@
+"""A plan in TorchRec's terms, as JSON; trainer/torchrec_plan.py makes TorchRec's own object of it.
+
+    {"format": 1, "owners": N, "module": path of the collection in the model,
+     "tables": {TABLE: {"sharding_type": "table_wise" | "row_wise" | "column_wise",
+                        "shards": [{"rank": r, "offsets": [row, column], "sizes": [rows, columns]}, …]}}}
+
+TorchRec cuts a table's rows over all ranks, in blocks of ceil(rows / N), or not at all: plans for it are made that way
+(`plan(…, whole_or_all=True)`). Rows are numbers from 0, as `checkpoint export` gives them, never ids.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from param_server.placement.cost import PlacedTable
+from param_server.placement.plan import PlacementPlan, TablePiece
+from roostream.errors import ConfigError
+
+FORMAT = 1
+_LANES = 4
+_TYPES = {"table": "table_wise", "row": "row_wise", "column": "column_wise"}
+
+
+def sharding_of(plan: PlacementPlan, tables: Sequence[PlacedTable], module: str = "") -> dict[str, Any]:
+    """What the file holds. `module`: where the model has its collection; "" = the model is one.
+
+    Raises:
+        ConfigError: a table whose number of rows nobody said, one cut into row pieces for some of the owners, or pieces of a
+            width that FBGEMM refuses.
+    """
+    if missing := [table.name for table in tables if not table.rows]:
+        raise ConfigError(
+            f"expected how many rows each table has, got none for {', '.join(missing)}; TorchRec's shards say from which row to "
+            "which: name them by --rows TABLE=N or --collection FILE"
+        )
+    return {
+        "format": FORMAT,
+        "owners": plan.owners,
+        "module": module,
+        "tables": {table.name: _of_table(table, _pieces(plan, table.name), plan.owners) for table in tables},
+    }
+
+
+def read_sharding(text: str, where: str = "sharding plan") -> Mapping[str, Any]:
+    """What `sharding_of` gave, of its JSON.
+
+    Raises:
+        ConfigError: another thing.
+    """
+    try:
+        found = json.loads(text)
+        whole = (
+            found["format"] == FORMAT
+            and isinstance(found["owners"], int)
+            and isinstance(found["module"], str)
+        )
+        for table in found["tables"].values():
+            whole &= table["sharding_type"] in _TYPES.values() and bool(table["shards"])
+            whole &= all(
+                0 <= shard["rank"] < found["owners"] and len(shard["offsets"]) == 2
+                for shard in table["shards"]
+            )
+            whole &= all(len(shard["sizes"]) == 2 for shard in table["shards"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{where}: {_EXPECTED}, got another thing ({error!r})") from None
+    if not whole:
+        raise ConfigError(f"{where}: {_EXPECTED}, got another format, or shards at ranks that there aren't")
+    return found
+
+
+_EXPECTED = "expected JSON of `roostream placement plan --write-torchrec`"
+
+
+def _pieces(plan: PlacementPlan, table: str) -> list[TablePiece]:
+    return sorted((piece for piece in plan.pieces if piece.table == table), key=lambda piece: piece.number)
+
+
+def _of_table(table: PlacedTable, pieces: Sequence[TablePiece], owners: int) -> dict[str, Any]:
+    kind = pieces[0].kind
+    if kind == "row" and len(pieces) != owners:
+        raise ConfigError(
+            f"table {table.name!r}: expected it whole or cut over all {owners} owners, as TorchRec cuts rows, got {len(pieces)} "
+            "row pieces; plan with whole_or_all"
+        )
+    if any(piece.columns[1] % _LANES for piece in pieces):
+        raise ConfigError(
+            f"table {table.name!r}: expected pieces of a multiple of {_LANES} columns, as FBGEMM has them, got {table.dim} "
+            f"columns in {len(pieces)} {kind} pieces; change dim or --columns"
+        )
+    if kind == "row":
+        return {"sharding_type": _TYPES[kind], "shards": _row_blocks(table, owners)}
+    spans = [(piece.owner, piece.columns) for piece in pieces]
+    shards = [
+        {"rank": rank, "offsets": [0, first], "sizes": [table.rows, end - first]}
+        for rank, (first, end) in spans
+    ]
+    return {"sharding_type": _TYPES[kind], "shards": shards}
+
+
+def _row_blocks(table: PlacedTable, owners: int) -> list[dict[str, Any]]:
+    """The last ranks may have fewer, or none."""
+    block = -(-table.rows // owners)
+    firsts = [min(rank * block, table.rows) for rank in range(owners + 1)]
+    sizes = [[firsts[rank + 1] - firsts[rank], table.dim] for rank in range(owners)]
+    return [{"rank": rank, "offsets": [firsts[rank], 0], "sizes": sizes[rank]} for rank in range(owners)]

@@ -1,1 +1,0 @@
-"""What rows share: found (inverse.py), and counted over a log (duplicates.py). RecD: docs/deduplication.md."""

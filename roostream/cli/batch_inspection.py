@@ -1,0 +1,197 @@
+"""What is in a batch that a worker saved when it ended training: where it is from, and the numbers in it. Pure.
+
+Letters: R requests, B candidates, F floats of a side, N values, T tasks.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from roostream.errors import ConfigError, SchemaError
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import schema_from_dict
+from roostream.wire.batch import Batch
+from roostream.wire.decode import Decoder
+from roostream.wire.jagged import Jagged
+from trainer.saved_batch import SavedBatch
+
+EXTREME = 1e6
+"""Numbers whose magnitude is above this are named: in the schema such a feature wants a transform."""
+MOST_LARGEST = 5
+
+
+def inspected(saved: SavedBatch) -> dict[str, Any]:
+    """As plain values; keys stay.
+
+    Raises:
+        ConfigError: its schema can't be read.
+    """
+    batch, rejects = _decoded(saved)
+    return {
+        "reason": saved.reason,
+        "findings": list(saved.findings),
+        "time_ms": saved.time_ms,
+        "worker": saved.worker,
+        "incarnation": saved.incarnation,
+        "step": saved.step,
+        "manifest": saved.manifest,
+        "manifest_checksum": saved.checksum,
+        "records": _records(saved),
+        "left_out": saved.left_out,
+        "requests": batch.num_requests,
+        "candidates": batch.num_candidates,
+        "corrections": int(batch.correction_R.sum()),
+        "rejects": dict(rejects),
+        "tasks": _tasks(batch),
+        "features": dict(_features(batch)),
+        "largest": _largest(batch),
+    }
+
+
+def _decoded(saved: SavedBatch) -> tuple[Batch, Counter[str]]:
+    """Rejects by reason: of a record of another schema than the worker's, `unknown_schema`."""
+    try:
+        schema: Schema = schema_from_dict(tomllib.loads(saved.schema))
+    except (SchemaError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(
+            f"expected the saved batch's schema as TOML, got {error}; use the Roostream that wrote it"
+        ) from None
+    known: dict[int, Schema] = {}
+    batch, rejects = Decoder(schema, known.get).decode(saved.records, corrections=True)
+    return batch, Counter(reject.reason for reject in rejects)
+
+
+def _records(saved: SavedBatch) -> list[dict[str, Any]]:
+    """One entry a partition, by name."""
+    places = sorted({(record.topic, record.partition) for record in saved.records})
+    out = []
+    for topic, partition in places:
+        its = [record for record in saved.records if (record.topic, record.partition) == (topic, partition)]
+        offsets, times = [record.offset for record in its], [record.timestamp_ms for record in its]
+        out.append(
+            {
+                "topic": topic,
+                "partition": partition,
+                "count": len(its),
+                "first_offset": min(offsets),
+                "last_offset": max(offsets),
+                "first_ms": min(times),
+                "last_ms": max(times),
+                "bytes": sum(len(record.value) for record in its),
+            }
+        )
+    return out
+
+
+def _tasks(batch: Batch) -> dict[str, dict[str, float]]:
+    """Labels and weights of each task."""
+    return {
+        task: {
+            "weight": float(batch.weight_BT[:, t].sum()),
+            "largest_weight": float(batch.weight_BT[:, t].max(initial=0)),
+            "label_mean": float(batch.label_BT[:, t].mean()) if batch.num_candidates else 0.0,
+        }
+        for t, task in enumerate(batch.schema.tasks)
+    }
+
+
+def _features(batch: Batch) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every feature by name: present share, and of its numbers min, mean, max and how many are extreme. Of lists: of their
+    lengths, and of their weights."""
+    for side in ("ro", "nro"):
+        value_NF, present_NF = _floats(batch, side)
+        for f, feature in enumerate(batch.schema.floats(side)):
+            yield (
+                feature.name,
+                {"kind": "float", **_of(value_NF[present_NF[:, f], f]), "present": _share(present_NF[:, f])},
+            )
+        lists = batch.ro_lists if side == "ro" else batch.nro_lists
+        for k, name in enumerate(lists.keys):
+            weight_N = lists.weights_of(name)
+            yield (
+                name,
+                {
+                    "kind": "list",
+                    "present": _share(lists.present_KN[k]),
+                    "longest": int(lists.lengths_KN[k].max(initial=0)),
+                    "distinct": len(np.unique(lists.values_of(name))),
+                    **(
+                        {"weights": _of(weight_N)}
+                        if weight_N is not None and _is_weighted(batch, name)
+                        else {}
+                    ),
+                },
+            )
+
+
+def _is_weighted(batch: Batch, name: str) -> bool:
+    return any(
+        f.name == name and f.kind == "weighted_ids"
+        for side in ("ro", "nro")
+        for f in batch.schema.lists(side)
+    )
+
+
+def _floats(batch: Batch, side: str) -> tuple[np.ndarray, np.ndarray]:
+    return (
+        (batch.ro_float_RF, batch.ro_present_RF)
+        if side == "ro"
+        else (batch.nro_float_BF, batch.nro_present_BF)
+    )
+
+
+def _of(value_N: np.ndarray) -> dict[str, Any]:
+    """None of no numbers."""
+    wide_N = value_N.astype(np.float64)
+    numbers = (
+        {"min": wide_N.min(), "mean": wide_N.mean(), "max": wide_N.max()}
+        if len(wide_N)
+        else dict.fromkeys(("min", "mean", "max"))
+    )
+    told = {name: None if value is None else float(value) for name, value in numbers.items()}
+    return {**told, "extreme": int((~(np.abs(wide_N) <= EXTREME)).sum())}
+
+
+def _share(present_N: np.ndarray) -> float:
+    return float(present_N.mean()) if len(present_N) else 0.0
+
+
+def _largest(batch: Batch) -> list[dict[str, Any]]:
+    """The floats and list weights with the largest magnitudes, and the record that each is in."""
+    found: list[tuple[float, str, int]] = []
+    for side in ("ro", "nro"):
+        value_NF, present_NF = _floats(batch, side)
+        request_N = np.arange(batch.num_requests) if side == "ro" else batch.request_index_B
+        for f, feature in enumerate(batch.schema.floats(side)):
+            found += _top(np.where(present_NF[:, f], value_NF[:, f], 0), feature.name, request_N)
+        found += _top_weights(batch, batch.ro_lists if side == "ro" else batch.nro_lists, request_N)
+    found.sort(key=lambda one: -abs(one[0]))
+    return [
+        {
+            "feature": name,
+            "value": value,
+            "partition": int(batch.partition_R[request]),
+            "offset": int(batch.offset_R[request]),
+            "correction": bool(batch.correction_R[request]),
+        }
+        for value, name, request in found[:MOST_LARGEST]
+    ]
+
+
+def _top(value_N: np.ndarray, name: str, request_N: np.ndarray) -> list[tuple[float, str, int]]:
+    order = np.argsort(-np.abs(value_N), kind="stable")[:MOST_LARGEST]
+    return [(float(value_N[n]), name, int(request_N[n])) for n in order.tolist()]
+
+
+def _top_weights(batch: Batch, lists: Jagged, request_N: np.ndarray) -> list[tuple[float, str, int]]:
+    out = []
+    for k, name in enumerate(lists.keys):
+        weight_N = lists.weights_of(name)
+        if weight_N is not None and _is_weighted(batch, name):
+            out += _top(weight_N, f"{name} (weight)", np.repeat(request_N, lists.lengths_KN[k]))
+    return out

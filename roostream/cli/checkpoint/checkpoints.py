@@ -1,0 +1,279 @@
+"""Commits as they lie in a store and in the homes of shards: what each is, whether all of it is there, and a copy of one.
+
+Shards' segments can be read while their shard is stopped; where it runs, or lives elsewhere, they are told as not reached.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from param_server.blobs import RocksBlobs
+from param_server.index import Keys
+from param_server.segment_parts import Segment
+from param_server.segments import Segments, commit_of
+from param_server.table import shapes_of
+from roostream.errors import CheckpointError, SetupError
+from roostream.runtime import manifest as manifests
+from roostream.runtime import tensor_file
+from roostream.runtime.checkpoint_store import CheckpointStore, FileStore
+from roostream.runtime.manifest import Manifest
+from roostream.schema.registry import open_registry
+from roostream.schema.schema import Schema
+
+EXPORT_FORMAT = 1
+_BATCH = 256
+
+
+class Outcome(NamedTuple):
+    """What became of looking at one part: `state` is "ok", "damaged" or "not reached"."""
+
+    part: str
+    state: str
+    text: str = ""
+
+
+def found(store: CheckpointStore) -> list[dict[str, Any]]:
+    """Every commit in the store, newest first: number, times, sizes and quality, or `problem`, why it can't be read."""
+    out = []
+    for number in reversed(manifests.numbers(store)):
+        name = manifests.manifest_name(number)
+        try:
+            out.append(_told(manifests.load(store, name).manifest))
+        except CheckpointError as error:
+            out.append({"seq": number, "problem": str(error)})
+    return out
+
+
+def _told(manifest: Manifest) -> dict[str, Any]:
+    segments = [segment for shard in manifest.shards.values() for segment in shard.get("segments", ())]
+    metrics: dict[str, Any] = next((part.metrics for part in manifest.workers.values() if part.metrics), {})
+    return {
+        "seq": manifest.seq,
+        "incarnation": manifest.incarnation,
+        "time_ms": manifest.time_ms,
+        "step": manifest.step,
+        "watermark_ms": manifest.watermark_ms,
+        "workers": len(manifest.workers),
+        "dense_bytes": manifest.dense.bytes,
+        "workers_bytes": sum(
+            part.file.bytes for part in manifest.workers.values() if part.file.name != manifest.dense.name
+        ),
+        "rows_bytes": sum(int(segment.get("bytes", 0)) for segment in segments),
+        "segments": len(segments),
+        "quality": {name: metrics.get(name) for name in ("requests", "ne", "auc", "calibration")},
+    }
+
+
+def verify(store: CheckpointStore, number: int, home: Path | None) -> Iterator[Outcome]:
+    """Every part of a commit, read whole: the manifest, the files that it names, the one before it, its schema, and of each shard
+    in `home` the segments."""
+    name = manifests.manifest_name(number)
+    try:
+        restorable = manifests.load(store, name)
+    except CheckpointError as error:
+        yield Outcome(name, "damaged", str(error))
+        return
+    manifest = restorable.manifest
+    yield Outcome(name, "ok")
+    yield _previous(store, manifest)
+    for file in {
+        f.name: f for f in (manifest.dense, *(part.file for part in manifest.workers.values()))
+    }.values():
+        try:
+            tensor_file.decode(manifests.read_file(store, file))
+            yield Outcome(file.name, "ok")
+        except CheckpointError as error:
+            yield Outcome(file.name, "damaged", str(error))
+    try:
+        schema = schema_of(store, manifest)
+        yield Outcome(f"schemas/{manifest.schema}.toml", "ok")
+    except CheckpointError as error:
+        yield Outcome(f"schemas/{manifest.schema}.toml", "damaged", str(error))
+        return
+    for index in manifest.shards:
+        yield _shard(manifest, schema, index, home)
+
+
+def _previous(store: CheckpointStore, manifest: Manifest) -> Outcome:
+    """The chain is part of what is verified, as far as retention has left it."""
+    number, stated = int(manifest.previous["seq"]), manifest.previous["checksum"]
+    part = f"{manifest.name} continues {number}"
+    if number not in manifests.numbers(store):
+        return Outcome(part, "not reached", "it is no longer there" if number else "it is the first")
+    try:
+        checksum = manifests.load(store, manifests.manifest_name(number)).checksum
+    except CheckpointError as error:
+        return Outcome(part, "not reached", str(error))
+    if checksum == stated:
+        return Outcome(part, "ok")
+    return Outcome(
+        part, "damaged", f"expected checksum {stated}, got {checksum}: another manifest has its name"
+    )
+
+
+def schema_of(store: CheckpointStore, manifest: Manifest) -> Schema:
+    """Raises CheckpointError: the schema of a commit is absent or damaged."""
+    schema = open_registry(store)(int(manifest.schema, 16))
+    if schema is None:
+        raise CheckpointError(
+            f"{manifest.name}: expected its schema {manifest.schema} in the store, got none; bring the file back"
+        )
+    return schema
+
+
+def _shard(manifest: Manifest, schema: Schema, index: int, home: Path | None) -> Outcome:
+    part = f"segments of shard {index}"
+    try:
+        with shard_segments(manifest, schema, index, home) as (segments, state):
+            damaged = segments.check(state, segments.buckets)
+    except SetupError as error:
+        return Outcome(part, "not reached", str(error))
+    except CheckpointError as error:
+        return Outcome(part, "damaged", str(error))
+    return (
+        Outcome(part, "damaged", ", ".join(damaged))
+        if damaged
+        else Outcome(part, "ok", f"{len(state)} segments")
+    )
+
+
+@contextlib.contextmanager
+def shard_segments(
+    manifest: Manifest, schema: Schema, index: int, home: Path | None, *, to_read: bool = False
+) -> Iterator[tuple[Segments, tuple[Segment, ...]]]:
+    """A shard's segments, and which of them are the commit; `to_read`: also of a shard that runs, as they are now.
+
+    Raises:
+        SetupError: they aren't in `home`, or the shard runs and has them open.
+        CheckpointError: the manifest names none that can be read.
+    """
+    if home is None or not (home / f"shard-{index}" / "segments").is_dir():
+        raise SetupError(
+            f"expected the segments in shard-{index}/segments of a home, got none; say where with --home"
+        )
+    buckets = manifest.owners.buckets_of(index)
+    blobs = RocksBlobs(home / f"shard-{index}" / "segments")
+    try:
+        _ = blobs.open_to_read() if to_read else blobs.open()
+        yield (
+            Segments(blobs, shapes_of(schema), manifest.num_buckets, buckets=buckets),
+            commit_of(manifest, index).segments,
+        )
+    finally:
+        blobs.close()
+
+
+def export(store: CheckpointStore, number: int, home: Path, to: Path) -> list[str]:
+    """A verified copy of one commit below `to`, which must not exist: `store/` and `shard-N/segments` as in a home, so that a
+    home on the same Kafka goes on from there, and `rows/<stack>-<shard>.safetensors` for other programs (docs/protocols.md,
+    Exports). The names of what was written.
+
+    Raises:
+        CheckpointError: a part is absent or damaged. SetupError: `to` exists, or a shard runs.
+
+    **If it fails:** what is below `to` has no `export.json`, and is no export.
+    """
+    try:
+        to.mkdir(parents=True)
+    except OSError as error:
+        raise SetupError(
+            f"{to} can't be made ({error.strerror}); name a folder that does not exist"
+        ) from None
+    manifest = manifests.load(store, manifests.manifest_name(number)).manifest
+    schema = schema_of(store, manifest)
+    written = _copy_store(store, manifest, FileStore(to / "store"))
+    (to / "rows").mkdir()
+    for index in manifest.shards:
+        with shard_segments(manifest, schema, index, home) as (segments, state):
+            written += copy_segments(segments, state, to / f"shard-{index}" / "segments")
+            for stack, block in live_rows(segments, state).items():
+                about = {"stack": stack, "shard": str(index), "seq": str(number), "schema": manifest.schema}
+                file = to / "rows" / f"{stack}-{index}.safetensors"
+                file.write_bytes(tensor_file.encode(block, about))
+                written.append(file.relative_to(to).as_posix())
+    whole = {"format": EXPORT_FORMAT, "seq": number, "version": manifest.version, "files": written}
+    (to / "export.json").write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+    return written
+
+
+def _copy_store(store: CheckpointStore, manifest: Manifest, to: FileStore) -> list[str]:
+    files = {f.name: f for f in (manifest.dense, *(part.file for part in manifest.workers.values()))}
+    for file in files.values():
+        to.put(file.name, manifests.read_file(store, file))
+    newest = f"{manifests.INCARNATIONS}/{manifests.newest_incarnation(store):08d}"  # the next is above it: rows never go backwards
+    names = [f"schemas/{manifest.schema}.toml", newest, manifest.name]
+    for name in names:
+        to.put(name, store.get(name))
+    return [f"store/{name}" for name in (*files, *names)]
+
+
+def copy_segments(segments: Segments, state: tuple[Segment, ...], to: Path) -> list[str]:
+    """As they are, since their checksums are of their keys too; what was written, from the home that `to` lies in.
+
+    Raises:
+        CheckpointError: a part is damaged.
+    """
+    if damaged := segments.check(state, segments.buckets):
+        raise CheckpointError(
+            f"expected whole segments, got damaged ones: {', '.join(damaged)}; `checkpoint verify` says more"
+        )
+    copy = RocksBlobs(to).open()
+    try:
+        for segment in state:
+            prefixes = [f"{kind}/{segment.name}".encode() for kind in "brd"]
+            keys = [
+                k
+                for prefix in prefixes
+                for k in segments.store.keys(prefix)
+                if k == prefix or k.startswith(prefix + b"/")
+            ]
+            for at in range(0, len(keys), _BATCH):
+                copy.write(
+                    [(key, segments.store.get(key) or b"") for key in keys[at : at + _BATCH]], sync=True
+                )
+    finally:
+        copy.close()
+    return [f"{to.parent.name}/segments"]
+
+
+def live_rows(segments: Segments, state: tuple[Segment, ...]) -> dict[str, dict[str, np.ndarray]]:
+    """Stack → the live rows of a state as arrays of one length: table, id, stamp_ms, row, state."""
+    out: dict[str, list[dict[str, np.ndarray]]] = {}
+    for part in segments.read(state):
+        rows: dict[tuple[int, int], tuple[int, np.ndarray, np.ndarray]] = {}
+        for block in reversed(part.blocks):
+            for key in _pairs(block.gone):
+                rows.pop(key, None)
+            rows.update(
+                zip(
+                    _pairs(block.live),
+                    zip(block.stamp_ms_L.tolist(), block.rows_LD, block.state_LA, strict=True),
+                    strict=True,
+                )
+            )
+        if rows:
+            out.setdefault(part.stack, []).append(_arrays(rows))
+    return {
+        stack: {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        for stack, parts in out.items()
+    }
+
+
+def _pairs(keys: Keys) -> list[tuple[int, int]]:
+    return list(zip(keys.table_U.tolist(), keys.id_U.tolist(), strict=True))
+
+
+def _arrays(rows: dict[tuple[int, int], tuple[int, np.ndarray, np.ndarray]]) -> dict[str, np.ndarray]:
+    return {
+        "table": np.array([table for table, _ in rows], np.uint32),
+        "id": np.array([id_ for _, id_ in rows], np.int64),
+        "stamp_ms": np.array([stamp for stamp, _, _ in rows.values()], np.int64),
+        "row": np.stack([row for _, row, _ in rows.values()]),
+        "state": np.stack([state for _, _, state in rows.values()]),
+    }

@@ -1,0 +1,93 @@
+"""A warehouse's samples as a page: bytes by column, coverage over days, list lengths, what comes again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from roostream.cli.replay.report_page import page, table
+from roostream.cli.replay.report_table import number
+from roostream.errors import SetupError
+from roostream.replay.report import write_whole
+from roostream.warehouse.data_file import DataFile
+from roostream.warehouse.popularity import asked, hit_rates
+from roostream.warehouse.scan import TableScan
+from roostream.warehouse.statistics import FeatureDays, alerts
+from roostream.wire.batch import Batch
+from roostream.wire.dedup import in_time_order, user_of
+from roostream.wire.duplicate_statistics import Duplicates
+
+
+def table_report(
+    scan: TableScan, batches: Iterable[tuple[DataFile, Batch]], batch_requests: int
+) -> dict[str, Any]:
+    """Everything that the page shows, with stable keys; one pass over `batches` of the scan's schema."""
+    days, duplicates = FeatureDays(scan.schema()), Duplicates(batch_requests)
+    for file, batch in batches:
+        days.add(file.day, batch)
+        timely = in_time_order(batch)
+        duplicates.add(timely, user_of(timely), timely.num_candidates_R)
+    told = days.report()
+    return {
+        "version": scan.version,
+        "files": len(scan.files),
+        "bytes": sum(file.bytes for file in scan.files),
+        "requests": scan.num_requests,
+        "candidates": sum(file.candidates for file in scan.files),
+        "columns": {name: its._asdict() for name, its in scan.bytes_by_column().items()},
+        "days": told,
+        "alerts": alerts(told),
+        "asked": hit_rates(asked(scan.store)),
+        "duplicates": duplicates.report(),
+    }
+
+
+def write_table_page(folder: Path, report: Mapping[str, Any]) -> None:
+    """`index.html` and `report.json` in `folder`, which is made.
+
+    Raises:
+        SetupError: matplotlib isn't installed, or the folder can't be made. ConfigError: a file can't be written.
+    """
+    try:
+        from roostream.cli.data.table_figures import figures_of_table
+    except ModuleNotFoundError as error:
+        raise SetupError(f"{error.name} is needed for the page's plots; install roostream[traffic]") from None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SetupError(
+            f"{folder}: expected a folder that can be made, got {error.strerror}; name another"
+        ) from None
+    write_whole(folder / "report.json", json.dumps(report, indent=2))
+    write_whole(folder / "index.html", page_of_table(report, figures_of_table(report)))
+
+
+def page_of_table(report: Mapping[str, Any], figures: Mapping[str, str]) -> str:
+    """The page's text; `figures`: heading → SVG."""
+    impressions = max(report["candidates"], 1)
+    facts = [
+        ("version", str(report["version"])),
+        ("files", f"{report['files']:,}"),
+        ("requests", f"{report['requests']:,} with {report['candidates']:,} candidates"),
+        ("bytes", f"{report['bytes']:,}: {report['bytes'] / impressions:.1f} a candidate"),
+    ]
+    columns = [
+        (name, f"{its['stored']:,}", f"{its['values']:,}", f"{its['stored'] / impressions:.2f}")
+        for name, its in report["columns"].items()
+    ]
+    sections = {
+        "The table": table((), facts),
+        **figures,
+        "What comes again": table(("what", "exact", "partial", "d"), _duplicate_rows(report["duplicates"])),
+        "Bytes by column": table(("column", "stored", "before compression", "stored a candidate"), columns),
+    }
+    warnings = [*report["alerts"], *report["duplicates"]["advice"]]
+    return page(f"Samples of {report['warehouse']}", warnings, sections)
+
+
+def _duplicate_rows(duplicates: Mapping[str, Any]) -> Iterable[tuple[str, ...]]:
+    its = duplicates["arrangements"].get("clustered", {"features": {}, "groups": {}})
+    for name, of in {**its["groups"], **its["features"]}.items():
+        yield name, number(of["exact"]), number(of["partial"]), number(of["same"])

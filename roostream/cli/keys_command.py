@@ -1,0 +1,156 @@
+"""`roostream keys new | list | rotate | revoke`: the file of bearer keys that serving reads (serving/access)."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from roostream.cli.replay.cli import Duration
+from roostream.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from serving.access.bearer_keys import BearerKey
+
+file_option = click.option(
+    "--file",
+    type=click.Path(path_type=Path),
+    default="keys.json",
+    show_default=True,
+    help="serving's keys_file",
+)
+expires_option = click.option(
+    "--expires", "expires_ms", type=Duration(), help="from now, such as 90d; default: never"
+)
+
+
+@click.group()
+def keys() -> None:
+    """Bearer keys of serving. A running serving takes a changed file within two seconds.
+
+    \b
+    Example:
+      roostream keys new web --scope rank --scope engage --expires 90d
+    """
+
+
+@keys.command("new")
+@click.argument("name")
+@click.option(
+    "--scope", "scopes", multiple=True, required=True, help="rank, engage, metrics or admin; several times"
+)
+@expires_option
+@file_option
+def keys_new(name: str, scopes: tuple[str, ...], expires_ms: int | None, file: Path) -> None:
+    """Make a key and print it, once: the file has only its hash.
+
+    \b
+    Example:
+      roostream keys new scraper --scope metrics --file /etc/roostream/keys.json
+    """
+    from serving.access.bearer_keys import new_key
+
+    now_s = int(time.time())
+    text, key = new_key(name, scopes, now_s, now_s + expires_ms // 1000 if expires_ms else 0)
+    _change(file, lambda keys: [*keys, key], may_begin=True)
+    click.echo(text)
+    click.echo(f"{_line(key)}\nin {file}; this is the only time that the key is shown", err=True)
+
+
+@keys.command("list")
+@file_option
+def keys_list(file: Path) -> None:
+    """Say which keys there are.
+
+    \b
+    Example:
+      roostream keys list
+    """
+    from serving.access.key_file import read_keys
+
+    for key in read_keys(file):
+        click.echo(_line(key))
+
+
+@keys.command("rotate")
+@click.argument("name")
+@click.option(
+    "--overlap",
+    "overlap_ms",
+    type=Duration(),
+    default="1d",
+    show_default=True,
+    help="how long the old ones still do",
+)
+@expires_option
+@file_option
+def keys_rotate(name: str, overlap_ms: int, expires_ms: int | None, file: Path) -> None:
+    """Make a key of the same name and scopes, and let the old ones expire.
+
+    \b
+    Example:
+      roostream keys rotate web --overlap 7d
+    """
+    from serving.access.bearer_keys import new_key
+    from serving.access.key_file import read_keys
+
+    old = _named(read_keys(file), name)
+    now_s, ids = int(time.time()), {key.id for key in old}
+    scopes = dict.fromkeys(scope for key in old for scope in key.scopes)
+    text, key = new_key(old[0].name, scopes, now_s, now_s + expires_ms // 1000 if expires_ms else 0)
+    end_s = now_s + overlap_ms // 1000
+
+    def aged(one: BearerKey) -> BearerKey:
+        return (
+            dataclasses.replace(one, expires_s=min(one.expires_s or end_s, end_s)) if one.id in ids else one
+        )
+
+    _change(file, lambda keys: [*map(aged, keys), key])
+    click.echo(text)
+    click.echo(f"{_line(key)}\nthe old ones expire {_day(end_s)}", err=True)
+
+
+@keys.command("revoke")
+@click.argument("name")
+@file_option
+def keys_revoke(name: str, file: Path) -> None:
+    """Take out all keys of a name, or the one with an id.
+
+    \b
+    Example:
+      roostream keys revoke web
+    """
+    from serving.access.key_file import read_keys
+
+    gone = {key.id for key in _named(read_keys(file), name)}
+    _change(file, lambda keys: [key for key in keys if key.id not in gone])
+    click.echo(f"revoked: {', '.join(sorted(gone))}")
+
+
+def _change(file: Path, change: Callable[[Any], list[BearerKey]], may_begin: bool = False) -> None:
+    from serving.access.key_file import read_keys, write_keys
+
+    write_keys(file, change(() if may_begin and not file.exists() else read_keys(file)))
+
+
+def _named(keys: tuple[BearerKey, ...], name: str) -> list[BearerKey]:
+    found = [key for key in keys if name in (key.name, key.id)]
+    if not found:
+        raise ConfigError(
+            f"expected the name or id of a key, got {name!r}{nearest(name, {key.name for key in keys})}"
+        )
+    return found
+
+
+def _line(key: BearerKey) -> str:
+    ends = f"expires {_day(key.expires_s)}" if key.expires_s else "never expires"
+    return f"{key.id}  {key.name}  {','.join(key.scopes)}  made {_day(key.created_s)}  {ends}"
+
+
+def _day(time_s: int) -> str:
+    return datetime.datetime.fromtimestamp(time_s, datetime.UTC).strftime("%Y-%m-%dT%H:%MZ")

@@ -1,0 +1,39 @@
+"""`roostream check-model`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+
+@click.command("check-model")
+@click.argument("file")
+@click.option("--schema", "schema_file", type=click.Path(path_type=Path), required=True, help="schema TOML")
+def check_model(file: str, schema_file: Path) -> None:
+    """Hold a model of one's own to what training and serving rely on. FILE: its TOML, or FILE.py[:FUNCTION] with its defaults.
+
+    Exit code 2 if something doesn't hold, with a sentence for each.
+
+    \b
+    Example:
+      roostream check-model shop.py --schema shop.toml
+      roostream check-model model.toml --schema shop.toml
+    """
+    from roostream.models.build import model_config_of
+    from roostream.models.own.own_checks import check_model as verdicts_of
+    from roostream.models.own.own_checks import us_a_request
+    from roostream.schema.schema_file import load_schema
+
+    schema, config = load_schema(schema_file), model_config_of(file)
+    verdicts = verdicts_of(schema, config)
+    for name, wrong in verdicts:
+        click.echo(f"{'failed' if wrong else 'ok':8}{name}{f': {wrong}' if wrong else ''}")
+    failed = sum(bool(wrong) for _, wrong in verdicts)
+    if failed:
+        click.echo(
+            f"error: {failed} of {len(verdicts)} checks failed (docs/bring-your-own-model.md)", err=True
+        )
+        sys.exit(2)
+    click.echo(f"{us_a_request(schema, config):.0f} µs a request of 20 candidates")

@@ -1,0 +1,349 @@
+"""`roostream placement`: what is known of tables' traffic, and which owner a plan would give them to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from roostream.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from param_server.placement.cost import PlacedTable
+    from param_server.placement.plan import PlacementPlan
+    from roostream.cli.status_table import Row
+
+_GIB = 1 << 30
+_MOST_OWNERS, _MOST_BATCH, _MOST_DIGITS = 4096, 1 << 30, 15
+_NONE = "none so far: a worker with profile_share above 0 adds them at its commits"
+
+
+@click.group()
+def placement() -> None:
+    """Which owner has which piece of which table (docs/placement.md).
+
+    \b
+    Example:
+      roostream placement profile --store .roostream/store --schema my_site.toml
+      roostream placement plan --store .roostream/store --schema my_site.toml --owners 8
+    """
+
+
+def _source(command: Any) -> Any:
+    for option in reversed(
+        (
+            click.option("--store", required=True, help="checkpoint store: a folder, or s3://BUCKET/PREFIX"),
+            click.option("--schema", type=click.Path(path_type=Path), required=True, help="schema TOML"),
+            click.option(
+                "--batch",
+                type=click.IntRange(1, _MOST_BATCH),
+                default=64,
+                show_default=True,
+                help="examples of one requester's batch",
+            ),
+            click.option(
+                "--rows",
+                "row_texts",
+                multiple=True,
+                metavar="TABLE=N",
+                help="rows of a table, for its memory",
+            ),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def _planned(command: Any) -> Any:
+    for option in reversed(
+        (
+            click.option(
+                "--owners",
+                type=click.IntRange(1, _MOST_OWNERS),
+                required=True,
+                help="workers or shards that hold rows",
+            ),
+            click.option(
+                "--memory",
+                "memory_gib",
+                type=click.FloatRange(0, 1e9),
+                default=0.0,
+                help="GiB of each owner; 0 = ample",
+            ),
+            click.option(
+                "--columns",
+                "column_texts",
+                multiple=True,
+                metavar="TABLE=N",
+                help="cut a table into column pieces",
+            ),
+            click.option(
+                "--costs", "costs_file", type=click.Path(path_type=Path), help="JSON of measured constants"
+            ),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+@placement.command("profile")
+@_source
+@click.option("--json", "as_json", is_flag=True, help="machine-readable, stable keys")
+def profile_command(store: str, schema: Path, batch: int, row_texts: tuple[str, ...], as_json: bool) -> None:
+    """What workers with `profile_share` have counted, by feature.
+
+    \b
+    Example:
+      roostream placement profile --store .roostream/store --schema my_site.toml
+    """
+    from param_server.placement.profiles import stored
+    from roostream.runtime.checkpoint_store import open_store
+    from roostream.schema.schema_file import load_schema
+
+    found = stored(open_store(store), load_schema(schema))
+    if as_json:
+        click.echo(
+            json.dumps(
+                {name: {**its.profile.plain(), "time_ms": its.time_ms} for name, its in found.items()},
+                indent=2,
+            )
+        )
+        return
+    show(
+        [(name, _of_profile(its.profile, batch)) for name, its in found.items()] or [("profiles", _NONE)],
+        "Profiles",
+    )
+
+
+@placement.command("plan")
+@_source
+@_planned
+@click.option("--json", "as_json", is_flag=True, help="machine-readable, stable keys; `diff` reads it")
+@click.option(
+    "--write-torchrec",
+    "torchrec",
+    type=click.Path(path_type=Path),
+    help="file to make: the plan in TorchRec's terms",
+)
+@click.option(
+    "--module",
+    default="",
+    metavar="PATH",
+    help="with it: where the model has its collection; default: it is one",
+)
+@click.option(
+    "--collection",
+    type=click.Path(path_type=Path),
+    help="safetensors of `checkpoint export`, that says how many rows tables have",
+)
+def plan_command(
+    as_json: bool, torchrec: Path | None, module: str, collection: Path | None, **given: Any
+) -> None:
+    """A plan, with how even it is and the bound that no plan can be below.
+
+    With --write-torchrec FILE tables are cut over all owners or not at all, as TorchRec cuts them, and FILE is what
+    `trainer.torchrec_plan.sharding_plan` reads.
+
+    \b
+    Example:
+      roostream placement plan --store .roostream/store --schema my_site.toml --owners 8 --memory 16 --json
+      roostream placement plan --store … --schema … --owners 2 --collection rows.safetensors --write-torchrec plan.json
+    """
+    if collection is not None:
+        given["row_texts"] = (*_rows_of(collection, given["schema"]), *given["row_texts"])
+    tables, why, found = _plan(**given, whole_or_all=torchrec is not None)
+    if torchrec is not None:
+        _write_torchrec(torchrec, found, tables, module)
+    if as_json:
+        click.echo(json.dumps(found.plain(), indent=2, sort_keys=True))
+    else:
+        show(list(_of_plan(tables, why, found)), f"Plan for {found.owners} owners")
+
+
+@placement.command("explain")
+@click.argument("table")
+@_source
+@_planned
+def explain_command(table: str, **given: Any) -> None:
+    """Why a table is where the plan puts it: what is known of it, and what each way to cut it would cost.
+
+    \b
+    Example:
+      roostream placement explain item --store .roostream/store --schema my_site.toml --owners 8
+    """
+    from param_server.placement.cost import piece_cost
+
+    tables, why, found = _plan(**given)
+    its = next((t for t in tables if t.name == table), None)
+    if its is None:
+        raise ConfigError(
+            f"expected a table of the schema, got {table!r}{nearest(table, [t.name for t in tables])}"
+        )
+    rows: list[Row] = [("placed", found.kind_of(table))]
+    rows += [("not counted", text) for text in why if text.startswith(f"{table} (")]
+    if its.uniques is not None:
+        rows.append(("a batch asks for", f"{its.ids:,.0f} ids, {its.uniques:,.0f} rows of {its.dim} numbers"))
+        costs = _costs(given["costs_file"])
+        for pieces in sorted({1, 2, 4, found.owners}):
+            cost_us = 1e6 * piece_cost(its, found.owners, costs, rows=1 / pieces)
+            rows.append((f"{pieces} row pieces", f"{cost_us:.2f} µs a step at each of their owners"))
+    show([*rows, ("times", found.said)], f"Table {table}")
+
+
+@placement.command("diff")
+@click.argument("before", type=click.Path(path_type=Path))
+@click.argument("after", type=click.Path(path_type=Path))
+def diff_command(before: Path, after: Path) -> None:
+    """What changes from one plan to another, both as `plan --json` gave them.
+
+    \b
+    Example:
+      roostream placement diff yesterday.json today.json
+    """
+    old, new = (_read(file) for file in (before, after))
+    names = sorted({*old["tables"], *new["tables"]})
+    rows = [(n, f"{old['tables'].get(n, 'not in it')} → {new['tables'].get(n, 'not in it')}") for n in names]
+    changed = [(n, text) for n, text in rows if old["tables"].get(n) != new["tables"].get(n)]
+    imbalance = f"{old['bytes_imbalance']:.2f} → {new['bytes_imbalance']:.2f}"
+    show([*(changed or [("tables", "the same")]), ("imbalance (bytes)", imbalance)], "What changes")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """A plan's numbers, and its pieces by table."""
+    try:
+        plan = json.loads(file.read_text(encoding="utf-8"))
+        pieces: dict[str, list[Any]] = {}
+        for piece in plan["pieces"]:
+            pieces.setdefault(piece["table"], []).append((piece["kind"], piece["owner"], piece["number"]))
+        imbalance = float(plan["bytes_imbalance"])
+        return {
+            "bytes_imbalance": imbalance,
+            "tables": {str(name): _cut(its) for name, its in pieces.items()},
+        }
+    except OSError as error:
+        raise ConfigError(
+            f"{file}: expected a plan, got {error.strerror}; make one with `placement plan --json`"
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{file}: expected a plan as `placement plan --json` gives it, got another thing ({error!r})"
+        ) from None
+
+
+def _cut(its: list[tuple[str, int, int]]) -> str:
+    owners = ", ".join(str(owner) for _, owner, _ in its[:8]) + (" …" if len(its) > 8 else "")
+    return f"whole at {owners}" if len(its) == 1 else f"{len(its)} {its[0][0]} pieces at {owners}"
+
+
+def _plan(
+    store: str,
+    schema: Path,
+    batch: int,
+    row_texts: tuple[str, ...],
+    owners: int,
+    memory_gib: float,
+    column_texts: tuple[str, ...],
+    costs_file: Path | None,
+    whole_or_all: bool = False,
+) -> tuple[list[PlacedTable], list[str], PlacementPlan]:
+    """The tables, why some count as unknown, and the plan."""
+    from param_server.placement.plan import plan
+    from param_server.placement.profiles import placed_tables, stored
+    from roostream.runtime.checkpoint_store import open_store
+    from roostream.runtime.clock import SystemClock
+    from roostream.schema.schema_file import load_schema
+
+    loaded = load_schema(schema)
+    names = [table.name for table in loaded.tables]
+    known = stored(open_store(store), loaded)
+    rows = _numbers("--rows", row_texts, names)
+    tables, why = placed_tables(loaded, known, batch=batch, now_ms=SystemClock().now_ms(), rows=rows)
+    if not memory_gib >= 0:
+        raise ConfigError(f"--memory: expected GiB of each owner, got {memory_gib}")
+    columns, memory = _numbers("--columns", column_texts, names), int(memory_gib * _GIB)
+    costs = _costs(costs_file)
+    return (
+        tables,
+        why,
+        plan(tables, owners, costs, memory_bytes=memory, columns=columns, whole_or_all=whole_or_all),
+    )
+
+
+def _rows_of(collection: Path, schema: Path) -> list[str]:
+    """As `--rows` would say them."""
+    from roostream.cli.checkpoint.collection_files import read_collection
+    from roostream.schema.schema_file import load_schema
+
+    return [
+        f"{table}={len(rows)}"
+        for table, rows in read_collection(collection, load_schema(schema)).rows.items()
+    ]
+
+
+def _write_torchrec(file: Path, found: PlacementPlan, tables: list[PlacedTable], module: str) -> None:
+    from param_server.placement.sharding_file import sharding_of
+
+    text = json.dumps(sharding_of(found, tables, module), indent=1, sort_keys=True) + "\n"
+    try:
+        with file.open("x", encoding="utf-8") as out:
+            out.write(text)
+    except OSError as error:
+        raise ConfigError(
+            f"{file} can't be written ({error.strerror}); name a file that isn't there"
+        ) from None
+
+
+def _costs(file: Path | None) -> Any:
+    from param_server.placement.cost import OwnerCosts, costs_of
+
+    if file is None:
+        return OwnerCosts()
+    try:
+        return costs_of(file.read_text(encoding="utf-8"), str(file))
+    except OSError as error:
+        raise ConfigError(f"{file}: expected JSON of measured constants, got {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(
+            f"{file}: expected JSON of measured constants, got bytes that are no UTF-8"
+        ) from None
+
+
+def _numbers(option: str, texts: tuple[str, ...], names: list[str]) -> dict[str, int]:
+    found = {}
+    for text in texts:
+        name, _, number = text.partition("=")
+        if name not in names:
+            raise ConfigError(
+                f"{option}: expected TABLE=N with a table of the schema, got {text!r}{nearest(name, names)}"
+            )
+        if not number.isdecimal() or len(number) > _MOST_DIGITS or not int(number):
+            raise ConfigError(
+                f"{option}: expected TABLE=N with a number of 1..{_MOST_DIGITS} digits above 0, got {text!r}"
+            )
+        found[name] = int(number)
+    return found
+
+
+def _of_profile(its: Any, batch: int) -> str:
+    rows = f"{its.uniques_of(batch):,.0f} rows of {its.valency * batch:,.0f} ids in {batch} examples"
+    return f"table {its.table} ({its.dim} wide): {rows}; {its.batches} batches, error {its.error:.1%}"
+
+
+def _of_plan(tables: list[PlacedTable], why: list[str], found: PlacementPlan) -> Iterator[Row]:
+    yield from ((table.name, found.kind_of(table.name)) for table in tables)
+    yield "imbalance", f"{found.bytes_imbalance:.2f} of bytes, {found.time_imbalance:.2f} of predicted time"
+    ratio = found.predicted_s / found.bound_s if found.bound_s else 1.0
+    yield "step", f"{1e6 * found.predicted_s:.1f} µs, {ratio:.2f} × the bound that no plan can be below"
+    yield "times", found.said
+    yield from (("not counted", f"{text}: spread over all owners") for text in why)
+
+
+def show(rows: list[Row], title: str) -> None:
+    from rich.console import Console
+
+    from roostream.cli.status_table import render_rows
+
+    Console().print(render_rows(rows, title))

@@ -1,0 +1,82 @@
+"""`roostream plan`: the table, and what ends first."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from roostream.cli.plan import measured
+from roostream.cli.plan.sizing import Load, Need, bottleneck, plan
+from roostream.errors import ConfigError
+from roostream.schema.settings import Refusal
+
+
+def _options(command: Any) -> Any:
+    """A flag for every setting of `Load`."""
+    for field in reversed(dataclasses.fields(Load)):
+        needed = field.default is dataclasses.MISSING
+        kind = int if field.type == "int" else float
+        shown = {} if needed else {"default": field.default, "show_default": True}
+        flag = f"--{field.name.replace('_', '-')}"
+        command = click.option(
+            flag, field.name, type=kind, required=needed, help=field.metadata["help"], **shown
+        )(command)
+    return command
+
+
+@click.command("plan")
+@_options
+@click.option("--json", "as_json", is_flag=True, help="machine-readable, stable keys")
+def plan_command(as_json: bool, **values: Any) -> None:
+    """How much of everything a load needs, and what ends first, from the committed benchmarks' figures.
+
+    \b
+    Example:
+      roostream plan --requests-per-s 10000 --candidates 20 --rows 10000000
+    """
+    try:
+        load = Load(**values)
+    except Refusal as error:
+        raise ConfigError(f"--{error.key.replace('_', '-')}: {error.reason}") from None
+    needs = plan(load, measured.read())
+    print(json.dumps(as_plain(load, needs), indent=1) if as_json else "\n".join(lines(load, needs)))
+
+
+def as_plain(load: Load, needs: list[Need]) -> Mapping[str, Any]:
+    """Of plain values; an end that isn't there is null."""
+    parts = [
+        {**need._asdict(), "ends_at": need.ends_at if math.isfinite(need.ends_at) else None} for need in needs
+    ]
+    first = bottleneck(needs)
+    return {
+        "load": dataclasses.asdict(load),
+        "needs": parts,
+        "bottleneck": first.what,
+        "fits": first.ends_at >= load.requests_per_s,
+    }
+
+
+def lines(load: Load, needs: list[Need]) -> list[str]:
+    """A line a part, the reasons below, and what the load meets first."""
+    first = bottleneck(needs)
+    rows = [(need.what, f"{_number(need.amount)} {need.unit}".strip(), _end(need)) for need in needs]
+    wide = [max(len(row[column]) for row in rows) for column in range(2)]
+    table = [f"{what:{wide[0]}}  {count:{wide[1]}}  {end}".rstrip() for what, count, end in rows]
+    enough = "it carries this load" if first.ends_at >= load.requests_per_s else "this load is beyond it"
+    told = f"bottleneck: {first.what}, which end at {_number(first.ends_at)} requests/s however many there are; {enough}"
+    why = [f"{need.what}: {need.why}" for need in needs]
+    return [*table, "", told, "", *why]
+
+
+def _end(need: Need) -> str:
+    return f"ends at {_number(need.ends_at)} requests/s" if math.isfinite(need.ends_at) else ""
+
+
+def _number(value: float) -> str:
+    """Three digits, thousands apart."""
+    return f"{float(f'{value:.3g}'):,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,0 +1,309 @@
+"""What a deployment of a given load needs, and at which load each part of it ends: arithmetic over measured figures.
+
+    R requests a second · K candidates each · U rows that a request touches · W workers · S shards · B requests a step
+
+Costs are CPU seconds of a core as measured (docs/benchmarks names it), times `core` for another one. What no committed report has
+is an assumption: a setting of `Load`, named as such in its help.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from roostream.cli.plan.measured import SOURCES
+from roostream.runtime.deployment import MAX_WORKERS
+from roostream.schema.settings import Settings, setting
+
+MAX_PARTITIONS, MAX_BUCKETS = 1024, 1 << 16
+_PAUSED = 0.01  # of the time, by commits
+_S, _MS, _MB, _GB, _GBIT = 1e-6, 1e-3, 1e6, 1e9, 1e9 / 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Load(Settings):
+    """What is to be carried, and on what."""
+
+    requests_per_s: float = setting(help="requests a second at the peak", above=0)
+    candidates: int = setting(20, "of a request", least=1)
+    rows: int = setting(1_000_000, "embedding rows in all tables", least=1)
+    dim: int = setting(16, "floats of a row", least=1, most=1024)
+    engagements: float = setting(1.0, "a request", least=0)
+    history: int = setting(30, "entries of a request's own lists", least=0)
+    candidate_bytes: int = setting(
+        80, "of a candidate's features in a sample; 80 = the demo's schema", least=1
+    )
+    candidate_ids: int = setting(2, "of each candidate", least=0)
+    distinct: float = setting(
+        0.5, "assumed share of a request's ids that its batch doesn't have already", above=0, most=1
+    )
+    batch_requests: int = setting(4096, "of a step of all workers together", least=1)
+    retention_h: float = setting(
+        72.0, "hours that Kafka keeps, above the longest time of catching up", above=0
+    )
+    replication: int = setting(3, "copies of a record in Kafka", least=1, most=9)
+    commit_interval_s: float = setting(10.0, "between commits", above=0)
+    core: float = setting(1.0, "assumed seconds that this core needs for one of the measured core's", above=0)
+    busy: float = setting(0.6, "share of a core that may be in use at the peak", above=0, most=1)
+    flink_share: float = setting(
+        3.0, "assumed: of a joined event all of Flink and Kafka's client cost this times the join", least=1
+    )
+    network_gbit: float = setting(10.0, "of a machine", above=0)
+    machine_gb: float = setting(64.0, "memory of a machine", above=0)
+    broker_mb: float = setting(100.0, "assumed MB a second that one broker takes, copies counted", above=0)
+
+    @property
+    def touched(self) -> float:
+        """Rows that a request brings to a step."""
+        return self.distinct * (1 + self.history + self.candidates * self.candidate_ids)
+
+    @property
+    def sample_bytes(self) -> float:
+        """A fixed part, 24 for each entry of its lists (id, action, time), and its candidates; as encoded, uncompressed."""
+        return 130 + 24 * self.history + self.candidates * self.candidate_bytes
+
+
+class Need(NamedTuple):
+    """One line of a plan."""
+
+    what: str
+    amount: float
+    unit: str
+    ends_at: float  # requests a second at which more of it no longer helps, or may not be; inf = grows with the load
+    why: str
+
+
+class Costs:
+    """What a load costs a core, in seconds; linear in candidates through two measured points."""
+
+    def __init__(self, load: Load, figures: Mapping[str, float]) -> None:
+        self.load, self.figures = load, figures
+
+    def of(self, name: str, unit: float = _S) -> float:
+        return self.figures[name] * unit * self.load.core
+
+    def _line(self, at: int, low: str, high_at: int, high: str) -> float:
+        slope = (self.of(high) - self.of(low)) / (high_at - at)
+        return max(self.of(low) + slope * (self.load.candidates - at), slope * self.load.candidates)
+
+    @property
+    def serve_s(self) -> float:
+        return self._line(20, "serve_20_us", 200, "serve_200_us")
+
+    @property
+    def decode_s(self) -> float:
+        return self._line(11, "decode_11_us", 200, "decode_200_us")
+
+    @property
+    def join_event_s(self) -> float:
+        return self.of("join_event_us") * self.load.flink_share
+
+    @property
+    def train_s(self) -> float:
+        """A request, in proportion to its candidates: the dearer of two measured steps."""
+        a, b = self.of("step_64_of_11_us") / (64 * 11), self.of("step_512_of_5_us") / (512 * 5)
+        return max(a, b) * self.load.candidates
+
+    @property
+    def turn_s(self) -> float:
+        """What a step costs each worker beside its requests: calls, the sum of gradients, waiting for the others."""
+        return max(self.of("four_workers_ms", _MS) - self.of("one_worker_ms", _MS), 0.0) / 3
+
+    @property
+    def call_s(self) -> float:
+        """One end of a call."""
+        return self.of("call_us")
+
+    @property
+    def row_s(self) -> float:
+        """A row pulled, and pushed."""
+        return self.of("pull_row_us") + self.of("push_row_us")
+
+    @property
+    def freeze_row_s(self) -> float:
+        return self.of("freeze_ms", _MS) / 1e6
+
+
+def step_s(costs: Costs, batch: float, workers: int, shards: int) -> float:
+    """A step of all workers: each trains its part, calls every shard twice and takes part in the sum; shards apply the rows."""
+    load = costs.load
+    own = batch / workers * costs.train_s + 2 * shards * costs.call_s + (costs.turn_s if workers > 1 else 0.0)
+    applied = batch * load.touched * costs.row_s / shards + 2 * workers * costs.call_s
+    return own + applied
+
+
+def workers_for(costs: Costs, shards: int) -> int:
+    """The fewest that keep up, of those there may be; 0 = not even they do."""
+    wanted_s = costs.load.batch_requests / costs.load.requests_per_s * costs.load.busy
+    fits = (
+        w
+        for w in range(1, MAX_WORKERS + 1)
+        if step_s(costs, costs.load.batch_requests, w, shards) <= wanted_s
+    )
+    return next(fits, 0)
+
+
+def trained_at_most(costs: Costs, shards: int) -> float:
+    """Requests a second that any number of workers train."""
+    batch = costs.load.batch_requests
+    return max(batch / step_s(costs, batch, w, shards) for w in range(1, MAX_WORKERS + 1)) * costs.load.busy
+
+
+def row_bytes(load: Load) -> float:
+    """A shard's memory of a row: values, a state as wide, key and stamps; arrays grow by half again."""
+    return (8 * load.dim + 61) * 1.5
+
+
+def replica_bytes(load: Load) -> float:
+    return (4 * load.dim + 40) * 1.5
+
+
+def delta_bytes(load: Load) -> float:
+    """Of a changed row on its way to readers: values, id and table."""
+    return 4 * load.dim + 16
+
+
+def changed_rows(load: Load, seconds: float) -> float:
+    return min(load.requests_per_s * load.touched * seconds, load.rows)
+
+
+def plan(load: Load, figures: Mapping[str, float]) -> list[Need]:
+    """Every part with what it needs; `bottleneck` tells the one that ends first."""
+    costs = Costs(load, figures)
+    shards = shards_for(load, costs)
+    return [
+        *_kafka(load, costs),
+        *_joining(costs),
+        *_training(load, costs, shards),
+        *_rows(load, costs, shards),
+        *_serving(load, costs),
+        _network(load),
+    ]
+
+
+def bottleneck(needs: list[Need]) -> Need:
+    """What the load meets first as it grows."""
+    return min(needs, key=lambda need: need.ends_at)
+
+
+def shards_for(load: Load, costs: Costs) -> int:
+    """By memory, by the time of their rows, and so that copying them at a commit takes a hundredth of the time; a call of every
+    worker to each is what more of them cost."""
+    by_memory = load.rows * row_bytes(load) / (load.machine_gb * _GB * load.busy)
+    by_time = load.requests_per_s * load.touched * costs.row_s / load.busy
+    by_pause = (
+        changed_rows(load, load.commit_interval_s) * costs.freeze_row_s / (load.commit_interval_s * _PAUSED)
+    )
+    return max(1, math.ceil(max(by_memory, by_time, by_pause)))
+
+
+def _kafka(load: Load, costs: Costs) -> list[Need]:
+    rate, samples = load.requests_per_s, load.requests_per_s * load.sample_bytes
+    events = samples + rate * load.engagements * 100
+    deltas = changed_rows(load, 1.0) * delta_bytes(load)
+    written = (events + samples + deltas) * load.replication
+    kept = (events + samples) * load.retention_h * 3600 * load.replication
+    each = 2 * _managers(costs)
+    partitions = 1 << math.ceil(math.log2(max(each, 4)))
+    of_a_broker = (
+        f"{written / _MB:,.0f} MB/s written, copies counted; {load.broker_mb:g} MB/s each is assumed"
+    )
+    why = f"events and samples of {load.retention_h:g} h, {load.replication} copies, uncompressed"
+    return [
+        Need(
+            "partitions",
+            min(partitions, MAX_PARTITIONS),
+            "a topic",
+            MAX_PARTITIONS / each * rate,
+            "two a task manager; 1024 at most",
+        ),
+        Need("brokers", math.ceil(written / _MB / load.broker_mb), "", math.inf, of_a_broker),
+        Need("Kafka's disks", kept / 1e12, "TB", math.inf, why),
+    ]
+
+
+def _managers(costs: Costs) -> float:
+    load = costs.load
+    return load.requests_per_s * (1 + load.engagements) * costs.join_event_s / load.busy
+
+
+def _joining(costs: Costs) -> list[Need]:
+    why = f"{costs.join_event_s / _S:.0f} µs an event: {SOURCES['join_event_us']}; times flink_share, which is assumed"
+    return [Need("task managers", math.ceil(_managers(costs)), "of one slot", math.inf, why)]
+
+
+def _training(load: Load, costs: Costs, shards: int) -> list[Need]:
+    workers, most = workers_for(costs, shards), trained_at_most(costs, shards)
+    readers = load.requests_per_s * costs.decode_s / load.busy
+    trains = (
+        f"{costs.train_s / _S:.0f} µs a request: {SOURCES['step_64_of_11_us']}; {costs.turn_s / _MS:.1f} ms a step beside "
+        f"them: {SOURCES['four_workers_ms']}; {MAX_WORKERS} at most, in steps of {load.batch_requests} requests"
+    )
+    decodes = (
+        f"{costs.decode_s / _S:.0f} µs a request, in the workers' figure already: {SOURCES['decode_11_us']}"
+    )
+    return [
+        Need("workers", workers or MAX_WORKERS, "of one core", most, trains),
+        Need("readers", math.ceil(readers), "of one core", math.inf, decodes),
+    ]
+
+
+def _rows(load: Load, costs: Costs, shards: int) -> list[Need]:
+    changed = changed_rows(load, load.commit_interval_s)
+    pause_s = changed / shards * costs.freeze_row_s + costs.of("cut_ms", _MS)
+    rows = f"a hundredth of the time in commits, {costs.row_s / _S:.2f} µs a row: {SOURCES['pull_row_us']}; {SOURCES['push_row_us']}"
+    memory = (
+        f"{row_bytes(load):.0f} bytes a row: values, a state as wide, key and stamps, half again for growth"
+    )
+    pause = f"{costs.freeze_row_s * 1e9:.0f} ns a changed row of a shard, and the cut: {SOURCES['freeze_ms']}; {SOURCES['cut_ms']}"
+    disk = f"{costs.figures['committed_mb']:.0f} bytes a changed row: {SOURCES['committed_mb']}"
+    return [
+        Need("shards", shards, "", MAX_BUCKETS / shards * load.requests_per_s, rows),
+        Need("shards' memory", load.rows * row_bytes(load) / _GB, "GB in all", math.inf, memory),
+        Need("a commit's pause", pause_s / _MS, "ms", math.inf, pause),
+        Need("a commit's bytes", changed * costs.figures["committed_mb"] / _MB, "MB", math.inf, disk),
+    ]
+
+
+def _serving(load: Load, costs: Costs) -> list[Need]:
+    memory = load.rows * replica_bytes(load) / _GB
+    full = load.network_gbit * _GBIT * load.busy
+    ends_at = full / (load.touched * delta_bytes(load)) if load.rows * delta_bytes(load) > full else math.inf
+    fits = memory <= load.machine_gb * load.busy
+    why = (
+        "one copy for all processes of a machine (rows = shared)"
+        if fits
+        else "more than a machine has: rows = cache"
+    )
+    served = f"{costs.serve_s / _S:,.0f} µs a request: {SOURCES['serve_20_us']}; {SOURCES['serve_200_us']}"
+    deltas = (
+        f"rows that change in a second, once each, to every serving machine of {load.network_gbit:g} Gbit/s"
+    )
+    return [
+        Need(
+            "serving processes",
+            math.ceil(load.requests_per_s * costs.serve_s / load.busy),
+            "of one core",
+            math.inf,
+            served,
+        ),
+        Need("a serving machine's memory", memory, "GB", math.inf, why),
+        Need("row deltas", changed_rows(load, 1.0) * delta_bytes(load) / _MB, "MB/s", ends_at, deltas),
+    ]
+
+
+def _network(load: Load) -> Need:
+    """Events are read by joiner, feature updater and auditor, samples by workers and auditor."""
+    events = load.sample_bytes + load.engagements * 100
+    topics = events * (load.replication + 3) + load.sample_bytes * (load.replication + 2)
+    rows = 2 * load.touched * (4 * load.dim + 12)
+    why = f"{topics:,.0f} bytes a request by Kafka's topics, copies and readers counted, {rows:,.0f} by rows pulled and pushed"
+    return Need(
+        "network",
+        load.requests_per_s * (topics + rows) / _MB,
+        "MB/s in all, beside row deltas",
+        math.inf,
+        why,
+    )

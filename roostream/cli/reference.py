@@ -1,0 +1,227 @@
+"""`roostream options`: docs/options.md, every setting of every program, file and command, from where they are declared."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from infra.kinds import KINDS
+from infra.options import ROOT, StackOptions
+from roostream.runtime.deployment import Deployment
+from roostream.schema import schema
+from roostream.schema import update_rules as rules
+
+PAGE = ROOT / "docs" / "options.md"
+_INTRODUCTION = """\
+<!-- Made by `roostream options`; don't edit. -->
+
+# Options
+
+A program reads one TOML file (`roostream worker --config worker.toml`); what the environment sets goes before it, and flags go
+before that. A key `x_ms` can be written `x = "20s"`, a key `x_bytes`, `x = "64MiB"`. A dot in a key is a TOML table. An unknown
+key, and a value outside its range, are refused with file and line; a variable that sets nothing, with the nearest that does.
+`roostream worker` with `--keys` tells the keys of that program. A text may refer to a variable, `"${NAME}"`, or to a file,
+`"${file:/run/secrets/kafka}"`; what it refers to is in no message and no log (docs/operations/security.md). On a command line
+(`--set`) everybody on the machine can read a password; a reference is not one."""
+_SHARED = "Equal in all programs that belong together. In a variable's name, PROGRAM is the sub-command, in capitals."
+_UNITS: dict[str, tuple[tuple[int, str], ...]] = {
+    "_ms": ((86_400_000, "d"), (3_600_000, "h"), (60_000, "m"), (1000, "s"), (1, "ms"))
+}
+_UNITS["_bytes"] = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One line of the page."""
+
+    key: str
+    kind: str
+    default: str
+    range: str
+    help: str
+
+
+def page(cli: click.Group) -> str:
+    """The whole page; `cli` gives the commands."""
+    parts = [_INTRODUCTION, "## Every program", _SHARED, _table(options(Deployment), "ROOSTREAM_PROGRAM")]
+    shared = {f.name: f for f in dataclasses.fields(Deployment)}
+    for kind in KINDS:
+        settings = kind.settings()
+        own = [o for o in options(settings) if not _is_shared(o, settings, shared)]
+        also = "; and those of every program." if issubclass(settings, Deployment) else "."
+        parts += [
+            f"## {kind.name}",
+            f"{kind.help.removesuffix('.')}{also}",
+            _table(own, f"ROOSTREAM_{kind.name}".upper()),
+        ]
+    for name, text, cls in _files():
+        parts += [f"## {name}", text, _table(options(cls))]
+    parts += ["## stack", "What `up` and `demo` make programs of.", _table(options(StackOptions))]
+    programs = {kind.name for kind in KINDS}
+    for path, command in commands(cli):
+        lines = [
+            _flag(p)
+            for p in command.get_params(click.Context(command))
+            if isinstance(p, click.Option) and "--help" not in p.opts
+        ]
+        if lines and not (path in programs and len(lines) == 2):  # --config FILE, --keys
+            parts += [
+                f"## roostream {path}",
+                (command.help or "").split("\n")[0],
+                "\n".join((*_HEAD, *lines)),
+            ]
+    return "\n\n".join(parts) + "\n"
+
+
+def keys(settings: type[Any], stem: str) -> str:
+    """Every key of a program's TOML for a terminal: what it is, its variable, and what it is for."""
+    lines = []
+    for o in options(settings):
+        facts = ", ".join(filter(None, (o.kind, o.range, f"default {o.default.strip('*')}")))
+        lines.append(f"{o.key}  ({facts})\n    {o.help}\n    {stem}_{o.key.replace('.', '_').upper()}")
+    return "\n".join(lines)
+
+
+def _files() -> Iterator[tuple[str, str, type[Any]]]:
+    from roostream.models.build import (
+        KINDS as MODEL_KINDS,  # torch: a shard's image has none, and its --keys need none
+    )
+
+    for name, kind in MODEL_KINDS.items():
+        yield f"model: {name}", "`model = FILE` of worker and controller.", kind.config
+    named = (
+        ("tables", schema.Table),
+        ("ro, nro", schema.Feature),
+        ("label", schema.Label),
+        ("transform", schema.Transform),
+    )
+    for name, cls in (*named, ("limits", schema.Limits), ("online", schema.Online)):
+        yield f"schema: {name}", (cls.__doc__ or "").split("\n")[0], cls
+    for name, rule in rules.RULES.items():
+        yield f"schema: rule {name}", "`[tables.NAME.rule]`", rule if isinstance(rule, type) else type(rule)
+
+
+def _is_shared(option: Option, settings: type[Any], shared: dict[str, Any]) -> bool:
+    """Declared by Deployment, and not declared again with another default or help."""
+    name = option.key.split(".")[0]
+    return issubclass(settings, Deployment) and name in shared and name not in _declared_below(settings)
+
+
+def _declared_below(settings: type[Any]) -> set[str]:
+    """Fields that classes below Deployment declare."""
+    below = [cls for cls in settings.__mro__ if cls is not Deployment and not issubclass(Deployment, cls)]
+    return {name for cls in below for name in inspect.get_annotations(cls)}
+
+
+def options(cls: type[Any], prefix: str = "") -> list[Option]:
+    """Every setting of a class in declared order; those of a table that is a class of settings too, with their dotted keys."""
+    out = []
+    hints = typing.get_type_hints(cls)
+    for f in dataclasses.fields(cls):
+        hint, help = hints[f.name], f.metadata.get("help", "")
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            inner = options(hint, f"{prefix}{f.name}.")
+            out += inner
+            if inner:
+                continue
+        bounds = f.metadata.get("bounds")
+        choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
+        allowed = " | ".join(map(str, choices)) or (str(bounds) if bounds is not None else "")
+        out.append(Option(f"{prefix}{f.name}", _unit(f.name) or _kind(hint), _default(f), allowed, help))
+    return out
+
+
+def _unit(name: str) -> str:
+    return "duration (ms)" if name.endswith("_ms") else "size (bytes)" if name.endswith("_bytes") else ""
+
+
+def _kind(hint: Any) -> str:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(_kind(a) for a in arguments if a is not type(None))
+    if origin is tuple:
+        return f"list of {_kind(arguments[0])}"
+    if origin is typing.Literal:
+        return "choice"
+    if origin is not None:
+        return "table"
+    return {str: "text", Path: "path", int: "integer", float: "number", bool: "true or false"}.get(
+        hint, "table"
+    )
+
+
+def _default(f: dataclasses.Field[Any]) -> str:
+    """As it could be written in the file; "required" where there is none."""
+    if f.default is not dataclasses.MISSING:
+        return _shown(f.name, f.default)
+    if f.default_factory is not dataclasses.MISSING:
+        return "none" if not f.default_factory() else _shown(f.name, f.default_factory())
+    return "**required**"
+
+
+def _shown(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    for suffix, units in _UNITS.items():
+        if name.endswith(suffix) and isinstance(value, int) and value:
+            size, unit = next((size, unit) for size, unit in units if value % size == 0)
+            return f"{value // size} {unit}"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "none"
+    if isinstance(value, Path):
+        return str(value.relative_to(ROOT) if value.is_absolute() else value)
+    return "none" if value in ("", None) else str(value).replace(f"{ROOT}/", "")
+
+
+_HEAD = ("| option | default | meaning |", "|---|---|---|")
+
+
+def _table(found: list[Option], stem: str = "") -> str:
+    """`stem`: of the environment's variables; "" = it has no say."""
+    if not found:
+        return "None of its own."
+    lines = [
+        "| key | type | default | allowed | meaning |" + (" environment |" if stem else ""),
+        "|---|---|---|---|---|" + ("---|" if stem else ""),
+    ]
+    for o in found:
+        cells = [f"`{o.key}`", o.kind, o.default, o.range, o.help]
+        if stem:
+            cells.append(f"`{stem}_{o.key.replace('.', '_').upper()}`")
+        lines.append("| " + " | ".join(_cell(c) for c in cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _flag(option: click.Option) -> str:
+    default = option.to_info_dict()["default"]
+    plain = (
+        _shown(f"x_{'ms' if option.type.name == 'duration' else ''}", default)
+        if isinstance(default, str | int | float | Path)
+        else ""
+    )
+    shown = "**required**" if option.required else "" if option.is_flag or plain == "none" else plain
+    return (
+        "| "
+        + " | ".join((", ".join(f"`{name}`" for name in option.opts), _cell(shown), _cell(option.help or "")))
+        + " |"
+    )
+
+
+def commands(group: click.Group, path: str = "") -> Iterator[tuple[str, click.Command]]:
+    """Every command below `group` by its words."""
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands(command, f"{path}{name} ")
+        else:
+            yield f"{path}{name}", command

@@ -1,0 +1,165 @@
+"""What needs no model, measured over the same samples in the same pass: a model that is not above these has learned nothing.
+
+    random  the share of positives so far, for every candidate: an order by chance
+    place   positives per view of the place in the list so far
+    item    positives per view of the item so far
+    recent  the same of the item, of which an hour ago counts 0.72 and three hours ago 0.37
+    linear  a logistic regression on the floats, see linear.py
+
+Each sample is scored by what the samples before it said, in the order in which they were joined, as a trainer would meet them.
+Rates are (positives + 10 x share of positives so far) / (views + 10).
+
+Letters: n candidates of a sample, I items, P places, T tasks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from roostream.cli.replay.linear import Linear
+from roostream.schema.schema import Schema
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.records import Record
+from trainer.monitoring.quality import Metrics, Report, summary
+
+NAMES = ("random", "place", "item", "recent", "linear")
+_AT_ONCE = 512
+_STEP = 16  # samples of a step of `linear`
+_RECENT_MS = 3 * 3_600_000.0
+_MOST_PLACES = 1000
+_VIEWS_BEFORE = 10.0
+
+
+class Baselines:
+    """Feed each sample once, and no corrections. 40 bytes an item and task."""
+
+    def __init__(self, schema: Schema, measure_from_ms: int = 0) -> None:
+        self.tasks, self._measure_from_ms = schema.tasks, measure_from_ms
+        tasks = self.tasks
+        self.positives_T, self.num_candidates = np.zeros(len(tasks)), 0
+        self._place = _Rates(len(tasks), _MOST_PLACES)
+        self._item, self._recent = _Rates(len(tasks), 64), _Fading(len(tasks), 64)
+        self._linear, self._to_learn = Linear(schema), list[Record]()
+        self._row_of: dict[int, int] = {}
+        self._metrics = {name: {when: Metrics(tasks) for when in ("overall", "measured")} for name in NAMES}
+        self._waiting: list[_Scored] = []
+
+    def add(self, sample: pb.Sample, record: Record) -> None:
+        """`record`: the one that holds it."""
+        label_nT = np.array(sample.labels, np.float32).reshape(-1, len(self.tasks))
+        if len(label_nT) != len(sample.item_ids):
+            return  # written by another schema: its labels are others
+        shown_n = np.array(sample.positions or range(len(label_nT)), np.int64)
+        place_n = np.minimum(shown_n, _MOST_PLACES - 1)
+        item_n = np.array([self._row_of.setdefault(i, len(self._row_of)) for i in sample.item_ids], np.int64)
+        share_T = (self.positives_T + 1) / (self.num_candidates + 10)
+        scores = {
+            "random": np.tile(share_T, (len(label_nT), 1)),
+            "place": self._place.rates(place_n, share_T),
+            "item": self._item.rates(item_n, share_T),
+            "recent": self._recent.rates_at(sample.header.time_ms, item_n, share_T),
+        }
+        positive_nT = (label_nT > 0).astype(np.float64)
+        self._place.add(place_n, positive_nT)
+        self._item.add(item_n, positive_nT)
+        self._recent.add(item_n, positive_nT)
+        self.positives_T += positive_nT.sum(axis=0)
+        self.num_candidates += len(label_nT)
+        scores["linear"] = scores["random"]  # until it is known
+        self._waiting.append(
+            _Scored(scores, label_nT, sample.header.time_ms, (record.partition, record.offset))
+        )
+        self._to_learn.append(record)
+        if len(self._to_learn) >= _STEP:
+            self._learn()
+        if len(self._waiting) >= _AT_ONCE:
+            self._count()
+
+    def positives(self) -> dict[str, int]:
+        """Candidates by label for which it was above 0."""
+        return dict(zip(self.tasks, self.positives_T.astype(int).tolist(), strict=True))
+
+    def report(self) -> dict[str, dict[str, Report]]:
+        """Baseline → `overall` and `measured`, as in `metrics`."""
+        self._count()
+        return {
+            name: {when: summary(m.report()) for when, m in both.items()}
+            for name, both in self._metrics.items()
+        }
+
+    def _learn(self) -> None:
+        found = self._linear.learn(self._to_learn)
+        for scored in self._waiting[-len(self._to_learn) :]:
+            if (score_nT := found.get(scored.place)) is not None:
+                scored.scores["linear"] = score_nT
+        self._to_learn = []
+
+    def _count(self) -> None:
+        if self._to_learn:
+            self._learn()
+        waiting, self._waiting = self._waiting, []
+        for when, since_ms in (("overall", 0), ("measured", self._measure_from_ms)):
+            kept = [w for w in waiting if w.time_ms >= since_ms]
+            if not kept:
+                continue
+            label_BT = np.concatenate([w.label_nT for w in kept])
+            index_B = np.repeat(np.arange(len(kept)), [len(w.label_nT) for w in kept])
+            time_ms_R = np.array([w.time_ms for w in kept], np.int64)
+            for name in NAMES:
+                score_BT = np.concatenate([w.scores[name] for w in kept]).astype(np.float32)
+                self._metrics[name][when].update(
+                    score_BT, label_BT, np.ones_like(label_BT), index_B, time_ms_R
+                )
+
+
+class _Scored(NamedTuple):
+    """A sample that is scored and not yet counted."""
+
+    scores: dict[str, np.ndarray]
+    label_nT: np.ndarray
+    time_ms: int
+    place: tuple[int, int]  # partition, offset
+
+
+class _Rates:
+    """Views and positives of numbered things; their number grows."""
+
+    def __init__(self, num_tasks: int, size: int) -> None:
+        self._views_I, self._positives_IT = np.zeros(size), np.zeros((size, num_tasks))
+
+    def rates(self, row_n: np.ndarray, share_T: np.ndarray) -> np.ndarray:
+        """[n, T]."""
+        self._grow(int(row_n.max(initial=0)))
+        views_n1 = self._views_I[row_n][:, None]
+        return (self._positives_IT[row_n] + _VIEWS_BEFORE * share_T) / (views_n1 + _VIEWS_BEFORE)
+
+    def add(self, row_n: np.ndarray, positive_nT: np.ndarray) -> None:
+        np.add.at(self._views_I, row_n, 1.0)
+        np.add.at(self._positives_IT, row_n, positive_nT)
+
+    def _grow(self, row: int) -> None:
+        if row >= len(self._views_I):
+            more = max(row + 1, 2 * len(self._views_I)) - len(self._views_I)
+            self._views_I = np.concatenate([self._views_I, np.zeros(more)])
+            self._positives_IT = np.concatenate(
+                [self._positives_IT, np.zeros((more, self._positives_IT.shape[1]))]
+            )
+
+
+class _Fading(_Rates):
+    """Of which an event counts less the longer it is ago. All are kept at the weight of the newest time, in steps."""
+
+    def __init__(self, num_tasks: int, size: int) -> None:
+        super().__init__(num_tasks, size)
+        self._now_ms = 0
+
+    def rates_at(self, time_ms: int, row_n: np.ndarray, share_T: np.ndarray) -> np.ndarray:
+        """[n, T]; a time before the newest is the newest."""
+        if time_ms - self._now_ms > _RECENT_MS / 64:
+            left = np.exp(-(time_ms - self._now_ms) / _RECENT_MS) if self._now_ms else 1.0
+            self._views_I *= left
+            self._positives_IT *= left
+            self._now_ms = time_ms
+        return self.rates(row_n, share_T)

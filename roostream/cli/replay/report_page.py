@@ -1,0 +1,98 @@
+"""report.html: the report as a page of its own, figures inlined; nothing is loaded from anywhere."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from roostream.cli.replay.report_table import Row, join_rows, number
+from roostream.errors import SetupError, printable
+from roostream.replay.report import write_whole
+from trainer.monitoring.quality import QUALITY
+
+_STYLE = (
+    "body{font:15px/1.5 sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
+    "table{border-collapse:collapse;margin:.5rem 0}td,th{border:1px solid #ccc;padding:.2rem .6rem;text-align:left}"
+    "svg{max-width:100%;height:auto}.warning{background:#fff3cd;padding:.3rem .6rem;margin:.3rem 0}"
+)
+
+
+def write_page(path: Path, title: str, report: Mapping[str, Any]) -> None:
+    """Replace `path`.
+
+    Raises:
+        SetupError: matplotlib is not installed.
+        ConfigError: it can't be written; the file that was there stays.
+    """
+    try:
+        from roostream.cli.replay.figures import figures_of
+    except ModuleNotFoundError as error:
+        raise SetupError(
+            f"{error.name} is needed for the report's figures; install it, or give --report F.json"
+        ) from None
+    write_whole(path, page_of(title, report, figures_of(report)))
+
+
+def page_of(title: str, report: Mapping[str, Any], figures: Mapping[str, str]) -> str:
+    """The page's text; `figures`: heading → SVG."""
+    sections = {
+        "Model and baselines": table(("", "requests", *QUALITY), _metric_rows(report)),
+        **figures,
+        "What happened to the log": table((), join_rows(report)),
+        "Features": table(("feature", "side", "kind", "share", "min", "mean", "max"), _feature_rows(report)),
+        "Settings": table((), _flat({"training": report["training"], **report["settings"]})),
+    }
+    return page(title, report["warnings"], sections)
+
+
+def page(title: str, warnings: Iterable[str], sections: Mapping[str, str]) -> str:
+    """A page of its own; `sections`: heading → HTML."""
+    parts = [f"<h1>{_text(title)}</h1>"]
+    parts += [f'<p class="warning">{_text(warning)}</p>' for warning in warnings]
+    parts += [f"<h2>{_text(name)}</h2>{section}" for name, section in sections.items()]
+    head = f'<meta charset="utf-8"><title>{_text(title)}</title><style>{_STYLE}</style>'
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
+
+
+def _metric_rows(report: Mapping[str, Any]) -> Iterable[tuple[str, ...]]:
+    metrics = report["metrics"]
+    for when in ("overall", "measured") if metrics["measured"] != metrics["overall"] else ("overall",):
+        for k, (task, m) in enumerate(metrics[when]["tasks"].items()):
+            yield (
+                f"{when}: {task}",
+                number(metrics[when]["requests"]),
+                *(number(m[name]) for name in QUALITY),
+            )
+            for baseline, both in report["baselines"].items() if k == 0 else ():
+                m = both[when]
+                yield (
+                    f"{when}: by {baseline} alone",
+                    number(m["requests"]),
+                    *(number(m[name]) for name in QUALITY),
+                )
+
+
+def _feature_rows(report: Mapping[str, Any]) -> Iterable[tuple[str, ...]]:
+    for name, f in report["log"]["features"].items():
+        yield (name, f["side"], f["kind"], *(number(f[key]) for key in ("share", "min", "mean", "max")))
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterable[Row]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", str(value)
+
+
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """HTML of rows of text, from wherever it comes."""
+    first = "<tr>" + "".join(f"<th>{_text(cell)}</th>" for cell in head) + "</tr>" if head else ""
+    lines = ("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table>{first}{''.join(lines)}</table>"
+
+
+def _text(text: str) -> str:
+    return html.escape(printable(text))

@@ -1,0 +1,134 @@
+"""The table at the end of a replay and of a check. Text from outside stands in it as it is, never as markup."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from roostream.errors import printable
+from roostream.replay.config import ReplayConfig
+from trainer.monitoring.quality import QUALITY
+
+_SHOWN = ("requests", *QUALITY)
+Row = tuple[str, str]
+
+
+def table_of(config: ReplayConfig, report: Mapping[str, Any]) -> Table:
+    title = f"replay {config.dataset} · {config.engine} · {report['wall_s']:.0f} s"
+    rows = [*_counts(report), *_training(report), *_metrics(report), *warning_rows(report["warnings"])]
+    return plain_table(title, rows)
+
+
+def plain_table(title: str, rows: list[Row]) -> Table:
+    table = Table(title=Text(printable(title)), title_justify="left", show_header=False)
+    for name, text in rows:
+        table.add_row(Text(printable(name)), Text(printable(text)))
+    return table
+
+
+def warning_rows(warnings: list[str]) -> Iterator[Row]:
+    yield from (("warning", text) for text in warnings)
+
+
+def join_rows(report: Mapping[str, Any]) -> Iterator[Row]:
+    """What the joiner did with the log."""
+    counts = report["counts"]
+    yield (
+        "requests",
+        f"{counts['requests']} → samples {counts['samples']} with {counts['candidates']} candidates",
+    )
+    yield "engagements", f"{counts['engagements']} ({_listed(counts['actions'])})"
+    ends = {
+        "folded": "folded",
+        "corrected": "corrected",
+        "dead": "dead_engagements",
+        "pending": "pending",
+        "duplicates": "duplicates",
+    }
+    yield "", ", ".join(f"{word} {counts[name]}" for word, name in ends.items())
+    yield "closed by", _listed(counts["closed_by"])
+    yield "dead letters", _listed(counts["dead_letters"]) or "none"
+    for reason, first in report["first_dead_letters"].items():
+        yield f"  first {reason}", f"{first['where'] or 'place unknown'}: {first['error']}"
+    if counts["skipped_lines"]:
+        yield "skipped lines", f"{counts['skipped_lines']}; the first: {report['first_skipped_line']}"
+    yield "positives", _listed(report["positives"])
+
+
+def _counts(report: Mapping[str, Any]) -> Iterator[Row]:
+    yield from join_rows(report)
+    yield (
+        "accounted for",
+        "yes, every event"
+        if report["accounted"]
+        else f"NO: {report['counts']['overdue']} events are missing",
+    )
+    yield "features", f"digest {report['features_digest']}; {coverage(report['log']['features'])}"
+
+
+def coverage(features: Mapping[str, Mapping[str, Any]]) -> str:
+    """Which are not always there."""
+    partly = [
+        f"{name} {f['share']:.0%}"
+        for name, f in features.items()
+        if f["share"] is not None and f["share"] < 1
+    ]
+    return (
+        f"{len(features)}, not always there: {', '.join(partly)}"
+        if partly
+        else f"{len(features)}, all of them always there"
+    )
+
+
+def _training(report: Mapping[str, Any]) -> Iterator[Row]:
+    training, worker = report["training"], report["settings"]["worker"]
+    settings = ", ".join(
+        f"{name} {worker[name]}" for name in ("batch_requests", "learning_rate", "seed") if name in worker
+    )
+    skipped = f", {training['non_finite']} requests that were not finite" if training["non_finite"] else ""
+    again = f", {number(training['rehearsed'])} requests once more" if training["rehearsed"] else ""
+    if archived := report.get("archived"):
+        seals = f"{archived['days']} days, {archived['files']} files, {archived['sealed']} sealed, {archived['bytes']} bytes"
+        yield "archived", f"{archived['samples']} samples in {archived['archive_s']:.0f} s ({seals})"
+        yield (
+            "from files",
+            f"{archived['trained']} samples trained in {archived['train_s']:.0f} s, then the stream",
+        )
+    yield "training", f"{number(training['steps'])} steps{again}{skipped}; {settings}"
+    if training["rows"] is not None:
+        rows = _listed(training["rows"])
+        yield "parameters", f"{training['dense_parameters']} dense; rows: {rows}"
+
+
+def _metrics(report: Mapping[str, Any]) -> Iterator[Row]:
+    metrics = report["metrics"]
+    shown = ["overall"] if metrics["measured"] == metrics["overall"] else ["overall", "measured"]
+    for name in shown:
+        for k, (task, m) in enumerate(metrics[name]["tasks"].items()):
+            yield f"{name}: {task}", _values({"requests": metrics[name]["requests"], **m})
+            for baseline, both in report["baselines"].items() if k == 0 else ():
+                yield f"  by {baseline} alone", _values(both[name])
+        for task, m in (
+            report.get("metrics_as_served", metrics)[name]["tasks"].items()
+            if "metrics_as_served" in report
+            else ()
+        ):
+            yield (
+                f"{name} as served: {task}",
+                _values({"requests": report["metrics_as_served"][name]["requests"], **m}),
+            )
+
+
+def _values(m: Mapping[str, Any]) -> str:
+    return "  ".join(f"{k} {number(m.get(k))}" for k in _SHOWN)
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {n}" for name, n in counts.items())
+
+
+def number(value: object) -> str:
+    return "–" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,213 @@
+"""What a running stack does, from its programs' metrics, Kafka, Flink and the controller.
+
+Whatever does not answer is None: a table is wanted most when something is down.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from confluent_kafka import Consumer, KafkaException
+
+from infra.auditor import sums
+from roostream.cli.troubles import of_controller, troubles
+from roostream.errors import RoostreamError, UnavailableError
+from roostream.runtime import scrape
+from roostream.runtime.flink_rest import FlinkRest
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.broker import Broker
+from roostream.runtime.kafka.topics import DEFAULT_PARTITIONS, TOPICS, name_of, partitions_of
+from roostream.runtime.rpc_client import SocketTransport
+from roostream.runtime.scrape import Scraped
+from trainer.control.neighbour_times import STAGES, UNKNOWN
+from trainer.control.neighbours import click_rate, lost_records, rows_by_stack, serving_state
+from trainer.control.together import together, worker_reports
+from trainer.monitoring.quality import QUALITY
+from trainer.selection.outcomes import added
+
+_QUALITY = (*QUALITY, "requests", "candidates")
+
+
+class Watcher:
+    """Looks at one stack again and again; rates are between two looks. Not thread-safe."""
+
+    def __init__(self, stack: Mapping[str, Any]) -> None:
+        self.kafka, self.prefix = str(stack["kafka"]), str(stack["prefix"])
+        self.flink, self.controller = str(stack["flink"]), str(stack["controller"])
+        self.partitions = int(stack.get("partitions", DEFAULT_PARTITIONS))
+        self._consumer: Consumer | None = None
+        self._ends: tuple[float, dict[str, int]] | None = None
+
+    def look(self, programs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """`programs` as in stack.json."""
+        scraped = scrape.fetch_all(
+            {n: p["metrics"] for n, p in programs.items() if p["state"] in ("starting", "ready")}
+        )
+        ends = self._end_offsets()
+        control = self._controller_status()
+        return {
+            "programs": {
+                n: {"state": p["state"], "pid": p["pid"], "restarts": p["restarts"]}
+                for n, p in programs.items()
+            },
+            "troubles": {**of_controller(control), **troubles(programs)},
+            "rates": self._rates(ends),
+            "topics": ends,
+            "joiner": joiner_state(self._joiner_job(), scraped.get("joiner", Scraped())),
+            "trainer": trainer_state(control),
+            "workers": workers_state(control),
+            "readers": control.get("readers") if control else None,
+            "rows": rows_by_stack(scraped),
+            "commit": commit_state(control),
+            "freshness": freshness_state(control),
+            "metrics": quality(control),
+            "click_rate": click_rate(scraped.get("simulate", Scraped())),
+            "serving": serving_state(scraped.get("serving", Scraped())),
+            "lost_records": lost_records(scraped),
+            "guarantees": {"g1": sums.of_gauges(scraped.get("auditor", Scraped()))},
+        }
+
+    def close(self) -> None:
+        if self._consumer is not None:
+            self._consumer.close()
+            self._consumer = None
+
+    def _end_offsets(self) -> dict[str, int]:
+        """Topic → records ever written; empty if Kafka is away."""
+        try:
+            self._consumer = self._consumer or clients.consumer(Broker(self.kafka), f"{self.prefix}status")
+            return {t: self._end(t) for t in TOPICS}
+        except KafkaException:
+            return {}
+
+    def _end(self, topic: str) -> int:
+        assert self._consumer is not None
+        ends = clients.end_offsets(
+            self._consumer,
+            name_of(self.prefix, topic),
+            range(partitions_of(topic, self.partitions)),
+            timeout_s=1.0,
+        )
+        return sum(ends.values())
+
+    def _rates(self, ends: dict[str, int]) -> dict[str, float | None]:
+        """Records a second since the look before; None at the first."""
+        now_s, before = time.monotonic(), self._ends
+        if ends:
+            self._ends = now_s, ends
+        if before is None or not ends or now_s <= before[0]:
+            return {t: None for t in TOPICS}
+        return {t: max(ends[t] - before[1].get(t, 0), 0) / (now_s - before[0]) for t in ends}
+
+    def _joiner_job(self) -> dict[str, Any] | None:
+        try:
+            return FlinkRest(self.flink, timeout_s=2.0).live_job()
+        except UnavailableError:
+            return None
+
+    def _controller_status(self) -> dict[str, Any]:
+        transport = SocketTransport(self.controller)
+        try:
+            return transport.call("status", {}, timeout_s=1.0)[0]
+        except RoostreamError:
+            return {}
+        finally:
+            transport.close()
+
+
+def joiner_state(job: Mapping[str, Any] | None, joiner: Scraped) -> dict[str, Any]:
+    running = joiner.value("roostream_joiner_running")
+    return {
+        "state": job["state"].lower() if job else "running" if running else None,
+        "watermark_ms": joiner.ms("roostream_joiner_watermark_timestamp_seconds"),
+        "restarts": joiner.value("roostream_joiner_job_restarts"),
+        "checkpoints": joiner.value("roostream_joiner_checkpoints"),
+    }
+
+
+def trainer_state(control: Mapping[str, Any]) -> dict[str, Any]:
+    """What all that train do together: the worst state, the furthest lag, sums of counts. None without a controller."""
+    whole = together(control) if control else {}
+    reports = worker_reports(control).values() if control else ()
+    counted = ("candidates", "duplicates", "dead_letters", "non_finite", "rehearsed")
+    return {
+        **{
+            k: whole.get(k)
+            for k in (
+                "state",
+                "initial",
+                "lag_ms",
+                "lag_records",
+                "lost_records",
+                "watermark_ms",
+                "step",
+                "requests",
+            )
+        },
+        **{k: (whole.get(k) or [None])[0] for k in ("eta_s", "drain_per_s")},
+        **{k: _sum(report.get(k) for report in reports) for k in counted},
+        "outcomes": added([report.get("outcomes") or {} for report in reports]),
+    }
+
+
+def _sum(counts: Iterable[int | None]) -> int | None:
+    told = [count for count in counts if count is not None]
+    return sum(told) if told else None
+
+
+def workers_state(control: Mapping[str, Any]) -> dict[str, Any]:
+    """How many train and how many are wanted (None = no controller), and each one that beats."""
+    members: Mapping[str, Any] = control.get("members", {})
+    each = {
+        name: {
+            "trains": _is_training(name, control),
+            "silent_ms": members.get(name, {}).get("silent_ms"),
+            **{k: report.get(k) for k in ("step", "requests", "broken")},
+        }
+        for name, report in _every_worker(control).items()
+    }
+    return {"number": control.get("workers"), "wanted": control.get("wanted_workers"), "each": each}
+
+
+def _is_training(name: str, control: Mapping[str, Any]) -> bool:
+    """Workers from the controller's number on stand by."""
+    return int(name.rpartition(" ")[2]) < int(control.get("workers", 1))
+
+
+def commit_state(control: Mapping[str, Any]) -> dict[str, Any]:
+    keys = (
+        "state",
+        "seq",
+        "incarnation",
+        "commit_age_ms",
+        "paused_ms",
+        "commits",
+        "aborts",
+        "rollbacks",
+        "manifest",
+    )
+    return {k: control.get(k) for k in (*keys, "holds", "device_s", "device_ratio")}
+
+
+def freshness_state(control: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
+    """Stage → p50 and p99 in ms of the last minutes, as the controller has them of its neighbours."""
+    told = control.get("freshness") or {}
+    return {stage: told.get(stage) or dict(UNKNOWN) for stage in STAGES}
+
+
+def quality(control: Mapping[str, Any]) -> dict[str, float | None]:
+    """Progressive metrics of the first task, of all workers that train."""
+    metrics = together(control)["metrics"] if control else {}
+    return {name: metrics.get(name) for name in _QUALITY}
+
+
+def _every_worker(control: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """`worker 0` … → what each told last, in their order; also of those that stand by."""
+    reports: Mapping[str, Any] = control.get("reports", {})
+    names = sorted(
+        (str(k) for k in reports if str(k).startswith("worker ")),
+        key=lambda name: int(name.rpartition(" ")[2]),
+    )
+    return {name: dict(reports[name]) for name in names}

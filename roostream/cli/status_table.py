@@ -1,0 +1,330 @@
+"""The table of `status` and of the demo, from what `roostream.cli.status` found."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from roostream.errors import printable
+from trainer.control.holds import Spending
+from trainer.control.protocol import Hold
+from trainer.selection.decision import NAMES, STALE
+from trainer.selection.outcomes import unaccounted
+
+NONE = "–"
+Row = tuple[str, str]
+
+
+def rows(status: Mapping[str, Any]) -> list[Row]:
+    """(what, figures) line by line; the same in the table and as plain lines. What is wrong stands first."""
+    return [
+        *(("HELD", _hold(hold)) for hold in status["commit"]["holds"] or ()),
+        *(("NOT READY", f"{name}: {text}") for name, text in status["troubles"].items()),
+        ("programs", _programs(status["programs"])),
+        ("records /s", f"{_rates(status['rates'])}; heartbeats among the first two"),
+        ("joiner", _joiner(status["joiner"])),
+        ("trainer", _trainer(status["trainer"])),
+        *_outcomes(status["trainer"]),
+        *_workers(status["workers"]),
+        *_readers(status.get("readers")),
+        ("rows", ", ".join(f"{k} {v:,}" for k, v in status["rows"].items()) or NONE),
+        ("commit", _commit(status["commit"])),
+        ("devices", _devices(status["commit"])),
+        ("freshness", _freshness(status["freshness"])),
+        ("quality", _quality(status["metrics"])),
+        ("click rate", _click_rate(status["click_rate"])),
+        *book_rows(status["guarantees"]["g1"]),
+        *_lost(status["lost_records"]),
+    ]
+
+
+def book_rows(sums: Mapping[str, Any]) -> list[Row]:
+    """The audit's sums, `state` among them."""
+    return [("accounted", _g1(sums)), *_named(sums)]
+
+
+def commit_rows(commits: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Of `roostream.cli.checkpoint.checkpoints.found`."""
+    return [
+        (str(one["seq"]), f"can't be read: {one['problem']}" if "problem" in one else _commit_line(one))
+        for one in commits
+    ]
+
+
+def _commit_line(one: Mapping[str, Any]) -> str:
+    sizes = ", ".join(f"{what} {one[f'{what}_bytes'] / 1e6:,.1f} MB" for what in ("dense", "workers", "rows"))
+    quality = f"NE {number(one['quality']['ne'], 4)} AUC {number(one['quality']['auc'], 4)}"
+    when = f"{clock(one['time_ms'])}, step {one['step']:,}, trained up to {clock(one['watermark_ms'])}"
+    return f"{one['incarnation']}-{one['seq']} of {when}; {sizes}; {quality}"
+
+
+def render(status: Mapping[str, Any], title: str, footer: list[str]) -> Table:
+    return render_rows(rows(status), title, footer)
+
+
+def render_rows(lines: list[Row], title: str, footer: Sequence[str] = ()) -> Table:
+    """Text from outside stands in it as it is, never as markup."""
+    table = Table(
+        title=Text(printable(title)),
+        title_justify="left",
+        show_header=False,
+        caption=Text("\n".join(map(printable, footer))) if footer else None,
+        caption_justify="left",
+    )
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, text in lines:
+        table.add_row(Text(printable(name)), Text(plain(text)))
+    return table
+
+
+def plain(text: str) -> str:
+    """`text` without control characters, but for the ends of its lines."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def line(status: Mapping[str, Any], elapsed_s: float) -> str:
+    """One plain line for logs."""
+    trainer, rate, g1 = status["trainer"], status["click_rate"], status["guarantees"]["g1"]
+    servable = status["freshness"]["engagement_to_servable"]
+    parts = [
+        f"{elapsed_s:5.0f} s",
+        f"impressions/s {number(status['rates']['impressions'], 1)}",
+        f"samples/s {number(status['rates']['samples'], 1)}",
+        f"trainer {trainer['state'] or NONE} trained {number(trainer['requests'])}",
+        f"commit {number(status['commit']['seq'])}",
+        f"NE {number(status['metrics']['ne'], 4)} AUC {number(status['metrics']['auc'], 4)}",
+        f"clicks served/random {number(rate['served_to_random'], 2)} (all {number(rate['served_to_random_total'], 2)})",
+        f"servable p50 {duration(servable['p50_ms'])}",
+        f"accounted {g1['state']}",
+    ]
+    bad = status["troubles"]
+    return printable(" · ".join([*parts, *([f"not ready: {', '.join(bad)}"] if bad else [])]))
+
+
+def number(value: float | None, digits: int = 0) -> str:
+    return NONE if value is None else f"{value:,.{digits}f}"
+
+
+def duration(ms: float | None) -> str:
+    if ms is None:
+        return NONE
+    if ms < 1000:
+        return f"{ms:.0f} ms"
+    return f"{ms / 1000:.1f} s" if ms < 120_000 else f"{ms / 60_000:.1f} min"
+
+
+def clock(ms: float | None) -> str:
+    """Event time, UTC."""
+    if not ms or ms < 0:
+        return NONE
+    return datetime.datetime.fromtimestamp(ms / 1000, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _programs(programs: Mapping[str, Any]) -> str:
+    ready = [n for n, p in programs.items() if p["state"] == "ready"]
+    others = [f"{n} {p['state']}" for n, p in programs.items() if p["state"] != "ready"]
+    restarts = sum(p["restarts"] for p in programs.values())
+    return ", ".join([f"{len(ready)} ready", *others, f"{restarts} restarts"])
+
+
+def _rates(rates: Mapping[str, float | None]) -> str:
+    return ", ".join(f"{topic} {number(rate, 1)}" for topic, rate in rates.items())
+
+
+def _joiner(joiner: Mapping[str, Any]) -> str:
+    counts = f"{number(joiner['checkpoints'])} checkpoints, {number(joiner['restarts'])} restarts"
+    return f"{joiner['state'] or NONE}, watermark {clock(joiner['watermark_ms'])}, {counts}"
+
+
+def _trainer(t: Mapping[str, Any]) -> str:
+    where = f"watermark {clock(t['watermark_ms'])}, behind {duration(t['lag_ms'])} / {number(t['lag_records'])} samples"
+    eta = f", caught up in {duration(t['eta_s'] * 1000)}" if t["eta_s"] else ""
+    counts = f"step {number(t['step'])}, trained {number(t['requests'])}, skipped {number(t['duplicates'])}"
+    counts += f", trained once more {number(t['rehearsed'])}" if t["rehearsed"] else ""
+    state = (
+        "unknown, Kafka does not tell where the samples end"
+        if t["state"] == "unknown"
+        else t["state"] or NONE
+    )
+    return f"{state}{_history(t['initial'])}{eta}, {where}, {counts}"
+
+
+def _outcomes(t: Mapping[str, Any]) -> list[Row]:
+    """What became of the requests that were taken, since the workers started; nothing where all were trained."""
+    of = t["outcomes"]
+    if not of or of["taken"] == of["trained"]:
+        return []
+    parts = " + ".join(
+        f"{n:,} {name}" for name, n in of.items() if name != "taken" and (n or name == "trained")
+    )
+    missing = unaccounted(of)
+    text = f"{of['taken']:,} requests = {parts}{f'; NO, {missing:,} are missing' if missing else ''}"
+    return [("selection", text), *_control(of)]
+
+
+def _control(of: Mapping[str, int]) -> list[Row]:
+    """Slipstream's figures say nothing without the random control beside them."""
+    if not of.get(NAMES[STALE]):
+        return []
+    keep = 1 - of[NAMES[STALE]] / of["taken"]
+    text = f'policy = "random", keep = {keep:.3f} skips as many by chance; what stale inputs cost is told beside it alone'
+    return [("its control", text)]
+
+
+def _readers(of: Mapping[str, Any] | None) -> list[Row]:
+    """Nothing where no session is read by programs."""
+    if not of or not (of["there"] or of["splits_wanted"]):
+        return []
+    lines = [
+        f"{of['there']} of {of['wanted']} wanted ({of['least']} to {of['most']}), {of['splits_wanted']} splits waited for"
+    ]
+    if of["leases_expired"]:
+        lines[0] += f", {of['leases_expired']:,} leases expired"
+    for worker, its in sorted(of["buffers"].items(), key=lambda item: int(item[0])):
+        share = "" if its["stall_share"] is None else f", {100 * its['stall_share']:.1f} % of its time"
+        units = f"{100 * its['fullness']:.0f} % full, {number(its['units'])} units"
+        lines.append(f"worker {worker}: buffer {units}; it waited {duration(its['stalled_s'] * 1000)}{share}")
+    for name, its in sorted(of["readers"].items()):
+        splits = [str(lease["split"]) for lease in of["leases"] if lease["reader"] == name]
+        has = f"splits {', '.join(splits)}" if splits else "no lease"
+        lines.append(
+            f"{name}: {has}; {number(its.get('requests'))} requests given, last heard of {duration(its['silent_s'] * 1000)} ago"
+        )
+    return [("readers", "\n".join(lines))]
+
+
+def _history(initial: Mapping[str, Any] | None) -> str:
+    """How far the initial phase is; nothing in the stream."""
+    if not initial:
+        return ""
+    trained = initial["records"] - initial["left"]
+    of_history = f"{trained:,} of {initial['records']:,} samples committed"
+    last_ms, (eta_s, _, _) = initial.get("last_close_ms"), initial.get("eta_s") or (None, None, None)
+    event_time = f", up to {clock(last_ms)}" if last_ms else ""
+    left = "unknown" if eta_s is None else duration(eta_s * 1000)
+    return f" (history: {of_history}, epoch {initial['epoch']} of {initial['epochs']}{event_time}, time left {left})"
+
+
+def _workers(workers: Mapping[str, Any]) -> list[Row]:
+    """Nothing where one worker trains and one is wanted, as in most stacks."""
+    if workers["number"] == workers["wanted"] and len(workers["each"]) < 2:
+        return []
+    wish = "" if workers["wanted"] == workers["number"] else f", {number(workers['wanted'])} are wanted"
+    rows = [f"{number(workers['number'])} train{wish}"]
+    for name, its in workers["each"].items():
+        does = its["broken"] or (f"trained {number(its['requests'])}" if its["trains"] else "stands by")
+        rows.append(
+            f"{name}: {does}, step {number(its['step'])}, last heard of {duration(its['silent_ms'])} ago"
+        )
+    return [("workers", "\n".join(rows))]
+
+
+def _commit(c: Mapping[str, Any]) -> str:
+    counts = f"{number(c['commits'])} since the start, {number(c['aborts'])} aborted, {number(c['rollbacks'])} rollbacks"
+    return f"{c['state'] or NONE}, {c['incarnation'] or 0}-{c['seq'] or 0}, age {duration(c['commit_age_ms'])}, {counts}"
+
+
+def _hold(hold: Mapping[str, Any]) -> str:
+    who = f"{hold['member']}: " if hold["member"] else ""
+    return f"since {clock(hold['since_ms'])} UTC, {hold['kind']}: {who}{Hold(**hold).told}"
+
+
+def _devices(control: Mapping[str, Any]) -> str:
+    """What devices were used for, each to the time in training."""
+    spent, to_training = control["device_s"], control["device_ratio"]
+    if not spent:
+        return NONE
+    others = {name: name.replace("_", " ") for name in spent if name != Spending.TRAINING}
+    trained = f"training {duration(spent[Spending.TRAINING] * 1000)}"
+    if to_training[Spending.TRAINING] is None:
+        return ", ".join(
+            [trained, *(f"{called} {duration(spent[name] * 1000)}" for name, called in others.items())]
+        )
+    return f"{trained}; to that as 1: {', '.join(f'{called} {to_training[name]:.2f}' for name, called in others.items())}"
+
+
+def _freshness(stages: Mapping[str, Mapping[str, float | None]]) -> str:
+    return "\n".join(
+        f"{s.replace('_', ' ')}: p50 {duration(v['p50_ms'])}, p99 {duration(v['p99_ms'])}"
+        for s, v in stages.items()
+    )
+
+
+def _quality(m: Mapping[str, float | None]) -> str:
+    names = {
+        "ne": "NE",
+        "auc": "AUC",
+        "request_auc": "request AUC",
+        "mrr": "MRR",
+        "ndcg@10": "nDCG@10",
+        "calibration": "calibration",
+    }
+    return (
+        ", ".join(f"{label} {number(m[k], 4)}" for k, label in names.items())
+        + f" over {number(m['requests'])} requests"
+    )
+
+
+def _click_rate(r: Mapping[str, float | None]) -> str:
+    orders = ", ".join(f"{o} {NONE if r[o] is None else f'{r[o]:.4f}'}" for o in ("served", "random", "best"))
+    now, total = number(r["served_to_random"], 2), number(r["served_to_random_total"], 2)
+    return f"{orders}; served is {now} × random now, {total} × since the start"
+
+
+def _g1(sums: Mapping[str, Any]) -> str:
+    """Nothing is summed of a part: figures follow once everything that was there at the start has been read."""
+    if sums["state"] == "reading":
+        return f"still reading, {number(sums['behind'])} records to go"
+    if sums["engagements"] is None:
+        return "unknown, the auditor does not answer"
+    names = ("folded", "corrected", "only_repeated", "dead_engagements")
+    words = dict(zip(names, ("folded", "corrected", "only in a repeated sample", "dead"), strict=True))
+    parts = " + ".join(f"{sums[k]:,} {word}" for k, word in words.items() if sums[k] or k != "only_repeated")
+    events = f"{sums['engagements']:,} engagements = {parts} + {sums['pending']:,} pending"
+    requests = f"{sums['requests']:,} requests: {sums['samples']:,} samples, {sums['dead_requests']:,} dead, "
+    verdicts = {
+        "yes": "yes",
+        "no": f"NO, {sums['overdue']:,} are missing",
+        "waiting": f"not yet, {sums['late']:,} wait for a joiner that is behind",
+    }
+    verdict = verdicts.get(sums["state"], "unknown, Kafka does not answer; until then")
+    return f"{verdict}: {events}; {requests}{sums['pending_requests']:,} pending"
+
+
+def _named(sums: Mapping[str, Any]) -> list[Row]:
+    """What is in no sum, or by reason; nothing where there is nothing."""
+    if sums["state"] == "reading" or sums["engagements"] is None:
+        return []
+    found = [
+        ("dead letters", sums["dead_letters"]),
+        ("untrained", sums["untrained_by"]),
+        ("unreadable", sums["unreadable"]),
+    ]
+    if {*sums["predicted_by"]} - {"trained"}:
+        found.append(("predicted", sums["predicted_by"]))
+    rows = [
+        (name, ", ".join(f"{reason} {n:,}" for reason, n in sorted(by.items())))
+        for name, by in found
+        if any(by.values())
+    ]
+    if sums["since_ms"]:
+        rows.append(
+            ("audited", f"events since {clock(sums['since_ms'])}: retention has deleted what came before")
+        )
+    words = {
+        "stale": "copies of what was settled long ago",
+        "lost_records": "records that were deleted unread",
+    }
+    return rows + [("beside", f"{sums[k]:,} {word}") for k, word in words.items() if sums[k]]
+
+
+def _lost(lost: Mapping[str, int]) -> list[Row]:
+    return [
+        ("LOST", f"{name} missed {n:,} records that retention had deleted; raise it")
+        for name, n in lost.items()
+    ]

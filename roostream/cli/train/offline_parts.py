@@ -1,0 +1,143 @@
+"""What a run of `roostream train` is made of, whether one process has all of it or several have a part each."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from infra.home import Home
+from param_server.blobs import RocksBlobs
+from param_server.config import ShardConfig
+from param_server.main import build_shard
+from param_server.server import Shard
+from roostream.cli.train.config import TrainConfig
+from roostream.models.build import load_model_config
+from roostream.runtime.checkpoint_store import CheckpointStore, open_store
+from roostream.runtime.clock import SystemClock
+from roostream.runtime.kafka.record_reader import MemoryReader
+from roostream.runtime.kafka.topics import SAMPLES, all_partitions
+from roostream.schema.registry import open_registry, register
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import load_schema
+from roostream.warehouse.readers.remote_rows import ReadByPrograms
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.decode import Decoder
+from trainer.config import LoopConfig
+from trainer.device.numerics import set_numerics
+from trainer.identity import Identity
+from trainer.loop import TrainLoop, Wiring
+from trainer.pipeline.pipelined_feed import connected
+from trainer.pipeline.stages import Stages
+from trainer.predictions import Prediction
+from trainer.record_batches import RecordBatches
+from trainer.reduce import ALONE, Team
+from trainer.rows import Rows
+from trainer.sessions.phased_source import PhasedSource
+from trainer.sessions.table_source import local_rows, open_session
+from trainer.worker import Worker
+
+NUM_BUCKETS = 64
+_READ_AHEAD = 2
+_NOWHERE = "127.0.0.1:1"  # nobody dials
+
+
+class NoOutputs:
+    """See `SafeOutputs`: nobody is told of predictions; dead letters are counted by the loop."""
+
+    def begin(self) -> None: ...
+
+    def refused(self) -> str:
+        return ""
+
+    def flush(self) -> None: ...
+
+    def interrupt(self) -> None: ...
+
+    def prediction(self, prediction: Prediction) -> None: ...
+
+    def dead_letter(self, letter: pb.DeadLetter) -> None: ...
+
+
+class OfflineParts:
+    """Of one run, by its settings."""
+
+    def __init__(self, config: TrainConfig, settings: LoopConfig) -> None:
+        self.config, self.settings, self.home, self.clock = (
+            config,
+            settings,
+            Home(Path(config.home)),
+            SystemClock(),
+        )
+        self.schema: Schema = load_schema(Path(config.schema))
+        self.model = load_model_config(config.model)
+        self.store: CheckpointStore = open_store(str(self.home.store))
+        register(self.store, self.schema)
+        self.identity = Identity(
+            schema=self.schema,
+            registry=open_registry(self.store),
+            kafka={},
+            num_shards=config.num_owners,
+            num_buckets=NUM_BUCKETS,
+            num_partitions=config.partitions,
+            seed=config.seed,
+        )
+
+    def segments_of(self, owner: int) -> Path:
+        """Where it has its rows, whichever process it is in."""
+        return self.home.root / f"shard-{owner}" / "segments"
+
+    def shard(self, index: int, opened: contextlib.ExitStack) -> Shard:
+        """An owner of rows; nothing is restored yet."""
+        blobs = RocksBlobs(self.segments_of(index))
+        config = ShardConfig(
+            schema=self.config.schema,
+            store=str(self.home.store),
+            controller=_NOWHERE,
+            home=str(self.segments_of(index).parent),
+            index=index,
+            num_shards=self.config.num_owners,
+            seed=self.config.seed,
+            partitions=self.config.partitions,
+        )
+        shard = build_shard(config, blobs)
+        blobs.open()
+        opened.callback(blobs.close)
+        opened.callback(shard.leave)
+        return shard
+
+    def worker(
+        self,
+        rows: Rows,
+        read_by: ReadByPrograms | None,
+        opened: contextlib.ExitStack,
+        index: int = 0,
+        team: Team = ALONE,
+    ) -> Worker:
+        set_numerics(self.settings)
+        stages, outputs = Stages(self.clock), NoOutputs()
+        source, rows, feed = connected(
+            lambda: self._source(stages, read_by),
+            rows,
+            stages,
+            staleness=0,
+            read_ahead=0 if self.settings.exact else _READ_AHEAD,
+        )
+        opened.callback(source.close)
+        wiring = Wiring(source=source, rows=rows, outputs=outputs, clock=self.clock, feed=feed, stages=stages)
+        loop = TrainLoop(self.settings, self.schema, self.model, wiring)
+        opened.callback(loop.feed.close)
+        return Worker(loop, outputs, self.store, self.identity, index, team)
+
+    def _source(self, stages: Stages, read_by: ReadByPrograms | None) -> PhasedSource:
+        """Behind the session comes nothing."""
+        partitions = all_partitions((SAMPLES,), self.config.partitions)
+        nothing = RecordBatches(
+            MemoryReader(partitions), Decoder(self.schema, self.identity.registry), self.clock, max_wait_ms=0
+        )
+        horizon_ms = self.settings.dedupe_horizon_ms
+        return PhasedSource(
+            nothing,
+            lambda told: open_session(
+                told, self.schema, partitions, horizon_ms, self.clock, stages, read_by or local_rows
+            ),
+        )

@@ -1,0 +1,79 @@
+"""`roostream train`: a model from the warehouse alone, without Kafka."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from roostream.cli.replay.cli import ManyWords, flags_of
+from roostream.cli.train.config import TrainConfig
+
+
+def run(config: TrainConfig) -> int:
+    """The exit code: 0 = all is trained and committed; 2 = refused or unavailable."""
+    from roostream.cli.assignments import overrides
+    from roostream.errors import ConfigError
+    from roostream.replay.report import check_report, write_report
+    from roostream.runtime import program
+    from trainer.config import LoopConfig
+
+    def body(stop: program.Stop) -> None:
+        try:
+            from roostream.cli.train.offline import train_offline
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"expected {error.name} to read a warehouse; pip install 'roostream[warehouse]'"
+            ) from None
+        check_report(config.report)
+        chosen = overrides(config.set)
+        if unknown := sorted(chosen.keys() - {"worker"}):
+            raise ConfigError(
+                f"expected settings as worker.KEY=VALUE, got {unknown[0]}.…; there is no such program here"
+            )
+        report = train_offline(config, LoopConfig(**chosen.get("worker", {})), stop, _tell)
+        if config.report:
+            write_report(config.report, report)
+        click.echo(_summary(report))
+
+    return program.command_code(program.run("train", body))
+
+
+def _tell(done: int, rows: int, rate: float) -> None:
+    left = f", {(rows - done) / rate:,.0f} s left" if rate else ""
+    click.echo(
+        f"{done:,} of {rows:,} requests ({100 * done / max(rows, 1):.0f} %), {rate:,.0f} a second{left}",
+        err=True,
+    )
+
+
+def _summary(report: dict[str, Any]) -> str:
+    from roostream.cli.status_table import number
+
+    ne, auc, calibration = (number(report["metrics"].get(name), 4) for name in ("ne", "auc", "calibration"))
+    return (
+        f"{report['requests']:,} requests, {report['candidates']:,} impressions in {report['steps']:,} steps and "
+        f"{report['wall_s']:.1f} s ({report['requests_s']:,.0f} a second); version {report['version_of_model']}; "
+        f"NE {ne}, AUC {auc}, calibration {calibration}"
+    )
+
+
+def _command(**given: Any) -> None:
+    sys.exit(run(TrainConfig(**{**given, "home": str(Path(given["home"]))})))
+
+
+train = ManyWords(
+    "train",
+    params=flags_of(TrainConfig),
+    callback=_command,
+    help="""A model from the warehouse alone: no Kafka, all in this process, or by --workers beside it, which may hold the rows
+    themselves (--rows workers). What it commits, `roostream up` goes on with.
+
+    \b
+    Example:
+      roostream train --days 2024-05-01..2024-05-07 --warehouse .roostream/warehouse --home .trained
+      roostream up --home .trained
+    """,
+)

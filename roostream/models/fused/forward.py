@@ -1,0 +1,153 @@
+"""A batch's logits, for serving: by a tape where the model has one, else by its modules.
+
+Both are the trainer's forward pass to 1e-5 (G9, docs/decisions/0051): sums are in another order, nothing else differs.
+
+Letters: R requests, B candidates, T tasks, U unique rows of a stack, D width, L entries of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+
+from roostream.models.fused import machine
+from roostream.models.fused.tape import LaidList, LaidSequence, Tape, tape_of
+from roostream.models.inputs import BUCKET_MS, build_inputs
+from roostream.models.lanes import COMPILED
+from roostream.models.model import Model
+from roostream.models.ranker import Ranker
+from roostream.models.two_tower.cascade import Cascade
+from roostream.schema.schema import Schema
+from roostream.wire.batch import Batch
+from roostream.wire.jagged import Jagged
+from roostream.wire.lookup import Lookup
+from roostream.wire.transform import apply
+
+Rows = Mapping[str, np.ndarray]
+"""Stack → float32 [U, D], aligned with the batch's lookup."""
+Forward = Callable[[Batch, Lookup, Rows], np.ndarray]
+"""→ float32 logits [B, T]."""
+_NONE = np.zeros(0, np.float32)
+
+
+def forward_of(model: Model, schema: Schema) -> Forward:
+    """For parameters as they are now: a tape keeps copies. A user's own model goes through its modules, as does every part of
+    ours that a tape doesn't know."""
+    ranks = model.ranker if isinstance(model, Cascade) else model
+    tape = tape_of(ranks, schema) if COMPILED and type(ranks) is Ranker else None
+    return by_modules(model) if tape is None else TapeForward(tape)
+
+
+def by_modules(model: Model) -> Forward:
+    """What training runs: a request alone has the bits that it has there."""
+
+    def forward(batch: Batch, lookup: Lookup, rows: Rows) -> np.ndarray:
+        with torch.inference_mode():
+            logits_BT: np.ndarray = model(build_inputs(batch, lookup, rows)).numpy()
+        return logits_BT
+
+    return forward
+
+
+class TapeForward:
+    """Thread-safe: what a call writes to is its own."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        members: dict[str, list[LaidList]] = {}
+        for one in tape.lists:
+            members.setdefault(one.stack, []).append(one)
+        self._lists = {
+            stack: (its, _numbers(its), any(one.weighted for one in its)) for stack, its in members.items()
+        }
+        self._sequence_S = np.array([sequence.number for sequence in tape.sequences], np.int64)
+
+    def __call__(self, batch: Batch, lookup: Lookup, rows: Rows) -> np.ndarray:
+        tape, r = self.tape, batch.num_requests
+        start_SR1 = np.empty(
+            (1 + len(tape.sequences), r + 1), np.int64
+        )  # of candidates, and of each sequence's entries
+        where_G3 = np.empty((len(tape.kind_G), 3), np.int64)
+        counts_R, lengths_KR = batch.num_candidates_R, batch.ro_lists.lengths_KN
+        size = machine.lay_out(
+            tape.kind_G, tape.width_G, counts_R, lengths_KR, self._sequence_S, start_SR1, where_G3
+        )
+        x = np.empty(size, np.float32)
+
+        def register(number: int) -> np.ndarray:
+            begin, num_rows, width = where_G3[number].tolist()
+            return x[begin : begin + num_rows * width].reshape(num_rows, width)
+
+        floats = dict(zip(("ro", "nro"), apply(batch), strict=True))
+        sides = {"ro": (batch.ro_present_RF, batch.ro_lists), "nro": (batch.nro_present_BF, batch.nro_lists)}
+        for laid in tape.floats:
+            present_NF, lists = sides[laid.side]
+            machine.lay_floats(
+                np.arcsinh(floats[laid.side]),
+                present_NF,
+                lists.present_KN,
+                register(laid.to.register),
+                laid.to.column,
+            )
+        lengths = lengths_KR, batch.nro_lists.lengths_KN
+        for stack, (members, lists_M5, weighted) in self._lists.items():
+            index_L = np.concatenate([lookup.stacks[stack].index[one.name] for one in members])
+            weight_L = (
+                np.concatenate([_weights(sides[one.side][1], one.name) for one in members])
+                if weighted
+                else _NONE
+            )
+            machine.lay_lists(rows[stack], index_L, weight_L, lengths, lists_M5, where_G3, x)
+        for s, sequence in enumerate(tape.sequences, 1):
+            if start_SR1[s, -1]:
+                _lay_entries(sequence, batch, lookup, rows, register(sequence.to))
+        belong = machine.Belonging(start_SR1[0], start_SR1[1:], batch.request_index_B)
+        machine.run_tape(tape.ops_O, tape.weights, where_G3, belong, x)
+        return register(-1)
+
+
+def _numbers(lists: list[LaidList]) -> np.ndarray:
+    """As `machine.lay_lists` takes them."""
+    return np.array([(one.side == "nro", one.number, one.weighted, *one.to) for one in lists], np.int64)
+
+
+def _weights(lists: Jagged, name: str) -> np.ndarray:
+    """As roostream/models/inputs.py has them."""
+    weight_L = lists.weights_of(name)
+    return np.ones(lists.total_of(name), np.float32) if weight_L is None else np.arcsinh(weight_L)
+
+
+def _lay_entries(
+    sequence: LaidSequence, batch: Batch, lookup: Lookup, rows: Rows, out_LW: np.ndarray
+) -> None:
+    """As `HistoryAttention` puts them together."""
+    lists, column = batch.ro_lists, 0
+    for name, stack in sequence.stacks.items():
+        key = f"{sequence.name}.{name}" if name else sequence.name
+        machine.lay_rows(rows[stack], lookup.stacks[stack].index[key], out_LW, column)
+        column += rows[stack].shape[1]
+    length_R = lists.lengths_KN[sequence.number]
+    for name, table in sequence.times.items():
+        times_L = lists.columns[f"{sequence.name}.{name}"]
+        machine.lay_times(table, length_R, batch.time_ms_R, times_L, BUCKET_MS, out_LW, column)
+        column += table.shape[1]
+
+
+def warm() -> None:
+    """Compile the kernels into numba's cache."""
+    x = np.zeros((1, 2), np.float32)
+    none = np.zeros(1, np.int64)
+    machine.lay_floats(
+        x, np.zeros((1, 1), np.bool_), np.zeros((1, 1), np.bool_), np.zeros((1, 4), np.float32), 0
+    )
+    lengths, registers = np.ones((1, 1), np.int32), np.array([(0, 1, 2)])
+    machine.lay_out(
+        none, none, lengths[0], lengths, none, np.zeros((1, 2), np.int64), np.zeros((1, 3), np.int64)
+    )
+    machine.lay_lists(x, none, _NONE, (lengths, lengths), np.zeros((1, 5), np.int64), registers, x.ravel())
+    machine.lay_times(x, lengths[0], none, none, BUCKET_MS, x, 0)
+    machine.lay_rows(x, none, x, 0)
+    one_request = machine.Belonging(np.array([0, 1]), np.zeros((0, 2), np.int64), none)
+    machine.run_tape(np.zeros((0, 11), np.int64), _NONE, np.zeros((1, 3), np.int64), one_request, _NONE)

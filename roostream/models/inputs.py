@@ -1,0 +1,324 @@
+"""A batch, its lookup and its rows as tensors: the only way into a model, for training and for serving.
+
+Letters: R requests, B candidates, G floats after transforms, P presence bits, U unique rows of a stack, D width of a
+stack, L entries, V entries that remain, S bags (one a feature and row), N the longest of a sequence in the batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from roostream.models.candidate_groups import CandidateGroups, build_groups
+from roostream.schema.schema import Feature
+from roostream.wire.batch import Batch
+from roostream.wire.dedup import Inverse, Shifted
+from roostream.wire.jagged import Jagged
+from roostream.wire.lookup import Lookup
+from roostream.wire.transform import apply
+
+# Where bucket ⌊ln(seconds) / 0.301⌋ (HSTU) steps up, in whole ms, so that the bucket of a gap is exact; the last is int64's.
+BUCKET_MS = np.ceil(np.exp(0.301 * np.arange(1, 123)) * 1000).astype(np.int64)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Bags:
+    """All pooled features of a stack that pool alike, pooled at once."""
+
+    stack: str
+    features: tuple[str, ...]
+    sizes: tuple[int, ...]  # bags of each feature: R or B
+    per_request: tuple[bool, ...]  # of each feature: it has R bags, not B
+    index_L: Tensor  # int64, positions in the stack's rows
+    offset_S1: Tensor  # int64
+    weight_L: Tensor | None  # None = mean; otherwise asinh of the weights, for the weighted sum
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PaddedEntries:
+    """How a sequence becomes squares."""
+
+    shape_RN: tuple[int, int]
+    entry_RN: Tensor | None  # int64 [R · N], of L; padding is any entry; None = the entries as they lie
+    mask_RN: Tensor | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class KeptEntries:
+    """A sequence's entries of which several requests have the same: each once (roostream/wire/dedup.py, `Shifted`). What is
+    made of an entry alone, without its time, is made V times; `at_L` gives each request its own."""
+
+    index_V: Tensor  # int64, positions in the stack's rows
+    column_V: dict[str, Tensor]
+    at_L: Tensor  # int64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class UniqueRequests:
+    """Requests that have all request-only features in common, times left out: what is made of these is made once (RecD §5)."""
+
+    first_U: Tensor  # int64: a request of each
+    index_B: Tensor  # int64: which of them each candidate's request is; not sorted
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Sequence:
+    """A request-only sequence, jagged: all requests' entries behind each other, and how a part that wants squares pads them.
+
+    length_R = [2, 0, 3]    offset_R1 = [0, 2, 2, 5]    index_L = [a, b, c, d, e]
+
+    Squares hold the requests that have a candidate, in the order of `CandidateGroups.request_order`; N is their longest.
+    They are made when somebody first asks for them, or before they go to a device.
+    """
+
+    length_R: Tensor  # int64
+    offset_R1: Tensor  # int64
+    index_L: Tensor  # int64, positions in the stack's rows
+    column_L: dict[str, Tensor]  # id column with a table → int64 positions in its stack's rows
+    bucket_L: dict[str, Tensor]  # time column → int64 bucket of the time since the entry
+    host_length_R: np.ndarray  # `length_R`, where nobody waits for a device to read it
+    gap_ms_L: dict[str, np.ndarray]  # time column → int64 time from the entry to its request
+    groups: CandidateGroups
+    padded: PaddedEntries | None = None  # None: when somebody asks
+    kept: KeptEntries | None = None  # None: nothing is shared, or nobody looked
+
+    def squares(self, x_L: Tensor) -> Tensor:
+        """[L, ...] → [R · N, ...]; padding holds some entry's value and must be masked."""
+        entry_RN = self._squares.entry_RN
+        return x_L if entry_RN is None else x_L.index_select(0, entry_RN)
+
+    @property
+    def shape_RN(self) -> tuple[int, int]:
+        """Of the squares; known without asking the device."""
+        return self._squares.shape_RN
+
+    @property
+    def mask_RN(self) -> Tensor | None:
+        """bool, True = an entry; None = no padding."""
+        return self._squares.mask_RN
+
+    def made(self, groups: CandidateGroups) -> Sequence:
+        """The same, of which all tensors are there; `groups`: its own, made."""
+        return dataclasses.replace(self, groups=groups, padded=self._squares)
+
+    @functools.cached_property
+    def _squares(self) -> PaddedEntries:
+        return self.padded or _build_squares(self.host_length_R, self.groups.request_order)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Inputs:
+    """Built by `build_inputs`. After `backward`, `rows[stack].grad` [U, D] are the compact gradients to push (None: the model
+    looks at no row of that stack).
+
+    Floats, after the schema's transforms, and weights are their asinh: it keeps small numbers and takes the logarithm of large
+    ones, so that a raw count, age or price in any unit can't blow a layer up.
+    """
+
+    ro_float_RG: Tensor
+    ro_present_RP: Tensor  # bool: declared floats, then lists
+    nro_float_BG: Tensor
+    nro_present_BP: Tensor
+    request_index_B: Tensor
+    item_B: Tensor  # int64 ids
+    num_candidates_R: np.ndarray  # int32
+    rows: dict[str, Tensor]  # stack → [U, D] leaf
+    bags: tuple[Bags, ...]
+    sequences: dict[str, Sequence]
+    groups: CandidateGroups
+    unique: UniqueRequests | None = None  # None: requests differ, or nobody looked
+
+    def once(self, x_RD: Tensor) -> Tensor:
+        """[R, D] → [U, D]: of equal requests one. What is made of it goes on by `shared_index_B`."""
+        return x_RD if self.unique is None else x_RD.index_select(0, self.unique.first_U)
+
+    @property
+    def shared_index_B(self) -> Tensor:
+        """int64: each candidate's row of what was made of `once`."""
+        return self.request_index_B if self.unique is None else self.unique.index_B
+
+
+def build_inputs(
+    batch: Batch,
+    lookup: Lookup,
+    rows: Mapping[str, np.ndarray | Tensor],
+    device: str | None = "cpu",
+    *,
+    train: bool = False,
+) -> Inputs:
+    """Wrap without copying where the device is the CPU; `train=True` makes the rows leaves that require grad.
+
+    `rows`: stack → float32 [U, D], aligned with `lookup`: an array (`Replica.gather`), or a tensor wherever it is (trainer's
+    `Rows.pull`), which is not written to. `device`: None = rows stay where they are, and all else is on the host. What the lookup
+    says requests share is said to the model too; results are the same but for the order of sums.
+    """
+    schema = batch.schema
+    ro_float_RG, nro_float_BG = apply(batch, lookup.unique)
+    groups = build_groups(batch.num_candidates_R)
+    inputs = Inputs(
+        ro_float_RG=_wrap(np.arcsinh(ro_float_RG)),
+        ro_present_RP=_wrap(np.concatenate([batch.ro_present_RF, batch.ro_lists.present_KN.T], axis=1)),
+        nro_float_BG=_wrap(np.arcsinh(nro_float_BG)),
+        nro_present_BP=_wrap(np.concatenate([batch.nro_present_BF, batch.nro_lists.present_KN.T], axis=1)),
+        request_index_B=_wrap(batch.request_index_B),
+        item_B=_wrap(batch.item_B),
+        num_candidates_R=batch.num_candidates_R,
+        rows={stack: _leaf(rows_UD).requires_grad_(train) for stack, rows_UD in rows.items()},
+        bags=_build_bags(batch, lookup),
+        sequences={
+            f.name: _build_sequence(f, batch, lookup, groups)
+            for f in schema.lists("ro")
+            if f.kind == "sequence"
+        },
+        groups=groups,
+        unique=None if lookup.unique is None else _unique(lookup.unique, batch),
+    )
+    on_host = device == "cpu" and all(rows_UD.device.type == "cpu" for rows_UD in inputs.rows.values())
+    if on_host:
+        return inputs
+    inputs = _with_squares(inputs)
+    return inputs if device is None else change_tensors(inputs, lambda x: x.to(device))
+
+
+def _with_squares(inputs: Inputs) -> Inputs:
+    """A device is given what the host has made: squares that it asked for later would be copies of their own."""
+    groups = inputs.groups.made()
+    return dataclasses.replace(
+        inputs, groups=groups, sequences={n: s.made(groups) for n, s in inputs.sequences.items()}
+    )
+
+
+def change_tensors(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
+    """The same with `change(tensor)` for every tensor, once each, in a fixed order; rows stay leaves. What the host reads stays
+    as it is, and so does what isn't made yet."""
+    done: dict[int, Tensor] = {}
+
+    def once(x: Tensor) -> Tensor:
+        if id(x) not in done:
+            done[id(x)] = change(x.detach()).requires_grad_(x.requires_grad)
+        return done[id(x)]
+
+    changed: Inputs = _changed(inputs, once)
+    return changed
+
+
+def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        return tuple(_changed(each, change) for each in value)
+    if isinstance(value, dict):
+        return {name: _changed(each, change) for name, each in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: _changed(getattr(value, f.name), change) for f in dataclasses.fields(value)}
+        return dataclasses.replace(value, **fields)
+    return value
+
+
+def _leaf(rows_UD: np.ndarray | Tensor) -> Tensor:
+    return rows_UD.detach() if isinstance(rows_UD, Tensor) else _wrap(rows_UD)
+
+
+def _wrap(array: np.ndarray) -> Tensor:
+    """A read-only array is copied: torch can't promise not to write to it."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def _build_bags(batch: Batch, lookup: Lookup) -> tuple[Bags, ...]:
+    """One entry a (stack, way of pooling) that has features, in declared order."""
+    groups: dict[tuple[str, bool], list[tuple[Feature, Jagged, bool]]] = {}
+    schema, ro = batch.schema, batch.ro_lists
+    for features, jagged in ((schema.lists("ro"), ro), (schema.lists("nro"), batch.nro_lists)):
+        for f in features:
+            stack = schema.table_by_name[f.table].stack
+            groups.setdefault((stack, f.kind == "weighted_ids"), []).append((f, jagged, jagged is ro))
+    return tuple(_bags(stack, weighted, members, lookup) for (stack, weighted), members in groups.items())
+
+
+def _bags(stack: str, weighted: bool, members: list[tuple[Feature, Jagged, bool]], lookup: Lookup) -> Bags:
+    """The features' bags behind each other, in the order of `members`."""
+    lengths_S = np.concatenate([jagged.lengths_KN[jagged.index(f.name)] for f, jagged, _ in members])
+    offset_S1 = np.zeros(len(lengths_S) + 1, dtype=np.int64)
+    np.cumsum(lengths_S, out=offset_S1[1:])
+    index_L = np.concatenate([lookup.stacks[stack].index[f.name] for f, *_ in members])
+    weight_L = np.concatenate([_weights(jagged, f.name) for f, jagged, _ in members]) if weighted else None
+    return Bags(
+        stack=stack,
+        features=tuple(f.name for f, *_ in members),
+        sizes=tuple(jagged.num_rows for _, jagged, _ in members),
+        per_request=tuple(per_request for *_, per_request in members),
+        index_L=_wrap(index_L),
+        offset_S1=_wrap(offset_S1),
+        weight_L=None if weight_L is None else _wrap(np.arcsinh(weight_L)),
+    )
+
+
+def _weights(jagged: Jagged, name: str) -> np.ndarray:
+    weight_L = jagged.weights_of(name)
+    return np.ones(jagged.total_of(name), dtype=np.float32) if weight_L is None else weight_L
+
+
+def _build_sequence(f: Feature, batch: Batch, lookup: Lookup, groups: CandidateGroups) -> Sequence:
+    """Wraps the batch's own arrays; nothing is copied but lengths and buckets."""
+    schema = batch.schema
+
+    def index_of(table: str, key: str) -> Tensor:
+        return _wrap(lookup.stacks[schema.table_by_name[table].stack].index[key])
+
+    length_R = batch.ro_lists.lengths_KN[batch.ro_lists.index(f.name)].astype(np.int64)
+    offset_R1 = np.concatenate([[0], np.cumsum(length_R)])
+    asked_ms_L = np.repeat(batch.time_ms_R, length_R)
+    gap_ms = {c: asked_ms_L - batch.ro_lists.columns[f"{f.name}.{c}"] for c in f.time_columns}
+    return Sequence(
+        length_R=_wrap(length_R),
+        offset_R1=_wrap(offset_R1),
+        index_L=index_of(f.table, f.name),
+        column_L={c: index_of(table, f"{f.name}.{c}") for c, table in f.column_tables.items()},
+        bucket_L={c: _wrap(time_buckets(gap_ms_L)) for c, gap_ms_L in gap_ms.items()},
+        host_length_R=length_R,
+        gap_ms_L=gap_ms,
+        groups=groups,
+        kept=None if (shared := lookup.shared.get(f.name)) is None else _build_kept(f, shared, index_of),
+    )
+
+
+def _build_kept(f: Feature, shared: Shifted, index_of: Callable[[str, str], Tensor]) -> KeptEntries:
+    entry_V = _wrap(shared.entry_V)
+    return KeptEntries(
+        index_V=index_of(f.table, f.name)[entry_V],
+        column_V={c: index_of(table, f"{f.name}.{c}")[entry_V] for c, table in f.column_tables.items()},
+        at_L=_wrap(shared.at_L),
+    )
+
+
+def _unique(of: Inverse, batch: Batch) -> UniqueRequests:
+    return UniqueRequests(first_U=_wrap(of.first_U), index_B=_wrap(of.row_N[batch.request_index_B]))
+
+
+def _build_squares(length_R: np.ndarray, order: np.ndarray) -> PaddedEntries:
+    start_R = np.cumsum(length_R) - length_R
+    entry_RN, mask_RN = _pad(length_R[order], start_R[order])
+    as_it_lies = mask_RN.all() and mask_RN.size == length_R.sum() and (np.diff(order) > 0).all()
+    return PaddedEntries(
+        shape_RN=(mask_RN.shape[0], mask_RN.shape[1]),
+        entry_RN=None if as_it_lies else _wrap(entry_RN.ravel()),
+        mask_RN=None if mask_RN.all() else _wrap(mask_RN),
+    )
+
+
+def _pad(length_R: np.ndarray, start_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where squares find their entries, int64 [R, N], and which of them are entries."""
+    column_N = np.arange(length_R.max(initial=0), dtype=np.int64)
+    mask_RN = column_N < length_R[:, None]
+    return np.where(mask_RN, start_R[:, None] + column_N, 0), mask_RN
+
+
+def time_buckets(gap_ms_L: np.ndarray) -> np.ndarray:
+    """⌊ln(max(|Δt|, 1 s)) / 0.301⌋ (HSTU, Zhai et al. 2024), int64 ms → int64 in 0..122; exact, by comparison."""
+    return np.searchsorted(BUCKET_MS, np.abs(gap_ms_L), side="right").astype(np.int64)

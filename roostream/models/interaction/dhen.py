@@ -1,0 +1,103 @@
+"""DHEN: ensembles of interactions on top of each other (Zhang et al. 2022, "DHEN: a deep and hierarchical ensemble network", §3).
+
+Letters: N rows, K tokens of a row, D width of a token.
+
+    X_{l+1} = Norm(Σ_k Interaction_k(X_l) + Shortcut(X_l))
+
+Each layer sees what different kinds of interaction made of the layer below, so that kinds are combined, not only stacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from roostream.models.config import InteractionName
+from roostream.models.interaction.cross_net import CrossNet
+
+
+class DotProducts(nn.Module):
+    """Every pair of tokens by its dot product, as in DLRM (Naumov et al. 2019): X Xᵀ [K, K], flat, W + b → [N, K, D]."""
+
+    def __init__(self, tokens: int, width: int) -> None:
+        super().__init__()
+        self.out = nn.Linear(tokens * tokens, tokens * width)
+
+    def forward(self, x_NKD: Tensor) -> Tensor:
+        product_NKK = torch.matmul(x_NKD, x_NKD.transpose(1, 2))
+        out: Tensor = self.out(product_NKK.flatten(1)).view(x_NKD.shape)
+        return out
+
+
+class CrossTokens(nn.Module):
+    """A layer of DCNv2 over all columns of a row (cross_net.py): x ⊙ (W x + b) + x."""
+
+    def __init__(self, tokens: int, width: int, rank: int) -> None:
+        super().__init__()
+        self.cross = CrossNet(tokens * width, 1, rank)
+
+    def forward(self, x_NKD: Tensor) -> Tensor:
+        out: Tensor = self.cross(x_NKD.flatten(1)).view(x_NKD.shape)
+        return out
+
+
+class MixTokens(nn.Module):
+    """Linear, across tokens: each new token is a sum of all by weight, W [K, K], then W' [D, D] + b on each."""
+
+    def __init__(self, tokens: int, width: int) -> None:
+        super().__init__()
+        self.across = nn.Linear(tokens, tokens, bias=False)
+        self.each = nn.Linear(width, width)
+
+    def forward(self, x_NKD: Tensor) -> Tensor:
+        out: Tensor = self.each(self.across(x_NKD.transpose(1, 2)).transpose(1, 2))
+        return out
+
+
+class DhenLayer(nn.Module):
+    """[N, K, D] → [N, K, D]; all shapes are equal, so the shortcut is X itself."""
+
+    def __init__(self, names: Sequence[InteractionName], tokens: int, width: int, rank: int) -> None:
+        super().__init__()
+        makers: dict[InteractionName, Callable[[], nn.Module]] = {
+            "cross": lambda: CrossTokens(tokens, width, rank),
+            "dot": lambda: DotProducts(tokens, width),
+            "mix": lambda: MixTokens(tokens, width),
+        }
+        self.interactions = nn.ModuleDict({name: makers[name]() for name in names})
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x_NKD: Tensor) -> Tensor:
+        sum_NKD = x_NKD
+        for interaction in self.interactions.values():
+            sum_NKD = sum_NKD + interaction(x_NKD)
+        out: Tensor = self.norm(sum_NKD)
+        return out
+
+
+class Dhen(nn.Module):
+    """[N, width in] → [N, width = K · D]: a row's columns become K tokens by one matrix, then the layers."""
+
+    def __init__(
+        self,
+        width_in: int,
+        layers: int,
+        names: Sequence[InteractionName],
+        *,
+        tokens: int,
+        token_width: int,
+        rank: int = 0,
+    ) -> None:
+        super().__init__()
+        self.width = tokens * token_width
+        self.tokens = nn.Linear(width_in, self.width)
+        self.layers = nn.ModuleList(DhenLayer(names, tokens, token_width, rank) for _ in range(layers))
+        self._shape_KD = (tokens, token_width)
+
+    def forward(self, x_NW: Tensor) -> Tensor:
+        x_NKD = self.tokens(x_NW).view(-1, *self._shape_KD)
+        for layer in self.layers:
+            x_NKD = layer(x_NKD)
+        return x_NKD.flatten(1)

@@ -1,0 +1,50 @@
+"""Layers, and initial values that depend on the seed and a parameter's name only.
+
+Letters: N rows, D width. No layer mixes rows: a row's result does not depend on the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from roostream.schema.ids import hash64
+
+
+class Mlp(nn.Module):
+    """Linear + ReLU for each width, [N, width in] → [N, width]; without layers the identity."""
+
+    def __init__(self, width_in: int, layers: Sequence[int]) -> None:
+        super().__init__()
+        widths = (width_in, *layers)
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))
+        self.width = widths[-1]
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        for layer in self.layers:
+            x_ND = torch.relu_(layer(x_ND))
+        return x_ND
+
+
+def init_parameters(model: nn.Module, seed: int) -> None:
+    """Same seed, same name, same shape → same bits, in every process; a new module changes no other's values.
+
+    Matrices are uniform with variance 1 / fan-in (the last dimension), vectors 0, gains of norms 1; a module with
+    `init_own_parameters()` then overrides what is its own.
+    """
+    gains = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0 if name in gains else 0.0)
+                continue
+            generator = torch.Generator().manual_seed(hash64(f"{seed}/{name}") >> 1)
+            bound = (3.0 / parameter.shape[-1]) ** 0.5
+            parameter.copy_(torch.rand(parameter.shape, generator=generator) * (2 * bound) - bound)
+        for module in model.modules():
+            own = getattr(module, "init_own_parameters", None)
+            if callable(own):
+                own()

@@ -1,0 +1,126 @@
+"""The multi-task loss, and how it meets labels that come late.
+
+Letters: B candidates, T tasks; z a logit, p = σ(z), y a label, d the share of positives that are known when a sample is made.
+A task is a binary event, whatever its label's fold, unless its label has another `objective` (objectives.py): a folded label
+counts as positive when it is above 0 (an `any` label is 0 or 1; of a `count`, `sum`, `max` or `last` the model learns the
+probability that there was something). A label with `threshold` says from which value on an engagement counts.
+
+A sample that is made early calls some candidates negative that are positive later; a correction says so then. What both together
+come to depends on the loss. Of each of these the minimum over the whole stream is the true probability, and p is what is served:
+
+| loss | a sample | a correction from negative to positive |
+|---|---|---|
+| `log` | log loss | log loss after - before: the sample's is taken back |
+| `fnw` | log loss, weighed: positives 1 + p, negatives (1 - p)(1 + p) | the same positive |
+| `fnc` | log loss of b = p / (1 + p), the share of positives in a stream that has them twice | the same positive |
+| `es_dfm` | log loss, weighed: positives 1 + p(1 - d), negatives (1 + p(1 - d))(1 - p) / (1 - p d) | the same positive |
+| `dfm` | -log p of a positive, -log(1 - p d) of a negative, which may be one that is not known yet | nothing |
+
+A correction from positive to negative is loss(after) - loss(before) with each. p in a weight has no gradient.
+
+`fnw`, `fnc`: Ktena et al., "Addressing delayed feedback for continuous training with neural networks in CTR prediction", RecSys
+2019: fake negative weighted, fake negative calibration (there b is learned and p = b / (1 - b) served; here the logit is p's).
+`dfm`: Chapelle, "Modeling delayed feedback in display advertising", KDD 2014; the delays' distribution is given, not learned.
+`es_dfm`: Yang et al., "Capturing delayed feedback in conversion rate prediction via elapsed-time sampling", AAAI 2021; its two
+classifiers, of a delayed positive and of a real negative, follow from p and d here: p(1 - d) and (1 - p) / (1 - p d).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from roostream.models.candidate_groups import CandidateGroups
+from roostream.models.config import LossName
+from roostream.models.model import Targets
+from roostream.models.objectives import Task, of_tasks
+
+
+def loss(
+    logits_BT: Tensor, targets: Targets, tasks: Sequence[Task] = (), groups: CandidateGroups | None = None
+) -> Tensor:
+    """The weighted mean over candidates of each task, summed over tasks by their weights → scalar.
+
+    `tasks`: empty = all are events of weight 1; `groups`: the requests' lists, for those that compare candidates.
+
+    Weight 0 leaves a candidate's label out; a task whose weights are all 0 (or B = 0) contributes 0. Weighted means are the same
+    for a batch and for its expansion to impressions (G10). The candidates of a correction count in the mean as those of its
+    sample did, so that both have the same scale. With `targets.total_T` the losses of the parts of a batch add up to that of the
+    whole, and so do their gradients.
+    """
+    weight_BT = targets.weight_BT
+    each_BT = (
+        of_tasks(logits_BT, targets, each(logits_BT, targets), tasks, groups)
+        if tasks
+        else each(logits_BT, targets)
+    )
+    total_T = weight_BT.sum(dim=0) if targets.total_T is None else targets.total_T
+    mean_T = (each_BT * weight_BT).sum(dim=0) / torch.where(total_T > 0, total_T, 1.0)
+    if tasks:
+        mean_T = mean_T * mean_T.new_tensor([task.weight for task in tasks])
+    return mean_T.sum()
+
+
+def each(logits_BT: Tensor, targets: Targets) -> Tensor:
+    """The loss of every candidate and task, [B, T], before weights."""
+    treatment = _TREATMENTS[targets.loss]
+    positive_BT = (targets.label_BT > 0).to(logits_BT.dtype)
+    late_BT = None  # log of the share that isn't known
+    if targets.known_BT is not None:
+        late_BT = torch.log1p(-targets.known_BT.to(logits_BT.dtype))
+    each_BT = treatment.of(logits_BT, positive_BT, late_BT)
+    if targets.before_BT is None:
+        return each_BT
+    was_BT = (targets.before_BT > 0).to(logits_BT.dtype)
+    change_BT = each_BT - treatment.of(logits_BT, was_BT, late_BT)
+    if not treatment.takes_back:
+        up_BT = (positive_BT > was_BT).to(logits_BT.dtype)
+        change_BT = torch.where(up_BT > 0, each_BT * treatment.again, change_BT)
+    return torch.where(torch.isnan(targets.before_BT), each_BT, change_BT)
+
+
+def _log(z_BT: Tensor, positive_BT: Tensor, late_BT: Tensor | None) -> Tensor:
+    return F.binary_cross_entropy_with_logits(z_BT, positive_BT, reduction="none")
+
+
+def _weighed(z_BT: Tensor, positive_BT: Tensor, late_BT: Tensor | None) -> Tensor:
+    """(1 - p) / (1 - p d) = σ(-(z + log(1 - d)))."""
+    with torch.no_grad():
+        scale_BT = 1 + torch.sigmoid(z_BT) * (1.0 if late_BT is None else late_BT.exp())
+        real_BT = torch.sigmoid(-z_BT if late_BT is None else -z_BT - late_BT)
+        weight_BT = scale_BT * (positive_BT + (1 - positive_BT) * real_BT)
+    return weight_BT * _log(z_BT, positive_BT, None)
+
+
+def _calibrated(z_BT: Tensor, positive_BT: Tensor, late_BT: Tensor | None) -> Tensor:
+    """The logit of b = p / (1 + p) is log p."""
+    return _log(F.logsigmoid(z_BT), positive_BT, None)
+
+
+def _delayed(z_BT: Tensor, positive_BT: Tensor, late_BT: Tensor | None) -> Tensor:
+    """log(1 - p d) = softplus(z + log(1 - d)) - softplus(z)."""
+    assert late_BT is not None, "dfm needs what is known"
+    negative_BT = F.softplus(z_BT) - F.softplus(z_BT + late_BT)
+    return torch.where(positive_BT > 0, F.softplus(-z_BT), negative_BT)
+
+
+class _Treatment(NamedTuple):
+    """What becomes of a sample, and of a correction from negative to positive: the sample's loss is taken back, or the positive
+    is counted `again`, once or not at all."""
+
+    of: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    takes_back: bool = False
+    again: float = 1.0
+
+
+_TREATMENTS: dict[LossName, _Treatment] = {
+    "log": _Treatment(_log, takes_back=True),
+    "fnw": _Treatment(_weighed),
+    "fnc": _Treatment(_calibrated),
+    "dfm": _Treatment(_delayed, again=0.0),
+    "es_dfm": _Treatment(_weighed),
+}

@@ -1,0 +1,51 @@
+"""What the trainer and serving know of a model, whatever its kind.
+
+Letters: B candidates, T tasks.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from roostream.models.config import LossName
+from roostream.models.inputs import Inputs
+
+
+class Targets(NamedTuple):
+    """What a batch says about its candidates, on the model's device."""
+
+    label_BT: Tensor  # float32
+    weight_BT: Tensor  # float32; 0 = the label is not there
+    before_BT: Tensor | None = (
+        None  # float32: of a correction's candidates, the label that it corrects; NaN = a sample's
+    )
+    known_BT: Tensor | None = (
+        None  # float32 in [0, 1]: share of positives known when the sample was made; None = 0
+    )
+    loss: LossName = "log"
+    total_T: Tensor | None = (
+        None  # of the weights of the batch that this is a part of; None: this is all of it
+    )
+
+
+class Model(nn.Module, abc.ABC):
+    """Dense parameters and how they are used; rows of embedding tables come with the inputs.
+
+    A candidate's logits depend on its own request only, so that serving, which scores one request at a time, gives what
+    training gave (G9). Nothing is kept from one call to the next.
+    """
+
+    @abc.abstractmethod
+    def forward(self, inputs: Inputs) -> Tensor:
+        """→ logits_BT in the order of `schema.tasks`; their sigmoid is what is predicted and served."""
+
+    @abc.abstractmethod
+    def loss(self, inputs: Inputs, logits_BT: Tensor, targets: Targets) -> Tensor:
+        """What is to be made smaller, a scalar with a graph to the parameters and to `inputs.rows`.
+
+        `logits_BT` is what `forward` gave for these inputs, before a step. A kind whose loss looks at more than logits (a
+        softmax over the batch's items) makes it anew from `inputs`. Without any weight it is 0.
+        """

@@ -1,0 +1,253 @@
+"""What must hold for every model (docs/bring-your-own-model.md), tried on requests of a schema.
+
+Weights are moved off their initial values first, so that every part has a say; rows depend on table and id alone, so that a
+request finds the same ones in any batch. A model is trained as built, and served as serving does it: built, loaded, frozen.
+
+Letters: B candidates, T tasks.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from roostream.errors import CheckpointError, RoostreamError
+from roostream.models.build import build_model
+from roostream.models.config import ModelConfig
+from roostream.models.inputs import Inputs, build_inputs
+from roostream.models.model import Model, Targets
+from roostream.models.own.example_requests import (
+    TIME_MS,
+    ExampleRequest,
+    example_request,
+    example_rows,
+    example_sample,
+)
+from roostream.runtime import tensor_file
+from roostream.schema.schema import Schema
+from roostream.wire.batch import Batch
+from roostream.wire.decode import Decoder
+from roostream.wire.lookup import build_lookup
+
+_COUNTS = (3, 1, 0, 11, 17, 2)  # candidates a request: groups of several sizes, one alone, none
+_CLOSE = 1e-5
+_TIMED, _TIMED_CANDIDATES = 50, 20
+
+
+class Verdict(NamedTuple):
+    """Of one check; `wrong` is a sentence, empty where it holds."""
+
+    check: str
+    wrong: str
+
+
+class _Subject:
+    """The model in training and in serving, and what they are tried on."""
+
+    def __init__(self, schema: Schema, config: ModelConfig) -> None:
+        self.schema, self.config = schema, config
+        self.decoder = Decoder(schema, {schema.fingerprint: schema}.get)
+        self.trained = _moved(build_model(schema, config, 1))
+        self.served = build_model(schema, config, 99)
+        self.served.load_state_dict(self.trained.state_dict(), strict=True)
+        self.served.eval().requires_grad_(False)
+        self.requests = [example_request(schema, n, seed) for seed, n in enumerate(_COUNTS)]
+
+    def alone(self, model: Model, request: ExampleRequest) -> Tensor:
+        """Logits as serving computes them."""
+        with torch.inference_mode():
+            return model(
+                self.inputs(self.decoder.decode_request(request.ro, request.nro, request.item_n, TIME_MS))
+            )
+
+    def together(self, requests: Sequence[ExampleRequest]) -> list[Tensor]:
+        """Logits of each request in one batch as training decodes it."""
+        batch = self.batch(requests)
+        with torch.no_grad():
+            logits_BT = self.trained(self.inputs(batch))
+        return list(torch.split(logits_BT, [len(r.item_n) for r in requests]))
+
+    def batch(self, requests: Sequence[ExampleRequest]) -> Batch:
+        records = [example_sample(self.schema, request, at) for at, request in enumerate(requests)]
+        return self.decoder.decode(records)[0]
+
+    def inputs(self, batch: Batch, *, train: bool = False) -> Inputs:
+        lookup = build_lookup(batch)
+        return build_inputs(batch, lookup, example_rows(self.schema, lookup), train=train)
+
+    def learn(self, model: Model, batch: Batch, weight: float = 1.0) -> tuple[Tensor, Inputs]:
+        """The loss after its `backward`, and the inputs with the rows' gradients."""
+        inputs = self.inputs(batch, train=True)
+        targets = Targets(torch.from_numpy(batch.label_BT), weight * torch.from_numpy(batch.weight_BT))
+        model.zero_grad()
+        value = model.loss(inputs, model(inputs), targets)
+        if value.requires_grad:
+            value.backward()  # type: ignore[no-untyped-call]
+        return value.detach(), inputs
+
+
+def check_model(schema: Schema, config: ModelConfig) -> list[Verdict]:
+    """Every check, in the order of the page.
+
+    Raises:
+        RoostreamError: the model can't be built at all.
+    """
+    subject = _Subject(schema, config)
+    return [Verdict(name, _wrong(check, subject)) for name, check in _CHECKS.items()]
+
+
+def us_a_request(schema: Schema, config: ModelConfig) -> float:
+    """µs of a forward pass over one request of 20 candidates on this machine, the median of 50; decoding and rows not counted."""
+    subject = _Subject(schema, config)
+    request = example_request(schema, _TIMED_CANDIDATES, 0)
+    inputs = subject.inputs(subject.decoder.decode_request(request.ro, request.nro, request.item_n, TIME_MS))
+    taken = []
+    with torch.inference_mode():
+        for _ in range(_TIMED):
+            begun = time.perf_counter()
+            subject.served(inputs)
+            taken.append(time.perf_counter() - begun)
+    return 1e6 * statistics.median(taken)
+
+
+def _wrong(check: Callable[[_Subject], Iterator[str]], subject: _Subject) -> str:
+    try:
+        return next(check(subject), "")
+    except RoostreamError as error:
+        return str(error)
+
+
+def _is_logits(subject: _Subject) -> Iterator[str]:
+    for logits_BT in subject.together(subject.requests):
+        if logits_BT.dtype != torch.float32:
+            yield f"expected logits of float32, got {logits_BT.dtype}; convert them at the end of forward"
+        if not torch.isfinite(logits_BT).all():
+            yield "expected finite logits, got others; look for divisions and logarithms of what may be 0 or missing"
+
+
+def _is_deterministic(subject: _Subject) -> Iterator[str]:
+    first = build_model(subject.schema, subject.config, 3).state_dict()
+    torch.rand(5)
+    second = build_model(subject.schema, subject.config, 3).state_dict()
+    if list(first) != list(second):
+        yield "expected the same parameters from two builds, got other names; don't number them by what changes"
+    for name in first:
+        if first[name].shape != second[name].shape or not _same_bits(first[name], second[name]):
+            yield f"expected the same bits of {name} for the same seed, got others; only parameters may be drawn"
+
+
+def _keeps_nothing(subject: _Subject) -> Iterator[str]:
+    model = copy.deepcopy(subject.trained)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    batch = subject.batch(subject.requests)
+    with torch.no_grad():
+        first, second = (model(subject.inputs(batch)) for _ in range(2))
+    if not _same_bits(first, second):
+        yield "expected the same logits from the same batch twice, got others; forward draws (dropout) or keeps something"
+    subject.learn(model, batch)
+    for name, value in model.state_dict().items():
+        if not _same_bits(before[name], value):
+            yield f"expected nothing to be kept from one call to the next, got another {name}; BatchNorm's averages do that"
+
+
+def _is_the_same_in_serving(subject: _Subject) -> Iterator[str]:
+    for request in subject.requests:
+        in_training, in_serving = subject.together([request])[0], subject.alone(subject.served, request)
+        if not _same_bits(in_training, in_serving):
+            yield (
+                f"expected the bits of training in serving for {len(request.item_n)} candidates, got a difference of "
+                f"{_difference(in_training, in_serving):.1e}; forward looks at training or eval mode, labels or gradients"
+            )
+
+
+def _is_the_same_in_a_batch(subject: _Subject) -> Iterator[str]:
+    alone = [subject.alone(subject.served, request) for request in subject.requests]
+    for order in (range(len(_COUNTS)), [5, 3, 4, 0, 2, 1], [3, 3, 1]):
+        for at, logits_nT in zip(order, subject.together([subject.requests[i] for i in order]), strict=True):
+            if not _difference(alone[at], logits_nT) <= _CLOSE:
+                yield (
+                    f"expected a request's logits in a batch within {_CLOSE:g} of those alone, got a difference of "
+                    f"{_difference(alone[at], logits_nT):.1e}; nothing may be taken over all requests of a batch"
+                )
+
+
+def _is_independent_of_others(subject: _Subject) -> Iterator[str]:
+    others = [example_request(subject.schema, n, 100 + seed) for seed, n in enumerate(_COUNTS)]
+    for at in (0, 3, 4):
+        mine = subject.together(subject.requests)[at]
+        again = subject.together([*others[:at], subject.requests[at], *others[at + 1 :]])[at]
+        if not _difference(mine, again) <= _CLOSE:
+            yield (
+                f"expected a request's logits to be its own, got a change of {_difference(mine, again):.1e} with other "
+                "requests beside it; use request_index_B and a sequence's length_R to keep requests apart"
+            )
+
+
+def _learns(subject: _Subject) -> Iterator[str]:
+    model = copy.deepcopy(subject.trained)
+    value, inputs = subject.learn(model, subject.batch(subject.requests))
+    if not torch.isfinite(value):
+        yield f"expected a finite loss, got {float(value)}; divide by weights only where there are any"
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    if not gradients:
+        yield "expected a loss with gradients, got none for any parameter; don't detach logits or compute under no_grad"
+    for name, gradient in (
+        *gradients.items(),
+        *((f"rows of {stack}", rows_UD.grad) for stack, rows_UD in inputs.rows.items()),
+    ):
+        if gradient is not None and not torch.isfinite(gradient).all():
+            yield f"expected finite gradients, got others for {name}; a square root or norm of 0 has none"
+    nothing, _ = subject.learn(model, subject.batch(subject.requests), weight=0.0)
+    if float(nothing) != 0.0:
+        yield f"expected a loss of 0 where all weights are 0, got {float(nothing)}; multiply by targets.weight_BT"
+
+
+def _is_safe_to_store(subject: _Subject) -> Iterator[str]:
+    state = subject.trained.state_dict()
+    for name, value in state.items():
+        if value.is_floating_point() and not torch.isfinite(value).all():
+            yield f"expected finite values to store, got others in {name}"
+    try:
+        stored, _ = tensor_file.decode(tensor_file.encode({k: v.numpy() for k, v in state.items()}, {}))
+    except (TypeError, ValueError, RuntimeError, CheckpointError) as error:
+        yield f"expected parameters and buffers that safetensors stores, got {error}; keep them in float32 or int64"
+        return
+    for name, value in state.items():
+        if not _same_bits(value, torch.from_numpy(stored[name])):
+            yield f"expected {name} to be read back as it was stored, got others"
+
+
+_CHECKS: dict[str, Callable[[_Subject], Iterator[str]]] = {
+    "logits are finite float32 [B, T]": _is_logits,
+    "same seed, same bits, same names": _is_deterministic,
+    "nothing is kept between calls": _keeps_nothing,
+    "the same bits in serving (G9)": _is_the_same_in_serving,
+    "alone as in a batch, to 1e-5 (G9)": _is_the_same_in_a_batch,
+    "independent of other requests": _is_independent_of_others,
+    "loss and gradients are finite": _learns,
+    "safe to store": _is_safe_to_store,
+}
+
+
+def _moved(model: Model) -> Model:
+    with torch.no_grad():
+        for i, parameter in enumerate(model.parameters()):
+            parameter.add_(0.1 * torch.sin(torch.arange(parameter.numel()) + i).view(parameter.shape))
+    return model
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(
+        a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)
+    )
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    """The largest; NaN where one is."""
+    return float((a - b).abs().max()) if a.numel() else 0.0

@@ -1,0 +1,146 @@
+"""What a model is put together from: parts that read `Inputs` and give a block of columns, R or B rows of it.
+
+A new module (HSTU's target output) is one more `Part`; chosen_parts.py says which ones a schema and a ranker's configuration
+ask for.
+
+Letters: R requests, B candidates, G floats, N sequence entries, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from roostream.models.attention import TargetAttention
+from roostream.models.config import RankerConfig
+from roostream.models.gather import gather, pool_bags
+from roostream.models.inputs import Inputs, KeptEntries, Sequence
+from roostream.schema.schema import Feature, Schema
+from roostream.wire.transform import output_names
+
+Side = Literal["ro", "nro"]
+Pooled = dict[str, Tensor]
+
+
+def pool(inputs: Inputs) -> Pooled:
+    """Every list feature pooled, [R, D] or [B, D]: the mean (0 of nothing), for weighted ids the sum by weight.
+
+    The semantics of TorchRec's EmbeddingBagCollection, but that a weight counts as its asinh, as floats do (roostream/models/inputs.py): a
+    weight in any unit (a price, a duration) can't blow a layer up. All features of a stack that pool alike at once.
+    """
+    out: Pooled = {}
+    for bags in inputs.bags:
+        x_SD = pool_bags(inputs.rows[bags.stack], bags.index_L, bags.offset_S1, bags.weight_L)
+        out.update(zip(bags.features, torch.split(x_SD, list(bags.sizes)), strict=True))
+    return out
+
+
+def normalized(pooled: Pooled) -> Pooled:
+    """Each vector brought to mean 0 and variance 1 over its own columns (LayerNorm without gains: Ba et al. 2016; for rows: the
+    Slipstream paper, §3.5). What is pooled of nothing stays 0, and so does a vector of one number, which would be lost."""
+    return {
+        name: nn.functional.layer_norm(x_SD, x_SD.shape[1:]) if x_SD.shape[1] > 1 else x_SD
+        for name, x_SD in pooled.items()
+    }
+
+
+class Part(nn.Module):
+    """Gives [R, width] as a request part, [B, width] as a candidate part; a row depends on its own request only.
+
+    Called once a forward. Parts share nothing but `inputs` and `pooled`, and change neither.
+    """
+
+    width: int
+
+    def forward(self, inputs: Inputs, pooled: Pooled) -> Tensor:
+        raise NotImplementedError
+
+
+class Floats(Part):
+    """Floats and presence bits of a side."""
+
+    def __init__(self, schema: Schema, side: Side) -> None:
+        super().__init__()
+        self.width = len(output_names(schema, side)) + len(getattr(schema, side))
+        self._side = side
+
+    def forward(self, inputs: Inputs, pooled: Pooled) -> Tensor:
+        if self._side == "ro":
+            x, present = inputs.ro_float_RG, inputs.ro_present_RP
+        else:
+            x, present = inputs.nro_float_BG, inputs.nro_present_BP
+        return torch.cat([x, present.to(x.dtype)], dim=1)
+
+
+class Embeddings(Part):
+    """The pooled list features of a side, side by side."""
+
+    def __init__(self, schema: Schema, side: Side) -> None:
+        super().__init__()
+        self._features = tuple(f.name for f in schema.lists(side))
+        self.width = sum(schema.table_by_name[f.table].dim for f in schema.lists(side))
+
+    def forward(self, inputs: Inputs, pooled: Pooled) -> Tensor:
+        return torch.cat([pooled[name] for name in self._features], dim=1)
+
+
+class HistoryAttention(Part):
+    """Target attention to one request-only sequence; the candidate's pooled id features ask.
+
+    An entry is its row, the rows of its id columns that have a table, and a learned vector of each time column's bucket
+    (an id column without a table is carried in the data and not modelled).
+    """
+
+    def __init__(self, schema: Schema, feature: Feature, config: RankerConfig) -> None:
+        super().__init__()
+        self._feature = feature
+        self._stacks = {
+            c: schema.table_by_name[t].stack for c, t in (("", feature.table), *feature.column_tables.items())
+        }
+        self._queries = tuple(f.name for f in schema.lists("nro"))
+        query_width = sum(schema.table_by_name[f.table].dim for f in schema.lists("nro"))
+        dims = [schema.table_by_name[t].dim for t in (feature.table, *feature.column_tables.values())]
+        time_width = dims[0]
+        self.times = nn.ModuleDict(
+            {c: nn.Embedding(config.time_buckets, time_width) for c in feature.time_columns}
+        )
+        self._last_bucket = config.time_buckets - 1
+        entry_width = sum(dims) + time_width * len(self.times)
+        self.attention = TargetAttention(query_width, entry_width, config.history_width, config.history_heads)
+        self.width = config.history_width
+
+    def forward(self, inputs: Inputs, pooled: Pooled) -> Tensor:
+        sequence = inputs.sequences[self._feature.name]
+        query_BQ = torch.cat([pooled[name] for name in self._queries], dim=1)
+        if sequence.kept is not None:
+            return self.attention.to_keys(
+                query_BQ, self._keys(inputs, sequence, sequence.kept), sequence, inputs.groups
+            )
+        sources = self._rows(inputs, {"": sequence.index_L, **sequence.column_L})
+        return self.attention(query_BQ, gather([*sources, *self._times(sequence)]), sequence, inputs.groups)
+
+    def _rows(self, inputs: Inputs, index_L: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        return [(inputs.rows[stack], index_L[c]) for c, stack in self._stacks.items()]
+
+    def _times(self, sequence: Sequence) -> list[tuple[Tensor, Tensor]]:
+        sources = []
+        for column, table in self.times.items():
+            assert isinstance(table, nn.Embedding)
+            sources.append((table.weight, sequence.bucket_L[column].clamp_max(self._last_bucket)))
+        return sources
+
+    def _keys(self, inputs: Inputs, sequence: Sequence, kept: KeptEntries) -> Tensor:
+        """Keys and values of all entries, [L, 2 · width], as `attention.key_value` would give them: what rows bring is worked out
+        once an entry that remains, what times bring once a bucket; each entry has the sum of its own."""
+        row_VE = gather(self._rows(inputs, {"": kept.index_V, **kept.column_V}))
+        weight, bias = self.attention.key_value.weight, self.attention.key_value.bias
+        keys_LD2 = gather([(nn.functional.linear(row_VE, weight[:, : row_VE.shape[1]], bias), kept.at_L)])
+        first = row_VE.shape[1]
+        for table, bucket_L in self._times(sequence):
+            of_bucket = nn.functional.linear(table, weight[:, first : first + table.shape[1]])
+            keys_LD2 = keys_LD2 + gather([(of_bucket, bucket_L)])
+            first += table.shape[1]
+        return keys_LD2

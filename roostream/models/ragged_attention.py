@@ -1,0 +1,168 @@
+"""Attention within segments that lie behind each other, on a CPU: nothing is padded, and only a head's keys are copied, turned.
+
+Letters: R segments, Q queries and N entries of all, H heads; I queries and J entries of a segment, C width of a head. Segment r
+has the queries starts_Q[r] .. starts_Q[r + 1] and the entries starts_N[r] .. starts_N[r + 1].
+
+    s = q kᵀ / √C     p = softmax(s)     out = p v
+    dv = pᵀ dout      dp = dout vᵀ       ds = p ⊙ (dp - Σ p ⊙ dp) / √C      dq = ds k      dk = dsᵀ q
+
+p isn't kept: the way back makes it anew from the logarithm of the softmax's denominator. Sums are in the order of a segment's
+queries and entries, so that its results have the same bits whatever lies beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from roostream.models.lanes import (
+    LANES,
+    exponential,
+    fused,
+    kernel,
+    larger,
+    largest,
+    load,
+    product,
+    spread,
+    store,
+    total,
+)
+
+Three = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Of queries, keys and values, [Q, ...], [N, ...] and [N, ...]: what they are columns of."""
+Begins = tuple[int, int, int]
+"""At which column of those each begins."""
+Starts = tuple[np.ndarray, np.ndarray]
+"""starts_Q, starts_N: int64 [R + 1]."""
+_TOGETHER = 32  # queries of a segment: their p stays near the processor, however long a list is
+
+
+@kernel
+def attend_ragged(of: Three, begins: Begins, starts: Starts, out_QD: np.ndarray, log_QH: np.ndarray) -> None:
+    """Writes what each query attends to, 0 where its segment has no entry, and the logarithms; D = H · C."""
+    heads = log_QH.shape[1]
+    width = out_QD.shape[1] // heads
+    p, turned = _rooms(out_QD, starts, width, _TOGETHER)
+    for r in range(len(starts[0]) - 1):
+        a, b, c, d = starts[0][r], starts[0][r + 1], starts[1][r], starts[1][r + 1]
+        turned_CJ = turned[: width * (d - c)].reshape(width, d - c)
+        for h in range(heads):
+            k_JC, v_JC = _head(of[1][c:d], begins[1], h, width), _head(of[2][c:d], begins[2], h, width)
+            _turn(k_JC, turned_CJ)
+            for i in range(a, b, _TOGETHER):
+                end = min(i + _TOGETHER, b)
+                p_IJ = p[: (end - i) * (d - c)].reshape(end - i, d - c)
+                product(_head(of[0][i:end], begins[0], h, width), turned_CJ, p_IJ)
+                if c < d:
+                    _softmax(p_IJ, 1 / math.sqrt(width), log_QH[i:end, h])
+                product(p_IJ, v_JC, _head(out_QD[i:end], 0, h, width))
+
+
+@kernel
+def attend_ragged_back(
+    of: Three, begins: Begins, starts: Starts, log_QH: np.ndarray, gradient_QD: np.ndarray, to: Three
+) -> None:
+    """The way back of `attend_ragged`: writes the gradients of `of` into the same columns of `to`."""
+    heads = log_QH.shape[1]
+    width = gradient_QD.shape[1] // heads
+    p, turned = _rooms(gradient_QD, starts, width, len(gradient_QD))
+    s, _ = _rooms(gradient_QD, starts, width, len(gradient_QD))
+    for r in range(len(starts[0]) - 1):
+        a, b, c, d = starts[0][r], starts[0][r + 1], starts[1][r], starts[1][r + 1]
+        p_IJ, s_IJ = (
+            p[: (b - a) * (d - c)].reshape(b - a, d - c),
+            s[: (b - a) * (d - c)].reshape(b - a, d - c),
+        )
+        turned_CJ = turned[: width * (d - c)].reshape(width, d - c)
+        for h in range(heads):
+            q_IC = _head(of[0][a:b], begins[0], h, width)
+            k_JC, v_JC = _head(of[1][c:d], begins[1], h, width), _head(of[2][c:d], begins[2], h, width)
+            gradient_IC = _head(gradient_QD[a:b], 0, h, width)
+            _turn(k_JC, turned_CJ)
+            product(q_IC, turned_CJ, p_IJ)
+            _turn(v_JC, turned_CJ)
+            product(gradient_IC, turned_CJ, s_IJ)
+            _softmax_back(p_IJ, 1 / math.sqrt(width), log_QH[a:b, h], s_IJ)
+            product(s_IJ, k_JC, _head(to[0][a:b], begins[0], h, width))
+            product(s_IJ.T, q_IC, _head(to[1][c:d], begins[1], h, width))
+            product(p_IJ.T, gradient_IC, _head(to[2][c:d], begins[2], h, width))
+
+
+@kernel
+def _head(x: np.ndarray, begin: int, h: int, width: int) -> Any:
+    """A head's columns."""
+    return x[:, begin + h * width : begin + (h + 1) * width]
+
+
+@kernel
+def _rooms(like: np.ndarray, starts: Starts, width: int, together: int) -> tuple[np.ndarray, np.ndarray]:
+    """For p of so many queries, and for keys turned, of the largest segments."""
+    most, longest = 0, 0
+    for r in range(len(starts[0]) - 1):
+        num_entries = starts[1][r + 1] - starts[1][r]
+        most = max(most, min(starts[0][r + 1] - starts[0][r], together) * num_entries)
+        longest = max(longest, num_entries)
+    return np.empty(most, like.dtype), np.empty(width * longest, like.dtype)
+
+
+@kernel
+def _turn(x_JC: np.ndarray, out_CJ: np.ndarray) -> None:
+    """out = xᵀ."""
+    for j in range(x_JC.shape[0]):
+        for c in range(x_JC.shape[1]):
+            out_CJ[c, j] = x_JC[j, c]
+
+
+@kernel
+def _softmax(s_IJ: np.ndarray, factor: float, log_I: np.ndarray) -> None:
+    """Of each row of factor · s, in place, J > 0."""
+    n = s_IJ.shape[1]
+    for i in range(s_IJ.shape[0]):
+        most = load(s_IJ, i, 0, n, -np.inf)
+        for j in range(LANES, n, LANES):
+            most = larger(load(s_IJ, i, j, n - j, -np.inf), most)
+        top = largest(most) * factor
+        zero, one, scale, below = (
+            spread(most, 0.0),
+            spread(most, 1.0),
+            spread(most, factor),
+            spread(most, -top),
+        )
+        sums = zero
+        for j in range(0, n, LANES):
+            e = exponential(fused(load(s_IJ, i, j, n - j, -np.inf), scale, below))
+            store(s_IJ, i, j, n - j, e)
+            sums = fused(e, one, sums)
+        everything = total(sums)
+        log_I[i] = top + math.log(everything)
+        share = spread(most, 1 / everything)
+        for j in range(0, n, LANES):
+            store(s_IJ, i, j, n - j, fused(load(s_IJ, i, j, n - j, 0.0), share, zero))
+
+
+@kernel
+def _softmax_back(p_IJ: np.ndarray, factor: float, log_I: np.ndarray, s_IJ: np.ndarray) -> None:
+    """`p_IJ`: scores before the factor, which become p; `s_IJ`: the gradient of p, which becomes that of the scores."""
+    n = p_IJ.shape[1]
+    for i in range(p_IJ.shape[0]):
+        none = load(p_IJ, i, 0, 0, 0.0)
+        zero, one, scale, below = (
+            spread(none, 0.0),
+            spread(none, 1.0),
+            spread(none, factor),
+            spread(none, -log_I[i]),
+        )
+        sums = zero
+        for j in range(0, n, LANES):
+            p = exponential(fused(load(p_IJ, i, j, n - j, -np.inf), scale, below))
+            store(p_IJ, i, j, n - j, p)
+            sums = fused(p, load(s_IJ, i, j, n - j, 0.0), sums)
+        mean = spread(none, -total(sums))
+        for j in range(0, n, LANES):
+            of_score = fused(
+                load(p_IJ, i, j, n - j, 0.0), fused(load(s_IJ, i, j, n - j, 0.0), one, mean), zero
+            )
+            store(s_IJ, i, j, n - j, fused(of_score, scale, zero))

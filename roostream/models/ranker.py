@@ -1,0 +1,111 @@
+"""The late-stage ranker (ROO paper §3.2, Fig. 8): the request side once a request, candidates together.
+
+Letters: R requests, B candidates, T tasks, D width.
+
+    request parts ─► tower, UserArch (R) ─► gather ─┐
+    candidate parts (B rows) ───────────────────────┴► interaction ─► dense ─► list attention ─► deep ─► a tower a task
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from roostream.errors import SchemaError
+from roostream.models.attention import ListAttention
+from roostream.models.chosen_parts import candidate_parts, request_parts, user_arch
+from roostream.models.config import RankerConfig
+from roostream.models.gather import gather
+from roostream.models.inputs import Inputs
+from roostream.models.interaction.cross_net import CrossNet
+from roostream.models.interaction.dhen import Dhen
+from roostream.models.layers import Mlp
+from roostream.models.loss import loss
+from roostream.models.model import Model, Targets
+from roostream.models.objectives import tasks_of
+from roostream.models.parts import Pooled, normalized, pool
+from roostream.schema.schema import Schema
+
+
+class Ranker(Model):
+    """A logit for each candidate and task; a candidate's depend on its own request only.
+
+    Raises:
+        SchemaError: the schema declares no feature.
+    """
+
+    def __init__(self, schema: Schema, config: RankerConfig) -> None:
+        super().__init__()
+        request, candidate = request_parts(schema, config), candidate_parts(schema, config)
+        self.request_parts, self.candidate_parts = nn.ModuleDict(request), nn.ModuleDict(candidate)
+        request_width = sum(part.width for part in request.values())
+        self.request_tower = Mlp(request_width, config.request_layers if request_width else ())
+        self.user_arch = user_arch(schema, config)
+        width = self.request_tower.width + (self.user_arch.width if self.user_arch else 0)
+        width += sum(part.width for part in candidate.values())
+        if width == 0:
+            raise SchemaError(
+                "expected at least one [[ro]] or [[nro]] feature, got none; a model needs something to look at"
+            )
+        self.cross = _interaction(width, config)
+        self.dense = Mlp(self.cross.width, (config.width,))
+        self.list_attention = nn.ModuleList(
+            ListAttention(config.width, config.list_heads) for _ in range(config.list_layers)
+        )
+        self.deep = Mlp(config.width, config.deep_layers)
+        self._tasks, self.normalizes_rows = tasks_of(schema), config.normalize_rows
+        self.heads = Heads(
+            self.deep.width, config.task_layers, [label.prior or config.prior for label in schema.labels]
+        )
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        """→ logits_BT in the order of `schema.tasks`."""
+        pooled = normalized(pool(inputs)) if self.normalizes_rows else pool(inputs)
+        blocks = [part(inputs, pooled) for part in self.candidate_parts.values()]
+        if request := self.request(inputs, pooled):
+            blocks.insert(0, gather([(x_UD, inputs.shared_index_B) for x_UD in request]))
+        x_BD = self.dense(self.cross(torch.cat(blocks, dim=1)))
+        for block in self.list_attention:
+            x_BD = block(x_BD, inputs.groups)
+        return self.heads(self.deep(x_BD))
+
+    def loss(self, inputs: Inputs, logits_BT: Tensor, targets: Targets) -> Tensor:
+        """Of every candidate, see roostream/models/loss.py; of pairs in a request's list where a label asks for it."""
+        return loss(logits_BT, targets, self._tasks, inputs.groups)
+
+    def request(self, inputs: Inputs, pooled: Pooled) -> list[Tensor]:
+        """What all candidates of a request share, [U, D] of equal requests once; `inputs.shared_index_B` tells whose."""
+        blocks = [inputs.once(part(inputs, pooled)) for part in self.request_parts.values()]
+        shared = [self.request_tower(torch.cat(blocks, dim=1))] if blocks else []
+        return shared if self.user_arch is None else [*shared, self.user_arch(inputs, pooled)]
+
+
+def _interaction(width: int, config: RankerConfig) -> CrossNet | Dhen:
+    if config.interaction == "dcn":
+        return CrossNet(width, config.cross_layers, config.cross_rank)
+    tokens = {"tokens": config.dhen_tokens, "token_width": config.dhen_width, "rank": config.cross_rank}
+    return Dhen(width, config.dhen_layers, config.dhen_interactions, **tokens)
+
+
+class Heads(nn.Module):
+    """Per-task towers on a shared trunk, [B, D] → logits_BT; untrained each predicts its entry of `priors`."""
+
+    def __init__(self, width: int, layers: tuple[int, ...], priors: Sequence[float]) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(Mlp(width, layers) for _ in priors)
+        last_width = layers[-1] if layers else width
+        self.logits = nn.ModuleList(nn.Linear(last_width, 1) for _ in priors)
+        self._biases = [math.log(prior / (1 - prior)) for prior in priors]
+
+    def init_own_parameters(self) -> None:
+        for layer, bias in zip(self.logits, self._biases, strict=True):
+            for name, value in layer.named_parameters():
+                nn.init.constant_(value, bias if name == "bias" else 0.0)
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        return torch.cat(
+            [logit(tower(x_BD)) for tower, logit in zip(self.towers, self.logits, strict=True)], dim=1
+        )

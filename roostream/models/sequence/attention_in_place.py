@@ -1,0 +1,186 @@
+"""HSTU's attention on a CPU, where each sequence lies: nothing is padded, no bias is gathered a pair. What pointwise_attention.py
+gives, for who has no times; anything else is left to that one.
+
+    s_ij = q_i · k_j + b[pos_j - pos_i]     pos = min(place, h)     a_ij = SiLU(s_ij) / N_fixed where i sees j, else 0
+    out = a v     dv = aᵀ dout     ds = dout vᵀ ⊙ SiLU'(s) / N_fixed     dq = ds k     dk = dsᵀ q     db[·] = Σ ds of its pairs
+
+Scores aren't kept: the way back makes them anew. Sums are in the order of a sequence's tokens, sequence behind sequence, so that
+they have the same bits every time.
+
+Letters: S tokens, R sequences, I tokens of a sequence (as queries and as keys), H heads, C width of a head, D = H · C, P position
+differences.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from roostream.models.lanes import COMPILED, kernel, product
+from roostream.models.sequence.jagged_targets import JaggedTargets
+from roostream.models.sequence.pointwise_attention import pointwise_attention
+
+
+def attention_in_place(
+    query_key_value_SD3: Tensor,
+    sequences: JaggedTargets,
+    position_bias_P: Tensor,
+    time_bias_T: Tensor | None,
+    heads: int,
+    divisor: float,
+) -> Tensor:
+    """As `pointwise_attention`."""
+    x_SD3 = query_key_value_SD3
+    alike = x_SD3.dtype == position_bias_P.dtype and x_SD3.dtype in (torch.float32, torch.float64)
+    if time_bias_T is not None or x_SD3.device.type != "cpu" or not (COMPILED and alike):
+        return pointwise_attention(x_SD3, sequences, position_bias_P, time_bias_T, heads, divisor)
+    start_R1 = np.concatenate([[0], np.cumsum(sequences.tokens_R)]).astype(np.int64)
+    of = start_R1, sequences.lengths_R.astype(np.int64), heads, 1.0 / divisor
+    out: Tensor = _InPlace.apply(x_SD3, position_bias_P, of)
+    return out
+
+
+class _InPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_SD3: Tensor, bias_P: Tensor, of: tuple[np.ndarray, np.ndarray, int, float]
+    ) -> Tensor:
+        ctx.save_for_backward(x_SD3, bias_P)
+        ctx.of = of
+        out_SD = x_SD3.new_empty(len(x_SD3), x_SD3.shape[1] // 3)
+        _attend(_array(x_SD3), _array(bias_P), *of, out_SD.numpy())
+        return out_SD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_SD: Tensor) -> tuple[Tensor, Tensor, None]:
+        x_SD3, bias_P = ctx.saved_tensors
+        dx_SD3, dbias_P = x_SD3.new_empty(x_SD3.shape), bias_P.new_zeros(bias_P.shape)
+        _attend_back(
+            _array(x_SD3), _array(bias_P), *ctx.of, _array(gradient_SD), dx_SD3.numpy(), dbias_P.numpy()
+        )
+        return dx_SD3, dbias_P, None
+
+
+def _array(x: Tensor) -> np.ndarray:
+    return x.detach().contiguous().numpy()
+
+
+@kernel
+def _attend(
+    x_SD3: np.ndarray,
+    bias_P: np.ndarray,
+    start_R1: np.ndarray,
+    history_R: np.ndarray,
+    heads: int,
+    scale: float,
+    out_SD: np.ndarray,
+) -> None:
+    width = x_SD3.shape[1] // (3 * heads)
+    square, turned = _rooms(x_SD3, start_R1, width)
+    for r in range(len(history_R)):
+        x_ID3, n = x_SD3[start_R1[r] : start_R1[r + 1]], start_R1[r + 1] - start_R1[r]
+        s_II, turned_CI = square[: n * n].reshape(n, n), turned[: width * n].reshape(width, n)
+        for head in range(heads):
+            q_IC, k_IC, v_IC = (
+                _part(x_ID3, 0, head, width, heads),
+                _part(x_ID3, 1, head, width, heads),
+                _part(x_ID3, 2, head, width, heads),
+            )
+            turned_CI[:] = k_IC.T
+            product(q_IC, turned_CI, s_II)
+            for i in range(n):
+                seen = _add_bias(s_II[i], i, history_R[r], bias_P)
+                for j in range(n):
+                    s = s_II[i, j]
+                    s_II[i, j] = scale * s / (1 + math.exp(-s)) if j < seen or j == i else 0.0
+            product(s_II, v_IC, _part(out_SD[start_R1[r] : start_R1[r + 1]], 0, head, width, heads))
+
+
+@kernel
+def _attend_back(
+    x_SD3: np.ndarray,
+    bias_P: np.ndarray,
+    start_R1: np.ndarray,
+    history_R: np.ndarray,
+    heads: int,
+    scale: float,
+    gradient_SD: np.ndarray,
+    dx_SD3: np.ndarray,
+    dbias_P: np.ndarray,
+) -> None:
+    width = x_SD3.shape[1] // (3 * heads)
+    square, turned = _rooms(x_SD3, start_R1, width)
+    other, _ = _rooms(x_SD3, start_R1, width)
+    for r in range(len(history_R)):
+        first, end, h = start_R1[r], start_R1[r + 1], history_R[r]
+        x_ID3, dx_ID3, n = x_SD3[first:end], dx_SD3[first:end], end - first
+        a_II, s_II = square[: n * n].reshape(n, n), other[: n * n].reshape(n, n)
+        turned_CI = turned[: width * n].reshape(width, n)
+        for head in range(heads):
+            q_IC, k_IC, v_IC = (
+                _part(x_ID3, 0, head, width, heads),
+                _part(x_ID3, 1, head, width, heads),
+                _part(x_ID3, 2, head, width, heads),
+            )
+            gradient_IC = _part(gradient_SD[first:end], 0, head, width, heads)
+            turned_CI[:] = k_IC.T
+            product(q_IC, turned_CI, a_II)
+            turned_CI[:] = v_IC.T
+            product(gradient_IC, turned_CI, s_II)
+            for i in range(n):
+                seen = _add_bias(a_II[i], i, h, bias_P)
+                for j in range(n):
+                    if j < seen or j == i:
+                        s = a_II[i, j]
+                        p = 1 / (1 + math.exp(-s))
+                        a_II[i, j] = scale * s * p
+                        s_II[i, j] *= scale * p * (1 + s * (1 - p))
+                    else:
+                        a_II[i, j] = s_II[i, j] = 0.0
+                _back_to_bias(s_II[i], i, h, dbias_P)
+            product(s_II, k_IC, _part(dx_ID3, 0, head, width, heads))
+            product(s_II.T, q_IC, _part(dx_ID3, 1, head, width, heads))
+            product(a_II.T, gradient_IC, _part(dx_ID3, 2, head, width, heads))
+
+
+@kernel
+def _add_bias(s_I: np.ndarray, i: int, h: int, bias_P: np.ndarray) -> int:
+    """Of query i's scores with what it sees: this many of the first keys, and itself."""
+    seen, middle = min(i + 1, h), len(bias_P) // 2
+    for j in range(seen):
+        s_I[j] += bias_P[middle + j - min(i, h)]
+    if i >= seen:
+        s_I[i] += bias_P[middle]
+    return seen
+
+
+@kernel
+def _back_to_bias(ds_I: np.ndarray, i: int, h: int, dbias_P: np.ndarray) -> None:
+    """The way back of `_add_bias`."""
+    seen, middle = min(i + 1, h), len(dbias_P) // 2
+    for j in range(seen):
+        dbias_P[middle + j - min(i, h)] += ds_I[j]
+    if i >= seen:
+        dbias_P[middle] += ds_I[i]
+
+
+@kernel
+def _part(x_ID: np.ndarray, part: int, head: int, width: int, heads: int) -> Any:
+    """A head's columns of queries (0), keys (1) or values (2)."""
+    begin = (part * heads + head) * width
+    return x_ID[:, begin : begin + width]
+
+
+@kernel
+def _rooms(like: np.ndarray, start_R1: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """For the pairs, and for keys turned, of the longest sequence."""
+    longest = 0
+    for r in range(len(start_R1) - 1):
+        longest = max(longest, start_R1[r + 1] - start_R1[r])
+    return np.empty(longest * longest, like.dtype), np.empty(width * longest, like.dtype)

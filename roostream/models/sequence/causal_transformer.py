@@ -1,0 +1,64 @@
+"""SASRec's layers: self-attention over a history, in which nothing sees what is behind it (Kang & McAuley 2018, "Self-attentive
+sequential recommendation", §III).
+
+    x  ← x + dropout(Attention(LN(x)) W_o)       Attention = softmax(Q Kᵀ / √C, j ≤ i) V,   [Q, K, V] = LN(x) W     (eq. 2, 3)
+    x  ← x + dropout(FFN(LN(x)))                 FFN(x) = ReLU(x W1 + b1) W2 + b2                                 (eq. 4)
+
+After the last layer one more LN. The matrices have no bias in attention; a token's network is its own width.
+
+Letters: S tokens, G sequences of a group, N tokens of its longest, H heads, C width of a head, D = H · C.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from roostream.models.sequence.jagged_targets import JaggedTargets
+
+
+class AttentionBlock(nn.Module):
+    """One layer, [S, D] → [S, D]."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm, self.network_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.queries_keys_values = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.inner, self.outer = nn.Linear(width, width), nn.Linear(width, width)
+        self.dropout = nn.Dropout(dropout)
+        self._heads = heads
+
+    def forward(self, x_SD: Tensor, sequences: JaggedTargets) -> Tensor:
+        seen_SD = _attend(self.queries_keys_values(self.attention_norm(x_SD)), sequences, self._heads)
+        x_SD = x_SD + self.dropout(self.out(seen_SD))
+        return x_SD + self.dropout(self.outer(F.relu(self.inner(self.network_norm(x_SD)))))
+
+
+class CausalTransformer(nn.Module):
+    """Layers on each other, [S, D] → [S, D], of histories alone (`build_histories`): a target would see those before it."""
+
+    def __init__(self, width: int, heads: int, layers: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(AttentionBlock(width, heads, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x_SD: Tensor, sequences: JaggedTargets) -> Tensor:
+        for layer in self.layers:
+            x_SD = layer(x_SD, sequences)
+        out_SD: Tensor = self.norm(x_SD)
+        return out_SD
+
+
+def _attend(x_SD3: Tensor, sequences: JaggedTargets, heads: int) -> Tensor:
+    """[S, 3 · D] → [S, D]. A group's padding lies behind its tokens, so that no token sees it."""
+    slots_SD3 = sequences.groups.pad(x_SD3)
+    out = []
+    for group in sequences.groups.groups:
+        g, n = group.shape_GK
+        q, k, v = (
+            group.of_slots(slots_SD3).view(g, n, 3, heads, -1).permute(2, 0, 3, 1, 4)
+        )  # [G, H, N, C] each
+        out.append(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(g * n, -1))
+    return sequences.groups.unpad(torch.cat(out)) if out else x_SD3[:, : x_SD3.shape[1] // 3]

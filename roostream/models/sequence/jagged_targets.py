@@ -1,0 +1,133 @@
+"""The history and the targets of each request as one jagged sequence, oldest entry first (ROO paper §3.3, Fig. 5b).
+
+Letters: R requests, L entries of the histories, B targets, S tokens of all sequences, G sequences of a group, N tokens of the
+group's longest, h entries and m targets of a request.
+
+    histories, newest first   [a b | c | ]     tokens     [b a x | c y z | w]
+    targets                   [x | y z | w]    position   [0 1 2 | 0 1 1 | 0]
+
+Every target is at position h, so that its place among the targets says nothing. A request without targets has no token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from roostream.models.candidate_groups import CandidateGroups, build_groups, placed
+from roostream.models.inputs import BUCKET_MS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Pairs:
+    """A group's pairs (query i, key j) of tokens, [G, N, N]."""
+
+    offset_GNN: Tensor  # int64: position of j - position of i, in -(N - 1) .. N - 1
+    bucket_GNN: Tensor | None  # int64: of the time from j to what follows i; None: there are no times
+    sees_GNN: Tensor  # bool: i may look at j; what padding may look at is of no matter
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class JaggedTokens:
+    """Where each sequence lies, and when its tokens are, without padding."""
+
+    offset_R1: Tensor  # int64
+    history_R: Tensor  # int64: entries in front of its targets
+    gap_S: Tensor | None  # int64: time to the request; None: there are no times
+    next_S: Tensor | None  # int64: of what follows
+    longest: int  # tokens of a sequence
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class JaggedTargets:
+    """Built by `build_jagged_targets`, once a batch; the layers share it."""
+
+    source_S: Tensor  # int64: each token's place among [L entries, then B targets]
+    token_B: Tensor  # int64: each target's token
+    groups: CandidateGroups  # of tokens: sequences of like lengths, padded to the longest of them
+    facts_SC: Tensor  # int64: position, is a target, and where there are times, the time to the request of it and of the next one
+    tokens_R: np.ndarray  # h + m of each request that has a target, else 0
+    lengths_R: np.ndarray  # h of them
+
+    @functools.cached_property
+    def pairs(self) -> tuple[Pairs, ...]:
+        """Of each group, for who looks at squares."""
+        facts_SC = self.groups.pad(self.facts_SC)
+        return tuple(_pairs(group.of_slots(facts_SC)) for group in self.groups.groups)
+
+    @functools.cached_property
+    def jagged(self) -> JaggedTokens:
+        """For who looks at sequences behind each other."""
+        device, times = self.facts_SC.device, self.facts_SC.shape[1] > 2
+        return JaggedTokens(
+            offset_R1=placed(np.concatenate([[0], np.cumsum(self.tokens_R)]).astype(np.int64), device),
+            history_R=placed(self.lengths_R.astype(np.int64), device),
+            gap_S=self.facts_SC[:, 2].contiguous() if times else None,
+            next_S=self.facts_SC[:, 3].contiguous() if times else None,
+            longest=int(self.tokens_R.max(initial=0)),
+        )
+
+
+def build_jagged_targets(
+    length_R: np.ndarray,
+    gap_ms_L: np.ndarray | None,
+    num_targets_R: np.ndarray,
+    max_history: int,
+    device: str | torch.device = "cpu",
+) -> JaggedTargets:
+    """`length_R`: of histories that lie newest first, of which the newest `max_history` are read; `gap_ms_L`: int64, time from
+    each entry to its request."""
+    start_R, target_R = (np.cumsum(n_R, dtype=np.int64) - n_R for n_R in (length_R, num_targets_R))
+    history_R = np.where(num_targets_R > 0, np.minimum(length_R, max_history), 0)
+    tokens_R = history_R + num_targets_R
+    request_S = np.repeat(np.arange(len(tokens_R)), tokens_R)
+    place_S = np.arange(len(request_S)) - (np.cumsum(tokens_R) - tokens_R)[request_S]
+    history_S = history_R[request_S]
+    is_target_S = place_S >= history_S
+    of_history_S = start_R[request_S] + history_S - 1 - place_S
+    source_S = np.where(is_target_S, length_R.sum() + target_R[request_S] + place_S - history_S, of_history_S)
+    columns = [np.minimum(place_S, history_S), is_target_S]
+    if gap_ms_L is not None:
+        gap_S, next_S = np.zeros((2, len(place_S)), dtype=np.int64)
+        gap_S[~is_target_S] = gap_ms_L[of_history_S[~is_target_S]]
+        followed_S = place_S < history_S - 1  # the last entry and all targets ask at the time of the request
+        next_S[followed_S] = gap_ms_L[of_history_S[followed_S] - 1]
+        columns += [gap_S, next_S]
+    return JaggedTargets(
+        source_S=placed(source_S.astype(np.int64), device),
+        token_B=placed(np.flatnonzero(is_target_S), device),
+        groups=build_groups(tokens_R, str(device)),
+        facts_SC=placed(np.stack(columns, axis=1).astype(np.int64), device),
+        tokens_R=tokens_R,
+        lengths_R=history_R,
+    )
+
+
+def build_histories(length_R: np.ndarray, device: str | torch.device = "cpu") -> JaggedTargets:
+    """Histories alone, whole and without times, for who learns at each entry what comes next: an entry sees itself and what is
+    before it. Tokens are the entries, oldest first, history behind history; the newest takes the place of a single target."""
+    newest_R = np.minimum(length_R, 1).astype(np.int32)
+    return build_jagged_targets(length_R - newest_R, None, newest_R, int(length_R.max(initial=0)), device)
+
+
+def _pairs(facts_GNC: Tensor) -> Pairs:
+    """Columns: `JaggedTargets.facts_SC`. Padding lies behind a sequence's tokens, so that no token looks at it."""
+    position_GN, is_target_GN, *gaps = facts_GNC.unbind(dim=-1)
+    n = position_GN.shape[1]
+    itself_NN = torch.eye(n, dtype=torch.bool, device=facts_GNC.device)
+    earlier_NN = torch.ones_like(itself_NN).tril(-1)
+    return Pairs(
+        offset_GNN=position_GN[:, None, :] - position_GN[:, :, None],
+        bucket_GNN=_buckets(gaps[0][:, None, :] - gaps[1][:, :, None]) if gaps else None,
+        sees_GNN=itself_NN | (earlier_NN & (is_target_GN == 0)[:, None, :]),
+    )
+
+
+def _buckets(gap_ms: Tensor) -> Tensor:
+    """As `roostream.models.inputs.time_buckets`."""
+    steps = placed(BUCKET_MS, gap_ms.device)
+    return torch.bucketize(gap_ms.abs(), steps, right=True)

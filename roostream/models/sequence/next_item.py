@@ -1,0 +1,68 @@
+"""What a user takes next, learned at every entry of his history (Zhai et al. 2024, §4.1.1; Kang & McAuley 2018, §III).
+
+    x_s = √D · e[item_s] + p[place_s]        u = unit(encoder(dropout(x)))        v_i = unit(e_i)
+    loss of s = log(e^(u·v⁺/τ) + Σ_n e^(u·v_n/τ - q)) - u·v⁺/τ
+
+v⁺ is the item that came next, v_n one of N drawn uniformly of the corpus for s alone, left out where it is v⁺ itself; q = 0, as
+the paper has it, or log(N / (I - 1)), with which the sum is expected to be that of all items (sampled_softmax.py).
+
+Letters: S tokens, I items of the corpus, N negatives of a token, C = 1 + N, D width.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from roostream.models.drawn_scores import drawn_scores
+from roostream.models.gather import gather
+from roostream.models.sequence.jagged_targets import JaggedTargets
+from roostream.models.two_tower.sampled_softmax import sampled_softmax
+
+_STD, _EPS = 0.02, 1e-6
+
+
+class NextItem(nn.Module):
+    """`encoder`: [S, D] of histories alone → [S, D], of which a token's depends on itself and what is before it."""
+
+    def __init__(
+        self, encoder: nn.Module, num_items: int, width: int, max_length: int, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.item = nn.Parameter(torch.zeros(num_items, width))
+        self.position = nn.Parameter(torch.zeros(max_length, width))
+        self.encoder = encoder
+        self.dropout = nn.Dropout(dropout)
+
+    def init_own_parameters(self) -> None:
+        """Items uniform as other matrices are, but of deviation 0.02: a step of Adam is then a larger part of them."""
+        self.item.mul_(_STD * math.sqrt(self.item.shape[1]))
+
+    def forward(self, item_S: Tensor, sequences: JaggedTargets) -> Tensor:
+        """[S, D], of length 1. `item_S`: int64, places in the corpus, in the order of `build_histories`."""
+        e_SD = gather([(self.item, item_S)]) * math.sqrt(self.item.shape[1])
+        p_SD = gather([(self.position, sequences.facts_SC[:, 0].contiguous())])
+        return _unit(self.encoder(self.dropout(e_SD + p_SD), sequences))
+
+    def item_vectors(self) -> Tensor:
+        """[I, D], of length 1."""
+        return _unit(self.item)
+
+    def loss(self, u_SD: Tensor, item_SC: Tensor, temperature: float, *, corrected: bool = False) -> Tensor:
+        """The mean over tokens. `item_SC`: int64, what came next, then negatives."""
+        v_ID = self.item_vectors()
+        score_SC = drawn_scores(u_SD, v_ID, item_SC) / temperature
+        is_next_SC = item_SC == item_SC[:, :1]
+        is_next_SC[:, 0] = False
+        expected_C = score_SC.new_zeros(item_SC.shape[1])
+        if corrected:
+            expected_C[1:] = math.log((item_SC.shape[1] - 1) / (len(v_ID) - 1))
+        next_S = torch.zeros_like(item_SC[:, 0])
+        score_SC = score_SC.masked_fill(is_next_SC, -math.inf)
+        return sampled_softmax(score_SC, next_S, torch.zeros_like(expected_C), expected_C).mean()
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(_EPS)

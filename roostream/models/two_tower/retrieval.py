@@ -1,0 +1,130 @@
+"""Retrieval by dot product (ROO paper §3.1): a vector a request and task, a vector an item, unit length both.
+
+Letters: R requests, B candidates, T tasks, D width.
+
+    u_RTD = unit(user tower)      v_BD = unit(item tower)      s = u · v / temperature      logit = scale_T · s + bias_T
+
+What orders is s; its softmax over the batch's items teaches the towers. Scale and bias make a probability of
+it, are taught by the task's own loss, and move no tower. Every task has a request vector of its own; one index serves all tasks.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from roostream.errors import SchemaError
+from roostream.models.config import TwoTowerConfig
+from roostream.models.gather import gather
+from roostream.models.inputs import Inputs
+from roostream.models.loss import loss
+from roostream.models.model import Model, Targets
+from roostream.models.objectives import tasks_of
+from roostream.models.parts import pool
+from roostream.models.two_tower.sampled_softmax import log_expected, sampled_softmax
+from roostream.models.two_tower.towers import column_of, item_tower, user_tower
+from roostream.schema.schema import Schema
+
+
+class Retrieval(Model):
+    """A candidate's logits depend on its own request and item; only the loss looks at the batch's other items.
+
+    So the loss of a batch is not the sum of its parts': what is a negative is a matter of the batch (docs/decisions/0041).
+    """
+
+    def __init__(self, schema: Schema, config: TwoTowerConfig) -> None:
+        super().__init__()
+        num_tasks = len(schema.labels)
+        self.user = user_tower(schema, config, num_tasks * config.width)
+        self.item = item_tower(schema, config)
+        self.scale = nn.Parameter(torch.ones(num_tasks))
+        self.bias = nn.Parameter(torch.zeros(num_tasks))
+        self._biases = [
+            math.log(p / (1 - p)) for p in (label.prior or config.prior for label in schema.labels)
+        ]
+        self._shape_TD = (num_tasks, config.width)
+        self._temperature, self._uniform = config.temperature, config.uniform_negatives
+        self._popularity = _popularity(schema, config.popularity)
+        self._tasks, self._weights = tasks_of(schema), [label.weight for label in schema.labels]
+        self.item_floats = config.item_floats  # what an item's vector depends on beside its id lists
+
+    def init_own_parameters(self) -> None:
+        self.scale.fill_(self._temperature)  # logits of untrained towers are about those of the prior
+        self.bias.copy_(torch.tensor(self._biases))
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        u_RTD, v_BD = self.vectors(inputs)
+        return self._logits(self._products(u_RTD, v_BD, inputs))
+
+    def vectors(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Of requests, [R, T, D], and of the candidates' items, [B, D]."""
+        pooled = pool(inputs)
+        return _unit(self.user(inputs, pooled).view(-1, *self._shape_TD)), _unit(self.item(inputs, pooled))
+
+    def request_vectors(self, inputs: Inputs) -> Tensor:
+        """[R, T, D], of requests alone: what is looked for in an index."""
+        return _unit(self.user(inputs, pool(inputs)).view(-1, *self._shape_TD))
+
+    def item_vectors(self, inputs: Inputs) -> Tensor:
+        """[B, D], of the candidates' items alone: what an index keeps (item_index.py)."""
+        return _unit(self.item(inputs, pool(inputs)))
+
+    def loss(self, inputs: Inputs, logits_BT: Tensor, targets: Targets) -> Tensor:
+        """Of each task the weighted mean of its positives' sampled softmax, and the loss of its calibrated logits."""
+        u_RTD, v_BD = self.vectors(inputs)
+        calibration = loss(
+            self._logits(self._products(u_RTD, v_BD, inputs).detach()), targets, self._tasks, inputs.groups
+        )
+        log_weight_B, log_expected_B = log_expected(inputs.item_B, self._popularity_of(inputs), self._uniform)
+        total_T = targets.weight_BT.sum(dim=0) if targets.total_T is None else targets.total_T
+        value = calibration
+        for t, weight in enumerate(self._weights):
+            counts_B = _counts(targets, t)
+            positive_P = counts_B.nonzero()[:, 0]
+            score_PB = u_RTD[:, t][inputs.request_index_B[positive_P]] @ v_BD.T / self._temperature
+            loss_P = sampled_softmax(score_PB, positive_P, log_weight_B, log_expected_B)
+            mine = (loss_P * counts_B[positive_P]).sum() / torch.where(total_T[t] > 0, total_T[t], 1.0)
+            value = value + weight * mine
+        return value
+
+    def _products(self, u_RTD: Tensor, v_BD: Tensor, inputs: Inputs) -> Tensor:
+        u_BTD = gather([(u_RTD.flatten(1), inputs.request_index_B)]).view(-1, *u_RTD.shape[1:])
+        return (u_BTD * v_BD[:, None, :]).sum(dim=-1) / self._temperature
+
+    def _logits(self, product_BT: Tensor) -> Tensor:
+        return product_BT * self.scale + self.bias
+
+    def _popularity_of(self, inputs: Inputs) -> Tensor | None:
+        if self._popularity is None:
+            return None
+        column, is_log = self._popularity
+        value_B = torch.sinh(inputs.nro_float_BG[:, column])  # inputs are asinh of what transforms gave
+        return (torch.expm1(value_B) if is_log else value_B).clamp_min(0) + 1
+
+
+def _popularity(schema: Schema, name: str) -> tuple[int, bool] | None:
+    """Column, and whether a transform took its logarithm. Raises SchemaError: it is no count."""
+    if not name:
+        return None
+    column, ops = column_of(schema, name, "popularity"), [t.op for t in schema.transforms if t.output == name]
+    if ops not in ([], ["log1p"]):
+        raise SchemaError(
+            f"expected popularity to name a count or its log1p, got {name!r} with {', '.join(ops)}; give those an output"
+        )
+    return column, bool(ops)
+
+
+def _counts(targets: Targets, t: int) -> Tensor:
+    """[B]: what each candidate counts as a positive of the task; less than 0 where a correction takes it back."""
+    positive_B = (targets.label_BT[:, t] > 0).to(targets.weight_BT.dtype)
+    if targets.before_BT is not None:
+        was_B = torch.nan_to_num(targets.before_BT[:, t]) > 0
+        positive_B = positive_B - was_B.to(positive_B.dtype)
+    return positive_B * targets.weight_BT[:, t]
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Of length 1 along the last dimension; of what is nearly 0 shorter, so that no gradient is huge."""
+    return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + 1e-6)

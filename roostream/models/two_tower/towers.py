@@ -1,0 +1,93 @@
+"""The request's tower and the item's (ROO paper §3.1, Fig. 4).
+
+Letters: R requests, B candidates, D width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from roostream.errors import SchemaError, nearest
+from roostream.models.config import TwoTowerConfig
+from roostream.models.inputs import Inputs
+from roostream.models.layers import Mlp
+from roostream.models.parts import Embeddings, Floats, Part, Pooled
+from roostream.models.sequence.history_encoder import HistoryEncoder
+from roostream.schema.schema import Schema
+from roostream.wire.transform import output_names
+
+
+class Tower(nn.Module):
+    """Parts side by side, layers, and a vector: [R, width] of requests, [B, width] of candidates."""
+
+    def __init__(self, parts: dict[str, Part], layers: tuple[int, ...], width: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict(parts)
+        self.layers = Mlp(sum(part.width for part in parts.values()), layers)
+        self.out = nn.Linear(self.layers.width, width)
+
+    def forward(self, inputs: Inputs, pooled: Pooled) -> Tensor:
+        x = torch.cat([part(inputs, pooled) for part in self.parts.values()], dim=1)
+        out: Tensor = self.out(self.layers(x))
+        return out
+
+
+class ItemFloats(Part):
+    """Floats that are the item's own, by name; after transforms, as roostream/models/inputs.py has them."""
+
+    def __init__(self, schema: Schema, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.width = len(names)
+        columns = [column_of(schema, name, "item_floats") for name in names]
+        self.register_buffer("columns", torch.tensor(columns, dtype=torch.int64), persistent=False)
+
+    def forward(self, inputs: Inputs, pooled: Pooled) -> Tensor:
+        return inputs.nro_float_BG.index_select(1, self.get_buffer("columns"))
+
+
+def user_tower(schema: Schema, config: TwoTowerConfig, width: int) -> Tower:
+    """Floats and pooled lists of the request, and with `history = "hstu"` each sequence read in its order.
+
+    Raises:
+        SchemaError: there is no request-only feature.
+    """
+    parts: dict[str, Part] = {"floats": Floats(schema, "ro"), "embeddings": Embeddings(schema, "ro")}
+    for f in schema.lists("ro"):
+        if f.kind == "sequence" and config.history == "hstu":
+            parts[f"hstu_{f.name}"] = HistoryEncoder(schema, f, config)
+    return Tower(_some(parts, "[[ro]] feature for the request's tower"), config.user_layers, width)
+
+
+def item_tower(schema: Schema, config: TwoTowerConfig) -> Tower:
+    """Id lists of a candidate and `item_floats`: what doesn't depend on who asks, so that a vector can be kept in an index.
+
+    Raises:
+        SchemaError: there is neither.
+    """
+    parts: dict[str, Part] = {
+        "embeddings": Embeddings(schema, "nro"),
+        "floats": ItemFloats(schema, config.item_floats),
+    }
+    return Tower(
+        _some(parts, "[[nro]] id list, or one of item_floats, for the item's tower"),
+        config.item_layers,
+        config.width,
+    )
+
+
+def column_of(schema: Schema, name: str, key: str) -> int:
+    """Of `nro_float_BG`. Raises SchemaError: there is no such float."""
+    names = output_names(schema, "nro")
+    if name not in names:
+        raise SchemaError(
+            f"expected {key} to name [[nro]] floats or outputs of transforms, got {name!r}{nearest(name, names)}"
+        )
+    return names.index(name)
+
+
+def _some(parts: dict[str, Part], what: str) -> dict[str, Part]:
+    parts = {name: part for name, part in parts.items() if part.width}
+    if not parts:
+        raise SchemaError(f"expected at least one {what}, got none; add one")
+    return parts

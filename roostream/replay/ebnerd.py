@@ -1,0 +1,284 @@
+"""EB-NeRD's parquet files as events: any of its weeks and sizes, several files at once.
+
+behaviors.parquet, a row a request: `impression_id`, `impression_time`, `user_id`, `session_id`, `article_ids_inview`,
+`article_ids_clicked`; optional: `article_id` (the page; null = front page), `device_type`, `is_sso_user`,
+`is_subscriber`, `gender`, `age`, `postcode`, `next_read_time`. history.parquet, a row a user: `user_id`,
+`article_id_fixed`, `impression_time_fixed`.
+
+The data has no times of clicks, so: a click is at request + 1 s. A `read` of the first clicked article, with
+`next_read_time` as its value, is when the reading ended, click + `next_read_time`, or when the join window ends if that
+is earlier: a reader who goes on counts with the seconds that the data says. Naive times are UTC.
+
+A history may reach into the time of the log (that of a second week holds the clicks of the first): a click of it that the log
+shows itself, of the same user on the same article, is left out; any other is an event of its own time (roostream/replay/edge.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from roostream.errors import ConfigError, SchemaError, nearest
+from roostream.replay.datasets import Clicks, DatasetOptions, EventLog
+from roostream.replay.events import Action, Event, Request, in_time_order
+from roostream.replay.files import check_files
+from roostream.replay.parquet_log import parquet_file
+from roostream.schema.ids import hash64
+from roostream.schema.schema import Schema
+from roostream.schema.settings import setting
+
+CLICK_DELAY_MS = 1000
+RO_OFFERED = ("user", "device", "page", "front_page", "sso", "subscriber", "gender", "age", "postcode")
+NRO_OFFERED = ("item",)
+_ROWS = 4096
+
+_REQUIRED: dict[str, pa.DataType] = {
+    "impression_id": pa.int64(),
+    "impression_time": pa.timestamp("ms"),
+    "user_id": pa.int64(),
+    "session_id": pa.int64(),
+    "article_ids_inview": pa.large_list(pa.int64()),
+    "article_ids_clicked": pa.large_list(pa.int64()),
+}
+_OPTIONAL: dict[str, pa.DataType] = {
+    "article_id": pa.int64(),
+    "device_type": pa.int64(),
+    "is_sso_user": pa.float32(),
+    "is_subscriber": pa.float32(),
+    "gender": pa.float32(),
+    "age": pa.float32(),
+    "postcode": pa.float32(),
+    "next_read_time": pa.float32(),
+}
+_HISTORY: dict[str, pa.DataType] = {
+    "user_id": pa.int64(),
+    "article_id_fixed": pa.large_list(pa.int64()),
+    "impression_time_fixed": pa.large_list(pa.timestamp("ms")),
+}
+_FLOATS = {
+    "sso": "is_sso_user",
+    "subscriber": "is_subscriber",
+    "gender": "gender",
+    "age": "age",
+    "postcode": "postcode",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(DatasetOptions):
+    """Where the files are."""
+
+    default_schema: ClassVar[Path | None] = Path(__file__).parent / "schemas" / "ebnerd.toml"
+    rehearsed_batches: ClassVar[int] = 200
+    ranker: ClassVar[Mapping[str, object]] = {"list_layers": 2}
+    behaviors: tuple[str, ...] = setting(help="behaviors.parquet files, in any order")
+    history: tuple[str, ...] = setting((), "history.parquet files")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_files("behaviors", self.behaviors, needed=True)
+        check_files("history", self.history, needed=False)
+
+
+def open(options: Options, schema: Schema, window_ms: int) -> EventLog:
+    """See `roostream.replay.datasets.DatasetModule`."""
+    return EventLog(
+        events=events(options.behaviors, schema, window_ms),
+        num_requests=num_requests(options.behaviors),
+        clicks_elsewhere=not_shown(histories(options.history), options.behaviors)
+        if options.history
+        else None,
+    )
+
+
+def events(behaviors: Sequence[str], schema: Schema, window_ms: int) -> Iterator[Event]:
+    """Every request and action of the files, in event time; requests of the same time by impression id. Requests carry
+    those of the offered features that `schema` declares.
+
+    Memory: the columns in use, in Arrow's compact form (some 100 bytes a request), and one slice as Python objects.
+
+    Raises:
+        ConfigError: a file isn't parquet, or lacks a column, or has one of another kind; names file and column. Before
+            the first event.
+        SchemaError: the schema declares a feature that is neither online nor offered here.
+    """
+    _check_offered(schema)
+    names = frozenset(f.name for f in (*schema.ro, *schema.nro))
+    table = pa.concat_tables([_read(path, _REQUIRED, _OPTIONAL) for path in behaviors])
+    keys = [("impression_time", "ascending"), ("impression_id", "ascending")]
+    order = pc.sort_indices(table, sort_keys=keys)
+    return in_time_order(_groups(table, order, names, window_ms))
+
+
+def histories(paths: Sequence[str]) -> Clicks:
+    """Every earlier click, in time order over all users.
+
+    Raises as `events`.
+    """
+    parts: list[list[np.ndarray]] = [[np.zeros(0, dtype=np.int64)] * 3]
+    for path in paths:
+        for batch in _read(path, _HISTORY, {}).combine_chunks().to_batches(max_chunksize=1 << 20):
+            items, times = _rows(batch["article_id_fixed"]), _rows(batch["impression_time_fixed"])
+            counts = [len(x) for x in items]
+            if counts != [len(x) for x in times]:
+                raise ConfigError(
+                    f"{path}: columns article_id_fixed and impression_time_fixed: expected equal lengths in every row, got others"
+                )
+            parts.append(
+                [np.repeat(batch["user_id"].to_numpy(), counts), np.concatenate(items), np.concatenate(times)]
+            )
+    users_N, items_N, times_N = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    order_N = np.argsort(times_N, kind="stable")
+    return Clicks(users_N[order_N], items_N[order_N], times_N[order_N])
+
+
+def not_shown(clicks: Clicks, behaviors: Sequence[str]) -> Clicks:
+    """Without those that the log has: of a user on an article that it was clicked in, no earlier than the log begins.
+
+    Raises as `events`.
+    """
+    begins = [first_ms for path in behaviors if (first_ms := _first_time_of(path)) is not None]
+    if not begins or not len(clicks.time_ms_N) or clicks.time_ms_N[-1] < min(begins):
+        return clicks
+    shown: set[tuple[int, int]] = set()
+    needed = {name: _REQUIRED[name] for name in ("user_id", "article_ids_clicked")}
+    for path in behaviors:
+        table = _read(path, needed, {})
+        for chunk in table.to_batches():
+            for user, items in zip(
+                chunk["user_id"].to_pylist(), _rows(chunk["article_ids_clicked"]), strict=True
+            ):
+                shown.update((user, item) for item in items.tolist())
+    at_N = np.flatnonzero(clicks.time_ms_N >= min(begins))
+    pairs = zip(clicks.user_N[at_N].tolist(), clicks.item_N[at_N].tolist(), strict=True)
+    again_N = at_N[np.array([pair in shown for pair in pairs], dtype=np.bool_)]
+    return Clicks(*(np.delete(column, again_N) for column in clicks))
+
+
+def _first_time_of(path: str) -> int | None:
+    """When a file's first request was; None where it has none."""
+    times = _read(path, {"impression_time": _REQUIRED["impression_time"]}, {})["impression_time"]
+    first: int | None = pc.min(times).cast(pa.int64()).as_py()
+    return first
+
+
+def num_requests(behaviors: Sequence[str]) -> int:
+    """Rows of the files, from their footers; raises as `events`."""
+    total = 0
+    for path in behaviors:
+        with parquet_file(path) as file:
+            total += file.metadata.num_rows
+    return total
+
+
+def _groups(
+    table: pa.Table, order: pa.Array, names: frozenset[str], window_ms: int
+) -> Iterator[tuple[Request, list[Action]]]:
+    """Requests in `order` with their actions; one slice of rows is held as Python objects at a time."""
+    for start in range(0, len(order), _ROWS):
+        slice_ = table.take(order.slice(start, _ROWS)).combine_chunks()
+        columns: dict[str, Any] = {
+            name: slice_[name].to_pylist() for name in (*_OPTIONAL, "impression_id", "user_id", "session_id")
+        }
+        times = slice_["impression_time"].cast(pa.int64()).to_pylist()
+        shown, clicked = (
+            _rows(slice_[name].combine_chunks()) for name in ("article_ids_inview", "article_ids_clicked")
+        )
+        for k, time_ms in enumerate(times):
+            row = {name: values[k] for name, values in columns.items()}
+            request = _request(row, time_ms, shown[k], names)
+            yield request, _actions(request, clicked[k].tolist(), row["next_read_time"], window_ms)
+
+
+def _request(row: dict[str, Any], time_ms: int, items_n: np.ndarray, names: frozenset[str]) -> Request:
+    """A row as a request; of its features those in `names`, and none that the row leaves open."""
+    page = row["article_id"]
+    ro: dict[str, object] = {name: row[column] for name, column in _FLOATS.items()}
+    ro |= {"user": [row["user_id"]], "front_page": float(page is None)}
+    if row["device_type"] is not None:
+        ro["device"] = [row["device_type"]]
+    if page is not None:
+        ro["page"] = [page]
+    return Request(
+        request_id=str(row["impression_id"]),
+        user_id=row["user_id"],
+        session_id=row["session_id"],
+        time_ms=time_ms,
+        items_n=items_n,
+        ro={name: value for name, value in ro.items() if name in names},
+        nro={"item": items_n} if "item" in names else {},
+    )
+
+
+def _actions(request: Request, clicked: list[int], read_s: float | None, window_ms: int) -> list[Action]:
+    """The row's clicks, and the reading of the first one; see the module for their times."""
+
+    def action(name: str, number: int, item: int, time_ms: int, value: float) -> Action:
+        event_id = hash64(f"{request.request_id}/{name}/{number}")
+        return Action(
+            request.request_id, request.user_id, request.session_id, time_ms, event_id, item, name, value
+        )
+
+    click_ms = request.time_ms + CLICK_DELAY_MS
+    out = [action("click", n, item, click_ms, 1.0) for n, item in enumerate(clicked)]
+    if clicked and read_s is not None and np.isfinite(read_s) and read_s >= 0:
+        end_ms = min(click_ms + round(read_s * 1000), request.time_ms + window_ms)
+        out.append(action("read", 0, clicked[0], end_ms, read_s))
+    return out
+
+
+def _rows(column: pa.Array) -> list[np.ndarray]:
+    """A list column's rows as int64 views; a null row is empty, a null element is refused by Arrow."""
+    values = column.values
+    if pa.types.is_timestamp(values.type):
+        values = values.cast(pa.int64())
+    flat, offsets = values.to_numpy(zero_copy_only=False), column.offsets.to_numpy()
+    valid = column.is_valid().to_numpy(zero_copy_only=False)
+    return [flat[a:b] if ok else flat[:0] for a, b, ok in zip(offsets[:-1], offsets[1:], valid, strict=True)]
+
+
+def _read(path: str, required: dict[str, pa.DataType], optional: dict[str, pa.DataType]) -> pa.Table:
+    """The columns in our types; an absent optional one is all null."""
+    with parquet_file(path) as file:
+        there = file.schema_arrow.names
+        for name in required:
+            if name not in there:
+                raise ConfigError(
+                    f"{path}: column {name!r} is absent{nearest(name, there)}; expected EB-NeRD's columns {', '.join(required)}"
+                )
+        raw = file.read([name for name in (*required, *optional) if name in there])
+    columns = []
+    for name, kind in (required | optional).items():
+        columns.append(_cast(path, name, raw[name], kind) if name in there else pa.nulls(len(raw), kind))
+    return pa.table(dict(zip(required | optional, columns, strict=True)))
+
+
+def _cast(path: str, name: str, column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+    """ConfigError if a required column has nulls, or values that can't become `kind`."""
+    if name in _REQUIRED and column.null_count:
+        raise ConfigError(
+            f"{path}: column {name!r}: expected a value in every row, got {column.null_count} nulls; drop those rows"
+        )
+    try:
+        return column.cast(kind, safe=False)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        raise ConfigError(
+            f"{path}: column {name!r}: expected {kind}, got {column.type}; is this the right file?"
+        ) from None
+
+
+def _check_offered(schema: Schema) -> None:
+    """Raises SchemaError for a declared feature that is neither online nor among RO_OFFERED / NRO_OFFERED."""
+    for features, names in ((schema.ro, RO_OFFERED), (schema.nro, NRO_OFFERED)):
+        for feature in features:
+            if not feature.online and feature.name not in names:
+                raise SchemaError(
+                    f"feature {feature.name!r}: expected an online feature or one that EB-NeRD offers ({', '.join(names)}), "
+                    f"got neither{nearest(feature.name, names)}; remove it or give it online = …"
+                )

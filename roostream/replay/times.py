@@ -1,0 +1,61 @@
+"""Times as people and logs write them, in one reading."""
+
+from __future__ import annotations
+
+import datetime
+
+EARLIEST_MS = 978_307_200_000  # 2001 began
+LATEST_MS = 253_402_300_799_999  # the last millisecond of the year 9999
+
+
+def parse_time_ms(value: int | str) -> int:
+    """`"2023-05-23"`, `"2023-05-23T12:00:00"` (naive = UTC), one with an offset, or ms since 1970 as a number or text → ms.
+
+    A number before 2001 is taken for seconds, one beyond the year 9999 for µs or ns: both are refused. Who means an earlier
+    time writes it as text.
+
+    Raises:
+        ValueError: none of these, before 1970, or a number in another unit.
+    """
+    if isinstance(value, int):
+        return _from_number(value)
+    if 8 < len(value) < 32 and value.isascii() and value.isdigit():  # eight digits are a date
+        return _from_number(int(value))
+    try:
+        moment = datetime.datetime.fromisoformat(value)
+    except ValueError:
+        raise ValueError(
+            f"expected a time such as '2023-05-23', '2023-05-23T12:00:00' (UTC) or ms since 1970, got {value[:64]!r}"
+        ) from None
+    time_ms = round((moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)).timestamp() * 1000)
+    if time_ms <= 0:
+        raise ValueError(f"expected a time after 1970, got {value!r}")
+    return time_ms
+
+
+def _from_number(time_ms: int) -> int:
+    if time_ms <= 0:
+        raise ValueError(f"expected a time after 1970 in ms, got {shown(time_ms)}")
+    if time_ms < EARLIEST_MS:
+        hint = (
+            " which looks like seconds: multiply by 1000"
+            if EARLIEST_MS <= 1000 * time_ms <= LATEST_MS
+            else ""
+        )
+        raise ValueError(
+            f"expected ms since 1970, got {time_ms},{hint or ' which is before 2001'}; a time before 2001 is given as text, "
+            "such as '1998-04-01T12:00:00'"
+        )
+    if time_ms > LATEST_MS:
+        hint = (
+            " which looks like µs: divide by 1000"
+            if time_ms <= 1000 * LATEST_MS
+            else " which is beyond the year 9999"
+        )
+        raise ValueError(f"expected ms since 1970, got {shown(time_ms)},{hint}")
+    return time_ms
+
+
+def shown(number: int) -> str:
+    """A number from outside in a message, however long."""
+    return str(number) if abs(number) < 10**20 else f"a number of {number.bit_length()} bits"

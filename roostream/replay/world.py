@@ -1,0 +1,155 @@
+"""The hidden model of simulated users: what they like, what is popular, and how much a place in the list matters.
+
+Everything is a pure function of (seed, who, what, when): nothing is stored, so a simulation can stop and go on, and any
+order of the same request can be judged afterwards. The chance of a click is a product,
+
+    click_probability = attraction(user, item, time) x examination(position),
+
+so the best order is the one by falling attraction (rearrangement inequality), and a random order's expectation is the
+mean attraction times the summed examination.
+
+Items live in slots. Slot s holds one item at a time; its generation g = floor((time + phase_s) / life_s), its id is
+(g << 20 | s) + 1: items are born and die at all times, and each has its own category, vector and quality.
+
+Letters: n candidates, D latent dimensions, S slots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+DIM = 8
+NUM_CATEGORIES = 12
+_SLOT_BITS = 20
+_USER, _ITEM, _LIST, _SLOT = range(4)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorldConfig:
+    """Strengths are in logits."""
+
+    seed: int = 0
+    num_users: int = 500
+    num_items: int = 300
+    item_life_ms: int = 1_800_000
+    mean_candidates: int = 20
+    base: float = -2.5  # attraction of an average item to an average user
+    popularity: float = 1.4  # spread of item quality
+    taste: float = 2.0  # spread of personal taste
+    drift: float = 0.7  # swing of an item's popularity over its life
+    examination_power: float = 1.0  # position k is looked at with chance (1 + k) ** -power
+
+
+class World:
+    """Users 1..num_users; times in ms since 1970."""
+
+    def __init__(self, config: WorldConfig) -> None:
+        self.config = config
+        root = np.random.default_rng([config.seed, _SLOT])
+        self.centers_CD = root.normal(size=(NUM_CATEGORIES, DIM)) / np.sqrt(DIM)
+        self.life_S = (config.item_life_ms * root.uniform(0.5, 1.5, config.num_items)).astype(np.int64)
+        self.phase_S = (self.life_S * root.uniform(0, 1, config.num_items)).astype(np.int64)
+        self._items: dict[int, tuple[np.ndarray, float, float, int]] = {}
+
+    def items_at(self, time_ms: int) -> np.ndarray:
+        """int64 [S]: the ids alive."""
+        generation_S = (time_ms + self.phase_S) // self.life_S
+        return ((generation_S << _SLOT_BITS) | np.arange(self.config.num_items)) + 1
+
+    def category_of(self, item_id: int) -> int:
+        """0..NUM_CATEGORIES - 1; what clients may know of an item."""
+        return self._item(item_id)[3]
+
+    def devices_of(self, user_id: int) -> tuple[int, ...]:
+        """One to three device ids, the most used one first."""
+        count = 1 + int(np.random.default_rng([self.config.seed, _USER, user_id, 1]).integers(0, 3))
+        return tuple(user_id * 4 + k + 1 for k in range(count))
+
+    def candidates_for(self, user_id: int, time_ms: int) -> np.ndarray:
+        """int64 [n]: distinct ids alive now, in no telling order; one in three is near the user's taste."""
+        rng = np.random.default_rng([self.config.seed, _LIST, user_id, time_ms])
+        mean = self.config.mean_candidates
+        count = min(int(rng.integers(max(mean // 2, 2), mean + mean // 2 + 1)), self.config.num_items)
+        alive = self.items_at(time_ms)
+        drawn = rng.permutation(alive)[: min(3 * count, len(alive))]
+        near = drawn[np.argsort(-self._taste(user_id, drawn), kind="stable")][: count // 3]
+        rest = drawn[~np.isin(drawn, near)][: count - len(near)]
+        return rng.permutation(np.concatenate([near, rest]))
+
+    def attraction(self, user_id: int, items_n: np.ndarray, time_ms: int) -> np.ndarray:
+        """float64 [n]: chance of a click if looked at."""
+        c = self.config
+        logit_n = c.base + self._popularity(items_n, time_ms) + c.taste * self._taste(user_id, items_n)
+        return 1 / (1 + np.exp(-logit_n))
+
+    def examination(self, num_positions: int, first: int = 0) -> np.ndarray:
+        """float64 [num_positions]: chance that each place is looked at, from place `first` on."""
+        return (1.0 + first + np.arange(num_positions)) ** -self.config.examination_power
+
+    def click_probability(self, user_id: int, item_id: int, position: int, time_ms: int) -> float:
+        items = np.array([item_id], dtype=np.int64)
+        return float(self.attraction(user_id, items, time_ms)[0] * self.examination(1, position)[0])
+
+    def read_seconds(self, user_id: int, item_id: int, time_ms: int, draw: float) -> float:
+        """How long a clicked item is read: log-normal around 12..60 s by taste; `draw` is standard normal."""
+        liking = float(self._taste(user_id, np.array([item_id], dtype=np.int64))[0])
+        return float(np.exp(np.log(25.0) + 0.5 * np.tanh(liking) + 0.6 * draw))
+
+    def _taste(self, user_id: int, items_n: np.ndarray) -> np.ndarray:
+        vectors_nD = (
+            np.stack([self._item(int(i))[0] for i in items_n]) if len(items_n) else np.zeros((0, DIM))
+        )
+        return vectors_nD @ self._user(user_id)
+
+    def _popularity(self, items_n: np.ndarray, time_ms: int) -> np.ndarray:
+        c = self.config
+        known = [self._item(int(i)) for i in items_n]
+        quality_n = np.array([k[1] for k in known])
+        phase_n = np.array([k[2] for k in known])
+        turn_n = 2 * np.pi * (time_ms / (c.item_life_ms * 0.7) + phase_n)
+        return c.popularity * quality_n + c.drift * np.sin(turn_n)
+
+    def _user(self, user_id: int) -> np.ndarray:
+        """Taste [D]: two favourite categories and something of one's own; dot products with items have spread about 1."""
+        rng = np.random.default_rng([self.config.seed, _USER, user_id])
+        first, second = rng.choice(NUM_CATEGORIES, size=2, replace=False)
+        return (
+            1.4 * self.centers_CD[first]
+            + 0.9 * self.centers_CD[second]
+            + 0.5 * rng.normal(size=DIM) / np.sqrt(DIM)
+        )
+
+    def _item(self, item_id: int) -> tuple[np.ndarray, float, float, int]:
+        """(vector [D], quality, phase, category); kept for as many items as live twice over."""
+        found = self._items.get(item_id)
+        if found is None:
+            rng = np.random.default_rng([self.config.seed, _ITEM, item_id])
+            category = int(rng.integers(NUM_CATEGORIES))
+            vector_D = self.centers_CD[category] + 0.5 * rng.normal(size=DIM) / np.sqrt(DIM)
+            found = (vector_D, float(rng.normal()), float(rng.uniform()), category)
+            if len(self._items) >= 4 * self.config.num_items:
+                self._items.clear()
+            self._items[item_id] = found
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """Expected clicks of one request's list under three orders; `shown` candidates."""
+
+    served: float
+    random: float
+    best: float
+    shown: int
+
+
+def judge(attraction_n: np.ndarray, examination_n: np.ndarray) -> Expected:
+    """`attraction_n` in served order, with each place's examination."""
+    return Expected(
+        served=float(attraction_n @ examination_n),
+        random=float(attraction_n.mean() * examination_n.sum()) if len(attraction_n) else 0.0,
+        best=float(np.sort(attraction_n)[::-1] @ np.sort(examination_n)[::-1]),
+        shown=len(attraction_n),
+    )

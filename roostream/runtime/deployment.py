@@ -1,0 +1,164 @@
+"""What all programs of one deployment share: where Kafka, schema and store are, into how many parts data are divided, and
+where each program is watched. The settings of a program derive from it, so that each key is declared once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import ClassVar
+from urllib.parse import quote
+
+from roostream.errors import ConfigError
+from roostream.runtime.address import check_addresses, check_listen, check_redis
+from roostream.runtime.kafka.broker import Broker, KafkaSecurity
+from roostream.runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
+from roostream.runtime.program import LogFormat
+from roostream.runtime.security.link_security import LinkKeys, LinkSecurity
+from roostream.runtime.security.tls import SpeaksTls
+from roostream.schema.settings import Refusal, Settings, refusal, setting
+
+MAX_WORKERS = 64
+"""A shard holds a push of each, and a thread (param_server/step_sum.py)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Watched(SpeaksTls):
+    """A program with a port on which it is watched (roostream/runtime/metrics.py)."""
+
+    metrics_host: str = setting("127.0.0.1", "address of /metrics, /livez and /readyz")
+    metrics_port: int = setting(0, "their port; 0 = draw one", least=0, most=65535)
+    stalled_after_ms: int = setting(
+        120_000, "/livez fails when the main loop has not turned for this long", least=1000
+    )
+    log_format: LogFormat = setting(
+        "text", "of lines on standard error: text for people, json = one object a line"
+    )
+    insecure: bool = setting(
+        False, "listen on addresses that others reach, although nothing asks who they are"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_listen(
+            "metrics_host",
+            f"{self.metrics_host}:{self.metrics_port}",
+            insecure=self.insecure,
+            authenticated=self.tls_client_required,  # keys are for serving's own port, which has /metrics too
+            by="tls_certificate and tls_client_required",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Deployment(Watched):
+    """Equal in all programs that belong together; partitions and buckets are in every manifest and fixed with the first."""
+
+    needs: ClassVar[tuple[str, ...]] = ("bootstrap", "schema", "store")
+    """Keys that this program can't do without."""
+
+    bootstrap: str = setting("", "Kafka, host:port; several with commas")
+    kafka_security: KafkaSecurity = setting(
+        factory=KafkaSecurity, help="table: how Kafka is spoken to, and who this program is"
+    )
+    link: LinkSecurity = setting(
+        factory=LinkSecurity, help="table: how shards and controller are called, and who may"
+    )
+    prefix: str = setting("", "of topic names and Redis keys")
+    schema: str = setting("", "schema TOML")
+    store: str = setting("", "checkpoint store: a directory, or its URL")
+    skip_lost: bool = setting(
+        True,
+        "records that Kafka no longer has when they are to be read are counted and passed over; false = stop and say so",
+    )
+    partitions: int = setting(DEFAULT_PARTITIONS, "of each topic; dead_letters has one", least=1, most=1024)
+    keep_commits: int = setting(
+        5, "newest commits that are kept, with all that they need; equal everywhere", least=2, most=1000
+    )
+    buckets: int = setting(
+        DEFAULT_BUCKETS, "that the rows of a stack are divided into", least=1, most=1 << 16
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bootstrap:
+            check_addresses("bootstrap", *self.bootstrap.split(","))
+        self.require(*self.needs)
+
+    def require(self, *keys: str) -> None:
+        """Raises ConfigError: one of these keys is empty."""
+        helps = {f.name: f.metadata["help"] for f in dataclasses.fields(self)}
+        for key in keys:
+            if not getattr(self, key):
+                raise Refusal(key, f"expected a value ({helps[key]}), got nothing; add it")
+
+    def check_shards(self, num_shards: int) -> None:
+        """Raises ConfigError: a shard would have no bucket."""
+        if num_shards > self.buckets:
+            raise refusal(
+                "num_shards",
+                f"at most buckets = {self.buckets}",
+                num_shards,
+                "each shard holds at least one bucket",
+            )
+
+    @property
+    def broker(self) -> Broker:
+        return Broker(self.bootstrap, self.kafka_security)
+
+    def link_keys(self) -> LinkKeys:
+        """To call and be called with, by all of a program's connections. Raises Refusal: a file can't be read."""
+        return LinkKeys(self.link, insecure=self.insecure)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CachedInRedis(Settings):
+    """A program that keeps or reads online features in Redis."""
+
+    redis: str = setting("", "Redis of online features, redis://host:port/0 or rediss://…; '' = none")
+    redis_user: str = setting("", "ACL user, if the address names none; '' = Redis' default user")
+    redis_password_file: str = setting(
+        "", "file whose first line is Redis' password, if the address has none"
+    )
+    redis_ca: str = setting("", "PEM file of the authorities of a rediss:// address; '' = the system's")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.redis:
+            check_redis("redis", self.redis)
+        if self.redis_password_file and (not self.redis or "@" in self.redis):
+            got = "one in the address too" if self.redis else "no address"
+            raise Refusal(
+                "redis_password_file", f"expected it with an address without a password, got {got}; keep one"
+            )
+        if self.redis_user and not self.redis_password_file:
+            raise Refusal(
+                "redis_user",
+                "expected it with redis_password_file, got none; add it, or name both in the address",
+            )
+        if self.redis_ca and not self.redis.startswith("rediss://"):
+            raise Refusal(
+                "redis_ca", "expected it with an address rediss://…, got another; change the address"
+            )
+
+    @property
+    def redis_url(self) -> str:
+        """The address with user, password and authorities; never to be shown but by `roostream.errors.shown`.
+
+        Raises:
+            ConfigError: the password's file can't be read.
+        """
+        address = self.redis
+        if self.redis_ca:
+            address += f"{'&' if '?' in address else '?'}ssl_ca_certs={quote(self.redis_ca, safe='')}"
+        if not self.redis_password_file:
+            return address
+        try:
+            lines = Path(self.redis_password_file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"redis_password_file: expected a file with a password, got {self.redis_password_file!r}: {error}"
+            ) from None
+        scheme, _, rest = address.partition("://")
+        return (
+            f"{scheme}://{quote(self.redis_user, safe='')}:{quote(lines[0] if lines else '', safe='')}@{rest}"
+        )

@@ -1,0 +1,91 @@
+"""A program's state as Prometheus metrics: read when scraped, so that the flow code sets nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+
+class Exports(Collector):
+    """`roostream_<program>_<name>` of each name that `read` gives, all of one moment.
+
+    `read` gives name → number, or name → {label value: number} where `labels` has the label's name (a tuple of both where there
+    are several). Text and None are left out. Gauges, but for the names in `counters`, which Prometheus calls `…_total`. Times
+    are exported in seconds whatever they are kept in (`in_seconds`).
+    """
+
+    def __init__(
+        self,
+        program: str,
+        read: Callable[[], Mapping[str, Any]],
+        labels: Mapping[str, str | tuple[str, ...]],
+        *,
+        helps: Mapping[str, str] | None = None,
+        counters: Collection[str] = (),
+    ) -> None:
+        self.program, self.read, self.labels, self.helps, self.counters = (
+            program,
+            read,
+            labels,
+            helps or {},
+            counters,
+        )
+        self._registry: CollectorRegistry | None = None
+
+    def register(self, registry: CollectorRegistry = REGISTRY) -> None:
+        """Show it from now on."""
+        registry.register(self)
+        self._registry = registry
+
+    def unregister(self) -> None:
+        """Show it no more; nothing happens if it was not shown."""
+        if self._registry is not None:
+            self._registry.unregister(self)
+            self._registry = None
+
+    def collect(self) -> list[Metric]:
+        """Read anew; names without a number are left out."""
+        families = [self._family(name, value) for name, value in self.read().items()]
+        return [family for family in families if family.samples]
+
+    def _family(self, name: str, value: Any) -> Metric:
+        label, (shown, scale) = self.labels.get(name), in_seconds(name)
+        labels = (label,) if isinstance(label, str) else label or ()
+        of_kind = CounterMetricFamily if name in self.counters else GaugeMetricFamily
+        family = of_kind(
+            f"roostream_{self.program}_{shown}", self.helps.get(name, shown.replace("_", " ")), labels=labels
+        )
+        for key, number in value.items() if labels and isinstance(value, Mapping) else [((), value)]:
+            if isinstance(number, (int, float)):
+                family.add_metric(
+                    [str(part) for part in ((key,) if isinstance(key, str) else key)], float(number) * scale
+                )
+        return family
+
+
+_UNITS = (
+    ("_at_ms", "_timestamp_seconds", 1e-3),
+    ("watermark_ms", "watermark_timestamp_seconds", 1e-3),
+    ("since_ms", "since_timestamp_seconds", 1e-3),
+    ("_per_s", "_per_second", 1.0),
+    ("_ms", "_seconds", 1e-3),
+    ("_s", "_seconds", 1.0),
+)
+
+
+def in_seconds(name: str) -> tuple[str, float]:
+    """What Prometheus calls the value that our name says the unit of, in its base unit, and what to multiply it by: `lag_ms` →
+    (`lag_seconds`, 0.001). A moment is a `…_timestamp_seconds`: of event time, or of what was done (`…_at_ms`)."""
+    for suffix, instead, scale in _UNITS:
+        if name.endswith(suffix):
+            return name.removesuffix(suffix) + instead, scale
+    return name, 1.0
+
+
+def one_of(state: str, states: tuple[str, ...]) -> dict[str, int]:
+    """A state as a label: 1 for the one in force."""
+    return {name: int(name == state) for name in states}

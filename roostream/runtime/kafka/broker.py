@@ -1,0 +1,162 @@
+"""Where Kafka is and how a client proves who it is; `clients.py` makes clients of it, Flink's connectors take `java()`.
+
+Imports no client, so that settings can hold it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+from roostream.errors import ConfigError
+from roostream.schema.settings import setting
+
+_LOGIN = {
+    "PLAIN": "plain.PlainLoginModule",
+    "SCRAM-SHA-256": "scram.ScramLoginModule",
+    "SCRAM-SHA-512": "scram.ScramLoginModule",
+    "OAUTHBEARER": "oauthbearer.OAuthBearerLoginModule",
+}
+SHADED = "org.apache.flink.kafka.shaded."
+"""In front of Kafka's classes and system properties in Flink's connector, which brings a client of its own under other names."""
+ALLOWED_URLS = f"{SHADED}org.apache.kafka.sasl.oauthbearer.allowed.urls"
+"""System property of Flink's JVMs: the URLs at which tokens may be fetched; without `token_url` in it no client starts."""
+_SECURITY = f"{SHADED}org.apache.kafka.common.security."
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KafkaSecurity:
+    """The table `[kafka_security]` of a program's TOML. Secrets are never part of `repr`, and so of no log."""
+
+    protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = setting(
+        "PLAINTEXT", "what the listener speaks"
+    )
+    mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"] = setting(
+        "SCRAM-SHA-512", "SASL: how to log in"
+    )
+    username: str = setting("", "SASL: who this program is; with OAUTHBEARER its client id")
+    password: str = setting("", "SASL: its password; with OAUTHBEARER its client secret", secret=True)
+    token_url: str = setting(
+        "", "OAUTHBEARER: where a token is fetched for them, as OAuth's client credentials"
+    )
+    scope: str = setting("", "OAUTHBEARER: of the token; '' = whatever is given")
+    ca: str = setting(
+        "", "SSL: PEM file of the authorities that may sign the broker's certificate; '' = the system's"
+    )
+    certificate: str = setting("", "SSL: PEM file of this program's certificate chain; '' = none")
+    key: str = setting("", "SSL: PEM file of its private key (PKCS #8)")
+    key_password: str = setting("", "SSL: password of that file", secret=True)
+
+    def __post_init__(self) -> None:
+        if self.uses_sasl and not (self.username and self.password):
+            raise ConfigError(
+                f"expected username and password for protocol {self.protocol}, got none; add both"
+            )
+        if self.uses_oauth != bool(self.token_url) or (self.scope and not self.uses_oauth):
+            raise ConfigError(
+                f"expected token_url with mechanism OAUTHBEARER alone, got {self.mechanism}; add it, or leave it out"
+            )
+        if bool(self.certificate) != bool(self.key):
+            raise ConfigError("expected certificate and key together, got one of them; add the other")
+        if not self.uses_ssl and (self.ca or self.certificate):
+            raise ConfigError(
+                f"expected protocol SSL or SASL_SSL with ca or certificate, got {self.protocol}; change it"
+            )
+        if not self.uses_sasl and (self.username or self.password):
+            raise ConfigError(
+                f"expected protocol SASL_SSL or SASL_PLAINTEXT with username, got {self.protocol}; change it"
+            )
+
+    @property
+    def uses_ssl(self) -> bool:
+        return self.protocol.endswith("SSL")
+
+    @property
+    def uses_sasl(self) -> bool:
+        return self.protocol.startswith("SASL")
+
+    @property
+    def uses_oauth(self) -> bool:
+        return self.uses_sasl and self.mechanism == "OAUTHBEARER"
+
+    def librdkafka(self) -> dict[str, str]:
+        """Under librdkafka's names; {} for PLAINTEXT."""
+        found: dict[str, str] = {} if self.protocol == "PLAINTEXT" else {"security.protocol": self.protocol}
+        if self.uses_oauth:
+            found |= {"sasl.mechanism": self.mechanism, "sasl.oauthbearer.method": "oidc"}
+            found |= {
+                "sasl.oauthbearer.client.id": self.username,
+                "sasl.oauthbearer.client.secret": self.password,
+            }
+            found |= {"sasl.oauthbearer.token.endpoint.url": self.token_url}
+            found |= {"sasl.oauthbearer.scope": self.scope} if self.scope else {}
+        elif self.uses_sasl:
+            found |= {
+                "sasl.mechanism": self.mechanism,
+                "sasl.username": self.username,
+                "sasl.password": self.password,
+            }
+        if self.ca:
+            found["ssl.ca.location"] = self.ca
+        if self.certificate:
+            found |= {"ssl.certificate.location": self.certificate, "ssl.key.location": self.key}
+        if self.key_password:
+            found["ssl.key.password"] = self.key_password
+        return found
+
+    def java(self) -> dict[str, str]:
+        """Under the names of the Java client in Flink's connector, files as text: a task manager needs none of them. {} for
+        PLAINTEXT.
+
+        Raises:
+            ConfigError: a file can't be read.
+        """
+        found: dict[str, str] = {} if self.protocol == "PLAINTEXT" else {"security.protocol": self.protocol}
+        if self.uses_sasl:
+            names = ("clientId", "clientSecret", "scope") if self.uses_oauth else ("username", "password")
+            values = zip(names, (self.username, self.password, self.scope), strict=False)
+            who = " ".join(f"{name}={_quoted(value)}" for name, value in values if value)
+            found |= {"sasl.mechanism": self.mechanism}
+            found |= {"sasl.jaas.config": f"{_SECURITY}{_LOGIN[self.mechanism]} required {who};"}
+        if self.uses_oauth:
+            found |= {
+                "sasl.login.callback.handler.class": f"{_SECURITY}oauthbearer.OAuthBearerLoginCallbackHandler"
+            }
+            found |= {"sasl.oauthbearer.token.endpoint.url": self.token_url}
+        if self.ca:
+            found |= {"ssl.truststore.type": "PEM", "ssl.truststore.certificates": _text("ca", self.ca)}
+        if self.certificate:
+            found |= {
+                "ssl.keystore.type": "PEM",
+                "ssl.keystore.certificate.chain": _text("certificate", self.certificate),
+                "ssl.keystore.key": _text("key", self.key),
+            }
+        if self.key_password:
+            found["ssl.key.password"] = self.key_password
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Broker:
+    """What every Kafka client is made from. `str()` is the address alone."""
+
+    bootstrap: str
+    security: KafkaSecurity = KafkaSecurity()
+
+    def __str__(self) -> str:
+        return self.bootstrap
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _text(name: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"kafka_security.{name}: expected a PEM file, got {path!r}: {error}; check the path"
+        ) from None

@@ -1,0 +1,241 @@
+"""Kafka clients with our settings; the only place that knows librdkafka's option names."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from confluent_kafka import (
+    OFFSET_BEGINNING,
+    OFFSET_END,
+    Consumer,
+    KafkaError,
+    KafkaException,
+    Producer,
+    TopicCollection,
+    TopicPartition,
+)
+from confluent_kafka.admin import AdminClient
+
+from roostream.errors import ConfigError, UnavailableError
+from roostream.runtime.backoff import Backoff
+from roostream.runtime.kafka.broker import Broker
+from roostream.runtime.kafka.topics import MAX_MESSAGE_BYTES, name_of, partitions_of
+
+log = logging.getLogger("roostream.kafka")
+
+_MOVING = (
+    KafkaError.UNKNOWN_LEADER_EPOCH,
+    KafkaError.FENCED_LEADER_EPOCH,
+    KafkaError.NOT_LEADER_FOR_PARTITION,
+    KafkaError.LEADER_NOT_AVAILABLE,
+    KafkaError.OFFSET_NOT_AVAILABLE,
+)  # what a broker answers while a partition is getting its leader, for some moments behind its start
+_ASK_AGAIN_S = 0.1
+_QUIET = {
+    "log_level": 2,
+    "log.connection.close": False,
+    "reconnect.backoff.ms": 100,
+    "reconnect.backoff.max.ms": 1000,
+}
+
+
+def _on_error(error: KafkaError) -> None:
+    """Client-level errors are states, not failures: librdkafka keeps trying."""
+    log.debug("kafka: %s", error)
+
+
+def _common(broker: Broker) -> dict[str, Any]:
+    return {
+        "bootstrap.servers": broker.bootstrap,
+        "error_cb": _on_error,
+        **_QUIET,
+        **broker.security.librdkafka(),
+    }
+
+
+def producer(broker: Broker, **overrides: Any) -> Producer:
+    """Idempotent, keyed by murmur2 as Java's producers are. Give `transactional_id` for transactions.
+
+    Delivery errors reach the callback given to `produce`; a full queue raises BufferError there.
+    """
+    settings = {
+        **_common(broker),
+        "partitioner": "murmur2_random",
+        "enable.idempotence": True,
+        "acks": "all",
+        "linger.ms": 5,
+        "compression.type": "zstd",
+        "message.max.bytes": MAX_MESSAGE_BYTES,
+        "queue.buffering.max.kbytes": 262_144,
+        "delivery.timeout.ms": 2_000_000_000,
+    }
+    return Producer({**settings, **{k.replace("_", "."): v for k, v in overrides.items()}})
+
+
+def consumer(broker: Broker, group: str, **overrides: Any) -> Consumer:
+    """Manual offsets, earliest when there are none, committed transactions only, end of partition reported."""
+    settings = {
+        **_common(broker),
+        "group.id": group,
+        "enable.auto.commit": False,
+        "enable.auto.offset.store": False,
+        "auto.offset.reset": "earliest",
+        "isolation.level": "read_committed",
+        "check.crcs": True,
+        "fetch.wait.max.ms": 50,
+        "fetch.error.backoff.ms": 100,
+        "queued.max.messages.kbytes": 65_536,
+        "max.partition.fetch.bytes": 8 << 20,
+        "topic.metadata.refresh.interval.ms": 10_000,
+    }
+    return Consumer({**settings, **{k.replace("_", "."): v for k, v in overrides.items()}})
+
+
+def admin(broker: Broker) -> AdminClient:
+    """For topics and offsets; connects at the first call."""
+    return AdminClient(_common(broker))
+
+
+def wait_for_broker(
+    broker: Broker, stop: threading.Event | None = None, timeout_s: float | None = None
+) -> str:
+    """Block until the broker answers; its cluster id.
+
+    Raises:
+        UnavailableError: `timeout_s` passed, or `stop` was set. Says once a minute that it waits.
+    """
+    client = admin(broker)
+    backoff = Backoff(what=f"Kafka at {broker}", timeout_s=timeout_s)
+    return str(backoff.until(lambda: client.list_topics(timeout=2), (KafkaException,), stop).cluster_id)
+
+
+def wait_for_topics(
+    broker: Broker, prefix: str, topics: Iterable[str], partitions: int, stop: threading.Event | None = None
+) -> dict[str, str]:
+    """Block until the topics are there; full name → the broker's id of it (changes when a topic is deleted and made again).
+
+    Raises:
+        ConfigError: one has other partitions than the deployment says.
+        UnavailableError: `stop` was set. Says once a minute that it waits.
+    """
+    client, expected = (
+        admin(broker),
+        {name_of(prefix, topic): partitions_of(topic, partitions) for topic in topics},
+    )
+
+    def describe() -> dict[str, Any]:
+        try:
+            described = client.describe_topics(TopicCollection(list(expected)), request_timeout=2)
+            return {name: future.result() for name, future in described.items()}
+        except KafkaException as error:
+            raise UnavailableError(error.args[0].str() if error.args else str(error)) from None
+
+    found = Backoff(what=f"topics {', '.join(expected)} at {broker}").until(
+        describe, (UnavailableError,), stop
+    )
+    for name, number in expected.items():
+        if number != (got := len(found[name].partitions)):
+            raise ConfigError(
+                f"topic {name} at {broker}: expected {number} partitions, got {got}; set partitions to what it has"
+            )
+    return {name: str(topic.topic_id) for name, topic in found.items()}
+
+
+def check_topics(
+    broker: Broker, prefix: str, topics: Iterable[str], partitions: int, stop: threading.Event
+) -> None:
+    """`wait_for_topics` for a thread of its own beside a program that needn't wait. Raises ConfigError; returns on `stop`."""
+    try:
+        wait_for_topics(broker, prefix, topics, partitions, stop)
+    except UnavailableError:
+        if not stop.is_set():
+            raise
+
+
+def bounds(
+    client: Consumer, places: Sequence[TopicPartition], timeout_s: float = 10.0
+) -> list[tuple[int, int]]:
+    """(oldest offset still there, last stable offset) of each, in the order of `places`. Call from the consumer's own thread.
+
+    Asked as the offsets of the times "earliest" and "latest" (ListOffsets' -2 and -1), two questions a broker whatever the number
+    of partitions. `get_watermark_offsets` asks the same but waits without a limit for a broker that dies meanwhile
+    (librdkafka issues 2588, 4878).
+
+    A partition that is just getting its leader is asked for again within the time.
+
+    Raises:
+        KafkaException: the broker refused, is away, or told nothing in time.
+    """
+    end_s = time.monotonic() + timeout_s
+    return list(
+        zip(*(_offsets_at(client, places, at, end_s) for at in (OFFSET_BEGINNING, OFFSET_END)), strict=True)
+    )
+
+
+def _offsets_at(client: Consumer, places: Sequence[TopicPartition], when: int, end_s: float) -> list[int]:
+    while True:
+        left_s = end_s - time.monotonic()
+        asked = [TopicPartition(place.topic, place.partition, when) for place in places]
+        told = {
+            (at.topic, at.partition): at for at in client.offsets_for_times(asked, timeout=max(left_s, 0.1))
+        }
+        at = [told[place.topic, place.partition] for place in places]
+        refused = next((place.error for place in at if place.error is not None), None)
+        if refused is None:
+            return [int(place.offset) for place in at]
+        if refused.code() not in _MOVING or left_s <= 0:
+            raise KafkaException(refused)
+        time.sleep(_ASK_AGAIN_S)
+        with contextlib.suppress(KafkaException):
+            client.list_topics(
+                timeout=max(end_s - time.monotonic(), 0.1)
+            )  # who leads now: the client remembers who did
+
+
+def end_offsets(
+    client: Consumer, topic: str, partitions: Iterable[int], timeout_s: float = 10.0
+) -> dict[int, int]:
+    """Partition → next offset that will be written (last stable offset). Call from the consumer's own thread.
+
+    Raises:
+        KafkaException: as `bounds`.
+    """
+    places = [TopicPartition(topic, p) for p in partitions]
+    return {at.partition: end for at, (_, end) in zip(places, bounds(client, places, timeout_s), strict=True)}
+
+
+def send(
+    client: Producer,
+    topic: str,
+    *,
+    key: bytes | None,
+    value: bytes,
+    timestamp_ms: int,
+    partition: int = -1,
+    on_delivery: Callable[[KafkaError | None, Any], None] | None = None,
+    give_up: Callable[[], bool] = lambda: False,
+) -> None:
+    """Queue one record, waiting for room when the queue is full (bounded memory: the wait is the back pressure).
+
+    Raises:
+        UnavailableError: there was no room, and `give_up` says not to wait for it; the record is not queued.
+    """
+    extra = {} if partition < 0 else {"partition": partition}
+    while True:
+        try:
+            client.produce(
+                topic, value=value, key=key, timestamp=max(timestamp_ms, 0), on_delivery=on_delivery, **extra
+            )
+            client.poll(0)
+            return
+        except BufferError:
+            if give_up():
+                raise UnavailableError(
+                    f"topic {topic}: the queue is full, since Kafka takes nothing; stopped waiting"
+                ) from None
+            client.poll(0.05)

@@ -1,0 +1,164 @@
+"""Making a deployment's topics, and saying how those that exist differ from what its settings ask for.
+
+Done by `roostream topics` and by the local stack; no other program makes or changes a topic.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka.admin import (
+    AdminClient,
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
+    NewTopic,
+    ResourceType,
+)
+
+from roostream.errors import ConfigError, UnavailableError
+from roostream.runtime.kafka.topics import ROWS, TOPICS, TopicSettings, configs, name_of, partitions_of
+
+_TIMEOUT_S = 20.0
+_ASK_TIMES, _ASK_EVERY_S = 50, 0.1
+
+
+class TopicAdmin:
+    """One prefix on one cluster. Every call asks the brokers anew."""
+
+    def __init__(
+        self,
+        client: AdminClient,
+        prefix: str,
+        partitions: int,
+        settings: TopicSettings,
+        topics: Iterable[str] = TOPICS,
+    ) -> None:
+        self.client, self.prefix, self.partitions, self.settings = client, prefix, partitions, settings
+        self.topics = tuple(topics)
+
+    def create(self) -> list[str]:
+        """Make what is absent; what exists stays as it is. The names of those that were made.
+
+        Raises:
+            UnavailableError: the brokers are away, or refuse; says which topic and why. Others may have been made.
+        """
+        new = [
+            NewTopic(
+                name_of(self.prefix, topic),
+                partitions_of(topic, self.partitions),
+                self.settings.replication,
+                config=configs(topic, self.settings),
+            )
+            for topic in self.topics
+        ]
+        made = []
+        for name, future in self.client.create_topics(new, operation_timeout=_TIMEOUT_S).items():
+            try:
+                future.result()
+                made.append(name)
+            except KafkaException as error:
+                if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
+                    raise UnavailableError(
+                        f"topic {name} could not be created: {error.args[0].str()}"
+                    ) from None
+        self._wait_for(made)
+        return made
+
+    def check(self) -> None:
+        """Every topic exists as the settings say.
+
+        Raises:
+            ConfigError: one sentence with every difference: expected, got.
+            UnavailableError: the brokers are away.
+        """
+        wrong = self.differences()
+        if wrong:
+            raise ConfigError(
+                f"{'; '.join(wrong)}: use the settings that the topics were made with, alter them with Kafka's own tools, "
+                "or take another prefix"
+            )
+
+    def differences(self) -> list[str]:
+        """`"topic samples: expected 8 partitions, got 4"`, one for each.
+
+        Raises:
+            UnavailableError: the brokers are away.
+        """
+        try:
+            known = self.client.list_topics(timeout=_TIMEOUT_S).topics
+            here = [topic for topic in self.topics if name_of(self.prefix, topic) in known]
+            found = self._configs(here)
+        except KafkaException as error:
+            raise UnavailableError(f"Kafka can't say what topics there are: {error.args[0].str()}") from None
+        out = []
+        for topic in self.topics:
+            name = name_of(self.prefix, topic)
+            if topic not in found:
+                out.append(f"topic {name}: expected to exist, got none (`roostream topics create` makes it)")
+                continue
+            expected, got = partitions_of(topic, self.partitions), len(known[name].partitions)
+            if expected != got:
+                out.append(f"topic {name}: expected {expected} partitions, got {got}")
+            for key, value in configs(topic, self.settings).items():
+                if not _is_as_asked(key, value, found[topic].get(key)):
+                    out.append(f"topic {name}: expected {key} = {value}, got {found[topic].get(key)}")
+        return out
+
+    def keep_longer(self, retention_ms: int) -> dict[str, int]:
+        """Have records stay for at least so long, in every topic but that of rows, which readers need for minutes; name → ms as
+        it is now. What is kept longer already, or for ever, stays so: nothing is ever deleted by this.
+
+        Raises:
+            UnavailableError: the brokers are away, or refuse; some topics may have been changed.
+        """
+        topics = [topic for topic in self.topics if topic != ROWS]
+        try:
+            found = {topic: int(config["retention.ms"]) for topic, config in self._configs(topics).items()}
+            short = [topic for topic, has_ms in found.items() if 0 <= has_ms < retention_ms]
+            self._alter(short, "retention.ms", str(retention_ms))
+        except KafkaException as error:
+            raise UnavailableError(
+                f"the topics' retention could not be changed: {error.args[0].str()}"
+            ) from None
+        return {
+            name_of(self.prefix, topic): retention_ms if topic in short else has_ms
+            for topic, has_ms in found.items()
+        }
+
+    def _alter(self, topics: list[str], key: str, value: str) -> None:
+        entry = ConfigEntry(key, value, incremental_operation=AlterConfigOpType.SET)
+        asked = [
+            ConfigResource(ResourceType.TOPIC, name_of(self.prefix, topic), incremental_configs=[entry])
+            for topic in topics
+        ]
+        if asked:
+            for future in self.client.incremental_alter_configs(asked, request_timeout=_TIMEOUT_S).values():
+                future.result()
+
+    def _wait_for(self, names: list[str]) -> None:
+        """A broker may hear of a new topic a moment after the controller has made it."""
+        for _ in range(_ASK_TIMES):
+            if set(names) <= set(self.client.list_topics(timeout=_TIMEOUT_S).topics):
+                return
+            time.sleep(_ASK_EVERY_S)
+
+    def _configs(self, topics: list[str]) -> dict[str, dict[str, Any]]:
+        """Topic → its configuration on the brokers."""
+        asked = {ConfigResource(ResourceType.TOPIC, name_of(self.prefix, topic)): topic for topic in topics}
+        if not asked:
+            return {}
+        futures = self.client.describe_configs(list(asked), request_timeout=_TIMEOUT_S)
+        return {
+            asked[resource]: {key: entry.value for key, entry in future.result().items()}
+            for resource, future in futures.items()
+        }
+
+
+def _is_as_asked(key: str, asked: str, got: str | None) -> bool:
+    """Records that are kept longer than was asked for are no difference: `keep_longer` has made it so."""
+    longer = key == "retention.ms" and got is not None and 0 <= int(asked) < int(got)
+    return got == asked or longer

@@ -1,0 +1,381 @@
+"""Manifests: what one commit is, and the log that they form. Their creation under a name is the commit itself.
+
+A manifest is JSON, `{"checksum": xxh3-64 hex of the canonical body, "body": {...}}`; a damaged one is never loaded, the one
+before it is. A key that is missing or not known is refused: whoever adds one raises the format. Incarnations are claimed in
+the same store by the same create-exclusive call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import xxhash
+
+from roostream.errors import CheckpointError, ConfigError, FencedError
+from roostream.runtime.bucket_map import BucketMap
+from roostream.runtime.checkpoint_store import CheckpointStore
+from roostream.runtime.kafka.topics import Progress, flat, nested
+from roostream.runtime.work_unit import TableInput
+
+log = logging.getLogger("roostream.manifest")
+
+FORMAT = 4
+MANIFESTS, INCARNATIONS, DENSE, WORKERS = "manifests", "incarnations", "dense", "workers"
+DISCARDED = "discarded"  # manifests that somebody went back behind
+KEEP_MANIFESTS, KEEP_INCARNATIONS = 5, 8
+_PARTITIONS_1 = 4  # what every topic of format 1 had
+_SINCE = {"input": 3, "bucket_map": 4}  # keys that an older format had not, and that were null then
+
+
+def checksum_of(data: bytes) -> str:
+    """xxh3-64 as 16 hex digits: of a manifest's body, of a file that it names."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def manifest_name(seq: int) -> str:
+    return f"{MANIFESTS}/{seq:08d}"
+
+
+def dense_name(seq: int, incarnation: int) -> str:
+    return f"{DENSE}/{seq:08d}-{incarnation}.safetensors"
+
+
+def worker_name(seq: int, incarnation: int, index: int) -> str:
+    return f"{WORKERS}/{seq:08d}-{incarnation}-{index}.safetensors"
+
+
+def seq_of(name: str) -> int:
+    """Number of a manifest or incarnation from its name; 0 if the name isn't one."""
+    tail = name.rsplit("/", 1)[-1]
+    return int(tail) if tail.isdecimal() else 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredFile:
+    """A file of the store as a manifest names it."""
+
+    name: str
+    bytes: int
+    checksum: str
+
+
+def store_file(store: CheckpointStore, name: str, data: bytes) -> StoredFile:
+    """Put `data` under `name`; what a manifest says of it. Raises UnavailableError: the store can't be written."""
+    store.put(name, data)
+    return StoredFile(name=name, bytes=len(data), checksum=checksum_of(data))
+
+
+def read_file(store: CheckpointStore, file: StoredFile) -> bytes:
+    """Raises CheckpointError: absent, or not the bytes that were committed."""
+    data = store.get(file.name)
+    got = checksum_of(data)
+    if len(data) != file.bytes or got != file.checksum:
+        raise CheckpointError(
+            f"{file.name}: expected {file.bytes} bytes with checksum {file.checksum}, got {len(data)} with {got}: it is damaged"
+        )
+    return data
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkerPart:
+    """What one worker alone knew: how far its partitions are trained, and a file with the rest of their state."""
+
+    offsets: Progress  # positions while a session of the warehouse is trained (`Manifest.input`)
+    file: StoredFile
+    dedupe: int  # sample ids in the file
+    metrics: dict[str, Any]  # of this worker's partitions since the beginning
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """One commit: everything that a restart needs, and nothing that isn't of that one moment."""
+
+    seq: int
+    incarnation: int
+    previous: dict[str, Any]  # {"seq", "checksum"} of the manifest that this one continues; seq 0 = none
+    step: int  # batches cut since the beginning
+    watermark_ms: int  # event time that training has reached
+    schema: str  # fingerprint, 16 hex digits
+    seed: int
+    num_shards: int
+    num_buckets: int
+    num_partitions: int  # of every topic that has keys
+    kafka: dict[str, Any]  # {"cluster_id", "topics": {name: id}}
+    rows_end: dict[int, int]  # `rows` partition → where deltas of this commit end
+    shards: dict[int, dict[str, Any]]  # index → what the shard needs to restore: {"segments": [...]}
+    dense: StoredFile  # the model's shared part
+    model: dict[str, Any]  # the model's configuration
+    workers: dict[int, WorkerPart]  # index → what it alone knew
+    input: TableInput | None = None  # the session of the warehouse that is trained; None = the stream
+    bucket_map: BucketMap | None = None  # which shard has which bucket; None = bucket mod num_shards
+    time_ms: int = 0
+
+    @property
+    def name(self) -> str:
+        return manifest_name(self.seq)
+
+    @property
+    def version(self) -> str:
+        """Model version as impressions and answers carry it."""
+        return f"{self.incarnation}-{self.seq}"
+
+    @property
+    def owners(self) -> BucketMap:
+        """Which shard has which bucket of rows."""
+        return self.bucket_map or BucketMap.modulo(self.num_buckets, self.num_shards)
+
+    @property
+    def offsets(self) -> Progress:
+        """Partition → next offset of the stream to train, of all workers. While a session of the warehouse is trained: what was
+        before it, since of the stream nothing else is."""
+        return self.input.stream_at(self.positions) if self.input else self.positions
+
+    @property
+    def positions(self) -> Progress:
+        """Partition → how far it is trained in what is read now, of all workers."""
+        return {
+            partition: offset for part in self.workers.values() for partition, offset in part.offsets.items()
+        }
+
+    @property
+    def checksum(self) -> str:
+        return checksum_of(_canonical(self._body()))
+
+    def encode(self) -> bytes:
+        body = self._body()
+        return _canonical({"checksum": checksum_of(_canonical(body)), "body": body})
+
+    def _body(self) -> dict[str, Any]:
+        body = {
+            "format": FORMAT,
+            **dataclasses.asdict(dataclasses.replace(self, input=None, bucket_map=None)),
+        }
+        body["input"] = self.input.plain() if self.input else None
+        body["bucket_map"] = self.bucket_map.plain() if self.bucket_map else None
+        for part in body["workers"].values():
+            part["offsets"] = nested(part["offsets"])
+        return json.loads(
+            json.dumps(body)
+        )  # keys become text here, so that sorting is the same when it is read back
+
+
+class Restorable(NamedTuple):
+    """A manifest that was read whole and verified."""
+
+    manifest: Manifest
+    checksum: str  # of its body as it is stored, in whichever format
+
+    @property
+    def name(self) -> str:
+        return self.manifest.name
+
+
+def decode(data: bytes) -> Restorable:
+    """Verified inverse of `Manifest.encode`; older formats are read too.
+
+    Raises:
+        CheckpointError: not JSON, a checksum that isn't the body's, another format, or a missing or unknown key.
+    """
+    try:
+        outer = json.loads(data)
+        body, stated = dict(outer["body"]), outer["checksum"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"expected a manifest in JSON, got {len(data)} bytes that aren't one ({error})"
+        ) from None
+    actual = checksum_of(_canonical(body))
+    if actual != stated:
+        raise CheckpointError(f"expected checksum {stated}, got {actual}: the manifest is damaged")
+    version = body.pop("format", None)
+    if version not in range(1, FORMAT + 1):
+        raise CheckpointError(
+            f"expected manifest format 1 to {FORMAT}, got {version!r}; use the Roostream that wrote it"
+        )
+    try:
+        body = _from_format_1(body) if version == 1 else body
+        later = {key: None for key, since in _SINCE.items() if version < since}
+        return Restorable(_manifest({**body, **later}), stated)
+    except (TypeError, ValueError, KeyError, AttributeError, ConfigError) as error:
+        raise CheckpointError(f"expected the keys of manifest format {version}: {error!r}") from None
+
+
+def _manifest(body: Mapping[str, Any]) -> Manifest:
+    """JSON knows only text as keys: partitions and indices become numbers again."""
+    workers = {
+        int(i): WorkerPart(**{**part, "offsets": flat(part["offsets"]), "file": StoredFile(**part["file"])})
+        for i, part in body["workers"].items()
+    }
+    numbered = {
+        "rows_end": {int(p): int(o) for p, o in body["rows_end"].items()},
+        "shards": {int(i): shard for i, shard in body["shards"].items()},
+        "dense": StoredFile(**body["dense"]),
+        "workers": workers,
+        "input": TableInput.of(body["input"]),
+        "bucket_map": BucketMap.of_plain(body["bucket_map"]) if body["bucket_map"] else None,
+    }
+    manifest = Manifest(**{**body, **numbered})
+    manifest.owners.check(manifest.num_buckets, manifest.num_shards)
+    return manifest
+
+
+def _from_format_1(body: dict[str, Any]) -> dict[str, Any]:
+    """Format 1 had one worker, whose own state lay in the dense file, and two keys that nothing ever filled."""
+    kept = {
+        k: v for k, v in body.items() if k not in ("offsets", "dedupe", "metrics", "admission", "samplers")
+    }
+    own = {
+        "offsets": body["offsets"],
+        "file": body["dense"],
+        "dedupe": body["dedupe"]["count"],
+        "metrics": body["metrics"],
+    }
+    return {**kept, "num_partitions": _PARTITIONS_1, "workers": {"0": own}}
+
+
+def check_shape(
+    manifest: Manifest, *, num_shards: int, num_buckets: int, num_partitions: int, seed: int
+) -> None:
+    """Raises ConfigError: rows are spread and initialised, and samples dealt out, by these; others mean other rows."""
+    mine = {
+        "num_shards": num_shards,
+        "num_buckets": num_buckets,
+        "num_partitions": num_partitions,
+        "seed": seed,
+    }
+    for name, value in mine.items():
+        committed = getattr(manifest, name)
+        if committed != value:
+            raise ConfigError(
+                f"{manifest.name}: expected {name} = {committed}, got {value}; use the committed value, or another store and home"
+            )
+
+
+def _canonical(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+
+
+def load(store: CheckpointStore, name: str) -> Restorable:
+    """Raises CheckpointError: absent or damaged; names it."""
+    try:
+        found = decode(store.get(name))
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: {error}") from None
+    if found.name != name:
+        raise CheckpointError(
+            f"{name}: expected seq {seq_of(name)}, got {found.manifest.seq}: it is another manifest's copy"
+        )
+    return found
+
+
+def newest(store: CheckpointStore, passed_over: Collection[str] = ()) -> Restorable | None:
+    """The newest good manifest; None where nothing was ever committed. Damaged ones and `passed_over` (names whose parts
+    turned out to be damaged) are passed over with a warning for the one before.
+
+    Raises:
+        CheckpointError: there are manifests and none is usable; training must not begin anew by itself.
+    """
+    names = sorted((n for n in store.list(MANIFESTS) if seq_of(n)), key=seq_of, reverse=True)
+    for name in names:
+        if name in passed_over:
+            continue
+        try:
+            return load(store, name)
+        except CheckpointError as error:
+            log.warning("passing over a damaged manifest for the one before it: %s", error)
+    if names:
+        raise CheckpointError(
+            f"expected a usable manifest among {len(names)} ({names[0]} … {names[-1]}), got none; "
+            'the warnings before this say what is damaged: bring it back from a backup (docs/architecture.md, "Damage")'
+        )
+    return None
+
+
+def next_seq(store: CheckpointStore) -> int:
+    """One more than the highest name in use, damaged and discarded manifests included: their names stay taken."""
+    return 1 + max((seq_of(n) for n in (*store.list(MANIFESTS), *store.list(DISCARDED))), default=0)
+
+
+def newest_incarnation(store: CheckpointStore) -> int:
+    return max((seq_of(n) for n in store.list(INCARNATIONS)), default=0)
+
+
+def claim_incarnation(store: CheckpointStore, time_ms: int, wish: Mapping[str, Any] | None = None) -> int:
+    """Claim the incarnation after the newest: from then on every controller with an older one is fenced, and what its members
+    were writing is swept away. Its file keeps what it was claimed for (`kept_wish`).
+
+    Raises:
+        FencedError: another controller claimed it first; this one must exit.
+    """
+    mine = newest_incarnation(store) + 1
+    body = json.dumps({"time_ms": time_ms, **({"wish": dict(wish)} if wish else {})}, sort_keys=True)
+    created = store.create(f"{INCARNATIONS}/{mine:08d}", body.encode())
+    # Between the listing and the creation others may have claimed higher ones and retired the names below them.
+    if not created or newest_incarnation(store) != mine:
+        raise FencedError(f"incarnation {mine} belongs to another controller, which runs now; this one stops")
+    store.sweep()
+    return mine
+
+
+def kept_wish(store: CheckpointStore) -> dict[str, Any]:
+    """What the newest incarnation was claimed for; nothing where its file tells nothing, as those of older programs."""
+    newest_one = newest_incarnation(store)
+    try:
+        body = json.loads(store.get(f"{INCARNATIONS}/{newest_one:08d}")) if newest_one else {}
+        return dict(body.get("wish", {}))
+    except (CheckpointError, ValueError, AttributeError, TypeError) as error:
+        log.warning(
+            "what incarnation %d was claimed for can't be read (%s): the settings hold", newest_one, error
+        )
+        return {}
+
+
+def numbers(store: CheckpointStore) -> list[int]:
+    """Of all manifests there, damaged ones included, ascending."""
+    return sorted(seq_of(name) for name in store.list(MANIFESTS) if seq_of(name))
+
+
+def discard_after(store: CheckpointStore, seq: int) -> list[int]:
+    """Make manifest `seq` the newest: those behind it are no longer among the manifests, but kept below `discarded/`. Fences
+    whichever controller runs, which may link one more until it finds out: that one is discarded too. Numbers of those.
+
+    Raises:
+        CheckpointError: manifest `seq` is absent or damaged; nothing was changed.
+        FencedError: a controller was started at this moment; stop it and call again.
+
+    **If it fails half-way:** some of the newest are discarded; the next call goes on.
+    """
+    load(store, manifest_name(seq))
+    claim_incarnation(store, 0, kept_wish(store))
+    gone: list[int] = []
+    while newer := [number for number in reversed(numbers(store)) if number > seq]:
+        for number in newer:  # the newest first, so that what is left is always a log without a gap
+            store.create(f"{DISCARDED}/{number:08d}", store.get(manifest_name(number)))
+            store.delete(manifest_name(number))
+            gone.append(number)
+    return sorted(gone)
+
+
+def retire(store: CheckpointStore, keep: int = KEEP_MANIFESTS) -> None:
+    """Delete what no restart needs: manifests but the newest `keep`, files of trainers that none of those names and that are
+    older than the newest of them, old incarnations. Interrupted anywhere, the next call goes on."""
+    names = [manifest_name(number) for number in numbers(store)]
+    for name in (*names[:-keep], *sorted(store.list(DISCARDED))[:-keep]):
+        store.delete(name)
+    needed, last = set(), 0
+    for name in names[-keep:]:
+        try:
+            manifest = load(store, name).manifest
+            needed |= {manifest.dense.name, *(part.file.name for part in manifest.workers.values())}
+            last = max(last, seq_of(name))
+        except CheckpointError:
+            log.debug("%s is damaged: it keeps no files", name)
+    for name in (*store.list(DENSE), *store.list(WORKERS)):
+        number = name.rsplit("/", 1)[-1].split("-", 1)[0]
+        if name not in needed and number.isdecimal() and int(number) < last:
+            store.delete(name)
+    for name in sorted(store.list(INCARNATIONS), key=seq_of)[:-KEEP_INCARNATIONS]:
+        store.delete(name)

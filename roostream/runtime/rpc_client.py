@@ -1,0 +1,137 @@
+"""Calls made over TCP. A connection carries one call at a time, in order; a caller that wants several at once uses several
+threads, and the transport then holds several connections.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import deque
+
+from roostream import errors
+from roostream.errors import RoostreamError, TransportError, UnavailableError, WireError
+from roostream.runtime import connections, frames
+from roostream.runtime.address import parse_address
+from roostream.runtime.security.link_security import LinkKeys
+from roostream.runtime.transport import Answer, Arrays, Header
+
+
+class SocketTransport:
+    """A Transport to `"host:port"`. Connections are dialled when needed and kept for the next call; the host's name is looked up
+    for each, so that whoever moves is found again. See `roostream.runtime.transport.Transport` for what a failure means."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        dial_timeout_s: float = 2.0,
+        max_frame_bytes: int = frames.MAX_FRAME_BYTES,
+        keys: LinkKeys | None = None,
+    ) -> None:
+        self.address, self.dial_timeout_s, self.max_frame_bytes = address, dial_timeout_s, max_frame_bytes
+        self.keys = keys or LinkKeys()
+        self._idle: deque[socket.socket] = deque()
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        self.num_dialled = 0
+
+    def call(self, method: str, header: Header, arrays: Arrays = (), *, timeout_s: float = 30.0) -> Answer:
+        buffers = frames.encode(
+            frames.CALL, {"method": method, "header": header}, arrays, self.max_frame_bytes
+        )
+        deadline = time.monotonic() + timeout_s
+        connection = self._take(method, timeout_s)
+        try:
+            connections.send(connection, buffers, deadline)
+            received = connections.receive(connection, deadline, self.max_frame_bytes)
+        except (OSError, WireError) as error:
+            self._drop(connection)
+            reason = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
+            raise TransportError(f"{method} at {self.address}: {reason}") from None
+        if received is None:
+            self._drop(connection)
+            raise TransportError(f"{method} at {self.address}: the peer closed the connection")
+        with self._lock:
+            if not self._closed:
+                self._idle.append(connection)
+        kind, body, answer = received
+        if kind == frames.ERROR:
+            raise error_of(body)
+        return body.get("header", {}), answer
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            open_now, self._open, self._idle = self._open, set(), deque()
+        for connection in open_now:
+            connections.shutdown(connection, socket.SHUT_RDWR)
+            connection.close()
+
+    def _take(self, method: str, timeout_s: float) -> socket.socket:
+        """An idle connection that the peer hasn't closed, or a new one."""
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise TransportError(f"{method} at {self.address}: this transport is closed")
+                connection = self._idle.pop() if self._idle else None
+            if connection is None:
+                return self._dial(method, timeout_s)
+            if not connections.has_news(connection):
+                return connection
+            self._drop(connection)
+
+    def _dial(self, method: str, timeout_s: float) -> socket.socket:
+        limit_s, (host, port) = min(self.dial_timeout_s, timeout_s), parse_address(self.address)
+        try:
+            connection = socket.create_connection((host.strip("[]"), port), limit_s)
+            connections.tune(connection)
+            connection = self.keys.dialled(connection, host)
+            self._greet(connection, limit_s)
+        except OSError as error:
+            raise TransportError(f"{method} at {self.address}: can't connect ({error})") from None
+        with self._lock:
+            self._open.add(connection)
+            self.num_dialled += 1
+        return connection
+
+    def _greet(self, connection: socket.socket, limit_s: float) -> None:
+        """Tell the token, where there is one. Raises what the peer answers; OSError: it doesn't; the connection is closed."""
+        tokens = self.keys.tokens
+        if not tokens:
+            return
+        try:
+            deadline = time.monotonic() + limit_s
+            greeting = frames.encode(frames.CALL, {"method": frames.GREETING, "header": {"token": tokens[0]}})
+            connections.send(connection, greeting, deadline)
+            answer = connections.receive(connection, deadline, self.max_frame_bytes)
+            if answer is None:
+                raise ConnectionResetError("the peer closed the connection instead of taking the token")
+            if answer[0] == frames.ERROR:
+                raise error_of(answer[1])
+        except WireError as error:
+            connection.close()
+            raise ConnectionResetError(str(error)) from None
+        except BaseException:
+            connection.close()
+            raise
+
+    def _drop(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._open.discard(connection)
+        connection.close()
+
+
+def error_of(body: frames.Body) -> RoostreamError:
+    """The error that `error_body` described, or UnavailableError for a class that isn't known here. Never a TransportError:
+    this peer did answer, so that what it did must not be asked for again."""
+    name, message = str(body.get("error", "")), str(body.get("message", ""))
+    cls = getattr(errors, name, None)
+    if cls is TransportError:
+        return UnavailableError(message)
+    if cls is WireError:
+        return WireError(str(body.get("reason", "")), message)
+    if isinstance(cls, type) and issubclass(cls, RoostreamError):
+        return cls(message)
+    return UnavailableError(f"{name}: {message}")

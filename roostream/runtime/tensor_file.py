@@ -1,0 +1,43 @@
+"""Named arrays and a few words about them as one safetensors file: what a commit keeps of a trainer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors import numpy as safetensors
+
+from roostream.errors import CheckpointError
+
+_MAX_HEADER_BYTES = 64 << 20
+
+
+def encode(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
+    return safetensors.save(
+        {k: v if v.flags.c_contiguous else v.copy() for k, v in tensors.items()}, dict(metadata)
+    )
+
+
+def decode(data: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """(tensors, metadata).
+
+    Raises:
+        CheckpointError: not a safetensors file, or its sizes don't agree.
+    """
+    size = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or size > min(len(data) - 8, _MAX_HEADER_BYTES):
+        raise CheckpointError(f"expected a safetensors file, got {len(data)} bytes with a header of {size}")
+    try:
+        metadata = json.loads(data[8 : 8 + size]).get("__metadata__", {})
+        return safetensors.load(data), {str(k): str(v) for k, v in metadata.items()}
+    except (
+        SafetensorError,
+        ValueError,
+        AttributeError,
+        KeyError,
+    ) as error:  # KeyError: numbers that numpy has no type for
+        raise CheckpointError(
+            f"expected a safetensors file, got {len(data)} bytes that aren't one ({error})"
+        ) from None

@@ -1,0 +1,244 @@
+"""Families in a schema file, written out: what is said once becomes the long form, and then everything else follows.
+
+`{a,b}` in a name stands for both: `ctr_{10m,1h}` is `ctr_10m`, `ctr_1h`. Of several braces the last turns fastest, and
+braces may stand within braces. Rows come out where their block stood, in the order of its names, so the order of features,
+and with it the fingerprint, is that of the long form.
+
+    [[ro]], [[nro]]  a row a name; `online` and `table` with braces go along with the names one to one; a name that is left
+                     out is the online feature's
+    [[counter]]      a row a name; `event`, `half_life` and `window` with braces go along with the names one to one
+    [[transform]]    a row for each input and, within an input, each operation
+    [tables.NAME]    a table a name
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from roostream.errors import SchemaError
+from roostream.schema.toml_file import Place
+
+MOST_ROWS = 4096
+_MOST_LENGTH = 64
+_MOST_DEEP = 8
+_SECTIONS = ("ro", "nro", "counter", "label", "transform")
+_BOUND = {"ro": ("online", "table"), "nro": ("online", "table"), "counter": ("event", "half_life", "window")}
+_BESIDE = ("rank", "share")  # within a request: kept beside the input; other operations replace it
+
+
+class Lines:
+    """Where in the file a row of the long form was written.
+
+    `blocks`: section → of each row, which [[section]] of the file it is from; `tables`: name → the key that it is from.
+    """
+
+    def __init__(self, place: Place, blocks: Mapping[str, list[int]], tables: Mapping[str, str]) -> None:
+        self.place, self._blocks, self._tables = place, blocks, tables
+
+    def row(self, section: str, row: int) -> Place:
+        return self.place.inner(section, self._blocks[section][row], prefix=f"{section}.")
+
+    def table(self, name: str) -> Place:
+        return self.place.inner("tables", self._tables[name], prefix=f"tables.{name}.")
+
+    def of(self, section: str, row: int, *keys: str) -> str:
+        """`"file:line: "` of the first of `keys` that the row's block sets, or of the block's own line."""
+        return self.row(section, row).first(*keys)
+
+
+class Expanded(NamedTuple):
+    raw: dict[str, Any]  # as parsed TOML of the long form
+    lines: Lines
+
+
+def expand(raw: Mapping[str, Any], place: Place) -> Expanded:
+    """The long form of a parsed schema file; time and memory are bounded by MOST_ROWS a section.
+
+    Raises:
+        SchemaError: braces that don't close or are empty, bound keys that don't go together, too many rows; names file
+            and line.
+    """
+    out = dict(raw)
+    blocks: dict[str, list[int]] = {}
+    tables: dict[str, str] = {}
+    if isinstance(raw.get("tables"), dict):
+        tables = _tables(raw["tables"], place)
+        out["tables"] = {name: raw["tables"][key] for name, key in tables.items()}
+    for section in _SECTIONS:
+        given = raw.get(section, [])
+        if not isinstance(given, list) or not all(isinstance(row, dict) for row in given):
+            raise SchemaError(
+                f"{place.of(section) or 'schema: '}expected [[{section}]] tables, got {given!r}"
+            )
+        rows: list[dict[str, Any]] = []
+        blocks[section] = []
+        for block, row in enumerate(given):
+            try:
+                new = _rows(section, row)
+                if len(rows) + len(new) > MOST_ROWS:
+                    raise SchemaError(
+                        f"expected at most {MOST_ROWS} [[{section}]] in all, got more; split the schema"
+                    )
+            except SchemaError as error:
+                raise SchemaError(f"{place.of(section, block)}[[{section}]]: {error}") from None
+            rows += new
+            blocks[section] += [block] * len(new)
+        out[section] = rows
+    return Expanded(out, Lines(place, blocks, tables))
+
+
+def names_of(pattern: str) -> tuple[str, ...]:
+    """What a pattern stands for: `ctr_{10m,1h}` → `("ctr_10m", "ctr_1h")`; a plain name is its own only one.
+
+    Raises:
+        SchemaError: a brace without its other half, an empty item, braces more than 8 deep, more than MOST_ROWS names, a
+            name longer than 64.
+    """
+    names, end = _sequence(pattern, 0, depth=0)
+    if end < len(pattern):
+        raise SchemaError(
+            f"{pattern[:80]!r}: expected '{{' before the '}}' at {end}; write a family as 'ctr_{{10m,1h}}'"
+        )
+    return tuple(names)
+
+
+def _sequence(pattern: str, at: int, depth: int) -> tuple[list[str], int]:
+    """Names of `pattern` from `at` on, and where they end: at its own end, at a `}` or, in braces, at a comma."""
+    names = [""]
+    while at < len(pattern) and pattern[at] != "}" and not (depth and pattern[at] == ","):
+        if pattern[at] == "{":
+            items, at = _braces(pattern, at, depth + 1)
+        else:
+            literal = re.compile(r"[^{},]+" if depth else r"[^{}]+").match(pattern, at)
+            assert literal
+            items, at = [literal[0].strip() if depth else literal[0]], literal.end()
+        if len(names) * len(items) > MOST_ROWS:
+            raise SchemaError(f"{pattern[:80]!r}: expected at most {MOST_ROWS} names, got more; split it")
+        names = [name + item for name in names for item in items]
+        if max(map(len, names)) > _MOST_LENGTH:
+            raise SchemaError(
+                f"{pattern[:80]!r}: expected names of at most {_MOST_LENGTH} characters, got longer; shorten it"
+            )
+    return names, at
+
+
+def _braces(pattern: str, start: int, depth: int) -> tuple[list[str], int]:
+    """Items of the braces that open at `start`, and the place behind them."""
+    if depth > _MOST_DEEP:
+        raise SchemaError(
+            f"{pattern[:80]!r}: expected braces at most {_MOST_DEEP} deep, got deeper; write it as several names"
+        )
+    items: list[str] = []
+    at = start
+    while at == start or pattern[at] == ",":
+        names, at = _sequence(pattern, at + 1, depth)
+        if at == len(pattern):
+            raise SchemaError(f"{pattern[:80]!r}: expected '}}' for the '{{' at {start}, got none; close it")
+        if "" in names:
+            raise SchemaError(
+                f"{pattern[:80]!r}: expected a name between braces and commas, got none at {at}; remove the comma"
+            )
+        items += names
+        if len(items) > MOST_ROWS:
+            raise SchemaError(f"{pattern[:80]!r}: expected at most {MOST_ROWS} names, got more; split it")
+    return items, at + 1
+
+
+def _tables(tables: Mapping[str, Any], place: Place) -> dict[str, str]:
+    """Each name → the key that it is from; SchemaError if a name comes twice."""
+    out: dict[str, str] = {}
+    for key in tables:
+        at = f"{place.of('tables', key)}[tables.{key}]"
+        try:
+            names = names_of(key)
+        except SchemaError as error:
+            raise SchemaError(f"{at}: {error}") from None
+        for name in names:
+            if name in out:
+                raise SchemaError(f"{at}: table {name!r} is there already; give each its own name")
+            out[name] = key
+    return out
+
+
+def _rows(section: str, row: dict[str, Any]) -> list[dict[str, Any]]:
+    if section == "transform":
+        return _transforms(row)
+    if section == "label":
+        return [row]
+    if section == "counter":
+        entity = row.get("entity")
+        return _named({**row, "entity": [entity]} if isinstance(entity, str) else row, _BOUND[section])
+    return _named(
+        {"name": row["online"], **row} if "name" not in row and "online" in row else row, _BOUND[section]
+    )
+
+
+def _named(row: dict[str, Any], keys: tuple[str, ...]) -> list[dict[str, Any]]:
+    """A row for each name, with its own of the `keys` that go along with names."""
+    if not isinstance(row.get("name"), str):
+        return [row]  # absent or of another type: told when the row is read
+    names = names_of(row["name"])
+    bound = {key: names_of(row[key]) for key in keys if isinstance(row.get(key), str) and "{" in row[key]}
+    for key, values in bound.items():
+        if len(values) != len(names):
+            raise SchemaError(
+                f"expected one {key} for each of {len(names)} names, got {len(values)}: {row[key]!r}; make them equal"
+            )
+    endings, online = (
+        [name.rpartition("_")[2] for name in group] for group in (names, bound.get("online", names))
+    )
+    if endings != online and sorted(endings) == sorted(online):
+        raise SchemaError(
+            f"expected online in the order of {row['name']!r}, got {row['online']!r}; write both in one order"
+        )
+    return [
+        {**row, "name": name, **{key: values[i] for key, values in bound.items()}}
+        for i, name in enumerate(names)
+    ]
+
+
+def _transforms(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for each input and operation, in this order."""
+    if "input" in row and "inputs" in row:
+        raise SchemaError("expected input or inputs, got both; keep one")
+    ops = _listed(row, "op")
+    inputs: list[str] = []
+    for pattern in _listed(row, "inputs" if "inputs" in row else "input"):
+        inputs += names_of(pattern)
+        if len(inputs) * len(ops) > MOST_ROWS:
+            raise SchemaError(
+                f"expected at most {MOST_ROWS} inputs times operations, got more; split the transform"
+            )
+    output = row.get("output", "{input}")
+    if len(inputs) > 1 and isinstance(output, str) and "{input}" not in output:
+        raise SchemaError(
+            f"expected {{input}} in the output of {len(inputs)} inputs, got {output!r}; write '{{input}}_{output}'"
+        )
+    rest = {key: value for key, value in row.items() if key not in ("input", "inputs", "op", "output")}
+    return [
+        {**rest, "output": _output(row, i, op), "input": i, "op": op}
+        for i, op in itertools.product(inputs, ops)
+    ]
+
+
+def _listed(row: Mapping[str, Any], key: str) -> list[str]:
+    """A text, or a list of texts, as a list."""
+    if key not in row:
+        raise SchemaError(f"expected {key}, got nothing; add it")
+    value = [row[key]] if isinstance(row[key], str) else row[key]
+    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+        raise SchemaError(f"expected a text or a list of texts in {key}, got {value!r}")
+    if not value:
+        raise SchemaError(
+            f"expected at least one entry in {key}, got an empty list; name one or remove the transform"
+        )
+    return value
+
+
+def _output(row: Mapping[str, Any], name: str, op: str) -> Any:
+    """`output` with its `{input}` and `{op}` filled in; unless given, rank and share stand beside the input."""
+    pattern = row.get("output", "{input}_{op}" if op in _BESIDE else "{input}")
+    return pattern.replace("{input}", name).replace("{op}", op) if isinstance(pattern, str) else pattern

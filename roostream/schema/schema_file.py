@@ -1,0 +1,82 @@
+"""A schema's TOML file → a checked `Schema`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from roostream.errors import ConfigError, SchemaError, nearest
+from roostream.schema.check import check
+from roostream.schema.counter_declaration import CounterDeclaration
+from roostream.schema.expand import Lines, expand
+from roostream.schema.schema import Feature, Label, Schema, Table, Transform
+from roostream.schema.settings import build, from_dict
+from roostream.schema.toml_file import NOWHERE, Place, read_toml
+from roostream.schema.update_rules import take_rule
+
+
+def load_schema(path: str | Path) -> Schema:
+    """Read and check a schema TOML.
+
+    Raises:
+        SchemaError: names key, value, nearest name, file and line.
+    """
+    try:
+        file = read_toml(path)
+    except ConfigError as error:
+        raise SchemaError(str(error)) from None
+    return schema_from_dict(file.raw, file.place)
+
+
+def schema_from_dict(raw: Mapping[str, Any], place: Place = NOWHERE) -> Schema:
+    """The same from a parsed table; `place` only for messages."""
+    try:
+        long, lines = expand(raw, place)
+        return check(_parse(long, lines), lines)
+    except SchemaError:
+        raise
+    except ConfigError as error:
+        raise SchemaError(str(error)) from None
+
+
+def _parse(raw: dict[str, Any], lines: Lines) -> Schema:
+    """A schema of the long form, its rows checked one by one; what they refer to is checked by `check`."""
+    place = lines.place
+    tables = raw.pop("tables", {})
+    if not isinstance(tables, dict):
+        raise SchemaError(f"{place.of('tables')}expected [tables.NAME] tables, got {tables!r}")
+    for name, t in tables.items():
+        if not isinstance(t, dict):
+            raise SchemaError(f"{lines.table(name).of()}expected a table [tables.{name}], got {t!r}")
+    parsed: dict[str, object] = {
+        "tables": tuple(_table(name, dict(t), lines.table(name)) for name, t in tables.items())
+    }
+    lists = {
+        "ro": Feature,
+        "nro": Feature,
+        "counter": CounterDeclaration,
+        "label": Label,
+        "transform": Transform,
+    }
+    for key, cls in lists.items():
+        rows = enumerate(raw.pop(key))
+        plural = key + "s" if key in ("counter", "label", "transform") else key
+        parsed[plural] = tuple(_row(cls, row, lines.row(key, index)) for index, row in rows)
+    known = {*lists, "tables", "limits", "online", "name"}
+    for key in raw:
+        if key not in ("limits", "online", "name"):
+            raise SchemaError(f"{place.of(key)}unknown key {key!r} = {raw[key]!r}{nearest(key, known)}")
+    return build(Schema, {**parsed, **from_dict(Schema, raw, place)}, place)
+
+
+def _table(name: str, raw: dict[str, Any], place: Place) -> Table:
+    rule = take_rule(raw, place)
+    return build(Table, {**from_dict(Table, raw, place), "name": name, "rule": rule}, place)
+
+
+def _row(cls: type[Any], raw: dict[str, Any], place: Place) -> Any:
+    """Messages name the row as far as it has a name: `key 'ro.hour.default'`."""
+    name = raw.get("output" if cls is Transform else "name", "")
+    named = place.inner(prefix=f"{place.prefix}{name}.") if isinstance(name, str) and name else place
+    return build(cls, from_dict(cls, raw, named), named)

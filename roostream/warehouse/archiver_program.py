@@ -1,0 +1,162 @@
+"""`roostream archiver`.
+
+1 wait for the topics; their ids name what is committed
+2 open: the tables say where to read on
+3 read, write, commit, until told to stop; what is away is waited for, with what was read in memory and no more
+4 on stop: commit what was read, in the time that is left
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from roostream.errors import UnavailableError
+from roostream.runtime import metrics, program
+from roostream.runtime.backoff import Backoff
+from roostream.runtime.checkpoint_store import open_store
+from roostream.runtime.clock import Clock, SystemClock
+from roostream.runtime.exports import Exports
+from roostream.runtime.health import Health
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.reader import KafkaReader
+from roostream.runtime.kafka.reading import Reading
+from roostream.runtime.kafka.topics import DEAD_LETTERS, Partition, name_of
+from roostream.runtime.program import Stop
+from roostream.schema.registry import open_registry
+from roostream.warehouse.archive import CORRECTIONS, SAMPLES, Dead
+from roostream.warehouse.archiver import Archiver, FlushRule
+from roostream.warehouse.config import ArchiverConfig
+from roostream.warehouse.place import Warehouse
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+
+log = logging.getLogger("roostream.archiver")
+_POLL_S = 0.5
+_BUFFERED = 512
+_FLUSH_S = 10.0
+_COUNTERS = ("rows", "files", "bytes", "dead", "commits", "refused", "lost")
+
+
+def run_archiver(config: ArchiverConfig) -> int:
+    """Until SIGTERM or SIGINT; the exit code of `roostream.runtime.program.run`."""
+    return program.run(f"archiver {config.index}", lambda stop: archive(config, stop), config.log_format)
+
+
+def own_partitions(config: ArchiverConfig) -> tuple[Partition, ...]:
+    """A sample and its corrections have the same number, so that one archiver has both."""
+    mine = range(config.index, config.partitions, config.num_archivers)
+    return tuple((topic, number) for topic in (SAMPLES, CORRECTIONS) for number in mine)
+
+
+class KafkaDeadLetters:
+    """See `DeadLetters`. Keyed by place as the trainer's are: who reads them counts each place once."""
+
+    def __init__(self, config: ArchiverConfig, clock: Clock) -> None:
+        self._producer = clients.producer(config.broker)
+        self._topic, self._most, self._clock = (
+            name_of(config.prefix, DEAD_LETTERS),
+            config.max_raw_bytes,
+            clock,
+        )
+
+    def send(self, dead: Sequence[Dead]) -> None:
+        for record, reason, error in dead:
+            log.warning(
+                "%s-%d offset %d is dead: %s (%s)",
+                record.topic,
+                record.partition,
+                record.offset,
+                reason,
+                error,
+            )
+            letter = pb.DeadLetter(
+                reason=reason,
+                topic=record.topic,
+                partition=record.partition,
+                offset=record.offset,
+                error=error,
+                raw=(record.value or b"")[: self._most],
+                raw_bytes=len(record.value or b""),
+            )
+            key, value = (
+                record.offset.to_bytes(8, "little", signed=True),
+                wire.encode(wire.DEAD_LETTER, letter),
+            )
+            clients.send(
+                self._producer,
+                self._topic,
+                key=key,
+                value=value,
+                timestamp_ms=self._clock.now_ms(),
+                give_up=lambda: True,
+            )
+        if left := self._producer.flush(_FLUSH_S):
+            raise UnavailableError(f"Kafka has not acknowledged {left} dead letters for {_FLUSH_S:g} s")
+
+
+def archive(config: ArchiverConfig, stop: Stop) -> None:
+    """`roostream archiver`, until `stop`.
+
+    Raises:
+        RoostreamError: a topic has other partitions than the settings say, or the warehouse is damaged.
+    """
+    health, clock = Health(config.stalled_after_ms / 1000), SystemClock()
+    log.info(
+        "metrics at %s://%s:%d/metrics", config.scheme, config.metrics_host, metrics.serve(config, health)
+    )
+    with health.waiting("Kafka"):
+        topics = clients.wait_for_topics(
+            config.broker, config.prefix, (SAMPLES, CORRECTIONS), config.partitions, stop
+        )
+    partitions = own_partitions(config)
+    reading = Reading(
+        partitions=partitions,
+        prefix=config.prefix,
+        buffered=_BUFFERED,
+        skips_lost=config.skip_lost,
+        follows_ends=True,
+    )
+    reader = KafkaReader.open(config.broker, "archiver", reading)
+    archiver = Archiver(
+        Warehouse(config.warehouse),
+        reader,
+        {topic: topics[name_of(config.prefix, topic)] for topic in (SAMPLES, CORRECTIONS)},
+        open_registry(open_store(config.store)),
+        FlushRule(bytes=config.flush_bytes, after_ms=config.flush_interval_ms),
+        KafkaDeadLetters(config, clock),
+        clock,
+    )
+    exports = Exports(
+        "archiver", lambda: shown(archiver), {"behind_records": "partition"}, counters=_COUNTERS
+    )
+    exports.register()
+    waits = Backoff(what=f"the warehouse at {config.warehouse}, or Kafka")
+    try:
+        with health.waiting("warehouse"):
+            waits.until(archiver.open, (UnavailableError,), stop)
+        while not stop.is_set():
+            try:
+                archiver.turn(_POLL_S)
+                waits.reached()
+                health.turned()
+            except UnavailableError as error:
+                health.turned(str(error))
+                waits.wait(error, stop)
+        archiver.flush()
+    finally:
+        exports.unregister()
+        reader.close()
+
+
+def shown(archiver: Archiver) -> dict[str, object]:
+    """Its numbers, by the names that they are exported under."""
+    counts = archiver.counts
+    lag = {f"{topic}-{number}": behind.records for (topic, number), behind in archiver.reader.lag().items()}
+    numbers = {name: getattr(counts, name) for name in _COUNTERS if name != "lost"}
+    return {
+        **numbers,
+        "lost": archiver.reader.num_lost,
+        "waiting_bytes": archiver.num_waiting_bytes,
+        "behind_records": lag,
+    }

@@ -1,0 +1,81 @@
+"""`roostream compactor`: looks at the warehouse now and then, and does what is due."""
+
+from __future__ import annotations
+
+import logging
+
+from roostream.errors import CheckpointError, UnavailableError
+from roostream.runtime import metrics, program
+from roostream.runtime.backoff import Backoff
+from roostream.runtime.clock import SystemClock
+from roostream.runtime.exports import Exports
+from roostream.runtime.health import Health
+from roostream.runtime.program import Stop
+from roostream.warehouse.compactor import Compactor
+from roostream.warehouse.config import CompactorConfig
+from roostream.warehouse.place import Warehouse
+
+log = logging.getLogger("roostream.compactor")
+_COUNTERS = ("seals", "files_replaced", "rows", "repeated", "retired", "cut", "deleted", "refused", "damaged")
+
+
+def run_compactor(config: CompactorConfig) -> int:
+    """Until SIGTERM or SIGINT; the exit code of `roostream.runtime.program.run`."""
+    return program.run("compactor", lambda stop: compact(config, stop), config.log_format)
+
+
+class Rounds:
+    """Looks at the warehouse, one after another: a damaged file stops its own day, never the others."""
+
+    def __init__(self, compactor: Compactor, health: Health, stop: Stop) -> None:
+        self.compactor, self.health, self.stop = compactor, health, stop
+        self.num_due = self.num_damaged = 0
+
+    def look(self) -> None:
+        """Once. UnavailableError: the warehouse is away; what was done stays done."""
+        due = self.compactor.due()
+        for n, seal in enumerate(due):
+            if self.stop.is_set():
+                return
+            self.num_due = len(due) - n
+            try:
+                self.compactor.seal(seal)
+            except CheckpointError as error:
+                self.num_damaged += 1
+                log.error("%s partition %d is not sealed: %s", seal.day, seal.partition, error)
+            self.health.turned()
+        self.num_due = 0
+        self.compactor.retire()
+        self.compactor.vacuum()
+
+    def shown(self) -> dict[str, object]:
+        """Numbers by the names that they are exported under."""
+        numbers = {name: getattr(self.compactor.counts, name) for name in _COUNTERS if name != "damaged"}
+        return {**numbers, "damaged": self.num_damaged, "due": self.num_due}
+
+
+def compact(config: CompactorConfig, stop: Stop) -> None:
+    """`roostream compactor`, until `stop`; what it is doing then is not committed, and done by whoever comes next."""
+    health = Health(config.stalled_after_ms / 1000)
+    log.info(
+        "metrics at %s://%s:%d/metrics", config.scheme, config.metrics_host, metrics.serve(config, health)
+    )
+    warehouse = Warehouse(config.warehouse)
+    rounds = Rounds(Compactor(warehouse, config, SystemClock()), health, stop)
+    exports = Exports("compactor", rounds.shown, {}, counters=_COUNTERS)
+    exports.register()
+    waits = Backoff(what=f"the warehouse at {config.warehouse}")
+    try:
+        with health.waiting("warehouse"):
+            waits.until(warehouse.create, (UnavailableError,), stop)
+        while not stop.is_set():
+            try:
+                rounds.look()
+                waits.reached()
+                health.turned()
+            except UnavailableError as error:
+                health.turned(str(error))
+                waits.wait(error, stop)
+            stop.wait(config.interval_ms / 1000)
+    finally:
+        exports.unregister()

@@ -1,0 +1,328 @@
+"""The log of a table: which files are in it, and how far each program has come. The only importer of deltalake.
+
+A commit holds files and progress, or nothing of it: progress is Delta's application transactions, so that two that move the same
+name never both land, while others are rebased over each other (docs/decisions/0058).
+
+    samples/<topic id>/<partition>      next offset of the topic that is in no file yet
+    corrections/<topic id>/<partition>  the same, in the table of corrections
+    compact/<day>/<partition>           how often that day's files were replaced
+    folded/<day>/<partition>/<topic id>  offset of `corrections` below which they are folded into sealed files
+    retired/<topic id>/<partition>      offset of the topic below which files may have been retired
+    cut/<day>                           how often files of that day went while others stayed
+
+Delta checks added files against each other and progress against itself, but not removals: so whoever removes also moves a name,
+and this file refuses what nobody checks there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import deltalake
+from deltalake import CommitProperties, Transaction
+from deltalake import schema as types
+from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
+from deltalake.transaction import AddAction, RemoveAction
+
+from roostream.errors import CheckpointError, ConfigError, FencedError, UnavailableError
+from roostream.warehouse.data_file import DataFile, candidates_of, topic_of
+from roostream.warehouse.layout import ordered
+from roostream.wire.columnar import CANDIDATE, REQUEST, Form
+
+_PARTITION_BY = {"day": "date", "partition": "integer", "fingerprint": "string", "sealed": "boolean"}
+_TYPES = {"i8": "long", "i4": "integer", "f4": "float", "bytes": "binary"}
+_TRIES = 20
+_S3_OPTIONS = {  # a put that loses says so, and callers wait by their own rules
+    "conditional_put": "etag",
+    "connect_timeout": "5s",
+    "timeout": "30s",
+    "max_retries": "2",
+    "retry_timeout": "10s",
+}
+_DAMAGE = (
+    "Json error",
+    "Invalid JSON",
+    "Invalid table version",
+    "Invalid log",
+    "Parquet error",
+    "LogSegment",
+)
+_CONFIGURATION: dict[str, str | None] = {
+    "delta.logRetentionDuration": "interval 60 days",
+    "delta.checkpointInterval": "20",
+}
+
+
+class Step(NamedTuple):
+    """Of a name of progress: from where to where a commit moves it. `before` None: nobody has set it."""
+
+    before: int | None
+    after: int
+
+
+class TableSnapshot:
+    """A table as one version has it; it stays so."""
+
+    def __init__(self, log: deltalake.DeltaTable) -> None:
+        self.version = log.version()
+        self._log = log
+        self.files: tuple[DataFile, ...] = tuple(_files(log))
+
+    def progress(self, name: str) -> int | None:
+        """Of a name as the module lists them; None where nobody has set it."""
+        return self._log.transaction_version(name)
+
+    def of_days(self, first: date | None = None, last: date | None = None) -> tuple[DataFile, ...]:
+        """Files of days [first, last]; None = no bound."""
+        return tuple(
+            f for f in self.files if (first is None or f.day >= first) and (last is None or f.day <= last)
+        )
+
+
+class WarehouseTable:
+    """One table. Nothing is read before the first call. One thread."""
+
+    def __init__(self, place: str | Path, name: str) -> None:
+        """`place`: of the warehouse, a directory or s3://bucket/prefix. `name`: the table's folder there."""
+        self.name = name
+        self.url = _joined(place, name)
+        self._options = _S3_OPTIONS if self.url.startswith("s3://") else None
+
+    def create(self) -> None:
+        """Make it where it isn't. Idempotent, also of several at once. UnavailableError: its place can't be written."""
+        fields = [_field(name, {**REQUEST, **CANDIDATE}[name]) for name in ordered({**REQUEST, **CANDIDATE})]
+        schema = types.Schema(
+            [*fields, *(types.Field(n, types.PrimitiveType(t)) for n, t in _PARTITION_BY.items())]
+        )
+        with self._told("made"):
+            if not self.url.startswith("s3://"):
+                Path(self.url).mkdir(parents=True, exist_ok=True)
+            for left in range(_TRIES, 0, -1):
+                try:
+                    deltalake.DeltaTable.create(
+                        self.url,
+                        schema,
+                        mode="ignore",
+                        partition_by=list(_PARTITION_BY),
+                        configuration=_CONFIGURATION,
+                        storage_options=self._options,
+                    )
+                    return
+                except (CommitFailedError, DeltaError):  # another made it at the same moment
+                    if left == 1 or not self._exists():
+                        raise
+
+    def exists(self) -> bool:
+        with self._told("read"):
+            return self._exists()
+
+    def snapshot(self, version: int | None = None) -> TableSnapshot:
+        """As it is now, or as it was.
+
+        Raises:
+            UnavailableError: it can't be read now. CheckpointError: no such table or version, or its log is damaged.
+        """
+        with self._told("read"):
+            try:
+                return TableSnapshot(
+                    deltalake.DeltaTable(self.url, version=version, storage_options=self._options)
+                )
+            except TableNotFoundError:
+                raise CheckpointError(f"{self.url} is no table; has an archiver written there?") from None
+
+    def widen(self, forms: Mapping[str, Form]) -> None:
+        """Let the table's schema have these columns, in a commit of its own where it lacks some. Raises as `commit`."""
+        for left in range(_TRIES, 0, -1):
+            with self._told("written"):
+                log = self._newest()
+                there = {field.name for field in log.schema().fields}
+                new = [_field(name, form) for name, form in forms.items() if name not in there]
+                if not new:
+                    return
+                try:
+                    log.alter.add_columns(new)
+                except CommitFailedError as error:
+                    if left == 1:
+                        raise UnavailableError(
+                            f"{self.url}: too many write to it at once ({error})"
+                        ) from None
+
+    def commit(
+        self,
+        add: Sequence[DataFile],
+        remove: Sequence[DataFile] = (),
+        progress: Mapping[str, Step] | None = None,
+    ) -> TableSnapshot:
+        """One transaction: these files come, these go, these names move. Gives the table with it.
+
+        **If it fails**: FencedError: nothing was committed. UnavailableError: nothing was, or all of it; a repeated call with the
+        same files learns which.
+
+        Raises:
+            FencedError: somebody moved one of the names, or removed one of the files. UnavailableError: the log can't be written.
+        """
+        steps = dict(progress or {})
+        assert steps or not remove, "removals are only checked by a name that moves"
+        for left in range(_TRIES, 0, -1):
+            with self._told("written"):
+                found = TableSnapshot(self._newest())
+                paths = {file.path for file in found.files}
+                if add and all(file.path in paths for file in add):
+                    return found  # a call before this one did it, and could not tell
+                self._check(found, paths, remove, steps)
+                try:
+                    self._write(found, add, remove, steps)
+                except CommitFailedError as error:
+                    if left == 1:
+                        raise UnavailableError(
+                            f"{self.url}: too many write to it at once ({error})"
+                        ) from None
+                    continue
+                return TableSnapshot(self._newest())
+        raise AssertionError("unreachable")
+
+    def vacuum(
+        self, retention_hours: int, keep_versions: Collection[int] = (), *, dry_run: bool = False
+    ) -> list[str]:
+        """Delete files that nobody names, or that were removed, for so long; give their paths. What a version of `keep_versions`
+        names stays. UnavailableError: the place can't be written."""
+        with self._told("swept"):
+            return self._newest().vacuum(
+                retention_hours=retention_hours,
+                dry_run=dry_run,
+                enforce_retention_duration=False,
+                full=True,
+                keep_versions=sorted(keep_versions) or None,
+            )
+
+    def _check(
+        self,
+        found: TableSnapshot,
+        paths: Collection[str],
+        remove: Sequence[DataFile],
+        steps: Mapping[str, Step],
+    ) -> None:
+        for name, step in steps.items():
+            if (at := found.progress(name)) != step.before:
+                raise FencedError(
+                    f"{self.url}: expected {name} at {step.before}, got {at}: another program moved it; read it anew"
+                )
+        for file in remove:
+            if file.path not in paths:
+                raise FencedError(
+                    f"{self.url}: {file.path} is gone: another program replaced it; read the table anew"
+                )
+
+    def _write(
+        self,
+        found: TableSnapshot,
+        add: Sequence[DataFile],
+        remove: Sequence[DataFile],
+        steps: Mapping[str, Step],
+    ) -> None:
+        now_ms = time.time_ns() // 1_000_000
+        actions: list[AddAction | RemoveAction] = [_added(file, now_ms) for file in add]
+        actions += [RemoveAction(f.path, True, now_ms, f.bytes, _partition_values(f)) for f in remove]
+        moved = [Transaction(name, step.after) for name, step in steps.items()]
+        log = found._log
+        log.create_write_transaction(
+            actions,
+            "append",
+            log.schema(),
+            list(_PARTITION_BY),
+            commit_properties=CommitProperties(app_transactions=moved),
+        )
+
+    def _newest(self) -> deltalake.DeltaTable:
+        return deltalake.DeltaTable(self.url, storage_options=self._options)
+
+    def _exists(self) -> bool:
+        try:
+            self._newest()
+        except TableNotFoundError:
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def _told(self, verb: str) -> Iterator[None]:
+        try:
+            yield
+        except TableNotFoundError:
+            raise CheckpointError(f"{self.url} is no table; has an archiver written there?") from None
+        except (DeltaError, OSError) as error:
+            text = str(error).strip().split("\n", 1)[0][:300]
+            if isinstance(error, DeltaError) and _is_damage(text):
+                raise CheckpointError(
+                    f"{self.url} is damaged: {text}; bring its log back from a backup"
+                ) from None
+            raise UnavailableError(f"{self.url} can't be {verb} now ({text}); bring its place back") from None
+
+
+def _is_damage(text: str) -> bool:
+    """Of what delta-rs says: the log answers, and can't be understood or lacks a version."""
+    return any(word in text for word in _DAMAGE)
+
+
+def _joined(place: str | Path, name: str) -> str:
+    text = str(place).removeprefix("file://").rstrip("/")
+    if "://" in text and not text.startswith("s3://"):
+        raise ConfigError(f"expected a warehouse in a directory or at s3://bucket/prefix, got {str(place)!r}")
+    return f"{text}/{name}"
+
+
+def _field(name: str, form: Form) -> types.Field:
+    plain: Any = types.PrimitiveType("string" if form.role == "text" else _TYPES[form.dtype])
+    for _ in range(form.is_list + (form.of == "candidate")):
+        plain = types.ArrayType(plain, True)
+    return types.Field(name, plain, nullable=True)
+
+
+def _partition_values(file: DataFile) -> dict[str, str | None]:
+    return {
+        "day": file.day.isoformat(),
+        "partition": str(file.partition),
+        "fingerprint": f"{file.fingerprint:016x}",
+        "sealed": "true" if file.sealed else "false",
+    }
+
+
+def _added(file: DataFile, now_ms: int) -> AddAction:
+    bounds = {
+        "offset": (file.first_offset, file.last_offset),
+        "close_ms": (file.first_close_ms, file.last_close_ms),
+    }
+    stats = {
+        "numRecords": file.rows,
+        "minValues": {name: low for name, (low, _) in bounds.items()},
+        "maxValues": {name: high for name, (_, high) in bounds.items()},
+        "nullCount": dict.fromkeys(bounds, 0),
+    }
+    return AddAction(file.path, file.bytes, _partition_values(file), now_ms, True, json.dumps(stats))
+
+
+def _files(log: deltalake.DeltaTable) -> Iterator[DataFile]:
+    """In the order of their paths, so that whoever lists them lists them alike."""
+    actions = log.get_add_actions(flatten=True)
+    columns = {name: actions[name].to_pylist() for name in actions.schema.names}
+    for n in sorted(range(actions.num_rows), key=lambda n: columns["path"][n]):
+        yield DataFile(
+            path=columns["path"][n],
+            bytes=columns["size_bytes"][n],
+            rows=columns["num_records"][n],
+            candidates=candidates_of(columns["path"][n]),
+            day=columns["partition.day"][n],
+            partition=columns["partition.partition"][n],
+            fingerprint=int(columns["partition.fingerprint"][n], 16),
+            first_offset=columns["min.offset"][n],
+            last_offset=columns["max.offset"][n],
+            first_close_ms=columns["min.close_ms"][n],
+            last_close_ms=columns["max.close_ms"][n],
+            sealed=columns["partition.sealed"][n],
+            topic=topic_of(columns["path"][n]),
+        )

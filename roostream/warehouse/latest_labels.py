@@ -1,0 +1,107 @@
+"""Labels as corrections left them, over labels as they were at the close.
+
+A correction says of a sample's items what their labels are now; of several that speak of one item the one with the highest offset
+counts. Files keep both: `label__<label>` is what the stream trained, `latest__<label>` of a sealed file what corrections made of
+it until then (docs/decisions/0059), so nothing that was on the topic is lost by sealing.
+
+Letters: M corrected (sample, item) pairs, R requests, B candidates, T labels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from datetime import date
+from typing import NamedTuple
+
+import numpy as np
+
+from roostream.warehouse.archive import CORRECTIONS, OF_SAMPLE, correction_forms
+from roostream.warehouse.data_file import DataFile
+from roostream.warehouse.file_reader import writer_of
+from roostream.warehouse.place import Warehouse
+from roostream.wire.batch import Batch
+from roostream.wire.columnar import label_column
+
+LATEST = "latest"
+
+
+class Latest(NamedTuple):
+    """What corrections say now, by (sample, item)."""
+
+    sample_M: np.ndarray  # int64, ascending
+    item_M: np.ndarray  # int64
+    label_MT: np.ndarray  # float32; NaN = not said
+
+    @property
+    def is_empty(self) -> bool:
+        return not len(self.sample_M)
+
+
+def read_latest(warehouse: Warehouse, files: Iterable[DataFile], labels: Sequence[str]) -> Latest:
+    """Of all corrections in these files of one partition, for labels of these names.
+
+    Raises:
+        UnavailableError: one can't be read now. CheckpointError: one is damaged; names it. SchemaError: its writer is not known.
+    """
+    samples, items, offsets, values = [], [], [], []
+    for file in files:
+        known = correction_forms(writer_of(file, warehouse.registry))
+        columns, counts_R = warehouse.open_file(CORRECTIONS, file).columns(known)
+        index_B = np.repeat(np.arange(len(counts_R)), counts_R)
+        samples.append(columns[OF_SAMPLE].values[index_B])
+        offsets.append(columns["offset"].values[index_B])
+        items.append(columns["item"].values)
+        nothing = np.full(len(index_B), np.nan, dtype=np.float32)
+        names = [label_column(label) for label in labels]
+        values.append(
+            np.stack([columns[n].values if n in columns else nothing for n in names], axis=1)
+            if names
+            else nothing[:, :0]
+        )
+    if not samples:
+        none = np.zeros(0, dtype=np.int64)
+        return Latest(none, none, np.zeros((0, len(labels)), dtype=np.float32))
+    return _newest(
+        np.concatenate(samples), np.concatenate(items), np.concatenate(offsets), np.concatenate(values)
+    )
+
+
+def _newest(sample_N: np.ndarray, item_N: np.ndarray, offset_N: np.ndarray, label_NT: np.ndarray) -> Latest:
+    order = np.lexsort([offset_N, item_N, sample_N])
+    sample_N, item_N, label_NT = sample_N[order], item_N[order], label_NT[order]
+    last = np.ones(len(order), dtype=np.bool_)
+    last[:-1] = (sample_N[1:] != sample_N[:-1]) | (item_N[1:] != item_N[:-1])
+    return Latest(sample_N[last], item_N[last], label_NT[last])
+
+
+def overlaid(
+    latest: Latest, sample_id_R: np.ndarray, counts_R: np.ndarray, item_B: np.ndarray, label_BT: np.ndarray
+) -> np.ndarray:
+    """`label_BT` (float32) with what corrections say; the same array where they say nothing of these samples."""
+    found_R = np.flatnonzero(np.isin(sample_id_R, latest.sample_M)) if not latest.is_empty else ()
+    if not len(found_R):
+        return label_BT
+    out, ends = label_BT.copy(), np.cumsum(counts_R, dtype=np.int64)
+    for r in found_R:
+        first, end = (
+            np.searchsorted(latest.sample_M, sample_id_R[r], "left"),
+            np.searchsorted(latest.sample_M, sample_id_R[r], "right"),
+        )
+        items = item_B[ends[r] - counts_R[r] : ends[r]]
+        for m in range(first, end):
+            said = ~np.isnan(latest.label_MT[m])
+            at = ends[r] - counts_R[r] + np.flatnonzero(items == latest.item_M[m])
+            out[np.ix_(at, said)] = latest.label_MT[m][said]
+    return out
+
+
+def overlay(batch: Batch, latest: Latest) -> Batch:
+    """A batch with the labels of now; `latest` was read for its schema's labels."""
+    label_BT = overlaid(latest, batch.sample_id_R, batch.num_candidates_R, batch.item_B, batch.label_BT)
+    return batch if label_BT is batch.label_BT else dataclasses.replace(batch, label_BT=label_BT)
+
+
+def of(files: Iterable[DataFile], day: date, partition: int) -> list[DataFile]:
+    """Those of a day of close and a partition: a sample's corrections have its day and number."""
+    return [file for file in files if (file.day, file.partition) == (day, partition)]

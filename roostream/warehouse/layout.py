@@ -1,0 +1,168 @@
+"""How columns lie in a Parquet file: types, order, encodings, and the way between flat arrays and Arrow.
+
+A row is a request; what its candidates have is a list, what a candidate's list feature has a list of lists. Floats are split by
+byte instead of put into dictionaries, ids and texts have dictionaries, times are written as differences
+(docs/decisions/0058 says what each is worth). A missing float is a NaN, bit for bit as it came; a missing list is null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from roostream.errors import CheckpointError
+from roostream.warehouse.pages.page_reader import PagedColumn
+from roostream.wire.columnar import FlatColumn, Form
+
+ROWS_OF_GROUP = 4096
+"""Requests of a row group: the least that is read of a column."""
+FIRST = ("offset", "close_ms")
+"""Columns that lie first whatever is asked for: the table's log keeps their bounds."""
+_ENCODINGS = {"float": "BYTE_STREAM_SPLIT", "time": "DELTA_BINARY_PACKED"}
+_ARROW = {"i8": pa.int64(), "i4": pa.int32(), "f4": pa.float32(), "bytes": pa.binary()}
+_NUMPY = {pa.int64(): np.int64, pa.int32(): np.int32, pa.float32(): np.float32}
+
+
+def ordered(names: Iterable[str], by_popularity: Sequence[str] = ()) -> list[str]:
+    """`names` with those that are asked for most in front, the others as they were: what is read together lies together."""
+    there = list(names)
+    first = [name for name in (*FIRST, *by_popularity) if name in set(there)]
+    return list(dict.fromkeys((*first, *there)))
+
+
+def arrow_type(form: Form) -> pa.DataType:
+    plain = pa.string() if form.role == "text" else _ARROW[form.dtype]
+    for _ in range(form.is_list + (form.of == "candidate")):
+        plain = pa.list_(plain)
+    return plain
+
+
+def arrow_schema(forms: Mapping[str, Form], names: Sequence[str]) -> pa.Schema:
+    return pa.schema([pa.field(name, arrow_type(forms[name])) for name in names])
+
+
+def writer_options(forms: Mapping[str, Form]) -> dict[str, Any]:
+    """Of pyarrow's ParquetWriter."""
+    leaf = {
+        name: name + ".list.element" * (form.is_list + (form.of == "candidate"))
+        for name, form in forms.items()
+    }
+    return {
+        "compression": "zstd",
+        "compression_level": 3,
+        "use_dictionary": [leaf[name] for name, form in forms.items() if form.role in ("id", "text")],
+        "column_encoding": {
+            leaf[name]: _ENCODINGS[form.role] for name, form in forms.items() if form.role in _ENCODINGS
+        },
+        "write_statistics": [name for name in FIRST if name in forms],
+        "write_page_checksum": True,
+        "write_batch_size": ROWS_OF_GROUP,
+    }
+
+
+def to_arrow(
+    columns: Mapping[str, FlatColumn], forms: Mapping[str, Form], names: Sequence[str], counts_R: np.ndarray
+) -> pa.Table:
+    """The columns `names` of requests with `counts_R` (int32 [R]) candidates."""
+    starts = _starts(counts_R)
+    arrays = [_array(columns[name], forms[name], starts) for name in names]
+    return pa.Table.from_arrays(arrays, schema=arrow_schema(forms, names))
+
+
+def _array(column: FlatColumn, form: Form, starts: np.ndarray) -> pa.Array:
+    plain = arrow_type(form._replace(of="request", is_list=False))
+    values = column.values
+    if form.role == "text" and values.dtype.kind == "S":
+        values = (
+            np.char.decode(values, "utf-8", "replace").astype(object)
+            if len(values)
+            else values.astype(object)
+        )
+    array = pa.array(values, type=plain, from_pandas=False)
+    if form.is_list:
+        assert column.lengths is not None
+        missing = None if column.present is None or column.present.all() else pa.array(~column.present)
+        array = pa.ListArray.from_arrays(pa.array(_starts(column.lengths)), array, mask=missing)
+    return pa.ListArray.from_arrays(pa.array(starts), array) if form.of == "candidate" else array
+
+
+def from_arrow(
+    table: pa.Table, forms: Mapping[str, Form], paged: Mapping[str, PagedColumn]
+) -> tuple[dict[str, FlatColumn], np.ndarray]:
+    """The columns of a table that was read, and how many candidates each request has (int32 [R], by the column `item`).
+
+    `paged`: those that were read without Arrow, each as deep as its form, and are not in the table.
+
+    Raises:
+        CheckpointError: two columns disagree on it.
+    """
+    whole = table.combine_chunks()
+    counts_R = paged["item"].lists[0].lengths_N if "item" in paged else _counts(_one_chunk(whole["item"]))
+    out: dict[str, FlatColumn] = {}
+    for name, form in forms.items():
+        if (found := paged.get(name)) is not None:
+            if form.of == "candidate":
+                _agree(name, found.lists[0].lengths_N, counts_R)
+            out[name] = (
+                FlatColumn(found.values, *found.lists[-1]) if form.is_list else FlatColumn(found.values)
+            )
+            continue
+        array = _one_chunk(whole[name])
+        if form.of == "candidate":
+            _agree(name, _counts(array), counts_R)
+            offsets = _offsets(array)
+            array = array.values.slice(offsets[0], offsets[-1] - offsets[0])
+        out[name] = _flat(array, form)
+    return out, counts_R
+
+
+def _counts(array: pa.ListArray) -> np.ndarray:
+    """int32 [N]"""
+    return np.diff(_offsets(array)).astype(np.int32)
+
+
+def _agree(name: str, lengths_R: np.ndarray, counts_R: np.ndarray) -> None:
+    """Raises CheckpointError: a column of candidates has others than they are."""
+    if lengths_R is not counts_R and not np.array_equal(lengths_R, counts_R):
+        raise CheckpointError(f"expected values of every candidate in column {name!r}, got others")
+
+
+def _flat(array: pa.Array, form: Form) -> FlatColumn:
+    if not form.is_list:
+        return FlatColumn(_values(array, form))
+    offsets = _offsets(array)
+    present = (
+        np.ones(len(array), np.bool_)
+        if not array.null_count
+        else array.is_valid().to_numpy(zero_copy_only=False)
+    )
+    values = _values(array.values.slice(offsets[0], offsets[-1] - offsets[0]), form)
+    return FlatColumn(values, np.diff(offsets).astype(np.int32), present)
+
+
+def _values(array: pa.Array, form: Form) -> np.ndarray:
+    if form.role == "text" and form.dtype.startswith("S"):
+        texts = array.dictionary_encode()
+        known = np.array([text.encode() for text in texts.dictionary.to_pylist()], dtype=form.dtype)
+        return known[texts.indices.to_numpy()] if len(known) else np.zeros(len(array), dtype=form.dtype)
+    if form.role == "text" or form.dtype == "bytes":
+        return np.array([*array.to_pylist(), None], dtype=object)[:-1]
+    return array.to_numpy(zero_copy_only=False).astype(_NUMPY[array.type], copy=False)
+
+
+def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
+    return column.chunk(0) if column.num_chunks else pa.array([], type=column.type)
+
+
+def _offsets(array: pa.ListArray) -> np.ndarray:
+    return array.offsets.to_numpy().astype(np.int64) if len(array) else np.zeros(1, dtype=np.int64)
+
+
+def _starts(counts: np.ndarray) -> np.ndarray:
+    """int32 [N + 1]: where each row's values begin."""
+    out = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=out[1:])
+    return out

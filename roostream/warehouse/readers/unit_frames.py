@@ -1,0 +1,115 @@
+"""A unit on its way from a reader to a trainer: a piece of a split as a call's header and arrays (roostream/runtime/frames.py).
+
+    header  schema: digest of its text · end: position behind it · keys and columns of the lists of each side
+    arrays  at_R, then the arrays of `Batch` in its order, then those of the lists of each side; truth values and texts as bytes
+
+`request_index_B` follows from the numbers of candidates and isn't sent. Nothing is copied on the way in but what is no array of
+numbers, and nothing on the way out: arrays are views of the frame, every bit as the reader had it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from roostream.errors import SchemaError, WireError
+from roostream.runtime.transport import Arrays, Header
+from roostream.schema.registry import to_toml
+from roostream.schema.schema import Schema
+from roostream.warehouse.readers.reading import Piece
+from roostream.wire.batch import TEXT, Batch
+from roostream.wire.jagged import Jagged
+
+_NAMES = tuple(
+    f.name for f in dataclasses.fields(Batch) if f.type == "np.ndarray" and f.name != "request_index_B"
+)
+_BOOLS = frozenset(("ro_present_RF", "nro_present_BF", "correction_R"))
+_TEXTS = frozenset(("surface_R",))
+_SIDES = ("ro_lists", "nro_lists")
+_TEXT_BYTES = np.dtype(TEXT).itemsize
+
+
+def digest_of(schema: Schema) -> str:
+    """Of all that a reader makes of rows: also of what cuts lists and what stands for what is missing, unlike its fingerprint."""
+    return xxhash.xxh3_64_hexdigest(to_toml(schema).encode())
+
+
+def to_frame(piece: Piece, schema_digest: str) -> tuple[Header, list[np.ndarray]]:
+    """What `from_frame` makes the same piece of."""
+    batch, arrays = piece.batch, [piece.at_R]
+    arrays += [_plain(name, getattr(batch, name)) for name in _NAMES]
+    sides = {}
+    for side in _SIDES:
+        lists: Jagged = getattr(batch, side)
+        sides[side] = {
+            "keys": list(lists.keys),
+            "columns": list(lists.columns),
+            "weighted": lists.weights is not None,
+        }
+        arrays += [lists.lengths_KN, lists.values, lists.present_KN.view(np.uint8)]
+        arrays += [lists.weights] if lists.weights is not None else []
+        arrays += lists.columns.values()
+    return {"schema": schema_digest, "end": piece.end, "lists": sides}, arrays
+
+
+def from_frame(header: Header, arrays: Arrays, schema: Schema, schema_digest: str) -> Piece:
+    """The piece, of `schema`, of which `schema_digest` is the digest.
+
+    Raises:
+        SchemaError: it was read with another schema. WireError: it is no piece.
+    """
+    if header.get("schema") != schema_digest:
+        raise SchemaError(
+            f"expected units of the schema {schema.name!r} with digest {schema_digest}, got {header.get('schema')!r}; "
+            "start the controller and the workers with one schema file"
+        )
+    try:
+        return _piece(header, iter(arrays), schema)
+    except (AssertionError, StopIteration, KeyError, TypeError, ValueError, IndexError) as error:
+        raise WireError(
+            "undecodable", f"expected a unit of rows, got something else ({error!r:.100})"
+        ) from None
+
+
+def num_bytes(arrays: Sequence[np.ndarray]) -> int:
+    return sum(array.nbytes for array in arrays)
+
+
+def _piece(header: Header, arrays: Iterator[np.ndarray], schema: Schema) -> Piece:
+    at_R = next(arrays)
+    found: dict[str, Any] = {name: _typed(name, next(arrays)) for name in _NAMES}
+    counts_R = found["num_candidates_R"]
+    found["request_index_B"] = np.repeat(np.arange(len(counts_R), dtype=np.int64), counts_R)
+    for side in _SIDES:
+        told = header["lists"][side]
+        lengths_KN, values, present_KN = next(arrays), next(arrays), next(arrays).view(np.bool_)
+        weights = next(arrays) if told["weighted"] else None
+        columns = {name: next(arrays) for name in told["columns"]}
+        found[side] = Jagged(
+            keys=tuple(told["keys"]),
+            lengths_KN=lengths_KN,
+            values=values,
+            present_KN=present_KN,
+            weights=weights,
+            columns=columns,
+        )
+    piece = Piece(Batch(schema=schema, **found), at_R, int(header["end"]))
+    if len(at_R) != piece.batch.num_requests:
+        raise ValueError(f"{len(at_R)} positions of {piece.batch.num_requests} rows")
+    return piece
+
+
+def _plain(name: str, array: np.ndarray) -> np.ndarray:
+    if name in _TEXTS:
+        return np.ascontiguousarray(array).view(np.uint8).reshape(len(array), _TEXT_BYTES)
+    return np.ascontiguousarray(array).view(np.uint8) if name in _BOOLS else array
+
+
+def _typed(name: str, array: np.ndarray) -> np.ndarray:
+    if name in _TEXTS:
+        return np.ascontiguousarray(array).reshape(-1).view(TEXT)
+    return array.view(np.bool_) if name in _BOOLS else array

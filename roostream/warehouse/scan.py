@@ -1,0 +1,82 @@
+"""A table read once from one end to the other, for who counts what is in it: batches of row groups, and the bytes of columns."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from typing import NamedTuple
+
+from roostream.errors import CheckpointError
+from roostream.schema.schema import Schema
+from roostream.warehouse.archive import SAMPLES
+from roostream.warehouse.data_file import DataFile
+from roostream.warehouse.file_reader import writer_of
+from roostream.warehouse.place import Warehouse
+from roostream.wire.batch import Batch
+
+
+class ColumnBytes(NamedTuple):
+    """Of a column in all files."""
+
+    stored: int  # compressed, as in the files
+    values: int  # before that
+
+
+class TableScan:
+    """One version of a warehouse's samples. Not thread-safe."""
+
+    def __init__(self, place: str | Path, first: date | None = None, last: date | None = None) -> None:
+        """`place`: of the warehouse, a directory or s3://bucket/prefix; files of days [first, last], None = no bound.
+
+        Raises:
+            CheckpointError: there is no table, no file in these days, or it is damaged. UnavailableError: it can't be read now.
+        """
+        self._warehouse = Warehouse(place)
+        self.store = self._warehouse.store
+        snapshot = self._warehouse.samples.snapshot()
+        self.version, self.files = snapshot.version, snapshot.of_days(first, last)
+        if not self.files:
+            raise CheckpointError(
+                f"{place}: expected files of samples in these days, got none; name other days"
+            )
+
+    @property
+    def num_requests(self) -> int:
+        return sum(file.rows for file in self.files)
+
+    def schema(self) -> Schema:
+        """That of the newest file. SchemaError: nobody registered it."""
+        return writer_of(max(self.files, key=lambda file: file.last_close_ms), self._warehouse.registry)
+
+    def batches(self, reader: Schema) -> Iterator[tuple[DataFile, Batch]]:
+        """A row group after the other, day after day, as `reader` reads them; fewer features are fewer columns.
+
+        Raises:
+            CheckpointError: a file is damaged; names it. UnavailableError: it can't be read now. SchemaError: `reader` can't read
+                what a file's writer wrote.
+        """
+        for file in sorted(self.files, key=lambda file: (file.day, file.partition, file.first_offset)):
+            opened = self._warehouse.open_file(SAMPLES, file)
+            for group in range(len(opened.rows_of_groups)):
+                yield file, opened.read(writer_of(file, self._warehouse.registry), reader, [group])
+
+    def bytes_by_column(self) -> dict[str, ColumnBytes]:
+        """Column → its bytes, most first; from footers alone. Raises as `batches`."""
+        stored, values = Counter[str](), Counter[str]()
+        for file in self.files:
+            footer = self._warehouse.open_file(SAMPLES, file).footer
+            for g in range(footer.num_row_groups):
+                group = footer.row_group(g)
+                for c in range(group.num_columns):
+                    chunk = group.column(c)
+                    name = chunk.path_in_schema.split(".", 1)[0]
+                    stored[name] += chunk.total_compressed_size
+                    values[name] += chunk.total_uncompressed_size
+        return {name: ColumnBytes(size, values[name]) for name, size in stored.most_common()}
+
+
+def is_warehouse(place: str | Path) -> bool:
+    """Whether a table of samples lies in this directory."""
+    return (Path(place) / SAMPLES / "_delta_log").is_dir()

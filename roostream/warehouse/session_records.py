@@ -1,0 +1,46 @@
+"""A session's samples as the records that they were, in the order in which a topic would have given them.
+
+What is trained from them is what was trained live, in the same batches. Rows as they lie, by user, are for training a model anew
+(warehouse/readers/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from roostream.warehouse.archive import SAMPLES
+from roostream.warehouse.readers.reading import OpenSession, first_rows
+from roostream.warehouse.readers.table_session import TableFiles
+from roostream.warehouse.rebuild import rebuilt
+from roostream.wire.records import Record
+
+
+def session_records(session: OpenSession, files: TableFiles, as_they_lie_until: str = "") -> Iterator[Record]:
+    """By (close, partition, offset), each sample once, labels as they were at the close. Of days before `as_they_lie_until`
+    (YYYY-MM-DD) file by file in the session's order, rows as they lie, as a session is trained. Memory: the records of a day.
+
+    Raises:
+        CheckpointError: a file is damaged; names it. UnavailableError: it can't be read now. SchemaError: its writer is unknown.
+    """
+    paths = {split.path: split for split in session.order.splits}
+    for day in sorted({split.day for split in session.order.splits}):
+        of_day = [split for split in paths.values() if split.day == day]
+        found: list[Record] = []
+        for split in of_day:
+            counts = first_rows({file.path: files.marks(file.path) for file in session.group(split)})[
+                split.path
+            ]
+            records = _file_records(files, split.path, split.partition)
+            found += [record for record, does_count in zip(records, counts, strict=True) if does_count]
+        if day >= as_they_lie_until:
+            found.sort(key=lambda record: (record.timestamp_ms, record.partition, record.offset))
+        yield from found
+
+
+def _file_records(files: TableFiles, path: str, partition: int) -> Iterator[Record]:
+    writer, columns, counts_R = files.whole(path)
+    offsets, closes = (columns[name].values.tolist() for name in ("offset", "close_ms"))
+    for offset, close_ms, (key, value) in zip(
+        offsets, closes, rebuilt(writer, columns, counts_R), strict=True
+    ):
+        yield Record(SAMPLES, partition, offset, close_ms, key, value)

@@ -1,0 +1,97 @@
+"""What a table and a file are, in plain numbers: for people, and with stable keys for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from roostream.errors import CheckpointError
+from roostream.warehouse.data_file import DataFile
+from roostream.warehouse.delta_table import TableSnapshot
+from roostream.warehouse.file_reader import SampleFile
+from roostream.warehouse.place import Warehouse
+
+
+def told_table(warehouse: Warehouse, name: str) -> dict[str, Any]:
+    """Days of a table as it is now.
+
+    Raises:
+        UnavailableError: it can't be read now. CheckpointError: there is no such table, or its log is damaged.
+    """
+    found: TableSnapshot = warehouse.tables[name].snapshot()
+    pins = [f"pins/{one}" for one in _pins(warehouse, name)]
+    days = [
+        {"day": day.isoformat(), **_sum(file for file in found.files if file.day == day)}
+        for day in sorted({file.day for file in found.files})
+    ]
+    partitions = sorted({file.partition for file in found.files})
+    ends = {str(p): max(file.last_offset for file in found.files if file.partition == p) for p in partitions}
+    return {
+        "table": name,
+        "version": found.version,
+        **_sum(found.files),
+        "last_offsets": ends,
+        "pins": pins,
+        "days": days,
+    }
+
+
+def _pins(warehouse: Warehouse, name: str) -> list[str]:
+    """Pins as they are; an ended one is the compactor's to delete."""
+    return [pin.split("/", 1)[1] for pin in warehouse.store.list("pins") if pin.startswith(f"pins/{name}.")]
+
+
+def _sum(files: Iterable[DataFile]) -> dict[str, Any]:
+    files = list(files)
+    candidates, size = sum(file.candidates for file in files), sum(file.bytes for file in files)
+    return {
+        "files": len(files),
+        "sealed_files": sum(file.sealed for file in files),
+        "schemas": len({file.fingerprint for file in files}),
+        "requests": sum(file.rows for file in files),
+        "candidates": candidates,
+        "bytes": size,
+        "bytes_a_candidate": round(size / candidates, 1) if candidates else None,
+    }
+
+
+def told_file(warehouse: Warehouse, name: str, path: str) -> dict[str, Any]:
+    """A file of a table: what its footer says, and the bytes of each column, in the order in which they lie.
+
+    Raises:
+        UnavailableError, CheckpointError: as `told_table`; or the table has no such file.
+    """
+    file = next((one for one in warehouse.tables[name].snapshot().files if one.path == path), None)
+    if file is None:
+        raise CheckpointError(
+            f"{name} has no file {path!r} now; `roostream inspect table` lists days, --files their files"
+        )
+    opened = warehouse.open_file(name, file)
+    columns = _columns(opened)
+    whole = sum(column["bytes"] for column in columns) or 1
+    for column in columns:
+        column["share"] = round(column["bytes"] / whole, 4)
+    return {
+        **opened.said,
+        "path": path,
+        "requests": file.rows,
+        "bytes": file.bytes,
+        "row_groups": opened.rows_of_groups,
+    } | {"columns": columns}
+
+
+def _columns(opened: SampleFile) -> list[dict[str, Any]]:
+    out: dict[str, dict[str, Any]] = {}
+    for g in range(opened.footer.num_row_groups):
+        group = opened.footer.row_group(g)
+        for c in range(group.num_columns):
+            chunk = group.column(c)
+            its = out.setdefault(
+                chunk.path_in_schema.split(".", 1)[0],
+                {"values": 0, "bytes": 0, "plain_bytes": 0, "encodings": set()},
+            )
+            its["values"] += chunk.num_values
+            its["bytes"] += chunk.total_compressed_size
+            its["plain_bytes"] += chunk.total_uncompressed_size
+            its["encodings"] |= set(chunk.encodings) - {"RLE", "BIT_PACKED"}
+    return [{"column": name, **its, "encodings": sorted(its["encodings"])} for name, its in out.items()]

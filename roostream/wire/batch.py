@@ -1,0 +1,144 @@
+"""The columnar batch: R requests, B candidates. What decode makes, transforms fill, models run on.
+
+Letters: R requests, B candidates, F floats of a side, K list features of a side, T labels.
+RO arrays have R rows, NRO arrays B; `request_index_B` is the bridge: `x_RD[request_index_B]` gives every candidate its
+request's row. Candidates of a request are adjacent and in shown order. R, B or both may be 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from roostream.schema.schema import Schema
+from roostream.wire.jagged import Jagged
+
+TEXT = "S64"
+_BY_REQUEST = (
+    "_R",
+    "_RF",
+)  # arrays whose names end so have a row for each request, all others one for each candidate
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """Numpy only; `roostream.models.inputs` wraps it as tensors without a copy. AssertionError where an invariant is broken."""
+
+    schema: Schema
+    ro_float_RF: np.ndarray  # float32; missing = the feature's default
+    ro_present_RF: np.ndarray  # bool
+    nro_float_BF: np.ndarray  # float32
+    nro_present_BF: np.ndarray  # bool
+    ro_lists: Jagged
+    nro_lists: Jagged
+    num_candidates_R: np.ndarray  # int32
+    request_index_B: np.ndarray  # int64, sorted
+    item_B: np.ndarray  # int64
+    label_BT: np.ndarray  # float32
+    label_before_BT: np.ndarray  # float32: what a correction corrects; NaN = nothing was trained before
+    weight_BT: np.ndarray  # float32: the sample's weight; 0 = no such label in the data
+    position_B: np.ndarray  # int32; -1 = unknown
+    propensity_B: np.ndarray  # float32; 1 = shown without exploration
+    served_score_BT: np.ndarray  # float32; NaN = not scored when served
+    time_ms_R: np.ndarray  # int64: request time
+    close_ms_R: np.ndarray  # int64
+    oldest_engagement_ms_R: np.ndarray  # int64: 0 = no engagement
+    sample_id_R: np.ndarray  # int64 (uint64 bits)
+    surface_R: np.ndarray  # S64: where it was shown, UTF-8, empty where nobody said
+    correction_R: np.ndarray  # bool: train loss(label) - loss(label_before)
+    partition_R: np.ndarray  # int32
+    offset_R: np.ndarray  # int64: of the sample's own record
+
+    def __post_init__(self) -> None:
+        """Lengths by the letters of the names; the values were checked where they were decoded."""
+        r, b, t = len(self.num_candidates_R), len(self.item_B), len(self.schema.labels)
+        for name, n in (("ro_float_RF", r), ("ro_present_RF", r), ("nro_float_BF", b), ("nro_present_BF", b)):
+            assert getattr(self, name).shape == (
+                n,
+                len(self.schema.floats("ro" if name[0] == "r" else "nro")),
+            ), name
+        assert self.ro_lists.num_rows == r and self.nro_lists.num_rows == b
+        assert int(self.num_candidates_R.sum()) == b == len(self.request_index_B)
+        for name in ("label_BT", "label_before_BT", "weight_BT", "served_score_BT"):
+            assert getattr(self, name).shape == (b, t), name
+        for name, by_request in _ARRAYS.items():
+            assert len(getattr(self, name)) == (r if by_request else b), name
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.num_candidates_R)
+
+    @property
+    def num_candidates(self) -> int:
+        return len(self.item_B)
+
+    def take_requests(self, rows_M: np.ndarray) -> Batch:
+        """The requests `rows_M` (int64 [M]), in that order, with all their candidates."""
+        counts = self.num_candidates_R[rows_M]
+        starts = np.concatenate([[0], np.cumsum(self.num_candidates_R, dtype=np.int64)])
+        ends = np.cumsum(counts, dtype=np.int64)
+        total = int(ends[-1]) if len(ends) else 0
+        at = np.arange(total, dtype=np.int64) + np.repeat(starts[rows_M] - (ends - counts), counts)
+        return self.take(rows_M, at, np.repeat(np.arange(len(rows_M), dtype=np.int64), counts), counts)
+
+    @cached_property
+    def _first_R1(self) -> np.ndarray:
+        """int64 [R + 1]: the first candidate of each request."""
+        return np.concatenate([[0], np.cumsum(self.num_candidates_R, dtype=np.int64)])
+
+    def requests_between(self, start: int, end: int) -> Batch:
+        """The requests `start` up to `end`, copied: `take_requests` for who cuts a batch into many, since what it costs depends
+        on these requests alone."""
+        first, behind = self._first_R1[start], self._first_R1[end]
+        changes: dict[str, object] = {
+            name: getattr(self, name)[slice(start, end) if by_request else slice(first, behind)].copy()
+            for name, by_request in _ARRAYS.items()
+        }
+        changes["request_index_B"] = self.request_index_B[first:behind] - start
+        lists = {
+            "ro_lists": self.ro_lists.rows_between(start, end),
+            "nro_lists": self.nro_lists.rows_between(first, behind),
+        }
+        return dataclasses.replace(self, **changes, **lists)  # type: ignore[arg-type]
+
+    def expand(self) -> Batch:
+        """The impression-level batch: every candidate a request of its own (ROO paper §2.1.3), R = B."""
+        b = self.num_candidates
+        each = np.arange(b, dtype=np.int64)
+        return self.take(self.request_index_B, each, each, np.ones(b, dtype=np.int32))
+
+    def take(self, rows_M: np.ndarray, at_B: np.ndarray, index_B: np.ndarray, counts_M: np.ndarray) -> Batch:
+        """Rows `rows_M` (int64 [M]) of what a request has, `at_B` (int64) of what a candidate has, and how they belong together:
+        `index_B`, sorted, the request of each candidate, `counts_M` how many each request has. AssertionError if they don't."""
+        changes: dict[str, object] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.ndarray):
+                changes[field.name] = value[rows_M] if field.name.endswith(_BY_REQUEST) else value[at_B]
+        changes |= {"ro_lists": self.ro_lists.take_rows(rows_M), "nro_lists": self.nro_lists.take_rows(at_B)}
+        changes |= {"request_index_B": index_B, "num_candidates_R": counts_M.astype(np.int32)}
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+    @staticmethod
+    def concat(batches: Sequence[Batch]) -> Batch:
+        """Their requests one batch after the other; of one schema, one batch at least."""
+        first = batches[0]
+        if len(batches) == 1:
+            return first
+        changes: dict[str, object] = {
+            name: np.concatenate([getattr(batch, name) for batch in batches])
+            for name in _ARRAYS
+            if name != "request_index_B"
+        }
+        counts_R = np.concatenate([batch.num_candidates_R for batch in batches])
+        changes["request_index_B"] = np.repeat(np.arange(len(counts_R), dtype=np.int64), counts_R)
+        changes["ro_lists"] = Jagged.concat([batch.ro_lists for batch in batches])
+        changes["nro_lists"] = Jagged.concat([batch.nro_lists for batch in batches])
+        return dataclasses.replace(first, **changes)  # type: ignore[arg-type]
+
+
+_ARRAYS = {f.name: f.name.endswith(_BY_REQUEST) for f in dataclasses.fields(Batch) if f.type == "np.ndarray"}
+"""Which have a row for each request."""

@@ -1,0 +1,294 @@
+"""Deduplicated lists: each distinct value once, and where every row finds its own (RecD: Zhao et al. 2022, §4.2 and §7).
+
+    rows of b        exact (`Inverse`)                    partial (`Shifted`): rows overlap where one is the other, moved on
+    [3 4 5]          values   [3 4 5] [4 5 6]             values   [3 4 5 6]
+    [4 5 6]          row_N    0 1 0                       span_N2  [0 3] [1 3] [0 3]
+    [3 4 5]
+
+A group of features has one `Inverse`: rows are equal where all of the group is (a grouped IKJT), so that whatever is computed of
+the group alone is computed U times. Of a sequence, `Shifted` keeps an entry with all of its columns.
+Nothing is taken for equal that isn't: rows are found by a hash, and then compared; two rows that only share a hash stay apart.
+Both are linear in the entries of the batch, whatever they hold.
+
+Letters: N rows, U distinct rows, L entries of all rows, V entries that remain, C columns of an entry, M rows as they are visited.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from roostream.wire.batch import Batch
+from roostream.wire.jagged import Jagged, ranges
+
+WORTH = 1.5
+"""The factor above which RecD's engineers deduplicate a feature (§4.2)."""
+
+
+def dedupe_len(length: float, rows: float, session_rows: float, same: float) -> float:
+    """Values that remain of a batch: l(f) · B · (1 - (S - 1) / S · d(f)) (RecD §4.2). `length`: l, the mean of a row's list;
+    `rows`: B; `session_rows`: S, rows of a session; `same`: d, the chance that the next row of a session has the same list."""
+    return length * rows * (1 - (session_rows - 1) / session_rows * same)
+
+
+def dedupe_factor(length: float, rows: float, session_rows: float, same: float) -> float:
+    """Values before over values after, l(f) · B / DedupeLen(f); 1 of empty lists."""
+    remain = dedupe_len(length, rows, session_rows, same)
+    return length * rows / remain if remain else 1.0
+
+
+class RowValues(NamedTuple):
+    """One thing that rows have, as whole numbers: row n has bits_L[offset_N1[n] : offset_N1[n + 1]]."""
+
+    offset_N1: np.ndarray  # int64
+    bits_L: np.ndarray  # int64
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Inverse:
+    """Which rows of a group are distinct, in the order in which they first come."""
+
+    row_N: np.ndarray  # int64: the distinct row that row n is; RecD's inverse_lookup
+    first_U: np.ndarray  # int64: the first row that has these values
+
+    @property
+    def num_unique(self) -> int:
+        return len(self.first_U)
+
+    def unique(self, lists: Jagged) -> Jagged:
+        """The distinct rows of the group's features, or of any that are equal wherever the group is."""
+        return lists.take_rows(self.first_U)
+
+    def expand(self, unique: Jagged) -> Jagged:
+        """The way back, all N rows."""
+        return unique.take_rows(self.row_N)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shifted:
+    """Entries of a feature of which rows are spans, which overlap (RecD's partial IKJT)."""
+
+    entry_V: np.ndarray  # int64: which of the L entries remain; what an entry has is x_L[entry_V]
+    span_N2: np.ndarray  # int64: where a row begins among them, and how long it is
+
+    @cached_property
+    def at_L(self) -> np.ndarray:
+        """int64: where each of the L entries is among those that remain: x_V[at_L] is x_L."""
+        return ranges(self.span_N2[:, 0], self.span_N2[:, 1])
+
+
+def find_inverse(group: Sequence[RowValues], num_rows: int) -> Inverse:
+    """Of `num_rows` rows with everything in `group`; without anything, all rows are equal."""
+    hash_N = np.zeros(num_rows, dtype=np.uint64)
+    for of in group:
+        _hash_rows(of.offset_N1, of.bits_L, hash_N)
+    like_N = np.arange(num_rows, dtype=np.int64)
+    slots = np.full(1 << max(4, (2 * num_rows - 1).bit_length()), -1, dtype=np.int64)
+    _find_first(hash_N, slots, like_N)
+    same_N = np.ones(num_rows, dtype=np.bool_)
+    for of in group:
+        _compare_rows(of.offset_N1, of.bits_L, like_N, same_N)
+    like_N[~same_N] = np.flatnonzero(~same_N)
+    first_U, row_N = np.unique(like_N, return_inverse=True)
+    return Inverse(row_N.astype(np.int64), first_U)
+
+
+def find_shifted(
+    lists: Jagged,
+    key: str,
+    *,
+    newest_first: bool = True,
+    order_M: np.ndarray | None = None,
+    apart_N: np.ndarray | None = None,
+) -> Shifted:
+    """Of the feature `key` with all of its columns.
+
+    A row can overlap the one visited before it, so rows of one user should be next to each other, in time order: as they lie, or
+    as `order_M` (int64, each row once) says. `newest_first`: a list grows at its front, as the schema's histories do; else at its
+    end. `apart_N`: int64, rows with different numbers share nothing (each is of a batch of its own).
+    """
+    group, offset_N1 = list_values(lists, key), lists.offsets_of(key)
+    if apart_N is not None:
+        group.append(RowValues(offset_N1, np.repeat(apart_N, lists.lengths_KN[lists.index(key)])))
+    inverse = find_inverse(group, lists.num_rows)
+    rank_N = np.arange(lists.num_rows, dtype=np.int64)
+    if order_M is not None:
+        rank_N[order_M] = np.arange(len(order_M))
+    visited_U = np.argsort(rank_N[inverse.first_U], kind="stable")
+    if newest_first:
+        visited_U = visited_U[::-1]
+    entry_LC = np.stack([column.bits_L for column in group[1:]], axis=1)
+    kept_L, start_M = np.empty(len(entry_LC), dtype=np.int64), np.empty(len(visited_U), dtype=np.int64)
+    count = _overlap_rows(entry_LC, offset_N1, inverse.first_U[visited_U], kept_L, start_M)
+    start_U = np.empty_like(start_M)
+    start_U[visited_U] = start_M
+    lengths_N = np.diff(offset_N1)
+    return Shifted(kept_L[:count].copy(), np.stack([start_U[inverse.row_N], lengths_N], axis=1))
+
+
+def list_values(lists: Jagged, key: str) -> list[RowValues]:
+    """A list feature: whether it is there, then all that an entry has."""
+    k, offset_N1 = lists.index(key), lists.offsets_of(key)
+    weight_L = lists.weights_of(key)
+    columns = [column_L for name, column_L in lists.columns.items() if name.split(".", 1)[0] == key]
+    entries = [lists.values_of(key), *columns, *([] if weight_L is None else [weight_L.view(np.int32)])]
+    return [
+        _of_matrix(lists.present_KN[k][:, None]),
+        *(RowValues(offset_N1, column_L.astype(np.int64)) for column_L in entries),
+    ]
+
+
+def request_values(batch: Batch, names: Collection[str] | None = None) -> list[RowValues]:
+    """The request-only features `names` of a batch, None = all: a group for `find_inverse`, as bits, so that a number equals
+    itself only. Times in a list are as the log has them; how long ago they were is no part of it."""
+    columns = [i for i, f in enumerate(batch.schema.floats("ro")) if names is None or f.name in names]
+    group = []
+    if columns:
+        group += [
+            _of_matrix(batch.ro_float_RF[:, columns].view(np.int32)),
+            _of_matrix(batch.ro_present_RF[:, columns]),
+        ]
+    for key in batch.ro_lists.keys:
+        if names is None or key in names:
+            group += list_values(batch.ro_lists, key)
+    return group
+
+
+def by_user(batch: Batch) -> np.ndarray:
+    """int64 [R]: requests of one user next to each other, in time order; users in the order in which they come. Who the user is,
+    the first request-only id feature says; without one, requests stay where they are."""
+    if not any(f.kind == "ids" for f in batch.schema.lists("ro")):
+        return np.arange(batch.num_requests, dtype=np.int64)
+    return np.lexsort((batch.time_ms_R, user_of(batch)))
+
+
+def user_of(batch: Batch) -> np.ndarray:
+    """int64 [R]: a number of each request's user, as `by_user` knows it; without an id feature each is one of its own."""
+    ids = next((f.name for f in batch.schema.lists("ro") if f.kind == "ids"), "")
+    if not ids:
+        return np.arange(batch.num_requests, dtype=np.int64)
+    return find_inverse(list_values(batch.ro_lists, ids), batch.num_requests).row_N
+
+
+def in_time_order(batch: Batch) -> Batch:
+    """The same requests by their time."""
+    return batch.take_requests(np.argsort(batch.time_ms_R, kind="stable"))
+
+
+def grouped(expanded: Batch) -> Batch:
+    """Impressions, each a request of its own, as requests again: those whose time and request-only features are equal are one.
+    Nothing but these says which are; candidates of a request are in the order in which they came."""
+    assert expanded.num_requests == expanded.num_candidates, "expected impressions"
+    group = [RowValues(np.arange(expanded.num_requests + 1), expanded.time_ms_R), *request_values(expanded)]
+    inverse = find_inverse(group, expanded.num_requests)
+    order_B = np.argsort(inverse.row_N, kind="stable")
+    counts_U = np.bincount(inverse.row_N, minlength=inverse.num_unique)
+    return expanded.take(inverse.first_U, order_B, inverse.row_N[order_B], counts_U)
+
+
+def _of_matrix(x_NF: np.ndarray) -> RowValues:
+    width = x_NF.shape[1]
+    return RowValues(np.arange(len(x_NF) + 1, dtype=np.int64) * width, x_NF.astype(np.int64).ravel())
+
+
+@njit(cache=True, nogil=True)
+def _hash_rows(offset_N1: np.ndarray, bits_L: np.ndarray, hash_N: np.ndarray) -> None:
+    """Each row's hash goes on with its length and its entries (splitmix64's last steps)."""
+    for n in range(len(hash_N)):
+        x = hash_N[n] + np.uint64(offset_N1[n + 1] - offset_N1[n]) + np.uint64(0x9E3779B97F4A7C15)
+        for i in range(offset_N1[n], offset_N1[n + 1]):
+            x = (x ^ np.uint64(bits_L[i])) * np.uint64(0xBF58476D1CE4E5B9)
+            x = (x ^ (x >> np.uint64(29))) + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        hash_N[n] = x ^ (x >> np.uint64(31))
+
+
+@njit(cache=True, nogil=True)
+def _find_first(hash_N: np.ndarray, slots: np.ndarray, like_N: np.ndarray) -> None:
+    """The first row that has the hash; `slots`: open addressing, a power of two, at least twice as long as rows, -1 = free."""
+    mask = np.uint64(len(slots) - 1)
+    for n in range(len(hash_N)):
+        at = hash_N[n] & mask
+        while slots[at] >= 0 and hash_N[slots[at]] != hash_N[n]:
+            at = (at + np.uint64(1)) & mask
+        if slots[at] < 0:
+            slots[at] = n
+        like_N[n] = slots[at]
+
+
+@njit(cache=True, nogil=True)
+def _compare_rows(offset_N1: np.ndarray, bits_L: np.ndarray, like_N: np.ndarray, same_N: np.ndarray) -> None:
+    """Is each row what the row is that it is like?"""
+    for n in range(len(same_N)):
+        at, other = offset_N1[n], offset_N1[like_N[n]]
+        length = offset_N1[n + 1] - at
+        if offset_N1[like_N[n] + 1] - other != length:
+            same_N[n] = False
+        for i in range(length if same_N[n] else 0):
+            if bits_L[at + i] != bits_L[other + i]:
+                same_N[n] = False
+                break
+
+
+@njit(cache=True, nogil=True)
+def _overlap_rows(
+    entry_LC: np.ndarray, offset_N1: np.ndarray, row_M: np.ndarray, kept_L: np.ndarray, start_M: np.ndarray
+) -> int:
+    """Rows in their order: as much of a row as ends what is kept already is not kept again. How many entries are kept.
+
+    What ends the one and begins the other is found as Knuth, Morris and Pratt find a word in a text: `back` is their table of the
+    row, and the text are the last entries kept, no more than the row has."""
+    longest = 0
+    for n in row_M:
+        longest = max(longest, offset_N1[n + 1] - offset_N1[n])
+    back = np.zeros(longest + 1, dtype=np.int64)
+    count = 0
+    for m in range(len(row_M)):
+        first, length = offset_N1[row_M[m]], offset_N1[row_M[m] + 1] - offset_N1[row_M[m]]
+        _fill_back(entry_LC, first, length, back)
+        matched = 0
+        for at in range(max(count - length, 0), count):
+            while matched > 0 and not _equal(entry_LC, kept_L[at], first + matched):
+                matched = back[matched]
+            if _equal(entry_LC, kept_L[at], first + matched):
+                matched += 1
+        start_M[m] = count - matched
+        for i in range(matched, length):
+            kept_L[count] = first + i
+            count += 1
+    return count
+
+
+@njit(cache=True, nogil=True)
+def _fill_back(entry_LC: np.ndarray, first: int, length: int, back: np.ndarray) -> None:
+    """back[j]: of the first j entries, how many at their end are those at their beginning, fewer than j."""
+    matched = 0
+    back[0] = 0
+    if length:
+        back[1] = 0
+    for j in range(1, length):
+        while matched > 0 and not _equal(entry_LC, first + j, first + matched):
+            matched = back[matched]
+        if _equal(entry_LC, first + j, first + matched):
+            matched += 1
+        back[j + 1] = matched
+
+
+@njit(cache=True, nogil=True)
+def _equal(entry_LC: np.ndarray, one: int, other: int) -> bool:
+    c = 0
+    while c < entry_LC.shape[1] and entry_LC[one, c] == entry_LC[other, c]:
+        c += 1
+    return c == entry_LC.shape[1]
+
+
+def warm() -> None:
+    """Compile the kernels into numba's cache."""
+    one = np.ones((1, 1), dtype=np.int32)
+    lists = Jagged(keys=("warm",), lengths_KN=one, values=np.ones(1, dtype=np.int64), present_KN=one > 0)
+    find_shifted(lists, "warm")

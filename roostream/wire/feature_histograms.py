@@ -1,0 +1,79 @@
+"""Histograms of features in a few bins, and how far two of them are apart.
+
+    psi        Σ (p − q) ln(p / q) over the bins of a feature; above MOVED the distribution has moved (Siddiqi 2006, §7.2).
+    floats     signed powers of two; missing is a bin       ids    buckets of a hash of the first; missing or empty is a bin
+    lengths    powers of two of a list's length
+
+Letters: N rows, F features, H bins.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from roostream.wire.jagged import Jagged
+
+BINS = 64
+MOVED = 0.25
+FADE = 0.9  # of a reference, with each window that joins it
+_HASH = np.uint64(0x9E3779B97F4A7C15)
+
+
+def mixed(id_U: np.ndarray) -> np.ndarray:
+    """uint64: ids whose neighbours are far apart (splitmix64's last steps)."""
+    x_U = id_U.astype(np.uint64) * _HASH
+    x_U = (x_U ^ (x_U >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed_U: np.ndarray = x_U ^ (x_U >> np.uint64(31))
+    return mixed_U
+
+
+class Histograms:
+    """F histograms of H bins."""
+
+    def __init__(self, num_features: int) -> None:
+        self.counts_FH = np.zeros((num_features, BINS))
+
+    def add(self, bin_NF: np.ndarray) -> None:
+        """int64 bins of N rows."""
+        at = bin_NF + BINS * np.arange(bin_NF.shape[1])
+        self.counts_FH += np.bincount(at.ravel(), minlength=self.counts_FH.size).reshape(self.counts_FH.shape)
+
+    def psi_F(self, reference: Histograms) -> np.ndarray:
+        """Against the reference; half a count is added to every bin that either has, and what two samples of one distribution
+        are expected to differ by (bins − 1) (1/n + 1/m) is taken off."""
+        used_FH = (self.counts_FH > 0) | (reference.counts_FH > 0)
+        p_FH, q_FH = ((h.counts_FH + 0.5) * used_FH for h in (self, reference))
+        noise_F = (used_FH.sum(axis=1) - 1) * sum(
+            1 / np.maximum(h.counts_FH.sum(axis=1), 1) for h in (self, reference)
+        )
+        p_FH, q_FH = (x / np.maximum(x.sum(axis=1, keepdims=True), 1e-9) for x in (p_FH, q_FH))
+        ratio_FH = np.log(np.where(used_FH, p_FH, 1.0) / np.where(used_FH, q_FH, 1.0))
+        psi_F: np.ndarray = np.maximum(((p_FH - q_FH) * ratio_FH).sum(axis=1) - noise_F, 0.0)
+        return psi_F
+
+    def fold(self, window: Histograms) -> None:
+        """The window joins the reference, which fades."""
+        self.counts_FH = self.counts_FH * FADE + window.counts_FH
+
+
+def float_bins(value_NF: np.ndarray, present_NF: np.ndarray) -> np.ndarray:
+    """int64 [N, F]: 0 missing, 32 zero, below negative, above positive powers of two from 2^-9 to 2^20."""
+    exponent_NF = np.clip(np.frexp(value_NF)[1], -9, 20) + 10
+    bin_NF: np.ndarray = np.where(present_NF, 32 + np.sign(value_NF).astype(np.int64) * exponent_NF, 0)
+    return bin_NF
+
+
+def list_bins(lists: Jagged, most: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [N, F] twice, of the first `most` features (None = all): 0 missing or empty, else of a hash of the first id; and of
+    the length."""
+    first_NF, length_NF = (
+        np.zeros((lists.num_rows, len(lists.keys[:most])), dtype=np.int64) for _ in range(2)
+    )
+    for k, key in enumerate(lists.keys[:most]):
+        length_N = lists.lengths_KN[k]
+        starts_N, has_N = np.cumsum(length_N, dtype=np.int64) - length_N, length_N > 0
+        first_NF[has_N, k] = 1 + (mixed(lists.values_of(key)[starts_N[has_N]]) % np.uint64(BINS - 1)).astype(
+            np.int64
+        )
+        length_NF[:, k] = np.frexp(length_N.astype(np.float64))[1]
+    return first_NF, length_NF

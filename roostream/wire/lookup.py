@@ -1,0 +1,228 @@
+"""Which rows a batch needs: the unique (table, id) of every stack, and where each list entry finds its row.
+
+Letters: U unique rows of a stack, L entries of one list feature (or of one of its id columns).
+
+Deduplicated (roostream/wire/dedup.py), entries that several requests' sequences share are looked up once; what is found is the
+same, and rows are in another order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from roostream.schema.schema import Schema, Table
+from roostream.wire.batch import Batch
+from roostream.wire.columns import Side
+from roostream.wire.dedup import WORTH, Inverse, Shifted, by_user, find_inverse, find_shifted, request_values
+from roostream.wire.jagged import Jagged
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StackLookup:
+    """Rows in first-seen order: RO features, then NRO features, as declared, each followed by its columns."""
+
+    table_U: np.ndarray  # uint32: Table.id
+    id_U: np.ndarray  # int64
+    index: dict[str, np.ndarray]
+    """`feature` or `feature.column` → int64 [L]: positions in U, aligned with `Jagged.values_of(feature)` (or the column)."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Lookup:
+    stacks: dict[
+        str, StackLookup
+    ]  # every stack of the schema, in its order; one that the batch doesn't use has U = 0
+    shared: Mapping[str, Shifted] = dataclasses.field(
+        default_factory=dict
+    )  # request-only sequences worth deduplicating
+    unique: Inverse | None = (
+        None  # of requests with equal request-only features; None: not asked for, or not worth it
+    )
+
+
+class Source(NamedTuple):
+    """Ids of a batch that are keys of rows: a list feature's, or those of one of its id columns that has a table."""
+
+    key: str  # `feature` or `feature.column`
+    table: Table
+    side: Side
+    is_column: bool
+
+
+def build_lookup(batch: Batch, *, deduplicated: bool = False) -> Lookup:
+    """The row keys of a batch, each once; a pure function of it, so equal on every machine and in every run. `deduplicated`: say
+    too which request-only values requests share, where that takes away a third or more (`roostream.wire.dedup.WORTH`)."""
+    lists = {"ro": batch.ro_lists, "nro": batch.nro_lists}
+    shared = shared_sequences(batch) if deduplicated else {}
+    stacks = {}
+    for stack, sources in batch.schema.derived(sources_of).items():
+        its = {s.key: shared.get(s.key.split(".", 1)[0]) for s in sources if s.side == "ro"}
+        found = _dedupe(
+            [(s.key, s.table.id, _kept(_ids_of(lists[s.side], s), its.get(s.key))) for s in sources]
+        )
+        found.index.update({key: found.index[key][of.at_L] for key, of in its.items() if of is not None})
+        stacks[stack] = found
+    return Lookup(stacks, shared, _unique_requests(batch) if deduplicated else None)
+
+
+def shared_sequences(batch: Batch, worth: float = WORTH) -> dict[str, Shifted]:
+    """The request-only sequences of which requests share at least so much: entries over entries that remain."""
+    names = [
+        f.name for f in batch.schema.lists("ro") if f.kind == "sequence" and batch.ro_lists.total_of(f.name)
+    ]
+    order_M = by_user(batch) if names else None
+    found = {name: find_shifted(batch.ro_lists, name, order_M=order_M) for name in names}
+    return {
+        name: of for name, of in found.items() if batch.ro_lists.total_of(name) >= worth * len(of.entry_V)
+    }
+
+
+def _unique_requests(batch: Batch) -> Inverse | None:
+    found = find_inverse(request_values(batch), batch.num_requests)
+    return found if batch.num_requests and batch.num_requests >= WORTH * found.num_unique else None
+
+
+def _kept(id_L: np.ndarray, of: Shifted | None) -> np.ndarray:
+    return id_L if of is None else id_L[of.entry_V]
+
+
+def sources_of(schema: Schema) -> dict[str, tuple[Source, ...]]:
+    """Every stack → what its rows are looked up for, in the order of `build_lookup`; ask `schema.derived(sources_of)`."""
+    out: dict[str, list[Source]] = {stack: [] for stack in schema.stacks}
+    sides: tuple[Side, ...] = ("ro", "nro")
+    for side in sides:
+        for f in schema.lists(side):
+            columns = [(f"{f.name}.{c}", f.column_tables[c]) for c in f.id_columns if c in f.column_tables]
+            for key, name in ((f.name, f.table), *columns):
+                table = schema.table_by_name[name]
+                out[table.stack].append(Source(key, table, side, key != f.name))
+    return {stack: tuple(sources) for stack, sources in out.items()}
+
+
+def _ids_of(lists: Jagged, source: Source) -> np.ndarray:
+    return lists.columns[source.key] if source.is_column else lists.values_of(source.key)
+
+
+def _dedupe(entries: list[tuple[str, int, np.ndarray]]) -> StackLookup:
+    """`entries`: (key, table id, int64 ids), in the order in which new rows are numbered."""
+    total = sum(len(ids) for _, _, ids in entries)
+    slots = np.full(1 << max(4, (2 * total - 1).bit_length()), -1, dtype=np.int32)
+    table_U, id_U = np.empty(total, dtype=np.uint32), np.empty(total, dtype=np.int64)
+    index, count = {}, 0
+    for key, table, ids in entries:
+        index[key] = np.empty(len(ids), dtype=np.int64)
+        count = insert(np.ascontiguousarray(ids), table, slots, table_U, id_U, count, index[key])
+    return StackLookup(table_U[:count].copy(), id_U[:count].copy(), index)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _first_slot_of(slots: np.ndarray, table: int, id_: int) -> np.uint64:
+    """Where a key is in `slots` if no other is there."""
+    x = (np.uint64(id_) ^ np.uint64(table)) + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (x ^ (x >> np.uint64(31))) & np.uint64(len(slots) - 1)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def slot_of(slots: np.ndarray, table_U: np.ndarray, id_U: np.ndarray, table: int, id_: int) -> np.uint64:
+    """Where a key is in `slots`, or the free one where it belongs. For kernels."""
+    mask = np.uint64(len(slots) - 1)
+    at = _first_slot_of(slots, table, id_)
+    while slots[at] >= 0 and (id_U[slots[at]] != id_ or table_U[slots[at]] != table):
+        at = (at + np.uint64(1)) & mask
+    return at
+
+
+@njit(cache=True, nogil=True)
+def insert(
+    ids: np.ndarray,
+    table: int,
+    slots: np.ndarray,
+    table_U: np.ndarray,
+    id_U: np.ndarray,
+    count: int,
+    index_L: np.ndarray,
+) -> int:
+    """Finds or adds (table, id) of each entry; the new number of unique rows. `slots` is open addressing, int32 positions
+    in U, -1 = free, a power of two at least twice as long as U can become."""
+    for i in range(len(ids)):
+        at = slot_of(slots, table_U, id_U, table, ids[i])
+        if slots[at] < 0:
+            slots[at] = count
+            id_U[count] = ids[i]
+            table_U[count] = table
+            count += 1
+        index_L[i] = slots[at]
+    return count
+
+
+@njit(cache=True, nogil=True)
+def touch_keys(
+    slots: np.ndarray, table_N: np.ndarray, id_N: np.ndarray, table_U: np.ndarray, id_U: np.ndarray
+) -> int:
+    """Reads what `find_keys` and `number_keys` would look at first, with nothing that depends on it: of many keys that caches
+    don't hold, memory is waited for together and not one after the other. What it returns means nothing."""
+    sum_ = 0
+    for u in range(len(id_U)):
+        n = max(slots[_first_slot_of(slots, table_U[u], id_U[u])], 0)
+        sum_ += id_N[n] + table_N[n]
+    return sum_
+
+
+@njit(cache=True, nogil=True)
+def find_keys(
+    slots: np.ndarray,
+    table_N: np.ndarray,
+    id_N: np.ndarray,
+    table_U: np.ndarray,
+    id_U: np.ndarray,
+    at_U: np.ndarray,
+) -> None:
+    """Position in N of each of U keys into `at_U` (int64), -1 where it is none of them. `slots` as in `insert`, of N."""
+    for u in range(len(id_U)):
+        at_U[u] = slots[slot_of(slots, table_N, id_N, table_U[u], id_U[u])]
+
+
+@njit(cache=True, nogil=True)
+def number_keys(
+    slots: np.ndarray,
+    table_N: np.ndarray,
+    id_N: np.ndarray,
+    count: int,
+    most: int,
+    table_U: np.ndarray,
+    id_U: np.ndarray,
+    at_U: np.ndarray,
+) -> int:
+    """As `find_keys`; keys that are none of the first `count` are added behind them, until there are `most`. The new number of
+    keys, for which the caller has made room."""
+    for u in range(len(id_U)):
+        at = slot_of(slots, table_N, id_N, table_U[u], id_U[u])
+        if slots[at] < 0 and count < most:
+            table_N[count], id_N[count] = table_U[u], id_U[u]
+            slots[at] = count
+            count += 1
+        at_U[u] = slots[at]
+    return count
+
+
+@njit(cache=True, nogil=True)
+def put_keys(slots: np.ndarray, table_N: np.ndarray, id_N: np.ndarray, first: int, ends: int) -> None:
+    """Keys `first` to `ends` - 1, none of which is there, into `slots`, as in `insert`."""
+    for n in range(first, ends):
+        slots[slot_of(slots, table_N, id_N, table_N[n], id_N[n])] = n
+
+
+def warm() -> None:
+    """Compile the kernels into numba's cache."""
+    found, slots = _dedupe([("warm", 1, np.zeros(1, dtype=np.int64))]), np.full(2, -1, np.int32)
+    put_keys(slots, found.table_U, found.id_U, 0, 1)
+    touch_keys(slots, found.table_U, found.id_U, found.table_U, found.id_U)
+    find_keys(slots, found.table_U, found.id_U, found.table_U, found.id_U, np.empty(1, np.int64))
+    number_keys(slots, found.table_U, found.id_U, 1, 1, found.table_U, found.id_U, np.empty(1, np.int64))

@@ -1,1 +1,0 @@
-"""How rows lie: what everyone who routes them reads in a manifest."""

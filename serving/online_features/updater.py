@@ -1,0 +1,238 @@
+"""The feature updater: keeps user histories and item counters in Redis from the two event topics.
+
+1 read the next records, merged by time
+2 load the states that they touch: in one round trip, and one before it where engagements count by fields of their lists
+3 apply the events with roostream.online, as a replay does
+4 write states and offsets with one script; if the stored offsets are not the ones that we went on from, start over
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, TypeAlias
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
+
+from roostream.errors import UnavailableError, WireError
+from roostream.online.counters import LISTS, Counters, Keys, merged
+from roostream.online.entity_fields import NO_FIELDS, EntityFields, FieldReader
+from roostream.runtime import metrics, redis_client
+from roostream.runtime.backoff import Backoff
+from roostream.runtime.health import Health
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.reader import KafkaReader
+from roostream.runtime.kafka.reading import Reading
+from roostream.runtime.kafka.record_reader import RecordReader
+from roostream.runtime.kafka.topics import EVENTS, Progress, all_partitions
+from roostream.schema.counter_declaration import SHOWN
+from roostream.schema.ids import signed
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import load_schema
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.records import Record
+from serving.online_features.config import FeaturesConfig
+from serving.online_features.store import FeatureStore
+
+log = logging.getLogger("roostream.features")
+
+_POLL_S = 0.2
+_REDIS_TIMEOUT_S = 5.0
+
+
+class Shown(NamedTuple):
+    user_id: int
+    item_ids: list[int]
+    time_ms: int
+    fields: EntityFields = NO_FIELDS
+
+
+class Engaged(NamedTuple):
+    user_id: int
+    item_id: int
+    action: str
+    value: float
+    time_ms: int
+    fields: EntityFields = NO_FIELDS
+
+
+Event: TypeAlias = Shown | Engaged
+
+
+def event_of(record: Record, reader: FieldReader) -> Event | None:
+    """What a record counts as; None for heartbeats and the like. WireError for what can't be read: the joiner dead-letters
+    it, here it only counts."""
+    _, message = wire.decode(record.value)
+    if not isinstance(message, pb.Impression | pb.Engagement):
+        return None
+    its = message.header
+    user_id, header = signed(its.user_id), (its.user_id, its.session_id, its.surface, its.request_id)
+    if isinstance(message, pb.Impression):
+        item_ids = [signed(i) for i in message.item_ids]
+        ro = message.ro if message.HasField("ro") else None
+        fields = reader.of_blocks(header, ro, message.nro, len(item_ids), its.schema)
+        return Shown(user_id, item_ids, its.time_ms, fields)
+    fields = reader.of_header(header)
+    return Engaged(user_id, signed(message.item_id), message.action, message.value, its.time_ms, fields)
+
+
+def apply(counters: Counters, event: Event) -> None:
+    if isinstance(event, Shown):
+        counters.apply_impression(*event)
+    else:
+        counters.apply_engagement(*event)
+
+
+def touched(counters: Counters, event: Event) -> Keys:
+    """The states that it changes. The fields of its list have to be in hand, and are afterwards."""
+    if isinstance(event, Shown):
+        counters.remember(event.item_ids, event.time_ms, event.fields)
+        return counters.keys(*event, SHOWN)
+    return counters.engagement_keys(event.user_id, event.item_id, event.action, event.time_ms, event.fields)
+
+
+class FeatureMetrics:
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        self.events = Counter("roostream_features_events", "events applied", ["topic"], registry=registry)
+        self.bad = Counter("roostream_features_bad_records", "records that can't be read", registry=registry)
+        self.restarts = Counter(
+            "roostream_features_reloads", "times that offsets were read again", registry=registry
+        )
+        self.lost = Gauge(
+            "roostream_features_lost_records",
+            "events that Kafka no longer had when they were to be read",
+            registry=registry,
+        )
+        self.time = Gauge(
+            "roostream_features_event_timestamp_seconds",
+            "event time of the newest record applied",
+            registry=registry,
+        )
+
+
+class FeatureUpdater:
+    """One thread. Its only state is the offsets that it expects in Redis; `open` reads them."""
+
+    batch_records = 512
+
+    def __init__(
+        self, schema: Schema, store: FeatureStore, source: RecordReader, cluster: str, metrics: FeatureMetrics
+    ) -> None:
+        self.schema, self.store, self.source, self.cluster, self.metrics = (
+            schema,
+            store,
+            source,
+            cluster,
+            metrics,
+        )
+        self._reader = FieldReader(schema)
+        self._offsets: Progress = {}
+
+    def open(self) -> None:
+        """Go on from the offsets in Redis. UnavailableError while it or Kafka is away; call again."""
+        self._offsets = self.store.offsets(self.cluster)
+        self.source.seek(self._offsets)
+        self.metrics.restarts.inc()
+
+    def step(self, timeout_s: float = _POLL_S) -> int:
+        """Apply the next records; how many.
+
+        **If it fails** (UnavailableError, CheckpointError): whether they are applied is unknown; `open` finds out.
+        """
+        records = self.source.poll(self.batch_records, timeout_s)
+        self.metrics.lost.set(self.source.num_lost)
+        if records and not self._apply(records):
+            log.warning(
+                "the offsets in Redis changed (it was emptied, or another updater runs); going on from what is there"
+            )
+            self.open()
+        return len(records)
+
+    def _apply(self, records: Sequence[Record]) -> bool:
+        events = [event for event in map(self._event, records) if event is not None]
+        counters = Counters(self.schema)
+        self.store.load(counters, merged(counters.list_keys(event.fields) for event in events))
+        keys = merged(touched(counters, event) for event in events)
+        self.store.load(counters, {name: its for name, its in keys.items() if name != LISTS})
+        for event in events:
+            apply(counters, event)
+        after = self._offsets | {(r.topic, r.partition): r.offset + 1 for r in records}
+        if not self.store.commit(self._offsets, after, counters, keys, self.cluster):
+            return False
+        self._offsets = after
+        self.metrics.time.set(max(r.timestamp_ms for r in records) / 1000)
+        return True
+
+    def _event(self, record: Record) -> Event | None:
+        try:
+            event = event_of(record, self._reader)
+        except WireError as error:
+            log.debug("%s-%d@%d: %s", record.topic, record.partition, record.offset, error)
+            self.metrics.bad.inc()
+            return None
+        self.metrics.events.labels(record.topic).inc(int(event is not None))
+        return event
+
+
+def follow(
+    updater: FeatureUpdater,
+    stop: threading.Event,
+    backoff: Backoff,
+    waits: Callable[[], object],
+    health: Health,
+) -> None:
+    """Until `stop`: step; while Redis or Kafka is away, wait (`waits`) and go on from its offsets."""
+    is_open = False
+    while not stop.is_set():
+        try:
+            if not is_open:
+                with health.waiting("Redis and Kafka"):
+                    waits()
+                updater.open()
+            is_open = True
+            updater.step()
+            health.turned()
+            backoff.reached()
+        except UnavailableError as error:
+            is_open = False
+            if stop.is_set():
+                return
+            with health.waiting("Redis and Kafka"):
+                backoff.wait(error, stop)
+
+
+def features_body(config: FeaturesConfig, stop: threading.Event) -> None:
+    """`roostream features`, until `stop`.
+
+    Raises:
+        RoostreamError: the schema or an address is wrong, or Redis holds states of another version.
+    """
+    health = Health(config.stalled_after_ms / 1000)
+    schema = load_schema(config.schema)
+    connection = redis_client.client(config.redis_url, timeout_s=_REDIS_TIMEOUT_S)
+    log.info(
+        "metrics at %s://%s:%d/metrics", config.scheme, config.metrics_host, metrics.serve(config, health)
+    )
+    reading = Reading(
+        partitions=all_partitions(EVENTS, config.partitions),
+        prefix=config.prefix,
+        merged=True,
+        skips_lost=config.skip_lost,
+    )
+    source = KafkaReader.open(config.broker, f"{config.prefix}features", reading)
+    store = FeatureStore(connection, config.redis, config.prefix, config.partitions)
+    try:
+        cluster = clients.wait_for_broker(config.broker, stop)
+        clients.wait_for_topics(config.broker, config.prefix, EVENTS, config.partitions, stop)
+        updater = FeatureUpdater(schema, store, source, cluster, FeatureMetrics())
+        backoff = Backoff(what=f"Redis at {config.redis} and Kafka at {config.broker}")
+        waits = partial(redis_client.wait_for_redis, connection, config.redis, stop, backoff=backoff)
+        follow(updater, stop, backoff, waits, health)
+    except UnavailableError:
+        if not stop.is_set():
+            raise
+    finally:
+        source.close()

@@ -1,0 +1,349 @@
+"""Commits of a real shard in a home that is stopped: listed, verified, copied, gone back behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from param_server.blobs import RocksBlobs
+from roostream.cli.checkpoint import checkpoints
+from roostream.cli.main import cli
+from roostream.errors import CheckpointError, ConfigError, FencedError, RoostreamError, SetupError
+from roostream.runtime import manifest as manifests
+from roostream.runtime import tensor_file
+from roostream.runtime.checkpoint_store import FileStore
+from roostream.runtime.manifest import StoredFile
+from roostream.schema.registry import register
+from tests.param_server.shard_support import (
+    ITEM,
+    TOPIC,
+    link_manifest,
+    make_shard,
+    push_to,
+    small_schema,
+    state_of,
+)
+from tests.runtime.manifest_cases import a_part
+from trainer.identity import check_kafka
+
+
+class OneShardHome:
+    """A home whose only shard made three commits; `states` as they were."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.store = root, FileStore(root / "store")
+        register(self.store, small_schema())
+        self.states: dict[int, dict[tuple[str, int, int], bytes]] = {}
+        blobs = RocksBlobs(root / "shard-0" / "segments").open()
+        try:
+            shard = make_shard(blobs=blobs, store=self.store)  # type: ignore[arg-type]
+            incarnation = manifests.claim_incarnation(self.store, 0)
+            shard.restore(incarnation, "")
+            for seq in (1, 2, 3):
+                push_to(shard, 2 * seq - 1, ITEM, ids=(seq, seq + 1))
+                push_to(shard, 2 * seq, TOPIC, ids=(7,))
+                shard.freeze(seq, 0)
+                self._link(seq, incarnation, shard.write(seq))
+                shard.commit(seq)
+                self.states[seq] = state_of(shard)
+        finally:
+            blobs.close()
+
+    def _link(self, seq: int, incarnation: int, written: dict[str, object]) -> None:
+        dense = self._file(manifests.dense_name(seq, incarnation), seq)
+        own = self._file(manifests.worker_name(seq, incarnation, 0), seq)
+        metrics = {"requests": 100 * seq, "ne": 0.9, "auc": 0.7, "calibration": 1.0}
+        workers = {0: a_part({("samples", 0): seq}, seq, file=own, metrics=metrics)}
+        before = manifests.newest(self.store)
+        previous = {"seq": seq - 1, "checksum": before.checksum if before else ""}
+        schema = f"{small_schema().fingerprint:016x}"
+        link_manifest(
+            self.store,  # type: ignore[arg-type]
+            seq,
+            incarnation,
+            [written],
+            dense=dense,
+            workers=workers,
+            previous=previous,
+            schema=schema,
+        )
+
+    def _file(self, name: str, seq: int) -> StoredFile:
+        data = tensor_file.encode({"model.w": np.full(4, seq, np.float32)}, {"seq": str(seq)})
+        return manifests.store_file(self.store, name, data)
+
+    def verified(self, seq: int, home: Path | None = None) -> dict[str, str]:
+        return {o.part: o.state for o in checkpoints.verify(self.store, seq, home or self.root)}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> OneShardHome:
+    return OneShardHome(tmp_path / "home")
+
+
+def restored(root: Path) -> dict[tuple[str, int, int], bytes]:
+    """What a shard that begins in this home has."""
+    store = FileStore(root / "store")
+    newest = manifests.newest(store)
+    assert newest is not None
+    blobs = RocksBlobs(root / "shard-0" / "segments").open()
+    try:
+        shard = make_shard(blobs=blobs, store=store)  # type: ignore[arg-type]
+        shard.restore(manifests.claim_incarnation(store, 0), newest.name)
+        return state_of(shard)
+    finally:
+        blobs.close()
+
+
+def ran(*arguments: object, answer: str = "") -> tuple[int, str]:
+    done = CliRunner().invoke(cli, ["checkpoint", *map(str, arguments)], input=answer)
+    if isinstance(done.exception, RoostreamError):
+        raise done.exception
+    return done.exit_code, done.output
+
+
+def test_commits_are_listed_newest_first_with_sizes_and_quality(home: OneShardHome) -> None:
+    told = checkpoints.found(home.store)
+    assert [one["seq"] for one in told] == [3, 2, 1]
+    assert told[0]["quality"] == {"requests": 300, "ne": 0.9, "auc": 0.7, "calibration": 1.0}
+    assert (
+        told[0]["segments"] == 3
+        and told[0]["rows_bytes"] > told[1]["rows_bytes"] > 0
+        and told[0]["dense_bytes"] > 16
+    )
+    code, text = ran("list", "--home", home.root)
+    assert code == 0 and "1-3" in text and "NE 0.9000" in text
+    assert json.loads(ran("list", "--home", home.root, "--json")[1]) == told
+
+
+def test_a_damaged_manifest_is_listed_as_one(home: OneShardHome) -> None:
+    home.store.put("manifests/00000003", b"{}")
+    assert "expected a manifest in JSON" in checkpoints.found(home.store)[0]["problem"]
+    assert "can't be read" in ran("list", "--home", home.root)[1]
+
+
+def test_a_whole_commit_is_verified_to_its_last_part(home: OneShardHome) -> None:
+    found = home.verified(3)
+    assert set(found.values()) == {"ok"} and len(found) == 6
+    assert home.verified(1)["manifests/00000001 continues 0"] == "not reached"
+    assert ran("verify", "--home", home.root)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["dense/00000002-1.safetensors", "workers/00000002-1-0.safetensors", "manifests/00000002"]
+)
+def test_each_damaged_file_is_found(home: OneShardHome, name: str) -> None:
+    data = bytearray(home.store.get(name))
+    data[len(data) // 2] ^= 1
+    home.store.put(name, bytes(data))
+    assert home.verified(2)[name] == "damaged"
+    assert name.startswith("manifests") or set(home.verified(3).values()) == {"ok"}, "only what is damaged is"
+    assert ran("verify", "--home", home.root, "--seq", 2)[0] == 1
+
+
+def test_a_damaged_segment_is_found_and_named(home: OneShardHome) -> None:
+    blobs = RocksBlobs(home.root / "shard-0" / "segments").open()
+    key = next(iter(blobs.keys(b"b/2-1/")))
+    blobs.write([(key, (blobs.get(key) or b"")[:-1] + b"\0")])
+    blobs.close()
+    found = {o.part: o for o in checkpoints.verify(home.store, 3, home.root)}
+    assert found["segments of shard 0"].state == "damaged" and found["segments of shard 0"].text.startswith(
+        "2-1/"
+    )
+    assert home.verified(1)["segments of shard 0"] == "ok"
+
+
+def test_another_manifest_under_the_name_of_the_one_before_is_found(home: OneShardHome) -> None:
+    other = manifests.load(home.store, "manifests/00000002").manifest
+    home.store.put("manifests/00000002", dataclasses.replace(other, step=99).encode())
+    assert home.verified(3)["manifests/00000003 continues 2"] == "damaged"
+
+
+def test_a_shard_that_runs_or_lives_elsewhere_is_not_reached_and_not_called_good(
+    home: OneShardHome, tmp_path: Path
+) -> None:
+    assert home.verified(3, tmp_path / "nothing")["segments of shard 0"] == "not reached"
+    blobs = RocksBlobs(home.root / "shard-0" / "segments").open()
+    try:
+        assert home.verified(3)["segments of shard 0"] == "not reached"
+    finally:
+        blobs.close()
+
+
+def test_a_copy_of_a_commit_is_a_home_that_goes_on_there(home: OneShardHome, tmp_path: Path) -> None:
+    to = tmp_path / "copy"
+    code, text = ran("export", "--home", home.root, "--seq", 2, "--to", to)
+    assert code == 0 and str(to) in text
+    assert restored(to) == home.states[2] != home.states[3]
+    assert restored(home.root) == home.states[3], "the home is as it was"
+    newest = manifests.newest(FileStore(to / "store"))
+    assert newest is not None and newest.manifest == manifests.load(home.store, "manifests/00000002").manifest
+    assert set(OneShardHome.verified(home, 2, to).values()) == {"ok"}
+
+
+def test_rows_of_a_copy_are_arrays_that_any_program_reads(home: OneShardHome, tmp_path: Path) -> None:
+    checkpoints.export(home.store, 3, home.root, tmp_path / "copy")
+    stack = small_schema().table_by_name[ITEM].stack
+    arrays, about = tensor_file.decode((tmp_path / "copy" / "rows" / f"{stack}-0.safetensors").read_bytes())
+    assert about == {"stack": stack, "shard": "0", "seq": "3", "schema": f"{small_schema().fingerprint:016x}"}
+    rows = zip(
+        arrays["table"].tolist(),
+        arrays["id"].tolist(),
+        arrays["row"],
+        arrays["state"],
+        arrays["stamp_ms"],
+        strict=True,
+    )
+    bits = {
+        (stack, t, i): row.tobytes() + state.tobytes() + stamp.tobytes() for t, i, row, state, stamp in rows
+    }
+    assert bits == {key: value for key, value in home.states[3].items() if key[0] == stack} and len(bits) == 4
+
+
+def test_a_copy_of_what_is_damaged_is_refused_and_is_no_export(home: OneShardHome, tmp_path: Path) -> None:
+    home.store.put("dense/00000003-1.safetensors", b"x")
+    with pytest.raises(CheckpointError, match="it is damaged"):
+        checkpoints.export(home.store, 3, home.root, tmp_path / "copy")
+    assert not (tmp_path / "copy" / "export.json").exists()
+    with pytest.raises(SetupError, match="name a folder that does not exist"):
+        checkpoints.export(home.store, 2, home.root, tmp_path / "copy")
+
+
+def test_going_back_says_what_is_discarded_and_asks(home: OneShardHome) -> None:
+    code, text = ran("rollback", "--home", home.root, 1, answer="n\n")
+    assert code == 1 and "2: 1-2 of" in text and "3: 1-3 of" in text and "Discard them?" in text
+    assert manifests.numbers(home.store) == [1, 2, 3]
+    code, text = ran("rollback", "--home", home.root, 1, "--yes")
+    assert code == 0 and "2 discarded" in text
+    assert manifests.numbers(home.store) == [1] and restored(home.root) == home.states[1]
+    assert home.store.list("discarded") == ["discarded/00000002", "discarded/00000003"]
+    assert manifests.next_seq(home.store) == 4, "numbers are never used again"
+
+
+def test_going_back_to_the_newest_or_to_what_is_not_there_changes_nothing(home: OneShardHome) -> None:
+    assert "nothing is discarded" in ran("rollback", "--home", home.root, 3, "--yes")[1]
+    with pytest.raises(CheckpointError, match="one of the commits 1 to 3 that are kept, got 9"):
+        ran("rollback", "--home", home.root, 9, "--yes")
+    home.store.put("manifests/00000002", b"{}")
+    with pytest.raises(CheckpointError, match="manifests/00000002"):
+        ran("rollback", "--home", home.root, 2, "--yes")
+    assert manifests.numbers(home.store) == [1, 2, 3] and manifests.newest_incarnation(home.store) == 1
+
+
+def test_going_back_fences_a_controller_that_still_runs_and_takes_what_it_linked_meanwhile(
+    home: OneShardHome,
+) -> None:
+    late = manifests.load(home.store, "manifests/00000003").manifest
+
+    class Racing(FileStore):
+        """A controller links one more commit while the newer ones are discarded."""
+
+        def delete(self, name: str) -> None:
+            super().delete(name)
+            if name == "manifests/00000002":
+                self.create("manifests/00000004", dataclasses.replace(late, seq=4).encode())
+
+    before = manifests.newest_incarnation(home.store)
+    assert manifests.discard_after(Racing(home.store.root), 1) == [2, 3, 4]
+    assert manifests.numbers(home.store) == [1] and manifests.newest_incarnation(home.store) == before + 1
+
+
+def test_going_back_that_is_cut_off_leaves_a_log_without_a_gap(home: OneShardHome) -> None:
+    class Killed(FileStore):
+        def delete(self, name: str) -> None:
+            super().delete(name)
+            raise FencedError("killed")
+
+    with pytest.raises(FencedError):
+        manifests.discard_after(Killed(home.store.root), 1)
+    assert manifests.numbers(home.store) == [1, 2]
+    assert manifests.discard_after(home.store, 1) == [2]
+
+
+def test_a_home_without_commits_says_so(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="there is no store"):
+        ran("list", "--home", tmp_path)
+    (tmp_path / "store").mkdir()
+    with pytest.raises(CheckpointError, match="nothing was committed yet"):
+        ran("verify", "--home", tmp_path)
+
+
+def imported(home: OneShardHome, tmp_path: Path, seq: int = 2) -> tuple[Path, Path]:
+    """(export, the home that it came into)."""
+    ran("export", "--home", home.root, "--seq", seq, "--to", tmp_path / "export")
+    code, text = ran("import", "--from", tmp_path / "export", "--home", tmp_path / "other")
+    assert code == 0 and f"commit {seq}" in text and "oldest sample" in text
+    return tmp_path / "export", tmp_path / "other"
+
+
+def test_a_model_comes_over_to_another_kafka_with_everything_that_it_learned_and_no_offset(
+    home: OneShardHome, tmp_path: Path
+) -> None:
+    export, other = imported(home, tmp_path)
+    assert restored(other) == home.states[2]
+    store, then = FileStore(other / "store"), manifests.load(home.store, "manifests/00000002").manifest
+    newest = manifests.newest(store)
+    assert newest is not None
+    now = newest.manifest
+    assert (now.dense, now.shards, now.model, now.schema, now.step) == (
+        then.dense,
+        then.shards,
+        then.model,
+        then.schema,
+        then.step,
+    )
+    assert {i: (part.file, part.metrics) for i, part in now.workers.items()} == {
+        i: (part.file, part.metrics) for i, part in then.workers.items()
+    }
+    assert (
+        now.offsets == {("samples", 0): 0} != then.offsets
+        and now.rows_end == {}
+        and now.kafka == {} != then.kafka
+    )
+    check_kafka(now, {"cluster_id": "another", "topics": {"samples": "x"}})
+    with pytest.raises(ConfigError, match="`roostream checkpoint export` and `import`"):
+        check_kafka(then, {"cluster_id": "another", "topics": {"samples": "x"}})
+    assert set(OneShardHome.verified(home, 2, export).values()) <= {"ok", "not reached"}, (
+        "the export is as it was"
+    )
+    assert {o.state for o in checkpoints.verify(store, 2, other)} == {"ok", "not reached"}
+
+
+def test_incarnations_go_on_above_those_of_the_other_cluster(home: OneShardHome, tmp_path: Path) -> None:
+    for _ in range(4):
+        newest = manifests.claim_incarnation(
+            home.store, 0, {"workers": 3, "configured": 1, "hold": {"reason": "x"}}
+        )
+    _, other = imported(home, tmp_path)
+    store = FileStore(other / "store")
+    assert manifests.kept_wish(store) == {}, "what was wanted there is not what is wanted here"
+    assert manifests.claim_incarnation(store, 0) == newest + 1
+
+
+def test_a_model_comes_only_into_what_is_empty_and_only_whole(home: OneShardHome, tmp_path: Path) -> None:
+    export, other = imported(home, tmp_path)
+    before = restored(home.root)
+    with pytest.raises(SetupError, match="expected a store without commits, got 3 in it"):
+        ran("import", "--from", export, "--home", home.root)
+    assert restored(home.root) == before
+    (other / "store" / "manifests" / "00000002").unlink()
+    with pytest.raises(SetupError, match="expected a home without rows, got shard-0"):
+        ran("import", "--from", export, "--home", other)
+    with pytest.raises(
+        CheckpointError, match=r"got no export.json that can be read .*; it is made by `checkpoint export`"
+    ):
+        ran("import", "--from", home.root, "--home", tmp_path / "third")
+    about = json.loads((export / "export.json").read_text())
+    (export / "export.json").write_text(json.dumps(about | {"format": 9}))
+    with pytest.raises(CheckpointError, match="expected an export of format 1, got 9"):
+        ran("import", "--from", export, "--home", tmp_path / "third")
+    (export / "export.json").write_text(json.dumps(about))
+    FileStore(export / "store").put("dense/00000002-1.safetensors", b"x")
+    with pytest.raises(CheckpointError, match=r"dense/00000002-1\.safetensors is damaged"):
+        ran("import", "--from", export, "--home", tmp_path / "third")
+    assert not (tmp_path / "third").exists()

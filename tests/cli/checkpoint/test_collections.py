@@ -1,0 +1,344 @@
+"""A TorchRec collection's rows come into an empty home, are trained there, and go out again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors import torch as safetensors
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.models.dlrm import DLRM
+
+from infra.kept_options import kept
+from param_server.blobs import RocksBlobs
+from param_server.calls import Calls
+from param_server.client import Client
+from param_server.config import ShardIdentity
+from param_server.initial import initial_rows
+from param_server.segments import Segments
+from param_server.server import Shard
+from param_server.table import shapes_of
+from roostream.cli.main import cli
+from roostream.errors import CheckpointError, ConfigError, RoostreamError, SchemaError, SetupError
+from roostream.models.build import build_model, load_model_config
+from roostream.runtime import manifest as manifests
+from roostream.runtime import tensor_file
+from roostream.runtime.checkpoint_store import FileStore
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.transport import InMemoryTransport
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import load_schema
+from roostream.wire.lookup import Lookup, StackLookup
+from serving.versions.dense_follower import read_weights
+
+SCHEMA = """
+[tables.item]
+dim = 4
+[tables.user]
+dim = 4
+init_scale = 0.5
+[tables.tag]
+dim = 2
+rule = "rowwise_adagrad"
+[[ro]]
+name = "user"
+kind = "ids"
+table = "user"
+[[nro]]
+name = "item"
+kind = "ids"
+table = "item"
+[[nro]]
+name = "price"
+[[label]]
+name = "click"
+action = "click"
+"""
+MODEL = """
+import torch
+from torchrec import EmbeddingBagConfig
+from torchrec.models.dlrm import DLRM
+from roostream.models.config import OwnConfig
+from roostream.models.loss import loss
+from roostream.models.model import Model
+from roostream.models.own.torchrec_bags import RemoteEmbeddingBagCollection, as_kjt, rows_of
+
+class Shop(Model):
+    def __init__(self, schema):
+        super().__init__()
+        tables = [EmbeddingBagConfig(name=t, embedding_dim=4, num_embeddings=1, feature_names=[t]) for t in ("item", "user")]
+        self.dlrm = DLRM(RemoteEmbeddingBagCollection(tables, schema), 1, [8, 4], [8, 1])
+
+    def forward(self, inputs):
+        with rows_of(inputs):
+            return self.dlrm(inputs.nro_float_BG, as_kjt(inputs))
+
+    def loss(self, inputs, logits_BT, targets):
+        return loss(logits_BT, targets)
+
+def build(schema, config):
+    return Shop(schema)
+"""
+SIZES = {"item": 40, "user": 25}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "shop.toml").write_text(SCHEMA)
+    (tmp_path / "shop.py").write_text(MODEL)
+    (tmp_path / "model.toml").write_text('kind = "shop.py:build"\n')
+    return tmp_path
+
+
+def a_collection() -> EmbeddingBagCollection:
+    torch.manual_seed(5)
+    return EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(name=t, embedding_dim=4, num_embeddings=n, feature_names=[t])
+            for t, n in SIZES.items()
+        ]
+    )
+
+
+def ran(*arguments: object) -> str:
+    done = CliRunner().invoke(cli, ["checkpoint", *map(str, arguments)])
+    if isinstance(done.exception, RoostreamError):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def brought(place: Path, state: Mapping[str, torch.Tensor], *more: object) -> str:
+    safetensors.save_file(dict(state), place / "in.safetensors")
+    given = ("--schema", place / "shop.toml", "--model", place / "model.toml", "--home", place / "home")
+    return ran("import", "--from", place / "in.safetensors", *given, *more)
+
+
+def gone_out(place: Path, *more: object) -> dict[str, torch.Tensor]:
+    ran("export", "--home", place / "home", "--to", place / "out.safetensors", *more)
+    return safetensors.load_file(place / "out.safetensors")
+
+
+def pulled(place: Path, table: str, *ids: int, num_shards: int = 2) -> np.ndarray:
+    """As a worker gets them of shards that begin in the home."""
+    schema, store = load_schema(place / "shop.toml"), FileStore(place / "home" / "store")
+    newest, incarnation = manifests.newest(store), manifests.claim_incarnation(store, 0)
+    assert newest is not None
+    shards, opened = [], []
+    for index in range(num_shards):
+        identity = ShardIdentity(schema=schema, index=index, num_shards=num_shards, publishing=False)
+        opened.append(RocksBlobs(place / "home" / f"shard-{index}" / "segments").open())
+        segments = Segments(
+            opened[-1],
+            shapes_of(schema),
+            identity.num_buckets,
+            buckets=newest.manifest.owners.buckets_of(index),
+        )
+        shards.append(Shard(identity, segments, store, FakeClock(0)))
+        shards[-1].restore(incarnation, newest.name)
+    client = Client(schema, [InMemoryTransport(Calls(shard).handle) for shard in shards], worker=0)
+    client.set_incarnation(incarnation)
+    try:
+        return client.pull(lookup_of(schema, table, ids))[schema.table_by_name[table].stack]
+    finally:
+        for blobs in opened:
+            blobs.close()
+
+
+def lookup_of(schema: Schema, table: str, ids: tuple[int, ...]) -> Lookup:
+    stacks = {}
+    for stack, tables in schema.stacks.items():
+        its = [i for i in ids if table in {t.name for t in tables}]
+        number = np.full(len(its), schema.table_by_name[table].id, np.uint32)
+        stacks[stack] = StackLookup(number, np.array(its, np.int64), {})
+    return Lookup(stacks)
+
+
+def test_rows_come_in_by_their_row_numbers_and_go_out_as_they_came(place: Path) -> None:
+    collection = a_collection()
+    text = brought(place, collection.state_dict())
+    assert "commit 1 with 65 rows of 2 tables and 0 of 8 dense weights" in text
+    weight = collection.embedding_bags["item"].weight.detach().numpy()
+    np.testing.assert_array_equal(pulled(place, "item", 0, 39, 7), weight[[0, 39, 7]])
+    out = gone_out(place)
+    assert out.keys() == collection.state_dict().keys()
+    assert all(torch.equal(out[name], value) for name, value in collection.state_dict().items())
+    again = a_collection()
+    again.load_state_dict(out)
+
+
+def test_ids_that_are_no_row_numbers_come_by_a_map_and_leave_by_one(place: Path) -> None:
+    collection = a_collection()
+    id_N = np.random.default_rng(1).integers(-(1 << 62), 1 << 62, SIZES["item"])
+    (place / "ids.safetensors").write_bytes(tensor_file.encode({"item": id_N}, {}))
+    brought(place, collection.state_dict(), "--ids", place / "ids.safetensors")
+    weight = collection.embedding_bags["item"].weight.detach()
+    np.testing.assert_array_equal(pulled(place, "item", int(id_N[3])), weight[[3]].numpy())
+    with pytest.raises(
+        CheckpointError, match=r"'item': expected ids that are row numbers, got -\d+ to \d+ for 40 rows; say"
+    ):
+        gone_out(place)
+    assert torch.equal(
+        gone_out(place, "--ids", place / "ids.safetensors")["embedding_bags.item.weight"], weight
+    )
+    (place / "out.safetensors").unlink()
+    out = gone_out(place, "--make-ids", place / "made.safetensors")
+    made, _ = tensor_file.decode((place / "made.safetensors").read_bytes())
+    assert made["item"].tolist() == sorted(id_N.tolist()) and made["user"].tolist() == list(
+        range(SIZES["user"])
+    )
+    assert torch.equal(out["embedding_bags.item.weight"], weight[np.argsort(id_N)])
+
+
+def test_a_row_number_without_a_row_holds_what_a_new_row_would_and_ids_without_a_number_are_told(
+    place: Path,
+) -> None:
+    brought(place, a_collection().state_dict())
+    wanted = np.array([3, 10**9, 4], np.int64)
+    (place / "ids.safetensors").write_bytes(tensor_file.encode({"user": wanted}, {}))
+    given = ("--home", place / "home", "--to", place / "out.safetensors", "--ids", place / "ids.safetensors")
+    assert "user: 23 rows left out" in ran("export", *given)
+    out = safetensors.load_file(place / "out.safetensors")["embedding_bags.user.weight"].numpy()
+    table = load_schema(place / "shop.toml").table_by_name["user"]
+    np.testing.assert_array_equal(
+        out[[1]], initial_rows(0, np.full(1, table.id, np.uint32), wanted[1:2], 4, 0.5)
+    )
+    assert out.shape == (3, 4)
+
+
+def test_a_whole_dlrm_goes_on_with_its_dense_weights(place: Path) -> None:
+    torch.manual_seed(6)
+    theirs = DLRM(a_collection(), 1, [8, 4], [8, 1])
+    assert "8 of 8 dense weights" in brought(place, theirs.state_dict())
+    store = FileStore(place / "home" / "store")
+    newest = manifests.newest(store)
+    assert newest is not None
+    weights = read_weights(store, newest.manifest)
+    model = build_model(load_schema(place / "shop.toml"), load_model_config(str(place / "model.toml")), 3)
+    model.load_state_dict(weights, strict=True)
+    dense = {name: value for name, value in theirs.state_dict().items() if "embedding_bags" not in name}
+    assert len(dense) == len(weights) == 8
+    assert all(torch.equal(weights[f"own.dlrm.{name}"], value) for name, value in dense.items())
+
+
+def test_a_dense_weight_that_is_not_finite_is_refused_and_nothing_is_there(place: Path) -> None:
+    state = DLRM(a_collection(), 1, [8, 4], [8, 1]).state_dict()
+    name = next(name for name in state if "embedding_bags" not in name)
+    with pytest.raises(CheckpointError, match=f"{name}: expected finite floats"):
+        brought(place, state | {name: torch.full_like(state[name], torch.inf)})
+    assert not (place / "home").exists()
+
+
+def test_the_home_remembers_schema_model_and_shards_for_up(place: Path) -> None:
+    brought(place, a_collection().state_dict(), "--shards", "3")
+    options = kept(place / "home")
+    assert options is not None and options.num_shards == 3 and Path(options.schema) == place / "shop.toml"
+    assert (
+        options.overrides["worker"]["model"]
+        == options.overrides["serving"]["model"]
+        == str(place / "model.toml")
+    )
+    assert pulled(place, "user", 1, num_shards=3).shape == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (
+            {"w": torch.zeros(2, 2)},
+            r"expected embedding_bags.TABLE.weight of a collection's state_dict, got w",
+        ),
+        (
+            {"embedding_bags.itm.weight": torch.zeros(2, 4)},
+            "expected a table of the schema, got 'itm'; did you mean 'item'",
+        ),
+        (
+            {"embedding_bags.item.weight": torch.zeros(2, 8)},
+            r"expected \[N, 4\], as \[tables.item\] has dim = 4, got \[2, 8\]",
+        ),
+        (
+            {"embedding_bags.item.weight": torch.full((2, 4), torch.nan)},
+            "expected finite floats, got float32 or others",
+        ),
+        (
+            {"embedding_bags.item.weight": torch.full((2, 4), 1e300, dtype=torch.float64)},
+            "expected finite floats, got float64 or others",
+        ),
+        (
+            {"embedding_bags.item.weight": torch.zeros((2, 4), dtype=torch.int8)},
+            "expected finite floats, got int8",
+        ),
+        (
+            {"embedding_bags.item.weight": torch.zeros((2, 4), dtype=torch.bfloat16)},
+            "save it in float32 by safetensors",
+        ),
+        (
+            {
+                "a.embedding_bags.item.weight": torch.zeros(2, 4),
+                "b.embedding_bags.item.weight": torch.zeros(2, 4),
+            },
+            "expected rows of table 'item' once, got",
+        ),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused_and_nothing_is_there(
+    place: Path, state: dict[str, torch.Tensor], message: str
+) -> None:
+    with pytest.raises((CheckpointError, SchemaError), match=message):
+        brought(place, state)
+    assert not (place / "home").exists()
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ({"item": np.arange(5)}, "table 'item': expected 40 ids, one a row, got 5"),
+        (
+            {"item": np.zeros(40, np.int64)},
+            r"expected int64 \[N\], each id once, got int64 \[40\] with ids that come again",
+        ),
+        ({"item": np.zeros(40, np.float32)}, "expected int64"),
+        ({"tag": np.arange(5)}, "expected ids of tables that the collection has, got some of 'tag'"),
+    ],
+)
+def test_ids_that_do_not_fit_are_refused(place: Path, ids: dict[str, np.ndarray], message: str) -> None:
+    (place / "ids.safetensors").write_bytes(tensor_file.encode(ids, {}))
+    with pytest.raises(CheckpointError, match=message):
+        brought(place, a_collection().state_dict(), "--ids", place / "ids.safetensors")
+    assert not (place / "home").exists()
+
+
+def test_rows_come_only_into_what_is_empty_and_leave_only_into_a_new_file(place: Path) -> None:
+    brought(place, a_collection().state_dict())
+    with pytest.raises(SetupError, match="expected a store without commits, got 1 in it"):
+        brought(place, a_collection().state_dict())
+    gone_out(place)
+    with pytest.raises(CheckpointError, match=r"can't be written .*; name a file that isn't there"):
+        gone_out(place)
+    with pytest.raises(CheckpointError, match="expected ids of tables of the schema, got some of 'itm'"):
+        (place / "ids.safetensors").write_bytes(tensor_file.encode({"itm": np.arange(2)}, {}))
+        gone_out(place, "--ids", place / "ids.safetensors")
+    with pytest.raises(CheckpointError, match="can't be read: expected a safetensors file, got No such file"):
+        ran("import", "--from", place / "none.safetensors", "--home", place / "other")
+
+
+def test_options_of_collections_are_refused_for_folders(place: Path) -> None:
+    brought(place, a_collection().state_dict())
+    with pytest.raises(SetupError, match=r"--ids: expected it with --to FILE.safetensors, got a folder"):
+        ran("export", "--home", place / "home", "--to", place / "copy", "--ids", place / "ids.safetensors")
+    with pytest.raises(SetupError, match=r"--schema: expected it with --from FILE.safetensors, got a folder"):
+        ran("import", "--from", place / "copy", "--home", place / "other", "--schema", place / "shop.toml")
+    with pytest.raises(ConfigError):
+        ran(
+            "import",
+            "--from",
+            place / "in.safetensors",
+            "--home",
+            place / "other",
+            "--schema",
+            place / "none.toml",
+        )

@@ -1,0 +1,84 @@
+"""`roostream inspect dedupe` on a log of JSON lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from roostream.cli.main import cli
+
+SCHEMA = """
+[tables.item]
+dim = 4
+[[ro]]
+name = "basket"
+kind = "sequence"
+table = "item"
+[[nro]]
+name = "item"
+kind = "ids"
+table = "item"
+[[label]]
+name = "click"
+action = "click"
+"""
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """Four users in turn, whose baskets grow at the front."""
+    (tmp_path / "site.toml").write_text(SCHEMA)
+    lines = [
+        {
+            "type": "impression",
+            "request_id": f"r{user}-{visit}",
+            "user_id": user,
+            "time": 1_700_000_000_000 + visit * 10 + user,
+            "ro": {"basket": {"item": [100 * user + entry for entry in range(visit, max(visit - 5, 0), -1)]}},
+            "candidates": {"item_id": [1, 2], "item": [1, 2]},
+        }
+        for visit in range(5, 9)
+        for user in range(1, 5)
+    ]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+def run(folder: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(
+        cli,
+        ["inspect", "dedupe", str(folder / "log.jsonl"), "--schema", str(folder / "site.toml"), *arguments],
+    )
+
+
+def test_factors_as_logged_and_clustered_are_told_for_machines(log: Path) -> None:
+    told = json.loads(run(log, "--batch", "4", "--json").stdout)
+    assert (told["requests"], told["candidates"], told["by"]) == (16, 32, "user")
+    logged, clustered = (told["arrangements"][name]["features"]["basket"] for name in ("logged", "clustered"))
+    assert (
+        logged["partial"] == 1.0
+        and clustered["partial"] == pytest.approx(20 / 8)
+        and clustered["exact"] == 1.0
+    )
+
+
+def test_people_get_tables_and_what_to_do(log: Path) -> None:
+    shown = run(log, "--batch", "4")
+    assert shown.exit_code == 0 and "as logged: 16 requests in batches of 4, S = 1.00" in shown.stdout
+    assert (
+        "basket: deduplicate partially: its rows are shifts of each other, 2.5 times fewer entries; only once"
+        in shown.stdout
+    )
+
+
+def test_a_part_of_the_log_is_enough(log: Path) -> None:
+    assert json.loads(run(log, "--requests", "5", "--json").stdout)["requests"] == 5
+
+
+def test_a_schema_without_request_only_features_has_nothing_to_share(log: Path) -> None:
+    (log / "site.toml").write_text(SCHEMA.replace("[[ro]]", "[[nro]]", 1))
+    failed = run(log)
+    assert failed.exit_code != 0 and "expected at least one [[ro]] feature" in str(failed.exception)

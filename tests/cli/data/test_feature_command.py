@@ -1,0 +1,78 @@
+"""`roostream inspect feature`, `inspect dedupe` and `report table` on a small warehouse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from roostream.cli.main import cli
+from roostream.runtime.checkpoint_store import FileStore
+from roostream.warehouse.popularity import note_asked
+from tests.warehouse.small_warehouse import ROWS, small_warehouse
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("warehouse")
+    schema = small_warehouse(folder)
+    note_asked(FileStore(folder), schema, 1, "one", ["age", "history"])
+    note_asked(FileStore(folder), schema, 2, "two", ["age"])
+    return folder
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
+
+
+def test_a_feature_is_told_by_day_with_how_often_it_is_asked_for(place: Path) -> None:
+    told = json.loads(run("inspect", "feature", place, "age", "history", "--json").stdout)
+    assert list(told["days"]) == ["2024-05-01", "2024-05-02"] and set(told["days"]["2024-05-01"]) == {
+        "age",
+        "history",
+    }
+    assert (
+        told["days"]["2024-05-02"]["history"]["rows"] == ROWS
+        and told["days"]["2024-05-02"]["history"]["moved"] == 0
+    )
+    assert told["asked"] == {"age": 1.0, "history": 0.5}
+
+
+def test_people_get_a_table_of_the_days_they_name(place: Path) -> None:
+    shown = run("inspect", "feature", place, "--from", "2024-05-02")
+    assert shown.exit_code == 0 and "2024-05-02" in shown.stdout and "2024-05-01" not in shown.stdout
+
+
+def test_a_feature_that_isnt_there_is_told(place: Path) -> None:
+    failed = run("inspect", "feature", place, "agee")
+    assert failed.exit_code != 0 and "did you mean 'age'" in str(failed.exception)
+
+
+def test_duplicates_of_a_warehouse_are_told_as_those_of_a_log(place: Path) -> None:
+    told = json.loads(run("inspect", "dedupe", place, "--json").stdout)
+    assert told["requests"] == 2 * ROWS and "history" in told["arrangements"]["clustered"]["features"]
+    assert json.loads(run("inspect", "dedupe", place, "--requests", 10, "--json").stdout)["requests"] == ROWS
+
+
+def test_a_page_has_its_plots_within(place: Path, tmp_path: Path) -> None:
+    shown = run("report", "table", place, "--out", tmp_path / "page", "--batch", 32)
+    assert shown.exit_code == 0 and f"{2 * ROWS:,} requests in 2 files" in shown.stdout
+    page = (tmp_path / "page" / "index.html").read_text()
+    for heading in (
+        "Bytes a candidate, by column",
+        "Coverage over days",
+        "List lengths over days",
+        "What comes again",
+    ):
+        assert heading in page
+    assert page.count("<svg") == 5 and "src=" not in page
+    told = json.loads((tmp_path / "page" / "report.json").read_text())
+    assert told["requests"] == 2 * ROWS and told["columns"]["item"]["stored"] > 0
+
+
+def test_a_folder_that_cant_be_made_is_told(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    failed = run("report", "table", place, "--out", tmp_path / "file" / "page")
+    assert failed.exit_code != 0 and "expected a folder that can be made" in str(failed.exception)

@@ -1,0 +1,104 @@
+"""What a session reads is told and captured, and read again by two readers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from roostream.cli.main import cli
+from roostream.errors import CheckpointError, ConfigError
+from roostream.runtime.checkpoint_store import open_store
+from roostream.warehouse.readers.lease_log import LeaseLog
+from roostream.warehouse.readers.leases import Lease
+from tests.warehouse.small_warehouse import ROWS, small_warehouse
+from trainer.control.kept_leases import LEASES
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("w")
+    small_warehouse(folder)
+    return folder
+
+
+def told(*arguments: str) -> str:
+    found = CliRunner().invoke(cli, arguments, catch_exceptions=False)
+    assert found.exit_code == 0, found.output
+    return found.output
+
+
+def test_a_session_is_told_before_it_is_read(place: Path, tmp_path: Path) -> None:
+    whole = json.loads(told("inspect", "session", str(place), "--json"))
+    assert (whole["requests"], whole["files"], whole["splits"], whole["row_groups"]) == (2 * ROWS, 2, 2, 2)
+    assert 0 <= whole["over_read"] <= 0.08 and whole["rows"] == {"3": 2 * ROWS}
+    few = json.loads(
+        told("inspect", "session", str(place), "--json", "--days", "2024-05-02", "--features", "age, gap")
+    )
+    assert few["requests"] == ROWS and few["bytes"] < whole["bytes"] / 4 and few["digest"] != whole["digest"]
+    text = told("inspect", "session", str(place), "--capture", str(tmp_path / "s.json"))
+    assert f"{2 * ROWS:,} requests in 2 files" in text and (tmp_path / "s.json").exists()
+
+
+def test_two_readers_of_a_captured_session_read_the_same(place: Path, tmp_path: Path) -> None:
+    told("inspect", "session", str(place), "--features", "age", "--capture", str(tmp_path / "s.json"))
+    its = json.loads(
+        told(
+            "replay",
+            "session",
+            str(tmp_path / "s.json"),
+            str(place),
+            "--over-read",
+            "0",
+            "--turns",
+            "3",
+            "--json",
+        )
+    )
+    assert its["requests"] == 2 * ROWS and its["reads_the_same"] and its["turns"] == 3
+    assert its["low"] <= its["ratio"] <= its["high"]
+    text = told("replay", "session", str(tmp_path / "s.json"), str(place), "--slower", "5", "--turns", "3")
+    assert "second / first: " in text and "3 turns" in text
+
+
+def test_what_is_not_there_is_told(place: Path) -> None:
+    run = CliRunner().invoke
+    assert "expected features of schema" in str(
+        run(cli, ["inspect", "session", str(place), "--features", "agee"]).exception
+    )
+    assert isinstance(
+        run(cli, ["inspect", "session", str(place), "--features", "agee"]).exception, ConfigError
+    )
+    assert isinstance(
+        run(cli, ["inspect", "session", str(place), "--days", "2030-01-01"]).exception, CheckpointError
+    )
+
+
+def test_who_read_what_in_a_run_is_told(tmp_path: Path) -> None:
+    log, store = LeaseLog(), open_store(str(tmp_path / "store"))
+    log.note(1, "granted", Lease(3, 0, 1, "a:1/x"))
+    log.note(2, "done", Lease(3, 0, 1, "a:1/x"))
+    log.note(3, "granted", Lease(4, 8, 2, "a:1/x"))
+    held = {"split": 4, "worker": 0, "position": 4096, "reader": "a:1/x", "for_s": 1.25}
+    session = {"digest": "d", "table": "w", "version": 7}
+    more = {"at_ms": 1_700_000_000_000, "incarnation": 2, "session": session, "trained": True, "held": [held]}
+    store.put(LEASES, json.dumps(log.body(**more)).encode())
+    assert told("inspect", "session", "--leases", str(tmp_path / "store")).splitlines() == [
+        "as of 2023-11-14 22:13:20 UTC, incarnation 2",
+        "session d of w, version 7: trained now",
+        "reader a:1/x: 2 splits: 1 done",
+        "split 4 from 4,096, for worker 0: a:1/x, for 1.2 s",
+    ]
+    its = json.loads(told("inspect", "session", "--leases", str(tmp_path / "store"), "--json"))
+    assert its["events"][1] == {"at_ms": 2, "what": "done", "split": 3, "position": 0, "reader": "a:1/x"}
+
+
+def test_a_run_without_readers_and_a_question_about_nothing_are_told(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match="expected a run whose session was read by `reader` programs, found no leases"
+    ):
+        told("inspect", "session", "--leases", str(tmp_path))
+    with pytest.raises(ConfigError, match="expected a warehouse, or --leases with a checkpoint store"):
+        told("inspect", "session")

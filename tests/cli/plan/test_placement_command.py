@@ -1,0 +1,157 @@
+"""`roostream placement`: what it shows, what it refuses, and that a plan can be read back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from param_server.placement.profiles import save
+from roostream.cli.checkpoint.collection_files import weight_name, write_tensors
+from roostream.cli.main import cli
+from roostream.errors import ConfigError
+from roostream.runtime.checkpoint_store import FileStore
+from roostream.runtime.clock import SystemClock
+from roostream.schema.registry import to_toml
+from tests.param_server.placement.test_profile import counted
+from tests.trainer import samples
+
+
+@pytest.fixture
+def known(tmp_path: Path) -> list[str]:
+    """`--store` and `--schema` of a store with profiles."""
+    (tmp_path / "s.toml").write_text(to_toml(samples.schema()))
+    save(FileStore(tmp_path / "store"), counted().profiles, SystemClock().now_ms())
+    return ["--store", str(tmp_path / "store"), "--schema", str(tmp_path / "s.toml")]
+
+
+def placement(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["placement", *arguments], env={"COLUMNS": "200"})
+
+
+def test_profiles_are_told_by_feature(known: list[str]) -> None:
+    shown = placement("profile", *known)
+    assert shown.exit_code == 0 and "table item (4 wide)" in shown.output and "5 batches" in shown.output
+    told = json.loads(placement("profile", *known, "--json").output)
+    assert told["user"]["examples"] == 40
+
+
+def test_a_plan_says_how_even_it_is_and_what_its_times_rest_on(known: list[str]) -> None:
+    shown = placement("plan", *known, "--owners", "4")
+    assert shown.exit_code == 0
+    for text in ("imbalance", "the bound that no plan can be below", "assumed constants"):
+        assert text in shown.output
+
+
+def test_without_a_profile_a_table_is_spread_and_named(known: list[str], tmp_path: Path) -> None:
+    shown = placement("plan", "--store", str(tmp_path / "empty"), *known[2:], "--owners", "4")
+    assert shown.output.count("never counted") == 2 and shown.output.count("4 row pieces") == 2
+    assert "none so far" in placement("profile", "--store", str(tmp_path / "empty"), *known[2:]).output
+
+
+def test_a_table_is_explained(known: list[str]) -> None:
+    shown = placement("explain", "item", *known, "--owners", "4")
+    assert "a batch asks for" in shown.output and "2 row pieces" in shown.output
+    with pytest.raises(ConfigError, match="expected a table of the schema, got 'itm'; did you mean 'item'"):
+        CliRunner().invoke(
+            cli, ["placement", "explain", "itm", *known, "--owners", "4"], catch_exceptions=False
+        )
+
+
+def test_a_plan_is_written_in_torchrecs_terms(known: list[str], tmp_path: Path) -> None:
+    out, rows = tmp_path / "plan.json", ["--rows", "item=40", "--rows", "user=9"]
+    with pytest.raises(
+        ConfigError, match="expected pieces of a multiple of 4 columns, as FBGEMM has them, got 2"
+    ):
+        narrow = ["plan", *known, "--owners", "4", *rows, "--write-torchrec", str(out)]
+        CliRunner().invoke(cli, ["placement", *narrow], catch_exceptions=False)
+    schema = Path(known[-1])
+    schema.write_text(schema.read_text().replace("dim = 2", "dim = 4"))
+    shown = placement(
+        "plan", *known, "--owners", "4", *rows, "--write-torchrec", str(out), "--module", "sparse"
+    )
+    assert shown.exit_code == 0 and "imbalance" in shown.output
+    written = json.loads(out.read_text())
+    assert written["module"] == "sparse" and sorted(written["tables"]) == ["item", "user"]
+    assert sum(shard["sizes"][0] for shard in written["tables"]["item"]["shards"]) == 40
+    collection = tmp_path / "rows.safetensors"
+    write_tensors(collection, {weight_name(name): np.zeros((7, 4), np.float32) for name in ("item", "user")})
+    again = tmp_path / "again.json"
+    arguments = [
+        "plan",
+        *known,
+        "--owners",
+        "4",
+        "--collection",
+        str(collection),
+        "--write-torchrec",
+        str(again),
+    ]
+    assert placement(*arguments).exit_code == 0
+    assert sum(shard["sizes"][0] for shard in json.loads(again.read_text())["tables"]["user"]["shards"]) == 7
+    with pytest.raises(ConfigError, match="name a file that isn't there"):
+        CliRunner().invoke(cli, ["placement", *arguments], catch_exceptions=False)
+    with pytest.raises(ConfigError, match="expected how many rows each table has, got none for user, item"):
+        CliRunner().invoke(
+            cli, ["placement", *arguments[:-4], "--write-torchrec", "x.json"], catch_exceptions=False
+        )
+
+
+def test_two_plans_are_compared(known: list[str], tmp_path: Path) -> None:
+    files = []
+    for owners in ("2", "8"):
+        files.append(tmp_path / f"{owners}.json")
+        files[-1].write_text(
+            placement("plan", *known, "--owners", owners, "--json", "--columns", "user=2").output
+        )
+    assert "imbalance (bytes)" in placement("diff", *map(str, files)).output
+    assert "the same" in placement("diff", str(files[0]), str(files[0])).output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--rows", "item"], "--rows: expected TABLE=N"),
+        (["--rows", "item="], "--rows: expected TABLE=N"),
+        (["--columns", "item=2"], "since its rule keeps one state a row"),
+        (["--costs", "absent.json"], "expected JSON of measured constants"),
+        (["--rows", "item=9000000000", "--memory", "1"], "owners suffice"),
+        (["--rows", "itm=9"], "with a table of the schema, got 'itm=9'; did you mean 'item'"),
+        (["--rows", "item=0"], "a number of 1..15 digits above 0, got 'item=0'"),
+        (["--rows", "item=" + "9" * 5000], "a number of 1..15 digits above 0"),
+        (["--columns", "user=8"], "expected column pieces that divide dim = 2, got 8"),
+        (["--memory", "nan"], "--memory: expected GiB of each owner, got nan"),
+    ],
+)
+def test_what_cannot_be_is_said_in_a_sentence(known: list[str], arguments: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        CliRunner().invoke(
+            cli, ["placement", "plan", *known, "--owners", "4", *arguments], catch_exceptions=False
+        )
+
+
+def test_constants_that_are_no_text_are_refused(known: list[str], tmp_path: Path) -> None:
+    (tmp_path / "costs.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="expected JSON of measured constants, got bytes that are no UTF-8"):
+        given = ["plan", *known, "--owners", "4", "--costs", str(tmp_path / "costs.json")]
+        CliRunner().invoke(cli, ["placement", *given], catch_exceptions=False)
+
+
+def test_a_file_that_is_no_plan_is_refused(tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    other.write_text("[]")
+    for text in (
+        '{"pieces": []}',
+        '{"pieces": [{"table": "item"}], "bytes_imbalance": 1}',
+        '{"pieces": 3}',
+        "\\xff",
+    ):
+        other.write_text(text)
+        with pytest.raises(ConfigError, match=r"other\.json: expected a plan as"):
+            CliRunner().invoke(cli, ["placement", "diff", str(other), str(other)], catch_exceptions=False)
+    for file in (other, tmp_path / "absent.json"):
+        with pytest.raises(ConfigError, match="expected a plan"):
+            CliRunner().invoke(cli, ["placement", "diff", str(file), str(file)], catch_exceptions=False)

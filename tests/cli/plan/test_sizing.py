@@ -1,0 +1,159 @@
+"""What a load needs follows from committed figures, grows where it should, and ends where something ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.workloads import data
+from param_server.residency import Expiry
+from param_server.table import StackTable
+from roostream.cli.main import cli
+from roostream.cli.plan import measured
+from roostream.cli.plan.scale_page import renewed
+from roostream.cli.plan.sizing import (
+    Costs,
+    Load,
+    Need,
+    bottleneck,
+    plan,
+    row_bytes,
+    shards_for,
+    step_s,
+    workers_for,
+)
+from roostream.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[3]
+FIGURES = measured.read()
+
+
+def needs(**load: float) -> dict[str, Need]:
+    return {need.what: need for need in plan(Load(**load), FIGURES)}  # type: ignore[arg-type]
+
+
+def test_every_figure_equals_the_one_in_the_committed_report() -> None:
+    assert measured.of_reports(ROOT / "docs" / "benchmarks" / "json") == FIGURES
+
+
+def test_a_report_that_lacks_a_figure_is_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"docs/benchmarks/serving-request\.md, 'a request of 20 candidates'.*take the report anew",
+    ):
+        measured.of_reports(tmp_path)
+
+
+def test_every_source_is_a_page_that_there_is() -> None:
+    for source in measured.SOURCES.values():
+        assert (ROOT / "docs" / "benchmarks" / f"{source.question}.md").is_file()
+
+
+@pytest.mark.parametrize(
+    "what", ["brokers", "Kafka's disks", "task managers", "serving processes", "readers", "network"]
+)
+def test_what_grows_linearly_grows_linearly(what: str) -> None:
+    small, large = needs(requests_per_s=20_000)[what].amount, needs(requests_per_s=200_000)[what].amount
+    assert 9.0 < large / small < 11.0 or math.ceil(large) <= 10 * math.ceil(small)
+    assert math.isinf(needs(requests_per_s=20_000)[what].ends_at)
+
+
+def test_as_many_workers_as_keep_up_and_no_more() -> None:
+    load = Load(requests_per_s=10_000)
+    costs = Costs(load, FIGURES)
+    shards = shards_for(load, costs)
+    workers = workers_for(costs, shards)
+    wanted_s = load.batch_requests / load.requests_per_s * load.busy
+    assert (
+        step_s(costs, load.batch_requests, workers, shards)
+        <= wanted_s
+        < step_s(costs, load.batch_requests, workers - 1, shards)
+    )
+
+
+def test_workers_end_by_what_a_step_costs_beside_its_requests() -> None:
+    small, large = (
+        needs(requests_per_s=1000, batch_requests=batch)["workers"].ends_at for batch in (512, 8192)
+    )
+    assert small < large / 2  # small steps are all sum and calls
+
+
+def test_the_bottleneck_is_what_ends_first_and_a_load_beyond_it_is_told() -> None:
+    found = plan(Load(requests_per_s=1_000_000, rows=10**9), FIGURES)
+    assert bottleneck(found).what == "workers" and bottleneck(found).ends_at < 1_000_000
+    done = CliRunner().invoke(cli, ["plan", "--requests-per-s", "1000000", "--rows", "1000000000"])
+    assert "bottleneck: workers, which end at " in done.output and "this load is beyond it" in done.output
+    done = CliRunner().invoke(cli, ["plan", "--requests-per-s", "100"])
+    assert "it carries this load" in done.output
+
+
+def test_a_faster_core_takes_fewer_of_everything_that_computes() -> None:
+    slow, fast = needs(requests_per_s=100_000), needs(requests_per_s=100_000, core=0.5)
+    for what in ("task managers", "serving processes"):
+        assert fast[what].amount <= math.ceil(slow[what].amount / 2)
+    assert fast["workers"].ends_at > 1.5 * slow["workers"].ends_at
+
+
+def test_rows_decide_on_shards_by_memory_and_on_what_serving_holds() -> None:
+    few, many = needs(requests_per_s=10, rows=10**6), needs(requests_per_s=10, rows=10**10)
+    assert few["shards"].amount == 1 and many["shards"].amount == math.ceil(
+        10**10 * row_bytes(Load(requests_per_s=10)) / (64e9 * 0.6)
+    )
+    assert (
+        "rows = shared" in few["a serving machine's memory"].why
+        and "rows = cache" in many["a serving machine's memory"].why
+    )
+
+
+@pytest.mark.parametrize(("candidates", "history"), [(5, 30), (20, 30), (20, 100), (200, 30), (11, 50)])
+def test_a_samples_bytes_are_about_those_that_the_encoder_makes(candidates: int, history: int) -> None:
+    records = data.sample_records(data.demo_schema(), 20, candidates=candidates, history=history)
+    made = sum(len(record.value or b"") for record in records) / len(records)
+    assert Load(requests_per_s=1, candidates=candidates, history=history).sample_bytes == pytest.approx(
+        made, rel=0.1
+    )
+
+
+def test_a_rows_bytes_are_those_of_a_shards_table() -> None:
+    schema = data.demo_schema()
+    tables = [table for table in schema.tables if table.dim == 16]
+    table = StackTable("s", tables, seed=0, num_buckets=64, residency=Expiry)
+    per_row = table.num_bytes / table.index.capacity
+    assert per_row <= row_bytes(Load(requests_per_s=1, dim=16)) <= 2 * per_row
+
+
+def test_the_plan_for_programs_says_the_same() -> None:
+    done = CliRunner().invoke(cli, ["plan", "--requests-per-s", "20000", "--candidates", "50", "--json"])
+    told = json.loads(done.output)
+    assert told["load"] == dataclasses.asdict(Load(requests_per_s=20_000, candidates=50))
+    assert {need["what"] for need in told["needs"]} == set(needs(requests_per_s=1))
+    assert told["fits"] is (
+        told["needs"][[n["what"] for n in told["needs"]].index(told["bottleneck"])]["ends_at"] >= 20_000
+    )
+
+
+def test_every_need_says_where_its_figure_is_from() -> None:
+    for need in plan(Load(requests_per_s=1000), FIGURES):
+        assert need.why
+    cited = " ".join(need.why for need in plan(Load(requests_per_s=1000), FIGURES))
+    assert cited.count("docs/benchmarks/") >= 10 and "assumed" in cited
+
+
+def test_what_can_not_be_is_refused_by_its_flag() -> None:
+    done = CliRunner().invoke(cli, ["plan", "--requests-per-s", "0"])
+    assert (
+        isinstance(done.exception, ConfigError)
+        and str(done.exception) == "--requests-per-s: expected above 0, got 0.0"
+    )
+
+
+def test_the_pages_table_is_what_the_plan_says() -> None:
+    text = (ROOT / "docs" / "operations" / "scale.md").read_text(encoding="utf-8")
+    assert renewed(text, FIGURES) == text
+    faster = renewed(text, FIGURES | {"serve_20_us": 1.0, "serve_200_us": 2.0})
+    assert faster != text and len(faster.splitlines()) == len(text.splitlines())

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from roostream.cli.replay.baselines import Baselines
+from roostream.runtime.kafka.topics import SAMPLES
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import schema_from_dict
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.block import encode_nro, encode_ro
+from roostream.wire.records import Record
+
+DAY = 86_400_000
+HOUR = 3_600_000
+
+
+def schema(*labels: str) -> Schema:
+    return schema_from_dict(
+        {
+            "ro": [{"name": "age"}],
+            "nro": [{"name": "price"}],
+            "label": [{"name": name, "action": name} for name in labels],
+        }
+    )
+
+
+CLICK, BOTH = schema("click"), schema("click", "buy")
+
+
+def fed(
+    baselines: Baselines, of: Schema, number: int, items: list[int], labels: list[float], **more: object
+) -> None:
+    """A sample of these candidates; their `price`s are 0 where none are given."""
+    time_ms, prices = int(more.get("time_ms", 5)), more.get("prices", np.zeros(len(items)))  # type: ignore[call-overload]
+    header = pb.Header(time_ms=time_ms, schema=of.fingerprint, user_id=1, request_id=str(number))
+    sample = pb.Sample(
+        header=header,
+        sample_id=number,
+        item_ids=items,
+        labels=labels,
+        positions=more.get("positions") or range(len(items)),  # type: ignore[arg-type]
+        ro=encode_ro(of, {"age": 30.0}),
+        parts=[
+            pb.Part(
+                nro=encode_nro(of, {"price": np.asarray(prices, dtype=np.float32)}, len(items)),
+                num_rows=len(items),
+            )
+        ],
+        close_ms=time_ms,
+    )
+    baselines.add(sample, Record(SAMPLES, 0, number, time_ms, b"", wire.encode(wire.SAMPLE, sample)))
+
+
+def test_an_item_that_is_always_clicked_is_found_by_its_rate_and_not_by_its_place() -> None:
+    rng, baselines = np.random.default_rng(0), Baselines(CLICK)
+    for n in range(600):
+        items = rng.permutation(6).tolist()
+        fed(baselines, CLICK, n, items, [float(i == 3) for i in items])
+    found = baselines.report()
+    assert found["item"]["overall"]["request_auc"] > 0.95 and found["item"]["overall"]["ne"] < 0.4
+    assert found["random"]["overall"]["request_auc"] == 0.5 and found["random"]["overall"][
+        "ne"
+    ] == pytest.approx(1, abs=0.02)
+    assert 0.4 < found["place"]["overall"]["request_auc"] < 0.6
+    assert baselines.positives() == {"click": 600}
+
+
+def test_a_place_that_is_always_clicked_is_found_by_the_places_as_shown() -> None:
+    baselines = Baselines(CLICK)
+    for n in range(300):
+        fed(baselines, CLICK, n, [n, n + 1000, n + 2000], [0, 1, 0], positions=[4, 0, 9])
+    assert baselines.report()["place"]["overall"]["request_auc"] > 0.95
+
+
+def test_what_is_liked_now_is_found_by_what_is_recent() -> None:
+    """Each day another of five items is clicked."""
+    rng, baselines = np.random.default_rng(1), Baselines(CLICK)
+    for n in range(1200):
+        items = rng.permutation(5).tolist()
+        day = n // 120
+        fed(
+            baselines,
+            CLICK,
+            n,
+            items,
+            [float(i == day % 5) for i in items],
+            time_ms=day * DAY + n % 120 * HOUR // 10,
+        )
+    found = baselines.report()
+    assert found["recent"]["overall"]["request_auc"] > 0.9 > found["item"]["overall"]["request_auc"]
+
+
+def test_what_floats_tell_is_found_by_the_line_on_them() -> None:
+    rng, baselines = np.random.default_rng(2), Baselines(CLICK)
+    for n in range(1500):
+        prices = rng.lognormal(0, 2, 4)
+        clicked = rng.random(4) < 1 / (1 + prices)
+        fed(
+            baselines,
+            CLICK,
+            n,
+            rng.integers(0, 1 << 40, 4).tolist(),
+            clicked.astype(float).tolist(),
+            prices=prices,
+        )
+    found = baselines.report()["linear"]["overall"]
+    assert found["auc"] > 0.8 and found["ne"] < 0.85 and 0.9 < found["calibration"] < 1.1
+
+
+def test_a_sample_is_scored_before_it_counts_and_measured_from_the_time_given() -> None:
+    baselines = Baselines(BOTH, measure_from_ms=DAY)
+    fed(baselines, BOTH, 1, [1, 2], [1, 0, 0, 0])
+    fed(baselines, BOTH, 2, [1, 2], [1, 1, 0, 0], time_ms=DAY)
+    found = baselines.report()["item"]
+    assert found["overall"]["requests"] == 2 and found["measured"]["requests"] == 1
+    assert found["overall"]["request_auc"] == 0.75 and found["measured"]["request_auc"] == 1.0
+    assert baselines.positives() == {"click": 2, "buy": 1}
+
+
+def test_labels_of_another_schema_count_for_nothing_and_features_of_another_for_chance() -> None:
+    baselines = Baselines(BOTH)
+    fed(baselines, CLICK, 1, [1, 2], [1.0, 0.0])
+    assert baselines.report()["item"]["overall"]["requests"] == 0
+    other = schema_from_dict({"nro": [{"name": "x"}], "label": [{"name": "click", "action": "click"}]})
+    baselines = Baselines(other)
+    for n in range(40):
+        fed(baselines, CLICK, n, [1, 2], [1.0, 0.0], prices=[1, 2])
+    found = baselines.report()
+    assert (
+        found["linear"]["overall"] == found["random"]["overall"]
+        and found["item"]["overall"]["requests"] == 40
+    )

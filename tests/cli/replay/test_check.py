@@ -1,0 +1,145 @@
+"""`roostream check`: what is wrong with a log is told before anything is trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roostream.cli.main import cli
+from roostream.errors import ConfigError
+from roostream.replay.config import CheckConfig
+
+T0 = 1_700_000_000_000
+SCHEMA = """
+[tables.item]
+dim = 4
+[[nro]]
+name = "item"
+kind = "ids"
+table = "item"
+[[nro]]
+name = "price"
+[[nro]]
+name = "ctr"
+online = "ctr_1h"
+[[label]]
+name = "click"
+action = "click"
+"""
+
+
+def shown(number: int, **more: Any) -> dict[str, Any]:
+    candidates = [{"item_id": i, "price": 2.0 * i} for i in range(1, 4)]
+    return {
+        "type": "impression",
+        "request_id": f"r{number}",
+        "user_id": 1 + number % 3,
+        "time": T0 + 60_000 * number,
+        "candidates": candidates,
+        **more,
+    }
+
+
+def done(number: int, seconds: int = 5, **more: Any) -> dict[str, Any]:
+    time_ms = T0 + 60_000 * number + 1000 * seconds
+    ids = {"request_id": f"r{number}", "user_id": 1 + number % 3}
+    return {"type": "engagement", **ids, "time": time_ms, "item_id": 2, "action": "click", **more}
+
+
+def check(folder: Path, *lines: object, flags: tuple[str, ...] = ()) -> tuple[int, dict[str, Any]]:
+    (folder / "s.toml").write_text(SCHEMA)
+    (folder / "log.jsonl").write_text(
+        "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
+    )
+    report = folder / "out.json"
+    paths = ("--schema", str(folder / "s.toml"), "--log", str(folder / "log.jsonl"), "--report", str(report))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["check", *paths, *flags], standalone_mode=False)
+    return int(str(ended.value.code)), json.loads(report.read_text()) if report.exists() else {}
+
+
+def test_a_good_log_is_told_what_the_joiner_would_do(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lines = [*(shown(n) for n in range(20)), *(done(n) for n in range(0, 20, 2)), done(0), done(3, 3600)]
+    code, report = check(tmp_path, *lines)
+    assert code == 0 and report["errors"] == []
+    counts = report["counts"]
+    assert (counts["requests"], counts["samples"], counts["folded"], counts["duplicates"]) == (20, 20, 10, 1)
+    assert counts["corrections"] == 1 and report["positives"] == {"click": 10}
+    assert (report["engagement_delay_s"]["p50"], report["engagement_delay_s"]["p100"]) == (5, 3600)
+    assert report["log"]["list_lengths"]["p50"] == 3 and report["log"]["features"]["price"]["max"] == 6.0
+    assert report["warnings"] == [
+        "1 engagements come after the join window and are not learned; a longer --window takes them in"
+    ]
+    told = capfd.readouterr().out
+    assert "closed by" in told and "nro price" in told
+
+
+def test_the_window_can_be_tried_out(tmp_path: Path) -> None:
+    code, report = check(tmp_path, shown(1), done(1), done(1, 3600, item_id=1), flags=("--window", "2h"))
+    assert code == 0 and report["counts"]["folded"] == 2 and report["warnings"] == []
+
+
+def test_lines_that_cannot_be_used_are_all_looked_for_and_the_exit_code_says_so(tmp_path: Path) -> None:
+    bad = [
+        shown(1, time=T0 // 1000),
+        "{",
+        shown(2, candidates=[{"item_id": 1, "prize": 3}]),
+        shown(3, weight=-1),
+    ]
+    code, report = check(tmp_path, shown(0), *bad, done(0))
+    assert code == 1 and report["counts"]["skipped_lines"] == 4
+    for number, text in (
+        (2, "looks like seconds"),
+        (3, "log.jsonl:3: "),
+        (4, "did you mean 'price'"),
+        (5, "weight"),
+    ):
+        assert any(f"log.jsonl:{number}: " in e and text in e for e in report["errors"])
+
+
+def test_of_many_bad_lines_the_first_are_told_and_the_rest_counted(tmp_path: Path) -> None:
+    code, report = check(tmp_path, *["{"] * 15)
+    assert code == 1 and len(report["errors"]) == 12
+    assert (
+        "no impression that can be used" in report["errors"][-2]
+        and report["errors"][-1] == "and 5 more lines that can't be used"
+    )
+
+
+def test_an_id_in_its_other_form_is_hinted_at(tmp_path: Path) -> None:
+    code, report = check(tmp_path, shown(1), done(1, item_id="2"))
+    assert code == 0 and report["counts"]["dead_letters"] == {"item_not_shown": 1}
+    first = report["first_dead_letters"]["item_not_shown"]
+    assert (
+        first["where"].endswith("log.jsonl:2")
+        and 'it did show the integer 2, and this is the text "2"' in first["error"]
+    )
+
+
+def test_tables_are_checked_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "s.toml").write_text(SCHEMA)
+    (tmp_path / "shown.csv").write_text(
+        f"request_id,time,user_id,item_id,price\nr,{T0},5,1,2\nr,{T0},5,2,3\n"
+    )
+    (tmp_path / "done.csv").write_text(f"request_id,time,user_id,item_id,action\nr,{T0 + 1},5,1,click\n")
+    paths = ["--impressions", str(tmp_path / "shown.csv"), "--engagements", str(tmp_path / "done.csv")]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["check", "--schema", str(tmp_path / "s.toml"), *paths], standalone_mode=False)
+    assert ended.value.code == 0 and "click 1" in capfd.readouterr().out
+
+
+def test_what_cannot_be_checked_is_told(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text(SCHEMA)
+    schema = str(tmp_path / "s.toml")
+    with pytest.raises(ConfigError, match="expected --log FILES, or --impressions FILES"):
+        CheckConfig(schema=schema)
+    with pytest.raises(ConfigError, match=r"nowhere.jsonl: no such file"):
+        CheckConfig(schema=schema, log=("nowhere.jsonl",))
+    with pytest.raises(ConfigError, match=r"all end in .parquet, or all in .csv"):
+        CheckConfig(schema=schema, impressions=(schema,))
+    assert check(tmp_path)[0] == 2

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+
+from roostream.cli.replay.prediction_metrics import PredictionMetrics
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.records import Record
+
+DAY = 86_400_000
+
+
+def prediction(number: int, time_ms: int, scores: list[float], labels: list[float], tasks: int = 1) -> Record:
+    message = pb.Prediction(
+        sample_id=number, time_ms=time_ms, item_ids=range(len(scores) // tasks), scores=scores, labels=labels
+    )
+    return Record("predictions", 0, number, time_ms, b"", wire.encode(wire.PREDICTION, message))
+
+
+def test_each_request_counts_once_overall_by_day_and_from_the_time_measured_from() -> None:
+    metrics = PredictionMetrics(("click",), measure_from_ms=DAY)
+    good, bad = [0.9, 0.1], [0.1, 0.9]
+    for record in (
+        prediction(1, 5, good, [1, 0]),
+        prediction(1, 5, bad, [1, 0]),
+        prediction(2, DAY + 5, bad, [1, 0]),
+        Record("predictions", 0, 9, 0, b"", b"rubbish"),
+        Record("samples", 0, 9, 0, b"", b""),
+    ):
+        metrics.add(record)
+    report = metrics.report()
+    assert report["overall"]["requests"] == 2 and report["overall"]["request_auc"] == pytest.approx(0.5)
+    assert report["measured"]["requests"] == 1 and report["measured"]["request_auc"] == 0.0
+    assert {day: m["request_auc"] for day, m in report["by_day"].items()} == {
+        "1970-01-01": 1.0,
+        "1970-01-02": 0.0,
+    }
+
+
+def test_many_requests_are_counted_in_batches_as_one_by_one() -> None:
+    metrics = PredictionMetrics(("click", "long_read"))
+    for k in range(1200):
+        metrics.add(prediction(k, k, [0.5, 0.4, 0.2, 0.1, 0.3, 0.2], [1, 0, 0, 0, 0, 0], tasks=2))
+    overall = metrics.report()["overall"]
+    assert overall["requests"] == 1200 and overall["candidates"] == 3600
+    assert (
+        overall["tasks"]["click"]["base_rate"] == pytest.approx(1 / 3)
+        and overall["tasks"]["long_read"]["base_rate"] == 0
+    )
+
+
+def test_of_an_amount_the_error_in_its_own_unit_is_told_overall_and_by_day() -> None:
+    metrics = PredictionMetrics(("click", "read_s"), scale_T=(0.0, 60.0))
+    metrics.add(prediction(1, DAY, [0.5, 0.25, 0.5, 0.75], [1, 20, 0, 100], tasks=2))
+    report = metrics.report()
+    told = (61**0.25 - 1, 61**0.75 - 1)
+    overall = report["overall"]
+    assert isinstance(overall, dict)
+    assert overall["tasks"]["read_s"]["mae"] == pytest.approx(
+        (abs(told[0] - 20) + abs(told[1] - 60)) / 2, rel=1e-6
+    )
+    assert "mae" not in overall["tasks"]["click"]

@@ -1,0 +1,260 @@
+"""`roostream inspect skew`: what was scored as it was logged is told apart from what wasn't, and from what can't be known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from roostream.cli.main import cli
+from roostream.cli.skew.commit_states import CommitStates
+from roostream.cli.skew.logged_lists import LoggedList, newest, of_file, of_records, sample_of
+from roostream.cli.skew.rescoring import TOLERANCE, Rescored, rescored
+from roostream.errors import CheckpointError, ConfigError, RoostreamError
+from roostream.runtime import manifest as manifests
+from roostream.runtime.checkpoint_store import FileStore
+from roostream.runtime.kafka.record_reader import MemoryReader
+from roostream.runtime.kafka.topics import IMPRESSIONS, SAMPLES
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.records import Record
+from tests.cli.skew.skew_cases import T0, ScoringHome
+from trainer.saved_batch import SavedBatch, encode
+
+SECOND = 1000
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> ScoringHome:
+    """Two commits, ten seconds from each other, and rows trained before each."""
+    home = ScoringHome(tmp_path / "home")
+    home.push(1, 2, 3)
+    home.commit(T0)
+    return home
+
+
+def ran(home: ScoringHome, *arguments: object) -> tuple[int, dict[str, Any]]:
+    done = CliRunner().invoke(
+        cli, ["inspect", "skew", *map(str, arguments), "--home", str(home.root), "--json"]
+    )
+    if isinstance(done.exception, RoostreamError):
+        raise done.exception
+    return done.exit_code, json.loads(done.output)
+
+
+def judged(home: ScoringHome, path: Path) -> dict[str, Rescored]:
+    found = rescored(CommitStates(home.store, home.root), of_file(path))
+    return {one.logged.request_id: one for one in found}
+
+
+def test_lists_that_were_scored_as_logged_are_within_rounding_by_every_version(home: ScoringHome) -> None:
+    home.rank("a", T0 + SECOND)
+    home.push(9)
+    home.commit(T0 + 10 * SECOND)
+    home.rank("b", T0 + 11 * SECOND, items=(3, 2, 77))
+    home.commit(T0 + 20 * SECOND)
+    code, told = ran(home, home.close())
+    assert code == 0 and told["share_within"] == 1.0 and told["largest"] <= TOLERANCE and told["lists"] == 2
+    assert {name: its["within"] for name, its in told["versions"].items()} == {"1-1": 1, "1-2": 1}
+    assert told["differing"] == [] and told["verdicts"] == {"within": 2}
+
+
+@pytest.mark.parametrize(
+    ("logged", "named"),
+    [
+        ({"basket": 4.0}, "its scores are those of 'basket' = 40; the log has 4"),
+        ({"basket": None}, "its scores are those of 'basket' = 40; the log has"),
+        (
+            {"price": np.array([1.0, 50.0, 9.0], np.float32)},
+            "its scores are those of 'price' of item 2 = 5; the log has 50",
+        ),
+    ],
+)
+def test_a_feature_that_was_changed_between_serving_and_log_is_found_and_named(
+    home: ScoringHome, logged: dict[str, Any], named: str
+) -> None:
+    home.rank("good", T0 + SECOND)
+    home.rank("planted", T0 + 2 * SECOND, logged=logged)
+    home.commit(T0 + 10 * SECOND)
+    code, told = ran(home, home.close())
+    assert code == 1 and told["verdicts"] == {"within": 1, "skew": 1} and told["share_within"] == 0.5
+    (one,) = told["differing"]
+    assert one["request_id"] == "planted" and one["verdict"] == "skew" and one["version"] == "1-1"
+    assert one["largest"] > 10 * TOLERANCE and len(one["differences"]) == 3
+    assert one["why"].startswith(named), one["why"]
+
+
+def test_a_feature_that_the_log_alone_has_is_told_as_that(home: ScoringHome) -> None:
+    home.rank("planted", T0 + SECOND, scored={"basket": None}, logged={"basket": 40.0})
+    home.commit(T0 + 10 * SECOND)
+    one = judged(home, home.close())["planted"]
+    assert one.verdict == "skew" and one.why == "its scores are those without 'basket', which the log has"
+
+
+def test_what_no_single_feature_explains_is_not_explained(home: ScoringHome) -> None:
+    home.rank(
+        "planted",
+        T0 + SECOND,
+        logged={"basket": 4.0, "hour": 1.0, "price": np.array([9.0, 1.0, 300.0], np.float32)},
+    )
+    home.commit(T0 + 10 * SECOND)
+    one = judged(home, home.close())["planted"]
+    assert one.verdict == "skew" and one.why.startswith("no single float")
+
+
+def test_rows_that_moved_between_the_commits_are_told_and_are_no_skew(home: ScoringHome) -> None:
+    home.push(2, by=-0.5)
+    home.rank("between", T0 + SECOND)  # with a row that no commit has
+    home.push(2, by=-0.5)
+    home.rank("after", T0 + 9 * SECOND)  # with the rows of the commit that comes
+    home.commit(T0 + 10 * SECOND)
+    found = judged(home, home.close())
+    assert found["between"].verdict == "rows" and found["between"].num_changed == 1
+    assert "rows moved its scores by" in found["between"].why
+    assert found["after"].verdict == "within" and found["after"].rows_of == 2
+
+
+def test_a_skew_beyond_what_rows_moved_is_found_beside_them(home: ScoringHome) -> None:
+    home.push(2, by=-0.01)
+    home.rank("planted", T0 + SECOND, logged={"hour": -900.0, "basket": 1e5})
+    home.commit(T0 + 10 * SECOND)
+    one = judged(home, home.close())["planted"]
+    assert one.verdict == "skew" and one.num_changed == 1
+
+
+def test_without_a_second_commit_a_difference_is_not_called_a_skew(home: ScoringHome) -> None:
+    home.rank("planted", T0 + SECOND, logged={"basket": 4.0})
+    one = judged(home, home.close())["planted"]
+    assert one.verdict == "rows" and "only one commit beside it" in one.why
+
+
+def test_what_cannot_be_scored_again_says_why(home: ScoringHome) -> None:
+    home.rank("gone", T0 + SECOND)
+    home.rank("pages", T0 + SECOND)
+    home.rank("schema", T0 + SECOND)
+    home.rank("unscored", T0 + SECOND)
+    home.rank("odd", T0 + SECOND)
+    home.commit(T0 + 10 * SECOND)
+    lists = {one.request_id: one for one in of_file(home.close())}
+    changed: list[LoggedList] = []
+    for name, one in lists.items():
+        message = pb.Sample.FromString(one.record.value[2:])
+        if name == "odd":
+            del message.item_ids[:]
+        changes: dict[str, Any] = {
+            "gone": {"version": "1-77"},
+            "pages": {"num_pages": 2},
+            "schema": {"fingerprint": 5},
+            "unscored": {"served": False},
+            "odd": {"record": one.record._replace(value=wire.encode(wire.SAMPLE, message))},
+        }[name]
+        changed.append(one._replace(**changes))
+    found = {one.logged.request_id: one for one in rescored(CommitStates(home.store, home.root), changed)}
+    assert {name: one.verdict for name, one in found.items()} == {
+        **{n: n for n in lists if n != "odd"},
+        "odd": "unreadable",
+    }
+    assert found["gone"].why == "version 1-77 is gone: the store has commits 1 to 2"
+    assert "2 pages" in found["pages"].why and "0000000000000005" in found["schema"].why
+
+
+def test_rows_that_are_not_in_the_home_are_told(home: ScoringHome, tmp_path: Path) -> None:
+    home.rank("a", T0 + SECOND)
+    lists = of_file(home.close())
+    (one,) = rescored(CommitStates(home.store, tmp_path), lists)
+    assert one.verdict == "gone" and "expected the segments in shard-0/segments of a home" in one.why
+
+
+def test_rows_are_read_beside_a_shard_that_runs(home: ScoringHome) -> None:
+    home.rank("a", T0 + SECOND)
+    record = home.served[0]
+    logged = list(
+        of_records([Record(IMPRESSIONS, 0, 0, record.timestamp_ms, record.key, record.value)], "topic")
+    )
+    (one,) = rescored(CommitStates(home.store, home.root), logged)
+    assert one.verdict == "within", "the shard still has its segments open"
+    home.close()
+
+
+def test_saved_batches_are_lists_too_and_other_files_are_told(home: ScoringHome, tmp_path: Path) -> None:
+    home.rank("a", T0 + SECOND)
+    record = home.served[0]
+    sample = sample_of(
+        Record(IMPRESSIONS, 0, 0, T0, record.key, b""),
+        pb.Impression.FromString(record.value[2:]),
+        num_tasks=2,
+    )
+    saved = SavedBatch(
+        reason="",
+        findings=(),
+        manifest="",
+        checksum="",
+        incarnation=1,
+        worker=0,
+        step=1,
+        time_ms=T0,
+        schema="",
+        left_out=0,
+        records=(
+            Record(SAMPLES, 0, 5, T0, record.key, wire.encode(wire.SAMPLE, sample)),
+            Record(SAMPLES, 0, 6, T0, None, b"?"),
+        ),
+    )
+    (tmp_path / "x.batch").write_bytes(encode(saved))
+    home.close()
+    code, told = ran(home, tmp_path / "x.batch")
+    assert code == 0 and told["verdicts"] == {"within": 1}
+    for path, message in (
+        (tmp_path / "none", "expected a segment of a feature log or a saved batch"),
+        (tmp_path, "expected a segm"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            of_file(path)
+
+
+def test_the_newest_lists_of_a_topic_are_taken_over_all_partitions(home: ScoringHome) -> None:
+    for n in range(6):
+        home.rank(f"r{n}", T0 + n * SECOND)
+    home.close()
+    records = []
+    for n, record in enumerate(home.served):
+        message = pb.Impression.FromString(record.value[2:])
+        sample = sample_of(Record(IMPRESSIONS, 0, 0, T0, record.key, b""), message, num_tasks=2)
+        value = wire.encode(wire.SAMPLE, sample)
+        records.append(Record(SAMPLES, n % 2, n // 2, record.timestamp_ms, record.key, value))
+    reader = MemoryReader([(SAMPLES, 0), (SAMPLES, 1), (SAMPLES, 2)], records)
+    assert [one.request_id for one in newest(reader, 3, "k")] == ["r3", "r4", "r5"]
+    assert [one.request_id for one in newest(reader, 100, "k")] == [f"r{n}" for n in range(6)]
+    assert newest(MemoryReader([(SAMPLES, 0)]), 3, "k") == []
+
+
+def test_without_a_stack_or_commits_it_says_what_to_name(home: ScoringHome, tmp_path: Path) -> None:
+    home.close()
+    with pytest.raises(
+        ConfigError, match=r"expected a stack that runs in .*, got none; name its --home, or segments"
+    ):
+        ran(home)
+    with pytest.raises(CheckpointError, match="expected a commit in this store, got none"):
+        CommitStates(FileStore(tmp_path / "empty"), tmp_path)
+    damaged = tmp_path / "home" / "store" / manifests.manifest_name(1)
+    damaged.write_bytes(b"{}")
+    with pytest.raises(CheckpointError, match="got none that can be read"):
+        CommitStates(home.store, home.root)
+
+
+def test_people_read_a_table(home: ScoringHome) -> None:
+    home.rank("good", T0 + SECOND)
+    home.rank("planted", T0 + 2 * SECOND, logged={"basket": 4.0})
+    home.commit(T0 + 10 * SECOND)
+    path = home.close()
+    done = CliRunner().invoke(cli, ["inspect", "skew", str(path), "--home", str(home.root)])
+    assert (
+        done.exit_code == 1
+        and "50.00% of 2 lists" in done.output
+        and "SKEW" in done.output
+        and "'basket' = 40" in done.output
+    )

@@ -1,0 +1,145 @@
+"""The command line: help everywhere, and one sentence for every mistake."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from roostream.cli.main import cli
+
+
+def commands(group: click.Group = cli, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    found = []
+    for name, command in group.commands.items():
+        found.append((*path, name))
+        if isinstance(command, click.Group):
+            found += commands(command, (*path, name))
+    return found
+
+
+@pytest.mark.parametrize("command", [(), *commands()], ids=lambda c: " ".join(c) or "roostream")
+def test_every_command_helps_with_an_example(command: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(cli, [*command, "--help"])
+    assert result.exit_code == 0
+    assert "Example:\n" in result.output
+    assert "roostream" in result.output.split("Example:\n")[1]
+
+
+def roostream(*arguments: str | Path) -> tuple[int, str]:
+    command = (sys.executable, "-m", "roostream.cli.main", *map(str, arguments))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("worker", "--config", "no.toml"), "error: no.toml: no such file; expected a TOML file"),
+        (("status", "--home", "no-home"), "roostream up"),
+        (("down", "--home", "no-home"), "roostream up"),
+        (("up", "--home", "h", "--port", "servng=1"), "did you mean 'serving'"),
+        (("up", "--home", "h", "--set", "workr.exact=true"), "did you mean 'worker'"),
+        (("up", "--home", "h", "--schema", "no.toml"), "error: no.toml: no such file"),
+        (("up", "--foreground", "--home", "/proc/h"), "can't be made"),
+        (("up", "--foreground", "--home", "h", "--java", "/no/java"), "no java at '/no/java'"),
+        (("replay", "ebnerd", "--behaviors", "no.parquet"), "no such file"),
+        (("simulate", "--home", "no-home"), "roostream up"),
+        (("bench", "codek"), "did you mean 'codec'"),
+        (("bench", "codec", "--runs", "1"), "--runs: expected at least 3"),
+        (("schema", "show", "no.toml"), "error: no.toml: no such file"),
+    ],
+    ids=lambda v: " ".join(v[:2]) if isinstance(v, tuple) else "",
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(
+    arguments: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, error = roostream(*arguments)
+    assert code == 2
+    assert said in error
+    assert "Traceback" not in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_a_wrong_key_is_told_with_file_line_and_nearest_key(tmp_path: Path) -> None:
+    path = tmp_path / "shard.toml"
+    path.write_text('controller = "127.0.0.1:1"\n\nindx = 1\n')
+    code, error = roostream("shard", "--config", path)
+    assert code == 2
+    assert f"{path}:3: unknown key 'indx' = 1; did you mean 'index'?" in error
+
+
+def test_several_files_can_follow_one_option(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).write_text("")
+    result = CliRunner().invoke(
+        cli, ["replay", "ebnerd", "--behaviors", str(tmp_path / "a"), str(tmp_path / "b"), "--speed", "0x"]
+    )
+    assert "key 'speed': expected" in str(result.exception)
+
+
+def test_a_schema_is_shown_with_its_families_written_out(tmp_path: Path) -> None:
+    path = tmp_path / "site.toml"
+    path.write_text('[[nro]]\nonline = "ctr_{10m,1h}"\n[[label]]\nname = "click"\naction = "click"\n')
+    result = CliRunner().invoke(cli, ["schema", "show", str(path)])
+    assert '[[nro]]\nname = "ctr_10m"\nonline = "ctr_10m"\n\n[[nro]]\nname = "ctr_1h"\n' in result.output
+    path.write_text(result.output)
+    assert CliRunner().invoke(cli, ["schema", "show", str(path)]).output == result.output
+
+
+def test_every_setting_of_a_replay_is_a_flag_with_its_help() -> None:
+    output = CliRunner().invoke(cli, ["replay", "jsonl", "--help"]).output
+    assert "--skip-bad" in output and "--window DURATION" in output and "[default: (30m)]" in output
+    assert "--behaviors" not in output, "a flag of another dataset"
+
+
+def test_a_duration_of_another_form_is_told() -> None:
+    result = CliRunner().invoke(cli, ["replay", "jsonl", "--log", __file__, "--window", "soon"])
+    assert result.exit_code == 2 and "expected a duration such as '500ms'" in result.output
+
+
+def test_numbers_are_computed_with_one_thread_unless_it_is_said_otherwise() -> None:
+    """On small matrices a second thread only costs; a replay that is started by hand has no Makefile that says so."""
+    code = "import roostream.cli.main, torch; print(torch.get_num_threads())"
+    environ = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    for given, threads in ((environ, "1"), ({**environ, "OMP_NUM_THREADS": "2"}, "2")):
+        done = subprocess.run(
+            (sys.executable, "-c", code), env=given, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.strip() == threads
+
+
+def test_a_program_tells_its_keys_with_their_variables() -> None:
+    output = CliRunner().invoke(cli, ["worker", "--keys"]).output
+    assert (
+        "batch_requests  (integer, 1..65536, default " in output
+        and "ROOSTREAM_WORKER_BATCH_REQUESTS" in output
+    )
+    assert "kafka_security.password  (text, default none)" in output
+
+
+def test_keys_and_version_need_no_package_of_another_program() -> None:
+    code = "import sys; from roostream.cli.main import main; main()"
+    for arguments in (("shard", "--keys"), ("--version",)):
+        done = subprocess.run(
+            (sys.executable, "-X", "importtime", "-c", code, *arguments), capture_output=True, text=True
+        )
+        assert done.returncode == 0 and done.stdout
+        assert not any(line.endswith(("| torch", "|   torch")) for line in done.stderr.splitlines())
+
+
+def test_a_mistyped_variable_stops_the_command_before_anything_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ROOSTREAM_SERVNG_EXPLORATION", "0.5")
+    code, error = roostream("status")
+    assert (
+        code == 2
+        and "error: environment ROOSTREAM_SERVNG_EXPLORATION: expected the name of a program" in error
+    )

@@ -1,0 +1,88 @@
+"""What a demo has seen, and whether it was a good one."""
+
+from __future__ import annotations
+
+import io
+import logging
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from rich.console import Console
+
+from infra.auditor import sums
+from infra.home import Home
+from infra.stack import Stack
+from roostream.cli import status
+from roostream.cli.demo import ConsoleHandler, Show
+from roostream.runtime import scrape
+from roostream.runtime.scrape import Scraped
+from trainer.control import neighbours
+
+
+def seen(requests: float | None, **troubles: str) -> dict[str, Any]:
+    control = {"workers": 1, "reports": {"worker 0": {"requests": requests}}}
+    return {
+        "programs": {"worker": {"state": "ready", "pid": 1, "restarts": 0}},
+        "troubles": troubles,
+        "rates": {"impressions": None, "samples": None},
+        "joiner": status.joiner_state(None, Scraped()),
+        "trainer": status.trainer_state(control),
+        "workers": status.workers_state(control),
+        "rows": {},
+        "commit": status.commit_state(control),
+        "freshness": status.freshness_state({}),
+        "metrics": status.quality(control),
+        "click_rate": neighbours.click_rate(Scraped()),
+        "lost_records": {},
+        "guarantees": {"g1": sums.of_gauges(scrape.parse(""))},
+    }
+
+
+def show_of(tmp_path: Path, out: io.StringIO) -> Show:
+    class Fake:
+        home = Home(tmp_path)
+
+    home = Fake.home
+    home.make()
+    home.write_stack(
+        {"kafka": "127.0.0.1:1", "prefix": "", "flink": "http://127.0.0.1:1", "controller": "127.0.0.1:1"}
+    )
+    return Show(cast(Stack, Fake()), Console(file=out, width=200), time.monotonic())
+
+
+@pytest.mark.parametrize(
+    ("looks", "good"),
+    [
+        ([seen(None), seen(0), seen(64)], True),
+        ([seen(None), seen(0), seen(0)], False),
+        ([seen(5000), seen(5000)], False),  # learned by the run before
+        ([seen(5000), seen(4900), seen(4964)], True),  # went back to its commit first
+        ([seen(0), seen(64, joiner="failed")], False),
+        ([], False),
+    ],
+)
+def test_a_demo_that_trained_nothing_or_lacks_a_program_is_not_good(
+    looks: list[dict[str, Any]], good: bool, tmp_path: Path
+) -> None:
+    show = show_of(tmp_path, io.StringIO())
+    for look in looks:
+        show.note(look)
+    assert show.is_good() == good
+
+
+def test_what_is_wrong_is_the_first_line_of_the_summary(tmp_path: Path) -> None:
+    show = show_of(tmp_path, io.StringIO())
+    assert show.summary() == "ended before anything could be seen"
+    show.note(seen(0, joiner="failed: [/b] no such jar"))
+    first, second, *_ = show.summary().split("\n")
+    assert first == "NOT READY   joiner: failed: [/b] no such jar"
+    assert second.startswith("ran ") and second.endswith("NOTHING WAS TRAINED")
+
+
+def test_log_lines_are_no_markup_and_move_no_cursor() -> None:
+    out = io.StringIO()
+    record = logging.LogRecord("x", logging.ERROR, "", 0, "joiner died: [/b] \x1b[31m", None, None)
+    ConsoleHandler(Console(file=out, width=200)).emit(record)
+    assert out.getvalue() == "joiner died: [/b] [31m\n"

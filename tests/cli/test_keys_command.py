@@ -1,0 +1,67 @@
+"""`roostream keys`: what is printed, and what the file has then."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from roostream.cli.main import cli
+from roostream.errors import ConfigError
+from serving.access.key_file import Keyring, read_keys
+
+
+def keys(*arguments: str, file: Path) -> Result:
+    result = CliRunner().invoke(cli, ["keys", *arguments, "--file", str(file)])
+    if isinstance(result.exception, ConfigError):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_a_key_is_shown_once_and_opens_what_it_was_made_for(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    text = keys(
+        "new", "web", "--scope", "rank", "--scope", "engage", "--expires", "90d", file=file
+    ).stdout.strip()
+    key = Keyring(file).check(b"Bearer " + text.encode(), "engage")
+    assert key.name == "web" and 89 * 86400 < key.expires_s - time.time() <= 90 * 86400
+    listed = keys("list", file=file).output
+    assert text not in listed and f"{key.id}  web  rank,engage  made " in listed
+
+
+def test_rotation_lets_old_and_new_work_side_by_side(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    old = b"Bearer " + keys("new", "web", "--scope", "rank", file=file).stdout.strip().encode()
+    new = b"Bearer " + keys("rotate", "web", "--overlap", "1h", file=file).stdout.strip().encode()
+    ring = Keyring(file)
+    assert ring.check(old, "rank").name == ring.check(new, "rank").name == "web"
+    assert [bool(key.expires_s) for key in read_keys(file)] == [True, False]
+    soon = read_keys(file)[0].expires_s
+    keys("rotate", "web", "--overlap", "9d", file=file)
+    assert read_keys(file)[0].expires_s == soon, "what was to end sooner still does"
+
+
+def test_what_is_revoked_is_gone_by_name_or_by_id(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    for name in ("web", "web", "scraper"):
+        keys("new", name, "--scope", "metrics", file=file)
+    first, *_ = read_keys(file)
+    keys("revoke", first.id, file=file)
+    assert [key.name for key in read_keys(file)] == ["web", "scraper"]
+    keys("revoke", "web", file=file)
+    assert [key.name for key in read_keys(file)] == ["scraper"]
+    with pytest.raises(ConfigError, match="did you mean 'scraper'"):
+        keys("revoke", "scrape", file=file)
+
+
+def test_a_damaged_file_is_not_written_over(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    file.write_text("{")
+    with pytest.raises(ConfigError, match="expected the JSON"):
+        keys("new", "web", "--scope", "rank", file=file)
+    assert file.read_text() == "{"
+    with pytest.raises(ConfigError, match="make one with"):
+        keys("list", file=tmp_path / "none.json")

@@ -1,0 +1,45 @@
+"""`roostream check-model`: a line a check, and exit code 2 where one fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from roostream.cli.main import cli
+from roostream.schema.registry import to_toml
+from tests.models.model_cases import make_schema
+from tests.models.own.test_loading import written
+from tests.models.own.test_own_checks import CODE
+
+
+@pytest.fixture
+def schema(tmp_path: Path) -> str:
+    (tmp_path / "schema.toml").write_text(to_toml(make_schema("everything")))
+    return str(tmp_path / "schema.toml")
+
+
+@pytest.mark.parametrize("file", ["model.toml", "shop.py", "shop.py:build"])
+def test_a_model_that_keeps_every_rule_is_told_what_a_request_costs(
+    tmp_path: Path, schema: str, file: str
+) -> None:
+    written(tmp_path, CODE)
+    done = CliRunner().invoke(cli, ["check-model", str(tmp_path / file), "--schema", schema])
+    assert done.exit_code == 0, done.output
+    assert done.output.count("ok ") == 8 and "µs a request of 20 candidates" in done.output
+
+
+def test_a_rule_that_is_broken_is_a_sentence_and_exit_code_2(tmp_path: Path, schema: str) -> None:
+    path = written(tmp_path, CODE.replace("return z_BT", "return z_BT - z_BT.mean()"))
+    done = CliRunner().invoke(cli, ["check-model", path, "--schema", schema])
+    assert (
+        done.exit_code == 2
+        and "failed  alone as in a batch, to 1e-5 (G9): expected a request's logits" in done.output
+    )
+    assert "checks failed (docs/bring-your-own-model.md)" in done.stderr
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path: Path, schema: str) -> None:
+    done = CliRunner().invoke(cli, ["check-model", str(tmp_path / "absent.py"), "--schema", schema])
+    assert "can't be read: expected a Python file, got No such file" in str(done.exception)

@@ -1,0 +1,42 @@
+"""`roostream next-item` on files of a few users: a line an evaluation, a report, and sentences."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from roostream.cli.main import cli
+from tests.trainer.next_item.test_movielens import written
+
+ROWS = [f"{user}-1-2-3,{10 * (1 + (user + k) % 6)}-4" for user in range(1, 9) for k in range(5)]
+MOVIES = "".join(f"{10 * (1 + k)}::Title {k}::Drama\n" for k in range(6))
+FLAGS = ["--epochs", "2", "--evaluate-every", "1", "--width", "8", "--negatives", "4"]
+
+
+def asked(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["next-item", *arguments])
+
+
+@pytest.mark.slow
+def test_both_models_say_a_line_an_evaluation_and_write_what_they_found(tmp_path: Path) -> None:
+    folder = str(written(tmp_path, ROWS, MOVIES))
+    for model in ("hstu", "sasrec"):
+        report = tmp_path / f"{model}.json"
+        done = asked("--data", folder, "--model", model, "--report", str(report), *FLAGS)
+        assert done.exit_code == 0, done.output
+        assert "8 users, 40 interactions, 6 items" in done.output and done.output.count("test  ") == 3
+        told = json.loads(report.read_text())
+        assert told["settings"]["model"] == model and len(told["evaluations"]) == 2 and told["items"] == 6
+        assert set(told["best"]["test"]) == {"HR@10", "NDCG@10", "HR@50", "NDCG@50", "MRR"}
+
+
+def test_what_can_not_be_is_told_before_anything_is_trained(tmp_path: Path) -> None:
+    folder = str(written(tmp_path, ROWS, MOVIES))
+    assert "expected a file of MovieLens-1M" in str(asked("--data", str(tmp_path / "absent")).exception)
+    assert "expected a divisor of width = 50" in str(asked("--data", folder, "--heads", "7").exception)
+    assert "expected a file for the report, got a folder" in str(
+        asked("--data", folder, "--report", str(tmp_path)).exception
+    )

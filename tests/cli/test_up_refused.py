@@ -1,0 +1,64 @@
+"""`roostream up` and `status` of a stack one program of which can't be as it was told to."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+def roostream(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = (sys.executable, "-m", "roostream.cli.main", *arguments)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=600)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    yield tmp_path
+    roostream(tmp_path, "down", "--home", "home")
+
+
+def test_a_wrong_archive_is_told_once_by_up_and_status_and_nobody_tries_again(folder: Path) -> None:
+    (folder / "empty").mkdir()
+    up = roostream(folder, "up", "--home", "home", "--from-warehouse", "empty")
+    log = folder / "home/logs/controller.log"
+    sentence = f"warehouse = '{folder / 'empty'}': "
+    last = up.stderr.strip().splitlines()[-1]
+    assert up.returncode == 2 and last.startswith(f"error: controller can't run: {sentence}"), up.stderr
+    assert "is no table; has an archiver written there?" in last and f"its log: {log}" in last
+    status = json.loads(roostream(folder, "status", "--home", "home", "--json").stdout)
+    assert (
+        status["troubles"]["controller"].startswith(f"failed: {sentence}")
+        and str(log) in status["troubles"]["controller"]
+    )
+    assert status["programs"]["controller"]["restarts"] == 0
+    assert log.read_text().count(sentence) == 1
+    shown = roostream(folder, "status", "--home", "home")
+    assert (
+        shown.returncode == 1
+        and "NOT READY" in shown.stdout
+        and "is no table" in " ".join(shown.stdout.split())
+    )
+
+
+def test_a_store_that_is_away_is_waited_for_and_status_says_so(folder: Path) -> None:
+    place = ("--from-warehouse", "s3://bucket/prefix", "--wait", "45")
+    up = roostream(folder, "up", "--home", "home", *place)
+    assert up.returncode == 1 and "controller: " in up.stderr, up.stderr
+
+    def troubles() -> dict[str, str]:
+        return json.loads(roostream(folder, "status", "--home", "home", "--json").stdout)["troubles"]
+
+    end_s = time.monotonic() + 300  # the controller goes on trying, on a machine that is busy also to begin
+    while "s3://bucket/prefix" not in (told := json.dumps(troubles())) and time.monotonic() < end_s:
+        time.sleep(1)
+    assert "s3://bucket/prefix" in told

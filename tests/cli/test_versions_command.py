@@ -1,0 +1,155 @@
+"""`roostream versions`: asks the admin interface, tells it in lines, and a refusal in one sentence."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from roostream.cli.main import cli
+from roostream.errors import ConfigError, RoostreamError, UnavailableError
+
+TOKEN = "0123456789abcdef"
+TOLD = {
+    "served": "1-2",
+    "activated": "1-2",
+    "versions": [
+        {
+            "name": "1-3",
+            "state": "held",
+            "roles": ["shadow"],
+            "committed_ms": 1,
+            "installed_ms": 2,
+            "age_s": 1.0,
+        },
+        {
+            "name": "1-2",
+            "state": "served",
+            "roles": [],
+            "committed_ms": None,
+            "installed_ms": 2,
+            "age_s": None,
+        },
+    ],
+    "refused": [
+        {"name": "manifests/00000004", "reason": "damaged", "message": "a checksum differs", "at_ms": 5}
+    ],
+}
+
+
+class Admin(HTTPServer):
+    """Answers as serving does; remembers what was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.asked: list[tuple[str, str, str]] = []
+        self.answer: tuple[int, Any] = (200, TOLD)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Admin
+
+    def do_GET(self) -> None:
+        self.server.asked.append((self.command, self.path, self.headers["authorization"]))
+        status, told = self.server.answer
+        body = told if isinstance(told, bytes) else json.dumps(told).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_POST = do_GET
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def admin() -> Iterator[Admin]:
+    server = Admin()
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def token(tmp_path: Path) -> Path:
+    file = tmp_path / "token"
+    file.write_text(f"{TOKEN}\n")
+    return file
+
+
+def versions(address: str, token: Path, *arguments: str) -> Result:
+    result = CliRunner().invoke(cli, ["versions", *arguments, "--admin", address, "--token-file", str(token)])
+    if isinstance(result.exception, RoostreamError):
+        raise result.exception
+    return result
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked"),
+    [
+        (("list",), ("GET", "/admin/v1/versions")),
+        (("activate", "1-2"), ("POST", "/admin/v1/versions/1-2/activate")),
+        (("activate", "a/b"), ("POST", "/admin/v1/versions/a%2Fb/activate")),
+        (("resume",), ("POST", "/admin/v1/versions/resume")),
+    ],
+)
+def test_each_asks_for_one_thing_and_tells_what_is_held(
+    admin: Admin, token: Path, arguments: tuple[str, ...], asked: tuple[str, str]
+) -> None:
+    lines = versions(admin.address, token, *arguments).output.splitlines()
+    assert admin.asked == [(*asked, f"Bearer {TOKEN}")]
+    assert (
+        lines[0].startswith("1-3  held, shadow  committed ")
+        and lines[1] == "1-2  served, until resume  initial weights"
+    )
+    assert lines[2] == "manifests/00000004  refused (damaged)  a checksum differs"
+
+
+@pytest.mark.parametrize(
+    ("status", "told", "text"),
+    [
+        (
+            404,
+            {"error": {"code": "unknown_model_version", "message": "model version 1-9 isn't held"}},
+            "1-9 isn't held",
+        ),
+        (401, b"no", "serving answered 401"),
+        (500, {"error": 5}, "serving answered 500"),
+    ],
+)
+def test_a_refusal_is_told_in_one_sentence(
+    admin: Admin, token: Path, status: int, told: Any, text: str
+) -> None:
+    admin.answer = (status, told)
+    with pytest.raises(ConfigError, match=text):
+        versions(admin.address, token, "activate", "1-9")
+
+
+def test_a_process_that_is_away_and_a_token_that_is_absent_are_told(token: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match="is admin_listen set"):
+        versions("127.0.0.1:1", token, "list")
+    with pytest.raises(ConfigError, match="--token-file: expected a file with a token"):
+        versions("127.0.0.1:1", tmp_path / "absent", "list")
+    with pytest.raises(ConfigError, match="expected an address like"):
+        versions("nowhere", token, "list")
+
+
+def test_what_is_no_json_is_no_answer_of_serving(admin: Admin, token: Path) -> None:
+    admin.answer = (200, b"<html>")
+    with pytest.raises(UnavailableError, match="admin interface at 127"):
+        versions(admin.address, token, "list")

@@ -1,0 +1,323 @@
+"""`roostream train`: a model from files alone, that a stack can go on with, whatever interrupts it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from param_server.blobs import RocksBlobs
+from param_server.row_block import newest_of
+from roostream.cli.checkpoint.moved_buckets import CommittedShards
+from roostream.cli.train.config import TrainConfig
+from roostream.cli.train.offline import train_offline
+from roostream.cli.train.offline_readers import linked, reader_actors
+from roostream.cli.train.train_command import _summary
+from roostream.errors import ConfigError, UnavailableError
+from roostream.runtime import manifest as manifests
+from roostream.runtime import tensor_file
+from roostream.runtime.checkpoint_store import open_store
+from roostream.runtime.manifest import Manifest
+from roostream.runtime.program import Stop
+from roostream.runtime.security.link_security import LinkKeys
+from roostream.schema.registry import to_toml
+from roostream.schema.settings import load
+from roostream.warehouse.readers.config import ReaderConfig
+from tests.certificates import Authority
+from tests.trainer import samples
+from tests.warehouse.readers.test_table_session import archive
+from trainer.config import LoopConfig
+from trainer.selection.config import RehearsalConfig
+
+EXACT = LoopConfig(exact=True, batch_requests=4, first_batch_requests=4)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("offline")
+    (folder / "schema.toml").write_text(to_toml(samples.schema()))
+    archive(folder / "warehouse", samples.records(list(range(1, 61))))
+    return folder
+
+
+def config(place: Path, home: str, **more: Any) -> TrainConfig:
+    given = {"warehouse": str(place / "warehouse"), "schema": str(place / "schema.toml"), **more}
+    return TrainConfig(
+        home=str(place / home), commit_interval_ms=100, partitions=given.pop("partitions", 2), **given
+    )
+
+
+def last(place: Path, home: str) -> Manifest:
+    found = manifests.newest(open_store(str(place / home / "store")))
+    assert found is not None
+    return found.manifest
+
+
+def test_what_was_trained_is_told_in_a_line() -> None:
+    report = {"requests": 12_000, "candidates": 34_000, "steps": 854, "wall_s": 11.24, "requests_s": 894.6}
+    metrics = {"ne": 1.06465017, "auc": None, "calibration": 1.1843464}
+    assert _summary({**report, "version_of_model": "1-1", "metrics": metrics}) == (
+        "12,000 requests, 34,000 impressions in 854 steps and 11.2 s (895 a second); version 1-1; "
+        "NE 1.0647, AUC –, calibration 1.1843"
+    )
+
+
+def dense(place: Path, home: str) -> bytes:
+    store = open_store(str(place / home / "store"))
+    return manifests.read_file(store, last(place, home).dense)
+
+
+def same_bits(place: Path, one: str, other: str) -> bool:
+    a, b = tensor_file.decode(dense(place, one))[0], tensor_file.decode(dense(place, other))[0]
+    return a.keys() == b.keys() and all(a[name].tobytes() == b[name].tobytes() for name in a)
+
+
+def trained(
+    place: Path, home: str, stop: Stop | None = None, loop: LoopConfig = EXACT, **more: Any
+) -> dict[str, Any]:
+    return train_offline(config(place, home, **more), loop, stop or Stop(), lambda done, rows, rate: None)
+
+
+def test_all_samples_are_trained_once_and_what_is_committed_begins_a_stream(
+    place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    report = trained(place, "a")
+    assert "the worker is stopping" not in caplog.text, "it hears of the last commit"
+    assert (report["requests"], report["rows"], report["steps"]) == (60, 60, 16)
+    assert report["metrics"]["requests"] == 60 and report["requests_s"] > 0
+    manifest = last(place, "a")
+    assert manifest.input is None and manifest.kafka == {}
+    assert {number: at for (_, number), at in manifest.offsets.items()} == {0: 0, 1: 0}
+
+
+def test_a_home_with_a_trained_model_is_left_alone(place: Path) -> None:
+    trained(place, "b")
+    with pytest.raises(
+        ConfigError, match="has a model that is trained; give another --home, or go on with `roostream up`"
+    ):
+        trained(place, "b")
+
+
+class StopsAfter(Stop):
+    """Set once so many turns have looked at it."""
+
+    def __init__(self, looks: int) -> None:
+        super().__init__()
+        self.looks = looks
+
+    def is_set(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+
+def test_g11_training_that_was_interrupted_goes_on_at_its_last_commit_and_ends_with_the_same_bits(
+    place: Path,
+) -> None:
+    trained(place, "c")
+    for looks in (8, 16, 24, 40):
+        with pytest.raises(UnavailableError, match="the same command goes on from the last commit"):
+            trained(place, "d", StopsAfter(looks))
+    trained(place, "d")
+    assert last(place, "d").workers[0].metrics["requests"] == 60
+    mine, undisturbed = last(place, "d"), last(place, "c")
+    assert mine.step == undisturbed.step
+    assert same_bits(place, "c", "d")
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"days": "2001-01-01"}, "expected samples of 2001-01-01, got none"),
+        ({"partitions": 1}, "expected partitions = 2 or more, got 1: the archive has as many"),
+    ],
+)
+def test_what_can_not_be_trained_is_told(place: Path, more: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        trained(place, "e", **more)
+
+
+def test_a_schema_that_is_not_there_is_refused_before_anything_is_opened(place: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file; expected a schema TOML"):
+        config(place, "g", schema="nowhere.toml")
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"pool": "ray"}, "'pool': expected readers or most_readers above 0 with it"),
+        ({"ask_at": "10.0.0.1:7000", "workers": 2}, "'ask_at': expected one worker"),
+        ({"ask_at": "somewhere"}, "'ask_at': expected an address"),
+    ],
+)
+def test_readers_that_can_not_be_had_are_refused(place: Path, more: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        config(place, "h", **more)
+
+
+def test_programs_on_other_machines_are_told_where_and_how_to_ask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr("infra.pools.on_ray.RayPool", lambda copy, kind: made.append((copy, kind)))
+    for at in ("127.0.0.1:7000", "10.0.0.1:7000"):
+        reader_actors(linked(LinkKeys(insecure=at.startswith("10."))))(at)
+    told = []
+    for number, (copy, kind) in enumerate(made):
+        program = copy(number, tmp_path)
+        program.prepare()
+        told.append(load(ReaderConfig, program.command[-1]))
+        assert (kind, program.name, program.log.parent.parent) == ("reader", f"reader-{number}", tmp_path)
+    assert told == [
+        ReaderConfig(controller="127.0.0.1:7000"),
+        ReaderConfig(controller="10.0.0.1:7000", listen="0.0.0.0:0", insecure=True),
+    ]
+
+
+@pytest.mark.parametrize("readers", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_g11_readers_as_programs_change_no_bit(place: Path, readers: int) -> None:
+    trained(place, f"local-{readers}")
+    report = trained(place, f"read-{readers}", readers=readers)
+    assert (
+        report["reading"]["fetched_requests"] >= 60
+        and last(place, f"read-{readers}").workers[0].metrics["requests"] == 60
+    )
+    assert same_bits(place, f"read-{readers}", f"local-{readers}")
+
+
+# Several workers, and rows that they hold
+
+
+def rows_of(place: Path, home: str) -> dict[Any, bytes]:
+    """Every row with its state and stamp, whoever has it."""
+    manifest, found = last(place, home), {}
+    for owner in manifest.shards:
+        with contextlib.closing(RocksBlobs(place / home / f"shard-{owner}" / "segments").open()) as blobs:
+            its = CommittedShards(manifest, samples.schema(), {owner: blobs})
+            for part in its.segments(owner, manifest.owners.buckets_of(owner)).read(its.state(owner)):
+                block = newest_of(part.blocks, manifest.num_buckets)
+                kept = zip(block.rows_LD, block.state_LA, block.stamp_ms_L, strict=True)
+                for table, id_, (row, state, stamp) in zip(
+                    block.keys.table_U, block.keys.id_U, kept, strict=True
+                ):
+                    found[int(table), int(id_)] = row.tobytes() + state.tobytes() + stamp.tobytes()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (
+            {"workers": 3},
+            "key 'workers': expected at most partitions = 2, got 3; each trains one of the partitions at least",
+        ),
+        ({"rows": "device"}, "key 'rows': expected"),
+    ],
+)
+def test_settings_that_can_not_be_together_are_refused(place: Path, more: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        config(place, "none", **more)
+
+
+def test_a_model_that_is_not_there_is_refused_before_any_process_is_started(place: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.toml"):
+        trained(place, "none", model="nowhere.toml", workers=2, rows="workers")
+
+
+def test_workers_swap_rows_on_the_host_alone(place: Path) -> None:
+    with pytest.raises(ConfigError, match=r"expected worker\.device = cpu with rows = workers, got cuda"):
+        train_offline(config(place, "none", rows="workers"), LoopConfig(device="cuda"), Stop())
+
+
+class StopsAtACommit(Stop):
+    """Set once there is one."""
+
+    def __init__(self, home: Path) -> None:
+        super().__init__()
+        self.home = home
+
+    def is_set(self) -> bool:
+        return manifests.newest(open_store(str(self.home / "store"))) is not None
+
+
+def test_g11_interrupted_training_goes_on_with_other_owners_of_the_rows(place: Path) -> None:
+    by_one = dataclasses.replace(
+        EXACT, batch_requests=1, first_batch_requests=1
+    )  # several commits, on any machine
+    trained(place, "two", loop=by_one, num_shards=2)
+    with pytest.raises(UnavailableError):
+        trained(place, "three", StopsAtACommit(place / "three"), by_one, num_shards=2)
+    assert last(place, "three").input is not None and last(place, "three").num_shards == 2
+    trained(place, "three", loop=by_one, num_shards=3)
+    assert last(place, "three").num_shards == 3 and set(last(place, "three").shards) == {0, 1, 2}
+    assert same_bits(place, "two", "three") and rows_of(place, "two") == rows_of(place, "three")
+
+
+def test_rows_that_are_still_at_the_workers_go_to_the_shards_with_the_same_command(place: Path) -> None:
+    """As if it had been killed between the last commit and the hand-over."""
+    trained(place, "before", num_shards=2)
+    learned = rows_of(place, "before")
+    report = trained(place, "before", workers=2, rows="workers", num_shards=3)
+    assert (report["requests"], report["metrics"]["requests"], last(place, "before").num_shards) == (0, 60, 3)
+    assert rows_of(place, "before") == learned and len(learned) > 60
+    with pytest.raises(ConfigError, match="has a model that is trained"):
+        trained(place, "before", workers=2, rows="workers", num_shards=3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("num_shards", [2, 3])
+def test_g11_workers_that_hold_rows_learn_what_workers_with_shards_learn(
+    place: Path, num_shards: int
+) -> None:
+    if not (place / "of-shards").exists():
+        report = trained(place, "of-shards", workers=2, num_shards=2)
+        assert (report["requests"], report["metrics"]["requests"], report["steps"]) == (
+            60,
+            60,
+            last(place, "of-shards").step,
+        )
+    home = f"held-{num_shards}"
+    report = trained(place, home, workers=2, rows="workers", num_shards=num_shards)
+    assert report["metrics"]["requests"] == 60 and last(place, home).num_shards == num_shards
+    assert same_bits(place, "of-shards", home) and rows_of(place, "of-shards") == rows_of(place, home)
+    trained(place, f"{home}-other", workers=2, rows="workers", num_shards=num_shards, seed=1)
+    assert rows_of(place, f"{home}-other") != rows_of(place, home), "the control: another seed"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_what_no_restart_mends_ends_it_with_its_reason(place: Path) -> None:
+    often = dataclasses.replace(EXACT, rehearsal=RehearsalConfig(batches=5))
+    with pytest.raises(ConfigError, match=r"training is held: .*rehears"):
+        train_offline(config(place, "often", workers=2, rows="workers"), often, Stop())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_g11_readers_show_who_they_are_where_the_link_asks(place: Path, tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "ours")
+    certificate, key = authority.issue("trainer")
+    (tmp_path / "token").write_text("t" * 32)
+    link = {
+        "certificate": certificate,
+        "key": key,
+        "ca": str(authority.pem),
+        "token_file": str(tmp_path / "token"),
+    }
+    (tmp_path / "link.toml").write_text(tomli_w.dumps({"link": link}))
+    trained(place, "not-asked")
+    report = trained(place, "asked", readers=1, link=str(tmp_path / "link.toml"))
+    assert report["reading"]["fetched_requests"] >= 60 and same_bits(place, "asked", "not-asked")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_g11_readers_read_for_workers_that_are_processes(place: Path) -> None:
+    trained(place, "read-for", workers=2, rows="workers", num_shards=2, readers=1)
+    trained(place, "read-by-themselves", workers=2, rows="workers", num_shards=2)
+    assert last(place, "read-for").step == last(place, "read-by-themselves").step
+    assert rows_of(place, "read-for") == rows_of(place, "read-by-themselves")

@@ -1,0 +1,277 @@
+"""The auditor's way from a reader to the accounts."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.auditor import audit_file
+from infra.auditor.auditor import AUDITED, Auditor
+from roostream.errors import UnavailableError
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.kafka.broker import Broker
+from roostream.runtime.kafka.record_reader import MemoryReader, PartitionLag, RecordReader
+from roostream.runtime.kafka.topics import Partition, Progress, all_partitions
+from roostream.schema.ids import key_bytes, sample_id
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.records import Record
+
+SEEN = [("impressions", 0), ("impressions", 1), ("engagements", 1)]
+
+
+def impression(offset: int, request: str, partition: int = 1) -> Record:
+    message = pb.Impression(header=pb.Header(request_id=request, user_id=5, time_ms=1000))
+    return Record(
+        "impressions", partition, offset, 1000, key_bytes(5, 0, ""), wire.encode(wire.IMPRESSION, message)
+    )
+
+
+def auditor(reader: RecordReader, seen: list[Record] | None = None) -> Auditor:
+    out = Auditor(
+        Broker("nowhere:1"), "x.", clock=FakeClock(), on_record=None if seen is None else seen.append
+    )
+    out.open_with(reader)
+    return out
+
+
+def test_it_reads_until_there_is_nothing_more() -> None:
+    seen: list[Record] = []
+    reader = MemoryReader(SEEN, [impression(0, "a"), impression(1, "b")])
+    a = auditor(reader, seen)
+    assert a.poll() == 2 and a.poll() == 0
+    reader.append([impression(2, "a")])
+    assert a.poll() == 1
+    assert a.sums().requests == a.sums().pending_requests == 2
+    assert [(r.topic, r.partition, r.offset) for r in seen] == [("impressions", 1, n) for n in range(3)]
+
+
+def test_a_first_call_does_not_take_a_slow_start_for_an_end() -> None:
+    class Slow(MemoryReader):
+        polls = 0
+
+        def poll(
+            self, max_records: int, timeout_s: float, partition: Partition | None = None
+        ) -> list[Record]:
+            self.polls += 1
+            return super().poll(max_records, timeout_s, partition) if self.polls > 2 else []
+
+    assert auditor(Slow(SEEN, [impression(0, "a")])).poll() == 1
+
+
+def test_an_empty_value_is_an_input_that_can_not_be_read() -> None:
+    a = auditor(MemoryReader(SEEN, [Record("engagements", 1, 0, 1000, None, b"")]))
+    a.poll()
+    assert a.sums().unread == 1 and not a.sums(ended=True).accounted
+
+
+def test_a_budget_of_zero_is_one_look() -> None:
+    class OneByOne(MemoryReader):
+        def poll(
+            self, max_records: int, timeout_s: float, partition: Partition | None = None
+        ) -> list[Record]:
+            return super().poll(1, timeout_s, partition)
+
+    a = auditor(OneByOne(SEEN, [impression(0, "a"), impression(1, "b")]))
+    assert a.poll(0.0) == 1 and a.poll(0.0) == 1 and a.poll(0.0) == 0
+
+
+def test_a_broker_that_is_away_is_waited_for_and_at_the_first_call_told() -> None:
+    reader = MemoryReader(SEEN, [impression(0, "a")])
+    a = auditor(reader)
+    reader.away = True
+    assert a.poll(0.0) == 0
+    reader.away = False
+    assert a.poll() == 1
+    with pytest.raises(UnavailableError, match=r"x\.impressions"):
+        Auditor(Broker("127.0.0.1:1"), "x.").poll(0.0)
+
+
+def test_the_sums_outlive_the_reader() -> None:
+    a = auditor(MemoryReader(SEEN, [impression(0, "a")]))
+    a.poll()
+    a.close()
+    a.close()
+    assert a.sums().requests == 1
+
+
+ALL = all_partitions(AUDITED, 2)
+T0 = 1_700_000_000_000
+KEY = key_bytes(5, 0, "")
+TOPICS = {"x.impressions": "id 1"}
+
+
+def traffic(first: int, count: int, start: int = 0) -> list[Record]:
+    """Requests of one user, a second apart, each with a sample ten seconds later; offsets from `start`."""
+    out = []
+    for n in range(count):
+        name, at = f"r{first + n}", T0 + (first + n) * 1000
+        header = pb.Header(request_id=name, user_id=5, time_ms=at)
+        sample = pb.Sample(header=header, sample_id=sample_id(KEY, name), close_ms=at + 10_000)
+        shown = wire.encode(wire.IMPRESSION, pb.Impression(header=header))
+        out.append(Record("impressions", 1, start + n, at, KEY, shown))
+        out.append(Record("samples", 1, start + n, at + 10_000, KEY, wire.encode(wire.SAMPLE, sample)))
+    return out
+
+
+def test_a_part_is_never_told_as_the_whole() -> None:
+    class OneByOne(MemoryReader):
+        def poll(
+            self, max_records: int, timeout_s: float, partition: Partition | None = None
+        ) -> list[Record]:
+            return super().poll(1, timeout_s, partition)
+
+    reader = OneByOne(ALL, traffic(0, 3))
+    a = auditor(reader)
+    for _ in range(5):
+        assert a.poll(0.0) == 1 and not a.is_current()
+    reader.append(traffic(60, 3, start=3))
+    assert a.poll(0.0) == 1 and a.is_current(), "what came since the start is no part of it"
+    assert a.behind() == 6
+
+
+def test_it_is_not_current_before_kafka_has_told_where_the_topics_end() -> None:
+    class Silent(MemoryReader):
+        def lag(self) -> dict[Partition, PartitionLag]:
+            return {}
+
+    a = auditor(Silent(ALL, traffic(0, 3)))
+    a.poll()
+    assert not a.is_current() and a.behind() is None
+
+
+def test_it_goes_on_from_what_was_saved(tmp_path: Path) -> None:
+    reader = MemoryReader(ALL, traffic(0, 5))
+    first = auditor(reader)
+    first.poll()
+    audit_file.write(tmp_path, first.saved(TOPICS))
+    reader.append(traffic(5, 5, start=5))
+    seen: list[Record] = []
+    second = Auditor(Broker("nowhere:1"), "x.", clock=FakeClock(), on_record=seen.append)
+    second.open_with(reader, audit_file.read(tmp_path, TOPICS))
+    assert not second.is_current()
+    second.poll()
+    assert second.is_current() and len(seen) == 10
+    assert (second.sums().requests, second.sums().samples, second.sums(ended=True).accounted) == (
+        10,
+        10,
+        True,
+    )
+
+
+@pytest.mark.parametrize("damage", ["bit", "cut", "empty", "format", "topics"])
+def test_a_file_that_can_not_be_used_is_read_anew_and_said(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    a = auditor(MemoryReader(ALL, traffic(0, 5)))
+    a.poll()
+    if damage == "format":
+        monkeypatch.setattr(audit_file, "FORMAT", 0)
+    audit_file.write(tmp_path, a.saved(TOPICS))
+    monkeypatch.undo()
+    file = tmp_path / audit_file.NAME
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= damage == "bit"
+    file.write_bytes({"cut": data[:-9], "empty": b""}.get(damage, data))
+    assert audit_file.read(tmp_path, {} if damage == "topics" else TOPICS) is None
+    assert "read anew" in caplog.text
+
+
+def test_without_a_file_nothing_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert audit_file.read(tmp_path, TOPICS) is None and not caplog.text
+
+
+def test_where_retention_has_been_only_what_came_later_is_audited() -> None:
+    reader = MemoryReader(ALL, traffic(0, 100))
+    reader.trim(("samples", 1), 20)
+    a = Auditor(Broker("nowhere:1"), "x.", settle_ms=15_000, clock=FakeClock())
+    a.open_with(reader)
+    a.poll()
+    sums = a.sums(ended=True)
+    assert sums.since_ms == T0 + 30_000 + 15_000
+    assert sums.accounted and sums.requests == sums.samples == 100 - 45
+
+
+def test_an_emptied_topic_says_nothing_about_what_was_in_it() -> None:
+    reader = MemoryReader(ALL, traffic(0, 10))
+    reader.trim(("samples", 1), 10)
+    a = Auditor(Broker("nowhere:1"), "x.", settle_ms=1000, clock=FakeClock(T0 + 10**6))
+    a.open_with(reader)
+    a.poll()
+    assert a.sums(ended=True).accounted and a.sums().requests == 0
+
+
+def test_records_that_were_deleted_unread_begin_the_sums_anew(caplog: pytest.LogCaptureFixture) -> None:
+    reader = MemoryReader(ALL, traffic(0, 10))
+    a = Auditor(Broker("nowhere:1"), "x.", settle_ms=1000, clock=FakeClock())
+    a.open_with(reader)
+    a.poll()
+    reader.append(traffic(10, 100, start=10))
+    reader.trim(("impressions", 1), 50)
+    with caplog.at_level(logging.ERROR):
+        a.poll()
+        a.poll()
+    sums = a.sums(ended=True)
+    assert sums.lost_records == 40 and "40 records were deleted" in caplog.text
+    assert sums.accounted and sums.requests == sums.samples == 110 - 51 and a.is_current()
+
+
+def test_an_outage_while_it_begins_anew_counts_nothing_twice(tmp_path: Path) -> None:
+    class Fragile(MemoryReader):
+        fails = False
+
+        def end_offsets(self) -> Progress:
+            if self.fails:
+                raise UnavailableError("injected")
+            return super().end_offsets()
+
+    reader = Fragile(ALL, traffic(0, 10))
+    a = Auditor(Broker("nowhere:1"), "x.", settle_ms=1000, clock=FakeClock())
+    a.open_with(reader)
+    a.poll()
+    reader.append(traffic(10, 100, start=10))
+    reader.trim(("impressions", 1), 50)
+    reader.fails = True
+    for _ in range(2):
+        with pytest.raises(UnavailableError, match="injected"):
+            a.poll()
+        assert a.begins_anew
+    reader.fails = False
+    a.poll()
+    sums = a.sums(ended=True)
+    assert (sums.lost_records, sums.accounted, sums.requests, sums.samples) == (40, True, 59, 59)
+    audit_file.write(tmp_path, a.saved(TOPICS))
+    b = Auditor(Broker("nowhere:1"), "x.", settle_ms=1000, clock=FakeClock())
+    b.open_with(reader, audit_file.read(tmp_path, TOPICS))
+    assert b.sums().lost_records == 40
+
+
+def test_while_too_much_waits_for_the_joiner_only_its_outputs_are_read() -> None:
+    inputs = [r for r in traffic(0, 500) if r.topic == "impressions"]
+    outputs = [r for r in traffic(0, 500) if r.topic == "samples"]
+    reader = MemoryReader(ALL, inputs)
+    a = Auditor(Broker("nowhere:1"), "x.", clock=FakeClock(), most_waiting=100)
+    a.open_with(Fewer(reader))
+    for _ in range(50):
+        a.poll(0.0)
+    assert 100 <= a.accounts.num_waiting < 120 and a.behind() == 500 - a.accounts.num_waiting
+    reader.append(outputs)
+    while a.poll(0.0):
+        pass
+    assert a.sums(ended=True).accounted and a.sums().samples == 500
+
+
+class Fewer:
+    """A reader that gives at most ten at once."""
+
+    def __init__(self, reader: MemoryReader) -> None:
+        self.reader = reader
+
+    def poll(self, max_records: int, timeout_s: float, partition: Partition | None = None) -> list[Record]:
+        return self.reader.poll(10, timeout_s, partition)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.reader, name)

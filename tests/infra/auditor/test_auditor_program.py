@@ -1,0 +1,154 @@
+"""The auditor as a program: what it tells, keeps, and survives."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from infra.auditor import audit_file
+from infra.auditor.auditor import Auditor
+from infra.auditor.auditor_program import Books
+from infra.kinds import BY_NAME
+from infra.options import StackOptions, demo
+from infra.places import draw
+from infra.ports import Ports
+from infra.programs import settings, site_of
+from roostream.cli.config import AuditorConfig
+from roostream.errors import ConfigError, UnavailableError
+from roostream.runtime.kafka.broker import Broker
+from roostream.runtime.kafka.record_reader import MemoryReader, RecordReader
+from roostream.schema.ids import sample_id
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.records import Record
+from tests.infra.auditor.test_auditor import ALL, KEY, T0, TOPICS, traffic
+
+
+class Ready(Auditor):
+    """An auditor of records in memory."""
+
+    def __init__(self, reader: MemoryReader) -> None:
+        super().__init__(Broker("nowhere:1"), "x.")
+        self.reader = reader
+
+    def open_reader(self) -> RecordReader:
+        return self.reader
+
+
+def books_of(reader: MemoryReader, home: Path, **settings: int) -> Books:
+    config = AuditorConfig(bootstrap="127.0.0.1:1", home=str(home), **settings)  # type: ignore[arg-type]
+    return Books(config, Ready(reader), TOPICS)
+
+
+def test_what_it_tells_goes_on_over_a_restart(tmp_path: Path) -> None:
+    reader = MemoryReader(ALL, traffic(0, 5))
+    first = books_of(reader, tmp_path)
+    assert first.shown == {}, "nothing is told before something was read"
+    first.open()
+    first.turn(0.0)
+    assert first.shown["requests"] == 5 and first.shown["accounted"]["yes"] == 1
+    first.close()
+    reader.append(traffic(5, 5, start=5))
+    second = books_of(reader, tmp_path)
+    second.open()
+    second.turn(0.0)
+    assert second.shown["requests"] == second.shown["samples"] == 10
+    assert sum(second.auditor.accounts.num_records.values()) == 20
+
+
+def test_a_kill_counts_nothing_twice(tmp_path: Path) -> None:
+    reader = MemoryReader(ALL, traffic(0, 5))
+    first = books_of(reader, tmp_path)
+    first.open()
+    first.turn(0.0)
+    first.save()
+    reader.append(traffic(5, 5, start=5))
+    first.turn(0.0)  # not saved: killed here
+    second = books_of(reader, tmp_path)
+    second.open()
+    second.turn(0.0)
+    assert second.shown["requests"] == 10 and second.shown["duplicates"] == 0
+
+
+def test_it_saves_now_and_then(tmp_path: Path) -> None:
+    books = books_of(MemoryReader(ALL, traffic(0, 5)), tmp_path, save_interval_ms=100)
+    books.open()
+    books._saved_s -= 1.0
+    books.turn(0.0)
+    assert audit_file.read(tmp_path, TOPICS) is not None
+
+
+def test_sums_that_can_not_be_saved_are_told_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    books = books_of(MemoryReader(ALL, traffic(0, 5)), tmp_path / "home")
+    books.open()
+    books.home = tmp_path / "file" / "no folder"
+    with caplog.at_level(logging.WARNING):
+        books.close()
+    assert "can't be saved" in caplog.text and books.shown["requests"] == 5
+
+
+def test_a_broker_that_is_away_at_the_start_is_told(tmp_path: Path) -> None:
+    reader = MemoryReader(ALL, traffic(0, 5))
+    reader.away = True
+    books = books_of(reader, tmp_path)
+    with pytest.raises(UnavailableError):
+        books.open()
+    reader.away = False
+    books.open()
+    books.turn(0.0)
+    assert books.shown["requests"] == 5
+
+
+def test_unfinished_files_of_a_killed_run_are_swept(tmp_path: Path) -> None:
+    (tmp_path / ".half").write_bytes(b"half")
+    books_of(MemoryReader(ALL), tmp_path).open()
+    assert not (tmp_path / ".half").exists()
+
+
+def test_a_horizon_within_which_something_could_settle_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least twice settle_ms = 600000"):
+        AuditorConfig(bootstrap="127.0.0.1:1", home="h", horizon_ms=600_000)
+
+
+@pytest.mark.parametrize("options", [demo(), StackOptions(), StackOptions(replay=True)])
+def test_a_stack_gives_it_settings_that_it_takes(options: StackOptions, tmp_path: Path) -> None:
+    from infra.home import Home
+
+    ports = Ports()
+    try:
+        places = draw(ports, options, ["auditor"])
+        site = site_of("auditor", Home(tmp_path), options, places)
+        config = AuditorConfig(**{k: str(v) if isinstance(v, Path) else v for k, v in settings(site).items()})
+    finally:
+        ports.release()
+    assert config.settle_ms == options.settle_ms and (config.horizon_ms == 0) == options.replay
+    assert BY_NAME["auditor"].needs(options) == ("kafka",)
+
+
+def prediction(n: int) -> Record:
+    value = wire.encode(
+        wire.PREDICTION, pb.Prediction(sample_id=sample_id(KEY, f"r{n}"), time_ms=T0 + n * 1000)
+    )
+    return Record("predictions", 0, n, T0 + n * 1000, KEY, value)
+
+
+def test_memory_is_that_of_a_horizon_and_not_of_the_history(tmp_path: Path) -> None:
+    """A bound on ids that are told apart, and on the file, while the traffic goes on a hundred times as long."""
+    auditor = Auditor(Broker("nowhere:1"), "x.", settle_ms=20_000, horizon_ms=40_000)
+    reader, sizes = MemoryReader(ALL), []
+    auditor.open_with(reader)
+    for n in range(20):
+        reader.append(traffic(n * 100, 100, start=n * 100))
+        reader.append(prediction(k) for k in range(n * 100, n * 100 + 100))
+        while auditor.poll(0.0):
+            pass
+        audit_file.write(tmp_path, auditor.saved(TOPICS))
+        sizes.append((tmp_path / audit_file.NAME).stat().st_size)
+    assert auditor.sums().requests == auditor.sums().samples == 2000
+    assert len(auditor.accounts.requests._young) + len(auditor.accounts.requests._old) < 300
+    assert max(sizes[10:]) < 1.3 * sizes[2]

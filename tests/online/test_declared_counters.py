@@ -1,0 +1,338 @@
+"""Counters that a schema declares: their definitions, their bytes, their bounds, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roostream.errors import CheckpointError, SchemaError
+from roostream.online.counter_plan import plan_of
+from roostream.online.counters import LISTS, Counters, merged
+from roostream.online.entity_fields import FieldReader, key_of, keys_of, shown_from_bytes, time_fields
+from roostream.online.entity_state import most_bytes
+from roostream.schema.counter_declaration import SHOWN
+from roostream.schema.registry import to_toml
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import load_schema, schema_from_dict
+from tests.online.counter_oracle import (
+    COUNTERS,
+    HOUR,
+    T0,
+    List,
+    Oracle,
+    asked_lists,
+    assert_is,
+    count,
+    random_events,
+    schema_with,
+)
+
+SCHEMA = schema_with(COUNTERS)
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    seed=st.integers(0, 1 << 30), number=st.integers(1, 40), later=st.sampled_from([0, 1, 90_000, 3 * HOUR])
+)
+def test_declared_counters_are_their_definitions(seed: int, number: int, later: int) -> None:
+    events = random_events(seed, number)
+    now_ms = events[-1].time_ms + later
+    counters, oracle = Counters(SCHEMA), Oracle(events)
+    count(counters, FieldReader(SCHEMA), events)
+    for asked in asked_lists(seed, now_ms):
+        assert_is(SCHEMA, oracle, counters, asked, now_ms)
+
+
+@settings(deadline=None, max_examples=6)
+@given(seed=st.integers(0, 1 << 30), cut=st.integers(0, 30))
+def test_states_through_bytes_before_every_event_change_no_bit(seed: int, cut: int) -> None:
+    events, reader = random_events(seed, 30), FieldReader(SCHEMA)
+    straight, store = Counters(SCHEMA), dict[tuple[str, int], bytes | None]()
+    count(straight, reader, events)
+    for event in events:
+        fresh = Counters(SCHEMA)
+        keys = touched(fresh, reader, event, store)
+        load(fresh, keys, store)
+        count(fresh, reader, [event])
+        store |= dict(zip(names(keys), fresh.dump(keys), strict=True))
+    now_ms = events[-1].time_ms + cut * 60_000
+    for asked in asked_lists(seed, now_ms):
+        fields = reader.of_values(asked.header, asked.ro, asked.nro, len(asked.items))
+        fresh = Counters(SCHEMA)
+        load(fresh, fresh.keys(asked.user, asked.items, now_ms, fields), store)
+        (ro, nro), (ro2, nro2) = (c.read(asked.user, asked.items, now_ms, fields) for c in (straight, fresh))
+        assert ro == ro2 and {k: v.tobytes() for k, v in nro.items()} == {
+            k: v.tobytes() for k, v in nro2.items()
+        }
+
+
+def names(keys: dict[str, np.ndarray]) -> list[tuple[str, int]]:
+    return [(name, key) for name, its in keys.items() for key in its.tolist()]
+
+
+def load(counters: Counters, keys: dict[str, np.ndarray], store: dict[tuple[str, int], bytes | None]) -> None:
+    counters.load(keys, [store.get(name) for name in names(keys)])
+
+
+def touched(
+    counters: Counters, reader: FieldReader, event: Any, store: dict[tuple[str, int], bytes | None]
+) -> dict[str, np.ndarray]:
+    if isinstance(event, List):
+        fields = reader.of_values(event.header, event.ro, event.nro, len(event.items))
+        return merged([counters.keys(event.user, event.items, event.time_ms, fields, SHOWN)])
+    fields = reader.of_header(event.of.header)
+    load(counters, counters.list_keys(fields), store)
+    return counters.engagement_keys(
+        event.of.user, event.item, event.action, event.time_ms, fields
+    ) | counters.list_keys(fields)
+
+
+def test_a_window_forgets_step_by_step_and_an_event_that_comes_late_falls_where_it_belongs() -> None:
+    schema = schema_with([{"name": "lately", "entity": "item", "event": "shown", "window": "12m"}])
+    counters, minute = Counters(schema), 60_000
+    begin = T0 // (12 * minute) * 12 * minute
+    for at in (5, 0, 11, 11, 3):
+        counters.apply_impression(0, [1], begin + at * minute)
+    for now, expected in ((11, 5), (12, 4), (14, 4), (15, 3), (17, 2), (22, 2), (23, 0), (1000, 0), (4, 5)):
+        assert counters.read(0, [1], begin + now * minute)[1]["lately"].tolist() == [expected], now
+    counters.apply_impression(0, [1], begin + 40 * minute)
+    counters.apply_impression(0, [1], begin + 28 * minute)
+    counters.apply_impression(0, [1], begin + 29 * minute)
+    assert counters.read(0, [1], begin + 40 * minute)[1]["lately"].tolist() == [2], (
+        "older than the ring counts nowhere"
+    )
+
+
+def test_a_page_that_adds_candidates_is_counted_by_the_fields_of_its_request() -> None:
+    schema = schema_with(
+        [
+            {"name": "here", "entity": ["page", "item"], "event": "click"},
+            {"name": "seen", "entity": ["page", "item"], "event": "shown"},
+        ]
+    )
+    counters, reader = Counters(schema), FieldReader(schema)
+    header = (5, 1, "", "r1")
+    counters.apply_impression(5, [1], T0, reader.of_values(header, {"page": ["home"]}, {}, 1))
+    counters.apply_impression(5, [2], T0 + 1, reader.of_values(header, None, {}, 1))
+    counters.apply_engagement(5, 2, "click", 1.0, T0 + 2, reader.of_header(header))
+    counters.apply_engagement(5, 2, "click", 1.0, T0 + 3, reader.of_header((5, 1, "", "another")))
+    counters.apply_engagement(5, 3, "click", 1.0, T0 + 3, reader.of_header(header))
+    fields = reader.of_values(header, {"page": ["home"]}, {}, 3)
+    nro = counters.read(5, [1, 2, 3], T0 + 4, fields)[1]
+    assert nro["seen"].tolist() == [1, 1, 0] and nro["here"].tolist() == [0, 1, 1], (
+        "the page was known, also of an item that wasn't shown"
+    )
+    assert np.isnan(counters.read(5, [1], T0 + 4, reader.of_values(header, {}, {}, 1))[1]["here"]).all(), (
+        "an unknown page is missing"
+    )
+
+
+def test_a_list_that_is_forgotten_counts_for_user_and_item_alone() -> None:
+    schema = schema_with([{"name": "here", "entity": ["page", "item"], "event": "click"}])
+    counters, reader = Counters(schema), FieldReader(schema)
+    header = (5, 1, "", "r1")
+    counters.apply_impression(5, [1], T0, reader.of_values(header, {"page": ["home"]}, {}, 1))
+    counters.apply_engagement(5, 1, "click", 1.0, T0 + 24 * HOUR + 1, reader.of_header(header))
+    nro = counters.read(5, [1], T0 + 25 * HOUR, reader.of_values(header, {"page": ["home"]}, {}, 1))[1]
+    assert nro["here"].tolist() == [0] and nro["user_clicks"].tolist() == [1]
+
+
+def test_a_retried_engagement_counts_once_for_every_counter() -> None:
+    counters, reader = Counters(SCHEMA), FieldReader(SCHEMA)
+    for _ in range(2):
+        counters.apply_engagement(5, 6, "order", 3.0, T0, reader.of_header((5, 1, "", "r")))
+    nro = counters.read(5, [6], T0, reader.of_values((5, 1, "", "r"), {}, {}, 1))[1]
+    assert nro["order_rate_1h"].tolist() == [np.float32(1.1)] and nro["last_order"].tolist() == [3.0]
+
+
+def test_blocks_and_values_have_the_same_fields() -> None:
+    from roostream.wire.block import encode_nro, encode_ro
+
+    reader, header = FieldReader(SCHEMA), (5, 2, "app", "r1")
+    ro, nro = {"page": ["home", 9]}, {"category": [["shoes"], None, [4]], "item": [[1], [2], [3]]}
+    given = reader.of_values(header, ro, nro, 3)
+    logged = reader.of_blocks(
+        header, encode_ro(SCHEMA, ro), encode_nro(SCHEMA, nro, 3), 3, SCHEMA.fingerprint
+    )
+    assert logged.request == given.request and logged.list_id == given.list_id != 0
+    assert logged.candidate["category"].tolist() == given.candidate["category"].tolist()
+    assert given.candidate["category"].tolist()[1:] == [0, 4]
+    for ro_bytes, nro_bytes, fingerprint in ((b"\x09", b"\x09", SCHEMA.fingerprint), (b"", b"", 1)):
+        unknown = reader.of_blocks(header, ro_bytes, nro_bytes, 3, fingerprint)
+        assert unknown.request["page"] == 0 and unknown.candidate["category"].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("value", ["", 2**70, 1.5, None, [], [None]])
+def test_a_value_that_is_no_id_is_unknown(value: object) -> None:
+    assert (
+        FieldReader(SCHEMA)
+        .of_values((1, 1, "", "r"), {"page": value}, {"category": value}, 1)
+        .request["page"]
+        == 0
+    )
+
+
+def test_a_cross_has_one_key_alone_and_in_columns() -> None:
+    several = keys_of([7, np.array([-3, 5]), 1], 2).tolist()
+    assert several == [key_of([7, -3, 1]), key_of([7, 5, 1])] and key_of([9]) == 9
+    assert len({key_of([1, 2]), key_of([2, 1]), key_of([0, 3])}) == 3
+
+
+def test_time_fields_are_hour_and_day_in_utc() -> None:
+    assert time_fields(1_700_000_000_000) == {"hour": 23, "weekday": 2}  # a Tuesday, 22:13
+
+
+def test_a_counter_that_is_added_begins_and_leaves_the_others_as_they_are() -> None:
+    before = [
+        {"name": "a", "entity": "user", "event": "shown"},
+        {"name": "c", "entity": ["user", "item"], "event": "order"},
+    ]
+    after = [before[1], {"name": "b", "entity": "user", "event": "order", "aggregation": "history"}]
+    after.append({"name": "d", "entity": "item", "event": "order", "window": "1h"})
+    old, new = Counters(schema_with(before)), Counters(schema_with(after))
+    keys = {"item": np.array([6]), "user": np.array([5])}
+    old.apply_impression(5, [6], T0)
+    old.apply_engagement(5, 6, "order", 1.0, T0 + 1)
+    new.load(keys, old.dump(keys))
+    ro, nro = new.read(5, [6], T0 + 1)
+    assert nro["c"].tolist() == [1] and nro["views_1h"][0] > 0.99 and nro["d"].tolist() == [0]
+    assert ro["b"] == [6], "every counted action's history is kept: it tells a retry"
+
+
+@pytest.mark.parametrize("data", [b"", b"\x02" + bytes(20), b"\x01" + bytes(3)])
+def test_foreign_bytes_of_a_lists_fields_are_refused(data: bytes) -> None:
+    with pytest.raises(CheckpointError, match="expected a list's fields of version 1"):
+        shown_from_bytes(SCHEMA.derived(plan_of), SCHEMA, data)
+
+
+def test_the_fields_of_a_list_that_other_counters_wrote_are_unknown() -> None:
+    counters, reader = Counters(SCHEMA), FieldReader(SCHEMA)
+    fields = reader.of_values((5, 1, "", "r"), {"page": [3]}, {"category": [[4]]}, 1)
+    counters.apply_impression(5, [1], T0, fields)
+    keys = counters.list_keys(fields)
+    other = Counters(schema_with([{"name": "x", "entity": ["page", "item"], "event": "click"}]))
+    other.load(keys, counters.dump(keys))
+    assert other.dump(keys) == [None] and list(keys) == [LISTS]
+
+
+def test_no_state_is_larger_than_its_form_says() -> None:
+    counters, reader = Counters(SCHEMA), FieldReader(SCHEMA)
+    rng = np.random.default_rng(0)
+    for n in range(300):
+        items = rng.integers(1, 1 << 60, 8).tolist()
+        fields = reader.of_values(
+            (5, 1, "app", f"r{n}"), {"page": [n]}, {"category": [[int(i)] for i in items]}, 8
+        )
+        counters.apply_impression(5, items, T0 + n, fields)
+        counters.apply_engagement(5, items[0], "click", 1.0, T0 + n, reader.of_header((5, 1, "app", f"r{n}")))
+        counters.apply_engagement(5, items[0], "order", 1.0, T0 + n, reader.of_header((5, 1, "app", f"r{n}")))
+    for name in ("user", "session"):
+        key = 5 if name == "user" else 1
+        (state,) = counters.dump({name: np.array([key])})
+        most = most_bytes(counters.plan.forms[name])
+        assert state is not None and 0.4 * most < len(state) <= most
+
+
+def test_the_declaration_survives_its_file_and_changes_no_fingerprint(tmp_path: Any) -> None:
+    (tmp_path / "s.toml").write_text(to_toml(SCHEMA), encoding="utf-8")
+    assert load_schema(tmp_path / "s.toml") == SCHEMA
+    faster = schema_with([{**COUNTERS[0], "half_life": "10m"}, *COUNTERS[1:]])
+    assert faster.fingerprint == SCHEMA.fingerprint, "as of what [online] counts"
+
+
+def test_a_family_is_a_counter_a_name() -> None:
+    family = {"name": "v_{1h,2h}", "entity": "item", "event": "shown", "half_life": "{1h,2h}"}
+    schema = schema_from_dict(
+        {"nro": [{"online": "v_{1h,2h}"}], "counter": [family], "label": [{"name": "c", "action": "c"}]}
+    )
+    assert [(c.name, c.half_life_ms) for c in schema.counters] == [("v_1h", HOUR), ("v_2h", 2 * HOUR)]
+
+
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"entity": "itm"}, "counter 'x': unknown field 'itm'; did you mean 'item'"),
+    ({"entity": "price"}, "counter 'x': expected a feature of kind 'ids', got 'price' of 'float'"),
+    ({"entity": []}, "expected one field or several different ones, got \\[\\]"),
+    ({"entity": ["item", "item"]}, "expected one field or several different ones"),
+    ({"entity": "past"}, "expected a feature that clients give, got 'past', which has an online value"),
+    ({"entity": "hour"}, "'hour' is the request's own and a feature's name; rename the feature"),
+    ({"name": "ctr_1h"}, "counter 'ctr_1h': that name is taken"),
+    ({"name": "position"}, "counter 'position': that name is taken"),
+    ({"half_life": "1h", "window": "1h"}, "expected a half_life or a window, got both; keep one"),
+    ({"window": "2s"}, "expected at least 12 s, got 2000 ms"),
+    (
+        {"aggregation": "since", "window": "1h"},
+        "expected none for aggregation 'since', got one; count, rate, distinct may",
+    ),
+    ({"aggregation": "mean"}, "expected one of .*count, rate"),
+    (
+        {"aggregation": "expected", "event": "click"},
+        "expected 'shown' for aggregation 'expected', got 'click'",
+    ),
+    (
+        {"aggregation": "expected", "event": "shown", "entity": "user"},
+        "expected a field of the candidate for 'expected'",
+    ),
+    (
+        {"aggregation": "rate", "event": "shown"},
+        "expected an action for aggregation 'rate', got 'shown'; name one",
+    ),
+    ({"aggregation": "history"}, "expected fields of the request for aggregation 'history', got 'item'"),
+    ({"aggregation": "distinct", "entity": "user", "of": "itm"}, "unknown field 'itm'"),
+    (
+        {"aggregation": "distinct", "entity": "user", "length": 513},
+        "expected at most 512 values told apart, got 513",
+    ),
+    ({"aggregation": "in_last_list", "event": "shown"}, "expected 'user' and a field of the candidate"),
+    ({"of": "user"}, "expected none for aggregation 'count', got 'user'; remove it"),
+    ({"length": 3}, "expected none for aggregation 'count', got 3; remove it"),
+    ({"hlaf_life": "1h"}, "unknown key 'counter.x.hlaf_life' = '1h'; did you mean 'half_life"),
+    ({"aggregation": "history", "entity": "user", "length": 10_001}, "expected .*10000"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "told"), MISTAKES, ids=[str(wrong) for wrong, _ in MISTAKES])
+def test_a_bad_declaration_is_told_in_a_sentence(wrong: dict[str, Any], told: str) -> None:
+    with pytest.raises(SchemaError, match=told):
+        with_counter({"name": "x", "entity": "item", "event": "click", **wrong})
+
+
+def with_counter(*counters: dict[str, Any]) -> Schema:
+    ids = {"kind": "ids", "table": "item"}
+    ro = [{"name": "past", **ids, "online": "history"}, {"name": "hour", **ids}]
+    raw = {"tables": {"item": {"dim": 1}}, "ro": ro, "nro": [{"name": "price"}], "counter": list(counters)}
+    return schema_from_dict({**raw, "label": [{"name": "c", "action": "c"}]})
+
+
+def test_too_much_state_for_an_entity_is_refused() -> None:
+    history = {"entity": "user", "aggregation": "history", "length": 10_000}
+    with pytest.raises(
+        SchemaError,
+        match="expected a state of 'user' of at most 262144 bytes, got 345476; shorten its histories",
+    ):
+        with_counter(*({"name": f"h{n}", "event": f"e{n}", **history} for n in range(2)))
+
+
+def test_too_many_counters_are_refused() -> None:
+    with pytest.raises(SchemaError, match="expected at most 256 counters, got 257"):
+        with_counter(*({"name": f"n{n}", "entity": "item", "event": f"e{n}"} for n in range(257)))
+
+
+@pytest.mark.parametrize(
+    ("side", "feature", "told"),
+    [
+        ("ro", {"online": "x"}, "online feature 'x' is for \\[\\[nro\\]\\], got it in \\[\\[ro\\]\\]"),
+        ("nro", {"online": "h"}, "online feature 'h' is for \\[\\[ro\\]\\]"),
+        ("nro", {"online": "y"}, "unknown online feature 'y'"),
+        ("ro", {"online": "h"}, "expected kind ids or sequence for online 'h', got 'float'"),
+    ],
+)
+def test_a_feature_takes_a_counter_of_its_side_and_kind(
+    side: str, feature: dict[str, Any], told: str
+) -> None:
+    counters = [{"name": "x", "entity": "item"}, {"name": "h", "entity": "user", "aggregation": "history"}]
+    with pytest.raises(SchemaError, match=told):
+        schema_from_dict({side: [feature], "counter": counters, "label": [{"name": "c", "action": "c"}]})

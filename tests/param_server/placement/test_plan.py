@@ -1,0 +1,175 @@
+"""A plan is a function of what it is given, never below its bound, and refuses what would be wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from param_server.placement.cost import OwnerCosts, PlacedTable, costs_of, imbalance, piece_cost, plain
+from param_server.placement.plan import TablePiece, _pieces_within, bound, loads, plan
+from roostream.errors import ConfigError, SchemaError
+
+COSTS = OwnerCosts()
+
+
+def table(
+    name: str, uniques: float | None = 100.0, dim: int = 16, rows: int = 1000, *, row_wise: bool = False
+) -> PlacedTable:
+    ids = None if uniques is None else 2 * uniques
+    return PlacedTable(name=name, dim=dim, row_wise_rule=row_wise, rows=rows, uniques=uniques, ids=ids)
+
+
+def mix(seed: int, count: int) -> list[PlacedTable]:
+    random = np.random.default_rng(seed)
+    sizes = zip(random.pareto(1.0, count) * 50 + 1, random.integers(4, 200, count), strict=True)
+    return [table(f"t{n}", float(uniques), int(dim)) for n, (uniques, dim) in enumerate(sizes)]
+
+
+def test_the_papers_example_goes_from_two_to_one() -> None:
+    assert imbalance(np.array([0.6, 0.6, 0.0, 0.0])) == pytest.approx(2.0)
+    tables = [table("a", dim=8), table("b", dim=8)]
+    found = plan(tables, 4, OwnerCosts(piece_s=0), columns={"a": 2, "b": 2})
+    assert found.bytes_imbalance == pytest.approx(1.0) and sorted(p.owner for p in found.pieces) == [
+        0,
+        1,
+        2,
+        3,
+    ]
+    assert {p.kind for p in found.pieces} == {"column"} and {p.columns for p in found.pieces} == {
+        (0, 4),
+        (4, 8),
+    }
+
+
+def test_column_pieces_of_a_rule_with_one_state_a_row_are_refused() -> None:
+    with pytest.raises(
+        SchemaError,
+        match="table 'a': expected rows in one piece, since its rule keeps one state a row, got 2",
+    ):
+        plan([table("a", row_wise=True)], 4, columns={"a": 2})
+    with pytest.raises(SchemaError, match="divide dim = 16, got 3"):
+        plan([table("a")], 4, columns={"a": 3})
+
+
+def test_no_column_is_left_out_where_there_are_fewer_owners_than_pieces() -> None:
+    with pytest.raises(ConfigError, match="table 'a': expected at most 4 column pieces, one an owner, got 8"):
+        plan([table("a")], 4, columns={"a": 8})
+    found = plan([table("a"), table("b", None)], 4, columns={"a": 4, "b": 2})
+    for name in ("a", "b"):
+        spans = sorted(p.columns for p in found.pieces if p.table == name)
+        assert [c for first, end in spans for c in range(first, end)] == list(range(16))
+    assert found.warnings == (), "what is cut as it was asked for isn't spread"
+
+
+def test_equal_inputs_give_equal_bytes() -> None:
+    first, second = (json.dumps(plan(mix(1, 60), 8).plain()) for _ in range(2))
+    assert first == second
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 1000), st.integers(1, 40), st.integers(1, 12), st.booleans())
+def test_no_plan_is_below_the_bound_and_every_row_is_somewhere_once(
+    seed: int, count: int, owners: int, unknown: bool
+) -> None:
+    tables = mix(seed, count) + ([table("unknown", None)] if unknown else [])
+    found = plan(tables, owners)
+    assert found.predicted_s >= found.bound_s * (1 - 1e-9)
+    for its in tables:
+        pieces = [p for p in found.pieces if p.table == its.name]
+        assert sorted(p.number for p in pieces) == list(range(pieces[0].of)) == list(range(len(pieces)))
+        assert len({p.owner for p in pieces}) == len(pieces), "no owner has two pieces of a table"
+
+
+def test_any_other_placement_is_not_below_the_bound_either() -> None:
+    tables, owners, random = mix(3, 20), 5, np.random.default_rng(0)
+    least = bound(tables, owners, COSTS)
+    for _ in range(50):
+        at = random.integers(0, owners, len(tables)).tolist()
+        pieces = [
+            TablePiece(table=t.name, kind="table", owner=owner, number=0, of=1, columns=(0, t.dim))
+            for t, owner in zip(tables, at, strict=True)
+        ]
+        assert loads(pieces, tables, owners, COSTS)[0].max() >= least
+
+
+def test_a_table_that_nobody_counted_has_its_fixed_price_at_each_owner_in_the_bound() -> None:
+    unknown = [table("u", None), table("v", None)]
+    assert bound(unknown, 4, COSTS) == pytest.approx(2 * COSTS.piece_s) == plan(unknown, 4).predicted_s
+
+
+def test_what_an_owner_is_charged_is_counted_by_hand() -> None:
+    its, costs = table("a"), OwnerCosts()
+    memory, network, ids = 400 * (128 + 2 * 192), 400 * 136, 800
+    expected_s = memory / 720e9 + network / 100e9 + ids * 0.15e-9 + 0.4e-6
+    assert piece_cost(its, 4, costs) == pytest.approx(expected_s)
+    whole = TablePiece(table="a", kind="table", owner=1, number=0, of=1, columns=(0, 16))
+    time_N, bytes_N = loads([whole], [its], 4, costs)
+    assert time_N.tolist() == pytest.approx([0, expected_s, 0, 0]) and bytes_N.tolist() == [
+        0,
+        memory + network,
+        0,
+        0,
+    ]
+    assert _pieces_within(its, costs.piece_s, 4, costs) == 4, "less than a piece's fixed price is for nobody"
+    assert plan([its], 1).kind_of("a") == "whole at 0"
+
+
+def test_even_pieces_come_within_a_twentieth_of_the_bound() -> None:
+    found = plan(mix(5, 200), 32)
+    assert found.predicted_s <= 1.05 * found.bound_s
+
+
+def test_what_nobody_has_counted_is_spread_over_all_and_named() -> None:
+    found = plan([table("known"), table("new", None)], 4)
+    assert found.kind_of("new") == "4 row pieces" and found.kind_of("nothing") == "not in it"
+    assert found.warnings == ("no profile of new: spread over all owners",)
+    assert "assumed constants" in found.said
+
+
+def test_rows_that_do_not_fit_are_refused_with_what_would_do() -> None:
+    big = [table("a", rows=1 << 24), table("b", rows=1 << 20)]
+    with pytest.raises(
+        ConfigError,
+        match=r"2\.1 GiB together, got 2 of 0\.5; the largest table is 'a' with 2\.0 GiB; 5 owners",
+    ):
+        plan(big, 2, memory_bytes=1 << 29)
+    found = plan(big, 8, memory_bytes=1 << 29)
+    assert np.bincount([p.owner for p in found.pieces if p.table == "a"], minlength=8).max() == 1
+
+
+def test_constants_come_from_a_bench_and_say_how_good_they_are() -> None:
+    measured = OwnerCosts(memory_bytes_s=1e9, error=0.18)
+    assert costs_of(json.dumps(plain(measured))) == measured and "18%" in measured.said
+    with pytest.raises(ConfigError, match=r"costs\.json: expected JSON of memory_bytes_s"):
+        costs_of('{"speed": 1}', "costs.json")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"memory_bytes_s": 0}, "memory_bytes_s: expected a number above 0, got 0"),
+        ({"network_bytes_s": "fast"}, "network_bytes_s: expected a number above 0, got 'fast'"),
+        ({"piece_s": -1}, "piece_s: expected a number of 0 or more, got -1"),
+        ({"id_s": True}, "id_s: expected a number of 0 or more, got True"),
+        ({"id_s": None}, "id_s: expected a number of 0 or more, got None"),
+        ({"error": "small"}, "error: expected a number of 0 or more, got 'small'"),
+        ({"memory_bytes_s": float("nan")}, "memory_bytes_s: expected a number above 0, got nan"),
+        ({"id_s": 10**400}, "id_s: expected a number of 0 or more"),
+        ([720e9], "got another thing"),
+    ],
+    ids=str,
+)
+def test_constants_that_are_none_are_refused_in_a_sentence(given: object, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"costs.json: .*{re.escape(said)}"):
+        costs_of(json.dumps(given), "costs.json")
+    assert costs_of(json.dumps({"id_s": 0, "error": None})).id_s == 0
+
+
+def test_a_piece_costs_its_share_and_a_fixed_part() -> None:
+    whole, half = (piece_cost(table("a"), 4, COSTS, rows=share) for share in (1.0, 0.5))
+    assert whole - COSTS.piece_s == pytest.approx(2 * (half - COSTS.piece_s))

@@ -1,0 +1,175 @@
+"""What is counted of tables, how it is kept, and what a plan makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+
+import numpy as np
+import pytest
+
+from param_server.placement.profile import Profiler, TableProfile
+from param_server.placement.profiles import FOLDER, CountedTables, placed_tables, save, stored
+from roostream.errors import UnavailableError
+from roostream.runtime.clock import FakeClock
+from roostream.schema.schema import Schema
+from roostream.wire.decode import Decoder
+from roostream.wire.lookup import build_lookup
+from tests.trainer import samples
+from tests.trainer.memory_store import MemoryStore
+
+NOW = 1_700_000_000_000
+
+
+def nobody(fingerprint: int) -> Schema | None:
+    """All samples are of one schema."""
+    return None
+
+
+def counted(batches: int = 5, size: int = 8) -> Profiler:
+    profiler = Profiler(1.0)
+    for n in range(batches):
+        numbers = list(range(1 + n * size, 1 + (n + 1) * size))
+        batch = Decoder(samples.schema(), nobody).decode(samples.records(numbers))[0]
+        profiler.see(batch, build_lookup(batch))
+    return profiler
+
+
+def test_requests_features_are_counted_by_request_and_items_by_candidate() -> None:
+    user, item = (counted().profiles[name] for name in ("user", "item"))
+    assert (user.batches, user.examples, user.ids, user.uniques) == (5, 40, 40, 40)
+    assert (item.examples, item.ids) == (120, 120) and item.uniques <= 5 * samples.NUM_ITEMS
+    assert item.valency == 1.0 and item.max_len == 1 and item.table == "item" and item.dim == 4
+
+
+def test_uniques_of_another_batch_follow_a_power_of_its_ids() -> None:
+    item, user = (counted().profiles[name] for name in ("item", "user"))
+    assert item.uniques_of(24) == pytest.approx(item.uniques / 5), (
+        "at the size that was looked at it is exact"
+    )
+    assert user.uniques_of(1000) == pytest.approx(1000), "what is always different stays so"
+    assert item.uniques_of(6) < item.uniques_of(24) < item.uniques_of(600) < 600
+
+
+def test_the_prediction_is_near_on_zipf() -> None:
+    random = np.random.default_rng(0)
+
+    def uniques(size: int) -> float:
+        return float(
+            np.mean([len(np.unique(np.minimum(random.zipf(1.3, size), 100_000))) for _ in range(40)])
+        )
+
+    counted = {"batches": 1, "examples": 256, "ids": 256, "uniques": round(uniques(256)), "max_len": 1}
+    half = {"half_ids": 128, "half_uniques": round(uniques(128))}
+    profile = TableProfile(feature="f", table="t", dim=8, **counted, **half)
+    assert profile.uniques_of(128) == pytest.approx(uniques(128), rel=0.1)
+    assert profile.uniques_of(512) == pytest.approx(uniques(512), rel=0.1)
+
+
+def test_the_same_steps_are_looked_at_in_every_run_and_about_their_share() -> None:
+    first, second = ([Profiler(0.03, seed).looks_at(step) for step in range(20_000)] for seed in (1, 1))
+    assert first == second and 450 < sum(first) < 750
+    assert first != [Profiler(0.03, 2).looks_at(step) for step in range(20_000)]
+    assert not any(Profiler(0.0).looks_at(step) for step in range(100))
+
+
+def test_a_profile_says_how_sure_it_is() -> None:
+    assert counted(3).profiles["item"].error == math.inf and counted(4).profiles["item"].error < 0.2
+    four = {
+        "batches": 4,
+        "examples": 80,
+        "ids": 80,
+        "uniques": 48,
+        "max_len": 1,
+        "squares": float(100 + 196 + 144 + 144),
+    }
+    assert TableProfile(feature="f", table="t", dim=8, **four).error == pytest.approx(math.sqrt(2 / 3) / 12)  # type: ignore[arg-type]
+
+
+def test_what_is_added_counts_whole_and_what_was_before_its_share() -> None:
+    before = {"batches": 4, "examples": 80, "ids": 100, "uniques": 48, "max_len": 3, "squares": 600.0}
+    more = {"batches": 2, "examples": 40, "ids": 60, "uniques": 50, "max_len": 2, "squares": 1300.0}
+    both = TableProfile(feature="f", table="t", dim=8, half_ids=50, half_uniques=30, **before)  # type: ignore[arg-type]
+    both = both.merged(TableProfile(feature="f", table="t", dim=8, half_ids=30, half_uniques=28, **more), 0.5)  # type: ignore[arg-type]
+    expected = {"batches": 4, "examples": 80, "ids": 110, "uniques": 74, "max_len": 3, "squares": 1600.0}
+    assert both.plain() == {
+        "feature": "f",
+        "table": "t",
+        "dim": 8,
+        "half_ids": 55,
+        "half_uniques": 43,
+        **expected,
+    }
+    assert (both.valency, both.batch_examples) == (110 / 80, 20.0)
+
+
+def test_nothing_is_expected_of_what_was_never_seen() -> None:
+    none = TableProfile(feature="f", table="t", dim=8, batches=0, examples=0, ids=0, uniques=0, max_len=0)
+    assert (none.half_ids, none.half_uniques) == (0, 0)
+    assert (none.valency, none.batch_examples, none.uniques_of(100), none.error) == (0.0, 0.0, 0.0, math.inf)
+    whole = dataclasses.replace(none, batches=1, examples=10, ids=20, uniques=10)
+    assert whole.uniques_of(5) == 5.0, "without halves in proportion"
+    assert whole.uniques_of(20) == 20.0
+
+
+def test_what_is_stored_is_added_to_and_the_old_counts_for_less() -> None:
+    store, schema = MemoryStore(), samples.schema()
+    save(store, counted().profiles, NOW)
+    save(store, counted().profiles, NOW + 1)
+    found = stored(store, schema)
+    assert found["user"].profile.examples == 60 and found["user"].time_ms == NOW + 1
+    assert {name.split("/")[0] for name in store.list(FOLDER)} == {FOLDER}
+
+
+def test_what_a_loop_counts_is_saved_once_and_lost_where_the_store_is_away(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store, profiler = MemoryStore(), counted()
+    tables = CountedTables(profiler, store, FakeClock(NOW))
+    tables.save()
+    tables.save()
+    assert stored(store, samples.schema())["user"].profile.examples == 40, (
+        "the second time there was nothing new"
+    )
+    batch = Decoder(samples.schema(), nobody).decode(samples.records([1, 2]))[0]
+    tables.look(1, batch, build_lookup(batch))
+    store.put = lambda name, data: (_ for _ in ()).throw(UnavailableError("away"))  # type: ignore[method-assign]
+    with caplog.at_level(logging.WARNING):
+        tables.save()
+    assert "profiles of 2 features are lost: away" in caplog.text and profiler.profiles == {}
+
+
+def test_a_damaged_profile_is_as_none_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryStore()
+    save(store, counted().profiles, NOW)
+    (name,) = [name for name in store.list(FOLDER) if "item" in name]
+    store.put(name, store.get(name).replace(b'"ids": 120', b'"ids": 121'))
+    with caplog.at_level(logging.WARNING):
+        assert set(stored(store, samples.schema())) == {"user"}
+    assert "it is damaged" in caplog.text
+
+
+def test_what_is_missing_young_or_old_is_as_if_nobody_had_counted_it() -> None:
+    store, schema = MemoryStore(), samples.schema()
+    save(store, {"item": counted().profiles["item"], "user": counted(2).profiles["user"]}, NOW)
+    known = stored(store, schema)
+    tables, why = placed_tables(schema, known, batch=24, now_ms=NOW, rows={"item": 7})
+    by_name = {table.name: table for table in tables}
+    assert by_name["user"].uniques is None and why == ["user (user: fewer than 4 batches)"]
+    assert (
+        by_name["item"].ids == 24
+        and by_name["item"].uniques is not None
+        and by_name["item"].rows == 7
+        and by_name["item"].row_wise_rule
+    )
+    _, why = placed_tables(schema, known, batch=24, now_ms=NOW + 8 * 86_400_000, rows={})
+    assert "item (item: too old)" in why
+    _, why = placed_tables(schema, {}, batch=24, now_ms=NOW, rows={})
+    assert "item (item: never counted)" in why
+
+
+def test_a_table_that_became_wider_begins_anew() -> None:
+    store = MemoryStore()
+    save(store, {"item": dataclasses.replace(counted().profiles["item"], dim=2)}, NOW)
+    assert "item" not in stored(store, samples.schema())

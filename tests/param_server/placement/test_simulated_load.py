@@ -1,0 +1,54 @@
+"""The simulator's formula against draws, and the order of strategies that it is trusted with."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.run import question_named
+from param_server.placement.simulated_load import (
+    VALIDITY,
+    DrawnTable,
+    Strategy,
+    draw_mix,
+    row_loads,
+    simulate,
+    uniques,
+)
+
+
+@pytest.mark.parametrize(("rows", "exponent"), [(500, 1.1), (50_000, 0.7), (50_000, 1.05), (200_000, 0.9)])
+def test_expected_rows_are_those_of_draws(rows: int, exponent: float) -> None:
+    table, random = (
+        DrawnTable(name="t", rows=rows, dim=8, valency=1.0, exponent=exponent),
+        np.random.default_rng(1),
+    )
+    weight = np.arange(1, rows + 1) ** -exponent
+    cumulated = np.cumsum(weight / weight.sum())
+    drawn = [len(np.unique(np.searchsorted(cumulated, random.random(4096)))) for _ in range(30)]
+    assert uniques(table, 4096) == pytest.approx(np.mean(drawn), rel=0.02)
+
+
+@pytest.mark.parametrize("way", ["row cyclic", "row hash", "row cyclic with offset"])
+def test_what_owners_are_asked_for_is_all_that_is_asked_for(way: Strategy) -> None:
+    table = DrawnTable(name="t", rows=100_000, dim=8, valency=3.0, exponent=1.0)
+    assert row_loads(table, 768, 16, way, 5).sum() == pytest.approx(uniques(table, 768))
+
+
+def test_an_offset_a_table_evens_out_what_all_tables_begin_with() -> None:
+    mix = draw_mix(60, 0)
+    cyclic = simulate(mix, 32, 256, "row cyclic")
+    offset, tables = (
+        simulate(mix, 32, 256, "row cyclic with offset"),
+        simulate(mix, 32, 256, "table round robin"),
+    )
+    assert offset["imbalance"] < cyclic["imbalance"] < tables["imbalance"] and offset["imbalance"] < 1.1
+    assert "not measured" in VALIDITY and VALIDITY in question_named("placement-load").means, (
+        "beside its figures"
+    )
+
+
+def test_the_plan_is_no_slower_than_rows_everywhere() -> None:
+    mix = draw_mix(60, 1)
+    hybrid, rows = simulate(mix, 32, 64, "hybrid"), simulate(mix, 32, 64, "row cyclic with offset")
+    assert hybrid["step_s"] <= rows["step_s"] * 1.02

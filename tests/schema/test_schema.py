@@ -1,0 +1,237 @@
+"""What a schema may not be, with the sentence that says so; fingerprints; reading one schema's data with another."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from roostream.errors import SchemaError
+from roostream.schema.check import ONLINE
+from roostream.schema.schema import Schema, reading_plan, stack_shape
+from roostream.schema.schema_file import load_schema
+
+Parse = Callable[[str], Schema]
+TABLE = "[tables.item]\ndim = 8\n"
+LABEL = '[[label]]\nname = "click"\naction = "click"\n'
+ITEM = '[[nro]]\nname = "item"\nkind = "ids"\ntable = "item"\n'
+AGE = '[[nro]]\nname = "age"\n'
+GOOD = TABLE + ITEM + AGE + LABEL
+
+
+def transform(text: str) -> str:
+    return GOOD + "[[transform]]\n" + text
+
+
+SEQ = GOOD + "[[ro]]\nname = 'a'\nkind = 'sequence'\ntable = 'item'\n"
+IDS = GOOD + "[[ro]]\nname = 'a'\nkind = 'ids'\ntable = 'item'\n"
+WRONG = [
+    ("tables = 3\n" + LABEL, "expected [tables.NAME] tables, got 3"),
+    ("tables.item = 3\n" + LABEL, "expected a table [tables.item], got 3"),
+    ("[tables.item]\ndmi = 8\n", "schema.toml:2: unknown key 'tables.item.dmi' = 8; did you mean 'dim'?"),
+    ("[tables.item]\n", "expected 'tables.item.dim' (width of a row's embedding), got nothing; add it"),
+    ("[tables.item]\ndim = 0\n", "key 'tables.item.dim': expected 1..4096, got 0"),
+    ("[tables.item]\ndim = 8\nlearning_rate = inf\n", "key 'tables.item.learning_rate': expected 0..1000000, got inf"),
+    ("[tables.item]\ndim = 8\nexpire_after_ms = -1\n", "key 'tables.item.expire_after_ms': expected 0.."),
+    ("[tables.item]\ndim = 8\nrule = 'adagard'\n",
+     "expected one of adagrad, rowwise_adagrad, adam, got 'adagard'; did you mean 'adagrad'?"),
+    ("[tables.Item]\ndim = 8\n", "table 'Item': expected a name of lower-case letters"),
+    ("ro = 3\n" + LABEL, "expected [[ro]] tables, got 3"),
+    ("rho = 3\n" + LABEL, "schema.toml:1: unknown key 'rho' = 3; did you mean 'ro'?"),
+    ("name = 3\n" + LABEL, "schema.toml:1: key 'name': expected str, got 3"),
+    (TABLE + ITEM, "expected at least one [[label]], got none; without one nothing can be trained"),
+    (GOOD + AGE, "schema.toml:13: duplicate feature 'age'; give each feature its own name"),
+    (GOOD + LABEL, "duplicate label 'click'; give each its own name"),
+    ("[[ro]]\nname = 'a.b'\n" + LABEL, "feature 'a.b': expected a name of lower-case letters"),
+    ("[[ro]]\nname = 'a'\ndefault = nan\n" + LABEL, "feature 'a': expected a finite default, got nan"),
+    ("[[ro]]\nname = 'a'\nkind = 'flaot'\n" + LABEL,
+     "schema.toml:3: key 'ro.a.kind': expected one of float, ids, weighted_ids, sequence"),
+    ("[[ro]]\nname = 'a'\ntable = 'item'\n" + LABEL, "feature 'a': a float has no table and no columns"),
+    (TABLE + "[[ro]]\nname = 'a'\nkind = 'ids'\ntable = 'itm'\n" + LABEL,
+     "schema.toml:6: feature 'a': unknown table 'itm'; did you mean 'item'?"),
+    (IDS + "columns = { t = 'ids' }\n", "only a sequence has columns, this is 'ids'"),
+    (SEQ + "columns = { ids = 'ids' }\n", "a column can't be named 'ids'"),
+    (SEQ + "columns = { t = 'time' }\n",
+     "column 't': expected ids or time_ms, got 'time'; did you mean 'time_ms'?"),
+    (SEQ + "columns = { act = 'ids' }\ncolumn_tables = { atc = 'item' }\n",
+     "column_tables names 'atc'; did you mean 'act'?"),
+    (SEQ + "columns = { act = 'ids' }\ncolumn_tables = { act = 'itm' }\n",
+     "feature 'a': unknown table 'itm'; did you mean 'item'?"),
+    (SEQ + "column_tables = { act = ['x'] }\n", "expected str, got ['x']"),
+    (IDS + "max_len = 3000\n", "expected max_len in 0..2000 (limits.max_list), got 3000"),
+    (GOOD + "[[ro]]\nname = 'a'\nonline = 'gap'\n",
+     "schema.toml:14: feature 'a': unknown online feature 'gap' for [[ro]]; did you mean 'gap_s'?"),
+    (GOOD + "[[ro]]\nname = 'a'\nonline = 'user_id'\n",
+     "unknown online feature 'user_id' for [[ro]]; there are history, history_len, gap_s"),
+    (GOOD + "[[nro]]\nname = 'a'\nkind = 'ids'\ntable = 'item'\nonline = 'age_s'\n",
+     "expected kind float for online 'age_s', got 'ids'"),
+    (SEQ + "columns = { t = 'time_ms' }\nonline = 'history'\n",
+     "expected columns among {'action': 'ids', 'time': 'time_ms'} for online 'history', got {'t': 'time_ms'}"),
+    (SEQ + "online = 'history'\n[[ro]]\nname = 'b'\nkind = 'ids'\ntable = 'item'\n"
+     "online = 'history'\n", "feature 'b': expected the kind, table and columns of 'a', which has the same online value"),
+    (GOOD + "[[label]]\nname = 'a b'\naction = 'x'\n", "label 'a b': expected a name of lower-case letters"),
+    (GOOD + "[[label]]\nname = 'x'\naction = 'x'\nwindow_ms = -1\n", "key 'label.x.window_ms': expected 0.."),
+    (GOOD + "[[label]]\nname = 'x'\naction = 'x'\nfold = 'all'\n", "expected one of any, count, sum, max, last, got 'all'"),
+    (GOOD + "[limits]\nmax_list = 0\n", "key 'limits.max_list': expected 1..1048576, got 0"),
+    (GOOD + "[limits]\nmax_lst = 0\n", "unknown key 'limits.max_lst' = 0; did you mean 'max_list'?"),
+    (GOOD + "[online]\nhistory_len = -1\n", "key 'online.history_len': expected 0..10000, got -1"),
+    (transform("output = 'A'\ninput = 'age'\nop = 'rank'"), "transform 'A': expected a name of lower-case letters"),
+    (transform("output = 'a'\ninput = 'aeg'\nop = 'rank'"), "transform 'a': unknown input 'aeg'; did you mean 'age'?"),
+    (transform("output = 'item'\ninput = 'age'\nop = 'rank'"), "transform 'item': that name is taken; choose another output"),
+    (transform("output = 'a'\ninput = 'age'\nop = 'standardize'\nstd = 0"), "transform 'a': expected std > 0, got 0.0"),
+    (transform("output = 'a'\ninput = 'age'\nop = 'clip'\nlow = nan"), "key 'transform.a.low': expected -3e+38..3e+38, got nan"),
+    (transform("output = 'a'\ninput = 'age'\nop = 'clip'\nlow = 2\nhigh = 1"),
+     "key 'transform.a.low': expected at most high = 1, got 2.0"),
+    (transform("output = 'a'\ninput = 'hour'\nop = 'rank'\n[[ro]]\nname = 'hour'"),
+     "rank is within a request's candidates; 'hour' is request-only"),
+    ("x = ", "not TOML"),
+    # the line is that of the key itself, however often its name comes
+    (GOOD.replace("dim = 8", "dim = 8\nrule = 'adam'") + "[tables.user]\ndim = 4\nrule = 'adm'\n",
+     "schema.toml:15: key 'tables.user.rule'"),
+    (GOOD + "[[ro]]\nname = ['price']\n", "schema.toml:13: key 'ro.name': expected str, got ['price']"),
+    (GOOD + "[[ro]]\nkind = 'float'\n", "schema.toml:12: expected 'ro.name' (unique over RO and NRO), got nothing"),
+    (GOOD + "[[label]]\nname = 'order'\n",
+     "schema.toml:12: expected 'label.order.action' (the engagements that count), got nothing"),
+    (GOOD + "[tables.user]\n", "schema.toml:12: expected 'tables.user.dim' (width of a row's embedding), got nothing"),
+    (GOOD + "[[label]]\nname = 'click'\naction = 'x'\n", "schema.toml:13: duplicate label 'click'"),
+    (GOOD + "[[ro]]\nname = 'a'\nkind = 'ids'\n",
+     "schema.toml:14: feature 'a': expected the table that its ids are rows of, got none; add table"),
+    (GOOD + "[[ro]]\nname = 'a'\nonline = 'ctr_1h'\n",
+     "schema.toml:14: feature 'a': online feature 'ctr_1h' is for [[nro]], got it in [[ro]]; move the feature there"),
+    (GOOD + "[[label]]\nname = 'o'\naction = ''\n",
+     "schema.toml:14: key 'label.o.action': expected a printable text of 1..64 bytes, got ''"),
+    (GOOD + '[online]\nclick = "\\u0007"\n', "schema.toml:13: key 'online.click': expected a printable text"),
+    ('name = "a\\nb"\n' + LABEL, "schema.toml:1: key 'name': expected a printable text of 1..200 bytes"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG, ids=[m[:60] for _, m in WRONG])
+def test_what_is_wrong_in_a_schema_is_told_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "schema.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(SchemaError) as error:
+        load_schema(path)
+    said = str(error.value)
+    assert message in said and "\n" not in said
+    assert re.match(rf"{path}:\d+: ", said) or re.match(
+        rf"{path}: (not TOML: .*\(at|expected at least one \[\[label)", said
+    )
+
+
+def test_tables_whose_short_ids_collide_are_refused(parse_schema: Parse) -> None:
+    with pytest.raises(SchemaError, match="tables 't71219' and 't82029' have the same 32-bit id; rename one"):
+        parse_schema(GOOD + "[tables.t71219]\ndim = 4\n[tables.t82029]\ndim = 4\n")
+
+
+def test_every_online_name_can_be_declared(parse_schema: Parse) -> None:
+    text = GOOD
+    for side, names in ONLINE.items():
+        for i, name in enumerate(names):
+            kind = 'kind = "ids"\ntable = "item"\n' if name in ("history", "item_id") else ""
+            text += f'[[{side}]]\nname = "{side}{i}"\nonline = "{name}"\n{kind}'
+    schema = parse_schema(text)
+    assert [f.online for f in schema.ro] == list(ONLINE["ro"])
+
+
+def test_the_fingerprint_covers_what_bytes_depend_on_and_nothing_else(parse_schema: Parse) -> None:
+    base = parse_schema(GOOD).fingerprint
+    for same in ("learning_rate = 0.5", "init_scale = 0.1"):
+        assert parse_schema(GOOD.replace("dim = 8", f"dim = 8\n{same}")).fingerprint == base
+    assert parse_schema(GOOD + "[limits]\nmax_list = 7\n").fingerprint == base
+    changes = [
+        GOOD.replace("dim = 8", "dim = 4"),
+        GOOD.replace('"age"', '"old"'),
+        GOOD.replace('action = "click"', 'action = "tap"'),
+    ]
+    history = '[[ro]]\nname = "h"\nkind = "sequence"\ntable = "item"\ncolumns = {{ {} }}\n'
+    changes += [GOOD + history.format(c) for c in ('a = "ids", t = "time_ms"', 't = "time_ms", a = "ids"')]
+    prints = [parse_schema(text).fingerprint for text in changes]
+    assert len({base, *prints}) == len(prints) + 1
+
+
+def test_stacks_group_tables_of_equal_width_and_rule(parse_schema: Parse) -> None:
+    schema = parse_schema(
+        GOOD + '[tables.b]\ndim = 4\n[tables.c]\ndim = 8\n[tables.d]\ndim = 8\nrule = "rowwise_adagrad"\n'
+    )
+    assert {s: [t.name for t in ts] for s, ts in schema.stacks.items()} == {
+        "d8-adagrad": ["item", "c"],
+        "d4-adagrad": ["b"],
+        "d8-rowwise_adagrad": ["d"],
+    }
+    assert schema.tasks == ("click",)
+
+
+def test_a_plan_maps_what_is_known_and_marks_what_is_gone(parse_schema: Parse) -> None:
+    writer = parse_schema(GOOD + '[[nro]]\nname = "gone"\n[[label]]\nname = "like"\naction = "like"\n')
+    reader = parse_schema(TABLE + '[[nro]]\nname = "new"\n' + AGE + ITEM + LABEL)
+    plan = {"ro_float": [], "ro_list": [], "nro_float": [1, -1], "nro_list": [0], "label": [0, -1]}
+    assert reading_plan(writer, reader) == plan
+
+
+def test_how_wide_rows_are_does_not_change_how_samples_are_read(parse_schema: Parse) -> None:
+    wide = parse_schema(GOOD.replace("dim = 8", "dim = 16"))
+    assert (
+        reading_plan(wide, parse_schema(GOOD))
+        == reading_plan(parse_schema(GOOD), wide)
+        == reading_plan(wide, wide)
+    )
+
+
+@pytest.mark.parametrize(
+    ("stack", "shape"),
+    [
+        ("d16-adagrad", (16, 16)),
+        ("d3-rowwise_adagrad", (3, 1)),
+        ("d4-adam", (4, 9)),
+        ("16-adam", None),
+        ("d4-sgd", None),
+    ],
+)
+def test_a_stack_s_shape_is_in_its_name(stack: str, shape: tuple[int, int] | None) -> None:
+    assert stack_shape(stack) == shape
+
+
+SEQUENCE = '[[ro]]\nname = "h"\nkind = "sequence"\ntable = "item"\ncolumns = { a = "ids", b = "ids" }\ncolumn_tables = { a = "item" }\n'
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            'name = "age"',
+            'name = "age"\nkind = "ids"\ntable = "item"',
+            "feature 'age': expected kind 'float' (schema in use), got 'ids'",
+        ),
+        ('kind = "ids"', 'kind = "weighted_ids"', "expected kind 'ids' (schema in use), got 'weighted_ids'"),
+        (
+            'a = "ids", b = "ids"',
+            'b = "ids", a = "ids"',
+            "feature 'h': expected columns {'a': 'ids', 'b': 'ids'}",
+        ),
+        ('{ a = "item" }', '{ b = "item" }', "feature 'h': expected column_tables {'a': 'item'}"),
+    ],
+)
+def test_a_change_that_cannot_be_read_says_expected_and_got(
+    parse_schema: Parse, old: str, new: str, message: str
+) -> None:
+    text = GOOD + SEQUENCE
+    assert old in text
+    with pytest.raises(SchemaError) as error:
+        reading_plan(parse_schema(text.replace(old, new, 1)), parse_schema(text))
+    assert message in str(error.value)
+
+
+def test_what_is_derived_of_a_schema_is_made_once_and_belongs_to_it(
+    parse_schema: Callable[[str], Schema],
+) -> None:
+    one, other = (parse_schema('[[label]]\nname = "c"\naction = "c"') for _ in range(2))
+    made = []
+
+    def make(schema: Schema) -> int:
+        made.append(schema)
+        return len(made)
+
+    assert [one.derived(make), one.derived(make), other.derived(make)] == [1, 1, 2]
+    assert one == other, "what was derived is no part of it"

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from roostream.errors import CheckpointError, SchemaError
+from roostream.runtime.checkpoint_store import FileStore
+from roostream.schema import registry as schema_registry
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import load_schema
+
+SCHEMAS = sorted((Path(__file__).parents[2] / "roostream" / "replay" / "schemas").glob("*.toml"))
+
+
+def test_a_registered_schema_is_found_by_its_fingerprint(tmp_path: Path, schema: Schema) -> None:
+    store = FileStore(tmp_path)
+    schema_registry.register(store, schema)
+    schema_registry.register(store, schema)
+    find = schema_registry.open_registry(store)
+    assert find(schema.fingerprint) == schema
+    assert find(schema.fingerprint) is find(schema.fingerprint)
+    assert find(5) is None
+
+
+def test_a_schema_registered_later_is_found_then(tmp_path: Path, schema: Schema) -> None:
+    store = FileStore(tmp_path)
+    find = schema_registry.open_registry(store)
+    assert find(schema.fingerprint) is None
+    schema_registry.register(store, schema_registry.to_toml(schema))
+    assert find(schema.fingerprint) == schema
+
+
+@pytest.mark.parametrize("path", SCHEMAS, ids=lambda p: p.stem)
+def test_shipped_schemas_survive_being_written(path: Path, parse_schema: Callable[[str], Schema]) -> None:
+    schema = load_schema(path)
+    assert parse_schema(schema_registry.to_toml(schema)) == schema
+
+
+def test_odd_texts_survive_being_written(parse_schema: Callable[[str], Schema]) -> None:
+    schema = parse_schema('name = "a\\"b\\\\ é 😀"\n[[label]]\nname = "c"\naction = "größe"')
+    assert parse_schema(schema_registry.to_toml(schema)) == schema
+
+
+def test_text_that_is_no_schema_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SchemaError, match="not TOML"):
+        schema_registry.register(FileStore(tmp_path), "x = ")
+    assert not list(tmp_path.rglob("*.toml"))
+
+
+@pytest.mark.parametrize("text", ["x = ", '[[label]]\nname = "c"\naction = "c"', "\xff"])
+def test_a_damaged_file_is_told_and_not_used(tmp_path: Path, schema: Schema, text: str) -> None:
+    store = FileStore(tmp_path)
+    store.put(f"schemas/{schema.fingerprint:016x}.toml", text.encode("latin-1"))
+    with pytest.raises(CheckpointError, match="put the schema's file back"):
+        schema_registry.open_registry(store)(schema.fingerprint)

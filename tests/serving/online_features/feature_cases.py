@@ -1,0 +1,126 @@
+"""A real Redis on a drawn port, events, and a source of them in memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from roostream.runtime.kafka.record_reader import MemoryReader
+from roostream.runtime.kafka.topics import (
+    DEFAULT_PARTITIONS,
+    ENGAGEMENTS,
+    EVENTS,
+    IMPRESSIONS,
+    Partition,
+    all_partitions,
+)
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.records import Record
+
+EVENT_PARTITIONS = all_partitions(EVENTS, DEFAULT_PARTITIONS)
+
+T0 = 1_700_000_000_000
+
+
+def find_redis() -> str | None:
+    return shutil.which(
+        "redis-server", path=f"{os.environ.get('PATH', '')}{os.pathsep}{Path(sys.prefix) / 'bin'}"
+    )
+
+
+class RedisServer:
+    """Starts and stops on one port; a start is always empty."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        binary = find_redis()
+        assert binary is not None
+        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._folder)]
+        self._process = subprocess.Popen([binary, *options], stdout=subprocess.DEVNULL)
+        for _ in range(200):
+            try:
+                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+                return
+            except OSError:
+                time.sleep(0.02)
+        raise AssertionError("redis-server did not start")
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+class MemoryEvents(MemoryReader):
+    """Both event topics, with a count of seeks."""
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        super().__init__(EVENT_PARTITIONS, records)
+        self.seeks = 0
+
+    def seek(self, progress: Mapping[Partition, int]) -> None:
+        self.seeks += 1
+        super().seek(progress)
+
+
+def impression(user_id: int, item_ids: list[int], time_ms: int) -> tuple[str, int, bytes]:
+    message = pb.Impression(header=pb.Header(user_id=user_id, time_ms=time_ms), item_ids=item_ids)
+    return IMPRESSIONS, time_ms, wire.encode(wire.IMPRESSION, message)
+
+
+def engagement(user_id: int, item_id: int, time_ms: int, action: str = "click") -> tuple[str, int, bytes]:
+    header = pb.Header(user_id=user_id, time_ms=time_ms)
+    return (
+        ENGAGEMENTS,
+        time_ms,
+        wire.encode(wire.ENGAGEMENT, pb.Engagement(header=header, item_id=item_id, action=action, value=1)),
+    )
+
+
+def heartbeat(time_ms: int) -> tuple[str, int, bytes]:
+    return IMPRESSIONS, time_ms, wire.encode(wire.HEARTBEAT, pb.Heartbeat(time_ms=time_ms))
+
+
+def events(count: int, seed: int = 0) -> list[tuple[str, int, bytes]]:
+    """Views and clicks of a few users and items in time order, with heartbeats and garbage between them."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for n in range(count):
+        user, time_ms = int(rng.integers(0, 4)), T0 + 60_000 * n
+        items = rng.integers(0, 12, 4).tolist()
+        out.append(
+            impression(user, items, time_ms) if rng.random() < 0.6 else engagement(user, items[0], time_ms)
+        )
+        if n % 7 == 0:
+            out.append(heartbeat(time_ms))
+        if n % 11 == 0:
+            out.append((ENGAGEMENTS, time_ms, b"\x02\x01\xff"))
+    return out
+
+
+def records_of(given: list[tuple[str, int, bytes]]) -> list[Record]:
+    """Spread over partitions, offsets counted up in each."""
+    ends = dict.fromkeys(EVENT_PARTITIONS, 0)
+    out = []
+    for n, (topic, time_ms, value) in enumerate(given):
+        place = (topic, n % 4)
+        out.append(Record(*place, ends[place], time_ms, b"", value))
+        ends[place] += 1
+    return out

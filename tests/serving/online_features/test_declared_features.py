@@ -1,0 +1,174 @@
+"""Counters that a schema declares: one list of events gives one value in a replay, in Redis and to a request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from roostream.online.counters import LISTS
+from roostream.online.entity_fields import FieldReader
+from roostream.replay.edge import Edge
+from roostream.replay.events import Action, Event, Request
+from roostream.runtime import redis_client
+from roostream.runtime.kafka.topics import IMPRESSIONS
+from roostream.schema.ids import signed
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.block import decode_block
+from roostream.wire.records import Record
+from serving.online_features.hydration import Hydrator
+from serving.online_features.store import FeatureStore
+from serving.online_features.updater import FeatureMetrics, FeatureUpdater
+from tests.online.counter_oracle import COUNTERS, Engagement, List, random_events, schema_with
+from tests.serving.online_features.feature_cases import MemoryEvents, RedisServer, find_redis
+
+SCHEMA = schema_with(COUNTERS)
+pytestmark = pytest.mark.skipif(
+    find_redis() is None, reason="no redis-server on PATH nor in the environment: run `make setup`"
+)
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path)
+    server.start()
+    yield server
+    server.stop()
+
+
+def event_of(number: int, event: List | Engagement) -> Event:
+    if isinstance(event, Engagement):
+        its = event.of
+        item = signed(event.item)
+        return Action(
+            its.request,
+            its.user,
+            its.session,
+            event.time_ms,
+            number,
+            item,
+            event.action,
+            event.value,
+            surface=its.surface,
+        )
+    items_n = np.array([signed(i) for i in event.items])
+    return Request(
+        event.request,
+        event.user,
+        event.session,
+        event.time_ms,
+        items_n,
+        ro=event.ro,
+        nro=event.nro,
+        surface=event.surface,
+    )
+
+
+def updater_of(redis: RedisServer, records: list[Record], batch: int) -> FeatureUpdater:
+    store = FeatureStore(redis_client.client(redis.url, timeout_s=2.0), redis.url, "x.")
+    updater = FeatureUpdater(SCHEMA, store, MemoryEvents(records), "c", FeatureMetrics(CollectorRegistry()))
+    updater.batch_records = batch
+    updater.open()
+    return updater
+
+
+def replayed(events: list[List | Engagement]) -> list[Record]:
+    """As a replay writes them, with offsets."""
+    edge, ends, records = Edge(SCHEMA), dict[tuple[str, int], int](), []
+    for number, event in enumerate(events):
+        record = edge.record(event_of(number, event))
+        place = (record.topic, record.partition)
+        records.append(record._replace(offset=ends.get(place, 0)))
+        ends[place] = ends.get(place, 0) + 1
+    return records
+
+
+def test_an_impression_of_a_replay_holds_what_a_request_would_have_read(redis: RedisServer) -> None:
+    events = random_events(3, 60)
+    records = replayed(events)
+    hydrator, reader = Hydrator(redis.url, "x.", SCHEMA), FieldReader(SCHEMA)
+    updater = updater_of(redis, records, 1)
+    for event, record in zip(events, records, strict=True):
+        if isinstance(event, List):
+            items_n = np.array([signed(i) for i in event.items])
+            fields = reader.of_values(event.header, event.ro, event.nro, len(items_n))
+            ro, nro = hydrator.read(event.user, items_n, event.time_ms, fields)
+            assert_holds(record, ro, nro, len(items_n))
+        updater.step(0)
+
+
+@pytest.mark.parametrize("batch", [1, 4, 512])
+def test_redis_and_a_replay_give_equal_values_whatever_the_batches(redis: RedisServer, batch: int) -> None:
+    events, edge, reader = random_events(5, 60), Edge(SCHEMA), FieldReader(SCHEMA)
+    updater = updater_of(redis, replayed(events), batch)
+    while updater.step(0):
+        pass
+    for number, event in enumerate(events):
+        edge.record(event_of(number, event))
+    now_ms = events[-1].time_ms + 5000
+    edge.record(Request("last", 0, 0, now_ms, np.array([5])))  # everything before it is counted
+    hydrator = Hydrator(redis.url, "x.", SCHEMA)
+    for asked in [e for e in events if isinstance(e, List)]:
+        items_n = np.array([signed(i) for i in asked.items])
+        fields = reader.of_values(asked.header, asked.ro, asked.nro, len(items_n))
+        read, known = (c.read(asked.user, items_n, now_ms, fields) for c in (hydrator, edge.counters))
+        assert read[0] == known[0]
+        assert {k: v.tobytes() for k, v in read[1].items()} == {k: v.tobytes() for k, v in known[1].items()}
+
+
+def assert_holds(record: Record, ro: Any, nro: Any, num_rows: int) -> None:
+    """What was logged, feature by feature, is what was read."""
+    assert record.topic == IMPRESSIONS
+    _, message = wire.decode(record.value)
+    assert isinstance(message, pb.Impression)
+    logged_ro = decode_block(SCHEMA, "ro", message.ro, 1)
+    logged_nro = decode_block(SCHEMA, "nro", message.nro, num_rows)
+    for feature in SCHEMA.ro:
+        if feature.online:
+            assert logged_ro.get(feature.name) == ro.get(feature.online), feature.name
+    for feature in SCHEMA.nro:
+        if feature.online:
+            np.testing.assert_array_equal(logged_nro[feature.name], nro[feature.online], err_msg=feature.name)
+
+
+def test_a_cross_is_read_in_the_one_round_trip(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    updater = updater_of(redis, replayed(random_events(3, 30)), 512)
+    updater.step(0)
+    hydrator, reader = Hydrator(redis.url, "x.", SCHEMA), FieldReader(SCHEMA)
+    before = calls(redis)
+    fields = reader.of_values((1, 1, "app", "new"), {"page": ["home"]}, {"category": [[11], None]}, 2)
+    _, nro = hydrator.read(1, np.array([5, 6]), 1_700_000_999_000, fields)
+    assert {"here_ctr_1h", "user_category_views", "at_this_hour"} <= set(nro)
+    after = calls(redis)
+    assert {
+        name: after[name] - before.get(name, 0) for name in after if after[name] != before.get(name, 0)
+    } == {
+        "cmdstat_mget": 1,
+        "cmdstat_info": 1,
+    }
+
+
+def calls(redis: RedisServer) -> dict[str, int]:
+    stats = redis_client.client(redis.url, timeout_s=2.0).info("commandstats")
+    return {
+        name: its["calls"]
+        for name, its in stats.items()
+        if name in ("cmdstat_mget", "cmdstat_get", "cmdstat_info")
+    }
+
+
+def test_the_fields_of_a_list_live_two_days_and_an_entity_thirty(redis: RedisServer) -> None:
+    updater = updater_of(redis, replayed(random_events(3, 12)), 512)
+    updater.step(0)
+    connection = updater.store.connection
+    lists = connection.keys(b"x.features:l:*")
+    item = updater.store.key("item", 5)
+    assert lists and all(0 < connection.ttl(key) <= 2 * 86_400 for key in lists)
+    assert 2 * 86_400 < connection.ttl(item) <= 30 * 86_400
+    assert updater.store.key(LISTS, 1).startswith(b"x.features:l:")
+    assert updater.store.key("page,item", 1) != updater.store.key("hour,weekday,item", 1)

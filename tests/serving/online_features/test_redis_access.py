@@ -1,0 +1,159 @@
+"""A Redis that asks who one is, and one that is spoken to over TLS: the users of docs/operations/security.md and no more."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from roostream.errors import UnavailableError
+from roostream.runtime import redis_client
+from roostream.schema.schema import Schema
+from serving.online_features.config import FeaturesConfig
+from serving.online_features.hydration import Hydrator
+from serving.online_features.store import FeatureStore
+from serving.online_features.updater import FeatureMetrics, FeatureUpdater
+from tests.certificates import Authority
+from tests.serving.online_features.feature_cases import (
+    T0,
+    MemoryEvents,
+    RedisServer,
+    engagement,
+    find_redis,
+    impression,
+    records_of,
+)
+
+pytestmark = pytest.mark.skipif(
+    find_redis() is None, reason="no redis-server on PATH nor in the environment: run `make setup`"
+)
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "operations" / "security.md"
+PASSWORDS = {"updater": "up/date@r", "serving": "s3rv?ng"}
+
+
+def users() -> dict[str, list[str]]:
+    """User → the rules that the page gives it."""
+    return {
+        name: rules.split()
+        for name, rules in re.findall(r"^ACL SETUSER (\w+) (.+)$", PAGE.read_text(), re.MULTILINE)
+    }
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path)
+    server.start()
+    root = redis_client.client(server.url, timeout_s=2.0)
+    for name, rules in users().items():
+        own = [rule.replace("site.", "x.").replace("PASSWORD", PASSWORDS[name]) for rule in rules]
+        root.execute_command("ACL", "SETUSER", name, *own)
+    root.execute_command("ACL", "SETUSER", "default", "off")
+    yield server
+    server.stop()
+
+
+def url(tmp_path: Path, address: str, user: str, ca: str = "", password: str = "") -> str:
+    file = tmp_path / f"{user}.password"
+    file.write_text(f"{password or PASSWORDS[user]}\n")
+    common = {"bootstrap": "h:1", "schema": "s.toml", "store": "s", "redis_password_file": str(file)}
+    return FeaturesConfig(**common, redis=address, redis_user=user, redis_ca=ca).redis_url  # type: ignore[arg-type]
+
+
+def update(address: str) -> None:
+    store = FeatureStore(redis_client.client(address, timeout_s=2.0), address, "x.")
+    events = [impression(5, [7, 8], T0), engagement(5, 8, T0 + 1000)]
+    updater = FeatureUpdater(
+        Schema(), store, MemoryEvents(records_of(events)), "c", FeatureMetrics(CollectorRegistry())
+    )
+    updater.open()
+    updater.step(0)
+
+
+def test_the_updater_writes_and_serving_only_reads(redis: RedisServer, tmp_path: Path) -> None:
+    assert set(users()) == set(PASSWORDS)
+    update(url(tmp_path, redis.url, "updater"))
+    mine = url(tmp_path, redis.url, "serving")
+    assert Hydrator(mine, "x.", Schema()).read(5, [7, 8], T0 + 2000)[1]["user_clicks"].tolist() == [0, 1]
+    with pytest.raises(UnavailableError, match="no permissions"):
+        update(mine)
+    with pytest.raises(UnavailableError, match="no permissions"):
+        Hydrator(mine, "other.", Schema()).read(5, [7], T0)
+    for command in (("FLUSHALL",), ("KEYS", "*"), ("CONFIG", "GET", "*"), ("GET", "other")):
+        for name in PASSWORDS:
+            address = url(tmp_path, redis.url, name)
+            with pytest.raises(UnavailableError, match="no permissions"), redis_client.told(address):
+                redis_client.client(address, timeout_s=2.0).execute_command(*command)
+
+
+def test_without_a_password_or_with_another_nothing_is_read_and_none_is_told(
+    redis: RedisServer, tmp_path: Path
+) -> None:
+    for address in (redis.url, url(tmp_path, redis.url, "serving", password="hunter2")):
+        with pytest.raises(UnavailableError) as refused:
+            Hydrator(address, "x.", Schema()).read(5, [7], T0)
+        assert "hunter2" not in str(refused.value)
+
+
+class Terminator:
+    """TLS in front of a server that has none built in; ends with `close`."""
+
+    def __init__(self, certificate: tuple[str, str], port: int) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*certificate)
+        self.port, self._opened = port, contextlib.ExitStack()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._context = context
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._opened.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                threading.Thread(target=self._carry, args=(near,), daemon=True).start()
+
+    def _carry(self, plain: socket.socket) -> None:
+        with contextlib.suppress(OSError), contextlib.closing(plain):
+            near = self._context.wrap_socket(plain, server_side=True)
+            far = socket.create_connection(("127.0.0.1", self.port))
+            self._opened.callback(near.close)
+            self._opened.callback(far.close)
+            threading.Thread(target=_copy, args=(far, near), daemon=True).start()
+            _copy(near, far)
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+
+
+def test_redis_over_tls_has_to_show_a_certificate_for_its_host(redis: RedisServer, tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path / "theirs", "theirs")
+    front = Terminator(ours.issue("redis"), redis.port)
+    port = front.address.partition(":")[2]
+    try:
+        update(url(tmp_path, f"rediss://{front.address}/0", "updater", str(ours.pem)))
+        for address, ca in (
+            (front.address, theirs),
+            (f"localhost:{port}", ours),
+        ):  # another authority; a host that it isn't for
+            with pytest.raises(UnavailableError, match="certificate"):
+                update(url(tmp_path, f"rediss://{address}/0", "updater", str(ca.pem)))
+    finally:
+        front.close()

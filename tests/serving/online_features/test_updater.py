@@ -1,0 +1,263 @@
+"""The updater over a real Redis gives the features that counters in memory give, through restarts and losses."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from roostream.errors import CheckpointError, ConfigError, UnavailableError, WireError
+from roostream.online.counters import Counters
+from roostream.online.entity_fields import FieldReader
+from roostream.runtime import redis_client
+from roostream.runtime.backoff import Backoff
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.health import Health
+from roostream.runtime.kafka.topics import ENGAGEMENTS, IMPRESSIONS, Partition
+from roostream.schema.schema import Schema
+from roostream.wire.records import Record
+from serving.online_features.config import FeaturesConfig
+from serving.online_features.store import FeatureStore
+from serving.online_features.updater import (
+    FeatureMetrics,
+    FeatureUpdater,
+    apply,
+    event_of,
+    features_body,
+    follow,
+)
+from tests.serving.online_features.feature_cases import (
+    T0,
+    MemoryEvents,
+    RedisServer,
+    engagement,
+    events,
+    find_redis,
+    impression,
+    records_of,
+)
+
+ITEMS = list(range(12))
+NOW = T0 + 10_000_000
+pytestmark = pytest.mark.skipif(
+    find_redis() is None, reason="no redis-server on PATH nor in the environment: run `make setup`"
+)
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path)
+    server.start()
+    yield server
+    server.stop()
+
+
+class EndingEvents(MemoryEvents):
+    """Stops its reader when nothing is left."""
+
+    def __init__(self, records: Iterable[Record], stop: threading.Event) -> None:
+        super().__init__(records)
+        self.stop = stop
+
+    def poll(self, max_records: int, timeout_s: float, partition: Partition | None = None) -> list[Record]:
+        found = super().poll(max_records, timeout_s, partition)
+        if not found:
+            self.stop.set()
+        return found
+
+
+def opened(
+    redis: RedisServer, source: MemoryEvents, cluster: str = "c1", prefix: str = "a*[", batch: int = 512
+) -> FeatureUpdater:
+    connection = redis_client.client(redis.url, timeout_s=2.0)
+    store = FeatureStore(connection, redis.url, prefix)
+    updater = FeatureUpdater(Schema(), store, source, cluster, FeatureMetrics(CollectorRegistry()))
+    updater.batch_records = batch
+    updater.open()
+    return updater
+
+
+def in_memory(records: list[Record]) -> Counters:
+    """The contract's other store: the same events, merged alike, applied to counters in memory."""
+    source, counters = MemoryEvents(records), Counters(Schema())
+    source.seek({})
+    for record in source.poll(1 << 30, 0):
+        try:
+            event = event_of(record, FieldReader(Schema()))
+        except WireError:
+            continue
+        if event is not None:
+            apply(counters, event)
+    return counters
+
+
+def features(counters: Counters, user_id: int) -> tuple[Any, Any]:
+    ro, nro = counters.read(user_id, ITEMS, NOW)
+    return ro, {name: column.tobytes() for name, column in nro.items()}
+
+
+def assert_equal(store: FeatureStore, records: list[Record]) -> None:
+    expected = in_memory(records)
+    for user in range(4):
+        got = Counters(Schema())
+        store.load(got, got.keys(user, ITEMS, NOW))
+        assert features(got, user) == features(expected, user)
+
+
+def drain(updater: FeatureUpdater) -> int:
+    total = 0
+    while count := updater.step(0):
+        total += count
+    return total
+
+
+@pytest.mark.parametrize("batch", [1, 3, 512])
+def test_redis_and_memory_give_equal_features_whatever_the_batches(redis: RedisServer, batch: int) -> None:
+    records = records_of(events(120))
+    updater = opened(redis, MemoryEvents(records), batch=batch)
+    assert drain(updater) == len(records)
+    assert_equal(updater.store, records)
+    assert updater.metrics.bad._value.get() == sum(r.value == b"\x02\x01\xff" for r in records)
+
+
+def test_a_restart_neither_loses_nor_doubles(redis: RedisServer) -> None:
+    records = records_of(events(60))
+    for steps in (2, 3, 1):
+        updater = opened(redis, MemoryEvents(records), batch=10)
+        for _ in range(steps):
+            updater.step(0)
+    drain(opened(redis, MemoryEvents(records)))
+    assert_equal(updater.store, records)
+
+
+def test_of_two_updaters_one_writes_and_the_other_starts_over(redis: RedisServer) -> None:
+    records = records_of(events(40))
+    first, second = opened(redis, MemoryEvents(records)), opened(redis, MemoryEvents(records))
+    assert first.step(0) and second.step(0)
+    assert second.source.seeks == 2, "the second found other offsets and read them again"  # type: ignore[attr-defined]
+    drain(first), drain(second)
+    assert_equal(first.store, records)
+
+
+def test_an_emptied_redis_is_filled_again_from_the_beginning(redis: RedisServer) -> None:
+    records = records_of(events(60))
+    updater = opened(redis, MemoryEvents(records), batch=20)
+    updater.step(0)
+    redis.stop()
+    redis.start()
+    updater.store.connection.ping()
+    drain(updater)
+    assert_equal(updater.store, records)
+
+
+def test_another_kafka_cluster_starts_from_nothing_and_leaves_other_prefixes(redis: RedisServer) -> None:
+    old, other, new = (
+        records_of(events(30, seed=1)),
+        records_of(events(30, seed=2)),
+        records_of(events(30, seed=3)),
+    )
+    drain(opened(redis, MemoryEvents(old)))
+    beside = opened(redis, MemoryEvents(other), prefix="ab[")
+    drain(beside)
+    updater = opened(redis, MemoryEvents(new), cluster="c2")
+    drain(updater)
+    assert_equal(updater.store, new)
+    assert_equal(beside.store, other)
+
+
+def test_redis_away_is_waited_for_and_nothing_is_lost(redis: RedisServer) -> None:
+    records = records_of(events(50))
+    updater = opened(redis, MemoryEvents(records))
+    stop, clock, waits = threading.Event(), FakeClock(), []
+    redis.stop()
+
+    def wait() -> None:
+        waits.append(1)
+        if len(waits) == 2:
+            redis.start()
+        if len(waits) == 4:
+            stop.set()
+        if len(waits) != 3:
+            raise UnavailableError("away")
+
+    updater.source = EndingEvents(records, stop)
+    follow(updater, stop, Backoff(what="Redis", clock=clock), wait, Health(60))
+    assert len(waits) == 3 and clock.monotonic_s() > 0
+    assert_equal(updater.store, records)
+
+
+def test_events_that_are_away_are_waited_for(redis: RedisServer) -> None:
+    records, stop = records_of(events(5)), threading.Event()
+    source = EndingEvents(records, stop)
+    updater = opened(redis, source)
+    source.away = True
+
+    def wait() -> None:
+        source.away = source.seeks < 3
+
+    follow(updater, stop, Backoff(what="Redis and Kafka", clock=FakeClock()), wait, Health(60))
+    assert source.seeks == 4, "opened, refused twice, then let in"
+    assert_equal(updater.store, records)
+
+
+def test_a_stop_while_redis_is_away_ends_quietly(redis: RedisServer) -> None:
+    updater, stop = opened(redis, MemoryEvents([])), threading.Event()
+
+    def wait() -> None:
+        stop.set()
+        raise UnavailableError("away")
+
+    follow(updater, stop, Backoff(what="Redis", clock=FakeClock()), wait, Health(60))
+    assert updater.store.offsets("c") == {}, "nothing was applied"
+
+
+def test_states_of_another_version_stop_the_updater_with_a_sentence(redis: RedisServer) -> None:
+    updater = opened(redis, MemoryEvents(records_of([impression(1, [5], T0)])))
+    updater.store.connection.set(updater.store.key("item", 5), b"\x09")
+    with pytest.raises(CheckpointError, match="expected a counter's state of version 3"):
+        updater.step(0)
+
+
+def test_a_redis_that_is_away_is_one_error() -> None:
+    connection = redis_client.client("redis://127.0.0.1:1/0", timeout_s=0.2)
+    with pytest.raises(UnavailableError, match="Redis at x can't be used"):
+        FeatureStore(connection, "x", "").offsets("c")
+
+
+def test_a_click_at_the_time_of_its_impression_comes_after_it() -> None:
+    records = records_of([engagement(1, 5, T0), impression(1, [5], T0)])
+    source = MemoryEvents(records)
+    source.seek({})
+    assert [r.topic for r in source.poll(10, 0)] == [IMPRESSIONS, ENGAGEMENTS]
+
+
+SCHEMA = '[[label]]\nname = "click"\naction = "click"\n'
+
+
+def test_the_program_waits_for_kafka_until_it_is_stopped(tmp_path: Path) -> None:
+    (tmp_path / "schema.toml").write_text(SCHEMA, encoding="utf-8")
+    config = FeaturesConfig(
+        bootstrap="127.0.0.1:1", redis="redis://127.0.0.1:1/0", schema=tmp_path / "schema.toml"
+    )
+    stop = threading.Event()
+    program = threading.Thread(target=features_body, args=(config, stop))
+    program.start()
+    program.join(0.5)
+    assert program.is_alive(), "it waits"
+    stop.set()
+    program.join(30)
+    assert not program.is_alive()
+
+
+def test_the_program_refuses_wrong_settings_before_it_waits(tmp_path: Path) -> None:
+    config = FeaturesConfig(
+        bootstrap="127.0.0.1:1", redis="redis://127.0.0.1:1/x", schema=tmp_path / "schema.toml"
+    )
+    with pytest.raises(ConfigError, match="no such file"):
+        features_body(config, threading.Event())
+    with pytest.raises(ConfigError, match="expected redis://host:port/0"):
+        FeaturesConfig(bootstrap="127.0.0.1:1", redis="127.0.0.1", schema=tmp_path / "schema.toml")

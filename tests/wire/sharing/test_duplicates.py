@@ -1,0 +1,101 @@
+"""What of a log comes again, counted: windows and batches of requests whose sharing is known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from roostream.wire.dedup import dedupe_factor
+from roostream.wire.duplicate_statistics import EVERYTHING, Duplicates
+from tests.models.model_cases import make_batch, make_schema
+from tests.models.returning import AS_BEFORE, MOVED_ON, returning
+
+
+def report_of(
+    visits: list[tuple[int, int]], batch_requests: int, *, windows: int = 1, as_before: bool = False
+) -> dict[str, Any]:
+    batch, found = returning(visits, as_before=as_before), Duplicates(batch_requests)
+    who_R, candidates_R = np.array([user for user, _ in visits]), np.full(len(visits), 4)
+    for rows in np.array_split(np.arange(len(visits)), windows):
+        found.add(batch.take_requests(rows), who_R[rows], candidates_R[rows])
+    return found.report()
+
+
+def test_a_history_that_moves_on_is_shared_partially_and_only_within_a_batch() -> None:
+    """User 1's histories of 4, 5, 5, 5 entries hold 7; user 2's of 5, 5, 5 hold 7; user 3's of 0 and 2 hold 2."""
+    whole = report_of(MOVED_ON, 100)["arrangements"]["clustered"]["features"]["history"]
+    assert whole["exact"] == 1.0 and whole["partial"] == pytest.approx(36 / 16) and whole["same"] == 0.0
+    alone = report_of(MOVED_ON, 1)["arrangements"]["clustered"]["features"]["history"]
+    assert alone["partial"] == 1.0 and alone["same"] is None, "a batch of one request shares nothing"
+
+
+def test_clustering_brings_into_a_batch_what_lies_apart_in_the_log() -> None:
+    visits = [(1, 5), (2, 5), (3, 5), (1, 6), (2, 6), (3, 6)]
+    arrangements = report_of(visits, 2)["arrangements"]
+    assert (
+        arrangements["logged"]["features"]["history"]["partial"] == 1.0
+        and arrangements["logged"]["session_rows"] == 1.0
+    )
+    assert arrangements["clustered"]["features"]["history"]["partial"] == pytest.approx(10 / 6)
+    assert arrangements["clustered"]["session_rows"] == 2.0
+
+
+def test_a_users_rows_that_others_lie_between_are_shared_all_the_same() -> None:
+    logged = report_of([(1, 5), (2, 5), (1, 6), (2, 6)], 4)["arrangements"]["logged"]["features"]["history"]
+    assert logged["partial"] == pytest.approx(20 / 12)
+
+
+def test_counted_factors_stand_beside_the_papers_formula() -> None:
+    """Nine rows of four users, five steps of one to the next of which four change nothing."""
+    its = report_of(AS_BEFORE, 9, as_before=True)["arrangements"]["clustered"]
+    history = its["features"]["history"]
+    assert its["session_rows"] == pytest.approx(9 / 3) and history["same"] == pytest.approx(5 / 6)
+    assert history["dedupe_factor"] == pytest.approx(dedupe_factor(history["length"], 9, 3.0, 5 / 6))
+    assert history["exact"] == pytest.approx(31 / 14)
+
+
+def test_features_that_change_together_are_a_group_with_one_index() -> None:
+    its = report_of(AS_BEFORE, 9, as_before=True)["arrangements"]["clustered"]["groups"]
+    members = [group["members"] for name, group in its.items() if name != EVERYTHING]
+    assert members == [["user", "topics", "gap_s", "hour"]], "the history changes once where they don't"
+    assert next(iter(its)) == EVERYTHING and its[EVERYTHING]["members"] == []
+    assert its[EVERYTHING]["same"] == pytest.approx(5 / 6)
+
+
+def test_what_pays_is_said_and_what_saves_less_than_its_index_is_not() -> None:
+    advice = report_of(MOVED_ON, 9)["advice"]
+    assert advice[0].startswith("requests show 4.0 candidates each")
+    assert any(line.startswith("history: deduplicate partially") for line in advice)
+    assert not any(line.startswith("user:") for line in advice), (
+        "one id a row, and the index is one number a row"
+    )
+    lonely = report_of([(n, 3) for n in range(6)], 6)["advice"]
+    assert lonely[-1] == "nothing that requests share pays: no factor is above 1.5"
+
+
+def test_only_what_clustering_brings_is_said_to_need_it() -> None:
+    visits = [(user, clicks) for clicks in range(5, 9) for user in range(1, 5)]
+    lines = [line for line in report_of(visits, 4)["advice"] if line.startswith("history")]
+    assert len(lines) == 1 and lines[0].endswith("only once clustered by user (the warehouse does)")
+
+
+def test_windows_add_up_and_share_nothing() -> None:
+    one, two = (
+        report_of(MOVED_ON, 3, windows=n)["arrangements"]["logged"]["features"]["history"] for n in (1, 3)
+    )
+    assert one == two, "batches of three end where windows do"
+
+
+def test_nothing_at_all_has_a_report() -> None:
+    found = Duplicates(8)
+    schema = make_schema("everything")
+    found.add(make_batch(schema, []), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+    assert found.report() == {
+        "batch_requests": 8,
+        "requests": 0,
+        "candidates": 0,
+        "arrangements": {},
+        "advice": [],
+    }

@@ -1,0 +1,141 @@
+"""Bytes that no protobuf writer makes by itself, and schemas whose labels moved or changed their meaning."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roostream.errors import CheckpointError
+from roostream.schema.schema import Label, Schema, reading_plan
+from roostream.wire import proto_kernels as wire_kernels
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.decode import Decoder
+from roostream.wire.records import Record
+
+CLICK, DWELL = Label(name="click", action="click"), Label(name="dwell", action="read", fold="max")
+SCHEMA = Schema(labels=(CLICK, DWELL))
+
+
+def record(body: bytes, close_ms: int = 0) -> Record:
+    return Record("samples", 0, 0, close_ms, None, bytes((wire.SAMPLE, wire.VERSION)) + body)
+
+
+def sample(schema: Schema = SCHEMA, **fields: object) -> pb.Sample:
+    fields = {"item_ids": [1], "labels": [1.0, 30.0], "parts": [pb.Part(num_rows=1)]} | fields
+    return pb.Sample(header=pb.Header(schema=schema.fingerprint), **fields)  # type: ignore[arg-type]
+
+
+def reasons(body: bytes) -> list[str]:
+    _, rejects = Decoder(SCHEMA, {SCHEMA.fingerprint: SCHEMA}.get).decode([record(body)])
+    return [reject.reason for reject in rejects]
+
+
+def column(number: int, payload: bytes) -> bytes:
+    return bytes((number << 3 | 2, len(payload))) + payload
+
+
+ITEM_IDS = pb.Sample.DESCRIPTOR.fields_by_name["item_ids"].number
+NUM_ROWS = pb.Part.DESCRIPTOR.fields_by_name["num_rows"].number
+PARTS = pb.Sample.DESCRIPTOR.fields_by_name["parts"].number
+
+
+def test_a_packed_column_that_ends_inside_an_entry_is_undecodable() -> None:
+    head = pb.Sample(header=pb.Header(schema=SCHEMA.fingerprint)).SerializeToString()
+    tail = sample().SerializeToString()[len(head) + len(column(ITEM_IDS, bytes(8))) :]
+    whole = column(ITEM_IDS, (1).to_bytes(8, "little"))
+    assert sample().SerializeToString().startswith(head + whole) and reasons(head + whole + tail) == []
+    assert reasons(head + column(ITEM_IDS, bytes(12)) + tail) == ["undecodable"]
+
+
+def test_a_number_of_rows_beyond_32_bits_is_read_as_protobuf_reads_it() -> None:
+    rows = b"\x81\x80\x80\x80\x10"  # 2^32 + 1
+    body = sample(parts=[]).SerializeToString()
+    part = column(PARTS, bytes((NUM_ROWS << 3,)) + rows)
+    whole = pb.Sample.FromString(body + part)
+    assert whole.parts[0].num_rows == 1
+    batch, rejects = Decoder(SCHEMA, {SCHEMA.fingerprint: SCHEMA}.get).decode([record(body + part)])
+    assert rejects == [] and batch.item_B.tolist() == [1] and batch.label_BT.tolist() == [[1.0, 30.0]]
+
+
+@pytest.mark.parametrize("where", ["request_id", "surface", "model_version", "action"])
+@pytest.mark.parametrize(
+    "text",
+    [b"gr\xc3\xb6\xc3\x9fe", b"\xff", b"\xc3", b"\xed\xa0\x80"],
+    ids=["größe", "byte", "cut", "surrogate"],
+)
+def test_text_is_utf_8_or_the_sample_is_undecodable(where: str, text: bytes) -> None:
+    placed = "x" * len(text)
+    whole = sample(actions=[placed]) if where == "action" else sample()
+    if where != "action":
+        setattr(whole.header, where, placed)
+    good = text.startswith(b"gr")
+    assert reasons(whole.SerializeToString().replace(placed.encode(), text)) == (
+        [] if good else ["undecodable"]
+    )
+
+
+@given(st.binary(max_size=6) | st.text(max_size=4).map(str.encode))
+def test_the_kernels_idea_of_utf_8_is_pythons(data: bytes) -> None:
+    try:
+        data.decode()
+        expected = True
+    except UnicodeDecodeError:
+        expected = False
+    assert (
+        wire_kernels.is_utf8(np.frombuffer(b"\x80" + data + b"\x80", np.uint8), 1, 1 + len(data)) == expected
+    )
+
+
+def test_samples_with_texts_beyond_ascii_take_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = sample(actions=["größe"])
+    whole.header.surface = "Übersicht"
+    monkeypatch.setattr("roostream.wire.decode.rewritten", lambda value: pytest.fail("went through protobuf"))
+    assert reasons(whole.SerializeToString()) == []
+
+
+def test_labels_are_taken_by_name_wherever_they_stand() -> None:
+    writer = Schema(labels=(DWELL, CLICK))
+    reader = Decoder(SCHEMA, {SCHEMA.fingerprint: SCHEMA, writer.fingerprint: writer}.get)
+    batch, rejects = reader.decode([record(sample(writer, labels=[30.0, 1.0]).SerializeToString())])
+    assert rejects == [] and batch.label_BT.tolist() == [[1.0, 30.0]]
+
+
+@pytest.mark.parametrize(
+    "change", [{"action": "open"}, {"fold": "sum"}, {"window_ms": 5}, {"threshold": 2.0}]
+)
+def test_a_label_that_keeps_its_name_and_counts_something_else_is_refused(change: dict[str, object]) -> None:
+    writer = Schema(labels=(CLICK, dataclasses.replace(DWELL, **change)))
+    reader = Decoder(SCHEMA, {SCHEMA.fingerprint: SCHEMA, writer.fingerprint: writer}.get)
+    batch, rejects = reader.decode(
+        [record(sample(writer).SerializeToString()), record(sample().SerializeToString())]
+    )
+    assert [reject.reason for reject in rejects] == ["unknown_schema"] and batch.item_B.tolist() == [1]
+    (what,) = change
+    assert rejects[0].error.startswith(
+        f"label 'dwell': expected {what} {getattr(DWELL, what)!r} (schema in use), got {change[what]!r}"
+    )
+    assert rejects[0].error.endswith("give the changed label a new name")
+
+
+def test_what_a_model_begins_with_is_no_part_of_what_a_label_counts() -> None:
+    writer = Schema(labels=(dataclasses.replace(CLICK, prior=0.3),))
+    assert reading_plan(writer, SCHEMA)["label"] == [0]
+
+
+def test_a_damaged_schema_in_the_store_costs_its_samples_and_no_others() -> None:
+    def registry(fingerprint: int) -> Schema | None:
+        if fingerprint != SCHEMA.fingerprint:
+            raise CheckpointError("schema 5 can't be read: damaged")
+        return SCHEMA
+
+    other = pb.Sample(header=pb.Header(schema=5)).SerializeToString()
+    batch, rejects = Decoder(SCHEMA, registry).decode([record(other), record(sample().SerializeToString())])
+    assert [(reject.reason, reject.error) for reject in rejects] == [
+        ("unknown_schema", "schema 5 can't be read: damaged")
+    ]
+    assert batch.item_B.tolist() == [1]

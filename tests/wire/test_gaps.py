@@ -1,0 +1,186 @@
+"""What is filled in a block's arrays gives the bytes that all of the values together give."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roostream.errors import WireError
+from roostream.schema.schema import Feature, Label, Limits, Schema, Table
+from roostream.wire import missing_features as gaps
+from roostream.wire.block import nro_columns, ro_columns
+from roostream.wire.columns import NO_COLUMNS, Columns, Side, pack
+from roostream.wire.missing_features import Gaps, warm
+from tests.serving.test_request_batch import FLOAT, ID, schemas, values
+
+
+def is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and value != value)
+
+
+def filled_by_hand(given: list[Any], fresh: list[Any] | None) -> list[Any]:
+    """Row by row."""
+    return given if fresh is None else [f if is_missing(v) else v for v, f in zip(given, fresh, strict=True)]
+
+
+def as_column(f: Feature, column: list[Any]) -> Any:
+    return np.array([np.nan if v is None else v for v in column], np.float64) if f.kind == "float" else column
+
+
+def arrays(schema: Schema, side: Side, columns: dict[str, list[Any]], n: int) -> Columns:
+    if side == "ro":
+        return ro_columns(schema, {name: column[0] for name, column in columns.items()})
+    by_name = {f.name: f for f in schema.nro}
+    return nro_columns(
+        schema, {name: as_column(by_name[name], column) for name, column in columns.items()}, n
+    )
+
+
+@st.composite
+def fresh_values(draw: st.DrawFn, f: Feature, side: Side, n: int) -> Any:
+    """As online features have them: of candidates arrays; None = unknown."""
+    if draw(st.booleans()):
+        return None
+    if side == "ro":
+        return draw(values(f.kind))
+    if f.kind == "float":
+        return np.array(
+            draw(st.lists(FLOAT.filter(lambda v: v is not None), min_size=n, max_size=n)), np.float32
+        )
+    return np.array(draw(st.lists(st.integers(-(1 << 63), (1 << 63) - 1), min_size=n, max_size=n)), np.int64)
+
+
+def is_plain(f: Feature, column: list[Any]) -> bool:
+    """One id each, or nothing at all."""
+    return all(v is None for v in column) or (
+        f.kind == "ids" and all(v is not None and len(v) == 1 for v in column)
+    )
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_filled_arrays_are_those_of_all_values_together(data: st.DataObject) -> None:
+    schema = data.draw(schemas())
+    side: Side = data.draw(st.sampled_from(["ro", "nro"]))
+    features = getattr(schema, side)
+    n = 1 if side == "ro" else data.draw(st.integers(1, 4))
+    one = st.lists(ID, min_size=1, max_size=1)
+    columns: dict[str, list[Any]] = {}
+    for f in features:
+        rows = st.just([None] * n)
+        if side == "nro" and f.kind == "ids":
+            rows |= st.lists(one, min_size=n, max_size=n)
+        columns[f.name] = data.draw(rows | st.lists(values(f.kind), min_size=n, max_size=n))
+    sources = {f.name: f"of {f.name}" for f in features if data.draw(st.booleans())}
+    named = {f.name: f for f in features}
+    fresh = {source: data.draw(fresh_values(named[name], side, n)) for name, source in sources.items()}
+    gaps, block = Gaps(schema, side, sources), arrays(schema, side, columns, n)
+    lacking = {name for name in sources if any(map(is_missing, columns[name]))}
+    assert gaps.lacks(block, n) == bool(lacking)
+
+    ours = gaps.filled(block, n, fresh)
+
+    plain = all(is_plain(f, columns[f.name]) for f in features if f.kind != "float")
+    fits = all(
+        named[name].kind in ("float", "ids") or fresh[source] is None for name, source in sources.items()
+    )
+    if side == "nro" and not (plain and fits):
+        assert ours is None or plain
+        return
+    assert ours is not None
+    whole = {
+        name: filled_by_hand(column, _rows(fresh.get(sources.get(name, "")), side))
+        for name, column in columns.items()
+    }
+    assert pack(ours) == pack(arrays(schema, side, whole, n))
+    assert pack(block) == pack(arrays(schema, side, columns, n)), "the block is left as it was"
+
+
+SEEN = Feature(name="seen", kind="sequence", table="t")
+SCHEMA = Schema(
+    ro=(Feature(name="x"), SEEN),
+    nro=(
+        Feature(name="y"),
+        Feature(name="item", kind="ids", table="t"),
+        Feature(name="tags", kind="weighted_ids", table="t"),
+    ),
+    tables=(Table(name="t", dim=2),),
+    labels=(Label(name="click", action="click"),),
+    limits=Limits(max_list=3),
+)
+OF_REQUEST = Gaps(SCHEMA, "ro", {"x": "x", "seen": "seen"})
+OF_ROWS = Gaps(SCHEMA, "nro", {"y": "y", "item": "item", "tags": "tags"})
+
+
+@pytest.mark.parametrize(
+    ("gaps", "fresh"),
+    [
+        (OF_REQUEST, {"x": 1e39}),
+        (OF_REQUEST, {"x": "1"}),
+        (OF_REQUEST, {"x": True}),
+        (OF_REQUEST, {"seen": {"t": [1, 2, 3, 4]}}),
+        (OF_ROWS, {"y": [1.0, 2.0]}),
+        (OF_ROWS, {"y": np.array([1.0])}),
+        (OF_ROWS, {"y": np.array([1.0, np.inf])}),
+        (OF_ROWS, {"item": [[1], [2, 3]]}),
+        (OF_ROWS, {"item": np.array([1.0, 2.0])}),
+        (OF_ROWS, {"tags": np.array([1, 2])}),
+    ],
+)
+def test_what_a_block_may_not_hold_or_is_not_plain_is_left_to_the_values(
+    gaps: Gaps, fresh: dict[str, Any]
+) -> None:
+    assert gaps.filled(NO_COLUMNS, 1 if gaps is OF_REQUEST else 2, fresh) is None
+
+
+def test_a_value_of_another_kind_is_refused() -> None:
+    with pytest.raises(WireError, match="expected a table with 't'"):
+        OF_REQUEST.filled(NO_COLUMNS, 1, {"seen": {"of": [1]}})
+
+
+def test_nothing_to_fill_in_leaves_nothing() -> None:
+    assert OF_REQUEST.filled(NO_COLUMNS, 1, {}) is NO_COLUMNS
+    assert OF_ROWS.filled(NO_COLUMNS, 2, {}) is NO_COLUMNS
+    assert (
+        not Gaps(SCHEMA, "ro", {}).lacks(NO_COLUMNS, 1)
+        and OF_ROWS.lacks(NO_COLUMNS, 2)
+        and not OF_ROWS.lacks(NO_COLUMNS, 0)
+    )
+
+
+def test_missing_bits_behind_the_last_list_are_not_taken_over() -> None:
+    block = ro_columns(SCHEMA, {"x": 1.0})._replace(missing=np.array([0xFF], np.uint8))
+    filled = OF_REQUEST.filled(block, 1, {})
+    assert filled is not None and filled.missing.tolist() == [1]
+
+
+def test_warming_compiles_for_every_request() -> None:
+    warm()
+    kernels = (gaps.some_missing, gaps.fill_floats, gaps.fill_rows)
+    before = [len(kernel.nopython_signatures) for kernel in kernels]
+    given = {"y": np.array([1.0, 2.0], np.float32), "item": np.array([5, 6], np.uint64)}
+    plain = SCHEMA.nro[:2]
+    of_plain = Gaps(dataclasses.replace(SCHEMA, nro=plain), "nro", {"y": "y", "item": "item"})
+    whole = of_plain.filled(NO_COLUMNS, 2, given)
+    for block in (NO_COLUMNS, whole):
+        assert (
+            block is not None
+            and of_plain.filled(block, 2, given) is not None
+            and of_plain.filled(block, 2, {}) is not None
+        )
+        of_plain.lacks(block, 2)
+    OF_REQUEST.filled(ro_columns(SCHEMA, {"seen": {"t": [1]}}), 1, {"x": 1.0})
+    assert [len(kernel.nopython_signatures) for kernel in kernels] == before
+
+
+def _rows(fresh: Any, side: Side) -> list[Any] | None:
+    if fresh is None:
+        return None
+    if side == "ro":
+        return [fresh]
+    return [[int(v)] if fresh.dtype.kind == "i" else float(v) for v in fresh]

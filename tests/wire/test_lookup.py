@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from roostream.schema.schema import Schema
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.decode import Decoder
+from roostream.wire.lookup import build_lookup, sources_of, warm
+from roostream.wire.records import Record
+
+
+def test_every_entry_finds_its_row_and_every_row_is_there_once(
+    schema: Schema, samples: Callable[[int], list[pb.Sample]], to_record: Callable[..., Record]
+) -> None:
+    batch, _ = Decoder(schema, lambda _: None).decode([to_record(s) for s in samples(40)])
+    lookup = build_lookup(batch)
+    assert list(lookup.stacks) == ["d8-adagrad", "d4-adagrad"]
+    assert {stack: [s.key for s in of] for stack, of in sources_of(schema).items()} == {
+        "d8-adagrad": ["history", "item", "seen"],
+        "d4-adagrad": ["history.action", "tags", "topics"],
+    }
+    sources = {s.key: s for of in sources_of(schema).values() for s in of}
+    for key, (_, table, side, is_column) in sources.items():
+        stack = lookup.stacks[table.stack]
+        lists = batch.ro_lists if side == "ro" else batch.nro_lists
+        ids = lists.columns[key] if is_column else lists.values_of(key)
+        assert stack.id_U[stack.index[key]].tolist() == ids.tolist() and len(ids)
+        assert (stack.table_U[stack.index[key]] == table.id).all()
+    for stack in lookup.stacks.values():
+        assert len(set(zip(stack.table_U.tolist(), stack.id_U.tolist(), strict=True))) == len(stack.id_U)
+
+
+def test_rows_come_in_first_seen_order(schema: Schema) -> None:
+    from roostream.wire.block import encode_nro
+
+    nro = encode_nro(schema, {"item": [[5, 3], [3, 9]], "topics": [{"ids": [5], "weights": [1.0]}, None]}, 2)
+    batch = Decoder(schema, lambda _: None).decode_request(None, nro, np.array([1, 2]), 0)
+    stack = build_lookup(batch).stacks["d8-adagrad"]
+    assert stack.id_U.tolist() == [5, 3, 9] and stack.index["item"].tolist() == [0, 1, 1, 2]
+    assert stack.index["history"].tolist() == []
+
+
+def test_equal_ids_of_different_tables_are_different_rows(schema: Schema) -> None:
+    from roostream.wire.block import encode_ro
+
+    history = {"item": [1], "action": [7], "kind": [1], "time": [1]}
+    ro = encode_ro(schema, {"history": history, "tags": {"ids": [7], "weights": [1.0]}})
+    batch = Decoder(schema, lambda _: None).decode_request(ro, b"", np.zeros(0, np.int64), 0)
+    assert build_lookup(batch).stacks["d4-adagrad"].id_U.tolist() == [7, 7]
+
+
+def test_an_empty_batch_needs_no_rows(schema: Schema) -> None:
+    warm()
+    lookup = build_lookup(Decoder(schema, lambda _: None).decode([])[0])
+    assert all(len(s.id_U) == 0 and s.index for s in lookup.stacks.values())
