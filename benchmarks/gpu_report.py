@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import machine
 from benchmarks.device import no_device
-from benchmarks.harness import LEAST_RUNS
+from benchmarks.harness import MIN_RUNS
 from benchmarks.peers import ROOT
 from benchmarks.report import commit_of, table
 from benchmarks.run import question_named, run
@@ -54,9 +54,7 @@ def main(arguments: Sequence[str] | None = None, parts: Parts | None = None) -> 
         prog="make gpu", description="Tests and benchmarks that need a CUDA device, as one page."
     )
     parser.add_argument("--report", type=Path, default=REPORT, help=f"default: {REPORT}")
-    parser.add_argument(
-        "--runs", type=int, default=LEAST_RUNS, help=f"of each question, at least {LEAST_RUNS}"
-    )
+    parser.add_argument("--runs", type=int, default=MIN_RUNS, help=f"of each question, at least {MIN_RUNS}")
     given = parser.parse_args(arguments)
     parts = parts or Parts(device_of, run_tests, ask)
     try:

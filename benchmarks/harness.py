@@ -20,7 +20,7 @@ from benchmarks.stand import Slice
 from roostream.errors import RoostreamError
 
 FORMAT = 1
-LEAST_RUNS = 3
+MIN_RUNS = 3
 
 
 class AnyStand(Protocol):

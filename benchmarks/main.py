@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.harness import LEAST_RUNS
+from benchmarks.harness import MIN_RUNS
 from benchmarks.peers import ROOT
 from benchmarks.report import table, write_pages
 from benchmarks.run import RESULTS, questions, run
 from roostream.cli.plan import measured, scale_page
 
 
-def main(name: str, json_file: Path | None = None, runs: int = LEAST_RUNS, against: str = "") -> int:
+def main(name: str, json_file: Path | None = None, runs: int = MIN_RUNS, against: str = "") -> int:
     """`name`: a question, `all`, `list`, or `report`; the exit code.
 
     Raises:

@@ -14,7 +14,7 @@ from typing import Any
 
 import benchmarks.questions
 from benchmarks import machine
-from benchmarks.harness import FORMAT, LEAST_RUNS, measure
+from benchmarks.harness import FORMAT, MIN_RUNS, measure
 from benchmarks.peers import ROOT, place_of
 from benchmarks.process import StandProcess
 from benchmarks.question import Question, Subject
@@ -42,7 +42,7 @@ def question_named(name: str) -> Question:
 
 
 def run(
-    name: str, *, runs: int = LEAST_RUNS, against: str = "", say: Callable[[str], None] = print
+    name: str, *, runs: int = MIN_RUNS, against: str = "", say: Callable[[str], None] = print
 ) -> dict[str, Any]:
     """Measure a question here and now; `against`: a commit whose own state of it takes turns with this one.
 
@@ -51,9 +51,9 @@ def run(
         SubjectError: a subject of ours failed.
     """
     question = question_named(name)
-    if runs < LEAST_RUNS:
+    if runs < MIN_RUNS:
         raise ConfigError(
-            f"--runs: expected at least {LEAST_RUNS}, since a figure without its spread says little; got {runs}"
+            f"--runs: expected at least {MIN_RUNS}, since a figure without its spread says little; got {runs}"
         )
     here, commit = machine.machine(), machine.commit(ROOT, changed_is_fine=(RESULTS,))
     if here["busy"]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.question import Work
 
-_MOST_STEPS = 1 << 24
+_MAX_STEPS = 1 << 24
 
 
 class Slice(NamedTuple):
@@ -48,7 +48,7 @@ class Stand:
         work.step()  # compiles, fills caches
         steps, is_turn = 1, callable(work.units)
         while (
-            not is_turn and (took_s := self._steps(work, steps).wall_s) < slice_s / 4 and steps < _MOST_STEPS
+            not is_turn and (took_s := self._steps(work, steps).wall_s) < slice_s / 4 and steps < _MAX_STEPS
         ):
             steps *= 4 if took_s < slice_s / 32 else 2
         self._works.append((work, 1 if is_turn else max(round(steps * slice_s / max(took_s, 1e-9)), 1)))

@@ -19,22 +19,22 @@ def require_python(version: tuple[int, int] = sys.version_info[:2]) -> None:
         )
 
 
-def require_disk(place: Path, least_bytes: int = DISK_BYTES, what: str = "a stack") -> None:
+def require_disk(place: Path, min_bytes: int = DISK_BYTES, what: str = "a stack") -> None:
     """`place` or the nearest folder above it that exists must have room."""
     folder = next(p for p in (place, *place.absolute().parents) if p.is_dir())
     free = shutil.disk_usage(folder).free
-    if free < least_bytes:
+    if free < min_bytes:
         raise SetupError(
-            f"{what} needs {least_bytes / 1e9:.0f} GB of free disk in {folder}, got {free / 1e9:.1f} GB; "
+            f"{what} needs {min_bytes / 1e9:.0f} GB of free disk in {folder}, got {free / 1e9:.1f} GB; "
             "free some, or choose another place"
         )
 
 
-def require_memory(least_bytes: int = MEMORY_BYTES, meminfo: Path = Path("/proc/meminfo")) -> None:
+def require_memory(min_bytes: int = MEMORY_BYTES, meminfo: Path = Path("/proc/meminfo")) -> None:
     total = memory_bytes(meminfo.read_text(encoding="utf-8"))
-    if total < least_bytes:
+    if total < min_bytes:
         raise SetupError(
-            f"a stack needs a machine with {least_bytes / 1e9:.0f} GB of memory, got {total / 1e9:.1f} GB"
+            f"a stack needs a machine with {min_bytes / 1e9:.0f} GB of memory, got {total / 1e9:.1f} GB"
         )
 
 

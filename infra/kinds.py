@@ -111,14 +111,14 @@ def _controller(site: Site) -> dict[str, Any]:
         "num_workers": site.options.num_workers,
         "neighbours": others,
     }
-    if least := site.options.least_readers:
-        own["readers"] = {"least": least, "most": max(least, site.options.most_readers)}
+    if least := site.options.min_readers:
+        own["readers"] = {"least": least, "most": max(least, site.options.max_readers)}
     return _seeded(site, listen=site.at.controller, **own)
 
 
 def _worker(site: Site) -> dict[str, Any]:
     own: dict[str, Any] = {"home": site.home.root / site.name}
-    if site.options.least_readers:
+    if site.options.min_readers:
         own["readers"] = {"by": "programs"}
     return _seeded(site, controller=site.at.controller, shards=site.at.shards, index=site.index, **own)
 
@@ -323,7 +323,7 @@ KINDS = (  # in order of starting
         run="roostream.warehouse.readers.reader_program:run_reader",
         own=_reader,
         needs=lambda options: (),
-        count=lambda options: options.least_readers,
+        count=lambda options: options.min_readers,
         shared=False,
         stop_rank=StopRank.FEATURES,
     ),

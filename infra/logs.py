@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def rotate(path: Path, most_bytes: int) -> bool:
-    """Move `path` to `path.1` if it is larger than `most_bytes`; whether it did.
+def rotate(path: Path, max_bytes: int) -> bool:
+    """Move `path` to `path.1` if it is larger than `max_bytes`; whether it did.
 
     **If it fails** (OSError: disk full): the file is truncated without a copy, which is what a full disk needs.
     """
     try:
-        if path.stat().st_size <= most_bytes:
+        if path.stat().st_size <= max_bytes:
             return False
     except FileNotFoundError:
         return False
@@ -35,12 +35,12 @@ def rotate(path: Path, most_bytes: int) -> bool:
     return True
 
 
-def last_lines(path: Path, count: int = 15, since: int = 0, most_bytes: int = 16_384) -> list[str]:
+def last_lines(path: Path, count: int = 15, since: int = 0, max_bytes: int = 16_384) -> list[str]:
     """The newest `count` lines after byte `since` (the file's size at some moment; ignored if it was rotated since then)."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            file.seek(max(size - most_bytes, since if since <= size else 0, 0))
+            file.seek(max(size - max_bytes, since if since <= size else 0, 0))
             return file.read().decode("utf-8", "replace").splitlines()[-count:]
     except OSError:
         return []

@@ -47,7 +47,7 @@ class StackOptions(Settings):
         least=0,
         most=64,
     )
-    most_readers: int = setting(
+    max_readers: int = setting(
         0,
         "more than num_readers: as many as keep workers from waiting, up to so many; 0 = num_readers",
         least=0,
@@ -87,15 +87,13 @@ class StackOptions(Settings):
                 "each worker trains one at least",
             )
 
-        if self.most_readers and self.most_readers < self.least_readers:
-            raise refusal(
-                "most_readers", f"at least num_readers = {self.least_readers}, or 0", self.most_readers
-            )
+        if self.max_readers and self.max_readers < self.min_readers:
+            raise refusal("max_readers", f"at least num_readers = {self.min_readers}, or 0", self.max_readers)
 
     @property
-    def least_readers(self) -> int:
+    def min_readers(self) -> int:
         """While a session is read; 0 = workers read for themselves."""
-        return max(self.num_readers, 1) if self.most_readers else self.num_readers
+        return max(self.num_readers, 1) if self.max_readers else self.num_readers
 
     @property
     def settle_ms(self) -> int:

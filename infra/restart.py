@@ -12,15 +12,15 @@ import dataclasses
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
     first_s: float = 0.5
-    most_s: float = 15.0
+    max_s: float = 15.0
     stable_s: float = 30.0  # well below a minute: one kill a minute is no crash loop
-    most_restarts: int = 12  # in a row, none of which lived for stable_s: about two minutes
+    max_restarts: int = 12  # in a row, none of which lived for stable_s: about two minutes
 
     def delay_s(self, deaths: int) -> float | None:
         """Seconds until the next start after `deaths` deaths in a row, or None to give up."""
-        if deaths > self.most_restarts:
+        if deaths > self.max_restarts:
             return None
-        return 0.0 if deaths <= 1 else min(self.first_s * 2 ** (deaths - 2), self.most_s)
+        return 0.0 if deaths <= 1 else min(self.first_s * 2 ** (deaths - 2), self.max_s)
 
 
 @dataclasses.dataclass(kw_only=True)

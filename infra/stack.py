@@ -67,7 +67,7 @@ from roostream.runtime.deployment import MAX_WORKERS
 
 log = logging.getLogger("roostream.stack")
 _FORGOTTEN = "forgotten"
-_MOST_COPIES = {kinds.WORKER: MAX_WORKERS, kinds.READER: 64}
+_MAX_COPIES = {kinds.WORKER: MAX_WORKERS, kinds.READER: 64}
 
 
 class Stack:
@@ -162,7 +162,7 @@ class Stack:
     def copies(self, kind: str) -> dict[int, str]:
         """Number → state, of those of a kind (`kinds.WORKER`, `kinds.READER`) that were ever started and aren't forgotten."""
         its = kinds.BY_NAME[kind]
-        by_name = {its.name_of(n): n for n in range(_MOST_COPIES[kind])}
+        by_name = {its.name_of(n): n for n in range(_MAX_COPIES[kind])}
         return {
             by_name[s.program.name]: s.state
             for s in list(self.supervisor.slots.values())

@@ -25,7 +25,7 @@ from roostream.runtime.rpc_client import SocketTransport
 log = logging.getLogger("roostream.stack")
 _SAVEPOINT_S = 30.0
 _COMMIT_S = 15.0
-MOST_S = len(StopRank) * GRACE_S + _SAVEPOINT_S + _COMMIT_S
+MAX_S = len(StopRank) * GRACE_S + _SAVEPOINT_S + _COMMIT_S
 """No stop takes longer: one rank after the other, each as long as the slowest of its programs may take."""
 
 

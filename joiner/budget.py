@@ -1,7 +1,7 @@
 """What a request may hold: one budget, so that whatever is made of it fits a message, and its state stays small.
 
 A sample, a correction and what training says of them are no larger than FIXED and the costs of the pages, candidates and
-engagements that they are made of. A request within `most_bytes` so makes no output that a topic, a sink or a reader refuses. What
+engagements that they are made of. A request within `max_bytes` so makes no output that a topic, a sink or a reader refuses. What
 would exceed it is a dead letter on arrival (`overflow`).
 """
 
@@ -18,7 +18,7 @@ _LABEL = 12  # of a candidate and label: label, score as served, and a third num
 _EVENT = 32  # of an engagement, beside its record: the columns' entries
 
 
-def most_bytes(limits: Limits) -> int:
+def max_bytes(limits: Limits) -> int:
     """The budget of one request."""
     return limits.max_sample_bytes - FIXED
 

@@ -208,12 +208,12 @@ def dead_event(key: bytes, event: Impression | Engagement, reason: str, error: s
     )
 
 
-def within(output: Output, most_bytes: int, made_of: Iterable[Impression | Engagement]) -> list[Output]:
+def within(output: Output, max_bytes: int, made_of: Iterable[Impression | Engagement]) -> list[Output]:
     """`output`, or where it is larger than a message may be, a dead letter of each event that it was made of: the last defence
     behind `joiner.budget`, since a sink that refuses a record stops the joiner at it for ever."""
-    if len(output.value) <= most_bytes:
+    if len(output.value) <= max_bytes:
         return [output]
-    error = f"expected {output.topic} of at most {most_bytes} bytes, got one of {len(output.value)}"
+    error = f"expected {output.topic} of at most {max_bytes} bytes, got one of {len(output.value)}"
     return [dead_event(output.key, event, "oversized", error) for event in made_of]
 
 

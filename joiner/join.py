@@ -54,10 +54,10 @@ class Join:
     """
 
     def __init__(self, rules: Rules, registry: Registry, limits: Limits) -> None:
-        self.rules, self.max_candidates, self._most_bytes = (
+        self.rules, self.max_candidates, self._max_bytes = (
             rules,
             limits.max_candidates,
-            budget.most_bytes(limits),
+            budget.max_bytes(limits),
         )
         self._passage = Passage(rules, registry, limits.max_sample_bytes)
         self._engages = rules.closes_on_engagement
@@ -175,10 +175,10 @@ class Join:
     def _refuse_large(self, num_shown: int, num_bytes: int) -> tuple[str, str] | None:
         if num_shown > self.max_candidates:
             return "overflow", f"expected at most {self.max_candidates} candidates a request"
-        if num_bytes > self._most_bytes:
+        if num_bytes > self._max_bytes:
             return (
                 "overflow",
-                f"expected a request of at most {self._most_bytes} bytes, got {num_bytes} with this",
+                f"expected a request of at most {self._max_bytes} bytes, got {num_bytes} with this",
             )
         return None
 
@@ -258,12 +258,12 @@ class Join:
         num_bytes = request.num_bytes + budget.of_engagement(event)
         if (
             request.num_events >= rules.max_engagements
-            or num_bytes > self._most_bytes
+            or num_bytes > self._max_bytes
             or (waits and self._too_many_wait(state, request, event))
         ):
             error = (
                 f"expected at most {rules.max_orphans} waiting engagements a user, {rules.max_engagements} a request and "
-                f"{self._most_bytes} bytes a request"
+                f"{self._max_bytes} bytes a request"
             )
             turn.outputs.append(dead_event(turn.key, event, "overflow", error))
             return

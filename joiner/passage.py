@@ -30,7 +30,7 @@ from roostream.errors import CheckpointError
 from roostream.schema.ids import other_form
 from roostream.schema.schema import Registry
 
-_MOST_LOOKED_AT = 256
+_MAX_LOOKED_AT = 256
 
 
 class _Folds(Struct, gc=False):
@@ -45,9 +45,9 @@ class _Folds(Struct, gc=False):
 class Passage:
     """The steps of the state machine that time makes; `join.py` has those that events make."""
 
-    def __init__(self, rules: Rules, registry: Registry, most_bytes: int) -> None:
-        """`most_bytes`: of a sample or correction."""
-        self.rules, self.registry, self.most_bytes = rules, registry, most_bytes
+    def __init__(self, rules: Rules, registry: Registry, max_bytes: int) -> None:
+        """`max_bytes`: of a sample or correction."""
+        self.rules, self.registry, self.max_bytes = rules, registry, max_bytes
         self._labels: dict[int, Labels] = {}
 
     def set_due(self, turn: Turn, request_id: str, request: Request) -> None:
@@ -139,7 +139,7 @@ class Passage:
         content = Content(shown, rows.of_page, of.count, labels, folds.facts, folds.num_copies)
         request.num_bytes = sum(map(budget.of_engagement, folds.left))
         output = build.sample(turn.key, request_id, request, content)
-        turn.outputs += build.within(output, self.most_bytes, [*shown, *folds.events])
+        turn.outputs += build.within(output, self.max_bytes, [*shown, *folds.events])
         self._drop_unused(turn, request_id, request, impressions, used)
         for event in folds.left:
             self.plan_event(turn, request_id, request, event)
@@ -209,7 +209,7 @@ class Passage:
         if request.pages and event.time_ms <= request.close_ms + self.rules.correction_horizon_ms:
             change = self._of_the_list(state, request_id, request, change)
         output = build.correction(turn.key, request_id, request, change, of.count)
-        turn.outputs += build.within(output, self.most_bytes, [event])
+        turn.outputs += build.within(output, self.max_bytes, [event])
         _end(state, request_id, request, event)
 
     def _of_the_list(self, state: JoinState, request_id: str, request: Request, change: Change) -> Change:
@@ -345,7 +345,7 @@ def _keep_pending(state: JoinState, request_id: str, request: Request) -> list[E
 def _some_shown(request: Request) -> list[int]:
     """Items that it showed, for a message: looking for one costs a bounded time, however long the lists are."""
     parts = [page.items for page in request.pages] or [request.items]
-    return [item for part in parts for item in memoryview(part).cast("Q")[:_MOST_LOOKED_AT]][:_MOST_LOOKED_AT]
+    return [item for part in parts for item in memoryview(part).cast("Q")[:_MAX_LOOKED_AT]][:_MAX_LOOKED_AT]
 
 
 def _known(impression: Impression | None) -> Impression:

@@ -94,11 +94,11 @@ class Rules(Settings):
                 f"less than the shortest window ({self.shortest_window_ms} ms)",
                 self.window_jitter_ms,
             )
-        least_ms = self.shortest_window_ms - self.window_jitter_ms
-        if self.early_close_ms >= least_ms:
+        min_ms = self.shortest_window_ms - self.window_jitter_ms
+        if self.early_close_ms >= min_ms:
             raise refusal(
                 "early_close_ms",
-                f"less than the shortest window ({least_ms} ms), or 0 for off",
+                f"less than the shortest window ({min_ms} ms), or 0 for off",
                 self.early_close_ms,
             )
         if self.late_horizon_ms < self.longest_window_ms:

@@ -178,7 +178,7 @@ class Client:
     def _call(self, shard: int, method: str, header: Header, arrays: Arrays) -> Answer:
         """Both methods can be repeated: a pull changes nothing, a push carries its sequence number."""
         backoff = Backoff(
-            what=f"shard {shard}", timeout_s=self.resend_for_s, first_s=0.05, most_s=0.5, clock=self.clock
+            what=f"shard {shard}", timeout_s=self.resend_for_s, first_s=0.05, max_s=0.5, clock=self.clock
         )
         transport = self.transports[shard]
         return backoff.until(

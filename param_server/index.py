@@ -152,7 +152,7 @@ def grown(array: np.ndarray, capacity: int) -> np.ndarray:
     return out
 
 
-def _slots(at_least: int) -> tuple[np.ndarray, np.uint64]:
+def _slots(at_min: int) -> tuple[np.ndarray, np.uint64]:
     """Free slots, a power of two of them, and how far to shift a hash down to one."""
-    bits = max(at_least - 1, 15).bit_length()
+    bits = max(at_min - 1, 15).bit_length()
     return np.zeros((1 << bits, 2), np.uint64), np.uint64(64 - bits)

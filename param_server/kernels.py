@@ -195,8 +195,8 @@ def add_rows(sum_UD: np.ndarray, place_M: np.ndarray, gradient_MD: np.ndarray) -
 
 
 @njit(cache=True, nogil=True)
-def round_rows(sum_UD: np.ndarray, most_norm: float, most: np.float32, out_UD: np.ndarray) -> int:
-    """Each row of `sum_UD` (float64, finite) as float32 into `out_UD`, scaled down to a Euclidean norm of `most_norm` at most
+def round_rows(sum_UD: np.ndarray, max_norm: float, most: np.float32, out_UD: np.ndarray) -> int:
+    """Each row of `sum_UD` (float64, finite) as float32 into `out_UD`, scaled down to a Euclidean norm of `max_norm` at most
     (0 = any), then so that no number is beyond `most`; how many rows had to be for the latter."""
     limited = 0
     for u in range(sum_UD.shape[0]):
@@ -205,7 +205,7 @@ def round_rows(sum_UD: np.ndarray, most_norm: float, most: np.float32, out_UD: n
             squares += sum_UD[u, j] * sum_UD[u, j]
             largest = max(largest, abs(sum_UD[u, j]))
         norm = np.sqrt(squares)
-        scale = most_norm / norm if 0.0 < most_norm < norm else 1.0
+        scale = max_norm / norm if 0.0 < max_norm < norm else 1.0
         if largest * scale > most:
             limited += 1
             scale = most / largest

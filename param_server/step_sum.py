@@ -27,9 +27,7 @@ from roostream.runtime.deployment import MAX_WORKERS
 
 PUSH_WAIT_S = 20.0  # below a client's own limit: it is told why, instead of hearing nothing
 
-_MOST_WAITERS = (
-    2  # of one worker: its push, and one sent again; the connections of those before them are gone
-)
+_MAX_WAITERS = 2  # of one worker: its push, and one sent again; the connections of those before them are gone
 
 Part: TypeAlias = tuple[StackTable, Keys, np.ndarray]
 
@@ -80,7 +78,7 @@ class StepSum:
 
     def is_wanted(self, worker: int, ticket: int) -> bool:
         """False: it was sent again so often that nobody can be waiting for this answer."""
-        return ticket > self._sent[worker] - _MOST_WAITERS
+        return ticket > self._sent[worker] - _MAX_WAITERS
 
 
 class StepSums:

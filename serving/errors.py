@@ -19,14 +19,14 @@ CODES = {
     503: "unavailable",
     504: "deadline_exceeded",
 }
-MOST_SHOWN = 64  # characters of what came that an answer repeats
-_MOST_MESSAGE = 400
+MAX_SHOWN = 64  # characters of what came that an answer repeats
+_MAX_MESSAGE = 400
 
 
 def shown(value: object) -> str:
     """What came, for a message: cut, so that an answer's size is ours to say."""
     text = value if isinstance(value, str) else str(value)
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
 
 
 class VersionRefusedError(CheckpointError):
@@ -46,7 +46,7 @@ class RequestError(RoostreamError):
     def __init__(
         self, status: int, message: str, path: str = "", *, retry_after_s: int = 0, code: str = ""
     ) -> None:
-        super().__init__(message if len(message) <= _MOST_MESSAGE else f"{message[:_MOST_MESSAGE]}…")
+        super().__init__(message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}…")
         self.status, self.path, self.retry_after_s = status, path, retry_after_s
         self.code = code or CODES[status]
 

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from roostream.runtime.metrics import Cell, Histogram, cumulative
 
-MOST_ACTIONS = 20  # that nothing counts, shown by name
+MAX_ACTIONS = 20  # that nothing counts, shown by name
 REQUEST_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.008, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 STAGE_S = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
 SCORES = (
@@ -95,8 +95,8 @@ class ServingMetrics:
         child[1].observe(seconds)
 
     def unused_action(self, action: str, count: int) -> None:
-        """By name for the first MOST_ACTIONS names, which come from outside; as `(other)` beyond."""
-        if action not in self._unused_actions and len(self._unused_actions) >= MOST_ACTIONS:
+        """By name for the first MAX_ACTIONS names, which come from outside; as `(other)` beyond."""
+        if action not in self._unused_actions and len(self._unused_actions) >= MAX_ACTIONS:
             action = "(other)"
         else:
             self._unused_actions.add(action)

@@ -57,7 +57,7 @@ class _SideReading(NamedTuple):
     """How a side's columns become arrays."""
 
     layout: Layout
-    most_K: np.ndarray  # int64: longest list in use
+    max_K: np.ndarray  # int64: longest list in use
     streams_K3: np.ndarray  # int64: arrays of a list's length in ids, weights and times
 
 
@@ -113,7 +113,7 @@ def _reading(schema: Schema, side: Side) -> _SideReading:
     streams = [(1 + len(f.id_columns), int(f.kind == "weighted_ids"), len(f.time_columns)) for f in lists]
     return _SideReading(
         layout=layout_of(schema, side),
-        most_K=np.array([f.max_len or schema.limits.max_list for f in lists], dtype=np.int64),
+        max_K=np.array([f.max_len or schema.limits.max_list for f in lists], dtype=np.int64),
         streams_K3=np.array(streams, dtype=np.int64).reshape(-1, 3),
     )
 
@@ -138,7 +138,7 @@ def _side(side: Side, reading: _SideReading, given: list[tuple[Columns, int]]) -
     starts_K1 = np.zeros(num_lists + 1, np.int64)
     lay_side(
         (columns.floats, columns.lengths, columns.ids, columns.weights, columns.times, columns.missing),
-        (layout.default_F, reading.most_K, reading.streams_K3),
+        (layout.default_F, reading.max_K, reading.streams_K3),
         (float_NF, present_NF),
         (lengths_KN, present_KN),
         (values, weights, entries),
@@ -191,7 +191,7 @@ def lay_side(
     out: tuple[np.ndarray, np.ndarray, np.ndarray],
     ends: tuple[np.ndarray, np.ndarray],
 ) -> None:
-    """Everything of a side. `block`: a block's columns; `reading`: default_F, most_K, streams_K3; `floats`: numbers and
+    """Everything of a side. `block`: a block's columns; `reading`: default_F, max_K, streams_K3; `floats`: numbers and
     presence, [N, F]; the others as `split_lists` has them."""
     fill_floats(block[0], reading[0], floats[0], floats[1])
     split_lists(block[1], block[5], reading[1], reading[2], (block[2], block[3], block[4]), shape, out, ends)
@@ -212,14 +212,14 @@ def fill_floats(given: np.ndarray, default_F: np.ndarray, out_NF: np.ndarray, pr
 def split_lists(
     lengths: np.ndarray,
     missing: np.ndarray,
-    most_K: np.ndarray,
+    max_K: np.ndarray,
     streams_K3: np.ndarray,
     streams: tuple[np.ndarray, np.ndarray, np.ndarray],
     shape: tuple[np.ndarray, np.ndarray],
     out: tuple[np.ndarray, np.ndarray, np.ndarray],
     ends: tuple[np.ndarray, np.ndarray],
 ) -> None:
-    """Lists from row-major to feature-major, the first `most_K` entries of each.
+    """Lists from row-major to feature-major, the first `max_K` entries of each.
 
     `lengths`, `missing`, `streams` (ids, weights, times): as a block has them. `out`: values, weights (filled with 1; may be
     empty) and the entries of all columns, column c between ends_C1[c] and ends_C1[c + 1]. `ends`: zeros for start_K1, where each
@@ -234,7 +234,7 @@ def split_lists(
     for k in range(lists):
         total = 0
         for n in range(rows):
-            kept = min(np.int64(lengths[n * lists + k]), most_K[k])
+            kept = min(np.int64(lengths[n * lists + k]), max_K[k])
             lengths_KN[k, n] = kept
             present_KN[k, n] = not is_set(missing, n * lists + k)
             total += kept

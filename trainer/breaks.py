@@ -13,11 +13,11 @@ from trainer.saved_batch import SavedBatch, fitting
 
 log = logging.getLogger("roostream.worker")
 
-MOST_RELAPSES = 3
+MAX_RELAPSES = 3
 
 
 class Breaks:
-    """NotFiniteError after MOST_RELAPSES restores of the same manifest is for good: the same batches come again, and so do the
+    """NotFiniteError after MAX_RELAPSES restores of the same manifest is for good: the same batches come again, and so do the
     weights. The loop's thread alone, but for `saved`."""
 
     def __init__(self, loop: TrainLoop, worker: int) -> None:
@@ -39,7 +39,7 @@ class Breaks:
         if not isinstance(error, NotFiniteError):
             return ""
         self._num += 1
-        if self._num < MOST_RELAPSES:
+        if self._num < MAX_RELAPSES:
             return ""
         reason = f"{told(error)}; so it was {self._num} times after a restore to {self._manifest or 'the beginning'}"
         path = self.save(told(error), diagnose=True)

@@ -8,7 +8,7 @@ from roostream.errors import UnavailableError
 from roostream.runtime.kafka.topics import Partition
 from trainer.batches import Chunk, Rejected
 
-MOST_IN_A_ROW = 16
+MAX_IN_A_ROW = 16
 """Requests that give numbers that aren't finite, and none between that gives others: so many odd ones are no accident."""
 
 
@@ -53,7 +53,7 @@ class Burial:
         Raises:
             NotFiniteError: nothing but suspects for too long; none of this chunk's is dead.
         """
-        if self._in_a_row >= MOST_IN_A_ROW:
+        if self._in_a_row >= MAX_IN_A_ROW:
             raise NotFiniteError(
                 f"the last {self._in_a_row} requests all gave scores or gradients that are not finite: not one of them is the "
                 "reason, but the model's own state"

@@ -325,7 +325,7 @@ class ControllerConfig(Deployment):
         100, "so many unread records call released workers back at once", least=1
     )
     idle_release_ms: int = setting(10_000, "fewer call them back when they are there for this long", least=0)
-    idle_least_ms: int = setting(30_000, "released workers are not called back before this", least=0)
+    idle_min_ms: int = setting(30_000, "released workers are not called back before this", least=0)
     neighbours: tuple[str, ...] = setting(
         (),
         "NAME=URL of the /metrics of programs whose figures the controller's page shows; workers tell it themselves",

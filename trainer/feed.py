@@ -127,8 +127,8 @@ class Acts(Protocol):
     """What a feed does with the loop (`TrainLoop`). All in the loop's thread, but for `poll` and `rest` of what was `wanted`, and
     `pull`, which change nothing of the loop's and may run in others, beside `train`."""
 
-    def wanted(self, num_chunks: int = 0, most_requests: int = 0) -> Wanted | None:
-        """What the chunk is that comes behind those already trained and `num_chunks` more, of `most_requests` together. None:
+    def wanted(self, num_chunks: int = 0, max_requests: int = 0) -> Wanted | None:
+        """What the chunk is that comes behind those already trained and `num_chunks` more, of `max_requests` together. None:
         it depends on what comes of those; of none of them it is known."""
 
     def poll(self, wanted: Wanted, timeout_s: float) -> Chunk | None: ...
@@ -147,7 +147,7 @@ class Feed(Protocol):
 
     An error that is of a chunk says of which offsets in its notes, whatever it was raised by."""
 
-    most_staleness: int
+    max_staleness: int
     """The most pushes that came between a pull and the training of what was pulled, since the start."""
     num_shared: int
     """Rows so far that one of these pushes changed: they were trained from a value that was older."""
@@ -196,7 +196,7 @@ class Feed(Protocol):
 class SerialFeed:
     """See `Feed`. One act after the other, in the loop's thread: rows are as after the chunk before."""
 
-    most_staleness = num_shared = 0
+    max_staleness = num_shared = 0
 
     def __init__(self, acts: Acts) -> None:
         self.acts = acts

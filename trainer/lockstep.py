@@ -37,7 +37,7 @@ from trainer.rows import no_rows
 from trainer.watermark import newest_of
 
 _POLL_S = 0.1
-_MOST_MS = 1 << 52  # exact in a float64, as everything else that is said
+_MAX_MS = 1 << 52  # exact in a float64, as everything else that is said
 _DIGEST = (1 << 52) - 1
 
 
@@ -57,7 +57,7 @@ class Words(NamedTuple):
     times_ms: tuple[int, ...]  # the newest close times of the chunk that it begins in this turn
 
     def numbers(self) -> list[float]:
-        times = [float(min(max(t, -_MOST_MS), _MOST_MS)) for t in self.times_ms[-NUM_RECENT:]]
+        times = [float(min(max(t, -_MAX_MS), _MAX_MS)) for t in self.times_ms[-NUM_RECENT:]]
         padding = [0.0] * (NUM_RECENT - len(times))
         return [*map(float, self[:9]), *self.weight_T, float(len(times)), *times, *padding]
 

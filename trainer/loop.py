@@ -212,12 +212,12 @@ class TrainLoop:
 
     # One chunk
 
-    def wanted(self, num_chunks: int = 0, most_requests: int = 0) -> Wanted | None:
+    def wanted(self, num_chunks: int = 0, max_requests: int = 0) -> Wanted | None:
         """What the next chunk is when so many more are trained; None where that isn't known: it depends on the requests
         taken."""
         taken = self.own.num_requests if self.share is None else self.share
         size = self.config.batch_after(taken)
-        if self.config.batch_after(taken + most_requests) != size:
+        if self.config.batch_after(taken + max_requests) != size:
             return None
         return Wanted(self.selection.asked(size), self.own.in_turn(num_chunks) if self.config.exact else None)
 

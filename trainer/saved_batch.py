@@ -24,8 +24,8 @@ from roostream.runtime.manifest import checksum_of
 from roostream.wire.records import Record
 
 FORMAT = 1
-MOST_BYTES = 16 << 20  # of a batch's records
-MOST_FILES = 5
+MAX_BYTES = 16 << 20  # of a batch's records
+MAX_FILES = 5
 _FOLDER, _SUFFIX = "batches", ".batch"
 
 
@@ -46,10 +46,10 @@ class SavedBatch:
     records: tuple[Record, ...] = ()
 
 
-def fitting(records: Sequence[Record], most_bytes: int = MOST_BYTES) -> tuple[Record, ...]:
+def fitting(records: Sequence[Record], max_bytes: int = MAX_BYTES) -> tuple[Record, ...]:
     """The first of them that fit."""
     sizes = np.cumsum([len(record.value) + len(record.key or b"") for record in records], dtype=np.int64)
-    return tuple(records[: int((sizes <= most_bytes).sum())])
+    return tuple(records[: int((sizes <= max_bytes).sum())])
 
 
 def encode(batch: SavedBatch) -> bytes:
@@ -117,7 +117,7 @@ def _records(place_R6: np.ndarray, data: bytes, topics: Sequence[str]) -> tuple[
 
 
 class SavedBatches:
-    """A folder's, the newest MOST_FILES of them."""
+    """A folder's, the newest MAX_FILES of them."""
 
     def __init__(self, home: Path) -> None:
         self.store = FileStore(home)
@@ -126,7 +126,7 @@ class SavedBatches:
         """Raises UnavailableError: the folder can't be written; nothing was changed but what was too old."""
         name = f"{_FOLDER}/{batch.time_ms:013d}-{batch.step}{_SUFFIX}"
         self.store.put(name, encode(batch))
-        for old in self._names()[:-MOST_FILES]:
+        for old in self._names()[:-MAX_FILES]:
             self.store.delete(old)
         return self.store.path(name)
 

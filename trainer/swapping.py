@@ -19,8 +19,8 @@ Exchange = Callable[[np.ndarray, np.ndarray, list[int], list[int]], None]
 """(got, sent, sizes got, sizes sent): uint8 of all workers behind each other, and how many each has; `got` is written."""
 
 _HEAD = 16
-_LEAST_ROOM = 1 << 10
-_MOST_ROOM = 8 << 20  # what one unusual swap may cost the next
+_MIN_ROOM = 1 << 10
+_MAX_ROOM = 8 << 20  # what one unusual swap may cost the next
 
 
 class Swaps:
@@ -34,7 +34,7 @@ class Swaps:
     def swap(self, parts: Sequence[np.ndarray], about: str) -> list[np.ndarray]:
         """What each worker has for this one (uint8), given what this one has for each; its own part comes back as it is. `about`:
         the swap's name. Raises as `exchange`."""
-        room, others = self.rooms.get(about, _LEAST_ROOM), [n for n in range(self.workers) if n != self.index]
+        room, others = self.rooms.get(about, _MIN_ROOM), [n for n in range(self.workers) if n != self.index]
         largest = max((len(parts[n]) for n in others), default=0)
         sent_WB = np.empty((self.workers - 1, _HEAD + room), np.uint8)
         for block_B, n in zip(sent_WB, others, strict=True):
@@ -52,7 +52,7 @@ class Swaps:
         if most > room:
             beyond = self._beyond(parts, dict(zip(others, sizes.tolist(), strict=True)), room)
             got = {n: np.concatenate([got[n], beyond[n]]) for n in others}
-        self.rooms[about] = min(max(most + most // 16, _LEAST_ROOM) // 8 * 8, _MOST_ROOM)
+        self.rooms[about] = min(max(most + most // 16, _MIN_ROOM) // 8 * 8, _MAX_ROOM)
         return [parts[n] if n == self.index else got[n] for n in range(self.workers)]
 
     def _beyond(self, parts: Sequence[np.ndarray], sizes: dict[int, int], room: int) -> list[np.ndarray]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from roostream.runtime.event_time import NUM_RECENT, RecentTimes
 
-_MOST_AHEAD_MS = 600_000  # of the middle of the recent close times; the watermark passes over what is later
+_MAX_AHEAD_MS = 600_000  # of the middle of the recent close times; the watermark passes over what is later
 
 
 class TrainedTime:
@@ -31,7 +31,7 @@ class TrainedTime:
     def add(self, close_ms_R: np.ndarray) -> None:
         """Of a chunk that is trained."""
         self._recent.add(close_ms_R.tolist())
-        near_R = close_ms_R[close_ms_R <= self._recent.middle_ms + _MOST_AHEAD_MS]
+        near_R = close_ms_R[close_ms_R <= self._recent.middle_ms + _MAX_AHEAD_MS]
         self.watermark_ms = max(self.watermark_ms, int(near_R.max(initial=0)))
 
 

@@ -61,7 +61,7 @@ log = logging.getLogger("roostream.worker")
 
 STOP_S = 8.0  # for everything after SIGTERM, below roostream.runtime.program.STOP_S: a commit that has not come by then won't
 _CLOSING_S = 3.0  # of it, kept for what comes behind the last commit
-_LEAST_CLOSING_S = 1.5  # where the last commit has begun
+_MIN_CLOSING_S = 1.5  # where the last commit has begun
 _RESEND_S = 1.0  # to a shard that doesn't answer; longer outages are the controller's to mend
 
 
@@ -282,7 +282,7 @@ def train(
             )
         if ending.stop.is_set():
             worker.leaving = True
-            least_s = _LEAST_CLOSING_S if worker.is_cut else _CLOSING_S
-            if worker.can_leave() or ending.left_s() < least_s:
+            min_s = _MIN_CLOSING_S if worker.is_cut else _CLOSING_S
+            if worker.can_leave() or ending.left_s() < min_s:
                 log.info("leaving at step %d, committed at %d", worker.loop.num_steps, worker.committed_step)
                 return

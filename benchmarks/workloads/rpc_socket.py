@@ -14,7 +14,7 @@ from benchmarks.workloads.server import listen_until_told, serving
 
 _LENGTHS = struct.Struct("<II")  # bytes that follow, bytes wanted back
 _SOCKET_BYTES = 4 << 20
-_MOST_BYTES = 16 << 20
+_MAX_BYTES = 16 << 20
 
 
 @contextlib.contextmanager
@@ -83,7 +83,7 @@ def _fill(connection: socket.socket, target: memoryview) -> bool:
 
 
 def _serve(listener: socket.socket) -> None:
-    head, space, answer = memoryview(bytearray(_LENGTHS.size)), _memory(_MOST_BYTES), _memory(_MOST_BYTES)
+    head, space, answer = memoryview(bytearray(_LENGTHS.size)), _memory(_MAX_BYTES), _memory(_MAX_BYTES)
     while True:
         connection, _ = listener.accept()
         with connection, contextlib.suppress(ConnectionError):

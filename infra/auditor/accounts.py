@@ -53,8 +53,8 @@ _KINDS = {
 _SETTLED = (IMPRESSIONS, ENGAGEMENTS, SAMPLES)  # of these somebody writes dead letters
 _MARKERS = (wire.HEARTBEAT, wire.END_MARKER)
 _LEDGERS = ("events", "requests", "bad", "bad_samples", "dead")
-_MOST_NAMES = 1000
-_MOST_UNPREDICTED = 1_000_000
+_MAX_NAMES = 1000
+_MAX_UNPREDICTED = 1_000_000
 _OTHER = "other"
 
 
@@ -270,8 +270,8 @@ class Accounts:
     def _wait_for_training(self, id_: int, at: At) -> None:
         self.untrained[id_] = at
         self._untrained_at[at] = id_
-        if len(self.untrained) > _MOST_UNPREDICTED:
-            for oldest in list(islice(self.untrained, _MOST_UNPREDICTED // 2)):
+        if len(self.untrained) > _MAX_UNPREDICTED:
+            for oldest in list(islice(self.untrained, _MAX_UNPREDICTED // 2)):
                 self._count["never_predicted"] += self._forget_untrained(oldest)
 
     def _forget_untrained(self, id_: int | None) -> bool:
@@ -418,4 +418,4 @@ def _disposition(number: int) -> str:
 
 def _named(name: str, known: Counter[str]) -> str:
     """`name`, or one name for all beyond the first thousand: whoever sends events chooses them."""
-    return name if name in known or len(known) < _MOST_NAMES else _OTHER
+    return name if name in known or len(known) < _MAX_NAMES else _OTHER

@@ -39,7 +39,7 @@ log = logging.getLogger("roostream.auditor")
 AUDITED = (IMPRESSIONS, ENGAGEMENTS, SAMPLES, CORRECTIONS, DEAD_LETTERS, PREDICTIONS)
 _AT_ONCE = 2000
 _FIRST_S = 5.0
-_MOST_WAITING = 1_000_000
+_MAX_WAITING = 1_000_000
 
 
 class Auditor:
@@ -55,14 +55,14 @@ class Auditor:
         horizon_ms: int = 0,
         on_record: Callable[[Record], None] | None = None,
         clock: Clock | None = None,
-        most_waiting: int = _MOST_WAITING,
+        max_waiting: int = _MAX_WAITING,
     ) -> None:
         """`settle_ms`, `horizon_ms`: see Accounts; `on_record` sees every record too, after the accounts."""
-        self.broker, self.prefix, self.num_partitions, self.most_waiting = (
+        self.broker, self.prefix, self.num_partitions, self.max_waiting = (
             broker,
             prefix,
             num_partitions,
-            most_waiting,
+            max_waiting,
         )
         self.accounts = Accounts(settle_ms=settle_ms, horizon_ms=horizon_ms)
         self._horizon_ms = horizon_ms
@@ -171,7 +171,7 @@ class Auditor:
         self._goal, self._has_goal, self.begins_anew = {}, False, False
 
     def _next(self, reader: RecordReader) -> list[Record]:
-        if self.accounts.num_waiting < self.most_waiting:
+        if self.accounts.num_waiting < self.max_waiting:
             return reader.poll(_AT_ONCE, 0.1)
         outputs = [p for p in reader.partitions if p[0] not in EVENTS]
         return [record for p in outputs for record in reader.poll(_AT_ONCE, 0.1 / len(outputs), p)]

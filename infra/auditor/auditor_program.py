@@ -105,7 +105,7 @@ def auditor_body(config: AuditorConfig, stop: Stop) -> None:
         num_partitions=config.partitions,
         settle_ms=config.settle_ms,
         horizon_ms=config.horizon_ms,
-        most_waiting=config.most_waiting,
+        max_waiting=config.max_waiting,
     )
     with health.waiting("Kafka"):
         topics = clients.wait_for_topics(config.broker, config.prefix, AUDITED, config.partitions, stop)

@@ -11,15 +11,15 @@ from roostream.errors import ConfigError
 from roostream.runtime.bucket_map import BucketMap, moved
 
 
-def towards(before: BucketMap, goal: BucketMap, load_B: np.ndarray, most_moved: float) -> BucketMap:
-    """A step from `before` to `goal` that moves a share of `most_moved` of the buckets at most: those first that take the most
+def towards(before: BucketMap, goal: BucketMap, load_B: np.ndarray, max_moved: float) -> BucketMap:
+    """A step from `before` to `goal` that moves a share of `max_moved` of the buckets at most: those first that take the most
     from owners which have too much of `load_B` (float64). Buckets whose owner is gone in `goal` move all the same."""
     must_B = before.owner_B >= goal.num_owners
     wanted = [b for b in moved(before, goal).tolist() if not must_B[b]]
     owned_N = np.bincount(before.owner_B, load_B, max(before.num_owners, goal.num_owners))
     mean = load_B.sum() / goal.num_owners
     wanted.sort(key=lambda b: (-(min(owned_N[before.owner_B[b]] - mean, load_B[b])), b))
-    room = max(int(most_moved * len(load_B)) - int(must_B.sum()), 0)
+    room = max(int(max_moved * len(load_B)) - int(must_B.sum()), 0)
     owner_B = np.where(must_B, goal.owner_B, before.owner_B).astype(np.int32)
     owner_B[wanted[:room]] = goal.owner_B[wanted[:room]]
     return BucketMap(owner_B, goal.num_owners, before.version + 1)
@@ -46,10 +46,10 @@ def _nearer(owner_B: np.ndarray, weight_B: np.ndarray, total_N: np.ndarray) -> t
     return None
 
 
-def evened(before: BucketMap, num_owners: int, load_B: np.ndarray, most_moved: float = 1.0) -> BucketMap:
+def evened(before: BucketMap, num_owners: int, load_B: np.ndarray, max_moved: float = 1.0) -> BucketMap:
     """From `before` to a map of so many owners that is about even in `load_B` (float64, none negative), by few moves: buckets of
     owners that are gone move all, then from the owner with the most to the one with the least whatever brings both nearest,
-    until nothing does or a share of `most_moved` of the buckets has moved. Each owner gets a bucket or more where there are
+    until nothing does or a share of `max_moved` of the buckets has moved. Each owner gets a bucket or more where there are
     as many.
 
     Raises:
@@ -65,7 +65,7 @@ def evened(before: BucketMap, num_owners: int, load_B: np.ndarray, most_moved: f
     for b in sorted(np.flatnonzero(gone_B).tolist(), key=lambda b: (-weight_B[b], b)):
         owner_B[b] = int(np.argmin(total_N))
         total_N[owner_B[b]] += weight_B[b]
-    room = max(int(most_moved * len(load_B)) - int(gone_B.sum()), num_owners - before.num_owners, 0)
+    room = max(int(max_moved * len(load_B)) - int(gone_B.sum()), num_owners - before.num_owners, 0)
     for _ in range(room):
         if (found := _nearer(owner_B, weight_B, total_N)) is None:
             break

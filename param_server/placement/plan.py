@@ -143,19 +143,19 @@ def _ways_by_threshold(tables: Sequence[PlacedTable], owners: int, costs: OwnerC
     highest = max(max(whole), least)
     out = []
     for step in range(_THRESHOLDS):
-        most_s = highest * (least / 8 / highest) ** (step / (_THRESHOLDS - 1))
-        out.append({table.name: _pieces_within(table, most_s, owners, costs) for table in tables})
+        max_s = highest * (least / 8 / highest) ** (step / (_THRESHOLDS - 1))
+        out.append({table.name: _pieces_within(table, max_s, owners, costs) for table in tables})
     return out
 
 
-def _pieces_within(table: PlacedTable, most_s: float, owners: int, costs: OwnerCosts) -> int:
+def _pieces_within(table: PlacedTable, max_s: float, owners: int, costs: OwnerCosts) -> int:
     """The fewest, a power of two or all owners."""
     if table.uniques is None:
         return owners
     work = piece_cost(table, owners, costs) - costs.piece_s
-    if most_s <= costs.piece_s:
+    if max_s <= costs.piece_s:
         return owners
-    needed = math.ceil(work / (most_s - costs.piece_s) - 1e-9)
+    needed = math.ceil(work / (max_s - costs.piece_s) - 1e-9)
     return min(1 << max(needed - 1, 0).bit_length(), owners)
 
 

@@ -20,7 +20,7 @@ from roostream.schema.ids import MASK64, splitmix64
 from roostream.wire.batch import Batch
 from roostream.wire.lookup import Lookup, sources_of
 
-LEAST_BATCHES = 4  # looked at, before a profile says anything
+MIN_BATCHES = 4  # looked at, before a profile says anything
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,8 +64,8 @@ class TableProfile:
 
     @property
     def error(self) -> float:
-        """Relative standard error of the uniques a batch; ∞ below LEAST_BATCHES."""
-        if self.batches < LEAST_BATCHES or not self.uniques:
+        """Relative standard error of the uniques a batch; ∞ below MIN_BATCHES."""
+        if self.batches < MIN_BATCHES or not self.uniques:
             return math.inf
         mean = self.uniques / self.batches
         variance = max(self.squares / self.batches - mean * mean, 0.0)

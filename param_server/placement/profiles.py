@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from param_server.placement.cost import PlacedTable
-from param_server.placement.profile import LEAST_BATCHES, Profiler, TableProfile, of_plain
+from param_server.placement.profile import MIN_BATCHES, Profiler, TableProfile, of_plain
 from roostream.errors import CheckpointError, UnavailableError
 from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.runtime.clock import Clock
@@ -96,9 +96,9 @@ def placed_tables(
     for table in schema.tables:
         its = [source.key for source in sources if source.table.name == table.name]
         missing = [key for key in its if key not in known]
-        young = [key for key in its if key in known and known[key].profile.batches < LEAST_BATCHES]
+        young = [key for key in its if key in known and known[key].profile.batches < MIN_BATCHES]
         old = [key for key in its if key in known and now_ms - known[key].time_ms > max_age_ms]
-        texts = ((missing, "never counted"), (young, f"fewer than {LEAST_BATCHES} batches"), (old, "too old"))
+        texts = ((missing, "never counted"), (young, f"fewer than {MIN_BATCHES} batches"), (old, "too old"))
         reasons = [f"{key}: {text}" for keys, text in texts for key in keys]
         counted = bool(its) and not reasons
         if reasons:

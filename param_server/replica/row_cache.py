@@ -36,8 +36,8 @@ from roostream.schema.schema import Schema
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.lookup import Lookup
 
-_LEAST_KEYS = 64
-_MOST_WAITING = 64  # gathers whose misses are to be read later
+_MIN_KEYS = 64
+_MAX_WAITING = 64  # gathers whose misses are to be read later
 _ALL = (1 << 64) - 1
 _SEQUENCE_BITS = 40
 
@@ -68,7 +68,7 @@ class RowCache:
         self.needs_bootstrap = True
         self.num_asked = self.num_missed = self.num_unread = self.num_passed = 0
         keys = policy.max_bytes // sum(bytes_of_a_row(tables[0].dim) for tables in schema.stacks.values())
-        capacity = 1 << (max(keys, _LEAST_KEYS).bit_length() - 1)
+        capacity = 1 << (max(keys, _MIN_KEYS).bit_length() - 1)
         self._stacks = {
             name: CachedStack(tables, seed=seed, num_buckets=num_buckets, capacity=capacity)
             for name, tables in schema.stacks.items()
@@ -77,7 +77,7 @@ class RowCache:
             name: np.zeros(num_buckets, np.uint64) for name in schema.stacks
         }  # B: newest version applied
         self._lock = threading.Lock()
-        self._waiting: deque[Mapping[str, Keys]] = deque(maxlen=_MOST_WAITING)
+        self._waiting: deque[Mapping[str, Keys]] = deque(maxlen=_MAX_WAITING)
         self._asked = threading.Event()
         self._of_thread = threading.local()
 

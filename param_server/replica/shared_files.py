@@ -30,8 +30,8 @@ from roostream.schema.schema import Schema
 MAGIC, FORMAT = int.from_bytes(b"ROOROWS1", "little"), 1
 READY, CURRENT_MS, NUM_ROWS, GENERATIONS = 6, 7, 8, 64
 FIRST = 64
-_MOST_STACKS = 448
-_HEAD_BYTES = 8 * (GENERATIONS + _MOST_STACKS)
+_MAX_STACKS = 448
+_HEAD_BYTES = 8 * (GENERATIONS + _MAX_STACKS)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -52,9 +52,9 @@ class SharedFolder:
     """Where the files are. `identity` is what owner and readers must agree in."""
 
     def __init__(self, folder: Path, schema: Schema, seed: int) -> None:
-        if len(schema.stacks) > _MOST_STACKS:
+        if len(schema.stacks) > _MAX_STACKS:
             raise ConfigError(
-                f"expected at most {_MOST_STACKS} stacks for rows in shared memory, got {len(schema.stacks)}"
+                f"expected at most {_MAX_STACKS} stacks for rows in shared memory, got {len(schema.stacks)}"
             )
         self.folder, self.stacks = folder, list(schema.stacks)
         self.identity = (MAGIC, FORMAT, schema.fingerprint, seed & (1 << 64) - 1, _boot(), len(schema.stacks))

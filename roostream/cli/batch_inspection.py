@@ -22,7 +22,7 @@ from trainer.saved_batch import SavedBatch
 
 EXTREME = 1e6
 """Numbers whose magnitude is above this are named: in the schema such a feature wants a transform."""
-MOST_LARGEST = 5
+MAX_LARGEST = 5
 
 
 def inspected(saved: SavedBatch) -> dict[str, Any]:
@@ -179,12 +179,12 @@ def _largest(batch: Batch) -> list[dict[str, Any]]:
             "offset": int(batch.offset_R[request]),
             "correction": bool(batch.correction_R[request]),
         }
-        for value, name, request in found[:MOST_LARGEST]
+        for value, name, request in found[:MAX_LARGEST]
     ]
 
 
 def _top(value_N: np.ndarray, name: str, request_N: np.ndarray) -> list[tuple[float, str, int]]:
-    order = np.argsort(-np.abs(value_N), kind="stable")[:MOST_LARGEST]
+    order = np.argsort(-np.abs(value_N), kind="stable")[:MAX_LARGEST]
     return [(float(value_N[n]), name, int(request_N[n])) for n in order.tolist()]
 
 

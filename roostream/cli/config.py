@@ -27,7 +27,7 @@ class AuditorConfig(Deployment):
         HORIZON_MS, "of event time, for which settled ids are remembered; 0 = for ever", least=0
     )
     save_interval_ms: int = setting(15_000, "between two saves of the sums", least=100)
-    most_waiting: int = setting(
+    max_waiting: int = setting(
         1_000_000, "inputs that may wait for the joiner before no more are read", least=1
     )
 

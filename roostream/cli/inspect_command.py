@@ -142,7 +142,7 @@ def skew_rows(told: Mapping[str, Any]) -> Iterator[Row]:
             f"version {version or '(none)'}",
             f"{its['lists']:,} lists: {judged or 'none scored'}; largest {its['largest']:.3g}",
         )
-    for one in told["differing"][:_MOST_TOLD]:
+    for one in told["differing"][:_MAX_TOLD]:
         at = f"rows of commit {one['rows_of_commit']}, {one['rows_changed']:,} of them changed beside it"
         yield (
             f"{one['verdict']} {one['request_id']}",
@@ -150,7 +150,7 @@ def skew_rows(told: Mapping[str, Any]) -> Iterator[Row]:
         )
 
 
-_MOST_TOLD = 10
+_MAX_TOLD = 10
 
 
 def rows(told: Mapping[str, Any]) -> Iterator[Row]:

@@ -131,8 +131,8 @@ def stack_options(command: Any) -> Any:
                 help="that read a warehouse for workers",
             ),
             click.option(
-                "--most-readers",
-                "most_readers",
+                "--max-readers",
+                "max_readers",
                 type=int,
                 default=0,
                 show_default=True,

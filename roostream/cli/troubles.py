@@ -11,7 +11,7 @@ from typing import Any
 from infra.logs import last_lines
 
 _TIMEOUT_S = 0.5
-_MOST_BYTES = 1000
+_MAX_BYTES = 1000
 
 
 def troubles(programs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -38,7 +38,7 @@ def waits_for(probe: str) -> str:
     try:
         urllib.request.urlopen(probe, timeout=_TIMEOUT_S).close()
     except urllib.error.HTTPError as error:
-        return error.read(_MOST_BYTES).decode("utf-8", "replace").strip()
+        return error.read(_MAX_BYTES).decode("utf-8", "replace").strip()
     except (OSError, ValueError):
         return ""
     return ""

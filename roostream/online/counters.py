@@ -37,7 +37,7 @@ LISTS = "list"
 """What `Keys` call the fields that are remembered of a request."""
 Keys: TypeAlias = dict[str, np.ndarray]
 """Entity's name → int64 [k] keys of its states."""
-_MOST_LISTS = 200_000
+_MAX_LISTS = 200_000
 _DAY_MS, _HOUR_MS = 86_400_000, 3_600_000
 
 
@@ -119,7 +119,7 @@ class Counters:
             self._lists[fields.list_id] = ShownFields(
                 time_ms, {name: fields.request.get(name, 0) for name in ro}, item_n, candidate
             )
-            while len(self._lists) > _MOST_LISTS:
+            while len(self._lists) > _MAX_LISTS:
                 del self._lists[next(iter(self._lists))]
         else:
             if fields.has_ro and not any(known.request.values()):

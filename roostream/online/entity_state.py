@@ -40,7 +40,7 @@ class StateForm:
 
 
 class EntityState:
-    """Changed in place; times are event times in ms. Bounded: see `most_bytes`."""
+    """Changed in place; times are event times in ms. Bounded: see `max_bytes`."""
 
     def __init__(self, form: StateForm) -> None:
         self.form = form
@@ -166,7 +166,7 @@ def state_from_bytes(form: StateForm, data: bytes) -> EntityState:
     return state
 
 
-def most_bytes(form: StateForm) -> int:
+def max_bytes(form: StateForm) -> int:
     """The longest that an entity's state can be."""
     row = 3 + 12 * len(form.layout.columns)
     lists = 16 * (sum(form.histories.values()) + sum(form.sets.values()))

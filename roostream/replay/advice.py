@@ -14,7 +14,7 @@ from roostream.schema.schema import Schema
 
 _FAR_FROM_PRIOR = 5.0
 _FEW = 1000  # candidates below which a share says little
-_MOST_NAMED = 5
+_MAX_NAMED = 5
 
 
 def advice(
@@ -33,8 +33,8 @@ def _actions(schema: Schema, survey: Survey) -> Iterator[str]:
         | {c.event for c in schema.counters} - {"", SHOWN}
     )
     if unnamed := [a for a in survey.actions if a not in wanted]:
-        shown = ", ".join(f"{a!r} ({survey.actions[a]}{nearest(a, wanted)})" for a in unnamed[:_MOST_NAMED])
-        more = f" and {len(unnamed) - _MOST_NAMED} more" if len(unnamed) > _MOST_NAMED else ""
+        shown = ", ".join(f"{a!r} ({survey.actions[a]}{nearest(a, wanted)})" for a in unnamed[:_MAX_NAMED])
+        more = f" and {len(unnamed) - _MAX_NAMED} more" if len(unnamed) > _MAX_NAMED else ""
         yield f"actions of the log that no [[label]], no [[counter]] and not [online] click names: {shown}{more}"
     for label in schema.labels:
         if label.action not in survey.actions:
@@ -52,7 +52,7 @@ def _actions(schema: Schema, survey: Survey) -> Iterator[str]:
         near = nearest(schema.online.click, survey.actions)
         yield (
             f"[online] click = {schema.online.click!r}: no engagement of the log has this action{near}; "
-            f"{', '.join(of_clicks[:_MOST_NAMED])} see no clicks"
+            f"{', '.join(of_clicks[:_MAX_NAMED])} see no clicks"
         )
 
 

@@ -23,7 +23,7 @@ Id = int | str
 MAX_NAME_BYTES = 64
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)
 _POSITIONS = 1 << 31
-_MOST_TOLD = 10
+_MAX_TOLD = 10
 
 
 class LogError(RoostreamError):
@@ -92,7 +92,7 @@ class LineReader:
         if not self.skip_bad:
             raise LogError(message) from None
         self._num_skipped += 1
-        if len(self._first_skipped) < _MOST_TOLD:
+        if len(self._first_skipped) < _MAX_TOLD:
             self._first_skipped.append(message)
 
     def skipped(self) -> Skipped:

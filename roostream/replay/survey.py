@@ -19,8 +19,8 @@ from roostream.wire import roo_pb2 as pb
 from roostream.wire.columns import Columns, Side, columns_of, missing_bits
 
 _ROWS_AT_ONCE = 4096
-_MOST_ACTIONS = 1000
-_MOST_ORIGINS = 1 << 18
+_MAX_ACTIONS = 1000
+_MAX_ORIGINS = 1 << 18
 OTHER = "(more)"
 
 
@@ -45,9 +45,7 @@ class Survey:
         self.origins.add(event)
         if not isinstance(event, Request):
             action = printable(event.action)
-            self.actions[
-                action if action in self.actions or len(self.actions) < _MOST_ACTIONS else OTHER
-            ] += 1
+            self.actions[action if action in self.actions or len(self.actions) < _MAX_ACTIONS else OTHER] += 1
             return
         num_rows = len(event.items_n)
         self.num_impressions += 1
@@ -164,7 +162,7 @@ class _Coverage:
 class Origins:
     """Where in the log the newest events came from, for dead letters, which know ids alone."""
 
-    def __init__(self, most: int = _MOST_ORIGINS) -> None:
+    def __init__(self, most: int = _MAX_ORIGINS) -> None:
         self._where: dict[int | str, str] = {}
         self._order: deque[int | str] = deque()
         self._most = most

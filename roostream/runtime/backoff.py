@@ -27,15 +27,15 @@ class Backoff:
         what: str,
         timeout_s: float | None = None,
         first_s: float = 0.1,
-        most_s: float = 2.0,
+        max_s: float = 2.0,
         clock: Clock | None = None,
         say_every_s: float = 30.0,
     ) -> None:
-        self.what, self.timeout_s, self.first_s, self.most_s, self.say_every_s = (
+        self.what, self.timeout_s, self.first_s, self.max_s, self.say_every_s = (
             what,
             timeout_s,
             first_s,
-            most_s,
+            max_s,
             say_every_s,
         )
         self.clock = clock or SystemClock()
@@ -85,4 +85,4 @@ class Backoff:
             self._said = now or 1e-9
         if self.clock.sleep(self._delay_s * random.uniform(0.5, 1.0), stop):
             raise UnavailableError(f"stopped while waiting for {self.what}")
-        self._delay_s = min(self._delay_s * 2, self.most_s)
+        self._delay_s = min(self._delay_s * 2, self.max_s)

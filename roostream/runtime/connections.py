@@ -16,7 +16,7 @@ import numpy as np
 
 from roostream.runtime import frames
 
-LEAST_BYTES_PER_S = 1e6  # of a peer that is given time by the size of what it sends or takes
+MIN_BYTES_PER_S = 1e6  # of a peer that is given time by the size of what it sends or takes
 
 _SOCKET_BYTES = 4 << 20
 _RECORD_BYTES = 1 << 14  # of TLS: what one write sends at most
@@ -105,7 +105,7 @@ def receive(
     _fill(connection, head[got:], deadline)
     prefix = frames.parse_prefix(head, max_frame_bytes)
     if frame_s is not None and deadline is not None:
-        deadline += prefix.payload_bytes / LEAST_BYTES_PER_S
+        deadline += prefix.payload_bytes / MIN_BYTES_PER_S
     header = memoryview(bytearray(prefix.header_bytes))
     _fill(connection, header, deadline)
     body = frames.parse_header(prefix, header)

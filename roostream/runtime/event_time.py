@@ -24,20 +24,20 @@ NUM_RECENT = 15
 
 
 class StepTime(Struct, array_like=True):
-    """The newest time, in steps of at most `most_ms` for a single event. START before the first one, which is believed."""
+    """The newest time, in steps of at most `max_ms` for a single event. START before the first one, which is believed."""
 
     newest_ms: int = START
     unconfirmed_ms: int = _NONE  # of the event before, if that was a jump
 
-    def event(self, time_ms: int, most_ms: int) -> None:
-        """An event moves it to its own time, unless that is a jump of more than `most_ms`: then the next event has to confirm it,
+    def event(self, time_ms: int, max_ms: int) -> None:
+        """An event moves it to its own time, unless that is a jump of more than `max_ms`: then the next event has to confirm it,
         and the smaller of the two counts."""
-        is_jump = time_ms > self.newest_ms + most_ms and self.newest_ms != START
+        is_jump = time_ms > self.newest_ms + max_ms and self.newest_ms != START
         if is_jump and self.unconfirmed_ms == _NONE:
             self.unconfirmed_ms = time_ms
             return
         self.newest_ms = max(self.newest_ms, min(time_ms, self.unconfirmed_ms) if is_jump else time_ms)
-        self.unconfirmed_ms = time_ms if time_ms > self.newest_ms + most_ms else _NONE
+        self.unconfirmed_ms = time_ms if time_ms > self.newest_ms + max_ms else _NONE
 
 
 class RecentTimes:

@@ -37,7 +37,7 @@ STUCK_S = 60.0
 
 _KEPT_RESULTS = 256
 _CALL_TIMEOUT_S = 3.0
-_LEAST_BETWEEN_S = 0.05
+_MIN_BETWEEN_S = 0.05
 
 
 def refusal_of(error: Exception) -> Result:
@@ -131,13 +131,13 @@ class Member:
         self._crew.start("member-answers", self._answer_loop)
         return self
 
-    def leave(self, ending: StopBudget, least_s: float) -> bool:
+    def leave(self, ending: StopBudget, min_s: float) -> bool:
         """Tell that this member goes, and wait until nothing that was trained is lost by it. False: no controller answers, or no
-        more than `least_s` of `ending` is left."""
+        more than `min_s` of `ending` is left."""
         self._leaving = True
         self._told.set()
-        while self._reached and not self._free and ending.left_s() > least_s:
-            self.clock.sleep(_LEAST_BETWEEN_S)
+        while self._reached and not self._free and ending.left_s() > min_s:
+            self.clock.sleep(_MIN_BETWEEN_S)
         return self._free
 
     def join(self, timeout_s: float = 5.0) -> bool:
@@ -152,9 +152,9 @@ class Member:
             while not self.stop.is_set():
                 began_s = self.clock.monotonic_s()
                 is_news = backoff.until(lambda: self.beat(transport), (RoostreamError,), self.stop)
-                if not is_news and self.clock.monotonic_s() - began_s < _LEAST_BETWEEN_S:
+                if not is_news and self.clock.monotonic_s() - began_s < _MIN_BETWEEN_S:
                     self.clock.sleep(
-                        _LEAST_BETWEEN_S, self.stop
+                        _MIN_BETWEEN_S, self.stop
                     )  # a command in hand is given again at once: don't spin
         except RoostreamError:
             log.debug("stopped while waiting for the controller")

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("roostream.metrics")
 
-MOST_AT_ONCE = 64  # connections; more are closed at once
-MOST_S = 30.0  # of a connection, from its beginning to its end
+MAX_AT_ONCE = 64  # connections; more are closed at once
+MAX_S = 30.0  # of a connection, from its beginning to its end
 SILENT_S = 10.0  # that it may say nothing
 BUCKETS_S = (
     0.0005,
@@ -299,7 +299,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._places = threading.BoundedSemaphore(MOST_AT_ONCE)
+        self._places = threading.BoundedSemaphore(MAX_AT_ONCE)
         self._begun_s: dict[socket.socket, float] = {}
 
     def get_request(self) -> tuple[Any, Any]:
@@ -326,7 +326,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     def service_actions(self) -> None:
         """Twice a second, from the accepting thread."""
         for connection, begun_s in list(self._begun_s.items()):
-            if time.monotonic() - begun_s > MOST_S:
+            if time.monotonic() - begun_s > MAX_S:
                 with contextlib.suppress(OSError):
                     socket.socket.shutdown(
                         connection, socket.SHUT_RDWR

@@ -187,8 +187,8 @@ class RpcServer:
             return False
         wait_s = IDLE_S if dialled.has_called else FIRST_CALL_S
         dialled.admitted = dialled.admitted or not self.keys.tokens
-        most_bytes = self.max_frame_bytes if dialled.admitted else 0
-        received = connections.receive(connection, time.monotonic() + wait_s, most_bytes, FRAME_S)
+        max_bytes = self.max_frame_bytes if dialled.admitted else 0
+        received = connections.receive(connection, time.monotonic() + wait_s, max_bytes, FRAME_S)
         if received is None:
             return False
         dialled.busy = True
@@ -201,7 +201,7 @@ class RpcServer:
                 answer = self._greeted(dialled, body["method"], header)
             else:
                 answer = self._answer(body["method"], header, arrays)
-            size_s = sum(len(buffer) for buffer in answer) / connections.LEAST_BYTES_PER_S
+            size_s = sum(len(buffer) for buffer in answer) / connections.MIN_BYTES_PER_S
             connections.send(connection, answer, time.monotonic() + FRAME_S + size_s)
         finally:
             dialled.busy, dialled.has_called, dialled.since_s = False, True, time.monotonic()

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from prometheus_client.parser import text_string_to_metric_families
 
-_MOST_BYTES = 4 << 20
+_MAX_BYTES = 4 << 20
 
 
 class Scraped:
@@ -72,7 +72,7 @@ def parse(text: str) -> Scraped:
 def fetch(url: str, timeout_s: float = 1.0) -> Scraped:
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as answer:
-            return parse(answer.read(_MOST_BYTES).decode("utf-8", "replace"))
+            return parse(answer.read(_MAX_BYTES).decode("utf-8", "replace"))
     except (OSError, http.client.HTTPException):
         return Scraped()
 

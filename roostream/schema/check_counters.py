@@ -6,12 +6,12 @@ from functools import partial
 
 from roostream.errors import SchemaError, nearest
 from roostream.online.counter_plan import ITEM, OWN_OF_REQUEST, USER, field_sides, plan_of
-from roostream.online.entity_state import most_bytes
-from roostream.schema.counter_declaration import MOST_COUNTERS, CounterDeclaration, built_in
+from roostream.online.entity_state import max_bytes
+from roostream.schema.counter_declaration import MAX_COUNTERS, CounterDeclaration, built_in
 from roostream.schema.expand import Lines
 from roostream.schema.schema import Schema
 
-MOST_STATE_BYTES = 256 * 1024
+MAX_STATE_BYTES = 256 * 1024
 _OF_REQUEST_ALONE = ("history", "length", "distinct")
 
 
@@ -21,9 +21,9 @@ def check_counters(schema: Schema, places: Lines, taken: tuple[str, ...]) -> Non
     Raises:
         SchemaError: the first that doesn't go; names file and line.
     """
-    if len(schema.counters) > MOST_COUNTERS:
+    if len(schema.counters) > MAX_COUNTERS:
         raise SchemaError(
-            f"{places.place.of('counter')}expected at most {MOST_COUNTERS} counters, got {len(schema.counters)}; remove some"
+            f"{places.place.of('counter')}expected at most {MAX_COUNTERS} counters, got {len(schema.counters)}; remove some"
         )
     names = {*taken, *(c.name for c in built_in())}
     for row, counter in enumerate(schema.counters):
@@ -37,9 +37,9 @@ def check_counters(schema: Schema, places: Lines, taken: tuple[str, ...]) -> Non
             _check_field(schema, counter, counter.of, at("of"))
         _check_entity(schema, counter, at("entity"))
     for name, form in schema.derived(plan_of).forms.items():
-        if (most := most_bytes(form)) > MOST_STATE_BYTES:
+        if (most := max_bytes(form)) > MAX_STATE_BYTES:
             raise SchemaError(
-                f"{places.place.of('counter')}expected a state of {name!r} of at most {MOST_STATE_BYTES} bytes, got {most}; "
+                f"{places.place.of('counter')}expected a state of {name!r} of at most {MAX_STATE_BYTES} bytes, got {most}; "
                 "shorten its histories or remove counters of it"
             )
 

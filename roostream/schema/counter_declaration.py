@@ -13,7 +13,7 @@ Aggregation = Literal[
     "count", "rate", "expected", "since", "age", "last", "history", "length", "distinct", "in_last_list"
 ]
 HALF_LIVES = {"10m": 600_000, "1h": 3_600_000, "6h": 21_600_000, "24h": 86_400_000}
-MOST_COUNTERS = 256
+MAX_COUNTERS = 256
 MAX_DISTINCT = 512
 _DEFAULT_DISTINCT = 64
 _SPANS: dict[str, tuple[str, ...]] = {

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 from roostream.errors import SchemaError
 from roostream.schema.toml_file import Place
 
-MOST_ROWS = 4096
-_MOST_LENGTH = 64
-_MOST_DEEP = 8
+MAX_ROWS = 4096
+_MAX_LENGTH = 64
+_MAX_DEEP = 8
 _SECTIONS = ("ro", "nro", "counter", "label", "transform")
 _BOUND = {"ro": ("online", "table"), "nro": ("online", "table"), "counter": ("event", "half_life", "window")}
 _BESIDE = ("rank", "share")  # within a request: kept beside the input; other operations replace it
@@ -55,7 +55,7 @@ class Expanded(NamedTuple):
 
 
 def expand(raw: Mapping[str, Any], place: Place) -> Expanded:
-    """The long form of a parsed schema file; time and memory are bounded by MOST_ROWS a section.
+    """The long form of a parsed schema file; time and memory are bounded by MAX_ROWS a section.
 
     Raises:
         SchemaError: braces that don't close or are empty, bound keys that don't go together, too many rows; names file
@@ -78,9 +78,9 @@ def expand(raw: Mapping[str, Any], place: Place) -> Expanded:
         for block, row in enumerate(given):
             try:
                 new = _rows(section, row)
-                if len(rows) + len(new) > MOST_ROWS:
+                if len(rows) + len(new) > MAX_ROWS:
                     raise SchemaError(
-                        f"expected at most {MOST_ROWS} [[{section}]] in all, got more; split the schema"
+                        f"expected at most {MAX_ROWS} [[{section}]] in all, got more; split the schema"
                     )
             except SchemaError as error:
                 raise SchemaError(f"{place.of(section, block)}[[{section}]]: {error}") from None
@@ -94,7 +94,7 @@ def names_of(pattern: str) -> tuple[str, ...]:
     """What a pattern stands for: `ctr_{10m,1h}` → `("ctr_10m", "ctr_1h")`; a plain name is its own only one.
 
     Raises:
-        SchemaError: a brace without its other half, an empty item, braces more than 8 deep, more than MOST_ROWS names, a
+        SchemaError: a brace without its other half, an empty item, braces more than 8 deep, more than MAX_ROWS names, a
             name longer than 64.
     """
     names, end = _sequence(pattern, 0, depth=0)
@@ -115,21 +115,21 @@ def _sequence(pattern: str, at: int, depth: int) -> tuple[list[str], int]:
             literal = re.compile(r"[^{},]+" if depth else r"[^{}]+").match(pattern, at)
             assert literal
             items, at = [literal[0].strip() if depth else literal[0]], literal.end()
-        if len(names) * len(items) > MOST_ROWS:
-            raise SchemaError(f"{pattern[:80]!r}: expected at most {MOST_ROWS} names, got more; split it")
+        if len(names) * len(items) > MAX_ROWS:
+            raise SchemaError(f"{pattern[:80]!r}: expected at most {MAX_ROWS} names, got more; split it")
         names = [name + item for name in names for item in items]
-        if max(map(len, names)) > _MOST_LENGTH:
+        if max(map(len, names)) > _MAX_LENGTH:
             raise SchemaError(
-                f"{pattern[:80]!r}: expected names of at most {_MOST_LENGTH} characters, got longer; shorten it"
+                f"{pattern[:80]!r}: expected names of at most {_MAX_LENGTH} characters, got longer; shorten it"
             )
     return names, at
 
 
 def _braces(pattern: str, start: int, depth: int) -> tuple[list[str], int]:
     """Items of the braces that open at `start`, and the place behind them."""
-    if depth > _MOST_DEEP:
+    if depth > _MAX_DEEP:
         raise SchemaError(
-            f"{pattern[:80]!r}: expected braces at most {_MOST_DEEP} deep, got deeper; write it as several names"
+            f"{pattern[:80]!r}: expected braces at most {_MAX_DEEP} deep, got deeper; write it as several names"
         )
     items: list[str] = []
     at = start
@@ -142,8 +142,8 @@ def _braces(pattern: str, start: int, depth: int) -> tuple[list[str], int]:
                 f"{pattern[:80]!r}: expected a name between braces and commas, got none at {at}; remove the comma"
             )
         items += names
-        if len(items) > MOST_ROWS:
-            raise SchemaError(f"{pattern[:80]!r}: expected at most {MOST_ROWS} names, got more; split it")
+        if len(items) > MAX_ROWS:
+            raise SchemaError(f"{pattern[:80]!r}: expected at most {MAX_ROWS} names, got more; split it")
     return items, at + 1
 
 
@@ -208,9 +208,9 @@ def _transforms(row: dict[str, Any]) -> list[dict[str, Any]]:
     inputs: list[str] = []
     for pattern in _listed(row, "inputs" if "inputs" in row else "input"):
         inputs += names_of(pattern)
-        if len(inputs) * len(ops) > MOST_ROWS:
+        if len(inputs) * len(ops) > MAX_ROWS:
             raise SchemaError(
-                f"expected at most {MOST_ROWS} inputs times operations, got more; split the transform"
+                f"expected at most {MAX_ROWS} inputs times operations, got more; split the transform"
             )
     output = row.get("output", "{input}")
     if len(inputs) > 1 and isinstance(output, str) and "{input}" not in output:

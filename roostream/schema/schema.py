@@ -231,7 +231,7 @@ class Schema:
     online: Online = dataclasses.field(default_factory=Online)
 
     def __post_init__(self) -> None:
-        check_text("name", self.name, most_bytes=200)
+        check_text("name", self.name, max_bytes=200)
 
     @cached_property
     def fingerprint(self) -> int:

@@ -153,10 +153,10 @@ def check_name(what: str, name: str, key: str = "name") -> None:
         )
 
 
-def check_text(key: str, text: str, most_bytes: int = 64) -> None:
+def check_text(key: str, text: str, max_bytes: int = 64) -> None:
     """Raises Refusal: empty, too long, or not fit to be shown in a line."""
-    if not text or len(text.encode()) > most_bytes or not text.isprintable():
-        raise refusal(key, f"a printable text of 1..{most_bytes} bytes", text)
+    if not text or len(text.encode()) > max_bytes or not text.isprintable():
+        raise refusal(key, f"a printable text of 1..{max_bytes} bytes", text)
 
 
 def parse_duration_ms(text: str | int | float) -> int:

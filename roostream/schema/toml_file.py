@@ -204,7 +204,7 @@ class _TomlWalk:
         return self._line
 
 
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 """Of a file that is referred to: a secret or an address, not a data set."""
 
 _REFERENCE = re.compile(r"\$(\$\{)|\$\{([^{}]*)\}")
@@ -280,12 +280,12 @@ def _one(found: re.Match[str], environ: Mapping[str, str]) -> str:
 def _content(path: str) -> str:
     try:
         with open(Path(path), encoding="utf-8") as file:
-            text = file.read(MOST_BYTES + 1)
+            text = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or "not UTF-8"
         raise ConfigError(f"expected a file that can be read at {path}, got none ({why}); mount it") from None
-    if len(text) > MOST_BYTES:
+    if len(text) > MAX_BYTES:
         raise ConfigError(
-            f"expected at most {MOST_BYTES} bytes at {path}, got more; refer to the secret's own file"
+            f"expected at most {MAX_BYTES} bytes at {path}, got more; refer to the secret's own file"
         )
     return text.removesuffix("\n").removesuffix("\r")

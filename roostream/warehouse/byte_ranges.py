@@ -15,7 +15,7 @@ from typing import NamedTuple
 from roostream.errors import RoostreamError
 from roostream.runtime.checkpoint_store import CheckpointStore
 
-MOST_OVER_READ = 0.08
+MAX_OVER_READ = 0.08
 SMALL_BYTES = 4096
 """So much may be read in vain whatever is needed: between columns lie some 70 bytes, in a tiny file more than 8 %."""
 
@@ -28,7 +28,7 @@ class ByteRange(NamedTuple):
 
 
 def merged(
-    needed: Iterable[ByteRange], over_read: float = MOST_OVER_READ, small: int = SMALL_BYTES
+    needed: Iterable[ByteRange], over_read: float = MAX_OVER_READ, small: int = SMALL_BYTES
 ) -> list[ByteRange]:
     """The fewest ranges that hold all of `needed` and at most `over_read` times as many bytes that aren't needed, or `small`
     bytes, where that is more; with `over_read` 0 none.

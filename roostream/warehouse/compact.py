@@ -145,10 +145,10 @@ def with_latest(rows: FileRows, writer: Schema, latest: Latest) -> FileRows:
     return FileRows(columns={**rows.columns, **new}, forms={**rows.forms, **forms}, counts_R=rows.counts_R)
 
 
-def cut(rows: FileRows, most_rows: int) -> list[FileRows]:
+def cut(rows: FileRows, max_rows: int) -> list[FileRows]:
     """In pieces of at most so many rows."""
     count = len(rows.counts_R)
-    return [take(rows, np.arange(at, min(at + most_rows, count))) for at in range(0, count, most_rows)]
+    return [take(rows, np.arange(at, min(at + max_rows, count))) for at in range(0, count, max_rows)]
 
 
 def latest_forms(writer: Schema) -> dict[str, Form]:

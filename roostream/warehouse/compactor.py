@@ -175,7 +175,7 @@ class Compactor:
             )
             made += [
                 write_rows(self.warehouse.store, piece, place, order)
-                for piece in cut(rows, self.config.most_rows)
+                for piece in cut(rows, self.config.max_rows)
             ]
         return made
 

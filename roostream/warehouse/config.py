@@ -53,7 +53,7 @@ class CompactorConfig(Housed, Watched):
         least=0,
         most=30 * 86_400_000,
     )
-    most_rows: int = setting(1 << 18, "requests of a sealed file", least=1)
+    max_rows: int = setting(1 << 18, "requests of a sealed file", least=1)
     keep_days: int = setting(
         0, "days of close that are kept, the newest first; 0 = all", least=0, most=100_000
     )

@@ -20,7 +20,7 @@ from roostream.errors import CheckpointError, SchemaError
 from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.schema.schema import Registry, Schema
 from roostream.warehouse import layout
-from roostream.warehouse.byte_ranges import MOST_OVER_READ, ByteRange, RangedFile, merged
+from roostream.warehouse.byte_ranges import MAX_OVER_READ, ByteRange, RangedFile, merged
 from roostream.warehouse.data_file import DataFile
 from roostream.warehouse.file_writer import FOOTER_KEY, FORMATS
 from roostream.warehouse.pages.page_footer import Chunks, leaves
@@ -36,7 +36,7 @@ class SampleFile:
     """One file of a table. Opening it reads its footer. Not thread-safe."""
 
     def __init__(
-        self, store: CheckpointStore, table: str, file: DataFile, *, over_read: float = MOST_OVER_READ
+        self, store: CheckpointStore, table: str, file: DataFile, *, over_read: float = MAX_OVER_READ
     ) -> None:
         """`table`: its folder.
 

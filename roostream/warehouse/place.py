@@ -17,7 +17,7 @@ from roostream.runtime.checkpoint_store import CheckpointStore, open_store
 from roostream.schema.registry import open_registry
 from roostream.schema.schema import Registry
 from roostream.warehouse.archive import CORRECTIONS, SAMPLES
-from roostream.warehouse.byte_ranges import MOST_OVER_READ
+from roostream.warehouse.byte_ranges import MAX_OVER_READ
 from roostream.warehouse.data_file import DataFile
 from roostream.warehouse.delta_table import WarehouseTable
 from roostream.warehouse.file_reader import SampleFile
@@ -54,7 +54,7 @@ class Warehouse:
         for table in self.tables.values():
             table.create()
 
-    def open_file(self, table: str, file: DataFile, over_read: float = MOST_OVER_READ) -> SampleFile:
+    def open_file(self, table: str, file: DataFile, over_read: float = MAX_OVER_READ) -> SampleFile:
         """Raises as `SampleFile`."""
         return SampleFile(self.store, table, file, over_read=over_read)
 

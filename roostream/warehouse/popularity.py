@@ -20,7 +20,7 @@ from roostream.warehouse.place import COLUMN_ORDER
 from roostream.warehouse.statistics import SIDES
 from roostream.wire.columnar import feature_columns, forms
 
-MOST_SESSIONS = 200
+MAX_SESSIONS = 200
 _ASKED = "popularity/asked"
 
 
@@ -32,7 +32,7 @@ def note_asked(
     with contextlib.suppress(UnavailableError):
         if not store.create(f"{_ASKED}/{version:012d}-{digest}", json.dumps(sorted(features)).encode()):
             return
-        for name in store.list(_ASKED)[:-MOST_SESSIONS]:
+        for name in store.list(_ASKED)[:-MAX_SESSIONS]:
             store.delete(name)
         store.put(COLUMN_ORDER, json.dumps(column_order(schema, hit_rates(asked(store)))).encode())
 
@@ -44,7 +44,7 @@ def asked(store: CheckpointStore) -> list[frozenset[str]]:
         UnavailableError: the store can't be read now.
     """
     found = []
-    for name in store.list(_ASKED)[-MOST_SESSIONS:]:
+    for name in store.list(_ASKED)[-MAX_SESSIONS:]:
         try:
             said = json.loads(store.get(name))
         except (CheckpointError, ValueError):  # another one forgot it, or it is damaged

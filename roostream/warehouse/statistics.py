@@ -18,7 +18,7 @@ from roostream.wire.feature_histograms import MOVED, Histograms, float_bins, lis
 
 FELL = 0.1
 """Coverage that is lower than the day before by so much is told."""
-LEAST_ROWS = 500
+MIN_ROWS = 500
 """Rows of a day below which nothing is told of it: a few say little."""
 SIDES: tuple[Side, ...] = ("ro", "nro")
 
@@ -106,7 +106,7 @@ def alerts(report: Mapping[str, Mapping[str, Mapping[str, float | None]]]) -> li
     before: Mapping[str, Mapping[str, float | None]] = {}
     for day, features in report.items():
         for name, its in features.items():
-            if (its["rows"] or 0) < LEAST_ROWS:
+            if (its["rows"] or 0) < MIN_ROWS:
                 continue
             found += [f"{day}: {name} {what}" for what in _wrong(its, before.get(name, {}))]
         before = features

@@ -48,7 +48,7 @@ class Layout(NamedTuple):
         str, ...
     ]  # C of them, `feature.column`: of each list its ids columns, then its time columns
     place_C2: np.ndarray  # int64: (k, c) of each: the c-th column of list k
-    most_columns: int
+    max_columns: int
     is_weighted: bool
 
 
@@ -65,7 +65,7 @@ def layout_of(schema: Schema, side: Side) -> Layout:
         place_C2=np.array(
             [(k, c) for k, names in enumerate(columns_K) for c in range(len(names))], np.int64
         ).reshape(-1, 2),
-        most_columns=max(map(len, columns_K), default=0),
+        max_columns=max(map(len, columns_K), default=0),
         is_weighted=any(f.kind == "weighted_ids" for f in lists),
     )
 
@@ -375,7 +375,7 @@ def _lists(
     starts = _starts(lengths_KN.ravel())
     list_C, column_C = layout.place_C2.T
     ends = _starts(lengths_KN.sum(axis=1, dtype=np.int64)[list_C])
-    base_KC = np.zeros((len(layout.keys), layout.most_columns), dtype=np.int64)
+    base_KC = np.zeros((len(layout.keys), layout.max_columns), dtype=np.int64)
     base_KC[list_C, column_C] = ends[:-1]
     out = Lists(
         lengths_KN=lengths_KN,

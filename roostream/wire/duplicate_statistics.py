@@ -36,7 +36,7 @@ from roostream.wire.dedup import (
 ARRANGEMENTS = ("logged", "clustered")
 EVERYTHING = "all request-only features"
 GROUPED = 0.99
-MOST_GROUPED = 256  # features that groups are looked for among: the lists first
+MAX_GROUPED = 256  # features that groups are looked for among: the lists first
 
 
 @dataclasses.dataclass
@@ -184,7 +184,7 @@ class _Arranged:
 
 def _together(features: list[str], window: _Arranged) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Groups of two or more that change together, and that stay often enough to be worth it in a session without end."""
-    same = {name: window.same_P((name,)) for name in features[:MOST_GROUPED]}
+    same = {name: window.same_P((name,)) for name in features[:MAX_GROUPED]}
     left = [name for name, same_P in same.items() if same_P.mean() >= 1 - 1 / WORTH]
     while left:
         first, *others = left

@@ -59,10 +59,10 @@ def any_infinite(buf: np.ndarray, span: np.ndarray, nan_too: bool) -> bool:
 
 
 @njit(cache=True, nogil=True)
-def any_beyond(buf: np.ndarray, span: np.ndarray, most_bits: int) -> bool:
-    """Whether the float32s in `span` hold one of a larger magnitude than that of the bits `most_bits`, or a NaN."""
+def any_beyond(buf: np.ndarray, span: np.ndarray, max_bits: int) -> bool:
+    """Whether the float32s in `span` hold one of a larger magnitude than that of the bits `max_bits`, or a NaN."""
     for at in range(span[0], span[1], 4):
-        if u32(buf, at) & 0x7FFFFFFF > most_bits:
+        if u32(buf, at) & 0x7FFFFFFF > max_bits:
             return True
     return False
 

@@ -22,7 +22,7 @@ from serving.http.body import JSON, ClientGoneError, Intake, respond
 log = logging.getLogger("roostream.serving.admin")
 
 MAX_BODY_BYTES = 64 << 10
-MOST_CONNECTIONS = 32
+MAX_CONNECTIONS = 32
 DEADLINE_S = 5.0  # for a body
 _LOOK_S = 0.2  # for the stop
 
@@ -32,7 +32,7 @@ class AdminInterface:
 
     def __init__(self, desk: AdminDesk, token: AdminToken | Keyring) -> None:
         self.desk, self.token = desk, token
-        self.intake = Intake(MAX_BODY_BYTES, MOST_CONNECTIONS * MAX_BODY_BYTES)
+        self.intake = Intake(MAX_BODY_BYTES, MAX_CONNECTIONS * MAX_BODY_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers: dict[str, str] = {}
@@ -71,7 +71,7 @@ def run(app: AdminInterface, bound: socket.socket, tls: Tls | None, stop: thread
 
 
 async def _serve(app: AdminInterface, bound: socket.socket, tls: Tls | None, stop: threading.Event) -> None:
-    server = http_server.other_server(app, MOST_CONNECTIONS, tls)
+    server = http_server.other_server(app, MAX_CONNECTIONS, tls)
     serving = asyncio.create_task(server.serve(sockets=[bound]))
     while not stop.is_set() and not serving.done():
         await asyncio.sleep(_LOOK_S)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from roostream.schema.settings import Refusal
 
-LEAST_BYTES = 16
+MIN_BYTES = 16
 _SCHEME = "bearer "
 
 
@@ -32,11 +32,11 @@ def read_token(file: str) -> AdminToken:
     except (OSError, UnicodeDecodeError) as error:
         raise Refusal("admin_token_file", f"expected a file with a token, got {file!r}: {error}") from None
     token = lines[0].strip() if lines else ""
-    if len(token.encode()) < LEAST_BYTES:
+    if len(token.encode()) < MIN_BYTES:
         do = "write one with: openssl rand -hex 32"
         raise Refusal(
             "admin_token_file",
-            f"expected a first line of at least {LEAST_BYTES} bytes in {file!r}, got fewer; {do}",
+            f"expected a first line of at least {MIN_BYTES} bytes in {file!r}, got fewer; {do}",
         )
     return AdminToken(token)
 

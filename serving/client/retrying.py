@@ -17,7 +17,7 @@ from serving.client.failure import ServingError
 AGAIN = frozenset({0, 408, 429, 502, 503, 504})
 ONCE_MORE = frozenset({500})  # a defect of the request's way through a process may be that of one process
 DEADLINE_HEADER = "x-deadline-ms"
-_MOST_SHOWN = 200
+_MAX_SHOWN = 200
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,13 +27,13 @@ class RetryPolicy:
     deadline_ms: int = 1000  # of a call that gives none itself
     retries: int = 3  # after the first attempt; 0 = never
     first_s: float = 0.05  # pause before the first retry; each later one is twice as long
-    most_s: float = 2.0
+    max_s: float = 2.0
     draw: Callable[[], float] = random.random  # jitter, in [0, 1)
 
     def pause_s(self, attempt: int, asked_s: float) -> float:
         """Before the retry after the `attempt`-th try: not shorter than the server asked for, and never the same for all."""
         jitter = 0.5 + self.draw() / 2
-        return max(asked_s * (1 + self.draw() / 4), min(self.first_s * 2**attempt, self.most_s) * jitter)
+        return max(asked_s * (1 + self.draw() / 4), min(self.first_s * 2**attempt, self.max_s) * jitter)
 
 
 class Call(NamedTuple):
@@ -113,7 +113,7 @@ def error_of(reply: Reply) -> ServingError:
     call_id = reply.headers.get("x-request-id", "")
     fault = _fault(reply.body)
     if fault is None:
-        said = printable(reply.body[:_MOST_SHOWN].decode(errors="replace")) or "no body"
+        said = printable(reply.body[:_MAX_SHOWN].decode(errors="replace")) or "no body"
         return ServingError(
             reply.status,
             f"http_{reply.status}",

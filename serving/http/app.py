@@ -70,7 +70,7 @@ class HttpInterface:
         self.log_filter = SeldomFilter(seldom)
         self.intake = Intake(parts.config.max_body_bytes, parts.config.max_reading_bytes)
         rank = RankEndpoint(parts, self.intake, seldom)
-        self.gate, self._most_s = rank.gate, parts.config.deadline_ms / 1000
+        self.gate, self._max_s = rank.gate, parts.config.deadline_ms / 1000
         is_plain = parts.keys is None and not parts.config.tracing
         self.whole = WholeRanks(rank) if is_plain else None
         self._traffic: dict[str, RankEndpoint | EngagementsEndpoint] = {
@@ -167,7 +167,7 @@ class HttpInterface:
         """The answer to what came on an idle connection, if it is a rank request and none can be let in now: before anything is
         read or parsed."""
         begin_s = time.perf_counter()
-        why = self.gate.why_not(self._most_s)
+        why = self.gate.why_not(self._max_s)
         if not why or not is_whole_post(data, RANK_PATH):
             return None
         self.parts.metrics.answered("rank", 429, time.perf_counter() - begin_s)

@@ -25,7 +25,7 @@ MAX_HEAD_BYTES = 32 << 10  # of a request's line and headers
 MAX_PIPELINED = 64  # requests of one connection that wait for their turn
 HEAD_S = 10.0  # from the first byte of a request (or from connecting) until its headers are complete
 LINGER_S = 5.0  # for the last answer to be taken
-_MOST_WHOLE = (
+_MAX_WHOLE = (
     MAX_HEAD_BYTES  # bytes of a request that is answered whole: what is longer rarely comes in one piece
 )
 
@@ -92,7 +92,7 @@ class LimitedProtocol(HttpToolsProtocol):
             if (
                 self.whole is not None
                 and self.whole.is_open
-                and len(data) <= _MOST_WHOLE
+                and len(data) <= _MAX_WHOLE
                 and is_whole_post(data, PATH)
             ):
                 self._ask_whole(self.whole, data)

@@ -144,7 +144,7 @@ async def _serve(
 
 
 async def _take_leave(
-    server: uvicorn.Server, bound: socket.socket, most_s: float, has_successor: bool
+    server: uvicorn.Server, bound: socket.socket, max_s: float, has_successor: bool
 ) -> None:
     """Before open connections are closed: for at most so long every answer says that it is the connection's last, so that a
     client which asks again and again never meets one that is being closed. Ends once no connection is open.
@@ -162,6 +162,6 @@ async def _take_leave(
             listener.close()
         bound.close()
     loop = asyncio.get_running_loop()
-    until_s = loop.time() + most_s
+    until_s = loop.time() + max_s
     while server.server_state.connections and loop.time() < until_s:
         await asyncio.sleep(_LEAVE_POLL_S)

@@ -49,17 +49,17 @@ def _top(value: str) -> int:
     return number
 
 
-def deadline_ms_of(scope: Scope, most_ms: int) -> int:
-    """The client's, where it gave one in `x-deadline-ms`, and at most `most_ms`. RequestError 400 for what isn't one."""
+def deadline_ms_of(scope: Scope, max_ms: int) -> int:
+    """The client's, where it gave one in `x-deadline-ms`, and at most `max_ms`. RequestError 400 for what isn't one."""
     stated = next(
         (value.decode("latin-1") for name, value in scope["headers"] if name == DEADLINE.encode()), None
     )
     if stated is None:
-        return most_ms
+        return max_ms
     number = _positive(stated.strip())
     if not number:
         raise RequestError(400, f"expected {DEADLINE} as whole milliseconds from 1 on, got {shown(stated)!r}")
-    return min(number, most_ms)
+    return min(number, max_ms)
 
 
 def _positive(text: str) -> int:

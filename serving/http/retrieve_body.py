@@ -17,23 +17,23 @@ from serving.request import RankRequest, id_of, ids_of, request_id_of, text_of
 from serving.retrieval.attributes import AttributeValue
 from serving.retrieval.retriever import RetrieveRequest
 
-MOST_ITEMS = 1000  # of an answer
-MOST_NAMED = 10_000  # that one list of ids names
-MOST_FILTERED = 32  # names of a filter
+MAX_ITEMS = 1000  # of an answer
+MAX_NAMED = 10_000  # that one list of ids names
+MAX_FILTERED = 32  # names of a filter
 _WHO = ("request_id", "user_id", "session_id", "surface", "ro")
 _Value = Annotated[AttributeValue | list[AttributeValue], Meta(description="or a list: one of them")]
 _COMMON: list[Any] = [
     ("task", Annotated[str, limits("label whose towers are asked; '' = the one that orders")], ""),
     (
         "exclude",
-        Annotated[list[Id], limits("items to leave out", maxItems=MOST_NAMED)],
+        Annotated[list[Id], limits("items to leave out", maxItems=MAX_NAMED)],
         msgspec.field(default_factory=list),
     ),
     (
         "among",
         Annotated[
             list[Id] | None,
-            limits("no others than these are found; null = all of the catalogue", maxItems=MOST_NAMED),
+            limits("no others than these are found; null = all of the catalogue", maxItems=MAX_NAMED),
         ],
         None,
     ),
@@ -46,7 +46,7 @@ _COMMON: list[Any] = [
         "filter",
         Annotated[
             dict[str, _Value],
-            limits("attributes of the catalogue that items must have", maxProperties=MOST_FILTERED),
+            limits("attributes of the catalogue that items must have", maxProperties=MAX_FILTERED),
         ],
         msgspec.field(default_factory=dict),
     ),
@@ -55,13 +55,13 @@ _COMMON: list[Any] = [
 
 def retrieve_type(rank: type[msgspec.Struct]) -> type[msgspec.Struct]:
     """Of `/v1/retrieve`; `rank`: of `/v1/rank`."""
-    k = Annotated[int, limits("items to find", minimum=1, maximum=MOST_ITEMS)]
+    k = Annotated[int, limits("items to find", minimum=1, maximum=MAX_ITEMS)]
     return msgspec.defstruct("RetrieveRequest", [*_who(rank), ("k", k, 100), *_COMMON], **FORBID)
 
 
 def recommend_type(schema: Schema, rank: type[msgspec.Struct]) -> type[msgspec.Struct]:
     """Of `/v1/recommend`; `rank`: of `/v1/rank`."""
-    most = most_found(schema)
+    most = max_found(schema)
     fields = [
         *_who(rank),
         ("k", Annotated[int, limits("items to show", minimum=1, maximum=most)], min(10, most)),
@@ -80,9 +80,9 @@ def recommend_type(schema: Schema, rank: type[msgspec.Struct]) -> type[msgspec.S
     return msgspec.defstruct("RecommendRequest", fields, **FORBID)
 
 
-def most_found(schema: Schema) -> int:
+def max_found(schema: Schema) -> int:
     """What is found for a ranker is a list, and no longer than one may be."""
-    return min(MOST_ITEMS, schema.limits.max_candidates)
+    return min(MAX_ITEMS, schema.limits.max_candidates)
 
 
 class RetrieveParser(JsonParser):
@@ -100,11 +100,11 @@ class RetrieveParser(JsonParser):
     def retrieve(self, body: bytes) -> RetrieveRequest:
         """Raises RequestError 400 with the path of the field, 413."""
         given = decoded(self._retrieve, body, self._known_retrieve)
-        return self._asked(given, _count(given.k, "$.k", MOST_ITEMS), "")
+        return self._asked(given, _count(given.k, "$.k", MAX_ITEMS), "")
 
     def recommend(self, body: bytes) -> tuple[RetrieveRequest, int]:
         """And how many to show. Raises RequestError 400 with the path of the field, 413."""
-        given, most = decoded(self._recommend, body, self._known_recommend), most_found(self.schema)
+        given, most = decoded(self._recommend, body, self._known_recommend), max_found(self.schema)
         shown_, found = _count(given.k, "$.k", most), _count(given.retrieved, "$.retrieved", most)
         return self._asked(given, max(found, shown_), given.model_version), shown_
 
@@ -141,8 +141,8 @@ class RetrieveParser(JsonParser):
 
 
 def _named_ids(ids: list[int | str], path: str) -> np.ndarray:
-    if len(ids) > MOST_NAMED:
-        raise RequestError(413, f"expected at most {MOST_NAMED} items, got {len(ids)}", path)
+    if len(ids) > MAX_NAMED:
+        raise RequestError(413, f"expected at most {MAX_NAMED} items, got {len(ids)}", path)
     return ids_of(ids, lambda i: f"{path}[{i}]")
 
 
@@ -153,8 +153,8 @@ def _count(value: int, path: str, most: int) -> int:
 
 
 def _checked_filter(wanted: dict[str, Any]) -> dict[str, Any]:
-    if len(wanted) > MOST_FILTERED:
-        raise RequestError(413, f"expected at most {MOST_FILTERED} attributes, got {len(wanted)}", "$.filter")
+    if len(wanted) > MAX_FILTERED:
+        raise RequestError(413, f"expected at most {MAX_FILTERED} attributes, got {len(wanted)}", "$.filter")
     return wanted
 
 

@@ -26,7 +26,7 @@ from serving.request import RankRequest
 RankAll = Callable[[list[tuple[RankRequest, int]]], "list[Ranked | Exception]"]
 
 LOOP_S = 0.003
-MOST_TURNS = 16  # of the loop between two passes
+MAX_TURNS = 16  # of the loop between two passes
 _CANDIDATES = 64  # that take about as long as the fixed part of a request
 _RISES, _FALLS = (
     0.5,
@@ -179,7 +179,7 @@ class ScoringQueue:
     def _others_come(self) -> bool:
         """Whether the loop is to have one more turn first."""
         num = self.num_connections()
-        is_still = num == self._num_seen or self._turns >= MOST_TURNS
+        is_still = num == self._num_seen or self._turns >= MAX_TURNS
         self._num_seen, self._turns = num, 0 if is_still else self._turns + 1
         return not is_still
 

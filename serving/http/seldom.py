@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Hashable
 
 EVERY_S = 60.0
-MOST_KINDS = 256
+MAX_KINDS = 256
 
 
 class Seldom:
-    """Thread-safe; holds at most MOST_KINDS kinds."""
+    """Thread-safe; holds at most MAX_KINDS kinds."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic, every_s: float = EVERY_S) -> None:
         self.now_s, self.every_s = now_s, every_s
@@ -28,7 +28,7 @@ class Seldom:
             said_s, left_out = self._last.pop(kind, (-self.every_s, 0))
             is_due = now_s - said_s >= self.every_s
             self._last[kind] = (now_s, 0) if is_due else (said_s, left_out + 1)
-            if len(self._last) > MOST_KINDS:
+            if len(self._last) > MAX_KINDS:
                 del self._last[next(iter(self._last))]
         return left_out if is_due else None
 

@@ -17,8 +17,8 @@ from serving.http.body import JSON
 
 _END = b"\r\n\r\n"
 _ODD = (b"\ntransfer-encoding", b"\nexpect", b"\nupgrade", b"\n ", b"\n\t")
-_MOST_KEPT = 1024  # answers and heads
-_MOST_HEAD = 1024  # bytes of one that is kept
+_MAX_KEPT = 1024  # answers and heads
+_MAX_HEAD = 1024  # bytes of one that is kept
 _LENGTH = b"\ncontent-length: "
 
 
@@ -28,7 +28,7 @@ def is_whole_post(data: bytes, path: bytes) -> bool:
     end = data.find(_END)
     if end < 0:
         return False
-    length_of = _kept_length if end <= _MOST_HEAD else _length
+    length_of = _kept_length if end <= _MAX_HEAD else _length
     length = length_of(data[:end], path)
     return length is not None and end + len(_END) + length == len(data)
 
@@ -51,11 +51,11 @@ def _length(head: bytes, path: bytes) -> int | None:
     return int(length) if length.isdigit() and len(length) < 12 else None
 
 
-_kept_length = functools.lru_cache(_MOST_KEPT)(_length)
+_kept_length = functools.lru_cache(_MAX_KEPT)(_length)
 """A client's heads differ in little but their length."""
 
 
-@functools.lru_cache(_MOST_KEPT)
+@functools.lru_cache(_MAX_KEPT)
 def overload_answer(why: str) -> bytes:
     """The whole answer of a gate that lets nobody in, after which the connection stays open."""
     error = overloaded(why)

@@ -19,7 +19,7 @@ from serving.http.routes import RankEndpoint
 from serving.http.seldom import Seldom
 from serving.http.version_header import take_version
 from serving.page.explain_types import ExplainAnswer
-from serving.page.explanation import MOST_CANDIDATES, Explainer
+from serving.page.explanation import MAX_CANDIDATES, Explainer
 
 EXPLAIN_S = 10.0
 T = TypeVar("T")
@@ -48,9 +48,9 @@ class ExplainEndpoint(RankEndpoint):
         media_of(scope, (JSON,))
         request = self.json.parse(await self.intake.read(scope, receive, until_s))
         take_version(scope, request)
-        if len(request.item_ids) > MOST_CANDIDATES:
+        if len(request.item_ids) > MAX_CANDIDATES:
             message = (
-                f"expected at most {MOST_CANDIDATES} candidates to be explained, got {len(request.item_ids)}"
+                f"expected at most {MAX_CANDIDATES} candidates to be explained, got {len(request.item_ids)}"
             )
             raise RequestError(413, message, "$.candidates")
         self.gate.check(self.left_s(until_s))

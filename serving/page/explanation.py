@@ -30,8 +30,8 @@ from serving.request import RankRequest
 from serving.request_batch import RequestColumns, batch_of
 from serving.scorer import RowReader, Version, probabilities
 
-MOST_CANDIDATES = 50
-MOST_FEATURES = 64  # that are taken out
+MAX_CANDIDATES = 50
+MAX_FEATURES = 64  # that are taken out
 _PASS_CANDIDATES = 100  # of one forward pass: how long a rank may have to wait for one of ours
 _SHOWN_IDS = 8
 
@@ -77,7 +77,7 @@ class Explainer:
 
     def passes(self, explanation: Explanation) -> Iterator[list[str]]:
         """Features to be taken out, as many at a time as one forward pass may hold."""
-        names = explanation.given[:MOST_FEATURES]
+        names = explanation.given[:MAX_FEATURES]
         size = max(_PASS_CANDIDATES // len(explanation.request.item_ids), 1)
         yield from (names[at : at + size] for at in range(0, len(names), size))
 
@@ -106,7 +106,7 @@ class Explainer:
                 for side in ("nro", "ro")
                 for f in getattr(self.schema, side)
             ],
-            left_out=max(len(explanation.given) - MOST_FEATURES, 0),
+            left_out=max(len(explanation.given) - MAX_FEATURES, 0),
         )
 
     def _without(self, explanation: Explanation, name: str) -> RequestColumns:

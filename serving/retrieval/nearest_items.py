@@ -18,7 +18,7 @@ import numpy as np
 
 MOVED_BELOW = 0.97  # product of an item's vector with that in the index, both of length 1
 FEW = 4096  # of so many every one is compared
-MOST_MOVED_SHARE = 0.05
+MAX_MOVED_SHARE = 0.05
 _WIDER = 2  # proposals for each item that is asked for: some have moved away since
 _CHUNK = 8192
 
@@ -66,7 +66,7 @@ class NearestItems:
     def wants_index(self) -> bool:
         """Whether so many vectors have moved that a new index pays."""
         return self._indexed is not None and len(self._indexed.moved_N) > max(
-            FEW // 4, MOST_MOVED_SHARE * len(self)
+            FEW // 4, MAX_MOVED_SHARE * len(self)
         )
 
     def vectors(self) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Who is credited in a list that two rankers made: a request is won by the ranker on whose team more items were engaged with.
 
 What was drafted is remembered by request in a bounded memory, so that an engagement that comes to the same process is credited
-by its request id; one that comes later than MOST_CANDIDATES others, or to another process, is not. Each item counts once.
+by its request id; one that comes later than MAX_CANDIDATES others, or to another process, is not. Each item counts once.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from roostream.wire import roo_pb2 as pb
 from serving.feature_log.format import LogRecord
 from serving.versions.interleave import OURS, RIVAL
 
-MOST_CANDIDATES = 200_000
-MOST_PAIRS = 32  # of versions whose sums are kept, the newest
+MAX_CANDIDATES = 200_000
+MAX_PAIRS = 32  # of versions whose sums are kept, the newest
 OUTCOMES = ("served", "rival", "tie")
 
 
@@ -53,8 +53,8 @@ class _Drafted:
 class Credits:
     """For engagements of one action. Thread-safe."""
 
-    def __init__(self, action: str, most_candidates: int = MOST_CANDIDATES) -> None:
-        self.action, self.most_candidates = action, most_candidates
+    def __init__(self, action: str, max_candidates: int = MAX_CANDIDATES) -> None:
+        self.action, self.max_candidates = action, max_candidates
         self.num_drafted = self.num_engaged = self.num_failed = 0
         self._lock = threading.Lock()
         self._drafted: dict[int, _Drafted] = {}  # sample id → list, the oldest first
@@ -74,7 +74,7 @@ class Credits:
                 self.num_drafted += 1
             known.team_of = {**dict(zip(item_ids, team_n, strict=True)), **known.team_of}
             self._num_candidates += len(known.team_of) - before
-            while self._num_candidates > self.most_candidates:
+            while self._num_candidates > self.max_candidates:
                 oldest = self._drafted.pop(next(iter(self._drafted)))
                 self._num_candidates -= len(oldest.team_of)
 
@@ -116,5 +116,5 @@ class Credits:
             sums = self._sums.setdefault(drafted.pair, Counter())
             sums[before] -= sums[before] > 0
             sums[drafted.outcome] += 1
-            if len(self._sums) > MOST_PAIRS:
+            if len(self._sums) > MAX_PAIRS:
                 del self._sums[next(iter(self._sums))]

@@ -24,7 +24,7 @@ from serving.scorer import Version
 from serving.versions.split import NAME, NEWEST, PREVIOUS, Routing, Split, is_reference
 
 KEPT = 2
-_MOST_REFUSED = 20  # that are remembered, the newest
+_MAX_REFUSED = 20  # that are remembered, the newest
 
 
 class Routed(Protocol):
@@ -140,7 +140,7 @@ class Versions:
             self.num_refused[reason] += 1
             self.refused.pop(name, None)
             self.refused[name] = Refused(name, reason, message, self.now_ms())
-            if len(self.refused) > _MOST_REFUSED:
+            if len(self.refused) > _MAX_REFUSED:
                 del self.refused[next(iter(self.refused))]
 
     def activate(self, name: str) -> None:

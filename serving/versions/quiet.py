@@ -27,9 +27,9 @@ class Quiet:
         if not self._came.is_set():
             self._came.set()
 
-    def wait(self, most_s: float, stop: threading.Event | None = None) -> bool:
+    def wait(self, max_s: float, stop: threading.Event | None = None) -> bool:
         """Until no request is in work, at most so long; whether none is."""
-        until_s = self.clock.monotonic_s() + most_s
+        until_s = self.clock.monotonic_s() + max_s
         self._came.clear()
         while self.in_flight():
             left_s = until_s - self.clock.monotonic_s()

@@ -15,8 +15,8 @@ import numpy as np
 from serving.request_batch import read_request
 from serving.scorer import RowReader, Version
 
-MOST_BYTES = 4 << 20
-MOST_SLOW = 32
+MAX_BYTES = 4 << 20
+MAX_SLOW = 32
 SLOW_FOR_MS = 600_000  # a slow request is remembered so long
 _OVERHEAD_BYTES = 512  # of the objects around the arrays
 
@@ -47,24 +47,24 @@ class ScoredRequest:
 
 
 class RecentRequests:
-    """The newest within `most_bytes`, and beside them the slowest of the last SLOW_FOR_MS: at most MOST_SLOW, within as many
+    """The newest within `max_bytes`, and beside them the slowest of the last SLOW_FOR_MS: at most MAX_SLOW, within as many
     bytes again. Thread-safe."""
 
-    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        self.most_bytes, self.num_bytes = most_bytes, 0
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self.max_bytes, self.num_bytes = max_bytes, 0
         self._lock = threading.Lock()
         self._ring: deque[ScoredRequest] = deque()
         self._slow: list[ScoredRequest] = []  # the slowest first
 
     def add(self, request: ScoredRequest) -> None:
-        """One beyond `most_bytes` alone is not kept."""
+        """One beyond `max_bytes` alone is not kept."""
         with self._lock:
             self._ring.append(request)
             self.num_bytes += request.num_bytes
-            while self.num_bytes > self.most_bytes:
+            while self.num_bytes > self.max_bytes:
                 self.num_bytes -= self._ring.popleft().num_bytes
             if (
-                len(self._slow) < MOST_SLOW
+                len(self._slow) < MAX_SLOW
                 or request.took_s > self._slow[-1].took_s
                 or self._is_old(request.time_ms)
             ):
@@ -96,6 +96,6 @@ class RecentRequests:
 
     def _remember_slow(self, request: ScoredRequest) -> None:
         kept = [r for r in self._slow if r.time_ms >= request.time_ms - SLOW_FOR_MS]
-        slowest = sorted((*kept, request), key=lambda r: -r.took_s)[:MOST_SLOW]
+        slowest = sorted((*kept, request), key=lambda r: -r.took_s)[:MAX_SLOW]
         sizes = itertools.accumulate(r.num_bytes for r in slowest)
-        self._slow = [r for r, size in zip(slowest, sizes, strict=True) if size <= self.most_bytes]
+        self._slow = [r for r, size in zip(slowest, sizes, strict=True) if size <= self.max_bytes]

@@ -22,7 +22,7 @@ from serving.versions.held import Versions
 from serving.versions.quiet import Quiet
 from serving.versions.recent import ScoredRequest
 
-MOST_WAITING = 64
+MAX_WAITING = 64
 PATIENCE_S = 0.5  # for a moment without requests
 _TURN_S = 0.2
 _APART = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
@@ -41,7 +41,7 @@ class ShadowScoring(Collector):
     def __init__(self, versions: Versions, rows: RowReader, task: int, quiet: Quiet) -> None:
         self.versions, self.rows, self.task, self.quiet = versions, rows, task, quiet
         self.num_scored = self.num_dropped = self.num_failed = 0
-        self._waiting: queue.Queue[_Waiting] = queue.Queue(MOST_WAITING)
+        self._waiting: queue.Queue[_Waiting] = queue.Queue(MAX_WAITING)
         name = "roostream_serving_shadow"
         self._histograms = (
             Histogram(
@@ -80,10 +80,10 @@ class ShadowScoring(Collector):
         while not stop.is_set():
             self.turn(stop)
 
-    def turn(self, stop: threading.Event | None = None, most_s: float = _TURN_S) -> None:
-        """Score the next one that waits, if one comes within `most_s`."""
+    def turn(self, stop: threading.Event | None = None, max_s: float = _TURN_S) -> None:
+        """Score the next one that waits, if one comes within `max_s`."""
         try:
-            waiting = self._waiting.get(timeout=most_s)
+            waiting = self._waiting.get(timeout=max_s)
         except queue.Empty:
             return
         if self.quiet.wait(PATIENCE_S, stop):

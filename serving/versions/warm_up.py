@@ -29,14 +29,14 @@ class WarmUp:
         rows: RowReader,
         served: Callable[[], Version],
         quiet: Quiet,
-        most_requests: int,
+        max_requests: int,
     ) -> None:
-        self.recent, self.rows, self.served, self.quiet, self.most_requests = (
+        self.recent, self.rows, self.served, self.quiet, self.max_requests = (
             recent,
             rows,
             served,
             quiet,
-            most_requests,
+            max_requests,
         )
 
     def __call__(self, version: Version, stop: threading.Event | None = None) -> None:
@@ -45,7 +45,7 @@ class WarmUp:
         Raises:
             VersionRefusedError: it can't score one that the version in use can.
         """
-        for request in self.recent.to_try(self.most_requests):
+        for request in self.recent.to_try(self.max_requests):
             self.quiet.wait(PATIENCE_S, stop)
             failure = self._failure(version, request)
             if failure and not self._failure(self.served(), request):

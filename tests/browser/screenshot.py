@@ -11,7 +11,7 @@ from tests.browser import chromium
 from tests.browser.conftest import FLAGS
 
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "page.png"
-MOST_BYTES = 200_000
+MAX_BYTES = 200_000
 
 
 def main() -> None:
@@ -34,8 +34,8 @@ def main() -> None:
             tab.wait_for_timeout(50)
         tab.screenshot(path=str(PICTURE))
         browser.close()
-    if PICTURE.stat().st_size > MOST_BYTES:
-        raise SystemExit(f"{PICTURE}: expected at most {MOST_BYTES} bytes, got {PICTURE.stat().st_size}")
+    if PICTURE.stat().st_size > MAX_BYTES:
+        raise SystemExit(f"{PICTURE}: expected at most {MAX_BYTES} bytes, got {PICTURE.stat().st_size}")
 
 
 if __name__ == "__main__":

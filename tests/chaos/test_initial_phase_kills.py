@@ -45,21 +45,21 @@ from tests.e2e.loop_stack import applied, auditor, newest, wait_until
 from tests.trainer import samples
 from tests.warehouse.archive_runs import rows_at
 
-KILLS, MOST_S = int(os.environ.get("INITIAL_KILLS", "100")), float(os.environ.get("INITIAL_KILLS_S", "900"))
+KILLS, MAX_S = int(os.environ.get("INITIAL_KILLS", "100")), float(os.environ.get("INITIAL_KILLS_S", "900"))
 WORKERS = int(os.environ.get("INITIAL_KILLS_WORKERS", "2"))
 LONGER_S = 300.0  # of a slow machine, for the switch and the stream
 PARTITIONS, BATCH, STEP = 4, 4, 360  # a sample closes 360 s behind the one before: 20 days in 4,800
 NUM_HISTORY = 4800
-OF_READERS = {"most_requests_s": 40}
+OF_READERS = {"max_requests_s": 40}
 LIGHT = ("archiver", "compactor", "reader-0", "reader-1")
 HEAVY = ("controller", "worker", *(f"worker-{number}" for number in range(1, WORKERS)))
-EACH_ALONE = RestartPolicy(first_s=0.2, most_s=1.0, stable_s=2.0, most_restarts=1 << 20)
+EACH_ALONE = RestartPolicy(first_s=0.2, max_s=1.0, stable_s=2.0, max_restarts=1 << 20)
 TRAINER = {
     "controller": {"commit_interval_ms": 500, "unit_records": 200, "seed": 0},
     "worker": {"exact": True, "batch_requests": BATCH, "first_batch_requests": BATCH},
 }
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(MOST_S + 1200)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(MAX_S + 1200)]
 
 
 def options(home: Path, *, killed: bool) -> StackOptions:
@@ -212,7 +212,7 @@ def train_under_kills(home: Path, seed: int) -> tuple[Killed, int]:
             stack.start(["shards", "controller", "workers", "reader-0", "reader-1"])
             wait_until("the session is fixed", lambda: newest(stack) is not None, 180)
             feed.begin()
-            ends_s = time.monotonic() + MOST_S
+            ends_s = time.monotonic() + MAX_S
             while (left_s := ends_s - time.monotonic()) > -LONGER_S and killer.wants_more:
                 time.sleep(draw.uniform(0.05, 3.0))
                 killer.step(spares=left_s < 0 or killer.killed.num >= KILLS)

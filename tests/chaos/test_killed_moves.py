@@ -77,7 +77,7 @@ def test_a_move_that_is_killed_leaves_one_of_two_maps_and_every_row(tmp_path: Pa
             str(home),
             "--shards",
             str(wanted),
-            "--most-moved",
+            "--max-moved",
             "1",
             "--json",
         ]

@@ -26,7 +26,7 @@ from tests.trainer import samples
 from tests.warehouse.readers.test_table_session import archive
 from trainer.config import LoopConfig
 
-NUM_SAMPLES, LEAST_KILLS, MOST_S = 12_000, 24, 1200.0
+NUM_SAMPLES, MIN_KILLS, MAX_S = 12_000, 24, 1200.0
 SETTINGS = {"exact": "true", "batch_requests": "4", "first_batch_requests": "4"}
 
 
@@ -90,7 +90,7 @@ def test_g2_g11_kills_of_readers_and_of_whom_they_read_for_change_no_bit(
     (tmp_path / "schema.toml").write_text(to_toml(samples.schema()))
     archive(tmp_path / "warehouse", samples.records(list(range(1, NUM_SAMPLES + 1))))
     killed, seen = {"reader": 0, "train": 0}, 0
-    process, ends_s = start(tmp_path, tmp_path / "log"), time.monotonic() + MOST_S
+    process, ends_s = start(tmp_path, tmp_path / "log"), time.monotonic() + MAX_S
     try:
         while process.poll() is None:
             assert time.monotonic() < ends_s, (tmp_path / "log").read_text()[-3000:]
@@ -98,7 +98,7 @@ def test_g2_g11_kills_of_readers_and_of_whom_they_read_for_change_no_bit(
             last = newest(tmp_path, "killed")
             num_killed = sum(killed.values())
             if (
-                last is None or last.step == seen or num_killed >= LEAST_KILLS
+                last is None or last.step == seen or num_killed >= MIN_KILLS
             ):  # who is killed as it starts gets nowhere
                 continue
             seen, readers = last.step, readers_of(process.pid)
@@ -113,9 +113,7 @@ def test_g2_g11_kills_of_readers_and_of_whom_they_read_for_change_no_bit(
     finally:
         process.kill()
     assert process.returncode == 0, (tmp_path / "log").read_text()[-3000:]
-    assert killed == {"reader": LEAST_KILLS - LEAST_KILLS // 7, "train": LEAST_KILLS // 7}, (
-        "before it was over"
-    )
+    assert killed == {"reader": MIN_KILLS - MIN_KILLS // 7, "train": MIN_KILLS // 7}, "before it was over"
     config = TrainConfig(
         warehouse=str(tmp_path / "warehouse"),
         home=str(tmp_path / "undisturbed"),

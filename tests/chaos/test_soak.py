@@ -206,8 +206,8 @@ def test_nothing_is_lost_and_memory_is_flat_under_faults_at_random(tmp_path: Pat
                 for name, number in report["more_files"].items()
                 if name in ours and number > MORE_FILES
             } == {}
-            for name, most_mb in STILL_FILLING_MB.items():
-                assert max(rss >> 20 for _, rss in faults.memory[name]) < most_mb, (
+            for name, max_mb in STILL_FILLING_MB.items():
+                assert max(rss >> 20 for _, rss in faults.memory[name]) < max_mb, (
                     name,
                     report["memory_mb"][name],
                 )

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 FOUND = Path("build") / "fuzz"
-MOST_BYTES = 4096
+MAX_BYTES = 4096
 GUIDING = (  # without kernels: what numba compiles must be the code that Python compiled
     "roostream.wire.records",
     "roostream.runtime.manifest",
@@ -123,14 +123,14 @@ def _guided(name: str, executions: int, seed: int) -> int:
     for n, data in enumerate(target.seeds):
         (corpus / f"seed-{n}").write_bytes(data)
 
-    def mutate(data: bytes, most_bytes: int, seed: int) -> bytes:
+    def mutate(data: bytes, max_bytes: int, seed: int) -> bytes:
         rng = random.Random(seed)
-        return mutated(data, rng)[:most_bytes] if rng.random() < 0.5 else atheris.Mutate(data, most_bytes)
+        return mutated(data, rng)[:max_bytes] if rng.random() < 0.5 else atheris.Mutate(data, max_bytes)
 
     options = [
         f"-runs={executions}",
         f"-seed={seed}",
-        f"-max_len={MOST_BYTES}",
+        f"-max_len={MAX_BYTES}",
         f"-artifact_prefix={FOUND / name}-",
     ]
     atheris.Setup(

@@ -32,7 +32,7 @@ ODD: tuple[Any, ...] = (
     {"": None},
     {"ids": [1], "weights": [1, 2]},
 )
-_MOST_BYTES = 4096
+_MAX_BYTES = 4096
 
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
@@ -40,7 +40,7 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
     if rng.random() < 0.5:
         try:
             changed = _json_changed(msgspec.json.decode(data), rng)
-            return msgspec.json.encode(changed)[:_MOST_BYTES]
+            return msgspec.json.encode(changed)[:_MAX_BYTES]
         except (
             msgspec.DecodeError,
             msgspec.EncodeError,
@@ -54,7 +54,7 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
     out = bytearray(data)
     for _ in range(rng.randint(1, 4)):
         _change_bytes(out, rng)
-    return bytes(out[:_MOST_BYTES])
+    return bytes(out[:_MAX_BYTES])
 
 
 def _change_bytes(out: bytearray, rng: random.Random) -> None:

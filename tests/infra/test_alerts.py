@@ -31,9 +31,9 @@ from trainer.monitoring.caught_up import Liveness
 from trainer.monitoring.drift_report import LABELS as DRIFT
 from trainer.monitoring.monitor import LABELS
 from trainer.monitoring.quality_gauges import quality_gauges
-from trainer.monitoring.slices import MOST_SLICES, slicers
-from trainer.monitoring.watch import MOST_TASKS, quality_of
-from trainer.monitoring.windowed import MOST_VALUES, Windowed
+from trainer.monitoring.slices import MAX_SLICES, slicers
+from trainer.monitoring.watch import MAX_TASKS, quality_of
+from trainer.monitoring.windowed import MAX_VALUES, Windowed
 
 ALERTS, DASHBOARDS = ROOT / "infra/alerts", sorted((ROOT / "infra/dashboards").glob("*.json"))
 RUNBOOK = ROOT / "docs/operations/alerts.md"
@@ -158,7 +158,7 @@ class _Worker(Collector):
                 "label": [{"name": task, "action": task, "fold": "any"} for task in tasks],
             }
         )
-        windowed = Windowed(schema.tasks, slicers(schema, features[:MOST_SLICES]))
+        windowed = Windowed(schema.tasks, slicers(schema, features[:MAX_SLICES]))
         for seed in range(4):
             batch = make_batch(schema, [40] * 4, seed)
             batch.nro_float_BF[:] *= 10.0 ** (seed - 1)
@@ -183,4 +183,4 @@ def test_a_wide_schema_has_fewer_than_two_thousand_series() -> None:
     registry.register(_Worker())
     series = [line for line in generate_latest(registry).decode().splitlines() if not line.startswith("#")]
     assert 500 < len(series) < 1700, "with 300 for everything else of the process"
-    assert MOST_VALUES * MOST_SLICES > 90 and MOST_TASKS <= 4
+    assert MAX_VALUES * MAX_SLICES > 90 and MAX_TASKS <= 4

@@ -21,9 +21,9 @@ def test_another_python_is_told_in_one_sentence(version: tuple[int, int]) -> Non
 
 
 def test_too_little_disk_is_told_even_for_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
-    checks.require_disk(tmp_path / "a" / "b", least_bytes=1)
+    checks.require_disk(tmp_path / "a" / "b", min_bytes=1)
     with pytest.raises(SetupError, match="free disk"):
-        checks.require_disk(tmp_path / "a" / "b", least_bytes=1 << 60)
+        checks.require_disk(tmp_path / "a" / "b", min_bytes=1 << 60)
 
 
 def test_too_little_memory_is_told(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ def test_a_log_is_rotated_in_place_so_that_its_writer_goes_on(tmp_path: Path) ->
     path = tmp_path / "a.log"
     with path.open("ab", buffering=0) as writer:
         writer.write(b"x" * 100)
-        assert logs.rotate(path, most_bytes=50)
+        assert logs.rotate(path, max_bytes=50)
         writer.write(b"after")
     assert path.read_bytes() == b"after"
     assert (tmp_path / "a.log.1").read_bytes() == b"x" * 100
@@ -19,9 +19,9 @@ def test_a_log_is_rotated_in_place_so_that_its_writer_goes_on(tmp_path: Path) ->
 
 def test_a_small_or_absent_log_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
-    assert not logs.rotate(path, most_bytes=50)
+    assert not logs.rotate(path, max_bytes=50)
     path.write_bytes(b"x" * 50)
-    assert not logs.rotate(path, most_bytes=50)
+    assert not logs.rotate(path, max_bytes=50)
     assert not (tmp_path / "a.log.1").exists()
 
 
@@ -39,7 +39,7 @@ def test_the_last_lines_can_begin_where_a_child_began(tmp_path: Path) -> None:
     with path.open("ab") as file:
         file.write(b"mine\n")
     assert logs.last_lines(path, since=since) == ["mine"]
-    logs.rotate(path, most_bytes=0)
+    logs.rotate(path, max_bytes=0)
     path.write_bytes(b"new\n")
     assert logs.last_lines(path, since=since) == ["new"]
 

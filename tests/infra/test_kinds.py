@@ -105,12 +105,12 @@ def test_a_local_stack_asks_by_http_and_says_so(tmp_path: Path) -> None:
 
 
 def test_readers_read_for_workers_where_there_are_any(tmp_path: Path) -> None:
-    options = StackOptions(num_readers=2, overrides={"worker": {"readers": {"most_units": 9}}})
+    options = StackOptions(num_readers=2, overrides={"worker": {"readers": {"max_units": 9}}})
     places = placed(options, ["worker", "controller", "reader-0", "reader-1"])
     tables = {
         n: settings(site_of(n, Home(tmp_path), options, places)) for n in ("worker", "controller", "reader-1")
     }
-    assert tables["worker"]["readers"] == {"by": "programs", "most_units": 9}
+    assert tables["worker"]["readers"] == {"by": "programs", "max_units": 9}
     assert tables["controller"]["readers"] == {"least": 2, "most": 2}
     assert tables["reader-1"]["controller"] == places.endpoints(options).controller
     assert [n for n in kinds.names(StackOptions()) if n.startswith("reader")] == []

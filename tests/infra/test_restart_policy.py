@@ -4,7 +4,7 @@ import pytest
 
 from infra.restart import RestartPolicy, Restarts
 
-POLICY = RestartPolicy(first_s=0.5, most_s=4.0, stable_s=60.0, most_restarts=6)
+POLICY = RestartPolicy(first_s=0.5, max_s=4.0, stable_s=60.0, max_restarts=6)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,6 @@ def test_a_child_given_up_and_asked_for_again_gets_all_its_tries_again() -> None
     restarts = Restarts(policy=POLICY)
     while restarts.died(0.0) is not None:
         pass
-    assert restarts.total == POLICY.most_restarts
+    assert restarts.total == POLICY.max_restarts
     restarts.forgive()
     assert restarts.died(0.0) == 0.0

@@ -28,7 +28,7 @@ class Bench:
 
     def __init__(self, folder: Path, policy: RestartPolicy | None = None) -> None:
         self.folder = folder
-        policy = policy or RestartPolicy(first_s=0.01, most_s=0.01, most_restarts=3)
+        policy = policy or RestartPolicy(first_s=0.01, max_s=0.01, max_restarts=3)
         self.supervisor = Supervisor(lambda: None, policy, log_bytes=1000).open()
 
     def program(self, name: str, code: str, **settings: object) -> Program:
@@ -228,7 +228,7 @@ def test_the_exit_code_of_others_is_none_of_ours(bench: Bench) -> None:
 def test_whoever_did_its_work_for_a_while_has_one_more_start(
     is_ready: bool, starts: int, why: str, tmp_path: Path
 ) -> None:
-    bench = Bench(tmp_path, RestartPolicy(first_s=0.01, most_s=0.01, most_restarts=9, stable_s=0.3))
+    bench = Bench(tmp_path, RestartPolicy(first_s=0.01, max_s=0.01, max_restarts=9, stable_s=0.3))
     try:
         program = bench.program(
             "a", refusing(REFUSED_CODE, after_s=0.8), refusal=REFUSED_CODE, ready=lambda: is_ready

@@ -30,7 +30,7 @@ from tests.joiner.cases import (
 )
 
 T = 1_000
-MOST_BYTES = budget.most_bytes(SCHEMA.limits)
+MAX_BYTES = budget.max_bytes(SCHEMA.limits)
 
 
 def joined(records: list[Record]) -> list:
@@ -163,7 +163,7 @@ def test_a_page_or_engagement_that_exceeds_the_budget_overflows_and_the_rest_is_
     driver = Driver(rules())
     first, page, click = impression(T), impression(T + 1, (3,), ro=None), engagement(T + 2, event=1)
     cost = page_bytes(first) + budget.of_engagement(event(click))  # type: ignore[arg-type]
-    driver.join._most_bytes = cost
+    driver.join._max_bytes = cost
     assert reasons(driver.send(first, click, page, engagement(T + 3, event=2))) == ["overflow", "overflow"]
     sample = only(driver.at(T + 100), "samples")
     assert sample.items == [1, 2] and sample.events == [1]
@@ -174,13 +174,13 @@ def test_engagements_that_wait_count_before_their_request_is_there_and_no_longer
     None
 ):
     driver = Driver(rules(orphan_timeout_ms=10))
-    driver.join._most_bytes = page_bytes(impression(T))  # type: ignore[arg-type]
+    driver.join._max_bytes = page_bytes(impression(T))  # type: ignore[arg-type]
     driver.send(engagement(T, event=1))
     assert reasons(driver.send(impression(T))) == ["overflow"]
     assert reasons(driver.at(T + 10)) == ["no_request"]
     assert (
         driver.send(impression(T + 11)) == []
-        and driver.state.requests["r"].num_bytes == driver.join._most_bytes
+        and driver.state.requests["r"].num_bytes == driver.join._max_bytes
     )
 
 
@@ -229,7 +229,7 @@ def test_engagements_that_wait_for_an_item_shown_too_late_have_the_cap_of_orphan
 
 def test_an_output_that_is_too_large_all_the_same_is_a_dead_letter_of_each_event() -> None:
     driver = Driver(rules(correction_horizon_ms=1_000))
-    driver.join._passage.most_bytes = 100
+    driver.join._passage.max_bytes = 100
     driver.send(impression(T), impression(T + 1, (3,)), engagement(T + 2, event=1))
     outputs = driver.at(T + 100)
     assert [(o.topic, o.why) for o in outputs] == [("dead_letters", "oversized")] * 3

@@ -23,7 +23,7 @@ from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
 from tests.joiner.cases import engagement, impression, reader, record
 
-MOST_MS, SILENT_MS = 1_000, 5_000
+MAX_MS, SILENT_MS = 1_000, 5_000
 NOTHING, EVENT, HEARTBEAT, END_MARKER = range(4)
 T = 1_000
 
@@ -49,7 +49,7 @@ def java(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[Record]
         "-cp",
         path,
         "roostream.Differential",
-        str(MOST_MS),
+        str(MAX_MS),
         str(SILENT_MS),
     )
 
@@ -157,7 +157,7 @@ def test_a_partition_s_time_is_the_same_in_both_engines(java: Run) -> None:
             split.end(time_ms)
         else:
             records.append(record(engagement(time_ms, event=1)))
-            split.event(time_ms, MOST_MS)
+            split.event(time_ms, MAX_MS)
         expected.append(split.reached_ms(SILENT_MS))
     assert [told[3] for told in java(records)] == expected
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from joiner.local_watermark import SplitTime, Watermarks
 from roostream.runtime.event_time import START
 
-MOST_MS, SILENT_MS = 1_000, 5_000
+MAX_MS, SILENT_MS = 1_000, 5_000
 
 
 def after(*times_ms: int) -> SplitTime:
     split = SplitTime()
     for time_ms in times_ms:
-        split.event(time_ms, MOST_MS)
+        split.event(time_ms, MAX_MS)
     return split
 
 
@@ -26,7 +26,7 @@ def test_one_event_from_far_ahead_moves_nothing_whatever_follows() -> None:
 
 
 def test_a_step_of_the_bound_is_no_jump() -> None:
-    assert after(100, 100 + MOST_MS).newest_ms == 1_100 and after(100, 101 + MOST_MS).newest_ms == 100
+    assert after(100, 100 + MAX_MS).newest_ms == 1_100 and after(100, 101 + MAX_MS).newest_ms == 100
 
 
 def test_a_pause_of_the_whole_partition_is_believed_with_the_second_event_behind_it() -> None:
@@ -42,7 +42,7 @@ def test_events_that_are_all_far_apart_follow_one_behind() -> None:
 def test_with_one_producer_its_newest_record_counts_as_without_any() -> None:
     split = after(100)
     split.beat(200, "a", SILENT_MS)
-    split.event(700, MOST_MS)
+    split.event(700, MAX_MS)
     assert split.reached_ms(SILENT_MS) == 700
 
 
@@ -51,7 +51,7 @@ def test_of_several_producers_the_slowest_holds_the_partition() -> None:
     split.beat(1_000, "a", SILENT_MS)
     split.beat(1_100, "b", SILENT_MS)
     split.beat(4_000, "a", SILENT_MS)
-    split.event(4_100, MOST_MS)
+    split.event(4_100, MAX_MS)
     assert split.reached_ms(SILENT_MS) == 1_100
     split.beat(900, "b", SILENT_MS)
     assert split.reached_ms(SILENT_MS) == 1_100, "a heartbeat that comes again says nothing new"
@@ -65,7 +65,7 @@ def test_a_producer_that_is_silent_for_too_long_holds_nothing_and_is_forgotten()
         split.beat(1_000, producer, SILENT_MS)
     split.beat(6_000, "a", SILENT_MS)
     assert split.reached_ms(SILENT_MS) == 1_000, "just not too long"
-    split.event(6_001, MOST_MS)
+    split.event(6_001, MAX_MS)
     assert split.reached_ms(SILENT_MS) == 6_001
     split.beat(6_001, "a", SILENT_MS)
     assert set(split.beats) == {"a"}

@@ -26,7 +26,7 @@ class SimulatedNodes:
 
     def __init__(self, server: ApiServer, count: int) -> None:
         self.server, self.names = server, [f"node-{n}" for n in range(count)]
-        self.least_ready: dict[
+        self.min_ready: dict[
             tuple[str, str], int
         ] = {}  # (namespace, component) → fewest pods that were ready at once
         self.failures: list[BaseException] = []
@@ -64,7 +64,7 @@ class SimulatedNodes:
 
     def watch_anew(self) -> None:
         """Forget the fewest: from here on, they are counted again."""
-        self.least_ready = {}
+        self.min_ready = {}
 
     def _run(self) -> None:
         while not self._end.wait(_EVERY_S):
@@ -83,9 +83,9 @@ class SimulatedNodes:
                 urllib.error.HTTPError
             ):  # somebody else changed or deleted it: the next turn sees what is
                 self._report(pod)
-        for group in {*ready, *self.least_ready}:
+        for group in {*ready, *self.min_ready}:
             count = ready.get(group, 0)
-            self.least_ready[group] = min(count, self.least_ready.get(group, count))
+            self.min_ready[group] = min(count, self.min_ready.get(group, count))
         self._kafka()
 
     def _report(self, pod: dict[str, Any]) -> None:

@@ -237,6 +237,6 @@ def _another_image(server: ApiServer, nodes: SimulatedNodes, folder: Path) -> No
     server.kubectl("apply", "--server-side", "--force-conflicts", "-k", "infra/k8s/overlays/prod", cwd=folder)
     for program in ("statefulset/roostream-shard", "deployment/roostream-serving"):
         server.kubectl("rollout", "status", "-n", "roostream", program, "--timeout=900s")
-    assert nodes.least_ready["roostream", "shard"] == 3 and nodes.least_ready["roostream", "serving"] >= 1
+    assert nodes.min_ready["roostream", "shard"] == 3 and nodes.min_ready["roostream", "serving"] >= 1
     pods = server.get("pods", "-n", "roostream", "-l", "app.kubernetes.io/component=shard")
     assert {p["spec"]["containers"][0]["image"] for p in pods} == {"registry.example.org/roostream:0.2.0"}

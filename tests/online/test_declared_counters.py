@@ -13,7 +13,7 @@ from roostream.errors import CheckpointError, SchemaError
 from roostream.online.counter_plan import plan_of
 from roostream.online.counters import LISTS, Counters, merged
 from roostream.online.entity_fields import FieldReader, key_of, keys_of, shown_from_bytes, time_fields
-from roostream.online.entity_state import most_bytes
+from roostream.online.entity_state import max_bytes
 from roostream.schema.counter_declaration import SHOWN
 from roostream.schema.registry import to_toml
 from roostream.schema.schema import Schema
@@ -233,7 +233,7 @@ def test_no_state_is_larger_than_its_form_says() -> None:
     for name in ("user", "session"):
         key = 5 if name == "user" else 1
         (state,) = counters.dump({name: np.array([key])})
-        most = most_bytes(counters.plan.forms[name])
+        most = max_bytes(counters.plan.forms[name])
         assert state is not None and 0.4 * most < len(state) <= most
 
 

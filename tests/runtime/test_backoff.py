@@ -12,7 +12,7 @@ from roostream.runtime.clock import FakeClock
 
 def test_delays_double_up_to_the_cap_with_jitter_below() -> None:
     clock, delays = FakeClock(), []
-    backoff = Backoff(what="Kafka", first_s=0.1, most_s=1.0, clock=clock)
+    backoff = Backoff(what="Kafka", first_s=0.1, max_s=1.0, clock=clock)
     for _ in range(8):
         before = clock.monotonic_s()
         backoff.wait("refused")
@@ -34,7 +34,7 @@ def test_a_peer_that_answers_starts_from_the_first_delay_again() -> None:
 
 def test_an_outage_is_told_once_a_while_and_so_is_its_end(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="roostream")
-    backoff = Backoff(what="Redis", clock=FakeClock(), most_s=2.0, say_every_s=30.0)
+    backoff = Backoff(what="Redis", clock=FakeClock(), max_s=2.0, say_every_s=30.0)
     for _ in range(10):
         backoff.wait("refused")
     assert [r.message for r in caplog.records] == ["waiting for Redis: refused (retrying)"]

@@ -178,8 +178,8 @@ def test_others_reach_the_port_only_where_it_asks_for_certificates() -> None:
 def test_connections_that_end_nothing_take_no_place_for_ever(
     health: Health, monkeypatch: pytest.MonkeyPatch, speaks: bytes
 ) -> None:
-    monkeypatch.setattr(metrics, "MOST_AT_ONCE", 4)
-    monkeypatch.setattr(metrics, "MOST_S", 0.5)
+    monkeypatch.setattr(metrics, "MAX_AT_ONCE", 4)
+    monkeypatch.setattr(metrics, "MAX_S", 0.5)
     port = metrics.serve(Watched(), health)
     held = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(4)]
     for line in held:

@@ -181,7 +181,7 @@ def test_a_connection_may_be_idle_for_longer_between_two_calls(
 
 def test_a_peer_that_takes_no_answer_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rpc_server, "FRAME_S", 0.05)
-    monkeypatch.setattr(connections, "LEAST_BYTES_PER_S", 1e12)
+    monkeypatch.setattr(connections, "MIN_BYTES_PER_S", 1e12)
     monkeypatch.setattr(connections, "_SOCKET_BYTES", 1 << 16)
     server, watched = (
         RpcServer(lambda method, header, arrays: ({}, [np.zeros(64 << 20, np.uint8)])),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from roostream.errors import SchemaError
-from roostream.schema.expand import MOST_ROWS, names_of
+from roostream.schema.expand import MAX_ROWS, names_of
 from roostream.schema.registry import to_toml
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import load_schema
@@ -127,7 +127,7 @@ WRONG = [
     ('[[ro]]\nname = "a_b,c}"\n', "schema.toml:4: [[ro]]: 'a_b,c}': expected '{' before the '}' at 5"),
     ('[[ro]]\nname = "a_{b,,c}"\n', "'a_{b,,c}': expected a name between braces and commas, got none at 5; remove the comma"),
     ('[[ro]]\nname = "a_{}"\n', "'a_{}': expected a name between braces and commas, got none at 3"),
-    (f'[[ro]]\nname = "{MANY}{MANY}"\n', f"expected at most {MOST_ROWS} names, got more; split it"),
+    (f'[[ro]]\nname = "{MANY}{MANY}"\n', f"expected at most {MAX_ROWS} names, got more; split it"),
     ('[[ro]]\nname = "' + "{a}" * 65 + '"\n', "expected names of at most 64 characters, got longer; shorten it"),
     ('[[ro]]\nname = "' + "{" * 5000 + '"\n', "expected braces at most 8 deep"),
     ('[[nro]]\nname = "{a,b,c}"\nonline = "ctr_{10m,1h}"\n',

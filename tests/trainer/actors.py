@@ -14,7 +14,7 @@ from roostream.errors import TransportError, UnavailableError
 from roostream.runtime.clock import Clock
 from trainer.reduce import Alone, Meeting
 
-MOST_WAIT_S = 5.0  # of a sum or a push for the other workers, in the simulation's time
+MAX_WAIT_S = 5.0  # of a sum or a push for the other workers, in the simulation's time
 
 
 class Killed(BaseException):
@@ -120,8 +120,8 @@ class Actor:
 
 
 def wait_until(is_done: Callable[[], bool], clock: Clock, what: str) -> None:
-    """Pause until it is. Raises UnavailableError: it isn't for MOST_WAIT_S."""
-    ends_s = clock.monotonic_s() + MOST_WAIT_S
+    """Pause until it is. Raises UnavailableError: it isn't for MAX_WAIT_S."""
+    ends_s = clock.monotonic_s() + MAX_WAIT_S
     while not is_done():
         if clock.monotonic_s() >= ends_s:
             raise UnavailableError(f"{what} did not come")

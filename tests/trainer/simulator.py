@@ -62,7 +62,7 @@ from trainer.worker import Worker
 
 WORKER = "worker 0"
 NOTHING_LASTS = Lasting()
-MOST_ROUNDS, ROUND_S = 400, 0.25
+MAX_ROUNDS, ROUND_S = 400, 0.25
 NEW = Site()
 
 
@@ -311,19 +311,19 @@ class Simulation:
                 self._train(who, 1)
         self.store.well = True
 
-    def run(self, most_rounds: int = MOST_ROUNDS) -> Simulation:
-        for _ in range(most_rounds):
+    def run(self, max_rounds: int = MAX_ROUNDS) -> Simulation:
+        for _ in range(max_rounds):
             self.round()
             assert not self.defects, self.defects
             if self.is_done():
                 return self
         raise AssertionError(
-            f"not done after {most_rounds} rounds: {self.controller and self.controller.status()}"
+            f"not done after {max_rounds} rounds: {self.controller and self.controller.status()}"
         )
 
     def run_as_far_as_kills_go(self) -> Simulation:
         """`run`, where some of the kills may name moments that never come."""
-        for _ in range(MOST_ROUNDS):
+        for _ in range(MAX_ROUNDS):
             self.round()
             pending, self.kills = self.kills, []
             done = self.is_done()

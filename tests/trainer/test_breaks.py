@@ -14,7 +14,7 @@ from tests.trainer import samples
 from tests.trainer.loops import build
 from tests.trainer.test_burial import MANY, poisoned
 from tests.trainer.test_worker import Stage
-from trainer.breaks import MOST_RELAPSES, Breaks
+from trainer.breaks import MAX_RELAPSES, Breaks
 from trainer.saved_batch import SavedBatches, decode
 
 
@@ -39,12 +39,12 @@ def test_weights_that_are_not_finite_after_every_restore_are_fatal_and_the_batch
 ) -> None:
     stage = staged(tmp_path)
     manifest = stage.committed()
-    for _ in range(MOST_RELAPSES - 1):
+    for _ in range(MAX_RELAPSES - 1):
         assert diverged(stage, manifest.name) == ""
     fatal = diverged(stage, manifest.name)
     path = stage.worker.report()["saved"]
     assert (
-        f"so it was {MOST_RELAPSES} times after a restore to {manifest.name}; `roostream inspect batch {path}`"
+        f"so it was {MAX_RELAPSES} times after a restore to {manifest.name}; `roostream inspect batch {path}`"
         in fatal
     )
     saved = decode(Path(path).read_bytes(), path)
@@ -67,7 +67,7 @@ def test_weights_that_are_not_finite_after_every_restore_are_fatal_and_the_batch
 def test_a_commit_in_between_is_progress(tmp_path: Path) -> None:
     stage = staged(tmp_path)
     manifest = stage.committed()
-    for n in range(2 * MOST_RELAPSES):
+    for n in range(2 * MAX_RELAPSES):
         name = f"manifests/{n % 2 + 1:08d}"
         stage.put(dataclasses.replace(manifest, seq=n % 2 + 1))
         assert diverged(stage, name) == ""
@@ -75,7 +75,7 @@ def test_a_commit_in_between_is_progress(tmp_path: Path) -> None:
 
 def test_what_is_away_is_never_fatal(tmp_path: Path) -> None:
     stage = staged(tmp_path)
-    for _ in range(2 * MOST_RELAPSES):
+    for _ in range(2 * MAX_RELAPSES):
         stage.built.transport.down = False
         stage.started()
         stage.built.transport.down = True
@@ -88,7 +88,7 @@ def test_what_is_away_is_never_fatal(tmp_path: Path) -> None:
 def test_requests_that_are_all_not_finite_are_fatal_and_the_rows_are_named(tmp_path: Path) -> None:
     stage = staged(tmp_path, range(1, MANY + 1))
     poisoned(stage.built, *range(1, MANY + 1))
-    for _ in range(MOST_RELAPSES):
+    for _ in range(MAX_RELAPSES):
         stage.started()
         while stage.worker.turn():
             pass
@@ -131,7 +131,7 @@ def test_a_folder_that_can_t_be_written_hides_no_reason(
         raise UnavailableError("no space left")
 
     monkeypatch.setattr(SavedBatches, "save", full)
-    fatals = [diverged(stage, manifest.name) for _ in range(MOST_RELAPSES)]
+    fatals = [diverged(stage, manifest.name) for _ in range(MAX_RELAPSES)]
     assert (
         fatals[-1].endswith(f"times after a restore to {manifest.name}")
         and stage.worker.report()["saved"] == ""
@@ -141,4 +141,4 @@ def test_a_folder_that_can_t_be_written_hides_no_reason(
 def test_a_worker_without_a_folder_says_why_all_the_same() -> None:
     stage = Stage()
     manifest = stage.committed()
-    assert [bool(diverged(stage, manifest.name)) for _ in range(MOST_RELAPSES)] == [False, False, True]
+    assert [bool(diverged(stage, manifest.name)) for _ in range(MAX_RELAPSES)] == [False, False, True]

@@ -8,9 +8,9 @@ from tests.trainer import samples
 from tests.trainer.loops import Built, build
 from tests.trainer.test_loop import poison
 from trainer.batches import Rejected
-from trainer.burial import MOST_IN_A_ROW, Burial, NotFiniteError
+from trainer.burial import MAX_IN_A_ROW, Burial, NotFiniteError
 
-MANY = MOST_IN_A_ROW + 8
+MANY = MAX_IN_A_ROW + 8
 
 
 def poisoned(built: Built, *users: int) -> Built:
@@ -27,7 +27,7 @@ def test_nothing_but_odd_requests_is_the_model_s_own_state_and_none_of_the_last_
     )
     with pytest.raises(NotFiniteError, match=r"the last [0-9]+ requests all gave"):
         built.train_all()
-    before = MOST_IN_A_ROW - batch_requests if batch_requests < MOST_IN_A_ROW else 0
+    before = MAX_IN_A_ROW - batch_requests if batch_requests < MAX_IN_A_ROW else 0
     assert len(built.letters) == built.loop.counts.non_finite == before
     assert built.loop.burial.in_hand is not None and len(built.loop.burial.in_hand.records) == batch_requests
 
@@ -54,7 +54,7 @@ def test_what_can_t_be_decoded_is_dead_at_once_and_is_no_sign() -> None:
     assert chunk is not None
     dead: list[Rejected] = []
     burial = Burial(dead.append)
-    for _ in range(2 * MOST_IN_A_ROW):
+    for _ in range(2 * MAX_IN_A_ROW):
         burial.begin(chunk)
         assert burial.settle() == 0 and burial.in_hand is None
     assert not dead

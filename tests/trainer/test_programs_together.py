@@ -205,7 +205,7 @@ class Together:
 
     def watch_idleness(self, source: MemoryReader) -> None:
         """Release the workers when `source` has had nothing to read for a moment."""
-        rule = IdleRule(hold_s=0.2, least_records=100, most_wait_s=0.2, least_held_s=0.2)
+        rule = IdleRule(hold_s=0.2, min_records=100, max_wait_s=0.2, min_held_s=0.2)
         watch = IdleWatch(self.controller, MemoryLookout(source), Idle(rule), self.clock)  # type: ignore[arg-type]
 
         def look() -> None:

@@ -13,7 +13,7 @@ from roostream.errors import ConfigError, UnavailableError
 from roostream.runtime import tensor_file
 from roostream.wire.records import Record
 from tests.trainer import samples
-from trainer.saved_batch import MOST_FILES, SavedBatch, SavedBatches, decode, encode, fitting
+from trainer.saved_batch import MAX_FILES, SavedBatch, SavedBatches, decode, encode, fitting
 
 RECORDS = tuple(samples.records([1, 2, 3]))
 SAVED = SavedBatch(
@@ -87,10 +87,10 @@ def test_a_batch_is_saved_as_far_as_it_fits() -> None:
 def test_a_folder_keeps_the_newest(tmp_path: Path) -> None:
     kept = SavedBatches(tmp_path / "worker")
     assert kept.newest() == ""
-    for n in range(MOST_FILES + 3):
+    for n in range(MAX_FILES + 3):
         path = kept.save(SavedBatch(reason=str(n), time_ms=n))
-    assert kept.newest() == str(path) and decode(path.read_bytes(), "x").reason == str(MOST_FILES + 2)
-    assert len(list(path.parent.iterdir())) == MOST_FILES
+    assert kept.newest() == str(path) and decode(path.read_bytes(), "x").reason == str(MAX_FILES + 2)
+    assert len(list(path.parent.iterdir())) == MAX_FILES
 
 
 def test_a_folder_that_can_t_be_written_is_told(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_many_files_of_a_day_become_one_by_user_with_every_sample(tmp_path: Path
 
 def test_a_sealed_sample_s_bytes_are_those_of_the_topic(tmp_path: Path) -> None:
     archive(tmp_path, [*FIRST, *NEXT])
-    seal_all(a_compactor(tmp_path, most_rows=20))
+    seal_all(a_compactor(tmp_path, max_rows=20))
     warehouse, found = Warehouse(tmp_path), {}
     for file in warehouse.samples.snapshot().files:
         columns, counts_R = warehouse.open_file("samples", file).columns(sample_forms(SCHEMA))

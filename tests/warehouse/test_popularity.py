@@ -47,7 +47,7 @@ def test_without_sessions_columns_are_as_declared() -> None:
 def test_sessions_leave_what_they_asked_for_and_files_are_written_by_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(popularity, "MOST_SESSIONS", 2)
+    monkeypatch.setattr(popularity, "MAX_SESSIONS", 2)
     place = Warehouse(tmp_path)
     assert place.column_order() == []
     for version, features in enumerate((["history"], ["gap"], ["age", "gap"])):

@@ -11,7 +11,7 @@ import pytest
 
 from roostream.errors import ConfigError
 from roostream.schema.settings import Settings, load, setting
-from roostream.schema.toml_file import MOST_BYTES, Referred
+from roostream.schema.toml_file import MAX_BYTES, Referred
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ def test_what_cannot_be_followed_is_told_with_its_place(tmp_path: Path, text: st
 
 def test_a_file_that_is_no_secret_is_refused(tmp_path: Path) -> None:
     big, binary = tmp_path / "big", tmp_path / "binary"
-    big.write_text("x" * (MOST_BYTES + 1))
+    big.write_text("x" * (MAX_BYTES + 1))
     binary.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="at most 1048576 bytes"):
         read(tmp_path, f'address = "${{file:{big}}}"')

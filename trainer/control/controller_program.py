@@ -144,9 +144,9 @@ def _watch_idleness(
     """Until `stop`; of a deployment that never releases workers nobody watches."""
     rule = IdleRule(
         hold_s=config.idle_hold_ms / 1000,
-        least_records=config.idle_release_records,
-        most_wait_s=config.idle_release_ms / 1000,
-        least_held_s=config.idle_least_ms / 1000,
+        min_records=config.idle_release_records,
+        max_wait_s=config.idle_release_ms / 1000,
+        min_held_s=config.idle_min_ms / 1000,
     )
 
     def watch() -> None:

@@ -17,7 +17,7 @@ Any failure before 6: nothing is committed. A refusal is answered with ABORT, a 
 begins with RESTORE of the last manifest.
 
 No state without a way out: whoever is asked has a time limit. A late step of a commit is aborted, everything else that is late
-ends the incarnation, and so do `most_aborts` in a row. Aborts for which a member or the store says that something can't be
+ends the incarnation, and so do `max_aborts` in a row. Aborts for which a member or the store says that something can't be
 written now don't count: going back mends no disk, and the next commit that can be written has everything.
 
 A member that was asked to stop says that it leaves: a commit at once closes the incarnation for all, so that nothing is trained
@@ -370,7 +370,7 @@ class Coordinator:
         self.num_aborts += 1
         self._aborts_in_a_row += not away
         self._closing_s = now_s + self.facts.commit_interval_s
-        if self._aborts_in_a_row >= self.facts.most_aborts:
+        if self._aborts_in_a_row >= self.facts.max_aborts:
             return self._lost(
                 f"{self._aborts_in_a_row} commits in a row were abandoned, the last one because {reason}"
             )

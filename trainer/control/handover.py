@@ -42,10 +42,10 @@ def margin(session: TableInput, newest: TableInput, oldest: Progress) -> Margin:
     return Margin(min(left, default=0), sum(max(count, 0) for count in more))
 
 
-def follows(found: Margin, most_records: int) -> bool:
+def follows(found: Margin, max_records: int) -> bool:
     """A further session comes before the stream: much was archived meanwhile, or Kafka has lost what the stream would need and
     the archive has it."""
-    return found.archived > most_records or (found.records < 0 and found.archived > 0)
+    return found.archived > max_records or (found.records < 0 and found.archived > 0)
 
 
 class HandOver:
@@ -58,7 +58,7 @@ class HandOver:
         hold: Callable[[TableInput, int], None],
         oldest: Callable[[], Progress],
         clock: Clock,
-        most_records: int,
+        max_records: int,
     ) -> None:
         """`newest`: a session of the newest version, from these offsets on; `hold`: a version is kept until this wall time;
         `oldest`: of the topic."""
@@ -69,7 +69,7 @@ class HandOver:
             oldest,
             clock,
         )
-        self.most_records = most_records
+        self.max_records = max_records
         self.margin: Margin | None = None
 
     def run(self, stop: threading.Event) -> None:
@@ -98,7 +98,7 @@ class HandOver:
                 "Kafka has lost %d samples behind the session's end: the archive is read on",
                 -self.margin.records,
             )
-        if follows(self.margin, self.most_records):
+        if follows(self.margin, self.max_records):
             self.hold(newest, until_ms)
             return self.controller.follow_by(newest)
         self.controller.follow_by(None)

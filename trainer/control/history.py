@@ -21,7 +21,7 @@ class Grain(NamedTuple):
 
 
 GRAINS = (Grain(10, 360), Grain(60, 360), Grain(600, 432))  # an hour, six hours, three days
-MOST_CHANGES = 200
+MAX_CHANGES = 200
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -101,7 +101,7 @@ class Noted(NamedTuple):
 class Changes:
     """Facts by name as they change, and since when each is as it is. Not thread-safe."""
 
-    def __init__(self, most: int = MOST_CHANGES) -> None:
+    def __init__(self, most: int = MAX_CHANGES) -> None:
         self.newest: deque[Noted] = deque(maxlen=most)  # newest last
         self._now: dict[str, tuple[str, float]] = {}
 

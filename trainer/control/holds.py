@@ -18,7 +18,7 @@ from typing import Any
 
 from trainer.control.protocol import PERMANENT, TRANSIENT, Hold, Key, State
 
-MOST_DEATHS = 8  # of one worker in a row, each soon after its start, without a commit in between
+MAX_DEATHS = 8  # of one worker in a row, each soon after its start, without a commit in between
 _SOON_S = 600.0
 
 
@@ -43,8 +43,8 @@ def idle_hold(reason: str) -> Hold:
 class Holds:
     """Whether training is held. Events in; not thread-safe."""
 
-    def __init__(self, most_deaths: int = MOST_DEATHS) -> None:
-        self.most_deaths = most_deaths
+    def __init__(self, max_deaths: int = MAX_DEATHS) -> None:
+        self.max_deaths = max_deaths
         self.now: Hold | None = None
         self._deaths: Counter[Key] = Counter()
 
@@ -64,7 +64,7 @@ class Holds:
         if key.role != "worker":
             return None
         self._deaths[key] = 1 if lived_s > _SOON_S else self._deaths[key] + 1
-        if self._deaths[key] < self.most_deaths:
+        if self._deaths[key] < self.max_deaths:
             return None
         shown = f"; `roostream inspect batch {saved}` shows the last batch that it saved" if saved else ""
         return self.stop(

@@ -1,7 +1,7 @@
 """Whether training is worth its devices: a pure rule over what lies behind the committed offsets.
 
     training ── nothing to read for `hold_s` ──► held
-    held ── `least_records` are there, or some for `most_wait_s`; not before `least_held_s` ──► training
+    held ── `min_records` are there, or some for `max_wait_s`; not before `min_held_s` ──► training
 
 After Kurian et al., *Scalable Machine Learning Training Infrastructure for Online Ads Recommendation*, §VI-A, "transient
 stalls".
@@ -24,9 +24,9 @@ class IdleRule:
     """Two bounds apart from each other, and a least time between them, so that a trickle doesn't start and end workers."""
 
     hold_s: float  # nothing to read for this long: training is held; 0 = never
-    least_records: int = 100  # so many end the hold at once
-    most_wait_s: float = 10.0  # fewer end it when they have been there for this long
-    least_held_s: float = 30.0
+    min_records: int = 100  # so many end the hold at once
+    max_wait_s: float = 10.0  # fewer end it when they have been there for this long
+    min_held_s: float = 30.0
 
 
 class Unread(NamedTuple):
@@ -81,5 +81,5 @@ class Idle:
             return Advice.NOTHING
         if self._there_s is None:
             self._there_s = now_s
-        enough = unread.records >= self.rule.least_records or now_s - self._there_s >= self.rule.most_wait_s
-        return Advice.RELEASE if enough and now_s - self._held_s >= self.rule.least_held_s else Advice.NOTHING
+        enough = unread.records >= self.rule.min_records or now_s - self._there_s >= self.rule.max_wait_s
+        return Advice.RELEASE if enough and now_s - self._held_s >= self.rule.min_held_s else Advice.NOTHING

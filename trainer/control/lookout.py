@@ -17,7 +17,7 @@ from trainer.control.idle import Advice, Idle, Unread
 log = logging.getLogger("roostream.controller")
 
 LOOK_S = 1.0
-_MOST_MARKERS = 1000  # in a partition: more offsets than these are records, whatever lies among them
+_MAX_MARKERS = 1000  # in a partition: more offsets than these are records, whatever lies among them
 _PEEK_S = 0.5
 _PEEKS = 10
 
@@ -63,7 +63,7 @@ class Lookout:
             }
             behind = {p: end - starts[p] for p, end in ends.items() if end > starts[p]}
             is_quiet, self._before = (starts, ends) == self._before, (starts, ends)
-            if is_quiet and behind and max(behind.values()) <= _MOST_MARKERS and (starts, ends) != self._read:
+            if is_quiet and behind and max(behind.values()) <= _MAX_MARKERS and (starts, ends) != self._read:
                 if self._are_records(starts, {p: bounds[p][1] for p in self.log.partitions}, behind):
                     self._read = starts, ends
                 else:

@@ -156,7 +156,7 @@ class Facts:
     restore_timeout_s: float = (
         600.0  # doubled each time in a row that it passes: a large state comes back in the end
     )
-    most_aborts: int = 3  # in a row, then everyone is restored: a member may be in a state that no ABORT ends
+    max_aborts: int = 3  # in a row, then everyone is restored: a member may be in a state that no ABORT ends
     retry_s: float = 1.0  # between a refused RESTORE and the next
     holds_idle: bool = False  # somebody calls `hold_idle` and ends such a hold
 
@@ -169,7 +169,7 @@ class Facts:
         return workers(self.num_workers)
 
     @property
-    def most_workers(self) -> int:
+    def max_workers(self) -> int:
         """Each has a partition at least."""
         return min(self.num_partitions, MAX_WORKERS)
 

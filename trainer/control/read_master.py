@@ -20,7 +20,7 @@ from roostream.schema.registry import to_toml
 from roostream.schema.schema import Schema
 from roostream.warehouse.readers.config import ReaderCountConfig
 from roostream.warehouse.readers.lease_log import LeaseLog, plain_lease
-from roostream.warehouse.readers.leases import MOST_WANTED, Leases
+from roostream.warehouse.readers.leases import MAX_WANTED, Leases
 from roostream.warehouse.readers.scale import ReaderCount
 
 HOLD_S = 0.25  # a call is held this long when there is nothing to say
@@ -84,7 +84,7 @@ class ReadMaster:
     def _lease(self, header: Header) -> Header:
         """A reader lives: what it still has, and what it gets of the `free` that it has room for. With a session that it doesn't
         know, that; of an older incarnation it has nothing."""
-        reader, free = str(header["reader"]), min(int(header["free"]), MOST_WANTED)
+        reader, free = str(header["reader"]), min(int(header["free"]), MAX_WANTED)
         with self._changed:
             session = self._look()
             now_s = self.clock.monotonic_s()

@@ -8,14 +8,14 @@ from typing import Any
 from roostream.errors import ConfigError, UnavailableError
 from trainer.control.protocol import Facts, Key, MemberFacts, workers
 
-_LEAST_NOTICE_S = 5.0
+_MIN_NOTICE_S = 5.0
 
 
 def check_notice(notice_s: float) -> None:
     """Raises ConfigError: it is too short to commit in."""
-    if not _LEAST_NOTICE_S <= notice_s < math.inf:
+    if not _MIN_NOTICE_S <= notice_s < math.inf:
         raise ConfigError(
-            f"expected a notice of {_LEAST_NOTICE_S:g} s at least, got {notice_s:g}: a commit takes its time"
+            f"expected a notice of {_MIN_NOTICE_S:g} s at least, got {notice_s:g}: a commit takes its time"
         )
 
 
@@ -30,9 +30,9 @@ class Roster:
 
     def check(self, key: Key) -> None:
         """Raises ConfigError: the member isn't one of this controller's."""
-        if key not in (*self.facts.shards, *workers(self.facts.most_workers)):
+        if key not in (*self.facts.shards, *workers(self.facts.max_workers)):
             raise ConfigError(
-                f"expected shards 0..{self.facts.num_shards - 1} and workers 0..{self.facts.most_workers - 1}, got {key}; "
+                f"expected shards 0..{self.facts.num_shards - 1} and workers 0..{self.facts.max_workers - 1}, got {key}; "
                 "start it with the controller's own numbers"
             )
 
@@ -91,9 +91,9 @@ class Roster:
 
     def want(self, count: int) -> None:
         """Raises ConfigError: there can't be so many."""
-        if not 1 <= count <= self.facts.most_workers:
+        if not 1 <= count <= self.facts.max_workers:
             raise ConfigError(
-                f"expected 1 to {self.facts.most_workers} workers, got {count}: each trains one of the "
+                f"expected 1 to {self.facts.max_workers} workers, got {count}: each trains one of the "
                 f"{self.facts.num_partitions} partitions at least"
             )
         self.wanted_workers = count
@@ -115,7 +115,7 @@ class Roster:
 
     def claimed(self, count: int | None) -> None:
         """An incarnation with so many (None: as wanted); what was wanted while the claim was under way is wanted still."""
-        count = self.wanted_workers if count is None else min(count, self.facts.most_workers)
+        count = self.wanted_workers if count is None else min(count, self.facts.max_workers)
         if self.wanted_workers == self.num_workers:
             self.wanted_workers = count
         self.num_workers = count

@@ -12,7 +12,7 @@ from trainer.control.together import held_by, together, worker_reports
 from trainer.monitoring.caught_up import Liveness
 
 CALIBRATION = (0.9, 1.1)
-_LEAST_REQUESTS = 1000  # before them calibration says little
+_MIN_REQUESTS = 1000  # before them calibration says little
 _SILENT_MS = 1500.0  # three beats
 _COMMITS_BEHIND = KEEP_MANIFESTS // 2  # serving may be late by these
 _UNUSUAL = {
@@ -141,7 +141,7 @@ def _of_training(status: Mapping[str, Any]) -> Iterator[Finding]:
         )
     calibration, requests = whole["metrics"].get("calibration"), whole["metrics"].get("requests") or 0
     least, most = CALIBRATION
-    if calibration is not None and requests >= _LEAST_REQUESTS and not least <= calibration <= most:
+    if calibration is not None and requests >= _MIN_REQUESTS and not least <= calibration <= most:
         yield Finding(
             "calibration", Level.WARNING, f"calibration is {calibration:.3f}; expected {least} to {most}"
         )

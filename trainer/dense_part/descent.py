@@ -25,7 +25,7 @@ from trainer.feed import Pulled
 from trainer.pipeline.stages import Stages
 from trainer.rows import clip_rows, largest_norm
 
-_MOST_NORM = math.sqrt(torch.finfo(torch.float32).max)  # its square is finite
+_MAX_NORM = math.sqrt(torch.finfo(torch.float32).max)  # its square is finite
 
 
 class Logits(NamedTuple):
@@ -88,7 +88,7 @@ class Descent:
         """Gradients of this part's share of a step of several workers, `targets.total_T` being the weights of all of it. False:
         the square of a sum of so many like them might not be finite."""
         self._differentiate(pulled, logits_BT, targets)
-        most = _MOST_NORM / (2 * workers)
+        most = _MAX_NORM / (2 * workers)
         return self.optimizer.norm() <= most and largest_norm(gradients_of(pulled.inputs)) <= most
 
     def is_finite(self) -> bool:

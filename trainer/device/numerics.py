@@ -24,7 +24,7 @@ from trainer.device.hstu_attention import give_kernel
 
 log = logging.getLogger("roostream.worker")
 
-_MOST_GRAPHS = (
+_MAX_GRAPHS = (
     256  # a width, a batch of one, gradients or none: each is a graph of its own; torch gives up at 8
 )
 
@@ -77,8 +77,8 @@ def compile_rows(model: nn.Module, device: str) -> None:
     if why:
         log.warning("compile: the model is trained as it is, since %s", why)
         return
-    torch._dynamo.config.recompile_limit = _MOST_GRAPHS
-    torch._dynamo.config.accumulated_recompile_limit = 4 * _MOST_GRAPHS
+    torch._dynamo.config.recompile_limit = _MAX_GRAPHS
+    torch._dynamo.config.accumulated_recompile_limit = 4 * _MAX_GRAPHS
     for module in modules:
         module.compile(dynamic=True)
 

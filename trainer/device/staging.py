@@ -23,7 +23,7 @@ from torch import Tensor
 from roostream.models.inputs import Inputs, change_tensors
 
 SLOTS = 2  # one is filled while the other is read
-_LEAST_BYTES = 1 << 16
+_MIN_BYTES = 1 << 16
 _ALIGNED = 256  # bytes: as the device's own allocator places a tensor
 
 
@@ -68,7 +68,7 @@ class Staging:
 
     def __init__(self, lane: CopyLane) -> None:
         self.lane = lane
-        self._slots = [_Pinned(lane.pinned(_LEAST_BYTES)) for _ in range(SLOTS)]
+        self._slots = [_Pinned(lane.pinned(_MIN_BYTES)) for _ in range(SLOTS)]
         self._num_staged = 0
         self._lock = threading.Lock()
 

@@ -18,7 +18,7 @@ from trainer.loop import TrainLoop
 
 log = logging.getLogger("roostream.worker")
 
-MOST_FINDINGS = 40
+MAX_FINDINGS = 40
 
 
 def diagnosis(loop: TrainLoop, chunk: Chunk) -> tuple[str, ...]:
@@ -26,7 +26,7 @@ def diagnosis(loop: TrainLoop, chunk: Chunk) -> tuple[str, ...]:
     don't: the loop must be restored before it trains again. Never raises: what it is asked about is in disorder."""
     found: list[str] = []
     try:
-        found.extend(islice(_findings(loop, chunk), MOST_FINDINGS))
+        found.extend(islice(_findings(loop, chunk), MAX_FINDINGS))
     except Exception as error:
         log.exception("what is not finite can't be found out")
         found.append(f"the rest could not be found out: {error!r:.300}")

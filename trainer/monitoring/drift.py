@@ -27,8 +27,8 @@ from roostream.wire.lookup import Lookup
 
 SAMPLED = 8  # of so many batches one is looked at
 WINDOW_CANDIDATES = 4096
-MOST_FEATURES = 64  # the first of the schema; the others are not watched
-MOST_TABLES = 16
+MAX_FEATURES = 64  # the first of the schema; the others are not watched
+MAX_TABLES = 16
 _BITS = 19
 _FULL = 1 << (_BITS - 4)  # ids in a bitmap, at which a new one begins
 
@@ -60,12 +60,12 @@ class Drift:
         self.schema, self.sampled, self.window_candidates = schema, sampled, window_candidates
         self.num_looked = self._num_offered = 0
         self._names = {
-            "ro": [f.name for f in schema.floats("ro")][:MOST_FEATURES],
-            "nro": [f.name for f in schema.floats("nro")][:MOST_FEATURES],
-            "ro lists": [f.name for f in schema.lists("ro")][:MOST_FEATURES],
-            "nro lists": [f.name for f in schema.lists("nro")][:MOST_FEATURES],
+            "ro": [f.name for f in schema.floats("ro")][:MAX_FEATURES],
+            "nro": [f.name for f in schema.floats("nro")][:MAX_FEATURES],
+            "ro lists": [f.name for f in schema.lists("ro")][:MAX_FEATURES],
+            "nro lists": [f.name for f in schema.lists("nro")][:MAX_FEATURES],
         }
-        self._tables = {table.id: table.name for table in schema.tables[:MOST_TABLES]}
+        self._tables = {table.id: table.name for table in schema.tables[:MAX_TABLES]}
         self._seen = {name: SeenIds() for name in self._tables.values()}
         self._reference: _Window | None = None
         self._window = _Window(self._names, len(schema.tasks))
@@ -121,7 +121,7 @@ class Drift:
             for kind, values in numbers.items()
             for pair in zip(self._names[kind], values.tolist(), strict=True)
         ]
-        return dict(named[:MOST_FEATURES])
+        return dict(named[:MAX_FEATURES])
 
     def _by_task(self, window: _Window) -> dict[str, float | None]:
         pairs = zip(self.schema.tasks, window.positive_T.tolist(), window.weight_T.tolist(), strict=True)

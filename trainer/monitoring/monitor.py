@@ -125,7 +125,7 @@ class Monitor:
             "lost_records": self.worker.loop.source.num_lost,
             "row_wait_share": loop.stages.of_loop("pull", "push") / counts.busy_s if counts.busy_s else 0.0,
             "stage_seconds": loop.stages.seconds(),
-            "most_staleness": loop.feed.most_staleness,
+            "max_staleness": loop.feed.max_staleness,
             "shared_rows": loop.feed.num_shared,
             "lag_records": at.lag_records,
             "lag_ms": at.lag_ms,

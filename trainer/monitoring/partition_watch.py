@@ -8,7 +8,7 @@ from collections import deque
 from roostream.runtime.kafka.record_reader import PartitionLag
 from trainer.monitoring.rates import RateMeter
 
-_MOST_ENDS = 512
+_MAX_ENDS = 512
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class PartitionWatch:
         self._count(before, now_s)
         if lag.stable_end != self._ends[-1][1]:
             self._ends.append((now_s, lag.stable_end))
-            if len(self._ends) > _MOST_ENDS:
+            if len(self._ends) > _MAX_ENDS:
                 del self._ends[1]
         while len(self._ends) > 1 and self._ends[0][1] <= lag.position:
             self._ends.popleft()

@@ -10,7 +10,7 @@ from trainer.monitoring.windowed import SLICE_WINDOW
 
 _OF_WINDOW = ("candidates", "base_rate", "ne", "ne_online", "auc", "calibration")
 _OF_SLICE = ("candidates", "ne", "auc", "calibration")
-MOST_TASKS_OF_SLICES = 2  # exported; a beat has more
+MAX_TASKS_OF_SLICES = 2  # exported; a beat has more
 
 QUALITY_LABELS: dict[str, str | tuple[str, ...]] = {
     **{f"window_{name}": ("window", "task") for name in _OF_WINDOW},
@@ -32,7 +32,7 @@ def quality_gauges(quality: Mapping[str, Any]) -> dict[str, Any]:
         (slice_, value, task): numbers
         for slice_, values in quality["slices"].items()
         for value, told in values.items()
-        for task, numbers in list(told.get(SLICE_WINDOW, {}).items())[:MOST_TASKS_OF_SLICES]
+        for task, numbers in list(told.get(SLICE_WINDOW, {}).items())[:MAX_TASKS_OF_SLICES]
     }
     shadow = quality["shadow"] or {}
     copies = {

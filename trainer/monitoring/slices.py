@@ -20,7 +20,7 @@ from roostream.schema.schema import Schema
 from roostream.wire.batch import Batch
 
 SURFACE, CANDIDATE_AGE = "surface", "candidate_age"
-MOST_SLICES = 8
+MAX_SLICES = 8
 OTHER, MISSING = "other", "missing"
 _AGES = (
     (600, "<10m"),
@@ -47,9 +47,9 @@ def slicers(schema: Schema, names: Sequence[str]) -> list[Slicer]:
     Raises:
         ConfigError: too many, or one that the schema doesn't have; names the nearest.
     """
-    if len(names) > MOST_SLICES or len(set(names)) < len(names):
+    if len(names) > MAX_SLICES or len(set(names)) < len(names):
         raise ConfigError(
-            f"expected slices to name at most {MOST_SLICES} different ones, got {', '.join(names)}"
+            f"expected slices to name at most {MAX_SLICES} different ones, got {', '.join(names)}"
         )
     return [Slicer(name, _values(schema, name)) for name in names]
 

@@ -9,7 +9,7 @@
     arrival_per_s, consumption_per_s, drain_per_s     [value, low, high] (about 95 %; low and high null: not known), or null
     eta_s                            [value, low, high]; value null = not foreseeable, high null beside a value = no bound
     windows                          {"1h" | "1d" | "all": {task: numbers}}: progressive metrics of event-time windows that
-                                     end at the watermark, at most MOST_TASKS tasks; numbers: candidates, base_rate, ne,
+                                     end at the watermark, at most MAX_TASKS tasks; numbers: candidates, base_rate, ne,
                                      ne_online, auc, calibration (cells.py; `ne_online`: against the base rate known before),
                                      and the `sums` behind all but auc
     slices                           {slice: {value: {"1h" | "all": {task: numbers}}}}
@@ -17,7 +17,7 @@
                                      part beside the model in training, on the same candidates and rows
     drift                            {} or what `Drift.report` says (drift.py): coverage, psi, lengths {feature: number},
                                      base_rate {task: number}, new_ids {table: share}, and coverage, base_rate …_before
-    partitions                       [{topic, partition, and all of the above but state_seconds}], by name; the first MOST_ROWS
+    partitions                       [{topic, partition, and all of the above but state_seconds}], by name; the first MAX_ROWS
 
 Numbers that aren't known are null. Everything is bounded, whatever the schema: see the constants.
 """
@@ -30,8 +30,8 @@ from typing import Any
 from trainer.monitoring.caught_up import Observation, Standing
 from trainer.monitoring.shadow import FrozenCopy
 
-MOST_ROWS = 256
-MOST_TASKS = 4
+MAX_ROWS = 256
+MAX_TASKS = 4
 
 
 def watch_of(seen: Observation) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def watch_of(seen: Observation) -> dict[str, Any]:
     return {
         **plain(seen.overall),
         "state_seconds": {str(state): seconds for state, seconds in seen.state_seconds.items()},
-        "partitions": rows[:MOST_ROWS],
+        "partitions": rows[:MAX_ROWS],
     }
 
 
@@ -60,7 +60,7 @@ def quality_of(told: Mapping[str, Any], shadow: FrozenCopy | None) -> dict[str, 
 
 
 def _few(windows: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {window: dict(list(tasks.items())[:MOST_TASKS]) for window, tasks in windows.items()}
+    return {window: dict(list(tasks.items())[:MAX_TASKS]) for window, tasks in windows.items()}
 
 
 def plain(at: Standing) -> dict[str, Any]:

@@ -23,7 +23,7 @@ WINDOWS_MS = {"1h": 3_600_000, "1d": 86_400_000}
 ALL = "all"
 PARTS = 4  # of a window; it is between one and 1 + 1 / PARTS long
 SLICE_WINDOW = "1h"
-MOST_VALUES = 12  # of a slice, by name; the first that come; the rest as "other"
+MAX_VALUES = 12  # of a slice, by name; the first that come; the rest as "other"
 _FROZEN = "(frozen)"
 
 
@@ -111,12 +111,12 @@ class Windowed:
         self.cells.add(cell_E, losses, np.concatenate([entries.candidate_E for entries in families]))
 
     def _named(self, slice_: str, number_B: np.ndarray, names: Sequence[str]) -> list[str]:
-        """Each name, or "other" where MOST_VALUES came before it, however the stream was cut into batches."""
+        """Each name, or "other" where MAX_VALUES came before it, however the stream was cut into batches."""
         known = self._values[slice_]
-        if len(known) < MOST_VALUES:
+        if len(known) < MAX_VALUES:
             numbers, first_at = np.unique(number_B, return_index=True)
             for number in numbers[np.argsort(first_at)].tolist():
-                if len(known) < MOST_VALUES:
+                if len(known) < MAX_VALUES:
                     known.add(names[number])
         return [name if name in known else OTHER for name in names]
 

@@ -79,7 +79,7 @@ class PipelinedFeed:
         """`source` and `rows`: those of the loop that has the acts."""
         self.acts, self.source, self.rows, self.stages = acts, source, rows, stages
         self.staleness, self.read_ahead = staleness, read_ahead
-        self.most_staleness = self.num_shared = 0  # since the start: see `Feed`
+        self.max_staleness = self.num_shared = 0  # since the start: see `Feed`
         self._asked: deque[_Asked] = deque()
         self._ahead: deque[_Ahead] = deque()  # claimed, not given
         self._given: deque[_Ahead] = deque()  # given, not trained
@@ -205,7 +205,7 @@ class PipelinedFeed:
         staleness = self.rows.num_given - early.num_acknowledged
         if staleness > self.staleness:
             return None
-        self.most_staleness = max(self.most_staleness, staleness)
+        self.max_staleness = max(self.max_staleness, staleness)
         self.num_shared += early.num_shared if staleness else 0
         return early
 

@@ -7,10 +7,10 @@ from typing import Literal
 
 from roostream.schema.settings import Settings, refusal, setting
 
-LEAST_SAMPLE = (
+MIN_SAMPLE = (
     201  # of Slipstream's sampled search: from here on its interval is on the safe side (slipstream.py)
 )
-_LEAST_KEEP = 0.05
+_MIN_KEEP = 0.05
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,10 +48,10 @@ class SlipstreamConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if 0 < self.sample < LEAST_SAMPLE:
+        if 0 < self.sample < MIN_SAMPLE:
             raise refusal(
                 "sample",
-                f"0, or {LEAST_SAMPLE} or more",
+                f"0, or {MIN_SAMPLE} or more",
                 self.sample,
                 "of fewer the interval would be too narrow",
             )
@@ -70,7 +70,7 @@ class SelectionConfig(Settings):
         "off", "which requests are skipped: without any positive | any | with stale rows (finite logs alone)"
     )
     keep: float = setting(
-        0.5, "share of what negatives and random judge that is trained", least=_LEAST_KEEP, most=1
+        0.5, "share of what negatives and random judge that is trained", least=_MIN_KEEP, most=1
     )
     score: Literal["all", "probe", "kept"] = setting(
         "all",
@@ -96,9 +96,9 @@ class SelectionConfig(Settings):
         return self.policy != "off"
 
     @property
-    def least_kept(self) -> float:
+    def min_kept(self) -> float:
         """Share of many requests that is trained at least, whatever the log is; a few may be skipped altogether."""
-        return max(1 - self.slipstream.drop, _LEAST_KEEP) if self.policy == "slipstream" else self.keep
+        return max(1 - self.slipstream.drop, _MIN_KEEP) if self.policy == "slipstream" else self.keep
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

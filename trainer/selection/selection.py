@@ -35,7 +35,7 @@ from trainer.selection.slipstream_course import SlipstreamCourse
 Tensors = Mapping[str, np.ndarray]
 log = logging.getLogger("roostream.worker")
 
-_MOST_REQUESTS = 1 << 16  # of a chunk, however much is skipped
+_MAX_REQUESTS = 1 << 16  # of a chunk, however much is skipped
 _LATELY = 10  # chunks that the share of what is skipped is a mean of
 Outgoing = tuple[Lookup, Mapping[str, torch.Tensor]]
 
@@ -79,9 +79,7 @@ class Selection:
         """Requests that a chunk is read for, of which about `size` are trained if batches are refilled."""
         if not self.config.refill:
             return size
-        return max(
-            size, min(math.ceil(size / max(self._kept_lately, self.config.least_kept)), _MOST_REQUESTS)
-        )
+        return max(size, min(math.ceil(size / max(self._kept_lately, self.config.min_kept)), _MAX_REQUESTS))
 
     def split(self, batch: Batch, num_steps: int) -> tuple[tuple[ChunkPart, ...], Unscored | None]:
         """A chunk's new requests, `num_steps` being the loop's now. Frozen ones aren't judged; of a correction that is skipped

@@ -30,7 +30,7 @@ from trainer.selection.row_numbers import RowNumbers
 from trainer.selection.slipstream_kernels import find_slots, judge_slots, smallest
 
 T_QUANTILE = 3.340
-"""Student's t, one side .0005, 200 degrees of freedom: 99.9 % (the paper's §3.2); from LEAST_SAMPLE inputs on it is safe."""
+"""Student's t, one side .0005, 200 degrees of freedom: 99.9 % (the paper's §3.2); from MIN_SAMPLE inputs on it is safe."""
 _ROUNDS = 40
 
 
@@ -210,5 +210,5 @@ def sampled_threshold(
 
 
 def half_width(share: float, sample: int, population: int) -> float:
-    """Of the 99.9 % interval of a share that a sample of a finite population says; `sample` LEAST_SAMPLE or more."""
+    """Of the 99.9 % interval of a share that a sample of a finite population says; `sample` MIN_SAMPLE or more."""
     return T_QUANTILE * math.sqrt((population - sample) / population * share * (1 - share) / sample)

@@ -2,7 +2,7 @@
 
     steps 1 .. W                  accesses are counted; behind W the hot rows are known, and the first snapshot is taken
     behind W + k, W + 2k, ..      further snapshots: s grows by what moved between one and the next
-    behind the last of N          T, from the hot inputs that came meanwhile (the first MOST_INPUTS)
+    behind the last of N          T, from the hot inputs that came meanwhile (the first MAX_INPUTS)
     from AHEAD steps later on     inputs are skipped
 
 Chunks are claimed ahead of training, fewer than AHEAD: so no decision depends on how far. Everything counts steps, and nothing is
@@ -43,11 +43,11 @@ from trainer.selection.slipstream_kernels import take_requests
 log = logging.getLogger("roostream.worker")
 
 AHEAD = 16
-MOST_INPUTS = 8192
-_MOST_ENTRIES = 1 << 20  # of the inputs kept
-_LEAST_SIGHTS = 10  # of the coldest hot row, where counting was cut short
+MAX_INPUTS = 8192
+_MAX_ENTRIES = 1 << 20  # of the inputs kept
+_MIN_SIGHTS = 10  # of the coldest hot row, where counting was cut short
 _OF_INPUTS = ("num_slots_I", "num_entries_S", "row_L")
-_MOST_OFF = 0.05  # of the share of hot inputs that is skipped, against `drop`
+_MAX_OFF = 0.05  # of the share of hot inputs that is skipped, against `drop`
 
 Pull = Callable[[Lookup], Mapping[str, np.ndarray]]
 """Stack → float32 [U, D]: rows as they are now."""
@@ -81,7 +81,7 @@ class _HotInputs:
 
     @property
     def full(self) -> bool:
-        return self.num_inputs >= MOST_INPUTS or self.num_entries >= _MOST_ENTRIES
+        return self.num_inputs >= MAX_INPUTS or self.num_entries >= _MAX_ENTRIES
 
     def add(self, slots: ReadSlots, kept_R: np.ndarray) -> None:
         """Those of `kept_R`; as `SlipstreamCourse` numbers rows."""
@@ -178,7 +178,7 @@ class SlipstreamCourse:
             )
             return
         self.realised = float((q_I <= self.T).mean())
-        if abs(self.realised - drop) > _MOST_OFF:
+        if abs(self.realised - drop) > _MAX_OFF:
             log.warning(
                 "slipstream: expected to skip %.0f %% of the hot inputs, the threshold that was found skips %.1f %%: many rows "
                 "have moved equally far, or the sample is small; choose alpha nearer to the middle, unvisited, or sample = 0",
@@ -301,11 +301,11 @@ class SlipstreamCourse:
     def _find_hot(self) -> None:
         """From the counts, which are over."""
         total = sum(counts.total for counts in self.counts.values())
-        if self.config.count_requests and self.config.hot_ratio * total < _LEAST_SIGHTS:
+        if self.config.count_requests and self.config.hot_ratio * total < _MIN_SIGHTS:
             log.warning(
                 "slipstream.hot_ratio: expected %d sights or more of a hot row among those counted, %g of %d accesses is less: a "
                 "sight or two make a row hot; count more requests, or raise it",
-                _LEAST_SIGHTS,
+                _MIN_SIGHTS,
                 self.config.hot_ratio,
                 total,
             )

@@ -21,7 +21,7 @@ from roostream.wire.batch import Batch
 from trainer.batches import Chunk, NewestIds
 from trainer.pipeline.stages import Stages
 
-MOST_EXPECTED = 64  # splits of which readers are told that they come
+MAX_EXPECTED = 64  # splits of which readers are told that they come
 
 
 class SessionBatches:
@@ -180,7 +180,7 @@ class SessionBatches:
     def _expect(self) -> None:
         """What lies before the bounds comes first; of partitions in turns, the next split of each."""
         in_turns, ends = self._expected_for
-        its = self.order.from_here(self._at, MOST_EXPECTED)
+        its = self.order.from_here(self._at, MAX_EXPECTED)
         open_ = {number for number, at in self._at.items() if at < self._end(number, ends)}
         heads = {split.partition: split.number for split in reversed(its)} if in_turns else {}
 

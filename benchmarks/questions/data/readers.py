@@ -57,6 +57,6 @@ The demo's schema; sealed files, every bit of every batch compared with what one
 trainer does nothing, so it is about how fast rows come. A worker that reads for itself does so in the thread of its source,
 with nothing beside it; readers take cores of their own, and what they give is received, copied and put in order: on two cores
 two readers and who is read for are three. The third row's trainer takes 2,000 requests a second by waiting, and each reader
-gives 880 by a declared delay (`most_requests_s`): one keeps training waiting for 56 % of its time. Real processes, started
+gives 880 by a declared delay (`max_requests_s`): one keeps training waiting for 56 % of its time. Real processes, started
 and ended by the rule of docs/decisions/0073; `waited until then` contains their start.""",
 )

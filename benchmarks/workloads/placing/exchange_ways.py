@@ -146,7 +146,7 @@ class PlainExchange:
         ]
         self.base_T = np.cumsum([0, *(len(rows) for rows in own)])[:-1]
         self.rows_ND, self.state_N = torch.cat(own), torch.zeros(sum(map(len, own)))
-        self.most_T = [-(-(shape.ids_a_table - worker) // self.workers) for worker in range(self.workers)]
+        self.max_T = [-(-(shape.ids_a_table - worker) // self.workers) for worker in range(self.workers)]
         self.sent_bytes = 0
 
     def step(self, batch: Batch) -> Tensor:
@@ -157,7 +157,7 @@ class PlainExchange:
         owner_L = id_L % self.workers
         order_L = torch.from_numpy(np.argsort(owner_L, kind="stable"))
         place_L = (
-            id_L // self.workers + table_L * np.array(self.most_T)[owner_L]
+            id_L // self.workers + table_L * np.array(self.max_T)[owner_L]
         )  # of the owner's tables behind each other
         sizes = np.bincount(owner_L, minlength=self.workers)
         wanted = self._swapped(torch.from_numpy(sizes), [1] * self.workers, [1] * self.workers)

@@ -13,7 +13,7 @@ from benchmarks.workloads.selecting.logs import has_criteo, part
 from benchmarks.workloads.selecting.logs import schema as criteo_schema
 from param_server.placement.cost import OwnerCosts, PlacedTable
 from param_server.placement.plan import plan
-from param_server.placement.profile import LEAST_BATCHES, Profiler
+from param_server.placement.profile import MIN_BATCHES, Profiler
 from param_server.placement.simulated_load import DrawnTable, Strategy, draw_mix, simulate, uniques
 from roostream.wire.batch import Batch
 from roostream.wire.decode import Decoder
@@ -124,8 +124,8 @@ def foreseen(batch: int, most: int) -> Iterator[Work]:
         [_looked_up(records) for records in _batches(parts, batch, most)] for parts in ((0, 1, 2), (3, 4, 5))
     )
     seen = Profiler(1.0)
-    for n in range(LEAST_BATCHES):
-        seen.see(*first[n * len(first) // LEAST_BATCHES])
+    for n in range(MIN_BATCHES):
+        seen.see(*first[n * len(first) // MIN_BATCHES])
     expected: dict[str, float] = {}
 
     def step() -> None:

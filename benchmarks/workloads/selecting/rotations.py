@@ -48,19 +48,19 @@ _TRAINED: dict[str, float] = {}
 def rotations(
     settings: Mapping[str, Any],
     seed: int,
-    most_parts: int = PARTS,
-    most_inputs: int | None = None,
+    max_parts: int = PARTS,
+    max_inputs: int | None = None,
     model: Mapping[str, Any] | None = None,
     like: Mapping[str, Any] | None = None,
 ) -> Iterator[Work]:
     """`settings`: of the loop, as in a worker's TOML. A step is all rotations, the first one a short one, to warm up; figures are
-    means over them. `most_inputs`: of each part; `model`: others of its settings; `like`: settings asked before in this process,
+    means over them. `max_inputs`: of each part; `model`: others of its settings; `like`: settings asked before in this process,
     of whose requests as many are dropped, rotation by rotation, from the same step on."""
     figures: dict[str, float] = {}
     asked, whole = _Asked(settings, model or {}, seed), [False]
 
     def step() -> None:
-        most, tests = (most_inputs, most_parts) if whole[0] else (min(most_inputs or _WARM_UP, _WARM_UP), 1)
+        most, tests = (max_inputs, max_parts) if whole[0] else (min(max_inputs or _WARM_UP, _WARM_UP), 1)
         told = [_rotation(asked, test, most, like) for test in range(tests)]
         whole[0] = True
         figures.clear()
@@ -68,9 +68,9 @@ def rotations(
         figures.update({f"log loss {test}": one["log loss"] for test, one in enumerate(told)})
 
     def took_s() -> float:
-        return figures["cpu_s"] * most_parts
+        return figures["cpu_s"] * max_parts
 
-    yield Work(step, lambda: figures["inputs"] * most_parts, lambda: dict(figures), took_s)
+    yield Work(step, lambda: figures["inputs"] * max_parts, lambda: dict(figures), took_s)
 
 
 class _Asked(NamedTuple):

@@ -14,7 +14,7 @@ from benchmarks.workloads.serving.program import ServingProgram, requests_of, se
 from benchmarks.workloads.shared import Shared
 
 DEADLINE_MS = 1000
-_MOST_CONNECTIONS = 900
+_MAX_CONNECTIONS = 900
 _CAPACITY_S, _WARM_S, _FIRST_S = 3.0, 2.0, 0.5
 _LINES = 4  # in the closed loop that says the capacity: one is scored while others are parsed
 _BUSY = (429, 503)
@@ -27,7 +27,7 @@ class Served:
         self, program: ServingProgram, requests: Sequence[bytes], keeps_bodies: bool = False
     ) -> None:
         self.program = program
-        self.clients = Clients(program.address, requests, _MOST_CONNECTIONS, keeps_bodies)
+        self.clients = Clients(program.address, requests, _MAX_CONNECTIONS, keeps_bodies)
         self.clients.closed_loop(_LINES, _WARM_S)
         self.capacity = len(in_time(self.clients.closed_loop(_LINES, _CAPACITY_S))) / _CAPACITY_S
 

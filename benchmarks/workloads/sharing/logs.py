@@ -28,7 +28,7 @@ from roostream.wire.batch import Batch
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
 
-_MOST_REQUESTS = 300
+_MAX_REQUESTS = 300
 _WINDOW_MS = 3_600_000
 
 
@@ -164,7 +164,7 @@ def ebnerd_samples(
 
 
 def _batch(
-    edge: Edge, events: Iterable[Event], most: int = _MOST_REQUESTS, logged: list[Record] | None = None
+    edge: Edge, events: Iterable[Event], most: int = _MAX_REQUESTS, logged: list[Record] | None = None
 ) -> Batch:
     schema = edge.schema
     return Decoder(schema, {schema.fingerprint: schema}.get).decode(

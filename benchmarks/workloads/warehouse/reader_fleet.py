@@ -290,6 +290,6 @@ def starved(
     with _table(files, rows) as place, contextlib.ExitStack() as opened:
         session, count = Session(place), lambda: 0.0
         if most:
-            readers = opened.enter_context(fleet_of(session, 1, most, most_requests_s=round(share * pace)))
+            readers = opened.enter_context(fleet_of(session, 1, most, max_requests_s=round(share * pace)))
             count = lambda: float(len(readers.pool.members()))
         yield Paced(session, pace, *seconds, count).work()

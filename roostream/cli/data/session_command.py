@@ -257,10 +257,10 @@ def compare_readers(
 
 
 def _files(table: SampleTable, version: int, schema: Any, over_read: float | None = None) -> TableFiles:
-    from roostream.warehouse.byte_ranges import MOST_OVER_READ
+    from roostream.warehouse.byte_ranges import MAX_OVER_READ
     from roostream.warehouse.readers.table_session import TableFiles
 
     files = table.warehouse.samples.snapshot(version).files
     return TableFiles(
-        table.warehouse, files, (), schema, over_read=MOST_OVER_READ if over_read is None else over_read
+        table.warehouse, files, (), schema, over_read=MAX_OVER_READ if over_read is None else over_read
     )

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from roostream.cli.replay.figures import drawn
 from roostream.errors import printable
 
-_MOST_BARS, _MOST_LINES = 40, 12
+_MAX_BARS, _MAX_LINES = 40, 12
 
 
 def figures_of_table(report: Mapping[str, Any]) -> dict[str, str]:
@@ -21,35 +21,35 @@ def figures_of_table(report: Mapping[str, Any]) -> dict[str, str]:
 def _figures(report: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
     columns, days = report["columns"], report["days"]
     stored = {
-        name: its["stored"] / max(report["candidates"], 1) for name, its in list(columns.items())[:_MOST_BARS]
+        name: its["stored"] / max(report["candidates"], 1) for name, its in list(columns.items())[:_MAX_BARS]
     }
     yield "Bytes a candidate, by column", _bars(stored)
-    changing = _most_changing(days, "coverage")
+    changing = _max_changing(days, "coverage")
     if len(days) > 1 and changing:
         yield "Coverage over days, where it changes most", _lines(days, "coverage", changing)
     last = days[max(days)] if days else {}
     yield (
         "Coverage on the last day",
-        _bars({name: its["coverage"] or 0.0 for name, its in list(last.items())[:_MOST_BARS]}),
+        _bars({name: its["coverage"] or 0.0 for name, its in list(last.items())[:_MAX_BARS]}),
     )
     if lists := [name for name, its in last.items() if its.get("length") is not None]:
-        yield "List lengths over days", _lines(days, "length", lists[:_MOST_LINES])
+        yield "List lengths over days", _lines(days, "length", lists[:_MAX_LINES])
     clustered = report["duplicates"]["arrangements"].get("clustered", {"features": {}})["features"]
     if clustered:
         yield (
             "Times fewer entries, each kept once in a batch (partially)",
-            _bars({name: of["partial"] for name, of in list(clustered.items())[:_MOST_BARS]}),
+            _bars({name: of["partial"] for name, of in list(clustered.items())[:_MAX_BARS]}),
         )
 
 
-def _most_changing(days: Mapping[str, Mapping[str, Mapping[str, float | None]]], key: str) -> list[str]:
+def _max_changing(days: Mapping[str, Mapping[str, Mapping[str, float | None]]], key: str) -> list[str]:
     spans = {}
     for name in next(iter(days.values()), {}):
         found = [
             value for features in days.values() if (value := features.get(name, {}).get(key)) is not None
         ]
         spans[name] = max(found, default=0.0) - min(found, default=0.0)
-    return sorted(spans, key=lambda name: -spans[name])[:_MOST_LINES]
+    return sorted(spans, key=lambda name: -spans[name])[:_MAX_LINES]
 
 
 def _bars(values: Mapping[str, float]) -> Figure:

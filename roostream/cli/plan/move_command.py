@@ -35,18 +35,18 @@ _SHOWN = 12
     help="make a map for so many; default: as many as there are",
 )
 @click.option(
-    "--most-moved",
+    "--max-moved",
     type=click.FloatRange(0, 1),
     default=0.0,
     help="share of the buckets that a better map may move",
 )
 @click.option("--json", "as_json", is_flag=True, help="the map alone, as `apply` reads it")
-def map_command(home: Path, store: str, num_shards: int | None, most_moved: float, as_json: bool) -> None:
+def map_command(home: Path, store: str, num_shards: int | None, max_moved: float, as_json: bool) -> None:
     """Which shard has which bucket of the newest commit, or a map that is evener by bytes, or for other shards.
 
     \b
     Example:
-      roostream down && roostream placement map --shards 4 --most-moved 1 --json > four.json
+      roostream down && roostream placement map --shards 4 --max-moved 1 --json > four.json
     """
     from param_server.placement.bucket_moves import evened
 
@@ -55,9 +55,7 @@ def map_command(home: Path, store: str, num_shards: int | None, most_moved: floa
 
         bytes_B, now = bytes_by_bucket(its), its.manifest.owners
         wanted = (
-            evened(now, num_shards or now.num_owners, bytes_B, most_moved)
-            if num_shards or most_moved
-            else now
+            evened(now, num_shards or now.num_owners, bytes_B, max_moved) if num_shards or max_moved else now
         )
     if as_json:
         click.echo(json.dumps(wanted.plain()))

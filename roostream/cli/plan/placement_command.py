@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from roostream.cli.status_table import Row
 
 _GIB = 1 << 30
-_MOST_OWNERS, _MOST_BATCH, _MOST_DIGITS = 4096, 1 << 30, 15
+_MAX_OWNERS, _MAX_BATCH, _MAX_DIGITS = 4096, 1 << 30, 15
 _NONE = "none so far: a worker with profile_share above 0 adds them at its commits"
 
 
@@ -39,7 +39,7 @@ def _source(command: Any) -> Any:
             click.option("--schema", type=click.Path(path_type=Path), required=True, help="schema TOML"),
             click.option(
                 "--batch",
-                type=click.IntRange(1, _MOST_BATCH),
+                type=click.IntRange(1, _MAX_BATCH),
                 default=64,
                 show_default=True,
                 help="examples of one requester's batch",
@@ -62,7 +62,7 @@ def _planned(command: Any) -> Any:
         (
             click.option(
                 "--owners",
-                type=click.IntRange(1, _MOST_OWNERS),
+                type=click.IntRange(1, _MAX_OWNERS),
                 required=True,
                 help="workers or shards that hold rows",
             ),
@@ -319,9 +319,9 @@ def _numbers(option: str, texts: tuple[str, ...], names: list[str]) -> dict[str,
             raise ConfigError(
                 f"{option}: expected TABLE=N with a table of the schema, got {text!r}{nearest(name, names)}"
             )
-        if not number.isdecimal() or len(number) > _MOST_DIGITS or not int(number):
+        if not number.isdecimal() or len(number) > _MAX_DIGITS or not int(number):
             raise ConfigError(
-                f"{option}: expected TABLE=N with a number of 1..{_MOST_DIGITS} digits above 0, got {text!r}"
+                f"{option}: expected TABLE=N with a number of 1..{_MAX_DIGITS} digits above 0, got {text!r}"
             )
         found[name] = int(number)
     return found

@@ -145,7 +145,7 @@ def workers_for(costs: Costs, shards: int) -> int:
     return next(fits, 0)
 
 
-def trained_at_most(costs: Costs, shards: int) -> float:
+def trained_at_max(costs: Costs, shards: int) -> float:
     """Requests a second that any number of workers train."""
     batch = costs.load.batch_requests
     return max(batch / step_s(costs, batch, w, shards) for w in range(1, MAX_WORKERS + 1)) * costs.load.busy
@@ -235,7 +235,7 @@ def _joining(costs: Costs) -> list[Need]:
 
 
 def _training(load: Load, costs: Costs, shards: int) -> list[Need]:
-    workers, most = workers_for(costs, shards), trained_at_most(costs, shards)
+    workers, most = workers_for(costs, shards), trained_at_max(costs, shards)
     readers = load.requests_per_s * costs.decode_s / load.busy
     trains = (
         f"{costs.train_s / _S:.0f} µs a request: {SOURCES['step_64_of_11_us']}; {costs.turn_s / _MS:.1f} ms a step beside "

@@ -28,7 +28,7 @@ NAMES = ("random", "place", "item", "recent", "linear")
 _AT_ONCE = 512
 _STEP = 16  # samples of a step of `linear`
 _RECENT_MS = 3 * 3_600_000.0
-_MOST_PLACES = 1000
+_MAX_PLACES = 1000
 _VIEWS_BEFORE = 10.0
 
 
@@ -39,7 +39,7 @@ class Baselines:
         self.tasks, self._measure_from_ms = schema.tasks, measure_from_ms
         tasks = self.tasks
         self.positives_T, self.num_candidates = np.zeros(len(tasks)), 0
-        self._place = _Rates(len(tasks), _MOST_PLACES)
+        self._place = _Rates(len(tasks), _MAX_PLACES)
         self._item, self._recent = _Rates(len(tasks), 64), _Fading(len(tasks), 64)
         self._linear, self._to_learn = Linear(schema), list[Record]()
         self._row_of: dict[int, int] = {}
@@ -52,7 +52,7 @@ class Baselines:
         if len(label_nT) != len(sample.item_ids):
             return  # written by another schema: its labels are others
         shown_n = np.array(sample.positions or range(len(label_nT)), np.int64)
-        place_n = np.minimum(shown_n, _MOST_PLACES - 1)
+        place_n = np.minimum(shown_n, _MAX_PLACES - 1)
         item_n = np.array([self._row_of.setdefault(i, len(self._row_of)) for i in sample.item_ids], np.int64)
         share_T = (self.positives_T + 1) / (self.num_candidates + 10)
         scores = {

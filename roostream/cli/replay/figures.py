@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from roostream.errors import printable
 
 _OF_THE_MODEL = {"svg.fonttype": "none", "svg.hashsalt": "roostream", "text.parse_math": False}
-_MOST_BARS = 40
+_MAX_BARS = 40
 
 
 def figures_of(report: Mapping[str, Any]) -> dict[str, str]:
@@ -65,7 +65,7 @@ def _days(report: Mapping[str, Any]) -> Figure:
 
 
 def _coverage(features: Mapping[str, Mapping[str, Any]]) -> Figure:
-    shares = sorted((f["share"] or 0.0, printable(name)) for name, f in features.items())[:_MOST_BARS]
+    shares = sorted((f["share"] or 0.0, printable(name)) for name, f in features.items())[:_MAX_BARS]
     figure = Figure(figsize=(9, 0.6 + 0.25 * len(shares)), layout="constrained")
     axes = figure.subplots()
     axes.barh([name for _, name in shares], [share for share, _ in shares])

@@ -14,7 +14,7 @@ from roostream.wire.records import Record
 from trainer.monitoring.quality import DailyMetrics, Metrics, summary
 
 _AT_ONCE = 512
-_FIRST_STRETCH, _MOST_POINTS = 32, 40
+_FIRST_STRETCH, _MAX_POINTS = 32, 40
 
 
 class PredictionMetrics:
@@ -118,7 +118,7 @@ class Curve:
         ]
 
     def _begin(self) -> None:
-        if len(self._points) == _MOST_POINTS:
+        if len(self._points) == _MAX_POINTS:
             for one, other in zip(self._points[::2], self._points[1::2], strict=True):
                 one.merge(other)
             self._points, self._stretch = self._points[::2], 2 * self._stretch

@@ -20,7 +20,7 @@ from serving.scorer import Version, probabilities
 
 _FIRST_G = np.sinh(np.linspace(-14.5, 14.5, 59))  # ±1,000,000, dense around 0: the model reads asinh
 _ROUNDS, _EACH = 8, 9
-_MOST_CANDIDATES = 8
+_MAX_CANDIDATES = 8
 _NOTHING = "no single float, missing or of another value, gives the scores that were served"
 
 
@@ -32,7 +32,7 @@ def explained(
     for side, at, name in _floats(batch):
         if trial.difference(trial.batch_with(side, at, None, None)).max(initial=0) <= tolerance:
             return f"its scores are those without {name!r}, which the log has"
-    worst_n = np.argsort(-trial.difference(batch), kind="stable")[:_MOST_CANDIDATES].tolist()
+    worst_n = np.argsort(-trial.difference(batch), kind="stable")[:_MAX_CANDIDATES].tolist()
     for side, at, name in _floats(batch):
         for row in [0] if side == "ro" else worst_n:
             value = trial.fitting(side, at, row, tolerance)

@@ -28,7 +28,7 @@ from roostream.wire.lookup import Lookup, build_lookup
 from serving.scorer import Version, probabilities
 
 TOLERANCE = 1e-5
-MOST_EXPLAINED = 3
+MAX_EXPLAINED = 3
 Verdict = Literal["within", "rows", "skew", "unscored", "pages", "schema", "gone", "unreadable"]
 JUDGED = ("within", "rows", "skew")
 
@@ -90,7 +90,7 @@ def rescored(commits: CommitStates, lists: Sequence[LoggedList]) -> list[Rescore
     commits.want(wanted)
     out = [_judged(commits, one) if isinstance(one, Readable) else one for one in opened]
     differing = (pair for pair in zip(opened, out, strict=True) if pair[1].verdict == "skew")
-    for (one, judged), _ in zip(differing, range(MOST_EXPLAINED), strict=False):
+    for (one, judged), _ in zip(differing, range(MAX_EXPLAINED), strict=False):
         assert isinstance(one, Readable)
         rows = commits.rows(judged.rows_of).gather(one.version.schema, one.lookup)
         judged.why = explained(one.version, one.batch, one.lookup, rows, TOLERANCE)

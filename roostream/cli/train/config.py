@@ -48,7 +48,7 @@ class TrainConfig(Settings):
     readers: int = setting(
         0, "`reader` programs that read for training; 0 = this process reads for itself", least=0, most=64
     )
-    most_readers: int = setting(
+    max_readers: int = setting(
         0,
         "more than readers: as many as keep training from waiting, up to so many; 0 = readers",
         least=0,
@@ -74,13 +74,11 @@ class TrainConfig(Settings):
         super().__post_init__()
         if not Path(self.schema).is_file():
             raise ConfigError(f"{self.schema}: no such file; expected a schema TOML")
-        if self.most_readers and self.most_readers < max(self.readers, 1):
-            raise refusal(
-                "most_readers", f"at least readers = {max(self.readers, 1)}, or 0", self.most_readers
-            )
+        if self.max_readers and self.max_readers < max(self.readers, 1):
+            raise refusal("max_readers", f"at least readers = {max(self.readers, 1)}, or 0", self.max_readers)
         check_addresses("ask_at", self.ask_at)
         if self.pool == "ray" and not self.reads_by_programs:
-            raise refusal("pool", "readers or most_readers above 0 with it", self.pool, "say how many")
+            raise refusal("pool", "readers or max_readers above 0 with it", self.pool, "say how many")
         if self.by_processes and (self.link or not is_loopback(parse_address(self.ask_at)[0])):
             raise refusal(
                 "ask_at",
@@ -104,12 +102,12 @@ class TrainConfig(Settings):
 
     @property
     def reads_by_programs(self) -> bool:
-        return self.readers > 0 or self.most_readers > 0
+        return self.readers > 0 or self.max_readers > 0
 
     @property
     def reader_count(self) -> ReaderCountConfig:
         least = max(self.readers, 1)
-        return ReaderCountConfig(least=least, most=max(self.most_readers, least))
+        return ReaderCountConfig(least=least, most=max(self.max_readers, least))
 
     @property
     def place(self) -> str:

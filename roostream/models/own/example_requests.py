@@ -17,7 +17,7 @@ from roostream.wire.lookup import Lookup
 from roostream.wire.records import Record
 
 TIME_MS = 1_700_000_000_000
-_MOST_ENTRIES, _NUM_IDS, _OLDEST_MS = 9, 40, 10**9
+_MAX_ENTRIES, _NUM_IDS, _OLDEST_MS = 9, 40, 10**9
 
 
 class ExampleRequest(NamedTuple):
@@ -66,7 +66,7 @@ def _value(f: Feature, random: np.random.Generator) -> object:
         return float("nan") if missing else float(np.float32(random.exponential(2.0)))
     if missing:
         return None
-    length = int(random.integers(0, _MOST_ENTRIES + 1))
+    length = int(random.integers(0, _MAX_ENTRIES + 1))
     ids = random.integers(0, _NUM_IDS, length).tolist()
     if f.kind == "ids":
         return ids

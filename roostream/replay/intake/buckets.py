@@ -17,12 +17,12 @@ import pyarrow.compute as pc
 from roostream.schema.ids import hash64
 
 BUCKET_BYTES = 64 << 20
-MOST_BUCKETS = 256  # files that are open at a time
+MAX_BUCKETS = 256  # files that are open at a time
 
 
 def num_buckets(num_bytes: int) -> int:
     """For input of so many bytes in Arrow's form."""
-    return max(1, min(MOST_BUCKETS, -(-num_bytes // BUCKET_BYTES)))
+    return max(1, min(MAX_BUCKETS, -(-num_bytes // BUCKET_BYTES)))
 
 
 def request_ids(table: pa.Table | pa.RecordBatch, columns: Sequence[str]) -> np.ndarray:

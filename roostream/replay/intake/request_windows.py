@@ -32,7 +32,7 @@ class RequestWindow(NamedTuple):
 
 
 def request_windows(
-    records: Iterable[Record], schema: Schema, by: By = "user", most_requests: int = WINDOW_REQUESTS
+    records: Iterable[Record], schema: Schema, by: By = "user", max_requests: int = WINDOW_REQUESTS
 ) -> Iterator[RequestWindow]:
     """Of the impressions among `records` (roostream/replay/log.py); pages that only add candidates are left out, others are passed over.
     Memory: a window, as bytes and as arrays."""
@@ -46,7 +46,7 @@ def request_windows(
             continue
         waiting.append((_alone(record, message, alone), _who(message.header, by), len(message.item_ids)))
         size += len(message.ro)
-        if len(waiting) == most_requests or size >= _WINDOW_BYTES:
+        if len(waiting) == max_requests or size >= _WINDOW_BYTES:
             yield _window(decoder, waiting)
             waiting, size = [], 0
     if waiting:

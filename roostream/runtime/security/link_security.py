@@ -22,7 +22,7 @@ from roostream.schema.settings import Refusal, Settings, setting
 
 log = logging.getLogger("roostream.rpc")
 
-LEAST_TOKEN = 16
+MIN_TOKEN = 16
 """Characters; who guesses may try often."""
 
 
@@ -166,9 +166,9 @@ def _tokens(file: str) -> tuple[str, ...]:
     except (OSError, UnicodeDecodeError) as error:
         raise Refusal("link.token_file", f"expected a file of tokens, got {file!r}: {error}") from None
     tokens = tuple(stripped for line in lines if (stripped := line.strip()))
-    if not tokens or min(map(len, tokens)) < LEAST_TOKEN:
+    if not tokens or min(map(len, tokens)) < MIN_TOKEN:
         raise Refusal(
             "link.token_file",
-            f"expected tokens of at least {LEAST_TOKEN} characters, one a line, in {file!r}; see `openssl rand -hex 32`",
+            f"expected tokens of at least {MIN_TOKEN} characters, one a line, in {file!r}; see `openssl rand -hex 32`",
         )
     return tokens

@@ -29,8 +29,8 @@ _ZSTD = pa.Codec("zstd")
 _DATA, _DICTIONARY = 0, 2  # types of a page
 _PLAIN, _PLAIN_DICTIONARY, _RLE, _DELTA, _RLE_DICTIONARY, _SPLIT = 0, 2, 3, 5, 8, 9  # encodings
 _SIZE = struct.Struct("<I")
-_MOST_LEVELS = 1 << 28  # of a column in a row group: more than a schema's caps let it have
-_MOST_SEEN = 6  # that of requests, of candidates and their ids, of a sequence, of two other features
+_MAX_LEVELS = 1 << 28  # of a column in a row group: more than a schema's caps let it have
+_MAX_SEEN = 6  # that of requests, of candidates and their ids, of a sequence, of two other features
 
 
 class PagedFile(Protocol):
@@ -97,7 +97,7 @@ class PageReader:
     def _part(self, n: int, leaf: Leaf, chunk: ColumnChunk, dtype: np.dtype[Any]) -> PagedColumn:
         """Of one row group, the n-th of those asked for."""
         rows, total = self._rows[n], chunk.levels
-        if not 0 <= rows <= total <= _MOST_LEVELS:
+        if not 0 <= rows <= total <= _MAX_LEVELS:
             raise LeftToArrow
         values_V, levels, filled, known, found = np.empty(total, dtype=dtype), 0, 0, None, None
         for page in _pages(self._source, chunk):
@@ -129,7 +129,7 @@ class PageReader:
         found = _Growing(leaf, self._rows[n], page.levels)
         _, values = found.add(page)
         seen.insert(0, _SeenLevels(own, (leaf.depth, leaf.full), found.whole(), values))
-        del seen[_MOST_SEEN:]
+        del seen[_MAX_SEEN:]
         return seen[0]
 
 

@@ -39,8 +39,8 @@ class _Here(NamedTuple):
 class UnitsAhead:
     """Not thread-safe."""
 
-    def __init__(self, *, most_units: int, most_bytes: int) -> None:
-        self.most_units, self.most_bytes = most_units, most_bytes
+    def __init__(self, *, max_units: int, max_bytes: int) -> None:
+        self.max_units, self.max_bytes = max_units, max_bytes
         self.counts: Counter[str] = Counter()
         self._expected: list[TableSplit] = []
         self._at_once = 1
@@ -142,7 +142,7 @@ class UnitsAhead:
     def fullness(self) -> float:
         """Of the buffer, of 1."""
         units, num_bytes = self.held
-        return min(max(units / self.most_units, num_bytes / self.most_bytes), 1.0)
+        return min(max(units / self.max_units, num_bytes / self.max_bytes), 1.0)
 
     @property
     def held(self) -> tuple[int, int]:
@@ -153,7 +153,7 @@ class UnitsAhead:
     @property
     def _has_room(self) -> bool:
         units, num_bytes = self.held
-        return units + len(self._fetching) < self.most_units and num_bytes < self.most_bytes
+        return units + len(self._fetching) < self.max_units and num_bytes < self.max_bytes
 
     def _in_turn(self, in_flight: int) -> list[TableSplit]:
         first = [self._waiting] if self._waiting else []

@@ -14,7 +14,7 @@ from roostream.errors import CheckpointError
 from roostream.warehouse.readers.leases import HeldLease, Lease
 
 FORMAT = 1
-MOST_EVENTS, MOST_READERS = 2048, 512
+MAX_EVENTS, MAX_READERS = 2048, 512
 ENDS = ("done", "voided", "expired", "left", "over")
 """Nobody waits for it any more · its reader didn't answer whoever waited · was silent · ended · another incarnation began."""
 
@@ -33,14 +33,14 @@ class LeaseLog:
     """Of one process, over all of its incarnations and sessions. Not thread-safe."""
 
     def __init__(self) -> None:
-        self.events: deque[LeaseEvent] = deque(maxlen=MOST_EVENTS)
+        self.events: deque[LeaseEvent] = deque(maxlen=MAX_EVENTS)
         self.by_reader: dict[str, Counter[str]] = {}
         self.version = 0  # changes with each event
 
     def note(self, at_ms: int, what: str, lease: Lease) -> None:
         self.version += 1
         self.events.append(LeaseEvent(at_ms, what, lease.split, lease.position, lease.reader))
-        if lease.reader not in self.by_reader and len(self.by_reader) >= MOST_READERS:
+        if lease.reader not in self.by_reader and len(self.by_reader) >= MAX_READERS:
             del self.by_reader[next(iter(self.by_reader))]  # that came first
         self.by_reader.setdefault(lease.reader, Counter())[what] += 1
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 LEASE_S = 3.0
-MOST_WANTED = 64  # splits of one worker
+MAX_WANTED = 64  # splits of one worker
 
 
 class Lease(NamedTuple):
@@ -59,7 +59,7 @@ class Leases:
 
     def tell(self, worker: int, wanted: Sequence[tuple[int, int]]) -> None:
         """(split, position) of all that this worker waits for now, in order. What nobody waits for any more is no lease."""
-        self._wanted[worker] = dict(wanted[:MOST_WANTED])
+        self._wanted[worker] = dict(wanted[:MAX_WANTED])
         known = {number for its in self._wanted.values() for number in its}
         self._end("done", [number for number in self._held if number not in known])
 

@@ -45,7 +45,7 @@ _STEP_S = 0.5
 _CALL_S = 5.0
 _BETWEEN_S = 0.02
 _RENEW_S = 0.5  # between two words with the controller at most, where no room comes for more
-_MOST_WAIT_S = 5.0  # that a call for a unit is held
+_MAX_WAIT_S = 5.0  # that a call for a unit is held
 DRAIN_S = 5.0  # below infra's limits for its end
 _COUNTERS = ("units", "requests", "sent_bytes", "splits", "busy_s")
 
@@ -68,10 +68,10 @@ class LeasedReader:
     """A `SplitReader` that does what the controller says. `ask` is called by one thread, `handle` by any."""
 
     def __init__(
-        self, reader: SplitReader, at: str, most_splits: int, open_rows: OpenTable = open_table
+        self, reader: SplitReader, at: str, max_splits: int, open_rows: OpenTable = open_table
     ) -> None:
         """`at`: "host:port" where workers reach it."""
-        self.reader, self.at, self.most_splits, self.open_rows = reader, at, most_splits, open_rows
+        self.reader, self.at, self.max_splits, self.open_rows = reader, at, max_splits, open_rows
         self.name = f"{at}/{random.SystemRandom().getrandbits(32):08x}"
         self.incarnation, self.session = 0, ""
         self.takes_more = True
@@ -88,7 +88,7 @@ class LeasedReader:
             "at": self.at,
             "incarnation": self.incarnation,
             "session": self.session,
-            "free": self.reader.free(self.most_splits) if self.session and self.takes_more else 0,
+            "free": self.reader.free(self.max_splits) if self.session and self.takes_more else 0,
             "leaving": leaving,
             "report": self.reader.shown(),
         }
@@ -129,7 +129,7 @@ class LeasedReader:
         """
         if method != "unit":
             raise RoostreamError(f"expected a call of unit, got {method!r}")
-        wait_s = min(float(header["wait_s"]), _MOST_WAIT_S)
+        wait_s = min(float(header["wait_s"]), _MAX_WAIT_S)
         unit = self.reader.unit(int(header["split"]), int(header["grant"]), int(header["position"]), wait_s)
         return (unit.header, unit.arrays) if unit else ({}, ())
 
@@ -145,15 +145,15 @@ def read(config: ReaderConfig, stop: Stop) -> None:
         "metrics at %s://%s:%d/metrics", config.scheme, config.metrics_host, metrics.serve(config, health)
     )
     limits = {
-        "most_bytes": config.most_bytes,
-        "most_units": config.most_units,
-        "most_requests_s": config.most_requests_s,
+        "max_bytes": config.max_bytes,
+        "max_units": config.max_units,
+        "max_requests_s": config.max_requests_s,
     }
     reader = SplitReader(clock, **limits)
     host, port = parse_address(config.listen)
     leased: list[LeasedReader] = []
     server = RpcServer(lambda *call: leased[0].handle(*call), host, port, keys=keys).start()
-    leased.append(LeasedReader(reader, told_at(config, server.port), config.most_splits))
+    leased.append(LeasedReader(reader, told_at(config, server.port), config.max_splits))
     exports = Exports("reader", reader.shown, {}, counters=_COUNTERS)
     exports.register()
     controller = SocketTransport(config.controller, keys=keys)
@@ -183,7 +183,7 @@ def keep_asking(
     leased: LeasedReader, controller: Transport, clock: Clock, stop: threading.Event, drained: threading.Event
 ) -> None:
     """Until `stop`, and then until nothing is held; a controller that is away is waited for."""
-    waits = Backoff(what="the controller, or the warehouse", clock=clock, most_s=0.5)
+    waits = Backoff(what="the controller, or the warehouse", clock=clock, max_s=0.5)
     try:
         while not stop.is_set():
             try:
@@ -197,7 +197,7 @@ def keep_asking(
                 clock.sleep(_RENEW_S, stop)
             clock.sleep(_BETWEEN_S if leased.session else _RENEW_S, stop)
             if leased.session and not stop.is_set():
-                leased.reader.wait_free(leased.most_splits, _RENEW_S)
+                leased.reader.wait_free(leased.max_splits, _RENEW_S)
         drain(leased, controller, clock)
     finally:
         drained.set()
@@ -217,7 +217,7 @@ def drain(leased: LeasedReader, controller: Transport, clock: Clock) -> None:
 
 def step_on(reader: SplitReader, health: Health, leased: LeasedReader, stop: threading.Event) -> None:
     """Until `stop`; a table that is away is waited for."""
-    waits = Backoff(what="the warehouse", most_s=1.0)
+    waits = Backoff(what="the warehouse", max_s=1.0)
     while not stop.is_set():
         try:
             reader.step(_STEP_S)

@@ -39,7 +39,7 @@ _LOOK_S, _SOON_S = (
     0.25,
     0.05,
 )  # between two words with the controller, where nothing happens; where nobody reads a split yet
-_LEAST_BETWEEN_S = 0.02
+_MIN_BETWEEN_S = 0.02
 READING_COUNTERS = ("fetched_units", "fetched_requests", "fetched_bytes", "refused_units", "stalled_s")
 _CALL_S = 10.0
 _AWAY_S = 0.2  # before the controller is asked again that didn't answer
@@ -66,8 +66,8 @@ class RemoteRows:
         """`digest`: of the session; `schema`: with what the session leaves out left out."""
         self.digest, self.schema, self.link, self.config, self.clock = digest, schema, link, config, clock
         self.schema_digest = digest_of(schema)
-        self.ahead = UnitsAhead(most_units=config.most_units, most_bytes=config.most_bytes)
-        self.appetite = Appetite(most=config.most_in_flight)
+        self.ahead = UnitsAhead(max_units=config.max_units, max_bytes=config.max_bytes)
+        self.appetite = Appetite(most=config.max_in_flight)
         self.waited_s = 0.0
         self._name = random.SystemRandom().getrandbits(63)
         self._began_s = clock.monotonic_s()
@@ -83,7 +83,7 @@ class RemoteRows:
         self._threads = [threading.Thread(target=self._ask, name="readers-ask", daemon=True)]
         self._threads += [
             threading.Thread(target=self._fetch_loop, name=f"readers-fetch-{n}", daemon=True)
-            for n in range(config.most_in_flight)
+            for n in range(config.max_in_flight)
         ]
 
     def open(self) -> RemoteRows:
@@ -157,7 +157,7 @@ class RemoteRows:
                 except RoostreamError as error:  # it is away, or this worker is being restored
                     log.debug("the controller can't be asked for readers now: %s", error)
                     self._stop.wait(_AWAY_S)
-                self._stop.wait(_LEAST_BETWEEN_S)
+                self._stop.wait(_MIN_BETWEEN_S)
                 with self._changed:
                     self._changed.wait_for(self._has_news, _LOOK_S if self._is_read else _SOON_S)
         finally:

@@ -16,9 +16,9 @@ SMOOTHED_S = 2.0
 FULL_FOR_S = 20.0
 BACK_BELOW = 0.75  # of the capacity, where fewer are under way than there once were
 SETTLES_S = 3.0  # until one more shows in the buffer
-FAILED_FOR_S, MOST_FAILED_FOR_S = 120.0, 1920.0  # that what was too few isn't tried again, first and at most
+FAILED_FOR_S, MAX_FAILED_FOR_S = 120.0, 1920.0  # that what was too few isn't tried again, first and at most
 UNITS_A_READER = 2
-LEAST_DOWN_S = 10.0  # between two readers that are taken away
+MIN_DOWN_S = 10.0  # between two readers that are taken away
 
 
 def wanted_in_flight(now: int, fullness: float, stalled_s_ago: float, full_s: float, most: int) -> int:
@@ -81,14 +81,14 @@ class Appetite:
     def _note(self, wanted: int, now_s: float) -> None:
         """What is under way was too few."""
         if self.in_flight < self._enough:
-            for_s = min(2 * self._failed.get(self.in_flight, (0.0, FAILED_FOR_S / 2))[1], MOST_FAILED_FOR_S)
+            for_s = min(2 * self._failed.get(self.in_flight, (0.0, FAILED_FOR_S / 2))[1], MAX_FAILED_FOR_S)
             self._failed[self.in_flight] = now_s + for_s, for_s
         self._enough = max(self._enough, wanted)
 
 
 @dataclasses.dataclass(kw_only=True)
 class ReaderCount:
-    """Readers that are wanted for all workers together: up at once, down one in `LEAST_DOWN_S`."""
+    """Readers that are wanted for all workers together: up at once, down one in `MIN_DOWN_S`."""
 
     least: int
     most: int
@@ -102,6 +102,6 @@ class ReaderCount:
         )
         if needed >= self.wanted:
             self.wanted, self._down_s = needed, now_s if needed > self.wanted else self._down_s
-        elif now_s - self._down_s >= LEAST_DOWN_S:
+        elif now_s - self._down_s >= MIN_DOWN_S:
             self.wanted, self._down_s = self.wanted - 1, now_s
         return self.wanted

@@ -60,12 +60,12 @@ class ReaderCounts:
 class SplitReader:
     """Of one session after the other. `step` is called by one thread, all else by any."""
 
-    def __init__(self, clock: Clock, *, most_bytes: int, most_units: int, most_requests_s: int = 0) -> None:
-        self.clock, self.most_bytes, self.most_units, self.most_requests_s = (
+    def __init__(self, clock: Clock, *, max_bytes: int, max_units: int, max_requests_s: int = 0) -> None:
+        self.clock, self.max_bytes, self.max_units, self.max_requests_s = (
             clock,
-            most_bytes,
-            most_units,
-            most_requests_s,
+            max_bytes,
+            max_units,
+            max_requests_s,
         )
         self.counts = ReaderCounts()
         self._rows: LocalRows | None = None
@@ -103,9 +103,7 @@ class SplitReader:
     def has_room(self) -> bool:
         """For a unit more."""
         units = [unit for held in self._held.values() for unit in held.units]
-        return (
-            len(units) < self.most_units and sum(num_bytes(unit.arrays) for unit in units) < self.most_bytes
-        )
+        return len(units) < self.max_units and sum(num_bytes(unit.arrays) for unit in units) < self.max_bytes
 
     @property
     def holds_any(self) -> bool:
@@ -113,19 +111,19 @@ class SplitReader:
         with self._changed:
             return bool(self._held)
 
-    def free(self, most_splits: int) -> int:
+    def free(self, max_splits: int) -> int:
         """So many leases more would be read."""
         with self._changed:
-            return self._free(most_splits)
+            return self._free(max_splits)
 
-    def wait_free(self, most_splits: int, timeout_s: float) -> None:
+    def wait_free(self, max_splits: int, timeout_s: float) -> None:
         """Until a lease more would be read, or so long."""
         with self._changed:
-            self._changed.wait_for(lambda: self._free(most_splits), timeout_s)
+            self._changed.wait_for(lambda: self._free(max_splits), timeout_s)
 
-    def _free(self, most_splits: int) -> int:
+    def _free(self, max_splits: int) -> int:
         unread = sum(held.read_to < held.split.behind for held in self._held.values())
-        return max(most_splits - unread, 0) if self.has_room or not self._held else 0
+        return max(max_splits - unread, 0) if self.has_room or not self._held else 0
 
     # Reading
 
@@ -180,8 +178,8 @@ class SplitReader:
             start = part.end
 
     def _spare(self, num_rows: int, began_s: float) -> None:
-        if self.most_requests_s:
-            self._not_before_s = max(self._not_before_s, began_s) + num_rows / self.most_requests_s
+        if self.max_requests_s:
+            self._not_before_s = max(self._not_before_s, began_s) + num_rows / self.max_requests_s
             self.clock.sleep(max(self._not_before_s - self.clock.monotonic_s(), 0.0))
 
     # Giving

@@ -21,7 +21,7 @@ import xxhash
 
 from roostream.warehouse.readers.session import SessionSpec
 
-MOST_CANDIDATES = 1 << 16  # in a split, unless a single row group has more
+MAX_CANDIDATES = 1 << 16  # in a split, unless a single row group has more
 
 
 class FileFacts(Protocol):
@@ -145,7 +145,7 @@ def _place(file: FileFacts, seed: int | None) -> tuple[date, int, int, str]:
 def _runs(file: FileFacts, row_group: int) -> Iterable[tuple[int, int]]:
     """Runs of whole row groups with nearly the same number of candidates."""
     groups = -(-file.rows // row_group)
-    count = min(max(-(-file.candidates // MOST_CANDIDATES), 1), groups)
+    count = min(max(-(-file.candidates // MAX_CANDIDATES), 1), groups)
     for number in range(count):
         start, end = groups * number // count * row_group, groups * (number + 1) // count * row_group
         yield start, min(end, file.rows)

@@ -16,7 +16,7 @@ from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES, Progress
 from roostream.runtime.work_unit import TableInput
 from roostream.schema.schema import Schema
 from roostream.warehouse.archive import sample_forms
-from roostream.warehouse.byte_ranges import MOST_OVER_READ, ByteRange
+from roostream.warehouse.byte_ranges import MAX_OVER_READ, ByteRange
 from roostream.warehouse.compact import cut_name, retired_name
 from roostream.warehouse.data_file import DataFile
 from roostream.warehouse.delta_table import TableSnapshot
@@ -197,7 +197,7 @@ class TableFiles:
         corrections: Sequence[DataFile],
         schema: Schema,
         *,
-        over_read: float = MOST_OVER_READ,
+        over_read: float = MAX_OVER_READ,
     ) -> None:
         self.warehouse, self.schema, self.corrections, self.over_read = (
             warehouse,

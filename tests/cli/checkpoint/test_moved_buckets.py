@@ -352,7 +352,7 @@ def test_a_home_of_two_shards_becomes_one_of_three_by_map_and_apply(tmp_path: Pa
     home, rows = a_home(tmp_path)
     assert "32 buckets" in ran("map", "--home", home)
     file = tmp_path / "three.json"
-    file.write_text(ran("map", "--home", home, "--shards", 3, "--most-moved", 1, "--json"))
+    file.write_text(ran("map", "--home", home, "--shards", 3, "--max-moved", 1, "--json"))
     store = FileStore(home / "store")
     before = manifests.newest(store)
     told = ran("apply", file, "--home", home, "--dry-run")

@@ -148,7 +148,7 @@ def test_a_schema_that_is_not_there_is_refused_before_anything_is_opened(place: 
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"pool": "ray"}, "'pool': expected readers or most_readers above 0 with it"),
+        ({"pool": "ray"}, "'pool': expected readers or max_readers above 0 with it"),
         ({"ask_at": "10.0.0.1:7000", "workers": 2}, "'ask_at': expected one worker"),
         ({"ask_at": "somewhere"}, "'ask_at': expected an address"),
     ],

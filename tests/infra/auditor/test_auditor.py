@@ -253,7 +253,7 @@ def test_while_too_much_waits_for_the_joiner_only_its_outputs_are_read() -> None
     inputs = [r for r in traffic(0, 500) if r.topic == "impressions"]
     outputs = [r for r in traffic(0, 500) if r.topic == "samples"]
     reader = MemoryReader(ALL, inputs)
-    a = Auditor(Broker("nowhere:1"), "x.", clock=FakeClock(), most_waiting=100)
+    a = Auditor(Broker("nowhere:1"), "x.", clock=FakeClock(), max_waiting=100)
     a.open_with(Fewer(reader))
     for _ in range(50):
         a.poll(0.0)

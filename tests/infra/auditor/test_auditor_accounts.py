@@ -537,7 +537,7 @@ def test_a_trainer_that_is_behind_a_horizon_still_predicts() -> None:
 
 
 def test_samples_that_wait_for_training_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.auditor.accounts._MOST_UNPREDICTED", 10)
+    monkeypatch.setattr("infra.auditor.accounts._MAX_UNPREDICTED", 10)
     accounts = accounts_of([sample(f"r{n}") for n in range(25)])
     assert (
         accounts.sums().unpredicted == 25

@@ -18,7 +18,7 @@ from param_server.replica import shared_kernels as kernels
 WIDTH, NUM_WORDS, PLACES, SHIFT = 2, 4, 4, np.uint64(62)  # every slot is a head and one word
 TABLE = 5
 LOW32 = 0xFFFFFFFF
-MOST_BURSTS = 3  # between which the reader moves; the long histories have more
+MAX_BURSTS = 3  # between which the reader moves; the long histories have more
 
 
 class Store(NamedTuple):
@@ -118,14 +118,14 @@ class Writer:
         return cells, self.stores
 
 
-def seen(memory: Memory, id_: int, most_loads: int = 200) -> tuple[float, float]:
+def seen(memory: Memory, id_: int, max_loads: int = 200) -> tuple[float, float]:
     """What the reader's code gives for a key; a reader that doesn't come to an end fails the test."""
     loads, choose = 0, memory.choose
 
     def counted(left: int) -> int:
         nonlocal loads
         loads += 1
-        assert loads < most_loads, "the reader goes round and round"
+        assert loads < max_loads, "the reader goes round and round"
         return choose(left)
 
     memory.choose = counted
@@ -149,7 +149,7 @@ def seen(memory: Memory, id_: int, most_loads: int = 200) -> tuple[float, float]
 def every_way(
     cells: dict[tuple[str, int], Any], stores: Sequence[Store], id_: int
 ) -> Iterable[tuple[float, float]]:
-    """What is seen in every interleaving of the reader's loads with these stores, arriving in at most MOST_BURSTS bursts."""
+    """What is seen in every interleaving of the reader's loads with these stores, arriving in at most MAX_BURSTS bursts."""
     memory, path = Memory(), list[list[int]]()  # path: [choice, choices] of each load
     while True:
         at = bursts = 0
@@ -157,7 +157,7 @@ def every_way(
         def choose(left: int) -> int:
             nonlocal at, bursts
             if at == len(path):
-                path.append([0, left + 1 if bursts < MOST_BURSTS else 1])
+                path.append([0, left + 1 if bursts < MAX_BURSTS else 1])
             at += 1
             bursts += path[at - 1][0] > 0
             return path[at - 1][0]

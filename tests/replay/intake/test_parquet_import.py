@@ -296,7 +296,7 @@ def test_buckets_are_as_many_as_their_bytes_ask_for_within_bounds() -> None:
         1,
         1,
         2,
-        buckets.MOST_BUCKETS,
+        buckets.MAX_BUCKETS,
     ]
 
 

@@ -66,7 +66,7 @@ def test_a_window_has_what_a_request_knows_and_how_much_it_showed(tmp_path: Path
 
 
 def test_windows_are_bounded_and_in_the_order_of_the_log(tmp_path: Path) -> None:
-    found = windows(tmp_path, *(line(n, n, n, 1) for n in range(1, 6)), most_requests=2)
+    found = windows(tmp_path, *(line(n, n, n, 1) for n in range(1, 6)), max_requests=2)
     assert [w.who_R.tolist() for w in found] == [[1, 2], [3, 4], [5]]
 
 

@@ -9,7 +9,7 @@ from serving.client.failure import ServingError
 from serving.client.retrying import DEADLINE_HEADER, Call, Pause, Reply, RetryPolicy, Send, attempts
 
 CALL = Call("POST", "/v1/rank", b"{}")
-STEADY = RetryPolicy(retries=3, first_s=0.1, most_s=0.3, draw=lambda: 1.0)
+STEADY = RetryPolicy(retries=3, first_s=0.1, max_s=0.3, draw=lambda: 1.0)
 OK = Reply(200, {}, b"{}")
 
 

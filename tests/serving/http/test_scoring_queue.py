@@ -24,7 +24,7 @@ from serving.errors import RequestError
 from serving.http.admission import Gate
 from serving.http.app import HttpInterface
 from serving.http.parse import JsonParser
-from serving.http.scoring_queue import LOOP_S, MOST_TURNS, Pace, ScoringQueue, Stopwatch
+from serving.http.scoring_queue import LOOP_S, MAX_TURNS, Pace, ScoringQueue, Stopwatch
 from serving.rank import Ranked, RankService
 from serving.request import RankRequest
 from serving.scorer import Version, build_version, first_version
@@ -249,7 +249,7 @@ def test_connections_that_come_have_turns_of_the_loop_before_the_next_pass_but_n
 
     with ThreadPoolExecutor(1) as executor:
         asyncio.run(go())
-    assert abs(turns.count(1) - min(num_coming, MOST_TURNS)) <= 2 and turns.count(1) < MOST_TURNS + 3
+    assert abs(turns.count(1) - min(num_coming, MAX_TURNS)) <= 2 and turns.count(1) < MAX_TURNS + 3
 
 
 def test_what_may_wait_for_others_and_all_behind_it_is_scored_in_the_thread() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from serving.http.seldom import MOST_KINDS, Seldom, SeldomFilter, kind_of
+from serving.http.seldom import MAX_KINDS, Seldom, SeldomFilter, kind_of
 
 
 class Hand:
@@ -28,9 +28,9 @@ def test_each_kind_is_due_once_a_minute_and_tells_how_many_were_left_out() -> No
 
 def test_kinds_are_bounded() -> None:
     seldom = Seldom(Hand())
-    for i in range(10 * MOST_KINDS):
+    for i in range(10 * MAX_KINDS):
         seldom.due(i)
-    assert len(seldom._last) == MOST_KINDS
+    assert len(seldom._last) == MAX_KINDS
 
 
 def test_a_librarys_lines_are_of_one_kind_before_values_are_put_in() -> None:

@@ -122,11 +122,11 @@ def test_rows_are_counted_and_those_that_were_learned(tmp_path: Path) -> None:
 
 
 def test_it_is_bounded_in_candidates_and_features(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explanation, "MOST_FEATURES", 3)
+    monkeypatch.setattr(explanation, "MAX_FEATURES", 3)
     told = explained(built)
     assert [f["name"] for f in told["features"] if f["changes"] is not None] == ["item", "topics", "age_h"]
     assert told["left_out"] == 8
-    monkeypatch.setattr("serving.page.explain_endpoint.MOST_CANDIDATES", 2)
+    monkeypatch.setattr("serving.page.explain_endpoint.MAX_CANDIDATES", 2)
     refused = client_of(built).post("/v1/explain", json=BODY)
     assert refused.status_code == 413 and refused.json()["error"]["path"] == "$.candidates"
 

@@ -9,7 +9,7 @@ from serving_cases import NOW_MS, SCHEMA
 from roostream.schema.ids import key_bytes
 from serving.feature_log.format import LogRecord
 from serving.http.engage import EngagementParser
-from serving.versions.credits import MOST_PAIRS, Credits, Pair
+from serving.versions.credits import MAX_PAIRS, Credits, Pair
 from serving.versions.interleave import OURS, RIVAL
 
 PAIR = Pair("1-2", "1-1")
@@ -70,7 +70,7 @@ def test_a_further_page_belongs_to_its_request_and_a_repeated_one_changes_nothin
 
 
 def test_memory_is_bounded_the_oldest_request_goes() -> None:
-    credits = Credits("click", most_candidates=7)
+    credits = Credits("click", max_candidates=7)
     for number in range(3):
         draft(credits, f"r-{number}")
     for number in range(3):
@@ -79,7 +79,7 @@ def test_memory_is_bounded_the_oldest_request_goes() -> None:
 
 
 def test_a_request_that_another_pair_shares_is_theirs() -> None:
-    credits = Credits("click", most_candidates=4)
+    credits = Credits("click", max_candidates=4)
     draft(credits)
     draft(credits, pair=Pair("1-3", "1-2"))
     credits.take(engagements(2))
@@ -88,7 +88,7 @@ def test_a_request_that_another_pair_shares_is_theirs() -> None:
 
 def test_sums_of_the_newest_pairs_are_kept() -> None:
     credits = Credits("click")
-    for number in range(MOST_PAIRS + 5):
+    for number in range(MAX_PAIRS + 5):
         draft(credits, f"r-{number}", Pair(f"1-{number + 1}", f"1-{number}"))
         credits.take(engagements(1, request_id=f"r-{number}"))
-    assert len(credits.by_pair()) == MOST_PAIRS and credits.outcomes()["served"] == MOST_PAIRS
+    assert len(credits.by_pair()) == MAX_PAIRS and credits.outcomes()["served"] == MAX_PAIRS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from serving.versions.recent import MOST_SLOW, SLOW_FOR_MS, RecentRequests, ScoredRequest
+from serving.versions.recent import MAX_SLOW, SLOW_FOR_MS, RecentRequests, ScoredRequest
 
 
 def scored(number: int, *, took_s: float = 0.001, size: int = 1000, time_ms: int = 0) -> ScoredRequest:
@@ -26,35 +26,35 @@ def ids(requests: list[ScoredRequest]) -> list[str]:
 
 
 def test_the_newest_are_kept_within_the_bytes() -> None:
-    recent = RecentRequests(most_bytes=5 * scored(0).num_bytes)
+    recent = RecentRequests(max_bytes=5 * scored(0).num_bytes)
     for number in range(20):
         recent.add(scored(number))
     assert ids(recent.newest(99)) == ["r-19", "r-18", "r-17", "r-16", "r-15"] and ids(recent.newest(2)) == [
         "r-19",
         "r-18",
     ]
-    assert recent.num_bytes == recent.most_bytes
+    assert recent.num_bytes == recent.max_bytes
 
 
 def test_one_larger_than_the_bound_is_not_kept() -> None:
-    recent = RecentRequests(most_bytes=100)
+    recent = RecentRequests(max_bytes=100)
     recent.add(scored(1))
     assert recent.newest(1) == [] and recent.num_bytes == 0
 
 
 def test_the_slowest_are_remembered_beyond_the_newest() -> None:
-    recent = RecentRequests(most_bytes=40 * scored(0).num_bytes)
+    recent = RecentRequests(max_bytes=40 * scored(0).num_bytes)
     for number in range(100):
         recent.add(scored(number, took_s=number % 50))
     slow = recent.slowest()
     assert "r-49" in ids(slow) and "r-49" not in ids(recent.newest(99)), "beyond the newest"
     assert (
-        len(slow) == MOST_SLOW and [r.took_s for r in slow[:4]] == [49, 49, 48, 48] and slow[-1].took_s == 34
+        len(slow) == MAX_SLOW and [r.took_s for r in slow[:4]] == [49, 49, 48, 48] and slow[-1].took_s == 34
     )
 
 
 def test_slow_requests_are_kept_within_the_same_bytes() -> None:
-    recent = RecentRequests(most_bytes=3 * scored(0).num_bytes)
+    recent = RecentRequests(max_bytes=3 * scored(0).num_bytes)
     for number in range(10):
         recent.add(scored(number, took_s=number))
     assert ids(recent.slowest()) == ["r-9", "r-8", "r-7"]

@@ -18,7 +18,7 @@ from roostream.runtime.clock import FakeClock
 from serving.http.parse import JsonParser
 from serving.scorer import build_version
 from serving.versions.quiet import Quiet
-from serving.versions.shadow_scoring import MOST_WAITING, ShadowScoring
+from serving.versions.shadow_scoring import MAX_WAITING, ShadowScoring
 from serving.versions.split import Split
 
 
@@ -57,7 +57,7 @@ def shadowed(tmp_path: Path) -> Iterator[Shadowed]:
 def test_equal_versions_do_not_differ_and_others_do(shadowed: Shadowed) -> None:
     shadowed.install("1-1", 1.0)
     shadowed.ask()
-    shadowed.shadow.turn(most_s=0.001)
+    shadowed.shadow.turn(max_s=0.001)
     assert (
         shadowed.shadow.num_scored,
         shadowed.value("difference_sum"),
@@ -66,7 +66,7 @@ def test_equal_versions_do_not_differ_and_others_do(shadowed: Shadowed) -> None:
     assert shadowed.value("rank_distance_count") == 1 and shadowed.value("rank_distance_sum") == 0.0
     shadowed.install("1-2", 3.0)
     shadowed.ask()
-    shadowed.shadow.turn(most_s=0.001)
+    shadowed.shadow.turn(max_s=0.001)
     assert shadowed.shadow.num_scored == 2 and shadowed.value("difference_sum") > 1e-4
 
 
@@ -74,19 +74,19 @@ def test_nothing_of_it_is_logged_or_answered(shadowed: Shadowed) -> None:
     shadowed.install("1-1", 2.0)
     request = JsonParser(SCHEMA).parse(json.dumps(BODY).encode())
     ranked = shadowed.built.service.rank(request, NOW_MS)
-    shadowed.shadow.turn(most_s=0.001)
+    shadowed.shadow.turn(max_s=0.001)
     assert ranked.answer.model_version == "1-1" and shadowed.built.records() == []
 
 
 def test_without_another_version_nothing_waits(shadowed: Shadowed) -> None:
     shadowed.ask()
-    shadowed.shadow.turn(most_s=0.001)
+    shadowed.shadow.turn(max_s=0.001)
     assert (shadowed.shadow.num_scored, shadowed.shadow.num_dropped) == (0, 0)
 
 
 def test_what_does_not_fit_in_the_queue_is_dropped_and_counted(shadowed: Shadowed) -> None:
     shadowed.install("1-1", 2.0)
-    for number in range(MOST_WAITING + 3):
+    for number in range(MAX_WAITING + 3):
         shadowed.ask(number)
     assert shadowed.shadow.num_dropped == 3
 
@@ -95,7 +95,7 @@ def test_where_requests_never_pause_they_are_dropped(shadowed: Shadowed) -> None
     shadowed.install("1-1", 2.0)
     shadowed.quiet.in_flight = lambda: 1
     shadowed.ask()
-    shadowed.shadow.turn(most_s=0.001)
+    shadowed.shadow.turn(max_s=0.001)
     assert (shadowed.shadow.num_scored, shadowed.shadow.num_dropped) == (0, 1)
 
 
@@ -103,7 +103,7 @@ def test_a_shadow_that_fails_is_counted(shadowed: Shadowed) -> None:
     shadowed.install("1-1", float("inf"))
     shadowed.install("1-2", 1.0)
     shadowed.ask()
-    shadowed.shadow.turn(most_s=0.001)
+    shadowed.shadow.turn(max_s=0.001)
     assert (shadowed.shadow.num_scored, shadowed.shadow.num_failed) == (0, 1)
 
 

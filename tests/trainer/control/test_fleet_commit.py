@@ -11,7 +11,7 @@ import functools
 import pytest
 
 from tests.trainer import samples
-from tests.trainer.actors import MOST_WAIT_S
+from tests.trainer.actors import MAX_WAIT_S
 from tests.trainer.network import CONTROLLER, STORE, DeadLink, Lasting, SlowShard
 from tests.trainer.schedules import LIMITS, has_answers, kills_of, lasting_of, links
 from tests.trainer.simulator import ROUND_S, Kill, Simulation
@@ -115,7 +115,7 @@ def test_the_schedules_have_faults_that_last_of_every_kind() -> None:
     assert kinds == {(source.split()[0], target.split()[0], only) for source, target, only in both}
     slow = [fault for faults in drawn for fault in faults.slow]
     assert {fault.begins_late for fault in slow} == {False, True}
-    assert max(fault.late for fault in slow) * ROUND_S > max(MOST_WAIT_S, *LIMITS.values()), (
+    assert max(fault.late for fault in slow) * ROUND_S > max(MAX_WAIT_S, *LIMITS.values()), (
         "slower than anyone waits"
     )
     assert any(faults.links and faults.slow for faults in drawn)

@@ -11,7 +11,7 @@ import pytest
 from roostream.runtime import manifest as manifests
 from roostream.runtime.kafka.topics import Progress
 from tests.trainer.control.test_scaling import Fleet
-from trainer.control.holds import MOST_DEATHS, Holds, Spending, Spent, idle_hold, ratios, spending_of
+from trainer.control.holds import MAX_DEATHS, Holds, Spending, Spent, idle_hold, ratios, spending_of
 from trainer.control.idle import Idle, IdleRule, Unread
 from trainer.control.lookout import IdleWatch
 from trainer.control.protocol import Hold, Key, State, Wish
@@ -24,7 +24,7 @@ QUIET = "nothing to read for 60 s"
 
 
 def test_a_worker_that_dies_again_and_again_is_a_hold_and_a_commit_begins_the_count_anew() -> None:
-    holds = Holds(most_deaths=3)
+    holds = Holds(max_deaths=3)
     assert [holds.died(WORKER), holds.died(WORKER)] == [None, None]
     holds.committed()
     assert [holds.died(WORKER), holds.died(Key("worker", 1)), holds.died(WORKER)] == [None, None, None]
@@ -34,13 +34,13 @@ def test_a_worker_that_dies_again_and_again_is_a_hold_and_a_commit_begins_the_co
 
 
 def test_deaths_after_a_long_life_are_no_loop() -> None:
-    holds = Holds(most_deaths=3)
+    holds = Holds(max_deaths=3)
     assert [holds.died(WORKER, lived_s) for lived_s in (5.0, 5.0, 3600.0, 5.0)] == [None] * 4
     assert holds.died(WORKER, 5.0) is not None
 
 
 def test_shards_hold_the_rows_and_are_always_waited_for() -> None:
-    holds = Holds(most_deaths=1)
+    holds = Holds(max_deaths=1)
     assert [holds.died(Key("shard", 0)) for _ in range(5)] == [None] * 5
 
 
@@ -226,7 +226,7 @@ def test_what_is_away_now_is_tried_again_and_never_held() -> None:
 def test_a_crash_loop_escalates_to_a_hold() -> None:
     fleet = HeldFleet()
     fleet.to(State.RUNNING)
-    for _ in range(MOST_DEATHS - 1):
+    for _ in range(MAX_DEATHS - 1):
         fleet.start_again(WORKER)
         fleet.turn(1.0)
         fleet.to(State.RUNNING, 1.0)
@@ -234,7 +234,7 @@ def test_a_crash_loop_escalates_to_a_hold() -> None:
     fleet.turn(1.0)
     fleet.start_again(WORKER)
     reason = held(fleet)["reason"]
-    assert reason.startswith(f"it died {MOST_DEATHS} times without a commit")
+    assert reason.startswith(f"it died {MAX_DEATHS} times without a commit")
     assert reason.endswith(
         "; `roostream inspect batch /home/worker/batches/1.batch` shows the last batch that it saved"
     )
@@ -242,7 +242,7 @@ def test_a_crash_loop_escalates_to_a_hold() -> None:
 
 def test_a_worker_that_was_asked_to_leave_has_not_died() -> None:
     fleet = HeldFleet()
-    for _ in range(2 * MOST_DEATHS):
+    for _ in range(2 * MAX_DEATHS):
         fleet.to(State.RUNNING, 1.0)
         fleet.leaves = True
         fleet.beat(WORKER)
@@ -419,7 +419,7 @@ class Stream:
 
 def test_a_stream_that_pauses_releases_the_workers_and_calls_them_back() -> None:
     fleet, stream = HeldFleet(idle=True).committed(5), Stream()
-    idle = Idle(IdleRule(hold_s=20, least_records=100, most_wait_s=5, least_held_s=10))
+    idle = Idle(IdleRule(hold_s=20, min_records=100, max_wait_s=5, min_held_s=10))
     watch = IdleWatch(fleet.it, stream, idle, fleet.clock)  # type: ignore[arg-type]
 
     def seconds_until(state: State) -> int:

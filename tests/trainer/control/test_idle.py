@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from trainer.control.idle import Advice, Idle, IdleRule, Unread
 
 P = ("samples", 0)
-RULE = IdleRule(hold_s=60, least_records=100, most_wait_s=10, least_held_s=30)
+RULE = IdleRule(hold_s=60, min_records=100, max_wait_s=10, min_held_s=30)
 UNKNOWN = None
 
 
@@ -106,11 +106,11 @@ def test_a_hold_that_a_person_ended_comes_again_only_after_the_whole_wait() -> N
 @given(st.lists(st.tuples(st.integers(1, 8), st.sampled_from([None, 0, 1, 150])), max_size=150))
 def test_no_stream_makes_it_flap(stream: list[tuple[int, int | None]]) -> None:
     idle, held, now_s, end = Idle(RULE), False, 0.0, 0
-    changed_s = -RULE.least_held_s
+    changed_s = -RULE.min_held_s
     for gap_s, unread in stream:
         now_s, end = now_s + gap_s, end + (unread or 0)
         advice = idle.observe(now_s, None if unread is None else some(unread, end), held=held)
         if advice is not Advice.NOTHING:
-            least_s = RULE.least_held_s if held else RULE.hold_s
-            assert now_s - changed_s >= least_s and held == (advice is Advice.RELEASE)
+            min_s = RULE.min_held_s if held else RULE.hold_s
+            assert now_s - changed_s >= min_s and held == (advice is Advice.RELEASE)
             held, changed_s = not held, now_s

@@ -15,13 +15,13 @@ from trainer.control.protocol import Key, State
 JOBS = [Key("worker", 0), Key("worker", 1), Key("shard", 1), Key("controller", 0)]
 
 
-def preempt(fleet: Fleet, key: Key, notice_s: float = 20.0, most_turns: int = 200) -> dict[str, Any]:
+def preempt(fleet: Fleet, key: Key, notice_s: float = 20.0, max_turns: int = 200) -> dict[str, Any]:
     """The call, beside turns; a member that is told says that it leaves."""
     answers: list[dict[str, Any]] = []
     call = {"role": key.role, "index": key.index, "notice_s": notice_s}
     caller = threading.Thread(target=lambda: answers.append(dict(fleet.it.handle("preempt", call, ())[0])))
     caller.start()
-    for _ in range(most_turns):
+    for _ in range(max_turns):
         fleet.turn()
         caller.join(0.005)
         if not caller.is_alive():

@@ -93,13 +93,13 @@ class Fleet:
             self.turn(seconds)
         raise AssertionError(self.it.status())
 
-    def scale(self, count: int, timeout_s: float = 20.0, most_turns: int = 200) -> dict[str, Any]:
+    def scale(self, count: int, timeout_s: float = 20.0, max_turns: int = 200) -> dict[str, Any]:
         """The call beside turns."""
         answers: list[dict[str, Any]] = []
         call = {"workers": count, "timeout_s": timeout_s}
         caller = threading.Thread(target=lambda: answers.append(dict(self.it.handle("scale", call, ())[0])))
         caller.start()
-        for _ in range(most_turns):
+        for _ in range(max_turns):
             self.turn()
             caller.join(0.005)
             if not caller.is_alive():

@@ -17,7 +17,7 @@ CASES = {
     "blocks that end where sequences do": ([32, 31], [32, 1], 16),
     "no token at all": ([4, 0], [0, 0], 4),
 }
-MOST_HISTORY, HEADS = 50, 2
+MAX_HISTORY, HEADS = 50, 2
 
 
 def distances(case: str, dtype: torch.dtype, device: str, *, times: bool) -> dict[str, float]:
@@ -26,16 +26,16 @@ def distances(case: str, dtype: torch.dtype, device: str, *, times: bool) -> dic
     rng, size = np.random.default_rng(1), 3 * HEADS * width
     gap_ms_L = np.exp(rng.uniform(0, 25, sum(lengths))).astype(np.int64) if times else None
     sequences = build_jagged_targets(
-        np.array(lengths), gap_ms_L, np.array(targets, dtype=np.int32), MOST_HISTORY, device
+        np.array(lengths), gap_ms_L, np.array(targets, dtype=np.int32), MAX_HISTORY, device
     )
     tokens, found = len(sequences.source_S), []
     for attend in (pointwise_attention, kernel_attention):
         torch.manual_seed(0)
         x_SD3 = torch.randn(tokens, size).to(device, dtype).requires_grad_()
-        biases = [torch.randn(n).to(device).requires_grad_() for n in (2 * MOST_HISTORY + 1, 129)]
+        biases = [torch.randn(n).to(device).requires_grad_() for n in (2 * MAX_HISTORY + 1, 129)]
         given_SD3 = x_SD3.float() if attend is pointwise_attention else x_SD3
         out_SD = attend(
-            given_SD3, sequences, biases[0], biases[1] if times else None, HEADS, MOST_HISTORY + 1.0
+            given_SD3, sequences, biases[0], biases[1] if times else None, HEADS, MAX_HISTORY + 1.0
         )
         (out_SD.float() * torch.randn(tokens, size // 3).to(device)).sum().backward()
         leaves = {"x": x_SD3, "position": biases[0], "time": biases[1]}

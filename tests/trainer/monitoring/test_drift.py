@@ -12,7 +12,7 @@ from roostream.wire.batch import Batch
 from roostream.wire.feature_histograms import BINS
 from roostream.wire.lookup import build_lookup
 from tests.models.model_cases import make_batch, make_schema
-from trainer.monitoring.drift import MOST_FEATURES, Drift, SeenIds
+from trainer.monitoring.drift import MAX_FEATURES, Drift, SeenIds
 
 
 def look(drift: Drift, batch: Batch, times: int = 1) -> None:
@@ -112,5 +112,5 @@ def test_a_wide_schema_takes_bounded_room() -> None:
     )
     drift = Drift(wide, sampled=1, window_candidates=10)
     look(drift, make_batch(wide, [20]), times=3)
-    assert len(drift.report()["psi"]) == len(drift.report()["coverage"]) == MOST_FEATURES
-    assert drift._window.values["nro"].counts_FH.shape == (MOST_FEATURES, BINS)
+    assert len(drift.report()["psi"]) == len(drift.report()["coverage"]) == MAX_FEATURES
+    assert drift._window.values["nro"].counts_FH.shape == (MAX_FEATURES, BINS)

@@ -12,7 +12,7 @@ from roostream.schema.schema_file import schema_from_dict
 from roostream.wire.batch import TEXT, Batch
 from tests.models.model_cases import make_batch, make_schema
 from trainer.monitoring.slices import slicers
-from trainer.monitoring.windowed import MOST_VALUES, Windowed
+from trainer.monitoring.windowed import MAX_VALUES, Windowed
 
 H = 3_600_000
 T0 = 1_700_000_000_000 // H * H
@@ -108,8 +108,7 @@ def test_values_beyond_the_bound_are_other_however_many_come() -> None:
         count(windowed, dataclasses.replace(batch_of(n), surface_R=texts))
     found = windowed.report(T0)["slices"]["surface"]
     assert (
-        len(found) == MOST_VALUES + 1
-        and found["other"]["all"]["click"]["candidates"] == (40 - MOST_VALUES) * 5
+        len(found) == MAX_VALUES + 1 and found["other"]["all"]["click"]["candidates"] == (40 - MAX_VALUES) * 5
     )
 
 

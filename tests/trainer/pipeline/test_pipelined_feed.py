@@ -58,7 +58,7 @@ def test_without_staleness_every_array_is_that_of_the_serial_loop(sizes: dict[st
             p.SerializeToString() for p in serial.predicted
         ]
         assert [x.offset for x in piped.built.letters] == [x.offset for x in serial.letters]
-        assert piped.feed.most_staleness == piped.feed.num_shared == 0 and set(piped.rows.staleness) == {0}
+        assert piped.feed.max_staleness == piped.feed.num_shared == 0 and set(piped.rows.staleness) == {0}
 
 
 class Run:
@@ -125,7 +125,7 @@ def test_with_staleness_all_is_applied_once_and_no_row_is_older_than_agreed(
     with pipelined(records, seed=seed, staleness=staleness, batch_requests=3) as piped:
         Run(piped, seed).to_the_end()
         assert piped.built.pushes() == serial.pushes() and piped.built.offsets() == serial.offsets()
-        assert max(piped.rows.staleness) <= piped.feed.most_staleness <= staleness
+        assert max(piped.rows.staleness) <= piped.feed.max_staleness <= staleness
 
 
 def test_a_pull_ahead_is_told_with_the_rows_that_were_changed_behind_it() -> None:
@@ -145,7 +145,7 @@ def test_a_pull_ahead_is_told_with_the_rows_that_were_changed_behind_it() -> Non
         assert piped.built.loop.step()
         piped.feed.drain()
         items = [{int(i) for p in piped.built.predicted[at : at + 4] for i in p.item_ids} for at in (0, 4)]
-        assert piped.feed.most_staleness == 1 and piped.feed.num_shared == len(items[0] & items[1]) > 0
+        assert piped.feed.max_staleness == 1 and piped.feed.num_shared == len(items[0] & items[1]) > 0
 
 
 @pytest.mark.parametrize("where", ["poll", "pull", "push"])

@@ -20,7 +20,7 @@ from roostream.wire.records import Record
 from tests.trainer import samples
 from tests.trainer.loops import Built, build
 from trainer.feed import part_of
-from trainer.selection.config import LEAST_SAMPLE, DeferralConfig, SelectionConfig, SlipstreamConfig
+from trainer.selection.config import MIN_SAMPLE, DeferralConfig, SelectionConfig, SlipstreamConfig
 from trainer.selection.decision import NEGATIVE, Selected, decide
 from trainer.selection.outcomes import unaccounted
 from trainer.selection.slipstream_course import SlipstreamCourse, _HotStack
@@ -376,7 +376,7 @@ def test_g11_slipstream_restored_in_any_phase_ends_in_the_same_bits_and_skips(st
 
 
 def test_slipstream_with_the_papers_search_has_an_interval_and_keeps_it() -> None:
-    sampled = dataclasses.replace(SLIPSTREAM, sample=LEAST_SAMPLE)
+    sampled = dataclasses.replace(SLIPSTREAM, sample=MIN_SAMPLE)
     built = build(
         returning_users(240), selection=SelectionConfig(policy="slipstream", slipstream=sampled), exact=True
     )
@@ -386,7 +386,7 @@ def test_slipstream_with_the_papers_search_has_an_interval_and_keeps_it() -> Non
     for _ in range(30):
         exact.loop.step()
     assert its is not None and exact.loop.selection.slipstream is not None
-    assert its.inputs.num_inputs < LEAST_SAMPLE, "all of them"
+    assert its.inputs.num_inputs < MIN_SAMPLE, "all of them"
     assert its.half_width == 0 and its.T is not None and math.isfinite(its.T)
     assert its.realised == exact.loop.selection.slipstream.realised, "so it skips what the exact one does"
     report = built.loop.selection.report()

@@ -16,7 +16,7 @@ from roostream.wire.decode import Decoder
 from roostream.wire.lookup import sources_of
 from tests.trainer import samples
 from tests.trainer.selection.drawn_batches import TWO_STACKS, drawn_batch
-from trainer.selection.config import LEAST_SAMPLE, SlipstreamConfig
+from trainer.selection.config import MIN_SAMPLE, SlipstreamConfig
 from trainer.selection.row_numbers import RowNumbers
 from trainer.selection.slipstream import (
     AccessCounts,
@@ -161,7 +161,7 @@ def test_who_is_stale_is_told_without_sorting_as_it_is_with(
 
 
 def test_the_interval_is_that_of_a_finite_population() -> None:
-    assert half_width(0.3, LEAST_SAMPLE, 100_000) == pytest.approx(0.107850, abs=5e-7)
+    assert half_width(0.3, MIN_SAMPLE, 100_000) == pytest.approx(0.107850, abs=5e-7)
     assert half_width(0.3, 500, 500) == 0
 
 
@@ -176,10 +176,10 @@ def test_of_five_inputs_two_that_vary_leave_three_to_be_dropped() -> None:
 def test_the_interval_holds_as_often_as_it_says() -> None:
     """The share of a sample of 201 among 18,464 hot inputs, of which 30 % lie below T; drawn without replacement."""
     population, below = 18_464, 5_539
-    drawn = np.random.default_rng(0).hypergeometric(below, population - below, LEAST_SAMPLE, 200_000)
-    share_M, count_M = np.unique(drawn / LEAST_SAMPLE, return_counts=True)
+    drawn = np.random.default_rng(0).hypergeometric(below, population - below, MIN_SAMPLE, 200_000)
+    share_M, count_M = np.unique(drawn / MIN_SAMPLE, return_counts=True)
     off_M = np.abs(share_M - below / population)
-    half_M = np.array([half_width(share, LEAST_SAMPLE, population) for share in share_M.tolist()])
+    half_M = np.array([half_width(share, MIN_SAMPLE, population) for share in share_M.tolist()])
     assert 0.998 <= np.average(off_M <= half_M, weights=count_M) < 1
     assert 0.88 < np.average(off_M <= half_M / 2, weights=count_M) < 0.91, (
         "half as wide it would be a 90 % one"
@@ -192,8 +192,8 @@ def test_the_papers_search_halves_until_the_share_of_its_sample_is_the_one_asked
     assert 300 <= t < 301 and t == pytest.approx(301, abs=1e-4) and half == 0, (
         "of all: the largest share of .3 or less"
     )
-    t, half = sampled_threshold(q_I, 0.3, LEAST_SAMPLE, np.random.default_rng(3))
-    taken_M = np.random.default_rng(3).choice(q_I, LEAST_SAMPLE, replace=False)
+    t, half = sampled_threshold(q_I, 0.3, MIN_SAMPLE, np.random.default_rng(3))
+    taken_M = np.random.default_rng(3).choice(q_I, MIN_SAMPLE, replace=False)
     assert (taken_M <= t).sum() == 60 and 60 / 201 <= 0.3 < 61 / 201
     assert half == pytest.approx(3.340 * math.sqrt(799 / 1000 * (60 / 201) * (141 / 201) / 201))
     assert half == pytest.approx(0.0963631, abs=1e-7)
@@ -211,7 +211,7 @@ def test_a_sampled_search_is_within_its_interval() -> None:
     q_I = random.gamma(2.0, 1.0, 20_000).astype(np.float32)
     misses = 0
     for _ in range(200):
-        t, half = sampled_threshold(q_I, 0.3, LEAST_SAMPLE, random)
+        t, half = sampled_threshold(q_I, 0.3, MIN_SAMPLE, random)
         misses += abs((q_I <= t).mean() - 0.3) > half
     assert misses <= 2
 

@@ -98,7 +98,7 @@ class Fleet:
 
     def begin_reader(self) -> None:
         self.num_begun += 1
-        reader = SplitReader(self.clock, most_bytes=1 << 20, most_units=6)
+        reader = SplitReader(self.clock, max_bytes=1 << 20, max_units=6)
         leased = LeasedReader(
             reader,
             f"r{self.num_begun}:1",
@@ -121,7 +121,7 @@ class Fleet:
             incarnation=lambda: self.worker_incarnation,
             wait_s=0,
         )
-        config = ReadersConfig(**{"by": "programs", "most_units": 4, "most_in_flight": 3, **limits})  # type: ignore[arg-type]
+        config = ReadersConfig(**{"by": "programs", "max_units": 4, "max_in_flight": 3, **limits})  # type: ignore[arg-type]
         return RemoteRows(self.told.digest, self.schema, link, config, self.clock)
 
     def batches(self, rows: SessionRows, number: int = 0) -> SessionBatches:

@@ -12,7 +12,7 @@ from tests.trainer.loops import PARTITIONS
 from tests.trainer.sessions.reading_fleet import Fleet, bits
 from trainer.batches import Chunk
 
-MOST_TURNS = 40_000
+MAX_TURNS = 40_000
 NUM_CHAOS = 400
 
 
@@ -53,9 +53,9 @@ def run(
     the turns."""
     of = [Trained(worker.source.positions()) for worker in fleet.workers]
     wanted = [len(undisturbed(fleet, in_turns, number)) for number in range(fleet.num_workers)]
-    for turn in range(MOST_TURNS):
+    for turn in range(MAX_TURNS):
         fleet.turn(draw)
-        if faults and turn < MOST_TURNS // 2 and draw.random() < 0.03:
+        if faults and turn < MAX_TURNS // 2 and draw.random() < 0.03:
             hurt(fleet, draw, of)
         if not fleet.readers:
             fleet.begin_reader()
@@ -65,7 +65,7 @@ def run(
                 its.add(chunk)
         if [len(its.chunks) for its in of] == wanted:
             return [its.chunks for its in of]
-    raise AssertionError(f"{[len(its.chunks) for its in of]} of {wanted} chunks after {MOST_TURNS} turns")
+    raise AssertionError(f"{[len(its.chunks) for its in of]} of {wanted} chunks after {MAX_TURNS} turns")
 
 
 def all_undisturbed(fleet: Fleet, in_turns: bool = False) -> list[list[list[bytes]]]:
@@ -150,7 +150,7 @@ def test_a_unit_that_comes_under_a_lease_that_is_another_reader_s_by_now_is_refu
 
 
 def test_what_is_in_flight_and_in_the_buffer_is_bounded() -> None:
-    fleet, draw = Fleet(num_readers=3, most_units=2), random.Random(5)
+    fleet, draw = Fleet(num_readers=3, max_units=2), random.Random(5)
     fleet.poll()
     for _ in range(400):
         fleet.turn(draw)

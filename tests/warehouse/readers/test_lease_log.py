@@ -7,19 +7,19 @@ import json
 import pytest
 
 from roostream.errors import CheckpointError
-from roostream.warehouse.readers.lease_log import MOST_EVENTS, MOST_READERS, LeaseEvent, LeaseLog, read_log
+from roostream.warehouse.readers.lease_log import MAX_EVENTS, MAX_READERS, LeaseEvent, LeaseLog, read_log
 from roostream.warehouse.readers.leases import Lease, Leases
 
 
 def test_the_newest_events_and_the_sums_of_the_newest_readers_are_kept() -> None:
     log = LeaseLog()
-    for number in range(MOST_EVENTS + 10):
-        log.note(number, "granted", Lease(number, 0, number, f"r{number % (MOST_READERS + 1)}"))
+    for number in range(MAX_EVENTS + 10):
+        log.note(number, "granted", Lease(number, 0, number, f"r{number % (MAX_READERS + 1)}"))
     body = read_log(json.dumps(log.body(at_ms=7)).encode())
-    assert len(body["events"]) == MOST_EVENTS and body["events"][-1] == LeaseEvent(
-        MOST_EVENTS + 9, "granted", MOST_EVENTS + 9, 0, f"r{(MOST_EVENTS + 9) % (MOST_READERS + 1)}"
+    assert len(body["events"]) == MAX_EVENTS and body["events"][-1] == LeaseEvent(
+        MAX_EVENTS + 9, "granted", MAX_EVENTS + 9, 0, f"r{(MAX_EVENTS + 9) % (MAX_READERS + 1)}"
     )
-    assert len(body["readers"]) == MOST_READERS and body["at_ms"] == 7
+    assert len(body["readers"]) == MAX_READERS and body["at_ms"] == 7
 
 
 def test_every_end_of_a_lease_is_heard_of_once() -> None:

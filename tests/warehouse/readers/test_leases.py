@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from roostream.warehouse.readers.leases import LEASE_S, MOST_WANTED, Lease, Leases
+from roostream.warehouse.readers.leases import LEASE_S, MAX_WANTED, Lease, Leases
 from roostream.warehouse.readers.splits import plan
 from tests.warehouse.readers.test_splits import SPEC, file
 
@@ -78,7 +78,7 @@ def test_what_nobody_waits_for_any_more_is_no_lease() -> None:
 
 def test_a_worker_that_asks_for_everything_is_heard_in_part() -> None:
     its = leases(*range(1000))
-    assert its.num_wanted == MOST_WANTED
+    assert its.num_wanted == MAX_WANTED
 
 
 @pytest.mark.parametrize("seed", range(12))

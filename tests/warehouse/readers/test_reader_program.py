@@ -103,7 +103,7 @@ class Counted(Beside):
 def test_a_reader_asks_for_more_as_soon_as_it_has_room(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader_program, "_RENEW_S", 60.0)
     leased, controller = its(fleet), Counted(fleet)
-    leased.most_splits = 1
+    leased.max_splits = 1
     assert leased.reader.free(1) == 0
     stop, drained = threading.Event(), threading.Event()
     asking = threading.Thread(

@@ -7,7 +7,7 @@ import pytest
 from roostream.warehouse.readers.scale import (
     FAILED_FOR_S,
     FULL_FOR_S,
-    LEAST_DOWN_S,
+    MIN_DOWN_S,
     SETTLES_S,
     Appetite,
     ReaderCount,
@@ -95,12 +95,12 @@ def test_readers_come_at_once_and_go_one_at_a_time() -> None:
     assert it.of(5, 0.0) == 3
     assert it.of(99, 1.0) == 8
     assert it.of(1, 2.0) == 8, "too soon after it grew"
-    assert it.of(1, 1.0 + LEAST_DOWN_S) == 7
-    assert it.of(1, 2.0 + LEAST_DOWN_S) == 7
-    assert it.of(1, 1.0 + 2 * LEAST_DOWN_S) == 6
+    assert it.of(1, 1.0 + MIN_DOWN_S) == 7
+    assert it.of(1, 2.0 + MIN_DOWN_S) == 7
+    assert it.of(1, 1.0 + 2 * MIN_DOWN_S) == 6
 
 
 def test_without_anything_to_read_they_all_go() -> None:
     it = ReaderCount(least=1, most=8)
     it.of(2, 0.0)
-    assert it.of(0, LEAST_DOWN_S) == 0
+    assert it.of(0, MIN_DOWN_S) == 0

@@ -17,10 +17,10 @@ from tests.trainer import samples
 from tests.warehouse.memory_table import MemoryTable, table_of
 
 
-def reader(most_units: int = 4, table: MemoryTable | None = None, **more: int) -> SplitReader:
+def reader(max_units: int = 4, table: MemoryTable | None = None, **more: int) -> SplitReader:
     """Of files of 8 rows, row groups of 4, units of 3."""
     table = table or table_of(samples.records(list(range(1, 60))), rows_of_file=8)
-    its = SplitReader(FakeClock(), **{"most_bytes": 1 << 30, "most_units": most_units, **more})
+    its = SplitReader(FakeClock(), **{"max_bytes": 1 << 30, "max_units": max_units, **more})
     its.begin(LocalRows(table.session(shuffle_seed=None, batch_requests=3), table), "digest")
     return its
 
@@ -63,7 +63,7 @@ def test_whoever_begins_anew_gets_rows_from_there() -> None:
 
 
 def test_it_reads_ahead_as_far_as_there_is_room_and_what_is_asked_for_all_the_same() -> None:
-    its = reader(most_units=1)
+    its = reader(max_units=1)
     its.hold([lease(0), lease(2)])
     assert its.step(0) and not its.step(0), "a row group more than there is room for"
     assert its.free(2) == 0 and its.unit(2, 102, 8, 0) is None
@@ -84,7 +84,7 @@ class Counting(SplitReader):
 
 def test_two_who_wait_for_rows_that_are_not_read_yet_sleep() -> None:
     table = table_of(samples.records(list(range(1, 60))), rows_of_file=8)
-    its = Counting(SystemClock(), most_bytes=1 << 30, most_units=4)
+    its = Counting(SystemClock(), max_bytes=1 << 30, max_units=4)
     its.begin(LocalRows(table.session(shuffle_seed=None, batch_requests=3), table), "digest")
     its.hold([lease(0), lease(2)])
     waiting = [threading.Thread(target=its.unit, args=(n, 100 + n, 4 * n, 0.4)) for n in (0, 2)]
@@ -96,7 +96,7 @@ def test_two_who_wait_for_rows_that_are_not_read_yet_sleep() -> None:
 
 
 def test_leases_are_asked_for_while_splits_are_unread() -> None:
-    its = reader(most_units=100)
+    its = reader(max_units=100)
     assert its.free(2) == 2
     its.hold([lease(0), lease(2)])
     assert its.free(2) == 0
@@ -125,7 +125,7 @@ class Broken(LocalRows):
 
 def test_a_damaged_file_is_told_to_whoever_asks_and_one_that_is_away_is_waited_for() -> None:
     table = table_of(samples.records(list(range(1, 60))), rows_of_file=8)
-    its = SplitReader(FakeClock(), most_bytes=1 << 30, most_units=4)
+    its = SplitReader(FakeClock(), max_bytes=1 << 30, max_units=4)
     its.begin(Broken(table.session(shuffle_seed=None), table))
     its.hold([lease(0), lease(2)])
     assert not its.step(0)
@@ -137,7 +137,7 @@ def test_a_damaged_file_is_told_to_whoever_asks_and_one_that_is_away_is_waited_f
 
 
 def test_a_reader_that_spares_the_store_takes_the_time_that_its_rows_are_worth() -> None:
-    its = reader(most_requests_s=2)
+    its = reader(max_requests_s=2)
     its.hold([lease(0)])
     its.step(0)
     its.step(0)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from roostream.errors import ConfigError
 from roostream.warehouse.readers.session import SessionSpec, days_of
-from roostream.warehouse.readers.splits import MOST_CANDIDATES, plan
+from roostream.warehouse.readers.splits import MAX_CANDIDATES, plan
 
 SPEC = SessionSpec(table="t", version=3)
 
@@ -52,11 +52,11 @@ def test_days_come_in_order_and_the_files_of_a_day_shuffled_by_the_seed_alone() 
 
 
 def test_a_split_is_whole_row_groups_of_bounded_candidates() -> None:
-    order = plan([file("f", rows=10, candidates=3 * MOST_CANDIDATES)], SPEC, 2)
+    order = plan([file("f", rows=10, candidates=3 * MAX_CANDIDATES)], SPEC, 2)
     assert [(s.start, s.end) for s in order.splits] == [(0, 2), (2, 6), (6, 10)]
-    (whole,) = plan([file("f", rows=10, candidates=MOST_CANDIDATES)], SPEC, 2).splits
+    (whole,) = plan([file("f", rows=10, candidates=MAX_CANDIDATES)], SPEC, 2).splits
     assert (whole.start, whole.end) == (0, 10)
-    assert len(plan([file("f", rows=3, candidates=9 * MOST_CANDIDATES)], SPEC, 2).splits) == 2, (
+    assert len(plan([file("f", rows=3, candidates=9 * MAX_CANDIDATES)], SPEC, 2).splits) == 2, (
         "a row group is never cut"
     )
 

@@ -9,7 +9,7 @@ from roostream.warehouse.readers.leases import Lease, Leases
 from roostream.warehouse.readers.scale import Appetite, ReaderCount
 
 READ_S, TRAIN_S = 1.0, 0.44  # of a unit: one reader keeps training waiting for 56 % of the time
-UNITS_A_SPLIT, MOST_UNITS, MOST_SPLITS, START_S, TICK_S = 4, 16, 2, 1.0, 0.05
+UNITS_A_SPLIT, MAX_UNITS, MAX_SPLITS, START_S, TICK_S = 4, 16, 2, 1.0, 0.05
 WARM_S = 30.0
 
 
@@ -28,7 +28,7 @@ class SlowReader:
         self.held = leases.renew(self.name, now_s)
         while (
             not self.leaves
-            and sum(self.read.get(it.split, 0) < UNITS_A_SPLIT for it in self.held) < MOST_SPLITS
+            and sum(self.read.get(it.split, 0) < UNITS_A_SPLIT for it in self.held) < MAX_SPLITS
         ):
             if (lease := leases.lease(self.name, now_s)) is None:
                 break
@@ -43,10 +43,10 @@ class SlowReader:
 
 
 class Training:
-    def __init__(self, most_readers: int, train_s: float = TRAIN_S) -> None:
+    def __init__(self, max_readers: int, train_s: float = TRAIN_S) -> None:
         self.train_s = train_s
         self.leases, self.appetite = Leases(), Appetite(most=8)
-        self.count = ReaderCount(least=1, most=most_readers)
+        self.count = ReaderCount(least=1, most=max_readers)
         self.readers: list[SlowReader] = []
         self.here: dict[int, int] = {}  # split → units fetched
         self.unit, self.busy_until_s, self.stalls = 0, 0.0, list[bool]()
@@ -87,7 +87,7 @@ class Training:
 
     def fetch(self, split: int, read: int) -> None:
         """What there is room for; and what training waits for."""
-        while self.here.get(split, 0) < read and (self.buffered() < MOST_UNITS or split == self.split()):
+        while self.here.get(split, 0) < read and (self.buffered() < MAX_UNITS or split == self.split()):
             self.here[split] = self.here.get(split, 0) + 1
 
     def train(self, now_s: float) -> None:
@@ -97,7 +97,7 @@ class Training:
             if not stalled:
                 self.unit, self.busy_until_s = self.unit + 1, now_s + self.train_s
         self.stalls.append(stalled)
-        self.appetite.observe(self.buffered() / MOST_UNITS, stalled=stalled, now_s=now_s)
+        self.appetite.observe(self.buffered() / MAX_UNITS, stalled=stalled, now_s=now_s)
 
     def run(self, seconds: float) -> float:
         """Share of the time behind WARM_S in which training waited."""
@@ -110,11 +110,11 @@ class Training:
 
 
 def test_one_throttled_reader_keeps_training_waiting() -> None:
-    assert Training(most_readers=1).run(240) == pytest.approx(1 - TRAIN_S / READ_S, abs=0.04)
+    assert Training(max_readers=1).run(240) == pytest.approx(1 - TRAIN_S / READ_S, abs=0.04)
 
 
 def test_as_many_readers_as_the_rule_asks_for_do_not() -> None:
-    training = Training(most_readers=8)
+    training = Training(max_readers=8)
     assert training.run(500) == 0.0
     assert len(training.readers) <= 3, "no more than it takes"
     assert training.num_changes <= 24, "seven up, and three times down and back, each time twice as late"
@@ -122,12 +122,12 @@ def test_as_many_readers_as_the_rule_asks_for_do_not() -> None:
 
 @pytest.mark.parametrize("train_s", [0.3, 0.55, 0.9])
 def test_whatever_training_takes_it_hardly_waits_once_there_are_enough(train_s: float) -> None:
-    training = Training(most_readers=8, train_s=train_s)
+    training = Training(max_readers=8, train_s=train_s)
     assert training.run(300) < 0.001
     assert len(training.readers) <= READ_S / train_s + 2
 
 
 def test_readers_that_are_far_too_few_are_as_many_as_there_may_be() -> None:
-    training = Training(most_readers=4, train_s=0.14)
+    training = Training(max_readers=4, train_s=0.14)
     assert training.run(120) == pytest.approx(1 - 4 * 0.14, abs=0.1)
     assert training.num_changes == 7, "up, and never down"

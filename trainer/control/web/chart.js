@@ -6,7 +6,7 @@ import { UNKNOWN, clock, duration, known } from "./words.js";
 const WIDTH = 320;
 const HEIGHT = 120;
 const SVG = "http://www.w3.org/2000/svg";
-const MOST_NUMBERS = 12;
+const MAX_NUMBERS = 12;
 
 function drawn(name, attributes = {}, text = "") {
   const made = document.createElementNS(SVG, name);
@@ -101,7 +101,7 @@ export class Chart {
     if (!this.numbers.open || !this.seen) return;
     const { grain, nowS, spanS } = this.seen;
     const all = grain.at_s.map((at, n) => n).filter((n) => grain.at_s[n] >= nowS - spanS);
-    const step = Math.max(Math.ceil(all.length / MOST_NUMBERS), 1);
+    const step = Math.max(Math.ceil(all.length / MAX_NUMBERS), 1);
     const shown = all.filter((_, n) => (all.length - 1 - n) % step === 0).reverse();
     const host = this.numbers.lastElementChild;
     const heads = ["time", ...this.lines.map(({ name }) => name)];
