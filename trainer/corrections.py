@@ -26,7 +26,7 @@ def due_ms_of(batch: Batch) -> np.ndarray:
     return np.where(batch.correction_R, behind_R, batch.close_ms_R)
 
 
-def without_idle(batch: Batch, config: LoopConfig) -> Batch:
+def without_unchanged_corrections(batch: Batch, config: LoopConfig) -> Batch:
     """The batch without corrections that change nothing which is to be trained; itself if all do."""
     if not batch.correction_R.any():
         return batch

@@ -19,7 +19,7 @@ from roostream.models.inputs import Inputs
 from roostream.runtime.kafka.topics import Partition
 from roostream.wire.batch import Batch
 from roostream.wire.lookup import Lookup, build_lookup
-from trainer.batches import Chunk
+from trainer.batch_source import Chunk
 from trainer.device.staging import DeviceCopy
 from trainer.rows import Rows
 from trainer.selection.decision import FROZEN, TRAINED, Selected, Unscored
@@ -123,7 +123,7 @@ class Wanted(NamedTuple):
     partition: Partition | None  # None: any
 
 
-class Acts(Protocol):
+class LoopSteps(Protocol):
     """What a feed does with the loop (`TrainLoop`). All in the loop's thread, but for `poll` and `rest` of what was `wanted`, and
     `pull`, which change nothing of the loop's and may run in others, beside `train`."""
 
@@ -198,7 +198,7 @@ class SerialFeed:
 
     max_staleness = num_shared = 0
 
-    def __init__(self, acts: Acts) -> None:
+    def __init__(self, acts: LoopSteps) -> None:
         self.acts = acts
         self._num_ahead = 0  # given and not trained
 

@@ -28,11 +28,11 @@ from torch import Tensor
 
 from roostream.errors import UnavailableError
 from roostream.runtime.event_time import NUM_RECENT
-from trainer.burial import NotFiniteError
+from trainer.dead_letter_quarantine import NotFiniteError
 from trainer.feed import ChunkPart, Claimed, Pulled
 from trainer.loop import TrainLoop
-from trainer.reach import Reach
-from trainer.reduce import Reduction
+from trainer.process_group import Reduction
+from trainer.read_bounds import ReadBounds
 from trainer.rows import no_rows
 from trainer.watermark import newest_of
 
@@ -41,7 +41,7 @@ _MAX_MS = 1 << 52  # exact in a float64, as everything else that is said
 _DIGEST = (1 << 52) - 1
 
 
-class Words(NamedTuple):
+class TurnReport(NamedTuple):
     """What a worker says in a turn; it goes along as float64."""
 
     turn: int  # of this incarnation
@@ -62,11 +62,11 @@ class Words(NamedTuple):
         return [*map(float, self[:9]), *self.weight_T, float(len(times)), *times, *padding]
 
 
-def words_of(numbers: Sequence[float], num_tasks: int) -> Words:
+def words_of(numbers: Sequence[float], num_tasks: int) -> TurnReport:
     """What `Words.numbers` gave."""
     turn, cut, digest, leaving, ready, spare, epoch, weighted, requests = map(int, numbers[:9])
     times = [int(t) for t in numbers[10 + num_tasks :]]
-    return Words(
+    return TurnReport(
         turn=turn,
         cut=cut,
         digest=digest,
@@ -81,7 +81,7 @@ def words_of(numbers: Sequence[float], num_tasks: int) -> Words:
     )
 
 
-class Agreed(NamedTuple):
+class TurnPlan(NamedTuple):
     """What all know behind a turn, of the next one."""
 
     trains: bool = False
@@ -92,7 +92,7 @@ class Agreed(NamedTuple):
     requests: int = -1  # taken by all, as far as the next chunks' size depends on it; -1 = not known yet
 
 
-def agree(said_W: Sequence[Words], before: Agreed, *, exact: bool) -> Agreed:
+def agree(said_W: Sequence[TurnReport], before: TurnPlan, *, exact: bool) -> TurnPlan:
     """In exact mode a turn trains when everybody who has partitions has a part, and sizes follow such turns alone, so that
     neither depends on who was faster.
 
@@ -110,7 +110,7 @@ def agree(said_W: Sequence[Words], before: Agreed, *, exact: bool) -> Agreed:
         trains = trains and all(words.ready or (words.spare and words.epoch == newest) for words in said_W)
     counts = trains or not exact or before.requests < 0
     cuts = {words.cut for words in said_W}
-    return Agreed(
+    return TurnPlan(
         trains=trains,
         weighted=trains and any(words.weighted for words in said_W),
         total_T=tuple(sum(totals) for totals in zip(*(words.weight_T for words in said_W), strict=True)),
@@ -131,18 +131,18 @@ class _Learned(NamedTuple):
 class LockStep:
     """One worker's turns in one incarnation. **If `turn` raises**, its loop must be restored, and this one is over."""
 
-    def __init__(self, loop: TrainLoop, reduction: Reduction, reach: Reach | None = None) -> None:
+    def __init__(self, loop: TrainLoop, reduction: Reduction, reach: ReadBounds | None = None) -> None:
         """`reach`: how far this worker may read; None: as far as there is anything."""
-        self.loop, self.reduction, self.reach = loop, reduction, reach or Reach(loop)
+        self.loop, self.reduction, self.reach = loop, reduction, reach or ReadBounds(loop)
         self.num_turns = 0
-        self._agreed = Agreed()
+        self._agreed = TurnPlan()
         self._next: Claimed | None = None  # announced as a whole
         self._hand: Claimed | None = None  # begun, and not trained whole
         self._waiting: deque[ChunkPart] = deque()  # of it
         self._parameters = list(loop.optimizer.parameters.values())
         self._control = reduction.workers * len(self._words(0, leaving=False, times_ms=()).numbers())
 
-    def turn(self, *, cut: int = 0, leaving: bool = False) -> Agreed:
+    def turn(self, *, cut: int = 0, leaving: bool = False) -> TurnPlan:
         """One turn; `cut`: the commit that this worker wants to cut for, `leaving`: it wants nobody to begin another chunk. Of
         the answer `trains` says whether this turn trained, and `cut` for which commit all cut now.
 
@@ -177,7 +177,7 @@ class LockStep:
         self._waiting.extend(self._hand.parts[1:])
         return prepared.first, tuple(self._hand.chunk.close_ms_R[-NUM_RECENT:].tolist())
 
-    def _learn(self, pulled: Pulled | None, plan: Agreed) -> _Learned | None:
+    def _learn(self, pulled: Pulled | None, plan: TurnPlan) -> _Learned | None:
         if plan.weighted:
             self.loop.optimizer.zero_grad()
         if pulled is None or self._hand is None:
@@ -190,16 +190,16 @@ class LockStep:
             return None
         return _Learned(pulled, logits.scored_BT, weighted)
 
-    def _backward(self, pulled: Pulled, logits_BT: Tensor, plan: Agreed) -> bool:
+    def _backward(self, pulled: Pulled, logits_BT: Tensor, plan: TurnPlan) -> bool:
         targets = self.loop.targets_of(pulled.part, torch.tensor(plan.total_T, dtype=torch.float64))
         return self.loop.descent.backward(pulled, logits_BT, targets, workers=self.reduction.workers)
 
-    def _claim_next(self, plan: Agreed, *, wait: bool) -> None:
+    def _claim_next(self, plan: TurnPlan, *, wait: bool) -> None:
         """Not before it is known how many requests all have trained."""
         if self._next is None and not self._waiting and plan.requests >= 0 and not plan.leaving:
             self._next = self.loop.feed.claimed(_POLL_S if wait else 0.0)
 
-    def _words(self, cut: int, *, leaving: bool, times_ms: tuple[int, ...]) -> Words:
+    def _words(self, cut: int, *, leaving: bool, times_ms: tuple[int, ...]) -> TurnReport:
         part = (
             self._waiting[0]
             if self._waiting
@@ -210,7 +210,7 @@ class LockStep:
         weighted = part is not None and part.has_weight
         cut = 0 if self._waiting else cut
         num_tasks = len(self.loop.schema.tasks)
-        return Words(
+        return TurnReport(
             turn=self.num_turns,
             cut=cut,
             digest=self._digest() if cut else 0,
@@ -236,7 +236,7 @@ class LockStep:
             hashed.update(parameter.detach().cpu().numpy().tobytes())
         return hashed.intdigest() & _DIGEST or 1
 
-    def _sum(self, words: Words, *, gradients: bool) -> list[Words]:
+    def _sum(self, words: TurnReport, *, gradients: bool) -> list[TurnReport]:
         """What all say. With `gradients`, those of the dense weights become everybody's sum: of whoever has one."""
         workers, own, device = self.reduction.workers, words.numbers(), self.loop.config.device
         control_N = torch.zeros(self._control, dtype=torch.float64)

@@ -26,27 +26,27 @@ from roostream.runtime.work_unit import TableInput
 from roostream.schema.schema import Schema
 from roostream.wire.batch import Batch
 from trainer import corrections
-from trainer.batches import BatchSource, Chunk, Rejected, said_of
-from trainer.burial import Burial, NotFiniteError
+from trainer.batch_source import BatchSource, Chunk, Rejected, annotate_errors
 from trainer.config import LoopConfig
+from trainer.dead_letter_quarantine import DeadLetterQuarantine, NotFiniteError
 from trainer.dense_part import dense_file
 from trainer.dense_part.descent import Descent, gradients_of
 from trainer.device.numerics import logits_of
 from trainer.device.staging import open_staging
-from trainer.feed import Acts, ChunkPart, Claimed, Feed, Prepared, Pulled, SerialFeed, Wanted, part_of
+from trainer.feed import ChunkPart, Claimed, Feed, LoopSteps, Prepared, Pulled, SerialFeed, Wanted, part_of
 from trainer.monitoring.freshness import freshness_of
 from trainer.monitoring.quality import Report
 from trainer.monitoring.shadow import FrozenCopy
 from trainer.monitoring.slices import slicers
-from trainer.partitions import PartitionCut, Partitions, rows_by_partition
-from trainer.pipeline.stages import Stages
+from trainer.partitions import PartitionSnapshot, PartitionStates, rows_by_partition
+from trainer.pipeline.stage_timer import StageTimer
 from trainer.predictions import Outputs, dead_letter, predictions_of, unscored_of
 from trainer.rows import PushTimes, Rows, no_rows, push_times
 from trainer.saved_batch import SavedBatches
 from trainer.selection.decision import FROZEN, Unscored
 from trainer.selection.outcomes import Counts, Outcomes
 from trainer.selection.selection import Selection
-from trainer.watermark import TrainedTime
+from trainer.watermark import TrainingWatermark
 
 log = logging.getLogger("roostream.worker")
 
@@ -55,17 +55,17 @@ _RECENT = "watermark.recent_ms"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Wiring:
+class LoopDependencies:
     """What a loop is connected to."""
 
     source: BatchSource
     rows: Rows
     outputs: Outputs
     clock: Clock
-    feed: Callable[[Acts], Feed] = SerialFeed
+    feed: Callable[[LoopSteps], Feed] = SerialFeed
     shadow: FrozenCopy | None = None
     saved: SavedBatches | None = None  # takes the batch at which training ends
-    stages: Stages | None = None  # None = of the loop alone
+    stages: StageTimer | None = None  # None = of the loop alone
     on_freshness: Callable[[str, float], None] = lambda stage, ms: None
     on_scored: Callable[[ChunkPart], None] = lambda part: None
 
@@ -78,7 +78,7 @@ class Snapshot:
     shared: dict[str, np.ndarray]  # weights and optimizer state (dense.py)
     step: int
     watermark_ms: int
-    own: dict[Partition, PartitionCut]
+    own: dict[Partition, PartitionSnapshot]
 
     @property
     def progress(self) -> Progress:
@@ -89,14 +89,20 @@ class TrainLoop:
     """One worker's training. **If an act raises**, rows, weights and progress no longer belong together: `restore` or
     `reset` before the next one, or exit."""
 
-    def __init__(self, config: LoopConfig, schema: Schema, model_config: ModelConfig, wiring: Wiring) -> None:
+    def __init__(
+        self, config: LoopConfig, schema: Schema, model_config: ModelConfig, wiring: LoopDependencies
+    ) -> None:
         self.config, self.schema, self.model_config = config, schema, model_config
         self.source, self.rows, self.outputs = wiring.source, wiring.rows, wiring.outputs
         self.clock, self.on_freshness, self.on_scored = wiring.clock, wiring.on_freshness, wiring.on_scored
         self._rate_after = (
             config.rate_after
         )  # by the stream's batches, also while `config` is that of another phase
-        self.counts, self.outcomes, self.stages = Counts(), Outcomes(), wiring.stages or Stages(wiring.clock)
+        self.counts, self.outcomes, self.stages = (
+            Counts(),
+            Outcomes(),
+            wiring.stages or StageTimer(wiring.clock),
+        )
         self.selection = Selection(config, schema)
         self._slicers, self.shadow, self.saved = slicers(schema, config.slices), wiring.shadow, wiring.saved
         self.staging = open_staging(config.device)
@@ -155,7 +161,7 @@ class TrainLoop:
             own=self._own_cut(),
         )
 
-    def _own_cut(self) -> dict[Partition, PartitionCut]:
+    def _own_cut(self) -> dict[Partition, PartitionSnapshot]:
         """Of what is kept beside the partitions the first one has all."""
         cuts, kept = self.own.cut(), self.selection.kept()
         if kept and self.own.progress:
@@ -178,7 +184,9 @@ class TrainLoop:
             {name: value for cut in at.own.values() for name, value in cut.tensors.items()}
         )
         self.num_steps = at.step
-        self.time = TrainedTime(at.watermark_ms, at.shared.get(_RECENT, np.array([at.watermark_ms])).tolist())
+        self.time = TrainingWatermark(
+            at.watermark_ms, at.shared.get(_RECENT, np.array([at.watermark_ms])).tolist()
+        )
         self._seek(at.progress)
         self.own.load(at.own)
 
@@ -196,8 +204,8 @@ class TrainLoop:
     def _build(self) -> None:
         self.descent = Descent(self.config, self.schema, self.model_config, self._rate_after, self.stages)
         self.model, self.optimizer = self.descent.model, self.descent.optimizer
-        self.num_steps, self.time, self.share = 0, TrainedTime(), None
-        self.burial = Burial(self._bury)
+        self.num_steps, self.time, self.share = 0, TrainingWatermark(), None
+        self.burial = DeadLetterQuarantine(self._bury)
         self.selection.reset()
         self.outcomes.begin()
         self._own_at(self.source.positions())
@@ -208,7 +216,7 @@ class TrainLoop:
         self._own_at(self.source.positions())
 
     def _own_at(self, at: Progress) -> None:
-        self.own = Partitions(at, self.schema.tasks, self.config.dedupe_horizon_ms, self._slicers)
+        self.own = PartitionStates(at, self.schema.tasks, self.config.dedupe_horizon_ms, self._slicers)
 
     # One chunk
 
@@ -233,10 +241,10 @@ class TrainLoop:
     def claim(self, chunk: Chunk) -> Claimed:
         """Leave out what was seen before. Nothing of it is in a snapshot until it is trained; what comes again in a chunk
         claimed after it is left out all the same."""
-        with said_of("claim", chunk):
+        with annotate_errors("claim", chunk):
             new_R = self.own.claim(chunk.batch)
             batch = chunk.batch if new_R.all() else chunk.batch.take_requests(np.flatnonzero(new_R))
-            batch = corrections.without_idle(batch, self.config)
+            batch = corrections.without_unchanged_corrections(batch, self.config)
             parts, unscored = self.selection.split(batch, self.num_steps)
             return Claimed(chunk=chunk, new_R=new_R, parts=parts, unscored=unscored)
 
@@ -285,7 +293,7 @@ class TrainLoop:
         if claimed is None:
             return False
         started_s = self.clock.monotonic_s()
-        with said_of("training", claimed.chunk):
+        with annotate_errors("training", claimed.chunk):
             self.train(self.feed.pulled(claimed))
         self.feed.trained()
         self.counts.busy_s += self.clock.monotonic_s() - started_s

@@ -28,7 +28,7 @@ MAX_SCORES = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PartitionCut:
+class PartitionSnapshot:
     """One partition at one moment between two chunks."""
 
     offset: int  # next to train
@@ -62,7 +62,7 @@ def _part(tensors: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarra
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def report_of(cuts: Collection[PartitionCut], tasks: Sequence[str]) -> Report:
+def report_of(cuts: Collection[PartitionSnapshot], tasks: Sequence[str]) -> Report:
     """What `Partitions.report` said when these were cut."""
     states = [_PartitionState(tasks, 0) for _ in cuts]
     for state, cut in zip(states, cuts, strict=True):
@@ -77,7 +77,7 @@ def _merged(parts: Iterable[Metrics], tasks: Sequence[str]) -> Metrics:
     return merged
 
 
-class Partitions:
+class PartitionStates:
     """The partitions of one worker, each at an offset."""
 
     def __init__(
@@ -86,7 +86,7 @@ class Partitions:
         self.tasks, self.horizon_ms = tuple(tasks), horizon_ms
         self.progress = dict(at)
         self.windowed = Windowed(tasks, slicers)
-        self._parked: dict[Partition, PartitionCut] = {}  # of corrections while they aren't trained
+        self._parked: dict[Partition, PartitionSnapshot] = {}  # of corrections while they aren't trained
         self._states = {partition: _PartitionState(self.tasks, horizon_ms) for partition in at}
 
     def claim(self, batch: Batch) -> np.ndarray:
@@ -154,13 +154,13 @@ class Partitions:
     def num_skipped(self) -> int:
         return sum(state.dedupe.num_skipped for state in self._states.values())
 
-    def cut(self) -> dict[Partition, PartitionCut]:
+    def cut(self) -> dict[Partition, PartitionSnapshot]:
         """Copies: later chunks don't change them. What is only claimed isn't in them."""
         return self._parked | {
-            p: PartitionCut(offset=self.progress[p], tensors=self._tensors(p)) for p in self._states
+            p: PartitionSnapshot(offset=self.progress[p], tensors=self._tensors(p)) for p in self._states
         }
 
-    def load(self, cuts: Mapping[Partition, PartitionCut]) -> None:
+    def load(self, cuts: Mapping[Partition, PartitionSnapshot]) -> None:
         """Become what `cut` gave, also where other workers gave it; offsets are those that the source was put to. Partitions
         without a cut stay as they are. A cut of corrections that aren't read stays in later cuts as it is, so that whoever reads
         them again goes on from there and trains none twice."""

@@ -20,7 +20,7 @@ from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.batch import Batch
 from roostream.wire.columns import fields_of
-from trainer.batches import Rejected
+from trainer.batch_source import Rejected
 from trainer.selection.decision import Selected, Unscored
 
 log = logging.getLogger("roostream.worker")
@@ -159,7 +159,7 @@ class Outputs(Protocol):
     def dead_letter(self, letter: pb.DeadLetter) -> None: ...
 
 
-class SafeOutputs(Outputs, Protocol):
+class DurableOutputs(Outputs, Protocol):
     """What a worker needs, so that nothing below a committed offset lacks its prediction or its dead letter."""
 
     def begin(self) -> None:

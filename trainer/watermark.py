@@ -14,7 +14,7 @@ from roostream.runtime.event_time import NUM_RECENT, RecentTimes
 _MAX_AHEAD_MS = 600_000  # of the middle of the recent close times; the watermark passes over what is later
 
 
-class TrainedTime:
+class TrainingWatermark:
     """The latest close time that isn't far ahead of the middle of the recent ones: no sample's time alone expires rows. It never
     goes back. Several workers' is one: what each takes is gathered (`newest_of`), and all add it in the same order."""
 

@@ -34,15 +34,15 @@ from roostream.runtime.manifest import Manifest
 from roostream.runtime.member import check_same_schema
 from roostream.runtime.work_unit import TableInput
 from trainer import worker_file
-from trainer.breaks import Breaks
-from trainer.identity import Identity
+from trainer.deployment_identity import DeploymentIdentity
+from trainer.failure_policy import FailurePolicy
 from trainer.lockstep import LockStep
 from trainer.loop import Snapshot, TrainLoop
 from trainer.monitoring.quality import summary
-from trainer.partitions import PartitionCut, report_of
-from trainer.predictions import SafeOutputs
-from trainer.reach import Reach
-from trainer.reduce import ALONE, Alone, Meeting, Reduction, Team
+from trainer.partitions import PartitionSnapshot, report_of
+from trainer.predictions import DurableOutputs
+from trainer.process_group import SINGLE_WORKER, GroupSpec, Reduction, Rendezvous, SingleWorkerGroup
+from trainer.read_bounds import ReadBounds
 
 log = logging.getLogger("roostream.worker")
 
@@ -57,24 +57,24 @@ class Worker:
     def __init__(
         self,
         loop: TrainLoop,
-        outputs: SafeOutputs,
+        outputs: DurableOutputs,
         store: CheckpointStore,
-        identity: Identity,
+        identity: DeploymentIdentity,
         index: int = 0,
-        team: Team = ALONE,
+        team: Rendezvous = SINGLE_WORKER,
     ) -> None:
         """`outputs`: those of the loop; `team`: how it sums with other workers."""
         self.loop, self.outputs, self.store, self.identity, self.index = loop, outputs, store, identity, index
         self.team = team
-        self.reduction: Reduction = Alone()
+        self.reduction: Reduction = SingleWorkerGroup()
         self.lockstep: LockStep | None = None  # with other workers
-        self.reach = Reach(loop)
+        self.reach = ReadBounds(loop)
         self.incarnation = 0
         self.training = False
         self.broken = ""  # why this incarnation can't go on
         self.fatal = ""  # why none can, however often everyone is restored
         self.committed_step = 0
-        self.breaks = Breaks(loop, index)
+        self.breaks = FailurePolicy(loop, index)
         self.on_write: Callable[[], None] = lambda: (
             None
         )  # beside a commit, in the member's thread; it may not raise
@@ -255,7 +255,7 @@ class Worker:
         workers = int(command.get("workers", 1))
         self._or_refuse(lambda: self.loop.selection.check(workers=workers))
         self.reduction = self.team.join(
-            Meeting(self.incarnation, self.index, workers, str(command.get("meet", "")))
+            GroupSpec(self.incarnation, self.index, workers, str(command.get("meet", "")))
         )
         self.lockstep = LockStep(self.loop, self.reduction, self.reach) if workers > 1 else None
         self.loop.rows.set_incarnation(self.incarnation, workers, manifest.owners if manifest else None)
@@ -414,7 +414,7 @@ class Worker:
             *read,
             *((CORRECTIONS, number) for _, number in read),
         }  # also where they aren't read: see Partitions.load
-        own: dict[Partition, PartitionCut] = {}
+        own: dict[Partition, PartitionSnapshot] = {}
         for part in manifest.workers.values():
             if mine & part.offsets.keys():
                 cuts = worker_file.decode(manifests.read_file(self.store, part.file), part.offsets)

@@ -12,15 +12,15 @@ import numpy as np
 
 from roostream.runtime import tensor_file
 from roostream.runtime.kafka.topics import Partition, Progress
-from trainer.partitions import PartitionCut
+from trainer.partitions import PartitionSnapshot
 
 
-def encode(own: Mapping[Partition, PartitionCut], metadata: Mapping[str, str]) -> bytes:
+def encode(own: Mapping[Partition, PartitionSnapshot], metadata: Mapping[str, str]) -> bytes:
     tensors = {f"{t}/{p}/{name}": value for (t, p), cut in own.items() for name, value in cut.tensors.items()}
     return tensor_file.encode(tensors, metadata)
 
 
-def decode(data: bytes, offsets: Progress) -> dict[Partition, PartitionCut]:
+def decode(data: bytes, offsets: Progress) -> dict[Partition, PartitionSnapshot]:
     """The partitions of `offsets`, as the manifest names them for this file.
 
     Raises:
@@ -34,17 +34,18 @@ def decode(data: bytes, offsets: Progress) -> dict[Partition, PartitionCut]:
         topic, number, rest = name.split("/", 2)
         of[topic, int(number)][rest] = value
     return {
-        partition: PartitionCut(offset=offsets[partition], tensors=tensors)
+        partition: PartitionSnapshot(offset=offsets[partition], tensors=tensors)
         for partition, tensors in of.items()
     }
 
 
-def _of_format_1(tensors: Mapping[str, np.ndarray], offsets: Progress) -> dict[Partition, PartitionCut]:
+def _of_format_1(tensors: Mapping[str, np.ndarray], offsets: Progress) -> dict[Partition, PartitionSnapshot]:
     """Nothing says which partition an id is of: each gets all of them, until the horizon has passed. Metrics are sums: the
     first gets them."""
     ids = {name: tensors[name] for name in ("dedupe.id", "dedupe.close_ms")}
     metrics = {name: value for name, value in tensors.items() if name.startswith("metrics.")}
     first = min(offsets)
     return {
-        p: PartitionCut(offset=at, tensors=ids | (metrics if p == first else {})) for p, at in offsets.items()
+        p: PartitionSnapshot(offset=at, tensors=ids | (metrics if p == first else {}))
+        for p, at in offsets.items()
     }

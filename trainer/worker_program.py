@@ -37,25 +37,25 @@ from roostream.schema.schema import Registry, Schema
 from roostream.schema.schema_file import load_schema
 from roostream.warehouse.readers.remote_rows import READING_COUNTERS, ReadByPrograms, ReadersLink
 from roostream.wire.decode import Decoder
-from trainer.batches import BatchSource
+from trainer.batch_source import BatchSource
 from trainer.config import WorkerConfig
+from trainer.deployment_identity import DeploymentIdentity, kafka_identity
 from trainer.device.numerics import set_numerics
 from trainer.feed import ChunkPart
-from trainer.identity import Identity, kafka_identity
-from trainer.loop import TrainLoop, Wiring
+from trainer.loop import LoopDependencies, TrainLoop
 from trainer.monitoring.drift import Drift
-from trainer.monitoring.monitor import LABELS, Monitor
 from trainer.monitoring.partition_watch import Patience
 from trainer.monitoring.shadow import FrozenCopy, frozen_copy
 from trainer.pipeline.pipelined_feed import connected
-from trainer.pipeline.stages import Stages
+from trainer.pipeline.stage_timer import StageTimer
 from trainer.predictions import KafkaOutputs
-from trainer.record_batches import RecordBatches
-from trainer.reduce import MeetingPlace
+from trainer.process_group import TorchRendezvous
+from trainer.record_source import RecordSource
 from trainer.rows import ShardRows
 from trainer.saved_batch import SavedBatches
 from trainer.sessions.phased_source import PhasedSource
 from trainer.worker import Worker
+from trainer.worker_monitor import LABELS, Monitor
 
 log = logging.getLogger("roostream.worker")
 
@@ -84,7 +84,7 @@ def work(config: WorkerConfig, stop: Stop) -> None:
     identity = _identity(config, schema, open_registry(store), stop)
     ending = StopBudget(stop, STOP_S)
     with contextlib.ExitStack() as opened:
-        stages, keys = Stages(clock), config.link_keys()
+        stages, keys = StageTimer(clock), config.link_keys()
         read_by = by_programs(config, keys, clock, lambda: worker.incarnation)
         shards = [SocketTransport(address, keys=keys) for address in expanded(config.shards)]
         for transport in shards:
@@ -111,7 +111,7 @@ def work(config: WorkerConfig, stop: Stop) -> None:
             Drift(schema),
             CountedTables(Profiler(config.profile_share, config.seed), store, clock),
         )
-        wiring = Wiring(
+        wiring = LoopDependencies(
             source=source,
             rows=rows,
             outputs=outputs,
@@ -125,7 +125,7 @@ def work(config: WorkerConfig, stop: Stop) -> None:
         )
         loop = TrainLoop(config, schema, model_config, wiring)
         opened.callback(loop.feed.close)
-        team = MeetingPlace(config.meet, device=config.device, timeout_s=config.reduce_timeout_ms / 1000)
+        team = TorchRendezvous(config.meet, device=config.device, timeout_s=config.reduce_timeout_ms / 1000)
         opened.callback(team.close)
         worker = Worker(loop, outputs, store, identity, config.index, team)
         worker.on_write = counted.save
@@ -152,8 +152,8 @@ def _look(part: ChunkPart, drift: Drift, counted: CountedTables, step: int) -> N
     counted.look(step, part.batch, part.lookup)
 
 
-def _identity(config: WorkerConfig, schema: Schema, registry: Registry, stop: Stop) -> Identity:
-    return Identity(
+def _identity(config: WorkerConfig, schema: Schema, registry: Registry, stop: Stop) -> DeploymentIdentity:
+    return DeploymentIdentity(
         schema=schema,
         registry=registry,
         kafka=kafka_identity(config.broker, config.prefix, config.partitions, stop),
@@ -191,7 +191,7 @@ def open_shadow(config: WorkerConfig, store: CheckpointStore, schema: Schema) ->
     )
 
 
-def open_source(config: WorkerConfig, decoder: Decoder, clock: Clock, stages: Stages) -> RecordBatches:
+def open_source(config: WorkerConfig, decoder: Decoder, clock: Clock, stages: StageTimer) -> RecordSource:
     """All partitions of what is trained, until it is told which are this worker's own; `seek` must follow."""
 
     def open_reader(partitions: tuple[Partition, ...]) -> KafkaReader:
@@ -206,7 +206,7 @@ def open_source(config: WorkerConfig, decoder: Decoder, clock: Clock, stages: St
 
     reader = open_reader(all_partitions(config.trained_topics, config.partitions))
     wait_ms = config.max_batch_wait_ms
-    return RecordBatches(reader, decoder, clock, max_wait_ms=wait_ms, stages=stages, reopen=open_reader)
+    return RecordSource(reader, decoder, clock, max_wait_ms=wait_ms, stages=stages, reopen=open_reader)
 
 
 def by_programs(
@@ -231,7 +231,7 @@ def phased(
     decoder: Decoder,
     schema: Schema,
     clock: Clock,
-    stages: Stages,
+    stages: StageTimer,
     read_by: ReadByPrograms | None = None,
 ) -> PhasedSource:
     """The stream, or a session of a warehouse where the controller says so."""

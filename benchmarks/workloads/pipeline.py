@@ -23,9 +23,9 @@ from roostream.schema.schema import Schema
 from roostream.wire.decode import Decoder
 from roostream.wire.lookup import Lookup, build_lookup
 from trainer.config import LoopConfig
-from trainer.loop import TrainLoop, Wiring
+from trainer.loop import LoopDependencies, TrainLoop
 from trainer.pipeline.pipelined_feed import connected
-from trainer.pipeline.stages import Stages
+from trainer.pipeline.stage_timer import StageTimer
 from trainer.rows import PushTimes, Rows, ShardRows
 
 NUM_SHARDS = 2
@@ -139,7 +139,7 @@ def training_loop(
     records = data.sample_records(schema, requests * _BATCHES, candidates=candidates)
     config = LoopConfig(batch_requests=requests, first_batch_requests=requests, dedupe_horizon_ms=60_000)
     clock = SystemClock()
-    stages = Stages(clock)
+    stages = StageTimer(clock)
     source, rows, feed = connected(
         lambda: Endless(records, Decoder(schema, {schema.fingerprint: schema}.get)),
         rows,
@@ -147,7 +147,7 @@ def training_loop(
         staleness=staleness,
         read_ahead=read_ahead,
     )
-    wiring = Wiring(source=source, rows=rows, outputs=Silent(), clock=clock)
+    wiring = LoopDependencies(source=source, rows=rows, outputs=Silent(), clock=clock)
     loop = TrainLoop(config, schema, RankerConfig(), dataclasses.replace(wiring, feed=feed, stages=stages))
     try:
         yield loop

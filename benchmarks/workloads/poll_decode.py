@@ -14,7 +14,7 @@ from benchmarks.workloads.codec import plain_decode
 from roostream.schema.schema import Schema
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
-from trainer.record_batches import chunk_of
+from trainer.record_source import chunk_of
 
 
 class Message(NamedTuple):

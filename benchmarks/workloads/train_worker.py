@@ -19,8 +19,8 @@ from benchmarks.workloads.pipeline import client_of, training_loop
 from benchmarks.workloads.training_step import NUM_PARTITIONS
 from trainer.lockstep import LockStep
 from trainer.loop import TrainLoop
-from trainer.pipeline.stages import LOOP
-from trainer.reduce import Meeting, MeetingPlace, Reduction
+from trainer.pipeline.stage_timer import LOOP
+from trainer.process_group import GroupSpec, Reduction, TorchRendezvous
 from trainer.rows import ShardRows
 
 READ_AHEAD = 2  # as by default
@@ -99,7 +99,7 @@ class Trainee:
 
 
 @contextlib.contextmanager
-def trainee(part: Part, place: MeetingPlace) -> Iterator[Trainee]:
+def trainee(part: Part, place: TorchRendezvous) -> Iterator[Trainee]:
     schema = data.demo_schema()
     size = (part.requests, part.candidates)
     with (
@@ -108,7 +108,7 @@ def trainee(part: Part, place: MeetingPlace) -> Iterator[Trainee]:
     ):
         loop.assign([p for p in range(NUM_PARTITIONS) if p % part.workers == part.worker])
         loop.reset()
-        reduction = place.join(Meeting(1, part.worker, part.workers, part.meet or place.address))
+        reduction = place.join(GroupSpec(1, part.worker, part.workers, part.meet or place.address))
         try:
             yield Trainee(part, loop, reduction)
         finally:
@@ -123,7 +123,7 @@ def answer(take: Callable[[int], Took]) -> None:
 
 def main() -> None:
     part = Part(**json.loads(sys.argv[1]))
-    place = MeetingPlace("127.0.0.1:0", device="cpu", timeout_s=_TIMEOUT_S)
+    place = TorchRendezvous("127.0.0.1:0", device="cpu", timeout_s=_TIMEOUT_S)
     try:
         with trainee(part, place) as it:
             print(place.address, flush=True)

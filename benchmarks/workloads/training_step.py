@@ -31,12 +31,12 @@ from roostream.schema.schema import Schema
 from roostream.wire.decode import Decoder
 from roostream.wire.lookup import build_lookup
 from roostream.wire.records import Record
-from trainer.batches import Chunk, NewestIds
+from trainer.batch_source import Chunk, NewestIds
 from trainer.config import LoopConfig
 from trainer.dense_part.adam import DenseAdam
-from trainer.loop import TrainLoop, Wiring
+from trainer.loop import LoopDependencies, TrainLoop
 from trainer.predictions import predictions_of
-from trainer.record_batches import chunk_of
+from trainer.record_source import chunk_of
 from trainer.rows import ShardRows
 
 NUM_PARTITIONS = 4  # of `data.sample_records`
@@ -144,7 +144,7 @@ class Case:
         config = LoopConfig(
             batch_requests=requests, first_batch_requests=requests, dedupe_horizon_ms=60_000, **settings
         )
-        wiring = Wiring(
+        wiring = LoopDependencies(
             source=self.source, rows=ShardRows(self.client), outputs=self.outputs, clock=SystemClock()
         )
         self.loop = TrainLoop(config, self.schema, model, wiring)

@@ -21,9 +21,9 @@ from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.topics import DEFAULT_PARTITIONS, TOPICS, name_of, partitions_of
 from roostream.runtime.rpc_client import SocketTransport
 from roostream.runtime.scrape import Scraped
+from trainer.control.aggregate_status import together, worker_reports
 from trainer.control.neighbour_times import STAGES, UNKNOWN
-from trainer.control.neighbours import click_rate, lost_records, rows_by_stack, serving_state
-from trainer.control.together import together, worker_reports
+from trainer.control.scrape_targets import click_rate, lost_records, rows_by_stack, serving_state
 from trainer.monitoring.quality import QUALITY
 from trainer.selection.outcomes import added
 

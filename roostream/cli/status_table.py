@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from roostream.errors import printable
-from trainer.control.holds import Spending
-from trainer.control.protocol import Hold
+from trainer.control.holds import DeviceUse
+from trainer.control.types import Hold
 from trainer.selection.decision import NAMES, STALE
 from trainer.selection.outcomes import unaccounted
 
@@ -239,9 +239,9 @@ def _devices(control: Mapping[str, Any]) -> str:
     spent, to_training = control["device_s"], control["device_ratio"]
     if not spent:
         return NONE
-    others = {name: name.replace("_", " ") for name in spent if name != Spending.TRAINING}
-    trained = f"training {duration(spent[Spending.TRAINING] * 1000)}"
-    if to_training[Spending.TRAINING] is None:
+    others = {name: name.replace("_", " ") for name in spent if name != DeviceUse.TRAINING}
+    trained = f"training {duration(spent[DeviceUse.TRAINING] * 1000)}"
+    if to_training[DeviceUse.TRAINING] is None:
         return ", ".join(
             [trained, *(f"{called} {duration(spent[name] * 1000)}" for name, called in others.items())]
         )

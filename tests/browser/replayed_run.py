@@ -28,8 +28,8 @@ from tests.trainer.memory_store import MemoryStore
 from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
 from trainer.control.neighbour_times import STAGES
-from trainer.control.neighbours import Neighbours
-from trainer.control.page import StatusPage, files
+from trainer.control.scrape_targets import ScrapeTargets
+from trainer.control.status_page import StatusPage, files
 
 MEMBERS = (("shard", 0), ("shard", 1), ("worker", 0))
 STEP_S = 10.0
@@ -56,7 +56,7 @@ class ReplayedRun:
         self.controller = Controller(
             Coordinator(facts), MemoryStore(), self.clock, history=lambda committed: history, hold_s=0.0
         )
-        self.neighbours = Neighbours(URLS, self.clock, lambda urls: self.scraped())
+        self.neighbours = ScrapeTargets(URLS, self.clock, lambda urls: self.scraped())
         self.page = StatusPage(self.controller, self.neighbours, interval_ms=10_000)
         self.at, self.incarnation, self.commands_done = 0, 0, 0
         self.measured = StageTimes("roostream_freshness", "as the worker and serving measure it", FRESH_S)

@@ -18,7 +18,7 @@ from roostream.cli import status
 from roostream.cli.demo import ConsoleHandler, Show
 from roostream.runtime import scrape
 from roostream.runtime.scrape import Scraped
-from trainer.control import neighbours
+from trainer.control import scrape_targets as neighbours
 
 
 def seen(requests: float | None, **troubles: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from roostream.cli.troubles import of_controller, troubles
 from roostream.runtime import scrape
 from roostream.runtime.exports import Exports
 from roostream.runtime.scrape import Scraped
-from trainer.control import neighbours
+from trainer.control import scrape_targets as neighbours
 from trainer.control.holds import ratios
 
 WORKER = """# TYPE roostream_worker_state gauge

@@ -29,11 +29,11 @@ from tests.models.model_cases import make_batch
 from trainer.control.controller_program import _SHOWN as CONTROLLER
 from trainer.monitoring.caught_up import Liveness
 from trainer.monitoring.drift_report import LABELS as DRIFT
-from trainer.monitoring.monitor import LABELS
 from trainer.monitoring.quality_gauges import quality_gauges
 from trainer.monitoring.slices import MAX_SLICES, slicers
 from trainer.monitoring.watch import MAX_TASKS, quality_of
 from trainer.monitoring.windowed import MAX_VALUES, Windowed
+from trainer.worker_monitor import LABELS
 
 ALERTS, DASHBOARDS = ROOT / "infra/alerts", sorted((ROOT / "infra/dashboards").glob("*.json"))
 RUNBOOK = ROOT / "docs/operations/alerts.md"
@@ -59,7 +59,7 @@ def exported() -> set[str]:
     assert len(made) == 3
     names = {family.name for registry in registries for family in registry.collect()}
     names |= {"roostream_freshness_seconds", "roostream_shard_call_seconds"}
-    worker = (ROOT / "trainer/monitoring/monitor.py").read_text(encoding="utf-8")
+    worker = (ROOT / "trainer/worker_monitor.py").read_text(encoding="utf-8")
     told = {
         *LABELS,
         *re.findall(r'^            "(\w+)": ', worker, flags=re.MULTILINE),

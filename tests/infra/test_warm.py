@@ -38,4 +38,4 @@ def test_kernels_are_compiled_anew_when_a_file_with_one_changes() -> None:
         "roostream/models/gather.py",
     }
     assert expected | {"roostream/warehouse/pages/page_kernels.py", "serving/answer.py"} <= sources
-    assert "trainer/reduce.py" not in sources
+    assert "trainer/process_group.py" not in sources

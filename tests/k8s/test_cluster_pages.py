@@ -24,7 +24,7 @@ from tests.k8s.dockerfile import read
 from tests.k8s.generate import K8S
 from tests.k8s.manifests import build, built, copy_prod, named, of_kind, workloads
 from tests.k8s.test_policies import MADE_BY_HAND
-from trainer.control.page import files
+from trainer.control.status_page import files
 
 Objects = tuple[dict[str, Any], ...]
 PAGES = ("cluster.md", "day-two.md")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from roostream.errors import TransportError, UnavailableError
 from roostream.runtime.clock import Clock
-from trainer.reduce import Alone, Meeting
+from trainer.process_group import GroupSpec, SingleWorkerGroup
 
 MAX_WAIT_S = 5.0  # of a sum or a push for the other workers, in the simulation's time
 
@@ -156,14 +156,14 @@ class HallTeam:
     def __init__(self, hall: Hall, index: int) -> None:
         self.hall, self.address = hall, f"127.0.0.1:{7000 + index}"
 
-    def join(self, meeting: Meeting) -> Alone | HallReduction:
-        return Alone() if meeting.workers == 1 else HallReduction(self.hall, meeting)
+    def join(self, meeting: GroupSpec) -> SingleWorkerGroup | HallReduction:
+        return SingleWorkerGroup() if meeting.workers == 1 else HallReduction(self.hall, meeting)
 
 
 class HallReduction:
     """See `Reduction`, which adds in the order of workers, and `Peers` of rows that workers hold."""
 
-    def __init__(self, hall: Hall, meeting: Meeting) -> None:
+    def __init__(self, hall: Hall, meeting: GroupSpec) -> None:
         self.hall, self.name = hall, f"{meeting.incarnation}{meeting.about}"
         self.index, self.workers = meeting.worker, meeting.workers
         self.left = self.interrupted = False

@@ -22,7 +22,7 @@ from tests.trainer.loops import Built, build
 from tests.trainer.memory_store import MemoryStore
 from trainer.lockstep import LockStep
 from trainer.loop import Snapshot
-from trainer.reduce import Meeting
+from trainer.process_group import GroupSpec
 from trainer.rows import PushTimes, Rows, ShardRows
 
 
@@ -65,7 +65,7 @@ class Fleet:
                 built.loop.restore(at)
         teams = [HallTeam(self.hall, worker) for worker in range(workers)]
         self.steps = [
-            LockStep(built.loop, team.join(Meeting(incarnation, worker, workers, "")))
+            LockStep(built.loop, team.join(GroupSpec(incarnation, worker, workers, "")))
             for worker, (built, team) in enumerate(zip(self.built, teams, strict=True))
         ]
         self.actors = [Actor() for _ in range(workers)]

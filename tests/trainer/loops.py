@@ -20,9 +20,9 @@ from tests.trainer import samples
 from tests.trainer.fake_shard import FakeRows, FakeShard
 from tests.trainer.memory_store import MemoryStore
 from trainer.config import LoopConfig
-from trainer.loop import TrainLoop, Wiring
+from trainer.loop import LoopDependencies, TrainLoop
 from trainer.predictions import Prediction
-from trainer.record_batches import RecordBatches
+from trainer.record_source import RecordSource
 from trainer.rows import ShardRows
 
 PARTITIONS = (("samples", 0), ("samples", 1))
@@ -105,7 +105,7 @@ def build(
     records: Sequence[Record],
     *,
     partitions: tuple[Partition, ...] = PARTITIONS,
-    rewire: Callable[[Wiring], Wiring] = lambda wiring: wiring,
+    rewire: Callable[[LoopDependencies], LoopDependencies] = lambda wiring: wiring,
     **settings: Any,
 ) -> Built:
     """`rewire`: what is to be connected otherwise."""
@@ -118,8 +118,8 @@ def build(
     outputs = MemoryOutputs()
     whole = {"batch_requests": 4, **settings}
     config = LoopConfig(**{"first_batch_requests": whole["batch_requests"], **whole})
-    wiring = Wiring(
-        source=RecordBatches(reader, Decoder(schema, {}.get), clock, max_wait_ms=config.max_batch_wait_ms),
+    wiring = LoopDependencies(
+        source=RecordSource(reader, Decoder(schema, {}.get), clock, max_wait_ms=config.max_batch_wait_ms),
         rows=ShardRows(FakeRows(schema, [transport])),  # type: ignore[arg-type]
         outputs=outputs,
         clock=clock,

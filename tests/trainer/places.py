@@ -17,8 +17,8 @@ from tests.trainer import samples
 from tests.trainer.actors import Actor
 from tests.trainer.network import CONTROLLER
 from trainer.control.controller import Controller
-from trainer.control.protocol import Claim, Effect, Facts, Link
-from trainer.identity import Identity
+from trainer.control.types import Claim, CoordinatorConfig, Effect, Link
+from trainer.deployment_identity import DeploymentIdentity
 
 
 class EvenClock(FakeClock):
@@ -62,8 +62,8 @@ class Site:
         """Samples are those of `samples.schema()`, whatever the programs' schema is."""
         return {s.fingerprint: s for s in (samples.schema(), self.schema)}.get(fingerprint)
 
-    def identity(self, facts: Facts) -> Identity:
-        return Identity(
+    def identity(self, facts: CoordinatorConfig) -> DeploymentIdentity:
+        return DeploymentIdentity(
             schema=self.schema,
             registry=self.registry,
             kafka=self.kafka,

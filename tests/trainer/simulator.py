@@ -49,14 +49,14 @@ from tests.trainer.network import (
 )
 from tests.trainer.places import EvenClock, Place, Site, TrickleReader, WatchedController
 from tests.trainer.real_shard import RealShard
-from trainer.batches import BatchSource
+from trainer.batch_source import BatchSource
 from trainer.config import LoopConfig
 from trainer.control.coordinator import Coordinator
 from trainer.control.phases import historical_range
-from trainer.control.protocol import Facts, State, workers
-from trainer.loop import TrainLoop, Wiring
-from trainer.record_batches import RecordBatches
-from trainer.reduce import Team
+from trainer.control.types import CoordinatorConfig, State, workers
+from trainer.loop import LoopDependencies, TrainLoop
+from trainer.process_group import Rendezvous
+from trainer.record_source import RecordSource
 from trainer.rows import ShardRows
 from trainer.worker import Worker
 
@@ -112,7 +112,7 @@ class Simulation:
             **(loop or {}),
         )
         self.export = dict(export or {})
-        self.facts = Facts(
+        self.facts = CoordinatorConfig(
             schema=f"{site.schema.fingerprint:016x}",
             seed=0,
             num_shards=num_shards,
@@ -275,9 +275,9 @@ class Simulation:
             return TrickleReader(LogConsumer(mine, self.records), Reading(partitions=mine, merged=True))  # type: ignore[arg-type]
 
         decoder = Decoder(self.site.schema, self.site.registry)
-        wiring = Wiring(
+        wiring = LoopDependencies(
             source=self._source(
-                RecordBatches(read(PARTITIONS), decoder, self.clock, max_wait_ms=500, reopen=read)
+                RecordSource(read(PARTITIONS), decoder, self.clock, max_wait_ms=500, reopen=read)
             ),
             rows=ShardRows(self._rows(index)),  # type: ignore[arg-type]
             outputs=self.outputs,
@@ -287,7 +287,7 @@ class Simulation:
         identity, team = self.site.identity(self.facts), self._team(index, wiring.rows)
         return Worker(loop, self.outputs, self._store(f"worker {index}"), identity, index, team)
 
-    def _team(self, index: int, rows: Any) -> Team:
+    def _team(self, index: int, rows: Any) -> Rendezvous:
         return HallTeam(self.hall, index)
 
     def _source(self, stream: BatchSource) -> BatchSource:

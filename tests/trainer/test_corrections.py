@@ -24,7 +24,7 @@ from tests.models.model_cases import CASES, make_batch, make_rows, make_schema
 from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS, Built, build
 from trainer.config import LoopConfig
-from trainer.corrections import due_ms_of, targets_of, without_idle
+from trainer.corrections import due_ms_of, targets_of, without_unchanged_corrections
 
 BOTH = (*PARTITIONS, ("corrections", 0), ("corrections", 1))
 N8 = samples.records(list(range(1, 9)))
@@ -121,10 +121,17 @@ def test_of_a_label_whose_value_is_learned_another_value_is_a_change(objective: 
         batch, label_BT=np.full_like(batch.label_BT, 30.0), weight_BT=np.ones_like(batch.weight_BT)
     )
     assert (
-        without_idle(as_correction(batch, batch.label_BT / 3), LoopConfig(corrections="on")).num_requests
+        without_unchanged_corrections(
+            as_correction(batch, batch.label_BT / 3), LoopConfig(corrections="on")
+        ).num_requests
         == kept
     )
-    assert without_idle(as_correction(batch, batch.label_BT), LoopConfig(corrections="on")).num_requests == 0
+    assert (
+        without_unchanged_corrections(
+            as_correction(batch, batch.label_BT), LoopConfig(corrections="on")
+        ).num_requests
+        == 0
+    )
 
 
 # the loop

@@ -19,11 +19,11 @@ from tests.trainer import samples
 from tests.trainer.actors import Actor
 from tests.trainer.fake_shard import FakeShard, Row
 from tests.trainer.fleets import DoubleRows, Fleet, begin, fake_shard, rows_of
-from trainer.lockstep import Agreed, Words, agree, words_of
+from trainer.lockstep import TurnPlan, TurnReport, agree, words_of
 from trainer.loop import Snapshot
 
 N48 = samples.records(list(range(1, 49)))
-WORDS = Words(
+WORDS = TurnReport(
     turn=7,
     cut=0,
     digest=0,
@@ -309,33 +309,33 @@ def test_words_say_what_was_said() -> None:
 
 def test_what_is_agreed_follows_from_what_all_say() -> None:
     idle = WORDS._replace(ready=False, weighted=False, weight_T=(0.0, 0.0))
-    one = agree([WORDS, idle], Agreed(), exact=False)
+    one = agree([WORDS, idle], TurnPlan(), exact=False)
     assert (one.trains, one.weighted, one.total_T, one.requests, one.cut) == (True, True, (1.5, 0.1), 18, 0)
-    assert not agree([idle, idle], Agreed(), exact=False).trains
-    waits = agree([WORDS, idle], Agreed(requests=4), exact=True)
+    assert not agree([idle, idle], TurnPlan(), exact=False).trains
+    waits = agree([WORDS, idle], TurnPlan(requests=4), exact=True)
     assert (waits.trains, waits.weighted, waits.requests) == (False, False, 4), (
         "sizes don't depend on who was faster"
     )
     through = idle._replace(spare=True, epoch=3)
-    assert agree([WORDS._replace(epoch=3), through], Agreed(requests=4), exact=True).trains
-    assert not agree([WORDS._replace(epoch=4), through], Agreed(requests=4), exact=True).trains, (
+    assert agree([WORDS._replace(epoch=3), through], TurnPlan(requests=4), exact=True).trains
+    assert not agree([WORDS._replace(epoch=4), through], TurnPlan(requests=4), exact=True).trains, (
         "it may have work in epoch 4"
     )
-    assert agree([WORDS, WORDS._replace(weighted=False)], Agreed(requests=4), exact=True)[:3] == (
+    assert agree([WORDS, WORDS._replace(weighted=False)], TurnPlan(requests=4), exact=True)[:3] == (
         True,
         True,
         (3.0, 0.2),
     )
-    assert agree([WORDS._replace(cut=5), WORDS._replace(cut=5)], Agreed(), exact=False).cut == 5
-    assert agree([WORDS._replace(cut=5), WORDS], Agreed(), exact=False).cut == 0
-    assert agree([WORDS, WORDS._replace(leaving=True)], Agreed(), exact=False).leaving
+    assert agree([WORDS._replace(cut=5), WORDS._replace(cut=5)], TurnPlan(), exact=False).cut == 5
+    assert agree([WORDS._replace(cut=5), WORDS], TurnPlan(), exact=False).cut == 0
+    assert agree([WORDS, WORDS._replace(leaving=True)], TurnPlan(), exact=False).leaving
 
 
 def test_workers_that_are_not_in_step_or_have_other_weights_are_told_loudly() -> None:
     with pytest.raises(UnavailableError, match="not in step, at turns"):
-        agree([WORDS, WORDS._replace(turn=8)], Agreed(), exact=False)
+        agree([WORDS, WORDS._replace(turn=8)], TurnPlan(), exact=False)
     with pytest.raises(UnavailableError, match="dense weights are not the same"):
-        agree([WORDS._replace(cut=5, digest=1), WORDS._replace(cut=5, digest=2)], Agreed(), exact=False)
+        agree([WORDS._replace(cut=5, digest=1), WORDS._replace(cut=5, digest=2)], TurnPlan(), exact=False)
     fleet = Fleet(N48, 2, rows_of(fake_shard()))
     for _ in range(6):
         fleet.round()

@@ -10,7 +10,7 @@ from roostream.wire.batch import Batch
 from roostream.wire.decode import Decoder
 from tests.trainer import samples
 from trainer.monitoring.quality import QUALITY, Metrics
-from trainer.partitions import Partitions, report_of, rows_by_partition
+from trainer.partitions import PartitionStates, report_of, rows_by_partition
 
 AT = {(SAMPLES, 0): 0, (SAMPLES, 1): 0}
 
@@ -20,8 +20,8 @@ def batch_of(numbers: list[int], first: int = 0) -> Batch:
     return Decoder(samples.schema(), {}.get).decode(records)[0]
 
 
-def partitions() -> Partitions:
-    return Partitions(AT, samples.schema().tasks, 3_600_000)
+def partitions() -> PartitionStates:
+    return PartitionStates(AT, samples.schema().tasks, 3_600_000)
 
 
 def test_requests_are_told_apart_by_topic_and_partition() -> None:
@@ -68,7 +68,7 @@ def test_a_cut_goes_to_whoever_has_the_partition() -> None:
     both.settle(batch, new_R, {(SAMPLES, 0): 2, (SAMPLES, 1): 2})
     cut = both.cut()
     assert {partition: of.offset for partition, of in cut.items()} == {(SAMPLES, 0): 2, (SAMPLES, 1): 2}
-    one = Partitions({(SAMPLES, 1): 2}, samples.schema().tasks, 3_600_000)
+    one = PartitionStates({(SAMPLES, 1): 2}, samples.schema().tasks, 3_600_000)
     one.load(cut)
     assert not one.claim(batch_of([1, 3]).take_requests(np.array([0, 1]))).any(), "trained by the one before"
     assert both.num_skipped == 0

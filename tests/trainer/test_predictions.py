@@ -18,7 +18,7 @@ from roostream.wire import roo_pb2 as pb
 from roostream.wire.batch import Batch
 from roostream.wire.decode import Decoder
 from tests.trainer import samples
-from trainer.batches import Rejected
+from trainer.batch_source import Rejected
 from trainer.predictions import KafkaOutputs, Prediction, dead_letter, predictions_of
 from trainer.selection.decision import Selected
 

@@ -35,22 +35,22 @@ from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS, MemoryOutputs
 from tests.trainer.real_shard import RealShard
 from trainer.config import LoopConfig
+from trainer.control.backlog_probe import IdleHoldWatcher
 from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
-from trainer.control.idle import Idle, IdleRule, Unread
-from trainer.control.lookout import IdleWatch
-from trainer.control.protocol import Facts
-from trainer.identity import Identity
-from trainer.loop import TrainLoop, Wiring
+from trainer.control.idle import Backlog, IdleDetector, IdleRule
+from trainer.control.types import CoordinatorConfig
+from trainer.deployment_identity import DeploymentIdentity
+from trainer.loop import LoopDependencies, TrainLoop
 from trainer.monitoring.caught_up import Liveness
-from trainer.monitoring.monitor import LABELS, Monitor
 from trainer.monitoring.partition_watch import Patience
 from trainer.pipeline.pipelined_feed import connected
-from trainer.pipeline.stages import Stages
-from trainer.record_batches import RecordBatches
+from trainer.pipeline.stage_timer import StageTimer
+from trainer.record_source import RecordSource
 from trainer.rows import ShardRows
 from trainer.saved_batch import SavedBatches, decode
 from trainer.worker import Worker
+from trainer.worker_monitor import LABELS, Monitor
 from trainer.worker_program import train
 
 LONG_S = 60.0
@@ -89,9 +89,9 @@ class MemoryLookout:
     def __init__(self, source: MemoryReader) -> None:
         self.source = source
 
-    def look(self, committed: Progress) -> Unread | None:
+    def look(self, committed: Progress) -> Backlog | None:
         ends = self.source.end_offsets()
-        return Unread(sum(end - committed.get(p, 0) for p, end in ends.items()), ends)
+        return Backlog(sum(end - committed.get(p, 0) for p, end in ends.items()), ends)
 
 
 class Together:
@@ -99,7 +99,7 @@ class Together:
 
     def __init__(self, folder: Path) -> None:
         self.store, self.clock = FileStore(folder), SystemClock()
-        facts = Facts(
+        facts = CoordinatorConfig(
             schema=f"{samples.schema().fingerprint:016x}",
             seed=0,
             num_shards=2,
@@ -146,9 +146,9 @@ class Together:
         settings = LoopConfig(batch_requests=4, max_batch_wait_ms=50)
         decoder = Decoder(samples.schema(), {}.get)
         outputs = MemoryOutputs()
-        stages = Stages(self.clock)
+        stages = StageTimer(self.clock)
         batches, rows, feed = connected(
-            lambda: RecordBatches(
+            lambda: RecordSource(
                 source, decoder, self.clock, max_wait_ms=settings.max_batch_wait_ms, stages=stages
             ),
             ShardRows(client),
@@ -157,7 +157,7 @@ class Together:
             read_ahead=2,
         )
         saved = SavedBatches(home) if home else None
-        wiring = Wiring(
+        wiring = LoopDependencies(
             source=batches,
             rows=rows,
             outputs=outputs,
@@ -166,7 +166,7 @@ class Together:
             stages=stages,
             saved=saved,
         )
-        identity = Identity(
+        identity = DeploymentIdentity(
             schema=samples.schema(),
             registry={}.get,
             kafka=KAFKA,
@@ -206,7 +206,7 @@ class Together:
     def watch_idleness(self, source: MemoryReader) -> None:
         """Release the workers when `source` has had nothing to read for a moment."""
         rule = IdleRule(hold_s=0.2, min_records=100, max_wait_s=0.2, min_held_s=0.2)
-        watch = IdleWatch(self.controller, MemoryLookout(source), Idle(rule), self.clock)  # type: ignore[arg-type]
+        watch = IdleHoldWatcher(self.controller, MemoryLookout(source), IdleDetector(rule), self.clock)  # type: ignore[arg-type]
 
         def look() -> None:
             while not self.stop.wait(0.05):

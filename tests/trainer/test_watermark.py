@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from trainer.watermark import TrainedTime, newest_of
+from trainer.watermark import TrainingWatermark, newest_of
 
 
 def test_it_follows_the_close_times_and_never_goes_back() -> None:
-    time = TrainedTime()
+    time = TrainingWatermark()
     for close_ms in ([100, 300], [200], [1 << 50], [400]):
         time.add(np.array(close_ms, np.int64))
     assert time.watermark_ms == 400 and time.recent_ms.tolist() == [100, 300, 200, 1 << 50, 400]
-    again = TrainedTime(time.watermark_ms, time.recent_ms.tolist())
+    again = TrainingWatermark(time.watermark_ms, time.recent_ms.tolist())
     for of_both in (time, again):
         of_both.add(np.array([500], np.int64))
     assert (

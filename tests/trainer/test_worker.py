@@ -24,7 +24,7 @@ from tests.golden.test_golden_commit import golden_store
 from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS, Built, build
 from tests.trainer.memory_store import MemoryStore
-from trainer.identity import Identity
+from trainer.deployment_identity import DeploymentIdentity
 from trainer.monitoring.quality import summary
 from trainer.worker import Worker
 
@@ -48,7 +48,7 @@ class Stage:
         self.store = store or MemoryStore()
         self.outputs = self.built.outputs
         self.known: dict[int, Schema] = {}
-        identity = Identity(
+        identity = DeploymentIdentity(
             schema=samples.schema(),
             registry=self.known.get,
             kafka=kafka or KAFKA,

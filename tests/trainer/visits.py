@@ -29,8 +29,8 @@ from roostream.wire.records import Record
 from tests.trainer.loops import MemoryOutputs
 from tests.trainer.memory_store import MemoryStore
 from trainer.config import LoopConfig
-from trainer.loop import TrainLoop, Wiring
-from trainer.record_batches import RecordBatches
+from trainer.loop import LoopDependencies, TrainLoop
+from trainer.record_source import RecordSource
 from trainer.rows import ShardRows
 
 T0 = 1_700_000_000_000
@@ -145,7 +145,10 @@ def visit_loop(
     client.set_incarnation(1)
     reader, outputs = MemoryReader((("samples", 0),), list(records)), MemoryOutputs()
     config = LoopConfig(batch_requests=16, first_batch_requests=16, learning_rate=3e-3)
-    source = RecordBatches(reader, Decoder(schema, {}.get), clock, max_wait_ms=config.max_batch_wait_ms)
+    source = RecordSource(reader, Decoder(schema, {}.get), clock, max_wait_ms=config.max_batch_wait_ms)
     return TrainLoop(
-        config, schema, model, Wiring(source=source, rows=ShardRows(client), outputs=outputs, clock=clock)
+        config,
+        schema,
+        model,
+        LoopDependencies(source=source, rows=ShardRows(client), outputs=outputs, clock=clock),
     ), outputs

@@ -25,11 +25,21 @@ from roostream.runtime.kafka.topics import SAMPLES, Progress
 from roostream.runtime.manifest import Manifest
 from roostream.runtime.transport import Header
 from roostream.runtime.work_unit import TableInput, WorkUnit
+from trainer.control.backfill_eta import BackfillEta
 from trainer.control.coordinator import Coordinator
-from trainer.control.holds import Spent, ratios, spending_of
-from trainer.control.pace import HistoryPace
-from trainer.control.protocol import TRANSIENT, Claim, Effect, Historical, Key, Link, Retire, State, Wish
-from trainer.control.roster import check_notice
+from trainer.control.holds import DeviceTime, device_use, ratios
+from trainer.control.membership import check_notice
+from trainer.control.types import (
+    TRANSIENT,
+    Claim,
+    Effect,
+    IncarnationPlan,
+    InitialRange,
+    Key,
+    Link,
+    Retire,
+    State,
+)
 
 log = logging.getLogger("roostream.controller")
 
@@ -68,7 +78,7 @@ class Controller:
         )
         self.readers: Callable[[], dict[str, Any]] | None = None  # what is told of those that read a session
         self.freshness: Callable[[], dict[str, Any]] = dict  # stage → what neighbours measured lately
-        self.spent, self._pace, self._wall = Spent(clock.monotonic_s()), HistoryPace(), WallTime(clock)
+        self.spent, self._pace, self._wall = DeviceTime(clock.monotonic_s()), BackfillEta(), WallTime(clock)
         self._changed = threading.Condition()
         self._todo: deque[Effect] = deque()
         self._outage = Backoff(what="the checkpoint store", clock=clock)
@@ -162,7 +172,7 @@ class Controller:
         with self._changed:
             it, now_s = self.coordinator, self.clock.monotonic_s()
             it.tick(now_s)
-            self.spent.note(spending_of(it.state, it.holds.now), it.roster.wanted_workers, now_s)
+            self.spent.note(device_use(it.state, it.holds.now), it.roster.wanted_workers, now_s)
             self._changed.notify_all()
             if it.state is State.FENCED:
                 raise FencedError(f"{it.reason}; this controller stops")
@@ -380,7 +390,7 @@ class Controller:
                 self.coordinator.claimed(incarnation, last, next_seq, self.clock.monotonic_s(), wish)
         self._keep_spent()
 
-    def _kept_wish(self) -> Wish:
+    def _kept_wish(self) -> IncarnationPlan:
         """That of the incarnation before this controller; the number of workers only if the settings are as they were."""
         kept = manifests.kept_wish(self.store)
         with contextlib.suppress(CheckpointError, ValueError, AttributeError):  # nothing was counted yet
@@ -391,16 +401,16 @@ class Controller:
         )
         return wish._replace(hold=None) if ends_alone else wish  # nobody would end it
 
-    def _begin(self) -> Historical:
+    def _begin(self) -> InitialRange:
         """The historical range of now. What a controller that isn't fenced yet commits meanwhile is less that is left."""
         last = manifests.newest(self.store)
         if last is None and (session := self.open_session()):
-            return Historical(session.units, False, session)
+            return InitialRange(session.units, False, session)
         if not self.coordinator.facts.initial_workers:
-            return Historical((), False)
+            return InitialRange((), False)
         offsets = last.manifest.offsets if last else {}
         committed = {number: at for (topic, number), at in offsets.items() if topic == SAMPLES}
-        return Historical(tuple(self.history(committed)), False)
+        return InitialRange(tuple(self.history(committed)), False)
 
     def session_now(self) -> tuple[int, TableInput | None]:
         """The incarnation, and the session of the warehouse that it trains; None = the stream. Any thread."""

@@ -25,18 +25,18 @@ from roostream.runtime.work_unit import WorkUnit
 from roostream.schema.registry import open_registry, register
 from roostream.schema.schema_file import load_schema
 from trainer.config import ControllerConfig
+from trainer.control.backlog_probe import BacklogProbe, IdleHoldWatcher
 from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
-from trainer.control.handover import TableHistory
-from trainer.control.idle import Idle, IdleRule
-from trainer.control.kept_leases import KeptLeases
-from trainer.control.lookout import IdleWatch, Lookout
-from trainer.control.neighbours import Neighbours
-from trainer.control.page import StatusPage, files
+from trainer.control.idle import IdleDetector, IdleRule
+from trainer.control.kept_leases import LeaseRecorder
 from trainer.control.phases import historical_range
-from trainer.control.protocol import PERMANENT, TRANSIENT, Facts, State
-from trainer.control.read_master import ReadMaster
-from trainer.identity import Identity, kafka_identity
+from trainer.control.reader_master import ReaderMaster
+from trainer.control.scrape_targets import ScrapeTargets
+from trainer.control.status_page import StatusPage, files
+from trainer.control.stream_handover import WarehouseHistory
+from trainer.control.types import PERMANENT, TRANSIENT, CoordinatorConfig, State
+from trainer.deployment_identity import DeploymentIdentity, kafka_identity
 
 log = logging.getLogger("roostream.controller")
 
@@ -70,7 +70,7 @@ def control(config: ControllerConfig, stop: Stop) -> None:
     store, clock = open_store(config.store), SystemClock()
     Backoff(what="the checkpoint store").until(lambda: register(store, schema), (UnavailableError,), stop)
     kafka = kafka_identity(config.broker, config.prefix, config.partitions, stop)
-    identity = Identity(
+    identity = DeploymentIdentity(
         schema=schema,
         registry=open_registry(store),
         kafka=kafka,
@@ -79,7 +79,7 @@ def control(config: ControllerConfig, stop: Stop) -> None:
         num_partitions=config.partitions,
         seed=config.seed,
     )
-    table = TableHistory(config, kafka["topics"], clock) if config.warehouse else None
+    table = WarehouseHistory(config, kafka["topics"], clock) if config.warehouse else None
     coordinator = Coordinator(facts_of(config, identity), clock.monotonic_s())
     controller = Controller(
         coordinator,
@@ -90,13 +90,13 @@ def control(config: ControllerConfig, stop: Stop) -> None:
         open_session=table.newest if table else lambda: None,
         keep_commits=config.keep_commits,
     )
-    neighbours = Neighbours(config.neighbour_urls, clock, workers=controller.workers_seen_at)
+    neighbours = ScrapeTargets(config.neighbour_urls, clock, workers=controller.workers_seen_at)
     page = StatusPage(controller, neighbours, interval_ms=config.commit_interval_ms)
     pages |= page.answers()
 
-    master = ReadMaster(controller.session_now, schema, clock, config.readers)
+    master = ReaderMaster(controller.session_now, schema, clock, config.readers)
     controller.readers, controller.freshness = master.status, neighbours.freshness
-    kept = KeptLeases(master, store, clock)
+    kept = LeaseRecorder(master, store, clock)
 
     def turned() -> None:
         claims = f"it waits: {controller.away}" if controller.away else "it claims an incarnation"
@@ -120,9 +120,9 @@ def control(config: ControllerConfig, stop: Stop) -> None:
         watching.join(_CLOSING_S)
 
 
-def facts_of(config: ControllerConfig, identity: Identity) -> Facts:
+def facts_of(config: ControllerConfig, identity: DeploymentIdentity) -> CoordinatorConfig:
     """What this controller's commits state, and its times."""
-    return Facts(
+    return CoordinatorConfig(
         schema=f"{identity.schema.fingerprint:016x}",
         seed=config.seed,
         num_shards=config.num_shards,
@@ -155,7 +155,7 @@ def _watch_idleness(
         with contextlib.closing(
             KafkaReader.open(config.broker, f"{config.prefix}controller", reading)
         ) as reader:
-            IdleWatch(controller, Lookout(reader), Idle(rule), clock).run(stop)
+            IdleHoldWatcher(controller, BacklogProbe(reader), IdleDetector(rule), clock).run(stop)
 
     thread = threading.Thread(target=watch if rule.hold_s else lambda: None, name="idleness", daemon=True)
     thread.start()

@@ -36,24 +36,24 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from roostream.runtime.manifest import Restorable
-from trainer.control.asking import Asking
-from trainer.control.drafting import cut_twice, draft, watermark_of
 from trainer.control.holds import Holds, idle_hold
+from trainer.control.manifest_builder import cut_twice, draft, watermark_of
+from trainer.control.membership import Membership
+from trainer.control.pending_commands import PendingCommands
 from trainer.control.phases import Phases
-from trainer.control.protocol import (
+from trainer.control.types import (
     Claim,
     Command,
-    CommitInHand,
+    CommitInProgress,
+    CoordinatorConfig,
     Effect,
-    Facts,
+    IncarnationPlan,
     Key,
     Link,
-    MemberFacts,
+    MemberState,
     Retire,
     State,
-    Wish,
 )
-from trainer.control.roster import Roster
 
 log = logging.getLogger("roostream.controller")
 
@@ -63,22 +63,22 @@ _SETTLED_S = 1.0  # after this much of training every worker's beats have told w
 class Coordinator:
     """Call `beat`, `tick`, `claimed`, `linked` with the same monotonic clock; do what `take_effects` gives. Not thread-safe."""
 
-    def __init__(self, facts: Facts, now_s: float = 0.0) -> None:
+    def __init__(self, facts: CoordinatorConfig, now_s: float = 0.0) -> None:
         self.facts = facts
         self.state = State.CLAIMING
         self.reason = "start"
         self.incarnation = 0
-        self.roster, self.holds = Roster(facts), Holds()
+        self.roster, self.holds = Membership(facts), Holds()
         self.phases, self.members = Phases(facts, self.roster), self.roster.members
         self.last: Restorable | None = None
-        self.commit: CommitInHand | None = None
+        self.commit: CommitInProgress | None = None
         self.num_commits = self.num_aborts = self.num_rollbacks = 0
         self.commit_s = self.paused_s = 0.0  # of the last commit
         self.phases_s: dict[str, float] = {}
         self.committed_at_s = now_s
         self._effects: list[Effect] = [Claim(frozenset())]
         self._passed_over: set[str] = set()
-        self._asking = Asking(self.members, now_s)
+        self._asking = PendingCommands(self.members, now_s)
         self._aborts_in_a_row = self._late_restores = 0
         self._next_seq = 1
         self._due_s = self._closing_s = self._not_before_s = self._running_s = now_s
@@ -103,7 +103,7 @@ class Coordinator:
         member = self.members.get(key)
         if member is None or member.session != session:
             before = member  # None: one that was silent, which has been counted
-            self.members[key] = member = MemberFacts(session=session, seen_s=now_s, since_s=now_s)
+            self.members[key] = member = MemberState(session=session, seen_s=now_s, since_s=now_s)
             if is_active and before:
                 self._died(key, before, f"{key} started again")
             elif is_active:
@@ -154,7 +154,12 @@ class Coordinator:
                     self._step(now_s)
 
     def claimed(
-        self, incarnation: int, last: Restorable | None, next_seq: int, now_s: float, wish: Wish | None = None
+        self,
+        incarnation: int,
+        last: Restorable | None,
+        next_seq: int,
+        now_s: float,
+        wish: IncarnationPlan | None = None,
     ) -> None:
         """The claim succeeded, for `wish` (None: what is wanted); `last` is what everyone will be restored to (None: nothing was
         ever committed)."""
@@ -255,7 +260,7 @@ class Coordinator:
         self.num_rollbacks += 1
         self._end(reason)
 
-    def _died(self, key: Key, member: MemberFacts, reason: str) -> None:
+    def _died(self, key: Key, member: MemberState, reason: str) -> None:
         """A process ended: everyone is restored; where it does so again and again, without being asked to, training is held."""
         counts = self.state not in (State.HELD, State.FENCED) and not member.leaves
         if counts and (
@@ -306,7 +311,7 @@ class Coordinator:
     def _cut(self, now_s: float, *, closing: bool = False) -> None:
         """2. Every worker stops after the batch in hand; 3. its answer says that nothing is in flight."""
         self.state, self._wanted = State.CUTTING, False
-        self.commit = CommitInHand(seq=self._next_seq, started_s=now_s, closing=closing)
+        self.commit = CommitInProgress(seq=self._next_seq, started_s=now_s, closing=closing)
         self._next_seq += 1
         self._ask("cut", self.roster.workers, now_s, seq=self.commit.seq)
 
@@ -385,14 +390,14 @@ class Coordinator:
         self.state, self.commit, self._running_s = State.RUNNING, None, now_s
         self._due_s = now_s + self.facts.commit_interval_s
 
-    def _close(self, commit: CommitInHand) -> None:
+    def _close(self, commit: CommitInProgress) -> None:
         """The incarnation ends in order."""
         self.holds.now = self.holds.now or commit.hold
         self._end(
             f"held: {commit.hold.reason}" if commit.hold else self.phases.why() or self.roster.why_closing()
         )
 
-    def _running_commit(self) -> CommitInHand:
+    def _running_commit(self) -> CommitInProgress:
         assert self.commit is not None, self.state
         return self.commit
 

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 Values = Mapping[str, float | None]
 
 
-class Grain(NamedTuple):
+class Resolution(NamedTuple):
     """One resolution: at most `points`, one each `step_s`."""
 
     step_s: float
     points: int
 
 
-GRAINS = (Grain(10, 360), Grain(60, 360), Grain(600, 432))  # an hour, six hours, three days
+GRAINS = (Resolution(10, 360), Resolution(60, 360), Resolution(600, 432))  # an hour, six hours, three days
 MAX_CHANGES = 200
 
 
@@ -41,7 +41,7 @@ class History:
     a peak. Not thread-safe.
     """
 
-    def __init__(self, worst: frozenset[str] = frozenset(), grains: tuple[Grain, ...] = GRAINS) -> None:
+    def __init__(self, worst: frozenset[str] = frozenset(), grains: tuple[Resolution, ...] = GRAINS) -> None:
         self.worst, self.grains = worst, grains
         self._points: list[deque[Point]] = [deque(maxlen=grain.points) for grain in grains]
 
@@ -88,7 +88,7 @@ class History:
         return out
 
 
-class Noted(NamedTuple):
+class Change(NamedTuple):
     """What became of something, when, and what it was."""
 
     at_s: float
@@ -98,11 +98,11 @@ class Noted(NamedTuple):
     now: str
 
 
-class Changes:
+class ChangeLog:
     """Facts by name as they change, and since when each is as it is. Not thread-safe."""
 
     def __init__(self, most: int = MAX_CHANGES) -> None:
-        self.newest: deque[Noted] = deque(maxlen=most)  # newest last
+        self.newest: deque[Change] = deque(maxlen=most)  # newest last
         self._now: dict[str, tuple[str, float]] = {}
 
     def observe(self, at_s: float, time_ms: int, facts: Mapping[str, str]) -> None:
@@ -112,14 +112,14 @@ class Changes:
             if was is None:
                 self._now[what] = now, at_s
             elif was[0] != now:
-                self.newest.append(Noted(at_s, time_ms, what, was[0], now))
+                self.newest.append(Change(at_s, time_ms, what, was[0], now))
                 self._now[what] = now, at_s
         for what in self._now.keys() - facts.keys():
             del self._now[what]
 
     def add(self, at_s: float, time_ms: int, what: str, now: str, was: str = "") -> None:
         """Something that happened and is over."""
-        self.newest.append(Noted(at_s, time_ms, what, was, now))
+        self.newest.append(Change(at_s, time_ms, what, was, now))
 
     def since_s(self, what: str) -> float | None:
         """When this fact became what it is, or was first seen; None where it isn't known."""

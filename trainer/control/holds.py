@@ -16,13 +16,13 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.control.protocol import PERMANENT, TRANSIENT, Hold, Key, State
+from trainer.control.types import PERMANENT, TRANSIENT, Hold, Key, State
 
 MAX_DEATHS = 8  # of one worker in a row, each soon after its start, without a commit in between
 _SOON_S = 600.0
 
 
-class Spending(enum.StrEnum):
+class DeviceUse(enum.StrEnum):
     """What a device's time goes to."""
 
     TRAINING = "training"
@@ -32,7 +32,11 @@ class Spending(enum.StrEnum):
 
 
 FORMAT = 2
-_OF_FORMAT_1 = {"training": Spending.TRAINING, "waiting": Spending.TEMPORARY, "held": Spending.PERMANENT_HOLD}
+_OF_FORMAT_1 = {
+    "training": DeviceUse.TRAINING,
+    "waiting": DeviceUse.TEMPORARY,
+    "held": DeviceUse.PERMANENT_HOLD,
+}
 
 
 def idle_hold(reason: str) -> Hold:
@@ -80,15 +84,15 @@ class Holds:
         self._deaths.clear()
 
 
-class Spent:
+class DeviceTime:
     """Device-seconds by what they went to, of as many devices as are wanted; a clock that goes back adds nothing."""
 
     def __init__(self, now_s: float) -> None:
-        self.seconds = {spending: 0.0 for spending in Spending}
+        self.seconds = {spending: 0.0 for spending in DeviceUse}
         self._at_s = now_s
-        self._on = Spending.TEMPORARY
+        self._on = DeviceUse.TEMPORARY
 
-    def note(self, on: Spending, devices: int, now_s: float) -> None:
+    def note(self, on: DeviceUse, devices: int, now_s: float) -> None:
         """The time until now went to what was under way; from now on it goes to `on`."""
         self.seconds[self._on] += max(now_s - self._at_s, 0.0) * devices
         self._at_s, self._on = now_s, on
@@ -97,7 +101,7 @@ class Spent:
         """What controllers before this one counted, as `body` gave it. Format 1 knew one kind of hold."""
         is_new = kept.get("format") == FORMAT
         counted = kept.get("device_s", {}) if is_new else kept
-        for name, spending in {s.value: s for s in Spending}.items() if is_new else _OF_FORMAT_1.items():
+        for name, spending in {s.value: s for s in DeviceUse}.items() if is_new else _OF_FORMAT_1.items():
             seconds = counted.get(name, 0.0)
             if isinstance(seconds, int | float) and 0 <= seconds < float("inf"):
                 self.seconds[spending] += seconds
@@ -110,19 +114,19 @@ class Spent:
         return {"format": FORMAT, "device_s": self.told()}
 
 
-def spending_of(state: State, hold: Hold | None = None) -> Spending:
+def device_use(state: State, hold: Hold | None = None) -> DeviceUse:
     """`hold`: what training is held by, if it is."""
     if state is State.HELD:
         return (
-            Spending.TRANSIENT_HOLD
+            DeviceUse.TRANSIENT_HOLD
             if hold is not None and hold.kind == TRANSIENT
-            else Spending.PERMANENT_HOLD
+            else DeviceUse.PERMANENT_HOLD
         )
     waits = (State.CLAIMING, State.GATHERING, State.RESTORING, State.FENCED)
-    return Spending.TEMPORARY if state in waits else Spending.TRAINING
+    return DeviceUse.TEMPORARY if state in waits else DeviceUse.TRAINING
 
 
 def ratios(device_s: Mapping[str, float]) -> dict[str, float | None]:
     """Each to the time in training, as the paper's table II has them (1 : 1.03 : 2.49); None before anything was trained."""
-    training = device_s.get(Spending.TRAINING, 0.0)
+    training = device_s.get(DeviceUse.TRAINING, 0.0)
     return {name: seconds / training if training > 0 else None for name, seconds in device_s.items()}

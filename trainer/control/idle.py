@@ -29,14 +29,14 @@ class IdleRule:
     min_held_s: float = 30.0
 
 
-class Unread(NamedTuple):
+class Backlog(NamedTuple):
     """What lies behind the committed offsets at one moment."""
 
     records: int  # 0 = surely none
     ends: Progress
 
 
-class Advice(enum.StrEnum):
+class IdleAction(enum.StrEnum):
     """What is to be done now."""
 
     NOTHING = "nothing"
@@ -44,7 +44,7 @@ class Advice(enum.StrEnum):
     RELEASE = "release"
 
 
-class Idle:
+class IdleDetector:
     """Call `observe` about once a second with a monotonic clock. One that goes back begins each wait anew. Not thread-safe."""
 
     def __init__(self, rule: IdleRule) -> None:
@@ -55,7 +55,7 @@ class Idle:
         self._there_s: float | None = None  # while held: something to read since then
         self._ends: Progress = {}
 
-    def observe(self, now_s: float, unread: Unread | None, *, held: bool) -> Advice:
+    def observe(self, now_s: float, unread: Backlog | None, *, held: bool) -> IdleAction:
         """`unread` None: not known now. `held`: training is held, for this reason."""
         if held != self._held or now_s < self._seen_s:
             self._held, self._held_s, self._quiet_s, self._there_s = held, now_s, None, None
@@ -63,23 +63,27 @@ class Idle:
             self._quiet_s = None
         self._seen_s = now_s
         if unread is None:
-            return Advice.NOTHING
+            return IdleAction.NOTHING
         return self._while_held(now_s, unread) if held else self._while_training(now_s, unread)
 
-    def _while_training(self, now_s: float, unread: Unread) -> Advice:
+    def _while_training(self, now_s: float, unread: Backlog) -> IdleAction:
         came, self._ends = unread.ends != self._ends, unread.ends
         if unread.records or came:
             self._quiet_s = None
         if not unread.records and self._quiet_s is None:
             self._quiet_s = now_s
         quiet = self._quiet_s is not None and now_s - self._quiet_s >= self.rule.hold_s > 0
-        return Advice.HOLD if quiet else Advice.NOTHING
+        return IdleAction.HOLD if quiet else IdleAction.NOTHING
 
-    def _while_held(self, now_s: float, unread: Unread) -> Advice:
+    def _while_held(self, now_s: float, unread: Backlog) -> IdleAction:
         if not unread.records:
             self._there_s = None
-            return Advice.NOTHING
+            return IdleAction.NOTHING
         if self._there_s is None:
             self._there_s = now_s
         enough = unread.records >= self.rule.min_records or now_s - self._there_s >= self.rule.max_wait_s
-        return Advice.RELEASE if enough and now_s - self._held_s >= self.rule.min_held_s else Advice.NOTHING
+        return (
+            IdleAction.RELEASE
+            if enough and now_s - self._held_s >= self.rule.min_held_s
+            else IdleAction.NOTHING
+        )

@@ -8,7 +8,7 @@ import logging
 from roostream.errors import UnavailableError
 from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.runtime.clock import Clock
-from trainer.control.read_master import ReadMaster
+from trainer.control.reader_master import ReaderMaster
 
 log = logging.getLogger("roostream.controller")
 
@@ -17,10 +17,10 @@ LEASES = "control/leases"
 KEEP_S = 5.0
 
 
-class KeptLeases:
+class LeaseRecorder:
     """`turned` by one thread, as often as it likes."""
 
-    def __init__(self, master: ReadMaster, store: CheckpointStore, clock: Clock) -> None:
+    def __init__(self, master: ReaderMaster, store: CheckpointStore, clock: Clock) -> None:
         self.master, self.store, self.clock = master, store, clock
         self._version, self._due_s = 0, 0.0
 

@@ -19,7 +19,7 @@ _BUCKETS = "roostream_freshness_seconds_bucket"
 _QUANTILES = {"p50_ms": 0.5, "p99_ms": 0.99}
 
 
-class FreshnessSeen:
+class FreshnessTracker:
     """`look` from one thread, `of` from any."""
 
     def __init__(self) -> None:

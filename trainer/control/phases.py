@@ -21,17 +21,17 @@ from typing import Any
 from roostream.runtime.kafka.topics import SAMPLES
 from roostream.runtime.manifest import Manifest, Restorable
 from roostream.runtime.work_unit import STREAM, TableInput, WorkUnit, source_of
-from trainer.control.protocol import Facts, Historical, Hold, Key, Wish
-from trainer.control.roster import Roster
-from trainer.control.units import HandOut
+from trainer.control.membership import Membership
+from trainer.control.types import CoordinatorConfig, Hold, IncarnationPlan, InitialRange, Key
+from trainer.control.unit_allocator import UnitAllocator
 
 
 class Phases:
     """Of one controller; without `initial_workers` in its facts there is the stream alone, and nothing is told of phases."""
 
-    def __init__(self, facts: Facts, roster: Roster) -> None:
+    def __init__(self, facts: CoordinatorConfig, roster: Membership) -> None:
         self.facts, self.roster = facts, roster
-        self._hand_out: HandOut | None = None
+        self._hand_out: UnitAllocator | None = None
         self._began_initial = False
         self._goes_on: TableInput | None = None  # the next session, that the last commit begins
         self.session: TableInput | None = None  # of the warehouse, which history is
@@ -49,14 +49,14 @@ class Phases:
         """The incarnation was for history, and all of that is committed: nobody goes on."""
         return self._began_initial and not self.is_initial
 
-    def begun(self, wish: Wish | None, last: Restorable | None) -> int | None:
+    def begun(self, wish: IncarnationPlan | None, last: Restorable | None) -> int | None:
         """An incarnation is claimed for `wish`, from `last`; the number of its workers (None: as wanted). A wish that was made in
         the other phase says nothing of this one."""
         historical = wish.historical if wish else None
         stated = last.manifest.input if last else None
         self.session = stated or (historical.session if historical else None)
         whole = stated.units if stated else historical.whole if historical else None
-        self._hand_out = None if whole is None else HandOut(whole, self.facts.unit_records)
+        self._hand_out = None if whole is None else UnitAllocator(whole, self.facts.unit_records)
         self.committed(last)
         self._began_initial = self.is_initial
         if wish is None or historical is None or historical.over != self.is_initial:
@@ -94,33 +94,33 @@ class Phases:
 
     # Wishes
 
-    def kept(self, kept: Mapping[str, Any], begin: Callable[[], Historical]) -> Wish:
+    def kept(self, kept: Mapping[str, Any], begin: Callable[[], InitialRange]) -> IncarnationPlan:
         """What the incarnation before this controller was claimed for; the number of workers only if the settings are as they
         were. `begin` fixes the historical range where none is kept."""
-        historical = (Historical.of(kept.get("historical")) or begin()) if self._is_on else None
+        historical = (InitialRange.of(kept.get("historical")) or begin()) if self._is_on else None
         configured = (
             self.facts.num_workers if historical is None or historical.over else self._initial_workers
         )
         is_newest = kept.get("configured") == configured and isinstance(kept.get("workers"), int)
-        return Wish(
+        return IncarnationPlan(
             int(kept["workers"]) if is_newest else configured,
             configured,
             Hold.of(kept.get("hold")),
             historical,
         )
 
-    def wish(self, hold: Hold | None) -> Wish:
+    def wish(self, hold: Hold | None) -> IncarnationPlan:
         """What the next incarnation is claimed for. At the switch the number of workers is the settings': whoever asked for
         another one in the initial phase asked for that phase."""
         if self._hand_out is None:
-            return Wish(self.roster.next_count, self.facts.num_workers, hold)
+            return IncarnationPlan(self.roster.next_count, self.facts.num_workers, hold)
         streams = self.switches and self._goes_on is None
         if streams:
             self.roster.want(self._configured)
         count = self._configured if streams else self.roster.next_count
         whole = tuple(self._hand_out.whole.values())
         over = not self.is_initial and self._goes_on is None
-        return Wish(count, self._configured, hold, Historical(whole, over, self.session))
+        return IncarnationPlan(count, self._configured, hold, InitialRange(whole, over, self.session))
 
     # Units
 

@@ -22,7 +22,7 @@ from trainer.dense_part.adam import DenseAdam
 from trainer.dense_part.weight_average import WeightAverage
 from trainer.device.numerics import logits_of, trained_model
 from trainer.feed import Pulled
-from trainer.pipeline.stages import Stages
+from trainer.pipeline.stage_timer import StageTimer
 from trainer.rows import clip_rows, largest_norm
 
 _MAX_NORM = math.sqrt(torch.finfo(torch.float32).max)  # its square is finite
@@ -45,7 +45,7 @@ class Descent:
         schema: Schema,
         model_config: ModelConfig,
         rate: Callable[[int], float],
-        stages: Stages,
+        stages: StageTimer,
     ) -> None:
         """Untrained. `rate`: Adam's behind so many of its steps. Raises: as `trained_model`."""
         self.config, self.stages = config, stages

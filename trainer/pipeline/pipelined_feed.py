@@ -25,11 +25,11 @@ from typing import NamedTuple
 import numpy as np
 
 from roostream.wire.lookup import Lookup
-from trainer.batches import BatchSource, Chunk
-from trainer.feed import Acts, Claimed, Feed, Prepared, SerialFeed, Wanted
-from trainer.pipeline.late_rows import LateRows
+from trainer.batch_source import BatchSource, Chunk
+from trainer.feed import Claimed, Feed, LoopSteps, Prepared, SerialFeed, Wanted
+from trainer.pipeline.async_rows import AsyncRows
 from trainer.pipeline.source_thread import SourceThread
-from trainer.pipeline.stages import Stages
+from trainer.pipeline.stage_timer import StageTimer
 from trainer.rows import Rows
 
 _POLL_S = 0.05
@@ -68,13 +68,13 @@ class PipelinedFeed:
 
     def __init__(
         self,
-        acts: Acts,
+        acts: LoopSteps,
         source: SourceThread,
-        rows: LateRows,
+        rows: AsyncRows,
         *,
         staleness: int,
         read_ahead: int,
-        stages: Stages,
+        stages: StageTimer,
     ) -> None:
         """`source` and `rows`: those of the loop that has the acts."""
         self.acts, self.source, self.rows, self.stages = acts, source, rows, stages
@@ -274,28 +274,28 @@ class PipelinedFeed:
         return len(self.rows.under_way()) + item.number - self._num_trained
 
 
-class LoopConnections(NamedTuple):
+class FeedConnections(NamedTuple):
     """What a loop is wired to, so that its feed can run ahead."""
 
     source: BatchSource
     rows: Rows
-    feed: Callable[[Acts], Feed]
+    feed: Callable[[LoopSteps], Feed]
 
 
 def connected(
-    open_source: Callable[[], BatchSource], rows: Rows, stages: Stages, *, staleness: int, read_ahead: int
-) -> LoopConnections:
+    open_source: Callable[[], BatchSource], rows: Rows, stages: StageTimer, *, staleness: int, read_ahead: int
+) -> FeedConnections:
     """`read_ahead` 0: everything in one thread. Close the loop's feed, then the source.
 
     Raises:
         RoostreamError: as `open_source`; no thread is left.
     """
     if not read_ahead:
-        return LoopConnections(open_source(), rows, SerialFeed)
+        return FeedConnections(open_source(), rows, SerialFeed)
     source = SourceThread(open_source)
-    late = LateRows(rows, stages)
+    late = AsyncRows(rows, stages)
     options = {"staleness": staleness, "read_ahead": read_ahead}
-    return LoopConnections(
+    return FeedConnections(
         source, late, lambda acts: PipelinedFeed(acts, source, late, stages=stages, **options)
     )
 

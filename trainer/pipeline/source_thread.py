@@ -10,7 +10,7 @@ from typing import TypeVar
 from roostream.runtime.kafka.record_reader import PartitionLag
 from roostream.runtime.kafka.topics import Partition, Progress
 from roostream.runtime.work_unit import TableInput
-from trainer.batches import BatchSource, Chunk, NewestIds
+from trainer.batch_source import BatchSource, Chunk, NewestIds
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from roostream.runtime.kafka.record_reader import PartitionLag
 from roostream.runtime.kafka.topics import Partition, Progress
 from roostream.runtime.work_unit import TableInput
-from trainer.batches import BatchSource, Chunk, NewestIds
+from trainer.batch_source import BatchSource, Chunk, NewestIds
 
 
 class PhasedSource:

@@ -11,9 +11,9 @@ from roostream.schema.schema import Schema
 from roostream.warehouse.readers.reading import LocalRows, OpenSession, SessionRows, newest_ids
 from roostream.warehouse.readers.table_session import SampleTable, TableFiles
 from roostream.wire.decode import Decoder
-from trainer.batches import NewestIds
-from trainer.pipeline.stages import Stages
-from trainer.sessions.session_batches import SessionBatches
+from trainer.batch_source import NewestIds
+from trainer.pipeline.stage_timer import StageTimer
+from trainer.sessions.session_source import SessionSource
 
 OpenRows = Callable[[TableInput, OpenSession, TableFiles], SessionRows]
 """Who reads the rows of a session."""
@@ -29,9 +29,9 @@ def open_session(
     partitions: Sequence[Partition],
     horizon_ms: int,
     clock: Clock,
-    stages: Stages | None = None,
+    stages: StageTimer | None = None,
     open_rows: OpenRows = local_rows,
-) -> SessionBatches:
+) -> SessionSource:
     """`partitions`: of the stream that follows; `horizon_ms`: for how long ids are remembered.
 
     Raises:
@@ -43,7 +43,7 @@ def open_session(
     def newest(number: int) -> NewestIds:
         return NewestIds(*newest_ids(session, rows, number, horizon_ms))
 
-    return SessionBatches(
+    return SessionSource(
         session.order,
         open_rows(told, session, rows),
         empty,

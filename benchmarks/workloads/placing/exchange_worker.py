@@ -32,7 +32,7 @@ from benchmarks.workloads.placing.exchange_ways import (
 from benchmarks.workloads.shard import begun_shard
 from param_server.exchange.exchanged_rows import ExchangedRows
 from roostream.runtime.address import parse_address
-from trainer.reduce import Meeting, MeetingPlace
+from trainer.process_group import GroupSpec, TorchRendezvous
 from trainer.rows import ShardRows
 
 CHECKED = 16  # updates behind which all ways' sums are compared
@@ -55,7 +55,7 @@ class ExchangeWorker:
         self,
         index: int,
         workers: int,
-        place: MeetingPlace,
+        place: TorchRendezvous,
         told: dict[str, Any],
         opened: contextlib.ExitStack,
     ) -> None:
@@ -88,7 +88,7 @@ class ExchangeWorker:
                 shape.schema, store, publishing=False, index=self.index, num_shards=self.workers
             )
             about = f" rows {len(self._ways)}"
-            peers = self.place.join(Meeting(1, self.index, self.workers, self.told["meet"], about))
+            peers = self.place.join(GroupSpec(1, self.index, self.workers, self.told["meet"], about))
             self.opened.callback(peers.leave)
             rows = ExchangedRows(shard, peers)
             rows.set_incarnation(1, self.workers)
@@ -116,7 +116,7 @@ def main() -> None:
     index, workers = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     answers, sys.stdout = sys.stdout, sys.stderr
-    place = MeetingPlace("127.0.0.1:0", device="cpu", timeout_s=_TIMEOUT_S)
+    place = TorchRendezvous("127.0.0.1:0", device="cpu", timeout_s=_TIMEOUT_S)
     with contextlib.ExitStack() as opened:
         opened.callback(place.close)
         print(place.address, file=answers, flush=True)

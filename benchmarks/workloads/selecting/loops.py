@@ -14,8 +14,8 @@ from roostream.schema.settings import from_dict
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
 from trainer.config import LoopConfig
-from trainer.loop import TrainLoop, Wiring
-from trainer.record_batches import RecordBatches
+from trainer.loop import LoopDependencies, TrainLoop
+from trainer.record_source import RecordSource
 from trainer.rows import Rows
 
 _AT = (("samples", 0),)
@@ -28,8 +28,8 @@ def loop_over(
     have from the first on."""
     given = {"first_batch_requests": settings["batch_requests"], "dedupe_horizon_ms": 1 << 40, **settings}
     clock = SystemClock()
-    source = RecordBatches(
+    source = RecordSource(
         MemoryReader(_AT, records), Decoder(schema, {schema.fingerprint: schema}.get), clock, max_wait_ms=0
     )
-    wiring = Wiring(source=source, rows=rows, outputs=Silent(), clock=clock)
+    wiring = LoopDependencies(source=source, rows=rows, outputs=Silent(), clock=clock)
     return TrainLoop(LoopConfig(**from_dict(LoopConfig, given)), schema, model, wiring)

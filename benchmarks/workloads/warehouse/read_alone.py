@@ -23,8 +23,8 @@ from roostream.runtime.kafka.topics import SAMPLES, all_partitions, name_of
 from roostream.warehouse.readers.session import SessionSpec
 from roostream.warehouse.readers.table_session import SampleTable
 from roostream.wire.decode import Decoder
-from trainer.batches import BatchSource
-from trainer.record_batches import RecordBatches
+from trainer.batch_source import BatchSource
+from trainer.record_source import RecordSource
 from trainer.sessions.table_source import open_session
 
 _BATCH, _PARTITIONS, _POLL_S, _READY_S, _HORIZON_MS = 64, 4, 0.1, 120.0, 3_600_000
@@ -75,7 +75,7 @@ def from_kafka(requests: int) -> Iterator[Work]:
             reader = KafkaReader.open(Broker(stack.endpoints.kafka), "bench", reading)
             decoder = Decoder(schema, {schema.fingerprint: schema}.get)
             with contextlib.closing(
-                RecordBatches(reader, decoder, SystemClock(), max_wait_ms=_WAIT_MS)
+                RecordSource(reader, decoder, SystemClock(), max_wait_ms=_WAIT_MS)
             ) as source:
                 source.seek({})
                 return _read(source, requests)

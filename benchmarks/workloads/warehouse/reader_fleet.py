@@ -37,8 +37,8 @@ from roostream.wire import records as wire
 from roostream.wire.batch import Batch
 from roostream.wire.columnar import FlatColumn
 from roostream.wire.records import Record
-from trainer.control.read_master import ReadMaster
-from trainer.sessions.session_batches import SessionBatches
+from trainer.control.reader_master import ReaderMaster
+from trainer.sessions.session_source import SessionSource
 from trainer.sessions.table_source import local_rows, open_session
 
 _PARTITIONS, _CANDIDATES, _KINDS = 4, 20, 256
@@ -111,7 +111,7 @@ class Session:
         return self.incarnation, self.told if self.incarnation else None
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[SessionBatches]:
+    def opened(self) -> Iterator[SessionSource]:
         """From its begin, of another incarnation."""
         self.incarnation += 1
         partitions = all_partitions((SAMPLES,), _PARTITIONS)
@@ -133,7 +133,7 @@ def fleet_of(session: Session, least: int, most: int, **settings: Any) -> Iterat
         home.make()
         count, pool = ReaderCountConfig(least=least, most=most), reader_programs(home, settings)
         readers = OfflineReaders(
-            ReadMaster(session.trained, session.schema, session.clock, count), count, pool
+            ReaderMaster(session.trained, session.schema, session.clock, count), count, pool
         ).open()
         try:
             session.read_by = readers.reading(ReadersConfig(by="programs"), lambda: session.incarnation)
@@ -142,7 +142,7 @@ def fleet_of(session: Session, least: int, most: int, **settings: Any) -> Iterat
             readers.close()
 
 
-def batches_of(source: SessionBatches, rows: int) -> Iterator[Batch]:
+def batches_of(source: SessionSource, rows: int) -> Iterator[Batch]:
     """All of them. RuntimeError: none came for a minute."""
     given, heard_s = 0, time.monotonic()
     while given < rows:

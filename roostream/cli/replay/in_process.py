@@ -52,12 +52,12 @@ from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
-from trainer.batches import Chunk, NewestIds
+from trainer.batch_source import Chunk, NewestIds
 from trainer.config import LoopConfig
 from trainer.device.numerics import set_numerics
-from trainer.loop import TrainLoop, Wiring
+from trainer.loop import LoopDependencies, TrainLoop
 from trainer.predictions import Prediction
-from trainer.record_batches import chunk_of
+from trainer.record_source import chunk_of
 from trainer.rows import ShardRows
 
 
@@ -165,7 +165,7 @@ class _Local:
         client.set_incarnation(1)
         set_numerics(settings)
         model = with_sets(load_model_config(config.model), choices.model)
-        wiring = Wiring(source=self.samples, rows=ShardRows(client), outputs=self, clock=clock)
+        wiring = LoopDependencies(source=self.samples, rows=ShardRows(client), outputs=self, clock=clock)
         self.loop = TrainLoop(settings, schema, model, wiring)
 
     def run(self, records: Iterable[Record], stage: Stage, stop: Stop) -> Outcome:

@@ -46,10 +46,10 @@ from trainer import worker_file
 from trainer.config import LoopConfig
 from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
-from trainer.control.protocol import Facts, State, workers
-from trainer.control.read_master import ReadMaster
+from trainer.control.reader_master import ReaderMaster
+from trainer.control.types import CoordinatorConfig, State, workers
 from trainer.monitoring.quality import summary
-from trainer.partitions import PartitionCut, report_of
+from trainer.partitions import PartitionSnapshot, report_of
 from trainer.rows import ShardRows
 from trainer.selection.outcomes import Counts
 from trainer.worker import Worker
@@ -192,13 +192,13 @@ class _Offline:
 
     def _metrics(self, manifest: Manifest) -> dict[str, Any]:
         """Of all workers together, as their files have them."""
-        own: list[PartitionCut] = []
+        own: list[PartitionSnapshot] = []
         for part in manifest.workers.values():
             own += worker_file.decode(manifests.read_file(self.store, part.file), part.offsets).values()
         return summary(report_of(own, self.schema.tasks))
 
     def _controller(self, session: TableInput) -> Controller:
-        facts = Facts(
+        facts = CoordinatorConfig(
             schema=f"{self.schema.fingerprint:016x}",
             seed=self.config.seed,
             num_shards=self.config.num_owners,
@@ -209,7 +209,7 @@ class _Offline:
             num_partitions=self.config.partitions,
             kafka={},
             commit_interval_s=self.config.commit_interval_ms / 1000,
-            lost_after_s=Facts.lost_after_s if self.config.by_processes else _SLOW_S,
+            lost_after_s=CoordinatorConfig.lost_after_s if self.config.by_processes else _SLOW_S,
         )
         coordinator = Coordinator(facts, self.clock.monotonic_s())
         check = self.parts.identity.check
@@ -220,7 +220,7 @@ class _Offline:
     def _readers(self, controller: Controller, opened: contextlib.ExitStack) -> OfflineReaders | None:
         if not self.config.reads_by_programs:
             return None
-        master = ReadMaster(controller.session_now, self.schema, self.clock, self.config.reader_count)
+        master = ReaderMaster(controller.session_now, self.schema, self.clock, self.config.reader_count)
         keys = LinkKeys(link_of(self.config.link), insecure=self.config.insecure)
         pool = (
             reader_actors(linked(keys))

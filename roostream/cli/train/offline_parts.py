@@ -23,14 +23,14 @@ from roostream.warehouse.readers.remote_rows import ReadByPrograms
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.decode import Decoder
 from trainer.config import LoopConfig
+from trainer.deployment_identity import DeploymentIdentity
 from trainer.device.numerics import set_numerics
-from trainer.identity import Identity
-from trainer.loop import TrainLoop, Wiring
+from trainer.loop import LoopDependencies, TrainLoop
 from trainer.pipeline.pipelined_feed import connected
-from trainer.pipeline.stages import Stages
+from trainer.pipeline.stage_timer import StageTimer
 from trainer.predictions import Prediction
-from trainer.record_batches import RecordBatches
-from trainer.reduce import ALONE, Team
+from trainer.process_group import SINGLE_WORKER, Rendezvous
+from trainer.record_source import RecordSource
 from trainer.rows import Rows
 from trainer.sessions.phased_source import PhasedSource
 from trainer.sessions.table_source import local_rows, open_session
@@ -72,7 +72,7 @@ class OfflineParts:
         self.model = load_model_config(config.model)
         self.store: CheckpointStore = open_store(str(self.home.store))
         register(self.store, self.schema)
-        self.identity = Identity(
+        self.identity = DeploymentIdentity(
             schema=self.schema,
             registry=open_registry(self.store),
             kafka={},
@@ -111,10 +111,10 @@ class OfflineParts:
         read_by: ReadByPrograms | None,
         opened: contextlib.ExitStack,
         index: int = 0,
-        team: Team = ALONE,
+        team: Rendezvous = SINGLE_WORKER,
     ) -> Worker:
         set_numerics(self.settings)
-        stages, outputs = Stages(self.clock), NoOutputs()
+        stages, outputs = StageTimer(self.clock), NoOutputs()
         source, rows, feed = connected(
             lambda: self._source(stages, read_by),
             rows,
@@ -123,15 +123,17 @@ class OfflineParts:
             read_ahead=0 if self.settings.exact else _READ_AHEAD,
         )
         opened.callback(source.close)
-        wiring = Wiring(source=source, rows=rows, outputs=outputs, clock=self.clock, feed=feed, stages=stages)
+        wiring = LoopDependencies(
+            source=source, rows=rows, outputs=outputs, clock=self.clock, feed=feed, stages=stages
+        )
         loop = TrainLoop(self.settings, self.schema, self.model, wiring)
         opened.callback(loop.feed.close)
         return Worker(loop, outputs, self.store, self.identity, index, team)
 
-    def _source(self, stages: Stages, read_by: ReadByPrograms | None) -> PhasedSource:
+    def _source(self, stages: StageTimer, read_by: ReadByPrograms | None) -> PhasedSource:
         """Behind the session comes nothing."""
         partitions = all_partitions((SAMPLES,), self.config.partitions)
-        nothing = RecordBatches(
+        nothing = RecordSource(
             MemoryReader(partitions), Decoder(self.schema, self.identity.registry), self.clock, max_wait_ms=0
         )
         horizon_ms = self.settings.dedupe_horizon_ms

@@ -27,8 +27,8 @@ from roostream.runtime.security.link_security import LinkKeys
 from roostream.runtime.transport import InMemoryTransport
 from roostream.warehouse.readers.config import ReaderCountConfig, ReadersConfig
 from roostream.warehouse.readers.remote_rows import ReadByPrograms, ReadersLink
-from trainer.control.kept_leases import KeptLeases
-from trainer.control.read_master import ReadMaster
+from trainer.control.kept_leases import LeaseRecorder
+from trainer.control.reader_master import ReaderMaster
 
 log = logging.getLogger("roostream.train")
 
@@ -42,7 +42,7 @@ class OfflineReaders:
 
     def __init__(
         self,
-        master: ReadMaster,
+        master: ReaderMaster,
         count: ReaderCountConfig,
         pool: Callable[[str], Pool],
         store: CheckpointStore | None = None,
@@ -52,7 +52,7 @@ class OfflineReaders:
         """`pool`: the master's "host:port" → readers that ask it; `store`: where it is kept what became of leases; `at`: where
         it is asked; `keys`: of those calls, and of those to readers."""
         self.master, self.count, self.clock, self.keys = master, count, master.clock, keys or LinkKeys()
-        self._kept = KeptLeases(master, store, self.clock) if store else None
+        self._kept = LeaseRecorder(master, store, self.clock) if store else None
         self.server = RpcServer(self.master.handle, *parse_address(at), keys=self.keys)
         self._pool = pool
         self._stop = threading.Event()

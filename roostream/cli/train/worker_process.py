@@ -30,8 +30,8 @@ from roostream.schema.settings import from_dict
 from roostream.warehouse.readers.config import ReadersConfig
 from roostream.warehouse.readers.remote_rows import ReadByPrograms, ReadersLink
 from trainer.config import LoopConfig
-from trainer.holding import HoldingTeam
-from trainer.reduce import Alone, MeetingPlace, Team
+from trainer.dual_process_group import DualRendezvous
+from trainer.process_group import Rendezvous, SingleWorkerGroup, TorchRendezvous
 from trainer.rows import ShardRows
 from trainer.worker import Worker
 
@@ -59,10 +59,10 @@ def work(task: WorkerTask, stop: program.Stop) -> None:
     )
     ended = threading.Event()
     with contextlib.ExitStack() as opened:
-        place = MeetingPlace("127.0.0.1:0", device=parts.settings.device, timeout_s=REDUCE_S)
+        place = TorchRendezvous("127.0.0.1:0", device=parts.settings.device, timeout_s=REDUCE_S)
         opened.callback(place.close)
         members: list[Member] = []
-        team: Team = place
+        team: Rendezvous = place
         if task.shards:
             shards = [SocketTransport(address) for address in task.shards]
             for transport in shards:
@@ -71,8 +71,8 @@ def work(task: WorkerTask, stop: program.Stop) -> None:
         else:
             shard = parts.shard(task.index, opened)
             warm()
-            client = ExchangedRows(shard, Alone())
-            team = HoldingTeam(place, client)
+            client = ExchangedRows(shard, SingleWorkerGroup())
+            team = DualRendezvous(place, client)
             members.append(_shard_member(task, shard, ended))
         opened.callback(client.close)
         worker: Worker = parts.worker(

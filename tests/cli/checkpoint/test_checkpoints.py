@@ -29,7 +29,7 @@ from tests.param_server.shard_support import (
     state_of,
 )
 from tests.runtime.manifest_cases import a_part
-from trainer.identity import check_kafka
+from trainer.deployment_identity import check_kafka
 
 
 class OneShardHome:

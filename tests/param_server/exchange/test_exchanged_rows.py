@@ -36,7 +36,7 @@ from tests.param_server.shard_support import (
     transport_to,
 )
 from tests.trainer.memory_store import MemoryStore
-from trainer.reduce import Alone, Meeting, MeetingPlace
+from trainer.process_group import GroupSpec, SingleWorkerGroup, TorchRendezvous
 
 
 class Table:
@@ -107,7 +107,11 @@ def holders() -> Iterator[Callable[[int], Holders]]:
     def make(workers: int) -> Holders:
         table = Table(workers)
         shards = [begun(index=i, num_shards=workers) for i in range(workers)]
-        made.append(Holders(shards, [Alone()] if workers == 1 else [table.seat(i) for i in range(workers)]))
+        made.append(
+            Holders(
+                shards, [SingleWorkerGroup()] if workers == 1 else [table.seat(i) for i in range(workers)]
+            )
+        )
         return made[-1]
 
     yield make
@@ -277,8 +281,8 @@ def test_rows_go_from_workers_to_shards_and_on_as_if_they_had_always_been_there(
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_workers_meet_and_swap_over_gloo(workers: int) -> None:
-    places = [MeetingPlace("127.0.0.1:0", device="cpu", timeout_s=20) for _ in range(workers)]
-    meetings = [Meeting(1, w, workers, places[0].address, " rows") for w in range(workers)]
+    places = [TorchRendezvous("127.0.0.1:0", device="cpu", timeout_s=20) for _ in range(workers)]
+    meetings = [GroupSpec(1, w, workers, places[0].address, " rows") for w in range(workers)]
     peers = [place.join(meeting) for place, meeting in zip(places, meetings, strict=True)]
     held = Holders([begun(index=i, num_shards=workers) for i in range(workers)], peers)
     try:

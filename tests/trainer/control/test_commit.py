@@ -19,7 +19,7 @@ from roostream.runtime import manifest as manifests
 from tests.trainer import samples
 from tests.trainer.network import CONTROLLER
 from tests.trainer.simulator import WORKER, Kill, Simulation
-from trainer.control.protocol import State
+from trainer.control.types import State
 
 EVERYONE = (CONTROLLER, WORKER, "shard 0", "shard 1")
 MOMENTS = [

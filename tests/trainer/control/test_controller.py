@@ -14,7 +14,7 @@ from tests.trainer.control.test_coordinator import ANSWERS, FACTS
 from tests.trainer.memory_store import MemoryStore
 from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
-from trainer.control.protocol import State
+from trainer.control.types import State
 
 EVERYONE = (("shard", 0), ("shard", 1), ("worker", 0))
 

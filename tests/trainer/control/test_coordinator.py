@@ -11,9 +11,9 @@ from roostream.errors import ConfigError
 from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.manifest import Manifest, Restorable
 from trainer.control.coordinator import Coordinator
-from trainer.control.protocol import Claim, Facts, Key, Link, Retire, State, Wish
+from trainer.control.types import Claim, CoordinatorConfig, IncarnationPlan, Key, Link, Retire, State
 
-FACTS = Facts(
+FACTS = CoordinatorConfig(
     schema="ff",
     seed=0,
     num_shards=2,
@@ -45,7 +45,7 @@ ANSWERS: dict[tuple[str, str], dict[str, Any]] = {
 class Group:
     """A coordinator, members that answer what they are asked, and a clock."""
 
-    def __init__(self, facts: Facts = FACTS) -> None:
+    def __init__(self, facts: CoordinatorConfig = FACTS) -> None:
         self.it = Coordinator(facts)
         self.now_s = 0.0
         self.sessions = dict.fromkeys(EVERYONE, 1)
@@ -448,7 +448,7 @@ def test_what_cannot_be_read_now_is_tried_again_and_never_passed_over() -> None:
             SHARD_0,
             ({"id": restore["id"], "ok": False, "error": "disk full", "damaged": False, "away": True},),
         )
-        assert group.it.take_effects() == [Claim(frozenset(), Wish(1, 1))]
+        assert group.it.take_effects() == [Claim(frozenset(), IncarnationPlan(1, 1))]
         group.it._effects = [Claim(frozenset())]
 
 
@@ -484,7 +484,7 @@ def test_g5_a_damaged_checkpoint_is_passed_over_for_the_one_before() -> None:
     (restore,) = group.it.commands(SHARD_0)
     group.beat(SHARD_0, ({"id": restore["id"], "ok": False, "error": "checksum", "damaged": True},))
     assert group.it.state is State.CLAIMING
-    assert group.it.take_effects() == [Claim(frozenset({"manifests/00000001"}), Wish(1, 1))]
+    assert group.it.take_effects() == [Claim(frozenset({"manifests/00000001"}), IncarnationPlan(1, 1))]
 
 
 def test_a_refused_restore_is_tried_again_a_little_later() -> None:
@@ -523,7 +523,7 @@ def test_a_member_that_is_not_ours_is_told_so() -> None:
 
 
 def test_several_workers_cut_together() -> None:
-    facts = Facts(
+    facts = CoordinatorConfig(
         schema="ff", seed=0, num_shards=1, num_workers=2, num_buckets=64, num_partitions=4, kafka={}
     )
     it, keys = Coordinator(facts), (SHARD_0, WORKER, Key("worker", 1))

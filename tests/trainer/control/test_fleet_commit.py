@@ -15,7 +15,7 @@ from tests.trainer.actors import MAX_WAIT_S
 from tests.trainer.network import CONTROLLER, STORE, DeadLink, Lasting, SlowShard
 from tests.trainer.schedules import LIMITS, has_answers, kills_of, lasting_of, links
 from tests.trainer.simulator import ROUND_S, Kill, Simulation
-from trainer.control.protocol import State
+from trainer.control.types import State
 
 NUMBERS = list(range(1, 25))
 LIVE_NUMBERS = [

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from trainer.control.history import Changes, Grain, History, Rate
+from trainer.control.history import ChangeLog, History, Rate, Resolution
 
 
 def test_a_step_is_one_point_and_its_newest_known_value_counts() -> None:
-    history = History(grains=(Grain(10, 5),))
+    history = History(grains=(Resolution(10, 5),))
     for at_s, value in ((0, 1.0), (4, 2.0), (9, None), (10, 5.0)):
         history.add(at_s, {"ne": value})
     (grain,) = history.series()
@@ -14,14 +14,14 @@ def test_a_step_is_one_point_and_its_newest_known_value_counts() -> None:
 
 
 def test_a_coarse_line_does_not_hide_a_peak() -> None:
-    history = History(frozenset({"lag_ms"}), (Grain(60, 5),))
+    history = History(frozenset({"lag_ms"}), (Resolution(60, 5),))
     for at_s, lag in ((0, 1.0), (10, 900.0), (20, 3.0)):
         history.add(at_s, {"lag_ms": lag, "ne": lag})
     assert history.series()[0]["values"] == {"lag_ms": [900.0], "ne": [3.0]}
 
 
 def test_what_nobody_knows_during_a_whole_step_is_unknown_and_a_silent_step_is_a_gap() -> None:
-    history = History(grains=(Grain(10, 9),))
+    history = History(grains=(Resolution(10, 9),))
     history.add(0, {"ne": 1.0})
     history.add(10, {"ne": None})
     history.add(50, {"ne": 2.0, "auc": 0.7})
@@ -33,7 +33,7 @@ def test_what_nobody_knows_during_a_whole_step_is_unknown_and_a_silent_step_is_a
 
 
 def test_memory_is_bounded_in_every_grain() -> None:
-    history = History(grains=(Grain(10, 3), Grain(60, 2)))
+    history = History(grains=(Resolution(10, 3), Resolution(60, 2)))
     for at_s in range(0, 1000, 10):
         history.add(at_s, {"n": float(at_s)})
     fine, coarse = history.series()
@@ -41,14 +41,14 @@ def test_memory_is_bounded_in_every_grain() -> None:
 
 
 def test_the_newest_point_is_that_of_the_series() -> None:
-    history = History(grains=(Grain(10, 3),))
+    history = History(grains=(Resolution(10, 3),))
     assert history.newest() is None
     history.add(12, {"n": 1.0})
     assert history.newest() == {"slot": 1, "at_s": 12, "values": {"n": 1.0}}
 
 
 def test_a_fact_is_told_with_what_it_was_and_since_when_it_is_so() -> None:
-    changes = Changes()
+    changes = ChangeLog()
     changes.observe(1, 1001, {"state": "catching_up", "incarnation": "1"})
     changes.observe(2, 1002, {"state": "catching_up", "incarnation": "1"})
     assert not changes.newest and changes.since_s("state") == 1
@@ -58,7 +58,7 @@ def test_a_fact_is_told_with_what_it_was_and_since_when_it_is_so() -> None:
 
 
 def test_a_fact_that_is_not_named_any_more_is_forgotten() -> None:
-    changes = Changes()
+    changes = ChangeLog()
     changes.observe(1, 1, {"a": "x"})
     changes.observe(2, 2, {})
     assert changes.since_s("a") is None
@@ -67,7 +67,7 @@ def test_a_fact_that_is_not_named_any_more_is_forgotten() -> None:
 
 
 def test_only_the_newest_changes_are_kept() -> None:
-    changes = Changes(most=2)
+    changes = ChangeLog(most=2)
     for n in range(5):
         changes.add(n, n, "rollback", f"reason {n}")
     assert [c.now for c in changes.newest] == ["reason 3", "reason 4"]

@@ -11,10 +11,10 @@ import pytest
 from roostream.runtime import manifest as manifests
 from roostream.runtime.kafka.topics import Progress
 from tests.trainer.control.test_scaling import Fleet
-from trainer.control.holds import MAX_DEATHS, Holds, Spending, Spent, idle_hold, ratios, spending_of
-from trainer.control.idle import Idle, IdleRule, Unread
-from trainer.control.lookout import IdleWatch
-from trainer.control.protocol import Hold, Key, State, Wish
+from trainer.control.backlog_probe import IdleHoldWatcher
+from trainer.control.holds import MAX_DEATHS, DeviceTime, DeviceUse, Holds, device_use, idle_hold, ratios
+from trainer.control.idle import Backlog, IdleDetector, IdleRule
+from trainer.control.types import Hold, IncarnationPlan, Key, State
 
 WORKER = Key("worker", 0)
 QUIET = "nothing to read for 60 s"
@@ -57,18 +57,18 @@ def test_the_first_reason_stands_until_it_is_released() -> None:
     "hold", [None, Hold("permanent", "out of memory", "worker 0"), idle_hold("nothing to read")]
 )
 def test_every_state_s_time_goes_to_something(state: State, hold: Hold | None) -> None:
-    spent, on = Spent(100.0), spending_of(state, hold)
+    spent, on = DeviceTime(100.0), device_use(state, hold)
     spent.note(on, 3, 100.0)
-    spent.note(Spending.TRAINING, 3, 104.0)
+    spent.note(DeviceUse.TRAINING, 3, 104.0)
     assert spent.seconds[on] == 12.0 and sum(spent.seconds.values()) == 12.0
 
 
 def test_the_two_kinds_of_holds_are_counted_apart() -> None:
-    assert spending_of(State.HELD, idle_hold("nothing to read")) is Spending.TRANSIENT_HOLD
-    assert spending_of(State.HELD, Hold("permanent", "out of memory", "worker 0")) is Spending.PERMANENT_HOLD
-    assert spending_of(State.HELD) is Spending.PERMANENT_HOLD
+    assert device_use(State.HELD, idle_hold("nothing to read")) is DeviceUse.TRANSIENT_HOLD
+    assert device_use(State.HELD, Hold("permanent", "out of memory", "worker 0")) is DeviceUse.PERMANENT_HOLD
+    assert device_use(State.HELD) is DeviceUse.PERMANENT_HOLD
     assert (
-        spending_of(State.RESTORING) is Spending.TEMPORARY and spending_of(State.WRITING) is Spending.TRAINING
+        device_use(State.RESTORING) is DeviceUse.TEMPORARY and device_use(State.WRITING) is DeviceUse.TRAINING
     )
 
 
@@ -91,12 +91,12 @@ def test_the_two_kinds_of_holds_are_counted_apart() -> None:
 def test_time_before_this_controller_is_added_in_both_formats_and_a_clock_that_goes_back_adds_nothing(
     kept: dict[str, Any],
 ) -> None:
-    spent = Spent(10.0)
+    spent = DeviceTime(10.0)
     spent.add(kept)
-    spent.note(Spending.TRAINING, 2, 11.0)
-    spent.note(Spending.PERMANENT_HOLD, 2, 9.0)
+    spent.note(DeviceUse.TRAINING, 2, 11.0)
+    spent.note(DeviceUse.PERMANENT_HOLD, 2, 9.0)
     assert spent.told() == {"training": 5.0, "temporary": 2.0, "transient_hold": 0.0, "permanent_hold": 7.5}
-    again = Spent(0.0)
+    again = DeviceTime(0.0)
     again.add(spent.body())
     assert again.told() == spent.told()
 
@@ -107,7 +107,7 @@ def test_the_ratio_is_to_the_time_in_training_as_in_the_paper() -> None:
         "temporary": 1.03,
         "permanent_hold": 2.49,
     }
-    assert set(ratios(Spent(0.0).told()).values()) == {None}
+    assert set(ratios(DeviceTime(0.0).told()).values()) == {None}
 
 
 @pytest.mark.parametrize("kept", [None, {}, [], "held", {"reason": ""}, {"member": "worker 0"}])
@@ -117,7 +117,7 @@ def test_what_was_not_kept_is_no_hold(kept: object) -> None:
 
 def test_a_kept_hold_reads_as_it_was_written() -> None:
     hold = Hold("permanent", "out of memory", "worker 1", 17)
-    assert Hold.of(Wish(2, 1, hold).body()["hold"]) == hold
+    assert Hold.of(IncarnationPlan(2, 1, hold).body()["hold"]) == hold
 
 
 # The controller
@@ -411,16 +411,16 @@ class Stream:
     """A lookout over a stream that this test makes."""
 
     def __init__(self) -> None:
-        self.unread: Unread | None = Unread(0, {("samples", 0): 10})
+        self.unread: Backlog | None = Backlog(0, {("samples", 0): 10})
 
-    def look(self, committed: Progress) -> Unread | None:
+    def look(self, committed: Progress) -> Backlog | None:
         return self.unread
 
 
 def test_a_stream_that_pauses_releases_the_workers_and_calls_them_back() -> None:
     fleet, stream = HeldFleet(idle=True).committed(5), Stream()
-    idle = Idle(IdleRule(hold_s=20, min_records=100, max_wait_s=5, min_held_s=10))
-    watch = IdleWatch(fleet.it, stream, idle, fleet.clock)  # type: ignore[arg-type]
+    idle = IdleDetector(IdleRule(hold_s=20, min_records=100, max_wait_s=5, min_held_s=10))
+    watch = IdleHoldWatcher(fleet.it, stream, idle, fleet.clock)  # type: ignore[arg-type]
 
     def seconds_until(state: State) -> int:
         for second in range(100):
@@ -436,7 +436,7 @@ def test_a_stream_that_pauses_releases_the_workers_and_calls_them_back() -> None
         watch.look()
         fleet.turn(1.0)
     assert fleet.it.coordinator.state is State.HELD, "Kafka is away: nobody knows"
-    stream.unread = Unread(1, {("samples", 0): 11})
+    stream.unread = Backlog(1, {("samples", 0): 11})
     assert 5 <= seconds_until(State.GATHERING) <= 8
     fleet.start_again(WORKER)
     seconds_until(State.RUNNING)
@@ -444,12 +444,12 @@ def test_a_stream_that_pauses_releases_the_workers_and_calls_them_back() -> None
 
 def test_a_lookout_that_fails_keeps_no_worker_away() -> None:
     class Blind:
-        def look(self, committed: Progress) -> Unread | None:
+        def look(self, committed: Progress) -> Backlog | None:
             stop.set()
             raise ValueError("a defect")
 
     fleet, stop = HeldFleet(idle=True).held_idle(), Ended()
-    IdleWatch(fleet.it, Blind(), Idle(IdleRule(hold_s=20)), fleet.clock).run(stop)  # type: ignore[arg-type]
+    IdleHoldWatcher(fleet.it, Blind(), IdleDetector(IdleRule(hold_s=20)), fleet.clock).run(stop)  # type: ignore[arg-type]
     assert fleet.to(State.GATHERING).it.status()["holds"] == []
 
 

@@ -8,19 +8,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.control.idle import Advice, Idle, IdleRule, Unread
+from trainer.control.idle import Backlog, IdleAction, IdleDetector, IdleRule
 
 P = ("samples", 0)
 RULE = IdleRule(hold_s=60, min_records=100, max_wait_s=10, min_held_s=30)
 UNKNOWN = None
 
 
-def some(records: int = 0, end: int = 7) -> Unread:
-    return Unread(records, {P: end})
+def some(records: int = 0, end: int = 7) -> Backlog:
+    return Backlog(records, {P: end})
 
 
 def first(
-    idle: Idle, advice: Advice, unread: Unread | None, *, held: bool, begin_s: float, until_s: float
+    idle: IdleDetector,
+    advice: IdleAction,
+    unread: Backlog | None,
+    *,
+    held: bool,
+    begin_s: float,
+    until_s: float,
 ) -> float | None:
     """When it is given first, looking each second; None = not before `until_s`."""
     for second in itertools.count():
@@ -33,84 +39,91 @@ def first(
 
 
 def test_training_is_held_when_nothing_was_to_read_for_long_enough() -> None:
-    assert first(Idle(RULE), Advice.HOLD, some(), held=False, begin_s=100, until_s=300) == 160
+    assert first(IdleDetector(RULE), IdleAction.HOLD, some(), held=False, begin_s=100, until_s=300) == 160
 
 
 @pytest.mark.parametrize("unread", [some(1), some(5000), UNKNOWN])
-def test_what_is_to_be_read_or_not_known_never_holds(unread: Unread | None) -> None:
-    assert first(Idle(RULE), Advice.HOLD, unread, held=False, begin_s=0, until_s=1000) is None
+def test_what_is_to_be_read_or_not_known_never_holds(unread: Backlog | None) -> None:
+    assert first(IdleDetector(RULE), IdleAction.HOLD, unread, held=False, begin_s=0, until_s=1000) is None
 
 
 def test_never_means_never() -> None:
-    assert first(Idle(IdleRule(hold_s=0)), Advice.HOLD, some(), held=False, begin_s=0, until_s=1000) is None
+    assert (
+        first(IdleDetector(IdleRule(hold_s=0)), IdleAction.HOLD, some(), held=False, begin_s=0, until_s=1000)
+        is None
+    )
 
 
 def test_what_came_and_was_committed_between_two_looks_begins_the_wait_anew() -> None:
-    idle = Idle(RULE)
-    assert first(idle, Advice.HOLD, some(end=7), held=False, begin_s=0, until_s=50) is None
-    assert first(idle, Advice.HOLD, some(end=8), held=False, begin_s=50, until_s=300) == 110
+    idle = IdleDetector(RULE)
+    assert first(idle, IdleAction.HOLD, some(end=7), held=False, begin_s=0, until_s=50) is None
+    assert first(idle, IdleAction.HOLD, some(end=8), held=False, begin_s=50, until_s=300) == 110
 
 
 @pytest.mark.parametrize("unknown_s", [1, 20])
 def test_quiet_that_nobody_saw_doesn_t_count(unknown_s: int) -> None:
-    idle = Idle(RULE)
-    assert first(idle, Advice.HOLD, some(), held=False, begin_s=0, until_s=50) is None
-    assert first(idle, Advice.HOLD, UNKNOWN, held=False, begin_s=50, until_s=50 + unknown_s) is None
+    idle = IdleDetector(RULE)
+    assert first(idle, IdleAction.HOLD, some(), held=False, begin_s=0, until_s=50) is None
+    assert first(idle, IdleAction.HOLD, UNKNOWN, held=False, begin_s=50, until_s=50 + unknown_s) is None
     assert (
-        first(idle, Advice.HOLD, some(), held=False, begin_s=50 + unknown_s, until_s=300) == 110 + unknown_s
+        first(idle, IdleAction.HOLD, some(), held=False, begin_s=50 + unknown_s, until_s=300)
+        == 110 + unknown_s
     )
 
 
 @pytest.mark.parametrize("jump_s", [-7200.0, 7200.0])
 def test_a_clock_that_jumps_holds_nobody_early(jump_s: float) -> None:
-    idle = Idle(RULE)
-    assert first(idle, Advice.HOLD, some(), held=False, begin_s=10_000, until_s=10_030) is None
+    idle = IdleDetector(RULE)
+    assert first(idle, IdleAction.HOLD, some(), held=False, begin_s=10_000, until_s=10_030) is None
     begin_s = 10_030 + jump_s
     assert (
-        first(idle, Advice.HOLD, some(), held=False, begin_s=begin_s, until_s=begin_s + 300) == begin_s + 60
+        first(idle, IdleAction.HOLD, some(), held=False, begin_s=begin_s, until_s=begin_s + 300)
+        == begin_s + 60
     )
 
 
 def test_enough_records_end_the_hold_at_once_and_few_when_they_have_waited() -> None:
     for records, after_s in ((100, 0), (1, 10)):
-        idle = Idle(RULE)
-        assert first(idle, Advice.RELEASE, some(), held=True, begin_s=0, until_s=40) is None
-        assert first(idle, Advice.RELEASE, some(records), held=True, begin_s=40, until_s=100) == 40 + after_s
+        idle = IdleDetector(RULE)
+        assert first(idle, IdleAction.RELEASE, some(), held=True, begin_s=0, until_s=40) is None
+        assert (
+            first(idle, IdleAction.RELEASE, some(records), held=True, begin_s=40, until_s=100) == 40 + after_s
+        )
 
 
 def test_a_hold_lasts_for_a_least_time() -> None:
-    assert first(Idle(RULE), Advice.RELEASE, some(5000), held=True, begin_s=0, until_s=100) == 30
+    assert first(IdleDetector(RULE), IdleAction.RELEASE, some(5000), held=True, begin_s=0, until_s=100) == 30
 
 
 def test_an_unknown_reading_ends_no_hold_and_what_was_there_is_there_still() -> None:
-    idle = Idle(RULE)
-    assert first(idle, Advice.RELEASE, some(), held=True, begin_s=0, until_s=40) is None
-    assert idle.observe(40, some(1), held=True) is Advice.NOTHING
-    assert first(idle, Advice.RELEASE, UNKNOWN, held=True, begin_s=41, until_s=60) is None
-    assert idle.observe(60, some(1), held=True) is Advice.RELEASE
+    idle = IdleDetector(RULE)
+    assert first(idle, IdleAction.RELEASE, some(), held=True, begin_s=0, until_s=40) is None
+    assert idle.observe(40, some(1), held=True) is IdleAction.NOTHING
+    assert first(idle, IdleAction.RELEASE, UNKNOWN, held=True, begin_s=41, until_s=60) is None
+    assert idle.observe(60, some(1), held=True) is IdleAction.RELEASE
 
 
 def test_a_clock_that_goes_back_begins_the_least_time_anew() -> None:
-    idle = Idle(RULE)
-    assert first(idle, Advice.RELEASE, some(), held=True, begin_s=1000, until_s=1029) is None
-    assert first(idle, Advice.RELEASE, some(5000), held=True, begin_s=0, until_s=100) == 30
+    idle = IdleDetector(RULE)
+    assert first(idle, IdleAction.RELEASE, some(), held=True, begin_s=1000, until_s=1029) is None
+    assert first(idle, IdleAction.RELEASE, some(5000), held=True, begin_s=0, until_s=100) == 30
 
 
 def test_a_hold_that_a_person_ended_comes_again_only_after_the_whole_wait() -> None:
-    idle = Idle(RULE)
-    assert first(idle, Advice.HOLD, some(), held=False, begin_s=0, until_s=61) == 60
-    assert first(idle, Advice.RELEASE, some(), held=True, begin_s=61, until_s=400) is None
-    assert first(idle, Advice.HOLD, some(), held=False, begin_s=400, until_s=600) == 460
+    idle = IdleDetector(RULE)
+    assert first(idle, IdleAction.HOLD, some(), held=False, begin_s=0, until_s=61) == 60
+    assert first(idle, IdleAction.RELEASE, some(), held=True, begin_s=61, until_s=400) is None
+    assert first(idle, IdleAction.HOLD, some(), held=False, begin_s=400, until_s=600) == 460
 
 
 @given(st.lists(st.tuples(st.integers(1, 8), st.sampled_from([None, 0, 1, 150])), max_size=150))
 def test_no_stream_makes_it_flap(stream: list[tuple[int, int | None]]) -> None:
-    idle, held, now_s, end = Idle(RULE), False, 0.0, 0
+    idle, held, now_s, end = IdleDetector(RULE), False, 0.0, 0
     changed_s = -RULE.min_held_s
     for gap_s, unread in stream:
         now_s, end = now_s + gap_s, end + (unread or 0)
         advice = idle.observe(now_s, None if unread is None else some(unread, end), held=held)
-        if advice is not Advice.NOTHING:
+        if advice is not IdleAction.NOTHING:
             min_s = RULE.min_held_s if held else RULE.hold_s
-            assert now_s - changed_s >= min_s and held == (advice is Advice.RELEASE)
+            assert now_s - changed_s >= min_s and held == (advice is IdleAction.RELEASE)
             held, changed_s = not held, now_s

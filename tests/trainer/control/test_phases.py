@@ -17,7 +17,7 @@ from tests.trainer.memory_store import MemoryStore
 from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
 from trainer.control.phases import historical_range
-from trainer.control.protocol import Facts, Historical, Key, State, Wish
+from trainer.control.types import CoordinatorConfig, IncarnationPlan, InitialRange, Key, State
 
 END = 20
 
@@ -34,7 +34,7 @@ class HistoryFleet(Fleet):
         end: int = END,
     ) -> None:
         super().__init__(num_workers, store, started=max(num_workers, initial_workers))
-        facts = Facts(
+        facts = CoordinatorConfig(
             schema="ff",
             seed=0,
             num_shards=2,
@@ -323,10 +323,10 @@ def test_history_lies_between_what_is_committed_and_the_export_point() -> None:
     "left", [None, 3, {}, {"whole": 4, "over": False}, {"whole": [["a", 2, 1]], "over": 0}, {"whole": [[1]]}]
 )
 def test_what_is_no_range_is_none(left: object) -> None:
-    assert Historical.of(left) is None
+    assert InitialRange.of(left) is None
 
 
 def test_a_wish_comes_back_as_it_was_kept() -> None:
-    wish = Wish(3, 2, None, Historical((WorkUnit("samples/0", 1, 5),), True))
+    wish = IncarnationPlan(3, 2, None, InitialRange((WorkUnit("samples/0", 1, 5),), True))
     body = json.loads(json.dumps(wish.body()))
-    assert Historical.of(body["historical"]) == wish.historical
+    assert InitialRange.of(body["historical"]) == wish.historical

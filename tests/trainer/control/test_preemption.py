@@ -10,7 +10,7 @@ import pytest
 from roostream.errors import ConfigError, UnavailableError
 from roostream.runtime import manifest as manifests
 from tests.trainer.control.test_scaling import Fleet
-from trainer.control.protocol import Key, State
+from trainer.control.types import Key, State
 
 JOBS = [Key("worker", 0), Key("worker", 1), Key("shard", 1), Key("controller", 0)]
 

@@ -23,8 +23,8 @@ from tests.trainer.network import CONTROLLER
 from tests.trainer.places import Site
 from tests.trainer.schedules import kills_of
 from tests.trainer.simulator import Kill, Simulation
-from trainer.holding import HoldingTeam
-from trainer.reduce import Alone
+from trainer.dual_process_group import DualRendezvous
+from trainer.process_group import SingleWorkerGroup
 from trainer.selection.config import SelectionConfig
 from trainer.selection.decision import NEGATIVE
 
@@ -39,10 +39,10 @@ class AtWorkers(FromTable):
     """Worker w and shard w are one process, whose calls to the others are swaps."""
 
     def _rows(self, worker: int) -> Any:
-        return ExchangedRows(self.places[f"shard {worker}"].process.shard, Alone())
+        return ExchangedRows(self.places[f"shard {worker}"].process.shard, SingleWorkerGroup())
 
     def _team(self, index: int, rows: Any) -> Any:
-        return HoldingTeam(HallTeam(self.hall, index), rows.client)
+        return DualRendezvous(HallTeam(self.hall, index), rows.client)
 
     def _process_of(self, who: str) -> tuple[str, ...]:
         return (

@@ -14,7 +14,7 @@ from tests.trainer.control.test_coordinator import ANSWERS
 from tests.trainer.memory_store import MemoryStore
 from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
-from trainer.control.protocol import Facts, Key, State
+from trainer.control.types import CoordinatorConfig, Key, State
 
 MEET = "10.0.0.1:4000"
 
@@ -26,7 +26,7 @@ class Fleet:
         self, num_workers: int = 1, store: MemoryStore | None = None, started: int | None = None
     ) -> None:
         self.store, self.clock = store or MemoryStore(), FakeClock()
-        facts = Facts(
+        facts = CoordinatorConfig(
             schema="ff",
             seed=0,
             num_shards=2,

@@ -13,8 +13,8 @@ from roostream.errors import UnavailableError
 from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.kafka.topics import Partition
 from roostream.wire.lookup import Lookup
-from trainer.batches import Chunk
-from trainer.record_batches import RecordBatches
+from trainer.batch_source import Chunk
+from trainer.record_source import RecordSource
 from trainer.rows import PushTimes, Rows
 
 _YIELDS = 20
@@ -98,7 +98,7 @@ class PacedRows:
         self.pace.here("push")
 
 
-class PacedBatches(RecordBatches):
+class PacedBatches(RecordSource):
     """A source at a pace; `thread`: the one that has called it, and no other may."""
 
     pace: Pace

@@ -12,11 +12,11 @@ from roostream.wire.records import Record
 from tests.trainer import samples
 from tests.trainer.loops import Built, build
 from tests.trainer.pipeline.pace import Pace, PacedBatches, PacedRows
-from trainer.loop import Wiring
-from trainer.pipeline.late_rows import LateRows
+from trainer.loop import LoopDependencies
+from trainer.pipeline.async_rows import AsyncRows
 from trainer.pipeline.pipelined_feed import PipelinedFeed
 from trainer.pipeline.source_thread import SourceThread
-from trainer.pipeline.stages import Stages
+from trainer.pipeline.stage_timer import StageTimer
 
 
 @dataclasses.dataclass
@@ -41,10 +41,10 @@ def pipelined(
     pace.free = seed is None
     made: list[Any] = []
 
-    def rewire(wiring: Wiring) -> Wiring:
-        stages = Stages(wiring.clock)
+    def rewire(wiring: LoopDependencies) -> LoopDependencies:
+        stages = StageTimer(wiring.clock)
         rows = PacedRows(wiring.rows, pace)
-        late = LateRows(rows, stages)
+        late = AsyncRows(rows, stages)
 
         def open_source() -> PacedBatches:
             old: Any = wiring.source

@@ -9,7 +9,7 @@ import pytest
 from roostream.errors import UnavailableError
 from roostream.runtime.kafka.record_reader import PartitionLag
 from roostream.runtime.kafka.topics import Partition, Progress
-from trainer.batches import Chunk
+from trainer.batch_source import Chunk
 from trainer.pipeline.source_thread import SourceThread
 
 

@@ -22,9 +22,9 @@ from roostream.wire.batch import Batch
 from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS
 from tests.warehouse.memory_table import MemoryTable, table_of
-from trainer.batches import Chunk, NewestIds
-from trainer.control.read_master import ReadMaster
-from trainer.sessions.session_batches import SessionBatches, without_requests
+from trainer.batch_source import Chunk, NewestIds
+from trainer.control.reader_master import ReaderMaster
+from trainer.sessions.session_source import SessionSource, without_requests
 
 NUMBERS = [*range(1, 60), 3, 8, 41]
 
@@ -76,7 +76,7 @@ class Fleet:
         self.told, self.session = session_of(self.table)
         self.incarnation, self.worker_incarnation = 1, 1
         self.schema: Schema = samples.schema()
-        self.master = ReadMaster(lambda: (self.incarnation, self.told), self.schema, self.clock, hold_s=0)
+        self.master = ReaderMaster(lambda: (self.incarnation, self.told), self.schema, self.clock, hold_s=0)
         self.silent: list[str] = []  # readers that the controller doesn't hear
         self.gone: list[str] = []  # readers that answer nobody
         self.readers: dict[str, LeasedReader] = {}
@@ -91,7 +91,7 @@ class Fleet:
         return self.workers[0].rows
 
     @property
-    def source(self) -> SessionBatches:
+    def source(self) -> SessionSource:
         return self.workers[0].source
 
     # Parts
@@ -124,9 +124,9 @@ class Fleet:
         config = ReadersConfig(**{"by": "programs", "max_units": 4, "max_in_flight": 3, **limits})  # type: ignore[arg-type]
         return RemoteRows(self.told.digest, self.schema, link, config, self.clock)
 
-    def batches(self, rows: SessionRows, number: int = 0) -> SessionBatches:
+    def batches(self, rows: SessionRows, number: int = 0) -> SessionSource:
         empty = without_requests(next(iter(self.table.batches.values())))
-        made = SessionBatches(
+        made = SessionSource(
             self.session.order,
             rows,
             empty,

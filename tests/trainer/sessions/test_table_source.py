@@ -11,7 +11,7 @@ from roostream.warehouse.readers.table_session import SampleTable
 from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS, Built, build
 from tests.warehouse.readers.test_table_session import TOPICS, WANTED, archive
-from trainer.loop import Wiring
+from trainer.loop import LoopDependencies
 from trainer.sessions.phased_source import PhasedSource
 from trainer.sessions.table_source import open_session
 
@@ -23,7 +23,7 @@ def from_files(place: Path) -> Built:
     told = SampleTable(str(place)).newest(WANTED, TOPICS)
     assert told is not None
 
-    def rewire(wiring: Wiring) -> Wiring:
+    def rewire(wiring: LoopDependencies) -> LoopDependencies:
         def opened(told: object) -> object:
             return open_session(told, samples.schema(), PARTITIONS, 3_600_000, wiring.clock)  # type: ignore[arg-type]
 

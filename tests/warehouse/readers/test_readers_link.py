@@ -28,8 +28,8 @@ from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS
 from tests.trainer.sessions.reading_fleet import bits
 from tests.warehouse.readers.test_table_session import archive
-from trainer.control.read_master import ReadMaster
-from trainer.sessions.session_batches import SessionBatches
+from trainer.control.reader_master import ReaderMaster
+from trainer.sessions.session_source import SessionSource
 from trainer.sessions.table_source import local_rows, open_session
 
 TOKEN = "t" * 32
@@ -47,7 +47,7 @@ class Link:
         )
         assert told is not None
         self.told: TableInput = told
-        self.master = ReadMaster(lambda: (1, self.told), samples.schema(), SystemClock(), hold_s=0.05)
+        self.master = ReaderMaster(lambda: (1, self.told), samples.schema(), SystemClock(), hold_s=0.05)
         self.server = RpcServer(self.master.handle, keys=LinkKeys(self.security("controller"))).start()
         opened.callback(self.server.stop)
 
@@ -68,7 +68,7 @@ class Link:
         self.opened.callback(thread.join, WAIT_S)
         self.opened.callback(stop.set)
 
-    def worker(self, number: int, security: LinkSecurity) -> SessionBatches:
+    def worker(self, number: int, security: LinkSecurity) -> SessionSource:
         """Of the partition of its number."""
         keys = LinkKeys(security)
         link = ReadersLink(
@@ -79,7 +79,7 @@ class Link:
         )
         return self.batches(number, ReadByPrograms(link, ReadersConfig(by="programs"), SystemClock()))
 
-    def batches(self, number: int, open_rows: Callable[..., object] = local_rows) -> SessionBatches:
+    def batches(self, number: int, open_rows: Callable[..., object] = local_rows) -> SessionSource:
         made = open_session(self.told, samples.schema(), PARTITIONS, 0, SystemClock(), None, open_rows)  # type: ignore[arg-type]
         self.opened.callback(made.close)
         made.assign([number])
@@ -93,7 +93,7 @@ def link(tmp_path: Path) -> Iterator[Link]:
         yield Link(tmp_path, Authority(tmp_path, "ours"), opened)
 
 
-def all_of(source: SessionBatches, rows: int) -> list[list[bytes]]:
+def all_of(source: SessionSource, rows: int) -> list[list[bytes]]:
     found, given, ends_s = list[list[bytes]](), 0, time.monotonic() + WAIT_S
     while given < rows:
         assert time.monotonic() < ends_s, f"{given} of {rows} rows"

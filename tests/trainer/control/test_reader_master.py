@@ -1,0 +1,224 @@
+"""The controller's part of reading: leases by incarnation, and how many readers it wishes for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from roostream.errors import FencedError, RoostreamError, UnavailableError
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.work_unit import TableInput
+from roostream.schema.registry import to_toml
+from roostream.warehouse.readers.config import ReaderCountConfig
+from roostream.warehouse.readers.lease_log import read_log
+from tests.trainer import samples
+from tests.trainer.memory_store import MemoryStore
+from tests.trainer.sessions.reading_fleet import session_of
+from tests.warehouse.memory_table import table_of
+from trainer.control.kept_leases import KEEP_S, LEASES, LeaseRecorder
+from trainer.control.reader_master import SILENT_S, ReaderMaster
+
+TOLD, _ = session_of(table_of(samples.records(list(range(1, 20)))))
+
+
+class Case:
+    def __init__(self, least: int = 1, most: int = 1) -> None:
+        self.incarnation, self.session, self.clock = 4, TOLD, FakeClock()
+        count = ReaderCountConfig(least=least, most=most)
+        self.it = ReaderMaster(self._trained, samples.schema(), self.clock, count, hold_s=0)
+
+    def _trained(self) -> tuple[int, TableInput | None]:
+        return self.incarnation, self.session
+
+    def lease(self, reader: str = "a", free: int = 2, **more: Any) -> dict[str, Any]:
+        header = {
+            "reader": reader,
+            "at": f"{reader}:1",
+            "incarnation": 4,
+            "session": TOLD.digest,
+            "free": free,
+            **more,
+        }
+        return dict(self.it.handle("lease", header, ())[0])
+
+    def want(self, *wanted: tuple[int, int], **more: Any) -> dict[str, Any]:
+        header = {
+            "worker": 0,
+            "incarnation": 4,
+            "session": TOLD.digest,
+            "wanted": wanted,
+            "voided": [],
+            **more,
+        }
+        return dict(
+            self.it.handle(
+                "want", {"in_flight": len(wanted), "fullness": 0.5, "stalled_s": 1.0, **header}, ()
+            )[0]
+        )
+
+
+def test_a_reader_is_told_the_session_and_its_schema_and_then_leases_of_what_workers_wait_for() -> None:
+    case = Case()
+    case.want((3, 8), (4, 12))
+    told = case.lease(incarnation=0, session="")
+    assert TableInput.of(told["input"]) == TOLD and told["schema"] == to_toml(samples.schema())
+    assert (told["incarnation"], told["session"], told["leases"]) == (4, TOLD.digest, [])
+    got = case.lease()
+    assert got["leases"] == [(3, 8, 1, "a"), (4, 12, 2, "a")] and "input" not in got
+    assert case.want((3, 8)) == {"holders": [(3, 8, 1, "a")], "readers": {"a": "a:1"}}
+
+
+@pytest.mark.timeout(20)
+def test_a_reader_that_has_room_for_any_number_gets_what_there_is() -> None:
+    case = Case()
+    case.want((3, 8), (4, 12))
+    assert len(case.lease(free=10**12)["leases"]) == 2
+
+
+def test_of_another_incarnation_all_leases_are_void_and_its_worker_is_heard_alone() -> None:
+    case = Case()
+    case.want((3, 8))
+    case.lease()
+    case.incarnation = 5
+    with pytest.raises(FencedError, match="expected a worker of incarnation 5"):
+        case.want((3, 8))
+    assert case.lease()["leases"] == [] and case.lease()["incarnation"] == 5
+    assert case.want((3, 9), incarnation=5)["holders"] == []
+
+
+def test_behind_the_session_readers_have_nothing_and_nobody_is_wanted() -> None:
+    case = Case()
+    case.want((3, 8))
+    case.lease()
+    assert case.it.status()["wanted"] == 1
+    case.session = None  # type: ignore[assignment]
+    assert case.lease() == {"incarnation": 4, "session": "", "leases": []}
+    assert case.it.status()["wanted"] == 1, "one less in ten seconds"
+    case.clock.advance(11)
+    assert case.it.status()["wanted"] == 0
+
+
+def test_a_reader_that_leaves_or_is_silent_is_no_reader_any_more() -> None:
+    case = Case()
+    case.want((3, 8))
+    case.lease("a")
+    case.lease("b")
+    case.lease("a", leaving=True)
+    assert case.it.status()["there"] == 1 and case.lease("b")["leases"] == [(3, 8, 2, "b")]
+    case.clock.advance(SILENT_S + 1)
+    assert case.it.status()["there"] == 0
+
+
+def test_a_reader_that_a_worker_can_not_reach_loses_that_split() -> None:
+    case = Case()
+    case.want((3, 8))
+    case.lease("a")
+    assert case.want((3, 8), voided=[(3, 1)])["holders"] == []
+    assert case.lease("b")["leases"] == [(3, 8, 2, "b")]
+
+
+@pytest.mark.parametrize(("in_flight", "wanted"), [(1, 1), (2, 1), (3, 2), (8, 4), (40, 5)])
+def test_readers_are_wanted_by_what_workers_have_in_flight_within_the_settings(
+    in_flight: int, wanted: int
+) -> None:
+    case = Case(least=1, most=5)
+    case.want(*((n, 0) for n in range(in_flight)))
+    assert case.it.status()["wanted"] == wanted
+    told = {"fullness": 0.5, "in_flight": in_flight, "stalled_s": 1.0, "stall_share": None, "units": None}
+    assert case.it.status()["buffers"] == {"0": told}
+
+
+def test_readers_are_wanted_as_soon_as_there_is_a_session() -> None:
+    case = Case(least=2, most=5)
+    assert case.it.status()["wanted"] == 2, "before any worker has asked"
+
+
+def test_who_has_which_lease_is_told() -> None:
+    case = Case()
+    case.want((3, 8), (4, 12))
+    case.lease("a", free=1)
+    case.lease("b", free=1)
+    case.clock.advance(1.5)
+    case.lease("a", free=0)
+    case.lease("b", free=0)
+    assert case.it.status()["leases"] == [
+        {"split": 3, "worker": 0, "position": 8, "reader": "a", "for_s": 1.5},
+        {"split": 4, "worker": 0, "position": 12, "reader": "b", "for_s": 1.5},
+    ]
+    assert case.it.status()["readers"]["a"]["silent_s"] == 0.0
+
+
+class Store(MemoryStore):
+    """Counts, and may be away."""
+
+    num_puts, is_away = 0, False
+
+    def put(self, key: str, data: bytes) -> None:
+        if self.is_away:
+            raise UnavailableError("the store is away")
+        super().put(key, data)
+        self.num_puts += 1
+
+
+def test_what_became_of_leases_is_kept_for_whoever_looks_later() -> None:
+    case, store = Case(), Store()
+    kept = LeaseRecorder(case.it, store, case.clock)
+    kept.turned()
+    assert store.num_puts == 0, "nobody read anything"
+    case.want((3, 8), (4, 12))
+    case.lease("a", free=2)
+    case.want((4, 12))
+    kept.turned()
+    case.want((4, 12), voided=[(4, 2)])
+    kept.turned()
+    assert store.num_puts == 1, "not each time"
+    case.lease("b", free=1)
+    case.incarnation = 5
+    kept.turned(last=True)
+    found = read_log(store.get(LEASES))
+    assert found["readers"] == {"a": {"granted": 2, "done": 1, "voided": 1}, "b": {"granted": 1, "over": 1}}
+    assert [(event.what, event.split, event.reader) for event in found["events"]] == [
+        *(
+            ("granted", 3, "a"),
+            ("granted", 4, "a"),
+            ("done", 3, "a"),
+            ("voided", 4, "a"),
+            ("granted", 4, "b"),
+            ("over", 4, "b"),
+        ),
+    ]
+    assert found["session"]["digest"] == TOLD.digest and (found["incarnation"], found["trained"]) == (5, True)
+    case.session = None  # type: ignore[assignment]
+    assert case.it.kept()["session"]["digest"] == TOLD.digest and not case.it.kept()["trained"], (
+        "it was the last"
+    )
+
+
+def test_a_store_that_is_away_keeps_nothing_and_is_asked_again() -> None:
+    case, store = Case(), Store()
+    store.is_away = True
+    kept = LeaseRecorder(case.it, store, case.clock)
+    case.want((3, 8))
+    case.lease()
+    kept.turned()
+    store.is_away = False
+    kept.turned()
+    assert store.num_puts == 0, "not each time"
+    case.clock.advance(KEEP_S)
+    kept.turned()
+    assert store.num_puts == 1
+
+
+def test_another_call_is_refused_and_those_of_the_controller_go_to_it() -> None:
+    case = Case()
+    with pytest.raises(RoostreamError, match="expected a call of lease or want, got 'beat'"):
+        case.it.handle("beat", {}, ())
+    beside = case.it.beside(lambda method, header, arrays: ({"method": method}, ()))
+    assert beside("beat", {}, [])[0] == {"method": "beat"}
+    assert (
+        beside("lease", {"reader": "a", "at": "a:1", "incarnation": 0, "session": "", "free": 0}, [])[0][
+            "incarnation"
+        ]
+        == 4
+    )

@@ -1,0 +1,173 @@
+"""What other programs tell the controller's page."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Mapping
+
+import pytest
+
+from roostream.runtime import scrape
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.scrape import Scraped
+from trainer.control.scrape_targets import LOOK_S, STALE_S, ScrapeTargets, read_figures, with_workers
+
+URLS = {"worker": "http://w", "shard-0": "http://s"}
+SHARD = 'roostream_shard_rows{stack="d16"} 7\nroostream_shard_rows{stack="d8"} 3\nroostream_shard_pulls 12\n'
+
+
+def fetched(urls: Mapping[str, str | None]) -> dict[str, Scraped]:
+    return {"worker": Scraped(), "shard-0": scrape.parse(SHARD)}
+
+
+def test_a_program_that_does_not_answer_is_told_and_what_it_measures_is_unknown() -> None:
+    neighbours = ScrapeTargets(URLS, FakeClock(), fetched)
+    neighbours.look()
+    figures = neighbours.figures()
+    assert figures["programs"] == {"worker": False, "shard-0": True}
+    assert figures["shards"] == {
+        "shard-0": {"rows": {"d16": 7, "d8": 3}, "pulls": 12.0, "bytes": None, "damaged": None}
+    }
+    assert (
+        figures["freshness"]["close_to_readable"] == {"p50_ms": None, "p99_ms": None}
+        and figures["accounted"] is None
+    )
+
+
+def measured(counts: Mapping[str, int]) -> Scraped:
+    """Observations of a stage up to each bound."""
+    line = 'roostream_freshness_seconds_bucket{{stage="close_to_readable",le="{}"}} {}\n'
+    return scrape.parse("".join(line.format(*item) for item in counts.items()))
+
+
+def test_a_stage_is_as_slow_as_the_slowest_program_says() -> None:
+    told = {
+        "worker": measured({"0.1": 10, "1.0": 10, "+Inf": 10}),
+        "worker-1": measured({"0.1": 0, "1.0": 100, "+Inf": 100}),
+    }
+    neighbours = ScrapeTargets(URLS, FakeClock(), lambda urls: told)
+    assert neighbours.freshness()["close_to_readable"] == {"p50_ms": None, "p99_ms": None}
+    neighbours.look()
+    assert neighbours.freshness()["close_to_readable"] == {
+        "p50_ms": pytest.approx(550),
+        "p99_ms": pytest.approx(991),
+    }
+    assert neighbours.figures()["freshness"] == neighbours.freshness()
+
+
+def test_stage_times_are_of_the_last_minutes_and_of_programs_that_answer() -> None:
+    told, clock = {"worker": measured({"0.1": 0, "1.0": 1000, "+Inf": 1000})}, FakeClock()
+    neighbours = ScrapeTargets(URLS, clock, lambda urls: told)
+    for count in range(40):
+        neighbours.look()
+        clock.advance(LOOK_S)
+        told["worker"] = measured({"0.1": count, "1.0": 1000 + count, "+Inf": 1000 + count})
+    assert neighbours.freshness()["close_to_readable"]["p50_ms"] == pytest.approx(50)
+    told["worker"] = Scraped()
+    neighbours.look()
+    assert neighbours.freshness()["close_to_readable"]["p50_ms"] is None
+    told["worker"] = measured({"0.1": 60, "1.0": 1060, "+Inf": 1060})
+    neighbours.look()
+    assert neighbours.freshness()["close_to_readable"]["p50_ms"] == pytest.approx(50), (
+        "compared with before it was silent"
+    )
+    clock.advance(STALE_S + 1)
+    assert neighbours.freshness()["close_to_readable"]["p50_ms"] is None, "too old"
+
+
+def test_nobody_is_asked_where_no_address_is_set() -> None:
+    def never(urls: Mapping[str, str | None]) -> dict[str, Scraped]:
+        raise AssertionError("asked")
+
+    neighbours = ScrapeTargets({}, FakeClock(), never)
+    neighbours.look()
+    assert neighbours.figures()["programs"] == {} and neighbours.figures()["click_rate"]["served"] is None
+
+
+def test_old_answers_say_nothing_about_now() -> None:
+    clock = FakeClock()
+    neighbours = ScrapeTargets(URLS, clock, fetched)
+    assert neighbours.figures()["programs"] == {"worker": None, "shard-0": None}, "not asked yet"
+    neighbours.look()
+    clock.advance(STALE_S)
+    assert neighbours.figures()["shards"]
+    clock.advance(1)
+    assert neighbours.figures() == read_figures(URLS, {}) | {"freshness": neighbours.freshness()}
+
+
+def test_it_looks_again_until_it_is_stopped() -> None:
+    clock, stop, looks = FakeClock(), threading.Event(), []
+
+    def counted(urls: Mapping[str, str | None]) -> dict[str, Scraped]:
+        looks.append(clock.monotonic_s())
+        if len(looks) == 3:
+            stop.set()
+        return {}
+
+    ScrapeTargets(URLS, clock, counted).run(stop)
+    assert looks == [0, LOOK_S, 2 * LOOK_S]
+
+
+def test_partitions_of_all_workers_are_told_together() -> None:
+    texts = {
+        f"worker-{n}": scrape.parse(
+            f'roostream_worker_partition_lag_records{{partition="samples-{n}"}} {n}\n'
+        )
+        for n in (0, 1)
+    }
+    assert read_figures({}, texts)["partition_lag_records"] == {"samples-0": 0, "samples-1": 1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "workers", "expected", "why"),
+    [
+        (
+            {"worker": "http://a"},
+            {0: "h:1", 1: "h:2"},
+            {"worker": "http://a", "worker-1": "http://h:2/metrics"},
+            "new ones",
+        ),
+        ({"worker": "http://a"}, {0: "h:1", 1: ""}, {"worker": "http://a"}, "one that can't say where it is"),
+        (
+            {"worker": "http://a", "worker-1": "http://b", "shard-1": "http://c"},
+            {0: ""},
+            {"worker", "shard-1"},
+            "one that went",
+        ),
+        (
+            {"worker-0": "http://a", "worker-1": "http://b"},
+            {0: "h:1", 1: "h:2"},
+            {"worker-0", "worker-1"},
+            "names of one's own",
+        ),
+        ({"worker": "http://a"}, {}, {"worker": "http://a"}, "no controller knows yet who there is"),
+        ({}, {0: "https://h:1"}, {"worker": "https://h:1/metrics"}, "one that speaks TLS"),
+        ({}, {0: "https://h:1/x:1", 1: "file://h:1"}, {}, "what is no address"),
+        ({}, {0: "[::1]:1"}, {"worker": "http://[::1]:1/metrics"}, "nothing is set"),
+    ],
+)
+def test_workers_say_themselves_where_they_are(
+    settings: dict[str, str], workers: dict[int, str], expected: Collection[str], why: str
+) -> None:
+    found = with_workers(settings, workers)
+    assert (found if isinstance(expected, dict) else found.keys()) == expected, why
+
+
+def test_a_worker_that_came_later_is_asked_too() -> None:
+    workers, asked = {0: ""}, []
+
+    def fetch(urls: Mapping[str, str | None]) -> dict[str, Scraped]:
+        asked.append(dict(urls))
+        return {name: scrape.parse(SHARD) for name in urls}
+
+    neighbours = ScrapeTargets({"worker": "http://w"}, FakeClock(), fetch, lambda: workers)
+    neighbours.look()
+    workers[1] = "127.0.0.1:9"
+    assert neighbours.figures()["programs"] == {"worker": True, "worker-1": False}, (
+        "it has not been asked yet"
+    )
+    neighbours.look()
+    assert asked[1] == {"worker": "http://w", "worker-1": "http://127.0.0.1:9/metrics"}
+    assert neighbours.figures()["programs"] == {"worker": True, "worker-1": True}
+    del workers[1]
+    assert neighbours.figures()["programs"] == {"worker": True}

@@ -1,0 +1,206 @@
+"""The documents behind the controller's page, and how they are served."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.scrape import Scraped
+from tests.browser.replayed_run import MEMBERS, ReplayedRun
+from trainer.control import status_page as page
+from trainer.control.scrape_targets import ScrapeTargets
+from trainer.control.status_page import files, plain, readings
+
+HOSTILE = '<img src=x onerror="alert(1)"></script>"&\u202e'
+
+
+@pytest.fixture
+def run() -> ReplayedRun:
+    found = ReplayedRun()
+    for _ in range(4):
+        found.step()
+    return found
+
+
+def asked(url: str, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
+    connection = http.client.HTTPConnection(str(urlsplit(url).netloc), timeout=5)
+    connection.request(method, path, headers=headers)
+    answer = connection.getresponse()
+    found = answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read()
+    connection.close()
+    return found
+
+
+def test_the_document_is_the_controllers_status_with_what_the_page_adds(run: ReplayedRun) -> None:
+    told = run.page.status()
+    added = told.pop("page")
+    assert told == plain(run.controller.status())
+    assert added["headline"]["state"] == "catching_up" and added["members"] == [
+        f"{role} {n}" for role, n in MEMBERS
+    ]
+    assert added["newest"]["values"]["ne"] == told["reports"]["worker 0"]["metrics"]["ne"]
+    assert added["figures"]["shards"]["shard-1"]["rows"]["d8"] > 0
+
+
+def test_what_is_wrong_is_told_since_when_and_when_it_is_over(run: ReplayedRun) -> None:
+    assert run.page.status()["page"]["findings"] == []
+    run.silent = frozenset({"serving"})
+    run.step()
+    began_s = run.page.status()["page"]["at_s"]
+    run.step()
+    (finding,) = run.page.status()["page"]["findings"]
+    assert finding["key"] == "silent serving" and finding["since_s"] == pytest.approx(began_s, abs=0.5)
+    run.silent = frozenset()
+    run.step()
+    told = run.page.status()["page"]
+    assert told["findings"] == []
+    assert [c["what"] for c in told["changes"] if "serving" in c["now"]] == ["unknown", "over"]
+
+
+def test_a_rollback_is_a_change_with_its_reason(run: ReplayedRun) -> None:
+    run.step(broken="a shard is away")
+    changes = run.page.status()["page"]["changes"]
+    assert any(c["what"] == "rollback" and "a shard is away" in c["now"] for c in changes), changes
+
+
+def test_a_freshly_opened_page_has_the_past(run: ReplayedRun) -> None:
+    fine = run.page.history()["grains"][0]
+    assert len(fine["slot"]) == 4 and fine["slot"] == sorted(fine["slot"])
+    assert [v is not None for v in fine["values"]["trained_per_s"]] == [False, True, True, True]
+    assert all(len(column) == 4 for column in fine["values"].values())
+
+
+def test_a_reading_that_a_worker_does_not_give_is_unknown() -> None:
+    status = {
+        "workers": 2,
+        "reports": {"worker 0": {"watch": {"lag_ms": 5}}, "worker 1": {}},
+        "commits": 0,
+        "commit_ms": 0.0,
+        "paused_ms": 0.0,
+    }
+    found = readings(status, ScrapeTargets({}, FakeClock()).figures())
+    assert (
+        found["lag_ms"] is None
+        and found["commit_ms"] is None
+        and found["rows"] is None
+        and found["ne"] is None
+    )
+
+
+def test_the_page_needs_no_neighbour(run: ReplayedRun) -> None:
+    run.silent = frozenset({"shard-0", "shard-1", "worker", "serving", "joiner", "auditor", "simulate"})
+    run.step()
+    told = run.page.status()["page"]
+    assert told["figures"]["shards"] == {} and told["newest"]["values"]["rows"] is None
+    assert {f["level"] for f in told["findings"]} == {"unknown"}
+
+
+def test_numbers_that_are_not_finite_are_unknown_in_json() -> None:
+    value = {1: [math.nan, math.inf, 2.5, None, True], "text": Scraped}
+    assert plain(value) == {"1": [None, None, 2.5, None, True], "text": str(Scraped)}
+
+
+@pytest.mark.parametrize("path", [*files(), "/status.json", "/history.json"])
+def test_every_document_is_served_under_a_strict_policy(run: ReplayedRun, path: str) -> None:
+    status, headers, body = asked(run.serve(), path)
+    assert status == 200 and body and int(headers["content-length"]) == len(body)
+    policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))
+    assert (
+        policy["default-src"] == "'none'"
+        and policy["script-src"] == "'self'"
+        and policy["frame-ancestors"] == "'none'"
+    )
+    assert headers["x-content-type-options"] == "nosniff" and headers["cache-control"] == "no-store"
+    if path.endswith(".json"):
+        assert (
+            headers["content-type"] == "application/json"
+            and json.loads(body)["format" if path == "/history.json" else "page"]
+        )
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_only_reading_is_served(run: ReplayedRun, method: str) -> None:
+    status, headers, _ = asked(run.serve(), "/status.json", method)
+    assert status == 405 and headers["allow"] == "GET, HEAD"
+
+
+def test_head_answers_without_a_body(run: ReplayedRun) -> None:
+    status, headers, body = asked(run.serve(), "/", "HEAD")
+    assert status == 200 and body == b"" and int(headers["content-length"]) > 1000
+
+
+@pytest.mark.parametrize(
+    "path", ["/page.py", "/web/index.html", "/../page.py", "/%2e%2e/page.py", "//etc/passwd", "/page.js%00"]
+)
+def test_nothing_of_a_request_becomes_a_path(run: ReplayedRun, path: str) -> None:
+    status, _, body = asked(run.serve(), path)
+    assert status == 404 and body.startswith(b"expected /metrics, /livez, /readyz, /, ")
+
+
+def test_no_host_header_changes_an_answer(run: ReplayedRun) -> None:
+    url = run.serve()
+    assert asked(url, "/", Host="evil.example")[2] == asked(url, "/")[2]
+
+
+def test_a_hostile_name_stays_data(run: ReplayedRun) -> None:
+    row = {"topic": HOSTILE, "partition": 0, "state": HOSTILE, "lag_records": 1}
+    hostile: dict[str, Any] = {"watch": {"state": HOSTILE, "partitions": [row]}, "broken": HOSTILE}
+    run.step(**hostile)
+    _, headers, body = asked(run.serve(), "/status.json")
+    assert headers["content-type"] == "application/json"
+    assert HOSTILE in json.dumps(json.loads(body), ensure_ascii=False).replace('\\"', '"')
+
+
+def test_the_page_has_no_script_style_or_address_of_its_own() -> None:
+    html = page._content("index.html").decode()
+    assert "style=" not in html and "<style" not in html and " on" + "click" not in html and "://" not in html
+    for path in files():
+        text = files()[path]().body.decode()
+        assert not [
+            word
+            for word in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(")
+            if word in text
+        ]
+
+
+def test_while_training_is_held_the_page_says_so_and_nothing_is_wrong_with_the_workers_that_are_gone(
+    run: ReplayedRun,
+) -> None:
+    run.hold_idle("nothing to read for 60 s")
+    run.step()
+    assert run.controller.status()["state"] == "held"
+    told = run.page.status()["page"]
+    assert told["headline"]["state"] == "transient_hold", (
+        "also while the worker is still there, and says how it was"
+    )
+    run.gone, run.silent = frozenset({("worker", 0)}), frozenset({"worker"})
+    run.step(), run.step()
+    told = run.page.status()
+    assert "worker 0" not in told["reports"] and told["page"]["findings"] == []
+    assert (told["page"]["training"]["state"], told["page"]["training"]["reason"]) == (
+        "held",
+        "nothing to read for 60 s",
+    )
+    assert (
+        told["page"]["headline"]["text"] == "Held: nothing to read" and told["device_s"]["transient_hold"] > 0
+    )
+    assert run.controller.end_idle()
+    run.gone = run.silent = frozenset()
+    run.step()
+    assert run.page.status()["page"]["headline"]["state"] == "catching_up"
+
+
+def test_a_hold_that_no_restart_mends_is_bad_and_has_its_reason(run: ReplayedRun) -> None:
+    run.step(fatal="nothing is finite; `roostream inspect batch /x` shows the batch")
+    run.gone = frozenset({("worker", 0)})
+    run.step()
+    told = run.page.status()["page"]
+    assert told["headline"]["state"] == "held" and told["training"]["state"] == "held"
+    (finding,) = [f for f in told["findings"] if f["key"] == "held"]
+    assert finding["level"] == "bad" and "roostream inspect batch /x" in finding["text"]

@@ -1,0 +1,140 @@
+"""What comes behind a session: the stream where Kafka still has it, else what was archived meanwhile."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roostream.errors import ConfigError, UnavailableError
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.kafka.topics import Progress
+from roostream.runtime.work_unit import TableInput
+from tests.runtime.manifest_cases import an_input
+from trainer.config import ControllerConfig
+from trainer.control.stream_handover import HELD_MS, Margin, StreamHandover, WarehouseHistory, follows, margin
+
+SESSION = an_input(ends={("samples", 0): 105, ("samples", 1): 90, ("corrections", 0): 3})
+NEWER = dataclasses.replace(
+    SESSION,
+    version=9,
+    begins=SESSION.ends,
+    ends={("samples", 0): 140, ("samples", 1): 95, ("corrections", 0): 30},
+)
+
+
+def test_the_margin_is_of_the_partition_where_it_is_least() -> None:
+    assert margin(SESSION, NEWER, {("samples", 0): 100, ("samples", 1): 20}) == Margin(records=5, archived=40)
+    assert margin(SESSION, SESSION, {("samples", 0): 100, ("samples", 1): 95}) == Margin(
+        records=-5, archived=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("found", "further", "why"),
+    [
+        (Margin(records=50, archived=40), False, "little is new: the stream has it"),
+        (Margin(records=50, archived=41), True, "much is new"),
+        (Margin(records=-1, archived=1), True, "Kafka lost it, the archive has it"),
+        (Margin(records=-1, archived=0), False, "nobody has it: the reader counts what is lost"),
+    ],
+)
+def test_when_a_further_session_follows(found: Margin, further: bool, why: str) -> None:
+    assert follows(found, 40) is further, why
+
+
+class FakeController:
+    def __init__(self) -> None:
+        self.now: TableInput | None = SESSION
+        self.followed: list[TableInput | None] = []
+
+    def session_now(self) -> tuple[int, TableInput | None]:
+        return 1, self.now
+
+    def follow_by(self, session: TableInput | None) -> None:
+        self.followed.append(session)
+
+
+class Case:
+    def __init__(
+        self, newest: TableInput | None = NEWER, oldest: Progress | None = None, most: int = 10
+    ) -> None:
+        self.controller, self.clock, self.newest = FakeController(), FakeClock(1000), newest
+        self.held: list[tuple[int, int]] = []
+        self.asked: list[Progress] = []
+        self.it = StreamHandover(
+            self.controller,  # type: ignore[arg-type]
+            self._newest,
+            lambda session, until_ms: self.held.append((session.version, until_ms)),
+            lambda: oldest or {},
+            self.clock,
+            most,
+        )
+
+    def _newest(self, begins: Progress) -> TableInput | None:
+        self.asked.append(begins)
+        return self.newest
+
+
+def test_while_a_session_is_trained_its_version_and_the_next_one_are_held() -> None:
+    case = Case()
+    case.it.look()
+    assert case.controller.followed == [NEWER] and case.asked == [SESSION.ends]
+    assert case.held == [(7, 1000 + HELD_MS), (9, 1000 + HELD_MS)]
+    assert case.it.margin == Margin(records=90, archived=40)
+
+
+def test_the_stream_follows_where_little_is_new() -> None:
+    case = Case(most=1000)
+    case.it.look()
+    assert case.controller.followed == [None] and case.held == [(7, 1000 + HELD_MS)]
+
+
+def test_in_the_stream_nothing_is_looked_at() -> None:
+    case = Case()
+    case.controller.now = None
+    case.it.look()
+    assert (case.controller.followed, case.held, case.it.margin) == ([], [], None)
+
+
+def test_what_can_not_be_told_now_changes_nothing_and_is_looked_at_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    case, stop = Case(), threading.Event()
+
+    def away(session: TableInput, until_ms: int) -> None:
+        stop.set()
+        raise UnavailableError("the store is away")
+
+    case.it.hold = away
+    case.it.run(stop)
+    assert case.controller.followed == [] and "the store is away" in caplog.text
+
+
+KEYS: dict[str, Any] = {
+    "bootstrap": "k:1",
+    "schema": "s.toml",
+    "store": "store",
+    "listen": "127.0.0.1:0",
+    "num_shards": 1,
+}
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_place_without_a_table_is_a_setting_that_cannot_be(exists: bool, tmp_path: Path) -> None:
+    """No start mends that: whoever supervises has to know it from a place that is away."""
+    place = tmp_path / "archive"
+    if exists:
+        place.mkdir()
+    history = WarehouseHistory(
+        ControllerConfig(**KEYS, warehouse=str(place)),
+        {"samples": "id"},
+        FakeClock(1000),
+    )
+    with pytest.raises(
+        ConfigError, match=rf"^warehouse = '{place}': .*/archive/samples is no table; has an archiver written"
+    ):
+        history.newest()

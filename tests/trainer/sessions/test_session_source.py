@@ -1,0 +1,169 @@
+"""Chunks of a session: the same for the same positions, sizes and bounds, however slowly its rows come."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.kafka.topics import Progress
+from roostream.warehouse.readers.reading import LocalRows, OpenSession, Piece, newest_ids
+from roostream.warehouse.readers.splits import TableSplit
+from tests.trainer import samples
+from tests.trainer.loops import PARTITIONS
+from tests.warehouse.memory_table import MemoryTable, table_of
+from trainer.batch_source import Chunk, NewestIds
+from trainer.sessions.session_source import SessionSource, without_requests
+
+EVEN, ODD = PARTITIONS
+NUMBERS = [*range(1, 40), 3, 8, 41]
+
+
+class SlowRows(LocalRows):
+    """Often not there yet."""
+
+    def __init__(self, session: OpenSession, rows: MemoryTable, seed: int) -> None:
+        super().__init__(session, rows)
+        self.random, self.expected = random.Random(seed), list[Sequence[TableSplit]]()
+
+    def expect(self, splits: Sequence[TableSplit], positions: Mapping[int, int], at_once: int) -> None:
+        self.expected.append(splits)
+
+    def piece(self, split: TableSplit, position: int, timeout_s: float = 0.0) -> Piece:
+        return None if self.random.random() < 0.5 else super().piece(split, position)  # type: ignore[return-value]
+
+
+def source(
+    rows: int = 6, seed: int | None = None, slow: int | None = None, numbers: Sequence[int] = NUMBERS
+) -> SessionSource:
+    table = table_of(samples.records(list(numbers)), rows_of_file=rows, seed=seed)
+    session = table.session(shuffle_seed=None)
+    empty = without_requests(next(iter(table.batches.values())))
+    its = LocalRows(session, table) if slow is None else SlowRows(session, table, slow)
+    newest = lambda partition: NewestIds(*newest_ids(session, table, partition, 10_000))
+    made = SessionSource(
+        session.order, its, empty, FakeClock(samples.T0), partitions=PARTITIONS, newest=newest
+    )
+    made.seek({})
+    return made
+
+
+def ids(chunk: Chunk | None) -> list[int]:
+    assert chunk is not None
+    return chunk.batch.sample_id_R.tolist()
+
+
+def all_of(it: SessionSource, size: int = 5) -> list[list[int]]:
+    found, nothing = [], 0
+    while nothing < 20:
+        chunk = it.poll(size, 0.0)
+        nothing = 0 if chunk else nothing + 1
+        found += [ids(chunk)] if chunk else []
+    return found
+
+
+def test_all_samples_come_once_in_full_chunks_and_the_last_is_what_is_left() -> None:
+    chunks = all_of(source())
+    assert sorted(n for chunk in chunks for n in chunk) == sorted(set(NUMBERS))
+    assert {len(chunk) for chunk in chunks[:-1]} == {5}
+    assert source().positions() == {EVEN: 0, ODD: 0}
+
+
+@pytest.mark.parametrize("slow", range(8))
+def test_chunks_do_not_depend_on_when_rows_come(slow: int) -> None:
+    assert all_of(source(seed=3, slow=slow)) == all_of(source(seed=3))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whoever_is_put_back_to_any_chunk_gives_the_same_from_there(seed: int) -> None:
+    draw, it = random.Random(seed), source(seed=1)
+    undisturbed, at, found = all_of(source(seed=1)), [it.positions()], list[list[int]]()
+    while (chunk := it.poll(5, 0.0)) is not None:
+        found.append(ids(chunk))
+        at.append(at[-1] | chunk.after)
+        assert it.positions() == at[-1]
+        if draw.random() < 0.3:
+            back = draw.randint(0, len(found))
+            it.poll(draw.randint(1, 7), 0.0)  # read ahead, and forgotten
+            it.seek(at[back])
+            del found[back:], at[back + 1 :]
+    assert found == undisturbed
+
+
+def test_of_one_partition_its_own_rows_come_while_those_of_others_wait() -> None:
+    it = source()
+    assert all(n % 2 for n in ids(it.poll(4, 0.0, ODD)))
+    assert not any(n % 2 for n in ids(it.poll(4, 0.0, EVEN)))
+    assert all(n % 2 for n in ids(it.poll(4, 0.0, ODD)))
+
+
+def test_a_worker_has_the_rows_of_its_partitions_alone() -> None:
+    it = source()
+    it.assign([1])
+    it.seek({ODD: 2, EVEN: 5})
+    assert it.positions() == {ODD: 2}
+    assert sorted(n for chunk in all_of(it) for n in chunk) == sorted({n for n in NUMBERS if n % 2})[2:]
+
+
+def bounded(ends: Progress) -> SessionSource:
+    it = source()
+    it.bound(ends)
+    return it
+
+
+def test_a_chunk_is_cut_short_before_a_bound_and_goes_on_behind_it() -> None:
+    it = bounded({EVEN: 3, ODD: 2})
+    assert len(ids(it.poll(9, 0.0))) == 5 and not it.ended
+    assert it.positions() == {EVEN: 3, ODD: 2}
+    assert it.poll(9, 0.0) is None and it.ended
+    it.bound({EVEN: 4, ODD: 4})
+    assert not it.ended
+    assert len(ids(it.poll(9, 0.0))) == 3
+
+
+def test_the_turn_of_a_partition_at_its_bound_passes_with_an_empty_chunk() -> None:
+    it = bounded({EVEN: 3, ODD: 8})
+    assert len(ids(it.poll(4, 0.0, EVEN))) == 3
+    chunk = it.poll(4, 0.0, EVEN)
+    assert ids(chunk) == [] and chunk is not None and chunk.after == {EVEN: 3}
+    it.poll(8, 0.0, ODD)
+    assert it.poll(4, 0.0, EVEN) is None and it.ended
+
+
+def test_rows_that_are_left_out_at_the_end_end_it_all_the_same() -> None:
+    it = source(rows=4, numbers=[2, 4, 6, 8, 4, 2])
+    it.bound({EVEN: 6, ODD: 0})
+    assert all_of(it, 2) == [[2, 4], [6, 8]]
+    assert it.ended and it.positions() == {EVEN: 4, ODD: 0}, "behind what was given"
+
+
+def test_what_the_stream_must_not_train_again_is_known_when_all_is_trained_and_not_before() -> None:
+    it = source()
+    all_of(it)
+    assert it.newest_ids({EVEN: 20, ODD: 21}) == {}
+    found = it.newest_ids({EVEN: 20, ODD: 22})
+    assert (
+        found.keys() == set(PARTITIONS)
+        and 41 in found[ODD].sample_id.tolist()
+        and 1 not in found[ODD].sample_id.tolist()
+    )
+
+
+def test_readers_are_told_what_comes_next() -> None:
+    it = source(slow=1)
+    all_of(it)
+    told = [[split.number for split in splits] for splits in it.rows.expected]  # type: ignore[attr-defined]
+    assert told[0] == sorted(told[0]) and told[0][0] == 0 and told[-1] == []
+
+
+def test_lag_is_counted_in_rows_and_what_waits_can_be_had() -> None:
+    it = source(slow=3)
+    while (chunk := it.rest(9)) is None:
+        it.poll(9, 0.0)
+    assert 0 < len(ids(chunk)) <= 9
+    lag = it.lag()
+    assert lag[EVEN].records + lag[ODD].records == 42 - sum(it.positions().values())
+    assert it.num_lost == 0
+    it.close()

@@ -1,0 +1,144 @@
+"""What no restore mends ends training with the batch in hand saved; what one may mend doesn't."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from roostream.errors import UnavailableError
+from tests.trainer import samples
+from tests.trainer.loops import build
+from tests.trainer.test_dead_letter_quarantine import MANY, poisoned
+from tests.trainer.test_worker import Stage
+from trainer.failure_policy import MAX_RELAPSES, FailurePolicy
+from trainer.saved_batch import SavedBatches, decode
+
+
+def staged(home: Path, numbers: range = range(1, 13)) -> Stage:
+    """A worker that saves in `home`, with commit 1 behind it."""
+    stage = Stage(numbers=numbers)
+    stage.worker.loop.saved = SavedBatches(home)
+    return stage
+
+
+def diverged(stage: Stage, manifest: str) -> str:
+    """Restored, and then its weights are spoilt; what it then reports as fatal."""
+    stage.started(manifest)
+    with torch.no_grad():
+        next(iter(stage.built.loop.model.parameters())).fill_(math.nan)
+    assert not stage.worker.turn() and "dense weights are not finite" in stage.worker.report()["broken"]
+    return str(stage.worker.report()["fatal"])
+
+
+def test_weights_that_are_not_finite_after_every_restore_are_fatal_and_the_batch_is_saved(
+    tmp_path: Path,
+) -> None:
+    stage = staged(tmp_path)
+    manifest = stage.committed()
+    for _ in range(MAX_RELAPSES - 1):
+        assert diverged(stage, manifest.name) == ""
+    fatal = diverged(stage, manifest.name)
+    path = stage.worker.report()["saved"]
+    assert (
+        f"so it was {MAX_RELAPSES} times after a restore to {manifest.name}; `roostream inspect batch {path}`"
+        in fatal
+    )
+    saved = decode(Path(path).read_bytes(), path)
+    assert (saved.manifest, saved.checksum, saved.step, saved.worker) == (
+        manifest.name,
+        manifest.checksum,
+        2,
+        0,
+    )
+    trained = sum(manifest.offsets.values())
+    assert (
+        len(saved.records) == 4
+        and min(r.timestamp_ms for r in saved.records) == samples.records([trained + 1])[0].timestamp_ms
+    )
+    assert any(finding.startswith("dense weight ") for finding in saved.findings)
+    assert any(finding.startswith("scores of task click: ") for finding in saved.findings)
+    assert "in the training of samples-0" in saved.reason and not stage.outputs.letters
+
+
+def test_a_commit_in_between_is_progress(tmp_path: Path) -> None:
+    stage = staged(tmp_path)
+    manifest = stage.committed()
+    for n in range(2 * MAX_RELAPSES):
+        name = f"manifests/{n % 2 + 1:08d}"
+        stage.put(dataclasses.replace(manifest, seq=n % 2 + 1))
+        assert diverged(stage, name) == ""
+
+
+def test_what_is_away_is_never_fatal(tmp_path: Path) -> None:
+    stage = staged(tmp_path)
+    for _ in range(2 * MAX_RELAPSES):
+        stage.built.transport.down = False
+        stage.started()
+        stage.built.transport.down = True
+        assert not stage.worker.turn() and stage.worker.report()["broken"]
+    assert stage.worker.report()["fatal"] == stage.worker.report()["saved"] == "" and not list(
+        tmp_path.iterdir()
+    )
+
+
+def test_requests_that_are_all_not_finite_are_fatal_and_the_rows_are_named(tmp_path: Path) -> None:
+    stage = staged(tmp_path, range(1, MANY + 1))
+    poisoned(stage.built, *range(1, MANY + 1))
+    for _ in range(MAX_RELAPSES):
+        stage.started()
+        while stage.worker.turn():
+            pass
+    assert "requests all gave scores or gradients that are not finite" in stage.worker.report()["fatal"]
+    saved = decode(Path(stage.worker.report()["saved"]).read_bytes(), "x")
+    assert saved.manifest == saved.checksum == "" and any(
+        finding.startswith("rows of stack ") for finding in saved.findings
+    )
+
+
+def test_a_defect_saves_its_batch_and_the_next_process_knows_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = staged(tmp_path).started()
+
+    def fail(*_: object) -> None:
+        raise ValueError("shapes don't match")
+
+    monkeypatch.setattr(stage.built.loop, "tell", fail)
+    with pytest.raises(ValueError, match="shapes don't match"):
+        stage.worker.turn()
+    path = stage.worker.report()["saved"]
+    saved = decode(Path(path).read_bytes(), "x")
+    assert (
+        saved.reason == 'ValueError("shapes don\'t match")' and len(saved.records) == 4 and not saved.findings
+    )
+    loop = build(
+        samples.records([1]), rewire=lambda wiring: dataclasses.replace(wiring, saved=SavedBatches(tmp_path))
+    ).loop
+    assert FailurePolicy(loop, 0).saved == path
+
+
+def test_a_folder_that_can_t_be_written_hides_no_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = staged(tmp_path)
+    manifest = stage.committed()
+
+    def full(*_: object) -> None:
+        raise UnavailableError("no space left")
+
+    monkeypatch.setattr(SavedBatches, "save", full)
+    fatals = [diverged(stage, manifest.name) for _ in range(MAX_RELAPSES)]
+    assert (
+        fatals[-1].endswith(f"times after a restore to {manifest.name}")
+        and stage.worker.report()["saved"] == ""
+    )
+
+
+def test_a_worker_without_a_folder_says_why_all_the_same() -> None:
+    stage = Stage()
+    manifest = stage.committed()
+    assert [bool(diverged(stage, manifest.name)) for _ in range(MAX_RELAPSES)] == [False, False, True]

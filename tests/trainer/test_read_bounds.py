@@ -1,0 +1,160 @@
+"""A worker reads no further than it is handed out, says when that is trained, and is at the unit's end then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from roostream.runtime.kafka.topics import nested
+from tests.trainer import samples
+from tests.trainer.loops import PARTITIONS, build
+from tests.trainer.pipeline.pipelines import pipelined
+from tests.trainer.test_worker import Stage
+from trainer.config import LoopConfig
+from trainer.monitoring.caught_up import Course
+from trainer.read_bounds import ReadBounds
+from trainer.worker_monitor import course_of
+
+EVEN, ODD = PARTITIONS
+
+
+def epoch(number: int, *ends: int) -> dict[str, Any]:
+    return {"number": number, "units": [[f"samples/{p}", 0, end] for p, end in enumerate(ends)]}
+
+
+def stage(*ends: int, **more: Any) -> Stage:
+    stage = Stage(numbers=range(1, 25), **more)
+    assert stage.do("restore", manifest="")["ok"]
+    assert stage.do("start", epoch=epoch(1, *ends))["ok"]
+    return stage
+
+
+def trained(stage: Stage, turns: int = 8) -> list[int]:
+    """Next offsets after so many turns."""
+    for _ in range(turns):
+        stage.worker.turn()
+    return stage.built.offsets()
+
+
+def test_it_reads_to_the_ends_of_its_units_and_says_so() -> None:
+    at = stage(5, 3)
+    assert at.worker.report()["epoch_trained"] == 0
+    at.worker.turn()
+    assert at.worker.report()["epoch_trained"] == 0
+    assert trained(at) == [5, 3]
+    assert at.worker.report()["epoch_trained"] == 1
+
+
+def test_a_commit_hands_out_the_next_units() -> None:
+    at = stage(5, 3)
+    assert trained(at) == [5, 3]
+    cut = at.do("cut", seq=1)
+    assert cut["offsets"] == nested({EVEN: 5, ODD: 3})
+    assert at.do("resume", seq=1)["ok"] and trained(at) == [5, 3], "until it is committed"
+    assert at.do("commit", seq=1, epoch=epoch(2, 8, 8))["ok"]
+    assert trained(at) == [8, 8] and at.worker.report()["epoch_trained"] == 2
+
+
+def test_a_commit_within_an_epoch_changes_nothing_of_it() -> None:
+    at = stage(9, 9)
+    at.worker.turn()
+    assert at.do("cut", seq=1)["ok"] and at.do("resume", seq=1)["ok"]
+    assert at.do("commit", seq=1, epoch=epoch(1, 9, 9))["ok"]
+    assert trained(at) == [9, 9] and at.worker.report()["epoch_trained"] == 1
+
+
+def test_without_phases_it_reads_whatever_is_there_and_says_nothing() -> None:
+    at = Stage(numbers=range(1, 25)).started()
+    assert trained(at) == [12, 12] and "epoch_trained" not in at.worker.report()
+    assert course_of(at.worker.reach) is Course.READ
+
+
+def test_the_stream_behind_history_has_no_end_and_the_usual_batches() -> None:
+    at = stage(4, 4)
+    assert course_of(at.worker.reach) is Course.HISTORY
+    trained(at)
+    assert course_of(at.worker.reach) is Course.WAIT
+    assert at.do("restore", manifest="")["ok"]
+    assert "epoch_trained" not in at.worker.report()
+    assert at.do("start", epoch={"number": 0, "units": []})["ok"]
+    assert course_of(at.worker.reach) is Course.STREAM
+    assert trained(at) == [12, 12]
+
+
+def test_history_is_trained_in_its_own_batches() -> None:
+    built = build(
+        samples.records(list(range(1, 25))),
+        batch_requests=2,
+        initial_batch_requests=8,
+        first_batch_requests=8,
+    )
+    reach, steps = ReadBounds(built.loop), []
+    for told in (epoch(1, 8, 8), {"number": 0, "units": []}):
+        reach.begin(told)
+        before = built.loop.num_steps
+        built.train_all()
+        steps.append(built.loop.num_steps - before)
+    assert steps == [2, 4], "16 requests in batches of 8, then 8 in batches of 2"
+    config = LoopConfig(batch_requests=3)
+    assert config.in_phase(initial=True) is config, "nothing else is wanted for history"
+
+
+def test_offsets_that_no_record_has_are_passed_at_a_cut() -> None:
+    at = stage(5, 3)
+    trained(at)
+    at.worker.reach.extend(epoch(1, 12, 12))
+    at.built.reader.trim(EVEN, 15)  # the rest of partition 0 up to there is gone
+    at.built.reader._logs[EVEN] += [None] * 5  # type: ignore[list-item]
+    assert trained(at, 12) == [5, 12] and at.worker.report()["epoch_trained"] == 1
+    assert at.do("cut", seq=1)["offsets"] == nested({EVEN: 12, ODD: 12})
+
+
+def test_a_unit_that_is_empty_is_trained_and_so_is_none() -> None:
+    at = stage(0, 0)
+    at.worker.turn()
+    assert at.worker.report()["epoch_trained"] == 1 and at.built.offsets() == [0, 0]
+    at.worker.reach.extend({"number": 3, "units": []})
+    assert at.worker.report()["epoch_trained"] == 3, "it has no partition"
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("ends", [(12, 12), (10, 3), (0, 7)])
+def test_ahead_of_training_nothing_is_read_that_a_serial_loop_would_not(
+    ends: tuple[int, int], exact: bool
+) -> None:
+    records, told = samples.records(list(range(1, 49))), [epoch(1, *ends), epoch(2, 24, 24)]
+
+    def run(built: Any) -> tuple[list[Any], dict[str, bytes]]:
+        reach, found = ReadBounds(built.loop), []
+        reach.begin(told[0])
+        for then in (told[1], None):
+            while not reach.is_trained:
+                built.loop.step()
+            found.append(
+                (built.loop.num_steps, built.offsets(), [built.loop.own.in_turn(n) for n in range(2)])
+            )
+            if then:
+                reach.extend(then)
+        built.loop.feed.drain()
+        return found, built.shard.bits()
+
+    serial = run(build(records, exact=exact))
+    with pipelined(records, exact=exact) as piped:
+        assert run(piped.built) == serial
+    assert [offsets for _, offsets, _ in serial[0]] == [[*ends], [24, 24]]
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("told", [None, epoch(1, 12, 12)])
+def test_a_cut_waits_for_no_record_where_nothing_comes(told: dict[str, Any] | None) -> None:
+    """Reading ahead waits for more, in the source's thread, which is asked nothing then."""
+    with pipelined(samples.records(list(range(1, 25)))) as piped:
+        reach, loop = ReadBounds(piped.built.loop), piped.built.loop
+        reach.begin(told)
+        while piped.built.offsets() != [12, 12]:
+            loop.step()
+        assert not loop.step() and piped.feed._asked, "a read is under way"
+        reach.settle()
+        loop.feed.drain()
+        assert piped.built.offsets() == [12, 12] and not loop.step()

@@ -1,0 +1,118 @@
+"""Chunks are full, or late, or what is left; and say where they end."""
+
+from __future__ import annotations
+
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.kafka.record_reader import MemoryReader
+from roostream.wire.decode import Decoder
+from roostream.wire.records import Record
+from tests.trainer import samples
+from tests.trainer.loops import PARTITIONS
+from trainer.batch_source import Chunk
+from trainer.record_source import RecordSource
+
+EVEN, ODD = PARTITIONS
+
+
+class Case:
+    def __init__(self, records: list[Record]) -> None:
+        self.clock, self.reader = FakeClock(samples.T0), MemoryReader(PARTITIONS, records)
+        self.source = RecordSource(
+            self.reader, Decoder(samples.schema(), {}.get), self.clock, max_wait_ms=500
+        )
+
+
+def ids(chunk: Chunk | None) -> list[int]:
+    assert chunk is not None
+    return chunk.batch.sample_id_R.tolist()
+
+
+def test_a_full_chunk_comes_at_once_oldest_first_and_says_where_it_ends() -> None:
+    source = Case(samples.records([1, 2, 3, 4, 5])).source
+    chunk = source.poll(3, 0.0)
+    assert ids(chunk) == [1, 2, 3] and chunk is not None
+    assert chunk.after == {EVEN: 1, ODD: 2} and chunk.read_ms == samples.T0
+    assert source.positions() == {EVEN: 1, ODD: 2}
+
+
+def test_a_short_chunk_waits_for_more_until_its_first_record_is_late() -> None:
+    case = Case(samples.records([1, 2]))
+    assert case.source.poll(3, 0.0) is None and case.source.positions() == {EVEN: 0, ODD: 0}, (
+        "read, not given"
+    )
+    case.clock.advance(0.4)
+    assert case.source.poll(3, 0.0) is None
+    case.clock.advance(0.1)
+    assert ids(case.source.poll(3, 0.0)) == [1, 2]
+    assert case.source.poll(3, 0.0) is None
+
+
+def test_of_one_partition_only_full_chunks_come() -> None:
+    case = Case(samples.records([1, 2, 3, 4]))
+    assert ids(case.source.poll(2, 0.0, ODD)) == [1, 3]
+    assert case.source.poll(3, 0.0, EVEN) is None
+    case.clock.advance(60)
+    assert case.source.poll(3, 0.0, EVEN) is None
+    case.reader.append(samples.records([1, 2, 3, 4, 6])[4:])
+    assert ids(case.source.poll(3, 0.0, EVEN)) == [2, 4, 6]
+
+
+def test_what_is_left_comes_when_it_is_asked_for() -> None:
+    source = Case(samples.records([1, 2])).source
+    source.poll(3, 0.0)
+    assert ids(source.rest(3)) == [1, 2]
+    assert source.rest(3) is None
+
+
+def test_a_seek_forgets_what_was_read() -> None:
+    source = Case(samples.records([1, 2, 3])).source
+    assert source.poll(4, 0.0) is None
+    source.seek({EVEN: 0, ODD: 1})
+    assert source.rest(4) is None and source.positions() == {EVEN: 0, ODD: 1}
+    assert ids(source.poll(2, 0.0)) == [2, 3]
+
+
+def test_a_reject_keeps_what_its_dead_letter_needs() -> None:
+    bad = Record("samples", 0, 0, samples.T0, None, b"\x03\x01\xff")
+    chunk = Case([bad]).source.poll(1, 0.0)
+    assert chunk is not None and chunk.batch.num_requests == 0 and chunk.after == {EVEN: 1}
+    (reject,) = chunk.rejects
+    assert (reject.partition, reject.offset, reject.reason, reject.raw) == (
+        EVEN,
+        0,
+        "undecodable",
+        b"\x03\x01\xff",
+    )
+
+
+def test_before_a_bound_a_chunk_is_cut_short_and_behind_it_nothing_comes() -> None:
+    case = Case(samples.records([1, 2, 3, 4, 5, 6]))
+    case.source.bound({EVEN: 2, ODD: 1})
+    assert ids(case.source.poll(2, 0.0)) == [1, 2]
+    assert ids(case.source.poll(2, 0.0)) == [4] and not case.source.ended, "at once, not late"
+    assert case.source.poll(2, 0.0) is None and case.source.ended
+    case.source.bound({EVEN: 3, ODD: 3})
+    assert not case.source.ended
+    assert [ids(case.source.poll(2, 0.0)) for _ in range(2)] == [[3, 5], [6]]
+    case.source.bound({})
+    assert not case.source.ended and case.source.poll(2, 0.0) is None
+
+
+def test_records_that_are_not_there_yet_are_waited_for_before_a_bound() -> None:
+    case = Case(samples.records([1, 2]))
+    case.source.bound({EVEN: 2, ODD: 1})
+    assert case.source.poll(4, 0.0) is None and not case.source.ended
+    case.reader.append(samples.records([1, 2, 4])[2:])
+    assert ids(case.source.poll(4, 0.0)) == [1, 2, 4]
+
+
+def test_of_a_partition_at_its_bound_the_turn_passes_while_others_have_something() -> None:
+    case = Case(samples.records([1, 2, 3, 4, 5]))
+    case.source.bound({EVEN: 0, ODD: 3})
+    chunk = case.source.poll(2, 0.0, EVEN)
+    assert chunk is not None and chunk.batch.num_requests == 0 and chunk.after == {EVEN: 0}
+    assert ids(case.source.poll(2, 0.0, ODD)) == [1, 3]
+    assert ids(case.source.poll(2, 0.0, ODD)) == [5], "cut short: nothing that comes later makes it longer"
+    assert case.source.poll(2, 0.0, EVEN) is None and case.source.ended, "nobody has anything: no turn passes"
+    case.source.seek({})
+    assert ids(case.source.poll(1, 0.0, ODD)) == [1]

@@ -1,0 +1,153 @@
+"""Chunks from records: read, gather, decode."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from roostream.errors import UnavailableError
+from roostream.runtime.clock import Clock
+from roostream.runtime.kafka.record_reader import PartitionLag, RecordReader
+from roostream.runtime.kafka.topics import CORRECTIONS, Partition, Progress
+from roostream.runtime.work_unit import TableInput
+from roostream.wire.decode import Decoder
+from roostream.wire.records import Record
+from trainer.batch_source import Chunk, NewestIds, Rejected, refuse_session
+from trainer.pipeline.stage_timer import StageTimer
+
+
+class RecordSource:
+    """See `BatchSource`. A chunk is due when it is full, or `max_wait_ms` after its first record was read."""
+
+    def __init__(
+        self,
+        reader: RecordReader,
+        decoder: Decoder,
+        clock: Clock,
+        *,
+        max_wait_ms: int,
+        stages: StageTimer | None = None,
+        reopen: Callable[[tuple[Partition, ...]], RecordReader] | None = None,
+    ) -> None:
+        """`reader`: of all partitions that there are; `reopen`: another one, of some of them, where they can be chosen."""
+        self.stages = stages or StageTimer(clock)
+        self.reader, self.decoder, self.clock, self.max_wait_ms = reader, decoder, clock, max_wait_ms
+        self._reopen, self._all = reopen, tuple(sorted(reader.positions()))
+        self._lost_before = 0
+        self._waiting: list[Record] = []
+        self._since_s = 0.0
+        self._given: Progress = reader.positions()
+        self._ends: Progress = {}
+        self._reached: Progress | None = None  # those of `_ends` before which nothing is left
+
+    def poll(self, max_requests: int, timeout_s: float, partition: Partition | None = None) -> Chunk | None:
+        before, ends = len(self._waiting), self._ends
+        if partition is None and before:
+            timeout_s = min(max(self.max_wait_ms / 1000 - self._waited_s(), 0.0), timeout_s)
+        self._waiting += self.reader.poll(max_requests - before, timeout_s, partition)
+        if self._waiting and not before:
+            self._since_s = self.clock.monotonic_s()
+        full = len(self._waiting) >= max_requests
+        late = partition is None and self._waited_s() * 1000 >= self.max_wait_ms
+        if self._waiting and (full or late):
+            return self.rest(max_requests)
+        return self._at_bounds(ends, max_requests, partition) if ends else None
+
+    def rest(self, max_requests: int) -> Chunk | None:
+        records, self._waiting = self._waiting[:max_requests], self._waiting[max_requests:]
+        if not records:
+            return None
+        with self.stages("decode"):
+            chunk = chunk_of(
+                records, self.decoder, self.clock.now_ms(), corrections=reads_corrections(self._given)
+            )
+        self._given |= chunk.after
+        return chunk
+
+    def seek(self, at: Progress) -> None:
+        self.reader.seek(at)
+        self._waiting.clear()
+        self._given = self.reader.positions()
+
+    def assign(self, numbers: Collection[int], session: TableInput | None = None) -> None:
+        refuse_session(session)
+        wanted = tuple(partition for partition in self._all if partition[1] in numbers)
+        if set(wanted) == self.reader.positions().keys():
+            return
+        if self._reopen is None:
+            raise UnavailableError(
+                f"expected partitions {list(self._all)}, all of this source, got {list(wanted)}"
+            )
+        before, self.reader = self.reader, self._reopen(wanted)
+        self._lost_before += before.num_lost
+        before.close()
+        self._waiting.clear()
+        self._given = self.reader.positions()
+
+    def bound(self, ends: Progress) -> None:
+        self.reader.bound(ends)
+        self._ends = dict(
+            ends
+        )  # behind the reader's: none of these is taken for reached by what the old ones say
+
+    @property
+    def ended(self) -> bool:
+        return bool(self._ends) and self._reached is self._ends
+
+    def newest_ids(self, trained: Progress) -> Mapping[Partition, NewestIds]:
+        """It has no sessions."""
+        return {}
+
+    def positions(self) -> Progress:
+        return dict(self._given)
+
+    def lag(self) -> dict[Partition, PartitionLag]:
+        return self.reader.lag()
+
+    @property
+    def num_lost(self) -> int:
+        return self._lost_before + self.reader.num_lost
+
+    def close(self) -> None:
+        self.reader.close()
+
+    def _at_bounds(self, ends: Progress, max_requests: int, partition: Partition | None) -> Chunk | None:
+        """A chunk that isn't full and never will be, before the bound is moved. None: it may be, or everything was given."""
+        left = {p: self.reader.left(p) for p in ends}
+        if None in left.values() or (any(left.values()) if partition is None else left.get(partition, True)):
+            return None
+        if self._waiting:
+            return self.rest(max_requests)
+        if partition is not None and any(left.values()):
+            chunk = chunk_of(
+                (), self.decoder, self.clock.now_ms(), corrections=reads_corrections(self._given)
+            )
+            return dataclasses.replace(chunk, after={partition: self._given[partition]})
+        self._reached = ends
+        return None
+
+    def _waited_s(self) -> float:
+        return self.clock.monotonic_s() - self._since_s
+
+
+def reads_corrections(positions: Progress) -> bool:
+    """Whether they are among the partitions of a source."""
+    return any(topic == CORRECTIONS for topic, _ in positions)
+
+
+def chunk_of(
+    records: Sequence[Record], decoder: Decoder, read_ms: int, *, corrections: bool = False
+) -> Chunk:
+    """`records` as one chunk, in their order; never raises for what they hold. `corrections`: with those that have features."""
+    batch, rejects = decoder.decode(records, corrections=corrections)
+    return Chunk(
+        batch=batch,
+        rejects=[_rejected(records[reject.index], reject.reason, reject.error) for reject in rejects],
+        after={(record.topic, record.partition): record.offset + 1 for record in records},
+        read_ms=read_ms,
+        records=records,
+    )
+
+
+def _rejected(record: Record, reason: str, error: str) -> Rejected:
+    return Rejected((record.topic, record.partition), record.offset, reason, error, record.value or b"")

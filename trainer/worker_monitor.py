@@ -1,0 +1,157 @@
+"""How a worker is doing: computed once a second by the loop's thread, read by beats and scrapes from others."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from roostream.runtime.clock import Clock
+from roostream.runtime.exports import one_of
+from trainer.monitoring.caught_up import CaughtUp, Course, Liveness, Observation, Standing
+from trainer.monitoring.drift import Drift
+from trainer.monitoring.drift_report import LABELS as DRIFT_LABELS
+from trainer.monitoring.partition_watch import Patience
+from trainer.monitoring.quality import QUALITY, summary
+from trainer.monitoring.quality_gauges import QUALITY_LABELS, quality_gauges
+from trainer.monitoring.watch import quality_of, watch_of
+from trainer.read_bounds import ReadBounds
+from trainer.worker import Worker
+
+_EVERY_S = 1.0
+_METRICS_EVERY_S = 5.0
+_FRESH_S = 10.0  # an observation older than this is none: the loop's thread hangs in something
+
+_BY_PARTITION = ("partition_lag_records", "partition_lag_ms", "partition_lost_records")
+LABELS: dict[str, str | tuple[str, ...]] = {
+    "state": "state",
+    "state_s": "state",
+    "outcomes": "outcome",
+    **dict.fromkeys(_BY_PARTITION, "partition"),
+    "stage_seconds": ("stage", "thread"),
+    **{name.replace("@", "_"): "task" for name in QUALITY},
+    **QUALITY_LABELS,
+    **{f"drift_{name}": label for name, label in DRIFT_LABELS.items()},
+}
+"""Label of each gauge that has one."""
+
+
+class Monitor:
+    """`observe` when time allows; `report` and `gauges` are of the last observation, from any thread."""
+
+    def __init__(self, worker: Worker, clock: Clock, patience: Patience, drift: Drift | None = None) -> None:
+        """`drift`: what looks at the batches that the worker scores, if anything does."""
+        self.worker, self.clock, self.drift = worker, clock, drift
+        self.caught_up = CaughtUp(patience)
+        self._due_s = self._metrics_due_s = 0.0
+        self._observed_s = clock.monotonic_s()
+        self._progress = self.caught_up.observe({}, self._observed_s)
+        self._metrics: dict[str, Any] = {}
+        self._quality: dict[str, Any] = {"windows": {}, "slices": {}, "shadow": None}
+
+    def observe(self, held: str = "") -> None:
+        """In the loop's thread; does nothing until its second is over. `held`: why training is held; told at once."""
+        now_s = self.clock.monotonic_s()
+        if now_s < self._due_s and not held:
+            return
+        self._due_s = now_s + _EVERY_S
+        source = self.worker.loop.source
+        self._progress = self.caught_up.observe(
+            source.lag(),
+            now_s,
+            expected=source.positions().keys(),
+            held=held,
+            obstacle=self.worker.broken,
+            course=course_of(self.worker.reach),
+        )
+        self._observed_s = now_s
+        if now_s >= self._metrics_due_s:
+            self._metrics_due_s = now_s + _METRICS_EVERY_S
+            loop = self.worker.loop
+            counted = loop.own.metrics()
+            self._metrics = {**summary(counted.report()), "sums": counted.sums()}
+            self._quality = quality_of(loop.own.windowed.report(loop.watermark_ms), loop.shadow)
+
+    @property
+    def progress(self) -> Observation:
+        """As last observed; unknown where that is too long ago to be told as if it still were."""
+        silent_s = self.clock.monotonic_s() - self._observed_s
+        if silent_s <= _FRESH_S:
+            return self._progress
+        reason = f"the training loop has not turned for {silent_s:.0f} s"
+        return dataclasses.replace(
+            self._progress,
+            overall=Standing(
+                state=Liveness.UNKNOWN,
+                reason=reason,
+                in_state_s=silent_s - _FRESH_S,
+                lost_records=self._progress.overall.lost_records,
+            ),
+            partitions={},
+        )
+
+    def report(self) -> dict[str, Any]:
+        """What a beat carries: the worker's own report and how live it is."""
+        return {
+            **self.worker.report(),
+            "metrics": self._metrics,
+            "watch": watch_of(self.progress) | self._quality | {"drift": self._drift},
+        }
+
+    @property
+    def _drift(self) -> dict[str, Any]:
+        return self.drift.report() if self.drift else {}
+
+    def gauges(self) -> dict[str, Any]:
+        """For `Exports`."""
+        seen, loop, counts = self.progress, self.worker.loop, self.worker.loop.counts
+        at = seen.overall
+        by_partition = {
+            f"{topic}-{number}": standing for (topic, number), standing in seen.partitions.items()
+        }
+        tasks = self._metrics.get("tasks", {})
+        by_task = {
+            name.replace("@", "_"): {task: values.get(name) for task, values in tasks.items()}
+            for name in QUALITY
+        }
+        return {
+            **{name: value for name, value in dataclasses.asdict(counts).items() if name != "busy_s"},
+            "outcomes": dict(loop.outcomes.total),
+            **{name: value for name, value in loop.selection.report().items() if value is not None},
+            "step": self.worker.loop.num_steps,
+            "watermark_ms": self.worker.loop.watermark_ms,
+            "incarnation": self.worker.incarnation,
+            "training": int(self.worker.training),
+            "duplicates": self.worker.loop.own.num_skipped,
+            "lost_records": self.worker.loop.source.num_lost,
+            "row_wait_share": loop.stages.of_loop("pull", "push") / counts.busy_s if counts.busy_s else 0.0,
+            "stage_seconds": loop.stages.seconds(),
+            "max_staleness": loop.feed.max_staleness,
+            "shared_rows": loop.feed.num_shared,
+            "lag_records": at.lag_records,
+            "lag_ms": at.lag_ms,
+            "hidden_records": at.hidden_records,
+            "retention_share": at.retention_share,
+            "arrived_per_s": at.arrival.value if at.arrival else None,
+            "consumed_per_s": at.consumption.value if at.consumption else None,
+            "drained_per_s": at.drain.value if at.drain else None,
+            "eta_s": at.eta.s,
+            "eta_low_s": at.eta.low_s,
+            "eta_high_s": at.eta.high_s,
+            "state": one_of(at.state, tuple(Liveness)),
+            "state_s": {str(state): seconds for state, seconds in seen.state_seconds.items()},
+            "partition_lag_records": {name: standing.lag_records for name, standing in by_partition.items()},
+            "partition_lag_ms": {name: standing.lag_ms for name, standing in by_partition.items()},
+            "partition_lost_records": {
+                name: standing.lost_records for name, standing in by_partition.items()
+            },
+            **by_task,
+            **quality_gauges(self._quality),
+            **{f"drift_{name}": values for name, values in self._drift.items()},
+        }
+
+
+def course_of(reach: ReadBounds) -> Course:
+    """What a worker is told to do, as the states know it."""
+    if reach.is_initial:
+        return Course.WAIT if reach.is_trained else Course.HISTORY
+    return Course.STREAM if reach.phased else Course.READ
