@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from infra import ports, restore_points
@@ -129,20 +128,8 @@ def _serving(site: Site) -> dict[str, Any]:
         site, listen=listen, shards=site.at.shards, redis=_redis(site), home=site.home.root / site.name
     )
     if site.options.serving_processes > 1:
-        own |= {"reuse_port": True, "rows": "shared", "rows_home": _rows_home(site)}
+        own |= {"reuse_port": True}
     return {**own, "status_page": site.at.metrics.get("controller", "").removesuffix("metrics")}
-
-
-def _serving_rows(site: Site) -> dict[str, Any]:
-    return {"shards": site.at.shards, "seed": site.options.seed, "rows_home": _rows_home(site)}
-
-
-def _rows_home(site: Site) -> Path:
-    return site.home.root / "serving-rows"
-
-
-def _serving_needs(options: StackOptions) -> tuple[str, ...]:
-    return ("kafka", "serving-rows") if options.serving_processes > 1 else ("kafka",)
 
 
 def _features(site: Site) -> dict[str, Any]:
@@ -248,22 +235,11 @@ KINDS = (  # in order of starting
         stop_rank=StopRank.WORKER,
     ),
     Kind(
-        name="serving-rows",
-        help="Keep the rows that several serving processes of a machine share.",
-        config="serving.rows.config:RowsConfig",
-        run="serving.rows.main:run",
-        own=_serving_rows,
-        count=lambda options: int(options.serving_processes > 1),
-        first_plain=True,
-        stop_rank=StopRank.SERVING,
-    ),
-    Kind(
         name="serving",
         help="Score requests over HTTP and log what was scored.",
         config="serving.config:ServingConfig",
         run="serving.main:run",
         own=_serving,
-        needs=_serving_needs,
         count=lambda options: options.serving_processes,
         first_plain=True,
         stop_rank=StopRank.SERVING,

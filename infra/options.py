@@ -34,7 +34,7 @@ class StackOptions(Settings):
     )
     serving_processes: int = setting(
         1,
-        "that answer on serving's port; more than one share the rows of a `serving-rows` program",
+        "serving processes that listen on one port; each keeps the rows in its own memory",
         least=1,
         most=64,
     )

@@ -22,7 +22,7 @@
         stack.stop_program("worker")                   # in order, not restarted; `start(["worker"])` brings it back
         stack.run_to_end("simulate", timeout_s=60)     # a program that ends by itself: its exit code
 
-Programs: kafka, redis, flink-jm, flink-tm-0…, shard-0…, controller, worker, worker-1…, serving, serving-1…, serving-rows,
+Programs: kafka, redis, flink-jm, flink-tm-0…, shard-0…, controller, worker, worker-1…, serving, serving-1…,
 features, auditor, joiner, archiver, compactor, reader-0…, simulate; the words "flink" (jm + all tms), "shards", "workers",
 "servings" and "all" (everything but simulate) name several. How many workers and readers run follows the controller's wish
 (`infra/scaling.py`). Topics are created by the stack as soon as Kafka answers; our programs start beside it and wait for

@@ -14,7 +14,6 @@ MODULES = (
     "roostream.wire.transform",
     "roostream.online.counters",
     "param_server.warm",
-    "param_server.replica.shared_reader",
     "param_server.replica.cached_stack",
     "roostream.models.gather",
     "roostream.models.attention",

@@ -72,7 +72,6 @@ _HELPS = {
     "rows_evicted": "keys that a cache forgot for others",
     "rows_without": "keys that a cache knows to have no row",
     "row_reads_failed": "calls of a shard for missing rows that failed",
-    "rows_again": "rows that were read again, since they were being replaced in shared memory",
     "replica_bootstraps": "times that all rows were read from the shards",
     "version_swaps": "dense versions installed",
     "versions_refused": "dense versions that were committed and can't be served",

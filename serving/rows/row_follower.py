@@ -86,9 +86,7 @@ class RowFollower:
         shards: Sequence[Transport],
         observe: Callable[[str, float], None],
         clock: Clock,
-        stepped: Callable[[RowFollower], object] = lambda follower: None,
     ) -> None:
-        """`stepped` is called after the bootstrap and after each step, in the thread that runs."""
         self.replica, self.topic, self.shards, self.observe, self.clock = (
             replica,
             topic,
@@ -96,7 +94,6 @@ class RowFollower:
             observe,
             clock,
         )
-        self.stepped = stepped
         self.ready = False  # True from the first complete bootstrap on
         self.current_s: float | None = None  # monotonic: when the rows were last known to be current
         self.num_applied = self.num_refused = self.num_bootstraps = self.num_mended = 0
@@ -120,7 +117,6 @@ class RowFollower:
         self.num_bootstraps += 1
         self.ready = True
         log.info("%d rows read from %d shards", self.replica.num_rows, len(self.shards))
-        self.stepped(self)
 
     def age_s(self) -> float | None:
         """Time since the rows were known to be current; None = they never were. Any thread."""
@@ -146,7 +142,6 @@ class RowFollower:
             self._mend()
         if self.lag() == 0 and not self.replica.stale and self._all_answer():
             self.current_s = self.clock.monotonic_s()
-        self.stepped(self)
         return len(records)
 
     def _all_answer(self) -> bool:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -12,11 +11,9 @@ import numpy as np
 from param_server.replica.replica import Replica
 from param_server.replica.row_cache import CachePolicy, RowCache
 from param_server.replica.shard_reads import ShardReads
-from param_server.replica.shared_files import SharedFolder
-from param_server.replica.shared_reader import SharedReader
 from param_server.replica.some_buckets import SomeBuckets
 from roostream.runtime.address import expanded
-from roostream.runtime.clock import Clock, WallTime
+from roostream.runtime.clock import Clock
 from roostream.runtime.kafka.reader import KafkaReader
 from roostream.runtime.metrics import freshness
 from roostream.runtime.rpc_client import SocketTransport
@@ -24,8 +21,6 @@ from roostream.schema.schema import Schema
 from roostream.wire.lookup import Lookup
 from serving.rows.config import FollowsRows, ServesRows
 from serving.rows.row_follower import RowFollower, RowReplica, rows_reading
-
-LOOK_S = 0.2
 
 
 class ServedRows(Protocol):
@@ -136,37 +131,6 @@ class CachedRows:
             shard.close()
 
 
-class SharedServedRows:
-    """Kept by a `serving-rows` program."""
-
-    complete, waits, waiting_for = True, False, "rows of serving-rows"
-
-    def __init__(self, reader: SharedReader, clock: Clock) -> None:
-        self.reader, self.clock, self.gather, self.age_s = reader, clock, reader.gather, reader.age_s
-        self._wall = WallTime(clock)
-
-    @property
-    def ready(self) -> bool:
-        return self.reader.ready
-
-    def numbers(self) -> Mapping[str, float | None]:
-        current_s = self.reader.current_s
-        current_at_ms = None if current_s is None else self._wall.of(current_s)
-        return {
-            "replica_rows": self.reader.num_rows,
-            "rows_current_at_ms": current_at_ms,
-            "rows_again": self.reader.num_again,
-        }
-
-    def run(self, stop: threading.Event) -> None:
-        while not stop.is_set():
-            self.reader.look()
-            self.clock.sleep(LOOK_S, stop)
-
-    def close(self) -> None:
-        """Nothing of it is this process'."""
-
-
 def followed_numbers(follower: RowFollower) -> dict[str, float | None]:
     """A follower's figures, by the names of metrics."""
     return {
@@ -180,26 +144,18 @@ def followed_numbers(follower: RowFollower) -> dict[str, float | None]:
     }
 
 
-def open_follower(
-    config: FollowsRows,
-    replica: RowReplica,
-    clock: Clock,
-    stepped: Callable[[RowFollower], object] = lambda follower: None,
-) -> RowFollower:
+def open_follower(config: FollowsRows, replica: RowReplica, clock: Clock) -> RowFollower:
     """Over the deployment's Kafka and shards, which may be away."""
     topic = KafkaReader.open(
         config.broker, f"{config.prefix}serving-rows", rows_reading(config.prefix, config.partitions)
     )
     keys = config.link_keys()
     shards = [SocketTransport(address, keys=keys) for address in expanded(config.shards)]
-    return RowFollower(replica, topic, shards, freshness().observe, clock, stepped)
+    return RowFollower(replica, topic, shards, freshness().observe, clock)
 
 
 def open_rows(config: ServesRows, schema: Schema, seed: int, clock: Clock) -> ServedRows:
     """As the settings say; waits for nobody."""
-    if config.rows == "shared":
-        folder = SharedFolder(Path(config.rows_home), schema, seed)
-        return SharedServedRows(SharedReader(folder, schema, seed, clock), clock)
     if config.rows == "cache":
         return _open_cache(config, schema, seed, clock)
     return FollowedRows(open_follower(config, Replica(schema, seed, num_buckets=config.buckets), clock))

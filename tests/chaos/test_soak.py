@@ -49,9 +49,6 @@ STILL_FILLING_MB = {
 }
 """Programs whose memory has a bound that half an hour doesn't reach: what it may come to."""
 
-SHARED_ROWS = ("serving-1", "serving-rows")
-"""Programs that a stack of several serving processes has besides."""
-
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(SECONDS + 900)]
 
 
@@ -80,7 +77,7 @@ class Faults:
         self.rng, self.began_s = random.Random(SEED), time.monotonic()
         self.memory: dict[str, list[tuple[float, int]]] = {}
         self.files: dict[str, list[tuple[float, int]]] = {}
-        self.victims = [v for v in (*VICTIMS, *SHARED_ROWS) if v in stack.expand(["all"])]
+        self.victims = [v for v in (*VICTIMS, "serving-1") if v in stack.expand(["all"])]
         self.kills: list[tuple[float, str]] = []
         self.num_garbage = self.num_full = 0
         self._next_s = {"kill": 20.0, "look": 0.0, "garbage": 15.0, "fill": 40.0, "free": float("inf")}

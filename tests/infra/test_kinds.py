@@ -73,29 +73,23 @@ def placed(options: StackOptions, names: list[str]) -> Places:
     return places
 
 
-def test_several_serving_processes_share_a_port_and_rows_and_have_homes_of_their_own(tmp_path: Path) -> None:
+def test_several_serving_processes_share_a_port_and_have_their_own_homes(tmp_path: Path) -> None:
     options = StackOptions(serving_processes=3)
     names = [n for n in kinds.names(options) if n.startswith("serving")]
-    assert names == ["serving-rows", "serving", "serving-1", "serving-2"]
-    assert [kind_of(n).name for n in names] == ["serving-rows", "serving", "serving", "serving"]
+    assert names == ["serving", "serving-1", "serving-2"]
     places = placed(options, names)
     tables = [settings(site_of(n, Home(tmp_path), options, places)) for n in names]
-    assert len({t["metrics_port"] for t in tables}) == 4 and len({t["home"] for t in tables[1:]}) == 3
-    assert {t["listen"] for t in tables[1:]} == {f"127.0.0.1:{places.serving}"} and all(
-        t["reuse_port"] for t in tables[1:]
-    )
-    assert {t["rows_home"] for t in tables} == {tmp_path / "serving-rows"} and {
-        t["rows"] for t in tables[1:]
-    } == {"shared"}
+    assert len({t["metrics_port"] for t in tables}) == 3 and len({t["home"] for t in tables}) == 3
+    assert {t["listen"] for t in tables} == {f"127.0.0.1:{places.serving}"}
+    assert all(t["reuse_port"] for t in tables)
     for name, table in zip(names, tables, strict=True):
         build(kind_of(name).settings(), from_dict(kind_of(name).settings(), plain(table)))
-    assert "serving-rows" in kinds.BY_NAME["serving"].needs(options)
 
 
 def test_one_serving_process_has_its_own_port_and_rows(tmp_path: Path) -> None:
     assert [n for n in kinds.names(StackOptions()) if n.startswith("serving")] == ["serving"]
     table = settings(site_of("serving", Home(tmp_path), StackOptions(), placed(StackOptions(), ["serving"])))
-    assert not {"reuse_port", "rows", "rows_home"} & set(table)
+    assert "reuse_port" not in table
 
 
 def test_a_local_stack_asks_by_http_and_says_so(tmp_path: Path) -> None:

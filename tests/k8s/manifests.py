@@ -32,7 +32,6 @@ resources:
 components:
   - {k8s}/components/serving-tls
   - {k8s}/components/link-tls
-  - {k8s}/components/shared-rows
   - {k8s}/components/gpu
   - {k8s}/components/values
 configMapGenerator:

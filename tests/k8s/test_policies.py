@@ -143,13 +143,11 @@ def test_what_the_autoscaler_counts_no_manifest_counts(objects: Objects) -> None
 def test_every_program_of_the_table_has_its_workload(
     objects: Objects, request: pytest.FixtureRequest
 ) -> None:
-    """The rows that processes share are a component's, simulated users are those of one node."""
+    """Simulated users exist on one node only."""
     started = {c["args"][0] for w in workloads(objects) for c in w.containers if "args" in c}
-    optional = {"serving-rows", "simulate"}
+    optional = {"simulate"}
     assert {kind.name for kind in KINDS} - optional <= started <= {kind.name for kind in KINDS}
-    wanted = {"dev": {"simulate"}, "all": {"serving-rows"}}.get(
-        request.node.callspec.params["objects"], set()
-    )
+    wanted = {"simulate"} if request.node.callspec.params["objects"] == "dev" else set()
     assert started & optional == wanted
 
 

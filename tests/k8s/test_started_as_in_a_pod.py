@@ -25,7 +25,7 @@ from tests.k8s.manifests import OVERLAYS, Workload, built, own_folder, workloads
 from tests.k8s.pod import Kubelet, Started
 
 Objects = tuple[dict[str, Any], ...]
-LINKED = ("shard", "controller", "worker", "serving", "serving-rows")
+LINKED = ("shard", "controller", "worker", "serving")
 PATIENCE_S = 600.0
 """For a state that a program reaches by itself: on a machine that is busy it takes minutes."""
 PROGRAMS = (
@@ -99,7 +99,7 @@ def test_every_program_takes_the_settings_of_its_pod(overlay: str, tmp_path: Pat
                 )
                 assert getattr(config, "index", index) == index
             seen.add(program)
-    assert seen == {*PROGRAMS, *({"serving-rows"} if overlay == "all" else ())}
+    assert seen == {*PROGRAMS}
 
 
 def test_shards_and_controller_and_their_set_count_alike(tmp_path: Path) -> None:
@@ -142,8 +142,7 @@ def test_whoever_is_called_asks_who_calls_where_the_component_is(
                 )
                 keys = LinkKeys(config.link)
                 seen[program] = (keys.security.asks, bool(keys.tokens), keys.security.name)
-    expected = {*LINKED} if overlay == "all" else {*LINKED} - {"serving-rows"}
-    assert seen == dict.fromkeys(expected, (asks, asks, "link.roostream" if asks else ""))
+    assert seen == dict.fromkeys(LINKED, (asks, asks, "link.roostream" if asks else ""))
 
 
 class Running:

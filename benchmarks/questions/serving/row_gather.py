@@ -1,4 +1,4 @@
-"""What does a row cost that is in memory which several processes share?"""
+"""What does reading a row from a bounded cache cost?"""
 
 from benchmarks.question import Question, Row, Subject
 
@@ -12,9 +12,8 @@ def _gather(num_rows: int, width: int, num_keys: int) -> Row:
         unit="rows",
         clock="cpu",
         subjects=(
-            Subject("shared, read-only", f"{_HERE}:shared", sizes),
-            Subject("in this process, under a lock", f"{_HERE}:private", sizes, "before"),
             Subject("a cache, all there", f"{_HERE}:cached", sizes),
+            Subject("a full replica", f"{_HERE}:private", sizes, "peer"),
             Subject("copied, places known", f"{_HERE}:copied", sizes, "limit"),
         ),
     )
@@ -22,12 +21,10 @@ def _gather(num_rows: int, width: int, num_keys: int) -> Row:
 
 QUESTION = Question(
     name="row-gather",
-    asks="What does a row cost that is in memory which several processes share?",
+    asks="What does reading a row from a bounded cache cost?",
     rows=(_gather(10_000, 16, 300), _gather(1_000_000, 16, 300), _gather(1_000_000, 16, 3000)),
     means="""\
-A gather of shared rows takes the index words of all keys first, then sequence, key, row and sequence again of each, both asked
-for ahead; in this process it is places first, then rows. With few keys the call costs more than the rows; with rows beyond the
-processor's caches, reaching each of them does, and small pages make that dearer: memory of one process has large ones, tmpfs
-only where it is mounted or allowed so (`huge=`, shmem_enabled). Nobody writes while it is measured; keys whose row is being
-replaced are read again (`rows_again`).""",
+Rows of one lookup, gathered from a cache that holds all of them, from a full replica, and by a plain copy whose row numbers are
+known. With few keys the call costs more than the rows. With a table beyond the processor's caches, reaching each row dominates.
+Nobody writes while it is measured.""",
 )

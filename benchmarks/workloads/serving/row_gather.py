@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 
@@ -15,9 +13,6 @@ from param_server.kernels import take_rows
 from param_server.replica.replica import Replica
 from param_server.replica.row_cache import CachePolicy, RowCache
 from param_server.replica.shard_reads import ShardReads
-from param_server.replica.shared_files import SharedFolder
-from param_server.replica.shared_reader import SharedReader
-from param_server.replica.shared_rows import SharedOwner
 from param_server.replica.stores import PrivateRows
 from roostream.runtime.clock import SystemClock
 from roostream.runtime.transport import Answer, InMemoryTransport
@@ -52,7 +47,7 @@ def lookups_of(stack: str, keys: Keys, num_keys: int) -> list[Lookup]:
     return [Lookup({stack: StackLookup(keys.table_U[at_U], keys.id_U[at_U], {})}) for at_U in chosen]
 
 
-def gathers(rows: Replica | SharedReader | RowCache, lookups: list[Lookup], num_keys: int) -> Work:
+def gathers(rows: Replica | RowCache, lookups: list[Lookup], num_keys: int) -> Work:
     """All lookups, one after the other."""
 
     def step() -> None:
@@ -69,20 +64,6 @@ def private(num_rows: int, width: int, num_keys: int) -> Iterator[Work]:
     store = PrivateRows(schema.stacks[stack], seed=0, num_buckets=64)
     store.put(keys, rows_ND)
     yield gathers(Replica(schema, 0, stores={stack: store}), lookups_of(stack, keys, num_keys), num_keys)
-
-
-@contextlib.contextmanager
-def shared(num_rows: int, width: int, num_keys: int) -> Iterator[Work]:
-    schema = schema_of(width)
-    stack, keys, rows_ND = rows_of(schema, num_rows)
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as place:
-        folder = SharedFolder(Path(place), schema, 0)
-        with contextlib.closing(SharedOwner(folder, schema, 0, 64, SystemClock()).open()) as owner:
-            owner.stores[stack].put(keys, rows_ND)
-            owner.publish()
-            reader = SharedReader(folder, schema, 0, SystemClock())
-            reader.look()
-            yield gathers(reader, lookups_of(stack, keys, num_keys), num_keys)
 
 
 @contextlib.contextmanager

@@ -6,12 +6,23 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from param_server.index import Keys
 from param_server.initial import initial_rows
 from param_server.replica.cached_stack import CachedStack
-from tests.param_server.replica.shared_support import keys_of, rows_of
-from tests.param_server.shard_support import ADAGRAD, small_schema
+from tests.param_server.shard_support import ADAGRAD, ITEM, small_schema, table_id
 
 TABLES = small_schema().stacks[ADAGRAD]
+
+
+def keys_of(*ids: int) -> Keys:
+    return Keys(np.full(len(ids), table_id(ITEM), np.uint32), np.array(ids, np.int64))
+
+
+def rows_of(ids: np.ndarray, version: int) -> np.ndarray:
+    """float32 [U, 4]: (id, version, id + version, id - version)."""
+    ids_U = ids.astype(np.float32)
+    version_U = np.full_like(ids_U, version)
+    return np.stack([ids_U, version_U, ids_U + version_U, ids_U - version_U], axis=1)
 
 
 def stack_of(capacity: int = 64) -> CachedStack:

@@ -270,12 +270,3 @@ def test_rows_with_records_before_them_or_a_stale_bucket_are_not_current() -> No
     stage.clock.advance(2)
     stage.follower.step()
     assert stage.replica.stale and stage.follower.age_s() == 2
-
-
-def test_whoever_listens_is_told_of_each_step() -> None:
-    stage = Stage(Shard({}))
-    told: list[bool] = []
-    stage.follower.stepped = lambda follower: told.append(follower.ready)
-    stage.follower.bootstrap()
-    stage.follower.step()
-    assert told == [True, True]
