@@ -24,7 +24,7 @@ from infra.checks import require_disk
 from infra.flink_cluster import pyflink_home
 from infra.jars import BUILD, COMPILER_JARS, CONNECTOR_JARS, OPERATOR_JAR, STAMPS, find_java
 from infra.options import ROOT
-from infra.warm import MODULES
+from infra.precompile import MODULES
 from roostream.errors import RoostreamError, SetupError
 
 JAVA_SOURCES = ROOT / "joiner" / "java"
@@ -147,7 +147,7 @@ def warm_kernels(console: Console) -> None:
     if is_stamped("kernels", value):
         return
     console.print(f"compiling kernels of {', '.join(MODULES)}")
-    done = subprocess.run((sys.executable, "-m", "infra.warm"), cwd=ROOT, check=False)
+    done = subprocess.run((sys.executable, "-m", "infra.precompile"), cwd=ROOT, check=False)
     if done.returncode:
         raise SetupError("kernels could not be compiled; the lines above say why")
     stamp("kernels", value)

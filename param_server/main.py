@@ -22,13 +22,13 @@ from prometheus_client import REGISTRY
 from param_server.blobs import Blobs, RocksBlobs
 from param_server.calls import Calls
 from param_server.config import ShardConfig, ShardIdentity
+from param_server.precompile import precompile
 from param_server.publish import Publisher
 from param_server.residency import Expiry
 from param_server.rows_topic import KafkaRows
 from param_server.segments import Segments
 from param_server.server import Shard
 from param_server.table import shapes_of
-from param_server.warm import warm
 from roostream.runtime import metrics, program
 from roostream.runtime.address import parse_address
 from roostream.runtime.checkpoint_store import open_store
@@ -97,7 +97,7 @@ def serve(config: ShardConfig, stop: threading.Event) -> None:
         at = metrics.serve(
             config, health
         )  # before kernels, which the first start of all compiles for a minute
-        warm()
+        precompile()
         blobs.open()
         opened.callback(blobs.close)
         latency = metrics.StageTimes("roostream_shard_call", "time to answer a call")

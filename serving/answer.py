@@ -116,6 +116,6 @@ def shorten(value_N: np.ndarray, powers: np.ndarray, out_N: np.ndarray) -> None:
                 break
 
 
-def warm() -> None:
-    """Compile the kernel into numba's cache."""
+def precompile() -> None:
+    """Compile the kernels into numba's cache."""
     shortest(np.ones(1, np.float32))

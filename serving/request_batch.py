@@ -329,7 +329,7 @@ def read_request(schema: Schema, ro: bytes, nro: bytes, item_ids: np.ndarray, ti
     return RequestColumns(*both, item_ids, time_ms)
 
 
-def warm() -> None:
+def precompile() -> None:
     """Compile the kernels into numba's cache."""
     schema = Schema(ro=(Feature(name="x"),), labels=(Label(name="click", action="click"),))
     batch_of(schema, [read_request(schema, b"", b"", np.zeros(1, np.int64), 0)])

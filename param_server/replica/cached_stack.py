@@ -133,6 +133,6 @@ def turn(flags_N: np.ndarray, used: int, hand: int, wanted: int, only: int) -> t
     return out_M[:found], hand
 
 
-def warm() -> None:
-    """Compile the kernel into numba's cache."""
+def precompile() -> None:
+    """Compile the kernels into numba's cache."""
     turn(np.zeros(1, np.uint8), 1, 0, 1, 0)

@@ -173,7 +173,7 @@ class ListAttention(nn.Module):
         )
 
 
-def warm() -> None:
+def precompile() -> None:
     """Compile the kernels into numba's cache."""
     groups = build_groups(np.array([2]))
     attend_to_each_other(torch.ones(2, 3, requires_grad=True), groups, 1).sum().backward()  # type: ignore[no-untyped-call]

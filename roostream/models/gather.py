@@ -161,7 +161,7 @@ def _unpool(
                 store(out_UD, index_L[i], j, width - j, fused(gradient, spread(row, weight_L[i]), row))
 
 
-def warm() -> None:
+def precompile() -> None:
     """Compile the kernels into numba's cache."""
     rows_UD, index_L = torch.ones(2, 1, requires_grad=True), torch.tensor([0, 1])
     gather([(rows_UD, index_L)]).sum().backward()  # type: ignore[no-untyped-call]

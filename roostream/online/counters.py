@@ -384,7 +384,7 @@ def as_int64(item_ids: Sequence[int] | np.ndarray) -> np.ndarray:
     return np.array([signed(i) for i in item_ids], dtype=np.int64)
 
 
-def warm() -> None:
+def precompile() -> None:
     """Compile the kernels into numba's cache."""
     counters = Counters(Schema())
     counters.apply_impression(1, [1], 0)

@@ -74,8 +74,8 @@ def is_there(bits: np.uint32) -> np.bool_:
     return (bits & np.uint32(0x7FFFFFFF)) <= np.uint32(_INFINITE)
 
 
-def warm() -> None:
-    """Compile the kernel into numba's cache."""
+def precompile() -> None:
+    """Compile the kernels into numba's cache."""
     bits_NF = np.zeros((1, 5), dtype=np.uint32)
     beside(
         (np.zeros(1, dtype=np.uint32),) * MOST,

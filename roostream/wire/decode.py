@@ -238,7 +238,7 @@ def rewritten(value: bytes) -> bytes:
     return value[:2] + sample.SerializeToString(deterministic=True)
 
 
-def warm() -> None:
+def precompile() -> None:
     """Compile every kernel into numba's cache."""
     from roostream.schema.schema import Feature, Label
 

@@ -287,7 +287,7 @@ def _equal(entry_LC: np.ndarray, one: int, other: int) -> bool:
     return c == entry_LC.shape[1]
 
 
-def warm() -> None:
+def precompile() -> None:
     """Compile the kernels into numba's cache."""
     one = np.ones((1, 1), dtype=np.int32)
     lists = Jagged(keys=("warm",), lengths_KN=one, values=np.ones(1, dtype=np.int64), present_KN=one > 0)

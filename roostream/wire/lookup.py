@@ -219,7 +219,7 @@ def put_keys(slots: np.ndarray, table_N: np.ndarray, id_N: np.ndarray, first: in
         slots[slot_of(slots, table_N, id_N, table_N[n], id_N[n])] = n
 
 
-def warm() -> None:
+def precompile() -> None:
     """Compile the kernels into numba's cache."""
     found, slots = _dedupe([("warm", 1, np.zeros(1, dtype=np.int64))]), np.full(2, -1, np.int32)
     put_keys(slots, found.table_U, found.id_U, 0, 1)

@@ -254,7 +254,7 @@ _NO_FLOATS = _Fresh(np.zeros((0, 1)), np.zeros(0, np.int64))
 _NO_IDS = np.zeros((0, 1), np.int64)
 
 
-def warm() -> None:
+def precompile() -> None:
     """Compile the kernels into numba's cache."""
     floats_11, no_places = np.zeros((1, 1), np.float32), np.zeros(0, np.int64)
     some_missing(floats_11.ravel(), NO_COLUMNS.missing, (1, 1, 0), no_places, no_places)

@@ -140,7 +140,7 @@ def share(x_n: np.ndarray) -> np.ndarray:
     return out
 
 
-def warm() -> None:
+def precompile() -> None:
     """Compile the kernels into numba's cache."""
     steps = np.array([[op, 0, 0] for op in range(5)], dtype=np.int64)
     run_steps(np.ones((2, 1), dtype=np.float32), steps, np.ones((5, 2)), np.array([0, 2], dtype=np.int64))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from roostream.models import gather as module
-from roostream.models.gather import gather, pool_bags, warm
+from roostream.models.gather import gather, pool_bags, precompile
 
 INDEX = torch.tensor([3, 0, 3, 1, 3])
 OFFSET = torch.tensor([0, 2, 2, 5])  # the second bag is empty
@@ -72,7 +72,7 @@ def test_elsewhere_than_on_a_cpu_shapes_are_the_same() -> None:
 
 
 def test_warming_compiles_both_ways() -> None:
-    warm()
+    precompile()
     assert all(
         kernel.signatures
         for kernel in (module._take, module._add, module._share, module._pool, module._unpool)

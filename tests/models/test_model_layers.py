@@ -17,7 +17,7 @@ from roostream.models.attention import (
     attend_to_histories,
     padded_to_each_other,
     padded_to_histories,
-    warm,
+    precompile,
 )
 from roostream.models.build import build_model
 from roostream.models.candidate_groups import CandidateGroups, build_groups
@@ -165,7 +165,7 @@ def test_padding_has_no_influence_and_no_gradient() -> None:
 
 
 def test_warming_compiles_attention_both_ways() -> None:
-    warm()
+    precompile()
     assert all(
         kernel.signatures for kernel in (ragged_attention.attend_ragged, ragged_attention.attend_ragged_back)
     )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from roostream.errors import CheckpointError
 from roostream.online.counter_plan import plan_of
-from roostream.online.counters import OF_THE_REQUEST, Counters, Keys, of_request, sources_of, warm
+from roostream.online.counters import OF_THE_REQUEST, Counters, Keys, of_request, precompile, sources_of
 from roostream.online.entity_state import MAX_TABLE_ROWS, CrossTable, EntityState, state_from_bytes
 from roostream.schema.check import ONLINE
 from roostream.schema.ids import hash64, signed
@@ -26,7 +26,7 @@ LIVES = {"10m": 600_000, "1h": HOUR, "6h": 6 * HOUR, "24h": 24 * HOUR}
 
 
 def test_decayed_sums_are_the_definition_for_events_in_any_order() -> None:
-    warm()
+    precompile()
     views, clicks = [0, 5 * HOUR, 2 * HOUR, 2 * HOUR], [HOUR, 30 * HOUR, 3 * HOUR]
     counters = Counters(Schema())
     for at in views:

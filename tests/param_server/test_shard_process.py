@@ -285,7 +285,7 @@ def test_a_shard_that_still_compiles_its_kernels_is_alive_and_not_ready(tmp_path
         f'schema = "{tmp_path}/schema.toml"\nstore = "{tmp_path}/store"\nhome = "{tmp_path}/home"\n'
         f'controller = "127.0.0.1:1"\nmetrics_port = {port}\n'
     )
-    slow = f"import time, param_server.main as m; m.warm = lambda: time.sleep(600); {START}"
+    slow = f"import time, param_server.main as m; m.precompile = lambda: time.sleep(600); {START}"
     with subprocess.Popen(
         [sys.executable, "-c", slow, "shard", "--config", str(tmp_path / "shard.toml")]
     ) as process:

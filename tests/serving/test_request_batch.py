@@ -22,7 +22,7 @@ from roostream.wire.columns import NO_COLUMNS, columns_of, pack
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
 from serving import request_batch
-from serving.request_batch import RequestColumns, batch_of, checked, checked_at_once, read_request, warm
+from serving.request_batch import RequestColumns, batch_of, checked, checked_at_once, precompile, read_request
 from tests.wire.conftest import RICH
 
 NOW_MS = 1_700_000_000_000
@@ -215,7 +215,7 @@ def test_labels_are_unknown_and_cannot_be_written_to() -> None:
 
 
 def test_warming_compiles_for_every_request() -> None:
-    warm()
+    precompile()
     kernels = (request_batch.lay_side, request_batch.read_blocks)
     before = [len(kernel.nopython_signatures) for kernel in kernels]
     schema = schema_from_dict(tomllib.loads(RICH))

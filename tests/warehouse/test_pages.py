@@ -19,9 +19,9 @@ from roostream.warehouse.pages.page_reader import (
     PagedColumn,
     PageReader,
     ParquetPage,
+    precompile,
     texts_at,
     texts_of,
-    warm,
 )
 from roostream.wire.columnar import Form
 from tests.warehouse.sample_cases import same_bits
@@ -316,7 +316,7 @@ def test_lists_of_lists_are_counted_or_refused(repeated: list[int], defined: lis
 
 
 def test_warming_up_compiles_all_that_reading_needs() -> None:
-    warm()
+    precompile()
     kernels = {name: k for name, k in vars(page_kernels).items() if isinstance(k, CPUDispatcher)}
     before = {name: len(k.signatures) for name, k in kernels.items()}
     by_pages(written(table(300, 1, nullable=False)), [0])

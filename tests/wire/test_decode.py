@@ -14,7 +14,7 @@ from roostream.wire import proto_kernels as wire_kernels
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.block import encode_nro, encode_ro
-from roostream.wire.decode import rewritten, warm
+from roostream.wire.decode import precompile, rewritten
 from roostream.wire.records import Record
 from tests.wire.decode_reference import decoder, same_as_reference, valid
 
@@ -272,7 +272,7 @@ def test_warming_compiles_every_kernel_for_every_shape_of_poll(
     kernels = {
         k: v for module in modules for k, v in vars(module).items() if hasattr(v, "nopython_signatures")
     }
-    warm()
+    precompile()
     before = {name: len(kernel.nopython_signatures) for name, kernel in kernels.items()}
     made = [to_record(s) for s in samples(30)]
     bare = parse_schema('[[label]]\nname = "c"\naction = "c"')

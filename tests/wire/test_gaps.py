@@ -15,7 +15,7 @@ from roostream.schema.schema import Feature, Label, Limits, Schema, Table
 from roostream.wire import missing_features as gaps
 from roostream.wire.block import nro_columns, ro_columns
 from roostream.wire.columns import NO_COLUMNS, Columns, Side, pack
-from roostream.wire.missing_features import Gaps, warm
+from roostream.wire.missing_features import Gaps, precompile
 from tests.serving.test_request_batch import FLOAT, ID, schemas, values
 
 
@@ -160,7 +160,7 @@ def test_missing_bits_behind_the_last_list_are_not_taken_over() -> None:
 
 
 def test_warming_compiles_for_every_request() -> None:
-    warm()
+    precompile()
     kernels = (gaps.some_missing, gaps.fill_floats, gaps.fill_rows)
     before = [len(kernel.nopython_signatures) for kernel in kernels]
     given = {"y": np.array([1.0, 2.0], np.float32), "item": np.array([5, 6], np.uint64)}

@@ -7,7 +7,7 @@ import numpy as np
 from roostream.schema.schema import Schema
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.decode import Decoder
-from roostream.wire.lookup import build_lookup, sources_of, warm
+from roostream.wire.lookup import build_lookup, precompile, sources_of
 from roostream.wire.records import Record
 
 
@@ -52,6 +52,6 @@ def test_equal_ids_of_different_tables_are_different_rows(schema: Schema) -> Non
 
 
 def test_an_empty_batch_needs_no_rows(schema: Schema) -> None:
-    warm()
+    precompile()
     lookup = build_lookup(Decoder(schema, lambda _: None).decode([])[0])
     assert all(len(s.id_U) == 0 and s.index for s in lookup.stacks.values())

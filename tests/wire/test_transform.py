@@ -83,7 +83,7 @@ def test_columns_are_named_in_declared_order(ranked: Schema) -> None:
 
 
 def test_every_operation_by_hand(ranked: Schema) -> None:
-    transform.warm()
+    transform.precompile()
     ro, nro = transform.apply(
         batch_of(ranked, [0.0, 3.0, None, 1.0, 0.5], [0.0, 1.0, -1.0, 100.0, None], gap=7.0)
     )

@@ -178,7 +178,7 @@ def split(
     return table_P[:p], id_P[:p], out_UD[:p]
 
 
-def warm() -> None:
+def precompile() -> None:
     """Compile the kernels into numba's cache."""
     number_U, row_UD, of_N, T = (
         np.zeros(1, np.int64),

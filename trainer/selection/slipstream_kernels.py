@@ -152,7 +152,7 @@ def take_requests(
     return num_I, kept_S, kept_L
 
 
-def warm() -> None:
+def precompile() -> None:
     """Compile the kernels into numba's cache."""
     one, request_S, slot_L, row_L = np.ones(1, np.int64), *(np.zeros(1, np.int64) for _ in range(3))
     slots_C, table_H, id_H = np.full(2, -1, np.int32), np.zeros(0, np.uint32), np.zeros(0, np.int64)

@@ -17,8 +17,8 @@ from typing import Any
 
 from param_server.client import Client
 from param_server.exchange.exchanged_rows import ExchangedRows
+from param_server.precompile import precompile
 from param_server.server import Shard
-from param_server.warm import warm
 from roostream.cli.train.config import TrainConfig
 from roostream.cli.train.offline_parts import OfflineParts
 from roostream.errors import UnavailableError
@@ -70,7 +70,7 @@ def work(task: WorkerTask, stop: program.Stop) -> None:
             client: Client | ExchangedRows = Client(parts.schema, shards, worker=task.index)
         else:
             shard = parts.shard(task.index, opened)
-            warm()
+            precompile()
             client = ExchangedRows(shard, SingleWorkerGroup())
             team = DualRendezvous(place, client)
             members.append(_shard_member(task, shard, ended))

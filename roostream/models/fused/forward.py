@@ -135,7 +135,7 @@ def _lay_entries(
         column += table.shape[1]
 
 
-def warm() -> None:
+def precompile() -> None:
     """Compile the kernels into numba's cache."""
     x = np.zeros((1, 2), np.float32)
     none = np.zeros(1, np.int64)

@@ -271,7 +271,7 @@ def texts_at(index_V: np.ndarray, known: np.ndarray, out_V: np.ndarray) -> int:
     return 0
 
 
-def warm() -> None:
+def precompile() -> None:
     """Compile every kernel into numba's cache."""
     forms = {name: Form("request", "number", kind, is_list=True) for name, kind in _WARMED.items()}
     arrays = [

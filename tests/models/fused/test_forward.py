@@ -146,7 +146,7 @@ def test_a_model_that_only_looks_like_a_ranker_goes_through_its_modules(
 
 
 def test_warming_compiles_for_every_model() -> None:
-    forward.warm()
+    forward.precompile()
     laying = (machine.lay_out, machine.lay_rows, machine.lay_lists, machine.lay_times, machine.lay_floats)
     kernels = (machine.run_tape, *laying)
     before = [len(kernel.nopython_signatures) for kernel in kernels]

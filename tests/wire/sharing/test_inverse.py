@@ -186,4 +186,4 @@ def test_impressions_in_any_order_are_their_requests_again() -> None:
 
 
 def test_kernels_can_be_compiled_beforehand() -> None:
-    inverse.warm()
+    inverse.precompile()

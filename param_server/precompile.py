@@ -15,7 +15,7 @@ from roostream.schema.schema import Table
 from roostream.schema.update_rules import RULES
 
 
-def warm() -> None:
+def precompile() -> None:
     """Seconds where nothing is cached, else a fraction of one."""
     for rule in RULES.values():
         _live(

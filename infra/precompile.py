@@ -1,4 +1,4 @@
-"""Compile every numba kernel once, so that no program does it while it serves. `python -m infra.warm`"""
+"""Compile every numba kernel once, so that no program does it while it serves. `python -m infra.precompile`"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MODULES = (
     "roostream.wire.lookup",
     "roostream.wire.transform",
     "roostream.online.counters",
-    "param_server.warm",
+    "param_server.precompile",
     "param_server.replica.cached_stack",
     "roostream.models.gather",
     "roostream.models.attention",
@@ -38,7 +38,7 @@ def main() -> int:
                 f"  {name}: passed over, {error.name} isn't installed", flush=True
             )  # an extra that was left out
             continue
-        module.warm()
+        module.precompile()
         print(f"  {name}: {time.monotonic() - started_s:.1f} s", flush=True)
     return 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from numba.core.registry import CPUDispatcher
 
 from param_server import index_kernels, initial, kernels, rules
-from param_server.warm import warm
+from param_server.precompile import precompile
 from tests.param_server.reader_support import Follower, Loop
 from tests.param_server.shard_support import ITEM, TOPIC, MemoryStore, begun, commit, small_schema
 
@@ -24,7 +24,7 @@ def signatures() -> dict[str, int]:
 
 
 def test_nothing_is_compiled_after_warming_up() -> None:
-    warm()
+    precompile()
     before = signatures()
     store = MemoryStore()
     loop = Loop(begun(schema=small_schema(expire_after_ms=10), store=store, num_shards=1))

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from infra import prepare, warm
+from infra import precompile, prepare
 from infra.options import ROOT
 
 
 def test_every_module_with_kernels_is_warmed_and_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert warm.main() == 0
-    assert [line.split(":")[0].strip() for line in capsys.readouterr().out.splitlines()] == list(warm.MODULES)
+    assert precompile.main() == 0
+    assert [line.split(":")[0].strip() for line in capsys.readouterr().out.splitlines()] == list(
+        precompile.MODULES
+    )
 
 
 def test_what_an_extra_brings_is_passed_over_without_it_and_nothing_else(
@@ -21,12 +23,12 @@ def test_what_an_extra_brings_is_passed_over_without_it_and_nothing_else(
     (tmp_path / "lacks_extra.py").write_text("import a_package_of_an_extra\n", encoding="utf-8")
     (tmp_path / "broken.py").write_text("import broken.gone\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(warm, "MODULES", ("lacks_extra",))
-    assert warm.main() == 0
+    monkeypatch.setattr(precompile, "MODULES", ("lacks_extra",))
+    assert precompile.main() == 0
     assert capsys.readouterr().out == "  lacks_extra: passed over, a_package_of_an_extra isn't installed\n"
-    monkeypatch.setattr(warm, "MODULES", ("broken",))
+    monkeypatch.setattr(precompile, "MODULES", ("broken",))
     with pytest.raises(ModuleNotFoundError):
-        warm.main()
+        precompile.main()
 
 
 def test_kernels_are_compiled_anew_when_a_file_with_one_changes() -> None:
