@@ -22,7 +22,6 @@ MODULES = (
     "trainer.selection.slipstream_kernels",
     "serving.answer",
     "serving.request_batch",
-    "roostream.warehouse.pages.page_reader",
 )
 
 

@@ -1,7 +1,7 @@
 """Row groups of a file as a batch: the columns that a schema needs, in few reads.
 
 1 the footer, in one read of the file's end  2 the columns' places, merged (roostream/warehouse/byte_ranges.py)  3 these bytes
-4 pages, each held against its checksum, to arrays: by ours (roostream/warehouse/pages/page_reader.py), what isn't as we write it by Arrow's
+4 Arrow decodes the pages and verifies their checksums
 5 arrays to the batch that a decoder would have made of the same records
 """
 
@@ -23,10 +23,8 @@ from roostream.warehouse import layout
 from roostream.warehouse.byte_ranges import MAX_OVER_READ, ByteRange, RangedFile, merged
 from roostream.warehouse.data_file import DataFile
 from roostream.warehouse.file_writer import FOOTER_KEY, FORMATS
-from roostream.warehouse.pages.page_footer import Chunks, leaves
-from roostream.warehouse.pages.page_reader import PageReader
 from roostream.wire.batch import Batch
-from roostream.wire.columnar import CANDIDATE, FlatColumn, Form, batch_of, needed
+from roostream.wire.columnar import FlatColumn, Form, batch_of, needed
 
 Labels = Literal["latest", "as_streamed"]
 _TAIL_BYTES = 64 << 10
@@ -54,7 +52,7 @@ class SampleFile:
         self._at: dict[str, list[int]] = {}  # where a column's leaves are among all
         for at in range(self.footer.num_columns):
             self._at.setdefault(self.footer.schema.column(at).path.split(".", 1)[0], []).append(at)
-        self._leaves, self._chunks = leaves(self.footer), Chunks(self.footer)
+        self._ranges: dict[tuple[int, int], ByteRange] = {}  # by (row group, leaf)
         self._asked: tuple[Schema, Schema, Mapping[str, Form]] | None = (
             None  # what was read last, and the columns that it needs
         )
@@ -111,25 +109,19 @@ class SampleFile:
         names = list(dict.fromkeys((*forms, "item")))
         with self._told():
             self.source.fetch(self.reading_plan(names, chosen))
-            reader, known = PageReader(self.source, self._chunks, chosen), {}
-            for name in names:
-                leaf, form = self._leaves.get(name), forms.get(name, CANDIDATE["item"])
-                if leaf is not None and (column := reader.read(leaf, form)) is not None:
-                    known[name] = column
-            rest = [name for name in names if name not in known]
-            table = (
-                self._parquet.read_row_groups(chosen, columns=rest, use_threads=False)
-                if rest
-                else pa.table({})
-            )
-            if missing := set(rest).difference(table.column_names):
+            table = self._parquet.read_row_groups(chosen, columns=names, use_threads=False)
+            if missing := set(names).difference(table.column_names):
                 raise CheckpointError(f"expected the columns {sorted(missing)}, got none of them")
-            return layout.from_arrow(table, forms, known)
+            return layout.from_arrow(table, forms)
 
     def _places(self, names: set[str], groups: Sequence[int]) -> Iterator[ByteRange]:
         for g in groups:
             for at in sorted(at for name in names for at in self._at.get(name, ())):
-                yield self._chunks.at(g, at).place
+                if (g, at) not in self._ranges:
+                    chunk = self.footer.row_group(g).column(at)
+                    start = chunk.dictionary_page_offset or chunk.data_page_offset
+                    self._ranges[g, at] = ByteRange(start, start + chunk.total_compressed_size)
+                yield self._ranges[g, at]
 
     def _said(self) -> dict[str, Any]:
         with self._told():

@@ -14,7 +14,6 @@ import numpy as np
 import pyarrow as pa
 
 from roostream.errors import CheckpointError
-from roostream.warehouse.pages.page_reader import PagedColumn
 from roostream.wire.columnar import FlatColumn, Form
 
 ROWS_OF_GROUP = 4096
@@ -89,45 +88,26 @@ def _array(column: FlatColumn, form: Form, starts: np.ndarray) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(starts), array) if form.of == "candidate" else array
 
 
-def from_arrow(
-    table: pa.Table, forms: Mapping[str, Form], paged: Mapping[str, PagedColumn]
-) -> tuple[dict[str, FlatColumn], np.ndarray]:
-    """The columns of a table that was read, and how many candidates each request has (int32 [R], by the column `item`).
-
-    `paged`: those that were read without Arrow, each as deep as its form, and are not in the table.
+def from_arrow(table: pa.Table, forms: Mapping[str, Form]) -> tuple[dict[str, FlatColumn], np.ndarray]:
+    """The columns of a table, and the number of candidates of each request (int32 [R], taken from the column `item`).
 
     Raises:
-        CheckpointError: two columns disagree on it.
+        CheckpointError: a candidate column has another number of values than `item`.
     """
     whole = table.combine_chunks()
-    counts_R = paged["item"].lists[0].lengths_N if "item" in paged else _counts(_one_chunk(whole["item"]))
+    counts_R = np.diff(_offsets(_one_chunk(whole["item"]))).astype(np.int32)
     out: dict[str, FlatColumn] = {}
     for name, form in forms.items():
-        if (found := paged.get(name)) is not None:
-            if form.of == "candidate":
-                _agree(name, found.lists[0].lengths_N, counts_R)
-            out[name] = (
-                FlatColumn(found.values, *found.lists[-1]) if form.is_list else FlatColumn(found.values)
-            )
-            continue
         array = _one_chunk(whole[name])
         if form.of == "candidate":
-            _agree(name, _counts(array), counts_R)
             offsets = _offsets(array)
+            if not np.array_equal(np.diff(offsets), counts_R):
+                raise CheckpointError(
+                    f"expected a value for every candidate in column {name!r}, got other counts"
+                )
             array = array.values.slice(offsets[0], offsets[-1] - offsets[0])
         out[name] = _flat(array, form)
     return out, counts_R
-
-
-def _counts(array: pa.ListArray) -> np.ndarray:
-    """int32 [N]"""
-    return np.diff(_offsets(array)).astype(np.int32)
-
-
-def _agree(name: str, lengths_R: np.ndarray, counts_R: np.ndarray) -> None:
-    """Raises CheckpointError: a column of candidates has others than they are."""
-    if lengths_R is not counts_R and not np.array_equal(lengths_R, counts_R):
-        raise CheckpointError(f"expected values of every candidate in column {name!r}, got others")
 
 
 def _flat(array: pa.Array, form: Form) -> FlatColumn:

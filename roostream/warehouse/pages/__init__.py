@@ -1,1 +1,0 @@
-"""Columns straight from the pages of a file."""
