@@ -47,17 +47,12 @@ from roostream.wire.records import Record
 
 CANDIDATES = 20
 ROOMS = (
-    "roo",
-    "runtime",
+    "roostream",
     "joiner",
-    "models",
     "param_server",
     "trainer",
     "serving",
-    "features",
-    "traffic",
     "infra",
-    "command",
 )
 
 

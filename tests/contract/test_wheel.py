@@ -17,7 +17,7 @@ import pytest
 pytestmark = pytest.mark.timeout(400)  # an environment is made and filled: minutes on a machine that is busy
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-TOPS = {package.partition(".")[0] for package in PROJECT["tool"]["setuptools"]["packages"]}
+TOPS = {name.rstrip("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]}
 OUTSIDE = (
     "infra/k8s/",
     "infra/image/",

@@ -79,10 +79,8 @@ def test_the_list_of_packages_is_the_lock_without_what_only_tests_need() -> None
 def test_every_package_of_ours_is_copied() -> None:
     import tomllib
 
-    packages = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"][
-        "packages"
-    ]
-    ours = {name.partition(".")[0] for name in packages}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    ours = {name.rstrip("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]}
     assert {i.text.split()[0] for i in instructions("COPY", "build")} >= ours
     kept = {
         line[1:]

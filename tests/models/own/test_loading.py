@@ -178,7 +178,7 @@ def test_what_is_wrong_with_a_module_is_one_sentence(
         ("not-a-name.x:build", r"expected FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION"),
         (
             "roostream.models.ranker:Ranker",
-            r"expected a package of a name of its own, got 'models', which is taken; rename it",
+            r"expected a package of a name of its own, got 'roostream', which is taken; rename it",
         ),
         (
             "no_such_package.x:build",
