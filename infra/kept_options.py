@@ -10,7 +10,7 @@ from typing import Any
 from infra.options import StackOptions
 from infra.programs import plain
 from roostream.errors import ConfigError
-from roostream.schema.settings import build, from_dict
+from roostream.schema.settings import from_dict
 
 FILE = "options.json"
 _KEPT = (
@@ -46,7 +46,7 @@ def kept(home: Path) -> StackOptions | None:
     try:
         raw: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         overrides = raw.pop("overrides")
-        found: StackOptions = build(StackOptions, from_dict(StackOptions, raw))
+        found = from_dict(StackOptions, raw)
     except (OSError, ValueError, KeyError, AttributeError, TypeError, ConfigError) as error:
         raise ConfigError(f"{file}: can't be used ({error}); delete it and give `up` its options") from None
     return dataclasses.replace(found, overrides=overrides)

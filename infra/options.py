@@ -10,7 +10,7 @@ from typing import Any
 
 from roostream.runtime.deployment import MAX_WORKERS
 from roostream.runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
-from roostream.schema.settings import MAX_SEED, Settings, refusal, setting
+from roostream.schema.settings import MAX_SEED, Settings, setting, setting_error
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_HOME = Path(".roostream")
@@ -25,46 +25,44 @@ class StackOptions(Settings):
     schema: Path = setting(DEMO_SCHEMA, "schema TOML of every program")
     prefix: str = setting("", "of topic names and Redis keys")
     replay: bool = setting(False, "topics keep and accept old event times")
-    num_shards: int = setting(2, "shard processes", least=1)
+    num_shards: int = setting(2, "shard processes", ge=1)
     num_workers: int = setting(
         1,
         "trainer workers to begin with, partitions at most; `roostream scale` changes it",
-        least=1,
-        most=MAX_WORKERS,
+        ge=1,
+        le=MAX_WORKERS,
     )
     serving_processes: int = setting(
         1,
         "serving processes that listen on one port; each keeps the rows in its own memory",
-        least=1,
-        most=64,
+        ge=1,
+        le=64,
     )
     num_archivers: int = setting(
-        0, "that keep samples in the warehouse below the home; 0 = nothing is kept", least=0, most=64
+        0, "that keep samples in the warehouse below the home; 0 = nothing is kept", ge=0, le=64
     )
     num_readers: int = setting(
         0,
         "that read the warehouse for workers while a model is trained from it; 0 = workers read for themselves",
-        least=0,
-        most=64,
+        ge=0,
+        le=64,
     )
     max_readers: int = setting(
         0,
         "more than num_readers: as many as keep workers from waiting, up to so many; 0 = num_readers",
-        least=0,
-        most=64,
+        ge=0,
+        le=64,
     )
     num_task_managers: int = setting(
-        1, "Flink task managers, one slot each; also the joiner's parallelism", least=1
+        1, "Flink task managers, one slot each; also the joiner's parallelism", ge=1
     )
-    partitions: int = setting(DEFAULT_PARTITIONS, "of each topic; dead_letters has one", least=1, most=1024)
-    buckets: int = setting(
-        DEFAULT_BUCKETS, "that the rows of a stack are divided into", least=1, most=1 << 16
-    )
-    seed: int = setting(0, "of initial rows, model and exploration", least=0, most=MAX_SEED)
-    retention_ms: int = setting(6 * 3_600_000, "how long topics keep live records", least=1)
-    retention_bytes: int = setting(128 << 20, "how much a partition keeps of live records", least=1)
+    partitions: int = setting(DEFAULT_PARTITIONS, "of each topic; dead_letters has one", ge=1, le=1024)
+    buckets: int = setting(DEFAULT_BUCKETS, "that the rows of a stack are divided into", ge=1, le=1 << 16)
+    seed: int = setting(0, "of initial rows, model and exploration", ge=0, le=MAX_SEED)
+    retention_ms: int = setting(6 * 3_600_000, "how long topics keep live records", ge=1)
+    retention_bytes: int = setting(128 << 20, "how much a partition keeps of live records", ge=1)
     log_bytes: int = setting(
-        16 << 20, "size at which a log file is rotated (one older file is kept)", least=1 << 16
+        16 << 20, "size at which a log file is rotated (one older file is kept)", ge=1 << 16
     )
     java: str = setting("", "path of a java ≥ 17; empty = the runtime that set-up installed")
     kafka: str = setting("", "host:port of a broker to use instead of an own one")
@@ -78,9 +76,9 @@ class StackOptions(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not _PREFIX.match(self.prefix):
-            raise refusal("prefix", "up to 31 of a-z 0-9 . _ -", self.prefix)
+            raise setting_error("prefix", "up to 31 of a-z 0-9 . _ -", self.prefix)
         if self.num_workers > self.partitions:
-            raise refusal(
+            raise setting_error(
                 "num_workers",
                 f"at most partitions = {self.partitions}",
                 self.num_workers,
@@ -88,7 +86,9 @@ class StackOptions(Settings):
             )
 
         if self.max_readers and self.max_readers < self.min_readers:
-            raise refusal("max_readers", f"at least num_readers = {self.min_readers}, or 0", self.max_readers)
+            raise setting_error(
+                "max_readers", f"at least num_readers = {self.min_readers}, or 0", self.max_readers
+            )
 
     @property
     def min_readers(self) -> int:

@@ -26,7 +26,6 @@ from joiner.envelope import OUTPUTS
 from joiner.operator import JoinFunction
 from roostream.runtime.flink_rest import JOB_NAME
 from roostream.runtime.kafka.topics import EVENTS, MAX_MESSAGE_BYTES, name_of
-from roostream.schema.settings import build as make
 from roostream.schema.settings import from_dict
 
 MAX_PARALLELISM = 128
@@ -133,4 +132,4 @@ def main() -> None:
     )
     parser.add_argument("--settings", required=True, help="file with JoinerConfig as JSON")
     settings = json.loads(Path(parser.parse_args().settings).read_text(encoding="utf-8"))
-    build(make(JoinerConfig, from_dict(JoinerConfig, settings))).execute(JOB_NAME)
+    build(from_dict(JoinerConfig, settings)).execute(JOB_NAME)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from joiner.state import NEVER, Engagement, Page, Request, index_of
 from roostream.schema.ids import sample_id, splitmix64
-from roostream.schema.settings import Settings, parse_duration_ms, refusal, setting
+from roostream.schema.settings import Settings, parse_duration_ms, setting, setting_error
 from roostream.wire import roo_pb2 as pb
 
 WINDOW, EARLY, ENGAGED, NEXT_REQUEST = (
@@ -34,48 +34,44 @@ class Rules(Settings):
     """What joins with what, and for how long. A 0 that means "as the longest window" is replaced when the rules are made, and
     so are the durations of `surface_windows`: what is read from rules is what holds."""
 
-    window_ms: int = setting(600_000, "a request closes this long after its time at the latest", least=1)
+    window_ms: int = setting(600_000, "a request closes this long after its time at the latest", ge=1)
     surface_windows: dict[str, Any] = setting(
         factory=dict, help="windows of single surfaces: name = duration"
     )
-    window_jitter_ms: int = setting(
-        0, "windows are shortened by a hash of the request, by up to this", least=0
-    )
+    window_jitter_ms: int = setting(0, "windows are shortened by a hash of the request, by up to this", ge=0)
     early_close_ms: int = setting(
         0,
         "a request closes this long after its time, and corrections tell what comes up to the end of its window; 0 = off",
-        least=0,
+        ge=0,
     )
     orphan_timeout_ms: int = setting(
-        0, "how long an engagement waits for its request and item; 0 = the longest window", least=0
+        0, "how long an engagement waits for its request and item; 0 = the longest window", ge=0
     )
     late_horizon_ms: int = setting(
-        0, "how long a closed request is remembered; 0 = 10 x the longest window", least=0
+        0, "how long a closed request is remembered; 0 = 10 x the longest window", ge=0
     )
     next_request: Literal["off", "session", "user"] = setting(
         "off", "a later request of the same session (user) closes one"
     )
-    linger_ms: int = setting(0, "next_request: how long after that later request", least=0)
-    engaged_threshold: int = setting(0, "that many distinct engagements close a request; 0 = off", least=0)
+    linger_ms: int = setting(0, "next_request: how long after that later request", ge=0)
+    engaged_threshold: int = setting(0, "that many distinct engagements close a request; 0 = off", ge=0)
     terminal_actions: tuple[str, ...] = setting(
         (), "an engagement with one of these actions closes its request"
     )
     engaged_min_wait_ms: int = setting(
-        0, "such a close comes no sooner than this after the request (calibration)", least=0
+        0, "such a close comes no sooner than this after the request (calibration)", ge=0
     )
     correction_horizon_ms: int = setting(
         0,
         "corrections carry features this long after the close; 0 = labels only, or with early_close the longest window",
-        least=0,
+        ge=0,
     )
-    max_open_requests: int = setting(64, "open requests a user; more are dead letters (overflow)", least=1)
-    max_requests: int = setting(
-        4096, "requests a user, closed ones that are still remembered included", least=1
-    )
-    max_orphans: int = setting(256, "engagements of a user that wait for their request or item", least=0)
-    max_engagements: int = setting(10_000, "distinct engagements a request", least=1)
+    max_open_requests: int = setting(64, "open requests a user; more are dead letters (overflow)", ge=1)
+    max_requests: int = setting(4096, "requests a user, closed ones that are still remembered included", ge=1)
+    max_orphans: int = setting(256, "engagements of a user that wait for their request or item", ge=0)
+    max_engagements: int = setting(10_000, "distinct engagements a request", ge=1)
     max_impressions: int = setting(
-        256, "distinct impressions a request: the one that opens it, and pages", least=1
+        256, "distinct impressions a request: the one that opens it, and pages", ge=1
     )
 
     def __post_init__(self) -> None:
@@ -89,26 +85,26 @@ class Rules(Settings):
                 self, "correction_horizon_ms", self.correction_horizon_ms or self.longest_window_ms
             )
         if self.window_jitter_ms >= self.shortest_window_ms:
-            raise refusal(
+            raise setting_error(
                 "window_jitter_ms",
                 f"less than the shortest window ({self.shortest_window_ms} ms)",
                 self.window_jitter_ms,
             )
         min_ms = self.shortest_window_ms - self.window_jitter_ms
         if self.early_close_ms >= min_ms:
-            raise refusal(
+            raise setting_error(
                 "early_close_ms",
                 f"less than the shortest window ({min_ms} ms), or 0 for off",
                 self.early_close_ms,
             )
         if self.late_horizon_ms < self.longest_window_ms:
-            raise refusal(
+            raise setting_error(
                 "late_horizon_ms",
                 f"at least the longest window ({self.longest_window_ms} ms)",
                 self.late_horizon_ms,
             )
         if self.correction_horizon_ms > self.late_horizon_ms:
-            raise refusal(
+            raise setting_error(
                 "correction_horizon_ms",
                 f"at most the late horizon ({self.late_horizon_ms} ms)",
                 self.correction_horizon_ms,
@@ -130,7 +126,7 @@ class Rules(Settings):
 def _window_ms(surface: str, window: Any) -> int:
     ms = parse_duration_ms(window)
     if ms < 1:
-        raise refusal(f"surface_windows.{surface}", "at least 1 ms", window)
+        raise setting_error(f"surface_windows.{surface}", "at least 1 ms", window)
     return ms
 
 

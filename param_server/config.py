@@ -10,7 +10,7 @@ from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.deployment import Deployment
 from roostream.runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
 from roostream.schema.schema import Schema
-from roostream.schema.settings import MAX_SEED, refusal, setting
+from roostream.schema.settings import MAX_SEED, setting, setting_error
 
 MAX_PUBLISH_NORM = 100.0
 """Longest row that shards publish and readers take, unless settings say otherwise."""
@@ -24,23 +24,23 @@ class ShardConfig(Deployment):
 
     listen: str = setting("127.0.0.1:0", "host:port that workers and readers call; port 0 = draw")
     controller: str = setting(help="host:port of the trainer's controller, which this shard dials")
-    index: int = setting(0, "number of this shard, from 0", least=0)
-    num_shards: int = setting(1, "how many shards there are", least=1)
+    index: int = setting(0, "number of this shard, from 0", ge=0)
+    num_shards: int = setting(1, "how many shards there are", ge=1)
     home: str = setting(help="this shard's own data directory; its committed segments live below it")
-    publish_interval_ms: int = setting(1000, "how often touched rows go out to `rows`", least=1)
+    publish_interval_ms: int = setting(1000, "how often touched rows go out to `rows`", ge=1)
     accept_lost_rows: tuple[str, ...] = setting(
         (),
         "parts of damaged segments, as an error named them, whose rows a restore may leave out; they begin anew",
     )
-    seed: int = setting(0, "of rows' initial values; the same in every program", least=0, most=MAX_SEED)
+    seed: int = setting(0, "of rows' initial values; the same in every program", ge=0, le=MAX_SEED)
     max_expired_share: float = setting(
         0.5,
         "a freeze that would expire more than this share of a stack's rows expires none; 1 = any",
-        above=0,
-        most=1,
+        gt=0,
+        le=1,
     )
     max_publish_norm: float = setting(
-        MAX_PUBLISH_NORM, "rows with a larger Euclidean norm are not published but counted", above=0
+        MAX_PUBLISH_NORM, "rows with a larger Euclidean norm are not published but counted", gt=0
     )
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ class ShardConfig(Deployment):
         check_addresses("controller", self.controller)
         self.check_shards(self.num_shards)
         if self.index >= self.num_shards:
-            raise refusal("index", f"0..{self.num_shards - 1} (num_shards - 1)", self.index)
+            raise setting_error("index", f"0..{self.num_shards - 1} (num_shards - 1)", self.index)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from roostream.models.config import LossName
 from roostream.runtime.address import LINK_ASKS, check_addresses, check_listen
 from roostream.runtime.deployment import MAX_WORKERS, Deployment
 from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES
-from roostream.schema.settings import MAX_SEED, Settings, refusal, setting
+from roostream.schema.settings import MAX_SEED, Settings, setting, setting_error
 from roostream.warehouse.readers.config import ReaderCountConfig, ReadersConfig
 from roostream.warehouse.readers.session import DAY, Labels, SessionSpec
 from trainer.selection.config import DeferralConfig, RehearsalConfig, SelectionConfig
@@ -35,42 +35,40 @@ class LoopConfig(Settings):
     compile: bool = setting(
         False, "torch.compile for modules from rows to rows: some seconds each, whenever a worker starts"
     )
-    threads: int = setting(1, "of torch in the dense part; exact mode takes one", least=1, most=256)
-    batch_requests: int = setting(64, "requests a batch, at most; what it grows to", least=1, most=1 << 16)
+    threads: int = setting(1, "of torch in the dense part; exact mode takes one", ge=1, le=256)
+    batch_requests: int = setting(64, "requests a batch, at most; what it grows to", ge=1, le=1 << 16)
     first_batch_requests: int = setting(
-        8, "requests a batch at the beginning, if not more than batch_requests", least=1
+        8, "requests a batch at the beginning, if not more than batch_requests", ge=1
     )
-    batch_growth_requests: int = setting(
-        1024, "requests trained until the batch is one request larger", least=1
-    )
+    batch_growth_requests: int = setting(1024, "requests trained until the batch is one request larger", ge=1)
     initial_batch_requests: int = setting(
         0,
         "batch_requests while the controller hands out history (its initial_workers); 0 = the same",
-        least=0,
-        most=1 << 16,
+        ge=0,
+        le=1 << 16,
     )
     max_batch_wait_ms: int = setting(
-        500, "a batch is cut short after this wait (not in exact mode)", least=0, most=3_600_000
+        500, "a batch is cut short after this wait (not in exact mode)", ge=0, le=3_600_000
     )
-    seed: int = setting(0, "of initial weights; the shards' rows use the same", least=0, most=MAX_SEED)
+    seed: int = setting(0, "of initial weights; the shards' rows use the same", ge=0, le=MAX_SEED)
     learning_rate: float = setting(
         2e-3,
         "Adam's, of the dense weights, once batches are full; less while they are smaller",
-        least=0,
-        most=10,
+        ge=0,
+        le=10,
     )
     average_steps: int = setting(
         100,
         "what scores is an average of the dense weights over about so many last steps; 0 = the weights",
-        least=0,
-        most=1 << 20,
+        ge=0,
+        le=1 << 20,
     )
     clip_norm: float = setting(
-        10.0, "gradients of the dense weights together are scaled down to this norm", above=0, most=1e15
+        10.0, "gradients of the dense weights together are scaled down to this norm", gt=0, le=1e15
     )
-    clip_row_norm: float = setting(1.0, "a row's gradient is scaled down to this norm", above=0, most=1e15)
+    clip_row_norm: float = setting(1.0, "a row's gradient is scaled down to this norm", gt=0, le=1e15)
     dedupe_horizon_ms: int = setting(
-        3_600_000, "a sample id is trained once within this much close time", least=0
+        3_600_000, "a sample id is trained once within this much close time", ge=0
     )
     exact: bool = setting(
         False, "bit-equal parameters whatever is killed: whole batches of one partition after the other"
@@ -86,10 +84,10 @@ class LoopConfig(Settings):
     label_delay_ms: int = setting(
         0,
         "dfm, es_dfm: from a request to its engagements on average; delays are taken as exponential",
-        least=0,
+        ge=0,
     )
     freeze_at_ms: int = setting(
-        0, "requests from this event time on are scored, not trained; 0 = never", least=0
+        0, "requests from this event time on are scored, not trained; 0 = never", ge=0
     )
 
     selection: SelectionConfig = setting(
@@ -108,10 +106,10 @@ class LoopConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device):
-            raise refusal("device", "cpu, cuda or cuda:N", self.device)
+            raise setting_error("device", "cpu, cuda or cuda:N", self.device)
         if self.attention == "triton":
             if self.device == "cpu":
-                raise refusal(
+                raise setting_error(
                     "attention",
                     "reference with device = cpu",
                     self.attention,
@@ -119,12 +117,12 @@ class LoopConfig(Settings):
                 )
             if self.exact:
                 error = "its kernels add the gradients of biases in whatever order they come"
-                raise refusal("attention", "reference with exact = true", self.attention, error)
+                raise setting_error("attention", "reference with exact = true", self.attention, error)
         if self.compile and self.exact:
             error = "which compiled code runs depends on the batches that a process has seen, and so do the last bits"
-            raise refusal("compile", "false with exact = true", self.compile, error)
+            raise setting_error("compile", "false with exact = true", self.compile, error)
         if self.loss in ("dfm", "es_dfm") and not self.label_delay_ms:
-            raise refusal(
+            raise setting_error(
                 "label_delay_ms",
                 f"a duration above 0 with loss = {self.loss}",
                 0,
@@ -132,10 +130,10 @@ class LoopConfig(Settings):
             )
         if self.exact and self.corrections != "off":
             error = "exact mode takes whole batches of one partition after the other, and corrections come unevenly"
-            raise refusal("corrections", "off with exact = true", self.corrections, error)
+            raise setting_error("corrections", "off with exact = true", self.corrections, error)
         if self.exact and self.selection.refill:
             error = "how much a chunk is read for follows from what was skipped lately, which no commit has"
-            raise refusal("selection.refill", "false with exact = true", self.selection.refill, error)
+            raise setting_error("selection.refill", "false with exact = true", self.selection.refill, error)
         self._check_rehearsal()
 
     def _check_rehearsal(self) -> None:
@@ -143,9 +141,9 @@ class LoopConfig(Settings):
             return
         if self.corrections != "off":
             error = "what is trained once more would have the labels that were corrected"
-            raise refusal("corrections", "off with rehearsal", self.corrections, error)
+            raise setting_error("corrections", "off with rehearsal", self.corrections, error)
         if self.selection.is_on:
-            raise refusal(
+            raise setting_error(
                 "selection.policy",
                 "off with rehearsal",
                 self.selection.policy,
@@ -153,7 +151,7 @@ class LoopConfig(Settings):
             )
         if self.deferral.is_on:
             error = "gradients that wait are pushed by how often a row is visited"
-            raise refusal("deferral.share", "0 with rehearsal", f"{self.deferral.share:g}", error)
+            raise setting_error("deferral.share", "0 with rehearsal", f"{self.deferral.share:g}", error)
 
     @property
     def trained_topics(self) -> tuple[str, ...]:
@@ -211,18 +209,18 @@ class WorkerConfig(LoopConfig, Deployment):
     shards: tuple[str, ...] = setting(
         help="host:port of shards 0..N-1, in order; one with {N} stands for N of them"
     )
-    index: int = setting(0, "which worker this is, from 0", least=0)
+    index: int = setting(0, "which worker this is, from 0", ge=0)
     read_ahead: int = setting(
         2,
         "chunks read and decoded ahead of training, pushes made behind it, in threads; 0 = one thread",
-        least=0,
-        most=16,
+        ge=0,
+        le=16,
     )
     staleness: int = setting(
         0,
         "pushes that may come between the pull of a chunk's rows and its training; 0 = as in one thread",
-        least=0,
-        most=8,
+        ge=0,
+        le=8,
     )
     readers: ReadersConfig = setting(
         factory=ReadersConfig, help="table: who reads sessions of the warehouse (docs/warehouse.md)"
@@ -230,24 +228,24 @@ class WorkerConfig(LoopConfig, Deployment):
     profile_share: float = setting(
         0.0,
         "of the batches, of which what they look up is counted for placement (docs/placement.md)",
-        least=0,
-        most=1,
+        ge=0,
+        le=1,
     )
     home: str = setting("", "folder of its own, for the batches at which training ended; '' = none is kept")
-    caught_up_lag_ms: int = setting(5000, "event-time lag below which training counts as live", least=0)
+    caught_up_lag_ms: int = setting(5000, "event-time lag below which training counts as live", ge=0)
     shadow: str = setting(
         "", "a committed version (incarnation-seq) whose dense weights score beside those in training"
     )
-    shadow_every: int = setting(4, "steps of which one is scored by the shadow", least=1)
+    shadow_every: int = setting(4, "steps of which one is scored by the shadow", ge=1)
     caught_up_hold_ms: int = setting(
-        10_000, "for how long the lag must have been below it to count as live", least=0
+        10_000, "for how long the lag must have been below it to count as live", ge=0
     )
     meet: str = setting("127.0.0.1:0", "host:port at which several workers meet, worker 0's; port 0 = draw")
     reduce_timeout_ms: int = setting(
-        20_000, "a worker waits for the others of a step for this long", least=100, most=600_000
+        20_000, "a worker waits for the others of a step for this long", ge=100, le=600_000
     )
     controller_timeout_ms: int = setting(
-        30_000, "without the controller for this long training stops: 3 x commit_interval_ms", least=1
+        30_000, "without the controller for this long training stops: 3 x commit_interval_ms", ge=1
     )
 
     def __post_init__(self) -> None:
@@ -256,15 +254,15 @@ class WorkerConfig(LoopConfig, Deployment):
         check_addresses("shards", *self.shards)
         check_addresses("controller", self.controller)
         if self.staleness and self.exact:
-            raise refusal(
+            raise setting_error(
                 "staleness", "0 with exact = true", self.staleness, "what is repeated would see other rows"
             )
         if self.staleness and not self.read_ahead:
-            raise refusal(
+            raise setting_error(
                 "staleness", "0 with read_ahead = 0", self.staleness, "no row is pulled ahead in one thread"
             )
         if self.staleness and self.rehearsal.is_on:
-            raise refusal(
+            raise setting_error(
                 "staleness",
                 "0 with rehearsal",
                 self.staleness,
@@ -278,21 +276,21 @@ class ControllerConfig(Deployment):
     """`roostream controller --config FILE`."""
 
     listen: str = setting(help="host:port to serve on; port 0 = draw")
-    num_shards: int = setting(help="parameter server shards", least=1)
+    num_shards: int = setting(help="parameter server shards", ge=1)
     num_workers: int = setting(
         1,
         "trainer workers, partitions at most; `roostream scale` changes it while they run",
-        least=1,
-        most=MAX_WORKERS,
+        ge=1,
+        le=MAX_WORKERS,
     )
     initial_workers: int = setting(
         0,
         "workers while history is trained, up to the export point; 0 = history is read as the stream is",
-        least=0,
-        most=MAX_WORKERS,
+        ge=0,
+        le=MAX_WORKERS,
     )
     unit_records: int = setting(
-        1 << 16, "of each partition handed out between two commits, while history is trained", least=1
+        1 << 16, "of each partition handed out between two commits, while history is trained", ge=1
     )
     export_offsets: tuple[str, ...] = setting(
         (),
@@ -312,20 +310,18 @@ class ControllerConfig(Deployment):
     handover_records: int = setting(
         100_000,
         "so many samples archived while the warehouse is trained are trained from it too, before the stream",
-        least=0,
+        ge=0,
     )
-    commit_interval_ms: int = setting(10_000, "between commits", least=100)
-    seed: int = setting(
-        0, "of initial weights and rows; workers and shards use the same", least=0, most=MAX_SEED
-    )
+    commit_interval_ms: int = setting(10_000, "between commits", ge=100)
+    seed: int = setting(0, "of initial weights and rows; workers and shards use the same", ge=0, le=MAX_SEED)
     idle_hold_ms: int = setting(
-        0, "workers are released when nothing is there to read for this long; 0 = never", least=0
+        0, "workers are released when nothing is there to read for this long; 0 = never", ge=0
     )
     idle_release_records: int = setting(
-        100, "so many unread records call released workers back at once", least=1
+        100, "so many unread records call released workers back at once", ge=1
     )
-    idle_release_ms: int = setting(10_000, "fewer call them back when they are there for this long", least=0)
-    idle_min_ms: int = setting(30_000, "released workers are not called back before this", least=0)
+    idle_release_ms: int = setting(10_000, "fewer call them back when they are there for this long", ge=0)
+    idle_min_ms: int = setting(30_000, "released workers are not called back before this", ge=0)
     neighbours: tuple[str, ...] = setting(
         (),
         "NAME=URL of the /metrics of programs whose figures the controller's page shows; workers tell it themselves",
@@ -338,24 +334,28 @@ class ControllerConfig(Deployment):
         )
         for text in self.neighbours:
             if not re.fullmatch(r"[a-z0-9][a-z0-9-]*=https?://[^\s=]+", text):
-                raise refusal("neighbours", "NAME=URL, such as serving=http://127.0.0.1:9100/metrics", text)
+                raise setting_error(
+                    "neighbours", "NAME=URL, such as serving=http://127.0.0.1:9100/metrics", text
+                )
         self.check_shards(self.num_shards)
         for name in ("num_workers", "initial_workers"):
             if getattr(self, name) > self.partitions:
                 most = f"at most partitions = {self.partitions}"
-                raise refusal(name, most, getattr(self, name), "each worker trains one partition at least")
+                raise setting_error(
+                    name, most, getattr(self, name), "each worker trains one partition at least"
+                )
         for text in self.export_offsets:
             if not re.fullmatch(r"\d{1,4}=\d{1,18}", text) or int(text.partition("=")[0]) >= self.partitions:
-                raise refusal(
+                raise setting_error(
                     "export_offsets", f"PARTITION=OFFSET with partitions 0..{self.partitions - 1}", text
                 )
         if self.warehouse_from and not DAY.fullmatch(self.warehouse_from):
-            raise refusal("warehouse_from", "a day as 2024-05-01", self.warehouse_from)
+            raise setting_error("warehouse_from", "a day as 2024-05-01", self.warehouse_from)
         if self.warehouse and self.export_offsets:
             error = "the warehouse's version says where its history ends"
-            raise refusal("export_offsets", "none with a warehouse", self.export_offsets[0], error)
+            raise setting_error("export_offsets", "none with a warehouse", self.export_offsets[0], error)
         if self.export_offsets and not self.initial_workers:
-            raise refusal(
+            raise setting_error(
                 "export_offsets",
                 "none with initial_workers = 0",
                 self.export_offsets[0],

@@ -46,4 +46,4 @@ def link_of(file: str) -> LinkSecurity:
         return LinkSecurity()
     read = read_toml(file)
     raw = {key: value for key, value in read.raw.items() if key == "link"}
-    return load(_Linked, TomlFile(raw, read.place)).link
+    return load(_Linked, TomlFile(raw, read.location)).link

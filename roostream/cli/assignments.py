@@ -8,8 +8,8 @@ from typing import Any
 
 from infra.kinds import kind_of
 from roostream.errors import ConfigError, nearest
-from roostream.schema.settings import from_dict
-from roostream.schema.toml_file import Place
+from roostream.schema.settings import convert_values
+from roostream.schema.toml_file import SourceLocation
 
 PORTS = ("kafka", "redis", "flink", "serving", "controller")
 
@@ -54,7 +54,7 @@ def overrides(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
 def _setting(program: str, key: str, value: Any) -> dict[str, Any]:
     """As the program's own TOML would be read: `window = "20s"` becomes `window_ms = 20000`."""
     try:
-        return from_dict(kind_of(program).settings(), {key: value}, Place(prefix=f"{program}."))
+        return convert_values(kind_of(program).settings(), {key: value}, SourceLocation(prefix=f"{program}."))
     except ConfigError as error:
         raise ConfigError(f"--set: {error}") from None
 

@@ -6,7 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from roostream.runtime.deployment import Deployment
-from roostream.schema.settings import refusal, setting
+from roostream.schema.settings import setting, setting_error
 
 HORIZON_MS = 1_800_000
 
@@ -21,17 +21,17 @@ class AuditorConfig(Deployment):
     settle_ms: int = setting(
         600_000,
         "how long an event may wait for what the joiner makes of it: twice its window and a minute are ample",
-        least=1,
+        ge=1,
     )
     horizon_ms: int = setting(
-        HORIZON_MS, "of event time, for which settled ids are remembered; 0 = for ever", least=0
+        HORIZON_MS, "of event time, for which settled ids are remembered; 0 = for ever", ge=0
     )
-    save_interval_ms: int = setting(15_000, "between two saves of the sums", least=100)
-    max_waiting: int = setting(
-        1_000_000, "inputs that may wait for the joiner before no more are read", least=1
-    )
+    save_interval_ms: int = setting(15_000, "between two saves of the sums", ge=100)
+    max_waiting: int = setting(1_000_000, "inputs that may wait for the joiner before no more are read", ge=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.horizon_ms and self.horizon_ms < 2 * self.settle_ms:
-            raise refusal("horizon_ms", f"0, or at least twice settle_ms = {self.settle_ms}", self.horizon_ms)
+            raise setting_error(
+                "horizon_ms", f"0, or at least twice settle_ms = {self.settle_ms}", self.horizon_ms
+            )

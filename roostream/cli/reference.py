@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import types
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from infra.options import ROOT, StackOptions
 from roostream.runtime.deployment import Deployment
 from roostream.schema import schema
 from roostream.schema import update_rules as rules
+from roostream.schema.settings import range_text, type_text
 
 PAGE = ROOT / "docs" / "options.md"
 _INTRODUCTION = """\
@@ -133,28 +133,13 @@ def options(cls: type[Any], prefix: str = "") -> list[Option]:
                 continue
         bounds = f.metadata.get("bounds")
         choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
-        allowed = " | ".join(map(str, choices)) or (str(bounds) if bounds is not None else "")
-        out.append(Option(f"{prefix}{f.name}", _unit(f.name) or _kind(hint), _default(f), allowed, help))
+        allowed = " | ".join(map(str, choices)) or (range_text(bounds))
+        out.append(Option(f"{prefix}{f.name}", _unit(f.name) or type_text(hint), _default(f), allowed, help))
     return out
 
 
 def _unit(name: str) -> str:
     return "duration (ms)" if name.endswith("_ms") else "size (bytes)" if name.endswith("_bytes") else ""
-
-
-def _kind(hint: Any) -> str:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        return " or ".join(_kind(a) for a in arguments if a is not type(None))
-    if origin is tuple:
-        return f"list of {_kind(arguments[0])}"
-    if origin is typing.Literal:
-        return "choice"
-    if origin is not None:
-        return "table"
-    return {str: "text", Path: "path", int: "integer", float: "number", bool: "true or false"}.get(
-        hint, "table"
-    )
 
 
 def _default(f: dataclasses.Field[Any]) -> str:

@@ -30,8 +30,8 @@ from roostream.models.two_tower.cascade import Cascade
 from roostream.models.two_tower.early_ranker import EarlyRanker
 from roostream.models.two_tower.retrieval import Retrieval
 from roostream.schema.schema import Schema
-from roostream.schema.settings import build, from_dict, load
-from roostream.schema.toml_file import NOWHERE, Place, TomlFile, read_toml
+from roostream.schema.settings import from_dict, load
+from roostream.schema.toml_file import NO_LOCATION, SourceLocation, TomlFile, read_toml
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ def load_model_config(path: str = "") -> ModelConfig:
     file = read_toml(path)
     if is_own(file.raw.get("kind")):
         return own_config(file, Path(path).parent)
-    return load(_kind_of(file.raw, file.place).config, file)
+    return load(_kind_of(file.raw, file.location).config, file)
 
 
 def model_config_of(file: str) -> ModelConfig:
@@ -103,7 +103,7 @@ def model_config_of(file: str) -> ModelConfig:
     kind = f"{file}:build" if file.endswith(".py") else file
     if not is_own(kind) or kind.endswith(".toml"):
         return load_model_config(file)
-    return own_config(TomlFile({"kind": kind}, NOWHERE), Path())
+    return own_config(TomlFile({"kind": kind}, NO_LOCATION), Path())
 
 
 def own_config(file: TomlFile, folder: Path) -> OwnConfig:
@@ -115,8 +115,8 @@ def own_config(file: TomlFile, folder: Path) -> OwnConfig:
     try:
         code = load_own(file.raw["kind"], folder, str(file.raw.get("code", "")))
     except ConfigError as error:
-        raise ConfigError(f"{file.place.of('kind')}{error}") from None
-    return load(code.config, TomlFile({**file.raw, "kind": code.kind, "code": code.digest}, file.place))
+        raise ConfigError(f"{file.location.describe('kind')}{error}") from None
+    return load(code.config, TomlFile({**file.raw, "kind": code.kind, "code": code.digest}, file.location))
 
 
 def model_config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
@@ -126,14 +126,14 @@ def model_config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
         ConfigError: a key or value that this version does not know, or a user's own code that this process wasn't given.
     """
     config = own_code(raw).config if is_own(raw.get("kind")) else _kind_of(raw).config
-    return build(config, from_dict(config, raw))
+    return from_dict(config, raw)
 
 
-def _kind_of(raw: Mapping[str, Any], place: Place = NOWHERE) -> ModelKind:
+def _kind_of(raw: Mapping[str, Any], location: SourceLocation = NO_LOCATION) -> ModelKind:
     name = raw.get("kind", "ranker")
     if name not in KINDS:
         near = nearest(str(name), KINDS)
         raise ConfigError(
-            f"{place.of('kind')}key 'kind': expected one of {', '.join(KINDS)}, got {name!r}{near}"
+            f"{location.describe('kind')}key 'kind': expected one of {', '.join(KINDS)}, got {name!r}{near}"
         )
     return KINDS[name]

@@ -10,7 +10,7 @@ from roostream.errors import ConfigError
 from roostream.replay.datasets import DatasetOptions, load_dataset
 from roostream.replay.times import parse_time_ms
 from roostream.runtime.deployment import Watched
-from roostream.schema.settings import MAX_SEED, Refusal, Settings, refusal, setting
+from roostream.schema.settings import MAX_SEED, SettingError, Settings, setting, setting_error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,29 +18,31 @@ class SimulateConfig(Watched):
     """`roostream simulate`: users over HTTP against serving."""
 
     serving: str = setting("http://127.0.0.1:8080", "where serving answers")
-    rate: float = setting(25.0, "requests a second", least=0.01, most=10_000)
-    users: int = setting(500, "simulated users", least=1, most=10_000_000)
-    items: int = setting(300, "items alive at a time", least=2, most=1_000_000)
+    rate: float = setting(25.0, "requests a second", ge=0.01, le=10_000)
+    users: int = setting(500, "simulated users", ge=1, le=10_000_000)
+    items: int = setting(300, "items alive at a time", ge=2, le=1_000_000)
     item_life_ms: int = setting(
-        1_800_000, "mean life of an item; a new one takes its place", least=1000, most=1 << 50
+        1_800_000, "mean life of an item; a new one takes its place", ge=1000, le=1 << 50
     )
-    candidates: int = setting(20, "candidates a request, on average", least=2, most=500)
-    seed: int = setting(0, "the hidden world is a function of it", least=0, most=MAX_SEED)
-    seconds: float = setting(0.0, "stop after this long; 0 = run until stopped", least=0, most=1e9)
+    candidates: int = setting(20, "candidates a request, on average", ge=2, le=500)
+    seed: int = setting(0, "the hidden world is a function of it", ge=0, le=MAX_SEED)
+    seconds: float = setting(0.0, "stop after this long; 0 = run until stopped", ge=0, le=1e9)
     max_in_flight: int = setting(
         64,
         "requests waiting for serving at once; arrivals beyond are dropped and counted",
-        least=1,
-        most=10_000,
+        ge=1,
+        le=10_000,
     )
     report: str = setting("", "file that gets the JSON report, every 10 s and at the end; '' = none")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.serving.startswith(("http://", "https://")):
-            raise refusal("serving", "http://host:port", self.serving)
+            raise setting_error("serving", "http://host:port", self.serving)
         if self.items < self.candidates:
-            raise refusal("items", f"at least candidates = {self.candidates}", self.items, "raise items")
+            raise setting_error(
+                "items", f"at least candidates = {self.candidates}", self.items, "raise items"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,30 +66,28 @@ class ReplayConfig(Settings):
         "",
         "stack: what comes before is archived, a fresh model is trained from that, then the rest comes live; '' = all does",
     )
-    label_delay_ms: int = setting(0, "counters see every event this much later than it happened", least=0)
+    label_delay_ms: int = setting(0, "counters see every event this much later than it happened", ge=0)
     engagement_delay_ms: int = setting(
-        0, "actions come later than the log says, by this much on average; 0 = they don't", least=0
+        0, "actions come later than the log says, by this much on average; 0 = they don't", ge=0
     )
-    window_ms: int = setting(1_800_000, "the join window", least=1000)
+    window_ms: int = setting(1_800_000, "the join window", ge=1000)
     early_close_ms: int = setting(
         0,
         "requests are trained so long after their time, and put right by corrections to the window's end; 0 = off",
-        least=0,
+        ge=0,
     )
     as_served: bool = setting(
         False, "local: also score every request at its own time, by the weights of then"
     )
-    lateness_ms: int = setting(2000, "the joiner's bound on disorder", least=0)
-    batch_requests: int = setting(0, "requests a training batch; 0 = the trainer's own", least=0)
-    learning_rate: float = setting(
-        0.0, "Adam's, of the dense weights; 0 = the trainer's own", least=0, most=10
-    )
+    lateness_ms: int = setting(2000, "the joiner's bound on disorder", ge=0)
+    batch_requests: int = setting(0, "requests a training batch; 0 = the trainer's own", ge=0)
+    learning_rate: float = setting(0.0, "Adam's, of the dense weights; 0 = the trainer's own", ge=0, le=10)
     set: tuple[str, ...] = setting(
         (), "any other setting of what runs: joiner.KEY=VALUE, worker.KEY=VALUE, model.KEY=VALUE, …"
     )
-    threads: int = setting(1, "of torch in training", least=1, most=256)
-    seed: int = setting(0, "of initial weights and rows", least=0, most=MAX_SEED)
-    num_shards: int = setting(2, "parameter server shards", least=1)
+    threads: int = setting(1, "of torch in training", ge=1, le=256)
+    seed: int = setting(0, "of initial weights and rows", ge=0, le=MAX_SEED)
+    num_shards: int = setting(2, "parameter server shards", ge=1)
     report: str = setting(
         "", "F.json, or a folder that gets report.json and report.html; '' = only the table"
     )
@@ -106,14 +106,14 @@ class ReplayConfig(Settings):
             if not Path(path).is_file():
                 raise ConfigError(f"{path}: no such file; check the path")
         if self.home and self.engine != "stack":
-            raise refusal(
+            raise setting_error(
                 "home",
                 "--engine stack, which alone keeps what it learns",
                 self.home,
                 "change the engine or leave it out",
             )
         if self.as_served and self.engine != "local":
-            raise refusal(
+            raise setting_error(
                 "as_served",
                 "--engine local, which alone knows when what was trained",
                 True,
@@ -124,7 +124,7 @@ class ReplayConfig(Settings):
                 "expected freeze_at or freeze_weights_at, got both; freeze_at freezes the weights too"
             )
         if self.archived_until and self.engine != "stack":
-            raise refusal(
+            raise setting_error(
                 "archived_until",
                 "--engine stack, which alone archives",
                 self.archived_until,
@@ -139,7 +139,7 @@ class ReplayConfig(Settings):
         try:
             return parse_time_ms(text) if text else 0
         except ValueError as error:
-            raise Refusal(name, str(error)) from None
+            raise SettingError(name, str(error)) from None
 
     @property
     def measure_from_ms(self) -> int:
@@ -170,7 +170,7 @@ class ReplayConfig(Settings):
         except ValueError:
             factor = 0.0
         if not 0 < factor < 1e9:
-            raise refusal("speed", "'max' or a multiple such as '60x'", self.speed)
+            raise setting_error("speed", "'max' or a multiple such as '60x'", self.speed)
         return factor
 
     @property
@@ -191,9 +191,9 @@ class CheckConfig(Settings):
     )
     engagements: tuple[str, ...] = setting((), "tables of engagements")
     ignore: tuple[str, ...] = setting((), "columns of tables to be left out")
-    window_ms: int = setting(1_800_000, "the join window", least=1000)
-    lateness_ms: int = setting(2000, "the joiner's bound on disorder", least=0)
-    label_delay_ms: int = setting(0, "counters see every event this much later than it happened", least=0)
+    window_ms: int = setting(1_800_000, "the join window", ge=1000)
+    lateness_ms: int = setting(2000, "the joiner's bound on disorder", ge=0)
+    label_delay_ms: int = setting(0, "counters see every event this much later than it happened", ge=0)
     report: str = setting("", "file that gets the JSON report; '' = only the table")
 
     def __post_init__(self) -> None:
@@ -230,7 +230,7 @@ class CheckConfig(Settings):
             for path in (*self.impressions, *self.engagements)
         }
         if len(forms) != 1 or not forms <= {".parquet", ".csv"}:
-            raise refusal(
+            raise setting_error(
                 "impressions",
                 "files that all end in .parquet, or all in .csv (or .gz, .zst of these)",
                 sorted(forms),

@@ -14,7 +14,7 @@ from typing import BinaryIO, cast
 import zstandard
 
 from roostream.errors import ConfigError, SetupError
-from roostream.schema.settings import refusal
+from roostream.schema.settings import setting_error
 
 _CHUNK = 1 << 20
 
@@ -96,11 +96,11 @@ def check_files(key: str, paths: Sequence[str], *, needed: bool) -> None:
     """Told when settings are made, before hours of work; a pipe is not opened, since it can be read once only.
 
     Raises:
-        Refusal: `needed`, and there is none.
+        SettingError: `needed`, and there is none.
         ConfigError: one isn't there or can't be read.
     """
     if needed and not paths:
-        raise refusal(key, "at least one file", paths, "name one")
+        raise setting_error(key, "at least one file", paths, "name one")
     for path in paths:
         if not Path(path).is_fifo():
             _open(path).close()

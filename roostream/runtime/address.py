@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from roostream.errors import ConfigError
-from roostream.schema.settings import refusal
+from roostream.schema.settings import setting_error
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -79,7 +79,7 @@ def check_addresses(key: str, *addresses: str) -> None:
             for one in expanded((address,)):
                 parse_address(one)
         except ConfigError:
-            raise refusal(key, "an address like '127.0.0.1:7000'", address) from None
+            raise setting_error(key, "an address like '127.0.0.1:7000'", address) from None
 
 
 def check_redis(key: str, url: str) -> None:
@@ -94,7 +94,7 @@ def check_redis(key: str, url: str) -> None:
     except ValueError:
         fits = False
     if not fits:
-        raise refusal(key, "redis://host:port/0 (rediss:// for TLS)", url.rpartition("@")[2])
+        raise setting_error(key, "redis://host:port/0 (rediss:// for TLS)", url.rpartition("@")[2])
 
 
 SERVING_ASKS, LINK_ASKS = "tls_certificate and keys_file", "certificate, key and ca of [link]"
@@ -113,7 +113,7 @@ def check_listen(
     check_addresses(key, address)
     if not (insecure or authenticated or is_loopback(parse_address(address)[0])):
         way = "" if authenticated is None else f"give it {by}, or "
-        raise refusal(
+        raise setting_error(
             key,
             "a loopback address such as 127.0.0.1",
             address,

@@ -16,7 +16,7 @@ from roostream.runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
 from roostream.runtime.program import LogFormat
 from roostream.runtime.security.link_security import LinkKeys, LinkSecurity
 from roostream.runtime.security.tls import SpeaksTls
-from roostream.schema.settings import Refusal, Settings, refusal, setting
+from roostream.schema.settings import SettingError, Settings, setting, setting_error
 
 MAX_WORKERS = 64
 """A shard holds a push of each, and a thread (param_server/step_sum.py)."""
@@ -27,9 +27,9 @@ class Watched(SpeaksTls):
     """A program with a port on which it is watched (roostream/runtime/metrics.py)."""
 
     metrics_host: str = setting("127.0.0.1", "address of /metrics, /livez and /readyz")
-    metrics_port: int = setting(0, "their port; 0 = draw one", least=0, most=65535)
+    metrics_port: int = setting(0, "their port; 0 = draw one", ge=0, le=65535)
     stalled_after_ms: int = setting(
-        120_000, "/livez fails when the main loop has not turned for this long", least=1000
+        120_000, "/livez fails when the main loop has not turned for this long", ge=1000
     )
     log_format: LogFormat = setting(
         "text", "of lines on standard error: text for people, json = one object a line"
@@ -70,13 +70,11 @@ class Deployment(Watched):
         True,
         "records that Kafka no longer has when they are to be read are counted and passed over; false = stop and say so",
     )
-    partitions: int = setting(DEFAULT_PARTITIONS, "of each topic; dead_letters has one", least=1, most=1024)
+    partitions: int = setting(DEFAULT_PARTITIONS, "of each topic; dead_letters has one", ge=1, le=1024)
     keep_commits: int = setting(
-        5, "newest commits that are kept, with all that they need; equal everywhere", least=2, most=1000
+        5, "newest commits that are kept, with all that they need; equal everywhere", ge=2, le=1000
     )
-    buckets: int = setting(
-        DEFAULT_BUCKETS, "that the rows of a stack are divided into", least=1, most=1 << 16
-    )
+    buckets: int = setting(DEFAULT_BUCKETS, "that the rows of a stack are divided into", ge=1, le=1 << 16)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,12 +87,12 @@ class Deployment(Watched):
         helps = {f.name: f.metadata["help"] for f in dataclasses.fields(self)}
         for key in keys:
             if not getattr(self, key):
-                raise Refusal(key, f"expected a value ({helps[key]}), got nothing; add it")
+                raise SettingError(key, f"expected a value ({helps[key]}), got nothing; add it")
 
     def check_shards(self, num_shards: int) -> None:
         """Raises ConfigError: a shard would have no bucket."""
         if num_shards > self.buckets:
-            raise refusal(
+            raise setting_error(
                 "num_shards",
                 f"at most buckets = {self.buckets}",
                 num_shards,
@@ -106,7 +104,7 @@ class Deployment(Watched):
         return Broker(self.bootstrap, self.kafka_security)
 
     def link_keys(self) -> LinkKeys:
-        """To call and be called with, by all of a program's connections. Raises Refusal: a file can't be read."""
+        """To call and be called with, by all of a program's connections. Raises SettingError: a file can't be read."""
         return LinkKeys(self.link, insecure=self.insecure)
 
 
@@ -127,16 +125,16 @@ class CachedInRedis(Settings):
             check_redis("redis", self.redis)
         if self.redis_password_file and (not self.redis or "@" in self.redis):
             got = "one in the address too" if self.redis else "no address"
-            raise Refusal(
+            raise SettingError(
                 "redis_password_file", f"expected it with an address without a password, got {got}; keep one"
             )
         if self.redis_user and not self.redis_password_file:
-            raise Refusal(
+            raise SettingError(
                 "redis_user",
                 "expected it with redis_password_file, got none; add it, or name both in the address",
             )
         if self.redis_ca and not self.redis.startswith("rediss://"):
-            raise Refusal(
+            raise SettingError(
                 "redis_ca", "expected it with an address rediss://…, got another; change the address"
             )
 

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from roostream.errors import SchemaError, nearest
 from roostream.online.counter_plan import declared, online_names
 from roostream.schema.check_counters import check_counters
-from roostream.schema.expand import Lines
+from roostream.schema.expand import RowLocations
 from roostream.schema.schema import Feature, Schema
 
 _OF_THE_REQUEST = {"ro": ("num_candidates", "hour_of_day"), "nro": ("position", "item_id")}
@@ -22,17 +22,17 @@ At: TypeAlias = Callable[..., str]
 """Keys of a row's block → `"file:line: "` of the first that it sets."""
 
 
-def check(schema: Schema, places: Lines) -> Schema:
+def check(schema: Schema, locations: RowLocations) -> Schema:
     """The schema itself, if everything that it names is there and goes together.
 
     Raises:
         SchemaError: the first thing that doesn't; names file and, for features and transforms, the line.
     """
-    check_counters(schema, places, tuple(name for own in _OF_THE_REQUEST.values() for name in own))
+    check_counters(schema, locations, tuple(name for own in _OF_THE_REQUEST.values() for name in own))
     names: set[str] = set()
     for side in ("ro", "nro"):
         for row, f in enumerate(getattr(schema, side)):
-            at = partial(places.of, side, row)
+            at = partial(locations.describe, side, row)
             if f.name in names:
                 raise SchemaError(
                     f"{at('name', 'online')}duplicate feature {f.name!r}; give each feature its own name"
@@ -40,28 +40,28 @@ def check(schema: Schema, places: Lines) -> Schema:
             names.add(f.name)
             _check_feature(schema, f, at)
             _check_online(schema, side, f, at)
-    _check_tables_and_labels(schema, places)
-    _check_transforms(schema, places)
+    _check_tables_and_labels(schema, locations)
+    _check_transforms(schema, locations)
     return schema
 
 
-def _check_tables_and_labels(schema: Schema, places: Lines) -> None:
+def _check_tables_and_labels(schema: Schema, locations: RowLocations) -> None:
     """Names of labels are given once, there is one, and no two tables share a short id."""
     names = [label.name for label in schema.labels]
     for row, name in enumerate(names):
         if name in names[:row]:
             raise SchemaError(
-                f"{places.of('label', row, 'name')}duplicate label {name!r}; give each its own name"
+                f"{locations.describe('label', row, 'name')}duplicate label {name!r}; give each its own name"
             )
     if not schema.labels:
         raise SchemaError(
-            f"{places.place.of()}expected at least one [[label]], got none; without one nothing can be trained"
+            f"{locations.location.describe()}expected at least one [[label]], got none; without one nothing can be trained"
         )
     ids: dict[int, str] = {}
     for t in schema.tables:
         if t.id in ids:
             raise SchemaError(
-                f"{places.table(t.name).of()}tables {ids[t.id]!r} and {t.name!r} have the same 32-bit id; rename one"
+                f"{locations.table(t.name).describe()}tables {ids[t.id]!r} and {t.name!r} have the same 32-bit id; rename one"
             )
         ids[t.id] = t.name
 
@@ -112,11 +112,11 @@ def _check_feature(schema: Schema, f: Feature, at: At) -> None:
         )
 
 
-def _check_online(schema: Schema, side: str, f: Feature, place: At) -> None:
+def _check_online(schema: Schema, side: str, f: Feature, describe: At) -> None:
     """The online name exists on this side, and the feature can hold its value."""
     if not f.online:
         return
-    at = f"{place('online')}feature {f.name!r}"
+    at = f"{describe('online')}feature {f.name!r}"
     other = "nro" if side == "ro" else "ro"
     known = {s: (*names, *_OF_THE_REQUEST[s]) for s, names in online_names(schema).items()}
     if f.online in known[other] and f.online not in known[side]:
@@ -144,12 +144,12 @@ def _check_online(schema: Schema, side: str, f: Feature, place: At) -> None:
         )
 
 
-def _check_transforms(schema: Schema, places: Lines) -> None:
+def _check_transforms(schema: Schema, locations: RowLocations) -> None:
     """Inputs are there when a transform comes, outputs are new, and the operation goes with the side."""
     known = {side: {f.name for f in schema.floats(side)} for side in ("ro", "nro")}
     declared = {f.name for f in (*schema.ro, *schema.nro)}
     for row, t in enumerate(schema.transforms):
-        at = partial(places.of, "transform", row)
+        at = partial(locations.describe, "transform", row)
         side = next((s for s in ("ro", "nro") if t.input in known[s]), None)
         if side is None:
             near = nearest(t.input, known["ro"] | known["nro"])

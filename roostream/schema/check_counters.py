@@ -8,14 +8,14 @@ from roostream.errors import SchemaError, nearest
 from roostream.online.counter_plan import ITEM, OWN_OF_REQUEST, USER, field_sides, plan_of
 from roostream.online.entity_state import max_bytes
 from roostream.schema.counter_declaration import MAX_COUNTERS, CounterDeclaration, built_in
-from roostream.schema.expand import Lines
+from roostream.schema.expand import RowLocations
 from roostream.schema.schema import Schema
 
 MAX_STATE_BYTES = 256 * 1024
 _OF_REQUEST_ALONE = ("history", "length", "distinct")
 
 
-def check_counters(schema: Schema, places: Lines, taken: tuple[str, ...]) -> None:
+def check_counters(schema: Schema, locations: RowLocations, taken: tuple[str, ...]) -> None:
     """`taken`: online names of the request itself.
 
     Raises:
@@ -23,11 +23,11 @@ def check_counters(schema: Schema, places: Lines, taken: tuple[str, ...]) -> Non
     """
     if len(schema.counters) > MAX_COUNTERS:
         raise SchemaError(
-            f"{places.place.of('counter')}expected at most {MAX_COUNTERS} counters, got {len(schema.counters)}; remove some"
+            f"{locations.location.describe('counter')}expected at most {MAX_COUNTERS} counters, got {len(schema.counters)}; remove some"
         )
     names = {*taken, *(c.name for c in built_in())}
     for row, counter in enumerate(schema.counters):
-        at = partial(places.of, "counter", row)
+        at = partial(locations.describe, "counter", row)
         if counter.name in names:
             raise SchemaError(f"{at('name')}counter {counter.name!r}: that name is taken; choose another")
         names.add(counter.name)
@@ -39,7 +39,7 @@ def check_counters(schema: Schema, places: Lines, taken: tuple[str, ...]) -> Non
     for name, form in schema.derived(plan_of).forms.items():
         if (most := max_bytes(form)) > MAX_STATE_BYTES:
             raise SchemaError(
-                f"{places.place.of('counter')}expected a state of {name!r} of at most {MAX_STATE_BYTES} bytes, got {most}; "
+                f"{locations.location.describe('counter')}expected a state of {name!r} of at most {MAX_STATE_BYTES} bytes, got {most}; "
                 "shorten its histories or remove counters of it"
             )
 

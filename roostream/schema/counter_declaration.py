@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from roostream.schema.settings import Refusal, Settings, check_name, check_text, setting
+from roostream.schema.settings import SettingError, Settings, check_name, check_text, setting
 
 SHOWN = "shown"
 """The event of a list that was shown; every other event is an engagement's action."""
@@ -39,16 +39,16 @@ class CounterDeclaration(Settings):
         "count", "count | rate | expected | since | age | last | history | length | distinct | in_last_list"
     )
     half_life_ms: int = setting(
-        0, "an event counts half after so long; 0 = it doesn't fade", least=0, most=1 << 40
+        0, "an event counts half after so long; 0 = it doesn't fade", ge=0, le=1 << 40
     )
     window_ms: int = setting(
-        0, "only the events of the last so long count, in 12 steps; 0 = all", least=0, most=1 << 40
+        0, "only the events of the last so long count, in 12 steps; 0 = all", ge=0, le=1 << 40
     )
     length: int = setting(
         0,
         "history: newest entries kept, 0 = history_len of [online]; distinct: values told apart, 0 = 64",
-        least=0,
-        most=10_000,
+        ge=0,
+        le=10_000,
     )
     of: str = setting("item", "distinct: the field whose values are told apart")
 
@@ -103,8 +103,8 @@ class CounterDeclaration(Settings):
                 "length", f"expected at most {MAX_DISTINCT} values told apart, got {self.length}"
             )
 
-    def _refusal(self, key: str, text: str) -> Refusal:
-        return Refusal(key, text, f"counter {self.name!r}")
+    def _refusal(self, key: str, text: str) -> SettingError:
+        return SettingError(key, text, f"counter {self.name!r}")
 
     @property
     def num_distinct(self) -> int:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from roostream.errors import SchemaError
-from roostream.schema.toml_file import Place
+from roostream.schema.toml_file import SourceLocation
 
 MAX_ROWS = 4096
 _MAX_LENGTH = 64
@@ -29,32 +29,34 @@ _BOUND = {"ro": ("online", "table"), "nro": ("online", "table"), "counter": ("ev
 _BESIDE = ("rank", "share")  # within a request: kept beside the input; other operations replace it
 
 
-class Lines:
+class RowLocations:
     """Where in the file a row of the long form was written.
 
     `blocks`: section → of each row, which [[section]] of the file it is from; `tables`: name → the key that it is from.
     """
 
-    def __init__(self, place: Place, blocks: Mapping[str, list[int]], tables: Mapping[str, str]) -> None:
-        self.place, self._blocks, self._tables = place, blocks, tables
+    def __init__(
+        self, location: SourceLocation, blocks: Mapping[str, list[int]], tables: Mapping[str, str]
+    ) -> None:
+        self.location, self._blocks, self._tables = location, blocks, tables
 
-    def row(self, section: str, row: int) -> Place:
-        return self.place.inner(section, self._blocks[section][row], prefix=f"{section}.")
+    def row(self, section: str, row: int) -> SourceLocation:
+        return self.location.child(section, self._blocks[section][row], prefix=f"{section}.")
 
-    def table(self, name: str) -> Place:
-        return self.place.inner("tables", self._tables[name], prefix=f"tables.{name}.")
+    def table(self, name: str) -> SourceLocation:
+        return self.location.child("tables", self._tables[name], prefix=f"tables.{name}.")
 
-    def of(self, section: str, row: int, *keys: str) -> str:
+    def describe(self, section: str, row: int, *keys: str) -> str:
         """`"file:line: "` of the first of `keys` that the row's block sets, or of the block's own line."""
-        return self.row(section, row).first(*keys)
+        return self.row(section, row).describe_first(*keys)
 
 
 class Expanded(NamedTuple):
     raw: dict[str, Any]  # as parsed TOML of the long form
-    lines: Lines
+    lines: RowLocations
 
 
-def expand(raw: Mapping[str, Any], place: Place) -> Expanded:
+def expand(raw: Mapping[str, Any], location: SourceLocation) -> Expanded:
     """The long form of a parsed schema file; time and memory are bounded by MAX_ROWS a section.
 
     Raises:
@@ -65,13 +67,13 @@ def expand(raw: Mapping[str, Any], place: Place) -> Expanded:
     blocks: dict[str, list[int]] = {}
     tables: dict[str, str] = {}
     if isinstance(raw.get("tables"), dict):
-        tables = _tables(raw["tables"], place)
+        tables = _tables(raw["tables"], location)
         out["tables"] = {name: raw["tables"][key] for name, key in tables.items()}
     for section in _SECTIONS:
         given = raw.get(section, [])
         if not isinstance(given, list) or not all(isinstance(row, dict) for row in given):
             raise SchemaError(
-                f"{place.of(section) or 'schema: '}expected [[{section}]] tables, got {given!r}"
+                f"{location.describe(section) or 'schema: '}expected [[{section}]] tables, got {given!r}"
             )
         rows: list[dict[str, Any]] = []
         blocks[section] = []
@@ -83,11 +85,11 @@ def expand(raw: Mapping[str, Any], place: Place) -> Expanded:
                         f"expected at most {MAX_ROWS} [[{section}]] in all, got more; split the schema"
                     )
             except SchemaError as error:
-                raise SchemaError(f"{place.of(section, block)}[[{section}]]: {error}") from None
+                raise SchemaError(f"{location.describe(section, block)}[[{section}]]: {error}") from None
             rows += new
             blocks[section] += [block] * len(new)
         out[section] = rows
-    return Expanded(out, Lines(place, blocks, tables))
+    return Expanded(out, RowLocations(location, blocks, tables))
 
 
 def names_of(pattern: str) -> tuple[str, ...]:
@@ -147,11 +149,11 @@ def _braces(pattern: str, start: int, depth: int) -> tuple[list[str], int]:
     return items, at + 1
 
 
-def _tables(tables: Mapping[str, Any], place: Place) -> dict[str, str]:
+def _tables(tables: Mapping[str, Any], location: SourceLocation) -> dict[str, str]:
     """Each name → the key that it is from; SchemaError if a name comes twice."""
     out: dict[str, str] = {}
     for key in tables:
-        at = f"{place.of('tables', key)}[tables.{key}]"
+        at = f"{location.describe('tables', key)}[tables.{key}]"
         try:
             names = names_of(key)
         except SchemaError as error:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from roostream.errors import CheckpointError, ConfigError, SchemaError
 from roostream.schema.schema import Registry, Schema
 from roostream.schema.schema_file import schema_from_dict
-from roostream.schema.toml_file import Place
+from roostream.schema.toml_file import SourceLocation
 from roostream.schema.update_rules import Rule, as_table
 
 
@@ -111,6 +111,6 @@ def _verified(text: str, fingerprint: int) -> Schema:
 
 def _parse(text: str, name: str) -> Schema:
     try:
-        return schema_from_dict(tomllib.loads(text), Place(name))
+        return schema_from_dict(tomllib.loads(text), SourceLocation(name))
     except tomllib.TOMLDecodeError as error:
         raise SchemaError(f"{name}: not TOML: {error}") from None

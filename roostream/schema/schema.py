@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 from roostream.errors import SchemaError
 from roostream.schema.counter_declaration import CounterDeclaration
 from roostream.schema.ids import hash64, table_id
-from roostream.schema.settings import Refusal, Settings, check_name, check_text, refusal, setting
+from roostream.schema.settings import SettingError, Settings, check_name, check_text, setting, setting_error
 from roostream.schema.update_rules import RULES, Adagrad, Rule
 from roostream.wire.records import MAX_MESSAGE_BYTES, RECORD_OVERHEAD
 
@@ -35,19 +35,19 @@ class Table(Settings):
     parameters of the rule."""
 
     name: str = setting("", "taken from the TOML table's own name")
-    dim: int = setting(help="width of a row's embedding", least=1, most=4096)
+    dim: int = setting(help="width of a row's embedding", ge=1, le=4096)
     rule: Rule = setting(help="update rule and its parameters", factory=Adagrad)
     init_scale: float = setting(
         0.05,
         "a new row is uniform in [-init_scale, init_scale], a function of (seed, table, id)",
-        least=0,
-        most=1e3,
+        ge=0,
+        le=1e3,
     )
     expire_after_ms: int = setting(
         0,
         "rows not pushed for this long in event time are dropped at a commit; 0 = never",
-        least=0,
-        most=1 << 53,
+        ge=0,
+        le=1 << 53,
     )
 
     def __post_init__(self) -> None:
@@ -100,7 +100,7 @@ class Feature(Settings):
         for name in (self.name, *self.columns):
             check_name("feature", name, "name" if name == self.name else "columns")
         if not math.isfinite(self.default):
-            raise Refusal(
+            raise SettingError(
                 "default", f"expected a finite default, got {self.default}", f"feature {self.name!r}"
             )
 
@@ -125,13 +125,13 @@ class Label(Settings):
     action: str = setting(help="the engagements that count")
     fold: Fold = setting("any", "any | count | sum | max | last")
     window_ms: int = setting(
-        0, "only engagements within this time of the request; 0 = the join window", least=0, most=1 << 53
+        0, "only engagements within this time of the request; 0 = the join window", ge=0, le=1 << 53
     )
     threshold: float = setting(
-        0.0, "only engagements whose value is at least this count; 0 = all", least=-_FLOAT, most=_FLOAT
+        0.0, "only engagements whose value is at least this count; 0 = all", ge=-_FLOAT, le=_FLOAT
     )
     prior: float = setting(
-        0.0, "probability that an untrained model predicts; 0 = the model's own prior", least=0, below=1
+        0.0, "probability that an untrained model predicts; 0 = the model's own prior", ge=0, lt=1
     )
     objective: Objective = setting(
         "event",
@@ -140,11 +140,11 @@ class Label(Settings):
     scale: float = setting(
         1.0,
         "weighted: what counts as much as one event; amount: the largest told apart",
-        above=0,
-        most=_FLOAT,
+        gt=0,
+        le=_FLOAT,
     )
     weight: float = setting(
-        1.0, "its loss counts so much beside the other labels'; 0 = predicted and measured only", least=0
+        1.0, "its loss counts so much beside the other labels'; 0 = predicted and measured only", ge=0
     )
 
     def __post_init__(self) -> None:
@@ -152,7 +152,9 @@ class Label(Settings):
         check_name("label", self.name)
         check_text("action", self.action)
         if self.learns_value and self.fold == "any":
-            raise refusal("fold", f"count, sum, max or last for objective {self.objective!r}", self.fold)
+            raise setting_error(
+                "fold", f"count, sum, max or last for objective {self.objective!r}", self.fold
+            )
 
     @property
     def learns_value(self) -> bool:
@@ -172,35 +174,35 @@ class Transform(Settings):
     output: str = setting(help="name of the derived float; equal to input to replace it")
     input: str = setting(help="declared float, or the output of an earlier transform")
     op: Op = setting(help="log1p | clip | standardize | rank | share")
-    low: float = setting(0.0, "clip: lower bound", least=-_FLOAT, most=_FLOAT)
-    high: float = setting(1.0, "clip: upper bound", least=-_FLOAT, most=_FLOAT)
-    mean: float = setting(0.0, "standardize: (x - mean) / std", least=-_FLOAT, most=_FLOAT)
-    std: float = setting(1.0, "standardize: (x - mean) / std", least=-_FLOAT, most=_FLOAT)
+    low: float = setting(0.0, "clip: lower bound", ge=-_FLOAT, le=_FLOAT)
+    high: float = setting(1.0, "clip: upper bound", ge=-_FLOAT, le=_FLOAT)
+    mean: float = setting(0.0, "standardize: (x - mean) / std", ge=-_FLOAT, le=_FLOAT)
+    std: float = setting(1.0, "standardize: (x - mean) / std", ge=-_FLOAT, le=_FLOAT)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_name("transform", self.output, "output")
         if self.low > self.high:
-            raise refusal("low", f"at most high = {self.high:g}", self.low)
+            raise setting_error("low", f"at most high = {self.high:g}", self.low)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits(Settings):
     """Hard caps: beyond them a record is a dead letter and a request is answered 413."""
 
-    max_candidates: int = setting(1000, "candidates a request", least=1, most=1 << 20)
-    max_list: int = setting(2000, "entries a list feature", least=1, most=1 << 20)
+    max_candidates: int = setting(1000, "candidates a request", ge=1, le=1 << 20)
+    max_list: int = setting(2000, "entries a list feature", ge=1, le=1 << 20)
     max_record_bytes: int = setting(
         1 << 20,
         "bytes an event: an impression or engagement; half a message at most, since a sample holds more than its impression",
-        least=1024,
-        most=MAX_MESSAGE_BYTES // 2,
+        ge=1024,
+        le=MAX_MESSAGE_BYTES // 2,
     )
     max_sample_bytes: int = setting(
         MAX_MESSAGE_BYTES - RECORD_OVERHEAD,
         "bytes a sample or correction; what joins into one request may not make more",
-        least=1024,
-        most=MAX_MESSAGE_BYTES - RECORD_OVERHEAD,
+        ge=1024,
+        le=MAX_MESSAGE_BYTES - RECORD_OVERHEAD,
     )
 
 
@@ -209,7 +211,7 @@ class Online(Settings):
     """What the counters that every schema has count; see roostream/schema/counter_declaration.py."""
 
     click: str = setting("click", "the action that counts as a click")
-    history_len: int = setting(50, "newest clicks kept a user, newest first", least=0, most=10_000)
+    history_len: int = setting(50, "newest clicks kept a user, newest first", ge=0, le=10_000)
 
     def __post_init__(self) -> None:
         super().__post_init__()

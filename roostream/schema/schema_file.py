@@ -9,10 +9,10 @@ from typing import Any
 from roostream.errors import ConfigError, SchemaError, nearest
 from roostream.schema.check import check
 from roostream.schema.counter_declaration import CounterDeclaration
-from roostream.schema.expand import Lines, expand
+from roostream.schema.expand import RowLocations, expand
 from roostream.schema.schema import Feature, Label, Schema, Table, Transform
-from roostream.schema.settings import build, from_dict
-from roostream.schema.toml_file import NOWHERE, Place, read_toml
+from roostream.schema.settings import from_dict
+from roostream.schema.toml_file import NO_LOCATION, SourceLocation, read_toml
 from roostream.schema.update_rules import take_rule
 
 
@@ -26,13 +26,13 @@ def load_schema(path: str | Path) -> Schema:
         file = read_toml(path)
     except ConfigError as error:
         raise SchemaError(str(error)) from None
-    return schema_from_dict(file.raw, file.place)
+    return schema_from_dict(file.raw, file.location)
 
 
-def schema_from_dict(raw: Mapping[str, Any], place: Place = NOWHERE) -> Schema:
+def schema_from_dict(raw: Mapping[str, Any], location: SourceLocation = NO_LOCATION) -> Schema:
     """The same from a parsed table; `place` only for messages."""
     try:
-        long, lines = expand(raw, place)
+        long, lines = expand(raw, location)
         return check(_parse(long, lines), lines)
     except SchemaError:
         raise
@@ -40,15 +40,15 @@ def schema_from_dict(raw: Mapping[str, Any], place: Place = NOWHERE) -> Schema:
         raise SchemaError(str(error)) from None
 
 
-def _parse(raw: dict[str, Any], lines: Lines) -> Schema:
+def _parse(raw: dict[str, Any], lines: RowLocations) -> Schema:
     """A schema of the long form, its rows checked one by one; what they refer to is checked by `check`."""
-    place = lines.place
+    location = lines.location
     tables = raw.pop("tables", {})
     if not isinstance(tables, dict):
-        raise SchemaError(f"{place.of('tables')}expected [tables.NAME] tables, got {tables!r}")
+        raise SchemaError(f"{location.describe('tables')}expected [tables.NAME] tables, got {tables!r}")
     for name, t in tables.items():
         if not isinstance(t, dict):
-            raise SchemaError(f"{lines.table(name).of()}expected a table [tables.{name}], got {t!r}")
+            raise SchemaError(f"{lines.table(name).describe()}expected a table [tables.{name}], got {t!r}")
     parsed: dict[str, object] = {
         "tables": tuple(_table(name, dict(t), lines.table(name)) for name, t in tables.items())
     }
@@ -66,17 +66,19 @@ def _parse(raw: dict[str, Any], lines: Lines) -> Schema:
     known = {*lists, "tables", "limits", "online", "name"}
     for key in raw:
         if key not in ("limits", "online", "name"):
-            raise SchemaError(f"{place.of(key)}unknown key {key!r} = {raw[key]!r}{nearest(key, known)}")
-    return build(Schema, {**parsed, **from_dict(Schema, raw, place)}, place)
+            raise SchemaError(
+                f"{location.describe(key)}unknown key {key!r} = {raw[key]!r}{nearest(key, known)}"
+            )
+    return from_dict(Schema, raw, location, **parsed)
 
 
-def _table(name: str, raw: dict[str, Any], place: Place) -> Table:
-    rule = take_rule(raw, place)
-    return build(Table, {**from_dict(Table, raw, place), "name": name, "rule": rule}, place)
+def _table(name: str, raw: dict[str, Any], location: SourceLocation) -> Table:
+    rule = take_rule(raw, location)
+    return from_dict(Table, raw, location, name=name, rule=rule)
 
 
-def _row(cls: type[Any], raw: dict[str, Any], place: Place) -> Any:
+def _row(cls: type[Any], raw: dict[str, Any], location: SourceLocation) -> Any:
     """Messages name the row as far as it has a name: `key 'ro.hour.default'`."""
     name = raw.get("output" if cls is Transform else "name", "")
-    named = place.inner(prefix=f"{place.prefix}{name}.") if isinstance(name, str) and name else place
-    return build(cls, from_dict(cls, raw, named), named)
+    named = location.child(prefix=f"{location.prefix}{name}.") if isinstance(name, str) and name else location
+    return from_dict(cls, raw, named)

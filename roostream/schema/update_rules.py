@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from roostream.errors import ConfigError, nearest
-from roostream.schema.settings import Settings, build, from_dict, setting
-from roostream.schema.toml_file import Place
+from roostream.schema.settings import Settings, from_dict, setting
+from roostream.schema.toml_file import SourceLocation
 
 FLAT = ("learning_rate", "initial_accumulator")
 """Parameters that may also stand in `[tables.NAME]` itself, where `rule` is a name."""
@@ -55,14 +55,14 @@ class Adagrad(Rule):
     """One accumulator an element."""
 
     name = "adagrad"
-    learning_rate: float = setting(0.05, "step size", least=0, most=1_000_000)
+    learning_rate: float = setting(0.05, "step size", ge=0, le=1_000_000)
     initial_accumulator: float = setting(
         1e-5,
         "first value of the accumulators; small, as gradients are of the mean loss over a batch",
-        least=0,
-        most=1e9,
+        ge=0,
+        le=1e9,
     )
-    epsilon: float = setting(1e-8, "added to the divisor, so that it is never 0", least=1e-12, most=1)
+    epsilon: float = setting(1e-8, "added to the divisor, so that it is never 0", ge=1e-12, le=1)
 
     @classmethod
     def state_width(cls, dim: int) -> int:
@@ -90,12 +90,12 @@ class Adam(Rule):
     just begun, and doesn't move when it doesn't come."""
 
     name = "adam"
-    learning_rate: float = setting(1e-3, "step size", least=0, most=1_000_000)
-    beta1: float = setting(0.9, "share of the mean gradient that stays at an update", least=0, most=0.999999)
+    learning_rate: float = setting(1e-3, "step size", ge=0, le=1_000_000)
+    beta1: float = setting(0.9, "share of the mean gradient that stays at an update", ge=0, le=0.999999)
     beta2: float = setting(
-        0.999, "share of the mean squared gradient that stays at an update", least=0.001, most=0.999999
+        0.999, "share of the mean squared gradient that stays at an update", ge=0.001, le=0.999999
     )
-    epsilon: float = setting(1e-8, "added to the divisor, so that it is never 0", least=1e-12, most=1)
+    epsilon: float = setting(1e-8, "added to the divisor, so that it is never 0", ge=1e-12, le=1)
 
     @classmethod
     def state_width(cls, dim: int) -> int:
@@ -115,7 +115,7 @@ class Adam(Rule):
 RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (Adagrad, RowwiseAdagrad, Adam)}
 
 
-def take_rule(table: dict[str, Any], place: Place) -> Rule:
+def take_rule(table: dict[str, Any], location: SourceLocation) -> Rule:
     """The rule of a parsed `[tables.NAME]`, whose keys about it are taken out; `place` is the table's.
 
     Raises:
@@ -125,17 +125,17 @@ def take_rule(table: dict[str, Any], place: Place) -> Rule:
     if isinstance(given, Mapping):
         for key, value in flat.items():
             raise ConfigError(
-                f"{place.of(key)}key {place.prefix + key!r}: expected it inside [{place.prefix}rule], where the rule's name is, "
+                f"{location.describe(key)}key {location.prefix + key!r}: expected it inside [{location.prefix}rule], where the rule's name is, "
                 f"got {value!r} beside it; move it there"
             )
-        flat, place = dict(given), place.inner("rule")
+        flat, location = dict(given), location.child("rule")
         given = flat.pop("name", Adagrad.name)
     rule = RULES.get(given) if isinstance(given, str) else None
     if rule is None:
-        key = "name" if place.prefix.endswith("rule.") else "rule"
+        key = "name" if location.prefix.endswith("rule.") else "rule"
         expected = f"expected one of {', '.join(RULES)}, got {given!r}{nearest(str(given), RULES)}"
-        raise ConfigError(f"{place.of(key)}key {place.prefix + key!r}: {expected}")
-    return build(rule, from_dict(rule, flat, place), place)
+        raise ConfigError(f"{location.describe(key)}key {location.prefix + key!r}: {expected}")
+    return from_dict(rule, flat, location)
 
 
 def as_table(rule: Rule) -> dict[str, str | float]:

@@ -6,7 +6,7 @@ import hashlib
 import hmac
 from pathlib import Path
 
-from roostream.schema.settings import Refusal
+from roostream.schema.settings import SettingError
 
 MIN_BYTES = 16
 _SCHEME = "bearer "
@@ -26,15 +26,17 @@ class AdminToken:
 
 
 def read_token(file: str) -> AdminToken:
-    """Its first line. Raises Refusal: it can't be read, or is too short to keep anybody out."""
+    """Its first line. Raises SettingError: it can't be read, or is too short to keep anybody out."""
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise Refusal("admin_token_file", f"expected a file with a token, got {file!r}: {error}") from None
+        raise SettingError(
+            "admin_token_file", f"expected a file with a token, got {file!r}: {error}"
+        ) from None
     token = lines[0].strip() if lines else ""
     if len(token.encode()) < MIN_BYTES:
         do = "write one with: openssl rand -hex 32"
-        raise Refusal(
+        raise SettingError(
             "admin_token_file",
             f"expected a first line of at least {MIN_BYTES} bytes in {file!r}, got fewer; {do}",
         )

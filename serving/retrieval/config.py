@@ -16,10 +16,10 @@ class ServesItems(Settings):
     items_index: Literal["exact", "ivf"] = setting(
         "exact", "every item is compared, or those of the nearest lists (package extra retrieval)"
     )
-    items_probed: float = setting(0.1, "ivf: share of the lists that are looked through", above=0, most=1)
+    items_probed: float = setting(0.1, "ivf: share of the lists that are looked through", gt=0, le=1)
     items_refreshed: int = setting(
         2000,
         "items a second, at most, whose vectors are made anew because rows changed",
-        least=1,
-        most=1_000_000,
+        ge=1,
+        le=1_000_000,
     )

@@ -11,7 +11,7 @@ import dataclasses
 import re
 
 from roostream.schema.ids import hash64
-from roostream.schema.settings import refusal
+from roostream.schema.settings import setting_error
 
 NEWEST, PREVIOUS = "newest", "previous"
 FORM = "VERSION@SHARE such as newest@0.05; VERSION: newest, previous or <incarnation>-<seq>"
@@ -41,12 +41,12 @@ class Split:
 
 
 def split_of(key: str, text: str) -> Split:
-    """`"newest@0.05"` → a split, `""` → none. Raises Refusal, which names the setting `key`."""
+    """`"newest@0.05"` → a split, `""` → none. Raises SettingError, which names the setting `key`."""
     if not text:
         return Split()
     match = _SPLIT.fullmatch(text)
     if match is None or not is_reference(match[1]) or not float(match[2]) <= 1:
-        raise refusal(key, f"{FORM}; or '' for none", text)
+        raise setting_error(key, f"{FORM}; or '' for none", text)
     return Split(match[1], float(match[2]))
 
 

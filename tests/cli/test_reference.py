@@ -23,7 +23,7 @@ class Inner(Settings):
 class Sample(Settings):
     """Every kind of setting."""
 
-    wait_ms: int = setting(90_000, "how long", least=1, most=3_600_000)
+    wait_ms: int = setting(90_000, "how long", ge=1, le=3_600_000)
     room_bytes: int = setting(64 << 20, "how much")
     mode: Literal["a", "b"] = setting("a", "which")
     names: tuple[str, ...] = setting(help="who may")

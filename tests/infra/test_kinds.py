@@ -16,7 +16,7 @@ from infra.places import Places, draw
 from infra.ports import Ports
 from infra.programs import plain, settings, site_of
 from roostream.errors import ConfigError
-from roostream.schema.settings import build, from_dict
+from roostream.schema.settings import from_dict
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -83,7 +83,7 @@ def test_several_serving_processes_share_a_port_and_have_their_own_homes(tmp_pat
     assert {t["listen"] for t in tables} == {f"127.0.0.1:{places.serving}"}
     assert all(t["reuse_port"] for t in tables)
     for name, table in zip(names, tables, strict=True):
-        build(kind_of(name).settings(), from_dict(kind_of(name).settings(), plain(table)))
+        from_dict(kind_of(name).settings(), plain(table))
 
 
 def test_one_serving_process_has_its_own_port_and_rows(tmp_path: Path) -> None:
@@ -109,4 +109,4 @@ def test_readers_read_for_workers_where_there_are_any(tmp_path: Path) -> None:
     assert tables["reader-1"]["controller"] == places.endpoints(options).controller
     assert [n for n in kinds.names(StackOptions()) if n.startswith("reader")] == []
     for name, table in tables.items():
-        build(kind_of(name).settings(), from_dict(kind_of(name).settings(), plain(table)))
+        from_dict(kind_of(name).settings(), plain(table))

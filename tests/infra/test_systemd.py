@@ -12,7 +12,7 @@ import pytest
 
 from infra.kinds import KINDS, SIMULATE
 from roostream.runtime.program import HELD_CODE, REFUSED_CODE, STOP_S
-from roostream.schema.settings import _Environment  # what a variable has to be called
+from roostream.schema.settings import environment_variables
 
 UNITS = Path(__file__).resolve().parents[2] / "infra" / "systemd"
 SERVICES = sorted(UNITS.glob("*.service"))
@@ -59,8 +59,7 @@ def test_the_variables_that_a_unit_sets_are_settings_and_its_folders_its_own(uni
     its, program = read(unit), program_of(unit)
     words = [word.partition("=") for line in its["Environment"] for word in line.split()]
     own = {name: value for name, _, value in words if name.startswith("ROOSTREAM_")}
-    known = _Environment(PROGRAMS[program].settings(), f"ROOSTREAM_{program}".upper(), own)
-    assert set(known.found.values()) == set(own)
+    assert set(own) <= set(environment_variables(PROGRAMS[program].settings(), program))
     for name, value in own.items():
         if name.endswith("_HOME"):
             assert value.removeprefix("/var/lib/") in its["StateDirectory"]

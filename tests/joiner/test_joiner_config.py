@@ -1,4 +1,4 @@
-"""Settings: derived defaults, and each refusal."""
+"""Settings: derived defaults, and each setting_error."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from roostream.schema.check import ONLINE
 from roostream.schema.ids import hash64, signed
 from roostream.schema.schema import Feature, Schema
 from roostream.wire.block import encode_nro, encode_ro
+from tests.wire.sample_builders import parse_schema
 
 T0 = 1_700_000_000_000
 HOUR = 3_600_000
@@ -116,9 +116,7 @@ def test_every_online_name_of_the_schema_is_computed() -> None:
     assert all(column.dtype == np.float32 and column.shape == (1,) for column in nro.values())
 
 
-def test_the_history_is_newest_first_bounded_and_ignores_retries(
-    parse_schema: Callable[[str], Schema],
-) -> None:
+def test_the_history_is_newest_first_bounded_and_ignores_retries() -> None:
     schema = parse_schema('[online]\nclick = "tap"\nhistory_len = 3\n[[label]]\nname = "c"\naction = "tap"')
     counters = Counters(schema)
     for item, at in ((1, 10), (2, 30), (3, 20), (3, 20), (4, 20), (5, 5)):
@@ -140,9 +138,7 @@ def test_the_history_is_newest_first_bounded_and_ignores_retries(
         ('kind = "sequence"\ncolumns = { time = "time_ms" }', {"item": [4], "time": [T0]}),
     ],
 )
-def test_the_history_has_the_shape_of_the_feature_that_takes_it(
-    parse_schema: Callable[[str], Schema], feature: str, value: object
-) -> None:
+def test_the_history_has_the_shape_of_the_feature_that_takes_it(feature: str, value: object) -> None:
     text = f'[tables.item]\ndim = 1\n[[ro]]\nname = "h"\ntable = "item"\nonline = "history"\n{feature}\n'
     schema = parse_schema(text + '[[label]]\nname = "c"\naction = "click"')
     counters = Counters(schema)

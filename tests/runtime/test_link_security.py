@@ -17,7 +17,7 @@ from roostream.runtime.rpc_client import SocketTransport
 from roostream.runtime.rpc_server import RpcServer
 from roostream.runtime.security.link_security import LinkKeys, LinkSecurity
 from roostream.runtime.transport import Header
-from roostream.schema.settings import Refusal
+from roostream.schema.settings import SettingError
 from tests.certificates import Authority
 
 TOKEN, OTHER = "t" * 32, "o" * 32
@@ -279,7 +279,7 @@ def test_a_stopping_server_never_answers_in_plain_text(authority: Authority) -> 
     ],
 )
 def test_settings_that_do_not_fit_together(given: dict[str, str], told: str) -> None:
-    with pytest.raises(Refusal, match=told):
+    with pytest.raises(SettingError, match=told):
         LinkSecurity(**given)
 
 
@@ -305,5 +305,5 @@ def test_files_that_are_no_keys_are_refused_at_the_start(authority: Authority, t
             "expected tokens of at least 16 characters",
         ),
     ):
-        with pytest.raises(Refusal, match=told):
+        with pytest.raises(SettingError, match=told):
             LinkKeys(wrong)

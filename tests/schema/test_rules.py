@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from roostream.errors import SchemaError
 from roostream.schema.registry import to_toml
-from roostream.schema.schema import Schema
 from roostream.schema.schema_file import load_schema
 from roostream.schema.update_rules import RULES, Adagrad, Adam, RowwiseAdagrad, Rule
+from tests.wire.sample_builders import parse_schema
 
-Parse = Callable[[str], Schema]
 LABEL = '[[label]]\nname = "click"\naction = "click"\n'
 ITEM = "[tables.item]\ndim = 8\n"
 
@@ -36,16 +34,14 @@ ITEM = "[tables.item]\ndim = 8\n"
         ),
     ],
 )
-def test_the_old_keys_mean_the_same_as_a_block(
-    parse_schema: Parse, flat: str, block: str, rule: Rule
-) -> None:
+def test_the_old_keys_mean_the_same_as_a_block(flat: str, block: str, rule: Rule) -> None:
     old, new = parse_schema(ITEM + flat + LABEL), parse_schema(ITEM + block + LABEL)
     assert old == new and old.fingerprint == new.fingerprint
     assert new.tables[0].rule == rule
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_every_rule_survives_being_written(parse_schema: Parse, name: str) -> None:
+def test_every_rule_survives_being_written(name: str) -> None:
     schema = parse_schema(ITEM + f"[tables.item.rule]\nname = {name!r}\nlearning_rate = 0.125\n" + LABEL)
     assert parse_schema(to_toml(schema)) == parse_schema(to_toml(schema, defaults=False)) == schema
     assert schema.tables[0].stack == f"d8-{name}"
@@ -63,14 +59,14 @@ def test_the_page_on_schemas_names_every_rule_parameter_and_default() -> None:
             )
 
 
-def test_a_family_of_tables_shares_a_rule_s_block(parse_schema: Parse) -> None:
+def test_a_family_of_tables_shares_a_rule_s_block() -> None:
     schema = parse_schema(
         '[tables."{a,b}"]\ndim = 4\n[tables."{a,b}".rule]\nname = "adam"\nbeta1 = 0.5\n' + LABEL
     )
     assert [t.rule for t in schema.tables] == [Adam(beta1=0.5)] * 2
 
 
-def test_tables_of_one_stack_may_differ_in_every_parameter(parse_schema: Parse) -> None:
+def test_tables_of_one_stack_may_differ_in_every_parameter() -> None:
     schema = parse_schema(
         ITEM + "learning_rate = 0.1\n[tables.other]\ndim = 8\ninitial_accumulator = 1.0\n" + LABEL
     )
@@ -103,7 +99,7 @@ def test_tables_of_one_stack_may_differ_in_every_parameter(parse_schema: Parse) 
         ),
         (
             "[tables.item.rule]\nlearning_rate = 'fast'\n",
-            "key 'tables.item.rule.learning_rate': expected float, got 'fast'",
+            "key 'tables.item.rule.learning_rate': expected number, got 'fast'",
         ),
         ("rule = 3\n", "key 'tables.item.rule': expected one of adagrad, rowwise_adagrad, adam, got 3"),
     ],

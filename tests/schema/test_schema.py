@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,8 @@ from roostream.errors import SchemaError
 from roostream.schema.check import ONLINE
 from roostream.schema.schema import Schema, reading_plan, stack_shape
 from roostream.schema.schema_file import load_schema
+from tests.wire.sample_builders import parse_schema
 
-Parse = Callable[[str], Schema]
 TABLE = "[tables.item]\ndim = 8\n"
 LABEL = '[[label]]\nname = "click"\naction = "click"\n'
 ITEM = '[[nro]]\nname = "item"\nkind = "ids"\ntable = "item"\n'
@@ -40,7 +39,7 @@ WRONG = [
     ("[tables.Item]\ndim = 8\n", "table 'Item': expected a name of lower-case letters"),
     ("ro = 3\n" + LABEL, "expected [[ro]] tables, got 3"),
     ("rho = 3\n" + LABEL, "schema.toml:1: unknown key 'rho' = 3; did you mean 'ro'?"),
-    ("name = 3\n" + LABEL, "schema.toml:1: key 'name': expected str, got 3"),
+    ("name = 3\n" + LABEL, "schema.toml:1: key 'name': expected text, got 3"),
     (TABLE + ITEM, "expected at least one [[label]], got none; without one nothing can be trained"),
     (GOOD + AGE, "schema.toml:13: duplicate feature 'age'; give each feature its own name"),
     (GOOD + LABEL, "duplicate label 'click'; give each its own name"),
@@ -59,7 +58,7 @@ WRONG = [
      "column_tables names 'atc'; did you mean 'act'?"),
     (SEQ + "columns = { act = 'ids' }\ncolumn_tables = { act = 'itm' }\n",
      "feature 'a': unknown table 'itm'; did you mean 'item'?"),
-    (SEQ + "column_tables = { act = ['x'] }\n", "expected str, got ['x']"),
+    (SEQ + "column_tables = { act = ['x'] }\n", "expected table, got {'act': ['x']}"),
     (IDS + "max_len = 3000\n", "expected max_len in 0..2000 (limits.max_list), got 3000"),
     (GOOD + "[[ro]]\nname = 'a'\nonline = 'gap'\n",
      "schema.toml:14: feature 'a': unknown online feature 'gap' for [[ro]]; did you mean 'gap_s'?"),
@@ -90,7 +89,7 @@ WRONG = [
     # the line is that of the key itself, however often its name comes
     (GOOD.replace("dim = 8", "dim = 8\nrule = 'adam'") + "[tables.user]\ndim = 4\nrule = 'adm'\n",
      "schema.toml:15: key 'tables.user.rule'"),
-    (GOOD + "[[ro]]\nname = ['price']\n", "schema.toml:13: key 'ro.name': expected str, got ['price']"),
+    (GOOD + "[[ro]]\nname = ['price']\n", "schema.toml:13: key 'ro.name': expected text, got ['price']"),
     (GOOD + "[[ro]]\nkind = 'float'\n", "schema.toml:12: expected 'ro.name' (unique over RO and NRO), got nothing"),
     (GOOD + "[[label]]\nname = 'order'\n",
      "schema.toml:12: expected 'label.order.action' (the engagements that count), got nothing"),
@@ -120,12 +119,12 @@ def test_what_is_wrong_in_a_schema_is_told_in_one_line(tmp_path: Path, text: str
     )
 
 
-def test_tables_whose_short_ids_collide_are_refused(parse_schema: Parse) -> None:
+def test_tables_whose_short_ids_collide_are_refused() -> None:
     with pytest.raises(SchemaError, match="tables 't71219' and 't82029' have the same 32-bit id; rename one"):
         parse_schema(GOOD + "[tables.t71219]\ndim = 4\n[tables.t82029]\ndim = 4\n")
 
 
-def test_every_online_name_can_be_declared(parse_schema: Parse) -> None:
+def test_every_online_name_can_be_declared() -> None:
     text = GOOD
     for side, names in ONLINE.items():
         for i, name in enumerate(names):
@@ -135,7 +134,7 @@ def test_every_online_name_can_be_declared(parse_schema: Parse) -> None:
     assert [f.online for f in schema.ro] == list(ONLINE["ro"])
 
 
-def test_the_fingerprint_covers_what_bytes_depend_on_and_nothing_else(parse_schema: Parse) -> None:
+def test_the_fingerprint_covers_what_bytes_depend_on_and_nothing_else() -> None:
     base = parse_schema(GOOD).fingerprint
     for same in ("learning_rate = 0.5", "init_scale = 0.1"):
         assert parse_schema(GOOD.replace("dim = 8", f"dim = 8\n{same}")).fingerprint == base
@@ -151,7 +150,7 @@ def test_the_fingerprint_covers_what_bytes_depend_on_and_nothing_else(parse_sche
     assert len({base, *prints}) == len(prints) + 1
 
 
-def test_stacks_group_tables_of_equal_width_and_rule(parse_schema: Parse) -> None:
+def test_stacks_group_tables_of_equal_width_and_rule() -> None:
     schema = parse_schema(
         GOOD + '[tables.b]\ndim = 4\n[tables.c]\ndim = 8\n[tables.d]\ndim = 8\nrule = "rowwise_adagrad"\n'
     )
@@ -163,14 +162,14 @@ def test_stacks_group_tables_of_equal_width_and_rule(parse_schema: Parse) -> Non
     assert schema.tasks == ("click",)
 
 
-def test_a_plan_maps_what_is_known_and_marks_what_is_gone(parse_schema: Parse) -> None:
+def test_a_plan_maps_what_is_known_and_marks_what_is_gone() -> None:
     writer = parse_schema(GOOD + '[[nro]]\nname = "gone"\n[[label]]\nname = "like"\naction = "like"\n')
     reader = parse_schema(TABLE + '[[nro]]\nname = "new"\n' + AGE + ITEM + LABEL)
     plan = {"ro_float": [], "ro_list": [], "nro_float": [1, -1], "nro_list": [0], "label": [0, -1]}
     assert reading_plan(writer, reader) == plan
 
 
-def test_how_wide_rows_are_does_not_change_how_samples_are_read(parse_schema: Parse) -> None:
+def test_how_wide_rows_are_does_not_change_how_samples_are_read() -> None:
     wide = parse_schema(GOOD.replace("dim = 8", "dim = 16"))
     assert (
         reading_plan(wide, parse_schema(GOOD))
@@ -213,9 +212,7 @@ SEQUENCE = '[[ro]]\nname = "h"\nkind = "sequence"\ntable = "item"\ncolumns = { a
         ('{ a = "item" }', '{ b = "item" }', "feature 'h': expected column_tables {'a': 'item'}"),
     ],
 )
-def test_a_change_that_cannot_be_read_says_expected_and_got(
-    parse_schema: Parse, old: str, new: str, message: str
-) -> None:
+def test_a_change_that_cannot_be_read_says_expected_and_got(old: str, new: str, message: str) -> None:
     text = GOOD + SEQUENCE
     assert old in text
     with pytest.raises(SchemaError) as error:
@@ -223,9 +220,7 @@ def test_a_change_that_cannot_be_read_says_expected_and_got(
     assert message in str(error.value)
 
 
-def test_what_is_derived_of_a_schema_is_made_once_and_belongs_to_it(
-    parse_schema: Callable[[str], Schema],
-) -> None:
+def test_what_is_derived_of_a_schema_is_made_once_and_belongs_to_it() -> None:
     one, other = (parse_schema('[[label]]\nname = "c"\naction = "c"') for _ in range(2))
     made = []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,9 @@ import pytest
 from roostream.errors import SchemaError
 from roostream.schema.expand import MAX_ROWS, names_of
 from roostream.schema.registry import to_toml
-from roostream.schema.schema import Schema
 from roostream.schema.schema_file import load_schema
+from tests.wire.sample_builders import parse_schema
 
-Parse = Callable[[str], Schema]
 LONG = Path(__file__).parent / "schemas"
 SHIPPED = Path(__file__).parents[2] / "roostream" / "replay" / "schemas"
 LABEL = '[[label]]\nname = "click"\naction = "click"\n'
@@ -35,7 +33,7 @@ def test_the_shipped_schemas_can_be_read_on_one_screen_or_two() -> None:
 
 
 @pytest.mark.parametrize("defaults", [True, False])
-def test_the_written_out_form_reads_as_the_same_schema(parse_schema: Parse, defaults: bool) -> None:
+def test_the_written_out_form_reads_as_the_same_schema(defaults: bool) -> None:
     schema = load_schema(SHIPPED / "ebnerd.toml")
     text = to_toml(schema, defaults=defaults)
     assert parse_schema(text) == schema
@@ -58,7 +56,7 @@ def test_of_several_braces_the_last_turns_fastest(pattern: str, names: tuple[str
     assert names_of(pattern) == names
 
 
-def test_a_family_of_features_is_named_after_its_online_values(parse_schema: Parse) -> None:
+def test_a_family_of_features_is_named_after_its_online_values() -> None:
     schema = parse_schema(
         LABEL + '[[nro]]\nonline = "{views,ctr}_{10m,1h}"\ndefault = 2.0\n[[nro]]\nname = "{a,b}"\n'
     )
@@ -72,7 +70,7 @@ def test_a_family_of_features_is_named_after_its_online_values(parse_schema: Par
     ]
 
 
-def test_names_go_along_with_online_values_and_tables_one_to_one(parse_schema: Parse) -> None:
+def test_names_go_along_with_online_values_and_tables_one_to_one() -> None:
     ids = 'kind = "ids"\ntable = "{item,user}"\n'
     text = (
         '[tables."{item,user}"]\ndim = 8\n[[ro]]\nname = "{last,who}"\n'
@@ -112,7 +110,7 @@ def test_names_go_along_with_online_values_and_tables_one_to_one(parse_schema: P
         ('input = "ctr_1h"\nop = ["log1p", "rank"]', ["ctr_1h", "ctr_1h_rank"]),
     ],
 )
-def test_outputs_are_named_by_a_rule(parse_schema: Parse, text: str, outputs: list[str]) -> None:
+def test_outputs_are_named_by_a_rule(text: str, outputs: list[str]) -> None:
     assert [t.output for t in parse_schema(LABEL + CTR + "[[transform]]\n" + text).transforms] == outputs
 
 

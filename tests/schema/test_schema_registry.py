@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from roostream.runtime.checkpoint_store import FileStore
 from roostream.schema import registry as schema_registry
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import load_schema
+from tests.wire.sample_builders import parse_schema
 
 SCHEMAS = sorted((Path(__file__).parents[2] / "roostream" / "replay" / "schemas").glob("*.toml"))
 
@@ -33,12 +33,12 @@ def test_a_schema_registered_later_is_found_then(tmp_path: Path, schema: Schema)
 
 
 @pytest.mark.parametrize("path", SCHEMAS, ids=lambda p: p.stem)
-def test_shipped_schemas_survive_being_written(path: Path, parse_schema: Callable[[str], Schema]) -> None:
+def test_shipped_schemas_survive_being_written(path: Path) -> None:
     schema = load_schema(path)
     assert parse_schema(schema_registry.to_toml(schema)) == schema
 
 
-def test_odd_texts_survive_being_written(parse_schema: Callable[[str], Schema]) -> None:
+def test_odd_texts_survive_being_written() -> None:
     schema = parse_schema('name = "a\\"b\\\\ é 😀"\n[[label]]\nname = "c"\naction = "größe"')
     assert parse_schema(schema_registry.to_toml(schema)) == schema
 

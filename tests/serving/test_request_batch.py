@@ -23,7 +23,7 @@ from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
 from serving import request_batch
 from serving.request_batch import RequestColumns, batch_of, checked, checked_at_once, precompile, read_request
-from tests.wire.conftest import RICH
+from tests.wire.sample_builders import RICH
 
 NOW_MS = 1_700_000_000_000
 KINDS = {

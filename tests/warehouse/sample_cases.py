@@ -17,8 +17,8 @@ from roostream.wire.batch import Batch
 from roostream.wire.columnar import columns_of, forms, whole
 from roostream.wire.jagged import Jagged
 from roostream.wire.records import Record
-from tests.wire.conftest import RICH, make_sample, parse, record_of
 from tests.wire.decode_reference import decoder
+from tests.wire.sample_builders import RICH, make_sample, parse_schema, record_of
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
@@ -56,7 +56,7 @@ def same_batch(a: Batch, b: Batch) -> None:
 
 def rich_schema() -> Schema:
     """Every kind of feature, two labels."""
-    return parse(RICH)
+    return parse_schema(RICH)
 
 
 def rich_records(schema: Schema, count: int, partition: int = 3) -> list[Record]:

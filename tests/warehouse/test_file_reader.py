@@ -21,7 +21,7 @@ from roostream.warehouse.file_writer import FOOTER_KEY, write_rows
 from roostream.wire.columnar import projected
 from tests.trainer.memory_store import MemoryStore
 from tests.warehouse.sample_cases import decoded, place_of, rich_records, rich_schema, rows_of, same_batch
-from tests.wire.conftest import RICH, parse
+from tests.wire.sample_builders import RICH, parse_schema
 
 SCHEMA = rich_schema()
 RECORDS = rich_records(SCHEMA, 300)
@@ -87,14 +87,14 @@ def test_another_schema_reads_a_file_as_it_reads_the_wire(store: FileStore) -> N
     text = text.replace('name = "seen"', 'name = "other"').replace(
         'name = "dwell"\naction = "read"', 'name = "like"\naction = "like"'
     )
-    reader = parse(text.replace("default = 7.0", "default = 8.0"))
+    reader = parse_schema(text.replace("default = 7.0", "default = 8.0"))
     file = write_rows(store, rows_of(SCHEMA, RECORDS), place_of(SCHEMA))
     same_batch(SampleFile(store, "samples", file).read(SCHEMA, reader), decoded(reader, RECORDS, SCHEMA))
 
 
 def test_a_feature_that_changed_its_kind_is_refused(store: FileStore) -> None:
     file = write_rows(store, rows_of(SCHEMA, RECORDS), place_of(SCHEMA))
-    reader = parse(RICH.replace('name = "tags"\nkind = "weighted_ids"', 'name = "tags"\nkind = "ids"'))
+    reader = parse_schema(RICH.replace('name = "tags"\nkind = "weighted_ids"', 'name = "tags"\nkind = "ids"'))
     with pytest.raises(SchemaError, match="tags"):
         SampleFile(store, "samples", file).read(SCHEMA, reader)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from roostream.wire import roo_pb2 as pb
 from roostream.wire.block import check_block, decode_block, encode_nro, encode_ro
 from roostream.wire.columns import canonical, columns_of
 from roostream.wire.records import MAX_WEIGHT
+from tests.wire.sample_builders import parse_schema
 
 ID = st.integers(-(1 << 63), (1 << 63) - 1)
 FLOAT = st.floats(allow_nan=False, allow_infinity=False, width=32)
@@ -76,7 +76,7 @@ def test_nro_columns_come_back_and_the_bytes_are_protobufs(
     assert encode_nro(schema, decode_block(schema, "nro", data, len(rows)), len(rows)) == data
 
 
-def test_flat_columns_give_the_bytes_of_lists_of_one(parse_schema: Callable[[str], Schema]) -> None:
+def test_flat_columns_give_the_bytes_of_lists_of_one() -> None:
     schema = parse_schema(
         '[tables.t]\ndim = 1\n[[nro]]\nname = "x"\n[[nro]]\nname = "a"\nkind = "ids"\ntable = "t"\n'
         '[[nro]]\nname = "b"\nkind = "ids"\ntable = "t"\n[[label]]\nname = "c"\naction = "c"'

@@ -17,6 +17,7 @@ from roostream.wire.block import encode_nro, encode_ro
 from roostream.wire.decode import precompile, rewritten
 from roostream.wire.records import Record
 from tests.wire.decode_reference import decoder, same_as_reference, valid
+from tests.wire.sample_builders import parse_schema
 
 Samples = Callable[[int], list[pb.Sample]]
 ToRecord = Callable[..., Record]
@@ -165,9 +166,7 @@ fold = "max"
 """
 
 
-def test_samples_of_an_older_schema_are_read_with_gaps_and_skips(
-    schema: Schema, parse_schema: Callable[[str], Schema], to_record: ToRecord
-) -> None:
+def test_samples_of_an_older_schema_are_read_with_gaps_and_skips(schema: Schema, to_record: ToRecord) -> None:
     old = parse_schema(OLD)
     two = {"ids": [7, 8], "weights": [0.5, 0.25]}
     sample = pb.Sample(
@@ -195,7 +194,7 @@ def test_samples_of_an_older_schema_are_read_with_gaps_and_skips(
 
 
 def test_a_changed_kind_and_an_unknown_schema_are_rejects_that_say_why(
-    schema: Schema, parse_schema: Callable[[str], Schema], to_record: ToRecord
+    schema: Schema, to_record: ToRecord
 ) -> None:
     changed = parse_schema(OLD.replace('name = "gap"', 'name = "hour"\nkind = "ids"\ntable = "item"'))
     sample = pb.Sample(header=pb.Header(schema=changed.fingerprint))
@@ -266,7 +265,7 @@ def test_rewriting_refuses_what_protobuf_refuses() -> None:
 
 
 def test_warming_compiles_every_kernel_for_every_shape_of_poll(
-    schema: Schema, parse_schema: Callable[[str], Schema], samples: Samples, to_record: ToRecord
+    schema: Schema, samples: Samples, to_record: ToRecord
 ) -> None:
     modules = (wire_kernels, decode_kernels)
     kernels = {

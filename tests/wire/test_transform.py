@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,6 +11,7 @@ from roostream.wire import transform
 from roostream.wire.batch import Batch
 from roostream.wire.block import encode_nro, encode_ro
 from roostream.wire.decode import Decoder
+from tests.wire.sample_builders import parse_schema
 
 TEXT = """
 [[ro]]
@@ -58,7 +57,7 @@ op = "rank"
 
 
 @pytest.fixture(scope="module")
-def ranked(parse_schema: Callable[[str], Schema]) -> Schema:
+def ranked() -> Schema:
     return parse_schema(TEXT)
 
 
@@ -115,7 +114,7 @@ def test_corners_of_rank_and_share(
     assert nro[:, 2].tolist() == rank and nro[:, 3].tolist() == share
 
 
-def test_results_stay_finite_at_the_edge_of_float32(parse_schema: Callable[[str], Schema]) -> None:
+def test_results_stay_finite_at_the_edge_of_float32() -> None:
     schema = parse_schema(TEXT.replace("std = 4", "std = 1e-30"))
     ro, _ = transform.apply(batch_of(schema, [1.0], [1.0], gap=3e38))
     assert ro[0, 1] == np.finfo(np.float32).max

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from typing import Literal
 
-from roostream.schema.settings import MAX_SEED, Settings, refusal, setting
+from roostream.schema.settings import MAX_SEED, Settings, setting, setting_error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,30 +15,32 @@ class NextItemConfig(Settings):
 
     data: str = setting(help="folder with MovieLens-1M")
     model: Literal["hstu", "sasrec"] = setting("hstu", "what reads a history")
-    epochs: int = setting(100, "passes over all users", least=1, most=10_000)
+    epochs: int = setting(100, "passes over all users", ge=1, le=10_000)
     evaluate_every: int = setting(
-        5, "epochs between two evaluations; the last epoch is always evaluated", least=1
+        5, "epochs between two evaluations; the last epoch is always evaluated", ge=1
     )
-    seed: int = setting(0, "of first weights, order, negatives and dropout", least=0, most=MAX_SEED)
+    seed: int = setting(0, "of first weights, order, negatives and dropout", ge=0, le=MAX_SEED)
     report: str = setting("", "file for the JSON report")
-    layers: int = setting(2, "of the model", least=1, most=64)
-    heads: int = setting(1, "of each layer, a divisor of width", least=1, most=4096)
-    width: int = setting(50, "of an item's vector and of each layer", least=1, most=4096)
-    max_length: int = setting(200, "newest entries of a history that are read", least=1, most=1 << 16)
-    dropout: float = setting(0.2, "of tokens and of what each layer adds", least=0, below=1)
-    batch_users: int = setting(128, "users a step", least=1)
-    learning_rate: float = setting(1e-3, "of Adam with betas 0.9 and 0.98", above=0)
-    negatives: int = setting(128, "items drawn uniformly of the corpus for each entry", least=1, most=1 << 16)
-    temperature: float = setting(0.05, "that products of vectors of length 1 are divided by", above=0)
+    layers: int = setting(2, "of the model", ge=1, le=64)
+    heads: int = setting(1, "of each layer, a divisor of width", ge=1, le=4096)
+    width: int = setting(50, "of an item's vector and of each layer", ge=1, le=4096)
+    max_length: int = setting(200, "newest entries of a history that are read", ge=1, le=1 << 16)
+    dropout: float = setting(0.2, "of tokens and of what each layer adds", ge=0, lt=1)
+    batch_users: int = setting(128, "users a step", ge=1)
+    learning_rate: float = setting(1e-3, "of Adam with betas 0.9 and 0.98", gt=0)
+    negatives: int = setting(128, "items drawn uniformly of the corpus for each entry", ge=1, le=1 << 16)
+    temperature: float = setting(0.05, "that products of vectors of length 1 are divided by", gt=0)
     corrected: bool = setting(
         False, "negatives stand for all items they were drawn of; the published loss takes them as they are"
     )
     device: str = setting("cpu", "where it is computed: cpu | cuda | cuda:N")
-    threads: int = setting(1, "torch's, on a CPU", least=1, most=1024)
+    threads: int = setting(1, "torch's, on a CPU", ge=1, le=1024)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device):
-            raise refusal("device", "cpu, cuda or cuda:N", self.device)
+            raise setting_error("device", "cpu, cuda or cuda:N", self.device)
         if self.width % self.heads:
-            raise refusal("heads", f"a divisor of width = {self.width}", self.heads, "change one of them")
+            raise setting_error(
+                "heads", f"a divisor of width = {self.width}", self.heads, "change one of them"
+            )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from roostream.schema.settings import Settings, refusal, setting
+from roostream.schema.settings import Settings, setting, setting_error
 
 MIN_SAMPLE = (
     201  # of Slipstream's sampled search: from here on its interval is on the safe side (slipstream.py)
@@ -17,39 +17,37 @@ _MIN_KEEP = 0.05
 class SlipstreamConfig(Settings):
     """Of `policy = "slipstream"`: counted, warmed up, looked at, classified, then skipped. Everything counts steps."""
 
-    hot_ratio: float = setting(
-        1e-6, "a row is hot from this share of all counted accesses on", above=0, below=1
-    )
+    hot_ratio: float = setting(1e-6, "a row is hot from this share of all counted accesses on", gt=0, lt=1)
     count_requests: int = setting(
-        0, "requests whose accesses are counted; 0 = all until the first snapshot", least=0
+        0, "requests whose accesses are counted; 0 = all until the first snapshot", ge=0
     )
-    warm_up_steps: int = setting(2000, "steps before the first snapshot of the hot rows", least=1)
+    warm_up_steps: int = setting(2000, "steps before the first snapshot of the hot rows", ge=1)
     snapshots: int = setting(
-        4, "snapshots of the hot rows; movement is between one and the next", least=2, most=64
+        4, "snapshots of the hot rows; movement is between one and the next", ge=2, le=64
     )
-    snapshot_steps: int = setting(250, "steps from one snapshot to the next", least=1)
-    drop: float = setting(0.3, "share of the hot inputs to be skipped", least=0, most=1)
+    snapshot_steps: int = setting(250, "steps from one snapshot to the next", ge=1)
+    drop: float = setting(0.3, "share of the hot inputs to be skipped", ge=0, le=1)
     alpha: float = setting(
         0.5,
         "share of an input's rows that must be stale for it to be skipped; 0 = all hot ones",
-        least=0,
-        most=1,
+        ge=0,
+        le=1,
     )
-    hot_share: float = setting(1.0, "share of an input's rows that must be hot", above=0, most=1)
+    hot_share: float = setting(1.0, "share of an input's rows that must be hot", gt=0, le=1)
     unvisited: Literal["varying", "stale"] = setting(
         "varying", "what a hot row is that no step visited; the paper: stale"
     )
-    max_hot_rows: int = setting(1 << 20, "hot rows kept, the most visited ones", least=1)
+    max_hot_rows: int = setting(1 << 20, "hot rows kept, the most visited ones", ge=1)
     sample: int = setting(
         0,
         "hot inputs among which the threshold is searched, as the paper does, 201 or more; 0 = all of them, exactly",
-        least=0,
+        ge=0,
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if 0 < self.sample < MIN_SAMPLE:
-            raise refusal(
+            raise setting_error(
                 "sample",
                 f"0, or {MIN_SAMPLE} or more",
                 self.sample,
@@ -69,15 +67,13 @@ class SelectionConfig(Settings):
     policy: Literal["off", "negatives", "random", "slipstream"] = setting(
         "off", "which requests are skipped: without any positive | any | with stale rows (finite logs alone)"
     )
-    keep: float = setting(
-        0.5, "share of what negatives and random judge that is trained", least=_MIN_KEEP, most=1
-    )
+    keep: float = setting(0.5, "share of what negatives and random judge that is trained", ge=_MIN_KEEP, le=1)
     score: Literal["all", "probe", "kept"] = setting(
         "all",
         "of the skipped requests, for progressive metrics; kept: none, each that is trained stands for 1 / keep of its kind",
     )
     probe: float = setting(
-        0.05, "share of the skipped requests that is scored with score = probe", above=0, most=1
+        0.05, "share of the skipped requests that is scored with score = probe", gt=0, le=1
     )
     refill: bool = setting(
         False,
@@ -89,7 +85,7 @@ class SelectionConfig(Settings):
         super().__post_init__()
         if self.score == "kept" and self.policy == "slipstream":
             error = "inputs without stale rows are no sample of all inputs"
-            raise refusal("score", "all or probe with policy = slipstream", self.score, error)
+            raise setting_error("score", "all or probe with policy = slipstream", self.score, error)
 
     @property
     def is_on(self) -> bool:
@@ -108,18 +104,18 @@ class DeferralConfig(Settings):
     share: float = setting(
         0.0,
         "share of the visits of hot rows whose gradients wait, those that move least; 0 = off",
-        least=0,
-        most=1,
+        ge=0,
+        le=1,
     )
     choice: Literal["stale", "random"] = setting(
         "stale", "which hot rows wait; random: so many others, as a control"
     )
     visits: int = setting(
-        8, "a row's gradients are pushed at every so many visits at least", least=1, most=1 << 16
+        8, "a row's gradients are pushed at every so many visits at least", ge=1, le=1 << 16
     )
-    min_visits: int = setting(10, "visits from which on a row is hot", least=1)
-    max_rows: int = setting(1 << 16, "rows of a stack that are looked at", least=1)
-    window: int = setting(20_000, "the newest visits of hot rows, among which the share is taken", least=1)
+    min_visits: int = setting(10, "visits from which on a row is hot", ge=1)
+    max_rows: int = setting(1 << 16, "rows of a stack that are looked at", ge=1)
+    window: int = setting(20_000, "the newest visits of hot rows, among which the share is taken", ge=1)
 
     @property
     def is_on(self) -> bool:
@@ -133,11 +129,11 @@ class RehearsalConfig(Settings):
     batches: int = setting(
         0,
         "beside each batch one of so many last ones is trained once more, drawn by the seed; 0 = off",
-        least=0,
-        most=1 << 16,
+        ge=0,
+        le=1 << 16,
     )
     max_bytes: int = setting(
-        16 << 20, "kept of them, the newest; every commit has them", least=1 << 10, most=1 << 30
+        16 << 20, "kept of them, the newest; every commit has them", ge=1 << 10, le=1 << 30
     )
 
     @property

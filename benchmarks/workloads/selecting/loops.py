@@ -32,4 +32,4 @@ def loop_over(
         MemoryReader(_AT, records), Decoder(schema, {schema.fingerprint: schema}.get), clock, max_wait_ms=0
     )
     wiring = LoopDependencies(source=source, rows=rows, outputs=Silent(), clock=clock)
-    return TrainLoop(LoopConfig(**from_dict(LoopConfig, given)), schema, model, wiring)
+    return TrainLoop(from_dict(LoopConfig, given), schema, model, wiring)

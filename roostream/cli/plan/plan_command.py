@@ -13,7 +13,7 @@ import click
 from roostream.cli.plan import measured
 from roostream.cli.plan.sizing import Load, Need, bottleneck, plan
 from roostream.errors import ConfigError
-from roostream.schema.settings import Refusal
+from roostream.schema.settings import SettingError
 
 
 def _options(command: Any) -> Any:
@@ -41,7 +41,7 @@ def plan_command(as_json: bool, **values: Any) -> None:
     """
     try:
         load = Load(**values)
-    except Refusal as error:
+    except SettingError as error:
         raise ConfigError(f"--{error.key.replace('_', '-')}: {error.reason}") from None
     needs = plan(load, measured.read())
     print(json.dumps(as_plain(load, needs), indent=1) if as_json else "\n".join(lines(load, needs)))

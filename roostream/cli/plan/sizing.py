@@ -26,33 +26,29 @@ _S, _MS, _MB, _GB, _GBIT = 1e-6, 1e-3, 1e6, 1e9, 1e9 / 8
 class Load(Settings):
     """What is to be carried, and on what."""
 
-    requests_per_s: float = setting(help="requests a second at the peak", above=0)
-    candidates: int = setting(20, "of a request", least=1)
-    rows: int = setting(1_000_000, "embedding rows in all tables", least=1)
-    dim: int = setting(16, "floats of a row", least=1, most=1024)
-    engagements: float = setting(1.0, "a request", least=0)
-    history: int = setting(30, "entries of a request's own lists", least=0)
-    candidate_bytes: int = setting(
-        80, "of a candidate's features in a sample; 80 = the demo's schema", least=1
-    )
-    candidate_ids: int = setting(2, "of each candidate", least=0)
+    requests_per_s: float = setting(help="requests a second at the peak", gt=0)
+    candidates: int = setting(20, "of a request", ge=1)
+    rows: int = setting(1_000_000, "embedding rows in all tables", ge=1)
+    dim: int = setting(16, "floats of a row", ge=1, le=1024)
+    engagements: float = setting(1.0, "a request", ge=0)
+    history: int = setting(30, "entries of a request's own lists", ge=0)
+    candidate_bytes: int = setting(80, "of a candidate's features in a sample; 80 = the demo's schema", ge=1)
+    candidate_ids: int = setting(2, "of each candidate", ge=0)
     distinct: float = setting(
-        0.5, "assumed share of a request's ids that its batch doesn't have already", above=0, most=1
+        0.5, "assumed share of a request's ids that its batch doesn't have already", gt=0, le=1
     )
-    batch_requests: int = setting(4096, "of a step of all workers together", least=1)
-    retention_h: float = setting(
-        72.0, "hours that Kafka keeps, above the longest time of catching up", above=0
-    )
-    replication: int = setting(3, "copies of a record in Kafka", least=1, most=9)
-    commit_interval_s: float = setting(10.0, "between commits", above=0)
-    core: float = setting(1.0, "assumed seconds that this core needs for one of the measured core's", above=0)
-    busy: float = setting(0.6, "share of a core that may be in use at the peak", above=0, most=1)
+    batch_requests: int = setting(4096, "of a step of all workers together", ge=1)
+    retention_h: float = setting(72.0, "hours that Kafka keeps, above the longest time of catching up", gt=0)
+    replication: int = setting(3, "copies of a record in Kafka", ge=1, le=9)
+    commit_interval_s: float = setting(10.0, "between commits", gt=0)
+    core: float = setting(1.0, "assumed seconds that this core needs for one of the measured core's", gt=0)
+    busy: float = setting(0.6, "share of a core that may be in use at the peak", gt=0, le=1)
     flink_share: float = setting(
-        3.0, "assumed: of a joined event all of Flink and Kafka's client cost this times the join", least=1
+        3.0, "assumed: of a joined event all of Flink and Kafka's client cost this times the join", ge=1
     )
-    network_gbit: float = setting(10.0, "of a machine", above=0)
-    machine_gb: float = setting(64.0, "memory of a machine", above=0)
-    broker_mb: float = setting(100.0, "assumed MB a second that one broker takes, copies counted", above=0)
+    network_gbit: float = setting(10.0, "of a machine", gt=0)
+    machine_gb: float = setting(64.0, "memory of a machine", gt=0)
+    broker_mb: float = setting(100.0, "assumed MB a second that one broker takes, copies counted", gt=0)
 
     @property
     def touched(self) -> float:

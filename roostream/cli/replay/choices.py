@@ -10,8 +10,8 @@ from joiner.rules import Rules
 from roostream.cli.assignments import overrides, value_of
 from roostream.errors import ConfigError
 from roostream.replay.config import ReplayConfig
-from roostream.schema.settings import build, from_dict
-from roostream.schema.toml_file import Place
+from roostream.schema.settings import from_dict
+from roostream.schema.toml_file import SourceLocation
 from trainer.config import LoopConfig
 from trainer.selection.config import RehearsalConfig
 
@@ -83,7 +83,8 @@ def choices_of(config: ReplayConfig) -> Choices:
     )
     for name, cls, table in (("joiner", JoinerConfig, chosen.joiner), ("worker", LoopConfig, chosen.worker)):
         known = {f.name for f in dataclasses.fields(cls)}
-        build(cls, {k: v for k, v in table.items() if k in known}, Place(prefix=f"{name}."))
+        given = {k: v for k, v in table.items() if k in known}
+        from_dict(cls, {}, SourceLocation(prefix=f"{name}."), **given)
     return chosen
 
 
@@ -111,8 +112,7 @@ def with_sets(base: Any, sets: dict[str, Any]) -> Any:
         ConfigError: an unknown key, or a value that can't be.
     """
     given = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)}
-    place = Place(prefix=_MODEL)
-    return build(type(base), given | from_dict(type(base), sets, place), place)
+    return from_dict(type(base), sets, SourceLocation(prefix=_MODEL), **given)
 
 
 def _assignment(text: str) -> tuple[str, Any]:

@@ -10,7 +10,7 @@ from infra.options import DEFAULT_HOME, DEMO_SCHEMA
 from roostream.errors import ConfigError
 from roostream.runtime.address import check_addresses, is_loopback, parse_address
 from roostream.runtime.kafka.topics import DEFAULT_PARTITIONS
-from roostream.schema.settings import MAX_SEED, Settings, refusal, setting
+from roostream.schema.settings import MAX_SEED, Settings, setting, setting_error
 from roostream.warehouse.readers.config import ReaderCountConfig
 from roostream.warehouse.readers.session import Labels, SessionSpec, days_of
 
@@ -32,27 +32,27 @@ class TrainConfig(Settings):
     model: str = setting("", "path of the model TOML; empty = defaults")
     set: tuple[str, ...] = setting((), "settings of the trainer's loop, as worker.batch_requests=512")
     num_shards: int = setting(
-        2, "parameter server shards, as the stack that goes on with the model will have", least=1, most=64
+        2, "parameter server shards, as the stack that goes on with the model will have", ge=1, le=64
     )
     workers: int = setting(
-        1, "that train together, in processes of their own where there are several", least=1, most=64
+        1, "that train together, in processes of their own where there are several", ge=1, le=64
     )
     rows: Literal["shards", "workers"] = setting(
         "shards",
         "who holds rows while this trains: shards here, or the worker processes, until they go to num_shards",
     )
-    partitions: int = setting(DEFAULT_PARTITIONS, "of the topic that was archived", least=1, most=1024)
-    seed: int = setting(0, "of initial weights and rows, and of the order of files", least=0, most=MAX_SEED)
+    partitions: int = setting(DEFAULT_PARTITIONS, "of the topic that was archived", ge=1, le=1024)
+    seed: int = setting(0, "of initial weights and rows, and of the order of files", ge=0, le=MAX_SEED)
     labels: Labels = setting("latest", "with corrections until now, or as_streamed at the close")
-    commit_interval_ms: int = setting(30_000, "between commits", least=100)
+    commit_interval_ms: int = setting(30_000, "between commits", ge=100)
     readers: int = setting(
-        0, "`reader` programs that read for training; 0 = this process reads for itself", least=0, most=64
+        0, "`reader` programs that read for training; 0 = this process reads for itself", ge=0, le=64
     )
     max_readers: int = setting(
         0,
         "more than readers: as many as keep training from waiting, up to so many; 0 = readers",
-        least=0,
-        most=64,
+        ge=0,
+        le=64,
     )
     pool: Literal["processes", "ray"] = setting(
         "processes",
@@ -75,19 +75,21 @@ class TrainConfig(Settings):
         if not Path(self.schema).is_file():
             raise ConfigError(f"{self.schema}: no such file; expected a schema TOML")
         if self.max_readers and self.max_readers < max(self.readers, 1):
-            raise refusal("max_readers", f"at least readers = {max(self.readers, 1)}, or 0", self.max_readers)
+            raise setting_error(
+                "max_readers", f"at least readers = {max(self.readers, 1)}, or 0", self.max_readers
+            )
         check_addresses("ask_at", self.ask_at)
         if self.pool == "ray" and not self.reads_by_programs:
-            raise refusal("pool", "readers or max_readers above 0 with it", self.pool, "say how many")
+            raise setting_error("pool", "readers or max_readers above 0 with it", self.pool, "say how many")
         if self.by_processes and (self.link or not is_loopback(parse_address(self.ask_at)[0])):
-            raise refusal(
+            raise setting_error(
                 "ask_at",
                 "one worker, with rows at shards, where readers are reached from outside",
                 self.ask_at,
             )
         if self.workers > self.partitions:
             error = "each trains one of the partitions at least"
-            raise refusal("workers", f"at most partitions = {self.partitions}", self.workers, error)
+            raise setting_error("workers", f"at most partitions = {self.partitions}", self.workers, error)
         assert self.session
 
     @property

@@ -54,9 +54,7 @@ class WorkerTask:
 
 def work(task: WorkerTask, stop: program.Stop) -> None:
     """Until `stop` is set. Raises UnavailableError: no controller answers."""
-    parts = OfflineParts(
-        TrainConfig(**from_dict(TrainConfig, task.train)), LoopConfig(**from_dict(LoopConfig, task.loop))
-    )
+    parts = OfflineParts(from_dict(TrainConfig, task.train), from_dict(LoopConfig, task.loop))
     ended = threading.Event()
     with contextlib.ExitStack() as opened:
         place = TorchRendezvous("127.0.0.1:0", device=parts.settings.device, timeout_s=REDUCE_S)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from roostream.errors import ConfigError, nearest
 from roostream.schema.schema import Feature, Schema
-from roostream.schema.settings import Refusal, Settings, load, refusal, setting
+from roostream.schema.settings import SettingError, Settings, load, setting, setting_error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class ImportMap(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.request:
-            raise refusal(
+            raise setting_error(
                 "request",
                 "at least one column",
                 self.request,
@@ -62,7 +62,9 @@ class ImportMap(Settings):
         for name, given in self.features.items():
             parts = given if isinstance(given, dict) else {"": given}
             if not parts or not all(isinstance(column, str) and column for column in parts.values()):
-                raise Refusal(f"features.{name}", f"expected a column, or a table of columns, got {given!r}")
+                raise SettingError(
+                    f"features.{name}", f"expected a column, or a table of columns, got {given!r}"
+                )
 
     def plain(self) -> dict[str, str]:
         """What a row of a log's table is called (roostream/replay/tables.py) → column, of what is there once a row."""

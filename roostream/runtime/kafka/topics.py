@@ -34,15 +34,15 @@ _HOUR_MS = 3_600_000
 class TopicSettings(Settings):
     """What a deployment chooses of its topics when they are made."""
 
-    replication: int = setting(1, "copies of each partition", least=1, most=16)
+    replication: int = setting(1, "copies of each partition", ge=1, le=16)
     replay: bool = setting(False, "event times lie in the past: never delete by them, accept any of them")
-    retention_ms: int = setting(24 * _HOUR_MS, "how long records are kept", least=1)
-    retention_bytes: int = setting(512 << 20, "how much of a partition is kept", least=1)
-    max_skew_ms: int = setting(MAX_SKEW_MS, "records from further in the future are refused", least=0)
+    retention_ms: int = setting(24 * _HOUR_MS, "how long records are kept", ge=1)
+    retention_bytes: int = setting(512 << 20, "how much of a partition is kept", ge=1)
+    max_skew_ms: int = setting(MAX_SKEW_MS, "records from further in the future are refused", ge=0)
     max_message_bytes: int = setting(
         MAX_MESSAGE_BYTES,
         "largest record; programs make none that is larger than the default",
-        least=MAX_MESSAGE_BYTES,
+        ge=MAX_MESSAGE_BYTES,
     )
 
 

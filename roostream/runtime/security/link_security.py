@@ -18,7 +18,7 @@ import threading
 from pathlib import Path
 
 from roostream.runtime.security.watched_files import Watch
-from roostream.schema.settings import Refusal, Settings, setting
+from roostream.schema.settings import SettingError, Settings, setting
 
 log = logging.getLogger("roostream.rpc")
 
@@ -47,12 +47,12 @@ class LinkSecurity(Settings):
         given = {"certificate": self.certificate, "key": self.key, "ca": self.ca}
         if any(given.values()) and not all(given.values()):
             missing = ", ".join(key for key, value in given.items() if not value)
-            raise Refusal(
+            raise SettingError(
                 missing.split(", ")[0],
                 f"expected certificate, key and ca together, got no {missing}; add what is missing",
             )
         if self.name and not self.certificate:
-            raise Refusal("name", "expected it with certificate, key and ca, got none of them; add them")
+            raise SettingError("name", "expected it with certificate, key and ca, got none of them; add them")
 
     @property
     def asks(self) -> bool:
@@ -76,7 +76,7 @@ class LinkKeys:
         """`insecure`: addresses that others reach may be listened on although nothing asks who they are.
 
         Raises:
-            Refusal: files that can't be read, or don't belong together.
+            SettingError: files that can't be read, or don't belong together.
         """
         self.security, self.insecure = security or LinkSecurity(), insecure
         named = (self.security.certificate, self.security.key, self.security.ca, self.security.token_file)
@@ -122,7 +122,7 @@ class LinkKeys:
                 try:
                     self._files = _read(self.security)
                     log.info("certificates and tokens of the link were renewed")
-                except Refusal as error:
+                except SettingError as error:
                     log.error("link: %s; what was before stays in force", error)
             return self._files
 
@@ -148,13 +148,13 @@ def _context(security: LinkSecurity, protocol: ssl._SSLMethod) -> ssl.SSLContext
         context.load_cert_chain(security.certificate, security.key)
     except OSError as error:  # ssl.SSLError is one
         got = f"{security.certificate!r} and {security.key!r}: {error.strerror or error}"
-        raise Refusal(
+        raise SettingError(
             "link.certificate", f"expected PEM files of a certificate chain and its private key, got {got}"
         ) from None
     try:
         context.load_verify_locations(security.ca)
     except OSError as error:
-        raise Refusal(
+        raise SettingError(
             "link.ca", f"expected a PEM file of authorities, got {security.ca!r}: {error.strerror or error}"
         ) from None
     return context
@@ -164,10 +164,10 @@ def _tokens(file: str) -> tuple[str, ...]:
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise Refusal("link.token_file", f"expected a file of tokens, got {file!r}: {error}") from None
+        raise SettingError("link.token_file", f"expected a file of tokens, got {file!r}: {error}") from None
     tokens = tuple(stripped for line in lines if (stripped := line.strip()))
     if not tokens or min(map(len, tokens)) < MIN_TOKEN:
-        raise Refusal(
+        raise SettingError(
             "link.token_file",
             f"expected tokens of at least {MIN_TOKEN} characters, one a line, in {file!r}; see `openssl rand -hex 32`",
         )

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 from roostream.runtime.security.watched_files import Watch
-from roostream.schema.settings import Refusal, Settings, setting
+from roostream.schema.settings import SettingError, Settings, setting
 
 log = logging.getLogger("roostream.tls")
 
@@ -45,11 +45,11 @@ class SpeaksTls(Settings):
         if bool(self.tls_certificate) != bool(self.tls_key) or (
             self.tls_client_ca and not self.tls_certificate
         ):
-            raise Refusal(
+            raise SettingError(
                 "tls_certificate", "expected tls_certificate with tls_key, and tls_client_ca only beside them"
             )
         if self.tls_client_required and not self.tls_client_ca:
-            raise Refusal(
+            raise SettingError(
                 "tls_client_required",
                 "expected it with tls_client_ca, got none; who may sign the clients' certificates?",
             )
@@ -76,7 +76,7 @@ class Tls:
     """One context for all connections: those that begin after the files changed get what they hold then."""
 
     def __init__(self, files: TlsFiles) -> None:
-        """Raises Refusal: files that can't be read, or don't belong together."""
+        """Raises SettingError: files that can't be read, or don't belong together."""
         self.files = files
         self._watch = Watch(Path(files.certificate), Path(files.key))
         self.context = _context(files)
@@ -88,7 +88,7 @@ class Tls:
         try:
             _context(self.files)  # a pair that doesn't fit would leave half of it in the one that is in use
             self.context.load_cert_chain(self.files.certificate, self.files.key)
-        except (Refusal, OSError) as error:
+        except (SettingError, OSError) as error:
             log.error("%s; the certificate of before stays in use", error)
         else:
             log.info("%s: new connections get the certificate as it is now", self.files.certificate)
@@ -107,7 +107,7 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
         context.load_cert_chain(files.certificate, files.key)
     except OSError as error:  # ssl.SSLError is one
         got = f"{files.certificate!r} and {files.key!r}: {error.strerror or error}"
-        raise Refusal(
+        raise SettingError(
             "tls_certificate", f"expected PEM files of a certificate chain and its private key, got {got}"
         ) from None
     if files.client_ca:
@@ -115,6 +115,6 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
             context.load_verify_locations(files.client_ca)
         except OSError as error:
             got = f"{files.client_ca!r}: {error.strerror or error}"
-            raise Refusal("tls_client_ca", f"expected a PEM file of authorities, got {got}") from None
+            raise SettingError("tls_client_ca", f"expected a PEM file of authorities, got {got}") from None
         context.verify_mode = ssl.CERT_REQUIRED if files.client_required else ssl.CERT_OPTIONAL
     return context

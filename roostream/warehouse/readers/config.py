@@ -8,7 +8,7 @@ from typing import Literal
 from roostream.runtime.address import LINK_ASKS, check_addresses, check_listen
 from roostream.runtime.deployment import Watched
 from roostream.runtime.security.link_security import LinkKeys, LinkSecurity
-from roostream.schema.settings import Settings, refusal, setting
+from roostream.schema.settings import Settings, setting, setting_error
 
 MAX_READERS = 256
 
@@ -21,12 +21,10 @@ class ReadersConfig(Settings):
         "worker",
         "who reads sessions of the warehouse: the worker itself, in the thread of its source, or `reader` programs",
     )
-    max_bytes: int = setting(256 << 20, "programs: of units that are here and not yet trained", least=1 << 20)
-    max_units: int = setting(
-        16, "the same in units; a unit is what a reader makes at once", least=1, most=1024
-    )
+    max_bytes: int = setting(256 << 20, "programs: of units that are here and not yet trained", ge=1 << 20)
+    max_units: int = setting(16, "the same in units; a unit is what a reader makes at once", ge=1, le=1024)
     max_in_flight: int = setting(
-        8, "splits under way for this worker, at most; as many readers at once", least=1, most=32
+        8, "splits under way for this worker, at most; as many readers at once", ge=1, le=32
     )
 
 
@@ -34,15 +32,15 @@ class ReadersConfig(Settings):
 class ReaderCountConfig(Settings):
     """`[readers]` of a controller: how many it wishes for, by the fullness of its workers' buffers."""
 
-    least: int = setting(1, "readers while a session is read by programs", least=1, most=MAX_READERS)
+    least: int = setting(1, "readers while a session is read by programs", ge=1, le=MAX_READERS)
     most: int = setting(
-        1, "readers, however hungry workers are; above least it follows them", least=1, most=MAX_READERS
+        1, "readers, however hungry workers are; above least it follows them", ge=1, le=MAX_READERS
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.least > self.most:
-            raise refusal("least", f"at most most = {self.most}", self.least)
+            raise setting_error("least", f"at most most = {self.most}", self.least)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,13 +53,13 @@ class ReaderConfig(Watched):
         "", "the same as workers reach it, where that isn't what it listens on; port 0 = that of listen"
     )
     link: LinkSecurity = setting(factory=LinkSecurity, help="table: how it calls and is called, and who may")
-    max_splits: int = setting(2, "held at once, one of them being read", least=1, most=64)
+    max_splits: int = setting(2, "held at once, one of them being read", ge=1, le=64)
     max_bytes: int = setting(
-        128 << 20, "of units that wait to be fetched; one unit is always held", least=1 << 20
+        128 << 20, "of units that wait to be fetched; one unit is always held", ge=1 << 20
     )
-    max_units: int = setting(16, "the same in units", least=1, most=1024)
+    max_units: int = setting(16, "the same in units", ge=1, le=1024)
     max_requests_s: int = setting(
-        0, "requests a second, at most, to spare a store; 0 = as fast as it can", least=0
+        0, "requests a second, at most, to spare a store; 0 = as fast as it can", ge=0
     )
 
     def __post_init__(self) -> None:

@@ -31,7 +31,7 @@ from roostream.runtime.transport import Arrays, Header, Transport
 from roostream.runtime.work_unit import TableInput
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import schema_from_dict
-from roostream.schema.toml_file import Place
+from roostream.schema.toml_file import SourceLocation
 from roostream.warehouse.readers.config import ReaderConfig
 from roostream.warehouse.readers.leases import Lease
 from roostream.warehouse.readers.reading import LocalRows
@@ -107,7 +107,9 @@ class LeasedReader:
         elif session != self.session:
             told = TableInput.of(answer.get("input"))
             assert told is not None and told.digest == session
-            schema = schema_from_dict(tomllib.loads(str(answer["schema"])), Place("the controller's schema"))
+            schema = schema_from_dict(
+                tomllib.loads(str(answer["schema"])), SourceLocation("the controller's schema")
+            )
             rows, its = self.open_rows(told, schema)
             log.info(
                 "reading %s, version %d, days %s..%s",

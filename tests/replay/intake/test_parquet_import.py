@@ -232,7 +232,7 @@ def test_rows_of_a_request_that_differ_in_what_it_has_once_are_told_or_left_out(
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ("time = 3\nitem = 'a'\nrequest = ['a']", "map.toml:1: key 'time': expected str, got 3"),
+        ("time = 3\nitem = 'a'\nrequest = ['a']", "map.toml:1: key 'time': expected text, got 3"),
         ("request = []\ntime = 't'\nitem = 'i'", "expected at least one column"),
         ("requests = ['id']", "unknown key 'requests'.*did you mean 'request'"),
         (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from roostream.schema.settings import Refusal
+from roostream.schema.settings import SettingError
 from serving.admin.admin_token import AdminToken, read_token
 
 TOKEN = "0123456789abcdef0123456789abcdef"
@@ -47,6 +47,6 @@ def test_a_file_that_keeps_nobody_out_is_refused_without_what_it_holds(
     file = tmp_path / "token"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(Refusal, match="key 'admin_token_file': expected a f") as error:
+    with pytest.raises(SettingError, match="key 'admin_token_file': expected a f") as error:
         read_token(str(file))
     assert "short" not in str(error.value)

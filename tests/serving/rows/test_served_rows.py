@@ -16,7 +16,7 @@ from param_server.replica.shard_reads import ShardReads
 from param_server.replica.some_buckets import SomeBuckets
 from roostream.runtime.clock import FakeClock, SystemClock
 from roostream.runtime.transport import Answer, InMemoryTransport
-from roostream.schema.settings import Refusal
+from roostream.schema.settings import SettingError
 from serving.rows.row_follower import RowFollower
 from serving.rows.served_rows import CachedRows, FollowedRows, open_rows
 from tests.serving.rows.test_row_follower import ITEM, delta, lookup_of
@@ -111,7 +111,7 @@ def test_a_cache_that_does_not_wait_reads_beside_until_the_process_stops() -> No
     ],
 )
 def test_settings_of_rows_that_don_t_fit_are_refused(settings: dict[str, Any], expected: str) -> None:
-    with pytest.raises(Refusal, match=expected):
+    with pytest.raises(SettingError, match=expected):
         config_of(**settings)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roostream.schema.settings import Refusal
+from roostream.schema.settings import SettingError
 from serving.versions.split import Split, split_of
 
 KEYS = [n.to_bytes(8, "little") for n in range(2000)]
@@ -47,5 +47,5 @@ def test_a_split_is_written_as_version_and_share(text: str, split: Split) -> Non
     ["newest", "newest@", "@0.5", "newest@1.5", "newest@-1", "best@0.5", "3@0.5", "newest@nan", "3-1 @1"],
 )
 def test_what_is_no_split_is_refused_with_its_form(text: str) -> None:
-    with pytest.raises(Refusal, match=r"key 'canary': expected VERSION@SHARE such as newest@0\.05"):
+    with pytest.raises(SettingError, match=r"key 'canary': expected VERSION@SHARE such as newest@0\.05"):
         split_of("canary", text)
