@@ -39,7 +39,7 @@ from param_server.publish import Publisher
 from param_server.replica.replica import Replica
 from param_server.rows_topic import InMemoryRows
 from roostream.runtime.clock import SystemClock
-from roostream.runtime.transport import InMemoryTransport
+from roostream.runtime.rpc.transport import InMemoryTransport
 from roostream.wire import records as wire
 from roostream.wire.decode import Decoder
 from roostream.wire.lookup import build_lookup

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from infra.kinds import READER, WORKER
 from roostream.errors import RoostreamError
-from roostream.runtime.rpc_client import SocketTransport
+from roostream.runtime.rpc.client import SocketTransport
 
 log = logging.getLogger("roostream.stack")
 

@@ -20,7 +20,7 @@ from infra.places import Endpoints
 from infra.supervisor import Supervisor
 from roostream.errors import RoostreamError
 from roostream.runtime.flink_rest import FlinkRest
-from roostream.runtime.rpc_client import SocketTransport
+from roostream.runtime.rpc.client import SocketTransport
 
 log = logging.getLogger("roostream.stack")
 _SAVEPOINT_S = 30.0

@@ -25,7 +25,7 @@ from roostream.runtime.backoff import Backoff
 from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.runtime.clock import Clock
 from roostream.runtime.health import Health
-from roostream.runtime.kafka.record_reader import RecordReader
+from roostream.runtime.kafka.consumer import RecordConsumer
 from roostream.runtime.kafka.topics import Partition
 from roostream.wire.records import Record
 
@@ -84,7 +84,7 @@ class Pump:
         self,
         config: JoinerConfig,
         engine: LocalEngine,
-        source: RecordReader,
+        source: RecordConsumer,
         sink: Sink,
         snapshots: Snapshots,
         *,
@@ -139,7 +139,7 @@ class Pump:
             self._find_idle(now_s)
         watermarks = self.engine.watermarks
         self._held = {p for p in self.engine.partitions if watermarks.ahead_ms(p) > self.config.drift_ms}
-        self.source.hold(self._held)
+        self.source.pause(self._held)
         self.meters.state(self.engine.watermark_ms, self.engine.num_keys)
         self.health.turned()
 

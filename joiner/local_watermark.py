@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping
 
 from msgspec import field
 
-from roostream.runtime.event_time import START, StepTime
+from roostream.runtime.event_time import START, SteppedEventTime
 from roostream.runtime.kafka.topics import Partition
 
 
-class SplitTime(StepTime, array_like=True):
+class SplitTime(SteppedEventTime, array_like=True):
     """How far one partition has come.
 
-    No single event can carry it away (StepTime). Where several producers beat, the slowest of them holds it: what another one
+    No single event can carry it away (SteppedEventTime). Where several producers beat, the slowest of them holds it: what another one
     wrote says nothing of what this one still has to write. One whose beats are older than `silent_ms` is away and holds nothing.
     """
 

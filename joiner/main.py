@@ -23,8 +23,8 @@ from roostream.runtime.clock import SystemClock
 from roostream.runtime.flink_rest import ENDED, JOB_NAME, FlinkRest
 from roostream.runtime.health import Health
 from roostream.runtime.kafka.clients import consumer, wait_for_topics
-from roostream.runtime.kafka.reading import Reading
-from roostream.runtime.kafka.retention import GroupLosses, committed_by
+from roostream.runtime.kafka.kafka_consumer import ConsumerOptions
+from roostream.runtime.kafka.retention_loss import RetentionLossCounter, committed_offsets
 from roostream.runtime.kafka.topics import EVENTS, all_partitions
 from roostream.runtime.program import Stop
 from roostream.runtime.program import run as run_program
@@ -47,7 +47,7 @@ class FlinkJob:
 
     rest: FlinkRest
     id: str
-    losses: GroupLosses | None = None
+    losses: RetentionLossCounter | None = None
 
 
 def run(config: JoinerConfig) -> int:
@@ -72,12 +72,14 @@ def run_local(config: JoinerConfig, schema: Schema, meters: Meters, health: Heal
     from joiner.local_engine import LocalEngine
     from joiner.local_kafka import KafkaSink
     from joiner.local_pump import Pump, Snapshots
-    from roostream.runtime.kafka.reader import KafkaReader
+    from roostream.runtime.kafka.kafka_consumer import KafkaConsumer
 
     wait_for_topics(config.broker, config.prefix, (*EVENTS, *OUTPUTS), config.partitions, stop)
     engine = LocalEngine(config, schema, open_registry(open_store(config.store)))
-    reading = Reading(partitions=engine.partitions, prefix=config.prefix, skips_lost=config.skip_lost)
-    source = KafkaReader.open(config.broker, f"{config.prefix}roostream-joiner", reading)
+    reading = ConsumerOptions(
+        partitions=engine.partitions, prefix=config.prefix, skip_lost_records=config.skip_lost
+    )
+    source = KafkaConsumer.open(config.broker, f"{config.prefix}roostream-joiner", reading)
     sink = KafkaSink(config.broker, config.prefix)
     snapshots = Snapshots(open_store(config.home))
     try:
@@ -130,13 +132,13 @@ def wait_for_job(rest: FlinkRest, health: Health, stop: Stop) -> dict[str, Any]:
     raise UnavailableError("stopped while waiting for the job")
 
 
-def _losses(config: JoinerConfig) -> GroupLosses | None:
+def _losses(config: JoinerConfig) -> RetentionLossCounter | None:
     """Of the group that the job's sources commit to with each checkpoint."""
     if not config.bootstrap:
         return None
-    reading = Reading(partitions=all_partitions(EVENTS, config.partitions), prefix=config.prefix)
-    return GroupLosses(
-        partial(committed_by, consumer(config.broker, f"{config.prefix}{JOB_NAME}"), reading), "the join"
+    reading = ConsumerOptions(partitions=all_partitions(EVENTS, config.partitions), prefix=config.prefix)
+    return RetentionLossCounter(
+        partial(committed_offsets, consumer(config.broker, f"{config.prefix}{JOB_NAME}"), reading), "the join"
     )
 
 
@@ -173,7 +175,7 @@ def watch(watched: FlinkJob, meters: Meters, health: Health, stop: Stop, *, pati
         with health.waiting(f"Flink at {rest.url}"):
             meters.job(state == "RUNNING", ask(rest, lambda: rest.gauges(job), stop))
         if losses is not None and time.monotonic() >= look_at_s:
-            losses.look()
+            losses.update()
             meters.lost.set(losses.num_lost)
             look_at_s = time.monotonic() + _LOOK_EVERY_S
         health.turned("" if state == "RUNNING" else f"the job is {state}")

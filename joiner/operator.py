@@ -23,7 +23,7 @@ from joiner.state import Engagement, Impression
 from joiner.turn import Turn
 from roostream.runtime.checkpoint_store import open_store
 from roostream.runtime.flink_rest import LATE_REQUESTS
-from roostream.runtime.program import collect_rarely
+from roostream.runtime.program import tune_garbage_collector
 from roostream.schema.registry import open_registry
 from roostream.schema.schema_file import load_schema
 
@@ -35,7 +35,7 @@ class JoinFunction(KeyedProcessFunction):  # type: ignore[misc]
         self.config = config
 
     def open(self, runtime_context: RuntimeContext) -> None:
-        collect_rarely()
+        tune_garbage_collector()
         schema, registry = load_schema(self.config.schema), open_registry(open_store(self.config.store))
         self.reader = Reader(registry, schema.limits)
         self.join = Join(self.config.rules, registry, schema.limits)

@@ -12,7 +12,7 @@ from param_server.server import Shard
 from param_server.step_sum import check_workers
 from param_server.table import StackTable, Update
 from roostream.errors import RoostreamError, SchemaError, WireError
-from roostream.runtime.transport import Header
+from roostream.runtime.rpc.transport import Header
 
 MAX_SCAN_ROWS = 1 << 20
 

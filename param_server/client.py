@@ -22,7 +22,7 @@ from roostream.runtime.backoff import Backoff
 from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.clock import Clock, SystemClock
 from roostream.runtime.kafka.topics import DEFAULT_BUCKETS
-from roostream.runtime.transport import Answer, Arrays, Header, Transport
+from roostream.runtime.rpc.transport import Answer, Arrays, Header, Transport
 from roostream.schema.schema import Schema
 from roostream.wire.lookup import Lookup
 

@@ -33,16 +33,16 @@ from roostream.runtime import metrics, program
 from roostream.runtime.address import parse_address
 from roostream.runtime.checkpoint_store import open_store
 from roostream.runtime.clock import SystemClock
-from roostream.runtime.crew import Crew, StopBudget
-from roostream.runtime.exports import Exports
+from roostream.runtime.controller_agent import Command, ControllerAgent, check_command_schema
 from roostream.runtime.health import Health
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.topics import ROWS
-from roostream.runtime.member import Command, Member, check_same_schema
-from roostream.runtime.rpc_client import SocketTransport
-from roostream.runtime.rpc_server import RpcServer
-from roostream.runtime.security.link_security import LinkKeys
-from roostream.runtime.transport import Handler, Header
+from roostream.runtime.metrics_collector import MetricsCollector
+from roostream.runtime.rpc.client import SocketTransport
+from roostream.runtime.rpc.security import LinkCredentials
+from roostream.runtime.rpc.server import RpcServer
+from roostream.runtime.rpc.transport import Handler, Header
+from roostream.runtime.thread_group import StopBudget, ThreadGroup
 from roostream.schema.schema_file import load_schema
 
 log = logging.getLogger("roostream.shard")
@@ -89,8 +89,8 @@ def serve(config: ShardConfig, stop: threading.Event) -> None:
     Raises:
         ConfigError, SetupError: a setting, the schema, the port or the data directory can't be used.
     """
-    crew = Crew(stop)
-    health, keys = Health(config.stalled_after_ms / 1000), config.link_keys()
+    crew = ThreadGroup(stop)
+    health, keys = Health(config.stalled_after_ms / 1000), config.link_credentials()
     with contextlib.ExitStack() as opened:  # closed in the reverse order
         blobs = RocksBlobs(Path(config.home) / "segments")
         shard = build_shard(config, blobs)  # 1
@@ -154,7 +154,7 @@ def build_shard(config: ShardConfig, blobs: Blobs) -> Shard:
 
 def _listen(
     config: ShardConfig,
-    keys: LinkKeys,
+    keys: LinkCredentials,
     shard: Shard,
     latency: metrics.StageTimes,
     opened: contextlib.ExitStack,
@@ -173,20 +173,20 @@ def _listen(
 
 def _start_member(
     config: ShardConfig,
-    keys: LinkKeys,
+    keys: LinkCredentials,
     shard: Shard,
     ending: StopBudget,
     left: threading.Event,
     opened: contextlib.ExitStack,
-) -> Member:
+) -> ControllerAgent:
     def dial() -> SocketTransport:
         return SocketTransport(config.controller, keys=keys)
 
     def execute(command: Command) -> dict[str, Any]:
-        check_same_schema(command, shard.identity.schema.fingerprint)
+        check_command_schema(command, shard.identity.schema.fingerprint)
         return shard.execute(command)
 
-    member = Member(dial, "shard", config.index, execute, shard.stats, left, ending=ending)
+    member = ControllerAgent(dial, "shard", config.index, execute, shard.stats, left, ending=ending)
 
     def close() -> None:
         ending.stop.set()
@@ -210,7 +210,7 @@ def timed(handler: Handler, latency: metrics.StageTimes) -> Handler:
     return handle
 
 
-def shard_exports(shard: Shard, publisher: Publisher | None) -> Exports:
+def shard_exports(shard: Shard, publisher: Publisher | None) -> MetricsCollector:
     """`roostream_shard_<what>`; rows by stack."""
 
     def read() -> dict[str, Any]:
@@ -224,4 +224,4 @@ def shard_exports(shard: Shard, publisher: Publisher | None) -> Exports:
             }
         return shown
 
-    return Exports("shard", read, {"rows": "stack", "largest_accumulator": "stack"}, helps=_HELPS)
+    return MetricsCollector("shard", read, {"rows": "stack", "largest_accumulator": "stack"}, helps=_HELPS)

@@ -27,7 +27,7 @@ from param_server.server import Shard
 from roostream.errors import UnavailableError, WireError
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.clock import Clock
-from roostream.runtime.kafka.record_reader import RecordsGoneError
+from roostream.runtime.kafka.consumer import RecordsGoneError
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 

@@ -14,9 +14,8 @@ from roostream.errors import UnavailableError
 from roostream.runtime.clock import Clock, SystemClock
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.broker import Broker
-from roostream.runtime.kafka.reader import KafkaReader
-from roostream.runtime.kafka.reading import Reading
-from roostream.runtime.kafka.record_reader import RecordsGoneError
+from roostream.runtime.kafka.consumer import RecordsGoneError
+from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsumer
 from roostream.runtime.kafka.topics import DEFAULT_PARTITIONS, ROWS, name_of
 
 log = logging.getLogger("roostream.publish")
@@ -130,9 +129,11 @@ class KafkaRows:
     def close(self) -> None:
         self._producer = None
 
-    def _reader(self, partition: int) -> KafkaReader:
-        reading = Reading(partitions=((ROWS, partition),), prefix=self.prefix, skips_lost=False)
-        return KafkaReader.open(self.broker, f"{self.topic}-shard", reading)
+    def _reader(self, partition: int) -> KafkaConsumer:
+        reading = ConsumerOptions(
+            partitions=((ROWS, partition),), prefix=self.prefix, skip_lost_records=False
+        )
+        return KafkaConsumer.open(self.broker, f"{self.topic}-shard", reading)
 
     def _await(
         self, producer: Producer, outcome: dict[int, int | KafkaError], wanted: int, stop: threading.Event

@@ -20,9 +20,9 @@ from roostream.models.build import load_model_config
 from roostream.runtime import manifest as manifests
 from roostream.runtime.checkpoint_store import CheckpointStore, open_store
 from roostream.runtime.clock import Clock, SystemClock
-from roostream.runtime.exports import Exports
 from roostream.runtime.manifest import Manifest
-from roostream.runtime.security.tls import Tls
+from roostream.runtime.metrics_collector import MetricsCollector
+from roostream.runtime.tls import TlsContext
 from roostream.schema import registry as schema_registry
 from roostream.schema.ids import hash64
 from roostream.schema.schema import Schema
@@ -110,7 +110,7 @@ class Parts:
         dict  # what is known of the rows, by the names of metrics
     )
     keys: Keyring | None = None  # None = everybody may do everything
-    tls: Tls | None = None
+    tls: TlsContext | None = None
     items: ItemKeeper | None = None  # None = no retrieval
     rows_age_s: Callable[[], float | None] = lambda: None  # since they were known to be current; None = never
 
@@ -180,7 +180,7 @@ def build_process(
         waiting_for=lambda: _waiting_for(rows, items, is_stopping()),
         rows_numbers=rows.numbers,
         keys=Keyring(Path(config.keys_file)) if config.keys_file else None,
-        tls=Tls(config.tls) if config.tls else None,
+        tls=TlsContext(config.tls) if config.tls else None,
         items=items,
     )
 
@@ -271,7 +271,7 @@ def _task(schema: Schema, name: str) -> int:
     return schema.tasks.index(name)
 
 
-def serving_exports(process: Process) -> Exports:
+def serving_exports(process: Process) -> MetricsCollector:
     """What is read of the process when it is scraped."""
     log_, rows, sender = process.parts.log, process.rows, process.sender
     versions, credits = process.parts.service.versions, process.parts.service.credits
@@ -296,4 +296,4 @@ def serving_exports(process: Process) -> Exports:
         }
 
     labels = {"versions_refused": "reason", "interleave_requests": "outcome"}
-    return Exports("serving", read, labels, helps=_HELPS, counters=_COUNTERS)
+    return MetricsCollector("serving", read, labels, helps=_HELPS, counters=_COUNTERS)

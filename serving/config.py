@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from roostream.runtime.address import check_listen
-from roostream.runtime.deployment import CachedInRedis
+from roostream.runtime.deployment import RedisSettings
 from roostream.schema.settings import MAX_SEED, setting, setting_error
 from serving.retrieval.config import ServesItems
 from serving.rows.config import ServesRows
@@ -16,7 +16,7 @@ from serving.versions.split import Routing, split_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ServingConfig(CachedInRedis, ServesItems, ServesRows):
+class ServingConfig(RedisSettings, ServesItems, ServesRows):
     """`roostream serving`: scores requests, logs them, takes engagements."""
 
     listen: str = setting("127.0.0.1:8080", "host:port of the HTTP interface; port 0 = draw one")

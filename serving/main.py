@@ -11,10 +11,10 @@ from functools import partial
 import torch
 
 from roostream.runtime import metrics, program
-from roostream.runtime.crew import Crew, StopBudget
 from roostream.runtime.health import Health
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.topics import EVENTS, ROWS
+from roostream.runtime.thread_group import StopBudget, ThreadGroup
 from serving import heartbeat
 from serving.access.key_file import Keyring
 from serving.admin import admin_server
@@ -63,7 +63,7 @@ def serve(config: ServingConfig, stop: threading.Event) -> None:
         )
         process = build_process(config, is_stopping=stop.is_set)
         metrics.serve(config, health, process.parts.metrics.registry, tls=process.parts.tls)
-        halt, crew = threading.Event(), Crew(stop)
+        halt, crew = threading.Event(), ThreadGroup(stop)
         warm(process.parts)  # what that scored, the first version that is loaded is tried with
         process.dense.poll()
         process.recent.forget_slow()
@@ -81,7 +81,7 @@ def _missing(process: Process) -> str:
     return ", ".join(process.parts.waiting_for())
 
 
-def _start_threads(crew: Crew, process: Process, halt: threading.Event) -> None:
+def _start_threads(crew: ThreadGroup, process: Process, halt: threading.Event) -> None:
     parts, config = process.parts, process.parts.config
     beat = partial(heartbeat.beat, parts.log, parts.stamps, process.producer, config.partitions)
     crew.start("heartbeat", heartbeat.run, beat, config.heartbeat_ms, process.clock, halt)
@@ -100,7 +100,7 @@ def _start_threads(crew: Crew, process: Process, halt: threading.Event) -> None:
 
 
 def _start_admin(
-    crew: Crew, process: Process, halt: threading.Event, resources: contextlib.ExitStack
+    crew: ThreadGroup, process: Process, halt: threading.Event, resources: contextlib.ExitStack
 ) -> None:
     """Raises ConfigError: its token can't be read; SetupError: its port is taken."""
     service, config = process.parts.service, process.parts.config
@@ -120,7 +120,7 @@ def _admin_token(process: Process) -> AdminToken | Keyring:
     return read_token(file) if file or keys is None else keys
 
 
-def _end(process: Process, crew: Crew, halt: threading.Event, budget: StopBudget) -> None:
+def _end(process: Process, crew: ThreadGroup, halt: threading.Event, budget: StopBudget) -> None:
     """Steps 3 to 5."""
     halt.set()
     process.parts.log.appended.set()

@@ -1,6 +1,6 @@
 """What training reads: chunks of decoded samples, each with the progress that it stands for.
 
-Kafka is one source (trainer/record_source.py over roostream/runtime/kafka/reader.py), records in memory another, a session of the
+Kafka is one source (trainer/record_source.py over roostream/runtime/kafka/kafka_consumer.py), records in memory another, a session of the
 warehouse a third (trainer/sessions/session_source.py); one that has both phases wraps two (trainer/sessions/phased_source.py).
 Gathering belongs to the source: it alone knows whether more will come (a live topic waits for a while, a file never), and a
 source that reads ahead can wrap another one.
@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from roostream.errors import ConfigError
-from roostream.runtime.kafka.record_reader import PartitionLag
+from roostream.runtime.kafka.consumer import PartitionLag
 from roostream.runtime.kafka.topics import Partition, Progress
 from roostream.runtime.work_unit import TableInput
 from roostream.wire.batch import Batch

@@ -1,7 +1,7 @@
 """Sample ids trained within the horizon: a sample that the joiner emits again is skipped (G2).
 
 Exact, not probabilistic. Time is the sample's close time: a replay of a month remembers an hour of it, however fast it runs.
-Which time it is by now is never said by one sample alone (`RecentTimes`).
+Which time it is by now is never said by one sample alone (`MedianEventTime`).
 
     claim ──► claimed, seen by the claims that follow ──► settle ──► trained
               (forgotten: what lies a horizon behind                 (what was claimed and
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from roostream.runtime.event_time import RecentTimes
+from roostream.runtime.event_time import MedianEventTime
 
 
 class _Unsettled(NamedTuple):
@@ -39,7 +39,7 @@ class Dedupe:
         self.num_skipped = 0
         self._close_ms: dict[int, int] = {}  # in the order of claims, which is nearly that of close times
         self._claims: deque[_Unsettled] = deque()  # oldest first
-        self._recent = RecentTimes()
+        self._recent = MedianEventTime()
 
     def __len__(self) -> int:
         """Ids trained."""
@@ -84,7 +84,7 @@ class Dedupe:
         """Become what `state` gave; nothing is claimed. Without `recent_ms` (files of before) the newest ids say it."""
         self._close_ms = dict(zip(state["id"].tolist(), state["close_ms"].tolist(), strict=True))
         self._claims.clear()
-        self._recent = RecentTimes()
+        self._recent = MedianEventTime()
         self._recent.add(state.get("recent_ms", state["close_ms"]).tolist())
 
     def _forget(self) -> list[tuple[int, int]]:

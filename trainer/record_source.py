@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from roostream.errors import UnavailableError
 from roostream.runtime.clock import Clock
-from roostream.runtime.kafka.record_reader import PartitionLag, RecordReader
+from roostream.runtime.kafka.consumer import PartitionLag, RecordConsumer
 from roostream.runtime.kafka.topics import CORRECTIONS, Partition, Progress
 from roostream.runtime.work_unit import TableInput
 from roostream.wire.decode import Decoder
@@ -21,13 +21,13 @@ class RecordSource:
 
     def __init__(
         self,
-        reader: RecordReader,
+        reader: RecordConsumer,
         decoder: Decoder,
         clock: Clock,
         *,
         max_wait_ms: int,
         stages: StageTimer | None = None,
-        reopen: Callable[[tuple[Partition, ...]], RecordReader] | None = None,
+        reopen: Callable[[tuple[Partition, ...]], RecordConsumer] | None = None,
     ) -> None:
         """`reader`: of all partitions that there are; `reopen`: another one, of some of them, where they can be chosen."""
         self.stages = stages or StageTimer(clock)
@@ -85,7 +85,7 @@ class RecordSource:
         self._given = self.reader.positions()
 
     def bound(self, ends: Progress) -> None:
-        self.reader.bound(ends)
+        self.reader.set_limits(ends)
         self._ends = dict(
             ends
         )  # behind the reader's: none of these is taken for reached by what the old ones say
@@ -113,7 +113,7 @@ class RecordSource:
 
     def _at_bounds(self, ends: Progress, max_requests: int, partition: Partition | None) -> Chunk | None:
         """A chunk that isn't full and never will be, before the bound is moved. None: it may be, or everything was given."""
-        left = {p: self.reader.left(p) for p in ends}
+        left = {p: self.reader.has_more(p) for p in ends}
         if None in left.values() or (any(left.values()) if partition is None else left.get(partition, True)):
             return None
         if self._waiting:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from roostream.runtime.event_time import NUM_RECENT, RecentTimes
+from roostream.runtime.event_time import NUM_RECENT, MedianEventTime
 
 _MAX_AHEAD_MS = 600_000  # of the middle of the recent close times; the watermark passes over what is later
 
@@ -20,7 +20,7 @@ class TrainingWatermark:
 
     def __init__(self, watermark_ms: int = 0, recent_ms: Sequence[int] = ()) -> None:
         self.watermark_ms = watermark_ms
-        self._recent = RecentTimes()
+        self._recent = MedianEventTime()
         self._recent.add(recent_ms)
 
     @property

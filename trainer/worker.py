@@ -29,9 +29,9 @@ from roostream.models.build import model_config_from_dict
 from roostream.runtime import manifest as manifests
 from roostream.runtime import tensor_file
 from roostream.runtime.checkpoint_store import CheckpointStore
+from roostream.runtime.controller_agent import check_command_schema
 from roostream.runtime.kafka.topics import CORRECTIONS, Partition, nested
 from roostream.runtime.manifest import Manifest
-from roostream.runtime.member import check_same_schema
 from roostream.runtime.work_unit import TableInput
 from trainer import worker_file
 from trainer.deployment_identity import DeploymentIdentity
@@ -231,7 +231,7 @@ class Worker:
         self.outputs.begin()
         self.reduction.leave()
         self.reach.clear()
-        check_same_schema(command, self.loop.schema.fingerprint)
+        check_command_schema(command, self.loop.schema.fingerprint)
         if "partitions" in command:
             self.loop.assign(
                 [int(number) for number in command["partitions"]], TableInput.of(command.get("input"))

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from roostream.runtime.clock import Clock
-from roostream.runtime.exports import one_of
+from roostream.runtime.metrics_collector import one_of
 from trainer.monitoring.caught_up import CaughtUp, Course, Liveness, Observation, Standing
 from trainer.monitoring.drift import Drift
 from trainer.monitoring.drift_report import LABELS as DRIFT_LABELS
@@ -102,7 +102,7 @@ class Monitor:
         return self.drift.report() if self.drift else {}
 
     def gauges(self) -> dict[str, Any]:
-        """For `Exports`."""
+        """For `MetricsCollector`."""
         seen, loop, counts = self.progress, self.worker.loop, self.worker.loop.counts
         at = seen.overall
         by_partition = {

@@ -16,21 +16,20 @@ from param_server.placement.profiles import CountedTables
 from roostream.errors import ConfigError, HeldError, UnavailableError
 from roostream.models.build import load_model_config
 from roostream.runtime import metrics
-from roostream.runtime.address import expanded, told_to
+from roostream.runtime.address import expand_addresses, reachable_address
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.checkpoint_store import CheckpointStore, open_store
 from roostream.runtime.clock import Clock, SystemClock
-from roostream.runtime.crew import StopBudget
-from roostream.runtime.exports import Exports
+from roostream.runtime.controller_agent import ControllerAgent
 from roostream.runtime.health import Health
 from roostream.runtime.kafka import clients
-from roostream.runtime.kafka.reader import KafkaReader
-from roostream.runtime.kafka.reading import Reading
+from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsumer
 from roostream.runtime.kafka.topics import Partition, all_partitions
-from roostream.runtime.member import Member
+from roostream.runtime.metrics_collector import MetricsCollector
 from roostream.runtime.program import Stop
-from roostream.runtime.rpc_client import SocketTransport
-from roostream.runtime.security.link_security import LinkKeys
+from roostream.runtime.rpc.client import SocketTransport
+from roostream.runtime.rpc.security import LinkCredentials
+from roostream.runtime.thread_group import StopBudget
 from roostream.runtime.work_unit import TableInput
 from roostream.schema.registry import open_registry, register
 from roostream.schema.schema import Registry, Schema
@@ -75,7 +74,7 @@ def work(config: WorkerConfig, stop: Stop) -> None:
     config.check_device()
     set_numerics(config)
     health = Health(config.stalled_after_ms / 1000)
-    seen_at = told_to(config.metrics_host, metrics.serve(config, health), config.controller)
+    seen_at = reachable_address(config.metrics_host, metrics.serve(config, health), config.controller)
     if seen_at and config.tls:
         seen_at = f"https://{seen_at}"
     schema, model_config = load_schema(config.schema), load_model_config(config.model)
@@ -84,9 +83,9 @@ def work(config: WorkerConfig, stop: Stop) -> None:
     identity = _identity(config, schema, open_registry(store), stop)
     ending = StopBudget(stop, STOP_S)
     with contextlib.ExitStack() as opened:
-        stages, keys = StageTimer(clock), config.link_keys()
+        stages, keys = StageTimer(clock), config.link_credentials()
         read_by = by_programs(config, keys, clock, lambda: worker.incarnation)
-        shards = [SocketTransport(address, keys=keys) for address in expanded(config.shards)]
+        shards = [SocketTransport(address, keys=keys) for address in expand_addresses(config.shards)]
         for transport in shards:
             opened.callback(transport.close)
         client = Client(
@@ -135,7 +134,7 @@ def work(config: WorkerConfig, stop: Stop) -> None:
             Patience(lag_ms=config.caught_up_lag_ms, hold_s=config.caught_up_hold_ms / 1000),
             drift,
         )
-        Exports("worker", monitor.gauges, LABELS).register()
+        MetricsCollector("worker", monitor.gauges, LABELS).register()
         left = threading.Event()  # beats go on while the last commit is waited for
         report = partial(_report, monitor, seen_at)
         member = _member(config, keys, worker, report, left, ending)
@@ -157,7 +156,7 @@ def _identity(config: WorkerConfig, schema: Schema, registry: Registry, stop: St
         schema=schema,
         registry=registry,
         kafka=kafka_identity(config.broker, config.prefix, config.partitions, stop),
-        num_shards=len(expanded(config.shards)),
+        num_shards=len(expand_addresses(config.shards)),
         num_buckets=config.buckets,
         num_partitions=config.partitions,
         seed=config.seed,
@@ -170,16 +169,18 @@ def _report(monitor: Monitor, seen_at: str) -> dict[str, Any]:
 
 def _member(
     config: WorkerConfig,
-    keys: LinkKeys,
+    keys: LinkCredentials,
     worker: Worker,
     report: Callable[[], dict[str, Any]],
     left: threading.Event,
     ending: StopBudget,
-) -> Member:
+) -> ControllerAgent:
     def dial() -> SocketTransport:
         return SocketTransport(config.controller, keys=keys)
 
-    return Member(dial, "worker", config.index, worker.submit, report, left, hear=worker.hear, ending=ending)
+    return ControllerAgent(
+        dial, "worker", config.index, worker.submit, report, left, hear=worker.hear, ending=ending
+    )
 
 
 def open_shadow(config: WorkerConfig, store: CheckpointStore, schema: Schema) -> FrozenCopy | None:
@@ -194,15 +195,15 @@ def open_shadow(config: WorkerConfig, store: CheckpointStore, schema: Schema) ->
 def open_source(config: WorkerConfig, decoder: Decoder, clock: Clock, stages: StageTimer) -> RecordSource:
     """All partitions of what is trained, until it is told which are this worker's own; `seek` must follow."""
 
-    def open_reader(partitions: tuple[Partition, ...]) -> KafkaReader:
-        reading = Reading(
+    def open_reader(partitions: tuple[Partition, ...]) -> KafkaConsumer:
+        reading = ConsumerOptions(
             partitions=partitions,
             prefix=config.prefix,
-            merged=True,
-            follows_ends=True,
-            skips_lost=config.skip_lost,
+            merge_by_time=True,
+            track_end_offsets=True,
+            skip_lost_records=config.skip_lost,
         )
-        return KafkaReader.open(config.broker, f"{config.prefix}worker-{config.index}", reading)
+        return KafkaConsumer.open(config.broker, f"{config.prefix}worker-{config.index}", reading)
 
     reader = open_reader(all_partitions(config.trained_topics, config.partitions))
     wait_ms = config.max_batch_wait_ms
@@ -210,7 +211,7 @@ def open_source(config: WorkerConfig, decoder: Decoder, clock: Clock, stages: St
 
 
 def by_programs(
-    config: WorkerConfig, keys: LinkKeys, clock: Clock, incarnation: Callable[[], int]
+    config: WorkerConfig, keys: LinkCredentials, clock: Clock, incarnation: Callable[[], int]
 ) -> ReadByPrograms | None:
     """Who reads sessions for this worker, and its metrics; None: itself."""
     if config.readers.by == "worker":
@@ -222,7 +223,7 @@ def by_programs(
         incarnation=incarnation,
     )
     made = ReadByPrograms(link, config.readers, clock)
-    Exports("worker_reading", made.shown, {}, counters=READING_COUNTERS).register()
+    MetricsCollector("worker_reading", made.shown, {}, counters=READING_COUNTERS).register()
     return made
 
 
@@ -254,7 +255,7 @@ def phased(
 def train(
     worker: Worker,
     monitor: Monitor,
-    member: Member,
+    member: ControllerAgent,
     health: Health,
     ending: StopBudget,
     controller_timeout_s: float,

@@ -22,7 +22,7 @@ from joiner.join import Join
 from joiner.state import Engagement, Impression
 from joiner.turn import Turn
 from roostream.runtime.event_time import START
-from roostream.runtime.program import collect_rarely
+from roostream.runtime.program import tune_garbage_collector
 from roostream.schema.ids import key_bytes
 from roostream.schema.schema import Schema
 from roostream.wire import records as wire
@@ -103,7 +103,7 @@ class Engine:
     """States by key in memory and one heap of timers, in a process that collects as programs do."""
 
     def __init__(self) -> None:
-        collect_rarely()
+        tune_garbage_collector()
         self.join = _join()
         self.states: dict[bytes, state.MemoryState] = {}
         self.timers: list[tuple[int, bytes]] = []

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from roostream.runtime.security.link_security import LinkKeys, LinkSecurity
+from roostream.runtime.rpc.security import LinkCredentials, LinkSecurity
 
 
 @contextlib.contextmanager
@@ -22,13 +22,13 @@ def folder_of_keys(secured: bool) -> Iterator[str]:
         yield folder
 
 
-def keys_in(folder: str) -> LinkKeys:
+def keys_in(folder: str) -> LinkCredentials:
     """Of either end."""
     if not folder:
-        return LinkKeys()
+        return LinkCredentials()
     at = Path(folder)
     own = {"certificate": str(at / "own.crt"), "key": str(at / "own.key"), "ca": str(at / "own.crt")}
-    return LinkKeys(LinkSecurity(**own, token_file=str(at / "token")))
+    return LinkCredentials(LinkSecurity(**own, token_file=str(at / "token")))
 
 
 def _make(folder: Path) -> None:

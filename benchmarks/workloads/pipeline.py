@@ -18,7 +18,7 @@ from param_server.client import Client
 from roostream.models.config import RankerConfig
 from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.clock import SystemClock
-from roostream.runtime.rpc_client import SocketTransport
+from roostream.runtime.rpc.client import SocketTransport
 from roostream.schema.schema import Schema
 from roostream.wire.decode import Decoder
 from roostream.wire.lookup import Lookup, build_lookup

@@ -19,9 +19,9 @@ from benchmarks.workloads.server import listen_until_told, serving
 from benchmarks.workloads.shard import begun_shard
 from param_server.calls import Calls
 from param_server.client import Client
-from roostream.runtime.rpc_client import SocketTransport
-from roostream.runtime.rpc_server import RpcServer
-from roostream.runtime.transport import InMemoryTransport, Transport
+from roostream.runtime.rpc.client import SocketTransport
+from roostream.runtime.rpc.server import RpcServer
+from roostream.runtime.rpc.transport import InMemoryTransport, Transport
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import schema_from_dict
 from roostream.wire.lookup import Lookup, StackLookup

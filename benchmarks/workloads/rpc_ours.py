@@ -11,9 +11,9 @@ import numpy as np
 from benchmarks.question import Work
 from benchmarks.workloads.link_keys import folder_of_keys, keys_in
 from benchmarks.workloads.server import listen_until_told, serving
-from roostream.runtime.rpc_client import SocketTransport
-from roostream.runtime.rpc_server import RpcServer
-from roostream.runtime.transport import Header
+from roostream.runtime.rpc.client import SocketTransport
+from roostream.runtime.rpc.server import RpcServer
+from roostream.runtime.rpc.transport import Header
 
 MB = 1e6
 

@@ -9,7 +9,7 @@ from benchmarks.workloads import data
 from benchmarks.workloads.server import listen_until_told
 from benchmarks.workloads.shard import begun_shard
 from param_server.calls import Calls
-from roostream.runtime.rpc_server import RpcServer
+from roostream.runtime.rpc.server import RpcServer
 
 if __name__ == "__main__":
     index, num_shards = map(int, sys.argv[1:])

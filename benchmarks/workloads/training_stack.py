@@ -32,8 +32,8 @@ from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.topics import SAMPLES, name_of, nested
 from roostream.runtime.manifest import Manifest
-from roostream.runtime.rpc_client import SocketTransport
-from roostream.runtime.scrape import Scraped, fetch
+from roostream.runtime.rpc.client import SocketTransport
+from roostream.runtime.scrape import ScrapedMetrics, fetch
 from roostream.schema.ids import key_bytes
 from roostream.wire import records as wire
 from roostream.wire.lookup import Lookup, StackLookup
@@ -163,7 +163,7 @@ class Trainer:
         assert found is not None, "nothing was committed yet"
         return found.manifest
 
-    def seen(self, name: str) -> Scraped:
+    def seen(self, name: str) -> ScrapedMetrics:
         """A program's metrics now; empty where it doesn't answer."""
         return fetch(self.stack.endpoints.metrics[name], timeout_s=2.0)
 

@@ -23,9 +23,9 @@ from roostream.models.inputs import Inputs, build_inputs
 from roostream.models.loss import loss
 from roostream.models.model import Targets
 from roostream.runtime.clock import SystemClock
-from roostream.runtime.kafka.record_reader import PartitionLag
+from roostream.runtime.kafka.consumer import PartitionLag
 from roostream.runtime.kafka.topics import SAMPLES, Partition, Progress
-from roostream.runtime.transport import InMemoryTransport
+from roostream.runtime.rpc.transport import InMemoryTransport
 from roostream.runtime.work_unit import TableInput
 from roostream.schema.schema import Schema
 from roostream.wire.decode import Decoder

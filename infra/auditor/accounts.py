@@ -22,7 +22,7 @@ import xxhash
 from infra.auditor.ledger import CORRECTED, DEAD, FOLDED, NOWHERE, PREDICTED, REPEATED, SAMPLED, SEEN, Ledger
 from infra.auditor.sums import Sums
 from roostream.errors import WireError
-from roostream.runtime.event_time import RecentTimes
+from roostream.runtime.event_time import MedianEventTime
 from roostream.runtime.kafka.topics import (
     CORRECTIONS,
     DEAD_LETTERS,
@@ -80,7 +80,7 @@ class Accounts:
         self.features_digest = 0  # the same for the same samples in any order
         self._untrained_at: dict[At, int] = {}
         self._newest_ms: dict[Partition, int] = {}
-        self._recent, self._reached_ms = RecentTimes(), 0  # of all records; how far their middle has come
+        self._recent, self._reached_ms = MedianEventTime(), 0  # of all records; how far their middle has come
         self._count: Counter[str] = Counter()
         self._actions: Counter[str] = Counter()
         self._closed_by: Counter[str] = Counter()

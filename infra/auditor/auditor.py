@@ -18,9 +18,8 @@ from infra.auditor.sums import Sums
 from roostream.errors import UnavailableError
 from roostream.runtime.clock import Clock, SystemClock
 from roostream.runtime.kafka.broker import Broker
-from roostream.runtime.kafka.reader import KafkaReader
-from roostream.runtime.kafka.reading import Reading
-from roostream.runtime.kafka.record_reader import RecordReader
+from roostream.runtime.kafka.consumer import RecordConsumer
+from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsumer
 from roostream.runtime.kafka.topics import (
     CORRECTIONS,
     DEAD_LETTERS,
@@ -68,7 +67,7 @@ class Auditor:
         self._horizon_ms = horizon_ms
         self._on_record = on_record
         self._clock = clock or SystemClock()
-        self._reader: RecordReader | None = None
+        self._reader: RecordConsumer | None = None
         self._num_lost = self._lost_before = 0  # by this reader; before it
         self.begins_anew = False  # what was counted is of no use: the next `poll` reads everything
         self._goal: Progress = {}  # the ends that were there at the start, of partitions that have not passed them
@@ -95,7 +94,7 @@ class Auditor:
             if (not records and reader.at_end()) or self._clock.monotonic_s() >= until_s:
                 return count
 
-    def open_with(self, reader: RecordReader, saved: Saved | None = None) -> RecordReader:
+    def open_with(self, reader: RecordConsumer, saved: Saved | None = None) -> RecordConsumer:
         """Use this reader, from what was `saved` or its beginning; `poll` opens one otherwise. UnavailableError as `poll`."""
         if saved is not None:
             self.accounts.load(saved.numbers, saved.arrays)
@@ -134,17 +133,17 @@ class Auditor:
             self._reader.close()
             self._reader = None
 
-    def open_reader(self) -> RecordReader:
+    def open_reader(self) -> RecordConsumer:
         """One of all audited topics; `open_with` must follow."""
-        reading = Reading(
+        reading = ConsumerOptions(
             partitions=all_partitions(AUDITED, self.num_partitions),
             prefix=self.prefix,
-            merged=True,
-            follows_ends=True,
+            merge_by_time=True,
+            track_end_offsets=True,
         )
-        return KafkaReader.open(self.broker, f"{self.prefix}auditor-{uuid.uuid4().hex[:12]}", reading)
+        return KafkaConsumer.open(self.broker, f"{self.prefix}auditor-{uuid.uuid4().hex[:12]}", reading)
 
-    def _open(self) -> RecordReader:
+    def _open(self) -> RecordConsumer:
         reader = self.open_reader()
         try:
             return self.open_with(reader)
@@ -152,7 +151,7 @@ class Auditor:
             reader.close()
             raise
 
-    def _begin(self, reader: RecordReader) -> None:
+    def _begin(self, reader: RecordConsumer) -> None:
         """New accounts, from the oldest records (2). **If it fails** (UnavailableError), the next `poll` tries again first."""
         self.begins_anew = True
         reader.seek({})
@@ -170,13 +169,13 @@ class Auditor:
         self.accounts.lose(self._lost_before + reader.num_lost)
         self._goal, self._has_goal, self.begins_anew = {}, False, False
 
-    def _next(self, reader: RecordReader) -> list[Record]:
+    def _next(self, reader: RecordConsumer) -> list[Record]:
         if self.accounts.num_waiting < self.max_waiting:
             return reader.poll(_AT_ONCE, 0.1)
         outputs = [p for p in reader.partitions if p[0] not in EVENTS]
         return [record for p in outputs for record in reader.poll(_AT_ONCE, 0.1 / len(outputs), p)]
 
-    def _look(self, reader: RecordReader) -> None:
+    def _look(self, reader: RecordConsumer) -> None:
         """Note what retention has taken, and how far the ends of the start are (4)."""
         if lost := reader.num_lost - self._num_lost:
             self._num_lost = reader.num_lost

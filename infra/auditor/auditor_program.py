@@ -19,9 +19,9 @@ from roostream.errors import UnavailableError
 from roostream.runtime import metrics, program
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.checkpoint_store import FileStore
-from roostream.runtime.exports import Exports
 from roostream.runtime.health import Health
 from roostream.runtime.kafka import clients
+from roostream.runtime.metrics_collector import MetricsCollector
 from roostream.runtime.program import Stop
 
 log = logging.getLogger("roostream.auditor")
@@ -110,7 +110,7 @@ def auditor_body(config: AuditorConfig, stop: Stop) -> None:
     with health.waiting("Kafka"):
         topics = clients.wait_for_topics(config.broker, config.prefix, AUDITED, config.partitions, stop)
     books = Books(config, auditor, topics)
-    exports = Exports("auditor", lambda: books.shown, sums.LABELS)
+    exports = MetricsCollector("auditor", lambda: books.shown, sums.LABELS)
     exports.register()
     try:
         with health.waiting("Kafka"):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from roostream.runtime.exports import in_seconds, one_of
-from roostream.runtime.scrape import Scraped
+from roostream.runtime.metrics_collector import in_seconds, one_of
+from roostream.runtime.scrape import ScrapedMetrics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,12 +79,12 @@ def state_of(sums: Sums, is_current: bool, behind: int | None) -> str:
 
 
 def gauges(sums: Sums, is_current: bool, behind: int | None) -> dict[str, Any]:
-    """For `roostream.runtime.exports.Exports`, with LABELS."""
+    """For `roostream.runtime.metrics_collector.MetricsCollector`, with LABELS."""
     state = state_of(sums, is_current, behind)
     return {**sums.counts(), "behind": behind, "accounted": one_of(state, STATES)}
 
 
-def of_gauges(scraped: Scraped) -> dict[str, Any]:
+def of_gauges(scraped: ScrapedMetrics) -> dict[str, Any]:
     """Inverse of `gauges`: each name → number or {label: number}, None where it is not told; `state`, and `accounted` as yes
     (True), no (False) or neither (None)."""
     state = scraped.state("roostream_auditor_accounted", "state") or "unknown"

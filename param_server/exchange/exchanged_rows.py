@@ -21,11 +21,11 @@ from param_server.calls import Calls, integer
 from param_server.client import KeyShare, checked_gradient, part_of, split_by_owner
 from param_server.server import Shard
 from roostream.errors import ConfigError, RoostreamError, UnavailableError
-from roostream.runtime import frames
 from roostream.runtime.bucket_map import BucketMap
-from roostream.runtime.rpc_client import error_of
-from roostream.runtime.rpc_server import error_body
-from roostream.runtime.transport import Header
+from roostream.runtime.rpc import frames
+from roostream.runtime.rpc.client import error_of
+from roostream.runtime.rpc.server import error_body
+from roostream.runtime.rpc.transport import Header
 from roostream.wire.lookup import Lookup
 
 

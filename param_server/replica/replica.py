@@ -27,7 +27,7 @@ from param_server.replica.shard_owners import asked_owners
 from param_server.replica.stores import PrivateRows, RowStore
 from roostream.errors import SchemaError, UnavailableError
 from roostream.runtime.kafka.topics import DEFAULT_BUCKETS
-from roostream.runtime.transport import Transport
+from roostream.runtime.rpc.transport import Transport
 from roostream.schema.schema import Schema
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.lookup import Lookup

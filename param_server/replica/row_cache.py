@@ -31,7 +31,7 @@ from param_server.replica.cached_stack import CachedStack, bytes_of_a_row
 from param_server.replica.shard_reads import Fetched, ShardReads
 from roostream.errors import SchemaError
 from roostream.runtime.kafka.topics import DEFAULT_BUCKETS
-from roostream.runtime.transport import Transport
+from roostream.runtime.rpc.transport import Transport
 from roostream.schema.schema import Schema
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.lookup import Lookup

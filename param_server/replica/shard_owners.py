@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from roostream.errors import RoostreamError, UnavailableError
 from roostream.runtime.bucket_map import BucketMap
-from roostream.runtime.transport import Transport
+from roostream.runtime.rpc.transport import Transport
 
 log = logging.getLogger("roostream.rows")
 

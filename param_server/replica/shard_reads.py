@@ -21,7 +21,7 @@ from param_server.replica.shard_owners import asked_owners
 from roostream.errors import FencedError, RoostreamError
 from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.clock import Clock
-from roostream.runtime.transport import Transport
+from roostream.runtime.rpc.transport import Transport
 
 log = logging.getLogger("roostream.rows")
 

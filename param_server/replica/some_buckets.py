@@ -9,7 +9,7 @@ import numpy as np
 from param_server import kernels
 from param_server.replica.replica import Replica
 from param_server.replica.row_cache import RowCache
-from roostream.runtime.transport import Transport
+from roostream.runtime.rpc.transport import Transport
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.lookup import Lookup, StackLookup
 

@@ -6,9 +6,9 @@ import dataclasses
 from pathlib import Path
 
 from infra.home import Home
-from roostream.runtime.rpc_client import SocketTransport
-from roostream.runtime.security.link_security import LinkKeys, LinkSecurity
-from roostream.runtime.transport import Header
+from roostream.runtime.rpc.client import SocketTransport
+from roostream.runtime.rpc.security import LinkCredentials, LinkSecurity
+from roostream.runtime.rpc.transport import Header
 from roostream.schema.settings import Settings, load, setting
 from roostream.schema.toml_file import TomlFile, read_toml
 
@@ -33,7 +33,7 @@ class AskedController:
     def ask(self, method: str, header: Header, timeout_s: float) -> Header:
         """One call. Raises ConfigError: no such file; TransportError: no controller answers; or what it answers."""
         address = self.address or str(Home(self.home).running_stack()["controller"])
-        transport = SocketTransport(address, keys=LinkKeys(link_of(self.link)))
+        transport = SocketTransport(address, keys=LinkCredentials(link_of(self.link)))
         try:
             return transport.call(method, header, timeout_s=timeout_s)[0]
         finally:

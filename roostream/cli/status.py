@@ -19,8 +19,8 @@ from roostream.runtime.flink_rest import FlinkRest
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.topics import DEFAULT_PARTITIONS, TOPICS, name_of, partitions_of
-from roostream.runtime.rpc_client import SocketTransport
-from roostream.runtime.scrape import Scraped
+from roostream.runtime.rpc.client import SocketTransport
+from roostream.runtime.scrape import ScrapedMetrics
 from trainer.control.aggregate_status import together, worker_reports
 from trainer.control.neighbour_times import STAGES, UNKNOWN
 from trainer.control.scrape_targets import click_rate, lost_records, rows_by_stack, serving_state
@@ -55,7 +55,7 @@ class Watcher:
             "troubles": {**of_controller(control), **troubles(programs)},
             "rates": self._rates(ends),
             "topics": ends,
-            "joiner": joiner_state(self._joiner_job(), scraped.get("joiner", Scraped())),
+            "joiner": joiner_state(self._joiner_job(), scraped.get("joiner", ScrapedMetrics())),
             "trainer": trainer_state(control),
             "workers": workers_state(control),
             "readers": control.get("readers") if control else None,
@@ -63,10 +63,10 @@ class Watcher:
             "commit": commit_state(control),
             "freshness": freshness_state(control),
             "metrics": quality(control),
-            "click_rate": click_rate(scraped.get("simulate", Scraped())),
-            "serving": serving_state(scraped.get("serving", Scraped())),
+            "click_rate": click_rate(scraped.get("simulate", ScrapedMetrics())),
+            "serving": serving_state(scraped.get("serving", ScrapedMetrics())),
             "lost_records": lost_records(scraped),
-            "guarantees": {"g1": sums.of_gauges(scraped.get("auditor", Scraped()))},
+            "guarantees": {"g1": sums.of_gauges(scraped.get("auditor", ScrapedMetrics()))},
         }
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class Watcher:
             transport.close()
 
 
-def joiner_state(job: Mapping[str, Any] | None, joiner: Scraped) -> dict[str, Any]:
+def joiner_state(job: Mapping[str, Any] | None, joiner: ScrapedMetrics) -> dict[str, Any]:
     running = joiner.value("roostream_joiner_running")
     return {
         "state": job["state"].lower() if job else "running" if running else None,

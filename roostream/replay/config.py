@@ -9,12 +9,12 @@ from typing import Any, Literal
 from roostream.errors import ConfigError
 from roostream.replay.datasets import DatasetOptions, load_dataset
 from roostream.replay.times import parse_time_ms
-from roostream.runtime.deployment import Watched
+from roostream.runtime.deployment import ProgramSettings
 from roostream.schema.settings import MAX_SEED, SettingError, Settings, setting, setting_error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SimulateConfig(Watched):
+class SimulateConfig(ProgramSettings):
     """`roostream simulate`: users over HTTP against serving."""
 
     serving: str = setting("http://127.0.0.1:8080", "where serving answers")

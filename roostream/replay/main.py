@@ -12,8 +12,8 @@ from roostream.replay.report import check_report
 from roostream.replay.simulate import Simulation
 from roostream.runtime import metrics, program
 from roostream.runtime.clock import SystemClock
-from roostream.runtime.exports import Exports
 from roostream.runtime.health import Health
+from roostream.runtime.metrics_collector import MetricsCollector
 
 log = logging.getLogger("roostream.traffic")
 _COUNTS = ("http", "requests", "candidates", "engagements", "clicks", "dropped")
@@ -59,7 +59,7 @@ async def _turn(health: Health) -> None:
         await asyncio.sleep(_TURN_S)
 
 
-def traffic_exports(simulation: Simulation) -> Exports:
+def traffic_exports(simulation: Simulation) -> MetricsCollector:
     """`roostream_traffic_…` from a simulation's own counts."""
 
     def read() -> dict[str, Any]:
@@ -79,4 +79,4 @@ def traffic_exports(simulation: Simulation) -> Exports:
         }
 
     labels: dict[str, str | tuple[str, ...]] = {"click_rate": ("order", "window"), "http": "outcome"}
-    return Exports("traffic", read, labels, helps=_HELPS, counters=_COUNTS)
+    return MetricsCollector("traffic", read, labels, helps=_HELPS, counters=_COUNTS)

@@ -31,7 +31,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def told_to(host: str, port: int, other: str) -> str:
+def reachable_address(host: str, port: int, other: str) -> str:
     """The "host:port" of something that listens on `host`, for whoever is at `other` (host:port); "" where that would lead them
     elsewhere: a wildcard names no machine, and a loopback address only one's own."""
     bare = host.strip("[]")
@@ -47,7 +47,7 @@ def told_to(host: str, port: int, other: str) -> str:
 _COUNTED = re.compile(r"\{(\d{1,4})\}")
 
 
-def expanded(addresses: Iterable[str]) -> tuple[str, ...]:
+def expand_addresses(addresses: Iterable[str]) -> tuple[str, ...]:
     """Each address, one with `{N}` as N of them: `shard-{3}.shards:7000` is shard-0, shard-1 and shard-2 there, as orchestrators
     name the members of a set. N is at least 1.
 
@@ -76,7 +76,7 @@ def check_addresses(key: str, *addresses: str) -> None:
     """Raises ConfigError: one isn't host:port, `{N}` in it or not; names the key."""
     for address in addresses:
         try:
-            for one in expanded((address,)):
+            for one in expand_addresses((address,)):
                 parse_address(one)
         except ConfigError:
             raise setting_error(key, "an address like '127.0.0.1:7000'", address) from None

@@ -1,67 +1,88 @@
-"""Where committed things live: manifests, incarnations, dense parts, schemas.
+"""Stores of committed data: manifests, incarnations, dense parts, schemas. In a directory or in an S3 bucket.
 
-A store is a flat space of names such as `manifests/00000012` or `dense/12-3.safetensors`. `create` is the commit of
-everything: it either makes the whole object visible under its name, or, if the name exists, changes nothing.
+A store is a flat space of names such as `manifests/00000012` or `dense/12-3.safetensors`. A commit is one `create`: it makes
+the whole object visible under its name, or changes nothing if the name exists.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
+import secrets
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from roostream.errors import CheckpointError, ConfigError, UnavailableError, nearest
-from roostream.runtime.object_store import ObjectStore
-from roostream.runtime.store_names import checked, whole_range
+from roostream.errors import CheckpointError, ConfigError, SetupError, UnavailableError, nearest
+
+_NAME = re.compile(r"^[a-z0-9][a-z0-9._-]{0,63}(/[a-z0-9][a-z0-9._-]{0,63})*$")
+_PROBE = "probes"
 
 
 class CheckpointStore(Protocol):
-    """Each method raises UnavailableError where the store can't be read or written now: full, gone, refused."""
+    """Every method raises UnavailableError where the store can't be read or written now: full, gone, or access denied."""
 
     def create(self, name: str, data: bytes) -> bool:
-        """Durable, atomic, exclusive. True if this call created it; False if the name existed.
+        """Durable, atomic, exclusive. True if this call created the object; False if the name existed.
 
-        **If it fails** (UnavailableError): the name does not exist, or exists whole; call again to learn which.
+        **If it fails** (UnavailableError): the name does not exist, or exists completely; call again to learn which.
         """
 
     def put(self, name: str, data: bytes) -> None:
-        """Durable and atomic; replaces. For parts that a manifest names with their checksum.
+        """Durable and atomic; replaces. For parts that a manifest lists with their checksum.
 
-        **If it fails** (UnavailableError): the name is as it was, or has the new bytes.
+        **If it fails** (UnavailableError): the object is unchanged, or has the new bytes.
         """
 
     def get(self, name: str) -> bytes:
-        """Raises CheckpointError if absent. Does not verify: checksums are the manifest's."""
+        """Raises CheckpointError if absent. Does not verify: the manifest has the checksums."""
 
     def get_range(self, name: str, start: int, size: int) -> bytes:
-        """`size` bytes from `start` on. Raises CheckpointError: absent, or it ends before. Threads may call it together."""
+        """`size` bytes from `start`. Raises CheckpointError: absent, or shorter. Several threads may call it at once."""
 
     def list(self, prefix: str) -> list[str]:
-        """Names below `prefix/`, sorted; unfinished objects are never among them."""
+        """Names below `prefix/`, sorted; never unfinished objects."""
 
     def delete(self, name: str) -> None:
         """Idempotent."""
 
     def sweep(self) -> None:
-        """Delete what writers that were killed left unfinished. A write that is under way may fail by it, as by a full disk."""
+        """Delete unfinished files of writers that were killed. A write in progress may fail by it, as by a full disk."""
+
+
+def check_name(name: str) -> str:
+    """`name`. Raises CheckpointError: it could lead out of the store, or mean something else in another kind of store."""
+    if not _NAME.fullmatch(name):
+        raise CheckpointError(f"expected a name like 'manifests/00000012', got {name!r}")
+    return name
+
+
+def check_range(name: str, start: int, size: int, data: bytes) -> bytes:
+    """`data`. Raises CheckpointError: it has fewer than `size` bytes."""
+    if len(data) != size:
+        raise CheckpointError(f"{name} is cut off: expected {size} bytes from {start}, got {len(data)}")
+    return data
 
 
 class FileStore:
-    """A directory. Files are written beside their place, fsynced, linked (link(2) is exclusive) or renamed, and then their
-    directory is fsynced, as is the one above each directory that had to be made. `fsync` is os.fsync."""
+    """A store in a directory.
+
+    A file is written under a temporary name, fsynced, then linked (link(2) is exclusive) or renamed. Then its directory is
+    fsynced, and so is the parent of each directory that had to be created.
+    """
 
     def __init__(self, root: str | Path, *, fsync: Callable[[int], None] = os.fsync) -> None:
         self.root, self._fsync = Path(root), fsync
 
     def path(self, name: str) -> Path:
-        return self.root / checked(name)
+        return self.root / check_name(name)
 
     def create(self, name: str, data: bytes) -> bool:
         target = self.path(name)
-        with _unavailable(f"{target} can't be written"):
+        with _disk_errors(f"{target} can't be written"):
             temporary = self._write(target, data)
             try:
                 os.link(temporary, target)
@@ -74,13 +95,13 @@ class FileStore:
 
     def put(self, name: str, data: bytes) -> None:
         target = self.path(name)
-        with _unavailable(f"{target} can't be written"):
+        with _disk_errors(f"{target} can't be written"):
             os.replace(self._write(target, data), target)
             self._sync_directory(target.parent)
 
     def get(self, name: str) -> bytes:
         path = self.path(name)
-        with _unavailable(f"{path} can't be read"):
+        with _disk_errors(f"{path} can't be read"):
             try:
                 return path.read_bytes()
             except FileNotFoundError:
@@ -88,17 +109,17 @@ class FileStore:
 
     def get_range(self, name: str, start: int, size: int) -> bytes:
         path = self.path(name)
-        with _unavailable(f"{path} can't be read"):
+        with _disk_errors(f"{path} can't be read"):
             try:
                 with path.open("rb", buffering=0) as file:
                     found = os.pread(file.fileno(), size, start)
             except FileNotFoundError:
                 raise CheckpointError(f"{name} is absent from {self.root}") from None
-        return whole_range(name, start, size, found)
+        return check_range(name, start, size, found)
 
     def list(self, prefix: str) -> list[str]:
         base = self.path(prefix)
-        with _unavailable(f"{base} can't be read"):
+        with _disk_errors(f"{base} can't be read"):
             if not base.is_dir():
                 return []
             return sorted(
@@ -107,12 +128,12 @@ class FileStore:
 
     def delete(self, name: str) -> None:
         path = self.path(name)
-        with _unavailable(f"{path} can't be deleted"):
+        with _disk_errors(f"{path} can't be deleted"):
             path.unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        with _unavailable(f"{self.root} can't be swept"):
-            for path in list(self.root.rglob(".*")):  # no name begins with a dot
+        with _disk_errors(f"{self.root} can't be swept"):
+            for path in list(self.root.rglob(".*")):  # names of finished files never begin with a dot
                 if path.is_file():
                     path.unlink(missing_ok=True)
 
@@ -131,7 +152,7 @@ class FileStore:
         return temporary
 
     def _make_directory(self, path: Path) -> None:
-        """A directory outlives power loss when its own entry is synced, in the directory above."""
+        """A new directory survives power loss only once its entry in the parent directory is synced."""
         if path.is_dir():
             return
         self._make_directory(path.parent)
@@ -147,35 +168,167 @@ class FileStore:
 
 
 @contextlib.contextmanager
-def _unavailable(what: str) -> Iterator[None]:
+def _disk_errors(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise UnavailableError(
-            f"{what} ({error.strerror or error}); free space there or bring it back"
+            f"{what} ({error.strerror or error}); free disk space or make the directory available again"
         ) from None
 
 
-def _file_store(place: str) -> FileStore:
-    if not place.startswith("/"):
-        raise ConfigError(
-            f"expected a store like file:///a/directory, got {'file://' + place!r}; add the third slash"
+class ObjectStore:
+    """A store in a bucket that speaks S3, `s3://bucket/prefix`. Thread-safe; nothing is read or written before the first call.
+
+    Credentials, region and endpoint come from the environment variables that all S3 programs use (AWS_ACCESS_KEY_ID,
+    AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL, AWS_ALLOW_HTTP=true, a role's token). `create` is a PUT with
+    `If-None-Match: *`, so that the store decides who was first. A store that ignores this header would let every writer
+    succeed; therefore the first `create` of a process tests it (docs/decisions/0036).
+    """
+
+    def __init__(self, location: str) -> None:
+        """`location`: bucket, or bucket/prefix.
+
+        Raises:
+            ConfigError: another form, or the environment's settings are invalid.
+            SetupError: obstore is not installed.
+        """
+        bucket, _, prefix = location.rstrip("/").partition("/")
+        if not bucket or (prefix and not _NAME.fullmatch(prefix)):
+            raise ConfigError(
+                f"expected a store like s3://bucket/prefix, got {'s3://' + location!r}; name a bucket"
+            )
+        self.url = f"s3://{location.rstrip('/')}"
+        self._client = _client(bucket, prefix)
+        self._create_is_exclusive = False
+        self._lock = threading.Lock()
+
+    def create(self, name: str, data: bytes) -> bool:
+        self._check_exclusive_create()
+        return self._create(name, data)
+
+    def put(self, name: str, data: bytes) -> None:
+        with _s3_errors(f"{self.url}/{name} can't be written"):
+            _obstore().put(self._client, check_name(name), data, use_multipart=False)
+
+    def get(self, name: str) -> bytes:
+        with _s3_errors(f"{self.url}/{name} can't be read", f"{name} is absent from {self.url}"):
+            return bytes(_obstore().get(self._client, check_name(name)).bytes())
+
+    def get_range(self, name: str, start: int, size: int) -> bytes:
+        if not size:
+            return b""
+        with _s3_errors(f"{self.url}/{name} can't be read", f"{name} is absent from {self.url}"):
+            found = bytes(_obstore().get_range(self._client, check_name(name), start=start, length=size))
+        return check_range(name, start, size, found)
+
+    def list(self, prefix: str) -> list[str]:
+        with _s3_errors(f"{self.url} can't be listed"):
+            found = _obstore().list_with_delimiter(self._client, prefix=check_name(prefix))
+        return sorted(str(one["path"]) for one in found["objects"])
+
+    def delete(self, name: str) -> None:
+        with _s3_errors(f"{self.url}/{name} can't be deleted"), contextlib.suppress(FileNotFoundError):
+            _obstore().delete(self._client, check_name(name))
+
+    def sweep(self) -> None:
+        """Each object is one atomic PUT, so nothing unfinished exists but probes of `_check_exclusive_create`."""
+        for name in self.list(_PROBE):
+            self.delete(name)
+
+    def _create(self, name: str, data: bytes) -> bool:
+        """Never retried: after a lost answer, a second try would find its own object and report that another writer has it."""
+        obstore = _obstore()
+        with _s3_errors(f"{self.url}/{name} can't be written"):
+            try:
+                obstore.put(self._client, check_name(name), data, mode="create", use_multipart=False)
+            except (obstore.exceptions.AlreadyExistsError, obstore.exceptions.PreconditionError):
+                return False
+        return True
+
+    def _check_exclusive_create(self) -> None:
+        """Raises SetupError: in this store two writers can create the same name."""
+        with self._lock:
+            if self._create_is_exclusive:
+                return
+            name = f"{_PROBE}/{secrets.token_hex(16)}"
+            won = [self._create(name, data) for data in (b"first", b"second")]
+            if won != [True, False] or self.get(name) != b"first":
+                raise SetupError(
+                    f"{self.url}: expected the store to refuse to create a name twice, but it did: it ignores If-None-Match, "
+                    "so two controllers could commit; use a store that supports it"
+                )
+            self.delete(name)
+            self._create_is_exclusive = True
+
+
+def _obstore() -> Any:
+    """Imported here, because most programs have their store in a directory."""
+    try:
+        import obstore
+        import obstore.exceptions
+        import obstore.store
+    except ImportError:
+        raise SetupError("a store at s3://… needs the package obstore; install roostream[s3]") from None
+    return obstore
+
+
+def _allows_http() -> bool:
+    return os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true", "yes")
+
+
+def _client(bucket: str, prefix: str) -> Any:
+    obstore = _obstore()
+    try:  # no retries: only the caller knows which calls may be repeated
+        return obstore.store.S3Store(
+            bucket,
+            prefix=prefix or None,
+            client_options={"timeout": "30s", "connect_timeout": "5s", "allow_http": _allows_http()},
+            retry_config={"max_retries": 0},
         )
-    return FileStore(place)
+    except (obstore.exceptions.BaseError, ValueError) as error:
+        raise ConfigError(
+            f"s3://{bucket}: the environment's AWS_… settings are invalid: {_first_line(error)}"
+        ) from None
+
+
+@contextlib.contextmanager
+def _s3_errors(what: str, absent: str = "") -> Iterator[None]:
+    obstore = _obstore()
+    try:
+        yield
+    except FileNotFoundError:
+        if not absent:
+            raise
+        raise CheckpointError(absent) from None
+    except (obstore.exceptions.BaseError, OSError) as error:
+        raise UnavailableError(f"{what} ({_first_line(error)}); make it available again") from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0][:300]
+
+
+def _file_store(path: str) -> FileStore:
+    if not path.startswith("/"):
+        raise ConfigError(
+            f"expected a store like file:///a/directory, got {'file://' + path!r}; add the third slash"
+        )
+    return FileStore(path)
 
 
 STORES: Mapping[str, Callable[[str], CheckpointStore]] = {"file": _file_store, "s3": ObjectStore}
-"""Scheme of a URL → what opens the rest of it; a new kind of store is one class and one entry."""
+"""URL scheme → function that opens the rest of the URL. A new kind of store is one class and one entry."""
 
 
 def open_store(url: str | Path) -> CheckpointStore:
     """`/a/directory`, `a/directory`, `file:///a/directory` or `s3://bucket/prefix`. Reads and writes nothing yet.
 
     Raises:
-        ConfigError: a scheme that is not known; names those that are. Or what comes behind it is no place of that kind.
-        SetupError: the kind needs a package that isn't installed.
+        ConfigError: an unknown scheme (lists the known ones), or the rest of the URL does not fit the scheme.
+        SetupError: the kind of store needs a package that isn't installed.
     """
-    scheme, is_url, place = str(url).partition("://")
+    scheme, is_url, path = str(url).partition("://")
     if not is_url:
         return FileStore(url)
     if scheme not in STORES:
@@ -183,4 +336,4 @@ def open_store(url: str | Path) -> CheckpointStore:
         raise ConfigError(
             f"expected a store that is a path or begins with {known}, got {str(url)!r}{nearest(scheme, STORES)}"
         )
-    return STORES[scheme](place)
+    return STORES[scheme](path)

@@ -35,7 +35,7 @@ class SystemClock:
         return False
 
 
-class WallTime:
+class MonotonicToWallTime:
     """The wall time of a monotonic moment: taken when it is first asked for, so that it stays when clocks are set."""
 
     def __init__(self, clock: Clock) -> None:

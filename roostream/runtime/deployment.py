@@ -14,8 +14,8 @@ from roostream.runtime.address import check_addresses, check_listen, check_redis
 from roostream.runtime.kafka.broker import Broker, KafkaSecurity
 from roostream.runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
 from roostream.runtime.program import LogFormat
-from roostream.runtime.security.link_security import LinkKeys, LinkSecurity
-from roostream.runtime.security.tls import SpeaksTls
+from roostream.runtime.rpc.security import LinkCredentials, LinkSecurity
+from roostream.runtime.tls import TlsSettings
 from roostream.schema.settings import SettingError, Settings, setting, setting_error
 
 MAX_WORKERS = 64
@@ -23,7 +23,7 @@ MAX_WORKERS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Watched(SpeaksTls):
+class ProgramSettings(TlsSettings):
     """A program with a port on which it is watched (roostream/runtime/metrics.py)."""
 
     metrics_host: str = setting("127.0.0.1", "address of /metrics, /livez and /readyz")
@@ -50,7 +50,7 @@ class Watched(SpeaksTls):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Deployment(Watched):
+class Deployment(ProgramSettings):
     """Equal in all programs that belong together; partitions and buckets are in every manifest and fixed with the first."""
 
     needs: ClassVar[tuple[str, ...]] = ("bootstrap", "schema", "store")
@@ -103,13 +103,13 @@ class Deployment(Watched):
     def broker(self) -> Broker:
         return Broker(self.bootstrap, self.kafka_security)
 
-    def link_keys(self) -> LinkKeys:
+    def link_credentials(self) -> LinkCredentials:
         """To call and be called with, by all of a program's connections. Raises SettingError: a file can't be read."""
-        return LinkKeys(self.link, insecure=self.insecure)
+        return LinkCredentials(self.link, insecure=self.insecure)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CachedInRedis(Settings):
+class RedisSettings(Settings):
     """A program that keeps or reads online features in Redis."""
 
     redis: str = setting("", "Redis of online features, redis://host:port/0 or rediss://…; '' = none")

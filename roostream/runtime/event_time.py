@@ -3,12 +3,12 @@
 Nothing that is bounded by time (a watermark, a horizon, what expires) may be moved far by one record: a line of a log in
 the wrong unit would close, forget or hold everything. Two rules, one owner:
 
-    StepTime      a promise that is kept at once: the newest time, but a jump has to be confirmed by the next record. What a
+    SteppedEventTime      a promise that is kept at once: the newest time, but a jump has to be confirmed by the next record. What a
                   partition's watermark is made of.
-    RecentTimes   an estimate behind the newest time: the middle of the newest few. Wrong ones among them, next to each other too,
+    MedianEventTime   an estimate behind the newest time: the middle of the newest few. Wrong ones among them, next to each other too,
                   don't move it. What horizons and expiries are made of.
 
-joiner/java/EventTime.java follows `StepTime` in Flink; a test holds the two against each other.
+joiner/java/EventTime.java follows `SteppedEventTime` in Flink; a test holds the two against each other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUM_RECENT = 15
 """Wrong times among so many, up to NUM_RECENT // 2 of them, don't move their middle beyond the others."""
 
 
-class StepTime(Struct, array_like=True):
+class SteppedEventTime(Struct, array_like=True):
     """The newest time, in steps of at most `max_ms` for a single event. START before the first one, which is believed."""
 
     newest_ms: int = START
@@ -40,7 +40,7 @@ class StepTime(Struct, array_like=True):
         self.unconfirmed_ms = time_ms if time_ms > self.newest_ms + max_ms else _NONE
 
 
-class RecentTimes:
+class MedianEventTime:
     """`times_ms`: the newest NUM_RECENT, in the order in which they came; in checkpoints as an int64 array."""
 
     def __init__(self) -> None:

@@ -23,9 +23,9 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from roostream.errors import SetupError
-from roostream.runtime.deployment import Watched
+from roostream.runtime.deployment import ProgramSettings
 from roostream.runtime.health import Health
-from roostream.runtime.security.tls import Tls
+from roostream.runtime.tls import TlsContext
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -127,7 +127,7 @@ def cumulative(bounds: tuple[float, ...], counts: list[int]) -> list[tuple[str, 
     return list(zip([*map(floatToGoString, bounds), "+Inf"], itertools.accumulate(counts), strict=True))
 
 
-class Recent:
+class RecentQuantiles:
     """What a histogram counted lately, for pages that have no Prometheus to take rates. `look` hands over what it tells now;
     `quantile` is of what was observed in the last `window_s`, or since the first look where that is later; after one look, of
     all. Not thread-safe."""
@@ -209,11 +209,11 @@ Pages = Mapping[str, Callable[[], Answer]]
 
 
 def serve(
-    config: Watched,
+    config: ProgramSettings,
     health: Health,
     registry: CollectorRegistry = REGISTRY,
     pages: Pages | None = None,
-    tls: Tls | None = None,
+    tls: TlsContext | None = None,
 ) -> int:
     """Answer `/metrics`, `/livez` and `/readyz`, and `pages` by their paths, where the settings say, from threads of their own
     until the process ends; the port in use. Both probes answer 200, or 503 with the reason as one line of text. What is added to
@@ -244,10 +244,10 @@ def serve(
     return int(server.server_address[1])
 
 
-def _own_tls(config: Watched) -> Tls | None:
+def _own_tls(config: ProgramSettings) -> TlsContext | None:
     if config.tls is None:
         return None
-    tls = Tls(config.tls)
+    tls = TlsContext(config.tls)
     threading.Thread(target=tls.run, args=(threading.Event(),), name="metrics-tls", daemon=True).start()
     return tls
 

@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from typing import Any, Literal, NoReturn
 
 from roostream.errors import ConfigError, HeldError, RoostreamError, UnavailableError, nearest, shown
-from roostream.runtime.crew import still_running
+from roostream.runtime.thread_group import still_running
 
 log = logging.getLogger("roostream")
 
@@ -44,7 +44,7 @@ LogFormat = Literal["text", "json"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class CallNames:
+class CallContext:
     """What a call is called: by its client or by us, and by a distributed trace (W3C Trace Context), where it is in one."""
 
     call_id: str
@@ -60,7 +60,7 @@ class CallNames:
         return {name: value for name, value in named.items() if value}
 
 
-CURRENT_CALL: ContextVar[CallNames | None] = ContextVar("CURRENT_CALL", default=None)
+CURRENT_CALL: ContextVar[CallContext | None] = ContextVar("CURRENT_CALL", default=None)
 """Set while a call is worked on, by whoever serves it; every line that is logged meanwhile in that context names it."""
 
 
@@ -100,7 +100,7 @@ class JsonFormatter(MaskingFormatter):
 _LINE = "%(asctime)s %(levelname).1s %(name)s %(message)s"
 
 
-def collect_rarely() -> None:
+def tune_garbage_collector() -> None:
     """How programs run Python's collector of cycles. They remember many small objects and make few cycles: at the default a
     young collection comes every 700 objects, and the older ones walk over all that is remembered, which is what a processor's
     cache then holds (half of the cache misses of a long stream in the join, docs/decisions/0012)."""
@@ -150,7 +150,7 @@ def run(name: str, body: Callable[[Stop], None], log_format: LogFormat = "text")
     defect of ours, with its traceback in the log.
     """
     faulthandler.enable()
-    collect_rarely()
+    tune_garbage_collector()
     stop = Stop()
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -178,7 +178,7 @@ def _code_of(error: RoostreamError) -> int:
     return REFUSED_CODE if isinstance(error, ConfigError) else AWAY_CODE
 
 
-def command_code(code: int) -> int:
+def command_exit_code(code: int) -> int:
     """That of a command, of what `run` gave: nobody starts a command again, so whatever it couldn't do is 2."""
     return REFUSED_CODE if code == AWAY_CODE else code
 

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 _MAX_BYTES = 4 << 20
 
 
-class Scraped:
+class ScrapedMetrics:
     """Samples of one program at one moment; empty if it did not answer."""
 
     def __init__(self, samples: Mapping[tuple[str, frozenset[tuple[str, str]]], float] | None = None) -> None:
@@ -57,7 +57,7 @@ def number(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def parse(text: str) -> Scraped:
+def parse(text: str) -> ScrapedMetrics:
     """An unreadable text is an empty scrape."""
     samples: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
     try:
@@ -65,19 +65,19 @@ def parse(text: str) -> Scraped:
             for sample in family.samples:
                 samples[sample.name, frozenset(sample.labels.items())] = sample.value
     except ValueError:
-        return Scraped()
-    return Scraped(samples)
+        return ScrapedMetrics()
+    return ScrapedMetrics(samples)
 
 
-def fetch(url: str, timeout_s: float = 1.0) -> Scraped:
+def fetch(url: str, timeout_s: float = 1.0) -> ScrapedMetrics:
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as answer:
             return parse(answer.read(_MAX_BYTES).decode("utf-8", "replace"))
     except (OSError, http.client.HTTPException):
-        return Scraped()
+        return ScrapedMetrics()
 
 
-def fetch_all(urls: Mapping[str, str | None]) -> dict[str, Scraped]:
+def fetch_all(urls: Mapping[str, str | None]) -> dict[str, ScrapedMetrics]:
     """Program → its scrape, side by side, so that one silent program costs one time-out."""
     with concurrent.futures.ThreadPoolExecutor(max_workers=8) as pool:
         asked = {name: pool.submit(fetch, url) for name, url in urls.items() if url}

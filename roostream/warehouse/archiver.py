@@ -18,7 +18,7 @@ from typing import Protocol
 
 from roostream.errors import FencedError
 from roostream.runtime.clock import Clock
-from roostream.runtime.kafka.record_reader import RecordReader
+from roostream.runtime.kafka.consumer import RecordConsumer
 from roostream.runtime.kafka.topics import Partition
 from roostream.schema.registry import register
 from roostream.schema.schema import Registry
@@ -74,7 +74,7 @@ class Archiver:
     def __init__(
         self,
         warehouse: Warehouse,
-        reader: RecordReader,
+        reader: RecordConsumer,
         topic_ids: Mapping[str, str],
         registry: Registry,
         rule: FlushRule,

@@ -16,12 +16,11 @@ from roostream.runtime import metrics, program
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.checkpoint_store import open_store
 from roostream.runtime.clock import Clock, SystemClock
-from roostream.runtime.exports import Exports
 from roostream.runtime.health import Health
 from roostream.runtime.kafka import clients
-from roostream.runtime.kafka.reader import KafkaReader
-from roostream.runtime.kafka.reading import Reading
+from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsumer
 from roostream.runtime.kafka.topics import DEAD_LETTERS, Partition, name_of
+from roostream.runtime.metrics_collector import MetricsCollector
 from roostream.runtime.program import Stop
 from roostream.schema.registry import open_registry
 from roostream.warehouse.archive import CORRECTIONS, SAMPLES, Dead
@@ -110,14 +109,14 @@ def archive(config: ArchiverConfig, stop: Stop) -> None:
             config.broker, config.prefix, (SAMPLES, CORRECTIONS), config.partitions, stop
         )
     partitions = own_partitions(config)
-    reading = Reading(
+    reading = ConsumerOptions(
         partitions=partitions,
         prefix=config.prefix,
-        buffered=_BUFFERED,
-        skips_lost=config.skip_lost,
-        follows_ends=True,
+        max_buffered=_BUFFERED,
+        skip_lost_records=config.skip_lost,
+        track_end_offsets=True,
     )
-    reader = KafkaReader.open(config.broker, "archiver", reading)
+    reader = KafkaConsumer.open(config.broker, "archiver", reading)
     archiver = Archiver(
         Warehouse(config.warehouse),
         reader,
@@ -127,7 +126,7 @@ def archive(config: ArchiverConfig, stop: Stop) -> None:
         KafkaDeadLetters(config, clock),
         clock,
     )
-    exports = Exports(
+    exports = MetricsCollector(
         "archiver", lambda: shown(archiver), {"behind_records": "partition"}, counters=_COUNTERS
     )
     exports.register()

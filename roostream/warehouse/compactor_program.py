@@ -8,8 +8,8 @@ from roostream.errors import CheckpointError, UnavailableError
 from roostream.runtime import metrics, program
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.clock import SystemClock
-from roostream.runtime.exports import Exports
 from roostream.runtime.health import Health
+from roostream.runtime.metrics_collector import MetricsCollector
 from roostream.runtime.program import Stop
 from roostream.warehouse.compactor import Compactor
 from roostream.warehouse.config import CompactorConfig
@@ -62,7 +62,7 @@ def compact(config: CompactorConfig, stop: Stop) -> None:
     )
     warehouse = Warehouse(config.warehouse)
     rounds = Rounds(Compactor(warehouse, config, SystemClock()), health, stop)
-    exports = Exports("compactor", rounds.shown, {}, counters=_COUNTERS)
+    exports = MetricsCollector("compactor", rounds.shown, {}, counters=_COUNTERS)
     exports.register()
     waits = Backoff(what=f"the warehouse at {config.warehouse}")
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from roostream.runtime.deployment import Deployment, Watched
+from roostream.runtime.deployment import Deployment, ProgramSettings
 from roostream.schema.settings import Settings, setting, setting_error
 
 
@@ -44,7 +44,7 @@ class ArchiverConfig(Housed, Deployment):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CompactorConfig(Housed, Watched):
+class CompactorConfig(Housed, ProgramSettings):
     """`roostream compactor`: seals days of the warehouse, and deletes what nobody needs."""
 
     seal_after_ms: int = setting(

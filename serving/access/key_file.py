@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from roostream.errors import ConfigError
-from roostream.runtime.security.watched_files import Watch
+from roostream.runtime.file_watcher import FileWatcher
 from serving.access.bearer_keys import BearerKey, file_of, id_and_secret, keys_of
 from serving.errors import RequestError
 
@@ -29,7 +29,7 @@ class Keyring:
         """Raises ConfigError: the file can't be read, or isn't one of keys."""
         self.file, self.now_s = file, now_s
         self.refused = ""  # why the file as it is now isn't in force; "" = it is
-        self._watch = Watch(file)
+        self._watch = FileWatcher(file)
         self._keys = _by_id(read_keys(file))
 
     @property

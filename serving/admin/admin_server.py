@@ -11,7 +11,7 @@ import msgspec
 import uvloop
 from starlette.types import Receive, Scope, Send
 
-from roostream.runtime.security.tls import Tls
+from roostream.runtime.tls import TlsContext
 from serving.access.key_file import Keyring
 from serving.admin.admin_token import AdminToken
 from serving.admin.desk import AdminDesk
@@ -65,12 +65,14 @@ class AdminInterface:
         return self.desk.answer(scope["method"], scope["path"], body)
 
 
-def run(app: AdminInterface, bound: socket.socket, tls: Tls | None, stop: threading.Event) -> None:
+def run(app: AdminInterface, bound: socket.socket, tls: TlsContext | None, stop: threading.Event) -> None:
     """Answer until `stop`; `bound` is closed then."""
     uvloop.run(_serve(app, bound, tls, stop))
 
 
-async def _serve(app: AdminInterface, bound: socket.socket, tls: Tls | None, stop: threading.Event) -> None:
+async def _serve(
+    app: AdminInterface, bound: socket.socket, tls: TlsContext | None, stop: threading.Event
+) -> None:
     server = http_server.other_server(app, MAX_CONNECTIONS, tls)
     serving = asyncio.create_task(server.serve(sockets=[bound]))
     while not stop.is_set() and not serving.done():

@@ -16,8 +16,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
 from roostream.errors import nearest
-from roostream.runtime.exports import Exports
-from roostream.runtime.metrics import PAGE_HEADERS, Recent
+from roostream.runtime.metrics import PAGE_HEADERS, RecentQuantiles
+from roostream.runtime.metrics_collector import MetricsCollector
 from roostream.runtime.program import CURRENT_CALL
 from serving.access.doors import needed
 from serving.access.key_file import Keyring
@@ -87,7 +87,7 @@ class HttpInterface:
         self._others = _others(parts)
         self._open_files = frozenset(front.FILES) - {"/"}
         self._spanning = open_tracing(parts.config.tracing, frozenset(("/", *LINKS.values())))
-        Exports(
+        MetricsCollector(
             "serving",
             lambda: {
                 "in_flight": rank.gate.in_flight,
@@ -182,7 +182,7 @@ def _others(parts: Parts) -> FastAPI:
     """What isn't traffic. Every route answers HEAD too; none redirects to what a client's Host header says."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     links = {**LINKS, **({"status_page": parts.config.status_page} if parts.config.status_page else {})}
-    fresh = Recent()
+    fresh = RecentQuantiles()
     document = functools.cache(lambda: describe(parts.schema, _version(), retrieves=parts.items is not None))
 
     async def root(request: Request) -> Response:

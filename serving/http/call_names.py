@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from roostream.runtime.program import CallNames
+from roostream.runtime.program import CallContext
 
 HEADER = b"x-request-id"
 CALL_ID_PATTERN = "^[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,127}$"
@@ -41,7 +41,7 @@ _TRACE = re.compile(rb"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a
 _OWN, _NUMBERS = os.urandom(8).hex(), itertools.count(1)
 
 
-def names_of(headers: Iterable[tuple[bytes, bytes]]) -> CallNames:
+def names_of(headers: Iterable[tuple[bytes, bytes]]) -> CallContext:
     """From a request's headers, names in lower case. What isn't valid is as if it weren't there."""
     call_id = trace = b""
     for name, value in headers:
@@ -50,12 +50,12 @@ def names_of(headers: Iterable[tuple[bytes, bytes]]) -> CallNames:
         elif name == b"traceparent":
             trace = value
     known = call_id.decode() if call_id and _CALL_ID.fullmatch(call_id) else f"{_OWN}-{next(_NUMBERS):x}"
-    return _traced(known, trace) if trace else CallNames(known)
+    return _traced(known, trace) if trace else CallContext(known)
 
 
-def _traced(call_id: str, trace: bytes) -> CallNames:
+def _traced(call_id: str, trace: bytes) -> CallContext:
     """Version 00 has four parts; a later one may have more."""
     found = _TRACE.fullmatch(trace)
     if found is None or (found[3] and trace.startswith(b"00")):
-        return CallNames(call_id)
-    return CallNames(call_id, found[1].decode(), found[2].decode())
+        return CallContext(call_id)
+    return CallContext(call_id, found[1].decode(), found[2].decode())

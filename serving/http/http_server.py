@@ -15,8 +15,8 @@ from starlette.types import ASGIApp
 
 from roostream.errors import SetupError
 from roostream.runtime.address import parse_address
-from roostream.runtime.crew import StopBudget
-from roostream.runtime.security.tls import Tls
+from roostream.runtime.thread_group import StopBudget
+from roostream.runtime.tls import TlsContext
 from serving.http.app import HttpInterface
 from serving.http.connection import LimitedProtocol, limited_to
 
@@ -89,13 +89,13 @@ def run(app: HttpInterface, bound: socket.socket, budget: StopBudget, turned: Ca
         uvloop.run(_serve(server, bound, budget.stop, turned, end))
 
 
-def other_server(app: ASGIApp, max_connections: int, tls: Tls | None) -> uvicorn.Server:
+def other_server(app: ASGIApp, max_connections: int, tls: TlsContext | None) -> uvicorn.Server:
     """With the limits of every connection (serving/http/connection.py), for whoever runs it in a loop of its own."""
     return _PlainServer(_settings(app, limited_to(max_connections, lambda data: None), 1, tls))
 
 
 def _settings(
-    app: ASGIApp, protocol: type[LimitedProtocol], graceful_s: int, tls: Tls | None
+    app: ASGIApp, protocol: type[LimitedProtocol], graceful_s: int, tls: TlsContext | None
 ) -> uvicorn.Config:
     return uvicorn.Config(
         app,

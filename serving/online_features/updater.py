@@ -23,9 +23,8 @@ from roostream.runtime import metrics, redis_client
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.health import Health
 from roostream.runtime.kafka import clients
-from roostream.runtime.kafka.reader import KafkaReader
-from roostream.runtime.kafka.reading import Reading
-from roostream.runtime.kafka.record_reader import RecordReader
+from roostream.runtime.kafka.consumer import RecordConsumer
+from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsumer
 from roostream.runtime.kafka.topics import EVENTS, Progress, all_partitions
 from roostream.schema.counter_declaration import SHOWN
 from roostream.schema.ids import signed
@@ -119,7 +118,12 @@ class FeatureUpdater:
     batch_records = 512
 
     def __init__(
-        self, schema: Schema, store: FeatureStore, source: RecordReader, cluster: str, metrics: FeatureMetrics
+        self,
+        schema: Schema,
+        store: FeatureStore,
+        source: RecordConsumer,
+        cluster: str,
+        metrics: FeatureMetrics,
     ) -> None:
         self.schema, self.store, self.source, self.cluster, self.metrics = (
             schema,
@@ -216,13 +220,13 @@ def features_body(config: FeaturesConfig, stop: threading.Event) -> None:
     log.info(
         "metrics at %s://%s:%d/metrics", config.scheme, config.metrics_host, metrics.serve(config, health)
     )
-    reading = Reading(
+    reading = ConsumerOptions(
         partitions=all_partitions(EVENTS, config.partitions),
         prefix=config.prefix,
-        merged=True,
-        skips_lost=config.skip_lost,
+        merge_by_time=True,
+        skip_lost_records=config.skip_lost,
     )
-    source = KafkaReader.open(config.broker, f"{config.prefix}features", reading)
+    source = KafkaConsumer.open(config.broker, f"{config.prefix}features", reading)
     store = FeatureStore(connection, config.redis, config.prefix, config.partitions)
     try:
         cluster = clients.wait_for_broker(config.broker, stop)

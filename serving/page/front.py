@@ -6,7 +6,7 @@ import functools
 from importlib import resources
 from typing import Any
 
-from roostream.runtime.metrics import Recent, freshness
+from roostream.runtime.metrics import RecentQuantiles, freshness
 from serving.build import Parts
 from serving.http.examples import rank_example
 
@@ -27,7 +27,7 @@ def content(path: str) -> bytes:
     return resources.files("serving.page").joinpath("web", FILES[path][0]).read_bytes()
 
 
-def document(parts: Parts, release: str, recent: Recent) -> dict[str, Any]:
+def document(parts: Parts, release: str, recent: RecentQuantiles) -> dict[str, Any]:
     """What the page shows; times in seconds, null = not known. `recent`: what is kept of earlier askings."""
     versions, schema, numbers = parts.service.versions, parts.schema, parts.rows_numbers()
     served, waiting_for = versions.served, parts.waiting_for()

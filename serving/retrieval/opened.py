@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from roostream.runtime.clock import Clock
-from roostream.runtime.exports import Exports
+from roostream.runtime.metrics_collector import MetricsCollector
 from roostream.schema.schema import Schema
 from serving.rank import RankService
 from serving.retrieval.config import ServesItems
@@ -51,5 +51,5 @@ def open_retrieval(
     keeper = ItemKeeper(
         schema, settings, retriever, lambda: service.versions.served.version, service.rows, quiet, clock
     )
-    Exports("serving", keeper.numbers, {}, helps=_HELPS, counters=_COUNTERS).register(registry)
+    MetricsCollector("serving", keeper.numbers, {}, helps=_HELPS, counters=_COUNTERS).register(registry)
     return keeper

@@ -23,11 +23,11 @@ import numpy as np
 
 from roostream.errors import RoostreamError, UnavailableError, WireError
 from roostream.runtime.backoff import Backoff
-from roostream.runtime.clock import Clock, WallTime
-from roostream.runtime.kafka.reading import Reading
-from roostream.runtime.kafka.record_reader import RecordReader, RecordsGoneError
+from roostream.runtime.clock import Clock, MonotonicToWallTime
+from roostream.runtime.kafka.consumer import RecordConsumer, RecordsGoneError
+from roostream.runtime.kafka.kafka_consumer import ConsumerOptions
 from roostream.runtime.kafka.topics import ROWS, all_partitions
-from roostream.runtime.transport import Transport
+from roostream.runtime.rpc.transport import Transport
 from roostream.wire import records as wire
 from roostream.wire.lookup import Lookup
 from roostream.wire.records import Record
@@ -69,10 +69,13 @@ class RowReplica(Protocol):
     def gather(self, lookup: Lookup) -> dict[str, np.ndarray]: ...
 
 
-def rows_reading(prefix: str, num_partitions: int) -> Reading:
+def rows_reading(prefix: str, num_partitions: int) -> ConsumerOptions:
     """All of the topic; what it lost can't be skipped."""
-    return Reading(
-        partitions=all_partitions((ROWS,), num_partitions), prefix=prefix, skips_lost=False, follows_ends=True
+    return ConsumerOptions(
+        partitions=all_partitions((ROWS,), num_partitions),
+        prefix=prefix,
+        skip_lost_records=False,
+        track_end_offsets=True,
     )
 
 
@@ -82,7 +85,7 @@ class RowFollower:
     def __init__(
         self,
         replica: RowReplica,
-        topic: RecordReader,
+        topic: RecordConsumer,
         shards: Sequence[Transport],
         observe: Callable[[str, float], None],
         clock: Clock,
@@ -100,7 +103,7 @@ class RowFollower:
         self._backoff = Backoff(what="rows of the shards", clock=clock)
         self._mend_at_s = self._ask_at_s = 0.0
         self._shards_answer = False
-        self._wall = WallTime(clock)
+        self._wall = MonotonicToWallTime(clock)
 
     def run(self, stop: threading.Event) -> None:
         """Until `stop`."""

@@ -12,11 +12,11 @@ from param_server.replica.replica import Replica
 from param_server.replica.row_cache import CachePolicy, RowCache
 from param_server.replica.shard_reads import ShardReads
 from param_server.replica.some_buckets import SomeBuckets
-from roostream.runtime.address import expanded
+from roostream.runtime.address import expand_addresses
 from roostream.runtime.clock import Clock
-from roostream.runtime.kafka.reader import KafkaReader
+from roostream.runtime.kafka.kafka_consumer import KafkaConsumer
 from roostream.runtime.metrics import freshness
-from roostream.runtime.rpc_client import SocketTransport
+from roostream.runtime.rpc.client import SocketTransport
 from roostream.schema.schema import Schema
 from roostream.wire.lookup import Lookup
 from serving.rows.config import FollowsRows, ServesRows
@@ -146,7 +146,7 @@ def followed_numbers(follower: RowFollower) -> dict[str, float | None]:
 
 def open_follower(config: FollowsRows, replica: RowReplica, clock: Clock) -> RowFollower:
     """Over the deployment's Kafka and shards, which may be away."""
-    topic = KafkaReader.open(
+    topic = KafkaConsumer.open(
         config.broker, f"{config.prefix}serving-rows", rows_reading(config.prefix, config.partitions)
     )
     keys = config.link_keys()
@@ -162,8 +162,8 @@ def open_rows(config: ServesRows, schema: Schema, seed: int, clock: Clock) -> Se
 
 
 def _open_cache(config: ServesRows, schema: Schema, seed: int, clock: Clock) -> CachedRows:
-    keys = config.link_keys()
-    shards = [SocketTransport(address, keys=keys) for address in expanded(config.shards)]
+    keys = config.link_credentials()
+    shards = [SocketTransport(address, keys=keys) for address in expand_addresses(config.shards)]
     policy = CachePolicy(max_bytes=config.rows_bytes, waits=config.rows_missing == "read")
     cache = RowCache(
         schema,

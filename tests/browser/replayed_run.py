@@ -18,10 +18,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from roostream.runtime import metrics, scrape
 from roostream.runtime.clock import FakeClock
-from roostream.runtime.deployment import Watched
+from roostream.runtime.deployment import ProgramSettings
 from roostream.runtime.health import Health
 from roostream.runtime.metrics import FRESH_S, StageTimes
-from roostream.runtime.scrape import Scraped
+from roostream.runtime.scrape import ScrapedMetrics
 from roostream.runtime.work_unit import WorkUnit
 from tests.trainer.control.test_coordinator import ANSWERS, FACTS
 from tests.trainer.memory_store import MemoryStore
@@ -119,7 +119,7 @@ class ReplayedRun:
     def serve(self) -> str:
         """Its URL; from threads of their own until the process ends."""
         pages = {**files(), **self.page.answers()}
-        port = metrics.serve(Watched(), Health(60, self.clock), CollectorRegistry(), pages)
+        port = metrics.serve(ProgramSettings(), Health(60, self.clock), CollectorRegistry(), pages)
         return f"http://127.0.0.1:{port}/"
 
     def _beats(self) -> None:
@@ -145,7 +145,7 @@ class ReplayedRun:
         report = self.report if role == "worker" else {"ready": True}
         return self.controller.handle("beat", {**header, "report": report}, ())[0]["commands"]
 
-    def scraped(self) -> dict[str, Scraped]:
+    def scraped(self) -> dict[str, ScrapedMetrics]:
         """What the other programs would tell at this moment."""
         wave = 1 + 0.15 * math.sin(self.at / 5)
         lines: dict[str, list[str]] = {name: [] for name in URLS}
@@ -181,7 +181,7 @@ class ReplayedRun:
             for w in ("recent", "total")
         ]
         return {
-            n: scrape.parse("\n".join(texts) + "\n") if n not in self.silent else Scraped()
+            n: scrape.parse("\n".join(texts) + "\n") if n not in self.silent else ScrapedMetrics()
             for n, texts in lines.items()
         }
 

@@ -16,7 +16,7 @@ from infra.stack import Stack
 from roostream.runtime import tensor_file
 from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.flink_rest import FlinkRest
-from roostream.runtime.rpc_client import SocketTransport
+from roostream.runtime.rpc.client import SocketTransport
 from roostream.schema.registry import to_toml
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record

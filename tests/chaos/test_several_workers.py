@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from infra.stack import Stack
-from roostream.runtime.rpc_client import SocketTransport
+from roostream.runtime.rpc.client import SocketTransport
 from tests.e2e.loop_stack import (
     applied,
     check_nothing_lost_or_twice,

@@ -13,9 +13,9 @@ from infra import kinds
 from roostream.cli.control import ReadyWait, dying, job_of, place_of, settled
 from roostream.cli.main import cli
 from roostream.errors import ConfigError, UnavailableError
-from roostream.runtime.rpc_server import RpcServer
-from roostream.runtime.security.link_security import LinkKeys, LinkSecurity
-from roostream.runtime.transport import Header
+from roostream.runtime.rpc.security import LinkCredentials, LinkSecurity
+from roostream.runtime.rpc.server import RpcServer
+from roostream.runtime.rpc.transport import Header
 
 
 @pytest.mark.parametrize("index", [0, 1, 12])
@@ -73,7 +73,7 @@ def test_preempt_tells_what_became_of_what_was_trained(answer: Header, code: int
 def test_a_controller_that_asks_is_asked_with_the_keys_of_a_programs_settings(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("0123456789abcdef")
     (tmp_path / "worker.toml").write_text('shards = ["a:1"]\n[link]\ntoken_file = "${TOKEN}"\n')
-    keys = LinkKeys(LinkSecurity(token_file=str(tmp_path / "token")))
+    keys = LinkCredentials(LinkSecurity(token_file=str(tmp_path / "token")))
     server = RpcServer(lambda method, header, arrays: ({"held": False, "reason": ""}, ()), keys=keys).start()
     command = ["trainer", "release", "--controller", server.address]
     try:

@@ -17,7 +17,7 @@ from infra.stack import Stack
 from roostream.cli import status
 from roostream.cli.demo import ConsoleHandler, Show
 from roostream.runtime import scrape
-from roostream.runtime.scrape import Scraped
+from roostream.runtime.scrape import ScrapedMetrics
 from trainer.control import scrape_targets as neighbours
 
 
@@ -27,14 +27,14 @@ def seen(requests: float | None, **troubles: str) -> dict[str, Any]:
         "programs": {"worker": {"state": "ready", "pid": 1, "restarts": 0}},
         "troubles": troubles,
         "rates": {"impressions": None, "samples": None},
-        "joiner": status.joiner_state(None, Scraped()),
+        "joiner": status.joiner_state(None, ScrapedMetrics()),
         "trainer": status.trainer_state(control),
         "workers": status.workers_state(control),
         "rows": {},
         "commit": status.commit_state(control),
         "freshness": status.freshness_state({}),
         "metrics": status.quality(control),
-        "click_rate": neighbours.click_rate(Scraped()),
+        "click_rate": neighbours.click_rate(ScrapedMetrics()),
         "lost_records": {},
         "guarantees": {"g1": sums.of_gauges(scrape.parse(""))},
     }

@@ -17,8 +17,8 @@ from roostream.cli import status
 from roostream.cli import status_table as table
 from roostream.cli.troubles import of_controller, troubles
 from roostream.runtime import scrape
-from roostream.runtime.exports import Exports
-from roostream.runtime.scrape import Scraped
+from roostream.runtime.metrics_collector import MetricsCollector
+from roostream.runtime.scrape import ScrapedMetrics
 from trainer.control import scrape_targets as neighbours
 from trainer.control.holds import ratios
 
@@ -56,14 +56,14 @@ CONTROL = {
     "workers": 1,
     "wanted_workers": 1,
 }
-AWAY = sums.of_gauges(Scraped())
+AWAY = sums.of_gauges(ScrapedMetrics())
 PROGRAMS = {
     "worker": {"state": "ready", "pid": 1, "restarts": 2},
     "shard-0": {"state": "failed", "pid": None, "restarts": 12},
 }
 
 
-def whole(worker: Scraped, simulate: Scraped, control: dict[str, object]) -> dict[str, object]:
+def whole(worker: ScrapedMetrics, simulate: ScrapedMetrics, control: dict[str, object]) -> dict[str, object]:
     scraped = {
         "worker": worker,
         "simulate": simulate,
@@ -74,7 +74,7 @@ def whole(worker: Scraped, simulate: Scraped, control: dict[str, object]) -> dic
         "troubles": {"shard-0": "failed: no disk (its log: s.log)"},
         "lost_records": {},
         "rates": {"impressions": 25.04, "samples": None},
-        "joiner": status.joiner_state(None, Scraped()),
+        "joiner": status.joiner_state(None, ScrapedMetrics()),
         "trainer": status.trainer_state(control),
         "workers": status.workers_state(control),
         "rows": neighbours.rows_by_stack(scraped),
@@ -114,7 +114,7 @@ def test_figures_are_gathered_from_whoever_measures_them() -> None:
 
 
 def test_the_table_shows_a_dash_for_what_is_not_known_yet() -> None:
-    rows = dict(table.rows(whole(Scraped(), Scraped(), {})))
+    rows = dict(table.rows(whole(ScrapedMetrics(), ScrapedMetrics(), {})))
     assert rows["trainer"].startswith("–, watermark –")
     assert rows["accounted"] == "unknown, the auditor does not answer"
     assert rows["click rate"] == "served –, random –, best –; served is – × random now, – × since the start"
@@ -131,7 +131,7 @@ def several(number: int, wanted: int) -> dict[str, object]:
 
 
 def test_of_several_workers_each_is_shown_and_those_that_train_are_added_up() -> None:
-    found = whole(Scraped(), Scraped(), several(2, 3))
+    found = whole(ScrapedMetrics(), ScrapedMetrics(), several(2, 3))
     assert found["trainer"]["requests"] == 201  # type: ignore[index]
     assert dict(table.rows(found))["workers"].split("\n") == [
         "2 train, 3 are wanted",
@@ -145,9 +145,9 @@ def test_history_is_shown_as_far_as_it_is_committed() -> None:
     initial = {"epoch": 2, "epochs": 3, "records": 90_000, "left": 40_000}
 
     def shown(**more: object) -> str:
-        return dict(table.rows(whole(Scraped(), Scraped(), {**CONTROL, "initial": {**initial, **more}})))[
-            "trainer"
-        ]
+        return dict(
+            table.rows(whole(ScrapedMetrics(), ScrapedMetrics(), {**CONTROL, "initial": {**initial, **more}}))
+        )["trainer"]
 
     of = "caught_up (history: 50,000 of 90,000 samples committed, epoch 2 of 3"
     assert shown().startswith(f"{of}, time left unknown), watermark")
@@ -158,9 +158,9 @@ def test_history_is_shown_as_far_as_it_is_committed() -> None:
 
 
 def test_one_worker_is_the_trainer() -> None:
-    assert "workers" not in dict(table.rows(whole(Scraped(), Scraped(), CONTROL)))
+    assert "workers" not in dict(table.rows(whole(ScrapedMetrics(), ScrapedMetrics(), CONTROL)))
     assert "workers" not in dict(
-        table.rows(whole(Scraped(), Scraped(), {**CONTROL, "workers": 1, "wanted_workers": 1}))
+        table.rows(whole(ScrapedMetrics(), ScrapedMetrics(), {**CONTROL, "workers": 1, "wanted_workers": 1}))
     )
 
 
@@ -183,7 +183,7 @@ def books(*, is_current: bool = True, behind: int | None = 0, **changed: Any) ->
     """Sums as they come through /metrics."""
     told = dataclasses.replace(Accounts().sums(), **changed)
     registry = CollectorRegistry()
-    Exports("auditor", lambda: sums.gauges(told, is_current, behind), sums.LABELS).register(registry)
+    MetricsCollector("auditor", lambda: sums.gauges(told, is_current, behind), sums.LABELS).register(registry)
     return sums.of_gauges(scrape.parse(generate_latest(registry).decode()))
 
 
@@ -253,33 +253,35 @@ def test_requests_that_were_skipped_are_told_and_add_up(missing: int, said: str)
         "non_finite": 1,
     }
     reports = {"worker 0": {"step": 4, "outcomes": of}}
-    rows = dict(table.rows(whole(scrape.parse(WORKER), Scraped(), {**CONTROL, "reports": reports})))  # type: ignore[arg-type]
+    rows = dict(table.rows(whole(scrape.parse(WORKER), ScrapedMetrics(), {**CONTROL, "reports": reports})))  # type: ignore[arg-type]
     assert rows["selection"] == f"{10 + missing} requests = 6 trained + 3 negative + 1 non_finite{said}"
 
 
 def test_what_slipstream_skipped_is_never_told_without_its_control() -> None:
     of = {"taken": 200, "trained": 150, "negative": 0, "random": 0, "stale": 50, "non_finite": 0}
     reports = {"worker 0": {"step": 4, "outcomes": of}}
-    rows = dict(table.rows(whole(scrape.parse(WORKER), Scraped(), {**CONTROL, "reports": reports})))  # type: ignore[arg-type]
+    rows = dict(table.rows(whole(scrape.parse(WORKER), ScrapedMetrics(), {**CONTROL, "reports": reports})))  # type: ignore[arg-type]
     assert rows["selection"].endswith("50 stale") and 'policy = "random", keep = 0.750' in str(
         rows["its control"]
     )
     reports["worker 0"]["outcomes"] = {**of, "random": 50, "stale": 0}
-    rows = dict(table.rows(whole(scrape.parse(WORKER), Scraped(), {**CONTROL, "reports": reports})))  # type: ignore[arg-type]
+    rows = dict(table.rows(whole(scrape.parse(WORKER), ScrapedMetrics(), {**CONTROL, "reports": reports})))  # type: ignore[arg-type]
     assert "its control" not in rows
 
 
 def test_what_is_trained_once_more_is_told_beside_what_is_trained() -> None:
     for rehearsed, said in ((0, ""), (1200, ", trained once more 1,200")):
         reports = {"worker 0": {"step": 4, "requests": 10, "duplicates": 0, "rehearsed": rehearsed}}
-        rows = dict(table.rows(whole(scrape.parse(WORKER), Scraped(), {**CONTROL, "reports": reports})))  # type: ignore[arg-type]
+        rows = dict(
+            table.rows(whole(scrape.parse(WORKER), ScrapedMetrics(), {**CONTROL, "reports": reports}))
+        )  # type: ignore[arg-type]
         assert rows["trainer"].endswith(f"skipped 0{said}")
 
 
 def test_nothing_is_told_of_selection_where_everything_is_trained() -> None:
     reports = {"worker 0": {"step": 4, "outcomes": {"taken": 5, "trained": 5}}}
     assert "selection" not in dict(
-        table.rows(whole(scrape.parse(WORKER), Scraped(), {**CONTROL, "reports": reports}))
+        table.rows(whole(scrape.parse(WORKER), ScrapedMetrics(), {**CONTROL, "reports": reports}))
     )  # type: ignore[arg-type]
     assert (
         dict(table.book_rows(books(predicted_by={"trained": 5, "negative": 2})))["predicted"]
@@ -290,7 +292,7 @@ def test_nothing_is_told_of_selection_where_everything_is_trained() -> None:
 @pytest.mark.parametrize("watch", [{}, {"watch": {"state": "unknown"}}])
 def test_a_trainer_without_a_reading_is_unknown(watch: dict[str, Any]) -> None:
     found = whole(
-        scrape.parse(WORKER), Scraped(), {**CONTROL, "reports": {"worker 0": {"step": 40, **watch}}}
+        scrape.parse(WORKER), ScrapedMetrics(), {**CONTROL, "reports": {"worker 0": {"step": 40, **watch}}}
     )
     assert found["trainer"]["state"] == "unknown"  # type: ignore[index]
     assert dict(table.rows(found))["trainer"].startswith(
@@ -304,7 +306,9 @@ def test_of_several_workers_the_worst_is_the_trainer_s_state() -> None:
     }
     near = {"watch": {"state": "caught_up", "lag_ms": 10, "lag_records": 1, "drain_per_s": [1.5, None, None]}}
     found = whole(
-        Scraped(), Scraped(), {**CONTROL, "workers": 2, "reports": {"worker 0": near, "worker 1": behind}}
+        ScrapedMetrics(),
+        ScrapedMetrics(),
+        {**CONTROL, "workers": 2, "reports": {"worker 0": near, "worker 1": behind}},
     )
     told = found["trainer"]
     assert isinstance(told, dict)
@@ -391,12 +395,12 @@ def test_what_readers_lost_is_told_by_program() -> None:
         }
     )
     assert lost == {"worker": 12}
-    found = {**whole(Scraped(), Scraped(), {}), "lost_records": lost}
+    found = {**whole(ScrapedMetrics(), ScrapedMetrics(), {}), "lost_records": lost}
     assert dict(table.rows(found))["LOST"].startswith("worker missed 12 records")
 
 
 def test_text_from_outside_is_no_markup_and_moves_no_cursor() -> None:
-    found = whole(Scraped(), Scraped(), {})
+    found = whole(ScrapedMetrics(), ScrapedMetrics(), {})
     found["troubles"] = {"joiner": "failed: [/b] \x1b[31mred [red]x[/red]"}
     out = io.StringIO()
     Console(file=out, width=200).print(table.render(found, "home [/tmp]", ["curl '[/x]'"]))
@@ -415,7 +419,7 @@ def test_a_hold_stands_first_with_what_ends_it_and_devices_are_told_as_in_the_pa
     }
     spent = {"training": 7200.0, "temporary": 72.0, "transient_hold": 0.0, "permanent_hold": 17_928.0}
     control = {**CONTROL, "holds": [hold], "device_s": spent, "device_ratio": ratios(spent)}
-    lines = table.rows(whole(Scraped(), Scraped(), control))
+    lines = table.rows(whole(ScrapedMetrics(), ScrapedMetrics(), control))
     said = "since 2023-11-14 22:13:20 UTC, permanent: worker 0: out of memory; `roostream trainer release` ends the hold"
     assert lines[0] == ("HELD", said) and dict(lines)["trainer"].startswith("held")
     assert (
@@ -427,16 +431,18 @@ def test_a_hold_stands_first_with_what_ends_it_and_devices_are_told_as_in_the_pa
 def test_devices_that_never_trained_have_no_ratio() -> None:
     spent = {"training": 0.0, "temporary": 72.0}
     lines = table.rows(
-        whole(Scraped(), Scraped(), {**CONTROL, "device_s": spent, "device_ratio": ratios(spent)})
+        whole(
+            ScrapedMetrics(), ScrapedMetrics(), {**CONTROL, "device_s": spent, "device_ratio": ratios(spent)}
+        )
     )
     assert dict(lines)["devices"] == "training 0 ms, temporary 72.0 s"
-    assert dict(table.rows(whole(Scraped(), Scraped(), CONTROL)))["devices"] == "–", (
+    assert dict(table.rows(whole(ScrapedMetrics(), ScrapedMetrics(), CONTROL)))["devices"] == "–", (
         "no controller, or an older one"
     )
 
 
 def test_readers_are_told_of_while_there_are_any() -> None:
-    none = whole(Scraped(), Scraped(), CONTROL)
+    none = whole(ScrapedMetrics(), ScrapedMetrics(), CONTROL)
     buffers = {"0": {"fullness": 0.25, "in_flight": 2, "stalled_s": 1.0, "stall_share": 0.125, "units": 4}}
     there = {
         "there": 2,

@@ -41,7 +41,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "uvicorn": ("serving",),
     "redis": ("roostream/runtime", "serving/online_features"),
     "opentelemetry": ("serving/http/tracing.py", "roostream/cli/tracing/request_spans.py"),
-    "obstore": ("roostream/runtime/object_store.py",),
+    "obstore": ("roostream/runtime/checkpoint_store.py",),
     "pyarrow": ("roostream/replay", "roostream/warehouse"),
     "deltalake": ("roostream/warehouse/delta_table.py",),
     "ray": ("infra/pools/on_ray.py",),

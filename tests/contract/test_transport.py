@@ -11,9 +11,9 @@ import pytest
 
 from roostream import errors
 from roostream.errors import RoostreamError, TransportError, UnavailableError, WireError
-from roostream.runtime.rpc_client import SocketTransport
-from roostream.runtime.rpc_server import RpcServer
-from roostream.runtime.transport import Header, InMemoryTransport, Transport
+from roostream.runtime.rpc.client import SocketTransport
+from roostream.runtime.rpc.server import RpcServer
+from roostream.runtime.rpc.transport import Header, InMemoryTransport, Transport
 
 
 class Peer:

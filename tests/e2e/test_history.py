@@ -13,7 +13,7 @@ from roostream.errors import UnavailableError
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.topics import SAMPLES, name_of
-from roostream.runtime.rpc_client import SocketTransport
+from roostream.runtime.rpc.client import SocketTransport
 from roostream.schema.schema_file import load_schema
 from tests.e2e.loop_stack import applied, newest, wait_until
 from tests.trainer import samples

@@ -11,8 +11,7 @@ import pytest
 
 from infra.stack import Stack
 from roostream.runtime.kafka.broker import Broker
-from roostream.runtime.kafka.reader import KafkaReader
-from roostream.runtime.kafka.reading import Reading
+from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsumer
 from roostream.runtime.kafka.topics import SAMPLES, all_partitions
 from roostream.wire import records as wire
 from tests.e2e.loop_stack import applied, check_nothing_lost_or_twice, quick_options, wait_until
@@ -51,10 +50,12 @@ def ask(stack: Stack, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 def sample_of(stack: Stack, request_id: str) -> Any:
     """The one sample of a request, None while there is none. More than one fails the test."""
-    reading = Reading(
-        partitions=all_partitions((SAMPLES,), stack.options.partitions), prefix=stack.prefix, skips_lost=True
+    reading = ConsumerOptions(
+        partitions=all_partitions((SAMPLES,), stack.options.partitions),
+        prefix=stack.prefix,
+        skip_lost_records=True,
     )
-    reader = KafkaReader.open(Broker(stack.endpoints.kafka), "test", reading)
+    reader = KafkaConsumer.open(Broker(stack.endpoints.kafka), "test", reading)
     reader.seek(dict.fromkeys(reading.partitions, 0))
     try:
         found = []

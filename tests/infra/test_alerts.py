@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from infra.auditor.sums import Sums
 from joiner.meters import Meters
 from param_server.main import _HELPS as SHARD
-from roostream.runtime.exports import Exports, in_seconds
+from roostream.runtime.metrics_collector import MetricsCollector, in_seconds
 from roostream.schema.schema_file import schema_from_dict
 from serving.build import _HELPS as SERVING
 from serving.exports import ServingMetrics
@@ -175,7 +175,7 @@ class _Worker(Collector):
         }
 
     def collect(self) -> Any:
-        return Exports("worker", lambda: self.told, LABELS).collect()
+        return MetricsCollector("worker", lambda: self.told, LABELS).collect()
 
 
 def test_a_wide_schema_has_fewer_than_two_thousand_series() -> None:

@@ -12,7 +12,7 @@ from infra.child import Program, StopRank
 from infra.home import Home
 from infra.places import Endpoints
 from infra.stopping import Stopped, stop
-from roostream.runtime.rpc_server import RpcServer
+from roostream.runtime.rpc.server import RpcServer
 
 NOBODY = "127.0.0.1:1"
 

@@ -55,7 +55,7 @@ class MemorySource:
             self.stop.set()
         return taken
 
-    def hold(self, partitions: Collection[Partition]) -> None:
+    def pause(self, partitions: Collection[Partition]) -> None:
         self.held = set(partitions)
 
 

@@ -17,7 +17,7 @@ from roostream.errors import CheckpointError, UnavailableError
 from roostream.runtime.flink_rest import JOB_NAME, FlinkRest
 from roostream.runtime.health import Health
 from roostream.runtime.kafka.broker import KafkaSecurity
-from roostream.runtime.kafka.retention import Committed, GroupLosses
+from roostream.runtime.kafka.retention_loss import CommittedOffset, RetentionLossCounter
 from roostream.runtime.program import Stop
 from tests.runtime.fake_flink import FakeFlink
 
@@ -183,7 +183,9 @@ def test_what_retention_took_from_flink_is_exported(flink: FakeFlink) -> None:
     """Flink's own source goes on from the oldest record without a word."""
     stop, meters = Stop(), Meters(registry := CollectorRegistry())
     flink.answers[f"/jobs/{JOB}"] = {"state": "RUNNING"}
-    losses = GroupLosses(lambda: {("impressions", 0): Committed(oldest=70, next=50)}, "the join")
+    losses = RetentionLossCounter(
+        lambda: {("impressions", 0): CommittedOffset(oldest=70, next=50)}, "the join"
+    )
     threading.Timer(0.3, stop.set).start()
     main.watch(main.FlinkJob(FlinkRest(flink.url), JOB, losses), meters, Health(60), stop)
     assert registry.get_sample_value("roostream_joiner_lost_records") == 20

@@ -18,7 +18,7 @@ import pytest
 
 from infra.kinds import kind_of
 from infra.ports import Ports
-from roostream.runtime.security.link_security import LinkKeys
+from roostream.runtime.rpc.security import LinkCredentials
 from roostream.schema.settings import check_environment, load
 from tests.certificates import Authority
 from tests.k8s.manifests import OVERLAYS, Workload, built, own_folder, workloads
@@ -140,7 +140,7 @@ def test_whoever_is_called_asks_who_calls_where_the_component_is(
                     program=program,
                     environ=started.environment,
                 )
-                keys = LinkKeys(config.link)
+                keys = LinkCredentials(config.link)
                 seen[program] = (keys.security.asks, bool(keys.tokens), keys.security.name)
     assert seen == dict.fromkeys(LINKED, (asks, asks, "link.roostream" if asks else ""))
 

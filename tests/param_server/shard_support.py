@@ -18,7 +18,7 @@ from param_server.server import Shard
 from param_server.table import shapes_of
 from roostream.errors import CheckpointError
 from roostream.runtime.clock import Clock, FakeClock
-from roostream.runtime.transport import InMemoryTransport
+from roostream.runtime.rpc.transport import InMemoryTransport
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import schema_from_dict
 from roostream.wire.lookup import Lookup, StackLookup

@@ -18,7 +18,7 @@ from param_server.server import Shard
 from roostream.errors import ConfigError, FencedError, RoostreamError, UnavailableError
 from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.clock import FakeClock
-from roostream.runtime.transport import Answer, Arrays, Header, InMemoryTransport
+from roostream.runtime.rpc.transport import Answer, Arrays, Header, InMemoryTransport
 from roostream.schema.ids import bucket_of, table_id
 from tests.param_server.shard_support import (
     ADAGRAD,

@@ -13,7 +13,7 @@ import pytest
 from param_server.client import Client
 from roostream.errors import FencedError, TransportError, UnavailableError, WireError
 from roostream.runtime.clock import FakeClock
-from roostream.runtime.transport import Answer, Arrays, Header, InMemoryTransport
+from roostream.runtime.rpc.transport import Answer, Arrays, Header, InMemoryTransport
 from tests.param_server.shard_support import (
     ADAGRAD,
     ITEM,

@@ -13,7 +13,7 @@ from param_server.publish import Publisher
 from param_server.rows_topic import InMemoryRows
 from roostream.errors import UnavailableError
 from roostream.runtime.clock import FakeClock
-from roostream.runtime.kafka.record_reader import RecordsGoneError
+from roostream.runtime.kafka.consumer import RecordsGoneError
 from roostream.wire import records as wire
 from tests.param_server.reader_support import GO, Follower, Loop, deltas, messages
 from tests.param_server.shard_support import (

@@ -17,7 +17,7 @@ from roostream.errors import UnavailableError
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.clock import SystemClock
 from roostream.runtime.kafka.broker import Broker
-from roostream.runtime.kafka.record_reader import RecordsGoneError
+from roostream.runtime.kafka.consumer import RecordsGoneError
 from roostream.wire import records as wire
 from tests.param_server.reader_support import GO
 from tests.param_server.shard_support import (

@@ -22,9 +22,9 @@ import pytest
 from param_server.client import Client
 from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.program import AWAY_CODE, REFUSED_CODE
-from roostream.runtime.rpc_client import SocketTransport
-from roostream.runtime.rpc_server import RpcServer
-from roostream.runtime.transport import Header
+from roostream.runtime.rpc.client import SocketTransport
+from roostream.runtime.rpc.server import RpcServer
+from roostream.runtime.rpc.transport import Header
 from tests.param_server.shard_support import (
     ITEM,
     TOPIC,

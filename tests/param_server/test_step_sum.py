@@ -22,9 +22,9 @@ from param_server.step_sum import StepSum, added
 from param_server.table import Update
 from roostream.errors import CheckpointError, FencedError, RoostreamError, UnavailableError, WireError
 from roostream.runtime.deployment import MAX_WORKERS
-from roostream.runtime.rpc_client import SocketTransport
-from roostream.runtime.rpc_server import RpcServer
-from roostream.runtime.transport import InMemoryTransport, Transport
+from roostream.runtime.rpc.client import SocketTransport
+from roostream.runtime.rpc.server import RpcServer
+from roostream.runtime.rpc.transport import InMemoryTransport, Transport
 from roostream.wire.lookup import Lookup
 from tests.param_server.shard_support import (
     ADAGRAD,

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from roostream.errors import ConfigError
-from roostream.runtime.address import check_addresses, check_listen, expanded, is_loopback, told_to
+from roostream.runtime.address import (
+    check_addresses,
+    check_listen,
+    expand_addresses,
+    is_loopback,
+    reachable_address,
+)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "localhost", "::1", "[::1]"])
@@ -48,7 +54,7 @@ def test_what_is_no_address_is_named_with_its_key() -> None:
 def test_what_another_one_is_told_leads_here_or_is_nothing(
     host: str, other: str, expected: str, why: str
 ) -> None:
-    assert told_to(host, 9, other) == expected, why
+    assert reachable_address(host, 9, other) == expected, why
 
 
 @pytest.mark.parametrize(
@@ -62,7 +68,7 @@ def test_what_another_one_is_told_leads_here_or_is_nothing(
 def test_an_address_with_a_number_in_braces_stands_for_so_many(
     given: tuple[str, ...], meant: tuple[str, ...]
 ) -> None:
-    assert expanded(given) == meant
+    assert expand_addresses(given) == meant
     check_addresses("shards", *given)
 
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from roostream.runtime.clock import Clock, FakeClock, SystemClock, WallTime
+from roostream.runtime.clock import Clock, FakeClock, MonotonicToWallTime, SystemClock
 
 
 @pytest.mark.parametrize("clock", [SystemClock(), FakeClock()], ids=["system", "fake"])
@@ -29,7 +29,7 @@ def test_a_jump_moves_wall_time_only() -> None:
 
 def test_a_moment_has_one_wall_time_however_clocks_are_set_later() -> None:
     clock = FakeClock(now_ms=10_000)
-    wall = WallTime(clock)
+    wall = MonotonicToWallTime(clock)
     clock.advance(2.5)
     assert wall.of(0.0) == 10_000
     clock.jump(7_200_000)

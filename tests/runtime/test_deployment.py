@@ -11,7 +11,7 @@ from joiner.config import JoinerConfig
 from param_server.config import ShardConfig
 from roostream.errors import ConfigError
 from roostream.replay.config import SimulateConfig
-from roostream.runtime.deployment import Deployment, Watched
+from roostream.runtime.deployment import Deployment, ProgramSettings
 from roostream.runtime.kafka.broker import Broker, KafkaSecurity
 from roostream.schema.settings import load
 from serving.config import ServingConfig
@@ -62,7 +62,7 @@ def test_every_program_reads_the_deployments_settings(
 
 @pytest.mark.parametrize(("cls", "own"), [*PROGRAMS, (SimulateConfig, {})])
 def test_metrics_that_others_reach_need_leave(
-    cls: type[Watched], own: dict[str, Any], tmp_path: Path
+    cls: type[ProgramSettings], own: dict[str, Any], tmp_path: Path
 ) -> None:
     values = {**(SHARED if issubclass(cls, Deployment) else {}), **own, "metrics_host": "0.0.0.0"}
     with pytest.raises(

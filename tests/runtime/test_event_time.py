@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from roostream.runtime.event_time import NUM_RECENT, START, RecentTimes, StepTime
+from roostream.runtime.event_time import NUM_RECENT, START, MedianEventTime, SteppedEventTime
 
 
 def test_the_middle_of_recent_times() -> None:
-    recent = RecentTimes()
+    recent = MedianEventTime()
     assert recent.middle_ms == 0
     for n, middle in enumerate([10, 10, 20, 20, 30], 1):
         recent.add([10 * n])
@@ -20,14 +20,14 @@ def test_the_middle_of_recent_times() -> None:
 
 
 def test_nothing_that_is_added_changes_nothing() -> None:
-    recent = RecentTimes()
+    recent = MedianEventTime()
     recent.add([5])
     recent.add([])
     assert recent.times_ms == [5]
 
 
 def test_it_is_full_when_no_few_wrong_ones_can_be_its_middle() -> None:
-    recent = RecentTimes()
+    recent = MedianEventTime()
     for n in range(2 * NUM_RECENT):
         assert recent.is_full == (n >= NUM_RECENT)
         recent.add([n])
@@ -38,13 +38,13 @@ def test_the_middle_lies_among_the_right_ones_whatever_and_wherever_the_wrong_on
     for seed in range(50):
         times_ms = [wrong_ms] * (NUM_RECENT // 2) + [*range(1000, 1000 + NUM_RECENT - NUM_RECENT // 2)]
         random.Random(seed).shuffle(times_ms)
-        recent = RecentTimes()
+        recent = MedianEventTime()
         recent.add(times_ms)
         assert 1000 <= recent.middle_ms < 1000 + NUM_RECENT
 
 
 def test_the_first_event_is_believed_and_a_jump_only_with_the_next_one() -> None:
-    steps = StepTime()
+    steps = SteppedEventTime()
     assert steps.newest_ms == START
     for time_ms, newest_ms in (
         (100, 100),

@@ -16,10 +16,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from roostream.errors import ConfigError, SetupError
 from roostream.runtime import metrics
 from roostream.runtime.clock import FakeClock
-from roostream.runtime.deployment import Watched
+from roostream.runtime.deployment import ProgramSettings
 from roostream.runtime.health import Health
 from roostream.runtime.metrics import FRESH_S, Histogram, StageTimes
-from roostream.runtime.security.tls import Tls
+from roostream.runtime.tls import TlsContext
 from tests.certificates import Authority, trusting
 
 
@@ -86,7 +86,7 @@ def test_metrics_and_probes_are_served_on_one_drawn_port(health: Health, clock: 
     stages = StageTimes("test", "help")
     stages.observe("close", 5.0)
     registry.register(stages)
-    port = metrics.serve(Watched(), health, registry)
+    port = metrics.serve(ProgramSettings(), health, registry)
     status, text = asked(port, "/metrics")
     assert status == 200 and 'test_seconds_bucket{le="0.005",stage="close"} 1.0' in text
     assert asked(port, "/livez") == (200, "ok\n") and asked(port, "/readyz") == (503, "it is starting\n")
@@ -105,12 +105,12 @@ def test_a_port_that_is_taken_is_told(health: Health) -> None:
             SetupError,
             match=r"metrics port 127.0.0.1:\d+ can't be used \(Address already in use\); choose another",
         ):
-            metrics.serve(Watched(metrics_port=taken.getsockname()[1]), health)
+            metrics.serve(ProgramSettings(metrics_port=taken.getsockname()[1]), health)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.2", "::1", "[::1]"])
 def test_metrics_are_served_on_the_address_that_is_asked_for(health: Health, host: str) -> None:
-    port = metrics.serve(Watched(metrics_host=host), health)
+    port = metrics.serve(ProgramSettings(metrics_host=host), health)
     assert asked(port, "/livez", f"[{host.strip('[]')}]" if ":" in host else host)[0] == 200
 
 
@@ -128,9 +128,9 @@ def test_the_port_speaks_tls_where_the_program_has_a_certificate_and_takes_a_new
 ) -> None:
     old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
     certificate, key = old.issue("program")
-    config = Watched(tls_certificate=certificate, tls_key=key)
+    config = ProgramSettings(tls_certificate=certificate, tls_key=key)
     assert config.tls is not None
-    tls = Tls(config.tls)
+    tls = TlsContext(config.tls)
     ports = [metrics.serve(config, health), metrics.serve(config, health, tls=tls)]
     assert [told(port, old) for port in ports] == [200, 200]
     with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
@@ -151,7 +151,7 @@ def test_who_brings_no_certificate_is_refused_where_one_is_required(health: Heal
         "tls_client_ca": str(theirs.pem),
         "tls_client_required": True,
     }
-    port = metrics.serve(Watched(**asking), health)  # type: ignore[arg-type]
+    port = metrics.serve(ProgramSettings(**asking), health)  # type: ignore[arg-type]
     assert told(port, ours, *theirs.issue("friend")) == 200
     for own in ((), ours.issue("stranger")):
         with pytest.raises(OSError):
@@ -165,11 +165,11 @@ def test_others_reach_the_port_only_where_it_asks_for_certificates() -> None:
         with pytest.raises(
             ConfigError, match="give it tls_certificate and tls_client_required, or set insecure = true"
         ):
-            Watched(metrics_host="0.0.0.0", **settings)  # type: ignore[arg-type]
-    assert Watched(metrics_host="0.0.0.0", **files, tls_client_required=True).scheme == "https"  # type: ignore[arg-type]
-    assert Watched(metrics_host="0.0.0.0", insecure=True).scheme == "http"
+            ProgramSettings(metrics_host="0.0.0.0", **settings)  # type: ignore[arg-type]
+    assert ProgramSettings(metrics_host="0.0.0.0", **files, tls_client_required=True).scheme == "https"  # type: ignore[arg-type]
+    assert ProgramSettings(metrics_host="0.0.0.0", insecure=True).scheme == "http"
     with pytest.raises(ConfigError, match="expected PEM files of a certificate chain"):
-        metrics.serve(Watched(tls_certificate="none.crt", tls_key="none.key"), Health(60))
+        metrics.serve(ProgramSettings(tls_certificate="none.crt", tls_key="none.key"), Health(60))
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_connections_that_end_nothing_take_no_place_for_ever(
 ) -> None:
     monkeypatch.setattr(metrics, "MAX_AT_ONCE", 4)
     monkeypatch.setattr(metrics, "MAX_S", 0.5)
-    port = metrics.serve(Watched(), health)
+    port = metrics.serve(ProgramSettings(), health)
     held = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(4)]
     for line in held:
         line.sendall(speaks)

@@ -107,7 +107,7 @@ def test_a_store_in_which_two_may_win_is_refused_before_anything_is_committed(
 ) -> None:
     with (
         answering(monkeypatch, 200, b"second") as asked,
-        pytest.raises(SetupError, match="got it created twice"),
+        pytest.raises(SetupError, match="create a name twice"),
     ):
         open_store("s3://bucket").create("manifests/1", b"x")
     assert asked[:2] == [("PUT", "*"), ("PUT", "*")], "the condition is asked for"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from roostream.runtime.program import AWAY_CODE, HELD_CODE, REFUSED_CODE, command_code
+from roostream.runtime.program import AWAY_CODE, HELD_CODE, REFUSED_CODE, command_exit_code
 
 ROOT = Path(__file__).parents[2]
 HEAD = "import sys; from roostream.runtime.program import run; from roostream.errors import *\n"
@@ -62,7 +62,7 @@ def test_how_a_body_ends_is_the_exit_code_and_one_line(body: str, code: int, say
 def test_a_command_that_nobody_starts_again_has_one_code_for_all_that_it_could_not_do(
     code: int, commands: int
 ) -> None:
-    assert command_code(code) == commands
+    assert command_exit_code(code) == commands
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -78,9 +78,9 @@ def test_a_signal_stops_the_body_in_its_own_order(number: signal.Signals) -> Non
 def test_a_thread_that_waits_in_a_library_does_not_change_the_exit_code(waits: bool) -> None:
     """The interpreter is not taken apart beneath it; without such a thread it is, and what was registered for then runs."""
     code = (
-        "import atexit, threading; from roostream.runtime.crew import Crew; from roostream.runtime.program import leave\n"
+        "import atexit, threading; from roostream.runtime.thread_group import ThreadGroup; from roostream.runtime.program import leave\n"
         "atexit.register(print, 'taken apart')\n"
-        "crew, gone = Crew(threading.Event()), threading.Event()\n"
+        "crew, gone = ThreadGroup(threading.Event()), threading.Event()\n"
         f"crew.start('rows', gone.wait, {300 if waits else 0})\n"
         "print(crew.join(0.2)); leave(3)"
     )
@@ -172,7 +172,7 @@ def test_lines_may_be_json_one_object_a_line() -> None:
 
 
 def test_a_line_names_the_call_that_it_is_about() -> None:
-    body = "CURRENT_CALL.set(CallNames('c-1', 'aa', 'bb')); logging.getLogger('any').warning('slow'); CURRENT_CALL.set(None)"
+    body = "CURRENT_CALL.set(CallContext('c-1', 'aa', 'bb')); logging.getLogger('any').warning('slow'); CURRENT_CALL.set(None)"
     assert lines_of(body, "text")[0].endswith("any slow [call_id=c-1 trace_id=aa span_id=bb]")
     told = json.loads(lines_of(body, "json")[0])
     assert (told["call_id"], told["trace_id"], told["span_id"]) == ("c-1", "aa", "bb")

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from roostream.runtime.metrics import Recent, quantile_of
+from roostream.runtime.metrics import RecentQuantiles, quantile_of
 
 TEN = {1.0: 2, 2.0: 8, 4.0: 10, math.inf: 10}  # two up to 1, six up to 2, two up to 4
 
@@ -35,7 +35,7 @@ def test_of_nothing_there_is_none(told: dict[float, float]) -> None:
 
 
 def test_after_one_look_it_is_of_all_then_of_what_came_since() -> None:
-    recent = Recent()
+    recent = RecentQuantiles()
     assert recent.quantile(0.5) is None
     recent.look(0, {1.0: 100, 2.0: 100, math.inf: 100})
     assert recent.quantile(0.5) == 0.5
@@ -46,7 +46,7 @@ def test_after_one_look_it_is_of_all_then_of_what_came_since() -> None:
 
 
 def test_what_is_older_than_the_window_counts_no_more() -> None:
-    recent = Recent(window_s=60)
+    recent = RecentQuantiles(window_s=60)
     for at_s in range(0, 121, 5):
         slow = min(at_s, 30)  # until then all are slow, later ones are fast
         recent.look(at_s, {1.0: at_s - slow, 2.0: at_s, math.inf: at_s})
@@ -56,14 +56,14 @@ def test_what_is_older_than_the_window_counts_no_more() -> None:
 
 
 def test_a_process_that_began_anew_has_counted_from_nothing() -> None:
-    recent = Recent()
+    recent = RecentQuantiles()
     recent.look(0, {1.0: 100, 2.0: 100, math.inf: 100})
     recent.look(5, {1.0: 0, 2.0: 4, math.inf: 4})
     assert recent.quantile(0.5) == 1.5
 
 
 def test_looks_that_are_near_each_other_take_no_room() -> None:
-    recent = Recent(window_s=60)
+    recent = RecentQuantiles(window_s=60)
     for at in range(10_000):
         recent.look(at / 100, {1.0: at, math.inf: at})
     assert len(recent._looks) < 60 and recent.quantile(0.5) == pytest.approx(0.5)

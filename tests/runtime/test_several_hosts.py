@@ -21,7 +21,7 @@ import sys
 from roostream.schema.settings import load
 from param_server.config import ShardConfig
 from roostream.runtime.address import parse_address
-from roostream.runtime.rpc_server import RpcServer
+from roostream.runtime.rpc.server import RpcServer
 config = load(ShardConfig, sys.argv[1], program="shard")
 where = lambda method, header, arrays: ({"from": config.listen}, arrays)
 server = RpcServer(where, *parse_address(config.listen), keys=config.link_keys())
@@ -33,7 +33,7 @@ CALLER = """
 import sys
 from roostream.schema.settings import load
 from roostream.errors import TransportError
-from roostream.runtime.rpc_client import SocketTransport
+from roostream.runtime.rpc.client import SocketTransport
 from param_server.config import ShardConfig
 config = load(ShardConfig, sys.argv[1], program="shard")
 transport = SocketTransport(config.controller, keys=config.link_keys())

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from serving_cases import Built
 
-from roostream.runtime.crew import StopBudget
+from roostream.runtime.thread_group import StopBudget
 from serving.http import http_server
 from serving.http.app import HttpInterface
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from roostream.errors import UnavailableError
 from roostream.online.entity_fields import EntityFields
-from roostream.runtime.kafka.record_reader import MemoryReader, RecordsGoneError
+from roostream.runtime.kafka.consumer import MemoryConsumer, RecordsGoneError
 from roostream.runtime.kafka.topics import ROWS, Partition, Progress
 from roostream.schema.schema import Schema
 from roostream.wire.lookup import Lookup, StackLookup
@@ -86,13 +86,13 @@ class FakeRows:
         return (np.sin(keys_UD.astype(np.float64) % 1000) * 0.5).astype(np.float32)
 
 
-class FakeRowTopic(MemoryReader):
+class FakeRowTopic(MemoryConsumer):
     """The `rows` topic in memory; `outages` calls of `end_offsets` fail, `losses` polls have lost their place."""
 
     PARTITION = (ROWS, 0)
 
     def __init__(self) -> None:
-        super().__init__([self.PARTITION], skips_lost=False)
+        super().__init__([self.PARTITION], skip_lost_records=False)
         self.outages = self.losses = 0
         self.on_poll: Callable[[], object] = lambda: None
         self.on_outage: Callable[[], object] = lambda: None

@@ -8,7 +8,7 @@ import pytest
 from confluent_kafka import KafkaError
 
 from roostream.runtime.kafka.broker import Broker
-from roostream.runtime.kafka.reader import KafkaReader
+from roostream.runtime.kafka.kafka_consumer import KafkaConsumer
 from serving.feature_log.format import LogRecord
 from serving.feature_log.log_topics import LogTopics
 from serving.rows.row_follower import rows_reading
@@ -76,13 +76,13 @@ def test_the_rows_topic_is_read_whole_and_may_not_be_skipped() -> None:
     reading = rows_reading("p-", 4)
     assert (
         reading.partitions == (("rows", 0), ("rows", 1), ("rows", 2), ("rows", 3))
-        and reading.named() == "p-rows"
+        and reading.topic_names() == "p-rows"
     )
-    assert not reading.skips_lost and reading.follows_ends
+    assert not reading.skip_lost_records and reading.track_end_offsets
 
 
 def test_opening_connects_to_nobody() -> None:
-    reader = KafkaReader.open(Broker("127.0.0.1:1"), "g", rows_reading("", 4))
+    reader = KafkaConsumer.open(Broker("127.0.0.1:1"), "g", rows_reading("", 4))
     assert set(reader.positions()) == set(rows_reading("", 4).partitions)
     reader.close()
     topics = LogTopics.open(Broker("127.0.0.1:1"), "")

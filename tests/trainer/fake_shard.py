@@ -12,7 +12,7 @@ from roostream.runtime import manifest as manifests
 from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.runtime.clock import Clock, FakeClock
-from roostream.runtime.transport import Header, Transport
+from roostream.runtime.rpc.transport import Header, Transport
 from roostream.schema.schema import Schema
 from roostream.wire.lookup import Lookup
 from tests.trainer.actors import wait_until

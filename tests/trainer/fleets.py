@@ -12,7 +12,7 @@ from torch import Tensor
 from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.clock import Clock, FakeClock
 from roostream.runtime.kafka.topics import Partition
-from roostream.runtime.transport import InMemoryTransport
+from roostream.runtime.rpc.transport import InMemoryTransport
 from roostream.wire.lookup import Lookup
 from roostream.wire.records import Record
 from tests.trainer import samples

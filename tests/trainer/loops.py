@@ -9,9 +9,9 @@ from typing import Any
 
 from roostream.errors import UnavailableError
 from roostream.runtime.clock import FakeClock
-from roostream.runtime.kafka.record_reader import MemoryReader
+from roostream.runtime.kafka.consumer import MemoryConsumer
 from roostream.runtime.kafka.topics import Partition
-from roostream.runtime.transport import InMemoryTransport
+from roostream.runtime.rpc.transport import InMemoryTransport
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.decode import Decoder
@@ -72,7 +72,7 @@ class MemoryOutputs:
 @dataclasses.dataclass
 class Built:
     loop: TrainLoop
-    reader: MemoryReader
+    reader: MemoryConsumer
     shard: FakeShard
     transport: InMemoryTransport
     clock: FakeClock
@@ -114,7 +114,7 @@ def build(
     shard.restored = True
     transport = InMemoryTransport(shard.handle)
     stages: list[tuple[str, float]] = []
-    reader = MemoryReader(partitions, [r for r in records if (r.topic, r.partition) in partitions])
+    reader = MemoryConsumer(partitions, [r for r in records if (r.topic, r.partition) in partitions])
     outputs = MemoryOutputs()
     whole = {"batch_requests": 4, **settings}
     config = LoopConfig(**{"first_batch_requests": whole["batch_requests"], **whole})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from roostream.errors import CheckpointError, UnavailableError
-from roostream.runtime.store_names import whole_range
+from roostream.runtime.checkpoint_store import check_range
 
 
 class MemoryStore:
@@ -50,7 +50,7 @@ class MemoryStore:
         return self.objects[name]
 
     def get_range(self, name: str, start: int, size: int) -> bytes:
-        return whole_range(name, start, size, self.get(name)[start : start + size])
+        return check_range(name, start, size, self.get(name)[start : start + size])
 
     def list(self, prefix: str) -> list[str]:
         self._fault("list", "before")

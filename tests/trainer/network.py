@@ -18,7 +18,7 @@ import numpy as np
 
 from roostream.errors import RoostreamError, TransportError, UnavailableError
 from roostream.runtime.clock import Clock
-from roostream.runtime.transport import Arrays, Header
+from roostream.runtime.rpc.transport import Arrays, Header
 from tests.trainer.actors import Killed, wait_until
 from tests.trainer.fake_shard import FakeShard
 from tests.trainer.memory_store import MemoryStore

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from roostream.runtime.clock import FakeClock
-from roostream.runtime.kafka.reader import KafkaReader
+from roostream.runtime.controller_agent import ControllerAgent
+from roostream.runtime.kafka.kafka_consumer import KafkaConsumer
 from roostream.runtime.kafka.topics import Partition
-from roostream.runtime.member import Member
 from roostream.schema.schema import Schema
 from roostream.wire.records import Record
 from tests.trainer import samples
@@ -28,7 +28,7 @@ class EvenClock(FakeClock):
         return super().sleep(0.1, stop)
 
 
-class TrickleReader(KafkaReader):
+class TrickleReader(KafkaConsumer):
     """Three records a poll, without waiting, so that cuts find records that were fetched or polled and not yet trained."""
 
     def poll(self, max_records: int, timeout_s: float, partition: Partition | None = None) -> list[Record]:
@@ -80,7 +80,7 @@ class Place:
 
     process: Any = None
     session: int = 0
-    member: Member | None = None
+    member: ControllerAgent | None = None
     actor: Actor = dataclasses.field(default_factory=Actor)
     dead_rounds: int = 0
     begins_at: int = 0  # of a slow shard: the round in which it does what it was asked; 0 = when it comes

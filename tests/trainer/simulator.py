@@ -25,10 +25,10 @@ from param_server.blobs import MemoryBlobs
 from param_server.client import Client
 from roostream.errors import FencedError, RoostreamError
 from roostream.runtime import manifest as manifests
-from roostream.runtime.kafka.reading import Reading
+from roostream.runtime.controller_agent import ControllerAgent
+from roostream.runtime.kafka.kafka_consumer import ConsumerOptions
 from roostream.runtime.kafka.topics import Partition
 from roostream.runtime.manifest import Manifest
-from roostream.runtime.member import Member
 from roostream.runtime.work_unit import TableInput, WorkUnit
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
@@ -175,7 +175,7 @@ class Simulation:
             self.moment(who, command["kind"], "after")
             return result
 
-        place.member = Member(
+        place.member = ControllerAgent(
             lambda: self._beat_wire(place),
             role,
             int(index),
@@ -272,7 +272,9 @@ class Simulation:
         """Of all partitions, until RESTORE says which."""
 
         def read(mine: tuple[Partition, ...]) -> TrickleReader:
-            return TrickleReader(LogConsumer(mine, self.records), Reading(partitions=mine, merged=True))  # type: ignore[arg-type]
+            return TrickleReader(
+                LogConsumer(mine, self.records), ConsumerOptions(partitions=mine, merge_by_time=True)
+            )  # type: ignore[arg-type]
 
         decoder = Decoder(self.site.schema, self.site.registry)
         wiring = LoopDependencies(
@@ -368,7 +370,7 @@ class Simulation:
             self.kill(CONTROLLER)
 
     def _beat(self, who: str) -> None:
-        """What the threads of roostream.runtime.member do, in one."""
+        """What the threads of roostream.runtime.controller_agent do, in one."""
         place = self.places[who]
         if place.process is None or place.member is None:
             return

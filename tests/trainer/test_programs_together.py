@@ -21,15 +21,15 @@ from roostream.errors import HeldError, UnavailableError
 from roostream.runtime import manifest as manifests
 from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.clock import SystemClock
-from roostream.runtime.crew import StopBudget
-from roostream.runtime.exports import Exports
+from roostream.runtime.controller_agent import ControllerAgent
 from roostream.runtime.health import Health
-from roostream.runtime.kafka.record_reader import MemoryReader
+from roostream.runtime.kafka.consumer import MemoryConsumer
 from roostream.runtime.kafka.topics import Progress
-from roostream.runtime.member import Member
+from roostream.runtime.metrics_collector import MetricsCollector
 from roostream.runtime.program import Stop
-from roostream.runtime.rpc_client import SocketTransport
-from roostream.runtime.rpc_server import RpcServer
+from roostream.runtime.rpc.client import SocketTransport
+from roostream.runtime.rpc.server import RpcServer
+from roostream.runtime.thread_group import StopBudget
 from roostream.wire.decode import Decoder
 from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS, MemoryOutputs
@@ -86,7 +86,7 @@ class SpoiltLoop(TrainLoop):
 class MemoryLookout:
     """See `Lookout`."""
 
-    def __init__(self, source: MemoryReader) -> None:
+    def __init__(self, source: MemoryConsumer) -> None:
         self.source = source
 
     def look(self, committed: Progress) -> Backlog | None:
@@ -125,7 +125,7 @@ class Together:
         shard = RealShard(index, 2, self.store, self.clock, self.disks[index], samples.schema())  # type: ignore[arg-type]
         server = RpcServer(shard.handle, port=self.ports[index]).start()
         self.ports[index] = server.port
-        member = Member(
+        member = ControllerAgent(
             lambda: SocketTransport(self.server.address), "shard", index, shard.execute, dict, gone
         ).start()
 
@@ -138,7 +138,7 @@ class Together:
         return kill
 
     def worker(
-        self, source: MemoryReader, staleness: int = 0, *, home: Path | None = None, spoilt: bool = False
+        self, source: MemoryConsumer, staleness: int = 0, *, home: Path | None = None, spoilt: bool = False
     ) -> Trainer:
         """`spoilt`: its weights are not finite after each restore."""
         shards = [SocketTransport(f"127.0.0.1:{port}") for port in self.ports]
@@ -184,7 +184,9 @@ class Together:
             Ahead(),
         )
         dial, ending = lambda: SocketTransport(self.server.address), StopBudget(stop, LONG_S)
-        member = Member(dial, "worker", 0, worker.submit, monitor.report, left, clock=clock, ending=ending)
+        member = ControllerAgent(
+            dial, "worker", 0, worker.submit, monitor.report, left, clock=clock, ending=ending
+        )
         member.start()
         thread = self._thread(lambda: train(worker, monitor, member, Health(LONG_S), ending, LONG_S))
 
@@ -203,7 +205,7 @@ class Together:
         self.stops.append(end)
         return Trainer(monitor, stop, thread, clock, end)
 
-    def watch_idleness(self, source: MemoryReader) -> None:
+    def watch_idleness(self, source: MemoryConsumer) -> None:
         """Release the workers when `source` has had nothing to read for a moment."""
         rule = IdleRule(hold_s=0.2, min_records=100, max_wait_s=0.2, min_held_s=0.2)
         watch = IdleHoldWatcher(self.controller, MemoryLookout(source), IdleDetector(rule), self.clock)  # type: ignore[arg-type]
@@ -250,7 +252,7 @@ def together(tmp_path: Path) -> Iterator[Together]:
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_g3_training_goes_on_by_itself_after_a_shard_was_killed(together: Together, staleness: int) -> None:
-    source = MemoryReader(PARTITIONS, samples.records(list(range(1, 21))))
+    source = MemoryConsumer(PARTITIONS, samples.records(list(range(1, 21))))
     kill = together.shard(0)
     together.shard(1)
     monitor = together.worker(source, staleness).monitor
@@ -267,14 +269,14 @@ def test_g3_training_goes_on_by_itself_after_a_shard_was_killed(together: Togeth
     )
     assert together.controller.status()["incarnation"] >= 2
     together.wait_for(lambda: monitor.progress.overall.state is Liveness.CAUGHT_UP)
-    shown = {family.name: family for family in Exports("worker", monitor.gauges, LABELS).collect()}
+    shown = {family.name: family for family in MetricsCollector("worker", monitor.gauges, LABELS).collect()}
     assert shown["roostream_worker_lag_records"].samples[0].value == 0
     states = {s.labels["state"]: s.value for s in shown["roostream_worker_state"].samples}
     assert states["caught_up"] == 1 and sum(states.values()) == 1
 
 
 def test_a_worker_that_is_asked_to_stop_commits_what_it_trained(together: Together) -> None:
-    source = MemoryReader(PARTITIONS, samples.records(list(range(1, 9))))
+    source = MemoryConsumer(PARTITIONS, samples.records(list(range(1, 9))))
     for index in (0, 1):
         together.shard(index)
     trainer = together.worker(source)
@@ -289,7 +291,7 @@ def test_a_worker_that_is_asked_to_stop_commits_what_it_trained(together: Togeth
 
 def preempted(together: Together, role: str) -> dict[str, Any]:
     """While it trains; what the call answered."""
-    source = MemoryReader(PARTITIONS, samples.records(list(range(1, 9))))
+    source = MemoryConsumer(PARTITIONS, samples.records(list(range(1, 9))))
     for index in (0, 1):
         together.shard(index)
     trainer = together.worker(source)
@@ -313,7 +315,7 @@ def test_a_preempted_job_goes_when_what_was_trained_is_committed(together: Toget
 
 
 def test_a_controller_that_is_asked_to_stop_commits_before_it_goes(together: Together) -> None:
-    source = MemoryReader(PARTITIONS, samples.records(list(range(1, 9))))
+    source = MemoryConsumer(PARTITIONS, samples.records(list(range(1, 9))))
     for index in (0, 1):
         together.shard(index)
     loop = together.worker(source).monitor.worker.loop
@@ -326,7 +328,7 @@ def test_a_controller_that_is_asked_to_stop_commits_before_it_goes(together: Tog
 
 def test_a_stream_that_pauses_holds_training_and_one_record_more_ends_that(together: Together) -> None:
     numbers = list(range(1, 10))
-    source = MemoryReader(PARTITIONS, samples.records(numbers[:8]))
+    source = MemoryConsumer(PARTITIONS, samples.records(numbers[:8]))
     for index in (0, 1):
         together.shard(index)
     first = together.worker(source)
@@ -356,7 +358,7 @@ def test_a_stream_that_pauses_holds_training_and_one_record_more_ends_that(toget
 def test_numbers_that_are_never_finite_hold_training_with_the_batch_in_the_reason(
     together: Together, tmp_path: Path
 ) -> None:
-    source = MemoryReader(PARTITIONS, samples.records(list(range(1, 9))))
+    source = MemoryConsumer(PARTITIONS, samples.records(list(range(1, 9))))
     for index in (0, 1):
         together.shard(index)
     trainer = together.worker(source, home=tmp_path / "worker", spoilt=True)
@@ -376,7 +378,7 @@ def test_numbers_that_are_never_finite_hold_training_with_the_batch_in_the_reaso
 
 
 def test_a_worker_without_a_controller_stops(together: Together) -> None:
-    source = MemoryReader(PARTITIONS, samples.records(list(range(1, 9))))
+    source = MemoryConsumer(PARTITIONS, samples.records(list(range(1, 9))))
     for index in (0, 1):
         together.shard(index)
     trainer = together.worker(source)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from roostream.runtime.clock import FakeClock
-from roostream.runtime.kafka.record_reader import MemoryReader
+from roostream.runtime.kafka.consumer import MemoryConsumer
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
 from tests.trainer import samples
@@ -16,7 +16,7 @@ EVEN, ODD = PARTITIONS
 
 class Case:
     def __init__(self, records: list[Record]) -> None:
-        self.clock, self.reader = FakeClock(samples.T0), MemoryReader(PARTITIONS, records)
+        self.clock, self.reader = FakeClock(samples.T0), MemoryConsumer(PARTITIONS, records)
         self.source = RecordSource(
             self.reader, Decoder(samples.schema(), {}.get), self.clock, max_wait_ms=500
         )

@@ -15,9 +15,9 @@ from roostream.models.config import RankerConfig
 from roostream.runtime import manifest as manifests
 from roostream.runtime import tensor_file
 from roostream.runtime.bucket_map import BucketMap
+from roostream.runtime.controller_agent import error_result
 from roostream.runtime.kafka.topics import Partition, flat
 from roostream.runtime.manifest import Manifest, StoredFile, WorkerPart
-from roostream.runtime.member import refusal_of
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import schema_from_dict
 from tests.golden.test_golden_commit import golden_store
@@ -60,11 +60,11 @@ class Stage:
         self.worker = Worker(self.built.loop, self.outputs, self.store, identity, index)
 
     def do(self, kind: str, **arguments: Any) -> dict[str, Any]:
-        """The result as `roostream.runtime.member.Member` tells it."""
+        """The result as `roostream.runtime.controller_agent.ControllerAgent` tells it."""
         try:
             return {"ok": True, **self.worker.execute({"id": 1, "kind": kind, "incarnation": 1, **arguments})}
         except RoostreamError as error:
-            return refusal_of(error)
+            return error_result(error)
 
     def started(self, manifest: str = "") -> Stage:
         assert self.do("restore", manifest=manifest)["ok"]

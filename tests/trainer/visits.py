@@ -17,8 +17,8 @@ from param_server.table import shapes_of
 from roostream.models.config import ModelConfig
 from roostream.replay.world import World, WorldConfig
 from roostream.runtime.clock import FakeClock
-from roostream.runtime.kafka.record_reader import MemoryReader
-from roostream.runtime.transport import InMemoryTransport
+from roostream.runtime.kafka.consumer import MemoryConsumer
+from roostream.runtime.rpc.transport import InMemoryTransport
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import schema_from_dict
 from roostream.wire import records as wire
@@ -143,7 +143,7 @@ def visit_loop(
     shard.restore(1, "")
     client = Client(schema, [InMemoryTransport(Calls(shard).handle)], worker=0)
     client.set_incarnation(1)
-    reader, outputs = MemoryReader((("samples", 0),), list(records)), MemoryOutputs()
+    reader, outputs = MemoryConsumer((("samples", 0),), list(records)), MemoryOutputs()
     config = LoopConfig(batch_requests=16, first_batch_requests=16, learning_rate=3e-3)
     source = RecordSource(reader, Decoder(schema, {}.get), clock, max_wait_ms=config.max_batch_wait_ms)
     return TrainLoop(

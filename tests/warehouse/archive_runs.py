@@ -20,7 +20,7 @@ from typing import NamedTuple
 from roostream.errors import UnavailableError
 from roostream.runtime.clock import Clock, FakeClock, SystemClock
 from roostream.runtime.health import Health
-from roostream.runtime.kafka.record_reader import MemoryReader
+from roostream.runtime.kafka.consumer import MemoryConsumer
 from roostream.runtime.program import Stop
 from roostream.schema.schema import Schema
 from roostream.warehouse.archive import Dead
@@ -75,10 +75,10 @@ def an_archiver(
     numbers: Sequence[int] = range(PARTITIONS),
     clock: Clock | None = None,
     topics: Mapping[str, str] = TOPIC_IDS,
-) -> tuple[Archiver, MemoryReader, Morgue]:
+) -> tuple[Archiver, MemoryConsumer, Morgue]:
     schema, morgue = rich_schema(), Morgue()
     partitions = [(name, n) for name in TOPIC_IDS for n in numbers]
-    reader = MemoryReader(partitions, [r for r in records if (r.topic, r.partition) in partitions])
+    reader = MemoryConsumer(partitions, [r for r in records if (r.topic, r.partition) in partitions])
     made = Archiver(
         Warehouse(place), reader, topics, {schema.fingerprint: schema}.get, RULE, morgue, clock or FakeClock()
     )

@@ -11,8 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from roostream.errors import CheckpointError, SchemaError, UnavailableError
-from roostream.runtime.checkpoint_store import FileStore
-from roostream.runtime.store_names import checked
+from roostream.runtime.checkpoint_store import FileStore, check_name
 from roostream.warehouse import layout
 from roostream.warehouse.byte_ranges import SMALL_BYTES, ByteRange, merged
 from roostream.warehouse.data_file import DataFile, candidates_of, topic_of
@@ -64,7 +63,7 @@ def test_a_file_that_another_topic_filled_than_its_name_says_is_refused(store: F
     its = "Ex/UIEt9S0+qXk1vJmBZcA"  # as Kafka's client says it
     file = write_rows(store, rows_of(SCHEMA, RECORDS), dataclasses.replace(place_of(SCHEMA), topic=its))
     assert (file.topic, topic_of(file.path), candidates_of(file.path)) == (its, its, file.candidates)
-    assert checked(file.path) == file.path and SampleFile(store, "samples", file).said["topic"] == its
+    assert check_name(file.path) == file.path and SampleFile(store, "samples", file).said["topic"] == its
     with pytest.raises(CheckpointError, match=r"expected rows of topic 'topic-2' \(its name\), got 'Ex/UIEt"):
         SampleFile(store, "samples", dataclasses.replace(file, topic="topic-2"))
 

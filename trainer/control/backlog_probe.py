@@ -23,7 +23,7 @@ _PEEKS = 10
 
 
 class SampleLog(Protocol):
-    """Of `roostream.runtime.kafka.reader.KafkaReader`, which says what each method does."""
+    """Of `roostream.runtime.kafka.kafka_consumer.KafkaConsumer`, which says what each method does."""
 
     @property
     def partitions(self) -> tuple[Partition, ...]: ...
@@ -32,7 +32,7 @@ class SampleLog(Protocol):
 
     def seek(self, progress: Mapping[Partition, int]) -> None: ...
 
-    def hold(self, partitions: Collection[Partition]) -> None: ...
+    def pause(self, partitions: Collection[Partition]) -> None: ...
 
     def poll(self, max_records: int, timeout_s: float) -> list[Record]: ...
 
@@ -76,7 +76,7 @@ class BacklogProbe:
 
     def _are_records(self, starts: Progress, ends: Progress, behind: Collection[Partition]) -> bool:
         """Raises UnavailableError: Kafka gives neither a record nor an end."""
-        self.log.hold(())
+        self.log.pause(())
         self.log.seek({**ends, **starts})
         try:
             for _ in range(_PEEKS):
@@ -85,7 +85,7 @@ class BacklogProbe:
                 if all(self.log.passed(p) >= ends[p] for p in behind):
                     return False
         finally:
-            self.log.hold(self.log.partitions)
+            self.log.pause(self.log.partitions)
         raise UnavailableError(f"Kafka gave no record within {_PEEKS * _PEEK_S:g} s, and no end of the topic")
 
 

@@ -20,10 +20,10 @@ from roostream.errors import CheckpointError, FencedError, RoostreamError, Unava
 from roostream.runtime import manifest as manifests
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.checkpoint_store import CheckpointStore
-from roostream.runtime.clock import Clock, WallTime
+from roostream.runtime.clock import Clock, MonotonicToWallTime
 from roostream.runtime.kafka.topics import SAMPLES, Progress
 from roostream.runtime.manifest import Manifest
-from roostream.runtime.transport import Header
+from roostream.runtime.rpc.transport import Header
 from roostream.runtime.work_unit import TableInput, WorkUnit
 from trainer.control.backfill_eta import BackfillEta
 from trainer.control.coordinator import Coordinator
@@ -78,7 +78,11 @@ class Controller:
         )
         self.readers: Callable[[], dict[str, Any]] | None = None  # what is told of those that read a session
         self.freshness: Callable[[], dict[str, Any]] = dict  # stage → what neighbours measured lately
-        self.spent, self._pace, self._wall = DeviceTime(clock.monotonic_s()), BackfillEta(), WallTime(clock)
+        self.spent, self._pace, self._wall = (
+            DeviceTime(clock.monotonic_s()),
+            BackfillEta(),
+            MonotonicToWallTime(clock),
+        )
         self._changed = threading.Condition()
         self._todo: deque[Effect] = deque()
         self._outage = Backoff(what="the checkpoint store", clock=clock)

@@ -14,13 +14,12 @@ from roostream.runtime.address import parse_address
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.checkpoint_store import open_store
 from roostream.runtime.clock import Clock, SystemClock
-from roostream.runtime.exports import Exports, one_of
 from roostream.runtime.health import Health
-from roostream.runtime.kafka.reader import KafkaReader
-from roostream.runtime.kafka.reading import Reading
+from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsumer
 from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES, Progress, all_partitions
+from roostream.runtime.metrics_collector import MetricsCollector, one_of
 from roostream.runtime.program import Stop
-from roostream.runtime.rpc_server import RpcServer
+from roostream.runtime.rpc.server import RpcServer
 from roostream.runtime.work_unit import WorkUnit
 from roostream.schema.registry import open_registry, register
 from roostream.schema.schema_file import load_schema
@@ -104,7 +103,7 @@ def control(config: ControllerConfig, stop: Stop) -> None:
         page.observe()
         kept.turned()
 
-    server = RpcServer(master.beside(controller.handle), host, port, keys=config.link_keys())
+    server = RpcServer(master.beside(controller.handle), host, port, keys=config.link_credentials())
     server.start()
     log.info("controller on %s", server.address)
     threading.Thread(target=neighbours.run, args=(stop,), name="neighbours", daemon=True).start()
@@ -112,7 +111,9 @@ def control(config: ControllerConfig, stop: Stop) -> None:
     if table:
         table.watch(controller, lambda: oldest_of(config), stop)
     try:
-        Exports("controller", lambda: _gauges(controller.status()), _LABELS, counters=_COUNTERS).register()
+        MetricsCollector(
+            "controller", lambda: _gauges(controller.status()), _LABELS, counters=_COUNTERS
+        ).register()
         controller.run(stop, turned, _CLOSING_S)
     finally:
         kept.turned(last=True)
@@ -151,9 +152,9 @@ def _watch_idleness(
 
     def watch() -> None:
         partitions = all_partitions((SAMPLES, CORRECTIONS), config.partitions)
-        reading = Reading(partitions=partitions, prefix=config.prefix)
+        reading = ConsumerOptions(partitions=partitions, prefix=config.prefix)
         with contextlib.closing(
-            KafkaReader.open(config.broker, f"{config.prefix}controller", reading)
+            KafkaConsumer.open(config.broker, f"{config.prefix}controller", reading)
         ) as reader:
             IdleHoldWatcher(controller, BacklogProbe(reader), IdleDetector(rule), clock).run(stop)
 
@@ -168,8 +169,8 @@ def history_of(config: ControllerConfig, committed: Mapping[int, int]) -> tuple[
     Raises:
         UnavailableError: Kafka is away.
     """
-    reading = Reading(partitions=all_partitions((SAMPLES,), config.partitions), prefix=config.prefix)
-    reader = KafkaReader.open(config.broker, f"{config.prefix}controller", reading)
+    reading = ConsumerOptions(partitions=all_partitions((SAMPLES,), config.partitions), prefix=config.prefix)
+    reader = KafkaConsumer.open(config.broker, f"{config.prefix}controller", reading)
     try:
         found = {number: at for (_, number), at in reader.bounds(*reading.partitions).items()}
     finally:
@@ -179,8 +180,10 @@ def history_of(config: ControllerConfig, committed: Mapping[int, int]) -> tuple[
 
 def oldest_of(config: ControllerConfig) -> Progress:
     """Offsets of the oldest samples that Kafka has. UnavailableError: it is away."""
-    reading = Reading(partitions=all_partitions((SAMPLES,), config.partitions), prefix=config.prefix)
-    with contextlib.closing(KafkaReader.open(config.broker, f"{config.prefix}controller", reading)) as reader:
+    reading = ConsumerOptions(partitions=all_partitions((SAMPLES,), config.partitions), prefix=config.prefix)
+    with contextlib.closing(
+        KafkaConsumer.open(config.broker, f"{config.prefix}controller", reading)
+    ) as reader:
         return {partition: oldest for partition, (oldest, _) in reader.bounds(*reading.partitions).items()}
 
 

@@ -418,7 +418,7 @@ class Coordinator:
             self._ask(kind, (key,), now_s, **arguments, **its(key))
 
     def _refused(self, kind: str, key: Key, result: Mapping[str, Any], now_s: float) -> None:
-        """`result` as roostream.runtime.member.refusal_of tells it."""
+        """`result` as roostream.runtime.controller_agent.error_result tells it."""
         error = str(result.get("error", "no reason given"))
         if kind == "restore" and result.get("damaged") and self.last:
             self._pass_over(key, error)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from roostream.runtime.metrics import Recent
-from roostream.runtime.scrape import Scraped
+from roostream.runtime.metrics import RecentQuantiles
+from roostream.runtime.scrape import ScrapedMetrics
 
 STAGES = (
     "engagement_to_close",
@@ -23,17 +23,17 @@ class FreshnessTracker:
     """`look` from one thread, `of` from any."""
 
     def __init__(self) -> None:
-        self._recent: dict[tuple[str, str], Recent] = {}  # by program and stage
+        self._recent: dict[tuple[str, str], RecentQuantiles] = {}  # by program and stage
         self._told: dict[str, dict[str, dict[str, float | None]]] = {}
 
-    def look(self, at_s: float, scraped: Mapping[str, Scraped]) -> None:
+    def look(self, at_s: float, scraped: Mapping[str, ScrapedMetrics]) -> None:
         """What programs tell at a moment of a clock that never goes back; of those that don't answer, what they told before
         stays what theirs is compared with."""
         told: dict[str, dict[str, dict[str, float | None]]] = {}
         for name, answer in scraped.items():
             for stage in STAGES:
                 if buckets := answer.by(_BUCKETS, "le", stage=stage):
-                    recent = self._recent.setdefault((name, stage), Recent())
+                    recent = self._recent.setdefault((name, stage), RecentQuantiles())
                     recent.look(at_s, {float(bound): count for bound, count in buckets.items()})
                     told.setdefault(name, {})[stage] = {
                         key: _ms(recent.quantile(q)) for key, q in _QUANTILES.items()

@@ -14,7 +14,7 @@ from typing import Any
 
 from roostream.errors import FencedError, RoostreamError
 from roostream.runtime.clock import Clock
-from roostream.runtime.transport import Arrays, Handler, Header
+from roostream.runtime.rpc.transport import Arrays, Handler, Header
 from roostream.runtime.work_unit import TableInput
 from roostream.schema.registry import to_toml
 from roostream.schema.schema import Schema

@@ -12,7 +12,7 @@ from typing import Any
 
 from roostream.runtime import scrape
 from roostream.runtime.clock import Clock
-from roostream.runtime.scrape import Scraped
+from roostream.runtime.scrape import ScrapedMetrics
 from trainer.control.neighbour_times import FreshnessTracker
 
 LOOK_S = 5.0
@@ -21,7 +21,7 @@ _ADDRESS = re.compile(
 )  # nothing else that a member says becomes part of a URL
 STALE_S = 3 * LOOK_S  # older than that, a reading says nothing about now
 
-Fetch = Callable[[Mapping[str, str | None]], dict[str, Scraped]]
+Fetch = Callable[[Mapping[str, str | None]], dict[str, ScrapedMetrics]]
 
 
 class ScrapeTargets:
@@ -38,7 +38,7 @@ class ScrapeTargets:
         """`workers()`: those that are there → "host:port" of their metrics, "https://host:port", or "" where they can't say. Any
         thread calls it."""
         self.settings, self.clock, self._fetch, self._workers = dict(urls), clock, fetch, workers
-        self._found: tuple[float, dict[str, Scraped]] | None = None
+        self._found: tuple[float, dict[str, ScrapedMetrics]] | None = None
         self._seen = FreshnessTracker()
 
     @property
@@ -66,7 +66,7 @@ class ScrapeTargets:
         """Stage → p50 and p99 in ms of the last minutes; None as in `figures`."""
         return self._seen.of(self._answers())
 
-    def _answers(self) -> dict[str, Scraped]:
+    def _answers(self) -> dict[str, ScrapedMetrics]:
         found = self._found
         return found[1] if found is not None and self.clock.monotonic_s() - found[0] <= STALE_S else {}
 
@@ -96,21 +96,21 @@ def _worker_number(name: str) -> int | None:
     return int(number) if number.isdecimal() else 0
 
 
-def read_figures(names: Mapping[str, str], scraped: Mapping[str, Scraped]) -> dict[str, Any]:
+def read_figures(names: Mapping[str, str], scraped: Mapping[str, ScrapedMetrics]) -> dict[str, Any]:
     """Plain values of programs called `names`, of those that answered."""
     workers = {name: s for name, s in scraped.items() if name.partition("-")[0] == "worker"}
     return {
         "programs": {name: bool(scraped.get(name)) if scraped else None for name in names},
-        "click_rate": click_rate(scraped.get("simulate", Scraped())),
-        "serving": serving_state(scraped.get("serving", Scraped())),
-        "joiner_watermark_ms": scraped.get("joiner", Scraped()).ms(
+        "click_rate": click_rate(scraped.get("simulate", ScrapedMetrics())),
+        "serving": serving_state(scraped.get("serving", ScrapedMetrics())),
+        "joiner_watermark_ms": scraped.get("joiner", ScrapedMetrics()).ms(
             "roostream_joiner_watermark_timestamp_seconds"
         ),
         "shards": {name: _shard(s) for name, s in scraped.items() if name.startswith("shard-") and s},
         "partition_lag_records": _merged(
             [s.by("roostream_worker_partition_lag_records", "partition") for s in workers.values()]
         ),
-        "accounted": scraped.get("auditor", Scraped()).state("roostream_auditor_accounted", "state"),
+        "accounted": scraped.get("auditor", ScrapedMetrics()).state("roostream_auditor_accounted", "state"),
         "lost_records": lost_records(scraped),
         "non_finite": _merged(
             [{n: v} for n, s in workers.items() if (v := s.value("roostream_worker_non_finite")) is not None]
@@ -118,7 +118,7 @@ def read_figures(names: Mapping[str, str], scraped: Mapping[str, Scraped]) -> di
     }
 
 
-def _shard(shard: Scraped) -> dict[str, Any]:
+def _shard(shard: ScrapedMetrics) -> dict[str, Any]:
     return {
         "rows": {stack: int(n) for stack, n in shard.by("roostream_shard_rows", "stack").items()},
         "pulls": shard.value("roostream_shard_pulls"),
@@ -131,7 +131,7 @@ def _merged(parts: list[dict[str, float]]) -> dict[str, float]:
     return {name: value for part in parts for name, value in part.items()}
 
 
-def lost_records(scraped: Mapping[str, Scraped]) -> dict[str, int]:
+def lost_records(scraped: Mapping[str, ScrapedMetrics]) -> dict[str, int]:
     """Program → records that retention deleted before it read them, of programs that count some."""
     told = {
         name: s.value(f"roostream_{name.partition('-')[0]}_lost_records")
@@ -141,7 +141,7 @@ def lost_records(scraped: Mapping[str, Scraped]) -> dict[str, int]:
     return {name: int(count) for name, count in told.items() if count}
 
 
-def rows_by_stack(scraped: Mapping[str, Scraped]) -> dict[str, int]:
+def rows_by_stack(scraped: Mapping[str, ScrapedMetrics]) -> dict[str, int]:
     rows: dict[str, int] = {}
     for name, metrics in scraped.items():
         if name.startswith("shard-"):
@@ -150,7 +150,7 @@ def rows_by_stack(scraped: Mapping[str, Scraped]) -> dict[str, int]:
     return rows
 
 
-def click_rate(simulate: Scraped) -> dict[str, float | None]:
+def click_rate(simulate: ScrapedMetrics) -> dict[str, float | None]:
     """Expected clicks a shown candidate of the newest requests: as served, in a random order of the same requests, and in the
     best order; and served over random, of the newest and of all. While the newest are above all, serving still gets better."""
     name, orders = "roostream_traffic_click_rate", ("served", "random", "best")
@@ -170,7 +170,7 @@ def _ratio(rates: Mapping[str, float | None]) -> float | None:
     return served / random if served is not None and random else None
 
 
-def serving_state(serving: Scraped) -> dict[str, Any]:
+def serving_state(serving: ScrapedMetrics) -> dict[str, Any]:
     """Answers by status since its start, and which committed version it scores with."""
     return {
         "requests": serving.total("roostream_serving_requests_total"),

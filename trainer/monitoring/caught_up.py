@@ -17,7 +17,7 @@ import dataclasses
 import enum
 from collections.abc import Collection, Mapping
 
-from roostream.runtime.kafka.record_reader import PartitionLag
+from roostream.runtime.kafka.consumer import PartitionLag
 from roostream.runtime.kafka.topics import Partition
 from trainer.monitoring.partition_watch import PartitionWatch, Patience
 from trainer.monitoring.rates import NOT_FORESEEABLE, Estimate, RateMeter, TimeLeft, time_left

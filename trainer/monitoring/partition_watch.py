@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 
-from roostream.runtime.kafka.record_reader import PartitionLag
+from roostream.runtime.kafka.consumer import PartitionLag
 from trainer.monitoring.rates import RateMeter
 
 _MAX_ENDS = 512

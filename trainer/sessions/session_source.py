@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import numpy as np
 
 from roostream.runtime.clock import Clock
-from roostream.runtime.kafka.record_reader import PartitionLag
+from roostream.runtime.kafka.consumer import PartitionLag
 from roostream.runtime.kafka.topics import SAMPLES, Partition, Progress
 from roostream.runtime.work_unit import TableInput
 from roostream.warehouse.readers.reading import Piece, SessionRows

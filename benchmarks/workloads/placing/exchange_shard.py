@@ -10,7 +10,7 @@ from benchmarks.workloads.placing.exchange_ways import Shape
 from benchmarks.workloads.server import listen_until_told
 from benchmarks.workloads.shard import begun_shard
 from param_server.calls import Calls
-from roostream.runtime.rpc_server import RpcServer
+from roostream.runtime.rpc.server import RpcServer
 
 if __name__ == "__main__":
     index, num_shards, shape = json.loads(sys.argv[1])

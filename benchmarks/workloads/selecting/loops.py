@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.workloads.training_step import Silent
 from roostream.models.config import RankerConfig
 from roostream.runtime.clock import SystemClock
-from roostream.runtime.kafka.record_reader import MemoryReader
+from roostream.runtime.kafka.consumer import MemoryConsumer
 from roostream.schema.schema import Schema
 from roostream.schema.settings import from_dict
 from roostream.wire.decode import Decoder
@@ -29,7 +29,7 @@ def loop_over(
     given = {"first_batch_requests": settings["batch_requests"], "dedupe_horizon_ms": 1 << 40, **settings}
     clock = SystemClock()
     source = RecordSource(
-        MemoryReader(_AT, records), Decoder(schema, {schema.fingerprint: schema}.get), clock, max_wait_ms=0
+        MemoryConsumer(_AT, records), Decoder(schema, {schema.fingerprint: schema}.get), clock, max_wait_ms=0
     )
     wiring = LoopDependencies(source=source, rows=rows, outputs=Silent(), clock=clock)
     return TrainLoop(from_dict(LoopConfig, given), schema, model, wiring)

@@ -15,7 +15,7 @@ from param_server.replica.row_cache import CachePolicy, RowCache
 from param_server.replica.shard_reads import ShardReads
 from param_server.replica.stores import PrivateRows
 from roostream.runtime.clock import SystemClock
-from roostream.runtime.transport import Answer, InMemoryTransport
+from roostream.runtime.rpc.transport import Answer, InMemoryTransport
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import schema_from_dict
 from roostream.wire.lookup import Lookup, StackLookup

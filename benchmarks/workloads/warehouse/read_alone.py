@@ -17,8 +17,7 @@ from infra.stack import Stack
 from roostream.runtime.clock import SystemClock
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.broker import Broker
-from roostream.runtime.kafka.reader import KafkaReader
-from roostream.runtime.kafka.reading import Reading
+from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsumer
 from roostream.runtime.kafka.topics import SAMPLES, all_partitions, name_of
 from roostream.warehouse.readers.session import SessionSpec
 from roostream.warehouse.readers.table_session import SampleTable
@@ -71,8 +70,8 @@ def from_kafka(requests: int) -> Iterator[Work]:
         _produce(stack, requests)
 
         def turn() -> tuple[float, float]:
-            reading = Reading(partitions=all_partitions((SAMPLES,), _PARTITIONS), prefix=stack.prefix)
-            reader = KafkaReader.open(Broker(stack.endpoints.kafka), "bench", reading)
+            reading = ConsumerOptions(partitions=all_partitions((SAMPLES,), _PARTITIONS), prefix=stack.prefix)
+            reader = KafkaConsumer.open(Broker(stack.endpoints.kafka), "bench", reading)
             decoder = Decoder(schema, {schema.fingerprint: schema}.get)
             with contextlib.closing(
                 RecordSource(reader, decoder, SystemClock(), max_wait_ms=_WAIT_MS)

@@ -39,7 +39,7 @@ def run(config: CheckConfig) -> int:
     def body(stop: program.Stop) -> None:
         errors.extend(check(config, stop)["errors"])
 
-    return program.command_code(program.run("check", body)) or (1 if errors else 0)
+    return program.command_exit_code(program.run("check", body)) or (1 if errors else 0)
 
 
 def check(config: CheckConfig, stop: program.Stop) -> dict[str, Any]:

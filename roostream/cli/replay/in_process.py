@@ -32,7 +32,7 @@ from roostream.models.build import load_model_config
 from roostream.replay.config import ReplayConfig
 from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.clock import Clock, SystemClock
-from roostream.runtime.kafka.record_reader import PartitionLag
+from roostream.runtime.kafka.consumer import PartitionLag
 from roostream.runtime.kafka.topics import (
     CORRECTIONS,
     DEAD_LETTERS,
@@ -44,7 +44,7 @@ from roostream.runtime.kafka.topics import (
     all_partitions,
 )
 from roostream.runtime.program import Stop
-from roostream.runtime.transport import InMemoryTransport
+from roostream.runtime.rpc.transport import InMemoryTransport
 from roostream.runtime.work_unit import TableInput
 from roostream.schema.ids import NO_KEY
 from roostream.schema.schema import Schema

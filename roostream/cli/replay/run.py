@@ -39,7 +39,7 @@ def run(config: ReplayConfig) -> int:
         report = replay(config, stop)
         accounted = bool(report["accounted"])
 
-    code = program.command_code(program.run("replay", body))
+    code = program.command_exit_code(program.run("replay", body))
     return code or (0 if accounted else 1)
 
 

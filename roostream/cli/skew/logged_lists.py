@@ -10,9 +10,8 @@ from google.protobuf.message import DecodeError
 
 from roostream.errors import ConfigError, RoostreamError
 from roostream.runtime.kafka.broker import Broker
-from roostream.runtime.kafka.reader import KafkaReader
-from roostream.runtime.kafka.reading import Reading
-from roostream.runtime.kafka.record_reader import RecordReader
+from roostream.runtime.kafka.consumer import RecordConsumer
+from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsumer
 from roostream.runtime.kafka.topics import IMPRESSIONS, SAMPLES, all_partitions
 from roostream.schema.ids import NO_KEY, sample_id
 from roostream.wire import records as wire
@@ -101,15 +100,15 @@ def of_file(path: Path) -> list[LoggedList]:
 
 def of_topic(bootstrap: str, prefix: str, num_partitions: int, most: int) -> list[LoggedList]:
     """As `newest`, of the samples of a stack. Raises UnavailableError: Kafka doesn't answer."""
-    reading = Reading(partitions=all_partitions((SAMPLES,), num_partitions), prefix=prefix)
-    reader = KafkaReader.open(Broker(bootstrap), f"{prefix}inspect", reading)
+    reading = ConsumerOptions(partitions=all_partitions((SAMPLES,), num_partitions), prefix=prefix)
+    reader = KafkaConsumer.open(Broker(bootstrap), f"{prefix}inspect", reading)
     try:
         return newest(reader, most, bootstrap)
     finally:
         reader.close()
 
 
-def newest(reader: RecordReader, most: int, where: str) -> list[LoggedList]:
+def newest(reader: RecordConsumer, most: int, where: str) -> list[LoggedList]:
     """The newest `most` lists of the newest records of each partition, oldest first; those that came while it read are left."""
     ends = reader.end_offsets()
     reader.seek({partition: max(end - most, 0) for partition, end in ends.items()})

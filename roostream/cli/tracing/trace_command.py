@@ -13,7 +13,7 @@ from infra.home import Home
 from roostream.cli.tracing.followed_request import STEPS, FollowedRequest, RowKeys
 from roostream.errors import RoostreamError, printable
 from roostream.runtime.clock import Clock, SystemClock
-from roostream.runtime.kafka.record_reader import RecordReader
+from roostream.runtime.kafka.consumer import RecordConsumer
 from roostream.runtime.kafka.topics import IMPRESSIONS, PREDICTIONS, ROWS, SAMPLES
 from roostream.wire.records import Record
 
@@ -70,7 +70,11 @@ def _tell(followed: FollowedRequest, traceparent: str, began_ms: int) -> None:
 
 
 def follow(
-    followed: FollowedRequest, reader: RecordReader, clock: Clock, wait_s: float, told: Callable[[str], None]
+    followed: FollowedRequest,
+    reader: RecordConsumer,
+    clock: Clock,
+    wait_s: float,
+    told: Callable[[str], None],
 ) -> None:
     """Read until it is through, or for `wait_s`; each step is `told` by its name as it is reached."""
     until_s = clock.monotonic_s() + wait_s
@@ -114,17 +118,16 @@ def row_keys(place: Home) -> Callable[[Record], RowKeys]:
     return keys_of
 
 
-def _reader(place: Home) -> RecordReader:
+def _reader(place: Home) -> RecordConsumer:
     """Of the four topics, from their ends on."""
     from roostream.runtime.kafka.broker import Broker
-    from roostream.runtime.kafka.reader import KafkaReader
-    from roostream.runtime.kafka.reading import Reading
+    from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsumer
     from roostream.runtime.kafka.topics import all_partitions
 
     stack = place.running_stack()
     partitions = all_partitions(TOPICS, int(stack["partitions"]))
-    reader = KafkaReader.open(
-        Broker(stack["kafka"]), "trace", Reading(partitions=partitions, prefix=stack["prefix"])
+    reader = KafkaConsumer.open(
+        Broker(stack["kafka"]), "trace", ConsumerOptions(partitions=partitions, prefix=stack["prefix"])
     )
     reader.seek({partition: end for partition, (_, end) in reader.bounds(*partitions).items()})
     return reader

@@ -33,11 +33,11 @@ from roostream.cli.train.worker_processes import WorkerProcesses
 from roostream.errors import ConfigError, UnavailableError
 from roostream.runtime import manifest as manifests
 from roostream.runtime.bucket_map import BucketMap
+from roostream.runtime.controller_agent import ControllerAgent
 from roostream.runtime.manifest import Manifest
-from roostream.runtime.member import Member
 from roostream.runtime.program import Stop
-from roostream.runtime.security.link_security import LinkKeys
-from roostream.runtime.transport import InMemoryTransport
+from roostream.runtime.rpc.security import LinkCredentials
+from roostream.runtime.rpc.transport import InMemoryTransport
 from roostream.runtime.work_unit import TableInput
 from roostream.warehouse.readers.config import ReadersConfig
 from roostream.warehouse.readers.remote_rows import ReadByPrograms
@@ -221,7 +221,7 @@ class _Offline:
         if not self.config.reads_by_programs:
             return None
         master = ReaderMaster(controller.session_now, self.schema, self.clock, self.config.reader_count)
-        keys = LinkKeys(link_of(self.config.link), insecure=self.config.insecure)
+        keys = LinkCredentials(link_of(self.config.link), insecure=self.config.insecure)
         pool = (
             reader_actors(linked(keys))
             if self.config.pool == "ray"
@@ -270,10 +270,13 @@ class _Offline:
             return InMemoryTransport(controller.handle)
 
         members = [
-            Member(dial, "shard", i, shard.execute, shard.stats, ended) for i, shard in enumerate(shards)
+            ControllerAgent(dial, "shard", i, shard.execute, shard.stats, ended)
+            for i, shard in enumerate(shards)
         ]
         if worker:
-            members.append(Member(dial, "worker", 0, worker.submit, worker.report, ended, hear=worker.hear))
+            members.append(
+                ControllerAgent(dial, "worker", 0, worker.submit, worker.report, ended, hear=worker.hear)
+            )
 
         def end() -> None:
             if worker:

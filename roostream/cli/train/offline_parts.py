@@ -14,7 +14,7 @@ from roostream.cli.train.config import TrainConfig
 from roostream.models.build import load_model_config
 from roostream.runtime.checkpoint_store import CheckpointStore, open_store
 from roostream.runtime.clock import SystemClock
-from roostream.runtime.kafka.record_reader import MemoryReader
+from roostream.runtime.kafka.consumer import MemoryConsumer
 from roostream.runtime.kafka.topics import SAMPLES, all_partitions
 from roostream.schema.registry import open_registry, register
 from roostream.schema.schema import Schema
@@ -134,7 +134,10 @@ class OfflineParts:
         """Behind the session comes nothing."""
         partitions = all_partitions((SAMPLES,), self.config.partitions)
         nothing = RecordSource(
-            MemoryReader(partitions), Decoder(self.schema, self.identity.registry), self.clock, max_wait_ms=0
+            MemoryConsumer(partitions),
+            Decoder(self.schema, self.identity.registry),
+            self.clock,
+            max_wait_ms=0,
         )
         horizon_ms = self.settings.dedupe_horizon_ms
         return PhasedSource(

@@ -21,10 +21,10 @@ from infra.pools.processes import Pool, ProcessPool
 from roostream.errors import RoostreamError
 from roostream.runtime.address import is_loopback, parse_address
 from roostream.runtime.checkpoint_store import CheckpointStore
-from roostream.runtime.rpc_client import SocketTransport
-from roostream.runtime.rpc_server import RpcServer
-from roostream.runtime.security.link_security import LinkKeys
-from roostream.runtime.transport import InMemoryTransport
+from roostream.runtime.rpc.client import SocketTransport
+from roostream.runtime.rpc.security import LinkCredentials
+from roostream.runtime.rpc.server import RpcServer
+from roostream.runtime.rpc.transport import InMemoryTransport
 from roostream.warehouse.readers.config import ReaderCountConfig, ReadersConfig
 from roostream.warehouse.readers.remote_rows import ReadByPrograms, ReadersLink
 from trainer.control.kept_leases import LeaseRecorder
@@ -47,11 +47,16 @@ class OfflineReaders:
         pool: Callable[[str], Pool],
         store: CheckpointStore | None = None,
         at: str = HERE,
-        keys: LinkKeys | None = None,
+        keys: LinkCredentials | None = None,
     ) -> None:
         """`pool`: the master's "host:port" → readers that ask it; `store`: where it is kept what became of leases; `at`: where
         it is asked; `keys`: of those calls, and of those to readers."""
-        self.master, self.count, self.clock, self.keys = master, count, master.clock, keys or LinkKeys()
+        self.master, self.count, self.clock, self.keys = (
+            master,
+            count,
+            master.clock,
+            keys or LinkCredentials(),
+        )
         self._kept = LeaseRecorder(master, store, self.clock) if store else None
         self.server = RpcServer(self.master.handle, *parse_address(at), keys=self.keys)
         self._pool = pool
@@ -124,7 +129,7 @@ def reader_actors(settings: Mapping[str, Any] | None = None) -> Callable[[str], 
     return made
 
 
-def linked(keys: LinkKeys) -> dict[str, Any]:
+def linked(keys: LinkCredentials) -> dict[str, Any]:
     """Settings of readers that call, and are called, as these keys say."""
     link = {key: value for key, value in dataclasses.asdict(keys.security).items() if value}
     return {**({"link": link} if link else {}), **({"insecure": True} if keys.insecure else {})}

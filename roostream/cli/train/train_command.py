@@ -38,7 +38,7 @@ def run(config: TrainConfig) -> int:
             write_report(config.report, report)
         click.echo(_summary(report))
 
-    return program.command_code(program.run("train", body))
+    return program.command_exit_code(program.run("train", body))
 
 
 def _tell(done: int, rows: int, rate: float) -> None:

@@ -23,9 +23,9 @@ from roostream.cli.train.config import TrainConfig
 from roostream.cli.train.offline_parts import OfflineParts
 from roostream.errors import UnavailableError
 from roostream.runtime import program
-from roostream.runtime.member import Member
-from roostream.runtime.rpc_client import SocketTransport
-from roostream.runtime.transport import Transport
+from roostream.runtime.controller_agent import ControllerAgent
+from roostream.runtime.rpc.client import SocketTransport
+from roostream.runtime.rpc.transport import Transport
 from roostream.schema.settings import from_dict
 from roostream.warehouse.readers.config import ReadersConfig
 from roostream.warehouse.readers.remote_rows import ReadByPrograms, ReadersLink
@@ -59,7 +59,7 @@ def work(task: WorkerTask, stop: program.Stop) -> None:
     with contextlib.ExitStack() as opened:
         place = TorchRendezvous("127.0.0.1:0", device=parts.settings.device, timeout_s=REDUCE_S)
         opened.callback(place.close)
-        members: list[Member] = []
+        members: list[ControllerAgent] = []
         team: Rendezvous = place
         if task.shards:
             shards = [SocketTransport(address) for address in task.shards]
@@ -77,7 +77,7 @@ def work(task: WorkerTask, stop: program.Stop) -> None:
             ShardRows(client), _read_by(task, parts, lambda: worker.incarnation), opened, task.index, team
         )
         members.append(
-            Member(
+            ControllerAgent(
                 _dials(task.controller),
                 "worker",
                 task.index,
@@ -101,7 +101,7 @@ def work(task: WorkerTask, stop: program.Stop) -> None:
         _train(worker, members[-1], stop)
 
 
-def _train(worker: Worker, member: Member, stop: program.Stop) -> None:
+def _train(worker: Worker, member: ControllerAgent, stop: program.Stop) -> None:
     while not stop.is_set():
         worker.serve_inbox()
         worker.turn()
@@ -109,8 +109,8 @@ def _train(worker: Worker, member: Member, stop: program.Stop) -> None:
             raise UnavailableError(f"the controller has not answered for {member.silent_s:.0f} s")
 
 
-def _shard_member(task: WorkerTask, shard: Shard, ended: threading.Event) -> Member:
-    return Member(_dials(task.controller), "shard", task.index, shard.execute, shard.stats, ended)
+def _shard_member(task: WorkerTask, shard: Shard, ended: threading.Event) -> ControllerAgent:
+    return ControllerAgent(_dials(task.controller), "shard", task.index, shard.execute, shard.stats, ended)
 
 
 def _dials(address: str) -> Any:

@@ -18,7 +18,7 @@ from param_server.server import Shard
 from roostream.cli.train.config import TrainConfig
 from roostream.cli.train.worker_process import WorkerTask
 from roostream.runtime.program import REFUSED_CODE
-from roostream.runtime.rpc_server import RpcServer
+from roostream.runtime.rpc.server import RpcServer
 from trainer.config import LoopConfig
 from trainer.control.controller import Controller
 

@@ -6,8 +6,8 @@ import dataclasses
 from typing import Literal
 
 from roostream.runtime.address import LINK_ASKS, check_addresses, check_listen
-from roostream.runtime.deployment import Watched
-from roostream.runtime.security.link_security import LinkKeys, LinkSecurity
+from roostream.runtime.deployment import ProgramSettings
+from roostream.runtime.rpc.security import LinkCredentials, LinkSecurity
 from roostream.schema.settings import Settings, setting, setting_error
 
 MAX_READERS = 256
@@ -44,7 +44,7 @@ class ReaderCountConfig(Settings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReaderConfig(Watched):
+class ReaderConfig(ProgramSettings):
     """`roostream reader`: reads splits of the session that is trained and serves them to workers. It keeps nothing."""
 
     controller: str = setting(help="the controller's host:port, which says what is read")
@@ -71,6 +71,6 @@ class ReaderConfig(Watched):
         if self.told:
             check_addresses("told", self.told)
 
-    def link_keys(self) -> LinkKeys:
-        """As `Deployment.link_keys`."""
-        return LinkKeys(self.link, insecure=self.insecure)
+    def link_credentials(self) -> LinkCredentials:
+        """As `Deployment.link_credentials`."""
+        return LinkCredentials(self.link, insecure=self.insecure)

@@ -21,13 +21,13 @@ from roostream.runtime import metrics, program
 from roostream.runtime.address import parse_address
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.clock import Clock, SystemClock
-from roostream.runtime.crew import Crew
-from roostream.runtime.exports import Exports
 from roostream.runtime.health import Health
+from roostream.runtime.metrics_collector import MetricsCollector
 from roostream.runtime.program import Stop
-from roostream.runtime.rpc_client import SocketTransport
-from roostream.runtime.rpc_server import RpcServer
-from roostream.runtime.transport import Arrays, Header, Transport
+from roostream.runtime.rpc.client import SocketTransport
+from roostream.runtime.rpc.server import RpcServer
+from roostream.runtime.rpc.transport import Arrays, Header, Transport
+from roostream.runtime.thread_group import ThreadGroup
 from roostream.runtime.work_unit import TableInput
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import schema_from_dict
@@ -142,7 +142,7 @@ def read(config: ReaderConfig, stop: Stop) -> None:
     Raises:
         RoostreamError: what is trained can't be read by this program, or a port is taken.
     """
-    health, clock, keys = Health(config.stalled_after_ms / 1000), SystemClock(), config.link_keys()
+    health, clock, keys = Health(config.stalled_after_ms / 1000), SystemClock(), config.link_credentials()
     log.info(
         "metrics at %s://%s:%d/metrics", config.scheme, config.metrics_host, metrics.serve(config, health)
     )
@@ -156,10 +156,10 @@ def read(config: ReaderConfig, stop: Stop) -> None:
     leased: list[LeasedReader] = []
     server = RpcServer(lambda *call: leased[0].handle(*call), host, port, keys=keys).start()
     leased.append(LeasedReader(reader, told_at(config, server.port), config.max_splits))
-    exports = Exports("reader", reader.shown, {}, counters=_COUNTERS)
+    exports = MetricsCollector("reader", reader.shown, {}, counters=_COUNTERS)
     exports.register()
     controller = SocketTransport(config.controller, keys=keys)
-    crew, drained = Crew(stop), threading.Event()
+    crew, drained = ThreadGroup(stop), threading.Event()
     try:
         log.info("reader on %s, told as %s", server.address, leased[0].at)
         crew.start("reader-leases", keep_asking, leased[0], controller, clock, stop, drained)

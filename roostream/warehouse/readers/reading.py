@@ -169,7 +169,7 @@ def newest_ids(
     session: OpenSession, rows: TableRows, partition: int, horizon_ms: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """(ids, close times), int64 [N] by close time: samples of a partition that closed within the horizon of the newest ones,
-    which the stream must not train again, whichever session had them. The newest close is taken as `RecentTimes` takes it: no
+    which the stream must not train again, whichever session had them. The newest close is taken as `MedianEventTime` takes it: no
     single wrong time moves it.
 
     Raises:

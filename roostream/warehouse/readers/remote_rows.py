@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from roostream.errors import CheckpointError, ConfigError, FencedError, RoostreamError, WireError
 from roostream.runtime.clock import Clock
-from roostream.runtime.transport import Transport
+from roostream.runtime.rpc.transport import Transport
 from roostream.runtime.work_unit import TableInput
 from roostream.schema.schema import Schema
 from roostream.warehouse.readers.ahead import Fetch, UnitsAhead

@@ -18,7 +18,7 @@ import numpy as np
 
 from roostream.errors import CheckpointError, ConfigError, FencedError, RoostreamError
 from roostream.runtime.clock import Clock
-from roostream.runtime.transport import Header
+from roostream.runtime.rpc.transport import Header
 from roostream.warehouse.readers.leases import Lease
 from roostream.warehouse.readers.reading import LocalRows, Piece
 from roostream.warehouse.readers.splits import TableSplit

@@ -1,4 +1,4 @@
-"""A unit on its way from a reader to a trainer: a piece of a split as a call's header and arrays (roostream/runtime/frames.py).
+"""A unit on its way from a reader to a trainer: a piece of a split as a call's header and arrays (roostream/runtime/rpc/frames.py).
 
     header  schema: digest of its text · end: position behind it · keys and columns of the lists of each side
     arrays  at_R, then the arrays of `Batch` in its order, then those of the lists of each side; truth values and texts as bytes
@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from roostream.errors import SchemaError, WireError
-from roostream.runtime.transport import Arrays, Header
+from roostream.runtime.rpc.transport import Arrays, Header
 from roostream.schema.registry import to_toml
 from roostream.schema.schema import Schema
 from roostream.warehouse.readers.reading import Piece

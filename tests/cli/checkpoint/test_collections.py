@@ -29,7 +29,7 @@ from roostream.runtime import manifest as manifests
 from roostream.runtime import tensor_file
 from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.clock import FakeClock
-from roostream.runtime.transport import InMemoryTransport
+from roostream.runtime.rpc.transport import InMemoryTransport
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import load_schema
 from roostream.wire.lookup import Lookup, StackLookup

@@ -17,7 +17,7 @@ from roostream.models.config import RankerConfig
 from roostream.runtime import manifest as manifests
 from roostream.runtime import tensor_file
 from roostream.runtime.checkpoint_store import FileStore
-from roostream.runtime.transport import InMemoryTransport
+from roostream.runtime.rpc.transport import InMemoryTransport
 from roostream.schema.registry import register
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import schema_from_dict

@@ -17,7 +17,7 @@ from roostream.cli.skew.rescoring import TOLERANCE, Rescored, rescored
 from roostream.errors import CheckpointError, ConfigError, RoostreamError
 from roostream.runtime import manifest as manifests
 from roostream.runtime.checkpoint_store import FileStore
-from roostream.runtime.kafka.record_reader import MemoryReader
+from roostream.runtime.kafka.consumer import MemoryConsumer
 from roostream.runtime.kafka.topics import IMPRESSIONS, SAMPLES
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
@@ -226,10 +226,10 @@ def test_the_newest_lists_of_a_topic_are_taken_over_all_partitions(home: Scoring
         sample = sample_of(Record(IMPRESSIONS, 0, 0, T0, record.key, b""), message, num_tasks=2)
         value = wire.encode(wire.SAMPLE, sample)
         records.append(Record(SAMPLES, n % 2, n // 2, record.timestamp_ms, record.key, value))
-    reader = MemoryReader([(SAMPLES, 0), (SAMPLES, 1), (SAMPLES, 2)], records)
+    reader = MemoryConsumer([(SAMPLES, 0), (SAMPLES, 1), (SAMPLES, 2)], records)
     assert [one.request_id for one in newest(reader, 3, "k")] == ["r3", "r4", "r5"]
     assert [one.request_id for one in newest(reader, 100, "k")] == [f"r{n}" for n in range(6)]
-    assert newest(MemoryReader([(SAMPLES, 0)]), 3, "k") == []
+    assert newest(MemoryConsumer([(SAMPLES, 0)]), 3, "k") == []
 
 
 def test_without_a_stack_or_commits_it_says_what_to_name(home: ScoringHome, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from roostream.cli.tracing.request_spans import tell
 from roostream.cli.tracing.trace_command import TOPICS, _tell, follow, line
 from roostream.errors import ConfigError, SetupError
 from roostream.runtime.clock import FakeClock
-from roostream.runtime.kafka.record_reader import MemoryReader
+from roostream.runtime.kafka.consumer import MemoryConsumer
 from roostream.runtime.kafka.topics import IMPRESSIONS, PREDICTIONS, ROWS, SAMPLES
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
@@ -110,7 +110,7 @@ def test_following_ends_when_it_is_through_or_the_wait_is_over() -> None:
     clock = FakeClock()
     found = followed()
     records = [r._replace(offset=0) for r in (impression(), sample(), prediction(), delta())]
-    follow(found, MemoryReader(partitions, records), clock, 5.0, said.append)
+    follow(found, MemoryConsumer(partitions, records), clock, 5.0, said.append)
     assert sorted(said) == sorted(STEPS) and line(found, "logged", clock.now_ms()).split()[0] == "logged"
 
 

@@ -23,7 +23,7 @@ from roostream.runtime import tensor_file
 from roostream.runtime.checkpoint_store import open_store
 from roostream.runtime.manifest import Manifest
 from roostream.runtime.program import Stop
-from roostream.runtime.security.link_security import LinkKeys
+from roostream.runtime.rpc.security import LinkCredentials
 from roostream.schema.registry import to_toml
 from roostream.schema.settings import load
 from roostream.warehouse.readers.config import ReaderConfig
@@ -164,7 +164,7 @@ def test_programs_on_other_machines_are_told_where_and_how_to_ask(
     made: list[Any] = []
     monkeypatch.setattr("infra.pools.on_ray.RayPool", lambda copy, kind: made.append((copy, kind)))
     for at in ("127.0.0.1:7000", "10.0.0.1:7000"):
-        reader_actors(linked(LinkKeys(insecure=at.startswith("10."))))(at)
+        reader_actors(linked(LinkCredentials(insecure=at.startswith("10."))))(at)
     told = []
     for number, (copy, kind) in enumerate(made):
         program = copy(number, tmp_path)

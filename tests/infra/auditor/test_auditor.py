@@ -13,7 +13,7 @@ from infra.auditor.auditor import AUDITED, Auditor
 from roostream.errors import UnavailableError
 from roostream.runtime.clock import FakeClock
 from roostream.runtime.kafka.broker import Broker
-from roostream.runtime.kafka.record_reader import MemoryReader, PartitionLag, RecordReader
+from roostream.runtime.kafka.consumer import MemoryConsumer, PartitionLag, RecordConsumer
 from roostream.runtime.kafka.topics import Partition, Progress, all_partitions
 from roostream.schema.ids import key_bytes, sample_id
 from roostream.wire import records as wire
@@ -30,7 +30,7 @@ def impression(offset: int, request: str, partition: int = 1) -> Record:
     )
 
 
-def auditor(reader: RecordReader, seen: list[Record] | None = None) -> Auditor:
+def auditor(reader: RecordConsumer, seen: list[Record] | None = None) -> Auditor:
     out = Auditor(
         Broker("nowhere:1"), "x.", clock=FakeClock(), on_record=None if seen is None else seen.append
     )
@@ -40,7 +40,7 @@ def auditor(reader: RecordReader, seen: list[Record] | None = None) -> Auditor:
 
 def test_it_reads_until_there_is_nothing_more() -> None:
     seen: list[Record] = []
-    reader = MemoryReader(SEEN, [impression(0, "a"), impression(1, "b")])
+    reader = MemoryConsumer(SEEN, [impression(0, "a"), impression(1, "b")])
     a = auditor(reader, seen)
     assert a.poll() == 2 and a.poll() == 0
     reader.append([impression(2, "a")])
@@ -50,7 +50,7 @@ def test_it_reads_until_there_is_nothing_more() -> None:
 
 
 def test_a_first_call_does_not_take_a_slow_start_for_an_end() -> None:
-    class Slow(MemoryReader):
+    class Slow(MemoryConsumer):
         polls = 0
 
         def poll(
@@ -63,13 +63,13 @@ def test_a_first_call_does_not_take_a_slow_start_for_an_end() -> None:
 
 
 def test_an_empty_value_is_an_input_that_can_not_be_read() -> None:
-    a = auditor(MemoryReader(SEEN, [Record("engagements", 1, 0, 1000, None, b"")]))
+    a = auditor(MemoryConsumer(SEEN, [Record("engagements", 1, 0, 1000, None, b"")]))
     a.poll()
     assert a.sums().unread == 1 and not a.sums(ended=True).accounted
 
 
 def test_a_budget_of_zero_is_one_look() -> None:
-    class OneByOne(MemoryReader):
+    class OneByOne(MemoryConsumer):
         def poll(
             self, max_records: int, timeout_s: float, partition: Partition | None = None
         ) -> list[Record]:
@@ -80,7 +80,7 @@ def test_a_budget_of_zero_is_one_look() -> None:
 
 
 def test_a_broker_that_is_away_is_waited_for_and_at_the_first_call_told() -> None:
-    reader = MemoryReader(SEEN, [impression(0, "a")])
+    reader = MemoryConsumer(SEEN, [impression(0, "a")])
     a = auditor(reader)
     reader.away = True
     assert a.poll(0.0) == 0
@@ -91,7 +91,7 @@ def test_a_broker_that_is_away_is_waited_for_and_at_the_first_call_told() -> Non
 
 
 def test_the_sums_outlive_the_reader() -> None:
-    a = auditor(MemoryReader(SEEN, [impression(0, "a")]))
+    a = auditor(MemoryConsumer(SEEN, [impression(0, "a")]))
     a.poll()
     a.close()
     a.close()
@@ -118,7 +118,7 @@ def traffic(first: int, count: int, start: int = 0) -> list[Record]:
 
 
 def test_a_part_is_never_told_as_the_whole() -> None:
-    class OneByOne(MemoryReader):
+    class OneByOne(MemoryConsumer):
         def poll(
             self, max_records: int, timeout_s: float, partition: Partition | None = None
         ) -> list[Record]:
@@ -134,7 +134,7 @@ def test_a_part_is_never_told_as_the_whole() -> None:
 
 
 def test_it_is_not_current_before_kafka_has_told_where_the_topics_end() -> None:
-    class Silent(MemoryReader):
+    class Silent(MemoryConsumer):
         def lag(self) -> dict[Partition, PartitionLag]:
             return {}
 
@@ -144,7 +144,7 @@ def test_it_is_not_current_before_kafka_has_told_where_the_topics_end() -> None:
 
 
 def test_it_goes_on_from_what_was_saved(tmp_path: Path) -> None:
-    reader = MemoryReader(ALL, traffic(0, 5))
+    reader = MemoryConsumer(ALL, traffic(0, 5))
     first = auditor(reader)
     first.poll()
     audit_file.write(tmp_path, first.saved(TOPICS))
@@ -166,7 +166,7 @@ def test_it_goes_on_from_what_was_saved(tmp_path: Path) -> None:
 def test_a_file_that_can_not_be_used_is_read_anew_and_said(
     damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    a = auditor(MemoryReader(ALL, traffic(0, 5)))
+    a = auditor(MemoryConsumer(ALL, traffic(0, 5)))
     a.poll()
     if damage == "format":
         monkeypatch.setattr(audit_file, "FORMAT", 0)
@@ -185,7 +185,7 @@ def test_without_a_file_nothing_is_said(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_where_retention_has_been_only_what_came_later_is_audited() -> None:
-    reader = MemoryReader(ALL, traffic(0, 100))
+    reader = MemoryConsumer(ALL, traffic(0, 100))
     reader.trim(("samples", 1), 20)
     a = Auditor(Broker("nowhere:1"), "x.", settle_ms=15_000, clock=FakeClock())
     a.open_with(reader)
@@ -196,7 +196,7 @@ def test_where_retention_has_been_only_what_came_later_is_audited() -> None:
 
 
 def test_an_emptied_topic_says_nothing_about_what_was_in_it() -> None:
-    reader = MemoryReader(ALL, traffic(0, 10))
+    reader = MemoryConsumer(ALL, traffic(0, 10))
     reader.trim(("samples", 1), 10)
     a = Auditor(Broker("nowhere:1"), "x.", settle_ms=1000, clock=FakeClock(T0 + 10**6))
     a.open_with(reader)
@@ -205,7 +205,7 @@ def test_an_emptied_topic_says_nothing_about_what_was_in_it() -> None:
 
 
 def test_records_that_were_deleted_unread_begin_the_sums_anew(caplog: pytest.LogCaptureFixture) -> None:
-    reader = MemoryReader(ALL, traffic(0, 10))
+    reader = MemoryConsumer(ALL, traffic(0, 10))
     a = Auditor(Broker("nowhere:1"), "x.", settle_ms=1000, clock=FakeClock())
     a.open_with(reader)
     a.poll()
@@ -220,7 +220,7 @@ def test_records_that_were_deleted_unread_begin_the_sums_anew(caplog: pytest.Log
 
 
 def test_an_outage_while_it_begins_anew_counts_nothing_twice(tmp_path: Path) -> None:
-    class Fragile(MemoryReader):
+    class Fragile(MemoryConsumer):
         fails = False
 
         def end_offsets(self) -> Progress:
@@ -252,7 +252,7 @@ def test_an_outage_while_it_begins_anew_counts_nothing_twice(tmp_path: Path) -> 
 def test_while_too_much_waits_for_the_joiner_only_its_outputs_are_read() -> None:
     inputs = [r for r in traffic(0, 500) if r.topic == "impressions"]
     outputs = [r for r in traffic(0, 500) if r.topic == "samples"]
-    reader = MemoryReader(ALL, inputs)
+    reader = MemoryConsumer(ALL, inputs)
     a = Auditor(Broker("nowhere:1"), "x.", clock=FakeClock(), max_waiting=100)
     a.open_with(Fewer(reader))
     for _ in range(50):
@@ -267,7 +267,7 @@ def test_while_too_much_waits_for_the_joiner_only_its_outputs_are_read() -> None
 class Fewer:
     """A reader that gives at most ten at once."""
 
-    def __init__(self, reader: MemoryReader) -> None:
+    def __init__(self, reader: MemoryConsumer) -> None:
         self.reader = reader
 
     def poll(self, max_records: int, timeout_s: float, partition: Partition | None = None) -> list[Record]:

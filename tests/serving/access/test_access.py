@@ -16,7 +16,7 @@ from serving_fakes import FakeRows
 from starlette.testclient import TestClient
 
 from roostream.errors import ConfigError
-from roostream.runtime.security.tls import Tls, TlsFiles
+from roostream.runtime.tls import TlsContext, TlsFiles
 from serving.access.bearer_keys import new_key
 from serving.access.doors import needed
 from serving.access.key_file import Keyring, write_keys
@@ -127,7 +127,7 @@ def test_a_certificate_is_shown_and_a_new_one_is_taken_without_a_restart(
 ) -> None:
     old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
     certificate, key = old.issue("serving")
-    tls = Tls(TlsFiles(certificate=certificate, key=key))
+    tls = TlsContext(TlsFiles(certificate=certificate, key=key))
     with serving_live(with_parts(build(tmp_path, FakeRows(SCHEMA)), tls=tls)) as live:
         assert asked(live.url, trusting(old)) == [1]
         with pytest.raises(ServingError, match="CERTIFICATE_VERIFY_FAILED"):
@@ -146,7 +146,7 @@ def test_client_certificates_are_asked_for_where_they_are_wanted(tmp_path: Path,
     ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
     certificate, key = ours.issue("serving")
     files = TlsFiles(certificate=certificate, key=key, client_ca=str(theirs.pem), client_required=required)
-    with serving_live(with_parts(build(tmp_path, FakeRows(SCHEMA)), tls=Tls(files))) as live:
+    with serving_live(with_parts(build(tmp_path, FakeRows(SCHEMA)), tls=TlsContext(files))) as live:
         assert asked(live.url, trusting(ours, *theirs.issue("friend"))) == [1]
         with pytest.raises(ServingError):
             asked(live.url, trusting(ours, *ours.issue("stranger")))
@@ -172,7 +172,7 @@ def test_files_that_cant_be_used_end_the_start(tmp_path: Path, changes: dict[str
         }
     )
     with pytest.raises(ConfigError, match="expected"):
-        Tls(files)
+        TlsContext(files)
 
 
 @pytest.mark.parametrize(

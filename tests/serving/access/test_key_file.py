@@ -10,7 +10,7 @@ import pytest
 
 from roostream.errors import ConfigError
 from serving.access.bearer_keys import new_key
-from serving.access.key_file import ANY, Keyring, Watch, read_keys, write_keys
+from serving.access.key_file import ANY, FileWatcher, Keyring, read_keys, write_keys
 from serving.errors import RequestError
 
 NOW_S = 5000
@@ -108,7 +108,7 @@ def test_only_its_owner_may_read_the_file_and_it_is_whole_or_as_it_was(tmp_path:
 def test_a_file_that_is_moved_into_place_counts_as_changed(tmp_path: Path) -> None:
     file, other = tmp_path / "a", tmp_path / "b"
     file.write_bytes(b"1")
-    watch = Watch(file)
+    watch = FileWatcher(file)
     assert not watch.changed()
     other.write_bytes(b"2")
     other.replace(file)

@@ -19,7 +19,7 @@ from serving_fakes import FakeRows
 from roostream.cli.main import cli
 from roostream.errors import ConfigError, UnavailableError
 from roostream.runtime.clock import FakeClock
-from roostream.runtime.security.tls import Tls, TlsFiles
+from roostream.runtime.tls import TlsContext, TlsFiles
 from serving.admin import admin_server
 from serving.admin.admin_token import AdminToken
 from serving.admin.desk import AdminDesk
@@ -41,7 +41,7 @@ def built(tmp_path: Path) -> Iterator[Built]:
 
 
 @contextlib.contextmanager
-def admin_of(built: Built, tls: Tls | None = None) -> Iterator[int]:
+def admin_of(built: Built, tls: TlsContext | None = None) -> Iterator[int]:
     """Its port."""
     service, clock = built.service, FakeClock()
     shadow = ShadowScoring(service.versions, service.rows, 0, Quiet(clock))
@@ -79,7 +79,7 @@ def test_with_a_certificate_the_token_goes_over_tls_alone(built: Built, tmp_path
     token.write_text(TOKEN)
     friend = tmp_path / "friend.both"
     friend.write_text("".join(Path(file).read_text() for file in theirs.issue("friend")))
-    with admin_of(built, Tls(files)) as port:
+    with admin_of(built, TlsContext(files)) as port:
         told = ["versions", "list", "--admin", f"127.0.0.1:{port}", "--token-file", str(token)]
         own = ["--ca", str(ours.pem), "--certificate", str(friend)]
         assert CliRunner().invoke(cli, [*told, *own]).output.startswith("0-0  served")

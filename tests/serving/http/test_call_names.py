@@ -16,7 +16,7 @@ from serving_fakes import FakeRows
 from starlette.testclient import TestClient
 
 from roostream.errors import SetupError
-from roostream.runtime.program import CURRENT_CALL, CallNames, JsonFormatter
+from roostream.runtime.program import CURRENT_CALL, CallContext, JsonFormatter
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from serving.http.app import HttpInterface
@@ -40,7 +40,7 @@ def client_of(built: Built) -> TestClient:
 
 @pytest.mark.parametrize("given", ["c-1", "6f1c", "Root=1-67891233-abcdef012345678912345678", "a" * 128])
 def test_a_clients_name_is_taken(given: str) -> None:
-    assert names_of([(b"host", b"x"), (b"x-request-id", given.encode())]) == CallNames(given)
+    assert names_of([(b"host", b"x"), (b"x-request-id", given.encode())]) == CallContext(given)
 
 
 @pytest.mark.parametrize("given", ["", " ", "a" * 129, "a b", "-a", "é", 'a"b', "a\tb", "<script>", "a\n"])
@@ -67,7 +67,7 @@ def test_what_is_no_name_is_replaced(given: str) -> None:
 )
 def test_a_place_in_a_trace_is_taken_as_the_standard_says(given: str, taken: bool) -> None:
     names = names_of([(b"x-request-id", b"c-1"), (b"traceparent", given.encode())])
-    assert names == (CallNames("c-1", TRACE, SPAN) if taken else CallNames("c-1"))
+    assert names == (CallContext("c-1", TRACE, SPAN) if taken else CallContext("c-1"))
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from roostream.runtime import tensor_file
 from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.clock import FakeClock
 from roostream.runtime.manifest import dense_name, store_file
-from roostream.runtime.transport import Answer, InMemoryTransport
+from roostream.runtime.rpc.transport import Answer, InMemoryTransport
 from roostream.wire import records as wire
 from serving import heartbeat
 from serving.feature_log.format import LogRecord

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from roostream.runtime.kafka.record_reader import MemoryReader
+from roostream.runtime.kafka.consumer import MemoryConsumer
 from roostream.runtime.kafka.topics import (
     DEFAULT_PARTITIONS,
     ENGAGEMENTS,
@@ -68,7 +68,7 @@ class RedisServer:
             self._process = None
 
 
-class MemoryEvents(MemoryReader):
+class MemoryEvents(MemoryConsumer):
     """Both event topics, with a count of seeks."""
 
     def __init__(self, records: Iterable[Record]) -> None:

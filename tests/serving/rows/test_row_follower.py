@@ -14,9 +14,9 @@ from serving_fakes import FakeRowTopic
 from param_server.initial import initial_rows
 from param_server.replica.replica import Replica
 from roostream.runtime.clock import FakeClock
-from roostream.runtime.kafka.record_reader import RecordsGoneError
+from roostream.runtime.kafka.consumer import RecordsGoneError
 from roostream.runtime.kafka.topics import DEFAULT_BUCKETS
-from roostream.runtime.transport import Answer, InMemoryTransport
+from roostream.runtime.rpc.transport import Answer, InMemoryTransport
 from roostream.schema.ids import bucket_of
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb

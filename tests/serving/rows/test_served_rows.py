@@ -15,7 +15,7 @@ from param_server.replica.row_cache import CachePolicy, RowCache
 from param_server.replica.shard_reads import ShardReads
 from param_server.replica.some_buckets import SomeBuckets
 from roostream.runtime.clock import FakeClock, SystemClock
-from roostream.runtime.transport import Answer, InMemoryTransport
+from roostream.runtime.rpc.transport import Answer, InMemoryTransport
 from roostream.schema.settings import SettingError
 from serving.rows.row_follower import RowFollower
 from serving.rows.served_rows import CachedRows, FollowedRows, open_rows

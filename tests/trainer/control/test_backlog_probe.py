@@ -7,8 +7,7 @@ from collections.abc import Collection, Mapping
 import pytest
 
 from roostream.errors import UnavailableError
-from roostream.runtime.kafka.reader import KafkaReader
-from roostream.runtime.kafka.reading import Reading
+from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsumer
 from roostream.runtime.kafka.topics import Partition
 from roostream.wire.records import Record
 from tests.runtime.fake_consumer import FakeConsumer, FakeMessage, end
@@ -38,7 +37,7 @@ class Offsets:
         assert progress.keys() == set(self.partitions) and not self.held
         self.at = dict(progress)
 
-    def hold(self, partitions: Collection[Partition]) -> None:
+    def pause(self, partitions: Collection[Partition]) -> None:
         self.held = set(partitions)
 
     def poll(self, max_records: int, timeout_s: float) -> list[Record]:
@@ -118,7 +117,7 @@ def test_what_can_t_be_read_is_unknown() -> None:
 def test_kafka_s_reader_is_such_a_log(is_record: bool, expected: list[int]) -> None:
     """Offset 9 is committed; 10 is a record, or a marker that only the end of the partition tells of."""
     kafka = FakeConsumer(oldest=0, newest=11)
-    reader = KafkaReader(kafka, Reading(partitions=(A,)))  # type: ignore[arg-type]
+    reader = KafkaConsumer(kafka, ConsumerOptions(partitions=(A,)))  # type: ignore[arg-type]
     kafka.bring(FakeMessage(A, 10) if is_record else end(A, 11))
     assert counts(BacklogProbe(reader), {A: 10}) == expected
     assert kafka.assigned == {A: 10} and kafka.paused == {A}

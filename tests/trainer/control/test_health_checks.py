@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from roostream.runtime import scrape
-from roostream.runtime.scrape import Scraped
+from roostream.runtime.scrape import ScrapedMetrics
 from trainer.control.health_checks import Finding, Level, commits_behind, findings, headline
 from trainer.control.scrape_targets import read_figures
 
@@ -34,7 +34,8 @@ def status(worker: dict[str, Any] | None = None, **over: Any) -> dict[str, Any]:
 def judged(told: dict[str, Any], **scraped: str) -> list[Finding]:
     names = dict.fromkeys(scraped, "http://x")
     texts = {
-        name.replace("_", "-"): scrape.parse(text) if text else Scraped() for name, text in scraped.items()
+        name.replace("_", "-"): scrape.parse(text) if text else ScrapedMetrics()
+        for name, text in scraped.items()
     }
     figures = read_figures({name.replace("_", "-"): url for name, url in names.items()}, texts)
     return findings(told, figures, members=MEMBERS, interval_ms=10_000)

@@ -9,15 +9,15 @@ import pytest
 
 from roostream.runtime import scrape
 from roostream.runtime.clock import FakeClock
-from roostream.runtime.scrape import Scraped
+from roostream.runtime.scrape import ScrapedMetrics
 from trainer.control.scrape_targets import LOOK_S, STALE_S, ScrapeTargets, read_figures, with_workers
 
 URLS = {"worker": "http://w", "shard-0": "http://s"}
 SHARD = 'roostream_shard_rows{stack="d16"} 7\nroostream_shard_rows{stack="d8"} 3\nroostream_shard_pulls 12\n'
 
 
-def fetched(urls: Mapping[str, str | None]) -> dict[str, Scraped]:
-    return {"worker": Scraped(), "shard-0": scrape.parse(SHARD)}
+def fetched(urls: Mapping[str, str | None]) -> dict[str, ScrapedMetrics]:
+    return {"worker": ScrapedMetrics(), "shard-0": scrape.parse(SHARD)}
 
 
 def test_a_program_that_does_not_answer_is_told_and_what_it_measures_is_unknown() -> None:
@@ -34,7 +34,7 @@ def test_a_program_that_does_not_answer_is_told_and_what_it_measures_is_unknown(
     )
 
 
-def measured(counts: Mapping[str, int]) -> Scraped:
+def measured(counts: Mapping[str, int]) -> ScrapedMetrics:
     """Observations of a stage up to each bound."""
     line = 'roostream_freshness_seconds_bucket{{stage="close_to_readable",le="{}"}} {}\n'
     return scrape.parse("".join(line.format(*item) for item in counts.items()))
@@ -63,7 +63,7 @@ def test_stage_times_are_of_the_last_minutes_and_of_programs_that_answer() -> No
         clock.advance(LOOK_S)
         told["worker"] = measured({"0.1": count, "1.0": 1000 + count, "+Inf": 1000 + count})
     assert neighbours.freshness()["close_to_readable"]["p50_ms"] == pytest.approx(50)
-    told["worker"] = Scraped()
+    told["worker"] = ScrapedMetrics()
     neighbours.look()
     assert neighbours.freshness()["close_to_readable"]["p50_ms"] is None
     told["worker"] = measured({"0.1": 60, "1.0": 1060, "+Inf": 1060})
@@ -76,7 +76,7 @@ def test_stage_times_are_of_the_last_minutes_and_of_programs_that_answer() -> No
 
 
 def test_nobody_is_asked_where_no_address_is_set() -> None:
-    def never(urls: Mapping[str, str | None]) -> dict[str, Scraped]:
+    def never(urls: Mapping[str, str | None]) -> dict[str, ScrapedMetrics]:
         raise AssertionError("asked")
 
     neighbours = ScrapeTargets({}, FakeClock(), never)
@@ -98,7 +98,7 @@ def test_old_answers_say_nothing_about_now() -> None:
 def test_it_looks_again_until_it_is_stopped() -> None:
     clock, stop, looks = FakeClock(), threading.Event(), []
 
-    def counted(urls: Mapping[str, str | None]) -> dict[str, Scraped]:
+    def counted(urls: Mapping[str, str | None]) -> dict[str, ScrapedMetrics]:
         looks.append(clock.monotonic_s())
         if len(looks) == 3:
             stop.set()
@@ -156,7 +156,7 @@ def test_workers_say_themselves_where_they_are(
 def test_a_worker_that_came_later_is_asked_too() -> None:
     workers, asked = {0: ""}, []
 
-    def fetch(urls: Mapping[str, str | None]) -> dict[str, Scraped]:
+    def fetch(urls: Mapping[str, str | None]) -> dict[str, ScrapedMetrics]:
         asked.append(dict(urls))
         return {name: scrape.parse(SHARD) for name in urls}
 

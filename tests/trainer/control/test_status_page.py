@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from roostream.runtime.clock import FakeClock
-from roostream.runtime.scrape import Scraped
+from roostream.runtime.scrape import ScrapedMetrics
 from tests.browser.replayed_run import MEMBERS, ReplayedRun
 from trainer.control import status_page as page
 from trainer.control.scrape_targets import ScrapeTargets
@@ -102,8 +102,8 @@ def test_the_page_needs_no_neighbour(run: ReplayedRun) -> None:
 
 
 def test_numbers_that_are_not_finite_are_unknown_in_json() -> None:
-    value = {1: [math.nan, math.inf, 2.5, None, True], "text": Scraped}
-    assert plain(value) == {"1": [None, None, 2.5, None, True], "text": str(Scraped)}
+    value = {1: [math.nan, math.inf, 2.5, None, True], "text": ScrapedMetrics}
+    assert plain(value) == {"1": [None, None, 2.5, None, True], "text": str(ScrapedMetrics)}
 
 
 @pytest.mark.parametrize("path", [*files(), "/status.json", "/history.json"])

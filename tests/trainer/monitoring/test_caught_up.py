@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from roostream.runtime.clock import FakeClock
-from roostream.runtime.kafka.record_reader import PartitionLag
+from roostream.runtime.kafka.consumer import PartitionLag
 from trainer.monitoring.caught_up import CaughtUp, Course, Liveness, Observation, Standing
 from trainer.monitoring.partition_watch import Patience
 from trainer.monitoring.watch import watch_of

@@ -7,7 +7,7 @@ import dataclasses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roostream.runtime.kafka.record_reader import PartitionLag
+from roostream.runtime.kafka.consumer import PartitionLag
 from trainer.monitoring.caught_up import CaughtUp, Liveness
 from trainer.monitoring.partition_watch import Patience
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from roostream.errors import UnavailableError
-from roostream.runtime.kafka.record_reader import PartitionLag
+from roostream.runtime.kafka.consumer import PartitionLag
 from roostream.runtime.kafka.topics import Partition, Progress
 from trainer.batch_source import Chunk
 from trainer.pipeline.source_thread import SourceThread

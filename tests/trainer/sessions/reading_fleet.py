@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from roostream.errors import FencedError, RoostreamError, TransportError
 from roostream.runtime.clock import FakeClock
 from roostream.runtime.kafka.topics import Partition, Progress
-from roostream.runtime.transport import Answer, Arrays, Header, InMemoryTransport, Transport
+from roostream.runtime.rpc.transport import Answer, Arrays, Header, InMemoryTransport, Transport
 from roostream.runtime.work_unit import TableInput
 from roostream.schema.schema import Schema
 from roostream.warehouse.readers.ahead import Fetch

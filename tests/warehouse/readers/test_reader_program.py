@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from roostream.errors import TransportError
-from roostream.runtime.transport import Answer, Arrays, Header, Transport
+from roostream.runtime.rpc.transport import Answer, Arrays, Header, Transport
 from roostream.warehouse.readers import reader_program
 from roostream.warehouse.readers.reader_program import DRAIN_S, LeasedReader, drain, keep_asking
 from tests.trainer.sessions.reading_fleet import Fleet

@@ -14,9 +14,9 @@ from roostream.errors import RoostreamError
 from roostream.runtime.clock import SystemClock
 from roostream.runtime.kafka.topics import SAMPLES
 from roostream.runtime.program import Stop
-from roostream.runtime.rpc_client import SocketTransport
-from roostream.runtime.rpc_server import RpcServer
-from roostream.runtime.security.link_security import LinkKeys, LinkSecurity
+from roostream.runtime.rpc.client import SocketTransport
+from roostream.runtime.rpc.security import LinkCredentials, LinkSecurity
+from roostream.runtime.rpc.server import RpcServer
 from roostream.runtime.work_unit import TableInput
 from roostream.warehouse.readers.config import ReaderConfig, ReadersConfig
 from roostream.warehouse.readers.reader_program import read
@@ -48,7 +48,7 @@ class Link:
         assert told is not None
         self.told: TableInput = told
         self.master = ReaderMaster(lambda: (1, self.told), samples.schema(), SystemClock(), hold_s=0.05)
-        self.server = RpcServer(self.master.handle, keys=LinkKeys(self.security("controller"))).start()
+        self.server = RpcServer(self.master.handle, keys=LinkCredentials(self.security("controller"))).start()
         opened.callback(self.server.stop)
 
     def security(self, name: str, token: str = TOKEN) -> LinkSecurity:
@@ -70,7 +70,7 @@ class Link:
 
     def worker(self, number: int, security: LinkSecurity) -> SessionSource:
         """Of the partition of its number."""
-        keys = LinkKeys(security)
+        keys = LinkCredentials(security)
         link = ReadersLink(
             controller=lambda: SocketTransport(self.server.address, keys=keys),
             dial=lambda address: SocketTransport(address, keys=keys),
@@ -136,7 +136,7 @@ def test_a_reader_gives_nothing_to_whom_it_does_not_know(link: Link) -> None:
     (name,) = link.master.status()["readers"]
     header = {"split": 0, "grant": 1, "position": 0, "wait_s": 0}
     for stranger in (LinkSecurity(), link.security("y", "o" * 32)):
-        transport = SocketTransport(name.partition("/")[0], keys=LinkKeys(stranger))
+        transport = SocketTransport(name.partition("/")[0], keys=LinkCredentials(stranger))
         with pytest.raises(RoostreamError):
             transport.call("unit", header, timeout_s=2.0)
         transport.close()

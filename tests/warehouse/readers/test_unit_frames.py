@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from roostream.errors import SchemaError, WireError
-from roostream.runtime import frames
+from roostream.runtime.rpc import frames
 from roostream.warehouse.readers.reading import LocalRows, Piece
 from roostream.warehouse.readers.session import SessionSpec
 from roostream.warehouse.readers.table_session import SampleTable

@@ -8,8 +8,8 @@ import pytest
 from confluent_kafka import KafkaError, TopicPartition
 
 from roostream.errors import UnavailableError
-from roostream.runtime.kafka.reading import Reading
-from roostream.runtime.kafka.retention import Committed, GroupLosses, committed_by
+from roostream.runtime.kafka.kafka_consumer import ConsumerOptions
+from roostream.runtime.kafka.retention_loss import CommittedOffset, RetentionLossCounter, committed_offsets
 from roostream.runtime.kafka.topics import Partition
 from tests.runtime.fake_consumer import FakeConsumer
 
@@ -20,19 +20,19 @@ class Kafka:
     """Answers what it is told; `away` is an outage."""
 
     def __init__(self) -> None:
-        self.found: dict[Partition, Committed] = {A: Committed(0, -1), B: Committed(0, -1)}
+        self.found: dict[Partition, CommittedOffset] = {A: CommittedOffset(0, -1), B: CommittedOffset(0, -1)}
         self.away = False
-        self.losses = GroupLosses(self._ask, "the join")
+        self.losses = RetentionLossCounter(self._ask, "the join")
 
-    def _ask(self) -> dict[Partition, Committed]:
+    def _ask(self) -> dict[Partition, CommittedOffset]:
         if self.away:
             raise UnavailableError("away")
         return self.found
 
     def lost_at(self, partition: Partition, oldest: int, committed: int) -> int:
         """So far."""
-        self.found[partition] = Committed(oldest, committed)
-        self.losses.look()
+        self.found[partition] = CommittedOffset(oldest, committed)
+        self.losses.update()
         return self.losses.num_lost
 
 
@@ -47,7 +47,7 @@ def test_what_was_deleted_before_it_was_committed_is_counted_once_and_said(
 ) -> None:
     kafka = Kafka()
     assert kafka.lost_at(A, 30, 10) == 20
-    assert "impressions-0: retention deleted 20 records that the join had not read" in caplog.text
+    assert "impressions-0: retention deleted 20 records" in caplog.text
     assert kafka.lost_at(A, 30, 10) == 20
     assert kafka.lost_at(A, 35, 10) == 25, "it stands still, and retention goes on"
     assert kafka.lost_at(A, 35, 35) == 25, "it went on from the oldest"
@@ -83,16 +83,16 @@ class Group(FakeConsumer):
         ]
 
 
-def asked(group: Group) -> dict[Partition, Committed]:
-    return committed_by(group, Reading(partitions=(A, B), prefix="x."))  # type: ignore[arg-type]
+def asked(group: Group) -> dict[Partition, CommittedOffset]:
+    return committed_offsets(group, ConsumerOptions(partitions=(A, B), prefix="x."))  # type: ignore[arg-type]
 
 
 def test_a_groups_offsets_stand_beside_the_oldest_ones_under_our_names() -> None:
-    assert asked(Group(oldest=3)) == {A: Committed(3, 5), B: Committed(3, -1)}
+    assert asked(Group(oldest=3)) == {A: CommittedOffset(3, 5), B: CommittedOffset(3, -1)}
 
 
 def test_a_broker_that_is_away_is_told_as_such() -> None:
     group = Group()
     group.fails = KafkaError._TRANSPORT
-    with pytest.raises(UnavailableError, match="are not known now"):
+    with pytest.raises(UnavailableError, match="unknown"):
         asked(group)

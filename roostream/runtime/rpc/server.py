@@ -1,4 +1,4 @@
-"""Calls answered over TCP, with threads, one a connection; `roostream/runtime/rpc_client.py` makes them."""
+"""Calls answered over TCP, with threads, one a connection; `roostream/runtime/rpc/client.py` makes them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from roostream.errors import RoostreamError, SetupError, UnavailableError, WireError
-from roostream.runtime import connections, frames
 from roostream.runtime.address import is_loopback
-from roostream.runtime.security.link_security import LinkKeys
-from roostream.runtime.transport import Handler, Header
+from roostream.runtime.rpc import frames
+from roostream.runtime.rpc import sockets as connections
+from roostream.runtime.rpc.security import LinkCredentials
+from roostream.runtime.rpc.transport import Handler, Header
 
 log = logging.getLogger("roostream.rpc")
 
@@ -53,9 +54,9 @@ class RpcServer:
         *,
         max_frame_bytes: int = frames.MAX_FRAME_BYTES,
         max_connections: int = 256,
-        keys: LinkKeys | None = None,
+        keys: LinkCredentials | None = None,
     ) -> None:
-        self.handler, self.host, self.port, self.keys = handler, host, port, keys or LinkKeys()
+        self.handler, self.host, self.port, self.keys = handler, host, port, keys or LinkCredentials()
         self.max_frame_bytes, self.max_connections = max_frame_bytes, max_connections
         self._listener: socket.socket | None = None
         self._connections: dict[socket.socket, _Dialled] = {}

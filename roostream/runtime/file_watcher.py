@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 
-class Watch:
+class FileWatcher:
     """Whether files were changed since one last looked: by their size, time and inode, so that a file that is moved into place
     counts, and so does a link that is made to lead elsewhere (as Kubernetes renews a mounted secret)."""
 

@@ -11,15 +11,16 @@ from collections import deque
 
 from roostream import errors
 from roostream.errors import RoostreamError, TransportError, UnavailableError, WireError
-from roostream.runtime import connections, frames
 from roostream.runtime.address import parse_address
-from roostream.runtime.security.link_security import LinkKeys
-from roostream.runtime.transport import Answer, Arrays, Header
+from roostream.runtime.rpc import frames
+from roostream.runtime.rpc import sockets as connections
+from roostream.runtime.rpc.security import LinkCredentials
+from roostream.runtime.rpc.transport import Answer, Arrays, Header
 
 
 class SocketTransport:
     """A Transport to `"host:port"`. Connections are dialled when needed and kept for the next call; the host's name is looked up
-    for each, so that whoever moves is found again. See `roostream.runtime.transport.Transport` for what a failure means."""
+    for each, so that whoever moves is found again. See `roostream.runtime.rpc.transport.Transport` for what a failure means."""
 
     def __init__(
         self,
@@ -27,10 +28,10 @@ class SocketTransport:
         *,
         dial_timeout_s: float = 2.0,
         max_frame_bytes: int = frames.MAX_FRAME_BYTES,
-        keys: LinkKeys | None = None,
+        keys: LinkCredentials | None = None,
     ) -> None:
         self.address, self.dial_timeout_s, self.max_frame_bytes = address, dial_timeout_s, max_frame_bytes
-        self.keys = keys or LinkKeys()
+        self.keys = keys or LinkCredentials()
         self._idle: deque[socket.socket] = deque()
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roostream.runtime.kafka.merge import Merge
+from roostream.runtime.kafka.timestamp_merge import TimestampMerge
 from roostream.wire.records import Record
 
 IMPRESSIONS, P0, P1, P2 = ("impressions", 0), ("samples", 0), ("samples", 1), ("samples", 2)
@@ -20,7 +20,7 @@ def times(records: list[Record]) -> list[int]:
 
 
 def test_the_oldest_head_comes_first() -> None:
-    merge = Merge([P0, P1])
+    merge = TimestampMerge([P0, P1])
     for r in (record(P0, 0, 10), record(P0, 1, 30), record(P1, 0, 20), record(P1, 1, 40)):
         merge.offer(r)
     assert times(merge.take(3)) == [10, 20, 30]
@@ -30,7 +30,7 @@ def test_the_oldest_head_comes_first() -> None:
 
 
 def test_of_equal_times_the_partition_that_was_named_first_comes_first() -> None:
-    merge = Merge([IMPRESSIONS, P0])
+    merge = TimestampMerge([IMPRESSIONS, P0])
     merge.offer(record(P0, 0, 10))
     merge.offer(record(IMPRESSIONS, 0, 10))
     merge.reached_end(P0)
@@ -39,7 +39,7 @@ def test_of_equal_times_the_partition_that_was_named_first_comes_first() -> None
 
 
 def test_a_partition_at_its_end_holds_up_nobody() -> None:
-    merge = Merge([P0, P1, P2])
+    merge = TimestampMerge([P0, P1, P2])
     merge.reached_end(P1)
     merge.reached_end(P2)
     merge.offer(record(P0, 0, 10))
@@ -52,17 +52,17 @@ def test_a_partition_at_its_end_holds_up_nobody() -> None:
 
 
 def test_a_partition_that_is_closed_gives_nothing_and_holds_up_nobody() -> None:
-    merge = Merge([P0, P1])
+    merge = TimestampMerge([P0, P1])
     for r in (record(P0, 0, 10), record(P1, 0, 20), record(P0, 1, 30)):
         merge.offer(r)
     assert times(merge.take(9, lambda p: p == P0)) == [20] and merge.head(P1) is None
     assert times(merge.take(9, lambda p: p == P1 or merge.head(p) == 1)) == [10], "as it is at each record"
-    assert times(merge.take_of(P0, 9, lambda p: merge.head(p) == 1)) == []
-    assert times(merge.take_of(P0, 9)) == [30]
+    assert times(merge.take_from(P0, 9, lambda p: merge.head(p) == 1)) == []
+    assert times(merge.take_from(P0, 9)) == [30]
 
 
 def test_a_partition_is_drained_when_all_of_it_is_given() -> None:
-    merge = Merge([P0])
+    merge = TimestampMerge([P0])
     merge.offer(record(P0, 0, 10))
     merge.reached_end(P0)
     assert merge.at_end(P0) and not merge.is_drained(P0)
@@ -71,36 +71,36 @@ def test_a_partition_is_drained_when_all_of_it_is_given() -> None:
 
 
 def test_buffers_are_bounded_by_room() -> None:
-    merge = Merge([P0, P1], buffered=2)
+    merge = TimestampMerge([P0, P1], max_buffered=2)
     merge.offer(record(P0, 0, 10))
-    assert (merge.room(P0), merge.room(P1)) == (1, 2)
+    assert (merge.num_free(P0), merge.num_free(P1)) == (1, 2)
     merge.offer(record(P0, 1, 11))
-    assert merge.room(P0) == 0
+    assert merge.num_free(P0) == 0
 
 
 def test_buffers_are_bounded_by_bytes_too_whoever_takes() -> None:
-    merge = Merge([P0, P1], buffered=10, buffered_bytes=1000)
+    merge = TimestampMerge([P0, P1], max_buffered=10, max_buffered_bytes=1000)
     for offset in range(3):
         merge.offer(record(P0, offset, 10)._replace(value=bytes(300)))
-    assert (merge.room(P0), merge.room(P1)) == (1, 10), "room for a tenth of the bytes"
+    assert (merge.num_free(P0), merge.num_free(P1)) == (1, 10), "room for a tenth of the bytes"
     merge.offer(record(P0, 3, 10)._replace(value=bytes(5000)))
-    assert merge.room(P0) == 0, "one that is larger than all room is taken, and nothing more"
+    assert merge.num_free(P0) == 0, "one that is larger than all room is taken, and nothing more"
     merge.reached_end(P1)
     merge.take(1)
-    assert merge.room(P0) == 0
-    merge.take_of(P0, 2)
+    assert merge.num_free(P0) == 0
+    merge.take_from(P0, 2)
     merge.take_any(1)
-    assert merge.room(P0) == 10
+    assert merge.num_free(P0) == 10
     merge.offer(record(P0, 4, 10)._replace(value=bytes(900)))
     merge.clear()
-    assert merge.room(P0) == 10
+    assert merge.num_free(P0) == 10
 
 
 def test_one_partition_can_be_taken_alone_or_all_as_they_are() -> None:
-    merge = Merge([P0, P1])
+    merge = TimestampMerge([P0, P1])
     for n, p in enumerate((P0, P1, P1)):
         merge.offer(record(p, max(n - 1, 0), 50 - n))
-    assert times(merge.take_of(P0, 5)) == [50]
+    assert times(merge.take_from(P0, 5)) == [50]
     assert times(merge.take_any(1)) == [49]
     merge.clear()
     assert merge.take_any(5) == []
@@ -113,7 +113,7 @@ def test_sorted_partitions_come_out_sorted_whatever_arrives_first(
     partitions: list[list[int]], poll: int
 ) -> None:
     names = [("samples", p) for p in range(len(partitions))]
-    merge = Merge(names)
+    merge = TimestampMerge(names)
     out: list[Record] = []
     for name, of_one in reversed(
         list(zip(names, partitions, strict=True))

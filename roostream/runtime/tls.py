@@ -8,7 +8,7 @@ import ssl
 import threading
 from pathlib import Path
 
-from roostream.runtime.security.watched_files import Watch
+from roostream.runtime.file_watcher import FileWatcher
 from roostream.schema.settings import SettingError, Settings, setting
 
 log = logging.getLogger("roostream.tls")
@@ -27,7 +27,7 @@ class TlsFiles:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SpeaksTls(Settings):
+class TlsSettings(Settings):
     """A program whose HTTP ports are encrypted where it is given a certificate: all of them by the same files."""
 
     tls_certificate: str = setting(
@@ -72,13 +72,13 @@ class SpeaksTls(Settings):
         )
 
 
-class Tls:
+class TlsContext:
     """One context for all connections: those that begin after the files changed get what they hold then."""
 
     def __init__(self, files: TlsFiles) -> None:
         """Raises SettingError: files that can't be read, or don't belong together."""
         self.files = files
-        self._watch = Watch(Path(files.certificate), Path(files.key))
+        self._watch = FileWatcher(Path(files.certificate), Path(files.key))
         self.context = _context(files)
 
     def poll(self) -> None:

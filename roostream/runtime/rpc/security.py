@@ -17,7 +17,7 @@ import ssl
 import threading
 from pathlib import Path
 
-from roostream.runtime.security.watched_files import Watch
+from roostream.runtime.file_watcher import FileWatcher
 from roostream.schema.settings import SettingError, Settings, setting
 
 log = logging.getLogger("roostream.rpc")
@@ -69,7 +69,7 @@ class _Files:
     tokens: tuple[str, ...]
 
 
-class LinkKeys:
+class LinkCredentials:
     """The certificates and tokens in force. Thread-safe."""
 
     def __init__(self, security: LinkSecurity | None = None, *, insecure: bool = False) -> None:
@@ -80,7 +80,7 @@ class LinkKeys:
         """
         self.security, self.insecure = security or LinkSecurity(), insecure
         named = (self.security.certificate, self.security.key, self.security.ca, self.security.token_file)
-        self._watch = Watch(*(Path(name) for name in named if name))
+        self._watch = FileWatcher(*(Path(name) for name in named if name))
         self._lock = threading.Lock()
         self._files = _read(self.security)
 

@@ -25,8 +25,8 @@ from typing import Any, TypeAlias
 from roostream.errors import CheckpointError, ConfigError, FencedError, RoostreamError, UnavailableError
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.clock import Clock, SystemClock
-from roostream.runtime.crew import Crew, StopBudget
-from roostream.runtime.transport import Transport
+from roostream.runtime.rpc.transport import Transport
+from roostream.runtime.thread_group import StopBudget, ThreadGroup
 
 log = logging.getLogger("roostream.member")
 
@@ -40,7 +40,7 @@ _CALL_TIMEOUT_S = 3.0
 _MIN_BETWEEN_S = 0.05
 
 
-def refusal_of(error: Exception) -> Result:
+def error_result(error: Exception) -> Result:
     """How a command that failed is told. `damaged`: another manifest may do. `away`: something can't be read or written now,
     and trying again can help. `permanent`: it fails again however often it is tried."""
     text = str(error) if isinstance(error, RoostreamError) else f"a defect of Roostream: {error!r}"
@@ -49,7 +49,7 @@ def refusal_of(error: Exception) -> Result:
     return {"ok": False, "error": text, "damaged": damaged, "away": away, "permanent": permanent}
 
 
-def check_same_schema(command: Command, fingerprint: int) -> None:
+def check_command_schema(command: Command, fingerprint: int) -> None:
     """What a commit holds is by the schema that it names, so all whom a controller restores have the controller's. While programs
     are started again one after the other with another file, those that have theirs already wait for the rest.
 
@@ -73,7 +73,7 @@ def _key(command: Command) -> tuple[int, int]:
     return int(command["incarnation"]), int(command["id"])
 
 
-class Member:
+class ControllerAgent:
     """`execute(command)` gives the result's fields, or raises; `report()` what goes along with each beat.
 
     `execute` runs in the command thread only. An error of it is told to the controller, which decides; an error that is
@@ -117,14 +117,14 @@ class Member:
         self._reached = True  # the last call was answered
         self._told = threading.Event()
         self._answered_s = self.clock.monotonic_s()
-        self._crew = Crew(stop)
+        self._crew = ThreadGroup(stop)
 
     @property
     def silent_s(self) -> float:
         """Since the controller last answered."""
         return self.clock.monotonic_s() - self._answered_s
 
-    def start(self) -> Member:
+    def start(self) -> ControllerAgent:
         """Begin to beat; self. Ends with `stop`; then `join`."""
         self._crew.start("member-beat", self._beat_loop)
         self._crew.start("member-commands", self._command_loop)
@@ -243,7 +243,7 @@ class Member:
             if command.get("kind") == "restore":
                 self.incarnation = incarnation
         except Exception as error:
-            result = refusal_of(error)
+            result = error_result(error)
             defect = not isinstance(error, RoostreamError)
             level = logging.ERROR if defect else logging.WARNING
             log.log(level, "%s: %s", command.get("kind"), result["error"], exc_info=defect)

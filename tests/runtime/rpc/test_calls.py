@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 
 from roostream.errors import ConfigError, FencedError, SetupError, TransportError, UnavailableError
-from roostream.runtime import connections, frames, rpc_server
 from roostream.runtime.address import parse_address
-from roostream.runtime.rpc_client import SocketTransport, error_of
-from roostream.runtime.rpc_server import RpcServer
-from roostream.runtime.security.link_security import LinkKeys
-from roostream.runtime.transport import Header
+from roostream.runtime.rpc import frames
+from roostream.runtime.rpc import server as rpc_server
+from roostream.runtime.rpc import sockets as connections
+from roostream.runtime.rpc.client import SocketTransport, error_of
+from roostream.runtime.rpc.security import LinkCredentials
+from roostream.runtime.rpc.server import RpcServer
+from roostream.runtime.rpc.transport import Header
 
 
 class Peer:
@@ -185,7 +187,7 @@ def test_a_peer_that_takes_no_answer_is_let_go(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(connections, "_SOCKET_BYTES", 1 << 16)
     server, watched = (
         RpcServer(lambda method, header, arrays: ({}, [np.zeros(64 << 20, np.uint8)])),
-        Watched(),
+        WatchedDict(),
     )
     server._connections = watched
     server.start()
@@ -194,7 +196,7 @@ def test_a_peer_that_takes_no_answer_is_let_go(monkeypatch: pytest.MonkeyPatch) 
     server.stop()
 
 
-class Watched(dict):
+class WatchedDict(dict):
     """Says when the last connection is gone."""
 
     def __init__(self) -> None:
@@ -376,7 +378,7 @@ def test_a_taken_port_is_told_in_one_sentence(server: RpcServer, peer: Peer) -> 
 def test_only_loopback_is_listened_on_unless_told_otherwise(peer: Peer) -> None:
     with pytest.raises(SetupError, match="or insecure = true"):
         RpcServer(peer, "0.0.0.0").start()
-    server = RpcServer(peer, "0.0.0.0", keys=LinkKeys(insecure=True)).start()
+    server = RpcServer(peer, "0.0.0.0", keys=LinkCredentials(insecure=True)).start()
     assert server.stop() == 0
 
 

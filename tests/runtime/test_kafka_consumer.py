@@ -14,26 +14,30 @@ from confluent_kafka import KafkaError, KafkaException
 from roostream.errors import UnavailableError
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.broker import Broker
-from roostream.runtime.kafka.reader import KafkaReader
-from roostream.runtime.kafka.reading import End, Ends, Reading
-from roostream.runtime.kafka.record_reader import RecordsGoneError
+from roostream.runtime.kafka.consumer import RecordsGoneError
+from roostream.runtime.kafka.kafka_consumer import (
+    ConsumerOptions,
+    EndOffsetPoller,
+    KafkaConsumer,
+    PartitionEnd,
+)
 from tests.runtime.fake_consumer import FakeConsumer, FakeMessage, end
 
 P0, P1, P2 = (("samples", n) for n in range(3))
 AT0, AT1, AT2 = (("t.samples", n) for n in range(3))
-MERGED = Reading(partitions=(P0, P1, P2), prefix="t.", merged=True)
-AS_THEY_COME = dataclasses.replace(MERGED, merged=False)
+MERGED = ConsumerOptions(partitions=(P0, P1, P2), prefix="t.", merge_by_time=True)
+AS_THEY_COME = dataclasses.replace(MERGED, merge_by_time=False)
 
 
-def reader_of(consumer: FakeConsumer, reading: Reading = MERGED) -> KafkaReader:
-    reader = KafkaReader(consumer, reading)
+def reader_of(consumer: FakeConsumer, reading: ConsumerOptions = MERGED) -> KafkaConsumer:
+    reader = KafkaConsumer(consumer, reading)
     reader.seek({})
     return reader
 
 
 def test_every_partition_is_assigned_at_its_offset_or_from_its_oldest_record() -> None:
     consumer = FakeConsumer(oldest=2)
-    reader = KafkaReader(consumer, MERGED)
+    reader = KafkaConsumer(consumer, MERGED)
     reader.seek({P0: 7, P1: 2})
     assert consumer.assigned == {AT0: 7, AT1: 2, AT2: 2}
     assert reader.positions() == {P0: 7, P1: 2, P2: 2} and reader.num_lost == 0
@@ -41,10 +45,13 @@ def test_every_partition_is_assigned_at_its_offset_or_from_its_oldest_record() -
 
 def test_records_that_retention_deleted_are_counted_and_said(caplog: pytest.LogCaptureFixture) -> None:
     consumer = FakeConsumer(oldest=10)
-    reader = KafkaReader(consumer, MERGED)
+    reader = KafkaConsumer(consumer, MERGED)
     with caplog.at_level(logging.ERROR):
         reader.seek({P0: 4, P1: 10})
-    assert "t.samples-0: offset 4 is gone, it has 10 to 100: retention deleted 6 records" in caplog.text
+    assert (
+        "t.samples-0: offset 4 is gone, the partition has 10 to 100: retention deleted 6 records"
+        in caplog.text
+    )
     assert consumer.assigned[AT0] == 10 and len(caplog.records) == 1 and reader.num_lost == 6
 
 
@@ -61,7 +68,7 @@ def test_what_retention_deletes_while_it_waits_is_skipped_counted_and_said(
         reader.poll(9, 0)
         reader.poll(9, 0)
     assert reader.num_lost == 4 and consumer.assigned == {AT0: 5, AT1: 0, AT2: 0}
-    assert "offset 1 is gone, it has 5 to 100" in caplog.text
+    assert "offset 1 is gone, the partition has 5 to 100" in caplog.text
 
 
 def test_skipping_waits_for_a_broker_that_is_away() -> None:
@@ -77,11 +84,12 @@ def test_skipping_waits_for_a_broker_that_is_away() -> None:
 
 def test_a_log_that_was_cut_before_a_seek_is_read_from_its_end(caplog: pytest.LogCaptureFixture) -> None:
     consumer = FakeConsumer([FakeMessage(AT0, 50, 5)], newest=50)
-    reader = KafkaReader(consumer, AS_THEY_COME)
+    reader = KafkaConsumer(consumer, AS_THEY_COME)
     with caplog.at_level(logging.ERROR):
         reader.seek({P0: 60, P1: 50})
     assert (
-        "offset 60 is gone, it has 0 to 50: Kafka lost 10 offsets that were read" in caplog.text
+        "offset 60 is gone, the partition has 0 to 50: Kafka lost 10 offsets that had been read"
+        in caplog.text
         and reader.num_lost == 10
     )
     assert consumer.assigned == {AT0: 50, AT1: 50, AT2: 0}
@@ -92,13 +100,13 @@ def test_a_log_that_is_cut_while_it_is_read_is_read_from_its_end(caplog: pytest.
     consumer = FakeConsumer(
         [FakeMessage(AT0, -1, error=KafkaError._AUTO_OFFSET_RESET)], [], [FakeMessage(AT0, 20, 5)]
     )
-    reader = KafkaReader(consumer, AS_THEY_COME)
+    reader = KafkaConsumer(consumer, AS_THEY_COME)
     reader.seek({P0: 50})
     consumer.newest = 20
     with caplog.at_level(logging.ERROR):
         reader.poll(9, 0)
         reader.poll(9, 0)
-    assert "offset 50 is gone, it has 0 to 20" in caplog.text and reader.num_lost == 30
+    assert "offset 50 is gone, the partition has 0 to 20" in caplog.text and reader.num_lost == 30
     assert [r.offset for r in reader.poll(9, 0)] == [20]
 
 
@@ -106,7 +114,7 @@ def test_an_offset_that_is_there_after_all_is_read() -> None:
     consumer = FakeConsumer(
         [FakeMessage(AT0, -1, error=KafkaError.OFFSET_OUT_OF_RANGE)], [], [FakeMessage(AT0, 50, 5)]
     )
-    reader = KafkaReader(consumer, AS_THEY_COME)
+    reader = KafkaConsumer(consumer, AS_THEY_COME)
     reader.seek({P0: 50})
     assert [r.offset for _ in range(3) for r in reader.poll(9, 0)] == [50] and reader.num_lost == 0
 
@@ -114,7 +122,7 @@ def test_an_offset_that_is_there_after_all_is_read() -> None:
 @pytest.mark.parametrize("code", [KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE])
 def test_a_reader_that_may_not_skip_is_told(code: int) -> None:
     consumer = FakeConsumer([FakeMessage(AT1, -1, error=code)])
-    reader = reader_of(consumer, dataclasses.replace(MERGED, skips_lost=False))
+    reader = reader_of(consumer, dataclasses.replace(MERGED, skip_lost_records=False))
     with pytest.raises(RecordsGoneError, match=r"t\.samples-1 no longer has offset 0"):
         reader.poll(9, 0)
     consumer.oldest = 3
@@ -136,7 +144,7 @@ def test_a_reader_that_may_not_skip_is_told(code: int) -> None:
 def test_seeking_where_nothing_can_be_asked_is_told_and_changes_nothing(code: int, todo: str) -> None:
     consumer = FakeConsumer()
     consumer.fails = code
-    reader = KafkaReader(consumer, MERGED, what="Kafka at k:1")
+    reader = KafkaConsumer(consumer, MERGED, what="Kafka at k:1")
     with pytest.raises(UnavailableError, match=rf"Kafka at k:1: t\.samples: .*{todo}"):
         reader.seek({P0: 1})
     assert consumer.assigned == {}
@@ -158,7 +166,7 @@ def test_a_broker_that_tells_nothing_of_one_partition_in_time_is_away(
 
     monkeypatch.setattr(consumer, "offsets_for_times", late)
     with pytest.raises(UnavailableError, match=r"t\.samples: .*imed out"):
-        KafkaReader(consumer, MERGED).end_offsets()
+        KafkaConsumer(consumer, MERGED).end_offsets()
 
 
 @pytest.mark.parametrize("code", [KafkaError.UNKNOWN_LEADER_EPOCH, KafkaError.NOT_LEADER_FOR_PARTITION])
@@ -177,16 +185,16 @@ def test_a_partition_that_is_just_getting_its_leader_is_asked_for_again(
         ]
 
     monkeypatch.setattr(consumer, "offsets_for_times", moving)
-    assert KafkaReader(consumer, MERGED).bounds(P0, P2) == {P0: (2, 9), P2: (2, 9)} and not refusals
+    assert KafkaConsumer(consumer, MERGED).bounds(P0, P2) == {P0: (2, 9), P2: (2, 9)} and not refusals
     assert consumer.num_refreshed == 2, "a client remembers who led"
     refusals += [code] * 1000
     with pytest.raises(KafkaException, match=KafkaError(code).str()):
-        clients.bounds(consumer, [MERGED.place(P2)], timeout_s=0.3)  # type: ignore[arg-type]
+        clients.bounds(consumer, [MERGED.topic_partition(P2)], timeout_s=0.3)  # type: ignore[arg-type]
     assert refusals, "not for ever"
 
 
 def test_ends_and_bounds_are_asked_when_wanted() -> None:
-    reader = KafkaReader(FakeConsumer(oldest=2, newest=9), MERGED)
+    reader = KafkaConsumer(FakeConsumer(oldest=2, newest=9), MERGED)
     assert reader.end_offsets() == {P0: 9, P1: 9, P2: 9} and reader.bounds(P0) == {P0: (2, 9)}
 
 
@@ -215,26 +223,28 @@ def test_a_record_that_comes_within_the_time_is_waited_for() -> None:
 @pytest.mark.parametrize("follows", [True, False])
 def test_ends_are_followed_from_the_opening_where_that_is_asked_for(follows: bool) -> None:
     before = threading.enumerate()
-    reader = KafkaReader.open(Broker("127.0.0.1:1"), "g", dataclasses.replace(MERGED, follows_ends=follows))
-    assert [t.name for t in threading.enumerate() if t not in before] == ["reader-ends"] * follows
+    reader = KafkaConsumer.open(
+        Broker("127.0.0.1:1"), "g", dataclasses.replace(MERGED, track_end_offsets=follows)
+    )
+    assert [t.name for t in threading.enumerate() if t not in before] == ["kafka-end-offsets"] * follows
     reader.close()
 
 
 def test_silence_of_a_partition_that_is_behind_is_told_once_and_its_end_too(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("roostream.runtime.kafka.reader._AWAY_AFTER_S", 0.0)
+    monkeypatch.setattr("roostream.runtime.kafka.kafka_consumer._WARN_SILENT_S", 0.0)
     caplog.set_level(logging.INFO)
     consumer = FakeConsumer([FakeMessage(AT0, 0, 10)])
     reader = reader_of(consumer, AS_THEY_COME)
     assert len(reader.poll(9, 0)) == 1 and caplog.text == "", "it was never silent"
     for _ in range(3):
         reader.poll(9, 0.01)
-    assert caplog.text.count("no records of t.samples") == 1 and "come again" not in caplog.text
+    assert caplog.text.count("no records of t.samples") == 1 and "arrive again" not in caplog.text
     consumer.bring(FakeMessage(AT0, 1, 11))
     for _ in range(2):
         reader.poll(9, 0)
-    assert caplog.text.count("records of t.samples come again") == 1
+    assert caplog.text.count("records of t.samples arrive again") == 1
 
 
 def test_a_record_without_a_value_has_an_empty_one() -> None:
@@ -244,14 +254,14 @@ def test_a_record_without_a_value_has_an_empty_one() -> None:
 
 def test_what_was_fetched_before_a_seek_is_not_given() -> None:
     consumer = FakeConsumer([FakeMessage(AT0, 3, 1), FakeMessage(AT0, 5, 2), FakeMessage(AT0, 5, 2)])
-    reader = KafkaReader(consumer, AS_THEY_COME)
+    reader = KafkaConsumer(consumer, AS_THEY_COME)
     reader.seek({P0: 5})
     assert [r.offset for r in reader.poll(9, 0)] == [5]
 
 
 def test_a_full_buffer_pauses_its_partition_until_there_is_room() -> None:
     consumer = FakeConsumer([end(AT2), FakeMessage(AT0, 0, 10), FakeMessage(AT0, 1, 11)], [end(AT1)])
-    reader = reader_of(consumer, dataclasses.replace(MERGED, buffered=2))
+    reader = reader_of(consumer, dataclasses.replace(MERGED, max_buffered=2))
     assert reader.poll(9, 0) == [], "partition 1 has not spoken"
     assert consumer.paused == {AT0}
     assert len(reader.poll(9, 0)) == 2 and consumer.paused == set()
@@ -259,7 +269,7 @@ def test_a_full_buffer_pauses_its_partition_until_there_is_room() -> None:
 
 def test_a_seek_ends_a_pause_for_a_full_buffer_since_the_client_keeps_it() -> None:
     consumer = FakeConsumer([FakeMessage(AT0, 0, 10), FakeMessage(AT0, 1, 11)])
-    reader = reader_of(consumer, dataclasses.replace(MERGED, buffered=2))
+    reader = reader_of(consumer, dataclasses.replace(MERGED, max_buffered=2))
     reader.poll(9, 0)
     assert consumer.paused == {AT0}
     reader.seek({})
@@ -269,9 +279,9 @@ def test_a_seek_ends_a_pause_for_a_full_buffer_since_the_client_keeps_it() -> No
 def test_a_held_partition_is_not_fetched_until_it_is_let_go() -> None:
     consumer = FakeConsumer()
     reader = reader_of(consumer)
-    reader.hold({P0, P1})
+    reader.pause({P0, P1})
     assert consumer.paused == {AT0, AT1}
-    reader.hold({P1})
+    reader.pause({P1})
     assert consumer.paused == {AT1}
     reader.seek({})
     assert consumer.paused == {AT1}, "a seek ends no hold"
@@ -292,27 +302,27 @@ def test_the_end_is_reached_when_all_that_was_there_is_given() -> None:
 
 
 def test_markers_of_transactions_are_not_lag() -> None:
-    ends = Ends(None, MERGED)
-    reader = KafkaReader(
+    ends = EndOffsetPoller(None, MERGED)
+    reader = KafkaConsumer(
         FakeConsumer([FakeMessage(AT0, 0, 10), end(AT0, 2), end(AT1), end(AT2)]), MERGED, ends
     )
     reader.seek({})
     assert reader.lag() == {}
     reader.poll(9, 0)
-    ends.learn({P0: End(2, 4, 10)})
+    ends.update({P0: PartitionEnd(2, 4, 10)})
     lag = reader.lag()[P0]
     assert (lag.records, lag.high_watermark, lag.position_ms, lag.newest_ms) == (0, 4, 10, 10)
     assert reader.positions()[P0] == 1
 
 
 def test_a_lag_is_not_known_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = Ends(None, MERGED)
-    reader = KafkaReader(
+    ends = EndOffsetPoller(None, MERGED)
+    reader = KafkaConsumer(
         FakeConsumer([FakeMessage(AT0, 0, 10), end(AT0, 1), end(AT1), end(AT2)]), MERGED, ends
     )
-    ends.learn({P0: End(1, 1, 10)})
+    ends.update({P0: PartitionEnd(1, 1, 10)})
     assert reader.lag()[P0].stable_end == 1
-    monkeypatch.setattr("roostream.runtime.kafka.reading._KNOWN_FOR_S", 0.0)
+    monkeypatch.setattr("roostream.runtime.kafka.kafka_consumer._END_OFFSETS_VALID_S", 0.0)
     assert reader.lag() == {}, "the broker has not spoken since"
 
 
@@ -329,7 +339,7 @@ def test_silence_while_records_are_due_is_said_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader = reader_of(consumer := FakeConsumer(), AS_THEY_COME)
-    monkeypatch.setattr("roostream.runtime.kafka.reader._AWAY_AFTER_S", -1.0)
+    monkeypatch.setattr("roostream.runtime.kafka.kafka_consumer._WARN_SILENT_S", -1.0)
     with caplog.at_level(logging.INFO):
         reader.poll(9, 0)
         reader.poll(9, 0)
@@ -340,7 +350,9 @@ def test_silence_while_records_are_due_is_said_once(
 
 
 def test_opening_connects_to_nobody_and_closing_is_idempotent() -> None:
-    reader = KafkaReader.open(Broker("127.0.0.1:1"), "g", dataclasses.replace(MERGED, follows_ends=True))
+    reader = KafkaConsumer.open(
+        Broker("127.0.0.1:1"), "g", dataclasses.replace(MERGED, track_end_offsets=True)
+    )
     reader.close()
     reader.close()
     assert reader.lag() == {}
@@ -353,10 +365,10 @@ def test_opening_connects_to_nobody_and_closing_is_idempotent() -> None:
 
 def test_a_bound_behind_which_only_a_marker_lies_is_reached_when_the_end_is_told() -> None:
     consumer = FakeConsumer([FakeMessage(AT0, 0, 10), FakeMessage(AT0, 1, 20)], [end(AT0, 3)], [])
-    reader = KafkaReader(consumer, dataclasses.replace(MERGED, partitions=(P0,)))
+    reader = KafkaConsumer(consumer, dataclasses.replace(MERGED, partitions=(P0,)))
     reader.seek({})
-    reader.bound({P0: 3})
+    reader.set_limits({P0: 3})
     assert [r.offset for r in reader.poll(9, 0)] == [0, 1]
-    assert reader.left(P0) is None, "there may be a third record"
+    assert reader.has_more(P0) is None, "there may be a third record"
     assert reader.poll(9, 0) == []
-    assert reader.left(P0) is False and reader.positions() == {P0: 2}
+    assert reader.has_more(P0) is False and reader.positions() == {P0: 2}

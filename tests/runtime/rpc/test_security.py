@@ -13,10 +13,10 @@ import pytest
 
 from roostream.errors import SetupError, TransportError, UnavailableError
 from roostream.runtime import frames
-from roostream.runtime.rpc_client import SocketTransport
-from roostream.runtime.rpc_server import RpcServer
-from roostream.runtime.security.link_security import LinkKeys, LinkSecurity
-from roostream.runtime.transport import Header
+from roostream.runtime.rpc.client import SocketTransport
+from roostream.runtime.rpc.server import RpcServer
+from roostream.runtime.rpc.security import LinkCredentials, LinkSecurity
+from roostream.runtime.rpc.transport import Header
 from roostream.schema.settings import SettingError
 from tests.certificates import Authority
 
@@ -41,7 +41,7 @@ def serve() -> Iterator[Serve]:
     with contextlib.ExitStack() as opened:
 
         def start(security: LinkSecurity, host: str = "127.0.0.1") -> RpcServer:
-            server = RpcServer(echo, host, keys=LinkKeys(security)).start()
+            server = RpcServer(echo, host, keys=LinkCredentials(security)).start()
             opened.callback(server.stop)
             return server
 
@@ -53,7 +53,7 @@ def dial() -> Iterator[Dial]:
     with contextlib.ExitStack() as opened:
 
         def start(server: RpcServer, security: LinkSecurity) -> SocketTransport:
-            transport = SocketTransport(server.address, keys=LinkKeys(security))
+            transport = SocketTransport(server.address, keys=LinkCredentials(security))
             opened.callback(transport.close)
             return transport
 
@@ -120,13 +120,13 @@ def test_one_that_is_called_has_to_have_the_name_that_is_dialled(authority: Auth
     keys = shown(authority, "worker")
     named = SocketTransport(
         server.address,
-        keys=LinkKeys(
+        keys=LinkCredentials(
             LinkSecurity(certificate=keys.certificate, key=keys.key, ca=keys.ca, name="shard-0.shards")
         ),
     )
     other = SocketTransport(
         server.address,
-        keys=LinkKeys(
+        keys=LinkCredentials(
             LinkSecurity(certificate=keys.certificate, key=keys.key, ca=keys.ca, name="shard-1.shards")
         ),
     )
@@ -239,9 +239,9 @@ def test_certificates_and_tokens_together(
 def test_an_address_that_others_reach_needs_certificates(authority: Authority, tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=r"set certificate, key and ca of \[link\], or insecure = true"):
         RpcServer(
-            echo, "0.0.0.0", keys=LinkKeys(LinkSecurity(token_file=tokens(tmp_path, "t", TOKEN)))
+            echo, "0.0.0.0", keys=LinkCredentials(LinkSecurity(token_file=tokens(tmp_path, "t", TOKEN)))
         ).start()
-    server = RpcServer(echo, "0.0.0.0", keys=LinkKeys(shown(authority, "shard"))).start()
+    server = RpcServer(echo, "0.0.0.0", keys=LinkCredentials(shown(authority, "shard"))).start()
     assert server.stop() == 0
 
 
@@ -256,8 +256,8 @@ def test_a_stopping_server_never_answers_in_plain_text(authority: Authority) -> 
         release.wait(10)
         return {"answer": 42}, []
 
-    server = RpcServer(hold, keys=LinkKeys(shown(authority, "shard"))).start()
-    transport = SocketTransport(server.address, keys=LinkKeys(shown(authority, "worker")))
+    server = RpcServer(hold, keys=LinkCredentials(shown(authority, "shard"))).start()
+    transport = SocketTransport(server.address, keys=LinkCredentials(shown(authority, "worker")))
     got: list[Header] = []
     caller = threading.Thread(target=lambda: got.append(transport.call("hold", {})[0]))
     caller.start()
@@ -306,4 +306,4 @@ def test_files_that_are_no_keys_are_refused_at_the_start(authority: Authority, t
         ),
     ):
         with pytest.raises(SettingError, match=told):
-            LinkKeys(wrong)
+            LinkCredentials(wrong)

@@ -19,11 +19,11 @@ _LATE: list[threading.Thread] = []
 
 
 def still_running() -> list[str]:
-    """Names of threads of this process that some `Crew.join` waited for in vain, and that still run."""
+    """Names of threads of this process that some `ThreadGroup.join` waited for in vain, and that still run."""
     return [thread.name for thread in _LATE if thread.is_alive()]
 
 
-class Crew:
+class ThreadGroup:
     """`stop` is set when one of the threads fails."""
 
     def __init__(self, stop: threading.Event) -> None:

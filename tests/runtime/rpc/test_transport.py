@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from roostream.errors import TransportError
-from roostream.runtime.transport import InMemoryTransport
+from roostream.runtime.rpc.transport import InMemoryTransport
 
 
 def test_calls_reach_the_handler_unless_the_peer_is_down() -> None:

@@ -1,6 +1,6 @@
 """Calls between our programs: one request, one answer, arrays beside a small header.
 
-`Transport` is what clients hold; `SocketTransport` (roostream/runtime/rpc_client.py) and `InMemoryTransport` implement it, and the contract
+`Transport` is what clients hold; `SocketTransport` (roostream/runtime/rpc/client.py) and `InMemoryTransport` implement it, and the contract
 tests run over both. A call names a method, gives a msgpack-able header and a list of contiguous numpy arrays, and gets the
 same back. Frames are versioned and their sizes checked before memory is taken.
 """

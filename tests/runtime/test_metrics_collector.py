@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from roostream.runtime.exports import Exports, one_of
+from roostream.runtime.metrics_collector import MetricsCollector, one_of
 
 
-def shown(exports: Exports) -> str:
+def shown(exports: MetricsCollector) -> str:
     registry = CollectorRegistry()
     exports.register(registry)
     return generate_latest(registry).decode()
@@ -19,7 +19,7 @@ def shown(exports: Exports) -> str:
 def test_numbers_are_gauges_of_the_moment_of_the_scrape() -> None:
     state: dict[str, Any] = {"rows": 3}
     registry = CollectorRegistry()
-    Exports("shard", lambda: state, {}).register(registry)
+    MetricsCollector("shard", lambda: state, {}).register(registry)
     assert "roostream_shard_rows 3.0\n" in generate_latest(registry).decode()
     state["rows"] = 4
     assert "roostream_shard_rows 4.0\n" in generate_latest(registry).decode()
@@ -33,7 +33,9 @@ def test_labels_counters_and_helps_are_as_they_are_declared() -> None:
         "ready": True,
     }
     labels = {"rows": "stack", "http": "outcome", "rate": ("order", "window")}
-    text = shown(Exports("x", lambda: read, labels, helps={"rows": "rows in memory"}, counters={"http"}))
+    text = shown(
+        MetricsCollector("x", lambda: read, labels, helps={"rows": "rows in memory"}, counters={"http"})
+    )
     for line in (
         "# HELP roostream_x_rows rows in memory",
         "# TYPE roostream_x_rows gauge",
@@ -59,12 +61,12 @@ def test_labels_counters_and_helps_are_as_they_are_declared() -> None:
     ],
 )
 def test_times_are_exported_in_seconds(ours: str, line: str) -> None:
-    assert f"roostream_x_{line}\n" in shown(Exports("x", lambda: {ours: 1500}, {}))
+    assert f"roostream_x_{line}\n" in shown(MetricsCollector("x", lambda: {ours: 1500}, {}))
 
 
 def test_what_is_no_number_is_left_out() -> None:
     read = {"state": "RUNNING", "auc": {"click": None}, "ne": {"click": 0.9, "read": None}}
-    text = shown(Exports("x", lambda: read, {"auc": "task", "ne": "task"}))
+    text = shown(MetricsCollector("x", lambda: read, {"auc": "task", "ne": "task"}))
     assert (
         "state" not in text
         and "auc" not in text
@@ -74,7 +76,7 @@ def test_what_is_no_number_is_left_out() -> None:
 
 
 def test_what_is_shown_can_be_taken_back() -> None:
-    registry, exports = CollectorRegistry(), Exports("x", lambda: {"rows": 1}, {})
+    registry, exports = CollectorRegistry(), MetricsCollector("x", lambda: {"rows": 1}, {})
     exports.register(registry)
     assert b"roostream_x_rows 1.0" in generate_latest(registry)
     exports.unregister()

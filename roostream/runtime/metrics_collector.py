@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 
-class Exports(Collector):
+class MetricsCollector(Collector):
     """`roostream_<program>_<name>` of each name that `read` gives, all of one moment.
 
     `read` gives name → number, or name → {label value: number} where `labels` has the label's name (a tuple of both where there

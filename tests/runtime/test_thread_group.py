@@ -9,12 +9,12 @@ import pytest
 
 from roostream.errors import ConfigError
 from roostream.runtime.clock import FakeClock
-from roostream.runtime.crew import Crew, StopBudget
+from roostream.runtime.thread_group import StopBudget, ThreadGroup
 
 
 def test_a_thread_that_fails_stops_the_process(caplog: pytest.LogCaptureFixture) -> None:
     stop = threading.Event()
-    crew = Crew(stop)
+    crew = ThreadGroup(stop)
     crew.start("good", lambda: None)
     crew.start("bad", lambda: 1 / 0)
     assert stop.wait(10) and crew.join(10) == []
@@ -28,7 +28,7 @@ def test_what_a_thread_refuses_is_one_sentence(caplog: pytest.LogCaptureFixture)
     def refuse() -> None:
         raise ConfigError("expected 8 partitions, got 4")
 
-    crew = Crew(threading.Event())
+    crew = ThreadGroup(threading.Event())
     crew.start("topics", refuse)
     crew.join(10)
     with pytest.raises(ConfigError, match="expected 8 partitions, got 4"):
@@ -38,7 +38,7 @@ def test_what_a_thread_refuses_is_one_sentence(caplog: pytest.LogCaptureFixture)
 
 def test_a_thread_that_does_not_end_is_named() -> None:
     release = threading.Event()
-    crew = Crew(threading.Event())
+    crew = ThreadGroup(threading.Event())
     crew.start("slow", release.wait)
     assert crew.join(0.01) == ["slow"]
     release.set()
@@ -63,7 +63,7 @@ class SlowThread:
 
 
 def test_the_threads_have_their_time_together() -> None:
-    crew, threads = Crew(threading.Event()), [SlowThread() for _ in range(3)]
+    crew, threads = ThreadGroup(threading.Event()), [SlowThread() for _ in range(3)]
     crew._threads += threads  # type: ignore[arg-type]
     assert crew.join(0.05) == ["slow"] * 3
     assert [thread.waited_s for thread in threads[1:]] == [[0.0], [0.0]] and 0 < threads[0].waited_s[

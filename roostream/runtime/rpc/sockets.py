@@ -1,5 +1,5 @@
 """Frames over blocking sockets, received into memory that is taken once a frame and only after its sizes were checked
-(roostream/runtime/frames.py). Both ends of a call use these.
+(roostream/runtime/rpc/frames.py). Both ends of a call use these.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from roostream.runtime import frames
+from roostream.runtime.rpc import frames
 
 MIN_BYTES_PER_S = 1e6  # of a peer that is given time by the size of what it sends or takes
 

@@ -11,9 +11,9 @@ import pytest
 
 from roostream.errors import CheckpointError, ConfigError, FencedError, TransportError, UnavailableError
 from roostream.runtime.clock import FakeClock
-from roostream.runtime.crew import StopBudget
-from roostream.runtime.member import Member, check_same_schema, refusal_of
-from roostream.runtime.transport import Answer, Arrays, Header
+from roostream.runtime.controller_agent import ControllerAgent, check_command_schema, error_result
+from roostream.runtime.rpc.transport import Answer, Arrays, Header
+from roostream.runtime.thread_group import StopBudget
 
 
 class FakeController:
@@ -71,8 +71,8 @@ class Doer:
         return {"rows": 7}
 
 
-def make_member(controller: FakeController, doer: Doer, **kwargs: Any) -> Member:
-    return Member(
+def make_member(controller: FakeController, doer: Doer, **kwargs: Any) -> ControllerAgent:
+    return ControllerAgent(
         lambda: controller,
         "shard",
         2,
@@ -84,7 +84,7 @@ def make_member(controller: FakeController, doer: Doer, **kwargs: Any) -> Member
     )
 
 
-def do_all(member: Member) -> None:
+def do_all(member: ControllerAgent) -> None:
     while not member._commands.empty():
         got = member._commands.get()
         assert got is not None
@@ -174,7 +174,7 @@ def test_a_command_that_hangs_after_the_controller_gave_it_up_ends_the_process()
     clock, doer, stuck = FakeClock(), Doer(), []
     doer.hold.clear()
     controller = FakeController([command(1, "write")])
-    member = Member(
+    member = ControllerAgent(
         lambda: controller, "shard", 2, doer, dict, threading.Event(), clock=clock, on_stuck=stuck.append
     )
     member.beat(controller)
@@ -259,7 +259,7 @@ def test_old_commands_are_forgotten_in_the_end() -> None:
 def test_a_lost_controller_is_dialled_again_and_silence_is_counted() -> None:
     controller, doer = FakeController(TransportError("away"), FencedError("over")), Doer()
     clock, stop = FakeClock(), threading.Event()
-    member = Member(lambda: controller, "worker", 0, doer, dict, stop, clock=clock)
+    member = ControllerAgent(lambda: controller, "worker", 0, doer, dict, stop, clock=clock)
     member.start()
     controller.wait_for(lambda: member.silent_s > 60)
     controller.answers = [[]]
@@ -314,7 +314,7 @@ def test_join_says_when_a_command_does_not_end() -> None:
     assert member.join()
 
 
-def beaten(controller: FakeController, member: Member) -> None:
+def beaten(controller: FakeController, member: ControllerAgent) -> None:
     """One beat, as its thread makes it."""
     with contextlib.suppress(TransportError):
         member.beat(controller)
@@ -332,7 +332,7 @@ class Beating(FakeClock):
         return super().sleep(seconds, stop)
 
 
-def leaver(controller: FakeController, seconds: float = 8.0) -> tuple[Member, StopBudget]:
+def leaver(controller: FakeController, seconds: float = 8.0) -> tuple[ControllerAgent, StopBudget]:
     stop = threading.Event()
     stop.set()
     member = make_member(controller, Doer())
@@ -394,10 +394,10 @@ def test_a_member_that_ends_tells_what_it_did_last() -> None:
 
 
 def test_who_has_another_schema_than_the_controller_waits() -> None:
-    check_same_schema({"kind": "restore", "schema": "00000000000000ff"}, 255)
-    check_same_schema({"kind": "restore"}, 255)  # of a controller that does not say
+    check_command_schema({"kind": "restore", "schema": "00000000000000ff"}, 255)
+    check_command_schema({"kind": "restore"}, 255)  # of a controller that does not say
     with pytest.raises(
         UnavailableError, match="controller's schema 00000000000000fe, got 00000000000000ff"
     ) as caught:
-        check_same_schema({"kind": "restore", "schema": "00000000000000fe"}, 255)
-    assert refusal_of(caught.value)["away"], "it is asked again, and no manifest is passed over for it"
+        check_command_schema({"kind": "restore", "schema": "00000000000000fe"}, 255)
+    assert error_result(caught.value)["away"], "it is asked again, and no manifest is passed over for it"

@@ -14,10 +14,9 @@ from confluent_kafka import TopicPartition
 from roostream.errors import UnavailableError
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.broker import Broker
-from roostream.runtime.kafka.reader import KafkaReader
-from roostream.runtime.kafka.reading import Reading
-from roostream.runtime.kafka.record_reader import MemoryReader, RecordReader, RecordsGoneError
-from roostream.runtime.kafka.retention import Committed, committed_by
+from roostream.runtime.kafka.consumer import MemoryConsumer, RecordConsumer, RecordsGoneError
+from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsumer
+from roostream.runtime.kafka.retention_loss import CommittedOffset, committed_offsets
 from roostream.runtime.kafka.topic_admin import TopicAdmin
 from roostream.runtime.kafka.topics import Partition, TopicSettings, name_of
 from roostream.wire.records import Record
@@ -34,7 +33,7 @@ KAFKA = pytest.param("kafka", marks=pytest.mark.e2e)
 class Log(Protocol):
     """Where a reader's records are."""
 
-    def reader(self, *, skips_lost: bool = True) -> RecordReader:
+    def reader(self, *, skip_lost_records: bool = True) -> RecordConsumer:
         """One a test, before anything is written."""
 
     def write(self, partition: Partition, *times_ms: int) -> None: ...
@@ -47,10 +46,10 @@ class Log(Protocol):
 
 class MemoryLog:
     def __init__(self) -> None:
-        self.made: MemoryReader | None = None
+        self.made: MemoryConsumer | None = None
 
-    def reader(self, *, skips_lost: bool = True) -> RecordReader:
-        self.made = MemoryReader(ALL, skips_lost=skips_lost)
+    def reader(self, *, skip_lost_records: bool = True) -> RecordConsumer:
+        self.made = MemoryConsumer(ALL, skip_lost_records=skip_lost_records)
         return self.made
 
     def write(self, partition: Partition, *times_ms: int) -> None:
@@ -76,13 +75,17 @@ class KafkaLog:
         TopicAdmin(
             self.admin, self.prefix, 4, TopicSettings(replay=True), ["impressions", "engagements"]
         ).create()
-        self.readers: list[KafkaReader] = []
+        self.readers: list[KafkaConsumer] = []
 
-    def reader(self, *, skips_lost: bool = True) -> KafkaReader:
-        reading = Reading(
-            partitions=ALL, prefix=self.prefix, merged=True, skips_lost=skips_lost, follows_ends=True
+    def reader(self, *, skip_lost_records: bool = True) -> KafkaConsumer:
+        reading = ConsumerOptions(
+            partitions=ALL,
+            prefix=self.prefix,
+            merge_by_time=True,
+            skip_lost_records=skip_lost_records,
+            track_end_offsets=True,
         )
-        self.readers.append(KafkaReader.open(self.broker, "readers", reading))
+        self.readers.append(KafkaConsumer.open(self.broker, "readers", reading))
         wait_until(lambda: self._can_be_asked(self.readers[-1]))
         return self.readers[-1]
 
@@ -104,7 +107,7 @@ class KafkaLog:
             reader.close()
 
     @staticmethod
-    def _can_be_asked(reader: KafkaReader) -> bool:
+    def _can_be_asked(reader: KafkaConsumer) -> bool:
         try:
             return bool(reader.end_offsets())
         except UnavailableError:  # the partitions have no leader yet
@@ -139,7 +142,7 @@ def wait_until(check: Any) -> None:
         time.sleep(0.05)
 
 
-def read(reader: RecordReader, count: int, partition: Partition | None = None) -> list[Record]:
+def read(reader: RecordConsumer, count: int, partition: Partition | None = None) -> list[Record]:
     """The next `count` records, however many polls they take."""
     out: list[Record] = []
 
@@ -226,17 +229,17 @@ def test_what_retention_deletes_while_a_partition_is_held_is_counted(records: Lo
     reader.seek({})
     read(reader, 1)
     wait_until(lambda: reader.poll(10, 0.05) == [] and reader.at_end())
-    reader.hold([P0])
+    reader.pause([P0])
     records.write(P0, *range(1_001, 1_006))
     assert reader.poll(10, 0.3) == []
     records.trim(P0, 4)
-    reader.hold([])
+    reader.pause([])
     assert places(read(reader, 2)) == [(P0, 4), (P0, 5)]
     assert reader.num_lost == 3
 
 
 def test_a_reader_that_may_not_skip_says_that_records_are_gone(records: Log) -> None:
-    reader = records.reader(skips_lost=False)
+    reader = records.reader(skip_lost_records=False)
     records.write(P0, 1_000, 1_001, 1_002)
     records.trim(P0, 2)
     with pytest.raises(RecordsGoneError, match=r"gone|no longer has"):
@@ -246,7 +249,7 @@ def test_a_reader_that_may_not_skip_says_that_records_are_gone(records: Log) -> 
 
 
 def test_offsets_beyond_the_end_are_gone_too(records: Log) -> None:
-    reader = records.reader(skips_lost=False)
+    reader = records.reader(skip_lost_records=False)
     records.write(P0, 1_000)
     with pytest.raises(RecordsGoneError):
         reader.seek({P0: 1_000_000})
@@ -267,15 +270,19 @@ def test_nothing_from_a_bound_on_is_given_until_it_is_moved(records: Log) -> Non
     records.write(P1, 1_020, 1_030)
     records.write(SHOWN, 1_005, 1_050)
     reader.seek({})
-    reader.bound({P0: 1, P1: 2})
+    reader.set_limits({P0: 1, P1: 2})
     assert places(read(reader, 3)) == [(P0, 0), (P1, 0), (P1, 1)], (
         "of number 0 nothing comes before its bound is moved"
     )
-    assert reader.poll(10, 0.2) == [] and (reader.left(P0), reader.left(P1)) == (False, False)
-    reader.bound({P0: 3, P1: 3})
-    assert places(read(reader, 1)) == [(SHOWN, 0)] and reader.left(P0) is True and reader.left(P1) is None
+    assert reader.poll(10, 0.2) == [] and (reader.has_more(P0), reader.has_more(P1)) == (False, False)
+    reader.set_limits({P0: 3, P1: 3})
+    assert (
+        places(read(reader, 1)) == [(SHOWN, 0)]
+        and reader.has_more(P0) is True
+        and reader.has_more(P1) is None
+    )
     assert places(read(reader, 2, P0)) == [(P0, 1), (P0, 2)] and reader.poll(10, 0.2, P0) == []
-    reader.bound({})
+    reader.set_limits({})
     assert places(read(reader, 1)) == [(SHOWN, 1)]
 
 
@@ -333,20 +340,20 @@ def test_what_a_group_has_committed_is_told_to_whoever_is_no_member_of_it(stack:
     broker = Broker(stack.endpoints.kafka)
     log = KafkaLog(broker)
     log.write(P0, 1_000)
-    reading = Reading(partitions=(P0,), prefix=log.prefix)
+    reading = ConsumerOptions(partitions=(P0,), prefix=log.prefix)
     asking = clients.consumer(broker, f"{log.prefix}group")
     for _ in range(3):  # at first the broker makes the place where groups are kept
-        wait_until(lambda: _told(asking, reading) == {P0: Committed(0, -1)})
+        wait_until(lambda: _told(asking, reading) == {P0: CommittedOffset(0, -1)})
     committing = clients.consumer(broker, f"{log.prefix}group")
     committing.commit(offsets=[TopicPartition(name_of(log.prefix, P0[0]), P0[1], 1)], asynchronous=False)
-    assert _told(asking, reading) == {P0: Committed(0, 1)}
+    assert _told(asking, reading) == {P0: CommittedOffset(0, 1)}
     committing.close()
     asking.close()
     log.close()
 
 
-def _told(asking: Any, reading: Reading) -> dict[Partition, Committed]:
+def _told(asking: Any, reading: ConsumerOptions) -> dict[Partition, CommittedOffset]:
     try:
-        return committed_by(asking, reading)
+        return committed_offsets(asking, reading)
     except UnavailableError:  # the group has no coordinator yet
         return {}

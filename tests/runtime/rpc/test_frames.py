@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from roostream.errors import WireError
-from roostream.runtime import frames
+from roostream.runtime.rpc import frames
 
 GOLDEN = (
     "524f4f320100000023000000010000000800000000000000c12de65e79ea0f35"

@@ -1,0 +1,387 @@
+"""The consumer of Kafka topics: partitions are assigned by hand, and the caller keeps the offsets, never a consumer group."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient, OffsetSpec
+
+from roostream.errors import UnavailableError
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.broker import Broker
+from roostream.runtime.kafka.consumer import PartitionLag, ReadLimits, RecordsGoneError
+from roostream.runtime.kafka.timestamp_merge import TimestampMerge
+from roostream.runtime.kafka.topics import Partition, Progress, name_of
+from roostream.wire.records import Record
+
+log = logging.getLogger("roostream.kafka")
+
+_WARN_SILENT_S = 5.0
+_REQUEST_TIMEOUT_S = 5.0
+_POLL_SLICE_S = 0.1  # `poll` checks its time limit this often
+_END_OFFSETS_EVERY_S = 1.0
+_END_OFFSETS_VALID_S = 5.0
+_JOIN_S = 0.5  # the polling thread may be waiting for a broker that is away; it can be abandoned without loss
+_GONE = (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)
+_UNREADABLE = (
+    KafkaError.UNKNOWN_TOPIC_OR_PART,
+    KafkaError._UNKNOWN_PARTITION,
+    KafkaError.TOPIC_AUTHORIZATION_FAILED,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConsumerOptions:
+    """Which partitions a consumer reads, and how."""
+
+    partitions: tuple[Partition, ...]
+    prefix: str = ""
+    merge_by_time: bool = False  # oldest record first over all partitions; otherwise in order of arrival
+    max_buffered: int = 4096  # records a partition; fetching pauses for a partition that has so many
+    skip_lost_records: bool = True  # log and count records that the broker deleted; False: RecordsGoneError
+    track_end_offsets: bool = False  # needed for `lag`
+
+    def topic_partition(self, partition: Partition, *offset: int) -> TopicPartition:
+        return TopicPartition(name_of(self.prefix, partition[0]), partition[1], *offset)
+
+    def partition_of(self, topic: str, number: int) -> Partition:
+        """`topic`: the name on the broker, with the prefix."""
+        return topic.removeprefix(self.prefix), number
+
+    def topic_names(self) -> str:
+        """Names of the topics on the broker, for messages."""
+        return ", ".join(dict.fromkeys(name_of(self.prefix, topic) for topic, _ in self.partitions))
+
+
+class PartitionEnd(NamedTuple):
+    last_stable: int
+    high_watermark: int
+    newest_ms: int  # newest event time in the partition
+    oldest: int = 0  # first offset that still exists
+
+
+class EndOffsetPoller:
+    """Asks the broker for the partitions' end offsets once a second, in a background thread, so that no batch waits for it."""
+
+    def __init__(self, admin: AdminClient, options: ConsumerOptions) -> None:
+        self.admin, self.options = admin, options
+        self._ends: dict[Partition, PartitionEnd] = {}
+        self._updated_s = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kafka-end-offsets", daemon=True)
+
+    @property
+    def ends(self) -> dict[Partition, PartitionEnd]:
+        """The last known ends; {} before the first answer, and once the broker has been silent for 5 s."""
+        return self._ends if time.monotonic() - self._updated_s < _END_OFFSETS_VALID_S else {}
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=_JOIN_S)
+
+    def update(self, ends: dict[Partition, PartitionEnd]) -> None:
+        self._ends, self._updated_s = ends, time.monotonic()
+
+    def fetch(self) -> dict[Partition, PartitionEnd]:
+        """Raises KafkaException: the broker is away or refuses."""
+        stable = self._offsets(OffsetSpec.latest(), IsolationLevel.READ_COMMITTED)
+        high = self._offsets(OffsetSpec.latest(), IsolationLevel.READ_UNCOMMITTED)
+        newest = self._offsets(OffsetSpec.max_timestamp(), IsolationLevel.READ_UNCOMMITTED)
+        oldest = self._offsets(OffsetSpec.earliest(), IsolationLevel.READ_UNCOMMITTED)
+        return {
+            p: PartitionEnd(
+                stable[p].offset, high[p].offset, max(int(newest[p].timestamp), 0), oldest[p].offset
+            )
+            for p in self.options.partitions
+        }
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self.update(self.fetch())
+            except KafkaException as error:
+                log.debug("end offsets of %s are unknown: %s", self.options.topic_names(), error)
+            self._stop.wait(_END_OFFSETS_EVERY_S)
+
+    def _offsets(self, spec: OffsetSpec, level: IsolationLevel) -> dict[Partition, Any]:
+        request = {self.options.topic_partition(p): spec for p in self.options.partitions}
+        futures = self.admin.list_offsets(request, isolation_level=level, request_timeout=_REQUEST_TIMEOUT_S)
+        return {
+            self.options.partition_of(tp.topic, tp.partition): future.result()
+            for tp, future in futures.items()
+        }
+
+
+class KafkaConsumer:
+    """A `RecordConsumer` (roostream/runtime/kafka/consumer.py) of Kafka. While a broker is away the client waits, without an error."""
+
+    def __init__(
+        self,
+        consumer: Consumer,
+        options: ConsumerOptions,
+        end_offsets: EndOffsetPoller | None = None,
+        *,
+        what: str = "Kafka",
+    ) -> None:
+        """`consumer` must report ends of partitions and offsets that are gone, as the one of `open` does. `what` names the
+        broker in messages."""
+        self.options, self.partitions, self.what = options, options.partitions, what
+        self._lost = dict.fromkeys(options.partitions, 0)
+        self._end_offsets = end_offsets
+        self._merge = TimestampMerge(options.partitions, options.max_buffered)
+        self._positions = dict.fromkeys(options.partitions, 0)
+        self._position_ms = dict.fromkeys(options.partitions, 0)
+        self._fetched = dict.fromkeys(options.partitions, 0)  # next offset to arrive from the broker
+        self._gone: set[Partition] = set()  # partitions whose next offset the broker no longer has
+        self._paused_by_caller: set[Partition] = set()
+        self._paused: set[Partition] = set()
+        self._consumer: Consumer | None = consumer
+        self._silent_since_s = 0.0  # negative: the silence has been logged
+        self.set_limits({})
+
+    @classmethod
+    def open(cls, broker: Broker, group: str, options: ConsumerOptions) -> KafkaConsumer:
+        """Start the clients without waiting for the broker; `seek` must follow. `group` only matters for the broker's access
+        rules: nothing is committed to it."""
+        consumer = clients.consumer(broker, group, enable_partition_eof=True, auto_offset_reset="error")
+        ends = EndOffsetPoller(clients.admin(broker), options) if options.track_end_offsets else None
+        if ends is not None:
+            ends.start()
+        return cls(consumer, options, ends, what=f"Kafka at {broker}")
+
+    @property
+    def num_lost(self) -> int:
+        return sum(self._lost.values())
+
+    def seek(self, progress: Mapping[Partition, int]) -> None:
+        """See RecordConsumer. The broker is asked for all bounds first, so that nothing changes where it is away."""
+        bounds = self.bounds(*self.partitions)
+        self._positions = {
+            p: self._readable_offset(p, progress.get(p, bounds[p][0]), *bounds[p]) for p in self.partitions
+        }
+        self._position_ms = dict.fromkeys(self.partitions, 0)
+        self._fetched = dict(self._positions)
+        self._merge.clear()
+        self._assign()
+
+    def poll(self, max_records: int, timeout_s: float, partition: Partition | None = None) -> list[Record]:
+        """See RecordConsumer. Asks the client at least once if nothing is buffered, also with `timeout_s` 0."""
+        deadline_s = time.monotonic() + timeout_s
+        records = self._take(max_records, partition)
+        left_s = timeout_s
+        while not records:
+            self._fetch(max_records, min(max(left_s, 0.0), _POLL_SLICE_S))
+            records = self._take(max_records, partition)
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                break
+        for record in records:
+            p = record.topic, record.partition
+            self._positions[p], self._position_ms[p] = record.offset + 1, record.timestamp_ms
+        self._pause_and_resume()
+        return records
+
+    def pause(self, partitions: Collection[Partition]) -> None:
+        self._paused_by_caller = set(partitions)
+        self._pause_and_resume()
+
+    def set_limits(self, ends: Progress) -> None:
+        self._limits = ReadLimits(ends, self._next_offset)
+
+    def has_more(self, partition: Partition) -> bool | None:
+        if self._limits.is_reached(partition):
+            return False
+        return None if self._merge.head(partition) is None else True
+
+    def positions(self) -> Progress:
+        return dict(self._positions)
+
+    def end_offsets(self) -> Progress:
+        return {p: end for p, (_, end) in self.bounds(*self.partitions).items()}
+
+    def passed(self, partition: Partition) -> int:
+        """All offsets below this one were returned, or are transaction markers, which no consumer sees."""
+        return self._fetched[partition] if self._merge.is_drained(partition) else self._positions[partition]
+
+    def at_end(self) -> bool:
+        return all(self._merge.is_drained(p) for p in self.partitions)
+
+    def lag(self) -> dict[Partition, PartitionLag]:
+        """See RecordConsumer; {} unless `ConsumerOptions.track_end_offsets` is set."""
+        return {
+            p: PartitionLag(
+                position=self.passed(p),
+                stable_end=end.last_stable,
+                high_watermark=end.high_watermark,
+                position_ms=self._position_ms[p],
+                newest_ms=end.newest_ms,
+                oldest=end.oldest,
+                lost=self._lost[p],
+            )
+            for p, end in (self._end_offsets.ends if self._end_offsets else {}).items()
+        }
+
+    def bounds(self, *partitions: Partition) -> dict[Partition, tuple[int, int]]:
+        """(oldest offset, last stable offset) of each, asked of the broker now. Raises UnavailableError as `end_offsets`."""
+        try:
+            found = clients.bounds(
+                self._client(), [self.options.topic_partition(p) for p in partitions], _REQUEST_TIMEOUT_S
+            )
+        except KafkaException as error:
+            code = error.args[0].code()
+            remedy = (
+                "create the topics first, or check the prefix"
+                if code in _UNREADABLE
+                else "start it or check the address"
+            )
+            raise UnavailableError(
+                f"{self.what}: {self.options.topic_names()}: {error.args[0].str()}; {remedy}"
+            ) from None
+        return dict(zip(partitions, found, strict=True))
+
+    def close(self) -> None:
+        if self._end_offsets is not None:
+            self._end_offsets.stop()
+        if self._consumer is not None:
+            self._consumer.close()
+            self._consumer = None
+
+    def _take(self, max_records: int, partition: Partition | None) -> list[Record]:
+        is_closed = self._limits.is_reached if self._limits.ends else None
+        if partition is not None:
+            return self._merge.take_from(partition, max_records, is_closed)
+        if self.options.merge_by_time:
+            return self._merge.take(max_records, is_closed)
+        return self._merge.take_any(max_records)
+
+    def _next_offset(self, partition: Partition) -> int:
+        head = self._merge.head(partition)
+        return self._fetched[partition] if head is None else head
+
+    def _fetch(self, max_records: int, timeout_s: float) -> None:
+        self._skip_gone()
+        client = self._client()
+        first = client.poll(
+            timeout_s
+        )  # `consume` alone would wait until it has all records that it is asked for
+        messages = [] if first is None else [first, *client.consume(max(max_records, 64), 0)]
+        self._log_silence(bool(messages))
+        for message in messages:
+            error = message.error()
+            if error is None:
+                self._buffer(message)
+            elif error.code() == KafkaError._PARTITION_EOF:
+                p = self._partition(message)
+                self._fetched[p] = max(self._fetched[p], message.offset())
+                self._merge.reached_end(p)
+            elif error.code() in _GONE:
+                self._gone.add(self._partition(message))
+            else:
+                log.debug("%s: %s", self.options.topic_names(), error)
+        if self._gone and not self.options.skip_lost_records:
+            p = min(self._gone)
+            raise RecordsGoneError(f"{self._name(p)} no longer has offset {self._fetched[p]}")
+
+    def _buffer(self, message: Any) -> None:
+        p, offset = self._partition(message), message.offset()
+        if offset < self._fetched[p]:
+            return  # fetched before a seek or a pause
+        self._fetched[p] = offset + 1
+        self._merge.offer(Record(*p, offset, message.timestamp()[1], message.key(), message.value() or b""))
+
+    def _skip_gone(self) -> None:
+        """Continue after records that retention deleted before they were read; tried again while the broker is away."""
+        if not self._gone:
+            return
+        try:
+            bounds = self.bounds(*self._gone)
+        except UnavailableError as error:
+            log.debug("%s", error)
+            return
+        for p, found in bounds.items():
+            self._fetched[p] = self._readable_offset(p, self._fetched[p], *found)
+        self._assign()
+
+    def _readable_offset(self, partition: Partition, wanted: int, oldest: int, end: int) -> int:
+        """`wanted`, or the nearest offset that can be read; the records in between are counted as lost."""
+        if oldest <= wanted <= end:
+            return wanted
+        name, resumed = self._name(partition), oldest if wanted < oldest else end
+        if not self.options.skip_lost_records:
+            raise RecordsGoneError(f"{name} no longer has offset {wanted}: it has {oldest} to {end}")
+        self._lost[partition] += abs(wanted - resumed)
+        if wanted < oldest:
+            reason = f"retention deleted {oldest - wanted} records before they were read; raise the retention"
+        else:
+            reason = f"Kafka lost {wanted - end} offsets that had been read; new records will reuse them"
+        log.error(
+            "%s: offset %d is gone, the partition has %d to %d: %s; continuing at %d",
+            name,
+            wanted,
+            oldest,
+            end,
+            reason,
+            resumed,
+        )
+        return resumed
+
+    def _assign(self) -> None:
+        """Assign all partitions at the next offset to fetch.
+
+        The client keeps the paused state of a partition that is assigned again, and a resume right after `assign` could undo
+        the start offset (librdkafka issue 2190). Pauses that are over therefore end before it.
+        """
+        if self._paused:
+            self._pause_and_resume()
+        self._client().assign([self.options.topic_partition(p, self._fetched[p]) for p in self.partitions])
+        self._gone.clear()
+        self._silent_since_s = time.monotonic()
+        self._pause_and_resume()
+
+    def _pause_and_resume(self) -> None:
+        """Pause partitions whose buffers are full or that the caller paused, so that memory stays bounded while others lag."""
+        full = {p for p in self.partitions if not self._merge.num_free(p)}
+        half_full = {p for p in self._paused if self._merge.num_free(p) < self._merge.max_buffered // 2}
+        wanted = full | half_full | self._paused_by_caller
+        if more := wanted - self._paused:
+            self._client().pause([self.options.topic_partition(p) for p in more])
+        if ready := self._paused - wanted:
+            self._client().resume([self.options.topic_partition(p) for p in ready])
+        self._paused = wanted
+
+    def _log_silence(self, received: bool) -> None:
+        """Log once when nothing has arrived for a while, not even the end of a partition that is behind."""
+        now_s = time.monotonic()
+        behind = any(not self._merge.at_end(p) for p in self.partitions if p not in self._paused)
+        if received or not behind:
+            if self._silent_since_s < 0:
+                log.info("records of %s arrive again", self.options.topic_names())
+            self._silent_since_s = now_s
+        elif 0 <= self._silent_since_s < now_s - _WARN_SILENT_S:
+            log.warning(
+                "waiting for %s: no records of %s for %g s",
+                self.what,
+                self.options.topic_names(),
+                _WARN_SILENT_S,
+            )
+            self._silent_since_s = -1.0
+
+    def _partition(self, message: Any) -> Partition:
+        return self.options.partition_of(message.topic(), message.partition())
+
+    def _name(self, partition: Partition) -> str:
+        return f"{self.options.topic_partition(partition).topic}-{partition[1]}"
+
+    def _client(self) -> Consumer:
+        assert self._consumer is not None, "the consumer is closed"
+        return self._consumer
