@@ -255,7 +255,7 @@ KINDS = (  # in order of starting
     Kind(
         name="auditor",
         help="Add up the topics, so that every event is accounted for.",
-        config="roostream.cli.config:AuditorConfig",
+        config="infra.auditor.config:AuditorConfig",
         run="infra.auditor.auditor_program:run",
         own=_auditor,
         stop_rank=StopRank.FEATURES,

@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from roostream.runtime.rpc.transport import InMemoryTransport
-
 from benchmarks.question import Work
 from benchmarks.workloads import data
 from benchmarks.workloads.shard import begun_shard
@@ -25,6 +23,7 @@ from param_server.calls import Calls
 from param_server.client import Client
 from param_server.server import Shard
 from roostream.runtime.manifest import Manifest
+from roostream.runtime.rpc.transport import InMemoryTransport
 
 _ONLY_OURS_MS = 3_600_000  # no commit but those that are asked for
 _BETWEEN_S = 1.0

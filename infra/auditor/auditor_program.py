@@ -14,7 +14,7 @@ from typing import Any
 
 from infra.auditor import audit_file, sums
 from infra.auditor.auditor import AUDITED, Auditor
-from roostream.cli.config import AuditorConfig
+from infra.auditor.config import AuditorConfig
 from roostream.errors import UnavailableError
 from roostream.runtime import metrics, program
 from roostream.runtime.backoff import Backoff

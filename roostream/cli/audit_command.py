@@ -13,11 +13,11 @@ import click
 from rich.console import Console
 
 from infra.auditor.auditor import Auditor
+from infra.auditor.config import HORIZON_MS
 from infra.auditor.sums import Sums, state_of
 from infra.broker_alone import broker_alone
 from infra.home import Home
 from roostream.cli import status_table as table
-from roostream.cli.config import HORIZON_MS
 from roostream.errors import SetupError, UnavailableError
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.kafka.broker import Broker

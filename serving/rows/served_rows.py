@@ -149,8 +149,8 @@ def open_follower(config: FollowsRows, replica: RowReplica, clock: Clock) -> Row
     topic = KafkaConsumer.open(
         config.broker, f"{config.prefix}serving-rows", rows_reading(config.prefix, config.partitions)
     )
-    keys = config.link_keys()
-    shards = [SocketTransport(address, keys=keys) for address in expanded(config.shards)]
+    keys = config.link_credentials()
+    shards = [SocketTransport(address, keys=keys) for address in expand_addresses(config.shards)]
     return RowFollower(replica, topic, shards, freshness().observe, clock)
 
 

@@ -10,12 +10,12 @@ import pytest
 from infra.auditor import audit_file
 from infra.auditor.auditor import Auditor
 from infra.auditor.auditor_program import Books
+from infra.auditor.config import AuditorConfig
 from infra.kinds import BY_NAME
 from infra.options import StackOptions, demo
 from infra.places import draw
 from infra.ports import Ports
 from infra.programs import settings, site_of
-from roostream.cli.config import AuditorConfig
 from roostream.errors import ConfigError, UnavailableError
 from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.consumer import MemoryConsumer, RecordConsumer
