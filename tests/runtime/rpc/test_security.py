@@ -14,8 +14,8 @@ import pytest
 from roostream.errors import SetupError, TransportError, UnavailableError
 from roostream.runtime import frames
 from roostream.runtime.rpc.client import SocketTransport
-from roostream.runtime.rpc.server import RpcServer
 from roostream.runtime.rpc.security import LinkCredentials, LinkSecurity
+from roostream.runtime.rpc.server import RpcServer
 from roostream.runtime.rpc.transport import Header
 from roostream.schema.settings import SettingError
 from tests.certificates import Authority
