@@ -20,7 +20,7 @@ from benchmarks.peers import ROOT
 from benchmarks.report import commit_of, table
 from benchmarks.run import question_named, run
 from roostream.errors import RoostreamError, SetupError
-from roostream.replay.report import write_whole
+from roostream.replay.report_files import write_atomically
 
 REPORT = Path("build/gpu/report.md")
 QUESTIONS = ("hstu-attention", "device-step")
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None, parts: Parts | None = None) -> 
     try:
         device, tests = parts.device(), parts.tests()
         asked = {name: parts.question(name, given.runs) for name in QUESTIONS}
-        write_whole(_made(given.report), page(device, tests, asked))
+        write_atomically(_made(given.report), page(device, tests, asked))
     except RoostreamError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -22,7 +22,7 @@ def run(config: NextItemConfig) -> dict[str, Any]:
     Raises:
         RoostreamError: files, settings or a device that can't be used.
     """
-    from roostream.replay.report import check_report, write_report
+    from roostream.replay.report_files import check_report, write_report
     from trainer.next_item.movielens import read_movielens
     from trainer.next_item.next_item_run import run_next_item
     from trainer.next_item.user_sequences import by_user

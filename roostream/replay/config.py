@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from roostream.errors import ConfigError
 from roostream.replay.datasets import DatasetOptions, load_dataset
-from roostream.replay.times import parse_time_ms
+from roostream.replay.parse_time import parse_time_ms
 from roostream.runtime.deployment import ProgramSettings
 from roostream.schema.settings import MAX_SEED, SettingError, Settings, setting, setting_error
 

@@ -1,4 +1,4 @@
-"""A generic log in CSV files (UTF-8, a line of names first), as docs/bring-your-own-data.md says: see `roostream/replay/tables.py`.
+"""A generic log in CSV files (UTF-8, a line of names first), as docs/bring-your-own-data.md says: see `roostream/replay/table_log.py`.
 
 CSV has no types, so a cell is read as what its column is: a number, a time, or an id, where digits are an integer and everything
 else is text. A cell that begins with `[` or `{` is JSON. An empty one is missing.
@@ -18,9 +18,9 @@ import pyarrow.csv
 
 from roostream.errors import ConfigError
 from roostream.replay.datasets import EventLog
-from roostream.replay.files import open_file
-from roostream.replay.lines import UNREADABLE, LineReader, LogError
-from roostream.replay.tables import LogTable, TableOptions, open_tables
+from roostream.replay.input_files import open_file
+from roostream.replay.log_lines import UNREADABLE, LogError, LogLineReader
+from roostream.replay.table_log import LogTable, TableOptions, open_tables
 from roostream.schema.schema import Schema
 
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,19})")
@@ -65,7 +65,7 @@ def _ids(name: str, cell: str) -> Any:
     return int(cell) if _INTEGER.fullmatch(cell) else cell
 
 
-def _read(path: str, reader: LineReader, value: Callable[[str, str], Any]) -> LogTable:
+def _read(path: str, reader: LogLineReader, value: Callable[[str, str], Any]) -> LogTable:
     """Every column as text. A line with another number of cells is a bad one; an empty line is none.
 
     Raises:

@@ -1,7 +1,7 @@
 """The logs that can be replayed. One more is a module with its `Options` and `open`, and a row of DATASETS.
 
     DATASETS ─► the module's Options ─► flags of `roostream replay NAME`
-                the module's open(options, schema, window_ms) ─► EventLog ─► roostream/replay/log.py
+                the module's open(options, schema, window_ms) ─► EventLog ─► roostream/replay/replay_log.py
 
 Modules are named, not imported: a reader may need packages that only its own log needs.
 """
@@ -55,7 +55,7 @@ class EventLog:
 
     events: Iterator[Event]
     num_requests: int = 0  # 0 = not known beforehand
-    clicks_elsewhere: Clicks | None = (
+    unlogged_clicks: Clicks | None = (
         None  # from before its first event, or between its events; each counts from its own time on
     )
     refuse: Callable[[Event, WireError], None] | None = (
@@ -93,7 +93,7 @@ DATASETS = {
         "--behaviors behaviors.parquet --history history.parquet --measure-from 2023-05-23 --report out.json",
     ),
     "jsonl": Dataset(
-        "roostream.replay.jsonl",
+        "roostream.replay.jsonl_log",
         "A log of any site, one JSON object a line (docs/bring-your-own-data.md).",
         "--log monday.jsonl tuesday.jsonl.gz --schema my_site.toml --report out.json",
     ),

@@ -10,7 +10,7 @@ The data has no times of clicks, so: a click is at request + 1 s. A `read` of th
 is earlier: a reader who goes on counts with the seconds that the data says. Naive times are UTC.
 
 A history may reach into the time of the log (that of a second week holds the clicks of the first): a click of it that the log
-shows itself, of the same user on the same article, is left out; any other is an event of its own time (roostream/replay/edge.py).
+shows itself, of the same user on the same article, is left out; any other is an event of its own time (roostream/replay/encoder.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import pyarrow.compute as pc
 from roostream.errors import ConfigError, SchemaError, nearest
 from roostream.replay.datasets import Clicks, DatasetOptions, EventLog
 from roostream.replay.events import Action, Event, Request, in_time_order
-from roostream.replay.files import check_files
+from roostream.replay.input_files import check_files
 from roostream.replay.parquet_log import parquet_file
 from roostream.schema.ids import hash64
 from roostream.schema.schema import Schema
@@ -91,7 +91,7 @@ def open(options: Options, schema: Schema, window_ms: int) -> EventLog:
     return EventLog(
         events=events(options.behaviors, schema, window_ms),
         num_requests=num_requests(options.behaviors),
-        clicks_elsewhere=not_shown(histories(options.history), options.behaviors)
+        unlogged_clicks=without_logged_clicks(histories(options.history), options.behaviors)
         if options.history
         else None,
     )
@@ -138,7 +138,7 @@ def histories(paths: Sequence[str]) -> Clicks:
     return Clicks(users_N[order_N], items_N[order_N], times_N[order_N])
 
 
-def not_shown(clicks: Clicks, behaviors: Sequence[str]) -> Clicks:
+def without_logged_clicks(clicks: Clicks, behaviors: Sequence[str]) -> Clicks:
     """Without those that the log has: of a user on an article that it was clicked in, no earlier than the log begins.
 
     Raises as `events`.

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx2 as httpx
 
-log = logging.getLogger("roostream.traffic")
+log = logging.getLogger("roostream.simulator")
 _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 _SAY_EVERY_S = 30.0
 

@@ -8,14 +8,14 @@ from typing import Any
 
 from roostream.replay.config import SimulateConfig
 from roostream.replay.http_client import HttpClient
-from roostream.replay.report import check_report
-from roostream.replay.simulate import Simulation
+from roostream.replay.report_files import check_report
+from roostream.replay.simulation import Simulation
 from roostream.runtime import metrics, program
 from roostream.runtime.clock import SystemClock
 from roostream.runtime.health import Health
 from roostream.runtime.metrics_collector import MetricsCollector
 
-log = logging.getLogger("roostream.traffic")
+log = logging.getLogger("roostream.simulator")
 _COUNTS = ("http", "requests", "candidates", "engagements", "clicks", "dropped")
 _HELPS = {
     "click_rate": "expected clicks a shown candidate under the hidden model",
@@ -42,7 +42,7 @@ async def _simulate(config: SimulateConfig, health: Health, stop: program.Stop) 
     """The simulation with its metrics on show; its connections are closed however it ends."""
     client = HttpClient(config.serving, max_in_flight=config.max_in_flight)
     simulation = Simulation(config, client, SystemClock())
-    exported = traffic_exports(simulation)
+    exported = simulator_metrics(simulation)
     exported.register()
     turning = asyncio.create_task(_turn(health))
     try:
@@ -59,8 +59,8 @@ async def _turn(health: Health) -> None:
         await asyncio.sleep(_TURN_S)
 
 
-def traffic_exports(simulation: Simulation) -> MetricsCollector:
-    """`roostream_traffic_…` from a simulation's own counts."""
+def simulator_metrics(simulation: Simulation) -> MetricsCollector:
+    """`roostream_simulator_…` from a simulation's own counts."""
 
     def read() -> dict[str, Any]:
         tally = simulation.tally
@@ -79,4 +79,4 @@ def traffic_exports(simulation: Simulation) -> MetricsCollector:
         }
 
     labels: dict[str, str | tuple[str, ...]] = {"click_rate": ("order", "window"), "http": "outcome"}
-    return MetricsCollector("traffic", read, labels, helps=_HELPS, counters=_COUNTS)
+    return MetricsCollector("simulator", read, labels, helps=_HELPS, counters=_COUNTS)

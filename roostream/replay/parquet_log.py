@@ -1,4 +1,4 @@
-"""A generic log in Parquet files, as docs/bring-your-own-data.md says: see `roostream/replay/tables.py`. Lists and structs are Arrow's
+"""A generic log in Parquet files, as docs/bring-your-own-data.md says: see `roostream/replay/table_log.py`. Lists and structs are Arrow's
 own; times are timestamps (naive = UTC), ms as integers, or text. A row is named by its number in the file, from 1."""
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 
 from roostream.errors import ConfigError
 from roostream.replay.datasets import EventLog
-from roostream.replay.files import open_file
-from roostream.replay.lines import LineReader
-from roostream.replay.tables import LogTable, TableOptions, open_tables
+from roostream.replay.input_files import open_file
+from roostream.replay.log_lines import LogLineReader
+from roostream.replay.table_log import LogTable, TableOptions, open_tables
 from roostream.schema.schema import Schema
 
 
@@ -42,7 +42,7 @@ def parquet_file(path: str) -> Iterator[pq.ParquetFile]:
         yield parquet
 
 
-def _read(path: str, reader: LineReader) -> LogTable:
+def _read(path: str, reader: LogLineReader) -> LogTable:
     with parquet_file(path) as file:
         try:
             table = file.read()

@@ -136,8 +136,8 @@ class World:
 
 
 @dataclasses.dataclass(frozen=True)
-class Expected:
-    """Expected clicks of one request's list under three orders; `shown` candidates."""
+class ExpectedClicks:
+    """ExpectedClicks clicks of one request's list under three orders; `shown` candidates."""
 
     served: float
     random: float
@@ -145,9 +145,9 @@ class Expected:
     shown: int
 
 
-def judge(attraction_n: np.ndarray, examination_n: np.ndarray) -> Expected:
+def expected_clicks(attraction_n: np.ndarray, examination_n: np.ndarray) -> ExpectedClicks:
     """`attraction_n` in served order, with each place's examination."""
-    return Expected(
+    return ExpectedClicks(
         served=float(attraction_n @ examination_n),
         random=float(attraction_n.mean() * examination_n.sum()) if len(attraction_n) else 0.0,
         best=float(np.sort(attraction_n)[::-1] @ np.sort(examination_n)[::-1]),

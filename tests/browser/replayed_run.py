@@ -176,7 +176,7 @@ class ReplayedRun:
         served = 0.0443 + 0.03 * (1 - math.exp(-self.at / 25))
         rates = {"served": served * wave**0.2, "random": 0.0443, "best": 0.0869}
         lines["simulate"] = [
-            f'roostream_traffic_click_rate{{order="{o}",window="{w}"}} {v}'
+            f'roostream_simulator_click_rate{{order="{o}",window="{w}"}} {v}'
             for o, v in rates.items()
             for w in ("recent", "total")
         ]

@@ -29,14 +29,14 @@ roostream_worker_state{state="caught_up"} 1.0
 roostream_worker_lag_seconds 1.5
 roostream_worker_eta_seconds NaN
 """
-SIMULATE = """# TYPE roostream_traffic_click_rate gauge
-roostream_traffic_click_rate{order="served",window="recent"} 0.3
-roostream_traffic_click_rate{order="random",window="recent"} 0.2
-roostream_traffic_click_rate{order="best",window="recent"} 0.5
-roostream_traffic_click_rate{order="served",window="total"} 0.25
-roostream_traffic_click_rate{order="random",window="total"} 0.2
-# TYPE roostream_traffic_requests counter
-roostream_traffic_requests_total 1200.0
+SIMULATE = """# TYPE roostream_simulator_click_rate gauge
+roostream_simulator_click_rate{order="served",window="recent"} 0.3
+roostream_simulator_click_rate{order="random",window="recent"} 0.2
+roostream_simulator_click_rate{order="best",window="recent"} 0.5
+roostream_simulator_click_rate{order="served",window="total"} 0.25
+roostream_simulator_click_rate{order="random",window="total"} 0.2
+# TYPE roostream_simulator_requests counter
+roostream_simulator_requests_total 1200.0
 """
 CONTROL = {
     "state": "committed",

@@ -13,7 +13,7 @@ from roostream.cli.replay.archived import DATASET, ArchivedOptions
 from roostream.cli.replay.run import run
 from roostream.replay import ebnerd
 from roostream.replay.config import ReplayConfig
-from roostream.replay.intake.which_log import files_of, replay_of
+from roostream.replay.detect_dataset import detect_replay, input_paths
 
 WEEK = Path(__file__).resolve().parents[3] / "shared" / "data" / "ebnerd_week1"
 DAY_6 = "2023-05-23"
@@ -79,8 +79,8 @@ def test_a_model_of_the_stack_s_own_archive_goes_on_live_as_well_as_one_that_was
 
 def test_a_model_of_files_goes_on_live_as_well_as_one_that_was_live(tmp_path: Path) -> None:
     """In one process: streamed, three seeds have a request AUC of 0.8054 to 0.8067 and an NE of 0.7320 to 0.7358."""
-    log = replay_of((str(WEEK),))
-    assert archive_log(log, files_of(log), str(tmp_path / "w")).samples == 24_724
+    log = detect_replay((str(WEEK),))
+    assert archive_log(log, input_paths(log), str(tmp_path / "w")).samples == 24_724
     options = ArchivedOptions(place=str(tmp_path / "w"), as_they_lie_until=DAY_6)
     report, same = tmp_path / "report.json", ("worker.rehearsal={batches=200}", "model.list_layers=2")
     shared = {"schema": str(log.schema_path), "measure_from": DAY_6, "report": str(report)}

@@ -153,7 +153,7 @@ def rows_by_stack(scraped: Mapping[str, ScrapedMetrics]) -> dict[str, int]:
 def click_rate(simulate: ScrapedMetrics) -> dict[str, float | None]:
     """Expected clicks a shown candidate of the newest requests: as served, in a random order of the same requests, and in the
     best order; and served over random, of the newest and of all. While the newest are above all, serving still gets better."""
-    name, orders = "roostream_traffic_click_rate", ("served", "random", "best")
+    name, orders = "roostream_simulator_click_rate", ("served", "random", "best")
     rates, total = (
         {o: simulate.value(name, order=o, window=window) for o in orders} for window in ("recent", "total")
     )
@@ -161,7 +161,7 @@ def click_rate(simulate: ScrapedMetrics) -> dict[str, float | None]:
         **rates,
         "served_to_random": _ratio(rates),
         "served_to_random_total": _ratio(total),
-        "requests": simulate.value("roostream_traffic_requests_total"),
+        "requests": simulate.value("roostream_simulator_requests_total"),
     }
 
 

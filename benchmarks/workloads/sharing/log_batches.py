@@ -10,7 +10,7 @@ import zstandard
 
 from benchmarks.question import Work
 from benchmarks.workloads.sharing.logs import ebnerd_users
-from roostream.replay.partition import partition_of
+from roostream.replay.kafka_partitioner import partition_of
 from roostream.schema.ids import hash64
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb

@@ -17,7 +17,7 @@ from benchmarks.workloads.sharing.architectures import pointwise
 from benchmarks.workloads.sharing.shared_data import EBNERD, MIND
 from roostream.online.counter_seed import seed
 from roostream.replay import ebnerd
-from roostream.replay.edge import Edge
+from roostream.replay.encoder import ReplayEncoder
 from roostream.replay.events import Action, Event, Request
 from roostream.schema.ids import hash64
 from roostream.schema.schema import Schema
@@ -36,14 +36,14 @@ def ebnerd_batch() -> Batch:
     """EB-NeRD's first requests, with the histories and counters that they had."""
     schema = pointwise(load_schema(ebnerd.Options.default_schema or ""))
     behaviors, history = str(EBNERD / "behaviors.parquet"), str(EBNERD / "history.parquet")
-    edge = Edge(schema)
+    edge = ReplayEncoder(schema)
     seed(edge.counters, *ebnerd.histories([history]))
     return _batch(edge, ebnerd.events([behaviors], schema, _WINDOW_MS))
 
 
 def mind_batch() -> Batch:
     """MIND's first requests, with the histories that their lines have."""
-    return _batch(Edge(mind_schema()), _mind_events())
+    return _batch(ReplayEncoder(mind_schema()), _mind_events())
 
 
 def _mind_events() -> Iterator[Event]:
@@ -121,7 +121,7 @@ def _unpacked(data: bytes) -> list[Record]:
 @functools.cache
 def mind_samples() -> tuple[Schema, list[Record]]:
     """Samples of all of MIND's requests, in time order."""
-    edge = Edge(mind_schema())
+    edge = ReplayEncoder(mind_schema())
     return edge.schema, list(_samples(edge, _mind_events(), 1 << 30, None))
 
 
@@ -152,7 +152,7 @@ def ebnerd_samples(
 ) -> tuple[Schema, list[Record]]:
     """As `ebnerd_users`, before they are a batch; `logged` gets what was logged of them."""
     schema = ebnerd_schema(history)
-    edge = Edge(schema)
+    edge = ReplayEncoder(schema)
     behaviors, clicks = str(EBNERD / "behaviors.parquet"), str(EBNERD / "history.parquet")
     seed(edge.counters, *ebnerd.histories([clicks]))
     chosen = sorted(
@@ -164,7 +164,10 @@ def ebnerd_samples(
 
 
 def _batch(
-    edge: Edge, events: Iterable[Event], most: int = _MAX_REQUESTS, logged: list[Record] | None = None
+    edge: ReplayEncoder,
+    events: Iterable[Event],
+    most: int = _MAX_REQUESTS,
+    logged: list[Record] | None = None,
 ) -> Batch:
     schema = edge.schema
     return Decoder(schema, {schema.fingerprint: schema}.get).decode(
@@ -172,7 +175,9 @@ def _batch(
     )[0]
 
 
-def _samples(edge: Edge, events: Iterable[Event], most: int, logged: list[Record] | None) -> Iterator[Record]:
+def _samples(
+    edge: ReplayEncoder, events: Iterable[Event], most: int, logged: list[Record] | None
+) -> Iterator[Record]:
     """A sample for each of the first requests; `logged` gets what was logged of them."""
     samples: dict[str, pb.Sample] = {}
     for event in events:

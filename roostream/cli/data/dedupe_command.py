@@ -72,9 +72,9 @@ def duplicates_of(
 
     from roostream.cli.data.progress_bar import counted
     from roostream.errors import ConfigError
-    from roostream.replay.intake.request_windows import request_windows
-    from roostream.replay.intake.which_log import replay_of
-    from roostream.replay.log import open_log
+    from roostream.replay.detect_dataset import detect_replay
+    from roostream.replay.replay_log import open_log
+    from roostream.replay.request_windows import request_windows
     from roostream.schema.schema_file import load_schema
     from roostream.warehouse.scan import is_warehouse
     from roostream.wire import records as wire
@@ -82,7 +82,7 @@ def duplicates_of(
 
     if len(paths) == 1 and is_warehouse(paths[0]):
         return {"log": list(paths), "by": "user", **_of_warehouse(paths[0], batch_requests, most)}
-    replay = replay_of(paths, schema)
+    replay = detect_replay(paths, schema)
     its_schema = load_schema(replay.schema_path)
     if not its_schema.ro:
         raise ConfigError(

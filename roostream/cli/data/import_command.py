@@ -43,8 +43,8 @@ def parquet(files: tuple[str, ...], schema: str, map_file: str, out: Path, skip_
       roostream check --schema shop.toml --log shop.jsonl.gz
     """
     from roostream.cli.data.progress_bar import progress_bar
-    from roostream.replay.intake.import_map import load_map
-    from roostream.replay.intake.parquet_import import import_parquet
+    from roostream.replay.import_map import load_map
+    from roostream.replay.parquet_import import import_parquet
     from roostream.schema.schema_file import load_schema
 
     its_schema = load_schema(schema)
@@ -79,11 +79,11 @@ def log(log: tuple[str, ...], schema: str, warehouse: str, window_ms: int) -> No
 
     from roostream.cli.data.log_archive import archive_log
     from roostream.cli.data.progress_bar import progress_bar
-    from roostream.replay.intake.which_log import files_of, replay_of
+    from roostream.replay.detect_dataset import detect_replay, input_paths
 
-    replay = dataclasses.replace(replay_of(log, schema), window_ms=window_ms)
+    replay = dataclasses.replace(detect_replay(log, schema), window_ms=window_ms)
     with progress_bar("requests") as tell:
-        told = archive_log(replay, files_of(replay), warehouse, lambda done, of: tell(done, of or None))
+        told = archive_log(replay, input_paths(replay), warehouse, lambda done, of: tell(done, of or None))
     click.echo(f"{warehouse}: {told.samples:,} samples in {told.files:,} files, {told.bytes:,} bytes")
     if told.late:
         click.echo(

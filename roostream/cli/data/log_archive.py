@@ -19,7 +19,7 @@ from roostream.cli.replay.choices import choices_of
 from roostream.cli.replay.local_topics import LocalTopics
 from roostream.errors import ConfigError, FencedError
 from roostream.replay.config import ReplayConfig
-from roostream.replay.log import open_log
+from roostream.replay.replay_log import open_log
 from roostream.runtime.kafka.topics import CORRECTIONS
 from roostream.schema.registry import register
 from roostream.schema.schema import Schema

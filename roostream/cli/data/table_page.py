@@ -10,7 +10,7 @@ from typing import Any
 from roostream.cli.replay.report_page import page, table
 from roostream.cli.replay.report_table import number
 from roostream.errors import SetupError
-from roostream.replay.report import write_whole
+from roostream.replay.report_files import write_atomically
 from roostream.warehouse.data_file import DataFile
 from roostream.warehouse.popularity import asked, hit_rates
 from roostream.warehouse.scan import TableScan
@@ -53,15 +53,15 @@ def write_table_page(folder: Path, report: Mapping[str, Any]) -> None:
     try:
         from roostream.cli.data.table_figures import figures_of_table
     except ModuleNotFoundError as error:
-        raise SetupError(f"{error.name} is needed for the page's plots; install roostream[traffic]") from None
+        raise SetupError(f"{error.name} is needed for the page's plots; install roostream[replay]") from None
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SetupError(
             f"{folder}: expected a folder that can be made, got {error.strerror}; name another"
         ) from None
-    write_whole(folder / "report.json", json.dumps(report, indent=2))
-    write_whole(folder / "index.html", page_of_table(report, figures_of_table(report)))
+    write_atomically(folder / "report.json", json.dumps(report, indent=2))
+    write_atomically(folder / "index.html", page_of_table(report, figures_of_table(report)))
 
 
 def page_of_table(report: Mapping[str, Any], figures: Mapping[str, str]) -> str:

@@ -11,8 +11,8 @@ import dataclasses
 from roostream.errors import CheckpointError
 from roostream.replay.config import ReplayConfig
 from roostream.replay.datasets import DatasetOptions, Skipped
-from roostream.replay.log import Log
-from roostream.replay.survey import Survey
+from roostream.replay.log_profile import LogProfile
+from roostream.replay.replay_log import ReplayLog
 from roostream.schema.schema import Schema
 
 DATASET = "warehouse"
@@ -55,7 +55,7 @@ class ArchivedOptions(DatasetOptions):
     )
 
 
-def archived_log(config: ReplayConfig, schema: Schema) -> Log:
+def archived_log(config: ReplayConfig, schema: Schema) -> ReplayLog:
     """The newest version's samples, as a stream of records.
 
     Raises:
@@ -84,4 +84,6 @@ def archived_log(config: ReplayConfig, schema: Schema) -> Log:
             f"{options.place}: expected samples of {options.days or 'some day'}, got none; name other days"
         )
     records = session_records(*table.opened(told, schema), options.as_they_lie_until)
-    return Log(records=records, num_requests=sum(told.rows.values()), skipped=Skipped, survey=Survey(schema))
+    return ReplayLog(
+        records=records, num_requests=sum(told.rows.values()), skipped=Skipped, profile=LogProfile(schema)
+    )

@@ -17,10 +17,10 @@ from roostream.cli.replay.choices import choices_of
 from roostream.cli.replay.local_topics import LocalTopics
 from roostream.cli.replay.report_table import Row, join_rows, number, plain_table, warning_rows
 from roostream.errors import ConfigError
-from roostream.replay.advice import advice
 from roostream.replay.config import CheckConfig
-from roostream.replay.log import Log, open_log
-from roostream.replay.report import check_report, write_report
+from roostream.replay.log_advice import advice
+from roostream.replay.replay_log import ReplayLog, open_log
+from roostream.replay.report_files import check_report, write_report
 from roostream.runtime import program
 from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES
 from roostream.schema.schema import Schema
@@ -104,12 +104,12 @@ class Delays:
 
 
 def build_report(
-    schema: Schema, log: Log, topics: LocalTopics, delays: Delays, errors: list[str]
+    schema: Schema, log: ReplayLog, topics: LocalTopics, delays: Delays, errors: list[str]
 ) -> dict[str, Any]:
     """Keys as of a replay's report, and `errors`, `engagement_delay_s`, `requests_in_pages`."""
     sums, skipped = topics.accounts.sums(ended=True), log.skipped()
     positives = topics.findings.positives()
-    warnings = advice(schema, log.survey, positives)
+    warnings = advice(schema, log.profile, positives)
     if late := sums.corrections + sums.dead_letters.get("too_late", 0):
         warnings.append(
             f"{late} engagements come after the join window and are not learned; a longer --window takes them in"
@@ -121,12 +121,12 @@ def build_report(
         "warnings": warnings,
         "counts": {**sums.counts(), "skipped_lines": skipped.number},
         "first_skipped_line": skipped.first[0] if skipped.first else "",
-        "first_dead_letters": topics.findings.first_dead_letters(log.survey.origins.find),
+        "first_dead_letters": topics.findings.first_dead_letters(log.profile.origins.find),
         "positives": positives,
         "baselines": topics.findings.baselines.report(),
         "engagement_delay_s": delays.report(),
-        "requests_in_pages": log.survey.num_impressions - sums.requests,
-        "log": log.survey.report(),
+        "requests_in_pages": log.profile.num_impressions - sums.requests,
+        "log": log.profile.report(),
     }
 
 

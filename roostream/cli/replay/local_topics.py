@@ -6,7 +6,7 @@ from collections import Counter
 
 from infra.auditor.accounts import Accounts
 from roostream.cli.replay.findings import Findings
-from roostream.replay.partition import partition_of
+from roostream.replay.kafka_partitioner import partition_of
 from roostream.runtime.kafka.topics import DEFAULT_PARTITIONS, partitions_of
 from roostream.schema.schema import Schema
 from roostream.wire.records import Record

@@ -9,7 +9,7 @@ from typing import Any
 
 from roostream.cli.replay.report_table import Row, join_rows, number
 from roostream.errors import SetupError, printable
-from roostream.replay.report import write_whole
+from roostream.replay.report_files import write_atomically
 from trainer.monitoring.quality import QUALITY
 
 _STYLE = (
@@ -32,7 +32,7 @@ def write_page(path: Path, title: str, report: Mapping[str, Any]) -> None:
         raise SetupError(
             f"{error.name} is needed for the report's figures; install it, or give --report F.json"
         ) from None
-    write_whole(path, page_of(title, report, figures_of(report)))
+    write_atomically(path, page_of(title, report, figures_of(report)))
 
 
 def page_of(title: str, report: Mapping[str, Any], figures: Mapping[str, str]) -> str:

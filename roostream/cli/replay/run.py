@@ -19,11 +19,10 @@ from roostream.cli.replay.report_page import write_page
 from roostream.cli.replay.report_table import table_of
 from roostream.cli.replay.stage import Engine, Outcome, Stage
 from roostream.errors import UnavailableError
-from roostream.replay.advice import advice
 from roostream.replay.config import ReplayConfig
-from roostream.replay.log import Log, begun, open_log
-from roostream.replay.replay import paced
-from roostream.replay.report import report_files, write_report
+from roostream.replay.log_advice import advice
+from roostream.replay.replay_log import ReplayLog, open_log, paced, with_first_record
+from roostream.replay.report_files import report_files, write_report
 from roostream.runtime import program
 from roostream.runtime.clock import SystemClock
 from roostream.schema.schema import Schema
@@ -57,7 +56,9 @@ def replay(config: ReplayConfig, stop: program.Stop) -> dict[str, Any]:
     source = archived_log(config, schema) if config.dataset == DATASET else open_log(config, schema)
     console = Console(markup=False, emoji=False, highlight=False)
     with Stage(console, source.num_requests) as stage:
-        stream = paced(stage.sending(begun(source.records)), config.speed_factor, SystemClock(), stop)
+        stream = paced(
+            stage.sending(with_first_record(source.records)), config.speed_factor, SystemClock(), stop
+        )
         outcome = _engine(config)(config, schema, stream, stage, stop)
     if stop.is_set():
         raise UnavailableError("stopped before the end of the log; there is no report")
@@ -81,26 +82,26 @@ def _engine(config: ReplayConfig) -> Engine:
     return replay_in_process
 
 
-def build_report(config: ReplayConfig, schema: Schema, outcome: Outcome, source: Log) -> dict[str, Any]:
+def build_report(config: ReplayConfig, schema: Schema, outcome: Outcome, source: ReplayLog) -> dict[str, Any]:
     """Keys as in docs/protocols.md, "Reports"; `features_digest` is equal for equal features, `untrained` is G2's count. Of a
     warehouse's samples no event is there to be accounted for."""
     sums = outcome.accounts.sums(ended=True)
     skipped = source.skipped()
-    findings, survey = outcome.findings, source.survey
+    findings, profile = outcome.findings, source.profile
     positives, model = findings.positives(), outcome.training.model or {}
     return {
         "counts": {**sums.counts(), "untrained": outcome.untrained, "skipped_lines": skipped.number},
         "first_skipped_line": skipped.first[0] if skipped.first else "",
-        "first_dead_letters": findings.first_dead_letters(survey.origins.find),
-        "warnings": advice(schema, survey, positives, prior=float(model.get("prior", 0.1)))
-        if survey.num_impressions
+        "first_dead_letters": findings.first_dead_letters(profile.origins.find),
+        "warnings": advice(schema, profile, positives, prior=float(model.get("prior", 0.1)))
+        if profile.num_impressions
         else [],
         "accounted": (sums.accounted or config.dataset == DATASET) and outcome.untrained == 0,
         "metrics": findings.metrics.report(),
         **({"metrics_as_served": outcome.served} if outcome.served is not None else {}),
         "baselines": findings.baselines.report(),
         "positives": positives,
-        "log": survey.report(),
+        "log": profile.report(),
         "training": dataclasses.asdict(outcome.training),
         **({"archived": dataclasses.asdict(outcome.archived)} if outcome.archived is not None else {}),
         "settings": settings_of(config),

@@ -16,7 +16,7 @@ def run(config: TrainConfig) -> int:
     """The exit code: 0 = all is trained and committed; 2 = refused or unavailable."""
     from roostream.cli.assignments import overrides
     from roostream.errors import ConfigError
-    from roostream.replay.report import check_report, write_report
+    from roostream.replay.report_files import check_report, write_report
     from roostream.runtime import program
     from trainer.config import LoopConfig
 

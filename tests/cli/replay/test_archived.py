@@ -14,7 +14,7 @@ from roostream.cli.main import cli
 from roostream.cli.replay.archived import DATASET, ArchivedOptions
 from roostream.cli.replay.run import run
 from roostream.replay.config import ReplayConfig
-from roostream.replay.intake.which_log import files_of
+from roostream.replay.detect_dataset import input_paths
 from roostream.runtime.clock import FakeClock
 from roostream.schema.schema_file import load_schema
 from roostream.warehouse.compactor import Compactor
@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
     config = ReplayConfig(
         dataset="ebnerd", options=options_of(tmp_path), schema=str(tmp_path / "schema.toml"), engine="local"
     )
-    archive_log(config, files_of(config), str(tmp_path / "w"))
+    archive_log(config, input_paths(config), str(tmp_path / "w"))
     return tmp_path
 
 

@@ -8,7 +8,8 @@ import pytest
 from roostream.cli.replay.choices import choices_of, with_sets
 from roostream.errors import ConfigError
 from roostream.models.config import RankerConfig
-from roostream.replay import ebnerd, jsonl
+from roostream.replay import ebnerd
+from roostream.replay import jsonl_log as jsonl
 from roostream.replay.config import ReplayConfig
 from trainer.selection.config import RehearsalConfig
 

@@ -14,7 +14,8 @@ import pytest
 
 from roostream.cli.replay.run import run
 from roostream.errors import RoostreamError
-from roostream.replay import ebnerd, jsonl
+from roostream.replay import ebnerd
+from roostream.replay import jsonl_log as jsonl
 from roostream.replay.config import ReplayConfig
 
 FIXTURE = Path(__file__).resolve().parents[3].parent / "shared" / "data" / "ebnerd_week1" / "fixture"

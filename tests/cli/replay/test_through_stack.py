@@ -12,7 +12,7 @@ from joiner.config import JoinerConfig
 from roostream.cli.replay.choices import joiner_settings
 from roostream.cli.replay.run import run
 from roostream.cli.replay.through_stack import kept_options, stack_options
-from roostream.replay import jsonl
+from roostream.replay import jsonl_log as jsonl
 from roostream.replay.config import ReplayConfig
 from roostream.schema.toml_file import read_toml
 

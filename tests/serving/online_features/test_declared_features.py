@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from roostream.online.counters import LISTS
 from roostream.online.entity_fields import FieldReader
-from roostream.replay.edge import Edge
+from roostream.replay.encoder import ReplayEncoder
 from roostream.replay.events import Action, Event, Request
 from roostream.runtime import redis_client
 from roostream.runtime.kafka.topics import IMPRESSIONS
@@ -79,7 +79,7 @@ def updater_of(redis: RedisServer, records: list[Record], batch: int) -> Feature
 
 def replayed(events: list[List | Engagement]) -> list[Record]:
     """As a replay writes them, with offsets."""
-    edge, ends, records = Edge(SCHEMA), dict[tuple[str, int], int](), []
+    edge, ends, records = ReplayEncoder(SCHEMA), dict[tuple[str, int], int](), []
     for number, event in enumerate(events):
         record = edge.record(event_of(number, event))
         place = (record.topic, record.partition)
@@ -104,7 +104,7 @@ def test_an_impression_of_a_replay_holds_what_a_request_would_have_read(redis: R
 
 @pytest.mark.parametrize("batch", [1, 4, 512])
 def test_redis_and_a_replay_give_equal_values_whatever_the_batches(redis: RedisServer, batch: int) -> None:
-    events, edge, reader = random_events(5, 60), Edge(SCHEMA), FieldReader(SCHEMA)
+    events, edge, reader = random_events(5, 60), ReplayEncoder(SCHEMA), FieldReader(SCHEMA)
     updater = updater_of(redis, replayed(events), batch)
     while updater.step(0):
         pass

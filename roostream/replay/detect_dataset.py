@@ -1,0 +1,62 @@
+"""Which of the logs that can be read (roostream/replay/datasets.py) a path is, by what lies there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from roostream.errors import ConfigError
+from roostream.replay.config import ReplayConfig
+from roostream.replay.datasets import load_dataset
+
+_SUFFIXES = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".csv": "csv"}
+
+
+def detect_replay(paths: Sequence[str], schema: str = "") -> ReplayConfig:
+    """How `paths` would be replayed in this process: files of one form, or EB-NeRD's folder (or its behaviors.parquet).
+
+    Raises:
+        ConfigError: there is nothing, its form can't be told, or it needs a schema.
+    """
+    if not paths:
+        raise ConfigError(
+            "expected a log: files that end in .jsonl, .parquet or .csv, or a folder with behaviors.parquet"
+        )
+    first = Path(paths[0])
+    if len(paths) == 1 and first.is_dir():
+        return _ebnerd(first, schema)
+    if len(paths) == 1 and first.name == "behaviors.parquet":
+        return _ebnerd(first.parent, schema)
+    forms = {_SUFFIXES.get(Path(path.removesuffix(".gz").removesuffix(".zst")).suffix, "") for path in paths}
+    if len(forms) != 1 or not (form := forms.pop()):
+        raise ConfigError(
+            f"{', '.join(paths)}: expected files that all end in .jsonl, all in .parquet or all in .csv (or .gz, .zst of these), "
+            "or a folder with behaviors.parquet"
+        )
+    settings: dict[str, Any] = {"log" if form == "jsonl" else "impressions": tuple(paths), "skip_bad": True}
+    return ReplayConfig(
+        dataset=form, options=load_dataset(form).Options(**settings), schema=schema, engine="local"
+    )
+
+
+def input_paths(replay: ReplayConfig) -> list[str]:
+    """The files that a replay reads, in a fixed order."""
+    named = (
+        vars(replay.options).get(name, ())
+        for name in ("log", "impressions", "engagements", "behaviors", "history")
+    )
+    return [path for paths in named for path in paths]
+
+
+def _ebnerd(folder: Path, schema: str) -> ReplayConfig:
+    behaviors, history = folder / "behaviors.parquet", folder / "history.parquet"
+    if not behaviors.is_file():
+        raise ConfigError(
+            f"{folder}: expected a folder with behaviors.parquet (EB-NeRD), got one without; name the log's files"
+        )
+    settings: dict[str, Any] = {"behaviors": (str(behaviors),)}
+    settings |= {"history": (str(history),)} if history.is_file() else {}
+    return ReplayConfig(
+        dataset="ebnerd", options=load_dataset("ebnerd").Options(**settings), schema=schema, engine="local"
+    )

@@ -1,0 +1,154 @@
+"""The edge of a replay: turns what a log says into the records that serving would have produced.
+
+Online features come from `roostream.online`, the same code as the feature updater's: before a request at time T is read, every
+event with time + label delay ≤ T has been applied, and nothing else; clicks that are known from add_unlogged_clicks are such events.
+Memory: the counters, and the events that wait for their delay.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from roostream.online.counters import Counters, of_request, sources_of
+from roostream.online.entity_fields import EntityFields, FieldReader
+from roostream.replay.datasets import Clicks
+from roostream.replay.events import Action, Event, Request
+from roostream.replay.kafka_partitioner import partition_of
+from roostream.replay.log_profile import LogProfile
+from roostream.runtime.kafka.topics import DEFAULT_PARTITIONS, ENGAGEMENTS, IMPRESSIONS
+from roostream.schema.ids import key_bytes, unsigned
+from roostream.schema.schema import Schema
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.block import encode_nro, encode_ro
+from roostream.wire.records import Record
+
+
+class ReplayEncoder:
+    """Not thread-safe; feed events in time order. One state: the counters."""
+
+    def __init__(
+        self,
+        schema: Schema,
+        *,
+        label_delay_ms: int = 0,
+        freeze_at_ms: int = 0,
+        num_partitions: int = DEFAULT_PARTITIONS,
+        profile: LogProfile | None = None,
+    ) -> None:
+        """`profile` counts what goes through."""
+        self.schema, self.num_partitions = schema, num_partitions
+        self.label_delay_ms, self.freeze_at_ms = label_delay_ms, freeze_at_ms
+        self.counters, self._reader = Counters(schema), FieldReader(schema)
+        self.profile = profile
+        self._sources = {"ro": sources_of(schema, "ro"), "nro": sources_of(schema, "nro")}
+        self._waiting: list[tuple[int, int, Event]] = []
+        self._arrival = 0
+        self._elsewhere: Iterator[Action] = iter(())
+        self._next_elsewhere: Action | None = None
+
+    def add_unlogged_clicks(self, clicks: Clicks) -> None:
+        """Count these too, each from its time and the delay on; instead of those given before."""
+        columns = (column.tolist() for column in clicks)
+        name = self.schema.online.click
+        self._elsewhere = (
+            Action("", user, 0, at_ms, 0, item, name, 1.0) for user, item, at_ms in zip(*columns, strict=True)
+        )
+        self._next_elsewhere = next(self._elsewhere, None)
+
+    def record(self, event: Event) -> Record:
+        """The event's record; its offset is unknown, -1. WireError if the log's features don't fit the schema."""
+        value = self._impression(event) if isinstance(event, Request) else self._engagement(event)
+        self._arrival += 1
+        heapq.heappush(self._waiting, (event.time_ms + self.label_delay_ms, self._arrival, event))
+        topic = IMPRESSIONS if isinstance(event, Request) else ENGAGEMENTS
+        key = key_bytes(event.user_id, event.session_id, event.request_id)
+        return Record(topic, partition_of(key, self.num_partitions), -1, event.time_ms, key, value)
+
+    def _impression(self, request: Request) -> bytes:
+        """What serving would have logged for this request at its time."""
+        self._apply_until(request.time_ms)
+        num_rows = len(request.items_n)
+        ro, nro = self.counters.read(request.user_id, request.items_n, request.time_ms, self._fields(request))
+        own_ro, own_nro = of_request(request.items_n, request.time_ms)
+        message = pb.Impression(
+            header=self._header(request),
+            item_ids=request.items_n.view(np.uint64).tolist(),
+            nro=encode_nro(self.schema, self._merge("nro", request.nro, nro | own_nro), num_rows),
+            positions=request.positions or range(num_rows),
+            propensities=request.propensities,
+            weight=request.weight,
+        )
+        if request.ro is not None:
+            message.ro = encode_ro(self.schema, self._merge("ro", request.ro, ro | own_ro))
+        if self.profile is not None:
+            self.profile.add(request, message.ro if request.ro is not None else None, message.nro)
+        return wire.encode(wire.IMPRESSION, message)
+
+    def _engagement(self, action: Action) -> bytes:
+        """What the edge of a site would have sent for this action."""
+        message = pb.Engagement(
+            header=self._header(action),
+            event_id=unsigned(action.event_id),
+            item_id=unsigned(action.item_id),
+            action=action.action,
+            value=action.value,
+        )
+        if self.profile is not None:
+            self.profile.add(action)
+        return wire.encode(wire.ENGAGEMENT, message)
+
+    def _fields(self, event: Event) -> EntityFields:
+        """What counters beyond user, items and time count it by."""
+        header = event.user_id, event.session_id, event.surface, event.request_id
+        if isinstance(event, Request):
+            return self._reader.of_values(header, event.ro, event.nro, len(event.items_n))
+        return self._reader.of_header(header)
+
+    def _header(self, event: Event) -> pb.Header:
+        """Who, when and by which schema; ids as uint64."""
+        return pb.Header(
+            request_id=event.request_id,
+            user_id=unsigned(event.user_id),
+            session_id=unsigned(event.session_id),
+            surface=event.surface,
+            time_ms=event.time_ms,
+            schema=self.schema.fingerprint,
+        )
+
+    def _merge(
+        self, side: Literal["ro", "nro"], given: Mapping[str, Any], online: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What the log gives wins, a column that it gives is taken whole; then what is counted."""
+        counted = {name: online.get(source) for name, source in self._sources[side].items()}
+        return counted | {name: value for name, value in given.items() if value is not None}
+
+    def _apply_until(self, time_ms: int) -> None:
+        """Count the events whose delay is over at `time_ms`, in time order; none from the freeze on."""
+        if self.freeze_at_ms:
+            time_ms = min(time_ms, self.freeze_at_ms - 1)
+        while (event := self._next_until(time_ms)) is not None:
+            if isinstance(event, Request):
+                self.counters.apply_impression(
+                    event.user_id, event.items_n, event.time_ms, self._fields(event)
+                )
+            else:
+                fields = self._fields(event)
+                self.counters.apply_engagement(
+                    event.user_id, event.item_id, event.action, event.value, event.time_ms, fields
+                )
+
+    def _next_until(self, time_ms: int) -> Event | None:
+        """What is to be counted next; of one time, what the log holds comes last."""
+        due_ms = self._waiting[0][0] if self._waiting else None
+        action = self._next_elsewhere
+        if action is not None and action.time_ms + self.label_delay_ms <= (
+            time_ms if due_ms is None else min(due_ms, time_ms)
+        ):
+            self._next_elsewhere = next(self._elsewhere, None)
+            return action
+        return heapq.heappop(self._waiting)[2] if due_ms is not None and due_ms <= time_ms else None

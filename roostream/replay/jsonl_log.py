@@ -1,0 +1,120 @@
+"""A generic log as JSON lines: one impression or engagement a line, as docs/bring-your-own-data.md says, and a schema TOML.
+
+Lines may come in any order; they are replayed by time. A file is read twice: once for the times (32 bytes a line are
+kept), once in time order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO
+
+import msgspec
+import numpy as np
+
+from roostream.replay.datasets import DatasetOptions, EventLog
+from roostream.replay.events import Event
+from roostream.replay.input_files import check_files, open_file
+from roostream.replay.log_lines import UNREADABLE, EngagementLine, ImpressionLine, LogLineReader
+from roostream.replay.parse_time import parse_time_ms
+from roostream.schema.schema import Schema
+from roostream.schema.settings import setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(DatasetOptions):
+    """Where the files are, and what to do with lines that can't be used."""
+
+    log: tuple[str, ...] = setting(
+        help="files with one impression or engagement a line, in any order; also .gz, .zst, pipes"
+    )
+    skip_bad: bool = setting(False, "count bad lines and go on instead of stopping at the first")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_files("log", self.log, needed=True)
+
+
+def open(options: Options, schema: Schema, window_ms: int) -> EventLog:
+    """See `roostream.replay.datasets.DatasetModule`; engagements have times of their own, so `window_ms` changes nothing."""
+    return JsonlLog(options.log, LogLineReader(schema, skip_bad=options.skip_bad)).open()
+
+
+class _Timed(msgspec.Struct):
+    time: int | str
+    type: str = ""
+
+
+_DECODER = msgspec.json.Decoder(ImpressionLine | EngagementLine)
+_TIMES = msgspec.json.Decoder(_Timed)
+
+
+class JsonlLog:
+    """Files of JSON lines, read by `reader`, which also counts what is left out."""
+
+    def __init__(self, paths: Sequence[str], reader: LogLineReader) -> None:
+        self.paths, self.reader = tuple(paths), reader
+
+    def open(self) -> EventLog:
+        """Read the times of all lines; the events follow in event time, an impression before an engagement of the same time,
+        else in the order of files and lines.
+
+        Raises:
+            LogError: a bad line, unless it is skipped; also while events are read.
+            ConfigError: a file can't be read.
+        """
+        with contextlib.ExitStack() as opened:
+            files = [opened.enter_context(open_file(path)) for path in self.paths]
+            times, places = self._scan(files)
+            opened.pop_all()
+        return EventLog(
+            events=self._events(files, times, places),
+            num_requests=int((times % 2 == 0).sum()),
+            refuse=lambda event, error: self.reader.refuse(event.where, error),
+            skipped=self.reader.skipped,
+        )
+
+    def _events(self, files: Sequence[BinaryIO], times: np.ndarray, places: array[int]) -> Iterator[Event]:
+        try:
+            for k in np.argsort(times, kind="stable").tolist():
+                number, line, offset = places[3 * k], places[3 * k + 1], places[3 * k + 2]
+                if files[number].tell() != offset:
+                    files[number].seek(offset)
+                event = self._event(files[number].readline(), f"{self.paths[number]}:{line}")
+                if event is not None:
+                    yield event
+        finally:
+            for file in files:
+                file.close()
+
+    def _scan(self, files: Sequence[BinaryIO]) -> tuple[np.ndarray, array[int]]:
+        """Sort keys (twice the time in ms, odd for engagements) and (file, line, offset) of every usable line."""
+        times, places = array("q"), array("q")
+        for number, file in enumerate(files):
+            offset = 0
+            for line, raw in enumerate(file, 1):
+                if raw.strip():
+                    key = self._sort_key(raw, f"{self.paths[number]}:{line}")
+                    if key is not None:
+                        times.append(key)
+                        places.extend((number, line, offset))
+                offset += len(raw)
+        return np.array(times, dtype=np.int64), places
+
+    def _sort_key(self, raw: bytes, where: str) -> int | None:
+        try:
+            head = _TIMES.decode(raw)
+            return 2 * parse_time_ms(head.time) + (head.type != "impression")
+        except UNREADABLE as error:
+            self.reader.refuse(where, ValueError(f"time: {error}") if type(error) is ValueError else error)
+            return None
+
+    def _event(self, raw: bytes, where: str) -> Event | None:
+        try:
+            return self.reader.event(_DECODER.decode(raw), where)
+        except UNREADABLE as error:
+            self.reader.refuse(where, error)
+            return None

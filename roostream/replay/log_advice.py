@@ -1,0 +1,110 @@
+"""What looks wrong in a log and its schema taken together, in sentences: mistakes that nothing refuses, and that only show in
+what isn't learned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from roostream.errors import nearest
+from roostream.online.counter_plan import declared
+from roostream.online.counters import OF_THE_REQUEST, sources_of
+from roostream.replay.log_profile import LogProfile
+from roostream.schema.counter_declaration import SHOWN
+from roostream.schema.schema import Schema
+
+_FAR_FROM_PRIOR = 5.0
+_FEW = 1000  # candidates below which a share says little
+_MAX_NAMED = 5
+
+
+def advice(
+    schema: Schema, profile: LogProfile, positives: Mapping[str, int] | None = None, prior: float = 0.1
+) -> list[str]:
+    """One sentence for each, what is and what to do. `positives`: label → candidates for which it was above 0, where the log
+    has been joined; `prior`: what the model predicts untrained."""
+    found = [*_actions(schema, profile), *_features(schema, profile), *_tables(schema), *_lists(profile)]
+    return found if positives is None else [*found, *_labels(schema, profile, positives, prior)]
+
+
+def _actions(schema: Schema, profile: LogProfile) -> Iterator[str]:
+    wanted = (
+        {label.action for label in schema.labels}
+        | {schema.online.click}
+        | {c.event for c in schema.counters} - {"", SHOWN}
+    )
+    if unnamed := [a for a in profile.actions if a not in wanted]:
+        shown = ", ".join(f"{a!r} ({profile.actions[a]}{nearest(a, wanted)})" for a in unnamed[:_MAX_NAMED])
+        more = f" and {len(unnamed) - _MAX_NAMED} more" if len(unnamed) > _MAX_NAMED else ""
+        yield f"actions of the log that no [[label]], no [[counter]] and not [online] click names: {shown}{more}"
+    for label in schema.labels:
+        if label.action not in profile.actions:
+            near = nearest(label.action, profile.actions)
+            yield f"label {label.name!r}: no engagement of the log has action {label.action!r}{near}; it is never positive"
+    online = {source for side in ("ro", "nro") for source in sources_of(schema, side).values()}
+    counters = declared(schema)
+    wanted_by = {s: counters[s].event or schema.online.click for s in sorted(online) if s in counters}
+    of_clicks = [s for s, event in wanted_by.items() if event == schema.online.click]
+    for name, event in wanted_by.items():
+        if event not in (SHOWN, schema.online.click, *profile.actions):
+            near = nearest(event, profile.actions)
+            yield f"counter {name!r}: no engagement of the log has action {event!r}{near}; it sees nothing"
+    if of_clicks and schema.online.click not in profile.actions:
+        near = nearest(schema.online.click, profile.actions)
+        yield (
+            f"[online] click = {schema.online.click!r}: no engagement of the log has this action{near}; "
+            f"{', '.join(of_clicks[:_MAX_NAMED])} see no clicks"
+        )
+
+
+def _features(schema: Schema, profile: LogProfile) -> Iterator[str]:
+    coverage = profile.features()
+    for side in ("ro", "nro"):
+        sources = sources_of(schema, side)
+        for f in getattr(schema, side):
+            seen = coverage[f.name]
+            if seen["share"] is None or sources.get(f.name) in OF_THE_REQUEST:
+                continue
+            if not seen["share"]:
+                own = (
+                    ', or say online = "item_id" if it is the candidate\'s own id'
+                    if side == "nro" and f.kind == "ids"
+                    else ""
+                )
+                yield f"feature {f.name!r} was never there; give it in the log{own}, or remove it"
+            elif f.is_list and not seen["max"]:
+                yield f"feature {f.name!r}: every list is empty"
+
+
+def _tables(schema: Schema) -> Iterator[str]:
+    features = (*schema.ro, *schema.nro)
+    used = {f.table for f in features} | {t for f in features for t in f.column_tables.values()}
+    for table in schema.tables:
+        if table.name not in used:
+            yield f"table {table.name!r}: no feature uses it; remove it"
+
+
+def _lists(profile: LogProfile) -> Iterator[str]:
+    if profile.num_doubled:
+        yield f"{profile.num_doubled} lists show an item twice; the later place is dropped"
+    if profile.num_strangers:
+        yield f"{profile.num_strangers} impressions have neither user_id nor session_id: nothing is known of who saw them"
+
+
+def _labels(schema: Schema, profile: LogProfile, positives: Mapping[str, int], prior: float) -> Iterator[str]:
+    for label in schema.labels:
+        count, prior_of = positives.get(label.name, 0), label.prior or prior
+        if not count and label.action in profile.actions:
+            yield (
+                f"label {label.name!r} was never positive, though the log has action {label.action!r}; "
+                "check its threshold and window, and the ids of engagements"
+            )
+        share = count / profile.num_candidates if profile.num_candidates else 0.0
+        if (
+            count
+            and profile.num_candidates >= _FEW
+            and not 1 / _FAR_FROM_PRIOR <= share / prior_of <= _FAR_FROM_PRIOR
+        ):
+            yield (
+                f"label {label.name!r} is positive for {share:.2g} of the candidates, and untrained the model says "
+                f"{prior_of:.2g}; say prior = {share:.2g} in its [[label]]"
+            )

@@ -1,0 +1,239 @@
+"""What one line of a generic log says, as docs/bring-your-own-data.md has it: decoded, checked, and made an event.
+
+Whatever the joiner or the codec would refuse later is refused here, where file and line are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from roostream.errors import RoostreamError, nearest, printable
+from roostream.replay.datasets import Skipped
+from roostream.replay.events import Action, Event, Request
+from roostream.replay.parse_time import parse_time_ms
+from roostream.schema.ids import hash64, item_id, signed
+from roostream.schema.schema import Schema
+from roostream.wire.records import MAX_WEIGHT
+
+Id = int | str
+MAX_NAME_BYTES = 64
+_LARGEST_FLOAT = float(np.finfo(np.float32).max)
+_POSITIONS = 1 << 31
+_MAX_TOLD = 10
+
+
+class LogError(RoostreamError):
+    """A line that can't be used; says file and line."""
+
+
+class ImpressionLine(
+    msgspec.Struct, tag_field="type", tag="impression", forbid_unknown_fields=True, omit_defaults=True
+):
+    """`candidates`: rows `[{"item_id": …, "<feature>": …}]` or columns `{"item_id": […], "<feature>": […]}`; features may
+    also stand under `nro`."""
+
+    request_id: str
+    time: int | str
+    candidates: list[dict[str, Any]] | dict[str, Any]
+    user_id: Id = 0
+    session_id: Id = 0
+    surface: str = ""
+    ro: dict[str, Any] | None = msgspec.field(default_factory=dict)
+    positions: list[int] = []
+    propensities: list[float] = []
+    weight: float = 1.0
+
+
+class EngagementLine(
+    msgspec.Struct, tag_field="type", tag="engagement", forbid_unknown_fields=True, omit_defaults=True
+):
+    """Names its request by `request_id` and the same user and session."""
+
+    request_id: str
+    time: int | str
+    item_id: Id
+    action: str
+    user_id: Id = 0
+    session_id: Id = 0
+    event_id: Id = 0
+    value: float = 0.0
+    surface: str = ""
+
+
+Line = ImpressionLine | EngagementLine
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+"""What decoding and checking a line raise: a form that isn't JSON or another one, a value that can't be, brackets too deep."""
+
+
+class LogLineReader:
+    """Lines of one schema's log → events. `skip_bad`: count what can't be used and go on, instead of raising."""
+
+    def __init__(self, schema: Schema, *, skip_bad: bool = False) -> None:
+        self.schema, self.skip_bad = schema, skip_bad
+        self._num_skipped, self._first_skipped = 0, list[str]()
+        self._names = {side: {f.name for f in getattr(schema, side)} for side in ("ro", "nro")}
+
+    def event(self, line: Line, where: str) -> Event:
+        """Raises ValueError with what was expected and got."""
+        return self._request(line, where) if isinstance(line, ImpressionLine) else _action(line, where)
+
+    def refuse(self, where: str, error: Exception) -> None:
+        """Leave a line out, counted, or say why it can't be used.
+
+        Raises:
+            LogError: unless `skip_bad`; `path:line: what, expected, got`.
+        """
+        reason = "brackets nested too deep" if isinstance(error, RecursionError) else str(error)
+        message = printable(f"{where}: {reason}; correct the line, or use --skip-bad to leave such lines out")
+        if not self.skip_bad:
+            raise LogError(message) from None
+        self._num_skipped += 1
+        if len(self._first_skipped) < _MAX_TOLD:
+            self._first_skipped.append(message)
+
+    def skipped(self) -> Skipped:
+        """What has been left out so far."""
+        return Skipped(self._num_skipped, tuple(self._first_skipped))
+
+    def _request(self, line: ImpressionLine, where: str) -> Request:
+        columns = _columns(line.candidates, "nro" in self._names["nro"])
+        if "item_id" not in columns:
+            raise ValueError("candidates: expected an item_id for each, got none")
+        items = [_id("item_id", i) for i in columns.pop("item_id")]
+        self._check_names("ro", line.ro or {})
+        self._check_names("nro", columns)
+        for name, column in (
+            *columns.items(),
+            ("positions", line.positions),
+            ("propensities", line.propensities),
+        ):
+            if column and len(column) != len(items):
+                raise ValueError(f"{name}: expected {len(items)} values, one a candidate, got {len(column)}")
+        _check_numbers(line)
+        return Request(
+            request_id=_text("request_id", line.request_id, least=1),
+            user_id=_id("user_id", line.user_id),
+            session_id=_id("session_id", line.session_id),
+            time_ms=_time_ms(line.time),
+            items_n=np.array([signed(i) for i in items], dtype=np.int64),
+            ro=line.ro,
+            nro=columns,
+            surface=_text("surface", line.surface),
+            positions=line.positions,
+            propensities=line.propensities,
+            weight=line.weight,
+            where=where,
+        )
+
+    def _check_names(self, side: str, given: Mapping[str, object]) -> None:
+        known = self._names[side]
+        for name in given:
+            if name not in known:
+                other = "ro" if side == "nro" else "nro"
+                hint = (
+                    f"; it is declared as {other}"
+                    if name in self._names[other]
+                    else nearest(name[:MAX_NAME_BYTES], known)
+                )
+                raise ValueError(
+                    f"unknown {side} feature {name[:MAX_NAME_BYTES]!r}{hint}; declare it in the schema"
+                )
+
+
+def _check_numbers(line: ImpressionLine) -> None:
+    """Bounds of what a request carries beside its features; those of features are checked where they are encoded."""
+    for position in line.positions:
+        if not 0 <= position < _POSITIONS:
+            raise ValueError(f"positions: expected places from 0 to {_POSITIONS - 1}, got {position}")
+    for propensity in line.propensities:
+        if not 0 < propensity <= 1:
+            raise ValueError(f"propensities: expected chances above 0 and at most 1, got {propensity:g}")
+    if not 0 < line.weight <= MAX_WEIGHT:
+        raise ValueError(
+            f"weight: expected a number above 0 and at most {MAX_WEIGHT:.0f}, got {line.weight:g}; leave out the impression "
+            "that shall not count"
+        )
+
+
+def _action(line: EngagementLine, where: str) -> Action:
+    user, session, item = (_id(name, getattr(line, name)) for name in ("user_id", "session_id", "item_id"))
+    request_id, action = (_text(name, getattr(line, name), least=1) for name in ("request_id", "action"))
+    at_ms, surface = _time_ms(line.time), _text("surface", line.surface)
+    if not abs(line.value) <= _LARGEST_FLOAT:
+        raise ValueError(f"value: expected a finite 32-bit float, got {line.value:g}")
+    if line.event_id == 0:
+        event_id = hash64(
+            msgspec.json.encode([user, session, request_id, item, action, at_ms, line.value, surface])
+        )
+    else:
+        event_id = _id("event_id", line.event_id)
+    return Action(request_id, user, session, at_ms, event_id, item, action, line.value, surface, where)
+
+
+def _columns(
+    candidates: list[dict[str, Any]] | dict[str, Any], nro_is_a_feature: bool
+) -> dict[str, list[Any]]:
+    """Columns by name; what stands under `nro` beside `item_id` stands beside it."""
+    if isinstance(candidates, dict):
+        flat = candidates if nro_is_a_feature else _flat(candidates, "candidates")
+        for name, column in flat.items():
+            if not isinstance(column, list):
+                raise ValueError(
+                    f"candidates.{name}: expected a list, one value a candidate, got {_shown(column)}"
+                )
+        return dict(flat)
+    rows = (
+        candidates
+        if nro_is_a_feature
+        else [_flat(row, f"candidates[{n}]") for n, row in enumerate(candidates)]
+    )
+    names = dict.fromkeys(name for row in rows for name in row)
+    for n, row in enumerate(rows):
+        if "item_id" not in row:
+            raise ValueError(f"candidates[{n}]: expected an item_id, got {', '.join(row) or 'nothing'}")
+    return {name: [row.get(name) for row in rows] for name in names} or {"item_id": []}
+
+
+def _flat(row: dict[str, Any], where: str) -> dict[str, Any]:
+    inner = row.get("nro")
+    if inner is None:
+        return {name: value for name, value in row.items() if name != "nro"} if "nro" in row else row
+    if not isinstance(inner, dict):
+        raise ValueError(f"{where}.nro: expected features by name, got {_shown(inner)}")
+    outer = {name: value for name, value in row.items() if name != "nro"}
+    if doubled := sorted(outer.keys() & inner.keys()):
+        raise ValueError(f"{where}: {doubled[0]!r} is given twice, beside item_id and under nro; keep one")
+    return outer | inner
+
+
+def _id(name: str, value: object) -> int:
+    """uint64."""
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ValueError(f"{name}: expected an integer or a string, got {_shown(value)}")
+    try:
+        return item_id(value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _text(name: str, text: str, least: int = 0) -> str:
+    if not least <= len(text.encode()) <= MAX_NAME_BYTES:
+        wanted = f"{least} to {MAX_NAME_BYTES}" if least else f"at most {MAX_NAME_BYTES}"
+        raise ValueError(f"{name}: expected {wanted} bytes, got {len(text.encode())}")
+    return text
+
+
+def _time_ms(value: int | str) -> int:
+    try:
+        return parse_time_ms(value)
+    except ValueError as error:
+        raise ValueError(f"time: {error}") from None
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_NAME_BYTES else f"{text[:MAX_NAME_BYTES]}…"

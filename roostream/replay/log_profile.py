@@ -1,0 +1,187 @@
+"""What a log holds, counted while it is read: features that are there, actions, list lengths, times. Both a replay's report and
+`roostream check` tell it; `roostream.replay.log_advice` draws conclusions from it.
+
+Letters: n rows, F floats, K lists of a side.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import Any
+
+import numpy as np
+
+from roostream.errors import WireError, printable
+from roostream.replay.events import Event, Request
+from roostream.schema.schema import Schema
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.columns import Columns, Side, columns_of, missing_bits
+
+_ROWS_AT_ONCE = 4096
+_MAX_ACTIONS = 1000
+_MAX_ORIGINS = 1 << 18
+OTHER = "(more)"
+
+
+class LogProfile:
+    """Feed every event with the blocks that were made of it, in order. Memory: a few numbers a feature, and where the newest
+    262,144 events came from."""
+
+    def __init__(self, schema: Schema) -> None:
+        self.schema = schema
+        self.num_impressions = self.num_candidates = self.num_doubled = self.num_strangers = 0
+        self.first_ms = self.last_ms = 0
+        self.num_unlogged_clicks = (0, 0)  # from before the log, and from within its time
+        self.actions: Counter[str] = Counter()
+        self.lengths: Counter[int] = Counter()
+        self.origins = Origins()
+        self._sides: dict[Side, _Side] = {"ro": _Side(schema, "ro"), "nro": _Side(schema, "nro")}
+
+    def add(self, event: Event, ro: bytes | None = None, nro: bytes = b"") -> None:
+        """`ro`, `nro`: the blocks of an impression, with what was counted online; `ro` is None for one that adds candidates."""
+        self.first_ms = self.first_ms or event.time_ms
+        self.last_ms = event.time_ms
+        self.origins.add(event)
+        if not isinstance(event, Request):
+            action = printable(event.action)
+            self.actions[action if action in self.actions or len(self.actions) < _MAX_ACTIONS else OTHER] += 1
+            return
+        num_rows = len(event.items_n)
+        self.num_impressions += 1
+        self.num_candidates += num_rows
+        self.num_strangers += not (event.user_id or event.session_id)
+        self.num_doubled += len(set(event.items_n.tolist())) < num_rows
+        self.lengths[num_rows] += 1
+        if ro is not None:
+            self._sides["ro"].add(ro, 1)
+        self._sides["nro"].add(nro, num_rows)
+
+    def features(self) -> dict[str, dict[str, Any]]:
+        """Feature → `side`, `kind`, `share` of rows that have it, and `min`, `mean`, `max`: of a float its value, of a list its
+        entries; None where no row has it."""
+        return self._sides["ro"].report() | self._sides["nro"].report()
+
+    def report(self) -> dict[str, Any]:
+        """Everything of it, with stable keys."""
+        lengths_N = np.repeat(list(self.lengths), list(self.lengths.values()))
+        quantiles = {
+            f"p{q}": int(np.percentile(lengths_N, q, method="lower"))
+            for q in (0, 25, 50, 75, 95, 100)
+            if len(lengths_N)
+        }
+        return {
+            "impressions": self.num_impressions,
+            "candidates": self.num_candidates,
+            "actions": dict(self.actions),
+            "first_ms": self.first_ms,
+            "last_ms": self.last_ms,
+            "list_lengths": {**quantiles, "with_an_item_twice": self.num_doubled},
+            "without_user_and_session": self.num_strangers,
+            "clicks_elsewhere": dict(zip(("before", "within"), self.num_unlogged_clicks, strict=True)),
+            "features": self.features(),
+        }
+
+
+class _Side:
+    """Running sums of one side's features."""
+
+    def __init__(self, schema: Schema, side: Side) -> None:
+        self.side, self._floats, self._lists = side, schema.floats(side), schema.lists(side)
+        self.num_rows = 0
+        self._float_sums, self._list_sums = _Coverage(len(self._floats)), _Coverage(len(self._lists))
+        self._waiting: list[tuple[Columns, int]] = []
+        self._num_waiting = 0
+
+    def add(self, block: bytes, num_rows: int) -> None:
+        self.num_rows += num_rows
+        if block:
+            self._waiting.append((columns_of(block), num_rows))
+            self._num_waiting += num_rows
+            if self._num_waiting >= _ROWS_AT_ONCE:
+                self._count()
+
+    def report(self) -> dict[str, dict[str, Any]]:
+        self._count()
+        out = {}
+        for features, sums in ((self._floats, self._float_sums), (self._lists, self._list_sums)):
+            for i, f in enumerate(features):
+                out[f.name] = {"side": self.side, "kind": f.kind, **sums.report(i, self.num_rows)}
+        return out
+
+    def _count(self) -> None:
+        waiting, self._waiting, self._num_waiting = self._waiting, [], 0
+        if not waiting:
+            return
+        if self._floats:
+            none = np.full(len(self._floats), np.nan, np.float32)
+            parts = [c.floats if len(c.floats) else np.tile(none, n) for c, n in waiting]
+            self._float_sums.add(np.concatenate(parts).reshape(-1, len(self._floats)).astype(np.float64))
+        if self._lists:
+            self._list_sums.add(
+                np.concatenate([_lengths(c, n * len(self._lists)) for c, n in waiting]).reshape(
+                    -1, len(self._lists)
+                )
+            )
+
+
+def _lengths(columns: Columns, count: int) -> np.ndarray:
+    """float64 [count], NaN where the list is missing."""
+    if not len(columns.lengths):
+        return np.full(count, np.nan)
+    return np.where(missing_bits(columns, count), np.nan, columns.lengths.astype(np.float64))
+
+
+class _Coverage:
+    """Of columns with NaN where nothing is."""
+
+    def __init__(self, width: int) -> None:
+        self.present, self.sum = np.zeros(width, np.int64), np.zeros(width)
+        self.least, self.most = np.full(width, np.inf), np.full(width, -np.inf)
+
+    def add(self, values_NF: np.ndarray) -> None:
+        there_NF = ~np.isnan(values_NF)
+        self.present += there_NF.sum(axis=0)
+        self.sum += np.where(there_NF, values_NF, 0.0).sum(axis=0)
+        self.least = np.minimum(self.least, np.where(there_NF, values_NF, np.inf).min(axis=0))
+        self.most = np.maximum(self.most, np.where(there_NF, values_NF, -np.inf).max(axis=0))
+
+    def report(self, i: int, num_rows: int) -> dict[str, float | None]:
+        n = int(self.present[i])
+        share = n / num_rows if num_rows else None
+        if not n:
+            return {"share": share, "min": None, "mean": None, "max": None}
+        return {
+            "share": share,
+            "min": float(self.least[i]),
+            "mean": float(self.sum[i] / n),
+            "max": float(self.most[i]),
+        }
+
+
+class Origins:
+    """Where in the log the newest events came from, for dead letters, which know ids alone."""
+
+    def __init__(self, most: int = _MAX_ORIGINS) -> None:
+        self._where: dict[int | str, str] = {}
+        self._order: deque[int | str] = deque()
+        self._most = most
+
+    def add(self, event: Event) -> None:
+        key = event.request_id if isinstance(event, Request) else event.event_id
+        if event.where and key not in self._where:
+            self._where[key] = event.where
+            self._order.append(key)
+            if len(self._order) > self._most:
+                del self._where[self._order.popleft()]
+
+    def find(self, letter: pb.DeadLetter) -> str:
+        """`file:line` of the event that it stands for, "" if that isn't known."""
+        request_id = letter.request_id
+        if not (letter.event_id or request_id):
+            try:
+                message = wire.decode(letter.raw)[1]
+            except WireError:
+                return ""
+            request_id = message.header.request_id if isinstance(message, (pb.Impression, pb.Sample)) else ""
+        return self._where.get(letter.event_id or request_id, "")

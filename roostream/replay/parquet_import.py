@@ -1,0 +1,351 @@
+"""Any other site's Parquet of impressions, one row an impression, as a log of requests (docs/bring-your-own-data.md).
+
+    files ─► columns by the map ─► buckets by request (bounded memory) ─► one impression line a request, an engagement an action
+                                                                           └► OUT.jsonl, there once it is whole
+
+A request's time is that of its earliest row, its candidates are its rows, by position or as they lie. Lines of the log are in no
+order: whoever reads it takes them by time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gzip
+import itertools
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, cast
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from roostream.errors import ConfigError, SetupError
+from roostream.replay.import_map import ImportMap, check_columns
+from roostream.replay.log_lines import UNREADABLE, EngagementLine, ImpressionLine, LogLineReader
+from roostream.replay.parquet_log import parquet_file
+from roostream.replay.parse_time import parse_time_ms
+from roostream.replay.table_log import Row, rows_to_impression
+from roostream.schema.ids import hash64
+from roostream.schema.schema import Feature, Schema
+
+_ROWS = 8192
+_WHERE = "roostream: file and row"  # no column of a site is called so
+_PER_MS = {"ms": 1.0, "s": 1e3, "us": 1e-3}
+_CLICK_DELAY_MS = 1000
+
+
+@dataclasses.dataclass
+class ImportCounts:
+    """What became of the rows."""
+
+    rows: int = 0
+    requests: int = 0
+    engagements: int = 0
+    skipped: int = 0  # requests with something that can't be used
+    first_skipped: str = ""
+
+
+class _ToRead(NamedTuple):
+    """What there is to read: the files, their columns in use, how many rows, and about how many bytes in Arrow's form."""
+
+    paths: Sequence[str]
+    columns: list[str]
+    num_rows: int
+    num_bytes: int
+
+
+def import_parquet(
+    paths: Sequence[str],
+    schema: Schema,
+    its: ImportMap,
+    out: Path,
+    *,
+    skip_bad: bool = False,
+    progress: Callable[[int, int], None] = lambda done, rows: None,
+) -> ImportCounts:
+    """Write the log `out` (.jsonl, or .jsonl.gz); `progress`: called with rows read, and rows in all.
+
+    **If it fails** nothing is there but what was there before.
+
+    Raises:
+        ConfigError: a file isn't Parquet, lacks a column of the map, or `out` is there already.
+        LogError: a row that can't be used, unless `skip_bad`; names file and row.
+        SetupError: there is no room.
+    """
+    if out.exists():
+        raise ConfigError(
+            f"{out}: expected a name that is free, got a file that is there; remove it, or choose another"
+        )
+    given, reader, told = _check(paths, schema, its), LogLineReader(schema, skip_bad=skip_bad), ImportCounts()
+    try:
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
+            part = Path(folder) / "out"
+            with _opened(part, out.suffix == ".gz") as file:
+                rows = _counted(_batches(given), told, lambda done: progress(done, given.num_rows))
+                for bucket in into_buckets(rows, its.request, Path(folder), num_buckets(given.num_bytes)):
+                    for lines in _requests(bucket, schema, its, reader, given.paths):
+                        told.requests += 1
+                        told.engagements += len(lines) - 1
+                        file.writelines(msgspec.json.encode(line) + b"\n" for line in lines)
+            shutil.move(part, out)
+    except OSError as error:
+        raise SetupError(
+            f"{out}: can't be written ({error.strerror}); make room, or choose another folder"
+        ) from None
+    left_out = reader.skipped()
+    told.skipped, told.first_skipped = left_out.number, next(iter(left_out.first), "")
+    return told
+
+
+def _check(paths: Sequence[str], schema: Schema, its: ImportMap) -> _ToRead:
+    num_rows = num_bytes = 0
+    columns: list[str] = []
+    for path in paths:
+        with parquet_file(path) as file:
+            known = file.schema_arrow.names
+            check_columns(path, its, schema, known)
+            wanted = sorted(set(its.columns(schema, known)))
+            if columns and wanted != columns:
+                raise ConfigError(
+                    f"{path}: expected the columns of {paths[0]}, got others; import files of one form at a time"
+                )
+            columns, num_rows = wanted, num_rows + file.metadata.num_rows
+            num_bytes += _arrow_bytes(file, set(columns))
+    return _ToRead(paths, columns, num_rows, num_bytes)
+
+
+def _arrow_bytes(file: pq.ParquetFile, columns: set[str]) -> int:
+    """About: uncompressed, and twice that for what dictionaries hide."""
+    total, metadata = 0, file.metadata
+    for group in range(metadata.num_row_groups):
+        chunks = (metadata.row_group(group).column(i) for i in range(metadata.num_columns))
+        total += sum(c.total_uncompressed_size for c in chunks if c.path_in_schema.split(".")[0] in columns)
+    return 2 * total
+
+
+def _batches(given: _ToRead) -> Iterator[pa.RecordBatch]:
+    for number, path in enumerate(given.paths):
+        first = 0
+        with parquet_file(path) as file:
+            try:
+                for batch in file.iter_batches(_ROWS, columns=given.columns):
+                    where_N = (number << 40) + first + 1 + np.arange(len(batch), dtype=np.int64)
+                    first += len(batch)
+                    ordered = batch.select(given.columns)
+                    yield pa.RecordBatch.from_arrays(
+                        [*ordered.columns, pa.array(where_N)], [*given.columns, _WHERE]
+                    )
+            except (pa.ArrowInvalid, OSError) as error:
+                wrong = str(error).splitlines()[0]
+                raise ConfigError(
+                    f"{path}: expected a whole parquet file, got a damaged one ({wrong})"
+                ) from None
+
+
+def _counted(
+    batches: Iterable[pa.RecordBatch], told: ImportCounts, progress: Callable[[int], None]
+) -> Iterator[pa.RecordBatch]:
+    for batch in batches:
+        yield batch
+        told.rows += len(batch)
+        progress(told.rows)
+
+
+def _requests(
+    bucket: pa.Table, schema: Schema, its: ImportMap, reader: LogLineReader, paths: Sequence[str]
+) -> Iterator[list[ImpressionLine | EngagementLine]]:
+    """The lines of each request, its impression first; requests by their earliest row."""
+    id_N, time_ms_N = request_ids(bucket, its.request), _times(bucket.column(its.time), its)
+    _, number_N = np.unique(id_N.astype(str), return_inverse=True)
+    begin_ms_U = np.full(int(number_N.max(initial=-1)) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(begin_ms_U, number_N, time_ms_N)
+    place_N = (
+        np.zeros(len(bucket))
+        if not its.position
+        else bucket.column(its.position).to_numpy().astype(np.float64)
+    )
+    order_N = np.lexsort((np.arange(len(bucket)), place_N, number_N, begin_ms_U[number_N]))
+    table = _renamed(bucket.take(pa.array(order_N)), schema, its)
+    id_N, number_N = id_N[order_N], number_N[order_N]
+    for first, rows in _runs(table, number_N):
+        at = rows[0][_WHERE]
+        where = f"{paths[at >> 40]}:{at & ((1 << 40) - 1)}"
+        try:
+            lines = _lines(rows, str(id_N[first]), int(begin_ms_U[number_N[first]]), schema, its)
+            for line in lines:
+                reader.event(line, where)
+        except UNREADABLE as error:
+            reader.refuse(where, error)
+            continue
+        yield lines
+
+
+def _runs(table: pa.Table, number_N: np.ndarray) -> Iterator[tuple[int, list[Row]]]:
+    """Rows with the same number, which lie together, and where they begin; some thousand rows are Python's at a time."""
+    starts = (
+        np.concatenate([[0], np.flatnonzero(np.diff(number_N)) + 1, [len(table)]]).tolist()
+        if len(table)
+        else [0]
+    )
+    held: list[Row] = []
+    held_from = 0
+    for first, end in itertools.pairwise(starts):
+        if end > held_from + len(held):
+            held, held_from = table.slice(first, max(_ROWS, end - first)).to_pylist(), first
+        yield first, held[first - held_from : end - held_from]
+
+
+def _lines(
+    rows: list[Row], request_id: str, time_ms: int, schema: Schema, its: ImportMap
+) -> list[ImpressionLine | EngagementLine]:
+    plain = [
+        {name: cell for name, cell in row.items() if cell is not None and "\0" not in name} for row in rows
+    ]
+    for row in plain:
+        row["request_id"] = request_id
+        row.pop(_WHERE)
+    shown = rows_to_impression(plain, time_ms, schema)
+    lines: list[ImpressionLine | EngagementLine] = [shown]
+    for row, own in zip(rows, plain, strict=True):
+        for name, action in its.actions.items():
+            said = row[f"column\0{name}"]
+            if said is None or not (said >= action.least if action.least else said > 0):
+                continue
+            value = row[f"value\0{name}"] if action.value else said
+            done_ms = row[f"time\0{name}"]
+            who: Row = {key: own[key] for key in ("user_id", "session_id", "surface") if key in own}
+            line: Row = {
+                "type": "engagement",
+                "request_id": request_id,
+                "item_id": own.get("item_id"),
+                "action": name,
+                **who,
+            }
+            line |= {
+                "time": time_ms + _CLICK_DELAY_MS if done_ms is None else done_ms,
+                "value": float(value or 0.0),
+            }
+            lines.append(msgspec.convert(line, EngagementLine))
+    return lines
+
+
+def _renamed(table: pa.Table, schema: Schema, its: ImportMap) -> pa.Table:
+    """Columns as roostream/replay/table_log.py calls them, and those of actions, which have a NUL in their names."""
+    columns: dict[str, Any] = {name: table.column(column) for name, column in its.plain().items()}
+    for feature in (*schema.ro, *schema.nro):
+        if parts := its.parts_of(feature, table.column_names):
+            columns[feature.name] = _feature(table, feature, parts)
+    for name, action in its.actions.items():
+        said = table.column(action.column)
+        columns[f"column\0{name}"] = said.cast(pa.int64()) if pa.types.is_boolean(said.type) else said
+        columns[f"value\0{name}"] = table.column(action.value or action.column)
+        times = (
+            pa.nulls(len(table), pa.int64())
+            if not action.time
+            else pa.array(_times(table.column(action.time), its))
+        )
+        columns[f"time\0{name}"] = times
+    return pa.table({**columns, _WHERE: table.column(_WHERE)})
+
+
+def _feature(table: pa.Table, feature: Feature, parts: dict[str, str]) -> Any:
+    if "" in parts:
+        return table.column(parts[""])
+    columns = {part: _in_ms(table.column(column)) for part, column in parts.items()}
+    there = next(iter(columns.values())).is_valid().combine_chunks()
+    arrays = [column.combine_chunks() for column in columns.values()]
+    return pa.StructArray.from_arrays(arrays, list(columns), mask=pa.compute.invert(there))
+
+
+def _in_ms(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Lists of timestamps as whole numbers."""
+    kind = column.type
+    if (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and pa.types.is_timestamp(kind.value_type):
+        return column.cast(pa.list_(pa.timestamp("ms")), safe=False).cast(pa.list_(pa.int64()))
+    return column
+
+
+def _times(column: pa.ChunkedArray, its: ImportMap) -> np.ndarray:
+    """int64 ms [N].
+
+    Raises:
+        ConfigError: a time is missing, or can't be read.
+    """
+    if column.null_count:
+        raise ConfigError(
+            f"column of times: expected one in every row, got {column.null_count} rows without; leave these out"
+        )
+    if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
+        return np.asarray(column.cast(pa.timestamp("ms"), safe=False).cast(pa.int64()))
+    if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
+        return np.asarray(np.asarray(column, dtype=np.float64) * _PER_MS[its.time_unit]).astype(np.int64)
+    try:
+        return np.array([parse_time_ms(cell) for cell in column.to_pylist()], dtype=np.int64)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"column of times: {error}") from None
+
+
+def _opened(path: Path, packed: bool) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(path, "wb", compresslevel=6)) if packed else path.open("wb")
+
+
+BUCKET_BYTES = 64 << 20
+MAX_BUCKETS = 256  # files that are open at a time
+
+
+def num_buckets(num_bytes: int) -> int:
+    """For input of so many bytes in Arrow's form."""
+    return max(1, min(MAX_BUCKETS, -(-num_bytes // BUCKET_BYTES)))
+
+
+def request_ids(table: pa.Table | pa.RecordBatch, columns: Sequence[str]) -> np.ndarray:
+    """Text [N] of each row's request: what its columns say, or where that is long or missing a hash of it; "" without any."""
+    texts = [_texts(table.column(column)) for column in columns]
+    joined_N = np.array(
+        ["|".join(cells) if any(cells) else "" for cells in zip(*texts, strict=True)], dtype=object
+    )
+    long_N = np.array([len(text.encode()) > 64 for text in joined_N], dtype=np.bool_)
+    joined_N[long_N] = [f"{hash64(text):016x}" for text in joined_N[long_N]]
+    return joined_N
+
+
+def into_buckets(
+    batches: Iterable[pa.RecordBatch], columns: Sequence[str], folder: Path, number: int
+) -> Iterator[pa.Table]:
+    """Every row of `batches` (one schema) once, rows that are equal in `columns` in the same table and in their order.
+
+    Raises:
+        OSError: the folder can't be written to; what is there is the caller's to remove.
+    """
+    paths = [folder / f"{n}.arrow" for n in range(number)]
+    with contextlib.ExitStack() as opened:
+        writers: dict[int, pa.ipc.RecordBatchFileWriter] = {}
+        for batch in batches:
+            at_N = _bucket(batch, columns, number)
+            for n in np.unique(at_N).tolist():
+                if n not in writers:
+                    writers[n] = opened.enter_context(pa.ipc.new_file(str(paths[n]), batch.schema))
+                writers[n].write_batch(batch.take(pa.array(np.flatnonzero(at_N == n))))
+    for path in paths:
+        if path.exists():
+            with pa.ipc.open_file(str(path)) as reader:
+                yield reader.read_all()
+            path.unlink()
+
+
+def _bucket(batch: pa.RecordBatch, columns: Sequence[str], number: int) -> np.ndarray:
+    """int64 [N]; the hash is of the first column's text alone where there are several: they agree in a request."""
+    coded = pc.dictionary_encode(batch.column(columns[0]))
+    hashes_U = np.array([hash64(text) % number for text in _texts(coded.dictionary)] + [0], dtype=np.int64)
+    at_N: np.ndarray = hashes_U[pc.fill_null(coded.indices, len(hashes_U) - 1).to_numpy(zero_copy_only=False)]
+    return at_N
+
+
+def _texts(column: pa.Array | pa.ChunkedArray) -> list[str]:
+    return ["" if cell is None else str(cell) for cell in column.to_pylist()]

@@ -1,0 +1,265 @@
+"""A generic log as tables: files with a row a shown candidate, and files with a row an engagement. Parquet and CSV readers give
+the tables (`roostream/replay/parquet_log.py`, `roostream/replay/csv_log.py`); here rows become the lines of `roostream/replay/log_lines.py`, and those events.
+
+    impressions   request_id  time  item_id  [user_id session_id surface weight position propensity]  features by name
+    engagements   request_id  time  item_id  action  [user_id session_id surface value event_id]
+
+Rows of one request, user, session and time are one impression, in their order. Request-only features are equal in all its rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from roostream.errors import ConfigError, nearest
+from roostream.replay.datasets import DatasetOptions, EventLog
+from roostream.replay.events import Event, Request
+from roostream.replay.input_files import check_files
+from roostream.replay.log_lines import UNREADABLE, EngagementLine, ImpressionLine, LogLineReader
+from roostream.replay.parse_time import parse_time_ms
+from roostream.schema.schema import Schema
+from roostream.schema.settings import setting
+
+_NEEDED = ("request_id", "time", "item_id")
+_WHO = ("user_id", "session_id", "surface")
+_OF_IMPRESSIONS = (*_NEEDED, *_WHO, "weight", "position", "propensity")
+_OF_ENGAGEMENTS = (*_NEEDED, "action", *_WHO, "value", "event_id")
+_ROWS = 4096
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableOptions(DatasetOptions):
+    """Where the files are, and what to do with rows that can't be used."""
+
+    impressions: tuple[str, ...] = setting(help="files with a row a shown candidate, in any order")
+    engagements: tuple[str, ...] = setting((), "files with a row an engagement, in any order")
+    ignore: tuple[str, ...] = setting((), "columns that are neither known nor declared, to be left out")
+    skip_bad: bool = setting(False, "count bad rows and go on instead of stopping at the first")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_files("impressions", self.impressions, needed=True)
+        check_files("engagements", self.engagements, needed=False)
+
+
+class LogTable(NamedTuple):
+    """A file's rows. `line_N`: where each is in it; `value(column, cell)`: what a cell says, ValueError if it can't be."""
+
+    path: str
+    table: pa.Table
+    line_N: np.ndarray
+    value: Callable[[str, Any], Any]
+
+    def where(self, row: int) -> str:
+        return f"{self.path}:{int(self.line_N[row])}"
+
+
+Read = Callable[[str, LogLineReader], LogTable]
+
+
+def open_tables(options: TableOptions, schema: Schema, read: Read) -> EventLog:
+    """Memory: the tables, in Arrow's compact form, and one slice of rows as Python objects.
+
+    Raises:
+        ConfigError: a file can't be read, or lacks a column, or has one that nothing names; names file and column.
+        LogError: a row with a time that can't be, unless such rows are skipped; while events are read, a row that can't be used.
+    """
+    reader = LogLineReader(schema, skip_bad=options.skip_bad)
+    features = {f.name for f in (*schema.ro, *schema.nro)}
+    shown = [
+        _checked(read(path, reader), _OF_IMPRESSIONS, _NEEDED, features, options.ignore)
+        for path in options.impressions
+    ]
+    done = [
+        _checked(read(path, reader), _OF_ENGAGEMENTS, (*_NEEDED, "action"), set(), options.ignore)
+        for path in options.engagements
+    ]
+    impressions = _Impressions(shown, schema, reader)
+    engagements = _Engagements(done, reader)
+    events = heapq.merge(
+        impressions.events(), engagements.events(), key=lambda e: (e.time_ms, not isinstance(e, Request))
+    )
+    return EventLog(
+        events=events,
+        num_requests=sum(pc.count_distinct(t.table["request_id"]).as_py() for t in shown),
+        refuse=lambda event, error: reader.refuse(event.where, error),
+        skipped=reader.skipped,
+    )
+
+
+def _checked(
+    table: LogTable, known: Sequence[str], needed: Sequence[str], features: set[str], ignore: Sequence[str]
+) -> LogTable:
+    """The columns in use."""
+    names = [n for n in table.table.column_names if n not in ignore]
+    if doubled := sorted({n for n in names if names.count(n) > 1}):
+        raise ConfigError(f"{table.path}: column {doubled[0]!r} is there twice; keep one")
+    for name in needed:
+        if name not in names:
+            raise ConfigError(
+                f"{table.path}: column {name!r} is absent{nearest(name, names)}; expected {', '.join(needed)}"
+            )
+    for name in names:
+        if name not in known and name not in features:
+            near = nearest(name, [*known, *features])
+            raise ConfigError(
+                f"{table.path}: column {name!r} is neither known nor a declared feature{near}; declare it, or say --ignore {name}"
+            )
+    return table._replace(table=table.table.select(names))
+
+
+class _InTime:
+    """Rows of several files, by time, in slices."""
+
+    def __init__(self, tables: Sequence[LogTable], reader: LogLineReader) -> None:
+        self.tables, self.reader = tables, reader
+        times, places = [np.zeros(0, np.int64)], [np.zeros((0, 2), np.int64)]
+        for number, table in enumerate(tables):
+            time_ms_N = self._times(table)
+            kept_N = np.flatnonzero(time_ms_N >= 0)
+            times.append(time_ms_N[kept_N])
+            places.append(np.stack([np.full(len(kept_N), number), kept_N], axis=1))
+        time_ms_N = np.concatenate(times)
+        order_N = np.argsort(time_ms_N, kind="stable")
+        self._time_ms_N, self._place_N2 = time_ms_N[order_N], np.concatenate(places)[order_N]
+
+    def rows(self) -> Iterator[tuple[int, str, Row]]:
+        """(time, where, row) in time order; cells that can't be read are refused with their row."""
+        for start in range(0, len(self._time_ms_N), _ROWS):
+            place_N2 = self._place_N2[start : start + _ROWS]
+            slices: dict[int, list[Row]] = {}
+            for number in np.unique(place_N2[:, 0]).tolist():
+                rows_N = place_N2[place_N2[:, 0] == number, 1]
+                slices[number] = self.tables[number].table.take(pa.array(rows_N)).to_pylist()[::-1]
+            for time_ms, (number, row) in zip(
+                self._time_ms_N[start : start + _ROWS].tolist(), place_N2.tolist(), strict=True
+            ):
+                table = self.tables[number]
+                raw, where = slices[number].pop(), table.where(row)
+                try:
+                    yield (
+                        time_ms,
+                        where,
+                        {name: table.value(name, cell) for name, cell in raw.items() if cell is not None},
+                    )
+                except ValueError as error:
+                    self.reader.refuse(where, error)
+
+    def _times(self, table: LogTable) -> np.ndarray:
+        """int64 [N], -1 for a row that is left out."""
+        column, known = table.table["time"], {None: -1}
+        if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
+            column = column.cast(pa.timestamp("ms"), safe=False).cast(pa.int64())
+        out = np.empty(len(column), np.int64)
+        for row, cell in enumerate(column.to_pylist()):
+            if cell is None or cell not in known:
+                try:
+                    known[cell] = parse_time_ms(_time_cell(cell))
+                except ValueError as error:
+                    self.reader.refuse(table.where(row), ValueError(f"time: {error}"))
+                    known[cell] = -1
+            out[row] = known[cell]
+        return out
+
+
+def _time_cell(cell: object) -> int | str:
+    if isinstance(cell, bool) or not isinstance(cell, (int, str)):
+        raise ValueError(f"expected a time as text, or ms since 1970, got {cell!r}")
+    return cell
+
+
+class _Impressions:
+    """Rows that belong together are one impression."""
+
+    def __init__(self, tables: Sequence[LogTable], schema: Schema, reader: LogLineReader) -> None:
+        self._in_time, self.reader, self.schema = _InTime(tables, reader), reader, schema
+
+    def events(self) -> Iterator[Event]:
+        """In time order; of the same time by their first rows."""
+        groups: dict[tuple[object, ...], list[tuple[str, Row]]] = {}
+        now_ms = -1
+        for time_ms, where, row in self._in_time.rows():
+            if time_ms != now_ms:
+                yield from self._closed(groups, now_ms)
+                groups, now_ms = {}, time_ms
+            groups.setdefault(tuple(row.get(name) for name in ("request_id", *_WHO)), []).append((where, row))
+        yield from self._closed(groups, now_ms)
+
+    def _closed(
+        self, groups: dict[tuple[object, ...], list[tuple[str, Row]]], time_ms: int
+    ) -> Iterator[Event]:
+        for rows in groups.values():
+            where = rows[0][0]
+            try:
+                yield self.reader.event(
+                    rows_to_impression([row for _, row in rows], time_ms, self.schema), where
+                )
+            except UNREADABLE as error:
+                self.reader.refuse(where, error)
+
+
+def rows_to_impression(rows: Sequence[Row], time_ms: int, schema: Schema) -> ImpressionLine:
+    """Rows of one request, in their order, as one impression.
+
+    Raises:
+        ValueError: rows differ in what a request has once.
+    """
+    ro, nro = {f.name for f in schema.ro}, {f.name for f in schema.nro}
+    first, names = rows[0], dict.fromkeys(name for row in rows for name in row)
+    for name in names.keys() & (ro | {"weight"}):
+        if any(not _equal(row.get(name), first.get(name)) for row in rows):
+            raise ValueError(
+                f"{name}: expected one value in all rows of request {first.get('request_id')!r}, got several"
+            )
+    columns = {name: [row.get(name) for row in rows] for name in names if name in nro or name == "item_id"}
+    given: Row = {
+        name: first[name] for name in ("user_id", "session_id", "surface", "weight") if name in first
+    }
+    for key, name in (("positions", "position"), ("propensities", "propensity")):
+        if name in names:
+            given[key] = [row.get(name) for row in rows]
+    line: Row = {
+        "type": "impression",
+        "request_id": _request_id(first),
+        "time": time_ms,
+        "candidates": columns,
+        "ro": {name: first[name] for name in names if name in ro and name in first},
+    }
+    return msgspec.convert(line | given, ImpressionLine)
+
+
+class _Engagements:
+    """A row is an engagement."""
+
+    def __init__(self, tables: Sequence[LogTable], reader: LogLineReader) -> None:
+        self._in_time, self.reader = _InTime(tables, reader), reader
+
+    def events(self) -> Iterator[Event]:
+        """In time order."""
+        for time_ms, where, row in self._in_time.rows():
+            try:
+                line = {**row, "type": "engagement", "request_id": _request_id(row), "time": time_ms}
+                yield self.reader.event(msgspec.convert(line, EngagementLine), where)
+            except UNREADABLE as error:
+                self.reader.refuse(where, error)
+
+
+def _request_id(row: Row) -> str:
+    """Numbers are taken as their digits: a request id is text."""
+    value = row.get("request_id")
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ValueError(f"request_id: expected text or an integer, got {value!r}")
+    return str(value)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return bool(one == other or (one != one and other != other))

@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from roostream.errors import ConfigError, SchemaError
+from roostream.replay import ebnerd
+from roostream.replay.config import ReplayConfig
+from roostream.replay.events import Action, Request
+from roostream.replay.replay_log import open_log
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import schema_from_dict
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.block import decode_block
+
+DAY = datetime.datetime(2023, 5, 18, 7)
+WINDOW_MS = 1_800_000
+
+
+def at(seconds: float) -> datetime.datetime:
+    return DAY + datetime.timedelta(seconds=seconds)
+
+
+def at_ms(seconds: float) -> int:
+    return round(at(seconds).replace(tzinfo=datetime.UTC).timestamp() * 1000)
+
+
+def row(number: int, seconds: float, shown: list[int], clicked: list[int], **more: Any) -> dict[str, Any]:
+    base = {
+        "impression_id": number,
+        "impression_time": at(seconds),
+        "user_id": 7,
+        "session_id": 70,
+        "article_ids_inview": shown,
+        "article_ids_clicked": clicked,
+    }
+    return base | more
+
+
+def write(path: Path, rows: list[dict[str, Any]], **types: pa.DataType) -> str:
+    table = pa.Table.from_pylist(rows)
+    for name, kind in types.items():
+        table = table.set_column(table.schema.get_field_index(name), name, table[name].cast(kind))
+    pq.write_table(table, path)
+    return str(path)
+
+
+def schema(*ro: str) -> Schema:
+    floats = [{"name": name} for name in ro if name not in ("user", "page", "device")]
+    lists = [
+        {"name": name, "kind": "ids", "table": "item"} for name in ro if name in ("user", "page", "device")
+    ]
+    return schema_from_dict(
+        {
+            "tables": {"item": {"dim": 4}},
+            "ro": floats + lists,
+            "nro": [{"name": "item", "kind": "ids", "table": "item"}],
+            "label": [{"name": "click", "action": "click"}],
+        }
+    )
+
+
+def test_several_files_are_merged_by_time(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.parquet", [row(3, 50, [1, 2], [2]), row(1, 0, [1], [1])])
+    b = write(tmp_path / "b.parquet", [row(2, 20, [5], [])])
+    events = list(ebnerd.events([a, b], schema(), WINDOW_MS))
+    assert [e.request_id for e in events if isinstance(e, Request)] == ["1", "2", "3"]
+    assert [e.time_ms for e in events] == sorted(e.time_ms for e in events)
+    assert ebnerd.num_requests([a, b]) == 3
+
+
+def test_a_click_is_a_second_after_the_request_and_every_click_is_an_event(tmp_path: Path) -> None:
+    path = write(tmp_path / "b.parquet", [row(1, 0, [1, 2], [2, 1, 2])])
+    clicks = [e for e in ebnerd.events([path], schema(), WINDOW_MS) if isinstance(e, Action)]
+    assert [(c.action, c.item_id, c.time_ms) for c in clicks] == [("click", i, at_ms(1)) for i in (2, 1, 2)]
+    assert len({c.event_id for c in clicks}) == 3
+
+
+@pytest.mark.parametrize(
+    ("read_s", "end_s", "why"),
+    [
+        (40.0, 41.0, "reading begins with the click"),
+        (0.0, 1.0, "a glance"),
+        (9999.0, 1800.0, "who reads beyond the join window is counted at its end, with all the seconds"),
+    ],
+)
+def test_a_read_ends_within_the_window(tmp_path: Path, read_s: float, end_s: float, why: str) -> None:
+    path = write(tmp_path / "b.parquet", [row(1, 0, [1, 2], [2], next_read_time=read_s)])
+    (read,) = [
+        e for e in ebnerd.events([path], schema(), WINDOW_MS) if isinstance(e, Action) and e.action == "read"
+    ]
+    assert (read.item_id, read.value, read.time_ms) == (2, read_s, at_ms(end_s)), why
+
+
+def test_no_read_time_is_no_read(tmp_path: Path) -> None:
+    rows = [row(1, 0, [1], [1], next_read_time=None), row(2, 9, [1], [], next_read_time=4.0)]
+    path = write(tmp_path / "b.parquet", rows, next_read_time=pa.float32())
+    assert not [
+        e for e in ebnerd.events([path], schema(), WINDOW_MS) if isinstance(e, Action) and e.action == "read"
+    ]
+
+
+def test_requests_carry_the_declared_features_only(tmp_path: Path) -> None:
+    rows = [
+        row(1, 0, [1], [], article_id=99, device_type=2, age=None),
+        row(2, 1, [1], [], article_id=None, device_type=1, age=30),
+    ]
+    path = write(tmp_path / "b.parquet", rows)
+    first, second = (
+        e for e in ebnerd.events([path], schema("front_page", "page", "age", "device"), WINDOW_MS)
+    )
+    assert isinstance(first, Request) and isinstance(second, Request)
+    assert first.ro == {"front_page": 0.0, "page": [99], "age": None, "device": [2]}
+    assert second.ro == {"front_page": 1.0, "age": 30.0, "device": [1]}
+    assert first.nro["item"].tolist() == [1]
+
+
+def test_optional_columns_may_be_absent(tmp_path: Path) -> None:
+    (request,) = ebnerd.events(
+        [write(tmp_path / "b.parquet", [row(1, 0, [4], [])])], schema("front_page", "sso"), WINDOW_MS
+    )
+    assert isinstance(request, Request) and request.ro == {"front_page": 1.0, "sso": None}
+
+
+def test_histories_come_in_time_order_over_all_users(tmp_path: Path) -> None:
+    rows = [
+        {"user_id": 1, "article_id_fixed": [10, 11], "impression_time_fixed": [at(-90), at(-10)]},
+        {"user_id": 2, "article_id_fixed": [20], "impression_time_fixed": [at(-50)]},
+        {"user_id": 3, "article_id_fixed": [], "impression_time_fixed": []},
+    ]
+    path = write(tmp_path / "h.parquet", rows)
+    clicks = list(zip(*(column.tolist() for column in ebnerd.histories([path])), strict=True))
+    assert clicks == [(1, 10, at_ms(-90)), (2, 20, at_ms(-50)), (1, 11, at_ms(-10))]
+    assert [len(column) for column in ebnerd.histories([])] == [0, 0, 0]
+
+
+def test_a_history_that_knows_the_log_s_future_tells_nothing_before_its_time(tmp_path: Path) -> None:
+    """The log's own click is in the history again: once, at its time. Another is in the history only."""
+    shown = [
+        row(1, 0, [7, 8, 9], []),
+        row(2, 2, [7, 8, 9], [7]),
+        row(3, 3.5, [7, 8, 9], []),
+        row(4, 5, [7, 8, 9], []),
+    ]
+    behaviors = write(tmp_path / "b.parquet", shown)
+    user = shown[0]["user_id"]
+    told = {
+        "user_id": user,
+        "article_id_fixed": [5, 7, 7, 9],
+        "impression_time_fixed": [at(-5), at(-1), at(2), at(4)],
+    }
+    history = write(tmp_path / "h.parquet", [told])
+    document = {
+        "tables": {"item": {"dim": 4}},
+        "ro": [{"name": "past", "kind": "ids", "table": "item", "online": "history"}],
+        "nro": [{"name": "item", "kind": "ids", "table": "item"}, {"name": "clicks", "online": "clicks_24h"}],
+        "label": [{"name": "click", "action": "click"}],
+    }
+    own = schema_from_dict(document)
+    config = ReplayConfig(
+        dataset="ebnerd", options=ebnerd.Options(behaviors=(behaviors,), history=(history,)), schema=__file__
+    )
+    log, seen = open_log(config, own), []
+    for record in log.records:
+        message = wire.decode(record.value)[1]
+        if isinstance(message, pb.Impression):
+            clicks = decode_block(own, "nro", message.nro, 3)["clicks"]
+            seen.append((decode_block(own, "ro", message.ro, 1)["past"], [round(float(c)) for c in clicks]))
+    assert seen == [
+        ([7, 5], [1, 0, 0]),
+        ([7, 5], [1, 0, 0]),
+        ([7, 7, 5], [2, 0, 0]),
+        ([9, 7, 7, 5], [2, 0, 1]),
+    ]
+    assert log.profile.report()["clicks_elsewhere"] == {"before": 2, "within": 1}
+
+
+def test_files_without_a_request_say_nothing_about_a_history(tmp_path: Path) -> None:
+    none = str(tmp_path / "none.parquet")
+    some = write(tmp_path / "some.parquet", [row(1, 10, [1], [1])])
+    pq.write_table(pq.read_table(some).slice(0, 0), none)
+    told = {"user_id": 7, "article_id_fixed": [1, 1], "impression_time_fixed": [at(-5), at(20)]}
+    clicks = ebnerd.histories([write(tmp_path / "h.parquet", [told])])
+    assert ebnerd.without_logged_clicks(clicks, [none]).time_ms_N.tolist() == [at_ms(-5), at_ms(20)]
+    assert ebnerd.without_logged_clicks(clicks, [none, some]).time_ms_N.tolist() == [at_ms(-5)], (
+        "that from before the log stays"
+    )
+
+
+def test_other_files_are_refused_with_file_and_column(tmp_path: Path) -> None:
+    rows = [row(1, 0, [1], [1])]
+    lacking = write(
+        tmp_path / "lacking.parquet", [{k: v for k, v in rows[0].items() if k != "article_ids_inview"}]
+    )
+    with pytest.raises(ConfigError, match=r"lacking.parquet: column 'article_ids_inview' is absent"):
+        ebnerd.events([lacking], schema(), WINDOW_MS)
+    wrong = write(tmp_path / "wrong.parquet", [rows[0] | {"user_id": "seven"}])
+    with pytest.raises(ConfigError, match=r"wrong.parquet: column 'user_id': expected int64, got string"):
+        ebnerd.events([wrong], schema(), WINDOW_MS)
+    holes = write(tmp_path / "holes.parquet", [rows[0], row(2, 0, [1], []) | {"impression_time": None}])
+    with pytest.raises(
+        ConfigError,
+        match=r"holes.parquet: column 'impression_time': expected a value in every row, got 1 nulls",
+    ):
+        ebnerd.events([holes], schema(), WINDOW_MS)
+    text = tmp_path / "text.parquet"
+    text.write_text("impression_id,user_id\n")
+    with pytest.raises(ConfigError, match=r"text.parquet: expected a parquet file"):
+        ebnerd.events([str(text)], schema(), WINDOW_MS)
+    with pytest.raises(ConfigError, match="no such file"):
+        (ebnerd.histories([str(tmp_path / "none.parquet")]))
+
+
+def test_uneven_histories_are_refused(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "h.parquet", [{"user_id": 1, "article_id_fixed": [1, 2], "impression_time_fixed": [at(0)]}]
+    )
+    with pytest.raises(ConfigError, match="expected equal lengths"):
+        ebnerd.histories([path])
+
+
+def test_a_feature_that_nobody_offers_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "b.parquet", [row(1, 0, [1], [1])])
+    with pytest.raises(SchemaError, match=r"'frontpage'.*did you mean 'front_page'"):
+        ebnerd.events([path], schema("frontpage"), WINDOW_MS)

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from roostream.replay.datasets import Clicks
+from roostream.replay.encoder import ReplayEncoder
+from roostream.replay.events import Action, Request
+from roostream.runtime.kafka.topics import ENGAGEMENTS, IMPRESSIONS
+from roostream.schema.schema_file import schema_from_dict
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.block import decode_block
+from roostream.wire.records import Record
+
+T0 = 1_700_000_000_000
+SCHEMA = schema_from_dict(
+    {
+        "tables": {"item": {"dim": 4}},
+        "ro": [
+            {"name": "basket"},
+            {"name": "gap", "online": "gap_s"},
+            {
+                "name": "past",
+                "kind": "sequence",
+                "table": "item",
+                "columns": {"time": "time_ms"},
+                "online": "history",
+            },
+        ],
+        "nro": [
+            {"name": "item", "kind": "ids", "table": "item"},
+            {"name": "price"},
+            {"name": "views", "online": "views_24h"},
+            {"name": "clicks", "online": "clicks_24h"},
+        ],
+        "label": [{"name": "click", "action": "click"}],
+    }
+)
+
+
+def request(number: int, seconds: float, items: tuple[int, ...] = (1, 2), **more: object) -> Request:
+    return Request(f"r{number}", 5, 0, T0 + round(seconds * 1000), np.array(items, dtype=np.int64), **more)  # type: ignore[arg-type]
+
+
+def click(number: int, seconds: float, item: int = 1) -> Action:
+    return Action(f"r{number}", 5, 0, T0 + round(seconds * 1000), 77 + number, item, "click", 1.0)
+
+
+def impression(record: Record) -> pb.Impression:
+    message = wire.decode(record.value)[1]
+    assert isinstance(message, pb.Impression)
+    return message
+
+
+def features(record: Record) -> tuple[dict, dict]:
+    message = impression(record)
+    return decode_block(SCHEMA, "ro", message.ro, 1), decode_block(
+        SCHEMA, "nro", message.nro, len(message.item_ids)
+    )
+
+
+def test_features_are_of_the_events_before_the_request_and_never_of_itself() -> None:
+    edge = ReplayEncoder(SCHEMA)
+    ro, nro = features(edge.record(request(1, 0)))
+    assert ro == {"past": {"item": [], "time": []}} and nro["views"].tolist() == [0, 0]
+    edge.record(click(1, 1))
+    ro, nro = features(edge.record(request(2, 1, (1, 3))))
+    assert ro["gap"] == 1.0 and ro["past"] == {"item": [1], "time": [T0 + 1000]}
+    assert nro["views"] == pytest.approx([1, 0], rel=1e-3) and nro["clicks"] == pytest.approx(
+        [1, 0], rel=1e-3
+    )
+
+
+def test_requests_of_the_same_moment_see_each_other_in_order() -> None:
+    edge = ReplayEncoder(SCHEMA)
+    edge.record(request(1, 0))
+    assert features(edge.record(request(2, 0)))[1]["views"].tolist() == [1, 1]
+
+
+def test_a_label_delay_hides_what_is_too_fresh() -> None:
+    edge = ReplayEncoder(SCHEMA, label_delay_ms=60_000)
+    edge.record(request(1, 0))
+    edge.record(click(1, 1))
+    assert features(edge.record(request(2, 59.999)))[1]["views"].tolist() == [0, 0]
+    _, nro = features(edge.record(request(3, 60.999)))
+    assert nro["views"] == pytest.approx([1, 1], rel=1e-2) and nro["clicks"].tolist() == [0, 0]
+    assert features(edge.record(request(4, 61)))[1]["clicks"] == pytest.approx([1, 0], rel=1e-2)
+
+
+def test_frozen_counters_stand_still_from_the_freeze_on() -> None:
+    edge = ReplayEncoder(SCHEMA, freeze_at_ms=T0 + 10_000)
+    for event in (request(1, 0), click(1, 9.999), request(2, 10), click(2, 11)):
+        edge.record(event)
+    _, nro = features(edge.record(request(3, 20)))
+    assert nro["clicks"] == pytest.approx([1, 0], rel=1e-3) and nro["views"] == pytest.approx(
+        [1, 1], rel=1e-3
+    )
+
+
+def test_what_the_log_gives_wins_over_what_is_counted() -> None:
+    given = request(1, 0, ro={"basket": 2.0, "gap": 9.0}, nro={"views": [7.0, 8.0], "price": [1.5, None]})
+    ro, nro = features(ReplayEncoder(SCHEMA).record(given))
+    assert ro["basket"] == 2.0 and ro["gap"] == 9.0
+    assert nro["views"].tolist() == [7, 8] and nro["price"][0] == 1.5 and np.isnan(nro["price"][1])
+    assert nro["item"] == [[1], [2]]
+
+
+def test_a_page_that_only_adds_candidates_has_no_request_features() -> None:
+    assert not impression(ReplayEncoder(SCHEMA).record(request(1, 0, ro=None))).HasField("ro")
+
+
+def test_records_carry_topic_key_and_event_time() -> None:
+    edge = ReplayEncoder(SCHEMA)
+    shown, clicked = edge.record(request(1, 0)), edge.record(click(1, 2))
+    assert (shown.topic, clicked.topic) == (IMPRESSIONS, ENGAGEMENTS)
+    assert shown.key == clicked.key == (5).to_bytes(8, "little") and shown.partition == clicked.partition
+    assert (shown.timestamp_ms, clicked.timestamp_ms) == (T0, T0 + 2000)
+    message = wire.decode(clicked.value)[1]
+    assert isinstance(message, pb.Engagement)
+    assert (message.header.request_id, message.event_id, message.item_id) == ("r1", 78, 1)
+    assert message.header.schema == SCHEMA.fingerprint
+
+
+def of_elsewhere(*clicks: tuple[int, int, float]) -> Clicks:
+    """(user, item, seconds) each."""
+    rows_N3 = np.array([(user, item, T0 + round(at_s * 1000)) for user, item, at_s in clicks], dtype=np.int64)
+    return Clicks(*rows_N3.T)
+
+
+def test_a_click_from_elsewhere_counts_from_its_own_time_on() -> None:
+    edge = ReplayEncoder(SCHEMA)
+    edge.add_unlogged_clicks(of_elsewhere((5, 8, 1), (6, 1, 2), (5, 9, 3)))
+    assert [
+        features(edge.record(request(n, at)))[0]["past"]["item"] for n, at in enumerate((0.9, 1, 2.9, 3))
+    ] == [
+        [],
+        [8],
+        [8],
+        [9, 8],
+    ]
+    _, nro = features(edge.record(request(4, 4)))
+    assert nro["clicks"][0] == pytest.approx(1, abs=1e-3) and nro["clicks"][1] == 0, (
+        "another user's click is the item's"
+    )
+
+
+def test_a_click_from_elsewhere_waits_for_the_delay_too_and_comes_before_the_log_s_own_of_that_time() -> None:
+    edge = ReplayEncoder(SCHEMA, label_delay_ms=5000)
+    edge.add_unlogged_clicks(of_elsewhere((5, 8, 1), (5, 9, 100)))
+    edge.record(request(1, 0))
+    edge.record(click(1, 1, item=2))
+    assert features(edge.record(request(2, 5.9)))[0]["past"]["item"] == []
+    assert features(edge.record(request(3, 6)))[0]["past"]["item"] == [2, 8]
+    frozen = ReplayEncoder(SCHEMA, freeze_at_ms=T0 + 2000)
+    frozen.add_unlogged_clicks(of_elsewhere((5, 8, 1.9), (5, 9, 2)))
+    assert features(frozen.record(request(1, 50)))[0]["past"]["item"] == [8]

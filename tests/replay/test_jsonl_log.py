@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import concurrent.futures
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from roostream.errors import ConfigError
+from roostream.replay.events import Action, Event, Request
+from roostream.replay.input_files import check_files
+from roostream.replay.jsonl_log import JsonlLog
+from roostream.replay.log_lines import LogError, LogLineReader
+from roostream.schema.ids import hash64, signed
+from roostream.schema.schema_file import schema_from_dict
+
+SCHEMA = schema_from_dict(
+    {
+        "tables": {"item": {"dim": 4}},
+        "ro": [{"name": "hour"}],
+        "nro": [{"name": "item", "kind": "ids", "table": "item"}, {"name": "price"}],
+        "label": [{"name": "click", "action": "click"}],
+    }
+)
+T0 = 1_700_000_000_000
+IMPRESSION: dict[str, Any] = {
+    "type": "impression",
+    "request_id": "r",
+    "user_id": 5,
+    "time": T0,
+    "candidates": [{"item_id": 1}],
+}
+ENGAGEMENT: dict[str, Any] = {
+    "type": "engagement",
+    "request_id": "r",
+    "user_id": 5,
+    "time": T0 + 1000,
+    "item_id": 1,
+    "action": "click",
+}
+
+
+def write(path: Path, *lines: object) -> str:
+    path.write_text(
+        "".join(line + "\n" if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
+    )
+    return str(path)
+
+
+def events_of(*paths: str) -> list[Event]:
+    return list(JsonlLog(paths, LogLineReader(SCHEMA)).open().events)
+
+
+def log_of(path: Path, *lines: object) -> list[Event]:
+    return events_of(write(path, *lines))
+
+
+def test_lines_are_replayed_by_time_whatever_their_order_and_file(tmp_path: Path) -> None:
+    one = write(
+        tmp_path / "one", ENGAGEMENT, IMPRESSION | {"time": T0 + 2000, "request_id": "late"}, "", IMPRESSION
+    )
+    two = write(tmp_path / "two", IMPRESSION | {"time": T0 + 1500, "request_id": "mid"})
+    events = events_of(one, two)
+    assert [(type(e), e.request_id) for e in events] == [
+        (Request, "r"),
+        (Action, "r"),
+        (Request, "mid"),
+        (Request, "late"),
+    ]
+
+
+def test_an_impression_comes_before_an_engagement_of_the_same_time(tmp_path: Path) -> None:
+    events = log_of(tmp_path / "log", ENGAGEMENT | {"time": T0}, IMPRESSION)
+    assert isinstance(events[0], Request) and isinstance(events[1], Action)
+
+
+def test_rows_and_columns_of_candidates_say_the_same(tmp_path: Path) -> None:
+    rows = [{"item_id": "a", "item": "a", "price": 2.0}, {"item_id": "b", "item": "b"}]
+    columns = {"item_id": ["a", "b"], "item": ["a", "b"], "price": [2.0, None]}
+    nested = [
+        {"item_id": "a", "nro": {"item": "a", "price": 2.0}},
+        {"item_id": "b", "item": "b", "nro": None},
+    ]
+    under = {"item_id": ["a", "b"], "nro": {"item": ["a", "b"], "price": [2.0, None]}}
+    forms = [IMPRESSION | {"candidates": form} for form in (rows, columns, nested, under)]
+    for request in log_of(tmp_path / "log", *forms):
+        assert isinstance(request, Request)
+        assert request.items_n.tolist() == [signed(hash64("a")), signed(hash64("b"))]
+        assert request.nro == {"item": ["a", "b"], "price": [2.0, None]}
+
+
+def test_a_repeated_line_is_the_same_event_any_other_difference_is_another_and_a_given_id_wins(
+    tmp_path: Path,
+) -> None:
+    changes: list[dict[str, Any]] = [
+        {},
+        {"value": 7.0},
+        {"session_id": 3},
+        {"surface": "home"},
+        {"time": T0 + 1001},
+    ]
+    changes += [{"action": "click/1"}, {"item_id": 11}, {"user_id": 6}, {"request_id": "r/5"}]
+    lines = [ENGAGEMENT | change for change in changes]
+    ids = [e.event_id for e in log_of(tmp_path / "log", *lines, *lines) if isinstance(e, Action)]
+    assert len(ids) == 2 * len(changes) and len(set(ids)) == len(changes)
+    (given,) = log_of(tmp_path / "log", ENGAGEMENT | {"event_id": "e1"})
+    assert isinstance(given, Action) and given.event_id == hash64("e1")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"log:2: .*; correct the line, or use --skip-bad"),
+        ({"type": "view", "time": T0}, r"log:2: Invalid value 'view'"),
+        (IMPRESSION | {"time": "soon"}, r"log:2: time: expected a time such as"),
+        (IMPRESSION | {"time": -4}, r"log:2: time: expected a time after 1970"),
+        (IMPRESSION | {"candidates": [{"id": 1}]}, r"log:2: candidates\[0\]: expected an item_id, got id"),
+        (
+            IMPRESSION | {"candidates": [{"item_id": 1.5}]},
+            r"log:2: item_id: expected an integer or a string, got 1.5",
+        ),
+        (IMPRESSION | {"candidates": {"item": [1]}}, r"log:2: candidates: expected an item_id"),
+        (IMPRESSION | {"candidates": {"item_id": [1], "price": [1, 2]}}, r"log:2: price: expected 1 values"),
+        (
+            IMPRESSION | {"candidates": [{"item_id": 1, "prize": 2}]},
+            r"log:2: unknown nro feature 'prize'; did you mean 'price'",
+        ),
+        (IMPRESSION | {"ro": {"our": 2}}, r"log:2: unknown ro feature 'our'; did you mean 'hour'"),
+        (IMPRESSION | {"positions": [1, 2, 3]}, r"log:2: positions: expected 1 values"),
+        (IMPRESSION | {"request_id": "x" * 65}, r"log:2: request_id: expected 1 to 64 bytes, got 65"),
+        (IMPRESSION | {"userid": 3}, r"log:2: .*unknown field `userid`"),
+        (IMPRESSION | {"request_id": ""}, r"log:2: request_id: expected 1 to 64 bytes, got 0"),
+        (IMPRESSION | {"positions": [-1]}, r"log:2: positions: expected places from 0 to \d+, got -1"),
+        (IMPRESSION | {"positions": [1 << 40]}, r"log:2: positions: expected places"),
+        (
+            IMPRESSION | {"positions": [1 << 70]},
+            r"log:2: .*`\$.positions\[...\]`|log:2: positions: expected places",
+        ),
+        (
+            IMPRESSION | {"propensities": [0]},
+            r"log:2: propensities: expected chances above 0 and at most 1, got 0",
+        ),
+        (
+            IMPRESSION | {"propensities": [2]},
+            r"log:2: propensities: expected chances above 0 and at most 1, got 2",
+        ),
+        (
+            IMPRESSION | {"weight": -1},
+            r"log:2: weight: expected a number above 0 and at most 1000000, got -1",
+        ),
+        (IMPRESSION | {"weight": 0}, r"log:2: weight: .*leave out the impression"),
+        (IMPRESSION | {"weight": 3e38}, r"log:2: weight: expected a number above 0 and at most 1000000"),
+        (IMPRESSION | {"surface": "x" * 65}, r"log:2: surface: expected at most 64 bytes, got 65"),
+        (
+            IMPRESSION | {"user_id": ""},
+            r"log:2: user_id: expected an id, got an empty string; leave an id out",
+        ),
+        (IMPRESSION | {"user_id": 10**30}, r"log:2: .*user_id"),
+        (
+            IMPRESSION | {"candidates": [{"item_id": 1 << 64}]},
+            r"log:2: item_id: expected a 64-bit integer or a string",
+        ),
+        (
+            IMPRESSION | {"candidates": [{"item_id": 1, "nro": 5}]},
+            r"log:2: candidates\[0\].nro: expected features by name",
+        ),
+        (
+            IMPRESSION | {"candidates": [{"item_id": 1, "price": 1, "nro": {"price": 2}}]},
+            r"log:2: .*'price' is given twice",
+        ),
+        (
+            IMPRESSION | {"candidates": {"item_id": [1], "price": 2}},
+            r"log:2: candidates.price: expected a list",
+        ),
+        (IMPRESSION | {"ro": {"price": 2}}, r"log:2: unknown ro feature 'price'; it is declared as nro"),
+        (IMPRESSION | {"time": T0 // 1000}, r"log:2: time: .*looks like seconds: multiply by 1000"),
+        (IMPRESSION | {"time": T0 * 1000}, r"log:2: time: .*looks like µs: divide by 1000"),
+        (
+            '{"type": "impression", "time": 1700000000000, "candidates": ' + "[" * 10**5,
+            r"log:2: brackets nested too deep",
+        ),
+        (ENGAGEMENT | {"action": ""}, r"log:2: action: expected 1 to 64 bytes, got 0"),
+        (ENGAGEMENT | {"action": "x" * 65}, r"log:2: action: expected 1 to 64 bytes, got 65"),
+        (ENGAGEMENT | {"item_id": ""}, r"log:2: item_id: expected an id, got an empty string"),
+        (ENGAGEMENT | {"event_id": ""}, r"log:2: event_id: expected an id"),
+        (ENGAGEMENT | {"value": 1e39}, r"log:2: value: expected a finite 32-bit float"),
+        (IMPRESSION | {"\x1b[31mred": 1}, r"log:2: [ -~]*unknown field `\[31mred`"),
+        (
+            {k: v for k, v in ENGAGEMENT.items() if k != "item_id"},
+            r"log:2: .*missing required field `item_id`",
+        ),
+    ],
+)
+def test_a_bad_line_is_told_with_its_place_or_left_out_and_counted(
+    tmp_path: Path, line: object, message: str
+) -> None:
+    with pytest.raises(LogError, match=message):
+        log_of(tmp_path / "log", IMPRESSION, line)
+    patient = LogLineReader(SCHEMA, skip_bad=True)
+    log = JsonlLog([write(tmp_path / "log", IMPRESSION, line, ENGAGEMENT)], patient).open()
+    assert len(list(log.events)) == 2
+    count, first = log.skipped()
+    assert count == 1 and "log:2: " in first[0]
+
+
+def test_an_absent_log_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none.jsonl: no such file"):
+        events_of(str(tmp_path / "none.jsonl"))
+
+
+def test_a_log_knows_its_impressions_before_it_is_read(tmp_path: Path) -> None:
+    log = JsonlLog(
+        [write(tmp_path / "log", ENGAGEMENT, IMPRESSION, IMPRESSION | {"time": T0 + 9})],
+        LogLineReader(SCHEMA),
+    ).open()
+    assert log.num_requests == 2 and len(list(log.events)) == 3
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_packed_log_is_the_same_log_and_a_damaged_one_is_told(tmp_path: Path, suffix: str) -> None:
+    plain = Path(write(tmp_path / "log", ENGAGEMENT, IMPRESSION)).read_bytes()
+    data = gzip.compress(plain) if suffix == ".gz" else zstandard.compress(plain)
+    packed = tmp_path / f"log.jsonl{suffix}"
+    packed.write_bytes(data)
+    assert [type(e) for e in events_of(str(packed))] == [Request, Action]
+    for damaged in (data[:-9], b"no such thing" * 9):
+        packed.write_bytes(damaged)
+        with pytest.raises((ConfigError, LogError), match=r"log.jsonl\.(gz|zst)"):
+            events_of(str(packed))
+
+
+def test_a_log_may_come_through_a_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    text = json.dumps(ENGAGEMENT) + "\n" + json.dumps(IMPRESSION) + "\n"
+    check_files("log", (str(pipe),), needed=True)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(pipe.write_text, text)
+        assert [type(e) for e in events_of(str(pipe))] == [Request, Action]

@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import pytest
+
+from roostream.replay.kafka_partitioner import murmur2, partition_of
+
+
+@pytest.mark.parametrize(
+    ("key", "hashed"),
+    [  # org.apache.kafka.common.utils.UtilsTest.testMurmur2
+        (b"21", -973932308),
+        (b"foobar", -790332482),
+        (b"a-little-bit-long-string", -985981536),
+        (b"a-little-bit-longer-string", -1486304829),
+        (b"lkjh234lh9fiuh90y23oiuhsafujhadof229phr9h19h89h8", -58897971),
+        (b"abc", 479470107),
+    ],
+)
+def test_it_is_java_kafkas_hash(key: bytes, hashed: int) -> None:
+    assert murmur2(key) == hashed % (1 << 32)
+
+
+def test_keys_spread_over_partitions() -> None:
+    counts = [0, 0, 0, 0]
+    for user in range(4000):
+        counts[partition_of(user.to_bytes(8, "little"), 4)] += 1
+    assert min(counts) > 800

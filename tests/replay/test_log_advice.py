@@ -1,0 +1,99 @@
+"""Mistakes that nothing refuses: each is told in one sentence, and a log without them is told nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from roostream.replay.encoder import ReplayEncoder
+from roostream.replay.events import Action, Event, Request
+from roostream.replay.log_advice import advice
+from roostream.replay.log_profile import LogProfile
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import schema_from_dict
+
+T0 = 1_700_000_000_000
+RAW: dict[str, Any] = {
+    "tables": {"item": {"dim": 4}},
+    "ro": [{"name": "hour"}],
+    "nro": [{"name": "item", "kind": "ids", "table": "item"}, {"name": "ctr_1h", "online": "ctr_1h"}],
+    "label": [{"name": "click", "action": "click"}],
+}
+
+
+def events(action: str = "click", user: int = 5) -> list[Event]:
+    shown = [Request(f"r{n}", user, 0, T0 + 10 * n, np.array([1, 2]), ro={"hour": 1.0}) for n in range(3)]
+    return [shown[0], Action("r0", user, 0, T0 + 1, 1, 1, action), *shown[1:]]
+
+
+def survey_of(schema: Schema, log: list[Event]) -> LogProfile:
+    profile = LogProfile(schema)
+    edge = ReplayEncoder(schema, profile=profile)
+    for event in log:
+        edge.record(event)
+    return profile
+
+
+def told(change: dict[str, Any], log: list[Event], positives: dict[str, int] | None = None) -> list[str]:
+    schema = schema_from_dict(RAW | change)
+    return advice(schema, survey_of(schema, log), positives)
+
+
+def test_a_log_that_fits_its_schema_is_told_nothing() -> None:
+    assert told({}, events(), {"click": 1}) == []
+
+
+CASES: list[tuple[dict[str, Any], list[Event], str]] = [
+    (
+        {},
+        events("clik"),
+        "no [[label]], no [[counter]] and not [online] click names: 'clik' (1; did you mean 'click'?)",
+    ),
+    ({}, events("clik"), "label 'click': no engagement of the log has action 'click'; did you mean 'clik'?"),
+    (
+        {"label": [{"name": "open", "action": "open"}]},
+        events("open"),
+        "[online] click = 'click': no engagement of the log has this action",
+    ),
+    (
+        {"nro": [*RAW["nro"], {"name": "article", "kind": "ids", "table": "item"}]},
+        events(),
+        "feature 'article' was never there; give it in the log, or say online = \"item_id\"",
+    ),
+    (
+        {"ro": [*RAW["ro"], {"name": "age"}]},
+        events(),
+        "feature 'age' was never there; give it in the log, or remove it",
+    ),
+    ({"tables": RAW["tables"] | {"brand": {"dim": 4}}}, events(), "table 'brand': no feature uses it"),
+    ({}, events(user=0), "3 impressions have neither user_id nor session_id"),
+    (
+        {},
+        [*events(), Request("r9", 5, 0, T0 + 99, np.array([3, 3]), ro={"hour": 1.0})],
+        "1 lists show an item twice",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "log", "sentence"), CASES)
+def test_each_mistake_is_told_in_a_sentence(change: dict[str, Any], log: list[Event], sentence: str) -> None:
+    assert any(sentence in text for text in told(change, log)), told(change, log)
+
+
+def test_a_label_that_was_never_positive_is_told_when_the_log_is_joined() -> None:
+    assert told({}, events()) == []
+    (sentence,) = told({}, events(), {"click": 0})
+    assert "label 'click' was never positive, though the log has action 'click'" in sentence
+
+
+def test_a_prior_far_from_the_log_is_told_until_the_schema_says_it() -> None:
+    log: list[Event] = [
+        Request(f"r{n}", 5, 0, T0 + n, np.arange(1, 101), ro={"hour": 1.0}) for n in range(20)
+    ]
+    log.append(Action("r0", 5, 0, T0 + 50, 1, 1, "click"))
+    (sentence,) = told({}, log, {"click": 7})
+    assert "positive for 0.0035 of the candidates" in sentence and "say prior = 0.0035" in sentence
+    label = {"name": "click", "action": "click", "prior": 0.0035}
+    assert told({"label": [label]}, log, {"click": 7}) == []

@@ -1,0 +1,308 @@
+"""Rows of impressions as a log of requests: what was expanded comes back, whatever the order of its rows."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from roostream.errors import ConfigError
+from roostream.replay import parquet_import as buckets
+from roostream.replay.events import Action, Event, Request
+from roostream.replay.import_map import ImportMap, load_map
+from roostream.replay.jsonl_log import JsonlLog
+from roostream.replay.log_lines import LogError, LogLineReader
+from roostream.replay.parquet_import import ImportCounts, import_parquet
+from roostream.schema.schema_file import schema_from_dict
+
+T0 = 1_700_000_000_000
+SCHEMA = schema_from_dict(
+    {
+        "tables": {"item": {"dim": 4}},
+        "ro": [
+            {"name": "basket"},
+            {"name": "history", "kind": "sequence", "table": "item", "columns": {"time": "time_ms"}},
+            {"name": "topics", "kind": "weighted_ids", "table": "item"},
+        ],
+        "nro": [{"name": "item", "kind": "ids", "table": "item"}, {"name": "price"}],
+        "label": [
+            {"name": "click", "action": "click"},
+            {"name": "long_read", "action": "read", "threshold": 30.0},
+        ],
+    }
+)
+MAP = """
+request = ["user", "visit"]
+time = "shown_at"
+item = "article"
+user = "user"
+position = "place"
+[features]
+basket = "basket_value"
+item = "article"
+history = { item = "read_ids", time = "read_at" }
+topics = { ids = "topic_ids", weights = "topic_weights" }
+[actions]
+click = { column = "clicked" }
+read = { column = "seconds", least = 5.0, time = "left_at" }
+"""
+
+
+def requests(number: int, seed: int = 0) -> list[dict[str, Any]]:
+    """What a site saw: lists that were shown, with what was clicked and read."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for n in range(number):
+        shown = int(rng.integers(1, 6))
+        read = rng.integers(1, 50, int(rng.integers(0, 4))).tolist()
+        out.append(
+            {
+                "user": int(rng.integers(1, 5)),
+                "visit": n,
+                "at_ms": T0 + 1000 * n,
+                "basket": float(rng.integers(0, 9)) + 0.5,
+                "read": read,
+                "read_ms": [T0 - 5000 * (k + 1) for k in range(len(read))],
+                "articles": rng.permutation(50)[:shown].tolist(),
+                "prices": [float(x) for x in rng.integers(1, 99, shown)],
+                "clicked": [bool(x) for x in rng.random(shown) < 0.3],
+                "seconds": [float(x) for x in rng.integers(0, 10, shown)],
+            }
+        )
+    return out
+
+
+def expanded(of: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row an impression."""
+    utc = datetime.UTC
+    return [
+        {
+            "user": r["user"],
+            "visit": r["visit"],
+            "shown_at": datetime.datetime.fromtimestamp(r["at_ms"] / 1000, utc)
+            + datetime.timedelta(milliseconds=place),
+            "basket_value": r["basket"],
+            "read_ids": r["read"],
+            "read_at": [datetime.datetime.fromtimestamp(ms / 1000, utc) for ms in r["read_ms"]],
+            "topic_ids": [7],
+            "topic_weights": [0.5],
+            "article": article,
+            "price": r["prices"][place],
+            "place": place,
+            "clicked": r["clicked"][place],
+            "seconds": r["seconds"][place],
+            "left_at": datetime.datetime.fromtimestamp(r["at_ms"] / 1000 + 60, utc),
+        }
+        for r in of
+        for place, article in enumerate(r["articles"])
+    ]
+
+
+def wanted(of: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """The events of a log of these requests, plain and in order."""
+    out: list[tuple[Any, ...]] = []
+    for r in of:
+        request_id = f"{r['user']}|{r['visit']}"
+        ro = {
+            "basket": r["basket"],
+            "history": {"item": r["read"], "time": r["read_ms"]},
+            "topics": {"ids": [7], "weights": [0.5]},
+        }
+        nro = {"item": r["articles"], "price": r["prices"]}
+        out.append(("shown", request_id, r["user"], r["at_ms"], r["articles"], ro, nro))
+        for article, clicked, seconds in zip(r["articles"], r["clicked"], r["seconds"], strict=True):
+            out += [("click", request_id, r["user"], r["at_ms"] + 1000, article, 1.0)] if clicked else []
+            out += (
+                [("read", request_id, r["user"], r["at_ms"] + 60_000, article, seconds)]
+                if seconds >= 5
+                else []
+            )
+    return sorted(out, key=str)
+
+
+def plain(event: Event) -> tuple[Any, ...]:
+    if isinstance(event, Request):
+        head = ("shown", event.request_id, event.user_id, event.time_ms, event.items_n.tolist())
+        return (*head, event.ro, {name: event.nro[name] for name in ("item", "price")})
+    return (event.action, event.request_id, event.user_id, event.time_ms, event.item_id, event.value)
+
+
+def map_of(folder: Path, text: str = MAP) -> ImportMap:
+    (folder / "map.toml").write_text(text)
+    return load_map(str(folder / "map.toml"), SCHEMA)
+
+
+def table_of(rows: list[dict[str, Any]]) -> pa.Table:
+    return pa.Table.from_pylist(rows)
+
+
+def imported(
+    folder: Path, *tables: pa.Table, text: str = MAP, out: str = "log.jsonl", **how: Any
+) -> ImportCounts:
+    paths = []
+    for n, table in enumerate(tables):
+        paths.append(str(folder / f"{n}.parquet"))
+        pq.write_table(table, paths[-1], row_group_size=7)
+    return import_parquet(paths, SCHEMA, map_of(folder, text), folder / out, **how)
+
+
+def events_of(path: Path) -> list[tuple[Any, ...]]:
+    return sorted(
+        (plain(event) for event in JsonlLog([str(path)], LogLineReader(SCHEMA)).open().events), key=str
+    )
+
+
+@pytest.mark.parametrize("out", ["log.jsonl", "log.jsonl.gz"])
+def test_expanded_requests_come_back_whatever_the_order_of_their_rows_and_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 2000)  # several buckets
+    of = requests(40)
+    rows = expanded(of)
+    mixed = [rows[n] for n in np.random.default_rng(1).permutation(len(rows))]
+    seen: list[tuple[int, int]] = []
+    told = imported(
+        tmp_path, table_of(mixed[:50]), table_of(mixed[50:]), out=out, progress=lambda *at: seen.append(at)
+    )
+    assert events_of(tmp_path / out) == wanted(of)
+    assert (told.rows, told.requests, told.skipped) == (len(rows), 40, 0) and seen[-1] == (
+        len(rows),
+        len(rows),
+    )
+    assert told.engagements == len(wanted(of)) - 40
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
+        ["0.parquet", "1.parquet", "map.toml", out]
+    ), "nothing else is left"
+
+
+def test_a_column_of_the_features_own_name_needs_no_line_in_the_map(tmp_path: Path) -> None:
+    imported(
+        tmp_path,
+        table_of([{"id": "r1", "t": T0, "item": 3, "price": 2.5}]),
+        text='request=["id"]\ntime="t"\nitem="item"',
+    )
+    (shown,) = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert shown == {
+        "type": "impression",
+        "request_id": "r1",
+        "time": T0,
+        "candidates": {"item": [3], "item_id": [3], "price": [2.5]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("unit", "given"),
+    [("ms", T0), ("s", T0 // 1000), ("us", T0 * 1000), ("ms", "2023-11-14T22:13:20"), ("s", T0 / 1000)],
+)
+def test_times_come_in_any_form(tmp_path: Path, unit: str, given: object) -> None:
+    text = f'request=["id"]\ntime="t"\nitem="item"\ntime_unit="{unit}"'
+    imported(tmp_path, table_of([{"id": 1, "t": given, "item": 3, "price": 1.0}]), text=text)
+    assert json.loads((tmp_path / "log.jsonl").read_text())["time"] == T0
+
+
+def test_a_long_id_of_a_request_becomes_its_hash(tmp_path: Path) -> None:
+    imported(
+        tmp_path,
+        table_of([{"id": "x" * 80, "t": T0, "item": 3}]),
+        text='request=["id"]\ntime="t"\nitem="item"',
+    )
+    assert len(json.loads((tmp_path / "log.jsonl").read_text())["request_id"]) == 16
+
+
+def test_rows_of_a_request_that_differ_in_what_it_has_once_are_told_or_left_out(tmp_path: Path) -> None:
+    rows = expanded(requests(3))
+    two = next(n for n in range(1, len(rows)) if rows[n]["visit"] == rows[n - 1]["visit"])
+    rows[two]["basket_value"] += 1.0
+    with pytest.raises(
+        LogError,
+        match=r"0\.parquet:\d+: basket: expected one value in all rows of request '\d\|\d', got several",
+    ):
+        imported(tmp_path, table_of(rows))
+    assert not (tmp_path / "log.jsonl").exists(), "a log is there only once it is whole"
+    told = imported(tmp_path, table_of(rows), skip_bad=True)
+    assert (told.requests, told.skipped) == (2, 1) and "basket" in told.first_skipped
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("time = 3\nitem = 'a'\nrequest = ['a']", "map.toml:1: key 'time': expected text, got 3"),
+        ("request = []\ntime = 't'\nitem = 'i'", "expected at least one column"),
+        ("requests = ['id']", "unknown key 'requests'.*did you mean 'request'"),
+        (
+            MAP.replace("basket =", "baskte ="),
+            "features.baskte: expected a feature of the schema.*did you mean 'basket'",
+        ),
+        (
+            MAP.replace('{ item = "read_ids"', '{ itme = "read_ids"'),
+            "features.history.itme: expected item and time",
+        ),
+        (
+            MAP.replace('"basket_value"', '{ x = "basket_value" }'),
+            "features.basket.x: expected one column, as text",
+        ),
+        (MAP.replace('"basket_value"', "3"), "expected a column, or a table of columns, got 3"),
+        (
+            MAP.replace("click =", "clik ="),
+            "actions.clik: expected an action of the schema .*did you mean 'click'",
+        ),
+    ],
+)
+def test_a_map_that_is_wrong_is_told_in_a_sentence(tmp_path: Path, wrong: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        map_of(tmp_path, wrong)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"article": "articel"}, "column 'article' is absent.*did you mean 'articel'"),
+        ({"left_at": "left"}, "column 'left_at' is absent"),
+    ],
+)
+def test_a_column_that_isnt_there_is_told_with_its_file(
+    tmp_path: Path, change: dict[str, str], message: str
+) -> None:
+    table = table_of(expanded(requests(2)))
+    with pytest.raises(ConfigError, match=rf"0\.parquet: {message}"):
+        imported(tmp_path, table.rename_columns([change.get(name, name) for name in table.column_names]))
+
+
+def test_files_of_two_forms_a_name_that_is_taken_and_a_time_that_is_missing_are_told(tmp_path: Path) -> None:
+    text = 'request=["id"]\ntime="t"\nitem="item"'
+    one, other = ({"id": "a", "t": T0, "item": 3, "price": 1.0}, {"id": "a", "t": T0, "item": 3})
+    with pytest.raises(ConfigError, match=r"expected the columns of .*got others"):
+        imported(tmp_path, table_of([one]), table_of([other]), text=text)
+    with pytest.raises(ConfigError, match="expected one in every row, got 1 rows without"):
+        imported(tmp_path, table_of([one, {**one, "t": None}]), text=text)
+    with pytest.raises(ConfigError, match="column of times"):
+        imported(tmp_path, table_of([{**one, "t": "yesterday"}]), text=text)
+    (tmp_path / "log.jsonl").write_text("mine")
+    with pytest.raises(ConfigError, match="expected a name that is free"):
+        imported(tmp_path, table_of([one]), text=text)
+    assert (tmp_path / "log.jsonl").read_text() == "mine"
+
+
+def test_buckets_are_as_many_as_their_bytes_ask_for_within_bounds() -> None:
+    size = buckets.BUCKET_BYTES
+    assert [buckets.num_buckets(n) for n in (0, 1, size, size + 1, 10**6 * size)] == [
+        1,
+        1,
+        1,
+        2,
+        buckets.MAX_BUCKETS,
+    ]
+
+
+def test_actions_are_events_of_what_was_shown(tmp_path: Path) -> None:
+    imported(tmp_path, table_of(expanded(requests(10, seed=5))))
+    events = list(JsonlLog([str(tmp_path / "log.jsonl")], LogLineReader(SCHEMA)).open().events)
+    shown = {event.request_id: event.items_n.tolist() for event in events if isinstance(event, Request)}
+    actions = [event for event in events if isinstance(event, Action)]
+    assert actions and all(action.item_id in shown[action.request_id] for action in actions)

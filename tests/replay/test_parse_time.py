@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import pytest
+
+from roostream.replay.parse_time import parse_time_ms
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "2023-05-23",
+        "20230523",
+        "2023-05-23T00:00:00",
+        "2023-05-23T02:00:00+02:00",
+        "1684800000000",
+        1_684_800_000_000,
+    ],
+)
+def test_one_moment_can_be_written_in_many_ways(value: int | str) -> None:
+    assert parse_time_ms(value) == 1_684_800_000_000
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("", "expected a time such as '2023-05-23'.*got ''"),
+        ("soon", "expected a time such as '2023-05-23'.*got 'soon'"),
+        ("1969-12-31", "expected a time after 1970, got '1969-12-31'"),
+        (0, "expected a time after 1970 in ms, got 0"),
+        (-5, "expected a time after 1970 in ms, got -5"),
+        (1_684_800_000, "got 1684800000, which looks like seconds: multiply by 1000"),
+        ("1684800000", "got 1684800000, which looks like seconds"),
+        (900_000_000_000, "which is before 2001; a time before 2001 is given as text"),
+        (1_684_800_000_000_000, "which looks like µs: divide by 1000"),
+        (1 << 63, "which is beyond the year 9999"),
+        (10**30, "got a number of 100 bits"),
+    ],
+)
+def test_what_is_no_time_is_told(value: int | str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_time_ms(value)
+
+
+def test_an_early_time_may_be_given_as_text_and_digits_are_a_number() -> None:
+    assert parse_time_ms("1998-04-01") == 891_388_800_000
+    assert parse_time_ms("1701010112233") == 1_701_010_112_233  # not the year 1701

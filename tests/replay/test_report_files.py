@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from roostream.errors import ConfigError
+from roostream.replay.report_files import check_report, report_files, write_report
+
+
+def test_a_report_replaces_the_one_before_and_leaves_nothing_else(tmp_path: Path) -> None:
+    write_report(tmp_path / "out.json", {"a": 1})
+    write_report(tmp_path / "out.json", {"a": 2})
+    assert json.loads((tmp_path / "out.json").read_text()) == {"a": 2}
+    assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_a_report_that_cannot_be_written_is_told_and_before_the_work(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected a report file in an existing folder"):
+        check_report(str(tmp_path / "no" / "out.json"))
+    with pytest.raises(ConfigError, match="the report can't be written"):
+        write_report(tmp_path / "no" / "out.json", {})
+    check_report("")
+
+
+def test_a_folder_or_a_name_without_a_suffix_gets_a_page_too(tmp_path: Path) -> None:
+    assert report_files("") == (None, None)
+    assert report_files(str(tmp_path)) == (tmp_path / "report.json", tmp_path / "report.html")
+    assert report_files(".") == (Path("report.json"), Path("report.html"))
+    assert report_files(str(tmp_path / "out.json")) == (tmp_path / "out.json", None)
+    made = report_files(str(tmp_path / "out"))
+    made.check()
+    assert made.page == tmp_path / "out" / "report.html" and (tmp_path / "out").is_dir()
+
+
+def test_a_folder_is_no_file_for_a_report(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected a file for the report, got a folder"):
+        check_report(str(tmp_path))
+    with pytest.raises(ConfigError, match="expected a folder for the report"):
+        report_files(str(tmp_path / "no" / "out")).check()

@@ -1,0 +1,148 @@
+"""The closed loop against a serving that lives in the test: an httpx transport, no sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from roostream.errors import ConfigError
+from roostream.replay.config import SimulateConfig
+from roostream.replay.http_client import HttpClient
+from roostream.replay.main import simulator_metrics
+from roostream.replay.simulation import Simulation
+from roostream.runtime.clock import SystemClock
+
+
+class Serving:
+    """Answers in the order of arrival; `fail` says which calls (by number) are answered with which status."""
+
+    def __init__(self, fail: dict[int, int] | None = None, order: list[int] | None = None) -> None:
+        self.fail, self.order = fail or {}, order
+        self.ranks: list[dict[str, Any]] = []
+        self.engagements: list[dict[str, Any]] = []
+        self.calls = 0
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.calls += 1
+        status = self.fail.get(self.calls, 200)
+        if status == 0:
+            raise httpx.ConnectError("refused", request=request)
+        if status != 200:
+            return httpx.Response(status, headers={"retry-after": "0"}, json={"error": "no"})
+        body = json.loads(request.content)
+        if request.url.path == "/v1/engagements":
+            self.engagements.append(body)
+            return httpx.Response(200, json={})
+        self.ranks.append(body)
+        n = len(body["candidates"]["item_id"])
+        return httpx.Response(200, json={"order": self.order or list(range(n)), "scores": []})
+
+
+def simulate(serving: Serving, report: str = "", **settings: Any) -> tuple[Simulation, HttpClient]:
+    config = SimulateConfig(
+        **{"rate": 200.0, "seconds": 0.6, "users": 50, "items": 60, "report": report, **settings}
+    )
+
+    async def run() -> tuple[Simulation, HttpClient]:
+        client = HttpClient(config.serving, transport=httpx.MockTransport(serving))
+        simulation = Simulation(config, client, SystemClock(), delay_scale=0.01)
+        await simulation.run(threading.Event())
+        await client.close()
+        return simulation, client
+
+    return asyncio.run(run())
+
+
+def test_every_click_belongs_to_a_request_that_showed_the_item() -> None:
+    serving = Serving()
+    simulation, _ = simulate(serving)
+    shown: dict[str, set[int]] = {}
+    for body in serving.ranks:
+        shown.setdefault(body["request_id"], set()).update(body["candidates"]["item_id"])
+    assert simulation.num_requests == len(shown) > 20
+    assert simulation.num_clicks > 5 and simulation.num_cut_off == 0
+    for e in serving.engagements:
+        assert e["item_id"] in shown[e["request_id"]]
+        assert e["action"] in ("click", "read")
+
+
+def test_pages_add_new_candidates_behind_those_that_were_shown() -> None:
+    serving = Serving()
+    simulate(serving)
+    first: dict[str, dict[str, Any]] = {}
+    pages = 0
+    for body in serving.ranks:
+        opened = first.setdefault(body["request_id"], body)
+        if opened is body:
+            assert body["ro"]["user"] == [body["user_id"]] and "append" not in body
+        else:
+            pages += 1
+            assert body["append"] and body["first_position"] == len(opened["candidates"]["item_id"])
+            assert not set(body["candidates"]["item_id"]) & set(opened["candidates"]["item_id"])
+    assert pages > 0
+
+
+def test_clients_repeat_some_engagements_with_the_same_event_id() -> None:
+    serving = Serving()
+    simulate(serving, rate=500.0, seconds=1.0)
+    repeats = [n for n in Counter(e["event_id"] for e in serving.engagements).values() if n > 1]
+    assert 0 < len(repeats) < 0.1 * len(serving.engagements)
+
+
+def test_users_come_back_after_serving_was_away() -> None:
+    serving = Serving(fail={2: 0, 3: 503, 4: 429})
+    _, client = simulate(serving)
+    assert client.outcomes["retried"] == 3
+    assert client.outcomes["gave_up"] == 0 == client.outcomes["refused"]
+
+
+def test_a_refusal_is_counted_and_not_tried_again() -> None:
+    simulation, client = simulate(Serving(fail={1: 400}))
+    assert client.outcomes["refused"] == 1 and client.outcomes["retried"] == 0
+    assert simulation.num_requests > 0
+
+
+def test_an_order_that_is_none_shows_nothing() -> None:
+    simulation, _ = simulate(Serving(order=[0, 0]))
+    assert simulation.num_requests == 0 == simulation.tally.total.shown
+
+
+def test_the_report_and_the_metrics_tell_the_click_rates(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    simulation, _ = simulate(Serving(), report=str(report))
+    told = json.loads(report.read_text())
+    assert set(told["click_rate"]) == {"served", "random", "best"}
+    assert 0 < told["click_rate"]["random"] < told["click_rate"]["best"]
+    assert told["counts"]["requests"] == simulation.num_requests
+    shown = {m.name: m for m in simulator_metrics(simulation).collect()}
+    counts = ("requests", "http", "candidates", "engagements", "clicks", "dropped")
+    assert set(shown) == {
+        "roostream_simulator_click_rate",
+        *(f"roostream_simulator_{name}" for name in counts),
+    }
+    assert {m.type for name, m in shown.items() if not name.endswith("rate")} == {"counter"}
+
+
+def test_too_many_waiting_users_are_turned_away() -> None:
+    simulation, _ = simulate(Serving(fail=dict.fromkeys(range(1, 5), 503)), max_in_flight=2, seconds=0.3)
+    assert simulation.num_dropped > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rate": 0.0}, "key 'rate': expected"),
+        ({"serving": "localhost:80"}, "key 'serving': expected http://host:port"),
+        ({"items": 5, "candidates": 9}, "raise items"),
+    ],
+)
+def test_wrong_settings_are_told(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SimulateConfig(**settings)

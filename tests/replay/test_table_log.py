@@ -1,0 +1,208 @@
+"""Parquet and CSV say what JSON lines say."""
+
+from __future__ import annotations
+
+import datetime
+import gzip
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from roostream.errors import ConfigError
+from roostream.replay import csv_log, parquet_log
+from roostream.replay.datasets import EventLog
+from roostream.replay.events import Action, Event, Request
+from roostream.replay.log_lines import EngagementLine, ImpressionLine, LogError, LogLineReader
+from roostream.schema.schema_file import load_schema, schema_from_dict
+
+T0 = 1_700_000_000_000
+SCHEMA = schema_from_dict(
+    {
+        "tables": {"item": {"dim": 4}},
+        "ro": [{"name": "basket"}, {"name": "tags", "kind": "ids", "table": "item"}],
+        "nro": [{"name": "price"}, {"name": "brands", "kind": "ids", "table": "item"}],
+        "label": [{"name": "click", "action": "click"}],
+    }
+)
+SHOWN = """request_id,time,user_id,item_id,basket,tags,price,brands,position
+r1,1700000000000,ann,1,2.5,"[""x"", 3]",80,7,0
+r2,2023-11-14T22:13:21,17,sock,,,5,b,0
+r1,1700000000000,ann,2,2.5,"[""x"", 3]",,"[8, 9]",4
+"""
+DONE = """request_id,time,user_id,item_id,action,value
+r2,1700000002000,17,sock,click,
+r1,1700000000000,ann,2,order,9.5
+"""
+
+
+def expected() -> list[Event]:
+    reader = LogLineReader(SCHEMA)
+    ann = {"basket": 2.5, "tags": ["x", 3]}
+    first: dict[str, Any] = {"item_id": [1, 2], "price": [80.0, None], "brands": [7, [8, 9]]}
+    second: dict[str, Any] = {"item_id": ["sock"], "price": [5.0], "brands": ["b"]}
+    lines = (
+        ImpressionLine("r1", T0, first, "ann", ro=ann, positions=[0, 4]),
+        EngagementLine("r1", T0, 2, "order", "ann", value=9.5),
+        ImpressionLine("r2", T0 + 1000, second, 17, positions=[0]),
+        EngagementLine("r2", T0 + 2000, "sock", "click", 17),
+    )
+    return [reader.event(line, "") for line in lines]
+
+
+def plain(event: Event) -> dict[str, Any]:
+    names = event.__slots__
+    found = {n: getattr(event, n) for n in names if n != "where"}
+    return found | ({"items_n": event.items_n.tolist()} if isinstance(event, Request) else {})
+
+
+def csv_of(folder: Path, shown: str = SHOWN, done: str = DONE, **settings: Any) -> EventLog:
+    (folder / "shown.csv").write_text(shown)
+    (folder / "done.csv").write_text(done)
+    files = {"impressions": (str(folder / "shown.csv"),), "engagements": (str(folder / "done.csv"),)}
+    return csv_log.open(csv_log.Options(**files, **settings), SCHEMA, 0)
+
+
+def test_csv_gives_the_events_of_json_lines(tmp_path: Path) -> None:
+    log = csv_of(tmp_path)
+    assert log.num_requests == 2
+    events = list(log.events)
+    assert [plain(e) for e in events] == [plain(e) for e in expected()]
+    assert [e.where.rpartition("/")[2] for e in events] == [
+        "shown.csv:2",
+        "done.csv:3",
+        "shown.csv:3",
+        "done.csv:2",
+    ]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_parquet_gives_the_events_of_json_lines(tmp_path: Path, packed: bool) -> None:
+    moment = datetime.datetime.fromtimestamp(T0 / 1000, datetime.UTC).replace(tzinfo=None)
+    shown = {
+        "request_id": ["r1", "r2", "r1"],
+        "time": [moment, moment + datetime.timedelta(seconds=1), moment],
+        "user_id": pa.array(["ann", "17", "ann"]).dictionary_encode(),
+        "item_id": ["a", "sock", "b"],
+        "basket": [2.5, None, 2.5],
+        "tags": [["x"], None, ["x"]],
+        "price": [80.0, 5.0, None],
+        "brands": [[7], [3], [8, 9]],
+        "position": [0, 0, 4],
+    }
+    done = {
+        "request_id": ["r2"],
+        "time": [T0 + 2000],
+        "item_id": ["sock"],
+        "action": ["click"],
+        "user_id": ["17"],
+    }
+    files = []
+    for name, table in (("shown", shown), ("done", done)):
+        files.append(tmp_path / f"{name}.parquet{'.zst' if packed else ''}")
+        pq.write_table(pa.table(table), tmp_path / "plain.parquet")
+        data = (tmp_path / "plain.parquet").read_bytes()
+        files[-1].write_bytes(zstandard.compress(data) if packed else data)
+    options = parquet_log.Options(impressions=(str(files[0]),), engagements=(str(files[1]),))
+    events = list(parquet_log.open(options, SCHEMA, 0).events)
+    assert [(type(e), e.request_id, e.time_ms) for e in events] == [
+        (Request, "r1", T0),
+        (Request, "r2", T0 + 1000),
+        (Action, "r2", T0 + 2000),
+    ]
+    first = events[0]
+    assert isinstance(first, Request) and first.nro == {"price": [80.0, None], "brands": [[7], [8, 9]]}
+    assert first.ro == {"basket": 2.5, "tags": ["x"]} and first.positions == [0, 4]
+
+
+def test_packed_csv_and_files_in_any_order(tmp_path: Path) -> None:
+    head, *rows = SHOWN.splitlines(keepends=True)
+    paths = []
+    for n, row in enumerate(reversed(rows)):
+        paths.append(tmp_path / f"{n}.csv.gz")
+        paths[-1].write_bytes(gzip.compress((head + row).encode()))
+    events = list(csv_log.open(csv_log.Options(impressions=tuple(map(str, paths))), SCHEMA, 0).events)
+    assert [(e.request_id, len(e.items_n)) for e in events if isinstance(e, Request)] == [
+        ("r1", 2),
+        ("r2", 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shown", "message"),
+    [
+        ("request_id,time,item\nr,1,1\n", r"shown.csv: column 'item_id' is absent"),
+        (
+            "request_id,time,item_id,prize\nr,1,1,1\n",
+            r"column 'prize' is neither known nor a declared feature; did you mean 'price'",
+        ),
+        ("", r"shown.csv: expected a line of names"),
+        ("request_id,time,item_id,price,price\nr,1,1,1,1\n", r"column 'price' is there twice"),
+    ],
+)
+def test_a_table_of_another_form_is_told(tmp_path: Path, shown: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        csv_of(tmp_path, shown)
+
+
+ROW = "r9,1700000003000,5,1,1,,1,,0\n"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("r9,1700000003,5,1,1,,1,,0\n", r"shown.csv:5: time: .*looks like seconds"),
+        ("r9,,5,1,1,,1,,0\n", r"shown.csv:5: time: expected a time as text, or ms"),
+        ("r9,1700000003000,5,1,dear,,1,,0\n", r"shown.csv:5: basket: expected a number, got 'dear'"),
+        ("r9,1700000003000,5,1,1,[3,1,,0\n", r"shown.csv:5: tags: expected JSON"),
+        ("r9,1700000003000,5,1,1,,1,,-1\n", r"shown.csv:5: positions: expected places"),
+        ("r9,1700000003000,5,,1,,1,,0\n", r"shown.csv:5: candidates: expected an item_id"),
+        ("r9,1700000003000,5\n", r"shown.csv:5: expected 9 cells as in the first line, got 3"),
+        (
+            ROW + ROW.replace(",1,,1", ",2,,1"),
+            r"shown.csv:5: basket: expected one value in all rows of request 'r9'",
+        ),
+    ],
+)
+def test_a_bad_row_is_told_with_its_place_or_left_out_and_counted(
+    tmp_path: Path, row: str, message: str
+) -> None:
+    with pytest.raises(LogError, match=message):
+        list(csv_of(tmp_path, SHOWN + row).events)
+    patient = csv_of(tmp_path, SHOWN + row + "\n" + ROW.replace("r9", "good"), skip_bad=True)
+    assert [e.request_id for e in patient.events if isinstance(e, Request)] == ["r1", "r2", "good"]
+    assert patient.skipped().number == 1
+
+
+def test_columns_may_be_ignored_and_empty_lines_are_none(tmp_path: Path) -> None:
+    shown = "request_id,time,item_id,note\n\nr,1700000000000,1,x\n\nr,1700000000000,2,y\n"
+    (request,) = csv_of(tmp_path, shown, "request_id,time,item_id,action\n", ignore=("note",)).events
+    assert (
+        isinstance(request, Request)
+        and request.items_n.tolist() == [1, 2]
+        and request.where.endswith("shown.csv:3")
+    )
+
+
+@pytest.mark.parametrize("module", [csv_log, parquet_log])
+def test_what_is_no_table_is_told(tmp_path: Path, module: Any) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"a,b\n\xff\xfe,1\n" if module is csv_log else b"nothing of the kind")
+    with pytest.raises(ConfigError, match=r"expected (CSV|a parquet file)"):
+        module.open(module.Options(impressions=(str(file),)), SCHEMA, 0)
+
+
+def test_the_tables_of_the_documentation_are_read(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "bring-your-own-data.md").read_text()
+    for language in ("csv", "toml"):
+        (tmp_path / f"shop.{language}").write_text(page.split(f"```{language}\n")[1].split("```")[0])
+    options = csv_log.Options(impressions=(str(tmp_path / "shop.csv"),))
+    (request,) = csv_log.open(options, load_schema(tmp_path / "shop.toml"), 0).events
+    assert (
+        isinstance(request, Request)
+        and request.nro == {"price": [80.0, 5.0]}
+        and request.ro == {"basket_value": 12.5}
+    )

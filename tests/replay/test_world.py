@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from roostream.replay.world import World, WorldConfig, expected_clicks
+
+T0 = 1_800_000_000_000
+
+
+def test_the_same_seed_gives_the_same_world_and_another_one_another() -> None:
+    a, b, other = World(WorldConfig(seed=1)), World(WorldConfig(seed=1)), World(WorldConfig(seed=2))
+    items = a.candidates_for(7, T0)
+    assert np.array_equal(items, b.candidates_for(7, T0))
+    assert np.array_equal(a.attraction(7, items, T0), b.attraction(7, items, T0))
+    assert not np.array_equal(a.attraction(7, items, T0), other.attraction(7, items, T0))
+
+
+def test_candidates_are_alive_and_distinct() -> None:
+    world = World(WorldConfig())
+    for user in range(1, 30):
+        items = world.candidates_for(user, T0 + user)
+        assert 10 <= len(items) <= 30
+        assert len(set(items.tolist())) == len(items)
+        assert np.isin(items, world.items_at(T0 + user)).all()
+
+
+def test_items_turn_over_a_few_at_a_time() -> None:
+    world = World(WorldConfig(num_items=200, item_life_ms=600_000))
+    before, soon, later = world.items_at(T0), world.items_at(T0 + 30_000), world.items_at(T0 + 1_200_000)
+    assert 0 < (~np.isin(soon, before)).sum() < 40
+    assert not np.isin(later, before).any()
+
+
+def test_popularity_drifts() -> None:
+    world = World(WorldConfig())
+    items = world.candidates_for(1, T0)
+    assert not np.allclose(world.attraction(1, items, T0), world.attraction(1, items, T0 + 300_000))
+
+
+def test_a_click_is_attraction_times_examination() -> None:
+    world = World(WorldConfig())
+    items = world.candidates_for(3, T0)
+    expected = world.attraction(3, items, T0)[2] * world.examination(10)[4]
+    assert world.click_probability(3, int(items[2]), 4, T0) == pytest.approx(expected)
+
+
+def test_no_order_beats_the_best_and_random_is_the_mean_of_all() -> None:
+    rng = np.random.default_rng(0)
+    attraction, examination = rng.random(6), World(WorldConfig()).examination(6)
+    judged = expected_clicks(attraction, examination)
+    every = [expected_clicks(attraction[rng.permutation(6)], examination).served for _ in range(20_000)]
+    assert max(every) <= judged.best + 1e-12
+    assert judged.random == pytest.approx(np.mean(every), rel=0.01)
+
+
+def test_order_matters_enough_to_be_learned_by_popularity_and_by_taste() -> None:
+    """What a perfect ranker with only one kind of knowledge would reach, against random: the demo promises 1.3."""
+    world = World(WorldConfig())
+    sums = dict.fromkeys(("random", "best", "popular", "taste"), 0.0)
+    for k in range(400):
+        user, now = 1 + k % 100, T0 + 700 * k
+        items = world.candidates_for(user, now)
+        attraction, examination = world.attraction(user, items, now), world.examination(len(items))
+        judged = expected_clicks(attraction, examination)
+        sums["random"] += judged.random
+        sums["best"] += judged.best
+        sums["popular"] += float(attraction[np.argsort(-world._popularity(items, now))] @ examination)
+        sums["taste"] += float(attraction[np.argsort(-world._taste(user, items))] @ examination)
+    assert sums["best"] / sums["random"] > 1.7
+    assert sums["popular"] / sums["random"] > 1.4
+    assert sums["taste"] / sums["random"] > 1.4
+
+
+def test_some_users_have_several_devices() -> None:
+    counts = {len(World(WorldConfig()).devices_of(u)) for u in range(1, 50)}
+    assert counts == {1, 2, 3}
+
+
+def test_reading_is_sometimes_long() -> None:
+    world, rng = World(WorldConfig()), np.random.default_rng(0)
+    seconds = [world.read_seconds(5, int(i), T0, float(rng.normal())) for i in world.items_at(T0)]
+    assert 0.1 < np.mean(np.array(seconds) >= 30) < 0.8
