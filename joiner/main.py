@@ -16,7 +16,7 @@ from joiner.envelope import OUTPUTS
 from joiner.meters import Meters
 from joiner.submit import submit
 from roostream.errors import UnavailableError
-from roostream.runtime import metrics
+from roostream.runtime import metrics_server
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.checkpoint_store import open_store
 from roostream.runtime.clock import SystemClock
@@ -59,7 +59,7 @@ def _body(config: JoinerConfig, stop: Stop) -> None:
     config.require("bootstrap", "schema", "store", "home" if config.engine == "local" else "flink")
     schema = register(open_store(config.store), load_schema(config.schema))
     health = Health(config.stalled_after_ms / 1000)
-    metrics.serve(config, health)
+    metrics_server.serve(config, health)
     meters = Meters(REGISTRY)
     if config.engine == "local":
         run_local(config, schema, meters, health, stop)

@@ -29,12 +29,13 @@ from param_server.rows_topic import KafkaRows
 from param_server.segments import Segments
 from param_server.server import Shard
 from param_server.table import shapes_of
-from roostream.runtime import metrics, program
+from roostream.runtime import metrics_server, program
 from roostream.runtime.address import parse_address
 from roostream.runtime.checkpoint_store import open_store
 from roostream.runtime.clock import SystemClock
 from roostream.runtime.controller_agent import Command, ControllerAgent, check_command_schema
 from roostream.runtime.health import Health
+from roostream.runtime.histograms import StageHistogram
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.topics import ROWS
 from roostream.runtime.metrics_collector import MetricsCollector
@@ -94,13 +95,13 @@ def serve(config: ShardConfig, stop: threading.Event) -> None:
     with contextlib.ExitStack() as opened:  # closed in the reverse order
         blobs = RocksBlobs(Path(config.home) / "segments")
         shard = build_shard(config, blobs)  # 1
-        at = metrics.serve(
+        at = metrics_server.serve(
             config, health
         )  # before kernels, which the first start of all compiles for a minute
         precompile()
         blobs.open()
         opened.callback(blobs.close)
-        latency = metrics.StageTimes("roostream_shard_call", "time to answer a call")
+        latency = StageHistogram("roostream_shard_call_seconds", "time to answer a call", registry=None)
         address = _listen(config, keys, shard, latency, opened)  # 2
         topic = KafkaRows(config.broker, config.prefix) if config.bootstrap else None
         publisher = (
@@ -109,8 +110,8 @@ def serve(config: ShardConfig, stop: threading.Event) -> None:
         exported = shard_exports(shard, publisher)
         opened.callback(exported.unregister)
         exported.register()
-        opened.callback(REGISTRY.unregister, latency)
-        REGISTRY.register(latency)  # 3
+        opened.callback(REGISTRY.unregister, latency.histogram)
+        REGISTRY.register(latency.histogram)  # 3
         if publisher and topic:
             opened.callback(topic.close)
             opened.callback(crew.join, _JOIN_S)
@@ -156,7 +157,7 @@ def _listen(
     config: ShardConfig,
     keys: LinkCredentials,
     shard: Shard,
-    latency: metrics.StageTimes,
+    latency: StageHistogram,
     opened: contextlib.ExitStack,
 ) -> str:
     host, port = parse_address(config.listen)
@@ -198,7 +199,7 @@ def _start_member(
     return member.start()
 
 
-def timed(handler: Handler, latency: metrics.StageTimes) -> Handler:
+def timed(handler: Handler, latency: StageHistogram) -> Handler:
     """`handler`, with the time of each call observed under its method."""
 
     def handle(method: str, header: Header, arrays: list[np.ndarray]) -> tuple[Header, Sequence[np.ndarray]]:

@@ -1,5 +1,4 @@
-"""What `/metrics` shows of serving. Histograms are written without a lock, each cell by one thread at a time:
-what belongs to scoring by whoever scores, the rest by the event loop."""
+"""The Prometheus metrics of serving. Scoring threads and the event loop observe them."""
 
 from __future__ import annotations
 
@@ -7,11 +6,11 @@ import threading
 from collections.abc import Sequence
 
 import numpy as np
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from roostream.runtime.metrics import Cell, Histogram, cumulative
+from roostream.runtime.histograms import cumulative_buckets
 
 MAX_ACTIONS = 20  # that nothing counts, shown by name
 REQUEST_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.008, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
@@ -49,7 +48,7 @@ class ServingMetrics:
             ["route", "status"],
             registry=registry,
         )
-        self._children: dict[tuple[str, int], tuple[Counter, Cell]] = {}
+        self._children: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         self.candidates = Counter("roostream_serving_candidates", "candidates scored", registry=registry)
         self.degraded = Counter(
             "roostream_serving_degraded", "answers without hydration or rows", registry=registry
@@ -65,8 +64,9 @@ class ServingMetrics:
         self._seconds = Histogram(
             "roostream_serving_request_seconds",
             "time of an answer, by route and class of status",
-            ("route", "status"),
-            REQUEST_S,
+            ["route", "status"],
+            buckets=REQUEST_S,
+            registry=None,
         )
         self.stages = RankTimes()
         self.scores = ScoreSpread(tasks)
@@ -89,7 +89,10 @@ class ServingMetrics:
         """From the event loop."""
         child = self._children.get((route, status))
         if child is None:
-            child = self._requests.labels(route, str(status)), self._seconds.cell(route, f"{status // 100}xx")
+            child = (
+                self._requests.labels(route, str(status)),
+                self._seconds.labels(route, f"{status // 100}xx"),
+            )
             self._children[route, status] = child
         child[0].inc()
         child[1].observe(seconds)
@@ -113,21 +116,35 @@ class RankTimes:
 
     def __init__(self) -> None:
         self.seconds = Histogram(
-            "roostream_serving_stage_seconds", "time of a rank's stages", ("stage",), STAGE_S
+            "roostream_serving_stage_seconds",
+            "time of a rank's stages",
+            ["stage"],
+            buckets=STAGE_S,
+            registry=None,
         )
-        self.parse = self.seconds.cell("parse")  # event loop
-        self.hydrate = self.seconds.cell("hydrate")  # who scores, as the next two
-        self.encode = self.seconds.cell("encode")
-        self.score = self.seconds.cell("score")  # a request's share of the pass that it was scored in
-        self.log = self.seconds.cell("log")  # event loop
+        self.parse = self.seconds.labels("parse")  # event loop
+        self.hydrate = self.seconds.labels("hydrate")  # who scores, as the next two
+        self.encode = self.seconds.labels("encode")
+        self.score = self.seconds.labels("score")  # a request's share of the pass that it was scored in
+        self.log = self.seconds.labels("log")  # event loop
         self.queue_seconds = Histogram(
-            "roostream_serving_queue_seconds", "a parsed rank waits to be scored", (), STAGE_S
+            "roostream_serving_queue_seconds",
+            "a parsed rank waits to be scored",
+            buckets=STAGE_S,
+            registry=None,
         )
-        self.queue = self.queue_seconds.cell()  # event loop
+        self.queue = self.queue_seconds  # event loop
         self.redis_seconds = Histogram(
-            "roostream_serving_redis_seconds", "a read of Redis, by outcome", ("outcome",), STAGE_S
+            "roostream_serving_redis_seconds",
+            "a read of Redis, by outcome",
+            ["outcome"],
+            buckets=STAGE_S,
+            registry=None,
         )
-        self.redis_ok, self.redis_failed = self.redis_seconds.cell("ok"), self.redis_seconds.cell("failed")
+        self.redis_ok, self.redis_failed = (
+            self.redis_seconds.labels("ok"),
+            self.redis_seconds.labels("failed"),
+        )
 
 
 class ScoreSpread(Collector):
@@ -163,7 +180,7 @@ class ScoreSpread(Collector):
             "roostream_serving_score", "scores as served, by task", labels=("task",)
         )
         for task, counts_B, total in zip(self.tasks, counts_TB, sum_T, strict=True):
-            family.add_metric([task], cumulative(SCORES, counts_B.tolist()), float(total))
+            family.add_metric([task], cumulative_buckets(SCORES, counts_B.tolist()), float(total))
         return [family]
 
     def _counted(self) -> tuple[np.ndarray, np.ndarray]:

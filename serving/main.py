@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from roostream.runtime import metrics, program
+from roostream.runtime import metrics_server, program
 from roostream.runtime.health import Health
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.topics import EVENTS, ROWS
@@ -62,7 +62,7 @@ def serve(config: ServingConfig, stop: threading.Event) -> None:
             contextlib.closing(http_server.bind(config.listen, reuse_port=config.reuse_port))
         )
         process = build_process(config, is_stopping=stop.is_set)
-        metrics.serve(config, health, process.parts.metrics.registry, tls=process.parts.tls)
+        metrics_server.serve(config, health, process.parts.metrics.registry, tls=process.parts.tls)
         halt, crew = threading.Event(), ThreadGroup(stop)
         warm(process.parts)  # what that scored, the first version that is loaded is tried with
         process.dense.poll()

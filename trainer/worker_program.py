@@ -15,13 +15,14 @@ from param_server.placement.profile import Profiler
 from param_server.placement.profiles import CountedTables
 from roostream.errors import ConfigError, HeldError, UnavailableError
 from roostream.models.build import load_model_config
-from roostream.runtime import metrics
+from roostream.runtime import metrics_server
 from roostream.runtime.address import expand_addresses, reachable_address
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.checkpoint_store import CheckpointStore, open_store
 from roostream.runtime.clock import Clock, SystemClock
 from roostream.runtime.controller_agent import ControllerAgent
 from roostream.runtime.health import Health
+from roostream.runtime.histograms import freshness_histogram
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsumer
 from roostream.runtime.kafka.topics import Partition, all_partitions
@@ -74,7 +75,7 @@ def work(config: WorkerConfig, stop: Stop) -> None:
     config.check_device()
     set_numerics(config)
     health = Health(config.stalled_after_ms / 1000)
-    seen_at = reachable_address(config.metrics_host, metrics.serve(config, health), config.controller)
+    seen_at = reachable_address(config.metrics_host, metrics_server.serve(config, health), config.controller)
     if seen_at and config.tls:
         seen_at = f"https://{seen_at}"
     schema, model_config = load_schema(config.schema), load_model_config(config.model)
@@ -117,7 +118,7 @@ def work(config: WorkerConfig, stop: Stop) -> None:
             clock=clock,
             feed=feed,
             stages=stages,
-            on_freshness=metrics.freshness().observe,
+            on_freshness=freshness_histogram().observe,
             shadow=open_shadow(config, store, schema),
             saved=SavedBatches(Path(config.home)) if config.home else None,
             on_scored=lambda part: _look(part, drift, counted, loop.num_steps),

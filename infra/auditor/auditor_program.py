@@ -16,7 +16,7 @@ from infra.auditor import audit_file, sums
 from infra.auditor.auditor import AUDITED, Auditor
 from infra.auditor.config import AuditorConfig
 from roostream.errors import UnavailableError
-from roostream.runtime import metrics, program
+from roostream.runtime import metrics_server, program
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.health import Health
@@ -97,7 +97,10 @@ def auditor_body(config: AuditorConfig, stop: Stop) -> None:
     """
     health = Health(config.stalled_after_ms / 1000)
     log.info(
-        "metrics at %s://%s:%d/metrics", config.scheme, config.metrics_host, metrics.serve(config, health)
+        "metrics at %s://%s:%d/metrics",
+        config.scheme,
+        config.metrics_host,
+        metrics_server.serve(config, health),
     )
     auditor = Auditor(
         config.broker,

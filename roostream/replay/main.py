@@ -10,7 +10,7 @@ from roostream.replay.config import SimulateConfig
 from roostream.replay.http_client import HttpClient
 from roostream.replay.report_files import check_report
 from roostream.replay.simulation import Simulation
-from roostream.runtime import metrics, program
+from roostream.runtime import metrics_server, program
 from roostream.runtime.clock import SystemClock
 from roostream.runtime.health import Health
 from roostream.runtime.metrics_collector import MetricsCollector
@@ -32,7 +32,7 @@ def run_simulate(config: SimulateConfig) -> int:
     def body(stop: program.Stop) -> None:
         check_report(config.report)
         health = Health(config.stalled_after_ms / 1000)
-        log.info("metrics on port %d", metrics.serve(config, health))
+        log.info("metrics on port %d", metrics_server.serve(config, health))
         asyncio.run(_simulate(config, health, stop))
 
     return program.run("simulate", body, config.log_format)

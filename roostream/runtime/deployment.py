@@ -24,7 +24,7 @@ MAX_WORKERS = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramSettings(TlsSettings):
-    """A program with a port on which it is watched (roostream/runtime/metrics.py)."""
+    """A program with a port on which it is watched (roostream/runtime/metrics_server.py)."""
 
     metrics_host: str = setting("127.0.0.1", "address of /metrics, /livez and /readyz")
     metrics_port: int = setting(0, "their port; 0 = draw one", ge=0, le=65535)

@@ -1,4 +1,4 @@
-"""Whether a program lives and whether it does its work, for the probes of whoever runs it (roostream/runtime/metrics.py serves them).
+"""Whether a program lives and whether it does its work, for the probes of whoever runs it (roostream/runtime/metrics_server.py serves them).
 
 **Alive** is about the program itself: its main loop has turned within a bound. A peer that is away never makes it dead: a
 program that starts, or that waits for a peer, needn't turn. **Ready** is about its work: the loop says with each turn what is

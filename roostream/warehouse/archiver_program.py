@@ -12,7 +12,7 @@ import logging
 from collections.abc import Sequence
 
 from roostream.errors import UnavailableError
-from roostream.runtime import metrics, program
+from roostream.runtime import metrics_server, program
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.checkpoint_store import open_store
 from roostream.runtime.clock import Clock, SystemClock
@@ -102,7 +102,10 @@ def archive(config: ArchiverConfig, stop: Stop) -> None:
     """
     health, clock = Health(config.stalled_after_ms / 1000), SystemClock()
     log.info(
-        "metrics at %s://%s:%d/metrics", config.scheme, config.metrics_host, metrics.serve(config, health)
+        "metrics at %s://%s:%d/metrics",
+        config.scheme,
+        config.metrics_host,
+        metrics_server.serve(config, health),
     )
     with health.waiting("Kafka"):
         topics = clients.wait_for_topics(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from roostream.errors import CheckpointError, UnavailableError
-from roostream.runtime import metrics, program
+from roostream.runtime import metrics_server, program
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.clock import SystemClock
 from roostream.runtime.health import Health
@@ -58,7 +58,10 @@ def compact(config: CompactorConfig, stop: Stop) -> None:
     """`roostream compactor`, until `stop`; what it is doing then is not committed, and done by whoever comes next."""
     health = Health(config.stalled_after_ms / 1000)
     log.info(
-        "metrics at %s://%s:%d/metrics", config.scheme, config.metrics_host, metrics.serve(config, health)
+        "metrics at %s://%s:%d/metrics",
+        config.scheme,
+        config.metrics_host,
+        metrics_server.serve(config, health),
     )
     warehouse = Warehouse(config.warehouse)
     rounds = Rounds(Compactor(warehouse, config, SystemClock()), health, stop)

@@ -16,8 +16,9 @@ from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
 from roostream.errors import nearest
-from roostream.runtime.metrics import PAGE_HEADERS, RecentQuantiles
+from roostream.runtime.histograms import RecentQuantiles
 from roostream.runtime.metrics_collector import MetricsCollector
+from roostream.runtime.metrics_server import PAGE_HEADERS
 from roostream.runtime.program import CURRENT_CALL
 from serving.access.doors import needed
 from serving.access.key_file import Keyring

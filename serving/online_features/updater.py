@@ -19,7 +19,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 from roostream.errors import UnavailableError, WireError
 from roostream.online.counters import LISTS, Counters, Keys, merged
 from roostream.online.entity_fields import NO_FIELDS, EntityFields, FieldReader
-from roostream.runtime import metrics, redis_client
+from roostream.runtime import metrics_server, redis_client
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.health import Health
 from roostream.runtime.kafka import clients
@@ -218,7 +218,10 @@ def features_body(config: FeaturesConfig, stop: threading.Event) -> None:
     schema = load_schema(config.schema)
     connection = redis_client.client(config.redis_url, timeout_s=_REDIS_TIMEOUT_S)
     log.info(
-        "metrics at %s://%s:%d/metrics", config.scheme, config.metrics_host, metrics.serve(config, health)
+        "metrics at %s://%s:%d/metrics",
+        config.scheme,
+        config.metrics_host,
+        metrics_server.serve(config, health),
     )
     reading = ConsumerOptions(
         partitions=all_partitions(EVENTS, config.partitions),

@@ -6,7 +6,7 @@ import functools
 from importlib import resources
 from typing import Any
 
-from roostream.runtime.metrics import RecentQuantiles, freshness
+from roostream.runtime.histograms import RecentQuantiles, freshness_histogram
 from serving.build import Parts
 from serving.http.examples import rank_example
 
@@ -32,7 +32,7 @@ def document(parts: Parts, release: str, recent: RecentQuantiles) -> dict[str, A
     versions, schema, numbers = parts.service.versions, parts.schema, parts.rows_numbers()
     served, waiting_for = versions.served, parts.waiting_for()
     now_ms = parts.stamps.clock.now_ms()
-    recent.look(parts.stamps.clock.monotonic_s(), freshness().told(_FRESH))
+    recent.add(parts.stamps.clock.monotonic_s(), freshness_histogram().buckets(_FRESH))
     links = {"docs": "/docs", "openapi": "/openapi.json", "metrics": "/metrics"}
     return {
         "format": FORMAT,

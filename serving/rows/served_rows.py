@@ -14,8 +14,8 @@ from param_server.replica.shard_reads import ShardReads
 from param_server.replica.some_buckets import SomeBuckets
 from roostream.runtime.address import expand_addresses
 from roostream.runtime.clock import Clock
+from roostream.runtime.histograms import freshness_histogram
 from roostream.runtime.kafka.kafka_consumer import KafkaConsumer
-from roostream.runtime.metrics import freshness
 from roostream.runtime.rpc.client import SocketTransport
 from roostream.schema.schema import Schema
 from roostream.wire.lookup import Lookup
@@ -151,7 +151,7 @@ def open_follower(config: FollowsRows, replica: RowReplica, clock: Clock) -> Row
     )
     keys = config.link_credentials()
     shards = [SocketTransport(address, keys=keys) for address in expand_addresses(config.shards)]
-    return RowFollower(replica, topic, shards, freshness().observe, clock)
+    return RowFollower(replica, topic, shards, freshness_histogram().observe, clock)
 
 
 def open_rows(config: ServesRows, schema: Schema, seed: int, clock: Clock) -> ServedRows:

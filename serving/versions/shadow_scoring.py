@@ -11,11 +11,11 @@ import threading
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from prometheus_client import Histogram
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from roostream.errors import RoostreamError
-from roostream.runtime.metrics import Histogram
 from serving.scorer import RowReader, Version, probabilities
 from serving.versions.differences import Differences, differences
 from serving.versions.held import Versions
@@ -42,28 +42,26 @@ class ShadowScoring(Collector):
         self.versions, self.rows, self.task, self.quiet = versions, rows, task, quiet
         self.num_scored = self.num_dropped = self.num_failed = 0
         self._waiting: queue.Queue[_Waiting] = queue.Queue(MAX_WAITING)
-        name = "roostream_serving_shadow"
         self._histograms = (
             Histogram(
-                f"{name}_difference",
+                "roostream_serving_shadow_difference",
                 "mean absolute difference of a request's scores, served and shadow",
-                (),
-                _APART,
+                buckets=_APART,
+                registry=None,
             ),
             Histogram(
-                f"{name}_rank_distance",
+                "roostream_serving_shadow_rank_distance",
                 "1 - Spearman's correlation of the two orders: 0 = equal, 2 = reversed",
-                (),
-                _ORDERS,
+                buckets=_ORDERS,
+                registry=None,
             ),
             Histogram(
-                f"{name}_top_overlap",
+                "roostream_serving_shadow_top_overlap",
                 "share of the first 10 slots that both orders have in theirs",
-                (),
-                _SHARES,
+                buckets=_SHARES,
+                registry=None,
             ),
         )
-        self._cells = tuple(histogram.cell() for histogram in self._histograms)
 
     def offer(self, request: ScoredRequest) -> None:
         """Never waits."""
@@ -104,7 +102,7 @@ class ShadowScoring(Collector):
             return
         self.num_scored += 1
         found: Differences = differences(request.scores_nT, scores_nT, self.task)
-        for cell, value in zip(
-            self._cells, (found.mean_abs, 1 - found.rank_correlation, found.top_overlap), strict=True
+        for histogram, value in zip(
+            self._histograms, (found.mean_abs, 1 - found.rank_correlation, found.top_overlap), strict=True
         ):
-            cell.observe(value)
+            histogram.observe(value)

@@ -16,11 +16,11 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from roostream.runtime import metrics, scrape
+from roostream.runtime import metrics_server, scrape
 from roostream.runtime.clock import FakeClock
 from roostream.runtime.deployment import ProgramSettings
 from roostream.runtime.health import Health
-from roostream.runtime.metrics import FRESH_S, StageTimes
+from roostream.runtime.histograms import FRESHNESS_BUCKETS_S, StageHistogram
 from roostream.runtime.scrape import ScrapedMetrics
 from roostream.runtime.work_unit import WorkUnit
 from tests.trainer.control.test_coordinator import ANSWERS, FACTS
@@ -59,7 +59,9 @@ class ReplayedRun:
         self.neighbours = ScrapeTargets(URLS, self.clock, lambda urls: self.scraped())
         self.page = StatusPage(self.controller, self.neighbours, interval_ms=10_000)
         self.at, self.incarnation, self.commands_done = 0, 0, 0
-        self.measured = StageTimes("roostream_freshness", "as the worker and serving measure it", FRESH_S)
+        self.measured = StageHistogram(
+            "roostream_freshness_seconds", "as the worker and serving measure it", FRESHNESS_BUCKETS_S, None
+        )
         self.report: dict[str, Any] = {"step": 0, "metrics": {}}
         self.silent: frozenset[str] = frozenset()  # programs that don't answer
         self.gone: frozenset[tuple[str, int]] = frozenset()  # members that don't beat
@@ -119,7 +121,7 @@ class ReplayedRun:
     def serve(self) -> str:
         """Its URL; from threads of their own until the process ends."""
         pages = {**files(), **self.page.answers()}
-        port = metrics.serve(ProgramSettings(), Health(60, self.clock), CollectorRegistry(), pages)
+        port = metrics_server.serve(ProgramSettings(), Health(60, self.clock), CollectorRegistry(), pages)
         return f"http://127.0.0.1:{port}/"
 
     def _beats(self) -> None:
@@ -164,7 +166,7 @@ class ReplayedRun:
             for spread in range(40):
                 self.measured.observe(stage, ms * wave * (0.6 + spread / 50))
         registry = CollectorRegistry()
-        registry.register(self.measured)
+        registry.register(self.measured.histogram)
         lines["worker"] += [*generate_latest(registry).decode().splitlines(), "roostream_worker_non_finite 0"]
         status = self.controller.status()
         version = f"{status['incarnation']}-{status['seq']}"

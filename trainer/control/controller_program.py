@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from roostream.errors import UnavailableError
-from roostream.runtime import metrics
+from roostream.runtime import metrics_server
 from roostream.runtime.address import parse_address
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.checkpoint_store import open_store
@@ -63,7 +63,7 @@ def control(config: ControllerConfig, stop: Stop) -> None:
     health = Health(config.stalled_after_ms / 1000)
     schema = load_schema(config.schema)
     pages = files()
-    at = metrics.serve(config, health, pages=pages)
+    at = metrics_server.serve(config, health, pages=pages)
     log.info("the page of this controller is at %s://%s:%d/", config.scheme, config.metrics_host, at)
     host, port = parse_address(config.listen)
     store, clock = open_store(config.store), SystemClock()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from roostream.runtime.metrics import RecentQuantiles
+from roostream.runtime.histograms import RecentQuantiles
 from roostream.runtime.scrape import ScrapedMetrics
 
 STAGES = (
@@ -34,7 +34,7 @@ class FreshnessTracker:
             for stage in STAGES:
                 if buckets := answer.by(_BUCKETS, "le", stage=stage):
                     recent = self._recent.setdefault((name, stage), RecentQuantiles())
-                    recent.look(at_s, {float(bound): count for bound, count in buckets.items()})
+                    recent.add(at_s, {float(bound): count for bound, count in buckets.items()})
                     told.setdefault(name, {})[stage] = {
                         key: _ms(recent.quantile(q)) for key, q in _QUANTILES.items()
                     }

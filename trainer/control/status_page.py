@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from importlib import resources
 from typing import Any
 
-from roostream.runtime.metrics import PAGE_HEADERS, Answer
+from roostream.runtime.metrics_server import PAGE_HEADERS, PageResponse
 from trainer.control.aggregate_status import together
 from trainer.control.controller import Controller
 from trainer.control.health_checks import Finding, findings, headline
@@ -99,8 +99,8 @@ class StatusPage:
                 {"format": FORMAT, "at_s": self.clock.monotonic_s(), "grains": self._history.series()}
             )
 
-    def answers(self) -> dict[str, Callable[[], Answer]]:
-        """By path, for `roostream.runtime.metrics.serve`, beside `files()`."""
+    def answers(self) -> dict[str, Callable[[], PageResponse]]:
+        """By path, for `roostream.runtime.metrics_server.serve`, beside `files()`."""
         return {"/status.json": lambda: _json(self.status()), "/history.json": lambda: _json(self.history())}
 
     def _members(self) -> list[str]:
@@ -133,7 +133,7 @@ class StatusPage:
         }
 
 
-def files() -> dict[str, Callable[[], Answer]]:
+def files() -> dict[str, Callable[[], PageResponse]]:
     """The page itself, by path; until there is a controller it says that none answers."""
     return {path: functools.partial(_file, name, kind) for path, (name, kind) in _FILES.items()}
 
@@ -172,13 +172,13 @@ def plain(value: Any) -> Any:
     )
 
 
-def _json(document: Mapping[str, Any]) -> Answer:
+def _json(document: Mapping[str, Any]) -> PageResponse:
     body = json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
-    return Answer("application/json", body, PAGE_HEADERS)
+    return PageResponse("application/json", body, PAGE_HEADERS)
 
 
-def _file(name: str, kind: str) -> Answer:
-    return Answer(kind, _content(name), PAGE_HEADERS)
+def _file(name: str, kind: str) -> PageResponse:
+    return PageResponse(kind, _content(name), PAGE_HEADERS)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ import tomllib
 from collections.abc import Callable
 
 from roostream.errors import CheckpointError, RoostreamError, UnavailableError
-from roostream.runtime import metrics, program
+from roostream.runtime import metrics_server, program
 from roostream.runtime.address import parse_address
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.clock import Clock, SystemClock
@@ -144,7 +144,10 @@ def read(config: ReaderConfig, stop: Stop) -> None:
     """
     health, clock, keys = Health(config.stalled_after_ms / 1000), SystemClock(), config.link_credentials()
     log.info(
-        "metrics at %s://%s:%d/metrics", config.scheme, config.metrics_host, metrics.serve(config, health)
+        "metrics at %s://%s:%d/metrics",
+        config.scheme,
+        config.metrics_host,
+        metrics_server.serve(config, health),
     )
     limits = {
         "max_bytes": config.max_bytes,

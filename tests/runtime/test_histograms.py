@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
+from prometheus_client import CollectorRegistry
 
-from roostream.runtime.metrics import RecentQuantiles, quantile_of
+from roostream.runtime.histograms import RecentQuantiles, StageHistogram, freshness_histogram, quantile_of
 
 TEN = {1.0: 2, 2.0: 8, 4.0: 10, math.inf: 10}  # two up to 1, six up to 2, two up to 4
 
@@ -37,11 +38,11 @@ def test_of_nothing_there_is_none(told: dict[float, float]) -> None:
 def test_after_one_look_it_is_of_all_then_of_what_came_since() -> None:
     recent = RecentQuantiles()
     assert recent.quantile(0.5) is None
-    recent.look(0, {1.0: 100, 2.0: 100, math.inf: 100})
+    recent.add(0, {1.0: 100, 2.0: 100, math.inf: 100})
     assert recent.quantile(0.5) == 0.5
-    recent.look(5, {1.0: 100, 2.0: 110, math.inf: 110})
+    recent.add(5, {1.0: 100, 2.0: 110, math.inf: 110})
     assert recent.quantile(0.5) == 1.5
-    recent.look(10, {1.0: 100, 2.0: 110, math.inf: 110})
+    recent.add(10, {1.0: 100, 2.0: 110, math.inf: 110})
     assert recent.quantile(0.5) == 1.5, "both of the window"
 
 
@@ -49,21 +50,29 @@ def test_what_is_older_than_the_window_counts_no_more() -> None:
     recent = RecentQuantiles(window_s=60)
     for at_s in range(0, 121, 5):
         slow = min(at_s, 30)  # until then all are slow, later ones are fast
-        recent.look(at_s, {1.0: at_s - slow, 2.0: at_s, math.inf: at_s})
+        recent.add(at_s, {1.0: at_s - slow, 2.0: at_s, math.inf: at_s})
     assert recent.quantile(0.99) == pytest.approx(0.99)
-    recent.look(185, {1.0: 90, 2.0: 120, math.inf: 120})
+    recent.add(185, {1.0: 90, 2.0: 120, math.inf: 120})
     assert recent.quantile(0.5) is None, "nothing came"
 
 
 def test_a_process_that_began_anew_has_counted_from_nothing() -> None:
     recent = RecentQuantiles()
-    recent.look(0, {1.0: 100, 2.0: 100, math.inf: 100})
-    recent.look(5, {1.0: 0, 2.0: 4, math.inf: 4})
+    recent.add(0, {1.0: 100, 2.0: 100, math.inf: 100})
+    recent.add(5, {1.0: 0, 2.0: 4, math.inf: 4})
     assert recent.quantile(0.5) == 1.5
 
 
-def test_looks_that_are_near_each_other_take_no_room() -> None:
-    recent = RecentQuantiles(window_s=60)
-    for at in range(10_000):
-        recent.look(at / 100, {1.0: at, math.inf: at})
-    assert len(recent._looks) < 60 and recent.quantile(0.5) == pytest.approx(0.5)
+def test_stage_times_are_observed_in_ms_and_exported_in_seconds() -> None:
+    registry = CollectorRegistry()
+    stages = StageHistogram("x_seconds", "help", registry=registry)
+    for ms in (0.5, 1.5, 40.0, 400_000.0):
+        stages.observe("pull", ms)
+    buckets = {
+        le: registry.get_sample_value("x_seconds_bucket", {"stage": "pull", "le": le})
+        for le in ("0.0005", "0.05", "300.0", "+Inf")
+    }
+    assert buckets == {"0.0005": 1, "0.05": 3, "300.0": 3, "+Inf": 4}
+    assert registry.get_sample_value("x_seconds_sum", {"stage": "pull"}) == pytest.approx(400.042)
+    assert stages.buckets("pull")[0.05] == 3 and stages.buckets("pull")[math.inf] == 4
+    assert freshness_histogram() is freshness_histogram(), "one a process"
