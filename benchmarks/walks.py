@@ -33,11 +33,11 @@ from joiner.entries import Entries
 from joiner.ingest import Reader
 from joiner.join import Join
 from joiner.state import Impression
-from param_server.calls import Calls
 from param_server.client import Client
 from param_server.publish import Publisher
 from param_server.replica.replica import Replica
 from param_server.rows_topic import InMemoryRows
+from param_server.server import ShardRpcHandler
 from roostream.runtime.clock import SystemClock
 from roostream.runtime.rpc.transport import InMemoryTransport
 from roostream.wire import records as wire
@@ -165,7 +165,7 @@ def publish(folder: str) -> Walk:
     """The rows that one request's update touched → deltas → a replica."""
     schema, stop = data.demo_schema(), threading.Event()
     shard, topic, replica = begun_shard(schema, folder), InMemoryRows(), Replica(schema, 0)
-    client = Client(schema, [InMemoryTransport(Calls(shard).handle)], worker=0)
+    client = Client(schema, [InMemoryTransport(ShardRpcHandler(shard).handle)], worker=0)
     client.set_incarnation(1)
     publisher = Publisher(shard, topic, SystemClock())
     decoder = Decoder(schema, {schema.fingerprint: schema}.get)

@@ -14,7 +14,7 @@ MODULES = (
     "roostream.wire.transform",
     "roostream.online.counters",
     "param_server.precompile",
-    "param_server.replica.cached_stack",
+    "param_server.replica.row_cache",
     "roostream.models.gather",
     "roostream.models.attention",
     "roostream.models.fused.forward",

@@ -29,7 +29,7 @@ from roostream.wire.lookup import Lookup
 _TIMEOUT_S = 30.0  # of one call
 
 
-class KeyShare(NamedTuple):
+class ShardKeys(NamedTuple):
     """An owner's keys of one stack: positions in U, and the keys there."""
 
     stack: str
@@ -60,7 +60,7 @@ class Client:
         self._sequence_S = [0] * len(transports)
         self._lost = ""
         self._push_lock, self._split_lock = threading.Lock(), threading.Lock()
-        self._splits: WeakKeyDictionary[Lookup, list[list[KeyShare]]] = WeakKeyDictionary()
+        self._splits: WeakKeyDictionary[Lookup, list[list[ShardKeys]]] = WeakKeyDictionary()
         self._pool = (
             ThreadPoolExecutor(max(2 * len(transports), 1), "param-client") if len(transports) > 1 else None
         )
@@ -89,7 +89,7 @@ class Client:
         """
         out = {n: np.empty((len(s.id_U), self._width[n]), np.float32) for n, s in lookup.stacks.items()}
 
-        def pull_from(shard: int, shares: Sequence[KeyShare]) -> None:
+        def pull_from(shard: int, shares: Sequence[ShardKeys]) -> None:
             arrays = [a for share in shares for a in (share.table_M, share.id_M)]
             header = {"incarnation": self.incarnation, "stacks": [share.stack for share in shares]}
             _, rows = self._call(shard, "pull", header, arrays)
@@ -163,7 +163,7 @@ class Client:
             self._pool.shutdown(cancel_futures=True)
 
     def _push_to(
-        self, shard: int, shares: Sequence[KeyShare], header: Header, gradients: Mapping[str, np.ndarray]
+        self, shard: int, shares: Sequence[ShardKeys], header: Header, gradients: Mapping[str, np.ndarray]
     ) -> None:
         arrays = [a for s in shares for a in (s.table_M, s.id_M, part_of(gradients[s.stack], s))]
         sequence = self._sequence_S[shard] + 1
@@ -185,7 +185,7 @@ class Client:
             lambda: transport.call(method, header, arrays, timeout_s=_TIMEOUT_S), (TransportError,), self.stop
         )
 
-    def _shares(self, lookup: Lookup) -> list[list[KeyShare]]:
+    def _shares(self, lookup: Lookup) -> list[list[ShardKeys]]:
         """Each shard's keys, kept as long as the lookup."""
         with self._split_lock:
             shares = self._splits.get(lookup)
@@ -195,8 +195,8 @@ class Client:
 
     def _each_shard(
         self,
-        shares: Sequence[Sequence[KeyShare]],
-        do: Callable[[int, Sequence[KeyShare]], None],
+        shares: Sequence[Sequence[ShardKeys]],
+        do: Callable[[int, Sequence[ShardKeys]], None],
         *,
         every: bool = False,
     ) -> None:
@@ -209,26 +209,26 @@ class Client:
         _wait_all([self._pool.submit(do, shard, share) for shard, share in busy])
 
 
-def split_by_owner(lookup: Lookup, owners: BucketMap) -> list[list[KeyShare]]:
+def split_by_owner(lookup: Lookup, owners: BucketMap) -> list[list[ShardKeys]]:
     """Each owner's keys; stacks and owners without any are left out."""
     num_owners = owners.num_owners
-    shares: list[list[KeyShare]] = [[] for _ in range(num_owners)]
+    shares: list[list[ShardKeys]] = [[] for _ in range(num_owners)]
     for stack, found in lookup.stacks.items():
         if len(found.id_U) == 0:
             continue
         if num_owners == 1:
-            shares[0].append(KeyShare(stack, slice(None), found.table_U, found.id_U))
+            shares[0].append(ShardKeys(stack, slice(None), found.table_U, found.id_U))
             continue
         order_U, starts_S1 = np.empty(len(found.id_U), np.int64), np.empty(num_owners + 1, np.int64)
         kernels.split_by_shard(found.table_U, found.id_U, owners.owner_B, num_owners, order_U, starts_S1)
         for owner, its in enumerate(shares):
             at_M = order_U[starts_S1[owner] : starts_S1[owner + 1]]
             if len(at_M):
-                its.append(KeyShare(stack, at_M, found.table_U[at_M], found.id_U[at_M]))
+                its.append(ShardKeys(stack, at_M, found.table_U[at_M], found.id_U[at_M]))
     return shares
 
 
-def part_of(gradient_UD: np.ndarray, share: KeyShare) -> np.ndarray:
+def part_of(gradient_UD: np.ndarray, share: ShardKeys) -> np.ndarray:
     """The rows of a share's keys."""
     return gradient_UD if isinstance(share.at_M, slice) else kernels.take_rows(gradient_UD, share.at_M)
 

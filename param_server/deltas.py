@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from param_server.index import Keys
+from param_server.embedding_table import Keys
 from param_server.kernels import publishable
 from param_server.outbox import Delta
 from roostream.errors import SchemaError, WireError

@@ -10,8 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from param_server.index_kernels import LIVE
-from param_server.initial import fill_one, splitmix64
+from param_server.initial_rows import fill_one, splitmix64
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -50,7 +49,7 @@ def which_table(table_U: np.ndarray, known_K: np.ndarray) -> np.ndarray:
 @njit(cache=True, nogil=True)
 def gather(
     rows_ND: np.ndarray,
-    place_U: np.ndarray,
+    row_U: np.ndarray,
     table_U: np.ndarray,
     id_U: np.ndarray,
     seed: np.uint64,
@@ -61,8 +60,8 @@ def gather(
     """Rows (float32 [N, D]) at places (int64 [U]) into `out_UD`; a place of -1 gives the initial value of its key (uint32
     `table_U`, int64 `id_U`), 0 for a table that is none of the stack's (uint32 `known_K`, half ranges float32 `scale_K`)."""
     k = 0
-    for u in range(place_U.shape[0]):
-        place = place_U[u]
+    for u in range(row_U.shape[0]):
+        place = row_U[u]
         if place >= 0:
             for j in range(out_UD.shape[1]):
                 out_UD[u, j] = rows_ND[place, j]
@@ -75,7 +74,7 @@ def gather(
 def fill_new(
     rows_ND: np.ndarray,
     state_NA: np.ndarray,
-    place_U: np.ndarray,
+    row_U: np.ndarray,
     new_U: np.ndarray,
     table_U: np.ndarray,
     id_U: np.ndarray,
@@ -85,21 +84,21 @@ def fill_new(
     first_state_K: np.ndarray,
 ) -> None:
     """First values, in rows_ND float32 [N, D] and state_NA float32 [N, A], of the rows that `find_or_insert` has just made:
-    those of the U keys where `new_U` (bool) is True, at places `place_U` (int64).
+    those of the U keys where `new_U` (bool) is True, at places `row_U` (int64).
 
     A key is (`table_U` uint32, `id_U` int64); `which_U` (int64) is its table's position among the stack's K, whose half ranges
     of initial values are `scale_K` (float32) and whose first states are `first_state_K` (float32). `seed` as in `initial_rows`.
     """
-    for u in range(place_U.shape[0]):
+    for u in range(row_U.shape[0]):
         if new_U[u]:
             k = which_U[u]
-            fill_one(seed, table_U[u], id_U[u], scale_K[k], rows_ND[place_U[u]])
-            state_NA[place_U[u], :] = first_state_K[k]
+            fill_one(seed, table_U[u], id_U[u], scale_K[k], rows_ND[row_U[u]])
+            state_NA[row_U[u], :] = first_state_K[k]
 
 
 @njit(cache=True, nogil=True)
 def stamp(
-    place_U: np.ndarray,
+    row_U: np.ndarray,
     flags: int,
     time_ms: int,
     flags_N: np.ndarray,
@@ -107,10 +106,10 @@ def stamp(
     bucket_N: np.ndarray,
     touched_B: np.ndarray,
 ) -> None:
-    """Mark rows at `place_U` (int64) as changed, with `flags` and event time `time_ms` (a stamp, int64, never goes back), and
+    """Mark rows at `row_U` (int64) as changed, with `flags` and event time `time_ms` (a stamp, int64, never goes back), and
     their buckets in `touched_B` (bool)."""
-    for u in range(place_U.shape[0]):
-        n = place_U[u]
+    for u in range(row_U.shape[0]):
+        n = row_U[u]
         flags_N[n] |= flags
         if time_ms > stamp_ms_N[n]:
             stamp_ms_N[n] = time_ms
@@ -139,21 +138,21 @@ def expired(
 
 
 @njit(cache=True, nogil=True)
-def take_rows(rows_ND: np.ndarray, place_M: np.ndarray) -> np.ndarray:
-    """rows_ND[place_M]: a copy, without the GIL."""
-    out_MD = np.empty((place_M.shape[0], rows_ND.shape[1]), dtype=rows_ND.dtype)
-    for m in range(place_M.shape[0]):
+def take_rows(rows_ND: np.ndarray, row_M: np.ndarray) -> np.ndarray:
+    """rows_ND[row_M]: a copy, without the GIL."""
+    out_MD = np.empty((row_M.shape[0], rows_ND.shape[1]), dtype=rows_ND.dtype)
+    for m in range(row_M.shape[0]):
         for j in range(rows_ND.shape[1]):
-            out_MD[m, j] = rows_ND[place_M[m], j]
+            out_MD[m, j] = rows_ND[row_M[m], j]
     return out_MD
 
 
 @njit(cache=True, nogil=True)
-def put_rows(rows_ND: np.ndarray, place_M: np.ndarray, in_MD: np.ndarray) -> None:
-    """rows_ND[place_M] = in_MD, without the GIL."""
-    for m in range(place_M.shape[0]):
+def put_rows(rows_ND: np.ndarray, row_M: np.ndarray, in_MD: np.ndarray) -> None:
+    """rows_ND[row_M] = in_MD, without the GIL."""
+    for m in range(row_M.shape[0]):
         for j in range(rows_ND.shape[1]):
-            rows_ND[place_M[m], j] = in_MD[m, j]
+            rows_ND[row_M[m], j] = in_MD[m, j]
 
 
 @njit(cache=True, nogil=True)
@@ -187,11 +186,11 @@ def limit(gradient_UD: np.ndarray, most: np.float32, out_UD: np.ndarray) -> int:
 
 
 @njit(cache=True, nogil=True)
-def add_rows(sum_UD: np.ndarray, place_M: np.ndarray, gradient_MD: np.ndarray) -> None:
-    """Add each gradient (float32 [M, D]) to row `place_M` (int64) of `sum_UD` (float64), in order."""
-    for m in range(place_M.shape[0]):
+def add_rows(sum_UD: np.ndarray, row_M: np.ndarray, gradient_MD: np.ndarray) -> None:
+    """Add each gradient (float32 [M, D]) to row `row_M` (int64) of `sum_UD` (float64), in order."""
+    for m in range(row_M.shape[0]):
         for j in range(sum_UD.shape[1]):
-            sum_UD[place_M[m], j] += gradient_MD[m, j]
+            sum_UD[row_M[m], j] += gradient_MD[m, j]
 
 
 @njit(cache=True, nogil=True)
@@ -278,3 +277,207 @@ def first_foreign(table_U: np.ndarray, id_U: np.ndarray, owner_B: np.ndarray, ow
         if owner_B[bucket] != owner:
             return u
     return -1
+
+
+LIVE, DIRTY, UNPUBLISHED, IN_FLIGHT, DISOWNED = 1, 2, 4, 8, 16
+"""Flags of a place: holds a row; changed since the last freeze; changed since the last delta; in a delta not yet acknowledged;
+readers may have a value that is no longer of this row's history, so that they must not keep it."""
+
+_S32, _LOW32 = np.uint64(32), np.uint64(0xFFFFFFFF)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _slot(id_: np.uint64, table: np.uint64, shift: np.uint64) -> np.int64:
+    return np.int64(splitmix64(id_ ^ table) >> shift)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _probe(index_C2: np.ndarray, shift: np.uint64, table: np.uint64, id_: np.uint64) -> np.int64:
+    """Slot of the key, or ~slot of the free one where it belongs."""
+    mask = index_C2.shape[0] - 1
+    slot = _slot(id_, table, shift)
+    while True:
+        word = index_C2[slot, 1]
+        if word == 0:
+            return ~slot
+        if index_C2[slot, 0] == id_ and (word >> _S32) == table:
+            return slot
+        slot = (slot + 1) & mask
+
+
+@njit(cache=True, nogil=True)
+def find(
+    index_C2: np.ndarray, shift: np.uint64, table_U: np.ndarray, id_U: np.ndarray, row_U: np.ndarray
+) -> int:
+    """Place of each key (uint32 `table_U`, int64 `id_U`) in `row_U` (int64, written here), -1 where absent; the number absent.
+    `index_C2` and `shift` as in `find_or_insert`."""
+    absent = 0
+    for u in range(id_U.shape[0]):
+        slot = _probe(index_C2, shift, np.uint64(table_U[u]), np.uint64(id_U[u]))
+        if slot < 0:
+            row_U[u] = -1
+            absent += 1
+        else:
+            row_U[u] = np.int64(index_C2[slot, 1] & _LOW32) - 1
+    return absent
+
+
+@njit(cache=True, nogil=True)
+def find_or_insert(
+    index_C2: np.ndarray,
+    shift: np.uint64,
+    table_U: np.ndarray,
+    id_U: np.ndarray,
+    num_buckets: int,
+    counts: np.ndarray,
+    free_N: np.ndarray,
+    table_N: np.ndarray,
+    id_N: np.ndarray,
+    bucket_N: np.ndarray,
+    flags_N: np.ndarray,
+    row_U: np.ndarray,
+    new_U: np.ndarray,
+) -> int:
+    """Place of each key (uint32 `table_U`, int64 `id_U`) in `row_U` (int64), made where absent, which `new_U` (bool) tells; the
+    number made. The caller has made room: places for U more, and slots so that at most half of them are taken.
+
+    Read and changed:
+        index_C2, shift     uint64 slots as in the module; 64 - log2 C: how far a hash goes down to a slot
+        counts              int64 [places used, free ones among them, live ones]
+        free_N              uint32: the first counts[1] are free places below counts[0], taken from the end
+        table_N, id_N       uint32, int64: the key at a place
+        bucket_N, flags_N   int32 in 0..num_buckets - 1; uint8, LIVE for a new one
+    """
+    made = 0
+    for u in range(id_U.shape[0]):
+        table, id_ = np.uint64(table_U[u]), np.uint64(id_U[u])
+        slot = _probe(index_C2, shift, table, id_)
+        new_U[u] = slot < 0
+        if slot >= 0:
+            row_U[u] = np.int64(index_C2[slot, 1] & _LOW32) - 1
+            continue
+        if counts[1] > 0:
+            counts[1] -= 1
+            place = np.int64(free_N[counts[1]])
+        else:
+            place = counts[0]
+            counts[0] += 1
+        counts[2] += 1
+        made += 1
+        index_C2[~slot, 0] = id_
+        index_C2[~slot, 1] = (table << _S32) | np.uint64(place + 1)
+        table_N[place] = table_U[u]
+        id_N[place] = id_U[u]
+        bucket_N[place] = splitmix64(id_ ^ table) % np.uint64(num_buckets)
+        flags_N[place] = LIVE
+        row_U[u] = place
+    return made
+
+
+@njit(cache=True, nogil=True)
+def remove(
+    index_C2: np.ndarray,
+    shift: np.uint64,
+    table_U: np.ndarray,
+    id_U: np.ndarray,
+    counts: np.ndarray,
+    free_N: np.ndarray,
+    flags_N: np.ndarray,
+) -> int:
+    """Remove the keys (uint32 `table_U`, int64 `id_U`) that are there; how many were. The other arrays as in `find_or_insert`;
+    a free place has flags 0, its key and row are left as they were.
+
+    Later entries of a probe run move up, so that no tombstones are needed (Knuth, TAOCP 3, 6.4, algorithm R).
+    """
+    mask = index_C2.shape[0] - 1
+    removed = 0
+    for u in range(id_U.shape[0]):
+        hole = _probe(index_C2, shift, np.uint64(table_U[u]), np.uint64(id_U[u]))
+        if hole < 0:
+            continue
+        place = np.int64(index_C2[hole, 1] & _LOW32) - 1
+        flags_N[place] = 0
+        free_N[counts[1]] = place
+        counts[1] += 1
+        counts[2] -= 1
+        removed += 1
+        slot = (hole + 1) & mask
+        while index_C2[slot, 1] != 0:
+            home = _slot(index_C2[slot, 0], index_C2[slot, 1] >> _S32, shift)
+            if ((slot - home) & mask) >= ((slot - hole) & mask):
+                index_C2[hole, 0] = index_C2[slot, 0]
+                index_C2[hole, 1] = index_C2[slot, 1]
+                hole = slot
+            slot = (slot + 1) & mask
+        index_C2[hole, 1] = 0
+    return removed
+
+
+@njit(cache=True, nogil=True)
+def rebuild(
+    index_C2: np.ndarray,
+    shift: np.uint64,
+    used: int,
+    table_N: np.ndarray,
+    id_N: np.ndarray,
+    flags_N: np.ndarray,
+) -> None:
+    """Fill an empty index with the live places."""
+    for n in range(used):
+        if flags_N[n] & LIVE:
+            table, id_ = np.uint64(table_N[n]), np.uint64(id_N[n])
+            slot = ~_probe(index_C2, shift, table, id_)
+            index_C2[slot, 0] = id_
+            index_C2[slot, 1] = (table << _S32) | np.uint64(n + 1)
+
+
+@njit(cache=True, nogil=True)
+def flagged(flags_N: np.ndarray, used: int, flags: int) -> np.ndarray:
+    """int64 [M]: places of live rows with any of `flags`, ascending."""
+    count = 0
+    for n in range(used):
+        if flags_N[n] & LIVE and flags_N[n] & flags:
+            count += 1
+    out_M = np.empty(count, dtype=np.int64)
+    m = 0
+    for n in range(used):
+        if flags_N[n] & LIVE and flags_N[n] & flags:
+            out_M[m] = n
+            m += 1
+    return out_M
+
+
+@njit(cache=True, nogil=True)
+def count_flagged(flags_N: np.ndarray, used: int, flags: int) -> int:
+    """How many live rows have any of `flags`."""
+    count = 0
+    for n in range(used):
+        if flags_N[n] & LIVE and flags_N[n] & flags:
+            count += 1
+    return count
+
+
+@njit(cache=True, nogil=True)
+def in_buckets(
+    flags_N: np.ndarray, bucket_N: np.ndarray, used: int, chosen_B: np.ndarray, flags: int
+) -> np.ndarray:
+    """int64 [M], ascending: places of live rows of the buckets where `chosen_B` (bool) is True, or with any of `flags`."""
+    count = 0
+    for n in range(used):
+        if flags_N[n] & LIVE and (chosen_B[bucket_N[n]] or flags_N[n] & flags):
+            count += 1
+    out_M = np.empty(count, dtype=np.int64)
+    m = 0
+    for n in range(used):
+        if flags_N[n] & LIVE and (chosen_B[bucket_N[n]] or flags_N[n] & flags):
+            out_M[m] = n
+            m += 1
+    return out_M
+
+
+@njit(cache=True, nogil=True)
+def replace_flags(flags_N: np.ndarray, used: int, flags: int, by: int, also: int) -> None:
+    """Take `flags` from all live rows; those that had any of them lose `also` and get `by`."""
+    for n in range(used):
+        if flags_N[n] & LIVE and flags_N[n] & flags:
+            flags_N[n] = (flags_N[n] & ~(flags | also)) | by

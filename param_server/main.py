@@ -19,15 +19,14 @@ from typing import Any
 import numpy as np
 from prometheus_client import REGISTRY
 
-from param_server.blobs import Blobs, RocksBlobs
-from param_server.calls import Calls
 from param_server.config import ShardConfig, ShardIdentity
+from param_server.eviction import ExpiryPolicy
+from param_server.key_value_store import KeyValueStore, RocksDbStore
 from param_server.precompile import precompile
 from param_server.publish import Publisher
-from param_server.residency import Expiry
 from param_server.rows_topic import KafkaRows
 from param_server.segments import Segments
-from param_server.server import Shard
+from param_server.server import Shard, ShardRpcHandler
 from param_server.table import shapes_of
 from roostream.runtime import metrics_server, program
 from roostream.runtime.address import parse_address
@@ -93,7 +92,7 @@ def serve(config: ShardConfig, stop: threading.Event) -> None:
     crew = ThreadGroup(stop)
     health, keys = Health(config.stalled_after_ms / 1000), config.link_credentials()
     with contextlib.ExitStack() as opened:  # closed in the reverse order
-        blobs = RocksBlobs(Path(config.home) / "segments")
+        blobs = RocksDbStore(Path(config.home) / "segments")
         shard = build_shard(config, blobs)  # 1
         at = metrics_server.serve(
             config, health
@@ -130,7 +129,7 @@ def serve(config: ShardConfig, stop: threading.Event) -> None:
     crew.check()
 
 
-def build_shard(config: ShardConfig, blobs: Blobs) -> Shard:
+def build_shard(config: ShardConfig, blobs: KeyValueStore) -> Shard:
     """A shard as configured, over blobs that may be opened later; nothing is restored yet."""
     identity = ShardIdentity(
         schema=load_schema(config.schema),
@@ -149,7 +148,7 @@ def build_shard(config: ShardConfig, blobs: Blobs) -> Shard:
         accepted=config.accept_lost_rows,
         keep=config.keep_commits,
     )
-    residency = functools.partial(Expiry, max_share=config.max_expired_share)
+    residency = functools.partial(ExpiryPolicy, max_share=config.max_expired_share)
     return Shard(identity, segments, open_store(config.store), SystemClock(), residency=residency)
 
 
@@ -161,7 +160,7 @@ def _listen(
     opened: contextlib.ExitStack,
 ) -> str:
     host, port = parse_address(config.listen)
-    server = RpcServer(timed(Calls(shard).handle, latency), host, port, keys=keys).start()
+    server = RpcServer(timed(ShardRpcHandler(shard).handle, latency), host, port, keys=keys).start()
 
     def close() -> None:
         if cut_off := server.stop():

@@ -14,9 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from param_server import kernels
-from param_server.held_rows import HeldRows
-from param_server.index import KeyIndex, Keys, join_keys, no_keys
-from param_server.index_kernels import DISOWNED, IN_FLIGHT, UNPUBLISHED
+from param_server.embedding_table import EmbeddingTable, KeyIndex, Keys, join_keys, no_keys
+from param_server.kernels import DISOWNED, IN_FLIGHT, UNPUBLISHED
 from roostream.schema.ids import buckets_of
 
 MAX_DELTA_BYTES = 512 << 10
@@ -37,7 +36,7 @@ class Delta(NamedTuple):
     oldest_trained_ms: int
 
 
-class Round(NamedTuple):
+class PublishRound(NamedTuple):
     incarnation: int
     deltas: list[Delta]
 
@@ -50,7 +49,7 @@ class Rollback(NamedTuple):
     buckets: frozenset[int]  # the shard's
 
 
-class BucketPage(NamedTuple):
+class BucketScan(NamedTuple):
     """What a reader gets of a bucket that it asks for."""
 
     bucket: int
@@ -62,21 +61,21 @@ class BucketPage(NamedTuple):
 
 
 class Outbox:
-    """Of stack `name`, whose rows are marked in the index of `held`; under the same lock as these."""
+    """Of stack `name`, whose rows are marked in the index of `embeddings`; under the same lock as these."""
 
-    def __init__(self, name: str, held: HeldRows) -> None:
-        self.name, self.held, self.max_delta_bytes = name, held, MAX_DELTA_BYTES
+    def __init__(self, name: str, embeddings: EmbeddingTable) -> None:
+        self.name, self.embeddings, self.max_delta_bytes = name, embeddings, MAX_DELTA_BYTES
         self.num_withheld = 0  # rows that were not finite or too large when their turn came
         self._waiting = no_keys()
         self._flying = no_keys()
-        self._times_3B = np.zeros((3, held.num_buckets), np.int64)
-        self._flying_3B = np.zeros((3, held.num_buckets), np.int64)
+        self._times_3B = np.zeros((3, embeddings.num_buckets), np.int64)
+        self._flying_3B = np.zeros((3, embeddings.num_buckets), np.int64)
         self.begin()
 
     def begin(self) -> None:
         """A new incarnation: sequences begin again. What is unpublished stays so."""
-        self.sequence_B = np.zeros(self.held.num_buckets, np.int64)
-        self.acknowledged_B = np.zeros(self.held.num_buckets, np.int64)
+        self.sequence_B = np.zeros(self.embeddings.num_buckets, np.int64)
+        self.acknowledged_B = np.zeros(self.embeddings.num_buckets, np.int64)
 
     def touch(self, touched_B: np.ndarray, engagement_ms: int, close_ms: int, trained_ms: int) -> None:
         """Buckets (bool [B]) got updates from events as old as these; 0 = unknown."""
@@ -91,21 +90,23 @@ class Outbox:
         """Those that readers haven't got; some may have a row again by now."""
         return join_keys(self._waiting, self._flying)
 
-    def settles_at(self, bucket: int, place_M: np.ndarray) -> int:
+    def settles_at(self, bucket: int, row_M: np.ndarray) -> int:
         """The sequence with which readers of `bucket`, whose rows are at these places, have all that the rows hold now; 0 = they
         have it already."""
-        waiting = bool((self.held.index.flags_N[place_M] & UNPUBLISHED).any()) or bool(
-            (buckets_of(self._waiting.id_U, self._waiting.table_U, self.held.num_buckets) == bucket).any()
+        waiting = bool((self.embeddings.index.flags_N[row_M] & UNPUBLISHED).any()) or bool(
+            (
+                buckets_of(self._waiting.id_U, self._waiting.table_U, self.embeddings.num_buckets) == bucket
+            ).any()
         )
         sequence = int(self.sequence_B[bucket])
         return sequence + 1 if waiting else sequence if self.acknowledged_B[bucket] < sequence else 0
 
-    def page(self, bucket: int, place_M: np.ndarray, max_norm: float, incarnation: int) -> BucketPage:
+    def page(self, bucket: int, row_M: np.ndarray, max_norm: float, incarnation: int) -> BucketScan:
         """`bucket`, whose rows are at these places, as far as they may be published."""
-        rows_MD = kernels.take_rows(self.held.rows_ND, place_M)
+        rows_MD = kernels.take_rows(self.embeddings.rows_ND, row_M)
         good_M = kernels.publishable(rows_MD, max_norm)
-        keys, settles_at = self.held.index.keys_at(place_M[good_M]), self.settles_at(bucket, place_M)
-        return BucketPage(
+        keys, settles_at = self.embeddings.index.keys_at(row_M[good_M]), self.settles_at(bucket, row_M)
+        return BucketScan(
             bucket, int(self.sequence_B[bucket]), settles_at, incarnation, keys, rows_MD[good_M]
         )
 
@@ -113,28 +114,28 @@ class Outbox:
         """Deltas of everything unpublished, numbered; they are in flight until `settle`. Rows that are not finite, or larger
         than `max_norm`, are counted and left out: readers keep what they have, or are told that there is none where what they
         have is of a history that is over."""
-        index = self.held.index
-        place_M = index.flagged(UNPUBLISHED)
+        index = self.embeddings.index
+        row_M = index.flagged(UNPUBLISHED)
         index.replace_flags(UNPUBLISHED, IN_FLIGHT)
-        rows_MD = kernels.take_rows(self.held.rows_ND, place_M)
+        rows_MD = kernels.take_rows(self.embeddings.rows_ND, row_M)
         good_M = kernels.publishable(rows_MD, max_norm)
         self.num_withheld += int(len(good_M) - good_M.sum())
         withheld = no_keys()
         if not good_M.all():
-            withheld = index.keys_at(place_M[~good_M & ((index.flags_N[place_M] & DISOWNED) != 0)])
-            place_M, rows_MD = place_M[good_M], rows_MD[good_M]
+            withheld = index.keys_at(row_M[~good_M & ((index.flags_N[row_M] & DISOWNED) != 0)])
+            row_M, rows_MD = row_M[good_M], rows_MD[good_M]
         gone = self._waiting.take(index.find(self._waiting) < 0)
-        gone = gone.take(KeyIndex(self.held.num_buckets).add_new(gone))
+        gone = gone.take(KeyIndex(self.embeddings.num_buckets).add_new(gone))
         self._flying, self._waiting = gone, no_keys()
         self._flying_3B, self._times_3B = self._times_3B, np.zeros_like(self._times_3B)
-        return self._deltas(index.keys_at(place_M), rows_MD, join_keys(gone, withheld))
+        return self._deltas(index.keys_at(row_M), rows_MD, join_keys(gone, withheld))
 
     def settle(self, acknowledged: bool, incarnation_is_same: bool = True) -> None:
         """The round's deltas were all acknowledged, or some of them may be lost: then everything in it is unpublished again."""
         if acknowledged:
-            self.held.index.replace_flags(IN_FLIGHT, also=DISOWNED)
+            self.embeddings.index.replace_flags(IN_FLIGHT, also=DISOWNED)
         else:
-            self.held.index.replace_flags(IN_FLIGHT, UNPUBLISHED)
+            self.embeddings.index.replace_flags(IN_FLIGHT, UNPUBLISHED)
         if not acknowledged:
             self._waiting = join_keys(self._flying, self._waiting)
             self._times_3B = _older(self._times_3B, self._flying_3B)
@@ -144,12 +145,12 @@ class Outbox:
 
     def _deltas(self, live: Keys, rows_MD: np.ndarray, gone: Keys) -> list[Delta]:
         keys = join_keys(live, gone)
-        bucket_M = buckets_of(keys.id_U, keys.table_U, self.held.num_buckets)
+        bucket_M = buckets_of(keys.id_U, keys.table_U, self.embeddings.num_buckets)
         order_M = np.lexsort(
             (keys.table_U, bucket_M)
         )  # stable: of each table of a bucket the live keys come first
         bucket_M, table_M = bucket_M[order_M], keys.table_U[order_M]
-        most = max(self.max_delta_bytes // (8 + 4 * self.held.width), 1)
+        most = max(self.max_delta_bytes // (8 + 4 * self.embeddings.width), 1)
         starts = _starts(bucket_M, table_M, most)
         deltas = []
         for n, start in enumerate(starts):

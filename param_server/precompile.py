@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from param_server import kernels, row_block
-from param_server.index import Keys
-from param_server.initial import initial_rows
-from param_server.residency import Expiry
-from param_server.step_sum import added
-from param_server.table import StackTable, Update
+from param_server.embedding_table import Keys
+from param_server.eviction import ExpiryPolicy
+from param_server.gradient_barrier import added
+from param_server.initial_rows import initial_rows
+from param_server.table import GradientPush, StackTable
 from roostream.runtime.bucket_map import BucketMap
 from roostream.schema.schema import Table
 from roostream.schema.update_rules import RULES
@@ -24,7 +24,7 @@ def precompile() -> None:
                 [Table(name="warm", dim=2, rule=rule(), expire_after_ms=1)],
                 seed=1,
                 num_buckets=4,
-                residency=Expiry,
+                residency=ExpiryPolicy,
             )
         )
     keys = _keys(3)
@@ -44,7 +44,7 @@ def _keys(num_keys: int) -> Keys:
 def _live(table: StackTable) -> None:
     keys = _keys(300)
     gradient_UD = np.ones((300, 2), np.float32)
-    push = Update(0, 0, 10, 1, 2, [(table, keys, gradient_UD)])
+    push = GradientPush(0, 0, 10, 1, 2, [(table, keys, gradient_UD)])
     added([push, push])
     table.check_keys(keys)
     table.check_gradient(keys, gradient_UD)
@@ -54,7 +54,7 @@ def _live(table: StackTable) -> None:
     table.pull(_keys(301))
     table.outbox.take(100.0)
     table.outbox.settle(True)
-    table.outbox.settles_at(0, *table.held.places([0]))
+    table.outbox.settles_at(0, *table.embeddings.rows_by_bucket([0]))
     table.note_state(table.state_NA)
     table.num_changed()
     changes, changed = table.freeze(1000, [0])

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from param_server.deltas import encode_barrier, encode_delta, keys_of
-from param_server.index import Keys, join_keys
+from param_server.embedding_table import Keys, join_keys
 from param_server.outbox import Rollback
 from param_server.server import Shard
 from roostream.errors import UnavailableError, WireError

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import numpy as np
 
 from param_server.config import ShardIdentity
-from param_server.index import KeyIndex, Keys, join_keys, no_keys
-from param_server.initial import initial_rows
+from param_server.embedding_table import KeyIndex, Keys, join_keys, no_keys
+from param_server.initial_rows import initial_rows
 from param_server.row_block import RowBlock
 from param_server.segment_parts import Segment
-from param_server.segments import BEGINNING, Commit, Segments, commit_of
-from param_server.table import Generation, StackTable
+from param_server.segments import EMPTY_COMMIT, Commit, Segments, commit_of
+from param_server.table import FrozenRows, StackTable
 from roostream.errors import SchemaError, UnavailableError
 from roostream.runtime import manifest as manifests
 from roostream.runtime.bucket_map import BucketMap
@@ -31,7 +31,7 @@ log = logging.getLogger("roostream.shard")
 
 
 @dataclasses.dataclass(kw_only=True)
-class Frozen:
+class FrozenCommit:
     """A generation between `freeze` and `commit` or `abort`."""
 
     seq: int
@@ -52,13 +52,13 @@ class Frozen:
 def frozen_of(
     seq: int,
     incarnation: int,
-    generations: Mapping[str, Generation],
+    generations: Mapping[str, FrozenRows],
     whole: frozenset[int],
     tables: Mapping[str, StackTable],
     rows_end: Mapping[int, int],
-) -> Frozen:
+) -> FrozenCommit:
     """What `freeze` keeps of the tables' generations."""
-    return Frozen(
+    return FrozenCommit(
         seq=seq,
         incarnation=incarnation,
         changes={name: generation.block for name, generation in generations.items()},
@@ -69,7 +69,7 @@ def frozen_of(
     )
 
 
-class Target(NamedTuple):
+class RestoreTarget(NamedTuple):
     """What a restore goes to."""
 
     commit: Commit
@@ -77,7 +77,7 @@ class Target(NamedTuple):
     owners: BucketMap
 
 
-def target_of(identity: ShardIdentity, store: CheckpointStore, name: str) -> Target:
+def target_of(identity: ShardIdentity, store: CheckpointStore, name: str) -> RestoreTarget:
     """This shard's part of manifest `name`; "" is the beginning.
 
     Raises:
@@ -85,7 +85,7 @@ def target_of(identity: ShardIdentity, store: CheckpointStore, name: str) -> Tar
         ConfigError: it was committed with other shards, buckets, partitions or another seed.
     """
     if not name:
-        return Target(BEGINNING, {}, identity.first_owners)
+        return RestoreTarget(EMPTY_COMMIT, {}, identity.first_owners)
     manifest = manifests.load(store, name).manifest
     manifests.check_shape(
         manifest,
@@ -94,7 +94,7 @@ def target_of(identity: ShardIdentity, store: CheckpointStore, name: str) -> Tar
         num_partitions=identity.num_partitions,
         seed=identity.seed,
     )
-    return Target(commit_of(manifest, identity.index), manifest.rows_end, manifest.owners)
+    return RestoreTarget(commit_of(manifest, identity.index), manifest.rows_end, manifest.owners)
 
 
 def linked(store: CheckpointStore) -> set[int] | None:
@@ -175,7 +175,7 @@ def _put_moved(tables: Mapping[str, StackTable], stack: str, block: RowBlock) ->
 
 def _of(keys: Keys, table: StackTable) -> np.ndarray:
     """bool [K]: which keys are of this stack's tables."""
-    belonging_K: np.ndarray = np.isin(keys.table_U, table.held.table_K)
+    belonging_K: np.ndarray = np.isin(keys.table_U, table.embeddings.table_K)
     return belonging_K
 
 
@@ -193,10 +193,10 @@ def as_stored_now(block: RowBlock, stack: str, table: StackTable) -> RowBlock:
             f"table {name!r}: expected dim {width} or more, as committed, got {table.width}; give the narrower table a new name"
         )
     live = block.live
-    which_L = np.searchsorted(np.sort(table.held.table_K), live.table_U)
-    order_K = np.argsort(table.held.table_K)[which_L]
+    which_L = np.searchsorted(np.sort(table.embeddings.table_K), live.table_U)
+    order_K = np.argsort(table.embeddings.table_K)[which_L]
     rows_LD = initial_rows(
-        int(table.held.seed), live.table_U, live.id_U, table.width, table.held.scale_K[order_K]
+        int(table.embeddings.seed), live.table_U, live.id_U, table.width, table.embeddings.scale_K[order_K]
     )
     rows_LD[:, :width] = block.rows_LD
     state_LA = np.repeat(table.first_state_K[order_K][:, None], table.state_width, axis=1)

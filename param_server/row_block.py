@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 import xxhash
 
-from param_server.index import KeyIndex, Keys, join_keys
+from param_server.embedding_table import KeyIndex, Keys, join_keys
 from roostream.errors import CheckpointError
 
 VERSION = 1

@@ -32,7 +32,7 @@ class Kernel(Protocol):
         self,
         rows_ND: np.ndarray,  # float32
         state_NA: np.ndarray,  # float32
-        place_U: np.ndarray,  # int64: which row
+        row_U: np.ndarray,  # int64: which row
         gradient_UD: np.ndarray,  # float32, finite
         which_U: np.ndarray,  # int64: which of the stack's tables the row is of
         parameters_KP: np.ndarray,  # float64: each table's, in the order of the rule's fields
@@ -43,16 +43,16 @@ class Kernel(Protocol):
 def adagrad(
     rows_ND: np.ndarray,
     state_ND: np.ndarray,
-    place_U: np.ndarray,
+    row_U: np.ndarray,
     gradient_UD: np.ndarray,
     which_U: np.ndarray,
     parameters_KP: np.ndarray,
 ) -> None:
     """P: learning rate, initial accumulator, epsilon."""
-    for u in range(place_U.shape[0]):
+    for u in range(row_U.shape[0]):
         learning_rate = np.float32(parameters_KP[which_U[u], 0])
         epsilon = np.float32(parameters_KP[which_U[u], 2])
-        w_D, a_D, g_D = rows_ND[place_U[u]], state_ND[place_U[u]], gradient_UD[u]
+        w_D, a_D, g_D = rows_ND[row_U[u]], state_ND[row_U[u]], gradient_UD[u]
         for j in range(g_D.shape[0]):
             a_D[j] += g_D[j] * g_D[j]
             w_D[j] -= learning_rate * g_D[j] / (np.sqrt(a_D[j]) + epsilon)
@@ -62,22 +62,22 @@ def adagrad(
 def rowwise_adagrad(
     rows_ND: np.ndarray,
     state_N1: np.ndarray,
-    place_U: np.ndarray,
+    row_U: np.ndarray,
     gradient_UD: np.ndarray,
     which_U: np.ndarray,
     parameters_KP: np.ndarray,
 ) -> None:
     """P: learning rate, initial accumulator, epsilon."""
     width = np.float32(gradient_UD.shape[1])
-    for u in range(place_U.shape[0]):
+    for u in range(row_U.shape[0]):
         learning_rate = np.float32(parameters_KP[which_U[u], 0])
         epsilon = np.float32(parameters_KP[which_U[u], 2])
-        w_D, g_D = rows_ND[place_U[u]], gradient_UD[u]
+        w_D, g_D = rows_ND[row_U[u]], gradient_UD[u]
         total = np.float32(0)
         for j in range(g_D.shape[0]):
             total += g_D[j] * g_D[j]
-        a = state_N1[place_U[u], 0] + total / width
-        state_N1[place_U[u], 0] = a
+        a = state_N1[row_U[u], 0] + total / width
+        state_N1[row_U[u], 0] = a
         step = learning_rate / (np.sqrt(a) + epsilon)
         for j in range(g_D.shape[0]):
             w_D[j] -= step * g_D[j]
@@ -87,17 +87,17 @@ def rowwise_adagrad(
 def adam(
     rows_ND: np.ndarray,
     state_NA: np.ndarray,
-    place_U: np.ndarray,
+    row_U: np.ndarray,
     gradient_UD: np.ndarray,
     which_U: np.ndarray,
     parameters_KP: np.ndarray,
 ) -> None:
     """P: learning rate, beta 1, beta 2, epsilon. A row's state: m [D], v [D], t."""
     width = gradient_UD.shape[1]
-    for u in range(place_U.shape[0]):
+    for u in range(row_U.shape[0]):
         p_P = parameters_KP[which_U[u]]
         learning_rate, beta1, beta2, epsilon = p_P[0], p_P[1], p_P[2], p_P[3]
-        w_D, g_D, state_A = rows_ND[place_U[u]], gradient_UD[u], state_NA[place_U[u]]
+        w_D, g_D, state_A = rows_ND[row_U[u]], gradient_UD[u], state_NA[row_U[u]]
         m_D, v_D = state_A[:width], state_A[width : 2 * width]
         state_A[2 * width] += np.float32(1)  # stays at 2^24, where nothing is left to correct
         t = np.int64(state_A[2 * width])

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from param_server import row_block as blocks
-from param_server.blobs import Blobs
+from param_server.key_value_store import KeyValueStore
 from param_server.row_block import RowBlock
 from roostream.errors import CheckpointError
 from roostream.schema.schema import stack_shape
@@ -63,7 +63,7 @@ class SegmentParts:
     """`shapes`: stack → (width, state width). Reading raises CheckpointError where a part is absent or damaged, and every
     method UnavailableError where the store can't be used now."""
 
-    def __init__(self, store: Blobs, shapes: Mapping[str, tuple[int, int]]) -> None:
+    def __init__(self, store: KeyValueStore, shapes: Mapping[str, tuple[int, int]]) -> None:
         self.store, self.shapes = store, dict(shapes)
 
     def names(self) -> list[str]:

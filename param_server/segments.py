@@ -8,7 +8,7 @@ A segment is named `<seq>-<incarnation>`. A commit's state is its list of segmen
 every row of them, from memory. Older blocks of these buckets are over, and a segment without any other is dropped from the list.
 As many rows are written again as had changed, so that disk and time stay within twice what the changes take.
 
-**Damage is found while memory still has the rows.** With each commit one bucket of the state is read back, and the segment of the
+**SegmentDamage is found while memory still has the rows.** With each commit one bucket of the state is read back, and the segment of the
 oldest kept commit, before what only older commits need is deleted. The buckets of a damaged part are written whole by the next
 commit.
 """
@@ -23,7 +23,7 @@ from typing import NamedTuple
 import msgspec
 
 from param_server import row_block as blocks
-from param_server.blobs import Blobs
+from param_server.key_value_store import KeyValueStore
 from param_server.row_block import RowBlock
 from param_server.segment_parts import BlockEntry, Segment, SegmentBucket, SegmentDirectory, SegmentParts
 from roostream.errors import CheckpointError, UnavailableError
@@ -45,10 +45,10 @@ class Commit(NamedTuple):
     segments: tuple[Segment, ...]  # oldest first
 
 
-BEGINNING = Commit(0, 0, ())  # before any commit
+EMPTY_COMMIT = Commit(0, 0, ())  # before any commit
 
 
-class Damage(NamedTuple):
+class SegmentDamage(NamedTuple):
     """Of one part."""
 
     buckets: frozenset[int]  # written whole, nothing needs the part any more
@@ -81,7 +81,7 @@ class Segments:
 
     def __init__(
         self,
-        store: Blobs,
+        store: KeyValueStore,
         shapes: Mapping[str, tuple[int, int]],
         num_buckets: int,
         *,
@@ -92,7 +92,7 @@ class Segments:
         self.store, self.shapes, self.num_buckets = store, dict(shapes), num_buckets
         self.buckets = tuple(range(num_buckets) if buckets is None else buckets)
         self.accepted, self.keep = frozenset(accepted), keep
-        self.damaged: dict[str, Damage] = {}  # parts of the last commit's state
+        self.damaged: dict[str, SegmentDamage] = {}  # parts of the last commit's state
         self.num_damaged = 0  # parts found damaged since the start
         self.lost: set[str] = set()  # accepted parts that the last restore did without
         self.moved = False  # memory has rows in other stacks than the segments: the next commit writes every bucket whole
@@ -224,7 +224,7 @@ class Segments:
             try:
                 states[stack] = self._parts.residency(segments[-1].name, stack, checksum)
             except CheckpointError as error:
-                self._accept(f"{segments[-1].name}/{stack}/residency", Damage(_NONE, 0), error)
+                self._accept(f"{segments[-1].name}/{stack}/residency", SegmentDamage(_NONE, 0), error)
         return states
 
     def history(self) -> list[Commit]:
@@ -240,15 +240,15 @@ class Segments:
         except (msgspec.DecodeError, TypeError, ValueError) as error:
             raise CheckpointError(f"the list of commits of this shard is damaged: {error}") from None
 
-    def check(self, segments: Sequence[Segment], buckets: Collection[int]) -> dict[str, Damage]:
+    def check(self, segments: Sequence[Segment], buckets: Collection[int]) -> dict[str, SegmentDamage]:
         """Damaged parts of a state, as far as these buckets need them."""
-        found: dict[str, Damage] = {}
+        found: dict[str, SegmentDamage] = {}
         directories: list[SegmentDirectory] = []
         for segment in reversed(segments):
             try:
                 directories.append(self._parts.directory(segment))
             except CheckpointError:
-                found[segment.name] = Damage(frozenset(self.buckets), segment.rows)
+                found[segment.name] = SegmentDamage(frozenset(self.buckets), segment.rows)
         stacks = {*self.shapes, *(stack for directory in directories for stack in directory.blocks)}
         wanted = [(stack, bucket) for stack in sorted(stacks) for bucket in buckets]
         for stack, bucket in wanted:
@@ -256,14 +256,14 @@ class Segments:
                 try:
                     self._parts.block(name, stack, bucket, entry)
                 except CheckpointError:
-                    found[f"{name}/{stack}/{bucket}"] = Damage(
+                    found[f"{name}/{stack}/{bucket}"] = SegmentDamage(
                         frozenset({bucket}), self._rows_in(stack, entry)
                     )
         for stack, checksum in directories[0].residency.items() if directories else ():
             try:
                 self._parts.residency(directories[0].name, stack, checksum)
             except CheckpointError:
-                found[f"{directories[0].name}/{stack}/residency"] = Damage(_NONE, 0)
+                found[f"{directories[0].name}/{stack}/residency"] = SegmentDamage(_NONE, 0)
         return found
 
     def explain(self, segments: Sequence[Segment]) -> str:
@@ -289,7 +289,7 @@ class Segments:
             try:
                 found.append(self._parts.directory(segment))
             except CheckpointError as error:
-                self._accept(segment.name, Damage(frozenset(self.buckets), segment.rows), error)
+                self._accept(segment.name, SegmentDamage(frozenset(self.buckets), segment.rows), error)
         return found
 
     def _blocks(
@@ -302,11 +302,11 @@ class Segments:
             except CheckpointError as error:
                 self._accept(
                     f"{name}/{stack}/{bucket}",
-                    Damage(frozenset({bucket}), self._rows_in(stack, entry)),
+                    SegmentDamage(frozenset({bucket}), self._rows_in(stack, entry)),
                     error,
                 )
 
-    def _accept(self, part: str, damage: Damage, error: CheckpointError) -> None:
+    def _accept(self, part: str, damage: SegmentDamage, error: CheckpointError) -> None:
         """Go on without a part, if the settings say so."""
         names = part.split("/")
         if self.accepted.isdisjoint("/".join(names[:n]) for n in range(1, len(names) + 1)):
@@ -341,7 +341,7 @@ class Segments:
                     directory.whole,
                 )
             except CheckpointError:
-                self._found({segment.name: Damage(frozenset(self.buckets), segment.rows)})
+                self._found({segment.name: SegmentDamage(frozenset(self.buckets), segment.rows)})
                 held, whole = list(self.buckets), _NONE
             out.append(own.intersection(held) - over)
             over |= whole
@@ -361,7 +361,7 @@ class Segments:
         self._read_back = oldest.name
         self._found(found)
 
-    def _found(self, damaged: Mapping[str, Damage]) -> None:
+    def _found(self, damaged: Mapping[str, SegmentDamage]) -> None:
         for part, damage in damaged.items():
             if part not in self.damaged:
                 log.error(

@@ -1,6 +1,6 @@
 """One parameter server shard: rows that workers pull and push, and the commands by which the controller commits and restores.
 
-    calls      pull push read scan owners stats     from any thread, by param_server/calls.py
+    calls      pull push read scan owners stats     from any thread, by param_server/server.py
     commands   restore freeze write commit abort    from the member's one thread, docs/protocols.md "Controller"
     rounds     what the publisher takes and settles from its one thread
 
@@ -19,21 +19,29 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from param_server.config import ShardIdentity
-from param_server.index import Keys
-from param_server.outbox import BucketPage, Rollback, Round
-from param_server.residency import Expiry, Policy
-from param_server.restore import Frozen, Target, frozen_of, linked, reload, roll_back, target_of
-from param_server.segments import BEGINNING, Commit, Segments
-from param_server.step_sum import StepSums, added
-from param_server.table import ReadRows, StackTable, Update, build_tables, check_owned
-from roostream.errors import CheckpointError, FencedError, RoostreamError, UnavailableError
+from param_server.embedding_table import Keys, join_keys, no_keys
+from param_server.eviction import EvictionPolicyFactory, ExpiryPolicy
+from param_server.gradient_barrier import GradientBarrier, added, check_workers
+from param_server.outbox import BucketScan, PublishRound, Rollback
+from param_server.restore import FrozenCommit, RestoreTarget, frozen_of, linked, reload, roll_back, target_of
+from param_server.segments import EMPTY_COMMIT, Commit, Segments
+from param_server.table import GradientPush, PublishableRows, StackTable, build_tables, check_owned
+from roostream.errors import (
+    CheckpointError,
+    FencedError,
+    RoostreamError,
+    SchemaError,
+    UnavailableError,
+    WireError,
+)
 from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.runtime.clock import Clock
+from roostream.runtime.rpc.transport import Header
 
 log = logging.getLogger("roostream.shard")
 
@@ -50,18 +58,18 @@ class Shard:
         segments: Segments,
         store: CheckpointStore,
         clock: Clock,
-        residency: Policy = Expiry,
+        residency: EvictionPolicyFactory = ExpiryPolicy,
     ) -> None:
         self.identity, self.segments, self.store, self.clock = identity, segments, store, clock
         self.tables = build_tables(identity, residency)
         self.owners, self.buckets = identity.first_owners, identity.first_owners.buckets_of(identity.index)
         self.incarnation, self.ready = 0, False
-        self.committed = BEGINNING
+        self.committed = EMPTY_COMMIT
         self.num_pulls = self.num_pushes = self.num_repeats = 0
         self._lock = threading.Lock()
-        self.sums = StepSums(self._lock)
+        self.sums = GradientBarrier(self._lock)
         self._sequences: dict[int, int] = {}  # worker → last push applied, in this incarnation
-        self._frozen: Frozen | None = None
+        self._frozen: FrozenCommit | None = None
         self._aborted = 0  # seq; a freeze that comes after its abort is refused
         self._plain = False  # the last commit was abandoned: the next one writes no more than it must
         self._broken = ""  # why calls are refused until the next RESTORE
@@ -72,7 +80,7 @@ class Shard:
         self._rollback: Rollback | None = None
         self._settled_late: bool | None = None  # how a round ended while rows were being restored
 
-    # Calls; param_server/calls.py has checked what they carry
+    # ShardRpcHandler; param_server/server.py has checked what they carry
 
     def pull(self, incarnation: int, asked: Sequence[tuple[StackTable, Keys]]) -> list[np.ndarray]:
         """float32 [U, D] a stack; keys without a row read as their initial value. Incarnation 0 reads outside training.
@@ -87,7 +95,7 @@ class Shard:
             self.num_pulls += 1
             return [table.pull(keys) for table, keys in asked]
 
-    def read(self, asked: Sequence[tuple[StackTable, Keys]]) -> tuple[int, list[ReadRows]]:
+    def read(self, asked: Sequence[tuple[StackTable, Keys]]) -> tuple[int, list[PublishableRows]]:
         """(incarnation, each stack's rows as far as they may be published), for readers outside training. Raises as `pull`."""
         with self._lock:
             self._check(0, reading=True)
@@ -96,7 +104,7 @@ class Shard:
                 table.read(keys, self.identity.max_publish_norm) for table, keys in asked
             ]
 
-    def push(self, incarnation: int, update: Update) -> bool:
+    def push(self, incarnation: int, update: GradientPush) -> bool:
         """Apply an update whole; False if it had been applied before. One of several workers waits for the others' of its step,
         and is applied with them, or not at all. Raises as `pull`: then nothing was applied.
 
@@ -115,7 +123,7 @@ class Shard:
                 self._apply([update])
         return True
 
-    def push_step(self, incarnation: int, updates: Sequence[Update]) -> None:
+    def push_step(self, incarnation: int, updates: Sequence[GradientPush]) -> None:
         """Every worker's push of a step at once, in their order: as `push` of each, which need not wait. Raises as `push`."""
         with self._lock:
             self._check(incarnation)
@@ -127,7 +135,7 @@ class Shard:
                     )
             self._apply(updates)
 
-    def _apply(self, pushes: Sequence[Update]) -> None:
+    def _apply(self, pushes: Sequence[GradientPush]) -> None:
         """Inside the lock: one update, of all workers."""
         update = added(pushes) if len(pushes) > 1 else pushes[0]
         for table, keys, _ in update.parts:
@@ -145,20 +153,20 @@ class Shard:
         with self._lock:
             self.sums.end("the shard stops")
 
-    def scan(self, table: StackTable, cursor: int, limit: int) -> tuple[list[BucketPage], list[int]]:
+    def scan(self, table: StackTable, cursor: int, limit: int) -> tuple[list[BucketScan], list[int]]:
         """Of this shard's buckets from number `cursor` on the first, whole, as far as their rows may be published, at one moment:
         one or more, until about `limit` rows are reached; and the buckets left. Raises as `pull`."""
-        pages: list[BucketPage] = []
+        pages: list[BucketScan] = []
         with self._lock:
             self._check(0, reading=True)
             left = [bucket for bucket in self.buckets if bucket >= cursor]
             each = max(table.num_rows // max(len(self.buckets), 1), 1)
             asked = left[: max(-(-limit // each), 1)]
-            for bucket, place_M in zip(asked, table.held.places(asked), strict=True):
+            for bucket, row_M in zip(asked, table.embeddings.rows_by_bucket(asked), strict=True):
                 if sum(len(page.keys) for page in pages) >= max(limit, 1):
                     break
                 pages.append(
-                    table.outbox.page(bucket, place_M, self.identity.max_publish_norm, self.incarnation)
+                    table.outbox.page(bucket, row_M, self.identity.max_publish_norm, self.incarnation)
                 )
         return pages, left[len(pages) :]
 
@@ -328,7 +336,7 @@ class Shard:
             self.segments.discard(frozen.name)
         return {}
 
-    def _expect_frozen(self, seq: int) -> Frozen:
+    def _expect_frozen(self, seq: int) -> FrozenCommit:
         if self._frozen is None or self._frozen.seq != seq:
             raise CheckpointError(
                 f"expected commit {seq} to be frozen, got {self._frozen.seq if self._frozen else 'none'}"
@@ -374,7 +382,7 @@ class Shard:
         )
         return {"rows": sum(t.num_rows for t in self.tables.values())}
 
-    def _restored(self, target: Target) -> None:
+    def _restored(self, target: RestoreTarget) -> None:
         for table in self.tables.values():
             table.forget_changes()
             if self._settled_late is not None:
@@ -412,7 +420,7 @@ class Shard:
                 self._rows_end.update(rows_end)
                 self._rollback = None
 
-    def take_round(self) -> Round | None:
+    def take_round(self) -> PublishRound | None:
         """Everything unpublished; None where that is nothing, or a rollback comes first. `settle_round` must follow."""
         with self._lock:
             if not self.ready or self._rollback:
@@ -420,9 +428,9 @@ class Shard:
             deltas = [
                 d for table in self.tables.values() for d in table.outbox.take(self.identity.max_publish_norm)
             ]
-            return Round(self.incarnation, deltas)
+            return PublishRound(self.incarnation, deltas)
 
-    def settle_round(self, taken: Round, acknowledged: bool, rows_end: Mapping[int, int]) -> None:
+    def settle_round(self, taken: PublishRound, acknowledged: bool, rows_end: Mapping[int, int]) -> None:
         """The round's deltas are all at offsets below `rows_end` (partition → offset), or may be lost and are due again."""
         with self._lock:
             if not self.ready:
@@ -433,3 +441,145 @@ class Shard:
                 table.outbox.settle(acknowledged, same)
             if same and acknowledged:
                 self._rows_end.update(rows_end)
+
+
+MAX_SCAN_ROWS = 1 << 20
+
+Asked: TypeAlias = tuple[StackTable, Keys, Sequence[np.ndarray]]
+
+
+class ShardRpcHandler:
+    """`handle` is an RPC handler over one shard."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+
+    def handle(
+        self, method: str, header: Header, arrays: Sequence[np.ndarray]
+    ) -> tuple[Header, Sequence[np.ndarray]]:
+        """One call.
+
+        Raises:
+            FencedError: `incarnation` is not the shard's, or a key's bucket isn't.
+            UnavailableError: RESTORE has not come, or not worked, yet; or other workers' pushes of this step didn't come.
+            SchemaError, WireError: what was sent doesn't fit; nothing of it was applied.
+        """
+        match method:
+            case "pull":
+                asked = self._asked(header, arrays, 2)
+                return {}, self.shard.pull(
+                    integer(header, "incarnation"), [(table, keys) for table, keys, _ in asked]
+                )
+            case "read":
+                incarnation, read = self.shard.read(
+                    [(table, keys) for table, keys, _ in self._asked(header, arrays, 2)]
+                )
+                return {"incarnation": incarnation}, [array for rows in read for array in rows]
+            case "push":
+                return {"applied": self._push(header, arrays)}, ()
+            case "scan":
+                return self._scan(header)
+            case "owners":
+                (incarnation, _), owners = self.shard.read([]), self.shard.owners
+                return {
+                    "incarnation": incarnation,
+                    "version": owners.version,
+                    "num_owners": owners.num_owners,
+                }, [owners.owner_B]
+            case "stats":
+                return self.shard.stats(), ()
+        raise RoostreamError(f"expected a call of owners, pull, push, read, scan or stats, got {method!r}")
+
+    def _push(self, header: Header, arrays: Sequence[np.ndarray]) -> bool:
+        return self.shard.push(integer(header, "incarnation"), self.update_of(header, arrays))
+
+    def update_of(self, header: Header, arrays: Sequence[np.ndarray]) -> GradientPush:
+        """What a push carries, checked. Raises SchemaError, WireError: it doesn't fit."""
+        asked = self._asked(header, arrays, 3)
+        for table, keys, (gradient_UD,) in asked:
+            table.check_gradient(keys, gradient_UD)
+        workers = integer(header, "workers") if "workers" in header else 1
+        if workers != 1:
+            check_workers(integer(header, "worker"), workers)
+        return GradientPush(
+            worker=integer(header, "worker"),
+            sequence=integer(header, "sequence"),
+            time_ms=integer(header, "time_ms"),
+            oldest_engagement_ms=integer(header, "oldest_engagement_ms"),
+            oldest_close_ms=integer(header, "oldest_close_ms"),
+            parts=[(table, keys, gradient_UD) for table, keys, (gradient_UD,) in asked],
+            step=integer(header, "step") if workers > 1 else 0,
+            workers=workers,
+            clip_row_norm=_norm(header) if workers > 1 else 0.0,
+        )
+
+    def _scan(self, header: Header) -> tuple[Header, Sequence[np.ndarray]]:
+        """Whole buckets from number `cursor` on, until `limit` rows are reached. Each comes as it is at one moment: `buckets`
+        says [bucket, incarnation, sequence, settles at], see `server.BucketScan`."""
+        table = self._table(header.get("stack", ""))
+        cursor, limit = integer(header, "cursor"), min(integer(header, "limit"), MAX_SCAN_ROWS)
+        pages, left = self.shard.scan(table, cursor, limit)
+        answer = {
+            "cursor": left[0] if left else -1,
+            "incarnation": max((p.incarnation for p in pages), default=0),
+            "buckets": [[p.bucket, p.incarnation, p.sequence, p.settles_at] for p in pages],
+        }
+        keys = join_keys(no_keys(), *(p.keys for p in pages))
+        rows_ND = np.concatenate([np.zeros((0, table.width), np.float32), *(p.rows_MD for p in pages)])
+        counts = [len(p.keys) for p in pages]
+        return answer, [
+            keys.table_U,
+            keys.id_U,
+            rows_ND,
+            np.repeat(np.array([p.sequence for p in pages], np.uint64), counts),
+        ]
+
+    def _asked(self, header: Header, arrays: Sequence[np.ndarray], each: int) -> list[Asked]:
+        """Per stack named in the header: its table, keys and further arrays."""
+        stacks = header.get("stacks")
+        if not isinstance(stacks, list) or len(arrays) != each * len(stacks):
+            raise WireError(
+                "bad_shape", f"expected stacks: [name…] and {each} arrays for each, got {len(arrays)} arrays"
+            )
+        out: list[Asked] = []
+        for n, name in enumerate(stacks):
+            table = self._table(name)
+            table_U, id_U, *rest = arrays[each * n : each * (n + 1)]
+            if (
+                table_U.dtype != np.uint32
+                or id_U.dtype != np.int64
+                or table_U.ndim != 1
+                or table_U.shape != id_U.shape
+            ):
+                raise WireError(
+                    "bad_shape",
+                    f"stack {name}: expected table u4[U] and id i8[U], got {table_U.shape} {id_U.shape}",
+                )
+            keys = Keys(table_U, id_U)
+            table.check_keys(keys)
+            out.append((table, keys, rest))
+        return out
+
+    def _table(self, name: object) -> StackTable:
+        table = self.shard.tables.get(str(name))
+        if table is None:
+            known = ", ".join(self.shard.tables)
+            raise SchemaError(f"expected a stack of {known}, got {name!r}; use the same schema as the shards")
+        return table
+
+
+def _norm(header: Header) -> float:
+    value = header.get("clip_row_norm", 0.0)
+    if not isinstance(value, int | float) or not 0.0 <= value < float("inf"):
+        raise WireError(
+            "bad_shape", f"expected a number from 0 on as 'clip_row_norm' in the header, got {value!r}"
+        )
+    return float(value)
+
+
+def integer(header: Header, key: str) -> int:
+    """A header's 64-bit integer; raises WireError where there is none."""
+    value = header.get(key)
+    if not isinstance(value, int) or not -(1 << 63) <= value < 1 << 63:
+        raise WireError("bad_shape", f"expected an integer {key!r} in the header, got {value!r}")
+    return value

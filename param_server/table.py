@@ -16,11 +16,10 @@ import numpy as np
 
 from param_server import kernels
 from param_server.config import ShardIdentity
-from param_server.held_rows import HeldRows
-from param_server.index import KeyIndex, Keys, grown, join_keys, no_keys
-from param_server.index_kernels import DIRTY, DISOWNED, IN_FLIGHT, UNPUBLISHED
+from param_server.embedding_table import EmbeddingTable, KeyIndex, Keys, grown, join_keys, no_keys
+from param_server.eviction import NEVER, EvictionPolicyFactory
+from param_server.kernels import DIRTY, DISOWNED, IN_FLIGHT, UNPUBLISHED
 from param_server.outbox import Outbox
-from param_server.residency import NEVER, Policy
 from param_server.row_block import RowBlock
 from param_server.rules import KERNELS, MAX_GRADIENT, accumulators
 from roostream.errors import FencedError, SchemaError, WireError
@@ -29,7 +28,7 @@ from roostream.schema.ids import bucket_of
 from roostream.schema.schema import Schema, Table
 
 
-class Generation(NamedTuple):
+class FrozenRows(NamedTuple):
     """What a freeze gives."""
 
     block: RowBlock
@@ -38,7 +37,7 @@ class Generation(NamedTuple):
     )
 
 
-class ReadRows(NamedTuple):
+class PublishableRows(NamedTuple):
     """What a reader gets of keys that it asks for."""
 
     rows_UD: np.ndarray  # float32; the initial value where there is none
@@ -58,7 +57,7 @@ class StackTable:
         *,
         seed: int,
         num_buckets: int,
-        residency: Policy,
+        residency: EvictionPolicyFactory,
         publishing: bool = True,
     ) -> None:
         self.name, self.width, self.rule = name, tables[0].dim, tables[0].rule.name
@@ -70,21 +69,21 @@ class StackTable:
         self.num_buckets, self.publishing = num_buckets, publishing
         self.num_limited = 0  # rows of gradients that were beyond MAX_GRADIENT
         self.largest_accumulator = 0.0  # of the rows written or read back since the start
-        self.held = HeldRows(tables, seed=seed, num_buckets=num_buckets)
+        self.embeddings = EmbeddingTable(tables, seed=seed, num_buckets=num_buckets)
         self.residency = residency(tables)
         self.clear()
 
     def clear(self) -> None:
         """No rows, no changes. The outbox's sequences begin again too."""
-        self.held.clear()
-        self.outbox = Outbox(self.name, self.held)
+        self.embeddings.clear()
+        self.outbox = Outbox(self.name, self.embeddings)
         self.state_NA = np.zeros((self.index.capacity, self.state_width), np.float32)
         self.stamp_ms_N = np.zeros(self.index.capacity, np.int64)
         self._gone = no_keys()
 
     @property
     def index(self) -> KeyIndex:
-        return self.held.index
+        return self.embeddings.index
 
     @property
     def num_rows(self) -> int:
@@ -97,7 +96,7 @@ class StackTable:
 
     def check_keys(self, keys: Keys) -> None:
         """Raises SchemaError: a key's table is not one of this stack."""
-        at = kernels.unknown_table(keys.table_U, self.held.table_K)
+        at = kernels.unknown_table(keys.table_U, self.embeddings.table_K)
         if at >= 0:
             raise SchemaError(
                 f"stack {self.name}: expected one of tables {', '.join(self.names.values())}, got table id "
@@ -123,33 +122,35 @@ class StackTable:
 
     def pull(self, keys: Keys) -> np.ndarray:
         """float32 [U, D]; a key without a row reads as its initial value, and still has none."""
-        return self.held.gather(keys)
+        return self.embeddings.gather(keys)
 
-    def read(self, keys: Keys, max_norm: float) -> ReadRows:
+    def read(self, keys: Keys, max_norm: float) -> PublishableRows:
         """What readers may have of these keys; makes nothing."""
-        place_U = self.index.find(keys)
-        there_U = (place_U >= 0) & kernels.publishable(self.held.gather_at(keys, place_U), max_norm)
-        rows_UD = self.held.gather_at(keys, np.where(there_U, place_U, -1))
+        row_U = self.index.find(keys)
+        there_U = (row_U >= 0) & kernels.publishable(self.embeddings.gather_at(keys, row_U), max_norm)
+        rows_UD = self.embeddings.gather_at(keys, np.where(there_U, row_U, -1))
         bucket_U = kernels.buckets(keys.table_U, keys.id_U, self.num_buckets)
-        return ReadRows(rows_UD, there_U.astype(np.uint8), self.outbox.sequence_B[bucket_U].astype(np.uint64))
+        return PublishableRows(
+            rows_UD, there_U.astype(np.uint8), self.outbox.sequence_B[bucket_U].astype(np.uint64)
+        )
 
     def push(self, keys: Keys, gradient_UD: np.ndarray, time_ms: int) -> np.ndarray:
         """Apply checked gradients (float32 [U, D]) at event time `time_ms`, making the rows that don't exist and are admitted;
         bool [B]: buckets touched. Room for the keys must have been taken (`reserve`)."""
-        place_U = self.index.find(keys)
-        absent_U = place_U < 0
+        row_U = self.index.find(keys)
+        absent_U = row_U < 0
         if absent_U.any():
-            place_U[absent_U] = self._make(keys.take(absent_U))
-            there_U = place_U >= 0
+            row_U[absent_U] = self._make(keys.take(absent_U))
+            there_U = row_U >= 0
             if not there_U.all():
-                keys, place_U, gradient_UD = keys.take(there_U), place_U[there_U], gradient_UD[there_U]
-        which_U = kernels.which_table(keys.table_U, self.held.table_K)
+                keys, row_U, gradient_UD = keys.take(there_U), row_U[there_U], gradient_UD[there_U]
+        which_U = kernels.which_table(keys.table_U, self.embeddings.table_K)
         gradient_UD = self._limited(gradient_UD)
-        self.kernel(self.held.rows_ND, self.state_NA, place_U, gradient_UD, which_U, self.parameters_KP)
+        self.kernel(self.embeddings.rows_ND, self.state_NA, row_U, gradient_UD, which_U, self.parameters_KP)
         touched_B = np.zeros(self.num_buckets, np.bool_)
         flags = DIRTY | UNPUBLISHED if self.publishing else DIRTY
         kernels.stamp(
-            place_U, flags, time_ms, self.index.flags_N, self.stamp_ms_N, self.index.bucket_N, touched_B
+            row_U, flags, time_ms, self.index.flags_N, self.stamp_ms_N, self.index.bucket_N, touched_B
         )
         return touched_B
 
@@ -170,23 +171,23 @@ class StackTable:
         """int64 [U]: places of first values for keys without a row; -1 where the key isn't admitted."""
         admitted_U = self.residency.admit(keys)
         keys = keys.take(admitted_U)
-        place_M, new_M = self.index.add(keys)
+        row_M, new_M = self.index.add(keys)
         kernels.fill_new(
-            self.held.rows_ND,
+            self.embeddings.rows_ND,
             self.state_NA,
-            place_M,
+            row_M,
             new_M,
             keys.table_U,
             keys.id_U,
-            kernels.which_table(keys.table_U, self.held.table_K),
-            self.held.seed,
-            self.held.scale_K,
+            kernels.which_table(keys.table_U, self.embeddings.table_K),
+            self.embeddings.seed,
+            self.embeddings.scale_K,
             self.first_state_K,
         )
-        self.stamp_ms_N[place_M[new_M]] = NEVER
-        place_U = np.full(len(admitted_U), -1, np.int64)
-        place_U[admitted_U] = place_M
-        return place_U
+        self.stamp_ms_N[row_M[new_M]] = NEVER
+        row_U = np.full(len(admitted_U), -1, np.int64)
+        row_U[admitted_U] = row_M
+        return row_U
 
     # Generations
 
@@ -197,31 +198,31 @@ class StackTable:
         """What was changed or expired since the last freeze."""
         return join_keys(self.index.keys_at(self.index.flagged(DIRTY)), self._gone)
 
-    def freeze(self, watermark_ms: int, whole: Collection[int] = ()) -> Generation:
+    def freeze(self, watermark_ms: int, whole: Collection[int] = ()) -> FrozenRows:
         """Evict by the watermark, then copy everything that changed since the last freeze, what readers haven't got yet, and all
         of the buckets in `whole`; the next generation is empty."""
         self._evict(watermark_ms)
         flags = DIRTY | UNPUBLISHED | IN_FLIGHT
-        place_M = self.index.in_buckets(whole, flags)
-        changed = self.index.keys_at(place_M[(self.index.flags_N[place_M] & flags) != 0])
+        row_M = self.index.in_buckets(whole, flags)
+        changed = self.index.keys_at(row_M[(self.index.flags_N[row_M] & flags) != 0])
         gone, unpublished_G = self._take_gone()
         block = RowBlock(
-            keys=join_keys(self.index.keys_at(place_M), gone),
+            keys=join_keys(self.index.keys_at(row_M), gone),
             unpublished_K=np.concatenate(
-                [(self.index.flags_N[place_M] & (UNPUBLISHED | IN_FLIGHT)) != 0, unpublished_G]
+                [(self.index.flags_N[row_M] & (UNPUBLISHED | IN_FLIGHT)) != 0, unpublished_G]
             ).astype(np.uint8),
-            stamp_ms_L=self.stamp_ms_N[place_M],
-            rows_LD=kernels.take_rows(self.held.rows_ND, place_M),
-            state_LA=kernels.take_rows(self.state_NA, place_M),
+            stamp_ms_L=self.stamp_ms_N[row_M],
+            rows_LD=kernels.take_rows(self.embeddings.rows_ND, row_M),
+            state_LA=kernels.take_rows(self.state_NA, row_M),
         )
         self.index.replace_flags(DIRTY)
-        return Generation(block, join_keys(changed, gone))
+        return FrozenRows(block, join_keys(changed, gone))
 
     def unfreeze(self, changed: Keys) -> None:
         """The generation of these keys will not be committed: they belong to the open one again."""
-        place_K = self.index.find(changed)
-        self.index.flags_N[place_K[place_K >= 0]] |= DIRTY
-        self._gone = join_keys(self._gone, changed.take(place_K < 0))
+        row_K = self.index.find(changed)
+        self.index.flags_N[row_K[row_K >= 0]] |= DIRTY
+        self._gone = join_keys(self._gone, changed.take(row_K < 0))
 
     def _evict(self, watermark_ms: int) -> None:
         keys = self.index.keys_at(self.residency.evict(watermark_ms, self.index, self.stamp_ms_N))
@@ -252,10 +253,10 @@ class StackTable:
         """Rows of committed state as they were, clean, where no row has been changed since; its gone keys are forgotten. What the
         block marks as unpublished is not marked here (`mark_unpublished`)."""
         self.reserve(block.num_live)
-        place_L = self.held.put(block.live, block.rows_LD)
-        kernels.put_rows(self.state_NA, place_L, block.state_LA)
+        row_L = self.embeddings.put(block.live, block.rows_LD)
+        kernels.put_rows(self.state_NA, row_L, block.state_LA)
         self.note_state(block.state_LA)
-        self.stamp_ms_N[place_L] = block.stamp_ms_L
+        self.stamp_ms_N[row_L] = block.stamp_ms_L
         self.index.remove(block.gone)
 
     def forget(self, keys: Keys) -> None:
@@ -270,19 +271,19 @@ class StackTable:
     def mark_unpublished(self, keys: Keys) -> None:
         """Readers may have another state of these keys: send them the row, or that there is none."""
         if self.publishing:
-            place_U = self.index.find(keys)
-            self.index.flags_N[place_U[place_U >= 0]] |= UNPUBLISHED | DISOWNED
-            self.outbox.add_tombstones(keys.take(place_U < 0))
+            row_U = self.index.find(keys)
+            self.index.flags_N[row_U[row_U >= 0]] |= UNPUBLISHED | DISOWNED
+            self.outbox.add_tombstones(keys.take(row_U < 0))
 
     def reserve(self, num_more: int) -> None:
         """Take memory for that many more rows. **If it fails** (MemoryError): the rows are as they were."""
-        self.held.reserve(num_more)
+        self.embeddings.reserve(num_more)
         for name in ("state_NA", "stamp_ms_N"):
             if len(getattr(self, name)) < self.index.capacity:
                 setattr(self, name, grown(getattr(self, name), self.index.capacity))
 
 
-class Update(NamedTuple):
+class GradientPush(NamedTuple):
     """One push, checked: unique keys and finite gradients [U, D] of some stacks."""
 
     worker: int
@@ -292,7 +293,7 @@ class Update(NamedTuple):
     oldest_close_ms: int
     parts: Sequence[tuple[StackTable, Keys, np.ndarray]]
     step: int = 0
-    workers: int = 1  # whose pushes of this step are one update (param_server/step_sum.py)
+    workers: int = 1  # whose pushes of this step are one update (param_server/gradient_barrier.py)
     clip_row_norm: float = 0.0  # of each row of their sum, at most; 0 = any
 
 
@@ -307,7 +308,7 @@ def check_owned(index: int, owners: BucketMap, asked: Sequence[Keys]) -> None:
             )
 
 
-def build_tables(identity: ShardIdentity, residency: Policy) -> dict[str, StackTable]:
+def build_tables(identity: ShardIdentity, residency: EvictionPolicyFactory) -> dict[str, StackTable]:
     """Stack → its rows on this shard, none yet."""
     seed, num_buckets, publishing = identity.seed, identity.num_buckets, identity.publishing
     return {

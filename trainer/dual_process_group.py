@@ -1,4 +1,4 @@
-"""Workers that hold rows meet twice: to sum gradients, and to swap rows (`param_server/exchange`).
+"""Workers that hold rows meet twice: to sum gradients, and to swap rows (`param_server/row_exchange.py`).
 
 Two groups, since a push may be made by a thread of its own beside the sum of the next turn.
 """
@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from param_server.exchange.exchanged_rows import ExchangedRows, Peers
+from param_server.row_exchange import Peers, RowExchange
 from trainer.process_group import GroupSpec, Reduction
 
 _ROWS = " rows"
@@ -30,7 +30,7 @@ class PeerRendezvous(Protocol):
 class DualRendezvous:
     """See `Team`: that of `team`, and with each incarnation `rows` get the peers that they swap with."""
 
-    def __init__(self, team: PeerRendezvous, rows: ExchangedRows) -> None:
+    def __init__(self, team: PeerRendezvous, rows: RowExchange) -> None:
         self.team, self.rows, self.address = team, rows, team.address
 
     def join(self, meeting: GroupSpec) -> Reduction:

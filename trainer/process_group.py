@@ -69,11 +69,11 @@ class Reduction(Protocol):
 
 
 class SingleWorkerGroup:
-    """See `Reduction` and `param_server.exchange.exchanged_rows.Peers`. Of one worker: nothing is sent anywhere."""
+    """See `Reduction` and `param_server.row_exchange.Peers`. Of one worker: nothing is sent anywhere."""
 
     index, workers = 0, 1
 
-    def swap(self, parts: Sequence[np.ndarray], about: str) -> list[np.ndarray]:
+    def all_to_all(self, parts: Sequence[np.ndarray], about: str) -> list[np.ndarray]:
         return list(parts)
 
     def sum(self, bucket_N: Tensor) -> None:
@@ -149,7 +149,7 @@ class TorchRendezvous:
 
 class TorchProcessGroup:
     """See `Reduction`. A process group of torch: gloo, or NCCL where the buckets are on CUDA. Where it is gloo, also `Peers` of
-    `param_server.exchange.exchanged_rows`: which of the two a meeting is for, all of it is."""
+    `param_server.row_exchange`: which of the two a meeting is for, all of it is."""
 
     def __init__(self, meeting: GroupSpec, place: TorchRendezvous) -> None:
         """`place`: of this process."""
@@ -166,7 +166,7 @@ class TorchProcessGroup:
     def sum(self, bucket_N: Tensor) -> None:
         self._together(lambda group: self._wait(group.allreduce([bucket_N], self._options)))
 
-    def swap(self, parts: Sequence[np.ndarray], about: str) -> list[np.ndarray]:
+    def all_to_all(self, parts: Sequence[np.ndarray], about: str) -> list[np.ndarray]:
         """See `trainer.all_to_all.Swaps`. Raises as `sum`."""
         return self._swaps.swap(parts, about)
 

@@ -17,7 +17,7 @@ from roostream.wire.lookup import Lookup, StackLookup
 from trainer.corrections import due_ms_of
 
 if TYPE_CHECKING:
-    from param_server.exchange.exchanged_rows import ExchangedRows
+    from param_server.row_exchange import RowExchange
 
 
 class PushTimes(NamedTuple):
@@ -100,7 +100,7 @@ def no_rows(schema: Schema) -> Lookup:
 class ShardRows:
     """See `Rows`: those of the shards behind `client`, on the host, or of the workers' own."""
 
-    def __init__(self, client: Client | ExchangedRows) -> None:
+    def __init__(self, client: Client | RowExchange) -> None:
         self.client = client
 
     def set_incarnation(self, incarnation: int, workers: int = 1, owners: BucketMap | None = None) -> None:

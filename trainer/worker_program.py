@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from param_server.client import Client
-from param_server.placement.profile import Profiler
-from param_server.placement.profiles import CountedTables
+from param_server.placement.profiles import Profiler, ProfileRecorder
 from roostream.errors import ConfigError, HeldError, UnavailableError
 from roostream.models.build import load_model_config
 from roostream.runtime import metrics_server
@@ -109,7 +108,7 @@ def work(config: WorkerConfig, stop: Stop) -> None:
         )
         drift, counted = (
             Drift(schema),
-            CountedTables(Profiler(config.profile_share, config.seed), store, clock),
+            ProfileRecorder(Profiler(config.profile_share, config.seed), store, clock),
         )
         wiring = LoopDependencies(
             source=source,
@@ -146,7 +145,7 @@ def work(config: WorkerConfig, stop: Stop) -> None:
         train(worker, monitor, member, health, ending, config.controller_timeout_ms / 1000)
 
 
-def _look(part: ChunkPart, drift: Drift, counted: CountedTables, step: int) -> None:
+def _look(part: ChunkPart, drift: Drift, counted: ProfileRecorder, step: int) -> None:
     """What is scored, as it is scored."""
     drift.look(part.batch, part.lookup)
     counted.look(step, part.batch, part.lookup)

@@ -18,10 +18,9 @@ from benchmarks.workloads.shard import begun_shard
 from benchmarks.workloads.shared import Shared
 from benchmarks.workloads.stack_kills import RATE, WARM
 from benchmarks.workloads.training_stack import Trainer, touch, training_stack
-from param_server.blobs import Blobs, RocksBlobs
-from param_server.calls import Calls
 from param_server.client import Client
-from param_server.server import Shard
+from param_server.key_value_store import KeyValueStore, RocksDbStore
+from param_server.server import Shard, ShardRpcHandler
 from roostream.runtime.manifest import Manifest
 from roostream.runtime.rpc.transport import InMemoryTransport
 
@@ -144,9 +143,9 @@ def write_synced(path: Path, num_bytes: int) -> None:
 
 
 class TimedBlobs:
-    """`Blobs` that say what writing took, with and without waiting for the disk."""
+    """`KeyValueStore` that say what writing took, with and without waiting for the disk."""
 
-    def __init__(self, blobs: Blobs) -> None:
+    def __init__(self, blobs: KeyValueStore) -> None:
         self._blobs = blobs
         self.get, self.keys, self.close = blobs.get, blobs.keys, blobs.close
         self.write_s = self.sync_s = 0.0
@@ -165,7 +164,9 @@ class ShardCommits:
 
     def __init__(self, shard: Shard, blobs: TimedBlobs, rows: int) -> None:
         self.shard, self.blobs, self.rows = shard, blobs, rows
-        self._client = Client(shard.identity.schema, [InMemoryTransport(Calls(shard).handle)], worker=0)
+        self._client = Client(
+            shard.identity.schema, [InMemoryTransport(ShardRpcHandler(shard).handle)], worker=0
+        )
         self._client.set_incarnation(1)
         self._seq = 0
         self.bytes = 0
@@ -223,7 +224,7 @@ def synced_of_a_shard(rows: int) -> Iterator[Work]:
 @contextlib.contextmanager
 def _committing(rows: int) -> Iterator[ShardCommits]:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as opened:
-        blobs = RocksBlobs(Path(folder) / "segments").open()
+        blobs = RocksDbStore(Path(folder) / "segments").open()
         opened.callback(blobs.close)
         timed = TimedBlobs(blobs)
         yield ShardCommits(

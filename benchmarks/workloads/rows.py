@@ -17,8 +17,8 @@ from benchmarks.question import Work
 from benchmarks.workloads.link_keys import folder_of_keys, keys_in
 from benchmarks.workloads.server import listen_until_told, serving
 from benchmarks.workloads.shard import begun_shard
-from param_server.calls import Calls
 from param_server.client import Client
+from param_server.server import ShardRpcHandler
 from roostream.runtime.rpc.client import SocketTransport
 from roostream.runtime.rpc.server import RpcServer
 from roostream.runtime.rpc.transport import InMemoryTransport, Transport
@@ -73,7 +73,9 @@ def _client(where: str) -> Iterator[Client]:
     """`here`: a shard in this process; `there`: in its own, over loopback; `secured`: there, with certificates and a token."""
     if where == "here":
         with tempfile.TemporaryDirectory() as folder:
-            yield _filled(InMemoryTransport(Calls(begun_shard(schema(), folder, publishing=False)).handle))
+            yield _filled(
+                InMemoryTransport(ShardRpcHandler(begun_shard(schema(), folder, publishing=False)).handle)
+            )
         return
     with (
         folder_of_keys(where == "secured") as folder,
@@ -164,6 +166,8 @@ def adagrad_torch(ids_a_table: int) -> Iterator[Work]:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as home:
         keys = keys_in(sys.argv[1] if len(sys.argv) > 1 else "")
-        server = RpcServer(Calls(begun_shard(schema(), home, publishing=False)).handle, keys=keys).start()
+        server = RpcServer(
+            ShardRpcHandler(begun_shard(schema(), home, publishing=False)).handle, keys=keys
+        ).start()
         listen_until_told(server.address)
         server.stop()

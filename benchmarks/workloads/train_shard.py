@@ -8,13 +8,13 @@ import tempfile
 from benchmarks.workloads import data
 from benchmarks.workloads.server import listen_until_told
 from benchmarks.workloads.shard import begun_shard
-from param_server.calls import Calls
+from param_server.server import ShardRpcHandler
 from roostream.runtime.rpc.server import RpcServer
 
 if __name__ == "__main__":
     index, num_shards = map(int, sys.argv[1:])
     with tempfile.TemporaryDirectory() as home:
         shard = begun_shard(data.demo_schema(), home, publishing=False, index=index, num_shards=num_shards)
-        server = RpcServer(Calls(shard).handle).start()
+        server = RpcServer(ShardRpcHandler(shard).handle).start()
         listen_until_told(server.address)
         server.stop()

@@ -15,8 +15,8 @@ import torch
 from benchmarks.question import Work
 from benchmarks.workloads import data
 from benchmarks.workloads.shard import begun_shard
-from param_server.calls import Calls
 from param_server.client import Client
+from param_server.server import ShardRpcHandler
 from roostream.models.build import KINDS, build_model
 from roostream.models.config import ModelConfig, RankerConfig
 from roostream.models.inputs import Inputs, build_inputs
@@ -117,7 +117,7 @@ def _around_id(value: bytes, sample_id: int) -> tuple[bytes, bytes]:
 def shard_client(schema: Schema, folder: str) -> Client:
     """A client of one shard in this process, begun as incarnation 1."""
     shard = begun_shard(schema, folder)
-    client = Client(schema, [InMemoryTransport(Calls(shard).handle)], worker=0)
+    client = Client(schema, [InMemoryTransport(ShardRpcHandler(shard).handle)], worker=0)
     client.set_incarnation(1)
     return client
 

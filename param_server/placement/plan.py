@@ -16,13 +16,13 @@ Letters: N owners.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
-from param_server.placement.cost import OwnerCosts, PlacedTable, imbalance, moved_bytes, piece_cost
 from roostream.errors import ConfigError, SchemaError
 
 Kind = Literal["table", "row", "column"]
@@ -66,9 +66,9 @@ class PlacementPlan:
 
 
 def plan(
-    tables: Sequence[PlacedTable],
+    tables: Sequence[PlannedTable],
     owners: int,
-    costs: OwnerCosts | None = None,
+    costs: CostModel | None = None,
     *,
     memory_bytes: int = 0,
     columns: Mapping[str, int] | None = None,
@@ -83,7 +83,7 @@ def plan(
         ConfigError: more column pieces than owners; or rows don't fit: what is needed, the largest table, how many owners
             suffice.
     """
-    costs, columns = costs or OwnerCosts(), columns or {}
+    costs, columns = costs or CostModel(), columns or {}
     for table in tables:
         _check_columns(table, columns.get(table.name, 1), owners)
     _check_memory(tables, owners, memory_bytes)
@@ -111,7 +111,7 @@ def plan(
 
 
 def loads(
-    pieces: Sequence[TablePiece], tables: Sequence[PlacedTable], owners: int, costs: OwnerCosts
+    pieces: Sequence[TablePiece], tables: Sequence[PlannedTable], owners: int, costs: CostModel
 ) -> tuple[np.ndarray, np.ndarray]:
     """Seconds, and bytes moved, of each owner a step, float64 [N]; rows of a table counted as spread evenly over its pieces."""
     of = {table.name: table for table in tables}
@@ -124,7 +124,7 @@ def loads(
     return time_N, bytes_N
 
 
-def bound(tables: Sequence[PlacedTable], owners: int, costs: OwnerCosts) -> float:
+def bound(tables: Sequence[PlannedTable], owners: int, costs: CostModel) -> float:
     """No plan of whole tables or row pieces is faster. An uncounted table's fixed cost is in it once for each owner."""
     if not tables:
         return 0.0
@@ -135,7 +135,7 @@ def bound(tables: Sequence[PlacedTable], owners: int, costs: OwnerCosts) -> floa
     return max(work / owners, max(piece_cost(t, owners, costs, rows=1 / owners) for t in tables))
 
 
-def _ways_by_threshold(tables: Sequence[PlacedTable], owners: int, costs: OwnerCosts) -> list[dict[str, int]]:
+def _ways_by_threshold(tables: Sequence[PlannedTable], owners: int, costs: CostModel) -> list[dict[str, int]]:
     whole = [piece_cost(table, owners, costs) for table in tables if table.uniques is not None]
     if not whole:
         return []
@@ -148,7 +148,7 @@ def _ways_by_threshold(tables: Sequence[PlacedTable], owners: int, costs: OwnerC
     return out
 
 
-def _pieces_within(table: PlacedTable, max_s: float, owners: int, costs: OwnerCosts) -> int:
+def _pieces_within(table: PlannedTable, max_s: float, owners: int, costs: CostModel) -> int:
     """The fewest, a power of two or all owners."""
     if table.uniques is None:
         return owners
@@ -160,11 +160,11 @@ def _pieces_within(table: PlacedTable, max_s: float, owners: int, costs: OwnerCo
 
 
 def _placed(
-    tables: Sequence[PlacedTable],
+    tables: Sequence[PlannedTable],
     way: Mapping[str, int],
     columns: Mapping[str, int],
     owners: int,
-    costs: OwnerCosts,
+    costs: CostModel,
     memory_bytes: int,
 ) -> tuple[list[TablePiece], np.ndarray]:
     """The pieces of a way to cut, and what each owner has, in seconds."""
@@ -201,7 +201,7 @@ def _least(
     return np.lexsort((np.arange(len(load_N)), load_N, full_N))[:n]
 
 
-def _check_columns(table: PlacedTable, cuts: int, owners: int) -> None:
+def _check_columns(table: PlannedTable, cuts: int, owners: int) -> None:
     if cuts == 1:
         return
     if table.row_wise_rule:
@@ -220,7 +220,7 @@ def _check_columns(table: PlacedTable, cuts: int, owners: int) -> None:
         )
 
 
-def _check_memory(tables: Sequence[PlacedTable], owners: int, memory_bytes: int) -> None:
+def _check_memory(tables: Sequence[PlannedTable], owners: int, memory_bytes: int) -> None:
     needed = sum(table.bytes for table in tables)
     if not memory_bytes or needed <= owners * memory_bytes:
         return
@@ -231,6 +231,105 @@ def _check_memory(tables: Sequence[PlacedTable], owners: int, memory_bytes: int)
     )
 
 
-def _warnings(tables: Sequence[PlacedTable]) -> tuple[str, ...]:
+def _warnings(tables: Sequence[PlannedTable]) -> tuple[str, ...]:
     unknown = [table.name for table in tables if table.uniques is None]
     return (f"no profile of {', '.join(unknown)}: spread over all owners",) if unknown else ()
+
+
+_ACCESS_BYTES = 64
+_ID_BYTES = 8
+_MOST = 1e18  # of a constant
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """Of an owner's machine."""
+
+    memory_bytes_s: float = 720e9
+    network_bytes_s: float = 100e9
+    id_s: float = 0.15e-9
+    piece_s: float = 0.4e-6
+    error: float | None = None  # median relative error on held-out times; None = the constants are assumed
+
+    @property
+    def said(self) -> str:
+        """Beside every time."""
+        if self.error is None:
+            return "predicted from assumed constants; loads and imbalance are counted, times are not measured"
+        return f"predicted, median error {self.error:.0%} on held-out times"
+
+
+def costs_of(text: str, where: str = "costs") -> CostModel:
+    """From a bench's JSON.
+
+    Raises:
+        ConfigError: not such JSON.
+    """
+    try:
+        given = json.loads(text)
+        found = CostModel(**given)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{where}: expected JSON of {', '.join(CostModel.__annotations__)}, got another thing ({error})"
+        ) from None
+    for name, value in given.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        divides = name.endswith("bytes_s")
+        if (value is None and name == "error") or (
+            is_number and 0 <= value < _MOST and (value or not divides)
+        ):
+            continue
+        raise ConfigError(
+            f"{where}: {name}: expected a number {'above 0' if divides else 'of 0 or more'}, got {value!r}"
+        )
+    return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedTable:
+    """A table as a plan sees it. `uniques` and `ids`: of one requester's batch; None: nobody has counted them."""
+
+    name: str
+    dim: int
+    row_wise_rule: bool  # its rule keeps one state a row
+    rows: int = 0  # 0 = not known
+    uniques: float | None = None
+    ids: float | None = None
+
+    @property
+    def state_bytes(self) -> int:
+        return 4 if self.row_wise_rule else 4 * self.dim
+
+    @property
+    def bytes(self) -> int:
+        """Of all rows with their state."""
+        return self.rows * (4 * self.dim + self.state_bytes)
+
+
+def moved_bytes(table: PlannedTable, width: int) -> float:
+    """Memory and network of one unique row's visit, of `width` of its columns."""
+    row, state = 4 * width, 4 if table.row_wise_rule else 4 * width
+    return (row + _ACCESS_BYTES) + 2 * (row + state + _ACCESS_BYTES) + 2 * row + _ID_BYTES
+
+
+def piece_cost(
+    table: PlannedTable, requesters: int, costs: CostModel, *, rows: float = 1.0, width: int = 0
+) -> float:
+    """Seconds a step for the owner of a share `rows` of the table's rows and `width` columns of it (0 = all)."""
+    width = width or table.dim
+    uniques, ids = (table.uniques or 0.0) * rows * requesters, (table.ids or 0.0) * rows * requesters
+    row, state = 4 * width, 4 if table.row_wise_rule else 4 * width
+    memory = uniques * ((row + _ACCESS_BYTES) + 2 * (row + state + _ACCESS_BYTES))
+    network = uniques * (2 * row + _ID_BYTES)
+    return memory / costs.memory_bytes_s + network / costs.network_bytes_s + ids * costs.id_s + costs.piece_s
+
+
+def imbalance(load_N: np.ndarray) -> float:
+    """N · max / sum: 1 = even, N = all at one owner. 1 of no load."""
+    total = float(load_N.sum())
+    return len(load_N) * float(load_N.max()) / total if total else 1.0
+
+
+def plain(costs: CostModel) -> Mapping[str, Any]:
+    """For JSON; `costs_of` takes it back."""
+    return dataclasses.asdict(costs)

@@ -14,8 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from param_server.placement.cost import PlacedTable
-from param_server.placement.plan import PlacementPlan, TablePiece
+from param_server.placement.plan import PlacementPlan, PlannedTable, TablePiece
 from roostream.errors import ConfigError
 
 FORMAT = 1
@@ -23,7 +22,7 @@ _LANES = 4
 _TYPES = {"table": "table_wise", "row": "row_wise", "column": "column_wise"}
 
 
-def sharding_of(plan: PlacementPlan, tables: Sequence[PlacedTable], module: str = "") -> dict[str, Any]:
+def sharding_of(plan: PlacementPlan, tables: Sequence[PlannedTable], module: str = "") -> dict[str, Any]:
     """What the file holds. `module`: where the model has its collection; "" = the model is one.
 
     Raises:
@@ -77,7 +76,7 @@ def _pieces(plan: PlacementPlan, table: str) -> list[TablePiece]:
     return sorted((piece for piece in plan.pieces if piece.table == table), key=lambda piece: piece.number)
 
 
-def _of_table(table: PlacedTable, pieces: Sequence[TablePiece], owners: int) -> dict[str, Any]:
+def _of_table(table: PlannedTable, pieces: Sequence[TablePiece], owners: int) -> dict[str, Any]:
     kind = pieces[0].kind
     if kind == "row" and len(pieces) != owners:
         raise ConfigError(
@@ -99,7 +98,7 @@ def _of_table(table: PlacedTable, pieces: Sequence[TablePiece], owners: int) -> 
     return {"sharding_type": _TYPES[kind], "shards": shards}
 
 
-def _row_blocks(table: PlacedTable, owners: int) -> list[dict[str, Any]]:
+def _row_blocks(table: PlannedTable, owners: int) -> list[dict[str, Any]]:
     """The last ranks may have fewer, or none."""
     block = -(-table.rows // owners)
     firsts = [min(rank * block, table.rows) for rank in range(owners + 1)]

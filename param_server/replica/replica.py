@@ -1,20 +1,21 @@
-"""Rows as serving reads them, all or some buckets' of them: bootstrapped from the shards, kept up by the `rows` topic. No
-optimizer state. Where they are kept is the store's: this process' memory, or what several processes share (stores.py).
+"""The embedding rows that serving reads: all of them, or all rows of some buckets. No optimizer state.
 
-A bucket of a stack is the unit of versions: (incarnation, sequence). It comes whole, as it was at one moment, from a shard's
-scan; then every delta moves it on. What is not newer than the bucket is dropped, so that no row ever goes back (G4), whatever
-is read twice or late. Behind a Barrier older incarnations are dropped too: the same topic then brings what they had changed.
-A bucket of which a delta was missed (a number left out, a record that can't be read) is stale until `mend` has read it from its
-shard; it goes on with the rows that are here.
+A replica is bootstrapped from the shards and kept up to date by the topic `rows`. Each (stack, bucket) has a version
+(incarnation, sequence). A scan of a shard gives a bucket as it was at one moment; deltas move it on from there. A message
+that is not newer than the bucket is dropped, so no row goes back to an older state (G4). After a Barrier, messages of
+older incarnations are dropped too; the topic then brings the rows that they had changed.
 
-Letters: U keys asked for, D width.
+A bucket is stale if a delta of it was missed (a gap in the sequence, an unreadable record). Its rows stay in use until
+`repair` has read the bucket from its shard.
+
+Letters: U keys asked for, L live keys of a delta, D width.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -22,9 +23,8 @@ import numpy as np
 from param_server import kernels
 from param_server.config import MAX_PUBLISH_NORM
 from param_server.deltas import columns_of
-from param_server.index import Keys
-from param_server.replica.shard_owners import asked_owners
-from param_server.replica.stores import PrivateRows, RowStore
+from param_server.embedding_table import EmbeddingTable, Keys
+from param_server.replica.shard_reads import fetch_bucket_map
 from roostream.errors import SchemaError, UnavailableError
 from roostream.runtime.kafka.topics import DEFAULT_BUCKETS
 from roostream.runtime.rpc.transport import Transport
@@ -40,23 +40,23 @@ SCAN_ROWS = 50_000
 
 @dataclasses.dataclass(frozen=True)
 class Freshness:
-    """The oldest event, close and training times behind the newest delta applied; 0 = unknown."""
+    """The oldest engagement, close and training times behind the newest delta applied; 0 = unknown."""
 
     oldest_engagement_ms: int = 0
     oldest_close_ms: int = 0
     oldest_trained_ms: int = 0
 
 
-class _StackRows(NamedTuple):
-    """One stack's. Under the replica's lock."""
+class _StackReplica(NamedTuple):
+    """One stack; guarded by the replica's lock."""
 
-    store: RowStore
+    rows: EmbeddingTable
     versions: list[Version]  # by bucket
-    unsettled: dict[int, Version]  # bucket → the delta with which all that a scan gave has been published
+    unsettled: dict[int, Version]  # bucket → the delta that publishes the last of what its scan returned
 
 
 class Replica:
-    """One writer, several readers; a reader sees whole rows, and all of one `gather` between two messages."""
+    """One writer thread, several readers. A reader sees whole rows, and one `gather` sees no message half applied."""
 
     def __init__(
         self,
@@ -66,63 +66,63 @@ class Replica:
         num_buckets: int = DEFAULT_BUCKETS,
         max_norm: float = MAX_PUBLISH_NORM,
         buckets: Collection[int] = (),
-        stores: Mapping[str, RowStore] | None = None,
     ) -> None:
-        """`max_norm`: of a row in a delta; the shards' `max_publish_norm`. `buckets`: those whose rows are kept; none = all.
-        `stores`: where each stack's are; None = in this process' memory."""
+        """`max_norm`: norm limit of a row in a delta, the shards' `max_publish_norm`. `buckets`: the buckets that are
+        kept, () = all."""
         self.schema, self.num_buckets, self.max_norm = schema, num_buckets, max_norm
         self.buckets = frozenset(buckets or range(num_buckets))
         self.needs_bootstrap = True
-        self.stale: set[tuple[str, int]] = set()  # (stack, bucket); of the writer's thread
+        self.stale: set[tuple[str, int]] = set()  # (stack, bucket); used by the writer thread only
         self.freshness = Freshness()
         self.num_applied = self.num_dropped = 0
-        stores = stores or {
-            n: PrivateRows(t, seed=seed, num_buckets=num_buckets) for n, t in schema.stacks.items()
+        self.tables = {
+            name: EmbeddingTable(tables, seed=seed, num_buckets=num_buckets)
+            for name, tables in schema.stacks.items()
         }
-        self._stacks = {name: _StackRows(store, [(0, 0)] * num_buckets, {}) for name, store in stores.items()}
+        self._stacks = {
+            name: _StackReplica(rows, [(0, 0)] * num_buckets, {}) for name, rows in self.tables.items()
+        }
         self._lock = threading.Lock()
 
     @property
     def num_rows(self) -> int:
-        return sum(stack.store.num_rows for stack in self._stacks.values())
+        return sum(table.index.num_live for table in self.tables.values())
 
     def gather(self, lookup: Lookup) -> dict[str, np.ndarray]:
-        """Stack → float32 [U, D]; keys without a row give the initial value that training begins with."""
+        """Stack → float32 [U, D]. Keys without a row give the initial value that training begins with."""
         with self._lock:
-            return {
-                n: self._stacks[n].store.gather(Keys(s.table_U, s.id_U)) for n, s in lookup.stacks.items()
-            }
+            return {n: self.tables[n].gather(Keys(s.table_U, s.id_U)) for n, s in lookup.stacks.items()}
 
     def version(self, stack: str, bucket: int) -> Version:
         return self._stacks[stack].versions[bucket]
 
     def apply(self, message: pb.RowDelta | pb.Barrier) -> bool:
-        """Take one message of the topic; False if it was not newer than what is here.
+        """Apply one message of the topic; return False if it is not newer than the bucket.
 
-        `needs_bootstrap` is True afterwards if deltas alone can't bring this replica up to date any more: note the topic's
-        end, `bootstrap`, and go on from there.
+        `needs_bootstrap` is True afterwards if deltas alone cannot bring this replica up to date. Then note the topic's
+        end offsets, call `bootstrap`, and continue from those offsets.
 
         Raises:
-            SchemaError: it names a stack or width that this schema doesn't have. Nothing was changed.
+            SchemaError: the schema does not have this stack, bucket or width. Nothing was changed.
             WireError: its columns disagree, or a row is too long. Nothing was changed.
 
-        After either, and for a record that is no message, `doubt` its bucket.
+        After either error, and for a record that cannot be decoded, call `mark_stale` for its bucket.
         """
         stack = self._stacks.get(message.stack)
         if stack is None or message.bucket >= self.num_buckets:
-            raise SchemaError(
-                f"rows of stack {message.stack!r}, bucket {message.bucket}: the schema has no such; use one schema"
-            )
+            raise unknown_bucket(message)
         if message.bucket not in self.buckets:
             return False
         if isinstance(message, pb.Barrier):
-            return self._barrier(stack, message)
-        keys, rows_LD = columns_of(message, stack.store.width, self.max_norm)
+            return self._apply_barrier(stack, message)
+        keys, rows_LD = columns_of(message, stack.rows.width, self.max_norm)
+        num_live = len(rows_LD)
         with self._lock:
-            applied = self._is_newer(stack, message)
+            applied = self._advance_version(stack, message)
             if applied:
-                stack.store.put(keys.take(np.arange(len(rows_LD))), rows_LD)
-                stack.store.remove(keys.take(np.arange(len(rows_LD), len(keys))))
+                stack.rows.reserve(num_live)
+                stack.rows.put(keys.take(np.arange(num_live)), rows_LD)
+                stack.rows.index.remove(keys.take(np.arange(num_live, len(keys))))
                 self.freshness = Freshness(
                     message.oldest_engagement_ms, message.oldest_close_ms, message.oldest_trained_ms
                 )
@@ -131,48 +131,50 @@ class Replica:
         return applied
 
     def bootstrap(self, transports: Sequence[Transport], *, timeout_s: float = 30.0) -> None:
-        """Take every shard's rows. Note the topic's end offsets before, and `apply` from there on afterwards.
+        """Read all rows from the shards. Note the topic's end offsets before, and `apply` from there afterwards.
 
-        **If it fails** (UnavailableError, TransportError): the buckets that came are up to date, the others as they were;
-        call again.
+        **If it fails** (UnavailableError, TransportError): the buckets that were read are up to date, the others are
+        unchanged; call again.
         """
-        for stack in self._stacks:
-            for transport in transports if len(self.buckets) == self.num_buckets else ():
-                cursor = 0
-                while cursor >= 0:
-                    cursor = self._scan(transport, stack, cursor, SCAN_ROWS, timeout_s)
-        if transports and len(self.buckets) < self.num_buckets:
+        if len(self.buckets) == self.num_buckets:
+            for stack in self._stacks:
+                for transport in transports:
+                    cursor = 0
+                    while cursor >= 0:
+                        cursor = self._scan(transport, stack, cursor, SCAN_ROWS, timeout_s)
+        elif transports:
             self.stale |= {(stack, bucket) for stack in self._stacks for bucket in self.buckets}
-            self.mend(transports, timeout_s=timeout_s)
+            self.repair(transports, timeout_s=timeout_s)
         self.needs_bootstrap = False
 
-    def doubt(self, bucket: int) -> None:
-        """A record of this bucket's rows was not applied: it may have brought anything."""
+    def mark_stale(self, bucket: int) -> None:
+        """Record that a message of this bucket was not applied. An unknown bucket number makes every row doubtful."""
         if 0 <= bucket < self.num_buckets:
             self.stale |= {(stack, bucket) for stack in self._stacks if bucket in self.buckets}
         else:
             self.needs_bootstrap = True
 
-    def mend(self, transports: Sequence[Transport], *, timeout_s: float = 30.0) -> None:
-        """Take the stale buckets from their shards (`transports`, all of them, in order), whole and at least as new as what is
-        here.
+    def repair(self, transports: Sequence[Transport], *, timeout_s: float = 30.0) -> None:
+        """Read the stale buckets from their shards (`transports`: all shards, in order).
 
-        **If it fails** (UnavailableError, TransportError): those that came are up to date, the others stale; call again.
+        **If it fails** (UnavailableError, TransportError): the buckets that were read are up to date, the others stay
+        stale; call again.
         """
         if not self.stale:
             return
-        owners = asked_owners(transports, self.num_buckets, timeout_s=timeout_s)
+        owners = fetch_bucket_map(transports, self.num_buckets, timeout_s=timeout_s)
         for stack, bucket in sorted(self.stale):
-            if (stack, bucket) in self.stale:  # a page may have brought several
+            if (stack, bucket) in self.stale:  # an earlier page may have brought it
                 self._scan(transports[owners.owner_B[bucket]], stack, bucket, 1, timeout_s)
 
     def _scan(self, transport: Transport, stack: str, cursor: int, limit: int, timeout_s: float) -> int:
+        """Read buckets from number `cursor` on, about `limit` rows; return the next cursor, -1 at the end."""
         header = {"stack": stack, "cursor": cursor, "limit": limit}
-        answer, arrays = transport.call("scan", header, timeout_s=timeout_s)
-        self._take_page(stack, answer["buckets"], Keys(arrays[0], arrays[1]), arrays[2])
+        answer, (table_U, id_U, rows_UD, *_) = transport.call("scan", header, timeout_s=timeout_s)
+        self._apply_scan(stack, answer["buckets"], Keys(table_U, id_U), rows_UD)
         return int(answer["cursor"])
 
-    def _take_page(
+    def _apply_scan(
         self, name: str, buckets: Sequence[Sequence[int]], keys: Keys, rows_UD: np.ndarray
     ) -> None:
         stack = self._stacks[name]
@@ -187,14 +189,15 @@ class Replica:
                         f"rows of {name}, bucket {bucket}: expected version {stack.versions[bucket]} or later, got "
                         f"{(incarnation, sequence)}: that shard is being replaced; try again"
                     )
-                stack.store.replace(bucket, keys.take(chosen_U), rows_UD[chosen_U])
+                stack.rows.replace_bucket(bucket, keys.take(chosen_U), rows_UD[chosen_U])
                 stack.versions[bucket] = (incarnation, sequence)
                 stack.unsettled.pop(bucket, None)
                 self.stale.discard((name, bucket))
                 if settles_at:
                     stack.unsettled[bucket] = (incarnation, settles_at)
 
-    def _is_newer(self, stack: _StackRows, delta: pb.RowDelta) -> bool:
+    def _advance_version(self, stack: _StackReplica, delta: pb.RowDelta) -> bool:
+        """Move the bucket to the delta's version; False if the delta is not newer. A gap makes the bucket stale."""
         version, (incarnation, sequence) = (delta.incarnation, delta.sequence), stack.versions[delta.bucket]
         if not delta.more and version >= stack.unsettled.get(delta.bucket, (1 << 64, 0)):
             del stack.unsettled[delta.bucket]
@@ -205,13 +208,18 @@ class Replica:
         stack.versions[delta.bucket] = version
         return True
 
-    def _barrier(self, stack: _StackRows, barrier: pb.Barrier) -> bool:
+    def _apply_barrier(self, stack: _StackReplica, barrier: pb.Barrier) -> bool:
         with self._lock:
             if barrier.incarnation < stack.versions[barrier.bucket][0]:
                 return False
-            unpublished = (
-                stack.unsettled.get(barrier.bucket, (barrier.incarnation, 0))[0] < barrier.incarnation
-            )
-            self.needs_bootstrap |= barrier.rebootstrap or unpublished
+            unsettled, _ = stack.unsettled.get(barrier.bucket, (barrier.incarnation, 0))
+            self.needs_bootstrap |= barrier.rebootstrap or unsettled < barrier.incarnation
             stack.versions[barrier.bucket] = max(stack.versions[barrier.bucket], (barrier.incarnation, 0))
         return True
+
+
+def unknown_bucket(message: pb.RowDelta | pb.Barrier) -> SchemaError:
+    return SchemaError(
+        f"rows of stack {message.stack!r}, bucket {message.bucket}: expected a stack and bucket of this deployment; "
+        "give serving and the shards one schema and one number of buckets"
+    )

@@ -1,17 +1,17 @@
-"""The rows that requests ask for, within a bound of memory, where all of them are too many: read from the shards when they are
-missed, kept up by the `rows` topic, forgotten when others need the room.
+"""A bounded cache of embedding rows for serving: missed rows are read from the shards, cached rows follow the topic `rows`.
 
-What is here has a version each: that of the bucket's last delta when the shard gave the row. A delta changes what is here and
-older than it, and brings nothing. So that nothing that is here misses a change:
+Each cached row has a version: the last delta of its bucket when the shard returned the row. A delta changes cached rows that
+are older than it and inserts nothing. Three rules make sure that a cached row misses no change:
 
-1 Only what is followed is kept: the topic's ends are noted (`bootstrap`) before the first row is read.
-2 A row that was read is kept unless a later delta of its bucket was applied meanwhile: that may have had it. It is used once.
-3 Where a number was left out, keys older than the one before the next are forgotten; behind a Barrier those of older
-  incarnations; of a record that was refused, the bucket's.
+1 The topic's end offsets are noted (`bootstrap`) before the first row is read, so every later change is seen.
+2 A row that was read is cached unless a later delta of its bucket was applied meanwhile; then it is used once.
+3 After a gap in a bucket's sequence, keys older than the delta before the gap's end are dropped. A Barrier drops the keys of
+  older incarnations. A record that was refused drops the whole bucket.
 
-Rows never go back (G4): what is here is changed by newer deltas only, and a shard of an older incarnation is not believed.
+No row goes back to an older state (G4): only newer deltas change cached rows, and answers of a shard in an older incarnation
+are ignored.
 
-Letters: U keys asked for, M missed ones, D width, B buckets.
+Letters: U keys asked for, M missed keys, L live keys of a delta, N rows of the table, D width, B buckets.
 """
 
 from __future__ import annotations
@@ -22,37 +22,43 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
+from numba import njit
 
 from param_server import kernels
 from param_server.config import MAX_PUBLISH_NORM
 from param_server.deltas import columns_of
-from param_server.index import Keys
-from param_server.replica.cached_stack import CachedStack, bytes_of_a_row
-from param_server.replica.shard_reads import Fetched, ShardReads
-from roostream.errors import SchemaError
+from param_server.embedding_table import EmbeddingTable, Keys, grown
+from param_server.kernels import LIVE
+from param_server.replica.replica import Replica, unknown_bucket
+from param_server.replica.shard_reads import FetchedRows, ShardReads
 from roostream.runtime.kafka.topics import DEFAULT_BUCKETS
 from roostream.runtime.rpc.transport import Transport
-from roostream.schema.schema import Schema
+from roostream.schema.schema import Schema, Table
 from roostream.wire import roo_pb2 as pb
-from roostream.wire.lookup import Lookup
+from roostream.wire.lookup import Lookup, StackLookup
+
+NO_ROW, USED = 32, 64
+"""Flags beside those of the index: the key is known to have no row; the key was asked for since the clock hand passed."""
 
 _MIN_KEYS = 64
-_MAX_WAITING = 64  # gathers whose misses are to be read later
-_ALL = (1 << 64) - 1
+_MAX_BACKGROUND_READS = 64  # gathers whose misses wait for the background thread
+_ANY_VERSION = (1 << 64) - 1
 _SEQUENCE_BITS = 40
+_OVERHEAD_BYTES = 21 + 32 + 8  # per row: the index's arrays, its slots, the version
+_MAX_ABSENT_SHARE = 4  # at most one key in four may be a key without a row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CachePolicy:
-    """How much is kept, and what a missed key costs: a wait for its shard, or its initial value until it was read beside."""
+    """How much is cached, and what a miss costs: a wait for the shard, or an initial value and a read in the background."""
 
     max_bytes: int
     waits: bool = True
-    max_norm: float = MAX_PUBLISH_NORM  # of a row in a delta; the shards' `max_publish_norm`
+    max_norm: float = MAX_PUBLISH_NORM  # norm limit of a row in a delta, the shards' `max_publish_norm`
 
 
 class RowCache:
-    """See `serving.rows.row_follower.RowReplica`. Thread-safe."""
+    """Implements `serving.rows.row_follower.RowReplica`. Thread-safe."""
 
     stale: Collection[object] = ()
 
@@ -66,20 +72,19 @@ class RowCache:
     ) -> None:
         self.reads, self.policy, self.num_buckets = reads, policy, num_buckets
         self.needs_bootstrap = True
-        self.num_asked = self.num_missed = self.num_unread = self.num_passed = 0
-        keys = policy.max_bytes // sum(bytes_of_a_row(tables[0].dim) for tables in schema.stacks.values())
+        self.num_asked = self.num_missed = self.num_unread = self.num_outdated = 0
+        keys = policy.max_bytes // sum(row_bytes(tables[0].dim) for tables in schema.stacks.values())
         capacity = 1 << (max(keys, _MIN_KEYS).bit_length() - 1)
         self._stacks = {
-            name: CachedStack(tables, seed=seed, num_buckets=num_buckets, capacity=capacity)
+            name: CachedTable(tables, seed=seed, num_buckets=num_buckets, capacity=capacity)
             for name, tables in schema.stacks.items()
         }
-        self._known = {
-            name: np.zeros(num_buckets, np.uint64) for name in schema.stacks
-        }  # B: newest version applied
+        # Stack → the newest version applied, uint64 [B].
+        self._applied = {name: np.zeros(num_buckets, np.uint64) for name in schema.stacks}
         self._lock = threading.Lock()
-        self._waiting: deque[Mapping[str, Keys]] = deque(maxlen=_MAX_WAITING)
-        self._asked = threading.Event()
-        self._of_thread = threading.local()
+        self._background: deque[Mapping[str, Keys]] = deque(maxlen=_MAX_BACKGROUND_READS)
+        self._has_background = threading.Event()
+        self._local = threading.local()
 
     @property
     def num_rows(self) -> int:
@@ -95,19 +100,19 @@ class RowCache:
 
     @property
     def complete(self) -> bool:
-        """Whether this thread's newest gather had in time what it waited for."""
-        return bool(getattr(self._of_thread, "complete", True))
+        """Whether this thread's last gather got every row that it waited for."""
+        return bool(getattr(self._local, "complete", True))
 
     def gather(self, lookup: Lookup) -> dict[str, np.ndarray]:
-        """Stack → float32 [U, D]; initial values for keys without a row, and for those that couldn't be read in time."""
+        """Stack → float32 [U, D]. Keys without a row, and keys that could not be read in time, give initial values."""
         out: dict[str, np.ndarray] = {}
         missed: dict[str, np.ndarray] = {}
         with self._lock:
             for name, found in lookup.stacks.items():
                 keys, stack = Keys(found.table_U, found.id_U), self._stacks[name]
-                place_U = stack.find(keys)
-                out[name] = stack.rows(keys, place_U)
-                missed[name] = np.flatnonzero(place_U < 0)
+                row_U = stack.find(keys)
+                out[name] = stack.gather(keys, row_U)
+                missed[name] = np.flatnonzero(row_U < 0)
                 self.num_asked += len(keys)
         wanted = {
             name: Keys(lookup.stacks[name].table_U[at_M], lookup.stacks[name].id_U[at_M])
@@ -118,110 +123,290 @@ class RowCache:
         self.num_missed += num_missed
         num_read = self._read(wanted, missed, out) if wanted else 0
         self.num_unread += num_missed - num_read
-        self._of_thread.complete = num_read == num_missed or not self.policy.waits
+        self._local.complete = num_read == num_missed or not self.policy.waits
         return out
 
     def run(self, stop: threading.Event) -> None:
-        """Read beside what gathers didn't wait for, and who has which bucket, until `stop`."""
+        """Read, in the background, the misses that no gather waits for, and the bucket map, until `stop`."""
         while not stop.is_set():
-            self.reads.learn()
-            if self._asked.wait(0.2):
+            self.reads.refresh_bucket_map()
+            if self._has_background.wait(0.2):
                 self.read_waiting()
 
     def read_waiting(self) -> None:
-        """Read what gathers didn't wait for."""
-        self._asked.clear()
-        while self._waiting:
-            wanted = self._waiting.popleft()
+        """Read the misses that no gather waits for."""
+        self._has_background.clear()
+        while self._background:
+            wanted = self._background.popleft()
             for name, parts in self.reads.read(wanted).items():
                 for part in parts:
-                    self._keep(name, wanted[name].take(part.at_M), part)
+                    self._store(name, wanted[name].take(part.at_M), part)
 
     def apply(self, message: pb.RowDelta | pb.Barrier) -> bool:
-        """Take one message of the topic; False if it was not newer than what was applied. Raises as `Replica.apply`."""
+        """Apply one message of the topic; False if it is not newer than the last. Raises as `Replica.apply`."""
         stack = self._stacks.get(message.stack)
         if stack is None or message.bucket >= self.num_buckets:
-            raise SchemaError(
-                f"rows of stack {message.stack!r}, bucket {message.bucket}: the schema has no such; use one schema"
-            )
+            raise unknown_bucket(message)
         if isinstance(message, pb.Barrier):
-            return self._barrier(stack, message)
-        keys, rows_LD = columns_of(message, stack.held.width, self.policy.max_norm)
-        version = version_of(message.incarnation, message.sequence)
+            return self._apply_barrier(stack, message)
+        keys, rows_LD = columns_of(message, stack.rows.width, self.policy.max_norm)
+        version = packed_version(message.incarnation, message.sequence)
         with self._lock:
-            known = int(self._known[message.stack][message.bucket])
-            if version <= known:
+            applied = int(self._applied[message.stack][message.bucket])
+            if version <= applied:
                 return False
-            if version != known + 1:
+            if version != applied + 1:
                 stack.drop(message.bucket, version - 1)
-            stack.change(keys, rows_LD, version)
-            self._known[message.stack][message.bucket] = version
+            stack.update(keys, rows_LD, version)
+            self._applied[message.stack][message.bucket] = version
         return True
 
     def bootstrap(self, transports: Sequence[Transport]) -> None:
-        """The topic's ends were noted: what comes from now on is followed."""
-        self.reads.learn()
+        """Empty the cache. The topic's end offsets have been noted, so every change from now on is applied."""
+        self.reads.refresh_bucket_map()
         with self._lock:
             for name, stack in self._stacks.items():
                 stack.clear()
-                self._known[name][:] = 0
+                self._applied[name][:] = 0
             self.needs_bootstrap = False
 
-    def doubt(self, bucket: int) -> None:
-        """A record of this bucket was not applied: it may have brought anything."""
+    def mark_stale(self, bucket: int) -> None:
+        """Drop a bucket of which a record was not applied. An unknown bucket number empties the cache."""
         with self._lock:
             if 0 <= bucket < self.num_buckets:
                 for stack in self._stacks.values():
-                    stack.drop(bucket, _ALL)
+                    stack.drop(bucket, _ANY_VERSION)
             else:
                 self.needs_bootstrap = True
 
-    def mend(self, transports: Sequence[Transport]) -> None:
-        """Nothing is ever stale: what may be is forgotten."""
+    def repair(self, transports: Sequence[Transport]) -> None:
+        """Do nothing: stale rows are dropped at once."""
 
     def _read(
         self, wanted: Mapping[str, Keys], missed: Mapping[str, np.ndarray], out: Mapping[str, np.ndarray]
     ) -> int:
-        """Fill in what the shards give in time; for how many keys they did."""
+        """Fill `out` with what the shards return in time; return for how many keys they did."""
         if not self.policy.waits:
-            self._waiting.append(wanted)
-            self._asked.set()
+            self._background.append(wanted)
+            self._has_background.set()
             return 0
         num_read = 0
         for name, parts in self.reads.read(wanted).items():
             for part in parts:
-                believed_M = self._keep(name, wanted[name].take(part.at_M), part)
-                out[name][missed[name][part.at_M[believed_M]]] = part.rows_MD[believed_M]
-                num_read += int(believed_M.sum())
+                valid_M = self._store(name, wanted[name].take(part.at_M), part)
+                out[name][missed[name][part.at_M[valid_M]]] = part.rows_MD[valid_M]
+                num_read += int(valid_M.sum())
         return num_read
 
-    def _keep(self, name: str, keys: Keys, part: Fetched) -> np.ndarray:
-        """bool [M]: which of the rows that a shard gave may be used; those that no delta passed are held."""
-        version_M = np.uint64(version_of(part.incarnation, 0)) + part.sequence_M
+    def _store(self, name: str, keys: Keys, part: FetchedRows) -> np.ndarray:
+        """Cache the fetched rows that no applied delta is newer than; bool [M]: which rows may be used at all."""
+        version_M = np.uint64(packed_version(part.incarnation, 0)) + part.sequence_M
         bucket_M = kernels.buckets(keys.table_U, keys.id_U, self.num_buckets)
         with self._lock:
-            known_M = self._known[name][bucket_M]
-            believed_M = version_M >> _SEQUENCE_BITS >= known_M >> _SEQUENCE_BITS
-            kept_M = believed_M & (version_M >= known_M)
-            self.num_passed += int((believed_M & ~kept_M).sum())
+            applied_M = self._applied[name][bucket_M]
+            valid_M = version_M >> _SEQUENCE_BITS >= applied_M >> _SEQUENCE_BITS
+            current_M = valid_M & (version_M >= applied_M)
+            self.num_outdated += int((valid_M & ~current_M).sum())
             if not self.needs_bootstrap:
                 stack = self._stacks[name]
-                kept_M &= stack.held.index.find(keys) < 0
+                current_M &= stack.rows.index.find(keys) < 0
                 stack.add(
-                    keys.take(kept_M), part.rows_MD[kept_M], part.there_M[kept_M] != 0, version_M[kept_M]
+                    keys.take(current_M),
+                    part.rows_MD[current_M],
+                    part.exists_M[current_M] != 0,
+                    version_M[current_M],
                 )
-        return believed_M
+        return valid_M
 
-    def _barrier(self, stack: CachedStack, barrier: pb.Barrier) -> bool:
-        version = version_of(barrier.incarnation, 0)
+    def _apply_barrier(self, stack: CachedTable, barrier: pb.Barrier) -> bool:
+        version = packed_version(barrier.incarnation, 0)
         with self._lock:
-            if version < int(self._known[barrier.stack][barrier.bucket]):
+            if version < int(self._applied[barrier.stack][barrier.bucket]):
                 return False
             stack.drop(barrier.bucket, version)
-            self._known[barrier.stack][barrier.bucket] = version
+            self._applied[barrier.stack][barrier.bucket] = version
         return True
 
 
-def version_of(incarnation: int, sequence: int) -> int:
-    """Both in one number that grows with them."""
+def packed_version(incarnation: int, sequence: int) -> int:
+    """Both in one integer that grows with them."""
     return incarnation << _SEQUENCE_BITS | sequence
+
+
+class CachedTable:
+    """Cached rows of one stack, evicted by CLOCK. Not thread-safe.
+
+    It never holds more than `capacity` keys, a power of two. At most a quarter of them are keys that are known to have no row.
+    """
+
+    def __init__(self, tables: Sequence[Table], *, seed: int, num_buckets: int, capacity: int) -> None:
+        self.rows = EmbeddingTable(tables, seed=seed, num_buckets=num_buckets)
+        self.capacity, self.num_evicted = capacity, 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Remove all keys."""
+        self.rows.clear()
+        self._hand = self.num_without_row = 0
+        self._version_N = np.zeros(self.rows.index.capacity, np.uint64)  # of each row, as `packed_version`
+
+    @property
+    def num_keys(self) -> int:
+        return self.rows.index.num_live
+
+    def find(self, keys: Keys) -> np.ndarray:
+        """int64 [U]: row numbers, -1 = not cached. The clock hand spares the keys that were found once."""
+        row_U = self.rows.index.find(keys)
+        self.rows.index.flags_N[row_U[row_U >= 0]] |= USED
+        return row_U
+
+    def gather(self, keys: Keys, row_U: np.ndarray) -> np.ndarray:
+        """float32 [U, D]: the rows with these numbers; initial values for keys without a row or not cached."""
+        has_row_U = (row_U >= 0) & (self.rows.index.flags_N[row_U] & NO_ROW == 0)
+        return self.rows.gather_at(keys, np.where(has_row_U, row_U, -1))
+
+    def add(self, keys: Keys, rows_UD: np.ndarray, exists_U: np.ndarray, version_U: np.ndarray) -> None:
+        """Insert unique keys that are not cached; others are evicted to make room.
+
+        `exists_U` (bool): whether the key has a row. Of more keys than `capacity`, the last stay.
+        """
+        max_absent = self.capacity // _MAX_ABSENT_SHARE
+        absent_M, with_M = np.flatnonzero(~exists_U)[-max_absent:], np.flatnonzero(exists_U)
+        chosen_M = np.concatenate([absent_M, with_M])[-self.capacity :]
+        num_absent = int((~exists_U[chosen_M]).sum())
+        self._evict(self.num_without_row + num_absent - max_absent, NO_ROW)
+        self._evict(self.num_keys + len(chosen_M) - self.capacity, 0)
+        self.rows.reserve(len(chosen_M))
+        if len(self._version_N) < self.rows.index.capacity:
+            self._version_N = grown(self._version_N, self.rows.index.capacity)
+        row_M = self.rows.put(keys.take(chosen_M), rows_UD[chosen_M])
+        self._version_N[row_M] = version_U[chosen_M]
+        self.rows.index.flags_N[row_M[:num_absent]] |= NO_ROW
+        self.num_without_row += num_absent
+
+    def update(self, keys: Keys, rows_LD: np.ndarray, version: int) -> None:
+        """Apply a delta to its keys that are cached and older: the first L get these rows, the others have none."""
+        row_U = self.rows.index.find(keys)
+        older_U = (row_U >= 0) & (self._version_N[row_U] < np.uint64(version))
+        num_live = len(rows_LD)
+        live_M, gone_M = np.flatnonzero(older_U[:num_live]), np.flatnonzero(older_U[num_live:]) + num_live
+        flags_N = self.rows.index.flags_N
+        self.num_without_row -= self._count_without_row(row_U[older_U])
+        self.rows.rows_ND[row_U[live_M]] = rows_LD[live_M]
+        flags_N[row_U[live_M]] &= 255 - NO_ROW
+        flags_N[row_U[gone_M]] |= NO_ROW
+        self.num_without_row += len(gone_M)
+        self._version_N[row_U[older_U]] = version
+
+    def drop(self, bucket: int, below: int) -> None:
+        """Remove a bucket's keys whose version is below this one."""
+        row_M = self.rows.index.in_buckets((bucket,))
+        self._remove(row_M[self._version_N[row_M] < np.uint64(below)])
+
+    def _evict(self, num: int, only: int) -> None:
+        if num > 0:
+            row_M, self._hand = advance_hand(
+                self.rows.index.flags_N, self.rows.index.used, self._hand, num, only
+            )
+            self.num_evicted += len(row_M)
+            self._remove(row_M)
+
+    def _remove(self, row_M: np.ndarray) -> None:
+        self.num_without_row -= self._count_without_row(row_M)
+        self.rows.index.remove(self.rows.index.keys_at(row_M))
+
+    def _count_without_row(self, row_M: np.ndarray) -> int:
+        return int((self.rows.index.flags_N[row_M] & NO_ROW != 0).sum())
+
+
+def row_bytes(width: int) -> int:
+    """Memory of one cached row."""
+    return 4 * width + _OVERHEAD_BYTES
+
+
+@njit(cache=True, nogil=True)
+def advance_hand(flags_N: np.ndarray, used: int, hand: int, wanted: int, only: int) -> tuple[np.ndarray, int]:
+    """Choose rows to evict by CLOCK: (int64 [M] row numbers, at most `wanted`; the new position of the hand).
+
+    A row that was asked for since the hand passed is spared once. `only`: flags of which a row must have one, 0 = any row.
+    """
+    out_M = np.empty(wanted, np.int64)
+    found = 0
+    for _ in range(2 * used):
+        if found == wanted:
+            break
+        flags = flags_N[hand]
+        if flags & LIVE and (only == 0 or flags & only):
+            if flags & USED:
+                flags_N[hand] = flags & (255 - USED)
+            else:
+                out_M[found] = hand
+                flags_N[hand] = flags & (255 - LIVE)  # so that it is not chosen twice
+                found += 1
+        hand = hand + 1 if hand + 1 < used else 0
+    for m in range(found):
+        flags_N[out_M[m]] |= LIVE
+    return out_M[:found], hand
+
+
+def precompile() -> None:
+    """Compile the kernel into numba's cache."""
+    advance_hand(np.zeros(1, np.uint8), 1, 0, 1, 0)
+
+
+class PartialReplica:
+    """Some buckets in a full replica, the others in a cache. Implements `serving.rows.row_follower.RowReplica`."""
+
+    def __init__(self, replica: Replica, cache: RowCache) -> None:
+        self.replica, self.cache = replica, cache
+        self._replicated_B = np.zeros(replica.num_buckets, np.bool_)
+        self._replicated_B[list(replica.buckets)] = True
+
+    @property
+    def needs_bootstrap(self) -> bool:
+        return self.replica.needs_bootstrap or self.cache.needs_bootstrap
+
+    @property
+    def stale(self) -> Collection[object]:
+        return self.replica.stale
+
+    @property
+    def num_rows(self) -> int:
+        return self.replica.num_rows + self.cache.num_rows
+
+    def apply(self, message: pb.RowDelta | pb.Barrier) -> bool:
+        """Raises as `Replica.apply`."""
+        return (self.replica if message.bucket in self.replica.buckets else self.cache).apply(message)
+
+    def bootstrap(self, transports: Sequence[Transport]) -> None:
+        """Read the replica's buckets and empty the cache. Raises as `Replica.bootstrap`."""
+        self.cache.bootstrap(transports)
+        self.replica.bootstrap(transports)
+
+    def mark_stale(self, bucket: int) -> None:
+        self.replica.mark_stale(bucket)
+        if bucket not in self.replica.buckets:
+            self.cache.mark_stale(bucket)
+
+    def repair(self, transports: Sequence[Transport]) -> None:
+        self.replica.repair(transports)
+
+    def gather(self, lookup: Lookup) -> dict[str, np.ndarray]:
+        """Stack → float32 [U, D]."""
+        in_replica = {
+            n: self._replicated_B[kernels.buckets(s.table_U, s.id_U, len(self._replicated_B))]
+            for n, s in lookup.stacks.items()
+        }
+        held = self.replica.gather(_part(lookup, in_replica))
+        cached = self.cache.gather(_part(lookup, {n: ~mask_U for n, mask_U in in_replica.items()}))
+        out = {}
+        for name, mask_U in in_replica.items():
+            out[name] = np.empty((len(mask_U), held[name].shape[1]), np.float32)
+            out[name][mask_U], out[name][~mask_U] = held[name], cached[name]
+        return out
+
+
+def _part(lookup: Lookup, chosen: dict[str, np.ndarray]) -> Lookup:
+    return Lookup(
+        {n: StackLookup(s.table_U[chosen[n]], s.id_U[chosen[n]], {}) for n, s in lookup.stacks.items()}
+    )

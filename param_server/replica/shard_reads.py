@@ -1,9 +1,10 @@
-"""Rows asked of the shards while a request waits: one call a shard, all at once, none for longer than they may take.
+"""Reading rows from the shards while a request waits: one call a shard, all shards at once, with a time limit.
 
-A shard that didn't answer is not asked again for a while, so that it costs the wait once, and not with every request. Who has
-which bucket is asked once beside (`learn`), and again where a shard says that it hasn't what it was asked for.
+A shard that did not answer is not asked again for RETRY_AFTER_S, so an outage costs one wait a second and not one wait a
+request. The map from buckets to shards is fetched in the background (`refresh_bucket_map`), again after a shard
+has refused a key that it does not own.
 
-Letters: U keys asked for, D width, S shards.
+Letters: U keys asked for, M keys of one shard, D width.
 """
 
 from __future__ import annotations
@@ -16,48 +17,72 @@ from typing import NamedTuple
 import numpy as np
 
 from param_server import kernels
-from param_server.index import Keys
-from param_server.replica.shard_owners import asked_owners
-from roostream.errors import FencedError, RoostreamError
+from param_server.embedding_table import Keys
+from roostream.errors import FencedError, RoostreamError, UnavailableError
 from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.clock import Clock
 from roostream.runtime.rpc.transport import Transport
 
 log = logging.getLogger("roostream.rows")
 
-AGAIN_S = 1.0
+RETRY_AFTER_S = 1.0
 
 
-class Fetched(NamedTuple):
-    """What shards gave of one stack's keys."""
+def fetch_bucket_map(shards: Sequence[Transport], num_buckets: int, *, timeout_s: float) -> BucketMap:
+    """Ask all shards which of them owns which bucket; the answer of the newest incarnation counts.
 
-    at_M: np.ndarray  # int64: which of the keys asked for
+    A single shard owns every bucket and is not asked.
+
+    Raises:
+        UnavailableError: no shard answered; try again.
+        ConfigError: the map has another number of buckets or shards.
+    """
+    if len(shards) < 2:
+        return BucketMap.modulo(num_buckets, max(len(shards), 1))
+    answers: list[tuple[int, BucketMap]] = []
+    for shard in shards:
+        try:
+            header, arrays = shard.call("owners", {}, timeout_s=timeout_s)
+            owners = BucketMap(arrays[0], int(header["num_owners"]), int(header["version"]))
+            answers.append((int(header["incarnation"]), owners))
+        except RoostreamError as error:
+            log.debug("a shard did not give its bucket map: %s", error)
+    if not answers:
+        raise UnavailableError(f"expected a bucket map from one of {len(shards)} shards, got none; try again")
+    newest = max(answers, key=lambda answer: answer[0])[1]
+    newest.check(num_buckets, len(shards))
+    return newest
+
+
+class FetchedRows(NamedTuple):
+    """The rows of one stack that one shard returned."""
+
+    at_M: np.ndarray  # int64: positions among the keys asked for
     rows_MD: np.ndarray  # float32
-    there_M: np.ndarray  # uint8: 1 = there is such a row
+    exists_M: np.ndarray  # uint8: 1 = the shard has the row
     incarnation: int
-    sequence_M: np.ndarray  # uint64: the row is as new as this delta of its bucket, or newer
+    sequence_M: np.ndarray  # uint64: the row is at least as new as this delta of its bucket
 
 
 class ShardReads:
-    """`read` from several threads. Nothing is created by reading."""
+    """`read` may be called by several threads. Reading creates no rows."""
 
     def __init__(self, shards: Sequence[Transport], num_buckets: int, timeout_s: float, clock: Clock) -> None:
         self.shards, self.num_buckets, self.timeout_s, self.clock = shards, num_buckets, timeout_s, clock
         self.num_failed = 0
         self.owners = BucketMap.modulo(num_buckets, max(len(shards), 1))
-        self._learns_at_s: float | None = 0.0  # None: the map is known
-        self._ask_at_s = [0.0] * len(shards)
+        self._refresh_at_s: float | None = 0.0  # None: the bucket map is known
+        self._retry_at_s = [0.0] * len(shards)
         self._pool = ThreadPoolExecutor(2 * len(shards), "row-reads") if len(shards) > 1 else None
 
-    def read(self, wanted: Mapping[str, Keys]) -> dict[str, list[Fetched]]:
-        """Stack → what came in time, a part a shard; keys of a shard that is away are in none."""
-        out: dict[str, list[Fetched]] = {stack: [] for stack in wanted}
-        parts = self._shares(wanted)
-        busy = [(shard, part) for shard, part in enumerate(parts) if part]
+    def read(self, wanted: Mapping[str, Keys]) -> dict[str, list[FetchedRows]]:
+        """Stack → the rows that arrived in time, one part a shard. Keys of a shard that is away are in no part."""
+        out: dict[str, list[FetchedRows]] = {stack: [] for stack in wanted}
+        busy = [(shard, part) for shard, part in enumerate(self._split_by_shard(wanted)) if part]
         if self._pool is None or len(busy) < 2:
-            answers = [self._ask(shard, part) for shard, part in busy]
+            answers = [self._read_from(shard, part) for shard, part in busy]
         else:
-            answers = list(self._pool.map(lambda its: self._ask(*its), busy))
+            answers = list(self._pool.map(lambda job: self._read_from(*job), busy))
         for answer in answers:
             for stack, fetched in answer.items():
                 out[stack].append(fetched)
@@ -69,33 +94,31 @@ class ShardReads:
         for shard in self.shards:
             shard.close()
 
-    def learn(self) -> None:
-        """Ask who has which bucket, where that isn't known: beside requests, which go by what was believed before."""
+    def refresh_bucket_map(self) -> None:
+        """Fetch the bucket map if it is not known. Requests use the previous map meanwhile."""
         now_s = self.clock.monotonic_s()
-        if self._learns_at_s is None or now_s < self._learns_at_s:
+        if self._refresh_at_s is None or now_s < self._refresh_at_s:
             return
         try:
-            self.owners, self._learns_at_s = (
-                asked_owners(self.shards, self.num_buckets, timeout_s=self.timeout_s),
-                None,
-            )
+            self.owners = fetch_bucket_map(self.shards, self.num_buckets, timeout_s=self.timeout_s)
+            self._refresh_at_s = None
         except RoostreamError as error:
-            self._learns_at_s = now_s + AGAIN_S
-            log.debug("rows are asked for by the map that was known: %s", error)
+            self._refresh_at_s = now_s + RETRY_AFTER_S
+            log.debug("rows are read by the previous bucket map: %s", error)
 
-    def _shares(self, wanted: Mapping[str, Keys]) -> list[dict[str, tuple[np.ndarray, Keys]]]:
-        """Of each shard: stack → which of the keys, and the keys there."""
-        shares: list[dict[str, tuple[np.ndarray, Keys]]] = [{} for _ in self.shards]
+    def _split_by_shard(self, wanted: Mapping[str, Keys]) -> list[dict[str, tuple[np.ndarray, Keys]]]:
+        """For each shard: stack → positions of its keys, and the keys."""
+        parts: list[dict[str, tuple[np.ndarray, Keys]]] = [{} for _ in self.shards]
         owners = self.owners
         for stack, keys in wanted.items():
             owner_U = owners.owner_B[kernels.buckets(keys.table_U, keys.id_U, self.num_buckets)]
-            for shard, share in enumerate(shares):
+            for shard, part in enumerate(parts):
                 if len(at_M := np.flatnonzero(owner_U == shard)):
-                    share[stack] = (at_M, keys.take(at_M))
-        return shares
+                    part[stack] = (at_M, keys.take(at_M))
+        return parts
 
-    def _ask(self, shard: int, part: Mapping[str, tuple[np.ndarray, Keys]]) -> dict[str, Fetched]:
-        if self.clock.monotonic_s() < self._ask_at_s[shard]:
+    def _read_from(self, shard: int, part: Mapping[str, tuple[np.ndarray, Keys]]) -> dict[str, FetchedRows]:
+        if self.clock.monotonic_s() < self._retry_at_s[shard]:
             return {}
         arrays = [array for _, keys in part.values() for array in (keys.table_U, keys.id_U)]
         try:
@@ -105,13 +128,13 @@ class ShardReads:
         except RoostreamError as error:
             self.num_failed += 1
             if isinstance(error, FencedError):
-                self._learns_at_s = 0.0  # it was told by a map that is over; the shard is in order
+                self._refresh_at_s = 0.0  # the shard is healthy, but the bucket map is outdated
             else:
-                self._ask_at_s[shard] = self.clock.monotonic_s() + AGAIN_S
-            log.debug("shard %d gave no rows: %s", shard, error)
+                self._retry_at_s[shard] = self.clock.monotonic_s() + RETRY_AFTER_S
+            log.debug("shard %d returned no rows: %s", shard, error)
             return {}
         incarnation = int(header["incarnation"])
         return {
-            stack: Fetched(at_M, got[3 * n], got[3 * n + 1], incarnation, got[3 * n + 2])
+            stack: FetchedRows(at_M, got[3 * n], got[3 * n + 1], incarnation, got[3 * n + 2])
             for n, (stack, (at_M, _)) in enumerate(part.items())
         }

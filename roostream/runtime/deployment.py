@@ -19,7 +19,7 @@ from roostream.runtime.tls import TlsSettings
 from roostream.schema.settings import SettingError, Settings, setting, setting_error
 
 MAX_WORKERS = 64
-"""A shard holds a push of each, and a thread (param_server/step_sum.py)."""
+"""A shard holds a push of each, and a thread (param_server/gradient_barrier.py)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -60,10 +60,10 @@ class RowReplica(Protocol):
     def stale(self) -> Collection[Any]:
         """Buckets of which a record was missed."""
 
-    def doubt(self, bucket: int) -> None:
+    def mark_stale(self, bucket: int) -> None:
         """A record of this bucket was refused."""
 
-    def mend(self, transports: Sequence[Transport]) -> None:
+    def repair(self, transports: Sequence[Transport]) -> None:
         """The stale buckets from their shards. UnavailableError, TransportError: call again."""
 
     def gather(self, lookup: Lookup) -> dict[str, np.ndarray]: ...
@@ -164,7 +164,7 @@ class RowFollower:
         """Step 4, at most once in MEND_EVERY_S, whatever comes."""
         self._mend_at_s, missed = self.clock.monotonic_s() + MEND_EVERY_S, len(self.replica.stale)
         try:
-            self.replica.mend(self.shards)
+            self.replica.repair(self.shards)
             self.num_mended += missed
             log.warning(
                 "%d buckets of rows were read from their shards again: records of them were missed", missed
@@ -188,7 +188,7 @@ class RowFollower:
         except RoostreamError as error:
             self.num_refused += 1
             log.error("rows record at %d/%d refused: %s", record.partition, record.offset, error)
-            self.replica.doubt(int.from_bytes(record.key or b"\xff" * 8, "little"))
+            self.replica.mark_stale(int.from_bytes(record.key or b"\xff" * 8, "little"))
             return
         self.num_applied += applied
         if applied and kind == wire.ROW_DELTA:

@@ -9,9 +9,8 @@ from typing import Protocol
 import numpy as np
 
 from param_server.replica.replica import Replica
-from param_server.replica.row_cache import CachePolicy, RowCache
+from param_server.replica.row_cache import CachePolicy, PartialReplica, RowCache
 from param_server.replica.shard_reads import ShardReads
-from param_server.replica.some_buckets import SomeBuckets
 from roostream.runtime.address import expand_addresses
 from roostream.runtime.clock import Clock
 from roostream.runtime.histograms import freshness_histogram
@@ -175,4 +174,4 @@ def _open_cache(config: ServesRows, schema: Schema, seed: int, clock: Clock) -> 
     if not config.rows_buckets:
         return CachedRows(open_follower(config, cache, clock), cache)
     replica = Replica(schema, seed, num_buckets=config.buckets, buckets=config.rows_buckets)
-    return CachedRows(open_follower(config, SomeBuckets(replica, cache), clock), cache)
+    return CachedRows(open_follower(config, PartialReplica(replica, cache), clock), cache)

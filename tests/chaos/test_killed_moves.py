@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from param_server.blobs import RocksBlobs
+from param_server.key_value_store import RocksDbStore
 from roostream.runtime import manifest as manifests
 from roostream.runtime.checkpoint_store import FileStore
 from roostream.schema.registry import register
@@ -30,7 +30,7 @@ def with_shards(home: Path, count: int, train: bool) -> dict[Any, bytes]:
     blobs = {}
     for index in range(count):
         (home / f"shard-{index}").mkdir(parents=True, exist_ok=True)
-        blobs[index] = RocksBlobs(home / f"shard-{index}" / "segments").open()
+        blobs[index] = RocksDbStore(home / f"shard-{index}" / "segments").open()
     try:
         fleet = Fleet(store, blobs)
         if train:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from param_server.blobs import MemoryBlobs
+from param_server.key_value_store import MemoryKeyValueStore
 from param_server.segment_parts import FORMAT, Segment
 from param_server.segments import Segments
 
@@ -15,7 +15,7 @@ STACK = "d2-adagrad"
 
 def test_segments_of_format_1_are_read_and_continued_in_the_format_of_today() -> None:
     golden = json.loads((FOLDER / "segments.json").read_text(encoding="utf-8"))
-    store = MemoryBlobs()
+    store = MemoryKeyValueStore()
     store.data = {key.encode(): bytes.fromhex(data) for key, data in golden["parts"].items()}
     segments = Segments(store, {STACK: (2, 2)}, 8)
     state = tuple(Segment(**segment) for segment in golden["segments"])

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from param_server.index import Keys
-from param_server.residency import Expiry
+from param_server.embedding_table import Keys
+from param_server.eviction import ExpiryPolicy
 from roostream.schema.schema import Table
 
 
-class SecondPush(Expiry):
-    """A `Residency`."""
+class SecondPush(ExpiryPolicy):
+    """A `EvictionPolicy`."""
 
     def __init__(self, tables: Sequence[Table]) -> None:
         super().__init__(tables)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from param_server.blobs import MemoryBlobs
-from param_server.index import Keys
+from param_server.embedding_table import Keys
+from param_server.key_value_store import MemoryKeyValueStore
 from param_server.row_block import RowBlock
 from param_server.segment_parts import Segment
 from param_server.segments import Commit, Segments
@@ -16,8 +16,8 @@ from roostream.schema.ids import buckets_of
 STACK = "d2-adagrad"
 
 
-def make_segments(blobs: MemoryBlobs | None = None) -> Segments:
-    return Segments(blobs or MemoryBlobs(), {STACK: (2, 2)}, 8)
+def make_segments(blobs: MemoryKeyValueStore | None = None) -> Segments:
+    return Segments(blobs or MemoryKeyValueStore(), {STACK: (2, 2)}, 8)
 
 
 def changes(rows: dict[int, float], gone: list[int] = [], unpublished: bool = False) -> dict[str, RowBlock]:  # noqa: B006
@@ -47,7 +47,7 @@ def state(segments: Segments, live: tuple[Segment, ...]) -> dict[int, float]:
 class Writer:
     """Commits as a shard does: the rows are in memory, and buckets that are to be whole are written from there."""
 
-    def __init__(self, store: MemoryBlobs | None = None) -> None:
+    def __init__(self, store: MemoryKeyValueStore | None = None) -> None:
         self.segments, self.rows, self.live = make_segments(store), dict[int, float](), tuple[Segment, ...]()
         self.seq = 0
 

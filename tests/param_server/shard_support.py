@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from param_server.blobs import Blobs, MemoryBlobs
-from param_server.calls import Calls
 from param_server.config import ShardIdentity
-from param_server.index import Keys
-from param_server.residency import Expiry, Policy
+from param_server.embedding_table import Keys
+from param_server.eviction import EvictionPolicyFactory, ExpiryPolicy
+from param_server.key_value_store import KeyValueStore, MemoryKeyValueStore
 from param_server.segments import Segments
-from param_server.server import Shard
+from param_server.server import Shard, ShardRpcHandler
 from param_server.table import shapes_of
 from roostream.errors import CheckpointError
 from roostream.runtime.clock import Clock, FakeClock
@@ -105,17 +104,17 @@ class MemoryStore:
 
 
 def make_shard(
-    blobs: Blobs | None = None,
+    blobs: KeyValueStore | None = None,
     store: MemoryStore | None = None,
     clock: Clock | None = None,
-    residency: Policy = Expiry,
+    residency: EvictionPolicyFactory = ExpiryPolicy,
     **identity: Any,
 ) -> Shard:
     """A shard process at its start: nothing restored yet."""
     who = ShardIdentity(**{"schema": small_schema(), **identity})
     return Shard(
         who,
-        Segments(blobs or MemoryBlobs(), shapes_of(who.schema), who.num_buckets),
+        Segments(blobs or MemoryKeyValueStore(), shapes_of(who.schema), who.num_buckets),
         store or MemoryStore(),
         clock or FakeClock(),
         residency,
@@ -130,7 +129,7 @@ def begun(**kwargs: Any) -> Shard:
 
 
 def transport_to(shard: Shard) -> InMemoryTransport:
-    return InMemoryTransport(Calls(shard).handle)
+    return InMemoryTransport(ShardRpcHandler(shard).handle)
 
 
 def link_manifest(
@@ -163,7 +162,9 @@ def state_of(shard: Shard) -> dict[tuple[str, int, int], bytes]:
         index = table.index
         for n in index.flagged(1).tolist():
             bits = (
-                table.held.rows_ND[n].tobytes() + table.state_NA[n].tobytes() + table.stamp_ms_N[n].tobytes()
+                table.embeddings.rows_ND[n].tobytes()
+                + table.state_NA[n].tobytes()
+                + table.stamp_ms_N[n].tobytes()
             )
             out[stack, int(index.table_N[n]), int(index.id_N[n])] = bits
     return out
@@ -184,12 +185,12 @@ def push_to(
         "time_ms": 1000 * sequence,
     }
     full |= {"oldest_engagement_ms": 5, "oldest_close_ms": 6, "stacks": [stack]} | header
-    answer, _ = Calls(shard).handle("push", full, [asked.table_U, asked.id_U, gradient_UD])
+    answer, _ = ShardRpcHandler(shard).handle("push", full, [asked.table_U, asked.id_U, gradient_UD])
     return bool(answer["applied"])
 
 
 def pull_from(shard: Shard, table: str, *ids: int, incarnation: int | None = None) -> np.ndarray:
     stack, asked = small_schema().table_by_name[table].stack, keys(table, *ids)
     header = {"incarnation": shard.incarnation if incarnation is None else incarnation, "stacks": [stack]}
-    (rows_UD,) = Calls(shard).handle("pull", header, [asked.table_U, asked.id_U])[1]
+    (rows_UD,) = ShardRpcHandler(shard).handle("pull", header, [asked.table_U, asked.id_U])[1]
     return rows_UD

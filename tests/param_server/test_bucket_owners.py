@@ -7,14 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from param_server.calls import Calls
 from param_server.client import Client
-from param_server.index import Keys
+from param_server.embedding_table import Keys
 from param_server.replica.replica import Replica
 from param_server.replica.row_cache import CachePolicy, RowCache
-from param_server.replica.shard_owners import asked_owners
-from param_server.replica.shard_reads import ShardReads
-from param_server.server import Shard
+from param_server.replica.shard_reads import ShardReads, fetch_bucket_map
+from param_server.server import Shard, ShardRpcHandler
 from roostream.errors import ConfigError, FencedError, RoostreamError, UnavailableError
 from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.clock import FakeClock
@@ -128,7 +126,7 @@ def test_a_shard_refuses_rows_of_buckets_that_are_not_its_own_and_changes_nothin
     for method in ("pull", "read"):
         header = {"incarnation": 2, "stacks": [ADAGRAD]}
         with pytest.raises(FencedError, match=says):
-            Calls(shard).handle(method, header, [keys.table_U, keys.id_U])
+            ShardRpcHandler(shard).handle(method, header, [keys.table_U, keys.id_U])
     assert state_of(shard) == before and shard.stats()["pushes"] == 0
 
 
@@ -177,18 +175,19 @@ def test_a_restore_to_the_same_segments_by_another_map_keeps_what_is_its_own() -
 def test_readers_ask_the_shards_who_has_which_bucket_and_believe_the_newest_incarnation() -> None:
     shards = placed(TURNED)
     transports = [Weighed(transport_to(shard)) for shard in shards]
-    assert asked_owners(transports, 64, timeout_s=1.0) == TURNED
+    assert fetch_bucket_map(transports, 64, timeout_s=1.0) == TURNED
     late = [begun(index=0, num_shards=2), shards[1]]
-    assert asked_owners([transport_to(s) for s in late], 64, timeout_s=1.0) == TURNED
+    assert fetch_bucket_map([transport_to(s) for s in late], 64, timeout_s=1.0) == TURNED
     waits = make_shard(index=0, num_shards=2)
-    assert asked_owners([transport_to(waits), transports[1]], 64, timeout_s=1.0) == TURNED
-    with pytest.raises(UnavailableError, match="none of 2 shards says which has which bucket"):
-        asked_owners([transport_to(waits), transport_to(waits)], 64, timeout_s=1.0)
+    assert fetch_bucket_map([transport_to(waits), transports[1]], 64, timeout_s=1.0) == TURNED
+    with pytest.raises(UnavailableError, match="bucket map"):
+        fetch_bucket_map([transport_to(waits), transport_to(waits)], 64, timeout_s=1.0)
     with pytest.raises(ConfigError, match="expected a map of 32 buckets to 2 owners, got one of 64"):
-        asked_owners(transports, 32, timeout_s=1.0)
+        fetch_bucket_map(transports, 32, timeout_s=1.0)
     transports[0].calls.clear()
     assert (
-        asked_owners(transports[:1], 64, timeout_s=1.0) == BucketMap.modulo(64, 1) and not transports[0].calls
+        fetch_bucket_map(transports[:1], 64, timeout_s=1.0) == BucketMap.modulo(64, 1)
+        and not transports[0].calls
     )
 
 
@@ -200,8 +199,8 @@ def test_a_replica_mends_a_bucket_at_the_shard_that_has_it() -> None:
     replica.bootstrap(transports)
     everything = replica.num_rows
     for bucket in range(64):
-        replica.doubt(bucket)
-    replica.mend(transports)
+        replica.mark_stale(bucket)
+    replica.repair(transports)
     assert not replica.stale and replica.num_rows == everything == sum(
         len(state_of(shard)) for shard in shards
     )
@@ -219,7 +218,7 @@ def test_a_cache_learns_of_another_map_beside_requests_and_from_a_refusal() -> N
     found = lookup_of({ITEM: IDS}).stacks[ADAGRAD]
     wanted = {ADAGRAD: Keys(found.table_U, found.id_U)}
     assert not reads.read(wanted)[ADAGRAD] and reads.num_failed == 2, "by modulo, which is over"
-    reads.learn()
+    reads.refresh_bucket_map()
     assert sum(len(part.at_M) for part in reads.read(wanted)[ADAGRAD]) == len(found.id_U), "nobody was away"
     cache.bootstrap(transports)
     for transport in transports:
@@ -235,11 +234,11 @@ def test_where_nobody_says_who_has_what_the_map_that_was_known_is_gone_by_and_it
     waiting, clock = [make_shard(index=i, num_shards=2) for i in range(2)], FakeClock()
     transports = [Weighed(transport_to(shard)) for shard in waiting]
     reads = ShardReads(transports, 64, 0.05, clock)
-    reads.learn()
-    reads.learn()
+    reads.refresh_bucket_map()
+    reads.refresh_bucket_map()
     assert [len(t.calls) for t in transports] == [1, 1] and reads.owners == BucketMap.modulo(64, 2)
     clock.advance(1.5)
-    reads.learn()
+    reads.refresh_bucket_map()
     assert [len(t.calls) for t in transports] == [2, 2]
     reads.close()
 
@@ -253,7 +252,9 @@ def test_a_barrier_goes_to_the_buckets_of_the_restore_that_it_is_of() -> None:
     for shard in shards:
         cursor = 0
         while cursor >= 0:
-            header, _ = Calls(shard).handle("scan", {"stack": ADAGRAD, "cursor": cursor, "limit": 50}, [])
+            header, _ = ShardRpcHandler(shard).handle(
+                "scan", {"stack": ADAGRAD, "cursor": cursor, "limit": 50}, []
+            )
             assert {bucket for bucket, *_ in header["buckets"]} <= set(shard.buckets)
             scanned |= {bucket for bucket, *_ in header["buckets"]}
             cursor = header["cursor"]
@@ -264,4 +265,4 @@ def test_a_call_that_shards_do_not_know_names_those_they_do() -> None:
     with pytest.raises(
         RoostreamError, match="expected a call of owners, pull, push, read, scan or stats, got 'own'"
     ):
-        Calls(begun()).handle("own", {}, [])
+        ShardRpcHandler(begun()).handle("own", {}, [])

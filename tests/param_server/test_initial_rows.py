@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from param_server.initial import initial_rows
+from param_server.initial_rows import initial_rows
 from roostream.schema.ids import MASK64, splitmix64
 
 

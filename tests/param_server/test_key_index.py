@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from param_server import kernels
-from param_server.index import KeyIndex, Keys, no_keys
-from param_server.index_kernels import LIVE
+from param_server.embedding_table import KeyIndex, Keys, no_keys
+from param_server.kernels import LIVE
 from roostream.schema.ids import buckets_of
 
 
@@ -50,9 +50,9 @@ def test_places_stay_when_the_index_grows_and_hold_their_keys() -> None:
     for part in np.array_split(np.arange(5000), 50):
         index.reserve(len(part))
         index.add(keys.take(part))
-    place_U = index.find(keys)
-    assert (index.id_N[place_U] == keys.id_U).all() and (index.table_N[place_U] == 1).all()
-    assert (index.bucket_N[place_U] == buckets_of(keys.id_U, keys.table_U, 64)).all()
+    row_U = index.find(keys)
+    assert (index.id_N[row_U] == keys.id_U).all() and (index.table_N[row_U] == 1).all()
+    assert (index.bucket_N[row_U] == buckets_of(keys.id_U, keys.table_U, 64)).all()
 
 
 def test_keys_of_one_shard_spread_over_the_slots() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from numba.core.registry import CPUDispatcher
 
-from param_server import index_kernels, initial, kernels, rules
+from param_server import initial_rows, kernels, rules
 from param_server.precompile import precompile
 from tests.param_server.reader_support import Follower, Loop
 from tests.param_server.shard_support import ITEM, TOPIC, MemoryStore, begun, commit, small_schema
 
-MODULES = (index_kernels, initial, kernels, rules)
+MODULES = (initial_rows, kernels, rules)
 
 
 def signatures() -> dict[str, int]:

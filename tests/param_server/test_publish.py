@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from param_server.blobs import MemoryBlobs
+from param_server.key_value_store import MemoryKeyValueStore
 from param_server.rows_topic import InMemoryRows
 from roostream.errors import UnavailableError
 from roostream.runtime.clock import FakeClock
@@ -102,23 +102,23 @@ def test_a_delta_carries_the_oldest_times_behind_its_rows() -> None:
 def test_rows_that_are_too_large_are_counted_and_left_out() -> None:
     loop = Loop(begun(max_publish_norm=0.15))
     loop.push(1, 2)
-    loop.shard.tables[ADAGRAD].held.rows_ND[:2] = [[1, 1, 1, 1], [0.01, 0, 0, 0]]
+    loop.shard.tables[ADAGRAD].embeddings.rows_ND[:2] = [[1, 1, 1, 1], [0.01, 0, 0, 0]]
     loop.turn()
     assert [list(d.ids) for d in deltas(loop.topic)] == [[2]]
     assert loop.shard.stats()["withheld"] == 1
 
 
 def test_a_row_that_may_not_go_out_is_taken_from_readers_who_have_it_from_a_history_that_is_over() -> None:
-    blobs, store = MemoryBlobs(), MemoryStore()
+    blobs, store = MemoryKeyValueStore(), MemoryStore()
     loop = Loop(begun(blobs=blobs, store=store))
     follower = Follower(loop.topic)
     loop.turn()
     loop.push(1)
     table = loop.shard.tables[ADAGRAD]
-    table.held.rows_ND[table.index.find(keys(ITEM, 1))] = 60
+    table.embeddings.rows_ND[table.index.find(keys(ITEM, 1))] = 60
     name, large = commit(loop.shard, store, 1), loop.rows(1)
     follower.catch_up(loop.shard)
-    table.held.rows_ND[table.index.find(keys(ITEM, 1))] = 0.01
+    table.embeddings.rows_ND[table.index.find(keys(ITEM, 1))] = 0.01
     loop.push(1, value=1e-9)
     loop.turn()
     follower.catch_up(loop.shard)

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from param_server.blobs import MemoryBlobs
-from param_server.index_kernels import IN_FLIGHT
-from param_server.outbox import Round
+from param_server.kernels import IN_FLIGHT
+from param_server.key_value_store import MemoryKeyValueStore
+from param_server.outbox import PublishRound
 from param_server.publish import Publisher
 from param_server.rows_topic import InMemoryRows
 from roostream.errors import UnavailableError
@@ -29,7 +29,7 @@ from tests.param_server.shard_support import (
 )
 
 
-def killed_and_restored(loop: Loop, blobs: MemoryBlobs, store: MemoryStore, name: str) -> Loop:
+def killed_and_restored(loop: Loop, blobs: MemoryKeyValueStore, store: MemoryStore, name: str) -> Loop:
     """A new process of the same shard, restored as the next incarnation, on the same topic."""
     shard = make_shard(blobs, store)
     shard.restore(loop.shard.incarnation + 1, name)
@@ -58,7 +58,7 @@ def test_only_a_shard_s_own_buckets_get_barriers() -> None:
 
 @pytest.mark.parametrize("survives", [False, True])
 def test_readers_are_told_what_a_rollback_undid(survives: bool) -> None:
-    blobs, store = MemoryBlobs(), MemoryStore()
+    blobs, store = MemoryKeyValueStore(), MemoryStore()
     loop = Loop(begun(blobs=blobs, store=store))
     follower = Follower(loop.topic)
     loop.push(1, 2)
@@ -83,7 +83,7 @@ def test_readers_are_told_what_a_rollback_undid(survives: bool) -> None:
 
 def test_a_kill_before_everything_is_republished_repeats_it() -> None:
     """The recorded offset moves on only when every key behind the barrier is marked, and marks are committed with the rows."""
-    blobs, store = MemoryBlobs(), MemoryStore()
+    blobs, store = MemoryKeyValueStore(), MemoryStore()
     loop = Loop(begun(blobs=blobs, store=store))
     follower = Follower(loop.topic)
     follower.catch_up(loop.shard)
@@ -104,7 +104,7 @@ def test_a_kill_before_everything_is_republished_repeats_it() -> None:
 
 @pytest.mark.parametrize("in_flight", [False, True])
 def test_rows_that_were_committed_before_they_went_out_go_out_after_a_kill(in_flight: bool) -> None:
-    blobs, store = MemoryBlobs(), MemoryStore()
+    blobs, store = MemoryKeyValueStore(), MemoryStore()
     loop = Loop(begun(blobs=blobs, store=store, schema=small_schema()))
     follower = Follower(loop.topic)
     loop.turn()
@@ -121,7 +121,7 @@ def test_rows_that_were_committed_before_they_went_out_go_out_after_a_kill(in_fl
 
 
 def test_a_tombstone_that_was_committed_before_it_went_out_goes_out_after_a_kill() -> None:
-    blobs, store = MemoryBlobs(), MemoryStore()
+    blobs, store = MemoryKeyValueStore(), MemoryStore()
     loop = Loop(begun(blobs=blobs, store=store, schema=small_schema(expire_after_ms=10)))
     follower = Follower(loop.topic)
     loop.push(1, time_ms=1)
@@ -135,7 +135,7 @@ def test_a_tombstone_that_was_committed_before_it_went_out_goes_out_after_a_kill
     assert follower.replica.num_rows == 0 and follower.num_bootstraps == 1
 
 
-def with_a_round_in_flight() -> tuple[Loop, str, Round]:
+def with_a_round_in_flight() -> tuple[Loop, str, PublishRound]:
     """Of two rows, behind a commit; the commit's manifest, and the round."""
     store = MemoryStore()
     loop = Loop(begun(store=store))
@@ -178,7 +178,7 @@ def test_a_round_that_ends_while_rows_are_restored_is_settled_behind_it(acknowle
 
 @pytest.mark.parametrize("first", [5, 100])
 def test_a_recorded_offset_that_is_gone_tells_readers_to_begin_anew(first: int) -> None:
-    blobs, store = MemoryBlobs(), MemoryStore()
+    blobs, store = MemoryKeyValueStore(), MemoryStore()
     loop = Loop(begun(blobs=blobs, store=store))
     loop.push(1, 2)
     loop.turn()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from param_server.client import Client
-from param_server.initial import initial_rows
+from param_server.initial_rows import initial_rows
 from param_server.publish import Publisher
 from param_server.replica.replica import Replica
 from param_server.rows_topic import InMemoryRows
@@ -262,7 +262,7 @@ def test_g4_stale_buckets_are_mended_by_their_shards_and_only_they() -> None:
         follower.catch_up(*shards)
     buckets = {(ADAGRAD, bucket_of(i, table_id(ITEM), 64)) for i in range(40)}
     assert follower.replica.stale == buckets and follower.num_bootstraps == 1
-    follower.replica.mend(transports)
+    follower.replica.repair(transports)
     assert not follower.replica.stale
     assert follower.replica.gather(lookup)[ADAGRAD].tobytes() == client.pull(lookup)[ADAGRAD].tobytes()
     client.close()
@@ -271,16 +271,16 @@ def test_g4_stale_buckets_are_mended_by_their_shards_and_only_they() -> None:
 def test_a_doubted_bucket_is_stale_in_every_stack_and_an_unknown_one_is_all() -> None:
     replica = Replica(small_schema(), 0)
     replica.bootstrap([transport_to(begun())])
-    replica.doubt(BUCKET)
+    replica.mark_stale(BUCKET)
     assert (
         replica.stale == {(stack, BUCKET) for stack in small_schema().stacks} and not replica.needs_bootstrap
     )
     with pytest.raises(UnavailableError):
-        replica.mend([transport_to(make_shard())])
+        replica.repair([transport_to(make_shard())])
     assert replica.stale, "until it is mended"
     replica.bootstrap([transport_to(begun())])
     assert not replica.stale, "a bootstrap has all of them"
-    replica.doubt(64)
+    replica.mark_stale(64)
     assert replica.needs_bootstrap
 
 

@@ -10,10 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from param_server.blobs import MemoryBlobs
 from param_server.client import Client
+from param_server.eviction import EvictionPolicyFactory, ExpiryPolicy
+from param_server.key_value_store import MemoryKeyValueStore
 from param_server.publish import Publisher
-from param_server.residency import Expiry, Policy
 from param_server.rows_topic import InMemoryRows
 from param_server.server import Shard
 from roostream.errors import UnavailableError
@@ -42,7 +42,7 @@ SCHEMA = small_schema(expire_after_ms=3000)
 class Undisturbed:
     """The same pushes and expiries on a shard to which nothing ever happens."""
 
-    def __init__(self, residency: Policy) -> None:
+    def __init__(self, residency: EvictionPolicyFactory) -> None:
         self.shard = make_shard(schema=SCHEMA, publishing=False, residency=residency)
         self.shard.restore(1, "")
         self.client = client_of(self.shard)
@@ -66,11 +66,11 @@ def client_of(shard: Shard) -> Client:
 
 
 class ShardLife(RuleBasedStateMachine):
-    residency: Policy = Expiry
+    residency: EvictionPolicyFactory = ExpiryPolicy
 
     def __init__(self) -> None:
         super().__init__()
-        self.blobs, self.store, self.topic = MemoryBlobs(), MemoryStore(), InMemoryRows()
+        self.blobs, self.store, self.topic = MemoryKeyValueStore(), MemoryStore(), InMemoryRows()
         self.incarnation, self.seq, self.manifests = 0, 0, [""]
         self.events: list[tuple] = []
         self.committed: list[list[tuple]] = [[]]  # events behind each manifest

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from param_server import row_block as blocks
-from param_server.index import Keys
+from param_server.embedding_table import Keys
 from param_server.row_block import RowBlock
 from roostream.errors import CheckpointError
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from param_server.blobs import MemoryBlobs
 from param_server.client import Client
+from param_server.key_value_store import MemoryKeyValueStore
 from param_server.publish import Message, Publisher
 from param_server.rows_topic import KafkaRows
 from param_server.server import Shard
@@ -87,7 +87,7 @@ def test_an_offset_beyond_the_topic_is_gone(topic: KafkaRows) -> None:
 
 
 def test_a_killed_shard_s_successor_takes_back_what_was_not_committed(topic: KafkaRows) -> None:
-    blobs, store = MemoryBlobs(), MemoryStore()
+    blobs, store = MemoryKeyValueStore(), MemoryStore()
     shard = begun(blobs=blobs, store=store)
     publisher = Publisher(shard, topic, SystemClock())
     push(shard, 1, 1, 2)

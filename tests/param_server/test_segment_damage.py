@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from param_server.blobs import MemoryBlobs
-from param_server.segments import KEEP_COMMITS, Commit, Damage, Segments
+from param_server.key_value_store import MemoryKeyValueStore
+from param_server.segments import KEEP_COMMITS, Commit, SegmentDamage, Segments
 from roostream.errors import CheckpointError, UnavailableError
 from tests.param_server.segment_support import STACK, Writer, bucket_of, changes, make_segments, state
 
 
-def damage(store: MemoryBlobs, key: bytes) -> None:
+def damage(store: MemoryKeyValueStore, key: bytes) -> None:
     data = store.data[key]
     store.data[key] = data[:10] + bytes([data[10] ^ 1]) + data[11:]
 
@@ -19,7 +19,7 @@ def damage(store: MemoryBlobs, key: bytes) -> None:
 def test_g5_damage_of_what_is_committed_is_found_by_later_commits_and_written_anew_from_memory(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = MemoryBlobs()
+    store = MemoryKeyValueStore()
     writer = Writer(store)
     writer.commit({n: 1.0 for n in range(100)})
     match kind:
@@ -47,7 +47,7 @@ def test_g5_damage_of_what_is_committed_is_found_by_later_commits_and_written_an
 
 
 def test_nothing_is_deleted_while_something_is_damaged() -> None:
-    store = MemoryBlobs()
+    store = MemoryKeyValueStore()
     writer = Writer(store)
     writer.commit({n: 1.0 for n in range(100)})
     for key in list(store.keys(b"b/1-1/")):
@@ -64,10 +64,10 @@ def test_nothing_is_deleted_while_something_is_damaged() -> None:
 
 def test_a_segment_is_read_back_before_what_it_replaces_is_deleted() -> None:
     """Every row is written anew by commit 2; when commit 1 leaves the kept ones, commit 2's segment must be known to be good."""
-    store = MemoryBlobs()
+    store = MemoryKeyValueStore()
     writer = Writer(store)
     first = writer.commit({n: 1.0 for n in range(100)})
-    writer.segments.damaged["1-1"] = Damage(frozenset(range(8)), 100)
+    writer.segments.damaged["1-1"] = SegmentDamage(frozenset(range(8)), 100)
     writer.commit({0: 2.0})
     assert [s.name for s in writer.live] == ["2-1"] and state(writer.segments, first)
     for n in range(KEEP_COMMITS - 2):
@@ -80,7 +80,7 @@ def test_a_segment_is_read_back_before_what_it_replaces_is_deleted() -> None:
 
 
 def test_a_segment_is_read_back_whole_only_once() -> None:
-    class Counting(MemoryBlobs):
+    class Counting(MemoryKeyValueStore):
         reads = 0
 
         def get(self, key: bytes) -> bytes | None:
@@ -99,7 +99,7 @@ def test_a_segment_is_read_back_whole_only_once() -> None:
 
 
 def test_a_store_that_can_t_be_read_now_is_not_damaged() -> None:
-    class Away(MemoryBlobs):
+    class Away(MemoryKeyValueStore):
         away = False
 
         def get(self, key: bytes) -> bytes | None:
@@ -122,7 +122,7 @@ def test_a_store_that_can_t_be_read_now_is_not_damaged() -> None:
 # Rows that are lost, and accepted to be
 
 
-def lossy(store: MemoryBlobs) -> tuple[Writer, bytes]:
+def lossy(store: MemoryKeyValueStore) -> tuple[Writer, bytes]:
     """Commits, and a key of a block of the first one that is damaged by now."""
     writer = Writer(store)
     writer.commit({n: 1.0 for n in range(100)})
@@ -133,7 +133,7 @@ def lossy(store: MemoryBlobs) -> tuple[Writer, bytes]:
 
 
 def test_which_rows_are_lost_is_told_by_name_and_number_with_the_setting_that_accepts_it() -> None:
-    store = MemoryBlobs()
+    store = MemoryKeyValueStore()
     writer, key = lossy(store)
     assert "restore it again" in writer.segments.explain(writer.live[1:])
     bucket = int(key[-5:])
@@ -153,7 +153,7 @@ def test_which_rows_are_lost_is_told_by_name_and_number_with_the_setting_that_ac
 
 @pytest.mark.parametrize("accepted", ["1-1", f"1-1/{STACK}", f"1-1/{STACK}/BUCKET"])
 def test_accepted_rows_begin_anew_and_the_next_commit_needs_no_acceptance(accepted: str) -> None:
-    store = MemoryBlobs()
+    store = MemoryKeyValueStore()
     writer, key = lossy(store)
     bucket = int(key[-5:])
     with pytest.raises(CheckpointError, match="it is damaged"):
@@ -170,7 +170,7 @@ def test_accepted_rows_begin_anew_and_the_next_commit_needs_no_acceptance(accept
 
 
 def test_a_segment_that_is_gone_whole_can_be_accepted_too() -> None:
-    store = MemoryBlobs()
+    store = MemoryKeyValueStore()
     writer, _ = lossy(store)
     del store.data[b"d/1-1"]
     writer.segments = Segments(store, {STACK: (2, 2)}, 8, accepted=["1-1"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from param_server.blobs import MemoryBlobs, RocksBlobs
+from param_server.key_value_store import MemoryKeyValueStore, RocksDbStore
 from param_server.segments import FEW_SEGMENTS, KEEP_COMMITS, MANY_SEGMENTS, Commit, Segments
 from roostream.errors import CheckpointError, UnavailableError
 from tests.param_server.segment_support import STACK, Writer, bucket_of, changes, make_segments, state
@@ -101,7 +101,7 @@ def test_only_the_newest_segments_marks_count() -> None:
 
 
 def test_the_newest_commits_can_be_read_and_older_ones_are_deleted() -> None:
-    store = MemoryBlobs()
+    store = MemoryKeyValueStore()
     segments, live = make_segments(store), ()
     states = []
     for seq in range(1, 40):
@@ -116,7 +116,7 @@ def test_the_newest_commits_can_be_read_and_older_ones_are_deleted() -> None:
 
 
 def test_a_segment_that_was_never_committed_is_deleted_with_the_next_commit() -> None:
-    store = MemoryBlobs()
+    store = MemoryKeyValueStore()
     segments = make_segments(store)
     segments.write("1-1", changes({1: 1.0}), ())
     live = segments.write("1-2", changes({2: 1.0}), ())
@@ -125,7 +125,7 @@ def test_a_segment_that_was_never_committed_is_deleted_with_the_next_commit() ->
 
 
 def test_a_segment_that_was_never_committed_is_deleted_at_a_restore_unless_a_manifest_may_name_it() -> None:
-    store = MemoryBlobs()
+    store = MemoryKeyValueStore()
     live = make_segments(store).write("1-1", changes({1: 1.0}), ())
     make_segments(store).commit(Commit(1, 1, live))
     for name in ("2-1", "2-2", "3-2"):
@@ -140,7 +140,7 @@ def test_a_segment_that_was_never_committed_is_deleted_at_a_restore_unless_a_man
 def test_a_segment_that_is_given_up_leaves_nothing_and_a_full_disk_only_delays_that(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    store = MemoryBlobs()
+    store = MemoryKeyValueStore()
     segments = make_segments(store)
     live = segments.write("1-1", changes({1: 1.0}), ())
     before = dict(store.data)
@@ -169,7 +169,7 @@ def test_going_back_forgets_the_commits_after() -> None:
 
 def test_a_commit_that_only_its_manifest_told_of_is_kept_like_the_others() -> None:
     """The process that wrote it was killed before it heard of the commit."""
-    store = MemoryBlobs()
+    store = MemoryKeyValueStore()
     live = make_segments(store).write("1-1", changes({1: 1.0}), ())
     again = make_segments(store)
     again.restored(Commit(1, 1, live))
@@ -180,7 +180,7 @@ def test_a_commit_that_only_its_manifest_told_of_is_kept_like_the_others() -> No
 
 @pytest.mark.parametrize("nth", [1, 2, 3])
 def test_a_full_disk_leaves_the_committed_state_as_it_was_and_nothing_else(nth: int) -> None:
-    store = MemoryBlobs()
+    store = MemoryKeyValueStore()
     segments = make_segments(store)
     live = segments.write("1-1", changes({1: 1.0}), ())
     before = dict(store.data)
@@ -192,7 +192,7 @@ def test_a_full_disk_leaves_the_committed_state_as_it_was_and_nothing_else(nth: 
 
 
 def test_what_a_manifest_will_name_is_synced_last_and_whole() -> None:
-    class Noting(MemoryBlobs):
+    class Noting(MemoryKeyValueStore):
         def write(
             self, puts: Iterable[tuple[bytes, bytes]], deletes: Iterable[bytes] = (), *, sync: bool = False
         ) -> None:
@@ -212,7 +212,7 @@ def test_what_a_manifest_will_name_is_synced_last_and_whole() -> None:
 
 
 def test_g5_any_flipped_byte_of_a_segment_is_noticed() -> None:
-    store = MemoryBlobs()
+    store = MemoryKeyValueStore()
     segments = make_segments(store)
     live = segments.write("1-1", changes({n: float(n) for n in range(20)}, gone=[99]), ())
     for key in [*store.keys(b"b/"), *store.keys(b"d/")]:
@@ -226,7 +226,7 @@ def test_g5_any_flipped_byte_of_a_segment_is_noticed() -> None:
 
 
 def test_g5_any_absent_part_is_noticed() -> None:
-    store = MemoryBlobs()
+    store = MemoryKeyValueStore()
     segments = make_segments(store)
     live = segments.write("1-1", changes({n: float(n) for n in range(20)}), ())
     for key in [*store.keys(b"b/"), *store.keys(b"d/")]:
@@ -237,7 +237,7 @@ def test_g5_any_absent_part_is_noticed() -> None:
 
 
 def test_g5_a_part_of_another_segment_in_its_place_is_noticed() -> None:
-    store = MemoryBlobs()
+    store = MemoryKeyValueStore()
     segments = make_segments(store)
     live = segments.write("1-1", changes({1: 1.0}), ())
     segments.write("2-1", changes({1: 2.0}), live)
@@ -248,7 +248,7 @@ def test_g5_a_part_of_another_segment_in_its_place_is_noticed() -> None:
 
 
 def test_a_format_of_the_future_says_expected_and_got() -> None:
-    store = MemoryBlobs()
+    store = MemoryKeyValueStore()
     segments = make_segments(store)
     (segment,) = segments.write("1-1", changes({1: 1.0}), ())
     data = json.dumps(json.loads(store.data[b"d/1-1"]) | {"format": 3}).encode()
@@ -260,7 +260,7 @@ def test_a_format_of_the_future_says_expected_and_got() -> None:
 
 
 def test_stacks_that_the_schema_had_once_are_read_by_their_names_and_come_first() -> None:
-    store = MemoryBlobs()
+    store = MemoryKeyValueStore()
     live = make_segments(store).write("1-1", changes({1: 1.0}), ())
     now = Segments(store, {"d3-adagrad": (3, 3)}, 8)
     assert [part.stack for part in now.read(live)] == [STACK] and state(now, live) == {1: 1.0}
@@ -271,7 +271,7 @@ def test_stacks_that_the_schema_had_once_are_read_by_their_names_and_come_first(
 
 
 def test_a_damaged_list_of_commits_is_begun_anew(caplog: pytest.LogCaptureFixture) -> None:
-    store = MemoryBlobs()
+    store = MemoryKeyValueStore()
     segments = make_segments(store)
     live = segments.write("1-1", changes({1: 1.0}), ())
     store.data[b"history"] = b"[[1"
@@ -280,12 +280,12 @@ def test_a_damaged_list_of_commits_is_begun_anew(caplog: pytest.LogCaptureFixtur
 
 
 def test_a_state_survives_a_restart_of_rocksdb(tmp_path: Path) -> None:
-    store = RocksBlobs(tmp_path).open()
+    store = RocksDbStore(tmp_path).open()
     segments = Segments(store, {STACK: (2, 2)}, 8)
     live = segments.write("1-1", changes({n: float(n) for n in range(3000)}), ())
     segments.commit(Commit(1, 1, live))
     store.close()
-    again = Segments(RocksBlobs(tmp_path).open(), {STACK: (2, 2)}, 8)
+    again = Segments(RocksDbStore(tmp_path).open(), {STACK: (2, 2)}, 8)
     assert state(again, again.history()[-1].segments) == {n: float(n) for n in range(3000)}
     again.store.close()
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from param_server.calls import Calls
-from param_server.initial import initial_rows
+from param_server.initial_rows import initial_rows
 from param_server.publish import Publisher
 from param_server.rows_topic import InMemoryRows
+from param_server.server import ShardRpcHandler
 from roostream.errors import FencedError, RoostreamError, SchemaError, UnavailableError, WireError
 from roostream.runtime.clock import FakeClock
 from roostream.schema.ids import bucket_of
@@ -67,7 +67,7 @@ def test_tables_of_a_stack_move_by_their_own_rates() -> None:
     shard = begun(schema=schema)
     keys_2 = [np.array([table_id(ITEM), table_id(USER)], np.uint32), np.array([1, 1], np.int64)]
     header = {"incarnation": 1, "stacks": [ADAGRAD]}
-    (before,) = Calls(shard).handle("pull", header, keys_2)[1]
+    (before,) = ShardRpcHandler(shard).handle("pull", header, keys_2)[1]
     push = {
         "worker": 0,
         "sequence": 1,
@@ -76,8 +76,8 @@ def test_tables_of_a_stack_move_by_their_own_rates() -> None:
         "oldest_engagement_ms": 0,
         "oldest_close_ms": 0,
     }
-    Calls(shard).handle("push", header | push, [*keys_2, np.ones((2, 4), np.float32)])
-    (after,) = Calls(shard).handle("pull", header, keys_2)[1]
+    ShardRpcHandler(shard).handle("push", header | push, [*keys_2, np.ones((2, 4), np.float32)])
+    (after,) = ShardRpcHandler(shard).handle("pull", header, keys_2)[1]
     np.testing.assert_allclose(before[0] - after[0], 0.5, rtol=1e-4)
     np.testing.assert_allclose(before[1] - after[1], 0.05 / np.sqrt(2), rtol=1e-4)
 
@@ -94,7 +94,9 @@ def test_one_call_carries_all_stacks() -> None:
     shard = begun()
     item, topic = keys(ITEM, 1, 2, 3), keys(TOPIC, 9)
     header = {"incarnation": 1, "stacks": [ROWWISE, ADAGRAD]}
-    _, rows = Calls(shard).handle("pull", header, [topic.table_U, topic.id_U, item.table_U, item.id_U])
+    _, rows = ShardRpcHandler(shard).handle(
+        "pull", header, [topic.table_U, topic.id_U, item.table_U, item.id_U]
+    )
     assert [r.shape for r in rows] == [(1, 3), (3, 4)]
 
 
@@ -155,7 +157,7 @@ def test_nothing_is_answered_before_restore() -> None:
         with pytest.raises(UnavailableError, match="waits for RESTORE"):
             call()
     with pytest.raises(UnavailableError):
-        Calls(shard).handle("scan", {"stack": ADAGRAD, "cursor": 0, "limit": 10}, [])
+        ShardRpcHandler(shard).handle("scan", {"stack": ADAGRAD, "cursor": 0, "limit": 10}, [])
     assert shard.stats()["ready"] is False
 
 
@@ -211,7 +213,7 @@ def test_a_pull_that_doesn_t_fit_is_refused(
     header: dict[str, Any], arrays: list[np.ndarray], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        Calls(begun()).handle("pull", header, arrays)
+        ShardRpcHandler(begun()).handle("pull", header, arrays)
 
 
 def test_an_unknown_call_or_command_names_the_known_ones() -> None:
@@ -219,7 +221,7 @@ def test_an_unknown_call_or_command_names_the_known_ones() -> None:
     with pytest.raises(
         RoostreamError, match="expected a call of owners, pull, push, read, scan or stats, got 'drop'"
     ):
-        Calls(shard).handle("drop", {}, [])
+        ShardRpcHandler(shard).handle("drop", {}, [])
     with pytest.raises(RoostreamError, match="expected a command of freeze"):
         shard.execute({"kind": "drop", "incarnation": 1})
 
@@ -230,7 +232,7 @@ def test_a_reader_gets_rows_with_their_versions_and_creates_none() -> None:
     publisher = Publisher(shard, InMemoryRows(), FakeClock())
     publisher.turn(threading.Event())
     asked = keys(ITEM, 1, 2, 3)
-    header, (rows_UD, there_U, sequence_U) = Calls(shard).handle(
+    header, (rows_UD, there_U, sequence_U) = ShardRpcHandler(shard).handle(
         "read", {"stacks": [ADAGRAD]}, [asked.table_U, asked.id_U]
     )
     assert header == {"incarnation": 1} and there_U.tolist() == [1, 1, 0]
@@ -247,12 +249,12 @@ def test_a_reader_gets_no_row_that_may_not_be_published() -> None:
     shard = begun()
     push(shard, 1)
     table = shard.tables[ADAGRAD]
-    table.held.rows_ND[table.index.find(keys(ITEM, 1))] = np.nan
+    table.embeddings.rows_ND[table.index.find(keys(ITEM, 1))] = np.nan
     rows = table.read(keys(ITEM, 1, 2), 100.0)
     assert rows.there_U.tolist() == [0, 1] and np.isfinite(rows.rows_UD).all()
-    assert rows.rows_UD[0].tobytes() == table.held.gather_at(keys(ITEM, 1), np.array([-1])).tobytes()
+    assert rows.rows_UD[0].tobytes() == table.embeddings.gather_at(keys(ITEM, 1), np.array([-1])).tobytes()
 
 
 def test_readers_wait_for_restore_as_trainers_do() -> None:
     with pytest.raises(UnavailableError, match="waits for RESTORE"):
-        Calls(make_shard()).handle("read", {"stacks": []}, [])
+        ShardRpcHandler(make_shard()).handle("read", {"stacks": []}, [])

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from param_server.blobs import MemoryBlobs
+from param_server.key_value_store import MemoryKeyValueStore
 from roostream.errors import CheckpointError, ConfigError, FencedError, UnavailableError
 from tests.param_server.shard_support import (
     ADAGRAD,
@@ -27,7 +27,7 @@ from tests.param_server.shard_support import push_to as push
 
 
 def test_a_restart_gives_the_committed_rows_to_the_bit() -> None:
-    blobs, store = MemoryBlobs(), MemoryStore()
+    blobs, store = MemoryKeyValueStore(), MemoryStore()
     shard = begun(blobs=blobs, store=store)
     for n in range(1, 9):
         push(shard, n, ITEM, (n, n + 1, 50))
@@ -97,7 +97,7 @@ def test_training_goes_on_while_a_frozen_generation_is_written() -> None:
 
 
 def test_an_aborted_commit_s_rows_are_in_the_next_one() -> None:
-    blobs, store = MemoryBlobs(), MemoryStore()
+    blobs, store = MemoryKeyValueStore(), MemoryStore()
     shard = begun(blobs=blobs, store=store)
     push(shard, 1, ITEM, (1, 2))
     shard.freeze(1, 0)
@@ -125,7 +125,7 @@ def test_an_older_manifest_than_the_last_commit_is_read_whole() -> None:
 
 @pytest.mark.parametrize("publishing", [True, False])
 def test_rows_expire_by_the_watermark_at_a_freeze_and_come_back_with_a_rollback(publishing: bool) -> None:
-    blobs, store = MemoryBlobs(), MemoryStore()
+    blobs, store = MemoryKeyValueStore(), MemoryStore()
     schema = small_schema(expire_after_ms=5000)
     shard = begun(blobs=blobs, store=store, schema=schema, publishing=publishing)
     push(shard, 1, ITEM, (1,), time_ms=1000)
@@ -148,7 +148,7 @@ def test_rows_expire_by_the_watermark_at_a_freeze_and_come_back_with_a_rollback(
 
 def test_what_a_restore_did_without_is_forgotten_by_the_next_one() -> None:
     """Of rows that were lost nobody knows what readers have; of those of a whole commit they do."""
-    blobs, store = MemoryBlobs(), MemoryStore()
+    blobs, store = MemoryKeyValueStore(), MemoryStore()
     shard = begun(blobs=blobs, store=store)
     push(shard, 1)
     name = commit(shard, store, 1)
@@ -172,7 +172,7 @@ def test_a_row_that_expired_begins_again_at_its_initial_value() -> None:
 
 
 def test_a_row_that_expired_and_began_again_before_the_commit_is_in_it() -> None:
-    blobs, store = MemoryBlobs(), MemoryStore()
+    blobs, store = MemoryKeyValueStore(), MemoryStore()
     schema = small_schema(expire_after_ms=10)
     shard = begun(blobs=blobs, store=store, schema=schema)
     push(shard, 1, ITEM, (1,), time_ms=1)
@@ -227,7 +227,7 @@ def test_an_abort_ends_whatever_is_frozen_up_to_it_and_is_remembered_until_a_res
 
 
 def test_a_failed_write_can_be_tried_again() -> None:
-    blobs, store = MemoryBlobs(), MemoryStore()
+    blobs, store = MemoryKeyValueStore(), MemoryStore()
     shard = begun(blobs=blobs, store=store)
     push(shard, 1)
     shard.freeze(1, 0)
@@ -241,7 +241,7 @@ def test_a_failed_write_can_be_tried_again() -> None:
 
 
 def test_a_commit_holds_even_if_old_segments_can_t_be_deleted(caplog: pytest.LogCaptureFixture) -> None:
-    blobs, store = MemoryBlobs(), MemoryStore()
+    blobs, store = MemoryKeyValueStore(), MemoryStore()
     shard = begun(blobs=blobs, store=store)
     push(shard, 1)
     shard.freeze(1, 0)
@@ -294,7 +294,7 @@ def test_a_whole_commit_by_commands() -> None:
 
 
 def test_g5_a_damaged_segment_is_refused_and_the_manifest_before_it_works() -> None:
-    blobs, store = MemoryBlobs(), MemoryStore()
+    blobs, store = MemoryKeyValueStore(), MemoryStore()
     shard = begun(blobs=blobs, store=store)
     push(shard, 1, ITEM, (1, 2, 3))
     first, committed = commit(shard, store, 1), state_of(shard)
@@ -313,7 +313,7 @@ def test_g5_a_damaged_segment_is_refused_and_the_manifest_before_it_works() -> N
 
 
 def test_g5_a_survivor_that_finds_damage_in_the_middle_reads_everything_the_next_time() -> None:
-    blobs, store = MemoryBlobs(), MemoryStore()
+    blobs, store = MemoryKeyValueStore(), MemoryStore()
     shard = begun(blobs=blobs, store=store)
     push(shard, 1, ITEM, tuple(range(40)))
     name, committed = commit(shard, store, 1), state_of(shard)

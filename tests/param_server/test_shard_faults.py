@@ -8,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from param_server.blobs import MemoryBlobs, RocksBlobs
-from param_server.calls import Calls
-from param_server.index import KeyIndex
-from param_server.residency import Expiry
+from param_server.embedding_table import KeyIndex
+from param_server.eviction import ExpiryPolicy
+from param_server.key_value_store import MemoryKeyValueStore, RocksDbStore
 from param_server.segments import FEW_SEGMENTS, Segments
-from param_server.server import Shard
+from param_server.server import Shard, ShardRpcHandler
 from param_server.table import shapes_of
 from roostream.errors import CheckpointError, UnavailableError
 from tests.param_server.reader_support import Follower, Loop
@@ -35,7 +34,7 @@ from tests.param_server.shard_support import push_to as push
 from tests.runtime.full_disk import room_for
 
 
-class FullDisk(MemoryBlobs):
+class FullDisk(MemoryKeyValueStore):
     """Refuses every write while `full`, as long as it would take room."""
 
     full = False
@@ -48,7 +47,7 @@ class FullDisk(MemoryBlobs):
         super().write(puts, deletes, sync=sync)
 
 
-def segments_of(blobs: MemoryBlobs) -> set[str]:
+def segments_of(blobs: MemoryKeyValueStore) -> set[str]:
     return {key[2:].decode() for key in blobs.keys(b"d/")}
 
 
@@ -56,7 +55,7 @@ def segments_of(blobs: MemoryBlobs) -> set[str]:
 
 
 def test_a_commit_that_is_given_up_leaves_no_segment() -> None:
-    blobs, store = MemoryBlobs(), MemoryStore()
+    blobs, store = MemoryKeyValueStore(), MemoryStore()
     shard = begun(blobs=blobs, store=store)
     push(shard, 1)
     commit(shard, store, 1)
@@ -97,7 +96,7 @@ def test_a_restore_works_while_the_disk_is_full_and_commits_work_when_it_is_not(
 
 
 def test_a_commit_after_a_given_up_one_writes_no_more_than_it_must() -> None:
-    blobs, store = MemoryBlobs(), MemoryStore()
+    blobs, store = MemoryKeyValueStore(), MemoryStore()
     shard = begun(blobs=blobs, store=store, publishing=False)
     push(shard, 1, ITEM, tuple(range(1000)))
     commit(shard, store, 1)
@@ -116,7 +115,7 @@ def test_a_commit_after_a_given_up_one_writes_no_more_than_it_must() -> None:
 
 def test_the_store_of_a_shard_on_a_full_disk_is_used_again_when_there_is_room(tmp_path: Path) -> None:
     """RocksDB itself, with files that may not grow: each commit is refused, and none is after."""
-    blobs, store = RocksBlobs(tmp_path).open(), MemoryStore()
+    blobs, store = RocksDbStore(tmp_path).open(), MemoryStore()
     schema = small_schema()
     identity = make_shard().identity
     segments = Segments(blobs, shapes_of(schema), identity.num_buckets)
@@ -136,7 +135,7 @@ def test_the_store_of_a_shard_on_a_full_disk_is_used_again_when_there_is_room(tm
     name = commit(shard, store, 5)
     assert state_of(shard) != committed
     blobs.close()
-    reopened = RocksBlobs(tmp_path).open()
+    reopened = RocksDbStore(tmp_path).open()
     again = Shard(
         identity, Segments(reopened, shapes_of(schema), identity.num_buckets), store, make_shard().clock
     )
@@ -145,11 +144,11 @@ def test_the_store_of_a_shard_on_a_full_disk_is_used_again_when_there_is_room(tm
     reopened.close()
 
 
-# Damage
+# SegmentDamage
 
 
 def test_g5_one_flipped_bit_in_the_first_segment_is_healed_from_memory_before_anybody_needs_it() -> None:
-    blobs, store = MemoryBlobs(), MemoryStore()
+    blobs, store = MemoryKeyValueStore(), MemoryStore()
     shard = begun(blobs=blobs, store=store)
     push(shard, 1, ITEM, tuple(range(200)))
     push(shard, 2, TOPIC, tuple(range(200)))
@@ -166,9 +165,9 @@ def test_g5_one_flipped_bit_in_the_first_segment_is_healed_from_memory_before_an
     assert state_of(again) == state_of(shard)
 
 
-def lossy() -> tuple[MemoryBlobs, MemoryStore, Loop, str, str]:
+def lossy() -> tuple[MemoryKeyValueStore, MemoryStore, Loop, str, str]:
     """(…, a shard that publishes, its last manifest, a part of it that is damaged by now)."""
-    blobs, store = MemoryBlobs(), MemoryStore()
+    blobs, store = MemoryKeyValueStore(), MemoryStore()
     shard = begun(blobs=blobs, store=store)
     loop = Loop(shard)
     loop.push(*range(200))
@@ -182,7 +181,7 @@ def lossy() -> tuple[MemoryBlobs, MemoryStore, Loop, str, str]:
     return blobs, store, loop, name, f"{segment}/{stack}/{int(bucket)}"
 
 
-def accepting(blobs: MemoryBlobs, store: MemoryStore, *parts: str) -> Shard:
+def accepting(blobs: MemoryKeyValueStore, store: MemoryStore, *parts: str) -> Shard:
     shard = make_shard(blobs, store)
     shard.segments = Segments(blobs, shapes_of(small_schema()), 64, accepted=parts)
     return shard
@@ -239,7 +238,7 @@ def two_stacks(shard: Shard) -> None:
     header = {"incarnation": shard.incarnation, "worker": 0, "sequence": 2, "step": 2, "time_ms": 1}
     header |= {"oldest_engagement_ms": 0, "oldest_close_ms": 0, "stacks": [ADAGRAD, ROWWISE]}
     ones = [np.ones((1, 4), np.float32), np.ones((1, 3), np.float32)]
-    Calls(shard).handle(
+    ShardRpcHandler(shard).handle(
         "push", header, [item.table_U, item.id_U, ones[0], topic.table_U, topic.id_U, ones[1]]
     )
 
@@ -265,7 +264,7 @@ def test_a_push_that_fails_after_its_first_stack_was_applied_is_never_applied_tw
     assert push(shard, 1, ITEM, (1,))
 
 
-class NoMemory(Expiry):
+class NoMemory(ExpiryPolicy):
     def evict(self, watermark_ms: int, index: KeyIndex, stamp_ms_N: np.ndarray) -> np.ndarray:
         raise MemoryError("no room for a copy")
 
@@ -301,12 +300,12 @@ def test_a_huge_gradient_moves_its_row_and_no_state_becomes_infinite(value: floa
     for n in range(2, 40):
         push(shard, n, ITEM, (1,), gradient_UD=np.full((1, 4), value, np.float32))
     table = shard.tables[ADAGRAD]
-    assert np.isfinite(table.state_NA).all() and np.isfinite(table.held.rows_ND).all()
+    assert np.isfinite(table.state_NA).all() and np.isfinite(table.embeddings.rows_ND).all()
     assert (pull(shard, ITEM, 1) != before).all() and shard.stats()["limited"] == 39
 
 
 def test_the_largest_accumulator_is_shown_by_stack() -> None:
-    blobs, store = MemoryBlobs(), MemoryStore()
+    blobs, store = MemoryKeyValueStore(), MemoryStore()
     shard = begun(blobs=blobs, store=store)
     push(shard, 1, ITEM, (1,), gradient_UD=np.array([[3, 1, 0, 2]], np.float32))
     name = commit(shard, store, 1)

@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from param_server.blobs import MemoryBlobs
-from param_server.calls import Calls
 from param_server.config import ShardIdentity
-from param_server.index import Keys
-from param_server.initial import initial_rows
-from param_server.server import Shard
+from param_server.embedding_table import Keys
+from param_server.initial_rows import initial_rows
+from param_server.key_value_store import MemoryKeyValueStore
+from param_server.server import Shard, ShardRpcHandler
 from roostream.errors import CheckpointError, SchemaError
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import schema_from_dict
@@ -37,7 +36,13 @@ class Home:
     """What outlives a shard's processes."""
 
     def __init__(self) -> None:
-        self.blobs, self.store, self.incarnation, self.seq, self.last = MemoryBlobs(), MemoryStore(), 0, 0, ""
+        self.blobs, self.store, self.incarnation, self.seq, self.last = (
+            MemoryKeyValueStore(),
+            MemoryStore(),
+            0,
+            0,
+            "",
+        )
 
     def start(self, its: Schema) -> Shard:
         shard = make_shard(self.blobs, self.store, schema=its, seed=SEED, publishing=False)
@@ -67,7 +72,7 @@ def push(shard: Shard, table: str, ids: np.ndarray = IDS) -> None:
     gradient_UD = (
         np.random.default_rng([sequence, its.id]).normal(size=(len(ids), its.dim)).astype(np.float32)
     )
-    Calls(shard).handle("push", header, [np.full(len(ids), its.id, np.uint32), ids, gradient_UD])
+    ShardRpcHandler(shard).handle("push", header, [np.full(len(ids), its.id, np.uint32), ids, gradient_UD])
 
 
 def held(shard: Shard, table: str) -> tuple[np.ndarray, np.ndarray]:
@@ -76,7 +81,7 @@ def held(shard: Shard, table: str) -> tuple[np.ndarray, np.ndarray]:
     rows = shard.tables[its.stack]
     place_N = rows.index.find(Keys(np.full(len(IDS), its.id, np.uint32), IDS))
     assert (place_N >= 0).all()
-    return rows.held.rows_ND[place_N].copy(), rows.state_NA[place_N].copy()
+    return rows.embeddings.rows_ND[place_N].copy(), rows.state_NA[place_N].copy()
 
 
 def trained(rule: str = "adagrad", **more: Any) -> tuple[Home, Shard]:

@@ -50,7 +50,7 @@ def write_items(path: Path, items: list[dict[str, Any]]) -> Path:
     return fresh.replace(path)
 
 
-def version_of(name: str = "1-2", config: ModelConfig = CASCADE, seed: int = 0) -> Version:
+def packed_version(name: str = "1-2", config: ModelConfig = CASCADE, seed: int = 0) -> Version:
     return build_version(name, SCHEMA, config, seed, {})
 
 
@@ -89,7 +89,7 @@ def retrieving(
     items = write_items(home / "items.jsonl", [item_of(i) for i in range(NUM_ITEMS)])
     clock = FakeClock(NOW_MS)
     built = build(home, rows, hydrator, clock=clock, items=str(items), **settings)
-    built.service.versions.install(version or version_of())
+    built.service.versions.install(version or packed_version())
     parts, service = built.parts, built.service
     keeper = open_retrieval(parts.config, SCHEMA, service, Quiet(clock), clock, parts.metrics.registry)
     assert keeper is not None

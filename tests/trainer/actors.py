@@ -176,7 +176,7 @@ class HallReduction:
         bucket_N.copy_(sum(posted[index] for index in sorted(posted)))  # type: ignore[arg-type]
         self.hall.num_sums += 1
 
-    def swap(self, parts: Sequence[np.ndarray], about: str) -> list[np.ndarray]:
+    def all_to_all(self, parts: Sequence[np.ndarray], about: str) -> list[np.ndarray]:
         posted = self._all_told((about, [part.copy() for part in parts]))
         assert {name for name, _ in posted.values()} == {about}, "the workers are not in step"
         self.hall.num_swaps += 1

@@ -102,7 +102,7 @@ class FakeShard:
         return {"applied": True}, []
 
     def _push_with_others(self, header: Header, arrays: Sequence[np.ndarray]) -> None:
-        """As `param_server.step_sum`: held until the step has every worker's."""
+        """As `param_server.gradient_barrier`: held until the step has every worker's."""
         worker, held, incarnation = header["worker"], self.held, self.incarnation
         if any(other["step"] != header["step"] for other, _ in held.values()):
             raise FencedError("the workers are not in step")

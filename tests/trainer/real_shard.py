@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from param_server.blobs import MemoryBlobs
-from param_server.calls import Calls
+from param_server.key_value_store import MemoryKeyValueStore
+from param_server.server import ShardRpcHandler
 from roostream.errors import TransportError, UnavailableError
 from roostream.runtime.clock import Clock
 from roostream.schema.schema import Schema
@@ -44,7 +44,13 @@ class RealShard:
     """The same surface as `FakeShard`."""
 
     def __init__(
-        self, index: int, num_shards: int, store: MemoryStore, clock: Clock, disk: MemoryBlobs, schema: Schema
+        self,
+        index: int,
+        num_shards: int,
+        store: MemoryStore,
+        clock: Clock,
+        disk: MemoryKeyValueStore,
+        schema: Schema,
     ) -> None:
         identity: dict[str, Any] = {
             "schema": schema,
@@ -54,7 +60,7 @@ class RealShard:
         }
         self.shard = make_shard(disk, store, clock, **identity)  # type: ignore[arg-type]
         self.handle, self.execute, self.report = (
-            Calls(self.shard).handle,
+            ShardRpcHandler(self.shard).handle,
             self.shard.execute,
             self.shard.stats,
         )

@@ -21,8 +21,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from param_server.blobs import MemoryBlobs
 from param_server.client import Client
+from param_server.key_value_store import MemoryKeyValueStore
 from roostream.errors import FencedError, RoostreamError
 from roostream.runtime import manifest as manifests
 from roostream.runtime.controller_agent import ControllerAgent
@@ -129,7 +129,7 @@ class Simulation:
         self.clock, self.store = EvenClock(), ShakyStore(self.disorder)
         self.store.objects |= site.objects
         self.disks: list[Any] = list(site.disks) or [
-            MemoryBlobs() if real_shards else {} for _ in range(num_shards)
+            MemoryKeyValueStore() if real_shards else {} for _ in range(num_shards)
         ]
         self.workers = workers(max(num_workers, initial_workers))
         self.places = {str(key): Place() for key in (*self.facts.shards, *self.workers)}

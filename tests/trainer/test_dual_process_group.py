@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from param_server.exchange.exchanged_rows import ExchangedRows
+from param_server.row_exchange import RowExchange
 from roostream.errors import UnavailableError
-from tests.param_server.exchange.test_exchanged_rows import at_shards, batch
 from tests.param_server.shard_support import ITEM, begun, lookup_of, state_of
+from tests.param_server.test_row_exchange import at_shards, batch
 from trainer.dual_process_group import DualRendezvous
 from trainer.process_group import GroupSpec, SingleWorkerGroup, TorchRendezvous
 
@@ -21,7 +21,7 @@ WORKERS, STEPS = 2, 3
 def test_rows_are_pushed_beside_the_sum_of_the_next_turn_and_leaving_ends_both() -> None:
     places = [TorchRendezvous("127.0.0.1:0", device="cpu", timeout_s=20) for _ in range(WORKERS)]
     shards = [begun(index=i, num_shards=WORKERS) for i in range(WORKERS)]
-    rows = [ExchangedRows(shard, SingleWorkerGroup()) for shard in shards]
+    rows = [RowExchange(shard, SingleWorkerGroup()) for shard in shards]
     teams = [DualRendezvous(place, its) for place, its in zip(places, rows, strict=True)]
     sums: list[list[float]] = [[], []]
 
@@ -62,7 +62,7 @@ def test_rows_are_pushed_beside_the_sum_of_the_next_turn_and_leaving_ends_both()
 
 def test_an_interrupt_ends_a_swap_that_waits() -> None:
     place = TorchRendezvous("127.0.0.1:0", device="cpu", timeout_s=20)
-    rows = ExchangedRows(begun(index=0, num_shards=2), SingleWorkerGroup())
+    rows = RowExchange(begun(index=0, num_shards=2), SingleWorkerGroup())
     reduction = DualRendezvous(place, rows).join(GroupSpec(1, 0, 2, place.address))
     rows.set_incarnation(1, 2)
     threading.Timer(0.2, reduction.interrupt).start()

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from param_server.blobs import MemoryBlobs
 from param_server.client import Client
+from param_server.key_value_store import MemoryKeyValueStore
 from roostream.cli.batch_inspection import inspected
 from roostream.errors import HeldError, UnavailableError
 from roostream.runtime import manifest as manifests
@@ -112,7 +112,7 @@ class Together:
         self.controller = Controller(Coordinator(facts, self.clock.monotonic_s()), self.store, self.clock)
         self.server = RpcServer(self.controller.handle).start()
         self.stops: list[Callable[[], object]] = []
-        self.disks = [MemoryBlobs(), MemoryBlobs()]
+        self.disks = [MemoryKeyValueStore(), MemoryKeyValueStore()]
         self.ports = [0, 0]
         self.failures: queue.Queue[Exception] = queue.Queue()
         self.stop = stop = Stop()

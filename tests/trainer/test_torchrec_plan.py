@@ -14,21 +14,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from param_server.placement.cost import PlacedTable
-from param_server.placement.plan import plan
+from param_server.placement.plan import PlannedTable, plan
 from param_server.placement.sharding_file import sharding_of
 from tests.trainer.sharded_collections import RANKS, TABLES, bags, first_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 COUNTED = [
-    PlacedTable(name=n, dim=d, row_wise_rule=False, rows=r, uniques=1.0, ids=2.0)
+    PlannedTable(name=n, dim=d, row_wise_rule=False, rows=r, uniques=1.0, ids=2.0)
     for n, (r, d) in TABLES.items()
 ]
-UNCOUNTED = [PlacedTable(name=n, dim=d, row_wise_rule=False, rows=r) for n, (r, d) in TABLES.items()]
+UNCOUNTED = [PlannedTable(name=n, dim=d, row_wise_rule=False, rows=r) for n, (r, d) in TABLES.items()]
 
 
-def of_plan(tables: list[PlacedTable], columns: dict[str, int]) -> dict[str, Any]:
+def of_plan(tables: list[PlannedTable], columns: dict[str, int]) -> dict[str, Any]:
     return sharding_of(plan(tables, RANKS, columns=columns, whole_or_all=True), tables)
 
 

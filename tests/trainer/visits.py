@@ -7,12 +7,11 @@ from functools import cache
 
 import numpy as np
 
-from param_server.blobs import MemoryBlobs
-from param_server.calls import Calls
 from param_server.client import Client
 from param_server.config import ShardIdentity
+from param_server.key_value_store import MemoryKeyValueStore
 from param_server.segments import Segments
-from param_server.server import Shard
+from param_server.server import Shard, ShardRpcHandler
 from param_server.table import shapes_of
 from roostream.models.config import ModelConfig
 from roostream.replay.world import World, WorldConfig
@@ -138,10 +137,13 @@ def visit_loop(
     clock = FakeClock(T0)
     identity = ShardIdentity(schema=schema, index=0, num_shards=1, seed=0, publishing=False)
     shard = Shard(
-        identity, Segments(MemoryBlobs(), shapes_of(schema), identity.num_buckets), MemoryStore(), clock
+        identity,
+        Segments(MemoryKeyValueStore(), shapes_of(schema), identity.num_buckets),
+        MemoryStore(),
+        clock,
     )
     shard.restore(1, "")
-    client = Client(schema, [InMemoryTransport(Calls(shard).handle)], worker=0)
+    client = Client(schema, [InMemoryTransport(ShardRpcHandler(shard).handle)], worker=0)
     client.set_incarnation(1)
     reader, outputs = MemoryConsumer((("samples", 0),), list(records)), MemoryOutputs()
     config = LoopConfig(batch_requests=16, first_batch_requests=16, learning_rate=3e-3)

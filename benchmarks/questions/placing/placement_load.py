@@ -1,8 +1,8 @@
 """How even are owners under each way to place rows, and can the simulator be believed?"""
 
 from benchmarks.question import Question, Row, Subject
+from benchmarks.workloads.placing.simulated_load import VALIDITY
 from benchmarks.workloads.sharing.shared_data import CRITEO, absent
-from param_server.placement.simulated_load import VALIDITY
 
 _HERE = "benchmarks.workloads.placing.plans"
 _WAYS = ("row cyclic with offset", "row cyclic", "row hash", "table round robin", "hybrid")

@@ -61,7 +61,7 @@ Nothing here was run at this size: it is arithmetic over this machine's committe
 queues, stragglers, losses and commits as discrete events; a core is one of this machine's. Chances are assumed: of a worker's or
 a shard's part of a step one in a thousand takes ten times as long, a machine is lost once in thirty days and is back after 30 s.
 
-Two things end training long before a million requests a second. **Calls**: each worker calls each shard twice a step, one call
+Two things end training long before a million requests a second. **ShardRpcHandler**: each worker calls each shard twice a step, one call
 after the other, so a thousand shards cost a step more than its arithmetic unless steps are large: shards by memory, not by
 number.
 **The lockstep**: a step is as slow as the slowest of all, so a straggler in a thousand is one in every tenth step of 100 workers.

@@ -23,7 +23,7 @@ from benchmarks.workloads import data
 from benchmarks.workloads.dlrm import dlrm_model
 from benchmarks.workloads.dlrm.dlrm_model import configs_of, dlrm_over, floats_of
 from benchmarks.workloads.training_step import Case, demo_case
-from param_server.initial import initial_rows
+from param_server.initial_rows import initial_rows
 from roostream.models.build import build_model, model_config_of
 from roostream.models.inputs import build_inputs
 from roostream.models.loss import loss

@@ -30,7 +30,7 @@ from benchmarks.workloads.placing.exchange_ways import (
     batches_of,
 )
 from benchmarks.workloads.shard import begun_shard
-from param_server.exchange.exchanged_rows import ExchangedRows
+from param_server.row_exchange import RowExchange
 from roostream.runtime.address import parse_address
 from trainer.process_group import GroupSpec, TorchRendezvous
 from trainer.rows import ShardRows
@@ -90,7 +90,7 @@ class ExchangeWorker:
             about = f" rows {len(self._ways)}"
             peers = self.place.join(GroupSpec(1, self.index, self.workers, self.told["meet"], about))
             self.opened.callback(peers.leave)
-            rows = ExchangedRows(shard, peers)
+            rows = RowExchange(shard, peers)
             rows.set_incarnation(1, self.workers)
             return Asked(shape, ShardRows(rows))
         if kind == "shards":

@@ -9,12 +9,11 @@ import numpy as np
 
 from benchmarks.question import Work
 from benchmarks.workloads import data
+from benchmarks.workloads.placing.simulated_load import DrawnTable, Strategy, draw_mix, simulate, uniques
 from benchmarks.workloads.selecting.logs import has_criteo, part
 from benchmarks.workloads.selecting.logs import schema as criteo_schema
-from param_server.placement.cost import OwnerCosts, PlacedTable
-from param_server.placement.plan import plan
-from param_server.placement.profile import MIN_BATCHES, Profiler
-from param_server.placement.simulated_load import DrawnTable, Strategy, draw_mix, simulate, uniques
+from param_server.placement.plan import CostModel, PlannedTable, plan
+from param_server.placement.profiles import MIN_BATCHES, Profiler
 from roostream.wire.batch import Batch
 from roostream.wire.decode import Decoder
 from roostream.wire.lookup import Lookup, build_lookup
@@ -29,7 +28,7 @@ def planned(num_tables: int, owners: int, seed: int) -> Iterator[Work]:
     are even and where rows are as often asked for as Zipf says."""
     mix = draw_mix(num_tables, seed)
     tables = [
-        PlacedTable(
+        PlannedTable(
             name=t.name,
             dim=t.dim,
             row_wise_rule=True,
@@ -42,7 +41,7 @@ def planned(num_tables: int, owners: int, seed: int) -> Iterator[Work]:
     figures: dict[str, float] = {}
 
     def step() -> None:
-        found = plan(tables, owners, OwnerCosts())
+        found = plan(tables, owners, CostModel())
         figures["step / bound"] = found.predicted_s / found.bound_s
         figures["imbalance of bytes"] = found.bytes_imbalance
         figures["bound_s"] = found.bound_s

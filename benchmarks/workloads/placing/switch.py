@@ -14,8 +14,8 @@ import xxhash
 
 from benchmarks.question import Work
 from benchmarks.workloads import data
-from param_server.blobs import RocksBlobs
-from param_server.index import Keys
+from param_server.embedding_table import Keys
+from param_server.key_value_store import RocksDbStore
 from param_server.row_block import RowBlock, newest_of
 from param_server.segments import Segments
 from param_server.table import shapes_of
@@ -40,7 +40,7 @@ def switched(num_rows: int, workers: int, shards: int) -> Iterator[Work]:
         store, blobs = FileStore(Path(folder) / "store"), {}
         register(store, schema)
         for index in range(max(workers, shards)):
-            blobs[index] = RocksBlobs(Path(folder) / f"owner-{index}").open()
+            blobs[index] = RocksDbStore(Path(folder) / f"owner-{index}").open()
             opened.callback(blobs[index].close)
         _commit(store, schema, num_rows, workers, blobs)
         maps = [BucketMap.modulo(_BUCKETS, shards), BucketMap.modulo(_BUCKETS, workers)]
@@ -79,7 +79,7 @@ def written_alone(num_rows: int, width: int) -> Iterator[Work]:
 
 
 def _commit(
-    store: FileStore, schema: Schema, num_rows: int, owners: int, blobs: Mapping[int, RocksBlobs]
+    store: FileStore, schema: Schema, num_rows: int, owners: int, blobs: Mapping[int, RocksDbStore]
 ) -> None:
     """Commit 1 of as many rows, of the first stack, at as many owners."""
     stack, (table, *_) = next(iter(schema.stacks.items()))
@@ -123,7 +123,7 @@ def _commit(
     store.create(manifest.name, manifest.encode())
 
 
-def _digest(store: FileStore, schema: Schema, blobs: Mapping[int, RocksBlobs]) -> int:
+def _digest(store: FileStore, schema: Schema, blobs: Mapping[int, RocksDbStore]) -> int:
     """Of all rows with their state, whoever has them."""
     found = manifests.newest(store)
     assert found is not None

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from benchmarks.question import Work
-from param_server.index import Keys
+from param_server.embedding_table import Keys
 from param_server.kernels import take_rows
 from param_server.replica.replica import Replica
 from param_server.replica.row_cache import CachePolicy, RowCache
 from param_server.replica.shard_reads import ShardReads
-from param_server.replica.stores import PrivateRows
 from roostream.runtime.clock import SystemClock
 from roostream.runtime.rpc.transport import Answer, InMemoryTransport
 from roostream.schema.schema import Schema
@@ -61,9 +60,10 @@ def gathers(rows: Replica | RowCache, lookups: list[Lookup], num_keys: int) -> W
 def private(num_rows: int, width: int, num_keys: int) -> Iterator[Work]:
     schema = schema_of(width)
     stack, keys, rows_ND = rows_of(schema, num_rows)
-    store = PrivateRows(schema.stacks[stack], seed=0, num_buckets=64)
-    store.put(keys, rows_ND)
-    yield gathers(Replica(schema, 0, stores={stack: store}), lookups_of(stack, keys, num_keys), num_keys)
+    replica = Replica(schema, 0)
+    replica.tables[stack].reserve(len(keys))
+    replica.tables[stack].put(keys, rows_ND)
+    yield gathers(replica, lookups_of(stack, keys, num_keys), num_keys)
 
 
 @contextlib.contextmanager

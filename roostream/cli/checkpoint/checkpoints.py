@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from param_server.blobs import RocksBlobs
-from param_server.index import Keys
+from param_server.embedding_table import Keys
+from param_server.key_value_store import RocksDbStore
 from param_server.segment_parts import Segment
 from param_server.segments import Segments, commit_of
 from param_server.table import shapes_of
@@ -158,7 +158,7 @@ def shard_segments(
             f"expected the segments in shard-{index}/segments of a home, got none; say where with --home"
         )
     buckets = manifest.owners.buckets_of(index)
-    blobs = RocksBlobs(home / f"shard-{index}" / "segments")
+    blobs = RocksDbStore(home / f"shard-{index}" / "segments")
     try:
         _ = blobs.open_to_read() if to_read else blobs.open()
         yield (
@@ -223,7 +223,7 @@ def copy_segments(segments: Segments, state: tuple[Segment, ...], to: Path) -> l
         raise CheckpointError(
             f"expected whole segments, got damaged ones: {', '.join(damaged)}; `checkpoint verify` says more"
         )
-    copy = RocksBlobs(to).open()
+    copy = RocksDbStore(to).open()
     try:
         for segment in state:
             prefixes = [f"{kind}/{segment.name}".encode() for kind in "brd"]

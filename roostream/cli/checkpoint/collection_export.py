@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from param_server.initial import initial_rows
+from param_server.initial_rows import initial_rows
 from roostream.cli.checkpoint import checkpoints
 from roostream.cli.checkpoint.collection_files import weight_name
 from roostream.errors import CheckpointError

@@ -16,8 +16,8 @@ import numpy as np
 
 from infra.kept_options import keep
 from infra.options import StackOptions, demo
-from param_server.blobs import RocksBlobs
-from param_server.index import Keys
+from param_server.embedding_table import Keys
+from param_server.key_value_store import RocksDbStore
 from param_server.row_block import RowBlock
 from param_server.segments import Segments
 from param_server.table import shapes_of
@@ -175,7 +175,7 @@ def _write_shard(blocks: Mapping[str, RowBlock], index: int, home: Path, of: Beg
     }
     place = home / f"shard-{index}" / "segments"
     place.parent.mkdir(parents=True, exist_ok=True)
-    blobs = RocksBlobs(place).open()
+    blobs = RocksDbStore(place).open()
     try:
         segments = Segments(blobs, shapes_of(of.schema), of.options.buckets, buckets=owners.buckets_of(index))
         written = segments.write(f"{_SEQ}-{_INCARNATION}", mine, ())

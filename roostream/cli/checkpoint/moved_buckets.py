@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from param_server.blobs import Blobs
+from param_server.key_value_store import KeyValueStore
 from param_server.row_block import newest_of
 from param_server.segment_parts import Segment, SegmentBucket
 from param_server.segments import Segments, commit_of
@@ -39,7 +39,7 @@ class CommittedShards(NamedTuple):
 
     manifest: Manifest
     schema: Schema
-    blobs: Mapping[int, Blobs]
+    blobs: Mapping[int, KeyValueStore]
 
     def segments(self, index: int, buckets: Sequence[int]) -> Segments:
         """Of a shard, as if these buckets were its own."""
@@ -74,7 +74,9 @@ def check_move(manifest: Manifest, after: BucketMap) -> np.ndarray:
     return changed
 
 
-def move(store: CheckpointStore, after: BucketMap, blobs: Mapping[int, Blobs], time_ms: int) -> Manifest:
+def move(
+    store: CheckpointStore, after: BucketMap, blobs: Mapping[int, KeyValueStore], time_ms: int
+) -> Manifest:
     """Make `after` the map of the newest commit, as a commit of its own; that commit. `blobs`: of every shard before and after.
     Where nothing moves, the newest commit as it is.
 

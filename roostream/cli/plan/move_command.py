@@ -107,7 +107,7 @@ def _read_map(file: Path) -> BucketMap:
 @contextlib.contextmanager
 def _committed(store: CheckpointStore, home: Path, num_shards: int = 0) -> Iterator[CommittedShards]:
     """The newest commit's shards, and so many, opened in `home`. SetupError: one runs, or isn't there."""
-    from param_server.blobs import RocksBlobs
+    from param_server.key_value_store import RocksDbStore
     from roostream.cli.checkpoint.checkpoints import schema_of
     from roostream.cli.checkpoint.moved_buckets import CommittedShards, newest_commit
 
@@ -121,7 +121,7 @@ def _committed(store: CheckpointStore, home: Path, num_shards: int = 0) -> Itera
                     f"expected the segments of shard {index} in {place}, got none; say where with --home"
                 )
             place.parent.mkdir(parents=True, exist_ok=True)
-            blobs[index] = RocksBlobs(place).open()
+            blobs[index] = RocksDbStore(place).open()
             opened.callback(blobs[index].close)
         yield CommittedShards(manifest, schema_of(store, manifest), blobs)
 
@@ -138,7 +138,7 @@ def _keep_shards(home: Path, num_shards: int) -> None:
 def _told(now: BucketMap, wanted: BucketMap, bytes_B: np.ndarray) -> Iterator[tuple[str, Any]]:
     import numpy as np
 
-    from param_server.placement.cost import imbalance
+    from param_server.placement.plan import imbalance
     from roostream.runtime.bucket_map import moved
 
     for index in range(max(now.num_owners, wanted.num_owners)):

@@ -12,8 +12,7 @@ import click
 from roostream.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from param_server.placement.cost import PlacedTable
-    from param_server.placement.plan import PlacementPlan
+    from param_server.placement.plan import PlacementPlan, PlannedTable
     from roostream.cli.status_table import Row
 
 _GIB = 1 << 30
@@ -174,7 +173,7 @@ def explain_command(table: str, **given: Any) -> None:
     Example:
       roostream placement explain item --store .roostream/store --schema my_site.toml --owners 8
     """
-    from param_server.placement.cost import piece_cost
+    from param_server.placement.plan import piece_cost
 
     tables, why, found = _plan(**given)
     its = next((t for t in tables if t.name == table), None)
@@ -248,7 +247,7 @@ def _plan(
     column_texts: tuple[str, ...],
     costs_file: Path | None,
     whole_or_all: bool = False,
-) -> tuple[list[PlacedTable], list[str], PlacementPlan]:
+) -> tuple[list[PlannedTable], list[str], PlacementPlan]:
     """The tables, why some count as unknown, and the plan."""
     from param_server.placement.plan import plan
     from param_server.placement.profiles import placed_tables, stored
@@ -283,7 +282,7 @@ def _rows_of(collection: Path, schema: Path) -> list[str]:
     ]
 
 
-def _write_torchrec(file: Path, found: PlacementPlan, tables: list[PlacedTable], module: str) -> None:
+def _write_torchrec(file: Path, found: PlacementPlan, tables: list[PlannedTable], module: str) -> None:
     from param_server.placement.sharding_file import sharding_of
 
     text = json.dumps(sharding_of(found, tables, module), indent=1, sort_keys=True) + "\n"
@@ -297,10 +296,10 @@ def _write_torchrec(file: Path, found: PlacementPlan, tables: list[PlacedTable],
 
 
 def _costs(file: Path | None) -> Any:
-    from param_server.placement.cost import OwnerCosts, costs_of
+    from param_server.placement.plan import CostModel, costs_of
 
     if file is None:
-        return OwnerCosts()
+        return CostModel()
     try:
         return costs_of(file.read_text(encoding="utf-8"), str(file))
     except OSError as error:
@@ -332,7 +331,7 @@ def _of_profile(its: Any, batch: int) -> str:
     return f"table {its.table} ({its.dim} wide): {rows}; {its.batches} batches, error {its.error:.1%}"
 
 
-def _of_plan(tables: list[PlacedTable], why: list[str], found: PlacementPlan) -> Iterator[Row]:
+def _of_plan(tables: list[PlannedTable], why: list[str], found: PlacementPlan) -> Iterator[Row]:
     yield from ((table.name, found.kind_of(table.name)) for table in tables)
     yield "imbalance", f"{found.bytes_imbalance:.2f} of bytes, {found.time_imbalance:.2f} of predicted time"
     ratio = found.predicted_s / found.bound_s if found.bound_s else 1.0

@@ -2,7 +2,7 @@
 losses, commits. Time is made up; costs are the measured ones (roostream/cli/plan/measured.py).
 
 A step: every worker computes its part, then calls every shard for the next rows and with its gradients. A shard answers one call
-after the other (first come, first served), and applies a step once the last worker's part of it is there. Calls of one worker
+after the other (first come, first served), and applies a step once the last worker's part of it is there. ShardRpcHandler of one worker
 leave one after the other. So a step's calls are W x S, whatever its size.
 
     worker   compute · noise, seldom a straggler ─► S calls ─► waits for the slowest answer ─► the sum of gradients

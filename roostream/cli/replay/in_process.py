@@ -17,12 +17,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from joiner.build import Output
 from joiner.config import JoinerConfig
 from joiner.local_engine import LocalEngine
-from param_server.blobs import MemoryBlobs
-from param_server.calls import Calls
 from param_server.client import Client
 from param_server.config import ShardIdentity
+from param_server.key_value_store import MemoryKeyValueStore
 from param_server.segments import Segments
-from param_server.server import Shard
+from param_server.server import Shard, ShardRpcHandler
 from param_server.table import shapes_of
 from roostream.cli.replay.as_served import AsServed
 from roostream.cli.replay.choices import choices_of, with_sets
@@ -161,7 +160,9 @@ class _Local:
         )
         self.joiner = LocalEngine(JoinerConfig(engine="local", **choices.joiner), schema, registry)
         self.shards = _shards(config, schema, store)
-        client = Client(schema, [InMemoryTransport(Calls(shard).handle) for shard in self.shards], worker=0)
+        client = Client(
+            schema, [InMemoryTransport(ShardRpcHandler(shard).handle) for shard in self.shards], worker=0
+        )
         client.set_incarnation(1)
         set_numerics(settings)
         model = with_sets(load_model_config(config.model), choices.model)
@@ -243,7 +244,7 @@ def _shards(config: ReplayConfig, schema: Schema, store: FileStore) -> list[Shar
         )
         shard = Shard(
             identity,
-            Segments(MemoryBlobs(), shapes_of(identity.schema), identity.num_buckets),
+            Segments(MemoryKeyValueStore(), shapes_of(identity.schema), identity.num_buckets),
             store,
             SystemClock(),
         )

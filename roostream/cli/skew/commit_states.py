@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from param_server.initial import initial_rows
+from param_server.initial_rows import initial_rows
 from param_server.row_block import RowBlock
 from roostream.cli.checkpoint.checkpoints import schema_of, shard_segments
 from roostream.errors import CheckpointError, ConfigError, SetupError

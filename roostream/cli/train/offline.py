@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from infra.home import Home
-from param_server.blobs import RocksBlobs
-from param_server.calls import Calls
 from param_server.client import Client
-from param_server.server import Shard
+from param_server.key_value_store import RocksDbStore
+from param_server.server import Shard, ShardRpcHandler
 from roostream.cli.asked import link_of
 from roostream.cli.checkpoint.moved_buckets import move
 from roostream.cli.train.config import TrainConfig
@@ -186,7 +185,7 @@ class _Offline:
         with contextlib.ExitStack() as opened:
             blobs = {}
             for owner in range(max(last.manifest.num_shards, num_owners)):
-                blobs[owner] = RocksBlobs(self.parts.segments_of(owner)).open()
+                blobs[owner] = RocksDbStore(self.parts.segments_of(owner)).open()
                 opened.callback(blobs[owner].close)
             move(self.store, BucketMap.modulo(NUM_BUCKETS, num_owners), blobs, self.clock.now_ms())
 
@@ -241,7 +240,9 @@ class _Offline:
         self._read_by = (
             readers.reading(ReadersConfig(by="programs"), lambda: worker.incarnation) if readers else None
         )
-        client = Client(self.schema, [InMemoryTransport(Calls(shard).handle) for shard in shards], worker=0)
+        client = Client(
+            self.schema, [InMemoryTransport(ShardRpcHandler(shard).handle) for shard in shards], worker=0
+        )
         opened.callback(client.close)
         worker = self.parts.worker(ShardRows(client), self._read_by, opened)
         return worker

@@ -6,8 +6,8 @@ import contextlib
 from pathlib import Path
 
 from infra.home import Home
-from param_server.blobs import RocksBlobs
 from param_server.config import ShardConfig
+from param_server.key_value_store import RocksDbStore
 from param_server.main import build_shard
 from param_server.server import Shard
 from roostream.cli.train.config import TrainConfig
@@ -88,7 +88,7 @@ class OfflineParts:
 
     def shard(self, index: int, opened: contextlib.ExitStack) -> Shard:
         """An owner of rows; nothing is restored yet."""
-        blobs = RocksBlobs(self.segments_of(index))
+        blobs = RocksDbStore(self.segments_of(index))
         config = ShardConfig(
             schema=self.config.schema,
             store=str(self.home.store),

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from param_server.client import Client
-from param_server.exchange.exchanged_rows import ExchangedRows
 from param_server.precompile import precompile
+from param_server.row_exchange import RowExchange
 from param_server.server import Shard
 from roostream.cli.train.config import TrainConfig
 from roostream.cli.train.offline_parts import OfflineParts
@@ -65,11 +65,11 @@ def work(task: WorkerTask, stop: program.Stop) -> None:
             shards = [SocketTransport(address) for address in task.shards]
             for transport in shards:
                 opened.callback(transport.close)
-            client: Client | ExchangedRows = Client(parts.schema, shards, worker=task.index)
+            client: Client | RowExchange = Client(parts.schema, shards, worker=task.index)
         else:
             shard = parts.shard(task.index, opened)
             precompile()
-            client = ExchangedRows(shard, SingleWorkerGroup())
+            client = RowExchange(shard, SingleWorkerGroup())
             team = DualRendezvous(place, client)
             members.append(_shard_member(task, shard, ended))
         opened.callback(client.close)

@@ -13,8 +13,7 @@ from infra.child import Program, StopRank
 from infra.home import Home
 from infra.options import ROOT
 from infra.supervisor import Supervisor
-from param_server.calls import Calls
-from param_server.server import Shard
+from param_server.server import Shard, ShardRpcHandler
 from roostream.cli.train.config import TrainConfig
 from roostream.cli.train.worker_process import WorkerTask
 from roostream.runtime.program import REFUSED_CODE
@@ -40,7 +39,7 @@ class WorkerProcesses:
     def open(self, shards: Sequence[Shard]) -> WorkerProcesses:
         """`shards`: those of this process; none where workers hold the rows."""
         self.server.start()
-        self.shards = [RpcServer(Calls(shard).handle).start() for shard in shards]
+        self.shards = [RpcServer(ShardRpcHandler(shard).handle).start() for shard in shards]
         self.supervisor.open()
         self.supervisor.want([self._program(index) for index in range(self.config.workers)])
         return self

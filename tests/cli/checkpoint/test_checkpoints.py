@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from param_server.blobs import RocksBlobs
+from param_server.key_value_store import RocksDbStore
 from roostream.cli.checkpoint import checkpoints
 from roostream.cli.main import cli
 from roostream.errors import CheckpointError, ConfigError, FencedError, RoostreamError, SetupError
@@ -39,7 +39,7 @@ class OneShardHome:
         self.root, self.store = root, FileStore(root / "store")
         register(self.store, small_schema())
         self.states: dict[int, dict[tuple[str, int, int], bytes]] = {}
-        blobs = RocksBlobs(root / "shard-0" / "segments").open()
+        blobs = RocksDbStore(root / "shard-0" / "segments").open()
         try:
             shard = make_shard(blobs=blobs, store=self.store)  # type: ignore[arg-type]
             incarnation = manifests.claim_incarnation(self.store, 0)
@@ -91,7 +91,7 @@ def restored(root: Path) -> dict[tuple[str, int, int], bytes]:
     store = FileStore(root / "store")
     newest = manifests.newest(store)
     assert newest is not None
-    blobs = RocksBlobs(root / "shard-0" / "segments").open()
+    blobs = RocksDbStore(root / "shard-0" / "segments").open()
     try:
         shard = make_shard(blobs=blobs, store=store)  # type: ignore[arg-type]
         shard.restore(manifests.claim_incarnation(store, 0), newest.name)
@@ -147,7 +147,7 @@ def test_each_damaged_file_is_found(home: OneShardHome, name: str) -> None:
 
 
 def test_a_damaged_segment_is_found_and_named(home: OneShardHome) -> None:
-    blobs = RocksBlobs(home.root / "shard-0" / "segments").open()
+    blobs = RocksDbStore(home.root / "shard-0" / "segments").open()
     key = next(iter(blobs.keys(b"b/2-1/")))
     blobs.write([(key, (blobs.get(key) or b"")[:-1] + b"\0")])
     blobs.close()
@@ -168,7 +168,7 @@ def test_a_shard_that_runs_or_lives_elsewhere_is_not_reached_and_not_called_good
     home: OneShardHome, tmp_path: Path
 ) -> None:
     assert home.verified(3, tmp_path / "nothing")["segments of shard 0"] == "not reached"
-    blobs = RocksBlobs(home.root / "shard-0" / "segments").open()
+    blobs = RocksDbStore(home.root / "shard-0" / "segments").open()
     try:
         assert home.verified(3)["segments of shard 0"] == "not reached"
     finally:

@@ -14,13 +14,12 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.models.dlrm import DLRM
 
 from infra.kept_options import kept
-from param_server.blobs import RocksBlobs
-from param_server.calls import Calls
 from param_server.client import Client
 from param_server.config import ShardIdentity
-from param_server.initial import initial_rows
+from param_server.initial_rows import initial_rows
+from param_server.key_value_store import RocksDbStore
 from param_server.segments import Segments
-from param_server.server import Shard
+from param_server.server import Shard, ShardRpcHandler
 from param_server.table import shapes_of
 from roostream.cli.main import cli
 from roostream.errors import CheckpointError, ConfigError, RoostreamError, SchemaError, SetupError
@@ -131,7 +130,7 @@ def pulled(place: Path, table: str, *ids: int, num_shards: int = 2) -> np.ndarra
     shards, opened = [], []
     for index in range(num_shards):
         identity = ShardIdentity(schema=schema, index=index, num_shards=num_shards, publishing=False)
-        opened.append(RocksBlobs(place / "home" / f"shard-{index}" / "segments").open())
+        opened.append(RocksDbStore(place / "home" / f"shard-{index}" / "segments").open())
         segments = Segments(
             opened[-1],
             shapes_of(schema),
@@ -140,7 +139,7 @@ def pulled(place: Path, table: str, *ids: int, num_shards: int = 2) -> np.ndarra
         )
         shards.append(Shard(identity, segments, store, FakeClock(0)))
         shards[-1].restore(incarnation, newest.name)
-    client = Client(schema, [InMemoryTransport(Calls(shard).handle) for shard in shards], worker=0)
+    client = Client(schema, [InMemoryTransport(ShardRpcHandler(shard).handle) for shard in shards], worker=0)
     client.set_incarnation(incarnation)
     try:
         return client.pull(lookup_of(schema, table, ids))[schema.table_by_name[table].stack]

@@ -14,8 +14,8 @@ from click.testing import CliRunner
 
 from infra.kept_options import keep, kept
 from infra.options import demo
-from param_server.blobs import MemoryBlobs, RocksBlobs
 from param_server.client import Client
+from param_server.key_value_store import MemoryKeyValueStore, RocksDbStore
 from param_server.publish import Publisher
 from param_server.rows_topic import InMemoryRows
 from param_server.server import Shard
@@ -97,9 +97,9 @@ class Fleet:
         return {key: bits for shard in self.shards for key, bits in state_of(shard).items()}
 
 
-def trained(num_shards: int = 2) -> tuple[MemoryStore, dict[int, MemoryBlobs], dict[Any, bytes]]:
+def trained(num_shards: int = 2) -> tuple[MemoryStore, dict[int, MemoryKeyValueStore], dict[Any, bytes]]:
     """Four commits, the last of a part of the rows; store, disks, rows."""
-    store, blobs = MemoryStore(), {i: MemoryBlobs() for i in range(num_shards)}
+    store, blobs = MemoryStore(), {i: MemoryKeyValueStore() for i in range(num_shards)}
     register(store, small_schema())
     fleet = Fleet(store, blobs)
     for step, ids in enumerate((range(80), range(40), range(20, 60), range(5))):
@@ -110,8 +110,8 @@ def trained(num_shards: int = 2) -> tuple[MemoryStore, dict[int, MemoryBlobs], d
     return store, blobs, fleet.rows()
 
 
-def disks(blobs: Mapping[int, MemoryBlobs], count: int) -> dict[int, MemoryBlobs]:
-    return {i: blobs.get(i) or MemoryBlobs() for i in range(max(count, len(blobs)))}
+def disks(blobs: Mapping[int, MemoryKeyValueStore], count: int) -> dict[int, MemoryKeyValueStore]:
+    return {i: blobs.get(i) or MemoryKeyValueStore() for i in range(max(count, len(blobs)))}
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ class Mortal:
         return getattr(self.inner, name)
 
 
-def killed_moves() -> Iterator[tuple[bool, MemoryStore, dict[int, MemoryBlobs], dict[Any, bytes]]]:
+def killed_moves() -> Iterator[tuple[bool, MemoryStore, dict[int, MemoryKeyValueStore], dict[Any, bytes]]]:
     store, blobs, rows = trained()
     for half in (False, True):
         for nth in range(1, 100):
@@ -217,7 +217,7 @@ def test_killed_anywhere_the_old_map_holds_or_the_new_one_does_and_it_can_be_don
 
 
 def test_readers_are_told_what_they_had_not_got_before_the_move() -> None:
-    store, blobs = MemoryStore(), {i: MemoryBlobs() for i in range(2)}
+    store, blobs = MemoryStore(), {i: MemoryKeyValueStore() for i in range(2)}
     register(store, small_schema())
     topic = InMemoryRows()
     fleet, follower = Fleet(store, blobs, topic), Follower(topic)
@@ -318,7 +318,7 @@ def a_home(tmp_path: Path) -> tuple[Path, dict[Any, bytes]]:
     with_blobs(home, 2, lambda blobs: Fleet(store, blobs).push(1.0))
     rows: dict[Any, bytes] = {}
 
-    def train(blobs: dict[int, RocksBlobs]) -> None:
+    def train(blobs: dict[int, RocksDbStore]) -> None:
         fleet = Fleet(store, blobs)
         fleet.push(1.0)
         rows.update(fleet.commit().rows())
@@ -329,7 +329,7 @@ def a_home(tmp_path: Path) -> tuple[Path, dict[Any, bytes]]:
 
 
 def with_blobs(home: Path, count: int, do: Any) -> None:
-    blobs = {i: RocksBlobs(home / f"shard-{i}" / "segments") for i in range(count)}
+    blobs = {i: RocksDbStore(home / f"shard-{i}" / "segments") for i in range(count)}
     for i, its in blobs.items():
         (home / f"shard-{i}").mkdir(parents=True, exist_ok=True)
         its.open()

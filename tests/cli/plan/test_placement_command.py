@@ -16,7 +16,7 @@ from roostream.errors import ConfigError
 from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.clock import SystemClock
 from roostream.schema.registry import to_toml
-from tests.param_server.placement.test_profile import counted
+from tests.param_server.placement.test_profiles import counted
 from tests.trainer import samples
 
 

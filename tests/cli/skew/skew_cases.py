@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from param_server.blobs import RocksBlobs
-from param_server.calls import Calls
 from param_server.client import Client
+from param_server.key_value_store import RocksDbStore
+from param_server.server import ShardRpcHandler
 from roostream.models.config import RankerConfig
 from roostream.runtime import manifest as manifests
 from roostream.runtime import tensor_file
@@ -53,11 +53,11 @@ class ScoringHome:
     def __init__(self, root: Path) -> None:
         self.root, self.store = root, FileStore(root / "store")
         register(self.store, SCHEMA)
-        self.blobs = RocksBlobs(root / "shard-0" / "segments").open()
+        self.blobs = RocksDbStore(root / "shard-0" / "segments").open()
         self.shard = make_shard(blobs=self.blobs, store=self.store, schema=SCHEMA, seed=SEED)  # type: ignore[arg-type]
         self.incarnation = manifests.claim_incarnation(self.store, 0)
         self.shard.restore(self.incarnation, "")
-        self.client = Client(SCHEMA, [InMemoryTransport(Calls(self.shard).handle)], worker=0)
+        self.client = Client(SCHEMA, [InMemoryTransport(ShardRpcHandler(self.shard).handle)], worker=0)
         self.client.set_incarnation(self.incarnation)
         self.seq = self.pushes = 0
         self.served: list[LogRecord] = []

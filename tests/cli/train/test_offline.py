@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from param_server.blobs import RocksBlobs
+from param_server.key_value_store import RocksDbStore
 from param_server.row_block import newest_of
 from roostream.cli.checkpoint.moved_buckets import CommittedShards
 from roostream.cli.train.config import TrainConfig
@@ -195,7 +195,7 @@ def rows_of(place: Path, home: str) -> dict[Any, bytes]:
     """Every row with its state and stamp, whoever has it."""
     manifest, found = last(place, home), {}
     for owner in manifest.shards:
-        with contextlib.closing(RocksBlobs(place / home / f"shard-{owner}" / "segments").open()) as blobs:
+        with contextlib.closing(RocksDbStore(place / home / f"shard-{owner}" / "segments").open()) as blobs:
             its = CommittedShards(manifest, samples.schema(), {owner: blobs})
             for part in its.segments(owner, manifest.owners.buckets_of(owner)).read(its.state(owner)):
                 block = newest_of(part.blocks, manifest.num_buckets)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from param_server.placement.bucket_moves import balanced, evened, towards
-from param_server.placement.cost import imbalance
+from param_server.placement.plan import imbalance
 from roostream.errors import ConfigError
 from roostream.runtime.bucket_map import BucketMap, moved
 

@@ -10,21 +10,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from param_server.placement.cost import OwnerCosts, PlacedTable, costs_of, imbalance, piece_cost, plain
-from param_server.placement.plan import TablePiece, _pieces_within, bound, loads, plan
+from param_server.placement.plan import (
+    CostModel,
+    PlannedTable,
+    TablePiece,
+    _pieces_within,
+    bound,
+    costs_of,
+    imbalance,
+    loads,
+    piece_cost,
+    plain,
+    plan,
+)
 from roostream.errors import ConfigError, SchemaError
 
-COSTS = OwnerCosts()
+COSTS = CostModel()
 
 
 def table(
     name: str, uniques: float | None = 100.0, dim: int = 16, rows: int = 1000, *, row_wise: bool = False
-) -> PlacedTable:
+) -> PlannedTable:
     ids = None if uniques is None else 2 * uniques
-    return PlacedTable(name=name, dim=dim, row_wise_rule=row_wise, rows=rows, uniques=uniques, ids=ids)
+    return PlannedTable(name=name, dim=dim, row_wise_rule=row_wise, rows=rows, uniques=uniques, ids=ids)
 
 
-def mix(seed: int, count: int) -> list[PlacedTable]:
+def mix(seed: int, count: int) -> list[PlannedTable]:
     random = np.random.default_rng(seed)
     sizes = zip(random.pareto(1.0, count) * 50 + 1, random.integers(4, 200, count), strict=True)
     return [table(f"t{n}", float(uniques), int(dim)) for n, (uniques, dim) in enumerate(sizes)]
@@ -33,7 +44,7 @@ def mix(seed: int, count: int) -> list[PlacedTable]:
 def test_the_papers_example_goes_from_two_to_one() -> None:
     assert imbalance(np.array([0.6, 0.6, 0.0, 0.0])) == pytest.approx(2.0)
     tables = [table("a", dim=8), table("b", dim=8)]
-    found = plan(tables, 4, OwnerCosts(piece_s=0), columns={"a": 2, "b": 2})
+    found = plan(tables, 4, CostModel(piece_s=0), columns={"a": 2, "b": 2})
     assert found.bytes_imbalance == pytest.approx(1.0) and sorted(p.owner for p in found.pieces) == [
         0,
         1,
@@ -103,7 +114,7 @@ def test_a_table_that_nobody_counted_has_its_fixed_price_at_each_owner_in_the_bo
 
 
 def test_what_an_owner_is_charged_is_counted_by_hand() -> None:
-    its, costs = table("a"), OwnerCosts()
+    its, costs = table("a"), CostModel()
     memory, network, ids = 400 * (128 + 2 * 192), 400 * 136, 800
     expected_s = memory / 720e9 + network / 100e9 + ids * 0.15e-9 + 0.4e-6
     assert piece_cost(its, 4, costs) == pytest.approx(expected_s)
@@ -143,7 +154,7 @@ def test_rows_that_do_not_fit_are_refused_with_what_would_do() -> None:
 
 
 def test_constants_come_from_a_bench_and_say_how_good_they_are() -> None:
-    measured = OwnerCosts(memory_bytes_s=1e9, error=0.18)
+    measured = CostModel(memory_bytes_s=1e9, error=0.18)
     assert costs_of(json.dumps(plain(measured))) == measured and "18%" in measured.said
     with pytest.raises(ConfigError, match=r"costs\.json: expected JSON of memory_bytes_s"):
         costs_of('{"speed": 1}', "costs.json")

@@ -9,14 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from param_server.placement.cost import PlacedTable
-from param_server.placement.plan import PlacementPlan, TablePiece, plan
+from param_server.placement.plan import PlacementPlan, PlannedTable, TablePiece, plan
 from param_server.placement.sharding_file import read_sharding, sharding_of
 from roostream.errors import ConfigError
 
 
-def table(name: str, rows: int, dim: int = 4, uniques: float | None = 10.0) -> PlacedTable:
-    return PlacedTable(name=name, dim=dim, row_wise_rule=False, rows=rows, uniques=uniques, ids=uniques)
+def table(name: str, rows: int, dim: int = 4, uniques: float | None = 10.0) -> PlannedTable:
+    return PlannedTable(name=name, dim=dim, row_wise_rule=False, rows=rows, uniques=uniques, ids=uniques)
 
 
 def test_whole_tables_row_blocks_and_columns_are_torchrecs_three_kinds() -> None:

@@ -8,12 +8,11 @@ import threading
 import numpy as np
 import pytest
 
-from param_server.initial import initial_rows
+from param_server.initial_rows import initial_rows
 from param_server.publish import Publisher
 from param_server.replica.replica import Replica
-from param_server.replica.row_cache import CachePolicy, RowCache
+from param_server.replica.row_cache import CachePolicy, PartialReplica, RowCache
 from param_server.replica.shard_reads import ShardReads
-from param_server.replica.some_buckets import SomeBuckets
 from param_server.rows_topic import InMemoryRows
 from param_server.server import Shard
 from roostream.errors import SchemaError
@@ -186,7 +185,7 @@ def test_a_row_that_was_read_while_a_delta_was_applied_is_used_once_and_not_kept
     cached.transport.handler = slow  # type: ignore[assignment]
     older = cached.rows(1)
     cached.transport.handler = real
-    assert cached.cache.num_passed == 1 and cached.cache.num_rows == 0
+    assert cached.cache.num_outdated == 1 and cached.cache.num_rows == 0
     assert cached.rows(1).tobytes() == cached.loop.rows(1).tobytes() != older.tobytes()
 
 
@@ -242,13 +241,13 @@ def test_a_record_that_was_refused_forgets_its_bucket_and_an_unknown_one_everyth
     cached = Cached()
     cached.loop.push(1, 2, 3)
     cached.rows(1, 2, 3)
-    cached.cache.doubt(bucket_of(1, table_id(ITEM), 64))
+    cached.cache.mark_stale(bucket_of(1, table_id(ITEM), 64))
     assert cached.cache.num_rows == 2 and not cached.cache.needs_bootstrap
-    cached.cache.doubt(64)
+    cached.cache.mark_stale(64)
     assert cached.cache.needs_bootstrap
     cached.begin()
     assert cached.cache.num_rows == 0 and not cached.cache.needs_bootstrap and not cached.cache.stale
-    cached.cache.mend([])
+    cached.cache.repair([])
 
 
 def test_before_the_topic_is_followed_rows_are_used_and_not_kept() -> None:
@@ -287,7 +286,7 @@ def test_g4_after_any_history_what_is_here_is_what_was_published(seed: int) -> N
             case "read":
                 cached.rows(*some)
             case "doubt":
-                cached.cache.doubt(generator.randrange(64))
+                cached.cache.mark_stale(generator.randrange(64))
             case "away":
                 cached.transport.down = not cached.transport.down
                 cached.clock.advance(1)
@@ -317,7 +316,7 @@ def test_some_buckets_are_held_and_the_others_are_read() -> None:
     cache = RowCache(
         small_schema(), 0, ShardReads(transports, 64, 0.05, FakeClock()), CachePolicy(max_bytes=BIG)
     )
-    rows = SomeBuckets(replica, cache)
+    rows = PartialReplica(replica, cache)
     assert rows.needs_bootstrap
     rows.bootstrap(transports)
     inside = [i for i in ids if bucket_of(i, table_id(ITEM), 64) < 16]
@@ -334,11 +333,11 @@ def test_some_buckets_are_held_and_the_others_are_read() -> None:
         loop.turn()
         assert rows.apply(delta_of(loop, id_))
         assert rows.gather(lookup_of({ITEM: [id_]}))[ADAGRAD].tobytes() == loop.rows(id_).tobytes()
-    rows.doubt(bucket_of(one_in, table_id(ITEM), 64))
+    rows.mark_stale(bucket_of(one_in, table_id(ITEM), 64))
     before = cache.num_rows
-    rows.doubt(bucket_of(one_out, table_id(ITEM), 64))
+    rows.mark_stale(bucket_of(one_out, table_id(ITEM), 64))
     assert {b for _, b in rows.stale} == {bucket_of(one_in, table_id(ITEM), 64)} and cache.num_rows < before  # type: ignore[misc]
-    rows.mend(transports)
+    rows.repair(transports)
     assert not rows.stale
-    rows.doubt(64)
+    rows.mark_stale(64)
     assert rows.needs_bootstrap

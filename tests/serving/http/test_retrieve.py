@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from live_serving import serving_live
-from retrieval_cases import CASCADE, NUM_ITEMS, TOWERS, Retrieving, retrieving, version_of
+from retrieval_cases import CASCADE, NUM_ITEMS, TOWERS, Retrieving, packed_version, retrieving
 from serving_cases import HISTORY, MODEL, NOW_MS, SCHEMA, build
 from serving_fakes import FakeHydrator, FakeRows
 
@@ -81,7 +81,7 @@ def test_the_k_nearest_are_found_the_nearest_first_with_the_version_of_both_side
 
 
 def test_they_are_in_the_order_of_the_models_own_logits(kept: Retrieving) -> None:
-    kept.serve(version_of("1-3", TOWERS))
+    kept.serve(packed_version("1-3", TOWERS))
     kept.turn(60.0)
     who = {
         **WHO,
@@ -174,7 +174,7 @@ def test_what_is_shown_is_scored_as_the_list_that_is_shown(kept: Retrieving) -> 
 
 def test_what_is_shown_are_the_best_of_what_was_found_by_the_rankers_scores(kept: Retrieving) -> None:
     kept.serve(
-        version_of("1-3", dataclasses.replace(CASCADE, list_layers=0))
+        packed_version("1-3", dataclasses.replace(CASCADE, list_layers=0))
     )  # a candidate's score is its own
     with torch.no_grad():  # untrained heads give all the same
         for head in kept.built.service.versions.newest.model.ranker.heads.logits:  # type: ignore[union-attr]
@@ -236,7 +236,7 @@ def test_a_version_that_is_not_held_is_404_and_the_header_names_one_too(kept: Re
 
 
 def test_before_there_are_vectors_it_is_503_with_the_reason(tmp_path: Path) -> None:
-    kept = retrieving(tmp_path / "home", FakeRows(SCHEMA), version=version_of("1-2", MODEL))
+    kept = retrieving(tmp_path / "home", FakeRows(SCHEMA), version=packed_version("1-2", MODEL))
     for reason in ("the items' vectors aren't there yet", "expected a model that retrieves"):
         status, answer = ask(kept, "/v1/retrieve", WHO)
         assert (status, answer["error"]["code"]) == (503, "unavailable") and reason in answer["error"][

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from retrieval_cases import CASCADE, NUM_ITEMS, TOWERS, version_of, whole
+from retrieval_cases import CASCADE, NUM_ITEMS, TOWERS, packed_version, whole
 from serving_cases import NOW_MS, SCHEMA
 from serving_fakes import FakeRows
 
@@ -24,7 +24,7 @@ from serving.retrieval.item_encoder import check_own, encode_items
 
 
 def towers() -> Retrieval:
-    model = retrieval_of(version_of().model)
+    model = retrieval_of(packed_version().model)
     assert model is not None
     return model
 

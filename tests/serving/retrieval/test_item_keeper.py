@@ -15,8 +15,8 @@ from retrieval_cases import (
     TOWERS,
     Retrieving,
     item_of,
+    packed_version,
     retrieving,
-    version_of,
     write_items,
 )
 from serving_cases import MODEL, SCHEMA
@@ -76,7 +76,7 @@ def test_the_first_turn_makes_all_vectors_by_the_version_that_is_served(kept: Re
 def test_version_and_vectors_are_put_in_use_as_one(kept: Retrieving, rows: Rows) -> None:
     kept.turn()
     before = space_of(kept)
-    kept.serve(version_of("1-3", seed=7))
+    kept.serve(packed_version("1-3", seed=7))
     seen = set[tuple[str, bool]]()
     first = before.nearest.vectors()
 
@@ -161,12 +161,12 @@ def test_a_version_that_cannot_retrieve_leaves_the_one_in_use_and_is_told_once(
     kept: Retrieving, caplog: pytest.LogCaptureFixture, config: object, message: str
 ) -> None:
     kept.turn()
-    kept.serve(version_of("1-3", config))  # type: ignore[arg-type]
+    kept.serve(packed_version("1-3", config))  # type: ignore[arg-type]
     for _ in range(3):
         kept.turn(after_s=5.0)
     assert space_of(kept).version.name == "1-2" and kept.keeper.num_refused == 1
     assert [message in r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [True]
-    kept.serve(version_of("1-4"))
+    kept.serve(packed_version("1-4"))
     kept.turn(after_s=5.0)
     assert space_of(kept).version.name == "1-4"
 
@@ -181,7 +181,7 @@ def test_versions_that_come_faster_than_vectors_are_made_are_passed_over(
     assert took_s is not None and took_s >= 2
     begin_s, before = kept.clock.monotonic_s(), kept.keeper.num_built
     for number in range(3, 30):
-        kept.serve(version_of(f"1-{number}"))
+        kept.serve(packed_version(f"1-{number}"))
         kept.turn(after_s=took_s / 2)
     built = kept.keeper.num_built - before
     assert 2 <= built <= 1 + (kept.clock.monotonic_s() - begin_s) / (4 * took_s)
@@ -190,7 +190,7 @@ def test_versions_that_come_faster_than_vectors_are_made_are_passed_over(
 
 def test_a_stop_ends_a_build_and_leaves_what_is_in_use(kept: Retrieving) -> None:
     kept.turn()
-    kept.serve(version_of("1-3"))
+    kept.serve(packed_version("1-3"))
     stop = threading.Event()
     stop.set()
     kept.clock.advance(5.0)
@@ -199,7 +199,7 @@ def test_a_stop_ends_a_build_and_leaves_what_is_in_use(kept: Retrieving) -> None
 
 
 def test_going_back_to_an_older_version_is_followed_too(kept: Retrieving) -> None:
-    old, new = version_of("1-2"), version_of("1-3", seed=7)
+    old, new = packed_version("1-2"), packed_version("1-3", seed=7)
     served: list[Version] = []
     for version in (old, new, old):
         kept.built.service.versions.install(version)

@@ -11,7 +11,7 @@ import pytest
 from serving_cases import NOW_MS, SCHEMA
 from serving_fakes import FakeRowTopic
 
-from param_server.initial import initial_rows
+from param_server.initial_rows import initial_rows
 from param_server.replica.replica import Replica
 from roostream.runtime.clock import FakeClock
 from roostream.runtime.kafka.consumer import RecordsGoneError

@@ -11,9 +11,8 @@ import pytest
 from serving_cases import NOW_MS, SCHEMA
 from serving_fakes import FakeRowTopic
 
-from param_server.replica.row_cache import CachePolicy, RowCache
+from param_server.replica.row_cache import CachePolicy, PartialReplica, RowCache
 from param_server.replica.shard_reads import ShardReads
-from param_server.replica.some_buckets import SomeBuckets
 from roostream.runtime.clock import FakeClock, SystemClock
 from roostream.runtime.rpc.transport import Answer, InMemoryTransport
 from roostream.schema.settings import SettingError
@@ -132,7 +131,7 @@ def test_a_cache_and_some_buckets_are_settings() -> None:
     )
     assert (
         isinstance(some, CachedRows)
-        and isinstance(some.follower.replica, SomeBuckets)
+        and isinstance(some.follower.replica, PartialReplica)
         and not some.cache.policy.waits
     )
     assert some.follower.replica.replica.buckets == {1, 2}

@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from param_server.blobs import MemoryBlobs
+from param_server.key_value_store import MemoryKeyValueStore
 from roostream.cli.checkpoint.checkpoint_import import nowhere
 from roostream.cli.checkpoint.moved_buckets import move
 from roostream.errors import ConfigError, SchemaError
@@ -144,7 +144,7 @@ def moved_to(before: Simulation, owners: BucketMap) -> Site:
     """What the next fleet finds where buckets were moved between."""
     store, blobs = (
         MemoryStore(),
-        [*before.disks, *(MemoryBlobs() for _ in range(owners.num_owners - len(before.disks)))],
+        [*before.disks, *(MemoryKeyValueStore() for _ in range(owners.num_owners - len(before.disks)))],
     )
     store.objects |= before.store.objects
     register(store, samples.schema())

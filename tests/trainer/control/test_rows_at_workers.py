@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from param_server.exchange.exchanged_rows import ExchangedRows
+from param_server.row_exchange import RowExchange
 from roostream.runtime.bucket_map import BucketMap
 from tests.trainer import samples
 from tests.trainer.actors import HallTeam
@@ -39,7 +39,7 @@ class AtWorkers(FromTable):
     """Worker w and shard w are one process, whose calls to the others are swaps."""
 
     def _rows(self, worker: int) -> Any:
-        return ExchangedRows(self.places[f"shard {worker}"].process.shard, SingleWorkerGroup())
+        return RowExchange(self.places[f"shard {worker}"].process.shard, SingleWorkerGroup())
 
     def _team(self, index: int, rows: Any) -> Any:
         return DualRendezvous(HallTeam(self.hall, index), rows.client)

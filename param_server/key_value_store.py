@@ -18,7 +18,7 @@ _FLUSH_BYTES = 4 << 20
 """Written values are kept in memory up to RocksDB's buffer, which small commits take an hour to fill: flush before."""
 
 
-class Blobs(Protocol):
+class KeyValueStore(Protocol):
     """One thread at a time. Every method but `close` raises UnavailableError where the store can't be read or written now (a
     full disk, a mount that is gone; trying again can help), and CheckpointError where it answers that what it has is damaged."""
 
@@ -40,7 +40,7 @@ class Blobs(Protocol):
         """Idempotent."""
 
 
-class MemoryBlobs:
+class MemoryKeyValueStore:
     """A dict; `fail_at(n)` makes the n-th write from now fail, as a full disk does."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class MemoryBlobs:
         """Nothing to let go of."""
 
 
-class RocksBlobs:
+class RocksDbStore:
     """RocksDB through rocksdict, in its raw mode (bytes only, nothing pickled)."""
 
     def __init__(self, directory: str | Path, options: Callable[[], rocksdict.Options] | None = None) -> None:
@@ -80,7 +80,7 @@ class RocksBlobs:
         self._in_use = False
         self._unflushed_bytes = 0
 
-    def open(self) -> RocksBlobs:
+    def open(self) -> RocksDbStore:
         """Open or make the directory; self.
 
         Raises:
@@ -96,7 +96,7 @@ class RocksBlobs:
         self._in_use = True
         return self
 
-    def open_to_read(self) -> RocksBlobs:
+    def open_to_read(self) -> RocksDbStore:
         """Open what is there beside the process that writes it, as it is now; self. Nothing may be written.
 
         Raises:

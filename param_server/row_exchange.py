@@ -17,9 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from param_server import kernels
-from param_server.calls import Calls, integer
-from param_server.client import KeyShare, checked_gradient, part_of, split_by_owner
-from param_server.server import Shard
+from param_server.client import ShardKeys, checked_gradient, part_of, split_by_owner
+from param_server.server import Shard, ShardRpcHandler, integer
 from roostream.errors import ConfigError, RoostreamError, UnavailableError
 from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.rpc import frames
@@ -35,7 +34,7 @@ class Peers(Protocol):
     index: int
     workers: int
 
-    def swap(self, parts: Sequence[np.ndarray], about: str) -> list[np.ndarray]:
+    def all_to_all(self, parts: Sequence[np.ndarray], about: str) -> list[np.ndarray]:
         """What each worker has for this one (uint8), given what this one has for each; its own part comes back as it is. All call
         it, in the same order of calls; `about`, the same for all, names what is swapped: parts of a name are of like sizes.
 
@@ -45,7 +44,7 @@ class Peers(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnerCall:
+class ExchangeCall:
     """A call of a shard, before it is a frame."""
 
     method: str
@@ -53,12 +52,12 @@ class OwnerCall:
     arrays: list[np.ndarray]
 
 
-class ExchangedRows:
+class RowExchange:
     """One worker's, beside the `shard` that it holds. As `param_server.client.Client`, but that all workers call `pull` and
     `push` at the same places, from one thread each."""
 
     def __init__(self, shard: Shard, peers: Peers) -> None:
-        self.shard, self.peers, self.calls = shard, peers, Calls(shard)
+        self.shard, self.peers, self.calls = shard, peers, ShardRpcHandler(shard)
         self.incarnation, self.owners = 0, shard.identity.first_owners
         self.sent_bytes = 0  # to others, so far
         self._sequence = 0
@@ -95,7 +94,7 @@ class ExchangedRows:
         }
         shares = split_by_owner(lookup, self.owners)
         asked = [
-            OwnerCall("pull", {"incarnation": self.incarnation, "stacks": _stacks(its)}, _keys(its))
+            ExchangeCall("pull", {"incarnation": self.incarnation, "stacks": _stacks(its)}, _keys(its))
             for its in shares
         ]
         for its, arrays in zip(shares, self._round(asked, self._pulled), strict=True):
@@ -140,7 +139,7 @@ class ExchangedRows:
         for owned in split_by_owner(lookup, self.owners):
             its = [share for share in owned if share.stack in parts]
             arrays = [a for s in its for a in (s.table_M, s.id_M, part_of(parts[s.stack], s))]
-            asked.append(OwnerCall("push", {**header, "stacks": _stacks(its)}, arrays))
+            asked.append(ExchangeCall("push", {**header, "stacks": _stacks(its)}, arrays))
         try:
             self._round(asked, self._pushed)
         except RoostreamError as error:
@@ -150,25 +149,25 @@ class ExchangedRows:
     def close(self) -> None:
         """Peers and shard are the caller's."""
 
-    def _round(self, asked: Sequence[OwnerCall], do: Any) -> list[list[np.ndarray]]:
+    def _round(self, asked: Sequence[ExchangeCall], do: Any) -> list[list[np.ndarray]]:
         """Everyone's calls at their owners, and the answers to this worker's."""
         me = self.peers.index
         method = asked[me].method
         parts = [_NOTHING if n == me else self._sent(_encoded(call)) for n, call in enumerate(asked)]
-        got = self.peers.swap(parts, method)
+        got = self.peers.all_to_all(parts, method)
         calls = [asked[n] if n == me else _call_of(data) for n, data in enumerate(got)]
         answers: list[list[np.ndarray] | RoostreamError] = do(calls)
         back = [_NOTHING if n == me else self._sent(_answer(its)) for n, its in enumerate(answers)]
         told = [
             answers[n] if n == me else _answer_of(data)
-            for n, data in enumerate(self.peers.swap(back, f"{method} answered"))
+            for n, data in enumerate(self.peers.all_to_all(back, f"{method} answered"))
         ]
         for answer in told:
             if isinstance(answer, RoostreamError):
                 raise answer
         return [answer for answer in told if not isinstance(answer, RoostreamError)]
 
-    def _pulled(self, calls: Sequence[OwnerCall]) -> list[list[np.ndarray] | RoostreamError]:
+    def _pulled(self, calls: Sequence[ExchangeCall]) -> list[list[np.ndarray] | RoostreamError]:
         out: list[list[np.ndarray] | RoostreamError] = []
         for call in calls:
             try:
@@ -177,7 +176,7 @@ class ExchangedRows:
                 out.append(error)
         return out
 
-    def _pushed(self, calls: Sequence[OwnerCall]) -> list[list[np.ndarray] | RoostreamError]:
+    def _pushed(self, calls: Sequence[ExchangeCall]) -> list[list[np.ndarray] | RoostreamError]:
         """One update of all; everyone is told how it ended."""
         try:
             updates = [self.calls.update_of(call.header, call.arrays) for call in calls]
@@ -194,15 +193,15 @@ class ExchangedRows:
 _NOTHING = np.zeros(0, np.uint8)
 
 
-def _stacks(shares: Sequence[KeyShare]) -> list[str]:
+def _stacks(shares: Sequence[ShardKeys]) -> list[str]:
     return [share.stack for share in shares]
 
 
-def _keys(shares: Sequence[KeyShare]) -> list[np.ndarray]:
+def _keys(shares: Sequence[ShardKeys]) -> list[np.ndarray]:
     return [array for share in shares for array in (share.table_M, share.id_M)]
 
 
-def _encoded(call: OwnerCall) -> np.ndarray:
+def _encoded(call: ExchangeCall) -> np.ndarray:
     return _bytes(frames.encode(frames.CALL, {"method": call.method, "header": call.header}, call.arrays))
 
 
@@ -227,9 +226,9 @@ def _parsed(data: np.ndarray) -> tuple[int, frames.Body, list[np.ndarray]]:
     return prefix.kind, body, frames.views(body, payload)
 
 
-def _call_of(data: np.ndarray) -> OwnerCall:
+def _call_of(data: np.ndarray) -> ExchangeCall:
     _, body, arrays = _parsed(data)
-    return OwnerCall(str(body["method"]), body["header"], arrays)
+    return ExchangeCall(str(body["method"]), body["header"], arrays)
 
 
 def _answer_of(data: np.ndarray) -> list[np.ndarray] | RoostreamError:

@@ -16,8 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from param_server.placement.cost import OwnerCosts, PlacedTable, imbalance, piece_cost
-from param_server.placement.plan import plan
+from param_server.placement.plan import CostModel, PlannedTable, imbalance, piece_cost, plan
 
 VALIDITY = "loads: expected under Zipf, formula within 1 % of draws; times: assumed constants, not measured"
 HEAD, BINS = 20_000, 40
@@ -89,10 +88,10 @@ def row_loads(table: DrawnTable, ids: float, owners: int, way: Strategy, first: 
 
 
 def simulate(
-    mix: list[DrawnTable], owners: int, batch: int, way: Strategy, costs: OwnerCosts | None = None
+    mix: list[DrawnTable], owners: int, batch: int, way: Strategy, costs: CostModel | None = None
 ) -> dict[str, float]:
     """`imbalance` of bytes, `step_s` (predicted) of one way to place all tables; hybrid: the planner's, from true statistics."""
-    costs = costs or OwnerCosts()
+    costs = costs or CostModel()
     tables = [_placed(table, batch) for table in mix]
     time_N, bytes_N = np.zeros(owners), np.zeros(owners)
     hybrid = plan(tables, owners, costs) if way == "hybrid" else None
@@ -117,9 +116,9 @@ def simulate(
     }
 
 
-def _placed(table: DrawnTable, batch: int) -> PlacedTable:
+def _placed(table: DrawnTable, batch: int) -> PlannedTable:
     ids = table.valency * batch
-    return PlacedTable(
+    return PlannedTable(
         name=table.name,
         dim=table.dim,
         row_wise_rule=True,
@@ -130,7 +129,7 @@ def _placed(table: DrawnTable, batch: int) -> PlacedTable:
 
 
 def _add(
-    time_N: np.ndarray, bytes_N: np.ndarray, table: PlacedTable, asked_N: np.ndarray, costs: OwnerCosts
+    time_N: np.ndarray, bytes_N: np.ndarray, table: PlannedTable, asked_N: np.ndarray, costs: CostModel
 ) -> None:
     """What one table's share at each owner costs; `asked_N`: uniques of one requester, and all owners request."""
     total = float(asked_N.sum())

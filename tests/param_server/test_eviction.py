@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from param_server.blobs import MemoryBlobs
-from param_server.index import KeyIndex, Keys
-from param_server.residency import NEVER, Expiry
+from param_server.embedding_table import KeyIndex, Keys
+from param_server.eviction import NEVER, ExpiryPolicy
+from param_server.key_value_store import MemoryKeyValueStore
 from param_server.server import Shard
 from roostream.errors import CheckpointError
 from roostream.schema.schema import Table
@@ -37,14 +37,14 @@ def seen(shard: Shard) -> dict[tuple[int, int], int]:
 
 def test_expiry_admits_every_key_and_evicts_what_its_table_has_not_had_pushed_for_so_long() -> None:
     short, never = Table(name="a", dim=2, expire_after_ms=100), Table(name="b", dim=2)
-    policy, index = Expiry([short, never]), KeyIndex(4)
+    policy, index = ExpiryPolicy([short, never]), KeyIndex(4)
     keys = Keys(np.array([short.id, short.id, never.id], np.uint32), np.array([1, 2, 1], np.int64))
     assert policy.admit(keys).all()
     index.add_new(keys)
-    place_U, stamp_ms_N = index.find(keys), np.zeros(index.capacity, np.int64)
-    stamp_ms_N[place_U] = [899, 900, NEVER]
-    assert policy.evict(1000, index, stamp_ms_N).tolist() == [place_U[0]]
-    assert Expiry([never]).evict(1000, index, stamp_ms_N).tolist() == []
+    row_U, stamp_ms_N = index.find(keys), np.zeros(index.capacity, np.int64)
+    stamp_ms_N[row_U] = [899, 900, NEVER]
+    assert policy.evict(1000, index, stamp_ms_N).tolist() == [row_U[0]]
+    assert ExpiryPolicy([never]).evict(1000, index, stamp_ms_N).tolist() == []
     assert policy.state() == b""
 
 
@@ -52,14 +52,14 @@ def test_g8_an_eviction_of_too_many_rows_at_once_is_refused_and_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     table = Table(name="a", dim=2, expire_after_ms=100)
-    policy, index = Expiry([table], max_share=0.5), KeyIndex(4)
+    policy, index = ExpiryPolicy([table], max_share=0.5), KeyIndex(4)
     index.add_new(Keys(np.full(4, table.id, np.uint32), np.arange(4, dtype=np.int64)))
     stamp_ms_N = np.zeros(index.capacity, np.int64)
     stamp_ms_N[:4] = [10, 20, 30, 40]
     assert len(policy.evict(121, index, stamp_ms_N)) == 2 and not policy.num_spared, "half of them may go"
     assert policy.evict(1 << 50, index, stamp_ms_N).tolist() == []
     assert policy.num_spared == 4 and "4 of 4 rows would expire at once" in caplog.text
-    assert len(Expiry([table]).evict(1 << 50, index, stamp_ms_N)) == 4
+    assert len(ExpiryPolicy([table]).evict(1 << 50, index, stamp_ms_N)) == 4
 
 
 def test_what_a_policy_does_not_admit_keeps_its_initial_value_and_its_gradient_is_dropped() -> None:
@@ -75,8 +75,8 @@ def test_what_a_policy_does_not_admit_keeps_its_initial_value_and_its_gradient_i
     assert pull_from(shard, ITEM, 2).tobytes() == before[1:].tobytes()
 
 
-def lives(**kwargs: Any) -> tuple[Shard, MemoryBlobs, MemoryStore]:
-    blobs, store = MemoryBlobs(), MemoryStore()
+def lives(**kwargs: Any) -> tuple[Shard, MemoryKeyValueStore, MemoryStore]:
+    blobs, store = MemoryKeyValueStore(), MemoryStore()
     return begun(blobs=blobs, store=store, residency=SecondPush, **kwargs), blobs, store
 
 
@@ -156,7 +156,7 @@ def test_states_of_segments_that_nobody_needs_are_deleted() -> None:
 
 
 def test_a_policy_without_state_leaves_nothing_in_the_segments() -> None:
-    blobs, store = MemoryBlobs(), MemoryStore()
+    blobs, store = MemoryKeyValueStore(), MemoryStore()
     shard = begun(blobs=blobs, store=store)
     push_to(shard, 1)
     commit(shard, store, 1)

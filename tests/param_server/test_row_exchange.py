@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from param_server.blobs import MemoryBlobs
 from param_server.client import Client
-from param_server.exchange.exchanged_rows import ExchangedRows
+from param_server.key_value_store import MemoryKeyValueStore
+from param_server.row_exchange import RowExchange
 from param_server.server import Shard
 from roostream.cli.checkpoint.moved_buckets import move
 from roostream.errors import ConfigError, FencedError, RoostreamError, UnavailableError, WireError
@@ -54,7 +54,7 @@ class Seat:
     def __init__(self, table: Table, index: int) -> None:
         self.table, self.index, self.workers = table, index, len(table.parts)
 
-    def swap(self, parts: Sequence[np.ndarray], about: str) -> list[np.ndarray]:
+    def all_to_all(self, parts: Sequence[np.ndarray], about: str) -> list[np.ndarray]:
         try:
             self.table.parts[self.index] = parts
             self.table.barrier.wait()
@@ -69,17 +69,17 @@ class Holders:
     """`W` workers that hold rows, each in its thread."""
 
     def __init__(self, shards: Sequence[Shard], peers: Sequence[Any]) -> None:
-        self.shards, self.rows = shards, [ExchangedRows(s, p) for s, p in zip(shards, peers, strict=True)]
+        self.shards, self.rows = shards, [RowExchange(s, p) for s, p in zip(shards, peers, strict=True)]
         self.pool = ThreadPoolExecutor(len(shards))
         for rows in self.rows:
             rows.set_incarnation(shards[0].incarnation, len(shards), shards[0].owners)
 
-    def together(self, do: Callable[[int, ExchangedRows], Any]) -> list[Any]:
+    def together(self, do: Callable[[int, RowExchange], Any]) -> list[Any]:
         done = [self.pool.submit(do, worker, rows) for worker, rows in enumerate(self.rows)]
         return [each.exception(30) or each.result() for each in done]
 
     def push(self, step: int, **more: Any) -> list[Any]:
-        def one(worker: int, rows: ExchangedRows) -> None:
+        def one(worker: int, rows: RowExchange) -> None:
             lookup, gradients = batch(worker, step)
             rows.push(lookup, gradients, step=step, time_ms=100 * step + worker, **more)
 
@@ -220,7 +220,7 @@ def test_a_gradient_that_is_not_finite_is_refused_before_anything_is_applied(
     held.push(0)
     before = held.state()
 
-    def bad(worker: int, rows: ExchangedRows) -> None:
+    def bad(worker: int, rows: RowExchange) -> None:
         lookup = lookup_of({ITEM: [1, 2, 3, 4, 5, 6]})
         gradients = gradients_of(lookup, np.nan if worker else 1.0)
         rows.push(lookup, gradients, step=1, time_ms=0)
@@ -248,7 +248,7 @@ def test_owners_that_are_not_the_workers_are_refused(holders: Callable[[int], Ho
 
 
 def test_rows_go_from_workers_to_shards_and_on_as_if_they_had_always_been_there() -> None:
-    store, blobs, table = MemoryStore(), {i: MemoryBlobs() for i in range(3)}, Table(2)
+    store, blobs, table = MemoryStore(), {i: MemoryKeyValueStore() for i in range(3)}, Table(2)
     register(store, small_schema())
     shards = [make_shard(blobs[i], store, index=i, num_shards=2) for i in range(2)]
     for shard in shards:

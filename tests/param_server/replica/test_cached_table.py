@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from param_server.index import Keys
-from param_server.initial import initial_rows
-from param_server.replica.cached_stack import CachedStack
+from param_server.embedding_table import Keys
+from param_server.initial_rows import initial_rows
+from param_server.replica.row_cache import CachedTable
 from tests.param_server.shard_support import ADAGRAD, ITEM, small_schema, table_id
 
 TABLES = small_schema().stacks[ADAGRAD]
@@ -25,18 +25,18 @@ def rows_of(ids: np.ndarray, version: int) -> np.ndarray:
     return np.stack([ids_U, version_U, ids_U + version_U, ids_U - version_U], axis=1)
 
 
-def stack_of(capacity: int = 64) -> CachedStack:
-    return CachedStack(TABLES, seed=0, num_buckets=64, capacity=capacity)
+def stack_of(capacity: int = 64) -> CachedTable:
+    return CachedTable(TABLES, seed=0, num_buckets=64, capacity=capacity)
 
 
-def add(stack: CachedStack, ids: list[int], version: int = 1, there: bool = True) -> None:
-    keys = keys_of(*[i for i in ids if stack.held.index.find(keys_of(i))[0] < 0])
+def add(stack: CachedTable, ids: list[int], version: int = 1, there: bool = True) -> None:
+    keys = keys_of(*[i for i in ids if stack.rows.index.find(keys_of(i))[0] < 0])
     n = len(keys)
     stack.add(keys, rows_of(keys.id_U, version), np.full(n, there), np.full(n, version, np.uint64))
 
 
-def held(stack: CachedStack, *ids: int) -> list[bool]:
-    return (stack.held.index.find(keys_of(*ids)) >= 0).tolist()
+def held(stack: CachedTable, *ids: int) -> list[bool]:
+    return (stack.rows.index.find(keys_of(*ids)) >= 0).tolist()
 
 
 def test_what_was_added_is_found_and_what_was_not_reads_as_its_initial_value() -> None:
@@ -44,7 +44,7 @@ def test_what_was_added_is_found_and_what_was_not_reads_as_its_initial_value() -
     add(stack, [1, 2])
     add(stack, [3], there=False)
     keys = keys_of(1, 2, 3, 4)
-    got, initial = stack.rows(keys, stack.find(keys)), initial_rows(0, keys.table_U, keys.id_U, 4, 0.05)
+    got, initial = stack.gather(keys, stack.find(keys)), initial_rows(0, keys.table_U, keys.id_U, 4, 0.05)
     assert (
         got[:2].tobytes() == rows_of(np.array([1, 2]), 1).tobytes()
         and got[2:].tobytes() == initial[2:].tobytes()
@@ -80,12 +80,12 @@ def test_a_delta_changes_what_is_here_and_older_and_brings_nothing() -> None:
     add(stack, [1, 2], version=5)
     add(stack, [3], version=7)
     add(stack, [4], version=5, there=False)
-    stack.change(keys_of(1, 3, 4, 9, 2), rows_of(np.array([1, 3, 4, 9]), 6), 6)
+    stack.update(keys_of(1, 3, 4, 9, 2), rows_of(np.array([1, 3, 4, 9]), 6), 6)
     keys = keys_of(1, 2, 3, 4)
-    got = stack.rows(keys, stack.find(keys))
+    got = stack.gather(keys, stack.find(keys))
     assert (
         got[[0, 2, 3], 1].tolist() == [6, 7, 6]
-        and got[1].tobytes() == stack.rows(keys_of(2), np.array([-1]))[0].tobytes()
+        and got[1].tobytes() == stack.gather(keys_of(2), np.array([-1]))[0].tobytes()
     )
     assert held(stack, 9) == [False] and stack.num_without_row == 1
 
@@ -107,11 +107,11 @@ def test_the_bounds_hold_and_the_count_of_keys_without_a_row_is_true(steps: list
             case "find":
                 stack.find(keys_of(*ids))
             case "gone":
-                stack.change(keys_of(*ids), np.zeros((0, 4), np.float32), version)
+                stack.update(keys_of(*ids), np.zeros((0, 4), np.float32), version)
             case "live":
-                stack.change(keys_of(*ids), rows_of(np.array(ids), version), version)
+                stack.update(keys_of(*ids), rows_of(np.array(ids), version), version)
             case "drop":
                 stack.drop(first % 64, version)
-        flags_N = stack.held.index.flags_N
+        flags_N = stack.rows.index.flags_N
         assert stack.num_keys <= 64 and len(flags_N) <= 256
         assert stack.num_without_row == int(((flags_N & 32 != 0) & (flags_N & 1 != 0)).sum())

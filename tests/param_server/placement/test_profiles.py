@@ -9,8 +9,15 @@ import math
 import numpy as np
 import pytest
 
-from param_server.placement.profile import Profiler, TableProfile
-from param_server.placement.profiles import FOLDER, CountedTables, placed_tables, save, stored
+from param_server.placement.profiles import (
+    FOLDER,
+    Profiler,
+    ProfileRecorder,
+    TableProfile,
+    placed_tables,
+    save,
+    stored,
+)
 from roostream.errors import UnavailableError
 from roostream.runtime.clock import FakeClock
 from roostream.schema.schema import Schema
@@ -126,7 +133,7 @@ def test_what_a_loop_counts_is_saved_once_and_lost_where_the_store_is_away(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     store, profiler = MemoryStore(), counted()
-    tables = CountedTables(profiler, store, FakeClock(NOW))
+    tables = ProfileRecorder(profiler, store, FakeClock(NOW))
     tables.save()
     tables.save()
     assert stored(store, samples.schema())["user"].profile.examples == 40, (

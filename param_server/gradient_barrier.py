@@ -19,9 +19,9 @@ from typing import TypeAlias
 import numpy as np
 
 from param_server import kernels
-from param_server.index import KeyIndex, Keys, join_keys
+from param_server.embedding_table import KeyIndex, Keys, join_keys
 from param_server.rules import MAX_GRADIENT
-from param_server.table import StackTable, Update
+from param_server.table import GradientPush, StackTable
 from roostream.errors import FencedError, UnavailableError, WireError
 from roostream.runtime.deployment import MAX_WORKERS
 
@@ -32,17 +32,17 @@ _MAX_WAITERS = 2  # of one worker: its push, and one sent again; the connections
 Part: TypeAlias = tuple[StackTable, Keys, np.ndarray]
 
 
-class StepSum:
+class PendingStep:
     """One step's. Holds at most `workers` pushes. Not thread-safe."""
 
-    def __init__(self, first: Update) -> None:
+    def __init__(self, first: GradientPush) -> None:
         self.step, self.workers, self.clip_row_norm = first.step, first.workers, first.clip_row_norm
         self.applied = False
         self.ended = ""  # why it was given up
-        self._pushes: dict[int, Update] = {}
+        self._pushes: dict[int, GradientPush] = {}
         self._sent: Counter[int] = Counter()
 
-    def join(self, update: Update) -> int:
+    def join(self, update: GradientPush) -> int:
         """Take a push, or one that is sent again; a ticket for `waits`.
 
         Raises:
@@ -68,7 +68,7 @@ class StepSum:
         """Workers whose push isn't there."""
         return [worker for worker in range(self.workers) if worker not in self._pushes]
 
-    def in_order(self) -> list[Update]:
+    def in_order(self) -> list[GradientPush]:
         """The pushes, worker by worker."""
         return [self._pushes[worker] for worker in sorted(self._pushes)]
 
@@ -81,19 +81,19 @@ class StepSum:
         return ticket > self._sent[worker] - _MAX_WAITERS
 
 
-class StepSums:
+class GradientBarrier:
     """The open step of a shard, under the shard's lock."""
 
     def __init__(self, lock: threading.Lock, wait_s: float = PUSH_WAIT_S) -> None:
         self.wait_s = wait_s
         self._changed = threading.Condition(lock)
-        self._open: StepSum | None = None
+        self._open: PendingStep | None = None
 
     @property
     def num_waiting(self) -> int:
         return self._open.num_waiting if self._open else 0
 
-    def push(self, update: Update, apply: Callable[[Sequence[Update]], None]) -> None:
+    def push(self, update: GradientPush, apply: Callable[[Sequence[GradientPush]], None]) -> None:
         """Inside the lock, which is given back while the others are waited for. Returns when all of the step was applied, by
         `apply` in the thread whose push came last.
 
@@ -103,7 +103,7 @@ class StepSums:
 
         **If `apply` fails**: its error here, and UnavailableError for all that wait.
         """
-        its = self._open = self._open or StepSum(update)
+        its = self._open = self._open or PendingStep(update)
         ticket = its.join(update)
         if not its.missing:
             return self._apply(its, apply)
@@ -122,7 +122,7 @@ class StepSums:
         if self._open:
             self._end(self._open, f"step {self._open.step} was given up: {reason}")
 
-    def _apply(self, its: StepSum, apply: Callable[[Sequence[Update]], None]) -> None:
+    def _apply(self, its: PendingStep, apply: Callable[[Sequence[GradientPush]], None]) -> None:
         try:
             apply(its.in_order())
         except BaseException as error:
@@ -131,11 +131,11 @@ class StepSums:
         its.applied = True
         self._close(its)
 
-    def _end(self, its: StepSum, reason: str) -> None:
+    def _end(self, its: PendingStep, reason: str) -> None:
         its.ended = its.ended or reason
         self._close(its)
 
-    def _close(self, its: StepSum) -> None:
+    def _close(self, its: PendingStep) -> None:
         if self._open is its:
             self._open = None
         self._changed.notify_all()
@@ -150,7 +150,7 @@ def check_workers(worker: int, workers: int) -> None:
         )
 
 
-def added(updates: Sequence[Update]) -> Update:
+def added(updates: Sequence[GradientPush]) -> GradientPush:
     """One update of several workers' pushes of a step: unique keys in the order in which they first come, gradients of equal
     keys added, each row's sum brought to a norm of `clip_row_norm` at most (0 = as it is) and within `MAX_GRADIENT`. It is as
     late as the latest, and its events as old as the oldest."""
@@ -172,9 +172,9 @@ def _sum(parts: Sequence[Part], clip_row_norm: float) -> Part:
     keys = join_keys(*(its for _, its, _ in parts))
     index = KeyIndex(table.num_buckets)
     index.reserve(len(keys))
-    place_M, _ = index.add(keys)
+    row_M, _ = index.add(keys)
     sum_UD = np.zeros((index.used, table.width), np.float64)
-    kernels.add_rows(sum_UD, place_M, np.concatenate([gradient_MD for *_, gradient_MD in parts]))
+    kernels.add_rows(sum_UD, row_M, np.concatenate([gradient_MD for *_, gradient_MD in parts]))
     out_UD = np.empty(sum_UD.shape, np.float32)
     table.num_limited += kernels.round_rows(sum_UD, clip_row_norm, MAX_GRADIENT, out_UD)
     return table, index.keys_at(np.arange(index.used)), out_UD

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.run import question_named
-from param_server.placement.simulated_load import (
+from benchmarks.workloads.placing.simulated_load import (
     VALIDITY,
     DrawnTable,
     Strategy,

@@ -18,7 +18,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from param_server import kernels
-from param_server.index import KeyIndex, Keys
+from param_server.embedding_table import KeyIndex, Keys
 from roostream.schema.schema import Table
 
 log = logging.getLogger("roostream.shard")
@@ -27,7 +27,7 @@ NEVER = np.iinfo(np.int64).min
 """Event time before all others: of a row that was never pushed, and of what expires never."""
 
 
-class Residency(Protocol):
+class EvictionPolicy(Protocol):
     """See the module. Made anew, a policy is as at the beginning."""
 
     num_spared: int
@@ -48,11 +48,11 @@ class Residency(Protocol):
         """Be as when `state()` gave this; empty = the beginning. Raises CheckpointError: it can't be read."""
 
 
-Policy: TypeAlias = Callable[[Sequence[Table]], Residency]
+EvictionPolicyFactory: TypeAlias = Callable[[Sequence[Table]], EvictionPolicy]
 """A stack's tables → its policy, at the beginning."""
 
 
-class Expiry:
+class ExpiryPolicy:
     """Every key gets a row at its first push; a row goes when its table's `expire_after_ms` have passed since its last one.
 
     Where more than `max_share` of a stack's rows would go at once, a wrong time is likelier than so much age: all stay, it is
@@ -72,17 +72,17 @@ class Expiry:
         if not self.expire_after_ms_K.any():
             return np.zeros(0, np.int64)
         before_ms_K = np.where(self.expire_after_ms_K > 0, watermark_ms - self.expire_after_ms_K, NEVER)
-        place_M = kernels.expired(
+        row_M = kernels.expired(
             index.flags_N, index.used, index.table_N, stamp_ms_N, self.table_K, before_ms_K
         )
-        if len(place_M) <= self.max_share * index.num_live:
-            return place_M
-        self.num_spared += len(place_M)
+        if len(row_M) <= self.max_share * index.num_live:
+            return row_M
+        self.num_spared += len(row_M)
         log.error(
             "tables %s: %d of %d rows would expire at once at watermark %d ms, more than max_expired_share = %g: they are kept; "
             "where that much time has passed, raise it",
             self.names,
-            len(place_M),
+            len(row_M),
             index.num_live,
             watermark_ms,
             self.max_share,

@@ -14,12 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from param_server.calls import Calls
 from param_server.client import Client
+from param_server.gradient_barrier import PendingStep, added
 from param_server.rules import MAX_GRADIENT
-from param_server.server import Shard
-from param_server.step_sum import StepSum, added
-from param_server.table import Update
+from param_server.server import Shard, ShardRpcHandler
+from param_server.table import GradientPush
 from roostream.errors import CheckpointError, FencedError, RoostreamError, UnavailableError, WireError
 from roostream.runtime.deployment import MAX_WORKERS
 from roostream.runtime.rpc.client import SocketTransport
@@ -45,8 +44,8 @@ from tests.param_server.shard_support import (
 )
 
 
-def update(worker: int, workers: int = 2, step: int = 1, **changes: Any) -> Update:
-    return Update(worker, 1, 0, 0, 0, (), step, workers)._replace(**changes)
+def update(worker: int, workers: int = 2, step: int = 1, **changes: Any) -> GradientPush:
+    return GradientPush(worker, 1, 0, 0, 0, (), step, workers)._replace(**changes)
 
 
 # The state machine
@@ -56,7 +55,7 @@ def update(worker: int, workers: int = 2, step: int = 1, **changes: Any) -> Upda
 def test_a_step_is_complete_when_every_worker_s_push_is_there_and_is_read_in_their_order(
     order: tuple[int, ...],
 ) -> None:
-    its = StepSum(update(order[0], 3))
+    its = PendingStep(update(order[0], 3))
     for nth, worker in enumerate(order):
         assert set(its.missing) == set(order[nth:])
         its.join(update(worker, 3))
@@ -64,8 +63,8 @@ def test_a_step_is_complete_when_every_worker_s_push_is_there_and_is_read_in_the
 
 
 @pytest.mark.parametrize("other", [update(1, step=2), update(1, workers=3), update(1, clip_row_norm=2.0)])
-def test_workers_that_are_not_in_step_are_told_so(other: Update) -> None:
-    its = StepSum(update(0))
+def test_workers_that_are_not_in_step_are_told_so(other: GradientPush) -> None:
+    its = PendingStep(update(0))
     its.join(update(0))
     with pytest.raises(FencedError, match="not in step"):
         its.join(other)
@@ -73,7 +72,7 @@ def test_workers_that_are_not_in_step_are_told_so(other: Update) -> None:
 
 
 def test_a_push_that_is_sent_again_is_the_same_push_and_two_of_them_may_wait() -> None:
-    its = StepSum(update(0))
+    its = PendingStep(update(0))
     tickets = [its.join(update(0, time_ms=time_ms)) for time_ms in (5, 6, 7)]
     assert [its.waits(0, ticket) for ticket in tickets] == [False, True, True]
     assert its.num_waiting == 1 and its.in_order()[0].time_ms == 5
@@ -449,7 +448,7 @@ def test_over_sockets_steps_go_on_and_a_worker_that_dies_ends_its_step_only(
     closing: list[Any], count: int
 ) -> None:
     shards = [begun(index=i, num_shards=2) for i in range(2)]
-    servers = {id(shard): RpcServer(Calls(shard).handle).start() for shard in shards}
+    servers = {id(shard): RpcServer(ShardRpcHandler(shard).handle).start() for shard in shards}
     workers = Workers(shards, count, lambda shard: SocketTransport(servers[id(shard)].address))
     plain = fleet(closing, count)
     closing.append(workers)

@@ -7,70 +7,72 @@ from pathlib import Path
 
 import pytest
 
-from param_server.blobs import Blobs, MemoryBlobs, RocksBlobs, rocks_options
+from param_server.key_value_store import KeyValueStore, MemoryKeyValueStore, RocksDbStore, rocks_options
 from roostream.errors import CheckpointError, SetupError, UnavailableError
 from tests.runtime.full_disk import room_for
 
 
 @pytest.fixture(params=["memory", "rocks"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Blobs]:
-    blobs: Blobs = MemoryBlobs() if request.param == "memory" else RocksBlobs(tmp_path / "segments").open()
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KeyValueStore]:
+    blobs: KeyValueStore = (
+        MemoryKeyValueStore() if request.param == "memory" else RocksDbStore(tmp_path / "segments").open()
+    )
     yield blobs
     blobs.close()
 
 
-def test_gives_back_what_was_put(store: Blobs) -> None:
+def test_gives_back_what_was_put(store: KeyValueStore) -> None:
     big = bytes(range(256)) * 4096
     store.write([(b"a/1", b""), (b"a/2", big)], sync=True)
     assert store.get(b"a/1") == b"" and store.get(b"a/2") == big and store.get(b"a/3") is None
 
 
-def test_lists_keys_of_a_prefix_in_order(store: Blobs) -> None:
+def test_lists_keys_of_a_prefix_in_order(store: KeyValueStore) -> None:
     store.write([(key, b"x") for key in (b"b/2", b"a/9", b"b/1", b"b", b"c/0")])
     assert list(store.keys(b"b/")) == [b"b/1", b"b/2"]
     assert list(store.keys(b"d")) == []
 
 
-def test_replaces_and_deletes_in_one_write(store: Blobs) -> None:
+def test_replaces_and_deletes_in_one_write(store: KeyValueStore) -> None:
     store.write([(b"a", b"1"), (b"b", b"2")])
     store.write([(b"a", b"3")], [b"b", b"absent"])
     assert store.get(b"a") == b"3" and store.get(b"b") is None
 
 
 def test_what_was_written_is_there_after_closing_twice(tmp_path: Path) -> None:
-    store = RocksBlobs(tmp_path).open()
+    store = RocksDbStore(tmp_path).open()
     store.write([(b"a", b"1")], sync=True)
     store.close()
     store.close()
-    again = RocksBlobs(tmp_path).open()
+    again = RocksDbStore(tmp_path).open()
     assert again.get(b"a") == b"1"
     again.close()
 
 
 def test_rocks_keeps_everything_over_a_restart(tmp_path: Path) -> None:
-    first = RocksBlobs(tmp_path).open()
+    first = RocksDbStore(tmp_path).open()
     first.write([(b"a", b"1")], sync=True)
     first.close()
-    again = RocksBlobs(tmp_path).open()
+    again = RocksDbStore(tmp_path).open()
     assert again.get(b"a") == b"1"
     again.close()
 
 
 def test_a_second_process_is_told_in_one_sentence(tmp_path: Path) -> None:
-    first = RocksBlobs(tmp_path).open()
+    first = RocksDbStore(tmp_path).open()
     with pytest.raises(SetupError, match="stop the other shard that uses them"):
-        RocksBlobs(tmp_path).open()
+        RocksDbStore(tmp_path).open()
     first.close()
 
 
 def test_a_place_that_is_a_file_is_told_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("")
     with pytest.raises(SetupError, match="can't be opened"):
-        RocksBlobs(tmp_path / "x").open()
+        RocksDbStore(tmp_path / "x").open()
 
 
 def test_a_closed_store_says_so(tmp_path: Path) -> None:
-    store = RocksBlobs(tmp_path).open()
+    store = RocksDbStore(tmp_path).open()
     store.close()
     with pytest.raises(UnavailableError, match="closed"):
         store.get(b"a")
@@ -80,7 +82,7 @@ def test_a_closed_store_says_so(tmp_path: Path) -> None:
 
 
 def test_a_failed_write_of_memory_changes_nothing() -> None:
-    store = MemoryBlobs()
+    store = MemoryKeyValueStore()
     store.fail_at(2)
     store.write([(b"a", b"1")])
     with pytest.raises(UnavailableError, match="free disk space"):
@@ -90,7 +92,7 @@ def test_a_failed_write_of_memory_changes_nothing() -> None:
 
 
 def test_rocks_goes_on_when_a_full_disk_has_room_again(tmp_path: Path) -> None:
-    store = RocksBlobs(tmp_path).open()
+    store = RocksDbStore(tmp_path).open()
     store.write([(b"a", b"1" * 4096)], sync=True)
     with room_for(1 << 16):
         for _ in range(3):  # not only once: it is found closed by the second
@@ -99,13 +101,13 @@ def test_rocks_goes_on_when_a_full_disk_has_room_again(tmp_path: Path) -> None:
     assert store.get(b"a") == b"1" * 4096 and store.get(b"b") is None
     store.write([(b"b", b"2")], sync=True)
     store.close()
-    again = RocksBlobs(tmp_path).open()
+    again = RocksDbStore(tmp_path).open()
     assert again.get(b"a") == b"1" * 4096 and again.get(b"b") == b"2"
     again.close()
 
 
 def test_rocks_that_can_t_be_opened_again_yet_says_so_and_tries_at_each_call(tmp_path: Path) -> None:
-    store = RocksBlobs(tmp_path / "home" / "segments").open()
+    store = RocksDbStore(tmp_path / "home" / "segments").open()
     store.write([(b"a", b"1")], sync=True)
     with room_for(1 << 12):
         with pytest.raises(UnavailableError):
@@ -133,7 +135,7 @@ def flip(path: Path, at: int) -> None:
 
 def stored(tmp_path: Path) -> Path:
     """A directory whose values are in files of their own."""
-    store = RocksBlobs(tmp_path).open()
+    store = RocksDbStore(tmp_path).open()
     store.write([(b"a", bytes(100_000)), (b"b", b"small")], sync=True)
     store.close()
     return tmp_path
@@ -143,7 +145,7 @@ def stored(tmp_path: Path) -> Path:
 def test_rocks_tells_damage_from_what_can_t_be_read_now(tmp_path: Path, suffix: str) -> None:
     (path,) = stored(tmp_path).glob(f"*.{suffix}")
     flip(path, 40)
-    store = RocksBlobs(tmp_path).open()
+    store = RocksDbStore(tmp_path).open()
     with pytest.raises(CheckpointError, match="they are damaged"):
         store.get(b"a")
     store.close()
@@ -151,7 +153,7 @@ def test_rocks_tells_damage_from_what_can_t_be_read_now(tmp_path: Path, suffix: 
 
 def test_rocks_calls_an_absent_file_damage_while_its_directory_is_there(tmp_path: Path) -> None:
     (path,) = stored(tmp_path).glob("*.blob")
-    store = RocksBlobs(tmp_path).open()
+    store = RocksDbStore(tmp_path).open()
     path.unlink()
     with pytest.raises(CheckpointError, match="they are damaged"):
         store.get(b"a")
@@ -162,14 +164,14 @@ def test_a_damaged_directory_is_not_blamed_on_another_shard(tmp_path: Path) -> N
     (path,) = stored(tmp_path).glob("MANIFEST-*")
     flip(path, 60)
     with pytest.raises(SetupError, match="they are damaged: bring them back from a backup") as caught:
-        RocksBlobs(tmp_path).open()
+        RocksDbStore(tmp_path).open()
     assert "other shard" not in str(caught.value) and "reset" not in str(caught.value)
 
 
 def test_rocks_syncs_its_log_when_it_is_asked_to_and_only_then(tmp_path: Path) -> None:
     options = rocks_options()
     options.enable_statistics()
-    store = RocksBlobs(tmp_path, lambda: options).open()
+    store = RocksDbStore(tmp_path, lambda: options).open()
 
     def syncs() -> int:
         counts = dict(
@@ -188,7 +190,7 @@ def test_rocks_syncs_its_log_when_it_is_asked_to_and_only_then(tmp_path: Path) -
 
 
 def test_rocks_keeps_little_of_what_was_written_in_memory(tmp_path: Path) -> None:
-    store = RocksBlobs(tmp_path).open()
+    store = RocksDbStore(tmp_path).open()
     most = 0
     for n in range(200):
         store.write([(b"k%d" % (n % 7), bytes(100_000))], sync=True)
