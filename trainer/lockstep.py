@@ -5,7 +5,7 @@
     turn n+1   each trains what it said: gradients of its part of the loss, in the same bucket ── sum ──► the same step for all
 
 A worker without data adds zeros, and asks for no rows: in a turn that trains all pull once, and all push once where there are
-gradients, so that either may be a call of all (`param_server/exchange`). A cut is taken behind the turn in which all want the
+gradients, so that either may be a call of all (`param_server/row_exchange.py`). A cut is taken behind the turn in which all want the
 same one; what was announced for the next turn stays announced, and is in no cut. While nobody trains, the bucket has the words
 alone, and a turn waits for data as a poll does.
 
