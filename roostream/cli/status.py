@@ -22,8 +22,14 @@ from roostream.runtime.kafka.topics import DEFAULT_PARTITIONS, TOPICS, name_of, 
 from roostream.runtime.rpc.client import SocketTransport
 from roostream.runtime.scrape import ScrapedMetrics
 from trainer.control.aggregate_status import together, worker_reports
-from trainer.control.neighbour_times import STAGES, UNKNOWN
-from trainer.control.scrape_targets import click_rate, lost_records, rows_by_stack, serving_state
+from trainer.control.scrape_targets import (
+    FRESHNESS_STAGES,
+    UNKNOWN,
+    click_rate,
+    lost_records,
+    rows_by_stack,
+    serving_state,
+)
 from trainer.monitoring.quality import QUALITY
 from trainer.selection.outcomes import added
 
@@ -194,7 +200,7 @@ def commit_state(control: Mapping[str, Any]) -> dict[str, Any]:
 def freshness_state(control: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
     """Stage → p50 and p99 in ms of the last minutes, as the controller has them of its neighbours."""
     told = control.get("freshness") or {}
-    return {stage: told.get(stage) or dict(UNKNOWN) for stage in STAGES}
+    return {stage: told.get(stage) or dict(UNKNOWN) for stage in FRESHNESS_STAGES}
 
 
 def quality(control: Mapping[str, Any]) -> dict[str, float | None]:

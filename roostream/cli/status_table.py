@@ -231,7 +231,7 @@ def _commit(c: Mapping[str, Any]) -> str:
 
 def _hold(hold: Mapping[str, Any]) -> str:
     who = f"{hold['member']}: " if hold["member"] else ""
-    return f"since {clock(hold['since_ms'])} UTC, {hold['kind']}: {who}{Hold(**hold).told}"
+    return f"since {clock(hold['since_ms'])} UTC, {hold['kind']}: {who}{Hold(**hold).describe()}"
 
 
 def _devices(control: Mapping[str, Any]) -> str:

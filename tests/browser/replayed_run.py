@@ -27,8 +27,7 @@ from tests.trainer.control.test_coordinator import ANSWERS, FACTS
 from tests.trainer.memory_store import MemoryStore
 from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
-from trainer.control.neighbour_times import STAGES
-from trainer.control.scrape_targets import ScrapeTargets
+from trainer.control.scrape_targets import FRESHNESS_STAGES, ScrapeTargets
 from trainer.control.status_page import StatusPage, files
 
 MEMBERS = (("shard", 0), ("shard", 1), ("worker", 0))
@@ -162,7 +161,7 @@ class ReplayedRun:
                 f"roostream_shard_pulls {self.at * 12}",
                 "roostream_shard_damaged 0",
             ]
-        for stage, ms in {**_MS, STAGES[-1]: sum(_MS.values())}.items():
+        for stage, ms in {**_MS, FRESHNESS_STAGES[-1]: sum(_MS.values())}.items():
             for spread in range(40):
                 self.measured.observe(stage, ms * wave * (0.6 + spread / 50))
         registry = CollectorRegistry()

@@ -53,7 +53,7 @@ from trainer.batch_source import BatchSource
 from trainer.config import LoopConfig
 from trainer.control.coordinator import Coordinator
 from trainer.control.phases import historical_range
-from trainer.control.types import CoordinatorConfig, State, workers
+from trainer.control.types import CoordinatorConfig, State, worker_keys
 from trainer.loop import LoopDependencies, TrainLoop
 from trainer.process_group import Rendezvous
 from trainer.record_source import RecordSource
@@ -131,7 +131,7 @@ class Simulation:
         self.disks: list[Any] = list(site.disks) or [
             MemoryKeyValueStore() if real_shards else {} for _ in range(num_shards)
         ]
-        self.workers = workers(max(num_workers, initial_workers))
+        self.workers = worker_keys(max(num_workers, initial_workers))
         self.places = {str(key): Place() for key in (*self.facts.shards, *self.workers)}
         self.controller: WatchedController | None = None
         self.controller_dead_rounds = 0

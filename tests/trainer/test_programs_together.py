@@ -35,10 +35,9 @@ from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS, MemoryOutputs
 from tests.trainer.real_shard import RealShard
 from trainer.config import LoopConfig
-from trainer.control.backlog_probe import IdleHoldWatcher
 from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
-from trainer.control.idle import Backlog, IdleDetector, IdleRule
+from trainer.control.idle import Backlog, IdleDetector, IdleHoldWatcher, IdleRule
 from trainer.control.types import CoordinatorConfig
 from trainer.deployment_identity import DeploymentIdentity
 from trainer.loop import LoopDependencies, TrainLoop

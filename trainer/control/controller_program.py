@@ -24,10 +24,9 @@ from roostream.runtime.work_unit import WorkUnit
 from roostream.schema.registry import open_registry, register
 from roostream.schema.schema_file import load_schema
 from trainer.config import ControllerConfig
-from trainer.control.backlog_probe import BacklogProbe, IdleHoldWatcher
 from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
-from trainer.control.idle import IdleDetector, IdleRule
+from trainer.control.idle import BacklogProbe, IdleDetector, IdleHoldWatcher, IdleRule
 from trainer.control.kept_leases import LeaseRecorder
 from trainer.control.phases import historical_range
 from trainer.control.reader_master import ReaderMaster
@@ -89,7 +88,7 @@ def control(config: ControllerConfig, stop: Stop) -> None:
         open_session=table.newest if table else lambda: None,
         keep_commits=config.keep_commits,
     )
-    neighbours = ScrapeTargets(config.neighbour_urls, clock, workers=controller.workers_seen_at)
+    neighbours = ScrapeTargets(config.neighbour_urls, clock, workers=controller.worker_metrics_addresses)
     page = StatusPage(controller, neighbours, interval_ms=config.commit_interval_ms)
     pages |= page.answers()
 
@@ -98,7 +97,7 @@ def control(config: ControllerConfig, stop: Stop) -> None:
     kept = LeaseRecorder(master, store, clock)
 
     def turned() -> None:
-        claims = f"it waits: {controller.away}" if controller.away else "it claims an incarnation"
+        claims = f"it waits: {controller.outage}" if controller.outage else "it claims an incarnation"
         health.turned("" if controller.coordinator.incarnation else claims)
         page.observe()
         kept.turned()

@@ -1,45 +1,45 @@
-"""The controller's decisions: a pure state machine. Events in (beats, ticks, what became of an effect), effects out.
+"""The controller's decisions as a pure state machine: events in (beats, ticks, outcomes of effects), effects and commands out.
 
     CLAIMING ──► GATHERING ──► RESTORING ──► RUNNING ──► CUTTING ──► FREEZING ──► WRITING ──► LINKING ──► COMMITTING ─┐
-       ▲         every member    to the last    ▲                        │            │           │                   │
-       │         is there        manifest       ├────── ABORTING ◄───────┴────────────┴───────────┘                   │
+       ▲         all members     to the last    ▲                        │            │           │                   │
+       │         connected       manifest       ├────── ABORTING ◄───────┴────────────┴───────────┘                   │
        └── any member lost, or broken           └─────────────────────────────────────────────────────────────────────┘
 
-Commit:
+Commit protocol:
   1. Workers train continuously.
-  2. At `commit_interval_ms`, on preemption, at an epoch's end (phases.py), CUT: each worker ends its batch, tells its offsets.
+  2. CUT is sent every `commit_interval_ms`, on preemption and at the end of an epoch (phases.py). Each worker finishes its
+     batch and reports its offsets.
   3. Drain: a worker answers CUT with no pull in flight, every push acknowledged and its predictions flushed.
-  4. FREEZE: each shard fixes its dirty set; then RESUME: training goes on.
-  5. WRITE: shards write the frozen rows, each worker its own part, worker 0 the shared one too.
-  6. The manifest is created under its name, exclusively: that is the commit.
-  7. COMMIT tells everyone to forget the generation before.
-Any failure before 6: nothing is committed. A refusal is answered with ABORT, a lost member with the next incarnation, which
-begins with RESTORE of the last manifest.
+  4. FREEZE: each shard fixes its dirty set. RESUME follows, and training continues.
+  5. WRITE: shards write the frozen rows. Each worker writes its own part; worker 0 also writes the shared part.
+  6. The manifest is created exclusively under its name. This step is the commit.
+  7. COMMIT lets every member delete the previous generation.
+A failure before step 6 commits nothing. A refused command leads to ABORT. A lost member leads to the next incarnation, which
+starts with RESTORE of the last manifest.
 
-No state without a way out: whoever is asked has a time limit. A late step of a commit is aborted, everything else that is late
-ends the incarnation, and so do `max_aborts` in a row. Aborts for which a member or the store says that something can't be
-written now don't count: going back mends no disk, and the next commit that can be written has everything.
+Every state has a way out, because every command has a time limit. A late step of a commit is aborted. Anything else that is
+late ends the incarnation, and so do `max_aborts` aborts in a row. Aborts caused by storage that is temporarily unavailable do
+not count: a rollback would not help, and the next successful commit contains everything.
 
-A member that was asked to stop says that it leaves: a commit at once closes the incarnation for all, so that nothing is trained
-twice, and the next one waits until it is back. So it is when the controller itself is asked to.
+A member that is preempted reports that it is leaving. One commit then closes the incarnation for all members, so that nothing
+is trained twice, and the next incarnation waits until the member is back. The same happens when the controller is preempted.
 
-How many workers train is a wish that is kept with each incarnation. Another wish is carried out at a commit after which nobody
-goes on (no RESUME): the next incarnation restores as many as are wanted. Workers above that number stand by: their beats are
-answered, and nothing is asked of them. What no restart mends holds training, and so does, where that is wanted, a stream with
-nothing to read: the next incarnation is HELD (trainer/control/holds.py).
+The wanted number of workers is stored with each incarnation. A new number takes effect at a commit that is not followed by
+RESUME; the next incarnation restores the wanted number. Workers above that number stand by: their beats are answered, and
+they get no commands. An error that no restart can fix puts training on hold, and so can an empty input (holds.py): the next
+incarnation is then HELD.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from roostream.runtime.manifest import Restorable
+from roostream.runtime.kafka.topics import flat
+from roostream.runtime.manifest import Manifest, Restorable, StoredFile, WorkerPart
 from trainer.control.holds import Holds, idle_hold
-from trainer.control.manifest_builder import cut_twice, draft, watermark_of
 from trainer.control.membership import Membership
-from trainer.control.pending_commands import PendingCommands
 from trainer.control.phases import Phases
 from trainer.control.types import (
     Claim,
@@ -57,19 +57,142 @@ from trainer.control.types import (
 
 log = logging.getLogger("roostream.controller")
 
-_SETTLED_S = 1.0  # after this much of training every worker's beats have told whether there is anything new
+_SETTLED_S = 1.0  # after this much training, every worker's beats have reported whether there is new data
+
+
+class CommandResult(NamedTuple):
+    """A member's answer to an outstanding command."""
+
+    kind: str
+    result: Mapping[str, Any]
+
+
+class PendingCommands:
+    """Commands sent to members. Each one is repeated until its result arrives. Not thread-safe."""
+
+    def __init__(self, members: Mapping[Key, MemberState], now_s: float) -> None:
+        """`members` is owned and updated by the caller."""
+        self.members = members
+        self.asked_s = now_s  # time of the newest command
+        self._waiting: dict[int, Key] = {}
+        self._results: dict[tuple[str, Key], dict[str, Any]] = {}
+        self._next_id = 0
+
+    def __bool__(self) -> bool:
+        """Whether any member has not answered."""
+        return bool(self._waiting)
+
+    def ask(self, kind: str, keys: Iterable[Key], incarnation: int, now_s: float, **arguments: Any) -> None:
+        self.asked_s = now_s
+        for key in keys:
+            self._next_id += 1
+            id_ = (incarnation << 32) + self._next_id  # unique over all controllers
+            self.members[key].outbox[id_] = {"id": id_, "kind": kind, "incarnation": incarnation, **arguments}
+            self._waiting[id_] = key
+            self._results.pop((kind, key), None)
+
+    def take(self, key: Key, member: MemberState, result: Mapping[str, Any]) -> CommandResult | None:
+        """Record a result. None if it belongs to an earlier incarnation or was already recorded."""
+        command = member.outbox.pop(result.get("id", 0), None)
+        if command is None or self._waiting.pop(command["id"], None) is None:
+            return None
+        if result.get("ok"):
+            self._results[command["kind"], key] = {k: v for k, v in result.items() if k not in ("id", "ok")}
+        return CommandResult(command["kind"], result)
+
+    def commands(self, key: Key) -> list[Command]:
+        """Commands that `key` has not answered, oldest first."""
+        member = self.members.get(key)
+        return list(member.outbox.values()) if member else []
+
+    def answers(self, kind: str, keys: Iterable[Key]) -> list[dict[str, Any]]:
+        """Results of `keys`, all of which must have answered."""
+        return [self._results[kind, key] for key in keys]
+
+    def late(self) -> str:
+        """Names of the members that have not answered."""
+        return ", ".join(sorted({str(key) for key in self._waiting.values()}))
+
+    def clear(self) -> None:
+        """Drop all outstanding commands."""
+        self._waiting.clear()
+        self._results.clear()
+        for member in self.members.values():
+            member.outbox.clear()
+
+
+def build_manifest(
+    config: CoordinatorConfig,
+    incarnation: int,
+    last: Restorable | None,
+    commit: CommitInProgress,
+    shards: Sequence[Mapping[str, Any]],
+    workers: Sequence[Mapping[str, Any]],
+) -> Manifest:
+    """Build the manifest of a commit from the answers to CUT and WRITE, in the order of member indices.
+
+    The first worker wrote the shared part."""
+    rows_end: dict[int, int] = {}
+    for (
+        shard
+    ) in shards:  # take the smallest: a restore that reads more only republishes more, which is harmless
+        for partition, offset in shard.get("rows_end", {}).items():
+            rows_end[int(partition)] = min(int(offset), rows_end.get(int(partition), int(offset)))
+    return Manifest(
+        seq=commit.seq,
+        incarnation=incarnation,
+        previous={"seq": last.manifest.seq, "checksum": last.checksum}
+        if last
+        else {"seq": 0, "checksum": ""},
+        step=max(int(c["step"]) for c in commit.cuts),
+        watermark_ms=commit_watermark_ms(commit),
+        schema=config.schema,
+        seed=config.seed,
+        num_shards=config.num_shards,
+        num_buckets=config.num_buckets,
+        num_partitions=config.num_partitions,
+        kafka=dict(config.kafka),
+        rows_end=rows_end,
+        shards={i: {k: v for k, v in shard.items() if k != "rows_end"} for i, shard in enumerate(shards)},
+        dense=StoredFile(**workers[0]["dense"]),
+        model=dict(commit.cuts[0]["model"]),
+        bucket_map=last.manifest.bucket_map if last else None,
+        workers={
+            i: WorkerPart(
+                offsets=flat(cut["offsets"]),
+                file=StoredFile(**written["own"]),
+                dedupe=int(written["dedupe"]),
+                metrics=dict(written["metrics"]),
+            )
+            for i, (cut, written) in enumerate(zip(commit.cuts, workers, strict=True))
+        },
+        time_ms=max(int(c["time_ms"]) for c in commit.cuts),
+    )
+
+
+def commit_watermark_ms(commit: CommitInProgress) -> int:
+    """Watermark of the slowest worker. A worker that never had a record (watermark 0) does not hold the others back."""
+    return min((ms for cut in commit.cuts if (ms := int(cut["watermark_ms"]))), default=0)
+
+
+def has_duplicate_partition(commit: CommitInProgress) -> bool:
+    """Whether two workers cut the same partition."""
+    cut = [partition for answer in commit.cuts for partition in flat(answer["offsets"])]
+    return len(cut) != len(set(cut))
 
 
 class Coordinator:
-    """Call `beat`, `tick`, `claimed`, `linked` with the same monotonic clock; do what `take_effects` gives. Not thread-safe."""
+    """Call `beat`, `tick`, `claimed` and `linked` with one monotonic clock, and perform the effects from `take_effects`.
 
-    def __init__(self, facts: CoordinatorConfig, now_s: float = 0.0) -> None:
-        self.facts = facts
+    Not thread-safe."""
+
+    def __init__(self, config: CoordinatorConfig, now_s: float = 0.0) -> None:
+        self.config = config
         self.state = State.CLAIMING
         self.reason = "start"
         self.incarnation = 0
-        self.roster, self.holds = Membership(facts), Holds()
-        self.phases, self.members = Phases(facts, self.roster), self.roster.members
+        self.membership, self.holds = Membership(config), Holds()
+        self.phases, self.members = Phases(config, self.membership), self.membership.members
         self.last: Restorable | None = None
         self.commit: CommitInProgress | None = None
         self.num_commits = self.num_aborts = self.num_rollbacks = 0
@@ -77,8 +200,8 @@ class Coordinator:
         self.phases_s: dict[str, float] = {}
         self.committed_at_s = now_s
         self._effects: list[Effect] = [Claim(frozenset())]
-        self._passed_over: set[str] = set()
-        self._asking = PendingCommands(self.members, now_s)
+        self._skipped_manifests: set[str] = set()
+        self._pending = PendingCommands(self.members, now_s)
         self._aborts_in_a_row = self._late_restores = 0
         self._next_seq = 1
         self._due_s = self._closing_s = self._not_before_s = self._running_s = now_s
@@ -89,28 +212,28 @@ class Coordinator:
     def beat(
         self, key: Key, session: int, incarnation: int, results: Iterable[dict], report: dict, now_s: float
     ) -> None:
-        """A member called. A new session of a known member means that the old process died.
+        """Handle a beat of a member. A new session of a known member means that its old process died.
 
         Raises:
-            ConfigError: the member isn't one of this controller's.
+            ConfigError: the member does not belong to this controller.
         """
-        self.roster.check(key)
-        is_active = key in self.roster.everyone
+        self.membership.check(key)
+        is_active = key in self.membership.everyone
         if incarnation > self.incarnation and self.state is not State.CLAIMING:
             return self.fenced(
-                f"{key} is at incarnation {incarnation}, this controller at {self.incarnation}"
+                f"{key} is at incarnation {incarnation}, this controller is at {self.incarnation}"
             )
         member = self.members.get(key)
         if member is None or member.session != session:
-            before = member  # None: one that was silent, which has been counted
+            before = member  # None: the member was silent, and its loss is already counted
             self.members[key] = member = MemberState(session=session, seen_s=now_s, since_s=now_s)
             if is_active and before:
-                self._died(key, before, f"{key} started again")
+                self._died(key, before, f"{key} restarted")
             elif is_active:
-                self._lost(f"{key} started again")
+                self._lost(f"{key} restarted")
         member.seen_s, member.incarnation, member.report = now_s, incarnation, report
         for result in results:
-            if (answered := self._asking.take(key, member, result)) and not answered.result.get("ok"):
+            if (answered := self._pending.take(key, member, result)) and not answered.result.get("ok"):
                 self._refused(answered.kind, key, answered.result, now_s)
         if is_active and incarnation == self.incarnation and report.get("fatal"):
             self._hold(key, str(report["fatal"]))
@@ -119,28 +242,30 @@ class Coordinator:
             and incarnation == self.incarnation
             and (report.get("broken") or report.get("ready") is False)
         ):
-            self._lost(f"{key} can't go on: {report.get('broken') or 'it is not ready any more'}")
+            self._lost(f"{key} cannot continue: {report.get('broken') or 'it is no longer ready'}")
         self.tick(now_s)
 
     def tick(self, now_s: float) -> None:
-        """Time passed: members can be lost, a commit can be due, a step can be late."""
-        for key, member in self.roster.lost(now_s).items():
-            if key in self.roster.everyone:
-                self._died(key, member, f"{key} has been silent for {self.facts.lost_after_s:g} s")
+        """Check for lost members, a due commit and a late step."""
+        for key, member in self.membership.lost(now_s).items():
+            if key in self.membership.everyone:
+                self._died(key, member, f"{key} has sent no beat for {self.config.lost_after_s:g} s")
         match self.state:
-            case State.GATHERING if self.roster.rescales():
-                self._end(self.roster.why_closing())
+            case State.GATHERING if self.membership.should_rescale():
+                self._end(self.membership.closing_reason())
             case State.GATHERING if (
-                not self.roster.absent(self.roster.num_workers) and now_s >= self._not_before_s
+                not self.membership.absent(self.membership.num_workers) and now_s >= self._not_before_s
             ):
                 self._restore(now_s)
-            case _ if self._asking and now_s - self._asking.asked_s >= self._limit_s:
-                self._too_late(now_s)
-            case State.RUNNING if now_s >= self._closing_s and (self.roster.rescales() or self._is_left()):
+            case _ if self._pending and now_s - self._pending.asked_s >= self._time_limit_s:
+                self._handle_timeout(now_s)
+            case State.RUNNING if now_s >= self._closing_s and (
+                self.membership.should_rescale() or self._must_commit_for_leaver()
+            ):
                 self._cut(now_s, closing=True)
             case State.RUNNING if now_s >= self._closing_s and self.phases.is_trained(self.incarnation):
                 self._cut(now_s)
-            case State.RUNNING if (now_s >= self._due_s or self._wanted) and self.has_news():
+            case State.RUNNING if (now_s >= self._due_s or self._wanted) and self.has_uncommitted_steps():
                 self._cut(now_s)
             case (
                 State.RESTORING
@@ -150,7 +275,7 @@ class Coordinator:
                 | State.COMMITTING
                 | State.ABORTING
             ):
-                if not self._asking:
+                if not self._pending:
                     self._step(now_s)
 
     def claimed(
@@ -159,49 +284,50 @@ class Coordinator:
         last: Restorable | None,
         next_seq: int,
         now_s: float,
-        wish: IncarnationPlan | None = None,
+        plan: IncarnationPlan | None = None,
     ) -> None:
-        """The claim succeeded, for `wish` (None: what is wanted); `last` is what everyone will be restored to (None: nothing was
-        ever committed)."""
+        """The claim succeeded for `plan` (None: the configured one). Everyone is restored to `last` (None: no commit exists)."""
         assert self.state is State.CLAIMING and incarnation > self.incarnation
         is_first = self.incarnation == 0
         self.state, self.incarnation, self.last, self._next_seq = State.GATHERING, incarnation, last, next_seq
-        self.roster.claimed(self.phases.begun(wish, last))
-        if self.holds.now is not None and wish and wish.hold is None:
-            return self._end(f"held: {self.holds.now.reason}")  # since the claim: it has to be kept
-        if wish and wish.hold:
+        self.membership.claimed(self.phases.begin_incarnation(plan, last))
+        if self.holds.now is not None and plan and plan.hold is None:
+            return self._end(
+                f"held: {self.holds.now.reason}"
+            )  # the hold began during the claim and must be stored
+        if plan and plan.hold:
             if not is_first and self.holds.now is None:
                 return self._end("released")
-            self.holds.now, self.state = wish.hold, State.HELD
+            self.holds.now, self.state = plan.hold, State.HELD
         log.info(
             "incarnation %d (%s): %s",
             incarnation,
             self.reason,
-            last.name if last else "nothing committed yet",
+            last.name if last else "no commit yet",
         )
         self.tick(now_s)
 
     def linked(self, outcome: str, now_s: float) -> None:
-        """What became of step 6: "linked"; "exists" (an older controller's late link took the name); "away: why" (the store
-        couldn't be written, and has no such name)."""
+        """Outcome of step 6: "linked"; "exists" (an older controller's late link took the name); "away: REASON" (the store could not
+        be written and has no such name)."""
         if (
             self.state is not State.LINKING
-        ):  # a member was lost meanwhile: the claim that follows reads what is there
+        ):  # a member was lost meanwhile; the next claim reads the newest manifest
             return
         if outcome == "linked":
             self._commit(now_s)
         else:
-            reason = f"manifest {self._running_commit().seq} could not be linked ({outcome})"
-            self._abort(reason, now_s, away=outcome.startswith("away"))
+            reason = f"manifest {self._running_commit().seq} could not be created ({outcome})"
+            self._abort(reason, now_s, counts=not outcome.startswith("away"))
 
     def fenced(self, reason: str) -> None:
-        """A newer controller exists: never command anything again."""
+        """A newer controller exists: never send a command again."""
         self.state, self.reason, self.commit = State.FENCED, reason, None
         self._effects.clear()
-        self._asking.clear()
+        self._pending.clear()
 
     def release(self) -> bool:
-        """End the hold; False if there was none."""
+        """End the hold. False if there was none."""
         was_held = self.holds.now is not None
         self.holds.release()
         if self.state is State.HELD:
@@ -209,7 +335,7 @@ class Coordinator:
         return was_held
 
     def hold_idle(self, reason: str, now_s: float) -> bool:
-        """Have all finish and commit, and then hold until `release`. False: they can't now, since training doesn't run."""
+        """Let all workers commit, then hold until `release`. False if training is not running now."""
         if self.state is not State.RUNNING or now_s < self._closing_s:
             return False
         self._cut(now_s, closing=True)
@@ -217,25 +343,25 @@ class Coordinator:
         return True
 
     def leave(self) -> None:
-        """The controller itself goes: what is trained is committed, and nothing begins that it would not see to its end."""
-        self.roster.controller_leaves = True
+        """The controller is being stopped: commit what is trained, and start nothing new."""
+        self.membership.controller_leaves = True
 
     def want_commit(self) -> None:
-        """Commit as soon as possible, if there is anything new."""
+        """Commit as soon as possible if there is anything new."""
         self._wanted = True
 
-    # What the adapter reads
+    # Read by the adapter
 
-    def is_free(self, now_s: float) -> bool:
-        """Whether anybody may go now, and nothing that was trained is lost."""
+    def can_leave(self, now_s: float) -> bool:
+        """Whether members may leave now without losing trained samples."""
         if self.state is State.RUNNING:
-            quiet = not self.roster.trains_on() or now_s - self._running_s >= _SETTLED_S
-            return quiet and not self.has_news()
+            quiet = not self.membership.has_active_worker() or now_s - self._running_s >= _SETTLED_S
+            return quiet and not self.has_uncommitted_steps()
         return self.state in (State.CLAIMING, State.GATHERING, State.RESTORING, State.HELD, State.FENCED)
 
     def commands(self, key: Key) -> list[Command]:
-        """Commands that `key` has not answered, oldest first; they are given again until it does."""
-        return self._asking.commands(key)
+        """Commands that `key` has not answered, oldest first. They are repeated until it does."""
+        return self._pending.commands(key)
 
     def take_effects(self) -> list[Effect]:
         taken, self._effects = self._effects, []
@@ -247,21 +373,23 @@ class Coordinator:
 
     @property
     def seq(self) -> int:
-        """Of the last commit; 0 before the first."""
+        """Number of the last commit; 0 before the first."""
         return self.last.manifest.seq if self.last else 0
 
     # Restore
 
     def _lost(self, reason: str) -> None:
-        """The incarnation is over, unless it hasn't begun to do anything."""
+        """End the incarnation, unless it has not started anything yet."""
         if self.state in (State.CLAIMING, State.GATHERING, State.HELD, State.FENCED):
             return
-        log.warning("%s: everyone goes back to %s", reason, self.last.name if self.last else "the beginning")
+        log.warning(
+            "%s: all members are restored to %s", reason, self.last.name if self.last else "the beginning"
+        )
         self.num_rollbacks += 1
         self._end(reason)
 
     def _died(self, key: Key, member: MemberState, reason: str) -> None:
-        """A process ended: everyone is restored; where it does so again and again, without being asked to, training is held."""
+        """A process ended: everyone is restored. A worker that keeps dying without being asked to puts training on hold."""
         counts = self.state not in (State.HELD, State.FENCED) and not member.leaves
         if counts and (
             hold := self.holds.died(key, member.seen_s - member.since_s, str(member.report.get("saved", "")))
@@ -270,89 +398,91 @@ class Coordinator:
         self._lost(reason)
 
     def _hold(self, key: Key, reason: str) -> None:
-        """No restart helps: workers are released until a person says so."""
+        """Put training on hold: no restart helps, and workers are released until an operator ends the hold."""
         if self.state in (State.CLAIMING, State.HELD, State.FENCED):
             return
         self.holds.stop(key, reason)
-        log.error("training is held: %s: %s; `roostream trainer release` ends the hold", key, reason)
+        log.error("training is on hold: %s: %s; `roostream trainer release` ends the hold", key, reason)
         self._end(f"held: {key}: {reason}")
 
     def _end(self, reason: str) -> None:
-        """The next incarnation follows, with as many workers as are wanted if they are there."""
+        """Claim the next incarnation, with the wanted number of workers if they are connected."""
         self._aborts_in_a_row = 0
         self.state, self.reason, self.commit = State.CLAIMING, reason, None
-        self._asking.clear()
-        self._effects = [Claim(frozenset(self._passed_over), self.phases.wish(self.holds.now))]
+        self._pending.clear()
+        self._effects = [Claim(frozenset(self._skipped_manifests), self.phases.next_plan(self.holds.now))]
 
     def _restore(self, now_s: float) -> None:
         self.state = State.RESTORING
-        told = {"manifest": self.last.name if self.last else "", "schema": self.facts.schema}
-        self._ask("restore", self.facts.shards, now_s, **told)
-        self._ask_workers("restore", now_s, self.phases.restore_of, **told)
+        fields = {"manifest": self.last.name if self.last else "", "schema": self.config.schema}
+        self._ask("restore", self.config.shards, now_s, **fields)
+        self._ask_workers("restore", now_s, self.phases.restore_fields, **fields)
 
     def _start(self, now_s: float) -> None:
-        self.state, self._due_s, self._running_s = State.RUNNING, now_s + self.facts.commit_interval_s, now_s
+        self.state, self._due_s, self._running_s = State.RUNNING, now_s + self.config.commit_interval_s, now_s
         self._late_restores = 0
-        self._ask_workers("start", now_s, self.phases.told)
+        self._ask_workers("start", now_s, self.phases.epoch_fields)
 
-    def _pass_over(self, key: Key, error: str) -> None:
-        """What the manifest names is damaged: the one before it is tried, by the next incarnation."""
+    def _skip_manifest(self, key: Key, error: str) -> None:
+        """The manifest's files are damaged: the next incarnation tries the previous manifest."""
         assert self.last is not None
-        log.warning("%s can't restore %s: %s; passing it over", key, self.last.name, error)
-        self._passed_over.add(self.last.name)
+        log.warning("%s cannot restore %s: %s; the previous manifest is tried", key, self.last.name, error)
+        self._skipped_manifests.add(self.last.name)
         self._lost(f"{self.last.name} is damaged")
 
     # Commit
 
-    def _is_left(self) -> bool:
-        """Somebody goes, and something would be lost with it."""
-        return bool(self.roster.leaving()) and self.has_news()
+    def _must_commit_for_leaver(self) -> bool:
+        """Whether a member is leaving while there are uncommitted steps."""
+        return bool(self.membership.leaving()) and self.has_uncommitted_steps()
 
     def _cut(self, now_s: float, *, closing: bool = False) -> None:
-        """2. Every worker stops after the batch in hand; 3. its answer says that nothing is in flight."""
+        """Step 2: every worker stops after its current batch. Step 3: its answer confirms that nothing is in flight."""
         self.state, self._wanted = State.CUTTING, False
         self.commit = CommitInProgress(seq=self._next_seq, started_s=now_s, closing=closing)
         self._next_seq += 1
-        self._ask("cut", self.roster.workers, now_s, seq=self.commit.seq)
+        self._ask("cut", self.membership.workers, now_s, seq=self.commit.seq)
 
     def _freeze(self, now_s: float) -> None:
-        """4. Nothing moves: the shards fix their dirty sets, and expire rows by the watermark that will be the manifest's."""
+        """Step 4: training is paused. Shards fix their dirty sets and expire rows by the watermark of the coming manifest."""
         commit = self._running_commit()
-        self.state, commit.cuts = State.FREEZING, self._asking.answers("cut", self.roster.workers)
+        self.state, commit.cuts = State.FREEZING, self._pending.answers("cut", self.membership.workers)
         commit.cut_s = now_s
-        if cut_twice(commit):
+        if has_duplicate_partition(commit):
             return self._abort("two workers cut the same partition", now_s)
-        if commit.hold and not self.has_news():
-            return self._close(commit)  # all stand still, and nothing is new
-        self._ask("freeze", self.facts.shards, now_s, seq=commit.seq, watermark_ms=watermark_of(commit))
+        if commit.hold and not self.has_uncommitted_steps():
+            return self._close(commit)  # all workers are paused, and there is nothing new
+        self._ask(
+            "freeze", self.config.shards, now_s, seq=commit.seq, watermark_ms=commit_watermark_ms(commit)
+        )
 
     def _write(self, now_s: float) -> None:
-        """4. (end) Training goes on, unless this commit closes the incarnation. 5. Shards write what is frozen, workers their own
-        parts, the first the shared one too."""
+        """End of step 4: training continues, unless this commit closes the incarnation. Step 5: shards write their frozen rows,
+        workers their own parts, and worker 0 the shared part."""
         commit = self._running_commit()
         self.state, commit.frozen_s = State.WRITING, now_s
-        self._ask("resume", () if commit.closing else self.roster.workers, now_s, seq=commit.seq)
-        self._ask("write", self.facts.shards, now_s, seq=commit.seq)
+        self._ask("resume", () if commit.closing else self.membership.workers, now_s, seq=commit.seq)
+        self._ask("write", self.config.shards, now_s, seq=commit.seq)
         self._ask_workers(
-            "write", now_s, lambda key: {"shared": key == self.roster.workers[0]}, seq=commit.seq
+            "write", now_s, lambda key: {"shared": key == self.membership.workers[0]}, seq=commit.seq
         )
 
     def _link(self, now_s: float) -> None:
-        """6. The manifest is complete; creating it is the commit."""
+        """Step 6: the manifest is complete, and creating it is the commit."""
         self.state = State.LINKING
         commit = self._running_commit()
         commit.written_s = now_s
-        shards, its = (
-            self._asking.answers("write", self.facts.shards),
-            self._asking.answers("write", self.roster.workers),
+        shards, workers = (
+            self._pending.answers("write", self.config.shards),
+            self._pending.answers("write", self.membership.workers),
         )
-        commit.manifest = self.phases.stated(
-            draft(self.facts, self.incarnation, self.last, commit, shards, its)
+        commit.manifest = self.phases.with_input(
+            build_manifest(self.config, self.incarnation, self.last, commit, shards, workers)
         )
         self._effects.append(Link(commit.manifest))
 
     def _commit(self, now_s: float) -> None:
-        """7. It is committed, whatever happens now: everyone may forget the generation before."""
+        """Step 7: the commit is durable. Every member may delete the previous generation."""
         commit = self._running_commit()
         assert commit.manifest is not None
         self.state, self.last = State.COMMITTING, Restorable(commit.manifest, commit.manifest.checksum)
@@ -363,92 +493,92 @@ class Coordinator:
         self.phases_s = commit.phases_s(now_s)
         self.committed_at_s = now_s
         self.phases.committed(self.last)
-        self._ask("commit", self.facts.shards, now_s, seq=commit.seq)
-        self._ask_workers("commit", now_s, self.phases.told, seq=commit.seq)
+        self._ask("commit", self.config.shards, now_s, seq=commit.seq)
+        self._ask_workers("commit", now_s, self.phases.epoch_fields, seq=commit.seq)
         self._effects.append(Retire())
 
-    def _abort(self, reason: str, now_s: float, *, away: bool = False) -> None:
-        """`away`: something can't be written now, and everyone is in order."""
+    def _abort(self, reason: str, now_s: float, *, counts: bool = True) -> None:
+        """Abandon the commit. `counts`: False if only storage is unavailable and all members are in order."""
         log.warning(
-            "commit %d is abandoned: %s; nothing of it is committed", self._running_commit().seq, reason
+            "commit %d is aborted: %s; nothing of it is committed", self._running_commit().seq, reason
         )
         self.num_aborts += 1
-        self._aborts_in_a_row += not away
-        self._closing_s = now_s + self.facts.commit_interval_s
-        if self._aborts_in_a_row >= self.facts.max_aborts:
+        self._aborts_in_a_row += counts
+        self._closing_s = now_s + self.config.commit_interval_s
+        if self._aborts_in_a_row >= self.config.max_aborts:
             return self._lost(
-                f"{self._aborts_in_a_row} commits in a row were abandoned, the last one because {reason}"
+                f"{self._aborts_in_a_row} commits in a row were aborted, the last one because {reason}"
             )
         self.state = State.ABORTING
-        self._asking.clear()
-        self._ask("abort", self.roster.everyone, now_s, seq=self._running_commit().seq)
+        self._pending.clear()
+        self._ask("abort", self.membership.everyone, now_s, seq=self._running_commit().seq)
 
-    def _go_on(self, now_s: float) -> None:
-        """1. Workers train."""
+    def _continue(self, now_s: float) -> None:
+        """Step 1: workers train."""
         if self.state is State.COMMITTING and (self._running_commit().closing or self.phases.switches):
             return self._close(self._running_commit())
         self.state, self.commit, self._running_s = State.RUNNING, None, now_s
-        self._due_s = now_s + self.facts.commit_interval_s
+        self._due_s = now_s + self.config.commit_interval_s
 
     def _close(self, commit: CommitInProgress) -> None:
-        """The incarnation ends in order."""
+        """End the incarnation after its closing commit."""
         self.holds.now = self.holds.now or commit.hold
         self._end(
-            f"held: {commit.hold.reason}" if commit.hold else self.phases.why() or self.roster.why_closing()
+            f"held: {commit.hold.reason}"
+            if commit.hold
+            else self.phases.closing_reason() or self.membership.closing_reason()
         )
 
     def _running_commit(self) -> CommitInProgress:
         assert self.commit is not None, self.state
         return self.commit
 
-    def has_news(self) -> bool:
-        """Has any worker cut a batch since the last commit? An idle loop writes nothing."""
-        return self.roster.newest_step() > (self.last.manifest.step if self.last else 0)
+    def has_uncommitted_steps(self) -> bool:
+        """Whether any worker has trained a batch since the last commit. An idle loop commits nothing."""
+        return self.membership.newest_step() > (self.last.manifest.step if self.last else 0)
 
     # Commands and their results
 
     def _ask(self, kind: str, keys: Iterable[Key], now_s: float, **arguments: Any) -> None:
-        self._asking.ask(kind, keys, self.incarnation, now_s, **arguments)
+        self._pending.ask(kind, keys, self.incarnation, now_s, **arguments)
 
     def _ask_workers(
-        self, kind: str, now_s: float, its: Callable[[Key], Mapping[str, Any]], **arguments: Any
+        self, kind: str, now_s: float, fields_of: Callable[[Key], Mapping[str, Any]], **arguments: Any
     ) -> None:
-        """Each with what is its own."""
-        for key in self.roster.workers:
-            self._ask(kind, (key,), now_s, **arguments, **its(key))
+        """Send each worker its own fields."""
+        for key in self.membership.workers:
+            self._ask(kind, (key,), now_s, **arguments, **fields_of(key))
 
     def _refused(self, kind: str, key: Key, result: Mapping[str, Any], now_s: float) -> None:
-        """`result` as roostream.runtime.controller_agent.error_result tells it."""
+        """Handle a refused command; `result` is what controller_agent.error_result made of its exception."""
         error = str(result.get("error", "no reason given"))
         if kind == "restore" and result.get("damaged") and self.last:
-            self._pass_over(key, error)
+            self._skip_manifest(key, error)
         elif kind in ("restore", "start") and result.get("permanent"):
             self._hold(key, error)
         elif kind in ("cut", "freeze", "resume", "write"):
-            self._abort(f"{key} refused {kind}: {error}", now_s, away=bool(result.get("away")))
-        else:  # restore, start, commit, abort: its state is unknown
-            self._not_before_s = now_s + self.facts.retry_s
+            self._abort(f"{key} refused {kind}: {error}", now_s, counts=not result.get("away"))
+        else:  # restore, start, commit, abort: the member's state is unknown
+            self._not_before_s = now_s + self.config.retry_s
             self._lost(f"{key} refused {kind}: {error}")
 
     @property
-    def _limit_s(self) -> float:
-        """What those who are asked have for an answer."""
+    def _time_limit_s(self) -> float:
+        """Time limit of the outstanding commands."""
         if self.state is State.RESTORING:
-            return self.facts.restore_timeout_s * 2 ** min(self._late_restores, 4)
-        return self.facts.step_timeout_s
+            return self.config.restore_timeout_s * 2 ** min(self._late_restores, 4)
+        return self.config.step_timeout_s
 
-    def _too_late(self, now_s: float) -> None:
-        reason = (
-            f"{self._asking.late()} didn't answer for {now_s - self._asking.asked_s:g} s while {self.state}"
-        )
+    def _handle_timeout(self, now_s: float) -> None:
+        reason = f"{self._pending.late()} did not answer for {now_s - self._pending.asked_s:g} s in state {self.state}"
         if self.state in (State.CUTTING, State.FREEZING, State.WRITING):
             return self._abort(reason, now_s)
         self._late_restores += self.state is State.RESTORING
-        self._not_before_s = now_s + self.facts.retry_s
+        self._not_before_s = now_s + self.config.retry_s
         self._lost(reason)
 
     def _step(self, now_s: float) -> None:
-        """Everyone asked has answered."""
+        """Advance after every member has answered."""
         match self.state:
             case State.RESTORING:
                 self._start(now_s)
@@ -459,4 +589,4 @@ class Coordinator:
             case State.WRITING:
                 self._link(now_s)
             case State.COMMITTING | State.ABORTING:
-                self._go_on(now_s)
+                self._continue(now_s)

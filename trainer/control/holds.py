@@ -1,12 +1,12 @@
-"""When training is held, and what the time is spent on (Kurian et al., *Scalable Machine Learning Training
+"""When training is on hold, and what device time is spent on (Kurian et al., *Scalable Machine Learning Training
 Infrastructure for Online Ads Recommendation*, §VI-A).
 
-    permanent   no restart helps: settings that can't be, memory that isn't enough, numbers that diverge, a worker that dies
-                again and again. Workers are released, their programs end and stay down, until `roostream trainer release`
-    transient   nothing to read, where settings say that workers are released then (idle.py); it ends by itself
-    temporary   a network, a shard or a store is away: everyone goes back to the last commit, there is no hold
+    permanent   no restart helps: invalid settings, not enough memory, diverging numbers, a worker that keeps dying. Workers
+                are released, and their programs exit and stay down until `roostream trainer release`
+    transient   there is nothing to read, and settings release workers in that case (idle.py); the hold ends by itself
+    temporary   a network, a shard or a store is unavailable: everyone is restored to the last commit; this is not a hold
 
-A hold is kept in the file that claims the incarnation which it begins, so that a restarted controller holds too.
+A hold is stored in the file of the incarnation that it begins, so that a restarted controller holds too.
 """
 
 from __future__ import annotations
@@ -19,33 +19,16 @@ from typing import Any
 from trainer.control.types import PERMANENT, TRANSIENT, Hold, Key, State
 
 MAX_DEATHS = 8  # of one worker in a row, each soon after its start, without a commit in between
-_SOON_S = 600.0
-
-
-class DeviceUse(enum.StrEnum):
-    """What a device's time goes to."""
-
-    TRAINING = "training"
-    TEMPORARY = "temporary"  # waiting for members, a restore, the store
-    TRANSIENT_HOLD = "transient_hold"
-    PERMANENT_HOLD = "permanent_hold"
-
-
-FORMAT = 2
-_OF_FORMAT_1 = {
-    "training": DeviceUse.TRAINING,
-    "waiting": DeviceUse.TEMPORARY,
-    "held": DeviceUse.PERMANENT_HOLD,
-}
+_EARLY_DEATH_S = 600.0
 
 
 def idle_hold(reason: str) -> Hold:
-    """There is nothing to read."""
+    """A hold because there is nothing to read."""
     return Hold(TRANSIENT, reason, "")
 
 
 class Holds:
-    """Whether training is held. Events in; not thread-safe."""
+    """Whether training is on hold. Not thread-safe."""
 
     def __init__(self, max_deaths: int = MAX_DEATHS) -> None:
         self.max_deaths = max_deaths
@@ -53,30 +36,31 @@ class Holds:
         self._deaths: Counter[Key] = Counter()
 
     def stop(self, member: Key | str, reason: str) -> Hold:
-        """No restart helps; the first reason stands."""
+        """Begin a permanent hold; if training is on hold already, the first reason stays."""
         self.now = self.now or Hold(PERMANENT, reason, str(member))
         return self.now
 
     @property
     def is_transient(self) -> bool:
-        """It ends by itself."""
         return self.now is not None and self.now.kind == TRANSIENT
 
     def died(self, key: Key, lived_s: float = 0.0, saved: str = "") -> Hold | None:
-        """A worker's process ended, and was not asked to; a hold where it does so again and again. Shards hold the rows: they are
-        always waited for. `saved`: the newest batch at which it ended."""
+        """A process ended without being asked to. Returns a hold if it is a worker that keeps dying.
+
+        Shards hold the rows, so training always waits for them. `saved`: path of the batch at which the worker died."""
         if key.role != "worker":
             return None
-        self._deaths[key] = 1 if lived_s > _SOON_S else self._deaths[key] + 1
+        self._deaths[key] = 1 if lived_s > _EARLY_DEATH_S else self._deaths[key] + 1
         if self._deaths[key] < self.max_deaths:
             return None
-        shown = f"; `roostream inspect batch {saved}` shows the last batch that it saved" if saved else ""
+        hint = f"; `roostream inspect batch {saved}` shows the last batch that it saved" if saved else ""
         return self.stop(
-            key, f"it died {self._deaths[key]} times without a commit in between; its log says why{shown}"
+            key,
+            f"it died {self._deaths[key]} times without a commit in between; see its log for the cause{hint}",
         )
 
     def committed(self) -> None:
-        """What is committed was trained: nobody dies of it again and again."""
+        """A commit succeeded: forget earlier deaths."""
         self._deaths.clear()
 
     def release(self) -> None:
@@ -84,49 +68,63 @@ class Holds:
         self._deaths.clear()
 
 
+class DeviceUse(enum.StrEnum):
+    """What the time of a device is spent on."""
+
+    TRAINING = "training"
+    TEMPORARY = "temporary"  # waiting for members, a restore or the store
+    TRANSIENT_HOLD = "transient_hold"
+    PERMANENT_HOLD = "permanent_hold"
+
+
+FORMAT = 2
+_FORMAT_1_NAMES = {
+    "training": DeviceUse.TRAINING,
+    "waiting": DeviceUse.TEMPORARY,
+    "held": DeviceUse.PERMANENT_HOLD,
+}
+
+
 class DeviceTime:
-    """Device-seconds by what they went to, of as many devices as are wanted; a clock that goes back adds nothing."""
+    """Device-seconds by use, over the wanted number of devices. A clock that jumps back adds nothing."""
 
     def __init__(self, now_s: float) -> None:
-        self.seconds = {spending: 0.0 for spending in DeviceUse}
-        self._at_s = now_s
-        self._on = DeviceUse.TEMPORARY
+        self.seconds = {use: 0.0 for use in DeviceUse}
+        self._noted_s = now_s
+        self._use = DeviceUse.TEMPORARY
 
-    def note(self, on: DeviceUse, devices: int, now_s: float) -> None:
-        """The time until now went to what was under way; from now on it goes to `on`."""
-        self.seconds[self._on] += max(now_s - self._at_s, 0.0) * devices
-        self._at_s, self._on = now_s, on
+    def note(self, use: DeviceUse, devices: int, now_s: float) -> None:
+        """Count the time until now for the previous use; from now on count it for `use`."""
+        self.seconds[self._use] += max(now_s - self._noted_s, 0.0) * devices
+        self._noted_s, self._use = now_s, use
 
-    def add(self, kept: Mapping[str, Any]) -> None:
-        """What controllers before this one counted, as `body` gave it. Format 1 knew one kind of hold."""
-        is_new = kept.get("format") == FORMAT
-        counted = kept.get("device_s", {}) if is_new else kept
-        for name, spending in {s.value: s for s in DeviceUse}.items() if is_new else _OF_FORMAT_1.items():
+    def add(self, saved: Mapping[str, Any]) -> None:
+        """Add what earlier controllers counted, as `body` gave it. Format 1 had one kind of hold."""
+        is_new = saved.get("format") == FORMAT
+        counted = saved.get("device_s", {}) if is_new else saved
+        for name, use in {u.value: u for u in DeviceUse}.items() if is_new else _FORMAT_1_NAMES.items():
             seconds = counted.get(name, 0.0)
             if isinstance(seconds, int | float) and 0 <= seconds < float("inf"):
-                self.seconds[spending] += seconds
+                self.seconds[use] += seconds
 
-    def told(self) -> dict[str, float]:
-        return {spending.value: seconds for spending, seconds in self.seconds.items()}
+    def by_name(self) -> dict[str, float]:
+        return {use.value: seconds for use, seconds in self.seconds.items()}
 
     def body(self) -> dict[str, Any]:
-        """As it is kept."""
-        return {"format": FORMAT, "device_s": self.told()}
+        """The counts as they are stored."""
+        return {"format": FORMAT, "device_s": self.by_name()}
 
 
 def device_use(state: State, hold: Hold | None = None) -> DeviceUse:
-    """`hold`: what training is held by, if it is."""
+    """What devices are used for in this state. `hold`: the current hold, if there is one."""
     if state is State.HELD:
-        return (
-            DeviceUse.TRANSIENT_HOLD
-            if hold is not None and hold.kind == TRANSIENT
-            else DeviceUse.PERMANENT_HOLD
-        )
+        is_transient = hold is not None and hold.kind == TRANSIENT
+        return DeviceUse.TRANSIENT_HOLD if is_transient else DeviceUse.PERMANENT_HOLD
     waits = (State.CLAIMING, State.GATHERING, State.RESTORING, State.FENCED)
     return DeviceUse.TEMPORARY if state in waits else DeviceUse.TRAINING
 
 
 def ratios(device_s: Mapping[str, float]) -> dict[str, float | None]:
-    """Each to the time in training, as the paper's table II has them (1 : 1.03 : 2.49); None before anything was trained."""
+    """Each use divided by the training time, as in the paper's table II (1 : 1.03 : 2.49). None before any training."""
     training = device_s.get(DeviceUse.TRAINING, 0.0)
     return {name: seconds / training if training > 0 else None for name, seconds in device_s.items()}

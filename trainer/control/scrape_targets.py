@@ -1,32 +1,42 @@
-"""What other programs tell about themselves, read from their /metrics: the controller's page and `status` show the same.
+"""What other programs report at their /metrics, for the controller's page and `roostream status`.
 
-A program that doesn't answer tells nothing, and what nobody tells is None: unknown, never 0.
+A program that does not answer reports nothing. A value that nobody reports is None, which means unknown, never 0.
 """
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from roostream.runtime import scrape
 from roostream.runtime.clock import Clock
+from roostream.runtime.histograms import RecentQuantiles
 from roostream.runtime.scrape import ScrapedMetrics
-from trainer.control.neighbour_times import FreshnessTracker
 
-LOOK_S = 5.0
-_ADDRESS = re.compile(
-    r"(https://)?[\w.:\[\]-]+:\d{1,5}"
-)  # nothing else that a member says becomes part of a URL
-STALE_S = 3 * LOOK_S  # older than that, a reading says nothing about now
+SCRAPE_S = 5.0
+STALE_S = 3 * SCRAPE_S  # an older reading is ignored
+# Text from a member becomes part of a URL only if it has this form.
+_ADDRESS = re.compile(r"(https://)?[\w.:\[\]-]+:\d{1,5}")
+
+FRESHNESS_STAGES = (
+    "engagement_to_close",
+    "close_to_readable",
+    "readable_to_trained",
+    "trained_to_servable",
+    "engagement_to_servable",
+)
+UNKNOWN: Mapping[str, float | None] = {"p50_ms": None, "p99_ms": None}
+_QUANTILES = {"p50_ms": 0.5, "p99_ms": 0.99}
 
 Fetch = Callable[[Mapping[str, str | None]], dict[str, ScrapedMetrics]]
 
 
 class ScrapeTargets:
-    """The programs at `urls` (name → URL of /metrics), and workers where they themselves say that they are; read by a thread that
-    calls `run`. `figures` is safe from any thread."""
+    """Scrapes the programs at `urls` (name → URL of /metrics), and workers at the addresses that they report.
+
+    One thread calls `run`. `figures` is safe from any thread."""
 
     def __init__(
         self,
@@ -35,57 +45,92 @@ class ScrapeTargets:
         fetch: Fetch = scrape.fetch_all,
         workers: Callable[[], Mapping[int, str]] = dict,
     ) -> None:
-        """`workers()`: those that are there → "host:port" of their metrics, "https://host:port", or "" where they can't say. Any
-        thread calls it."""
+        """`workers()`: connected workers → "host:port" or "https://host:port" of their metrics; "" if unknown. Called from any
+        thread."""
         self.settings, self.clock, self._fetch, self._workers = dict(urls), clock, fetch, workers
-        self._found: tuple[float, dict[str, ScrapedMetrics]] | None = None
-        self._seen = FreshnessTracker()
+        self._scraped: tuple[float, dict[str, ScrapedMetrics]] | None = None
+        self._freshness = FreshnessTracker()
 
     @property
     def urls(self) -> dict[str, str]:
         return with_workers(self.settings, self._workers())
 
     def run(self, stop: threading.Event) -> None:
-        """Look every LOOK_S until `stop`."""
+        """Scrape every SCRAPE_S until `stop`."""
         while not stop.is_set():
             self.look()
-            self.clock.sleep(LOOK_S, stop)
+            self.clock.sleep(SCRAPE_S, stop)
 
     def look(self) -> None:
-        """Ask all of them once, side by side."""
+        """Scrape all programs once, in parallel."""
         if urls := self.urls:
             now_s, scraped = self.clock.monotonic_s(), self._fetch(urls)
-            self._seen.look(now_s, scraped)
-            self._found = now_s, scraped
+            self._freshness.look(now_s, scraped)
+            self._scraped = now_s, scraped
 
     def figures(self) -> dict[str, Any]:
-        """What they told last; all unknown where nobody was asked, or the last answers are older than STALE_S."""
+        """The newest values. All are unknown if nothing was scraped, or the last answers are older than STALE_S."""
         return read_figures(self.urls, self._answers()) | {"freshness": self.freshness()}
 
     def freshness(self) -> dict[str, dict[str, float | None]]:
-        """Stage → p50 and p99 in ms of the last minutes; None as in `figures`."""
-        return self._seen.of(self._answers())
+        """Stage → p50 and p99 in ms over the last minutes; None as in `figures`."""
+        return self._freshness.worst(self._answers())
 
     def _answers(self) -> dict[str, ScrapedMetrics]:
-        found = self._found
-        return found[1] if found is not None and self.clock.monotonic_s() - found[0] <= STALE_S else {}
+        if self._scraped is None or self.clock.monotonic_s() - self._scraped[0] > STALE_S:
+            return {}
+        return self._scraped[1]
+
+
+class FreshnessTracker:
+    """Latency from user actions to serving, from the histograms of all programs. One thread calls `look`, any thread `worst`."""
+
+    def __init__(self) -> None:
+        self._recent: dict[tuple[str, str], RecentQuantiles] = {}  # by program and stage
+        self._quantiles: dict[str, dict[str, dict[str, float | None]]] = {}
+
+    def look(self, now_s: float, scraped: Mapping[str, ScrapedMetrics]) -> None:
+        """Add a scrape at a monotonic time. A program that does not answer is compared with its last answer later."""
+        quantiles: dict[str, dict[str, dict[str, float | None]]] = {}
+        for name, answer in scraped.items():
+            for stage in FRESHNESS_STAGES:
+                if buckets := answer.by("roostream_freshness_seconds_bucket", "le", stage=stage):
+                    recent = self._recent.setdefault((name, stage), RecentQuantiles())
+                    recent.add(now_s, {float(bound): count for bound, count in buckets.items()})
+                    quantiles.setdefault(name, {})[stage] = {
+                        key: None if (seconds := recent.quantile(q)) is None else seconds * 1000
+                        for key, q in _QUANTILES.items()
+                    }
+        self._quantiles = quantiles
+
+    def worst(self, programs: Iterable[str]) -> dict[str, dict[str, float | None]]:
+        """Stage → p50 and p99 in ms over the last minutes, the worst of `programs`. None if no program knows it."""
+        known = [self._quantiles[name] for name in programs if name in self._quantiles]
+
+        def worst(stage: str, key: str) -> float | None:
+            values = [stages.get(stage, UNKNOWN)[key] for stages in known]
+            return max((value for value in values if value is not None), default=None)
+
+        return {stage: {key: worst(stage, key) for key in _QUANTILES} for stage in FRESHNESS_STAGES}
 
 
 def with_workers(urls: Mapping[str, str], workers: Mapping[int, str]) -> dict[str, str]:
-    """`urls` with the workers of a number that `roostream scale` changes: what settings say of one stands, what one says
-    of itself is added, and who is not among `workers`, where there are any, is left out."""
-    kept = {
+    """`urls` of the settings plus the URLs that workers report. `roostream scale` changes the number of workers, so a configured
+    worker that is not among `workers` is left out, unless `workers` is empty."""
+    configured = {
         name: url
         for name, url in urls.items()
         if not workers or (number := _worker_number(name)) is None or number in workers
     }
-    known, numbers = set(kept.values()), {_worker_number(name) for name in kept}
-    told = {n: _url(at) for n, at in sorted(workers.items()) if _ADDRESS.fullmatch(at) and n not in numbers}
-    return kept | {f"worker-{n}" if n else "worker": url for n, url in told.items() if url not in known}
-
-
-def _url(at: str) -> str:
-    return f"{at if at.startswith('https://') else f'http://{at}'}/metrics"
+    known, numbers = set(configured.values()), {_worker_number(name) for name in configured}
+    reported = {
+        n: f"{address if address.startswith('https://') else f'http://{address}'}/metrics"
+        for n, address in sorted(workers.items())
+        if _ADDRESS.fullmatch(address) and n not in numbers
+    }
+    return configured | {
+        f"worker-{n}" if n else "worker": url for n, url in reported.items() if url not in known
+    }
 
 
 def _worker_number(name: str) -> int | None:
@@ -97,8 +142,9 @@ def _worker_number(name: str) -> int | None:
 
 
 def read_figures(names: Mapping[str, str], scraped: Mapping[str, ScrapedMetrics]) -> dict[str, Any]:
-    """Plain values of programs called `names`, of those that answered."""
+    """Plain values of the programs `names`, as far as they answered."""
     workers = {name: s for name, s in scraped.items() if name.partition("-")[0] == "worker"}
+    non_finite = {n: s.value("roostream_worker_non_finite") for n, s in workers.items()}
     return {
         "programs": {name: bool(scraped.get(name)) if scraped else None for name in names},
         "click_rate": click_rate(scraped.get("simulate", ScrapedMetrics())),
@@ -106,39 +152,35 @@ def read_figures(names: Mapping[str, str], scraped: Mapping[str, ScrapedMetrics]
         "joiner_watermark_ms": scraped.get("joiner", ScrapedMetrics()).ms(
             "roostream_joiner_watermark_timestamp_seconds"
         ),
-        "shards": {name: _shard(s) for name, s in scraped.items() if name.startswith("shard-") and s},
-        "partition_lag_records": _merged(
-            [s.by("roostream_worker_partition_lag_records", "partition") for s in workers.values()]
-        ),
+        "shards": {
+            name: {
+                "rows": {stack: int(n) for stack, n in s.by("roostream_shard_rows", "stack").items()},
+                "pulls": s.value("roostream_shard_pulls"),
+                "bytes": s.value("roostream_shard_bytes"),
+                "damaged": s.value("roostream_shard_damaged"),
+            }
+            for name, s in scraped.items()
+            if name.startswith("shard-") and s
+        },
+        "partition_lag_records": {
+            partition: lag
+            for s in workers.values()
+            for partition, lag in s.by("roostream_worker_partition_lag_records", "partition").items()
+        },
         "accounted": scraped.get("auditor", ScrapedMetrics()).state("roostream_auditor_accounted", "state"),
         "lost_records": lost_records(scraped),
-        "non_finite": _merged(
-            [{n: v} for n, s in workers.items() if (v := s.value("roostream_worker_non_finite")) is not None]
-        ),
+        "non_finite": {name: count for name, count in non_finite.items() if count is not None},
     }
-
-
-def _shard(shard: ScrapedMetrics) -> dict[str, Any]:
-    return {
-        "rows": {stack: int(n) for stack, n in shard.by("roostream_shard_rows", "stack").items()},
-        "pulls": shard.value("roostream_shard_pulls"),
-        "bytes": shard.value("roostream_shard_bytes"),
-        "damaged": shard.value("roostream_shard_damaged"),
-    }
-
-
-def _merged(parts: list[dict[str, float]]) -> dict[str, float]:
-    return {name: value for part in parts for name, value in part.items()}
 
 
 def lost_records(scraped: Mapping[str, ScrapedMetrics]) -> dict[str, int]:
-    """Program → records that retention deleted before it read them, of programs that count some."""
-    told = {
+    """Program → number of records that retention deleted before the program read them; only programs with some."""
+    lost = {
         name: s.value(f"roostream_{name.partition('-')[0]}_lost_records")
         for name, s in scraped.items()
         if name != "auditor"
     }
-    return {name: int(count) for name, count in told.items() if count}
+    return {name: int(count) for name, count in lost.items() if count}
 
 
 def rows_by_stack(scraped: Mapping[str, ScrapedMetrics]) -> dict[str, int]:
@@ -151,8 +193,10 @@ def rows_by_stack(scraped: Mapping[str, ScrapedMetrics]) -> dict[str, int]:
 
 
 def click_rate(simulate: ScrapedMetrics) -> dict[str, float | None]:
-    """Expected clicks a shown candidate of the newest requests: as served, in a random order of the same requests, and in the
-    best order; and served over random, of the newest and of all. While the newest are above all, serving still gets better."""
+    """Expected clicks per shown candidate of the newest requests: as served, in random order, and in the best order.
+
+    Also the ratio of served to random, for the newest requests and for all. Serving is still improving while the first ratio is
+    above the second."""
     name, orders = "roostream_simulator_click_rate", ("served", "random", "best")
     rates, total = (
         {o: simulate.value(name, order=o, window=window) for o in orders} for window in ("recent", "total")
@@ -171,7 +215,7 @@ def _ratio(rates: Mapping[str, float | None]) -> float | None:
 
 
 def serving_state(serving: ScrapedMetrics) -> dict[str, Any]:
-    """Answers by status since its start, and which committed version it scores with."""
+    """Number of answers since its start, and the committed version that it scores with."""
     return {
         "requests": serving.total("roostream_serving_requests_total"),
         "degraded": serving.value("roostream_serving_degraded_total"),

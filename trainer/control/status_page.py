@@ -21,8 +21,7 @@ from trainer.control.aggregate_status import together
 from trainer.control.controller import Controller
 from trainer.control.health_checks import Finding, findings, headline
 from trainer.control.history import ChangeLog, History, Rate
-from trainer.control.neighbour_times import STAGES
-from trainer.control.scrape_targets import ScrapeTargets
+from trainer.control.scrape_targets import FRESHNESS_STAGES, ScrapeTargets
 
 FORMAT = 1
 OBSERVE_S = 1.0
@@ -36,7 +35,14 @@ _FILES = {
     },
 }
 _WORST = frozenset(
-    {"lag_ms", "lag_records", "commit_ms", "paused_ms", "fresh_p99", *(f"fresh.{s}" for s in STAGES)}
+    {
+        "lag_ms",
+        "lag_records",
+        "commit_ms",
+        "paused_ms",
+        "fresh_p99",
+        *(f"fresh.{s}" for s in FRESHNESS_STAGES),
+    }
 )
 
 
@@ -105,7 +111,7 @@ class StatusPage:
 
     def _members(self) -> list[str]:
         coordinator = self.controller.coordinator
-        return [str(key) for key in coordinator.roster.everyone]
+        return [str(key) for key in coordinator.membership.everyone]
 
     def _findings(self, status: Mapping[str, Any], figures: Mapping[str, Any]) -> list[Finding]:
         return findings(status, figures, members=self._members(), interval_ms=self.interval_ms)
@@ -145,8 +151,8 @@ def readings(status: Mapping[str, Any], figures: Mapping[str, Any]) -> dict[str,
     return {
         **{name: whole[name] for name in ("lag_ms", "lag_records")},
         **{name: whole["metrics"].get(name) for name in ("ne", "auc", "request_auc", "calibration")},
-        **{f"fresh.{stage}": figures["freshness"][stage]["p50_ms"] for stage in STAGES},
-        "fresh_p99": figures["freshness"][STAGES[-1]]["p99_ms"],
+        **{f"fresh.{stage}": figures["freshness"][stage]["p50_ms"] for stage in FRESHNESS_STAGES},
+        "fresh_p99": figures["freshness"][FRESHNESS_STAGES[-1]]["p99_ms"],
         **{name: status[name] if status["commits"] else None for name in ("commit_ms", "paused_ms")},
         "rows": sum(rows) if rows else None,
         **{f"click.{order}": figures["click_rate"][order] for order in ("served", "random", "best")},

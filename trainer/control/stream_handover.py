@@ -100,8 +100,8 @@ class StreamHandover:
             )
         if follows(self.margin, self.max_records):
             self.hold(newest, until_ms)
-            return self.controller.follow_by(newest)
-        self.controller.follow_by(None)
+            return self.controller.set_following(newest)
+        self.controller.set_following(None)
 
 
 class WarehouseHistory:

@@ -1,4 +1,4 @@
-"""What the coordinator's decisions are made of: states, members, effects, and the commit under way."""
+"""Data types of the coordinator: states, members, effects, holds, and the commit in progress."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from roostream.runtime.deployment import MAX_WORKERS
 from roostream.runtime.manifest import Manifest
 from roostream.runtime.work_unit import TableInput, WorkUnit, plain_units, units_of
 
-PHASES = ("cut", "freeze", "write", "link")
-"""Of a commit, until its manifest is there."""
+COMMIT_PHASES = ("cut", "freeze", "write", "link")
+"""Phases of a commit until its manifest exists."""
 
 
 class State(enum.StrEnum):
-    CLAIMING = "claiming"  # an incarnation is being claimed and the last manifest read
-    GATHERING = "gathering"  # waiting for every member to be there
+    CLAIMING = "claiming"  # claims an incarnation and reads the last manifest
+    GATHERING = "gathering"  # waits until every member is connected
     RESTORING = "restoring"
     RUNNING = "running"
     CUTTING = "cutting"
@@ -33,7 +33,7 @@ class State(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Key:
-    """A member: what it is, not which process."""
+    """A member's role and index. A restarted process keeps its key."""
 
     role: str  # "shard" | "worker"
     index: int
@@ -43,91 +43,90 @@ class Key:
 
 
 PERMANENT, TRANSIENT = "permanent", "transient"
-"""Kinds of holds: a person ends the one, the controller itself the other."""
+"""Kinds of holds: an operator ends a permanent one, the controller itself a transient one."""
 
 
 class Hold(NamedTuple):
-    """Why training is held."""
+    """Why training is on hold."""
 
     kind: str
     reason: str
     member: str
-    since_ms: int = 0  # 0 = not kept yet
+    since_ms: int = 0  # 0 = not stored yet
 
-    @property
-    def told(self) -> str:
-        """To members and people: why, and what ends it."""
+    def describe(self) -> str:
+        """The reason, and what ends the hold."""
         ends = "it ends by itself" if self.kind == TRANSIENT else "`roostream trainer release` ends the hold"
         return f"{self.reason}; {ends}"
 
     @classmethod
-    def of(cls, kept: object) -> Hold | None:
-        """From what was kept; None where that is no hold."""
-        if not isinstance(kept, Mapping) or not kept.get("reason"):
+    def from_saved(cls, saved: object) -> Hold | None:
+        """Parse a stored hold. None if it is not one."""
+        if not isinstance(saved, Mapping) or not saved.get("reason"):
             return None
-        known = {name: kept[name] for name in cls._fields if name in kept}
+        known = {name: saved[name] for name in cls._fields if name in saved}
         return cls(**{"kind": PERMANENT, "member": "", **known})
 
 
 class InitialRange(NamedTuple):
-    """What is trained before the stream."""
+    """Historical data to train before the stream."""
 
-    whole: tuple[WorkUnit, ...]  # of each partition, up to its export point; fixed when the phase begins
-    over: bool  # the wish beside it was made for the stream
+    units: tuple[WorkUnit, ...]  # one per partition, up to its export point; fixed when the phase begins
+    is_over: bool  # the plan that contains this was made for the stream
     session: TableInput | None = (
-        None  # of the warehouse, whose positions `whole` has; None: offsets of the topic
+        None  # the warehouse session whose positions `units` has; None: offsets of the topic
     )
 
     @classmethod
-    def of(cls, kept: object) -> InitialRange | None:
-        """From what was kept; None where that is no range."""
+    def from_saved(cls, saved: object) -> InitialRange | None:
+        """Parse a stored range. None if it is not one."""
         try:
-            if not isinstance(kept, Mapping):
+            if not isinstance(saved, Mapping):
                 return None
-            return cls(units_of(kept["whole"]), bool(kept["over"]), TableInput.of(kept.get("session")))
+            return cls(units_of(saved["whole"]), bool(saved["over"]), TableInput.of(saved.get("session")))
         except (KeyError, TypeError, ValueError, AttributeError, AssertionError):
             return None
 
     def body(self) -> dict[str, Any]:
-        """As the file has it."""
-        kept = {"whole": plain_units(self.whole), "over": self.over}
-        return {**kept, "session": self.session.plain()} if self.session else kept
+        """The range as it is stored."""
+        body = {"whole": plain_units(self.units), "over": self.is_over}
+        return {**body, "session": self.session.plain()} if self.session else body
 
 
 class IncarnationPlan(NamedTuple):
-    """What an incarnation is claimed for; kept in its file."""
+    """What an incarnation is claimed for. It is stored in the incarnation's file."""
 
     workers: int
-    configured: int  # number of the settings for its phase when it was made: other settings are a newer wish
-    hold: Hold | None = None  # what training is held by
-    historical: InitialRange | None = None  # None: there is the stream alone
+    configured: int  # the configured number for its phase when the plan was made; a changed setting overrides the plan
+    hold: Hold | None = None
+    initial: InitialRange | None = None  # None: there is only the stream
 
     def body(self) -> dict[str, Any]:
-        """As the file has it."""
-        kept: dict[str, Any] = {"workers": self.workers, "configured": self.configured}
+        """The plan as it is stored."""
+        body: dict[str, Any] = {"workers": self.workers, "configured": self.configured}
         if self.hold:
-            kept["hold"] = self.hold._asdict()
-        if self.historical:
-            kept["historical"] = self.historical.body()
-        return kept
+            body["hold"] = self.hold._asdict()
+        if self.initial:
+            body["historical"] = self.initial.body()
+        return body
 
 
 class Claim(NamedTuple):
-    """Effect: claim the next incarnation for `wish` (None: the one that is kept, or the settings'), read the newest manifest not
-    in `passed_over`; answer by `claimed`."""
+    """Effect: claim the next incarnation for `plan` (None: the stored plan, or the settings), and read the newest manifest that is
+    not in `skipped_manifests`. Answer with `Coordinator.claimed`."""
 
-    passed_over: frozenset[str]
-    wish: IncarnationPlan | None = None
+    skipped_manifests: frozenset[str]
+    plan: IncarnationPlan | None = None
 
 
 class Link(NamedTuple):
-    """Effect: create `manifest` under its name, exclusively; answer by `linked`."""
+    """Effect: create `manifest` exclusively under its name. Answer with `Coordinator.linked`."""
 
     manifest: Manifest
 
 
 class Retire(NamedTuple):
-    """Effect: delete what no restart needs any more. Nothing waits for it."""
+    """Effect: delete checkpoints that no restart needs. No answer is expected."""
 
 
 Effect: TypeAlias = Claim | Link | Retire
@@ -136,29 +135,27 @@ Command: TypeAlias = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CoordinatorConfig:
-    """What every manifest of this controller states, and the sizes and times it runs by."""
+    """Facts that every manifest of this controller states, and its sizes and time limits."""
 
     schema: str
     seed: int
     num_shards: int
-    num_workers: int = 1  # to begin with, unless another number is kept (`Wish`)
-    initial_workers: int = 0  # while history is trained; 0 = it isn't told from the stream
-    from_table: bool = False  # history is what the warehouse has, where nothing is committed yet
-    unit_records: int = 1 << 16  # of each partition handed out at once, at most
+    num_workers: int = 1  # at the start, unless a stored plan has another number
+    initial_workers: int = 0  # while history is trained; 0 = history is not separated from the stream
+    from_table: bool = False  # if nothing is committed yet, history is what the warehouse has
+    unit_records: int = 1 << 16  # maximum records of a partition handed out at once
     num_buckets: int
     num_partitions: int
     kafka: Mapping[str, Any]
     commit_interval_s: float = 10.0
     lost_after_s: float = 3.0
-    step_timeout_s: float = (
-        60.0  # one step of a commit, and everything else that a member is asked, but RESTORE
-    )
+    step_timeout_s: float = 60.0  # for one step of a commit, and every other command except RESTORE
     restore_timeout_s: float = (
-        600.0  # doubled each time in a row that it passes: a large state comes back in the end
+        600.0  # doubled each time in a row that it passes, so that a large state is restored in the end
     )
-    max_aborts: int = 3  # in a row, then everyone is restored: a member may be in a state that no ABORT ends
-    retry_s: float = 1.0  # between a refused RESTORE and the next
-    holds_idle: bool = False  # somebody calls `hold_idle` and ends such a hold
+    max_aborts: int = 3  # in a row; then everyone is restored, because ABORT may not repair a member's state
+    retry_s: float = 1.0  # between a refused RESTORE and the next one
+    holds_idle: bool = False  # a watcher calls `hold_idle` and ends such holds
 
     @property
     def shards(self) -> tuple[Key, ...]:
@@ -166,44 +163,44 @@ class CoordinatorConfig:
 
     @property
     def workers(self) -> tuple[Key, ...]:
-        return workers(self.num_workers)
+        return worker_keys(self.num_workers)
 
     @property
     def max_workers(self) -> int:
-        """Each has a partition at least."""
+        """Each worker needs at least one partition."""
         return min(self.num_partitions, MAX_WORKERS)
 
 
-def workers(count: int) -> tuple[Key, ...]:
+def worker_keys(count: int) -> tuple[Key, ...]:
     return tuple(Key("worker", i) for i in range(count))
 
 
 @dataclasses.dataclass(kw_only=True)
 class MemberState:
-    """One process behind a key, as far as it has told."""
+    """What a member's current process has reported."""
 
     session: int
     seen_s: float
-    since_s: float = 0.0  # its first beat
-    outbox: dict[int, Command] = dataclasses.field(default_factory=dict)  # until each one's result arrives
+    since_s: float = 0.0  # time of its first beat
+    outbox: dict[int, Command] = dataclasses.field(default_factory=dict)  # commands without a result
     incarnation: int = 0
     report: dict[str, Any] = dataclasses.field(default_factory=dict)
-    leave_by_s: float | None = None  # it was asked to go until then
+    leave_by_s: float | None = None  # deadline of its preemption
 
     @property
     def leaves(self) -> bool:
-        """It goes as soon as what is trained is committed."""
+        """Whether it will leave as soon as its training is committed."""
         return self.leave_by_s is not None or bool(self.report.get("leaving"))
 
 
 @dataclasses.dataclass(kw_only=True)
 class CommitInProgress:
-    """The commit under way; dropped whole when it fails."""
+    """The commit in progress. It is dropped when it fails."""
 
     seq: int
     started_s: float
-    closing: bool = False  # nobody goes on training after it: the incarnation ends with it
-    hold: Hold | None = None  # what training is held by from then on
+    closing: bool = False  # the incarnation ends with this commit: training does not resume
+    hold: Hold | None = None  # training is on hold after this commit
     cuts: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # in the order of workers
     cut_s: float = 0.0
     frozen_s: float = 0.0
@@ -211,8 +208,9 @@ class CommitInProgress:
     manifest: Manifest | None = None
 
     def phases_s(self, linked_s: float) -> dict[str, float]:
-        """What each part of it took; training stands still in the first two."""
+        """Duration of each phase. Training is paused during the first two."""
         ends_s = (self.started_s, self.cut_s, self.frozen_s, self.written_s, linked_s)
         return {
-            name: end_s - begin_s for name, (begin_s, end_s) in zip(PHASES, pairwise(ends_s), strict=True)
+            name: end_s - begin_s
+            for name, (begin_s, end_s) in zip(COMMIT_PHASES, pairwise(ends_s), strict=True)
         }

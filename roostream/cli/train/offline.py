@@ -46,7 +46,7 @@ from trainer.config import LoopConfig
 from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
 from trainer.control.reader_master import ReaderMaster
-from trainer.control.types import CoordinatorConfig, State, workers
+from trainer.control.types import CoordinatorConfig, State, worker_keys
 from trainer.monitoring.quality import summary
 from trainer.partitions import PartitionSnapshot, report_of
 from trainer.rows import ShardRows
@@ -213,7 +213,7 @@ class _Offline:
         coordinator = Coordinator(facts, self.clock.monotonic_s())
         check = self.parts.identity.check
         return Controller(
-            coordinator, self.store, self.clock, check=check, open_session=lambda: session, hold_s=0.1
+            coordinator, self.store, self.clock, check=check, open_session=lambda: session, long_poll_s=0.1
         )
 
     def _readers(self, controller: Controller, opened: contextlib.ExitStack) -> OfflineReaders | None:
@@ -338,7 +338,9 @@ class _Offline:
         ends_s = time.monotonic() + _SETTLE_S
         while coordinator.state is State.COMMITTING and time.monotonic() < ends_s:
             time.sleep(_LOOK_S)
-        reports = [m.report for key in workers(self.config.workers) if (m := coordinator.members.get(key))]
+        reports = [
+            m.report for key in worker_keys(self.config.workers) if (m := coordinator.members.get(key))
+        ]
         return {f.name: sum(report.get(f.name, 0) for report in reports) for f in dataclasses.fields(Counts)}
 
     def _check(self, stop: Stop, failed: list[BaseException]) -> None:

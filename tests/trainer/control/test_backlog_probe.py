@@ -11,7 +11,7 @@ from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsume
 from roostream.runtime.kafka.topics import Partition
 from roostream.wire.records import Record
 from tests.runtime.fake_consumer import FakeConsumer, FakeMessage, end
-from trainer.control.backlog_probe import BacklogProbe
+from trainer.control.idle import BacklogProbe
 
 A, B, LABELS = ("samples", 0), ("samples", 1), ("corrections", 0)
 

@@ -20,7 +20,7 @@ EVERYONE = (("shard", 0), ("shard", 1), ("worker", 0))
 
 
 class Stage:
-    def __init__(self, store: MemoryStore | None = None, hold_s: float = 0.0) -> None:
+    def __init__(self, store: MemoryStore | None = None, long_poll_s: float = 0.0) -> None:
         self.store, self.clock = store or MemoryStore(), FakeClock()
         self.checked: list[str] = []
         self.it = Controller(
@@ -28,7 +28,7 @@ class Stage:
             self.store,
             self.clock,
             check=lambda manifest: self.checked.append(manifest.name),
-            hold_s=hold_s,
+            long_poll_s=long_poll_s,
         )
         self.incarnation = 0
         self.step = 0
@@ -121,7 +121,7 @@ def test_a_commit_that_was_cut_before_it_was_asked_for_is_not_enough() -> None:
 
 
 def test_a_held_beat_ends_with_a_command() -> None:
-    stage = Stage(hold_s=30.0)
+    stage = Stage(long_poll_s=30.0)
     stage.it.turn()
     got: list[list[dict[str, Any]]] = []
     threads = [threading.Thread(target=lambda key=key: got.append(stage.beat(*key))) for key in EVERYONE]

@@ -11,9 +11,8 @@ import pytest
 from roostream.runtime import manifest as manifests
 from roostream.runtime.kafka.topics import Progress
 from tests.trainer.control.test_scaling import Fleet
-from trainer.control.backlog_probe import IdleHoldWatcher
 from trainer.control.holds import MAX_DEATHS, DeviceTime, DeviceUse, Holds, device_use, idle_hold, ratios
-from trainer.control.idle import Backlog, IdleDetector, IdleRule
+from trainer.control.idle import Backlog, IdleDetector, IdleHoldWatcher, IdleRule
 from trainer.control.types import Hold, IncarnationPlan, Key, State
 
 WORKER = Key("worker", 0)
@@ -95,10 +94,15 @@ def test_time_before_this_controller_is_added_in_both_formats_and_a_clock_that_g
     spent.add(kept)
     spent.note(DeviceUse.TRAINING, 2, 11.0)
     spent.note(DeviceUse.PERMANENT_HOLD, 2, 9.0)
-    assert spent.told() == {"training": 5.0, "temporary": 2.0, "transient_hold": 0.0, "permanent_hold": 7.5}
+    assert spent.by_name() == {
+        "training": 5.0,
+        "temporary": 2.0,
+        "transient_hold": 0.0,
+        "permanent_hold": 7.5,
+    }
     again = DeviceTime(0.0)
     again.add(spent.body())
-    assert again.told() == spent.told()
+    assert again.by_name() == spent.by_name()
 
 
 def test_the_ratio_is_to_the_time_in_training_as_in_the_paper() -> None:
@@ -107,7 +111,7 @@ def test_the_ratio_is_to_the_time_in_training_as_in_the_paper() -> None:
         "temporary": 1.03,
         "permanent_hold": 2.49,
     }
-    assert set(ratios(DeviceTime(0.0).told()).values()) == {None}
+    assert set(ratios(DeviceTime(0.0).by_name()).values()) == {None}
 
 
 @pytest.mark.parametrize("kept", [None, {}, [], "held", {"reason": ""}, {"member": "worker 0"}])
@@ -174,7 +178,7 @@ class HeldFleet(Fleet):
         self.step = step
         self.it.coordinator.want_commit()
         self.turn(1.0)
-        assert self.to(State.RUNNING).it.coordinator.has_news() is False
+        assert self.to(State.RUNNING).it.coordinator.has_uncommitted_steps() is False
         return self
 
     def held_idle(self) -> HeldFleet:
@@ -400,9 +404,9 @@ def test_a_hold_that_nobody_would_end_any_more_is_dropped() -> None:
 
 
 def test_workers_are_told_what_ends_a_hold() -> None:
-    assert idle_hold(QUIET).told == f"{QUIET}; it ends by itself"
+    assert idle_hold(QUIET).describe() == f"{QUIET}; it ends by itself"
     assert (
-        Hold("permanent", "out of memory", "worker 0").told
+        Hold("permanent", "out of memory", "worker 0").describe()
         == "out of memory; `roostream trainer release` ends the hold"
     )
 

@@ -46,7 +46,7 @@ class HistoryFleet(Fleet):
             kafka={},
         )
         self.end, self.asked_for = end, 0
-        self.it = Controller(Coordinator(facts), self.store, self.clock, history=self._history, hold_s=0)
+        self.it = Controller(Coordinator(facts), self.store, self.clock, history=self._history, long_poll_s=0)
         self.epochs: dict[Key, dict[str, Any]] = {}
         self.lazy: set[Key] = set()  # who has not trained what it was given
 
@@ -85,7 +85,7 @@ class HistoryFleet(Fleet):
     @property
     def state(self) -> tuple[int, bool]:
         """(workers, is initial)"""
-        return self.it.coordinator.roster.num_workers, self.it.coordinator.phases.is_initial
+        return self.it.coordinator.membership.num_workers, self.it.coordinator.phases.is_initial
 
     def to_the_stream(self) -> HistoryFleet:
         for _ in range(60):

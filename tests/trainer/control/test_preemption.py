@@ -72,7 +72,7 @@ def test_a_member_is_told_how_long_it_has_and_then_that_it_may_go() -> None:
     fleet, who = Fleet(2).to(State.RUNNING), Key("shard", 0)
     fleet.step = 3
     fleet.turn()
-    fleet.it.coordinator.roster.ask_to_leave(who, 20.0, fleet.clock.monotonic_s())
+    fleet.it.coordinator.membership.ask_to_leave(who, 20.0, fleet.clock.monotonic_s())
     fleet.clock.advance(2.0)
     assert told(fleet, who)["leave_s"] == 18.0 and "leave_s" not in told(fleet, Key("shard", 1))
     fleet.leaving.add(who)
@@ -103,7 +103,7 @@ def test_of_a_fleet_that_all_leaves_nobody_waits_for_more() -> None:
 
 def test_who_was_asked_to_go_and_is_there_long_after_trains_on() -> None:
     fleet, who = Fleet().to(State.RUNNING), Key("worker", 0)
-    fleet.it.coordinator.roster.ask_to_leave(who, 5.0, fleet.clock.monotonic_s())
+    fleet.it.coordinator.membership.ask_to_leave(who, 5.0, fleet.clock.monotonic_s())
     fleet.step = 1
     fleet.to(State.GATHERING)
     for _ in range(12):
@@ -136,11 +136,11 @@ def test_what_can_t_be_preempted_is_refused_and_changes_nothing(
     fleet = Fleet().to(State.RUNNING)
     with pytest.raises(error, match=message):
         fleet.it.handle("preempt", {"role": key.role, "index": key.index, "notice_s": notice_s}, ())
-    assert fleet.it.coordinator.roster.leaving() == []
+    assert fleet.it.coordinator.membership.leaving() == []
 
 
 def test_what_the_member_trained_since_it_last_told_counts_too() -> None:
     fleet, who = Fleet().to(State.RUNNING), Key("worker", 0)
-    fleet.it.coordinator.roster.ask_to_leave(who, 20.0, fleet.clock.monotonic_s())
-    assert fleet.it.coordinator.is_free(fleet.clock.monotonic_s()) is False
+    fleet.it.coordinator.membership.ask_to_leave(who, 20.0, fleet.clock.monotonic_s())
+    assert fleet.it.coordinator.can_leave(fleet.clock.monotonic_s()) is False
     assert "free" not in told(fleet, who, leaving=True, step=1)

@@ -35,7 +35,7 @@ class Fleet:
             num_partitions=4,
             kafka={},
         )
-        self.it = Controller(Coordinator(facts), self.store, self.clock, hold_s=0)
+        self.it = Controller(Coordinator(facts), self.store, self.clock, long_poll_s=0)
         self.members = [Key("shard", 0), Key("shard", 1)]
         self.sessions: dict[Key, int] = {}
         self.incarnations: dict[Key, int] = {}
@@ -178,7 +178,7 @@ def test_a_lost_worker_sends_everybody_back_to_the_last_commit() -> None:
     fleet.sessions[Key("worker", 1)] = 2
     fleet.turn()
     fleet.to(State.RUNNING)
-    assert fleet.it.coordinator.num_rollbacks == 1 and fleet.it.coordinator.roster.num_workers == 2
+    assert fleet.it.coordinator.num_rollbacks == 1 and fleet.it.coordinator.membership.num_workers == 2
     assert {c["manifest"] for c in fleet.restored().values()} == {"manifests/00000001"}
 
 
@@ -190,23 +190,23 @@ def test_workers_that_aren_t_there_are_waited_for_without_stopping_those_that_tr
     fleet.sessions[Key("shard", 0)] = 2  # a rollback meanwhile doesn't wait for it either
     fleet.turn()
     fleet.to(State.RUNNING)
-    assert fleet.it.coordinator.roster.num_workers == 1
+    assert fleet.it.coordinator.membership.num_workers == 1
     fleet.start_workers(2)
     for _ in range(25):
         fleet.turn(1.0)
-    assert fleet.it.coordinator.roster.num_workers == 2 and fleet.it.coordinator.state is State.RUNNING
+    assert fleet.it.coordinator.membership.num_workers == 2 and fleet.it.coordinator.state is State.RUNNING
 
 
 def test_it_is_known_where_workers_are_watched_that_came_later_and_not_of_those_that_went() -> None:
     fleet = Fleet().to(State.RUNNING)
-    assert fleet.it.workers_seen_at() == {0: "h:0"}
+    assert fleet.it.worker_metrics_addresses() == {0: "h:0"}
     fleet.start_workers(2)
     fleet.turn()
-    assert fleet.it.workers_seen_at() == {0: "h:0", 1: "h:1"}, "it stands by"
+    assert fleet.it.worker_metrics_addresses() == {0: "h:0", 1: "h:1"}, "it stands by"
     fleet.stop(Key("worker", 0))
     fleet.stop(Key("worker", 1))
     fleet.turn(4.0)
-    assert fleet.it.workers_seen_at() == {0: ""}, "one that trains is wanted, wherever it is"
+    assert fleet.it.worker_metrics_addresses() == {0: ""}, "one that trains is wanted, wherever it is"
 
 
 def test_a_number_whose_worker_is_gone_for_good_is_changed_while_it_is_waited_for() -> None:
@@ -223,14 +223,14 @@ def test_a_commit_that_is_refused_leaves_the_number_and_is_tried_again_at_the_ne
     fleet.refusing, fleet.step = "freeze", 1
     assert fleet.scale(2, timeout_s=0.05)["running"] is False
     fleet.to(State.RUNNING)
-    assert fleet.it.coordinator.num_aborts == 1 and fleet.it.coordinator.roster.num_workers == 1
+    assert fleet.it.coordinator.num_aborts == 1 and fleet.it.coordinator.membership.num_workers == 1
     for _ in range(5):
         fleet.turn()
     assert fleet.it.coordinator.num_aborts == 1, "not again at once"
     fleet.refusing = ""
     for _ in range(25):
         fleet.turn(1.0)
-    assert fleet.it.coordinator.roster.num_workers == 2
+    assert fleet.it.coordinator.membership.num_workers == 2
 
 
 @pytest.mark.parametrize("count", [0, 5, -1])
@@ -241,21 +241,24 @@ def test_a_number_that_can_t_be_is_refused(count: int) -> None:
         match=f"expected 1 to 4 workers, got {count}: each trains one of the 4 partitions at least",
     ):
         fleet.it.handle("scale", {"workers": count}, ())
-    assert fleet.it.coordinator.roster.wanted_workers == 1
+    assert fleet.it.coordinator.membership.wanted_workers == 1
 
 
 def test_a_restarted_controller_goes_on_with_the_number_that_was_wanted() -> None:
     first = Fleet(1, started=3).to(State.RUNNING)
     first.scale(3)
     second = Fleet(1, first.store, started=3).to(State.RUNNING)
-    assert (second.it.coordinator.roster.num_workers, second.it.coordinator.roster.wanted_workers) == (3, 3)
+    assert (
+        second.it.coordinator.membership.num_workers,
+        second.it.coordinator.membership.wanted_workers,
+    ) == (3, 3)
 
 
 def test_other_settings_are_a_newer_wish_than_the_kept_one() -> None:
     first = Fleet(1, started=3).to(State.RUNNING)
     first.scale(3)
-    assert Fleet(2, first.store).to(State.RUNNING).it.coordinator.roster.num_workers == 2
-    assert Fleet(2, first.store).to(State.RUNNING).it.coordinator.roster.num_workers == 2
+    assert Fleet(2, first.store).to(State.RUNNING).it.coordinator.membership.num_workers == 2
+    assert Fleet(2, first.store).to(State.RUNNING).it.coordinator.membership.num_workers == 2
 
 
 @pytest.mark.parametrize(
@@ -264,7 +267,7 @@ def test_other_settings_are_a_newer_wish_than_the_kept_one() -> None:
 def test_a_claim_that_tells_nothing_leaves_it_to_the_settings(left: bytes) -> None:
     store = MemoryStore()
     store.create("incarnations/00000001", left)
-    assert Fleet(1, store).to(State.RUNNING).it.coordinator.roster.num_workers == 1
+    assert Fleet(1, store).to(State.RUNNING).it.coordinator.membership.num_workers == 1
 
 
 def test_who_waits_for_a_number_is_told_when_another_controller_takes_over() -> None:

@@ -10,7 +10,7 @@ import pytest
 from roostream.runtime import scrape
 from roostream.runtime.clock import FakeClock
 from roostream.runtime.scrape import ScrapedMetrics
-from trainer.control.scrape_targets import LOOK_S, STALE_S, ScrapeTargets, read_figures, with_workers
+from trainer.control.scrape_targets import SCRAPE_S, STALE_S, ScrapeTargets, read_figures, with_workers
 
 URLS = {"worker": "http://w", "shard-0": "http://s"}
 SHARD = 'roostream_shard_rows{stack="d16"} 7\nroostream_shard_rows{stack="d8"} 3\nroostream_shard_pulls 12\n'
@@ -60,7 +60,7 @@ def test_stage_times_are_of_the_last_minutes_and_of_programs_that_answer() -> No
     neighbours = ScrapeTargets(URLS, clock, lambda urls: told)
     for count in range(40):
         neighbours.look()
-        clock.advance(LOOK_S)
+        clock.advance(SCRAPE_S)
         told["worker"] = measured({"0.1": count, "1.0": 1000 + count, "+Inf": 1000 + count})
     assert neighbours.freshness()["close_to_readable"]["p50_ms"] == pytest.approx(50)
     told["worker"] = ScrapedMetrics()
@@ -105,7 +105,7 @@ def test_it_looks_again_until_it_is_stopped() -> None:
         return {}
 
     ScrapeTargets(URLS, clock, counted).run(stop)
-    assert looks == [0, LOOK_S, 2 * LOOK_S]
+    assert looks == [0, SCRAPE_S, 2 * SCRAPE_S]
 
 
 def test_partitions_of_all_workers_are_told_together() -> None:

@@ -88,7 +88,7 @@ class FromTable(Simulation):
             self.commits[last.manifest.seq] = last.manifest
         it = self.controller
         if it and len(self.tables) > 1 and (session := it.session_now()[1]):
-            it.follow_by(self.session_of(1, self.ends[0]) if session.version == 0 else None)
+            it.set_following(self.session_of(1, self.ends[0]) if session.version == 0 else None)
 
     def assert_switched(self, initial_workers: int, workers: int) -> None:
         """One commit after the other: sessions in their order, then the stream from where the last version ended."""

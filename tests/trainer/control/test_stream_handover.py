@@ -54,7 +54,7 @@ class FakeController:
     def session_now(self) -> tuple[int, TableInput | None]:
         return 1, self.now
 
-    def follow_by(self, session: TableInput | None) -> None:
+    def set_following(self, session: TableInput | None) -> None:
         self.followed.append(session)
 
 

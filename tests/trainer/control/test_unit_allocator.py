@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roostream.runtime.work_unit import STREAM, Epoch, WorkUnit, partition_of, source_of
-from trainer.control.unit_allocator import UnitAllocator
+from trainer.control.phases import UnitAllocator
 
 A, B = WorkUnit("samples/0", 100, 120), WorkUnit("samples/1", 0, 10)
 
