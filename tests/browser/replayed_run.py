@@ -53,7 +53,7 @@ class ReplayedRun:
         self.run = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
         facts = dataclasses.replace(FACTS, initial_workers=1 if history else 0)
         self.controller = Controller(
-            Coordinator(facts), MemoryStore(), self.clock, history=lambda committed: history, hold_s=0.0
+            Coordinator(facts), MemoryStore(), self.clock, history=lambda committed: history, long_poll_s=0.0
         )
         self.neighbours = ScrapeTargets(URLS, self.clock, lambda urls: self.scraped())
         self.page = StatusPage(self.controller, self.neighbours, interval_ms=10_000)

@@ -112,8 +112,8 @@ def test_whoever_does_not_come_is_not_waited_for_without_end(hasty: TorchRendezv
 
 OTHER = """
 import sys, time, torch
-from trainer.process_group import Meeting, MeetingPlace
-reduction = MeetingPlace("127.0.0.1:0", device="cpu", timeout_s=60.0).join(Meeting(7, 1, 2, sys.argv[1]))
+from trainer.process_group import GroupSpec, TorchRendezvous
+reduction = TorchRendezvous("127.0.0.1:0", device="cpu", timeout_s=60.0).join(GroupSpec(7, 1, 2, sys.argv[1]))
 bucket = torch.full((1000,), 2.0, dtype=torch.float64)
 reduction.sum(bucket)
 print(float(bucket.sum()), "torch._dynamo" in sys.modules, flush=True)

@@ -36,7 +36,7 @@ def test_a_worker_that_is_silent_or_began_anew_leaves_it_unknown(trained: float 
     pace.estimate(OF, 100.0, 10.0)
     told = pace.estimate(OF, trained, 11.0)
     assert told is not None and told["eta_s"] == [None, None, None]
-    assert pace.estimate(None, 30.0, 12.0) is None and pace.told(OF, 40.0, 13.0) == {
+    assert pace.estimate(None, 30.0, 12.0) is None and pace.estimate(OF, 40.0, 13.0) == {
         **OF,
         "eta_s": [None, None, None],
     }

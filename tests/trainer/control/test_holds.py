@@ -116,12 +116,12 @@ def test_the_ratio_is_to_the_time_in_training_as_in_the_paper() -> None:
 
 @pytest.mark.parametrize("kept", [None, {}, [], "held", {"reason": ""}, {"member": "worker 0"}])
 def test_what_was_not_kept_is_no_hold(kept: object) -> None:
-    assert Hold.of(kept) is None
+    assert Hold.from_saved(kept) is None
 
 
 def test_a_kept_hold_reads_as_it_was_written() -> None:
     hold = Hold("permanent", "out of memory", "worker 1", 17)
-    assert Hold.of(IncarnationPlan(2, 1, hold).body()["hold"]) == hold
+    assert Hold.from_saved(IncarnationPlan(2, 1, hold).body()["hold"]) == hold
 
 
 # The controller
@@ -133,7 +133,7 @@ class HeldFleet(Fleet):
     def __init__(self, *args: Any, idle: bool = False, **more: Any) -> None:
         super().__init__(*args, **more)
         coordinator = self.it.coordinator
-        coordinator.facts = dataclasses.replace(coordinator.facts, holds_idle=idle)
+        coordinator.config = dataclasses.replace(coordinator.config, holds_idle=idle)
         self.fatal: dict[Key, str] = {}
         self.refusal: dict[str, Any] = {}
         self.leaves = False

@@ -323,10 +323,10 @@ def test_history_lies_between_what_is_committed_and_the_export_point() -> None:
     "left", [None, 3, {}, {"whole": 4, "over": False}, {"whole": [["a", 2, 1]], "over": 0}, {"whole": [[1]]}]
 )
 def test_what_is_no_range_is_none(left: object) -> None:
-    assert InitialRange.of(left) is None
+    assert InitialRange.from_saved(left) is None
 
 
 def test_a_wish_comes_back_as_it_was_kept() -> None:
     wish = IncarnationPlan(3, 2, None, InitialRange((WorkUnit("samples/0", 1, 5),), True))
     body = json.loads(json.dumps(wish.body()))
-    assert InitialRange.of(body["historical"]) == wish.historical
+    assert InitialRange.from_saved(body["historical"]) == wish.initial

@@ -117,7 +117,7 @@ def test_a_controller_that_can_t_commit_goes_when_its_time_is_over() -> None:
     fleet.turn()
     stop = threading.Event()
     stop.set()
-    fleet.it.run(stop, turned=lambda: fleet.turn(1.0), closing_s=4.0)
+    fleet.it.run(stop, on_turn=lambda: fleet.turn(1.0), closing_s=4.0)
     assert fleet.it.coordinator.num_commits == 0 and fleet.it.coordinator.num_aborts == 1
 
 

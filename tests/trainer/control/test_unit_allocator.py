@@ -95,11 +95,11 @@ def test_whatever_is_committed_when_all_records_are_given_once_in_bounded_units(
     done: dict[str, int] = {}
     commits = 0
     while not it.is_over:
-        epoch = it.epoch(it.whole)
+        epoch = it.epoch(it.units)
         for unit in epoch.units:
             assert len(unit) <= unit_records
             at = data.draw(st.integers(unit.start, unit.end)) if commits % 2 else unit.end
-            assert unit.start == max(done.get(unit.source, 0), it.whole[unit.source].start) or not len(unit)
+            assert unit.start == max(done.get(unit.source, 0), it.units[unit.source].start) or not len(unit)
             done[unit.source] = max(at, done.get(unit.source, 0))
         it.committed(done)
         commits += 1
