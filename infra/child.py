@@ -1,4 +1,4 @@
-"""One program as a child process: what it is (`Program`) and a running copy of it (`Child`)."""
+"""One child process: how to start it (`Program`) and a running copy of it (`Child`). `infra.supervisor` watches many of them."""
 
 from __future__ import annotations
 
@@ -13,28 +13,20 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from infra import pdeath
+from infra import die_with_parent
 from roostream.runtime.program import STOP_S
 
-GRACE_S = STOP_S + 5.0
-"""A program of ours that has not ended by then is killed."""
-
-
-def _nothing() -> None:
-    return None
-
-
-def _at_once() -> bool:
-    return True
+STOP_TIMEOUT_S = STOP_S + 5.0
+"""A Roostream program that has not ended this long after SIGTERM is killed."""
 
 
 class StopRank(enum.IntEnum):
-    """When a program is ended, lowest first; those of one rank side by side (`infra/stopping.py` says why in this order)."""
+    """Stop order of a stack: lowest rank first, programs of one rank in parallel (`infra/shutdown.py` explains the order)."""
 
     TRAFFIC = 1
     SERVING = 2
     JOINER = 3
-    WORKER = 5  # 4 is the last commit, which needs everything that is left
+    WORKER = 5  # 4 is the last commit, which needs everything that still runs
     CONTROLLER = 6
     SHARD = 7
     FEATURES = 8
@@ -45,32 +37,34 @@ class StopRank(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """How to start one program, know that it is ready, and end it. The three calls are made from the supervisor's thread."""
+    """How to start a program, tell that it is ready, and stop it. The supervisor's thread makes the three calls."""
 
     name: str
     command: tuple[str, ...]
     log: Path
     env: Mapping[str, str]
-    needs: tuple[str, ...] = ()  # programs that are wanted with this one; it waits for them by itself
-    after: tuple[str, ...] = ()  # of the wanted ones, those that are ready before this one is first started
-    after_s: float = math.inf  # no longer than this is waited for them
-    prepare: Callable[[], None] = _nothing  # before every start: directories, generated files
-    ready: Callable[[], bool] = _at_once  # a probe of at most a second or so
-    on_ready: Callable[[], None] = _nothing  # once after each start, when `ready` first said yes
-    stop_rank: StopRank
+    needs: tuple[str, ...] = ()  # programs that are started with this one; it waits for them by itself
+    after: tuple[str, ...] = ()  # programs that must be ready before the first start, if they are started too
+    max_after_wait_s: float = math.inf
+    prepare: Callable[[], None] = lambda: None  # called before every start: make folders, write files
+    ready: Callable[[], bool] = lambda: True  # a probe that takes about a second at most
+    on_ready: Callable[[], None] = lambda: (
+        None
+    )  # called once after each start, when `ready` first returns True
+    stop_rank: StopRank = StopRank.FEATURES
     stop_timeout_s: float = 10.0
     stop_signal: int = signal.SIGTERM
     metrics: str | None = None
-    restarted: bool = True  # False: a program that ends by itself
-    refusal: int | None = None  # the exit code by which it says that no start mends what it was told
-    reads: tuple[
+    restart: bool = True  # False: the program ends by itself
+    refused_code: int | None = None  # exit code for a configuration that no restart can fix
+    watched_files: tuple[
         Path, ...
-    ] = ()  # of what it was told: files that somebody may mend; a change of one is worth another start
-    place: Path | None = None  # working directory
+    ] = ()  # after `refused_code`, a change of one of these files causes a new start
+    cwd: Path | None = None
 
 
 class Child:
-    """A running process of a program. It dies with the supervisor, and never hears the terminal's Ctrl-C."""
+    """A running process of a program. It ends with the supervisor, and the terminal's Ctrl-C does not reach it."""
 
     def __init__(
         self, program: Program, process: subprocess.Popen[bytes], started_s: float, log_start: int
@@ -82,7 +76,7 @@ class Child:
         return self.process.pid
 
     def exit_code(self) -> int | None:
-        """None while it runs; negative: ended by that signal."""
+        """None while the process runs; a negative number is the signal that ended it."""
         return self.process.poll()
 
     def send(self, number: int) -> None:
@@ -93,15 +87,15 @@ class Child:
         self.send(signal.SIGKILL)
 
 
-def start(program: Program, now_s: float) -> Child:
-    """Start a process of `program`.
+def start_child(program: Program, now_s: float) -> Child:
+    """Start a process of `program`. Its output is appended to `program.log`.
 
     Raises:
-        OSError: it can't be started (no memory, no descriptor); nothing runs then.
+        OSError: the process can't be started (no memory, no descriptor). Nothing runs then.
     """
     program.prepare()
     program.log.parent.mkdir(parents=True, exist_ok=True)
-    shim = (sys.executable, "-I", "-S", str(pdeath.__file__), str(os.getpid()))
+    shim = (sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid()))
     with program.log.open("ab") as log:
         log_start = log.tell()
         process = subprocess.Popen(
@@ -110,7 +104,7 @@ def start(program: Program, now_s: float) -> Child:
             stdout=log,
             stderr=subprocess.STDOUT,
             env=dict(program.env),
-            cwd=program.place,
+            cwd=program.cwd,
             start_new_session=True,
         )
     return Child(program, process, now_s, log_start)

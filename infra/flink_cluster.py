@@ -1,4 +1,7 @@
-"""Flink as child processes: a job manager and task managers of one slot each (the Python lock is one a JVM)."""
+"""A Flink cluster as child processes: a job manager, and task managers with one slot each (one Python lock per JVM).
+
+Also finds and deletes the joiner's savepoints and checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,13 @@ from roostream.runtime.flink_rest import FlinkRest
 
 JOB_MANAGER = "flink-jm"
 _AFTER, _AFTER_S = ("serving",), 12.0
-"""Where a stack has few cores, whatever starts slows the others. Traffic comes first: what it brings waits for a whole join
-window before the joiner has anything to give, and in that time the cluster comes up."""
-_QUIET = {  # a line for each turn of the watermark's alignment, and one a checkpoint that a sink's gauge is there already
+"""On few cores, programs that start at once slow each other. Traffic comes first: its events wait for a whole join window,
+and in that time the cluster starts."""
+_LOG_LEVELS = {  # these classes log a line per watermark alignment, and one per checkpoint
     "org.apache.flink.runtime.source.coordinator.SourceCoordinator": "WARN",
     "org.apache.flink.metrics.MetricGroup": "ERROR",
 }
-_OPENED = (
+_JAVA_MODULES = (
     "--add-exports=java.rmi/sun.rmi.registry=ALL-UNNAMED",
     "--add-exports=java.security.jgss/sun.security.krb5=ALL-UNNAMED",
     *(
@@ -69,13 +72,13 @@ def pyflink_home() -> Path:
 def configuration(
     folder: Path, tmp: Path, options: StackOptions, rpc_port: int, rest_port: int
 ) -> dict[str, str]:
-    """Flink's settings. Memory is told part by part: a JVM that is started without Flink's scripts derives none of it.
+    """Flink's settings. Each memory part is set, because a JVM started without Flink's scripts derives none of them.
 
-    The web page may neither upload jars nor cancel: a page of another site could ask it to, from the user's own browser.
+    The web page may neither upload jars nor cancel jobs: another site could do so through the user's browser.
     """
     python = f"{sys.prefix}/bin/python3"
     return {
-        "env.java.opts.all": " ".join(_OPENED),
+        "env.java.opts.all": " ".join(_JAVA_MODULES),
         "jobmanager.bind-host": ports.HOST,
         "jobmanager.rpc.address": ports.HOST,
         "jobmanager.rpc.port": str(rpc_port),
@@ -119,7 +122,7 @@ def configuration(
 
 
 class Cluster:
-    """Folders, configuration and programs of one local cluster."""
+    """Folders, configuration and programs of one local Flink cluster."""
 
     def __init__(self, home: Home, options: StackOptions, java: Path, rpc_port: int, rest_port: int) -> None:
         self.home, self.options, self.java, self.rpc_port, self.rest_port = (
@@ -135,7 +138,7 @@ class Cluster:
         self.url = f"http://{ports.HOST}:{rest_port}"
 
     def environment(self) -> dict[str, str]:
-        """What Flink's client needs, too."""
+        """Environment variables for programs and for Flink's command line client."""
         return {
             "FLINK_HOME": str(self.folder),
             "FLINK_CONF_DIR": str(self.conf),
@@ -146,7 +149,7 @@ class Cluster:
         }
 
     def make(self) -> None:
-        """Write the folders anew; checkpoints and savepoints stay."""
+        """Write folders and configuration anew; checkpoints and savepoints stay."""
         shutil.rmtree(self.lib, ignore_errors=True)
         for folder in (self.conf, self.lib, self.bin, self.tmp, self.folder / "plugins"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -157,14 +160,14 @@ class Cluster:
             "".join(f"{k}: {v}\n" for k, v in settings.items()), encoding="utf-8"
         )
         for name in ("log4j-console", "log4j-cli", "log4j"):
-            level = (
-                "WARN" if name == "log4j-cli" else "INFO"
-            )  # what the client prints shall begin with what went wrong
-            (self.conf / f"{name}.properties").write_text(log4j_properties(level, **_QUIET), encoding="utf-8")
+            level = "WARN" if name == "log4j-cli" else "INFO"  # the client prints errors first
+            (self.conf / f"{name}.properties").write_text(
+                log4j_properties(level, **_LOG_LEVELS), encoding="utf-8"
+            )
         self._write_client()
 
     def _write_client(self) -> None:
-        """`bin/flink`, as PyFlink's own is called: without the two JVMs that the latter asks for what is known here."""
+        """Write `bin/flink`. PyFlink's own script starts two more JVMs to compute values that are known here."""
         command = self._java(
             "org.apache.flink.client.cli.CliFrontend", "cli", "256m", "192m", quick_start=True
         )
@@ -180,9 +183,7 @@ class Cluster:
             *(home / "opt").glob("flink-python-*.jar"),
             *CONNECTOR_JARS.glob("*.jar"),
         ]
-        jars += KAFKA_JARS.glob(
-            "zstd-jni-*.jar"
-        )  # every producer of ours compresses with it; the connector's jar lacks it
+        jars += KAFKA_JARS.glob("zstd-jni-*.jar")  # our producers use it; the connector's jar lacks it
         return [*jars, OPERATOR_JAR] if OPERATOR_JAR.exists() else jars
 
     def programs(self, env: Mapping[str, str], tm_ports: list[int]) -> list[Program]:
@@ -201,10 +202,10 @@ class Cluster:
             env=env,
             ready=lambda: FlinkRest(self.url).answers(),
             after=_AFTER,
-            after_s=_AFTER_S,
+            max_after_wait_s=_AFTER_S,
             stop_rank=StopRank.FLINK,
             stop_timeout_s=10.0,
-            place=self.home.root,
+            cwd=self.home.root,
         )
 
     def _task_manager(self, env: Mapping[str, str], index: int, port: int) -> Program:
@@ -214,7 +215,7 @@ class Cluster:
         main = self._java(entry, "console", "768m", "256m", direct, quick_start=not self.options.replay)
         return Program(
             name=name,
-            # The same id after a restart lets the job manager drop the dead one at once, before its heartbeat times out.
+            # With the same id after a restart, the job manager drops the dead one before its heartbeat times out.
             command=(
                 *main,
                 "--configDir",
@@ -225,13 +226,13 @@ class Cluster:
             log=self.home.log(name),
             env=env,
             ready=lambda: (
-                ports.answers(f"{ports.HOST}:{port}") and name in FlinkRest(self.url).task_managers()
+                ports.is_listening(f"{ports.HOST}:{port}") and name in FlinkRest(self.url).task_managers()
             ),
             after=_AFTER,
-            after_s=_AFTER_S,
+            max_after_wait_s=_AFTER_S,
             stop_rank=StopRank.FLINK,
             stop_timeout_s=10.0,
-            place=self.home.root,
+            cwd=self.home.root,
         )
 
     def _java(
@@ -240,4 +241,39 @@ class Cluster:
         memory = (f"-Xms{heap}", f"-Xmx{heap}", f"-XX:MaxMetaspaceSize={metaspace}", *more)
         log4j = f"-Dlog4j.configurationFile={self.conf}/log4j-{log}.properties"
         flags = java_flags(self.tmp, quick_start=quick_start)
-        return (str(self.java), *memory, *flags, *_OPENED, log4j, "-cp", f"{self.lib}/*", main)
+        return (str(self.java), *memory, *flags, *_JAVA_MODULES, log4j, "-cp", f"{self.lib}/*", main)
+
+
+def newest_restore_point(flink: Path) -> Path | None:
+    """The newest complete savepoint or checkpoint below `{home}/flink`: one with `_metadata`, which Flink writes last."""
+    return max(_restore_points(flink), key=_written_ns, default=None)
+
+
+def delete_old_restore_points(flink: Path, keep: int = 2) -> list[Path]:
+    """Delete all savepoints and checkpoints but the `keep` newest restore points; returns the deleted folders.
+
+    Call before a job is submitted: Flink owns the folder of a running job.
+    """
+    points = sorted(_restore_points(flink), key=_written_ns, reverse=True)
+    kept = {_folder_to_delete(p) for p in points[:keep]}
+    folders = [
+        p for d in ("checkpoints", "savepoints") if (flink / d).is_dir() for p in (flink / d).iterdir()
+    ]
+    deleted = [p for p in folders if p not in kept]
+    for path in deleted:
+        shutil.rmtree(path, ignore_errors=True)
+    return deleted
+
+
+def _restore_points(flink: Path) -> list[Path]:
+    files = [*flink.glob("savepoints/*/_metadata"), *flink.glob("checkpoints/*/chk-*/_metadata")]
+    return [p.parent for p in files]
+
+
+def _written_ns(point: Path) -> int:
+    return (point / "_metadata").stat().st_mtime_ns
+
+
+def _folder_to_delete(point: Path) -> Path:
+    """A savepoint's own folder, or the folder of the job with all its checkpoints."""
+    return point.parent if point.name.startswith("chk-") else point

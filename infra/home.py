@@ -1,4 +1,4 @@
-"""The home of a stack: its folders, its lock, and `stack.json`, by which other commands find what runs."""
+"""The home folder of a stack: its sub-folders, its lock, and `stack.json`, which tells other commands what runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FOLDERS = ("conf", "logs", "run", "store", "tmp")
 
 
 class Home:
-    """Paths of a home; opening it makes the folders."""
+    """Paths of a home folder. `make` creates the sub-folders."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.expanduser().resolve()
@@ -31,20 +31,20 @@ class Home:
         return self.logs / f"{name}.log"
 
     def make(self) -> None:
-        """Raises SetupError if the folders can't be made."""
+        """Create the folders. Raises SetupError if that fails."""
         try:
             for folder in (self.conf, self.logs, self.run, self.store, self.tmp):
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SetupError(
-                f"home {self.root} can't be made: {error.strerror}; choose another --home"
+                f"home {self.root} can't be created: {error.strerror}; choose another --home"
             ) from None
 
     def lock(self) -> None:
-        """Hold this home for a supervisor until `unlock` or the end of the process.
+        """Lock this home for one supervisor until `unlock` or the end of the process.
 
         Raises:
-            SetupError: another supervisor holds it.
+            SetupError: another supervisor has locked it.
         """
         file = (self.run / "lock").open("a+")
         try:
@@ -54,7 +54,7 @@ class Home:
             holder = file.read().strip() or "?"
             file.close()
             raise SetupError(
-                f"a stack runs already in {self.root} (process {holder}); `roostream down --home {self.root}` ends it, "
+                f"a stack already runs in {self.root} (process {holder}); `roostream down --home {self.root}` stops it, "
                 "another --home starts a second one"
             ) from None
         file.truncate(0)
@@ -69,7 +69,7 @@ class Home:
             self._lock = None
 
     def is_locked(self) -> bool:
-        """Whether a supervisor holds this home now."""
+        """Whether a supervisor has locked this home."""
         try:
             file = (self.run / "lock").open("r+")
         except OSError:
@@ -82,7 +82,7 @@ class Home:
         return False
 
     def clear_tmp(self) -> None:
-        """Delete all temporary files of the stack's programs. Call with the lock held and none of them running."""
+        """Delete the temporary files of the stack's programs. Call with the lock held and no program running."""
         shutil.rmtree(self.tmp, ignore_errors=True)
         self.tmp.mkdir(mode=0o700, exist_ok=True)
 
@@ -92,7 +92,7 @@ class Home:
         os.replace(temporary, self.stack_json)
 
     def read_stack(self) -> dict[str, Any] | None:
-        """What was last written; None if there is none or it can't be read."""
+        """The content of `stack.json`; None if it is missing or unreadable."""
         try:
             stack = json.loads(self.stack_json.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -100,13 +100,13 @@ class Home:
         return stack if isinstance(stack, dict) and stack.get("format") == FORMAT else None
 
     def running_stack(self) -> dict[str, Any]:
-        """`stack.json` of a stack that runs.
+        """`stack.json` of a running stack.
 
         Raises:
-            SetupError: there is no such home, or nothing runs in it.
+            SetupError: the home does not exist, or no stack runs in it.
         """
         if not self.root.is_dir():
-            raise SetupError(f"there is no home {self.root}; `roostream up --home {self.root}` makes one")
+            raise SetupError(f"home {self.root} does not exist; `roostream up --home {self.root}` creates it")
         stack = self.read_stack()
         if stack is None or not self.is_locked():
             raise SetupError(
@@ -115,24 +115,24 @@ class Home:
         return stack
 
     def end_leftovers(self, timeout_s: float = 8.0) -> list[int]:
-        """End children that a killed supervisor left behind; their pids. Call with the lock held.
+        """Stop the children that a killed supervisor left behind; returns their pids. Call with the lock held.
 
-        A pid counts as ours only if its command line names a path of this home.
+        Only processes whose command line contains a path of this home are stopped.
         """
         stack = self.read_stack() or {}
         pids = [int(p["pid"]) for p in stack.get("programs", {}).values() if p.get("pid")]
-        ours = [p for p in pids if self._is_ours(p)]
+        pids_here = [p for p in pids if self._belongs_here(p)]
         for number, wait_s in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, 2.0)):
-            left = [p for p in ours if self._is_ours(p)]
+            left = [p for p in pids_here if self._belongs_here(p)]
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
             deadline_s = time.monotonic() + wait_s
-            while any(self._is_ours(p) for p in left) and time.monotonic() < deadline_s:
+            while any(self._belongs_here(p) for p in left) and time.monotonic() < deadline_s:
                 time.sleep(0.1)
-        return ours
+        return pids_here
 
-    def _is_ours(self, pid: int) -> bool:
+    def _belongs_here(self, pid: int) -> bool:
         try:
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:

@@ -1,19 +1,24 @@
-"""A Kafka broker of one node (KRaft) as a child process."""
+"""A single-node Kafka broker (KRaft) as a child process, and the creation of the stack's topics."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
+import os
 import subprocess
 import uuid
 from base64 import urlsafe_b64encode
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from infra import ports
+from infra import ports as port_checks
 from infra.child import Program, StopRank
 from infra.home import Home
-from infra.jars import KAFKA_JARS, java_flags
+from infra.jars import KAFKA_JARS, find_java, java_flags, java_home
 from infra.options import StackOptions
+from infra.ports import HOST, Ports
+from infra.supervisor import Supervisor
 from roostream.errors import SetupError, UnavailableError
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.broker import Broker
@@ -39,7 +44,7 @@ _SETTINGS = {
     "share.coordinator.state.topic.num.partitions": "4",
     "group.initial.rebalance.delay.ms": "0",
     "transaction.max.timeout.ms": "7200000",
-    # A broker that was killed registers again only when its old session is over: 16.6 s with Kafka's defaults.
+    # A killed broker can register again only after its old session expired: 16.6 s with Kafka's defaults.
     "broker.session.timeout.ms": "3000",
     "broker.heartbeat.interval.ms": "500",
     "message.max.bytes": str(8 << 20),
@@ -52,23 +57,23 @@ _SETTINGS = {
 
 
 def server_properties(data: Path, port: int, controller_port: int) -> str:
-    """The broker's configuration. The quorum is named here and not kept in the data, so ports can change between starts."""
+    """The broker's configuration. The quorum is not stored in the data, so ports can change between starts."""
     settings = {
         **_SETTINGS,
-        "controller.quorum.voters": f"1@{ports.HOST}:{controller_port}",
-        "listeners": f"PLAINTEXT://{ports.HOST}:{port},CONTROLLER://{ports.HOST}:{controller_port}",
-        "advertised.listeners": f"PLAINTEXT://{ports.HOST}:{port}",
+        "controller.quorum.voters": f"1@{HOST}:{controller_port}",
+        "listeners": f"PLAINTEXT://{HOST}:{port},CONTROLLER://{HOST}:{controller_port}",
+        "advertised.listeners": f"PLAINTEXT://{HOST}:{port}",
         "log.dirs": str(data),
     }
     return "".join(f"{key}={value}\n" for key, value in settings.items())
 
 
-def program(
+def broker_program(
     home: Home, options: StackOptions, env: Mapping[str, str], java: Path, port: int, controller_port: int
 ) -> Program:
-    """The broker; it is ready when it answers and our topics exist."""
+    """The broker; it is ready when it accepts connections and the stack's topics exist."""
     data, conf = home.root / "kafka", home.conf / "kafka.properties"
-    bootstrap = f"{ports.HOST}:{port}"
+    bootstrap = f"{HOST}:{port}"
     log4j = home.conf / "kafka-log4j2.properties"
     common = (f"-Dlog4j2.configurationFile={log4j}", "-cp", f"{KAFKA_JARS}/*")
 
@@ -96,11 +101,11 @@ def program(
         log=home.log("kafka"),
         env=env,
         prepare=prepare,
-        ready=lambda: ports.answers(bootstrap),
+        ready=lambda: port_checks.is_listening(bootstrap),
         on_ready=make_topics,
         stop_rank=StopRank.KAFKA,
         stop_timeout_s=15.0,
-        place=home.root,
+        cwd=home.root,
     )
 
 
@@ -118,19 +123,18 @@ def _format(java: tuple[str, ...], conf: Path, env: Mapping[str, str]) -> None:
     )
     done = subprocess.run(command, env=dict(env), capture_output=True, text=True, check=False, timeout=60)
     if done.returncode:
-        said = (done.stderr or done.stdout).strip().splitlines()
-        raise SetupError(
-            f"Kafka's data folder can't be formatted: {said[-1] if said else f'exit code {done.returncode}'}"
-        )
+        output = (done.stderr or done.stdout).strip().splitlines()
+        reason = output[-1] if output else f"exit code {done.returncode}"
+        raise SetupError(f"Kafka's data folder can't be formatted: {reason}")
 
 
 def log4j_properties(level: str, **loggers: str) -> str:
-    """Log to standard output, which is the child's bounded log file; `loggers`: class → a level of its own."""
-    own = "".join(
-        f"logger.own{i}.name={name}\nlogger.own{i}.level={its.lower()}\n"
-        for i, (name, its) in enumerate(loggers.items())
+    """Log to standard output, which goes to the child's log file. `loggers` maps classes to their own levels."""
+    extra = "".join(
+        f"logger.extra{i}.name={name}\nlogger.extra{i}.level={level_of_class.lower()}\n"
+        for i, (name, level_of_class) in enumerate(loggers.items())
     )
-    return own + (
+    return extra + (
         f"rootLogger.level={level.lower()}\n"
         "rootLogger.appenderRef.stdout.ref=STDOUT\n"
         "appender.stdout.type=Console\n"
@@ -140,16 +144,16 @@ def log4j_properties(level: str, **loggers: str) -> str:
     )
 
 
-def use_outside(options: StackOptions) -> None:
-    """Create our topics on a broker of the user's own.
+def use_external_broker(options: StackOptions) -> None:
+    """Create the stack's topics on an external broker.
 
     Raises:
-        UnavailableError: it does not answer, or refuses.
-        ConfigError: topics of that prefix exist otherwise than the options say.
+        UnavailableError: the broker does not answer, or refuses.
+        ConfigError: topics with that prefix exist and differ from the options.
     """
-    if not ports.answers(options.kafka, 2.0):
+    if not port_checks.is_listening(options.kafka, 2.0):
         raise UnavailableError(
-            f"Kafka at {options.kafka} does not answer; start it, or leave the option out to have one started"
+            f"Kafka at {options.kafka} does not answer; start it, or leave the option out to let the stack start a broker"
         )
     _make_topics(Broker(options.kafka), options)
 
@@ -161,3 +165,46 @@ def _make_topics(broker: Broker, options: StackOptions) -> None:
     topics = TopicAdmin(clients.admin(broker), options.prefix, options.partitions, settings)
     topics.create()
     topics.check()
+
+
+_READY_S = 60.0
+_NEVER_MS = 1 << 40
+_KEEP_ALL = f"log.retention.check.interval.ms={_NEVER_MS}\nlog.initial.task.delay.ms={_NEVER_MS}\n"
+
+
+@contextlib.contextmanager
+def read_only_broker(home: Home, java: str = "") -> Iterator[str]:
+    """Start only the broker of a stopped home, to read its topics; stopped at the end of the block. Yields its host:port.
+
+    The broker creates no topics and deletes no records, however old.
+
+    Raises:
+        SetupError: a stack runs in this home, or the home has no broker.
+        UnavailableError: the broker was not ready in time; with the end of its log.
+    """
+    if not (home.root / "kafka" / "meta.properties").exists():
+        raise SetupError(
+            f"{home.root} has no Kafka data; name the broker that it used with --kafka HOST:PORT"
+        )
+    java_path, ports = find_java(java), Ports()
+    home.make()
+    home.lock()
+    try:
+        home.end_leftovers()
+        port = ports.draw()
+        env = {**os.environ, "JAVA_HOME": str(java_home(java_path))}
+        broker = broker_program(home, StackOptions(), env, java_path, port, ports.draw())
+
+        def prepare() -> None:
+            broker.prepare()
+            with (home.conf / "kafka.properties").open("a", encoding="utf-8") as file:
+                file.write(_KEEP_ALL)
+
+        with Supervisor() as supervisor:
+            supervisor.start([dataclasses.replace(broker, prepare=prepare, on_ready=lambda: None)])
+            supervisor.wait_ready([broker.name], _READY_S)
+            yield f"{HOST}:{port}"
+            supervisor.stop([broker.name])
+    finally:
+        ports.release()
+        home.unlock()

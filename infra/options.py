@@ -1,16 +1,18 @@
-"""What a local stack is made of: settings that `up`, `demo`, replays and tests choose."""
+"""Options of a local stack, as `up`, `demo`, replays and tests choose them, and their file in the home folder."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from roostream.errors import ConfigError
 from roostream.runtime.deployment import MAX_WORKERS
 from roostream.runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
-from roostream.schema.settings import MAX_SEED, Settings, setting, setting_error
+from roostream.schema.settings import MAX_SEED, Settings, from_dict, setting, setting_error
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_HOME = Path(".roostream")
@@ -20,58 +22,62 @@ _PREFIX = re.compile(r"^([a-z0-9][a-z0-9._-]{0,30})?$")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StackOptions(Settings):
-    """One stack; everything has a default, the demo's settings are `demo()`."""
+    """Options of one stack. Every option has a default; `demo()` gives the demo's options."""
 
-    schema: Path = setting(DEMO_SCHEMA, "schema TOML of every program")
-    prefix: str = setting("", "of topic names and Redis keys")
-    replay: bool = setting(False, "topics keep and accept old event times")
-    num_shards: int = setting(2, "shard processes", ge=1)
+    schema: Path = setting(DEMO_SCHEMA, "schema file (TOML) of every program")
+    prefix: str = setting("", "prefix of topic names and Redis keys")
+    replay: bool = setting(False, "create topics that accept and keep old event times")
+    num_shards: int = setting(2, "parameter server shards", ge=1)
     num_workers: int = setting(
         1,
-        "trainer workers to begin with, partitions at most; `roostream scale` changes it",
+        "trainer workers at the start, at most one per partition; `roostream scale` changes it",
         ge=1,
         le=MAX_WORKERS,
     )
     serving_processes: int = setting(
         1,
-        "serving processes that listen on one port; each keeps the rows in its own memory",
+        "serving processes on one port; each keeps its own copy of the rows",
         ge=1,
         le=64,
     )
     num_archivers: int = setting(
-        0, "that keep samples in the warehouse below the home; 0 = nothing is kept", ge=0, le=64
+        0, "archivers that write samples to the warehouse in the home; 0 = no archive", ge=0, le=64
     )
     num_readers: int = setting(
         0,
-        "that read the warehouse for workers while a model is trained from it; 0 = workers read for themselves",
+        "readers that read the warehouse for workers during training from history; 0 = workers read it",
         ge=0,
         le=64,
     )
     max_readers: int = setting(
         0,
-        "more than num_readers: as many as keep workers from waiting, up to so many; 0 = num_readers",
+        "upper limit for readers that are added while workers wait for input; 0 = num_readers",
         ge=0,
         le=64,
     )
     num_task_managers: int = setting(
         1, "Flink task managers, one slot each; also the joiner's parallelism", ge=1
     )
-    partitions: int = setting(DEFAULT_PARTITIONS, "of each topic; dead_letters has one", ge=1, le=1024)
-    buckets: int = setting(DEFAULT_BUCKETS, "that the rows of a stack are divided into", ge=1, le=1 << 16)
-    seed: int = setting(0, "of initial rows, model and exploration", ge=0, le=MAX_SEED)
-    retention_ms: int = setting(6 * 3_600_000, "how long topics keep live records", ge=1)
-    retention_bytes: int = setting(128 << 20, "how much a partition keeps of live records", ge=1)
+    partitions: int = setting(
+        DEFAULT_PARTITIONS, "partitions of each topic; dead_letters has one", ge=1, le=1024
+    )
+    buckets: int = setting(DEFAULT_BUCKETS, "buckets of rows, the unit of row placement", ge=1, le=1 << 16)
+    seed: int = setting(0, "seed of initial rows, model and exploration", ge=0, le=MAX_SEED)
+    retention_ms: int = setting(6 * 3_600_000, "how long topics keep records of live traffic", ge=1)
+    retention_bytes: int = setting(128 << 20, "how many bytes of live traffic a partition keeps", ge=1)
     log_bytes: int = setting(
-        16 << 20, "size at which a log file is rotated (one older file is kept)", ge=1 << 16
+        16 << 20, "size at which a log file is rotated; one older file is kept", ge=1 << 16
     )
-    java: str = setting("", "path of a java ≥ 17; empty = the runtime that set-up installed")
-    kafka: str = setting("", "host:port of a broker to use instead of an own one")
-    redis: str = setting("", "host:port of a Redis to use instead of an own one")
+    java: str = setting("", "path of a Java ≥ 17; empty = the runtime that `make setup` installed")
+    kafka: str = setting("", "host:port of an external Kafka broker")
+    redis: str = setting("", "host:port of an external Redis")
     ports: Mapping[str, int] = setting(
-        help="port name → fixed port instead of a drawn one, for example serving = 8080", factory=dict
+        help="program → fixed port, for example serving = 8080; other ports are drawn", factory=dict
     )
-    flink: Mapping[str, str] = setting(help="Flink configuration keys beyond ours", factory=dict)
-    overrides: Mapping[str, Mapping[str, Any]] = setting(help="program → keys of its TOML", factory=dict)
+    flink: Mapping[str, str] = setting(help="additional Flink configuration keys", factory=dict)
+    overrides: Mapping[str, Mapping[str, Any]] = setting(
+        help="program → settings of its TOML file", factory=dict
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,7 +88,7 @@ class StackOptions(Settings):
                 "num_workers",
                 f"at most partitions = {self.partitions}",
                 self.num_workers,
-                "each worker trains one at least",
+                "each worker trains at least one partition",
             )
 
         if self.max_readers and self.max_readers < self.min_readers:
@@ -92,7 +98,7 @@ class StackOptions(Settings):
 
     @property
     def min_readers(self) -> int:
-        """While a session is read; 0 = workers read for themselves."""
+        """Readers during a session; 0 = workers read the warehouse themselves."""
         return max(self.num_readers, 1) if self.max_readers else self.num_readers
 
     @property
@@ -101,12 +107,12 @@ class StackOptions(Settings):
 
 
 def settle_ms(window_ms: int) -> int:
-    """How long an event can wait before the auditor calls it overdue: window, orphan timeout, and a minute."""
+    """How long an event may stay unaccounted for before the auditor calls it overdue: window, orphan timeout, one minute."""
     return 2 * window_ms + 60_000
 
 
 def demo(**changes: Any) -> StackOptions:
-    """The demo's stack: short window, quick commits, exploration on."""
+    """Options of the demo: short join window, frequent commits, exploration on."""
     overrides: dict[str, Mapping[str, Any]] = {
         "joiner": {"window_ms": 20_000, "lateness_ms": 1_000},
         "shard": {"publish_interval_ms": 1_000},
@@ -117,3 +123,54 @@ def demo(**changes: Any) -> StackOptions:
     }
     changes.setdefault("num_archivers", 1)
     return StackOptions(overrides={**overrides, **changes.pop("overrides", {})}, **changes)
+
+
+OPTIONS_FILE = "options.json"
+_SAVED_FIELDS = (
+    "schema",
+    "prefix",
+    "replay",
+    "num_shards",
+    "num_workers",
+    "serving_processes",
+    "num_task_managers",
+    "partitions",
+    "buckets",
+    "seed",
+    "overrides",
+)
+
+
+def save_options(home: Path, options: StackOptions) -> None:
+    """Store the options in the home, so that `up --home` continues with them. Raises OSError if the file can't be written."""
+    table = {name: to_toml_value(getattr(options, name)) for name in _SAVED_FIELDS}
+    (home / OPTIONS_FILE).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+
+
+def load_saved_options(home: Path) -> StackOptions | None:
+    """The options stored in a home; None where there are none.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    file = home / OPTIONS_FILE
+    if not file.is_file():
+        return None
+    try:
+        raw: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        overrides = raw.pop("overrides")
+        options = from_dict(StackOptions, raw)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, ConfigError) as error:
+        raise ConfigError(f"{file} can't be read ({error}); delete it and give `up` its options") from None
+    return dataclasses.replace(options, overrides=overrides)
+
+
+def to_toml_value(value: Any) -> Any:
+    """Convert paths to text, tuples to lists and dataclasses to tables."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return to_toml_value(dataclasses.asdict(value))
+    if isinstance(value, Mapping):
+        return {key: to_toml_value(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_toml_value(inner) for inner in value]
+    return str(value) if isinstance(value, Path) else value

@@ -1,7 +1,7 @@
-"""Ports, drawn for each start of a stack and held against other stacks of this machine.
+"""Ports of a stack, drawn at each start and reserved against other stacks on the machine.
 
-They lie below the range from which the kernel takes ports of outgoing connections; otherwise a connection could take the port
-of a program that is being restarted.
+They lie below the kernel's range for outgoing connections. Otherwise a connection could take the port of a program that is
+being restarted.
 """
 
 from __future__ import annotations
@@ -12,57 +12,59 @@ import urllib.request
 
 from roostream.errors import SetupError
 
-LOWEST, HIGHEST = 15_000, 32_000
+MIN_PORT, MAX_PORT = 15_000, 32_000
 HOST = "127.0.0.1"
 
 
 class Ports:
-    """The ports of one stack. A name a port keeps two stacks apart between drawing a port and listening on it.
+    """The ports of one stack. A named socket per port reserves it between drawing the port and listening on it.
 
-    The names are those of sockets without a file: no folder that all users write to, and the kernel gives them back.
+    The sockets are in Linux's abstract namespace: no shared folder is needed, and the kernel frees the names.
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, socket.socket] = {}
+        self._reserved: dict[int, socket.socket] = {}
 
     def draw(self) -> int:
-        """A free port, held until `release`.
+        """A free port, reserved until `release`.
 
         Raises:
-            SetupError: none was found.
+            SetupError: no port is free.
         """
-        for port in random.sample(range(LOWEST, HIGHEST), 500):
-            if self._hold(port):
+        for port in random.sample(range(MIN_PORT, MAX_PORT), 500):
+            if self._reserve(port):
                 return port
         raise SetupError(
-            f"no free port was found between {LOWEST} and {HIGHEST}; end programs that listen there"
+            f"found no free port between {MIN_PORT} and {MAX_PORT}; end programs that listen there"
         )
 
     def take(self, name: str, port: int) -> int:
-        """A chosen port.
+        """Reserve a given port.
 
         Raises:
-            SetupError: something listens there already.
+            SetupError: the port is in use.
         """
-        if not self._hold(port):
-            raise SetupError(f"port {port} for {name} is taken; choose another one, or let one be drawn")
+        if not self._reserve(port):
+            raise SetupError(
+                f"port {port} for {name} is in use; choose another port, or leave the choice to the stack"
+            )
         return port
 
     def release(self) -> None:
-        for held in self._held.values():
-            held.close()
-        self._held.clear()
+        for reservation in self._reserved.values():
+            reservation.close()
+        self._reserved.clear()
 
-    def _hold(self, port: int) -> bool:
-        if port in self._held or not is_free(port):
+    def _reserve(self, port: int) -> bool:
+        if port in self._reserved or not is_free(port):
             return False
-        held = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        reservation = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            held.bind(f"\0roostream-port-{port}")
+            reservation.bind(f"\0roostream-port-{port}")
         except OSError:
-            held.close()
+            reservation.close()
             return False
-        self._held[port] = held
+        self._reserved[port] = reservation
         return True
 
 
@@ -76,7 +78,7 @@ def is_free(port: int) -> bool:
     return True
 
 
-def answers(address: str, timeout_s: float = 0.5) -> bool:
+def is_listening(address: str, timeout_s: float = 0.5) -> bool:
     """Whether something accepts connections at `host:port`."""
     host, _, port = address.rpartition(":")
     try:
@@ -86,8 +88,8 @@ def answers(address: str, timeout_s: float = 0.5) -> bool:
     return True
 
 
-def responds(url: str, timeout_s: float = 1.0) -> bool:
-    """Whether a GET of `url` is answered with success."""
+def responds_ok(url: str, timeout_s: float = 1.0) -> bool:
+    """Whether a GET of `url` returns a 2xx status."""
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as answer:
             return 200 <= answer.status < 300

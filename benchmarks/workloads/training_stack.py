@@ -22,8 +22,8 @@ from benchmarks.workloads import data
 from infra.auditor.auditor import Auditor
 from infra.child import Child
 from infra.options import StackOptions
-from infra.restart import RestartPolicy
 from infra.stack import Stack
+from infra.supervisor import RestartPolicy
 from param_server.client import Client
 from roostream.errors import RoostreamError
 from roostream.runtime import manifest as manifests

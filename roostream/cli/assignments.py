@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Iterable
 from typing import Any
 
-from infra.kinds import kind_of
+from infra.program_specs import find_spec
 from roostream.errors import ConfigError, nearest
 from roostream.schema.settings import convert_values
 from roostream.schema.toml_file import SourceLocation
@@ -54,7 +54,9 @@ def overrides(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
 def _setting(program: str, key: str, value: Any) -> dict[str, Any]:
     """As the program's own TOML would be read: `window = "20s"` becomes `window_ms = 20000`."""
     try:
-        return convert_values(kind_of(program).settings(), {key: value}, SourceLocation(prefix=f"{program}."))
+        return convert_values(
+            find_spec(program).settings_class(), {key: value}, SourceLocation(prefix=f"{program}.")
+        )
     except ConfigError as error:
         raise ConfigError(f"--set: {error}") from None
 

@@ -15,8 +15,8 @@ from rich.console import Console
 from infra.auditor.auditor import Auditor
 from infra.auditor.config import HORIZON_MS
 from infra.auditor.sums import Sums, state_of
-from infra.broker_alone import broker_alone
 from infra.home import Home
+from infra.kafka_broker import read_only_broker
 from roostream.cli import status_table as table
 from roostream.errors import SetupError, UnavailableError
 from roostream.runtime.backoff import Backoff
@@ -103,5 +103,5 @@ def _of_home(home: Home) -> Iterator[Topics]:
     if home.is_locked() or "kafka" not in stack["programs"]:
         yield found
         return
-    with broker_alone(home) as kafka:
+    with read_only_broker(home) as kafka:
         yield dataclasses.replace(found, kafka=kafka, starts_s=_STARTS_S)

@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from infra.child_logs import last_lines
 from infra.home import Home
-from infra.logs import last_lines
 from infra.options import StackOptions
+from infra.shutdown import MAX_SHUTDOWN_S
 from infra.stack import Stack
-from infra.stopping import MAX_S
 from roostream.cli.asked import AskedController
 from roostream.cli.troubles import troubles, why
 from roostream.errors import ConfigError, SetupError, printable
@@ -128,11 +128,11 @@ def stop_detached(home: Path) -> int:
     place = Home(home)
     stack = place.running_stack()
     os.kill(int(stack["supervisor_pid"]), signal.SIGTERM)
-    deadline_s = time.monotonic() + MAX_S
+    deadline_s = time.monotonic() + MAX_SHUTDOWN_S
     while place.is_locked():
         if time.monotonic() > deadline_s:
             raise SetupError(
-                f"process {stack['supervisor_pid']} did not stop within {MAX_S:.0f} s; see {place.log('supervisor')}"
+                f"process {stack['supervisor_pid']} did not stop within {MAX_SHUTDOWN_S:.0f} s; see {place.log('supervisor')}"
             )
         time.sleep(0.2)
     print("stopped; `roostream up` goes on from the committed state")

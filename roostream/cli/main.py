@@ -16,9 +16,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from infra.kept_options import kept
-from infra.kinds import KINDS, SIMULATE, Kind
-from infra.options import StackOptions, demo
+from infra.options import StackOptions, demo, load_saved_options
+from infra.program_specs import PROGRAM_SPECS, SIMULATE, ProgramSpec
 from roostream.cli.checkpoint.checkpoint_command import checkpoint
 from roostream.cli.data.feature_command import report
 from roostream.cli.data.import_command import import_group
@@ -51,16 +50,16 @@ def cli() -> None:
       roostream up && roostream status     a stack in the background
       roostream worker --config worker.toml
     """
-    programs = [kind.name for kind in KINDS]
+    programs = [spec.name for spec in PROGRAM_SPECS]
     check_environment([*programs, "topics"], ("ROOSTREAM_LOG",), os.environ)
 
 
-def _keys_option(kind: Kind) -> Any:
+def _keys_option(spec: ProgramSpec) -> Any:
     def tell(context: click.Context, option: click.Parameter, asked: bool) -> None:
         if asked:
             from roostream.cli.reference import keys
 
-            click.echo(keys(kind.settings(), f"ROOSTREAM_{kind.name}".upper()))
+            click.echo(keys(spec.settings_class(), f"ROOSTREAM_{spec.name}".upper()))
             context.exit()
 
     return click.option(
@@ -73,9 +72,9 @@ def _keys_option(kind: Kind) -> Any:
     )
 
 
-def _add_program(kind: Kind) -> None:
+def _add_program(spec: ProgramSpec) -> None:
     @cli.command(
-        kind.name, help=f"{kind.help}\n\n\b\nExample:\n  roostream {kind.name} --config {kind.name}.toml"
+        spec.name, help=f"{spec.help}\n\n\b\nExample:\n  roostream {spec.name} --config {spec.name}.toml"
     )
     @click.option(
         "--config",
@@ -84,15 +83,15 @@ def _add_program(kind: Kind) -> None:
         required=True,
         help="TOML; an unknown key is refused",
     )
-    @_keys_option(kind)
+    @_keys_option(spec)
     def command(file: Path) -> None:
-        config = load(kind.settings(), file, program=kind.name)
-        leave(kind.body()(config))
+        config = load(spec.settings_class(), file, program=spec.name)
+        leave(spec.entry_point()(config))
 
 
-for _kind in KINDS:
-    if _kind.name != SIMULATE:  # it has flags of its own
-        _add_program(_kind)
+for _spec in PROGRAM_SPECS:
+    if _spec.name != SIMULATE:  # it has flags of its own
+        _add_program(_spec)
 
 
 def stack_options(command: Any) -> Any:
@@ -240,7 +239,7 @@ def up(home: Path, foreground: bool, wait_s: float, from_warehouse: str | None, 
     if from_warehouse:
         options["sets"] = (*options["sets"], f"controller.warehouse={control.place_of(from_warehouse)}")
 
-    base = kept(home)
+    base = load_saved_options(home)
     if base is not None:  # what isn't said is as it was
         said = click.get_current_context().get_parameter_source
         options = {

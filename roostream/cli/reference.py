@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
-from infra.kinds import KINDS
 from infra.options import ROOT, StackOptions
+from infra.program_specs import PROGRAM_SPECS
 from roostream.runtime.deployment import Deployment
 from roostream.schema import schema
 from roostream.schema import update_rules as rules
@@ -52,19 +52,19 @@ def page(cli: click.Group) -> str:
     """The whole page; `cli` gives the commands."""
     parts = [_INTRODUCTION, "## Every program", _SHARED, _table(options(Deployment), "ROOSTREAM_PROGRAM")]
     shared = {f.name: f for f in dataclasses.fields(Deployment)}
-    for kind in KINDS:
-        settings = kind.settings()
+    for spec in PROGRAM_SPECS:
+        settings = spec.settings_class()
         own = [o for o in options(settings) if not _is_shared(o, settings, shared)]
         also = "; and those of every program." if issubclass(settings, Deployment) else "."
         parts += [
-            f"## {kind.name}",
-            f"{kind.help.removesuffix('.')}{also}",
-            _table(own, f"ROOSTREAM_{kind.name}".upper()),
+            f"## {spec.name}",
+            f"{spec.help.removesuffix('.')}{also}",
+            _table(own, f"ROOSTREAM_{spec.name}".upper()),
         ]
     for name, text, cls in _files():
         parts += [f"## {name}", text, _table(options(cls))]
     parts += ["## stack", "What `up` and `demo` make programs of.", _table(options(StackOptions))]
-    programs = {kind.name for kind in KINDS}
+    programs = {spec.name for spec in PROGRAM_SPECS}
     for path, command in commands(cli):
         lines = [
             _flag(p)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from infra.logs import last_lines
+from infra.child_logs import last_lines
 
 _TIMEOUT_S = 0.5
 _MAX_BYTES = 1000

@@ -24,8 +24,8 @@ from typing import Any
 import pytest
 
 from infra.options import StackOptions
-from infra.restart import RestartPolicy
 from infra.stack import Stack
+from infra.supervisor import RestartPolicy
 from roostream.errors import UnavailableError
 from roostream.runtime import manifest as manifests
 from roostream.runtime import tensor_file

@@ -22,8 +22,8 @@ from typing import Any
 import psutil
 import pytest
 
-from infra import kinds
-from infra.kinds import SIMULATE
+from infra import program_specs
+from infra.program_specs import SIMULATE
 from infra.stack import Stack
 from roostream.errors import RoostreamError
 from tests.chaos.test_kill_everything import VICTIMS
@@ -194,7 +194,7 @@ def test_nothing_is_lost_and_memory_is_flat_under_faults_at_random(tmp_path: Pat
         assert len(faults.kills) >= SECONDS / 30 and faults.num_garbage, report
         if SECONDS >= 900:  # shorter runs are still warming up
             # the heaps of the servers that aren't ours are bounded by their options
-            ours = {*kinds.names(stack.options), SIMULATE} - STILL_FILLING_MB.keys()
+            ours = {*program_specs.program_names(stack.options), SIMULATE} - STILL_FILLING_MB.keys()
             assert {
                 name: ratio for name, ratio in report["growth"].items() if name in ours and ratio >= 1.1
             } == {}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.broker_alone import broker_alone
 from infra.home import Home
+from infra.kafka_broker import read_only_broker
 from infra.options import StackOptions
 from infra.stack import Stack
 from roostream.cli import audit_command
@@ -31,7 +31,7 @@ def test_a_kafka_that_does_not_answer_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_a_home_without_a_broker_of_its_own_has_none_to_start(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match="no Kafka of its own"), broker_alone(Home(tmp_path)):
+    with pytest.raises(SetupError, match="no Kafka data"), read_only_broker(Home(tmp_path)):
         raise AssertionError("unreachable")
 
 
@@ -41,7 +41,7 @@ def test_the_broker_of_a_stack_that_runs_is_not_started_again(tmp_path: Path) ->
     (home.root / "kafka").mkdir()
     (home.root / "kafka" / "meta.properties").write_text("")
     home.lock()
-    with pytest.raises(SetupError, match="a stack runs already"), broker_alone(Home(tmp_path)):
+    with pytest.raises(SetupError, match="already runs"), read_only_broker(Home(tmp_path)):
         raise AssertionError("unreachable")
     home.unlock()
 

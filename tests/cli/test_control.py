@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from infra import kinds
+from infra import program_specs
 from roostream.cli.control import ReadyWait, dying, job_of, place_of, settled
 from roostream.cli.main import cli
 from roostream.errors import ConfigError, UnavailableError
@@ -20,8 +20,8 @@ from roostream.runtime.rpc.transport import Header
 
 @pytest.mark.parametrize("index", [0, 1, 12])
 def test_jobs_are_called_as_their_programs_are_in_a_stack(index: int) -> None:
-    assert job_of(kinds.BY_NAME["worker"].name_of(index)) == ("worker", index)
-    assert job_of(kinds.BY_NAME["shard"].name_of(index)) == ("shard", index)
+    assert job_of(program_specs.SPECS_BY_NAME["worker"].instance_name(index)) == ("worker", index)
+    assert job_of(program_specs.SPECS_BY_NAME["shard"].instance_name(index)) == ("shard", index)
     assert job_of("controller") == ("controller", 0)
     assert job_of("worker-0") == ("worker", 0)  # of a set whose members count from 0
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import click
 
-from infra.kinds import KINDS
+from infra.program_specs import PROGRAM_SPECS
 from roostream.cli.main import cli
 from roostream.cli.reference import PAGE, commands, options, page
 from roostream.schema.settings import Settings, setting
@@ -50,13 +50,18 @@ def test_a_setting_has_its_type_default_and_range() -> None:
 def test_every_setting_of_every_program_is_on_the_page() -> None:
     text = page(cli)
     missing = [
-        f"{kind.name}.{o.key}" for kind in KINDS for o in options(kind.settings()) if f"`{o.key}`" not in text
+        f"{kind.name}.{o.key}"
+        for kind in PROGRAM_SPECS
+        for o in options(kind.settings_class())
+        if f"`{o.key}`" not in text
     ]
     assert missing == []
 
 
 def test_every_setting_says_what_it_is_for() -> None:
-    assert [f"{kind.name}.{o.key}" for kind in KINDS for o in options(kind.settings()) if not o.help] == []
+    assert [
+        f"{kind.name}.{o.key}" for kind in PROGRAM_SPECS for o in options(kind.settings_class()) if not o.help
+    ] == []
 
 
 def test_every_flag_of_every_command_is_on_the_page() -> None:

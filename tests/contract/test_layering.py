@@ -44,7 +44,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "obstore": ("roostream/runtime/checkpoint_store.py",),
     "pyarrow": ("roostream/replay", "roostream/warehouse"),
     "deltalake": ("roostream/warehouse/delta_table.py",),
-    "ray": ("infra/pools/on_ray.py",),
+    "ray": ("infra/ray_pool.py",),
     "zstandard": ("roostream/replay",),
     "matplotlib": ("roostream/cli/replay/figures.py", "roostream/cli/data/table_figures.py"),
     "pandas": (),

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from infra.child import Program, StopRank
-from infra.pools.on_ray import RayPool
+from infra.ray_pool import RayPool
 from tests.cli.train.test_offline import last, place, same_bits, trained
 
 ray = pytest.importorskip("ray", reason="package extra ray isn't there")

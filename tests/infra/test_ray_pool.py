@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from infra.child import Program, StopRank
-from infra.pools.on_ray import RayPool, Seat
+from infra.ray_pool import CopyActor, RayPool
 from roostream.errors import ConfigError, UnavailableError
 
 
@@ -31,7 +31,7 @@ class Actor:
         return types.SimpleNamespace(remote=lambda: self._called(name))
 
     def _called(self, name: str) -> Ref:
-        if name == "stay":
+        if name == "wait_for_end":
             return self.over
         self.is_asked_to_end |= name == "end"
         return Ref([100 + self.number], ready=True)
@@ -117,7 +117,7 @@ def test_of_an_actor_that_is_gone_another_is_made(cluster: Cluster, caplog: pyte
         0,
         1,
         1,
-    ] and "copy-1 is gone with what ran it" in caplog.text
+    ] and "copy-1 was lost" in caplog.text
     assert not cluster.actors[0].is_asked_to_end
 
 
@@ -132,7 +132,7 @@ def test_the_end_asks_all_and_leaves_the_cluster(cluster: Cluster) -> None:
 def test_a_cluster_that_does_not_answer_is_waited_for_by_who_asks(cluster: Cluster) -> None:
     pool = RayPool(copy, "copy")
     cluster.answers = False
-    with pytest.raises(UnavailableError, match="the Ray cluster doesn't do what it is asked"):
+    with pytest.raises(UnavailableError, match="Ray cluster"):
         pool.resize(1)
     cluster.answers = True
     pool.resize(1)
@@ -141,9 +141,7 @@ def test_a_cluster_that_does_not_answer_is_waited_for_by_who_asks(cluster: Clust
 
 def test_no_cluster_and_no_package_are_told(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.is_there = False
-    with pytest.raises(
-        UnavailableError, match="expected a Ray cluster that this machine belongs to, found none"
-    ):
+    with pytest.raises(UnavailableError, match="Ray cluster"):
         RayPool(copy, "copy")
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install 'roostream\[ray\]'"):
@@ -151,13 +149,13 @@ def test_no_cluster_and_no_package_are_told(cluster: Cluster, monkeypatch: pytes
 
 
 def test_a_seat_runs_one_copy_until_it_is_told_to_end() -> None:
-    seat = Seat(copy, 3)
+    actor = CopyActor(copy, 3)
     try:
-        while not seat.pids():
+        while not actor.pids():
             pass
-        folder = Path(seat._folder.name)
+        folder = Path(actor._folder.name)
         assert folder.is_dir()
     finally:
-        seat.end()
-    seat.stay()
-    assert seat.pids() == [] and not folder.exists()
+        actor.end()
+    actor.wait_for_end()
+    assert actor.pids() == [] and not folder.exists()

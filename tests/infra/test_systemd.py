@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from infra.kinds import KINDS, SIMULATE
+from infra.program_specs import PROGRAM_SPECS, SIMULATE
 from roostream.runtime.program import HELD_CODE, REFUSED_CODE, STOP_S
 from roostream.schema.settings import environment_variables
 
 UNITS = Path(__file__).resolve().parents[2] / "infra" / "systemd"
 SERVICES = sorted(UNITS.glob("*.service"))
-PROGRAMS = {kind.name: kind for kind in KINDS if kind.name != SIMULATE}
+PROGRAMS = {kind.name: kind for kind in PROGRAM_SPECS if kind.name != SIMULATE}
 
 
 def read(unit: Path) -> dict[str, list[str]]:
@@ -59,7 +59,7 @@ def test_the_variables_that_a_unit_sets_are_settings_and_its_folders_its_own(uni
     its, program = read(unit), program_of(unit)
     words = [word.partition("=") for line in its["Environment"] for word in line.split()]
     own = {name: value for name, _, value in words if name.startswith("ROOSTREAM_")}
-    assert set(own) <= set(environment_variables(PROGRAMS[program].settings(), program))
+    assert set(own) <= set(environment_variables(PROGRAMS[program].settings_class(), program))
     for name, value in own.items():
         if name.endswith("_HOME"):
             assert value.removeprefix("/var/lib/") in its["StateDirectory"]

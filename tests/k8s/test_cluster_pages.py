@@ -16,7 +16,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from infra.kinds import KINDS
+from infra.program_specs import PROGRAM_SPECS
 from roostream.cli.main import cli
 from serving.access.key_file import Keyring
 from tests.contract.house import ROOT
@@ -364,7 +364,7 @@ def test_what_a_roll_out_does_is_told_of_every_program() -> None:
     """But of those that others stand for: simulated users, and rows that belong to serving."""
     table = re.findall(r"^\| ([\w, -]+) \|", page("day-two.md"), re.MULTILINE)
     told = {name.strip() for cell in table for name in cell.split(",")}
-    assert {kind.name for kind in KINDS} - {"simulate"} <= told
+    assert {kind.name for kind in PROGRAM_SPECS} - {"simulate"} <= told
 
 
 def test_links_of_the_pages_lead_somewhere() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from infra.kinds import KINDS
+from infra.program_specs import PROGRAM_SPECS
 from tests.k8s import policy
 from tests.k8s.manifests import OVERLAYS, Workload, built, named, of_kind, own_folder, workloads
 from tests.k8s.policy import RULES, Rule
@@ -146,7 +146,9 @@ def test_every_program_of_the_table_has_its_workload(
     """Simulated users exist on one node only."""
     started = {c["args"][0] for w in workloads(objects) for c in w.containers if "args" in c}
     optional = {"simulate"}
-    assert {kind.name for kind in KINDS} - optional <= started <= {kind.name for kind in KINDS}
+    assert (
+        {kind.name for kind in PROGRAM_SPECS} - optional <= started <= {kind.name for kind in PROGRAM_SPECS}
+    )
     wanted = {"simulate"} if request.node.callspec.params["objects"] == "dev" else set()
     assert started & optional == wanted
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from infra.kinds import kind_of
 from infra.ports import Ports
+from infra.program_specs import find_spec
 from roostream.runtime.rpc.security import LinkCredentials
 from roostream.schema.settings import check_environment, load
 from tests.certificates import Authority
@@ -92,7 +92,7 @@ def test_every_program_takes_the_settings_of_its_pod(overlay: str, tmp_path: Pat
                 started = kubelet.start(workload, container, index)
                 check_environment([program], (), started.environment)
                 config = load(
-                    kind_of(program).settings(),
+                    find_spec(program).settings_class(),
                     started.arguments[-1],
                     program=program,
                     environ=started.environment,
@@ -135,7 +135,7 @@ def test_whoever_is_called_asks_who_calls_where_the_component_is(
                 kubelet = Kubelet(objects, tmp_path / program, Anything(tmp_path / f"{program}-keys"))
                 started = kubelet.start(workload, container)
                 config = load(
-                    kind_of(program).settings(),
+                    find_spec(program).settings_class(),
                     started.arguments[-1],
                     program=program,
                     environ=started.environment,

@@ -111,7 +111,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     authority, tokens, ports, home = Authority(folder, "ours"), Tokens(), Ports(), Home(folder / "home")
     home.make()
     plain, controller, sasl, ssl = (ports.draw() for _ in range(4))
-    supervisor = Supervisor(lambda: None)
+    supervisor = Supervisor()
     whole = kafka_broker.program(home, StackOptions(), dict(os.environ), find_java(), plain, controller)
     keys = tokens.write_keys(folder / "keys.json")
     jose4j = ":".join(
@@ -141,7 +141,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         closing.callback(ports.release)
         closing.callback(supervisor.close)
         supervisor.open()
-        supervisor.want([dataclasses.replace(whole, command=command, prepare=prepare)])
+        supervisor.start([dataclasses.replace(whole, command=command, prepare=prepare)])
         assert supervisor.wait(lambda: supervisor.slots["kafka"].state == "ready", 60), home.log(
             "kafka"
         ).read_text()[-2000:]

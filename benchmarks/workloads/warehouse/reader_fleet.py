@@ -18,7 +18,7 @@ from benchmarks.made import made_folder, made_once
 from benchmarks.question import Work
 from benchmarks.workloads import data
 from infra.home import Home
-from infra.pools.processes import ProcessPool
+from infra.process_pool import ProcessPool
 from roostream.cli.train.offline_readers import OfflineReaders, reader_programs
 from roostream.runtime.clock import SystemClock
 from roostream.runtime.kafka.topics import SAMPLES, all_partitions

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from infra.kept_options import keep
-from infra.options import StackOptions, demo
+from infra.options import StackOptions, demo, save_options
 from param_server.embedding_table import Keys
 from param_server.key_value_store import RocksDbStore
 from param_server.row_block import RowBlock
@@ -105,7 +104,7 @@ def begin(
     expect_empty(store, home, indices)
     register(store, of.schema)
     shards = {index: _write_shard(blocks, index, home, of) for index in indices}
-    keep(home, of.options)
+    save_options(home, of.options)
     store.put(f"{manifests.INCARNATIONS}/{_INCARNATION:08d}", b"{}")
     manifest = _manifest(store, tensors, shards, of)
     if not store.create(manifest.name, manifest.encode()):

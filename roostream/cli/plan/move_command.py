@@ -128,11 +128,11 @@ def _committed(store: CheckpointStore, home: Path, num_shards: int = 0) -> Itera
 
 def _keep_shards(home: Path, num_shards: int) -> None:
     """A home's next `up` starts as many."""
-    from infra.kept_options import keep, kept
+    from infra.options import load_saved_options, save_options
 
     place = home.expanduser().resolve()
-    if (options := kept(place)) is not None and options.num_shards != num_shards:
-        keep(place, dataclasses.replace(options, num_shards=num_shards))
+    if (options := load_saved_options(place)) is not None and options.num_shards != num_shards:
+        save_options(place, dataclasses.replace(options, num_shards=num_shards))
 
 
 def _told(now: BucketMap, wanted: BucketMap, bytes_B: np.ndarray) -> Iterator[tuple[str, Any]]:

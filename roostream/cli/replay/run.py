@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from infra.programs import plain
+from infra.options import to_toml_value
 from roostream.cli.replay.archived import DATASET, archived_log
 from roostream.cli.replay.choices import choices_of
 from roostream.cli.replay.report_page import write_page
@@ -112,4 +112,4 @@ def build_report(config: ReplayConfig, schema: Schema, outcome: Outcome, source:
 
 def settings_of(config: ReplayConfig) -> dict[str, Any]:
     """Everything that was given or left at its default; model and trainer beside, under `training`."""
-    return {**dataclasses.asdict(config), "worker": plain(choices_of(config).worker)}
+    return {**dataclasses.asdict(config), "worker": to_toml_value(choices_of(config).worker)}

@@ -29,8 +29,7 @@ from confluent_kafka import KafkaException
 
 from infra.auditor.accounts import Accounts
 from infra.auditor.auditor import Auditor
-from infra.kept_options import keep
-from infra.options import StackOptions
+from infra.options import StackOptions, save_options
 from infra.stack import Stack
 from roostream.cli.replay import archived_first
 from roostream.cli.replay.choices import choices_of, joiner_settings
@@ -70,7 +69,7 @@ def replay_through_stack(
         stack.wait_ready("kafka", timeout_s=180)
         outcome = _Replay(config, schema, stack, stage, stop).run(records)
         if config.home:
-            keep(stack.home.root, kept_options(config, stack.options, stack.home.root))
+            save_options(stack.home.root, kept_options(config, stack.options, stack.home.root))
         return outcome
 
 

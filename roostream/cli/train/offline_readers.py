@@ -17,7 +17,7 @@ import tomli_w
 from infra.child import Program, StopRank
 from infra.home import Home
 from infra.options import ROOT
-from infra.pools.processes import Pool, ProcessPool
+from infra.process_pool import ProcessPool, ProgramPool
 from roostream.errors import RoostreamError
 from roostream.runtime.address import is_loopback, parse_address
 from roostream.runtime.checkpoint_store import CheckpointStore
@@ -44,7 +44,7 @@ class OfflineReaders:
         self,
         master: ReaderMaster,
         count: ReaderCountConfig,
-        pool: Callable[[str], Pool],
+        pool: Callable[[str], ProgramPool],
         store: CheckpointStore | None = None,
         at: str = HERE,
         keys: LinkCredentials | None = None,
@@ -100,10 +100,10 @@ class OfflineReaders:
                 log.warning("the number of readers stays as it is: %s", error)
 
 
-def reader_programs(home: Home, settings: Mapping[str, Any] | None = None) -> Callable[[str], Pool]:
+def reader_programs(home: Home, settings: Mapping[str, Any] | None = None) -> Callable[[str], ProgramPool]:
     """Child processes with these settings; their files lie in `home`."""
 
-    def made(controller: str) -> Pool:
+    def made(controller: str) -> ProgramPool:
         return ProcessPool(
             lambda number: _program(home, number, {**(settings or {}), "controller": controller})
         )
@@ -111,15 +111,15 @@ def reader_programs(home: Home, settings: Mapping[str, Any] | None = None) -> Ca
     return made
 
 
-def reader_actors(settings: Mapping[str, Any] | None = None) -> Callable[[str], Pool]:
+def reader_actors(settings: Mapping[str, Any] | None = None) -> Callable[[str], ProgramPool]:
     """The same programs on the nodes of a Ray cluster, which have this project, the warehouse's place and the link's files as
     this machine has them. Where others reach the master they listen on all addresses of their nodes, and are told by their names.
 
     The call raises as `RayPool`.
     """
 
-    def made(controller: str) -> Pool:
-        from infra.pools.on_ray import RayPool
+    def made(controller: str) -> ProgramPool:
+        from infra.ray_pool import RayPool
 
         listen = {} if is_loopback(parse_address(controller)[0]) else {"listen": "0.0.0.0:0"}
         return RayPool(

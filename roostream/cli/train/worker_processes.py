@@ -34,14 +34,14 @@ class WorkerProcesses:
         self.config, self.settings, self.home, self.readers = config, settings, home, readers
         self.server = RpcServer(controller.handle)
         self.shards: list[RpcServer] = []
-        self.supervisor = Supervisor(lambda: None)
+        self.supervisor = Supervisor()
 
     def open(self, shards: Sequence[Shard]) -> WorkerProcesses:
         """`shards`: those of this process; none where workers hold the rows."""
         self.server.start()
         self.shards = [RpcServer(ShardRpcHandler(shard).handle).start() for shard in shards]
         self.supervisor.open()
-        self.supervisor.want([self._program(index) for index in range(self.config.workers)])
+        self.supervisor.start([self._program(index) for index in range(self.config.workers)])
         return self
 
     def close(self) -> None:
@@ -54,7 +54,7 @@ class WorkerProcesses:
     def failed(self) -> str:
         """Who stays down, and why; "" = nobody."""
         return ", ".join(
-            f"{name} failed: {slot.said}"
+            f"{name} failed: {slot.last_error}"
             for name, slot in self.supervisor.slots.items()
             if slot.state == "failed"
         )
@@ -86,5 +86,5 @@ class WorkerProcesses:
             prepare=prepare,
             stop_rank=StopRank.WORKER,
             stop_timeout_s=_STOP_S,
-            refusal=REFUSED_CODE,
+            refused_code=REFUSED_CODE,
         )

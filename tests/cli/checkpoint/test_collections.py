@@ -13,7 +13,7 @@ from safetensors import torch as safetensors
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.models.dlrm import DLRM
 
-from infra.kept_options import kept
+from infra.options import load_saved_options
 from param_server.client import Client
 from param_server.config import ShardIdentity
 from param_server.initial_rows import initial_rows
@@ -234,7 +234,7 @@ def test_a_dense_weight_that_is_not_finite_is_refused_and_nothing_is_there(place
 
 def test_the_home_remembers_schema_model_and_shards_for_up(place: Path) -> None:
     brought(place, a_collection().state_dict(), "--shards", "3")
-    options = kept(place / "home")
+    options = load_saved_options(place / "home")
     assert options is not None and options.num_shards == 3 and Path(options.schema) == place / "shop.toml"
     assert (
         options.overrides["worker"]["model"]

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from infra.kept_options import keep, kept
-from infra.options import demo
+from infra.options import demo, load_saved_options, save_options
 from param_server.client import Client
 from param_server.key_value_store import MemoryKeyValueStore, RocksDbStore
 from param_server.publish import Publisher
@@ -324,7 +323,7 @@ def a_home(tmp_path: Path) -> tuple[Path, dict[Any, bytes]]:
         rows.update(fleet.commit().rows())
 
     with_blobs(home, 2, train)
-    keep(home, demo())
+    save_options(home, demo())
     return home, rows
 
 
@@ -359,7 +358,7 @@ def test_a_home_of_two_shards_becomes_one_of_three_by_map_and_apply(tmp_path: Pa
     assert "nothing was changed" in told and "imbalance" in told and "→" in told
     assert before and manifests.newest(store) == before and not (home / "shard-2").exists()
     assert "has the map" in ran("apply", file, "--home", home)
-    options = kept(home)
+    options = load_saved_options(home)
     assert options and options.num_shards == 3
     with_blobs(home, 3, lambda blobs: rows.update(same=Fleet(store, blobs).rows() == rows))  # type: ignore[arg-type]
     assert rows.pop("same"), "to the bit"  # type: ignore[call-overload]

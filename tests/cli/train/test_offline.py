@@ -162,7 +162,7 @@ def test_programs_on_other_machines_are_told_where_and_how_to_ask(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
-    monkeypatch.setattr("infra.pools.on_ray.RayPool", lambda copy, kind: made.append((copy, kind)))
+    monkeypatch.setattr("infra.ray_pool.RayPool", lambda copy, kind: made.append((copy, kind)))
     for at in ("127.0.0.1:7000", "10.0.0.1:7000"):
         reader_actors(linked(LinkCredentials(insecure=at.startswith("10."))))(at)
     told = []

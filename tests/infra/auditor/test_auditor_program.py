@@ -6,19 +6,18 @@ import logging
 from pathlib import Path
 
 import pytest
+from roostream.cli.config import AuditorConfig
+from roostream.runtime.kafka.record_reader import MemoryReader, RecordReader
 
 from infra.auditor import audit_file
 from infra.auditor.auditor import Auditor
 from infra.auditor.auditor_program import Books
-from infra.auditor.config import AuditorConfig
-from infra.kinds import BY_NAME
+from infra.endpoints import draw_ports
 from infra.options import StackOptions, demo
-from infra.places import draw
 from infra.ports import Ports
-from infra.programs import settings, site_of
+from infra.program_specs import SPECS_BY_NAME, build_instance, settings_table
 from roostream.errors import ConfigError, UnavailableError
 from roostream.runtime.kafka.broker import Broker
-from roostream.runtime.kafka.consumer import MemoryConsumer, RecordConsumer
 from roostream.schema.ids import sample_id
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
@@ -29,21 +28,21 @@ from tests.infra.auditor.test_auditor import ALL, KEY, T0, TOPICS, traffic
 class Ready(Auditor):
     """An auditor of records in memory."""
 
-    def __init__(self, reader: MemoryConsumer) -> None:
+    def __init__(self, reader: MemoryReader) -> None:
         super().__init__(Broker("nowhere:1"), "x.")
         self.reader = reader
 
-    def open_reader(self) -> RecordConsumer:
+    def open_reader(self) -> RecordReader:
         return self.reader
 
 
-def books_of(reader: MemoryConsumer, home: Path, **settings: int) -> Books:
+def books_of(reader: MemoryReader, home: Path, **settings: int) -> Books:
     config = AuditorConfig(bootstrap="127.0.0.1:1", home=str(home), **settings)  # type: ignore[arg-type]
     return Books(config, Ready(reader), TOPICS)
 
 
 def test_what_it_tells_goes_on_over_a_restart(tmp_path: Path) -> None:
-    reader = MemoryConsumer(ALL, traffic(0, 5))
+    reader = MemoryReader(ALL, traffic(0, 5))
     first = books_of(reader, tmp_path)
     assert first.shown == {}, "nothing is told before something was read"
     first.open()
@@ -59,7 +58,7 @@ def test_what_it_tells_goes_on_over_a_restart(tmp_path: Path) -> None:
 
 
 def test_a_kill_counts_nothing_twice(tmp_path: Path) -> None:
-    reader = MemoryConsumer(ALL, traffic(0, 5))
+    reader = MemoryReader(ALL, traffic(0, 5))
     first = books_of(reader, tmp_path)
     first.open()
     first.turn(0.0)
@@ -73,7 +72,7 @@ def test_a_kill_counts_nothing_twice(tmp_path: Path) -> None:
 
 
 def test_it_saves_now_and_then(tmp_path: Path) -> None:
-    books = books_of(MemoryConsumer(ALL, traffic(0, 5)), tmp_path, save_interval_ms=100)
+    books = books_of(MemoryReader(ALL, traffic(0, 5)), tmp_path, save_interval_ms=100)
     books.open()
     books._saved_s -= 1.0
     books.turn(0.0)
@@ -84,7 +83,7 @@ def test_sums_that_can_not_be_saved_are_told_all_the_same(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
-    books = books_of(MemoryConsumer(ALL, traffic(0, 5)), tmp_path / "home")
+    books = books_of(MemoryReader(ALL, traffic(0, 5)), tmp_path / "home")
     books.open()
     books.home = tmp_path / "file" / "no folder"
     with caplog.at_level(logging.WARNING):
@@ -93,7 +92,7 @@ def test_sums_that_can_not_be_saved_are_told_all_the_same(
 
 
 def test_a_broker_that_is_away_at_the_start_is_told(tmp_path: Path) -> None:
-    reader = MemoryConsumer(ALL, traffic(0, 5))
+    reader = MemoryReader(ALL, traffic(0, 5))
     reader.away = True
     books = books_of(reader, tmp_path)
     with pytest.raises(UnavailableError):
@@ -106,7 +105,7 @@ def test_a_broker_that_is_away_at_the_start_is_told(tmp_path: Path) -> None:
 
 def test_unfinished_files_of_a_killed_run_are_swept(tmp_path: Path) -> None:
     (tmp_path / ".half").write_bytes(b"half")
-    books_of(MemoryConsumer(ALL), tmp_path).open()
+    books_of(MemoryReader(ALL), tmp_path).open()
     assert not (tmp_path / ".half").exists()
 
 
@@ -121,13 +120,15 @@ def test_a_stack_gives_it_settings_that_it_takes(options: StackOptions, tmp_path
 
     ports = Ports()
     try:
-        places = draw(ports, options, ["auditor"])
-        site = site_of("auditor", Home(tmp_path), options, places)
-        config = AuditorConfig(**{k: str(v) if isinstance(v, Path) else v for k, v in settings(site).items()})
+        places = draw_ports(ports, options, ["auditor"])
+        site = build_instance("auditor", Home(tmp_path), options, places)
+        config = AuditorConfig(
+            **{k: str(v) if isinstance(v, Path) else v for k, v in settings_table(site).items()}
+        )
     finally:
         ports.release()
     assert config.settle_ms == options.settle_ms and (config.horizon_ms == 0) == options.replay
-    assert BY_NAME["auditor"].needs(options) == ("kafka",)
+    assert SPECS_BY_NAME["auditor"].needs(options) == ("kafka",)
 
 
 def prediction(n: int) -> Record:
@@ -140,7 +141,7 @@ def prediction(n: int) -> Record:
 def test_memory_is_that_of_a_horizon_and_not_of_the_history(tmp_path: Path) -> None:
     """A bound on ids that are told apart, and on the file, while the traffic goes on a hundred times as long."""
     auditor = Auditor(Broker("nowhere:1"), "x.", settle_ms=20_000, horizon_ms=40_000)
-    reader, sizes = MemoryConsumer(ALL), []
+    reader, sizes = MemoryReader(ALL), []
     auditor.open_with(reader)
     for n in range(20):
         reader.append(traffic(n * 100, 100, start=n * 100))

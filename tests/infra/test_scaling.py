@@ -1,4 +1,4 @@
-"""A stack follows how many workers the controller wants."""
+"""A stack runs as many workers and readers as the controller asks for."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from infra.scaling import Scaling, reader_steps, steps
+from infra.scaling import Scaling, reader_steps, worker_steps
 
 READY = {0: "ready", 1: "ready", 2: "ready"}
 
 
 @pytest.mark.parametrize(
-    ("wanted", "training", "state", "workers", "stopped_here", "start", "stop", "why"),
+    ("wanted", "training", "state", "workers", "stopped_by_scaling", "start", "stop", "why"),
     [
         (
             2,
@@ -51,17 +51,17 @@ READY = {0: "ready", 1: "ready", 2: "ready"}
         (1, 1, "running", {0: "ready"}, set(), [], [], "nothing to do"),
     ],
 )
-def test_what_is_started_and_stopped(
+def test_which_workers_are_started_and_stopped(
     wanted: int,
     training: int,
     state: str,
     workers: Mapping[int, str],
-    stopped_here: set[int],
+    stopped_by_scaling: set[int],
     start: list[int],
     stop: list[int],
     why: str,
 ) -> None:
-    assert steps(wanted, training, state, workers, stopped_here) == (start, stop), why
+    assert worker_steps(wanted, training, state, workers, stopped_by_scaling) == (start, stop), why
 
 
 class Started:
@@ -70,25 +70,25 @@ class Started:
     def __init__(self) -> None:
         self.states: dict[str, dict[int, str]] = {"worker": {0: "ready"}, "reader": {}}
 
-    def copies(self, kind: str) -> dict[int, str]:
-        return dict(self.states[kind])
+    def copies(self, program: str) -> dict[int, str]:
+        return dict(self.states[program])
 
-    def start_copy(self, kind: str, number: int) -> None:
-        self.states[kind][number] = "ready"
+    def start_copy(self, program: str, number: int) -> None:
+        self.states[program][number] = "ready"
 
-    def stop_copy(self, kind: str, number: int) -> None:
-        self.states[kind][number] = "stopped"
+    def stop_copy(self, program: str, number: int) -> None:
+        self.states[program][number] = "stopped"
 
-    def release_copy(self, kind: str, number: int) -> None:
-        del self.states[kind][number]
+    def remove_copy(self, program: str, number: int) -> None:
+        del self.states[program][number]
 
 
-def test_a_number_goes_up_and_down_and_up_again() -> None:
+def test_workers_follow_the_controller() -> None:
     programs = Started()
     scaling = Scaling(programs, "127.0.0.1:1")
 
     def look(**status: Any) -> dict[int, str]:
-        scaling.look({"state": "running", **status})
+        scaling.apply({"state": "running", **status})
         return programs.states["worker"]
 
     assert look(wanted_workers=2, workers=1) == {0: "ready", 1: "ready"}
@@ -100,10 +100,10 @@ def test_a_number_goes_up_and_down_and_up_again() -> None:
     scaling.close()
 
 
-def test_a_controller_that_tells_no_number_changes_nothing() -> None:
+def test_a_status_without_numbers_changes_nothing() -> None:
     programs = Started()
     scaling = Scaling(programs, "127.0.0.1:1")
-    assert scaling.look({"state": "running"}) == ([], []) and programs.copies("worker") == {0: "ready"}
+    assert scaling.apply({"state": "running"}) == ([], []) and programs.copies("worker") == {0: "ready"}
     scaling.close()
 
 
@@ -126,12 +126,12 @@ def test_which_readers_are_started_and_ended(
     assert reader_steps(wanted, state, readers) == (start, stop), why
 
 
-def test_readers_follow_the_wish_where_there_were_any_and_are_forgotten() -> None:
+def test_readers_follow_the_controller_in_a_stack_that_has_readers() -> None:
     programs = Started()
     scaling = Scaling(programs, "127.0.0.1:1")
 
     def look(wanted: int) -> list[int]:
-        scaling.look({"state": "running", "wanted_workers": 1, "workers": 1, "readers": {"wanted": wanted}})
+        scaling.apply({"state": "running", "wanted_workers": 1, "workers": 1, "readers": {"wanted": wanted}})
         return sorted(programs.states["reader"])
 
     assert look(2) == [], "workers of this stack read for themselves"
@@ -139,6 +139,6 @@ def test_readers_follow_the_wish_where_there_were_any_and_are_forgotten() -> Non
     assert look(3) == [0, 1, 2]
     assert look(1) == [0]
     assert look(0) == [] and look(2) == [0, 1], "another session"
-    scaling.look({"state": "running", "wanted_workers": 1, "workers": 1, "readers": None})
+    scaling.apply({"state": "running", "wanted_workers": 1, "workers": 1, "readers": None})
     assert sorted(programs.states["reader"]) == [0, 1]
     scaling.close()

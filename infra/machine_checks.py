@@ -1,4 +1,4 @@
-"""What a machine must have before a stack starts; each lack is one sentence."""
+"""Requirements on the machine: Python version, disk, memory. Each failed check is one sentence."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def require_python(version: tuple[int, int] = sys.version_info[:2]) -> None:
         )
 
 
-def require_disk(place: Path, min_bytes: int = DISK_BYTES, what: str = "a stack") -> None:
-    """`place` or the nearest folder above it that exists must have room."""
-    folder = next(p for p in (place, *place.absolute().parents) if p.is_dir())
+def require_disk(path: Path, min_bytes: int = DISK_BYTES, what: str = "a stack") -> None:
+    """Require free space in `path`, or in the nearest parent folder that exists."""
+    folder = next(p for p in (path, *path.absolute().parents) if p.is_dir())
     free = shutil.disk_usage(folder).free
     if free < min_bytes:
         raise SetupError(
             f"{what} needs {min_bytes / 1e9:.0f} GB of free disk in {folder}, got {free / 1e9:.1f} GB; "
-            "free some, or choose another place"
+            "free some, or choose another folder"
         )
 
 
@@ -39,6 +39,6 @@ def require_memory(min_bytes: int = MEMORY_BYTES, meminfo: Path = Path("/proc/me
 
 
 def memory_bytes(meminfo: str) -> int:
-    """The machine's memory by the text of /proc/meminfo."""
+    """Total memory of the machine, from the text of /proc/meminfo."""
     line = next(x for x in meminfo.splitlines() if x.startswith("MemTotal:"))
     return int(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""The order in which a stack ends, and what is told of it when a step fails."""
+"""The stop order of a stack, and the report of steps that fail."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from infra.child import Program, StopRank
+from infra.endpoints import Endpoints
 from infra.home import Home
-from infra.places import Endpoints
-from infra.stopping import Stopped, stop
+from infra.shutdown import ShutdownReport, shut_down
 from roostream.runtime.rpc.server import RpcServer
 
 NOBODY = "127.0.0.1:1"
@@ -24,7 +24,7 @@ class Slot:
 
 
 class FakeSupervisor:
-    """Programs by name; notes who was stopped together, and says that `stuck` ones had to be killed."""
+    """Records which programs are stopped together; those in `stuck` count as killed."""
 
     def __init__(self, ranks: dict[str, StopRank], stuck: tuple[str, ...] = ()) -> None:
         self.slots = {name: Slot(program(name, rank)) for name, rank in ranks.items()}
@@ -45,11 +45,11 @@ def endpoints(controller: str = NOBODY) -> Endpoints:
     )
 
 
-def stopped(supervisor: Any, tmp_path: Path, controller: str = NOBODY) -> Stopped:
-    return stop(supervisor, endpoints(controller), Home(tmp_path))
+def report(supervisor: Any, tmp_path: Path, controller: str = NOBODY) -> ShutdownReport:
+    return shut_down(supervisor, endpoints(controller), Home(tmp_path))
 
 
-def test_programs_stop_by_rank_those_of_one_rank_together(tmp_path: Path) -> None:
+def test_programs_stop_by_rank(tmp_path: Path) -> None:
     ranks = {
         "kafka": StopRank.KAFKA,
         "shard-0": StopRank.SHARD,
@@ -58,14 +58,14 @@ def test_programs_stop_by_rank_those_of_one_rank_together(tmp_path: Path) -> Non
         "simulate": StopRank.TRAFFIC,
     }
     supervisor = FakeSupervisor(ranks)
-    done = stopped(supervisor, tmp_path)
+    done = report(supervisor, tmp_path)
     assert supervisor.halting
     assert supervisor.stopped == [["simulate"], ["serving"], ["shard-0", "shard-1"], ["kafka"]]
     assert str(done) == "everything stopped in order, nothing was cut off"
 
 
-def test_what_had_to_be_killed_is_told(tmp_path: Path) -> None:
-    done = stopped(FakeSupervisor({"serving": StopRank.SERVING}, stuck=("serving",)), tmp_path)
+def test_killed_programs_are_reported(tmp_path: Path) -> None:
+    done = report(FakeSupervisor({"serving": StopRank.SERVING}, stuck=("serving",)), tmp_path)
     assert done.num_cut_off == 1 and str(done) == "stopped; cut off: serving"
 
 
@@ -80,26 +80,26 @@ def test_the_last_commit_comes_before_the_worker_ends(tmp_path: Path) -> None:
 
     server = RpcServer(handle).start()
     try:
-        done = stopped(supervisor, tmp_path, server.address)
+        done = report(supervisor, tmp_path, server.address)
     finally:
         server.stop()
-    assert commits == [0] and supervisor.stopped == [["worker"], ["controller"]] and not done.missed
+    assert commits == [0] and supervisor.stopped == [["worker"], ["controller"]] and not done.failed_steps
 
 
-def test_a_commit_that_fails_is_told_and_the_rest_still_stops(tmp_path: Path) -> None:
+def test_a_failed_commit_is_reported_and_the_rest_still_stops(tmp_path: Path) -> None:
     supervisor = FakeSupervisor({"worker": StopRank.WORKER, "controller": StopRank.CONTROLLER})
-    done = stopped(supervisor, tmp_path)
-    assert done.missed == ["commit"] and supervisor.stopped == [["worker"], ["controller"]]
+    done = report(supervisor, tmp_path)
+    assert done.failed_steps == ["commit"] and supervisor.stopped == [["worker"], ["controller"]]
 
 
 @pytest.mark.parametrize("state", ["starting", "restarting"])
-def test_nobody_is_asked_to_commit_without_a_controller_that_is_ready(tmp_path: Path, state: str) -> None:
+def test_no_commit_without_a_ready_controller(tmp_path: Path, state: str) -> None:
     supervisor = FakeSupervisor({"worker": StopRank.WORKER, "controller": StopRank.CONTROLLER})
     supervisor.slots["controller"].state = state
-    assert stopped(supervisor, tmp_path).missed == []
+    assert report(supervisor, tmp_path).failed_steps == []
 
 
-def test_a_cluster_that_does_not_answer_costs_its_savepoint_only(tmp_path: Path) -> None:
+def test_an_unreachable_flink_loses_only_the_savepoint(tmp_path: Path) -> None:
     supervisor = FakeSupervisor({"flink-jm": StopRank.FLINK, "kafka": StopRank.KAFKA})
-    done = stopped(supervisor, tmp_path)
-    assert done.missed == ["savepoint"] and supervisor.stopped == [["flink-jm"], ["kafka"]]
+    done = report(supervisor, tmp_path)
+    assert done.failed_steps == ["savepoint"] and supervisor.stopped == [["flink-jm"], ["kafka"]]

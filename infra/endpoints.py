@@ -1,4 +1,4 @@
-"""Where each part of one running stack listens."""
+"""Addresses and ports of one local stack."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from infra.ports import HOST, Ports
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Endpoints:
-    """Addresses are "host:port"; `flink` and `serving` are URLs; `metrics` is program → URL of its /metrics."""
+    """Addresses are "host:port"; `flink` and `serving` are URLs; `metrics` maps a program to the URL of its /metrics."""
 
     kafka: str
     redis: str
@@ -23,8 +23,8 @@ class Endpoints:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Places:
-    """The ports behind the endpoints, and those that only the parts themselves use."""
+class PortMap:
+    """The ports behind the endpoints, and the internal ports of Kafka and Flink."""
 
     kafka: int
     kafka_controller: int
@@ -38,35 +38,35 @@ class Places:
     metrics: dict[str, int]
 
     def endpoints(self, options: StackOptions) -> Endpoints:
-        """Where everything is: what `options` name instead of an own one, our own by these ports."""
-        metrics = {name: f"http://{HOST}:{port}/metrics" for name, port in self.metrics.items()}
+        """The external Kafka or Redis that `options` name, and the stack's own programs by these ports."""
         return Endpoints(
-            kafka=options.kafka or address(self.kafka),
-            redis=options.redis or address(self.redis),
-            flink=f"http://{address(self.flink_rest)}",
-            serving=f"http://{address(self.serving)}",
-            controller=address(self.controller),
-            shards=tuple(address(p) for p in self.shards),
-            metrics=metrics,
+            kafka=options.kafka or local_address(self.kafka),
+            redis=options.redis or local_address(self.redis),
+            flink=f"http://{local_address(self.flink_rest)}",
+            serving=f"http://{local_address(self.serving)}",
+            controller=local_address(self.controller),
+            shards=tuple(local_address(p) for p in self.shards),
+            metrics={name: f"http://{local_address(port)}/metrics" for name, port in self.metrics.items()},
         )
 
 
-def address(port: int) -> str:
+def local_address(port: int) -> str:
     return f"{HOST}:{port}"
 
 
-def draw(ports: Ports, options: StackOptions, with_metrics: Iterable[str]) -> Places:
-    """Ports for every part, and one of /metrics for each of `with_metrics`; those in `options.ports` are taken, the others drawn.
+def draw_ports(ports: Ports, options: StackOptions, with_metrics: Iterable[str]) -> PortMap:
+    """A port for every part, and one for the /metrics of each program in `with_metrics`.
+
+    Ports in `options.ports` are used as given; the others are drawn.
 
     Raises:
-        SetupError: a chosen port is taken.
+        SetupError: a given port is in use.
     """
 
     def port(name: str) -> int:
         return ports.take(name, options.ports[name]) if name in options.ports else ports.draw()
 
-    shards = [f"shard-{i}" for i in range(options.num_shards)]
-    return Places(
+    return PortMap(
         kafka=port("kafka"),
         kafka_controller=ports.draw(),
         redis=port("redis"),
@@ -75,6 +75,6 @@ def draw(ports: Ports, options: StackOptions, with_metrics: Iterable[str]) -> Pl
         task_managers=tuple(ports.draw() for _ in range(options.num_task_managers)),
         serving=port("serving"),
         controller=port("controller"),
-        shards=tuple(port(s) for s in shards),
+        shards=tuple(port(f"shard-{i}") for i in range(options.num_shards)),
         metrics={name: ports.draw() for name in with_metrics},
     )

@@ -1,1 +1,0 @@
-"""So many copies of one program, on this machine or on others."""

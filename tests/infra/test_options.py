@@ -1,0 +1,59 @@
+"""Options of a stack, and their file in the home folder."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import tomli_w
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infra.options import OPTIONS_FILE, StackOptions, load_saved_options, save_options, to_toml_value
+from roostream.errors import ConfigError
+
+VALUES = st.one_of(
+    st.booleans(),
+    st.integers(-(2**62), 2**62),
+    st.floats(allow_nan=False),
+    st.text(st.characters(exclude_categories=["Cs"])),
+)
+KEYS = st.text("abcdefghijklmnopqrstuvwxyz_", min_size=1)
+
+
+@pytest.mark.parametrize(("change", "key"), [({"prefix": "Ä"}, "prefix"), ({"num_shards": 0}, "num_shards")])
+def test_wrong_options_are_refused(change: dict[str, object], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        StackOptions(**change)  # type: ignore[arg-type]
+
+
+def test_saved_options_are_loaded_again(tmp_path: Path) -> None:
+    assert load_saved_options(tmp_path) is None
+    overrides = {"joiner": {"window_ms": 5}, "worker": {"model": ""}}
+    options = StackOptions(schema=tmp_path / "s.toml", replay=True, num_shards=3, seed=7, overrides=overrides)
+    save_options(tmp_path, options)
+    assert load_saved_options(tmp_path) == options
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "{}", "[]", '{"overrides": {}, "num_shards": 0}', '{"overrides": {}, "shards": 1}']
+)
+def test_a_damaged_options_file_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / OPTIONS_FILE).write_text(text)
+    with pytest.raises(ConfigError, match=r"options\.json"):
+        load_saved_options(tmp_path)
+
+
+@given(
+    st.dictionaries(KEYS, VALUES | st.lists(st.integers(-9, 9))), st.dictionaries(KEYS, VALUES, min_size=1)
+)
+def test_a_table_survives_toml(flat: dict[str, object], inner: dict[str, object]) -> None:
+    table = {k: v for k, v in flat.items() if k != "inner"} | {"inner": inner}
+    assert tomllib.loads(tomli_w.dumps(to_toml_value(table))) == table
+
+
+def test_paths_become_text_and_tuples_become_lists() -> None:
+    table = {"home": Path('/a "b"\\c'), "shards": ("x:1", "y:2"), "rule": {"files": (Path("d"),)}}
+    expected = {"home": '/a "b"\\c', "shards": ["x:1", "y:2"], "rule": {"files": ["d"]}}
+    assert tomllib.loads(tomli_w.dumps(to_toml_value(table))) == expected

@@ -1,0 +1,186 @@
+"""The table of programs: every program accepts the TOML file that the stack writes for it, and stops in order."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from infra.child import STOP_TIMEOUT_S, Program, StopRank
+from infra.endpoints import PortMap, draw_ports
+from infra.flink_cluster import Cluster
+from infra.home import Home
+from infra.options import ROOT, StackOptions, demo, to_toml_value
+from infra.ports import Ports
+from infra.program_specs import (
+    PROGRAM_SPECS,
+    SPECS_BY_NAME,
+    ProgramSpec,
+    build_instance,
+    build_program,
+    find_spec,
+    program_names,
+    settings_table,
+)
+from infra.supervisor import Supervisor
+from roostream.errors import ConfigError
+from roostream.runtime.program import REFUSED_CODE, STOP_S
+from roostream.schema.settings import load
+from serving.config import ServingConfig
+from trainer import worker_program
+
+FULL = StackOptions(num_archivers=2, num_readers=2, serving_processes=3, num_task_managers=2)
+
+
+@pytest.fixture
+def ports() -> Iterator[Ports]:
+    drawn = Ports()
+    yield drawn
+    drawn.release()
+
+
+@pytest.fixture
+def port_map(ports: Ports) -> PortMap:
+    return draw_ports(ports, FULL, program_names(FULL))
+
+
+def table(name: str, home: Path, options: StackOptions, port_map: PortMap) -> dict[str, Any]:
+    return settings_table(build_instance(name, Home(home), options, port_map))
+
+
+def load_settings(name: str, home: Path, options: StackOptions, port_map: PortMap) -> object:
+    path = home / f"{name}.toml"
+    path.write_text(tomli_w.dumps(to_toml_value(table(name, home, options, port_map))), encoding="utf-8")
+    return load(find_spec(name).settings_class(), path, environ={})
+
+
+@pytest.mark.parametrize("spec", PROGRAM_SPECS, ids=lambda spec: spec.name)
+def test_settings_and_entry_point_of_a_program_exist(spec: ProgramSpec) -> None:
+    assert dataclasses.is_dataclass(spec.settings_class())
+    assert callable(spec.entry_point())
+
+
+@pytest.mark.parametrize("options", [FULL, demo(prefix="a.", seed=7)], ids=["full", "demo"])
+def test_a_program_accepts_the_file_that_the_stack_writes(
+    options: StackOptions, tmp_path: Path, port_map: PortMap
+) -> None:
+    for name in program_names(options):
+        assert load_settings(name, tmp_path, options, port_map)
+
+
+@pytest.mark.parametrize(
+    ("options", "spec", "names"),
+    [
+        (StackOptions(num_shards=2), "shard", ["shard-0", "shard-1"]),
+        (StackOptions(num_workers=2), "worker", ["worker", "worker-1"]),
+        (StackOptions(), "reader", []),
+    ],
+)
+def test_instances_are_numbered(options: StackOptions, spec: str, names: list[str]) -> None:
+    assert [n for n in program_names(options) if find_spec(n) is SPECS_BY_NAME[spec]] == names
+
+
+@pytest.mark.parametrize("name", ["shrd-0", "worker-0", "kafka", "-1", ""])
+def test_an_unknown_program_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="no program"):
+        find_spec(name)
+
+
+def test_a_program_stops_before_those_that_it_needs() -> None:
+    rank = {spec.name: spec.stop_rank for spec in PROGRAM_SPECS}
+    order = ["simulate", "serving", "joiner", "worker", "controller", "shard"]
+    assert [rank[name] for name in order] == sorted({rank[name] for name in order})
+    assert max(rank.values()) < StopRank.REDIS < StopRank.FLINK < StopRank.KAFKA
+
+
+def test_needed_programs_exist() -> None:
+    known = {"kafka", "redis", "flink-jm", "flink-tm-0", "flink-tm-1", *program_names(FULL)}
+    assert all(set(spec.needs(FULL)) <= known for spec in PROGRAM_SPECS)
+
+
+def test_programs_have_each_others_addresses(tmp_path: Path, port_map: PortMap) -> None:
+    names = ("shard-1", "worker", "controller", "serving", "reader-1")
+    shard, worker, controller, serving, reader = (table(n, tmp_path, FULL, port_map) for n in names)
+    assert worker["shards"] == serving["shards"] and worker["shards"][1] == shard["listen"]
+    assert shard["controller"] == worker["controller"] == reader["controller"] == controller["listen"]
+    assert shard["store"] == worker["store"] == controller["store"] == serving["store"]
+    assert worker["readers"] == {"by": "programs"} and controller["readers"] == {"least": 2, "most": 2}
+
+
+def test_serving_processes_share_a_port_and_have_separate_homes(tmp_path: Path, port_map: PortMap) -> None:
+    names = SPECS_BY_NAME["serving"].instance_names(FULL)
+    tables = [table(name, tmp_path, FULL, port_map) for name in names]
+    assert len({t["metrics_port"] for t in tables}) == len({t["home"] for t in tables}) == 3
+    assert {(t["listen"], t["reuse_port"]) for t in tables} == {(f"127.0.0.1:{port_map.serving}", True)}
+    assert "reuse_port" not in table("serving", tmp_path, StackOptions(), port_map)
+
+
+def test_overrides_apply_to_a_spec_or_one_instance(tmp_path: Path, port_map: PortMap) -> None:
+    overrides: dict[str, Any] = {"shard": {"publish_interval_ms": 50}, "shard-1": {"max_publish_norm": 5.0}}
+    tables = [table(f"shard-{i}", tmp_path, StackOptions(overrides=overrides), port_map) for i in (0, 1)]
+    assert [t["publish_interval_ms"] for t in tables] == [50, 50]
+    assert [t.get("max_publish_norm") for t in tables] == [None, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "word"),
+    [
+        ("worker", {"batch_request": 3}, "batch_requests"),
+        ("serving", {"tls_certificate": "c", "tls_key": "k"}, "tls_certificate"),
+    ],
+)
+def test_a_wrong_override_is_refused(
+    name: str, override: dict[str, Any], word: str, tmp_path: Path, port_map: PortMap
+) -> None:
+    with pytest.raises(ConfigError, match=word):
+        load_settings(name, tmp_path, StackOptions(overrides={name: override}), port_map)
+
+
+def test_external_services_are_used(tmp_path: Path, port_map: PortMap) -> None:
+    options = StackOptions(kafka="broker:9092", redis="cache:6379")
+    assert table("worker", tmp_path, options, port_map)["bootstrap"] == "broker:9092"
+    assert table("features", tmp_path, options, port_map)["redis"] == "redis://cache:6379/0"
+
+
+def test_stop_timeouts_are_longer_than_a_stop_takes(tmp_path: Path, port_map: PortMap) -> None:
+    assert STOP_S < STOP_TIMEOUT_S < 30, "Kubernetes kills after 30 s"
+    stop_ms = {f.name: f.default for f in dataclasses.fields(ServingConfig)}["stop_ms"]
+    assert stop_ms / 1000 <= STOP_S and worker_program.STOP_S <= STOP_S
+    programs = [program(name, tmp_path, port_map) for name in program_names(FULL)]
+    assert {p.stop_timeout_s for p in programs} == {STOP_TIMEOUT_S}
+    flink = Cluster(Home(tmp_path), FULL, tmp_path, 1, 2).programs({}, [3])
+    assert max(p.stop_timeout_s for p in flink) <= STOP_TIMEOUT_S
+
+
+def program(name: str, home: Path, port_map: PortMap, **overrides: dict[str, object]) -> Program:
+    options = dataclasses.replace(FULL, overrides=overrides)
+    return build_program(
+        build_instance(name, Home(home), options, port_map), {**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+
+
+def test_a_program_that_refuses_its_file_stays_down_with_its_error(tmp_path: Path, port_map: PortMap) -> None:
+    Home(tmp_path).make()
+    with Supervisor() as supervisor:
+        supervisor.start([program("controller", tmp_path, port_map, controller={"num_workers": -1})])
+        slot = supervisor.slots["controller"]
+        assert supervisor.wait(lambda: slot.state == "failed", 60.0), slot
+    assert slot.exit_code == REFUSED_CODE and slot.restarts.total == 0
+    assert "num_workers" in slot.last_error
+
+
+@pytest.mark.parametrize(
+    ("warehouse", "after"),
+    [("warehouse", ("archiver", "archiver-1")), ("other", ()), ("s3://b/warehouse", ())],
+)
+def test_a_controller_waits_for_the_archive_of_its_own_stack(
+    warehouse: str, after: tuple[str, ...], tmp_path: Path, port_map: PortMap
+) -> None:
+    path = warehouse if "://" in warehouse else str(tmp_path / warehouse)
+    assert program("controller", tmp_path, port_map, controller={"warehouse": path}).after == after
+    assert program("worker", tmp_path, port_map, controller={"warehouse": path}).after == ()
