@@ -25,7 +25,8 @@ from joiner.entries import VERSION
 from joiner.envelope import OUTPUTS
 from joiner.operator import JoinFunction
 from roostream.runtime.flink_rest import JOB_NAME
-from roostream.runtime.kafka.topics import EVENTS, MAX_MESSAGE_BYTES, name_of
+from roostream.runtime.kafka.topics import EVENTS, name_of
+from roostream.schema.limits import MAX_MESSAGE_BYTES
 from roostream.schema.settings import from_dict
 
 MAX_PARALLELISM = 128

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from roostream.errors import WireError
-from roostream.online.counters import OF_THE_REQUEST, of_request, sources_of
+from roostream.online.counters import STATELESS_FEATURES, sources_of, stateless_features
 from roostream.online.entity_fields import EntityFields, FieldReader
 from roostream.schema.schema import Schema
 from roostream.wire.block import flat_values, nro_columns, ro_columns, values_of
@@ -32,7 +32,9 @@ class Filler:
         self._sources: dict[Side, dict[str, str]] = {side: sources_of(schema, side) for side in sides}
         self._stateful: dict[Side, dict[str, str]] = {
             side: {
-                name: source for name, source in self._sources[side].items() if source not in OF_THE_REQUEST
+                name: source
+                for name, source in self._sources[side].items()
+                if source not in STATELESS_FEATURES
             }
             for side in sides
         }
@@ -80,7 +82,7 @@ class Filler:
     def fields(self, request: RankRequest) -> EntityFields:
         """What declared counters are read by; call `open` first. As the client gave it: what is wrong with it is told later."""
         header = request.user_id, request.session_id, request.surface, request.request_id
-        return self._reader.of_values(header, request.ro, request.nro, len(request.item_ids))
+        return self._reader.from_values(header, request.ro, request.nro, len(request.item_ids))
 
     def encode(
         self, request: RankRequest, time_ms: int, ro_online: Mapping[str, Any], nro_online: Mapping[str, Any]
@@ -93,7 +95,7 @@ class Filler:
         if request.blocks is not None and not request.lacks:
             return request.blocks
         n = len(request.item_ids)
-        own_ro, own_nro = of_request(request.item_ids, time_ms, request.first_position)
+        own_ro, own_nro = stateless_features(request.item_ids, time_ms, request.first_position)
         try:
             arrays = self._arrays(request, {**ro_online, **own_ro}, {**nro_online, **own_nro}, n)
         except WireError as error:

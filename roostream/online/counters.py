@@ -1,8 +1,8 @@
-"""Online features: what is known of the user, the items and other entities at the time of a request, from the events before it.
+"""Online features: counters of users, items and other entities, updated by events and read by requests.
 
-`Counters` is a store in memory. A replay keeps one for the whole log; the feature updater fills one with the states that a
-batch of events touches, applies the events and writes the states back; serving fills one with a request's states and reads.
-So all three compute with the same code, and equal events give equal bytes. What is counted: docs/schema.md, "Counters".
+`Counters` is a store in memory. A replay keeps one for the whole log. The feature updater loads the states that a batch of
+events changes, applies the events and stores the states. Serving loads the states of a request and reads them. All three
+run the same code, and equal events give equal bytes. docs/schema.md, "Counters", describes what is counted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from roostream.online.counter_plan import ITEM, USER, Entity, plan_of
 from roostream.online.entity_fields import (
     NO_FIELDS,
     EntityFields,
@@ -24,34 +23,36 @@ from roostream.online.entity_fields import (
     time_fields,
 )
 from roostream.online.entity_state import EntityState, state_from_bytes
-from roostream.online.event_rows import RowLayout
+from roostream.online.event_rows import add_event, new_rows, row_to_bytes, rows_from_bytes
 from roostream.online.read_counters import EntityStates, OnlineValues, read_all
 from roostream.schema.counter_declaration import SHOWN
+from roostream.schema.counter_plan import ITEM, USER, Entity, plan_of
 from roostream.schema.ids import signed
+from roostream.schema.row_layout import RowLayout
 from roostream.schema.schema import Schema
 from roostream.wire.columns import Side
 
-OF_THE_REQUEST = ("hour_of_day", "num_candidates", "position", "item_id")
-"""Online features that need no state: `of_request` computes them."""
+STATELESS_FEATURES = ("hour_of_day", "num_candidates", "position", "item_id")
+"""Online features that need no state; `stateless_features` computes them."""
 LISTS = "list"
-"""What `Keys` call the fields that are remembered of a request."""
+"""The name in `Keys` of the fields that are remembered of a shown list."""
 Keys: TypeAlias = dict[str, np.ndarray]
-"""Entity's name → int64 [k] keys of its states."""
-_MAX_LISTS = 200_000
+"""Name of an entity → int64 [k], the keys of its states."""
+_MAX_REMEMBERED_LISTS = 200_000
 _DAY_MS, _HOUR_MS = 86_400_000, 3_600_000
 
 
 def sources_of(schema: Schema, side: Side) -> dict[str, str]:
-    """Feature → the online feature that fills it where it is missing; an ids feature named `item` of a candidate is filled
-    with the candidate's own id unless the schema says otherwise."""
-    own = {f.name: "item_id" for f in schema.nro if side == "nro" and f.kind == "ids" and f.name == "item"}
-    return own | {f.name: f.online for f in getattr(schema, side) if f.online}
+    """Feature → the online feature that fills it where it is missing. A candidate's ids feature named `item` is filled with
+    the candidate's id unless the schema names another source."""
+    item = {f.name: "item_id" for f in schema.nro if side == "nro" and f.kind == "ids" and f.name == "item"}
+    return item | {f.name: f.online for f in getattr(schema, side) if f.online}
 
 
-def of_request(
+def stateless_features(
     item_ids: np.ndarray, time_ms: int, first_position: int = 0
 ) -> tuple[dict[str, object], dict[str, np.ndarray]]:
-    """(RO, NRO) of OF_THE_REQUEST by name, for int64 [n] item ids whose first place is `first_position`."""
+    """(RO, NRO) values of STATELESS_FEATURES, for int64 [n] item ids at positions from `first_position` on."""
     n = len(item_ids)
     ro: dict[str, object] = {"hour_of_day": time_ms % _DAY_MS / _HOUR_MS, "num_candidates": float(n)}
     return ro, {
@@ -61,13 +62,13 @@ def of_request(
 
 
 class Counters:
-    """Ids may be given as uint64 or int64. Not thread-safe. Every state is bounded, how many there are is not; of lists the
-    fields of the newest 200,000 are remembered."""
+    """Ids may be uint64 or int64. Not thread-safe. The size of a state is bounded, the number of states is not. The fields of
+    the newest 200,000 shown lists are remembered."""
 
     def __init__(self, schema: Schema) -> None:
         self.schema, self.plan = schema, schema.derived(plan_of)
-        self._rows = {name: RowsByKey(layout) for name, layout in self.plan.rows.items()}
-        self._states: dict[str, dict[int, EntityState]] = {name: {} for name in self.plan.forms}
+        self._rows = {name: RowsByKey(layout) for name, layout in self.plan.row_layouts.items()}
+        self._states: dict[str, dict[int, EntityState]] = {name: {} for name in self.plan.state_layouts}
         self._lists: dict[int, ShownFields] = {}
 
     def apply_impression(
@@ -77,11 +78,11 @@ class Counters:
         time_ms: int,
         fields: EntityFields = NO_FIELDS,
     ) -> None:
-        """The items were shown to the user (0 = unknown: the user doesn't count it); an item given twice counts once. Of an
-        entity of the request a list is one event."""
+        """Count items that were shown to a user; user 0 is unknown and not counted. An item that occurs twice counts once.
+        For an entity of the request the whole list is one event."""
         self.remember(item_ids, time_ms, fields)
         item_n, first_n = np.unique(as_int64(item_ids), return_index=True)
-        ids = self._ids(user_id, item_n, time_ms, self._of_page(fields), first_n)
+        ids = self._ids(user_id, item_n, time_ms, self._complete(fields), first_n)
         for entity in self.plan.entities:
             if SHOWN in entity.events:
                 self._count(entity, ids, len(item_n), time_ms, SHOWN, 0.0)
@@ -95,12 +96,12 @@ class Counters:
         time_ms: int,
         fields: EntityFields = NO_FIELDS,
     ) -> None:
-        """Counts the actions that a counter names; others change nothing. The same action (user, item, time) again is a client's
-        retry, as far as the user's history reaches; of user 0, who has none, each one counts."""
+        """Count an action that a counter names; others are ignored. A repeated (user, item, time) is a client's retry and
+        ignored as far back as the user's history reaches. Without a user every one counts."""
         if action not in self.plan.actions:
             return
         item = signed(item_id)
-        if user_id and not self._state(USER, signed(user_id)).engaged(action, item, time_ms):
+        if user_id and not self._state(USER, signed(user_id)).add_to_history(action, item, time_ms):
             return
         ids = self._ids_of_engagement(user_id, item, time_ms, fields)
         for entity in self.plan.entities:
@@ -108,7 +109,7 @@ class Counters:
                 self._count(entity, ids, 1, time_ms, action, value)
 
     def remember(self, item_ids: Sequence[int] | np.ndarray, time_ms: int, fields: EntityFields) -> None:
-        """The fields of a list that engagements will count by; a list that is known keeps what is known."""
+        """Store the fields of a shown list that its engagements will count by; known fields stay as they are."""
         if not fields.list_id:
             return
         ro, nro = remembered_by_side(self.plan, self.schema)
@@ -119,7 +120,7 @@ class Counters:
             self._lists[fields.list_id] = ShownFields(
                 time_ms, {name: fields.request.get(name, 0) for name in ro}, item_n, candidate
             )
-            while len(self._lists) > _MAX_LISTS:
+            while len(self._lists) > _MAX_REMEMBERED_LISTS:
                 del self._lists[next(iter(self._lists))]
         else:
             if fields.has_ro and not any(known.request.values()):
@@ -133,27 +134,27 @@ class Counters:
         time_ms: int,
         fields: EntityFields = NO_FIELDS,
     ) -> OnlineValues:
-        """(RO, NRO) features that need state, by online name, as a request at `time_ms` has them: RO as `encode_ro` takes
-        them, absent = missing; NRO f4[n], NaN = missing. Reading changes nothing."""
+        """(RO, NRO) online features that need state, by name, for a request at `time_ms`. RO values are those that
+        `encode_ro` takes, absent = missing; NRO values are float32 [n], NaN = missing. Reading changes nothing."""
         item_n = as_int64(item_ids)
-        ids = self._ids(user_id, item_n, time_ms, self._of_page(fields), None)
-        blocks: dict[str, np.ndarray] = {}
+        ids = self._ids(user_id, item_n, time_ms, self._complete(fields), None)
+        rows: dict[str, np.ndarray] = {}
         unknown: dict[str, np.ndarray] = {}
         states: dict[str, EntityState | None] = {}
         for entity in self.plan.entities:
             if not entity.of_candidate:
-                states[entity.name] = self._found(entity, ids)
+                states[entity.name] = self._find_state(entity, ids)
                 continue
             keys_n, known_n = _keys(entity, ids, len(item_n))
             if entity.is_crossed_with_user:
                 user = self._states[USER].get(signed(user_id)) if user_id else None
-                own = user or EntityState(self.plan.forms[USER])
-                blocks[entity.name] = own.tables[entity.name].find(keys_n)
+                user = user or EntityState(self.plan.state_layouts[USER])
+                rows[entity.name] = user.tables[entity.name].find(keys_n)
             else:
-                blocks[entity.name] = self._rows[entity.name].find(keys_n)
+                rows[entity.name] = self._rows[entity.name].find(keys_n)
             if known_n is not None and not (entity.is_crossed_with_user and not user_id):
                 unknown[entity.name] = ~known_n
-        return read_all(self.schema, EntityStates(blocks, unknown, states), time_ms)
+        return read_all(self.schema, EntityStates(rows, unknown, states), time_ms)
 
     def keys(
         self,
@@ -163,15 +164,15 @@ class Counters:
         fields: EntityFields = NO_FIELDS,
         event: str = "",
     ) -> Keys:
-        """What a request reads; with `event = SHOWN`, what its impression changes. `remember` the list before."""
+        """Keys of the states that a request reads, or that its impression changes with `event = SHOWN`. Call `remember` first."""
         item_n = as_int64(item_ids)
-        ids = self._ids(user_id, item_n, time_ms, self._of_page(fields), None)
+        ids = self._ids(user_id, item_n, time_ms, self._complete(fields), None)
         return self._keys_by_entity(ids, len(item_n), event) | (self.list_keys(fields) if event else {})
 
     def engagement_keys(
         self, user_id: int, item_id: int, action: str, time_ms: int, fields: EntityFields = NO_FIELDS
     ) -> Keys:
-        """What an engagement changes; the fields of its list have to be there (`list_keys`)."""
+        """Keys of the states that an engagement changes. The fields of its list must be loaded first (`list_keys`)."""
         if action not in self.plan.actions:
             return {}
         return self._keys_by_entity(
@@ -182,39 +183,41 @@ class Counters:
         return {LISTS: np.array([fields.list_id], dtype=np.int64)} if fields.list_id else {}
 
     def load(self, keys: Mapping[str, np.ndarray], values: Sequence[bytes | None]) -> None:
-        """Take over stored states, replacing those in hand; a value a key, in order; None = not stored.
+        """Load stored states over the present ones: one value for each key, in order; None = not stored.
 
         Raises:
-            CheckpointError: foreign bytes.
+            CheckpointError: bytes of another format.
         """
-        at = 0
+        start = 0
         for name, keys_k in keys.items():
-            its, at = values[at : at + len(keys_k)], at + len(keys_k)
+            values_k, start = values[start : start + len(keys_k)], start + len(keys_k)
             if name in self._rows:
-                self._rows[name].put(keys_k, self.plan.rows[name].from_bytes(its))
+                self._rows[name].put(keys_k, rows_from_bytes(self.plan.row_layouts[name], values_k))
                 continue
-            for key, value in zip(keys_k.tolist(), its, strict=True):
+            for key, value in zip(keys_k.tolist(), values_k, strict=True):
                 self._load_one(name, key, value)
 
     def dump(self, keys: Mapping[str, np.ndarray]) -> list[bytes | None]:
-        """States to store, one a key, in order; None if nothing is known."""
+        """The states to store, one for each key, in order; None if there is none."""
         out: list[bytes | None] = []
         for name, keys_k in keys.items():
             if name in self._rows:
-                out += [self.plan.rows[name].to_bytes(row_W) for row_W in self._rows[name].find(keys_k)]
+                layout = self.plan.row_layouts[name]
+                out += [row_to_bytes(layout, row_W) for row_W in self._rows[name].find(keys_k)]
                 continue
-            held: Mapping[int, EntityState | ShownFields] = (
+            stored: Mapping[int, EntityState | ShownFields] = (
                 self._lists if name == LISTS else self._states[name]
             )
-            out += [None if (state := held.get(key)) is None else state.to_bytes() for key in keys_k.tolist()]
+            states = [stored.get(key) for key in keys_k.tolist()]
+            out += [None if state is None else state.to_bytes() for state in states]
         return out
 
     def put_rows(self, name: str, keys_k: np.ndarray, rows_k: np.ndarray) -> None:
-        """States of an entity of the candidate, replacing those in hand."""
+        """Replace the states of an entity of the candidate."""
         self._rows[name].put(keys_k, rows_k)
 
     def put_state(self, name: str, key: int, state: EntityState) -> None:
-        """The state of an entity of the request, replacing the one in hand."""
+        """Replace the state of an entity of the request."""
         self._states[name][key] = state
 
     def _load_one(self, name: str, key: int, value: bytes | None) -> None:
@@ -227,20 +230,20 @@ class Counters:
         elif value is None:
             self._states[name].pop(key, None)
         else:
-            self._states[name][key] = state_from_bytes(self.plan.forms[name], value)
+            self._states[name][key] = state_from_bytes(self.plan.state_layouts[name], value)
 
-    def _of_page(self, fields: EntityFields) -> EntityFields:
-        """Of a page without features of the request: those of its first page."""
+    def _complete(self, fields: EntityFields) -> EntityFields:
+        """Fields of a page; a later page without request features takes those of the first page."""
         known = None if fields.has_ro else self._lists.get(fields.list_id)
         return fields if known is None else fields._replace(request={**fields.request, **known.request})
 
     def _ids(
-        self, user_id: int, item_n: np.ndarray, time_ms: int, fields: EntityFields, at_n: np.ndarray | None
+        self, user_id: int, item_n: np.ndarray, time_ms: int, fields: EntityFields, index_n: np.ndarray | None
     ) -> dict[str, Any]:
-        """Field → int, or int64 [n] of the candidates (those at `at_n`)."""
+        """Field → int of the request, or int64 [n] of the candidates (those at `index_n`)."""
         ids: dict[str, Any] = {**time_fields(time_ms), **fields.request, USER: signed(user_id), ITEM: item_n}
         return ids | {
-            name: ids_n if at_n is None else ids_n[at_n] for name, ids_n in fields.candidate.items()
+            name: ids_n if index_n is None else ids_n[index_n] for name, ids_n in fields.candidate.items()
         }
 
     def _ids_of_engagement(
@@ -255,7 +258,7 @@ class Counters:
     def _count(
         self, entity: Entity, ids: Mapping[str, Any], num_rows: int, time_ms: int, event: str, value: float
     ) -> None:
-        """One event of an entity of the request, or one of each candidate."""
+        """Count one event of an entity of the request, or one of each candidate."""
         if not entity.of_candidate:
             key = _key(entity, ids)
             if key is not None:
@@ -267,96 +270,98 @@ class Counters:
             return
         if entity.is_crossed_with_user:
             table = self._state(USER, ids[USER]).tables[entity.name]
-            if event in table.layout.events:
+            if event in table.layout.takes_W:
                 table.add(keys_n, time_ms, event, value, num_rows)
-        elif event in self._rows[entity.name].layout.events:
+        elif event in self._rows[entity.name].layout.takes_W:
             self._rows[entity.name].add(keys_n, time_ms, event, value, num_rows)
 
     def _count_request(
         self, entity: Entity, key: int, ids: Mapping[str, Any], time_ms: int, event: str, value: float
     ) -> None:
         state = self._state(entity.name, key)
-        if event in state.form.layout.events:
-            state.form.layout.add(state.row_1W, np.zeros(1, dtype=np.int64), time_ms, event, value)
-        if event in state.form.histories and entity.name != USER:
-            state.engaged(event, int(ids[ITEM][0]), time_ms)
-        for set_key in state.form.sets:
+        if event in state.layout.row.takes_W:
+            first = np.zeros(1, dtype=np.int64)
+            add_event(state.layout.row, state.row_1W, first, time_ms, event, value)
+        if event in state.layout.histories and entity.name != USER:
+            state.add_to_history(event, int(ids[ITEM][0]), time_ms)
+        for set_key in state.layout.sets:
             if set_key[0] == event:
                 values = np.atleast_1d(np.asarray(ids.get(set_key[1], 0), dtype=np.int64))
-                state.met(set_key, values if set_key[1] == ITEM else values[values != 0], time_ms)
+                state.add_to_set(set_key, values if set_key[1] == ITEM else values[values != 0], time_ms)
 
     def _state(self, name: str, key: int) -> EntityState:
         states = self._states[name]
         if key not in states:
-            states[key] = EntityState(self.plan.forms[name])
+            states[key] = EntityState(self.plan.state_layouts[name])
         return states[key]
 
-    def _found(self, entity: Entity, ids: Mapping[str, Any]) -> EntityState | None:
-        """None: a field is unknown. Nothing known of it is a new one."""
+    def _find_state(self, entity: Entity, ids: Mapping[str, Any]) -> EntityState | None:
+        """The state, or a new one; None if a field is unknown."""
         key = _key(entity, ids)
         if key is None:
             return None
-        return self._states[entity.name].get(key) or EntityState(self.plan.forms[entity.name])
+        return self._states[entity.name].get(key) or EntityState(self.plan.state_layouts[entity.name])
 
     def _keys_by_entity(self, ids: Mapping[str, Any], num_rows: int, event: str) -> Keys:
-        """Of what the event changes ("" = of all); a user's state holds what is crossed with it, and every action."""
-        found: Keys = {}
+        """Keys of the states that an event changes, "" = of all. The user's state has its crosses and every action."""
+        by_entity: Keys = {}
         for entity in self.plan.entities:
             if event and event not in entity.events and entity.name != USER:
                 continue
             if not entity.of_candidate:
                 key = _key(entity, ids)
-                found[entity.name] = np.array([] if key is None else [key], dtype=np.int64)
+                by_entity[entity.name] = np.array([] if key is None else [key], dtype=np.int64)
             elif not entity.is_crossed_with_user:
                 keys_n, known_n = _keys(entity, ids, num_rows)
-                found[entity.name] = keys_n if known_n is None else keys_n[known_n]
-        return found
+                by_entity[entity.name] = keys_n if known_n is None else keys_n[known_n]
+        return by_entity
 
 
 class RowsByKey:
-    """The rows of an entity of the candidate."""
+    """The rows of one entity of the candidate."""
 
     def __init__(self, layout: RowLayout) -> None:
         self.layout = layout
         self._row_of: dict[int, int] = {}
-        self._rows_I = layout.new(64)
+        self._rows_I = new_rows(layout, 64)
 
     def find(self, keys_n: np.ndarray) -> np.ndarray:
-        """float64 [n, W]; one that was never seen is new."""
-        at_n = np.array([self._row_of.get(key, -1) for key in keys_n.tolist()], dtype=np.int64)
-        rows_n: np.ndarray = self._rows_I[at_n]
-        rows_n[at_n < 0] = self.layout.new(1)
+        """float64 [n, W]; a new row for a key without events."""
+        index_n = np.array([self._row_of.get(key, -1) for key in keys_n.tolist()], dtype=np.int64)
+        rows_n: np.ndarray = self._rows_I[index_n]
+        rows_n[index_n < 0] = new_rows(self.layout, 1)
         return rows_n
 
     def add(self, keys_n: np.ndarray, time_ms: int, event: str, value: float, share: int) -> None:
-        at_n = self._places(keys_n)
-        self.layout.add(self._rows_I, at_n, time_ms, event, value, share)
+        index_n = self._indices(keys_n)
+        add_event(self.layout, self._rows_I, index_n, time_ms, event, value, share)
 
     def put(self, keys_n: np.ndarray, rows_n: np.ndarray) -> None:
-        at_n = self._places(keys_n)
-        self._rows_I[at_n] = rows_n
+        index_n = self._indices(keys_n)
+        self._rows_I[index_n] = rows_n
 
-    def _places(self, keys_n: np.ndarray) -> np.ndarray:
-        """int64 [n]: each key's row of `_rows_I`, which is replaced when it has to grow for new ones."""
+    def _indices(self, keys_n: np.ndarray) -> np.ndarray:
+        """int64 [n]: the row of each key in `_rows_I`, which grows for new keys."""
         row_of = self._row_of
-        at_n = np.array([row_of.setdefault(key, len(row_of)) for key in keys_n.tolist()], dtype=np.int64)
+        index_n = np.array([row_of.setdefault(key, len(row_of)) for key in keys_n.tolist()], dtype=np.int64)
         if len(row_of) > len(self._rows_I):
             more = max(len(row_of), 2 * len(self._rows_I)) - len(self._rows_I)
-            self._rows_I = np.concatenate([self._rows_I, self.layout.new(more)])
-        return at_n
+            self._rows_I = np.concatenate([self._rows_I, new_rows(self.layout, more)])
+        return index_n
 
 
 def _key(entity: Entity, ids: Mapping[str, Any]) -> int | None:
-    """Of an entity of the request; None where a field is unknown."""
-    its = [ids.get(field, 0) for field in entity.of_request]
-    return key_of(its) if all(its) else None
+    """The key of an entity of the request; None if a field is unknown."""
+    values = [ids.get(field, 0) for field in entity.of_request]
+    return key_of(values) if all(values) else None
 
 
 def _keys(entity: Entity, ids: Mapping[str, Any], num_rows: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """(int64 [n], which are known; None = all). In a user's table, of the fields beside the user."""
+    """(int64 [n] keys, bool [n] which are known or None = all). Keys of a user's table leave out the user."""
     fields = [*entity.of_request, *entity.of_candidate]
-    its = [ids.get(field, 0) for field in fields if not (field == USER and entity.is_crossed_with_user)]
-    keys_n = keys_of(its, num_rows)
+    is_crossed = entity.is_crossed_with_user
+    values = [ids.get(field, 0) for field in fields if not (field == USER and is_crossed)]
+    keys_n = keys_of(values, num_rows)
     if fields == [ITEM]:
         return keys_n, None
     if fields == [USER, ITEM]:
@@ -368,17 +373,17 @@ def _keys(entity: Entity, ids: Mapping[str, Any], num_rows: int) -> tuple[np.nda
     return keys_n, known_n
 
 
-def merged(parts: Iterable[Keys]) -> Keys:
+def merge_keys(parts: Iterable[Keys]) -> Keys:
     """Each key once, in order."""
-    found: dict[str, list[np.ndarray]] = {}
+    by_entity: dict[str, list[np.ndarray]] = {}
     for keys in parts:
         for name, keys_k in keys.items():
-            found.setdefault(name, []).append(keys_k)
-    return {name: np.unique(np.concatenate(arrays)) for name, arrays in found.items()}
+            by_entity.setdefault(name, []).append(keys_k)
+    return {name: np.unique(np.concatenate(arrays)) for name, arrays in by_entity.items()}
 
 
 def as_int64(item_ids: Sequence[int] | np.ndarray) -> np.ndarray:
-    """uint64 or int64 ids, any Python integers among them, as int64 [n]."""
+    """uint64 or int64 ids, or any Python integers, as int64 [n]."""
     if isinstance(item_ids, np.ndarray):
         return item_ids.astype(np.int64, copy=False)
     return np.array([signed(i) for i in item_ids], dtype=np.int64)

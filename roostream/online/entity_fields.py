@@ -1,7 +1,7 @@
-"""What an event's entities are made of: ids of fields, as values that a client gave or as the block that was logged has them.
+"""The ids that an event's entities are made of, from the values of a request or from a logged block.
 
-An id of 0 stands for unknown. Of a list the first id counts. An engagement names its item and its request, not the request's
-features, so fields that engagements count by are remembered from the list that was shown (`ShownFields`), for a day of event
+An id of 0 is unknown. The first id of a list counts. An engagement names its item and its request, but not the request's
+features. Fields that engagements count by are therefore remembered from the shown list (`ShownFields`) for a day of event
 time.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from roostream.errors import CheckpointError, WireError
-from roostream.online.counter_plan import ITEM, OWN_OF_REQUEST, CounterPlan, field_sides, plan_of
+from roostream.schema.counter_plan import ITEM, REQUEST_FIELDS, CounterPlan, field_sides, plan_of
 from roostream.schema.ids import MASK64, hash64, item_id, key_bytes, sample_id, signed, splitmix64, table_id
 from roostream.schema.schema import Schema
 from roostream.wire.block import decode_block
@@ -28,19 +28,19 @@ _NOTHING: Mapping[str, Any] = {}
 
 
 class EntityFields(NamedTuple):
-    """Beside user, items and time, which every event has."""
+    """The fields of an event besides user, items and time, which every event has."""
 
     request: Mapping[str, int] = _NOTHING  # int64; session, surface and features
     candidate: Mapping[str, np.ndarray] = _NOTHING  # int64 [n]
-    list_id: int = 0  # int64; of the request, 0 = it isn't remembered
-    has_ro: bool = True  # False: a page that only adds candidates
+    list_id: int = 0  # int64 id of the request; 0 = its fields are not remembered
+    has_ro: bool = True  # False = a page that only adds candidates
 
 
 NO_FIELDS = EntityFields()
 
 
 class FieldReader:
-    """The fields that a schema's counters are made of."""
+    """Reads the fields that a schema's counters need."""
 
     def __init__(self, schema: Schema) -> None:
         self.schema, plan = schema, schema.derived(plan_of)
@@ -48,35 +48,35 @@ class FieldReader:
         wanted = {
             f for c in schema.counters for f in (*c.entity, *((c.of,) if c.aggregation == "distinct" else ()))
         }
-        features = wanted - {*OWN_OF_REQUEST, ITEM}
+        features = wanted - {*REQUEST_FIELDS, ITEM}
         self.ro = sorted(f for f in features if sides[f] == "ro")
         self.nro = sorted(f for f in features if sides[f] == "nro")
         self.wants_header = bool(wanted & {"session", "surface"}) or bool(features)
         self._remembers = bool(plan.remembered)
 
-    def of_values(
+    def from_values(
         self,
         header: tuple[int, int, str, str],
         ro: Mapping[str, Any] | None,
         nro: Mapping[str, Any],
         num_rows: int,
     ) -> EntityFields:
-        """`header`: user, session, surface, request id; values as `encode_ro` and `encode_nro` take them. What is none of these
-        is unknown here: encoding tells it."""
+        """Read values as `encode_ro` and `encode_nro` take them; `header` is user, session, surface, request id. A value of a
+        wrong type counts as unknown: encoding rejects it."""
         if not self.wants_header:
             return NO_FIELDS
         given = ro or {}
         return EntityFields(
-            self._of_header(header) | {name: _first_id(given.get(name)) for name in self.ro},
+            self._header_fields(header) | {name: _first_id(given.get(name)) for name in self.ro},
             {name: _first_ids(nro.get(name), num_rows) for name in self.nro},
             self._list_id(header),
             ro is not None,
         )
 
-    def of_blocks(
+    def from_blocks(
         self, header: tuple[int, int, str, str], ro: bytes | None, nro: bytes, num_rows: int, fingerprint: int
     ) -> EntityFields:
-        """The same of blocks as logged. Those of another schema, or that can't be read, have unknown fields."""
+        """Read logged blocks. The fields of a block of another schema, or of a damaged one, are unknown."""
         if not self.wants_header:
             return NO_FIELDS
         values: dict[str, Any] = {}
@@ -86,16 +86,16 @@ class FieldReader:
                 values = decode_block(self.schema, "ro", ro, 1) if ro and self.ro else {}
                 columns = decode_block(self.schema, "nro", nro, num_rows) if nro and self.nro else {}
             except WireError:
-                pass  # the joiner dead-letters it
-        return self.of_values(header, None if ro is None else values, columns, num_rows)
+                pass  # the joiner makes it a dead letter
+        return self.from_values(header, None if ro is None else values, columns, num_rows)
 
-    def of_header(self, header: tuple[int, int, str, str]) -> EntityFields:
-        """Of an engagement."""
+    def from_header(self, header: tuple[int, int, str, str]) -> EntityFields:
+        """The fields of an engagement."""
         if not self.wants_header:
             return NO_FIELDS
-        return EntityFields(self._of_header(header), list_id=self._list_id(header))
+        return EntityFields(self._header_fields(header), list_id=self._list_id(header))
 
-    def _of_header(self, header: tuple[int, int, str, str]) -> dict[str, int]:
+    def _header_fields(self, header: tuple[int, int, str, str]) -> dict[str, int]:
         _, session_id, surface, _ = header
         return {"session": signed(session_id), "surface": signed(hash64(surface)) if surface else 0}
 
@@ -107,12 +107,12 @@ class FieldReader:
 
 
 def time_fields(time_ms: int) -> dict[str, int]:
-    """Hour of the day and day of the week (UTC), from 1."""
+    """Hour of the day and day of the week (UTC), counted from 1."""
     return {"hour": time_ms % _DAY_MS // _HOUR_MS + 1, "weekday": (time_ms // _DAY_MS + 3) % 7 + 1}
 
 
 def key_of(ids: Sequence[int]) -> int:
-    """int64: one id is its own key, several are mixed."""
+    """int64 key of an entity: the id itself, or several ids hashed together."""
     if len(ids) == 1:
         return ids[0]
     x = 0
@@ -122,7 +122,7 @@ def key_of(ids: Sequence[int]) -> int:
 
 
 def keys_of(ids: Sequence[int | np.ndarray], num_rows: int) -> np.ndarray:
-    """int64 [n]: `key_of` of each row; an int holds for all rows."""
+    """int64 [n]: `key_of` for each row; an int applies to all rows."""
     if len(ids) == 1:
         return np.broadcast_to(np.asarray(ids[0], dtype=np.int64), (num_rows,))
     x = np.zeros(num_rows, dtype=np.uint64)
@@ -138,7 +138,7 @@ def keys_of(ids: Sequence[int | np.ndarray], num_rows: int) -> np.ndarray:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class ShownFields:
-    """The fields of a request that engagements count by."""
+    """The fields of a shown list that its engagements count by."""
 
     time_ms: int
     request: dict[str, int]
@@ -146,7 +146,7 @@ class ShownFields:
     candidate: dict[str, np.ndarray]  # int64 [n]
 
     def add(self, item_n: np.ndarray, candidate: Mapping[str, np.ndarray]) -> None:
-        """Another page; an item that is there keeps what it has."""
+        """Add a page; the fields of a known item stay as they are."""
         new_n = ~np.isin(item_n, self.item_n)
         self.item_n = np.concatenate([self.item_n, item_n[new_n]])
         self.candidate = {
@@ -154,13 +154,13 @@ class ShownFields:
         }
 
     def fields_at(self, item: int, time_ms: int) -> tuple[dict[str, int], dict[str, int]]:
-        """(request's, candidate's) for an engagement with an item; unknown when it is too old, or wasn't shown."""
+        """Request and candidate fields of an engagement with an item; unknown if it is too old or was not shown."""
         if not -REMEMBERED_MS <= time_ms - self.time_ms <= REMEMBERED_MS:
             return {}, {}
-        (at,) = np.nonzero(self.item_n == item)
-        return self.request, {name: int(ids[at[0]]) for name, ids in self.candidate.items()} if len(
-            at
-        ) else {}
+        (index,) = np.nonzero(self.item_n == item)
+        if not len(index):
+            return self.request, {}
+        return self.request, {name: int(ids[index[0]]) for name, ids in self.candidate.items()}
 
     def to_bytes(self) -> bytes:
         numbers = [
@@ -175,10 +175,10 @@ class ShownFields:
 
 
 def shown_from_bytes(plan: CounterPlan, schema: Schema, data: bytes) -> ShownFields | None:
-    """None: it was written for other fields.
+    """Read remembered fields; None if they were written for other fields.
 
     Raises:
-        CheckpointError: bytes of another form.
+        CheckpointError: bytes of another format.
     """
     ro, nro = remembered_by_side(plan, schema)
     if len(data) >= _HEAD.size:
@@ -191,12 +191,12 @@ def shown_from_bytes(plan: CounterPlan, schema: Schema, data: bytes) -> ShownFie
             request = dict(zip(ro, numbers[: len(ro)].tolist(), strict=True))
             return ShownFields(time_ms, request, rows[0].copy(), dict(zip(nro, rows[1:].copy(), strict=True)))
     raise CheckpointError(
-        f"expected a list's fields of version {_VERSION}, got {len(data)} other bytes; delete them"
+        f"expected a list's fields in version {_VERSION}, got {len(data)} other bytes; delete them"
     )
 
 
 def remembered_by_side(plan: CounterPlan, schema: Schema) -> tuple[list[str], list[str]]:
-    """(request's, candidate's) fields that are remembered, in the order of their names."""
+    """The remembered fields of the request and of the candidate, each in the order of names."""
     sides = field_sides(schema)
     ro, nro = ([f for f in plan.remembered if sides[f] == side] for side in ("ro", "nro"))
     return ro, nro
@@ -207,7 +207,7 @@ def _names_id(ro: Sequence[str], nro: Sequence[str]) -> int:
 
 
 def _first_id(value: Any) -> int:
-    """int64; 0 where there is none, or nothing that is an id."""
+    """int64; 0 if there is none, or if the value is not an id."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         value = value[0] if len(value) else None
     elif isinstance(value, np.ndarray):

@@ -1,4 +1,4 @@
-"""Online features from the states of a request's entities.
+"""Computes the online features of a request from the states of its entities.
 
 Letters: n candidates, W numbers of an entity.
 """
@@ -10,32 +10,33 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from roostream.online.counter_plan import USER, CounterReading, plan_of
 from roostream.online.entity_state import EntityState
+from roostream.online.event_rows import read_rows
+from roostream.schema.counter_plan import USER, CounterReading, plan_of
 from roostream.schema.ids import hash64, signed
 from roostream.schema.schema import Feature, Schema
 from roostream.wire.block import main_key
 
 OnlineValues: TypeAlias = tuple[dict[str, object], dict[str, np.ndarray]]
 """(RO, NRO) by online name: RO as `encode_ro` takes them, absent = missing; NRO float32 [n], NaN = missing."""
-_FEW_EVENTS, _FEW_VIEWS = np.float32(0.1), np.float32(1)
+_PRIOR_EVENTS, _PRIOR_VIEWS = np.float32(0.1), np.float32(1)
 
 
 class EntityStates(NamedTuple):
-    """What a request's online features are read of, by entity."""
+    """The states that a request's online features are read from, by entity."""
 
-    rows: Mapping[str, np.ndarray]  # float64 [n, W] of each of the candidate
-    unknown: Mapping[str, np.ndarray]  # bool [n] where a field may be unknown
-    of_request: Mapping[str, EntityState | None]  # None: a field is unknown
+    rows: Mapping[str, np.ndarray]  # float64 [n, W], entities of the candidate
+    unknown: Mapping[str, np.ndarray]  # bool [n], candidates with an unknown field
+    of_request: Mapping[str, EntityState | None]  # None = a field is unknown
 
 
-def read_all(schema: Schema, found: EntityStates, time_ms: int) -> OnlineValues:
-    """Of an entity with an unknown field every value is missing."""
-    plan, states = schema.derived(plan_of), found.of_request
-    layouts = {**plan.rows, **plan.forms[USER].tables}
-    columns = {name: layouts[name].read(rows_n, time_ms) for name, rows_n in found.rows.items()}
+def read_all(schema: Schema, entities: EntityStates, time_ms: int) -> OnlineValues:
+    """All online features of the counters. If a field of an entity is unknown, its values are missing."""
+    plan, states = schema.derived(plan_of), entities.of_request
+    layouts = {**plan.row_layouts, **plan.state_layouts[USER].tables}
+    columns = {name: read_rows(layouts[name], rows_n, time_ms) for name, rows_n in entities.rows.items()}
     numbers = {
-        name: state.form.layout.read(state.row_1W, time_ms)
+        name: read_rows(state.layout.row, state.row_1W, time_ms)
         for name, state in states.items()
         if state is not None
     }
@@ -45,13 +46,14 @@ def read_all(schema: Schema, found: EntityStates, time_ms: int) -> OnlineValues:
         name, entity = reading.counter.name, reading.entity.name
         if reading.side == "nro":
             if reading.counter.aggregation == "in_last_list":
-                nro[name] = _in_last_list(found.rows[entity][:, reading.at[0]], states[USER], reading.user_at)
+                newest_ms_n = entities.rows[entity][:, reading.columns[0]]
+                nro[name] = _in_last_list(newest_ms_n, states[USER], reading.user_column)
             else:
                 nro[name] = _number(reading, columns[entity])
-            if entity in found.unknown:
-                nro[name] = np.where(found.unknown[entity], np.float32(np.nan), nro[name])
+            if entity in entities.unknown:
+                nro[name] = np.where(entities.unknown[entity], np.float32(np.nan), nro[name])
         elif (state := states[entity]) is not None:
-            value = _of_state(schema, reading, state, numbers[entity], time_ms)
+            value = _request_value(schema, reading, state, numbers[entity], time_ms)
             if value is not None:
                 ro[name] = value
     return ro, nro
@@ -59,24 +61,24 @@ def read_all(schema: Schema, found: EntityStates, time_ms: int) -> OnlineValues:
 
 def _number(reading: CounterReading, columns_Wn: np.ndarray) -> np.ndarray:
     """float32 [n]."""
-    value_n = columns_Wn[reading.at[0]]
+    value_n = columns_Wn[reading.columns[0]]
     if reading.counter.aggregation != "rate":
         return value_n
-    rate_n: np.ndarray = (value_n + _FEW_EVENTS) / (columns_Wn[reading.at[1]] + _FEW_VIEWS)
+    rate_n: np.ndarray = (value_n + _PRIOR_EVENTS) / (columns_Wn[reading.columns[1]] + _PRIOR_VIEWS)
     return rate_n
 
 
-def _in_last_list(newest_ms_n: np.ndarray, user: EntityState | None, user_at: int) -> np.ndarray:
-    """1 where the user was shown it last when the user was shown anything last; an unknown user wasn't shown anything."""
-    last_ms = np.nan if user is None else user.row_1W[0, user_at]
-    in_it_n: np.ndarray = (newest_ms_n == last_ms).astype(np.float32)
-    return in_it_n
+def _in_last_list(newest_ms_n: np.ndarray, user: EntityState | None, user_column: int) -> np.ndarray:
+    """float32 [n]: 1 for items of the last list that the user was shown; 0 for an unknown user."""
+    last_ms = np.nan if user is None else user.row_1W[0, user_column]
+    is_in_n: np.ndarray = (newest_ms_n == last_ms).astype(np.float32)
+    return is_in_n
 
 
-def _of_state(
+def _request_value(
     schema: Schema, reading: CounterReading, state: EntityState, columns_W1: np.ndarray, time_ms: int
 ) -> object:
-    """None = missing."""
+    """The value of a request feature; None = missing."""
     counter, event = reading.counter, reading.event
     if counter.aggregation in ("history", "length"):
         history_H2 = state.histories[event][: counter.length or schema.online.history_len]
@@ -95,7 +97,7 @@ def _of_state(
 
 
 def _history(feature: Feature | None, history_H2: np.ndarray, event: str) -> object:
-    """As the schema's feature with this `online` holds it; all columns if there is none."""
+    """A history in the form of the schema's feature with this `online`; all columns if there is none."""
     item, time = (column.tolist() for column in history_H2.T)
     action = [signed(hash64(event))] * len(item)
     if feature is None:

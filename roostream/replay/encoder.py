@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from roostream.online.counters import Counters, of_request, sources_of
+from roostream.online.counters import Counters, sources_of, stateless_features
 from roostream.online.entity_fields import EntityFields, FieldReader
 from roostream.replay.datasets import Clicks
 from roostream.replay.events import Action, Event, Request
@@ -74,7 +74,7 @@ class ReplayEncoder:
         self._apply_until(request.time_ms)
         num_rows = len(request.items_n)
         ro, nro = self.counters.read(request.user_id, request.items_n, request.time_ms, self._fields(request))
-        own_ro, own_nro = of_request(request.items_n, request.time_ms)
+        own_ro, own_nro = stateless_features(request.items_n, request.time_ms)
         message = pb.Impression(
             header=self._header(request),
             item_ids=request.items_n.view(np.uint64).tolist(),
@@ -106,8 +106,8 @@ class ReplayEncoder:
         """What counters beyond user, items and time count it by."""
         header = event.user_id, event.session_id, event.surface, event.request_id
         if isinstance(event, Request):
-            return self._reader.of_values(header, event.ro, event.nro, len(event.items_n))
-        return self._reader.of_header(header)
+            return self._reader.from_values(header, event.ro, event.nro, len(event.items_n))
+        return self._reader.from_header(header)
 
     def _header(self, event: Event) -> pb.Header:
         """Who, when and by which schema; ids as uint64."""

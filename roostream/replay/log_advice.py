@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from roostream.errors import nearest
-from roostream.online.counter_plan import declared
-from roostream.online.counters import OF_THE_REQUEST, sources_of
+from roostream.online.counters import STATELESS_FEATURES, sources_of
 from roostream.replay.log_profile import LogProfile
 from roostream.schema.counter_declaration import SHOWN
+from roostream.schema.counter_plan import declared
 from roostream.schema.schema import Schema
 
 _FAR_FROM_PRIOR = 5.0
@@ -62,7 +62,7 @@ def _features(schema: Schema, profile: LogProfile) -> Iterator[str]:
         sources = sources_of(schema, side)
         for f in getattr(schema, side):
             seen = coverage[f.name]
-            if seen["share"] is None or sources.get(f.name) in OF_THE_REQUEST:
+            if seen["share"] is None or sources.get(f.name) in STATELESS_FEATURES:
                 continue
             if not seen["share"]:
                 own = (

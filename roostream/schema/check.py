@@ -1,4 +1,4 @@
-"""What a schema may not be: each refusal names the key, the value, the nearest known one, and the place in the file."""
+"""Checks that the parts of a schema fit together. Each error names key, value, nearest known name, file and line."""
 
 from __future__ import annotations
 
@@ -7,28 +7,39 @@ from functools import partial
 from typing import TypeAlias
 
 from roostream.errors import SchemaError, nearest
-from roostream.online.counter_plan import declared, online_names
-from roostream.schema.check_counters import check_counters
+from roostream.schema.counter_declaration import MAX_COUNTERS, CounterDeclaration, built_in
+from roostream.schema.counter_plan import (
+    ITEM,
+    REQUEST_FIELDS,
+    USER,
+    declared,
+    field_sides,
+    online_names,
+    plan_of,
+)
 from roostream.schema.expand import RowLocations
 from roostream.schema.schema import Feature, Schema
 
-_OF_THE_REQUEST = {"ro": ("num_candidates", "hour_of_day"), "nro": ("position", "item_id")}
+MAX_STATE_BYTES = 256 * 1024
+"""Largest state that the counters of one entity may have."""
+_STATELESS = {"ro": ("num_candidates", "hour_of_day"), "nro": ("position", "item_id")}
 _BUILT_IN = online_names(Schema())
-ONLINE = {side: (*_BUILT_IN[side], *own) for side, own in _OF_THE_REQUEST.items()}
-"""What `online` may name in every schema, by side; roostream/online/counters.py computes them."""
+ONLINE = {side: (*_BUILT_IN[side], *names) for side, names in _STATELESS.items()}
+"""Online features that `online` may name in every schema, by side; roostream/online/counters.py computes them."""
 
+_REQUEST_ONLY = ("history", "length", "distinct")
 
 At: TypeAlias = Callable[..., str]
-"""Keys of a row's block → `"file:line: "` of the first that it sets."""
+"""Keys of a row's block → `"file:line: "` of the first one that is set."""
 
 
 def check(schema: Schema, locations: RowLocations) -> Schema:
-    """The schema itself, if everything that it names is there and goes together.
+    """Check a parsed schema and return it.
 
     Raises:
-        SchemaError: the first thing that doesn't; names file and, for features and transforms, the line.
+        SchemaError: the first error; names file and line.
     """
-    check_counters(schema, locations, tuple(name for own in _OF_THE_REQUEST.values() for name in own))
+    _check_counters(schema, locations, tuple(name for names in _STATELESS.values() for name in names))
     names: set[str] = set()
     for side in ("ro", "nro"):
         for row, f in enumerate(getattr(schema, side)):
@@ -46,7 +57,7 @@ def check(schema: Schema, locations: RowLocations) -> Schema:
 
 
 def _check_tables_and_labels(schema: Schema, locations: RowLocations) -> None:
-    """Names of labels are given once, there is one, and no two tables share a short id."""
+    """There is a label, label names are unique, and no two tables have the same 32-bit id."""
     names = [label.name for label in schema.labels]
     for row, name in enumerate(names):
         if name in names[:row]:
@@ -67,7 +78,7 @@ def _check_tables_and_labels(schema: Schema, locations: RowLocations) -> None:
 
 
 def _check_feature(schema: Schema, f: Feature, at: At) -> None:
-    """Tables exist, and columns are those of a sequence."""
+    """The tables of a feature exist, and only sequences have columns."""
     tables = schema.table_by_name
     if f.kind == "float":
         if f.table or f.columns:
@@ -113,12 +124,12 @@ def _check_feature(schema: Schema, f: Feature, at: At) -> None:
 
 
 def _check_online(schema: Schema, side: str, f: Feature, describe: At) -> None:
-    """The online name exists on this side, and the feature can hold its value."""
+    """The online feature exists on this side, and the feature can hold its value."""
     if not f.online:
         return
     at = f"{describe('online')}feature {f.name!r}"
     other = "nro" if side == "ro" else "ro"
-    known = {s: (*names, *_OF_THE_REQUEST[s]) for s, names in online_names(schema).items()}
+    known = {s: (*names, *_STATELESS[s]) for s, names in online_names(schema).items()}
     if f.online in known[other] and f.online not in known[side]:
         raise SchemaError(
             f"{at}: online feature {f.online!r} is for [[{other}]], got it in [[{side}]]; move the feature there"
@@ -145,7 +156,7 @@ def _check_online(schema: Schema, side: str, f: Feature, describe: At) -> None:
 
 
 def _check_transforms(schema: Schema, locations: RowLocations) -> None:
-    """Inputs are there when a transform comes, outputs are new, and the operation goes with the side."""
+    """The inputs of a transform exist before it, its output is new, and its operation fits the side."""
     known = {side: {f.name for f in schema.floats(side)} for side in ("ro", "nro")}
     declared = {f.name for f in (*schema.ro, *schema.nro)}
     for row, t in enumerate(schema.transforms):
@@ -167,3 +178,66 @@ def _check_transforms(schema: Schema, locations: RowLocations) -> None:
         if t.op == "standardize" and t.std <= 0:
             raise SchemaError(f"{at('std')}transform {t.output!r}: expected std > 0, got {t.std}")
         known[side].add(t.output)
+
+
+def _check_counters(schema: Schema, locations: RowLocations, taken: tuple[str, ...]) -> None:
+    """`taken`: names of the online features that need no state."""
+    if len(schema.counters) > MAX_COUNTERS:
+        raise SchemaError(
+            f"{locations.location.describe('counter')}expected at most {MAX_COUNTERS} counters, got {len(schema.counters)}; remove some"
+        )
+    names = {*taken, *(c.name for c in built_in())}
+    for row, counter in enumerate(schema.counters):
+        at = partial(locations.describe, "counter", row)
+        if counter.name in names:
+            raise SchemaError(f"{at('name')}counter {counter.name!r}: that name is taken; choose another")
+        names.add(counter.name)
+        for field in counter.entity:
+            _check_field(schema, counter, field, at("entity"))
+        if counter.aggregation == "distinct":
+            _check_field(schema, counter, counter.of, at("of"))
+        _check_entity(schema, counter, at("entity"))
+    for name, layout in schema.derived(plan_of).state_layouts.items():
+        if layout.max_bytes > MAX_STATE_BYTES:
+            raise SchemaError(
+                f"{locations.location.describe('counter')}expected a state of {name!r} of at most {MAX_STATE_BYTES} bytes, "
+                f"got {layout.max_bytes}; shorten its histories or remove some of its counters"
+            )
+
+
+def _check_field(schema: Schema, counter: CounterDeclaration, field: str, at: str) -> None:
+    """A field is one of the request, or a list of ids that clients send."""
+    sides = field_sides(schema)
+    at += f"counter {counter.name!r}: "
+    if field not in sides:
+        feature = next((f for f in (*schema.ro, *schema.nro) if f.name == field), None)
+        if feature is not None:
+            raise SchemaError(f"{at}expected a feature of kind 'ids', got {field!r} of {feature.kind!r}")
+        raise SchemaError(f"{at}unknown field {field!r}{nearest(field, sides)}")
+    feature = next((f for f in schema.lists(sides[field]) if f.name == field), None)  # type: ignore[arg-type]
+    if feature is not None and field in REQUEST_FIELDS:
+        raise SchemaError(
+            f"{at}{field!r} is a field of the request and also the name of a feature; rename the feature"
+        )
+    if feature is not None and feature.online and field != ITEM:
+        raise SchemaError(
+            f"{at}expected a feature that clients send, got {field!r}, which has an online value"
+        )
+
+
+def _check_entity(schema: Schema, counter: CounterDeclaration, at: str) -> None:
+    sides, aggregation = field_sides(schema), counter.aggregation
+    of_candidate = [field for field in counter.entity if sides[field] == "nro"]
+    if aggregation in _REQUEST_ONLY and of_candidate:
+        raise SchemaError(
+            f"{at}counter {counter.name!r}: expected fields of the request for aggregation {aggregation!r}, got {of_candidate[0]!r}, "
+            "a field of the candidate; remove it"
+        )
+    if aggregation == "expected" and not of_candidate:
+        raise SchemaError(
+            f"{at}counter {counter.name!r}: expected a field of the candidate for 'expected', got none; add 'item'"
+        )
+    if aggregation == "in_last_list" and not (USER in counter.entity and of_candidate):
+        raise SchemaError(
+            f"{at}counter {counter.name!r}: expected 'user' and a field of the candidate for 'in_last_list'"
+        )

@@ -17,9 +17,9 @@ from typing import Any, Literal, TypeAlias, TypeVar
 from roostream.errors import SchemaError
 from roostream.schema.counter_declaration import CounterDeclaration
 from roostream.schema.ids import hash64, table_id
+from roostream.schema.limits import MAX_MESSAGE_BYTES, RECORD_OVERHEAD_BYTES
 from roostream.schema.settings import SettingError, Settings, check_name, check_text, setting, setting_error
 from roostream.schema.update_rules import RULES, Adagrad, Rule
-from roostream.wire.records import MAX_MESSAGE_BYTES, RECORD_OVERHEAD
 
 T = TypeVar("T")
 Kind = Literal["float", "ids", "weighted_ids", "sequence"]
@@ -199,10 +199,10 @@ class Limits(Settings):
         le=MAX_MESSAGE_BYTES // 2,
     )
     max_sample_bytes: int = setting(
-        MAX_MESSAGE_BYTES - RECORD_OVERHEAD,
+        MAX_MESSAGE_BYTES - RECORD_OVERHEAD_BYTES,
         "bytes a sample or correction; what joins into one request may not make more",
         ge=1024,
-        le=MAX_MESSAGE_BYTES - RECORD_OVERHEAD,
+        le=MAX_MESSAGE_BYTES - RECORD_OVERHEAD_BYTES,
     )
 
 

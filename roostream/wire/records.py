@@ -15,10 +15,6 @@ from roostream.errors import WireError
 from roostream.wire import roo_pb2 as pb
 
 VERSION, CHECKED_VERSION = 1, 2
-MAX_MESSAGE_BYTES = 4 << 20
-"""What topics take, producers send and programs may make, with key and all: one cap from end to end."""
-RECORD_OVERHEAD = 4 << 10
-"""Of it, what is not the value: key, headers, the batch around it."""
 MAX_WEIGHT = 1e6
 """Weights of list entries lie in ±MAX_WEIGHT, weights of samples in 0..MAX_WEIGHT; a propensity is above 0, at most 1. Checked
 wherever they enter: one value beyond would be all that a model learns from. Kernels are cached with it (wire_fields.py)."""

@@ -17,8 +17,8 @@ import msgspec
 from msgspec import Meta
 
 from roostream.errors import nearest
-from roostream.online.counter_plan import plan_of
 from roostream.runtime.kafka.topics import ENGAGEMENTS
+from roostream.schema.counter_plan import plan_of
 from roostream.schema.ids import MASK64, hash64, key_bytes
 from roostream.schema.schema import Schema
 from roostream.wire import records as wire

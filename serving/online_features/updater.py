@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 from roostream.errors import UnavailableError, WireError
-from roostream.online.counters import LISTS, Counters, Keys, merged
+from roostream.online.counters import LISTS, Counters, Keys, merge_keys
 from roostream.online.entity_fields import NO_FIELDS, EntityFields, FieldReader
 from roostream.runtime import metrics_server, redis_client
 from roostream.runtime.backoff import Backoff
@@ -72,9 +72,9 @@ def event_of(record: Record, reader: FieldReader) -> Event | None:
     if isinstance(message, pb.Impression):
         item_ids = [signed(i) for i in message.item_ids]
         ro = message.ro if message.HasField("ro") else None
-        fields = reader.of_blocks(header, ro, message.nro, len(item_ids), its.schema)
+        fields = reader.from_blocks(header, ro, message.nro, len(item_ids), its.schema)
         return Shown(user_id, item_ids, its.time_ms, fields)
-    fields = reader.of_header(header)
+    fields = reader.from_header(header)
     return Engaged(user_id, signed(message.item_id), message.action, message.value, its.time_ms, fields)
 
 
@@ -158,8 +158,8 @@ class FeatureUpdater:
     def _apply(self, records: Sequence[Record]) -> bool:
         events = [event for event in map(self._event, records) if event is not None]
         counters = Counters(self.schema)
-        self.store.load(counters, merged(counters.list_keys(event.fields) for event in events))
-        keys = merged(touched(counters, event) for event in events)
+        self.store.load(counters, merge_keys(counters.list_keys(event.fields) for event in events))
+        keys = merge_keys(touched(counters, event) for event in events)
         self.store.load(counters, {name: its for name, its in keys.items() if name != LISTS})
         for event in events:
             apply(counters, event)

@@ -21,7 +21,7 @@ import torch
 
 from roostream.errors import RoostreamError, WireError
 from roostream.models.inputs import build_inputs
-from roostream.online.counters import of_request, sources_of
+from roostream.online.counters import sources_of, stateless_features
 from roostream.online.entity_fields import EntityFields, FieldReader
 from roostream.schema.schema import Schema
 from roostream.wire.block import main_key, ro_columns
@@ -101,7 +101,7 @@ class Retriever:
         """Fill what is missing of the request's features; True if Redis was away."""
         missing = {name: source for name, source in self._sources.items() if request.ro.get(name) is None}
         online, away = dict[str, Any](), False
-        own, _ = of_request(_NO_ITEMS, time_ms)
+        own, _ = stateless_features(_NO_ITEMS, time_ms)
         own.pop("num_candidates")  # a list has that many, and there is none yet
         if self.hydrator is not None and any(source not in own for source in missing.values()):
             try:
@@ -118,7 +118,7 @@ class Retriever:
 
     def _fields(self, request: RankRequest) -> EntityFields:
         header = request.user_id, request.session_id, request.surface, request.request_id
-        return self._reader.of_values(header, request.ro, {}, 0)
+        return self._reader.from_values(header, request.ro, {}, 0)
 
     def _vector(self, space: ItemSpace, asked: RetrieveRequest, time_ms: int) -> np.ndarray:
         """float32 [D]."""

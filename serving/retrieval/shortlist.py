@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from roostream.errors import RoostreamError
-from roostream.online.counters import OF_THE_REQUEST, sources_of
+from roostream.online.counters import STATELESS_FEATURES, sources_of
 from serving.explore import best_order
 from serving.rank import RankService
 from serving.request import RankRequest
@@ -29,7 +29,7 @@ class Shortlist:
     def __init__(self, service: RankService, retriever: Retriever) -> None:
         self.service, self.retriever = service, retriever
         sources = sources_of(service.schema, "nro")
-        self._online = {name: source for name, source in sources.items() if source not in OF_THE_REQUEST}
+        self._online = {name: source for name, source in sources.items() if source not in STATELESS_FEATURES}
 
     def choose(
         self, asked: RetrieveRequest, shown: int, time_ms: int

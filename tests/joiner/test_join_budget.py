@@ -12,9 +12,10 @@ from joiner.config import JoinerConfig
 from joiner.local_engine import LocalEngine
 from joiner.local_kafka import KafkaSink
 from roostream.runtime.kafka.broker import Broker
+from roostream.schema.limits import MAX_MESSAGE_BYTES, RECORD_OVERHEAD_BYTES
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.decode import Decoder
-from roostream.wire.records import MAX_MESSAGE_BYTES, RECORD_OVERHEAD, Record
+from roostream.wire.records import Record
 from tests.joiner.cases import (
     SCHEMA,
     DictStore,
@@ -115,7 +116,7 @@ def test_the_sink_refuses_what_is_above_the_cap() -> None:
     with pytest.raises(KafkaException, match="MSG_SIZE_TOO_LARGE"):
         KafkaSink(Broker("127.0.0.1:9"), "").write([output])
     KafkaSink(Broker("127.0.0.1:9"), "").write(
-        [output._replace(value=bytes(MAX_MESSAGE_BYTES - RECORD_OVERHEAD))]
+        [output._replace(value=bytes(MAX_MESSAGE_BYTES - RECORD_OVERHEAD_BYTES))]
     )
 
 

@@ -161,11 +161,11 @@ def random_events(seed: int, count: int) -> list[List | Engagement]:
 def count(counters: Counters, reader: FieldReader, events: list[List | Engagement]) -> None:
     for e in events:
         if isinstance(e, List):
-            fields = reader.of_values(e.header, e.ro, e.nro, len(e.items))
+            fields = reader.from_values(e.header, e.ro, e.nro, len(e.items))
             counters.apply_impression(e.user, e.items, e.time_ms, fields)
         else:
             counters.apply_engagement(
-                e.of.user, e.item, e.action, e.value, e.time_ms, reader.of_header(e.of.header)
+                e.of.user, e.item, e.action, e.value, e.time_ms, reader.from_header(e.of.header)
             )
 
 
@@ -306,7 +306,7 @@ def asked_lists(seed: int, now_ms: int) -> list[List]:
 
 def assert_is(schema: Schema, oracle: Oracle, counters: Counters, asked: List, now_ms: int) -> None:
     """What the counters read is what the oracle says."""
-    fields = FieldReader(schema).of_values(asked.header, asked.ro, asked.nro, len(asked.items))
+    fields = FieldReader(schema).from_values(asked.header, asked.ro, asked.nro, len(asked.items))
     ro, nro = counters.read(asked.user, asked.items, now_ms, fields)
     for c in COUNTERS:
         if c["name"] in nro:

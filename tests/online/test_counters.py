@@ -11,11 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roostream.errors import CheckpointError
-from roostream.online.counter_plan import plan_of
-from roostream.online.counters import OF_THE_REQUEST, Counters, Keys, of_request, precompile, sources_of
-from roostream.online.entity_state import MAX_TABLE_ROWS, CrossTable, EntityState, state_from_bytes
+from roostream.online.counters import (
+    STATELESS_FEATURES,
+    Counters,
+    Keys,
+    precompile,
+    sources_of,
+    stateless_features,
+)
+from roostream.online.entity_state import CrossTable, EntityState, state_from_bytes
+from roostream.online.event_rows import rows_from_bytes
 from roostream.schema.check import ONLINE
+from roostream.schema.counter_plan import plan_of
 from roostream.schema.ids import hash64, signed
+from roostream.schema.row_layout import MAX_TABLE_ROWS
 from roostream.schema.schema import Feature, Schema
 from roostream.wire.block import encode_nro, encode_ro
 from tests.wire.sample_builders import parse_schema
@@ -82,10 +91,10 @@ def test_what_a_user_saw_and_clicked() -> None:
 
 def test_what_needs_no_state() -> None:
     ids = np.array([5, -1, 3])
-    ro, nro = of_request(ids, 25 * HOUR + HOUR // 2, first_position=4)
+    ro, nro = stateless_features(ids, 25 * HOUR + HOUR // 2, first_position=4)
     assert ro == {"num_candidates": 3.0, "hour_of_day": 1.5}
     assert nro["position"].tolist() == [4, 5, 6] and nro["item_id"] is ids
-    assert {*ro, *nro} == set(OF_THE_REQUEST)
+    assert {*ro, *nro} == set(STATELESS_FEATURES)
 
 
 def test_an_ids_feature_named_item_is_the_candidates_own_id_unless_the_schema_says_otherwise() -> None:
@@ -110,7 +119,7 @@ def test_a_new_user_has_an_empty_history_and_no_gap() -> None:
 def test_every_online_name_of_the_schema_is_computed() -> None:
     counters = Counters(Schema())
     counters.apply_impression(1, [1], T0)
-    (ro, nro), (own_ro, own_nro) = counters.read(1, [1], T0), of_request(np.array([1]), T0)
+    (ro, nro), (own_ro, own_nro) = counters.read(1, [1], T0), stateless_features(np.array([1]), T0)
     assert {*ro, *own_ro} == set(ONLINE["ro"]) and {*nro, *own_nro} == set(ONLINE["nro"])
     assert not {*ro} & {*own_ro} and not {*nro} & {*own_nro}, "each is computed in one place"
     assert all(column.dtype == np.float32 and column.shape == (1,) for column in nro.values())
@@ -211,8 +220,8 @@ def test_states_fit_the_blocks_that_serving_writes(schema: Schema) -> None:
     assert encode_nro(schema, {"age": nro["user_click_age_s"], "item": [[5], [6]]}, 2)
 
 
-ITEM_LAYOUT, USER_FORM = plan_of(Schema()).rows["item"], plan_of(Schema()).forms["user"]
-STATE = EntityState(USER_FORM).to_bytes()
+ITEM_LAYOUT, USER_LAYOUT = plan_of(Schema()).row_layouts["item"], plan_of(Schema()).state_layouts["user"]
+STATE = EntityState(USER_LAYOUT).to_bytes()
 
 
 @pytest.mark.parametrize(
@@ -220,7 +229,7 @@ STATE = EntityState(USER_FORM).to_bytes()
 )
 def test_foreign_item_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(CheckpointError, match="expected a counter's state of version 3"):
-        ITEM_LAYOUT.from_bytes([data])
+        rows_from_bytes(ITEM_LAYOUT, [data])
 
 
 @pytest.mark.parametrize(
@@ -238,13 +247,13 @@ def test_foreign_item_bytes_are_refused(data: bytes) -> None:
 )
 def test_foreign_user_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(CheckpointError, match="expected an entity's state of version 2"):
-        state_from_bytes(USER_FORM, data)
+        state_from_bytes(USER_LAYOUT, data)
 
 
 @pytest.mark.parametrize("data", [b"", CrossTable(ITEM_LAYOUT).to_bytes() + b"x"])
 def test_foreign_bytes_of_a_users_table_are_refused(data: bytes) -> None:
     with pytest.raises(CheckpointError, match="expected an entity's state of version 2"):
-        CrossTable(ITEM_LAYOUT).take(data)
+        CrossTable(ITEM_LAYOUT).read_bytes(data)
 
 
 def test_a_user_without_a_stored_state_is_forgotten() -> None:

@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roostream.errors import CheckpointError, SchemaError
-from roostream.online.counter_plan import plan_of
-from roostream.online.counters import LISTS, Counters, merged
+from roostream.online.counters import LISTS, Counters, merge_keys
 from roostream.online.entity_fields import FieldReader, key_of, keys_of, shown_from_bytes, time_fields
-from roostream.online.entity_state import max_bytes
 from roostream.schema.counter_declaration import SHOWN
+from roostream.schema.counter_plan import plan_of
 from roostream.schema.registry import to_toml
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import load_schema, schema_from_dict
@@ -61,7 +60,7 @@ def test_states_through_bytes_before_every_event_change_no_bit(seed: int, cut: i
         store |= dict(zip(names(keys), fresh.dump(keys), strict=True))
     now_ms = events[-1].time_ms + cut * 60_000
     for asked in asked_lists(seed, now_ms):
-        fields = reader.of_values(asked.header, asked.ro, asked.nro, len(asked.items))
+        fields = reader.from_values(asked.header, asked.ro, asked.nro, len(asked.items))
         fresh = Counters(SCHEMA)
         load(fresh, fresh.keys(asked.user, asked.items, now_ms, fields), store)
         (ro, nro), (ro2, nro2) = (c.read(asked.user, asked.items, now_ms, fields) for c in (straight, fresh))
@@ -82,9 +81,9 @@ def touched(
     counters: Counters, reader: FieldReader, event: Any, store: dict[tuple[str, int], bytes | None]
 ) -> dict[str, np.ndarray]:
     if isinstance(event, List):
-        fields = reader.of_values(event.header, event.ro, event.nro, len(event.items))
-        return merged([counters.keys(event.user, event.items, event.time_ms, fields, SHOWN)])
-    fields = reader.of_header(event.of.header)
+        fields = reader.from_values(event.header, event.ro, event.nro, len(event.items))
+        return merge_keys([counters.keys(event.user, event.items, event.time_ms, fields, SHOWN)])
+    fields = reader.from_header(event.of.header)
     load(counters, counters.list_keys(fields), store)
     return counters.engagement_keys(
         event.of.user, event.item, event.action, event.time_ms, fields
@@ -116,17 +115,17 @@ def test_a_page_that_adds_candidates_is_counted_by_the_fields_of_its_request() -
     )
     counters, reader = Counters(schema), FieldReader(schema)
     header = (5, 1, "", "r1")
-    counters.apply_impression(5, [1], T0, reader.of_values(header, {"page": ["home"]}, {}, 1))
-    counters.apply_impression(5, [2], T0 + 1, reader.of_values(header, None, {}, 1))
-    counters.apply_engagement(5, 2, "click", 1.0, T0 + 2, reader.of_header(header))
-    counters.apply_engagement(5, 2, "click", 1.0, T0 + 3, reader.of_header((5, 1, "", "another")))
-    counters.apply_engagement(5, 3, "click", 1.0, T0 + 3, reader.of_header(header))
-    fields = reader.of_values(header, {"page": ["home"]}, {}, 3)
+    counters.apply_impression(5, [1], T0, reader.from_values(header, {"page": ["home"]}, {}, 1))
+    counters.apply_impression(5, [2], T0 + 1, reader.from_values(header, None, {}, 1))
+    counters.apply_engagement(5, 2, "click", 1.0, T0 + 2, reader.from_header(header))
+    counters.apply_engagement(5, 2, "click", 1.0, T0 + 3, reader.from_header((5, 1, "", "another")))
+    counters.apply_engagement(5, 3, "click", 1.0, T0 + 3, reader.from_header(header))
+    fields = reader.from_values(header, {"page": ["home"]}, {}, 3)
     nro = counters.read(5, [1, 2, 3], T0 + 4, fields)[1]
     assert nro["seen"].tolist() == [1, 1, 0] and nro["here"].tolist() == [0, 1, 1], (
         "the page was known, also of an item that wasn't shown"
     )
-    assert np.isnan(counters.read(5, [1], T0 + 4, reader.of_values(header, {}, {}, 1))[1]["here"]).all(), (
+    assert np.isnan(counters.read(5, [1], T0 + 4, reader.from_values(header, {}, {}, 1))[1]["here"]).all(), (
         "an unknown page is missing"
     )
 
@@ -135,17 +134,17 @@ def test_a_list_that_is_forgotten_counts_for_user_and_item_alone() -> None:
     schema = schema_with([{"name": "here", "entity": ["page", "item"], "event": "click"}])
     counters, reader = Counters(schema), FieldReader(schema)
     header = (5, 1, "", "r1")
-    counters.apply_impression(5, [1], T0, reader.of_values(header, {"page": ["home"]}, {}, 1))
-    counters.apply_engagement(5, 1, "click", 1.0, T0 + 24 * HOUR + 1, reader.of_header(header))
-    nro = counters.read(5, [1], T0 + 25 * HOUR, reader.of_values(header, {"page": ["home"]}, {}, 1))[1]
+    counters.apply_impression(5, [1], T0, reader.from_values(header, {"page": ["home"]}, {}, 1))
+    counters.apply_engagement(5, 1, "click", 1.0, T0 + 24 * HOUR + 1, reader.from_header(header))
+    nro = counters.read(5, [1], T0 + 25 * HOUR, reader.from_values(header, {"page": ["home"]}, {}, 1))[1]
     assert nro["here"].tolist() == [0] and nro["user_clicks"].tolist() == [1]
 
 
 def test_a_retried_engagement_counts_once_for_every_counter() -> None:
     counters, reader = Counters(SCHEMA), FieldReader(SCHEMA)
     for _ in range(2):
-        counters.apply_engagement(5, 6, "order", 3.0, T0, reader.of_header((5, 1, "", "r")))
-    nro = counters.read(5, [6], T0, reader.of_values((5, 1, "", "r"), {}, {}, 1))[1]
+        counters.apply_engagement(5, 6, "order", 3.0, T0, reader.from_header((5, 1, "", "r")))
+    nro = counters.read(5, [6], T0, reader.from_values((5, 1, "", "r"), {}, {}, 1))[1]
     assert nro["order_rate_1h"].tolist() == [np.float32(1.1)] and nro["last_order"].tolist() == [3.0]
 
 
@@ -154,15 +153,15 @@ def test_blocks_and_values_have_the_same_fields() -> None:
 
     reader, header = FieldReader(SCHEMA), (5, 2, "app", "r1")
     ro, nro = {"page": ["home", 9]}, {"category": [["shoes"], None, [4]], "item": [[1], [2], [3]]}
-    given = reader.of_values(header, ro, nro, 3)
-    logged = reader.of_blocks(
+    given = reader.from_values(header, ro, nro, 3)
+    logged = reader.from_blocks(
         header, encode_ro(SCHEMA, ro), encode_nro(SCHEMA, nro, 3), 3, SCHEMA.fingerprint
     )
     assert logged.request == given.request and logged.list_id == given.list_id != 0
     assert logged.candidate["category"].tolist() == given.candidate["category"].tolist()
     assert given.candidate["category"].tolist()[1:] == [0, 4]
     for ro_bytes, nro_bytes, fingerprint in ((b"\x09", b"\x09", SCHEMA.fingerprint), (b"", b"", 1)):
-        unknown = reader.of_blocks(header, ro_bytes, nro_bytes, 3, fingerprint)
+        unknown = reader.from_blocks(header, ro_bytes, nro_bytes, 3, fingerprint)
         assert unknown.request["page"] == 0 and unknown.candidate["category"].tolist() == [0, 0, 0]
 
 
@@ -170,7 +169,7 @@ def test_blocks_and_values_have_the_same_fields() -> None:
 def test_a_value_that_is_no_id_is_unknown(value: object) -> None:
     assert (
         FieldReader(SCHEMA)
-        .of_values((1, 1, "", "r"), {"page": value}, {"category": value}, 1)
+        .from_values((1, 1, "", "r"), {"page": value}, {"category": value}, 1)
         .request["page"]
         == 0
     )
@@ -205,13 +204,13 @@ def test_a_counter_that_is_added_begins_and_leaves_the_others_as_they_are() -> N
 
 @pytest.mark.parametrize("data", [b"", b"\x02" + bytes(20), b"\x01" + bytes(3)])
 def test_foreign_bytes_of_a_lists_fields_are_refused(data: bytes) -> None:
-    with pytest.raises(CheckpointError, match="expected a list's fields of version 1"):
+    with pytest.raises(CheckpointError, match="expected a list's fields"):
         shown_from_bytes(SCHEMA.derived(plan_of), SCHEMA, data)
 
 
 def test_the_fields_of_a_list_that_other_counters_wrote_are_unknown() -> None:
     counters, reader = Counters(SCHEMA), FieldReader(SCHEMA)
-    fields = reader.of_values((5, 1, "", "r"), {"page": [3]}, {"category": [[4]]}, 1)
+    fields = reader.from_values((5, 1, "", "r"), {"page": [3]}, {"category": [[4]]}, 1)
     counters.apply_impression(5, [1], T0, fields)
     keys = counters.list_keys(fields)
     other = Counters(schema_with([{"name": "x", "entity": ["page", "item"], "event": "click"}]))
@@ -224,16 +223,20 @@ def test_no_state_is_larger_than_its_form_says() -> None:
     rng = np.random.default_rng(0)
     for n in range(300):
         items = rng.integers(1, 1 << 60, 8).tolist()
-        fields = reader.of_values(
+        fields = reader.from_values(
             (5, 1, "app", f"r{n}"), {"page": [n]}, {"category": [[int(i)] for i in items]}, 8
         )
         counters.apply_impression(5, items, T0 + n, fields)
-        counters.apply_engagement(5, items[0], "click", 1.0, T0 + n, reader.of_header((5, 1, "app", f"r{n}")))
-        counters.apply_engagement(5, items[0], "order", 1.0, T0 + n, reader.of_header((5, 1, "app", f"r{n}")))
+        counters.apply_engagement(
+            5, items[0], "click", 1.0, T0 + n, reader.from_header((5, 1, "app", f"r{n}"))
+        )
+        counters.apply_engagement(
+            5, items[0], "order", 1.0, T0 + n, reader.from_header((5, 1, "app", f"r{n}"))
+        )
     for name in ("user", "session"):
         key = 5 if name == "user" else 1
         (state,) = counters.dump({name: np.array([key])})
-        most = max_bytes(counters.plan.forms[name])
+        most = counters.plan.state_layouts[name].max_bytes
         assert state is not None and 0.4 * most < len(state) <= most
 
 
@@ -257,8 +260,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"entity": "price"}, "counter 'x': expected a feature of kind 'ids', got 'price' of 'float'"),
     ({"entity": []}, "expected one field or several different ones, got \\[\\]"),
     ({"entity": ["item", "item"]}, "expected one field or several different ones"),
-    ({"entity": "past"}, "expected a feature that clients give, got 'past', which has an online value"),
-    ({"entity": "hour"}, "'hour' is the request's own and a feature's name; rename the feature"),
+    ({"entity": "past"}, "expected a feature that clients send, got 'past'"),
+    ({"entity": "hour"}, "'hour' is a field of the request"),
     ({"name": "ctr_1h"}, "counter 'ctr_1h': that name is taken"),
     ({"name": "position"}, "counter 'position': that name is taken"),
     ({"half_life": "1h", "window": "1h"}, "expected a half_life or a window, got both; keep one"),

@@ -36,8 +36,8 @@ def ranked(hydrator: Hydration, body: bytes = BODY) -> tuple[pb.Impression, bool
 def counted() -> Counters:
     """An order of item 6 on the page."""
     counters, reader, header = Counters(SCHEMA), FieldReader(SCHEMA), (7, 1, "", "before")
-    counters.apply_impression(7, [6], T0, reader.of_values(header, {"page": ["home"]}, {}, 1))
-    counters.apply_engagement(7, 6, "order", 1.0, T0 + 1, reader.of_header(header))
+    counters.apply_impression(7, [6], T0, reader.from_values(header, {"page": ["home"]}, {}, 1))
+    counters.apply_engagement(7, 6, "order", 1.0, T0 + 1, reader.from_header(header))
     return counters
 
 

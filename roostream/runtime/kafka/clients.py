@@ -24,7 +24,8 @@ from confluent_kafka.admin import AdminClient
 from roostream.errors import ConfigError, UnavailableError
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.kafka.broker import Broker
-from roostream.runtime.kafka.topics import MAX_MESSAGE_BYTES, name_of, partitions_of
+from roostream.runtime.kafka.topics import name_of, partitions_of
+from roostream.schema.limits import MAX_MESSAGE_BYTES
 
 log = logging.getLogger("roostream.kafka")
 

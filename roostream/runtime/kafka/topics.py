@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
+from roostream.schema.limits import MAX_MESSAGE_BYTES
 from roostream.schema.settings import Settings, setting
-from roostream.wire.records import MAX_MESSAGE_BYTES as MAX_MESSAGE_BYTES
 
 Partition: TypeAlias = tuple[str, int]
 """(topic without prefix, number): the one name of a partition."""

@@ -96,7 +96,7 @@ def test_an_impression_of_a_replay_holds_what_a_request_would_have_read(redis: R
     for event, record in zip(events, records, strict=True):
         if isinstance(event, List):
             items_n = np.array([signed(i) for i in event.items])
-            fields = reader.of_values(event.header, event.ro, event.nro, len(items_n))
+            fields = reader.from_values(event.header, event.ro, event.nro, len(items_n))
             ro, nro = hydrator.read(event.user, items_n, event.time_ms, fields)
             assert_holds(record, ro, nro, len(items_n))
         updater.step(0)
@@ -115,7 +115,7 @@ def test_redis_and_a_replay_give_equal_values_whatever_the_batches(redis: RedisS
     hydrator = Hydrator(redis.url, "x.", SCHEMA)
     for asked in [e for e in events if isinstance(e, List)]:
         items_n = np.array([signed(i) for i in asked.items])
-        fields = reader.of_values(asked.header, asked.ro, asked.nro, len(items_n))
+        fields = reader.from_values(asked.header, asked.ro, asked.nro, len(items_n))
         read, known = (c.read(asked.user, items_n, now_ms, fields) for c in (hydrator, edge.counters))
         assert read[0] == known[0]
         assert {k: v.tobytes() for k, v in read[1].items()} == {k: v.tobytes() for k, v in known[1].items()}
@@ -141,7 +141,7 @@ def test_a_cross_is_read_in_the_one_round_trip(redis: RedisServer, monkeypatch: 
     updater.step(0)
     hydrator, reader = Hydrator(redis.url, "x.", SCHEMA), FieldReader(SCHEMA)
     before = calls(redis)
-    fields = reader.of_values((1, 1, "app", "new"), {"page": ["home"]}, {"category": [[11], None]}, 2)
+    fields = reader.from_values((1, 1, "app", "new"), {"page": ["home"]}, {"category": [[11], None]}, 2)
     _, nro = hydrator.read(1, np.array([5, 6]), 1_700_000_999_000, fields)
     assert {"here_ctr_1h", "user_category_views", "at_this_hour"} <= set(nro)
     after = calls(redis)
