@@ -14,7 +14,7 @@ from roostream.runtime.deployment import MAX_WORKERS, Deployment
 from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES
 from roostream.schema.settings import MAX_SEED, Settings, setting, setting_error
 from roostream.warehouse.readers.config import ReaderCountConfig, ReadersConfig
-from roostream.warehouse.readers.session import DAY, Labels, SessionSpec
+from roostream.warehouse.sessions.session import DAY, Labels, SessionSpec
 from trainer.selection.config import DeferralConfig, RehearsalConfig, SelectionConfig
 
 _FULLY_GROWN = math.log(1 << 16)

@@ -34,7 +34,7 @@ from roostream.runtime.work_unit import TableInput
 from roostream.schema.registry import open_registry, register
 from roostream.schema.schema import Registry, Schema
 from roostream.schema.schema_file import load_schema
-from roostream.warehouse.readers.remote_rows import READING_COUNTERS, ReadByPrograms, ReadersLink
+from roostream.warehouse.readers.remote_rows import READING_COUNTERS, ReadersLink, RemoteSessionOpener
 from roostream.wire.decode import Decoder
 from trainer.batch_source import BatchSource
 from trainer.config import WorkerConfig
@@ -212,7 +212,7 @@ def open_source(config: WorkerConfig, decoder: Decoder, clock: Clock, stages: St
 
 def by_programs(
     config: WorkerConfig, keys: LinkCredentials, clock: Clock, incarnation: Callable[[], int]
-) -> ReadByPrograms | None:
+) -> RemoteSessionOpener | None:
     """Who reads sessions for this worker, and its metrics; None: itself."""
     if config.readers.by == "worker":
         return None
@@ -222,7 +222,7 @@ def by_programs(
         worker=config.index,
         incarnation=incarnation,
     )
-    made = ReadByPrograms(link, config.readers, clock)
+    made = RemoteSessionOpener(link, config.readers, clock)
     MetricsCollector("worker_reading", made.shown, {}, counters=READING_COUNTERS).register()
     return made
 
@@ -233,7 +233,7 @@ def phased(
     schema: Schema,
     clock: Clock,
     stages: StageTimer,
-    read_by: ReadByPrograms | None = None,
+    read_by: RemoteSessionOpener | None = None,
 ) -> PhasedSource:
     """The stream, or a session of a warehouse where the controller says so."""
 

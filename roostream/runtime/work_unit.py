@@ -1,7 +1,7 @@
 """What training is given to do: ranges of sources, handed out by the controller, read by whoever reads that source.
 
 A source is named by text: a partition of `samples` ("samples/3"). A range has offsets; or, while a model is trained from a
-session of the warehouse (`TableInput`), *positions*: rows of the session's order that lie before (roostream/warehouse/readers/splits.py).
+session of the warehouse (`TableInput`), *positions*: rows of the session's order that lie before (roostream/warehouse/sessions/session.py).
 Whoever reads a source knows what its numbers mean; nobody else needs to.
 """
 

@@ -6,19 +6,34 @@ one partition and one writer, and lie by user, since what a user's requests shar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from roostream.errors import FencedError
+from roostream.runtime.clock import Clock
+from roostream.runtime.kafka.consumer import RecordConsumer
+from roostream.runtime.kafka.topics import SAMPLES, Partition
 from roostream.schema.ids import key_bytes, sample_id, signed
+from roostream.schema.registry import register
 from roostream.schema.schema import Registry, Schema
-from roostream.warehouse.data_file import day_of
-from roostream.warehouse.file_writer import FileRows
-from roostream.warehouse.rebuild import rebuilt
-from roostream.warehouse.record_columns import ENVELOPE, EVENTS, PLAIN, envelope_of, raw_column
+from roostream.warehouse.data_file import DataFile, day_of
+from roostream.warehouse.delta_table import ProgressStep
+from roostream.warehouse.parquet_file import FileKey, FileRows, write_rows
+from roostream.warehouse.record_columns import (
+    ENVELOPE,
+    EVENTS,
+    PLAIN,
+    envelope_of,
+    raw_column,
+    rebuild_records,
+)
+from roostream.warehouse.warehouse import Warehouse
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.columnar import (
@@ -34,14 +49,12 @@ from roostream.wire.columnar import (
 from roostream.wire.decode import Decoder, Reject
 from roostream.wire.records import Record
 
-SAMPLES, CORRECTIONS = "samples", "corrections"
-"""The tables: each of the topic of its name."""
 OF_SAMPLE = "of_sample"
 """Column of a correction: the id of the sample that it corrects."""
 _ID = Form("request", "number", "i8")
 
 
-class Dead(NamedTuple):
+class DeadRecord(NamedTuple):
     """A record that makes no row."""
 
     record: Record
@@ -65,19 +78,19 @@ def correction_forms(schema: Schema) -> dict[str, Form]:
     return {**plain, **labels, **who, **EVENTS}
 
 
-def sample_rows(writer: Schema, records: Sequence[Record]) -> tuple[FileRows, list[Dead]]:
+def sample_rows(writer: Schema, records: Sequence[Record]) -> tuple[FileRows, list[DeadRecord]]:
     """FileRows of one writer's samples, in the records' order, and what can't be read."""
     decoder = Decoder(whole(writer), {writer.fingerprint: whole(writer)}.get)
     batch, rejects = decoder.decode(records)
     kept, dead = _kept(records, rejects, wire.SAMPLE)
     columns = columns_of(batch) | envelope_of([pb.Sample.FromString(record.value[2:]) for record in kept])
-    made = rebuilt(writer, columns, batch.num_candidates_R)
+    made = rebuild_records(writer, columns, batch.num_candidates_R)
     raw = [None if same == (r.key, r.value) else r.value for r, same in zip(kept, made, strict=True)]
     columns["raw"] = raw_column(raw)
     return FileRows(columns=columns, forms=sample_forms(writer), counts_R=batch.num_candidates_R), dead
 
 
-def correction_rows(writer: Schema, records: Sequence[Record]) -> tuple[FileRows, list[Dead]]:
+def correction_rows(writer: Schema, records: Sequence[Record]) -> tuple[FileRows, list[DeadRecord]]:
     """FileRows of one writer's corrections, trainable or not, in the records' order, and what can't be read."""
     decoder = Decoder(whole(writer), {writer.fingerprint: whole(writer)}.get)
     kept, dead = _kept(records, decoder.decode(records, corrections=True)[1], wire.CORRECTION)
@@ -107,8 +120,10 @@ def correction_rows(writer: Schema, records: Sequence[Record]) -> tuple[FileRows
     return FileRows(columns=columns, forms=chosen, counts_R=counts_R), dead
 
 
-def _kept(records: Sequence[Record], rejects: Iterable[Reject], kind: int) -> tuple[list[Record], list[Dead]]:
-    dead = {r.index: Dead(records[r.index], r.reason, r.error) for r in rejects}
+def _kept(
+    records: Sequence[Record], rejects: Iterable[Reject], kind: int
+) -> tuple[list[Record], list[DeadRecord]]:
+    dead = {r.index: DeadRecord(records[r.index], r.reason, r.error) for r in rejects}
     return [
         record for n, record in enumerate(records) if n not in dead and wire.kind_of(record.value) == kind
     ], [*dead.values()]
@@ -120,20 +135,20 @@ def _sample_of(correction: pb.Sample) -> int:
     return sample_id(key_bytes(header.user_id, header.session_id, header.request_id), header.request_id)
 
 
-def by_writer(
+def group_by_writer(
     records: Iterable[Record], registry: Registry, kind: int
-) -> tuple[dict[int, list[Record]], list[Dead]]:
+) -> tuple[dict[int, list[Record]], list[DeadRecord]]:
     """Fingerprint → records of this kind, in their order, and those that name no schema that is known.
 
     Raises:
         UnavailableError: schemas can't be read now.
     """
     of: dict[int, list[Record]] = {}
-    dead: list[Dead] = []
+    dead: list[DeadRecord] = []
     for record in records:
         if wire.kind_of(record.value) != kind:
             dead.append(
-                Dead(
+                DeadRecord(
                     record,
                     "unknown_type",
                     f"expected a record of type {kind}, got {wire.kind_of(record.value)}",
@@ -143,11 +158,11 @@ def by_writer(
         try:
             fingerprint = pb.Sample.FromString(record.value[2:]).header.schema
         except DecodeError as error:
-            dead.append(Dead(record, "undecodable", f"expected a Sample: {error}"))
+            dead.append(DeadRecord(record, "undecodable", f"expected a Sample: {error}"))
             continue
         if registry(fingerprint) is None:
             dead.append(
-                Dead(
+                DeadRecord(
                     record,
                     "unknown_schema",
                     f"unknown schema {fingerprint:016x}; register the schema that wrote it",
@@ -158,17 +173,17 @@ def by_writer(
     return of, dead
 
 
-def by_day(rows: FileRows) -> dict[date, FileRows]:
+def group_by_day(rows: FileRows) -> dict[date, FileRows]:
     """FileRows by the day of their close, each day's by user."""
     close_ms_R = rows.columns["close_ms"].values
     days = np.array([day_of(int(ms)).toordinal() for ms in close_ms_R], dtype=np.int64)
     return {
-        date.fromordinal(int(day)): by_user(take(rows, np.flatnonzero(days == day)))
+        date.fromordinal(int(day)): sort_by_user(take(rows, np.flatnonzero(days == day)))
         for day in np.unique(days)
     }
 
 
-def by_user(rows: FileRows) -> FileRows:
+def sort_by_user(rows: FileRows) -> FileRows:
     """The same rows by (user, time), strangers by session: what a user's requests share lies together."""
     order = np.lexsort([rows.columns[name].values for name in ("offset", "time_ms", "session_id", "user_id")])
     return take(rows, order)
@@ -205,3 +220,181 @@ def _ranges(starts_M: np.ndarray, lengths_M: np.ndarray) -> np.ndarray:
     return np.arange(int(ends[-1]) if len(ends) else 0, dtype=np.int64) + np.repeat(
         starts_M - (ends - lengths_M), lengths_M
     )
+
+
+log = logging.getLogger("roostream.archiver")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FlushPolicy:
+    """When what was read becomes files."""
+
+    bytes: int  # of records
+    after_ms: int  # since the oldest of them was read
+
+
+class DeadLetterSink(Protocol):
+    """Where records go that make no row."""
+
+    def send(self, dead: Sequence[DeadRecord]) -> None:
+        """Returns when all are safe. UnavailableError: they aren't; send them again."""
+
+
+@dataclasses.dataclass
+class ArchiveCounts:
+    """Since the start."""
+
+    rows: int = 0
+    files: int = 0
+    bytes: int = 0
+    dead: int = 0
+    commits: int = 0
+    refused: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _PendingFiles:
+    """Files of one table that wait for their commit."""
+
+    files: list[DataFile]
+    steps: dict[str, ProgressStep]
+
+
+class Archiver:
+    """Of chosen partitions. `open` comes first; after a FencedError within `turn` it has opened itself anew. One thread."""
+
+    def __init__(
+        self,
+        warehouse: Warehouse,
+        reader: RecordConsumer,
+        topic_ids: Mapping[str, str],
+        registry: Registry,
+        rule: FlushPolicy,
+        dead: DeadLetterSink,
+        clock: Clock,
+    ) -> None:
+        """`topic_ids`: the broker's id of each topic, since one that is made again is another. `registry`: of all writers."""
+        self.warehouse, self.reader, self.topic_ids, self.rule = warehouse, reader, topic_ids, rule
+        self.registry, self.dead, self.clock = registry, dead, clock
+        self.counts = ArchiveCounts()
+        self.num_waiting_bytes = 0
+        self._waiting: list[Record] = []
+        self._since_s = 0.0
+        self._at: dict[Partition, int | None] = {}
+        self._made: dict[str, _PendingFiles] = {}
+        self._known: set[int] = set()  # schemas that the warehouse has
+
+    def open(self) -> None:
+        """Step 1. UnavailableError: the warehouse or the source is away; call again."""
+        self.warehouse.create()
+        found = {
+            topic: self.warehouse.tables[topic].snapshot()
+            for topic in {topic for topic, _ in self.reader.partitions}
+        }
+        self._at = {p: found[p[0]].progress(self._name(p)) for p in self.reader.partitions}
+        self.reader.seek({p: at for p, at in self._at.items() if at is not None})
+        self._forget()
+
+    def turn(self, timeout_s: float, max_records: int = 1024) -> None:
+        """Step 2, then 3 and 4 where they are due.
+
+        **If it fails** (UnavailableError): nothing is lost; what was read waits, and no more is read before it is committed.
+        """
+        if not self.is_due():
+            records = self.reader.poll(max_records, timeout_s)
+            if records and not self._waiting:
+                self._since_s = self.clock.monotonic_s()
+            self._waiting += records
+            self.num_waiting_bytes += sum(len(record.value or b"") for record in records)
+        if self.is_due():
+            self.flush()
+
+    def is_due(self) -> bool:
+        """Enough has been read, or for long enough."""
+        waited_ms = (self.clock.monotonic_s() - self._since_s) * 1000
+        return bool(self._waiting) and (
+            self.num_waiting_bytes >= self.rule.bytes or waited_ms >= self.rule.after_ms
+        )
+
+    def flush(self) -> None:
+        """Steps 3 and 4, of all that was read. Raises as `turn`."""
+        try:
+            if not self._made:
+                self._made = self._files()
+            for topic, made in list(self._made.items()):
+                self.warehouse.tables[topic].commit(made.files, progress=made.steps)
+                self._committed(topic, made)
+            self._forget()
+        except FencedError as error:
+            log.warning("%s; reading on from there", error)
+            self.counts.refused += 1
+            self.open()
+
+    def _files(self) -> dict[str, _PendingFiles]:
+        """Step 3: topic → its files, and how far its partitions come by them."""
+        of: dict[Partition, list[Record]] = {}
+        for record in self._waiting:
+            of.setdefault((record.topic, record.partition), []).append(record)
+        dead: list[DeadRecord] = []
+        made: dict[str, _PendingFiles] = {}
+        positions = self.reader.positions()
+        for partition, records in of.items():
+            table = made.setdefault(partition[0], _PendingFiles([], {}))
+            table.files.extend(self._files_of(partition, records, dead))
+            table.steps[self._name(partition)] = ProgressStep(self._at[partition], positions[partition])
+        if dead:
+            self.dead.send(dead)
+            self.counts.dead += len(dead)
+        return made
+
+    def _files_of(
+        self, partition: Partition, records: list[Record], dead: list[DeadRecord]
+    ) -> list[DataFile]:
+        topic, number = partition
+        out: list[DataFile] = []
+        of_writer, unreadable = group_by_writer(
+            records, self.registry, wire.SAMPLE if topic == SAMPLES else wire.CORRECTION
+        )
+        dead += unreadable
+        for fingerprint, of in of_writer.items():
+            writer = self.registry(fingerprint)
+            assert writer is not None
+            rows, wrong = sample_rows(writer, of) if topic == SAMPLES else correction_rows(writer, of)
+            dead += wrong
+            if not len(rows.counts_R):
+                continue
+            if fingerprint not in self._known:
+                register(self.warehouse.store, writer)
+                self._known.add(fingerprint)
+            self.warehouse.tables[topic].widen(rows.forms)
+            for day, part in group_by_day(rows).items():
+                place = FileKey(
+                    table=topic,
+                    day=day,
+                    partition=number,
+                    fingerprint=fingerprint,
+                    topic=self.topic_ids[topic],
+                )
+                out.append(write_rows(self.warehouse.store, part, place))
+        return out
+
+    def _committed(self, topic: str, made: _PendingFiles) -> None:
+        del self._made[topic]
+        self._at |= {p: made.steps[self._name(p)].after for p in self._at if self._name(p) in made.steps}
+        self._waiting = [record for record in self._waiting if record.topic != topic]
+        self.counts.commits += 1
+        self.counts.files += len(made.files)
+        self.counts.rows += sum(file.rows for file in made.files)
+        self.counts.bytes += sum(file.bytes for file in made.files)
+
+    def _forget(self) -> None:
+        self._waiting, self._made, self.num_waiting_bytes = [], {}, 0
+
+    def _name(self, partition: Partition) -> str:
+        return progress_name(partition, self.topic_ids[partition[0]])
+
+
+def progress_name(partition: Partition, topic_id: str) -> str:
+    """What a partition's progress is called in its table's log."""
+    topic, number = partition
+    return f"{topic}/{topic_id}/{number}"

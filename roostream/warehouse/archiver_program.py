@@ -19,14 +19,13 @@ from roostream.runtime.clock import Clock, SystemClock
 from roostream.runtime.health import Health
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsumer
-from roostream.runtime.kafka.topics import DEAD_LETTERS, Partition, name_of
+from roostream.runtime.kafka.topics import CORRECTIONS, DEAD_LETTERS, SAMPLES, Partition, name_of
 from roostream.runtime.metrics_collector import MetricsCollector
 from roostream.runtime.program import Stop
 from roostream.schema.registry import open_registry
-from roostream.warehouse.archive import CORRECTIONS, SAMPLES, Dead
-from roostream.warehouse.archiver import Archiver, FlushRule
+from roostream.warehouse.archive import Archiver, DeadRecord, FlushPolicy
 from roostream.warehouse.config import ArchiverConfig
-from roostream.warehouse.place import Warehouse
+from roostream.warehouse.warehouse import Warehouse
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 
@@ -49,7 +48,7 @@ def own_partitions(config: ArchiverConfig) -> tuple[Partition, ...]:
 
 
 class KafkaDeadLetters:
-    """See `DeadLetters`. Keyed by place as the trainer's are: who reads them counts each place once."""
+    """See `DeadLetterSink`. Keyed by place as the trainer's are: who reads them counts each place once."""
 
     def __init__(self, config: ArchiverConfig, clock: Clock) -> None:
         self._producer = clients.producer(config.broker)
@@ -59,7 +58,7 @@ class KafkaDeadLetters:
             clock,
         )
 
-    def send(self, dead: Sequence[Dead]) -> None:
+    def send(self, dead: Sequence[DeadRecord]) -> None:
         for record, reason, error in dead:
             log.warning(
                 "%s-%d offset %d is dead: %s (%s)",
@@ -125,7 +124,7 @@ def archive(config: ArchiverConfig, stop: Stop) -> None:
         reader,
         {topic: topics[name_of(config.prefix, topic)] for topic in (SAMPLES, CORRECTIONS)},
         open_registry(open_store(config.store)),
-        FlushRule(bytes=config.flush_bytes, after_ms=config.flush_interval_ms),
+        FlushPolicy(bytes=config.flush_bytes, after_ms=config.flush_interval_ms),
         KafkaDeadLetters(config, clock),
         clock,
     )

@@ -11,9 +11,9 @@ from roostream.runtime.clock import SystemClock
 from roostream.runtime.health import Health
 from roostream.runtime.metrics_collector import MetricsCollector
 from roostream.runtime.program import Stop
-from roostream.warehouse.compactor import Compactor
+from roostream.warehouse.compact import Compactor
 from roostream.warehouse.config import CompactorConfig
-from roostream.warehouse.place import Warehouse
+from roostream.warehouse.warehouse import Warehouse
 
 log = logging.getLogger("roostream.compactor")
 _COUNTERS = ("seals", "files_replaced", "rows", "repeated", "retired", "cut", "deleted", "refused", "damaged")

@@ -10,7 +10,7 @@ from roostream.schema.settings import Settings, setting, setting_error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Housed(Settings):
+class WarehouseSettings(Settings):
     """A program that writes to a warehouse."""
 
     warehouse: str = setting(
@@ -19,7 +19,7 @@ class Housed(Settings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ArchiverConfig(Housed, Deployment):
+class ArchiverConfig(WarehouseSettings, Deployment):
     """`roostream archiver`: samples and corrections from their topics into the warehouse, exactly once."""
 
     needs: ClassVar[tuple[str, ...]] = ("bootstrap", "store", "warehouse")
@@ -44,7 +44,7 @@ class ArchiverConfig(Housed, Deployment):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CompactorConfig(Housed, ProgramSettings):
+class CompactorConfig(WarehouseSettings, ProgramSettings):
     """`roostream compactor`: seals days of the warehouse, and deletes what nobody needs."""
 
     seal_after_ms: int = setting(

@@ -32,7 +32,7 @@ from deltalake.transaction import AddAction, RemoveAction
 
 from roostream.errors import CheckpointError, ConfigError, FencedError, UnavailableError
 from roostream.warehouse.data_file import DataFile, candidates_of, topic_of
-from roostream.warehouse.layout import ordered
+from roostream.warehouse.parquet_file import ordered
 from roostream.wire.columnar import CANDIDATE, REQUEST, Form
 
 _PARTITION_BY = {"day": "date", "partition": "integer", "fingerprint": "string", "sealed": "boolean"}
@@ -59,7 +59,7 @@ _CONFIGURATION: dict[str, str | None] = {
 }
 
 
-class Step(NamedTuple):
+class ProgressStep(NamedTuple):
     """Of a name of progress: from where to where a commit moves it. `before` None: nobody has set it."""
 
     before: int | None
@@ -157,7 +157,7 @@ class WarehouseTable:
         self,
         add: Sequence[DataFile],
         remove: Sequence[DataFile] = (),
-        progress: Mapping[str, Step] | None = None,
+        progress: Mapping[str, ProgressStep] | None = None,
     ) -> TableSnapshot:
         """One transaction: these files come, these go, these names move. Gives the table with it.
 
@@ -206,7 +206,7 @@ class WarehouseTable:
         found: TableSnapshot,
         paths: Collection[str],
         remove: Sequence[DataFile],
-        steps: Mapping[str, Step],
+        steps: Mapping[str, ProgressStep],
     ) -> None:
         for name, step in steps.items():
             if (at := found.progress(name)) != step.before:
@@ -224,7 +224,7 @@ class WarehouseTable:
         found: TableSnapshot,
         add: Sequence[DataFile],
         remove: Sequence[DataFile],
-        steps: Mapping[str, Step],
+        steps: Mapping[str, ProgressStep],
     ) -> None:
         now_ms = time.time_ns() // 1_000_000
         actions: list[AddAction | RemoveAction] = [_added(file, now_ms) for file in add]

@@ -16,17 +16,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from roostream.warehouse.archive import CORRECTIONS, OF_SAMPLE, correction_forms
+from roostream.runtime.kafka.topics import CORRECTIONS
+from roostream.warehouse.archive import OF_SAMPLE, correction_forms
 from roostream.warehouse.data_file import DataFile
 from roostream.warehouse.file_reader import writer_of
-from roostream.warehouse.place import Warehouse
+from roostream.warehouse.warehouse import Warehouse
 from roostream.wire.batch import Batch
 from roostream.wire.columnar import label_column
 
 LATEST = "latest"
 
 
-class Latest(NamedTuple):
+class LatestLabels(NamedTuple):
     """What corrections say now, by (sample, item)."""
 
     sample_M: np.ndarray  # int64, ascending
@@ -38,7 +39,7 @@ class Latest(NamedTuple):
         return not len(self.sample_M)
 
 
-def read_latest(warehouse: Warehouse, files: Iterable[DataFile], labels: Sequence[str]) -> Latest:
+def read_latest(warehouse: Warehouse, files: Iterable[DataFile], labels: Sequence[str]) -> LatestLabels:
     """Of all corrections in these files of one partition, for labels of these names.
 
     Raises:
@@ -61,22 +62,28 @@ def read_latest(warehouse: Warehouse, files: Iterable[DataFile], labels: Sequenc
         )
     if not samples:
         none = np.zeros(0, dtype=np.int64)
-        return Latest(none, none, np.zeros((0, len(labels)), dtype=np.float32))
+        return LatestLabels(none, none, np.zeros((0, len(labels)), dtype=np.float32))
     return _newest(
         np.concatenate(samples), np.concatenate(items), np.concatenate(offsets), np.concatenate(values)
     )
 
 
-def _newest(sample_N: np.ndarray, item_N: np.ndarray, offset_N: np.ndarray, label_NT: np.ndarray) -> Latest:
+def _newest(
+    sample_N: np.ndarray, item_N: np.ndarray, offset_N: np.ndarray, label_NT: np.ndarray
+) -> LatestLabels:
     order = np.lexsort([offset_N, item_N, sample_N])
     sample_N, item_N, label_NT = sample_N[order], item_N[order], label_NT[order]
     last = np.ones(len(order), dtype=np.bool_)
     last[:-1] = (sample_N[1:] != sample_N[:-1]) | (item_N[1:] != item_N[:-1])
-    return Latest(sample_N[last], item_N[last], label_NT[last])
+    return LatestLabels(sample_N[last], item_N[last], label_NT[last])
 
 
-def overlaid(
-    latest: Latest, sample_id_R: np.ndarray, counts_R: np.ndarray, item_B: np.ndarray, label_BT: np.ndarray
+def overlay_labels(
+    latest: LatestLabels,
+    sample_id_R: np.ndarray,
+    counts_R: np.ndarray,
+    item_B: np.ndarray,
+    label_BT: np.ndarray,
 ) -> np.ndarray:
     """`label_BT` (float32) with what corrections say; the same array where they say nothing of these samples."""
     found_R = np.flatnonzero(np.isin(sample_id_R, latest.sample_M)) if not latest.is_empty else ()
@@ -96,9 +103,9 @@ def overlaid(
     return out
 
 
-def overlay(batch: Batch, latest: Latest) -> Batch:
+def overlay(batch: Batch, latest: LatestLabels) -> Batch:
     """A batch with the labels of now; `latest` was read for its schema's labels."""
-    label_BT = overlaid(latest, batch.sample_id_R, batch.num_candidates_R, batch.item_B, batch.label_BT)
+    label_BT = overlay_labels(latest, batch.sample_id_R, batch.num_candidates_R, batch.item_B, batch.label_BT)
     return batch if label_BT is batch.label_BT else dataclasses.replace(batch, label_BT=label_BT)
 
 

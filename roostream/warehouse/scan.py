@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from roostream.errors import CheckpointError
+from roostream.runtime.kafka.topics import SAMPLES
 from roostream.schema.schema import Schema
-from roostream.warehouse.archive import SAMPLES
 from roostream.warehouse.data_file import DataFile
 from roostream.warehouse.file_reader import writer_of
-from roostream.warehouse.place import Warehouse
+from roostream.warehouse.warehouse import Warehouse
 from roostream.wire.batch import Batch
 
 

@@ -11,7 +11,7 @@ Letters: R requests, B candidates, F floats of a side, N rows of a side (R or B)
     nro__<feature>…           candidate    the same of candidates
 
 A file holds what its writer's schema declares, whole; what a reader's schema lacks is left out, what it cuts is cut when it is
-read. Pure numpy: formats are elsewhere (roostream/warehouse/layout.py).
+read. Pure numpy: formats are elsewhere (roostream/warehouse/parquet_file.py).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from roostream.warehouse.place import Warehouse
+from roostream.warehouse.warehouse import Warehouse
 from tests.warehouse.archive_runs import PARTITIONS, a_compactor_of, kill_rivals, rows_at
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(2400)]

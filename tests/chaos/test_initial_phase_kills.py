@@ -37,10 +37,10 @@ from roostream.runtime.kafka.topics import SAMPLES, name_of, nested
 from roostream.runtime.manifest import Manifest
 from roostream.runtime.work_unit import TableInput
 from roostream.schema.registry import register, to_toml
-from roostream.warehouse.compactor import Compactor
+from roostream.warehouse.compact import Compactor
 from roostream.warehouse.config import CompactorConfig
 from roostream.warehouse.data_file import DataFile
-from roostream.warehouse.place import Warehouse
+from roostream.warehouse.warehouse import Warehouse
 from tests.e2e.loop_stack import applied, auditor, newest, wait_until
 from tests.trainer import samples
 from tests.warehouse.archive_runs import rows_at

@@ -23,7 +23,7 @@ from roostream.runtime.manifest import Manifest
 from roostream.runtime.program import Stop
 from roostream.schema.registry import to_toml
 from tests.trainer import samples
-from tests.warehouse.readers.test_table_session import archive
+from tests.warehouse.sessions.test_sample_table import archive
 from trainer.config import LoopConfig
 
 NUM_SAMPLES, MIN_KILLS, MAX_S = 12_000, 24, 1200.0

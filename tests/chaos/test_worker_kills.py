@@ -18,7 +18,7 @@ from roostream.runtime.program import Stop
 from roostream.schema.registry import to_toml
 from tests.cli.train.test_offline import config, last, rows_of, same_bits
 from tests.trainer import samples
-from tests.warehouse.readers.test_table_session import archive
+from tests.warehouse.sessions.test_sample_table import archive
 from trainer.config import LoopConfig
 
 NUM_SAMPLES, NUM_KILLS = 4000, 4

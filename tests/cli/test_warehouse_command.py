@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 from roostream.cli.inspect_command import inspect
 from roostream.errors import CheckpointError
-from roostream.warehouse.pins import Pin, pin
-from roostream.warehouse.place import Warehouse
+from roostream.warehouse.version_pins import Pin, pin
+from roostream.warehouse.warehouse import Warehouse
 from tests.warehouse.archive_runs import an_archiver, topic
 from tests.warehouse.sample_cases import rich_schema
 

@@ -23,12 +23,11 @@ from roostream.runtime.health import Health
 from roostream.runtime.kafka.consumer import MemoryConsumer
 from roostream.runtime.program import Stop
 from roostream.schema.schema import Schema
-from roostream.warehouse.archive import Dead
-from roostream.warehouse.archiver import Archiver, FlushRule
-from roostream.warehouse.compactor import Compactor
+from roostream.warehouse.archive import Archiver, DeadRecord, FlushPolicy
+from roostream.warehouse.compact import Compactor
 from roostream.warehouse.compactor_program import Rounds
 from roostream.warehouse.config import CompactorConfig
-from roostream.warehouse.place import Warehouse
+from roostream.warehouse.warehouse import Warehouse
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.columnar import REQUEST, Form
@@ -38,7 +37,7 @@ from tests.warehouse.sample_cases import keyed, rich_records, rich_schema
 PARTITIONS, DAYS = 2, 12
 DAY_MS = 86_400_000
 TOPIC_IDS = {"samples": "topic-1", "corrections": "topic-2"}
-RULE = FlushRule(bytes=1 << 14, after_ms=200)
+RULE = FlushPolicy(bytes=1 << 14, after_ms=200)
 
 
 Begun = Callable[[], object]
@@ -48,9 +47,9 @@ class Morgue:
     """Dead letters, kept."""
 
     def __init__(self) -> None:
-        self.letters: list[Dead] = []
+        self.letters: list[DeadRecord] = []
 
-    def send(self, dead: Sequence[Dead]) -> None:
+    def send(self, dead: Sequence[DeadRecord]) -> None:
         self.letters += dead
 
 

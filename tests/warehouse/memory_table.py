@@ -9,8 +9,8 @@ from datetime import UTC, date, datetime
 
 import numpy as np
 
-from roostream.warehouse.readers.reading import Marks, OpenSession
-from roostream.warehouse.readers.session import SessionSpec
+from roostream.warehouse.sessions.session import SessionSpec
+from roostream.warehouse.sessions.session_rows import Marks, OpenSession
 from roostream.wire.batch import Batch
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record

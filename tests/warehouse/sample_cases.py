@@ -10,7 +10,7 @@ import numpy as np
 
 from roostream.schema.ids import key_bytes
 from roostream.schema.schema import Schema
-from roostream.warehouse.file_writer import FilePlace, FileRows
+from roostream.warehouse.parquet_file import FileKey, FileRows
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.batch import Batch
@@ -78,8 +78,8 @@ def rows_of(writer: Schema, records: list[Record]) -> FileRows:
     return FileRows(columns=columns_of(batch), forms=forms(writer), counts_R=batch.num_candidates_R)
 
 
-def place_of(writer: Schema, partition: int = 3, table: str = "samples") -> FilePlace:
-    return FilePlace(table=table, day=date(1970, 1, 1), partition=partition, fingerprint=writer.fingerprint)
+def place_of(writer: Schema, partition: int = 3, table: str = "samples") -> FileKey:
+    return FileKey(table=table, day=date(1970, 1, 1), partition=partition, fingerprint=writer.fingerprint)
 
 
 def keyed(records: list[Record]) -> list[Record]:

@@ -9,8 +9,8 @@ from pathlib import Path
 from roostream.runtime.checkpoint_store import FileStore
 from roostream.schema.registry import register
 from roostream.schema.schema import Schema
-from roostream.warehouse.delta_table import Step, WarehouseTable
-from roostream.warehouse.file_writer import write_rows
+from roostream.warehouse.delta_table import ProgressStep, WarehouseTable
+from roostream.warehouse.parquet_file import write_rows
 from tests.warehouse.sample_cases import place_of, rich_records, rich_schema, rows_of
 
 DAYS = (date(2024, 5, 1), date(2024, 5, 2))
@@ -26,5 +26,7 @@ def small_warehouse(place: Path) -> Schema:
         rows = rows_of(schema, rich_records(schema, ROWS))
         file = write_rows(store, rows, dataclasses.replace(place_of(schema), day=day))
         table.widen(rows.forms)
-        table.commit([file], progress={"samples/topic/3": Step(n * ROWS if n else None, (n + 1) * ROWS)})
+        table.commit(
+            [file], progress={"samples/topic/3": ProgressStep(n * ROWS if n else None, (n + 1) * ROWS)}
+        )
     return schema

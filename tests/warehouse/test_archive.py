@@ -12,11 +12,18 @@ from joiner.config import JoinerConfig
 from joiner.local_engine import LocalEngine
 from roostream.runtime.checkpoint_store import FileStore
 from roostream.schema.schema import Schema
-from roostream.warehouse.archive import by_day, by_user, by_writer, correction_rows, sample_forms, sample_rows
+from roostream.warehouse.archive import (
+    correction_rows,
+    group_by_day,
+    group_by_writer,
+    sample_forms,
+    sample_rows,
+    sort_by_user,
+)
 from roostream.warehouse.data_file import day_of
 from roostream.warehouse.file_reader import SampleFile
-from roostream.warehouse.file_writer import write_rows
-from roostream.warehouse.rebuild import rebuilt
+from roostream.warehouse.parquet_file import write_rows
+from roostream.warehouse.record_columns import rebuild_records
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
@@ -44,7 +51,7 @@ def read_back(store: FileStore, schema: Schema, records: list[Record]) -> list[t
     rows, dead = sample_rows(schema, records)
     assert not dead
     reading = SampleFile(store, "samples", write_rows(store, rows, place_of(schema)))
-    return [*rebuilt(schema, *reading.columns(sample_forms(schema)))]
+    return [*rebuild_records(schema, *reading.columns(sample_forms(schema)))]
 
 
 def test_samples_read_back_from_a_file_are_byte_equal_to_those_on_the_topic(tmp_path: Path) -> None:
@@ -99,7 +106,9 @@ def test_the_golden_sample_comes_back(tmp_path: Path) -> None:
     sample.header.schema = SCHEMA.fingerprint
     records = keyed(rich_records(SCHEMA, 1))
     assert read_back(FileStore(tmp_path), SCHEMA, records)[0][1] == records[0].value
-    of, dead = by_writer([records[0]._replace(value=value)], {SCHEMA.fingerprint: SCHEMA}.get, wire.SAMPLE)
+    of, dead = group_by_writer(
+        [records[0]._replace(value=value)], {SCHEMA.fingerprint: SCHEMA}.get, wire.SAMPLE
+    )
     assert of == {} and dead[0].reason == "unknown_schema"
 
 
@@ -117,7 +126,7 @@ def test_records_are_told_apart_by_their_writer_and_kind() -> None:
     records = keyed(rich_records(SCHEMA, 3))
     strange = records[0]._replace(value=b"\x09\x01xx")
     garbage = records[1]._replace(value=b"\x03\x01\xff\xff\xff")
-    of, dead = by_writer(
+    of, dead = group_by_writer(
         [records[0], strange, garbage, records[2]], {SCHEMA.fingerprint: SCHEMA}.get, wire.SAMPLE
     )
     assert of == {SCHEMA.fingerprint: [records[0], records[2]]}
@@ -132,7 +141,7 @@ def test_rows_lie_by_day_and_user(tmp_path: Path) -> None:
         sample.close_ms += (n % 2) * 86_400_000
         records.append(record._replace(value=wire.encode(wire.SAMPLE, sample), timestamp_ms=sample.close_ms))
     rows, _ = sample_rows(SCHEMA, keyed(records))
-    days = by_day(rows)
+    days = group_by_day(rows)
     assert [len(day.counts_R) for day in days.values()] == [30, 30]
     for day, part in days.items():
         users = part.columns["user_id"].values
@@ -171,7 +180,7 @@ def test_a_correction_names_its_sample_and_its_labels(tmp_path: Path) -> None:
 
 def test_rows_of_a_user_keep_their_order_in_time() -> None:
     rows, _ = sample_rows(SCHEMA, keyed(rich_records(SCHEMA, 30)))
-    ordered = by_user(rows)
+    ordered = sort_by_user(rows)
     assert ordered.columns["time_ms"].values.tolist() == sorted(rows.columns["time_ms"].values.tolist())
     assert Counter(ordered.counts_R.tolist()) == Counter(rows.counts_R.tolist())
 

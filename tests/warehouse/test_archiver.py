@@ -9,10 +9,10 @@ import pytest
 
 from roostream.errors import UnavailableError
 from roostream.runtime.clock import FakeClock
-from roostream.warehouse.archiver import progress_name
+from roostream.warehouse.archive import progress_name
 from roostream.warehouse.archiver_program import own_partitions
 from roostream.warehouse.config import ArchiverConfig
-from roostream.warehouse.place import Warehouse
+from roostream.warehouse.warehouse import Warehouse
 from roostream.wire import records as wire
 from roostream.wire.records import Record
 from tests.trainer.memory_store import MemoryStore

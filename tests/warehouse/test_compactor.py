@@ -18,14 +18,21 @@ from roostream.runtime.health import Health
 from roostream.runtime.program import Stop
 from roostream.schema.ids import key_bytes, sample_id
 from roostream.warehouse.archive import sample_forms
-from roostream.warehouse.compact import behind_by_topic, cut_days, cut_name, retired, retired_name
-from roostream.warehouse.compactor import Compactor, folded_name
+from roostream.warehouse.compact import (
+    Compactor,
+    folded_name,
+    next_offset_by_topic,
+    partly_retired_days,
+    partly_retired_name,
+    retired,
+    retired_name,
+)
 from roostream.warehouse.compactor_program import Rounds
 from roostream.warehouse.config import CompactorConfig
 from roostream.warehouse.data_file import DataFile
-from roostream.warehouse.latest_labels import Latest, of, overlay, read_latest
-from roostream.warehouse.place import COLUMN_ORDER, Warehouse
-from roostream.warehouse.rebuild import rebuilt
+from roostream.warehouse.latest_labels import LatestLabels, of, overlay, read_latest
+from roostream.warehouse.record_columns import rebuild_records
+from roostream.warehouse.warehouse import COLUMN_ORDER, Warehouse
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.batch import Batch
@@ -105,7 +112,9 @@ def test_a_sealed_sample_s_bytes_are_those_of_the_topic(tmp_path: Path) -> None:
     warehouse, found = Warehouse(tmp_path), {}
     for file in warehouse.samples.snapshot().files:
         columns, counts_R = warehouse.open_file("samples", file).columns(sample_forms(SCHEMA))
-        found |= dict(zip(columns["offset"].values.tolist(), rebuilt(SCHEMA, columns, counts_R), strict=True))
+        found |= dict(
+            zip(columns["offset"].values.tolist(), rebuild_records(SCHEMA, columns, counts_R), strict=True)
+        )
     assert found == {r.offset: (r.key, r.value) for r in (*FIRST, *NEXT)}
     assert [f.rows for f in warehouse.samples.snapshot().files if f.sealed].count(20) == 2
 
@@ -163,7 +172,9 @@ def test_a_reader_overlays_what_no_seal_has_folded(tmp_path: Path) -> None:
     warehouse = Warehouse(tmp_path)
     files = of(warehouse.corrections.snapshot().files, date(1970, 1, 1), 0)
     latest = read_latest(warehouse, files, SCHEMA.tasks)
-    assert behind_by_topic(files) == {TOPIC_IDS["corrections"]: 3} and of(files, date(1970, 1, 2), 0) == []
+    assert (
+        next_offset_by_topic(files) == {TOPIC_IDS["corrections"]: 3} and of(files, date(1970, 1, 2), 0) == []
+    )
     unsealed = [overlay(batch, latest) for batch in batches(tmp_path, 0)]
     seal_all(a_compactor(tmp_path))
     (sealed,) = batches(tmp_path, 0, "latest")
@@ -183,7 +194,7 @@ def test_nothing_said_leaves_a_batch_as_it_is(tmp_path: Path) -> None:
     batch = decoded(SCHEMA, FIRST)
     nothing = read_latest(Warehouse(tmp_path), [], SCHEMA.tasks)
     assert nothing.is_empty and overlay(batch, nothing) is batch
-    of_others = Latest(np.array([5]), np.array([6]), np.ones((1, 2), dtype=np.float32))
+    of_others = LatestLabels(np.array([5]), np.array([6]), np.ones((1, 2), dtype=np.float32))
     assert overlay(batch, of_others) is batch
 
 
@@ -271,7 +282,10 @@ def test_a_day_that_alone_is_too_large_loses_what_closed_first_and_no_partition_
     assert retired(files, 0, 201) == retired(files, 0, 1) == [files[1], files[2]]
     old = dataclasses.replace(a_file(0, 9), day=date(2023, 5, 1))
     assert retired([*files, old], 0, 400) == [old] and retired([*files, old], 0, 399) == [old, files[1]]
-    assert cut_days([*files, old], [old, files[1]]) == [files[1].day] and cut_days(files, files) == []
+    assert (
+        partly_retired_days([*files, old], [old, files[1]]) == [files[1].day]
+        and partly_retired_days(files, files) == []
+    )
 
 
 def test_a_day_retired_in_part_says_so_and_keeps_its_corrections(tmp_path: Path) -> None:
@@ -286,7 +300,9 @@ def test_a_day_retired_in_part_says_so_and_keeps_its_corrections(tmp_path: Path)
     assert (
         found.progress(retired_name(TOPIC_IDS["samples"], 0)) == left.first_offset and left.last_offset == 49
     )
-    assert found.progress(cut_name(date(1970, 1, 1))) == 1 and warehouse.corrections.snapshot().files
+    assert (
+        found.progress(partly_retired_name(date(1970, 1, 1))) == 1 and warehouse.corrections.snapshot().files
+    )
     late = closed_on(rich_records(SCHEMA, 80, partition=0)[50:], 0, first_offset=50)
     archive(tmp_path, [*FIRST, *late, *told])
     assert places(tmp_path) == Counter((0, n) for n in range(left.first_offset, 80)), "progress is as it was"
@@ -298,7 +314,7 @@ def test_old_days_leave_whole_and_the_newest_stays() -> None:
     assert retired(files, 0, 0) == [] and retired([], 1, 1) == []
     assert retired(files, 2, 0) == files[:2] and retired(files, 1, 0) == files[:3]
     assert retired(files, 0, 250) == files[:2] and retired(files, 0, 1) == files[:3]
-    assert cut_days(files, files[:3]) == []
+    assert partly_retired_days(files, files[:3]) == []
 
 
 def test_retired_days_are_gone_and_their_files_go_with_the_vacuum(tmp_path: Path) -> None:

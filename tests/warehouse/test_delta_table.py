@@ -14,8 +14,8 @@ import pytest
 from roostream.errors import CheckpointError, ConfigError, FencedError, UnavailableError
 from roostream.runtime.checkpoint_store import open_store
 from roostream.warehouse.data_file import DataFile, day_bounds_ms, day_of, new_path
-from roostream.warehouse.delta_table import Step, WarehouseTable
-from roostream.warehouse.pins import Pin, held_versions, pin, unpin
+from roostream.warehouse.delta_table import ProgressStep, WarehouseTable
+from roostream.warehouse.version_pins import Pin, pin, pinned_versions, unpin
 from roostream.wire.columnar import Form
 from tests.runtime import s3_server
 
@@ -76,7 +76,8 @@ def test_a_table_is_made_once_and_is_empty(place: str) -> None:
 def test_what_is_committed_is_read_back_whole(place: str) -> None:
     table, file, sealed = opened(place), a_file(0, 9), a_file(10, 12, 3, sealed=True, topic="q1_-Z" * 4)
     after = table.commit(
-        [file, sealed], progress={"samples/t/0": Step(None, 10), "samples/t/3": Step(None, 13)}
+        [file, sealed],
+        progress={"samples/t/0": ProgressStep(None, 10), "samples/t/3": ProgressStep(None, 13)},
     )
     assert (
         set(after.files) == {file, sealed}
@@ -93,32 +94,32 @@ def test_what_is_committed_is_read_back_whole(place: str) -> None:
 
 def test_a_rival_of_the_same_partition_is_refused_and_another_partition_lands(place: str) -> None:
     one, other = opened(place), opened(place)
-    one.commit([a_file(0, 9)], progress={"samples/t/0": Step(None, 10)})
+    one.commit([a_file(0, 9)], progress={"samples/t/0": ProgressStep(None, 10)})
     with pytest.raises(FencedError, match="expected samples/t/0 at None, got 10"):
-        other.commit([a_file(0, 9)], progress={"samples/t/0": Step(None, 10)})
-    other.commit([a_file(0, 4, 1)], progress={"samples/t/1": Step(None, 5)})
+        other.commit([a_file(0, 9)], progress={"samples/t/0": ProgressStep(None, 10)})
+    other.commit([a_file(0, 4, 1)], progress={"samples/t/1": ProgressStep(None, 5)})
     with pytest.raises(FencedError):
         one.commit(
             [a_file(0, 4, 1), a_file(10, 11)],
-            progress={"samples/t/1": Step(None, 5), "samples/t/0": Step(10, 12)},
+            progress={"samples/t/1": ProgressStep(None, 5), "samples/t/0": ProgressStep(10, 12)},
         )
     assert sorted(f.partition for f in one.snapshot().files) == [0, 1]
 
 
 def test_a_commit_whose_answer_was_lost_is_found_done(tmp_path: Path) -> None:
     table, file = opened(tmp_path), a_file(0, 9)
-    first = table.commit([file], progress={"samples/t/0": Step(None, 10)})
-    again = table.commit([file], progress={"samples/t/0": Step(None, 10)})
+    first = table.commit([file], progress={"samples/t/0": ProgressStep(None, 10)})
+    again = table.commit([file], progress={"samples/t/0": ProgressStep(None, 10)})
     assert again.version == first.version and again.files == (file,)
 
 
 def test_of_two_compactors_of_the_same_files_one_lands(place: str) -> None:
     table, rival = opened(place), opened(place)
     small = [a_file(0, 4), a_file(5, 9)]
-    table.commit(small, progress={"samples/t/0": Step(None, 10)})
+    table.commit(small, progress={"samples/t/0": ProgressStep(None, 10)})
     whole, other = a_file(0, 9, sealed=True), a_file(0, 9, sealed=True)
-    table.commit([whole], small, {"compact/2023-05-18/0": Step(None, 1)})
-    for step in (Step(None, 1), Step(1, 2)):
+    table.commit([whole], small, {"compact/2023-05-18/0": ProgressStep(None, 1)})
+    for step in (ProgressStep(None, 1), ProgressStep(1, 2)):
         with pytest.raises(FencedError):
             rival.commit([other], small, {"compact/2023-05-18/0": step})
     assert table.snapshot().files == (whole,)
@@ -127,9 +128,11 @@ def test_of_two_compactors_of_the_same_files_one_lands(place: str) -> None:
 def test_a_compactor_lands_over_a_concurrent_append(tmp_path: Path) -> None:
     table, archiver = opened(tmp_path), opened(tmp_path)
     small = a_file(0, 4)
-    table.commit([small], progress={"samples/t/0": Step(None, 5)})
-    archiver.commit([late := a_file(5, 9)], progress={"samples/t/0": Step(5, 10)})
-    table.commit([whole := a_file(0, 4, sealed=True)], [small], {"compact/2023-05-18/0": Step(None, 1)})
+    table.commit([small], progress={"samples/t/0": ProgressStep(None, 5)})
+    archiver.commit([late := a_file(5, 9)], progress={"samples/t/0": ProgressStep(5, 10)})
+    table.commit(
+        [whole := a_file(0, 4, sealed=True)], [small], {"compact/2023-05-18/0": ProgressStep(None, 1)}
+    )
     assert set(table.snapshot().files) == {whole, late}
 
 
@@ -137,7 +140,7 @@ def _race(place: str, n: int, gate: object, won: object) -> None:
     table = WarehouseTable(place, "samples")
     gate.wait()  # type: ignore[attr-defined]
     try:
-        table.commit([a_file(0, 9, 0), a_file(0, n, n)], progress={"samples/t/0": Step(None, 10)})
+        table.commit([a_file(0, 9, 0), a_file(0, n, n)], progress={"samples/t/0": ProgressStep(None, 10)})
         won.put(n)  # type: ignore[attr-defined]
     except FencedError:
         won.put(-1)  # type: ignore[attr-defined]
@@ -168,16 +171,16 @@ def test_new_columns_come_by_themselves(tmp_path: Path) -> None:
     table.widen(forms)
     stale.widen(forms)
     assert table.snapshot().version == version, "what is there isn't committed again"
-    table.commit([a_file(0, 9)], progress={"samples/t/0": Step(None, 10)})
+    table.commit([a_file(0, 9)], progress={"samples/t/0": ProgressStep(None, 10)})
     names = json.loads((tmp_path / "samples/_delta_log" / f"{version:020}.json").read_text().split("\n")[1])
     assert "nro__topics" in json.dumps(names)
 
 
 def test_progress_outlives_many_commits_and_their_checkpoints(tmp_path: Path) -> None:
     table = opened(tmp_path)
-    table.commit([], progress={"samples/t/1": Step(None, 77)})
+    table.commit([], progress={"samples/t/1": ProgressStep(None, 77)})
     for n in range(45):
-        table.commit([], progress={"samples/t/0": Step(n or None, n + 1)})
+        table.commit([], progress={"samples/t/0": ProgressStep(n or None, n + 1)})
     assert list((tmp_path / "samples/_delta_log").glob("*.checkpoint.parquet"))
     found = WarehouseTable(tmp_path, "samples").snapshot()
     assert (found.progress("samples/t/0"), found.progress("samples/t/1")) == (45, 77)
@@ -189,18 +192,18 @@ def test_vacuum_deletes_orphans_and_what_was_replaced_but_not_what_is_pinned(tmp
     for file in (small, replaced, orphan, whole):
         store.put(f"samples/{file.path}", b"x" * 100)
         os.utime(tmp_path / "samples" / file.path, (0, 0))
-    table.commit([small, replaced], progress={"samples/t/0": Step(None, 10)})
+    table.commit([small, replaced], progress={"samples/t/0": ProgressStep(None, 10)})
     read = table.snapshot()
-    table.commit([whole], [small, replaced], {"compact/2023-05-18/0": Step(None, 1)})
+    table.commit([whole], [small, replaced], {"compact/2023-05-18/0": ProgressStep(None, 1)})
     pin(store, "session-1", Pin("samples", read.version, until_ms=2_000))
 
     def there() -> set[str]:
         return {f.path for f in (small, replaced, orphan, whole) if (tmp_path / "samples" / f.path).exists()}
 
-    table.vacuum(0, held_versions(store, "samples", now_ms=1_000))
+    table.vacuum(0, pinned_versions(store, "samples", now_ms=1_000))
     assert there() == {small.path, replaced.path, whole.path}
-    assert held_versions(store, "corrections", now_ms=1_000) == set()
-    table.vacuum(0, held_versions(store, "samples", now_ms=2_000))
+    assert pinned_versions(store, "corrections", now_ms=1_000) == set()
+    table.vacuum(0, pinned_versions(store, "samples", now_ms=2_000))
     assert there() == {whole.path} and store.list("pins") == []
 
 
@@ -217,12 +220,12 @@ def test_a_pin_that_is_taken_back_or_is_none_holds_nothing(tmp_path: Path) -> No
     store.put("pins/samples.c", b"no pin")
     unpin(store, "samples", "a")
     unpin(store, "samples", "a")
-    assert held_versions(store, "samples", 1_000) == {4}
+    assert pinned_versions(store, "samples", 1_000) == {4}
 
 
 def test_a_place_that_is_gone_is_waited_for_and_a_damaged_log_is_told(tmp_path: Path) -> None:
     table = opened(tmp_path)
-    table.commit([a_file(0, 9)], progress={"samples/t/0": Step(None, 10)})
+    table.commit([a_file(0, 9)], progress={"samples/t/0": ProgressStep(None, 10)})
     log = tmp_path / "samples/_delta_log/00000000000000000001.json"
     good = log.read_text()
     log.write_text(good[:-30])

@@ -12,11 +12,10 @@ import pytest
 
 from roostream.errors import CheckpointError, SchemaError, UnavailableError
 from roostream.runtime.checkpoint_store import FileStore, check_name
-from roostream.warehouse import layout
-from roostream.warehouse.byte_ranges import SMALL_BYTES, ByteRange, merged
+from roostream.warehouse import parquet_file
 from roostream.warehouse.data_file import DataFile, candidates_of, topic_of
-from roostream.warehouse.file_reader import SampleFile, writer_of
-from roostream.warehouse.file_writer import FOOTER_KEY, write_rows
+from roostream.warehouse.file_reader import SMALL_BYTES, ByteRange, SampleFile, merged, writer_of
+from roostream.warehouse.parquet_file import FOOTER_KEY, write_rows
 from roostream.wire.columnar import projected
 from tests.trainer.memory_store import MemoryStore
 from tests.warehouse.sample_cases import decoded, place_of, rich_records, rich_schema, rows_of, same_batch
@@ -110,7 +109,7 @@ def test_a_projection_reads_its_columns_alone(store: FileStore) -> None:
 
 
 def test_row_groups_are_read_alone(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "ROWS_OF_GROUP", 64)
+    monkeypatch.setattr(parquet_file, "ROWS_OF_GROUP", 64)
     file = write_rows(store, rows_of(SCHEMA, RECORDS), place_of(SCHEMA))
     reading = SampleFile(store, "samples", file)
     assert reading.rows_of_groups == [64, 64, 64, 64, 44]

@@ -9,12 +9,12 @@ from datetime import date
 import pytest
 
 from roostream.runtime.clock import FakeClock
-from roostream.warehouse.compactor import Compactor
+from roostream.warehouse.compact import Compactor
 from roostream.warehouse.config import CompactorConfig
-from roostream.warehouse.place import Warehouse
-from roostream.warehouse.readers.reading import LocalRows
-from roostream.warehouse.readers.session import SessionSpec
-from roostream.warehouse.readers.table_session import SampleTable
+from roostream.warehouse.sessions.sample_table import SampleTable
+from roostream.warehouse.sessions.session import SessionSpec
+from roostream.warehouse.sessions.session_rows import LocalSessionRows
+from roostream.warehouse.warehouse import Warehouse
 from roostream.wire.columnar import REQUEST
 from tests.runtime import s3_server
 from tests.warehouse.archive_runs import an_archiver, rows_at, topic
@@ -58,7 +58,7 @@ def test_an_archive_is_the_same_on_s3_from_the_topic_to_a_reader(place: str) -> 
     told = table.newest(SessionSpec(table=place, version=0, shuffle_seed=None), {})
     assert told is not None and told.rows == {0: 24, 1: 24}
     session, files = table.opened(told, SCHEMA)
-    rows = LocalRows(session, files)
+    rows = LocalSessionRows(session, files)
     for split in session.order.splits:
         batch = rows.piece(split, split.at).batch
         its = {record.offset: record for record in RECORDS if record.partition == split.partition}

@@ -19,9 +19,8 @@ from roostream.runtime.work_unit import TableInput
 from roostream.schema.registry import to_toml
 from roostream.schema.schema import Schema
 from roostream.warehouse.readers.config import ReaderCountConfig
-from roostream.warehouse.readers.lease_log import LeaseLog, plain_lease
-from roostream.warehouse.readers.leases import MAX_WANTED, Leases
-from roostream.warehouse.readers.scale import ReaderCount
+from roostream.warehouse.readers.leases import MAX_WANTED, LeaseLog, Leases, plain_lease
+from roostream.warehouse.readers.prefetch_scaler import ReaderScaler
 
 HOLD_S = 0.25  # a call is held this long when there is nothing to say
 SILENT_S = 10.0  # behind it nobody counts any more
@@ -51,7 +50,7 @@ class ReaderMaster:
     ) -> None:
         count = count or ReaderCountConfig()
         self.trained, self.schema, self.clock, self.hold_s = trained, schema, clock, hold_s
-        self.count = ReaderCount(least=count.least, most=count.most)
+        self.count = ReaderScaler(least=count.least, most=count.most)
         self.log = LeaseLog()
         self.leases = self._no_leases()
         self._of: tuple[int, str] = 0, ""  # incarnation, digest of the session

@@ -114,7 +114,7 @@ class WarehouseHistory:
             ConfigError: the packages that read it aren't there.
         """
         try:
-            from roostream.warehouse.readers.table_session import SampleTable
+            from roostream.warehouse.sessions.sample_table import SampleTable
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"expected {error.name} to read {config.warehouse}; pip install 'roostream[warehouse]'"

@@ -1,6 +1,6 @@
 """Chunks from a session of the warehouse: the order of its splits, cut into chunks of whatever size training asks for.
 
-Offsets are positions (roostream/warehouse/readers/splits.py). Which rows a chunk has is a function of the positions, the size asked for and
+Offsets are positions (roostream/warehouse/sessions/session.py). Which rows a chunk has is a function of the positions, the size asked for and
 the bounds, never of when rows arrived: what comes slowly is waited for, and after a restore the same chunks come again.
 """
 
@@ -15,8 +15,8 @@ from roostream.runtime.clock import Clock
 from roostream.runtime.kafka.consumer import PartitionLag
 from roostream.runtime.kafka.topics import SAMPLES, Partition, Progress
 from roostream.runtime.work_unit import TableInput
-from roostream.warehouse.readers.reading import Piece, SessionRows
-from roostream.warehouse.readers.splits import ReadOrder, TableSplit
+from roostream.warehouse.sessions.session import ReadOrder, TableSplit
+from roostream.warehouse.sessions.session_rows import Piece, SessionRows
 from roostream.wire.batch import Batch
 from trainer.batch_source import Chunk, NewestIds
 from trainer.pipeline.stage_timer import StageTimer
@@ -180,7 +180,7 @@ class SessionSource:
     def _expect(self) -> None:
         """What lies before the bounds comes first; of partitions in turns, the next split of each."""
         in_turns, ends = self._expected_for
-        its = self.order.from_here(self._at, MAX_EXPECTED)
+        its = self.order.next_splits(self._at, MAX_EXPECTED)
         open_ = {number for number, at in self._at.items() if at < self._end(number, ends)}
         heads = {split.partition: split.number for split in reversed(its)} if in_turns else {}
 

@@ -8,8 +8,13 @@ from roostream.runtime.clock import Clock
 from roostream.runtime.kafka.topics import Partition
 from roostream.runtime.work_unit import TableInput
 from roostream.schema.schema import Schema
-from roostream.warehouse.readers.reading import LocalRows, OpenSession, SessionRows, newest_ids
-from roostream.warehouse.readers.table_session import SampleTable, TableFiles
+from roostream.warehouse.sessions.sample_table import SampleTable, TableFiles
+from roostream.warehouse.sessions.session_rows import (
+    LocalSessionRows,
+    OpenSession,
+    SessionRows,
+    recent_sample_ids,
+)
 from roostream.wire.decode import Decoder
 from trainer.batch_source import NewestIds
 from trainer.pipeline.stage_timer import StageTimer
@@ -20,7 +25,7 @@ OpenRows = Callable[[TableInput, OpenSession, TableFiles], SessionRows]
 
 
 def local_rows(told: TableInput, session: OpenSession, rows: TableFiles) -> SessionRows:
-    return LocalRows(session, rows)
+    return LocalSessionRows(session, rows)
 
 
 def open_session(
@@ -41,7 +46,7 @@ def open_session(
     empty, _ = Decoder(schema, lambda fingerprint: None).decode([])
 
     def newest(number: int) -> NewestIds:
-        return NewestIds(*newest_ids(session, rows, number, horizon_ms))
+        return NewestIds(*recent_sample_ids(session, rows, number, horizon_ms))
 
     return SessionSource(
         session.order,

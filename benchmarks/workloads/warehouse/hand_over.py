@@ -20,7 +20,7 @@ from infra.stack import Stack
 from roostream.errors import RoostreamError
 from roostream.runtime.checkpoint_store import FileStore
 from roostream.schema.registry import register
-from roostream.warehouse.place import Warehouse
+from roostream.warehouse.warehouse import Warehouse
 
 INTERVAL_MS = 10_000  # between commits, as by default
 _MORE = 4_000  # samples that only the topic has

@@ -19,8 +19,8 @@ from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsumer
 from roostream.runtime.kafka.topics import SAMPLES, all_partitions, name_of
-from roostream.warehouse.readers.session import SessionSpec
-from roostream.warehouse.readers.table_session import SampleTable
+from roostream.warehouse.sessions.sample_table import SampleTable
+from roostream.warehouse.sessions.session import SessionSpec
 from roostream.wire.decode import Decoder
 from trainer.batch_source import BatchSource
 from trainer.record_source import RecordSource

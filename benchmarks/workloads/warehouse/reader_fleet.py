@@ -26,13 +26,13 @@ from roostream.runtime.work_unit import TableInput
 from roostream.schema.registry import register
 from roostream.warehouse.archive import sample_rows
 from roostream.warehouse.data_file import day_of
-from roostream.warehouse.delta_table import Step
-from roostream.warehouse.file_writer import FilePlace, FileRows, write_rows
-from roostream.warehouse.place import Warehouse
+from roostream.warehouse.delta_table import ProgressStep
+from roostream.warehouse.parquet_file import FileKey, FileRows, write_rows
 from roostream.warehouse.readers.config import ReaderCountConfig, ReadersConfig
-from roostream.warehouse.readers.remote_rows import ReadByPrograms
-from roostream.warehouse.readers.session import SessionSpec
-from roostream.warehouse.readers.table_session import SampleTable
+from roostream.warehouse.readers.remote_rows import RemoteSessionOpener
+from roostream.warehouse.sessions.sample_table import SampleTable
+from roostream.warehouse.sessions.session import SessionSpec
+from roostream.warehouse.warehouse import Warehouse
 from roostream.wire import records as wire
 from roostream.wire.batch import Batch
 from roostream.wire.columnar import FlatColumn
@@ -57,7 +57,7 @@ def make_table(place: Path, files: int, rows: int) -> None:
     warehouse.samples.widen(made.forms)
     written = [_file(warehouse, made, number, schema.fingerprint) for number in range(files)]
     ends = {number: rows * len(range(number, files, _PARTITIONS)) for number in range(_PARTITIONS)}
-    progress = {f"samples/benchmark/{number}": Step(None, end) for number, end in ends.items()}
+    progress = {f"samples/benchmark/{number}": ProgressStep(None, end) for number, end in ends.items()}
     warehouse.samples.commit(written, progress=progress)
 
 
@@ -82,7 +82,7 @@ def _file(warehouse: Warehouse, rows: FileRows, number: int, fingerprint: int) -
         **rows.columns,
         **{name: FlatColumn(rows.columns[name].values + more) for name, more in added.items()},
     }
-    at = FilePlace(
+    at = FileKey(
         table="samples",
         day=date.fromordinal(day_of(data.T0_MS).toordinal()) + timedelta(days=day),
         partition=partition,
@@ -100,7 +100,7 @@ class Session:
         told = SampleTable(str(place)).newest(SessionSpec(table=str(place), version=0), {})
         assert told is not None
         self.told: TableInput = told
-        self.read_by: ReadByPrograms | None = None
+        self.read_by: RemoteSessionOpener | None = None
 
     @property
     def rows(self) -> int:

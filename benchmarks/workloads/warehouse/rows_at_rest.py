@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 from benchmarks.made import made_once
 from benchmarks.workloads.sharing.logs import samples_of
 from roostream.schema.schema import Schema
-from roostream.warehouse import layout
-from roostream.warehouse.file_writer import FOOTER_KEY, FORMAT
+from roostream.warehouse import parquet_file
+from roostream.warehouse.parquet_file import FOOTER_KEY, FORMAT
 from roostream.wire.batch import Batch
 from roostream.wire.columnar import columns_of, forms, whole
 from roostream.wire.decode import Decoder
@@ -62,7 +62,7 @@ def ordered(its: Log, rows: str, order: str) -> Iterator[Batch]:
     )
     if rows == "requests":
         at_R = np.lexsort(keys_R)
-        for piece in _pieces(at_R, layout.ROWS_OF_GROUP):
+        for piece in _pieces(at_R, parquet_file.ROWS_OF_GROUP):
             yield batch.take_requests(piece)
         return
     index_B = batch.request_index_B
@@ -70,7 +70,7 @@ def ordered(its: Log, rows: str, order: str) -> Iterator[Batch]:
     keys = [key[index_B] for key in keys_R]
     if order == "mixed":
         keys = [np.random.default_rng(0).random(len(index_B)), time_R[index_B] // _HOUR_MS]
-    for at_B in _pieces(np.lexsort([place_B, *keys]), layout.ROWS_OF_GROUP * 11):
+    for at_B in _pieces(np.lexsort([place_B, *keys]), parquet_file.ROWS_OF_GROUP * 11):
         yield batch.take(index_B[at_B], at_B, np.arange(len(at_B)), np.ones(len(at_B), dtype=np.int32))
 
 
@@ -81,14 +81,16 @@ def _pieces(at: np.ndarray, size: int) -> list[np.ndarray]:
 def written(pieces: Iterator[Batch], schema: Schema, encoding: str = "ours") -> bytes:
     """The file: a row group a piece. `encoding`: ours, or what pyarrow takes by itself (dictionaries for all)."""
     chosen = forms(schema)
-    names = layout.ordered(chosen)
-    options: dict[str, Any] = layout.writer_options(chosen)
+    names = parquet_file.ordered(chosen)
+    options: dict[str, Any] = parquet_file.writer_options(chosen)
     if encoding == "pyarrow":
         options = {"compression": "zstd", "compression_level": 3}
     out, said = pa.BufferOutputStream(), {FOOTER_KEY: b'{"format": %d}' % FORMAT}
-    with pq.ParquetWriter(out, layout.arrow_schema(chosen, names).with_metadata(said), **options) as writer:
+    with pq.ParquetWriter(
+        out, parquet_file.arrow_schema(chosen, names).with_metadata(said), **options
+    ) as writer:
         for piece in pieces:
-            table = layout.to_arrow(columns_of(piece), chosen, names, piece.num_candidates_R)
+            table = parquet_file.to_arrow(columns_of(piece), chosen, names, piece.num_candidates_R)
             writer.write_table(table.replace_schema_metadata(said), row_group_size=len(table))
     return out.getvalue().to_pybytes()
 

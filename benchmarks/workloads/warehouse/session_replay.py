@@ -18,13 +18,13 @@ from benchmarks.workloads.warehouse import rows_at_rest
 from roostream.schema.registry import register
 from roostream.schema.schema import Schema
 from roostream.warehouse.archive import take
-from roostream.warehouse.captured import CapturedSession, Slowed, replayed
 from roostream.warehouse.data_file import day_of
-from roostream.warehouse.delta_table import Step
-from roostream.warehouse.file_writer import FilePlace, FileRows, write_rows
-from roostream.warehouse.place import Warehouse
-from roostream.warehouse.readers.reading import TableRows
-from roostream.warehouse.readers.table_session import TableFiles
+from roostream.warehouse.delta_table import ProgressStep
+from roostream.warehouse.parquet_file import FileKey, FileRows, write_rows
+from roostream.warehouse.sessions.sample_table import TableFiles
+from roostream.warehouse.sessions.session_capture import CapturedSession, SlowedRows, replayed
+from roostream.warehouse.sessions.session_rows import TableRows
+from roostream.warehouse.warehouse import Warehouse
 from roostream.wire.columnar import columns_of, forms, projected, whole
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
@@ -38,14 +38,14 @@ def small_table(folder: str, schema: Schema, written_by: Schema, records: list[R
     batch, _ = Decoder(whole(schema), lambda fingerprint: written_by).decode(records)
     rows = FileRows(columns=columns_of(batch), forms=forms(schema), counts_R=batch.num_candidates_R)
     warehouse.samples.widen(rows.forms)
-    place = FilePlace(table="samples", day=date(1970, 1, 1), partition=0, fingerprint=schema.fingerprint)
+    place = FileKey(table="samples", day=date(1970, 1, 1), partition=0, fingerprint=schema.fingerprint)
     days_R = np.array([day_of(ms).toordinal() for ms in batch.close_ms_R.tolist()])
     order = np.lexsort([batch.time_ms_R, batch.ro_lists.values_of("user")])
     files = []
     for day in np.unique(days_R).tolist():
         its = dataclasses.replace(place, day=date.fromordinal(day))
         files.append(write_rows(warehouse.store, take(rows, order[days_R[order] == day]), its))
-    warehouse.samples.commit(files, progress={"samples/benchmark/0": Step(None, len(records))})
+    warehouse.samples.commit(files, progress={"samples/benchmark/0": ProgressStep(None, len(records))})
     return warehouse
 
 
@@ -64,6 +64,6 @@ def read_again(slower: float, share: float, users: int, history: int) -> Iterato
         files: TableRows = TableFiles(
             warehouse, warehouse.samples.snapshot().files, (), projected(schema, chosen)
         )
-        rows = Slowed(files, slower, time.process_time) if slower else files
+        rows = SlowedRows(files, slower, time.process_time) if slower else files
         figures = {"reads": float(told["reads"]), "over-read %": 100.0 * told["over_read"] + 1e-9}
         yield Work(lambda: replayed(session.reads, rows, digests=False), told["requests"], lambda: figures)

@@ -16,10 +16,9 @@ import pyarrow.parquet as pq
 from benchmarks.question import Work
 from benchmarks.workloads.warehouse import rows_at_rest
 from roostream.runtime.checkpoint_store import FileStore
-from roostream.warehouse.byte_ranges import ByteRange, merged
+from roostream.warehouse.column_popularity import interleave_by_hit_rate
 from roostream.warehouse.data_file import DataFile
-from roostream.warehouse.file_reader import SampleFile
-from roostream.warehouse.popularity import side_by_side
+from roostream.warehouse.file_reader import ByteRange, SampleFile, merged
 from roostream.wire.columnar import projected
 from roostream.wire.decode import Decoder
 
@@ -167,7 +166,7 @@ def planned(order: str, over_read: float, exponent: float) -> Iterator[Work]:
     by = {
         "hash": np.random.default_rng(5).permutation(_WIDE),
         "hit rate": np.argsort(-rates, kind="stable"),
-        "ours": np.array(side_by_side(sizes.tolist(), rates.tolist())),
+        "ours": np.array(interleave_by_hit_rate(sizes.tolist(), rates.tolist())),
     }[order]
     starts = np.zeros(_WIDE, dtype=np.int64)
     starts[by] = np.cumsum(sizes[by]) - sizes[by]

@@ -20,10 +20,10 @@ from roostream.runtime.program import Stop
 from roostream.runtime.scrape import fetch
 from roostream.schema.registry import register
 from roostream.schema.schema import Schema
-from roostream.warehouse.archive import by_day, sample_rows
-from roostream.warehouse.delta_table import Step
-from roostream.warehouse.file_writer import FilePlace, write_rows
-from roostream.warehouse.place import Warehouse
+from roostream.warehouse.archive import group_by_day, sample_rows
+from roostream.warehouse.delta_table import ProgressStep
+from roostream.warehouse.parquet_file import FileKey, write_rows
+from roostream.warehouse.warehouse import Warehouse
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
@@ -86,11 +86,16 @@ def archived(place: Path, schema: Schema, requests: int) -> None:
         rows, dead = sample_rows(schema, its)
         assert not dead
         warehouse.samples.widen(rows.forms)
-        where = FilePlace(
-            table="samples", day=next(iter(by_day(rows))), partition=number, fingerprint=schema.fingerprint
+        where = FileKey(
+            table="samples",
+            day=next(iter(group_by_day(rows))),
+            partition=number,
+            fingerprint=schema.fingerprint,
         )
-        files = [write_rows(warehouse.store, part, where) for part in by_day(rows).values()]
-        warehouse.samples.commit(files, progress={f"samples/benchmark/{number}": Step(None, len(its))})
+        files = [write_rows(warehouse.store, part, where) for part in group_by_day(rows).values()]
+        warehouse.samples.commit(
+            files, progress={f"samples/benchmark/{number}": ProgressStep(None, len(its))}
+        )
 
 
 def record_of(sample: pb.Sample, n: int) -> Record:

@@ -108,7 +108,7 @@ def features_of(place: str, names: tuple[str, ...], first: date | None, last: da
     Raises:
         RoostreamError: there is no such table, day or feature.
     """
-    from roostream.warehouse.popularity import asked, hit_rates
+    from roostream.warehouse.column_popularity import asked, hit_rates
     from roostream.warehouse.scan import TableScan
     from roostream.warehouse.statistics import FeatureDays, alerts
     from roostream.wire.columnar import projected

@@ -20,15 +20,15 @@ from roostream.cli.replay.local_topics import LocalTopics
 from roostream.errors import ConfigError, FencedError
 from roostream.replay.config import ReplayConfig
 from roostream.replay.replay_log import open_log
-from roostream.runtime.kafka.topics import CORRECTIONS
+from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES
 from roostream.schema.registry import register
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import load_schema
-from roostream.warehouse.archive import SAMPLES, by_day, sample_rows
+from roostream.warehouse.archive import group_by_day, sample_rows
 from roostream.warehouse.data_file import DataFile
-from roostream.warehouse.delta_table import Step
-from roostream.warehouse.file_writer import FilePlace, write_rows
-from roostream.warehouse.place import Warehouse
+from roostream.warehouse.delta_table import ProgressStep
+from roostream.warehouse.parquet_file import FileKey, write_rows
+from roostream.warehouse.warehouse import Warehouse
 from roostream.wire import records as wire
 from roostream.wire.records import Record
 
@@ -80,7 +80,7 @@ def archive_log(
         files.take(topics, engine.process(topics.place(record)), engine.watermark_ms)
     files.take(topics, engine.end_of_input(), engine.watermark_ms)
     files.flush()
-    steps = {f"{SAMPLES}/{digest}/{n}": Step(None, after) for n, after in files.after.items()}
+    steps = {f"{SAMPLES}/{digest}/{n}": ProgressStep(None, after) for n, after in files.after.items()}
     try:
         warehouse.samples.commit(files.made, progress=steps)
     except FencedError:
@@ -131,8 +131,8 @@ class _Landing:
             return
         rows, _ = sample_rows(self.schema, records)
         self.warehouse.samples.widen(rows.forms)
-        for day, its in by_day(rows).items():
-            where = FilePlace(
+        for day, its in group_by_day(rows).items():
+            where = FileKey(
                 table=SAMPLES, day=day, partition=n, fingerprint=self.schema.fingerprint, topic=self.digest
             )
             self.made.append(write_rows(self.warehouse.store, its, where, self.warehouse.column_order()))

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from roostream.warehouse.byte_ranges import ByteRange
-    from roostream.warehouse.readers.table_session import SampleTable, TableFiles
+    from roostream.warehouse.file_reader import ByteRange
+    from roostream.warehouse.sessions.sample_table import SampleTable, TableFiles
 
 
 def _features_of(text: str) -> tuple[str, ...]:
@@ -77,7 +77,7 @@ def leases_of(store: str) -> dict[str, Any]:
     """
     from roostream.errors import CheckpointError
     from roostream.runtime.checkpoint_store import open_store
-    from roostream.warehouse.readers.lease_log import read_log
+    from roostream.warehouse.readers.leases import read_log
     from trainer.control.kept_leases import LEASES
 
     try:
@@ -93,7 +93,7 @@ def leases_of(store: str) -> dict[str, Any]:
 def leases_told(its: dict[str, Any]) -> str:
     """For people: sums, readers, and what is held."""
     from roostream.cli.status_table import clock, plain
-    from roostream.warehouse.readers.lease_log import ENDS
+    from roostream.warehouse.readers.leases import ENDS
 
     session = its["session"] or {}
     state = "trained now" if its["trained"] else "trained before"
@@ -120,11 +120,11 @@ def session_of(
     """
     from roostream.cli.data.progress_bar import counted
     from roostream.errors import CheckpointError, ConfigError, nearest
-    from roostream.warehouse.captured import CapturedRead, CapturedSession
-    from roostream.warehouse.layout import ROWS_OF_GROUP
-    from roostream.warehouse.readers.session import SessionSpec, days_of
-    from roostream.warehouse.readers.table_session import SampleTable
+    from roostream.warehouse.parquet_file import ROWS_OF_GROUP
     from roostream.warehouse.scan import TableScan
+    from roostream.warehouse.sessions.sample_table import SampleTable
+    from roostream.warehouse.sessions.session import SessionSpec, days_of
+    from roostream.warehouse.sessions.session_capture import CapturedRead, CapturedSession
     from roostream.wire.columnar import projected
 
     table = SampleTable(place)
@@ -227,10 +227,10 @@ def compare_readers(
     import functools
     import time
 
-    from roostream.warehouse.captured import CapturedSession, Slowed, compared, replayed
-    from roostream.warehouse.readers.reading import TableRows
-    from roostream.warehouse.readers.table_session import SampleTable
     from roostream.warehouse.scan import TableScan
+    from roostream.warehouse.sessions.sample_table import SampleTable
+    from roostream.warehouse.sessions.session_capture import CapturedSession, SlowedRows, compared, replayed
+    from roostream.warehouse.sessions.session_rows import TableRows
     from roostream.wire.columnar import projected
 
     captured, table = CapturedSession.read(path), SampleTable(place)
@@ -239,7 +239,7 @@ def compare_readers(
     first: TableRows = _files(table, captured.version, schema)
     second: TableRows = _files(table, captured.version, schema, over_read)
     if slower is not None:
-        second = Slowed(second, slower, time.process_time)
+        second = SlowedRows(second, slower, time.process_time)
     seen = [replayed(captured.reads, rows) for rows in (first, second)]
     its = compared(
         functools.partial(replayed, captured.reads, first, digests=False),
@@ -257,8 +257,8 @@ def compare_readers(
 
 
 def _files(table: SampleTable, version: int, schema: Any, over_read: float | None = None) -> TableFiles:
-    from roostream.warehouse.byte_ranges import MAX_OVER_READ
-    from roostream.warehouse.readers.table_session import TableFiles
+    from roostream.warehouse.file_reader import MAX_OVER_READ
+    from roostream.warehouse.sessions.sample_table import TableFiles
 
     files = table.warehouse.samples.snapshot(version).files
     return TableFiles(

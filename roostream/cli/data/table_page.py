@@ -11,8 +11,8 @@ from roostream.cli.replay.report_page import page, table
 from roostream.cli.replay.report_table import number
 from roostream.errors import SetupError
 from roostream.replay.report_files import write_atomically
+from roostream.warehouse.column_popularity import asked, hit_rates
 from roostream.warehouse.data_file import DataFile
-from roostream.warehouse.popularity import asked, hit_rates
 from roostream.warehouse.scan import TableScan
 from roostream.warehouse.statistics import FeatureDays, alerts
 from roostream.wire.batch import Batch

@@ -34,11 +34,11 @@ def inspect_table(warehouse: str, table: str, with_files: bool, as_json: bool) -
       roostream inspect table .roostream/warehouse
       roostream inspect table s3://bucket/warehouse --table corrections --json
     """
-    from roostream.warehouse.place import Warehouse
-    from roostream.warehouse.told import told_table
+    from roostream.warehouse.describe import describe_table
+    from roostream.warehouse.warehouse import Warehouse
 
     place = Warehouse(warehouse)
-    told = told_table(place, table)
+    told = describe_table(place, table)
     if with_files:
         told["paths"] = [file.path for file in place.tables[table].snapshot().files]
     _show(told, as_json, _days(told) if not as_json else None)
@@ -58,10 +58,10 @@ def inspect_file(warehouse: str, path: str, table: str, as_json: bool) -> None:
     Example:
       roostream inspect file .roostream/warehouse 2026-05-18/0/ece92565177eb1d3/278139-0a1b2c3d4e5f.parquet
     """
-    from roostream.warehouse.place import Warehouse
-    from roostream.warehouse.told import told_file
+    from roostream.warehouse.describe import describe_file
+    from roostream.warehouse.warehouse import Warehouse
 
-    told = told_file(Warehouse(warehouse), table, path)
+    told = describe_file(Warehouse(warehouse), table, path)
     _show(told, as_json, _columns(told) if not as_json else None)
 
 

@@ -62,9 +62,9 @@ def archived_log(config: ReplayConfig, schema: Schema) -> ReplayLog:
         ConfigError: days that are none. CheckpointError: there is no such table, nothing of these days, or it is damaged.
         UnavailableError: it can't be read now.
     """
-    from roostream.warehouse.readers.session import SessionSpec, days_of
-    from roostream.warehouse.readers.table_session import SampleTable
-    from roostream.warehouse.session_records import session_records
+    from roostream.warehouse.sessions.sample_table import SampleTable
+    from roostream.warehouse.sessions.session import SessionSpec, days_of
+    from roostream.warehouse.sessions.session_records import session_records
 
     options = config.options
     assert isinstance(options, ArchivedOptions)

@@ -60,9 +60,9 @@ class Past:
     def __init__(self, place: Path, store: CheckpointStore, clock: Clock) -> None:
         """`store`: of the stack's commits. Raises ConfigError: the packages that read a warehouse aren't there."""
         try:
-            from roostream.warehouse.compactor import Compactor
+            from roostream.warehouse.compact import Compactor
             from roostream.warehouse.config import CompactorConfig
-            from roostream.warehouse.place import Warehouse
+            from roostream.warehouse.warehouse import Warehouse
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"expected {error.name} to read a warehouse; pip install 'roostream[warehouse]'"

@@ -12,7 +12,7 @@ from roostream.runtime.address import check_addresses, is_loopback, parse_addres
 from roostream.runtime.kafka.topics import DEFAULT_PARTITIONS
 from roostream.schema.settings import MAX_SEED, Settings, setting, setting_error
 from roostream.warehouse.readers.config import ReaderCountConfig
-from roostream.warehouse.readers.session import Labels, SessionSpec, days_of
+from roostream.warehouse.sessions.session import Labels, SessionSpec, days_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -39,8 +39,8 @@ from roostream.runtime.rpc.security import LinkCredentials
 from roostream.runtime.rpc.transport import InMemoryTransport
 from roostream.runtime.work_unit import TableInput
 from roostream.warehouse.readers.config import ReadersConfig
-from roostream.warehouse.readers.remote_rows import ReadByPrograms
-from roostream.warehouse.readers.table_session import SampleTable
+from roostream.warehouse.readers.remote_rows import RemoteSessionOpener
+from roostream.warehouse.sessions.sample_table import SampleTable
 from trainer import worker_file
 from trainer.config import LoopConfig
 from trainer.control.controller import Controller
@@ -95,7 +95,7 @@ class _Offline:
         self.schema, self.store, self.clock = self.parts.schema, self.parts.store, self.parts.clock
         self.table = SampleTable(config.place)
         self.session = self._session()
-        self._read_by: ReadByPrograms | None = None
+        self._read_by: RemoteSessionOpener | None = None
 
     def _session(self) -> TableInput | None:
         """What is to be trained: as it was fixed where training was interrupted. None: all is trained, and the rows are still at

@@ -19,7 +19,7 @@ from roostream.runtime.kafka.topics import SAMPLES, all_partitions
 from roostream.schema.registry import open_registry, register
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import load_schema
-from roostream.warehouse.readers.remote_rows import ReadByPrograms
+from roostream.warehouse.readers.remote_rows import RemoteSessionOpener
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.decode import Decoder
 from trainer.config import LoopConfig
@@ -108,7 +108,7 @@ class OfflineParts:
     def worker(
         self,
         rows: Rows,
-        read_by: ReadByPrograms | None,
+        read_by: RemoteSessionOpener | None,
         opened: contextlib.ExitStack,
         index: int = 0,
         team: Rendezvous = SINGLE_WORKER,
@@ -130,7 +130,7 @@ class OfflineParts:
         opened.callback(loop.feed.close)
         return Worker(loop, outputs, self.store, self.identity, index, team)
 
-    def _source(self, stages: StageTimer, read_by: ReadByPrograms | None) -> PhasedSource:
+    def _source(self, stages: StageTimer, read_by: RemoteSessionOpener | None) -> PhasedSource:
         """Behind the session comes nothing."""
         partitions = all_partitions((SAMPLES,), self.config.partitions)
         nothing = RecordSource(

@@ -26,7 +26,7 @@ from roostream.runtime.rpc.security import LinkCredentials
 from roostream.runtime.rpc.server import RpcServer
 from roostream.runtime.rpc.transport import InMemoryTransport
 from roostream.warehouse.readers.config import ReaderCountConfig, ReadersConfig
-from roostream.warehouse.readers.remote_rows import ReadByPrograms, ReadersLink
+from roostream.warehouse.readers.remote_rows import ReadersLink, RemoteSessionOpener
 from trainer.control.kept_leases import LeaseRecorder
 from trainer.control.reader_master import ReaderMaster
 
@@ -80,7 +80,7 @@ class OfflineReaders:
         self.server.stop()
         self.pool.close()
 
-    def reading(self, settings: ReadersConfig, incarnation: Callable[[], int]) -> ReadByPrograms:
+    def reading(self, settings: ReadersConfig, incarnation: Callable[[], int]) -> RemoteSessionOpener:
         """Who reads for the worker of this process."""
         link = ReadersLink(
             controller=lambda: InMemoryTransport(self.master.handle),
@@ -88,7 +88,7 @@ class OfflineReaders:
             worker=0,
             incarnation=incarnation,
         )
-        return ReadByPrograms(link, settings, self.clock)
+        return RemoteSessionOpener(link, settings, self.clock)
 
     def _follow(self) -> None:
         while not self._stop.wait(_FOLLOW_S):

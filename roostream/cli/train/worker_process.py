@@ -28,7 +28,7 @@ from roostream.runtime.rpc.client import SocketTransport
 from roostream.runtime.rpc.transport import Transport
 from roostream.schema.settings import from_dict
 from roostream.warehouse.readers.config import ReadersConfig
-from roostream.warehouse.readers.remote_rows import ReadByPrograms, ReadersLink
+from roostream.warehouse.readers.remote_rows import ReadersLink, RemoteSessionOpener
 from trainer.config import LoopConfig
 from trainer.dual_process_group import DualRendezvous
 from trainer.process_group import Rendezvous, SingleWorkerGroup, TorchRendezvous
@@ -120,13 +120,13 @@ def _dials(address: str) -> Any:
     return dial
 
 
-def _read_by(task: WorkerTask, parts: OfflineParts, incarnation: Any) -> ReadByPrograms | None:
+def _read_by(task: WorkerTask, parts: OfflineParts, incarnation: Any) -> RemoteSessionOpener | None:
     if not task.readers:
         return None
     link = ReadersLink(
         controller=_dials(task.readers), dial=SocketTransport, worker=task.index, incarnation=incarnation
     )
-    return ReadByPrograms(link, ReadersConfig(by="programs"), parts.clock)
+    return RemoteSessionOpener(link, ReadersConfig(by="programs"), parts.clock)
 
 
 def main() -> None:

@@ -34,10 +34,10 @@ from roostream.schema.schema_file import schema_from_dict
 from roostream.schema.toml_file import SourceLocation
 from roostream.warehouse.readers.config import ReaderConfig
 from roostream.warehouse.readers.leases import Lease
-from roostream.warehouse.readers.reading import LocalRows
+from roostream.warehouse.readers.piece_frames import schema_digest_of
 from roostream.warehouse.readers.split_reader import SplitReader
-from roostream.warehouse.readers.table_session import SampleTable
-from roostream.warehouse.readers.unit_frames import digest_of
+from roostream.warehouse.sessions.sample_table import SampleTable
+from roostream.warehouse.sessions.session_rows import LocalSessionRows
 
 log = logging.getLogger("roostream.reader")
 
@@ -49,7 +49,7 @@ _MAX_WAIT_S = 5.0  # that a call for a unit is held
 DRAIN_S = 5.0  # below infra's limits for its end
 _COUNTERS = ("units", "requests", "sent_bytes", "splits", "busy_s")
 
-OpenTable = Callable[[TableInput, Schema], tuple[LocalRows, Schema]]
+OpenTable = Callable[[TableInput, Schema], tuple[LocalSessionRows, Schema]]
 """A session's rows, and the schema of its batches."""
 
 
@@ -58,13 +58,13 @@ def run_reader(config: ReaderConfig) -> int:
     return program.run("reader", lambda stop: read(config, stop), config.log_format)
 
 
-def open_table(told: TableInput, schema: Schema) -> tuple[LocalRows, Schema]:
+def open_table(told: TableInput, schema: Schema) -> tuple[LocalSessionRows, Schema]:
     """Raises as `SampleTable.opened`."""
     session, files = SampleTable(told.table).opened(told, schema)
-    return LocalRows(session, files), files.schema
+    return LocalSessionRows(session, files), files.schema
 
 
-class LeasedReader:
+class ReaderAgent:
     """A `SplitReader` that does what the controller says. `ask` is called by one thread, `handle` by any."""
 
     def __init__(
@@ -118,7 +118,7 @@ class LeasedReader:
                 told.spec["first_day"],
                 told.spec["last_day"],
             )
-            self.reader.begin(rows, digest_of(its))
+            self.reader.begin(rows, schema_digest_of(its))
         else:
             self.reader.hold([])
         self.incarnation, self.session = incarnation, session
@@ -156,17 +156,17 @@ def read(config: ReaderConfig, stop: Stop) -> None:
     }
     reader = SplitReader(clock, **limits)
     host, port = parse_address(config.listen)
-    leased: list[LeasedReader] = []
+    leased: list[ReaderAgent] = []
     server = RpcServer(lambda *call: leased[0].handle(*call), host, port, keys=keys).start()
-    leased.append(LeasedReader(reader, told_at(config, server.port), config.max_splits))
+    leased.append(ReaderAgent(reader, advertised_address(config, server.port), config.max_splits))
     exports = MetricsCollector("reader", reader.shown, {}, counters=_COUNTERS)
     exports.register()
     controller = SocketTransport(config.controller, keys=keys)
     crew, drained = ThreadGroup(stop), threading.Event()
     try:
         log.info("reader on %s, told as %s", server.address, leased[0].at)
-        crew.start("reader-leases", keep_asking, leased[0], controller, clock, stop, drained)
-        step_on(reader, health, leased[0], drained)
+        crew.start("reader-leases", poll_leases, leased[0], controller, clock, stop, drained)
+        run_reader_loop(reader, health, leased[0], drained)
     finally:
         leave(leased[0], controller)
         server.stop()
@@ -176,7 +176,7 @@ def read(config: ReaderConfig, stop: Stop) -> None:
     crew.check()
 
 
-def told_at(config: ReaderConfig, port: int) -> str:
+def advertised_address(config: ReaderConfig, port: int) -> str:
     """Where workers reach it: as the settings say, else where it listens; on all addresses, by this machine's name."""
     host, chosen = parse_address(config.told) if config.told else parse_address(config.listen)
     if host in ("0.0.0.0", "[::]", "::"):
@@ -184,8 +184,8 @@ def told_at(config: ReaderConfig, port: int) -> str:
     return f"{host}:{chosen or port}"
 
 
-def keep_asking(
-    leased: LeasedReader, controller: Transport, clock: Clock, stop: threading.Event, drained: threading.Event
+def poll_leases(
+    leased: ReaderAgent, controller: Transport, clock: Clock, stop: threading.Event, drained: threading.Event
 ) -> None:
     """Until `stop`, and then until nothing is held; a controller that is away is waited for."""
     waits = Backoff(what="the controller, or the warehouse", clock=clock, max_s=0.5)
@@ -208,7 +208,7 @@ def keep_asking(
         drained.set()
 
 
-def drain(leased: LeasedReader, controller: Transport, clock: Clock) -> None:
+def drain(leased: ReaderAgent, controller: Transport, clock: Clock) -> None:
     """Give what it has, and take no more. Whoever trains may have gone, too: then it is for nothing, and DRAIN_S long."""
     leased.takes_more, ends_s = False, clock.monotonic_s() + DRAIN_S
     while leased.reader.holds_any and clock.monotonic_s() < ends_s:
@@ -220,7 +220,7 @@ def drain(leased: LeasedReader, controller: Transport, clock: Clock) -> None:
         clock.sleep(_BETWEEN_S)
 
 
-def step_on(reader: SplitReader, health: Health, leased: LeasedReader, stop: threading.Event) -> None:
+def run_reader_loop(reader: SplitReader, health: Health, leased: ReaderAgent, stop: threading.Event) -> None:
     """Until `stop`; a table that is away is waited for."""
     waits = Backoff(what="the warehouse", max_s=1.0)
     while not stop.is_set():
@@ -235,7 +235,7 @@ def step_on(reader: SplitReader, health: Health, leased: LeasedReader, stop: thr
             waits.wait(error, stop)
 
 
-def leave(leased: LeasedReader, controller: Transport) -> None:
+def leave(leased: ReaderAgent, controller: Transport) -> None:
     """Its leases are anybody's at once, if the controller hears it."""
     try:
         leased.ask(controller, leaving=True)

@@ -22,16 +22,16 @@ from roostream.runtime.clock import Clock
 from roostream.runtime.rpc.transport import Transport
 from roostream.runtime.work_unit import TableInput
 from roostream.schema.schema import Schema
-from roostream.warehouse.readers.ahead import Fetch, UnitsAhead
 from roostream.warehouse.readers.config import ReadersConfig
 from roostream.warehouse.readers.leases import Lease
-from roostream.warehouse.readers.reading import OpenSession, Piece, SessionRows
-from roostream.warehouse.readers.scale import Appetite
-from roostream.warehouse.readers.splits import TableSplit
-from roostream.warehouse.readers.unit_frames import digest_of, from_frame, num_bytes
+from roostream.warehouse.readers.piece_frames import decode_piece, num_bytes, schema_digest_of
+from roostream.warehouse.readers.prefetch_buffer import Fetch, PrefetchBuffer
+from roostream.warehouse.readers.prefetch_scaler import PrefetchScaler
+from roostream.warehouse.sessions.session import TableSplit
+from roostream.warehouse.sessions.session_rows import OpenSession, Piece, SessionRows
 
 if TYPE_CHECKING:
-    from roostream.warehouse.readers.table_session import TableFiles
+    from roostream.warehouse.sessions.sample_table import TableFiles
 
 log = logging.getLogger("roostream.reading")
 
@@ -57,7 +57,7 @@ class ReadersLink:
     wait_s: float = 1.0  # that a reader holds a call for a unit that isn't there yet
 
 
-class RemoteRows:
+class RemoteSessionRows:
     """See `SessionRows`. `open` before the first call."""
 
     def __init__(
@@ -65,9 +65,9 @@ class RemoteRows:
     ) -> None:
         """`digest`: of the session; `schema`: with what the session leaves out left out."""
         self.digest, self.schema, self.link, self.config, self.clock = digest, schema, link, config, clock
-        self.schema_digest = digest_of(schema)
-        self.ahead = UnitsAhead(max_units=config.max_units, max_bytes=config.max_bytes)
-        self.appetite = Appetite(most=config.max_in_flight)
+        self.schema_digest = schema_digest_of(schema)
+        self.ahead = PrefetchBuffer(max_units=config.max_units, max_bytes=config.max_bytes)
+        self.appetite = PrefetchScaler(most=config.max_in_flight)
         self.waited_s = 0.0
         self._name = random.SystemRandom().getrandbits(63)
         self._began_s = clock.monotonic_s()
@@ -86,7 +86,7 @@ class RemoteRows:
             for n in range(config.max_in_flight)
         ]
 
-    def open(self) -> RemoteRows:
+    def open(self) -> RemoteSessionRows:
         for thread in self._threads:
             thread.start()
         return self
@@ -241,7 +241,7 @@ class RemoteRows:
         }
         try:
             answer, arrays = transport.call("unit", header, timeout_s=_CALL_S)
-            piece = from_frame(answer, arrays, self.schema, self.schema_digest) if arrays else None
+            piece = decode_piece(answer, arrays, self.schema, self.schema_digest) if arrays else None
         except (CheckpointError, ConfigError) as error:  # a file is damaged: no other reader would read it
             self._failed(fetch, error)
         except (FencedError, WireError) as error:
@@ -276,18 +276,18 @@ class RemoteRows:
         return self._dialled[address]
 
 
-class ReadByPrograms:
+class RemoteSessionOpener:
     """Opens a worker's sessions; the newest one's numbers are those of the worker."""
 
     def __init__(self, link: ReadersLink, config: ReadersConfig, clock: Clock) -> None:
         self.link, self.config, self.clock = link, config, clock
-        self._now: RemoteRows | None = None
+        self._now: RemoteSessionRows | None = None
 
     def __call__(self, told: TableInput, session: OpenSession, rows: TableFiles) -> SessionRows:
         """See `OpenRows` of trainer/sessions/table_source.py."""
-        self._now = RemoteRows(told.digest, rows.schema, self.link, self.config, self.clock).open()
+        self._now = RemoteSessionRows(told.digest, rows.schema, self.link, self.config, self.clock).open()
         return self._now
 
     def shown(self) -> dict[str, float]:
-        """See `RemoteRows.shown`; nothing before the first session. Any thread."""
+        """See `RemoteSessionRows.shown`; nothing before the first session. Any thread."""
         return self._now.shown() if self._now else {}

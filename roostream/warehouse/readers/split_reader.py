@@ -1,6 +1,6 @@
 """A reader: extract, transform, batch, and keep until it is fetched (Zhao et al., §III: a DPP worker without state).
 
-    leases ──► splits held ──► row groups by `LocalRows` ──► units of `batch_requests` ──► bounded buffer ──► who asks
+    leases ──► splits held ──► row groups by `LocalSessionRows` ──► units of `batch_requests` ──► bounded buffer ──► who asks
 
 Rows are read as a worker reads them for itself, so batches are equal bit for bit. A unit is kept until the next
 one of its split is asked for: an answer that is lost is given again. Nothing else is remembered, and nothing of it outlives it.
@@ -20,9 +20,9 @@ from roostream.errors import CheckpointError, ConfigError, FencedError, Roostrea
 from roostream.runtime.clock import Clock
 from roostream.runtime.rpc.transport import Header
 from roostream.warehouse.readers.leases import Lease
-from roostream.warehouse.readers.reading import LocalRows, Piece
-from roostream.warehouse.readers.splits import TableSplit
-from roostream.warehouse.readers.unit_frames import num_bytes, to_frame
+from roostream.warehouse.readers.piece_frames import encode_piece, num_bytes
+from roostream.warehouse.sessions.session import TableSplit
+from roostream.warehouse.sessions.session_rows import LocalSessionRows, Piece
 
 _SLICE_S = 0.5  # a wait within it looks anew
 
@@ -68,7 +68,7 @@ class SplitReader:
             max_requests_s,
         )
         self.counts = ReaderCounts()
-        self._rows: LocalRows | None = None
+        self._rows: LocalSessionRows | None = None
         self._schema_digest = ""
         self._held: dict[int, _HeldSplit] = {}
         self._changed = threading.Condition()
@@ -76,7 +76,7 @@ class SplitReader:
 
     # What it has
 
-    def begin(self, rows: LocalRows | None, schema_digest: str = "") -> None:
+    def begin(self, rows: LocalSessionRows | None, schema_digest: str = "") -> None:
         """Of this session from now on (None: there is none); what was held is forgotten."""
         with self._changed:
             self._rows, self._schema_digest, self._held = rows, schema_digest, {}
@@ -148,7 +148,7 @@ class SplitReader:
                 self._changed.notify_all()
             return False
         units = [
-            Unit(start, part.end, *to_frame(part, self._schema_digest))
+            Unit(start, part.end, *encode_piece(part, self._schema_digest))
             for start, part in self._parts(piece, position)
         ]
         self._spare(piece.num_rows, began_s)

@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from roostream.cli.main import cli
 from roostream.runtime.checkpoint_store import FileStore
-from roostream.warehouse.popularity import note_asked
+from roostream.warehouse.column_popularity import record_session_features
 from tests.warehouse.small_warehouse import ROWS, small_warehouse
 
 
@@ -18,8 +18,8 @@ from tests.warehouse.small_warehouse import ROWS, small_warehouse
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("warehouse")
     schema = small_warehouse(folder)
-    note_asked(FileStore(folder), schema, 1, "one", ["age", "history"])
-    note_asked(FileStore(folder), schema, 2, "two", ["age"])
+    record_session_features(FileStore(folder), schema, 1, "one", ["age", "history"])
+    record_session_features(FileStore(folder), schema, 2, "two", ["age"])
     return folder
 
 

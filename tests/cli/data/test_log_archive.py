@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from roostream.cli.main import cli
-from roostream.warehouse.place import Warehouse
 from roostream.warehouse.scan import TableScan
+from roostream.warehouse.warehouse import Warehouse
 from tests.cli.data.test_dedupe_command import SCHEMA
 
 T0 = 1_700_000_000_000

@@ -11,8 +11,7 @@ from click.testing import CliRunner
 from roostream.cli.main import cli
 from roostream.errors import CheckpointError, ConfigError
 from roostream.runtime.checkpoint_store import open_store
-from roostream.warehouse.readers.lease_log import LeaseLog
-from roostream.warehouse.readers.leases import Lease
+from roostream.warehouse.readers.leases import Lease, LeaseLog
 from tests.warehouse.small_warehouse import ROWS, small_warehouse
 from trainer.control.kept_leases import LEASES
 

@@ -17,12 +17,12 @@ from roostream.replay.config import ReplayConfig
 from roostream.replay.detect_dataset import input_paths
 from roostream.runtime.clock import FakeClock
 from roostream.schema.schema_file import load_schema
-from roostream.warehouse.compactor import Compactor
+from roostream.warehouse.compact import Compactor
 from roostream.warehouse.config import CompactorConfig
-from roostream.warehouse.place import Warehouse
-from roostream.warehouse.readers.session import SessionSpec
-from roostream.warehouse.readers.table_session import SampleTable
-from roostream.warehouse.session_records import session_records
+from roostream.warehouse.sessions.sample_table import SampleTable
+from roostream.warehouse.sessions.session import SessionSpec
+from roostream.warehouse.sessions.session_records import session_records
+from roostream.warehouse.warehouse import Warehouse
 from roostream.wire import roo_pb2 as pb
 from tests.cli.replay.test_in_process import options_of, replay, week
 

@@ -13,15 +13,15 @@ from roostream.cli.replay.through_stack import kept_options, stack_options
 from roostream.errors import ConfigError
 from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.clock import FakeClock
-from roostream.warehouse.compactor import Compactor
+from roostream.warehouse.compact import Compactor
 from roostream.warehouse.config import CompactorConfig
-from roostream.warehouse.place import Warehouse
+from roostream.warehouse.warehouse import Warehouse
 from roostream.wire.records import Record
 from tests.cli.replay.test_through_stack import config
 from tests.trainer import samples
 from tests.warehouse.archive_runs import an_archiver, topic
-from tests.warehouse.readers.test_table_session import archive
 from tests.warehouse.sample_cases import rich_schema
+from tests.warehouse.sessions.test_sample_table import archive
 
 
 def at(*times_ms: int) -> list[Record]:

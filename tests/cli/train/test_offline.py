@@ -29,7 +29,7 @@ from roostream.schema.settings import load
 from roostream.warehouse.readers.config import ReaderConfig
 from tests.certificates import Authority
 from tests.trainer import samples
-from tests.warehouse.readers.test_table_session import archive
+from tests.warehouse.sessions.test_sample_table import archive
 from trainer.config import LoopConfig
 from trainer.selection.config import RehearsalConfig
 

@@ -11,7 +11,7 @@ from roostream.runtime.clock import FakeClock
 from roostream.runtime.work_unit import TableInput
 from roostream.schema.registry import to_toml
 from roostream.warehouse.readers.config import ReaderCountConfig
-from roostream.warehouse.readers.lease_log import read_log
+from roostream.warehouse.readers.leases import read_log
 from tests.trainer import samples
 from tests.trainer.memory_store import MemoryStore
 from tests.trainer.sessions.reading_fleet import session_of

@@ -13,8 +13,8 @@ from roostream.runtime import manifest as manifests
 from roostream.runtime.kafka.topics import SAMPLES
 from roostream.runtime.manifest import Manifest
 from roostream.runtime.work_unit import TableInput
-from roostream.warehouse.readers.reading import LocalRows, OpenSession, newest_ids
-from roostream.warehouse.readers.session import SessionSpec
+from roostream.warehouse.sessions.session import SessionSpec
+from roostream.warehouse.sessions.session_rows import LocalSessionRows, OpenSession, recent_sample_ids
 from roostream.wire.records import Record
 from tests.trainer import samples
 from tests.trainer.control.test_fleet_commit import assert_applied_once, lasting
@@ -73,11 +73,11 @@ class FromTable(Simulation):
             empty = without_requests(next(iter(table.batches.values())))
             return SessionSource(
                 opened.order,
-                LocalRows(opened, table),
+                LocalSessionRows(opened, table),
                 empty,
                 self.clock,
                 partitions=PARTITIONS,
-                newest=lambda number: NewestIds(*newest_ids(opened, table, number, self.horizon_ms)),
+                newest=lambda number: NewestIds(*recent_sample_ids(opened, table, number, self.horizon_ms)),
             )
 
         return PhasedSource(stream, open_session)

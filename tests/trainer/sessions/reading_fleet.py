@@ -12,12 +12,12 @@ from roostream.runtime.kafka.topics import Partition, Progress
 from roostream.runtime.rpc.transport import Answer, Arrays, Header, InMemoryTransport, Transport
 from roostream.runtime.work_unit import TableInput
 from roostream.schema.schema import Schema
-from roostream.warehouse.readers.ahead import Fetch
 from roostream.warehouse.readers.config import ReadersConfig
-from roostream.warehouse.readers.reader_program import LeasedReader
-from roostream.warehouse.readers.reading import LocalRows, OpenSession, SessionRows
-from roostream.warehouse.readers.remote_rows import ReadersLink, RemoteRows
+from roostream.warehouse.readers.prefetch_buffer import Fetch
+from roostream.warehouse.readers.reader_program import ReaderAgent
+from roostream.warehouse.readers.remote_rows import ReadersLink, RemoteSessionRows
 from roostream.warehouse.readers.split_reader import SplitReader
+from roostream.warehouse.sessions.session_rows import LocalSessionRows, OpenSession, SessionRows
 from roostream.wire.batch import Batch
 from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS
@@ -79,14 +79,14 @@ class Fleet:
         self.master = ReaderMaster(lambda: (self.incarnation, self.told), self.schema, self.clock, hold_s=0)
         self.silent: list[str] = []  # readers that the controller doesn't hear
         self.gone: list[str] = []  # readers that answer nobody
-        self.readers: dict[str, LeasedReader] = {}
+        self.readers: dict[str, ReaderAgent] = {}
         self.num_begun, self.num_workers = 0, num_workers
         for _ in range(num_readers):
             self.begin_reader()
         self.workers = [FleetWorker(self, number, limits) for number in range(num_workers)]
 
     @property
-    def rows(self) -> RemoteRows:
+    def rows(self) -> RemoteSessionRows:
         """Of the first worker."""
         return self.workers[0].rows
 
@@ -99,11 +99,11 @@ class Fleet:
     def begin_reader(self) -> None:
         self.num_begun += 1
         reader = SplitReader(self.clock, max_bytes=1 << 20, max_units=6)
-        leased = LeasedReader(
+        leased = ReaderAgent(
             reader,
             f"r{self.num_begun}:1",
             2,
-            lambda told, schema: (LocalRows(self.session, self.table), self.schema),
+            lambda told, schema: (LocalSessionRows(self.session, self.table), self.schema),
         )
         self.readers[leased.at] = leased
 
@@ -113,7 +113,7 @@ class Fleet:
     def dial(self, address: str) -> Transport:
         return Cut(InMemoryTransport(self.readers[address].handle), self.gone, address)
 
-    def client(self, number: int, **limits: int) -> RemoteRows:
+    def client(self, number: int, **limits: int) -> RemoteSessionRows:
         link = ReadersLink(
             controller=self.controller,
             dial=self.dial,
@@ -122,7 +122,7 @@ class Fleet:
             wait_s=0,
         )
         config = ReadersConfig(**{"by": "programs", "max_units": 4, "max_in_flight": 3, **limits})  # type: ignore[arg-type]
-        return RemoteRows(self.told.digest, self.schema, link, config, self.clock)
+        return RemoteSessionRows(self.told.digest, self.schema, link, config, self.clock)
 
     def batches(self, rows: SessionRows, number: int = 0) -> SessionSource:
         empty = without_requests(next(iter(self.table.batches.values())))

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from roostream.runtime.kafka.topics import Partition, Progress
-from roostream.warehouse.readers.reading import LocalRows
+from roostream.warehouse.sessions.session_rows import LocalSessionRows
 from tests.trainer.loops import PARTITIONS
 from tests.trainer.sessions.reading_fleet import Fleet, bits
 from trainer.batch_source import Chunk
@@ -18,7 +18,7 @@ NUM_CHAOS = 400
 
 def undisturbed(fleet: Fleet, in_turns: bool = False, worker: int = 0) -> list[list[bytes]]:
     """Chunks of a worker that reads for itself."""
-    source, found = fleet.batches(LocalRows(fleet.session, fleet.table), worker), list[list[bytes]]()
+    source, found = fleet.batches(LocalSessionRows(fleet.session, fleet.table), worker), list[list[bytes]]()
     while (chunk := source.poll(5, 0.0, turn_of(len(found)) if in_turns else None)) is not None:
         found.append(bits(chunk.batch))
     return found

@@ -9,8 +9,8 @@ import pytest
 
 from roostream.runtime.clock import FakeClock
 from roostream.runtime.kafka.topics import Progress
-from roostream.warehouse.readers.reading import LocalRows, OpenSession, Piece, newest_ids
-from roostream.warehouse.readers.splits import TableSplit
+from roostream.warehouse.sessions.session import TableSplit
+from roostream.warehouse.sessions.session_rows import LocalSessionRows, OpenSession, Piece, recent_sample_ids
 from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS
 from tests.warehouse.memory_table import MemoryTable, table_of
@@ -21,7 +21,7 @@ EVEN, ODD = PARTITIONS
 NUMBERS = [*range(1, 40), 3, 8, 41]
 
 
-class SlowRows(LocalRows):
+class SlowRows(LocalSessionRows):
     """Often not there yet."""
 
     def __init__(self, session: OpenSession, rows: MemoryTable, seed: int) -> None:
@@ -41,8 +41,8 @@ def source(
     table = table_of(samples.records(list(numbers)), rows_of_file=rows, seed=seed)
     session = table.session(shuffle_seed=None)
     empty = without_requests(next(iter(table.batches.values())))
-    its = LocalRows(session, table) if slow is None else SlowRows(session, table, slow)
-    newest = lambda partition: NewestIds(*newest_ids(session, table, partition, 10_000))
+    its = LocalSessionRows(session, table) if slow is None else SlowRows(session, table, slow)
+    newest = lambda partition: NewestIds(*recent_sample_ids(session, table, partition, 10_000))
     made = SessionSource(
         session.order, its, empty, FakeClock(samples.T0), partitions=PARTITIONS, newest=newest
     )

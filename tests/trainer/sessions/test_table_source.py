@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from roostream.warehouse.readers.table_session import SampleTable
+from roostream.warehouse.sessions.sample_table import SampleTable
 from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS, Built, build
-from tests.warehouse.readers.test_table_session import TOPICS, WANTED, archive
+from tests.warehouse.sessions.test_sample_table import TOPICS, WANTED, archive
 from trainer.loop import LoopDependencies
 from trainer.sessions.phased_source import PhasedSource
 from trainer.sessions.table_source import open_session

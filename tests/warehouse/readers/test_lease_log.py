@@ -7,8 +7,15 @@ import json
 import pytest
 
 from roostream.errors import CheckpointError
-from roostream.warehouse.readers.lease_log import MAX_EVENTS, MAX_READERS, LeaseEvent, LeaseLog, read_log
-from roostream.warehouse.readers.leases import Lease, Leases
+from roostream.warehouse.readers.leases import (
+    MAX_EVENTS,
+    MAX_READERS,
+    Lease,
+    LeaseEvent,
+    LeaseLog,
+    Leases,
+    read_log,
+)
 
 
 def test_the_newest_events_and_the_sums_of_the_newest_readers_are_kept() -> None:

@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 
 from roostream.warehouse.readers.leases import LEASE_S, MAX_WANTED, Lease, Leases
-from roostream.warehouse.readers.splits import plan
-from tests.warehouse.readers.test_splits import SPEC, file
+from roostream.warehouse.sessions.session import plan
+from tests.warehouse.sessions.test_session import SPEC, file
 
 FILES = [file(f"f{i}", day=1 + i // 6, partition=i % 3, rows=4 + i % 5, first=100 * i) for i in range(18)]
 ORDER = plan(FILES, SPEC, 4)
@@ -96,7 +96,7 @@ def test_each_row_is_taken_once_whatever_is_lost_restored_or_dealt_anew(seed: in
             mine = {p: at[p] for p in at if p % workers == worker}
             its.tell(
                 worker,
-                [(s.number, max(at[s.partition], s.at)) for s in ORDER.from_here(mine, draw.randint(1, 3))],
+                [(s.number, max(at[s.partition], s.at)) for s in ORDER.next_splits(mine, draw.randint(1, 3))],
             )
 
     def give(lease: Lease) -> None:

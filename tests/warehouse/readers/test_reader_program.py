@@ -10,7 +10,7 @@ import pytest
 from roostream.errors import TransportError
 from roostream.runtime.rpc.transport import Answer, Arrays, Header, Transport
 from roostream.warehouse.readers import reader_program
-from roostream.warehouse.readers.reader_program import DRAIN_S, LeasedReader, drain, keep_asking
+from roostream.warehouse.readers.reader_program import DRAIN_S, ReaderAgent, drain, poll_leases
 from tests.trainer.sessions.reading_fleet import Fleet
 
 
@@ -56,7 +56,7 @@ def fleet() -> Fleet:
     return made
 
 
-def its(fleet: Fleet) -> LeasedReader:
+def its(fleet: Fleet) -> ReaderAgent:
     return fleet.readers["r1:1"]
 
 
@@ -84,7 +84,7 @@ def test_without_a_controller_it_ends_at_once(fleet: Fleet) -> None:
 def test_what_ends_the_asking_ends_the_program(fleet: Fleet) -> None:
     stop, drained = threading.Event(), threading.Event()
     stop.set()
-    keep_asking(its(fleet), Beside(fleet, fleet.controller()), fleet.clock, stop, drained)
+    poll_leases(its(fleet), Beside(fleet, fleet.controller()), fleet.clock, stop, drained)
     assert drained.is_set() and not its(fleet).reader.holds_any
 
 
@@ -107,7 +107,7 @@ def test_a_reader_asks_for_more_as_soon_as_it_has_room(fleet: Fleet, monkeypatch
     assert leased.reader.free(1) == 0
     stop, drained = threading.Event(), threading.Event()
     asking = threading.Thread(
-        target=keep_asking, args=(leased, controller, fleet.clock, stop, drained), daemon=True
+        target=poll_leases, args=(leased, controller, fleet.clock, stop, drained), daemon=True
     )
     asking.start()
     assert controller.calls.get(timeout=10) == 0

@@ -20,14 +20,14 @@ from roostream.runtime.rpc.server import RpcServer
 from roostream.runtime.work_unit import TableInput
 from roostream.warehouse.readers.config import ReaderConfig, ReadersConfig
 from roostream.warehouse.readers.reader_program import read
-from roostream.warehouse.readers.remote_rows import ReadByPrograms, ReadersLink
-from roostream.warehouse.readers.session import SessionSpec
-from roostream.warehouse.readers.table_session import SampleTable
+from roostream.warehouse.readers.remote_rows import ReadersLink, RemoteSessionOpener
+from roostream.warehouse.sessions.sample_table import SampleTable
+from roostream.warehouse.sessions.session import SessionSpec
 from tests.certificates import Authority
 from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS
 from tests.trainer.sessions.reading_fleet import bits
-from tests.warehouse.readers.test_table_session import archive
+from tests.warehouse.sessions.test_sample_table import archive
 from trainer.control.reader_master import ReaderMaster
 from trainer.sessions.session_source import SessionSource
 from trainer.sessions.table_source import local_rows, open_session
@@ -77,7 +77,7 @@ class Link:
             worker=number,
             incarnation=lambda: 1,
         )
-        return self.batches(number, ReadByPrograms(link, ReadersConfig(by="programs"), SystemClock()))
+        return self.batches(number, RemoteSessionOpener(link, ReadersConfig(by="programs"), SystemClock()))
 
     def batches(self, number: int, open_rows: Callable[..., object] = local_rows) -> SessionSource:
         made = open_session(self.told, samples.schema(), PARTITIONS, 0, SystemClock(), None, open_rows)  # type: ignore[arg-type]

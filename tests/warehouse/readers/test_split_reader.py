@@ -10,9 +10,9 @@ import pytest
 from roostream.errors import CheckpointError, FencedError, UnavailableError
 from roostream.runtime.clock import FakeClock, SystemClock
 from roostream.warehouse.readers.leases import Lease
-from roostream.warehouse.readers.reading import LocalRows, Piece
 from roostream.warehouse.readers.split_reader import SplitReader, Unit
-from roostream.warehouse.readers.splits import TableSplit
+from roostream.warehouse.sessions.session import TableSplit
+from roostream.warehouse.sessions.session_rows import LocalSessionRows, Piece
 from tests.trainer import samples
 from tests.warehouse.memory_table import MemoryTable, table_of
 
@@ -21,7 +21,7 @@ def reader(max_units: int = 4, table: MemoryTable | None = None, **more: int) ->
     """Of files of 8 rows, row groups of 4, units of 3."""
     table = table or table_of(samples.records(list(range(1, 60))), rows_of_file=8)
     its = SplitReader(FakeClock(), **{"max_bytes": 1 << 30, "max_units": max_units, **more})
-    its.begin(LocalRows(table.session(shuffle_seed=None, batch_requests=3), table), "digest")
+    its.begin(LocalSessionRows(table.session(shuffle_seed=None, batch_requests=3), table), "digest")
     return its
 
 
@@ -85,7 +85,7 @@ class Counting(SplitReader):
 def test_two_who_wait_for_rows_that_are_not_read_yet_sleep() -> None:
     table = table_of(samples.records(list(range(1, 60))), rows_of_file=8)
     its = Counting(SystemClock(), max_bytes=1 << 30, max_units=4)
-    its.begin(LocalRows(table.session(shuffle_seed=None, batch_requests=3), table), "digest")
+    its.begin(LocalSessionRows(table.session(shuffle_seed=None, batch_requests=3), table), "digest")
     its.hold([lease(0), lease(2)])
     waiting = [threading.Thread(target=its.unit, args=(n, 100 + n, 4 * n, 0.4)) for n in (0, 2)]
     for thread in waiting:
@@ -118,7 +118,7 @@ def test_of_another_s_or_a_lost_lease_nothing_is_given() -> None:
     assert its.shown()["held_splits"] == 0 and not its.step(0)
 
 
-class Broken(LocalRows):
+class Broken(LocalSessionRows):
     def piece(self, split: TableSplit, position: int, timeout_s: float = 0.0) -> Piece:
         raise (UnavailableError if split.number else CheckpointError)(f"file {split.path}")
 

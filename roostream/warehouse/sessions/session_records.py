@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from roostream.warehouse.archive import SAMPLES
-from roostream.warehouse.readers.reading import OpenSession, first_rows
-from roostream.warehouse.readers.table_session import TableFiles
-from roostream.warehouse.rebuild import rebuilt
+from roostream.runtime.kafka.topics import SAMPLES
+from roostream.warehouse.record_columns import rebuild_records
+from roostream.warehouse.sessions.sample_table import TableFiles
+from roostream.warehouse.sessions.session_rows import OpenSession, first_copies
 from roostream.wire.records import Record
 
 
@@ -27,7 +27,7 @@ def session_records(session: OpenSession, files: TableFiles, as_they_lie_until: 
         of_day = [split for split in paths.values() if split.day == day]
         found: list[Record] = []
         for split in of_day:
-            counts = first_rows({file.path: files.marks(file.path) for file in session.group(split)})[
+            counts = first_copies({file.path: files.marks(file.path) for file in session.group(split)})[
                 split.path
             ]
             records = _file_records(files, split.path, split.partition)
@@ -41,6 +41,6 @@ def _file_records(files: TableFiles, path: str, partition: int) -> Iterator[Reco
     writer, columns, counts_R = files.whole(path)
     offsets, closes = (columns[name].values.tolist() for name in ("offset", "close_ms"))
     for offset, close_ms, (key, value) in zip(
-        offsets, closes, rebuilt(writer, columns, counts_R), strict=True
+        offsets, closes, rebuild_records(writer, columns, counts_R), strict=True
     ):
         yield Record(SAMPLES, partition, offset, close_ms, key, value)

@@ -9,10 +9,10 @@ from roostream.errors import CheckpointError
 from roostream.warehouse.data_file import DataFile
 from roostream.warehouse.delta_table import TableSnapshot
 from roostream.warehouse.file_reader import SampleFile
-from roostream.warehouse.place import Warehouse
+from roostream.warehouse.warehouse import Warehouse
 
 
-def told_table(warehouse: Warehouse, name: str) -> dict[str, Any]:
+def describe_table(warehouse: Warehouse, name: str) -> dict[str, Any]:
     """Days of a table as it is now.
 
     Raises:
@@ -55,11 +55,11 @@ def _sum(files: Iterable[DataFile]) -> dict[str, Any]:
     }
 
 
-def told_file(warehouse: Warehouse, name: str, path: str) -> dict[str, Any]:
+def describe_file(warehouse: Warehouse, name: str, path: str) -> dict[str, Any]:
     """A file of a table: what its footer says, and the bytes of each column, in the order in which they lie.
 
     Raises:
-        UnavailableError, CheckpointError: as `told_table`; or the table has no such file.
+        UnavailableError, CheckpointError: as `describe_table`; or the table has no such file.
     """
     file = next((one for one in warehouse.tables[name].snapshot().files if one.path == path), None)
     if file is None:

@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from roostream.warehouse.readers.reading import LocalRows, newest_ids
-from roostream.warehouse.readers.splits import TableSplit
+from roostream.warehouse.sessions.session import TableSplit
+from roostream.warehouse.sessions.session_rows import LocalSessionRows, recent_sample_ids
 from tests.trainer import samples
 from tests.warehouse.memory_table import MemoryTable, table_of
 
@@ -16,7 +16,7 @@ from tests.warehouse.memory_table import MemoryTable, table_of
 def read(table: MemoryTable, **spec: object) -> list[int]:
     """Sample ids in the order of reading."""
     session = table.session(**spec)
-    rows, found = LocalRows(session, table), []
+    rows, found = LocalSessionRows(session, table), []
     for split in session.order.splits:
         at = split.at
         while at < split.behind:
@@ -64,13 +64,13 @@ def test_whoever_goes_on_in_the_middle_of_a_row_group_reads_the_same_rest() -> N
     session = table.session()
     (split,) = session.order.splits
     for position in range(6):
-        piece = LocalRows(session, table).piece(split, position)
+        piece = LocalSessionRows(session, table).piece(split, position)
         assert piece.at_R.tolist() == [p for p in (0, 1, 2, 4, 5) if position <= p < piece.end], piece.end
 
 
 def test_a_piece_is_parted_where_asked() -> None:
     table = table_of(samples.records([1, 3, 5, 7]))
-    piece = LocalRows(table.session(), table).piece(
+    piece = LocalSessionRows(table.session(), table).piece(
         TableSplit(0, table.files[0].path, str(table.files[0].day), 1, 0, 4, 0), 0
     )
     first, others = piece.parted(3)
@@ -83,16 +83,16 @@ def test_a_piece_is_parted_where_asked() -> None:
 def test_the_newest_ids_are_those_within_the_horizon_of_the_newest_closes() -> None:
     numbers = list(range(1, 80, 2))
     table = table_of(samples.records(numbers), rows_of_file=7, seed=2)
-    ids, times = newest_ids(table.session(), table, 1, 20_000)
+    ids, times = recent_sample_ids(table.session(), table, 1, 20_000)
     middle = sorted(samples.T0 + n * 1000 + 500 for n in numbers)[-15:][7]
     assert ids.tolist() == [n for n in numbers if samples.T0 + n * 1000 + 500 >= middle - 20_000]
     assert (np.diff(times) >= 0).all()
-    assert newest_ids(table.session(), table, 3, 20_000)[0].tolist() == []
+    assert recent_sample_ids(table.session(), table, 3, 20_000)[0].tolist() == []
 
 
 def test_a_single_time_far_ahead_does_not_empty_the_newest_ids() -> None:
     table = table_of(samples.records(list(range(1, 80, 2))), rows_of_file=100)
     batch = next(iter(table.batches.values()))
     batch.close_ms_R[3] += 10**11
-    ids, _ = newest_ids(table.session(), table, 1, 20_000)
+    ids, _ = recent_sample_ids(table.session(), table, 1, 20_000)
     assert len(ids) > 15

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roostream.errors import ConfigError
-from roostream.warehouse.readers.session import SessionSpec, days_of
-from roostream.warehouse.readers.splits import MAX_CANDIDATES, plan
+from roostream.warehouse.sessions.session import MAX_CANDIDATES, SessionSpec, days_of, plan
 
 SPEC = SessionSpec(table="t", version=3)
 
@@ -92,9 +91,9 @@ def test_every_row_has_one_position_of_its_partition(
 def test_what_comes_next_is_in_the_order_of_all_and_begins_with_what_is_begun() -> None:
     files = [file("a", 1, 0), file("b", 1, 1, first=1), file("c", 2, 0, first=10), file("d", 2, 1, first=20)]
     order = plan(files, dataclasses.replace(SPEC, shuffle_seed=None), 10)
-    assert [s.path for s in order.from_here({0: 3, 1: 10}, 2)] == ["a", "c"]
-    assert [s.path for s in order.from_here({0: 0, 1: 0}, 9)] == ["a", "b", "c", "d"]
-    assert order.from_here({0: 20, 7: 0}, 9) == []
+    assert [s.path for s in order.next_splits({0: 3, 1: 10}, 2)] == ["a", "c"]
+    assert [s.path for s in order.next_splits({0: 0, 1: 0}, 9)] == ["a", "b", "c", "d"]
+    assert order.next_splits({0: 20, 7: 0}, 9) == []
 
 
 def test_a_spec_survives_its_plain_form_and_its_digest_says_whether_two_are_equal() -> None:

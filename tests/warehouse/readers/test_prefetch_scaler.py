@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from roostream.warehouse.readers.scale import (
+from roostream.warehouse.readers.prefetch_scaler import (
     FAILED_FOR_S,
     FULL_FOR_S,
     MIN_DOWN_S,
     SETTLES_S,
-    Appetite,
-    ReaderCount,
+    PrefetchScaler,
+    ReaderScaler,
     wanted_in_flight,
 )
 
@@ -36,7 +36,7 @@ def test_the_rule_stays_within_its_bounds() -> None:
 
 
 def test_a_starved_worker_asks_for_one_unit_more_a_second_and_a_sated_one_for_less_after_a_while() -> None:
-    it, now_s = Appetite(most=6), 0.0
+    it, now_s = PrefetchScaler(most=6), 0.0
     for tick in range(21):
         now_s = tick * 0.25
         it.observe(0.0, stalled=True, now_s=now_s)
@@ -48,7 +48,7 @@ def test_a_starved_worker_asks_for_one_unit_more_a_second_and_a_sated_one_for_le
 
 
 def test_a_buffer_that_is_half_full_changes_nothing() -> None:
-    it = Appetite(most=6, in_flight=3)
+    it = PrefetchScaler(most=6, in_flight=3)
     for tick in range(400):
         it.observe(0.6 + 0.1 * (tick % 3), stalled=False, now_s=tick * 0.25)
     assert it.in_flight == 3
@@ -58,7 +58,7 @@ class Course:
     """An appetite over time, looked at four times a second."""
 
     def __init__(self) -> None:
-        self.it, self.now_s = Appetite(most=6, in_flight=4), 0.0
+        self.it, self.now_s = PrefetchScaler(most=6, in_flight=4), 0.0
 
     def after(self, seconds: float, fullness: float) -> int:
         for _ in range(int(4 * seconds)):
@@ -91,7 +91,7 @@ def test_what_is_as_much_as_there_ever_was_is_no_trial() -> None:
 
 
 def test_readers_come_at_once_and_go_one_at_a_time() -> None:
-    it = ReaderCount(least=1, most=8)
+    it = ReaderScaler(least=1, most=8)
     assert it.of(5, 0.0) == 3
     assert it.of(99, 1.0) == 8
     assert it.of(1, 2.0) == 8, "too soon after it grew"
@@ -101,6 +101,6 @@ def test_readers_come_at_once_and_go_one_at_a_time() -> None:
 
 
 def test_without_anything_to_read_they_all_go() -> None:
-    it = ReaderCount(least=1, most=8)
+    it = ReaderScaler(least=1, most=8)
     it.of(2, 0.0)
     assert it.of(0, MIN_DOWN_S) == 0

@@ -32,7 +32,7 @@ def wanted_in_flight(now: int, fullness: float, stalled_s_ago: float, full_s: fl
 
 
 @dataclasses.dataclass(kw_only=True)
-class Appetite:
+class PrefetchScaler:
     """One worker's units in flight over time. Not thread-safe; seconds of a monotonic clock."""
 
     most: int
@@ -87,7 +87,7 @@ class Appetite:
 
 
 @dataclasses.dataclass(kw_only=True)
-class ReaderCount:
+class ReaderScaler:
     """Readers that are wanted for all workers together: up at once, down one in `MIN_DOWN_S`."""
 
     least: int

@@ -34,7 +34,7 @@ def unpin(store: CheckpointStore, table: str, who: str) -> None:
     store.delete(_name(table, who))
 
 
-def held_versions(store: CheckpointStore, table: str, now_ms: int) -> set[int]:
+def pinned_versions(store: CheckpointStore, table: str, now_ms: int) -> set[int]:
     """Versions of a table that are held now; pins that ended, and what is no pin, are deleted.
 
     Raises:

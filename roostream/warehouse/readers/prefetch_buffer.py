@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from roostream.warehouse.readers.leases import Lease
-from roostream.warehouse.readers.reading import Piece
-from roostream.warehouse.readers.splits import TableSplit
+from roostream.warehouse.sessions.session import TableSplit
+from roostream.warehouse.sessions.session_rows import Piece
 
 
 class Fetch(NamedTuple):
@@ -36,7 +36,7 @@ class _Here(NamedTuple):
     num_bytes: int
 
 
-class UnitsAhead:
+class PrefetchBuffer:
     """Not thread-safe."""
 
     def __init__(self, *, max_units: int, max_bytes: int) -> None:

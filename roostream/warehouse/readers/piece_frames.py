@@ -20,7 +20,7 @@ from roostream.errors import SchemaError, WireError
 from roostream.runtime.rpc.transport import Arrays, Header
 from roostream.schema.registry import to_toml
 from roostream.schema.schema import Schema
-from roostream.warehouse.readers.reading import Piece
+from roostream.warehouse.sessions.session_rows import Piece
 from roostream.wire.batch import TEXT, Batch
 from roostream.wire.jagged import Jagged
 
@@ -33,13 +33,13 @@ _SIDES = ("ro_lists", "nro_lists")
 _TEXT_BYTES = np.dtype(TEXT).itemsize
 
 
-def digest_of(schema: Schema) -> str:
+def schema_digest_of(schema: Schema) -> str:
     """Of all that a reader makes of rows: also of what cuts lists and what stands for what is missing, unlike its fingerprint."""
     return xxhash.xxh3_64_hexdigest(to_toml(schema).encode())
 
 
-def to_frame(piece: Piece, schema_digest: str) -> tuple[Header, list[np.ndarray]]:
-    """What `from_frame` makes the same piece of."""
+def encode_piece(piece: Piece, schema_digest: str) -> tuple[Header, list[np.ndarray]]:
+    """What `decode_piece` makes the same piece of."""
     batch, arrays = piece.batch, [piece.at_R]
     arrays += [_plain(name, getattr(batch, name)) for name in _NAMES]
     sides = {}
@@ -56,7 +56,7 @@ def to_frame(piece: Piece, schema_digest: str) -> tuple[Header, list[np.ndarray]
     return {"schema": schema_digest, "end": piece.end, "lists": sides}, arrays
 
 
-def from_frame(header: Header, arrays: Arrays, schema: Schema, schema_digest: str) -> Piece:
+def decode_piece(header: Header, arrays: Arrays, schema: Schema, schema_digest: str) -> Piece:
     """The piece, of `schema`, of which `schema_digest` is the digest.
 
     Raises:

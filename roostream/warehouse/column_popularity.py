@@ -2,7 +2,7 @@
 and wide columns apart from narrow ones, so that a reader gets its columns in fewer requests (docs/decisions/0075).
 
 A session that asks for some of the features leaves a small object, `popularity/asked/<version>-<digest>`; the newest of these
-count. From them comes `popularity/columns` (roostream/warehouse/place.py), which whoever writes files reads; files that are there stay as
+count. From them comes `popularity/columns` (roostream/warehouse/warehouse.py), which whoever writes files reads; files that are there stay as
 they are.
 """
 
@@ -16,15 +16,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from roostream.errors import CheckpointError, UnavailableError
 from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.schema.schema import Schema
-from roostream.warehouse.place import COLUMN_ORDER
 from roostream.warehouse.statistics import SIDES
+from roostream.warehouse.warehouse import COLUMN_ORDER
 from roostream.wire.columnar import feature_columns, forms
 
 MAX_SESSIONS = 200
 _ASKED = "popularity/asked"
 
 
-def note_asked(
+def record_session_features(
     store: CheckpointStore, schema: Schema, version: int, digest: str, features: Collection[str]
 ) -> None:
     """A session (`digest`, of the table's `version`) asks for these features of `schema`. Idempotent. Where the store can't be
@@ -63,7 +63,7 @@ def hit_rates(sessions: Iterable[Collection[str]]) -> dict[str, float]:
     return {feature: count / len(all_of_them) for feature, count in ranked}
 
 
-def side_by_side(widths: Sequence[float], rates: Sequence[float]) -> list[int]:
+def interleave_by_hit_rate(widths: Sequence[float], rates: Sequence[float]) -> list[int]:
     """Places of columns, the widest first: those of one width together, since a narrow hole may be read in vain and a wide one
     not; of one width by how often they are asked for, alternately upwards and downwards, so that what is asked for most lies
     next to what is asked for most. Stable."""
@@ -75,12 +75,12 @@ def side_by_side(widths: Sequence[float], rates: Sequence[float]) -> list[int]:
 
 
 def column_order(schema: Schema, rates: Mapping[str, float]) -> list[str]:
-    """Every column of a sample of `schema`: what each reader needs, then features as `side_by_side` has them; as declared where
+    """Every column of a sample of `schema`: what each reader needs, then features as `interleave_by_hit_rate` has them; as declared where
     nobody has asked for any. Lists are wider than single values, and what a candidate has than what its request has."""
     features = [(side, feature) for side in SIDES for feature in getattr(schema, side)]
     widths = [2.0 * feature.is_list + (side == "nro") for side, feature in features]
     asked_for = [rates.get(feature.name, 0.0) for _, feature in features]
-    ranked = side_by_side(widths, asked_for) if any(asked_for) else range(len(features))
+    ranked = interleave_by_hit_rate(widths, asked_for) if any(asked_for) else range(len(features))
     columns = [column for n in ranked for column in feature_columns(*features[n])]
     of_features = set(columns)
     return [name for name in forms(schema) if name not in of_features] + columns

@@ -14,12 +14,12 @@ from roostream.runtime.checkpoint_store import open_store
 from roostream.schema.registry import register
 from roostream.schema.schema import Schema
 from roostream.warehouse.archive import OF_SAMPLE, correction_rows
-from roostream.warehouse.delta_table import Step, WarehouseTable
-from roostream.warehouse.file_writer import FilePlace, FileRows, write_rows
-from roostream.warehouse.pins import held_versions
-from roostream.warehouse.readers.reading import LocalRows
-from roostream.warehouse.readers.session import SessionSpec
-from roostream.warehouse.readers.table_session import SampleTable
+from roostream.warehouse.delta_table import ProgressStep, WarehouseTable
+from roostream.warehouse.parquet_file import FileKey, FileRows, write_rows
+from roostream.warehouse.sessions.sample_table import SampleTable
+from roostream.warehouse.sessions.session import SessionSpec
+from roostream.warehouse.sessions.session_rows import LocalSessionRows
+from roostream.warehouse.version_pins import pinned_versions
 from roostream.wire.columnar import FlatColumn, columns_of, forms
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
@@ -40,12 +40,14 @@ def archive(place: Path, records: list[Record], topic: str = "topic-1") -> None:
         batch, _ = Decoder(schema, {}.get).decode(its)
         rows = FileRows(columns=columns_of(batch), forms=forms(schema), counts_R=batch.num_candidates_R)
         day = datetime.fromtimestamp(its[0].timestamp_ms // 1000, UTC).date()
-        where = FilePlace(
+        where = FileKey(
             table="samples", day=day, partition=partition, fingerprint=schema.fingerprint, topic=topic
         )
         file = write_rows(store, rows, where)
         name = f"samples/{topic}/{partition}"
-        table.commit([file], progress={name: Step(table.snapshot().progress(name), its[-1].offset + 1)})
+        table.commit(
+            [file], progress={name: ProgressStep(table.snapshot().progress(name), its[-1].offset + 1)}
+        )
 
 
 def archive_corrections(place: Path, records: list[Record]) -> None:
@@ -59,14 +61,16 @@ def archive_corrections(place: Path, records: list[Record]) -> None:
     number, day = records[0].partition, datetime.fromtimestamp(samples.T0 // 1000, UTC).date()
     table.widen(rows.forms)
     file = write_rows(
-        store, rows, FilePlace(table="corrections", day=day, partition=number, fingerprint=schema.fingerprint)
+        store, rows, FileKey(table="corrections", day=day, partition=number, fingerprint=schema.fingerprint)
     )
-    table.commit([file], progress={f"corrections/topic-2/{number}": Step(None, records[-1].offset + 1)})
+    table.commit(
+        [file], progress={f"corrections/topic-2/{number}": ProgressStep(None, records[-1].offset + 1)}
+    )
 
 
 def ids(place: Path, told: object) -> list[int]:
     session, files = SampleTable(str(place)).opened(told, samples.schema())  # type: ignore[arg-type]
-    rows, found = LocalRows(session, files), []
+    rows, found = LocalSessionRows(session, files), []
     for split in session.order.splits:
         found += rows.piece(split, split.at).batch.sample_id_R.tolist()
     return found
@@ -148,7 +152,7 @@ def test_labels_are_as_corrections_left_them_or_as_they_were_and_the_stream_has_
     corrected = plain.label_BT[:, 0].copy()
     corrected[3 * first] = 1.0
     assert found["latest"] == corrected.tolist()
-    assert len(held_versions(table.warehouse.store, "corrections", 999)) == 1, "of the one that has them"
+    assert len(pinned_versions(table.warehouse.store, "corrections", 999)) == 1, "of the one that has them"
 
 
 def test_an_archive_of_another_topic_is_refused_where_a_stream_follows(tmp_path: Path) -> None:
@@ -201,7 +205,7 @@ def test_no_session_follows_where_what_it_would_read_was_retired_in_part(
     archive(tmp_path, records[12:])
     assert table.newest(WANTED, TOPICS, told.ends) is not None
     log = WarehouseTable(str(tmp_path), "samples")
-    log.commit((), progress={name: Step(None, value), "retired/topic-1/1": Step(None, 6)})
+    log.commit((), progress={name: ProgressStep(None, value), "retired/topic-1/1": ProgressStep(None, 6)})
     with pytest.raises(CheckpointError, match=said):
         table.newest(WANTED, TOPICS, told.ends)
     assert table.newest(WANTED, TOPICS) is not None
@@ -230,5 +234,5 @@ def test_a_version_is_held_while_it_is_read(tmp_path: Path) -> None:
     told = table.newest(WANTED, TOPICS)
     assert told is not None
     table.hold(told, "session-a", until_ms=1000)
-    assert held_versions(table.warehouse.store, "samples", 999) == {told.version}
-    assert held_versions(table.warehouse.store, "samples", 1001) == set()
+    assert pinned_versions(table.warehouse.store, "samples", 999) == {told.version}
+    assert pinned_versions(table.warehouse.store, "samples", 1001) == set()

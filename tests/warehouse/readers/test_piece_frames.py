@@ -9,16 +9,16 @@ import pytest
 
 from roostream.errors import SchemaError, WireError
 from roostream.runtime.rpc import frames
-from roostream.warehouse.readers.reading import LocalRows, Piece
-from roostream.warehouse.readers.session import SessionSpec
-from roostream.warehouse.readers.table_session import SampleTable
-from roostream.warehouse.readers.unit_frames import digest_of, from_frame, num_bytes, to_frame
+from roostream.warehouse.readers.piece_frames import decode_piece, encode_piece, num_bytes, schema_digest_of
+from roostream.warehouse.sessions.sample_table import SampleTable
+from roostream.warehouse.sessions.session import SessionSpec
+from roostream.warehouse.sessions.session_rows import LocalSessionRows, Piece
 from tests.trainer.sessions.reading_fleet import bits
 from tests.warehouse.sample_cases import rich_schema
 from tests.warehouse.small_warehouse import ROWS, small_warehouse
 
 SCHEMA = rich_schema()
-DIGEST = digest_of(SCHEMA)
+DIGEST = schema_digest_of(SCHEMA)
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +30,12 @@ def piece(tmp_path_factory: pytest.TempPathFactory) -> Piece:
     assert told is not None
     session, files = table.opened(told, SCHEMA)
     split = session.order.splits[0]
-    return LocalRows(session, files).piece(split, split.at)
+    return LocalSessionRows(session, files).piece(split, split.at)
 
 
 def sent(piece: Piece) -> Piece:
     """Through the bytes of a call."""
-    header, arrays = to_frame(piece, DIGEST)
+    header, arrays = encode_piece(piece, DIGEST)
     buffers = frames.encode(frames.ANSWER, {"header": header}, arrays)
     data = np.frombuffer(b"".join(bytes(buffer) for buffer in buffers), np.uint8)
     prefix = frames.parse_prefix(bytes(data[: frames.PREFIX_BYTES]))
@@ -43,7 +43,7 @@ def sent(piece: Piece) -> Piece:
         prefix, bytes(data[frames.PREFIX_BYTES : frames.PREFIX_BYTES + prefix.header_bytes])
     )
     payload = data[frames.PREFIX_BYTES + prefix.header_bytes :].copy()
-    return from_frame(body["header"], frames.views(body, payload), SCHEMA, DIGEST)
+    return decode_piece(body["header"], frames.views(body, payload), SCHEMA, DIGEST)
 
 
 def test_a_unit_with_every_kind_of_feature_comes_as_it_was(piece: Piece) -> None:
@@ -60,14 +60,14 @@ def test_a_part_and_nothing_come_too(piece: Piece) -> None:
 
 
 def test_units_of_another_schema_are_refused(piece: Piece) -> None:
-    header, arrays = to_frame(piece, "0" * 16)
+    header, arrays = encode_piece(piece, "0" * 16)
     with pytest.raises(SchemaError, match=r"expected units of the schema .* with digest"):
-        from_frame(header, arrays, SCHEMA, DIGEST)
+        decode_piece(header, arrays, SCHEMA, DIGEST)
 
 
 @pytest.mark.parametrize("wrong", ["fewer", "more lists", "shape"])
 def test_what_is_no_unit_is_refused(piece: Piece, wrong: str) -> None:
-    header, arrays = to_frame(piece, DIGEST)
+    header, arrays = encode_piece(piece, DIGEST)
     if wrong == "fewer":
         arrays = arrays[:-1]
     elif wrong == "more lists":
@@ -75,9 +75,9 @@ def test_what_is_no_unit_is_refused(piece: Piece, wrong: str) -> None:
     else:
         arrays[0] = arrays[0][:-1]
     with pytest.raises(WireError, match="expected a unit of rows"):
-        from_frame(header, arrays, SCHEMA, DIGEST)
+        decode_piece(header, arrays, SCHEMA, DIGEST)
 
 
 def test_its_size_is_that_of_its_arrays(piece: Piece, tmp_path: Path) -> None:
-    _, arrays = to_frame(piece, DIGEST)
+    _, arrays = encode_piece(piece, DIGEST)
     assert num_bytes(arrays) == sum(len(array.tobytes()) for array in arrays) > 8 * ROWS

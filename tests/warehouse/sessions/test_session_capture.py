@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 
 from roostream.errors import ConfigError
-from roostream.warehouse.captured import (
+from roostream.warehouse.sessions.session_capture import (
     CapturedRead,
     CapturedSession,
-    Capturing,
+    CapturingRows,
     Compared,
-    Slowed,
+    SlowedRows,
     compared,
     of_ratios,
     replayed,
 )
-from roostream.warehouse.readers.reading import LocalRows
+from roostream.warehouse.sessions.session_rows import LocalSessionRows
 from tests.trainer import samples
 from tests.warehouse.memory_table import MemoryTable, table_of
 
@@ -37,8 +37,8 @@ class Ticks:
 def captured() -> tuple[MemoryTable, list[CapturedRead]]:
     table = table_of(samples.records(list(range(1, 31))))
     session = table.session(shuffle_seed=None)
-    rows = Capturing(table)
-    local = LocalRows(session, rows)
+    rows = CapturingRows(table)
+    local = LocalSessionRows(session, rows)
     for split in session.order.splits:
         position = split.at
         while position < split.behind:
@@ -120,7 +120,7 @@ def test_a_reader_slowed_by_a_share_takes_that_share_longer() -> None:
             return super().batch(path, start, end)
 
     costly = Costly(list(zip(table.files, table.batches.values(), strict=True)))
-    slowed = Slowed(costly, 0.05, clock)
+    slowed = SlowedRows(costly, 0.05, clock)
     its = compared(lambda: replayed(reads, costly), lambda: replayed(reads, slowed), clock, turns=5)
     assert its.ratio == pytest.approx(1.05, rel=2e-3) and its.differs
     assert (

@@ -7,10 +7,16 @@ from pathlib import Path
 import pytest
 
 from roostream.runtime.checkpoint_store import FileStore
-from roostream.warehouse import popularity
-from roostream.warehouse.layout import ordered
-from roostream.warehouse.place import Warehouse
-from roostream.warehouse.popularity import asked, column_order, hit_rates, note_asked, side_by_side
+from roostream.warehouse import column_popularity as popularity
+from roostream.warehouse.column_popularity import (
+    asked,
+    column_order,
+    hit_rates,
+    interleave_by_hit_rate,
+    record_session_features,
+)
+from roostream.warehouse.parquet_file import ordered
+from roostream.warehouse.warehouse import Warehouse
 from roostream.wire.columnar import forms
 from tests.trainer.memory_store import MemoryStore
 from tests.warehouse.sample_cases import rich_schema
@@ -19,8 +25,11 @@ SCHEMA = rich_schema()
 
 
 def test_columns_of_one_width_lie_together_and_those_asked_for_most_next_to_each_other() -> None:
-    assert side_by_side([9, 1, 9, 1, 1, 5], [0.5, 0.9, 0.1, 0.2, 0.9, 0.3]) == [2, 0, 5, 3, 1, 4]
-    assert side_by_side([9, 1, 9, 1], [0.5, 0.9, 0.1, 1.0]) == [2, 0, 3, 1] and side_by_side([], []) == []
+    assert interleave_by_hit_rate([9, 1, 9, 1, 1, 5], [0.5, 0.9, 0.1, 0.2, 0.9, 0.3]) == [2, 0, 5, 3, 1, 4]
+    assert (
+        interleave_by_hit_rate([9, 1, 9, 1], [0.5, 0.9, 0.1, 1.0]) == [2, 0, 3, 1]
+        and interleave_by_hit_rate([], []) == []
+    )
 
 
 def test_what_most_sessions_ask_for_lies_together_behind_what_every_reader_needs() -> None:
@@ -51,8 +60,8 @@ def test_sessions_leave_what_they_asked_for_and_files_are_written_by_it(
     place = Warehouse(tmp_path)
     assert place.column_order() == []
     for version, features in enumerate((["history"], ["gap"], ["age", "gap"])):
-        note_asked(place.store, SCHEMA, version, "abc", features)
-        note_asked(place.store, SCHEMA, version, "abc", ["topics"])  # it has said so already
+        record_session_features(place.store, SCHEMA, version, "abc", features)
+        record_session_features(place.store, SCHEMA, version, "abc", ["topics"])  # it has said so already
     assert asked(place.store) == [frozenset({"gap"}), frozenset({"age", "gap"})]
     features = [name for name in place.column_order() if name.startswith(("ro__", "nro__"))]
     assert (
@@ -70,5 +79,5 @@ def test_what_cant_be_understood_asked_for_nothing() -> None:
 
 def test_where_it_cant_be_written_nothing_is_noted_and_nobody_fails(tmp_path: Path) -> None:
     (tmp_path / "popularity").write_text("in the way")
-    note_asked(FileStore(tmp_path), SCHEMA, 1, "abc", ["age"])
+    record_session_features(FileStore(tmp_path), SCHEMA, 1, "abc", ["age"])
     assert (tmp_path / "popularity").read_text() == "in the way"

@@ -17,8 +17,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from roostream.runtime.event_time import NUM_RECENT
-from roostream.warehouse.readers.session import SessionSpec
-from roostream.warehouse.readers.splits import FileFacts, ReadOrder, TableSplit, plan
+from roostream.warehouse.sessions.session import FileStats, ReadOrder, SessionSpec, TableSplit, plan
 from roostream.wire.batch import Batch
 
 _GROUPS_KEPT = 8  # of which the rows that count are known, at once
@@ -91,16 +90,16 @@ class SessionRows(Protocol):
 class OpenSession:
     """A spec with the files of its version. Immutable, but for what is kept of files read."""
 
-    def __init__(self, spec: SessionSpec, files: Iterable[FileFacts], row_group: int) -> None:
+    def __init__(self, spec: SessionSpec, files: Iterable[FileStats], row_group: int) -> None:
         self.spec, self.row_group = spec, row_group
         self.files = tuple(files)
         self.order: ReadOrder = plan(self.files, spec, row_group)
-        self._of_group: dict[tuple[str, int], list[FileFacts]] = {}
+        self._of_group: dict[tuple[str, int], list[FileStats]] = {}
         for file in self.files:
             if file.rows:
                 self._of_group.setdefault((file.day.isoformat(), file.partition), []).append(file)
 
-    def group(self, split: TableSplit) -> Sequence[FileFacts]:
+    def group(self, split: TableSplit) -> Sequence[FileStats]:
         """All files of its (day, partition), also those that the session doesn't read."""
         return self._of_group[split.day, split.partition]
 
@@ -109,13 +108,13 @@ class OpenSession:
         group = self.group(split)
         return len(group) == 1 and group[0].sealed
 
-    def files_of(self, partition: int) -> list[FileFacts]:
+    def files_of(self, partition: int) -> list[FileStats]:
         """All files of a partition, also those that the session doesn't read, the latest days first."""
         its = [file for file in self.files if file.partition == partition and file.rows]
         return sorted(its, key=lambda file: (file.day, file.first_offset), reverse=True)
 
 
-class LocalRows:
+class LocalSessionRows:
     """See `SessionRows`: in the thread that calls, a row group at a time."""
 
     def __init__(self, session: OpenSession, rows: TableRows) -> None:
@@ -146,7 +145,7 @@ class LocalRows:
         """bool, of the rows of its file: no row of its (day, partition) with a lower offset is of the same sample."""
         key = split.day, split.partition
         if key not in self._counts:
-            self._counts[key] = first_rows(
+            self._counts[key] = first_copies(
                 {file.path: self.rows.marks(file.path) for file in self.session.group(split)}
             )
             while len(self._counts) > _GROUPS_KEPT:
@@ -154,7 +153,7 @@ class LocalRows:
         return self._counts[key][split.path]
 
 
-def first_rows(marks: Mapping[str, Marks]) -> dict[str, np.ndarray]:
+def first_copies(marks: Mapping[str, Marks]) -> dict[str, np.ndarray]:
     """Of each file, bool [R]: of the rows of one sample the one with the lowest offset."""
     ids, offsets = (np.concatenate([m[column] for m in marks.values()]) for column in (0, 1))
     order = np.lexsort((offsets, ids))
@@ -165,7 +164,7 @@ def first_rows(marks: Mapping[str, Marks]) -> dict[str, np.ndarray]:
     return dict(zip(marks, np.split(counts, ends[:-1]), strict=True))
 
 
-def newest_ids(
+def recent_sample_ids(
     session: OpenSession, rows: TableRows, partition: int, horizon_ms: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """(ids, close times), int64 [N] by close time: samples of a partition that closed within the horizon of the newest ones,

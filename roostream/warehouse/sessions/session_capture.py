@@ -1,6 +1,6 @@
 """What a session read, kept, and read again by readers that are compared: what a change of the reader costs, in one run.
 
-    a session ── Capturing ──► [(file, rows), …] ──► replayed(reader A) │ replayed(reader B)   turns, each of the same reads
+    a session ── CapturingRows ──► [(file, rows), …] ──► replayed(reader A) │ replayed(reader B)   turns, each of the same reads
                                                                  └── ratio of CPU time a turn, its median and how sure it is
 
 Recorded reads instead of made-up ones: which files, days and row groups are read, and of which features, is what a reader's
@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 
 from roostream.errors import ConfigError
-from roostream.warehouse.readers.reading import Marks, TableRows
+from roostream.warehouse.sessions.session_rows import Marks, TableRows
 from roostream.wire.batch import Batch
 
 FORMAT = 1
@@ -74,7 +74,7 @@ class CapturedSession:
             ) from None
 
 
-class Capturing:
+class CapturingRows:
     """`TableRows` that notes what is asked of others. As thread-safe as they are."""
 
     def __init__(self, rows: TableRows) -> None:
@@ -89,7 +89,7 @@ class Capturing:
         return self.rows.marks(path)
 
 
-class SessionRead(NamedTuple):
+class ReplayedSession(NamedTuple):
     """What a dummy trainer saw of all reads: equal for readers that read alike."""
 
     requests: int
@@ -97,7 +97,7 @@ class SessionRead(NamedTuple):
     digest: str  # of ids, labels and floats, in order
 
 
-def replayed(reads: Iterable[CapturedRead], rows: TableRows, *, digests: bool = True) -> SessionRead:
+def replayed(reads: Iterable[CapturedRead], rows: TableRows, *, digests: bool = True) -> ReplayedSession:
     """Read once more, a batch after the other, and look at each; without `digests` at its sizes alone, which costs nothing.
 
     Raises:
@@ -114,7 +114,7 @@ def replayed(reads: Iterable[CapturedRead], rows: TableRows, *, digests: bool = 
             else ()
         ):
             its.update(np.ascontiguousarray(array).tobytes())
-    return SessionRead(requests, candidates, its.hexdigest())
+    return ReplayedSession(requests, candidates, its.hexdigest())
 
 
 class Compared(NamedTuple):
@@ -161,7 +161,7 @@ def of_ratios(ratios: Sequence[float]) -> Compared:
     )
 
 
-class Slowed:
+class SlowedRows:
     """`TableRows` that take a share longer than others do: what a comparison can see is shown with them."""
 
     def __init__(self, rows: TableRows, share: float, clock_s: Callable[[], float]) -> None:

@@ -1,30 +1,102 @@
-"""The order in which a session's rows are read: days, the files of a day shuffled by seed, the rows of a file as they lie.
+"""What a session reads: a version of the table, which days and rows of it, in which order, with which labels.
 
-    files of a version ──► splits in one order, numbered ──► of each partition its own part of that order
-                             day 1: f3 f1 f2                   partition 0:  f3 f2 | ...      rows 0 .. N0
-                             day 2: ...                        partition 1:  f1    | ...      rows 0 .. N1
-
-A file holds rows of one Kafka partition. So each partition has an order of its own, and how far it is read is one number, its
-*position*: rows of the order that lie before. A partition moves to another worker with its position, as it does with its offset
-(docs/decisions/0060). Rows that are left out count as rows all the same.
+Two sessions with one digest read the same rows in the same order, whoever plans them.
 """
 
 from __future__ import annotations
 
 import bisect
+import dataclasses
+import json
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import date
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import xxhash
 
-from roostream.warehouse.readers.session import SessionSpec
+from roostream.errors import ConfigError
+
+Labels = Literal["latest", "as_streamed"]
+DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SessionSpec:
+    """`from_offsets`: partition of `samples` → rows of the topic below it are left out: earlier sessions had them."""
+
+    table: str
+    version: int  # of the table's log: fixed, so that what comes later changes nothing
+    first_day: str = ""  # YYYY-MM-DD, UTC, by close time; "" = from the first
+    last_day: str = ""  # of the same, in it; "" = up to the last
+    features: tuple[str, ...] = ()  # columns that are read, () = all; others are as if they were missing
+    topic: str = ""  # id of the topic that `from_offsets` are of: files of another were an earlier session's; "" = all are of it
+    graph: str = ""  # digest of the transforms that readers run; "" = those of the schema
+    from_offsets: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    shuffle_seed: int | None = 0  # of the files of a day; None = by their offsets
+    labels: Labels = (
+        "latest"  # with the corrections that came until then; "as_streamed": as they were at the close
+    )
+    batch_requests: int = 1024  # what a reader makes at once
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError: a day that is none, days the wrong way round, or unknown labels."""
+        for day in (self.first_day, self.last_day):
+            if day and not DAY.fullmatch(day):
+                raise ConfigError(f"expected a day as YYYY-MM-DD, got {day!r}")
+        if self.first_day and self.last_day and self.last_day < self.first_day:
+            raise ConfigError(
+                f"expected days in order, got {self.first_day}..{self.last_day}; the first comes first"
+            )
+        if self.labels not in get_args(Labels):
+            raise ConfigError(f"expected labels {' or '.join(get_args(Labels))}, got {self.labels!r}")
+
+    def has_day(self, day: str) -> bool:
+        return self.first_day <= day and (not self.last_day or day <= self.last_day)
+
+    def plain(self) -> dict[str, Any]:
+        """As manifests and calls carry it."""
+        body = dataclasses.asdict(self)
+        if not self.topic:
+            del body["topic"]  # as before it was known, so that digests stay
+        return {
+            **body,
+            "features": list(self.features),
+            "from_offsets": {str(p): at for p, at in sorted(self.from_offsets.items())},
+        }
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> SessionSpec:
+        """Inverse of `plain`. TypeError, ValueError, KeyError: it is none."""
+        offsets = {int(p): int(at) for p, at in told["from_offsets"].items()}
+        return cls(**{**told, "features": tuple(told["features"]), "from_offsets": offsets})
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits."""
+        return xxhash.xxh3_64_hexdigest(json.dumps(self.plain(), sort_keys=True).encode())
+
+
+def days_of(text: str) -> tuple[str, str]:
+    """First and last day of "A..B", "A.." or "..B"; a day alone is both.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    first, dots, last = text.partition("..")
+    days = (first, last) if dots else (first, first)
+    if not any(days) or not all(DAY.fullmatch(day) for day in days if day):
+        raise ConfigError(
+            f"expected days as 2024-05-01..2024-05-07, got {text!r}; either end may be left out"
+        )
+    return days
+
 
 MAX_CANDIDATES = 1 << 16  # in a split, unless a single row group has more
 
 
-class FileFacts(Protocol):
+class FileStats(Protocol):
     """What planning needs to know of a file."""
 
     @property
@@ -94,7 +166,7 @@ class ReadOrder:
         found = bisect.bisect_right(its, position, key=lambda split: split.behind)
         return its[found] if found < len(its) else None
 
-    def from_here(self, positions: Mapping[int, int], most: int) -> list[TableSplit]:
+    def next_splits(self, positions: Mapping[int, int], most: int) -> list[TableSplit]:
         """The next splits of these partitions, in the order of all, `most` of them; those begun first."""
         heads = [self._from(partition, position, most) for partition, position in positions.items()]
         return sorted((split for its in heads for split in its), key=lambda split: split.number)[:most]
@@ -105,7 +177,7 @@ class ReadOrder:
         return its[first : first + most]
 
 
-def plan(files: Iterable[FileFacts], spec: SessionSpec, row_group: int) -> ReadOrder:
+def plan(files: Iterable[FileStats], spec: SessionSpec, row_group: int) -> ReadOrder:
     """The splits of what `spec` reads of a version's `files`; `row_group`: rows of each row group but a file's last."""
     splits: list[TableSplit] = []
     behind: dict[int, int] = {}
@@ -121,7 +193,7 @@ def plan(files: Iterable[FileFacts], spec: SessionSpec, row_group: int) -> ReadO
     return ReadOrder(splits)
 
 
-def is_read(file: FileFacts, spec: SessionSpec) -> bool:
+def is_read(file: FileStats, spec: SessionSpec) -> bool:
     """It may hold rows of the session."""
     if spec.topic and file.topic not in ("", spec.topic):
         return False
@@ -137,12 +209,12 @@ def dealt(partitions: Collection[int], worker: int, workers: int) -> list[int]:
     return sorted(partition for partition in partitions if partition % workers == worker)
 
 
-def _place(file: FileFacts, seed: int | None) -> tuple[date, int, int, str]:
+def _place(file: FileStats, seed: int | None) -> tuple[date, int, int, str]:
     shuffled = 0 if seed is None else xxhash.xxh3_64_intdigest(f"{seed} {file.path}".encode())
     return file.day, shuffled, file.first_offset, file.path
 
 
-def _runs(file: FileFacts, row_group: int) -> Iterable[tuple[int, int]]:
+def _runs(file: FileStats, row_group: int) -> Iterable[tuple[int, int]]:
     """Runs of whole row groups with nearly the same number of candidates."""
     groups = -(-file.rows // row_group)
     count = min(max(-(-file.candidates // MAX_CANDIDATES), 1), groups)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from roostream.warehouse.readers.leases import Lease, Leases
-from roostream.warehouse.readers.scale import Appetite, ReaderCount
+from roostream.warehouse.readers.prefetch_scaler import PrefetchScaler, ReaderScaler
 
 READ_S, TRAIN_S = 1.0, 0.44  # of a unit: one reader keeps training waiting for 56 % of the time
 UNITS_A_SPLIT, MAX_UNITS, MAX_SPLITS, START_S, TICK_S = 4, 16, 2, 1.0, 0.05
@@ -45,8 +45,8 @@ class SlowReader:
 class Training:
     def __init__(self, max_readers: int, train_s: float = TRAIN_S) -> None:
         self.train_s = train_s
-        self.leases, self.appetite = Leases(), Appetite(most=8)
-        self.count = ReaderCount(least=1, most=max_readers)
+        self.leases, self.appetite = Leases(), PrefetchScaler(most=8)
+        self.count = ReaderScaler(least=1, most=max_readers)
         self.readers: list[SlowReader] = []
         self.here: dict[int, int] = {}  # split → units fetched
         self.unit, self.busy_until_s, self.stalls = 0, 0.0, list[bool]()

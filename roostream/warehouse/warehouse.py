@@ -3,7 +3,7 @@
 <place>/samples/        a table, with its log in _delta_log/
 <place>/corrections/    a table
 <place>/schemas/        every schema that wrote rows (roostream/schema/registry.py)
-<place>/pins/           versions that are being read (roostream/warehouse/pins.py)
+<place>/pins/           versions that are being read (roostream/warehouse/version_pins.py)
 <place>/popularity/     which columns are asked for most
 """
 
@@ -14,13 +14,12 @@ from pathlib import Path
 
 from roostream.errors import CheckpointError
 from roostream.runtime.checkpoint_store import CheckpointStore, open_store
+from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES
 from roostream.schema.registry import open_registry
 from roostream.schema.schema import Registry
-from roostream.warehouse.archive import CORRECTIONS, SAMPLES
-from roostream.warehouse.byte_ranges import MAX_OVER_READ
 from roostream.warehouse.data_file import DataFile
 from roostream.warehouse.delta_table import WarehouseTable
-from roostream.warehouse.file_reader import SampleFile
+from roostream.warehouse.file_reader import MAX_OVER_READ, SampleFile
 from roostream.wire.columnar import Form
 
 COLUMN_ORDER = "popularity/columns"

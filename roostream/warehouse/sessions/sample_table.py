@@ -16,18 +16,17 @@ from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES, Progress
 from roostream.runtime.work_unit import TableInput
 from roostream.schema.schema import Schema
 from roostream.warehouse.archive import sample_forms
-from roostream.warehouse.byte_ranges import MAX_OVER_READ, ByteRange
-from roostream.warehouse.compact import cut_name, retired_name
+from roostream.warehouse.column_popularity import record_session_features
+from roostream.warehouse.compact import partly_retired_name, retired_name
 from roostream.warehouse.data_file import DataFile
 from roostream.warehouse.delta_table import TableSnapshot
-from roostream.warehouse.file_reader import SampleFile, writer_of
-from roostream.warehouse.latest_labels import Latest, of, overlay, read_latest
-from roostream.warehouse.layout import ROWS_OF_GROUP
-from roostream.warehouse.pins import Pin, pin
-from roostream.warehouse.place import Warehouse
-from roostream.warehouse.popularity import note_asked
-from roostream.warehouse.readers.reading import Marks, OpenSession
-from roostream.warehouse.readers.session import SessionSpec
+from roostream.warehouse.file_reader import MAX_OVER_READ, ByteRange, SampleFile, writer_of
+from roostream.warehouse.latest_labels import LatestLabels, of, overlay, read_latest
+from roostream.warehouse.parquet_file import ROWS_OF_GROUP
+from roostream.warehouse.sessions.session import SessionSpec
+from roostream.warehouse.sessions.session_rows import Marks, OpenSession
+from roostream.warehouse.version_pins import Pin, pin
+from roostream.warehouse.warehouse import Warehouse
 from roostream.wire.batch import Batch
 from roostream.wire.columnar import REQUEST, FlatColumn, needed, projected
 
@@ -106,7 +105,7 @@ class SampleTable:
             )
         self._check_labels(spec, found, schema)
         if spec.features:
-            note_asked(self.warehouse.store, schema, told.version, told.digest, spec.features)
+            record_session_features(self.warehouse.store, schema, told.version, told.digest, spec.features)
             schema = projected(schema, frozenset(spec.features))
         late = self.warehouse.corrections.snapshot(told.corrections).files if told.corrections >= 0 else ()
         return session, TableFiles(self.warehouse, found.files, late, schema)
@@ -169,7 +168,7 @@ class SampleTable:
                 )
         if spec.from_offsets:
             for day in sorted({split.day for split in session.order.splits}):
-                if found.progress(cut_name(date.fromisoformat(day))):
+                if found.progress(partly_retired_name(date.fromisoformat(day))):
                     raise CheckpointError(
                         f"{self.place}: expected all of {day}, got a day of which keep_bytes has retired a part; the stream goes "
                         "on there, raise compactor.keep_bytes"
@@ -207,7 +206,7 @@ class TableFiles:
         )
         self._files = {file.path: file for file in files}
         self._open: OrderedDict[str, SampleFile] = OrderedDict()
-        self._latest: OrderedDict[tuple[date, int], Latest] = OrderedDict()
+        self._latest: OrderedDict[tuple[date, int], LatestLabels] = OrderedDict()
         self._lock = threading.Lock()
 
     def batch(self, path: str, start: int, end: int) -> Batch:
@@ -251,7 +250,7 @@ class TableFiles:
             lambda: self.warehouse.open_file(SAMPLES, self._files[path], self.over_read),
         )
 
-    def _latest_of(self, file: DataFile) -> Latest:
+    def _latest_of(self, file: DataFile) -> LatestLabels:
         """All corrections of its day and partition, also those that a seal has folded: what they say is the same."""
         its = of(self.corrections, file.day, file.partition)
         return _kept(
