@@ -21,8 +21,8 @@ def run_controller(config: ControllerConfig) -> int:
     """Until a signal, or until a newer controller exists."""
 
     def body(stop: program.Stop) -> None:
-        from trainer.control.controller_program import control
+        from trainer.control.controller_program import run_until_stopped
 
-        control(config, stop)
+        run_until_stopped(config, stop)
 
     return program.run("controller", body, config.log_format)

@@ -21,7 +21,7 @@ from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.topics import DEFAULT_PARTITIONS, TOPICS, name_of, partitions_of
 from roostream.runtime.rpc.client import SocketTransport
 from roostream.runtime.scrape import ScrapedMetrics
-from trainer.control.aggregate_status import together, worker_reports
+from trainer.control.aggregate_status import aggregate_status, worker_reports
 from trainer.control.scrape_targets import (
     FRESHNESS_STAGES,
     UNKNOWN,
@@ -135,7 +135,7 @@ def joiner_state(job: Mapping[str, Any] | None, joiner: ScrapedMetrics) -> dict[
 
 def trainer_state(control: Mapping[str, Any]) -> dict[str, Any]:
     """What all that train do together: the worst state, the furthest lag, sums of counts. None without a controller."""
-    whole = together(control) if control else {}
+    whole = aggregate_status(control) if control else {}
     reports = worker_reports(control).values() if control else ()
     counted = ("candidates", "duplicates", "dead_letters", "non_finite", "rehearsed")
     return {
@@ -205,7 +205,7 @@ def freshness_state(control: Mapping[str, Any]) -> dict[str, dict[str, float | N
 
 def quality(control: Mapping[str, Any]) -> dict[str, float | None]:
     """Progressive metrics of the first task, of all workers that train."""
-    metrics = together(control)["metrics"] if control else {}
+    metrics = aggregate_status(control)["metrics"] if control else {}
     return {name: metrics.get(name) for name in _QUALITY}
 
 

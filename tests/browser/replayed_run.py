@@ -28,7 +28,7 @@ from tests.trainer.memory_store import MemoryStore
 from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
 from trainer.control.scrape_targets import FRESHNESS_STAGES, ScrapeTargets
-from trainer.control.status_page import StatusPage, files
+from trainer.control.status_page import StatusPage, static_files
 
 MEMBERS = (("shard", 0), ("shard", 1), ("worker", 0))
 STEP_S = 10.0
@@ -55,8 +55,8 @@ class ReplayedRun:
         self.controller = Controller(
             Coordinator(facts), MemoryStore(), self.clock, history=lambda committed: history, long_poll_s=0.0
         )
-        self.neighbours = ScrapeTargets(URLS, self.clock, lambda urls: self.scraped())
-        self.page = StatusPage(self.controller, self.neighbours, interval_ms=10_000)
+        self.targets = ScrapeTargets(URLS, self.clock, lambda urls: self.scraped())
+        self.page = StatusPage(self.controller, self.targets, interval_ms=10_000)
         self.at, self.incarnation, self.commands_done = 0, 0, 0
         self.measured = StageHistogram(
             "roostream_freshness_seconds", "as the worker and serving measure it", FRESHNESS_BUCKETS_S, None
@@ -84,7 +84,7 @@ class ReplayedRun:
             self.clock.advance(1.0)
             self._beats()
             self.clock.advance(1.0)
-        self.neighbours.look()
+        self.targets.look()
         self.page.observe()
 
     def watch(self, left: int, state: str) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class ReplayedRun:
 
     def serve(self) -> str:
         """Its URL; from threads of their own until the process ends."""
-        pages = {**files(), **self.page.answers()}
+        pages = {**static_files(), **self.page.responses()}
         port = metrics_server.serve(ProgramSettings(), Health(60, self.clock), CollectorRegistry(), pages)
         return f"http://127.0.0.1:{port}/"
 

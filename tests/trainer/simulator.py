@@ -153,7 +153,7 @@ class Simulation:
                 self.clock,
                 history=self._history,
                 open_session=self._open_session,
-                hold_s=0,
+                long_poll_s=0,
                 check=check,
             )
             self.controller.moment = self.moment

@@ -1,8 +1,8 @@
 """The controller: the coordinator's adapter to RPC calls, the checkpoint store and clocks.
 
-If the store is temporarily unavailable (a full disk, a lost mount), the controller retries the current effect and keeps answering
-beats. Data counts as damaged only if it was read and is wrong, or is absent while the store answers.
-"""
+If the store is temporarily unavailable (a full disk, a lost mount), the controller retries the current effect
+and keeps answering beats. Data counts as damaged only if it was read and is wrong, or is absent while the
+store answers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ DEVICE_TIME_FILE = "control/spent"
 
 
 class BackfillEta:
-    """Estimates how long the initial phase will take, from a smoothed training rate. Times are seconds of a monotonic clock."""
+    """Estimates how long the initial phase will take, from a smoothed training rate.
+
+    Times are seconds of a monotonic clock."""
 
     def __init__(self, window_s: float = 60.0) -> None:
         self._meter = RateMeter(window_s)
@@ -64,7 +66,8 @@ class BackfillEta:
     ) -> dict[str, Any] | None:
         """Add `eta_s` = [value, low, high] to `initial` (`Phases.progress`); a null value means unknown.
 
-        `trained`: requests that all workers have trained since they started; None if a worker does not report it."""
+        `trained`: requests that all workers have trained since they started; None if a worker does not report
+        it."""
         if initial is None:
             self._left = None
             self._meter.clear()
@@ -97,8 +100,8 @@ class Controller:
         long_poll_s: float = LONG_POLL_S,
         keep_commits: int = manifests.KEEP_MANIFESTS,
     ) -> None:
-        """`history`: units to train before the stream, given the committed offset of each partition of `samples`. `open_session`: a
-        session of the warehouse to train first if nothing is committed."""
+        """`history`: units to train before the stream, given the committed offset of each partition of
+        `samples`. `open_session`: a session of the warehouse to train first if nothing is committed."""
         self.coordinator, self.store, self.clock, self.check = coordinator, store, clock, check
         self.history, self.open_session = history, open_session
         self.long_poll_s, self.keep_commits = long_poll_s, keep_commits
@@ -123,7 +126,8 @@ class Controller:
         """Serve `beat`, `status`, `commit`, `scale`, `release` and `preempt` of docs/protocols.md.
 
         Raises:
-            RoostreamError: an unknown method or member; more workers than allowed; a notice that is too short.
+            RoostreamError: an unknown method or member; more workers than allowed; a notice that is too
+                short.
             UnavailableError: the member to preempt is not connected.
             FencedError: a newer controller exists; connect to that one.
         """
@@ -148,8 +152,8 @@ class Controller:
     def run(
         self, stop: threading.Event, on_turn: Callable[[], None] = lambda: None, closing_s: float = 0.0
     ) -> None:
-        """Run until `stop` is set or the controller is preempted, then until what is trained is committed: after `stop` for at most
-        `closing_s`. `on_turn` is called in every iteration.
+        """Run until `stop` is set or the controller is preempted, then until what is trained is committed:
+        after `stop` for at most `closing_s`. `on_turn` is called in every iteration.
 
         Raises:
             FencedError: a newer controller exists.
@@ -182,8 +186,10 @@ class Controller:
             )
 
     def turn(self, stop: threading.Event | None = None) -> None:
-        """Perform the pending effects in order. If the store is unavailable, the current effect stays first in the queue and the call
-        waits for a short time."""
+        """Perform the pending effects in order.
+
+        If the store is unavailable, the current effect stays first in the queue and the call waits for a
+        short time."""
         with self._changed:
             self._effects += self.coordinator.take_effects()
         try:
@@ -212,14 +218,17 @@ class Controller:
             raise FencedError(f"{self.coordinator.reason}; this controller stops")
 
     def committed(self) -> tuple[Progress, bool]:
-        """The next offsets to train as of the last commit, and whether training is on hold for lack of input. Any thread."""
+        """The next offsets to train as of the last commit, and whether training is on hold for lack of input.
+        Any thread."""
         with self._changed:
             coordinator = self.coordinator
             offsets = coordinator.last.manifest.offsets if coordinator.last else {}
             return offsets, coordinator.state is State.HELD and coordinator.holds.is_transient
 
     def hold_idle(self, reason: str) -> bool:
-        """Let all workers commit and release them, because there is nothing to read. False: not possible now. Any thread."""
+        """Let all workers commit and release them, because there is nothing to read.
+
+        False: not possible now. Any thread."""
         with self._changed:
             return self.coordinator.hold_idle(reason, self.clock.monotonic_s())
 
@@ -273,7 +282,9 @@ class Controller:
         return sum(known) if len(known) == len(reported) else None
 
     def worker_metrics_addresses(self) -> dict[int, str]:
-        """Connected and training workers → "host:port" of their metrics as they report it; "" if unknown. Any thread."""
+        """Connected and training workers → "host:port" of their metrics as they report it; "" if unknown.
+
+        Any thread."""
         with self._changed:
             members = self.coordinator.members
             keys = {*self.coordinator.membership.workers, *(key for key in members if key.role == "worker")}
@@ -319,7 +330,9 @@ class Controller:
         return {"leave_s": max((member.leave_by_s or now_s) - now_s, 0.0)}
 
     def _preempt(self, key: Key, notice_s: float) -> Header:
-        """Preempt a member or this controller. Waits until what is trained is committed, within the notice."""
+        """Preempt a member or this controller.
+
+        Waits until what is trained is committed, within the notice."""
         with self._changed:
             it = self.coordinator
             if key == Key("controller", 0):
@@ -333,7 +346,9 @@ class Controller:
             return {"seq": it.seq, "committed": bool(done), "why": why}
 
     def _commit_now(self, timeout_s: float) -> Header:
-        """Commit what is trained, if anything is new, and wait for it. A commit that was cut earlier does not count."""
+        """Commit what is trained, if anything is new, and wait for it.
+
+        A commit that was cut earlier does not count."""
         with self._changed:
             it = self.coordinator
             enough = it.num_commits + (2 if it.commit else 1)
@@ -346,8 +361,9 @@ class Controller:
             return {"seq": it.seq, "committed": bool(done)}
 
     def _scale(self, count: int, timeout_s: float) -> Header:
-        """Train with `count` workers from the next commit on, and wait until they do. After a timeout the request stays; `why` says what
-        is missing."""
+        """Train with `count` workers from the next commit on, and wait until they do.
+
+        After a timeout the request stays; `why` says what is missing."""
         with self._changed:
             it = self.coordinator
             it.membership.want(count)
@@ -418,7 +434,9 @@ class Controller:
         self._save_device_time()
 
     def _stored_plan(self) -> IncarnationPlan:
-        """The plan of the incarnation before this controller. Its number of workers counts only if the settings are unchanged."""
+        """The plan of the incarnation before this controller.
+
+        Its number of workers counts only if the settings are unchanged."""
         saved = manifests.kept_wish(self.store)
         with contextlib.suppress(CheckpointError, ValueError, AttributeError):  # nothing was counted yet
             self.device_time.add(json.loads(self.store.get(DEVICE_TIME_FILE)))
@@ -453,7 +471,8 @@ class Controller:
     def _link(self, manifest: Manifest) -> str:
         """Create the manifest; returns the outcome for `Coordinator.linked`.
 
-        The name decides: a create that reports an error may have succeeded, so the outcome is known only once the name can be read."""
+        The name decides: a create that reports an error may have succeeded, so the outcome is known only once
+        the name can be read."""
         data, problem = manifest.encode(), ""
         if manifests.newest_incarnation(self.store) > manifest.incarnation:
             raise FencedError(

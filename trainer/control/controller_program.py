@@ -1,4 +1,4 @@
-"""The controller's process: opens what the controller needs, serves its calls, and ends in order."""
+"""The controller's process: opens what the controller needs, serves its calls, and shuts down in order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from roostream.runtime.checkpoint_store import open_store
 from roostream.runtime.clock import Clock, SystemClock
 from roostream.runtime.health import Health
 from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsumer
-from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES, Progress, all_partitions
+from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES, Partition, Progress, all_partitions
 from roostream.runtime.metrics_collector import MetricsCollector, one_of
 from roostream.runtime.program import Stop
 from roostream.runtime.rpc.server import RpcServer
@@ -27,44 +27,32 @@ from trainer.config import ControllerConfig
 from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
 from trainer.control.idle import BacklogProbe, IdleDetector, IdleHoldWatcher, IdleRule
-from trainer.control.kept_leases import LeaseRecorder
 from trainer.control.phases import historical_range
-from trainer.control.reader_master import ReaderMaster
+from trainer.control.reader_master import LeaseRecorder, ReaderMaster
 from trainer.control.scrape_targets import ScrapeTargets
-from trainer.control.status_page import StatusPage, files
+from trainer.control.status_page import StatusPage, static_files
 from trainer.control.stream_handover import WarehouseHistory
 from trainer.control.types import PERMANENT, TRANSIENT, CoordinatorConfig, State
 from trainer.deployment_identity import DeploymentIdentity, kafka_identity
 
 log = logging.getLogger("roostream.controller")
 
-_CLOSING_S = 8.0  # after SIGTERM, for a last commit; below roostream.runtime.program.STOP_S
-_SHOWN = (
-    *("incarnation", "seq", "committed_at_ms", "commit_ms", "paused_ms", "commits", "aborts", "rollbacks"),
-    *("workers", "wanted_workers"),
-)
-_LABELS = {
-    "readers": "what",
-    "state": "state",
-    "device_seconds": "spent_on",
-    "held": "kind",
-    "commit_phase_ms": "phase",
-}
-_COUNTERS = ("device_seconds",)
+_CLOSING_S = 8.0  # for a last commit after SIGTERM; less than roostream.runtime.program.STOP_S
 
 
-def control(config: ControllerConfig, stop: Stop) -> None:
-    """Until `stop` is set or it is preempted, and what is trained is committed.
+def run_until_stopped(config: ControllerConfig, stop: Stop) -> None:
+    """Run until `stop` is set or the controller is preempted, and what is trained is committed.
 
     Raises:
-        RoostreamError: a newer controller exists, or what is committed belongs to other settings; says which.
+        RoostreamError: a newer controller exists, or the committed state belongs to other settings; the
+            message says which.
     """
     health = Health(config.stalled_after_ms / 1000)
     schema = load_schema(config.schema)
-    pages = files()
-    at = metrics_server.serve(config, health, pages=pages)
-    log.info("the page of this controller is at %s://%s:%d/", config.scheme, config.metrics_host, at)
-    host, port = parse_address(config.listen)
+    pages = static_files()
+    port_of_page = metrics_server.serve(config, health, pages=pages)
+    log.info("status page: %s://%s:%d/", config.scheme, config.metrics_host, port_of_page)
+
     store, clock = open_store(config.store), SystemClock()
     Backoff(what="the checkpoint store").until(lambda: register(store, schema), (UnavailableError,), stop)
     kafka = kafka_identity(config.broker, config.prefix, config.partitions, stop)
@@ -77,51 +65,57 @@ def control(config: ControllerConfig, stop: Stop) -> None:
         num_partitions=config.partitions,
         seed=config.seed,
     )
-    table = WarehouseHistory(config, kafka["topics"], clock) if config.warehouse else None
-    coordinator = Coordinator(facts_of(config, identity), clock.monotonic_s())
+    warehouse = WarehouseHistory(config, kafka["topics"], clock) if config.warehouse else None
     controller = Controller(
-        coordinator,
+        Coordinator(coordinator_config(config, identity), clock.monotonic_s()),
         store,
         clock,
         check=identity.check,
-        history=lambda committed: history_of(config, committed),
-        open_session=table.newest if table else lambda: None,
+        history=lambda committed: history_units(config, committed),
+        open_session=warehouse.newest if warehouse else lambda: None,
         keep_commits=config.keep_commits,
     )
-    neighbours = ScrapeTargets(config.neighbour_urls, clock, workers=controller.worker_metrics_addresses)
-    page = StatusPage(controller, neighbours, interval_ms=config.commit_interval_ms)
-    pages |= page.answers()
-
+    targets = ScrapeTargets(config.neighbour_urls, clock, workers=controller.worker_metrics_addresses)
+    page = StatusPage(controller, targets, interval_ms=config.commit_interval_ms)
+    pages |= page.responses()
     master = ReaderMaster(controller.session_now, schema, clock, config.readers)
-    controller.readers, controller.freshness = master.status, neighbours.freshness
-    kept = LeaseRecorder(master, store, clock)
+    controller.readers, controller.freshness = master.status, targets.freshness
+    leases = LeaseRecorder(master, store, clock)
 
-    def turned() -> None:
-        claims = f"it waits: {controller.outage}" if controller.outage else "it claims an incarnation"
-        health.turned("" if controller.coordinator.incarnation else claims)
+    def on_turn() -> None:
+        waiting = f"waiting: {controller.outage}" if controller.outage else "claiming an incarnation"
+        health.turned("" if controller.coordinator.incarnation else waiting)
         page.observe()
-        kept.turned()
+        leases.save_if_due()
 
-    server = RpcServer(master.beside(controller.handle), host, port, keys=config.link_credentials())
+    host, port = parse_address(config.listen)
+    server = RpcServer(master.extend(controller.handle), host, port, keys=config.link_credentials())
     server.start()
-    log.info("controller on %s", server.address)
-    threading.Thread(target=neighbours.run, args=(stop,), name="neighbours", daemon=True).start()
-    watching = _watch_idleness(config, controller, clock, stop)
-    if table:
-        table.watch(controller, lambda: oldest_of(config), stop)
+    log.info("controller listens on %s", server.address)
+    threading.Thread(target=targets.run, args=(stop,), name="scrape", daemon=True).start()
+    idle_watcher = _start_idle_watcher(config, controller, clock, stop)
+    if warehouse:
+        warehouse.start_handover(controller, lambda: oldest_samples(config), stop)
+    labels = {
+        "readers": "what",
+        "state": "state",
+        "device_seconds": "spent_on",
+        "held": "kind",
+        "commit_phase_ms": "phase",
+    }
+    collector = MetricsCollector(
+        "controller", lambda: _metrics(controller.status()), labels, counters=("device_seconds",)
+    )
     try:
-        MetricsCollector(
-            "controller", lambda: _gauges(controller.status()), _LABELS, counters=_COUNTERS
-        ).register()
-        controller.run(stop, turned, _CLOSING_S)
+        collector.register()
+        controller.run(stop, on_turn, _CLOSING_S)
     finally:
-        kept.turned(last=True)
+        leases.save_if_due(last=True)
         server.stop()
-        watching.join(_CLOSING_S)
+        idle_watcher.join(_CLOSING_S)
 
 
-def facts_of(config: ControllerConfig, identity: DeploymentIdentity) -> CoordinatorConfig:
-    """What this controller's commits state, and its times."""
+def coordinator_config(config: ControllerConfig, identity: DeploymentIdentity) -> CoordinatorConfig:
     return CoordinatorConfig(
         schema=f"{identity.schema.fingerprint:016x}",
         seed=config.seed,
@@ -138,10 +132,31 @@ def facts_of(config: ControllerConfig, identity: DeploymentIdentity) -> Coordina
     )
 
 
-def _watch_idleness(
+def history_units(config: ControllerConfig, committed: Mapping[int, int]) -> tuple[WorkUnit, ...]:
+    """Units to train before the stream, as of now. Raises UnavailableError: Kafka is unavailable."""
+    bounds = {number: bound for (_, number), bound in _sample_bounds(config).items()}
+    return tuple(historical_range(bounds, committed, config.export))
+
+
+def oldest_samples(config: ControllerConfig) -> Progress:
+    """Offsets of Kafka's oldest samples. Raises UnavailableError: Kafka is unavailable."""
+    return {partition: oldest for partition, (oldest, _) in _sample_bounds(config).items()}
+
+
+def _sample_bounds(config: ControllerConfig) -> Mapping[Partition, tuple[int, int]]:
+    with contextlib.closing(_open_consumer(config, (SAMPLES,))) as consumer:
+        return consumer.bounds(*all_partitions((SAMPLES,), config.partitions))
+
+
+def _open_consumer(config: ControllerConfig, topics: tuple[str, ...]) -> KafkaConsumer:
+    options = ConsumerOptions(partitions=all_partitions(topics, config.partitions), prefix=config.prefix)
+    return KafkaConsumer.open(config.broker, f"{config.prefix}controller", options)
+
+
+def _start_idle_watcher(
     config: ControllerConfig, controller: Controller, clock: Clock, stop: Stop
 ) -> threading.Thread:
-    """Until `stop`; of a deployment that never releases workers nobody watches."""
+    """Start a thread that runs until `stop`. It does nothing if settings never release workers."""
     rule = IdleRule(
         hold_s=config.idle_hold_ms / 1000,
         min_records=config.idle_release_records,
@@ -150,54 +165,37 @@ def _watch_idleness(
     )
 
     def watch() -> None:
-        partitions = all_partitions((SAMPLES, CORRECTIONS), config.partitions)
-        reading = ConsumerOptions(partitions=partitions, prefix=config.prefix)
-        with contextlib.closing(
-            KafkaConsumer.open(config.broker, f"{config.prefix}controller", reading)
-        ) as reader:
-            IdleHoldWatcher(controller, BacklogProbe(reader), IdleDetector(rule), clock).run(stop)
+        if not rule.hold_s:
+            return
+        with contextlib.closing(_open_consumer(config, (SAMPLES, CORRECTIONS))) as consumer:
+            IdleHoldWatcher(controller, BacklogProbe(consumer), IdleDetector(rule), clock).run(stop)
 
-    thread = threading.Thread(target=watch if rule.hold_s else lambda: None, name="idleness", daemon=True)
+    thread = threading.Thread(target=watch, name="idle-watcher", daemon=True)
     thread.start()
     return thread
 
 
-def history_of(config: ControllerConfig, committed: Mapping[int, int]) -> tuple[WorkUnit, ...]:
-    """What is to be trained before the stream, as it is now.
-
-    Raises:
-        UnavailableError: Kafka is away.
-    """
-    reading = ConsumerOptions(partitions=all_partitions((SAMPLES,), config.partitions), prefix=config.prefix)
-    reader = KafkaConsumer.open(config.broker, f"{config.prefix}controller", reading)
-    try:
-        found = {number: at for (_, number), at in reader.bounds(*reading.partitions).items()}
-    finally:
-        reader.close()
-    return tuple(historical_range(found, committed, config.export))
-
-
-def oldest_of(config: ControllerConfig) -> Progress:
-    """Offsets of the oldest samples that Kafka has. UnavailableError: it is away."""
-    reading = ConsumerOptions(partitions=all_partitions((SAMPLES,), config.partitions), prefix=config.prefix)
-    with contextlib.closing(
-        KafkaConsumer.open(config.broker, f"{config.prefix}controller", reading)
-    ) as reader:
-        return {partition: oldest for partition, (oldest, _) in reader.bounds(*reading.partitions).items()}
-
-
-def _gauges(status: dict[str, Any]) -> dict[str, Any]:
-    kinds = {hold["kind"] for hold in status["holds"]}
-    own = {
+def _metrics(status: dict[str, Any]) -> dict[str, Any]:
+    held = {hold["kind"] for hold in status["holds"]}
+    shown: dict[str, Any] = {
+        "incarnation": status["incarnation"],
+        "seq": status["seq"],
+        "state": one_of(status["state"], tuple(State)),
+        "committed_at_ms": status["committed_at_ms"],
+        "commit_ms": status["commit_ms"],
+        "commit_phase_ms": status["phases_ms"],
+        "paused_ms": status["paused_ms"],
+        "commits": status["commits"],
+        "aborts": status["aborts"],
+        "rollbacks": status["rollbacks"],
+        "workers": status["workers"],
+        "wanted_workers": status["wanted_workers"],
         "device_seconds": status["device_s"],
-        "held": {kind: int(kind in kinds) for kind in (PERMANENT, TRANSIENT)},
+        "held": {kind: int(kind in held) for kind in (PERMANENT, TRANSIENT)},
+        "history_left_records": (status["initial"] or {"left": 0})["left"],
     }
-    own["commit_phase_ms"] = status["phases_ms"]
-    own["history_left_records"] = (status["initial"] or {"left": 0})["left"]
     if readers := status["readers"]:
-        own |= {
-            "readers": {what: readers[what] for what in ("wanted", "there")},
-            "splits_wanted": readers["splits_wanted"],
-        }
-        own["leases_expired"] = readers["leases_expired"]
-    return {**{name: status[name] for name in _SHOWN}, **own, "state": one_of(status["state"], tuple(State))}
+        shown["readers"] = {what: readers[what] for what in ("wanted", "there")}
+        shown["splits_wanted"] = readers["splits_wanted"]
+        shown["leases_expired"] = readers["leases_expired"]
+    return shown

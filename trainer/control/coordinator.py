@@ -1,4 +1,5 @@
-"""The controller's decisions as a pure state machine: events in (beats, ticks, outcomes of effects), effects and commands out.
+"""The controller's decisions as a pure state machine: events in (beats, ticks, outcomes of effects), effects
+and commands out.
 
     CLAIMING ──► GATHERING ──► RESTORING ──► RUNNING ──► CUTTING ──► FREEZING ──► WRITING ──► LINKING ──► COMMITTING ─┐
        ▲         all members     to the last    ▲                        │            │           │                   │
@@ -7,28 +8,30 @@
 
 Commit protocol:
   1. Workers train continuously.
-  2. CUT is sent every `commit_interval_ms`, on preemption and at the end of an epoch (phases.py). Each worker finishes its
-     batch and reports its offsets.
+  2. CUT is sent every `commit_interval_ms`, on preemption and at the end of an epoch (phases.py). Each worker
+     finishes its batch and reports its offsets.
   3. Drain: a worker answers CUT with no pull in flight, every push acknowledged and its predictions flushed.
   4. FREEZE: each shard fixes its dirty set. RESUME follows, and training continues.
-  5. WRITE: shards write the frozen rows. Each worker writes its own part; worker 0 also writes the shared part.
+  5. WRITE: shards write the frozen rows. Each worker writes its own part; worker 0 also writes the shared
+     part.
   6. The manifest is created exclusively under its name. This step is the commit.
   7. COMMIT lets every member delete the previous generation.
-A failure before step 6 commits nothing. A refused command leads to ABORT. A lost member leads to the next incarnation, which
-starts with RESTORE of the last manifest.
+A failure before step 6 commits nothing. A refused command leads to ABORT. A lost member leads to the next
+incarnation, which starts with RESTORE of the last manifest.
 
-Every state has a way out, because every command has a time limit. A late step of a commit is aborted. Anything else that is
-late ends the incarnation, and so do `max_aborts` aborts in a row. Aborts caused by storage that is temporarily unavailable do
-not count: a rollback would not help, and the next successful commit contains everything.
+Every state has a way out, because every command has a time limit. A late step of a commit is aborted.
+Anything else that is late ends the incarnation, and so do `max_aborts` aborts in a row. Aborts caused by
+storage that is temporarily unavailable do not count: a rollback would not help, and the next successful
+commit contains everything.
 
-A member that is preempted reports that it is leaving. One commit then closes the incarnation for all members, so that nothing
-is trained twice, and the next incarnation waits until the member is back. The same happens when the controller is preempted.
+A member that is preempted reports that it is leaving. One commit then closes the incarnation for all members,
+so that nothing is trained twice, and the next incarnation waits until the member is back. The same happens
+when the controller is preempted.
 
-The wanted number of workers is stored with each incarnation. A new number takes effect at a commit that is not followed by
-RESUME; the next incarnation restores the wanted number. Workers above that number stand by: their beats are answered, and
-they get no commands. An error that no restart can fix puts training on hold, and so can an empty input (holds.py): the next
-incarnation is then HELD.
-"""
+The wanted number of workers is stored with each incarnation. A new number takes effect at a commit that is
+not followed by RESUME; the next incarnation restores the wanted number. Workers above that number stand by:
+their beats are answered, and they get no commands. An error that no restart can fix puts training on hold,
+and so can an empty input (holds.py): the next incarnation is then HELD."""
 
 from __future__ import annotations
 
@@ -171,7 +174,9 @@ def build_manifest(
 
 
 def commit_watermark_ms(commit: CommitInProgress) -> int:
-    """Watermark of the slowest worker. A worker that never had a record (watermark 0) does not hold the others back."""
+    """Watermark of the slowest worker.
+
+    A worker that never had a record (watermark 0) does not hold the others back."""
     return min((ms for cut in commit.cuts if (ms := int(cut["watermark_ms"]))), default=0)
 
 
@@ -182,7 +187,8 @@ def has_duplicate_partition(commit: CommitInProgress) -> bool:
 
 
 class Coordinator:
-    """Call `beat`, `tick`, `claimed` and `linked` with one monotonic clock, and perform the effects from `take_effects`.
+    """Call `beat`, `tick`, `claimed` and `linked` with one monotonic clock, and perform the effects from
+    `take_effects`.
 
     Not thread-safe."""
 
@@ -286,7 +292,9 @@ class Coordinator:
         now_s: float,
         plan: IncarnationPlan | None = None,
     ) -> None:
-        """The claim succeeded for `plan` (None: the configured one). Everyone is restored to `last` (None: no commit exists)."""
+        """The claim succeeded for `plan` (None: the configured one).
+
+        Everyone is restored to `last` (None: no commit exists)."""
         assert self.state is State.CLAIMING and incarnation > self.incarnation
         is_first = self.incarnation == 0
         self.state, self.incarnation, self.last, self._next_seq = State.GATHERING, incarnation, last, next_seq
@@ -308,8 +316,8 @@ class Coordinator:
         self.tick(now_s)
 
     def linked(self, outcome: str, now_s: float) -> None:
-        """Outcome of step 6: "linked"; "exists" (an older controller's late link took the name); "away: REASON" (the store could not
-        be written and has no such name)."""
+        """Outcome of step 6: "linked"; "exists" (an older controller's late link took the name); "away:
+        REASON" (the store could not be written and has no such name)."""
         if (
             self.state is not State.LINKING
         ):  # a member was lost meanwhile; the next claim reads the newest manifest
@@ -389,7 +397,9 @@ class Coordinator:
         self._end(reason)
 
     def _died(self, key: Key, member: MemberState, reason: str) -> None:
-        """A process ended: everyone is restored. A worker that keeps dying without being asked to puts training on hold."""
+        """A process ended: everyone is restored.
+
+        A worker that keeps dying without being asked to puts training on hold."""
         counts = self.state not in (State.HELD, State.FENCED) and not member.leaves
         if counts and (
             hold := self.holds.died(key, member.seen_s - member.since_s, str(member.report.get("saved", "")))
@@ -398,7 +408,8 @@ class Coordinator:
         self._lost(reason)
 
     def _hold(self, key: Key, reason: str) -> None:
-        """Put training on hold: no restart helps, and workers are released until an operator ends the hold."""
+        """Put training on hold: no restart helps, and workers are released until an operator ends the
+        hold."""
         if self.state in (State.CLAIMING, State.HELD, State.FENCED):
             return
         self.holds.stop(key, reason)
@@ -437,14 +448,18 @@ class Coordinator:
         return bool(self.membership.leaving()) and self.has_uncommitted_steps()
 
     def _cut(self, now_s: float, *, closing: bool = False) -> None:
-        """Step 2: every worker stops after its current batch. Step 3: its answer confirms that nothing is in flight."""
+        """Step 2: every worker stops after its current batch.
+
+        Step 3: its answer confirms that nothing is in flight."""
         self.state, self._wanted = State.CUTTING, False
         self.commit = CommitInProgress(seq=self._next_seq, started_s=now_s, closing=closing)
         self._next_seq += 1
         self._ask("cut", self.membership.workers, now_s, seq=self.commit.seq)
 
     def _freeze(self, now_s: float) -> None:
-        """Step 4: training is paused. Shards fix their dirty sets and expire rows by the watermark of the coming manifest."""
+        """Step 4: training is paused.
+
+        Shards fix their dirty sets and expire rows by the watermark of the coming manifest."""
         commit = self._running_commit()
         self.state, commit.cuts = State.FREEZING, self._pending.answers("cut", self.membership.workers)
         commit.cut_s = now_s
@@ -457,8 +472,9 @@ class Coordinator:
         )
 
     def _write(self, now_s: float) -> None:
-        """End of step 4: training continues, unless this commit closes the incarnation. Step 5: shards write their frozen rows,
-        workers their own parts, and worker 0 the shared part."""
+        """End of step 4: training continues, unless this commit closes the incarnation.
+
+        Step 5: shards write their frozen rows, workers their own parts, and worker 0 the shared part."""
         commit = self._running_commit()
         self.state, commit.frozen_s = State.WRITING, now_s
         self._ask("resume", () if commit.closing else self.membership.workers, now_s, seq=commit.seq)
@@ -570,7 +586,8 @@ class Coordinator:
         return self.config.step_timeout_s
 
     def _handle_timeout(self, now_s: float) -> None:
-        reason = f"{self._pending.late()} did not answer for {now_s - self._pending.asked_s:g} s in state {self.state}"
+        waited_s = now_s - self._pending.asked_s
+        reason = f"{self._pending.late()} did not answer for {waited_s:g} s in state {self.state}"
         if self.state in (State.CUTTING, State.FREEZING, State.WRITING):
             return self._abort(reason, now_s)
         self._late_restores += self.state is State.RESTORING

@@ -1,10 +1,12 @@
-"""When training is on hold, and what device time is spent on (Kurian et al., *Scalable Machine Learning Training
-Infrastructure for Online Ads Recommendation*, §VI-A).
+"""When training is on hold, and what device time is spent on (Kurian et al., *Scalable Machine Learning
+Training Infrastructure for Online Ads Recommendation*, §VI-A).
 
-    permanent   no restart helps: invalid settings, not enough memory, diverging numbers, a worker that keeps dying. Workers
+    permanent   no restart helps: invalid settings, not enough memory, diverging numbers, a worker that keeps
+    dying. Workers
                 are released, and their programs exit and stay down until `roostream trainer release`
-    transient   there is nothing to read, and settings release workers in that case (idle.py); the hold ends by itself
-    temporary   a network, a shard or a store is unavailable: everyone is restored to the last commit; this is not a hold
+    transient   there is nothing to read, and settings release workers in that case (idle.py); the hold ends
+    by itself temporary   a network, a shard or a store is unavailable: everyone is restored to the last
+    commit; this is not a hold
 
 A hold is stored in the file of the incarnation that it begins, so that a restarted controller holds too.
 """
@@ -47,7 +49,8 @@ class Holds:
     def died(self, key: Key, lived_s: float = 0.0, saved: str = "") -> Hold | None:
         """A process ended without being asked to. Returns a hold if it is a worker that keeps dying.
 
-        Shards hold the rows, so training always waits for them. `saved`: path of the batch at which the worker died."""
+        Shards hold the rows, so training always waits for them. `saved`: path of the batch at which the
+        worker died."""
         if key.role != "worker":
             return None
         self._deaths[key] = 1 if lived_s > _EARLY_DEATH_S else self._deaths[key] + 1
@@ -125,6 +128,8 @@ def device_use(state: State, hold: Hold | None = None) -> DeviceUse:
 
 
 def ratios(device_s: Mapping[str, float]) -> dict[str, float | None]:
-    """Each use divided by the training time, as in the paper's table II (1 : 1.03 : 2.49). None before any training."""
+    """Each use divided by the training time, as in the paper's table II (1 : 1.03 : 2.49).
+
+    None before any training."""
     training = device_s.get(DeviceUse.TRAINING, 0.0)
     return {name: seconds / training if training > 0 else None for name, seconds in device_s.items()}

@@ -1,11 +1,12 @@
-"""Releases workers while there is nothing to read: a pure rule over the backlog, and a thread of the controller that applies it.
+"""Releases workers while there is nothing to read: a pure rule over the backlog, and a thread of the
+controller that applies it.
 
     training ── nothing to read for `hold_s` ──► on hold
     on hold ── `min_records` records are unread, or some for `max_wait_s`; not before `min_held_s` ──► training
 
-After Kurian et al., *Scalable Machine Learning Training Infrastructure for Online Ads Recommendation*, §VI-A, "transient
-stalls". An unknown backlog neither holds nor releases, and a quiet period before it does not count.
-"""
+After Kurian et al., *Scalable Machine Learning Training Infrastructure for Online Ads Recommendation*, §VI-A,
+"transient stalls". An unknown backlog neither holds nor releases, and a quiet period before it does not
+count."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ _PEEKS = 10
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IdleRule:
-    """Two separate thresholds and a minimum hold time, so that a trickle of records does not start and stop workers."""
+    """Two separate thresholds and a minimum hold time, so that a trickle of records does not start and stop
+    workers."""
 
     hold_s: float  # hold training after nothing was readable for this long; 0 = never
     min_records: int = 100  # this many unread records end the hold at once
@@ -55,7 +57,9 @@ class IdleAction(enum.StrEnum):
 
 
 class IdleDetector:
-    """Call `observe` about once a second with a monotonic clock. A clock that goes back restarts all waits. Not thread-safe."""
+    """Call `observe` about once a second with a monotonic clock.
+
+    A clock that goes back restarts all waits. Not thread-safe."""
 
     def __init__(self, rule: IdleRule) -> None:
         self.rule = rule
@@ -116,8 +120,8 @@ class SampleLog(Protocol):
 class BacklogProbe:
     """Counts unread samples without a worker, for one thread.
 
-    Transactions leave markers in the log that readers never see, so not every offset behind a commit is a record. If two probes
-    find the same small backlog, the log itself is read once."""
+    Transactions leave markers in the log that readers never see, so not every offset behind a commit is a
+    record. If two probes find the same small backlog, the log itself is read once."""
 
     def __init__(self, log: SampleLog) -> None:
         self.log = log
@@ -126,7 +130,9 @@ class BacklogProbe:
         self._read: tuple[Progress, Progress] | None = None  # records were found between these offsets
 
     def look(self, committed: Progress) -> Backlog | None:
-        """Backlog behind `committed`, of its topics and `samples`. A partition that is missing counts from its oldest record.
+        """Backlog behind `committed`, of its topics and `samples`.
+
+        A partition that is missing counts from its oldest record.
 
         None: Kafka does not answer now."""
         try:

@@ -32,8 +32,8 @@ class Membership:
         """Raises ConfigError: the member does not belong to this controller."""
         if key not in (*self.config.shards, *worker_keys(self.config.max_workers)):
             raise ConfigError(
-                f"expected shards 0..{self.config.num_shards - 1} and workers 0..{self.config.max_workers - 1}, "
-                f"got {key}; start it with the controller's numbers"
+                f"expected shards 0..{self.config.num_shards - 1} and workers "
+                f"0..{self.config.max_workers - 1}, got {key}; start it with the controller's numbers"
             )
 
     @property
@@ -74,7 +74,8 @@ class Membership:
         """Preempt a member; its next beat is answered with the deadline.
 
         Raises:
-            ConfigError: the member does not belong to this controller, or the notice is too short for a commit.
+            ConfigError: the member does not belong to this controller, or the notice is too short for a
+                commit.
             UnavailableError: the member is not connected.
         """
         self.check(key)
@@ -95,8 +96,8 @@ class Membership:
         """Set the wanted number of workers. Raises ConfigError: there cannot be that many."""
         if not 1 <= count <= self.config.max_workers:
             raise ConfigError(
-                f"expected 1 to {self.config.max_workers} workers, got {count}: each one trains at least one of the "
-                f"{self.config.num_partitions} partitions"
+                f"expected 1 to {self.config.max_workers} workers, got {count}: each one trains "
+                f"at least one of the {self.config.num_partitions} partitions"
             )
         self.wanted_workers = count
 
@@ -116,16 +117,18 @@ class Membership:
         return f"{self.wanted_workers} workers are wanted instead of {self.num_workers}"
 
     def claimed(self, count: int | None) -> None:
-        """An incarnation with `count` workers was claimed (None: the wanted number). A number that was requested during the claim
-        stays wanted."""
+        """An incarnation with `count` workers was claimed (None: the wanted number).
+
+        A number that was requested during the claim stays wanted."""
         count = self.wanted_workers if count is None else min(count, self.config.max_workers)
         if self.wanted_workers == self.num_workers:
             self.wanted_workers = count
         self.num_workers = count
 
     def lost(self, now_s: float) -> dict[Key, MemberState]:
-        """Remove and return the members without a recent beat. A preempted member that is still connected `lost_after_s` after its
-        deadline is no longer leaving."""
+        """Remove and return the members without a recent beat.
+
+        A preempted member that is still connected `lost_after_s` after its deadline is no longer leaving."""
         gone = {k: m for k, m in self.members.items() if now_s - m.seen_s >= self.config.lost_after_s}
         for key in gone:
             del self.members[key]

@@ -1,15 +1,17 @@
-"""Initial training of history by more workers in larger batches, then training on the stream: the phase of an incarnation.
+"""Initial training of history by more workers in larger batches, then training on the stream: the phase of an
+incarnation.
 
     initial ──► at the export point everything is committed, training does not resume ──► the next incarnation: stream
 
-The historical range is fixed when the initial phase begins. It is stored in the incarnation's file, as plans and holds are. The
-phase follows from that range and the committed offsets alone. So a crash cannot leave a second, contradicting record, and a
-rollback to an older commit also returns to its phase. See Kurian et al., *Scalable Machine Learning Training Infrastructure for
-Online Ads Recommendation*, §III: initial and caught-up training, epochs that end with a commit.
+The historical range is fixed when the initial phase begins. It is stored in the incarnation's file, as plans
+and holds are. The phase follows from that range and the committed offsets alone. So a crash cannot leave a
+second, contradicting record, and a rollback to an older commit also returns to its phase. See Kurian et al.,
+*Scalable Machine Learning Training Infrastructure for Online Ads Recommendation*, §III: initial and caught-up
+training, epochs that end with a commit.
 
-History is a range of the topic or a session of the warehouse. For a session, each commit names the session, and its offsets are
-positions in it. The commit that completes the session has the stream offsets at which the table's version ends, or it begins a
-further session of what was archived meanwhile (docs/decisions/0061).
+History is a range of the topic or a session of the warehouse. For a session, each commit names the session,
+and its offsets are positions in it. The commit that completes the session has the stream offsets at which the
+table's version ends, or it begins a further session of what was archived meanwhile (docs/decisions/0061).
 
 Work units:
 
@@ -17,10 +19,10 @@ Work units:
           ▲                                                                               │
           └──── a commit, which is due as soon as every worker reports its units as trained
 
-The range of every source is divided into the same number of parts of at most `unit_records`. The parts with one number are an
-*epoch*. All sources are in the same epoch, so that none is far ahead of the others. A unit is done when the offsets of a manifest
-say so. There is no other list of finished units, so nothing is handed out twice, whoever dies.
-"""
+The range of every source is divided into the same number of parts of at most `unit_records`. The parts with
+one number are an *epoch*. All sources are in the same epoch, so that none is far ahead of the others. A unit
+is done when the offsets of a manifest say so. There is no other list of finished units, so nothing is handed
+out twice, whoever dies."""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ Committed = Mapping[str, int]
 
 
 class UnitAllocator:
-    """Splits one historical range into epochs. They are numbered from 1; a number above the last means that all is committed."""
+    """Splits one historical range into epochs.
+
+    They are numbered from 1; a number above the last means that all is committed."""
 
     def __init__(self, units: Sequence[WorkUnit], unit_records: int) -> None:
         self.units = {unit.source: unit for unit in units}
@@ -94,7 +98,9 @@ class UnitAllocator:
 
 
 class Phases:
-    """Phases of one controller. Without `initial_workers` in its settings there is only the stream, and no phase is reported."""
+    """Phases of one controller.
+
+    Without `initial_workers` in its settings there is only the stream, and no phase is reported."""
 
     def __init__(self, config: CoordinatorConfig, membership: Membership) -> None:
         self.config, self.membership = config, membership
@@ -113,11 +119,14 @@ class Phases:
 
     @property
     def switches(self) -> bool:
-        """Whether the incarnation was for history and all of it is committed, so that training does not resume."""
+        """Whether the incarnation was for history and all of it is committed, so that training does not
+        resume."""
         return self._began_initial and not self.is_initial
 
     def begin_incarnation(self, plan: IncarnationPlan | None, last: Restorable | None) -> int | None:
-        """An incarnation was claimed for `plan` and starts from `last`. Returns its number of workers (None: the wanted number).
+        """An incarnation was claimed for `plan` and starts from `last`.
+
+        Returns its number of workers (None: the wanted number).
 
         A number that was planned in the other phase does not apply to this one."""
         initial = plan.initial if plan else None
@@ -147,8 +156,8 @@ class Phases:
     def with_input(self, manifest: Manifest) -> Manifest:
         """Add the input to a commit of a session: the session and the positions that its workers reported.
 
-        If all of the session is trained, the input is what follows: the stream, from the offsets at which the table's version ends,
-        or the next session from its beginning."""
+        If all of the session is trained, the input is what follows: the stream, from the offsets at which the
+        table's version ends, or the next session from its beginning."""
         if self.session is None or not self._began_initial:
             return manifest
         positions = manifest.positions
@@ -167,7 +176,9 @@ class Phases:
     # Plans
 
     def stored_plan(self, saved: Mapping[str, Any], begin: Callable[[], InitialRange]) -> IncarnationPlan:
-        """The plan of the incarnation before this controller. Its number of workers counts only if the settings are unchanged.
+        """The plan of the incarnation before this controller.
+
+        Its number of workers counts only if the settings are unchanged.
 
         `begin` fixes the historical range if none is stored."""
         initial = None
@@ -179,8 +190,10 @@ class Phases:
         return IncarnationPlan(workers, configured, Hold.from_saved(saved.get("hold")), initial)
 
     def next_plan(self, hold: Hold | None) -> IncarnationPlan:
-        """The plan of the next incarnation. At the switch to the stream, the configured number of workers applies: a number that an
-        operator requested in the initial phase was meant for that phase."""
+        """The plan of the next incarnation.
+
+        At the switch to the stream, the configured number of workers applies: a number that an operator
+        requested in the initial phase was meant for that phase."""
         if self._allocator is None:
             return IncarnationPlan(self.membership.next_count, self.config.num_workers, hold)
         to_stream = self.switches and self._next_session is None
@@ -202,12 +215,15 @@ class Phases:
         return {"epoch": (self._allocator.epoch(sources) if self._began_initial else STREAM).plain()}
 
     def restore_fields(self, key: Key) -> dict[str, Any]:
-        """Fields of a worker's RESTORE besides the manifest; `input` if its offsets are positions of a session."""
+        """Fields of a worker's RESTORE besides the manifest; `input` if its offsets are positions of a
+        session."""
         fields = self.membership.restore_fields(key)
         return {**fields, "input": self.session.plain()} if self.session and self._began_initial else fields
 
     def is_trained(self, incarnation: int) -> bool:
-        """Whether all workers have trained their units. A commit is due then, and nobody has work until it is done."""
+        """Whether all workers have trained their units.
+
+        A commit is due then, and nobody has work until it is done."""
         return self.is_initial and all(self._has_trained(key, incarnation) for key in self.membership.workers)
 
     def _has_trained(self, key: Key, incarnation: int) -> bool:
@@ -244,7 +260,10 @@ class Phases:
             version = self._next_session.version
             return f"a session of the warehouse is trained; the session of version {version} follows"
         if self.switches:
-            return f"history is trained up to its export point; {self._configured} workers continue with the stream"
+            return (
+                "history is trained up to its export point; "
+                f"{self._configured} workers continue with the stream"
+            )
         return ""
 
     @property
@@ -259,7 +278,8 @@ class Phases:
 def historical_range(
     bounds: Mapping[int, tuple[int, int]], committed: Mapping[int, int], export: Mapping[int, int]
 ) -> Iterable[WorkUnit]:
-    """One unit per partition of `samples`, from the committed offset or the oldest record to the export point.
+    """One unit per partition of `samples`, from the committed offset or the oldest record to the export
+    point.
 
     `bounds`: (oldest, end) by partition. `export`: chosen export points; the default is the current end."""
     for number, (oldest, end) in sorted(bounds.items()):

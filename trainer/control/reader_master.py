@@ -1,18 +1,21 @@
-"""Readers' part of the controller: who reads which split of the session that is trained, and how many readers are wanted (the
-master of Zhao et al., §III). `reader` programs call `lease`, workers call `want` (docs/protocols.md, "Readers").
+"""Assigns splits of the current warehouse session to input readers, and decides how many readers are wanted
+(the master of Zhao et al., §III). `reader` programs call `lease`, workers call `want` (docs/protocols.md,
+"Readers").
 
-It keeps nothing: how far all is trained is in the manifest, so another controller's begins with what workers tell it. Of another
-incarnation all leases are void, and who calls for an older one is refused.
-"""
+The master has no durable state: training progress is in the manifest, so a new controller starts from what
+workers report. A new incarnation voids all leases, and calls of an older incarnation are rejected."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from roostream.errors import FencedError, RoostreamError
+from roostream.errors import FencedError, RoostreamError, UnavailableError
+from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.runtime.clock import Clock
 from roostream.runtime.rpc.transport import Arrays, Handler, Header
 from roostream.runtime.work_unit import TableInput
@@ -22,19 +25,24 @@ from roostream.warehouse.readers.config import ReaderCountConfig
 from roostream.warehouse.readers.leases import MAX_WANTED, LeaseLog, Leases, plain_lease
 from roostream.warehouse.readers.prefetch_scaler import ReaderScaler
 
-HOLD_S = 0.25  # a call is held this long when there is nothing to say
-SILENT_S = 10.0  # behind it nobody counts any more
+log = logging.getLogger("roostream.controller")
+
+LONG_POLL_S = 0.25  # a call waits this long for news
+SILENT_S = 10.0  # a reader or worker without a call for longer is forgotten
+LEASES_FILE = "control/leases"
+"""Plain JSON of `LeaseLog.body`, for inspection only: no program continues from it."""
+SAVE_S = 5.0
 
 Trained = Callable[[], tuple[int, TableInput | None]]
-"""The controller's incarnation, and the session that is trained; None = none is."""
+"""The controller's incarnation, and the session that is trained (None = none)."""
 
 
 @dataclasses.dataclass(kw_only=True)
-class _Seen:
-    """A reader or a worker, as it told last."""
+class _Caller:
+    """The last call of a reader or a worker."""
 
     seen_s: float
-    told: Header
+    header: Header
 
 
 class ReaderMaster:
@@ -46,24 +54,25 @@ class ReaderMaster:
         schema: Schema,
         clock: Clock,
         count: ReaderCountConfig | None = None,
-        hold_s: float = HOLD_S,
+        long_poll_s: float = LONG_POLL_S,
     ) -> None:
         count = count or ReaderCountConfig()
-        self.trained, self.schema, self.clock, self.hold_s = trained, schema, clock, hold_s
+        self.trained, self.schema, self.clock, self.long_poll_s = trained, schema, clock, long_poll_s
         self.count = ReaderScaler(least=count.least, most=count.most)
         self.log = LeaseLog()
         self.leases = self._no_leases()
-        self._of: tuple[int, str] = 0, ""  # incarnation, digest of the session
-        self._session: TableInput | None = None  # the newest that was trained
-        self._readers: dict[str, _Seen] = {}
-        self._workers: dict[int, _Seen] = {}
+        self._current: tuple[int, str] = 0, ""  # incarnation, digest of the session
+        self._session: TableInput | None = None  # the newest one that was trained
+        self._readers: dict[str, _Caller] = {}
+        self._workers: dict[int, _Caller] = {}
         self._changed = threading.Condition()
 
     def handle(self, method: str, header: Header, arrays: Arrays) -> tuple[Header, Arrays]:
-        """`lease` and `want`.
+        """Serve `lease` and `want`.
 
         Raises:
-            FencedError: the caller is of another incarnation or session. RoostreamError: an unknown method.
+            FencedError: the caller is of another incarnation or session.
+            RoostreamError: an unknown method.
         """
         match method:
             case "lease":
@@ -72,8 +81,8 @@ class ReaderMaster:
                 return self._want(header), ()
         raise RoostreamError(f"expected a call of lease or want, got {method!r}")
 
-    def beside(self, handler: Handler) -> Handler:
-        """`handler`, and these calls."""
+    def extend(self, handler: Handler) -> Handler:
+        """`handler` plus the calls of this master."""
 
         def handle(method: str, header: Header, arrays: Any) -> tuple[Header, Arrays]:
             return (self.handle if method in ("lease", "want") else handler)(method, header, arrays)
@@ -81,30 +90,31 @@ class ReaderMaster:
         return handle
 
     def _lease(self, header: Header) -> Header:
-        """A reader lives: what it still has, and what it gets of the `free` that it has room for. With a session that it doesn't
-        know, that; of an older incarnation it has nothing."""
+        """Renew a reader's leases and grant up to `free` more.
+
+        A reader with another session gets the current one, without leases."""
         reader, free = str(header["reader"]), min(int(header["free"]), MAX_WANTED)
         with self._changed:
             session = self._look()
             now_s = self.clock.monotonic_s()
-            self._readers[reader] = _Seen(seen_s=now_s, told=header)
+            self._readers[reader] = _Caller(seen_s=now_s, header=header)
             if header.get("leaving"):
                 self.leases.lost(reader)
                 del self._readers[reader]
-                return {"incarnation": self._of[0], "session": "", "leases": []}
-            known = (int(header["incarnation"]), str(header["session"])) == self._of
+                return {"incarnation": self._current[0], "session": "", "leases": []}
+            known = (int(header["incarnation"]), str(header["session"])) == self._current
             had = {lease.grant for lease in self.leases.renew(reader, now_s)}
-            if free and known and not self._granted(reader, free) and self.hold_s:
+            if free and known and not self._granted(reader, free) and self.long_poll_s:
                 self._changed.wait_for(
-                    lambda: self._granted(reader, free) or self._look_changed(header), self.hold_s
+                    lambda: self._granted(reader, free) or self._look_changed(header), self.long_poll_s
                 )
-            its = self.leases.renew(reader, self.clock.monotonic_s())
-            if any(lease.grant not in had for lease in its):
+            leases = self.leases.renew(reader, self.clock.monotonic_s())
+            if any(lease.grant not in had for lease in leases):
                 self._changed.notify_all()
-            answer: Header = {"incarnation": self._of[0], "session": self._of[1]}
+            answer: Header = {"incarnation": self._current[0], "session": self._current[1]}
             answer["leases"] = (
-                [tuple(lease) for lease in its]
-                if (answer["incarnation"], answer["session"]) == self._of
+                [tuple(lease) for lease in leases]
+                if (answer["incarnation"], answer["session"]) == self._current
                 else []
             )
             if session is not None and header["session"] != session.digest:
@@ -112,40 +122,43 @@ class ReaderMaster:
             return answer
 
     def _granted(self, reader: str, free: int) -> bool:
-        """Something was leased to it."""
+        """Grant leases; whether there was any."""
         got = [self.leases.lease(reader, self.clock.monotonic_s()) for _ in range(free)]
         return any(lease is not None for lease in got)
 
     def _look_changed(self, header: Header) -> bool:
         self._look()
-        return (int(header["incarnation"]), str(header["session"])) != self._of
+        return (int(header["incarnation"]), str(header["session"])) != self._current
 
     def _want(self, header: Header) -> Header:
-        """What a worker waits for, and who reads it."""
+        """Record the splits that a worker waits for; the answer says which readers have them."""
         worker = int(header["worker"])
         with self._changed:
             self._look()
-            if (int(header["incarnation"]), str(header["session"])) != self._of:
+            if (int(header["incarnation"]), str(header["session"])) != self._current:
                 raise FencedError(
-                    f"expected a worker of incarnation {self._of[0]} and its session, got another: it is restored"
+                    f"expected a worker of incarnation {self._current[0]} and its session, got another; "
+                    "wait for RESTORE"
                 )
-            self._workers[worker] = _Seen(seen_s=self.clock.monotonic_s(), told=header)
+            self._workers[worker] = _Caller(seen_s=self.clock.monotonic_s(), header=header)
             for split, grant in header["voided"]:
                 self.leases.void(int(split), int(grant))
             self.leases.tell(worker, [(int(split), int(at)) for split, at in header["wanted"]])
             self._changed.notify_all()
             holders = self.leases.holders(worker, self.clock.monotonic_s())
-            known = {name: str(seen.told["at"]) for name, seen in self._readers.items()}
+            known = {name: str(seen.header["at"]) for name, seen in self._readers.items()}
             return {"holders": [tuple(lease) for lease in holders], "readers": known}
 
     def _look(self) -> TableInput | None:
-        """Inside the lock: what is trained now; another incarnation or session begins without leases."""
+        """The session that is trained now.
+
+        A new incarnation or session starts without leases. Holds the lock."""
         incarnation, session = self.trained()
-        of = incarnation, session.digest if session else ""
-        if of != self._of:
+        current = incarnation, session.digest if session else ""
+        if current != self._current:
             self.leases.end()
             self._session = session or self._session
-            self._of, self.leases, self._workers = of, self._no_leases(), {}
+            self._current, self.leases, self._workers = current, self._no_leases(), {}
             self._changed.notify_all()
         self._forget()
         return session
@@ -160,24 +173,25 @@ class ReaderMaster:
     def _no_leases(self) -> Leases:
         return Leases(note=lambda what, lease: self.log.note(self.clock.now_ms(), what, lease))
 
-    def kept(self) -> dict[str, Any]:
-        """What became of leases, and those of now: plain JSON (`lease_log.read_log`)."""
+    def lease_log(self) -> dict[str, Any]:
+        """Past and current leases as plain JSON (`lease_log.read_log`)."""
         with self._changed:
             self._look()
             held = [plain_lease(it) for it in self.leases.held(self.clock.monotonic_s())]
             more: dict[str, Any] = {
-                "incarnation": self._of[0],
+                "incarnation": self._current[0],
                 "session": self._session.plain() if self._session else None,
             }
-            more |= {"trained": bool(self._of[1]), "held": held}
+            more |= {"trained": bool(self._current[1]), "held": held}
             return self.log.body(at_ms=self.clock.now_ms(), **more)
 
     def status(self) -> dict[str, Any]:
-        """Plain values for `status` and metrics: readers that are there and wanted, splits, and how full workers' buffers are."""
+        """Plain values for `status` and metrics: connected and wanted readers, splits, and the workers'
+        buffers."""
         with self._changed:
             session = self._look()
-            now_s, workers = self.clock.monotonic_s(), {n: seen.told for n, seen in self._workers.items()}
-            in_flight = sum(int(told["in_flight"]) for told in workers.values())
+            now_s, workers = self.clock.monotonic_s(), {n: seen.header for n, seen in self._workers.items()}
+            in_flight = sum(int(header["in_flight"]) for header in workers.values())
             return {
                 "wanted": self.count.of(max(in_flight, 1) if session else 0, now_s),
                 "least": self.count.least,
@@ -188,14 +202,38 @@ class ReaderMaster:
                 "leases_expired": self.leases.num_expired,
                 "buffers": {
                     str(n): {
-                        name: told.get(name)
+                        name: header.get(name)
                         for name in ("fullness", "in_flight", "stalled_s", "stall_share", "units")
                     }
-                    for n, told in workers.items()
+                    for n, header in workers.items()
                 },
                 "readers": {
-                    name: {**seen.told.get("report", {}), "silent_s": now_s - seen.seen_s}
+                    name: {**seen.header.get("report", {}), "silent_s": now_s - seen.seen_s}
                     for name, seen in self._readers.items()
                 },
                 "leases": [plain_lease(it) for it in self.leases.held(now_s)],
             }
+
+
+class LeaseRecorder:
+    """Saves the lease log in the store for `roostream inspect session --leases`, during a run and after it.
+
+    One thread only."""
+
+    def __init__(self, master: ReaderMaster, store: CheckpointStore, clock: Clock) -> None:
+        self.master, self.store, self.clock = master, store, clock
+        self._version, self._due_s = 0, 0.0
+
+    def save_if_due(self, *, last: bool = False) -> None:
+        """Save new events, at most every SAVE_S.
+
+        If the store is unavailable, the next call after SAVE_S tries again."""
+        now_s = self.clock.monotonic_s()
+        if (now_s < self._due_s and not last) or self.master.log.version == self._version:
+            return
+        self._due_s, version = now_s + SAVE_S, self.master.log.version
+        try:
+            self.store.put(LEASES_FILE, json.dumps(self.master.lease_log()).encode())
+            self._version = version
+        except UnavailableError as error:
+            log.debug("leases could not be saved: %s", error)

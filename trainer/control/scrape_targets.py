@@ -1,7 +1,7 @@
 """What other programs report at their /metrics, for the controller's page and `roostream status`.
 
-A program that does not answer reports nothing. A value that nobody reports is None, which means unknown, never 0.
-"""
+A program that does not answer reports nothing. A value that nobody reports is None, which means unknown,
+never 0."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class ScrapeTargets:
         fetch: Fetch = scrape.fetch_all,
         workers: Callable[[], Mapping[int, str]] = dict,
     ) -> None:
-        """`workers()`: connected workers → "host:port" or "https://host:port" of their metrics; "" if unknown. Called from any
-        thread."""
+        """`workers()`: connected workers → "host:port" or "https://host:port" of their metrics; "" if
+        unknown. Called from any thread."""
         self.settings, self.clock, self._fetch, self._workers = dict(urls), clock, fetch, workers
         self._scraped: tuple[float, dict[str, ScrapedMetrics]] | None = None
         self._freshness = FreshnessTracker()
@@ -69,7 +69,8 @@ class ScrapeTargets:
             self._scraped = now_s, scraped
 
     def figures(self) -> dict[str, Any]:
-        """The newest values. All are unknown if nothing was scraped, or the last answers are older than STALE_S."""
+        """The newest values. All are unknown if nothing was scraped, or the last answers are older than
+        STALE_S."""
         return read_figures(self.urls, self._answers()) | {"freshness": self.freshness()}
 
     def freshness(self) -> dict[str, dict[str, float | None]]:
@@ -83,14 +84,18 @@ class ScrapeTargets:
 
 
 class FreshnessTracker:
-    """Latency from user actions to serving, from the histograms of all programs. One thread calls `look`, any thread `worst`."""
+    """Latency from user actions to serving, from the histograms of all programs.
+
+    One thread calls `look`, any thread `worst`."""
 
     def __init__(self) -> None:
         self._recent: dict[tuple[str, str], RecentQuantiles] = {}  # by program and stage
         self._quantiles: dict[str, dict[str, dict[str, float | None]]] = {}
 
     def look(self, now_s: float, scraped: Mapping[str, ScrapedMetrics]) -> None:
-        """Add a scrape at a monotonic time. A program that does not answer is compared with its last answer later."""
+        """Add a scrape at a monotonic time.
+
+        A program that does not answer is compared with its last answer later."""
         quantiles: dict[str, dict[str, dict[str, float | None]]] = {}
         for name, answer in scraped.items():
             for stage in FRESHNESS_STAGES:
@@ -104,7 +109,9 @@ class FreshnessTracker:
         self._quantiles = quantiles
 
     def worst(self, programs: Iterable[str]) -> dict[str, dict[str, float | None]]:
-        """Stage → p50 and p99 in ms over the last minutes, the worst of `programs`. None if no program knows it."""
+        """Stage → p50 and p99 in ms over the last minutes, the worst of `programs`.
+
+        None if no program knows it."""
         known = [self._quantiles[name] for name in programs if name in self._quantiles]
 
         def worst(stage: str, key: str) -> float | None:
@@ -115,8 +122,10 @@ class FreshnessTracker:
 
 
 def with_workers(urls: Mapping[str, str], workers: Mapping[int, str]) -> dict[str, str]:
-    """`urls` of the settings plus the URLs that workers report. `roostream scale` changes the number of workers, so a configured
-    worker that is not among `workers` is left out, unless `workers` is empty."""
+    """`urls` of the settings plus the URLs that workers report.
+
+    `roostream scale` changes the number of workers, so a configured worker that is not among `workers` is
+    left out, unless `workers` is empty."""
     configured = {
         name: url
         for name, url in urls.items()
@@ -174,7 +183,8 @@ def read_figures(names: Mapping[str, str], scraped: Mapping[str, ScrapedMetrics]
 
 
 def lost_records(scraped: Mapping[str, ScrapedMetrics]) -> dict[str, int]:
-    """Program → number of records that retention deleted before the program read them; only programs with some."""
+    """Program → number of records that retention deleted before the program read them; only programs with
+    some."""
     lost = {
         name: s.value(f"roostream_{name.partition('-')[0]}_lost_records")
         for name, s in scraped.items()
@@ -193,10 +203,11 @@ def rows_by_stack(scraped: Mapping[str, ScrapedMetrics]) -> dict[str, int]:
 
 
 def click_rate(simulate: ScrapedMetrics) -> dict[str, float | None]:
-    """Expected clicks per shown candidate of the newest requests: as served, in random order, and in the best order.
+    """Expected clicks per shown candidate of the newest requests: as served, in random order, and in the best
+    order.
 
-    Also the ratio of served to random, for the newest requests and for all. Serving is still improving while the first ratio is
-    above the second."""
+    Also the ratio of served to random, for the newest requests and for all. Serving is still improving while
+    the first ratio is above the second."""
     name, orders = "roostream_simulator_click_rate", ("served", "random", "best")
     rates, total = (
         {o: simulate.value(name, order=o, window=window) for o in orders} for window in ("recent", "total")

@@ -1,9 +1,8 @@
-"""The page at `/` of the controller: state first, what is wrong and since when, then the past. Read-only.
+"""The controller's read-only web page at `/`: the state, current problems, and charts of the past.
 
-`/status.json` is `Controller.status()` with a key `page` more; `/history.json` the past, once when the page is opened. Everything
-else is a file of `web/` under a name that is listed here: nothing of a request becomes a path, and every text that comes from
-outside is data in JSON, which the script shows as text only.
-"""
+`/status.json` is `Controller.status()` plus the key `page`. `/history.json` is the past, loaded once when the
+page is opened. All other files are listed here by name, so no part of a request becomes a path. Text from
+outside is JSON data, which the script shows as text only."""
 
 from __future__ import annotations
 
@@ -12,15 +11,15 @@ import functools
 import json
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 from roostream.runtime.metrics_server import PAGE_HEADERS, PageResponse
-from trainer.control.aggregate_status import together
+from trainer.control.aggregate_status import aggregate_status
 from trainer.control.controller import Controller
 from trainer.control.health_checks import Finding, findings, headline
-from trainer.control.history import ChangeLog, History, Rate
 from trainer.control.scrape_targets import FRESHNESS_STAGES, ScrapeTargets
 
 FORMAT = 1
@@ -46,11 +45,151 @@ _WORST = frozenset(
 )
 
 
-class StatusPage:
-    """`observe` from the controller's thread, each turn; `answers` serves from any."""
+Values = Mapping[str, float | None]
 
-    def __init__(self, controller: Controller, neighbours: ScrapeTargets, *, interval_ms: int) -> None:
-        self.controller, self.neighbours, self.interval_ms = controller, neighbours, interval_ms
+
+class Resolution(NamedTuple):
+    """At most `points` points, one every `step_s`."""
+
+    step_s: float
+    points: int
+
+
+RESOLUTIONS = (
+    Resolution(10, 360),
+    Resolution(60, 360),
+    Resolution(600, 432),
+)  # an hour, six hours, three days
+MAX_CHANGES = 200
+
+
+@dataclasses.dataclass(kw_only=True)
+class Point:
+    """All readings of one step, folded into one."""
+
+    slot: int
+    at_s: float  # of the newest reading in it
+    values: dict[str, float | None]
+
+
+class History:
+    """Bounded series of readings by name, in several resolutions. In memory only; lost with the process.
+
+    A step without a reading has no point, so gaps stay visible. A value that was unknown during a whole step
+    is None. Within a step, the newest known value counts; for names in `worst` the largest does, so that a
+    coarse line does not hide a peak. Times are seconds of one monotonic clock, so that a jump of the wall
+    clock draws no wrong line. Not thread-safe."""
+
+    def __init__(
+        self, worst: frozenset[str] = frozenset(), resolutions: tuple[Resolution, ...] = RESOLUTIONS
+    ) -> None:
+        self.worst, self.resolutions = worst, resolutions
+        self._points: list[deque[Point]] = [deque(maxlen=resolution.points) for resolution in resolutions]
+
+    def add(self, at_s: float, values: Values) -> None:
+        """Add a reading; times never go back."""
+        for resolution, points in zip(self.resolutions, self._points, strict=True):
+            slot = int(at_s // resolution.step_s)
+            if not points or points[-1].slot != slot:
+                points.append(Point(slot=slot, at_s=at_s, values=dict(values)))
+            else:
+                self._fold(points[-1], at_s, values)
+
+    def _fold(self, point: Point, at_s: float, values: Values) -> None:
+        point.at_s = at_s
+        for name, value in values.items():
+            known = point.values.get(name)
+            if value is not None and known is not None and name in self.worst:
+                value = max(value, known)
+            if value is not None:
+                point.values[name] = value
+
+    def newest(self) -> dict[str, Any] | None:
+        """The newest point of the finest resolution, in the form of `series`. It may still change."""
+        points = self._points[0]
+        return (
+            {"slot": points[-1].slot, "at_s": points[-1].at_s, "values": points[-1].values}
+            if points
+            else None
+        )
+
+    def series(self) -> list[dict[str, Any]]:
+        """For each resolution `step_s` and columns of equal length: slots, times, and values by name."""
+        out = []
+        for resolution, points in zip(self.resolutions, self._points, strict=True):
+            names = sorted({name for point in points for name in point.values})
+            out.append(
+                {
+                    "step_s": resolution.step_s,
+                    "slot": [point.slot for point in points],
+                    "at_s": [point.at_s for point in points],
+                    "values": {name: [point.values.get(name) for point in points] for name in names},
+                }
+            )
+        return out
+
+
+class Change(NamedTuple):
+    """A fact that changed, or an event."""
+
+    at_s: float
+    time_ms: int  # wall time, for people
+    what: str
+    was: str
+    now: str
+
+
+class ChangeLog:
+    """Changes of named facts, and the time of the last change of each. Not thread-safe."""
+
+    def __init__(self, max_changes: int = MAX_CHANGES) -> None:
+        self.newest: deque[Change] = deque(maxlen=max_changes)  # newest last
+        self._now: dict[str, tuple[str, float]] = {}
+
+    def observe(self, at_s: float, time_ms: int, facts: Mapping[str, str]) -> None:
+        """Set all facts of one moment.
+
+        A fact that is missing is forgotten. The first value of a fact is not a change."""
+        for what, now in facts.items():
+            was = self._now.get(what)
+            if was is None:
+                self._now[what] = now, at_s
+            elif was[0] != now:
+                self.newest.append(Change(at_s, time_ms, what, was[0], now))
+                self._now[what] = now, at_s
+        for what in self._now.keys() - facts.keys():
+            del self._now[what]
+
+    def add(self, at_s: float, time_ms: int, what: str, now: str, was: str = "") -> None:
+        """Add an event."""
+        self.newest.append(Change(at_s, time_ms, what, was, now))
+
+    def since_s(self, what: str) -> float | None:
+        """When this fact got its current value, or was first seen. None if it is unknown."""
+        known = self._now.get(what)
+        return known[1] if known else None
+
+
+class Rate:
+    """Growth of a count per second between two readings.
+
+    None at the first one, and after a decrease (a restart or rollback)."""
+
+    def __init__(self) -> None:
+        self._before: tuple[float, float] | None = None
+
+    def of(self, at_s: float, count: float | None) -> float | None:
+        before, self._before = self._before, None if count is None else (at_s, count)
+        if count is None or before is None or at_s <= before[0] or count < before[1]:
+            return None
+        return (count - before[1]) / (at_s - before[0])
+
+
+class StatusPage:
+    """`observe` is called by the controller's thread in every turn; `responses` serves from any thread."""
+
+    def __init__(self, controller: Controller, targets: ScrapeTargets, *, interval_ms: int) -> None:
+        self.controller, self.targets, self.interval_ms = controller, targets, interval_ms
         self.clock = controller.clock
         self.started_ms = self.clock.now_ms()
         self._lock = threading.Lock()
@@ -60,28 +199,28 @@ class StatusPage:
         self._due_s = -math.inf
 
     def observe(self) -> None:
-        """Note what is so now; does nothing until its second is over."""
+        """Record the current state, at most once every OBSERVE_S."""
         now_s = self.clock.monotonic_s()
         if now_s < self._due_s:
             return
         self._due_s = now_s + OBSERVE_S
-        status, figures = self.controller.status(), self.neighbours.figures()
-        found = self._findings(status, figures)
+        status, figures = self.controller.status(), self.targets.figures()
+        current = self._findings(status, figures)
         with self._lock:
             self._history.add(
                 now_s,
                 {
                     **readings(status, figures),
-                    "trained_per_s": self._trained.of(now_s, together(status)["requests"]),
+                    "trained_per_s": self._trained.of(now_s, aggregate_status(status)["requests"]),
                 },
             )
-            self._note(now_s, status, found)
+            self._note(now_s, status, current)
 
     def status(self) -> dict[str, Any]:
-        """The document that the page shows."""
-        now_s, status, figures = self.clock.monotonic_s(), self.controller.status(), self.neighbours.figures()
-        found = self._findings(status, figures)
-        top = headline(status, found)
+        """The body of `/status.json`."""
+        now_s, status, figures = self.clock.monotonic_s(), self.controller.status(), self.targets.figures()
+        current = self._findings(status, figures)
+        top = headline(status, current)
         with self._lock:
             page = {
                 "format": FORMAT,
@@ -89,9 +228,9 @@ class StatusPage:
                 "at_s": now_s,
                 "started_ms": self.started_ms,
                 "headline": {**top._asdict(), "since_s": self._changes.since_s("state")},
-                "findings": [{**f._asdict(), "since_s": self._since.get(f.key, (None,))[0]} for f in found],
+                "findings": [{**f._asdict(), "since_s": self._since.get(f.key, (None,))[0]} for f in current],
                 "members": self._members(),
-                "training": together(status),
+                "training": aggregate_status(status),
                 "figures": figures,
                 "newest": self._history.newest(),
                 "changes": [change._asdict() for change in list(self._changes.newest)[-SHOWN_CHANGES:]],
@@ -99,14 +238,14 @@ class StatusPage:
         return plain({**status, "page": page})
 
     def history(self) -> dict[str, Any]:
-        """All that is kept of the past."""
+        """The body of `/history.json`."""
         with self._lock:
             return plain(
                 {"format": FORMAT, "at_s": self.clock.monotonic_s(), "grains": self._history.series()}
             )
 
-    def answers(self) -> dict[str, Callable[[], PageResponse]]:
-        """By path, for `roostream.runtime.metrics_server.serve`, beside `files()`."""
+    def responses(self) -> dict[str, Callable[[], PageResponse]]:
+        """Path → response, for `roostream.runtime.metrics_server.serve`, besides `static_files`."""
         return {"/status.json": lambda: _json(self.status()), "/history.json": lambda: _json(self.history())}
 
     def _members(self) -> list[str]:
@@ -116,19 +255,19 @@ class StatusPage:
     def _findings(self, status: Mapping[str, Any], figures: Mapping[str, Any]) -> list[Finding]:
         return findings(status, figures, members=self._members(), interval_ms=self.interval_ms)
 
-    def _note(self, now_s: float, status: Mapping[str, Any], found: list[Finding]) -> None:
+    def _note(self, now_s: float, status: Mapping[str, Any], current: list[Finding]) -> None:
         time_ms = self.clock.now_ms()
         self._changes.observe(
             now_s,
             time_ms,
-            {"state": headline(status, found).state, "incarnation": str(status["incarnation"])},
+            {"state": headline(status, current).state, "incarnation": str(status["incarnation"])},
         )
         for name in ("rollbacks", "aborts"):
             if status[name] > self._counted.get(name, status[name]):
                 self._changes.add(now_s, time_ms, name[:-1], str(status["reason"]))
             self._counted[name] = status[name]
-        now = {finding.key: finding for finding in found}
-        for finding in found:
+        now = {finding.key: finding for finding in current}
+        for finding in current:
             if finding.key not in self._since:
                 self._changes.add(now_s, time_ms, finding.level, finding.text)
         for key in self._since.keys() - now.keys():
@@ -139,18 +278,20 @@ class StatusPage:
         }
 
 
-def files() -> dict[str, Callable[[], PageResponse]]:
-    """The page itself, by path; until there is a controller it says that none answers."""
+def static_files() -> dict[str, Callable[[], PageResponse]]:
+    """Path → response of the page's files.
+
+    They are served before the controller is ready; the page then says so."""
     return {path: functools.partial(_file, name, kind) for path, (name, kind) in _FILES.items()}
 
 
 def readings(status: Mapping[str, Any], figures: Mapping[str, Any]) -> dict[str, float | None]:
-    """What the history keeps of one moment, by name; None where it isn't known."""
-    whole = together(status)
+    """Values of one moment for the history, by name; None if unknown."""
+    total = aggregate_status(status)
     rows = [sum(shard["rows"].values()) for shard in figures["shards"].values()]
     return {
-        **{name: whole[name] for name in ("lag_ms", "lag_records")},
-        **{name: whole["metrics"].get(name) for name in ("ne", "auc", "request_auc", "calibration")},
+        **{name: total[name] for name in ("lag_ms", "lag_records")},
+        **{name: total["metrics"].get(name) for name in ("ne", "auc", "request_auc", "calibration")},
         **{f"fresh.{stage}": figures["freshness"][stage]["p50_ms"] for stage in FRESHNESS_STAGES},
         "fresh_p99": figures["freshness"][FRESHNESS_STAGES[-1]]["p99_ms"],
         **{name: status[name] if status["commits"] else None for name in ("commit_ms", "paused_ms")},
@@ -161,7 +302,7 @@ def readings(status: Mapping[str, Any], figures: Mapping[str, Any]) -> dict[str,
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON can hold it: text keys, no number that isn't finite."""
+    """Convert `value` for JSON: string keys, None for non-finite numbers."""
     match value:
         case bool() | int() | None:
             return value

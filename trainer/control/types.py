@@ -97,7 +97,8 @@ class IncarnationPlan(NamedTuple):
     """What an incarnation is claimed for. It is stored in the incarnation's file."""
 
     workers: int
-    configured: int  # the configured number for its phase when the plan was made; a changed setting overrides the plan
+    # the configured number for its phase when the plan was made; a changed setting overrides the plan
+    configured: int
     hold: Hold | None = None
     initial: InitialRange | None = None  # None: there is only the stream
 
@@ -112,8 +113,8 @@ class IncarnationPlan(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """Effect: claim the next incarnation for `plan` (None: the stored plan, or the settings), and read the newest manifest that is
-    not in `skipped_manifests`. Answer with `Coordinator.claimed`."""
+    """Effect: claim the next incarnation for `plan` (None: the stored plan, or the settings), and read the
+    newest manifest that is not in `skipped_manifests`. Answer with `Coordinator.claimed`."""
 
     skipped_manifests: frozenset[str]
     plan: IncarnationPlan | None = None

@@ -78,10 +78,10 @@ def leases_of(store: str) -> dict[str, Any]:
     from roostream.errors import CheckpointError
     from roostream.runtime.checkpoint_store import open_store
     from roostream.warehouse.readers.leases import read_log
-    from trainer.control.kept_leases import LEASES
+    from trainer.control.reader_master import LEASES_FILE
 
     try:
-        body = open_store(store).get(LEASES)
+        body = open_store(store).get(LEASES_FILE)
     except CheckpointError:
         raise CheckpointError(
             f"{store}: expected a run whose session was read by `reader` programs, found no leases"

@@ -27,8 +27,7 @@ from roostream.runtime.rpc.server import RpcServer
 from roostream.runtime.rpc.transport import InMemoryTransport
 from roostream.warehouse.readers.config import ReaderCountConfig, ReadersConfig
 from roostream.warehouse.readers.remote_rows import ReadersLink, RemoteSessionOpener
-from trainer.control.kept_leases import LeaseRecorder
-from trainer.control.reader_master import ReaderMaster
+from trainer.control.reader_master import LeaseRecorder, ReaderMaster
 
 log = logging.getLogger("roostream.train")
 
@@ -76,7 +75,7 @@ class OfflineReaders:
         if self._thread.is_alive():
             self._thread.join()
         if self._kept:
-            self._kept.turned(last=True)
+            self._kept.save_if_due(last=True)
         self.server.stop()
         self.pool.close()
 
@@ -93,7 +92,7 @@ class OfflineReaders:
     def _follow(self) -> None:
         while not self._stop.wait(_FOLLOW_S):
             if self._kept:
-                self._kept.turned()
+                self._kept.save_if_due()
             try:
                 self.pool.resize(max(self.master.status()["wanted"], self.count.least))
             except RoostreamError as error:  # those that run go on

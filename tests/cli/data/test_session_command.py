@@ -13,7 +13,7 @@ from roostream.errors import CheckpointError, ConfigError
 from roostream.runtime.checkpoint_store import open_store
 from roostream.warehouse.readers.leases import Lease, LeaseLog
 from tests.warehouse.small_warehouse import ROWS, small_warehouse
-from trainer.control.kept_leases import LEASES
+from trainer.control.reader_master import LEASES_FILE
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_who_read_what_in_a_run_is_told(tmp_path: Path) -> None:
     held = {"split": 4, "worker": 0, "position": 4096, "reader": "a:1/x", "for_s": 1.25}
     session = {"digest": "d", "table": "w", "version": 7}
     more = {"at_ms": 1_700_000_000_000, "incarnation": 2, "session": session, "trained": True, "held": [held]}
-    store.put(LEASES, json.dumps(log.body(**more)).encode())
+    store.put(LEASES_FILE, json.dumps(log.body(**more)).encode())
     assert told("inspect", "session", "--leases", str(tmp_path / "store")).splitlines() == [
         "as of 2023-11-14 22:13:20 UTC, incarnation 2",
         "session d of w, version 7: trained now",

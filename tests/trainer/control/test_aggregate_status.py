@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trainer.control.aggregate_status import together
+from trainer.control.aggregate_status import aggregate_status
 
 
 def status(*workers: dict[str, Any]) -> dict[str, Any]:
@@ -35,7 +35,7 @@ SLOW = {
 
 
 def test_the_worst_off_counts_and_what_is_trained_is_a_sum() -> None:
-    whole = together(
+    whole = aggregate_status(
         status(
             {**FAST, "requests": 5, "step": 2, "watermark_ms": 70},
             {**SLOW, "requests": 7, "step": 2, "watermark_ms": 60},
@@ -58,13 +58,15 @@ def test_the_worst_off_counts_and_what_is_trained_is_a_sum() -> None:
 def test_how_far_history_is_comes_from_the_controller() -> None:
     initial = {"epoch": 2, "epochs": 3, "records": 90, "left": 40}
     assert (
-        together({**status(FAST), "initial": initial})["initial"] == initial
-        and together(status(FAST))["initial"] is None
+        aggregate_status({**status(FAST), "initial": initial})["initial"] == initial
+        and aggregate_status(status(FAST))["initial"] is None
     )
 
 
 def test_an_end_that_one_cannot_foresee_nobody_can() -> None:
-    assert together(status(FAST, {"watch": {**SLOW["watch"], "eta_s": [None, None, None]}}))["eta_s"] == [
+    assert aggregate_status(status(FAST, {"watch": {**SLOW["watch"], "eta_s": [None, None, None]}}))[
+        "eta_s"
+    ] == [
         None,
         None,
         None,
@@ -72,7 +74,7 @@ def test_an_end_that_one_cannot_foresee_nobody_can() -> None:
 
 
 def test_what_one_does_not_tell_nobody_knows() -> None:
-    whole = together(status(FAST, {}))
+    whole = aggregate_status(status(FAST, {}))
     assert (
         whole["state"] == "unknown"
         and whole["lag_ms"] is None
@@ -82,11 +84,11 @@ def test_what_one_does_not_tell_nobody_knows() -> None:
 
 
 def test_a_worker_that_stands_by_says_nothing_about_training() -> None:
-    assert together({**status(FAST, {}), "workers": 1})["state"] == "caught_up"
+    assert aggregate_status({**status(FAST, {}), "workers": 1})["state"] == "caught_up"
 
 
 def test_without_a_worker_everything_is_unknown() -> None:
-    whole = together(status())
+    whole = aggregate_status(status())
     assert (
         whole["state"] == "unknown"
         and whole["lag_ms"] is None
@@ -120,7 +122,7 @@ def told(candidates: int, psi: float, version: str = "1-4") -> dict[str, Any]:
 
 
 def test_windows_slices_and_the_frozen_copy_of_all_are_one_from_their_sums() -> None:
-    quality = together(status(told(100, 0.1), told(300, 0.3)))["quality"]
+    quality = aggregate_status(status(told(100, 0.1), told(300, 0.3)))["quality"]
     for at in (
         quality["windows"],
         quality["slices"]["surface"]["front"],
@@ -138,7 +140,7 @@ def test_windows_slices_and_the_frozen_copy_of_all_are_one_from_their_sums() -> 
 
 
 def test_drift_is_what_the_worst_worker_sees() -> None:
-    drift = together(status(told(100, 0.1), {}, told(300, 0.3)))["quality"]["drift"]
+    drift = aggregate_status(status(told(100, 0.1), {}, told(300, 0.3)))["quality"]["drift"]
     assert (
         drift["psi"] == {"age": 0.3}
         and drift["coverage"] == {"age": 0.7}
@@ -148,8 +150,15 @@ def test_drift_is_what_the_worst_worker_sees() -> None:
 
 
 def test_frozen_copies_of_two_versions_are_not_one() -> None:
-    assert together(status(told(100, 0.1), told(300, 0.3, version="1-9")))["quality"]["shadow"] is None
-    assert together(status({}))["quality"] == {"windows": {}, "slices": {}, "shadow": None, "drift": {}}
+    assert (
+        aggregate_status(status(told(100, 0.1), told(300, 0.3, version="1-9")))["quality"]["shadow"] is None
+    )
+    assert aggregate_status(status({}))["quality"] == {
+        "windows": {},
+        "slices": {},
+        "shadow": None,
+        "drift": {},
+    }
 
 
 @pytest.mark.parametrize("workers", [(), (FAST,), (FAST, SLOW)])
@@ -157,10 +166,10 @@ def test_while_training_is_held_that_is_its_state_whoever_tells_what(
     workers: tuple[dict[str, Any], ...],
 ) -> None:
     hold = {"kind": "transient", "reason": "nothing to read for 60 s", "member": "", "since_ms": 5}
-    whole = together({**status(*workers), "holds": [hold]})
+    whole = aggregate_status({**status(*workers), "holds": [hold]})
     assert (whole["state"], whole["reason"], whole["in_state_s"]) == (
         "held",
         "nothing to read for 60 s",
         None,
     )
-    assert together({**status(FAST), "holds": []})["state"] == "caught_up"
+    assert aggregate_status({**status(FAST), "holds": []})["state"] == "caught_up"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from trainer.control.history import ChangeLog, History, Rate, Resolution
+from trainer.control.status_page import ChangeLog, History, Rate, Resolution
 
 
 def test_a_step_is_one_point_and_its_newest_known_value_counts() -> None:
-    history = History(grains=(Resolution(10, 5),))
+    history = History(resolutions=(Resolution(10, 5),))
     for at_s, value in ((0, 1.0), (4, 2.0), (9, None), (10, 5.0)):
         history.add(at_s, {"ne": value})
     (grain,) = history.series()
@@ -21,7 +21,7 @@ def test_a_coarse_line_does_not_hide_a_peak() -> None:
 
 
 def test_what_nobody_knows_during_a_whole_step_is_unknown_and_a_silent_step_is_a_gap() -> None:
-    history = History(grains=(Resolution(10, 9),))
+    history = History(resolutions=(Resolution(10, 9),))
     history.add(0, {"ne": 1.0})
     history.add(10, {"ne": None})
     history.add(50, {"ne": 2.0, "auc": 0.7})
@@ -33,7 +33,7 @@ def test_what_nobody_knows_during_a_whole_step_is_unknown_and_a_silent_step_is_a
 
 
 def test_memory_is_bounded_in_every_grain() -> None:
-    history = History(grains=(Resolution(10, 3), Resolution(60, 2)))
+    history = History(resolutions=(Resolution(10, 3), Resolution(60, 2)))
     for at_s in range(0, 1000, 10):
         history.add(at_s, {"n": float(at_s)})
     fine, coarse = history.series()
@@ -41,7 +41,7 @@ def test_memory_is_bounded_in_every_grain() -> None:
 
 
 def test_the_newest_point_is_that_of_the_series() -> None:
-    history = History(grains=(Resolution(10, 3),))
+    history = History(resolutions=(Resolution(10, 3),))
     assert history.newest() is None
     history.add(12, {"n": 1.0})
     assert history.newest() == {"slot": 1, "at_s": 12, "values": {"n": 1.0}}
@@ -67,7 +67,7 @@ def test_a_fact_that_is_not_named_any_more_is_forgotten() -> None:
 
 
 def test_only_the_newest_changes_are_kept() -> None:
-    changes = ChangeLog(most=2)
+    changes = ChangeLog(max_changes=2)
     for n in range(5):
         changes.add(n, n, "rollback", f"reason {n}")
     assert [c.now for c in changes.newest] == ["reason 3", "reason 4"]

@@ -16,8 +16,7 @@ from tests.trainer import samples
 from tests.trainer.memory_store import MemoryStore
 from tests.trainer.sessions.reading_fleet import session_of
 from tests.warehouse.memory_table import table_of
-from trainer.control.kept_leases import KEEP_S, LEASES, LeaseRecorder
-from trainer.control.reader_master import SILENT_S, ReaderMaster
+from trainer.control.reader_master import LEASES_FILE, SAVE_S, SILENT_S, LeaseRecorder, ReaderMaster
 
 TOLD, _ = session_of(table_of(samples.records(list(range(1, 20)))))
 
@@ -26,7 +25,7 @@ class Case:
     def __init__(self, least: int = 1, most: int = 1) -> None:
         self.incarnation, self.session, self.clock = 4, TOLD, FakeClock()
         count = ReaderCountConfig(least=least, most=most)
-        self.it = ReaderMaster(self._trained, samples.schema(), self.clock, count, hold_s=0)
+        self.it = ReaderMaster(self._trained, samples.schema(), self.clock, count, long_poll_s=0)
 
     def _trained(self) -> tuple[int, TableInput | None]:
         return self.incarnation, self.session
@@ -164,19 +163,19 @@ class Store(MemoryStore):
 def test_what_became_of_leases_is_kept_for_whoever_looks_later() -> None:
     case, store = Case(), Store()
     kept = LeaseRecorder(case.it, store, case.clock)
-    kept.turned()
+    kept.save_if_due()
     assert store.num_puts == 0, "nobody read anything"
     case.want((3, 8), (4, 12))
     case.lease("a", free=2)
     case.want((4, 12))
-    kept.turned()
+    kept.save_if_due()
     case.want((4, 12), voided=[(4, 2)])
-    kept.turned()
+    kept.save_if_due()
     assert store.num_puts == 1, "not each time"
     case.lease("b", free=1)
     case.incarnation = 5
-    kept.turned(last=True)
-    found = read_log(store.get(LEASES))
+    kept.save_if_due(last=True)
+    found = read_log(store.get(LEASES_FILE))
     assert found["readers"] == {"a": {"granted": 2, "done": 1, "voided": 1}, "b": {"granted": 1, "over": 1}}
     assert [(event.what, event.split, event.reader) for event in found["events"]] == [
         *(
@@ -190,7 +189,7 @@ def test_what_became_of_leases_is_kept_for_whoever_looks_later() -> None:
     ]
     assert found["session"]["digest"] == TOLD.digest and (found["incarnation"], found["trained"]) == (5, True)
     case.session = None  # type: ignore[assignment]
-    assert case.it.kept()["session"]["digest"] == TOLD.digest and not case.it.kept()["trained"], (
+    assert case.it.lease_log()["session"]["digest"] == TOLD.digest and not case.it.lease_log()["trained"], (
         "it was the last"
     )
 
@@ -201,12 +200,12 @@ def test_a_store_that_is_away_keeps_nothing_and_is_asked_again() -> None:
     kept = LeaseRecorder(case.it, store, case.clock)
     case.want((3, 8))
     case.lease()
-    kept.turned()
+    kept.save_if_due()
     store.is_away = False
-    kept.turned()
+    kept.save_if_due()
     assert store.num_puts == 0, "not each time"
-    case.clock.advance(KEEP_S)
-    kept.turned()
+    case.clock.advance(SAVE_S)
+    kept.save_if_due()
     assert store.num_puts == 1
 
 
@@ -214,7 +213,7 @@ def test_another_call_is_refused_and_those_of_the_controller_go_to_it() -> None:
     case = Case()
     with pytest.raises(RoostreamError, match="expected a call of lease or want, got 'beat'"):
         case.it.handle("beat", {}, ())
-    beside = case.it.beside(lambda method, header, arrays: ({"method": method}, ()))
+    beside = case.it.extend(lambda method, header, arrays: ({"method": method}, ()))
     assert beside("beat", {}, [])[0] == {"method": "beat"}
     assert (
         beside("lease", {"reader": "a", "at": "a:1", "incarnation": 0, "session": "", "free": 0}, [])[0][

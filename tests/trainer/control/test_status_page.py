@@ -15,7 +15,7 @@ from roostream.runtime.scrape import ScrapedMetrics
 from tests.browser.replayed_run import MEMBERS, ReplayedRun
 from trainer.control import status_page as page
 from trainer.control.scrape_targets import ScrapeTargets
-from trainer.control.status_page import files, plain, readings
+from trainer.control.status_page import plain, readings, static_files
 
 HOSTILE = '<img src=x onerror="alert(1)"></script>"&\u202e'
 
@@ -106,7 +106,7 @@ def test_numbers_that_are_not_finite_are_unknown_in_json() -> None:
     assert plain(value) == {"1": [None, None, 2.5, None, True], "text": str(ScrapedMetrics)}
 
 
-@pytest.mark.parametrize("path", [*files(), "/status.json", "/history.json"])
+@pytest.mark.parametrize("path", [*static_files(), "/status.json", "/history.json"])
 def test_every_document_is_served_under_a_strict_policy(run: ReplayedRun, path: str) -> None:
     status, headers, body = asked(run.serve(), path)
     assert status == 200 and body and int(headers["content-length"]) == len(body)
@@ -160,8 +160,8 @@ def test_a_hostile_name_stays_data(run: ReplayedRun) -> None:
 def test_the_page_has_no_script_style_or_address_of_its_own() -> None:
     html = page._content("index.html").decode()
     assert "style=" not in html and "<style" not in html and " on" + "click" not in html and "://" not in html
-    for path in files():
-        text = files()[path]().body.decode()
+    for path in static_files():
+        text = static_files()[path]().body.decode()
         assert not [
             word
             for word in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(")

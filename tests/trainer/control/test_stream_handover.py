@@ -15,7 +15,14 @@ from roostream.runtime.kafka.topics import Progress
 from roostream.runtime.work_unit import TableInput
 from tests.runtime.manifest_cases import an_input
 from trainer.config import ControllerConfig
-from trainer.control.stream_handover import HELD_MS, Margin, StreamHandover, WarehouseHistory, follows, margin
+from trainer.control.stream_handover import (
+    PROTECT_MS,
+    Margin,
+    StreamHandover,
+    WarehouseHistory,
+    margin,
+    needs_further_session,
+)
 
 SESSION = an_input(ends={("samples", 0): 105, ("samples", 1): 90, ("corrections", 0): 3})
 NEWER = dataclasses.replace(
@@ -43,7 +50,7 @@ def test_the_margin_is_of_the_partition_where_it_is_least() -> None:
     ],
 )
 def test_when_a_further_session_follows(found: Margin, further: bool, why: str) -> None:
-    assert follows(found, 40) is further, why
+    assert needs_further_session(found, 40) is further, why
 
 
 class FakeController:
@@ -81,22 +88,22 @@ class Case:
 
 def test_while_a_session_is_trained_its_version_and_the_next_one_are_held() -> None:
     case = Case()
-    case.it.look()
+    case.it.check()
     assert case.controller.followed == [NEWER] and case.asked == [SESSION.ends]
-    assert case.held == [(7, 1000 + HELD_MS), (9, 1000 + HELD_MS)]
+    assert case.held == [(7, 1000 + PROTECT_MS), (9, 1000 + PROTECT_MS)]
     assert case.it.margin == Margin(records=90, archived=40)
 
 
 def test_the_stream_follows_where_little_is_new() -> None:
     case = Case(most=1000)
-    case.it.look()
-    assert case.controller.followed == [None] and case.held == [(7, 1000 + HELD_MS)]
+    case.it.check()
+    assert case.controller.followed == [None] and case.held == [(7, 1000 + PROTECT_MS)]
 
 
 def test_in_the_stream_nothing_is_looked_at() -> None:
     case = Case()
     case.controller.now = None
-    case.it.look()
+    case.it.check()
     assert (case.controller.followed, case.held, case.it.margin) == ([], [], None)
 
 
@@ -109,7 +116,7 @@ def test_what_can_not_be_told_now_changes_nothing_and_is_looked_at_again(
         stop.set()
         raise UnavailableError("the store is away")
 
-    case.it.hold = away
+    case.it.protect = away
     case.it.run(stop)
     assert case.controller.followed == [] and "the store is away" in caplog.text
 

@@ -76,7 +76,9 @@ class Fleet:
         self.told, self.session = session_of(self.table)
         self.incarnation, self.worker_incarnation = 1, 1
         self.schema: Schema = samples.schema()
-        self.master = ReaderMaster(lambda: (self.incarnation, self.told), self.schema, self.clock, hold_s=0)
+        self.master = ReaderMaster(
+            lambda: (self.incarnation, self.told), self.schema, self.clock, long_poll_s=0
+        )
         self.silent: list[str] = []  # readers that the controller doesn't hear
         self.gone: list[str] = []  # readers that answer nobody
         self.readers: dict[str, ReaderAgent] = {}

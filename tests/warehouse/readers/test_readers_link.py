@@ -47,7 +47,7 @@ class Link:
         )
         assert told is not None
         self.told: TableInput = told
-        self.master = ReaderMaster(lambda: (1, self.told), samples.schema(), SystemClock(), hold_s=0.05)
+        self.master = ReaderMaster(lambda: (1, self.told), samples.schema(), SystemClock(), long_poll_s=0.05)
         self.server = RpcServer(self.master.handle, keys=LinkCredentials(self.security("controller"))).start()
         opened.callback(self.server.stop)
 
