@@ -20,7 +20,7 @@ import torch
 from roostream.errors import ConfigError
 from roostream.models.build import build_model
 from roostream.models.config import ModelConfig
-from roostream.models.fused.forward import Forward, by_modules, forward_of
+from roostream.models.fused.forward import Forward, forward_of, torch_forward
 from roostream.models.model import Model
 from roostream.schema.schema import Schema
 from roostream.wire.lookup import Lookup, build_lookup
@@ -52,7 +52,7 @@ class Version:
     @functools.cached_property
     def forward(self) -> Forward:
         """Made when it is first asked for; the model's parameters are not changed after that."""
-        return by_modules(self.model) if self.as_trained else forward_of(self.model, self.schema)
+        return torch_forward(self.model) if self.as_trained else forward_of(self.model, self.schema)
 
     def score(self, rows: RowReader, request: RequestColumns) -> np.ndarray:
         """float32 logits [n, T]: those of training for this request alone, to 1e-5, or to the bit where `as_trained` (G9).

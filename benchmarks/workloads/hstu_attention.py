@@ -18,8 +18,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks.question import Work
 from roostream.models.sequence.hstu import NUM_TIME_BUCKETS
-from roostream.models.sequence.jagged_targets import JaggedTargets, build_jagged_targets
-from roostream.models.sequence.pointwise_attention import pointwise_attention
+from roostream.models.sequence.hstu_attention import pointwise_attention
+from roostream.models.sequence.jagged_sequences import JaggedSequences, build_jagged_sequences
 from trainer.device.hstu_attention import attention_in_blocks
 
 _BLOCK = 128  # a padded length is a multiple of it
@@ -45,7 +45,7 @@ class AttentionCase:
         self.length_R = rng.integers(max(shape.longest // 10, 1), shape.longest + 1, shape.sequences)
         gap_ms_L = np.concatenate([np.sort(rng.integers(0, 30 * 86_400_000, n)) for n in self.length_R])
         num_targets_R = np.full(shape.sequences, shape.targets, dtype=np.int32)
-        self.sequences: JaggedTargets = build_jagged_targets(
+        self.sequences: JaggedSequences = build_jagged_sequences(
             self.length_R, gap_ms_L, num_targets_R, shape.longest, device
         )
         torch.manual_seed(0)
@@ -90,7 +90,7 @@ def kernel(case: AttentionCase, block: int = 32) -> Callable[[], Tensor]:
     return lambda: attend(case.x_SD3, *_rest(case))
 
 
-def _rest(case: AttentionCase) -> tuple[JaggedTargets, Tensor, Tensor, int, float]:
+def _rest(case: AttentionCase) -> tuple[JaggedSequences, Tensor, Tensor, int, float]:
     return (
         case.sequences,
         case.position_bias_P,

@@ -21,13 +21,13 @@ def check_model(file: str, schema_file: Path) -> None:
       roostream check-model shop.py --schema shop.toml
       roostream check-model model.toml --schema shop.toml
     """
-    from roostream.models.build import model_config_of
-    from roostream.models.own.own_checks import check_model as verdicts_of
-    from roostream.models.own.own_checks import us_a_request
+    from roostream.models.build import load_model_config_or_code
+    from roostream.models.custom.model_checks import check_model as run_checks
+    from roostream.models.custom.model_checks import forward_time_us
     from roostream.schema.schema_file import load_schema
 
-    schema, config = load_schema(schema_file), model_config_of(file)
-    verdicts = verdicts_of(schema, config)
+    schema, config = load_schema(schema_file), load_model_config_or_code(file)
+    verdicts = run_checks(schema, config)
     for name, wrong in verdicts:
         click.echo(f"{'failed' if wrong else 'ok':8}{name}{f': {wrong}' if wrong else ''}")
     failed = sum(bool(wrong) for _, wrong in verdicts)
@@ -36,4 +36,4 @@ def check_model(file: str, schema_file: Path) -> None:
             f"error: {failed} of {len(verdicts)} checks failed (docs/bring-your-own-model.md)", err=True
         )
         sys.exit(2)
-    click.echo(f"{us_a_request(schema, config):.0f} µs a request of 20 candidates")
+    click.echo(f"{forward_time_us(schema, config):.0f} µs a request of 20 candidates")

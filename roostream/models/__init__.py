@@ -10,7 +10,7 @@ their gradients back. Everything else that is learned is a dense parameter of th
     loss.py     multi-task loss; objectives.py: of what kinds     layers.py            layers, initial values
     gather.py   rows by their numbers, pooled or not, and back    chosen_parts.py      which parts a configuration asks for
     lanes.py     sixteen numbers at a time, for kernels            ragged_attention.py  attention without padding, on a CPU
-    drawn_scores.py  products with rows drawn for each vector
+    sampled_scores.py  products with rows drawn for each vector
     user_arch.py  request-only embeddings compressed once a request
     sequence/   HSTU over history and targets; SASRec             interaction/         DCNv2, DHEN
     two_tower/  retrieval and early-stage ranking    own/                 models that users bring: loaded, held to the rules

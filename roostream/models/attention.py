@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from roostream.models.candidate_groups import CandidateGroups, build_groups
 from roostream.models.inputs import Sequence
-from roostream.models.lanes import COMPILED
 from roostream.models.ragged_attention import Begins, Starts, Three, attend_ragged, attend_ragged_back
+from roostream.models.simd import COMPILED
 
 
 class Squares(NamedTuple):

@@ -15,16 +15,22 @@ import torch
 from roostream.errors import ConfigError, nearest
 from roostream.models.config import (
     CascadeConfig,
+    CustomModelConfig,
     HstuConfig,
     ModelConfig,
-    OwnConfig,
     RankerConfig,
     TwoTowerConfig,
 )
+from roostream.models.custom.loading import (
+    CustomCode,
+    CustomModel,
+    is_custom,
+    load_custom_code,
+    loaded_code,
+    telling,
+)
 from roostream.models.layers import init_parameters
 from roostream.models.model import Model
-from roostream.models.own.loading import OwnCode, is_own, load_own, own_code
-from roostream.models.own.wrapped import OwnModel, telling
 from roostream.models.ranker import Ranker
 from roostream.models.two_tower.cascade import Cascade
 from roostream.models.two_tower.early_ranker import EarlyRanker
@@ -62,8 +68,8 @@ def build_model(schema: Schema, config: ModelConfig, seed: int, *, is_loaded: bo
         SchemaError: the schema declares no feature.
         ConfigError: a user's own code failed, or isn't there; names its file and line.
     """
-    if isinstance(config, OwnConfig):
-        return _build_own(own_code({"kind": config.kind, "code": config.code}), schema, config, seed)
+    if isinstance(config, CustomModelConfig):
+        return _build_own(loaded_code({"kind": config.kind, "code": config.code}), schema, config, seed)
     with torch.random.fork_rng(devices=[]):
         model = KINDS[config.kind].build(schema, config)
     if not is_loaded:
@@ -71,10 +77,10 @@ def build_model(schema: Schema, config: ModelConfig, seed: int, *, is_loaded: bo
     return model
 
 
-def _build_own(code: OwnCode, schema: Schema, config: OwnConfig, seed: int) -> Model:
+def _build_own(code: CustomCode, schema: Schema, config: CustomModelConfig, seed: int) -> Model:
     with torch.random.fork_rng(devices=[]):
-        model = OwnModel(code, schema, config)
-        with telling(code, "init_own_parameters"):
+        model = CustomModel(code, schema, config)
+        with telling(code, "adjust_initial_parameters"):
             init_parameters(model, seed)
     return model
 
@@ -88,12 +94,12 @@ def load_model_config(path: str = "") -> ModelConfig:
     if not path:
         return RankerConfig()
     file = read_toml(path)
-    if is_own(file.raw.get("kind")):
-        return own_config(file, Path(path).parent)
+    if is_custom(file.raw.get("kind")):
+        return custom_model_config(file, Path(path).parent)
     return load(_kind_of(file.raw, file.location).config, file)
 
 
-def model_config_of(file: str) -> ModelConfig:
+def load_model_config_or_code(file: str) -> ModelConfig:
     """Of a TOML, or of a user's own code with its defaults: `FILE.py`, whose function is called `build`, `FILE.py:FUNCTION` or
     `PACKAGE.MODULE:FUNCTION`.
 
@@ -101,19 +107,19 @@ def model_config_of(file: str) -> ModelConfig:
         ConfigError: as `load_model_config`.
     """
     kind = f"{file}:build" if file.endswith(".py") else file
-    if not is_own(kind) or kind.endswith(".toml"):
+    if not is_custom(kind) or kind.endswith(".toml"):
         return load_model_config(file)
-    return own_config(TomlFile({"kind": kind}, NO_LOCATION), Path())
+    return custom_model_config(TomlFile({"kind": kind}, NO_LOCATION), Path())
 
 
-def own_config(file: TomlFile, folder: Path) -> OwnConfig:
+def custom_model_config(file: TomlFile, folder: Path) -> CustomModelConfig:
     """Settings of a user's own model: `kind` as a manifest names it, `code` filled in.
 
     Raises:
         ConfigError: as `load_model_config`.
     """
     try:
-        code = load_own(file.raw["kind"], folder, str(file.raw.get("code", "")))
+        code = load_custom_code(file.raw["kind"], folder, str(file.raw.get("code", "")))
     except ConfigError as error:
         raise ConfigError(f"{file.location.describe('kind')}{error}") from None
     return load(code.config, TomlFile({**file.raw, "kind": code.kind, "code": code.digest}, file.location))
@@ -125,7 +131,7 @@ def model_config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
     Raises:
         ConfigError: a key or value that this version does not know, or a user's own code that this process wasn't given.
     """
-    config = own_code(raw).config if is_own(raw.get("kind")) else _kind_of(raw).config
+    config = loaded_code(raw).config if is_custom(raw.get("kind")) else _kind_of(raw).config
     return from_dict(config, raw)
 
 

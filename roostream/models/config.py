@@ -13,7 +13,7 @@ LossName = Literal["log", "fnw", "fnc", "dfm", "es_dfm"]
 """How labels that come late are met: a row of roostream/models/loss.py."""
 
 InteractionName = Literal["cross", "dot", "mix"]
-"""What a layer of DHEN adds up: a class each in roostream/models/interaction/dhen.py."""
+"""What a layer of DHEN adds up: a class each in roostream/models/interaction_layers.py."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class ModelConfig(Settings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OwnConfig(ModelConfig):
+class CustomModelConfig(ModelConfig):
     """Of a model that a user brings; `Config` of its module extends it (docs/bring-your-own-model.md)."""
 
     kind: str = setting("", "where its code is: FILE.py:FUNCTION beside the TOML, or PACKAGE.MODULE:FUNCTION")

@@ -50,7 +50,7 @@ class PaddedEntries:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class KeptEntries:
+class SharedEntries:
     """A sequence's entries of which several requests have the same: each once (roostream/wire/dedup.py, `Shifted`). What is
     made of an entry alone, without its time, is made V times; `at_L` gives each request its own."""
 
@@ -86,7 +86,7 @@ class Sequence:
     gap_ms_L: dict[str, np.ndarray]  # time column → int64 time from the entry to its request
     groups: CandidateGroups
     padded: PaddedEntries | None = None  # None: when somebody asks
-    kept: KeptEntries | None = None  # None: nothing is shared, or nobody looked
+    kept: SharedEntries | None = None  # None: nothing is shared, or nobody looked
 
     def squares(self, x_L: Tensor) -> Tensor:
         """[L, ...] → [R · N, ...]; padding holds some entry's value and must be masked."""
@@ -288,9 +288,9 @@ def _build_sequence(f: Feature, batch: Batch, lookup: Lookup, groups: CandidateG
     )
 
 
-def _build_kept(f: Feature, shared: Shifted, index_of: Callable[[str, str], Tensor]) -> KeptEntries:
+def _build_kept(f: Feature, shared: Shifted, index_of: Callable[[str, str], Tensor]) -> SharedEntries:
     entry_V = _wrap(shared.entry_V)
-    return KeptEntries(
+    return SharedEntries(
         index_V=index_of(f.table, f.name)[entry_V],
         column_V={c: index_of(table, f"{f.name}.{c}")[entry_V] for c, table in f.column_tables.items()},
         at_L=_wrap(shared.at_L),

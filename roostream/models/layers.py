@@ -33,7 +33,7 @@ def init_parameters(model: nn.Module, seed: int) -> None:
     """Same seed, same name, same shape → same bits, in every process; a new module changes no other's values.
 
     Matrices are uniform with variance 1 / fan-in (the last dimension), vectors 0, gains of norms 1; a module with
-    `init_own_parameters()` then overrides what is its own.
+    `adjust_initial_parameters()` then overrides what is its own.
     """
     gains = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)}
     with torch.no_grad():
@@ -45,6 +45,6 @@ def init_parameters(model: nn.Module, seed: int) -> None:
             bound = (3.0 / parameter.shape[-1]) ** 0.5
             parameter.copy_(torch.rand(parameter.shape, generator=generator) * (2 * bound) - bound)
         for module in model.modules():
-            own = getattr(module, "init_own_parameters", None)
+            own = getattr(module, "adjust_initial_parameters", None)
             if callable(own):
                 own()

@@ -1,4 +1,6 @@
-"""Attention within segments that lie behind each other, on a CPU: nothing is padded, and only a head's keys are copied, turned.
+"""Attention within segments that lie behind each other, on a CPU.
+
+Nothing is padded; only the keys of a head are copied, transposed.
 
 Letters: R segments, Q queries and N entries of all, H heads; I queries and J entries of a segment, C width of a head. Segment r
 has the queries starts_Q[r] .. starts_Q[r + 1] and the entries starts_N[r] .. starts_N[r + 1].
@@ -17,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from roostream.models.lanes import (
+from roostream.models.simd import (
     LANES,
     exponential,
     fused,

@@ -4,6 +4,8 @@ Letters: R requests, B candidates, T tasks, D width.
 
     request parts ─► tower, UserArch (R) ─► gather ─┐
     candidate parts (B rows) ───────────────────────┴► interaction ─► dense ─► list attention ─► deep ─► a tower a task
+
+Which parts a schema and a ranker's configuration ask for; a model concatenates what they give.
 """
 
 from __future__ import annotations
@@ -16,17 +18,24 @@ from torch import Tensor, nn
 
 from roostream.errors import SchemaError
 from roostream.models.attention import ListAttention
-from roostream.models.chosen_parts import candidate_parts, request_parts, user_arch
-from roostream.models.config import RankerConfig
-from roostream.models.gather import gather
+from roostream.models.config import HstuConfig, RankerConfig
+from roostream.models.embedding_ops import gather_rows
+from roostream.models.feature_encoders import (
+    EmbeddingEncoder,
+    FeatureEncoder,
+    FloatEncoder,
+    HistoryAttentionEncoder,
+    PooledFeatures,
+    UserArch,
+    normalize_pooled,
+    pool_features,
+)
 from roostream.models.inputs import Inputs
-from roostream.models.interaction.cross_net import CrossNet
-from roostream.models.interaction.dhen import Dhen
+from roostream.models.interaction_layers import CrossNet, Dhen
 from roostream.models.layers import Mlp
-from roostream.models.loss import loss
+from roostream.models.loss import loss, task_objectives
 from roostream.models.model import Model, Targets
-from roostream.models.objectives import tasks_of
-from roostream.models.parts import Pooled, normalized, pool
+from roostream.models.sequence.history_encoders import HstuTargetEncoder
 from roostream.schema.schema import Schema
 
 
@@ -39,7 +48,7 @@ class Ranker(Model):
 
     def __init__(self, schema: Schema, config: RankerConfig) -> None:
         super().__init__()
-        request, candidate = request_parts(schema, config), candidate_parts(schema, config)
+        request, candidate = request_encoders(schema, config), candidate_encoders(schema, config)
         self.request_parts, self.candidate_parts = nn.ModuleDict(request), nn.ModuleDict(candidate)
         request_width = sum(part.width for part in request.values())
         self.request_tower = Mlp(request_width, config.request_layers if request_width else ())
@@ -56,17 +65,17 @@ class Ranker(Model):
             ListAttention(config.width, config.list_heads) for _ in range(config.list_layers)
         )
         self.deep = Mlp(config.width, config.deep_layers)
-        self._tasks, self.normalizes_rows = tasks_of(schema), config.normalize_rows
+        self._tasks, self.normalizes_rows = task_objectives(schema), config.normalize_rows
         self.heads = Heads(
             self.deep.width, config.task_layers, [label.prior or config.prior for label in schema.labels]
         )
 
     def forward(self, inputs: Inputs) -> Tensor:
         """→ logits_BT in the order of `schema.tasks`."""
-        pooled = normalized(pool(inputs)) if self.normalizes_rows else pool(inputs)
+        pooled = normalize_pooled(pool_features(inputs)) if self.normalizes_rows else pool_features(inputs)
         blocks = [part(inputs, pooled) for part in self.candidate_parts.values()]
         if request := self.request(inputs, pooled):
-            blocks.insert(0, gather([(x_UD, inputs.shared_index_B) for x_UD in request]))
+            blocks.insert(0, gather_rows([(x_UD, inputs.shared_index_B) for x_UD in request]))
         x_BD = self.dense(self.cross(torch.cat(blocks, dim=1)))
         for block in self.list_attention:
             x_BD = block(x_BD, inputs.groups)
@@ -76,7 +85,7 @@ class Ranker(Model):
         """Of every candidate, see roostream/models/loss.py; of pairs in a request's list where a label asks for it."""
         return loss(logits_BT, targets, self._tasks, inputs.groups)
 
-    def request(self, inputs: Inputs, pooled: Pooled) -> list[Tensor]:
+    def request(self, inputs: Inputs, pooled: PooledFeatures) -> list[Tensor]:
         """What all candidates of a request share, [U, D] of equal requests once; `inputs.shared_index_B` tells whose."""
         blocks = [inputs.once(part(inputs, pooled)) for part in self.request_parts.values()]
         shared = [self.request_tower(torch.cat(blocks, dim=1))] if blocks else []
@@ -100,7 +109,7 @@ class Heads(nn.Module):
         self.logits = nn.ModuleList(nn.Linear(last_width, 1) for _ in priors)
         self._biases = [math.log(prior / (1 - prior)) for prior in priors]
 
-    def init_own_parameters(self) -> None:
+    def adjust_initial_parameters(self) -> None:
         for layer, bias in zip(self.logits, self._biases, strict=True):
             for name, value in layer.named_parameters():
                 nn.init.constant_(value, bias if name == "bias" else 0.0)
@@ -109,3 +118,45 @@ class Heads(nn.Module):
         return torch.cat(
             [logit(tower(x_BD)) for tower, logit in zip(self.towers, self.logits, strict=True)], dim=1
         )
+
+
+def request_encoders(schema: Schema, config: RankerConfig) -> dict[str, FeatureEncoder]:
+    """Name → part that the request's tower reads; parts that would have no columns are left out."""
+    if config.request_side == "userarch":
+        return {}
+    parts: dict[str, FeatureEncoder] = {
+        "floats": FloatEncoder(schema, "ro"),
+        "embeddings": EmbeddingEncoder(schema, "ro"),
+    }
+    return {name: part for name, part in parts.items() if part.width}
+
+
+def user_arch(schema: Schema, config: RankerConfig) -> UserArch | None:
+    """None where none is asked for, or where it would have nothing to compress."""
+    return UserArch(schema, config) if config.request_side != "direct" and schema.ro else None
+
+
+def candidate_encoders(schema: Schema, config: RankerConfig) -> dict[str, FeatureEncoder]:
+    """Name → part that runs once a candidate. What looks at a history needs a candidate's id features to ask with.
+
+    Raises:
+        SchemaError: HSTU without a sequence, or without a candidate's ids.
+    """
+    parts: dict[str, FeatureEncoder] = {
+        "floats": FloatEncoder(schema, "nro"),
+        "embeddings": EmbeddingEncoder(schema, "nro"),
+    }
+    for f in schema.lists("ro") if schema.lists("nro") else ():
+        if f.kind != "sequence":
+            continue
+        if config.history_attention:
+            parts[f"attention_{f.name}"] = HistoryAttentionEncoder(schema, f, config)
+        if isinstance(config, HstuConfig):
+            parts[f"hstu_{f.name}"] = HstuTargetEncoder(schema, f, config)
+    if isinstance(config, HstuConfig) and not any(
+        isinstance(part, HstuTargetEncoder) for part in parts.values()
+    ):
+        raise SchemaError(
+            "expected an [[ro]] sequence and [[nro]] ids for HSTU, got none; add them, or take kind = 'ranker'"
+        )
+    return {name: part for name, part in parts.items() if part.width}

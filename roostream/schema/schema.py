@@ -135,7 +135,7 @@ class Label(Settings):
     )
     objective: Objective = setting(
         "event",
-        "what is learned of it (roostream/models/objectives.py): event | weighted | amount | pairwise",
+        "what is learned of it (roostream/models/loss.py): event | weighted | amount | pairwise",
     )
     scale: float = setting(
         1.0,

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from roostream.errors import ConfigError
-from roostream.models.two_tower.cascade import retrieval_of
+from roostream.models.two_tower.cascade import retrieval_model
 from roostream.models.two_tower.retrieval import Retrieval
 from roostream.runtime.clock import Clock
 from roostream.schema.schema import Schema
@@ -163,7 +163,7 @@ class ItemKeeper:
         self, version: Version, catalogue: Catalogue, with_rows: bool, stop: threading.Event | None
     ) -> _Kept | None:
         """None: stopped. Rows are looked at first, so that none that changes meanwhile is missed."""
-        model = retrieval_of(version.model)
+        model = retrieval_model(version.model)
         if model is None:
             raise ConfigError(
                 'expected a model that retrieves (kind = "cascade", or "two_tower" with its stage), got another'

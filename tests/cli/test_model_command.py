@@ -9,9 +9,9 @@ from click.testing import CliRunner
 
 from roostream.cli.main import cli
 from roostream.schema.registry import to_toml
+from tests.models.custom.test_loading import written
+from tests.models.custom.test_model_checks import CODE
 from tests.models.model_cases import make_schema
-from tests.models.own.test_loading import written
-from tests.models.own.test_own_checks import CODE
 
 
 @pytest.fixture

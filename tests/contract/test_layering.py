@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "torch": ("roostream/models", "trainer", "serving"),
-    "torchrec": ("roostream/models/own/torchrec_bags.py", "trainer/torchrec_plan.py"),
+    "torchrec": ("roostream/models/custom/torchrec_bags.py", "trainer/torchrec_plan.py"),
     "fbgemm_gpu": (),
     "pyflink": ("joiner/operator.py", "joiner/job.py"),
     "py4j": ("joiner/operator.py", "joiner/job.py"),

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from roostream.models.feature_encoders import pool_features
 from roostream.models.inputs import build_inputs, time_buckets
-from roostream.models.parts import pool
 from roostream.wire.lookup import build_lookup
 from roostream.wire.transform import apply
 from tests.models.model_cases import CASES, make_batch, make_rows, make_schema
@@ -55,7 +55,7 @@ def test_pooling_is_the_mean_or_the_sum_by_squashed_weight_of_each_list(case: st
     batch = make_batch(schema, [2, 0, 3, 1])
     lookup = build_lookup(batch)
     rows = make_rows(schema, lookup)
-    pooled = pool(build_inputs(batch, lookup, rows))
+    pooled = pool_features(build_inputs(batch, lookup, rows))
     for side, jagged in (("ro", batch.ro_lists), ("nro", batch.nro_lists)):
         for f in schema.lists(side):  # type: ignore[arg-type]
             stack = schema.table_by_name[f.table].stack
@@ -75,7 +75,7 @@ def test_gradients_of_rows_are_compact() -> None:
     batch = make_batch(schema, [4, 4], seed=3)
     lookup = build_lookup(batch)
     inputs = build_inputs(batch, lookup, make_rows(schema, lookup), train=True)
-    pool(inputs)["item"].sum().backward()
+    pool_features(inputs)["item"].sum().backward()
     (stack,) = [s for s, part in lookup.stacks.items() if len(part.id_U)]
     gradient = inputs.rows[stack].grad
     lengths = batch.nro_lists.lengths_KN[0]

@@ -22,9 +22,9 @@ from roostream.models.attention import (
 from roostream.models.build import build_model
 from roostream.models.candidate_groups import CandidateGroups, build_groups
 from roostream.models.config import RankerConfig
+from roostream.models.feature_encoders import pool_features
 from roostream.models.inputs import Sequence, build_inputs
 from roostream.models.layers import Mlp
-from roostream.models.parts import pool
 from roostream.models.ranker import Heads
 from roostream.wire.lookup import build_lookup
 from tests.models.layer_checks import assert_gradients, built, randn
@@ -177,7 +177,7 @@ def test_rows_columns_and_times_of_the_history_all_learn() -> None:
     lookup = build_lookup(batch)
     inputs = build_inputs(batch, lookup, make_rows(schema, lookup), train=True)
     model = build_model(schema, RankerConfig(), 0)
-    model.candidate_parts["attention_history"](inputs, pool(inputs)).square().sum().backward()
+    model.candidate_parts["attention_history"](inputs, pool_features(inputs)).square().sum().backward()
     times = [p.grad for name, p in model.named_parameters() if ".times." in name]
     assert times and all(g is not None and g.abs().sum() > 0 for g in times)
     for table in ("item", "action"):

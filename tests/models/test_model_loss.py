@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from roostream.models.loss import each, loss
+from roostream.models.loss import loss, loss_per_candidate
 from roostream.models.model import Targets
 
 
@@ -167,5 +167,7 @@ def test_where_everything_is_known_they_are_the_log_loss_and_always_finite(
 def test_samples_and_corrections_of_one_batch_are_each_treated_as_such() -> None:
     logits = torch.tensor([[0.3], [0.3]], dtype=torch.float64)
     label, before = torch.tensor([[1.0], [1.0]]), torch.tensor([[math.nan], [0.0]])
-    sample, correction = each(logits, Targets(label, torch.ones(2, 1), before)).flatten().tolist()
+    sample, correction = (
+        loss_per_candidate(logits, Targets(label, torch.ones(2, 1), before)).flatten().tolist()
+    )
     assert sample == pytest.approx(float(of_one("log", logits[0], 1.0))) and correction == pytest.approx(-0.3)

@@ -12,9 +12,8 @@ from torch import Tensor
 from roostream.errors import SchemaError
 from roostream.models.candidate_groups import build_groups
 from roostream.models.inputs import build_inputs
-from roostream.models.loss import loss
+from roostream.models.loss import Task, loss, task_objectives
 from roostream.models.model import Targets
-from roostream.models.objectives import Task, tasks_of
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import schema_from_dict
 from roostream.wire.batch import Batch
@@ -132,7 +131,7 @@ def schema_of(**label: object) -> Schema:
 
 def test_labels_say_what_is_learned_of_them_and_change_no_bytes_by_it() -> None:
     plain, own = schema_of(), schema_of(objective="amount", scale=600.0, weight=0.25)
-    assert tasks_of(plain) == () and tasks_of(own) == (EVENT, Task("amount", 600.0, 0.25))
+    assert task_objectives(plain) == () and task_objectives(own) == (EVENT, Task("amount", 600.0, 0.25))
     assert plain.fingerprint == own.fingerprint
     batch = make_batch(own, [3, 0, 5], seed=1)
     values = [learn(trained_model(schema, SMALL), batch)[0] for schema in (plain, own, schema_of(weight=0.0))]

@@ -11,8 +11,8 @@ import torch
 from roostream.errors import SchemaError
 from roostream.models.build import build_model
 from roostream.models.config import RankerConfig
+from roostream.models.feature_encoders import normalize_pooled
 from roostream.models.inputs import build_inputs
-from roostream.models.parts import normalized
 from roostream.schema.schema_file import schema_from_dict
 from roostream.wire.lookup import build_lookup
 from tests.models.expansion import expand_with_context
@@ -143,7 +143,7 @@ def test_gradients_of_the_whole_model_are_right_in_float64() -> None:
 
 def test_normalized_rows_have_mean_0_and_variance_1_and_nothing_stays_nothing() -> None:
     x = torch.tensor([[3.0, 5.0, 4.0, 8.0], [0.0, 0.0, 0.0, 0.0], [2.0, 2.0, 2.0, 2.0]])
-    out = normalized({"item": x, "flag": torch.tensor([[0.3]])})
+    out = normalize_pooled({"item": x, "flag": torch.tensor([[0.3]])})
     torch.testing.assert_close(out["item"][0].mean(), torch.tensor(0.0), atol=1e-6, rtol=0)
     torch.testing.assert_close(out["item"][0].var(unbiased=False), torch.tensor(1.0), atol=1e-4, rtol=0)
     assert not out["item"][1:].any() and out["flag"].item() == pytest.approx(0.3), "one number would be lost"

@@ -6,8 +6,8 @@ import dataclasses
 
 import torch
 
+from roostream.models.feature_encoders import LinearCompression, UserArch
 from roostream.models.ranker import Ranker
-from roostream.models.user_arch import LinearCompression, UserArch
 from tests.models.layer_checks import assert_gradients, built, randn
 from tests.models.model_cases import make_batch, make_schema
 from tests.models.model_checks import COUNTS, SMALL, score, trained_model

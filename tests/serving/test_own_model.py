@@ -18,10 +18,10 @@ from serving.request_batch import read_request
 from serving.scorer import first_version
 from serving.versions.dense_follower import DenseFollower
 from serving.versions.held import Versions
+from tests.models.custom.test_loading import written
+from tests.models.custom.test_model_checks import CODE
 from tests.models.model_cases import make_schema
 from tests.models.model_checks import as_served
-from tests.models.own.test_loading import written
-from tests.models.own.test_own_checks import CODE
 from tests.runtime.manifest_cases import a_manifest
 
 SCHEMA = make_schema("everything")

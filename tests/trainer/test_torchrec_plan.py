@@ -55,10 +55,10 @@ def run(folder: Path, first: str, second: str) -> list[dict[str, np.ndarray]]:
 
 
 def sums(rank: int) -> dict[str, np.ndarray]:
-    """Our pooling of the same rows (roostream/models/gather.py), by feature."""
+    """Our pooling of the same rows (roostream/models/embedding_ops.py), by feature."""
     import torch
 
-    from roostream.models.gather import pool_bags
+    from roostream.models.embedding_ops import pool_bags
 
     names, lengths, values = bags(0, rank)
     rows, at = first_rows(), 0

@@ -1,4 +1,4 @@
-"""HSTU's attention by the kernels of hstu_kernel.py, in the place of roostream/models/sequence/pointwise_attention.py.
+"""HSTU's attention by the kernels of hstu_kernel.py, in the place of roostream/models/sequence/hstu_attention.py.
 
 Triton is imported when a model is given this attention, by nobody else.
 
@@ -20,8 +20,8 @@ from torch.autograd.function import once_differentiable
 from roostream.errors import SetupError
 from roostream.models.candidate_groups import placed
 from roostream.models.inputs import BUCKET_MS
-from roostream.models.sequence.hstu import SequentialUnit
-from roostream.models.sequence.jagged_targets import JaggedTargets
+from roostream.models.sequence.hstu import HstuLayer
+from roostream.models.sequence.jagged_sequences import JaggedSequences
 
 BLOCK = 32  # queries, and keys, of a program; a power of two
 _LEAST = 16  # columns of a product
@@ -35,7 +35,7 @@ def give_kernel(model: nn.Module) -> None:
     """
     kernels()
     for module in model.modules():
-        if isinstance(module, SequentialUnit):
+        if isinstance(module, HstuLayer):
             module.attention = kernel_attention
 
 
@@ -45,7 +45,7 @@ def attention_in_blocks(block: int) -> Callable[..., Tensor]:
 
     def attend(
         query_key_value_SD3: Tensor,
-        sequences: JaggedTargets,
+        sequences: JaggedSequences,
         position_bias_P: Tensor,
         time_bias_T: Tensor | None,
         heads: int,
@@ -88,7 +88,7 @@ def is_interpreted() -> bool:
 class _Of(NamedTuple):
     """What all launches for a batch are told."""
 
-    sequences: JaggedTargets
+    sequences: JaggedSequences
     heads: int
     divisor: float
     block: int

@@ -2,6 +2,8 @@
 
 Whatever is chosen, weights, the optimizer's state, rows, losses and metrics are float32: a committed model is the same kind of
 thing, may be trained on with other choices, and is served in float32.
+
+Modules from rows to rows: dense, of tensors alone, without a loop over requests. What a compiler can take whole.
 """
 
 from __future__ import annotations
@@ -15,9 +17,12 @@ from torch import Tensor, nn
 
 from roostream.models.build import build_model
 from roostream.models.config import ModelConfig
+from roostream.models.feature_encoders import LinearCompression
 from roostream.models.inputs import Inputs
+from roostream.models.interaction_layers import CrossNet, Dhen
+from roostream.models.layers import Mlp
 from roostream.models.model import Model
-from roostream.models.row_modules import row_modules
+from roostream.models.ranker import Heads
 from roostream.schema.schema import Schema
 from trainer.config import LoopConfig
 from trainer.device.hstu_attention import give_kernel
@@ -68,7 +73,7 @@ def compile_rows(model: nn.Module, device: str) -> None:
     """Its modules from rows to rows become compiled ones, in place, for any number of rows; names of weights stay. They are
     compiled when they are first called, some seconds each. Where nothing can be compiled the model stays as it is, and one
     warning says why."""
-    modules = row_modules(model)
+    modules = compilable_modules(model)
     why = (
         compiler_missing(torch.device(device).type)
         if modules
@@ -99,3 +104,17 @@ def compiler_missing(device_type: str) -> str:
 
 def _probe(x_N: Tensor) -> Tensor:
     return torch.relu(x_N * 2 + 1)
+
+
+_KINDS = (Mlp, CrossNet, Dhen, Heads, LinearCompression)
+
+
+def compilable_modules(model: nn.Module) -> list[nn.Module]:
+    """Those of `model`, outermost ones alone. Without parameters there is nothing to compute."""
+    out: list[nn.Module] = []
+    for child in model.children():
+        if isinstance(child, _KINDS):
+            out += [child] if any(True for _ in child.parameters()) else []
+        else:
+            out += compilable_modules(child)
+    return out

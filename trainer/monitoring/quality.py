@@ -198,7 +198,7 @@ class _Judged:
         self.stands_for_M: np.ndarray | None = None  # requests that each counts for; None = 1
 
     def add_to(self, tasks: Sequence[TaskMetrics], scale: float) -> None:
-        """`scale`: of an amount (roostream/models/objectives.py); 0 = an event."""
+        """`scale`: of an amount (roostream/models/loss.py); 0 = an event."""
         columns = self._columns(len(tasks))
         for task, values in zip(tasks, np.stack(list(columns.values()), axis=1).tolist(), strict=True):
             task.add(**dict(zip(columns, values, strict=True)))

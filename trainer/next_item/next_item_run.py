@@ -18,11 +18,11 @@ from torch import Tensor
 
 from roostream.errors import ConfigError, RoostreamError
 from roostream.models.layers import init_parameters
-from roostream.models.sequence.attention_in_place import attention_in_place
-from roostream.models.sequence.causal_transformer import CausalTransformer
-from roostream.models.sequence.hstu import Hstu, SequentialUnit
-from roostream.models.sequence.jagged_targets import build_histories
+from roostream.models.sequence.hstu import Hstu, HstuLayer
+from roostream.models.sequence.hstu_attention import attention_in_place
+from roostream.models.sequence.jagged_sequences import build_history_sequences
 from roostream.models.sequence.next_item import NextItem
+from roostream.models.sequence.sasrec import SasRec
 from trainer.dense_part.adam import DenseAdam
 from trainer.next_item.config import NextItemConfig
 from trainer.next_item.full_ranking import ranking_figures, ranks
@@ -34,16 +34,16 @@ _BETA2 = 0.98
 
 def build_next_item(config: NextItemConfig, num_items: int) -> NextItem:
     """Untrained, the same of the same seed."""
-    encoder: Hstu | CausalTransformer
+    encoder: Hstu | SasRec
     if config.model == "hstu":
         encoder = Hstu(
             config.width, config.heads, config.layers, config.max_length, times=False, dropout=config.dropout
         )
         for layer in encoder.layers:
-            assert isinstance(layer, SequentialUnit)
+            assert isinstance(layer, HstuLayer)
             layer.attention = attention_in_place
     else:
-        encoder = CausalTransformer(config.width, config.heads, config.layers, config.dropout)
+        encoder = SasRec(config.width, config.heads, config.layers, config.dropout)
     model = NextItem(encoder, num_items, config.width, config.max_length, config.dropout)
     init_parameters(model, config.seed)
     return model.to(config.device)
@@ -110,7 +110,9 @@ class NextItemRun:
 
     def _vectors(self, item_S: np.ndarray, length_R: np.ndarray) -> Tensor:
         device = self.config.device
-        u_SD: Tensor = self.model(torch.from_numpy(item_S).to(device), build_histories(length_R, device))
+        u_SD: Tensor = self.model(
+            torch.from_numpy(item_S).to(device), build_history_sequences(length_R, device)
+        )
         return u_SD
 
     def _batches(self, user_U: np.ndarray) -> Iterator[np.ndarray]:

@@ -7,11 +7,11 @@ from torch import Tensor
 from torchrec import EmbeddingBagConfig, PoolingType
 from torchrec.models.dlrm import DLRM
 
-from roostream.models.config import OwnConfig
+from roostream.models.config import CustomModelConfig
+from roostream.models.custom.torchrec_bags import RemoteEmbeddingBagCollection, as_kjt, rows_of
 from roostream.models.inputs import Inputs
 from roostream.models.loss import loss
 from roostream.models.model import Model, Targets
-from roostream.models.own.torchrec_bags import RemoteEmbeddingBagCollection, as_kjt, rows_of
 from roostream.schema.schema import Schema
 from roostream.wire.transform import output_names
 
@@ -61,5 +61,5 @@ class RemoteDlrm(Model):
         return loss(logits_BT, targets)
 
 
-def build(schema: Schema, config: OwnConfig) -> Model:
+def build(schema: Schema, config: CustomModelConfig) -> Model:
     return RemoteDlrm(schema)

@@ -24,11 +24,11 @@ from benchmarks.workloads.dlrm import dlrm_model
 from benchmarks.workloads.dlrm.dlrm_model import configs_of, dlrm_over, floats_of
 from benchmarks.workloads.training_step import Case, demo_case
 from param_server.initial_rows import initial_rows
-from roostream.models.build import build_model, model_config_of
+from roostream.models.build import build_model, load_model_config_or_code
+from roostream.models.custom.torchrec_bags import as_kjt
 from roostream.models.inputs import build_inputs
 from roostream.models.loss import loss
 from roostream.models.model import Targets
-from roostream.models.own.torchrec_bags import as_kjt
 from roostream.schema.update_rules import Adagrad
 from roostream.wire.batch import Batch
 from roostream.wire.lookup import build_lookup
@@ -40,7 +40,7 @@ _SEED = 0
 
 
 def dlrm_case(folder: str, requests: int, candidates: int) -> Case:
-    return demo_case(folder, requests, candidates, model_config_of(str(Path(dlrm_model.__file__))))
+    return demo_case(folder, requests, candidates, load_model_config_or_code(str(Path(dlrm_model.__file__))))
 
 
 def batches_of(case: Case) -> list[Batch]:

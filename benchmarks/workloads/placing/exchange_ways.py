@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from param_server.initial_rows import initial_rows
-from roostream.models.gather import pool_bags
+from roostream.models.embedding_ops import pool_bags
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import schema_from_dict
 from roostream.wire.lookup import Lookup, StackLookup, insert

@@ -14,7 +14,7 @@ from benchmarks.workloads.sharing.bound import FLOP
 from benchmarks.workloads.sharing.counting import flops
 from roostream.models.layers import init_parameters
 from roostream.models.sequence.hstu import Hstu
-from roostream.models.sequence.jagged_targets import build_jagged_targets
+from roostream.models.sequence.jagged_sequences import build_jagged_sequences
 
 _HEADS = 4
 
@@ -27,7 +27,7 @@ def layer(shared: bool, history: int, targets: int, width: int) -> Iterator[Work
     init_parameters(module, seed=0)
     num_sequences, each = (1, targets) if shared else (targets, 1)
     counts = np.full(num_sequences, each, dtype=np.int32)
-    sequences = build_jagged_targets(np.full(num_sequences, history), None, counts, history)
+    sequences = build_jagged_sequences(np.full(num_sequences, history), None, counts, history)
     tokens_SD = torch.randn(num_sequences * history + targets, width)[sequences.source_S].requires_grad_()
 
     def step() -> None:

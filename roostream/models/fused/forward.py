@@ -15,9 +15,9 @@ import torch
 from roostream.models.fused import machine
 from roostream.models.fused.tape import LaidList, LaidSequence, Tape, tape_of
 from roostream.models.inputs import BUCKET_MS, build_inputs
-from roostream.models.lanes import COMPILED
 from roostream.models.model import Model
 from roostream.models.ranker import Ranker
+from roostream.models.simd import COMPILED
 from roostream.models.two_tower.cascade import Cascade
 from roostream.schema.schema import Schema
 from roostream.wire.batch import Batch
@@ -37,10 +37,10 @@ def forward_of(model: Model, schema: Schema) -> Forward:
     ours that a tape doesn't know."""
     ranks = model.ranker if isinstance(model, Cascade) else model
     tape = tape_of(ranks, schema) if COMPILED and type(ranks) is Ranker else None
-    return by_modules(model) if tape is None else TapeForward(tape)
+    return torch_forward(model) if tape is None else TapeForward(tape)
 
 
-def by_modules(model: Model) -> Forward:
+def torch_forward(model: Model) -> Forward:
     """What training runs: a request alone has the bits that it has there."""
 
     def forward(batch: Batch, lookup: Lookup, rows: Rows) -> np.ndarray:

@@ -1,4 +1,6 @@
-"""The kernel that runs a tape (roostream/models/fused/tape.py): what the modules of a model compute, on a CPU, without a call for each.
+"""Interpreter of a tape (roostream/models/fused/tape.py).
+
+One kernel computes, on a CPU, what the modules of a model compute, without a Python call for each.
 
 Values are rows of registers, matrices that lie behind each other in one array; an operation reads some columns and writes some,
 so that nothing is concatenated. Sums are over their index in order: a row's result doesn't depend on the rows beside it.
@@ -14,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from roostream.models.lanes import LANES, fused, kernel, larger, load, short_kernel, spread, store, total
 from roostream.models.ragged_attention import attend_ragged
+from roostream.models.simd import LANES, fused, kernel, larger, load, short_kernel, spread, store, total
 
 LINEAR, CROSS, NORM, SPREAD, TO_EACH_OTHER, TO_ENTRIES = range(6)
 PLAIN, RELU, ADDED = range(3)

@@ -13,10 +13,15 @@ from typing import NamedTuple, cast
 import numpy as np
 from torch import nn
 
+from roostream.models.feature_encoders import (
+    EmbeddingEncoder,
+    FeatureEncoder,
+    FloatEncoder,
+    HistoryAttentionEncoder,
+)
 from roostream.models.fused import machine as m
-from roostream.models.interaction.cross_net import CrossNet
+from roostream.models.interaction_layers import CrossNet
 from roostream.models.layers import Mlp
-from roostream.models.parts import Embeddings, Floats, HistoryAttention, Part
 from roostream.models.ranker import Ranker
 from roostream.schema.schema import Schema
 from roostream.wire.columns import Side
@@ -73,9 +78,9 @@ class Tape:
 
 def tape_of(model: Ranker, schema: Schema) -> Tape | None:
     """None: some part of it isn't among those that a tape knows."""
-    request = cast("dict[str, Part]", dict(model.request_parts.items()))
-    candidate = cast("dict[str, Part]", dict(model.candidate_parts.items()))
-    known = {Floats, Embeddings, HistoryAttention}
+    request = cast("dict[str, FeatureEncoder]", dict(model.request_parts.items()))
+    candidate = cast("dict[str, FeatureEncoder]", dict(model.candidate_parts.items()))
+    known = {FloatEncoder, EmbeddingEncoder, HistoryAttentionEncoder}
     if model.user_arch is not None or model.normalizes_rows or type(model.cross) is not CrossNet:
         return None
     if not {type(part) for part in (*request.values(), *candidate.values())} <= known:
@@ -115,7 +120,7 @@ class _Writer:
             weights=np.concatenate(self._weights),
         )
 
-    def tower(self, model: Ranker, parts: dict[str, Part]) -> int | None:
+    def tower(self, model: Ranker, parts: dict[str, FeatureEncoder]) -> int | None:
         """The register of what a request's candidates share."""
         if not parts:
             return None
@@ -123,7 +128,7 @@ class _Writer:
         self._lay("ro", parts, register, 0)
         return self.mlp(model.request_tower, register)
 
-    def candidates(self, tower: int | None, parts: dict[str, Part]) -> int:
+    def candidates(self, tower: int | None, parts: dict[str, FeatureEncoder]) -> int:
         """The register of all that is known of a candidate."""
         shared = self._width(tower) if tower is not None else 0
         x0 = self._register(CANDIDATES, shared + sum(part.width for part in parts.values()))
@@ -180,18 +185,18 @@ class _Writer:
         for task, (layer, tower) in enumerate(zip(model.heads.logits, towers, strict=True)):
             self._linear(cast(nn.Linear, layer), tower, to=Spot(logits, task))
 
-    def _lay(self, side: Side, parts: dict[str, Part], register: int, column: int) -> None:
+    def _lay(self, side: Side, parts: dict[str, FeatureEncoder], register: int, column: int) -> None:
         """Parts side by side from `column` on; histories are asked by the candidate's embeddings, which come before them."""
         asking = Spot(register)
         for part in parts.values():
             to = Spot(register, column)
-            if isinstance(part, Floats):
+            if isinstance(part, FloatEncoder):
                 self._floats.append(LaidFloats(side, to))
-            elif isinstance(part, Embeddings):
+            elif isinstance(part, EmbeddingEncoder):
                 asking = to
                 self._lay_lists(side, to)
             else:
-                self._history(cast(HistoryAttention, part), asking, to)
+                self._history(cast(HistoryAttentionEncoder, part), asking, to)
             column += part.width
 
     def _lay_lists(self, side: Side, to: Spot) -> None:
@@ -200,7 +205,7 @@ class _Writer:
             self._lists.append(LaidList(side, f.name, number, table.stack, f.kind == "weighted_ids", to))
             to = Spot(to.register, to.column + table.dim)
 
-    def _history(self, part: HistoryAttention, asking: Spot, to: Spot) -> None:
+    def _history(self, part: HistoryAttentionEncoder, asking: Spot, to: Spot) -> None:
         attention, number = part.attention, len(self._sequences)
         entries = self._register(CANDIDATES + 1 + number, attention.key_value.in_features)
         times = {

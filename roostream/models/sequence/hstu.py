@@ -17,15 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from roostream.models.sequence.jagged_targets import JaggedTargets
-from roostream.models.sequence.pointwise_attention import pointwise_attention
+from roostream.models.sequence.hstu_attention import pointwise_attention
+from roostream.models.sequence.jagged_sequences import JaggedSequences
 
 NUM_TIME_BUCKETS = 129
 _STD = 0.02
 _EPS = 1e-6
 
 
-class SequentialUnit(nn.Module):
+class HstuLayer(nn.Module):
     """One layer, [S, D] → [S, D]. A token's output depends on the tokens that it sees, whatever else is in the batch.
 
     `dropout` is not 0 only where training is apart from serving: what trains while it is scored gives what serving gives (G9).
@@ -45,13 +45,13 @@ class SequentialUnit(nn.Module):
         self.attention = pointwise_attention  # or what gives the same, where there is a kernel for a device
         self._width, self._heads, self._divisor = width, heads, float(max_history + 1)
 
-    def init_own_parameters(self) -> None:
+    def adjust_initial_parameters(self) -> None:
         """Uniform numbers, which are a function of seed and name, as normal ones."""
         weight = self.gates_values_queries_keys.weight
         bound = (3.0 / self._width) ** 0.5
         weight.div_(bound).clamp_(-1 + 1e-6, 1 - 1e-6).erfinv_().mul_(_STD * math.sqrt(2))
 
-    def forward(self, x_SD: Tensor, sequences: JaggedTargets) -> Tensor:
+    def forward(self, x_SD: Tensor, sequences: JaggedSequences) -> Tensor:
         u_SD, v_SD, q_SD, k_SD = F.silu(self.gates_values_queries_keys(_norm(x_SD))).chunk(4, dim=1)
         seen_SD = self.attention(
             torch.cat([q_SD, k_SD, v_SD], dim=1),
@@ -79,10 +79,10 @@ class Hstu(nn.Module):
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            SequentialUnit(width, heads, max_history, times=times, dropout=dropout) for _ in range(layers)
+            HstuLayer(width, heads, max_history, times=times, dropout=dropout) for _ in range(layers)
         )
 
-    def forward(self, x_SD: Tensor, sequences: JaggedTargets) -> Tensor:
+    def forward(self, x_SD: Tensor, sequences: JaggedSequences) -> Tensor:
         for layer in self.layers:
             x_SD = layer(x_SD, sequences)
         return x_SD

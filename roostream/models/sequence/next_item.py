@@ -16,9 +16,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from roostream.models.drawn_scores import drawn_scores
-from roostream.models.gather import gather
-from roostream.models.sequence.jagged_targets import JaggedTargets
+from roostream.models.embedding_ops import gather_rows
+from roostream.models.sampled_scores import sampled_scores
+from roostream.models.sequence.jagged_sequences import JaggedSequences
 from roostream.models.two_tower.sampled_softmax import sampled_softmax
 
 _STD, _EPS = 0.02, 1e-6
@@ -36,14 +36,14 @@ class NextItem(nn.Module):
         self.encoder = encoder
         self.dropout = nn.Dropout(dropout)
 
-    def init_own_parameters(self) -> None:
+    def adjust_initial_parameters(self) -> None:
         """Items uniform as other matrices are, but of deviation 0.02: a step of Adam is then a larger part of them."""
         self.item.mul_(_STD * math.sqrt(self.item.shape[1]))
 
-    def forward(self, item_S: Tensor, sequences: JaggedTargets) -> Tensor:
+    def forward(self, item_S: Tensor, sequences: JaggedSequences) -> Tensor:
         """[S, D], of length 1. `item_S`: int64, places in the corpus, in the order of `build_histories`."""
-        e_SD = gather([(self.item, item_S)]) * math.sqrt(self.item.shape[1])
-        p_SD = gather([(self.position, sequences.facts_SC[:, 0].contiguous())])
+        e_SD = gather_rows([(self.item, item_S)]) * math.sqrt(self.item.shape[1])
+        p_SD = gather_rows([(self.position, sequences.facts_SC[:, 0].contiguous())])
         return _unit(self.encoder(self.dropout(e_SD + p_SD), sequences))
 
     def item_vectors(self) -> Tensor:
@@ -53,7 +53,7 @@ class NextItem(nn.Module):
     def loss(self, u_SD: Tensor, item_SC: Tensor, temperature: float, *, corrected: bool = False) -> Tensor:
         """The mean over tokens. `item_SC`: int64, what came next, then negatives."""
         v_ID = self.item_vectors()
-        score_SC = drawn_scores(u_SD, v_ID, item_SC) / temperature
+        score_SC = sampled_scores(u_SD, v_ID, item_SC) / temperature
         is_next_SC = item_SC == item_SC[:, :1]
         is_next_SC[:, 0] = False
         expected_C = score_SC.new_zeros(item_SC.shape[1])

@@ -36,7 +36,7 @@ class Cascade(Model):
         )
 
 
-def retrieval_of(model: Model) -> Retrieval | None:
+def retrieval_model(model: Model) -> Retrieval | None:
     """What of a model makes vectors of requests and items; None: nothing does."""
     if isinstance(model, Cascade):
         return model.retrieval

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from roostream.models.config import TwoTowerConfig
-from roostream.models.gather import gather
+from roostream.models.embedding_ops import gather_rows
+from roostream.models.feature_encoders import pool_features
 from roostream.models.inputs import Inputs
 from roostream.models.layers import Mlp
-from roostream.models.loss import loss
+from roostream.models.loss import loss, task_objectives
 from roostream.models.model import Model, Targets
-from roostream.models.objectives import tasks_of
-from roostream.models.parts import pool
 from roostream.models.ranker import Heads
 from roostream.models.two_tower.towers import item_tower, user_tower
 from roostream.schema.schema import Schema
@@ -34,11 +33,11 @@ class EarlyRanker(Model):
         self.heads = Heads(
             self.mix.width, config.task_layers, [label.prior or config.prior for label in schema.labels]
         )
-        self._tasks = tasks_of(schema)
+        self._tasks = task_objectives(schema)
 
     def forward(self, inputs: Inputs) -> Tensor:
-        pooled = pool(inputs)
-        u_BD = gather([(self.user(inputs, pooled), inputs.request_index_B)])
+        pooled = pool_features(inputs)
+        u_BD = gather_rows([(self.user(inputs, pooled), inputs.request_index_B)])
         v_BD = self.item(inputs, pooled)
         return self.heads(self.mix(torch.cat([u_BD, v_BD, u_BD * v_BD], dim=1)))
 

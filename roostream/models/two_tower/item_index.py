@@ -38,7 +38,7 @@ class ItemIndex:
         return self.id_I[place_K], product_I[place_K]
 
 
-def item_index(model: Retrieval, inputs: Inputs, schema: str, version: str) -> ItemIndex:
+def build_item_index(model: Retrieval, inputs: Inputs, schema: str, version: str) -> ItemIndex:
     """Of the items of a batch's candidates, each once; where one comes again, its last features count."""
     with torch.inference_mode():
         vector_BD = model.item_vectors(inputs).cpu().numpy()

@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 from roostream.errors import SchemaError
 from roostream.models.config import TwoTowerConfig
-from roostream.models.gather import gather
+from roostream.models.embedding_ops import gather_rows
+from roostream.models.feature_encoders import pool_features
 from roostream.models.inputs import Inputs
-from roostream.models.loss import loss
+from roostream.models.loss import loss, task_objectives
 from roostream.models.model import Model, Targets
-from roostream.models.objectives import tasks_of
-from roostream.models.parts import pool
 from roostream.models.two_tower.sampled_softmax import log_expected, sampled_softmax
 from roostream.models.two_tower.towers import column_of, item_tower, user_tower
 from roostream.schema.schema import Schema
@@ -47,10 +46,10 @@ class Retrieval(Model):
         self._shape_TD = (num_tasks, config.width)
         self._temperature, self._uniform = config.temperature, config.uniform_negatives
         self._popularity = _popularity(schema, config.popularity)
-        self._tasks, self._weights = tasks_of(schema), [label.weight for label in schema.labels]
+        self._tasks, self._weights = task_objectives(schema), [label.weight for label in schema.labels]
         self.item_floats = config.item_floats  # what an item's vector depends on beside its id lists
 
-    def init_own_parameters(self) -> None:
+    def adjust_initial_parameters(self) -> None:
         self.scale.fill_(self._temperature)  # logits of untrained towers are about those of the prior
         self.bias.copy_(torch.tensor(self._biases))
 
@@ -60,16 +59,16 @@ class Retrieval(Model):
 
     def vectors(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Of requests, [R, T, D], and of the candidates' items, [B, D]."""
-        pooled = pool(inputs)
+        pooled = pool_features(inputs)
         return _unit(self.user(inputs, pooled).view(-1, *self._shape_TD)), _unit(self.item(inputs, pooled))
 
     def request_vectors(self, inputs: Inputs) -> Tensor:
         """[R, T, D], of requests alone: what is looked for in an index."""
-        return _unit(self.user(inputs, pool(inputs)).view(-1, *self._shape_TD))
+        return _unit(self.user(inputs, pool_features(inputs)).view(-1, *self._shape_TD))
 
     def item_vectors(self, inputs: Inputs) -> Tensor:
         """[B, D], of the candidates' items alone: what an index keeps (item_index.py)."""
-        return _unit(self.item(inputs, pool(inputs)))
+        return _unit(self.item(inputs, pool_features(inputs)))
 
     def loss(self, inputs: Inputs, logits_BT: Tensor, targets: Targets) -> Tensor:
         """Of each task the weighted mean of its positives' sampled softmax, and the loss of its calibrated logits."""
@@ -90,7 +89,7 @@ class Retrieval(Model):
         return value
 
     def _products(self, u_RTD: Tensor, v_BD: Tensor, inputs: Inputs) -> Tensor:
-        u_BTD = gather([(u_RTD.flatten(1), inputs.request_index_B)]).view(-1, *u_RTD.shape[1:])
+        u_BTD = gather_rows([(u_RTD.flatten(1), inputs.request_index_B)]).view(-1, *u_RTD.shape[1:])
         return (u_BTD * v_BD[:, None, :]).sum(dim=-1) / self._temperature
 
     def _logits(self, product_BT: Tensor) -> Tensor:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from roostream.errors import SchemaError, nearest
 from roostream.models.config import TwoTowerConfig
+from roostream.models.feature_encoders import EmbeddingEncoder, FeatureEncoder, FloatEncoder, PooledFeatures
 from roostream.models.inputs import Inputs
 from roostream.models.layers import Mlp
-from roostream.models.parts import Embeddings, Floats, Part, Pooled
-from roostream.models.sequence.history_encoder import HistoryEncoder
+from roostream.models.sequence.history_encoders import HistoryEncoder
 from roostream.schema.schema import Schema
 from roostream.wire.transform import output_names
 
@@ -21,19 +21,19 @@ from roostream.wire.transform import output_names
 class Tower(nn.Module):
     """Parts side by side, layers, and a vector: [R, width] of requests, [B, width] of candidates."""
 
-    def __init__(self, parts: dict[str, Part], layers: tuple[int, ...], width: int) -> None:
+    def __init__(self, parts: dict[str, FeatureEncoder], layers: tuple[int, ...], width: int) -> None:
         super().__init__()
         self.parts = nn.ModuleDict(parts)
         self.layers = Mlp(sum(part.width for part in parts.values()), layers)
         self.out = nn.Linear(self.layers.width, width)
 
-    def forward(self, inputs: Inputs, pooled: Pooled) -> Tensor:
+    def forward(self, inputs: Inputs, pooled: PooledFeatures) -> Tensor:
         x = torch.cat([part(inputs, pooled) for part in self.parts.values()], dim=1)
         out: Tensor = self.out(self.layers(x))
         return out
 
 
-class ItemFloats(Part):
+class ItemFloatEncoder(FeatureEncoder):
     """Floats that are the item's own, by name; after transforms, as roostream/models/inputs.py has them."""
 
     def __init__(self, schema: Schema, names: tuple[str, ...]) -> None:
@@ -42,7 +42,7 @@ class ItemFloats(Part):
         columns = [column_of(schema, name, "item_floats") for name in names]
         self.register_buffer("columns", torch.tensor(columns, dtype=torch.int64), persistent=False)
 
-    def forward(self, inputs: Inputs, pooled: Pooled) -> Tensor:
+    def forward(self, inputs: Inputs, pooled: PooledFeatures) -> Tensor:
         return inputs.nro_float_BG.index_select(1, self.get_buffer("columns"))
 
 
@@ -52,7 +52,10 @@ def user_tower(schema: Schema, config: TwoTowerConfig, width: int) -> Tower:
     Raises:
         SchemaError: there is no request-only feature.
     """
-    parts: dict[str, Part] = {"floats": Floats(schema, "ro"), "embeddings": Embeddings(schema, "ro")}
+    parts: dict[str, FeatureEncoder] = {
+        "floats": FloatEncoder(schema, "ro"),
+        "embeddings": EmbeddingEncoder(schema, "ro"),
+    }
     for f in schema.lists("ro"):
         if f.kind == "sequence" and config.history == "hstu":
             parts[f"hstu_{f.name}"] = HistoryEncoder(schema, f, config)
@@ -65,9 +68,9 @@ def item_tower(schema: Schema, config: TwoTowerConfig) -> Tower:
     Raises:
         SchemaError: there is neither.
     """
-    parts: dict[str, Part] = {
-        "embeddings": Embeddings(schema, "nro"),
-        "floats": ItemFloats(schema, config.item_floats),
+    parts: dict[str, FeatureEncoder] = {
+        "embeddings": EmbeddingEncoder(schema, "nro"),
+        "floats": ItemFloatEncoder(schema, config.item_floats),
     }
     return Tower(
         _some(parts, "[[nro]] id list, or one of item_floats, for the item's tower"),
@@ -86,7 +89,7 @@ def column_of(schema: Schema, name: str, key: str) -> int:
     return names.index(name)
 
 
-def _some(parts: dict[str, Part], what: str) -> dict[str, Part]:
+def _some(parts: dict[str, FeatureEncoder], what: str) -> dict[str, FeatureEncoder]:
     parts = {name: part for name, part in parts.items() if part.width}
     if not parts:
         raise SchemaError(f"expected at least one {what}, got none; add one")

@@ -61,10 +61,10 @@ MODEL = """
 import torch
 from torchrec import EmbeddingBagConfig
 from torchrec.models.dlrm import DLRM
-from roostream.models.config import OwnConfig
+from roostream.models.config import CustomModelConfig
 from roostream.models.loss import loss
 from roostream.models.model import Model
-from roostream.models.own.torchrec_bags import RemoteEmbeddingBagCollection, as_kjt, rows_of
+from roostream.models.custom.torchrec_bags import RemoteEmbeddingBagCollection, as_kjt, rows_of
 
 class Shop(Model):
     def __init__(self, schema):

@@ -46,7 +46,7 @@ def asked(batch: Batch) -> tuple[Batch, Lookup, Rows]:
     return batch, lookup, make_rows(batch.schema, lookup)
 
 
-def by_modules(model: Model, batch: Batch) -> np.ndarray:
+def torch_forward(model: Model, batch: Batch) -> np.ndarray:
     with torch.inference_mode():
         logits_BT: np.ndarray = model(build_inputs(*asked(batch))).numpy()
     return logits_BT
@@ -59,7 +59,7 @@ def test_g9_a_tape_is_the_modules_for_every_schema(case: str, counts: list[int])
     model = trained_model(schema).eval().requires_grad_(False)
     run, batch = forward_of(model, schema), make_batch(schema, counts, seed=len(counts))
     assert isinstance(run, TapeForward)
-    np.testing.assert_allclose(run(*asked(batch)), by_modules(model, batch), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(run(*asked(batch)), torch_forward(model, batch), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("changes", SETTINGS.values(), ids=list(SETTINGS))
@@ -68,7 +68,7 @@ def test_g9_a_tape_is_the_modules_for_every_setting(changes: dict[str, Any]) -> 
     model = trained_model(schema, dataclasses.replace(SMALL, **changes)).eval().requires_grad_(False)
     run, batch = forward_of(model, schema), make_batch(schema, [7, 33, 0, 1], seed=3)
     assert isinstance(run, TapeForward)
-    expected = by_modules(model, batch)
+    expected = torch_forward(model, batch)
     assert np.ptp(expected) > 0.01, "weights that have a say"
     np.testing.assert_allclose(run(*asked(batch)), expected, rtol=0, atol=1e-5)
 
@@ -89,7 +89,7 @@ def test_a_list_longer_than_what_is_kept_near_is_attended_to_whole() -> None:
     model = trained_model(schema).eval().requires_grad_(False)
     batch = make_batch(schema, [150], seed=1, longest=90)
     np.testing.assert_allclose(
-        forward_of(model, schema)(*asked(batch)), by_modules(model, batch), rtol=0, atol=1e-5
+        forward_of(model, schema)(*asked(batch)), torch_forward(model, batch), rtol=0, atol=1e-5
     )
 
 
@@ -119,7 +119,7 @@ def test_what_a_tape_does_not_know_goes_through_its_modules(config: Any) -> None
     model = build_model(schema, config, 1).eval().requires_grad_(False)
     run, batch = forward_of(model, schema), make_batch(schema, [3, 2])
     assert not isinstance(run, TapeForward)
-    assert run(*asked(batch)).tobytes() == by_modules(model, batch).tobytes()
+    assert run(*asked(batch)).tobytes() == torch_forward(model, batch).tobytes()
 
 
 def test_a_cascade_is_served_by_the_tape_of_its_ranker() -> None:
@@ -127,7 +127,7 @@ def test_a_cascade_is_served_by_the_tape_of_its_ranker() -> None:
     model = build_model(schema, CascadeConfig(), 1).eval().requires_grad_(False)
     run, batch = forward_of(model, schema), make_batch(schema, [3, 2])
     assert isinstance(run, TapeForward)
-    np.testing.assert_allclose(run(*asked(batch)), by_modules(model, batch), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(run(*asked(batch)), torch_forward(model, batch), rtol=0, atol=1e-5)
 
 
 def test_a_model_that_only_looks_like_a_ranker_goes_through_its_modules(
@@ -142,7 +142,7 @@ def test_a_model_that_only_looks_like_a_ranker_goes_through_its_modules(
         "Mine", (type(model),), {"forward": lambda self, inputs: inputs.nro_float_BG[:, :2]}
     )
     batch = make_batch(schema, [3])
-    assert forward_of(model, schema)(*asked(batch)).tobytes() == by_modules(model, batch).tobytes()
+    assert forward_of(model, schema)(*asked(batch)).tobytes() == torch_forward(model, batch).tobytes()
 
 
 def test_warming_compiles_for_every_model() -> None:

@@ -6,18 +6,21 @@ import numpy as np
 import pytest
 import torch
 
-from roostream.models.sequence import attention_in_place as module
-from roostream.models.sequence.attention_in_place import attention_in_place
-from roostream.models.sequence.jagged_targets import JaggedTargets, build_histories, build_jagged_targets
-from roostream.models.sequence.pointwise_attention import pointwise_attention
+from roostream.models.sequence import hstu_attention as module
+from roostream.models.sequence.hstu_attention import attention_in_place, pointwise_attention
+from roostream.models.sequence.jagged_sequences import (
+    JaggedSequences,
+    build_history_sequences,
+    build_jagged_sequences,
+)
 from tests.models.layer_checks import randn
 
 MOST, HEADS = 20, 2
 LENGTHS, TARGETS = np.array([3, 0, 18, 24, 1]), np.array([2, 3, 0, 1, 4], dtype=np.int32)
 BATCHES = {
-    "histories and targets": build_jagged_targets(LENGTHS, None, TARGETS, MOST),
-    "histories alone": build_histories(np.array([4, 1, 0, 19])),
-    "nothing": build_histories(np.zeros(2, dtype=np.int64)),
+    "histories and targets": build_jagged_sequences(LENGTHS, None, TARGETS, MOST),
+    "histories alone": build_history_sequences(np.array([4, 1, 0, 19])),
+    "nothing": build_history_sequences(np.zeros(2, dtype=np.int64)),
 }
 
 
@@ -36,7 +39,7 @@ def test_it_is_the_reference_and_so_are_its_gradients(name: str, width: int) -> 
 
 
 def test_gradients_are_right_in_float64() -> None:
-    sequences = build_jagged_targets(LENGTHS[:2], None, TARGETS[:2], MOST)
+    sequences = build_jagged_sequences(LENGTHS[:2], None, TARGETS[:2], MOST)
     x_SD3, bias_P = randn(8, 3 * HEADS * 2).requires_grad_(), randn(2 * MOST + 1, seed=1).requires_grad_()
     assert torch.autograd.gradcheck(
         lambda x, b: attention_in_place(x, sequences, b, None, HEADS, MOST + 1.0), (x_SD3, bias_P)
@@ -53,9 +56,9 @@ def test_float32_is_computed_in_float32() -> None:
 
 @pytest.mark.parametrize("why", ["times", "bfloat16", "no compiler"])
 def test_what_it_cannot_do_the_reference_does(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    asked: list[JaggedTargets] = []
+    asked: list[JaggedSequences] = []
 
-    def reference(x_SD3: torch.Tensor, sequences: JaggedTargets, *others: object) -> torch.Tensor:
+    def reference(x_SD3: torch.Tensor, sequences: JaggedSequences, *others: object) -> torch.Tensor:
         asked.append(sequences)
         return x_SD3
 

@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from roostream.models.inputs import time_buckets
 from roostream.models.layers import init_parameters
-from roostream.models.sequence.hstu import Hstu, SequentialUnit
-from roostream.models.sequence.jagged_targets import JaggedTargets, build_jagged_targets
+from roostream.models.sequence.hstu import Hstu, HstuLayer
+from roostream.models.sequence.jagged_sequences import JaggedSequences, build_jagged_sequences
 
 D, HEADS, MOST = 4, 2, 6
 HISTORY = np.array([3, 0, 5, 9, 2, 1], dtype=np.int64)  # newest first; of the fourth the newest six are read
@@ -43,13 +43,13 @@ def made(seed: int = 0, num_targets: np.ndarray = TARGETS) -> tuple[Tensor, Tens
     return torch.from_numpy(entry), torch.from_numpy(target), gap_ms
 
 
-def run(module: Hstu, entry_LD: Tensor, target_BD: Tensor, sequences: JaggedTargets) -> Tensor:
+def run(module: Hstu, entry_LD: Tensor, target_BD: Tensor, sequences: JaggedSequences) -> Tensor:
     x_SD = torch.cat([entry_LD, target_BD])[sequences.source_S]
     return module(x_SD, sequences)[sequences.token_B]
 
 
 def reference_layer(
-    layer: SequentialUnit, x_ND: Tensor, position: list[int], time_ms: list[int] | None, h: int
+    layer: HstuLayer, x_ND: Tensor, position: list[int], time_ms: list[int] | None, h: int
 ) -> Tensor:
     """One sequence, pair by pair; `time_ms` of tokens, then the time of the request."""
 
@@ -87,7 +87,7 @@ def reference(module: Hstu, entry_LD: Tensor, target_BD: Tensor, gap_ms: np.ndar
             h = len(oldest_first)
             times = None if gap_ms is None else [-int(gap_ms[e]) for e in oldest_first] + [0, 0]
             for layer in module.layers:
-                assert isinstance(layer, SequentialUnit)
+                assert isinstance(layer, HstuLayer)
                 x = reference_layer(layer, x, [*range(h), h], times, h)
             out.append(x[-1])
         first, b = first + length, b + m
@@ -99,12 +99,12 @@ def test_requests_with_all_their_targets_equal_a_sequence_for_each_target(times:
     module, (entry, target, gap_ms) = built(times=times), made()
     gaps = gap_ms if times else None
     with torch.no_grad():
-        got = run(module, entry, target, build_jagged_targets(HISTORY, gaps, TARGETS, MOST))
+        got = run(module, entry, target, build_jagged_sequences(HISTORY, gaps, TARGETS, MOST))
         torch.testing.assert_close(got, reference(module, entry, target, gaps))
 
 
 def test_the_order_is_that_of_time_and_only_the_newest_are_read() -> None:
-    sequences = build_jagged_targets(np.array([2, 1, 3]), None, np.array([1, 2, 1], dtype=np.int32), 2)
+    sequences = build_jagged_sequences(np.array([2, 1, 3]), None, np.array([1, 2, 1], dtype=np.int32), 2)
     assert sequences.source_S.tolist() == [1, 0, 6, 2, 7, 8, 4, 3, 9]
     assert sequences.token_B.tolist() == [2, 4, 5, 8]
     (pairs,) = sequences.pairs
@@ -117,7 +117,7 @@ def test_the_order_is_that_of_time_and_only_the_newest_are_read() -> None:
 
 def test_the_time_of_a_pair_is_from_the_key_to_what_follows_the_query() -> None:
     gap_ms = np.array([5_000, 60_000, 3_600_000], dtype=np.int64)
-    (pairs,) = build_jagged_targets(np.array([3]), gap_ms, np.array([1], dtype=np.int32), 9).pairs
+    (pairs,) = build_jagged_sequences(np.array([3]), gap_ms, np.array([1], dtype=np.int32), 9).pairs
     assert pairs.bucket_GNN is not None
     following = [60_000, 5_000, 0, 0]
     keys = [3_600_000, 60_000, 5_000, 0]
@@ -127,11 +127,11 @@ def test_the_time_of_a_pair_is_from_the_key_to_what_follows_the_query() -> None:
 
 def test_a_request_gives_the_same_alone_and_in_any_batch() -> None:
     module, (entry, target, gap_ms) = built(), made()
-    together = run(module, entry, target, build_jagged_targets(HISTORY, gap_ms, TARGETS, MOST))
+    together = run(module, entry, target, build_jagged_sequences(HISTORY, gap_ms, TARGETS, MOST))
     starts, firsts = np.cumsum(HISTORY) - HISTORY, np.cumsum(TARGETS) - TARGETS
     for r, (length, m) in enumerate(zip(HISTORY, TARGETS, strict=True)):
         mine, its = slice(starts[r], starts[r] + length), slice(firsts[r], firsts[r] + m)
-        sequences = build_jagged_targets(HISTORY[r : r + 1], gap_ms[mine], TARGETS[r : r + 1], MOST)
+        sequences = build_jagged_sequences(HISTORY[r : r + 1], gap_ms[mine], TARGETS[r : r + 1], MOST)
         torch.testing.assert_close(
             run(module, entry[mine], target[its], sequences), together[its], rtol=0, atol=1e-12
         )
@@ -139,7 +139,7 @@ def test_a_request_gives_the_same_alone_and_in_any_batch() -> None:
 
 def test_another_target_changes_its_own_output_only_and_no_entry_sees_it() -> None:
     module, (entry, target, gap_ms) = built(), made()
-    sequences = build_jagged_targets(HISTORY, gap_ms, TARGETS, MOST)
+    sequences = build_jagged_sequences(HISTORY, gap_ms, TARGETS, MOST)
     changed = target.clone()
     changed[9] += 1
     before, after = run(module, entry, target, sequences), run(module, entry, changed, sequences)
@@ -149,7 +149,7 @@ def test_another_target_changes_its_own_output_only_and_no_entry_sees_it() -> No
 
 def test_an_entry_changes_its_own_request_only() -> None:
     module, (entry, target, gap_ms) = built(), made()
-    sequences = build_jagged_targets(HISTORY, gap_ms, TARGETS, MOST)
+    sequences = build_jagged_sequences(HISTORY, gap_ms, TARGETS, MOST)
     changed = entry.clone()
     changed[1] += 1
     moved = (run(module, entry, target, sequences) != run(module, changed, target, sequences)).any(dim=1)
@@ -159,7 +159,7 @@ def test_an_entry_changes_its_own_request_only() -> None:
 def test_gradients_are_right_in_float64() -> None:
     module, (entry, target, gap_ms) = built(1), made()
     lengths, counts = HISTORY[:2] + 1, TARGETS[:2]
-    sequences = build_jagged_targets(lengths, gap_ms[: lengths.sum()], counts, MOST)
+    sequences = build_jagged_sequences(lengths, gap_ms[: lengths.sum()], counts, MOST)
     leaves = (entry[: lengths.sum()].requires_grad_(), target[: counts.sum()].requires_grad_())
     assert torch.autograd.gradcheck(
         lambda *_: run(module, *leaves, sequences), (*leaves, *module.parameters())
@@ -168,7 +168,7 @@ def test_gradients_are_right_in_float64() -> None:
 
 @pytest.mark.parametrize("counts", [[0], [0, 0]], ids=str)
 def test_without_a_target_there_is_nothing(counts: list[int]) -> None:
-    sequences = build_jagged_targets(
+    sequences = build_jagged_sequences(
         np.array([2] * len(counts)), None, np.array(counts, dtype=np.int32), MOST
     )
     entry = torch.zeros(2 * len(counts), D, dtype=torch.float64)
@@ -188,7 +188,7 @@ def test_its_matrix_is_normal_at_first() -> None:
 def test_dropout_is_of_training_apart_from_serving() -> None:
     module, (entry, target, gap_ms) = Hstu(D, HEADS, 1, MOST, dropout=0.5).double(), made()
     init_parameters(module, seed=3)
-    sequences = build_jagged_targets(HISTORY, gap_ms, TARGETS, MOST)
+    sequences = build_jagged_sequences(HISTORY, gap_ms, TARGETS, MOST)
     torch.manual_seed(0)
     assert not torch.equal(run(module, entry, target, sequences), run(module, entry, target, sequences))
     module.eval()
@@ -201,7 +201,7 @@ def test_all_targets_of_a_request_in_one_pass_save_what_the_paper_counts() -> No
     module = Hstu(256, 4, 1, 1000, times=False).to("meta")
 
     def flops(lengths: list[int], counts: list[int]) -> int:
-        sequences = build_jagged_targets(
+        sequences = build_jagged_sequences(
             np.array(lengths), None, np.array(counts, dtype=np.int32), 1000, "meta"
         )
         with FlopCounterMode(display=False) as counter:

@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from roostream.models.chosen_parts import candidate_parts
 from roostream.models.config import HstuConfig
+from roostream.models.feature_encoders import FeatureEncoder, pool_features
 from roostream.models.inputs import build_inputs
 from roostream.models.layers import init_parameters
-from roostream.models.parts import Part, pool
-from roostream.models.sequence.history_encoder import HistoryEncoder
-from roostream.models.sequence.hstu_part import HstuTargets
+from roostream.models.ranker import candidate_encoders
+from roostream.models.sequence.history_encoders import HistoryEncoder, HstuTargetEncoder
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import schema_from_dict
 from roostream.wire.batch import Batch
@@ -26,7 +25,7 @@ CONFIG = HstuConfig(hstu_width=4, max_history=5)
 SCHEMA = make_schema("everything")
 
 
-def moved(part: Part) -> Part:
+def moved(part: FeatureEncoder) -> FeatureEncoder:
     init_parameters(part, seed=1)
     with torch.no_grad():
         for i, parameter in enumerate(part.parameters()):
@@ -34,16 +33,16 @@ def moved(part: Part) -> Part:
     return part
 
 
-def given(part: Part, batch: Batch) -> np.ndarray:
+def given(part: FeatureEncoder, batch: Batch) -> np.ndarray:
     lookup = build_lookup(batch)
     with torch.inference_mode():
         inputs = build_inputs(batch, lookup, make_rows(batch.schema, lookup))
-        return part(inputs, pool(inputs)).numpy()
+        return part(inputs, pool_features(inputs)).numpy()
 
 
-def targets_of(schema: Schema) -> HstuTargets:
-    part = candidate_parts(schema, CONFIG)["hstu_history"]
-    assert isinstance(part, HstuTargets)
+def targets_of(schema: Schema) -> HstuTargetEncoder:
+    part = candidate_encoders(schema, CONFIG)["hstu_history"]
+    assert isinstance(part, HstuTargetEncoder)
     return part
 
 
@@ -64,7 +63,7 @@ def test_entries_actions_times_positions_and_candidates_all_learn() -> None:
     lookup = build_lookup(batch)
     inputs = build_inputs(batch, lookup, make_rows(SCHEMA, lookup), train=True)
     part = moved(targets_of(SCHEMA))
-    part(inputs, pool(inputs)).square().sum().backward()
+    part(inputs, pool_features(inputs)).square().sum().backward()
     assert [name for name, p in part.named_parameters() if p.grad is None or not p.grad.any()] == []
     for table in ("item", "action"):
         gradient = inputs.rows[SCHEMA.table_by_name[table].stack].grad

@@ -11,17 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from roostream.models.layers import init_parameters
-from roostream.models.sequence.causal_transformer import AttentionBlock, CausalTransformer
 from roostream.models.sequence.hstu import Hstu
-from roostream.models.sequence.jagged_targets import build_histories
+from roostream.models.sequence.jagged_sequences import build_history_sequences
 from roostream.models.sequence.next_item import NextItem
+from roostream.models.sequence.sasrec import SasRec, SasRecLayer
 from tests.models.layer_checks import assert_gradients, randn
 
 D, HEADS, MOST, ITEMS = 4, 2, 20, 7
 LENGTHS = np.array([3, 1, 18, 2], dtype=np.int64)  # two groups of like lengths
 ENCODERS = {
     "hstu": lambda: Hstu(D, HEADS, 2, MOST, times=False),
-    "sasrec": lambda: CausalTransformer(D, HEADS, 2),
+    "sasrec": lambda: SasRec(D, HEADS, 2),
 }
 both = pytest.mark.parametrize("name", ENCODERS)
 
@@ -39,7 +39,7 @@ def items(seed: int = 0) -> Tensor:
     return torch.from_numpy(np.random.default_rng(seed).integers(0, ITEMS, int(LENGTHS.sum())))
 
 
-def reference_layer(block: AttentionBlock, x_ND: Tensor) -> Tensor:
+def reference_layer(block: SasRecLayer, x_ND: Tensor) -> Tensor:
     """One history, token by token and head by head."""
 
     def norm(x: Tensor) -> Tensor:
@@ -67,20 +67,20 @@ def reference_layer(block: AttentionBlock, x_ND: Tensor) -> Tensor:
 
 def test_sasrec_s_layers_are_the_formula_token_by_token() -> None:
     encoder, x_SD = built("sasrec").encoder, randn(int(LENGTHS.sum()), D)
-    assert isinstance(encoder, CausalTransformer)
+    assert isinstance(encoder, SasRec)
     expected = []
     for x_ND in x_SD.split(LENGTHS.tolist()):
         for block in encoder.layers:
-            assert isinstance(block, AttentionBlock)
+            assert isinstance(block, SasRecLayer)
             x_ND = reference_layer(block, x_ND)
         expected.append(encoder.norm(x_ND))
-    torch.testing.assert_close(encoder(x_SD, build_histories(LENGTHS)), torch.cat(expected))
+    torch.testing.assert_close(encoder(x_SD, build_history_sequences(LENGTHS)), torch.cat(expected))
 
 
 @both
 @pytest.mark.parametrize("place", [4, 12, 21])
 def test_another_entry_changes_what_is_behind_it_in_its_own_history_only(name: str, place: int) -> None:
-    module, item_S, sequences = built(name), items(), build_histories(LENGTHS)
+    module, item_S, sequences = built(name), items(), build_history_sequences(LENGTHS)
     changed = item_S.clone()
     changed[place] = (changed[place] + 1) % ITEMS
     moved = (module(item_S, sequences) != module(changed, sequences)).any(dim=1)
@@ -91,16 +91,18 @@ def test_another_entry_changes_what_is_behind_it_in_its_own_history_only(name: s
 @both
 def test_a_history_gives_the_same_alone_and_in_any_batch(name: str) -> None:
     module, item_S = built(name), items()
-    together = module(item_S, build_histories(LENGTHS))
+    together = module(item_S, build_history_sequences(LENGTHS))
     for length, mine, its in zip(
         LENGTHS, item_S.split(LENGTHS.tolist()), together.split(LENGTHS.tolist()), strict=True
     ):
-        torch.testing.assert_close(module(mine, build_histories(np.array([length]))), its, rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            module(mine, build_history_sequences(np.array([length]))), its, rtol=0, atol=1e-12
+        )
 
 
 @both
 def test_where_an_item_stands_counts(name: str) -> None:
-    module, sequences = built(name), build_histories(np.array([2]))
+    module, sequences = built(name), build_history_sequences(np.array([2]))
     same_SD = module(torch.tensor([5, 5]), sequences)
     assert not torch.allclose(same_SD[0], same_SD[1])
 
@@ -108,14 +110,14 @@ def test_where_an_item_stands_counts(name: str) -> None:
 @both
 def test_vectors_have_length_1(name: str) -> None:
     module = built(name)
-    for vectors in (module(items(), build_histories(LENGTHS)), module.item_vectors()):
+    for vectors in (module(items(), build_history_sequences(LENGTHS)), module.item_vectors()):
         torch.testing.assert_close(vectors.norm(dim=1), torch.ones(len(vectors), dtype=torch.float64))
 
 
 def test_of_no_history_there_is_nothing() -> None:
     none = np.zeros(1, dtype=np.int64)
     for name in ENCODERS:
-        assert built(name)(torch.zeros(0, dtype=torch.int64), build_histories(none)).shape == (0, D)
+        assert built(name)(torch.zeros(0, dtype=torch.int64), build_history_sequences(none)).shape == (0, D)
 
 
 @pytest.mark.parametrize("corrected", [False, True])
@@ -141,7 +143,7 @@ def test_corrected_it_is_expected_to_be_the_softmax_over_all_items() -> None:
 
 @both
 def test_gradients_are_right_in_float64(name: str) -> None:
-    module, item_S, sequences = built(name), items()[:4], build_histories(LENGTHS[:2])
+    module, item_S, sequences = built(name), items()[:4], build_history_sequences(LENGTHS[:2])
     item_SC = torch.tensor([[3, 1, 6], [0, 5, 2], [1, 1, 4], [6, 0, 5]])
     assert_gradients(module, lambda: module.loss(module(item_S, sequences), item_SC, 0.5))
 
@@ -150,8 +152,11 @@ def test_gradients_are_right_in_float64(name: str) -> None:
 def test_dropout_is_of_training(name: str) -> None:
     encoder: nn.Module = Hstu(D, HEADS, 1, MOST, times=False, dropout=0.5)
     if name == "sasrec":
-        encoder = CausalTransformer(D, HEADS, 1, dropout=0.5)
-    module, sequences = NextItem(encoder, ITEMS, D, MOST, dropout=0.5).double(), build_histories(LENGTHS)
+        encoder = SasRec(D, HEADS, 1, dropout=0.5)
+    module, sequences = (
+        NextItem(encoder, ITEMS, D, MOST, dropout=0.5).double(),
+        build_history_sequences(LENGTHS),
+    )
     init_parameters(module, seed=3)
     torch.manual_seed(0)
     assert not torch.equal(module(items(), sequences), module(items(), sequences))
@@ -160,7 +165,7 @@ def test_dropout_is_of_training(name: str) -> None:
 
 
 def test_items_are_small_at_first() -> None:
-    module = NextItem(CausalTransformer(50, 1, 1), 900, 50, 8)
+    module = NextItem(SasRec(50, 1, 1), 900, 50, 8)
     init_parameters(module, seed=3)
     assert module.item.std().item() == pytest.approx(0.02, rel=0.02)
     assert module.position.std().item() == pytest.approx(50**-0.5, rel=0.1)

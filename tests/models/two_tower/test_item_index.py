@@ -10,7 +10,7 @@ import torch
 
 from roostream.errors import CheckpointError
 from roostream.models.inputs import build_inputs
-from roostream.models.two_tower.item_index import ItemIndex, decode, encode, item_index, merged
+from roostream.models.two_tower.item_index import ItemIndex, build_item_index, decode, encode, merged
 from roostream.models.two_tower.retrieval import Retrieval
 from roostream.runtime import tensor_file
 from roostream.wire.lookup import build_lookup
@@ -27,7 +27,7 @@ def made(seed: int = 0, version: str = "1-7") -> tuple[ItemIndex, np.ndarray, np
     inputs = build_inputs(batch, lookup, make_rows(SCHEMA, lookup))
     with torch.inference_mode():
         vectors = model.item_vectors(inputs).numpy()
-    return item_index(model, inputs, f"{SCHEMA.fingerprint:016x}", version), batch.item_B, vectors
+    return build_item_index(model, inputs, f"{SCHEMA.fingerprint:016x}", version), batch.item_B, vectors
 
 
 def test_every_item_is_there_once_with_its_last_vector() -> None:

@@ -14,7 +14,7 @@ from serving_fakes import FakeRows
 from roostream.errors import ConfigError
 from roostream.models.build import build_model
 from roostream.models.inputs import build_inputs
-from roostream.models.two_tower.cascade import retrieval_of
+from roostream.models.two_tower.cascade import retrieval_model
 from roostream.models.two_tower.retrieval import Retrieval
 from roostream.schema.schema import Transform
 from roostream.wire.block import encode_nro, encode_ro
@@ -24,7 +24,7 @@ from serving.retrieval.item_encoder import check_own, encode_items
 
 
 def towers() -> Retrieval:
-    model = retrieval_of(packed_version().model)
+    model = retrieval_model(packed_version().model)
     assert model is not None
     return model
 
@@ -103,9 +103,9 @@ def test_towers_that_look_at_a_list_or_at_what_changes_by_the_minute_are_refused
 
 
 def test_a_cascade_and_two_towers_retrieve_and_a_ranker_does_not() -> None:
-    assert isinstance(retrieval_of(build_model(SCHEMA, TOWERS, 0)), Retrieval)
-    assert isinstance(retrieval_of(build_model(SCHEMA, CASCADE, 0)), Retrieval)
+    assert isinstance(retrieval_model(build_model(SCHEMA, TOWERS, 0)), Retrieval)
+    assert isinstance(retrieval_model(build_model(SCHEMA, CASCADE, 0)), Retrieval)
     assert (
-        retrieval_of(build_model(SCHEMA, dataclasses.replace(TOWERS, stage="ranking", item_floats=()), 0))
+        retrieval_model(build_model(SCHEMA, dataclasses.replace(TOWERS, stage="ranking", item_floats=()), 0))
         is None
     )

@@ -8,8 +8,8 @@ import json
 import numpy as np
 import torch
 
-from roostream.models.sequence.jagged_targets import build_jagged_targets
-from roostream.models.sequence.pointwise_attention import pointwise_attention
+from roostream.models.sequence.hstu_attention import pointwise_attention
+from roostream.models.sequence.jagged_sequences import build_jagged_sequences
 from trainer.device.hstu_attention import kernel_attention
 
 CASES = {
@@ -25,7 +25,7 @@ def distances(case: str, dtype: torch.dtype, device: str, *, times: bool) -> dic
     lengths, targets, width = CASES[case]
     rng, size = np.random.default_rng(1), 3 * HEADS * width
     gap_ms_L = np.exp(rng.uniform(0, 25, sum(lengths))).astype(np.int64) if times else None
-    sequences = build_jagged_targets(
+    sequences = build_jagged_sequences(
         np.array(lengths), gap_ms_L, np.array(targets, dtype=np.int32), MAX_HISTORY, device
     )
     tokens, found = len(sequences.source_S), []

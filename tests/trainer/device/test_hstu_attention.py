@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from roostream.models.sequence.hstu import SequentialUnit
+from roostream.models.sequence.hstu import HstuLayer
 from tests.models.kind_cases import CONFIGS
 from tests.models.model_cases import make_schema
 from tests.models.model_checks import trained_model
@@ -55,6 +55,6 @@ def test_every_layer_of_hstu_is_given_the_kernel() -> None:
     model = trained_model(make_schema("everything"), CONFIGS["hstu"])
     names = list(model.state_dict())
     give_kernel(model)
-    units = [module for module in model.modules() if isinstance(module, SequentialUnit)]
+    units = [module for module in model.modules() if isinstance(module, HstuLayer)]
     assert units and all(unit.attention is kernel_attention for unit in units)
     assert list(model.state_dict()) == names

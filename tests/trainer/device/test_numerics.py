@@ -15,10 +15,9 @@ import torch
 from roostream.models.attention import Squares, attend, attend_to_each_other, padded_to_each_other
 from roostream.models.candidate_groups import build_groups
 from roostream.models.config import ModelConfig, TwoTowerConfig
-from roostream.models.gather import gather, pool_bags
+from roostream.models.embedding_ops import gather_rows, pool_bags
 from roostream.models.inputs import Inputs, build_inputs
 from roostream.models.model import Targets
-from roostream.models.row_modules import row_modules
 from roostream.wire.lookup import build_lookup
 from tests.models.kind_cases import CONFIGS
 from tests.models.model_cases import make_batch, make_rows, make_schema
@@ -27,7 +26,7 @@ from tests.trainer import samples
 from tests.trainer.loops import Built, build
 from trainer.config import LoopConfig
 from trainer.device import numerics
-from trainer.device.numerics import compile_rows, compiler_missing, logits_of
+from trainer.device.numerics import compilable_modules, compile_rows, compiler_missing, logits_of
 
 SCHEMA = make_schema("everything")
 N24 = samples.records(list(range(1, 25)))
@@ -86,7 +85,7 @@ def test_bfloat16_gives_nearly_what_float32_gives_and_keeps_float32(name: str, d
 def test_rows_in_bfloat16_are_taken_and_pooled_as_float32() -> None:
     rows_UD = torch.randn(4, 3, dtype=torch.bfloat16, requires_grad=True)
     index_L, offset_S1 = torch.tensor([3, 1, 1]), torch.tensor([0, 2, 3])
-    taken_LD, pooled_SD = gather([(rows_UD, index_L)]), pool_bags(rows_UD, index_L, offset_S1, None)
+    taken_LD, pooled_SD = gather_rows([(rows_UD, index_L)]), pool_bags(rows_UD, index_L, offset_S1, None)
     assert torch.equal(taken_LD, rows_UD.detach().float()[index_L]) and pooled_SD.dtype == torch.float32
     (taken_LD.sum() + pooled_SD.sum()).backward()  # type: ignore[no-untyped-call]
     assert rows_UD.grad is not None and rows_UD.grad.dtype == torch.bfloat16
@@ -160,14 +159,14 @@ def bits(built: Built) -> Mapping[str, bytes]:
 
 
 def test_the_modules_that_are_compiled_are_the_outermost_ones_from_rows_to_rows() -> None:
-    assert [type(module).__name__ for module in row_modules(trained_model(SCHEMA))] == [
+    assert [type(module).__name__ for module in compilable_modules(trained_model(SCHEMA))] == [
         "Mlp",
         "CrossNet",
         "Mlp",
         "Mlp",
         "Heads",
     ]
-    assert row_modules(torch.nn.Linear(2, 2)) == []
+    assert compilable_modules(torch.nn.Linear(2, 2)) == []
 
 
 def test_where_nothing_can_be_compiled_one_sentence_says_why_and_training_goes_on(

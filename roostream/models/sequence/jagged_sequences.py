@@ -43,7 +43,7 @@ class JaggedTokens:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class JaggedTargets:
+class JaggedSequences:
     """Built by `build_jagged_targets`, once a batch; the layers share it."""
 
     source_S: Tensor  # int64: each token's place among [L entries, then B targets]
@@ -72,13 +72,13 @@ class JaggedTargets:
         )
 
 
-def build_jagged_targets(
+def build_jagged_sequences(
     length_R: np.ndarray,
     gap_ms_L: np.ndarray | None,
     num_targets_R: np.ndarray,
     max_history: int,
     device: str | torch.device = "cpu",
-) -> JaggedTargets:
+) -> JaggedSequences:
     """`length_R`: of histories that lie newest first, of which the newest `max_history` are read; `gap_ms_L`: int64, time from
     each entry to its request."""
     start_R, target_R = (np.cumsum(n_R, dtype=np.int64) - n_R for n_R in (length_R, num_targets_R))
@@ -97,7 +97,7 @@ def build_jagged_targets(
         followed_S = place_S < history_S - 1  # the last entry and all targets ask at the time of the request
         next_S[followed_S] = gap_ms_L[of_history_S[followed_S] - 1]
         columns += [gap_S, next_S]
-    return JaggedTargets(
+    return JaggedSequences(
         source_S=placed(source_S.astype(np.int64), device),
         token_B=placed(np.flatnonzero(is_target_S), device),
         groups=build_groups(tokens_R, str(device)),
@@ -107,11 +107,11 @@ def build_jagged_targets(
     )
 
 
-def build_histories(length_R: np.ndarray, device: str | torch.device = "cpu") -> JaggedTargets:
+def build_history_sequences(length_R: np.ndarray, device: str | torch.device = "cpu") -> JaggedSequences:
     """Histories alone, whole and without times, for who learns at each entry what comes next: an entry sees itself and what is
     before it. Tokens are the entries, oldest first, history behind history; the newest takes the place of a single target."""
     newest_R = np.minimum(length_R, 1).astype(np.int32)
-    return build_jagged_targets(length_R - newest_R, None, newest_R, int(length_R.max(initial=0)), device)
+    return build_jagged_sequences(length_R - newest_R, None, newest_R, int(length_R.max(initial=0)), device)
 
 
 def _pairs(facts_GNC: Tensor) -> Pairs:

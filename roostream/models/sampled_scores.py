@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from roostream.models.lanes import COMPILED, LANES, fused, kernel, load, spread, store, total
+from roostream.models.simd import COMPILED, LANES, fused, kernel, load, spread, store, total
 
 
-def drawn_scores(u_PD: Tensor, v_ID: Tensor, index_PC: Tensor) -> Tensor:
+def sampled_scores(u_PD: Tensor, v_ID: Tensor, index_PC: Tensor) -> Tensor:
     """→ [P, C]; `index_PC`: int64."""
     if not (COMPILED and u_PD.device.type == "cpu"):
         return torch.matmul(v_ID[index_PC], u_PD[:, :, None])[:, :, 0]

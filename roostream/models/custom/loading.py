@@ -4,23 +4,34 @@ A file is loaded from the very bytes that were hashed, as a module of a private 
 folders. A package's module keeps its name, so that it can import its neighbours; that name must not be one of ours (decision
 0021). What was loaded is found again by name and digest: a manifest's configuration gets the code that it was trained with or
 none, and what a manifest says never makes a process import anything.
+
+A user's model among ours.
+
+Letters: B candidates, T tasks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from roostream.errors import ConfigError, RoostreamError
-from roostream.models.config import OwnConfig
+from roostream.models.config import CustomModelConfig
+from roostream.models.inputs import Inputs
+from roostream.models.model import Model, Targets
 from roostream.schema.schema import Schema
 
 OUR_NAMES = frozenset({"roostream", "joiner", "trainer", "param_server", "serving", "infra"})
@@ -28,13 +39,13 @@ _FORM = "FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION"
 _SHOWN = 12  # hex digits of a digest
 
 
-class OwnCode(NamedTuple):
+class CustomCode(NamedTuple):
     """A user's module."""
 
     kind: str  # as manifests name it: without the folder, which differs from machine to machine
     digest: str  # sha256 of its source, hex
     files: tuple[str, ...]  # that were hashed
-    config: type[OwnConfig]
+    config: type[CustomModelConfig]
     build: Callable[[Schema, Any], Any]  # the second is a `config`
 
 
@@ -44,14 +55,14 @@ class _Hashed(NamedTuple):
     module: Callable[[], ModuleType]
 
 
-_LOADED: dict[tuple[str, str], OwnCode] = {}  # by kind and digest; a process has one or two
+_LOADED: dict[tuple[str, str], CustomCode] = {}  # by kind and digest; a process has one or two
 
 
-def is_own(kind: object) -> bool:
+def is_custom(kind: object) -> bool:
     return isinstance(kind, str) and ":" in kind
 
 
-def load_own(kind: str, folder: Path, code: str = "") -> OwnCode:
+def load_custom_code(kind: str, folder: Path, code: str = "") -> CustomCode:
     """The code that `kind` names, a file from `folder`; loaded once a process as long as it doesn't change.
 
     Raises:
@@ -70,14 +81,16 @@ def load_own(kind: str, folder: Path, code: str = "") -> OwnCode:
         try:
             module = source.module()
         except Exception as error:
-            raise ConfigError(f"model {shown!r} can't be imported: {told_of(error, source.files)}") from None
+            raise ConfigError(
+                f"model {shown!r} can't be imported: {describe_error(error, source.files)}"
+            ) from None
         config, build = _parts(module, shown, function, source.files[0])
-        _LOADED[shown, source.digest] = OwnCode(shown, source.digest, source.files, config, build)
+        _LOADED[shown, source.digest] = CustomCode(shown, source.digest, source.files, config, build)
     found = _LOADED[shown, source.digest] = _LOADED.pop((shown, source.digest))  # the newest is the last
     return found
 
 
-def own_code(config: Mapping[str, Any]) -> OwnCode:
+def loaded_code(config: Mapping[str, Any]) -> CustomCode:
     """The code of a configuration as a manifest keeps it.
 
     Raises:
@@ -94,7 +107,7 @@ def own_code(config: Mapping[str, Any]) -> OwnCode:
     )
 
 
-def told_of(error: BaseException, files: tuple[str, ...]) -> str:
+def describe_error(error: BaseException, files: tuple[str, ...]) -> str:
     """`shop.py:12: ValueError: …`, on one line: the innermost place in `files` that the error came through."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
@@ -179,19 +192,74 @@ def _of_package(name: str, kind: str) -> _Hashed:
 
 def _parts(
     module: ModuleType, kind: str, function: str, file: str
-) -> tuple[type[OwnConfig], Callable[[Schema, Any], Any]]:
-    build, config = getattr(module, function, None), getattr(module, "Config", OwnConfig)
+) -> tuple[type[CustomModelConfig], Callable[[Schema, Any], Any]]:
+    build, config = getattr(module, function, None), getattr(module, "Config", CustomModelConfig)
     if not callable(build):
         raise ConfigError(
             f"model {kind!r}: expected a function {function}(schema, config) in {file}, got none; define it"
         )
     is_config = (
-        isinstance(config, type) and issubclass(config, OwnConfig) and "__dataclass_fields__" in vars(config)
+        isinstance(config, type)
+        and issubclass(config, CustomModelConfig)
+        and "__dataclass_fields__" in vars(config)
     )
     if not is_config:
-        base = f"{OwnConfig.__module__}.{OwnConfig.__qualname__}"
+        base = f"{CustomModelConfig.__module__}.{CustomModelConfig.__qualname__}"
         raise ConfigError(
             f"model {kind!r}: expected Config as a frozen dataclass that extends {base}, got {config!r} in {file}; "
-            f"write @dataclass(frozen=True, kw_only=True) class Config({OwnConfig.__name__})"
+            f"write @dataclass(frozen=True, kw_only=True) class Config({CustomModelConfig.__name__})"
         )
     return config, build
+
+
+class CustomModel(Model):
+    """Holds what the user's function made; parameters are called `own.…`. What it raises, and what it gives in another shape,
+    is a ConfigError with file and line of its code."""
+
+    def __init__(self, code: CustomCode, schema: Schema, config: CustomModelConfig) -> None:
+        """Raises ConfigError: the function raised, or gave something else than a `Model`."""
+        super().__init__()
+        self._code, self._num_tasks = code, len(schema.tasks)
+        with telling(code, code.kind.rpartition(":")[2]):
+            own = code.build(schema, config)
+        if not isinstance(own, Model):
+            raise ConfigError(
+                f"model {code.kind!r}: expected a roostream.models.model.Model, got {type(own).__name__} ({code.files[0]}); return one"
+            )
+        self.own = own
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        with telling(self._code, "forward"):
+            logits_BT = self.own(inputs)
+        self._expect("forward", "logits", logits_BT, (len(inputs.request_index_B), self._num_tasks))
+        return logits_BT
+
+    def loss(self, inputs: Inputs, logits_BT: Tensor, targets: Targets) -> Tensor:
+        with telling(self._code, "loss"):
+            value = self.own.loss(inputs, logits_BT, targets)
+        self._expect("loss", "a scalar", value, ())
+        return value
+
+    def _expect(self, method: str, what: str, value: object, shape: tuple[int, ...]) -> None:
+        if not isinstance(value, Tensor) or tuple(value.shape) != shape:
+            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            code = getattr(
+                inspect.unwrap(getattr(type(self.own), method)), "__code__", None
+            )  # none: it isn't Python's
+            where = f"{code.co_filename}:{code.co_firstlineno}" if code else self._code.files[0]
+            raise ConfigError(
+                f"model {self._code.kind!r}: {where}: expected {method} to give {what} of shape {shape}, got {got}; correct it"
+            )
+
+
+@contextlib.contextmanager
+def telling(code: CustomCode, method: str) -> Iterator[None]:
+    """What a user's code raises as a sentence; that memory is out stays what it is."""
+    try:
+        yield
+    except (RoostreamError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"model {code.kind!r} failed in {method}: {describe_error(error, code.files)}"
+        ) from None

@@ -20,9 +20,9 @@ from torchrec import (
 from torchrec.modules.embedding_configs import DataType
 
 from roostream.errors import SchemaError
+from roostream.models.custom.torchrec_bags import RemoteEmbeddingBagCollection, as_kjt, rows_of
+from roostream.models.feature_encoders import pool_features
 from roostream.models.inputs import Inputs, build_inputs
-from roostream.models.own.torchrec_bags import RemoteEmbeddingBagCollection, as_kjt, rows_of
-from roostream.models.parts import pool
 from roostream.wire.lookup import build_lookup
 from tests.models.model_cases import make_batch, make_rows, make_schema
 
@@ -119,7 +119,7 @@ def test_a_mean_is_what_our_own_models_pool() -> None:
     inputs = made_inputs(COUNTS)
     with rows_of(inputs):
         ours = RemoteEmbeddingBagCollection([config("item", 4, "item", "history")], SCHEMA)(as_kjt(inputs))
-    pooled = pool(inputs)
+    pooled = pool_features(inputs)
     assert torch.equal(ours["item"], pooled["item"])
     assert torch.equal(ours["history"], pooled["history"][inputs.request_index_B])
     with rows_of(inputs):
@@ -275,5 +275,5 @@ def test_rows_are_a_batchs_own_also_when_one_is_within_another() -> None:
         with rows_of(other):
             assert len(ours(as_kjt(other)).values()) == 4
         np.testing.assert_array_equal(
-            ours(as_kjt(one)).values().detach().numpy(), pool(one)["item"].detach().numpy()
+            ours(as_kjt(one)).values().detach().numpy(), pool_features(one)["item"].detach().numpy()
         )

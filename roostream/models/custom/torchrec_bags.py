@@ -28,7 +28,7 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
 from roostream.errors import SchemaError, nearest
-from roostream.models.gather import gather, pool_bags
+from roostream.models.embedding_ops import gather_rows, pool_bags
 from roostream.models.inputs import Inputs
 from roostream.schema.schema import Schema
 
@@ -221,7 +221,7 @@ class RemoteEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type: ig
             [start + bag_of[f] for start, f in zip(starts, group.features, strict=True)], dim=1
         )
         width = rows_UD.shape[1]
-        x_BC = gather([(x_SD, at_BK.ravel())]).view(len(at_BK), len(sizes) * width)
+        x_BC = gather_rows([(x_SD, at_BK.ravel())]).view(len(at_BK), len(sizes) * width)
         return torch.split(x_BC, width, dim=1)
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:

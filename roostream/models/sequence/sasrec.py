@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from roostream.models.sequence.jagged_targets import JaggedTargets
+from roostream.models.sequence.jagged_sequences import JaggedSequences
 
 
-class AttentionBlock(nn.Module):
+class SasRecLayer(nn.Module):
     """One layer, [S, D] → [S, D]."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
@@ -30,28 +30,28 @@ class AttentionBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self._heads = heads
 
-    def forward(self, x_SD: Tensor, sequences: JaggedTargets) -> Tensor:
+    def forward(self, x_SD: Tensor, sequences: JaggedSequences) -> Tensor:
         seen_SD = _attend(self.queries_keys_values(self.attention_norm(x_SD)), sequences, self._heads)
         x_SD = x_SD + self.dropout(self.out(seen_SD))
         return x_SD + self.dropout(self.outer(F.relu(self.inner(self.network_norm(x_SD)))))
 
 
-class CausalTransformer(nn.Module):
+class SasRec(nn.Module):
     """Layers on each other, [S, D] → [S, D], of histories alone (`build_histories`): a target would see those before it."""
 
     def __init__(self, width: int, heads: int, layers: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(AttentionBlock(width, heads, dropout) for _ in range(layers))
+        self.layers = nn.ModuleList(SasRecLayer(width, heads, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
 
-    def forward(self, x_SD: Tensor, sequences: JaggedTargets) -> Tensor:
+    def forward(self, x_SD: Tensor, sequences: JaggedSequences) -> Tensor:
         for layer in self.layers:
             x_SD = layer(x_SD, sequences)
         out_SD: Tensor = self.norm(x_SD)
         return out_SD
 
 
-def _attend(x_SD3: Tensor, sequences: JaggedTargets, heads: int) -> Tensor:
+def _attend(x_SD3: Tensor, sequences: JaggedSequences, heads: int) -> Tensor:
     """[S, 3 · D] → [S, D]. A group's padding lies behind its tokens, so that no token sees it."""
     slots_SD3 = sequences.groups.pad(x_SD3)
     out = []

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from roostream.models.interaction.cross_net import CrossNet
-from roostream.models.interaction.dhen import CrossTokens, Dhen, DotProducts, MixTokens
+from roostream.models.interaction_layers import CrossNet, CrossTokens, Dhen, DotProducts, MixTokens
 from tests.models.layer_checks import assert_gradients, built, randn
 
 NAMES = ("cross", "dot", "mix")

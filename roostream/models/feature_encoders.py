@@ -4,6 +4,10 @@ A new module (HSTU's target output) is one more `Part`; chosen_parts.py says whi
 ask for.
 
 Letters: R requests, B candidates, G floats, N sequence entries, D width.
+
+UserArch: many request-only embeddings compressed to a few, once a request (ROO paper §3.2, eq. 1 and 2).
+
+Letters: R requests, I embeddings in, C width of each, O embeddings out, P width of each.
 """
 
 from __future__ import annotations
@@ -16,29 +20,30 @@ from torch import Tensor, nn
 
 from roostream.models.attention import TargetAttention
 from roostream.models.config import RankerConfig
-from roostream.models.gather import gather, pool_bags
-from roostream.models.inputs import Inputs, KeptEntries, Sequence
+from roostream.models.embedding_ops import gather_rows, pool_bags
+from roostream.models.inputs import Inputs, Sequence, SharedEntries
+from roostream.models.layers import Mlp
 from roostream.schema.schema import Feature, Schema
 from roostream.wire.transform import output_names
 
 Side = Literal["ro", "nro"]
-Pooled = dict[str, Tensor]
+PooledFeatures = dict[str, Tensor]
 
 
-def pool(inputs: Inputs) -> Pooled:
+def pool_features(inputs: Inputs) -> PooledFeatures:
     """Every list feature pooled, [R, D] or [B, D]: the mean (0 of nothing), for weighted ids the sum by weight.
 
     The semantics of TorchRec's EmbeddingBagCollection, but that a weight counts as its asinh, as floats do (roostream/models/inputs.py): a
     weight in any unit (a price, a duration) can't blow a layer up. All features of a stack that pool alike at once.
     """
-    out: Pooled = {}
+    out: PooledFeatures = {}
     for bags in inputs.bags:
         x_SD = pool_bags(inputs.rows[bags.stack], bags.index_L, bags.offset_S1, bags.weight_L)
         out.update(zip(bags.features, torch.split(x_SD, list(bags.sizes)), strict=True))
     return out
 
 
-def normalized(pooled: Pooled) -> Pooled:
+def normalize_pooled(pooled: PooledFeatures) -> PooledFeatures:
     """Each vector brought to mean 0 and variance 1 over its own columns (LayerNorm without gains: Ba et al. 2016; for rows: the
     Slipstream paper, §3.5). What is pooled of nothing stays 0, and so does a vector of one number, which would be lost."""
     return {
@@ -47,7 +52,7 @@ def normalized(pooled: Pooled) -> Pooled:
     }
 
 
-class Part(nn.Module):
+class FeatureEncoder(nn.Module):
     """Gives [R, width] as a request part, [B, width] as a candidate part; a row depends on its own request only.
 
     Called once a forward. Parts share nothing but `inputs` and `pooled`, and change neither.
@@ -55,11 +60,11 @@ class Part(nn.Module):
 
     width: int
 
-    def forward(self, inputs: Inputs, pooled: Pooled) -> Tensor:
+    def forward(self, inputs: Inputs, pooled: PooledFeatures) -> Tensor:
         raise NotImplementedError
 
 
-class Floats(Part):
+class FloatEncoder(FeatureEncoder):
     """Floats and presence bits of a side."""
 
     def __init__(self, schema: Schema, side: Side) -> None:
@@ -67,7 +72,7 @@ class Floats(Part):
         self.width = len(output_names(schema, side)) + len(getattr(schema, side))
         self._side = side
 
-    def forward(self, inputs: Inputs, pooled: Pooled) -> Tensor:
+    def forward(self, inputs: Inputs, pooled: PooledFeatures) -> Tensor:
         if self._side == "ro":
             x, present = inputs.ro_float_RG, inputs.ro_present_RP
         else:
@@ -75,7 +80,7 @@ class Floats(Part):
         return torch.cat([x, present.to(x.dtype)], dim=1)
 
 
-class Embeddings(Part):
+class EmbeddingEncoder(FeatureEncoder):
     """The pooled list features of a side, side by side."""
 
     def __init__(self, schema: Schema, side: Side) -> None:
@@ -83,11 +88,11 @@ class Embeddings(Part):
         self._features = tuple(f.name for f in schema.lists(side))
         self.width = sum(schema.table_by_name[f.table].dim for f in schema.lists(side))
 
-    def forward(self, inputs: Inputs, pooled: Pooled) -> Tensor:
+    def forward(self, inputs: Inputs, pooled: PooledFeatures) -> Tensor:
         return torch.cat([pooled[name] for name in self._features], dim=1)
 
 
-class HistoryAttention(Part):
+class HistoryAttentionEncoder(FeatureEncoder):
     """Target attention to one request-only sequence; the candidate's pooled id features ask.
 
     An entry is its row, the rows of its id columns that have a table, and a learned vector of each time column's bucket
@@ -112,7 +117,7 @@ class HistoryAttention(Part):
         self.attention = TargetAttention(query_width, entry_width, config.history_width, config.history_heads)
         self.width = config.history_width
 
-    def forward(self, inputs: Inputs, pooled: Pooled) -> Tensor:
+    def forward(self, inputs: Inputs, pooled: PooledFeatures) -> Tensor:
         sequence = inputs.sequences[self._feature.name]
         query_BQ = torch.cat([pooled[name] for name in self._queries], dim=1)
         if sequence.kept is not None:
@@ -120,7 +125,9 @@ class HistoryAttention(Part):
                 query_BQ, self._keys(inputs, sequence, sequence.kept), sequence, inputs.groups
             )
         sources = self._rows(inputs, {"": sequence.index_L, **sequence.column_L})
-        return self.attention(query_BQ, gather([*sources, *self._times(sequence)]), sequence, inputs.groups)
+        return self.attention(
+            query_BQ, gather_rows([*sources, *self._times(sequence)]), sequence, inputs.groups
+        )
 
     def _rows(self, inputs: Inputs, index_L: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
         return [(inputs.rows[stack], index_L[c]) for c, stack in self._stacks.items()]
@@ -132,15 +139,64 @@ class HistoryAttention(Part):
             sources.append((table.weight, sequence.bucket_L[column].clamp_max(self._last_bucket)))
         return sources
 
-    def _keys(self, inputs: Inputs, sequence: Sequence, kept: KeptEntries) -> Tensor:
+    def _keys(self, inputs: Inputs, sequence: Sequence, kept: SharedEntries) -> Tensor:
         """Keys and values of all entries, [L, 2 · width], as `attention.key_value` would give them: what rows bring is worked out
         once an entry that remains, what times bring once a bucket; each entry has the sum of its own."""
-        row_VE = gather(self._rows(inputs, {"": kept.index_V, **kept.column_V}))
+        row_VE = gather_rows(self._rows(inputs, {"": kept.index_V, **kept.column_V}))
         weight, bias = self.attention.key_value.weight, self.attention.key_value.bias
-        keys_LD2 = gather([(nn.functional.linear(row_VE, weight[:, : row_VE.shape[1]], bias), kept.at_L)])
+        keys_LD2 = gather_rows(
+            [(nn.functional.linear(row_VE, weight[:, : row_VE.shape[1]], bias), kept.at_L)]
+        )
         first = row_VE.shape[1]
         for table, bucket_L in self._times(sequence):
             of_bucket = nn.functional.linear(table, weight[:, first : first + table.shape[1]])
-            keys_LD2 = keys_LD2 + gather([(of_bucket, bucket_L)])
+            keys_LD2 = keys_LD2 + gather_rows([(of_bucket, bucket_L)])
             first += table.shape[1]
         return keys_LD2
+
+
+class LinearCompression(nn.Module):
+    """Linear compression embedding: X [R, C, I] → [R, O, P], no activation.
+
+    f(X) = g(X) W + b with g(X) [R · C, I], W [I, O], b [O], as [R, O, C]; then f'(X) = f W' + b' with W' [C, P], b' [P].
+    """
+
+    def __init__(self, num_in: int, width_in: int, num_out: int, width_out: int) -> None:
+        super().__init__()
+        self.across = nn.Linear(num_in, num_out)
+        self.each = nn.Linear(width_in, width_out)
+
+    def forward(self, x_RCI: Tensor) -> Tensor:
+        out: Tensor = self.each(self.across(x_RCI).transpose(1, 2))
+        return out
+
+
+class UserArch(FeatureEncoder):
+    """[U, O · P] of a request's pooled lists and floats, of equal requests once (`Inputs.once`); P = C.
+
+    Lists of another width than C go through a matrix of their own first; all floats become one embedding by a layer. There are
+    never more out than in.
+    """
+
+    def __init__(self, schema: Schema, config: RankerConfig) -> None:
+        super().__init__()
+        width = config.userarch_width
+        dims = {f.name: schema.table_by_name[f.table].dim for f in schema.lists("ro")}
+        self._names = tuple(dims)
+        self.widen = nn.ModuleDict(
+            {name: nn.Linear(dim, width) for name, dim in dims.items() if dim != width}
+        )
+        self._floats = FloatEncoder(schema, "ro") if schema.floats("ro") else None
+        self.dense = Mlp(self._floats.width, (width,)) if self._floats else None
+        num_in = len(dims) + bool(self._floats)
+        num_out = min(config.userarch_embeddings, num_in)
+        self.compression = LinearCompression(num_in, width, num_out, width) if num_in else None
+        self.width = num_out * width
+
+    def forward(self, inputs: Inputs, pooled: PooledFeatures) -> Tensor:
+        once = {name: inputs.once(pooled[name]) for name in self._names}
+        tokens = [self.widen[name](once[name]) if name in self.widen else once[name] for name in self._names]
+        if self._floats is not None and self.dense is not None:
+            tokens.append(self.dense(inputs.once(self._floats(inputs, pooled))))
+        assert self.compression is not None, "without a request feature there is nothing to compress"
+        return self.compression(torch.stack(tokens, dim=2)).flatten(1)

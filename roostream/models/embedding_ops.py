@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from roostream.models.lanes import COMPILED, LANES, fused, kernel, load, spread, store
+from roostream.models.simd import COMPILED, LANES, fused, kernel, load, spread, store
 
 
-def gather(sources: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+def gather_rows(sources: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """(rows [U, D], int64 [L]) of each source → [L, C], the sources' rows side by side; U may be 0 where L is."""
     if not _has_kernel(sources[0][0]):
         return torch.cat([rows_UD.index_select(0, index_L) for rows_UD, index_L in sources], dim=1)
@@ -164,5 +164,5 @@ def _unpool(
 def precompile() -> None:
     """Compile the kernels into numba's cache."""
     rows_UD, index_L = torch.ones(2, 1, requires_grad=True), torch.tensor([0, 1])
-    gather([(rows_UD, index_L)]).sum().backward()  # type: ignore[no-untyped-call]
+    gather_rows([(rows_UD, index_L)]).sum().backward()  # type: ignore[no-untyped-call]
     pool_bags(rows_UD, index_L, index_L, None).sum().backward()  # type: ignore[no-untyped-call]

@@ -11,12 +11,16 @@ import pytest
 import torch
 
 from roostream.errors import ConfigError
-from roostream.models.build import build_model, load_model_config, model_config_from_dict, model_config_of
-from roostream.models.config import OwnConfig
+from roostream.models.build import (
+    build_model,
+    load_model_config,
+    load_model_config_or_code,
+    model_config_from_dict,
+)
+from roostream.models.config import CustomModelConfig
+from roostream.models.custom.loading import OUR_NAMES, CustomModel
 from roostream.models.inputs import build_inputs
 from roostream.models.model import Model, Targets
-from roostream.models.own.loading import OUR_NAMES
-from roostream.models.own.wrapped import OwnModel
 from roostream.wire.lookup import build_lookup
 from tests.contract.house import FOLDERS
 from tests.models.model_cases import make_batch, make_rows, make_schema
@@ -24,12 +28,12 @@ from tests.models.model_cases import make_batch, make_rows, make_schema
 CODE = """
 import dataclasses
 import torch
-from roostream.models.config import OwnConfig
+from roostream.models.config import CustomModelConfig
 from roostream.models.model import Model
 from roostream.schema.settings import setting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(OwnConfig):
+class Config(CustomModelConfig):
     rows: int = setting(3, "of its one matrix", least=1)
 
 class Constant(Model):
@@ -67,7 +71,7 @@ def forward(model: Model) -> torch.Tensor:
 
 def test_a_file_has_its_own_configuration_and_is_named_by_its_digest(tmp_path: Path) -> None:
     config = load_model_config(written(tmp_path, CODE, "rows = 5"))
-    assert isinstance(config, OwnConfig)
+    assert isinstance(config, CustomModelConfig)
     assert dataclasses.asdict(config) == {
         "kind": "shop.py:build",
         "code": hashlib.sha256(CODE.encode()).hexdigest(),
@@ -75,7 +79,7 @@ def test_a_file_has_its_own_configuration_and_is_named_by_its_digest(tmp_path: P
     }
     assert model_config_from_dict(dataclasses.asdict(config)) == config
     model = build_model(SCHEMA, config, 1)
-    assert isinstance(model, OwnModel) and forward(model).shape == (5, 2)
+    assert isinstance(model, CustomModel) and forward(model).shape == (5, 2)
     assert [(name, tuple(p.shape)) for name, p in model.named_parameters()] == [("own.bias", (5, 2))]
 
 
@@ -105,14 +109,14 @@ def test_a_package_s_module_is_known_by_all_its_files(
     (package / "__init__.py").write_text("")
     (package / "ranking.py").write_text(CODE + "\nfrom shop_package import parts\n")
     (package / "parts.py").write_text("")
-    first = model_config_of("shop_package.ranking:build")
+    first = load_model_config_or_code("shop_package.ranking:build")
     assert first.kind == "shop_package.ranking:build" and forward(build_model(SCHEMA, first, 0)).shape == (
         5,
         2,
     )
     (package / "parts.py").write_text("x = 1")
     assert (
-        dataclasses.asdict(model_config_of("shop_package.ranking:build"))["code"]
+        dataclasses.asdict(load_model_config_or_code("shop_package.ranking:build"))["code"]
         != dataclasses.asdict(first)["code"]
     )
 

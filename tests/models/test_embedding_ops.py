@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from roostream.models import gather as module
-from roostream.models.gather import gather, pool_bags, precompile
+from roostream.models import embedding_ops as module
+from roostream.models.embedding_ops import gather_rows, pool_bags, precompile
 
 INDEX = torch.tensor([3, 0, 3, 1, 3])
 OFFSET = torch.tensor([0, 2, 2, 5])  # the second bag is empty
@@ -23,14 +23,14 @@ def table(rows: int, width: int, seed: int = 0) -> Tensor:
 def test_rows_of_several_tables_stand_side_by_side() -> None:
     first, second, other = table(4, 3), table(6, 2, seed=1), torch.tensor([5, 5, 0, 1, 2])
     torch.testing.assert_close(
-        gather([(first, INDEX), (second, other)]), torch.cat([first[INDEX], second[other]], dim=1)
+        gather_rows([(first, INDEX), (second, other)]), torch.cat([first[INDEX], second[other]], dim=1)
     )
-    assert torch.autograd.gradcheck(lambda a, b: gather([(a, INDEX), (b, other)]), (first, second))
+    assert torch.autograd.gradcheck(lambda a, b: gather_rows([(a, INDEX), (b, other)]), (first, second))
 
 
 def test_a_table_that_does_not_learn_gets_no_gradient() -> None:
     learned, fixed = table(4, 3), table(4, 2).detach()
-    gather([(fixed, INDEX), (learned, INDEX)]).sum().backward()
+    gather_rows([(fixed, INDEX), (learned, INDEX)]).sum().backward()
     assert fixed.grad is None and learned.grad is not None
     assert learned.grad.tolist() == [[1.0] * 3, [1.0] * 3, [0.0] * 3, [3.0] * 3], (
         "a row's is the sum over who looked at it"
@@ -39,7 +39,7 @@ def test_a_table_that_does_not_learn_gets_no_gradient() -> None:
 
 def test_gradients_come_as_views_too() -> None:
     rows = table(4, 3)
-    torch.cat([rows[:1].expand(5, 3), gather([(rows, INDEX)])], dim=1).square().sum().backward()
+    torch.cat([rows[:1].expand(5, 3), gather_rows([(rows, INDEX)])], dim=1).square().sum().backward()
     expected = table(4, 3)
     torch.cat([expected[:1].expand(5, 3), expected[INDEX]], dim=1).square().sum().backward()
     torch.testing.assert_close(rows.grad, expected.grad)
@@ -58,7 +58,7 @@ def test_bags_are_those_of_embedding_bag(weight: Tensor | None) -> None:
 
 def test_nothing_is_looked_up_in_no_rows() -> None:
     none, empty = torch.zeros(0, 2, requires_grad=True), torch.zeros(0, dtype=torch.int64)
-    assert gather([(none, empty)]).shape == (0, 2)
+    assert gather_rows([(none, empty)]).shape == (0, 2)
     out = pool_bags(none, empty, torch.tensor([0, 0, 0]), None)
     assert out.tolist() == [[0.0, 0.0], [0.0, 0.0]]
     out.sum().backward()
@@ -67,7 +67,7 @@ def test_nothing_is_looked_up_in_no_rows() -> None:
 
 def test_elsewhere_than_on_a_cpu_shapes_are_the_same() -> None:
     rows, index, offset = (x.to("meta") for x in (table(4, 3).float().detach(), INDEX, OFFSET))
-    assert gather([(rows, index), (rows, index)]).shape == (5, 6)
+    assert gather_rows([(rows, index), (rows, index)]).shape == (5, 6)
     assert pool_bags(rows, index, offset, None).shape == (3, 3)
 
 

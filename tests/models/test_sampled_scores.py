@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from roostream.models import drawn_scores as module
-from roostream.models.drawn_scores import drawn_scores
+from roostream.models import sampled_scores as module
+from roostream.models.sampled_scores import sampled_scores
 from tests.models.layer_checks import randn
 
 INDEX = torch.tensor([[0, 4, 4], [3, 0, 1]])
@@ -20,7 +20,7 @@ def test_kernels_and_copies_give_the_same_numbers_and_gradients(
     for compiled in (module.COMPILED, False):
         monkeypatch.setattr(module, "COMPILED", compiled)
         u_PD, v_ID = randn(2, width).requires_grad_(), randn(5, width, seed=1).requires_grad_()
-        out_PC = drawn_scores(u_PD, v_ID, INDEX)
+        out_PC = sampled_scores(u_PD, v_ID, INDEX)
         (out_PC * randn(2, 3, seed=2)).sum().backward()  # type: ignore[no-untyped-call]
         found.append((out_PC, u_PD.grad, v_ID.grad))
     for ours, copies in zip(*found, strict=True):
@@ -30,10 +30,10 @@ def test_kernels_and_copies_give_the_same_numbers_and_gradients(
 
 def test_vectors_that_lie_in_columns_are_read_as_they_are() -> None:
     u_PD, v_ID = randn(4, 2).T.requires_grad_(), randn(4, 5).T.requires_grad_()
-    (gradient_PD,) = torch.autograd.grad(drawn_scores(u_PD, v_ID, INDEX).sum(), u_PD)
+    (gradient_PD,) = torch.autograd.grad(sampled_scores(u_PD, v_ID, INDEX).sum(), u_PD)
     torch.testing.assert_close(gradient_PD, v_ID[INDEX].sum(dim=1))
 
 
 def test_gradients_are_right_in_float64() -> None:
     u_PD, v_ID = randn(2, 18).requires_grad_(), randn(5, 18).requires_grad_()
-    assert torch.autograd.gradcheck(lambda u, v: drawn_scores(u, v, INDEX), (u_PD, v_ID))
+    assert torch.autograd.gradcheck(lambda u, v: sampled_scores(u, v, INDEX), (u_PD, v_ID))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from roostream.models.build import load_model_config, model_config_from_dict
-from roostream.models.own.own_checks import check_model
+from roostream.models.custom.model_checks import check_model
 from tests.trainer.visit_checks import assert_serving_scores_as, log_losses
 from tests.trainer.visits import SCHEMA, visit_loop, visits
 

@@ -5,6 +5,10 @@ Letters: N rows, K tokens of a row, D width of a token.
     X_{l+1} = Norm(Σ_k Interaction_k(X_l) + Shortcut(X_l))
 
 Each layer sees what different kinds of interaction made of the layer below, so that kinds are combined, not only stacked.
+
+DCNv2's cross network: polynomials of the columns, one degree more a layer.
+
+Letters: N rows, D width.
 """
 
 from __future__ import annotations
@@ -15,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from roostream.models.config import InteractionName
-from roostream.models.interaction.cross_net import CrossNet
 
 
 class DotProducts(nn.Module):
@@ -101,3 +104,25 @@ class Dhen(nn.Module):
         for layer in self.layers:
             x_NKD = layer(x_NKD)
         return x_NKD.flatten(1)
+
+
+class CrossNet(nn.Module):
+    """DCNv2's cross network (Wang et al. 2021, §3.1; low-rank form §3.3), [N, D] → [N, D].
+
+    x_{l+1} = x_0 ⊙ (W_l x_l + b_l) + x_l, or with W_l = U_l V_l of rank r where 0 < r < D.
+    """
+
+    def __init__(self, width: int, layers: int, rank: int = 0) -> None:
+        super().__init__()
+        self.width = width
+        low_rank = 0 < rank < width
+        self.down = nn.ModuleList(
+            nn.Linear(width, rank, bias=False) for _ in range(layers if low_rank else 0)
+        )
+        self.layers = nn.ModuleList(nn.Linear(rank if low_rank else width, width) for _ in range(layers))
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        x0_ND = x_ND
+        for i, layer in enumerate(self.layers):
+            x_ND = x0_ND * layer(self.down[i](x_ND) if self.down else x_ND) + x_ND
+        return x_ND

@@ -8,9 +8,9 @@ import pytest
 
 from roostream.models.build import load_model_config
 from roostream.models.config import RankerConfig
-from roostream.models.own.own_checks import check_model, us_a_request
+from roostream.models.custom.model_checks import check_model, forward_time_us
+from tests.models.custom.test_loading import written
 from tests.models.model_cases import make_schema
-from tests.models.own.test_loading import written
 
 CODE = """
 import torch
@@ -50,7 +50,7 @@ def test_a_model_that_keeps_the_rules_passes(tmp_path: Path) -> None:
 def test_our_own_kind_passes_and_takes_time() -> None:
     config = RankerConfig(request_layers=(8,), width=8, list_heads=2, deep_layers=(8,), task_layers=(4,))
     assert [verdict for verdict in check_model(SCHEMA, config) if verdict.wrong] == []
-    assert us_a_request(SCHEMA, config) > 0
+    assert forward_time_us(SCHEMA, config) > 0
 
 
 @pytest.mark.parametrize(

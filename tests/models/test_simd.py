@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from roostream.models.lanes import LANES, exponential, kernel, load, product, store
+from roostream.models.simd import LANES, exponential, kernel, load, product, store
 
 FLOATS = [np.float32, np.float64]
 

@@ -1,0 +1,145 @@
+"""Entries of a history as tokens.
+
+Letters: L entries of the histories, D width.
+
+A request's history as one vector: what a two-tower model knows of the user before it has seen an item.
+
+Letters: R requests, S tokens, D width.
+
+HSTU as a ranker's part: what each candidate is at the end of its request's history.
+
+Letters: L entries of the histories, B candidates, S tokens, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from roostream.models.config import HstuConfig, HstuSettings
+from roostream.models.embedding_ops import gather_rows
+from roostream.models.feature_encoders import FeatureEncoder, PooledFeatures
+from roostream.models.inputs import Inputs
+from roostream.models.sequence.hstu import Hstu
+from roostream.models.sequence.jagged_sequences import build_jagged_sequences
+from roostream.schema.schema import Feature, Schema
+
+
+class HistoryTokenizer(nn.Module):
+    """[L, D]: an entry's item and its id columns (its action), each embedding through a matrix of its own, added up; where
+    requests share entries, once an entry."""
+
+    def __init__(self, schema: Schema, feature: Feature, width: int) -> None:
+        super().__init__()
+        self._name = feature.name
+        tables = {
+            c: schema.table_by_name[t] for c, t in (("", feature.table), *feature.column_tables.items())
+        }
+        self._stacks = {column: table.stack for column, table in tables.items()}
+        self.item = nn.Linear(tables[""].dim, width)
+        self.columns = nn.ModuleDict(
+            {c: nn.Linear(table.dim, width, bias=False) for c, table in tables.items() if c}
+        )
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        sequence = inputs.sequences[self._name]
+        kept = sequence.kept
+        if kept is None:
+            return self._tokens(inputs, sequence.index_L, sequence.column_L)
+        return gather_rows([(self._tokens(inputs, kept.index_V, kept.column_V), kept.at_L)])
+
+    def _tokens(self, inputs: Inputs, index_L: Tensor, column_L: Mapping[str, Tensor]) -> Tensor:
+        x_LD: Tensor = self.item(gather_rows([(inputs.rows[self._stacks[""]], index_L)]))
+        for column, layer in self.columns.items():
+            x_LD = x_LD + layer(gather_rows([(inputs.rows[self._stacks[column]], column_L[column])]))
+        return x_LD
+
+
+class HistoryEncoder(FeatureEncoder):
+    """[R, hstu_width]: HSTU's output of a learned token behind each history, at the time of the request (ROO paper, Fig. 5b).
+
+    The token stands where the next item would: it sees the whole history, and is there also where the history is empty.
+    """
+
+    def __init__(self, schema: Schema, feature: Feature, config: HstuSettings) -> None:
+        super().__init__()
+        self.width = config.hstu_width
+        self._name, self._max_history = feature.name, config.max_history
+        self._time = next(iter(feature.time_columns), None)
+        self.tokens = HistoryTokenizer(schema, feature, self.width)
+        self.next = nn.Parameter(torch.zeros(1, self.width))
+        self.hstu = Hstu(
+            self.width,
+            config.hstu_heads,
+            config.hstu_layers,
+            config.max_history,
+            times=self._time is not None,
+        )
+
+    def forward(self, inputs: Inputs, pooled: PooledFeatures) -> Tensor:
+        sequence = inputs.sequences[self._name]
+        num_requests = len(sequence.host_length_R)
+        sequences = build_jagged_sequences(
+            sequence.host_length_R,
+            None if self._time is None else sequence.gap_ms_L[self._time],
+            np.ones(num_requests, dtype=np.int32),
+            self._max_history,
+            self.next.device,
+        )
+        token_XD = torch.cat([self.tokens(inputs), self.next.expand(num_requests, -1)])
+        x_SD = self.hstu(gather_rows([(token_XD, sequences.source_S)]), sequences)
+        return gather_rows([(x_SD, sequences.token_B)])
+
+
+class HstuTargetEncoder(FeatureEncoder):
+    """[B, hstu_width]. A history and all candidates of its request go through HSTU once; a candidate sees the history and itself.
+
+    An entry's token is made of its item and its action (history_tokens.py). A candidate's is its item's, through the same matrix,
+    with a learned token in the action's place: its own action is what is to be predicted. Its other id features are added as
+    context. Its item is its first feature in the history's table.
+    """
+
+    def __init__(self, schema: Schema, feature: Feature, config: HstuConfig) -> None:
+        super().__init__()
+        self.width = config.hstu_width
+        self._feature, self._max_history = feature, config.max_history
+        lists = schema.lists("nro")
+        self._item = next((f.name for f in lists if f.table == feature.table), "")
+        self._context = tuple(f.name for f in lists if f.name != self._item)
+        self.tokens = HistoryTokenizer(schema, feature, self.width)
+        self.unknown_action = nn.Parameter(torch.zeros(self.width))
+        context_width = sum(schema.table_by_name[f.table].dim for f in lists if f.name != self._item)
+        self.context = nn.Linear(context_width, self.width, bias=False) if context_width else None
+        self._time = next(iter(feature.time_columns), None)
+        self.hstu = Hstu(
+            self.width,
+            config.hstu_heads,
+            config.hstu_layers,
+            config.max_history,
+            times=self._time is not None,
+        )
+
+    def forward(self, inputs: Inputs, pooled: PooledFeatures) -> Tensor:
+        sequence = inputs.sequences[self._feature.name]
+        sequences = build_jagged_sequences(
+            sequence.host_length_R,
+            None if self._time is None else sequence.gap_ms_L[self._time],
+            inputs.num_candidates_R,
+            self._max_history,
+            inputs.request_index_B.device,
+        )
+        token_XD = torch.cat([self.tokens(inputs), self._targets(inputs, pooled)])
+        x_SD = self.hstu(gather_rows([(token_XD, sequences.source_S)]), sequences)
+        return gather_rows([(x_SD, sequences.token_B)])
+
+    def _targets(self, inputs: Inputs, pooled: PooledFeatures) -> Tensor:
+        if self._item:
+            x_BD: Tensor = self.tokens.item(pooled[self._item]) + self.unknown_action
+        else:
+            x_BD = self.unknown_action.expand(len(inputs.request_index_B), -1)
+        if self.context is not None:
+            x_BD = x_BD + self.context(torch.cat([pooled[name] for name in self._context], dim=1))
+        return x_BD
