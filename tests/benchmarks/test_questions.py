@@ -73,7 +73,6 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
         ("receive", [4096, True]),
         ("small", [True]),
     ],
-    "sizes.simulated": [("training", [2, 3, 64, {"steps": 2, "hours": 0.01}])],
     "rpc_socket": [("send", [4096]), ("receive", [4096]), ("small", [])],
     "selecting.rotations": [("rotations", [{}, 0, 1, 200, {"normalize_rows": True}])],
     "serving.one_request": [

@@ -1,1 +1,0 @@
-"""Sizes beyond a machine."""
