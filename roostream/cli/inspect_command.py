@@ -15,10 +15,11 @@ from roostream.cli.data.dedupe_command import dedupe
 from roostream.cli.data.feature_command import feature
 from roostream.cli.data.session_command import inspect_session
 from roostream.cli.data.warehouse_command import inspect_file, inspect_table
+from roostream.cli.options import json_option
 from roostream.errors import ConfigError
 
 if TYPE_CHECKING:
-    from roostream.cli.skew.logged_lists import LoggedList
+    from roostream.cli.skew.scored_lists import LoggedList
     from roostream.cli.status_table import Row
 
 
@@ -44,7 +45,7 @@ inspect.add_command(inspect_session)
 
 @inspect.command("batch")
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="machine-readable, stable keys")
+@json_option
 def batch_command(file: Path, as_json: bool) -> None:
     """The batch at which a worker ended training: why, where its records are from, and the numbers in it.
 
@@ -54,7 +55,7 @@ def batch_command(file: Path, as_json: bool) -> None:
     """
     from rich.console import Console
 
-    from roostream.cli.batch_inspection import inspected
+    from roostream.cli.inspect_batch import inspected
     from roostream.cli.status_table import render_rows
     from trainer.saved_batch import decode
 
@@ -81,7 +82,7 @@ def batch_command(file: Path, as_json: bool) -> None:
     show_default=True,
     help="newest lists that are scored again",
 )
-@click.option("--json", "as_json", is_flag=True, help="machine-readable, stable keys")
+@json_option
 def skew_command(files: tuple[Path, ...], home: Path, store: str, lists: int, as_json: bool) -> None:
     """Score logged lists again with training's forward pass, by the version that served each: the newest samples of the stack in
     --home, or those of FILES, segments of a feature log or saved batches. Exit code 1 if a list was scored by other features than
@@ -96,8 +97,8 @@ def skew_command(files: tuple[Path, ...], home: Path, store: str, lists: int, as
 
     from roostream.cli.checkpoint.checkpoint_command import opened_store
     from roostream.cli.skew.commit_states import CommitStates
-    from roostream.cli.skew.logged_lists import of_file
-    from roostream.cli.skew.rescoring import rescored, summary
+    from roostream.cli.skew.score_comparison import rescored, summary
+    from roostream.cli.skew.scored_lists import of_file
     from roostream.cli.status_table import render_rows
 
     commits = CommitStates(opened_store(home, store), home.expanduser().resolve())
@@ -113,7 +114,7 @@ def skew_command(files: tuple[Path, ...], home: Path, store: str, lists: int, as
 def _newest(home: Path, lists: int) -> list[LoggedList]:
     """Of the samples of the stack that runs in the home."""
     from infra.home import Home
-    from roostream.cli.skew.logged_lists import of_topic
+    from roostream.cli.skew.scored_lists import of_topic
 
     stack = Home(home).read_stack()
     if not stack or not stack.get("kafka"):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from roostream.cli.replay.cli import Duration
+from roostream.cli.options import Duration
 from roostream.errors import ConfigError, nearest
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from roostream.cli.replay.cli import ManyWords, flags_of
+from roostream.cli.options import MultiValueCommand, settings_flags
 from trainer.next_item.config import NextItemConfig
 
 _COLUMNS = ("HR@10", "NDCG@10", "HR@50", "NDCG@50", "MRR")
@@ -56,9 +56,9 @@ def _command(**given: Any) -> None:
     run(NextItemConfig(**given))
 
 
-next_item = ManyWords(
+next_item = MultiValueCommand(
     "next-item",
-    params=flags_of(NextItemConfig),
+    params=settings_flags(NextItemConfig),
     callback=_command,
     help="""What does each user of MovieLens-1M take next? Trains HSTU or SASRec on all but the last items, ranks all items.
 

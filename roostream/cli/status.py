@@ -1,18 +1,24 @@
-"""What a running stack does, from its programs' metrics, Kafka, Flink and the controller.
+"""`roostream status`: the state of a running stack, from its programs' metrics, Kafka, Flink and the controller.
 
-Whatever does not answer is None: a table is wanted most when something is down.
+A value is None where a program does not answer, because the status is needed most when something is down.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from confluent_kafka import Consumer, KafkaException
+from rich.console import Console
 
 from infra.auditor import sums
-from roostream.cli.troubles import of_controller, troubles
+from infra.home import Home
+from roostream.cli import status_table
+from roostream.cli.background_stack import describe_endpoints
+from roostream.cli.program_health import unhealthy_controller, unhealthy_programs
 from roostream.errors import RoostreamError, UnavailableError
 from roostream.runtime import scrape
 from roostream.runtime.flink_rest import FlinkRest
@@ -34,10 +40,33 @@ from trainer.monitoring.quality import QUALITY
 from trainer.selection.outcomes import added
 
 _QUALITY = (*QUALITY, "requests", "candidates")
+_SAMPLING_S = 1.0
 
 
-class Watcher:
-    """Looks at one stack again and again; rates are between two looks. Not thread-safe."""
+def run(home: Path, as_json: bool) -> int:
+    """Print the status of the stack in `home`. Returns 0, or 1 if a program is not ready.
+
+    Raises:
+        SetupError: no stack runs there.
+    """
+    stack = Home(home).running_stack()
+    monitor = StackMonitor(stack)
+    try:
+        monitor.sample(stack["programs"])
+        time.sleep(_SAMPLING_S)  # rates need two samples
+        status = monitor.sample(stack["programs"])
+    finally:
+        monitor.close()
+    if as_json:
+        print(json.dumps({"home": stack["home"], **status}, indent=2))
+    else:
+        title = f"Roostream in {stack['home']}"
+        Console().print(status_table.render(status, title, describe_endpoints(stack)))
+    return 0 if all(p["state"] in ("ready", "ended") for p in stack["programs"].values()) else 1
+
+
+class StackMonitor:
+    """Samples the status of one stack; rates are those between two samples. Not thread-safe."""
 
     def __init__(self, stack: Mapping[str, Any]) -> None:
         self.kafka, self.prefix = str(stack["kafka"]), str(stack["prefix"])
@@ -46,8 +75,8 @@ class Watcher:
         self._consumer: Consumer | None = None
         self._ends: tuple[float, dict[str, int]] | None = None
 
-    def look(self, programs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """`programs` as in stack.json."""
+    def sample(self, programs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """The status now, with stable keys. `programs` is the table of stack.json."""
         scraped = scrape.fetch_all(
             {n: p["metrics"] for n, p in programs.items() if p["state"] in ("starting", "ready")}
         )
@@ -58,7 +87,7 @@ class Watcher:
                 n: {"state": p["state"], "pid": p["pid"], "restarts": p["restarts"]}
                 for n, p in programs.items()
             },
-            "troubles": {**of_controller(control), **troubles(programs)},
+            "troubles": {**unhealthy_controller(control), **unhealthy_programs(programs)},
             "rates": self._rates(ends),
             "topics": ends,
             "joiner": joiner_state(self._joiner_job(), scraped.get("joiner", ScrapedMetrics())),
@@ -81,7 +110,7 @@ class Watcher:
             self._consumer = None
 
     def _end_offsets(self) -> dict[str, int]:
-        """Topic → records ever written; empty if Kafka is away."""
+        """Topic → number of records ever written; empty if Kafka does not answer."""
         try:
             self._consumer = self._consumer or clients.consumer(Broker(self.kafka), f"{self.prefix}status")
             return {t: self._end(t) for t in TOPICS}
@@ -99,7 +128,7 @@ class Watcher:
         return sum(ends.values())
 
     def _rates(self, ends: dict[str, int]) -> dict[str, float | None]:
-        """Records a second since the look before; None at the first."""
+        """Records per second since the previous sample; None in the first."""
         now_s, before = time.monotonic(), self._ends
         if ends:
             self._ends = now_s, ends
@@ -134,7 +163,7 @@ def joiner_state(job: Mapping[str, Any] | None, joiner: ScrapedMetrics) -> dict[
 
 
 def trainer_state(control: Mapping[str, Any]) -> dict[str, Any]:
-    """What all that train do together: the worst state, the furthest lag, sums of counts. None without a controller."""
+    """All training workers together: the worst state, the largest lag, sums of counts. None without a controller."""
     whole = aggregate_status(control) if control else {}
     reports = worker_reports(control).values() if control else ()
     counted = ("candidates", "duplicates", "dead_letters", "non_finite", "rehearsed")
@@ -159,12 +188,12 @@ def trainer_state(control: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sum(counts: Iterable[int | None]) -> int | None:
-    told = [count for count in counts if count is not None]
-    return sum(told) if told else None
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
 
 
 def workers_state(control: Mapping[str, Any]) -> dict[str, Any]:
-    """How many train and how many are wanted (None = no controller), and each one that beats."""
+    """How many workers train and how many are requested (None without a controller), and each one that reports."""
     members: Mapping[str, Any] = control.get("members", {})
     each = {
         name: {
@@ -178,7 +207,7 @@ def workers_state(control: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_training(name: str, control: Mapping[str, Any]) -> bool:
-    """Workers from the controller's number on stand by."""
+    """Workers with an index of at least the number in use are standing by."""
     return int(name.rpartition(" ")[2]) < int(control.get("workers", 1))
 
 
@@ -198,19 +227,19 @@ def commit_state(control: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def freshness_state(control: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
-    """Stage → p50 and p99 in ms of the last minutes, as the controller has them of its neighbours."""
-    told = control.get("freshness") or {}
-    return {stage: told.get(stage) or dict(UNKNOWN) for stage in FRESHNESS_STAGES}
+    """Stage → p50 and p99 in ms over the last minutes, as the controller measured them."""
+    measured = control.get("freshness") or {}
+    return {stage: measured.get(stage) or dict(UNKNOWN) for stage in FRESHNESS_STAGES}
 
 
 def quality(control: Mapping[str, Any]) -> dict[str, float | None]:
-    """Progressive metrics of the first task, of all workers that train."""
+    """Progressive metrics of the first task over all training workers."""
     metrics = aggregate_status(control)["metrics"] if control else {}
     return {name: metrics.get(name) for name in _QUALITY}
 
 
 def _every_worker(control: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """`worker 0` … → what each told last, in their order; also of those that stand by."""
+    """`worker 0`, … → the last report of each worker in order, including those that stand by."""
     reports: Mapping[str, Any] = control.get("reports", {})
     names = sorted(
         (str(k) for k in reports if str(k).startswith("worker ")),

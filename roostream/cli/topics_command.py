@@ -1,58 +1,113 @@
-"""`roostream topics create | check | keep`."""
+"""`roostream topics create | check | keep`: topics on a Kafka that is not part of a local stack."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
+from roostream.cli.options import with_options
+from roostream.errors import ConfigError
 from roostream.runtime.deployment import Deployment
-from roostream.runtime.kafka import clients
-from roostream.runtime.kafka.topic_admin import TopicAdmin
 from roostream.runtime.kafka.topics import TopicSettings, name_of
+from roostream.schema.settings import load, parse_duration_ms
+
+if TYPE_CHECKING:
+    from roostream.runtime.kafka.topic_admin import TopicAdmin
 
 _WAIT_S = 10.0
+
+topics_options = with_options(
+    click.option(
+        "--bootstrap", metavar="HOST:PORT", help="address of Kafka; several are separated by commas"
+    ),
+    click.option(
+        "--config",
+        "file",
+        type=click.Path(path_type=Path),
+        help="TOML with these settings; an unknown key is an error",
+    ),
+    click.option("--prefix", help="prefix of the topic names"),
+    click.option("--partitions", type=int, help="partitions of each topic; dead_letters always has one"),
+    click.option("--replication", type=int, help="copies of each partition"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TopicsConfig(TopicSettings, Deployment):
-    """`roostream topics create --config FILE`: a deployment's own keys, and what its topics are like."""
+    """Settings of `roostream topics`: the keys that all programs share, and those of the topics."""
 
     needs: ClassVar[tuple[str, ...]] = ("bootstrap",)
 
 
-def create(config: TopicsConfig) -> int:
-    """Make the topics that are absent; the exit code.
+@click.group()
+def topics() -> None:
+    """Create and check the topics of a deployment. A local stack creates its own.
 
-    Raises:
-        ConfigError: one that existed is otherwise than asked for.
-        UnavailableError: Kafka does not answer or refuses.
+    \b
+    Example:
+      roostream topics create --bootstrap kafka:9092 --config topics.toml
     """
-    topics = _topics(config)
-    made = set(topics.create())
-    for topic in topics.topics:
+
+
+@topics.command("create")
+@topics_options
+def topics_create(file: Path | None, **flags: Any) -> None:
+    """Create the topics that do not exist. Exit code 2 if one exists with other settings.
+
+    \b
+    Example:
+      roostream topics create --bootstrap kafka:9092 --partitions 16 --replication 3
+    """
+    config = load(TopicsConfig, file, program="topics", flags=flags)
+    admin = _topic_admin(config)
+    created = set(admin.create())
+    for topic in admin.topics:
         name = name_of(config.prefix, topic)
-        click.echo(f"{name}: {'made' if name in made else 'exists'}")
-    topics.check()
-    return 0
+        click.echo(f"{name}: {'created' if name in created else 'exists'}")
+    admin.check()
 
 
-def check(config: TopicsConfig) -> int:
-    """Say that the topics are as asked for; the exit code. Raises as `create`."""
-    topics = _topics(config)
-    topics.check()
-    click.echo(f"{len(topics.topics)} topics are as expected")
-    return 0
+@topics.command("check")
+@topics_options
+def topics_check(file: Path | None, **flags: Any) -> None:
+    """Check that every topic exists with these settings; exit code 2 if not.
+
+    \b
+    Example:
+      roostream topics check --bootstrap kafka:9092 --config topics.toml
+    """
+    admin = _topic_admin(load(TopicsConfig, file, program="topics", flags=flags))
+    admin.check()
+    click.echo(f"{len(admin.topics)} topics are as expected")
 
 
-def keep(config: TopicsConfig, retention_ms: int) -> int:
-    """Have the topics' records stay for at least so long; the exit code. Raises as `check`."""
-    for name, kept_ms in _topics(config).keep_longer(retention_ms).items():
-        click.echo(f"{name}: kept {'for ever' if kept_ms < 0 else f'for {kept_ms / 3_600_000:g} hours'}")
-    return 0
+@topics.command("keep")
+@click.argument("duration", metavar="DURATION")
+@topics_options
+def topics_keep(duration: str, file: Path | None, **flags: Any) -> None:
+    """Raise the retention time of the topics to at least DURATION, so that untrained records are not deleted.
+
+    It never lowers a retention time. The size limit (retention.bytes) and the topic of rows stay as they are.
+
+    \b
+    Example:
+      roostream topics keep 7d --bootstrap kafka:9092
+    """
+    try:
+        retention_ms = parse_duration_ms(duration)
+    except ConfigError as error:
+        raise ConfigError(f"topics keep: {error}") from None
+    admin = _topic_admin(load(TopicsConfig, file, program="topics", flags=flags))
+    for name, kept_ms in admin.keep_longer(retention_ms).items():
+        click.echo(f"{name}: retention {'unlimited' if kept_ms < 0 else f'{kept_ms / 3_600_000:g} hours'}")
 
 
-def _topics(config: TopicsConfig) -> TopicAdmin:
+def _topic_admin(config: TopicsConfig) -> TopicAdmin:
+    from roostream.runtime.kafka import clients
+    from roostream.runtime.kafka.topic_admin import TopicAdmin
+
     clients.wait_for_broker(config.broker, timeout_s=_WAIT_S)
     return TopicAdmin(clients.admin(config.broker), config.prefix, config.partitions, config)

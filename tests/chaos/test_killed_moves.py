@@ -16,7 +16,7 @@ from param_server.key_value_store import RocksDbStore
 from roostream.runtime import manifest as manifests
 from roostream.runtime.checkpoint_store import FileStore
 from roostream.schema.registry import register
-from tests.cli.checkpoint.test_moved_buckets import Fleet
+from tests.cli.checkpoint.test_move_buckets import Fleet
 from tests.param_server.shard_support import small_schema
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]

@@ -15,17 +15,17 @@ from infra.auditor import sums
 from infra.home import Home
 from infra.stack import Stack
 from roostream.cli import status
-from roostream.cli.demo import ConsoleHandler, Show
+from roostream.cli.demo import ConsoleHandler, DemoDisplay
 from roostream.runtime import scrape
 from roostream.runtime.scrape import ScrapedMetrics
 from trainer.control import scrape_targets as neighbours
 
 
-def seen(requests: float | None, **troubles: str) -> dict[str, Any]:
+def seen(requests: float | None, **unhealthy_programs: str) -> dict[str, Any]:
     control = {"workers": 1, "reports": {"worker 0": {"requests": requests}}}
     return {
         "programs": {"worker": {"state": "ready", "pid": 1, "restarts": 0}},
-        "troubles": troubles,
+        "troubles": unhealthy_programs,
         "rates": {"impressions": None, "samples": None},
         "joiner": status.joiner_state(None, ScrapedMetrics()),
         "trainer": status.trainer_state(control),
@@ -40,7 +40,7 @@ def seen(requests: float | None, **troubles: str) -> dict[str, Any]:
     }
 
 
-def show_of(tmp_path: Path, out: io.StringIO) -> Show:
+def show_of(tmp_path: Path, out: io.StringIO) -> DemoDisplay:
     class Fake:
         home = Home(tmp_path)
 
@@ -49,7 +49,7 @@ def show_of(tmp_path: Path, out: io.StringIO) -> Show:
     home.write_stack(
         {"kafka": "127.0.0.1:1", "prefix": "", "flink": "http://127.0.0.1:1", "controller": "127.0.0.1:1"}
     )
-    return Show(cast(Stack, Fake()), Console(file=out, width=200), time.monotonic())
+    return DemoDisplay(cast(Stack, Fake()), Console(file=out, width=200), time.monotonic())
 
 
 @pytest.mark.parametrize(
@@ -68,14 +68,14 @@ def test_a_demo_that_trained_nothing_or_lacks_a_program_is_not_good(
 ) -> None:
     show = show_of(tmp_path, io.StringIO())
     for look in looks:
-        show.note(look)
+        show.record(look)
     assert show.is_good() == good
 
 
 def test_what_is_wrong_is_the_first_line_of_the_summary(tmp_path: Path) -> None:
     show = show_of(tmp_path, io.StringIO())
     assert show.summary() == "ended before anything could be seen"
-    show.note(seen(0, joiner="failed: [/b] no such jar"))
+    show.record(seen(0, joiner="failed: [/b] no such jar"))
     first, second, *_ = show.summary().split("\n")
     assert first == "NOT READY   joiner: failed: [/b] no such jar"
     assert second.startswith("ran ") and second.endswith("NOTHING WAS TRAINED")

@@ -15,7 +15,7 @@ from infra.auditor import sums
 from infra.auditor.accounts import Accounts
 from roostream.cli import status
 from roostream.cli import status_table as table
-from roostream.cli.troubles import of_controller, troubles
+from roostream.cli.program_health import unhealthy_controller, unhealthy_programs
 from roostream.runtime import scrape
 from roostream.runtime.metrics_collector import MetricsCollector
 from roostream.runtime.scrape import ScrapedMetrics
@@ -324,7 +324,7 @@ def test_troubles_carry_the_last_words_of_a_program(tmp_path: Path) -> None:
     log = tmp_path / "joiner.log"
     log.write_text("first\njoiner: no such file [/bold]\n")
     entry = {"pid": None, "log": str(log), "restarts": 3}
-    found = troubles(
+    found = unhealthy_programs(
         {
             "joiner": {**entry, "state": "failed"},
             "kafka": {**entry, "state": "ready"},
@@ -367,23 +367,23 @@ def test_who_starts_says_itself_what_it_waits_for(tmp_path: Path, monkeypatch: p
             "metrics": f"http://127.0.0.1:{server.server_port}/metrics",
         }
         its = {"worker": {**entry, "state": "starting"}}
-        assert troubles(its) == {
+        assert unhealthy_programs(its) == {
             "worker": f"starting: it waits for the controller to restore it (its log: {log})"
         }
         monkeypatch.setattr(Probe, "missing", "")
-        assert troubles(its) == {"worker": "starting"}
+        assert unhealthy_programs(its) == {"worker": "starting"}
         server.shutdown()
     log.write_text("waiting for Kafka\n")
-    assert troubles(its) == {"worker": f"starting: waiting for Kafka (its log: {log})"}, (
+    assert unhealthy_programs(its) == {"worker": f"starting: waiting for Kafka (its log: {log})"}, (
         "where it doesn't answer its log does"
     )
 
 
 def test_a_controller_that_answers_and_waits_for_its_store_is_not_well() -> None:
-    assert of_controller({"away": "s3://b can't be read now"}) == {
+    assert unhealthy_controller({"away": "s3://b can't be read now"}) == {
         "controller": "waits: s3://b can't be read now"
     }
-    assert of_controller({"away": ""}) == of_controller({}) == {}
+    assert unhealthy_controller({"away": ""}) == unhealthy_controller({}) == {}
 
 
 def test_what_readers_lost_is_told_by_program() -> None:

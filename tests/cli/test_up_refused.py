@@ -37,8 +37,8 @@ def test_a_wrong_archive_is_told_once_by_up_and_status_and_nobody_tries_again(fo
     assert "is no table; has an archiver written there?" in last and f"its log: {log}" in last
     status = json.loads(roostream(folder, "status", "--home", "home", "--json").stdout)
     assert (
-        status["troubles"]["controller"].startswith(f"failed: {sentence}")
-        and str(log) in status["troubles"]["controller"]
+        status["unhealthy_programs"]["controller"].startswith(f"failed: {sentence}")
+        and str(log) in status["unhealthy_programs"]["controller"]
     )
     assert status["programs"]["controller"]["restarts"] == 0
     assert log.read_text().count(sentence) == 1
@@ -55,10 +55,12 @@ def test_a_store_that_is_away_is_waited_for_and_status_says_so(folder: Path) -> 
     up = roostream(folder, "up", "--home", "home", *place)
     assert up.returncode == 1 and "controller: " in up.stderr, up.stderr
 
-    def troubles() -> dict[str, str]:
-        return json.loads(roostream(folder, "status", "--home", "home", "--json").stdout)["troubles"]
+    def unhealthy_programs() -> dict[str, str]:
+        return json.loads(roostream(folder, "status", "--home", "home", "--json").stdout)[
+            "unhealthy_programs"
+        ]
 
     end_s = time.monotonic() + 300  # the controller goes on trying, on a machine that is busy also to begin
-    while "s3://bucket/prefix" not in (told := json.dumps(troubles())) and time.monotonic() < end_s:
+    while "s3://bucket/prefix" not in (told := json.dumps(unhealthy_programs())) and time.monotonic() < end_s:
         time.sleep(1)
     assert "s3://bucket/prefix" in told

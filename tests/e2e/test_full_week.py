@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from roostream.cli.data.log_archive import archive_log
-from roostream.cli.replay.archived import DATASET, ArchivedOptions
-from roostream.cli.replay.run import run
+from roostream.cli.replay.replay_run import run
+from roostream.cli.replay.warehouse_samples import DATASET, ArchivedOptions
 from roostream.replay import ebnerd
 from roostream.replay.config import ReplayConfig
 from roostream.replay.detect_dataset import detect_replay, input_paths

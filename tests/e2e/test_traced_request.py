@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from infra.stack import Stack
-from roostream.cli.tracing.followed_request import STEPS
+from roostream.cli.request_trace import STEPS
 from tests.contract.house import ROOT
 from tests.e2e.loop_stack import applied, quick_options, wait_until
 
@@ -37,7 +37,7 @@ TOPICS = {"logged": "impressions", "joined": "samples", "trained": "predictions"
 @pytest.fixture(scope="module")
 def collector() -> Iterator[Any]:
     pytest.importorskip("opentelemetry.proto", reason="OpenTelemetry's SDK is not installed; make setup")
-    from tests.cli.tracing.otlp_collector import Collector
+    from tests.cli.otlp_collector import Collector
 
     with Collector() as running:
         yield running

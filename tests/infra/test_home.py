@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from infra.home import Home
-from roostream.cli import control
+from roostream.cli import background_stack
 from roostream.errors import SetupError
 
 
@@ -67,7 +67,7 @@ def test_leftovers_are_ended_only_if_their_command_line_names_the_home(home: Hom
 def test_a_folder_that_is_no_home_is_not_deleted(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("x")
     with pytest.raises(SetupError, match="no home"):
-        control.wipe(tmp_path)
+        background_stack.delete(tmp_path)
     assert (tmp_path / "precious").exists()
 
 
@@ -75,8 +75,8 @@ def test_a_running_home_is_not_deleted(home: Home) -> None:
     home.write_stack({"programs": {}})
     home.lock()
     with pytest.raises(SetupError, match="already runs"):
-        control.wipe(home.root)
+        background_stack.delete(home.root)
     home.unlock()
-    assert control.wipe(home.root) == 0
+    assert background_stack.delete(home.root) == 0
     assert not home.root.exists()
-    assert control.wipe(home.root) == 0
+    assert background_stack.delete(home.root) == 0

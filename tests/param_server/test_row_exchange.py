@@ -15,13 +15,13 @@ from param_server.client import Client
 from param_server.key_value_store import MemoryKeyValueStore
 from param_server.row_exchange import RowExchange
 from param_server.server import Shard
-from roostream.cli.checkpoint.moved_buckets import move
+from roostream.cli.checkpoint.move_buckets import move
 from roostream.errors import ConfigError, FencedError, RoostreamError, UnavailableError, WireError
 from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.clock import FakeClock
 from roostream.schema.registry import register
 from roostream.wire.lookup import Lookup
-from tests.cli.checkpoint.test_moved_buckets import Fleet
+from tests.cli.checkpoint.test_move_buckets import Fleet
 from tests.param_server.shard_support import (
     ITEM,
     TOPIC,

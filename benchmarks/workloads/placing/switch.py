@@ -19,7 +19,7 @@ from param_server.key_value_store import RocksDbStore
 from param_server.row_block import RowBlock, newest_of
 from param_server.segments import Segments
 from param_server.table import shapes_of
-from roostream.cli.checkpoint.moved_buckets import CommittedShards, move
+from roostream.cli.checkpoint.move_buckets import CommittedShards, move
 from roostream.runtime import manifest as manifests
 from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.checkpoint_store import FileStore

@@ -11,7 +11,7 @@ import click
 
 from infra.home import Home
 from infra.options import demo
-from roostream.cli.operate import home_option
+from roostream.cli.options import home_option, json_option
 from roostream.errors import CheckpointError, SetupError
 from roostream.runtime import manifest as manifests
 from roostream.runtime.checkpoint_store import CheckpointStore, open_store
@@ -67,7 +67,7 @@ def _number(store: CheckpointStore, seq: int | None) -> int:
 
 @checkpoint.command("list")
 @place_options
-@click.option("--json", "as_json", is_flag=True, help="machine-readable, stable keys")
+@json_option
 def list_command(home: Path, store: str, as_json: bool) -> None:
     """Every commit that is kept, newest first.
 
@@ -90,7 +90,7 @@ def list_command(home: Path, store: str, as_json: bool) -> None:
 @checkpoint.command("verify")
 @place_options
 @click.option("--seq", type=int, help="number of a commit; default: all that are kept")
-@click.option("--json", "as_json", is_flag=True, help="machine-readable, stable keys")
+@json_option
 def verify_command(home: Path, store: str, seq: int | None, as_json: bool) -> None:
     """Read everything that a commit needs; exit 1 if a part is damaged. Shards are read where they are stopped.
 
@@ -163,8 +163,7 @@ def export_command(
         written = checkpoints.export(opened, number, place, to)
         click.echo(f"{to}: {len(written)} files and folders")
         return
-    from roostream.cli.checkpoint.collection_export import collection_of
-    from roostream.cli.checkpoint.collection_files import read_ids, write_tensors
+    from roostream.cli.checkpoint.torchrec_collection import collection_of, read_ids, write_tensors
 
     made = collection_of(opened, number, place, read_ids(ids), make_ids=make_ids is not None)
     write_tensors(to, made.tensors)
@@ -215,8 +214,7 @@ def import_command(
         )
     opened = open_store(store or place.root / "store")
     if source.is_file() or source.suffix == ".safetensors":
-        from roostream.cli.checkpoint.collection_files import read_collection, read_ids
-        from roostream.cli.checkpoint.collection_import import begin, beginning
+        from roostream.cli.checkpoint.torchrec_collection import begin, beginning, read_collection, read_ids
 
         of = beginning(schema, model, shards or demo().num_shards)
         begun = begin(read_collection(source, of.schema), read_ids(ids), opened, place.root, of)
@@ -225,7 +223,7 @@ def import_command(
             f"{begun.dense_all} dense weights from {source}; training begins at the oldest sample there is"
         )
         return
-    from roostream.cli.checkpoint.checkpoint_import import bring
+    from roostream.cli.checkpoint.checkpoints import bring
 
     _only_of_collections(
         {"--ids": ids, "--schema": schema, "--model": model, "--shards": shards}, "--from FILE.safetensors"

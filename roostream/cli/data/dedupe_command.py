@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from roostream.cli.options import json_option
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 @click.option(
     "--requests", type=click.IntRange(0), default=0, help="look at so many, from the beginning; 0 = all"
 )
-@click.option("--json", "as_json", is_flag=True, help="machine-readable, stable keys")
+@json_option
 def dedupe(
     log: tuple[str, ...], schema: str, by: str, batch_requests: int, requests: int, as_json: bool
 ) -> None:
@@ -47,7 +49,7 @@ def dedupe(
       roostream inspect dedupe --schema my_site.toml monday.jsonl tuesday.jsonl.gz
       roostream inspect dedupe ebnerd/ --batch 364 --by session --json
     """
-    from roostream.cli.data.wide_console import wide_console
+    from roostream.cli.data.console import wide_console
 
     told = duplicates_of(log, schema, by, batch_requests, requests)
     if as_json:
@@ -70,7 +72,7 @@ def duplicates_of(
     """
     import itertools
 
-    from roostream.cli.data.progress_bar import counted
+    from roostream.cli.data.console import counted
     from roostream.errors import ConfigError
     from roostream.replay.detect_dataset import detect_replay
     from roostream.replay.replay_log import open_log

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from roostream.cli.options import json_option
 from roostream.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def days_of(command: Any) -> Any:
 @click.argument("warehouse", type=click.Path())
 @click.argument("names", nargs=-1)
 @days_of
-@click.option("--json", "as_json", is_flag=True, help="machine-readable, stable keys")
+@json_option
 def feature(warehouse: str, names: tuple[str, ...], first: Any, last: Any, as_json: bool) -> None:
     """Of features (default: all): coverage, list lengths and drift a day, how many sessions asked for them, and what looks wrong.
 
@@ -47,7 +48,7 @@ def feature(warehouse: str, names: tuple[str, ...], first: Any, last: Any, as_js
       roostream inspect feature warehouse/ history ctr_1h --from 2024-05-01
       roostream inspect feature s3://site/warehouse --json
     """
-    from roostream.cli.data.wide_console import wide_console
+    from roostream.cli.data.console import wide_console
 
     told = features_of(warehouse, names, _date(first), _date(last))
     if as_json:
@@ -135,7 +136,7 @@ def scanned(
     place: str, first: date | None, last: date | None, reader: Schema | None = None
 ) -> Iterator[tuple[TableScan, Iterator[tuple[DataFile, Batch]]]]:
     """A table and its batches, with a bar where there is a terminal."""
-    from roostream.cli.data.progress_bar import progress_bar
+    from roostream.cli.data.console import progress_bar
     from roostream.warehouse.scan import TableScan
 
     scan = TableScan(place, first, last)

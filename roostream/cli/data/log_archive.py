@@ -15,8 +15,8 @@ import xxhash
 from joiner.build import Output
 from joiner.config import JoinerConfig
 from joiner.local_engine import LocalEngine
-from roostream.cli.replay.choices import choices_of
-from roostream.cli.replay.local_topics import LocalTopics
+from roostream.cli.replay.outcome import LocalTopics
+from roostream.cli.replay.program_settings import choices_of
 from roostream.errors import ConfigError, FencedError
 from roostream.replay.config import ReplayConfig
 from roostream.replay.replay_log import open_log

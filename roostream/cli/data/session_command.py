@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from roostream.cli.options import json_option
+
 if TYPE_CHECKING:
     from roostream.warehouse.file_reader import ByteRange
     from roostream.warehouse.sessions.sample_table import SampleTable, TableFiles
@@ -33,7 +35,7 @@ def _features_of(text: str) -> tuple[str, ...]:
     metavar="STORE",
     help="instead: which readers read what, in the run whose checkpoint store this is",
 )
-@click.option("--json", "as_json", is_flag=True, help="machine-readable, stable keys")
+@json_option
 def inspect_session(
     warehouse: str | None, days: str, features: str, capture: Path | None, leases: str | None, as_json: bool
 ) -> None:
@@ -118,7 +120,7 @@ def session_of(
         ConfigError: days that are none, or an unknown feature. CheckpointError: there is nothing, or it is damaged.
         UnavailableError: it can't be read now.
     """
-    from roostream.cli.data.progress_bar import counted
+    from roostream.cli.data.console import counted
     from roostream.errors import CheckpointError, ConfigError, nearest
     from roostream.warehouse.parquet_file import ROWS_OF_GROUP
     from roostream.warehouse.scan import TableScan
@@ -190,7 +192,7 @@ def _bytes(ranges: list[ByteRange]) -> int:
     help="a control: the second reader takes this share longer",
 )
 @click.option("--turns", type=click.IntRange(3, 1001), default=31, show_default=True, help="of each reader")
-@click.option("--json", "as_json", is_flag=True, help="machine-readable, stable keys")
+@json_option
 def replay_session(
     session: Path, warehouse: str, over_read: float | None, slower: float | None, turns: int, as_json: bool
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from roostream.cli.replay.figures import drawn
+from roostream.cli.replay.report_figures import drawn
 from roostream.errors import printable
 
 _MAX_BARS, _MAX_LINES = 40, 12

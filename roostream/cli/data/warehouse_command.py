@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from roostream.cli.options import json_option
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -18,14 +20,13 @@ _TABLE = click.option(
     show_default=True,
     help="which of its tables",
 )
-_JSON = click.option("--json", "as_json", is_flag=True, help="machine-readable, stable keys")
 
 
 @click.command("table")
 @click.argument("warehouse")
 @_TABLE
 @click.option("--files", "with_files", is_flag=True, help="every file of it too")
-@_JSON
+@json_option
 def inspect_table(warehouse: str, table: str, with_files: bool, as_json: bool) -> None:
     """Days of a warehouse: files, requests, candidates, bytes, what is sealed, and who holds an older version.
 
@@ -50,7 +51,7 @@ def inspect_table(warehouse: str, table: str, with_files: bool, as_json: bool) -
 @click.argument("warehouse")
 @click.argument("path")
 @_TABLE
-@_JSON
+@json_option
 def inspect_file(warehouse: str, path: str, table: str, as_json: bool) -> None:
     """A file of a warehouse, PATH as `inspect table --files` names it: bytes and encodings of its columns as they lie.
 
@@ -66,7 +67,7 @@ def inspect_file(warehouse: str, path: str, table: str, as_json: bool) -> None:
 
 
 def _show(told: Mapping[str, Any], as_json: bool, table: Table | None) -> None:
-    from roostream.cli.data.wide_console import wide_console
+    from roostream.cli.data.console import wide_console
 
     if as_json:
         click.echo(json.dumps(told, indent=2))

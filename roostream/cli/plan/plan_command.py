@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from roostream.cli.options import json_option
 from roostream.cli.plan import measured
 from roostream.cli.plan.sizing import Load, Need, bottleneck, plan
 from roostream.errors import ConfigError
@@ -31,7 +32,7 @@ def _options(command: Any) -> Any:
 
 @click.command("plan")
 @_options
-@click.option("--json", "as_json", is_flag=True, help="machine-readable, stable keys")
+@json_option
 def plan_command(as_json: bool, **values: Any) -> None:
     """How much of everything a load needs, and what ends first, from the committed benchmarks' figures.
 

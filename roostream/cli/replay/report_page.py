@@ -27,7 +27,7 @@ def write_page(path: Path, title: str, report: Mapping[str, Any]) -> None:
         ConfigError: it can't be written; the file that was there stays.
     """
     try:
-        from roostream.cli.replay.figures import figures_of
+        from roostream.cli.replay.report_figures import figures_of
     except ModuleNotFoundError as error:
         raise SetupError(
             f"{error.name} is needed for the report's figures; install it, or give --report F.json"

@@ -13,29 +13,35 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from infra.child import Program, StopRank
 from infra.home import Home
+from infra.options import ROOT
+from infra.supervisor import Supervisor
 from param_server.client import Client
 from param_server.key_value_store import RocksDbStore
 from param_server.server import Shard, ShardRpcHandler
-from roostream.cli.asked import link_of
-from roostream.cli.checkpoint.moved_buckets import move
+from roostream.cli.checkpoint.move_buckets import move
+from roostream.cli.controller_commands import read_link_security
 from roostream.cli.train.config import TrainConfig
-from roostream.cli.train.offline_parts import NUM_BUCKETS, OfflineParts
 from roostream.cli.train.offline_readers import OfflineReaders, linked, reader_actors, reader_programs
-from roostream.cli.train.worker_processes import WorkerProcesses
+from roostream.cli.train.offline_worker import NUM_BUCKETS, OfflineParts, WorkerTask
 from roostream.errors import ConfigError, UnavailableError
 from roostream.runtime import manifest as manifests
 from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.controller_agent import ControllerAgent
 from roostream.runtime.manifest import Manifest
-from roostream.runtime.program import Stop
+from roostream.runtime.program import REFUSED_CODE, Stop
 from roostream.runtime.rpc.security import LinkCredentials
+from roostream.runtime.rpc.server import RpcServer
 from roostream.runtime.rpc.transport import InMemoryTransport
 from roostream.runtime.work_unit import TableInput
 from roostream.warehouse.readers.config import ReadersConfig
@@ -220,7 +226,7 @@ class _Offline:
         if not self.config.reads_by_programs:
             return None
         master = ReaderMaster(controller.session_now, self.schema, self.clock, self.config.reader_count)
-        keys = LinkCredentials(link_of(self.config.link), insecure=self.config.insecure)
+        keys = LinkCredentials(read_link_security(self.config.link), insecure=self.config.insecure)
         pool = (
             reader_actors(linked(keys))
             if self.config.pool == "ray"
@@ -368,3 +374,72 @@ class _Progress:
             so_far = done()
             self.tell(so_far, self.rows, max(so_far - self._before, 0) / (now_s - self._told_s))
             self._told_s, self._before = now_s, so_far
+
+
+_STOP_S = 10.0
+
+
+class WorkerProcesses:
+    """From `open` to `close`."""
+
+    def __init__(
+        self, config: TrainConfig, settings: LoopConfig, home: Home, controller: Controller, readers: str
+    ) -> None:
+        """`readers`: where whoever reads for workers is told of; "" = they read for themselves."""
+        self.config, self.settings, self.home, self.readers = config, settings, home, readers
+        self.server = RpcServer(controller.handle)
+        self.shards: list[RpcServer] = []
+        self.supervisor = Supervisor()
+
+    def open(self, shards: Sequence[Shard]) -> WorkerProcesses:
+        """`shards`: those of this process; none where workers hold the rows."""
+        self.server.start()
+        self.shards = [RpcServer(ShardRpcHandler(shard).handle).start() for shard in shards]
+        self.supervisor.open()
+        self.supervisor.start([self._program(index) for index in range(self.config.workers)])
+        return self
+
+    def close(self) -> None:
+        """Ends them, by force those that don't. Idempotent."""
+        self.supervisor.stop(list(self.supervisor.slots))
+        self.supervisor.close()
+        for server in (*self.shards, self.server):
+            server.stop()
+
+    def failed(self) -> str:
+        """Who stays down, and why; "" = nobody."""
+        return ", ".join(
+            f"{name} failed: {slot.last_error}"
+            for name, slot in self.supervisor.slots.items()
+            if slot.state == "failed"
+        )
+
+    def _program(self, index: int) -> Program:
+        name = f"worker-{index}"
+        conf = self.home.conf / f"{name}.json"
+        task = WorkerTask(
+            train=dataclasses.asdict(self.config),
+            loop=dataclasses.asdict(self.settings),
+            index=index,
+            controller=self.server.address,
+            readers=self.readers,
+            shards=[server.address for server in self.shards],
+        )
+
+        def prepare() -> None:
+            conf.parent.mkdir(parents=True, exist_ok=True)
+            conf.write_text(json.dumps(dataclasses.asdict(task)), encoding="utf-8")
+
+        return Program(
+            name=name,
+            command=(sys.executable, "-m", "roostream.cli.train.offline_worker", str(conf)),
+            log=self.home.log(name),
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", "")))),
+            },
+            prepare=prepare,
+            stop_rank=StopRank.WORKER,
+            stop_timeout_s=_STOP_S,
+            refused_code=REFUSED_CODE,
+        )

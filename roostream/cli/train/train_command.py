@@ -8,13 +8,13 @@ from typing import Any
 
 import click
 
-from roostream.cli.replay.cli import ManyWords, flags_of
+from roostream.cli.options import MultiValueCommand, settings_flags
 from roostream.cli.train.config import TrainConfig
 
 
 def run(config: TrainConfig) -> int:
     """The exit code: 0 = all is trained and committed; 2 = refused or unavailable."""
-    from roostream.cli.assignments import overrides
+    from roostream.cli.options import parse_overrides
     from roostream.errors import ConfigError
     from roostream.replay.report_files import check_report, write_report
     from roostream.runtime import program
@@ -28,7 +28,7 @@ def run(config: TrainConfig) -> int:
                 f"expected {error.name} to read a warehouse; pip install 'roostream[warehouse]'"
             ) from None
         check_report(config.report)
-        chosen = overrides(config.set)
+        chosen = parse_overrides(config.set)
         if unknown := sorted(chosen.keys() - {"worker"}):
             raise ConfigError(
                 f"expected settings as worker.KEY=VALUE, got {unknown[0]}.…; there is no such program here"
@@ -64,9 +64,9 @@ def _command(**given: Any) -> None:
     sys.exit(run(TrainConfig(**{**given, "home": str(Path(given["home"]))})))
 
 
-train = ManyWords(
+train = MultiValueCommand(
     "train",
-    params=flags_of(TrainConfig),
+    params=settings_flags(TrainConfig),
     callback=_command,
     help="""A model from the warehouse alone: no Kafka, all in this process, or by --workers beside it, which may hold the rows
     themselves (--rows workers). What it commits, `roostream up` goes on with.

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from param_server.placement.profiles import save
-from roostream.cli.checkpoint.collection_files import weight_name, write_tensors
+from roostream.cli.checkpoint.torchrec_collection import weight_name, write_tensors
 from roostream.cli.main import cli
 from roostream.errors import ConfigError
 from roostream.runtime.checkpoint_store import FileStore

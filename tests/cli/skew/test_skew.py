@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from roostream.cli.main import cli
 from roostream.cli.skew.commit_states import CommitStates
-from roostream.cli.skew.logged_lists import LoggedList, newest, of_file, of_records, sample_of
-from roostream.cli.skew.rescoring import TOLERANCE, Rescored, rescored
+from roostream.cli.skew.score_comparison import TOLERANCE, Rescored, rescored
+from roostream.cli.skew.scored_lists import LoggedList, newest, of_file, of_records, sample_of
 from roostream.errors import CheckpointError, ConfigError, RoostreamError
 from roostream.runtime import manifest as manifests
 from roostream.runtime.checkpoint_store import FileStore

@@ -12,7 +12,7 @@ import tomli_w
 
 from param_server.key_value_store import RocksDbStore
 from param_server.row_block import newest_of
-from roostream.cli.checkpoint.moved_buckets import CommittedShards
+from roostream.cli.checkpoint.move_buckets import CommittedShards
 from roostream.cli.train.config import TrainConfig
 from roostream.cli.train.offline import train_offline
 from roostream.cli.train.offline_readers import linked, reader_actors

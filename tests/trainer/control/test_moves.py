@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from param_server.key_value_store import MemoryKeyValueStore
-from roostream.cli.checkpoint.checkpoint_import import nowhere
-from roostream.cli.checkpoint.moved_buckets import move
+from roostream.cli.checkpoint.checkpoints import nowhere
+from roostream.cli.checkpoint.move_buckets import move
 from roostream.errors import ConfigError, SchemaError
 from roostream.runtime import manifest as manifests
 from roostream.runtime.bucket_map import BucketMap

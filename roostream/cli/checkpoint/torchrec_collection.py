@@ -1,0 +1,412 @@
+"""Files of a TorchRec collection's rows: a state_dict as safetensors, and which id each row number is.
+
+collection   `embedding_bags.TABLE.weight` (or `embeddings.TABLE.weight`), floats [N, D], of each table; behind any prefix
+ids          `TABLE`, int64 [N]: the id of row n; a table that isn't there has ids 0 to N - 1
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from infra.options import StackOptions, demo, save_options
+from param_server.embedding_table import Keys
+from param_server.initial_rows import initial_rows
+from param_server.key_value_store import RocksDbStore
+from param_server.row_block import RowBlock
+from param_server.segments import Segments
+from param_server.table import shapes_of
+from roostream.cli.checkpoint import checkpoints
+from roostream.cli.checkpoint.checkpoints import expect_empty
+from roostream.errors import CheckpointError, SchemaError, SetupError, nearest
+from roostream.models.build import build_model, load_model_config
+from roostream.models.config import ModelConfig
+from roostream.runtime import manifest as manifests
+from roostream.runtime import tensor_file
+from roostream.runtime.bucket_map import BucketMap
+from roostream.runtime.checkpoint_store import CheckpointStore
+from roostream.runtime.clock import SystemClock
+from roostream.runtime.manifest import Manifest
+from roostream.schema.ids import buckets_of
+from roostream.schema.registry import register
+from roostream.schema.schema import Schema, Table
+from roostream.schema.schema_file import load_schema
+from trainer.dense_part import dense_file
+from trainer.dense_part.adam import DenseAdam
+
+_WEIGHT = re.compile(r"(?:^|\.)(?:embedding_bags|embeddings)\.([^.]+)\.weight$")
+
+
+class CollectionRows(NamedTuple):
+    """Of a file."""
+
+    rows: dict[str, np.ndarray]  # table → float32 [N, D]
+    others: dict[str, np.ndarray]  # what else is in it, by its names
+
+
+def weight_name(table: str) -> str:
+    return f"embedding_bags.{table}.weight"
+
+
+def read_collection(path: Path, schema: Schema) -> CollectionRows:
+    """Rows of tables of `schema`.
+
+    Raises:
+        CheckpointError: no safetensors file with rows of a collection, or rows that aren't finite floats.
+        SchemaError: a table that the schema hasn't, or rows of another width.
+    """
+    rows: dict[str, np.ndarray] = {}
+    others: dict[str, np.ndarray] = {}
+    for name, values in _tensors(path).items():
+        if found := _WEIGHT.search(name):
+            if found[1] in rows:
+                raise CheckpointError(
+                    f"{path}: expected rows of table {found[1]!r} once, got {name} too; keep one of them"
+                )
+            rows[found[1]] = _checked(f"{path}: {name}", found[1], values, schema)
+        else:
+            others[name] = values
+    if not rows:
+        raise CheckpointError(
+            f"{path}: expected embedding_bags.TABLE.weight of a collection's state_dict, got {', '.join(others) or 'nothing'}"
+        )
+    return CollectionRows(rows, others)
+
+
+def read_ids(path: Path | None) -> dict[str, np.ndarray]:
+    """Table → int64 [N], each id once; {} without a file.
+
+    Raises:
+        CheckpointError: not such a file.
+    """
+    found = {} if path is None else _tensors(path)
+    for table, id_N in found.items():
+        if id_N.dtype != np.int64 or id_N.ndim != 1 or len(np.unique(id_N)) != len(id_N):
+            raise CheckpointError(
+                f"{path}: {table}: expected int64 [N], each id once, got {id_N.dtype} {list(id_N.shape)}"
+                f"{' with ids that come again' if id_N.ndim == 1 else ''}"
+            )
+    return found
+
+
+def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Raises CheckpointError: the file is there, or can't be written."""
+    try:
+        with path.open("xb") as file:
+            file.write(tensor_file.encode(tensors, {}))
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} can't be written ({error.strerror}); name a file that isn't there"
+        ) from None
+
+
+def _tensors(path: Path) -> dict[str, np.ndarray]:
+    try:
+        return tensor_file.decode(path.read_bytes())[0]
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} can't be read: expected a safetensors file, got {error.strerror}"
+        ) from None
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}; save it in float32 by safetensors.torch.save_file") from None
+
+
+def _checked(what: str, name: str, values: np.ndarray, schema: Schema) -> np.ndarray:
+    table = schema.table_by_name.get(name)
+    if table is None:
+        raise SchemaError(
+            f"{what}: expected a table of the schema, got {name!r}{nearest(name, schema.table_by_name)}"
+        )
+    if values.ndim != 2 or values.shape[1] != table.dim:
+        raise SchemaError(
+            f"{what}: expected [N, {table.dim}], as [tables.{name}] has dim = {table.dim}, got {list(values.shape)}; change one"
+        )
+    return finite(what, values)
+
+
+def finite(what: str, values: np.ndarray) -> np.ndarray:
+    """As float32. Raises CheckpointError: no floats, or some of them aren't finite in float32."""
+    with np.errstate(over="ignore"):  # it is infinite then, and told
+        found = np.ascontiguousarray(values, dtype=np.float32)
+    if values.dtype.kind != "f" or not np.isfinite(found).all():
+        raise CheckpointError(
+            f"{what}: expected finite floats, got {values.dtype} or others; save them dequantized"
+        )
+    return found
+
+
+_SPARSE = 4  # row numbers that have no row, a row that is there: more are hardly row numbers
+
+
+class CollectionExport(NamedTuple):
+    """Of a commit."""
+
+    tensors: dict[str, np.ndarray]  # embedding_bags.TABLE.weight → float32 [N, D]
+    ids: dict[str, np.ndarray]  # table → int64 [N], of its row numbers
+    left_out: dict[str, int]  # table → rows whose ids have no row number
+
+
+def collection_of(
+    store: CheckpointStore, number: int, home: Path, ids: Mapping[str, np.ndarray], *, make_ids: bool = False
+) -> CollectionExport:
+    """The live rows of every table that has any. Row n is that of id `ids[table][n]`; of tables without, of id n, or with
+    `make_ids` of the n-th smallest id there. A row number without a row holds what a new row would.
+
+    Raises:
+        CheckpointError: a part of the commit is damaged, or ids of a table aren't row numbers and `ids` has none.
+        SetupError: a shard runs, or its segments aren't there.
+    """
+    manifest = manifests.load(store, manifests.manifest_name(number)).manifest
+    schema = checkpoints.schema_of(store, manifest)
+    found = _live(manifest, schema, home)
+    if unknown := sorted(ids.keys() - schema.table_by_name.keys()):
+        raise CheckpointError(
+            f"expected ids of tables of the schema, got some of {unknown[0]!r}; leave them out"
+        )
+    out = CollectionExport({}, {}, {})
+    for name, (id_U, rows_UD) in found.items():
+        table = schema.table_by_name[name]
+        id_N = ids.get(name, np.unique(id_U) if make_ids else None)
+        id_N = _numbers(table, id_U) if id_N is None else id_N
+        out.tensors[weight_name(name)], num_left = _numbered(table, id_U, rows_UD, id_N, manifest.seed)
+        out.ids[name] = id_N
+        if num_left:
+            out.left_out[name] = num_left
+    return out
+
+
+def _live(
+    manifest: manifests.Manifest, schema: Schema, home: Path
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Table → ids [U] and rows [U, D], of all shards."""
+    names = {table.id: table.name for table in schema.table_by_name.values()}
+    parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+    for index in manifest.shards:
+        with checkpoints.shard_segments(manifest, schema, index, home) as (segments, state):
+            for block in checkpoints.live_rows(segments, state).values():
+                for number in np.unique(block["table"]).tolist():
+                    its_K = block["table"] == number
+                    if number in names:
+                        parts.setdefault(names[number], []).append((block["id"][its_K], block["row"][its_K]))
+    ordered = [name for name in schema.table_by_name if name in parts]
+    return {
+        name: (np.concatenate([i for i, _ in parts[name]]), np.concatenate([r for _, r in parts[name]]))
+        for name in ordered
+    }
+
+
+def _numbers(table: Table, id_U: np.ndarray) -> np.ndarray:
+    least, most = int(id_U.min()), int(id_U.max())
+    if least < 0 or most >= (1 + _SPARSE) * len(id_U) + 1000:
+        raise CheckpointError(
+            f"table {table.name!r}: expected ids that are row numbers, got {least} to {most} for {len(id_U)} rows; "
+            "say which id each row number is by --ids, or let --make-ids number them"
+        )
+    return np.arange(most + 1)
+
+
+def _numbered(
+    table: Table, id_U: np.ndarray, rows_UD: np.ndarray, id_N: np.ndarray, seed: int
+) -> tuple[np.ndarray, int]:
+    """Rows by their numbers, [N, D], and how many rows have none."""
+    order_U = np.argsort(id_U, kind="stable")
+    at_N = np.searchsorted(id_U, id_N, sorter=order_U)
+    place_N = order_U[np.minimum(at_N, len(id_U) - 1)]
+    there_N = id_U[place_N] == id_N
+    out_ND = initial_rows(seed, np.full(len(id_N), table.id, np.uint32), id_N, table.dim, table.init_scale)
+    out_ND[there_N] = rows_UD[place_N[there_N]]
+    return out_ND, len(id_U) - int(there_N.sum())
+
+
+_SEQ, _INCARNATION = 1, 1
+
+
+class Begun(NamedTuple):
+    """What came over."""
+
+    num_rows: int
+    num_tables: int
+    dense_taken: int  # weights of the model that the file had
+    dense_all: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Beginning:
+    """Of which deployment the commit is."""
+
+    schema: Schema
+    options: StackOptions  # shards, buckets, partitions, seed
+    model: ModelConfig
+    time_ms: int  # of now: what `expire_after_ms` of the rows counts from
+
+
+def beginning(schema: Path | None, model: Path | None, num_shards: int) -> Beginning:
+    """Settings that a stack has of `up`, with this schema (the demo's), model (our ranker) and shards.
+
+    Raises:
+        ConfigError: schema or model can't be used.
+    """
+    base = demo()
+    overrides = {program: dict(table) for program, table in base.overrides.items()}
+    if model is not None:
+        for program in ("worker", "serving"):
+            overrides.setdefault(program, {})["model"] = str(model.resolve())
+    options = dataclasses.replace(
+        base, schema=(schema or base.schema).resolve(), num_shards=num_shards, overrides=overrides
+    )
+    return Beginning(
+        schema=load_schema(options.schema),
+        options=options,
+        model=load_model_config(str(model or "")),
+        time_ms=SystemClock().now_ms(),
+    )
+
+
+def begin(
+    collection: CollectionRows,
+    ids: Mapping[str, np.ndarray],
+    store: CheckpointStore,
+    home: Path,
+    of: Beginning,
+) -> Begun:
+    """Make the rows the only commit of `store`, and of `home` what its shards hold; `up` goes on there with the same settings.
+
+    Raises:
+        CheckpointError: `ids` has another number of ids than a table has rows, or one twice, or a weight of the model isn't
+            finite. Nothing was changed.
+        SetupError: the store has commits, or the home has segments. Nothing was changed.
+
+    **If it fails** otherwise: there is no commit yet; empty the home, and call again.
+    """
+    indices = range(of.options.num_shards)
+    blocks = _blocks(collection.rows, ids, of)
+    tensors, taken = _dense(collection.others, of)
+    expect_empty(store, home, indices)
+    register(store, of.schema)
+    shards = {index: _write_shard(blocks, index, home, of) for index in indices}
+    save_options(home, of.options)
+    store.put(f"{manifests.INCARNATIONS}/{_INCARNATION:08d}", b"{}")
+    manifest = _manifest(store, tensors, shards, of)
+    if not store.create(manifest.name, manifest.encode()):
+        raise SetupError(
+            f"expected a store without commits, got {manifest.name} meanwhile; stop the trainer that runs there"
+        )
+    num_rows, weights = (
+        sum(map(len, collection.rows.values())),
+        sum(name.startswith("model.") for name in tensors),
+    )
+    return Begun(num_rows, len(collection.rows), taken, weights)
+
+
+def _blocks(
+    rows: Mapping[str, np.ndarray], ids: Mapping[str, np.ndarray], of: Beginning
+) -> dict[str, RowBlock]:
+    """Stack → all of its rows."""
+    if unknown := ids.keys() - rows.keys():
+        raise CheckpointError(
+            f"expected ids of tables that the collection has, got some of {sorted(unknown)[0]!r}; leave them out"
+        )
+    out = {}
+    for stack, tables in of.schema.stacks.items():
+        there = [table for table in tables if table.name in rows]
+        if not there:
+            continue
+        id_of = {table.name: ids.get(table.name, np.arange(len(rows[table.name]))) for table in there}
+        for table in there:
+            if len(id_of[table.name]) != len(rows[table.name]):
+                raise CheckpointError(
+                    f"table {table.name!r}: expected {len(rows[table.name])} ids, one a row, got {len(id_of[table.name])}"
+                )
+        states = [
+            np.full((len(rows[t.name]), t.rule.state_width(t.dim)), t.rule.first_state, np.float32)
+            for t in there
+        ]
+        out[stack] = _block(
+            Keys(
+                np.concatenate([np.full(len(rows[t.name]), t.id, np.uint32) for t in there]),
+                np.concatenate([id_of[t.name] for t in there]),
+            ),
+            np.concatenate([rows[t.name] for t in there]),
+            np.concatenate(states),
+            of.time_ms,
+        )
+    return out
+
+
+def _block(keys: Keys, rows_LD: np.ndarray, state_LA: np.ndarray, time_ms: int) -> RowBlock:
+    return RowBlock(
+        keys=keys,
+        unpublished_K=np.zeros(len(keys), np.uint8),
+        stamp_ms_L=np.full(len(keys), time_ms, np.int64),
+        rows_LD=rows_LD,
+        state_LA=state_LA,
+    )
+
+
+def _write_shard(blocks: Mapping[str, RowBlock], index: int, home: Path, of: Beginning) -> dict[str, object]:
+    """The rows of the shard's buckets as a segment; what the manifest says of it."""
+    owners = BucketMap.modulo(of.options.buckets, of.options.num_shards)
+    mine = {
+        stack: block.take(
+            owners.owner_B[buckets_of(block.keys.id_U, block.keys.table_U, len(owners.owner_B))] == index
+        )
+        for stack, block in blocks.items()
+    }
+    place = home / f"shard-{index}" / "segments"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    blobs = RocksDbStore(place).open()
+    try:
+        segments = Segments(blobs, shapes_of(of.schema), of.options.buckets, buckets=owners.buckets_of(index))
+        written = segments.write(f"{_SEQ}-{_INCARNATION}", mine, ())
+    finally:
+        blobs.close()
+    return {"segments": [segment._asdict() for segment in written], "rows_end": {}}
+
+
+def _dense(others: Mapping[str, np.ndarray], of: Beginning) -> tuple[dict[str, np.ndarray], int]:
+    """Weights and optimizer state of a model at its beginning, with what `others` has of it; how many weights those were."""
+    model = build_model(of.schema, of.model, of.options.seed)
+    tensors = dense_file.take(model, DenseAdam(model.named_parameters(), learning_rate=1e-3))
+    taken = 0
+    for name, values in others.items():
+        its = [t for t in tensors if t.startswith("model.") and f".{t}".endswith(f".{name}")]
+        if len(its) == 1 and tensors[its[0]].shape == values.shape and values.dtype.kind == "f":
+            tensors[its[0]] = finite(name, values)
+            taken += 1
+    return tensors, taken
+
+
+def _manifest(
+    store: CheckpointStore,
+    tensors: Mapping[str, np.ndarray],
+    shards: dict[int, dict[str, object]],
+    of: Beginning,
+) -> Manifest:
+    schema, options, model = f"{of.schema.fingerprint:016x}", of.options, dataclasses.asdict(of.model)
+    about = {"schema": schema, "seq": str(_SEQ), "incarnation": str(_INCARNATION), "step": "0"}
+    data = tensor_file.encode(tensors, {"model": json.dumps(model, sort_keys=True), **about})
+    return Manifest(
+        seq=_SEQ,
+        incarnation=_INCARNATION,
+        previous={"seq": 0, "checksum": ""},
+        step=0,
+        watermark_ms=0,
+        schema=schema,
+        seed=options.seed,
+        num_shards=options.num_shards,
+        num_buckets=options.buckets,
+        num_partitions=options.partitions,
+        kafka={},
+        rows_end={},
+        shards=shards,
+        dense=manifests.store_file(store, manifests.dense_name(_SEQ, _INCARNATION), data),
+        model=model,
+        workers={},
+        time_ms=of.time_ms,
+    )

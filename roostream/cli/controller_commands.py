@@ -1,0 +1,216 @@
+"""`roostream scale | preempt | trainer release`: commands that call the controller of a running deployment."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from pathlib import Path
+
+import click
+
+from infra.home import Home
+from roostream.cli.options import home_option, with_options
+from roostream.errors import ConfigError, printable
+from roostream.runtime.rpc.client import SocketTransport
+from roostream.runtime.rpc.security import LinkCredentials, LinkSecurity
+from roostream.runtime.rpc.transport import Header
+from roostream.schema.settings import Settings, load, setting
+from roostream.schema.toml_file import TomlFile, read_toml
+
+controller_options = with_options(
+    home_option,
+    click.option(
+        "--controller",
+        default="",
+        metavar="HOST:PORT",
+        help="address of a controller; default: that of the stack in --home",
+    ),
+    click.option(
+        "--link",
+        default="",
+        metavar="FILE",
+        help="with --controller: TOML of a program, from which [link] is read",
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _LinkTable(Settings):
+    link: LinkSecurity = setting(
+        factory=LinkSecurity, help="table: security of calls to shards and controller"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ControllerClient:
+    """Calls the controller at `address`, or the one of the stack in `home` if `address` is empty.
+
+    `link` names a TOML file with a table `[link]`; "" uses no authentication.
+    """
+
+    home: Path
+    address: str = ""
+    link: str = ""
+
+    def call(self, method: str, header: Header, timeout_s: float) -> Header:
+        """Make one call and return the answer.
+
+        Raises:
+            ConfigError: a file does not exist. TransportError: no controller answers. Any error of the method.
+        """
+        address = self.address or str(Home(self.home).running_stack()["controller"])
+        transport = SocketTransport(address, keys=LinkCredentials(read_link_security(self.link)))
+        try:
+            return transport.call(method, header, timeout_s=timeout_s)[0]
+        finally:
+            transport.close()
+
+
+def read_link_security(file: str) -> LinkSecurity:
+    """The table `[link]` of a program's TOML; other keys are ignored. Raises ConfigError: the table is not valid."""
+    if not file:
+        return LinkSecurity()
+    toml = read_toml(file)
+    raw = {key: value for key, value in toml.raw.items() if key == "link"}
+    return load(_LinkTable, TomlFile(raw, toml.location)).link
+
+
+@click.command()
+@click.argument("target", metavar="workers=N")
+@controller_options
+@click.option(
+    "--wait",
+    "wait_s",
+    type=float,
+    default=120.0,
+    show_default=True,
+    help="seconds to wait until this many workers train",
+)
+def scale(target: str, home: Path, controller: str, link: str, wait_s: float) -> None:
+    """Change the number of workers that train, from the next commit on.
+
+    Exit code 1: the number was not reached within --wait. A local stack starts and stops the worker processes itself. The
+    number holds until it is changed here or in the settings.
+
+    \b
+    Example:
+      roostream scale workers=2 --home .roostream
+    """
+    name, _, number = target.partition("=")
+    if name != "workers" or not number.isdecimal() or int(number) < 1:
+        raise ConfigError(f"expected workers=N with N of at least 1, got {target!r}")
+    sys.exit(scale_workers(ControllerClient(home, controller, link), int(number), wait_s))
+
+
+def scale_workers(controller: ControllerClient, count: int, wait_s: float) -> int:
+    """Ask for `count` workers. Returns 0 once they train, 1 if `wait_s` ended before.
+
+    Raises:
+        ConfigError: the count is not possible. TransportError: no controller answers.
+    """
+    answer = controller.call("scale", {"workers": count, "timeout_s": wait_s}, wait_s + 5)
+    if answer["running"]:
+        print(f"training with workers={count}")
+        return 0
+    print(
+        f"workers={count} requested, {answer['workers']} are training: {printable(str(answer['why']))}; "
+        "the request stays in force",
+        file=sys.stderr,
+    )
+    return 1
+
+
+@click.command()
+@click.argument("name", metavar="NAME")
+@click.option(
+    "--notice",
+    "notice_s",
+    type=float,
+    default=20.0,
+    show_default=True,
+    help="seconds until the program must have ended",
+)
+@controller_options
+def preempt(name: str, notice_s: float, home: Path, controller: str, link: str) -> None:
+    """End a worker, a shard or the controller after a commit, so that no training is lost.
+
+    Exit code 1: the commit did not finish in time. Training waits until the program is back. A local stack restarts it
+    at once.
+
+    \b
+    Example:
+      roostream preempt shard-0 --notice 20
+    """
+    sys.exit(preempt_program(ControllerClient(home, controller, link), name, notice_s))
+
+
+def preempt_program(controller: ControllerClient, name: str, notice_s: float) -> int:
+    """End a program of the trainer within `notice_s`. Returns 0 if a commit came first, 1 if work will be repeated.
+
+    Raises:
+        ConfigError: no program of the trainer has this name, or the notice is too short. UnavailableError: the program is
+            not running. TransportError: no controller answers.
+    """
+    role, index = parse_program_name(name)
+    answer = controller.call("preempt", {"role": role, "index": index, "notice_s": notice_s}, notice_s + 5)
+    if answer["committed"]:
+        print(
+            f"{name} ends; commit {answer['seq']} has all training, and training waits until {name} is back"
+        )
+        return 0
+    print(
+        f"{name} ends, but nothing was committed within {notice_s:g} s: {printable(str(answer['why']))}; "
+        f"training since commit {answer['seq']} is repeated",
+        file=sys.stderr,
+    )
+    return 1
+
+
+def parse_program_name(name: str) -> tuple[str, int]:
+    """Role and index of a program of the trainer, from its name in a stack or in a Kubernetes set.
+
+    Raises:
+        ConfigError: another name, or a program whose end loses no training.
+    """
+    match = re.fullmatch(r"(controller)|(worker)(?:-(\d+))?|(shard)-(\d+)", name)
+    if match is None:
+        raise ConfigError(
+            f"expected controller, worker, worker-N or shard-N, got {name!r}. Other programs hold no training state: "
+            "end the process, and its stack restarts it"
+        )
+    controller, worker, number, shard, index = match.groups()
+    return controller or worker or shard, int(number or index or 0)
+
+
+@click.group()
+def trainer() -> None:
+    """Control training.
+
+    \b
+    Example:
+      roostream trainer release --home .roostream
+    """
+
+
+@trainer.command()
+@controller_options
+def release(home: Path, controller: str, link: str) -> None:
+    """End a permanent hold after its cause was repaired, so that workers train again.
+
+    \b
+    Example:
+      roostream trainer release --home .roostream
+    """
+    sys.exit(release_hold(ControllerClient(home, controller, link)))
+
+
+def release_hold(controller: ControllerClient) -> int:
+    """End the hold on training, if there is one; always 0. Raises TransportError: no controller answers."""
+    answer = controller.call("release", {}, 5.0)
+    print(
+        f"released; the reason of the hold was: {printable(str(answer['reason']))}"
+        if answer["held"]
+        else "training is not held"
+    )
+    return 0

@@ -1,0 +1,156 @@
+"""Options, parameter types and value parsers that several commands share."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import typing
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from infra.options import DEFAULT_HOME
+from infra.program_specs import find_spec
+from roostream.errors import ConfigError, nearest
+from roostream.schema.settings import from_dict, parse_duration_ms
+from roostream.schema.toml_file import SourceLocation
+
+PORTS = ("kafka", "redis", "flink", "serving", "controller")
+_MS = "_ms"
+
+home_option = click.option(
+    "--home",
+    type=click.Path(path_type=Path),
+    default=DEFAULT_HOME,
+    show_default=True,
+    help="directory of the stack: data, logs and generated files",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="print JSON with stable keys")
+wait_option = click.option(
+    "--wait", "wait_s", type=float, default=120.0, show_default=True, help="give up after this many seconds"
+)
+
+
+def with_options(*options: Any) -> Any:
+    """A decorator that adds several click options, listed in `--help` in this order."""
+
+    def decorate(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+class Duration(click.ParamType):
+    """`30m`, `250ms`, or a number of milliseconds."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return parse_duration_ms(value)
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
+
+
+class MultiValueCommand(click.Command):
+    """A command that accepts `--log A B C` for `--log A --log B --log C`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Repeat an option that may be given several times before each word that follows it."""
+        many = {o for p in self.get_params(ctx) if isinstance(p, click.Option) and p.multiple for o in p.opts}
+        spread: list[str] = []
+        current = ""
+        for arg in args:
+            if arg.startswith("-"):
+                current = arg if arg in many else ""
+            elif current and spread[-1] != current:
+                spread.append(current)
+            spread.append(arg)
+        return super().parse_args(ctx, spread)
+
+
+def settings_flags(settings: type[Any], skip: tuple[str, ...] = ()) -> list[click.Parameter]:
+    """One flag for each setting of a dataclass: `--freeze-at` for `freeze_at`, `--window 30m` for `window_ms`."""
+    hints = typing.get_type_hints(settings)
+    fields = [f for f in dataclasses.fields(settings) if f.name not in skip]
+    return [_flag(f.name, hints[f.name], f.default, str(f.metadata.get("help", ""))) for f in fields]
+
+
+def _flag(name: str, hint: Any, default: Any, help: str) -> click.Option:
+    flag = "--" + name.removesuffix(_MS).replace("_", "-")
+    required = default is dataclasses.MISSING
+    given: dict[str, Any] = {"help": help, "required": required, "default": None if required else default}
+    if typing.get_origin(hint) is tuple:
+        given |= {"multiple": True, "metavar": "PROGRAM.KEY=VALUE" if name == "set" else "FILE..."}
+    elif typing.get_origin(hint) is typing.Literal:
+        given |= {"type": click.Choice(typing.get_args(hint)), "show_default": True}
+    elif hint is bool:
+        given |= {"is_flag": True}
+    elif name.endswith(_MS):
+        given |= {"type": Duration(), "show_default": _format_duration(default)}
+    else:
+        given |= {"type": hint, "show_default": default != ""}
+    return click.Option([flag, name], **given)
+
+
+def _format_duration(time_ms: int) -> str:
+    for unit, size in (("h", 3_600_000), ("m", 60_000), ("s", 1000)):
+        if time_ms and time_ms % size == 0:
+            return f"{time_ms // size}{unit}"
+    return f"{time_ms}ms"
+
+
+def parse_ports(texts: Iterable[str]) -> dict[str, int]:
+    """`serving=8080` → {"serving": 8080}. Names are those of PORTS, and `shard-0` and so on.
+
+    Raises:
+        ConfigError: not of this form, or an unknown name.
+    """
+    ports = {}
+    for text in texts:
+        name, _, number = text.partition("=")
+        if name not in PORTS and not name.startswith("shard-"):
+            raise ConfigError(
+                f"--port: expected one of {', '.join(PORTS)}, got {name!r}{nearest(name, PORTS)}"
+            )
+        if not number.isdecimal() or not 0 < int(number) < 65536:
+            raise ConfigError(f"--port: expected NAME=PORT such as serving=8080, got {text!r}")
+        ports[name] = int(number)
+    return ports
+
+
+def parse_overrides(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """`joiner.window_ms=20000` → {"joiner": {"window_ms": 20000}}. A value that is not TOML is text.
+
+    Each value is read as the program's own TOML: `window = "20s"` becomes `window_ms = 20000`.
+
+    Raises:
+        ConfigError: not of this form, an unknown program or key, or a value of another type.
+    """
+    overrides: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        program, dot, key = name.partition(".")
+        if not (equals and dot and key):
+            raise ConfigError(
+                f"--set: expected PROGRAM.KEY=VALUE such as joiner.window_ms=20000, got {text!r}"
+            )
+        try:
+            place = SourceLocation(prefix=f"{program}.")
+            table = from_dict(find_spec(program).settings_class(), {key: toml_value(value)}, place)
+        except ConfigError as error:
+            raise ConfigError(f"--set: {error}") from None
+        overrides.setdefault(program, {}).update(table)
+    return overrides
+
+
+def toml_value(text: str) -> Any:
+    """The value that TOML reads, or the text itself."""
+    try:
+        return tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return text

@@ -1,0 +1,55 @@
+"""Why programs of a stack are not ready: from stack.json, their readiness probes, their logs and the controller's status."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from infra.child_logs import last_lines
+
+_TIMEOUT_S = 0.5
+_MAX_BYTES = 1000
+
+
+def unhealthy_programs(programs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Name of each program that is not ready → its state, the reason if one is known, and its log file."""
+    return {
+        name: _describe(entry) for name, entry in programs.items() if entry["state"] not in ("ready", "ended")
+    }
+
+
+def unhealthy_controller(status: Mapping[str, Any]) -> dict[str, str]:
+    """The same for a controller that answers `status` but cannot continue."""
+    return {"controller": f"waits: {status['away']}"} if status.get("away") else {}
+
+
+def reason(entry: Mapping[str, Any]) -> str:
+    """The last error of the program, else what its readiness probe waits for, else the last line of its log, else ""."""
+    text = str(entry.get("said") or "")
+    if not text and entry["state"] == "starting" and entry.get("metrics"):
+        text = readiness_error(str(entry["metrics"]).removesuffix("metrics") + "readyz")
+    return text or " ".join(last_lines(Path(entry["log"]), 1))
+
+
+def readiness_error(url: str) -> str:
+    """The text of a readiness probe that fails; "" if the program is ready or does not answer."""
+    try:
+        urllib.request.urlopen(url, timeout=_TIMEOUT_S).close()
+    except urllib.error.HTTPError as error:
+        return error.read(_MAX_BYTES).decode("utf-8", "replace").strip()
+    except (OSError, ValueError):
+        return ""
+    return ""
+
+
+def _describe(entry: Mapping[str, Any]) -> str:
+    state, restarts = str(entry["state"]), int(entry["restarts"])
+    is_known = entry.get("said") or restarts or state in ("starting", "failed", "held")
+    text = reason(entry) if is_known else ""
+    if not text:
+        return state
+    after = f"{state} after {restarts} restarts" if restarts and state != "failed" else state
+    return f"{after}: {text} (its log: {entry['log']})"

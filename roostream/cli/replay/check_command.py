@@ -1,0 +1,154 @@
+"""`roostream check`: a log and its schema looked at together, before anything is trained: what can't be read, what nothing names,
+what is never there, and what the joiner would do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from joiner.build import Output
+from joiner.config import JoinerConfig
+from joiner.local_engine import LocalEngine
+from roostream.cli.replay.outcome import LocalTopics
+from roostream.cli.replay.program_settings import choices_of
+from roostream.cli.replay.report_table import Row, join_rows, number, plain_table, warning_rows
+from roostream.errors import ConfigError
+from roostream.replay.config import CheckConfig
+from roostream.replay.log_advice import advice
+from roostream.replay.replay_log import ReplayLog, open_log
+from roostream.replay.report_files import check_report, write_report
+from roostream.runtime import program
+from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import load_schema
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.records import Record
+
+_QUANTILES = (50, 90, 95, 99, 100)
+
+
+def run(config: CheckConfig) -> int:
+    """The exit code: 0 = it can be replayed (there may be warnings), 1 = lines can't be used, 2 = it can't be checked at all."""
+    errors: list[str] = []
+
+    def body(stop: program.Stop) -> None:
+        errors.extend(check(config, stop)["errors"])
+
+    return program.command_exit_code(program.run("check", body)) or (1 if errors else 0)
+
+
+def check(config: CheckConfig, stop: program.Stop) -> dict[str, Any]:
+    """Look, write the report, print the table, give the report back.
+
+    Raises:
+        RoostreamError: schema, settings or files can't be used at all.
+    """
+    check_report(config.report)
+    replay = config.replay()
+    schema = load_schema(replay.schema_path)
+    log = open_log(replay, schema)
+    topics, delays = LocalTopics(schema), Delays()
+    engine = LocalEngine(
+        JoinerConfig(engine="local", **choices_of(replay).joiner), schema, {schema.fingerprint: schema}.get
+    )
+    errors: list[str] = []
+    try:
+        for record in log.records:
+            if stop.is_set():
+                raise ConfigError("stopped before the end of the log; nothing was found out")
+            _write(topics, delays, engine, engine.process(topics.place(record)))
+        _write(topics, delays, engine, engine.end_of_input())
+    except ConfigError as error:
+        if stop.is_set() or not log.skipped().number:
+            raise
+        errors.append(str(error))  # beside the lines that made it so
+    report = build_report(schema, log, topics, delays, errors)
+    if config.report:
+        write_report(config.report, report)
+    Console(markup=False, emoji=False, highlight=False).print(
+        plain_table(f"check {config.schema}", [*_rows(report)])
+    )
+    return report
+
+
+def _write(topics: LocalTopics, delays: Delays, engine: LocalEngine, outputs: list[Output]) -> None:
+    for output in outputs:
+        time_ms = output.timestamp_ms if output.timestamp_ms is not None else engine.watermark_ms
+        delays.add(topics.write(output.topic, output.key, output.value, time_ms))
+
+
+class Delays:
+    """Seconds between requests and their engagements, in whole ones; those that came after the close, too."""
+
+    def __init__(self) -> None:
+        self._seconds: Counter[int] = Counter()
+
+    def add(self, record: Record) -> None:
+        """A record of any topic; samples and corrections count."""
+        if record.topic in (SAMPLES, CORRECTIONS):
+            message = wire.decode(record.value)[1]
+            assert isinstance(message, pb.Sample)
+            self._seconds.update(max(t - message.header.time_ms, 0) // 1000 for t in message.event_times)
+
+    def report(self) -> dict[str, int]:
+        """`p50` … `p100`; empty without engagements."""
+        seconds_N = np.repeat(list(self._seconds), list(self._seconds.values()))
+        return {
+            f"p{q}": int(np.percentile(seconds_N, q, method="lower")) for q in _QUANTILES if len(seconds_N)
+        }
+
+
+def build_report(
+    schema: Schema, log: ReplayLog, topics: LocalTopics, delays: Delays, errors: list[str]
+) -> dict[str, Any]:
+    """Keys as of a replay's report, and `errors`, `engagement_delay_s`, `requests_in_pages`."""
+    sums, skipped = topics.accounts.sums(ended=True), log.skipped()
+    positives = topics.findings.positives()
+    warnings = advice(schema, log.profile, positives)
+    if late := sums.corrections + sums.dead_letters.get("too_late", 0):
+        warnings.append(
+            f"{late} engagements come after the join window and are not learned; a longer --window takes them in"
+        )
+    if left := skipped.number - len(skipped.first):
+        errors = [*errors, f"and {left} more lines that can't be used"]
+    return {
+        "errors": [*skipped.first, *errors],
+        "warnings": warnings,
+        "counts": {**sums.counts(), "skipped_lines": skipped.number},
+        "first_skipped_line": skipped.first[0] if skipped.first else "",
+        "first_dead_letters": topics.findings.first_dead_letters(log.profile.origins.find),
+        "positives": positives,
+        "baselines": topics.findings.baselines.report(),
+        "engagement_delay_s": delays.report(),
+        "requests_in_pages": log.profile.num_impressions - sums.requests,
+        "log": log.profile.report(),
+    }
+
+
+def _rows(report: dict[str, Any]) -> Iterator[Row]:
+    yield from (("error", text) for text in report["errors"])
+    yield from warning_rows(report["warnings"])
+    if not report["counts"]["requests"]:
+        return
+    yield from join_rows(report)
+    log, lengths = report["log"], report["log"]["list_lengths"]
+    yield "list lengths", ", ".join(f"{name} {n}" for name, n in lengths.items())
+    yield "further pages", str(report["requests_in_pages"])
+    yield (
+        "engaged after",
+        ", ".join(f"{name} {s} s" for name, s in report["engagement_delay_s"].items()) or "never",
+    )
+    for name, f in log["features"].items():
+        what = "entries" if f["kind"] != "float" else "values"
+        span = f"{what} {number(f['min'])} to {number(f['max'])}, mean {number(f['mean'])}"
+        yield f"{f['side']} {name}", f"{number(f['share'])} of rows; {span}"
+    for baseline, both in report["baselines"].items():
+        yield (
+            f"by {baseline} alone",
+            f"ne {number(both['overall']['ne'])}  request_auc {number(both['overall']['request_auc'])}",
+        )

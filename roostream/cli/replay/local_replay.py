@@ -1,0 +1,344 @@
+"""A replay in this process, without Kafka and Flink: the same `join.py`, training loop and shards, called directly.
+
+records ─► LocalEngine ─► samples, by close time ─► TrainLoop ─► shards behind in-memory transports
+   └──────────┴──────────────────┴──────────────────────┴──► accounts, metrics
+
+Records that are samples already, of a warehouse, pass the joiner by.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from joiner.build import Output
+from joiner.config import JoinerConfig
+from joiner.local_engine import LocalEngine
+from param_server.client import Client
+from param_server.config import ShardIdentity
+from param_server.key_value_store import MemoryKeyValueStore
+from param_server.segments import Segments
+from param_server.server import Shard, ShardRpcHandler
+from param_server.table import shapes_of
+from roostream.cli.replay.outcome import LocalTopics, Outcome, Stage, Training
+from roostream.cli.replay.program_settings import choices_of, with_sets
+from roostream.cli.skew.scored_lists import sample_of
+from roostream.models.build import load_model_config
+from roostream.replay.config import ReplayConfig
+from roostream.runtime.checkpoint_store import FileStore
+from roostream.runtime.clock import Clock, SystemClock
+from roostream.runtime.kafka.consumer import PartitionLag
+from roostream.runtime.kafka.topics import (
+    CORRECTIONS,
+    DEAD_LETTERS,
+    DEFAULT_PARTITIONS,
+    IMPRESSIONS,
+    PREDICTIONS,
+    SAMPLES,
+    Partition,
+    Progress,
+    all_partitions,
+)
+from roostream.runtime.program import Stop
+from roostream.runtime.rpc.transport import InMemoryTransport
+from roostream.runtime.work_unit import TableInput
+from roostream.schema.ids import NO_KEY, sample_id
+from roostream.schema.schema import Schema
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.batch import Batch
+from roostream.wire.decode import Decoder
+from roostream.wire.records import Record
+from trainer.batch_source import Chunk, NewestIds
+from trainer.config import LoopConfig
+from trainer.device.numerics import set_numerics
+from trainer.loop import LoopDependencies, TrainLoop
+from trainer.monitoring.quality import DailyMetrics, Report
+from trainer.predictions import Prediction
+from trainer.record_source import chunk_of
+from trainer.rows import ShardRows
+
+
+def replay_in_process(
+    config: ReplayConfig, schema: Schema, records: Iterable[Record], stage: Stage, stop: Stop
+) -> Outcome:
+    """Memory: the joiner's open window, the rows, and the audit of the ids."""
+    with tempfile.TemporaryDirectory(prefix="roostream-replay-") as store:
+        return _Local(config, schema, FileStore(store)).run(records, stage, stop)
+
+
+class ReadySamples:
+    """A trainer's `BatchSource` that holds only what waits to be trained: oldest record first, as the worker's merge of
+    partitions is. Offsets count samples; there is no way back, so only the beginning can be sought."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        clock: Clock,
+        topics: Sequence[str] = (SAMPLES,),
+        before_chunk: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`topics` that are trained. `before_chunk` is called before a chunk is given, when its training hasn't begun."""
+        self.decoder, self.clock, self.topics, self.before_chunk = decoder, clock, tuple(topics), before_chunk
+        self._waiting: list[tuple[int, int, int, Record]] = []
+        self._given: Progress = dict.fromkeys(all_partitions(self.topics, DEFAULT_PARTITIONS), 0)
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, record: Record) -> None:
+        if record.topic not in self.topics:
+            return
+        self._count += 1
+        heapq.heappush(self._waiting, (record.timestamp_ms, record.partition, self._count, record))
+
+    def poll(self, max_requests: int, timeout_s: float, partition: Partition | None = None) -> Chunk | None:
+        assert partition is None, "exact mode needs a source with partitions"
+        return self.rest(max_requests) if len(self) >= max_requests else None
+
+    def rest(self, max_requests: int) -> Chunk | None:
+        if not self._waiting:
+            return None
+        self.before_chunk()
+        taken = [heapq.heappop(self._waiting)[3] for _ in range(min(max_requests, len(self)))]
+        chunk = chunk_of(taken, self.decoder, self.clock.now_ms(), corrections=CORRECTIONS in self.topics)
+        self._given |= chunk.after
+        return chunk
+
+    def seek(self, at: Progress) -> None:
+        assert not any(at.values()) and self._count == 0, "a replay in one process has no way back"
+
+    def assign(self, numbers: Collection[int], session: TableInput | None = None) -> None:
+        """All of it is one worker's."""
+
+    def bound(self, ends: Progress) -> None:
+        """It is read to its end."""
+
+    @property
+    def ended(self) -> bool:
+        return False
+
+    def newest_ids(self, trained: Progress) -> Mapping[Partition, NewestIds]:
+        """It has no sessions."""
+        return {}
+
+    def positions(self) -> Progress:
+        return dict(self._given)
+
+    def lag(self) -> dict[Partition, PartitionLag]:
+        return {}
+
+    @property
+    def num_lost(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _Local:
+    """The parts, wired; the loop's `Outputs`."""
+
+    def __init__(self, config: ReplayConfig, schema: Schema, store: FileStore) -> None:
+        self.schema = schema
+        self.measure_from_ms = config.measure_from_ms
+        self.topics = LocalTopics(schema, config.measure_from_ms)
+        self.accounts = self.topics.accounts
+        choices = choices_of(config)
+        registry, clock = {schema.fingerprint: schema}.get, SystemClock()
+        decoder = Decoder(schema, registry)
+        self.served = (
+            AsServed(schema.tasks, decoder, lambda batch: self.loop.scores(batch))
+            if config.as_served
+            else None
+        )
+        settings = LoopConfig(**choices.worker)
+        self.samples = ReadySamples(
+            decoder, clock, settings.trained_topics, self.served.score if self.served else lambda: None
+        )
+        self.joiner = LocalEngine(JoinerConfig(engine="local", **choices.joiner), schema, registry)
+        self.shards = _shards(config, schema, store)
+        client = Client(
+            schema, [InMemoryTransport(ShardRpcHandler(shard).handle) for shard in self.shards], worker=0
+        )
+        client.set_incarnation(1)
+        set_numerics(settings)
+        model = with_sets(load_model_config(config.model), choices.model)
+        wiring = LoopDependencies(source=self.samples, rows=ShardRows(client), outputs=self, clock=clock)
+        self.loop = TrainLoop(settings, schema, model, wiring)
+
+    def run(self, records: Iterable[Record], stage: Stage, stop: Stop) -> Outcome:
+        for record in records:
+            if stop.is_set():
+                break
+            if wire.kind_of(record.value) == wire.SAMPLE:
+                self._write([Output(SAMPLES, record.key or NO_KEY, record.value, record.timestamp_ms, "")])
+            else:
+                placed = self.topics.place(record)
+                if self.served:
+                    self.served.add(placed)
+                self._write(self.joiner.process(placed))
+            self._train(stage)
+        self._write(self.joiner.end_of_input())
+        self._train(stage)
+        while self.loop.finish():
+            stage.at(trained=self.loop.counts.requests)
+        untrained = self.accounts.untrained_below(self.accounts.sample_ends)
+        return Outcome(
+            accounts=self.accounts,
+            findings=self.topics.findings,
+            untrained=untrained,
+            training=self._training(),
+            served=self.served.report(self.measure_from_ms) if self.served else None,
+        )
+
+    def _train(self, stage: Stage) -> None:
+        """Whole batches, as many as there are."""
+        before = self.loop.num_steps
+        while len(self.samples) and self.loop.step():
+            pass
+        if self.loop.num_steps > before:
+            stage.at(joined=self.accounts.sums().samples, trained=self.loop.counts.requests)
+
+    def _training(self) -> Training:
+        rows: Counter[str] = Counter()
+        for shard in self.shards:
+            rows.update(shard.stats()["rows"])
+        return Training(
+            steps=self.loop.num_steps,
+            non_finite=self.loop.counts.non_finite,
+            corrections=self.loop.counts.corrections,
+            rehearsed=self.loop.counts.rehearsed,
+            model=dataclasses.asdict(self.loop.model_config),
+            dense_parameters=sum(p.numel() for p in self.loop.model.parameters()),
+            rows=dict(rows),
+        )
+
+    def _write(self, outputs: Iterable[Output]) -> None:
+        for output in outputs:
+            time_ms = output.timestamp_ms if output.timestamp_ms is not None else self.joiner.watermark_ms
+            record = self.topics.write(output.topic, output.key, output.value, time_ms)
+            if self.served:
+                self.served.add(record)
+            self.samples.put(record)
+
+    def prediction(self, prediction: Prediction) -> None:
+        key = prediction.sample_id.to_bytes(8, "little")
+        self.topics.write(PREDICTIONS, key, prediction.value, prediction.time_ms)
+
+    def dead_letter(self, letter: pb.DeadLetter) -> None:
+        self.topics.write(DEAD_LETTERS, NO_KEY, wire.encode(wire.DEAD_LETTER, letter), 0)
+
+    def flush(self) -> None:
+        """Everything is counted where it is given."""
+
+
+def _shards(config: ReplayConfig, schema: Schema, store: FileStore) -> list[Shard]:
+    """Shards at their beginning, in incarnation 1, that commit and publish nothing."""
+    shards = []
+    for index in range(config.num_shards):
+        identity = ShardIdentity(
+            schema=schema, index=index, num_shards=config.num_shards, seed=config.seed, publishing=False
+        )
+        shard = Shard(
+            identity,
+            Segments(MemoryKeyValueStore(), shapes_of(identity.schema), identity.num_buckets),
+            store,
+            SystemClock(),
+        )
+        shard.restore(1, "")
+        shards.append(shard)
+    return shards
+
+
+_AT_ONCE = 256
+
+
+class _ScoredList:
+    """A request from its first impression on: 4 bytes an item and task for scores and labels each, and some more."""
+
+    __slots__ = ("label_nT", "row_of", "score_nT", "time_ms")
+
+    def __init__(self, impression: pb.Impression, num_tasks: int) -> None:
+        self.time_ms = impression.header.time_ms
+        self.row_of = {item: n for n, item in enumerate(dict.fromkeys(impression.item_ids))}
+        self.score_nT = np.full((len(self.row_of), num_tasks), np.nan, np.float32)
+        self.label_nT: np.ndarray | None = None
+
+
+class AsServed:
+    """Feed every record in the order of time, and call `score` before weights change. All requests stay in memory."""
+
+    def __init__(self, tasks: Sequence[str], decoder: Decoder, scores: Callable[[Batch], np.ndarray]) -> None:
+        """`scores`: probabilities [B, T] by the weights of now."""
+        self.tasks, self.decoder, self.scores = tuple(tasks), decoder, scores
+        self._shown: dict[int, _ScoredList] = {}
+        self._waiting: list[Record] = []
+
+    def add(self, record: Record) -> None:
+        """A record of any topic. Of a request's pages the first is scored; what can't be read counts for nothing."""
+        kind = wire.kind_of(record.value)
+        if record.topic == IMPRESSIONS and kind == wire.IMPRESSION:
+            self._show(record)
+        elif record.topic in (SAMPLES, CORRECTIONS):
+            self._label(record)
+
+    def score(self) -> None:
+        """What has been shown since the last call."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        batch, _ = self.decoder.decode(waiting)
+        score_BT, ends_R = self.scores(batch), np.cumsum(batch.num_candidates_R)
+        for r, id_ in enumerate(batch.sample_id_R.view(np.uint64).tolist()):
+            shown, start = self._shown[id_], int(ends_R[r] - batch.num_candidates_R[r])
+            items = batch.item_B[start : ends_R[r]].view(np.uint64).tolist()
+            for n, item in reversed([*enumerate(items)]):  # of an item that is there twice, the first
+                shown.score_nT[shown.row_of[item]] = score_BT[start + n]
+
+    def report(self, measure_from_ms: int) -> Report:
+        """`overall`, `measured` and `by_day`, as `metrics` of a report; labels as they are now."""
+        metrics = DailyMetrics(self.tasks, measure_from_ms=measure_from_ms)
+        known = [s for s in self._shown.values() if s.label_nT is not None and not np.isnan(s.score_nT).any()]
+        for start in range(0, len(known), _AT_ONCE):
+            part = known[start : start + _AT_ONCE]
+            label_BT = np.concatenate([s.label_nT for s in part if s.label_nT is not None])
+            index_B = np.repeat(np.arange(len(part)), [len(s.score_nT) for s in part])
+            time_ms_R = np.array([s.time_ms for s in part], np.int64)
+            metrics.update(
+                np.concatenate([s.score_nT for s in part]),
+                label_BT,
+                np.ones_like(label_BT),
+                index_B,
+                time_ms_R,
+            )
+        return metrics.report()
+
+    def _show(self, record: Record) -> None:
+        message = pb.Impression.FromString(record.value[2:])
+        id_ = sample_id(record.key or NO_KEY, message.header.request_id)
+        if id_ in self._shown:
+            return
+        self._shown[id_] = _ScoredList(message, len(self.tasks))
+        sample = sample_of(record, message, len(self.tasks))
+        self._waiting.append(record._replace(topic=SAMPLES, value=wire.encode(wire.SAMPLE, sample)))
+        if len(self._waiting) >= _AT_ONCE:
+            self.score()
+
+    def _label(self, record: Record) -> None:
+        message = pb.Sample.FromString(record.value[2:])
+        shown = self._shown.get(sample_id(record.key or NO_KEY, message.header.request_id))
+        if shown is None:
+            return
+        if shown.label_nT is None:
+            shown.label_nT = np.zeros_like(shown.score_nT)
+        label_nT = np.array(message.labels, np.float32).reshape(-1, len(self.tasks))
+        for item, label_T in zip(message.item_ids, label_nT, strict=True):
+            if item in shown.row_of:
+                shown.label_nT[shown.row_of[item]] = label_T

@@ -1,0 +1,403 @@
+"""A replay through a stack of its own: Kafka, Flink and the trainer's processes, from the first record to the last commit.
+
+1 start the stack; topics keep old event times
+2 write the log in transactions (an idempotent producer alone doubles old records when the broker restarts), while the
+  auditor reads along
+3 wait until every request and engagement has come out of the joiner, and every sample has a prediction
+4 wait for the commit that covers the last sample
+5 stop the stack
+
+With `archived_until` the log comes in two parts, between which a fresh model is trained from the warehouse that archivers made of
+the first (roostream/cli/replay/stack_replay.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import tempfile
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from confluent_kafka import KafkaException
+
+from infra.auditor.accounts import Accounts
+from infra.auditor.auditor import Auditor
+from infra.options import StackOptions, save_options
+from infra.stack import Stack
+from roostream.cli.replay.outcome import Findings, Outcome, PastAtRest, Stage, Training
+from roostream.cli.replay.program_settings import choices_of, joiner_settings
+from roostream.errors import ConfigError, UnavailableError
+from roostream.replay.config import ReplayConfig
+from roostream.runtime import manifest as manifests
+from roostream.runtime.checkpoint_store import CheckpointStore, FileStore
+from roostream.runtime.clock import Clock, SystemClock
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.broker import Broker
+from roostream.runtime.kafka.topics import SAMPLES, name_of, nested
+from roostream.runtime.program import Stop
+from roostream.runtime.scrape import fetch
+from roostream.schema.schema import Schema
+from roostream.schema.toml_file import read_toml
+from roostream.wire.records import Record
+
+log = logging.getLogger("roostream.replay")
+_RECORDS_A_TRANSACTION, _SECONDS_A_TRANSACTION = 2000, 1.0
+_TRANSACTIONS = {"linger_ms": 20, "delivery_timeout_ms": 300_000, "transaction_timeout_ms": 600_000}
+_STALLED_S = 180.0
+_PROGRAMS = ("kafka", "flink", "joiner", "shards", "controller", "workers")
+
+
+def replay_through_stack(
+    config: ReplayConfig, schema: Schema, records: Iterable[Record], stage: Stage, stop: Stop
+) -> Outcome:
+    """See the module for the numbers. The stack is gone afterwards, whatever happens; a given `home` keeps its data.
+
+    Raises:
+        UnavailableError: a program failed for good, or nothing has moved for three minutes; says which and what is missing.
+    """
+    with _home(config) as home, Stack(home, stack_options(config, home)) as stack:
+        stack.start(ARCHIVE_PROGRAMS if config.archived_until else _PROGRAMS)  # 1
+        stack.wait_ready("kafka", timeout_s=180)
+        outcome = _Replay(config, schema, stack, stage, stop).run(records)
+        if config.home:
+            save_options(stack.home.root, kept_options(config, stack.options, stack.home.root))
+        return outcome
+
+
+def stack_options(config: ReplayConfig, home: Path) -> StackOptions:
+    """The stack that a replay runs on, and what its programs are told beyond their defaults.
+
+    Raises:
+        ConfigError: as `choices_of`.
+    """
+    choices = choices_of(config)
+    past = archive_overrides(home.resolve() / "warehouse") if config.archived_until else {}
+    others = {
+        name: {**past.get(name, {}), **choices.others.get(name, {})} for name in (*past, *choices.others)
+    }
+    overrides = {
+        **others,
+        "controller": {"commit_interval_ms": 5000, **others.get("controller", {})},
+        "joiner": choices.joiner,
+        "worker": {"model": _model_file(config, choices.model, home), **choices.worker},
+    }
+    return StackOptions(
+        schema=config.schema_path.resolve(),
+        replay=True,
+        num_shards=config.num_shards,
+        num_archivers=int(bool(past)),
+        seed=config.seed,
+        overrides=overrides,
+    )
+
+
+def kept_options(config: ReplayConfig, options: StackOptions, home: Path) -> StackOptions:
+    """What `up` is to go on with in this home: the same schema (a copy), shards, window and model, but live bounds of state and
+    no end of learning. Its topics keep everything, since histories and counters are made anew from them at each start."""
+    schema = home / "schema.toml"
+    schema.write_bytes(options.schema.read_bytes())
+    choices, flags = choices_of(config), joiner_settings(config)
+    joiner = {
+        k: v
+        for k, v in choices.joiner.items()
+        if k in ("window_ms", "lateness_ms", "early_close_ms") or v != flags.get(k)
+    }
+    worker = {k: v for k, v in options.overrides["worker"].items() if k != "freeze_at_ms"}
+    return dataclasses.replace(
+        options, schema=schema, overrides={**choices.others, "joiner": joiner, "worker": worker}
+    )
+
+
+def _model_file(config: ReplayConfig, sets: Mapping[str, Any], home: Path) -> str:
+    """The model's TOML; one in the home where `--set model.KEY` changes it."""
+    if not sets:
+        return str(Path(config.model).resolve()) if config.model else ""
+    given = read_toml(config.model).raw if config.model else {}
+    if (
+        str(given.get("kind", "")).rpartition(":")[0].endswith(".py")
+    ):  # a file beside the TOML that is left behind
+        given = {**given, "kind": str(Path(config.model).resolve().parent / given["kind"])}
+    file = home.resolve() / "model.toml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(tomli_w.dumps(given | dict(sets)), encoding="utf-8")
+    return str(file)
+
+
+@contextlib.contextmanager
+def _home(config: ReplayConfig) -> Iterator[Path]:
+    if config.home:
+        yield Path(config.home)
+    else:
+        with tempfile.TemporaryDirectory(prefix="roostream-replay-", ignore_cleanup_errors=True) as folder:
+            yield Path(folder)
+
+
+class _Replay:
+    """One run on one stack."""
+
+    def __init__(self, config: ReplayConfig, schema: Schema, stack: Stack, stage: Stage, stop: Stop) -> None:
+        self.config, self.stack, self.stage, self.stop = config, stack, stage, stop
+        self.findings = Findings(schema, config.measure_from_ms)
+        self.auditor = Auditor(
+            Broker(stack.endpoints.kafka),
+            stack.prefix,
+            num_partitions=stack.options.partitions,
+            on_record=self.findings.add,
+        )
+        self.sent: Counter[str] = Counter()
+        self._moved_s = time.monotonic()
+        self._seen: tuple[int, ...] = ()
+
+    @property
+    def accounts(self) -> Accounts:
+        """The auditor's, which makes new ones when it begins."""
+        return self.auditor.accounts
+
+    def run(self, records: Iterable[Record]) -> Outcome:
+        try:
+            archived: PastAtRest | None = None
+            if self.config.archived_until:
+                log_ = SplitLog(records, self.config.archived_until_ms)
+                archived, records = self._from_archive(log_.before()), log_.others()
+            self._send(records)  # 2
+            self._wait(self._is_trained, "trained")  # 3
+            self._wait(self._is_committed, "committed")  # 4
+            untrained = self.accounts.untrained_below(self._committed())
+            return Outcome(
+                accounts=self.accounts,
+                findings=self.findings,
+                untrained=untrained,
+                training=self._training(),
+                archived=archived,
+            )
+        finally:
+            self.auditor.close()
+
+    def _from_archive(self, records: Iterable[Record]) -> PastAtRest:
+        """A fresh model is trained from what archivers made of these, and goes on with the stream."""
+        past = ArchivePhase(
+            self.stack.home.root / "warehouse", FileStore(self.stack.home.store), SystemClock()
+        )
+        self._send(records)
+        if not self.sent:
+            raise ConfigError(
+                f"archived_until: expected requests before {self.config.archived_until}, got none in the log"
+            )
+        self._wait(lambda: self._is_read() and past.is_archived(self.accounts.sample_ends), "archived")
+        found = past.archived()
+        self.stack.start(_PROGRAMS)
+        self._wait(past.is_handed_over, "trained from the warehouse")
+        return past.trained(found)
+
+    def _training(self) -> Training:
+        """What the newest manifest and the worker itself say."""
+        newest = manifests.newest(FileStore(self.stack.home.store))
+        worker = fetch(self.stack.endpoints.metrics["worker"])
+        skipped, rehearsed = (
+            worker.value(f"roostream_worker_{name}") for name in ("non_finite", "rehearsed")
+        )
+        return Training(
+            steps=newest.manifest.step if newest else None,
+            model=newest.manifest.model if newest else None,
+            non_finite=None if skipped is None else int(skipped),
+            rehearsed=None if rehearsed is None else int(rehearsed),
+        )
+
+    def _send(self, records: Iterable[Record]) -> None:
+        producer = clients.producer(
+            Broker(self.stack.endpoints.kafka), transactional_id=f"replay-{uuid.uuid4().hex}", **_TRANSACTIONS
+        )
+        producer.init_transactions(30)
+        open_since_s, count = 0.0, 0
+        for record in records:
+            if not count:
+                producer.begin_transaction()
+                open_since_s = time.monotonic()
+            self._produce(producer, record)
+            count += 1
+            if count >= _RECORDS_A_TRANSACTION or time.monotonic() - open_since_s > _SECONDS_A_TRANSACTION:
+                self._commit(producer)
+                count = 0
+        if count:
+            self._commit(producer)
+
+    def _produce(self, producer: Any, record: Record) -> None:
+        topic = name_of(self.stack.prefix, record.topic)
+        clients.send(
+            producer,
+            topic,
+            key=record.key,
+            value=record.value,
+            timestamp_ms=record.timestamp_ms,
+            partition=record.partition,
+        )
+        self.sent[record.topic] += 1
+
+    def _commit(self, producer: Any) -> None:
+        """**If it fails** after retries, the records may not be there: the replay ends."""
+        for _ in range(10):
+            try:
+                producer.commit_transaction(30)
+                break
+            except KafkaException as error:
+                if not error.args[0].retriable():
+                    raise UnavailableError(
+                        f"Kafka refused the log's records: {error.args[0].str()}; run the replay again"
+                    ) from None
+        else:
+            raise UnavailableError(
+                "Kafka did not commit the log's records within 5 minutes; run the replay again"
+            )
+        self._look(0.0)
+
+    def _wait(self, done: Callable[[], bool], what: str) -> None:
+        while not self.stop.is_set() and not done():
+            self._look(0.5)
+            if failed := self.stack.failed():
+                raise UnavailableError(
+                    f"{failed[0]} failed for good; its log is {self.stack.log_path(failed[0])}"
+                )
+            if time.monotonic() - self._moved_s > _STALLED_S:
+                raise UnavailableError(f"nothing has been {what} for {_STALLED_S:.0f} s; {self._missing()}")
+
+    def _look(self, budget_s: float) -> None:
+        """Read along, and note whether anything moved."""
+        self.auditor.poll(budget_s)
+        a = self.accounts
+        sums = a.sums()
+        self.stage.at(joined=sums.samples, trained=sums.predicted)
+        now = (*a.num_records.values(), *self._committed().values())
+        if now != self._seen:
+            self._seen, self._moved_s = now, time.monotonic()
+
+    def _is_trained(self) -> bool:
+        a = self.accounts
+        waiting = a.events.pending or a.requests.pending or a.unread or a.untrained
+        return self._is_read() and not waiting
+
+    def _is_read(self) -> bool:
+        """By the auditor, all that was sent."""
+        return all(self.accounts.num_records[topic] >= n for topic, n in self.sent.items())
+
+    def _is_committed(self) -> bool:
+        committed = self._committed()
+        return all(committed.get(p, 0) >= end for p, end in self.accounts.sample_ends.items())
+
+    def _committed(self) -> dict[int, int]:
+        """Next offsets of the samples topic, as of the newest manifest."""
+        store = FileStore(self.stack.home.store)
+        newest = manifests.newest(store)
+        return {} if newest is None else nested(newest.manifest.offsets).get(SAMPLES, {})
+
+    def _missing(self) -> str:
+        s, a = self.accounts.sums(), self.accounts
+        return (
+            f"requests without a sample: {s.pending_requests}, engagements without an end: {s.pending}, "
+            f"samples without a prediction: {len(a.untrained)}; the logs are in {self.stack.home.logs}"
+        )
+
+
+ARCHIVE_PROGRAMS = ("kafka", "flink", "joiner", "archiver", "compactor")
+"""Programs that run while the past is archived."""
+_STILL_S = 5.0  # without a new sample, though everything that was sent has been read: the joiner waits for later events
+
+
+def archive_overrides(warehouse: Path) -> dict[str, dict[str, Any]]:
+    """What the programs are told beside the replay's own settings."""
+    return {
+        "archiver": {"flush_interval_ms": 2000},
+        "compactor": {"interval_ms": 1000},
+        "controller": {"warehouse": str(warehouse)},
+    }
+
+
+class SplitLog:
+    """A log's records in two: those before a time, then the others."""
+
+    def __init__(self, records: Iterable[Record], until_ms: int) -> None:
+        self.until_ms, self._records = until_ms, iter(records)
+        self._next: list[Record] = []
+
+    def before(self) -> Iterator[Record]:
+        """To its end before `others` begins."""
+        for record in self._records:
+            if record.timestamp_ms >= self.until_ms:
+                self._next = [record]
+                return
+            yield record
+
+    def others(self) -> Iterator[Record]:
+        return itertools.chain(self._next, self._records)
+
+
+class ArchivePhase:
+    """The warehouse of a stack that is being filled, then trained from. Nothing is read before the first question."""
+
+    def __init__(self, place: Path, store: CheckpointStore, clock: Clock) -> None:
+        """`store`: of the stack's commits. Raises ConfigError: the packages that read a warehouse aren't there."""
+        try:
+            from roostream.warehouse.compact import Compactor
+            from roostream.warehouse.config import CompactorConfig
+            from roostream.warehouse.warehouse import Warehouse
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"expected {error.name} to read a warehouse; pip install 'roostream[warehouse]'"
+            ) from None
+        self.store, self.clock = store, clock
+        self._warehouse = Warehouse(place)
+        self._compactor = Compactor(self._warehouse, CompactorConfig(warehouse=str(place)), clock)
+        self._began_s = self._seen_s = clock.monotonic_s()
+        self._seen: dict[int, int] = {}
+
+    def is_archived(self, sample_ends: Mapping[int, int]) -> bool:
+        """Step 2; `sample_ends`: partition → offset behind its last sample. UnavailableError: it can't be read now."""
+        if sample_ends != self._seen:
+            self._seen, self._seen_s = dict(sample_ends), self.clock.monotonic_s()
+        if (
+            not self._seen
+            or self.clock.monotonic_s() - self._seen_s < _STILL_S
+            or not self._warehouse.samples.exists()
+        ):
+            return False
+        behind: dict[int, int] = {}
+        for file in self._warehouse.samples.snapshot().files:
+            behind[file.partition] = max(behind.get(file.partition, 0), file.last_offset + 1)
+        return (
+            all(behind.get(number, 0) >= end for number, end in self._seen.items())
+            and not self._compactor.due()
+        )
+
+    def archived(self) -> PastAtRest:
+        """What a fresh model will be trained from; its training is timed from here on."""
+        files = self._warehouse.samples.snapshot().files
+        archive_s, self._began_s = self.clock.monotonic_s() - self._began_s, self.clock.monotonic_s()
+        return PastAtRest(
+            samples=sum(file.rows for file in files),
+            days=len({file.day for file in files}),
+            files=len(files),
+            sealed=sum(file.sealed for file in files),
+            bytes=sum(file.bytes for file in files),
+            archive_s=archive_s,
+        )
+
+    def is_handed_over(self) -> bool:
+        """Step 4."""
+        newest = manifests.newest(self.store)
+        return newest is not None and newest.manifest.input is None
+
+    def trained(self, archived: PastAtRest) -> PastAtRest:
+        """The same with what a fresh model has trained of it, once that is handed over."""
+        newest = manifests.newest(self.store)
+        assert newest is not None, "it is handed over"
+        requests = sum(part.metrics["requests"] for part in newest.manifest.workers.values())
+        return dataclasses.replace(
+            archived, trained=requests, train_s=self.clock.monotonic_s() - self._began_s
+        )

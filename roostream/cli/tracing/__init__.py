@@ -1,1 +1,0 @@
-"""One request followed through the topics (`roostream trace`)."""

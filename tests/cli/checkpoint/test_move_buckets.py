@@ -1,0 +1,390 @@
+"""Buckets move between shards as a commit: exact, killed anywhere, with what readers are still to be told."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from infra.options import demo, load_saved_options, save_options
+from param_server.client import Client
+from param_server.key_value_store import MemoryKeyValueStore, RocksDbStore
+from param_server.publish import Publisher
+from param_server.rows_topic import InMemoryRows
+from param_server.server import Shard
+from roostream.cli.checkpoint.move_buckets import move
+from roostream.cli.main import cli
+from roostream.errors import (
+    CheckpointError,
+    ConfigError,
+    FencedError,
+    RoostreamError,
+    SetupError,
+    UnavailableError,
+)
+from roostream.runtime import manifest as manifests
+from roostream.runtime.bucket_map import BucketMap
+from roostream.runtime.checkpoint_store import FileStore
+from roostream.runtime.clock import FakeClock
+from roostream.schema.ids import bucket_of
+from roostream.schema.registry import register
+from tests.param_server.reader_support import GO, Follower
+from tests.param_server.shard_support import (
+    ITEM,
+    TOPIC,
+    USER,
+    gradients_of,
+    link_manifest,
+    lookup_of,
+    make_shard,
+    small_schema,
+    state_of,
+    transport_to,
+)
+from tests.trainer.memory_store import MemoryStore
+
+SWAPPED = BucketMap(1 - BucketMap.modulo(64, 2).owner_B, 2, 1)
+TURNED = BucketMap((np.arange(64, dtype=np.int32) // 7 + 1) % 2, 2, 1)
+ONE, THREE = BucketMap.modulo(64, 1), BucketMap(np.arange(64, dtype=np.int32) // 22, 3, 1)
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+class Fleet:
+    """Shards that are restored to the newest commit of `store`, trained, and committed."""
+
+    def __init__(self, store: Any, blobs: Mapping[int, Any], topic: InMemoryRows | None = None) -> None:
+        self.store, self.topic, last = store, topic, manifests.newest(store)
+        count = last.manifest.num_shards if last else len(blobs)
+        about = {"num_shards": count, "publishing": topic is not None}
+        self.shards: list[Shard] = [make_shard(blobs[i], store, index=i, **about) for i in range(count)]
+        self.incarnation = manifests.claim_incarnation(store, 0)
+        for shard in self.shards:
+            shard.restore(self.incarnation, last.name if last else "")
+        self.last = last
+        self.client = Client(
+            small_schema(), [transport_to(s) for s in self.shards], worker=0, clock=FakeClock()
+        )
+        self.client.set_incarnation(self.incarnation, 1, last.manifest.owners if last else None)
+        self.publishers = [Publisher(shard, topic, FakeClock()) for shard in self.shards] if topic else []
+
+    def push(self, value: float, ids: Iterable[int] = range(80)) -> None:
+        lookup = lookup_of({ITEM: ids, USER: ids, TOPIC: ids})
+        self.client.push(lookup, gradients_of(lookup, value), step=0, time_ms=0)
+
+    def commit(self) -> Fleet:
+        seq = manifests.next_seq(self.store)
+        for shard in self.shards:
+            shard.freeze(seq, 0)
+        about = {"schema": f"{small_schema().fingerprint:016x}"}
+        about |= {"bucket_map": self.last.manifest.bucket_map} if self.last else {}  # type: ignore[dict-item]
+        link_manifest(self.store, seq, self.incarnation, [shard.write(seq) for shard in self.shards], **about)
+        for shard in self.shards:
+            shard.commit(seq)
+        self.client.close()
+        return self
+
+    def rows(self) -> dict[Any, bytes]:
+        return {key: bits for shard in self.shards for key, bits in state_of(shard).items()}
+
+
+def trained(num_shards: int = 2) -> tuple[MemoryStore, dict[int, MemoryKeyValueStore], dict[Any, bytes]]:
+    """Four commits, the last of a part of the rows; store, disks, rows."""
+    store, blobs = MemoryStore(), {i: MemoryKeyValueStore() for i in range(num_shards)}
+    register(store, small_schema())
+    fleet = Fleet(store, blobs)
+    for step, ids in enumerate((range(80), range(40), range(20, 60), range(5))):
+        fleet.push(step + 0.25, ids)
+        fleet.commit()
+        fleet = Fleet(store, blobs)
+    fleet.client.close()
+    return store, blobs, fleet.rows()
+
+
+def disks(blobs: Mapping[int, MemoryKeyValueStore], count: int) -> dict[int, MemoryKeyValueStore]:
+    return {i: blobs.get(i) or MemoryKeyValueStore() for i in range(max(count, len(blobs)))}
+
+
+@pytest.mark.parametrize(
+    "after", [SWAPPED, TURNED, ONE, THREE], ids=["swapped", "turned", "to one", "to three"]
+)
+def test_rows_are_the_same_to_the_bit_and_each_is_at_its_new_owner(after: BucketMap) -> None:
+    store, blobs, rows = trained()
+    every = disks(blobs, after.num_owners)
+    before = manifests.newest(store)
+    made = move(store, after, every, 7)
+    assert (
+        before
+        and made.seq == before.manifest.seq + 1
+        and made.previous
+        == {
+            "seq": before.manifest.seq,
+            "checksum": before.checksum,
+        }
+    )
+    assert (made.owners.owner_B == after.owner_B).all() and manifests.newest(store).manifest == made  # type: ignore[union-attr]
+    fleet = Fleet(store, every)
+    assert fleet.rows() == rows and len(fleet.shards) == after.num_owners
+    for index, shard in enumerate(fleet.shards):
+        assert {int(after.owner_B[bucket_of(id_, table, 64)]) for _, table, id_ in state_of(shard)} == {index}
+
+
+def test_training_goes_on_as_if_nothing_had_moved_there_and_back_again() -> None:
+    store, blobs, _ = trained()
+    still, at_rest = copy.deepcopy(store), copy.deepcopy(blobs)
+    for after in (TURNED, THREE, ONE, BucketMap.modulo(64, 2)):
+        every = disks(blobs, 3)
+        move(store, after, every, 0)
+        for fleet in (Fleet(store, every), Fleet(still, at_rest)):
+            fleet.push(after.num_owners + 0.5, range(10, 90))
+            fleet.commit()
+        blobs = every
+    assert Fleet(store, blobs).rows() == Fleet(still, at_rest).rows()
+
+
+def test_the_control_that_must_differ_leaves_a_bucket_behind() -> None:
+    store, blobs, rows = trained()
+    link = manifests.newest(store)
+    assert link
+    lost = {"bucket_map": TURNED, "shards": link.manifest.shards, "schema": link.manifest.schema}
+    link_manifest(store, link.manifest.seq + 1, 9, [{"segments": [], "rows_end": {}}] * 2, **lost)
+    assert Fleet(store, blobs).rows() != rows
+
+
+class Mortal:
+    """A store or blobs whose n-th change, counted over all that share `left`, is its process' end."""
+
+    def __init__(self, inner: Any, left: list[int], half: bool) -> None:
+        self.inner, self.left, self.half = inner, left, half
+
+    def _live(self, then: Any) -> Any:
+        self.left[0] -= 1
+        if self.left[0] == 0:
+            if self.half:
+                then()
+            raise Killed
+        return then()
+
+    def write(
+        self, puts: Iterable[tuple[bytes, bytes]], deletes: Iterable[bytes] = (), *, sync: bool = False
+    ) -> None:
+        self._live(lambda: self.inner.write(puts, deletes, sync=sync))
+
+    def create(self, name: str, data: bytes) -> bool:
+        return bool(self._live(lambda: self.inner.create(name, data)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def killed_moves() -> Iterator[tuple[bool, MemoryStore, dict[int, MemoryKeyValueStore], dict[Any, bytes]]]:
+    store, blobs, rows = trained()
+    for half in (False, True):
+        for nth in range(1, 100):
+            at, on = copy.deepcopy(store), disks(copy.deepcopy(blobs), 3)
+            left = [nth]
+            try:
+                move(Mortal(at, left, half), THREE, {i: Mortal(b, left, half) for i, b in on.items()}, 0)  # type: ignore[misc]
+            except Killed:
+                yield manifests.newest(at).manifest.num_shards == 3, at, on, rows  # type: ignore[union-attr]
+                continue
+            break
+
+
+def test_killed_anywhere_the_old_map_holds_or_the_new_one_does_and_it_can_be_done_again() -> None:
+    outcomes = []
+    for is_moved, store, blobs, rows in killed_moves():
+        outcomes.append(is_moved)
+        assert Fleet(store, blobs).rows() == rows, "whatever was left behind"
+        move(store, THREE, blobs, 0)
+        fleet = Fleet(store, blobs)
+        assert fleet.rows() == rows and len(fleet.shards) == 3
+        fleet.push(1.0)
+        fleet.commit()
+        named = {s.name for shard in fleet.shards for s in shard.committed.segments}
+        left = {key[2:].decode() for its in blobs.values() for key in its.keys(b"d/")}
+        assert left >= named
+    assert len(outcomes) > 8 and outcomes.count(True) == 1, "the kill behind the link alone has the new map"
+
+
+def test_readers_are_told_what_they_had_not_got_before_the_move() -> None:
+    store, blobs = MemoryStore(), {i: MemoryKeyValueStore() for i in range(2)}
+    register(store, small_schema())
+    topic = InMemoryRows()
+    fleet, follower = Fleet(store, blobs, topic), Follower(topic)
+    follower.bootstrap(*fleet.shards)
+    fleet.push(0.5)
+    for publisher in fleet.publishers:
+        publisher.turn(GO)
+    fleet.push(1.5, range(30))  # nobody publishes these
+    fleet.commit()
+    move(store, TURNED, blobs, 0)
+    now = Fleet(store, blobs, topic)
+    for publisher in now.publishers:
+        publisher.turn(GO)
+        publisher.turn(GO)
+    follower.catch_up()
+    assert not follower.replica.needs_bootstrap and follower.num_bootstraps == 1
+    got, there = follower.rows(ITEM, *range(80)), now.client.pull(lookup_of({ITEM: range(80)}))
+    assert got.tobytes() == next(iter(there.values())).tobytes()
+    now.client.close()
+
+
+def test_a_rollback_to_before_the_move_has_the_old_map_and_rows() -> None:
+    store, blobs, rows = trained()
+    before = manifests.newest(store)
+    assert before
+    move(store, TURNED, blobs, 0)
+    fleet = Fleet(store, blobs)
+    fleet.push(4.0)
+    fleet.commit()
+    manifests.discard_after(store, before.manifest.seq)
+    back = Fleet(store, blobs)
+    assert back.rows() == rows and back.shards[0].owners == BucketMap.modulo(64, 2)
+
+
+def test_what_is_there_already_is_no_new_commit() -> None:
+    store, blobs, _ = trained()
+    before = manifests.newest(store)
+    assert before and move(store, BucketMap.modulo(64, 2), blobs, 0) == before.manifest
+
+
+@pytest.mark.parametrize(
+    ("after", "says"),
+    [
+        (BucketMap.modulo(32, 2), "expected 64 buckets, got 32"),
+        (
+            BucketMap(np.zeros(64, np.int32), 2, 1),
+            "a bucket or more for each of 2 shards, got none for shard 1",
+        ),
+        (BucketMap(np.ones(64, np.int32), 2, 1), "got none for shard 0"),
+        (
+            BucketMap(BucketMap.modulo(64, 3).owner_B, 1 << 30, 1),
+            "for each of 1073741824 shards, got none for shard 3",
+        ),
+    ],
+)
+def test_a_map_that_cannot_be_gone_to_is_refused_and_nothing_changes(after: BucketMap, says: str) -> None:
+    store, blobs, _ = trained()
+    objects, data = dict(store.objects), {i: dict(b.data) for i, b in blobs.items()}
+    with pytest.raises(ConfigError, match=says):
+        move(store, after, blobs, 0)
+    assert store.objects == objects and {i: b.data for i, b in blobs.items()} == data
+    with pytest.raises(CheckpointError, match="there are no rows to move yet"):
+        move(MemoryStore(), TURNED, blobs, 0)
+
+
+def test_damaged_rows_are_not_moved_and_a_full_disk_leaves_the_last_commit() -> None:
+    store, blobs, rows = trained()
+    sound = copy.deepcopy(blobs)
+    for key in blobs[0].keys(b"b/1-"):
+        blobs[0].data[key] = blobs[0].data[key][:-1] + b"?"
+    with pytest.raises(CheckpointError, match="damaged"):
+        move(store, TURNED, blobs, 0)
+    sound[1].fail_at(2)
+    with pytest.raises(UnavailableError, match="injected"):
+        move(store, TURNED, sound, 0)
+    assert Fleet(store, sound).rows() == rows
+
+
+def test_whoever_ran_is_fenced() -> None:
+    store, blobs, _ = trained()
+    mine = manifests.newest_incarnation(store)
+    move(store, TURNED, blobs, 0)
+    assert manifests.newest_incarnation(store) == mine + 1
+    fleet = Fleet(store, blobs)
+    with pytest.raises(FencedError, match="the older one is over"):
+        fleet.client.set_incarnation(mine, 1, None)
+        fleet.push(1.0)
+    fleet.client.close()
+
+
+# The command
+
+
+def a_home(tmp_path: Path) -> tuple[Path, dict[Any, bytes]]:
+    home = tmp_path / "home"
+    store = FileStore(home / "store")
+    register(store, small_schema())
+    with_blobs(home, 2, lambda blobs: Fleet(store, blobs).push(1.0))
+    rows: dict[Any, bytes] = {}
+
+    def train(blobs: dict[int, RocksDbStore]) -> None:
+        fleet = Fleet(store, blobs)
+        fleet.push(1.0)
+        rows.update(fleet.commit().rows())
+
+    with_blobs(home, 2, train)
+    save_options(home, demo())
+    return home, rows
+
+
+def with_blobs(home: Path, count: int, do: Any) -> None:
+    blobs = {i: RocksDbStore(home / f"shard-{i}" / "segments") for i in range(count)}
+    for i, its in blobs.items():
+        (home / f"shard-{i}").mkdir(parents=True, exist_ok=True)
+        its.open()
+    try:
+        do(blobs)
+    finally:
+        for its in blobs.values():
+            its.close()
+
+
+def ran(*arguments: object) -> str:
+    done = CliRunner().invoke(cli, ["placement", *map(str, arguments)])
+    if isinstance(done.exception, RoostreamError):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_a_home_of_two_shards_becomes_one_of_three_by_map_and_apply(tmp_path: Path) -> None:
+    home, rows = a_home(tmp_path)
+    assert "32 buckets" in ran("map", "--home", home)
+    file = tmp_path / "three.json"
+    file.write_text(ran("map", "--home", home, "--shards", 3, "--max-moved", 1, "--json"))
+    store = FileStore(home / "store")
+    before = manifests.newest(store)
+    told = ran("apply", file, "--home", home, "--dry-run")
+    assert "nothing was changed" in told and "imbalance" in told and "→" in told
+    assert before and manifests.newest(store) == before and not (home / "shard-2").exists()
+    assert "has the map" in ran("apply", file, "--home", home)
+    options = load_saved_options(home)
+    assert options and options.num_shards == 3
+    with_blobs(home, 3, lambda blobs: rows.update(same=Fleet(store, blobs).rows() == rows))  # type: ignore[arg-type]
+    assert rows.pop("same"), "to the bit"  # type: ignore[call-overload]
+    after = manifests.newest(store)
+    ran("apply", file, "--home", home)
+    assert manifests.newest(store) == after, "again: nothing moves"
+
+
+def test_a_shard_that_runs_or_is_elsewhere_is_told(tmp_path: Path) -> None:
+    home, _ = a_home(tmp_path)
+    file = tmp_path / "one.json"
+    file.write_text(json.dumps(ONE.plain()))
+    with pytest.raises(ConfigError, match="expected a map as `placement map --json` gives it"):
+        ran("apply", home / "options.json", "--home", home)
+    with pytest.raises(ConfigError, match="expected a map of buckets, got No such file"):
+        ran("apply", tmp_path / "none.json", "--home", home)
+    plan, other = tmp_path / "plan.json", tmp_path / "other.json"
+    plan.write_text(json.dumps({"owners": 8, "pieces": [], "bytes_imbalance": 1.0}))
+    with pytest.raises(ConfigError, match="expected a map as `placement map --json` gives it"):
+        ran("apply", plan, "--home", home)
+    other.write_text(json.dumps(BucketMap.modulo(32, 4).plain()))
+    with pytest.raises(ConfigError, match="expected 64 buckets, got 32; the number of buckets can't change"):
+        ran("apply", other, "--home", home)
+    assert not (home / "shard-2").exists(), "what is refused makes nothing"
+    with pytest.raises(SetupError, match="can't be opened"):
+        with_blobs(home, 1, lambda blobs: ran("apply", file, "--home", home))
+    (home / "shard-1").rename(tmp_path / "elsewhere")
+    with pytest.raises(SetupError, match="expected the segments of shard 1"):
+        ran("apply", file, "--home", home)

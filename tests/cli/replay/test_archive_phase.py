@@ -1,0 +1,128 @@
+"""The past of a log through the stack's own archiver, before anybody trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roostream.cli.replay.stack_replay import ArchivePhase, SplitLog, kept_options, stack_options
+from roostream.errors import ConfigError
+from roostream.runtime.checkpoint_store import FileStore
+from roostream.runtime.clock import FakeClock
+from roostream.warehouse.compact import Compactor
+from roostream.warehouse.config import CompactorConfig
+from roostream.warehouse.warehouse import Warehouse
+from roostream.wire.records import Record
+from tests.cli.replay.test_stack_replay import config
+from tests.trainer import samples
+from tests.warehouse.archive_runs import an_archiver, topic
+from tests.warehouse.sample_cases import rich_schema
+from tests.warehouse.sessions.test_sample_table import archive
+
+
+def at(*times_ms: int) -> list[Record]:
+    return [Record("impressions", 0, -1, time_ms, b"", b"") for time_ms in times_ms]
+
+
+def test_a_log_is_parted_at_a_time_and_nothing_of_it_is_lost() -> None:
+    log = SplitLog(iter(at(1, 4, 4, 5, 9)), 5)
+    assert [record.timestamp_ms for record in log.before()] == [1, 4, 4]
+    assert [record.timestamp_ms for record in log.others()] == [5, 9]
+    all_before = SplitLog(at(1, 2), 5)
+    assert len(list(all_before.before())) == 2 and not list(all_before.others())
+
+
+def test_the_log_is_read_no_further_than_it_is_asked_for() -> None:
+    read: list[int] = []
+
+    def log() -> Iterator[Record]:
+        for record in at(1, 2, 3, 4):
+            read.append(record.timestamp_ms)
+            yield record
+
+    assert len(list(SplitLog(log(), 2).before())) == 1
+    assert read == [1, 2]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """60 samples of two partitions, 30 in each, of one day."""
+    Warehouse(tmp_path / "warehouse").create()
+    archive(tmp_path / "warehouse", samples.records(list(range(1, 61))))
+    return tmp_path
+
+
+def past(place: Path, clock: FakeClock) -> ArchivePhase:
+    return ArchivePhase(place / "warehouse", FileStore(place / "store"), clock)
+
+
+def test_it_is_archived_when_the_files_have_all_and_no_sample_comes_for_a_while(place: Path) -> None:
+    clock = FakeClock()
+    it = past(place, clock)
+    ends = {0: 30, 1: 30}
+    assert not it.is_archived({}), "nothing was joined yet"
+    assert not it.is_archived(ends)
+    clock.advance(4.0)
+    assert not it.is_archived(ends)
+    clock.advance(1.0)
+    assert it.is_archived(ends)
+    assert not it.is_archived({0: 30, 1: 31}), "one more has come"
+    clock.advance(60.0)
+    assert not it.is_archived({0: 30, 1: 31}), "and isn't in a file"
+    assert not past(place / "elsewhere", clock).is_archived(ends)
+
+
+def test_it_waits_until_days_that_are_over_are_sealed(tmp_path: Path) -> None:
+    clock, ends = FakeClock(), {0: 30, 1: 30}
+    archiver, reader, _ = an_archiver(tmp_path / "warehouse", topic(rich_schema(), 30, days=3), clock=clock)
+    archiver.open()
+    while not reader.at_end():
+        archiver.turn(0.0, max_records=13)
+    archiver.flush()
+    it = past(tmp_path, clock)
+    it.is_archived(ends)
+    clock.advance(5.0)
+    assert not it.is_archived(ends)
+    compactor = Compactor(
+        Warehouse(tmp_path / "warehouse"), CompactorConfig(warehouse=str(tmp_path / "warehouse")), clock
+    )
+    assert all(compactor.seal(seal) for seal in compactor.due())
+    assert it.is_archived(ends)
+    found = it.archived()
+    assert (found.samples, found.days, found.archive_s) == (60, 3, 5.0) and 0 < found.sealed < found.files
+
+
+def test_a_stack_that_archives_first_has_archivers_and_a_trainer_that_begins_in_the_warehouse(
+    tmp_path: Path,
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    chosen = config(tmp_path, archived_until="2024-05-01", set=("controller.unit_records=100",))
+    options = stack_options(chosen, home)
+    assert options.num_archivers == 1
+    assert options.overrides["controller"] == {
+        "commit_interval_ms": 5000,
+        "warehouse": str(home / "warehouse"),
+        "unit_records": 100,
+    }
+    kept = kept_options(chosen, options, home).overrides
+    assert kept["controller"] == {"unit_records": 100}, "a model that is there begins nowhere"
+    assert stack_options(config(tmp_path), home).num_archivers == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {"engine": "local", "archived_until": "2024-05-01"},
+            "'archived_until': expected --engine stack, which alone",
+        ),
+        ({"archived_until": "soon"}, "archived_until"),
+    ],
+)
+def test_what_can_not_be_is_refused(tmp_path: Path, settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        config(tmp_path, **settings)

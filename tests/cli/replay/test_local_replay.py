@@ -1,0 +1,333 @@
+"""Whole replays in this process: the real joiner, training loop and shards."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from roostream.cli.replay.replay_run import run
+from roostream.errors import RoostreamError
+from roostream.replay import ebnerd
+from roostream.replay import jsonl_log as jsonl
+from roostream.replay.config import ReplayConfig
+
+FIXTURE = Path(__file__).resolve().parents[3].parent / "shared" / "data" / "ebnerd_week1" / "fixture"
+START = datetime.datetime(2023, 5, 18, 7)
+SCHEMA = """
+[tables.item]
+dim = 4
+[[ro]]
+name = "front_page"
+[[ro]]
+name = "history"
+kind = "sequence"
+table = "item"
+columns = { action = "ids", time = "time_ms" }
+online = "history"
+[[nro]]
+name = "item"
+kind = "ids"
+table = "item"
+[[nro]]
+name = "clicks"
+online = "clicks_1h"
+[[label]]
+name = "click"
+action = "click"
+[[label]]
+name = "long_read"
+action = "read"
+threshold = 30.0
+"""
+
+
+def week(folder: Path, num_requests: int = 120) -> dict[str, Any]:
+    """A small log in EB-NeRD's form: 12 users, two days, one click or none a request."""
+    rng = np.random.default_rng(0)
+    shown = [rng.choice(40, size=rng.integers(2, 8), replace=False).tolist() for _ in range(num_requests)]
+    table = {
+        "impression_id": np.arange(num_requests),
+        "impression_time": [
+            START + datetime.timedelta(seconds=int(s)) for s in rng.integers(0, 172_800, num_requests)
+        ],
+        "user_id": rng.integers(1, 13, num_requests),
+        "session_id": rng.integers(1, 50, num_requests),
+        "article_ids_inview": shown,
+        "article_ids_clicked": [items[: int(rng.integers(0, 2))] for items in shown],
+        "next_read_time": rng.uniform(0, 3000, num_requests),
+    }
+    pq.write_table(pa.table(table), folder / "behaviors.parquet")
+    earlier = [START - datetime.timedelta(days=1), START - datetime.timedelta(hours=1)]
+    history = {
+        "user_id": [1, 2],
+        "article_id_fixed": [[3, 4], [5, 6]],
+        "impression_time_fixed": [earlier, earlier],
+    }
+    pq.write_table(pa.table(history), folder / "history.parquet")
+    (folder / "schema.toml").write_text(SCHEMA)
+    clicks = sum(len(c) for c in table["article_ids_clicked"])  # type: ignore[arg-type]
+    return {"clicks": clicks, "candidates": sum(map(len, shown))}
+
+
+def options_of(folder: Path) -> ebnerd.Options:
+    return ebnerd.Options(
+        behaviors=(str(folder / "behaviors.parquet"),), history=(str(folder / "history.parquet"),)
+    )
+
+
+def replay(folder: Path, data: Path | None = None, **settings: Any) -> dict[str, Any]:
+    report = folder / "report.json"
+    config = {
+        "dataset": "ebnerd",
+        "options": options_of(data or folder),
+        "schema": str(folder / "schema.toml"),
+        "engine": "local",
+        "report": str(report),
+        "batch_requests": 32,
+        **settings,
+    }
+    assert run(ReplayConfig(**config)) == 0
+    return json.loads(report.read_text())
+
+
+def test_every_event_of_a_log_is_accounted_for(tmp_path: Path) -> None:
+    expected = week(tmp_path)
+    report = replay(tmp_path, measure_from="2023-05-19")
+    counts = report["counts"]
+    assert report["accounted"]
+    assert counts["requests"] == counts["samples"] == counts["predicted"] == 120
+    assert counts["candidates"] == expected["candidates"]
+    assert counts["actions"] == {"click": expected["clicks"], "read": expected["clicks"]}
+    assert counts["engagements"] == counts["folded"] == 2 * expected["clicks"]
+    assert counts["closed_by"] == {"window": 120} and counts["dead_letters"] == {}
+    assert counts["pending"] == counts["duplicates"] == counts["corrections"] == counts["untrained"] == 0
+
+
+def test_a_report_has_its_stable_keys(tmp_path: Path) -> None:
+    week(tmp_path)
+    report = replay(tmp_path, measure_from="2023-05-19")
+    assert {"counts", "accounted", "metrics", "wall_s", "features_digest", "settings", "warnings"} <= set(
+        report
+    )
+    assert set(report["baselines"]) == {"random", "place", "item", "recent", "linear"} and set(
+        report["positives"]
+    ) == {
+        "click",
+        "long_read",
+    }
+    assert report["training"]["steps"] == 15 and report["training"]["non_finite"] == 0
+    assert report["training"]["rows"] == {"d4-adagrad": 40} and report["training"]["dense_parameters"] > 1000
+    assert report["settings"]["batch_requests"] == report["settings"]["worker"]["batch_requests"] == 32
+    assert report["log"]["features"]["item"]["share"] == 1.0 and report["log"]["impressions"] == 120
+    keys = {
+        "requests",
+        "candidates",
+        "engagements",
+        "samples",
+        "closed_by",
+        "corrections",
+        "duplicates",
+        "pending",
+        "dead_letters",
+    }
+    assert keys <= set(report["counts"])
+    metrics = report["metrics"]
+    assert set(metrics) == {"overall", "measured", "by_day", "curve"}
+    assert set(metrics["by_day"]) == {"2023-05-18", "2023-05-19", "2023-05-20"}
+    assert metrics["overall"]["requests"] == 120 > metrics["measured"]["requests"] > 0
+    m = {"requests", "candidates", "base_rate", "ne", "auc", "request_auc", "mrr", "ndcg@10", "calibration"}
+    assert m <= set(metrics["overall"]) and set(metrics["overall"]["tasks"]) == {"click", "long_read"}
+
+
+def test_the_same_log_has_the_same_features_and_a_label_delay_others(tmp_path: Path) -> None:
+    week(tmp_path)
+    first, again = replay(tmp_path), replay(tmp_path, seed=7, batch_requests=16)
+    delayed, frozen = replay(tmp_path, label_delay_ms=3_600_000), replay(tmp_path, freeze_at="2023-05-19")
+    assert first["features_digest"] == again["features_digest"]
+    assert len({r["features_digest"] for r in (first, delayed, frozen)}) == 3
+    assert delayed["accounted"] and delayed["counts"] == first["counts"]
+
+
+def test_a_log_of_one_day_has_a_learning_curve(tmp_path: Path) -> None:
+    week(tmp_path)
+    curve = replay(tmp_path)["metrics"]["curve"]
+    assert [(p["after"], p["requests"]) for p in curve] == [(32, 32), (64, 32), (96, 32), (120, 24)]
+
+
+def write_log(folder: Path, *lines: dict[str, Any]) -> ReplayConfig:
+    (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "schema.toml").write_text(SCHEMA)
+    return ReplayConfig(
+        dataset="jsonl",
+        options=jsonl.Options(log=(str(folder / "log.jsonl"),)),
+        schema=str(folder / "schema.toml"),
+        engine="local",
+        report=str(folder / "out"),
+    )
+
+
+SHOWN = {
+    "type": "impression",
+    "request_id": "r",
+    "user_id": 5,
+    "time": 1_700_000_000_000,
+    "candidates": [{"item_id": 1}],
+}
+DONE = {
+    "type": "engagement",
+    "request_id": "r",
+    "user_id": 5,
+    "time": 1_700_000_001_000,
+    "item_id": 1,
+    "action": "[/b]",
+}
+
+
+def test_markup_and_control_characters_of_a_log_end_nothing_and_colour_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(write_log(tmp_path, SHOWN, DONE, DONE | {"action": "[red]\x1b[31mx"})) == 0
+    told = capfd.readouterr().out
+    assert "[/b] 1" in told and "[red]" in told and "\x1b" not in told
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["log"]["actions"] == {"[/b]": 1, "[red][31mx": 1}
+    assert any("'[/b]' (1)" in warning for warning in report["warnings"])
+
+
+def test_a_folder_gets_the_report_and_a_page_with_figures(tmp_path: Path) -> None:
+    assert run(write_log(tmp_path, SHOWN, DONE | {"action": "click"}, DONE | {"action": "<b>"})) == 0
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("<svg") == 2 and "&lt;b&gt;" in page and "<b>" not in page
+    assert "http" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
+        "http://creative", ""
+    )
+    assert "by place alone" in page and "<td>item</td>" in page
+
+
+def test_the_first_dead_letter_of_a_reason_is_told_with_its_line(tmp_path: Path) -> None:
+    assert (
+        run(write_log(tmp_path, SHOWN, DONE | {"item_id": 7, "action": "click"}, DONE | {"request_id": "no"}))
+        == 0
+    )
+    first = json.loads((tmp_path / "out" / "report.json").read_text())["first_dead_letters"]
+    assert (
+        first["item_not_shown"]["where"].endswith("log.jsonl:2")
+        and "did not show item 7" in first["item_not_shown"]["error"]
+    )
+    assert first["no_request"]["where"].endswith("log.jsonl:3")
+
+
+@pytest.mark.parametrize("lines", [[], [DONE]])
+def test_a_log_without_impressions_is_refused(
+    tmp_path: Path, lines: list[dict[str, Any]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(write_log(tmp_path, *lines)) == 2
+    assert "the log has no impression that can be used" in capfd.readouterr().err
+
+
+def test_frozen_weights_score_and_do_not_learn(tmp_path: Path) -> None:
+    week(tmp_path)
+    live, frozen = replay(tmp_path), replay(tmp_path, freeze_weights_at="2023-05-18")
+    assert frozen["features_digest"] == live["features_digest"]
+    assert frozen["accounted"] and frozen["counts"]["predicted"] == 120
+    assert frozen["metrics"]["overall"]["ne"] != live["metrics"]["overall"]["ne"]
+
+
+def test_the_documented_jsonl_log_is_replayed(tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "bring-your-own-data.md").read_text()
+    for language in ("jsonl", "toml"):
+        (tmp_path / f"shop.{language}").write_text(page.split(f"```{language}\n")[1].split("```")[0])
+    report = tmp_path / "report.json"
+    config = ReplayConfig(
+        dataset="jsonl",
+        options=jsonl.Options(log=(str(tmp_path / "shop.jsonl"),)),
+        schema=str(tmp_path / "shop.toml"),
+        engine="local",
+        report=str(report),
+    )
+    assert run(config) == 0
+    counts = json.loads(report.read_text())["counts"]
+    assert counts["requests"] == counts["samples"] == 2 and counts["candidates"] == 6
+    assert counts["actions"] == {"click": 2, "order": 1} and counts["folded"] == 3
+
+
+def test_bad_input_ends_in_one_sentence_and_exit_code_2(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    week(tmp_path)
+    (tmp_path / "history.parquet").write_text("not parquet")
+    config = ReplayConfig(
+        dataset="ebnerd",
+        options=options_of(tmp_path),
+        schema=str(tmp_path / "schema.toml"),
+        engine="local",
+    )
+    assert run(config) == 2
+    told = capfd.readouterr().err
+    assert "history.parquet: expected a parquet file" in told and "Traceback" not in told
+
+
+@pytest.mark.skipif(
+    not FIXTURE.is_dir(), reason="the evaluation data (../shared/data) are not on this machine"
+)
+def test_a_thousand_real_requests_are_replayed_without_loss(tmp_path: Path) -> None:
+    report = replay(tmp_path, FIXTURE, schema="", batch_requests=64)
+    counts = report["counts"]
+    assert report["accounted"]
+    assert (counts["samples"], counts["actions"]["click"], counts["predicted"]) == (1046, 1047, 1046)
+
+
+def test_a_missing_file_is_told_when_the_command_line_is_read() -> None:
+    with pytest.raises(RoostreamError, match="no such file"):
+        ebnerd.Options(behaviors=("nowhere.parquet",))
+
+
+# labels that come late
+
+
+def test_scores_as_served_know_less_than_those_of_training_and_cover_the_same(tmp_path: Path) -> None:
+    expected = week(tmp_path)
+    report = replay(tmp_path, as_served=True, measure_from="2023-05-19")
+    served, trained = report["metrics_as_served"], report["metrics"]
+    for when in ("overall", "measured"):
+        for name in ("requests", "candidates", "base_rate"):
+            assert served[when][name] == trained[when][name], "the same candidates and labels"
+    assert served["overall"]["candidates"] == expected["candidates"]
+    assert served["overall"]["ne"] != trained["overall"]["ne"] and "metrics_as_served" not in replay(tmp_path)
+
+
+def test_with_weights_that_stand_still_scores_as_served_are_those_of_training(tmp_path: Path) -> None:
+    week(tmp_path)
+    report = replay(tmp_path, as_served=True, freeze_weights_at="2023-05-01")
+    assert report["metrics_as_served"]["overall"] == report["metrics"]["overall"]
+
+
+def test_an_early_close_is_put_right_by_corrections_and_every_event_is_accounted_for(tmp_path: Path) -> None:
+    expected = week(tmp_path)
+    whole = replay(tmp_path, as_served=True, engagement_delay_ms=300_000)
+    early = replay(tmp_path, as_served=True, engagement_delay_ms=300_000, early_close_ms=60_000)
+    counts = early["counts"]
+    assert counts["closed_by"] == {"early": 120} and counts["samples"] == counts["predicted"] == 120
+    assert (
+        counts["folded"] + counts["corrected"] == counts["engagements"] == 2 * expected["clicks"]
+        and counts["folded"] > 0
+    )
+    assert early["training"]["corrections"] > 0 == whole["training"]["corrections"]
+    assert early["positives"] == whole["positives"] and early["features_digest"] == whole["features_digest"]
+    labels = [r["metrics_as_served"]["overall"]["tasks"]["click"]["base_rate"] for r in (early, whole)]
+    assert labels[0] == labels[1] > early["metrics"]["overall"]["base_rate"], (
+        "in the end the labels are the same"
+    )
+
+
+def test_scores_as_served_are_of_the_local_engine(tmp_path: Path) -> None:
+    week(tmp_path)
+    with pytest.raises(RoostreamError, match="'as_served': expected --engine local"):
+        ReplayConfig(dataset="ebnerd", options=options_of(tmp_path), as_served=True)

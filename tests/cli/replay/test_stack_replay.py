@@ -1,0 +1,103 @@
+"""A replay through a stack of its own gives what a replay in one process gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from joiner.config import JoinerConfig
+from roostream.cli.replay.program_settings import joiner_settings
+from roostream.cli.replay.replay_run import run
+from roostream.cli.replay.stack_replay import kept_options, stack_options
+from roostream.replay import jsonl_log as jsonl
+from roostream.replay.config import ReplayConfig
+from roostream.schema.toml_file import read_toml
+
+DOCUMENTED = Path(__file__).resolve().parents[3] / "docs" / "bring-your-own-data.md"
+
+
+def config(folder: Path, **settings: Any) -> ReplayConfig:
+    """The log and the schema of the documentation."""
+    page = DOCUMENTED.read_text()
+    for language in ("jsonl", "toml"):
+        (folder / f"shop.{language}").write_text(page.split(f"```{language}\n")[1].split("```")[0])
+    given = {
+        "dataset": "jsonl",
+        "options": jsonl.Options(log=(str(folder / "shop.jsonl"),)),
+        "schema": str(folder / "shop.toml"),
+    }
+    return ReplayConfig(**{**given, **settings})
+
+
+def test_both_engines_join_by_the_same_rules(tmp_path: Path) -> None:
+    chosen = config(tmp_path, window_ms=60_000, lateness_ms=500)
+    options = stack_options(chosen, tmp_path)
+    assert options.replay and options.overrides["joiner"] == joiner_settings(chosen)
+    rules = JoinerConfig(**joiner_settings(chosen)).rules
+    assert (rules.window_ms, rules.late_horizon_ms) == (60_000, 600_000)
+
+
+def test_the_worker_is_told_when_to_stand_still(tmp_path: Path) -> None:
+    chosen = config(tmp_path, freeze_weights_at="2024-05-01", seed=3, batch_requests=8, threads=2)
+    worker = stack_options(chosen, tmp_path).overrides["worker"]
+    assert worker == {
+        "batch_requests": 8,
+        "threads": 2,
+        "model": "",
+        "freeze_at_ms": 1_714_521_600_000,
+        "seed": 3,
+    }
+
+
+def test_a_changed_model_is_a_file_of_the_home(tmp_path: Path) -> None:
+    chosen = config(tmp_path, set=("model.width=32", "shard.publish_interval=1s"))
+    overrides = stack_options(chosen, tmp_path / "home").overrides
+    assert Path(overrides["worker"]["model"]).read_text() == "width = 32\n"
+    assert overrides["shard"] == {"publish_interval_ms": 1000} and overrides["controller"] == {
+        "commit_interval_ms": 5000
+    }
+
+
+def test_a_kept_home_goes_on_with_the_same_but_live_bounds(tmp_path: Path) -> None:
+    chosen = config(
+        tmp_path,
+        window_ms=60_000,
+        freeze_weights_at="2024-05-01",
+        seed=3,
+        num_shards=1,
+        set=("joiner.linger=1s",),
+    )
+    home = tmp_path / "home"
+    home.mkdir()
+    found = kept_options(chosen, stack_options(chosen, home), home)
+    assert (
+        found.schema == home / "schema.toml"
+        and found.schema.read_text() == (tmp_path / "shop.toml").read_text()
+    )
+    assert found.overrides["joiner"] == {"window_ms": 60_000, "lateness_ms": 2000, "linger_ms": 1000}
+    assert found.overrides["worker"] == {"threads": 1, "model": "", "seed": 3}
+    assert (found.replay, found.num_shards, found.seed) == (True, 1, 3)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(300)
+def test_the_stack_and_one_process_agree_byte_for_byte(tmp_path: Path) -> None:
+    reports = {}
+    for engine in ("local", "stack"):
+        report = tmp_path / f"{engine}.json"
+        assert run(config(tmp_path, engine=engine, report=str(report))) == 0
+        reports[engine] = json.loads(report.read_text())
+    assert reports["stack"]["accounted"]
+    assert reports["stack"]["counts"] == reports["local"]["counts"]
+    assert reports["stack"]["features_digest"] == reports["local"]["features_digest"]
+
+
+def test_a_file_of_a_model_of_ones_own_is_found_from_the_home_s_toml(tmp_path: Path) -> None:
+    model = tmp_path / "model.toml"
+    model.write_text('kind = "shop.py:build"\nwidth = 3\n')
+    chosen = config(tmp_path, model=str(model), set=("model.width=5",))
+    written = read_toml(stack_options(chosen, tmp_path / "home").overrides["worker"]["model"])
+    assert written.raw == {"kind": str(tmp_path / "shop.py:build"), "width": 5}

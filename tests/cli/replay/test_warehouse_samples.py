@@ -1,0 +1,114 @@
+"""A warehouse is replayed as the log was that it came from: the same features, batches, weights and metrics."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from roostream.cli.data.log_archive import archive_log
+from roostream.cli.main import cli
+from roostream.cli.replay.replay_run import run
+from roostream.cli.replay.warehouse_samples import DATASET, ArchivedOptions
+from roostream.replay.config import ReplayConfig
+from roostream.replay.detect_dataset import input_paths
+from roostream.runtime.clock import FakeClock
+from roostream.schema.schema_file import load_schema
+from roostream.warehouse.compact import Compactor
+from roostream.warehouse.config import CompactorConfig
+from roostream.warehouse.sessions.sample_table import SampleTable
+from roostream.warehouse.sessions.session import SessionSpec
+from roostream.warehouse.sessions.session_records import session_records
+from roostream.warehouse.warehouse import Warehouse
+from roostream.wire import roo_pb2 as pb
+from tests.cli.replay.test_local_replay import options_of, replay, week
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A log, and the warehouse that holds it."""
+    week(tmp_path)
+    config = ReplayConfig(
+        dataset="ebnerd", options=options_of(tmp_path), schema=str(tmp_path / "schema.toml"), engine="local"
+    )
+    archive_log(config, input_paths(config), str(tmp_path / "w"))
+    return tmp_path
+
+
+def config_of(folder: Path, days: str = "", as_they_lie_until: str = "") -> ReplayConfig:
+    return ReplayConfig(
+        dataset=DATASET,
+        options=ArchivedOptions(place=str(folder / "w"), days=days, as_they_lie_until=as_they_lie_until),
+        schema=str(folder / "schema.toml"),
+        engine="local",
+        report=str(folder / "of_table.json"),
+        set=(
+            "worker.rehearsal={batches=200}",
+            "model.list_layers=2",
+        ),  # as the log's own replay has by itself
+        batch_requests=32,
+    )
+
+
+def of_table(folder: Path, days: str = "", as_they_lie_until: str = "") -> dict[str, Any]:
+    assert run(config_of(folder, days, as_they_lie_until)) == 0
+    return json.loads((folder / "of_table.json").read_text())
+
+
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_what_is_replayed_from_files_is_what_is_replayed_from_the_log(folder: Path, is_sealed: bool) -> None:
+    if is_sealed:
+        compactor = Compactor(
+            Warehouse(folder / "w"),
+            CompactorConfig(warehouse=str(folder / "w"), seal_after_ms=0),
+            FakeClock(),
+        )
+        assert sum(compactor.seal(seal) for seal in compactor.due()) > 3
+    of_log, ours = replay(folder), of_table(folder)
+    for key in ("features_digest", "metrics", "baselines", "positives", "training"):
+        assert ours[key] == of_log[key], key
+    assert ours["counts"]["samples"] == ours["counts"]["predicted"] == 120 and ours["accounted"]
+    assert ours["warnings"] == [] and ours["settings"]["options"]["place"] == str(folder / "w")
+
+
+def test_days_before_are_trained_as_files_lie_and_the_others_by_their_close(folder: Path) -> None:
+    by_close, mixed = of_table(folder), of_table(folder, as_they_lie_until="2023-05-19")
+    for key in ("features_digest", "positives"):
+        assert mixed[key] == by_close[key], key
+    assert mixed["counts"]["samples"] == 120 and mixed["metrics"] != by_close["metrics"], "other batches"
+    table = SampleTable(str(folder / "w"))
+    told = table.newest(SessionSpec(table="", version=0, shuffle_seed=0), {})
+    assert told is not None
+    session, files = table.opened(told, load_schema(folder / "schema.toml"))
+    records = list(session_records(session, files, "2023-05-19"))
+    old = [r for r in records if r.timestamp_ms < 1_684_454_400_000]
+    new = records[len(old) :]
+    assert (
+        new == sorted(new, key=lambda r: (r.timestamp_ms, r.partition, r.offset))
+        and len({r.value for r in records}) == 120
+    )
+    users = [pb.Sample.FromString(r.value[2:]).header.user_id for r in old if r.partition == old[0].partition]
+    assert old != sorted(old, key=lambda r: r.timestamp_ms) and users == sorted(users)
+
+
+def test_days_are_replayed_alone(folder: Path) -> None:
+    whole, one = of_table(folder), of_table(folder, "2023-05-19")
+    assert 0 < one["counts"]["samples"] < 120 and set(one["metrics"]["by_day"]) <= {
+        "2023-05-18",
+        "2023-05-19",
+    }
+    assert one["features_digest"] != whole["features_digest"]
+
+
+def test_days_without_samples_are_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(config_of(folder, "2024-01-01")) == 2
+    assert "expected samples of 2024-01-01, got none; name other days" in capfd.readouterr().err
+
+
+def test_the_command_has_what_speaks_of_samples_alone() -> None:
+    told = CliRunner().invoke(cli, ["replay", "warehouse", "--help"]).output
+    assert all(flag in told for flag in ("--place", "--days", "--batch-requests", "--measure-from"))
+    assert not any(flag in told for flag in ("--window", "--engine", "--home", "--as-served"))

@@ -1,0 +1,80 @@
+"""The page of options is what the settings say."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from infra.program_specs import PROGRAM_SPECS
+from roostream.cli.main import cli
+from roostream.cli.options_page import PAGE, commands, options, page
+from roostream.schema.settings import Settings, setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inner(Settings):
+    name: str = setting("", "who")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample(Settings):
+    """Every kind of setting."""
+
+    wait_ms: int = setting(90_000, "how long", ge=1, le=3_600_000)
+    room_bytes: int = setting(64 << 20, "how much")
+    mode: Literal["a", "b"] = setting("a", "which")
+    names: tuple[str, ...] = setting(help="who may")
+    place: Path | None = setting(None, "where")
+    login: Inner = setting(factory=Inner, help="a table")
+
+
+def test_the_page_is_current() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(cli), "run `roostream options --write`"
+
+
+def test_a_setting_has_its_type_default_and_range() -> None:
+    found = {o.key: (o.kind, o.default, o.range, o.help) for o in options(Sample)}
+    assert found == {
+        "wait_ms": ("duration (ms)", "90 s", "1..3600000", "how long"),
+        "room_bytes": ("size (bytes)", "64 MiB", "", "how much"),
+        "mode": ("choice", "a", "a | b", "which"),
+        "names": ("list of text", "**required**", "", "who may"),
+        "place": ("path", "none", "", "where"),
+        "login.name": ("text", "none", "", "who"),
+    }
+
+
+def test_every_setting_of_every_program_is_on_the_page() -> None:
+    text = page(cli)
+    missing = [
+        f"{kind.name}.{o.key}"
+        for kind in PROGRAM_SPECS
+        for o in options(kind.settings_class())
+        if f"`{o.key}`" not in text
+    ]
+    assert missing == []
+
+
+def test_every_setting_says_what_it_is_for() -> None:
+    assert [
+        f"{kind.name}.{o.key}" for kind in PROGRAM_SPECS for o in options(kind.settings_class()) if not o.help
+    ] == []
+
+
+def test_every_flag_of_every_command_is_on_the_page() -> None:
+    text = page(cli)
+    given = [
+        p
+        for _, command in commands(cli)
+        for p in command.get_params(click.Context(command))
+        if isinstance(p, click.Option)
+    ]
+    flags = [flag for p in given for flag in p.opts if "--help" not in p.opts]
+    assert flags and [flag for flag in flags if f"`{flag}`" not in text] == []
+
+
+def test_the_page_holds_no_path_of_the_machine() -> None:
+    assert str(Path(__file__).resolve().parents[2]) not in page(cli)

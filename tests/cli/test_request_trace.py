@@ -1,0 +1,168 @@
+"""A request followed through the topics; the records are made here."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from roostream.cli.request_trace import STEPS, RequestTrace
+from roostream.cli.trace_command import TOPICS, describe_step, export, export_spans, follow
+from roostream.errors import ConfigError, SetupError
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.kafka.consumer import MemoryConsumer
+from roostream.runtime.kafka.topics import IMPRESSIONS, PREDICTIONS, ROWS, SAMPLES
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.records import Record
+from tests.cli.recorded_spans import KeptSpans
+
+KEYS = frozenset({(3, 17), (3, 18)})
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+PARENT = f"00-{TRACE}-{SPAN}-01"
+offsets = itertools.count()
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> KeptSpans:
+    return KeptSpans.instead(monkeypatch)
+
+
+def record(topic: str, kind: int, message: object) -> Record:
+    return Record(topic, 0, next(offsets), 1000, b"", wire.encode(kind, message))  # type: ignore[arg-type]
+
+
+def impression(request_id: str = "r-1", traceparent: str = "") -> Record:
+    header = pb.Header(request_id=request_id, model_version="1-2", traceparent=traceparent)
+    return record(IMPRESSIONS, wire.IMPRESSION, pb.Impression(header=header, item_ids=[1, 2]))
+
+
+def sample(request_id: str = "r-1", sample_id: int = 9, traceparent: str = "") -> Record:
+    header = pb.Header(request_id=request_id, traceparent=traceparent)
+    message = pb.Sample(header=header, sample_id=sample_id, close_ms=500, close_reason=pb.CLOSE_WINDOW)
+    return record(SAMPLES, wire.SAMPLE, message)
+
+
+def prediction(sample_id: int = 9) -> Record:
+    return record(PREDICTIONS, wire.PREDICTION, pb.Prediction(sample_id=sample_id, step=7))
+
+
+def delta(key: int = 17, oldest_close_ms: int = 500, num_tombstones: int = 0) -> Record:
+    message = pb.RowDelta(
+        bucket=4, table_id=3, ids=[key], oldest_close_ms=oldest_close_ms, num_tombstones=num_tombstones
+    )
+    return record(ROWS, wire.ROW_DELTA, message)
+
+
+def followed(*records: Record) -> RequestTrace:
+    found = RequestTrace("r-1", lambda record: KEYS)
+    for at_ms, one in enumerate(records, 100):
+        found.add(one, at_ms)
+    return found
+
+
+def test_a_request_comes_through_four_steps() -> None:
+    found = followed(impression(), sample(), prediction(), delta())
+    assert found.is_complete and list(found.steps) == list(STEPS)
+    assert [step.reached_ms for step in found.steps.values()] == [100, 101, 102, 103]
+    assert found.steps["joined"].details == {"closed_by": "CLOSE_WINDOW", "engagements": 0}
+    assert found.steps["trained"].details == {"step": 7, "became": "DISPOSITION_TRAINED"}
+
+
+def test_rows_that_are_there_before_the_workers_word_are_not_missed() -> None:
+    found = followed(impression(), sample(), delta(), prediction())
+    assert found.is_complete and found.steps["published"].reached_ms == 102
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        impression("r-2"),
+        sample("r-2"),
+        prediction(8),
+        delta(key=99),
+        delta(oldest_close_ms=501),  # only later closes have changed it
+        delta(oldest_close_ms=0),
+        delta(num_tombstones=1),
+        Record(ROWS, 0, 0, 0, b"", b"\x08no record"),
+    ],
+)
+def test_what_is_another_request_s_is_not_its_step(other: Record) -> None:
+    found = followed(other, impression(), other, sample(), other, prediction(), other)
+    assert list(found.steps) == list(STEPS[:3])
+
+
+def test_rows_from_before_the_join_are_not_of_it() -> None:
+    assert list(followed(impression(), delta(), sample(), prediction()).steps) == list(STEPS[:3])
+
+
+def test_what_comes_again_is_the_same_step() -> None:
+    found = followed(
+        impression(), impression(), sample(), sample(), prediction(), prediction(), delta(), delta()
+    )
+    assert [step.reached_ms for step in found.steps.values()] == [100, 102, 104, 106]
+
+
+def test_following_ends_when_it_is_through_or_the_wait_is_over() -> None:
+    partitions = tuple((topic, 0) for topic in TOPICS)
+    said: list[str] = []
+    clock = FakeClock()
+    found = followed()
+    records = [r._replace(offset=0) for r in (impression(), sample(), prediction(), delta())]
+    follow(found, MemoryConsumer(partitions, records), clock, 5.0, said.append)
+    assert (
+        sorted(said) == sorted(STEPS)
+        and describe_step(found, "logged", clock.now_ms()).split()[0] == "logged"
+    )
+
+
+def test_without_a_span_to_stand_below_nothing_is_told() -> None:
+    with pytest.raises(ConfigError, match="W3C Trace Context"):
+        export_spans(followed(impression()), "nonsense", 90)
+
+
+def test_without_the_package_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "opentelemetry", None)
+    with pytest.raises(SetupError, match=r"roostream\[opentelemetry\]"):
+        export_spans(followed(impression()), f"00-{TRACE}-{SPAN}-01", 90)
+
+
+def test_steps_are_spans_one_below_the_other_in_the_callers_trace(kept: KeptSpans) -> None:
+    assert (
+        export_spans(followed(impression(), sample(), prediction(), delta()), f"00-{TRACE}-{SPAN}-01", 90)
+        == 4
+    )
+    ms = 1_000_000
+    assert kept.told == [
+        ("serving logged", f"{TRACE}/{int(SPAN, 16):x}", 90 * ms, 100 * ms),
+        ("joiner joined", f"{TRACE}/1", 100 * ms, 101 * ms),
+        ("worker trained", f"{TRACE}/2", 101 * ms, 102 * ms),
+        ("shard published", f"{TRACE}/3", 102 * ms, 103 * ms),
+    ]
+
+
+def test_a_request_that_serving_traced_says_itself_below_which_span_it_is() -> None:
+    found = followed(impression(traceparent=PARENT), sample(traceparent=PARENT))
+    assert found.traceparent == PARENT
+    assert [step.details["traceparent"] for step in found.steps.values()] == [PARENT, PARENT]
+    assert followed(impression()).traceparent == ""
+
+
+@pytest.mark.parametrize(
+    ("asked", "logged", "parent"),
+    [("", PARENT, TRACE), (f"00-{'c' * 32}-{SPAN}-01", PARENT, "c" * 32), ("", "", "")],
+)
+def test_spans_stand_below_the_one_that_is_named_else_below_servings(
+    asked: str, logged: str, parent: str, kept: KeptSpans
+) -> None:
+    export(followed(impression(traceparent=logged)), asked, 90)
+    assert [span[1].partition("/")[0] for span in kept.told] == ([parent] if parent else [])
+
+
+@pytest.mark.parametrize("logged", [PARENT, "00-nonsense"])
+def test_a_request_is_followed_where_no_span_can_be_told(
+    logged: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "opentelemetry", None)
+    export(followed(impression(traceparent=logged)), "", 90)
+    assert f"it is traced as {logged}, and no span is told" in capsys.readouterr().err
