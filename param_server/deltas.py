@@ -13,7 +13,7 @@ from param_server.outbox import Delta
 from roostream.errors import SchemaError, WireError
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
-from roostream.wire.columns import fields_of
+from roostream.wire.proto_fields import encode_fields
 
 
 def encode_delta(delta: Delta, schema: int, incarnation: int) -> bytes:
@@ -36,7 +36,7 @@ def encode_delta(delta: Delta, schema: int, incarnation: int) -> bytes:
         more=delta.more,
     )
     columns = ((pb.RowDelta.IDS_FIELD_NUMBER, delta.id_M), (pb.RowDelta.ROWS_FIELD_NUMBER, delta.rows_LD))
-    packed = fields_of((number, column.tobytes() if column.size else None) for number, column in columns)
+    packed = encode_fields((number, column.tobytes() if column.size else None) for number, column in columns)
     body = (
         before.SerializeToString(deterministic=True) + packed + behind.SerializeToString(deterministic=True)
     )

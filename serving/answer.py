@@ -15,8 +15,7 @@ import msgspec
 import numpy as np
 from numba import njit
 
-from roostream.wire.columns import fields_of
-from roostream.wire.proto_fields import RANK_ANSWER, VARINT
+from roostream.wire.proto_fields import RANK_ANSWER, VARINT, encode_fields
 
 _LEAST = 1e-12
 _DEGRADED = bytes((RANK_ANSWER.degraded << 3 | VARINT, 1))
@@ -77,7 +76,7 @@ class RankAnswer:
             (RANK_ANSWER.scores, self.scores_nT.astype("<f4").tobytes() or None),
             (RANK_ANSWER.order, np.array(order, dtype="<u4").tobytes() or None),
         )
-        return fields_of(fields) + (_DEGRADED if self.degraded else b"")
+        return encode_fields(fields) + (_DEGRADED if self.degraded else b"")
 
 
 @functools.lru_cache(maxsize=16)

@@ -2,7 +2,7 @@
 
 What the client gave always wins. Stateful features (histories, counters) come from Redis; those of the request itself are
 computed (roo/online/, as for the replay driver). A block that is complete as the client encoded it stays byte for byte; one
-with gaps is filled where it has them (roostream/wire/missing_features.py).
+with missing features is filled where it has them (roostream/wire/missing_features.py).
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from roostream.errors import WireError
 from roostream.online.counters import STATELESS_FEATURES, sources_of, stateless_features
 from roostream.online.entity_fields import EntityFields, FieldReader
 from roostream.schema.schema import Schema
-from roostream.wire.block import flat_values, nro_columns, ro_columns, values_of
-from roostream.wire.columns import Columns, Side, pack
-from roostream.wire.missing_features import Gaps
+from roostream.wire.block import Columns, Side, flat_values, nro_columns, pack, ro_columns, values_of
+from roostream.wire.missing_features import MissingFeatures
 from serving.errors import RequestError
 from serving.request import RankRequest, RequestBlocks
 
@@ -38,8 +37,8 @@ class Filler:
             }
             for side in sides
         }
-        self._gaps = {side: Gaps(schema, side, self._sources[side]) for side in sides}
-        self._stateful_gaps = {side: Gaps(schema, side, self._stateful[side]) for side in sides}
+        self._missing = {side: MissingFeatures(schema, side, self._sources[side]) for side in sides}
+        self._stateful_missing = {side: MissingFeatures(schema, side, self._stateful[side]) for side in sides}
 
     def open(self, request: RankRequest) -> None:
         """Find out, once, whether its blocks lack something that can be filled in. It gets values in their place where features
@@ -47,13 +46,15 @@ class Filler:
         if request.blocks is None or request.lacks is not None:
             return
         blocks = request.blocks
-        request.lacks_kept = self._lacks(self._stateful_gaps, request, blocks)
-        request.lacks = request.lacks_kept or self._lacks(self._gaps, request, blocks)
+        request.lacks_kept = self._lacks(self._stateful_missing, request, blocks)
+        request.lacks = request.lacks_kept or self._lacks(self._missing, request, blocks)
         if request.lacks and (self._reader.ro or self._reader.nro):
             self._take_apart(request, blocks)
 
-    def _lacks(self, gaps: dict[Side, Gaps], request: RankRequest, blocks: RequestBlocks) -> bool:
-        return gaps["ro"].lacks(blocks.ro_columns, 1) or gaps["nro"].lacks(
+    def _lacks(
+        self, missing: dict[Side, MissingFeatures], request: RankRequest, blocks: RequestBlocks
+    ) -> bool:
+        return missing["ro"].any_missing(blocks.ro_columns, 1) or missing["nro"].any_missing(
             blocks.nro_columns, len(request.item_ids)
         )
 
@@ -107,8 +108,8 @@ class Filler:
     ) -> tuple[Columns, Columns]:
         """Of blocks in place, where they can be; else of values. Raises WireError."""
         if (blocks := request.blocks) is not None:
-            ro = self._gaps["ro"].filled(blocks.ro_columns, 1, ro_online)
-            nro = self._gaps["nro"].filled(blocks.nro_columns, n, nro_online)
+            ro = self._missing["ro"].fill(blocks.ro_columns, 1, ro_online)
+            nro = self._missing["nro"].fill(blocks.nro_columns, n, nro_online)
             if ro is not None and nro is not None:
                 return ro, nro
             self._take_apart(request, blocks)
@@ -116,7 +117,7 @@ class Filler:
         return ro_columns(self.schema, given[0]), nro_columns(self.schema, given[1], n)
 
     def _complete(self, side: Side, given: dict[str, Any], online: Mapping[str, Any]) -> dict[str, Any]:
-        """What was given, with the gaps that `online` can fill; of an NRO column only the rows that miss it."""
+        """What was given, with the missing features that `online` can fill; of an NRO column only the rows that miss it."""
         out = dict(given)
         for name, source in self._sources[side].items():
             fresh = online.get(source)

@@ -27,8 +27,7 @@ from roostream.runtime.kafka.topics import IMPRESSIONS
 from roostream.schema.schema import Schema
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
-from roostream.wire.columns import fields_of
-from roostream.wire.proto_fields import IMPRESSION
+from roostream.wire.proto_fields import IMPRESSION, encode_fields
 from serving.answer import RankAnswer
 from serving.errors import RequestError
 from serving.explore import best_order, draw_of, explore
@@ -302,7 +301,7 @@ class RankService:
             (IMPRESSION.positions, position_n.tobytes() or None),
             (IMPRESSION.propensities, np.array(propensities, dtype="<f4").tobytes() or None),
         )
-        value = bytes((wire.IMPRESSION, wire.VERSION)) + fields_of(fields)
+        value = bytes((wire.IMPRESSION, wire.VERSION)) + encode_fields(fields)
         most = self.schema.limits.max_record_bytes
         if len(value) > most:
             raise RequestError(413, f"expected an impression of at most {most} bytes, got {len(value)}")

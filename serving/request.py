@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from roostream.schema.ids import LOWEST_ID, MASK64, item_id, key_bytes
-from roostream.wire.columns import Columns
+from roostream.wire.block import Columns
 from serving.errors import RequestError
 
 MAX_TEXT_BYTES = 64

@@ -19,15 +19,13 @@ from numba import njit
 
 from roostream.schema.schema import Feature, Label, Schema
 from roostream.wire.batch import TEXT, Batch
-from roostream.wire.block import check_block
-from roostream.wire.columns import NO_COLUMNS, Columns, Side, missing_bits
-from roostream.wire.decode_fill import BLOCK_FIELDS, Layout, Plans, layout_of
-from roostream.wire.decode_kernels import OK, Plan
-from roostream.wire.decode_kernels import check_block as check_spans
+from roostream.wire.block import NO_COLUMNS, Columns, Side, check_block, missing_bits
+from roostream.wire.decode import ReadingPlans, SideLayout, side_layout
+from roostream.wire.decode_scan import BLOCK_FIELDS, OK, ReadingPlan, scan_message
+from roostream.wire.decode_scan import check_block as check_spans
 from roostream.wire.jagged import Jagged
 from roostream.wire.missing_features import is_set
 from roostream.wire.proto_fields import BLOCK
-from roostream.wire.proto_kernels import walk
 
 
 class RequestColumns(NamedTuple):
@@ -56,7 +54,7 @@ class _ServedLists(Jagged):
 class _SideReading(NamedTuple):
     """How a side's columns become arrays."""
 
-    layout: Layout
+    layout: SideLayout
     max_K: np.ndarray  # int64: longest list in use
     streams_K3: np.ndarray  # int64: arrays of a list's length in ids, weights and times
 
@@ -112,7 +110,7 @@ def _reading(schema: Schema, side: Side) -> _SideReading:
     lists = schema.lists(side)
     streams = [(1 + len(f.id_columns), int(f.kind == "weighted_ids"), len(f.time_columns)) for f in lists]
     return _SideReading(
-        layout=layout_of(schema, side),
+        layout=side_layout(schema, side),
         max_K=np.array([f.max_len or schema.limits.max_list for f in lists], dtype=np.int64),
         streams_K3=np.array(streams, dtype=np.int64).reshape(-1, 3),
     )
@@ -293,15 +291,15 @@ def read_blocks(
     buf: np.ndarray,
     ro_bytes: int,
     num_rows: int,
-    ro: Plan,
-    nro: Plan,
+    ro: ReadingPlan,
+    nro: ReadingPlan,
     fields: np.ndarray,
     max_list: int,
     spans_2: np.ndarray,
 ) -> bool:
     """Where the columns of a request's blocks lie, noted in `spans_2` (zeros before); False: something is wrong, or one isn't in
     our writers' form. `buf`: both behind each other, and one byte more."""
-    if not walk(buf, 0, ro_bytes, fields, spans_2[0]) or not walk(
+    if not scan_message(buf, 0, ro_bytes, fields, spans_2[0]) or not scan_message(
         buf, ro_bytes, len(buf) - 1, fields, spans_2[1]
     ):
         return False
@@ -310,9 +308,9 @@ def read_blocks(
     return check_spans(buf, spans_2[1], num_rows, nro, 0, max_list) == OK
 
 
-def _plans(schema: Schema) -> dict[str, Plan]:
-    plans = Plans(schema, lambda fingerprint: None)
-    return {"ro": plans.side("ro"), "nro": plans.side("nro")}
+def _plans(schema: Schema) -> dict[str, ReadingPlan]:
+    plans = ReadingPlans(schema, lambda fingerprint: None)
+    return {"ro": plans.of_side["ro"], "nro": plans.of_side["nro"]}
 
 
 def _columns_at(buf: np.ndarray, spans: np.ndarray) -> Columns:

@@ -19,7 +19,7 @@ from roostream.schema.ids import unsigned
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.batch import Batch
-from roostream.wire.columns import fields_of
+from roostream.wire.proto_fields import encode_fields
 from trainer.batch_source import Rejected
 from trainer.selection.decision import Selected, Unscored
 
@@ -89,7 +89,7 @@ _OFFSET = np.dtype([("of", "u1"), ("offset", "<i8")])
 @functools.lru_cache(1 << 12)
 def _opening(number: int, size: int) -> bytes:
     """What stands before a column of so many bytes."""
-    return fields_of([(number, bytes(size))])[:-size]
+    return encode_fields([(number, bytes(size))])[:-size]
 
 
 def _heads(batch: Batch) -> list[bytes]:

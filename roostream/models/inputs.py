@@ -18,7 +18,7 @@ from torch import Tensor
 from roostream.models.candidate_groups import CandidateGroups, build_groups
 from roostream.schema.schema import Feature
 from roostream.wire.batch import Batch
-from roostream.wire.dedup import Inverse, Shifted
+from roostream.wire.dedup import Inverse, PartialDedup
 from roostream.wire.jagged import Jagged
 from roostream.wire.lookup import Lookup
 from roostream.wire.transform import apply
@@ -51,7 +51,7 @@ class PaddedEntries:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SharedEntries:
-    """A sequence's entries of which several requests have the same: each once (roostream/wire/dedup.py, `Shifted`). What is
+    """A sequence's entries of which several requests have the same: each once (roostream/wire/dedup.py, `PartialDedup`). What is
     made of an entry alone, without its time, is made V times; `at_L` gives each request its own."""
 
     index_V: Tensor  # int64, positions in the stack's rows
@@ -288,7 +288,7 @@ def _build_sequence(f: Feature, batch: Batch, lookup: Lookup, groups: CandidateG
     )
 
 
-def _build_kept(f: Feature, shared: Shifted, index_of: Callable[[str, str], Tensor]) -> SharedEntries:
+def _build_kept(f: Feature, shared: PartialDedup, index_of: Callable[[str, str], Tensor]) -> SharedEntries:
     entry_V = _wrap(shared.entry_V)
     return SharedEntries(
         index_V=index_of(f.table, f.name)[entry_V],

@@ -30,7 +30,7 @@ from roostream.schema.counter_plan import ITEM, USER, Entity, plan_of
 from roostream.schema.ids import signed
 from roostream.schema.row_layout import RowLayout
 from roostream.schema.schema import Schema
-from roostream.wire.columns import Side
+from roostream.wire.block import Side
 
 STATELESS_FEATURES = ("hour_of_day", "num_candidates", "position", "item_id")
 """Online features that need no state; `stateless_features` computes them."""

@@ -16,7 +16,7 @@ from roostream.replay.events import Event, Request
 from roostream.schema.schema import Schema
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
-from roostream.wire.columns import Columns, Side, columns_of, missing_bits
+from roostream.wire.block import Columns, Side, columns_of, missing_bits
 
 _ROWS_AT_ONCE = 4096
 _MAX_ACTIONS = 1000

@@ -22,8 +22,8 @@ from roostream.schema.ids import key_bytes, unsigned
 from roostream.schema.schema import Feature, Schema
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
+from roostream.wire.block import NO_COLUMNS, Columns, Side, pack
 from roostream.wire.columnar import FlatColumn, Form, column_of, label_column
-from roostream.wire.columns import NO_COLUMNS, Columns, Side, pack
 
 HAS_RO, HAS_SCORES, HAS_POSITIONS, HAS_PROPENSITIES, HAS_WEIGHT = GIVEN = (1, 2, 4, 8, 16)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from roostream.schema.schema import Schema
 from roostream.wire.batch import Batch
-from roostream.wire.columns import Side
+from roostream.wire.block import Side
 from roostream.wire.feature_histograms import MOVED, Histograms, float_bins, list_bins
 
 FELL = 0.1

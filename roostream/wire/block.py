@@ -1,47 +1,215 @@
-"""Feature blocks: one side's features of some rows as the bytes of `roo.proto`'s Block.
+"""Feature blocks: one side's features of some rows, as arrays and as the bytes of `roo.proto`'s Block.
 
-    rows n, floats F, list features K (declared order); a list of length l of row n puts, in this order,
-      into `ids`      its l ids, then l entries for each of its `ids` columns
-      into `weights`  l entries, if it is weighted_ids
-      into `times`    l entries for each of its `time_ms` columns
+    n rows, F floats, K list features (in declared order); a list of length l adds, row by row,
+      to `ids`      its l ids, then l entries for each of its `ids` columns
+      to `weights`  l entries, if it is weighted_ids
+      to `times`    l entries for each of its `time_ms` columns
 
-A block of 0 bytes is one in which every feature of every row is missing, whatever the number of rows. `missing` may be cut
-after its last set bit. Blocks are built by hand here, since packed fixed-width columns are arrays with a three-byte head; the
-bytes are those that protobuf writes (tests compare). Plain numpy: the joiner runs this inside the JVM's Python.
+In a block of 0 bytes every feature of every row is missing, whatever the number of rows. `missing` may be cut after its last
+set bit. Packed fixed-width fields have the bytes of a little-endian array, so a block that we wrote is six arrays, each
+behind a tag and a length; they are read without a copy. The bytes are those of protobuf (tests compare). This module uses
+plain numpy, because the joiner runs it inside of Flink's Python without a compiler.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from roostream.errors import WireError, nearest
 from roostream.schema.ids import LOWEST_ID, MASK64, item_id
 from roostream.schema.schema import Feature, Limits, Schema
-from roostream.wire.columns import NO_COLUMNS, Columns, Side, check_columns, columns_of, missing_bits, pack
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.proto_fields import BLOCK, encode_fields
 from roostream.wire.records import MAX_WEIGHT
+
+Side = Literal["ro", "nro"]
+_DTYPES = tuple(
+    map(np.dtype, ("<f4", "<u4", "<i8", "<f4", "<i8", "u1"))
+)  # of the fields of Block, numbers 1 to 6
+_SIZES = tuple(dtype.itemsize for dtype in _DTYPES)
+
+
+class Columns(NamedTuple):
+    """The arrays of a block; views of its bytes if the fields are packed, as ours always are."""
+
+    floats: np.ndarray  # float32 [n x F]
+    lengths: np.ndarray  # uint32 [n x K]
+    ids: np.ndarray  # int64
+    weights: np.ndarray  # float32
+    times: np.ndarray  # int64
+    missing: np.ndarray  # uint8
+
+
+def columns_of(data: bytes) -> Columns:
+    """The arrays of a block. Protobuf reads every form but ours: a column in pieces or not packed, groups.
+
+    Raises:
+        WireError: `undecodable`.
+    """
+    spans = _spans(data)
+    if spans is None:
+        return _columns_by_protobuf(data)
+    fields = zip(_DTYPES, _SIZES, spans, NO_COLUMNS, strict=True)
+    return Columns._make(
+        [
+            np.frombuffer(data, dtype, n // size, start) if n else none
+            for dtype, size, (start, n), none in fields
+        ]
+    )
+
+
+def _spans(data: bytes) -> list[tuple[int, int]] | None:
+    """(start, bytes) of each column, or None if the block is not in our form."""
+    spans, at, last = [(0, 0)] * 6, 0, 0
+    while at < len(data):
+        tag = data[at]
+        if tag & 0x87 != 2 or not last < tag >> 3 <= 6:
+            return None
+        last = tag >> 3
+        size, at = _varint(data, at + 1)
+        if not 0 <= size <= len(data) - at or size % _SIZES[last - 1]:
+            return None
+        spans[last - 1] = (at, size)
+        at += size
+    return spans
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """(value, position behind it); value -1 if it is cut or longer than 5 bytes."""
+    value = 0
+    for shift in range(0, 35, 7):
+        if at >= len(data):
+            return -1, at
+        value |= (data[at] & 0x7F) << shift
+        at += 1
+        if data[at - 1] < 0x80:
+            return value, at
+    return -1, at
+
+
+def canonical(data: bytes) -> bytes:
+    """The same block in our form: each column packed in one piece and in order, without unknown fields.
+
+    Raises:
+        WireError: `undecodable`.
+    """
+    return data if _spans(data) is not None else pack(_columns_by_protobuf(data))
+
+
+def _columns_by_protobuf(data: bytes) -> Columns:
+    """Copies of the arrays of a block in any form."""
+    try:
+        block = pb.Block.FromString(data)
+    except DecodeError as error:
+        raise WireError("undecodable", f"expected a Block: {error}") from None
+    return Columns(
+        np.array(block.floats, np.float32),
+        np.array(block.lengths, np.uint32),
+        np.array(block.ids, np.uint64).view(np.int64),
+        np.array(block.weights, np.float32),
+        np.array(block.times, np.int64),
+        np.frombuffer(block.missing, np.uint8),
+    )
+
+
+def check_columns(schema: Schema, side: Side, columns: Columns, num_rows: int, limits: Limits) -> None:
+    """Check a block's arrays. `roostream.wire.decode_scan.check_block` is the compiled form of the same rule for many
+    blocks at once; it does not say what is wrong. tests/wire/test_decode.py compares the two on damaged blocks.
+
+    Raises:
+        WireError: `bad_shape` (lengths that disagree, with each other or with `num_rows`), `oversized` (rows or a list
+            beyond `limits`), `non_finite` (an infinity; NaN outside of `floats`), `bad_number` (a weight beyond
+            MAX_WEIGHT).
+    """
+    if num_rows > limits.max_candidates:
+        raise WireError("oversized", f"expected at most {limits.max_candidates} candidates, got {num_rows}")
+    if any(len(c) for c in columns):
+        _check_shape(schema, side, columns, num_rows, limits)
+    if len(columns.floats) and np.isinf(columns.floats).any():
+        raise WireError("non_finite", f"expected finite {side} floats (or NaN for missing), got an infinity")
+    if not len(columns.weights):
+        return
+    if not np.isfinite(columns.weights).all():
+        raise WireError("non_finite", f"expected finite {side} weights, got an infinity or NaN")
+    if (largest := float(np.abs(columns.weights).max())) > MAX_WEIGHT:
+        raise WireError(
+            "bad_number",
+            f"expected {side} weights within ±{MAX_WEIGHT:.0f}, got one of magnitude {largest:g}",
+        )
+
+
+def _check_shape(schema: Schema, side: Side, columns: Columns, num_rows: int, limits: Limits) -> None:
+    """Every column has the length that follows from rows and lists."""
+    lists = schema.lists(side)
+    _check_length(side, "floats", columns.floats, num_rows * len(schema.floats(side)))
+    _check_length(side, "lengths", columns.lengths, num_rows * len(lists))
+    longest = int(columns.lengths.max(initial=0))
+    if longest > limits.max_list:
+        raise WireError("oversized", f"expected lists of at most {limits.max_list} entries, got {longest}")
+    totals: list[int] = []
+    if lists:
+        totals = columns.lengths.reshape(num_rows, len(lists)).sum(axis=0, dtype=np.int64).tolist()
+    pairs = list(zip(lists, totals, strict=True))
+    _check_length(side, "ids", columns.ids, sum(n * (1 + len(f.id_columns)) for f, n in pairs))
+    _check_length(side, "times", columns.times, sum(n * len(f.time_columns) for f, n in pairs))
+    _check_length(side, "weights", columns.weights, sum(n for f, n in pairs if f.kind == "weighted_ids"))
+    bits = num_rows * len(lists)
+    if len(columns.missing) > (bits + 7) // 8:
+        got = f"{len(columns.missing)} bytes"
+        raise WireError("bad_shape", f"{side} block: expected at most {bits} missing bits, got {got}")
+    if len(columns.missing) and (columns.lengths[missing_bits(columns, bits)] > 0).any():
+        raise WireError("bad_shape", f"{side} block: expected length 0 for a missing list, got more")
+
+
+def _check_length(side: Side, name: str, column: np.ndarray, expected: int) -> None:
+    if len(column) != expected:
+        raise WireError("bad_shape", f"{side} block: expected {expected} {name}, got {len(column)}")
+
+
+def missing_bits(columns: Columns, count: int) -> np.ndarray:
+    """bool [count]: the bits of `missing`."""
+    bits = np.zeros(count, dtype=np.bool_)
+    given = np.unpackbits(columns.missing, bitorder="little")[:count]
+    bits[: len(given)] = given
+    return bits
+
+
+NO_COLUMNS = Columns._make(np.zeros(0, dtype) for dtype in _DTYPES)
+"""The columns of a block in which every feature is missing."""
+
+
+def pack(columns: Columns) -> bytes:
+    """The bytes of a block: packed fields in order, without empty ones."""
+    return encode_fields(
+        (number, c.tobytes() if c.size else None) for number, c in zip(BLOCK, columns, strict=True)
+    )
+
+
+# ---- values into blocks and back ----
 
 
 def encode_ro(schema: Schema, values: Mapping[str, object]) -> bytes:
-    """One request's RO block.
+    """Encode the RO block of one request.
 
-    Values: a float; a list of ids (integers, or strings, which are hashed); for `weighted_ids`
-    `{"ids": […], "weights": […]}`; for `sequence` `{"<its table>" or "ids": […], "<column>": […]}`. Absent, None and a NaN
-    float are missing.
+    A value is a float; a list of ids (integers, or strings, which are hashed); for `weighted_ids`
+    `{"ids": […], "weights": […]}`; for `sequence` `{"<its table>" or "ids": […], "<column>": […]}`. An absent value, None
+    and a NaN float are missing.
 
     Raises:
-        WireError: `bad_shape`: an unknown name, a value of another kind, or columns of unequal length; `oversized`,
-            `non_finite` or `bad_number`: what `check_block` would refuse.
+        WireError: `bad_shape` for an unknown name, a value of another kind, or columns of unequal length; `oversized`,
+            `non_finite` or `bad_number` for what `check_block` rejects.
     """
     return pack(ro_columns(schema, values))
 
 
 def ro_columns(schema: Schema, values: Mapping[str, object]) -> Columns:
-    """The same as arrays, before they are bytes: `columns_of` gives equal ones. Raises as `encode_ro`."""
-    _known(schema, "ro", values)
+    """The arrays of `encode_ro`. Raises the same."""
+    _check_names(schema, "ro", values)
     floats = _float32(
         np.array([_float(f, values.get(f.name)) for f in schema.floats("ro")], dtype=np.float64)
     )
@@ -49,20 +217,20 @@ def ro_columns(schema: Schema, values: Mapping[str, object]) -> Columns:
 
 
 def encode_nro(schema: Schema, columns: Mapping[str, Any], num_rows: int) -> bytes:
-    """The NRO block of `num_rows` candidates.
+    """Encode the NRO block of `num_rows` candidates.
 
-    A float column is f4[n] (NaN or None = missing). A list column has one value a row, each as in `encode_ro`; an integer
-    (or string) in place of a list is a list of one, so a flat array of ids gives every row exactly one.
+    A float column is float32 [n], NaN or None = missing. A list column has one value for each row, as in `encode_ro`. An
+    integer or string stands for a list of one, so a flat array of ids gives every row exactly one.
 
     Raises:
-        WireError: `bad_shape`: an unknown name, a column of another length than `num_rows`, or as `encode_ro`.
+        WireError: `bad_shape` for an unknown name or a column of another length than `num_rows`, or as `encode_ro`.
     """
     return pack(nro_columns(schema, columns, num_rows))
 
 
 def nro_columns(schema: Schema, columns: Mapping[str, Any], num_rows: int) -> Columns:
-    """The same as arrays, before they are bytes: `columns_of` gives equal ones. Raises as `encode_nro`."""
-    _known(schema, "nro", columns)
+    """The arrays of `encode_nro`. Raises the same."""
+    _check_names(schema, "nro", columns)
     if num_rows > schema.limits.max_candidates:
         raise WireError(
             "oversized", f"expected at most {schema.limits.max_candidates} candidates, got {num_rows}"
@@ -76,7 +244,7 @@ def nro_columns(schema: Schema, columns: Mapping[str, Any], num_rows: int) -> Co
     given: list[Any] = [columns.get(f.name) for f in lists]
     for f, column in zip(lists, given, strict=True):
         if column is not None and len(column) != num_rows:
-            raise _bad(f, f"one value for each of {num_rows} candidates", f"{len(column)} values")
+            raise _shape_error(f, f"one value for each of {num_rows} candidates", f"{len(column)} values")
     flat = [_flat_ids(f, column) for f, column in zip(lists, given, strict=True)]
     if all((ids is None) == (column is None) for ids, column in zip(flat, given, strict=True)):
         return flat_columns(floats_BF, flat)
@@ -89,33 +257,35 @@ def nro_columns(schema: Schema, columns: Mapping[str, Any], num_rows: int) -> Co
 
 
 def decode_block(schema: Schema, side: Side, data: bytes, num_rows: int) -> dict[str, Any]:
-    """What `encode_ro` (missing features left out) or `encode_nro` (None in place of a missing list) was given; ids as int64.
-    Slow: for tools and tests.
+    """The values of a block in the form of `encode_ro` (without missing features) or `encode_nro` (None for a missing
+    list), ids as int64. Slow: for tools and tests.
 
     Raises:
-        WireError: as `check_block`, with the largest caps that a schema can set.
+        WireError: as `check_block`, with the largest limits that a schema can set.
     """
-    most = Limits(max_candidates=1 << 20, max_list=1 << 20)
-    columns = columns_of(data)
-    check_columns(schema, side, columns, num_rows, most)
+    columns = check_block(schema, side, data, num_rows, Limits(max_candidates=1 << 20, max_list=1 << 20))
     return values_of(schema, side, columns, num_rows)
 
 
 def values_of(schema: Schema, side: Side, columns: Columns, num_rows: int) -> dict[str, Any]:
-    """`decode_block` of columns that were checked."""
+    """`decode_block` of checked columns."""
     floats, lists = schema.floats(side), schema.lists(side)
-    whole = columns.floats if len(columns.floats) else np.full(num_rows * len(floats), np.nan, np.float32)
-    out: dict[str, Any] = {f.name: whole.reshape(num_rows, len(floats))[:, i] for i, f in enumerate(floats)}
+    all_floats = (
+        columns.floats if len(columns.floats) else np.full(num_rows * len(floats), np.nan, np.float32)
+    )
+    out: dict[str, Any] = {
+        f.name: all_floats.reshape(num_rows, len(floats))[:, i] for i, f in enumerate(floats)
+    }
     out |= {f.name: [] for f in lists}
-    take = _Taker(columns)
+    reader = _ListReader(columns)
     missing = (
         missing_bits(columns, num_rows * len(lists))
         if len(columns.lengths)
         else np.ones(num_rows * len(lists), np.bool_)
     )
-    for at in range(num_rows * len(lists)):
-        f = lists[at % len(lists)]
-        out[f.name].append(None if missing[at] else take.value(f, int(columns.lengths[at])))
+    for i in range(num_rows * len(lists)):
+        f = lists[i % len(lists)]
+        out[f.name].append(None if missing[i] else reader.read(f, int(columns.lengths[i])))
     if side == "nro":
         return out
     present = {f.name: float(out[f.name][0]) for f in floats if not np.isnan(out[f.name][0])}
@@ -123,8 +293,8 @@ def values_of(schema: Schema, side: Side, columns: Columns, num_rows: int) -> di
 
 
 def flat_values(schema: Schema, columns: Columns, num_rows: int) -> dict[str, Any] | None:
-    """As `decode_block` of a candidates' block that was checked, of features that are there in some row, with lists as int64 [n];
-    None unless every list feature gives all rows one id each, or none of them a list."""
+    """As `decode_block` of a checked NRO block, with the features that some row has and lists as int64 [n]. None unless
+    every list feature has exactly one id in all rows, or is missing in all rows."""
     floats, lists = schema.floats("nro"), schema.lists("nro")
     if not any(map(len, columns)):
         return {}
@@ -137,32 +307,32 @@ def flat_values(schema: Schema, columns: Columns, num_rows: int) -> dict[str, An
     if any(f.kind != "ids" for f in given):
         return None
     floats_FN = columns.floats.reshape(num_rows, len(floats)).T
-    some_F = (~np.isnan(floats_FN)).any(axis=1).tolist()
-    out: dict[str, Any] = {f.name: x for f, x, some in zip(floats, floats_FN, some_F, strict=True) if some}
+    is_some_F = (~np.isnan(floats_FN)).any(axis=1).tolist()
+    out: dict[str, Any] = {
+        f.name: x for f, x, is_some in zip(floats, floats_FN, is_some_F, strict=True) if is_some
+    }
     return out | dict(zip((f.name for f in given), columns.ids.reshape(num_rows, len(given)).T, strict=True))
 
 
 def check_block(schema: Schema, side: Side, data: bytes, num_rows: int, limits: Limits) -> Columns:
-    """The block's arrays; accepts what `roostream.wire.decode` accepts.
+    """The arrays of a block; accepts the same blocks as `roostream.wire.decode`.
 
     Raises:
-        WireError: `undecodable`, `bad_shape` (lengths that disagree, with each other or with `num_rows`), `oversized`
-            (rows or a list beyond `limits`), `non_finite` (an infinity; NaN outside of `floats`),
-            `bad_number` (a weight beyond `wire.MAX_WEIGHT`).
+        WireError: `undecodable`, or as `check_columns`.
     """
     columns = columns_of(data)
     check_columns(schema, side, columns, num_rows, limits)
     return columns
 
 
-class _Taker:
-    """Walks `ids`, `weights` and `times` list by list."""
+class _ListReader:
+    """Reads `ids`, `weights` and `times` list by list."""
 
     def __init__(self, columns: Columns) -> None:
-        self.left = {"ids": columns.ids, "weights": columns.weights, "times": columns.times}
+        self._rest = {"ids": columns.ids, "weights": columns.weights, "times": columns.times}
 
-    def value(self, f: Feature, length: int) -> object:
-        """The next list, `length` long, in the form that `encode_*` takes."""
+    def read(self, f: Feature, length: int) -> object:
+        """The next list, `length` long, in the form of `encode_ro`."""
         ids = self._next("ids", length)
         if f.kind == "ids":
             return ids
@@ -173,17 +343,17 @@ class _Taker:
         return out | {c: self._next("times", length) for c in f.time_columns}
 
     def _next(self, what: str, length: int) -> list[float]:
-        taken, self.left[what] = self.left[what][:length], self.left[what][length:]
-        return taken.tolist()
+        values, self._rest[what] = self._rest[what][:length], self._rest[what][length:]
+        return values.tolist()
 
 
 def main_key(f: Feature) -> str:
-    """The name of a sequence's own ids beside its columns: its table's, unless a column has that name."""
+    """The name of a sequence's ids beside its columns: that of its table, unless a column has it."""
     return f.table if f.table not in f.columns else "ids"
 
 
 class ListEntry(NamedTuple):
-    """A row's list as a block has it."""
+    """One row's list in the form of a block."""
 
     length: int  # -1 = missing
     ids: tuple[Sequence[int], ...] = ()
@@ -191,13 +361,13 @@ class ListEntry(NamedTuple):
     times: tuple[Sequence[int], ...] = ()
 
 
-_ABSENT = ListEntry(-1)
+_MISSING = ListEntry(-1)
 
 
 def entry_of(f: Feature, value: Any) -> ListEntry:
-    """One row's value of a list feature. Raises WireError, as `encode_ro`."""
+    """One row's value of a list feature. Raises WireError like `encode_ro`."""
     if value is None:
-        return _ABSENT
+        return _MISSING
     if isinstance(value, (int, np.integer, str)) and f.kind == "ids" and not isinstance(value, bool):
         return ListEntry(1, (_ids(f, [value]),))
     if isinstance(value, Mapping):
@@ -208,7 +378,7 @@ def entry_of(f: Feature, value: Any) -> ListEntry:
         or isinstance(value, (str, bytes))
         or not isinstance(value, (Sequence, np.ndarray))
     ):
-        raise _bad(f, _expected(f), repr(value))
+        raise _shape_error(f, _list_form(f), repr(value))
     ids = _ids(f, value)
     return ListEntry(len(ids), (ids,))
 
@@ -218,17 +388,17 @@ def _mapping_entry(f: Feature, value: Mapping[str, Any]) -> ListEntry:
     main = main_key(f) if main_key(f) in value and f.kind == "sequence" else "ids"
     wanted = {main, *f.columns} | ({"weights"} if f.kind == "weighted_ids" else set())
     if f.kind == "ids" or set(value) != wanted:
-        raise _bad(f, _expected(f), f"a table with {', '.join(map(repr, value)) or 'nothing'}")
+        raise _shape_error(f, _list_form(f), f"a table with {', '.join(map(repr, value)) or 'nothing'}")
     ids = (_ids(f, value[main]), *(_ids(f, value[c]) for c in f.id_columns))
     times = tuple(_integers(f, value[c]) for c in f.time_columns)
     weights = _weights(f, value["weights"]) if f.kind == "weighted_ids" else []
     sizes = {len(x) for x in (*ids, *times)} | ({len(weights)} if f.kind == "weighted_ids" else set())
     if len(sizes) != 1:
-        raise _bad(f, "columns of equal length", f"lengths {sorted(sizes)}")
+        raise _shape_error(f, "columns of equal length", f"lengths {sorted(sizes)}")
     return ListEntry(len(ids[0]), ids, weights, times)
 
 
-def _expected(f: Feature) -> str:
+def _list_form(f: Feature) -> str:
     if f.kind == "ids":
         return "a list of ids"
     columns = (main_key(f), *f.columns) if f.kind == "sequence" else ("ids", "weights")
@@ -243,7 +413,7 @@ def _ids(f: Feature, values: Any) -> list[int]:
             return [v & MASK64 for v in values] if values and low < 0 else list(values)
         return [item_id(v if isinstance(v, str) else _index(v)) for v in values]
     except TypeError:
-        raise _bad(f, "ids (integers or strings)", repr(values)) from None
+        raise _shape_error(f, "ids (integers or strings)", repr(values)) from None
     except ValueError as error:
         raise WireError("bad_shape", f"feature {f.name!r}: {error}") from None
 
@@ -252,9 +422,9 @@ def _integers(f: Feature, values: Any) -> list[int]:
     try:
         out = list(values) if {int}.issuperset(map(type, values)) else [_index(v) for v in values]
     except TypeError:
-        raise _bad(f, "times in ms (integers)", repr(values)) from None
+        raise _shape_error(f, "times in ms (integers)", repr(values)) from None
     if out and not (min(out) >= -(1 << 63) and max(out) < 1 << 63):
-        raise _bad(f, "times in ms (64-bit integers)", repr(values))
+        raise _shape_error(f, "times in ms (64-bit integers)", repr(values))
     return out
 
 
@@ -268,12 +438,13 @@ def _weights(f: Feature, values: Any) -> list[float]:
     try:
         out = [float(v) for v in values]
     except (TypeError, ValueError):
-        raise _bad(f, "weights (numbers)", repr(values)) from None
+        raise _shape_error(f, "weights (numbers)", repr(values)) from None
     if any(v != v for v in out):
         raise WireError("non_finite", f"feature {f.name!r}: expected finite weights, got NaN")
-    if far := [v for v in out if abs(v) > MAX_WEIGHT]:
+    if too_large := [v for v in out if abs(v) > MAX_WEIGHT]:
         raise WireError(
-            "bad_number", f"feature {f.name!r}: expected weights within ±{MAX_WEIGHT:.0f}, got {far[0]:g}"
+            "bad_number",
+            f"feature {f.name!r}: expected weights within ±{MAX_WEIGHT:.0f}, got {too_large[0]:g}",
         )
     return out
 
@@ -282,7 +453,7 @@ def _float(f: Feature, value: Any) -> float:
     if value is None:
         return float("nan")
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise _bad(f, "a number", repr(value))
+        raise _shape_error(f, "a number", repr(value))
     return float(value)
 
 
@@ -293,7 +464,7 @@ def _float_column(f: Feature, column: Any, num_rows: int) -> np.ndarray:
         else np.array([_float(f, v) for v in column], dtype=np.float64)
     )
     if values.shape != (num_rows,) or values.dtype.kind not in "fiu":
-        raise _bad(f, f"{num_rows} numbers", f"{values.dtype} {values.shape}")
+        raise _shape_error(f, f"{num_rows} numbers", f"{values.dtype} {values.shape}")
     return values
 
 
@@ -319,7 +490,7 @@ def _flat_ids(f: Feature, column: Any) -> np.ndarray | None:
 
 
 def flat_columns(floats_BF: np.ndarray, flat: list[np.ndarray | None]) -> Columns:
-    """Of candidates whose list features give each row exactly one id (int64 [n]), or are missing (None)."""
+    """The NRO columns of list features that have exactly one id in each row (int64 [n]), or are missing (None)."""
     given = [ids for ids in flat if ids is not None]
     if not given and np.isnan(floats_BF).all():
         return NO_COLUMNS
@@ -332,17 +503,17 @@ def flat_columns(floats_BF: np.ndarray, flat: list[np.ndarray | None]) -> Column
         return columns
     missing = np.tile(np.array([ids is None for ids in flat], dtype=np.bool_), len(floats_BF))
     columns.lengths[missing] = 0
-    return columns._replace(missing=trimmed(np.packbits(missing, bitorder="little")))
+    return columns._replace(missing=trim_missing(np.packbits(missing, bitorder="little")))
 
 
-def trimmed(bits: np.ndarray) -> np.ndarray:
-    """`missing` without the zero bytes at its end."""
-    given = np.flatnonzero(bits)
-    return bits[: given[-1] + 1 if len(given) else 0]
+def trim_missing(bits: np.ndarray) -> np.ndarray:
+    """`missing` without trailing zero bytes."""
+    nonzero = np.flatnonzero(bits)
+    return bits[: nonzero[-1] + 1 if len(nonzero) else 0]
 
 
 def _build(schema: Schema, floats_NF: np.ndarray, entries: list[ListEntry]) -> Columns:
-    """Entries row-major over (row, list feature)."""
+    """Columns of floats and list entries, the latter row-major over (row, list feature)."""
     if all(e.length < 0 for e in entries) and np.isnan(floats_NF).all():
         return NO_COLUMNS
     longest = max((e.length for e in entries), default=0)
@@ -355,10 +526,10 @@ def _build(schema: Schema, floats_NF: np.ndarray, entries: list[ListEntry]) -> C
     weights = _float32(np.array([v for e in entries for v in e.weights], dtype=np.float64))
     times = np.array([*chain.from_iterable(chain.from_iterable(e.times for e in entries))], dtype="<i8")
     bits = np.packbits(np.array([e.length < 0 for e in entries], dtype=np.bool_), bitorder="little")
-    return Columns(floats_NF.ravel(), lengths, ids.view(np.int64), weights, times, trimmed(bits))
+    return Columns(floats_NF.ravel(), lengths, ids.view(np.int64), weights, times, trim_missing(bits))
 
 
-def _known(schema: Schema, side: Side, values: Mapping[str, object]) -> None:
+def _check_names(schema: Schema, side: Side, values: Mapping[str, object]) -> None:
     names = schema.derived(_names)[side]
     for name in values:
         if name not in names:
@@ -369,7 +540,7 @@ def _names(schema: Schema) -> dict[Side, dict[str, None]]:
     return {"ro": dict.fromkeys(f.name for f in schema.ro), "nro": dict.fromkeys(f.name for f in schema.nro)}
 
 
-def _bad(f: Feature, expected: str, got: str) -> WireError:
+def _shape_error(f: Feature, expected: str, got: str) -> WireError:
     return WireError(
         "bad_shape",
         f"feature {f.name!r}: expected {expected}, got {got if len(got) < 200 else got[:200] + '…'}",

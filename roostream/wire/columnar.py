@@ -25,8 +25,8 @@ import numpy as np
 from roostream.errors import SchemaError
 from roostream.schema.schema import Feature, Label, Schema, reading_plan
 from roostream.wire.batch import TEXT, Batch
+from roostream.wire.block import Side
 from roostream.wire.columnar_kernels import MOST, beside
-from roostream.wire.columns import Side
 from roostream.wire.jagged import Jagged
 
 Of = Literal["request", "candidate"]

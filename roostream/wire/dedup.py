@@ -1,12 +1,12 @@
 """Deduplicated lists: each distinct value once, and where every row finds its own (RecD: Zhao et al. 2022, §4.2 and §7).
 
-    rows of b        exact (`Inverse`)                    partial (`Shifted`): rows overlap where one is the other, moved on
+    rows of b        exact (`Inverse`)                    partial (`PartialDedup`): rows overlap where one is the other, moved on
     [3 4 5]          values   [3 4 5] [4 5 6]             values   [3 4 5 6]
     [4 5 6]          row_N    0 1 0                       span_N2  [0 3] [1 3] [0 3]
     [3 4 5]
 
 A group of features has one `Inverse`: rows are equal where all of the group is (a grouped IKJT), so that whatever is computed of
-the group alone is computed U times. Of a sequence, `Shifted` keeps an entry with all of its columns.
+the group alone is computed U times. Of a sequence, `PartialDedup` keeps an entry with all of its columns.
 Nothing is taken for equal that isn't: rows are found by a hash, and then compared; two rows that only share a hash stay apart.
 Both are linear in the entries of the batch, whatever they hold.
 
@@ -70,7 +70,7 @@ class Inverse:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Shifted:
+class PartialDedup:
     """Entries of a feature of which rows are spans, which overlap (RecD's partial IKJT)."""
 
     entry_V: np.ndarray  # int64: which of the L entries remain; what an entry has is x_L[entry_V]
@@ -98,14 +98,14 @@ def find_inverse(group: Sequence[RowValues], num_rows: int) -> Inverse:
     return Inverse(row_N.astype(np.int64), first_U)
 
 
-def find_shifted(
+def find_partial_dedup(
     lists: Jagged,
     key: str,
     *,
     newest_first: bool = True,
     order_M: np.ndarray | None = None,
     apart_N: np.ndarray | None = None,
-) -> Shifted:
+) -> PartialDedup:
     """Of the feature `key` with all of its columns.
 
     A row can overlap the one visited before it, so rows of one user should be next to each other, in time order: as they lie, or
@@ -128,7 +128,7 @@ def find_shifted(
     start_U = np.empty_like(start_M)
     start_U[visited_U] = start_M
     lengths_N = np.diff(offset_N1)
-    return Shifted(kept_L[:count].copy(), np.stack([start_U[inverse.row_N], lengths_N], axis=1))
+    return PartialDedup(kept_L[:count].copy(), np.stack([start_U[inverse.row_N], lengths_N], axis=1))
 
 
 def list_values(lists: Jagged, key: str) -> list[RowValues]:
@@ -291,4 +291,4 @@ def precompile() -> None:
     """Compile the kernels into numba's cache."""
     one = np.ones((1, 1), dtype=np.int32)
     lists = Jagged(keys=("warm",), lengths_KN=one, values=np.ones(1, dtype=np.int64), present_KN=one > 0)
-    find_shifted(lists, "warm")
+    find_partial_dedup(lists, "warm")

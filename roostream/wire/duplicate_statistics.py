@@ -29,7 +29,7 @@ from roostream.wire.dedup import (
     dedupe_factor,
     dedupe_len,
     find_inverse,
-    find_shifted,
+    find_partial_dedup,
     request_values,
 )
 
@@ -154,7 +154,7 @@ class _Arranged:
         self.count_group((name,), sums)
         if kind == "sequence":
             sums.partial += len(
-                find_shifted(
+                find_partial_dedup(
                     self.batch.ro_lists, name, order_M=self._visited_R, apart_N=self._number_R
                 ).entry_V
             )

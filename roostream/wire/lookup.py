@@ -17,8 +17,16 @@ from numba import njit
 
 from roostream.schema.schema import Schema, Table
 from roostream.wire.batch import Batch
-from roostream.wire.columns import Side
-from roostream.wire.dedup import WORTH, Inverse, Shifted, by_user, find_inverse, find_shifted, request_values
+from roostream.wire.block import Side
+from roostream.wire.dedup import (
+    WORTH,
+    Inverse,
+    PartialDedup,
+    by_user,
+    find_inverse,
+    find_partial_dedup,
+    request_values,
+)
 from roostream.wire.jagged import Jagged
 
 
@@ -37,7 +45,7 @@ class Lookup:
     stacks: dict[
         str, StackLookup
     ]  # every stack of the schema, in its order; one that the batch doesn't use has U = 0
-    shared: Mapping[str, Shifted] = dataclasses.field(
+    shared: Mapping[str, PartialDedup] = dataclasses.field(
         default_factory=dict
     )  # request-only sequences worth deduplicating
     unique: Inverse | None = (
@@ -70,13 +78,13 @@ def build_lookup(batch: Batch, *, deduplicated: bool = False) -> Lookup:
     return Lookup(stacks, shared, _unique_requests(batch) if deduplicated else None)
 
 
-def shared_sequences(batch: Batch, worth: float = WORTH) -> dict[str, Shifted]:
+def shared_sequences(batch: Batch, worth: float = WORTH) -> dict[str, PartialDedup]:
     """The request-only sequences of which requests share at least so much: entries over entries that remain."""
     names = [
         f.name for f in batch.schema.lists("ro") if f.kind == "sequence" and batch.ro_lists.total_of(f.name)
     ]
     order_M = by_user(batch) if names else None
-    found = {name: find_shifted(batch.ro_lists, name, order_M=order_M) for name in names}
+    found = {name: find_partial_dedup(batch.ro_lists, name, order_M=order_M) for name in names}
     return {
         name: of for name, of in found.items() if batch.ro_lists.total_of(name) >= worth * len(of.entry_V)
     }
@@ -87,7 +95,7 @@ def _unique_requests(batch: Batch) -> Inverse | None:
     return found if batch.num_requests and batch.num_requests >= WORTH * found.num_unique else None
 
 
-def _kept(id_L: np.ndarray, of: Shifted | None) -> np.ndarray:
+def _kept(id_L: np.ndarray, of: PartialDedup | None) -> np.ndarray:
     return id_L if of is None else id_L[of.entry_V]
 
 

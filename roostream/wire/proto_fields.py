@@ -1,12 +1,14 @@
-"""Fields of the messages that we read and write without protobuf: their numbers and wire forms, taken from the messages.
+"""Numbers and wire formats of the fields of messages that are read and written without protobuf's own classes.
 
-A field is named `SAMPLE.item_ids`, in kernels too: to numba these tuples are constants. A new field of Sample is written in
-three places: `roo.proto` (with its generated code), the names below, and whoever reads it; `forms` finds its wire form.
-Kernels are cached by their own source, so a number here may never change, as in `roo.proto`. Plain numpy: the joiner imports it.
+`SAMPLE.item_ids` is a field's number, also in kernels, where these tuples are constants. A new field of Sample is added to
+`roo.proto` (with its generated code), to the names below, and to its readers; `field_formats` finds its wire format. Numba
+caches a kernel by the kernel's own source, so a number may never change. The joiner imports this module: plain numpy only.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -16,7 +18,7 @@ from google.protobuf.message import Message
 from roostream.wire import roo_pb2 as pb
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # protobuf's wire types
-REPEATED, TEXT = 1, 2  # flags: several times, each with a tag; UTF-8
+REPEATED, TEXT = 1, 2  # flags: a tag before each entry; UTF-8
 _SIZES = {
     **dict.fromkeys(
         (FieldDescriptor.TYPE_FIXED64, FieldDescriptor.TYPE_SFIXED64, FieldDescriptor.TYPE_DOUBLE), 8
@@ -25,7 +27,7 @@ _SIZES = {
         (FieldDescriptor.TYPE_FIXED32, FieldDescriptor.TYPE_SFIXED32, FieldDescriptor.TYPE_FLOAT), 4
     ),
 }
-_IN_BYTES = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_MESSAGE)
+_LENGTH_DELIMITED = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_MESSAGE)
 
 
 class HeaderFields(NamedTuple):
@@ -114,18 +116,18 @@ RANK_ANSWER = _numbered(RankAnswerFields, pb.RankAnswer)
 SAMPLE = _numbered(SampleFields, pb.Sample)
 
 
-def forms(message: Descriptor) -> np.ndarray:
-    """Field number → (wire type, bytes an element, flags), as int64 [highest + 1, 3]; absent numbers have wire type -1."""
+def field_formats(message: Descriptor) -> np.ndarray:
+    """Field number → (wire type, bytes of an element, flags), int64 [highest + 1, 3]; wire type -1 = no such field."""
     out = np.full((max(f.number for f in message.fields) + 1, 3), -1, dtype=np.int64)
     for f in message.fields:
-        out[f.number] = _form(f)
+        out[f.number] = _format(f)
     return out
 
 
-def _form(f: FieldDescriptor) -> tuple[int, int, int]:
-    """A row of `forms`."""
+def _format(f: FieldDescriptor) -> tuple[int, int, int]:
+    """One row of `field_formats`."""
     repeated = f.label == FieldDescriptor.LABEL_REPEATED
-    if f.type in _IN_BYTES:
+    if f.type in _LENGTH_DELIMITED:
         return BYTES, 1, REPEATED * repeated | TEXT * (f.type == FieldDescriptor.TYPE_STRING)
     size = _SIZES.get(f.type, 1)
     assert size > 1 or not repeated, (
@@ -134,3 +136,27 @@ def _form(f: FieldDescriptor) -> tuple[int, int, int]:
     if repeated:
         return BYTES, size, 0
     return {8: FIXED64, 4: FIXED32, 1: VARINT}[size], 1, 0
+
+
+def encode_fields(contents: Iterable[tuple[int, bytes | None]]) -> bytes:
+    """A message of length-delimited fields (bytes, messages, packed columns) in the given order; None = absent."""
+    out: list[bytes] = []
+    for number, content in contents:
+        if content is not None:
+            out += (_tag_and_length(number, len(content)), content)
+    return b"".join(out)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tag_and_length(number: int, size: int) -> bytes:
+    return bytes((number << 3 | BYTES,)) + encode_varint(size)
+
+
+def encode_varint(value: int) -> bytes:
+    """A non-negative integer, seven bits a byte, lowest first."""
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)

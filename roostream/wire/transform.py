@@ -22,7 +22,7 @@ from numba import njit
 
 from roostream.schema.schema import Schema
 from roostream.wire.batch import Batch
-from roostream.wire.columns import Side
+from roostream.wire.block import Side
 from roostream.wire.dedup import Inverse
 
 _OPS = {"log1p": 0, "clip": 1, "standardize": 2, "rank": 3, "share": 4}

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from roostream.errors import WireError
 from roostream.schema.schema import Schema
 from roostream.wire import roo_pb2 as pb
-from roostream.wire.columns import Columns, Side
+from roostream.wire.block import Columns, Side
 from serving.errors import RequestError
 from serving.http.parse import check_number, check_once
 from serving.request import RankRequest, RequestBlocks, request_id_of, text_of

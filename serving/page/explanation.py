@@ -20,8 +20,7 @@ import numpy as np
 
 from roostream.schema.ids import unsigned
 from roostream.schema.schema import Feature
-from roostream.wire.block import decode_block, nro_columns, ro_columns
-from roostream.wire.columns import Side
+from roostream.wire.block import Side, decode_block, nro_columns, ro_columns
 from roostream.wire.lookup import build_lookup, sources_of
 from serving.explore import best_order
 from serving.page.explain_types import ExplainAnswer, ExplainedCandidate, FeatureEffect, RowCount

@@ -24,8 +24,7 @@ from roostream.models.inputs import build_inputs
 from roostream.online.counters import sources_of, stateless_features
 from roostream.online.entity_fields import EntityFields, FieldReader
 from roostream.schema.schema import Schema
-from roostream.wire.block import main_key, ro_columns
-from roostream.wire.columns import NO_COLUMNS
+from roostream.wire.block import NO_COLUMNS, main_key, ro_columns
 from roostream.wire.lookup import build_lookup
 from serving.errors import RequestError
 from serving.rank import Hydration

@@ -34,7 +34,7 @@ def test_what_an_extra_brings_is_passed_over_without_it_and_nothing_else(
 def test_kernels_are_compiled_anew_when_a_file_with_one_changes() -> None:
     sources = {path.relative_to(ROOT).as_posix() for path in prepare.kernel_sources()}
     expected = {
-        "roostream/wire/proto_kernels.py",
+        "roostream/wire/decode_scan.py",
         "param_server/kernels.py",
         "trainer/selection/deferral_kernels.py",
         "roostream/models/embedding_ops.py",

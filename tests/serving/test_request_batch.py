@@ -17,8 +17,16 @@ from roostream.schema.schema_file import schema_from_dict
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.batch import Batch
-from roostream.wire.block import decode_block, encode_nro, flat_values, nro_columns, ro_columns
-from roostream.wire.columns import NO_COLUMNS, columns_of, pack
+from roostream.wire.block import (
+    NO_COLUMNS,
+    columns_of,
+    decode_block,
+    encode_nro,
+    flat_values,
+    nro_columns,
+    pack,
+    ro_columns,
+)
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
 from serving import request_batch

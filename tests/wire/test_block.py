@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from roostream.errors import WireError
 from roostream.schema.schema import Limits, Schema
 from roostream.wire import roo_pb2 as pb
-from roostream.wire.block import check_block, decode_block, encode_nro, encode_ro
-from roostream.wire.columns import canonical, columns_of
+from roostream.wire.block import canonical, check_block, columns_of, decode_block, encode_nro, encode_ro
 from roostream.wire.records import MAX_WEIGHT
 from tests.wire.sample_builders import parse_schema
 

@@ -9,12 +9,11 @@ import pytest
 
 from roostream.errors import SchemaError, WireError
 from roostream.schema.schema import Schema
-from roostream.wire import decode_kernels
-from roostream.wire import proto_kernels as wire_kernels
+from roostream.wire import decode, decode_scan
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.block import encode_nro, encode_ro
-from roostream.wire.decode import precompile, rewritten
+from roostream.wire.decode import precompile, rewrite_sample
 from roostream.wire.records import Record
 from tests.wire.decode_reference import decoder, same_as_reference, valid
 from tests.wire.sample_builders import parse_schema
@@ -260,14 +259,14 @@ def test_a_request_that_cannot_be_read_says_why(schema: Schema) -> None:
 
 def test_rewriting_refuses_what_protobuf_refuses() -> None:
     with pytest.raises(WireError) as error:
-        rewritten(b"\x03\x01\xff\xff")
+        rewrite_sample(b"\x03\x01\xff\xff")
     assert error.value.reason == "undecodable"
 
 
 def test_warming_compiles_every_kernel_for_every_shape_of_poll(
     schema: Schema, samples: Samples, to_record: ToRecord
 ) -> None:
-    modules = (wire_kernels, decode_kernels)
+    modules = (decode_scan, decode)
     kernels = {
         k: v for module in modules for k, v in vars(module).items() if hasattr(v, "nopython_signatures")
     }

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from roostream.errors import CheckpointError
 from roostream.schema.schema import Label, Schema, reading_plan
-from roostream.wire import proto_kernels as wire_kernels
+from roostream.wire import decode_scan
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.decode import Decoder
@@ -87,14 +87,16 @@ def test_the_kernels_idea_of_utf_8_is_pythons(data: bytes) -> None:
     except UnicodeDecodeError:
         expected = False
     assert (
-        wire_kernels.is_utf8(np.frombuffer(b"\x80" + data + b"\x80", np.uint8), 1, 1 + len(data)) == expected
+        decode_scan.is_utf8(np.frombuffer(b"\x80" + data + b"\x80", np.uint8), 1, 1 + len(data)) == expected
     )
 
 
 def test_samples_with_texts_beyond_ascii_take_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = sample(actions=["größe"])
     whole.header.surface = "Übersicht"
-    monkeypatch.setattr("roostream.wire.decode.rewritten", lambda value: pytest.fail("went through protobuf"))
+    monkeypatch.setattr(
+        "roostream.wire.decode.rewrite_sample", lambda value: pytest.fail("went through protobuf")
+    )
     assert reasons(whole.SerializeToString()) == []
 
 

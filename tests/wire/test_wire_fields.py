@@ -18,7 +18,7 @@ from roostream.wire.proto_fields import (
     SAMPLE,
     TEXT,
     VARINT,
-    forms,
+    field_formats,
 )
 
 NAMED = [
@@ -40,11 +40,11 @@ def test_every_field_of_a_message_has_its_name_and_its_number(
 
 
 def test_columns_are_packed_in_the_order_of_their_numbers() -> None:
-    assert tuple(BLOCK) == (1, 2, 3, 4, 5, 6), "roostream/wire/columns.py writes and reads them in this order"
+    assert tuple(BLOCK) == (1, 2, 3, 4, 5, 6), "roostream/wire/block.py writes and reads them in this order"
 
 
 def test_a_field_that_nobody_reads_yet_is_scanned_by_its_declared_form() -> None:
-    form = forms(pb.Sample.DESCRIPTOR)
+    form = field_formats(pb.Sample.DESCRIPTOR)
     assert len(form) == max(SAMPLE) + 1 and form[0].tolist() == [-1, -1, -1]
     assert form[SAMPLE.header].tolist() == [BYTES, 1, 0]
     assert form[SAMPLE.sample_id].tolist() == [FIXED64, 1, 0]
@@ -61,4 +61,4 @@ def test_a_column_without_a_fixed_width_is_refused() -> None:
     from google.protobuf import descriptor_pb2
 
     with pytest.raises(AssertionError, match="use fixed32 or fixed64"):
-        forms(descriptor_pb2.SourceCodeInfo.Location.DESCRIPTOR)
+        field_formats(descriptor_pb2.SourceCodeInfo.Location.DESCRIPTOR)

@@ -24,7 +24,7 @@ import numpy as np
 
 from roostream.schema.schema import Schema
 from roostream.wire.batch import Batch
-from roostream.wire.columns import Side
+from roostream.wire.block import Side
 from roostream.wire.lookup import sources_of
 from trainer.selection.row_numbers import RowNumbers
 from trainer.selection.slipstream_kernels import find_slots, judge_slots, smallest

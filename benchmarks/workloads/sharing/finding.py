@@ -12,13 +12,13 @@ from benchmarks.question import Work
 from benchmarks.workloads.sharing.ladder import clustered, users_batch
 from benchmarks.workloads.sharing.rebatch import cut
 from roostream.wire.batch import Batch
-from roostream.wire.dedup import find_inverse, find_shifted, request_values
+from roostream.wire.dedup import find_inverse, find_partial_dedup, request_values
 from roostream.wire.lookup import build_lookup
 
 Way = Callable[[Batch], object]
 WAYS: dict[str, Way] = {
     "exact, all request-only features": lambda batch: find_inverse(request_values(batch), batch.num_requests),
-    "partial, the history": lambda batch: find_shifted(batch.ro_lists, "history"),
+    "partial, the history": lambda batch: find_partial_dedup(batch.ro_lists, "history"),
     "look-up": build_lookup,
     "look-up, deduplicated": lambda batch: build_lookup(batch, deduplicated=True),
     "copy of the lists": lambda batch: batch.ro_lists.take_rows(np.arange(batch.num_requests)),
@@ -41,7 +41,7 @@ def found(way: str, users: int, history: int, requests: int) -> Iterator[Work]:
 def factors(batches: list[Batch]) -> Mapping[str, float]:
     """Entries over entries that remain, of the history and of everything."""
     total = sum(b.ro_lists.total_of("history") for b in batches)
-    kept = sum(len(find_shifted(b.ro_lists, "history").entry_V) for b in batches)
+    kept = sum(len(find_partial_dedup(b.ro_lists, "history").entry_V) for b in batches)
     rows = sum(b.num_requests for b in batches)
     unique = sum(find_inverse(request_values(b), b.num_requests).num_unique for b in batches)
     return {

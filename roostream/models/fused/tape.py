@@ -24,7 +24,7 @@ from roostream.models.interaction_layers import CrossNet
 from roostream.models.layers import Mlp
 from roostream.models.ranker import Ranker
 from roostream.schema.schema import Schema
-from roostream.wire.columns import Side
+from roostream.wire.block import Side
 
 REQUESTS, CANDIDATES = 0, 1
 """Kinds of rows; those after them are the entries of a sequence each."""

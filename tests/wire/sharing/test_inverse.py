@@ -15,7 +15,7 @@ from roostream.wire.dedup import (
     dedupe_factor,
     dedupe_len,
     find_inverse,
-    find_shifted,
+    find_partial_dedup,
     grouped,
     list_values,
     request_values,
@@ -70,29 +70,29 @@ def test_rows_of_a_group_that_differ_in_one_feature_stay_apart() -> None:
 
 def test_a_list_that_moved_on_shares_its_entries_as_in_the_papers_partial_form() -> None:
     lists = lists_of(b=[[3, 4, 5], [4, 5, 6], [3, 4, 5]])
-    found = find_shifted(lists, "b", newest_first=False)
+    found = find_partial_dedup(lists, "b", newest_first=False)
     assert lists.values_of("b")[found.entry_V].tolist() == [3, 4, 5, 6]
     assert found.span_N2.tolist() == [[0, 3], [1, 3], [0, 3]]
 
 
 def test_a_history_that_grows_at_its_front_shares_its_entries_too() -> None:
     lists = lists_of(history=[[3, 2, 1], [4, 3, 2], [4, 3, 2], [6, 5, 4], []])
-    found = find_shifted(lists, "history")
+    found = find_partial_dedup(lists, "history")
     assert lists.values_of("history")[found.entry_V].tolist() == [6, 5, 4, 3, 2, 1]
     assert found.span_N2.tolist() == [[3, 3], [2, 3], [2, 3], [0, 3], [0, 0]]
 
 
 def test_an_entry_is_shared_only_with_all_of_its_columns() -> None:
     lists = dataclasses.replace(lists_of(h=[[2, 1], [3, 2]]), columns={"h.time": np.array([20, 10, 30, 21])})
-    assert len(find_shifted(lists, "h").entry_V) == 4
+    assert len(find_partial_dedup(lists, "h").entry_V) == 4
     equal = dataclasses.replace(lists, columns={"h.time": np.array([20, 10, 30, 20])})
-    assert len(find_shifted(equal, "h").entry_V) == 3
+    assert len(find_partial_dedup(equal, "h").entry_V) == 3
 
 
 def test_rows_that_lie_apart_are_found_by_the_order_in_which_they_are_visited() -> None:
     lists = lists_of(h=[[2, 1], [9, 8], [3, 2], [10, 9]])
-    assert len(find_shifted(lists, "h").entry_V) == 8
-    found = find_shifted(lists, "h", order_M=np.array([0, 2, 1, 3]))
+    assert len(find_partial_dedup(lists, "h").entry_V) == 8
+    found = find_partial_dedup(lists, "h", order_M=np.array([0, 2, 1, 3]))
     assert (
         len(found.entry_V) == 6
         and lists.values_of("h")[found.entry_V][found.at_L].tolist() == lists.values_of("h").tolist()
@@ -135,7 +135,7 @@ def test_whatever_the_rows_are_their_spans_are_them(
 ) -> None:
     lists = lists_of(a=rows)
     order = np.array(data.draw(st.permutations(range(len(rows)))), dtype=np.int64)
-    found = find_shifted(lists, "a", newest_first=newest_first, order_M=order)
+    found = find_partial_dedup(lists, "a", newest_first=newest_first, order_M=order)
     value_V = lists.values_of("a")[found.entry_V]
     assert [value_V[at : at + n].tolist() for at, n in found.span_N2.tolist()] == rows
     assert value_V[found.at_L].tolist() == lists.values_of("a").tolist()
@@ -147,7 +147,7 @@ def test_whatever_the_rows_are_their_spans_are_them(
 def test_of_a_history_that_moves_on_every_entry_is_kept_once(entries: list[int], length: int) -> None:
     """However often an entry comes again in it: of windows that move by one, nothing is kept twice."""
     windows = [entries[max(0, end - length) : end][::-1] for end in range(1, len(entries) + 1)]
-    assert len(find_shifted(lists_of(h=windows), "h").entry_V) <= len(entries)
+    assert len(find_partial_dedup(lists_of(h=windows), "h").entry_V) <= len(entries)
 
 
 @pytest.mark.parametrize(

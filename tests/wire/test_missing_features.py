@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from roostream.errors import WireError
 from roostream.schema.schema import Feature, Label, Limits, Schema, Table
-from roostream.wire import missing_features as gaps
-from roostream.wire.block import nro_columns, ro_columns
-from roostream.wire.columns import NO_COLUMNS, Columns, Side, pack
-from roostream.wire.missing_features import Gaps, precompile
+from roostream.wire import missing_features as module
+from roostream.wire.block import NO_COLUMNS, Columns, Side, nro_columns, pack, ro_columns
+from roostream.wire.missing_features import MissingFeatures, precompile
 from tests.serving.test_request_batch import FLOAT, ID, schemas, values
 
 
@@ -79,11 +78,11 @@ def test_filled_arrays_are_those_of_all_values_together(data: st.DataObject) -> 
     sources = {f.name: f"of {f.name}" for f in features if data.draw(st.booleans())}
     named = {f.name: f for f in features}
     fresh = {source: data.draw(fresh_values(named[name], side, n)) for name, source in sources.items()}
-    gaps, block = Gaps(schema, side, sources), arrays(schema, side, columns, n)
+    missing, block = MissingFeatures(schema, side, sources), arrays(schema, side, columns, n)
     lacking = {name for name in sources if any(map(is_missing, columns[name]))}
-    assert gaps.lacks(block, n) == bool(lacking)
+    assert missing.any_missing(block, n) == bool(lacking)
 
-    ours = gaps.filled(block, n, fresh)
+    ours = missing.fill(block, n, fresh)
 
     plain = all(is_plain(f, columns[f.name]) for f in features if f.kind != "float")
     fits = all(
@@ -113,12 +112,12 @@ SCHEMA = Schema(
     labels=(Label(name="click", action="click"),),
     limits=Limits(max_list=3),
 )
-OF_REQUEST = Gaps(SCHEMA, "ro", {"x": "x", "seen": "seen"})
-OF_ROWS = Gaps(SCHEMA, "nro", {"y": "y", "item": "item", "tags": "tags"})
+OF_REQUEST = MissingFeatures(SCHEMA, "ro", {"x": "x", "seen": "seen"})
+OF_ROWS = MissingFeatures(SCHEMA, "nro", {"y": "y", "item": "item", "tags": "tags"})
 
 
 @pytest.mark.parametrize(
-    ("gaps", "fresh"),
+    ("missing", "fresh"),
     [
         (OF_REQUEST, {"x": 1e39}),
         (OF_REQUEST, {"x": "1"}),
@@ -133,48 +132,48 @@ OF_ROWS = Gaps(SCHEMA, "nro", {"y": "y", "item": "item", "tags": "tags"})
     ],
 )
 def test_what_a_block_may_not_hold_or_is_not_plain_is_left_to_the_values(
-    gaps: Gaps, fresh: dict[str, Any]
+    missing: MissingFeatures, fresh: dict[str, Any]
 ) -> None:
-    assert gaps.filled(NO_COLUMNS, 1 if gaps is OF_REQUEST else 2, fresh) is None
+    assert missing.fill(NO_COLUMNS, 1 if missing is OF_REQUEST else 2, fresh) is None
 
 
 def test_a_value_of_another_kind_is_refused() -> None:
     with pytest.raises(WireError, match="expected a table with 't'"):
-        OF_REQUEST.filled(NO_COLUMNS, 1, {"seen": {"of": [1]}})
+        OF_REQUEST.fill(NO_COLUMNS, 1, {"seen": {"of": [1]}})
 
 
 def test_nothing_to_fill_in_leaves_nothing() -> None:
-    assert OF_REQUEST.filled(NO_COLUMNS, 1, {}) is NO_COLUMNS
-    assert OF_ROWS.filled(NO_COLUMNS, 2, {}) is NO_COLUMNS
+    assert OF_REQUEST.fill(NO_COLUMNS, 1, {}) is NO_COLUMNS
+    assert OF_ROWS.fill(NO_COLUMNS, 2, {}) is NO_COLUMNS
     assert (
-        not Gaps(SCHEMA, "ro", {}).lacks(NO_COLUMNS, 1)
-        and OF_ROWS.lacks(NO_COLUMNS, 2)
-        and not OF_ROWS.lacks(NO_COLUMNS, 0)
+        not MissingFeatures(SCHEMA, "ro", {}).any_missing(NO_COLUMNS, 1)
+        and OF_ROWS.any_missing(NO_COLUMNS, 2)
+        and not OF_ROWS.any_missing(NO_COLUMNS, 0)
     )
 
 
 def test_missing_bits_behind_the_last_list_are_not_taken_over() -> None:
     block = ro_columns(SCHEMA, {"x": 1.0})._replace(missing=np.array([0xFF], np.uint8))
-    filled = OF_REQUEST.filled(block, 1, {})
+    filled = OF_REQUEST.fill(block, 1, {})
     assert filled is not None and filled.missing.tolist() == [1]
 
 
 def test_warming_compiles_for_every_request() -> None:
     precompile()
-    kernels = (gaps.some_missing, gaps.fill_floats, gaps.fill_rows)
+    kernels = (module.some_missing, module.fill_floats, module.fill_rows)
     before = [len(kernel.nopython_signatures) for kernel in kernels]
     given = {"y": np.array([1.0, 2.0], np.float32), "item": np.array([5, 6], np.uint64)}
     plain = SCHEMA.nro[:2]
-    of_plain = Gaps(dataclasses.replace(SCHEMA, nro=plain), "nro", {"y": "y", "item": "item"})
-    whole = of_plain.filled(NO_COLUMNS, 2, given)
+    of_plain = MissingFeatures(dataclasses.replace(SCHEMA, nro=plain), "nro", {"y": "y", "item": "item"})
+    whole = of_plain.fill(NO_COLUMNS, 2, given)
     for block in (NO_COLUMNS, whole):
         assert (
             block is not None
-            and of_plain.filled(block, 2, given) is not None
-            and of_plain.filled(block, 2, {}) is not None
+            and of_plain.fill(block, 2, given) is not None
+            and of_plain.fill(block, 2, {}) is not None
         )
-        of_plain.lacks(block, 2)
-    OF_REQUEST.filled(ro_columns(SCHEMA, {"seen": {"t": [1]}}), 1, {"x": 1.0})
+        of_plain.any_missing(block, 2)
+    OF_REQUEST.fill(ro_columns(SCHEMA, {"seen": {"t": [1]}}), 1, {"x": 1.0})
     assert [len(kernel.nopython_signatures) for kernel in kernels] == before
 
 
