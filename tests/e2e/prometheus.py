@@ -15,7 +15,7 @@ from typing import Any, Self
 import pytest
 import yaml
 
-from infra.ports import HOST, Ports, responds
+from infra.ports import HOST, Ports, responds_ok
 from tests.contract.house import ROOT
 from tests.e2e.loop_stack import wait_until
 
@@ -60,7 +60,7 @@ class Prometheus:
                 stdout=log,
                 stderr=log,
             )
-        wait_until("Prometheus is ready", lambda: responds(f"{self.url}/-/ready"), 60)
+        wait_until("Prometheus is ready", lambda: responds_ok(f"{self.url}/-/ready"), 60)
         return self
 
     def __exit__(

@@ -26,7 +26,6 @@ from serving.online_features.updater import FeatureMetrics
 from tests.contract.house import ROOT
 from tests.contract.test_metric_names import OTHER_FORMS
 from tests.models.model_cases import make_batch
-from trainer.control.controller_program import _SHOWN as CONTROLLER
 from trainer.monitoring.caught_up import Liveness
 from trainer.monitoring.drift_report import LABELS as DRIFT
 from trainer.monitoring.quality_gauges import quality_gauges
@@ -60,6 +59,7 @@ def exported() -> set[str]:
     names = {family.name for registry in registries for family in registry.collect()}
     names |= {"roostream_freshness_seconds", "roostream_shard_call_seconds"}
     worker = (ROOT / "trainer/worker_monitor.py").read_text(encoding="utf-8")
+    controller = (ROOT / "trainer/control/controller_program.py").read_text(encoding="utf-8")
     told = {
         *LABELS,
         *re.findall(r'^            "(\w+)": ', worker, flags=re.MULTILINE),
@@ -69,7 +69,7 @@ def exported() -> set[str]:
     }
     for program, found in (
         ("worker", told),
-        ("controller", {*CONTROLLER, "state", "held", "device_seconds", "commit_phase_ms"}),
+        ("controller", set(re.findall(r'^        "(\w+)": ', controller, flags=re.MULTILINE))),
         ("shard", set(SHARD)),
         ("serving", {*SERVING, *HTTP}),
         ("auditor", {field.name for field in dataclasses.fields(Sums)}),

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import yaml
 
-from infra.ports import HOST, Ports, responds
+from infra.ports import HOST, Ports, responds_ok
 from tests.k8s.binaries import CONTROLLERS, SCHEDULER, SERVER, build
 from tests.k8s.manifests import CRDS
 
@@ -149,7 +149,7 @@ class ApiServer:
         self._start(
             "etcd", f"--data-dir={self.folder / 'etcd'}", *told, *first, "--logger=zap", "--log-level=warn"
         )
-        self.until(lambda: responds(f"{url}/health"), "etcd answers")
+        self.until(lambda: responds_ok(f"{url}/health"), "etcd answers")
 
     def _start_server(self) -> None:
         key = self.folder / "accounts.key"

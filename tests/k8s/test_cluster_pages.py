@@ -24,7 +24,7 @@ from tests.k8s.dockerfile import read
 from tests.k8s.generate import K8S
 from tests.k8s.manifests import build, built, copy_prod, named, of_kind, workloads
 from tests.k8s.test_policies import MADE_BY_HAND
-from trainer.control.status_page import files
+from trainer.control.status_page import static_files
 
 Objects = tuple[dict[str, Any], ...]
 PAGES = ("cluster.md", "day-two.md")
@@ -266,7 +266,7 @@ def test_a_forwarded_port_is_one_of_the_pod_that_serves_what_is_asked() -> None:
         assert int(there) in {port["containerPort"] for port in container["ports"]}
         address = urlsplit(asked[name])
         assert address.port == int(here) and asked[name] in page("cluster.md")
-    assert "/" in files(), "of people"
+    assert "/" in static_files(), "of people"
 
 
 def test_what_is_executed_in_a_pod_finds_what_it_names_there() -> None:

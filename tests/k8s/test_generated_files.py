@@ -63,7 +63,7 @@ def test_the_schema_of_an_overlay_is_the_demos_until_somebody_puts_his_own_there
 
 def test_flinks_java_is_opened_as_in_the_local_stack() -> None:
     settings = named(built("prod"), "FlinkDeployment", "roostream-joiner")["spec"]["flinkConfiguration"]
-    assert settings["env.java.opts.all"].split() == list(flink_cluster._OPENED)
+    assert settings["env.java.opts.all"].split() == list(flink_cluster._JAVA_MODULES)
 
 
 def test_every_key_of_flink_is_one_that_flink_or_its_operator_knows() -> None:

@@ -112,7 +112,9 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     home.make()
     plain, controller, sasl, ssl = (ports.draw() for _ in range(4))
     supervisor = Supervisor()
-    whole = kafka_broker.program(home, StackOptions(), dict(os.environ), find_java(), plain, controller)
+    whole = kafka_broker.broker_program(
+        home, StackOptions(), dict(os.environ), find_java(), plain, controller
+    )
     keys = tokens.write_keys(folder / "keys.json")
     jose4j = ":".join(
         map(str, CONNECTOR_JARS.glob("jose4j-*.jar"))

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from trainer.control.backlog_probe import IdleHoldWatcher
 
 from param_server.client import Client
 from param_server.key_value_store import MemoryKeyValueStore
@@ -38,7 +37,7 @@ from tests.trainer.real_shard import RealShard
 from trainer.config import LoopConfig
 from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
-from trainer.control.idle import Backlog, IdleDetector, IdleRule
+from trainer.control.idle import Backlog, IdleDetector, IdleHoldWatcher, IdleRule
 from trainer.control.types import CoordinatorConfig
 from trainer.deployment_identity import DeploymentIdentity
 from trainer.loop import LoopDependencies, TrainLoop

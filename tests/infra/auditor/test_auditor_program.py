@@ -6,18 +6,18 @@ import logging
 from pathlib import Path
 
 import pytest
-from roostream.cli.config import AuditorConfig
-from roostream.runtime.kafka.record_reader import MemoryReader, RecordReader
 
 from infra.auditor import audit_file
 from infra.auditor.auditor import Auditor
 from infra.auditor.auditor_program import Books
+from infra.auditor.config import AuditorConfig
 from infra.endpoints import draw_ports
 from infra.options import StackOptions, demo
 from infra.ports import Ports
 from infra.program_specs import SPECS_BY_NAME, build_instance, settings_table
 from roostream.errors import ConfigError, UnavailableError
 from roostream.runtime.kafka.broker import Broker
+from roostream.runtime.kafka.consumer import MemoryConsumer, RecordConsumer
 from roostream.schema.ids import sample_id
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
@@ -28,21 +28,21 @@ from tests.infra.auditor.test_auditor import ALL, KEY, T0, TOPICS, traffic
 class Ready(Auditor):
     """An auditor of records in memory."""
 
-    def __init__(self, reader: MemoryReader) -> None:
+    def __init__(self, reader: MemoryConsumer) -> None:
         super().__init__(Broker("nowhere:1"), "x.")
         self.reader = reader
 
-    def open_reader(self) -> RecordReader:
+    def open_reader(self) -> RecordConsumer:
         return self.reader
 
 
-def books_of(reader: MemoryReader, home: Path, **settings: int) -> Books:
+def books_of(reader: MemoryConsumer, home: Path, **settings: int) -> Books:
     config = AuditorConfig(bootstrap="127.0.0.1:1", home=str(home), **settings)  # type: ignore[arg-type]
     return Books(config, Ready(reader), TOPICS)
 
 
 def test_what_it_tells_goes_on_over_a_restart(tmp_path: Path) -> None:
-    reader = MemoryReader(ALL, traffic(0, 5))
+    reader = MemoryConsumer(ALL, traffic(0, 5))
     first = books_of(reader, tmp_path)
     assert first.shown == {}, "nothing is told before something was read"
     first.open()
@@ -58,7 +58,7 @@ def test_what_it_tells_goes_on_over_a_restart(tmp_path: Path) -> None:
 
 
 def test_a_kill_counts_nothing_twice(tmp_path: Path) -> None:
-    reader = MemoryReader(ALL, traffic(0, 5))
+    reader = MemoryConsumer(ALL, traffic(0, 5))
     first = books_of(reader, tmp_path)
     first.open()
     first.turn(0.0)
@@ -72,7 +72,7 @@ def test_a_kill_counts_nothing_twice(tmp_path: Path) -> None:
 
 
 def test_it_saves_now_and_then(tmp_path: Path) -> None:
-    books = books_of(MemoryReader(ALL, traffic(0, 5)), tmp_path, save_interval_ms=100)
+    books = books_of(MemoryConsumer(ALL, traffic(0, 5)), tmp_path, save_interval_ms=100)
     books.open()
     books._saved_s -= 1.0
     books.turn(0.0)
@@ -83,7 +83,7 @@ def test_sums_that_can_not_be_saved_are_told_all_the_same(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
-    books = books_of(MemoryReader(ALL, traffic(0, 5)), tmp_path / "home")
+    books = books_of(MemoryConsumer(ALL, traffic(0, 5)), tmp_path / "home")
     books.open()
     books.home = tmp_path / "file" / "no folder"
     with caplog.at_level(logging.WARNING):
@@ -92,7 +92,7 @@ def test_sums_that_can_not_be_saved_are_told_all_the_same(
 
 
 def test_a_broker_that_is_away_at_the_start_is_told(tmp_path: Path) -> None:
-    reader = MemoryReader(ALL, traffic(0, 5))
+    reader = MemoryConsumer(ALL, traffic(0, 5))
     reader.away = True
     books = books_of(reader, tmp_path)
     with pytest.raises(UnavailableError):
@@ -105,7 +105,7 @@ def test_a_broker_that_is_away_at_the_start_is_told(tmp_path: Path) -> None:
 
 def test_unfinished_files_of_a_killed_run_are_swept(tmp_path: Path) -> None:
     (tmp_path / ".half").write_bytes(b"half")
-    books_of(MemoryReader(ALL), tmp_path).open()
+    books_of(MemoryConsumer(ALL), tmp_path).open()
     assert not (tmp_path / ".half").exists()
 
 
@@ -141,7 +141,7 @@ def prediction(n: int) -> Record:
 def test_memory_is_that_of_a_horizon_and_not_of_the_history(tmp_path: Path) -> None:
     """A bound on ids that are told apart, and on the file, while the traffic goes on a hundred times as long."""
     auditor = Auditor(Broker("nowhere:1"), "x.", settle_ms=20_000, horizon_ms=40_000)
-    reader, sizes = MemoryReader(ALL), []
+    reader, sizes = MemoryConsumer(ALL), []
     auditor.open_with(reader)
     for n in range(20):
         reader.append(traffic(n * 100, 100, start=n * 100))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from roostream.errors import SetupError, TransportError, UnavailableError
-from roostream.runtime import frames
+from roostream.runtime.rpc import frames
 from roostream.runtime.rpc.client import SocketTransport
 from roostream.runtime.rpc.security import LinkCredentials, LinkSecurity
 from roostream.runtime.rpc.server import RpcServer
