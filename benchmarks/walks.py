@@ -29,10 +29,9 @@ from benchmarks.workloads.joiner_events import START_MS, Maker
 from benchmarks.workloads.serving import one_request
 from benchmarks.workloads.shard import begun_shard
 from joiner.config import JoinerConfig
-from joiner.entries import Entries
-from joiner.ingest import Reader
+from joiner.event_decoder import EventDecoder
 from joiner.join import Join
-from joiner.state import Impression
+from joiner.state import Impression, SerializedState
 from param_server.client import Client
 from param_server.publish import Publisher
 from param_server.replica.replica import Replica
@@ -136,18 +135,18 @@ def rank(folder: str) -> Walk:
 def join(folder: str) -> Walk:
     """An impression → stored; its request closes → a sample. State is stored as bytes, as an engine keeps it."""
     schema = data.demo_schema()
-    reader = Reader({schema.fingerprint: schema}.get, schema.limits)
+    reader = EventDecoder({schema.fingerprint: schema}.get, schema.limits)
     machine = Join(JoinerConfig().rules, {schema.fingerprint: schema}.get, schema.limits)
     made = Maker(schema).impression("r-1", 17, START_MS, list(range(1, CANDIDATES + 1)))
     record = Record(made.topic, 0, 0, made.time_ms, made.key, made.value)
 
     def step() -> None:
-        entries = Entries(Overlay({}))
-        event = reader.read(record)
+        entries = SerializedState(Overlay({}))
+        event = reader.decode(record)
         assert isinstance(event, Impression)
         turn = machine.apply(entries, made.key, event, 0)
         entries.flush()
-        entries.forget()
+        entries.reset()
         (timer_ms,) = turn.timers_ms
         closed = machine.advance(entries, made.key, timer_ms, timer_ms)
         assert [output.topic for output in closed.outputs] == ["samples"]

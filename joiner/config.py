@@ -83,6 +83,6 @@ class JoinerConfig(Rules, Deployment):
         return self
 
     @property
-    def drift_ms(self) -> int:
+    def max_drift_ms(self) -> int:
         """How far one partition may be read ahead of the slowest, and the largest step of event time that one event can make."""
         return self.read_ahead_ms or max(6 * self.longest_window_ms, MAX_SKEW_MS)

@@ -1,26 +1,23 @@
-"""The `local` engine: the same `join.py` in this process, one watermark, one heap of timers.
+"""The `local` engine: the join in one process, with one watermark over all partitions and one heap of timers.
 
-In-process (replays, tests): feed `process` in the order of arrival, then `end_of_input`. `joiner/local_pump.py` runs it between
-Kafka topics.
+For replays and tests, call `process` in the order of arrival, then `end_of_input`. `joiner/local_runner.py` runs it on Kafka.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable, Mapping
 
 import msgspec
 import xxhash
 
-from joiner.build import Output
 from joiner.config import JoinerConfig
-from joiner.entries import decode, encode
-from joiner.ingest import Beat, Event, Reader
-from joiner.join import Join
-from joiner.local_watermark import SplitTime, Watermarks
-from joiner.state import END, Engagement, Impression, MemoryState
-from joiner.turn import Turn
+from joiner.event_decoder import Event, EventDecoder, TimeMark
+from joiner.join import Join, StepResult
+from joiner.outputs import Output
+from joiner.state import END, Engagement, Impression, MemoryState, decode, encode
 from roostream.errors import CheckpointError
-from roostream.runtime.event_time import START
+from roostream.runtime.event_time import START, SteppedEventTime
 from roostream.runtime.kafka.topics import EVENTS, Partition, Progress, all_partitions
 from roostream.schema.schema import Registry, Schema
 from roostream.wire import roo_pb2 as pb
@@ -29,27 +26,106 @@ from roostream.wire.records import Record
 _FORMAT = 3
 
 
+class PartitionTime(SteppedEventTime, array_like=True):
+    """Event time that one partition has reached; joiner/java/EventTime.java follows the same rules in Flink.
+
+    No single event can move it far (`SteppedEventTime`). If several producers send heartbeats, the slowest one holds it back,
+    because the others' records say nothing about what that producer will still write. A producer whose last heartbeat is more
+    than `timeout_ms` old is ignored.
+    """
+
+    heartbeats: dict[str, int] = msgspec.field(default_factory=dict)  # producer → newest heartbeat
+
+    def heartbeat(self, time_ms: int, producer: str, timeout_ms: int) -> None:
+        """Heartbeats without a producer name count like events."""
+        self.newest_ms = max(self.newest_ms, time_ms)
+        if producer:
+            self.heartbeats[producer] = max(self.heartbeats.get(producer, START), time_ms)
+        oldest_ms = self.newest_ms - timeout_ms
+        self.heartbeats = {name: ms for name, ms in self.heartbeats.items() if ms >= oldest_ms}
+
+    def end_marker(self, time_ms: int) -> None:
+        """No producer will write anything older."""
+        self.newest_ms = max(self.newest_ms, time_ms)
+        self.heartbeats = {}
+
+    def reached_ms(self, timeout_ms: int) -> int:
+        """START before the first record."""
+        if len(self.heartbeats) < 2:
+            return self.newest_ms
+        live = [ms for ms in self.heartbeats.values() if ms >= self.newest_ms - timeout_ms]
+        return min(live) if len(live) > 1 else self.newest_ms
+
+
+class Watermarks:
+    """Watermark = minimum over partitions of (event time reached - lateness - 1 ms); START until each partition has a record.
+
+    It never decreases. Idle partitions do not hold it back; a record makes its partition busy again.
+    """
+
+    def __init__(self, partitions: Iterable[Partition], lateness_ms: int) -> None:
+        self.lateness_ms = lateness_ms
+        self.reached_ms: dict[Partition, int] = dict.fromkeys(partitions, START)
+        self.idle: set[Partition] = set()
+        self.value_ms = START
+        self._slowest_ms = START  # of the busy partitions
+
+    def restore(self, reached_ms: Mapping[Partition, int], value_ms: int) -> None:
+        """Continue from a snapshot; all partitions are busy."""
+        self.reached_ms.update(reached_ms)
+        self.value_ms = value_ms
+        self._update()
+
+    def observe(self, partition: Partition, reached_ms: int) -> int:
+        """A record moved its partition to `reached_ms`. Returns the new watermark."""
+        before_ms, was_idle = self.reached_ms[partition], partition in self.idle
+        self.reached_ms[partition] = reached_ms
+        if was_idle:
+            self.idle.discard(partition)
+        elif before_ms > self._slowest_ms and reached_ms >= before_ms:
+            return self.value_ms
+        return self._update()
+
+    def set_idle(self, partition: Partition) -> int:
+        """Returns the watermark without this partition; if all are idle, it stays."""
+        self.idle.add(partition)
+        return self._update()
+
+    def ahead_ms(self, partition: Partition) -> int:
+        """How far a partition is ahead of the slowest busy one that has had a record."""
+        reached_ms = self.reached_ms[partition]
+        seen = [ms for p, ms in self.reached_ms.items() if ms != START and p not in self.idle]
+        return reached_ms - min(seen, default=reached_ms) if reached_ms != START else 0
+
+    def _update(self) -> int:
+        busy = [ms for partition, ms in self.reached_ms.items() if partition not in self.idle]
+        self._slowest_ms = min(busy, default=START)
+        if self._slowest_ms != START:
+            self.value_ms = max(self.value_ms, self._slowest_ms - self.lateness_ms - 1)
+        return self.value_ms
+
+
 class EngineSnapshot(msgspec.Struct, array_like=True):
-    """Everything that the engine knows; a state's bytes are `entries.encode`'s."""
+    """The complete engine; states are encoded by `joiner.state.encode`."""
 
     watermark_ms: int
-    splits: list[tuple[str, int, int, SplitTime]]  # topic, partition, next offset
+    partitions: list[tuple[str, int, int, PartitionTime]]  # topic, number, next offset, event time
     states: dict[bytes, bytes]
 
 
 class LocalEngine:
-    """Single-threaded. `watermark_ms`, `watermarks`, `partitions`, `next_offsets` and `num_keys` are for whoever runs it."""
+    """Single-threaded."""
 
     def __init__(self, config: JoinerConfig, schema: Schema, registry: Registry) -> None:
-        self.reader = Reader(registry, schema.limits)
+        self.decoder = EventDecoder(registry, schema.limits)
         self.join = Join(config.rules, registry, schema.limits)
         self.partitions = all_partitions(EVENTS, config.partitions)
         self.watermarks = Watermarks(self.partitions, config.lateness_ms)
-        self._drift_ms, self._silent_ms = config.drift_ms, config.producer_timeout_ms
-        self._splits = {partition: SplitTime() for partition in self.partitions}
+        self._max_step_ms, self._producer_timeout_ms = config.max_drift_ms, config.producer_timeout_ms
+        self._times = {partition: PartitionTime() for partition in self.partitions}
         self.next_offsets: Progress = {}
         self._states: dict[bytes, MemoryState] = {}
-        self._timers: list[tuple[int, bytes]] = []  # (due_ms, key)
+        self._timers: list[tuple[int, bytes]] = []  # heap of (due_ms, key)
         self._watermark_ms = START
 
     @property
@@ -61,41 +137,42 @@ class LocalEngine:
         return len(self._states)
 
     def process(self, record: Record) -> list[Output]:
-        """One record: the event first, then what the watermark that it moves makes due. Raises as `Reader.read`; the engine is
-        then as before."""
-        return self.take(record, self.reader.read(record))
+        """Join one record, then do what the new watermark makes due.
 
-    def take(self, record: Record, event: Event | Beat | Output) -> list[Output]:
-        """`process` for whoever has read the record: `event` is what `reader` made of it."""
+        Raises:
+            CheckpointError, UnavailableError: as `EventDecoder.decode`; the engine is unchanged.
+        """
+        return self.process_decoded(record, self.decoder.decode(record))
+
+    def process_decoded(self, record: Record, event: Event | TimeMark | Output) -> list[Output]:
+        """`process` for a record that `decoder` has decoded."""
         partition = (record.topic, record.partition)
         self.next_offsets[partition] = record.offset + 1
         if isinstance(event, Output):
-            return [event]  # it says nothing of the time
-        outputs = self._join(record, event) if isinstance(event, (Impression, Engagement)) else []
-        split = self._splits[partition]
-        self._tell(split, record, event)
-        return outputs + self._advance(self.watermarks.observe(partition, split.reached_ms(self._silent_ms)))
+            return [event]  # a dead letter does not advance event time
+        outputs: list[Output] = []
+        time = self._times[partition]
+        if isinstance(event, (Impression, Engagement)):
+            outputs = self._apply(record, event)
+            time.event(record.timestamp_ms, self._max_step_ms)
+        elif event.time_ms == record.timestamp_ms:  # others are ignored
+            if isinstance(event, pb.Heartbeat):
+                time.heartbeat(event.time_ms, event.producer, self._producer_timeout_ms)
+            else:
+                time.end_marker(event.time_ms)
+        return outputs + self._advance(
+            self.watermarks.observe(partition, time.reached_ms(self._producer_timeout_ms))
+        )
 
     def set_idle(self, partition: Partition) -> list[Output]:
-        """A partition has been silent for the configured time."""
+        """The partition has been silent for the configured time."""
         return self._advance(self.watermarks.set_idle(partition))
 
     def end_of_input(self) -> list[Output]:
-        """Nothing will come: every request closes, every orphan is given up. The engine is empty afterwards."""
+        """Close every request and refuse every orphan. The engine is empty afterwards."""
         return self._advance(END)
 
-    def _tell(self, split: SplitTime, record: Record, event: Event | Beat) -> None:
-        """What a record says of event time; heartbeats whose record has another time say nothing."""
-        if isinstance(event, (Impression, Engagement)):
-            split.event(record.timestamp_ms, self._drift_ms)
-        elif event.time_ms != record.timestamp_ms:
-            return
-        elif isinstance(event, pb.Heartbeat):
-            split.beat(event.time_ms, event.producer, self._silent_ms)
-        else:
-            split.end(event.time_ms)
-
-    def _join(self, record: Record, event: Event) -> list[Output]:
+    def _apply(self, record: Record, event: Event) -> list[Output]:
         assert record.key is not None
         state = self._states.get(record.key)
         if state is None:
@@ -112,29 +189,29 @@ class LocalEngine:
                 outputs += self._finish(key, state, self.join.advance(state, key, due_ms, self._watermark_ms))
         return outputs
 
-    def _finish(self, key: bytes, state: MemoryState, turn: Turn) -> list[Output]:
-        for due_ms in turn.timers_ms:
+    def _finish(self, key: bytes, state: MemoryState, step: StepResult) -> list[Output]:
+        for due_ms in step.timers_ms:
             heapq.heappush(self._timers, (due_ms, key))
         if not state.requests:
             del self._states[key]
-        return turn.outputs
+        return step.outputs
 
     def snapshot(self) -> bytes:
-        """Checksum, then the state and the offsets that it includes."""
-        splits = [(t, p, self.next_offsets.get((t, p), 0), split) for (t, p), split in self._splits.items()]
+        """A checksum, then the state with the offsets of exactly the records it includes."""
+        partitions = [(t, p, self.next_offsets.get((t, p), 0), time) for (t, p), time in self._times.items()]
         states = {key: encode(state) for key, state in self._states.items()}
-        body = msgspec.msgpack.encode((_FORMAT, EngineSnapshot(self._watermark_ms, splits, states)))
+        body = msgspec.msgpack.encode((_FORMAT, EngineSnapshot(self._watermark_ms, partitions, states)))
         return xxhash.xxh3_64_digest(body) + body
 
     def restore(self, data: bytes) -> None:
-        """Go on from a snapshot; for an engine that has processed nothing.
+        """Continue from a snapshot; only for an engine that has processed nothing.
 
         Raises:
-            CheckpointError: it is damaged, or another version's; the engine is as before.
+            CheckpointError: the snapshot is damaged, or of another version; the engine is unchanged.
         """
         try:
             if xxhash.xxh3_64_digest(data[8:]) != data[:8]:
-                raise CheckpointError(f"a snapshot of {len(data)} bytes is damaged: its checksum is wrong")
+                raise CheckpointError(f"the snapshot ({len(data)} bytes) is damaged: wrong checksum")
             version, body = msgspec.msgpack.decode(data[8:], type=tuple[int, msgspec.Raw])
             if version != _FORMAT:
                 raise CheckpointError(
@@ -142,15 +219,13 @@ class LocalEngine:
                 )
             snapshot = msgspec.msgpack.decode(body, type=EngineSnapshot)
         except msgspec.MsgspecError as error:
-            raise CheckpointError(f"a snapshot can't be read: {error}") from None
+            raise CheckpointError(f"the snapshot can't be decoded: {error}") from None
         self._states = {key: decode(state) for key, state in snapshot.states.items()}
         self._timers = [(due_ms, key) for key, state in self._states.items() for due_ms in state.due]
         heapq.heapify(self._timers)
         self._watermark_ms = snapshot.watermark_ms
-        for topic, partition, offset, split in snapshot.splits:
+        for topic, partition, offset, time in snapshot.partitions:
             self.next_offsets[topic, partition] = offset
-            self._splits[topic, partition] = split
-        reached_ms = {
-            partition: split.reached_ms(self._silent_ms) for partition, split in self._splits.items()
-        }
+            self._times[topic, partition] = time
+        reached_ms = {p: time.reached_ms(self._producer_timeout_ms) for p, time in self._times.items()}
         self.watermarks.restore(reached_ms, snapshot.watermark_ms)

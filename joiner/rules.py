@@ -1,12 +1,12 @@
-"""When a request closes, and what it holds: declarative functions of the events that are there.
+"""Rules of the join: when a request closes, and which engagements join it. Pure functions of the events known so far.
 
-    close_at(r) = min( time(r) + window,                                                             → window
-                       time(r) + early close,                                                        → early
-                       time of the engagement that reaches the threshold or is terminal,             → engaged
-                       time of the next request of the same user and session + linger )              → next_request
+    close time of r = min( time(r) + window,                                                       → window
+                           time(r) + early close,                                                  → early
+                           time of the engagement that reaches the threshold or is terminal,       → engaged
+                           time of the next request of the same user or session + linger )         → next_request
 
-Every term that lies at or before the watermark is final, since all events up to it are here: that is why the order of
-arrival doesn't matter.
+Every term at or before the watermark is final, because all events up to the watermark have arrived. Therefore the order of
+arrival does not matter.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ WINDOW, EARLY, ENGAGED, NEXT_REQUEST = (
     pb.CLOSE_ENGAGED,
     pb.CLOSE_NEXT_REQUEST,
 )
-LATE = pb.CloseReason.Name(pb.CLOSE_LATE)  # the same by its name
+LATE_REASON = pb.CloseReason.Name(pb.CLOSE_LATE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules(Settings):
-    """What joins with what, and for how long. A 0 that means "as the longest window" is replaced when the rules are made, and
-    so are the durations of `surface_windows`: what is read from rules is what holds."""
+    """Settings of the join. A 0 that means "as the longest window" is replaced in `__post_init__`, and the durations of
+    `surface_windows` become milliseconds there."""
 
-    window_ms: int = setting(600_000, "a request closes this long after its time at the latest", ge=1)
+    window_ms: int = setting(600_000, "a request closes at the latest this long after its time", ge=1)
     surface_windows: dict[str, Any] = setting(
-        factory=dict, help="windows of single surfaces: name = duration"
+        factory=dict, help="windows of single surfaces, as name = duration"
     )
-    window_jitter_ms: int = setting(0, "windows are shortened by a hash of the request, by up to this", ge=0)
+    window_jitter_ms: int = setting(
+        0, "each window is shortened by a hash of the request, by at most this", ge=0
+    )
     early_close_ms: int = setting(
         0,
-        "a request closes this long after its time, and corrections tell what comes up to the end of its window; 0 = off",
+        "a request closes this long after its time; later engagements within its window become corrections; 0 = off",
         ge=0,
     )
     orphan_timeout_ms: int = setting(
@@ -51,27 +53,31 @@ class Rules(Settings):
         0, "how long a closed request is remembered; 0 = 10 x the longest window", ge=0
     )
     next_request: Literal["off", "session", "user"] = setting(
-        "off", "a later request of the same session (user) closes one"
+        "off", "close a request when a later one of the same session or user arrives"
     )
-    linger_ms: int = setting(0, "next_request: how long after that later request", ge=0)
-    engaged_threshold: int = setting(0, "that many distinct engagements close a request; 0 = off", ge=0)
+    linger_ms: int = setting(0, "next_request: wait this long after the later request", ge=0)
+    engaged_threshold: int = setting(0, "number of distinct engagements that close a request; 0 = off", ge=0)
     terminal_actions: tuple[str, ...] = setting(
         (), "an engagement with one of these actions closes its request"
     )
     engaged_min_wait_ms: int = setting(
-        0, "such a close comes no sooner than this after the request (calibration)", ge=0
+        0, "earliest close by an engagement, after the request's time (for calibration)", ge=0
     )
     correction_horizon_ms: int = setting(
         0,
-        "corrections carry features this long after the close; 0 = labels only, or with early_close the longest window",
+        "corrections have features this long after the close; 0 = labels only, or the longest window with early_close",
         ge=0,
     )
-    max_open_requests: int = setting(64, "open requests a user; more are dead letters (overflow)", ge=1)
-    max_requests: int = setting(4096, "requests a user, closed ones that are still remembered included", ge=1)
+    max_open_requests: int = setting(
+        64, "open requests a user; events of further ones become dead letters (overflow)", ge=1
+    )
+    max_requests: int = setting(
+        4096, "requests a user, including closed ones that are still remembered", ge=1
+    )
     max_orphans: int = setting(256, "engagements of a user that wait for their request or item", ge=0)
     max_engagements: int = setting(10_000, "distinct engagements a request", ge=1)
     max_impressions: int = setting(
-        256, "distinct impressions a request: the one that opens it, and pages", ge=1
+        256, "distinct impressions of a request: the opening page and later pages", ge=1
     )
 
     def __post_init__(self) -> None:
@@ -130,14 +136,17 @@ def _window_ms(surface: str, window: Any) -> int:
     return ms
 
 
-def set_joins(engagement: Engagement, request: Request, rules: Rules) -> None:
-    """Where its item was first shown, by the pages of the request's own schema (`row`, -1: nowhere), and when it takes effect:
-    at its time, but no sooner than that. NEVER: it doesn't, since its item isn't shown, or only after it was given up."""
+def set_join_time(engagement: Engagement, request: Request, rules: Rules) -> None:
+    """Set `row` and `joins_ms` of an engagement from the pages known so far.
+
+    An engagement joins at its own time, but not before its item was first shown. It does not join (NEVER) if no page of the
+    request's schema shows the item, or only after the orphan timeout.
+    """
     time_ms, entry = engagement.time_ms, engagement.item_id.to_bytes(8, "little")
     for page in request.pages:  # by time
         if page.schema == request.schema:
             at = page.items.find(entry)
-            if at & 7:  # not there, or across two others
+            if at & 7:  # absent (-1), or found across two entries
                 at = 8 * index_of(page.items, entry)
             if at >= 0:
                 shown_ms = page.time_ms
@@ -151,34 +160,33 @@ def set_joins(engagement: Engagement, request: Request, rules: Rules) -> None:
 
 
 def window_of(rules: Rules, key: bytes, request_id: str, opening: Page) -> int:
-    """The window of the request that `opening` opens, in ms. `opening`: its smallest page by (time, xxh3 of the bytes), which
-    also gives it its time, header and schema."""
+    """The window of a request in ms. `opening`: its first page by (time, digest), which also gives it time and schema."""
     window_ms = rules.surface_windows.get(opening.surface, rules.window_ms)
     if not rules.window_jitter_ms:
         return window_ms
     return window_ms - splitmix64(sample_id(key, request_id)) % (rules.window_jitter_ms + 1)
 
 
-def note_joined(rules: Rules, request: Request, action: str, at_ms: int) -> None:
-    """One more engagement joins `request`, at `at_ms`. No more times are kept than decide when it closes."""
+def record_join(rules: Rules, request: Request, action: str, join_ms: int) -> None:
+    """Note that an engagement joins `request` at `join_ms`. Only as many times are kept as decide about the close."""
     if rules.engaged_threshold:
-        bisect.insort(request.joined_ms, at_ms)
+        bisect.insort(request.joined_ms, join_ms)
         del request.joined_ms[rules.engaged_threshold :]
     if action in rules.terminal_actions:
-        request.terminal_ms = min(request.terminal_ms, at_ms)
+        request.terminal_ms = min(request.terminal_ms, join_ms)
 
 
-def close_at(rules: Rules, request: Request, engages: bool) -> tuple[int, int]:
-    """(close_ms, reason) of an open request, as far as is known now. Of equal times, the reason named first above holds.
-    `engages`: `rules.closes_on_engagement`."""
+def close_time(rules: Rules, request: Request) -> tuple[int, int]:
+    """(close_ms, reason) of an open request, from the events known so far. At equal times the reason listed first wins."""
     close_ms, reason = request.time_ms + request.window_ms, WINDOW
     if rules.early_close_ms:
         close_ms, reason = request.time_ms + rules.early_close_ms, EARLY
-    if engages:
-        reached = 0 < rules.engaged_threshold == len(request.joined_ms)
-        at_ms = min(request.joined_ms[-1] if reached else NEVER, request.terminal_ms)
-        if at_ms != NEVER and (at_ms := max(at_ms, request.time_ms + rules.engaged_min_wait_ms)) < close_ms:
-            close_ms, reason = at_ms, ENGAGED
+    reached = 0 < rules.engaged_threshold == len(request.joined_ms)
+    engaged_ms = min(request.joined_ms[-1] if reached else NEVER, request.terminal_ms)
+    if engaged_ms != NEVER:
+        engaged_ms = max(engaged_ms, request.time_ms + rules.engaged_min_wait_ms)
+        if engaged_ms < close_ms:
+            close_ms, reason = engaged_ms, ENGAGED
     if request.next_ms + rules.linger_ms < close_ms:
         close_ms, reason = request.next_ms + rules.linger_ms, NEXT_REQUEST
     return close_ms, reason

@@ -1,42 +1,51 @@
-"""What the joiner remembers of one Kafka key: small entries, of which an event reads and writes only those that it touches.
+"""State of the join for one Kafka key: what is stored, and how it is kept in memory (local engine) or as bytes (Flink).
 
-A request goes through four phases:
+State is a map of small entries, so that an event reads and writes only the entries it needs:
 
-    WAITING   only engagements that name it are here (orphans)
-    OPEN      impressions are here; it closes at `close_ms`
-    CLOSED    emitted; a tombstone with labels and ids, for corrections and duplicates, until close + late horizon
-    THIN      only its name, time and close time, for as long again: what still comes is `after_close` or `too_late`
-
-| entry of | key | until |
+| entry | key | kept until |
 |---|---|---|
-| `Head` | – | the key's last request is forgotten |
+| `KeyCounts` | – | the last request of the key is forgotten |
 | `Request` | request id | it is forgotten |
 | `Impression` | request id, digest | the close, or the end of the correction horizon |
-| `Engagement`, then `Trace` | request id, event id | the request is THIN; afterwards only what is pending |
-| `Tally` | request id, candidate | the request is THIN |
-| `Scope` | session, or 0 for the user | its last request is forgotten; only with the next-request rule |
+| `Engagement`, then `SeenEngagement` | request id, event id | the request expires; later only pending ones |
+| `LabelAggregate` | request id, candidate | the request expires |
+| `RequestScope` | session, or 0 for the user | its last request is forgotten; only with the next-request rule |
 | due list | time in ms | that time |
 
-Events are kept as they came (`raw`): a sample is built from them when its request closes, a dead letter carries them. The
-engagements of a request are a chain, each naming the one before, so that one more costs the same however many there are.
+A request has four phases:
+
+    WAITING   only engagements that name the request have arrived
+    OPEN      impressions have arrived; the request closes at `close_ms`
+    CLOSED    the sample was emitted; labels and ids are kept for corrections and duplicates, until close + late horizon
+    EXPIRED   only id, time and close time are kept, for as long again: later events are `after_close` or `too_late`
+
+Events are stored unchanged (`raw`), because samples and dead letters copy their bytes. The engagements of a request form a
+linked list, so that adding one costs the same however many there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
-from msgspec import Struct, field  # gc=False: no entry can refer to itself, and many are remembered
+import msgspec
+from msgspec import Struct, field  # gc=False: entries contain no cycles, and there are many of them
+
+from roostream.errors import CheckpointError
 
 NEVER = 1 << 63
-"""Later than every watermark; the end of input is `END`."""
+"""Later than every watermark."""
 END = (1 << 63) - 1
+"""The watermark at the end of input."""
 
-WAITING, OPEN, CLOSED, THIN = range(4)
+VERSION = 3
+"""Version of the serialized state. Savepoints of other versions are refused (docs/decisions/0012)."""
+
+WAITING, OPEN, CLOSED, EXPIRED = range(4)
 
 
 class Origin(Struct, array_like=True, frozen=True, gc=False):
-    """Where a record came from."""
+    """Kafka position of a record."""
 
     topic: str
     partition: int
@@ -44,15 +53,15 @@ class Origin(Struct, array_like=True, frozen=True, gc=False):
 
 
 class Page(Struct, array_like=True, frozen=True, gc=False):
-    """What the rules ask of an impression."""
+    """The part of an impression that the join rules need. A request is shown in one or more pages."""
 
     time_ms: int
-    digest: int  # xxh3-64 of the record; equal = the same event again
-    schema: int
+    digest: int  # xxh3-64 of the record; an equal digest is a duplicate
+    schema: int  # fingerprint
     session_id: int
     surface: str
-    items: bytes  # candidates in shown order, 8 bytes little-endian each
-    num_distinct: int  # of the candidates
+    items: bytes  # candidate ids in shown order, 8 bytes little-endian each
+    num_distinct: int  # distinct candidates
     copies: int = 1
 
 
@@ -62,9 +71,9 @@ class Impression(Struct, array_like=True, gc=False):
     origin: Origin
     request_id: str
     page: Page
-    spans: list[int]  # of `canonical` or `raw`, see joiner/spans.py
+    offsets: list[int]  # of the fields in `data`, see joiner/wire_offsets.py
     raw: bytes
-    canonical: bytes = b""  # what protobuf would have written, if that is not `raw`
+    canonical: bytes = b""  # protobuf's own encoding of the message, if it differs from `raw`
 
     @property
     def time_ms(self) -> int:
@@ -72,12 +81,12 @@ class Impression(Struct, array_like=True, gc=False):
 
     @property
     def data(self) -> bytes:
-        """The record that `spans` points into."""
+        """The bytes that `offsets` refers to."""
         return self.canonical or self.raw
 
 
 class Engagement(Struct, array_like=True, gc=False, tag=0):
-    """An engagement event on an item of a request; as an entry: neither folded, corrected nor refused yet."""
+    """An engagement event on an item of a request. As a state entry it is pending: neither joined, corrected nor refused."""
 
     origin: Origin
     request_id: str
@@ -88,171 +97,368 @@ class Engagement(Struct, array_like=True, gc=False, tag=0):
     time_ms: int
     raw: bytes
     copies: int = 1
-    joins_ms: int = NEVER  # before the close: when it takes effect; NEVER = it does not, as things are
-    row: int = -1  # of its item on the page that first showed it; -1: it is not shown
-    previous: int = 0  # event id of the engagement of the same request that came before; 0 = the first
+    joins_ms: int = (
+        NEVER  # before the close: when it takes effect; NEVER: with the pages known so far it does not
+    )
+    row: int = -1  # of its item on the page that first showed it; -1: the item is not shown
+    previous_id: int = 0  # event id of the previous engagement of the request; 0 = none
 
 
-class Trace(Struct, array_like=True, gc=False, tag=1):
-    """What is left of an engagement that was folded, corrected or refused, so that a copy of it is known."""
+class SeenEngagement(Struct, array_like=True, gc=False, tag=1):
+    """Marks an engagement that was joined, corrected or refused, so that duplicates of it are recognized."""
 
     event_id: int
-    previous: int
-    gone: bool = False  # given up and forgotten: a copy is a new engagement
+    previous_id: int
+    forgotten: bool = False  # refused and no longer counted: a copy is a new engagement
 
 
 class Request(Struct, array_like=True, gc=False):
-    """One request in whatever phase."""
+    """One request in any phase."""
 
     phase: int = WAITING
-    due_ms: int = NEVER  # when its own next step is due; its engagements have their own times
-    time_ms: int = NEVER  # smallest time of its impressions
-    session_id: int = 0  # this and `schema`: the opening impression's
-    schema: int = 0
-    late: bool = False  # came behind the watermark: it stands in no scope
+    due_ms: int = NEVER  # time of the request's own next step; engagements have their own due times
+    time_ms: int = NEVER  # time of the opening page
+    session_id: int = 0  # of the opening page
+    schema: int = 0  # of the opening page
+    late: bool = False  # opened behind the watermark; such a request is in no scope
     window_ms: int = 0
-    next_ms: int = NEVER  # time of the next request in its scope
+    next_ms: int = NEVER  # time of the next request in the same scope
     close_ms: int = NEVER
     reason: int = 0  # of the close
-    terminal_ms: int = NEVER  # smallest time at which an engagement with a terminal action joins
+    terminal_ms: int = NEVER  # earliest time at which an engagement with a terminal action joins
     joined_ms: list[int] = field(
         default_factory=list
-    )  # smallest times at which engagements join, up to the threshold
+    )  # earliest join times of engagements, up to the threshold
     pages: list[Page] = field(
         default_factory=list
-    )  # by (time, digest). CLOSED: the sample's, while corrections carry features
+    )  # by (time, digest). CLOSED: kept while corrections have features
     waiting: list[int] = field(
         default_factory=list
-    )  # WAITING, OPEN: ids of engagements that do not join as things are
-    num_orphans: int = 0  # those of them whose item is not shown
+    )  # WAITING, OPEN: ids of engagements that do not join so far
+    num_orphans: int = 0  # engagements in `waiting` whose item is not shown
     num_events: int = 0  # distinct engagements
-    num_pending: int = 0  # of them
-    last_event: int = 0  # id of the newest: the beginning of the chain
-    scope: int | None = None  # the `Scope` that it stands in
-    header: bytes = b""  # CLOSED: the sample's, with its length in front
-    items: bytes = b""  # CLOSED: the sample's candidates
-    digests: bytes = (
-        b""  # CLOSED, THIN: of its impressions, also of those that came too late: copies are duplicates
-    )
-    tallied: list[int] = field(default_factory=list)  # CLOSED: candidates that have a `Tally`
+    num_pending: int = 0  # engagements that are not yet joined, corrected or refused
+    newest_event: int = 0  # event id: head of the linked list of engagements
+    scope: int | None = None  # id of the request's `RequestScope`
+    header: bytes = b""  # CLOSED: the sample's header field, starting with its length
+    items: bytes = b""  # CLOSED: candidate ids of the sample
+    digests: bytes = b""  # CLOSED, EXPIRED: digests of all impressions, also of those that arrived too late
+    aggregated: list[int] = field(default_factory=list)  # CLOSED: candidates that have a `LabelAggregate`
     num_shown: int = 0  # until the close: distinct candidates
-    num_bytes: int = (
-        0  # of the budget (joiner/budget.py): until the close its pages, always its pending engagements
-    )
+    num_bytes: int = 0  # of the size budget: pending engagements, and until the close also pages
 
 
-class Tally(Struct, array_like=True, gc=False):
-    """The labels of one candidate so far, one of each per label of the schema."""
+class LabelAggregate(Struct, array_like=True, gc=False):
+    """Labels of one candidate so far; both lists have one entry a label of the schema."""
 
     values: list[float]
     newest: list[
         tuple[int, int]
-    ]  # (time, event id) of the newest engagement that counts, (0, 0) = none; empty: no max or last
+    ]  # (time, event id) of the newest counted engagement, (0, 0) = none; empty: not needed
 
 
-class Scope(Struct, array_like=True, gc=False):
-    """Requests that end each other's windows: a session's, or all of the user's."""
+class RequestScope(Struct, array_like=True, gc=False):
+    """Requests that close each other by the next-request rule: those of a session, or all of the user."""
 
     times: bytearray = field(
         default_factory=bytearray
-    )  # ms, 8 bytes each, ascending: of all that are remembered
+    )  # ms, 8 bytes each, ascending: of all remembered requests
     open: list[tuple[int, str]] = field(
         default_factory=list
-    )  # (time, request id), ascending: of the open ones
+    )  # (time, request id) of open requests, ascending
 
 
-class Head(Struct, array_like=True, gc=False):
-    """Counts over the requests of the key."""
+class KeyCounts(Struct, array_like=True, gc=False):
+    """Counts over all requests of the key."""
 
     num_requests: int = 0
     num_open: int = 0
     num_orphans: int = 0
 
 
-K = TypeVar("K", contravariant=True)
+K = TypeVar("K")
 V = TypeVar("V")
+K_contra = TypeVar("K_contra", contravariant=True)
 
 
-class Table(Protocol[K, V]):
-    """Entries of one kind. A dict is one. A value that was got and changed has to be set again: only that writes it."""
+class Table(Protocol[K_contra, V]):
+    """Entries of one kind; a dict is one. A value that was changed must be set again: only setting writes it."""
 
-    def get(self, key: K, /) -> V | None: ...
-    def __setitem__(self, key: K, value: V, /) -> None: ...
-    def __delitem__(self, key: K, /) -> None: ...
+    def get(self, key: K_contra, /) -> V | None: ...
+    def __setitem__(self, key: K_contra, value: V, /) -> None: ...
+    def __delitem__(self, key: K_contra, /) -> None: ...
 
 
 class JoinState(Protocol):
-    """All entries of one key. `join.py` reads and writes them through this alone."""
+    """All entries of one key. `Join` reads and writes state only through this interface."""
 
     @property
-    def head(self) -> Head:
-        """Changes of it need no setting."""
+    def counts(self) -> KeyCounts:
+        """Changes need no setting."""
 
     @property
     def requests(self) -> Table[str, Request]: ...
     @property
     def impressions(self) -> Table[tuple[str, int], Impression]: ...
     @property
-    def scopes(self) -> Table[int, Scope]: ...
+    def scopes(self) -> Table[int, RequestScope]: ...
 
     @property
     def due(self) -> Table[int, list[tuple[str, int]]]:
-        """What is to be looked at when the watermark reaches a time: (request id, event id), event id 0 = the request itself.
-        What has moved since is passed over then."""
+        """Time → (request id, event id) to process when the watermark reaches it; event id 0 is the request itself. Entries
+        that have moved to another time are ignored then."""
 
-    def events_of(self, request_id: str, /) -> Table[int, Engagement | Trace]:
-        """A request's, by event id. Asked for where there is one, or is about to be."""
+    def engagements_of(self, request_id: str, /) -> Table[int, Engagement | SeenEngagement]:
+        """The engagements of a request by event id. Called only if there is one, or one is about to be added."""
 
-    def chain(self, request_id: str, request: Request, /) -> Sequence[Engagement | Trace]:
-        """All of them, newest first; one that comes again after it was forgotten keeps its place."""
+    def engagement_list(self, request_id: str, request: Request, /) -> Sequence[Engagement | SeenEngagement]:
+        """All engagements of a request, newest first. One that was forgotten and sent again keeps its position."""
 
-    def forget_events(self, request_id: str, request: Request, /) -> None:
-        """None of them is left."""
+    def drop_engagements(self, request_id: str, request: Request, /) -> None: ...
 
-    def tally_of(self, request_id: str, candidate: int, /) -> Tally | None: ...
-    def set_tallies(self, request_id: str, tallies: dict[int, Tally], /) -> None:
-        """By candidate; those of other candidates stay. The mapping is the state's from here on."""
+    def aggregate_of(self, request_id: str, candidate: int, /) -> LabelAggregate | None: ...
+    def set_aggregates(self, request_id: str, aggregates: dict[int, LabelAggregate], /) -> None:
+        """By candidate; other candidates keep theirs. The state owns the dict afterwards."""
 
-    def forget_tallies(self, request_id: str, candidates: Sequence[int], /) -> None:
-        """All that the request has."""
+    def drop_aggregates(self, request_id: str, candidates: Sequence[int], /) -> None:
+        """`candidates`: all that have an aggregate."""
 
 
 class MemoryState(Struct, array_like=True, gc=False):
-    """A `JoinState` of dicts: the local engine's, and that of tests."""
+    """A `JoinState` of dicts, for the local engine and tests."""
 
-    head: Head = field(default_factory=Head)
+    counts: KeyCounts = field(default_factory=KeyCounts)
     requests: dict[str, Request] = field(default_factory=dict)
     impressions: dict[tuple[str, int], Impression] = field(default_factory=dict)
-    events: dict[str, dict[int, Engagement | Trace]] = field(default_factory=dict)
-    tallies: dict[str, dict[int, Tally]] = field(default_factory=dict)
-    scopes: dict[int, Scope] = field(default_factory=dict)
+    engagements: dict[str, dict[int, Engagement | SeenEngagement]] = field(default_factory=dict)
+    aggregates: dict[str, dict[int, LabelAggregate]] = field(default_factory=dict)
+    scopes: dict[int, RequestScope] = field(default_factory=dict)
     due: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
 
-    def events_of(self, request_id: str, /) -> dict[int, Engagement | Trace]:
-        events = self.events.get(request_id)
-        if events is None:
-            events = self.events[request_id] = {}
-        return events
+    def engagements_of(self, request_id: str, /) -> dict[int, Engagement | SeenEngagement]:
+        engagements = self.engagements.get(request_id)
+        if engagements is None:
+            engagements = self.engagements[request_id] = {}
+        return engagements
 
-    def chain(self, request_id: str, request: Request, /) -> Sequence[Engagement | Trace]:
-        return [*reversed(self.events[request_id].values())] if request.last_event else ()
+    def engagement_list(self, request_id: str, request: Request, /) -> Sequence[Engagement | SeenEngagement]:
+        return [*reversed(self.engagements[request_id].values())] if request.newest_event else ()
 
-    def forget_events(self, request_id: str, request: Request, /) -> None:
-        self.events.pop(request_id, None)
+    def drop_engagements(self, request_id: str, request: Request, /) -> None:
+        self.engagements.pop(request_id, None)
 
-    def tally_of(self, request_id: str, candidate: int, /) -> Tally | None:
-        return self.tallies.get(request_id, {}).get(candidate)
+    def aggregate_of(self, request_id: str, candidate: int, /) -> LabelAggregate | None:
+        return self.aggregates.get(request_id, {}).get(candidate)
 
-    def set_tallies(self, request_id: str, tallies: dict[int, Tally], /) -> None:
-        if self.tallies.setdefault(request_id, tallies) is not tallies:
-            self.tallies[request_id].update(tallies)
+    def set_aggregates(self, request_id: str, aggregates: dict[int, LabelAggregate], /) -> None:
+        if self.aggregates.setdefault(request_id, aggregates) is not aggregates:
+            self.aggregates[request_id].update(aggregates)
 
-    def forget_tallies(self, request_id: str, candidates: Sequence[int], /) -> None:
-        self.tallies.pop(request_id, None)
+    def drop_aggregates(self, request_id: str, candidates: Sequence[int], /) -> None:
+        self.aggregates.pop(request_id, None)
+
+
+# Serialized state: a version byte, then msgpack.
+
+_VERSION = bytes((VERSION,))
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def decoder(kind: type[V]) -> Callable[[bytes], V]:
+    """Returns the decoder of one kind of entry.
+
+    The decoder raises CheckpointError for bytes of another version, and for damaged ones.
+    """
+    decode_body = msgspec.msgpack.Decoder(kind).decode
+
+    def decode_entry(data: bytes) -> V:
+        if data[:1] != _VERSION:
+            got = data[:1].hex() or "no bytes"
+            raise CheckpointError(
+                f"expected joiner state of version {VERSION}, got {got}; continue with the build that wrote it, or start "
+                "without the savepoint"
+            )
+        try:
+            return decode_body(memoryview(data)[1:])
+        except msgspec.MsgspecError as error:
+            raise CheckpointError(f"joiner state can't be decoded: {error}") from None
+
+    return decode_entry
+
+
+decode = decoder(MemoryState)
+
+
+def encode(state: MemoryState) -> bytes:
+    """All entries of a key, for snapshots of the local engine; inverse of `decode`."""
+    return _VERSION + _encode(state)
+
+
+class ByteMap(Protocol):
+    """Name → bytes, of the current key; Flink's map state is one."""
+
+    def get(self, key: str) -> bytes | None: ...
+    def put(self, key: str, value: bytes) -> None: ...
+    def remove(self, key: str) -> None: ...
+
+
+class _SerializedTable(Generic[K, V]):
+    """Entries of one kind, with a cache of those used since the last `reset`."""
+
+    __slots__ = ("_decode", "_name", "cached", "changed", "store")
+
+    def __init__(self, store: ByteMap, kind: type[V], name: Callable[[K], str]) -> None:
+        self.store, self._name, self._decode = store, name, decoder(kind)
+        self.cached: dict[K, V | None] = {}
+        self.changed: dict[K, None] = {}
+
+    def get(self, key: K, /) -> V | None:
+        if key in self.cached:
+            return self.cached[key]
+        data = self.store.get(self._name(key))
+        value = self.cached[key] = None if data is None else self._decode(data)
+        return value
+
+    def __setitem__(self, key: K, value: V, /) -> None:
+        self.cached[key] = value
+        self.changed[key] = None
+
+    def __delitem__(self, key: K, /) -> None:
+        self.cached[key] = None
+        self.changed[key] = None
+
+    def flush(self) -> None:
+        for key in self.changed:
+            value = self.cached[key]
+            if value is None:
+                self.store.remove(self._name(key))
+            else:
+                self.store.put(self._name(key), _VERSION + _encode(value))
+
+    def reset(self) -> None:
+        if self.cached:
+            self.cached.clear()
+            self.changed.clear()
+
+
+class _RequestEngagements:
+    """The engagements of one request."""
+
+    __slots__ = ("request_id", "table")
+
+    def __init__(
+        self, table: _SerializedTable[tuple[str, int], Engagement | SeenEngagement], request_id: str
+    ) -> None:
+        self.table, self.request_id = table, request_id
+
+    def get(self, event_id: int, /) -> Engagement | SeenEngagement | None:
+        return self.table.get((self.request_id, event_id))
+
+    def __setitem__(self, event_id: int, engagement: Engagement | SeenEngagement, /) -> None:
+        self.table[self.request_id, event_id] = engagement
+
+    def __delitem__(self, event_id: int, /) -> None:
+        del self.table[self.request_id, event_id]
+
+
+class SerializedState:
+    """A `JoinState` over a map of bytes: an entry is decoded when it is first used, and written back by `flush` if it was set.
+
+    For one key at a time: `reset`, one call of the join, `flush`. `reset` also undoes a call that raised.
+    """
+
+    def __init__(self, store: ByteMap) -> None:
+        self.store = store
+        self._counts: KeyCounts | None = None
+        self._stored_counts: bytes | None = None
+        self.requests: _SerializedTable[str, Request] = _SerializedTable(store, Request, "r{}".format)
+        self.impressions: _SerializedTable[tuple[str, int], Impression] = _SerializedTable(
+            store, Impression, _name("i")
+        )
+        self._engagements: _SerializedTable[tuple[str, int], Engagement | SeenEngagement] = _SerializedTable(
+            store,
+            Engagement | SeenEngagement,  # type: ignore[arg-type]
+            _name("e"),
+        )
+        self._aggregates: _SerializedTable[tuple[str, int], LabelAggregate] = _SerializedTable(
+            store, LabelAggregate, _name("t")
+        )
+        self.scopes: _SerializedTable[int, RequestScope] = _SerializedTable(store, RequestScope, "s{}".format)
+        self.due: _SerializedTable[int, list[tuple[str, int]]] = _SerializedTable(
+            store, list[tuple[str, int]], "d{}".format
+        )
+        self._tables: list[_SerializedTable[Any, Any]] = [
+            self.requests,
+            self.impressions,
+            self._engagements,
+            self._aggregates,
+            self.scopes,
+            self.due,
+        ]
+
+    @property
+    def counts(self) -> KeyCounts:
+        if self._counts is None:
+            self._stored_counts = self.store.get("h")
+            self._counts = KeyCounts() if self._stored_counts is None else _decode_counts(self._stored_counts)
+        return self._counts
+
+    def engagements_of(self, request_id: str, /) -> _RequestEngagements:
+        return _RequestEngagements(self._engagements, request_id)
+
+    def engagement_list(self, request_id: str, request: Request, /) -> list[Engagement | SeenEngagement]:
+        found, event_id = [], request.newest_event
+        while event_id:
+            engagement = self._engagements.get((request_id, event_id))
+            assert engagement is not None, f"engagement {event_id} of {request_id} is missing"
+            found.append(engagement)
+            event_id = engagement.previous_id
+        return found
+
+    def drop_engagements(self, request_id: str, request: Request, /) -> None:
+        for engagement in self.engagement_list(request_id, request):
+            del self._engagements[request_id, engagement.event_id]
+
+    def aggregate_of(self, request_id: str, candidate: int, /) -> LabelAggregate | None:
+        return self._aggregates.get((request_id, candidate))
+
+    def set_aggregates(self, request_id: str, aggregates: dict[int, LabelAggregate], /) -> None:
+        for candidate, aggregate in aggregates.items():
+            self._aggregates[request_id, candidate] = aggregate
+
+    def drop_aggregates(self, request_id: str, candidates: Sequence[int], /) -> None:
+        for candidate in candidates:
+            del self._aggregates[request_id, candidate]
+
+    def flush(self) -> None:
+        """Write all changed entries."""
+        for table in self._tables:
+            if table.changed:
+                table.flush()
+        if self._counts is not None:
+            data = _VERSION + _encode(self._counts)
+            if not self._counts.num_requests:
+                self.store.remove("h")
+            elif data != self._stored_counts:
+                self.store.put("h", data)
+
+    def reset(self) -> None:
+        """Drop all cached entries, before another key or after a failure."""
+        self._counts = self._stored_counts = None
+        for table in self._tables:
+            table.reset()
+
+
+_decode_counts = decoder(KeyCounts)
+
+
+def _name(kind: str) -> Callable[[tuple[str, int]], str]:
+    """Names of entries with two keys. The number comes first and ends at the first dot, so no request id can forge a name."""
+    return lambda key: f"{kind}{key[1]:x}.{key[0]}"
 
 
 def index_of(packed: bytes, entry: bytes) -> int:
-    """Place of an 8-byte entry in a packed column; -1 if it is not there."""
+    """Index of an 8-byte entry in a packed column; -1 if it is absent."""
     at = packed.find(entry)
     while at >= 0:
         if not at & 7:

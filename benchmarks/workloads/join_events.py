@@ -16,11 +16,9 @@ from benchmarks.question import Work
 from benchmarks.workloads import data, joiner_events
 from joiner import state
 from joiner.config import JoinerConfig
-from joiner.entries import Entries
-from joiner.ingest import Event, Reader
-from joiner.join import Join
-from joiner.state import Engagement, Impression
-from joiner.turn import Turn
+from joiner.event_decoder import Event, EventDecoder
+from joiner.join import Join, StepResult
+from joiner.state import Engagement, Impression, SerializedState
 from roostream.runtime.event_time import START
 from roostream.runtime.program import tune_garbage_collector
 from roostream.schema.ids import key_bytes
@@ -84,8 +82,8 @@ def stream(num_requests: int, num_users: int) -> list[Record]:
     return sorted(out, key=lambda record: record.timestamp_ms)
 
 
-def _reader() -> Reader:
-    return Reader({_schema().fingerprint: _schema()}.get, _schema().limits)
+def _reader() -> EventDecoder:
+    return EventDecoder({_schema().fingerprint: _schema()}.get, _schema().limits)
 
 
 def _join(late_horizon_ms: int = 0) -> Join:
@@ -93,8 +91,8 @@ def _join(late_horizon_ms: int = 0) -> Join:
     return Join(rules, {_schema().fingerprint: _schema()}.get, _schema().limits)
 
 
-def _event(record: Record, reader: Reader | None = None) -> Event:
-    event = (reader or _reader()).read(record)
+def _event(record: Record, reader: EventDecoder | None = None) -> Event:
+    event = (reader or _reader()).decode(record)
     assert isinstance(event, (Impression, Engagement)), event
     return event
 
@@ -126,7 +124,7 @@ class Engine:
                 if not known.requests:
                     del self.states[key]
 
-    def _note(self, key: bytes, turn: Turn) -> None:
+    def _note(self, key: bytes, turn: StepResult) -> None:
         self.num_outputs += len(turn.outputs)
         for due_ms in turn.timers_ms:
             heapq.heappush(self.timers, (due_ms, key))
@@ -139,7 +137,7 @@ def parsed(num_requests: int, num_users: int) -> Iterator[Work]:
 
     def step() -> None:
         for record in records:
-            reader.read(record)
+            reader.decode(record)
 
     yield Work(step, len(records))
 
@@ -162,7 +160,7 @@ def demo_stream(num_requests: int) -> list[Record]:
 @contextlib.contextmanager
 def parsed_as_in_the_demo(num_requests: int) -> Iterator[Work]:
     records, reader = demo_stream(num_requests), _reader()
-    yield Work(lambda: [reader.read(record) for record in records], len(records))
+    yield Work(lambda: [reader.decode(record) for record in records], len(records))
 
 
 @contextlib.contextmanager
@@ -181,7 +179,7 @@ def read_and_joined(num_requests: int, num_users: int) -> Iterator[Work]:
     records, reader = stream(num_requests, num_users), _reader()
 
     def step() -> None:
-        events = ((r.key or b"", r.timestamp_ms - LATENESS_MS, reader.read(r)) for r in records)
+        events = ((r.key or b"", r.timestamp_ms - LATENESS_MS, reader.decode(r)) for r in records)
         _run(events, num_requests)
 
     yield Work(step, len(records))
@@ -231,11 +229,11 @@ class Overlay:
 def _remembering(join: Join, num_requests: int, engagements: int) -> Overlay:
     """A user whose requests are closed but for the last; each has `engagements` engagements."""
     store, key, event_id, timers = Overlay({}), key_bytes(1, 1, ""), 1, list[int]()
-    entries = Entries(store)
+    entries = SerializedState(store)
 
-    def keep(turn: Turn) -> None:
+    def keep(turn: StepResult) -> None:
         entries.flush()
-        entries.forget()
+        entries.reset()
         store.keep()
         for timer_ms in turn.timers_ms:
             heapq.heappush(timers, timer_ms)
@@ -259,8 +257,8 @@ def _remembering(join: Join, num_requests: int, engagements: int) -> Overlay:
             )
             event_id += 1
     advance(data.T0_MS + num_requests * WINDOW_MS - 1)
-    assert entries.head.num_requests == num_requests
-    entries.forget()
+    assert entries.counts.num_requests == num_requests
+    entries.reset()
     return store
 
 
@@ -270,13 +268,13 @@ def one_event(remembered: int, engagements: int) -> Iterator[Work]:
     with the same bytes."""
     join, key = _join(late_horizon_ms=(remembered + 1) * WINDOW_MS), key_bytes(1, 1, "")
     store = _remembering(join, remembered, engagements)
-    entries = Entries(store)
+    entries = SerializedState(store)
     newest_ms = data.T0_MS + (remembered - 1) * WINDOW_MS
     event = _event(_engagement(remembered - 1, 1, newest_ms + 2, 1 << 40, 3))
 
     def step() -> None:
         store.clear()
-        entries.forget()
+        entries.reset()
         turn = join.apply(entries, key, copy(event), newest_ms - 1)
         assert not turn.timers_ms
         entries.flush()
@@ -288,4 +286,4 @@ def one_event(remembered: int, engagements: int) -> Iterator[Work]:
 def read_one() -> Iterator[Work]:
     """The limit of one event: reading it."""
     record, reader = _engagement(0, 1, data.T0_MS, 1, 3), _reader()
-    yield Work(lambda: reader.read(record))
+    yield Work(lambda: reader.decode(record))

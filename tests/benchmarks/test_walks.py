@@ -29,7 +29,7 @@ def test_what_raises_is_walked_too() -> None:
 def test_every_walk_ends_where_it_should_and_is_the_same_again(tmp_path: Path) -> None:
     last = {
         "rank": "serving/answer.py",
-        "join": "joiner/build.py",
+        "join": "joiner/outputs.py",
         "train": "param_server/table.py",
         "publish": "param_server/replica/replica.py",
     }

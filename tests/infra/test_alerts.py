@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
 from infra.auditor.sums import Sums
-from joiner.meters import Meters
+from joiner.metrics import JoinerMetrics
 from param_server.main import _HELPS as SHARD
 from roostream.runtime.metrics_collector import MetricsCollector, in_seconds
 from roostream.schema.schema_file import schema_from_dict
@@ -53,7 +53,7 @@ def exported() -> set[str]:
     registries = [CollectorRegistry() for _ in range(3)]
     made: tuple[Any, ...] = tuple(
         make(registry)
-        for make, registry in zip((Meters, ServingMetrics, FeatureMetrics), registries, strict=True)
+        for make, registry in zip((JoinerMetrics, ServingMetrics, FeatureMetrics), registries, strict=True)
     )
     assert len(made) == 3
     names = {family.name for registry in registries for family in registry.collect()}

@@ -7,14 +7,26 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from joiner.build import Output
 from joiner.config import JoinerConfig
-from joiner.entries import Entries, decode, decoder, encode
-from joiner.ingest import Event, Reader
-from joiner.join import Join
+from joiner.event_decoder import Event, EventDecoder
+from joiner.join import Join, StepResult
+from joiner.outputs import Output
 from joiner.rules import Rules
-from joiner.state import END, Engagement, Head, Impression, MemoryState, Request, Scope, Tally, Trace
-from joiner.turn import Turn
+from joiner.state import (
+    END,
+    Engagement,
+    Impression,
+    KeyCounts,
+    LabelAggregate,
+    MemoryState,
+    Request,
+    RequestScope,
+    SeenEngagement,
+    SerializedState,
+    decode,
+    decoder,
+    encode,
+)
 from roostream.runtime.event_time import START
 from roostream.schema.ids import key_bytes
 from roostream.schema.schema import Schema
@@ -133,12 +145,12 @@ def record(
     )
 
 
-def reader() -> Reader:
-    return Reader(SCHEMAS.get, SCHEMA.limits)
+def reader() -> EventDecoder:
+    return EventDecoder(SCHEMAS.get, SCHEMA.limits)
 
 
 def event(message: pb.Impression | pb.Engagement, offset: int = 0) -> Event:
-    found = reader().read(record(message, offset=offset))
+    found = reader().decode(record(message, offset=offset))
     assert found is not None and not isinstance(found, Output), found
     return found
 
@@ -158,21 +170,21 @@ class DictStore(dict[str, bytes]):
         for name, data in self.items():
             kind, rest = name[0], name[1:]
             if kind == "h":
-                state.head = decoder(Head)(data)
+                state.counts = decoder(KeyCounts)(data)
             elif kind == "r":
                 state.requests[rest] = decoder(Request)(data)
             elif kind == "s":
-                state.scopes[int(rest)] = decoder(Scope)(data)
+                state.scopes[int(rest)] = decoder(RequestScope)(data)
             elif kind == "d":
                 state.due[int(rest)] = decoder(list[tuple[str, int]])(data)
             else:
                 number, request_id = rest.split(".", 1)
                 if kind == "e":
-                    held: Any = decoder(Engagement | Trace)(data)  # type: ignore[arg-type]
-                    state.events_of(request_id)[int(number, 16)] = held
+                    held: Any = decoder(Engagement | SeenEngagement)(data)  # type: ignore[arg-type]
+                    state.engagements_of(request_id)[int(number, 16)] = held
                     continue
                 if kind == "t":
-                    state.set_tallies(request_id, {int(number, 16): decoder(Tally)(data)})
+                    state.set_aggregates(request_id, {int(number, 16): decoder(LabelAggregate)(data)})
                     continue
                 state.impressions[request_id, int(number, 16)] = decoder(Impression)(data)
         return state
@@ -225,9 +237,9 @@ class Driver:
     def end(self) -> list[Output]:
         return self.at(END)
 
-    def _call(self, call: Callable[[Any], Turn]) -> list[Output]:
+    def _call(self, call: Callable[[Any], StepResult]) -> list[Output]:
         if self.kind == "entries":
-            entries = Entries(self.store)
+            entries = SerializedState(self.store)
             turn = call(entries)
             entries.flush()
         else:
@@ -245,7 +257,7 @@ class Seen:
     """A view of one output: only what tests compare."""
 
     topic: str
-    why: str
+    reason: str
     message: Any
 
     @property
@@ -266,12 +278,12 @@ class Seen:
 
 
 def seen(output: Output) -> Seen:
-    return Seen(output.topic, output.why, wire.decode(output.value)[1])
+    return Seen(output.topic, output.reason, wire.decode(output.value)[1])
 
 
 def only(outputs: Sequence[Output], topic: str) -> Seen:
     found = [o for o in outputs if o.topic == topic]
-    assert len(found) == 1, [(o.topic, o.why) for o in outputs]
+    assert len(found) == 1, [(o.topic, o.reason) for o in outputs]
     return seen(found[0])
 
 
@@ -281,7 +293,7 @@ def samples(outputs: Sequence[Output]) -> list[Seen]:
 
 def reasons(outputs: Sequence[Output]) -> list[str]:
     """Reasons of the dead letters."""
-    return [o.why for o in outputs if o.topic == "dead_letters"]
+    return [o.reason for o in outputs if o.topic == "dead_letters"]
 
 
 def features_of(message: Any) -> dict[int, tuple[bytes, int]]:

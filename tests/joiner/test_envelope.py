@@ -6,8 +6,8 @@ import struct
 
 import pytest
 
-from joiner.build import Output
 from joiner.envelope import NOW, pack, unpack
+from joiner.outputs import Output
 from roostream.wire.records import Record
 
 

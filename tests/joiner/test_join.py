@@ -40,13 +40,13 @@ def test_a_request_is_emitted_when_the_watermark_equals_its_close_and_not_one_ms
     driver.send(impression(T))
     assert driver.at(T + 99) == []
     sample = only(driver.at(T + 100), "samples")
-    assert (sample.message.close_ms, sample.why) == (T + 100, "CLOSE_WINDOW")
+    assert (sample.message.close_ms, sample.reason) == (T + 100, "CLOSE_WINDOW")
 
 
-def test_all_open_requests_are_emitted_at_the_end_of_input_with_the_close_that_close_at_gives() -> None:
+def test_all_open_requests_are_emitted_at_the_end_of_input_with_the_close_that_close_time_gives() -> None:
     driver = Driver(rules(next_request="user"))
     driver.send(impression(T), impression(T + 10, request="s"))
-    closes = {s.message.header.request_id: (s.message.close_ms, s.why) for s in samples(driver.end())}
+    closes = {s.message.header.request_id: (s.message.close_ms, s.reason) for s in samples(driver.end())}
     assert closes == {"r": (T + 10, "CLOSE_NEXT_REQUEST"), "s": (T + 110, "CLOSE_WINDOW")}
 
 
@@ -104,7 +104,7 @@ def test_the_engagement_that_reaches_the_threshold_or_is_terminal_closes(
     events = [engagement(T + 10, event=1), engagement(T + 10, event=1), engagement(T + 20, 2, event=2)]
     sample = closed(impression(T), *events, engagement(T + 30, event=3, action="buy"), **settings)
     assert sample.message.close_ms == close, why
-    assert sample.why == ("CLOSE_WINDOW" if close == T + 100 else "CLOSE_ENGAGED")
+    assert sample.reason == ("CLOSE_WINDOW" if close == T + 100 else "CLOSE_ENGAGED")
 
 
 def test_engagements_at_the_close_enter_in_time_and_event_id_order() -> None:
@@ -181,7 +181,7 @@ def test_an_older_request_never_closes_a_newer_one() -> None:
 def test_requests_of_the_same_time_do_not_close_each_other() -> None:
     driver = Driver(rules(next_request="user"))
     driver.send(impression(T, request="a"), impression(T, request="b"))
-    assert {s.why for s in samples(driver.end())} == {"CLOSE_WINDOW"}
+    assert {s.reason for s in samples(driver.end())} == {"CLOSE_WINDOW"}
 
 
 def test_a_request_that_came_behind_the_watermark_closes_no_other() -> None:
@@ -234,10 +234,10 @@ def test_an_item_that_only_a_later_page_shows_has_its_own_labels() -> None:
 def test_an_engagement_with_what_a_later_page_shows_is_no_orphan_any_more() -> None:
     driver = Driver(rules(), "memory")
     driver.send(impression(T, (1, 2)), engagement(T + 5, 3, event=1), engagement(T + 6, 9, event=2))
-    assert driver.state.head.num_orphans == 2
+    assert driver.state.counts.num_orphans == 2
     driver.send(impression(T + 7, (3,), ro=None))
-    assert driver.state.head.num_orphans == 1, "9 is shown nowhere"
-    assert only(driver.at(T + 100), "samples").labels[3][0] == 1.0 and driver.state.head.num_orphans == 0
+    assert driver.state.counts.num_orphans == 1, "9 is shown nowhere"
+    assert only(driver.at(T + 100), "samples").labels[3][0] == 1.0 and driver.state.counts.num_orphans == 0
 
 
 def test_a_page_adds_candidates_until_the_close_and_is_a_dead_letter_after_it() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from joiner.state import CLOSED, OPEN, THIN
+from joiner.state import CLOSED, EXPIRED, OPEN
 from roostream.schema.ids import sample_id
 from roostream.wire import roo_pb2 as pb
 from tests.joiner.cases import (
@@ -183,7 +183,7 @@ def test_an_early_close_tells_what_is_known_and_corrections_the_rest_of_the_wind
         engagement(T + 101, 2, event=3),
     )
     early = only(driver.at(T + 10), "samples")
-    assert (early.why, early.message.close_ms, early.events) == ("CLOSE_EARLY", T + 10, [1])
+    assert (early.reason, early.message.close_ms, early.events) == ("CLOSE_EARLY", T + 10, [1])
     driver.at(T + 200)
     late = [seen(o) for o in driver.outputs if o.topic == "corrections"]
     assert [c.events for c in late] == [[2], [3]] and not any(c.message.untrainable for c in late)
@@ -302,7 +302,7 @@ def test_copies_of_pages_are_known_as_long_as_their_request_s_name() -> None:
     driver.at(T + 100)
     assert reasons(driver.send(late)) == ["after_close"] and driver.send(sampled, late) == []
     driver.at(T + 1_100)
-    assert driver.state.requests["r"].phase == THIN and driver.send(sampled, late) == []
+    assert driver.state.requests["r"].phase == EXPIRED and driver.send(sampled, late) == []
     assert reasons(driver.send(later)) == ["after_close"] and driver.send(later, late, sampled) == []
 
 
@@ -313,7 +313,7 @@ def test_the_tombstone_thins_and_then_goes() -> None:
         (driver.at(ms), driver.state.requests["r"].phase)[1]
         for ms in (T + 99, T + 100, T + 1_099, T + 1_100, T + 2_099)
     ]
-    assert phases == [OPEN, CLOSED, CLOSED, THIN, THIN]
+    assert phases == [OPEN, CLOSED, CLOSED, EXPIRED, EXPIRED]
     driver.at(T + 2_100)
     assert driver.state.requests == {}
 
@@ -327,7 +327,7 @@ def test_a_request_behind_the_watermark_closes_when_its_window_does() -> None:
     driver.at(T + 50)
     assert driver.send(impression(T), engagement(T + 70, event=2)) == [] and driver.at(T + 99) == []
     sample = only(driver.at(T + 100), "samples")
-    assert (sample.why, sample.message.close_ms, sample.events) == ("CLOSE_WINDOW", T + 100, [1, 2])
+    assert (sample.reason, sample.message.close_ms, sample.events) == ("CLOSE_WINDOW", T + 100, [1, 2])
 
 
 @pytest.mark.parametrize(("watermark", "late"), [(T + 99, False), (T + 100, True)])
@@ -340,7 +340,7 @@ def test_only_a_request_whose_close_has_passed_closes_at_once_as_late_with_what_
     outputs = driver.send(impression(T))
     assert bool(outputs) is late
     sample = only([*outputs, *driver.at(T + 104)], "samples")
-    assert (sample.why, sample.message.close_ms) == ("CLOSE_LATE" if late else "CLOSE_WINDOW", T + 100)
+    assert (sample.reason, sample.message.close_ms) == ("CLOSE_LATE" if late else "CLOSE_WINDOW", T + 100)
     assert sample.events == [1] and only(driver.outputs, "corrections").events == [2]
 
 
@@ -362,16 +362,16 @@ def test_an_engagement_from_beyond_its_forgotten_request_waits_as_an_orphan_and_
     far_ms = close_ms + 2 * horizon_ms + 1
     driver.send(impression(T), engagement(far_ms, event=1))
     driver.at(far_ms - 1)
-    assert driver.state.head.num_orphans == 1, "its request is forgotten, and with it what showed the item"
+    assert driver.state.counts.num_orphans == 1, "its request is forgotten, and with it what showed the item"
     assert reasons(driver.at(far_ms + driver.join.rules.orphan_timeout_ms)) == ["no_request"]
-    assert driver.state.head.num_orphans == 0 and not driver.state.requests
+    assert driver.state.counts.num_orphans == 0 and not driver.state.requests
 
 
 def test_an_impression_so_late_that_its_request_may_have_been_forgotten_is_too_late() -> None:
     driver = Driver(rules())
     driver.at(T + 1_000)
     assert reasons(driver.send(impression(T))) == ["too_late"]
-    assert only(driver.send(impression(T + 1, request="s")), "samples").why == "CLOSE_LATE"
+    assert only(driver.send(impression(T + 1, request="s")), "samples").reason == "CLOSE_LATE"
 
 
 def test_an_engagement_so_late_that_its_request_may_have_been_forgotten_is_too_late() -> None:
@@ -395,7 +395,7 @@ def test_a_late_engagement_of_an_open_request_is_folded() -> None:
 def test_open_requests_beyond_the_cap_overflow_and_closed_ones_make_room() -> None:
     driver = Driver(rules(max_open_requests=2))
     assert reasons(driver.send(*(impression(T + n, request=f"r{n}") for n in range(3)))) == ["overflow"]
-    assert driver.state.head.num_open == 2
+    assert driver.state.counts.num_open == 2
     driver.at(T + 100)
     assert driver.send(impression(T + 101, request="r3")) == []
 

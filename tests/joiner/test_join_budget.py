@@ -7,10 +7,10 @@ from collections import Counter
 
 import pytest
 
-from joiner import budget
 from joiner.config import JoinerConfig
+from joiner.join import FIXED_BYTES, candidates_cost, engagement_cost, impression_cost, max_request_bytes
 from joiner.local_engine import LocalEngine
-from joiner.local_kafka import KafkaSink
+from joiner.local_runner import KafkaSink
 from roostream.runtime.kafka.broker import Broker
 from roostream.schema.limits import MAX_MESSAGE_BYTES, RECORD_OVERHEAD_BYTES
 from roostream.wire import roo_pb2 as pb
@@ -31,7 +31,7 @@ from tests.joiner.cases import (
 )
 
 T = 1_000
-MAX_BYTES = budget.max_bytes(SCHEMA.limits)
+MAX_BYTES = max_request_bytes(SCHEMA.limits)
 
 
 def joined(records: list[Record]) -> list:
@@ -83,7 +83,7 @@ def large_engagements() -> list[Record]:
 def test_whatever_is_accepted_is_taken_by_the_sink_and_by_the_reader(records) -> None:  # type: ignore[no-untyped-def]
     given = records()
     outputs = joined(given)
-    kinds = Counter((o.topic, o.why) for o in outputs)
+    kinds = Counter((o.topic, o.reason) for o in outputs)
     assert (
         set(kinds) <= {("samples", "CLOSE_WINDOW"), ("dead_letters", "overflow")}
         and kinds["samples", "CLOSE_WINDOW"] == 1
@@ -124,7 +124,7 @@ def test_no_sample_is_larger_than_the_costs_of_what_it_is_made_of() -> None:
     rng = random.Random(5)
     for n in range(40):
         driver = Driver(rules(), "memory")
-        cost, shown = budget.FIXED, set[int]()
+        cost, shown = FIXED_BYTES, set[int]()
         for page in range(rng.randrange(1, 6)):
             items = rng.sample(range(1, 60), rng.randrange(0, 30))
             served = {
@@ -134,16 +134,16 @@ def test_no_sample_is_larger_than_the_costs_of_what_it_is_made_of() -> None:
             }
             message = impression(T + page, items, **{k: v for k, v in served.items() if rng.random() < 0.5})  # type: ignore[arg-type]
             driver.send(message)
-            cost += budget.of_impression(event(message))  # type: ignore[arg-type]
+            cost += impression_cost(event(message))  # type: ignore[arg-type]
             shown |= set(items)
             for i in range(rng.randrange(9)):
                 acted = engagement(
                     T + 9, rng.randrange(1, 60), event=100 * page + i + 1, action=rng.choice(["a", "b" * 64])
                 )
                 driver.send(acted)
-                cost += budget.of_engagement(event(acted))  # type: ignore[arg-type]
-        cost += budget.of_candidates(len(shown), 4)
-        assert driver.state.requests["r"].num_bytes + budget.FIXED == cost, n
+                cost += engagement_cost(event(acted))  # type: ignore[arg-type]
+        cost += candidates_cost(len(shown), 4)
+        assert driver.state.requests["r"].num_bytes + FIXED_BYTES == cost, n
         sample = next(o for o in driver.end() if o.topic == "samples")
         message = seen(sample).message
         told = pb.Prediction(
@@ -157,14 +157,14 @@ def test_no_sample_is_larger_than_the_costs_of_what_it_is_made_of() -> None:
 
 def page_bytes(page: pb.Impression) -> int:
     """Of the budget, as the first of its request."""
-    return budget.of_impression(event(page)) + budget.of_candidates(len(page.item_ids), 4)  # type: ignore[arg-type]
+    return impression_cost(event(page)) + candidates_cost(len(page.item_ids), 4)  # type: ignore[arg-type]
 
 
 def test_a_page_or_engagement_that_exceeds_the_budget_overflows_and_the_rest_is_joined() -> None:
     driver = Driver(rules())
     first, page, click = impression(T), impression(T + 1, (3,), ro=None), engagement(T + 2, event=1)
-    cost = page_bytes(first) + budget.of_engagement(event(click))  # type: ignore[arg-type]
-    driver.join._max_bytes = cost
+    cost = page_bytes(first) + engagement_cost(event(click))  # type: ignore[arg-type]
+    driver.join.max_request_bytes = cost
     assert reasons(driver.send(first, click, page, engagement(T + 3, event=2))) == ["overflow", "overflow"]
     sample = only(driver.at(T + 100), "samples")
     assert sample.items == [1, 2] and sample.events == [1]
@@ -175,20 +175,20 @@ def test_engagements_that_wait_count_before_their_request_is_there_and_no_longer
     None
 ):
     driver = Driver(rules(orphan_timeout_ms=10))
-    driver.join._max_bytes = page_bytes(impression(T))  # type: ignore[arg-type]
+    driver.join.max_request_bytes = page_bytes(impression(T))  # type: ignore[arg-type]
     driver.send(engagement(T, event=1))
     assert reasons(driver.send(impression(T))) == ["overflow"]
     assert reasons(driver.at(T + 10)) == ["no_request"]
     assert (
         driver.send(impression(T + 11)) == []
-        and driver.state.requests["r"].num_bytes == driver.join._max_bytes
+        and driver.state.requests["r"].num_bytes == driver.join.max_request_bytes
     )
 
 
 def test_what_a_request_holds_is_counted_in_every_phase() -> None:
     driver = Driver(rules())
     acted = [engagement(t, event=n) for n, t in enumerate((T + 5, T + 500, T + 1_500, T + 2_500), 1)]
-    costs = [budget.of_engagement(event(e)) for e in acted]  # type: ignore[arg-type]
+    costs = [engagement_cost(event(e)) for e in acted]  # type: ignore[arg-type]
     page = page_bytes(impression(T))  # type: ignore[arg-type]
     driver.send(impression(T), *acted)
     held = [driver.state.requests["r"].num_bytes]
@@ -225,18 +225,18 @@ def test_engagements_that_wait_for_an_item_shown_too_late_have_the_cap_of_orphan
     waiting = [engagement(T + 20, 3, event=n) for n in range(1, 4)]
     assert reasons(driver.send(*waiting)) == ["overflow"]
     assert driver.send(engagement(T + 45, 3, event=4)) == [], "those that join are not among them"
-    assert driver.state.head.num_orphans == 0, "their item is shown"
+    assert driver.state.counts.num_orphans == 0, "their item is shown"
 
 
 def test_an_output_that_is_too_large_all_the_same_is_a_dead_letter_of_each_event() -> None:
     driver = Driver(rules(correction_horizon_ms=1_000))
-    driver.join._passage.max_bytes = 100
+    driver.join.max_sample_bytes = 100
     driver.send(impression(T), impression(T + 1, (3,)), engagement(T + 2, event=1))
     outputs = driver.at(T + 100)
-    assert [(o.topic, o.why) for o in outputs] == [("dead_letters", "oversized")] * 3
+    assert [(o.topic, o.reason) for o in outputs] == [("dead_letters", "oversized")] * 3
     assert sorted(seen(o).message.event_id for o in outputs) == [0, 0, 1]
     driver.send(engagement(T + 150, event=2))
-    assert [(o.topic, o.why) for o in driver.at(T + 150)] == [("dead_letters", "oversized")]
+    assert [(o.topic, o.reason) for o in driver.at(T + 150)] == [("dead_letters", "oversized")]
 
 
 class WeighedStore(DictStore):

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from joiner.rules import Rules, close_at
-from joiner.state import NEVER, OPEN, WAITING, Engagement, MemoryState, Trace
+from joiner.rules import Rules, close_time
+from joiner.state import NEVER, OPEN, WAITING, Engagement, MemoryState, SeenEngagement
 from roostream.schema.ids import sample_id
 from roostream.wire import roo_pb2 as pb
 from tests.joiner.cases import (
@@ -99,12 +99,12 @@ def arrive(data: Any, messages: list[Message], with_rules: Rules) -> Driver:
 
 def check_counts(state: MemoryState) -> None:
     """What is counted as events come and go is what there is."""
-    head, requests = state.head, state.requests
+    head, requests = state.counts, state.requests
     for request_id, request in requests.items():
-        events = [e for e in state.chain(request_id, request)] if request.last_event else []
+        events = [e for e in state.engagement_list(request_id, request)] if request.newest_event else []
         pending = {e.event_id: e for e in events if isinstance(e, Engagement)}
         assert request.num_pending == len(pending)
-        assert request.num_events == sum(not (isinstance(e, Trace) and e.gone) for e in events)
+        assert request.num_events == sum(not (isinstance(e, SeenEngagement) and e.forgotten) for e in events)
         if request.phase in (WAITING, OPEN):
             assert request.num_orphans == sum(pending[event_id].row < 0 for event_id in request.waiting)
     for scope_id, scope in state.scopes.items():
@@ -172,7 +172,7 @@ def check_due(driver: Driver, with_rules: Rules) -> None:
                 if r.scope == request.scope is not None and r.time_ms > request.time_ms
             ]
             planned = structs.replace(request, next_ms=min(later, default=NEVER))
-            assert request.due_ms == close_at(with_rules, planned, with_rules.closes_on_engagement)[0]
+            assert request.due_ms == close_time(with_rules, planned)[0]
 
 
 @settings(max_examples=150, deadline=None)
@@ -257,7 +257,7 @@ def _ended(driver: Driver) -> set[int]:
 def _pending(driver: Driver) -> set[int]:
     return {
         e.event_id
-        for held in driver.state.events.values()
+        for held in driver.state.engagements.values()
         for e in held.values()
         if isinstance(e, Engagement)
     }

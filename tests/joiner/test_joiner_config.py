@@ -92,5 +92,8 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
 
 
 def test_a_partition_may_be_read_ahead_as_far_as_topics_accept_of_the_future() -> None:
-    assert JoinerConfig(window_ms=5_000).drift_ms == 60_000
-    assert JoinerConfig(window_ms=20_000).drift_ms == 120_000 and JoinerConfig(read_ahead_ms=7).drift_ms == 7
+    assert JoinerConfig(window_ms=5_000).max_drift_ms == 60_000
+    assert (
+        JoinerConfig(window_ms=20_000).max_drift_ms == 120_000
+        and JoinerConfig(read_ahead_ms=7).max_drift_ms == 7
+    )

@@ -13,9 +13,9 @@ import pytest
 from infra.flink_cluster import pyflink_home
 from infra.jars import COMPILER_JARS, CONNECTOR_JARS, find_java
 from infra.prepare import JAVA_SOURCES, compile_java
-from joiner.build import Output
-from joiner.ingest import LATEST_MS
-from joiner.local_watermark import SplitTime
+from joiner.event_decoder import MAX_TIME_MS
+from joiner.local_engine import PartitionTime
+from joiner.outputs import Output
 from joiner.state import Engagement, Impression
 from roostream.runtime.event_time import START
 from roostream.wire import records as wire
@@ -71,10 +71,10 @@ def plain(value: bytes, time_ms: int = T) -> Record:
 
 def python(r: Record) -> tuple[int, int]:
     """(kind, time) as the local engine has them; an event is one only under its own key."""
-    found = reader().read(r)
+    found = reader().decode(r)
     if isinstance(found, (Impression, Engagement)):
         return EVENT, found.time_ms
-    if isinstance(found, Output) or found.time_ms != r.timestamp_ms or not 1 <= found.time_ms <= LATEST_MS:
+    if isinstance(found, Output) or found.time_ms != r.timestamp_ms or not 1 <= found.time_ms <= MAX_TIME_MS:
         return NOTHING, START
     return HEARTBEAT if isinstance(found, pb.Heartbeat) else END_MARKER, found.time_ms
 
@@ -98,7 +98,7 @@ def test_java_drops_nothing_that_python_would_make_a_dead_letter_of(java: Run) -
         b"\x06\x01" + BODIES[3],
         b"\x07\x01" + BODIES[3],
     }
-    assert not [r for r in dropped if isinstance(reader().read(r), Output)]
+    assert not [r for r in dropped if isinstance(reader().decode(r), Output)]
 
 
 def damaged(rng: random.Random, r: Record) -> Record:
@@ -136,7 +136,7 @@ def test_java_and_python_read_the_same_time_from_the_same_bytes(java: Run) -> No
         if expected[0] == NOTHING and kind == EVENT:
             assert ms == r.timestamp_ms, "only what Python alone can judge (shapes, numbers, text)"
         elif expected[0] == NOTHING and kind != NOTHING:
-            assert keep and isinstance(reader().read(r), Output), "text that is not UTF-8"
+            assert keep and isinstance(reader().decode(r), Output), "text that is not UTF-8"
         else:
             assert (kind, ms) == expected, r
         assert keep or (kind in (HEARTBEAT, END_MARKER) and expected[0] == kind)
@@ -144,17 +144,17 @@ def test_java_and_python_read_the_same_time_from_the_same_bytes(java: Run) -> No
 
 
 def test_a_partition_s_time_is_the_same_in_both_engines(java: Run) -> None:
-    rng, records, expected, split, now_ms = random.Random(3), [], [], SplitTime(), 100_000
+    rng, records, expected, split, now_ms = random.Random(3), [], [], PartitionTime(), 100_000
     for _ in range(3_000):
         now_ms += rng.choice([0, 1, 100, 900])
         time_ms = rng.choice([now_ms, now_ms, now_ms - rng.randrange(3_000), now_ms + rng.randrange(9_000)])
         if rng.random() < 0.3:
             name = rng.choice(["", "a", "a", "b", "c"])
             records.append(record(pb.Heartbeat(time_ms=time_ms, producer=name)))
-            split.beat(time_ms, name, SILENT_MS)
+            split.heartbeat(time_ms, name, SILENT_MS)
         elif rng.random() < 0.01:
             records.append(record(pb.EndMarker(time_ms=time_ms)))
-            split.end(time_ms)
+            split.end_marker(time_ms)
         else:
             records.append(record(engagement(time_ms, event=1)))
             split.event(time_ms, MAX_MS)

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 import xxhash
 
-from joiner.build import Output
 from joiner.config import JoinerConfig
 from joiner.local_engine import LocalEngine
+from joiner.outputs import Output
 from roostream.errors import CheckpointError
 from roostream.runtime.event_time import START
 from roostream.schema.ids import key_bytes
@@ -79,7 +79,7 @@ def test_end_of_input_closes_all_requests_and_forgets_every_key() -> None:
         joined,
     )
     outputs = joined.end_of_input()
-    assert [(o.topic, o.why) for o in outputs] == [
+    assert [(o.topic, o.reason) for o in outputs] == [
         ("samples", "CLOSE_WINDOW"),
         ("dead_letters", "no_request"),
     ]
@@ -110,7 +110,7 @@ def test_a_whole_stream_gives_what_the_oracle_gives(seed: int) -> None:
     assert got == expected_samples
     assert {c.events[0]: (c.labels_before, c.labels) for c in corrections} == expected_corrections
     from_decoding = {"undecodable": 2, "unknown_type": 1, "unknown_schema": 1, "non_finite": 1}
-    assert Counter(o.why for o in outputs if o.topic == "dead_letters") == dead + Counter(from_decoding)
+    assert Counter(o.reason for o in outputs if o.topic == "dead_letters") == dead + Counter(from_decoding)
     assert len({close[1] for close, _, _ in got.values()}) == 3, "all three triggers took part"
     assert corrections and {"no_request", "item_not_shown", "after_close", "too_late"} <= set(dead)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from joiner.local_watermark import SplitTime, Watermarks
+from joiner.local_engine import PartitionTime, Watermarks
 from roostream.runtime.event_time import START
 
 MAX_MS, SILENT_MS = 1_000, 5_000
 
 
-def after(*times_ms: int) -> SplitTime:
-    split = SplitTime()
+def after(*times_ms: int) -> PartitionTime:
+    split = PartitionTime()
     for time_ms in times_ms:
         split.event(time_ms, MAX_MS)
     return split
@@ -41,43 +41,43 @@ def test_events_that_are_all_far_apart_follow_one_behind() -> None:
 
 def test_with_one_producer_its_newest_record_counts_as_without_any() -> None:
     split = after(100)
-    split.beat(200, "a", SILENT_MS)
+    split.heartbeat(200, "a", SILENT_MS)
     split.event(700, MAX_MS)
     assert split.reached_ms(SILENT_MS) == 700
 
 
 def test_of_several_producers_the_slowest_holds_the_partition() -> None:
-    split = SplitTime()
-    split.beat(1_000, "a", SILENT_MS)
-    split.beat(1_100, "b", SILENT_MS)
-    split.beat(4_000, "a", SILENT_MS)
+    split = PartitionTime()
+    split.heartbeat(1_000, "a", SILENT_MS)
+    split.heartbeat(1_100, "b", SILENT_MS)
+    split.heartbeat(4_000, "a", SILENT_MS)
     split.event(4_100, MAX_MS)
     assert split.reached_ms(SILENT_MS) == 1_100
-    split.beat(900, "b", SILENT_MS)
+    split.heartbeat(900, "b", SILENT_MS)
     assert split.reached_ms(SILENT_MS) == 1_100, "a heartbeat that comes again says nothing new"
-    split.beat(4_050, "b", SILENT_MS)
+    split.heartbeat(4_050, "b", SILENT_MS)
     assert split.reached_ms(SILENT_MS) == 4_000
 
 
 def test_a_producer_that_is_silent_for_too_long_holds_nothing_and_is_forgotten() -> None:
-    split = SplitTime()
+    split = PartitionTime()
     for producer in "ab":
-        split.beat(1_000, producer, SILENT_MS)
-    split.beat(6_000, "a", SILENT_MS)
+        split.heartbeat(1_000, producer, SILENT_MS)
+    split.heartbeat(6_000, "a", SILENT_MS)
     assert split.reached_ms(SILENT_MS) == 1_000, "just not too long"
     split.event(6_001, MAX_MS)
     assert split.reached_ms(SILENT_MS) == 6_001
-    split.beat(6_001, "a", SILENT_MS)
-    assert set(split.beats) == {"a"}
+    split.heartbeat(6_001, "a", SILENT_MS)
+    assert set(split.heartbeats) == {"a"}
 
 
 def test_heartbeats_without_a_name_and_end_markers_are_nobody_s() -> None:
-    split = SplitTime()
-    split.beat(1_000, "", SILENT_MS)
-    split.beat(1_100, "a", SILENT_MS)
+    split = PartitionTime()
+    split.heartbeat(1_000, "", SILENT_MS)
+    split.heartbeat(1_100, "a", SILENT_MS)
     assert split.reached_ms(SILENT_MS) == 1_100
-    split.beat(1_050, "b", SILENT_MS)
-    split.end(1_200)
+    split.heartbeat(1_050, "b", SILENT_MS)
+    split.end_marker(1_200)
     assert split.reached_ms(SILENT_MS) == 1_200, "whoever beat before has ended too"
 
 

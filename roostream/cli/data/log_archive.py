@@ -12,9 +12,9 @@ from pathlib import Path
 
 import xxhash
 
-from joiner.build import Output
 from joiner.config import JoinerConfig
 from joiner.local_engine import LocalEngine
+from joiner.outputs import Output
 from roostream.cli.replay.outcome import LocalTopics
 from roostream.cli.replay.program_settings import choices_of
 from roostream.errors import ConfigError, FencedError

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from joiner.build import Output
 from joiner.config import JoinerConfig
 from joiner.local_engine import LocalEngine
+from joiner.outputs import Output
 from roostream.cli.replay.outcome import LocalTopics
 from roostream.cli.replay.program_settings import choices_of
 from roostream.cli.replay.report_table import Row, join_rows, number, plain_table, warning_rows

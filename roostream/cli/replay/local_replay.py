@@ -16,9 +16,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from joiner.build import Output
 from joiner.config import JoinerConfig
 from joiner.local_engine import LocalEngine
+from joiner.outputs import Output
 from param_server.client import Client
 from param_server.config import ShardIdentity
 from param_server.key_value_store import MemoryKeyValueStore

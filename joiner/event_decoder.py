@@ -1,6 +1,6 @@
-"""From records to events: what can't be joined becomes a dead letter here, before it reaches any state (G6).
+"""Decodes Kafka records into events. Records that can't be joined become dead letters here, before they reach any state (G6).
 
-A record is read alone: nothing in here depends on what came before it, so a bad record costs itself and nothing else.
+Each record is decoded alone, independent of earlier ones, so a bad record affects nothing else.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterable
 from typing import TypeAlias
 
-from joiner.build import Output, dead_letter
-from joiner.spans import ITEMS, payload, spans_of
+from joiner.outputs import Output, dead_letter
 from joiner.state import Engagement, Impression, Origin, Page
+from joiner.wire_offsets import ITEMS, field_offsets, field_value
 from roostream.errors import CheckpointError, UnavailableError, WireError
 from roostream.schema.ids import NO_KEY, hash64, key_bytes
 from roostream.schema.schema import Limits, Registry
@@ -20,50 +20,54 @@ from roostream.wire import roo_pb2 as pb
 from roostream.wire.block import check_block
 from roostream.wire.records import Record
 
-LATEST_MS = 253_402_300_799_999  # the last millisecond of the year 9999
+MAX_TIME_MS = 253_402_300_799_999  # the last millisecond of the year 9999
 MAX_NAME_BYTES = 64
-MAX_ERROR = 512
-"""Characters of what a dead letter says is wrong."""
+MAX_ERROR_CHARS = 512  # of the error in a dead letter
 
 Event: TypeAlias = Impression | Engagement
-Beat: TypeAlias = pb.Heartbeat | pb.EndMarker
-"""What only tells how far time has come."""
+TimeMark: TypeAlias = pb.Heartbeat | pb.EndMarker
+"""Records that only advance event time."""
 
 
-class Reader:
+class EventDecoder:
     """Decodes the records of both event topics.
 
-    `registry` gives a schema by fingerprint, None if it is unknown; `limits` are those of the joiner's own schema, since the
-    writer's schema can't be trusted with them.
+    `registry` returns a schema by fingerprint, None if it is unknown. `limits` are those of the joiner's own schema, because
+    the producer's schema can't be trusted with limits.
     """
 
     def __init__(self, registry: Registry, limits: Limits) -> None:
         self.registry, self.limits = registry, limits
 
-    def read(self, record: Record) -> Event | Beat | Output:
-        """An event; a heartbeat or end marker; else a dead letter. Never raises for what a record holds.
+    def decode(self, record: Record) -> Event | TimeMark | Output:
+        """An event, a heartbeat or end marker, or a dead letter. Never raises for the content of a record.
 
         Raises:
-            CheckpointError, UnavailableError: the record's schema is registered, but can't be read now: nothing is wrong with the
-                record, and it can be read once that is mended.
+            CheckpointError, UnavailableError: the record's schema is registered but can't be loaded now. The record itself may
+                be good; decode it again later.
         """
         origin = Origin(record.topic, record.partition, record.offset)
-        found: pb.Impression | pb.Engagement | Beat | None = None
+        message: pb.Impression | pb.Engagement | TimeMark | None = None
         try:
-            found = self._decode(record.value)
-            return (
-                found
-                if isinstance(found, (pb.Heartbeat, pb.EndMarker))
-                else self._event(record, origin, found)
-            )
+            message = self._parse(record.value)
+            if isinstance(message, (pb.Heartbeat, pb.EndMarker)):
+                return message
+            _check_header(record, message.header)
+            if isinstance(message, pb.Engagement):
+                _check_engagement(message)
+                return _engagement(record, origin, message)
+            self._check_impression(message)
+            return _impression(record, origin, message)
         except WireError as error:
-            return self._dead(record, origin, found, error.reason, str(error))
+            return self._dead_letter(record, origin, message, error.reason, str(error))
         except (CheckpointError, UnavailableError):
             raise
         except Exception as error:
-            return self._dead(record, origin, found, "undecodable", f"could not be read: {error!r}")
+            return self._dead_letter(
+                record, origin, message, "undecodable", f"could not be decoded: {error!r}"
+            )
 
-    def _decode(self, value: bytes | None) -> pb.Impression | pb.Engagement | Beat:
+    def _parse(self, value: bytes | None) -> pb.Impression | pb.Engagement | TimeMark:
         if value is not None and len(value) > self.limits.max_record_bytes:
             raise WireError(
                 "oversized", f"expected at most {self.limits.max_record_bytes} bytes, got {len(value)}"
@@ -72,14 +76,6 @@ class Reader:
         if isinstance(message, (pb.Impression, pb.Engagement, pb.Heartbeat, pb.EndMarker)):
             return message
         raise WireError("unknown_type", f"expected an impression or an engagement, got type {kind}")
-
-    def _event(self, record: Record, origin: Origin, message: pb.Impression | pb.Engagement) -> Event:
-        _check_header(record, message.header)
-        if isinstance(message, pb.Engagement):
-            _check_engagement(message)
-            return _engagement(record, origin, message)
-        self._check_impression(message)
-        return _impression(record, origin, message)
 
     def _check_impression(self, message: pb.Impression) -> None:
         schema = self.registry(message.header.schema)
@@ -110,15 +106,23 @@ class Reader:
             check_block(schema, "ro", message.ro, 1, self.limits)
         check_block(schema, "nro", message.nro, n, self.limits)
 
-    def _dead(self, record: Record, origin: Origin, found: object, reason: str, error: str) -> Output:
-        """Nothing of it is larger than we make it, whatever the record holds: no sink may ever refuse a dead letter."""
-        request_id = found.header.request_id if isinstance(found, (pb.Impression, pb.Engagement)) else ""
+    def _dead_letter(
+        self, record: Record, origin: Origin, message: object, reason: str, error: str
+    ) -> Output:
+        """Every part has a bounded size, whatever the record contains: a sink must never refuse a dead letter."""
+        request_id = message.header.request_id if isinstance(message, (pb.Impression, pb.Engagement)) else ""
         if len(request_id.encode()) > MAX_NAME_BYTES:
             request_id = ""
-        event_id = found.event_id if isinstance(found, pb.Engagement) else 0
+        event_id = message.event_id if isinstance(message, pb.Engagement) else 0
         key = record.key if record.key is not None and len(record.key) == len(NO_KEY) else NO_KEY
         return dead_letter(
-            key, origin, record.value, reason, error[:MAX_ERROR], event_id=event_id, request_id=request_id
+            key,
+            origin,
+            record.value,
+            reason,
+            error[:MAX_ERROR_CHARS],
+            event_id=event_id,
+            request_id=request_id,
         )
 
 
@@ -138,8 +142,8 @@ def _check_header(record: Record, header: pb.Header) -> None:
             "bad_shape",
             f"expected a traceparent of at most {MAX_NAME_BYTES} characters, got {len(header.traceparent)}",
         )
-    if not 1 <= header.time_ms <= LATEST_MS:
-        raise WireError("bad_time", f"expected a time in 1..{LATEST_MS} ms, got {header.time_ms}")
+    if not 1 <= header.time_ms <= MAX_TIME_MS:
+        raise WireError("bad_time", f"expected a time in 1..{MAX_TIME_MS} ms, got {header.time_ms}")
     if header.time_ms != record.timestamp_ms:
         raise WireError(
             "bad_time",
@@ -158,7 +162,7 @@ def _check_engagement(message: pb.Engagement) -> None:
     if not message.event_id:
         raise WireError(
             "bad_shape",
-            "expected an event id, got 0: without one a retry can't be told from a second engagement",
+            "expected an event id, got 0: without one a retry looks like a second engagement",
         )
     if not 1 <= len(message.action.encode()) <= MAX_NAME_BYTES:
         raise WireError(
@@ -174,23 +178,23 @@ def _check_finite(name: str, values: Iterable[float]) -> None:
 
 
 def _impression(record: Record, origin: Origin, message: pb.Impression) -> Impression:
-    """The record with the places of its columns, which are copied from there later. A producer need not write a message as
-    protobuf does: of another one, what protobuf writes is kept beside what came."""
+    """The event with the offsets of its columns, which are copied from the record later. If a producer encoded the message
+    differently from protobuf, protobuf's encoding is kept beside the original bytes."""
     header, raw = message.header, record.value
-    written = message.SerializeToString(deterministic=True)
-    canonical = b"" if raw[2:] == written else raw[:2] + written
-    spans = spans_of(canonical or raw)
+    encoded = message.SerializeToString(deterministic=True)
+    canonical = b"" if raw[2:] == encoded else raw[:2] + encoded
+    offsets = field_offsets(canonical or raw)
     page = Page(
         time_ms=header.time_ms,
         digest=hash64(raw),
         schema=header.schema,
         session_id=header.session_id,
         surface=header.surface,
-        items=payload(canonical or raw, spans, ITEMS),
+        items=field_value(canonical or raw, offsets, ITEMS),
         num_distinct=len(set(message.item_ids)),
     )
     return Impression(
-        origin=origin, request_id=header.request_id, page=page, spans=spans, raw=raw, canonical=canonical
+        origin=origin, request_id=header.request_id, page=page, offsets=offsets, raw=raw, canonical=canonical
     )
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from joiner.entries import VERSION, Entries, decode, encode
-from joiner.state import END, MemoryState, Request
+from joiner.state import END, VERSION, MemoryState, Request, SerializedState, decode, encode
 from roostream.errors import CheckpointError
 from tests.joiner.cases import DictStore, Driver, engagement, impression, rules
 
@@ -60,14 +59,14 @@ def test_an_impression_touches_its_request_the_counts_its_due_time_and_its_scope
 
 def test_what_a_call_did_is_undone_by_forgetting_it_and_written_by_flush() -> None:
     store = DictStore()
-    entries = Entries(store)
+    entries = SerializedState(store)
     entries.requests["r"] = Request(num_events=3)
-    entries.forget()
+    entries.reset()
     entries.flush()
     assert store == {} and entries.requests.get("r") is None
     entries.requests["r"] = Request(num_events=3)
     entries.flush()
-    assert Entries(store).requests.get("r") == Request(num_events=3)
+    assert SerializedState(store).requests.get("r") == Request(num_events=3)
     del entries.requests["r"]
     entries.flush()
     assert store == {}
@@ -79,7 +78,7 @@ def test_request_ids_with_dots_digits_and_kinds_in_them_do_not_collide() -> None
     for n, name in enumerate(names, 1):
         driver.send(impression(T, request=name), engagement(T + 1, event=n, request=name))
     assert set(driver.state.requests) == set(names) and {
-        r: list(e) for r, e in driver.state.events.items()
+        r: list(e) for r, e in driver.state.engagements.items()
     } == {r: [n] for n, r in enumerate(names, 1)}
 
 
@@ -109,11 +108,11 @@ def test_every_value_begins_with_the_version() -> None:
 @pytest.mark.parametrize("data", [b"", bytes((1,)) + encode(MemoryState())[1:], bytes((VERSION + 1,))])
 def test_another_version_is_refused_with_what_to_do(data: bytes) -> None:
     with pytest.raises(
-        CheckpointError, match=f"expected joiner state of version {VERSION}, got .*; go on with the build"
+        CheckpointError, match=f"expected joiner state of version {VERSION}, got .*; continue with the build"
     ):
-        Entries(DictStore({"rr": data})).requests.get("r")
+        SerializedState(DictStore({"rr": data})).requests.get("r")
 
 
 def test_damaged_bytes_are_refused() -> None:
-    with pytest.raises(CheckpointError, match="can't be read"):
+    with pytest.raises(CheckpointError, match="decoded"):
         decode(bytes((VERSION,)) + b"\xc1")

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from joiner.build import Output
-from joiner.spans import (
+from joiner.outputs import Output
+from joiner.state import Impression
+from joiner.wire_offsets import (
     HEADER,
     ITEMS,
     NRO,
@@ -18,12 +19,11 @@ from joiner.spans import (
     RO,
     SCORES,
     WEIGHT,
-    payload,
-    spans_of,
-    tags_of,
+    field_offsets,
+    field_tags,
+    field_value,
     varint,
 )
-from joiner.state import Impression
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
@@ -84,7 +84,7 @@ def test_samples_and_corrections_are_the_bytes_that_protobuf_writes(
 def test_spans_are_where_protobuf_put_the_fields(items: list[int], data: Any) -> None:
     message = page(data.draw, items, T)
     value = record(message).value
-    spans = spans_of(value)
+    spans = field_offsets(value)
     for place, name in (
         (HEADER, "header"),
         (RO, "ro"),
@@ -99,9 +99,9 @@ def test_spans_are_where_protobuf_put_the_fields(items: list[int], data: Any) ->
             "scores",
         ) else setattr(alone, name, getattr(message, name))
         field = alone.SerializeToString() if name != "ro" or message.HasField("ro") else b""
-        assert bool(field) == bool(spans[place]) and field.endswith(payload(value, spans, place))
+        assert bool(field) == bool(spans[place]) and field.endswith(field_value(value, spans, place))
     assert bool(spans[WEIGHT]) == (message.weight != 0)
-    assert [len(payload(value, spans, p)) // 4 for p in (POSITIONS, PROPENSITIES)] == [
+    assert [len(field_value(value, spans, p)) // 4 for p in (POSITIONS, PROPENSITIES)] == [
         len(message.positions),
         len(message.propensities),
     ]
@@ -113,7 +113,7 @@ def test_a_varint_is_protobufs(n: int) -> None:
 
 
 def test_tags_are_those_of_the_descriptor() -> None:
-    tags = tags_of(pb.Sample)
+    tags = field_tags(pb.Sample)
     full = pb.Sample(
         sample_id=1,
         close_ms=1,
@@ -154,13 +154,13 @@ def test_an_impression_that_is_not_written_as_protobuf_does_gives_the_same_sampl
     other = usual._replace(value=usual.value[:2] + shuffled(message))
     outputs = [joined(usual), joined(other)]
     assert outputs[0] == outputs[1]
-    found = reader().read(other)
+    found = reader().decode(other)
     assert isinstance(found, Impression) and found.raw == other.value and found.canonical == usual.value
 
 
 def joined(r: Record) -> list[Output]:
     driver = Driver(rules())
-    found = reader().read(r)
+    found = reader().decode(r)
     assert isinstance(found, Impression)
     driver.apply(found)
     return driver.end()

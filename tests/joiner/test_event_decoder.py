@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from joiner.build import MAX_RAW_BYTES, Output
+from joiner.outputs import MAX_RAW_BYTES, Output
 from joiner.state import Engagement, Impression
 from roostream.errors import CheckpointError, RoostreamError, UnavailableError
 from roostream.schema.ids import key_bytes
@@ -103,7 +103,8 @@ CASES: list[tuple[str, Record, str]] = [
 def test_a_time_is_of_1970_to_9999(time_ms: int, is_one: bool) -> None:
     assert (
         isinstance(
-            reader().read(changed(impression(T), time_ms=time_ms)._replace(timestamp_ms=time_ms)), Impression
+            reader().decode(changed(impression(T), time_ms=time_ms)._replace(timestamp_ms=time_ms)),
+            Impression,
         )
         is is_one
     )
@@ -111,8 +112,8 @@ def test_a_time_is_of_1970_to_9999(time_ms: int, is_one: bool) -> None:
 
 @pytest.mark.parametrize(("bad", "reason"), [pytest.param(r, reason, id=name) for name, r, reason in CASES])
 def test_a_bad_record_becomes_a_dead_letter_with_its_reason(bad: Record, reason: str) -> None:
-    found = reader().read(bad)
-    assert isinstance(found, Output) and (found.topic, found.why) == ("dead_letters", reason)
+    found = reader().decode(bad)
+    assert isinstance(found, Output) and (found.topic, found.reason) == ("dead_letters", reason)
     m = seen(found).message
     assert (m.topic, m.partition, m.offset, m.raw_bytes) == (
         bad.topic,
@@ -124,7 +125,7 @@ def test_a_bad_record_becomes_a_dead_letter_with_its_reason(bad: Record, reason:
 
 
 def test_good_events_come_out_with_what_joining_needs() -> None:
-    shown, acted = reader().read(GOOD), reader().read(record(engagement(T, 2, event=7, value=2.5)))
+    shown, acted = reader().decode(GOOD), reader().decode(record(engagement(T, 2, event=7, value=2.5)))
     assert isinstance(shown, Impression) and (shown.request_id, shown.page.items, shown.raw) == (
         "r",
         struct.pack("<2Q", 1, 2),
@@ -135,16 +136,16 @@ def test_good_events_come_out_with_what_joining_needs() -> None:
 
 @pytest.mark.parametrize("message", [pb.Heartbeat(time_ms=T), pb.EndMarker(time_ms=T)])
 def test_heartbeats_and_end_markers_are_no_events(message: Any) -> None:
-    assert reader().read(record(message)) == message
+    assert reader().decode(record(message)) == message
 
 
 def test_a_dead_letter_carries_a_bounded_part_of_a_large_record_and_the_ids_that_could_be_read() -> None:
     large = GOOD._replace(value=GOOD.value + bytes(SCHEMA.limits.max_record_bytes))
-    m = seen(reader().read(large)).message  # type: ignore[arg-type]
+    m = seen(reader().decode(large)).message  # type: ignore[arg-type]
     assert len(m.raw) == MAX_RAW_BYTES and m.raw_bytes == len(large.value)
-    m = seen(reader().read(changed(engagement(T, event=7), action=""))).message  # type: ignore[arg-type]
+    m = seen(reader().decode(changed(engagement(T, event=7), action=""))).message  # type: ignore[arg-type]
     assert (m.event_id, m.request_id) == (7, "r")
-    m = seen(reader().read(changed(impression(T), schema=99))).message  # type: ignore[arg-type]
+    m = seen(reader().decode(changed(impression(T), schema=99))).message  # type: ignore[arg-type]
     assert (m.event_id, m.request_id) == (0, "r")
 
 
@@ -152,13 +153,13 @@ def test_a_dead_letter_carries_a_bounded_part_of_a_large_record_and_the_ids_that
     "key", [None, b"", b"1234567", bytes((4 << 20) - 120)], ids=["none", "empty", "7 bytes", "4 MiB"]
 )
 def test_a_key_that_is_none_of_ours_is_not_repeated(key: bytes | None) -> None:
-    dead = reader().read(GOOD._replace(key=key, value=b"\x01"))
+    dead = reader().decode(GOOD._replace(key=key, value=b"\x01"))
     assert isinstance(dead, Output) and dead.key == bytes(8)
 
 
 def test_nothing_of_a_bad_record_makes_its_dead_letter_large() -> None:
     """A name is as long as its record; what is wrong may be told with the bytes that are."""
-    long_name = reader().read(changed(impression(T), request_id="x" * 500_000))
+    long_name = reader().decode(changed(impression(T), request_id="x" * 500_000))
     assert (
         isinstance(long_name, Output)
         and len(long_name.value) < MAX_RAW_BYTES + 1_000
@@ -170,14 +171,14 @@ def test_nothing_of_a_bad_record_makes_its_dead_letter_large() -> None:
 
     found = reader()
     found.registry = wordy  # type: ignore[assignment]
-    dead = found.read(GOOD)
+    dead = found.decode(GOOD)
     assert isinstance(dead, Output) and len(dead.value) < 2_000
 
 
 def test_events_with_neither_user_nor_session_are_taken_under_a_key_of_their_request() -> None:
     nobody = {"user": 0, "session": 0}
-    shown = reader().read(record(impression(T, request="a", **nobody)))  # type: ignore[arg-type]
-    acted = reader().read(record(engagement(T, request="a", event=1, **nobody)))
+    shown = reader().decode(record(impression(T, request="a", **nobody)))  # type: ignore[arg-type]
+    acted = reader().decode(record(engagement(T, request="a", event=1, **nobody)))
     assert isinstance(shown, Impression) and isinstance(acted, Engagement)
 
 
@@ -191,7 +192,7 @@ def test_a_schema_that_can_not_be_read_now_is_no_fault_of_the_record(error: Roos
     found = reader()
     found.registry = failing  # type: ignore[assignment]
     with pytest.raises(type(error), match=str(error)):
-        found.read(GOOD)
+        found.decode(GOOD)
 
 
 def test_a_registry_with_a_defect_costs_the_record_and_not_the_partition() -> None:
@@ -200,8 +201,8 @@ def test_a_registry_with_a_defect_costs_the_record_and_not_the_partition() -> No
 
     found = reader()
     found.registry = broken  # type: ignore[assignment]
-    dead = found.read(GOOD)
-    assert isinstance(dead, Output) and dead.why == "undecodable"
+    dead = found.decode(GOOD)
+    assert isinstance(dead, Output) and dead.reason == "undecodable"
 
 
 @settings(max_examples=300, deadline=None)
@@ -212,5 +213,5 @@ def test_any_bytes_give_an_event_or_a_dead_letter(data: Any) -> None:
     for at in data.draw(st.lists(st.integers(0, len(value) - 1), max_size=4)):
         value[at] = data.draw(st.integers(0, 255))
     mixed = data.draw(st.sampled_from([bytes(value), data.draw(st.binary(max_size=40))]))
-    found = reader().read(GOOD._replace(value=mixed))
+    found = reader().decode(GOOD._replace(value=mixed))
     assert isinstance(found, (Output, Impression, Engagement, pb.Heartbeat, pb.EndMarker))

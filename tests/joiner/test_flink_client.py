@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from joiner import main
+from joiner import flink_client
 from joiner.config import JoinerConfig
-from joiner.meters import Meters
-from joiner.submit import submit
+from joiner.flink_client import submit
+from joiner.metrics import JoinerMetrics
 from roostream.errors import CheckpointError, UnavailableError
 from roostream.runtime.flink_rest import JOB_NAME, FlinkRest
 from roostream.runtime.health import Health
@@ -64,7 +64,7 @@ def test_the_job_is_submitted_detached_with_its_settings_and_its_restore_point(
     assert submit(config, threading.Event()) == JOB
     arguments = (tmp_path / "seen").read_text(encoding="utf-8")
     assert arguments.startswith("run -d -m 127.0.0.1:18081 -s /points/chk-7 -py ")
-    assert '"window_ms": 77' in arguments and "from joiner.job import main" in arguments
+    assert '"window_ms": 77' in arguments and "from joiner.flink_job import main" in arguments
     assert "s3cret" in arguments and "s3cret" not in arguments.splitlines()[0], (
         "arguments can be read by everybody"
     )
@@ -86,7 +86,7 @@ def test_a_client_that_fails_is_told_with_its_most_telling_line(
 ) -> None:
     client(tmp_path, f"printf '{printed}'; exit 1")
     monkeypatch.setenv("FLINK_HOME", str(tmp_path))
-    with pytest.raises(UnavailableError, match=f"Flink did not take the job: .*{told}"):
+    with pytest.raises(UnavailableError, match=f"Flink did not accept the job: .*{told}"):
         submit(JoinerConfig(flink="http://x:1"), threading.Event())
 
 
@@ -115,7 +115,7 @@ def test_a_stop_while_submitting_ends_the_client(tmp_path: Path, monkeypatch: py
 
 def test_what_flink_tells_of_the_job_is_exported() -> None:
     registry = CollectorRegistry()
-    Meters(registry).job(True, {"restarts": 3.0, "checkpoints": 12.0, "watermark_ms": 800.0})
+    JoinerMetrics(registry).set_job(True, {"restarts": 3.0, "checkpoints": 12.0, "watermark_ms": 800.0})
     assert registry.get_sample_value("roostream_joiner_watermark_timestamp_seconds") == 0.8
     assert registry.get_sample_value("roostream_joiner_job_restarts") == 3.0
 
@@ -124,8 +124,8 @@ def test_what_flink_tells_of_the_job_is_exported() -> None:
     ("job", "told"),
     [
         (None, "the job manager does not know it"),
-        ({"state": "FAILED"}, "it is FAILED: boom ← Caused by: the root"),
-        ({"state": "CANCELED"}, "it is CANCELED"),
+        ({"state": "FAILED"}, "FAILED: boom ← Caused by: the root"),
+        ({"state": "CANCELED"}, "CANCELED"),
     ],
 )
 def test_watching_ends_with_a_clear_line_when_the_job_has_ended(
@@ -139,7 +139,9 @@ def test_watching_ends_with_a_clear_line_when_the_job_has_ended(
         "exceptionHistory": {"entries": [{"stacktrace": trace}]}
     }
     with pytest.raises(UnavailableError, match=told):
-        main.watch(main.FlinkJob(rest, JOB), Meters(CollectorRegistry()), Health(60), Stop())
+        flink_client.watch(
+            flink_client.FlinkJob(rest, JOB), JoinerMetrics(CollectorRegistry()), Health(60), Stop()
+        )
 
 
 def test_a_running_job_is_adopted_and_left_running_on_stop(flink: FakeFlink, tmp_path: Path) -> None:
@@ -147,16 +149,16 @@ def test_a_running_job_is_adopted_and_left_running_on_stop(flink: FakeFlink, tmp
     answers["/jobs/overview"] = {"jobs": [{"jid": JOB, "name": JOB_NAME, "state": "RUNNING"}]}
     stop = Stop()
     stop.set()
-    main.run_flink(JoinerConfig(flink=rest.url), Meters(CollectorRegistry()), Health(60), stop)
+    flink_client.run_flink(JoinerConfig(flink=rest.url), JoinerMetrics(CollectorRegistry()), Health(60), stop)
     assert flink.asked == {}  # neither submitted again nor stopped
 
 
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ([], "no high availability is active"),
-        ([{"key": "high-availability.type", "value": "NONE"}], "no high availability is active"),
-        ([{"key": "high-availability.type", "value": "kubernetes"}], "(KUBERNETES) brings the job back"),
+        ([], "high availability is off"),
+        ([{"key": "high-availability.type", "value": "NONE"}], "high availability is off"),
+        ([{"key": "high-availability.type", "value": "kubernetes"}], "(KUBERNETES) restores the job"),
     ],
 )
 def test_it_is_said_what_brings_a_job_back(
@@ -167,27 +169,29 @@ def test_it_is_said_what_brings_a_job_back(
     stop = Stop()
     stop.set()
     with caplog.at_level("INFO"):
-        main.run_flink(JoinerConfig(flink=flink.url), Meters(CollectorRegistry()), Health(60), stop)
+        flink_client.run_flink(
+            JoinerConfig(flink=flink.url), JoinerMetrics(CollectorRegistry()), Health(60), stop
+        )
     assert told in caplog.text
 
 
 def test_a_job_that_comes_back_by_high_availability_is_waited_for(flink: FakeFlink) -> None:
     stop, health = Stop(), Health(60)
-    meters = Meters(CollectorRegistry())
+    meters = JoinerMetrics(CollectorRegistry())
     threading.Timer(0.5, stop.set).start()
-    main.watch(main.FlinkJob(FlinkRest(flink.url), JOB), meters, health, stop, patience_s=60)
-    assert health.unready() == "the job manager does not know the job yet"
+    flink_client.watch(flink_client.FlinkJob(FlinkRest(flink.url), JOB), meters, health, stop, recovery_s=60)
+    assert health.unready() == "the job manager has not recovered the job yet"
 
 
 def test_what_retention_took_from_flink_is_exported(flink: FakeFlink) -> None:
     """Flink's own source goes on from the oldest record without a word."""
-    stop, meters = Stop(), Meters(registry := CollectorRegistry())
+    stop, meters = Stop(), JoinerMetrics(registry := CollectorRegistry())
     flink.answers[f"/jobs/{JOB}"] = {"state": "RUNNING"}
     losses = RetentionLossCounter(
         lambda: {("impressions", 0): CommittedOffset(oldest=70, next=50)}, "the join"
     )
     threading.Timer(0.3, stop.set).start()
-    main.watch(main.FlinkJob(FlinkRest(flink.url), JOB, losses), meters, Health(60), stop)
+    flink_client.watch(flink_client.FlinkJob(FlinkRest(flink.url), JOB, losses), meters, Health(60), stop)
     assert registry.get_sample_value("roostream_joiner_lost_records") == 20
 
 
@@ -195,19 +199,19 @@ def test_an_absent_job_manager_is_waited_for_until_stopped() -> None:
     stop = Stop()
     stop.set()
     with pytest.raises(UnavailableError, match="stopped while waiting for Flink"):
-        main.run_flink(
-            JoinerConfig(flink="http://127.0.0.1:9"), Meters(CollectorRegistry()), Health(60), stop
+        flink_client.run_flink(
+            JoinerConfig(flink="http://127.0.0.1:9"), JoinerMetrics(CollectorRegistry()), Health(60), stop
         )
 
 
 def test_where_somebody_else_submits_the_job_is_waited_for(flink: FakeFlink) -> None:
     flink.answers["/jobs/overview"] = {"jobs": []}
     flink.answers[f"/jobs/{JOB}"] = {"state": "RUNNING"}
-    stop, health, meters = Stop(), Health(60), Meters(registry := CollectorRegistry())
+    stop, health, meters = Stop(), Health(60), JoinerMetrics(registry := CollectorRegistry())
     running = {"jobs": [{"jid": JOB, "name": JOB_NAME, "state": "RUNNING"}]}
     threading.Timer(0.3, lambda: flink.answers.update({"/jobs/overview": running})).start()
     threading.Timer(2.0, stop.set).start()
-    main.run_flink(JoinerConfig(flink=flink.url, submits=False), meters, health, stop)
+    flink_client.run_flink(JoinerConfig(flink=flink.url, submits=False), meters, health, stop)
     assert registry.get_sample_value("roostream_joiner_running") == 1
 
 
@@ -216,5 +220,5 @@ def test_waiting_for_a_job_that_somebody_else_submits_ends_with_a_signal(flink: 
     stop, health = Stop(), Health(60)
     threading.Timer(0.3, stop.set).start()
     with pytest.raises(UnavailableError, match="stopped while waiting for the job"):
-        main.wait_for_job(FlinkRest(flink.url), health, stop)
+        flink_client.wait_for_job(FlinkRest(flink.url), health, stop)
     assert health.unready() == "no job runs yet"

@@ -1,4 +1,4 @@
-"""What the joiner exports: `roostream_joiner_*`."""
+"""Prometheus metrics of the joiner. With the local engine it counts itself; of a Flink job it exports Flink's own gauges."""
 
 from __future__ import annotations
 
@@ -6,25 +6,23 @@ from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from joiner.build import Output
-from joiner.rules import LATE
+from joiner.outputs import Output
+from joiner.rules import LATE_REASON
 from joiner.state import END
 from roostream.runtime.event_time import START
 from roostream.runtime.flink_rest import LATE_REQUESTS
 
 
-class Meters:
-    """Counts of the local engine; of a Flink job what its REST interface tells."""
-
+class JoinerMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.records = Counter("roostream_joiner_records", "records read", registry=registry)
+        self.records = Counter("roostream_joiner_records_total", "records read", registry=registry)
         self.lost = Gauge(
             "roostream_joiner_lost_records",
-            "events that Kafka no longer had when they were to be joined",
+            "events that Kafka deleted before they were joined",
             registry=registry,
         )
         self.outputs = Counter(
-            "roostream_joiner_outputs", "records written", ["topic", "why"], registry=registry
+            "roostream_joiner_outputs_total", "records written", ["topic", "reason"], registry=registry
         )
         self.watermark = Gauge(
             "roostream_joiner_watermark_timestamp_seconds",
@@ -34,8 +32,8 @@ class Meters:
         self.keys = Gauge("roostream_joiner_keys", "users with state", registry=registry)
         self.running = Gauge("roostream_joiner_running", "1 while events are joined", registry=registry)
         self.late = Gauge(
-            f"roostream_joiner_{LATE_REQUESTS}",
-            "samples since the job's last restart whose request came after its own close: nothing could be waited for",
+            "roostream_joiner_late_requests",
+            "samples, since the job's last restart, of requests that arrived after their own close",
             registry=registry,
         )
         self.restarts = Gauge(
@@ -45,25 +43,20 @@ class Meters:
             "roostream_joiner_checkpoints", "completed checkpoints of the Flink job", registry=registry
         )
 
-    def read(self, num_records: int, num_lost: int) -> None:
-        """`num_lost`: in all, as the reader counts."""
-        self.records.inc(num_records)
-        self.lost.set(num_lost)
-
-    def wrote(self, outputs: Iterable[Output]) -> None:
+    def count_outputs(self, outputs: Iterable[Output]) -> None:
         for output in outputs:
-            self.outputs.labels(output.topic, output.why).inc()
-            if output.why == LATE:
+            self.outputs.labels(output.topic, output.reason).inc()
+            if output.reason == LATE_REASON:
                 self.late.inc()
 
-    def state(self, watermark_ms: int, num_keys: int) -> None:
+    def set_state(self, watermark_ms: int, num_keys: int) -> None:
         if START < watermark_ms < END:
             self.watermark.set(watermark_ms / 1000)
         self.keys.set(num_keys)
         self.running.set(1)
 
-    def job(self, running: bool, gauges: Mapping[str, float]) -> None:
-        """What `FlinkRest.gauges` gave."""
+    def set_job(self, running: bool, gauges: Mapping[str, float]) -> None:
+        """`gauges`: of `FlinkRest.gauges`."""
         self.running.set(running)
         for name, gauge, scale in (
             ("restarts", self.restarts, 1.0),

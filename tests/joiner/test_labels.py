@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from joiner.fold import Fact, Labels
+from joiner.labels import JoinedEngagement, LabelFolder
 from roostream.schema.schema import Label, Schema
 
-DWELLS: list[Fact] = [
+DWELLS: list[JoinedEngagement] = [
     (1_010, 1, "dwell", 3.0, 3),
     (1_020, 2, "dwell", 9.0, 3),
     (1_090, 4, "dwell", 5.0, 3),
@@ -18,14 +18,18 @@ DWELLS: list[Fact] = [
 ]
 
 
-def labels(schema_labels: Sequence[Label], facts: Sequence[Fact], window_ms: int = 100) -> list[float]:
-    of = Labels(Schema(labels=tuple(schema_labels)))
-    at_once, one_by_one = {3: of.nothing()}, {3: of.nothing()}
-    of.tally(at_once, facts, 1_000, window_ms)
+def labels(
+    schema_labels: Sequence[Label], facts: Sequence[JoinedEngagement], window_ms: int = 100
+) -> list[float]:
+    folder = LabelFolder(Schema(labels=tuple(schema_labels)))
+    at_once, one_by_one = {3: folder.empty()}, {3: folder.empty()}
+    folder.fold(at_once, facts, 1_000, window_ms)
     for fact in facts:
-        of.tally(one_by_one, [fact], 1_000, window_ms)
-    assert at_once == one_by_one and of.pack_all(at_once, 4) == bytes(12 * of.count) + of.pack(at_once[3])
-    return list(struct.unpack(f"<{of.count}f", of.pack(at_once[3])))
+        folder.fold(one_by_one, [fact], 1_000, window_ms)
+    assert at_once == one_by_one and folder.pack_all(at_once, 4) == bytes(
+        12 * folder.num_labels
+    ) + folder.pack(at_once[3])
+    return list(struct.unpack(f"<{folder.num_labels}f", folder.pack(at_once[3])))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +63,7 @@ def test_a_threshold_leaves_smaller_values_out() -> None:
 
 
 def test_a_sum_beyond_float32_is_the_largest_finite_one() -> None:
-    huge: list[Fact] = [(1_000, n, "x", 3e38, 3) for n in (1, 2, 3)]
+    huge: list[JoinedEngagement] = [(1_000, n, "x", 3e38, 3) for n in (1, 2, 3)]
     assert labels([Label(name="sum", action="x", fold="sum")], huge) == [3.4028234663852886e38]
 
 

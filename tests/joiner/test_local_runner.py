@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from joiner.build import Output
 from joiner.config import JoinerConfig
 from joiner.local_engine import LocalEngine
-from joiner.local_pump import Pump, Snapshots
-from joiner.meters import Meters
+from joiner.local_runner import LocalRunner, SnapshotStore
+from joiner.metrics import JoinerMetrics
+from joiner.outputs import Output
 from roostream.errors import CheckpointError
 from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.clock import FakeClock
@@ -77,25 +77,25 @@ def pump(
     sink: MemorySink,
     die_after: int = 1 << 30,
     config: JoinerConfig = CONFIG,
-) -> Pump:
+) -> LocalRunner:
     stop, clock = threading.Event(), FakeClock()
     engine = LocalEngine(config, SCHEMA, SCHEMAS.get)
     source = MemorySource(records, stop, clock, die_after)
-    made = Pump(
+    made = LocalRunner(
         config,
         engine,
         source,
         sink,
-        Snapshots(FileStore(home)),
+        SnapshotStore(FileStore(home)),
         clock=clock,
-        meters=Meters(CollectorRegistry()),
+        metrics=JoinerMetrics(CollectorRegistry()),
         health=Health(60, clock),
     )
     made.stop = stop  # type: ignore[attr-defined]
     return made
 
 
-def run(made: Pump) -> None:
+def run(made: LocalRunner) -> None:
     made.run(made.stop)  # type: ignore[attr-defined]
 
 
@@ -127,10 +127,10 @@ def test_a_damaged_newest_snapshot_is_passed_over_for_the_one_before(tmp_path: P
     assert len(names) == 2, "older ones are deleted"
     store.put(names[-1], store.get(names[-1])[:-3])
     engine = LocalEngine(CONFIG, SCHEMA, SCHEMAS.get)
-    assert Snapshots(store).restore(engine) == names[0]
+    assert SnapshotStore(store).restore(engine) == names[0]
     store.put(names[0], b"nothing")
-    with pytest.raises(CheckpointError, match="none of 2 snapshots can be read"):
-        Snapshots(store).restore(engine)
+    with pytest.raises(CheckpointError, match="none of 2 snapshots"):
+        SnapshotStore(store).restore(engine)
 
 
 def test_no_snapshot_is_written_while_outputs_are_not_acknowledged(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_partition_far_ahead_of_the_slowest_is_held_until_that_catches_up(tmp_
         MemorySink(),
         config=config,
     )
-    source = made.source
+    source = made.consumer
     assert isinstance(source, MemorySource)
     waiting, source.records = source.records[2:], source.records[:2]
     made.step()
@@ -165,8 +165,7 @@ def test_idle_partitions_stop_holding_the_watermark_and_never_in_a_replay(tmp_pa
         config = JoinerConfig(window_ms=100, lateness_ms=0, idleness_ms=1_000, replay=replay)
         sink = MemorySink()
         made = pump([], tmp_path / str(replay), sink, config=config)
-        made._heard_s = dict.fromkeys(made.engine.partitions, 0.0)
-        source = made.source
+        source = made.consumer
         assert isinstance(source, MemorySource)
         source.records = [record(impression(1_000))]
         made.step()
@@ -177,11 +176,10 @@ def test_idle_partitions_stop_holding_the_watermark_and_never_in_a_replay(tmp_pa
         assert bool(sink.outputs) is joined
 
 
-def step_through(made: Pump, records: Sequence[Record], seconds: float = 0.1) -> None:
+def step_through(made: LocalRunner, records: Sequence[Record], seconds: float = 0.1) -> None:
     """One record a step, `seconds` apart; what is held waits."""
-    source = made.source
+    source = made.consumer
     assert isinstance(source, MemorySource)
-    made._heard_s = made._heard_s or dict.fromkeys(made.engine.partitions, source.clock.monotonic_s())
     for r in records:
         source.clock.advance(seconds)
         source.records.append(r)
@@ -200,7 +198,7 @@ def test_one_partition_that_fell_silent_does_not_stop_the_others(tmp_path: Path)
         for topic, p in busy
     ]
     step_through(made, [record(impression(1_000)), *beats])
-    source = made.source
+    source = made.consumer
     assert isinstance(source, MemorySource)
     assert not source.held and not source.records and [o.topic for o in sink.outputs] == ["samples"]
     assert made.engine.watermark_ms == 5_899
@@ -221,7 +219,7 @@ def test_a_partition_that_is_held_is_not_idle(tmp_path: Path) -> None:
             beat[first]._replace(timestamp_ms=2_000, value=record(pb.Heartbeat(time_ms=2_000)).value),
         ],
     )
-    assert made._held == {first}
+    assert isinstance(made.consumer, MemorySource) and made.consumer.held == {first}
     step_through(made, [beat[others[0]]] * 30)
     assert first not in made.engine.watermarks.idle and set(others[1:]) == made.engine.watermarks.idle
 
@@ -250,7 +248,7 @@ def test_one_record_from_far_ahead_stops_nothing(tmp_path: Path, far: Record) ->
         for topic, p in partitions
     ]
     step_through(made, [*beats[:8], far, record(impression(1_000)), *beats[8:]])
-    source = made.source
+    source = made.consumer
     assert isinstance(source, MemorySource)
     assert not source.held and not source.records and made.engine.watermark_ms == 2_899
     assert "samples" in [o.topic for o in sink.outputs]
@@ -266,7 +264,7 @@ def test_a_schema_that_can_not_be_read_is_waited_for_and_its_record_is_joined(tm
             raise CheckpointError("the schema's file is damaged")
         return SCHEMA
 
-    made.engine.reader.registry = mended_at_the_third  # type: ignore[assignment]
+    made.engine.decoder.registry = mended_at_the_third  # type: ignore[assignment]
     step_through(made, [record(impression(1_000))])
     assert len(tries) == 3 and sink.outputs == [] and made.engine.num_keys == 1
 
@@ -285,8 +283,9 @@ def test_a_restart_knows_the_producers_that_held_a_partition(tmp_path: Path) -> 
 
 def test_records_that_retention_deleted_are_counted(tmp_path: Path) -> None:
     made = pump([], tmp_path, MemorySink())
-    source = made.source
+    source = made.consumer
     assert isinstance(source, MemorySource)
     source.num_lost = 7
     made.step()
-    assert made.meters.lost._value.get() == 7
+    (family,) = made.metrics.lost.collect()
+    assert family.samples[0].value == 7

@@ -1,0 +1,226 @@
+"""Submits the joiner's job with Flink's own client, and watches it through the job manager's REST interface."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import logging
+import os
+import re
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from joiner.config import JoinerConfig
+from joiner.metrics import JoinerMetrics
+from joiner.outputs import OUTPUTS
+from joiner.state import VERSION
+from roostream.errors import CheckpointError, SetupError, UnavailableError
+from roostream.runtime.backoff import Backoff
+from roostream.runtime.flink_rest import ENDED, JOB_NAME, FlinkRest
+from roostream.runtime.health import Health
+from roostream.runtime.kafka.clients import consumer, wait_for_topics
+from roostream.runtime.kafka.kafka_consumer import ConsumerOptions
+from roostream.runtime.kafka.retention_loss import RetentionLossCounter, committed_offsets
+from roostream.runtime.kafka.topics import EVENTS, all_partitions
+from roostream.runtime.program import Stop
+
+log = logging.getLogger("roostream.joiner")
+POLL_S = 1.0
+_COUNT_LOSSES_EVERY_S = 10.0
+_RECOVERY_S = 60.0  # a job manager with high availability recovers its jobs within this time
+_MAIN_SCRIPT = "from joiner.flink_job import main\n\nmain()\n"
+_FOREIGN_STATE = (
+    "Cannot map checkpoint/savepoint state"  # Flink's words for state of an operator the job does not have
+)
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class FlinkJob:
+    """A job of a cluster. `losses` counts records that its Kafka sources lost, which Flink does not report."""
+
+    rest: FlinkRest
+    id: str
+    losses: RetentionLossCounter | None = None
+
+
+def run_flink(config: JoinerConfig, metrics: JoinerMetrics, health: Health, stop: Stop) -> None:
+    """Adopt the cluster's joiner job, submit one, or (`submits = false`) wait for one. Then watch it until `stop` is set, and
+    leave it running.
+
+    Raises:
+        UnavailableError: the job failed for good, was cancelled, or is unknown to a restarted job manager. A restart of this
+            program submits it again, from the setting `restore`.
+    """
+    rest = FlinkRest(config.flink)
+    job = retry(rest, rest.live_job, stop) if config.submits else wait_for_job(rest, health, stop)
+    if job:
+        log.info("found the joiner's job, state %s; watching it", job["state"])
+        job_id = str(job["jid"])
+    else:
+        wait_for_topics(config.broker, config.prefix, (*EVENTS, *OUTPUTS), config.partitions, stop)
+        job_id = submit(config, stop)
+    log.info("job %s: %s/#/job/%s/overview", job_id, rest.url, job_id)
+    high_availability = retry(rest, rest.high_availability, stop)
+    if high_availability:
+        log.info("if the job manager dies, its high availability (%s) restores the job", high_availability)
+    else:
+        log.info(
+            "if the job manager dies, the job is submitted again from its newest checkpoint: high availability is off"
+        )
+    recovery_s = _RECOVERY_S if high_availability else 0.0
+    watch(FlinkJob(rest, job_id, _loss_counter(config)), metrics, health, stop, recovery_s=recovery_s)
+
+
+def wait_for_job(rest: FlinkRest, health: Health, stop: Stop) -> dict[str, Any]:
+    """The job that another program submits. Raises UnavailableError when `stop` is set first."""
+    logged = False
+    while not stop.is_set():
+        with health.waiting(f"Flink at {rest.url}"):
+            job = retry(rest, rest.live_job, stop)
+        if job:
+            return job
+        if not logged:
+            log.info("waiting for a joiner job at %s; this program submits none (submits = false)", rest.url)
+            logged = True
+        health.turned("no job runs yet")
+        stop.wait(POLL_S)
+    raise UnavailableError("stopped while waiting for the job")
+
+
+def watch(
+    job: FlinkJob, metrics: JoinerMetrics, health: Health, stop: Stop, *, recovery_s: float = 0.0
+) -> None:
+    """Export the job's state and losses, and log state changes, until `stop` is set. The job may be unknown for `recovery_s`.
+    Raises as `run_flink`."""
+    rest, losses = job.rest, job.losses
+    logged_state, unknown_since_s, count_losses_at_s = "", 0.0, 0.0
+    while not stop.is_set():
+        with health.waiting(f"Flink at {rest.url}"):
+            state = retry(rest, lambda: rest.state(job.id), stop)
+        unknown_since_s = (unknown_since_s or time.monotonic()) if state == "UNKNOWN" else 0.0
+        if unknown_since_s and time.monotonic() - unknown_since_s < recovery_s:
+            health.turned("the job manager has not recovered the job yet")
+            stop.wait(POLL_S)
+            continue
+        if state in (*ENDED, "UNKNOWN"):
+            metrics.running.set(0)
+            unknown = state == "UNKNOWN"
+            why = "the job manager does not know it" if unknown else f"{state}: {rest.failure(job.id)}"
+            raise UnavailableError(
+                f"job {job.id} no longer runs ({why}); restart the joiner to continue from a checkpoint"
+            )
+        if state != logged_state:
+            failing = state in ("RESTARTING", "FAILING")
+            log.info("the job is %s%s", state, f" ({rest.failure(job.id)})" if failing else "")
+            logged_state = state
+        with health.waiting(f"Flink at {rest.url}"):
+            metrics.set_job(state == "RUNNING", retry(rest, lambda: rest.gauges(job.id), stop))
+        if losses is not None and time.monotonic() >= count_losses_at_s:
+            losses.update()
+            metrics.lost.set(losses.num_lost)
+            count_losses_at_s = time.monotonic() + _COUNT_LOSSES_EVERY_S
+        health.turned("" if state == "RUNNING" else f"the job is {state}")
+        stop.wait(POLL_S)
+
+
+def retry(rest: FlinkRest, call: Callable[[], T], stop: Stop) -> T:
+    """The result of `call`, retried while the job manager is away. Raises UnavailableError only when `stop` is set."""
+    return Backoff(what=f"Flink at {rest.url}").until(call, (UnavailableError,), stop)
+
+
+def _loss_counter(config: JoinerConfig) -> RetentionLossCounter | None:
+    """Of the consumer group to which the job's sources commit with each checkpoint."""
+    if not config.bootstrap:
+        return None
+    options = ConsumerOptions(partitions=all_partitions(EVENTS, config.partitions), prefix=config.prefix)
+    client = consumer(config.broker, f"{config.prefix}{JOB_NAME}")
+    return RetentionLossCounter(partial(committed_offsets, client, options), "the joiner")
+
+
+def submit(config: JoinerConfig, stop: threading.Event) -> str:
+    """Start the job, from `config.restore` if that is set. Returns its id. Takes about 15 s.
+
+    Raises:
+        SetupError: PyFlink is not installed.
+        CheckpointError: `config.restore` is of another version of the joiner's state.
+        UnavailableError: Flink's client failed (with its error), or `stop` was set. Either no job was started, or `live_job`
+            finds it.
+    """
+    address = re.sub(r"^https?://", "", config.flink.rstrip("/"))
+    command = [str(flink_home() / "bin" / "flink"), "run", "-d", "-m", address]
+    if config.restore:
+        command += ["-s", config.restore]
+    log.info("submitting the job%s", f" from {config.restore}" if config.restore else "")
+    with tempfile.TemporaryDirectory(prefix="roostream-job-") as folder:
+        script = Path(folder) / "roostream_joiner.py"
+        script.write_text(_MAIN_SCRIPT, encoding="utf-8")
+        settings = Path(folder) / "settings.json"  # a file, because all users can read a process's arguments
+        settings.touch(mode=0o600)
+        settings.write_text(json.dumps(dataclasses.asdict(config)), encoding="utf-8")
+        command += ["-py", str(script), "--settings", str(settings)]
+        with subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=_client_environment(folder),
+        ) as client:
+            output = _wait(client, stop)
+    found = re.search(r"JobID ([0-9a-f]{32})", output)
+    if client.returncode or not found:
+        log.debug("flink run printed:\n%s", output)
+        if _FOREIGN_STATE in output:
+            raise CheckpointError(
+                f"expected a savepoint with joiner state of version {VERSION}, got {config.restore} with another version; "
+                "continue with the build that wrote it, or remove the setting 'restore'"
+            )
+        raise UnavailableError(f"Flink did not accept the job: {_most_specific_line(output)}")
+    return found[1]
+
+
+def flink_home() -> Path:
+    """FLINK_HOME, else the Flink inside PyFlink."""
+    if home := os.environ.get("FLINK_HOME"):
+        return Path(home)
+    spec = importlib.util.find_spec("pyflink")
+    if spec is None or spec.origin is None:
+        raise SetupError("apache-flink is not installed; run `make setup`")
+    return Path(spec.origin).parent
+
+
+def _client_environment(tmp: str) -> dict[str, str]:
+    """The `python3` on PATH builds the job and must find our packages. The client unpacks files into `tmp`: in a shared folder
+    it would fail if another user's client had been there first."""
+    root = str(Path(__file__).resolve().parent.parent)
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
+        "TMPDIR": tmp,
+        "JVM_ARGS": f"{os.environ.get('JVM_ARGS', '')} -Djava.io.tmpdir={tmp}",
+    }
+
+
+def _wait(client: subprocess.Popen[str], stop: threading.Event) -> str:
+    while True:
+        try:
+            return client.communicate(timeout=0.2)[0]
+        except subprocess.TimeoutExpired:
+            if stop.is_set():
+                client.terminate()
+                raise UnavailableError("stopped while submitting the job") from None
+
+
+def _most_specific_line(output: str) -> str:
+    """The last Python error, else the last Java cause, else the last line that the client printed."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    python = [line for line in lines if re.match(r"^(?:\d\S* \w+ +\S+ +)?\w+(?:\.\w+)*Error: ", line)]
+    java = [line for line in lines if line.startswith("Caused by")]
+    return (python or java or lines or ["no output"])[-1]

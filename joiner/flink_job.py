@@ -1,0 +1,231 @@
+"""The Flink job of the joiner, and its two entry points: Flink's client (`main`) and an application cluster (`application_main`).
+
+    impressions ─► deserializer ─► event time ─┐
+                                               ├─► drop heartbeats ─► by key ─► watermark ─► JoinFunction ─► samples, corrections,
+    engagements ─► deserializer ─► event time ─┘                                                             dead_letters
+
+Savepoints depend on the uids, the execution mode, the state's type and the maximal parallelism, so these must not change. The
+join's uid contains the version of its state: Flink refuses a savepoint of another version before it reads a record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from pyflink.common import Configuration, Types, WatermarkStrategy
+from pyflink.datastream import (
+    DataStream,
+    KeyedProcessFunction,
+    KeyedStream,
+    RuntimeContext,
+    StreamExecutionEnvironment,
+    TimerService,
+)
+from pyflink.datastream.connectors import DeliveryGuarantee
+from pyflink.datastream.connectors.kafka import KafkaOffsetsInitializer, KafkaSink, KafkaSource
+from pyflink.datastream.state import MapStateDescriptor
+from pyflink.java_gateway import get_gateway
+
+from joiner.config import JoinerConfig
+from joiner.envelope import pack, unpack
+from joiner.event_decoder import EventDecoder
+from joiner.join import Join, StepResult
+from joiner.outputs import OUTPUTS, Output
+from joiner.rules import LATE_REASON
+from joiner.state import VERSION, Engagement, Impression, SerializedState
+from roostream.errors import RoostreamError
+from roostream.runtime.checkpoint_store import open_store
+from roostream.runtime.flink_rest import JOB_NAME, LATE_REQUESTS
+from roostream.runtime.kafka.clients import wait_for_topics
+from roostream.runtime.kafka.topics import EVENTS, name_of
+from roostream.runtime.program import tune_garbage_collector
+from roostream.schema.limits import MAX_MESSAGE_BYTES
+from roostream.schema.registry import open_registry, register
+from roostream.schema.schema_file import load_schema
+from roostream.schema.settings import from_dict, load
+
+MAX_PARALLELISM = 128
+UID = f"join-{VERSION}"
+_ENVELOPE = Types.PRIMITIVE_ARRAY(Types.BYTE())
+_ALIGN_EVERY_MS = 100
+
+
+class JoinFunction(KeyedProcessFunction):  # type: ignore[misc]
+    """The operator around `Join`, in thread mode (inside the JVM). State is one map, name → bytes (`SerializedState`).
+
+    Key: the record's 8 key bytes as an integer. Input and output: envelopes (joiner/envelope.py).
+    """
+
+    def __init__(self, config: JoinerConfig) -> None:
+        self.config = config
+
+    def open(self, runtime_context: RuntimeContext) -> None:
+        tune_garbage_collector()
+        schema, registry = load_schema(self.config.schema), open_registry(open_store(self.config.store))
+        self.decoder = EventDecoder(registry, schema.limits)
+        self.join = Join(self.config.rules, registry, schema.limits)
+        # In thread mode only pickled bytes come back as bytes. The values are our own versioned encoding.
+        descriptor = MapStateDescriptor("entries", Types.STRING(), Types.PICKLED_BYTE_ARRAY())
+        self.state = SerializedState(runtime_context.get_map_state(descriptor))
+        self.late = runtime_context.get_metrics_group().counter(LATE_REQUESTS)
+
+    def process_element(self, value: bytes, ctx: KeyedProcessFunction.Context) -> Iterator[bytes]:
+        record = unpack(value)
+        event = self.decoder.decode(record)
+        if isinstance(event, Output):
+            return iter((pack(event),))
+        if not isinstance(event, (Impression, Engagement)):
+            return iter(())
+        assert record.key is not None
+        timers = ctx.timer_service()
+        self.state.reset()
+        step = self.join.apply(self.state, record.key, event, timers.current_watermark())
+        return self._finish(step, timers)
+
+    def on_timer(self, timestamp: int, ctx: KeyedProcessFunction.OnTimerContext) -> Iterator[bytes]:
+        timers = ctx.timer_service()
+        key = (ctx.get_current_key() & 0xFFFF_FFFF_FFFF_FFFF).to_bytes(8, "little")
+        self.state.reset()
+        step = self.join.advance(self.state, key, timestamp, timers.current_watermark())
+        return self._finish(step, timers)
+
+    def _finish(self, step: StepResult, timers: TimerService) -> Iterator[bytes]:
+        """Write the changed entries, set the timers, return the outputs."""
+        self.state.flush()
+        if num_late := sum(output.reason == LATE_REASON for output in step.outputs):
+            self.late.inc(num_late)
+        for due_ms in step.timers_ms:
+            timers.register_event_time_timer(due_ms)
+        return map(pack, step.outputs)
+
+
+def build(config: JoinerConfig) -> StreamExecutionEnvironment:
+    """The environment with the complete job in it."""
+    env = _environment(config)
+    impressions, engagements = (_source(env, config, topic) for topic in range(len(EVENTS)))
+    events = _by_key(_drop_heartbeats(impressions.union(engagements)))
+    joined = events.process(JoinFunction(config), output_type=_ENVELOPE)
+    joined.name("join").uid(UID).sink_to(_sink(config)).name("write").uid("write")
+    return env
+
+
+def _environment(config: JoinerConfig) -> StreamExecutionEnvironment:
+    settings = Configuration()
+    settings.set_string("python.execution-mode", "thread")
+    settings.set_string("state.backend.type", "hashmap")
+    settings.set_string("execution.checkpointing.externalized-checkpoint-retention", "RETAIN_ON_CANCELLATION")
+    settings.set_string("execution.checkpointing.min-pause", f"{config.checkpoint_interval_ms // 2} ms")
+    if config.restart_attempts:
+        settings.set_string("restart-strategy.type", "fixed-delay")
+        settings.set_string("restart-strategy.fixed-delay.attempts", str(config.restart_attempts))
+        settings.set_string("restart-strategy.fixed-delay.delay", "1 s")
+    env = StreamExecutionEnvironment.get_execution_environment(settings)
+    env.set_parallelism(config.parallelism).set_max_parallelism(MAX_PARALLELISM)
+    env.enable_checkpointing(config.checkpoint_interval_ms)
+    env.set_buffer_timeout(10)
+    env.get_config().set_auto_watermark_interval(50)
+    return env
+
+
+def _source(env: StreamExecutionEnvironment, config: JoinerConfig, topic: int) -> DataStream:
+    """One topic. Event time is tracked a partition at a time, by the rules of `joiner.local_engine.PartitionTime`."""
+    name = name_of(config.prefix, EVENTS[topic])
+    builder = (
+        KafkaSource.builder()
+        .set_bootstrap_servers(config.bootstrap)
+        .set_topics(name)
+        .set_group_id(f"{config.prefix}{JOB_NAME}")
+        .set_client_id_prefix(f"{JOB_NAME}-{name}")
+        .set_starting_offsets(KafkaOffsetsInitializer.earliest())
+        .set_property("partition.discovery.interval.ms", "-1")
+        .set_property("isolation.level", "read_committed")
+        .set_property("fetch.max.wait.ms", "50")
+    )
+    for key, value in config.kafka_security.java().items():
+        builder.set_property(key, value)
+    java = get_gateway().jvm
+    builder._j_builder.setDeserializer(java.roostream.RecordDeserializer(topic))
+    strategy = java.roostream.EventTime(config.lateness_ms, config.max_drift_ms, config.producer_timeout_ms)
+    max_drift, update_every = (
+        java.java.time.Duration.ofMillis(ms) for ms in (config.max_drift_ms, _ALIGN_EVERY_MS)
+    )
+    strategy = strategy.withWatermarkAlignment(JOB_NAME, max_drift, update_every)
+    if config.idleness_ms and not config.replay:
+        strategy = strategy.withIdleness(java.java.time.Duration.ofMillis(config.idleness_ms))
+    return env.from_source(builder.build(), WatermarkStrategy(strategy), name).uid(f"read-{EVENTS[topic]}")
+
+
+def _drop_heartbeats(records: DataStream) -> DataStream:
+    """Heartbeats must leave the deserializer to advance the watermark; they are dropped here."""
+    java_filter = get_gateway().jvm.roostream.EventFilter()
+    return DataStream(records._j_data_stream.filter(java_filter)).name("events").uid("events")
+
+
+def _by_key(events: DataStream) -> KeyedStream:
+    """Key by field 0, the record's key. `DataStream.key_by` would add a second Python operator."""
+    java = get_gateway().jvm
+    selector, key_type = java.KeyByKeySelector(), Types.ROW([Types.LONG()]).get_java_type_info()
+    keyed = events._j_data_stream.keyBy(selector, key_type)
+    kept = keyed.transform("watermark", keyed.getType(), java.roostream.WatermarkKeeper()).uid("watermark")
+    utils = java.org.apache.flink.streaming.api.datastream.DataStreamUtils
+    return KeyedStream(utils.reinterpretAsKeyedStream(kept, selector, key_type), _ENVELOPE, events)
+
+
+def _sink(config: JoinerConfig) -> KafkaSink:
+    builder = (
+        KafkaSink.builder()
+        .set_bootstrap_servers(config.bootstrap)
+        .set_delivery_guarantee(DeliveryGuarantee[config.delivery.upper()])
+        .set_property("linger.ms", "5")
+        .set_property("compression.type", "zstd")
+        .set_property("max.request.size", str(MAX_MESSAGE_BYTES))
+    )
+    if config.delivery == "exactly_once":
+        builder.set_transactional_id_prefix(f"{config.prefix}{JOB_NAME}")
+        builder.set_property("transaction.timeout.ms", str(config.transaction_timeout_ms))
+    for key, value in config.kafka_security.java().items():
+        builder.set_property(key, value)
+    topics = ",".join(name_of(config.prefix, topic) for topic in OUTPUTS)
+    builder._j_builder.setRecordSerializer(get_gateway().jvm.roostream.OutputSerializer(topics))
+    return builder.build()
+
+
+def main() -> None:
+    """Entry point for Flink's client, started by `joiner.flink_client.submit`."""
+    parser = argparse.ArgumentParser(
+        description="Submit the joiner's job to the cluster of Flink's configuration."
+    )
+    parser.add_argument("--settings", required=True, help="file with JoinerConfig as JSON")
+    settings = json.loads(Path(parser.parse_args().settings).read_text(encoding="utf-8"))
+    build(from_dict(JoinerConfig, settings)).execute(JOB_NAME)
+
+
+def application_config(arguments: list[str]) -> JoinerConfig:
+    """Settings of `application_main`. Raises ConfigError as `roostream.schema.settings.load`, or if a required key is empty."""
+    parser = argparse.ArgumentParser(
+        description="The joiner's job, in the cluster whose job manager runs this."
+    )
+    parser.add_argument("--config", required=True, help="TOML file of `roostream joiner`")
+    config = load(JoinerConfig, parser.parse_args(arguments).config, program="joiner")
+    config.require("bootstrap", "schema", "store")
+    return config
+
+
+def application_main() -> None:
+    """Entry point inside a job manager (application mode): register the schema, wait for the topics, execute the job.
+
+    Ends with one line and code 2 on an error, so that the cluster's log shows the reason.
+    """
+    try:
+        config = application_config(sys.argv[1:])
+        register(open_store(config.store), load_schema(config.schema))
+        wait_for_topics(config.broker, config.prefix, (*EVENTS, *OUTPUTS), config.partitions)
+        job = build(config)
+    except RoostreamError as error:
+        print(f"error: joiner: {error}", file=sys.stderr)
+        sys.exit(2)
+    job.execute(JOB_NAME)

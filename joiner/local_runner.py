@@ -1,0 +1,207 @@
+"""Runs the local engine between Kafka topics, at least once.
+
+    1 poll records and join them; the producer queues the outputs
+    2 every checkpoint_interval_ms: wait until Kafka has acknowledged all outputs
+    3 write a snapshot: the state, and the offsets of exactly the records it includes
+    4 a restart continues from the newest readable snapshot
+
+Outputs written between a snapshot and a crash are written again, with the same ids.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from confluent_kafka import KafkaError
+
+from joiner.config import JoinerConfig
+from joiner.event_decoder import Event, TimeMark
+from joiner.local_engine import LocalEngine
+from joiner.metrics import JoinerMetrics
+from joiner.outputs import Output
+from roostream.errors import CheckpointError, UnavailableError
+from roostream.runtime.backoff import Backoff
+from roostream.runtime.checkpoint_store import CheckpointStore
+from roostream.runtime.clock import Clock
+from roostream.runtime.health import Health
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.broker import Broker
+from roostream.runtime.kafka.consumer import RecordConsumer
+from roostream.runtime.kafka.topics import Partition, name_of
+from roostream.wire.records import Record
+
+log = logging.getLogger("roostream.joiner")
+_KEEP_SNAPSHOTS = 2
+_SCHEMA_ERRORS = (CheckpointError, UnavailableError)
+_POLL_RECORDS = 512
+
+
+class Sink(Protocol):
+    def write(self, outputs: Sequence[Output]) -> None:
+        """Queue records; may block while the queue is full."""
+
+    def flush(self, stop: threading.Event) -> bool:
+        """Wait until all queued records are acknowledged; False if `stop` was set first."""
+
+
+class KafkaSink:
+    """Writes outputs with an idempotent producer."""
+
+    def __init__(self, broker: Broker, prefix: str) -> None:
+        self.prefix = prefix
+        self._producer = clients.producer(broker)
+        self._error = ""
+
+    def write(self, outputs: Sequence[Output]) -> None:
+        for output in outputs:
+            clients.send(
+                self._producer,
+                name_of(self.prefix, output.topic),
+                key=output.key,
+                value=output.value,
+                timestamp_ms=output.timestamp_ms or 0,  # librdkafka: 0 = now
+                on_delivery=self._delivered,
+            )
+
+    def flush(self, stop: threading.Event) -> bool:
+        while self._producer.flush(0.2):
+            if stop.is_set():
+                return False
+        if self._error:
+            raise UnavailableError(
+                f"Kafka refused a record of the joiner: {self._error}; fix the cause and restart the joiner"
+            )
+        return True
+
+    def _delivered(self, error: KafkaError | None, message: Any) -> None:
+        if error is not None:
+            self._error = f"{message.topic()}: {error.str()}"
+
+
+class SnapshotStore:
+    """The newest two snapshots, as `snapshots/<number>` in a store."""
+
+    def __init__(self, store: CheckpointStore) -> None:
+        self.store = store
+
+    def write(self, data: bytes) -> None:
+        """Durable before older snapshots are deleted. Raises UnavailableError (disk full): the older ones stay."""
+        names = self.store.list("snapshots")
+        number = int(names[-1].rsplit("/", 1)[1]) + 1 if names else 1
+        self.store.put(f"snapshots/{number:08d}", data)
+        for name in names[: 1 - _KEEP_SNAPSHOTS]:
+            self.store.delete(name)
+
+    def restore(self, engine: LocalEngine) -> str:
+        """Restore `engine` from the newest readable snapshot. Returns its name, "" if there is none.
+
+        Raises:
+            CheckpointError: there are snapshots, but none is readable.
+        """
+        names = self.store.list("snapshots")
+        for name in reversed(names):
+            try:
+                engine.restore(self.store.get(name))
+                return name
+            except CheckpointError as error:
+                log.warning("skipping %s: %s", name, error)
+        if names:
+            raise CheckpointError(
+                f"none of {len(names)} snapshots is readable; remove them to join from the oldest records"
+            )
+        return ""
+
+
+class LocalRunner:
+    """The loop of the module's docstring."""
+
+    def __init__(
+        self,
+        config: JoinerConfig,
+        engine: LocalEngine,
+        consumer: RecordConsumer,
+        sink: Sink,
+        snapshots: SnapshotStore,
+        *,
+        clock: Clock,
+        metrics: JoinerMetrics,
+        health: Health,
+    ) -> None:
+        self.config, self.engine, self.snapshots = config, engine, snapshots
+        self.consumer, self.sink = consumer, sink
+        self.clock, self.metrics, self.health = clock, metrics, health
+        self._last_record_s = dict.fromkeys(engine.partitions, clock.monotonic_s())
+        self._paused: set[Partition] = set()
+        self._stop = threading.Event()
+        self._schema_backoff = Backoff(what="a schema in the store", clock=clock)
+        self._idleness_s = 0.0 if config.replay else config.idleness_ms / 1000
+
+    def run(self, stop: threading.Event) -> None:
+        """Until `stop` is set; the last snapshot includes all records that were read."""
+        name = self.snapshots.restore(self.engine)  # 4
+        log.info("joining from %s", name or "the oldest records")
+        # offset 0: nothing was read of the partition
+        progress = {p: offset for p, offset in self.engine.next_offsets.items() if offset}
+        Backoff(what="the event topics", clock=self.clock).until(
+            lambda: self.consumer.seek(progress), (UnavailableError,), stop
+        )
+        started_s = self.clock.monotonic_s()
+        self._last_record_s = dict.fromkeys(self.engine.partitions, started_s)
+        self._stop = stop
+        checkpoint_s = started_s + self.config.checkpoint_interval_ms / 1000
+        while not stop.is_set():
+            self.step()
+            if self.clock.monotonic_s() >= checkpoint_s:
+                self.checkpoint(stop)
+                checkpoint_s = self.clock.monotonic_s() + self.config.checkpoint_interval_ms / 1000
+        self.checkpoint(threading.Event())
+
+    def step(self, timeout_s: float = 0.05) -> None:
+        """Join the next records, find idle partitions, and pause partitions that are far ahead (1)."""
+        records = self.consumer.poll(_POLL_RECORDS, timeout_s)
+        now_s = self.clock.monotonic_s()
+        for record in records:
+            self._last_record_s[record.topic, record.partition] = now_s
+            self._write(self.engine.process_decoded(record, self._decode(record)))
+        self.metrics.records.inc(len(records))
+        self.metrics.lost.set(self.consumer.num_lost)
+        if self._idleness_s:
+            self._set_idle_partitions(now_s)
+        watermarks, max_drift_ms = self.engine.watermarks, self.config.max_drift_ms
+        self._paused = {p for p in self.engine.partitions if watermarks.ahead_ms(p) > max_drift_ms}
+        self.consumer.pause(self._paused)
+        self.metrics.set_state(self.engine.watermark_ms, self.engine.num_keys)
+        self.health.turned()
+
+    def checkpoint(self, stop: threading.Event) -> None:
+        """Wait until all outputs are acknowledged, then write a snapshot (2, 3). If `stop` is set first, none is written."""
+        with self.health.waiting("Kafka to acknowledge the joiner's outputs"):
+            acknowledged = self.sink.flush(stop)
+        if acknowledged:
+            self.snapshots.write(self.engine.snapshot())
+
+    def _decode(self, record: Record) -> Event | TimeMark | Output:
+        """Decode a record; wait while its schema can't be loaded. Raises UnavailableError: stopped."""
+        try:
+            return self.engine.decoder.decode(record)
+        except _SCHEMA_ERRORS as error:
+            with self.health.waiting(str(error)):
+                self._schema_backoff.wait(error, self._stop)
+                return self._schema_backoff.until(
+                    lambda: self.engine.decoder.decode(record), _SCHEMA_ERRORS, self._stop
+                )
+
+    def _set_idle_partitions(self, now_s: float) -> None:
+        """Mark silent partitions as idle, except paused ones."""
+        for partition in self._paused:
+            self._last_record_s[partition] = now_s
+        for partition, last_s in self._last_record_s.items():
+            if now_s - last_s >= self._idleness_s and partition not in self.engine.watermarks.idle:
+                self._write(self.engine.set_idle(partition))
+
+    def _write(self, outputs: Sequence[Output]) -> None:
+        self.sink.write(outputs)
+        self.metrics.count_outputs(outputs)

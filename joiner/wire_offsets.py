@@ -1,0 +1,99 @@
+"""Byte offsets of the fields of an impression, and the protobuf tags of a sample, so that columns are copied without parsing.
+
+Field numbers and types come from the protobuf descriptors; `roo.proto` alone defines them.
+"""
+
+from __future__ import annotations
+
+from google.protobuf.descriptor import FieldDescriptor as Fd
+
+from roostream.wire import roo_pb2 as pb
+
+_LEN = 2
+_WIRE_TYPE = {Fd.TYPE_FIXED64: 1, Fd.TYPE_SFIXED64: 1, Fd.TYPE_FLOAT: 5, Fd.TYPE_FIXED32: 5}
+_VARINTS = {Fd.TYPE_UINT32, Fd.TYPE_ENUM, Fd.TYPE_BOOL}
+
+
+def varint(n: int) -> bytes:
+    """An unsigned integer in protobuf's encoding."""
+    return _SMALL[n] if n < len(_SMALL) else _varint(n)
+
+
+def _varint(n: int) -> bytes:
+    out = bytearray()
+    while n > 127:
+        out.append(n & 127 | 128)
+        n >>= 7
+    out.append(n)
+    return bytes(out)
+
+
+_SMALL = [_varint(n) for n in range(1 << 12)]
+
+
+def field_tags(message: type) -> dict[str, bytes]:
+    """Field name → the tag bytes in front of its value."""
+    return {f.name: varint(f.number << 3 | _wire_type(f)) for f in message.DESCRIPTOR.fields}  # type: ignore[attr-defined]
+
+
+def _wire_type(f: Fd) -> int:
+    if f.label == Fd.LABEL_REPEATED:
+        return _LEN  # packed
+    return 0 if f.type in _VARINTS else _WIRE_TYPE.get(f.type, _LEN)
+
+
+def length_delimited(tag: bytes, value: bytes) -> bytes:
+    """A field with tag and length; nothing if it is empty."""
+    return tag + varint(len(value)) + value if value else b""
+
+
+IMPRESSION_TAGS = field_tags(pb.Impression)
+_FIELDS = ("header", "ro", "item_ids", "nro", "scores", "positions", "propensities")
+_INDEX_OF_TAG = {IMPRESSION_TAGS[name][0]: 2 * n for n, name in enumerate(_FIELDS)}
+HEADER, RO, ITEMS, NRO, SCORES, POSITIONS, PROPENSITIES = range(0, 14, 2)
+"""Indices into the offsets: the offset of the field's length, followed by the field's end; 0, 0: absent or empty."""
+WEIGHT = 14
+"""Index of the offset of the weight's four bytes; 0: absent."""
+_RO_TAG, _WEIGHT_TAG = IMPRESSION_TAGS["ro"][0], IMPRESSION_TAGS["weight"][0]
+
+
+def field_offsets(data: bytes) -> list[int]:
+    """Offsets of an impression record whose message is encoded as protobuf does it: fields ascending, none repeated."""
+    offsets, at, end = [0] * 15, 2, len(data)
+    while at < end:
+        tag = data[at]
+        begin = at + 1
+        if tag in _INDEX_OF_TAG:
+            size, at = data[begin], begin + 1
+            if size > 127:
+                size, at = _read_varint(data, begin)
+            at += size
+            if size or tag == _RO_TAG:  # an empty RO block is one in which every feature is missing
+                index = _INDEX_OF_TAG[tag]
+                offsets[index], offsets[index + 1] = begin, at
+        elif tag == _WEIGHT_TAG:
+            offsets[WEIGHT] = begin
+            at = begin + 4
+        else:
+            break  # fields of later builds come last and are not copied
+    return offsets
+
+
+def field_value(data: bytes, offsets: list[int], index: int) -> bytes:
+    """A field without its length."""
+    begin, end = offsets[index], offsets[index + 1]
+    if begin == end:
+        return b""
+    return data[begin + 1 : end] if data[begin] < 128 else data[_read_varint(data, begin)[1] : end]
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """(value, offset behind it)."""
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+        shift += 7
