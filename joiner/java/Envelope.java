@@ -4,14 +4,14 @@ import java.nio.ByteBuffer;
 import java.nio.ByteOrder;
 
 /**
- * The two byte layouts that cross between Java and Python (joiner/envelope.py), little-endian:
+ * The two byte layouts exchanged between Java and Python (joiner/envelope.py), little-endian:
  *
  * <pre>
  * in:  topic u8 · partition i32 · offset i64 · timestamp i64 · key bytes i32 (-1 = null) · value bytes i32 (-1 = null) · key · value
  * out: topic u8 · timestamp i64 (MIN_VALUE = now) · key bytes i32 · key · value
  * </pre>
  *
- * One array a record costs one copy at the border; a Row of six fields costs six conversions.
+ * One array a record costs one copy at the language border; a Row of six fields would cost six conversions.
  */
 final class Envelope {
     static final int IN_HEAD = 29;
@@ -40,7 +40,7 @@ final class Envelope {
         return ByteBuffer.wrap(in).order(ByteOrder.LITTLE_ENDIAN).getLong(TIMESTAMP_AT);
     }
 
-    /** Where the record's value begins; it ends with the array. */
+    /** Offset of the record's value, which ends with the array. */
     static int valueAt(byte[] in) {
         return IN_HEAD + Math.max(ByteBuffer.wrap(in).order(ByteOrder.LITTLE_ENDIAN).getInt(KEY_BYTES_AT), 0);
     }

@@ -4,8 +4,8 @@ import org.apache.flink.api.common.functions.FilterFunction;
 import org.apache.flink.types.Row;
 
 /**
- * Drops what has done its work once the watermark generator has seen it: heartbeats and end markers (roostream/wire/records.py) as our writers
- * write them. Whatever else begins like one goes on to Python, which makes a dead letter of what can't be read.
+ * Drops heartbeats and end markers (roostream/wire/records.py) after the watermark generator has seen them. Anything else that
+ * begins like one goes on to Python, which makes a dead letter of what it can't decode.
  */
 public final class EventFilter implements FilterFunction<Row> {
     private static final long serialVersionUID = 1L;

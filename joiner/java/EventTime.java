@@ -9,18 +9,18 @@ import org.apache.flink.api.common.eventtime.WatermarkOutput;
 import org.apache.flink.api.common.eventtime.WatermarkStrategy;
 import org.apache.flink.types.Row;
 
-/** Event time of each partition; joiner/local_watermark.py says the rules, and a test holds the two against each other. */
+/** Event time of each partition, by the rules of PartitionTime in joiner/local_engine.py; a test compares the two. */
 public final class EventTime implements WatermarkStrategy<Row> {
     private static final long serialVersionUID = 1L;
     private final long latenessMs;
-    private final long mostMs;
-    private final long silentMs;
+    private final long maxStepMs;
+    private final long producerTimeoutMs;
 
-    /** The bound of disorder; the largest step of one event; how long a silent producer is waited for. In ms of event time. */
-    public EventTime(long latenessMs, long mostMs, long silentMs) {
+    /** All in ms of event time: maximum disorder, largest step by one event, timeout of a silent producer. */
+    public EventTime(long latenessMs, long maxStepMs, long producerTimeoutMs) {
         this.latenessMs = latenessMs;
-        this.mostMs = mostMs;
-        this.silentMs = silentMs;
+        this.maxStepMs = maxStepMs;
+        this.producerTimeoutMs = producerTimeoutMs;
     }
 
     @Override
@@ -28,13 +28,13 @@ public final class EventTime implements WatermarkStrategy<Row> {
         return new Split();
     }
 
-    /** Of one partition. */
+    /** One partition. */
     final class Split implements WatermarkGenerator<Row> {
         private static final long START = Long.MIN_VALUE;
         private static final long NEVER = Long.MAX_VALUE;
         private long newestMs = START;
         private long unconfirmedMs = NEVER;
-        private final Map<String, Long> beats = new HashMap<>();
+        private final Map<String, Long> heartbeats = new HashMap<>();
 
         @Override
         public void onEvent(Row row, long timestamp, WatermarkOutput output) {
@@ -52,10 +52,10 @@ public final class EventTime implements WatermarkStrategy<Row> {
         void observe(TimeSignal signal) {
             switch (signal.kind) {
                 case EVENT -> event(signal.timeMs);
-                case HEARTBEAT -> beat(signal.timeMs, signal.producer);
+                case HEARTBEAT -> heartbeat(signal.timeMs, signal.producer);
                 case END_MARKER -> {
                     newestMs = Math.max(newestMs, signal.timeMs);
-                    beats.clear();
+                    heartbeats.clear();
                 }
                 default -> { }
             }
@@ -64,8 +64,8 @@ public final class EventTime implements WatermarkStrategy<Row> {
         long reachedMs() {
             long slowest = NEVER;
             int live = 0;
-            for (long ms : beats.values()) {
-                if (ms >= newestMs - silentMs) {
+            for (long ms : heartbeats.values()) {
+                if (ms >= newestMs - producerTimeoutMs) {
                     slowest = Math.min(slowest, ms);
                     live++;
                 }
@@ -74,21 +74,21 @@ public final class EventTime implements WatermarkStrategy<Row> {
         }
 
         private void event(long timeMs) {
-            boolean isJump = newestMs != START && timeMs > newestMs + mostMs;
+            boolean isJump = newestMs != START && timeMs > newestMs + maxStepMs;
             if (isJump && unconfirmedMs == NEVER) {
                 unconfirmedMs = timeMs;
                 return;
             }
             newestMs = Math.max(newestMs, isJump ? Math.min(timeMs, unconfirmedMs) : timeMs);
-            unconfirmedMs = timeMs > newestMs + mostMs ? timeMs : NEVER;
+            unconfirmedMs = timeMs > newestMs + maxStepMs ? timeMs : NEVER;
         }
 
-        private void beat(long timeMs, String producer) {
+        private void heartbeat(long timeMs, String producer) {
             newestMs = Math.max(newestMs, timeMs);
             if (!producer.isEmpty()) {
-                beats.merge(producer, timeMs, Math::max);
+                heartbeats.merge(producer, timeMs, Math::max);
             }
-            beats.values().removeIf(ms -> ms < newestMs - silentMs);
+            heartbeats.values().removeIf(ms -> ms < newestMs - producerTimeoutMs);
         }
     }
 }

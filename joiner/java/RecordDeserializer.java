@@ -11,8 +11,8 @@ import org.apache.flink.types.Row;
 import org.apache.flink.util.Collector;
 
 /**
- * A Kafka record as Row(key, envelope). Every record comes out, heartbeats and undecodable ones too: the watermark generator
- * sees only what leaves here.
+ * Turns a Kafka record into Row(key, envelope). It emits every record, also heartbeats and undecodable ones, because the
+ * watermark generator sees only what is emitted here.
  */
 public final class RecordDeserializer implements KafkaRecordDeserializationSchema<Row> {
     private static final long serialVersionUID = 1L;
@@ -28,7 +28,7 @@ public final class RecordDeserializer implements KafkaRecordDeserializationSchem
         out.collect(Row.of(keyOf(record.key()), in));
     }
 
-    /** Our keys are 8 bytes. A record with another key becomes a dead letter wherever it lands. */
+    /** Keys have 8 bytes. A record with another key becomes a dead letter, whichever task receives it. */
     private static long keyOf(byte[] key) {
         if (key != null && key.length == 8) {
             return ByteBuffer.wrap(key).order(ByteOrder.LITTLE_ENDIAN).getLong();

@@ -5,21 +5,21 @@ import java.nio.ByteOrder;
 import java.nio.charset.StandardCharsets;
 
 /**
- * What a record says of event time. Nothing, if it is not an event, a heartbeat or an end marker of our version, if its protobuf
- * can't be walked, or if its own time is not its record's: that is for Python to judge, which sees every event.
+ * The event time of a record. NOTHING if the record is not an event, heartbeat or end marker of this version, if its protobuf is
+ * damaged, or if its time differs from the Kafka timestamp. Python sees every such record and decides what becomes of it.
  */
 final class TimeSignal {
     enum Kind { NOTHING, EVENT, HEARTBEAT, END_MARKER }
 
     private static final int VERSION = 1;
-    private static final long LATEST_MS = 253_402_300_799_999L; // joiner/ingest.py
+    private static final long MAX_TIME_MS = 253_402_300_799_999L; // as joiner/event_decoder.py
     private static final int HEADER_TIME = 5;
 
     final Kind kind;
     final long timeMs;
     final String producer;
 
-    /** A heartbeat or end marker with nothing else in it: there is nothing left for Python to say. */
+    /** A heartbeat or end marker without unknown fields: Python need not see it. */
     final boolean isPlain;
 
     private TimeSignal(Kind kind, long timeMs, String producer, boolean isPlain) {
@@ -41,23 +41,23 @@ final class TimeSignal {
         Walk walk = new Walk(in, at + 2, in.length);
         if (isEvent) {
             long timeMs = walk.eventTime();
-            return told(in, Kind.EVENT, timeMs, "", false);
+            return checked(in, Kind.EVENT, timeMs, "", false);
         }
-        boolean beats = in[at] == 6;
-        walk.beat(beats);
-        return told(in, beats ? Kind.HEARTBEAT : Kind.END_MARKER, walk.timeMs, walk.producer, walk.isPlain);
+        boolean isHeartbeat = in[at] == 6;
+        walk.timeMark(isHeartbeat);
+        return checked(in, isHeartbeat ? Kind.HEARTBEAT : Kind.END_MARKER, walk.timeMs, walk.producer, walk.isPlain);
     }
 
-    private static TimeSignal told(byte[] in, Kind kind, long timeMs, String producer, boolean isPlain) {
-        boolean holds = timeMs >= 1 && timeMs <= LATEST_MS && timeMs == Envelope.timestampOf(in);
-        return holds ? new TimeSignal(kind, timeMs, producer, isPlain) : nothing();
+    private static TimeSignal checked(byte[] in, Kind kind, long timeMs, String producer, boolean isPlain) {
+        boolean isValid = timeMs >= 1 && timeMs <= MAX_TIME_MS && timeMs == Envelope.timestampOf(in);
+        return isValid ? new TimeSignal(kind, timeMs, producer, isPlain) : nothing();
     }
 
     private static TimeSignal nothing() {
         return new TimeSignal(Kind.NOTHING, Long.MIN_VALUE, "", false);
     }
 
-    /** Over the fields of one message; `at` is -1 once it can't be one. */
+    /** Iterates over the fields of one protobuf message; `at` becomes -1 if the message is damaged. */
     private static final class Walk {
         private final ByteBuffer data;
         private final int end;
@@ -75,7 +75,7 @@ final class TimeSignal {
             this.end = end;
         }
 
-        /** Header.time_ms of an impression or engagement; MIN_VALUE if there is none, or the message is damaged. */
+        /** Header.time_ms of an impression or engagement; MIN_VALUE if it is missing or the message is damaged. */
         long eventTime() {
             long found = Long.MIN_VALUE;
             while (next()) {
@@ -96,12 +96,12 @@ final class TimeSignal {
             return at < 0 ? Long.MIN_VALUE : found;
         }
 
-        /** Heartbeat or EndMarker: time_ms = 1, and of the former producer = 2. */
-        void beat(boolean named) {
+        /** Reads a Heartbeat or EndMarker: time_ms = 1, and producer = 2 of a Heartbeat. */
+        void timeMark(boolean hasProducer) {
             while (next()) {
                 if (field == 1 && type == 1) {
                     timeMs = data.getLong(at);
-                } else if (named && field == 2 && type == 2) {
+                } else if (hasProducer && field == 2 && type == 2) {
                     producer = new String(data.array(), at, size, StandardCharsets.UTF_8);
                     isPlain &= isAscii(at, size);
                 } else {
@@ -124,7 +124,7 @@ final class TimeSignal {
             return true;
         }
 
-        /** To the next field's value; false at the end and where the bytes are no field. */
+        /** Moves to the next field's value; false at the end and for damaged bytes. */
         private boolean next() {
             if (at < 0 || at >= end) {
                 return false;

@@ -13,43 +13,43 @@ import org.apache.flink.streaming.runtime.watermarkstatus.WatermarkStatus;
 import org.apache.flink.types.Row;
 
 /**
- * Stands before the join, in its chain, so that the join's watermark never goes back: Flink begins anew at MIN_VALUE after a
- * restore, and what the join has forgotten would then be taken for new. The watermark is state, and what comes first after a
- * restore finds it where it was.
+ * Keeps the watermark of the join from going back, in the same operator chain. After a restore Flink starts at MIN_VALUE, and
+ * events of requests that the join has forgotten would count as new. This operator stores the watermark in its state and emits
+ * it before the first record after a restore.
  */
 public final class WatermarkKeeper extends AbstractStreamOperator<Row> implements OneInputStreamOperator<Row, Row> {
     private static final long serialVersionUID = 1L;
-    private transient ListState<Long> kept;
+    private transient ListState<Long> stored;
     private transient long watermarkMs;
-    private transient boolean isToldOf;
+    private transient boolean isEmitted;
 
     @Override
     public void initializeState(StateInitializationContext context) throws Exception {
         super.initializeState(context);
-        // Union: after a change of the parallelism every subtask needs it. All of a checkpoint's are equal.
-        kept = context.getOperatorStateStore().getUnionListState(new ListStateDescriptor<>("watermark", Long.class));
+        // Union state: every subtask needs the watermark after a change of parallelism. All entries of a checkpoint are equal.
+        stored = context.getOperatorStateStore().getUnionListState(new ListStateDescriptor<>("watermark", Long.class));
         watermarkMs = Long.MIN_VALUE;
-        for (long ms : kept.get()) {
+        for (long ms : stored.get()) {
             watermarkMs = Math.max(watermarkMs, ms);
         }
-        isToldOf = watermarkMs == Long.MIN_VALUE;
+        isEmitted = watermarkMs == Long.MIN_VALUE;
     }
 
     @Override
     public void snapshotState(StateSnapshotContext context) throws Exception {
         super.snapshotState(context);
-        kept.update(List.of(watermarkMs));
+        stored.update(List.of(watermarkMs));
     }
 
     @Override
     public void processElement(StreamRecord<Row> record) throws Exception {
-        tell();
+        emitRestored();
         output.collect(record);
     }
 
     @Override
     public void processWatermark(Watermark mark) throws Exception {
-        tell();
+        emitRestored();
         if (mark.getTimestamp() > watermarkMs) {
             watermarkMs = mark.getTimestamp();
             super.processWatermark(mark);
@@ -58,13 +58,13 @@ public final class WatermarkKeeper extends AbstractStreamOperator<Row> implement
 
     @Override
     public void processWatermarkStatus(WatermarkStatus status) throws Exception {
-        tell();
+        emitRestored();
         super.processWatermarkStatus(status);
     }
 
-    private void tell() throws Exception {
-        if (!isToldOf) {
-            isToldOf = true;
+    private void emitRestored() throws Exception {
+        if (!isEmitted) {
+            isEmitted = true;
             super.processWatermark(new Watermark(watermarkMs));
         }
     }
