@@ -14,7 +14,7 @@ import click
 from infra.options import DEFAULT_HOME
 from infra.program_specs import find_spec
 from roostream.errors import ConfigError, nearest
-from roostream.schema.settings import from_dict, parse_duration_ms
+from roostream.schema.settings import convert_values, parse_duration_ms
 from roostream.schema.toml_file import SourceLocation
 
 PORTS = ("kafka", "redis", "flink", "serving", "controller")
@@ -141,7 +141,7 @@ def parse_overrides(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
             )
         try:
             place = SourceLocation(prefix=f"{program}.")
-            table = from_dict(find_spec(program).settings_class(), {key: toml_value(value)}, place)
+            table = convert_values(find_spec(program).settings_class(), {key: toml_value(value)}, place)
         except ConfigError as error:
             raise ConfigError(f"--set: {error}") from None
         overrides.setdefault(program, {}).update(table)

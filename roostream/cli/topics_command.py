@@ -62,7 +62,7 @@ def topics_create(file: Path | None, **flags: Any) -> None:
       roostream topics create --bootstrap kafka:9092 --partitions 16 --replication 3
     """
     config = load(TopicsConfig, file, program="topics", flags=flags)
-    admin = _topic_admin(config)
+    admin = open_topic_admin(config)
     created = set(admin.create())
     for topic in admin.topics:
         name = name_of(config.prefix, topic)
@@ -79,7 +79,7 @@ def topics_check(file: Path | None, **flags: Any) -> None:
     Example:
       roostream topics check --bootstrap kafka:9092 --config topics.toml
     """
-    admin = _topic_admin(load(TopicsConfig, file, program="topics", flags=flags))
+    admin = open_topic_admin(load(TopicsConfig, file, program="topics", flags=flags))
     admin.check()
     click.echo(f"{len(admin.topics)} topics are as expected")
 
@@ -100,12 +100,12 @@ def topics_keep(duration: str, file: Path | None, **flags: Any) -> None:
         retention_ms = parse_duration_ms(duration)
     except ConfigError as error:
         raise ConfigError(f"topics keep: {error}") from None
-    admin = _topic_admin(load(TopicsConfig, file, program="topics", flags=flags))
+    admin = open_topic_admin(load(TopicsConfig, file, program="topics", flags=flags))
     for name, kept_ms in admin.keep_longer(retention_ms).items():
         click.echo(f"{name}: retention {'unlimited' if kept_ms < 0 else f'{kept_ms / 3_600_000:g} hours'}")
 
 
-def _topic_admin(config: TopicsConfig) -> TopicAdmin:
+def open_topic_admin(config: TopicsConfig) -> TopicAdmin:
     from roostream.runtime.kafka import clients
     from roostream.runtime.kafka.topic_admin import TopicAdmin
 

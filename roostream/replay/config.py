@@ -1,4 +1,4 @@
-"""Settings of simulated traffic and of replays."""
+"""Settings of `roostream simulate`, `roostream replay` and `roostream check`."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from roostream.schema.settings import MAX_SEED, SettingError, Settings, setting,
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimulateConfig(ProgramSettings):
-    """`roostream simulate`: users over HTTP against serving."""
+    """Settings of `roostream simulate`, which sends requests of simulated users to serving."""
 
-    serving: str = setting("http://127.0.0.1:8080", "where serving answers")
-    rate: float = setting(25.0, "requests a second", ge=0.01, le=10_000)
+    serving: str = setting("http://127.0.0.1:8080", "URL of serving")
+    rate: float = setting(25.0, "requests per second", ge=0.01, le=10_000)
     users: int = setting(500, "simulated users", ge=1, le=10_000_000)
     items: int = setting(300, "items alive at a time", ge=2, le=1_000_000)
     item_life_ms: int = setting(
-        1_800_000, "mean life of an item; a new one takes its place", ge=1000, le=1 << 50
+        1_800_000, "mean life of an item, which a new one then replaces", ge=1000, le=1 << 50
     )
-    candidates: int = setting(20, "candidates a request, on average", ge=2, le=500)
-    seed: int = setting(0, "the hidden world is a function of it", ge=0, le=MAX_SEED)
-    seconds: float = setting(0.0, "stop after this long; 0 = run until stopped", ge=0, le=1e9)
+    candidates: int = setting(20, "mean number of candidates of a request", ge=2, le=500)
+    seed: int = setting(0, "seed of the hidden model of users and items", ge=0, le=MAX_SEED)
+    seconds: float = setting(0.0, "stop after this many seconds; 0 = run until stopped", ge=0, le=1e9)
     max_in_flight: int = setting(
         64,
-        "requests waiting for serving at once; arrivals beyond are dropped and counted",
+        "maximum number of requests that wait for serving; further arrivals are dropped and counted",
         ge=1,
         le=10_000,
     )
-    report: str = setting("", "file that gets the JSON report, every 10 s and at the end; '' = none")
+    report: str = setting("", "file for the JSON report, written every 10 s and at the end; '' = none")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,10 +47,10 @@ class SimulateConfig(ProgramSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplayConfig(Settings):
-    """`roostream replay DATASET`: a log through the whole loop, in event time."""
+    """Settings of `roostream replay DATASET`, which sends a log through the whole loop in event time."""
 
-    dataset: str = setting(help="a row of roostream/replay/datasets.py")
-    options: DatasetOptions = setting(help="the dataset's own settings")
+    dataset: str = setting(help="name of a dataset in roostream/replay/datasets.py")
+    options: DatasetOptions = setting(help="settings of this dataset")
     schema: str = setting("", "schema TOML; '' = the dataset's own")
     model: str = setting("", "model TOML; '' = the default ranker")
     engine: Literal["stack", "local"] = setting(
@@ -59,40 +59,40 @@ class ReplayConfig(Settings):
     speed: str = setting("max", "'max', or a multiple of event time such as '60x'")
     measure_from: str = setting("", "metrics.measured covers requests from this time on; '' = all")
     freeze_at: str = setting(
-        "", "requests from this time on are scored only: weights and counters stand still; '' = never"
+        "", "from this time on requests are only scored: weights and counters no longer change; '' = never"
     )
-    freeze_weights_at: str = setting("", "the same for weights only: counters go on")
+    freeze_weights_at: str = setting("", "from this time on weights no longer change; '' = never")
     archived_until: str = setting(
         "",
-        "stack: what comes before is archived, a fresh model is trained from that, then the rest comes live; '' = all does",
+        "stack: archive the log before this time, train a new model from the archive, then send the rest; '' = off",
     )
-    label_delay_ms: int = setting(0, "counters see every event this much later than it happened", ge=0)
-    engagement_delay_ms: int = setting(
-        0, "actions come later than the log says, by this much on average; 0 = they don't", ge=0
-    )
+    label_delay_ms: int = setting(0, "delay after which an event changes the online counters", ge=0)
+    engagement_delay_ms: int = setting(0, "mean delay added to the engagements of the log; 0 = none", ge=0)
     window_ms: int = setting(1_800_000, "the join window", ge=1000)
     early_close_ms: int = setting(
         0,
-        "requests are trained so long after their time, and put right by corrections to the window's end; 0 = off",
+        "train requests this long after their time, and correct their labels until the window ends; 0 = off",
         ge=0,
     )
     as_served: bool = setting(
-        False, "local: also score every request at its own time, by the weights of then"
+        False, "local: also score every request at its own time, with the weights of that time"
     )
-    lateness_ms: int = setting(2000, "the joiner's bound on disorder", ge=0)
-    batch_requests: int = setting(0, "requests a training batch; 0 = the trainer's own", ge=0)
-    learning_rate: float = setting(0.0, "Adam's, of the dense weights; 0 = the trainer's own", ge=0, le=10)
+    lateness_ms: int = setting(2000, "how far events may be out of order in the joiner", ge=0)
+    batch_requests: int = setting(0, "requests in a training batch; 0 = the default of the trainer", ge=0)
+    learning_rate: float = setting(
+        0.0, "learning rate of Adam for the dense weights; 0 = the default of the trainer", ge=0, le=10
+    )
     set: tuple[str, ...] = setting(
-        (), "any other setting of what runs: joiner.KEY=VALUE, worker.KEY=VALUE, model.KEY=VALUE, …"
+        (), "any other setting: joiner.KEY=VALUE, worker.KEY=VALUE, model.KEY=VALUE, …"
     )
-    threads: int = setting(1, "of torch in training", ge=1, le=256)
-    seed: int = setting(0, "of initial weights and rows", ge=0, le=MAX_SEED)
+    threads: int = setting(1, "threads of torch in training", ge=1, le=256)
+    seed: int = setting(0, "seed of initial weights and rows", ge=0, le=MAX_SEED)
     num_shards: int = setting(2, "parameter server shards", ge=1)
     report: str = setting(
-        "", "F.json, or a folder that gets report.json and report.html; '' = only the table"
+        "", "FILE.json, or a directory for report.json and report.html; '' = print only the table"
     )
     home: str = setting(
-        "", "stack: directory to keep, for `up --home`; '' = a temporary one, removed at the end"
+        "", "stack: directory that is kept for `up --home`; '' = a temporary one, deleted at the end"
     )
 
     def __post_init__(self) -> None:
@@ -108,14 +108,14 @@ class ReplayConfig(Settings):
         if self.home and self.engine != "stack":
             raise setting_error(
                 "home",
-                "--engine stack, which alone keeps what it learns",
+                "--engine stack, the only engine that keeps its model",
                 self.home,
                 "change the engine or leave it out",
             )
         if self.as_served and self.engine != "local":
             raise setting_error(
                 "as_served",
-                "--engine local, which alone knows when what was trained",
+                "--engine local, the only engine that controls the order of scoring and training",
                 True,
                 "change the engine",
             )
@@ -126,7 +126,7 @@ class ReplayConfig(Settings):
         if self.archived_until and self.engine != "stack":
             raise setting_error(
                 "archived_until",
-                "--engine stack, which alone archives",
+                "--engine stack, the only engine with an archiver",
                 self.archived_until,
                 "change the engine",
             )
@@ -147,7 +147,7 @@ class ReplayConfig(Settings):
 
     @property
     def archived_until_ms(self) -> int:
-        """0 = nothing is."""
+        """0 = no archive."""
         return self._time_ms("archived_until")
 
     @property
@@ -162,7 +162,7 @@ class ReplayConfig(Settings):
 
     @property
     def speed_factor(self) -> float:
-        """Event time per wall time; 0 = as fast as it goes."""
+        """Event time per wall time; 0 = as fast as possible."""
         if self.speed == "max":
             return 0.0
         try:
@@ -176,25 +176,25 @@ class ReplayConfig(Settings):
     @property
     def schema_path(self) -> Path:
         path = self.schema or self.options.default_schema
-        assert path, "checked when made"
+        assert path, "checked in __post_init__"
         return Path(path)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckConfig(Settings):
-    """`roostream check`: what a replay would be told, without training."""
+    """Settings of `roostream check`, which reads a log with its schema without training."""
 
     schema: str = setting(help="schema TOML")
-    log: tuple[str, ...] = setting((), "JSON lines, as of `replay jsonl`")
+    log: tuple[str, ...] = setting((), "JSON lines, as for `replay jsonl`")
     impressions: tuple[str, ...] = setting(
-        (), "or tables (.parquet or .csv, packed or not), as of `replay parquet` and `replay csv`"
+        (), "or tables (.parquet or .csv, compressed or not), as for `replay parquet` and `replay csv`"
     )
     engagements: tuple[str, ...] = setting((), "tables of engagements")
-    ignore: tuple[str, ...] = setting((), "columns of tables to be left out")
+    ignore: tuple[str, ...] = setting((), "columns of the tables to ignore")
     window_ms: int = setting(1_800_000, "the join window", ge=1000)
-    lateness_ms: int = setting(2000, "the joiner's bound on disorder", ge=0)
-    label_delay_ms: int = setting(0, "counters see every event this much later than it happened", ge=0)
-    report: str = setting("", "file that gets the JSON report; '' = only the table")
+    lateness_ms: int = setting(2000, "how far events may be out of order in the joiner", ge=0)
+    label_delay_ms: int = setting(0, "delay after which an event changes the online counters", ge=0)
+    report: str = setting("", "file for the JSON report; '' = print only the table")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -205,10 +205,10 @@ class CheckConfig(Settings):
         self.replay()
 
     def replay(self) -> ReplayConfig:
-        """The replay that would be made of it, bad lines left out and counted.
+        """The settings of a replay of this log, in which bad lines are skipped and counted.
 
         Raises:
-            ConfigError: a file isn't there, or it can't be told which form it has.
+            ConfigError: a file does not exist, or its format cannot be determined.
         """
         dataset, names = (
             ("jsonl", ("log",)) if self.log else (self._form(), ("impressions", "engagements", "ignore"))

@@ -1,7 +1,7 @@
-"""A generic log in CSV files (UTF-8, a line of names first), as docs/bring-your-own-data.md says: see `roostream/replay/table_log.py`.
+"""Dataset `csv`: a log as CSV tables in UTF-8 with a header line (table_log.py, docs/bring-your-own-data.md).
 
-CSV has no types, so a cell is read as what its column is: a number, a time, or an id, where digits are an integer and everything
-else is text. A cell that begins with `[` or `{` is JSON. An empty one is missing.
+The column decides how a cell is read: as a number, a time, or an id (an integer if it has only digits, else text). A cell that
+begins with `[` or `{` is JSON. An empty cell is missing.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _TEXTS = ("request_id", "time", "surface", "action")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(TableOptions):
-    """As every log of tables."""
+    """Settings of the dataset."""
 
 
 def open(options: Options, schema: Schema, window_ms: int) -> EventLog:
-    """See `roostream.replay.datasets.DatasetModule`; engagements have times of their own, so `window_ms` changes nothing."""
+    """See `DatasetModule.open`. Engagements have their own times, so `window_ms` is not used."""
     floats = {f.name for f in (*schema.ro, *schema.nro) if f.kind == "float"} | set(_NUMBERS)
 
     def value(name: str, cell: str) -> Any:
@@ -66,19 +66,19 @@ def _ids(name: str, cell: str) -> Any:
 
 
 def _read(path: str, reader: LogLineReader, value: Callable[[str, str], Any]) -> LogTable:
-    """Every column as text. A line with another number of cells is a bad one; an empty line is none.
+    """Read every column as text. A line with another number of cells is bad; empty lines are ignored.
 
     Raises:
-        ConfigError: it isn't there, can't be read, or isn't CSV.
-        LogError: a bad line, unless such lines are skipped.
+        ConfigError: the file does not exist, cannot be read, or is not CSV.
+        LogError: a bad line that is not skipped.
     """
-    left_out: list[int] = []
+    skipped_lines: list[int] = []
     refused: list[LogError] = []
 
     def on_bad(row: pyarrow.csv.InvalidRow) -> str:
-        left_out.append(row.number)
+        skipped_lines.append(row.number)
         wrong = ValueError(
-            f"expected {row.expected_columns} cells as in the first line, got {row.actual_columns}"
+            f"expected {row.expected_columns} cells, as in the first line, got {row.actual_columns}"
         )
         try:
             reader.refuse(f"{path}:{row.number}", wrong)
@@ -105,15 +105,15 @@ def _read(path: str, reader: LogLineReader, value: Callable[[str, str], Any]) ->
             raise ConfigError(
                 f"{path}: expected CSV in UTF-8, got something else ({str(error).splitlines()[0]})"
             ) from None
-    line_N = np.setdiff1d(np.arange(2, len(table) + len(left_out) + 2), left_out)
-    there_N = np.zeros(len(table), np.bool_)  # an empty line is a row without any cell
+    line_N = np.setdiff1d(np.arange(2, len(table) + len(skipped_lines) + 2), skipped_lines)
+    present_N = np.zeros(len(table), np.bool_)  # an empty line is a row without cells
     for column in table.columns:
-        there_N |= column.is_valid().to_numpy()
-    return LogTable(path, table.filter(pa.array(there_N)), line_N[there_N], value)
+        present_N |= column.is_valid().to_numpy()
+    return LogTable(path, table.filter(pa.array(present_N)), line_N[present_N], value)
 
 
 def _names(path: str, line: bytes) -> list[str]:
     names = line.decode("utf-8", "replace").removeprefix("\ufeff").strip().split(",")
     if names == [""]:
-        raise ConfigError(f"{path}: expected a line of names and then rows, got an empty file")
+        raise ConfigError(f"{path}: expected a header line and rows, got an empty file")
     return [name.strip('"') for name in names]

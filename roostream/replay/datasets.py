@@ -1,9 +1,9 @@
-"""The logs that can be replayed. One more is a module with its `Options` and `open`, and a row of DATASETS.
+"""The datasets that can be replayed. To add one, write a module with `Options` and `open`, and add a row to DATASETS.
 
-    DATASETS ─► the module's Options ─► flags of `roostream replay NAME`
-                the module's open(options, schema, window_ms) ─► EventLog ─► roostream/replay/replay_log.py
+    DATASETS ─► Options of the module ─► flags of `roostream replay NAME`
+                open(options, schema, window_ms) of the module ─► EventLog ─► roostream/replay/replay_log.py
 
-Modules are named, not imported: a reader may need packages that only its own log needs.
+Modules are imported by name when they are used, because each may need packages of its own.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from roostream.schema.settings import Settings
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DatasetOptions(Settings):
-    """What a log needs to be found and read; each dataset's own class adds its settings."""
+    """Base class of a dataset's settings."""
 
     default_schema: ClassVar[Path | None] = None
-    """What is used where no schema is given; None = one must be."""
+    """Schema that is used without --schema; None = --schema is required."""
     rehearsed_batches: ClassVar[int] = 0
-    """`rehearsal.batches` of the worker where nothing is said of it: what pays on this log."""
+    """Default of the worker's `rehearsal.batches` on this dataset."""
     ranker: ClassVar[Mapping[str, object]] = {}
-    """Settings of the ranker where no model is chosen: what pays on this log."""
+    """Default settings of the ranker on this dataset."""
 
 
 class Clicks(NamedTuple):
-    """Clicks that are no events of a log, int64 [N] each, in time order."""
+    """Clicks that are not events of the log, for example a user's history: int64 [N] each, in time order."""
 
     user_N: np.ndarray
     item_N: np.ndarray
@@ -43,7 +43,7 @@ class Clicks(NamedTuple):
 
 
 class Skipped(NamedTuple):
-    """Events that a log left out: how many, and why the first ones were."""
+    """Lines that were skipped: their number, and the error messages of the first ones."""
 
     number: int = 0
     first: tuple[str, ...] = ()
@@ -51,35 +51,32 @@ class Skipped(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EventLog:
-    """What a dataset gives: `events` once, in time order."""
+    """The events of a dataset, in time order; they can be read once."""
 
     events: Iterator[Event]
-    num_requests: int = 0  # 0 = not known beforehand
-    unlogged_clicks: Clicks | None = (
-        None  # from before its first event, or between its events; each counts from its own time on
-    )
-    refuse: Callable[[Event, WireError], None] | None = (
-        None  # called for an event that doesn't fit the schema; None: raise
-    )
-    skipped: Callable[[], Skipped] = Skipped  # events left out so far
+    num_requests: int = 0  # 0 = unknown
+    unlogged_clicks: Clicks | None = None  # they change the online counters from their own time on
+    refuse: Callable[[Event, WireError], None] | None = None  # called for an event that does not fit the
+    # schema; None: the error is raised
+    skipped: Callable[[], Skipped] = Skipped  # lines skipped so far
 
 
 class DatasetModule(Protocol):
-    """What a module of DATASETS holds."""
+    """The interface of a dataset's module."""
 
     Options: type[DatasetOptions]
 
     def open(self, options: Any, schema: Schema, window_ms: int) -> EventLog:
-        """Check the files' form and give their events, of requests that are joined for `window_ms`.
+        """Check the format of the files and return their events. `window_ms` is the join window.
 
         Raises:
-            ConfigError, SchemaError: a file or the schema can't be used; names file and column. While events are read, a
-                RoostreamError for one that can't be used, with file and line.
+            ConfigError, SchemaError: a file or the schema cannot be used; the message names file and column. While events
+                are read, a RoostreamError for an event that cannot be used, with file and line.
         """
 
 
 class Dataset(NamedTuple):
-    """A row: where the module is, and what the command's help says."""
+    """The module of a dataset, and the help text of its sub-command."""
 
     module: str
     help: str
@@ -89,32 +86,32 @@ class Dataset(NamedTuple):
 DATASETS = {
     "ebnerd": Dataset(
         "roostream.replay.ebnerd",
-        "A log in the form of the EB-NeRD news data set (parquet).",
+        "A log in the format of the EB-NeRD news dataset (Parquet).",
         "--behaviors behaviors.parquet --history history.parquet --measure-from 2023-05-23 --report out.json",
     ),
     "jsonl": Dataset(
         "roostream.replay.jsonl_log",
-        "A log of any site, one JSON object a line (docs/bring-your-own-data.md).",
+        "A log of any site with one JSON object per line (docs/bring-your-own-data.md).",
         "--log monday.jsonl tuesday.jsonl.gz --schema my_site.toml --report out.json",
     ),
     "parquet": Dataset(
         "roostream.replay.parquet_log",
-        "A log of any site as Parquet tables: a row a shown candidate, and a row an engagement.",
+        "A log of any site as Parquet tables: one row per shown candidate, and one row per engagement.",
         "--impressions shown.parquet --engagements done.parquet --schema my_site.toml --report out",
     ),
     "csv": Dataset(
         "roostream.replay.csv_log",
-        "A log of any site as CSV tables: a row a shown candidate, and a row an engagement.",
+        "A log of any site as CSV tables: one row per shown candidate, and one row per engagement.",
         "--impressions shown.csv.gz --engagements done.csv --schema my_site.toml --report out",
     ),
 }
 
 
 def load_dataset(name: str) -> DatasetModule:
-    """The module of a row.
+    """Import the module of a dataset.
 
     Raises:
-        ConfigError: there is no such row.
+        ConfigError: there is no such dataset.
     """
     if name not in DATASETS:
         raise ConfigError(

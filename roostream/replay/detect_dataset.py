@@ -1,4 +1,4 @@
-"""Which of the logs that can be read (roostream/replay/datasets.py) a path is, by what lies there."""
+"""Find the dataset (roostream/replay/datasets.py) that can read some files, from their names."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _SUFFIXES = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".csv":
 
 
 def detect_replay(paths: Sequence[str], schema: str = "") -> ReplayConfig:
-    """How `paths` would be replayed in this process: files of one form, or EB-NeRD's folder (or its behaviors.parquet).
+    """Settings of a local replay of `paths`: files of one format, or the folder (or behaviors.parquet) of EB-NeRD.
 
     Raises:
-        ConfigError: there is nothing, its form can't be told, or it needs a schema.
+        ConfigError: a file does not exist, the format is unknown, or a schema is required.
     """
     if not paths:
         raise ConfigError(
-            "expected a log: files that end in .jsonl, .parquet or .csv, or a folder with behaviors.parquet"
+            "expected log files that end in .jsonl, .parquet or .csv, or a folder with behaviors.parquet"
         )
     first = Path(paths[0])
     if len(paths) == 1 and first.is_dir():
@@ -41,7 +41,7 @@ def detect_replay(paths: Sequence[str], schema: str = "") -> ReplayConfig:
 
 
 def input_paths(replay: ReplayConfig) -> list[str]:
-    """The files that a replay reads, in a fixed order."""
+    """The input files of a replay, in a fixed order."""
     named = (
         vars(replay.options).get(name, ())
         for name in ("log", "impressions", "engagements", "behaviors", "history")

@@ -1,16 +1,15 @@
-"""EB-NeRD's parquet files as events: any of its weeks and sizes, several files at once.
+"""Dataset `ebnerd`: the Parquet files of the EB-NeRD news dataset, of any week and size, several files at once.
 
-behaviors.parquet, a row a request: `impression_id`, `impression_time`, `user_id`, `session_id`, `article_ids_inview`,
+behaviors.parquet, one row per request: `impression_id`, `impression_time`, `user_id`, `session_id`, `article_ids_inview`,
 `article_ids_clicked`; optional: `article_id` (the page; null = front page), `device_type`, `is_sso_user`,
-`is_subscriber`, `gender`, `age`, `postcode`, `next_read_time`. history.parquet, a row a user: `user_id`,
+`is_subscriber`, `gender`, `age`, `postcode`, `next_read_time`. history.parquet, one row per user: `user_id`,
 `article_id_fixed`, `impression_time_fixed`.
 
-The data has no times of clicks, so: a click is at request + 1 s. A `read` of the first clicked article, with
-`next_read_time` as its value, is when the reading ended, click + `next_read_time`, or when the join window ends if that
-is earlier: a reader who goes on counts with the seconds that the data says. Naive times are UTC.
+The data has no click times, so a click is at request + 1 s. A `read` of the first clicked article has `next_read_time` as its value
+and ends at click + `next_read_time`, or at the end of the join window if that is earlier. Times without zone are UTC.
 
-A history may reach into the time of the log (that of a second week holds the clicks of the first): a click of it that the log
-shows itself, of the same user on the same article, is left out; any other is an event of its own time (roostream/replay/encoder.py).
+A history may overlap the log: that of the second week holds the clicks of the first. A click that the log also has, of the same user
+on the same article, is dropped from the history; the other clicks change the counters at their own times (encoder.py).
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ _FLOATS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(DatasetOptions):
-    """Where the files are."""
+    """Settings of the dataset."""
 
     default_schema: ClassVar[Path | None] = Path(__file__).parent / "schemas" / "ebnerd.toml"
     rehearsed_batches: ClassVar[int] = 200
@@ -87,7 +86,7 @@ class Options(DatasetOptions):
 
 
 def open(options: Options, schema: Schema, window_ms: int) -> EventLog:
-    """See `roostream.replay.datasets.DatasetModule`."""
+    """See `DatasetModule.open`."""
     return EventLog(
         events=events(options.behaviors, schema, window_ms),
         num_requests=num_requests(options.behaviors),
@@ -98,15 +97,14 @@ def open(options: Options, schema: Schema, window_ms: int) -> EventLog:
 
 
 def events(behaviors: Sequence[str], schema: Schema, window_ms: int) -> Iterator[Event]:
-    """Every request and action of the files, in event time; requests of the same time by impression id. Requests carry
-    those of the offered features that `schema` declares.
+    """All requests and actions in event time; requests at equal times by impression id. They have the features of `schema`.
 
-    Memory: the columns in use, in Arrow's compact form (some 100 bytes a request), and one slice as Python objects.
+    Memory: the used columns as Arrow tables (some 100 bytes per request), and one slice as Python objects.
 
     Raises:
-        ConfigError: a file isn't parquet, or lacks a column, or has one of another kind; names file and column. Before
-            the first event.
-        SchemaError: the schema declares a feature that is neither online nor offered here.
+        ConfigError: before the first event, if a file is not Parquet, lacks a column, or has one of another type; names
+            file and column.
+        SchemaError: the schema declares a feature that is neither online nor in the dataset.
     """
     _check_offered(schema)
     names = frozenset(f.name for f in (*schema.ro, *schema.nro))
@@ -117,10 +115,7 @@ def events(behaviors: Sequence[str], schema: Schema, window_ms: int) -> Iterator
 
 
 def histories(paths: Sequence[str]) -> Clicks:
-    """Every earlier click, in time order over all users.
-
-    Raises as `events`.
-    """
+    """The clicks of the histories, in time order over all users. Raises as `events`."""
     parts: list[list[np.ndarray]] = [[np.zeros(0, dtype=np.int64)] * 3]
     for path in paths:
         for batch in _read(path, _HISTORY, {}).combine_chunks().to_batches(max_chunksize=1 << 20):
@@ -128,7 +123,7 @@ def histories(paths: Sequence[str]) -> Clicks:
             counts = [len(x) for x in items]
             if counts != [len(x) for x in times]:
                 raise ConfigError(
-                    f"{path}: columns article_id_fixed and impression_time_fixed: expected equal lengths in every row, got others"
+                    f"{path}: expected lists of equal length in columns article_id_fixed and impression_time_fixed"
                 )
             parts.append(
                 [np.repeat(batch["user_id"].to_numpy(), counts), np.concatenate(items), np.concatenate(times)]
@@ -139,10 +134,7 @@ def histories(paths: Sequence[str]) -> Clicks:
 
 
 def without_logged_clicks(clicks: Clicks, behaviors: Sequence[str]) -> Clicks:
-    """Without those that the log has: of a user on an article that it was clicked in, no earlier than the log begins.
-
-    Raises as `events`.
-    """
+    """Remove clicks that the log has too: same user and article, not before the log begins. Raises as `events`."""
     begins = [first_ms for path in behaviors if (first_ms := _first_time_of(path)) is not None]
     if not begins or not len(clicks.time_ms_N) or clicks.time_ms_N[-1] < min(begins):
         return clicks
@@ -162,14 +154,14 @@ def without_logged_clicks(clicks: Clicks, behaviors: Sequence[str]) -> Clicks:
 
 
 def _first_time_of(path: str) -> int | None:
-    """When a file's first request was; None where it has none."""
+    """Time of the first request of a file; None if there is none."""
     times = _read(path, {"impression_time": _REQUIRED["impression_time"]}, {})["impression_time"]
     first: int | None = pc.min(times).cast(pa.int64()).as_py()
     return first
 
 
 def num_requests(behaviors: Sequence[str]) -> int:
-    """Rows of the files, from their footers; raises as `events`."""
+    """Number of rows, from the footers of the files. Raises as `events`."""
     total = 0
     for path in behaviors:
         with parquet_file(path) as file:
@@ -180,7 +172,7 @@ def num_requests(behaviors: Sequence[str]) -> int:
 def _groups(
     table: pa.Table, order: pa.Array, names: frozenset[str], window_ms: int
 ) -> Iterator[tuple[Request, list[Action]]]:
-    """Requests in `order` with their actions; one slice of rows is held as Python objects at a time."""
+    """Requests in `order` with their actions, converted to Python objects in slices."""
     for start in range(0, len(order), _ROWS):
         slice_ = table.take(order.slice(start, _ROWS)).combine_chunks()
         columns: dict[str, Any] = {
@@ -197,7 +189,7 @@ def _groups(
 
 
 def _request(row: dict[str, Any], time_ms: int, items_n: np.ndarray, names: frozenset[str]) -> Request:
-    """A row as a request; of its features those in `names`, and none that the row leaves open."""
+    """Convert a row to a request with those features in `names` that are not null."""
     page = row["article_id"]
     ro: dict[str, object] = {name: row[column] for name, column in _FLOATS.items()}
     ro |= {"user": [row["user_id"]], "front_page": float(page is None)}
@@ -217,7 +209,7 @@ def _request(row: dict[str, Any], time_ms: int, items_n: np.ndarray, names: froz
 
 
 def _actions(request: Request, clicked: list[int], read_s: float | None, window_ms: int) -> list[Action]:
-    """The row's clicks, and the reading of the first one; see the module for their times."""
+    """The clicks of a row, and the reading of the first clicked article; the module says how times are set."""
 
     def action(name: str, number: int, item: int, time_ms: int, value: float) -> Action:
         event_id = hash64(f"{request.request_id}/{name}/{number}")
@@ -234,7 +226,7 @@ def _actions(request: Request, clicked: list[int], read_s: float | None, window_
 
 
 def _rows(column: pa.Array) -> list[np.ndarray]:
-    """A list column's rows as int64 views; a null row is empty, a null element is refused by Arrow."""
+    """The rows of a list column as int64 views; a null row is empty, and Arrow rejects null elements."""
     values = column.values
     if pa.types.is_timestamp(values.type):
         values = values.cast(pa.int64())
@@ -244,7 +236,7 @@ def _rows(column: pa.Array) -> list[np.ndarray]:
 
 
 def _read(path: str, required: dict[str, pa.DataType], optional: dict[str, pa.DataType]) -> pa.Table:
-    """The columns in our types; an absent optional one is all null."""
+    """The columns cast to the given types; a missing optional column is all null."""
     with parquet_file(path) as file:
         there = file.schema_arrow.names
         for name in required:
@@ -260,7 +252,7 @@ def _read(path: str, required: dict[str, pa.DataType], optional: dict[str, pa.Da
 
 
 def _cast(path: str, name: str, column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    """ConfigError if a required column has nulls, or values that can't become `kind`."""
+    """Raises ConfigError: a required column has nulls, or values cannot be cast to `kind`."""
     if name in _REQUIRED and column.null_count:
         raise ConfigError(
             f"{path}: column {name!r}: expected a value in every row, got {column.null_count} nulls; drop those rows"

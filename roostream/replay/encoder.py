@@ -1,8 +1,8 @@
-"""The edge of a replay: turns what a log says into the records that serving would have produced.
+"""Encode the events of a log as the records that serving would have produced, including online features.
 
-Online features come from `roostream.online`, the same code as the feature updater's: before a request at time T is read, every
-event with time + label delay ≤ T has been applied, and nothing else; clicks that are known from add_unlogged_clicks are such events.
-Memory: the counters, and the events that wait for their delay.
+The counters are those of `roostream.online`, as in the feature updater. A request at time T sees exactly the events with
+time + label delay ≤ T, including clicks given to `add_unlogged_clicks`.
+Memory: the counters, and the events whose delay is not over.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from roostream.wire.records import Record
 
 
 class ReplayEncoder:
-    """Not thread-safe; feed events in time order. One state: the counters."""
+    """Encodes events, which must come in time order. Not thread-safe."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class ReplayEncoder:
         num_partitions: int = DEFAULT_PARTITIONS,
         profile: LogProfile | None = None,
     ) -> None:
-        """`profile` counts what goes through."""
+        """`profile` is updated with every event."""
         self.schema, self.num_partitions = schema, num_partitions
         self.label_delay_ms, self.freeze_at_ms = label_delay_ms, freeze_at_ms
         self.counters, self._reader = Counters(schema), FieldReader(schema)
@@ -52,7 +52,7 @@ class ReplayEncoder:
         self._next_elsewhere: Action | None = None
 
     def add_unlogged_clicks(self, clicks: Clicks) -> None:
-        """Count these too, each from its time and the delay on; instead of those given before."""
+        """Apply these clicks to the counters, each at its time plus the delay. They replace clicks given earlier."""
         columns = (column.tolist() for column in clicks)
         name = self.schema.online.click
         self._elsewhere = (
@@ -61,7 +61,7 @@ class ReplayEncoder:
         self._next_elsewhere = next(self._elsewhere, None)
 
     def record(self, event: Event) -> Record:
-        """The event's record; its offset is unknown, -1. WireError if the log's features don't fit the schema."""
+        """Encode one event; the offset of its record is -1. Raises WireError: features do not fit the schema."""
         value = self._impression(event) if isinstance(event, Request) else self._engagement(event)
         self._arrival += 1
         heapq.heappush(self._waiting, (event.time_ms + self.label_delay_ms, self._arrival, event))
@@ -70,7 +70,7 @@ class ReplayEncoder:
         return Record(topic, partition_of(key, self.num_partitions), -1, event.time_ms, key, value)
 
     def _impression(self, request: Request) -> bytes:
-        """What serving would have logged for this request at its time."""
+        """The impression that serving would have logged at the time of the request."""
         self._apply_until(request.time_ms)
         num_rows = len(request.items_n)
         ro, nro = self.counters.read(request.user_id, request.items_n, request.time_ms, self._fields(request))
@@ -90,7 +90,7 @@ class ReplayEncoder:
         return wire.encode(wire.IMPRESSION, message)
 
     def _engagement(self, action: Action) -> bytes:
-        """What the edge of a site would have sent for this action."""
+        """The engagement that a client would have sent."""
         message = pb.Engagement(
             header=self._header(action),
             event_id=unsigned(action.event_id),
@@ -103,14 +103,14 @@ class ReplayEncoder:
         return wire.encode(wire.ENGAGEMENT, message)
 
     def _fields(self, event: Event) -> EntityFields:
-        """What counters beyond user, items and time count it by."""
+        """The fields by which counters aggregate, beside user, items and time."""
         header = event.user_id, event.session_id, event.surface, event.request_id
         if isinstance(event, Request):
             return self._reader.from_values(header, event.ro, event.nro, len(event.items_n))
         return self._reader.from_header(header)
 
     def _header(self, event: Event) -> pb.Header:
-        """Who, when and by which schema; ids as uint64."""
+        """Ids are uint64."""
         return pb.Header(
             request_id=event.request_id,
             user_id=unsigned(event.user_id),
@@ -123,12 +123,12 @@ class ReplayEncoder:
     def _merge(
         self, side: Literal["ro", "nro"], given: Mapping[str, Any], online: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """What the log gives wins, a column that it gives is taken whole; then what is counted."""
+        """A feature in the log replaces the online feature of the same name."""
         counted = {name: online.get(source) for name, source in self._sources[side].items()}
         return counted | {name: value for name, value in given.items() if value is not None}
 
     def _apply_until(self, time_ms: int) -> None:
-        """Count the events whose delay is over at `time_ms`, in time order; none from the freeze on."""
+        """Apply the events whose delay is over at `time_ms`, in time order, but none after the freeze."""
         if self.freeze_at_ms:
             time_ms = min(time_ms, self.freeze_at_ms - 1)
         while (event := self._next_until(time_ms)) is not None:
@@ -143,7 +143,7 @@ class ReplayEncoder:
                 )
 
     def _next_until(self, time_ms: int) -> Event | None:
-        """What is to be counted next; of one time, what the log holds comes last."""
+        """Remove and return the next due event; at equal times the events of the log come last."""
         due_ms = self._waiting[0][0] if self._waiting else None
         action = self._next_elsewhere
         if action is not None and action.time_ms + self.label_delay_ms <= (

@@ -1,6 +1,7 @@
-"""What a log says happened, before it has the form that serving logs: requests and actions, in event time.
+"""Events of a log in event time: requests and actions. Datasets create them, and `encoder.py` encodes them as records.
 
-Readers (`ebnerd`, `jsonl`) make these; `roostream.replay.encoder` turns them into impressions and engagements.
+`delay_actions` simulates late engagements, for logs without the times of clicks. Delays are exponential and truncated at the end
+of the join window, as found for conversions by Chapelle (KDD 2014, "Modeling delayed feedback in display advertising").
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from roostream.schema.ids import MASK64, hash64
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """A list that was shown. Ids are uint64 as integers; features are those that the log gives, by schema name."""
+    """A list that was shown. Ids are uint64 as integers; features are those in the log, by their schema names."""
 
     request_id: str
     user_id: int
@@ -28,18 +29,18 @@ class Request:
     items_n: np.ndarray  # int64 [n], shown order
     ro: Mapping[str, object] | None = dataclasses.field(
         default_factory=dict
-    )  # None: the event only adds candidates
+    )  # None: a further page, which only adds candidates
     nro: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # columns of n
     surface: str = ""
     positions: Sequence[int] = ()  # empty = 0..n-1
     propensities: Sequence[float] = ()
     weight: float = 1.0
-    where: str = ""  # in the log, for messages
+    where: str = ""  # `file:line`, for messages
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Action:
-    """Something that a user did with an item of a request; carries the request's own header."""
+    """An engagement of a user with an item of a request, with the header of the request."""
 
     request_id: str
     user_id: int
@@ -57,9 +58,9 @@ Event: TypeAlias = Request | Action
 
 
 def in_time_order(groups: Iterable[tuple[Request, Sequence[Action]]]) -> Iterator[Event]:
-    """Merge requests (in time order) with their actions (none before its request) by (time, request first, arrival).
+    """Merge requests, which are in time order, with their later actions. At equal times a request comes first.
 
-    Memory: the actions of which the time hasn't come. AssertionError if the groups' requests go back in time.
+    Memory: the actions that are still in the future. Raises AssertionError if the requests are not in time order.
     """
     waiting: list[tuple[int, int, Action]] = []
     arrival = last_ms = 0
@@ -79,9 +80,9 @@ def in_time_order(groups: Iterable[tuple[Request, Sequence[Action]]]) -> Iterato
 
 
 def delay_actions(events: Iterable[Event], mean_ms: int, window_ms: int) -> Iterator[Event]:
-    """`events`, in time order again, every action later by its request's delay, but not behind the window of `window_ms`.
+    """Delay every action by a delay drawn for its request, at most until the window ends; the result is in time order.
 
-    Memory: the actions whose time hasn't come, and the requests of a window.
+    Memory: the actions that are still in the future, and the requests of one window.
     """
     waiting: list[tuple[int, int, Action]] = []
     ends_ms: dict[str, int] = {}
@@ -105,7 +106,10 @@ def delay_actions(events: Iterable[Event], mean_ms: int, window_ms: int) -> Iter
 
 
 def delay_ms(request_id: str, mean_ms: int, window_ms: int) -> int:
-    """Of an exponential distribution, given that it is no longer than the window."""
+    """Sample of an exponential distribution truncated at the window, as a function of the request id.
+
+    One delay per request keeps a click before the actions that follow it.
+    """
     share = (hash64(f"{request_id}/late") & MASK64) / 2**64
     return int(-mean_ms * math.log1p(share * math.expm1(-window_ms / mean_ms)))
 

@@ -1,4 +1,4 @@
-"""An HTTP client of serving that outlives serving: retries with backoff, and says how it went."""
+"""An HTTP client of serving that retries with backoff while serving is down, and counts outcomes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from typing import Any
 import httpx2 as httpx
 
 log = logging.getLogger("roostream.simulator")
-_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
-_SAY_EVERY_S = 30.0
+_RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
+_LOG_INTERVAL_S = 30.0
 
 
 class HttpClient:
-    """POSTs JSON. Used from one event loop. Every call may be made again by whoever lost its answer: requests carry their
-    request id, engagements their event id, and the joiner counts each once."""
+    """Posts JSON from one event loop. Retries are safe, because the joiner removes duplicates by request id and event id."""
 
     def __init__(
         self, base_url: str, *, max_in_flight: int = 64, transport: httpx.AsyncBaseTransport | None = None
@@ -27,19 +26,19 @@ class HttpClient:
             base_url=base_url, timeout=5.0, limits=limits, transport=transport, trust_env=False
         )
         self.outcomes: Counter[str] = Counter()  # ok | refused | retried | gave_up
-        self._said_s = -_SAY_EVERY_S
-        self._away = False
+        self._logged_s = -_LOG_INTERVAL_S
+        self._is_down = False
 
-    async def post(self, path: str, body: Any, patience_s: float) -> Any | None:
-        """The answer's JSON; None if serving refused the body (4xx) or did not take it within `patience_s`."""
+    async def post(self, path: str, body: Any, timeout_s: float) -> Any | None:
+        """Returns the JSON of the response; None if serving rejects the body (4xx) or `timeout_s` passes."""
         loop = asyncio.get_running_loop()
-        until_s, delay_s = loop.time() + patience_s, 0.2
+        until_s, delay_s = loop.time() + timeout_s, 0.2
         while True:
             answer, problem = await self._once(path, body)
-            if answer is not None and answer.status_code not in _AGAIN:
-                return self._settled(path, answer)
+            if answer is not None and answer.status_code not in _RETRIED_STATUS:
+                return self._finish(path, answer)
             wait_s = max(_retry_after_s(answer), delay_s * random.uniform(0.5, 1.0))
-            self._say(problem or f"status {answer.status_code if answer is not None else 0}", loop.time())
+            self._warn(problem or f"status {answer.status_code if answer is not None else 0}", loop.time())
             if loop.time() + wait_s > until_s:
                 self.outcomes["gave_up"] += 1
                 return None
@@ -56,28 +55,28 @@ class HttpClient:
         except httpx.TransportError as error:
             return None, f"{type(error).__name__} {error}".strip()
 
-    def _settled(self, path: str, answer: httpx.Response) -> Any | None:
-        """The answer's body, or None if serving refused; counted either way, and told at most now and then."""
-        if self._away:
-            self._away = False
-            log.info("serving answers again")
+    def _finish(self, path: str, answer: httpx.Response) -> Any | None:
+        """Count the outcome; returns the body, or None if serving rejected the request."""
+        if self._is_down:
+            self._is_down = False
+            log.info("serving responds again")
         if answer.status_code >= 400:
             self.outcomes["refused"] += 1
-            self._say(
+            self._warn(
                 f"{path}: status {answer.status_code}: {answer.text[:300]}", asyncio.get_running_loop().time()
             )
             return None
         self.outcomes["ok"] += 1
         return answer.json() if answer.content else {}
 
-    def _say(self, problem: str, now_s: float) -> None:
-        if now_s - self._said_s >= _SAY_EVERY_S:
-            self._said_s, self._away = now_s, True
-            log.warning("serving: %s (users come back)", problem)
+    def _warn(self, problem: str, now_s: float) -> None:
+        if now_s - self._logged_s >= _LOG_INTERVAL_S:
+            self._logged_s, self._is_down = now_s, True
+            log.warning("request to serving failed: %s; it is retried", problem)
 
 
 def _retry_after_s(answer: httpx.Response | None) -> float:
-    """Seconds that a 429 or 503 asks for, at most 10."""
+    """The Retry-After header in seconds, at most 10."""
     if answer is None:
         return 0.0
     try:

@@ -1,11 +1,11 @@
-"""Which columns of another site's Parquet say what: the file that `roostream import parquet --map` reads.
+"""The column map of `roostream import parquet --map`: which columns of another site's Parquet files hold which values.
 
-request = ["user", "shown_at"]      rows that are equal in these are one request
+request = ["user", "shown_at"]      rows with equal values in these columns form one request
 time = "shown_at"                   item = "article"       user = "user"
-[features]                          schema's name → column; one that isn't named has a column of its own name, or none
+[features]                          feature of the schema → column; default: the column with the feature's name
 basket = "basket_value"
-history = { item = "read_ids", time = "read_at" }       a sequence: its table and its columns; weighted ids: ids, weights
-[actions]                           what was done → the column that says so, above 0 or true
+history = { item = "read_ids", time = "read_at" }       sequence: its table and columns; weighted ids: ids, weights
+[actions]                           action → the column that is true or above 0 where it happened
 click = { column = "clicked" }
 read = { column = "seconds", least = 5.0, value = "seconds" }
 """
@@ -23,32 +23,34 @@ from roostream.schema.settings import SettingError, Settings, load, setting, set
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ActionColumn(Settings):
-    """An action, done where its column says so."""
+    """The columns of one action."""
 
-    column: str = setting(help="a boolean or a number: done where it is true, above 0, or at least `least`")
-    least: float = setting(0.0, "done from this number on; 0 = above 0")
-    value: str = setting("", "column of the action's value; '' = that of `column`")
-    time: str = setting("", "column of its time; '' = a second behind the request")
+    column: str = setting(
+        help="boolean or number: the action happened where it is true, above 0, or at least `least`"
+    )
+    least: float = setting(0.0, "smallest number that counts; 0 = any number above 0")
+    value: str = setting("", "column of the action's value; '' = `column`")
+    time: str = setting("", "column of the action's time; '' = one second after the request")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImportMap(Settings):
-    """See the module. Read with `load_map`, which checks it against the schema."""
+    """The map of the module's docstring. `load_map` checks it against the schema."""
 
-    request: tuple[str, ...] = setting(help="columns in which rows of one request are equal")
-    item: str = setting(help="column of what was shown")
-    time: str = setting(help="column of when: a timestamp, a number (time_unit), or text as ISO 8601")
-    time_unit: Literal["ms", "s", "us"] = setting("ms", "of times that are numbers: ms | s | us")
-    user: str = setting("", "column of who saw it")
-    session: str = setting("", "column of the session")
-    surface: str = setting("", "column of where it was shown")
+    request: tuple[str, ...] = setting(help="columns whose values identify a request")
+    item: str = setting(help="column of the item's id")
+    time: str = setting(help="column of the time: a timestamp, a number (time_unit), or ISO 8601 text")
+    time_unit: Literal["ms", "s", "us"] = setting("ms", "unit of times that are numbers")
+    user: str = setting("", "column of the user's id")
+    session: str = setting("", "column of the session's id")
+    surface: str = setting("", "column of the surface on which the list was shown")
     weight: str = setting("", "column of the request's sampling weight")
-    position: str = setting("", "column of the place in the list, from 0; '' = in the order of rows")
-    propensity: str = setting("", "column of the chance with which it was shown")
+    position: str = setting("", "column of the position in the list, from 0; '' = order of the rows")
+    propensity: str = setting("", "column of the probability with which the item was shown")
     features: dict[str, Any] = setting(
-        factory=dict, help="table: schema's name -> column, or a table of columns"
+        factory=dict, help="table: feature of the schema -> column, or a table of columns"
     )
-    actions: dict[str, ActionColumn] = setting(factory=dict, help="table: action -> its column")
+    actions: dict[str, ActionColumn] = setting(factory=dict, help="table: action -> its columns")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,7 +69,7 @@ class ImportMap(Settings):
                 )
 
     def plain(self) -> dict[str, str]:
-        """What a row of a log's table is called (roostream/replay/table_log.py) → column, of what is there once a row."""
+        """Name of a single-valued column in a table log (table_log.py) → column of the files."""
         named = {
             "item_id": self.item,
             "user_id": self.user,
@@ -78,12 +80,12 @@ class ImportMap(Settings):
         return {name: column for name, column in named.items() if column}
 
     def parts_of(self, feature: Feature, known: Collection[str]) -> dict[str, str]:
-        """Part → column; "" is the part of a feature that is one column. {}: the files (columns `known`) don't have it."""
+        """Part of a feature → column; a feature of one column has the part "". {} if the files do not have the feature."""
         given = self.features.get(feature.name, feature.name if feature.name in known else {})
         return dict(given) if isinstance(given, dict) else {"": given}
 
     def columns(self, schema: Schema, known: Collection[str]) -> Iterator[str]:
-        """Every column that is read, some more than once."""
+        """Every column that is read, possibly repeated."""
         yield from (*self.request, self.time, *self.plain().values())
         for feature in (*schema.ro, *schema.nro):
             yield from self.parts_of(feature, known).values()
@@ -92,11 +94,10 @@ class ImportMap(Settings):
 
 
 def load_map(path: str, schema: Schema) -> ImportMap:
-    """Raises ConfigError: an unknown key, a feature or a part of one that the schema doesn't declare, an action that it doesn't
-    know; names key, file and line."""
-    its = load(ImportMap, path)
+    """Read a map. Raises ConfigError: an unknown key, or a feature, part or action that the schema does not have."""
+    column_map = load(ImportMap, path)
     features = {f.name: f for f in (*schema.ro, *schema.nro)}
-    for name, given in its.features.items():
+    for name, given in column_map.features.items():
         if name not in features:
             raise ConfigError(
                 f"{path}: features.{name}: expected a feature of the schema, got another name{nearest(name, features)}"
@@ -109,19 +110,19 @@ def load_map(path: str, schema: Schema) -> ImportMap:
                     f"{path}: features.{name}.{part}: expected {wanted}, got another name{nearest(part, parts)}"
                 )
     wanted_actions = {*(label.action for label in schema.labels), schema.online.click}
-    for name in its.actions:
+    for name in column_map.actions:
         if name not in wanted_actions:
             known = ", ".join(sorted(wanted_actions))
             near = nearest(name, wanted_actions)
             raise ConfigError(
                 f"{path}: actions.{name}: expected an action of the schema ({known}), got another{near}"
             )
-    return its
+    return column_map
 
 
-def check_columns(path: str, its: ImportMap, schema: Schema, known: Collection[str]) -> None:
-    """Raises ConfigError: the file has no such column; names the nearest."""
-    for column in its.columns(schema, known):
+def check_columns(path: str, column_map: ImportMap, schema: Schema, known: Collection[str]) -> None:
+    """Raises ConfigError: a column of the map is not in the file; names the nearest."""
+    for column in column_map.columns(schema, known):
         if column not in known:
             raise ConfigError(
                 f"{path}: column {column!r} is absent{nearest(column, known)}; correct the map, or leave it out there"

@@ -1,5 +1,4 @@
-"""The files of a log: the only place that knows where they are, and how they are packed. Another file system is another branch
-here."""
+"""Open the input files of a log, and decompress them where needed. Support for another file system belongs here."""
 
 from __future__ import annotations
 
@@ -20,18 +19,19 @@ _CHUNK = 1 << 20
 
 
 def open_file(path: str) -> BinaryIO:
-    """A log's file, to read and to seek; the caller closes it. What is packed (`.gz`, `.zst`) or comes through a pipe is first
-    copied to an unnamed file among the temporary ones.
+    """Open a file for reading and seeking; the caller closes it.
+
+    A compressed file (`.gz`, `.zst`) or a pipe is first copied to an unnamed temporary file.
 
     Raises:
-        ConfigError: it isn't there, can't be read, or isn't what its name says.
-        SetupError: there is no room for the copy.
+        ConfigError: the file does not exist, cannot be read, or cannot be decompressed.
+        SetupError: there is no space for the copy.
     """
     file = _open(path)
     if Path(path).suffix not in (".gz", ".zst") and file.seekable():
         return file
     with file:
-        return _copied(path, _unpacked(path, file))
+        return _temporary_copy(path, _decompress(path, file))
 
 
 def _open(path: str) -> BinaryIO:
@@ -40,21 +40,21 @@ def _open(path: str) -> BinaryIO:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; check the path") from None
     except OSError as error:
-        raise ConfigError(f"{path}: expected a file that can be read, got {error.strerror}") from None
+        raise ConfigError(f"{path}: expected a readable file, got {error.strerror}") from None
 
 
-def _unpacked(path: str, file: BinaryIO) -> Iterator[bytes]:
-    """The content in pieces. Raises EOFError, OSError, zlib.error or ZstdError: damaged or cut."""
+def _decompress(path: str, file: BinaryIO) -> Iterator[bytes]:
+    """The content in pieces. Raises EOFError, OSError, zlib.error or ZstdError: the file is damaged or truncated."""
     if path.endswith(".zst"):
-        yield from _frames(file)
+        yield from _decompress_zstd(file)
         return
     source = gzip.GzipFile(fileobj=file) if path.endswith(".gz") else file
     while piece := source.read(_CHUNK):
         yield piece
 
 
-def _frames(file: BinaryIO) -> Iterator[bytes]:
-    """Zstandard, frame after frame; the library's own reader takes a cut file for a whole one."""
+def _decompress_zstd(file: BinaryIO) -> Iterator[bytes]:
+    """Decompress frame by frame, because the library's own reader does not report a truncated file."""
     frame = None
     while piece := file.read(_CHUNK):
         while piece:
@@ -63,11 +63,11 @@ def _frames(file: BinaryIO) -> Iterator[bytes]:
             piece = frame.unused_data if frame.eof else b""
             frame = None if frame.eof else frame
     if frame is not None:
-        raise EOFError("it ends within a frame")
+        raise EOFError("the file ends within a frame")
 
 
-def _copied(path: str, pieces: Iterator[bytes]) -> BinaryIO:
-    """All of it in an unnamed file, at its beginning."""
+def _temporary_copy(path: str, pieces: Iterator[bytes]) -> BinaryIO:
+    """An unnamed file with all the pieces, positioned at its start."""
     with contextlib.ExitStack() as opened:
         try:
             copy = opened.enter_context(tempfile.TemporaryFile())
@@ -77,7 +77,7 @@ def _copied(path: str, pieces: Iterator[bytes]) -> BinaryIO:
         except OSError as error:
             folder = tempfile.gettempdir()
             raise SetupError(
-                f"{path}: it can't be unpacked into {folder} ({error.strerror}); make room or set TMPDIR"
+                f"{path}: cannot be decompressed into {folder} ({error.strerror}); free space there or set TMPDIR"
             ) from None
         opened.pop_all()
         return cast(BinaryIO, copy)
@@ -88,16 +88,16 @@ def _next(path: str, pieces: Iterator[bytes]) -> bytes:
         return next((piece for piece in pieces if piece), b"")
     except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
         raise ConfigError(
-            f"{path}: expected a whole {Path(path).suffix} file, got one that can't be unpacked ({error})"
+            f"{path}: expected a complete {Path(path).suffix} file, but decompression failed ({error})"
         ) from None
 
 
 def check_files(key: str, paths: Sequence[str], *, needed: bool) -> None:
-    """Told when settings are made, before hours of work; a pipe is not opened, since it can be read once only.
+    """Check input files when settings are loaded, before long work. A pipe is not opened, because it can be read only once.
 
     Raises:
         SettingError: `needed`, and there is none.
-        ConfigError: one isn't there or can't be read.
+        ConfigError: a file does not exist or cannot be read.
     """
     if needed and not paths:
         raise setting_error(key, "at least one file", paths, "name one")

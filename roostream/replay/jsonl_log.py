@@ -1,7 +1,7 @@
-"""A generic log as JSON lines: one impression or engagement a line, as docs/bring-your-own-data.md says, and a schema TOML.
+"""Dataset `jsonl`: a log with one impression or engagement per line as JSON (docs/bring-your-own-data.md).
 
-Lines may come in any order; they are replayed by time. A file is read twice: once for the times (32 bytes a line are
-kept), once in time order.
+Lines may be in any order and are replayed by time. Each file is read twice: first for the times (32 bytes per line are kept), then
+in time order.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from roostream.schema.settings import setting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(DatasetOptions):
-    """Where the files are, and what to do with lines that can't be used."""
+    """Settings of the dataset."""
 
     log: tuple[str, ...] = setting(
-        help="files with one impression or engagement a line, in any order; also .gz, .zst, pipes"
+        help="files with one impression or engagement per line, in any order; also .gz, .zst and pipes"
     )
-    skip_bad: bool = setting(False, "count bad lines and go on instead of stopping at the first")
+    skip_bad: bool = setting(False, "skip and count bad lines instead of stopping at the first")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,7 +39,7 @@ class Options(DatasetOptions):
 
 
 def open(options: Options, schema: Schema, window_ms: int) -> EventLog:
-    """See `roostream.replay.datasets.DatasetModule`; engagements have times of their own, so `window_ms` changes nothing."""
+    """See `DatasetModule.open`. Engagements have their own times, so `window_ms` is not used."""
     return JsonlLog(options.log, LogLineReader(schema, skip_bad=options.skip_bad)).open()
 
 
@@ -53,34 +53,33 @@ _TIMES = msgspec.json.Decoder(_Timed)
 
 
 class JsonlLog:
-    """Files of JSON lines, read by `reader`, which also counts what is left out."""
+    """Files of JSON lines, converted by `reader`, which also counts skipped lines."""
 
     def __init__(self, paths: Sequence[str], reader: LogLineReader) -> None:
         self.paths, self.reader = tuple(paths), reader
 
     def open(self) -> EventLog:
-        """Read the times of all lines; the events follow in event time, an impression before an engagement of the same time,
-        else in the order of files and lines.
+        """Read the times of all lines. Events follow in event time; at equal times impressions come first, then file order.
 
         Raises:
-            LogError: a bad line, unless it is skipped; also while events are read.
-            ConfigError: a file can't be read.
+            LogError: a bad line that is not skipped; also while events are read.
+            ConfigError: a file cannot be read.
         """
         with contextlib.ExitStack() as opened:
             files = [opened.enter_context(open_file(path)) for path in self.paths]
-            times, places = self._scan(files)
+            times, positions = self._scan(files)
             opened.pop_all()
         return EventLog(
-            events=self._events(files, times, places),
+            events=self._events(files, times, positions),
             num_requests=int((times % 2 == 0).sum()),
             refuse=lambda event, error: self.reader.refuse(event.where, error),
             skipped=self.reader.skipped,
         )
 
-    def _events(self, files: Sequence[BinaryIO], times: np.ndarray, places: array[int]) -> Iterator[Event]:
+    def _events(self, files: Sequence[BinaryIO], times: np.ndarray, positions: array[int]) -> Iterator[Event]:
         try:
             for k in np.argsort(times, kind="stable").tolist():
-                number, line, offset = places[3 * k], places[3 * k + 1], places[3 * k + 2]
+                number, line, offset = positions[3 * k], positions[3 * k + 1], positions[3 * k + 2]
                 if files[number].tell() != offset:
                     files[number].seek(offset)
                 event = self._event(files[number].readline(), f"{self.paths[number]}:{line}")
@@ -91,8 +90,8 @@ class JsonlLog:
                 file.close()
 
     def _scan(self, files: Sequence[BinaryIO]) -> tuple[np.ndarray, array[int]]:
-        """Sort keys (twice the time in ms, odd for engagements) and (file, line, offset) of every usable line."""
-        times, places = array("q"), array("q")
+        """Sort keys (twice the time in ms, plus 1 for engagements) and (file, line, offset) of every usable line."""
+        times, positions = array("q"), array("q")
         for number, file in enumerate(files):
             offset = 0
             for line, raw in enumerate(file, 1):
@@ -100,9 +99,9 @@ class JsonlLog:
                     key = self._sort_key(raw, f"{self.paths[number]}:{line}")
                     if key is not None:
                         times.append(key)
-                        places.extend((number, line, offset))
+                        positions.extend((number, line, offset))
                 offset += len(raw)
-        return np.array(times, dtype=np.int64), places
+        return np.array(times, dtype=np.int64), positions
 
     def _sort_key(self, raw: bytes, where: str) -> int | None:
         try:

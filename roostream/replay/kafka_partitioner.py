@@ -1,4 +1,4 @@
-"""Kafka's default partitioner for keys: `toPositive(murmur2(key)) mod partitions`, as in Java's clients."""
+"""Kafka's default partitioner for keys, as in the Java client: `toPositive(murmur2(key)) mod partitions`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What looks wrong in a log and its schema taken together, in sentences: mistakes that nothing refuses, and that only show in
-what isn't learned."""
+"""Warnings about a log and its schema together: mistakes that raise no error but prevent learning."""
 
 from __future__ import annotations
 
@@ -13,15 +12,18 @@ from roostream.schema.counter_plan import declared
 from roostream.schema.schema import Schema
 
 _FAR_FROM_PRIOR = 5.0
-_FEW = 1000  # candidates below which a share says little
+_MIN_CANDIDATES = 1000  # below this a share is not significant
 _MAX_NAMED = 5
 
 
 def advice(
     schema: Schema, profile: LogProfile, positives: Mapping[str, int] | None = None, prior: float = 0.1
 ) -> list[str]:
-    """One sentence for each, what is and what to do. `positives`: label → candidates for which it was above 0, where the log
-    has been joined; `prior`: what the model predicts untrained."""
+    """One sentence for each problem: what was found, and what to do.
+
+    `positives` is label → number of candidates with a label above 0, if the log was joined. `prior` is the prediction of the
+    untrained model.
+    """
     found = [*_actions(schema, profile), *_features(schema, profile), *_tables(schema), *_lists(profile)]
     return found if positives is None else [*found, *_labels(schema, profile, positives, prior)]
 
@@ -35,7 +37,7 @@ def _actions(schema: Schema, profile: LogProfile) -> Iterator[str]:
     if unnamed := [a for a in profile.actions if a not in wanted]:
         shown = ", ".join(f"{a!r} ({profile.actions[a]}{nearest(a, wanted)})" for a in unnamed[:_MAX_NAMED])
         more = f" and {len(unnamed) - _MAX_NAMED} more" if len(unnamed) > _MAX_NAMED else ""
-        yield f"actions of the log that no [[label]], no [[counter]] and not [online] click names: {shown}{more}"
+        yield f"actions of the log that no [[label]], no [[counter]] and not [online] click uses: {shown}{more}"
     for label in schema.labels:
         if label.action not in profile.actions:
             near = nearest(label.action, profile.actions)
@@ -47,12 +49,12 @@ def _actions(schema: Schema, profile: LogProfile) -> Iterator[str]:
     for name, event in wanted_by.items():
         if event not in (SHOWN, schema.online.click, *profile.actions):
             near = nearest(event, profile.actions)
-            yield f"counter {name!r}: no engagement of the log has action {event!r}{near}; it sees nothing"
+            yield f"counter {name!r}: no engagement of the log has action {event!r}{near}; it stays 0"
     if of_clicks and schema.online.click not in profile.actions:
         near = nearest(schema.online.click, profile.actions)
         yield (
             f"[online] click = {schema.online.click!r}: no engagement of the log has this action{near}; "
-            f"{', '.join(of_clicks[:_MAX_NAMED])} see no clicks"
+            f"{', '.join(of_clicks[:_MAX_NAMED])} count no clicks"
         )
 
 
@@ -66,11 +68,11 @@ def _features(schema: Schema, profile: LogProfile) -> Iterator[str]:
                 continue
             if not seen["share"]:
                 own = (
-                    ', or say online = "item_id" if it is the candidate\'s own id'
+                    ', or set online = "item_id" if it is the candidate\'s id'
                     if side == "nro" and f.kind == "ids"
                     else ""
                 )
-                yield f"feature {f.name!r} was never there; give it in the log{own}, or remove it"
+                yield f"feature {f.name!r} is missing in every row; add it to the log{own}, or remove it"
             elif f.is_list and not seen["max"]:
                 yield f"feature {f.name!r}: every list is empty"
 
@@ -85,9 +87,9 @@ def _tables(schema: Schema) -> Iterator[str]:
 
 def _lists(profile: LogProfile) -> Iterator[str]:
     if profile.num_doubled:
-        yield f"{profile.num_doubled} lists show an item twice; the later place is dropped"
+        yield f"{profile.num_doubled} lists show an item twice; the later position is dropped"
     if profile.num_strangers:
-        yield f"{profile.num_strangers} impressions have neither user_id nor session_id: nothing is known of who saw them"
+        yield f"{profile.num_strangers} impressions have neither user_id nor session_id, so they have no history"
 
 
 def _labels(schema: Schema, profile: LogProfile, positives: Mapping[str, int], prior: float) -> Iterator[str]:
@@ -101,10 +103,10 @@ def _labels(schema: Schema, profile: LogProfile, positives: Mapping[str, int], p
         share = count / profile.num_candidates if profile.num_candidates else 0.0
         if (
             count
-            and profile.num_candidates >= _FEW
+            and profile.num_candidates >= _MIN_CANDIDATES
             and not 1 / _FAR_FROM_PRIOR <= share / prior_of <= _FAR_FROM_PRIOR
         ):
             yield (
-                f"label {label.name!r} is positive for {share:.2g} of the candidates, and untrained the model says "
-                f"{prior_of:.2g}; say prior = {share:.2g} in its [[label]]"
+                f"label {label.name!r} is positive for {share:.2g} of the candidates, but the untrained model predicts "
+                f"{prior_of:.2g}; set prior = {share:.2g} in its [[label]]"
             )

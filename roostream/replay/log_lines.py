@@ -1,6 +1,6 @@
-"""What one line of a generic log says, as docs/bring-your-own-data.md has it: decoded, checked, and made an event.
+"""The lines of a generic log (docs/bring-your-own-data.md): decode and check them, and convert them to events.
 
-Whatever the joiner or the codec would refuse later is refused here, where file and line are known.
+Everything that the joiner or the codec would reject later is rejected here, where file and line are known.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ Id = int | str
 MAX_NAME_BYTES = 64
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)
 _POSITIONS = 1 << 31
-_MAX_TOLD = 10
+_MAX_MESSAGES = 10
 
 
 class LogError(RoostreamError):
-    """A line that can't be used; says file and line."""
+    """A line that cannot be used; the message names file and line."""
 
 
 class ImpressionLine(
     msgspec.Struct, tag_field="type", tag="impression", forbid_unknown_fields=True, omit_defaults=True
 ):
-    """`candidates`: rows `[{"item_id": …, "<feature>": …}]` or columns `{"item_id": […], "<feature>": […]}`; features may
-    also stand under `nro`."""
+    """`candidates` are rows `[{"item_id": …, "<feature>": …}]` or columns `{"item_id": […], "<feature>": […]}`.
+
+    Features may also be in a table `nro` beside `item_id`.
+    """
 
     request_id: str
     time: int | str
@@ -51,7 +53,7 @@ class ImpressionLine(
 class EngagementLine(
     msgspec.Struct, tag_field="type", tag="engagement", forbid_unknown_fields=True, omit_defaults=True
 ):
-    """Names its request by `request_id` and the same user and session."""
+    """Refers to its request by `request_id` and the same user and session."""
 
     request_id: str
     time: int | str
@@ -66,11 +68,11 @@ class EngagementLine(
 
 Line = ImpressionLine | EngagementLine
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
-"""What decoding and checking a line raise: a form that isn't JSON or another one, a value that can't be, brackets too deep."""
+"""Errors of decoding and checking a line: not JSON, another structure, an invalid value, or nested too deep."""
 
 
 class LogLineReader:
-    """Lines of one schema's log → events. `skip_bad`: count what can't be used and go on, instead of raising."""
+    """Converts the lines of a log to events of a schema. With `skip_bad`, bad lines are counted instead of raised."""
 
     def __init__(self, schema: Schema, *, skip_bad: bool = False) -> None:
         self.schema, self.skip_bad = schema, skip_bad
@@ -78,25 +80,25 @@ class LogLineReader:
         self._names = {side: {f.name for f in getattr(schema, side)} for side in ("ro", "nro")}
 
     def event(self, line: Line, where: str) -> Event:
-        """Raises ValueError with what was expected and got."""
+        """Convert one line. Raises ValueError: a value is not valid."""
         return self._request(line, where) if isinstance(line, ImpressionLine) else _action(line, where)
 
     def refuse(self, where: str, error: Exception) -> None:
-        """Leave a line out, counted, or say why it can't be used.
+        """Skip and count a bad line.
 
         Raises:
-            LogError: unless `skip_bad`; `path:line: what, expected, got`.
+            LogError: if `skip_bad` is off; the message is `path:line: …`.
         """
         reason = "brackets nested too deep" if isinstance(error, RecursionError) else str(error)
-        message = printable(f"{where}: {reason}; correct the line, or use --skip-bad to leave such lines out")
+        message = printable(f"{where}: {reason}; correct the line, or use --skip-bad to skip such lines")
         if not self.skip_bad:
             raise LogError(message) from None
         self._num_skipped += 1
-        if len(self._first_skipped) < _MAX_TOLD:
+        if len(self._first_skipped) < _MAX_MESSAGES:
             self._first_skipped.append(message)
 
     def skipped(self) -> Skipped:
-        """What has been left out so far."""
+        """The lines skipped so far."""
         return Skipped(self._num_skipped, tuple(self._first_skipped))
 
     def _request(self, line: ImpressionLine, where: str) -> Request:
@@ -112,10 +114,12 @@ class LogLineReader:
             ("propensities", line.propensities),
         ):
             if column and len(column) != len(items):
-                raise ValueError(f"{name}: expected {len(items)} values, one a candidate, got {len(column)}")
+                raise ValueError(
+                    f"{name}: expected {len(items)} values, one per candidate, got {len(column)}"
+                )
         _check_numbers(line)
         return Request(
-            request_id=_text("request_id", line.request_id, least=1),
+            request_id=_text("request_id", line.request_id, min_bytes=1),
             user_id=_id("user_id", line.user_id),
             session_id=_id("session_id", line.session_id),
             time_ms=_time_ms(line.time),
@@ -145,23 +149,25 @@ class LogLineReader:
 
 
 def _check_numbers(line: ImpressionLine) -> None:
-    """Bounds of what a request carries beside its features; those of features are checked where they are encoded."""
+    """Check positions, propensities and weight; the encoder checks the features."""
     for position in line.positions:
         if not 0 <= position < _POSITIONS:
-            raise ValueError(f"positions: expected places from 0 to {_POSITIONS - 1}, got {position}")
+            raise ValueError(f"positions: expected 0 to {_POSITIONS - 1}, got {position}")
     for propensity in line.propensities:
         if not 0 < propensity <= 1:
-            raise ValueError(f"propensities: expected chances above 0 and at most 1, got {propensity:g}")
+            raise ValueError(
+                f"propensities: expected probabilities above 0 and at most 1, got {propensity:g}"
+            )
     if not 0 < line.weight <= MAX_WEIGHT:
         raise ValueError(
-            f"weight: expected a number above 0 and at most {MAX_WEIGHT:.0f}, got {line.weight:g}; leave out the impression "
-            "that shall not count"
+            f"weight: expected a number above 0 and at most {MAX_WEIGHT:.0f}, got {line.weight:g}; remove an impression "
+            "that should not count"
         )
 
 
 def _action(line: EngagementLine, where: str) -> Action:
     user, session, item = (_id(name, getattr(line, name)) for name in ("user_id", "session_id", "item_id"))
-    request_id, action = (_text(name, getattr(line, name), least=1) for name in ("request_id", "action"))
+    request_id, action = (_text(name, getattr(line, name), min_bytes=1) for name in ("request_id", "action"))
     at_ms, surface = _time_ms(line.time), _text("surface", line.surface)
     if not abs(line.value) <= _LARGEST_FLOAT:
         raise ValueError(f"value: expected a finite 32-bit float, got {line.value:g}")
@@ -177,13 +183,13 @@ def _action(line: EngagementLine, where: str) -> Action:
 def _columns(
     candidates: list[dict[str, Any]] | dict[str, Any], nro_is_a_feature: bool
 ) -> dict[str, list[Any]]:
-    """Columns by name; what stands under `nro` beside `item_id` stands beside it."""
+    """Columns by name; features under `nro` are moved beside `item_id`."""
     if isinstance(candidates, dict):
         flat = candidates if nro_is_a_feature else _flat(candidates, "candidates")
         for name, column in flat.items():
             if not isinstance(column, list):
                 raise ValueError(
-                    f"candidates.{name}: expected a list, one value a candidate, got {_shown(column)}"
+                    f"candidates.{name}: expected a list with one value per candidate, got {_shown(column)}"
                 )
         return dict(flat)
     rows = (
@@ -206,7 +212,7 @@ def _flat(row: dict[str, Any], where: str) -> dict[str, Any]:
         raise ValueError(f"{where}.nro: expected features by name, got {_shown(inner)}")
     outer = {name: value for name, value in row.items() if name != "nro"}
     if doubled := sorted(outer.keys() & inner.keys()):
-        raise ValueError(f"{where}: {doubled[0]!r} is given twice, beside item_id and under nro; keep one")
+        raise ValueError(f"{where}: {doubled[0]!r} is both beside item_id and under nro; keep one")
     return outer | inner
 
 
@@ -220,9 +226,9 @@ def _id(name: str, value: object) -> int:
         raise ValueError(f"{name}: {error}") from None
 
 
-def _text(name: str, text: str, least: int = 0) -> str:
-    if not least <= len(text.encode()) <= MAX_NAME_BYTES:
-        wanted = f"{least} to {MAX_NAME_BYTES}" if least else f"at most {MAX_NAME_BYTES}"
+def _text(name: str, text: str, min_bytes: int = 0) -> str:
+    if not min_bytes <= len(text.encode()) <= MAX_NAME_BYTES:
+        wanted = f"{min_bytes} to {MAX_NAME_BYTES}" if min_bytes else f"at most {MAX_NAME_BYTES}"
         raise ValueError(f"{name}: expected {wanted} bytes, got {len(text.encode())}")
     return text
 

@@ -1,5 +1,6 @@
-"""What a log holds, counted while it is read: features that are there, actions, list lengths, times. Both a replay's report and
-`roostream check` tell it; `roostream.replay.log_advice` draws conclusions from it.
+"""Statistics of a log, collected while it is read: coverage of features, actions, list lengths, times.
+
+They are part of the reports of a replay and of `roostream check`, and the basis of the warnings in log_advice.py.
 
 Letters: n rows, F floats, K lists of a side.
 """
@@ -25,21 +26,20 @@ OTHER = "(more)"
 
 
 class LogProfile:
-    """Feed every event with the blocks that were made of it, in order. Memory: a few numbers a feature, and where the newest
-    262,144 events came from."""
+    """Call `add` with every event. Memory: a few numbers per feature, and the file positions of the newest 262,144 events."""
 
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
         self.num_impressions = self.num_candidates = self.num_doubled = self.num_strangers = 0
         self.first_ms = self.last_ms = 0
-        self.num_unlogged_clicks = (0, 0)  # from before the log, and from within its time
+        self.num_unlogged_clicks = (0, 0)  # before the log begins, and after
         self.actions: Counter[str] = Counter()
         self.lengths: Counter[int] = Counter()
         self.origins = Origins()
         self._sides: dict[Side, _Side] = {"ro": _Side(schema, "ro"), "nro": _Side(schema, "nro")}
 
     def add(self, event: Event, ro: bytes | None = None, nro: bytes = b"") -> None:
-        """`ro`, `nro`: the blocks of an impression, with what was counted online; `ro` is None for one that adds candidates."""
+        """`ro`, `nro`: encoded blocks of an impression with its online features; `ro` is None for a further page."""
         self.first_ms = self.first_ms or event.time_ms
         self.last_ms = event.time_ms
         self.origins.add(event)
@@ -58,12 +58,14 @@ class LogProfile:
         self._sides["nro"].add(nro, num_rows)
 
     def features(self) -> dict[str, dict[str, Any]]:
-        """Feature → `side`, `kind`, `share` of rows that have it, and `min`, `mean`, `max`: of a float its value, of a list its
-        entries; None where no row has it."""
+        """Feature → `side`, `kind`, `share` of rows with a value, and `min`, `mean`, `max`.
+
+        The last three describe the value of a float or the length of a list; they are None where no row has a value.
+        """
         return self._sides["ro"].report() | self._sides["nro"].report()
 
     def report(self) -> dict[str, Any]:
-        """Everything of it, with stable keys."""
+        """All statistics, with stable keys."""
         lengths_N = np.repeat(list(self.lengths), list(self.lengths.values()))
         quantiles = {
             f"p{q}": int(np.percentile(lengths_N, q, method="lower"))
@@ -84,7 +86,7 @@ class LogProfile:
 
 
 class _Side:
-    """Running sums of one side's features."""
+    """Statistics of the features of one side."""
 
     def __init__(self, schema: Schema, side: Side) -> None:
         self.side, self._floats, self._lists = side, schema.floats(side), schema.lists(side)
@@ -133,18 +135,18 @@ def _lengths(columns: Columns, count: int) -> np.ndarray:
 
 
 class _Coverage:
-    """Of columns with NaN where nothing is."""
+    """Statistics of columns in which NaN means missing."""
 
     def __init__(self, width: int) -> None:
         self.present, self.sum = np.zeros(width, np.int64), np.zeros(width)
-        self.least, self.most = np.full(width, np.inf), np.full(width, -np.inf)
+        self.min, self.max = np.full(width, np.inf), np.full(width, -np.inf)
 
     def add(self, values_NF: np.ndarray) -> None:
-        there_NF = ~np.isnan(values_NF)
-        self.present += there_NF.sum(axis=0)
-        self.sum += np.where(there_NF, values_NF, 0.0).sum(axis=0)
-        self.least = np.minimum(self.least, np.where(there_NF, values_NF, np.inf).min(axis=0))
-        self.most = np.maximum(self.most, np.where(there_NF, values_NF, -np.inf).max(axis=0))
+        present_NF = ~np.isnan(values_NF)
+        self.present += present_NF.sum(axis=0)
+        self.sum += np.where(present_NF, values_NF, 0.0).sum(axis=0)
+        self.min = np.minimum(self.min, np.where(present_NF, values_NF, np.inf).min(axis=0))
+        self.max = np.maximum(self.max, np.where(present_NF, values_NF, -np.inf).max(axis=0))
 
     def report(self, i: int, num_rows: int) -> dict[str, float | None]:
         n = int(self.present[i])
@@ -153,30 +155,30 @@ class _Coverage:
             return {"share": share, "min": None, "mean": None, "max": None}
         return {
             "share": share,
-            "min": float(self.least[i]),
+            "min": float(self.min[i]),
             "mean": float(self.sum[i] / n),
-            "max": float(self.most[i]),
+            "max": float(self.max[i]),
         }
 
 
 class Origins:
-    """Where in the log the newest events came from, for dead letters, which know ids alone."""
+    """File positions of the newest events by id, to locate dead letters in the log."""
 
-    def __init__(self, most: int = _MAX_ORIGINS) -> None:
+    def __init__(self, max_size: int = _MAX_ORIGINS) -> None:
         self._where: dict[int | str, str] = {}
         self._order: deque[int | str] = deque()
-        self._most = most
+        self._max_size = max_size
 
     def add(self, event: Event) -> None:
         key = event.request_id if isinstance(event, Request) else event.event_id
         if event.where and key not in self._where:
             self._where[key] = event.where
             self._order.append(key)
-            if len(self._order) > self._most:
+            if len(self._order) > self._max_size:
                 del self._where[self._order.popleft()]
 
     def find(self, letter: pb.DeadLetter) -> str:
-        """`file:line` of the event that it stands for, "" if that isn't known."""
+        """`file:line` of the event behind a dead letter, or "" if it is not known."""
         request_id = letter.request_id
         if not (letter.event_id or request_id):
             try:

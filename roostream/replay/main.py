@@ -1,10 +1,14 @@
-"""`roostream simulate`: the program around the simulation."""
+"""The program `roostream simulate`: the simulation with its metrics and its health probe."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from collections.abc import Iterator
+
+from prometheus_client import REGISTRY
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from roostream.replay.config import SimulateConfig
 from roostream.replay.http_client import HttpClient
@@ -13,21 +17,13 @@ from roostream.replay.simulation import Simulation
 from roostream.runtime import metrics_server, program
 from roostream.runtime.clock import SystemClock
 from roostream.runtime.health import Health
-from roostream.runtime.metrics_collector import MetricsCollector
 
 log = logging.getLogger("roostream.simulator")
-_COUNTS = ("http", "requests", "candidates", "engagements", "clicks", "dropped")
-_HELPS = {
-    "click_rate": "expected clicks a shown candidate under the hidden model",
-    "http": "calls of serving by outcome",
-    **{name: f"simulated {name}" for name in _COUNTS[1:]},
-}
-
-_TURN_S = 1.0
+_ALIVE_INTERVAL_S = 1.0
 
 
 def run_simulate(config: SimulateConfig) -> int:
-    """Until stopped, or for `seconds`; the exit code."""
+    """Run until stopped, or for `seconds`; returns the exit code."""
 
     def body(stop: program.Stop) -> None:
         check_report(config.report)
@@ -39,44 +35,57 @@ def run_simulate(config: SimulateConfig) -> int:
 
 
 async def _simulate(config: SimulateConfig, health: Health, stop: program.Stop) -> None:
-    """The simulation with its metrics on show; its connections are closed however it ends."""
+    """Run the simulation with its metrics exported; closes its connections in any case."""
     client = HttpClient(config.serving, max_in_flight=config.max_in_flight)
     simulation = Simulation(config, client, SystemClock())
-    exported = simulator_metrics(simulation)
-    exported.register()
-    turning = asyncio.create_task(_turn(health))
+    collector = SimulatorMetrics(simulation)
+    REGISTRY.register(collector)
+    alive = asyncio.create_task(_report_alive(health))
     try:
         await simulation.run(stop)
     finally:
-        turning.cancel()
-        exported.unregister()
+        alive.cancel()
+        REGISTRY.unregister(collector)
         await client.close()
 
 
-async def _turn(health: Health) -> None:
+async def _report_alive(health: Health) -> None:
     while True:
         health.turned()
-        await asyncio.sleep(_TURN_S)
+        await asyncio.sleep(_ALIVE_INTERVAL_S)
 
 
-def simulator_metrics(simulation: Simulation) -> MetricsCollector:
-    """`roostream_simulator_…` from a simulation's own counts."""
+class SimulatorMetrics(Collector):
+    """Metrics of a simulation, read from its own counts when they are scraped."""
 
-    def read() -> dict[str, Any]:
-        tally = simulation.tally
-        windows = {"total": tally.total, "recent": tally.recent}
-        rates = {
-            (order, window): rate for window, sums in windows.items() for order, rate in sums.rates().items()
-        }
-        return {
-            "click_rate": rates,
-            "http": simulation.client.outcomes,
-            "requests": simulation.num_requests,
-            "candidates": tally.total.shown,
-            "engagements": simulation.num_engagements,
-            "clicks": simulation.num_clicks,
-            "dropped": simulation.num_dropped,
-        }
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
 
-    labels: dict[str, str | tuple[str, ...]] = {"click_rate": ("order", "window"), "http": "outcome"}
-    return MetricsCollector("simulator", read, labels, helps=_HELPS, counters=_COUNTS)
+    def collect(self) -> Iterator[Metric]:
+        s, rates = self.simulation, self.simulation.click_rates
+        click_rate = GaugeMetricFamily(
+            "roostream_simulator_click_rate",
+            "expected clicks per shown candidate under the hidden model",
+            labels=("order", "window"),
+        )
+        for window, sums in (("total", rates.total), ("recent", rates.recent)):
+            for order, rate in sums.rates().items():
+                click_rate.add_metric((order, window), rate)
+        yield click_rate
+        calls = CounterMetricFamily(
+            "roostream_simulator_http", "calls of serving by outcome", labels=("outcome",)
+        )
+        for outcome, count in s.client.outcomes.items():
+            calls.add_metric((outcome,), count)
+        yield calls
+        yield CounterMetricFamily("roostream_simulator_requests", "simulated requests", value=s.num_requests)
+        yield CounterMetricFamily(
+            "roostream_simulator_candidates", "candidates of simulated requests", value=rates.total.shown
+        )
+        yield CounterMetricFamily(
+            "roostream_simulator_engagements", "simulated engagements", value=s.num_engagements
+        )
+        yield CounterMetricFamily("roostream_simulator_clicks", "simulated clicks", value=s.num_clicks)
+        yield CounterMetricFamily(
+            "roostream_simulator_dropped", "requests dropped because too many waited", value=s.num_dropped
+        )

@@ -1,10 +1,11 @@
-"""Any other site's Parquet of impressions, one row an impression, as a log of requests (docs/bring-your-own-data.md).
+"""Import another site's Parquet files, with one row per shown item, as a log of requests (docs/bring-your-own-data.md).
 
-    files ─► columns by the map ─► buckets by request (bounded memory) ─► one impression line a request, an engagement an action
-                                                                           └► OUT.jsonl, there once it is whole
+    files ─► columns by the map ─► buckets by request ─► impression lines and engagement lines ─► OUT.jsonl
 
-A request's time is that of its earliest row, its candidates are its rows, by position or as they lie. Lines of the log are in no
-order: whoever reads it takes them by time.
+A hash of the request assigns each row to a bucket, a temporary file of Arrow batches; then each bucket is read completely. A bucket
+has about BUCKET_BYTES however large the input is, unless a single request is larger.
+The time of a request is that of its earliest row. Its candidates are its rows, by position or in file order. The lines of the log are
+not in time order; datasets sort them.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ _CLICK_DELAY_MS = 1000
 
 @dataclasses.dataclass
 class ImportCounts:
-    """What became of the rows."""
+    """Result of an import."""
 
     rows: int = 0
     requests: int = 0
     engagements: int = 0
-    skipped: int = 0  # requests with something that can't be used
+    skipped: int = 0  # requests with an invalid value
     first_skipped: str = ""
 
 
-class _ToRead(NamedTuple):
-    """What there is to read: the files, their columns in use, how many rows, and about how many bytes in Arrow's form."""
+class _Input(NamedTuple):
+    """The files, their used columns, the number of rows and the estimated size as Arrow tables."""
 
     paths: Sequence[str]
     columns: list[str]
@@ -63,65 +64,69 @@ class _ToRead(NamedTuple):
 def import_parquet(
     paths: Sequence[str],
     schema: Schema,
-    its: ImportMap,
+    column_map: ImportMap,
     out: Path,
     *,
     skip_bad: bool = False,
     progress: Callable[[int, int], None] = lambda done, rows: None,
 ) -> ImportCounts:
-    """Write the log `out` (.jsonl, or .jsonl.gz); `progress`: called with rows read, and rows in all.
+    """Write the log `out` (.jsonl or .jsonl.gz). `progress` is called with the number of rows read and the total.
 
-    **If it fails** nothing is there but what was there before.
+    On failure no file is left behind.
 
     Raises:
-        ConfigError: a file isn't Parquet, lacks a column of the map, or `out` is there already.
-        LogError: a row that can't be used, unless `skip_bad`; names file and row.
-        SetupError: there is no room.
+        ConfigError: a file is not Parquet, lacks a column of the map, or `out` exists.
+        LogError: a bad row without `skip_bad`; names file and row.
+        SetupError: there is no space.
     """
     if out.exists():
-        raise ConfigError(
-            f"{out}: expected a name that is free, got a file that is there; remove it, or choose another"
-        )
-    given, reader, told = _check(paths, schema, its), LogLineReader(schema, skip_bad=skip_bad), ImportCounts()
+        raise ConfigError(f"{out}: expected a new file, but it exists; remove it or choose another name")
+    given, reader, counts = (
+        _check(paths, schema, column_map),
+        LogLineReader(schema, skip_bad=skip_bad),
+        ImportCounts(),
+    )
     try:
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
             part = Path(folder) / "out"
             with _opened(part, out.suffix == ".gz") as file:
-                rows = _counted(_batches(given), told, lambda done: progress(done, given.num_rows))
-                for bucket in into_buckets(rows, its.request, Path(folder), num_buckets(given.num_bytes)):
-                    for lines in _requests(bucket, schema, its, reader, given.paths):
-                        told.requests += 1
-                        told.engagements += len(lines) - 1
+                rows = _counted(_batches(given), counts, lambda done: progress(done, given.num_rows))
+                for bucket in into_buckets(
+                    rows, column_map.request, Path(folder), num_buckets(given.num_bytes)
+                ):
+                    for lines in _requests(bucket, schema, column_map, reader, given.paths):
+                        counts.requests += 1
+                        counts.engagements += len(lines) - 1
                         file.writelines(msgspec.json.encode(line) + b"\n" for line in lines)
             shutil.move(part, out)
     except OSError as error:
         raise SetupError(
-            f"{out}: can't be written ({error.strerror}); make room, or choose another folder"
+            f"{out}: cannot be written ({error.strerror}); free space or choose another folder"
         ) from None
-    left_out = reader.skipped()
-    told.skipped, told.first_skipped = left_out.number, next(iter(left_out.first), "")
-    return told
+    skipped = reader.skipped()
+    counts.skipped, counts.first_skipped = skipped.number, next(iter(skipped.first), "")
+    return counts
 
 
-def _check(paths: Sequence[str], schema: Schema, its: ImportMap) -> _ToRead:
+def _check(paths: Sequence[str], schema: Schema, column_map: ImportMap) -> _Input:
     num_rows = num_bytes = 0
     columns: list[str] = []
     for path in paths:
         with parquet_file(path) as file:
             known = file.schema_arrow.names
-            check_columns(path, its, schema, known)
-            wanted = sorted(set(its.columns(schema, known)))
+            check_columns(path, column_map, schema, known)
+            wanted = sorted(set(column_map.columns(schema, known)))
             if columns and wanted != columns:
                 raise ConfigError(
-                    f"{path}: expected the columns of {paths[0]}, got others; import files of one form at a time"
+                    f"{path}: expected the columns of {paths[0]}, got others; import files with equal columns together"
                 )
             columns, num_rows = wanted, num_rows + file.metadata.num_rows
             num_bytes += _arrow_bytes(file, set(columns))
-    return _ToRead(paths, columns, num_rows, num_bytes)
+    return _Input(paths, columns, num_rows, num_bytes)
 
 
 def _arrow_bytes(file: pq.ParquetFile, columns: set[str]) -> int:
-    """About: uncompressed, and twice that for what dictionaries hide."""
+    """Estimated size in memory: twice the uncompressed size, because of dictionary encoding."""
     total, metadata = 0, file.metadata
     for group in range(metadata.num_row_groups):
         chunks = (metadata.row_group(group).column(i) for i in range(metadata.num_columns))
@@ -129,7 +134,7 @@ def _arrow_bytes(file: pq.ParquetFile, columns: set[str]) -> int:
     return 2 * total
 
 
-def _batches(given: _ToRead) -> Iterator[pa.RecordBatch]:
+def _batches(given: _Input) -> Iterator[pa.RecordBatch]:
     for number, path in enumerate(given.paths):
         first = 0
         with parquet_file(path) as file:
@@ -144,40 +149,43 @@ def _batches(given: _ToRead) -> Iterator[pa.RecordBatch]:
             except (pa.ArrowInvalid, OSError) as error:
                 wrong = str(error).splitlines()[0]
                 raise ConfigError(
-                    f"{path}: expected a whole parquet file, got a damaged one ({wrong})"
+                    f"{path}: expected a complete Parquet file, got a damaged one ({wrong})"
                 ) from None
 
 
 def _counted(
-    batches: Iterable[pa.RecordBatch], told: ImportCounts, progress: Callable[[int], None]
+    batches: Iterable[pa.RecordBatch], counts: ImportCounts, progress: Callable[[int], None]
 ) -> Iterator[pa.RecordBatch]:
     for batch in batches:
         yield batch
-        told.rows += len(batch)
-        progress(told.rows)
+        counts.rows += len(batch)
+        progress(counts.rows)
 
 
 def _requests(
-    bucket: pa.Table, schema: Schema, its: ImportMap, reader: LogLineReader, paths: Sequence[str]
+    bucket: pa.Table, schema: Schema, column_map: ImportMap, reader: LogLineReader, paths: Sequence[str]
 ) -> Iterator[list[ImpressionLine | EngagementLine]]:
-    """The lines of each request, its impression first; requests by their earliest row."""
-    id_N, time_ms_N = request_ids(bucket, its.request), _times(bucket.column(its.time), its)
+    """The lines of each request with its impression first; requests in the order of their earliest row."""
+    id_N, time_ms_N = (
+        request_ids(bucket, column_map.request),
+        _times(bucket.column(column_map.time), column_map),
+    )
     _, number_N = np.unique(id_N.astype(str), return_inverse=True)
     begin_ms_U = np.full(int(number_N.max(initial=-1)) + 1, np.iinfo(np.int64).max)
     np.minimum.at(begin_ms_U, number_N, time_ms_N)
     place_N = (
         np.zeros(len(bucket))
-        if not its.position
-        else bucket.column(its.position).to_numpy().astype(np.float64)
+        if not column_map.position
+        else bucket.column(column_map.position).to_numpy().astype(np.float64)
     )
     order_N = np.lexsort((np.arange(len(bucket)), place_N, number_N, begin_ms_U[number_N]))
-    table = _renamed(bucket.take(pa.array(order_N)), schema, its)
+    table = _renamed(bucket.take(pa.array(order_N)), schema, column_map)
     id_N, number_N = id_N[order_N], number_N[order_N]
     for first, rows in _runs(table, number_N):
         at = rows[0][_WHERE]
         where = f"{paths[at >> 40]}:{at & ((1 << 40) - 1)}"
         try:
-            lines = _lines(rows, str(id_N[first]), int(begin_ms_U[number_N[first]]), schema, its)
+            lines = _lines(rows, str(id_N[first]), int(begin_ms_U[number_N[first]]), schema, column_map)
             for line in lines:
                 reader.event(line, where)
         except UNREADABLE as error:
@@ -187,22 +195,22 @@ def _requests(
 
 
 def _runs(table: pa.Table, number_N: np.ndarray) -> Iterator[tuple[int, list[Row]]]:
-    """Rows with the same number, which lie together, and where they begin; some thousand rows are Python's at a time."""
+    """Groups of adjacent rows with equal numbers, and the index of the first; rows become Python objects in slices."""
     starts = (
         np.concatenate([[0], np.flatnonzero(np.diff(number_N)) + 1, [len(table)]]).tolist()
         if len(table)
         else [0]
     )
-    held: list[Row] = []
-    held_from = 0
+    rows: list[Row] = []
+    rows_start = 0
     for first, end in itertools.pairwise(starts):
-        if end > held_from + len(held):
-            held, held_from = table.slice(first, max(_ROWS, end - first)).to_pylist(), first
-        yield first, held[first - held_from : end - held_from]
+        if end > rows_start + len(rows):
+            rows, rows_start = table.slice(first, max(_ROWS, end - first)).to_pylist(), first
+        yield first, rows[first - rows_start : end - rows_start]
 
 
 def _lines(
-    rows: list[Row], request_id: str, time_ms: int, schema: Schema, its: ImportMap
+    rows: list[Row], request_id: str, time_ms: int, schema: Schema, column_map: ImportMap
 ) -> list[ImpressionLine | EngagementLine]:
     plain = [
         {name: cell for name, cell in row.items() if cell is not None and "\0" not in name} for row in rows
@@ -213,11 +221,11 @@ def _lines(
     shown = rows_to_impression(plain, time_ms, schema)
     lines: list[ImpressionLine | EngagementLine] = [shown]
     for row, own in zip(rows, plain, strict=True):
-        for name, action in its.actions.items():
-            said = row[f"column\0{name}"]
-            if said is None or not (said >= action.least if action.least else said > 0):
+        for name, action in column_map.actions.items():
+            cell = row[f"column\0{name}"]
+            if cell is None or not (cell >= action.least if action.least else cell > 0):
                 continue
-            value = row[f"value\0{name}"] if action.value else said
+            value = row[f"value\0{name}"] if action.value else cell
             done_ms = row[f"time\0{name}"]
             who: Row = {key: own[key] for key in ("user_id", "session_id", "surface") if key in own}
             line: Row = {
@@ -235,20 +243,20 @@ def _lines(
     return lines
 
 
-def _renamed(table: pa.Table, schema: Schema, its: ImportMap) -> pa.Table:
-    """Columns as roostream/replay/table_log.py calls them, and those of actions, which have a NUL in their names."""
-    columns: dict[str, Any] = {name: table.column(column) for name, column in its.plain().items()}
+def _renamed(table: pa.Table, schema: Schema, column_map: ImportMap) -> pa.Table:
+    """The columns with the names of table_log.py, and the columns of actions with a NUL in their names."""
+    columns: dict[str, Any] = {name: table.column(column) for name, column in column_map.plain().items()}
     for feature in (*schema.ro, *schema.nro):
-        if parts := its.parts_of(feature, table.column_names):
+        if parts := column_map.parts_of(feature, table.column_names):
             columns[feature.name] = _feature(table, feature, parts)
-    for name, action in its.actions.items():
-        said = table.column(action.column)
-        columns[f"column\0{name}"] = said.cast(pa.int64()) if pa.types.is_boolean(said.type) else said
+    for name, action in column_map.actions.items():
+        cell = table.column(action.column)
+        columns[f"column\0{name}"] = cell.cast(pa.int64()) if pa.types.is_boolean(cell.type) else cell
         columns[f"value\0{name}"] = table.column(action.value or action.column)
         times = (
             pa.nulls(len(table), pa.int64())
             if not action.time
-            else pa.array(_times(table.column(action.time), its))
+            else pa.array(_times(table.column(action.time), column_map))
         )
         columns[f"time\0{name}"] = times
     return pa.table({**columns, _WHERE: table.column(_WHERE)})
@@ -264,27 +272,29 @@ def _feature(table: pa.Table, feature: Feature, parts: dict[str, str]) -> Any:
 
 
 def _in_ms(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Lists of timestamps as whole numbers."""
+    """Convert lists of timestamps to lists of integers."""
     kind = column.type
     if (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and pa.types.is_timestamp(kind.value_type):
         return column.cast(pa.list_(pa.timestamp("ms")), safe=False).cast(pa.list_(pa.int64()))
     return column
 
 
-def _times(column: pa.ChunkedArray, its: ImportMap) -> np.ndarray:
+def _times(column: pa.ChunkedArray, column_map: ImportMap) -> np.ndarray:
     """int64 ms [N].
 
     Raises:
-        ConfigError: a time is missing, or can't be read.
+        ConfigError: a time is missing or invalid.
     """
     if column.null_count:
         raise ConfigError(
-            f"column of times: expected one in every row, got {column.null_count} rows without; leave these out"
+            f"column of times: expected a time in every row, got {column.null_count} rows without; remove these rows"
         )
     if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
         return np.asarray(column.cast(pa.timestamp("ms"), safe=False).cast(pa.int64()))
     if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
-        return np.asarray(np.asarray(column, dtype=np.float64) * _PER_MS[its.time_unit]).astype(np.int64)
+        return np.asarray(np.asarray(column, dtype=np.float64) * _PER_MS[column_map.time_unit]).astype(
+            np.int64
+        )
     try:
         return np.array([parse_time_ms(cell) for cell in column.to_pylist()], dtype=np.int64)
     except (TypeError, ValueError) as error:
@@ -296,16 +306,16 @@ def _opened(path: Path, packed: bool) -> BinaryIO:
 
 
 BUCKET_BYTES = 64 << 20
-MAX_BUCKETS = 256  # files that are open at a time
+MAX_BUCKETS = 256  # maximum number of open files
 
 
 def num_buckets(num_bytes: int) -> int:
-    """For input of so many bytes in Arrow's form."""
+    """Number of buckets for an input of this size in memory."""
     return max(1, min(MAX_BUCKETS, -(-num_bytes // BUCKET_BYTES)))
 
 
 def request_ids(table: pa.Table | pa.RecordBatch, columns: Sequence[str]) -> np.ndarray:
-    """Text [N] of each row's request: what its columns say, or where that is long or missing a hash of it; "" without any."""
+    """Text [N]: the request id of each row from its columns; a hash if that is longer than 64 bytes, "" if all are null."""
     texts = [_texts(table.column(column)) for column in columns]
     joined_N = np.array(
         ["|".join(cells) if any(cells) else "" for cells in zip(*texts, strict=True)], dtype=object
@@ -318,10 +328,10 @@ def request_ids(table: pa.Table | pa.RecordBatch, columns: Sequence[str]) -> np.
 def into_buckets(
     batches: Iterable[pa.RecordBatch], columns: Sequence[str], folder: Path, number: int
 ) -> Iterator[pa.Table]:
-    """Every row of `batches` (one schema) once, rows that are equal in `columns` in the same table and in their order.
+    """Partition rows, so that rows with equal `columns` are in the same table and keep their order.
 
     Raises:
-        OSError: the folder can't be written to; what is there is the caller's to remove.
+        OSError: the folder cannot be written; the caller removes its files.
     """
     paths = [folder / f"{n}.arrow" for n in range(number)]
     with contextlib.ExitStack() as opened:
@@ -340,7 +350,7 @@ def into_buckets(
 
 
 def _bucket(batch: pa.RecordBatch, columns: Sequence[str], number: int) -> np.ndarray:
-    """int64 [N]; the hash is of the first column's text alone where there are several: they agree in a request."""
+    """int64 [N]: hash of the first column, which is equal within a request."""
     coded = pc.dictionary_encode(batch.column(columns[0]))
     hashes_U = np.array([hash64(text) % number for text in _texts(coded.dictionary)] + [0], dtype=np.int64)
     at_N: np.ndarray = hashes_U[pc.fill_null(coded.indices, len(hashes_U) - 1).to_numpy(zero_copy_only=False)]

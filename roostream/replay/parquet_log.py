@@ -1,5 +1,8 @@
-"""A generic log in Parquet files, as docs/bring-your-own-data.md says: see `roostream/replay/table_log.py`. Lists and structs are Arrow's
-own; times are timestamps (naive = UTC), ms as integers, or text. A row is named by its number in the file, from 1."""
+"""Dataset `parquet`: a log as Parquet tables (table_log.py, docs/bring-your-own-data.md).
+
+Lists and structs are those of Arrow. Times are timestamps (without zone: UTC), integers in ms, or text. Messages name a row by its
+number in the file, from 1.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +24,23 @@ from roostream.schema.schema import Schema
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(TableOptions):
-    """As every log of tables."""
+    """Settings of the dataset."""
 
 
 def open(options: Options, schema: Schema, window_ms: int) -> EventLog:
-    """See `roostream.replay.datasets.DatasetModule`; engagements have times of their own, so `window_ms` changes nothing."""
+    """See `DatasetModule.open`. Engagements have their own times, so `window_ms` is not used."""
     return open_tables(options, schema, _read)
 
 
 @contextlib.contextmanager
 def parquet_file(path: str) -> Iterator[pq.ParquetFile]:
-    """Raises ConfigError: it isn't there, can't be read, or isn't Parquet."""
+    """Open a Parquet file. Raises ConfigError: the file does not exist, cannot be read, or is not Parquet."""
     with open_file(path) as file:
         try:
             parquet = pq.ParquetFile(file)
         except (pa.ArrowInvalid, OSError) as error:
             raise ConfigError(
-                f"{path}: expected a parquet file, got something else ({str(error).splitlines()[0]})"
+                f"{path}: expected a Parquet file, got something else ({str(error).splitlines()[0]})"
             ) from None
         yield parquet
 
@@ -48,6 +51,6 @@ def _read(path: str, reader: LogLineReader) -> LogTable:
             table = file.read()
         except (pa.ArrowInvalid, OSError) as error:
             raise ConfigError(
-                f"{path}: expected a whole parquet file, got a damaged one ({str(error).splitlines()[0]})"
+                f"{path}: expected a complete Parquet file, got a damaged one ({str(error).splitlines()[0]})"
             ) from None
     return LogTable(path, table, np.arange(1, len(table) + 1), lambda name, cell: cell)

@@ -1,4 +1,4 @@
-"""Times as people and logs write them, in one reading."""
+"""Parse the times of logs and command lines."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ LATEST_MS = 253_402_300_799_999  # the last millisecond of the year 9999
 
 
 def parse_time_ms(value: int | str) -> int:
-    """`"2023-05-23"`, `"2023-05-23T12:00:00"` (naive = UTC), one with an offset, or ms since 1970 as a number or text → ms.
+    """Milliseconds since 1970 from an ISO 8601 text (without offset: UTC), or from a number of ms as an integer or text.
 
-    A number before 2001 is taken for seconds, one beyond the year 9999 for µs or ns: both are refused. Who means an earlier
-    time writes it as text.
+    A number that means a time before 2001 is probably seconds, one after the year 9999 µs or ns: both are errors. Write an
+    earlier time as text.
 
     Raises:
-        ValueError: none of these, before 1970, or a number in another unit.
+        ValueError: another format, a time before 1970, or a number in another unit.
     """
     if isinstance(value, int):
         return _from_number(value)
-    if 8 < len(value) < 32 and value.isascii() and value.isdigit():  # eight digits are a date
+    if (
+        8 < len(value) < 32 and value.isascii() and value.isdigit()
+    ):  # eight digits are a date such as 20230523
         return _from_number(int(value))
     try:
         moment = datetime.datetime.fromisoformat(value)
@@ -38,17 +40,17 @@ def _from_number(time_ms: int) -> int:
         raise ValueError(f"expected a time after 1970 in ms, got {shown(time_ms)}")
     if time_ms < EARLIEST_MS:
         hint = (
-            " which looks like seconds: multiply by 1000"
+            " which seems to be in seconds: multiply by 1000"
             if EARLIEST_MS <= 1000 * time_ms <= LATEST_MS
             else ""
         )
         raise ValueError(
-            f"expected ms since 1970, got {time_ms},{hint or ' which is before 2001'}; a time before 2001 is given as text, "
+            f"expected ms since 1970, got {time_ms},{hint or ' which is before 2001'}; write a time before 2001 as text, "
             "such as '1998-04-01T12:00:00'"
         )
     if time_ms > LATEST_MS:
         hint = (
-            " which looks like µs: divide by 1000"
+            " which seems to be in µs: divide by 1000"
             if time_ms <= 1000 * LATEST_MS
             else " which is beyond the year 9999"
         )
@@ -57,5 +59,5 @@ def _from_number(time_ms: int) -> int:
 
 
 def shown(number: int) -> str:
-    """A number from outside in a message, however long."""
+    """A number for a message; a very long one is abbreviated."""
     return str(number) if abs(number) < 10**20 else f"a number of {number.bit_length()} bits"

@@ -1,4 +1,7 @@
-"""A log and its settings as one stream of records: which reader, which features, which end."""
+"""Open a log as one stream of records: the events of a dataset, encoded, with heartbeats and end markers.
+
+The stream has the order in which one producer writes it. Its consumer is either Kafka or the local engine (roostream.cli.replay).
+"""
 
 from __future__ import annotations
 
@@ -24,29 +27,30 @@ from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
 
-_OFTEN_MS = 30_000  # between heartbeats where it matters when a request closes; servers beat more often still
+_AS_SERVED_HEARTBEAT_MS = 30_000  # short, because with `as_served` the time of each close matters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplayLog:
-    """`records` once, in the order of one producer; `skipped` is whole when it has ended."""
+    """The records of a log, which can be read once. `skipped` and `profile` are complete after the last record."""
 
     records: Iterator[Record]
-    num_requests: int  # 0 = not known beforehand
-    skipped: Callable[[], Skipped]  # events left out so far
-    profile: LogProfile  # of what has been read
+    num_requests: int  # 0 = unknown
+    skipped: Callable[[], Skipped]
+    profile: LogProfile
 
 
 def open_log(config: ReplayConfig, schema: Schema) -> ReplayLog:
-    """Checks the files' form, counts what lies before the log, and gives the stream.
+    """Check the format of the files, apply earlier clicks to the counters, and return the stream.
 
     Raises:
-        ConfigError, SchemaError: a file or the schema can't be used; names file and column. While the stream is read, LogError
-            for a bad line, WireError for features that don't fit the schema, and at its end ConfigError if nothing was in it.
+        ConfigError, SchemaError: a file or the schema cannot be used; the message names file and column. While the stream is
+            read: LogError for a bad line, WireError for features that do not fit the schema, and at the end ConfigError if
+            the log was empty.
     """
     source = load_dataset(config.dataset).open(config.options, schema, config.window_ms)
     profile = LogProfile(schema)
-    edge = ReplayEncoder(
+    encoder = ReplayEncoder(
         schema,
         label_delay_ms=config.label_delay_ms,
         freeze_at_ms=config.freeze_counters_at_ms,
@@ -58,9 +62,9 @@ def open_log(config: ReplayConfig, schema: Schema) -> ReplayLog:
         else source.events
     )
     if source.unlogged_clicks is not None:
-        events = _counted(events, edge, source.unlogged_clicks)
-    beat_ms = _OFTEN_MS if config.as_served else HEARTBEAT_MS
-    stream = records(events, edge, settle_ms=settle_ms(config), heartbeat_ms=beat_ms, refuse=source.refuse)
+        events = _apply_unlogged_clicks(events, encoder, source.unlogged_clicks)
+    beat_ms = _AS_SERVED_HEARTBEAT_MS if config.as_served else HEARTBEAT_MS
+    stream = records(events, encoder, settle_ms=settle_ms(config), heartbeat_ms=beat_ms, refuse=source.refuse)
     return ReplayLog(
         records=_not_empty(stream, profile),
         num_requests=source.num_requests,
@@ -69,63 +73,63 @@ def open_log(config: ReplayConfig, schema: Schema) -> ReplayLog:
     )
 
 
-def _counted(events: Iterator[Event], edge: ReplayEncoder, clicks: Clicks) -> Iterator[Event]:
-    """The events, before whose first the clicks that are known by then are counted at once; the others wait at the edge."""
+def _apply_unlogged_clicks(
+    events: Iterator[Event], encoder: ReplayEncoder, clicks: Clicks
+) -> Iterator[Event]:
+    """Apply the clicks that precede the first event at once; the encoder applies the others in time."""
     first = next(events, None)
     if first is None:
         return
-    known = int(np.searchsorted(clicks.time_ms_N + edge.label_delay_ms, first.time_ms, side="right"))
-    if edge.freeze_at_ms:
-        known = min(known, int(np.searchsorted(clicks.time_ms_N + edge.label_delay_ms, edge.freeze_at_ms)))
-    seed(edge.counters, *(column[:known] for column in clicks))
-    edge.add_unlogged_clicks(Clicks(*(column[known:] for column in clicks)))
-    if edge.profile is not None:
-        edge.profile.num_unlogged_clicks = (known, len(clicks.time_ms_N) - known)
+    known = int(np.searchsorted(clicks.time_ms_N + encoder.label_delay_ms, first.time_ms, side="right"))
+    if encoder.freeze_at_ms:
+        known = min(
+            known, int(np.searchsorted(clicks.time_ms_N + encoder.label_delay_ms, encoder.freeze_at_ms))
+        )
+    seed(encoder.counters, *(column[:known] for column in clicks))
+    encoder.add_unlogged_clicks(Clicks(*(column[known:] for column in clicks)))
+    if encoder.profile is not None:
+        encoder.profile.num_unlogged_clicks = (known, len(clicks.time_ms_N) - known)
     yield from itertools.chain((first,), events)
 
 
 def _not_empty(stream: Iterator[Record], profile: LogProfile) -> Iterator[Record]:
     yield from stream
     if not profile.num_impressions:
-        raise ConfigError(
-            "the log has no impression that can be used, so nothing can be learned from it; check its files"
-        )
+        raise ConfigError("expected at least one usable impression in the log, got none; check its files")
 
 
 def with_first_record(stream: Iterator[Record]) -> Iterator[Record]:
-    """The stream, once its first record is there: a log of nothing, and one that is wrong from the start, is told before
-    anything is started for it. Raises as the stream."""
+    """Read the first record now, so that an empty or unreadable log fails before a stack is started. Raises as the stream."""
     return itertools.chain((next(stream),), stream)
 
 
 def settle_ms(config: ReplayConfig) -> int:
-    """From the last event to the end marker: beyond it nothing is open, waiting or remembered (delay_actions horizon + bound)."""
+    """Time from the last event to the end marker: the late horizon of the joiner plus its lateness. Then all state is closed."""
     return 10 * config.window_ms + config.lateness_ms + 1000
 
 
 HEARTBEAT_MS = (
-    300_000  # event time between heartbeats: bounds what the joiner holds open for a quiet partition
+    300_000  # event time between heartbeats; bounds the open requests of a partition without events
 )
 _PRODUCER = "replay"
 
 
 def records(
     events: Iterable[Event],
-    edge: ReplayEncoder,
+    encoder: ReplayEncoder,
     *,
     settle_ms: int,
     heartbeat_ms: int = HEARTBEAT_MS,
     refuse: Callable[[Event, WireError], None] | None = None,
 ) -> Iterator[Record]:
-    """Every event's record; every `heartbeat_ms` of event time a heartbeat a partition; at the end one EndMarker a
-    partition at last time + `settle_ms` (the joiner's delay_actions horizon and bound: everything is closed and forgotten by then).
+    """Encode events, which must be in time order, and add heartbeats and end markers.
 
-    Events come in time order (AssertionError otherwise), so a heartbeat promises only what has been written.
-
-    An event that doesn't fit the schema is left out once `refuse` has returned.
+    Each partition gets a heartbeat every `heartbeat_ms` of event time, and at the end one EndMarker at the last time +
+    `settle_ms`. An event that does not fit the schema is skipped if `refuse` returns.
 
     Raises:
-        WireError: the same without `refuse`; says which request.
+        WireError: an event does not fit the schema and there is no `refuse`; names the request.
+        AssertionError: events are not in time order.
     """
     beat_ms = last_ms = 0
     for event in events:
@@ -133,30 +137,30 @@ def records(
         last_ms = event.time_ms
         if last_ms >= beat_ms:
             if beat_ms:
-                yield from _everywhere(
+                yield from _on_every_partition(
                     wire.HEARTBEAT,
                     pb.Heartbeat(time_ms=last_ms, producer=_PRODUCER),
                     last_ms,
-                    edge.num_partitions,
+                    encoder.num_partitions,
                 )
             beat_ms = last_ms + heartbeat_ms
         try:
-            yield edge.record(event)
+            yield encoder.record(event)
         except WireError as error:
             if refuse is None:
                 raise WireError(error.reason, f"request {event.request_id!r}: {error}") from None
             refuse(event, error)
     if last_ms:
-        yield from _everywhere(
+        yield from _on_every_partition(
             wire.END_MARKER,
             pb.EndMarker(time_ms=last_ms + settle_ms),
             last_ms + settle_ms,
-            edge.num_partitions,
+            encoder.num_partitions,
         )
 
 
-def _everywhere(kind: int, message: Message, time_ms: int, num_partitions: int) -> Iterator[Record]:
-    """The message on every partition of both topics; its key is the partition's number."""
+def _on_every_partition(kind: int, message: Message, time_ms: int, num_partitions: int) -> Iterator[Record]:
+    """The message on every partition of both topics, with the partition's number as key."""
     value = wire.encode(kind, message)
     for topic, partition in all_partitions(EVENTS, num_partitions):
         yield Record(topic, partition, -1, time_ms, partition.to_bytes(8, "little"), value)
@@ -165,8 +169,10 @@ def _everywhere(kind: int, message: Message, time_ms: int, num_partitions: int) 
 def paced(
     stream: Iterable[Record], factor: float, clock: Clock, stop: threading.Event | None = None
 ) -> Iterator[Record]:
-    """Hold each record until `factor` x the wall time since the first has reached its event time; 0 = don't. End markers
-    aren't held: nothing is left to wait for. Ends early when `stop` is set."""
+    """Delay records so that event time advances `factor` times as fast as wall time; 0 = no delay.
+
+    End markers are not delayed. The stream ends early when `stop` is set.
+    """
     start_s, first_ms = clock.monotonic_s(), 0
     for record in stream:
         first_ms = first_ms or record.timestamp_ms

@@ -1,4 +1,4 @@
-"""Reports as files: JSON with stable keys (see "Reports" in docs/protocols.md), written whole or not at all."""
+"""Write reports atomically: JSON with stable keys (docs/protocols.md, section Reports), and pages."""
 
 from __future__ import annotations
 
@@ -13,30 +13,33 @@ from roostream.errors import ConfigError
 
 
 class ReportFiles(NamedTuple):
-    """Where a report goes; None = nowhere."""
+    """Paths of a report's JSON and HTML page; None = not written."""
 
     data: Path | None
     page: Path | None
 
     def check(self) -> None:
-        """Refuse a path before hours of work; a folder that is named for the report is made.
+        """Check before long work that the files can be written; creates the folder of the page.
 
         Raises:
-            ConfigError: its folder isn't there or can't be written.
+            ConfigError: a folder does not exist or cannot be written.
         """
         if self.page is not None:
             try:
                 self.page.parent.mkdir(exist_ok=True)
             except OSError as error:
                 raise ConfigError(
-                    f"{self.page.parent}: expected a folder for the report, got {error.strerror}; choose another"
+                    f"{self.page.parent}: cannot create the folder of the report ({error.strerror}); choose another"
                 ) from None
         check_report(str(self.data or ""))
 
 
 def report_files(path: str) -> ReportFiles:
-    """`F.json` (any name with a suffix) is a file; an existing folder, a name without a suffix or one that ends in `/` is a
-    folder, which gets report.json and a page with figures; "" is nothing."""
+    """The files for an option `--report`.
+
+    A name with a suffix is a JSON file. An existing folder, a name without suffix or one that ends in `/` is a folder for
+    report.json and report.html. "" writes nothing.
+    """
     if not path:
         return ReportFiles(None, None)
     target = Path(path)
@@ -46,16 +49,16 @@ def report_files(path: str) -> ReportFiles:
 
 
 def write_report(path: str | Path, report: Mapping[str, object]) -> None:
-    """Replace `path`; a reader never sees half a report.
+    """Replace `path` atomically by the report as JSON.
 
     Raises:
-        ConfigError: it can't be written; the file that was there stays.
+        ConfigError: the file cannot be written; an existing file is unchanged.
     """
     write_atomically(path, json.dumps(report, indent=1, allow_nan=False) + "\n")
 
 
 def write_atomically(path: str | Path, text: str) -> None:
-    """As `write_report`, of any text."""
+    """Like `write_report`, for any text."""
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
@@ -65,18 +68,18 @@ def write_atomically(path: str | Path, text: str) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise ConfigError(
-            f"{target}: the report can't be written ({error.strerror}); choose another --report"
+            f"{target}: the report cannot be written ({error.strerror}); choose another --report"
         ) from None
 
 
 def check_report(path: str) -> None:
-    """Refuse a report path before hours of work: ConfigError unless it is a file's, in a folder that can be written."""
+    """Check before long work that a report can be written. Raises ConfigError: not a file in a writable folder."""
     if path and Path(path).is_dir():
         raise ConfigError(
-            f"{path}: expected a file for the report, got a folder; name a file in it, such as report.json"
+            f"{path}: expected a file for the report, got a folder; name a file in it such as report.json"
         )
     folder = Path(path).resolve().parent
     if path and not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise ConfigError(
-            f"{path}: expected a report file in an existing folder that can be written, got {folder}; create it"
+            f"{path}: expected a report file in an existing, writable folder, got {folder}; create the folder"
         )

@@ -1,4 +1,4 @@
-"""A log's requests with what is known of the request alone, in windows of bounded size: for who counts, not for who trains.
+"""Decode the request features of a log in windows of bounded size, for statistics such as duplicates (not for training).
 
 Letters: R requests.
 """
@@ -24,18 +24,17 @@ By = Literal["user", "session"]
 
 
 class RequestWindow(NamedTuple):
-    """Requests in the order of the log."""
+    """Consecutive requests of the log."""
 
-    batch: Batch  # of a schema without candidates' features and labels; each request has one candidate, which means nothing
-    who_R: np.ndarray  # int64: a number of the user, or of the session
-    candidates_R: np.ndarray  # int64: how many the request showed
+    batch: Batch  # without candidate features and labels; each request has one placeholder candidate
+    group_R: np.ndarray  # int64: the user's or the session's id
+    candidates_R: np.ndarray  # int64: number of candidates shown
 
 
 def request_windows(
     records: Iterable[Record], schema: Schema, by: By = "user", max_requests: int = WINDOW_REQUESTS
 ) -> Iterator[RequestWindow]:
-    """Of the impressions among `records` (roostream/replay/replay_log.py); pages that only add candidates are left out, others are passed over.
-    Memory: a window, as bytes and as arrays."""
+    """Windows of the impressions among `records`. Further pages and other records are ignored. Memory: one window."""
     alone = dataclasses.replace(schema, nro=(), labels=(), transforms=())
     decoder = Decoder(alone, {alone.fingerprint: alone}.get)
     waiting: list[tuple[Record, int, int]] = []
@@ -44,7 +43,9 @@ def request_windows(
         kind, message = wire.decode(record.value)
         if kind != wire.IMPRESSION or not isinstance(message, pb.Impression) or not message.HasField("ro"):
             continue
-        waiting.append((_alone(record, message, alone), _who(message.header, by), len(message.item_ids)))
+        waiting.append(
+            (_as_sample(record, message, alone), _group_id(message.header, by), len(message.item_ids))
+        )
         size += len(message.ro)
         if len(waiting) == max_requests or size >= _WINDOW_BYTES:
             yield _window(decoder, waiting)
@@ -53,8 +54,8 @@ def request_windows(
         yield _window(decoder, waiting)
 
 
-def _alone(record: Record, shown: pb.Impression, schema: Schema) -> Record:
-    """As a sample of one candidate of which nothing is known."""
+def _as_sample(record: Record, shown: pb.Impression, schema: Schema) -> Record:
+    """A sample with one candidate without features."""
     shown.header.schema = schema.fingerprint
     sample = pb.Sample(
         header=shown.header,
@@ -68,15 +69,15 @@ def _alone(record: Record, shown: pb.Impression, schema: Schema) -> Record:
     return record._replace(value=wire.encode(wire.SAMPLE, sample))
 
 
-def _who(header: pb.Header, by: By) -> int:
-    """A stranger's request is somebody's of its own."""
+def _group_id(header: pb.Header, by: By) -> int:
+    """The id to cluster by; a request without user and session is its own group."""
     ids = (header.session_id, header.user_id) if by == "session" else (header.user_id, header.session_id)
     return next((each for each in ids if each), hash(header.request_id) & ((1 << 64) - 1))
 
 
 def _window(decoder: Decoder, waiting: Sequence[tuple[Record, int, int]]) -> RequestWindow:
-    records, who, candidates = zip(*waiting, strict=True)
+    records, groups, candidates = zip(*waiting, strict=True)
     batch, rejects = decoder.decode(records)
     kept = np.delete(np.arange(len(records)), [reject.index for reject in rejects])
-    who_N, candidates_N = np.array(who, dtype=np.uint64).view(np.int64), np.array(candidates, dtype=np.int64)
-    return RequestWindow(batch, who_N[kept], candidates_N[kept])
+    group_N = np.array(groups, dtype=np.uint64).view(np.int64)
+    return RequestWindow(batch, group_N[kept], np.array(candidates, dtype=np.int64)[kept])

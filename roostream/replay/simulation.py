@@ -1,6 +1,6 @@
-"""The closed loop: simulated users ask serving for an order, see it, react, and are judged under the hidden model.
+"""The closed loop: simulated users request a ranking, react to it, and the ranking is evaluated under the hidden model.
 
-visit ─► POST /v1/rank ─► order served ─► judged (ExpectedClickRates)
+visit ─► POST /v1/rank ─► served order ─► expected clicks (ExpectedClickRates)
            ▲                   └─► reactions, after real delays ─► POST /v1/engagements (some twice)
            └─ another page of the same request, sometimes
 """
@@ -25,19 +25,19 @@ from roostream.runtime.clock import Clock
 from roostream.schema.ids import hash64
 
 log = logging.getLogger("roostream.simulator")
-_RANK_PATIENCE_S = 10.0  # then the user has left
-_ENGAGEMENT_PATIENCE_S = 120.0
+_RANK_TIMEOUT_S = 10.0
+_ENGAGEMENT_TIMEOUT_S = 120.0
 _DRAIN_S = 20.0
 _REPORT_S = 10.0
 
 
 class Simulation:
-    """Construct, then `run` once."""
+    """One simulation; call `run` once."""
 
     def __init__(
         self, config: SimulateConfig, client: HttpClient, clock: Clock, *, delay_scale: float = 1.0
     ) -> None:
-        """`delay_scale` shortens every delay of the users (tests)."""
+        """`delay_scale` shortens all delays of the users in tests."""
         self.config, self.client, self.clock, self.delay_scale = config, client, clock, delay_scale
         self.world = World(
             WorldConfig(
@@ -48,15 +48,17 @@ class Simulation:
                 mean_candidates=config.candidates,
             )
         )
-        self.tally = ExpectedClickRates()
+        self.click_rates = ExpectedClickRates()
         self.num_requests = self.num_engagements = self.num_clicks = self.num_dropped = self.num_cut_off = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._in_flight = 0
         self._start_s = clock.monotonic_s()
 
     async def run(self, stop: threading.Event) -> None:
-        """Until `stop` is set or `seconds` have passed; then waits for reactions under way, at most 20 s, and counts the rest
-        as cut off."""
+        """Run until `stop` is set or `seconds` have passed.
+
+        Without `stop` it then waits up to 20 s for pending reactions. The others are counted as cut off.
+        """
         visitors = Visitors(self.world, self.config.seed, f"{self.clock.now_ms():x}")
         self._start_s = self.clock.monotonic_s()
         next_s, report_s = self._elapsed_s(), _REPORT_S
@@ -71,20 +73,20 @@ class Simulation:
         self.write_report()
 
     def report(self) -> dict[str, object]:
-        """`click_rate` of the whole run, as in docs/protocols.md, Reports; the newest requests' beside it."""
+        """The JSON report of docs/protocols.md, section Reports."""
         return {
             "counts": {
                 "requests": self.num_requests,
-                "candidates": self.tally.total.shown,
+                "candidates": self.click_rates.total.shown,
                 "engagements": self.num_engagements,
                 "clicks": self.num_clicks,
                 "dropped": self.num_dropped,
                 "cut_off": self.num_cut_off,
                 "http": dict(self.client.outcomes),
             },
-            "click_rate": self.tally.total.rates(),
-            "click_rate_recent": self.tally.recent.rates(),
-            "click_rate_by_minute": self.tally.by_minute(),
+            "click_rate": self.click_rates.total.rates(),
+            "click_rate_recent": self.click_rates.recent.rates(),
+            "click_rate_by_minute": self.click_rates.by_minute(),
             "wall_s": self._elapsed_s(),
         }
 
@@ -96,7 +98,7 @@ class Simulation:
         return self.clock.monotonic_s() - self._start_s
 
     def _arrive(self, visitors: Visitors) -> None:
-        """One more user; turned away when too many wait for serving already."""
+        """Start one visit, or drop it if too many requests wait for serving."""
         if self._in_flight >= self.config.max_in_flight:
             self.num_dropped += 1
             return
@@ -112,11 +114,11 @@ class Simulation:
                 await self._show(visitors, visit, items_n, shown)
 
     async def _show(self, visitors: Visitors, visit: Visit, items_n: np.ndarray, first: int) -> int:
-        """Ask for an order of one page, expected_clicks it, and let the user react; how many items were shown."""
+        """Request the order of one page, evaluate it, and start the reactions. Returns the number of items shown."""
         self._in_flight += 1
         try:
             answer = await self.client.post(
-                "/v1/rank", self._rank_body(visit, items_n, first), _RANK_PATIENCE_S
+                "/v1/rank", self._rank_body(visit, items_n, first), _RANK_TIMEOUT_S
             )
         finally:
             self._in_flight -= 1
@@ -124,12 +126,14 @@ class Simulation:
             return 0
         order = np.array(answer["order"], dtype=np.int64)
         if not np.array_equal(np.sort(order), np.arange(len(items_n))):
-            log.error("serving's order is no permutation of %d candidates: %s", len(items_n), answer["order"])
+            log.error(
+                "expected a permutation of %d candidates from serving, got %s", len(items_n), answer["order"]
+            )
             return 0
         served_n, now_ms = items_n[order], self.clock.now_ms()
         self.num_requests += first == 0
         attraction_n = self.world.attraction(visit.user_id, served_n, now_ms)
-        self.tally.add(
+        self.click_rates.add(
             expected_clicks(attraction_n, self.world.examination(len(served_n), first)), self._elapsed_s()
         )
         for reaction in visitors.react(visit, served_n, now_ms, first):
@@ -137,7 +141,7 @@ class Simulation:
         return len(served_n)
 
     async def _engage(self, visit: Visit, reaction: Reaction) -> None:
-        """Tell serving of a reaction after its delay; some clients send it twice, with the same event id."""
+        """Send a reaction after its delay; duplicates have the same event id."""
         await self._sleep(reaction.delay_s)
         body = {
             "request_id": visit.request_id,
@@ -149,13 +153,13 @@ class Simulation:
             "value": reaction.value,
         }
         for _ in range(1 + reaction.repeats):
-            sent = await self.client.post("/v1/engagements", body, _ENGAGEMENT_PATIENCE_S)
+            sent = await self.client.post("/v1/engagements", body, _ENGAGEMENT_TIMEOUT_S)
         if sent is not None:
             self.num_engagements += 1
             self.num_clicks += reaction.action == "click"
 
     def _rank_body(self, visit: Visit, items_n: np.ndarray, first: int) -> dict[str, object]:
-        """Later pages only add candidates; the user's own features are given again, to be scored with, not logged."""
+        """A further page only adds candidates; it repeats the request features for scoring, and they are not logged again."""
         items = items_n.tolist()
         category = [hash64(f"category/{self.world.category_of(i)}") for i in items]
         body: dict[str, object] = {
@@ -194,7 +198,10 @@ ORDERS = ("served", "random", "best")
 
 
 class ExpectedClickRates:
-    """Rates are expected clicks a shown candidate under the hidden model: no luck in them, so small changes show."""
+    """Expected clicks per shown candidate under the hidden model, in total, recently and per minute.
+
+    They have no sampling noise, so that small differences are visible.
+    """
 
     def __init__(self, window: int = 1000) -> None:
         self.total = _Sum()
@@ -204,7 +211,7 @@ class ExpectedClickRates:
         self._minutes: dict[int, _Sum] = {}
 
     def add(self, expected: ExpectedClicks, elapsed_s: float) -> None:
-        """One answered request, `elapsed_s` after the start; beyond a day the oldest minute is forgotten."""
+        """Add one request, `elapsed_s` after the start. At most 1,440 minutes are kept."""
         self.total.add(expected)
         self.recent.add(expected)
         self._window.append(expected)
@@ -215,7 +222,7 @@ class ExpectedClickRates:
             del self._minutes[next(iter(self._minutes))]
 
     def by_minute(self) -> list[dict[str, float]]:
-        """The last day's minutes with traffic."""
+        """The rates of each minute with requests, over the last day."""
         return [{"minute": minute, **sums.rates()} for minute, sums in self._minutes.items()]
 
 

@@ -1,10 +1,11 @@
-"""A generic log as tables: files with a row a shown candidate, and files with a row an engagement. Parquet and CSV readers give
-the tables (`roostream/replay/parquet_log.py`, `roostream/replay/csv_log.py`); here rows become the lines of `roostream/replay/log_lines.py`, and those events.
+"""A log as tables: files with one row per shown candidate, and files with one row per engagement.
+
+parquet_log.py and csv_log.py read the tables. This module converts rows to the lines of log_lines.py, and these to events.
 
     impressions   request_id  time  item_id  [user_id session_id surface weight position propensity]  features by name
     engagements   request_id  time  item_id  action  [user_id session_id surface value event_id]
 
-Rows of one request, user, session and time are one impression, in their order. Request-only features are equal in all its rows.
+Rows with the same request, user, session and time form one impression, in their order. Its request features must agree.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableOptions(DatasetOptions):
-    """Where the files are, and what to do with rows that can't be used."""
+    """Settings of a dataset of tables."""
 
-    impressions: tuple[str, ...] = setting(help="files with a row a shown candidate, in any order")
-    engagements: tuple[str, ...] = setting((), "files with a row an engagement, in any order")
-    ignore: tuple[str, ...] = setting((), "columns that are neither known nor declared, to be left out")
-    skip_bad: bool = setting(False, "count bad rows and go on instead of stopping at the first")
+    impressions: tuple[str, ...] = setting(help="files with one row per shown candidate, in any order")
+    engagements: tuple[str, ...] = setting((), "files with one row per engagement, in any order")
+    ignore: tuple[str, ...] = setting((), "columns to ignore, which are not features of the schema")
+    skip_bad: bool = setting(False, "skip and count bad rows instead of stopping at the first")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,7 +53,7 @@ class TableOptions(DatasetOptions):
 
 
 class LogTable(NamedTuple):
-    """A file's rows. `line_N`: where each is in it; `value(column, cell)`: what a cell says, ValueError if it can't be."""
+    """The rows of a file. `line_N` is the line of each; `value(column, cell)` converts a cell or raises ValueError."""
 
     path: str
     table: pa.Table
@@ -67,11 +68,11 @@ Read = Callable[[str, LogLineReader], LogTable]
 
 
 def open_tables(options: TableOptions, schema: Schema, read: Read) -> EventLog:
-    """Memory: the tables, in Arrow's compact form, and one slice of rows as Python objects.
+    """Open the tables with `read` and return their events. Memory: the Arrow tables and one slice of rows as Python objects.
 
     Raises:
-        ConfigError: a file can't be read, or lacks a column, or has one that nothing names; names file and column.
-        LogError: a row with a time that can't be, unless such rows are skipped; while events are read, a row that can't be used.
+        ConfigError: a file cannot be read, lacks a column, or has an unknown one; the message names file and column.
+        LogError: a row with an invalid time that is not skipped; while events are read, any bad row.
     """
     reader = LogLineReader(schema, skip_bad=options.skip_bad)
     features = {f.name for f in (*schema.ro, *schema.nro)}
@@ -99,10 +100,10 @@ def open_tables(options: TableOptions, schema: Schema, read: Read) -> EventLog:
 def _checked(
     table: LogTable, known: Sequence[str], needed: Sequence[str], features: set[str], ignore: Sequence[str]
 ) -> LogTable:
-    """The columns in use."""
+    """The table with its known columns only."""
     names = [n for n in table.table.column_names if n not in ignore]
     if doubled := sorted({n for n in names if names.count(n) > 1}):
-        raise ConfigError(f"{table.path}: column {doubled[0]!r} is there twice; keep one")
+        raise ConfigError(f"{table.path}: expected column {doubled[0]!r} once, got it twice; keep one")
     for name in needed:
         if name not in names:
             raise ConfigError(
@@ -112,13 +113,13 @@ def _checked(
         if name not in known and name not in features:
             near = nearest(name, [*known, *features])
             raise ConfigError(
-                f"{table.path}: column {name!r} is neither known nor a declared feature{near}; declare it, or say --ignore {name}"
+                f"{table.path}: column {name!r} is not a feature of the schema{near}; declare it, or use --ignore {name}"
             )
     return table._replace(table=table.table.select(names))
 
 
-class _InTime:
-    """Rows of several files, by time, in slices."""
+class _RowsByTime:
+    """The rows of several files in time order, read in slices."""
 
     def __init__(self, tables: Sequence[LogTable], reader: LogLineReader) -> None:
         self.tables, self.reader = tables, reader
@@ -133,7 +134,7 @@ class _InTime:
         self._time_ms_N, self._place_N2 = time_ms_N[order_N], np.concatenate(places)[order_N]
 
     def rows(self) -> Iterator[tuple[int, str, Row]]:
-        """(time, where, row) in time order; cells that can't be read are refused with their row."""
+        """(time, `file:line`, row) in time order; a row with an unreadable cell is skipped or raised."""
         for start in range(0, len(self._time_ms_N), _ROWS):
             place_N2 = self._place_N2[start : start + _ROWS]
             slices: dict[int, list[Row]] = {}
@@ -155,7 +156,7 @@ class _InTime:
                     self.reader.refuse(where, error)
 
     def _times(self, table: LogTable) -> np.ndarray:
-        """int64 [N], -1 for a row that is left out."""
+        """int64 [N], -1 for a skipped row."""
         column, known = table.table["time"], {None: -1}
         if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
             column = column.cast(pa.timestamp("ms"), safe=False).cast(pa.int64())
@@ -178,23 +179,23 @@ def _time_cell(cell: object) -> int | str:
 
 
 class _Impressions:
-    """Rows that belong together are one impression."""
+    """Groups rows to impressions."""
 
     def __init__(self, tables: Sequence[LogTable], schema: Schema, reader: LogLineReader) -> None:
-        self._in_time, self.reader, self.schema = _InTime(tables, reader), reader, schema
+        self._rows, self.reader, self.schema = _RowsByTime(tables, reader), reader, schema
 
     def events(self) -> Iterator[Event]:
-        """In time order; of the same time by their first rows."""
+        """Impressions in time order; at equal times in the order of their first rows."""
         groups: dict[tuple[object, ...], list[tuple[str, Row]]] = {}
         now_ms = -1
-        for time_ms, where, row in self._in_time.rows():
+        for time_ms, where, row in self._rows.rows():
             if time_ms != now_ms:
-                yield from self._closed(groups, now_ms)
+                yield from self._impressions(groups, now_ms)
                 groups, now_ms = {}, time_ms
             groups.setdefault(tuple(row.get(name) for name in ("request_id", *_WHO)), []).append((where, row))
-        yield from self._closed(groups, now_ms)
+        yield from self._impressions(groups, now_ms)
 
-    def _closed(
+    def _impressions(
         self, groups: dict[tuple[object, ...], list[tuple[str, Row]]], time_ms: int
     ) -> Iterator[Event]:
         for rows in groups.values():
@@ -208,17 +209,17 @@ class _Impressions:
 
 
 def rows_to_impression(rows: Sequence[Row], time_ms: int, schema: Schema) -> ImpressionLine:
-    """Rows of one request, in their order, as one impression.
+    """Convert the rows of one request, in their order, to one impression.
 
     Raises:
-        ValueError: rows differ in what a request has once.
+        ValueError: the rows differ in a request feature.
     """
     ro, nro = {f.name for f in schema.ro}, {f.name for f in schema.nro}
     first, names = rows[0], dict.fromkeys(name for row in rows for name in row)
     for name in names.keys() & (ro | {"weight"}):
         if any(not _equal(row.get(name), first.get(name)) for row in rows):
             raise ValueError(
-                f"{name}: expected one value in all rows of request {first.get('request_id')!r}, got several"
+                f"{name}: expected the same value in all rows of request {first.get('request_id')!r}, got several"
             )
     columns = {name: [row.get(name) for row in rows] for name in names if name in nro or name == "item_id"}
     given: Row = {
@@ -238,14 +239,14 @@ def rows_to_impression(rows: Sequence[Row], time_ms: int, schema: Schema) -> Imp
 
 
 class _Engagements:
-    """A row is an engagement."""
+    """Converts each row to an engagement."""
 
     def __init__(self, tables: Sequence[LogTable], reader: LogLineReader) -> None:
-        self._in_time, self.reader = _InTime(tables, reader), reader
+        self._rows, self.reader = _RowsByTime(tables, reader), reader
 
     def events(self) -> Iterator[Event]:
-        """In time order."""
-        for time_ms, where, row in self._in_time.rows():
+        """Engagements in time order."""
+        for time_ms, where, row in self._rows.rows():
             try:
                 line = {**row, "type": "engagement", "request_id": _request_id(row), "time": time_ms}
                 yield self.reader.event(msgspec.convert(line, EngagementLine), where)
@@ -254,7 +255,7 @@ class _Engagements:
 
 
 def _request_id(row: Row) -> str:
-    """Numbers are taken as their digits: a request id is text."""
+    """The request id as text; an integer becomes its digits."""
     value = row.get("request_id")
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise ValueError(f"request_id: expected text or an integer, got {value!r}")

@@ -1,7 +1,7 @@
-"""Who comes when, and what they do with a list: the visible side of the simulated users. Pure: draws from its own generator.
+"""Simulated visits: which user comes when, and how they react to a list. Pure, with its own random generator.
 
-Delays are in demo time: a minute of reading takes a few seconds, so that everything happens within a short join window; the
-seconds of reading are in the engagement's value.
+Delays are compressed: reading for a minute takes a few seconds, so that everything happens within a short join window. The real
+reading time is in the engagement's value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX_SESSIONS = 100_000
 
 @dataclasses.dataclass(frozen=True)
 class Visit:
-    """One request to be made."""
+    """One request to send."""
 
     request_id: str
     user_id: int
@@ -27,12 +27,12 @@ class Visit:
     device_id: int
     items_n: np.ndarray  # int64
     time_ms: int
-    pages: int  # further pages of the same request that will be asked for
+    pages: int  # number of further pages of the same request
 
 
 @dataclasses.dataclass(frozen=True)
 class Reaction:
-    """One engagement to be sent `delay_s` after the list was shown; `repeats` times more by a nervous client."""
+    """One engagement to send `delay_s` after the list was shown; `repeats` counts duplicate sends."""
 
     delay_s: float
     item_id: int
@@ -43,8 +43,10 @@ class Reaction:
 
 
 class Visitors:
+    """Draws visits and reactions of the users of a world."""
+
     def __init__(self, world: World, seed: int, run: str) -> None:
-        """`run` makes request ids unique over restarts of the same world."""
+        """`run` keeps request ids unique when the same world is simulated again."""
         self.world, self.run = world, run
         self.rng = np.random.default_rng([seed, hash64(run) & 0xFFFFFFFF])
         weight_U = 1.0 / np.arange(2, world.config.num_users + 2) ** 0.6
@@ -53,11 +55,11 @@ class Visitors:
         self._count = 0
 
     def gap_s(self, rate: float) -> float:
-        """Until the next visit: exponential."""
+        """Seconds until the next visit, exponentially distributed."""
         return float(self.rng.exponential(1 / rate))
 
     def next(self, time_ms: int) -> Visit:
-        """The next user to come: who, in which session, and what can be shown to them at `time_ms`."""
+        """The next visit: its user, session and candidates at `time_ms`."""
         user_id = int(np.searchsorted(self._share_U, self.rng.random(), side="right")) + 1
         session_id, device_id = self._session(user_id, time_ms)
         self._count += 1
@@ -72,12 +74,12 @@ class Visitors:
         )
 
     def more(self, visit: Visit, time_ms: int) -> np.ndarray:
-        """int64: another page's items, none of them shown before in this request."""
+        """int64: the items of another page, none of which was on the first page of this request."""
         items = self.world.candidates_for(visit.user_id, time_ms)
         return items[~np.isin(items, visit.items_n)]
 
     def react(self, visit: Visit, served_n: np.ndarray, time_ms: int, first: int = 0) -> list[Reaction]:
-        """What the user does with `served_n` (ids in served order, places from `first` on)."""
+        """Reactions to `served_n`: ids in served order, at positions from `first` on."""
         chance_n = self.world.attraction(visit.user_id, served_n, time_ms) * self.world.examination(
             len(served_n), first
         )
@@ -96,7 +98,7 @@ class Visitors:
         return Reaction(delay_s, item_id, action, value, event_id, int(self.rng.random() < 0.03))
 
     def _session(self, user_id: int, time_ms: int) -> tuple[int, int]:
-        """(session id, device) of a user; a new session after a long gap, on the user's main device mostly."""
+        """(session id, device) of a user. A new session begins after a long gap, mostly on the user's main device."""
         known = self._sessions.get(user_id)
         if known is None or time_ms - known[2] > _SESSION_GAP_MS:
             devices = self.world.devices_of(user_id)

@@ -1,15 +1,15 @@
-"""The hidden model of simulated users: what they like, what is popular, and how much a place in the list matters.
+"""The hidden model of simulated users: their tastes, the popularity of items, and the effect of positions.
 
-Everything is a pure function of (seed, who, what, when): nothing is stored, so a simulation can stop and go on, and any
-order of the same request can be judged afterwards. The chance of a click is a product,
+Everything is a pure function of (seed, user, item, time), so a simulation can be resumed, and any order of the same request can be
+evaluated later. The click probability is a product,
 
     click_probability = attraction(user, item, time) x examination(position),
 
-so the best order is the one by falling attraction (rearrangement inequality), and a random order's expectation is the
-mean attraction times the summed examination.
+so the best order is by decreasing attraction (rearrangement inequality), and a random order expects the mean attraction times the
+sum of the examination probabilities.
 
-Items live in slots. Slot s holds one item at a time; its generation g = floor((time + phase_s) / life_s), its id is
-(g << 20 | s) + 1: items are born and die at all times, and each has its own category, vector and quality.
+Items live in slots. Slot s holds one item at a time, of generation g = floor((time + phase_s) / life_s) and id (g << 20 | s) + 1.
+Each item has its own category, vector and quality.
 
 Letters: n candidates, D latent dimensions, S slots.
 """
@@ -28,7 +28,7 @@ _USER, _ITEM, _LIST, _SLOT = range(4)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorldConfig:
-    """Strengths are in logits."""
+    """Parameters of the hidden model; strengths are in logits."""
 
     seed: int = 0
     num_users: int = 500
@@ -39,7 +39,7 @@ class WorldConfig:
     popularity: float = 1.4  # spread of item quality
     taste: float = 2.0  # spread of personal taste
     drift: float = 0.7  # swing of an item's popularity over its life
-    examination_power: float = 1.0  # position k is looked at with chance (1 + k) ** -power
+    examination_power: float = 1.0  # position k is examined with probability (1 + k) ** -power
 
 
 class World:
@@ -54,12 +54,12 @@ class World:
         self._items: dict[int, tuple[np.ndarray, float, float, int]] = {}
 
     def items_at(self, time_ms: int) -> np.ndarray:
-        """int64 [S]: the ids alive."""
+        """int64 [S]: ids of the items alive at `time_ms`."""
         generation_S = (time_ms + self.phase_S) // self.life_S
         return ((generation_S << _SLOT_BITS) | np.arange(self.config.num_items)) + 1
 
     def category_of(self, item_id: int) -> int:
-        """0..NUM_CATEGORIES - 1; what clients may know of an item."""
+        """0..NUM_CATEGORIES - 1; the only property of an item that clients know."""
         return self._item(item_id)[3]
 
     def devices_of(self, user_id: int) -> tuple[int, ...]:
@@ -68,7 +68,7 @@ class World:
         return tuple(user_id * 4 + k + 1 for k in range(count))
 
     def candidates_for(self, user_id: int, time_ms: int) -> np.ndarray:
-        """int64 [n]: distinct ids alive now, in no telling order; one in three is near the user's taste."""
+        """int64 [n]: distinct ids alive now in random order; one in three is near the user's taste."""
         rng = np.random.default_rng([self.config.seed, _LIST, user_id, time_ms])
         mean = self.config.mean_candidates
         count = min(int(rng.integers(max(mean // 2, 2), mean + mean // 2 + 1)), self.config.num_items)
@@ -79,13 +79,13 @@ class World:
         return rng.permutation(np.concatenate([near, rest]))
 
     def attraction(self, user_id: int, items_n: np.ndarray, time_ms: int) -> np.ndarray:
-        """float64 [n]: chance of a click if looked at."""
+        """float64 [n]: click probability of an examined item."""
         c = self.config
         logit_n = c.base + self._popularity(items_n, time_ms) + c.taste * self._taste(user_id, items_n)
         return 1 / (1 + np.exp(-logit_n))
 
     def examination(self, num_positions: int, first: int = 0) -> np.ndarray:
-        """float64 [num_positions]: chance that each place is looked at, from place `first` on."""
+        """float64 [num_positions]: probability that each position is examined, from position `first` on."""
         return (1.0 + first + np.arange(num_positions)) ** -self.config.examination_power
 
     def click_probability(self, user_id: int, item_id: int, position: int, time_ms: int) -> float:
@@ -93,7 +93,7 @@ class World:
         return float(self.attraction(user_id, items, time_ms)[0] * self.examination(1, position)[0])
 
     def read_seconds(self, user_id: int, item_id: int, time_ms: int, draw: float) -> float:
-        """How long a clicked item is read: log-normal around 12..60 s by taste; `draw` is standard normal."""
+        """Reading time of a clicked item: log-normal around 12..60 s by taste; `draw` is standard normal."""
         liking = float(self._taste(user_id, np.array([item_id], dtype=np.int64))[0])
         return float(np.exp(np.log(25.0) + 0.5 * np.tanh(liking) + 0.6 * draw))
 
@@ -112,7 +112,7 @@ class World:
         return c.popularity * quality_n + c.drift * np.sin(turn_n)
 
     def _user(self, user_id: int) -> np.ndarray:
-        """Taste [D]: two favourite categories and something of one's own; dot products with items have spread about 1."""
+        """Taste [D]: two favorite categories plus noise; dot products with items have a spread of about 1."""
         rng = np.random.default_rng([self.config.seed, _USER, user_id])
         first, second = rng.choice(NUM_CATEGORIES, size=2, replace=False)
         return (
@@ -122,22 +122,22 @@ class World:
         )
 
     def _item(self, item_id: int) -> tuple[np.ndarray, float, float, int]:
-        """(vector [D], quality, phase, category); kept for as many items as live twice over."""
-        found = self._items.get(item_id)
-        if found is None:
+        """(vector [D], quality, phase, category); the cache holds four times as many items as are alive."""
+        item = self._items.get(item_id)
+        if item is None:
             rng = np.random.default_rng([self.config.seed, _ITEM, item_id])
             category = int(rng.integers(NUM_CATEGORIES))
             vector_D = self.centers_CD[category] + 0.5 * rng.normal(size=DIM) / np.sqrt(DIM)
-            found = (vector_D, float(rng.normal()), float(rng.uniform()), category)
+            item = (vector_D, float(rng.normal()), float(rng.uniform()), category)
             if len(self._items) >= 4 * self.config.num_items:
                 self._items.clear()
-            self._items[item_id] = found
-        return found
+            self._items[item_id] = item
+        return item
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedClicks:
-    """ExpectedClicks clicks of one request's list under three orders; `shown` candidates."""
+    """Expected clicks on one list under three orders; `shown` is the number of candidates."""
 
     served: float
     random: float
@@ -146,7 +146,7 @@ class ExpectedClicks:
 
 
 def expected_clicks(attraction_n: np.ndarray, examination_n: np.ndarray) -> ExpectedClicks:
-    """`attraction_n` in served order, with each place's examination."""
+    """`attraction_n` is in served order; `examination_n` belongs to the same positions."""
     return ExpectedClicks(
         served=float(attraction_n @ examination_n),
         random=float(attraction_n.mean() * examination_n.sum()) if len(attraction_n) else 0.0,

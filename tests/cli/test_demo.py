@@ -69,12 +69,12 @@ def test_a_demo_that_trained_nothing_or_lacks_a_program_is_not_good(
     show = show_of(tmp_path, io.StringIO())
     for look in looks:
         show.record(look)
-    assert show.is_good() == good
+    assert show.succeeded == good
 
 
 def test_what_is_wrong_is_the_first_line_of_the_summary(tmp_path: Path) -> None:
     show = show_of(tmp_path, io.StringIO())
-    assert show.summary() == "ended before anything could be seen"
+    assert "ended before" in show.summary()
     show.record(seen(0, joiner="failed: [/b] no such jar"))
     first, second, *_ = show.summary().split("\n")
     assert first == "NOT READY   joiner: failed: [/b] no such jar"

@@ -1,4 +1,4 @@
-"""`roostream topics`: what it says and how it ends."""
+"""`roostream topics`: output and exit codes."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from tests.runtime.test_topic_admin import FakeAdmin
 
 @pytest.fixture
 def brokers(monkeypatch: pytest.MonkeyPatch) -> FakeAdmin:
-    """What the command reaches instead of Kafka."""
+    """A fake of Kafka's admin client."""
     fake = FakeAdmin()
     monkeypatch.setattr(
-        topics, "_topics", lambda config: TopicAdmin(fake, config.prefix, config.partitions, config)
+        topics, "open_topic_admin", lambda config: TopicAdmin(fake, config.prefix, config.partitions, config)
     )
     return fake
 
 
-def test_creating_twice_says_what_was_made_and_what_exists(brokers: FakeAdmin) -> None:
+def test_create_shows_which_topics_were_created_and_which_exist(brokers: FakeAdmin) -> None:
     first = CliRunner().invoke(cli, ["topics", "create", "--bootstrap", "k:1", "--partitions", "2"])
     again = CliRunner().invoke(cli, ["topics", "create", "--bootstrap", "k:1", "--partitions", "2"])
     assert first.exit_code == again.exit_code == 0
-    assert "samples: made" in first.output and "samples: exists" in again.output
+    assert "samples: created" in first.output and "samples: exists" in again.output
     done = CliRunner().invoke(cli, ["topics", "check", "--bootstrap", "k:1", "--partitions", "2"])
     assert done.output == f"{len(TOPICS)} topics are as expected\n" and done.exit_code == 0
 
 
-def test_other_settings_are_refused_by_both(brokers: FakeAdmin) -> None:
+def test_create_and_check_reject_topics_with_other_settings(brokers: FakeAdmin) -> None:
     CliRunner().invoke(cli, ["topics", "create", "--bootstrap", "k:1"])
     for what in ("create", "check"):
         done = CliRunner().invoke(cli, ["topics", what, "--bootstrap", "k:1", "--partitions", "8"])
@@ -44,14 +44,14 @@ def test_other_settings_are_refused_by_both(brokers: FakeAdmin) -> None:
         )
 
 
-def test_without_an_address_the_command_says_so() -> None:
+def test_an_address_is_required() -> None:
     done = CliRunner().invoke(cli, ["topics", "check"])
     assert isinstance(done.exception, ConfigError) and "key 'bootstrap': expected a value" in str(
         done.exception
     )
 
 
-def test_a_file_and_the_environment_set_what_flags_leave_open(tmp_path: Path) -> None:
+def test_settings_come_from_file_and_environment(tmp_path: Path) -> None:
     path = tmp_path / "topics.toml"
     path.write_text(
         'bootstrap = "k:1"\nretention_ms = "7d"\npartitions = 16\n[kafka_security]\nprotocol = "SSL"\n'
@@ -61,11 +61,14 @@ def test_a_file_and_the_environment_set_what_flags_leave_open(tmp_path: Path) ->
     assert config.broker.security.protocol == "SSL"
 
 
-def test_keeping_says_for_how_long_each_topic_has_its_records(brokers: FakeAdmin) -> None:
+def test_keep_raises_retention_and_shows_it(brokers: FakeAdmin) -> None:
     CliRunner().invoke(cli, ["topics", "create", "--bootstrap", "k:1"])
     brokers.topics["predictions"].config["retention.ms"] = "-1"
     done = CliRunner().invoke(cli, ["topics", "keep", "7d", "--bootstrap", "k:1"])
     assert done.exit_code == 0, done.exception
-    assert "samples: kept for 168 hours\n" in done.output and "predictions: kept for ever\n" in done.output
+    assert (
+        "samples: retention 168 hours\n" in done.output
+        and "predictions: retention unlimited\n" in done.output
+    )
     done = CliRunner().invoke(cli, ["topics", "keep", "long", "--bootstrap", "k:1"])
     assert isinstance(done.exception, ConfigError) and "expected a duration such as" in str(done.exception)

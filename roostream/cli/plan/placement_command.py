@@ -365,7 +365,7 @@ def show(rows: list[Row], title: str) -> None:
 _SHOWN = 12
 
 
-@click.command("map")
+@placement.command("map")
 @place_options
 @click.option(
     "--shards",
@@ -402,7 +402,7 @@ def map_command(home: Path, store: str, num_shards: int | None, max_moved: float
         show(list(_told(now, wanted, bytes_B)), f"Buckets of {its.manifest.name}")
 
 
-@click.command("apply")
+@placement.command("apply")
 @click.argument("map_file", metavar="MAP", type=click.Path(path_type=Path))
 @place_options
 @click.option("--dry-run", is_flag=True, help="say what would move, and change nothing")

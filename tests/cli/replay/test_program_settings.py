@@ -131,5 +131,5 @@ def test_a_model_is_changed_key_by_key() -> None:
 
 
 def test_only_a_stack_keeps_a_home(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="expected --engine stack, which alone keeps what it learns"):
+    with pytest.raises(ConfigError, match="expected --engine stack,"):
         config(home=str(tmp_path))
