@@ -46,7 +46,7 @@ def roostream(*arguments: str | Path) -> tuple[int, str]:
         (("up", "--home", "h", "--port", "servng=1"), "did you mean 'serving'"),
         (("up", "--home", "h", "--set", "workr.exact=true"), "did you mean 'worker'"),
         (("up", "--home", "h", "--schema", "no.toml"), "error: no.toml: no such file"),
-        (("up", "--foreground", "--home", "/proc/h"), "can't be made"),
+        (("up", "--foreground", "--home", "/proc/h"), "choose another --home"),
         (("up", "--foreground", "--home", "h", "--java", "/no/java"), "no java at '/no/java'"),
         (("replay", "ebnerd", "--behaviors", "no.parquet"), "no such file"),
         (("simulate", "--home", "no-home"), "roostream up"),
