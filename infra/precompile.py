@@ -1,4 +1,7 @@
-"""Compile every numba kernel once, so that no program does it while it serves. `python -m infra.precompile`"""
+"""Compile numba kernels into numba's on-disk cache, so that no program compiles while it serves.
+
+`python -m infra.precompile [GROUP…]`; without arguments all groups. `infra/prepare.py` runs the groups in parallel.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,42 @@ import importlib
 import sys
 import time
 
-MODULES = (
-    "roostream.wire.decode",
-    "roostream.wire.columnar_kernels",
-    "roostream.wire.missing_features",
-    "roostream.wire.lookup",
-    "roostream.wire.transform",
-    "roostream.online.counters",
-    "param_server.precompile",
-    "param_server.replica.row_cache",
-    "roostream.models.embedding_ops",
-    "roostream.models.attention",
-    "roostream.models.fused.forward",
-    "trainer.selection.deferral",
-    "trainer.selection.slipstream",
-    "serving.answer",
-    "serving.request_batch",
+EARLY_GROUPS = ("wire", "rows")
+"""Groups that need only the packages of `infra/setup.sh`'s first step, so they can run while the others are downloaded."""
+GROUPS = {
+    "wire": (
+        "roostream.wire.decode",
+        "roostream.wire.columnar_kernels",
+        "roostream.wire.missing_features",
+        "roostream.wire.lookup",
+        "roostream.wire.transform",
+        "roostream.online.counters",
+    ),
+    "rows": (
+        "param_server.precompile",
+        "param_server.replica.row_cache",
+        "serving.request_batch",
+    ),
+    "models": (
+        "roostream.models.embedding_ops",
+        "roostream.models.attention",
+        "roostream.models.fused.forward",
+        "trainer.selection.deferral",
+        "trainer.selection.slipstream",
+        "serving.answer",
+    ),
+}
+_PROGRAMS = (
+    "trainer.main",
+    "trainer.worker",
+    "serving.http.app",
+    "joiner.job",
+    "roostream.warehouse.archiver_program",
 )
 
 
-def main() -> int:
-    for name in MODULES:
+def main(groups: tuple[str, ...]) -> int:
+    for name in (module for group in groups or GROUPS for module in GROUPS[group]):
         started_s = time.monotonic()
         try:
             module = importlib.import_module(name)
@@ -34,7 +52,7 @@ def main() -> int:
             if error.name is None or error.name.partition(".")[0] == name.partition(".")[0]:
                 raise
             print(
-                f"  {name}: passed over, {error.name} isn't installed", flush=True
+                f"  {name}: skipped, {error.name} is not installed", flush=True
             )  # an extra that was left out
             continue
         module.precompile()
@@ -42,5 +60,14 @@ def main() -> int:
     return 0
 
 
+def import_programs() -> None:
+    """Import the largest programs once, which writes their byte code before many processes need it at the same time."""
+    for name in _PROGRAMS:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError:  # an extra that was left out
+            continue
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(tuple(sys.argv[1:])))

@@ -1,45 +1,58 @@
-"""The steps of `make setup` after the environment: jars, our operator's jar, compiled kernels. `python -m infra.prepare`
+"""The steps of `make setup` after the packages: jars, the operator's jar, compiled kernels. `roostream prepare` runs them too.
 
-Each step has a stamp in `build/stamps/` that holds a hash of what it read; a step whose stamp is right is skipped.
+    python -m infra.prepare early      # while packages are still installed: jars, and the kernels that need no torch
+    python -m infra.prepare            # everything that is missing
+
+Each step has a stamp in `build/stamps/` with a hash of what it read, and is skipped while the stamp is valid. Compiled kernels
+and the operator's jar are also kept in the user's cache folder under that hash, so that a fresh checkout does not compile.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib
+import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from infra import jars
-from infra.flink_cluster import pyflink_home
 from infra.jars import BUILD, COMPILER_JARS, CONNECTOR_JARS, OPERATOR_JAR, STAMPS, find_java
 from infra.machine_checks import require_disk
 from infra.options import ROOT
-from infra.precompile import MODULES
+from infra.precompile import EARLY_GROUPS, GROUPS
 from roostream.errors import RoostreamError, SetupError
 
 JAVA_SOURCES = ROOT / "joiner" / "java"
-_BYTES_NEEDED = 1 << 30
-_COMPILED = re.compile(r"^@(njit|kernel|short_kernel)\b", re.MULTILINE)
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "roostream"
+_MIN_FREE_BYTES = 1 << 30
+_KEPT_ARCHIVES = 4
+_KERNEL = re.compile(r"^@(njit|kernel|short_kernel)\b", re.MULTILINE)
 
 
-def main() -> int:
-    """1 disk  2 jars  3 the operator's jar  4 kernels. Each is skipped where what it would make is there; the exit code."""
+def main(only_early: bool = False) -> int:
+    """Run the missing steps in parallel; returns the exit code."""
     console = Console(highlight=False)
     try:
-        require_disk(BUILD, _BYTES_NEEDED, "set-up")
-        fetch_jars(console)
-        compile_operator(console)
-        warm_kernels(console)
+        require_disk(BUILD, _MIN_FREE_BYTES, "set-up")
+        if only_early:
+            _run_parallel(lambda: fetch_jars(console), lambda: compile_kernels(console, EARLY_GROUPS))
+        else:
+            fetch_jars(console)
+            _run_parallel(
+                lambda: compile_operator(console),
+                lambda: compile_kernels(console, tuple(GROUPS)),
+                lambda: write_byte_code(console),
+            )
     except RoostreamError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -52,8 +65,27 @@ def main() -> int:
     return 0
 
 
+def _run_parallel(*steps: Callable[[], None]) -> None:
+    """Run each step in a thread of its own; raises the first error after all have ended."""
+    errors: list[Exception] = []
+
+    def run(step: Callable[[], None]) -> None:
+        try:
+            step()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(step,)) for step in steps]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
 def digest(paths: Iterable[Path], *words: str) -> str:
-    """A hash of names and bytes of files, and of words."""
+    """A hash of file names, file contents and words."""
     hasher = hashlib.sha256()
     for path in sorted(paths):
         hasher.update(str(path.name).encode() + b"\0" + path.read_bytes())
@@ -73,49 +105,49 @@ def stamp(name: str, value: str) -> None:
 
 
 def fetch_jars(console: Console) -> None:
-    """The jars of jars.sha256 that aren't there yet.
+    """Download the jars of jars.sha256 that are missing.
 
     Raises:
-        SetupError: one can't be fetched or has another hash; those that came stay.
+        SetupError: a jar can't be downloaded or has another hash. The jars before it stay.
     """
-    wanted = jars.missing(jars.read_list())
-    if not wanted:
+    missing = jars.missing(jars.read_list())
+    if not missing:
         return
-    total = sum(j.num_bytes for j in wanted)
-    if not console.is_terminal:
-        console.print(f"fetching {len(wanted)} jars, {total / 1e6:.0f} MB")
-        return jars.fetch_all(wanted)
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), console=console
-    ) as progress:
-        task = progress.add_task("jars", total=total)
-        jars.fetch_all(
-            wanted, fetched=lambda j: progress.update(task, advance=j.num_bytes, description=j.artifact)
-        )
+    started_s = time.monotonic()
+    console.print(f"fetching {len(missing)} jars, {sum(j.num_bytes for j in missing) / 1e6:.0f} MB")
+    jars.fetch_all(missing)
+    console.print(f"jars: {time.monotonic() - started_s:.0f} s")
 
 
 def compile_operator(console: Console) -> None:
-    """`joiner/java/**.java` → build/roostream-flink.jar, compiled against Flink's and the connector's jars."""
+    """Compile `joiner/java/**.java` against Flink's and the connector's jars to build/roostream-flink.jar."""
+    from infra.flink_cluster import pyflink_home
+
     sources = sorted(JAVA_SOURCES.rglob("*.java"))
     if not sources:
         return
-    libraries = [
-        *(pyflink_home() / "lib").glob("*.jar"),
-        *(pyflink_home() / "opt").glob("*.jar"),
-        *CONNECTOR_JARS.glob("*.jar"),
-    ]
-    value = digest(sources, *sorted(p.name for p in libraries))
-    if OPERATOR_JAR.exists() and is_stamped("operator", value):
+    folders = (pyflink_home() / "lib", pyflink_home() / "opt", CONNECTOR_JARS)
+    libraries = [jar for folder in folders for jar in folder.glob("*.jar")]
+    key = digest(sources, *sorted(p.name for p in libraries))
+    if OPERATOR_JAR.exists() and is_stamped("operator", key):
         return
-    console.print(f"compiling {len(sources)} Java files")
-    with tempfile.TemporaryDirectory(prefix="roostream-classes-") as classes:
-        compile_java(sources, libraries, Path(classes))
-        _pack(Path(classes))
-    stamp("operator", value)
+    started_s = time.monotonic()
+    cached = CACHE / f"operator-{key[:32]}.jar"
+    if cached.exists():
+        shutil.copyfile(cached, OPERATOR_JAR)
+    else:
+        with tempfile.TemporaryDirectory(prefix="roostream-classes-") as folder:
+            classes = Path(folder)
+            compile_java(sources, libraries, classes)
+            entries = {path: str(path.relative_to(classes)) for path in sorted(classes.rglob("*.class"))}
+            _write_zip(OPERATOR_JAR, entries, manifest="Manifest-Version: 1.0\r\n\r\n")
+        _keep_in_cache(OPERATOR_JAR, cached)
+    stamp("operator", key)
+    console.print(f"Java classes: {time.monotonic() - started_s:.0f} s")
 
 
 def compile_java(sources: list[Path], libraries: list[Path], classes: Path) -> None:
-    """Compile `sources` into the folder `classes`. Raises SetupError: they don't compile; says where."""
+    """Compile `sources` into the folder `classes`. Raises SetupError with the compiler's messages."""
     compiler = next(iter(COMPILER_JARS.glob("*.jar")))
     path = os.pathsep.join(str(p) for p in libraries)
     options = ("--release", "17", "-proc:none", "-nowarn", "-classpath", path, "-d", str(classes))
@@ -125,33 +157,92 @@ def compile_java(sources: list[Path], libraries: list[Path], classes: Path) -> N
         raise SetupError(f"Java sources of the joiner don't compile:\n{(done.stderr or done.stdout).strip()}")
 
 
-def _pack(classes: Path) -> None:
-    temporary = OPERATOR_JAR.with_suffix(".new")
-    with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as jar:
-        jar.writestr("META-INF/MANIFEST.MF", "Manifest-Version: 1.0\r\n\r\n")
-        for path in sorted(classes.rglob("*.class")):
-            jar.write(path, path.relative_to(classes))
-    os.replace(temporary, OPERATOR_JAR)
-
-
 def kernel_sources() -> list[Path]:
-    """The files of ours that have compiled functions."""
-    folders = sorted({name.partition(".")[0] for name in MODULES})
+    """The source files with compiled functions."""
+    folders = sorted({name.partition(".")[0] for modules in GROUPS.values() for name in modules})
     files = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
-    return [path for path in files if _COMPILED.search(path.read_text(encoding="utf-8"))]
+    return [path for path in files if _KERNEL.search(path.read_text(encoding="utf-8"))]
 
 
-def warm_kernels(console: Console) -> None:
-    """Compile and cache every kernel, in a process of its own so that the cache is what programs will find."""
-    value = digest(kernel_sources(), sys.version, importlib.import_module("numba").__version__)
-    if is_stamped("kernels", value):
+def compile_kernels(console: Console, groups: tuple[str, ...]) -> None:
+    """Compile the groups that are not stamped, each in a process of its own; or unpack them from the user's cache."""
+    key = digest(kernel_sources(), sys.version, importlib.metadata.version("numba"), _processor())
+    pending = [group for group in groups if not is_stamped(f"kernels-{group}", key)]
+    if not pending:
         return
-    console.print(f"compiling kernels of {', '.join(MODULES)}")
-    done = subprocess.run((sys.executable, "-m", "infra.precompile"), cwd=ROOT, check=False)
-    if done.returncode:
-        raise SetupError("kernels could not be compiled; the lines above say why")
-    stamp("kernels", value)
+    started_s = time.monotonic()
+    archive = CACHE / f"kernels-{key[:32]}.zip"
+    use_cache = "NUMBA_CACHE_DIR" not in os.environ
+    if use_cache and archive.exists():
+        with zipfile.ZipFile(archive) as file:
+            file.extractall(ROOT)
+        pending = list(GROUPS)
+    else:
+        console.print(f"compiling kernels: {', '.join(pending)}")
+        commands = [(sys.executable, "-m", "infra.precompile", group) for group in pending]
+        processes = [subprocess.Popen(command, cwd=ROOT) for command in commands]
+        if any([process.wait() for process in processes]):
+            raise SetupError("kernels could not be compiled; the lines above say why")
+    for group in pending:
+        stamp(f"kernels-{group}", key)
+    if use_cache and not archive.exists() and all(is_stamped(f"kernels-{group}", key) for group in GROUPS):
+        with tempfile.TemporaryDirectory(prefix="roostream-kernels-") as folder:
+            files = (
+                p
+                for top in {s.relative_to(ROOT).parts[0] for s in kernel_sources()}
+                for p in (ROOT / top).rglob("__pycache__/*.nb[ic]")
+            )
+            _write_zip(Path(folder) / "kernels.zip", {path: str(path.relative_to(ROOT)) for path in files})
+            _keep_in_cache(Path(folder) / "kernels.zip", archive)
+    console.print(f"kernels: {time.monotonic() - started_s:.0f} s")
+
+
+def _processor() -> str:
+    """What compiled code depends on: the processor's model and features, and numba's settings for them."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    cpu = [next((x for x in lines if x.startswith(key)), "") for key in ("model name", "flags")]
+    return "\n".join([*cpu, *(os.environ.get(f"NUMBA_CPU_{key}", "") for key in ("NAME", "FEATURES"))])
+
+
+def write_byte_code(console: Console) -> None:
+    """Import the programs once after an installation. Compiling all 20,000 installed files would take much longer."""
+    key = digest(
+        [], sys.version, *sorted(f"{d.name}=={d.version}" for d in importlib.metadata.distributions())
+    )
+    if is_stamped("byte-code", key):
+        return
+    started_s = time.monotonic()
+    command = (sys.executable, "-c", "from infra.precompile import import_programs; import_programs()")
+    subprocess.run(
+        command, cwd=ROOT, capture_output=True, check=False
+    )  # only a preparation: programs can do it too
+    stamp("byte-code", key)
+    console.print(f"byte code: {time.monotonic() - started_s:.0f} s")
+
+
+def _write_zip(path: Path, entries: dict[Path, str], manifest: str = "") -> None:
+    temporary = path.with_suffix(".new")
+    with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
+        if manifest:
+            archive.writestr("META-INF/MANIFEST.MF", manifest)
+        for file, name in entries.items():
+            archive.write(file, name)
+    os.replace(temporary, path)
+
+
+def _keep_in_cache(file: Path, cached: Path) -> None:
+    """Copy a file to the user's cache and delete old versions of it. A cache that can't be written is not an error."""
+    try:
+        CACHE.mkdir(parents=True, exist_ok=True)
+        temporary = cached.with_suffix(f".{os.getpid()}")
+        shutil.copyfile(file, temporary)
+        os.replace(temporary, cached)
+        versions = CACHE.glob(f"{cached.name.partition('-')[0]}-*{cached.suffix}")
+        for old in sorted(versions, key=lambda p: p.stat().st_mtime_ns)[:-_KEPT_ARCHIVES]:
+            old.unlink(missing_ok=True)
+    except OSError:
+        return
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(only_early="early" in sys.argv[1:]))

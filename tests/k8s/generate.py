@@ -2,7 +2,7 @@
 writes the files; `test_generated_files.py` compares them with what it would write.
 
 `roostream/runtime/kafka/topics.py` → kafka/topics.yaml · RIGHTS below → kafka/users.yaml · infra/alerts → monitoring/alerts.yaml
-requirements.lock → infra/image/requirements.txt
+requirements-dev.lock → infra/image/requirements.txt
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def contents() -> dict[Path, str]:
 
 
 def locked_for_images() -> str:
-    """The entries of requirements.lock that programs need: what the project lists with all of its extras but `NOT_IN_IMAGES`, and
+    """The entries of requirements-dev.lock that programs need: what the project lists with all of its extras but `NOT_IN_IMAGES`, and
     what that needs in this environment, which is the locked one. Its build's requirements too, since images install the project
     by them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -160,10 +160,10 @@ def locked_for_images() -> str:
             needed = map(Requirement, importlib.metadata.distribution(place[0]).requires or ())
             waiting += [n for n in needed if n.marker is None or n.marker.evaluate({"extra": extra})]
     names = {name for name, _ in found}
-    entries = re.split(r"\n(?=\S)", (ROOT / "requirements.lock").read_text(encoding="utf-8").strip())
+    entries = re.split(r"\n(?=\S)", (ROOT / "requirements-dev.lock").read_text(encoding="utf-8").strip())
     kept = [entry for entry in entries if canonicalize_name(entry.partition("==")[0]) in names]
     return (
-        "# Made from requirements.lock by `python -m tests.k8s.generate`; don't edit.\n"
+        "# Made from requirements-dev.lock by `python -m tests.k8s.generate`; don't edit.\n"
         + "\n".join(kept)
         + "\n"
     )
