@@ -1,0 +1,129 @@
+"""Set-up: checks of the machine, pinned jars, and kernels that are compiled before a program needs them."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from infra import jars, machine_checks, precompile, prepare
+from infra.jars import Jar
+from infra.options import ROOT
+from roostream.errors import ConfigError, SetupError
+
+CONTENT = b"a jar"
+JAR = Jar(hashlib.sha256(CONTENT).hexdigest(), len(CONTENT), "group", "thing", "1.0")
+
+
+@pytest.mark.parametrize("version", [(3, 10), (3, 13)])
+def test_an_unsupported_python_is_refused(version: tuple[int, int]) -> None:
+    machine_checks.require_python((3, 11))
+    with pytest.raises(SetupError, match="Python"):
+        machine_checks.require_python(version)
+
+
+def test_too_little_disk_is_refused_for_a_folder_that_does_not_exist_yet(tmp_path: Path) -> None:
+    machine_checks.require_disk(tmp_path / "a" / "b", min_bytes=1)
+    with pytest.raises(SetupError, match="disk"):
+        machine_checks.require_disk(tmp_path / "a" / "b", min_bytes=1 << 60)
+
+
+def test_too_little_memory_is_refused(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:        8000000 kB\nMemFree: 1 kB\n")
+    machine_checks.require_memory(meminfo=meminfo)
+    meminfo.write_text("MemTotal:        3900000 kB\n")
+    with pytest.raises(SetupError, match="memory"):
+        machine_checks.require_memory(meminfo=meminfo)
+
+
+def fetch(content: bytes) -> jars.Fetch:
+    def write(jar: Jar, cache: Path) -> Path:
+        path = cache / "downloaded"
+        path.write_bytes(content)
+        return path
+
+    return write
+
+
+def test_a_verified_jar_is_not_fetched_again(tmp_path: Path) -> None:
+    assert jars.missing([JAR], tmp_path) == [JAR]
+    jars.fetch_all([JAR], tmp_path, fetch(CONTENT))
+    assert (tmp_path / "kafka" / "thing-1.0.jar").read_bytes() == CONTENT
+    assert jars.missing([JAR], tmp_path) == []
+
+
+def test_a_damaged_download_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="sha256"):
+        jars.fetch_all([JAR], tmp_path, fetch(b"A jar"))
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(SetupError, match="make setup"):
+        jars.require_jars(tmp_path)
+
+
+def test_the_list_of_jars_has_broker_connector_and_compiler() -> None:
+    assert {j.path().parent.name for j in jars.read_list()} == {"kafka", "flink", "compiler"}
+    assert all(len(j.sha256) == 64 for j in jars.read_list())
+
+
+def test_a_malformed_line_of_the_list_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "jars.sha256"
+    path.write_text("abc 12 group:artifact:1\nabc group:artifact:1\n")
+    with pytest.raises(ConfigError, match=r"jars\.sha256:2"):
+        jars.read_list(path)
+
+
+@pytest.mark.timeout(600)  # minutes where nothing is compiled yet
+def test_every_module_with_kernels_is_compiled(capsys: pytest.CaptureFixture[str]) -> None:
+    assert precompile.main(()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0].strip() for line in lines] == [
+        m for g in precompile.GROUPS.values() for m in g
+    ]
+
+
+def test_only_a_missing_extra_is_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "lacks_extra.py").write_text("import a_package_of_an_extra\n", encoding="utf-8")
+    (tmp_path / "broken.py").write_text("import broken.gone\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    groups = {"wire": ("lacks_extra",), "models": ("lacks_extra",), "other": ("broken",)}
+    monkeypatch.setattr(precompile, "GROUPS", groups)
+    assert precompile.main(("models",)) == 0
+    for group in ("wire", "other"):
+        with pytest.raises(ModuleNotFoundError):
+            precompile.main((group,))
+
+
+def test_a_change_of_a_file_with_kernels_is_noticed() -> None:
+    sources = {path.relative_to(ROOT).as_posix() for path in prepare.kernel_sources()}
+    assert {"param_server/kernels.py", "roostream/models/embedding_ops.py", "serving/answer.py"} <= sources
+    assert "trainer/process_group.py" not in sources
+
+
+def test_compiled_kernels_are_restored_from_the_users_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second checkout with the same sources unpacks what the first one compiled."""
+    from rich.console import Console
+
+    monkeypatch.setattr(prepare, "CACHE", tmp_path / "cache")
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    commands = {"first": "import sys; sys.exit(0)", "second": "import sys; sys.exit(1)"}
+    for checkout, code in commands.items():
+        package = tmp_path / checkout / "package"
+        package.mkdir(parents=True)
+        (package / "kernels.py").write_text("@njit\ndef f(): ...\n")
+        monkeypatch.setattr(prepare, "ROOT", tmp_path / checkout)
+        monkeypatch.setattr(prepare, "STAMPS", tmp_path / checkout / "stamps")
+        monkeypatch.setattr(prepare, "GROUPS", {"wire": ("package.kernels",)})
+        if checkout == "first":
+            (package / "__pycache__").mkdir()
+            (package / "__pycache__" / "kernels.nbi").write_bytes(b"compiled")
+        infra = tmp_path / checkout / "infra"
+        infra.mkdir()
+        (infra / "__init__.py").write_text("")
+        (infra / "precompile.py").write_text(code)
+        monkeypatch.chdir(tmp_path / checkout)
+        prepare.compile_kernels(Console(quiet=True), ("wire",))
+    assert (tmp_path / "second" / "package" / "__pycache__" / "kernels.nbi").read_bytes() == b"compiled"
