@@ -54,7 +54,7 @@ from joiner.state import (
     index_of,
 )
 from roostream.errors import CheckpointError
-from roostream.schema.ids import other_form
+from roostream.schema.ids import other_id_form
 from roostream.schema.schema import Limits, Registry
 from roostream.wire import roo_pb2 as pb
 
@@ -635,7 +635,7 @@ class Join:
             step.outputs.append(dead_event(step.key, event, "no_request", error))
             _mark_seen(step.state, request_id, request, event, forgotten=True)
         else:
-            hint = other_form(event.item_id, _some_items(request))
+            hint = other_id_form(event.item_id, _some_items(request))
             error = f"its request did not show item {event.item_id}{hint}"
             step.outputs.append(dead_event(step.key, event, "item_not_shown", error))
             _mark_seen(step.state, request_id, request, event)

@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterable
 
 
-def shown(text: str) -> str:
+def mask_secrets(text: str) -> str:
     """`text` with what proves who one is left out of every address in it: `redis://***@host:6379/0`."""
     return _SECRET.sub(r"\1***", _USER.sub("://***@", text))
 
@@ -33,7 +33,7 @@ class RoostreamError(Exception):
     """Base of all; `str()` is one sentence fit to show a user, without a password that came in an address."""
 
     def __str__(self) -> str:
-        return shown(super().__str__())
+        return mask_secrets(super().__str__())
 
 
 class ConfigError(RoostreamError):
@@ -77,7 +77,7 @@ class SetupError(RoostreamError):
     """The machine lacks something that Roostream needs."""
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Its text, and what those that it came through noted about it."""
     return "; ".join(part for part in (str(error), *getattr(error, "__notes__", ())) if part)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from roostream.errors import RoostreamError, UnavailableError, told
+from roostream.errors import RoostreamError, UnavailableError, describe_error
 from roostream.schema.registry import to_toml
 from trainer.dead_letter_quarantine import NotFiniteError
 from trainer.loop import TrainLoop
@@ -41,8 +41,8 @@ class FailurePolicy:
         self._num += 1
         if self._num < MAX_RELAPSES:
             return ""
-        reason = f"{told(error)}; so it was {self._num} times after a restore to {self._manifest or 'the beginning'}"
-        path = self.save(told(error), diagnose=True)
+        reason = f"{describe_error(error)}; so it was {self._num} times after a restore to {self._manifest or 'the beginning'}"
+        path = self.save(describe_error(error), diagnose=True)
         return f"{reason}; `roostream inspect batch {path}` shows the batch" if path else reason
 
     def save(self, reason: str, *, diagnose: bool = False) -> str:

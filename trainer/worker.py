@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from roostream.errors import ConfigError, FencedError, RoostreamError, UnavailableError, told
+from roostream.errors import ConfigError, FencedError, RoostreamError, UnavailableError, describe_error
 from roostream.models.build import model_config_from_dict
 from roostream.runtime import manifest as manifests
 from roostream.runtime import tensor_file
@@ -163,7 +163,7 @@ class Worker:
 
     def _break_of(self, error: RoostreamError) -> None:
         self.fatal = self.breaks.broke(error)
-        self._break(self.fatal or told(error) or "a shard is away")
+        self._break(self.fatal or describe_error(error) or "a shard is away")
 
     def report(self) -> dict[str, Any]:
         """What every beat carries; cheap, read from another thread."""
@@ -295,7 +295,7 @@ class Worker:
         try:
             at = self.loop.snapshot()
         except (UnavailableError, FencedError) as error:
-            self._break(told(error))
+            self._break(describe_error(error))
             raise
         self._snapshot = int(command["seq"]), at
         return {

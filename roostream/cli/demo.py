@@ -17,7 +17,7 @@ from infra.stack import Stack
 from roostream.cli import status_table as table
 from roostream.cli.background_stack import describe_endpoints, log_to, stop_on_signals
 from roostream.cli.status import StackMonitor
-from roostream.errors import shown
+from roostream.errors import mask_secrets
 
 _SAMPLE_S = 2.0
 _PLAIN_LINE_S = 10.0
@@ -147,5 +147,5 @@ class ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         style = {"WARNING": "yellow", "ERROR": "red"}.get(record.levelname, "")
-        text = table.plain(shown(record.getMessage()))
+        text = table.plain(mask_secrets(record.getMessage()))
         self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

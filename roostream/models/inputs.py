@@ -21,7 +21,7 @@ from roostream.wire.batch import Batch
 from roostream.wire.dedup import Inverse, PartialDedup
 from roostream.wire.jagged import Jagged
 from roostream.wire.lookup import Lookup
-from roostream.wire.transform import apply
+from roostream.wire.transform import apply_transforms
 
 # Where bucket ⌊ln(seconds) / 0.301⌋ (HSTU) steps up, in whole ms, so that the bucket of a gap is exact; the last is int64's.
 BUCKET_MS = np.ceil(np.exp(0.301 * np.arange(1, 123)) * 1000).astype(np.int64)
@@ -159,7 +159,7 @@ def build_inputs(
     says requests share is said to the model too; results are the same but for the order of sums.
     """
     schema = batch.schema
-    ro_float_RG, nro_float_BG = apply(batch, lookup.unique)
+    ro_float_RG, nro_float_BG = apply_transforms(batch, lookup.unique)
     groups = build_groups(batch.num_candidates_R)
     inputs = Inputs(
         ro_float_RG=_wrap(np.arcsinh(ro_float_RG)),

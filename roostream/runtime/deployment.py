@@ -140,7 +140,7 @@ class RedisSettings(Settings):
 
     @property
     def redis_url(self) -> str:
-        """The address with user, password and authorities; never to be shown but by `roostream.errors.shown`.
+        """The address with user, password and authorities; never to be shown but by `roostream.errors.mask_secrets`.
 
         Raises:
             ConfigError: the password's file can't be read.

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, Literal, NoReturn
 
-from roostream.errors import ConfigError, HeldError, RoostreamError, UnavailableError, nearest, shown
+from roostream.errors import ConfigError, HeldError, RoostreamError, UnavailableError, mask_secrets, nearest
 from roostream.runtime.thread_group import still_running
 
 log = logging.getLogger("roostream")
@@ -77,7 +77,7 @@ class MaskingFormatter(logging.Formatter):
         )
 
     def format(self, record: logging.LogRecord) -> str:
-        return shown(super().format(record))
+        return mask_secrets(super().format(record))
 
 
 class JsonFormatter(MaskingFormatter):
@@ -90,9 +90,9 @@ class JsonFormatter(MaskingFormatter):
             "level": record.levelname,
             "logger": record.name,
         }
-        line["message"] = shown(record.getMessage())
+        line["message"] = mask_secrets(record.getMessage())
         if record.exc_info:
-            line["error"] = shown(self.formatException(record.exc_info))
+            line["error"] = mask_secrets(self.formatException(record.exc_info))
         call = CURRENT_CALL.get()
         return json.dumps(line if call is None else line | call.fields(), ensure_ascii=False)
 

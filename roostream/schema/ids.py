@@ -37,7 +37,7 @@ def item_id(value: int | str) -> int:
     return value & MASK64
 
 
-def other_form(item: int, shown: Iterable[int]) -> str:
+def other_id_form(item: int, shown: Iterable[int]) -> str:
     """Of an id (uint64) that isn't among `shown` (uint64): a sentence if its other form is, the integer 5 where the text "5"
     was shown or the other way round; else ""."""
     known = set(shown)

@@ -39,19 +39,19 @@ from roostream.wire import roo_pb2 as pb
 from roostream.wire.columnar import (
     CANDIDATE,
     REQUEST,
+    ColumnType,
     FlatColumn,
-    Form,
+    column_types,
     columns_of,
-    forms,
     label_column,
-    whole,
+    uncut_schema,
 )
 from roostream.wire.decode import Decoder, Reject
 from roostream.wire.records import Record
 
 OF_SAMPLE = "of_sample"
 """Column of a correction: the id of the sample that it corrects."""
-_ID = Form("request", "number", "i8")
+_ID = ColumnType("request", "number", "i8")
 
 
 class DeadRecord(NamedTuple):
@@ -62,25 +62,25 @@ class DeadRecord(NamedTuple):
     error: str
 
 
-def sample_forms(schema: Schema) -> dict[str, Form]:
-    """Columns of samples of `schema`. Raises SchemaError as `roostream.wire.columnar.forms`."""
-    return {**forms(schema), **ENVELOPE}
+def sample_forms(schema: Schema) -> dict[str, ColumnType]:
+    """Columns of samples of `schema`. Raises SchemaError as `roostream.wire.columnar.column_types`."""
+    return {**column_types(schema), **ENVELOPE}
 
 
-def correction_forms(schema: Schema) -> dict[str, Form]:
+def correction_forms(schema: Schema) -> dict[str, ColumnType]:
     """Columns of corrections of `schema`: labels before and after, and the engagement, without features."""
     plain = {name: REQUEST[name] for name in ("offset", "close_ms", "time_ms", "sample_id")} | {
         OF_SAMPLE: _ID
     }
     names = [label_column(label.name, what) for label in schema.labels for what in ("label", "label_before")]
-    labels = {"item": CANDIDATE["item"], **dict.fromkeys(names, Form("candidate", "float", "f4"))}
+    labels = {"item": CANDIDATE["item"], **dict.fromkeys(names, ColumnType("candidate", "float", "f4"))}
     who = {name: PLAIN[name] for name in ("user_id", "session_id", "request_id")}
     return {**plain, **labels, **who, **EVENTS}
 
 
 def sample_rows(writer: Schema, records: Sequence[Record]) -> tuple[FileRows, list[DeadRecord]]:
     """FileRows of one writer's samples, in the records' order, and what can't be read."""
-    decoder = Decoder(whole(writer), {writer.fingerprint: whole(writer)}.get)
+    decoder = Decoder(uncut_schema(writer), {writer.fingerprint: uncut_schema(writer)}.get)
     batch, rejects = decoder.decode(records)
     kept, dead = _kept(records, rejects, wire.SAMPLE)
     columns = columns_of(batch) | envelope_of([pb.Sample.FromString(record.value[2:]) for record in kept])
@@ -92,7 +92,7 @@ def sample_rows(writer: Schema, records: Sequence[Record]) -> tuple[FileRows, li
 
 def correction_rows(writer: Schema, records: Sequence[Record]) -> tuple[FileRows, list[DeadRecord]]:
     """FileRows of one writer's corrections, trainable or not, in the records' order, and what can't be read."""
-    decoder = Decoder(whole(writer), {writer.fingerprint: whole(writer)}.get)
+    decoder = Decoder(uncut_schema(writer), {writer.fingerprint: uncut_schema(writer)}.get)
     kept, dead = _kept(records, decoder.decode(records, corrections=True)[1], wire.CORRECTION)
     found = [pb.Sample.FromString(record.value[2:]) for record in kept]
     envelope = envelope_of(found)

@@ -18,7 +18,7 @@ from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.schema.schema import Schema
 from roostream.warehouse.statistics import SIDES
 from roostream.warehouse.warehouse import COLUMN_ORDER
-from roostream.wire.columnar import feature_columns, forms
+from roostream.wire.columnar import column_types, feature_columns
 
 MAX_SESSIONS = 200
 _ASKED = "popularity/asked"
@@ -83,4 +83,4 @@ def column_order(schema: Schema, rates: Mapping[str, float]) -> list[str]:
     ranked = interleave_by_hit_rate(widths, asked_for) if any(asked_for) else range(len(features))
     columns = [column for n in ranked for column in feature_columns(*features[n])]
     of_features = set(columns)
-    return [name for name in forms(schema) if name not in of_features] + columns
+    return [name for name in column_types(schema) if name not in of_features] + columns

@@ -27,7 +27,7 @@ from roostream.warehouse.latest_labels import LATEST, LatestLabels, overlay_labe
 from roostream.warehouse.parquet_file import FileKey, FileRows, write_rows
 from roostream.warehouse.version_pins import pinned_versions
 from roostream.warehouse.warehouse import Warehouse
-from roostream.wire.columnar import CANDIDATE, FlatColumn, Form, label_column
+from roostream.wire.columnar import CANDIDATE, ColumnType, FlatColumn, label_column
 
 DayPart = tuple[date, int]
 """A day of close and a partition: what is sealed together."""
@@ -161,7 +161,7 @@ def cut(rows: FileRows, max_rows: int) -> list[FileRows]:
     return [take(rows, np.arange(at, min(at + max_rows, count))) for at in range(0, count, max_rows)]
 
 
-def latest_forms(writer: Schema) -> dict[str, Form]:
+def latest_forms(writer: Schema) -> dict[str, ColumnType]:
     """What a sealed file may have beyond a sample's columns."""
     return {label_column(label.name, LATEST): CANDIDATE["propensity"] for label in writer.labels}
 

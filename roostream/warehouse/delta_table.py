@@ -33,7 +33,7 @@ from deltalake.transaction import AddAction, RemoveAction
 from roostream.errors import CheckpointError, ConfigError, FencedError, UnavailableError
 from roostream.warehouse.data_file import DataFile, candidates_of, topic_of
 from roostream.warehouse.parquet_file import ordered
-from roostream.wire.columnar import CANDIDATE, REQUEST, Form
+from roostream.wire.columnar import CANDIDATE, REQUEST, ColumnType
 
 _PARTITION_BY = {"day": "date", "partition": "integer", "fingerprint": "string", "sealed": "boolean"}
 _TYPES = {"i8": "long", "i4": "integer", "f4": "float", "bytes": "binary"}
@@ -136,7 +136,7 @@ class WarehouseTable:
             except TableNotFoundError:
                 raise CheckpointError(f"{self.url} is no table; has an archiver written there?") from None
 
-    def widen(self, forms: Mapping[str, Form]) -> None:
+    def widen(self, forms: Mapping[str, ColumnType]) -> None:
         """Let the table's schema have these columns, in a commit of its own where it lacks some. Raises as `commit`."""
         for left in range(_TRIES, 0, -1):
             with self._told("written"):
@@ -276,7 +276,7 @@ def _joined(place: str | Path, name: str) -> str:
     return f"{text}/{name}"
 
 
-def _field(name: str, form: Form) -> types.Field:
+def _field(name: str, form: ColumnType) -> types.Field:
     plain: Any = types.PrimitiveType("string" if form.role == "text" else _TYPES[form.dtype])
     for _ in range(form.is_list + (form.of == "candidate")):
         plain = types.ArrayType(plain, True)

@@ -25,7 +25,7 @@ from roostream.schema.schema import Registry, Schema
 from roostream.warehouse.data_file import DataFile
 from roostream.warehouse.parquet_file import FOOTER_KEY, FORMATS, from_arrow
 from roostream.wire.batch import Batch
-from roostream.wire.columnar import FlatColumn, Form, batch_of, needed
+from roostream.wire.columnar import ColumnType, FlatColumn, batch_from_columns, needed_columns
 
 Labels = Literal["latest", "as_streamed"]
 _TAIL_BYTES = 64 << 10
@@ -162,7 +162,7 @@ class SampleFile:
         for at in range(self.footer.num_columns):
             self._at.setdefault(self.footer.schema.column(at).path.split(".", 1)[0], []).append(at)
         self._ranges: dict[tuple[int, int], ByteRange] = {}  # by (row group, leaf)
-        self._asked: tuple[Schema, Schema, Mapping[str, Form]] | None = (
+        self._asked: tuple[Schema, Schema, Mapping[str, ColumnType]] | None = (
             None  # what was read last, and the columns that it needs
         )
         self.said = self._said()
@@ -193,7 +193,7 @@ class SampleFile:
         labels: Labels = "as_streamed",
     ) -> Batch:
         """Samples of some row groups (None: all) as `reader` reads those of `writer`, which is the schema of the file's
-        fingerprint; a `reader` of fewer features (`roostream.wire.columnar.projected`) reads fewer columns. `labels` "latest": with the
+        fingerprint; a `reader` of fewer features (`roostream.wire.columnar.project_schema`) reads fewer columns. `labels` "latest": with the
         corrections that were folded in when it was sealed; others are in their own table (roostream/warehouse/latest_labels.py).
 
         Raises:
@@ -201,17 +201,17 @@ class SampleFile:
                 the schemas can't be read.
         """
         if self._asked is None or self._asked[0] is not writer or self._asked[1] is not reader:
-            self._asked = writer, reader, needed(writer, reader)
+            self._asked = writer, reader, needed_columns(writer, reader)
         forms = self._asked[2]
         now = {f"label__{name}": f"latest__{name}" for name in reader.tasks} if labels == "latest" else {}
         chosen = {name: now[name] if now.get(name) in self._at else name for name in forms}
         columns, counts_R = self.columns({chosen[name]: form for name, form in forms.items()}, groups)
-        return batch_of(
+        return batch_from_columns(
             reader, {name: columns[chosen[name]] for name in forms}, counts_R, self.file.partition
         )
 
     def columns(
-        self, forms: Mapping[str, Form], groups: Sequence[int] | None = None
+        self, forms: Mapping[str, ColumnType], groups: Sequence[int] | None = None
     ) -> tuple[dict[str, FlatColumn], np.ndarray]:
         """These columns, and the candidates of each request (int32 [R]). Raises as `read`."""
         chosen = list(range(self.footer.num_row_groups)) if groups is None else list(groups)

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from roostream.errors import CheckpointError
 from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.warehouse.data_file import DataFile, new_path
-from roostream.wire.columnar import FlatColumn, Form
+from roostream.wire.columnar import ColumnType, FlatColumn
 
 FORMAT = 2
 """Of a file's columns and what its footer says; raised when a reader of before would read them wrong. 1 tells no topic."""
@@ -41,7 +41,7 @@ class FileRows:
     """Columns of R requests; `counts_R` (int32) are their candidates."""
 
     columns: Mapping[str, FlatColumn]
-    forms: Mapping[str, Form]
+    forms: Mapping[str, ColumnType]
     counts_R: np.ndarray
 
 
@@ -114,18 +114,18 @@ def ordered(names: Iterable[str], by_popularity: Sequence[str] = ()) -> list[str
     return list(dict.fromkeys((*first, *there)))
 
 
-def arrow_type(form: Form) -> pa.DataType:
+def arrow_type(form: ColumnType) -> pa.DataType:
     plain = pa.string() if form.role == "text" else _ARROW[form.dtype]
     for _ in range(form.is_list + (form.of == "candidate")):
         plain = pa.list_(plain)
     return plain
 
 
-def arrow_schema(forms: Mapping[str, Form], names: Sequence[str]) -> pa.Schema:
+def arrow_schema(forms: Mapping[str, ColumnType], names: Sequence[str]) -> pa.Schema:
     return pa.schema([pa.field(name, arrow_type(forms[name])) for name in names])
 
 
-def writer_options(forms: Mapping[str, Form]) -> dict[str, Any]:
+def writer_options(forms: Mapping[str, ColumnType]) -> dict[str, Any]:
     """Of pyarrow's ParquetWriter."""
     leaf = {
         name: name + ".list.element" * (form.is_list + (form.of == "candidate"))
@@ -145,7 +145,10 @@ def writer_options(forms: Mapping[str, Form]) -> dict[str, Any]:
 
 
 def to_arrow(
-    columns: Mapping[str, FlatColumn], forms: Mapping[str, Form], names: Sequence[str], counts_R: np.ndarray
+    columns: Mapping[str, FlatColumn],
+    forms: Mapping[str, ColumnType],
+    names: Sequence[str],
+    counts_R: np.ndarray,
 ) -> pa.Table:
     """The columns `names` of requests with `counts_R` (int32 [R]) candidates."""
     starts = _starts(counts_R)
@@ -153,7 +156,7 @@ def to_arrow(
     return pa.Table.from_arrays(arrays, schema=arrow_schema(forms, names))
 
 
-def _array(column: FlatColumn, form: Form, starts: np.ndarray) -> pa.Array:
+def _array(column: FlatColumn, form: ColumnType, starts: np.ndarray) -> pa.Array:
     plain = arrow_type(form._replace(of="request", is_list=False))
     values = column.values
     if form.role == "text" and values.dtype.kind == "S":
@@ -170,7 +173,7 @@ def _array(column: FlatColumn, form: Form, starts: np.ndarray) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(starts), array) if form.of == "candidate" else array
 
 
-def from_arrow(table: pa.Table, forms: Mapping[str, Form]) -> tuple[dict[str, FlatColumn], np.ndarray]:
+def from_arrow(table: pa.Table, forms: Mapping[str, ColumnType]) -> tuple[dict[str, FlatColumn], np.ndarray]:
     """The columns of a table, and the number of candidates of each request (int32 [R], taken from the column `item`).
 
     Raises:
@@ -192,7 +195,7 @@ def from_arrow(table: pa.Table, forms: Mapping[str, Form]) -> tuple[dict[str, Fl
     return out, counts_R
 
 
-def _flat(array: pa.Array, form: Form) -> FlatColumn:
+def _flat(array: pa.Array, form: ColumnType) -> FlatColumn:
     if not form.is_list:
         return FlatColumn(_values(array, form))
     offsets = _offsets(array)
@@ -205,7 +208,7 @@ def _flat(array: pa.Array, form: Form) -> FlatColumn:
     return FlatColumn(values, np.diff(offsets).astype(np.int32), present)
 
 
-def _values(array: pa.Array, form: Form) -> np.ndarray:
+def _values(array: pa.Array, form: ColumnType) -> np.ndarray:
     if form.role == "text" and form.dtype.startswith("S"):
         texts = array.dictionary_encode()
         known = np.array([text.encode() for text in texts.dictionary.to_pylist()], dtype=form.dtype)

@@ -23,31 +23,31 @@ from roostream.schema.schema import Feature, Schema
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.block import NO_COLUMNS, Columns, Side, pack
-from roostream.wire.columnar import FlatColumn, Form, column_of, label_column
+from roostream.wire.columnar import ColumnType, FlatColumn, column_of, label_column
 
 HAS_RO, HAS_SCORES, HAS_POSITIONS, HAS_PROPENSITIES, HAS_WEIGHT = GIVEN = (1, 2, 4, 8, 16)
 
-PLAIN: Mapping[str, Form] = {
-    "user_id": Form("request", "id", "i8"),
-    "session_id": Form("request", "id", "i8"),
-    "request_id": Form("request", "text", "O"),
-    "model_version": Form("request", "text", "O"),
-    "close_reason": Form("request", "id", "i4"),
-    "num_duplicates": Form("request", "id", "i8"),
-    "given": Form("request", "id", "i4"),
+PLAIN: Mapping[str, ColumnType] = {
+    "user_id": ColumnType("request", "id", "i8"),
+    "session_id": ColumnType("request", "id", "i8"),
+    "request_id": ColumnType("request", "text", "O"),
+    "model_version": ColumnType("request", "text", "O"),
+    "close_reason": ColumnType("request", "id", "i4"),
+    "num_duplicates": ColumnType("request", "id", "i8"),
+    "given": ColumnType("request", "id", "i4"),
 }
-EVENTS: Mapping[str, Form] = {
-    "event__id": Form("request", "number", "i8", is_list=True),
-    "event__candidate": Form("request", "id", "i4", is_list=True),
-    "event__action": Form("request", "text", "O", is_list=True),
-    "event__value": Form("request", "float", "f4", is_list=True),
-    "event__time_ms": Form("request", "time", "i8", is_list=True),
+EVENTS: Mapping[str, ColumnType] = {
+    "event__id": ColumnType("request", "number", "i8", is_list=True),
+    "event__candidate": ColumnType("request", "id", "i4", is_list=True),
+    "event__action": ColumnType("request", "text", "O", is_list=True),
+    "event__value": ColumnType("request", "float", "f4", is_list=True),
+    "event__time_ms": ColumnType("request", "time", "i8", is_list=True),
 }
-ENVELOPE: Mapping[str, Form] = {
+ENVELOPE: Mapping[str, ColumnType] = {
     **PLAIN,
-    "parts": Form("request", "id", "i4", is_list=True),
+    "parts": ColumnType("request", "id", "i4", is_list=True),
     **EVENTS,
-    "raw": Form("request", "number", "bytes"),
+    "raw": ColumnType("request", "number", "bytes"),
 }
 _NUMPY = {"i8": np.int64, "i4": np.int32, "f4": np.float32, "O": object}
 

@@ -14,7 +14,7 @@ import numpy as np
 from roostream.schema.schema import Schema
 from roostream.wire.batch import Batch
 from roostream.wire.block import Side
-from roostream.wire.feature_histograms import MOVED, Histograms, float_bins, list_bins
+from roostream.wire.feature_histograms import PSI_SHIFTED, Histograms, float_bins, list_bins
 
 FELL = 0.1
 """Coverage that is lower than the day before by so much is told."""
@@ -120,5 +120,5 @@ def _wrong(its: Mapping[str, float | None], before: Mapping[str, float | None]) 
     elif was is not None and was - coverage > FELL:
         yield f"is in {coverage:.0%} of rows, after {was:.0%} the day before"
     for key, what in (("moved", "has other values"), ("lengths_moved", "has lists of other lengths")):
-        if coverage and (moved := its.get(key) or 0.0) > MOVED:
-            yield f"{what} than the day before: psi {moved:.2f}, above {MOVED:.2f}"
+        if coverage and (moved := its.get(key) or 0.0) > PSI_SHIFTED:
+            yield f"{what} than the day before: psi {moved:.2f}, above {PSI_SHIFTED:.2f}"

@@ -20,7 +20,7 @@ from roostream.schema.schema import Registry
 from roostream.warehouse.data_file import DataFile
 from roostream.warehouse.delta_table import WarehouseTable
 from roostream.warehouse.file_reader import MAX_OVER_READ, SampleFile
-from roostream.wire.columnar import Form
+from roostream.wire.columnar import ColumnType
 
 COLUMN_ORDER = "popularity/columns"
 """A JSON list of names of columns, those that are asked for most first; absent = as declared."""
@@ -65,7 +65,7 @@ class Warehouse:
             return []
 
 
-def forms_of(file: SampleFile, known: dict[str, Form]) -> dict[str, Form]:
+def forms_of(file: SampleFile, known: dict[str, ColumnType]) -> dict[str, ColumnType]:
     """Those of `known` that the file has."""
     there = set(file.footer.schema.to_arrow_schema().names)
     return {name: form for name, form in known.items() if name in there}

@@ -26,14 +26,14 @@ from roostream.errors import SchemaError
 from roostream.schema.schema import Feature, Label, Schema, reading_plan
 from roostream.wire.batch import TEXT, Batch
 from roostream.wire.block import Side
-from roostream.wire.columnar_kernels import MOST, beside
+from roostream.wire.columnar_kernels import MAX_COLUMNS, interleave_columns
 from roostream.wire.jagged import Jagged
 
 Of = Literal["request", "candidate"]
 Role = Literal["id", "float", "time", "number", "text"]
 
 
-class Form(NamedTuple):
+class ColumnType(NamedTuple):
     """What a column is: how it is best written follows from it."""
 
     of: Of
@@ -50,23 +50,23 @@ class FlatColumn(NamedTuple):
     present: np.ndarray | None = None  # bool [N], of a list: False = missing, and then of length 0
 
 
-REQUEST: Mapping[str, Form] = {
-    "offset": Form("request", "time", "i8"),
-    "close_ms": Form("request", "time", "i8"),
-    "time_ms": Form("request", "time", "i8"),
-    "sample_id": Form("request", "number", "i8"),
-    "oldest_engagement_ms": Form("request", "time", "i8"),
-    "surface": Form("request", "text", TEXT),
-    "weight": Form("request", "float", "f4"),
+REQUEST: Mapping[str, ColumnType] = {
+    "offset": ColumnType("request", "time", "i8"),
+    "close_ms": ColumnType("request", "time", "i8"),
+    "time_ms": ColumnType("request", "time", "i8"),
+    "sample_id": ColumnType("request", "number", "i8"),
+    "oldest_engagement_ms": ColumnType("request", "time", "i8"),
+    "surface": ColumnType("request", "text", TEXT),
+    "weight": ColumnType("request", "float", "f4"),
 }
-CANDIDATE: Mapping[str, Form] = {
-    "item": Form("candidate", "id", "i8"),
-    "position": Form("candidate", "number", "i4"),
-    "propensity": Form("candidate", "float", "f4"),
+CANDIDATE: Mapping[str, ColumnType] = {
+    "item": ColumnType("candidate", "id", "i8"),
+    "position": ColumnType("candidate", "number", "i4"),
+    "propensity": ColumnType("candidate", "float", "f4"),
 }
 _SIDES: tuple[tuple[Side, Of], ...] = (("ro", "request"), ("nro", "candidate"))
 _BY_LABEL = {"label": "label_BT", "score": "served_score_BT"}
-_FLOAT = Form("request", "float", "f4")
+_FLOAT = ColumnType("request", "float", "f4")
 
 
 def column_of(side: Side, feature: str, column: str = "") -> str:
@@ -79,7 +79,7 @@ def label_column(label: str, what: str = "label") -> str:
     return f"{what}__{label}"
 
 
-def forms(schema: Schema) -> dict[str, Form]:
+def column_types(schema: Schema) -> dict[str, ColumnType]:
     """Every column of a sample of `schema`, in declared order.
 
     Raises:
@@ -88,7 +88,7 @@ def forms(schema: Schema) -> dict[str, Form]:
     out = {**REQUEST, **CANDIDATE}
     for label in schema.labels:
         for what in _BY_LABEL:
-            out[label_column(label.name, what)] = Form("candidate", "float", "f4")
+            out[label_column(label.name, what)] = ColumnType("candidate", "float", "f4")
     for side, of in _SIDES:
         for feature in getattr(schema, side):
             for name, form in _feature_forms(side, of, feature).items():
@@ -105,21 +105,21 @@ def feature_columns(side: Side, feature: Feature) -> tuple[str, ...]:
     return tuple(_feature_forms(side, "request", feature))
 
 
-def _feature_forms(side: Side, of: Of, feature: Feature) -> dict[str, Form]:
+def _feature_forms(side: Side, of: Of, feature: Feature) -> dict[str, ColumnType]:
     name = column_of(side, feature.name)
     if not feature.is_list:
         return {name: _FLOAT._replace(of=of)}
-    out = {name: Form(of, "id", "i8", is_list=True)}
+    out = {name: ColumnType(of, "id", "i8", is_list=True)}
     if feature.kind == "weighted_ids":
-        out[column_of(side, feature.name, "weights")] = Form(of, "float", "f4", is_list=True)
+        out[column_of(side, feature.name, "weights")] = ColumnType(of, "float", "f4", is_list=True)
     for column in feature.id_columns:
-        out[column_of(side, feature.name, column)] = Form(of, "id", "i8", is_list=True)
+        out[column_of(side, feature.name, column)] = ColumnType(of, "id", "i8", is_list=True)
     for column in feature.time_columns:
-        out[column_of(side, feature.name, column)] = Form(of, "time", "i8", is_list=True)
+        out[column_of(side, feature.name, column)] = ColumnType(of, "time", "i8", is_list=True)
     return out
 
 
-def whole(schema: Schema) -> Schema:
+def uncut_schema(schema: Schema) -> Schema:
     """`schema` with nothing that cuts: what a file is written with, so that every reader can cut for itself."""
     uncut = {
         side: tuple(dataclasses.replace(f, max_len=0) for f in getattr(schema, side)) for side, _ in _SIDES
@@ -127,7 +127,7 @@ def whole(schema: Schema) -> Schema:
     return dataclasses.replace(schema, ro=uncut["ro"], nro=uncut["nro"])
 
 
-def projected(schema: Schema, features: frozenset[str]) -> Schema:
+def project_schema(schema: Schema, features: frozenset[str]) -> Schema:
     """`schema` with these features alone, and the transforms that need no others: reading with it reads their columns only.
 
     Raises:
@@ -182,18 +182,18 @@ def _list_values(side: Side, lists: Jagged, feature: Feature) -> dict[str, np.nd
     return out
 
 
-def needed(writer: Schema, reader: Schema) -> dict[str, Form]:
+def needed_columns(writer: Schema, reader: Schema) -> dict[str, ColumnType]:
     """The columns of a file that `writer` wrote which a batch of `reader` is made of.
 
     Raises:
         SchemaError: what changed between them can't be read (`roostream.schema.schema.reading_plan`).
     """
     reading_plan(writer, reader)
-    there, wanted = forms(writer), forms(reader)
+    there, wanted = column_types(writer), column_types(reader)
     return {name: form for name, form in wanted.items() if name in there}
 
 
-def batch_of(
+def batch_from_columns(
     reader: Schema, columns: Mapping[str, FlatColumn], counts_R: np.ndarray, partition: int
 ) -> Batch:
     """The batch that a decoder of `reader` makes of the same samples, every array and float bit.
@@ -247,10 +247,12 @@ def _side_arrays(schema: Schema, side: Side, columns: Mapping[str, FlatColumn], 
     default_F = np.array([feature.default for feature in schema.floats(side)], dtype=np.float32)
     float_NF = np.empty((rows, len(floats)), dtype=np.float32)
     present_NF = np.empty((rows, len(floats)), dtype=np.bool_)
-    for first in range(0, len(floats), MOST):
-        its = tuple(values.view(np.uint32) for values in values_F[first : first + MOST])
-        padded = its + its[:1] * (MOST - len(its))
-        beside(padded, len(its), first, default_F.view(np.uint32), float_NF.view(np.uint32), present_NF)
+    for first in range(0, len(floats), MAX_COLUMNS):
+        its = tuple(values.view(np.uint32) for values in values_F[first : first + MAX_COLUMNS])
+        padded = its + its[:1] * (MAX_COLUMNS - len(its))
+        interleave_columns(
+            padded, len(its), first, default_F.view(np.uint32), float_NF.view(np.uint32), present_NF
+        )
     lists = _lists_of(schema, side, columns, rows)
     return {
         f"{side}_float_{letter}F": float_NF,

@@ -8,14 +8,14 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-MOST = 32
+MAX_COLUMNS = 32
 """Columns of one call: a tuple of another length would be compiled anew."""
 _ROWS = 256  # at once: what they take of all columns stays in the nearest cache
 _INFINITE = 0x7F800000  # above it, without the sign, lie NaNs
 
 
 @njit(cache=True, nogil=True)
-def beside(
+def interleave_columns(
     columns_C: tuple[np.ndarray, ...],
     count: int,
     first: int,
@@ -77,8 +77,8 @@ def is_there(bits: np.uint32) -> np.bool_:
 def precompile() -> None:
     """Compile the kernels into numba's cache."""
     bits_NF = np.zeros((1, 5), dtype=np.uint32)
-    beside(
-        (np.zeros(1, dtype=np.uint32),) * MOST,
+    interleave_columns(
+        (np.zeros(1, dtype=np.uint32),) * MAX_COLUMNS,
         5,
         0,
         np.zeros(5, dtype=np.uint32),

@@ -26,7 +26,7 @@ from numba import njit
 from roostream.wire.batch import Batch
 from roostream.wire.jagged import Jagged, ranges
 
-WORTH = 1.5
+MIN_FACTOR = 1.5
 """The factor above which RecD's engineers deduplicate a feature (§4.2)."""
 
 
@@ -159,15 +159,15 @@ def request_values(batch: Batch, names: Collection[str] | None = None) -> list[R
     return group
 
 
-def by_user(batch: Batch) -> np.ndarray:
+def order_by_user(batch: Batch) -> np.ndarray:
     """int64 [R]: requests of one user next to each other, in time order; users in the order in which they come. Who the user is,
     the first request-only id feature says; without one, requests stay where they are."""
     if not any(f.kind == "ids" for f in batch.schema.lists("ro")):
         return np.arange(batch.num_requests, dtype=np.int64)
-    return np.lexsort((batch.time_ms_R, user_of(batch)))
+    return np.lexsort((batch.time_ms_R, user_numbers(batch)))
 
 
-def user_of(batch: Batch) -> np.ndarray:
+def user_numbers(batch: Batch) -> np.ndarray:
     """int64 [R]: a number of each request's user, as `by_user` knows it; without an id feature each is one of its own."""
     ids = next((f.name for f in batch.schema.lists("ro") if f.kind == "ids"), "")
     if not ids:
@@ -175,12 +175,12 @@ def user_of(batch: Batch) -> np.ndarray:
     return find_inverse(list_values(batch.ro_lists, ids), batch.num_requests).row_N
 
 
-def in_time_order(batch: Batch) -> Batch:
+def sort_by_time(batch: Batch) -> Batch:
     """The same requests by their time."""
     return batch.take_requests(np.argsort(batch.time_ms_R, kind="stable"))
 
 
-def grouped(expanded: Batch) -> Batch:
+def group_impressions(expanded: Batch) -> Batch:
     """Impressions, each a request of its own, as requests again: those whose time and request-only features are equal are one.
     Nothing but these says which are; candidates of a request are in the order in which they came."""
     assert expanded.num_requests == expanded.num_candidates, "expected impressions"

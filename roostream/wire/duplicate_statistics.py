@@ -24,7 +24,7 @@ import numpy as np
 
 from roostream.wire.batch import Batch
 from roostream.wire.dedup import (
-    WORTH,
+    MIN_FACTOR,
     RowValues,
     dedupe_factor,
     dedupe_len,
@@ -51,7 +51,7 @@ class _EntryCounts:
     same: int = 0  # steps on which nothing changed
 
 
-class Duplicates:
+class DuplicateStatistics:
     """`batch_requests`: B. Memory: sums a feature."""
 
     def __init__(self, batch_requests: int) -> None:
@@ -185,7 +185,7 @@ class _Arranged:
 def _together(features: list[str], window: _Arranged) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Groups of two or more that change together, and that stay often enough to be worth it in a session without end."""
     same = {name: window.same_P((name,)) for name in features[:MAX_GROUPED]}
-    left = [name for name, same_P in same.items() if same_P.mean() >= 1 - 1 / WORTH]
+    left = [name for name, same_P in same.items() if same_P.mean() >= 1 - 1 / MIN_FACTOR]
     while left:
         first, *others = left
         group = [first, *(name for name in others if (same[name] == same[first]).mean() >= GROUPED)]
@@ -198,7 +198,7 @@ def _advice(arrangements: Mapping[str, Any], candidates: float) -> Iterator[str]
     """What pays, in sentences; first what clustering does."""
     if not arrangements:
         return
-    if candidates >= WORTH:
+    if candidates >= MIN_FACTOR:
         yield (
             f"requests show {candidates:.1f} candidates each: kept as requests and not as impressions, request-only values are "
             f"{candidates:.1f} times fewer, before anything below"
@@ -208,7 +208,7 @@ def _advice(arrangements: Mapping[str, Any], candidates: float) -> Iterator[str]
         also = "" if key in paying["logged"] else "; only once clustered by user (the warehouse does)"
         yield f"{key}: {what}{also}"
     if not paying["clustered"]:
-        yield f"nothing that requests share pays: no factor is above {WORTH}"
+        yield f"nothing that requests share pays: no factor is above {MIN_FACTOR}"
 
 
 def _paying(its: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -219,7 +219,7 @@ def _paying(its: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             grouped |= set(of["members"] or its["features"])
             yield key, f"deduplicate as one group, {of['exact']:.1f} times fewer entries"
     for key, of in its["features"].items():
-        moves = of["partial"] > WORTH * of["exact"]
+        moves = of["partial"] > MIN_FACTOR * of["exact"]
         if _is_worth(of, "partial") and (moves or key not in grouped):
             how = "deduplicate partially: its rows are shifts of each other" if moves else "deduplicate"
             yield key, f"{how}, {of['partial']:.1f} times fewer entries"
@@ -227,4 +227,4 @@ def _paying(its: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _is_worth(of: Mapping[str, Any], how: str) -> bool:
     taken_away = of["length"] * (1 - 1 / of[how])
-    return bool(of[how] > WORTH and taken_away > 1)
+    return bool(of[how] > MIN_FACTOR and taken_away > 1)

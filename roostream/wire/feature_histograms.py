@@ -14,12 +14,12 @@ import numpy as np
 from roostream.wire.jagged import Jagged
 
 BINS = 64
-MOVED = 0.25
-FADE = 0.9  # of a reference, with each window that joins it
+PSI_SHIFTED = 0.25
+REFERENCE_DECAY = 0.9  # of a reference, with each window that joins it
 _HASH = np.uint64(0x9E3779B97F4A7C15)
 
 
-def mixed(id_U: np.ndarray) -> np.ndarray:
+def mix_ids(id_U: np.ndarray) -> np.ndarray:
     """uint64: ids whose neighbours are far apart (splitmix64's last steps)."""
     x_U = id_U.astype(np.uint64) * _HASH
     x_U = (x_U ^ (x_U >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -53,7 +53,7 @@ class Histograms:
 
     def fold(self, window: Histograms) -> None:
         """The window joins the reference, which fades."""
-        self.counts_FH = self.counts_FH * FADE + window.counts_FH
+        self.counts_FH = self.counts_FH * REFERENCE_DECAY + window.counts_FH
 
 
 def float_bins(value_NF: np.ndarray, present_NF: np.ndarray) -> np.ndarray:
@@ -72,8 +72,8 @@ def list_bins(lists: Jagged, most: int | None = None) -> tuple[np.ndarray, np.nd
     for k, key in enumerate(lists.keys[:most]):
         length_N = lists.lengths_KN[k]
         starts_N, has_N = np.cumsum(length_N, dtype=np.int64) - length_N, length_N > 0
-        first_NF[has_N, k] = 1 + (mixed(lists.values_of(key)[starts_N[has_N]]) % np.uint64(BINS - 1)).astype(
-            np.int64
-        )
+        first_NF[has_N, k] = 1 + (
+            mix_ids(lists.values_of(key)[starts_N[has_N]]) % np.uint64(BINS - 1)
+        ).astype(np.int64)
         length_NF[:, k] = np.frexp(length_N.astype(np.float64))[1]
     return first_NF, length_NF

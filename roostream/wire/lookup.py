@@ -19,12 +19,12 @@ from roostream.schema.schema import Schema, Table
 from roostream.wire.batch import Batch
 from roostream.wire.block import Side
 from roostream.wire.dedup import (
-    WORTH,
+    MIN_FACTOR,
     Inverse,
     PartialDedup,
-    by_user,
     find_inverse,
     find_partial_dedup,
+    order_by_user,
     request_values,
 )
 from roostream.wire.jagged import Jagged
@@ -78,12 +78,12 @@ def build_lookup(batch: Batch, *, deduplicated: bool = False) -> Lookup:
     return Lookup(stacks, shared, _unique_requests(batch) if deduplicated else None)
 
 
-def shared_sequences(batch: Batch, worth: float = WORTH) -> dict[str, PartialDedup]:
+def shared_sequences(batch: Batch, worth: float = MIN_FACTOR) -> dict[str, PartialDedup]:
     """The request-only sequences of which requests share at least so much: entries over entries that remain."""
     names = [
         f.name for f in batch.schema.lists("ro") if f.kind == "sequence" and batch.ro_lists.total_of(f.name)
     ]
-    order_M = by_user(batch) if names else None
+    order_M = order_by_user(batch) if names else None
     found = {name: find_partial_dedup(batch.ro_lists, name, order_M=order_M) for name in names}
     return {
         name: of for name, of in found.items() if batch.ro_lists.total_of(name) >= worth * len(of.entry_V)
@@ -92,7 +92,7 @@ def shared_sequences(batch: Batch, worth: float = WORTH) -> dict[str, PartialDed
 
 def _unique_requests(batch: Batch) -> Inverse | None:
     found = find_inverse(request_values(batch), batch.num_requests)
-    return found if batch.num_requests and batch.num_requests >= WORTH * found.num_unique else None
+    return found if batch.num_requests and batch.num_requests >= MIN_FACTOR * found.num_unique else None
 
 
 def _kept(id_L: np.ndarray, of: PartialDedup | None) -> np.ndarray:

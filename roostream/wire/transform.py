@@ -35,7 +35,7 @@ class _Steps(NamedTuple):
     settings_O2: np.ndarray  # float64
 
 
-def apply(batch: Batch, unique: Inverse | None = None) -> tuple[np.ndarray, np.ndarray]:
+def apply_transforms(batch: Batch, unique: Inverse | None = None) -> tuple[np.ndarray, np.ndarray]:
     """(RO floats f4[R, G_ro], NRO floats f4[B, G_nro]); columns are `output_names`. `unique`: requests with equal RO features are
     worked out once; the bits are the same."""
     starts_R1 = np.zeros(batch.num_requests + 1, dtype=np.int64)

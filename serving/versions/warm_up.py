@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from roostream.errors import told
+from roostream.errors import describe_error
 from serving.errors import RequestError, VersionRefusedError
 from serving.scorer import RowReader, Version
 from serving.versions.quiet import PATIENCE_S, Quiet
@@ -57,7 +57,7 @@ class WarmUp:
         try:
             request.score_with(version, self.rows)
         except RequestError as error:
-            return told(error)
+            return describe_error(error)
         except Exception as error:  # whatever it is, users are not to meet it
             log.debug("warm-up of version %s", version.name, exc_info=True)
             return f"{type(error).__name__}: {error}"

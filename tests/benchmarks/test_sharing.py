@@ -28,7 +28,7 @@ from roostream.models.inputs import build_inputs
 from roostream.models.model import Model, Targets
 from roostream.schema.schema import Transform
 from roostream.wire.batch import Batch
-from roostream.wire.dedup import grouped
+from roostream.wire.dedup import group_impressions
 from roostream.wire.lookup import build_lookup
 from tests.models.model_cases import make_batch, make_rows, make_schema
 
@@ -96,7 +96,7 @@ def assert_close(got: torch.Tensor | np.ndarray, wanted: torch.Tensor | np.ndarr
 
 
 @pytest.mark.parametrize(
-    "make", [Batch.expand, lambda batch: grouped(batch.expand())], ids=["expanded", "deduplicated"]
+    "make", [Batch.expand, lambda batch: group_impressions(batch.expand())], ids=["expanded", "deduplicated"]
 )
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_impressions_of_requests_give_the_same_losses_logits_and_gradients(
@@ -166,7 +166,7 @@ def test_of_each_request_its_first_candidate_and_of_all_a_single_one() -> None:
 def test_equal_neighbours_become_one_row_and_everything_else_stays() -> None:
     schema = make_schema("everything")
     batch = make_batch(schema, [3, 1, 2, 5], seed=1)
-    twin = grouped(batch.expand())
+    twin = group_impressions(batch.expand())
     assert (
         twin.num_candidates_R.tolist() == [3, 1, 2, 5]
         and twin.request_index_B.tolist() == batch.request_index_B.tolist()
@@ -175,7 +175,7 @@ def test_equal_neighbours_become_one_row_and_everything_else_stays() -> None:
         twin.ro_lists.values.tolist() == batch.ro_lists.values.tolist()
         and twin.item_B.tolist() == batch.item_B.tolist()
     )
-    assert grouped(make_batch(schema, []).expand()).num_requests == 0
+    assert group_impressions(make_batch(schema, []).expand()).num_requests == 0
 
 
 @pytest.mark.parametrize("what", ["float", "presence", "time", "value", "weight", "column", "length"])
@@ -183,7 +183,7 @@ def test_whatever_differs_between_neighbours_keeps_both(what: str) -> None:
     """One request of two impressions, of which the second is changed in one place."""
     batch = make_batch(make_schema("everything"), [2], seed=4).expand()
     lists, columns = batch.ro_lists, dict(batch.ro_lists.columns)
-    assert lists.weights is not None and grouped(batch).num_requests == 1
+    assert lists.weights is not None and group_impressions(batch).num_requests == 1
 
     def last_changed(array: np.ndarray, to: object = None) -> np.ndarray:
         out = array.copy()
@@ -204,7 +204,7 @@ def test_whatever_differs_between_neighbours_keeps_both(what: str) -> None:
             ).ro_lists.take_rows(np.array([0, 3]))
         },
     }
-    assert grouped(dataclasses.replace(batch, **changes[what])).num_requests == 2  # type: ignore[arg-type]
+    assert group_impressions(dataclasses.replace(batch, **changes[what])).num_requests == 2  # type: ignore[arg-type]
 
 
 def test_batches_end_with_the_request_that_is_nearest_to_their_size() -> None:

@@ -11,7 +11,7 @@ import torch
 from roostream.models.feature_encoders import pool_features
 from roostream.models.inputs import build_inputs, time_buckets
 from roostream.wire.lookup import build_lookup
-from roostream.wire.transform import apply
+from roostream.wire.transform import apply_transforms
 from tests.models.model_cases import CASES, make_batch, make_rows, make_schema
 
 
@@ -42,7 +42,7 @@ def test_floats_are_asinh_of_the_transformed_ones() -> None:
     batch = make_batch(schema, [2, 3])
     lookup = build_lookup(batch)
     inputs = build_inputs(batch, lookup, make_rows(schema, lookup))
-    ro, nro = apply(batch)
+    ro, nro = apply_transforms(batch)
     np.testing.assert_array_equal(inputs.ro_float_RG, np.arcsinh(ro))
     np.testing.assert_array_equal(inputs.nro_float_BG, np.arcsinh(nro))
     assert inputs.nro_float_BG.shape[1] == 4  # ctr, age_s, ctr_rank, ctr_share

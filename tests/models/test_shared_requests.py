@@ -100,7 +100,9 @@ def test_equal_requests_are_one_and_others_stay_themselves() -> None:
 def test_transforms_of_equal_requests_run_once_and_give_the_same_bits() -> None:
     batch = BATCHES["as before"]
     unique = build_lookup(batch, deduplicated=True).unique
-    for wanted, got in zip(transform.apply(batch), transform.apply(batch, unique), strict=True):
+    for wanted, got in zip(
+        transform.apply_transforms(batch), transform.apply_transforms(batch, unique), strict=True
+    ):
         assert np.array_equal(got.view(np.int32), wanted.view(np.int32))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roostream.errors import ConfigError, UnavailableError, shown, told
+from roostream.errors import ConfigError, UnavailableError, describe_error, mask_secrets
 
 
 @pytest.mark.parametrize(
@@ -19,13 +19,13 @@ from roostream.errors import ConfigError, UnavailableError, shown, told
     ],
 )
 def test_what_proves_who_one_is_is_not_shown(text: str, said: str) -> None:
-    assert shown(text) == said
+    assert mask_secrets(text) == said
     assert str(ConfigError(text)) == said
 
 
 def test_an_error_is_told_with_what_was_noted_about_it() -> None:
     error = UnavailableError("shard 1 is away")
-    assert told(error) == "shard 1 is away"
+    assert describe_error(error) == "shard 1 is away"
     error.add_note("in the push of samples-0 3..5")
-    assert told(error) == "shard 1 is away; in the push of samples-0 3..5"
-    assert told(ValueError()) == ""
+    assert describe_error(error) == "shard 1 is away; in the push of samples-0 3..5"
+    assert describe_error(ValueError()) == ""

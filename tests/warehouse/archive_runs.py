@@ -30,7 +30,7 @@ from roostream.warehouse.config import CompactorConfig
 from roostream.warehouse.warehouse import Warehouse
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
-from roostream.wire.columnar import REQUEST, Form
+from roostream.wire.columnar import REQUEST, ColumnType
 from roostream.wire.records import Record
 from tests.warehouse.sample_cases import keyed, rich_records, rich_schema
 
@@ -92,7 +92,7 @@ def places(place: str | Path, table: str = "samples") -> Counter[tuple[int, int]
 def rows_at(place: str | Path, table: str = "samples") -> Counter[tuple[int, int, int]]:
     """(partition, offset, sample id) of every row of a table → how often it is there."""
     warehouse, found = Warehouse(place), Counter[tuple[int, int, int]]()
-    forms: dict[str, Form] = {name: REQUEST[name] for name in ("offset", "sample_id")}
+    forms: dict[str, ColumnType] = {name: REQUEST[name] for name in ("offset", "sample_id")}
     for file in warehouse.tables[table].snapshot().files:
         columns, _ = warehouse.open_file(table, file).columns(forms)
         pairs = zip(columns["offset"].values.tolist(), columns["sample_id"].values.tolist(), strict=True)

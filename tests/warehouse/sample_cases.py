@@ -14,7 +14,7 @@ from roostream.warehouse.parquet_file import FileKey, FileRows
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.batch import Batch
-from roostream.wire.columnar import columns_of, forms, whole
+from roostream.wire.columnar import column_types, columns_of, uncut_schema
 from roostream.wire.jagged import Jagged
 from roostream.wire.records import Record
 from tests.wire.decode_reference import decoder
@@ -74,8 +74,8 @@ def decoded(reader: Schema, records: list[Record], *writers: Schema) -> Batch:
 
 def rows_of(writer: Schema, records: list[Record]) -> FileRows:
     """Their columns, whole."""
-    batch = decoded(whole(writer), records)
-    return FileRows(columns=columns_of(batch), forms=forms(writer), counts_R=batch.num_candidates_R)
+    batch = decoded(uncut_schema(writer), records)
+    return FileRows(columns=columns_of(batch), forms=column_types(writer), counts_R=batch.num_candidates_R)
 
 
 def place_of(writer: Schema, partition: int = 3, table: str = "samples") -> FileKey:

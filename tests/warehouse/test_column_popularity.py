@@ -17,7 +17,7 @@ from roostream.warehouse.column_popularity import (
 )
 from roostream.warehouse.parquet_file import ordered
 from roostream.warehouse.warehouse import Warehouse
-from roostream.wire.columnar import forms
+from roostream.wire.columnar import column_types
 from tests.trainer.memory_store import MemoryStore
 from tests.warehouse.sample_cases import rich_schema
 
@@ -45,12 +45,12 @@ def test_what_most_sessions_ask_for_lies_together_behind_what_every_reader_needs
     assert {name.split("__")[0] for name in single[1:]} == {"ro"}, (
         "what a candidate has is wider than what its request has"
     )
-    assert sorted(order) == sorted(forms(SCHEMA)) and order.index("item") < order.index(features[0])
-    assert ordered(forms(SCHEMA), order)[:2] == ["offset", "close_ms"]
+    assert sorted(order) == sorted(column_types(SCHEMA)) and order.index("item") < order.index(features[0])
+    assert ordered(column_types(SCHEMA), order)[:2] == ["offset", "close_ms"]
 
 
 def test_without_sessions_columns_are_as_declared() -> None:
-    assert column_order(SCHEMA, hit_rates([])) == list(forms(SCHEMA))
+    assert column_order(SCHEMA, hit_rates([])) == list(column_types(SCHEMA))
 
 
 def test_sessions_leave_what_they_asked_for_and_files_are_written_by_it(

@@ -16,7 +16,7 @@ from roostream.runtime.checkpoint_store import open_store
 from roostream.warehouse.data_file import DataFile, day_bounds_ms, day_of, new_path
 from roostream.warehouse.delta_table import ProgressStep, WarehouseTable
 from roostream.warehouse.version_pins import Pin, pin, pinned_versions, unpin
-from roostream.wire.columnar import Form
+from roostream.wire.columnar import ColumnType
 from tests.runtime import s3_server
 
 DAY = date(2023, 5, 18)
@@ -163,8 +163,8 @@ def test_of_several_processes_that_commit_at_once_one_lands(tmp_path: Path) -> N
 def test_new_columns_come_by_themselves(tmp_path: Path) -> None:
     table, stale = opened(tmp_path), opened(tmp_path)
     forms = {
-        "ro__age": Form("request", "float", "f4"),
-        "nro__topics": Form("candidate", "id", "i8", is_list=True),
+        "ro__age": ColumnType("request", "float", "f4"),
+        "nro__topics": ColumnType("candidate", "id", "i8", is_list=True),
     }
     table.widen(forms)
     version = table.snapshot().version

@@ -16,7 +16,7 @@ from roostream.warehouse import parquet_file
 from roostream.warehouse.data_file import DataFile, candidates_of, topic_of
 from roostream.warehouse.file_reader import SMALL_BYTES, ByteRange, SampleFile, merged, writer_of
 from roostream.warehouse.parquet_file import FOOTER_KEY, write_rows
-from roostream.wire.columnar import projected
+from roostream.wire.columnar import project_schema
 from tests.trainer.memory_store import MemoryStore
 from tests.warehouse.sample_cases import decoded, place_of, rich_records, rich_schema, rows_of, same_batch
 from tests.wire.sample_builders import RICH, parse_schema
@@ -99,13 +99,13 @@ def test_a_feature_that_changed_its_kind_is_refused(store: FileStore) -> None:
 
 def test_a_projection_reads_its_columns_alone(store: FileStore) -> None:
     file = write_rows(store, rows_of(SCHEMA, RECORDS), place_of(SCHEMA))
-    few = projected(SCHEMA, frozenset({"history", "age"}))
+    few = project_schema(SCHEMA, frozenset({"history", "age"}))
     reading = SampleFile(store, "samples", file)
     batch = reading.read(SCHEMA, few)
     same_batch(batch, decoded(few, RECORDS, SCHEMA))
     assert batch.ro_lists.keys == ("history",) and batch.nro_float_BF.shape[1] == 1
     with pytest.raises(SchemaError, match="hystory"):
-        projected(SCHEMA, frozenset({"hystory"}))
+        project_schema(SCHEMA, frozenset({"hystory"}))
 
 
 def test_row_groups_are_read_alone(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:

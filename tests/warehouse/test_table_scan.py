@@ -8,7 +8,7 @@ import pytest
 
 from roostream.errors import CheckpointError
 from roostream.warehouse.scan import TableScan, is_warehouse
-from roostream.wire.columnar import forms, projected
+from roostream.wire.columnar import column_types, project_schema
 from tests.warehouse.small_warehouse import DAYS, ROWS, small_warehouse
 
 
@@ -28,14 +28,14 @@ def test_every_sample_comes_once_day_after_day(place: Path) -> None:
 
 def test_days_and_features_are_chosen(place: Path) -> None:
     scan = TableScan(place, first=DAYS[1], last=DAYS[1])
-    ((file, batch),) = scan.batches(projected(scan.schema(), frozenset({"age"})))
+    ((file, batch),) = scan.batches(project_schema(scan.schema(), frozenset({"age"})))
     assert file.day == DAYS[1] and batch.nro_float_BF.shape[1] == 1 and not batch.ro_lists.keys
 
 
 def test_each_column_has_its_bytes_in_all_files(place: Path) -> None:
     scan = TableScan(place)
     sizes = scan.bytes_by_column()
-    assert set(sizes) == set(forms(scan.schema()))
+    assert set(sizes) == set(column_types(scan.schema()))
     stored = [its.stored for its in sizes.values()]
     assert stored == sorted(stored, reverse=True) and 0 < sum(stored) < sum(file.bytes for file in scan.files)
 

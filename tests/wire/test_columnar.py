@@ -7,8 +7,8 @@ import pytest
 
 from roostream.schema.schema import Feature, Label, Schema
 from roostream.wire.batch import Batch
-from roostream.wire.columnar import FlatColumn, batch_of, columns_of
-from roostream.wire.columnar_kernels import MOST, beside
+from roostream.wire.columnar import FlatColumn, batch_from_columns, columns_of
+from roostream.wire.columnar_kernels import MAX_COLUMNS, interleave_columns
 from tests.warehouse.sample_cases import decoded, rich_records, rich_schema, same_batch, same_bits
 
 ODD = np.array(
@@ -18,7 +18,7 @@ ODD = np.array(
 
 
 @pytest.mark.parametrize("rows", [0, 1, 255, 256, 700])
-@pytest.mark.parametrize("count", [1, 3, 4, 7, MOST])
+@pytest.mark.parametrize("count", [1, 3, 4, 7, MAX_COLUMNS])
 def test_columns_beside_each_other_have_their_bits_and_defaults(rows: int, count: int) -> None:
     rng = np.random.default_rng(rows + count)
     columns = [
@@ -30,8 +30,8 @@ def test_columns_beside_each_other_have_their_bits_and_defaults(rows: int, count
         np.ones((rows, count + 2), dtype=np.bool_),
     )
     bits = [values.view(np.uint32) for values in columns]
-    beside(
-        tuple(bits + bits[:1] * (MOST - count)),
+    interleave_columns(
+        tuple(bits + bits[:1] * (MAX_COLUMNS - count)),
         count,
         1,
         default_F.view(np.uint32),
@@ -46,7 +46,7 @@ def test_columns_beside_each_other_have_their_bits_and_defaults(rows: int, count
 
 def of_many_floats() -> Batch:
     """More than one call lays beside each other, some with a default, some missing."""
-    nro = tuple(Feature(name=f"f{n}", default=float(n % 3)) for n in range(2 * MOST + 5))
+    nro = tuple(Feature(name=f"f{n}", default=float(n % 3)) for n in range(2 * MAX_COLUMNS + 5))
     schema = Schema(nro=nro, labels=(Label(name="click", action="click"),))
     empty = decoded(rich_schema(), rich_records(rich_schema(), 40))
     counts_R, rng = empty.num_candidates_R, np.random.default_rng(1)
@@ -58,7 +58,7 @@ def of_many_floats() -> Batch:
         values[rng.random(len(values)) < 0.3] = np.nan
         values.flags.writeable = rng.random() < 0.5
         columns[f"nro__{feature.name}"] = FlatColumn(values)
-    batch = batch_of(schema, columns, counts_R, 3)
+    batch = batch_from_columns(schema, columns, counts_R, 3)
     for n, feature in enumerate(nro):
         found = columns.get(
             f"nro__{feature.name}", FlatColumn(np.full(batch.num_candidates, np.nan, dtype=np.float32))
@@ -72,14 +72,14 @@ def of_many_floats() -> Batch:
 
 def test_a_side_of_more_floats_than_one_call_takes_and_one_that_the_writer_lacked() -> None:
     batch = of_many_floats()
-    same_batch(batch_of(batch.schema, columns_of(batch), batch.num_candidates_R, 3), batch)
+    same_batch(batch_from_columns(batch.schema, columns_of(batch), batch.num_candidates_R, 3), batch)
 
 
 def test_a_column_of_other_rows_than_its_side_is_refused() -> None:
     batch = of_many_floats()
     columns = columns_of(batch)
     with pytest.raises(AssertionError):
-        batch_of(
+        batch_from_columns(
             batch.schema,
             {**columns, "nro__f4": FlatColumn(np.zeros(1, np.float32))},
             batch.num_candidates_R,

@@ -21,7 +21,7 @@ import numpy as np
 
 from roostream.schema.schema import Schema
 from roostream.wire.batch import Batch
-from roostream.wire.feature_histograms import FADE, Histograms, float_bins, list_bins, mixed
+from roostream.wire.feature_histograms import REFERENCE_DECAY, Histograms, float_bins, list_bins, mix_ids
 from roostream.wire.jagged import Jagged
 from roostream.wire.lookup import Lookup
 
@@ -42,7 +42,7 @@ class SeenIds:
 
     def add(self, id_U: np.ndarray) -> int:
         """How many of the distinct ids are new; few more are taken as seen, since bits are shared."""
-        at_U = (mixed(id_U) >> np.uint64(64 - _BITS)).astype(np.int64)
+        at_U = (mix_ids(id_U) >> np.uint64(64 - _BITS)).astype(np.int64)
         new = int((~(self._now[at_U] | self._before[at_U])).sum())
         self._now[at_U] = True
         self._count += new
@@ -169,10 +169,10 @@ class _Window:
             for kind, histograms in mine.items():
                 histograms.fold(its[kind])
         for kind in self.present:
-            self.present[kind] = self.present[kind] * FADE + window.present[kind]
-            self.rows[kind] = self.rows[kind] * FADE + window.rows[kind]
-        self.weight_T = self.weight_T * FADE + window.weight_T
-        self.positive_T = self.positive_T * FADE + window.positive_T
+            self.present[kind] = self.present[kind] * REFERENCE_DECAY + window.present[kind]
+            self.rows[kind] = self.rows[kind] * REFERENCE_DECAY + window.rows[kind]
+        self.weight_T = self.weight_T * REFERENCE_DECAY + window.weight_T
+        self.positive_T = self.positive_T * REFERENCE_DECAY + window.positive_T
 
     def _add(self, kind: str, bin_NF: np.ndarray, present_F: np.ndarray, rows: int) -> None:
         self.values[kind].add(bin_NF)

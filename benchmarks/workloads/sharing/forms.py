@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.workloads.sharing.rebatch import Rebatcher, concatenate, cut, shuffled
 from roostream.wire.batch import Batch
-from roostream.wire.dedup import grouped
+from roostream.wire.dedup import group_impressions
 
 
 class Arrival(NamedTuple):
@@ -53,7 +53,7 @@ def impressions(pool: Sequence[Batch], size: int) -> Arrival:
 def recd(pool: Sequence[Batch], size: int) -> Arrival:
     """Impressions of a clustered log: those of a request next to each other. Made deduplicated tensors in the step."""
     twins = cut(concatenate(pool).expand(), size)
-    return Arrival(twins, map(grouped, itertools.cycle(twins)))
+    return Arrival(twins, map(group_impressions, itertools.cycle(twins)))
 
 
 FORMS: dict[str, Callable[[Sequence[Batch], int], Arrival]] = {

@@ -23,7 +23,7 @@ from benchmarks.workloads.sharing.training import Learner
 from benchmarks.workloads.training_step import shard_client
 from roostream.wire.batch import Batch
 from roostream.wire.decode import Decoder
-from roostream.wire.dedup import by_user, grouped
+from roostream.wire.dedup import group_impressions, order_by_user
 from roostream.wire.lookup import build_lookup
 
 
@@ -35,7 +35,7 @@ def users_batch(users: int, history: int) -> Batch:
 
 def clustered(batch: Batch) -> Batch:
     """Requests of a user next to each other, as the warehouse has them."""
-    return batch.take_requests(by_user(batch))
+    return batch.take_requests(order_by_user(batch))
 
 
 STEPS: dict[str, Callable[[Batch, int], Sequence[Batch]]] = {
@@ -57,7 +57,7 @@ def climbed(architecture: str, step_name: str, users: int, history: int, size: i
     torch.set_num_threads(1)
     batch = users_batch(users, history)
     arriving = STEPS[step_name](batch, size)
-    convert = grouped if step_name.endswith("IKJT") else lambda each: each
+    convert = group_impressions if step_name.endswith("IKJT") else lambda each: each
     with tempfile.TemporaryDirectory() as folder:
         client = shard_client(batch.schema, folder)
         learner = Learner(

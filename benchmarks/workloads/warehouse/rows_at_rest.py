@@ -17,7 +17,7 @@ from roostream.schema.schema import Schema
 from roostream.warehouse import parquet_file
 from roostream.warehouse.parquet_file import FOOTER_KEY, FORMAT
 from roostream.wire.batch import Batch
-from roostream.wire.columnar import columns_of, forms, whole
+from roostream.wire.columnar import column_types, columns_of, uncut_schema
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
 
@@ -38,7 +38,7 @@ class Log(NamedTuple):
 def log(name: str, history: int, users: int = _ALL) -> Log:
     """`name`: EB-NeRD or MIND; MIND's histories are what its lines have."""
     schema, records = samples_of(name, users, history)
-    batch, rejects = Decoder(whole(schema), {schema.fingerprint: schema}.get).decode(records)
+    batch, rejects = Decoder(uncut_schema(schema), {schema.fingerprint: schema}.get).decode(records)
     assert not rejects, rejects[0]
     return Log(schema, records, batch)
 
@@ -47,7 +47,7 @@ def without_counters(its: Log) -> Log:
     """Of a candidate's floats those that count are left out: noise that hides what rows share."""
     kept = tuple(f for f in its.schema.nro if not f.name.startswith(COUNTERS))
     schema = dataclasses.replace(its.schema, nro=kept, transforms=())
-    batch, _ = Decoder(whole(schema), {its.schema.fingerprint: its.schema}.get).decode(its.records)
+    batch, _ = Decoder(uncut_schema(schema), {its.schema.fingerprint: its.schema}.get).decode(its.records)
     return Log(schema, its.records, batch)
 
 
@@ -80,7 +80,7 @@ def _pieces(at: np.ndarray, size: int) -> list[np.ndarray]:
 
 def written(pieces: Iterator[Batch], schema: Schema, encoding: str = "ours") -> bytes:
     """The file: a row group a piece. `encoding`: ours, or what pyarrow takes by itself (dictionaries for all)."""
-    chosen = forms(schema)
+    chosen = column_types(schema)
     names = parquet_file.ordered(chosen)
     options: dict[str, Any] = parquet_file.writer_options(chosen)
     if encoding == "pyarrow":

@@ -25,7 +25,7 @@ from roostream.warehouse.sessions.sample_table import TableFiles
 from roostream.warehouse.sessions.session_capture import CapturedSession, SlowedRows, replayed
 from roostream.warehouse.sessions.session_rows import TableRows
 from roostream.warehouse.warehouse import Warehouse
-from roostream.wire.columnar import columns_of, forms, projected, whole
+from roostream.wire.columnar import column_types, columns_of, project_schema, uncut_schema
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
 
@@ -35,8 +35,8 @@ def small_table(folder: str, schema: Schema, written_by: Schema, records: list[R
     warehouse = Warehouse(folder)
     warehouse.create()
     register(warehouse.store, schema)
-    batch, _ = Decoder(whole(schema), lambda fingerprint: written_by).decode(records)
-    rows = FileRows(columns=columns_of(batch), forms=forms(schema), counts_R=batch.num_candidates_R)
+    batch, _ = Decoder(uncut_schema(schema), lambda fingerprint: written_by).decode(records)
+    rows = FileRows(columns=columns_of(batch), forms=column_types(schema), counts_R=batch.num_candidates_R)
     warehouse.samples.widen(rows.forms)
     place = FileKey(table="samples", day=date(1970, 1, 1), partition=0, fingerprint=schema.fingerprint)
     days_R = np.array([day_of(ms).toordinal() for ms in batch.close_ms_R.tolist()])
@@ -62,7 +62,7 @@ def read_again(slower: float, share: float, users: int, history: int) -> Iterato
         told = session_of(folder, "", tuple(sorted(chosen)), path := Path(folder) / "session.json")
         session = CapturedSession.read(path)
         files: TableRows = TableFiles(
-            warehouse, warehouse.samples.snapshot().files, (), projected(schema, chosen)
+            warehouse, warehouse.samples.snapshot().files, (), project_schema(schema, chosen)
         )
         rows = SlowedRows(files, slower, time.process_time) if slower else files
         figures = {"reads": float(told["reads"]), "over-read %": 100.0 * told["over_read"] + 1e-9}

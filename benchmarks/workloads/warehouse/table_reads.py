@@ -19,7 +19,7 @@ from roostream.runtime.checkpoint_store import FileStore
 from roostream.warehouse.column_popularity import interleave_by_hit_rate
 from roostream.warehouse.data_file import DataFile
 from roostream.warehouse.file_reader import ByteRange, SampleFile, merged
-from roostream.wire.columnar import projected
+from roostream.wire.columnar import project_schema
 from roostream.wire.decode import Decoder
 
 _POLL = 512
@@ -31,7 +31,9 @@ def read(
 ) -> Iterator[Work]:
     """File → batch, row group by row group, of this share of the features; units are impressions."""
     its = rows_at_rest.log(name, history, users)
-    reader = its.schema if share == 1.0 else projected(its.schema, rows_at_rest.sampled(its.schema, share))
+    reader = (
+        its.schema if share == 1.0 else project_schema(its.schema, rows_at_rest.sampled(its.schema, share))
+    )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "samples" / "x.parquet"
         path.parent.mkdir()

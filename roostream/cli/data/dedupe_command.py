@@ -80,7 +80,7 @@ def duplicates_of(
     from roostream.schema.schema_file import load_schema
     from roostream.warehouse.scan import is_warehouse
     from roostream.wire import records as wire
-    from roostream.wire.duplicate_statistics import Duplicates
+    from roostream.wire.duplicate_statistics import DuplicateStatistics
 
     if len(paths) == 1 and is_warehouse(paths[0]):
         return {"log": list(paths), "by": "user", **_of_warehouse(paths[0], batch_requests, most)}
@@ -90,7 +90,7 @@ def duplicates_of(
         raise ConfigError(
             f"{replay.schema_path}: expected at least one [[ro]] feature, got none; nothing can be shared"
         )
-    opened, duplicates = open_log(replay, its_schema), Duplicates(batch_requests)
+    opened, duplicates = open_log(replay, its_schema), DuplicateStatistics(batch_requests)
     shown = (record for record in opened.records if wire.kind_of(record.value) == wire.IMPRESSION)
     total = min(opened.num_requests or most, most or opened.num_requests) or None
     read = counted(itertools.islice(shown, most or None), "requests", total)
@@ -102,14 +102,14 @@ def duplicates_of(
 def _of_warehouse(place: str, batch_requests: int, most: int) -> dict[str, Any]:
     """`Duplicates.report` of a warehouse's samples, a row group being a window; who the user is, the batch says."""
     from roostream.cli.data.feature_command import scanned
-    from roostream.wire.dedup import in_time_order, user_of
-    from roostream.wire.duplicate_statistics import Duplicates
+    from roostream.wire.dedup import sort_by_time, user_numbers
+    from roostream.wire.duplicate_statistics import DuplicateStatistics
 
-    duplicates = Duplicates(batch_requests)
+    duplicates = DuplicateStatistics(batch_requests)
     with scanned(place, None, None) as (_, batches):
         for _, batch in batches:
-            timely = in_time_order(batch)
-            duplicates.add(timely, user_of(timely), timely.num_candidates_R)
+            timely = sort_by_time(batch)
+            duplicates.add(timely, user_numbers(timely), timely.num_candidates_R)
             if most and duplicates.num_requests >= most:
                 break
     return duplicates.report()

@@ -112,7 +112,7 @@ def features_of(place: str, names: tuple[str, ...], first: date | None, last: da
     from roostream.warehouse.column_popularity import asked, hit_rates
     from roostream.warehouse.scan import TableScan
     from roostream.warehouse.statistics import FeatureDays, alerts
-    from roostream.wire.columnar import projected
+    from roostream.wire.columnar import project_schema
 
     schema = TableScan(place, first, last).schema()
     known = [f.name for f in (*schema.ro, *schema.nro)]
@@ -121,7 +121,7 @@ def features_of(place: str, names: tuple[str, ...], first: date | None, last: da
             raise ConfigError(
                 f"expected features of schema {schema.name!r}, got {name!r}{nearest(name, known)}"
             )
-    reader = projected(schema, frozenset(names)) if names else schema
+    reader = project_schema(schema, frozenset(names)) if names else schema
     days = FeatureDays(reader)
     with scanned(place, first, last, reader) as (scan, batches):
         for file, batch in batches:

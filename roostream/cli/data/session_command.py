@@ -127,7 +127,7 @@ def session_of(
     from roostream.warehouse.sessions.sample_table import SampleTable
     from roostream.warehouse.sessions.session import SessionSpec, days_of
     from roostream.warehouse.sessions.session_capture import CapturedRead, CapturedSession
-    from roostream.wire.columnar import projected
+    from roostream.wire.columnar import project_schema
 
     table = SampleTable(place)
     first, last = days_of(days) if days else ("", "")
@@ -143,7 +143,7 @@ def session_of(
             raise ConfigError(
                 f"expected features of schema {schema.name!r}, got {name!r}{nearest(name, known)}"
             )
-    session, files = table.opened(told, projected(schema, frozenset(features)) if features else schema)
+    session, files = table.opened(told, project_schema(schema, frozenset(features)) if features else schema)
     reads = tuple(
         CapturedRead(split.path, start, min(start + ROWS_OF_GROUP, split.end))
         for split in session.order.splits
@@ -233,11 +233,11 @@ def compare_readers(
     from roostream.warehouse.sessions.sample_table import SampleTable
     from roostream.warehouse.sessions.session_capture import CapturedSession, SlowedRows, compared, replayed
     from roostream.warehouse.sessions.session_rows import TableRows
-    from roostream.wire.columnar import projected
+    from roostream.wire.columnar import project_schema
 
     captured, table = CapturedSession.read(path), SampleTable(place)
     schema = TableScan(place).schema()
-    schema = projected(schema, frozenset(captured.features)) if captured.features else schema
+    schema = project_schema(schema, frozenset(captured.features)) if captured.features else schema
     first: TableRows = _files(table, captured.version, schema)
     second: TableRows = _files(table, captured.version, schema, over_read)
     if slower is not None:

@@ -16,19 +16,19 @@ from roostream.warehouse.data_file import DataFile
 from roostream.warehouse.scan import TableScan
 from roostream.warehouse.statistics import FeatureDays, alerts
 from roostream.wire.batch import Batch
-from roostream.wire.dedup import in_time_order, user_of
-from roostream.wire.duplicate_statistics import Duplicates
+from roostream.wire.dedup import sort_by_time, user_numbers
+from roostream.wire.duplicate_statistics import DuplicateStatistics
 
 
 def table_report(
     scan: TableScan, batches: Iterable[tuple[DataFile, Batch]], batch_requests: int
 ) -> dict[str, Any]:
     """Everything that the page shows, with stable keys; one pass over `batches` of the scan's schema."""
-    days, duplicates = FeatureDays(scan.schema()), Duplicates(batch_requests)
+    days, duplicates = FeatureDays(scan.schema()), DuplicateStatistics(batch_requests)
     for file, batch in batches:
         days.add(file.day, batch)
-        timely = in_time_order(batch)
-        duplicates.add(timely, user_of(timely), timely.num_candidates_R)
+        timely = sort_by_time(batch)
+        duplicates.add(timely, user_numbers(timely), timely.num_candidates_R)
     told = days.report()
     return {
         "version": scan.version,

@@ -216,7 +216,7 @@ class Linear:
 
 def _inputs(batch: Batch) -> np.ndarray:
     """float64 [B, D]."""
-    ro_RG, nro_BG = transform.apply(batch)
+    ro_RG, nro_BG = transform.apply_transforms(batch)
     index_B = batch.request_index_B
     ro_BG = np.concatenate([ro_RG, ~batch.ro_present_RF], axis=1)[index_B]
     length_B1 = np.log(batch.num_candidates_R[index_B].astype(np.float64))[:, None]

@@ -23,7 +23,7 @@ from roostream.schema.schema import Schema
 from roostream.wire.batch import Batch
 from roostream.wire.jagged import Jagged
 from roostream.wire.lookup import Lookup
-from roostream.wire.transform import apply
+from roostream.wire.transform import apply_transforms
 
 Rows = Mapping[str, np.ndarray]
 """Stack → float32 [U, D], aligned with the batch's lookup."""
@@ -80,7 +80,7 @@ class TapeForward:
             begin, num_rows, width = where_G3[number].tolist()
             return x[begin : begin + num_rows * width].reshape(num_rows, width)
 
-        floats = dict(zip(("ro", "nro"), apply(batch), strict=True))
+        floats = dict(zip(("ro", "nro"), apply_transforms(batch), strict=True))
         sides = {"ro": (batch.ro_present_RF, batch.ro_lists), "nro": (batch.nro_present_BF, batch.nro_lists)}
         for laid in tape.floats:
             present_NF, lists = sides[laid.side]

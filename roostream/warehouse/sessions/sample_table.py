@@ -28,7 +28,7 @@ from roostream.warehouse.sessions.session_rows import Marks, OpenSession
 from roostream.warehouse.version_pins import Pin, pin
 from roostream.warehouse.warehouse import Warehouse
 from roostream.wire.batch import Batch
-from roostream.wire.columnar import REQUEST, FlatColumn, needed, projected
+from roostream.wire.columnar import REQUEST, FlatColumn, needed_columns, project_schema
 
 _OPEN_FILES = 32
 _GROUPS_KEPT = 8  # of which the corrections are known, at once
@@ -106,7 +106,7 @@ class SampleTable:
         self._check_labels(spec, found, schema)
         if spec.features:
             record_session_features(self.warehouse.store, schema, told.version, told.digest, spec.features)
-            schema = projected(schema, frozenset(spec.features))
+            schema = project_schema(schema, frozenset(spec.features))
         late = self.warehouse.corrections.snapshot(told.corrections).files if told.corrections >= 0 else ()
         return session, TableFiles(self.warehouse, found.files, late, schema)
 
@@ -233,7 +233,7 @@ class TableFiles:
         """What `batch` reads of the file, and what of it is needed. Raises as `batch`."""
         with self._lock:
             file, groups = self._opened(path), range(start // ROWS_OF_GROUP, (end - 1) // ROWS_OF_GROUP + 1)
-            names = (*needed(writer_of(file.file, self.warehouse.registry), self.schema), "item")
+            names = (*needed_columns(writer_of(file.file, self.warehouse.registry), self.schema), "item")
             return file.reading_plan(names, groups), file.places(names, groups)
 
     def whole(self, path: str) -> tuple[Schema, dict[str, FlatColumn], np.ndarray]:

@@ -20,7 +20,7 @@ from roostream.warehouse.sessions.sample_table import SampleTable
 from roostream.warehouse.sessions.session import SessionSpec
 from roostream.warehouse.sessions.session_rows import LocalSessionRows
 from roostream.warehouse.version_pins import pinned_versions
-from roostream.wire.columnar import FlatColumn, columns_of, forms
+from roostream.wire.columnar import FlatColumn, column_types, columns_of
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
 from tests.trainer import samples
@@ -38,7 +38,9 @@ def archive(place: Path, records: list[Record], topic: str = "topic-1") -> None:
     for partition in sorted({record.partition for record in records}):
         its = [record for record in records if record.partition == partition]
         batch, _ = Decoder(schema, {}.get).decode(its)
-        rows = FileRows(columns=columns_of(batch), forms=forms(schema), counts_R=batch.num_candidates_R)
+        rows = FileRows(
+            columns=columns_of(batch), forms=column_types(schema), counts_R=batch.num_candidates_R
+        )
         day = datetime.fromtimestamp(its[0].timestamp_ms // 1000, UTC).date()
         where = FileKey(
             table="samples", day=day, partition=partition, fingerprint=schema.fingerprint, topic=topic

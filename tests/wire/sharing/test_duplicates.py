@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from roostream.wire.dedup import dedupe_factor
-from roostream.wire.duplicate_statistics import EVERYTHING, Duplicates
+from roostream.wire.duplicate_statistics import EVERYTHING, DuplicateStatistics
 from tests.models.model_cases import make_batch, make_schema
 from tests.models.returning import AS_BEFORE, MOVED_ON, returning
 
@@ -16,7 +16,7 @@ from tests.models.returning import AS_BEFORE, MOVED_ON, returning
 def report_of(
     visits: list[tuple[int, int]], batch_requests: int, *, windows: int = 1, as_before: bool = False
 ) -> dict[str, Any]:
-    batch, found = returning(visits, as_before=as_before), Duplicates(batch_requests)
+    batch, found = returning(visits, as_before=as_before), DuplicateStatistics(batch_requests)
     who_R, candidates_R = np.array([user for user, _ in visits]), np.full(len(visits), 4)
     for rows in np.array_split(np.arange(len(visits)), windows):
         found.add(batch.take_requests(rows), who_R[rows], candidates_R[rows])
@@ -89,7 +89,7 @@ def test_windows_add_up_and_share_nothing() -> None:
 
 
 def test_nothing_at_all_has_a_report() -> None:
-    found = Duplicates(8)
+    found = DuplicateStatistics(8)
     schema = make_schema("everything")
     found.add(make_batch(schema, []), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
     assert found.report() == {

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from roostream.wire import dedup as inverse
 from roostream.wire.dedup import (
-    by_user,
     dedupe_factor,
     dedupe_len,
     find_inverse,
     find_partial_dedup,
-    grouped,
+    group_impressions,
     list_values,
+    order_by_user,
     request_values,
 )
 from roostream.wire.jagged import Jagged
@@ -171,15 +171,15 @@ def test_a_batch_names_the_features_of_a_group_and_is_ordered_by_its_users() -> 
     batch = make_batch(schema, [1, 2, 1], seed=3).take_requests(np.array([0, 1, 0, 2, 1]))
     assert find_inverse(request_values(batch), 5).row_N.tolist() == [0, 1, 0, 2, 1]
     assert find_inverse(request_values(batch, {"no such"}), 5).num_unique == 1
-    who = find_inverse(list_values(batch.ro_lists, "user"), 5).row_N[by_user(batch)]
+    who = find_inverse(list_values(batch.ro_lists, "user"), 5).row_N[order_by_user(batch)]
     assert (np.diff(who) >= 0).all()
-    assert by_user(make_batch(make_schema("floats only"), [1, 1])).tolist() == [0, 1]
+    assert order_by_user(make_batch(make_schema("floats only"), [1, 1])).tolist() == [0, 1]
 
 
 def test_impressions_in_any_order_are_their_requests_again() -> None:
     batch = make_batch(make_schema("everything"), [3, 1, 2], seed=1)
     mixed = batch.expand().take_requests(np.array([3, 0, 5, 1, 4, 2]))
-    again = grouped(mixed)
+    again = group_impressions(mixed)
     assert again.num_candidates_R.tolist() == [1, 3, 2] and (np.diff(again.request_index_B) >= 0).all()
     assert again.item_B.tolist() == batch.item_B[[3, 0, 1, 2, 5, 4]].tolist()
     assert again.time_ms_R.tolist() == batch.time_ms_R[[1, 0, 2]].tolist()
