@@ -83,7 +83,7 @@ def test_columns_are_named_in_declared_order(ranked: Schema) -> None:
 
 def test_every_operation_by_hand(ranked: Schema) -> None:
     transform.precompile()
-    ro, nro = transform.apply(
+    ro, nro = transform.apply_transforms(
         batch_of(ranked, [0.0, 3.0, None, 1.0, 0.5], [0.0, 1.0, -1.0, 100.0, None], gap=7.0)
     )
     columns = dict(zip(transform.output_names(ranked, "nro"), nro.T.tolist(), strict=True))
@@ -110,13 +110,13 @@ def test_every_operation_by_hand(ranked: Schema) -> None:
 def test_corners_of_rank_and_share(
     ranked: Schema, ctr: list[float], rank: list[float], share: list[float]
 ) -> None:
-    nro = transform.apply(batch_of(ranked, list(ctr), [0.0] * len(ctr)))[1]
+    nro = transform.apply_transforms(batch_of(ranked, list(ctr), [0.0] * len(ctr)))[1]
     assert nro[:, 2].tolist() == rank and nro[:, 3].tolist() == share
 
 
 def test_results_stay_finite_at_the_edge_of_float32() -> None:
     schema = parse_schema(TEXT.replace("std = 4", "std = 1e-30"))
-    ro, _ = transform.apply(batch_of(schema, [1.0], [1.0], gap=3e38))
+    ro, _ = transform.apply_transforms(batch_of(schema, [1.0], [1.0], gap=3e38))
     assert ro[0, 1] == np.finfo(np.float32).max
 
 
@@ -128,7 +128,7 @@ def test_a_request_gives_the_same_bits_alone_and_in_any_batch(
     ranked: Schema, lists: list[list[float | None]]
 ) -> None:
     alone = [batch_of(ranked, values, values[::-1], gap=float(i)) for i, values in enumerate(lists)]
-    ro, nro = transform.apply(concatenate(alone))
-    assert ro.tobytes() == b"".join(transform.apply(b)[0].tobytes() for b in alone)
-    assert nro.tobytes() == b"".join(transform.apply(b)[1].tobytes() for b in alone)
+    ro, nro = transform.apply_transforms(concatenate(alone))
+    assert ro.tobytes() == b"".join(transform.apply_transforms(b)[0].tobytes() for b in alone)
+    assert nro.tobytes() == b"".join(transform.apply_transforms(b)[1].tobytes() for b in alone)
     assert np.isfinite(nro).all()
