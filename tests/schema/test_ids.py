@@ -71,7 +71,7 @@ def test_what_has_no_64_bits_and_what_is_empty_is_no_id(value: int | str) -> Non
 
 def test_an_id_that_was_shown_in_its_other_form_is_found() -> None:
     text = ids.hash64("5")
-    assert 'did show the text "5"' in ids.other_form(5, [text, 9])
-    assert 'did show the integer 5, and this is the text "5"' in ids.other_form(text, [5, 9])
-    assert "the integer -3" in ids.other_form(ids.hash64("-3"), [ids.unsigned(-3)])
-    assert ids.other_form(6, [text, 5]) == "" == ids.other_form(5, [])
+    assert 'did show the text "5"' in ids.other_id_form(5, [text, 9])
+    assert 'did show the integer 5, and this is the text "5"' in ids.other_id_form(text, [5, 9])
+    assert "the integer -3" in ids.other_id_form(ids.hash64("-3"), [ids.unsigned(-3)])
+    assert ids.other_id_form(6, [text, 5]) == "" == ids.other_form(5, [])
