@@ -74,4 +74,4 @@ def test_an_id_that_was_shown_in_its_other_form_is_found() -> None:
     assert 'did show the text "5"' in ids.other_id_form(5, [text, 9])
     assert 'did show the integer 5, and this is the text "5"' in ids.other_id_form(text, [5, 9])
     assert "the integer -3" in ids.other_id_form(ids.hash64("-3"), [ids.unsigned(-3)])
-    assert ids.other_id_form(6, [text, 5]) == "" == ids.other_form(5, [])
+    assert ids.other_id_form(6, [text, 5]) == "" == ids.other_id_form(5, [])
