@@ -22,7 +22,7 @@ from roostream.wire.lookup import Lookup, build_lookup
 from trainer.batch_source import Chunk
 from trainer.device.staging import DeviceCopy
 from trainer.rows import Rows
-from trainer.selection.decision import FROZEN, TRAINED, Selected, Unscored
+from trainer.selection.decision import FROZEN, TRAINED, SelectionWeights, UnscoredRequests
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,7 +32,7 @@ class ChunkPart:
     batch: Batch
     trains: bool  # or is it only scored?
     lookup: Lookup
-    choice: Selected | None = (
+    choice: SelectionWeights | None = (
         None  # what selection says of its requests; None: all are trained, or frozen, and count once
     )
 
@@ -53,12 +53,12 @@ class ChunkPart:
 
     def take(self, row_M: np.ndarray) -> ChunkPart:
         """The requests `row_M` (int64 [M]) of it."""
-        choice = None if self.choice is None else Selected(*(of_R[row_M] for of_R in self.choice))
+        choice = None if self.choice is None else SelectionWeights(*(of_R[row_M] for of_R in self.choice))
         return part_of(self.batch.take_requests(row_M), trains=self.trains, choice=choice)
 
 
 def part_of(
-    batch: Batch, *, trains: bool, deduplicated: bool = False, choice: Selected | None = None
+    batch: Batch, *, trains: bool, deduplicated: bool = False, choice: SelectionWeights | None = None
 ) -> ChunkPart:
     return ChunkPart(
         batch=batch, trains=trains, lookup=build_lookup(batch, deduplicated=deduplicated), choice=choice
@@ -85,7 +85,7 @@ class Claimed:
     chunk: Chunk
     new_R: np.ndarray  # bool, of the chunk's requests
     parts: tuple[ChunkPart, ...]  # later ones must see what earlier ones change; none where nothing is new
-    unscored: Unscored | None = None  # what isn't even looked at; None = nothing
+    unscored: UnscoredRequests | None = None  # what isn't even looked at; None = nothing
 
     @property
     def num_requests(self) -> int:
@@ -104,7 +104,7 @@ class Pulled:
     def ready(self) -> Inputs:
         """The inputs, for what the calling thread computes from now on."""
         if self.copied is not None:
-            self.copied.comes_first()
+            self.copied.wait_on_compute_stream()
         return self.inputs
 
 

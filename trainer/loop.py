@@ -29,22 +29,22 @@ from trainer import corrections
 from trainer.batch_source import BatchSource, Chunk, Rejected, annotate_errors
 from trainer.config import LoopConfig
 from trainer.dead_letter_quarantine import DeadLetterQuarantine, NotFiniteError
-from trainer.dense_part import dense_file
-from trainer.dense_part.descent import Descent, gradients_of
-from trainer.device.numerics import logits_of
+from trainer.dense_part import dense_checkpoint
+from trainer.dense_part.dense_step import DenseTrainer, gradients_of
+from trainer.device.numerics import forward_logits
 from trainer.device.staging import open_staging
 from trainer.feed import ChunkPart, Claimed, Feed, LoopSteps, Prepared, Pulled, SerialFeed, Wanted, part_of
-from trainer.monitoring.freshness import freshness_of
-from trainer.monitoring.quality import Report
-from trainer.monitoring.shadow import FrozenCopy
-from trainer.monitoring.slices import slicers
+from trainer.monitoring.freshness import chunk_freshness
+from trainer.monitoring.progressive_metrics import Report
+from trainer.monitoring.shadow import ShadowModel
+from trainer.monitoring.slices import build_slicers
 from trainer.partitions import PartitionSnapshot, PartitionStates, rows_by_partition
 from trainer.pipeline.stage_timer import StageTimer
 from trainer.predictions import Outputs, dead_letter, predictions_of, unscored_of
 from trainer.rows import PushTimes, Rows, no_rows, push_times
 from trainer.saved_batch import SavedBatches
-from trainer.selection.decision import FROZEN, Unscored
-from trainer.selection.outcomes import Counts, Outcomes
+from trainer.selection.decision import FROZEN, UnscoredRequests
+from trainer.selection.outcomes import OutcomeCounter, RequestCounts
 from trainer.selection.selection import Selection
 from trainer.watermark import TrainingWatermark
 
@@ -63,7 +63,7 @@ class LoopDependencies:
     outputs: Outputs
     clock: Clock
     feed: Callable[[LoopSteps], Feed] = SerialFeed
-    shadow: FrozenCopy | None = None
+    shadow: ShadowModel | None = None
     saved: SavedBatches | None = None  # takes the batch at which training ends
     stages: StageTimer | None = None  # None = of the loop alone
     on_freshness: Callable[[str, float], None] = lambda stage, ms: None
@@ -99,12 +99,16 @@ class TrainLoop:
             config.rate_after
         )  # by the stream's batches, also while `config` is that of another phase
         self.counts, self.outcomes, self.stages = (
-            Counts(),
-            Outcomes(),
+            RequestCounts(),
+            OutcomeCounter(),
             wiring.stages or StageTimer(wiring.clock),
         )
         self.selection = Selection(config, schema)
-        self._slicers, self.shadow, self.saved = slicers(schema, config.slices), wiring.shadow, wiring.saved
+        self._slicers, self.shadow, self.saved = (
+            build_slicers(schema, config.slices),
+            wiring.shadow,
+            wiring.saved,
+        )
         self.staging = open_staging(config.device)
         self.share: int | None = None  # of the requests that all workers have taken; None: this one is alone
         self._build()
@@ -133,7 +137,7 @@ class TrainLoop:
         """
         with torch.no_grad():
             inputs = self.pull_part(part_of(batch, trains=False)).ready()
-            logits_BT = logits_of(self.descent.scorer, inputs, self.config)
+            logits_BT = forward_logits(self.descent.scorer, inputs, self.config)
         return np.asarray(torch.sigmoid(logits_BT).cpu().numpy())
 
     def report(self) -> Report:
@@ -153,7 +157,7 @@ class TrainLoop:
         """
         self.feed.drain()
         return Snapshot(
-            shared=dense_file.take(self.model, self.optimizer)
+            shared=dense_checkpoint.snapshot(self.model, self.optimizer)
             | {_RECENT: self.time.recent_ms}
             | self.selection.state(),
             step=self.num_steps,
@@ -163,7 +167,7 @@ class TrainLoop:
 
     def _own_cut(self) -> dict[Partition, PartitionSnapshot]:
         """Of what is kept beside the partitions the first one has all."""
-        cuts, kept = self.own.cut(), self.selection.kept()
+        cuts, kept = self.own.cut(), self.selection.rehearsal_state()
         if kept and self.own.progress:
             first = min(self.own.progress)
             cuts[first] = dataclasses.replace(cuts[first], tensors=cuts[first].tensors | kept)
@@ -178,9 +182,9 @@ class TrainLoop:
         """
         self.feed.forget()
         self._build()
-        dense_file.put(at.shared, self.model, self.optimizer, same_schema=same_schema)
+        dense_checkpoint.restore(at.shared, self.model, self.optimizer, same_schema=same_schema)
         self.selection.load(at.shared)
-        self.selection.load_kept(
+        self.selection.load_rehearsal(
             {name: value for cut in at.own.values() for name, value in cut.tensors.items()}
         )
         self.num_steps = at.step
@@ -202,7 +206,9 @@ class TrainLoop:
         self._seek({})
 
     def _build(self) -> None:
-        self.descent = Descent(self.config, self.schema, self.model_config, self._rate_after, self.stages)
+        self.descent = DenseTrainer(
+            self.config, self.schema, self.model_config, self._rate_after, self.stages
+        )
         self.model, self.optimizer = self.descent.model, self.descent.optimizer
         self.num_steps, self.time, self.share = 0, TrainingWatermark(), None
         self.burial = DeadLetterQuarantine(self._bury)
@@ -227,7 +233,9 @@ class TrainLoop:
         size = self.config.batch_after(taken)
         if self.config.batch_after(taken + max_requests) != size:
             return None
-        return Wanted(self.selection.asked(size), self.own.in_turn(num_chunks) if self.config.exact else None)
+        return Wanted(
+            self.selection.chunk_size(size), self.own.in_turn(num_chunks) if self.config.exact else None
+        )
 
     def poll(self, wanted: Wanted, timeout_s: float) -> Chunk | None:
         """The next chunk; None where none is due after `timeout_s`."""
@@ -281,12 +289,12 @@ class TrainLoop:
         self.counts.non_finite += self.burial.settle()
         if claimed.unscored:
             self._tell_unscored(claimed.unscored)
-        self.selection.trained(self.num_steps, claimed, self.rows)
+        self.selection.on_trained(self.num_steps, claimed, self.rows)
         if any(not part.trains and part.choice is None for part in claimed.parts):
             self._push_waiting()  # frozen from here on
         self.outcomes.settle(claimed.num_requests)
         self.own.settle(claimed.chunk.batch, claimed.new_R, claimed.chunk.after)
-        for stage, ms in freshness_of(claimed.chunk, claimed.new_R, self.clock.now_ms()):
+        for stage, ms in chunk_freshness(claimed.chunk, claimed.new_R, self.clock.now_ms()):
             self.on_freshness(stage, ms)
 
     def _train(self, claimed: Claimed | None) -> bool:
@@ -319,7 +327,7 @@ class TrainLoop:
         part, trains = pulled.part, pulled.part.has_weight
         logits = self.descent.forward(pulled)
         if logits is None or (
-            trains and not self.descent.descend(pulled, logits.trained_BT, self.targets_of(part))
+            trains and not self.descent.train_step(pulled, logits.trained_BT, self.targets_of(part))
         ):
             return self.halves(part)
         self.tell(pulled, logits.scored_BT)
@@ -338,7 +346,7 @@ class TrainLoop:
         if part is None:
             return
         pulled = self.pull_part(part)
-        if self.descent.descend_again(pulled, self.targets_of(part)):
+        if self.descent.rehearse_step(pulled, self.targets_of(part)):
             times = PushTimes(step=self.num_steps, time_ms=self.watermark_ms)  # it is no news
             with self.stages("push"):
                 self.rows.push(part.lookup, gradients_of(pulled.inputs), times)
@@ -391,7 +399,7 @@ class TrainLoop:
         self.counts.requests += batch.num_requests
         self.counts.candidates += batch.num_candidates
 
-    def _tell_unscored(self, unscored: Unscored) -> None:
+    def _tell_unscored(self, unscored: UnscoredRequests) -> None:
         """Their labels are used for nothing."""
         for prediction in unscored_of(unscored, self.num_steps):
             self.outputs.prediction(prediction)
@@ -403,7 +411,7 @@ class TrainLoop:
         targets = corrections.targets_of(part.batch, self.config)
         if total_T is not None:
             targets = targets._replace(total_T=total_T.to(targets.weight_BT))
-        return self.selection.weighted(targets, part)
+        return self.selection.weight_targets(targets, part)
 
     def push(self, pulled: Pulled | None, clip_row_norm: float = 0.0) -> None:
         """None: this worker has nothing for a step to which others push. `clip_row_norm`: of each row's sum over all workers."""
@@ -415,10 +423,11 @@ class TrainLoop:
         )
         with self.stages("push"):
             self.rows.push(
-                *self.selection.outgoing(pulled, gradients_of(pulled.inputs), self.watermark_ms), times
+                *self.selection.gradients_to_push(pulled, gradients_of(pulled.inputs), self.watermark_ms),
+                times,
             )
 
     def _push_waiting(self) -> None:
         """Training ends here: no gradient may wait any longer."""
-        if waiting := self.selection.waiting():
+        if waiting := self.selection.flush_deferred():
             self.rows.push(*waiting, PushTimes(step=self.num_steps, time_ms=self.watermark_ms))

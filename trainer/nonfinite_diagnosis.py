@@ -12,7 +12,7 @@ from torch import Tensor
 from roostream.errors import FencedError, UnavailableError
 from trainer import corrections
 from trainer.batch_source import Chunk
-from trainer.device.numerics import logits_of
+from trainer.device.numerics import forward_logits
 from trainer.feed import part_of
 from trainer.loop import TrainLoop
 
@@ -43,7 +43,7 @@ def _findings(loop: TrainLoop, chunk: Chunk) -> Iterator[str]:
         yield f"its rows could not be pulled: {error}"
         return
     yield from _not_finite("rows of stack", pulled.ready().rows.items())
-    logits_BT = logits_of(loop.model, pulled.inputs, loop.config)
+    logits_BT = forward_logits(loop.model, pulled.inputs, loop.config)
     yield from _not_finite("scores of task", zip(loop.schema.tasks, logits_BT.detach().T, strict=True))
     loop.optimizer.zero_grad()
     loss = loop.model.loss(pulled.inputs, logits_BT, corrections.targets_of(chunk.batch, loop.config))

@@ -18,9 +18,9 @@ from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES, Partition, Prog
 from roostream.wire.batch import Batch
 from trainer.corrections import due_ms_of
 from trainer.dedupe import Dedupe
-from trainer.monitoring.quality import Metrics, Report, update_each
+from trainer.monitoring.progressive_metrics import Metrics, Report, update_each
 from trainer.monitoring.slices import Slicer
-from trainer.monitoring.windowed import Windowed
+from trainer.monitoring.windowed_metrics import WindowedMetrics
 
 MAX_SCORES = (
     1 << 14
@@ -81,11 +81,11 @@ class PartitionStates:
     """The partitions of one worker, each at an offset."""
 
     def __init__(
-        self, at: Progress, tasks: Sequence[str], horizon_ms: int, slicers: Sequence[Slicer] = ()
+        self, at: Progress, tasks: Sequence[str], horizon_ms: int, build_slicers: Sequence[Slicer] = ()
     ) -> None:
         self.tasks, self.horizon_ms = tuple(tasks), horizon_ms
         self.progress = dict(at)
-        self.windowed = Windowed(tasks, slicers)
+        self.windowed = WindowedMetrics(tasks, build_slicers)
         self._parked: dict[Partition, PartitionSnapshot] = {}  # of corrections while they aren't trained
         self._states = {partition: _PartitionState(self.tasks, horizon_ms) for partition in at}
 

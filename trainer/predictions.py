@@ -21,7 +21,7 @@ from roostream.wire import roo_pb2 as pb
 from roostream.wire.batch import Batch
 from roostream.wire.proto_fields import encode_fields
 from trainer.batch_source import Rejected
-from trainer.selection.decision import Selected, Unscored
+from trainer.selection.decision import SelectionWeights, UnscoredRequests
 
 log = logging.getLogger("roostream.worker")
 
@@ -41,7 +41,7 @@ def predictions_of(
     score_BT: np.ndarray,
     step: int,
     disposition_R: np.ndarray | None = None,
-    choice: Selected | None = None,
+    choice: SelectionWeights | None = None,
     row_M: np.ndarray | None = None,
 ) -> Iterator[Prediction]:
     """One a request, in the order of the batch; `score_BT` are probabilities before the update, [B, 0] of what isn't scored. All
@@ -71,7 +71,7 @@ def predictions_of(
         yield Prediction(id_R[r], time_R[r], b"".join(record))
 
 
-def unscored_of(unscored: Unscored, step: int) -> Iterator[Prediction]:
+def unscored_of(unscored: UnscoredRequests, step: int) -> Iterator[Prediction]:
     """As `predictions_of`, without scores."""
     batch = unscored.batch
     return predictions_of(
@@ -106,7 +106,9 @@ def _heads(batch: Batch) -> list[bytes]:
     return heads
 
 
-def _tails(batch: Batch, step: int, disposition_R: np.ndarray | None, choice: Selected | None) -> list[bytes]:
+def _tails(
+    batch: Batch, step: int, disposition_R: np.ndarray | None, choice: SelectionWeights | None
+) -> list[bytes]:
     """What comes behind them; few are different but for the offset."""
     offset_R = np.empty(batch.num_requests, _OFFSET)
     offset_R["of"], offset_R["offset"] = pb.Prediction.OFFSET_FIELD_NUMBER << 3 | _FIXED64, batch.offset_R

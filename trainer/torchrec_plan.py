@@ -55,7 +55,7 @@ def sharding_plan(text: str, device: str = "cpu", kernel: str = "fused") -> Shar
     return ShardingPlan({found["module"]: EmbeddingModuleShardingPlan(tables)})
 
 
-def put(collection: nn.Module, of: TableTensors) -> None:
+def load_tables(collection: nn.Module, of: TableTensors) -> None:
     """Of each table this rank's part. `collection`: TorchRec's sharded one. State that isn't given stays.
 
     Raises:
@@ -80,7 +80,7 @@ def put(collection: nn.Module, of: TableTensors) -> None:
                 shard.tensor.copy_(torch.from_numpy(np.ascontiguousarray(whole[_place(shard.metadata)])))
 
 
-def take(collection: nn.Module) -> TableTensors:
+def read_tables(collection: nn.Module) -> TableTensors:
     """Whole tables, at every rank; each has to have room for them."""
     mine = {(table, ""): tensor for table, tensor in _weights(collection)}
     mine |= {(table, name): tensor for table, name, tensor in _states(collection)}

@@ -38,7 +38,7 @@ from trainer.deployment_identity import DeploymentIdentity
 from trainer.failure_policy import FailurePolicy
 from trainer.lockstep import LockStep
 from trainer.loop import Snapshot, TrainLoop
-from trainer.monitoring.quality import summary
+from trainer.monitoring.progressive_metrics import summarize
 from trainer.partitions import PartitionSnapshot, report_of
 from trainer.predictions import DurableOutputs
 from trainer.process_group import SINGLE_WORKER, GroupSpec, Reduction, Rendezvous, SingleWorkerGroup
@@ -253,7 +253,7 @@ class Worker:
         self.committed_step = self.loop.num_steps
         self.incarnation = int(command["incarnation"])
         workers = int(command.get("workers", 1))
-        self._or_refuse(lambda: self.loop.selection.check(workers=workers))
+        self._or_refuse(lambda: self.loop.selection.validate(workers=workers))
         self.reduction = self.team.join(
             GroupSpec(self.incarnation, self.index, workers, str(command.get("meet", "")))
         )
@@ -266,7 +266,9 @@ class Worker:
     def _start(self, command: Command) -> dict[str, Any]:
         self.reach.begin(command.get("epoch"))
         reach = self.reach
-        self._or_refuse(lambda: self.loop.selection.begin(finite=reach.is_initial, handed_over=reach.phased))
+        self._or_refuse(
+            lambda: self.loop.selection.begin_phase(finite=reach.is_initial, handed_over=reach.phased)
+        )
         self.training = True
         return {}
 
@@ -346,7 +348,7 @@ class Worker:
         result = {
             "own": dataclasses.asdict(own),
             "dedupe": sum(len(cut.tensors["dedupe.id"]) for cut in at.own.values()),
-            "metrics": summary(report_of(at.own.values(), self.loop.schema.tasks)),
+            "metrics": summarize(report_of(at.own.values(), self.loop.schema.tasks)),
         }
         if not command.get("shared"):
             return result

@@ -7,13 +7,18 @@ from typing import Any
 
 from roostream.runtime.clock import Clock
 from roostream.runtime.metrics_collector import one_of
-from trainer.monitoring.caught_up import CaughtUp, Course, Liveness, Observation, Standing
-from trainer.monitoring.drift import Drift
-from trainer.monitoring.drift_report import LABELS as DRIFT_LABELS
-from trainer.monitoring.partition_watch import Patience
-from trainer.monitoring.quality import QUALITY, summary
-from trainer.monitoring.quality_gauges import QUALITY_LABELS, quality_gauges
-from trainer.monitoring.watch import quality_of, watch_of
+from trainer.monitoring.caught_up import (
+    CaughtUpDetector,
+    CaughtUpLimits,
+    LagStatus,
+    Observation,
+    ReadPhase,
+    TrainingState,
+)
+from trainer.monitoring.drift import DriftDetector
+from trainer.monitoring.drift_report import DRIFT_LABELS
+from trainer.monitoring.progressive_metrics import METRIC_NAMES, summarize
+from trainer.monitoring.report import QUALITY_LABELS, liveness_report, quality_gauges, quality_report
 from trainer.read_bounds import ReadBounds
 from trainer.worker import Worker
 
@@ -28,7 +33,7 @@ LABELS: dict[str, str | tuple[str, ...]] = {
     "outcomes": "outcome",
     **dict.fromkeys(_BY_PARTITION, "partition"),
     "stage_seconds": ("stage", "thread"),
-    **{name.replace("@", "_"): "task" for name in QUALITY},
+    **{name.replace("@", "_"): "task" for name in METRIC_NAMES},
     **QUALITY_LABELS,
     **{f"drift_{name}": label for name, label in DRIFT_LABELS.items()},
 }
@@ -38,10 +43,12 @@ LABELS: dict[str, str | tuple[str, ...]] = {
 class Monitor:
     """`observe` when time allows; `report` and `gauges` are of the last observation, from any thread."""
 
-    def __init__(self, worker: Worker, clock: Clock, patience: Patience, drift: Drift | None = None) -> None:
+    def __init__(
+        self, worker: Worker, clock: Clock, patience: CaughtUpLimits, drift: DriftDetector | None = None
+    ) -> None:
         """`drift`: what looks at the batches that the worker scores, if anything does."""
         self.worker, self.clock, self.drift = worker, clock, drift
-        self.caught_up = CaughtUp(patience)
+        self.caught_up = CaughtUpDetector(patience)
         self._due_s = self._metrics_due_s = 0.0
         self._observed_s = clock.monotonic_s()
         self._progress = self.caught_up.observe({}, self._observed_s)
@@ -61,15 +68,15 @@ class Monitor:
             expected=source.positions().keys(),
             held=held,
             obstacle=self.worker.broken,
-            course=course_of(self.worker.reach),
+            phase=read_phase(self.worker.reach),
         )
         self._observed_s = now_s
         if now_s >= self._metrics_due_s:
             self._metrics_due_s = now_s + _METRICS_EVERY_S
             loop = self.worker.loop
             counted = loop.own.metrics()
-            self._metrics = {**summary(counted.report()), "sums": counted.sums()}
-            self._quality = quality_of(loop.own.windowed.report(loop.watermark_ms), loop.shadow)
+            self._metrics = {**summarize(counted.report()), "sums": counted.sums()}
+            self._quality = quality_report(loop.own.windowed.report(loop.watermark_ms), loop.shadow)
 
     @property
     def progress(self) -> Observation:
@@ -80,8 +87,8 @@ class Monitor:
         reason = f"the training loop has not turned for {silent_s:.0f} s"
         return dataclasses.replace(
             self._progress,
-            overall=Standing(
-                state=Liveness.UNKNOWN,
+            overall=LagStatus(
+                state=TrainingState.UNKNOWN,
                 reason=reason,
                 in_state_s=silent_s - _FRESH_S,
                 lost_records=self._progress.overall.lost_records,
@@ -94,7 +101,7 @@ class Monitor:
         return {
             **self.worker.report(),
             "metrics": self._metrics,
-            "watch": watch_of(self.progress) | self._quality | {"drift": self._drift},
+            "watch": liveness_report(self.progress) | self._quality | {"drift": self._drift},
         }
 
     @property
@@ -111,7 +118,7 @@ class Monitor:
         tasks = self._metrics.get("tasks", {})
         by_task = {
             name.replace("@", "_"): {task: values.get(name) for task, values in tasks.items()}
-            for name in QUALITY
+            for name in METRIC_NAMES
         }
         return {
             **{name: value for name, value in dataclasses.asdict(counts).items() if name != "busy_s"},
@@ -137,7 +144,7 @@ class Monitor:
             "eta_s": at.eta.s,
             "eta_low_s": at.eta.low_s,
             "eta_high_s": at.eta.high_s,
-            "state": one_of(at.state, tuple(Liveness)),
+            "state": one_of(at.state, tuple(TrainingState)),
             "state_s": {str(state): seconds for state, seconds in seen.state_seconds.items()},
             "partition_lag_records": {name: standing.lag_records for name, standing in by_partition.items()},
             "partition_lag_ms": {name: standing.lag_ms for name, standing in by_partition.items()},
@@ -150,8 +157,8 @@ class Monitor:
         }
 
 
-def course_of(reach: ReadBounds) -> Course:
+def read_phase(reach: ReadBounds) -> ReadPhase:
     """What a worker is told to do, as the states know it."""
     if reach.is_initial:
-        return Course.WAIT if reach.is_trained else Course.HISTORY
-    return Course.STREAM if reach.phased else Course.READ
+        return ReadPhase.WAIT if reach.is_trained else ReadPhase.HISTORY
+    return ReadPhase.STREAM if reach.phased else ReadPhase.READ

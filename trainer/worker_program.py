@@ -42,9 +42,9 @@ from trainer.deployment_identity import DeploymentIdentity, kafka_identity
 from trainer.device.numerics import set_numerics
 from trainer.feed import ChunkPart
 from trainer.loop import LoopDependencies, TrainLoop
-from trainer.monitoring.drift import Drift
-from trainer.monitoring.partition_watch import Patience
-from trainer.monitoring.shadow import FrozenCopy, frozen_copy
+from trainer.monitoring.caught_up import CaughtUpLimits
+from trainer.monitoring.drift import DriftDetector
+from trainer.monitoring.shadow import ShadowModel, load_shadow_model
 from trainer.pipeline.pipelined_feed import connected
 from trainer.pipeline.stage_timer import StageTimer
 from trainer.predictions import KafkaOutputs
@@ -107,7 +107,7 @@ def work(config: WorkerConfig, stop: Stop) -> None:
             lambda: ending.left_s() < _CLOSING_S,
         )
         drift, counted = (
-            Drift(schema),
+            DriftDetector(schema),
             ProfileRecorder(Profiler(config.profile_share, config.seed), store, clock),
         )
         wiring = LoopDependencies(
@@ -131,7 +131,7 @@ def work(config: WorkerConfig, stop: Stop) -> None:
         monitor = Monitor(
             worker,
             clock,
-            Patience(lag_ms=config.caught_up_lag_ms, hold_s=config.caught_up_hold_ms / 1000),
+            CaughtUpLimits(lag_ms=config.caught_up_lag_ms, hold_s=config.caught_up_hold_ms / 1000),
             drift,
         )
         MetricsCollector("worker", monitor.gauges, LABELS).register()
@@ -145,7 +145,7 @@ def work(config: WorkerConfig, stop: Stop) -> None:
         train(worker, monitor, member, health, ending, config.controller_timeout_ms / 1000)
 
 
-def _look(part: ChunkPart, drift: Drift, counted: ProfileRecorder, step: int) -> None:
+def _look(part: ChunkPart, drift: DriftDetector, counted: ProfileRecorder, step: int) -> None:
     """What is scored, as it is scored."""
     drift.look(part.batch, part.lookup)
     counted.look(step, part.batch, part.lookup)
@@ -183,10 +183,10 @@ def _member(
     )
 
 
-def open_shadow(config: WorkerConfig, store: CheckpointStore, schema: Schema) -> FrozenCopy | None:
+def open_shadow(config: WorkerConfig, store: CheckpointStore, schema: Schema) -> ShadowModel | None:
     """The frozen copy to score beside; None where none is asked for."""
     return (
-        frozen_copy(store, config.shadow, schema, config.device, config.shadow_every)
+        load_shadow_model(store, config.shadow, schema, config.device, config.shadow_every)
         if config.shadow
         else None
     )

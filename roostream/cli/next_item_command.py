@@ -24,12 +24,12 @@ def run(config: NextItemConfig) -> dict[str, Any]:
     """
     from roostream.replay.report_files import check_report, write_report
     from trainer.next_item.movielens import read_movielens
-    from trainer.next_item.next_item_run import run_next_item
-    from trainer.next_item.user_sequences import by_user
+    from trainer.next_item.sequences import group_by_user
+    from trainer.next_item.training import run_next_item
 
     check_report(config.report)
     rated = read_movielens(Path(config.data))
-    sequences = by_user(rated.user_N, rated.movie_N, rated.corpus_I)
+    sequences = group_by_user(rated.user_N, rated.movie_N, rated.corpus_I)
     click.echo(f"{sequences.num_users} users, {len(rated.movie_N)} interactions, {len(rated.corpus_I)} items")
     click.echo(f"{'epoch':>5} {'loss':>7}  {'':10} " + " ".join(f"{name:>8}" for name in _COLUMNS))
     settings = {"settings": dataclasses.asdict(config)}

@@ -36,10 +36,10 @@ from trainer.control.scrape_targets import (
     rows_by_stack,
     serving_state,
 )
-from trainer.monitoring.quality import QUALITY
-from trainer.selection.outcomes import added
+from trainer.monitoring.progressive_metrics import METRIC_NAMES
+from trainer.selection.outcomes import sum_outcomes
 
-_QUALITY = (*QUALITY, "requests", "candidates")
+_QUALITY = (*METRIC_NAMES, "requests", "candidates")
 _SAMPLING_S = 1.0
 
 
@@ -183,7 +183,7 @@ def trainer_state(control: Mapping[str, Any]) -> dict[str, Any]:
         },
         **{k: (whole.get(k) or [None])[0] for k in ("eta_s", "drain_per_s")},
         **{k: _sum(report.get(k) for report in reports) for k in counted},
-        "outcomes": added([report.get("outcomes") or {} for report in reports]),
+        "outcomes": sum_outcomes([report.get("outcomes") or {} for report in reports]),
     }
 
 

@@ -13,7 +13,7 @@ from roostream.errors import printable
 from trainer.control.holds import DeviceUse
 from trainer.control.types import Hold
 from trainer.selection.decision import NAMES, STALE
-from trainer.selection.outcomes import unaccounted
+from trainer.selection.outcomes import unaccounted_requests
 
 NONE = "–"
 Row = tuple[str, str]
@@ -162,7 +162,7 @@ def _outcomes(t: Mapping[str, Any]) -> list[Row]:
     parts = " + ".join(
         f"{n:,} {name}" for name, n in of.items() if name != "taken" and (n or name == "trained")
     )
-    missing = unaccounted(of)
+    missing = unaccounted_requests(of)
     text = f"{of['taken']:,} requests = {parts}{f'; NO, {missing:,} are missing' if missing else ''}"
     return [("selection", text), *_control(of)]
 

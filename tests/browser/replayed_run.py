@@ -88,7 +88,7 @@ class ReplayedRun:
         self.page.observe()
 
     def watch(self, left: int, state: str) -> dict[str, Any]:
-        """As trainer/monitoring/watch.py has it, `left` steps before the end."""
+        """As trainer/monitoring/report.py has it, `left` steps before the end."""
 
         def row(lag: int) -> dict[str, Any]:
             eta_s = left * STEP_S

@@ -26,12 +26,11 @@ from serving.online_features.updater import FeatureMetrics
 from tests.contract.house import ROOT
 from tests.contract.test_metric_names import OTHER_FORMS
 from tests.models.model_cases import make_batch
-from trainer.monitoring.caught_up import Liveness
-from trainer.monitoring.drift_report import LABELS as DRIFT
-from trainer.monitoring.quality_gauges import quality_gauges
-from trainer.monitoring.slices import MAX_SLICES, slicers
-from trainer.monitoring.watch import MAX_TASKS, quality_of
-from trainer.monitoring.windowed import MAX_VALUES, Windowed
+from trainer.monitoring.caught_up import TrainingState
+from trainer.monitoring.drift_report import DRIFT_LABELS as DRIFT
+from trainer.monitoring.report import MAX_TASKS, quality_gauges, quality_report
+from trainer.monitoring.slices import MAX_SLICES, build_slicers
+from trainer.monitoring.windowed_metrics import MAX_VALUES, WindowedMetrics
 from trainer.worker_monitor import LABELS
 
 ALERTS, DASHBOARDS = ROOT / "infra/alerts", sorted((ROOT / "infra/dashboards").glob("*.json"))
@@ -125,7 +124,7 @@ def test_every_alert_has_a_test_and_a_runbook() -> None:
 
 def test_every_state_that_an_alert_names_exists() -> None:
     found = set(re.findall(r'worker_state\{state=\\"(\w+)\\"\}', rules()))
-    assert len(found) >= 5 and found <= {str(state) for state in Liveness}
+    assert len(found) >= 5 and found <= {str(state) for state in TrainingState}
 
 
 @pytest.mark.timeout(300)
@@ -158,14 +157,14 @@ class _Worker(Collector):
                 "label": [{"name": task, "action": task, "fold": "any"} for task in tasks],
             }
         )
-        windowed = Windowed(schema.tasks, slicers(schema, features[:MAX_SLICES]))
+        windowed = WindowedMetrics(schema.tasks, build_slicers(schema, features[:MAX_SLICES]))
         for seed in range(4):
             batch = make_batch(schema, [40] * 4, seed)
             batch.nro_float_BF[:] *= 10.0 ** (seed - 1)
             windowed.count(
                 batch, batch.request_index_B * 0, batch.label_BT * 0 + 0.3, int(batch.close_ms_R.max())
             )
-        self.told = quality_gauges(quality_of(windowed.report(int(batch.close_ms_R.max())), None))
+        self.told = quality_gauges(quality_report(windowed.report(int(batch.close_ms_R.max())), None))
         by = {"feature": features[:64], "task": tasks, "table": [f"t{n}" for n in range(16)]}
         self.told |= {f"drift_{name}": dict.fromkeys(by[label], 0.5) for name, label in DRIFT.items()}
         partitions = [f"samples-{n}" for n in range(64)]

@@ -21,7 +21,7 @@ from torchrec.distributed import ShardingEnv
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from trainer.torchrec_plan import TableTensors, put, sharding_plan, take
+from trainer.torchrec_plan import TableTensors, load_tables, read_tables, sharding_plan
 
 RANKS = 2
 TABLES = {"a": (50, 8), "b": (31, 4), "c": (7, 16), "d": (20, 8)}  # rows, width
@@ -71,7 +71,7 @@ def sharded(plan: str, rows: dict[str, np.ndarray]) -> nn.Module:
     env = ShardingEnv.from_process_group(distributed.group.WORLD)
     of_module = sharding_plan(plan).get_plan_for_module("")
     out: nn.Module = EmbeddingBagCollectionSharder().shard(collection, of_module, env, torch.device("cpu"))
-    put(out, TableTensors(rows, {}))
+    load_tables(out, TableTensors(rows, {}))
     return out
 
 
@@ -93,13 +93,19 @@ def main(rank: int, folder: Path) -> None:
     stayed = sharded(first, first_rows())
     out = {f"pooled.{rank}.{name}": x.detach().numpy() for name, x in pooled(stayed, 0, rank).items()}
     learn(stayed, range(5), rank)
-    half = take(stayed)
+    half = read_tables(stayed)
     moved, lost = sharded(second, half.rows), sharded(second, half.rows)
-    put(moved, half)
-    back = take(moved)
+    load_tables(moved, half)
+    back = read_tables(moved)
     for each in (stayed, moved, lost):
         learn(each, range(5, 10), rank)
-    ends = {"stayed": take(stayed), "moved": take(moved), "lost": take(lost), "half": half, "back": back}
+    ends = {
+        "stayed": read_tables(stayed),
+        "moved": read_tables(moved),
+        "lost": read_tables(lost),
+        "half": half,
+        "back": back,
+    }
     for name, end in ends.items():
         out |= {f"{name}.rows.{table}": x for table, x in end.rows.items()}
         out |= {

@@ -9,7 +9,7 @@ from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES
 from roostream.wire.batch import Batch
 from roostream.wire.decode import Decoder
 from tests.trainer import samples
-from trainer.monitoring.quality import QUALITY, Metrics
+from trainer.monitoring.progressive_metrics import METRIC_NAMES, Metrics
 from trainer.partitions import PartitionStates, report_of, rows_by_partition
 
 AT = {(SAMPLES, 0): 0, (SAMPLES, 1): 0}
@@ -48,7 +48,9 @@ def test_the_report_is_that_of_one_metric_over_everything(num_candidates: int) -
         split.count(batch, score_BT)
         whole.update(score_BT, batch.label_BT, batch.weight_BT, batch.request_index_B, batch.time_ms_R)
     mine, theirs = split.metrics().report(), whole.report()
-    assert {k: mine[k] for k in QUALITY} == pytest.approx({k: theirs[k] for k in QUALITY}, rel=1e-12)
+    assert {k: mine[k] for k in METRIC_NAMES} == pytest.approx(
+        {k: theirs[k] for k in METRIC_NAMES}, rel=1e-12
+    )
     assert report_of(split.cut().values(), samples.schema().tasks) == mine
     assert (mine["requests"], mine["first_ms"], mine["last_ms"]) == (
         theirs["requests"],

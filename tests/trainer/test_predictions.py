@@ -20,7 +20,7 @@ from roostream.wire.decode import Decoder
 from tests.trainer import samples
 from trainer.batch_source import Rejected
 from trainer.predictions import KafkaOutputs, Prediction, dead_letter, predictions_of
-from trainer.selection.decision import Selected
+from trainer.selection.decision import SelectionWeights
 
 
 def batch_of(*values: bytes) -> Batch:
@@ -80,7 +80,7 @@ def test_records_of_zeros_and_weights_and_of_some_requests_alone_are_those_of_me
     score_BT = np.random.default_rng(1).random((batch.num_candidates, 1), dtype=np.float32)
     disposition_R = np.array([0, 1, 2, 3, 4, 0, 0], np.uint8)
     weights = (np.array(w, np.float32) for w in ([1, 0, 2.5, 1, 0, 4, 0], [1, 20, 1, 0, 3.3, 1, 0]))
-    choice = Selected(disposition_R, *weights)
+    choice = SelectionWeights(disposition_R, *weights)
     for with_choice in (None, choice):
         expected = []
         for r in range(7):

@@ -41,8 +41,7 @@ from trainer.control.idle import Backlog, IdleDetector, IdleHoldWatcher, IdleRul
 from trainer.control.types import CoordinatorConfig
 from trainer.deployment_identity import DeploymentIdentity
 from trainer.loop import LoopDependencies, TrainLoop
-from trainer.monitoring.caught_up import Liveness
-from trainer.monitoring.partition_watch import Patience
+from trainer.monitoring.caught_up import CaughtUpLimits, TrainingState
 from trainer.pipeline.pipelined_feed import connected
 from trainer.pipeline.stage_timer import StageTimer
 from trainer.record_source import RecordSource
@@ -177,7 +176,7 @@ class Together:
         loop = (SpoiltLoop if spoilt else TrainLoop)(settings, samples.schema(), samples.MODEL, wiring)
         worker = Worker(loop, outputs, self.store, identity)
         monitor, stop, left, clock = (
-            Monitor(worker, self.clock, Patience(lag_ms=5000)),
+            Monitor(worker, self.clock, CaughtUpLimits(lag_ms=5000)),
             Stop(),
             threading.Event(),
             Ahead(),
@@ -267,7 +266,7 @@ def test_g3_training_goes_on_by_itself_after_a_shard_was_killed(together: Togeth
         and last.manifest.workers[0].dedupe == 40
     )
     assert together.controller.status()["incarnation"] >= 2
-    together.wait_for(lambda: monitor.progress.overall.state is Liveness.CAUGHT_UP)
+    together.wait_for(lambda: monitor.progress.overall.state is TrainingState.CAUGHT_UP)
     shown = {family.name: family for family in MetricsCollector("worker", monitor.gauges, LABELS).collect()}
     assert shown["roostream_worker_lag_records"].samples[0].value == 0
     states = {s.labels["state"]: s.value for s in shown["roostream_worker_state"].samples}
@@ -336,7 +335,7 @@ def test_a_stream_that_pauses_holds_training_and_one_record_more_ends_that(toget
     first.thread.join(LONG_S)
     failure = together.failures.get(timeout=LONG_S)
     assert isinstance(failure, HeldError) and "nothing to read for 0.2 s; it ends by itself" in str(failure)
-    assert first.monitor.progress.overall.state is Liveness.HELD
+    assert first.monitor.progress.overall.state is TrainingState.HELD
     status = together.controller.status()
     assert (
         status["holds"][0]["kind"] == "transient" and status["state"] == "held" and status["rollbacks"] == 0

@@ -12,9 +12,9 @@ from tests.trainer.loops import PARTITIONS, build
 from tests.trainer.pipeline.pipelines import pipelined
 from tests.trainer.test_worker import Stage
 from trainer.config import LoopConfig
-from trainer.monitoring.caught_up import Course
+from trainer.monitoring.caught_up import ReadPhase
 from trainer.read_bounds import ReadBounds
-from trainer.worker_monitor import course_of
+from trainer.worker_monitor import read_phase
 
 EVEN, ODD = PARTITIONS
 
@@ -67,18 +67,18 @@ def test_a_commit_within_an_epoch_changes_nothing_of_it() -> None:
 def test_without_phases_it_reads_whatever_is_there_and_says_nothing() -> None:
     at = Stage(numbers=range(1, 25)).started()
     assert trained(at) == [12, 12] and "epoch_trained" not in at.worker.report()
-    assert course_of(at.worker.reach) is Course.READ
+    assert read_phase(at.worker.reach) is ReadPhase.READ
 
 
 def test_the_stream_behind_history_has_no_end_and_the_usual_batches() -> None:
     at = stage(4, 4)
-    assert course_of(at.worker.reach) is Course.HISTORY
+    assert read_phase(at.worker.reach) is ReadPhase.HISTORY
     trained(at)
-    assert course_of(at.worker.reach) is Course.WAIT
+    assert read_phase(at.worker.reach) is ReadPhase.WAIT
     assert at.do("restore", manifest="")["ok"]
     assert "epoch_trained" not in at.worker.report()
     assert at.do("start", epoch={"number": 0, "units": []})["ok"]
-    assert course_of(at.worker.reach) is Course.STREAM
+    assert read_phase(at.worker.reach) is ReadPhase.STREAM
     assert trained(at) == [12, 12]
 
 

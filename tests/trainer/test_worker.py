@@ -25,7 +25,7 @@ from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS, Built, build
 from tests.trainer.memory_store import MemoryStore
 from trainer.deployment_identity import DeploymentIdentity
-from trainer.monitoring.quality import summary
+from trainer.monitoring.progressive_metrics import summarize
 from trainer.worker import Worker
 
 KAFKA = {"cluster_id": "c", "topics": {"samples": "1"}}
@@ -189,7 +189,7 @@ def test_a_commit_of_format_1_is_restored_with_what_was_trained_and_measured() -
     at = manifests.load(store, "manifests/00000001").manifest
     stage.started(at.name)
     assert stage.worker.loop.own.progress == at.offsets and stage.worker.loop.num_steps == at.step
-    measured = summary(stage.worker.loop.report())
+    measured = summarize(stage.worker.loop.report())
     assert measured["requests"] == 8 and measured["tasks"]["click"] == pytest.approx(
         at.workers[0].metrics["tasks"]["click"]
     )

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from trainer.monitoring.caught_up import Liveness
-from trainer.monitoring.cells import LIVE, SHADOW, pooled_numbers
-from trainer.monitoring.drift_report import worst
-from trainer.monitoring.quality import pooled
+from trainer.monitoring.caught_up import TrainingState
+from trainer.monitoring.drift_report import merge_drift_reports
+from trainer.monitoring.progressive_metrics import merge_summaries
+from trainer.monitoring.windowed_metrics import LIVE, SHADOW, merge_cell_reports
 
-_RANK = {str(state): rank for rank, state in enumerate(Liveness)}
+_RANK = {str(state): rank for rank, state in enumerate(TrainingState)}
 
 
 def worker_reports(status: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -28,14 +28,14 @@ def aggregate_status(status: Mapping[str, Any]) -> dict[str, Any]:
 
     `initial`: progress of the initial phase, or None. `eta_s` and `drain_per_s`: [value, low, high], or None
     if unknown. `quality` (windows, slices, shadow, drift) and `partitions` are as in
-    trainer/monitoring/watch.py; each partition names its `worker`."""
+    trainer/monitoring/report.py; each partition names its `worker`."""
     reports = worker_reports(status)
     watches = [report.get("watch") or {} for report in reports.values()]
     slowest = max(watches, key=lambda watch: _RANK.get(_state(watch), len(_RANK)), default={})
     hold = current_hold(status)
     etas = [watch.get("eta_s") for watch in watches]
     return {
-        "state": str(Liveness.HELD) if hold else _state(slowest),
+        "state": str(TrainingState.HELD) if hold else _state(slowest),
         "reason": str(hold.get("reason") or "") if hold else str(slowest.get("reason") or ""),
         "in_state_s": None if hold else slowest.get("in_state_s"),
         "initial": status.get("initial"),
@@ -47,7 +47,7 @@ def aggregate_status(status: Mapping[str, Any]) -> dict[str, Any]:
         "requests": _fold_known(sum, (report.get("requests") for report in reports.values())),
         "step": _fold_known(max, (report.get("step") for report in reports.values())),
         "watermark_ms": _fold_known(min, (report.get("watermark_ms") for report in reports.values())),
-        "metrics": pooled(report.get("metrics") or {} for report in reports.values()),
+        "metrics": merge_summaries(report.get("metrics") or {} for report in reports.values()),
         "quality": _quality(watches),
         "partitions": [
             {**row, "worker": key}
@@ -74,7 +74,7 @@ def _quality(watches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "windows": _merge_cells([watch.get("windows") or {} for watch in watches]),
         "slices": _merge_cells([watch.get("slices") or {} for watch in watches]),
         "shadow": {"version": version, **_merge_cells(shadow_cells)} if version else None,
-        "drift": worst([watch.get("drift") or {} for watch in watches]),
+        "drift": merge_drift_reports([watch.get("drift") or {} for watch in watches]),
     }
 
 
@@ -83,13 +83,13 @@ def _merge_cells(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for key in dict.fromkeys(key for tree in trees for key in tree):
         nodes = [tree[key] for tree in trees if key in tree]
-        merged[key] = pooled_numbers(nodes) if "sums" in nodes[0] else _merge_cells(nodes)
+        merged[key] = merge_cell_reports(nodes) if "sums" in nodes[0] else _merge_cells(nodes)
     return merged
 
 
 def _state(watch: Mapping[str, Any]) -> str:
     state = str(watch.get("state") or "")
-    return state if state in _RANK else str(Liveness.UNKNOWN)
+    return state if state in _RANK else str(TrainingState.UNKNOWN)
 
 
 def _eta(eta: Any) -> float:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from roostream.runtime.manifest import KEEP_MANIFESTS
 from trainer.control.aggregate_status import aggregate_status, current_hold, worker_reports
 from trainer.control.types import TRANSIENT, State
-from trainer.monitoring.caught_up import Liveness
+from trainer.monitoring.caught_up import TrainingState
 
 MIN_CALIBRATION, MAX_CALIBRATION = 0.9, 1.1
 _MIN_REQUESTS = 1000  # calibration of fewer requests is too noisy
@@ -35,11 +35,11 @@ class Level(enum.StrEnum):
 
 
 _TRAINING = {
-    Liveness.UNKNOWN: (Level.UNKNOWN, "the lag of training is unknown"),
-    Liveness.HELD: (Level.BAD, "training is on hold"),
-    Liveness.BLOCKED: (Level.BAD, "the input cannot be read"),
-    Liveness.STALLED: (Level.BAD, "samples are waiting, and none is trained"),
-    Liveness.FALLING_BEHIND: (Level.WARNING, "samples arrive faster than they are trained"),
+    TrainingState.UNKNOWN: (Level.UNKNOWN, "the lag of training is unknown"),
+    TrainingState.HELD: (Level.BAD, "training is on hold"),
+    TrainingState.BLOCKED: (Level.BAD, "the input cannot be read"),
+    TrainingState.STALLED: (Level.BAD, "samples are waiting, and none is trained"),
+    TrainingState.FALLING_BEHIND: (Level.WARNING, "samples arrive faster than they are trained"),
 }
 
 
@@ -85,9 +85,10 @@ def headline(status: Mapping[str, Any], found: Iterable[Finding]) -> Headline:
         )
     if "controller" in keys or "broken" in keys:
         return Headline("stopped", "Training is stopped")
-    state = Liveness(aggregate_status(status)["state"])
+    state = TrainingState(aggregate_status(status)["state"])
     return Headline(
-        str(state), "Training history" if state is Liveness.INITIAL else state.replace("_", " ").capitalize()
+        str(state),
+        "Training history" if state is TrainingState.INITIAL else state.replace("_", " ").capitalize(),
     )
 
 
@@ -137,7 +138,7 @@ def _check_training(status: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("training", Level.UNKNOWN, "no worker reports the lag of training")
         return
     total = aggregate_status(status)
-    state = Liveness(total["state"])
+    state = TrainingState(total["state"])
     if state in _TRAINING:
         level, text = _TRAINING[state]
         yield Finding("training", level, f"{text}: {total['reason']}" if total["reason"] else text)

@@ -4,6 +4,19 @@ Ours, since constructing any optimizer of torch.optim imports torch._dynamo: sev
 arithmetic is torch.optim.Adam's, with one count of steps for all weights.
 
 Letters: P numbers of all weights together, S those of neighbours.
+
+Weights of a module as parts of one tensor, so that what is done to all of them is a few kernels, not a few a weight.
+
+Letters: P numbers of all weights together.
+
+An average of the dense weights over their last steps, in a model of its own that scores (Polyak & Juditsky 1992; with an
+exponential window, as Izmailov et al. 2018 and others score with).
+
+    a <- d a + (1 - d) w    behind step t of the optimizer, d = min(1 - 1/steps, t / (t + 9))
+
+A single step goes where its batch says, and so the weights wander about what they learn; their average does not, and lags by
+about `steps` steps. At the beginning d is small: the average is one of about the last tenth of all steps, never the initial
+values.
 """
 
 from __future__ import annotations
@@ -16,8 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.dense_part.flat_weights import ALIGNED, FlatWeights, aligned, part_of_all
-from trainer.dense_part.weight_average import WeightAverage
+from roostream.models.model import Model
 
 SLOTS = ("exp_avg", "exp_avg_sq")
 
@@ -52,7 +64,7 @@ class DenseAdam:
         self._state = {slot: torch.zeros_like(self._weight_P) for slot in SLOTS}
         self._room_P, self._gap = torch.empty_like(self._weight_P), self._weight_P.new_zeros(ALIGNED)
         self.slots: dict[str, dict[str, Tensor]] = {
-            name: {slot: part_of_all(self._state[slot], at, parameter) for slot in SLOTS}
+            name: {slot: view_in_flat(self._state[slot], at, parameter) for slot in SLOTS}
             for name, at, parameter in self._flat.places()
         }
 
@@ -124,3 +136,57 @@ def _square_root(of_S: Tensor, out_S: Tensor) -> Tensor:
         return torch.sqrt(of_S, out=out_S)
     np.sqrt(of_S.numpy(), out=out_S.numpy())
     return out_S
+
+
+ALIGNED = 16  # float32 of a cache line
+
+
+class FlatWeights:
+    """Made in place: the module that the weights belong to, its names and shapes stay as they are, but it must not be moved to
+    another device or type afterwards."""
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self.parameters = dict(parameters)
+        self._starts = list(
+            itertools.accumulate((aligned(p.numel()) for p in self.parameters.values()), initial=0)
+        )
+        like = next(iter(self.parameters.values()), torch.zeros(0))
+        self.weight_P = torch.zeros(self._starts[-1], dtype=like.dtype, device=like.device)
+        for _, at, parameter in self.places():
+            view_in_flat(self.weight_P, at, parameter).copy_(parameter.detach())
+            parameter.data = view_in_flat(self.weight_P, at, parameter)
+
+    def places(self) -> Iterator[tuple[str, int, nn.Parameter]]:
+        """Each weight, and where it begins."""
+        for (name, parameter), at in zip(self.parameters.items(), self._starts, strict=False):
+            yield name, at, parameter
+
+
+def aligned(count: int) -> int:
+    """Room of a weight of `count` numbers: each begins where torch would have put it alone, so that its products have the same
+    bits in serving (G9), where it lies alone."""
+    return -(-count // ALIGNED) * ALIGNED
+
+
+def view_in_flat(flat_P: Tensor, at: int, like: Tensor) -> Tensor:
+    """The part of `flat_P` from `at` on, in the shape of `like`."""
+    return flat_P[at : at + like.numel()].view_as(like)
+
+
+_YOUNG = 9
+
+
+class WeightAverage:
+    """`model` scores by it; nothing else may write to its weights but `follow` and a restore. Changes nothing of what is
+    trained."""
+
+    def __init__(self, model: Model, steps: int) -> None:
+        """`model`: built as the one in training is; its weights become parts of one tensor, as that one's are."""
+        self.model, self.steps = model.eval(), steps
+        self._average_P = FlatWeights(model.named_parameters()).weight_P
+
+    @torch.no_grad()
+    def follow(self, weight_P: Tensor, num_steps: int) -> None:
+        """Behind step `num_steps` (from 1) of the optimizer, which led to `weight_P`."""
+        kept = min(1 - 1 / self.steps, num_steps / (num_steps + _YOUNG))
+        self._average_P.lerp_(weight_P, 1 - kept)

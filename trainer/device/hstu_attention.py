@@ -27,7 +27,7 @@ BLOCK = 32  # queries, and keys, of a program; a power of two
 _LEAST = 16  # columns of a product
 
 
-def give_kernel(model: nn.Module) -> None:
+def use_triton_attention(model: nn.Module) -> None:
     """Its HSTU layers, if it has any, compute attention by the kernels from now on.
 
     Raises:
@@ -67,7 +67,7 @@ kernel_attention = attention_in_blocks(BLOCK)
 def kernels() -> ModuleType:
     """Raises SetupError: Triton isn't there."""
     try:
-        from trainer.device import hstu_kernel
+        from trainer.device import hstu_triton_kernels as hstu_kernel
     except ImportError as error:
         raise SetupError(
             f'attention: expected Triton for "triton", got {error}; set attention = "reference"'

@@ -25,7 +25,7 @@ from roostream.models.model import Model
 from roostream.models.ranker import Heads
 from roostream.schema.schema import Schema
 from trainer.config import LoopConfig
-from trainer.device.hstu_attention import give_kernel
+from trainer.device.hstu_attention import use_triton_attention
 
 log = logging.getLogger("roostream.worker")
 
@@ -45,7 +45,7 @@ def set_numerics(config: LoopConfig) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def trained_model(schema: Schema, model_config: ModelConfig, config: LoopConfig) -> Model:
+def build_training_model(schema: Schema, model_config: ModelConfig, config: LoopConfig) -> Model:
     """An untrained one, where and how it is to be computed.
 
     Raises:
@@ -53,13 +53,13 @@ def trained_model(schema: Schema, model_config: ModelConfig, config: LoopConfig)
     """
     model = build_model(schema, model_config, config.seed).to(config.device)
     if config.attention == "triton":
-        give_kernel(model)
+        use_triton_attention(model)
     if config.compile:
         compile_rows(model, config.device)
     return model
 
 
-def logits_of(model: nn.Module, inputs: Inputs, config: LoopConfig) -> Tensor:
+def forward_logits(model: nn.Module, inputs: Inputs, config: LoopConfig) -> Tensor:
     """[B, T]. With bfloat16 the products of matrices are, and what torch's autocast adds to them; logits are float32."""
     if config.precision == "float32":
         logits_BT: Tensor = model(inputs)
@@ -75,7 +75,7 @@ def compile_rows(model: nn.Module, device: str) -> None:
     warning says why."""
     modules = compilable_modules(model)
     why = (
-        compiler_missing(torch.device(device).type)
+        why_not_compilable(torch.device(device).type)
         if modules
         else "this kind of model has no module of ours from rows to rows"
     )
@@ -89,7 +89,7 @@ def compile_rows(model: nn.Module, device: str) -> None:
 
 
 @functools.cache
-def compiler_missing(device_type: str) -> str:
+def why_not_compilable(device_type: str) -> str:
     """Why nothing can be compiled for such a device, one line; '' where it can. Tries it: some seconds, once a process."""
     try:
         import torch._dynamo

@@ -37,12 +37,12 @@ class DeviceCopy(Protocol):
     def wait_read(self) -> None:
         """The calling thread waits until the pinned buffer has been read."""
 
-    def comes_first(self) -> None:
+    def wait_on_compute_stream(self) -> None:
         """What the calling thread computes on the device from now on comes behind the copy; the thread waits for nothing. The
         memory is not used again before all of that is done."""
 
 
-class CopyLane(Protocol):
+class CopyStream(Protocol):
     """What the ring needs of a device."""
 
     def pinned(self, num_bytes: int) -> Tensor:
@@ -66,7 +66,7 @@ class Staged(NamedTuple):
 class Staging:
     """The ring. Any thread; memory: `SLOTS` pinned buffers, each of the next power of two of the largest inputs that it held."""
 
-    def __init__(self, lane: CopyLane) -> None:
+    def __init__(self, lane: CopyStream) -> None:
         self.lane = lane
         self._slots = [_Pinned(lane.pinned(_MIN_BYTES)) for _ in range(SLOTS)]
         self._num_staged = 0
@@ -130,13 +130,13 @@ class _CudaCopy(NamedTuple):
     def wait_read(self) -> None:
         self.done.synchronize()
 
-    def comes_first(self) -> None:
+    def wait_on_compute_stream(self) -> None:
         stream = torch.cuda.current_stream(self.device_N.device)
         stream.wait_event(self.done)
         self.device_N.record_stream(stream)
 
 
-class CudaLane:
+class CudaCopyStream:
     """See `CopyLane`: a stream of its own. Device memory is that stream's; `record_stream` keeps it from being copied to again
     while another one may still look at it."""
 
@@ -158,4 +158,4 @@ class CudaLane:
 
 def open_staging(device: str) -> Staging | None:
     """None on a CPU: inputs are there."""
-    return Staging(CudaLane(device)) if device.startswith("cuda") else None
+    return Staging(CudaCopyStream(device)) if device.startswith("cuda") else None

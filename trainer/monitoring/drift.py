@@ -51,7 +51,7 @@ class SeenIds:
         return new
 
 
-class Drift:
+class DriftDetector:
     """`look` at every batch; `report` is of the last full window, {} before there are two. One thread, but for `report`."""
 
     def __init__(

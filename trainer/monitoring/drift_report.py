@@ -1,4 +1,7 @@
-"""What a report of drift has (`Drift.report`), and the reports of several workers as one; for readers without a model."""
+"""Keys and labels of a drift report (`DriftDetector.report`), and the merge of the reports of several workers.
+
+A file of its own: the controller imports it and must not import numba.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _BY_FEATURE = ("coverage", "coverage_before", "psi", "lengths")
-LABELS = {
+DRIFT_LABELS = {
     **dict.fromkeys(_BY_FEATURE, "feature"),
     **dict.fromkeys(("base_rate", "base_rate_before"), "task"),
     "new_ids": "table",
@@ -15,11 +18,11 @@ LABELS = {
 """What each part of a report is by."""
 
 
-def worst(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_drift_reports(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Those of several workers as one: of each feature the report with the larger psi, of each task the base rate that moved
     furthest, of each table the larger share of new ids. {} where nobody tells."""
     told = [report for report in reports if report]
-    out: dict[str, Any] = {name: {} for name in LABELS} if told else {}
+    out: dict[str, Any] = {name: {} for name in DRIFT_LABELS} if told else {}
     for feature in dict.fromkeys(name for report in told for name in report["psi"]):
         at = max((r for r in told if feature in r["psi"]), key=lambda r: r["psi"][feature])
         for name in _BY_FEATURE:

@@ -14,7 +14,7 @@ from trainer.batch_source import Chunk
 _SANE_MS = 3_600_000
 
 
-def freshness_of(chunk: Chunk, new_R: np.ndarray, now_ms: int) -> Iterator[tuple[str, float]]:
+def chunk_freshness(chunk: Chunk, new_R: np.ndarray, now_ms: int) -> Iterator[tuple[str, float]]:
     """(stage, ms) of a chunk that is trained by `now_ms`; a replay of old data has no meaningful times between event and wall."""
     new_R = new_R & ~chunk.batch.correction_R
     if not new_R.any():

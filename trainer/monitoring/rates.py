@@ -40,7 +40,7 @@ class TimeLeft(NamedTuple):
     high_s: float | None
 
 
-NOT_FORESEEABLE = TimeLeft(None, None, None)
+UNKNOWN_TIME_LEFT = TimeLeft(None, None, None)
 
 
 class RateMeter:
@@ -97,7 +97,7 @@ def time_left(records: float, drain: Estimate | None) -> TimeLeft:
     if not records:
         return TimeLeft(0.0, 0.0, 0.0)
     if drain is None or drain.value <= 0:
-        return NOT_FORESEEABLE
+        return UNKNOWN_TIME_LEFT
     low_s = records / drain.high if drain.high is not None and drain.high > 0 else None
     high_s = records / drain.low if drain.low is not None and drain.low > 0 else None
     return TimeLeft(records / drain.value, low_s, high_s)

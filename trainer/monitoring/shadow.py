@@ -23,7 +23,7 @@ from roostream.schema.schema import Schema
 _PREFIX = "model."
 
 
-class FrozenCopy:
+class ShadowModel:
     """Scores every `every`-th step."""
 
     def __init__(self, model: nn.Module, version: str, every: int = 1) -> None:
@@ -38,7 +38,9 @@ class FrozenCopy:
         return score_BT if bool(np.isfinite(score_BT).all()) else None
 
 
-def frozen_copy(store: CheckpointStore, version: str, schema: Schema, device: str, every: int) -> FrozenCopy:
+def load_shadow_model(
+    store: CheckpointStore, version: str, schema: Schema, device: str, every: int
+) -> ShadowModel:
     """The dense weights of a committed version, `<incarnation>-<seq>`. They are kept as `shadows/<version>.safetensors`, so
     that a later start finds them when their commit is retired.
 
@@ -65,7 +67,7 @@ def frozen_copy(store: CheckpointStore, version: str, schema: Schema, device: st
         if n.startswith(_PREFIX)
     }
     model.load_state_dict(weights)
-    return FrozenCopy(model, version, every)
+    return ShadowModel(model, version, every)
 
 
 def _committed(store: CheckpointStore, version: str) -> bytes:

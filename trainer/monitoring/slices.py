@@ -41,7 +41,7 @@ class Slicer:
         self.name, self.values = name, values
 
 
-def slicers(schema: Schema, names: Sequence[str]) -> list[Slicer]:
+def build_slicers(schema: Schema, names: Sequence[str]) -> list[Slicer]:
     """In the order of `names`.
 
     Raises:

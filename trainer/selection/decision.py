@@ -44,7 +44,7 @@ class Decision(NamedTuple):
     )  # float32: how many requests each that is kept stands for, where those alone are scored; else 0
 
 
-class Selected(NamedTuple):
+class SelectionWeights(NamedTuple):
     """What selection says of the requests of a part."""
 
     reason_R: np.ndarray  # uint8
@@ -52,7 +52,7 @@ class Selected(NamedTuple):
     metric_weight_R: np.ndarray  # float32: how many requests it stands for in progressive metrics
 
 
-class Unscored(NamedTuple):
+class UnscoredRequests(NamedTuple):
     """Requests of a batch that are neither trained nor scored."""
 
     batch: Batch
@@ -68,10 +68,10 @@ def decide(batch: Batch, config: SelectionConfig, seed: int, stale_R: np.ndarray
         skipped_R, reason = np.zeros(n, np.bool_) if stale_R is None else stale_R, STALE
     elif config.policy == "negatives":
         eligible_R = without_positive(batch)
-        skipped_R, reason = eligible_R & (drawn(id_R, seed) >= config.keep), NEGATIVE
+        skipped_R, reason = eligible_R & (uniform_draws(id_R, seed) >= config.keep), NEGATIVE
         weight_R[eligible_R] = stands_for_R[eligible_R] = np.float32(1 / config.keep)
     elif config.policy == "random":
-        skipped_R, reason = drawn(id_R, seed) >= config.keep, RANDOM
+        skipped_R, reason = uniform_draws(id_R, seed) >= config.keep, RANDOM
         stands_for_R[:] = np.float32(1 / config.keep)
     else:
         skipped_R, reason = np.zeros(n, np.bool_), TRAINED
@@ -80,12 +80,12 @@ def decide(batch: Batch, config: SelectionConfig, seed: int, stale_R: np.ndarray
         kept_R=~skipped_R,
         weight_R=weight_R,
         reason_R=np.where(skipped_R, reason, TRAINED).astype(np.uint8),
-        probe_R=skipped_R & (drawn(id_R, seed ^ _PROBE_SALT) < config.probe),
+        probe_R=skipped_R & (uniform_draws(id_R, seed ^ _PROBE_SALT) < config.probe),
         stands_for_R=stands_for_R,
     )
 
 
-def drawn(id_R: np.ndarray, seed: int) -> np.ndarray:
+def uniform_draws(id_R: np.ndarray, seed: int) -> np.ndarray:
     """float64 [R] in [0, 1), a function of id (int64) and seed."""
     return (splitmix64_of(id_R.view(np.uint64) ^ np.uint64(seed)) >> np.uint64(11)).astype(
         np.float64

@@ -17,7 +17,7 @@ SKIPPED = NAMES[2:]
 
 
 @dataclasses.dataclass
-class Counts:
+class RequestCounts:
     """Since this process started."""
 
     requests: int = 0
@@ -30,7 +30,7 @@ class Counts:
     busy_s: float = 0.0  # pulling and training
 
 
-class Outcomes:
+class OutcomeCounter:
     """Since the process started; `total` from any thread."""
 
     def __init__(self) -> None:
@@ -60,11 +60,11 @@ class Outcomes:
         self.begin()
 
 
-def added(totals: Sequence[Mapping[str, int]]) -> dict[str, int]:
+def sum_outcomes(totals: Sequence[Mapping[str, int]]) -> dict[str, int]:
     """Of several workers; {} where nobody tells."""
     return {name: sum(total.get(name, 0) for total in totals) for total in totals for name in total}
 
 
-def unaccounted(total: Mapping[str, int]) -> int:
+def unaccounted_requests(total: Mapping[str, int]) -> int:
     """Requests that were taken and of which nothing is told; 0 unless something is wrong."""
     return total[TAKEN] - sum(count for name, count in total.items() if name != TAKEN)

@@ -27,10 +27,10 @@ from roostream.wire.lookup import Lookup
 from trainer.config import LoopConfig
 from trainer.feed import ChunkPart, Claimed, Pulled, part_of, split_at
 from trainer.rows import Rows
-from trainer.selection.decision import Decision, Selected, Unscored, decide
+from trainer.selection.decision import Decision, SelectionWeights, UnscoredRequests, decide
 from trainer.selection.deferral import Deferral
 from trainer.selection.rehearsal import Rehearsal
-from trainer.selection.slipstream_course import SlipstreamCourse
+from trainer.selection.slipstream_policy import SlipstreamPolicy
 
 Tensors = Mapping[str, np.ndarray]
 log = logging.getLogger("roostream.worker")
@@ -52,7 +52,7 @@ class Selection:
         )
         is_slipstream = self.config.policy == "slipstream"
         self.slipstream = (
-            SlipstreamCourse(self.config.slipstream, schema, config.seed) if is_slipstream else None
+            SlipstreamPolicy(self.config.slipstream, schema, config.seed) if is_slipstream else None
         )
         self.deferral = Deferral(config.deferral, schema) if config.deferral.is_on else None
         self._told_of_control = False  # once a process
@@ -75,13 +75,13 @@ class Selection:
 
     # Requests
 
-    def asked(self, size: int) -> int:
+    def chunk_size(self, size: int) -> int:
         """Requests that a chunk is read for, of which about `size` are trained if batches are refilled."""
         if not self.config.refill:
             return size
         return max(size, min(math.ceil(size / max(self._kept_lately, self.config.min_kept)), _MAX_REQUESTS))
 
-    def split(self, batch: Batch, num_steps: int) -> tuple[tuple[ChunkPart, ...], Unscored | None]:
+    def split(self, batch: Batch, num_steps: int) -> tuple[tuple[ChunkPart, ...], UnscoredRequests | None]:
         """A chunk's new requests, `num_steps` being the loop's now. Frozen ones aren't judged; of a correction that is skipped
         nothing is told."""
         if not self.config.is_on:
@@ -106,7 +106,9 @@ class Selection:
             else None,
         )
         unscored = (
-            Unscored(judged, np.flatnonzero(unscored_R), decision.reason_R) if unscored_R.any() else None
+            UnscoredRequests(judged, np.flatnonzero(unscored_R), decision.reason_R)
+            if unscored_R.any()
+            else None
         )
         return tuple(part for part in parts if part is not None), unscored
 
@@ -129,7 +131,7 @@ class Selection:
         if trains and (decision.weight_R[row_R] == 1).all() and (metric_weight_M == 1).all():
             return part_of(_taken(judged, row_R), trains=True, deduplicated=self._deduplicated)
         self._num_probed += 0 if trains else len(metric_weight_M)
-        choice = Selected(decision.reason_R[row_R], decision.weight_R[row_R], metric_weight_M)
+        choice = SelectionWeights(decision.reason_R[row_R], decision.weight_R[row_R], metric_weight_M)
         return part_of(_taken(judged, row_R), trains=trains, deduplicated=self._deduplicated, choice=choice)
 
     def _is_left_out(self, decision: Decision) -> np.ndarray:
@@ -145,7 +147,7 @@ class Selection:
         each = 1.0 if trains or self.config.score == "all" else 1 / self.config.probe
         return np.full(int(row_R.sum()), each, np.float32)
 
-    def weighted(self, targets: Targets, part: ChunkPart) -> Targets:
+    def weight_targets(self, targets: Targets, part: ChunkPart) -> Targets:
         """With the weights of its requests; divided by what the candidates' weights are without them (roostream/models/loss.py)."""
         if part.choice is None:
             return targets
@@ -157,7 +159,7 @@ class Selection:
 
     # Steps
 
-    def trained(self, step: int, claimed: Claimed, rows: Rows) -> None:
+    def on_trained(self, step: int, claimed: Claimed, rows: Rows) -> None:
         """A chunk is trained and pushed, the oldest that was split. Raises UnavailableError: as `rows.pull`."""
         if not self.config.is_on:
             return
@@ -175,11 +177,13 @@ class Selection:
                 )
         if self.slipstream:
             batches = [(part.batch, part.lookup) for part in claimed.parts if part.trains]
-            self.slipstream.trained(
+            self.slipstream.on_trained(
                 step, batches, lambda lookup: {s: x.cpu().numpy() for s, x in rows.pull(lookup).items()}
             )
 
-    def outgoing(self, pulled: Pulled, gradients: Mapping[str, torch.Tensor], now_ms: int) -> Outgoing:
+    def gradients_to_push(
+        self, pulled: Pulled, gradients: Mapping[str, torch.Tensor], now_ms: int
+    ) -> Outgoing:
         """(lookup, gradients) to push of what a part gave."""
         if self.deferral is None:
             return pulled.part.lookup, gradients
@@ -188,7 +192,7 @@ class Selection:
         pushed = self.deferral.take(pulled.part.lookup, rows, on_host, now_ms)
         return pushed.lookup, {stack: torch.from_numpy(sum_UD) for stack, sum_UD in pushed.gradients.items()}
 
-    def waiting(self) -> Outgoing | None:
+    def flush_deferred(self) -> Outgoing | None:
         """All that waits, to be pushed now; None: nothing does."""
         pushed = self.deferral.flush() if self.deferral else None
         return (
@@ -199,7 +203,7 @@ class Selection:
 
     # Phases
 
-    def check(self, *, workers: int) -> None:
+    def validate(self, *, workers: int) -> None:
         """Raises ConfigError: what needs all of the rows' visits, and several workers share them."""
         if workers > 1 and self.slipstream:
             others = f"off, negatives or random with {workers} workers"
@@ -213,7 +217,7 @@ class Selection:
                 f"rehearsal.batches: expected 0 with {workers} workers, got {got}; train with one"
             )
 
-    def begin(self, *, finite: bool, handed_over: bool) -> None:
+    def begin_phase(self, *, finite: bool, handed_over: bool) -> None:
         """What is trained from now on has an end (history), or none. `handed_over`: history came before it.
 
         Raises:
@@ -237,11 +241,11 @@ class Selection:
             for name, x in its.state().items()
         }
 
-    def kept(self) -> dict[str, np.ndarray]:
+    def rehearsal_state(self) -> dict[str, np.ndarray]:
         """Tensors of the worker's own part of a cut, for `load_kept`; {} while off."""
         return self.rehearsal.state() if self.rehearsal else {}
 
-    def load_kept(self, tensors: Tensors) -> None:
+    def load_rehearsal(self, tensors: Tensors) -> None:
         if self.rehearsal:
             self.rehearsal.load(tensors)
 

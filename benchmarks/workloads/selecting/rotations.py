@@ -23,10 +23,10 @@ from roostream.models.config import RankerConfig
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
 from trainer.loop import TrainLoop
-from trainer.monitoring.quality import Metrics
+from trainer.monitoring.progressive_metrics import Metrics
 from trainer.rows import ShardRows
 from trainer.selection.config import SlipstreamConfig
-from trainer.selection.slipstream_course import AHEAD
+from trainer.selection.slipstream_policy import AHEAD
 
 BATCH, _WARM_UP = 128, 200
 MODEL = RankerConfig(

@@ -37,7 +37,7 @@ from roostream.schema.ids import buckets_of
 from roostream.schema.registry import register
 from roostream.schema.schema import Schema, Table
 from roostream.schema.schema_file import load_schema
-from trainer.dense_part import dense_file
+from trainer.dense_part import dense_checkpoint
 from trainer.dense_part.adam import DenseAdam
 
 _WEIGHT = re.compile(r"(?:^|\.)(?:embedding_bags|embeddings)\.([^.]+)\.weight$")
@@ -372,7 +372,7 @@ def _write_shard(blocks: Mapping[str, RowBlock], index: int, home: Path, of: Beg
 def _dense(others: Mapping[str, np.ndarray], of: Beginning) -> tuple[dict[str, np.ndarray], int]:
     """Weights and optimizer state of a model at its beginning, with what `others` has of it; how many weights those were."""
     model = build_model(of.schema, of.model, of.options.seed)
-    tensors = dense_file.take(model, DenseAdam(model.named_parameters(), learning_rate=1e-3))
+    tensors = dense_checkpoint.snapshot(model, DenseAdam(model.named_parameters(), learning_rate=1e-3))
     taken = 0
     for name, values in others.items():
         its = [t for t in tensors if t.startswith("model.") and f".{t}".endswith(f".{name}")]

@@ -25,7 +25,7 @@ from roostream.wire import transform
 from roostream.wire.batch import Batch
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
-from trainer.monitoring.quality import Metrics, Report, summary
+from trainer.monitoring.progressive_metrics import Metrics, Report, summarize
 
 NAMES = ("random", "place", "item", "recent", "linear")
 _AT_ONCE = 512
@@ -88,7 +88,7 @@ class Baselines:
         """Baseline → `overall` and `measured`, as in `metrics`."""
         self._count()
         return {
-            name: {when: summary(m.report()) for when, m in both.items()}
+            name: {when: summarize(m.report()) for when, m in both.items()}
             for name, both in self._metrics.items()
         }
 

@@ -58,7 +58,7 @@ from trainer.batch_source import Chunk, NewestIds
 from trainer.config import LoopConfig
 from trainer.device.numerics import set_numerics
 from trainer.loop import LoopDependencies, TrainLoop
-from trainer.monitoring.quality import DailyMetrics, Report
+from trainer.monitoring.progressive_metrics import DailyMetrics, Report
 from trainer.predictions import Prediction
 from trainer.record_source import chunk_of
 from trainer.rows import ShardRows

@@ -30,7 +30,7 @@ from roostream.schema.schema import Schema
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
-from trainer.monitoring.quality import Report
+from trainer.monitoring.progressive_metrics import Report
 
 log = logging.getLogger("roostream.replay")
 

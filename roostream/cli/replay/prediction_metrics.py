@@ -11,7 +11,7 @@ from roostream.runtime.kafka.topics import PREDICTIONS
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
-from trainer.monitoring.quality import DailyMetrics, Metrics, summary
+from trainer.monitoring.progressive_metrics import DailyMetrics, Metrics, summarize
 
 _AT_ONCE = 512
 _FIRST_STRETCH, _MAX_POINTS = 32, 40
@@ -112,7 +112,7 @@ class Curve:
         """A point a stretch: `after` so many requests, then its own metrics. The last stretch may be shorter."""
         counts = np.cumsum([point.report()["requests"] for point in self._points]).tolist()
         return [
-            {"after": n, **summary(point.report())}
+            {"after": n, **summarize(point.report())}
             for n, point in zip(counts, self._points, strict=True)
             if n
         ]

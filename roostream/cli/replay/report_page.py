@@ -10,7 +10,7 @@ from typing import Any
 from roostream.cli.replay.report_table import Row, join_rows, number
 from roostream.errors import SetupError, printable
 from roostream.replay.report_files import write_atomically
-from trainer.monitoring.quality import QUALITY
+from trainer.monitoring.progressive_metrics import METRIC_NAMES
 
 _STYLE = (
     "body{font:15px/1.5 sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
@@ -38,7 +38,7 @@ def write_page(path: Path, title: str, report: Mapping[str, Any]) -> None:
 def page_of(title: str, report: Mapping[str, Any], figures: Mapping[str, str]) -> str:
     """The page's text; `figures`: heading → SVG."""
     sections = {
-        "Model and baselines": table(("", "requests", *QUALITY), _metric_rows(report)),
+        "Model and baselines": table(("", "requests", *METRIC_NAMES), _metric_rows(report)),
         **figures,
         "What happened to the log": table((), join_rows(report)),
         "Features": table(("feature", "side", "kind", "share", "min", "mean", "max"), _feature_rows(report)),
@@ -63,14 +63,14 @@ def _metric_rows(report: Mapping[str, Any]) -> Iterable[tuple[str, ...]]:
             yield (
                 f"{when}: {task}",
                 number(metrics[when]["requests"]),
-                *(number(m[name]) for name in QUALITY),
+                *(number(m[name]) for name in METRIC_NAMES),
             )
             for baseline, both in report["baselines"].items() if k == 0 else ():
                 m = both[when]
                 yield (
                     f"{when}: by {baseline} alone",
                     number(m["requests"]),
-                    *(number(m[name]) for name in QUALITY),
+                    *(number(m[name]) for name in METRIC_NAMES),
                 )
 
 

@@ -10,9 +10,9 @@ from rich.text import Text
 
 from roostream.errors import printable
 from roostream.replay.config import ReplayConfig
-from trainer.monitoring.quality import QUALITY
+from trainer.monitoring.progressive_metrics import METRIC_NAMES
 
-_SHOWN = ("requests", *QUALITY)
+_SHOWN = ("requests", *METRIC_NAMES)
 Row = tuple[str, str]
 
 

@@ -53,10 +53,10 @@ from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
 from trainer.control.reader_master import ReaderMaster
 from trainer.control.types import CoordinatorConfig, State, worker_keys
-from trainer.monitoring.quality import summary
+from trainer.monitoring.progressive_metrics import summarize
 from trainer.partitions import PartitionSnapshot, report_of
 from trainer.rows import ShardRows
-from trainer.selection.outcomes import Counts
+from trainer.selection.outcomes import RequestCounts
 from trainer.worker import Worker
 
 _UNIT_ROWS = 1 << 20  # of each partition between two ends of an epoch, for which nobody has anything in hand
@@ -140,7 +140,7 @@ class _Offline:
         return found
 
     def run(self, stop: Stop, tell: Tell) -> dict[str, Any]:
-        began_s, counts, reading = time.monotonic(), dataclasses.asdict(Counts()), dict[str, float]()
+        began_s, counts, reading = time.monotonic(), dataclasses.asdict(RequestCounts()), dict[str, float]()
         if self.session is not None:
             self._lay_out(self.config.num_owners)
             with contextlib.ExitStack() as opened:
@@ -200,7 +200,7 @@ class _Offline:
         own: list[PartitionSnapshot] = []
         for part in manifest.workers.values():
             own += worker_file.decode(manifests.read_file(self.store, part.file), part.offsets).values()
-        return summary(report_of(own, self.schema.tasks))
+        return summarize(report_of(own, self.schema.tasks))
 
     def _controller(self, session: TableInput) -> Controller:
         facts = CoordinatorConfig(
@@ -347,7 +347,10 @@ class _Offline:
         reports = [
             m.report for key in worker_keys(self.config.workers) if (m := coordinator.members.get(key))
         ]
-        return {f.name: sum(report.get(f.name, 0) for report in reports) for f in dataclasses.fields(Counts)}
+        return {
+            f.name: sum(report.get(f.name, 0) for report in reports)
+            for f in dataclasses.fields(RequestCounts)
+        }
 
     def _check(self, stop: Stop, failed: list[BaseException]) -> None:
         if failed:

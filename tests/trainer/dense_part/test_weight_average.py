@@ -16,9 +16,8 @@ from tests.trainer import samples
 from tests.trainer.fake_shard import FakeShard
 from tests.trainer.fleets import Fleet, fake_shard, rows_of
 from tests.trainer.loops import Built, build
-from trainer.dense_part import dense_file
-from trainer.dense_part.adam import DenseAdam
-from trainer.dense_part.weight_average import WeightAverage
+from trainer.dense_part import dense_checkpoint
+from trainer.dense_part.adam import DenseAdam, WeightAverage
 from trainer.loop import Snapshot
 
 N24 = samples.records(list(range(1, 25)))
@@ -155,7 +154,10 @@ def test_a_reset_forgets_it() -> None:
 def test_an_untrained_file_comes_back() -> None:
     loop = build(N24).loop
     other = begun_from(loop.snapshot()).loop
-    assert same(dense_file.take(other.model, other.optimizer), dense_file.take(loop.model, loop.optimizer))
+    assert same(
+        dense_checkpoint.snapshot(other.model, other.optimizer),
+        dense_checkpoint.snapshot(loop.model, loop.optimizer),
+    )
 
 
 def test_several_workers_have_the_same_one() -> None:

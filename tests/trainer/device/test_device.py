@@ -17,7 +17,7 @@ from tests.models.model_cases import CASES, make_batch, make_rows, make_schema
 from tests.models.model_checks import trained_model
 from tests.trainer import samples
 from tests.trainer.loops import Built, build
-from trainer.device.numerics import logits_of
+from trainer.device.numerics import forward_logits
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine shows no CUDA device")
@@ -102,6 +102,6 @@ def test_the_forward_pass_waits_for_no_device(precision: str) -> None:
     built.loop.descent.forward(prepared.first)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        logits_of(built.loop.model, prepared.first.ready(), built.loop.config)
+        forward_logits(built.loop.model, prepared.first.ready(), built.loop.config)
     finally:
         torch.cuda.set_sync_debug_mode("default")

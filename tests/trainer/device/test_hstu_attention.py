@@ -16,7 +16,7 @@ from tests.models.kind_cases import CONFIGS
 from tests.models.model_cases import make_schema
 from tests.models.model_checks import trained_model
 from tests.trainer.device.kernel_checks import CASES, distances
-from trainer.device.hstu_attention import give_kernel, kernel_attention
+from trainer.device.hstu_attention import kernel_attention, use_triton_attention
 
 MOST = {torch.float32: 1e-5, torch.bfloat16: 0.01}
 needs_triton = pytest.mark.skipif(
@@ -54,7 +54,7 @@ def test_on_a_device_the_kernels_are_the_reference_forward_and_back(
 def test_every_layer_of_hstu_is_given_the_kernel() -> None:
     model = trained_model(make_schema("everything"), CONFIGS["hstu"])
     names = list(model.state_dict())
-    give_kernel(model)
+    use_triton_attention(model)
     units = [module for module in model.modules() if isinstance(module, HstuLayer)]
     assert units and all(unit.attention is kernel_attention for unit in units)
     assert list(model.state_dict()) == names

@@ -26,7 +26,7 @@ from tests.trainer import samples
 from tests.trainer.loops import Built, build
 from trainer.config import LoopConfig
 from trainer.device import numerics
-from trainer.device.numerics import compilable_modules, compile_rows, compiler_missing, logits_of
+from trainer.device.numerics import compilable_modules, compile_rows, forward_logits, why_not_compilable
 
 SCHEMA = make_schema("everything")
 N24 = samples.records(list(range(1, 25)))
@@ -56,7 +56,7 @@ def learned(config: ModelConfig, precision: str, device: str) -> tuple[torch.Ten
     """Logits and all gradients."""
     model = trained_model(SCHEMA, config).to(device)
     inputs, targets = inputs_of(5, device)
-    logits_BT = logits_of(model, inputs, LoopConfig(precision=precision, device=device))  # type: ignore[arg-type]
+    logits_BT = forward_logits(model, inputs, LoopConfig(precision=precision, device=device))  # type: ignore[arg-type]
     model.loss(inputs, logits_BT, targets).backward()  # type: ignore[no-untyped-call]
     named = {**dict(model.named_parameters()), **inputs.rows}
     return logits_BT.detach(), {name: x.grad for name, x in named.items() if x.grad is not None}
@@ -173,7 +173,7 @@ def test_where_nothing_can_be_compiled_one_sentence_says_why_and_training_goes_o
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(
-        numerics, "compiler_missing", lambda device_type: "nothing can be compiled here: no g++"
+        numerics, "why_not_compilable", lambda device_type: "nothing can be compiled here: no g++"
     )
     with caplog.at_level(logging.WARNING, "roostream.worker"):
         built = build(N24, compile=True)
@@ -195,7 +195,7 @@ def test_a_compiler_that_fails_is_a_reason_in_one_line(monkeypatch: pytest.Monke
         raise RuntimeError("no compiler\n  was found")
 
     monkeypatch.setattr(torch, "compile", fail)
-    assert compiler_missing.__wrapped__("cpu") == "nothing can be compiled here: no compiler was found"
+    assert why_not_compilable.__wrapped__("cpu") == "nothing can be compiled here: no compiler was found"
 
 
 def test_a_host_without_a_setting_imports_no_compiler() -> None:
@@ -223,7 +223,7 @@ COMPILED = [
 def test_what_is_compiled_gives_what_is_not_for_any_number_of_rows(device: str, precision: str) -> None:
     config = LoopConfig(device=device, precision=precision, compile=True)  # type: ignore[arg-type]
     plain, compiled = (trained_model(SCHEMA).to(device) for _ in range(2))
-    assert compiler_missing(device) == ""
+    assert why_not_compilable(device) == ""
     compile_rows(compiled, device)
     assert compiled.state_dict().keys() == plain.state_dict().keys()
     for seed, counts in enumerate([(3, 0, 2), (5, 1, 7, 2), (4, 9)]):
@@ -231,7 +231,7 @@ def test_what_is_compiled_gives_what_is_not_for_any_number_of_rows(device: str, 
         for model in (plain, compiled):
             inputs, targets = inputs_of(seed, device, counts)
             model.zero_grad()
-            logits_BT = logits_of(model, inputs, config)
+            logits_BT = forward_logits(model, inputs, config)
             model.loss(inputs, logits_BT, targets).backward()  # type: ignore[no-untyped-call]
             gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
             found.append((logits_BT.detach(), torch.cat(gradients)))

@@ -18,7 +18,7 @@ from tests.models.model_checks import SMALL
 from tests.trainer import samples
 from tests.trainer.loops import Built, build
 from tests.trainer.pipeline.pipelines import pipelined
-from trainer.device.staging import SLOTS, CudaLane, DeviceCopy, Staging, open_staging
+from trainer.device.staging import SLOTS, CudaCopyStream, DeviceCopy, Staging, open_staging
 
 SCHEMA = make_schema("everything")
 N24 = samples.records(list(range(1, 25)))
@@ -38,7 +38,7 @@ class LateCopy:
         self.lane.log.append(f"read {self.number}")
         self.lane.catch_up(self.number)
 
-    def comes_first(self) -> None:
+    def wait_on_compute_stream(self) -> None:
         self.lane.log.append(f"first {self.number}")
         self.lane.catch_up(self.number)
 
@@ -96,7 +96,7 @@ def assert_same(got: Inputs, expected: Inputs) -> None:
 def test_every_tensor_arrives_with_its_type_shape_and_bits() -> None:
     ring, inputs = Staging(LateLane()), inputs_of(1)
     staged = ring.stage(inputs)
-    staged.copied.comes_first()
+    staged.copied.wait_on_compute_stream()
     assert_same(staged.inputs, inputs)
     assert staged.inputs.num_candidates_R is inputs.num_candidates_R, "the host's own stays there"
     assert all(rows_UD.is_leaf and rows_UD.requires_grad for rows_UD in staged.inputs.rows.values())
@@ -137,7 +137,7 @@ def test_a_slot_is_filled_again_only_behind_its_copy() -> None:
         "copy 0", "copy 1", "read 0", "copy 2", "read 1", "copy 3", "read 2", "copy 4",
     ]  # fmt: skip
     for copied, expected in zip(staged, given, strict=True):
-        copied.copied.comes_first()
+        copied.copied.wait_on_compute_stream()
         assert_same(copied.inputs, expected)
 
 
@@ -145,7 +145,7 @@ def test_what_was_given_may_be_changed_while_it_is_on_its_way() -> None:
     ring, inputs, same = Staging(LateLane()), inputs_of(1), inputs_of(1)
     staged = ring.stage(inputs)
     inputs.nro_float_BG.fill_(7)
-    staged.copied.comes_first()
+    staged.copied.wait_on_compute_stream()
     assert_same(staged.inputs, same)
 
 
@@ -174,14 +174,14 @@ def test_without_room_the_ring_is_as_before() -> None:
         ring.stage(inputs_of(2, counts=(4000,)))
     later = [ring.stage(inputs_of(seed)) for seed in (3, 4)]
     for staged, seed in zip([first, *later], (1, 3, 4), strict=True):
-        staged.copied.comes_first()
+        staged.copied.wait_on_compute_stream()
         assert_same(staged.inputs, inputs_of(seed))
 
 
 def test_a_model_gives_the_same_bits_of_what_was_staged() -> None:
     model, inputs = build_model(SCHEMA, SMALL, 3), inputs_of(5)
     staged = Staging(LateLane()).stage(inputs)
-    staged.copied.comes_first()
+    staged.copied.wait_on_compute_stream()
     found = []
     for each in (inputs, staged.inputs):
         logits_BT = model(each)
@@ -223,7 +223,7 @@ def test_rows_pulled_ahead_are_staged_by_the_puller_and_waited_for_where_they_ar
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine shows no CUDA device")
 def test_a_device_has_what_was_staged_while_it_computes() -> None:
     ring = open_staging("cuda")
-    assert ring is not None and isinstance(ring.lane, CudaLane)
+    assert ring is not None and isinstance(ring.lane, CudaCopyStream)
     busy = torch.randn(2048, 2048, device="cuda")
     given, staged = [inputs_of(seed) for seed in range(8)], []
     for inputs in given:
@@ -231,7 +231,7 @@ def test_a_device_has_what_was_staged_while_it_computes() -> None:
             busy = torch.tanh(busy @ busy)
         staged.append(ring.stage(inputs))
     for copied, expected in zip(staged, given, strict=True):
-        copied.copied.comes_first()
+        copied.copied.wait_on_compute_stream()
         assert all(x.device.type == "cuda" for x in tensors(copied.inputs))
         assert_same(change_tensors(copied.inputs, lambda x: x.cpu()), expected)
 
@@ -247,7 +247,7 @@ def test_memory_that_the_device_still_reads_is_not_copied_to() -> None:
         inputs = inputs_of(seed)
         expected.append(float(inputs.nro_float_BG.double().sum()))
         staged = ring.stage(inputs)
-        staged.copied.comes_first()
+        staged.copied.wait_on_compute_stream()
         for _ in range(20):
             busy = torch.tanh(busy @ busy)
         sums.append(staged.inputs.nro_float_BG.double().sum())

@@ -8,9 +8,15 @@ import pytest
 
 from roostream.runtime.clock import FakeClock
 from roostream.runtime.kafka.consumer import PartitionLag
-from trainer.monitoring.caught_up import CaughtUp, Course, Liveness, Observation, Standing
-from trainer.monitoring.partition_watch import Patience
-from trainer.monitoring.watch import watch_of
+from trainer.monitoring.caught_up import (
+    CaughtUpDetector,
+    CaughtUpLimits,
+    LagStatus,
+    Observation,
+    ReadPhase,
+    TrainingState,
+)
+from trainer.monitoring.report import liveness_report
 
 T0 = 1_700_000_000_000
 P0, P1 = ("samples", 0), ("samples", 1)
@@ -38,19 +44,19 @@ def at(
     )
 
 
-def watching(**bounds: float) -> CaughtUp:
-    return CaughtUp(Patience(**{"lag_ms": 1000, "hold_s": 2, **bounds}))  # type: ignore[arg-type]
+def watching(**bounds: float) -> CaughtUpDetector:
+    return CaughtUpDetector(CaughtUpLimits(**{"lag_ms": 1000, "hold_s": 2, **bounds}))  # type: ignore[arg-type]
 
 
-def look(watch: CaughtUp, lag: PartitionLag, now_s: float) -> Standing:
+def look(watch: CaughtUpDetector, lag: PartitionLag, now_s: float) -> LagStatus:
     return watch.observe({P0: lag}, now_s).overall
 
 
-def live(watch: CaughtUp, *, position: int = 50, until_s: float = 3) -> CaughtUp:
+def live(watch: CaughtUpDetector, *, position: int = 50, until_s: float = 3) -> CaughtUpDetector:
     """Caught up at `until_s`."""
     for second in range(int(until_s) + 1):
         found = look(watch, at(position, position, at_ms=50_000, newest_ms=50_000), second)
-    assert found.state is Liveness.CAUGHT_UP
+    assert found.state is TrainingState.CAUGHT_UP
     return watch
 
 
@@ -70,27 +76,27 @@ def test_rates_begin_anew_when_a_partition_goes_to_another_worker() -> None:
 
 def test_history_then_catching_up_then_caught_up() -> None:
     watch = watching()
-    assert look(watch, at(0, 100, newest_ms=100_000), 0).state is Liveness.INITIAL
-    assert look(watch, at(99, 120, at_ms=99_000, newest_ms=120_000), 1).state is Liveness.INITIAL
-    assert look(watch, at(100, 130, at_ms=100_000, newest_ms=130_000), 2).state is Liveness.CATCHING_UP
+    assert look(watch, at(0, 100, newest_ms=100_000), 0).state is TrainingState.INITIAL
+    assert look(watch, at(99, 120, at_ms=99_000, newest_ms=120_000), 1).state is TrainingState.INITIAL
+    assert look(watch, at(100, 130, at_ms=100_000, newest_ms=130_000), 2).state is TrainingState.CATCHING_UP
     near = at(139, 140, at_ms=139_500, newest_ms=140_000)
-    assert look(watch, near, 3).state is Liveness.CATCHING_UP, "not for long enough"
-    assert look(watch, at(150, 150, at_ms=150_000, newest_ms=150_000), 5).state is Liveness.CAUGHT_UP
-    assert look(watch, at(150, 190, at_ms=150_000, newest_ms=190_000), 6).state is Liveness.CATCHING_UP
+    assert look(watch, near, 3).state is TrainingState.CATCHING_UP, "not for long enough"
+    assert look(watch, at(150, 150, at_ms=150_000, newest_ms=150_000), 5).state is TrainingState.CAUGHT_UP
+    assert look(watch, at(150, 190, at_ms=150_000, newest_ms=190_000), 6).state is TrainingState.CATCHING_UP
 
 
 def test_handed_out_history_is_initial_until_the_stream_and_then_no_more() -> None:
     watch = watching(stalled_s=5)
     lag = at(100, 100, at_ms=100_000, newest_ms=100_000)
     states = []
-    for second, course in enumerate([Course.HISTORY] * 4 + [Course.WAIT] * 2 + [Course.STREAM] * 4):
-        states.append(watch.observe({P0: lag}, second, course=course).overall.state)
-    assert states[:6] == [Liveness.INITIAL] * 6, "nothing is behind, and it is still history"
-    assert states[6:] == [Liveness.CAUGHT_UP] * 4
+    for second, phase in enumerate([ReadPhase.HISTORY] * 4 + [ReadPhase.WAIT] * 2 + [ReadPhase.STREAM] * 4):
+        states.append(watch.observe({P0: lag}, second, phase=phase).overall.state)
+    assert states[:6] == [TrainingState.INITIAL] * 6, "nothing is behind, and it is still history"
+    assert states[6:] == [TrainingState.CAUGHT_UP] * 4
     late = watching()
     behind = at(10, 100, at_ms=10_000, newest_ms=100_000)
-    assert late.observe({P0: behind}, 0, course=Course.STREAM).overall.state is Liveness.CATCHING_UP
-    assert watching().observe({P0: behind}, 0).overall.state is Liveness.INITIAL, (
+    assert late.observe({P0: behind}, 0, phase=ReadPhase.STREAM).overall.state is TrainingState.CATCHING_UP
+    assert watching().observe({P0: behind}, 0).overall.state is TrainingState.INITIAL, (
         "without phases: it was there at the start"
     )
 
@@ -98,25 +104,25 @@ def test_handed_out_history_is_initial_until_the_stream_and_then_no_more() -> No
 def test_who_waits_for_the_next_units_is_not_stalled_and_who_has_some_is() -> None:
     watch = watching(stalled_s=5)
     lag = at(50, 100, at_ms=50_000, newest_ms=100_000)
-    waits = [watch.observe({P0: lag}, second, course=Course.WAIT).overall.state for second in range(10)]
-    assert set(waits) == {Liveness.INITIAL}
-    assert watch.observe({P0: lag}, 10, course=Course.HISTORY).overall.state is Liveness.STALLED
+    waits = [watch.observe({P0: lag}, second, phase=ReadPhase.WAIT).overall.state for second in range(10)]
+    assert set(waits) == {TrainingState.INITIAL}
+    assert watch.observe({P0: lag}, 10, phase=ReadPhase.HISTORY).overall.state is TrainingState.STALLED
 
 
 def test_a_lag_a_little_too_large_for_a_moment_changes_nothing() -> None:
     watch = live(watching())
     over = {"at_ms": 50_000, "newest_ms": 51_500}
-    assert look(watch, at(50, 60, **over), 4).state is Liveness.CAUGHT_UP
-    assert look(watch, at(60, 60, at_ms=51_500, newest_ms=51_500), 5).state is Liveness.CAUGHT_UP
-    assert look(watch, at(60, 70, at_ms=51_500, newest_ms=53_000), 6).state is Liveness.CAUGHT_UP
-    assert look(watch, at(60, 70, at_ms=51_500, newest_ms=53_000), 8.5).state is Liveness.CATCHING_UP, (
+    assert look(watch, at(50, 60, **over), 4).state is TrainingState.CAUGHT_UP
+    assert look(watch, at(60, 60, at_ms=51_500, newest_ms=51_500), 5).state is TrainingState.CAUGHT_UP
+    assert look(watch, at(60, 70, at_ms=51_500, newest_ms=53_000), 6).state is TrainingState.CAUGHT_UP
+    assert look(watch, at(60, 70, at_ms=51_500, newest_ms=53_000), 8.5).state is TrainingState.CATCHING_UP, (
         "it stays too large"
     )
 
 
 def test_a_lag_of_more_than_twice_the_bound_is_no_moment_s() -> None:
     over = {"at_ms": 50_000, "newest_ms": 52_500}
-    assert look(live(watching()), at(50, 60, **over), 4).state is Liveness.CATCHING_UP
+    assert look(live(watching()), at(50, 60, **over), 4).state is TrainingState.CATCHING_UP
 
 
 def test_a_lag_that_surely_grows_is_falling_behind_until_it_surely_shrinks() -> None:
@@ -130,7 +136,7 @@ def test_a_lag_that_surely_grows_is_falling_behind_until_it_surely_shrinks() -> 
             watch, at(consumed, 20 * second + 400, at_ms=consumed, newest_ms=900_000 + second), float(second)
         )
         states.append((rate, found.state))
-    assert (10, Liveness.FALLING_BEHIND) in states and (40, Liveness.CATCHING_UP) in states
+    assert (10, TrainingState.FALLING_BEHIND) in states and (40, TrainingState.CATCHING_UP) in states
     changes = [b for a, b in itertools.pairwise(states) if a[1] is not b[1]]
     assert len(changes) == 2, "there and back, without flapping"
     assert found.drain is not None and found.drain.value == pytest.approx(20)
@@ -139,19 +145,19 @@ def test_a_lag_that_surely_grows_is_falling_behind_until_it_surely_shrinks() -> 
 
 def test_no_data_is_not_an_error_and_idle_in_the_end() -> None:
     watch = watching()
-    assert watch.observe({}, 0).overall.state is Liveness.UNKNOWN, "the ends aren't known yet"
+    assert watch.observe({}, 0).overall.state is TrainingState.UNKNOWN, "the ends aren't known yet"
     watch.observe({P0: at(0, 0), P1: at(0, 0)}, 1)
     found = watch.observe({P0: at(0, 0), P1: at(0, 0)}, 3).overall
-    assert found.state is Liveness.CAUGHT_UP and found.eta == (0, 0, 0) and found.lag_ms == 0
-    assert watch.observe({P0: at(0, 0), P1: at(0, 0)}, 61).overall.state is Liveness.IDLE
+    assert found.state is TrainingState.CAUGHT_UP and found.eta == (0, 0, 0) and found.lag_ms == 0
+    assert watch.observe({P0: at(0, 0), P1: at(0, 0)}, 61).overall.state is TrainingState.IDLE
     first = at(3, 4, at_ms=500, newest_ms=900)
-    assert watch.observe({P0: first, P1: at(0, 0)}, 62).overall.state is Liveness.CAUGHT_UP, (
+    assert watch.observe({P0: first, P1: at(0, 0)}, 62).overall.state is TrainingState.CAUGHT_UP, (
         "what comes is as live as before"
     )
 
 
 def test_a_worker_without_partitions_is_idle() -> None:
-    assert watching().observe({}, 0, expected=()).overall.state is Liveness.IDLE
+    assert watching().observe({}, 0, expected=()).overall.state is TrainingState.IDLE
 
 
 def test_an_idle_partition_neither_freezes_nor_blocks_the_others() -> None:
@@ -159,12 +165,15 @@ def test_an_idle_partition_neither_freezes_nor_blocks_the_others() -> None:
     for second in range(70):
         busy = at(10 * second + 10, 10 * second + 10, at_ms=1000 * second, newest_ms=1000 * second)
         found = watch.observe({P0: at(5, 5, at_ms=5, newest_ms=5), P1: busy}, float(second))
-    assert {p: s.state for p, s in found.partitions.items()} == {P0: Liveness.IDLE, P1: Liveness.CAUGHT_UP}
-    assert (found.overall.state, found.overall.lag_ms) == (Liveness.CAUGHT_UP, 0)
+    assert {p: s.state for p, s in found.partitions.items()} == {
+        P0: TrainingState.IDLE,
+        P1: TrainingState.CAUGHT_UP,
+    }
+    assert (found.overall.state, found.overall.lag_ms) == (TrainingState.CAUGHT_UP, 0)
     behind = at(710, 900, at_ms=70_000, newest_ms=99_000)
     assert (
         watch.observe({P0: at(5, 5, at_ms=5, newest_ms=5), P1: behind}, 70).overall.state
-        is Liveness.CATCHING_UP
+        is TrainingState.CATCHING_UP
     )
 
 
@@ -172,26 +181,29 @@ def test_a_reading_that_can_not_be_taken_is_unknown_and_never_good() -> None:
     watch = live(watching())
     there = {P0: at(50, 50, at_ms=50_000, newest_ms=50_000)}
     away = watch.observe({}, 4)
-    assert away.overall.state is Liveness.UNKNOWN and away.partitions[P0].state is Liveness.UNKNOWN
+    assert away.overall.state is TrainingState.UNKNOWN and away.partitions[P0].state is TrainingState.UNKNOWN
     assert away.overall.lag_records is away.overall.lag_ms is away.overall.drain is away.overall.eta.s is None
-    assert watch.observe(there, 5).overall.state is Liveness.CATCHING_UP, "it has to hold anew"
-    assert watch.observe(there, 7).overall.state is Liveness.CAUGHT_UP
+    assert watch.observe(there, 5).overall.state is TrainingState.CATCHING_UP, "it has to hold anew"
+    assert watch.observe(there, 7).overall.state is TrainingState.CAUGHT_UP
 
 
 def test_one_partition_that_is_not_known_makes_the_whole_unknown() -> None:
     watch = live(watching())
     found = watch.observe({P0: at(50, 50, at_ms=50_000, newest_ms=50_000)}, 4, expected=(P0, P1))
-    assert {p: s.state for p, s in found.partitions.items()} == {P0: Liveness.CAUGHT_UP, P1: Liveness.UNKNOWN}
-    assert found.overall.state is Liveness.UNKNOWN and found.overall.reason.startswith("samples-1: ")
+    assert {p: s.state for p, s in found.partitions.items()} == {
+        P0: TrainingState.CAUGHT_UP,
+        P1: TrainingState.UNKNOWN,
+    }
+    assert found.overall.state is TrainingState.UNKNOWN and found.overall.reason.startswith("samples-1: ")
 
 
 def test_a_partition_that_moved_to_another_worker_is_forgotten() -> None:
     watch = watching()
     watch.observe({P0: at(5, 5), P1: at(0, 50)}, 0)
-    assert watch.observe({P0: at(5, 5), P1: at(0, 50)}, 2).overall.state is Liveness.INITIAL
+    assert watch.observe({P0: at(5, 5), P1: at(0, 50)}, 2).overall.state is TrainingState.INITIAL
     after = watch.observe({P0: at(5, 5), P1: at(0, 50)}, 3, expected=(P0,))
     assert (
-        after.overall.state is Liveness.CAUGHT_UP
+        after.overall.state is TrainingState.CAUGHT_UP
         and list(after.partitions) == [P0]
         and after.overall.lag_records == 0
     )
@@ -200,8 +212,11 @@ def test_a_partition_that_moved_to_another_worker_is_forgotten() -> None:
 def test_the_partition_furthest_behind_decides() -> None:
     watch = watching(hold_s=0)
     found = watch.observe({P0: at(5, 5, at_ms=5, newest_ms=5), P1: at(2, 5, at_ms=2, newest_ms=50_000)}, 0)
-    assert found.overall.state is Liveness.INITIAL
-    assert {p: s.state for p, s in found.partitions.items()} == {P0: Liveness.CAUGHT_UP, P1: Liveness.INITIAL}
+    assert found.overall.state is TrainingState.INITIAL
+    assert {p: s.state for p, s in found.partitions.items()} == {
+        P0: TrainingState.CAUGHT_UP,
+        P1: TrainingState.INITIAL,
+    }
     assert (found.overall.lag_records, found.overall.lag_ms) == (3, 49_998)
 
 
@@ -209,28 +224,31 @@ def test_a_pinned_transaction_is_blocked_and_says_what_it_hides() -> None:
     watch = watching(pinned_s=10)
     open_briefly = at(50, 50, high=60, at_ms=50_000, newest_ms=50_500)
     look(watch, open_briefly, 0)
-    assert look(watch, open_briefly, 1).state is not Liveness.BLOCKED, "an ordinary commit is under way"
+    assert look(watch, open_briefly, 1).state is not TrainingState.BLOCKED, "an ordinary commit is under way"
     blocked = look(watch, open_briefly, 11)
-    assert blocked.state is Liveness.BLOCKED and blocked.hidden_records == 10
+    assert blocked.state is TrainingState.BLOCKED and blocked.hidden_records == 10
     assert blocked.reason == "samples-0: an open transaction hides 10 records from offset 50 on"
-    assert look(watch, at(50, 60, high=60, at_ms=50_000, newest_ms=50_500), 12).state is Liveness.CATCHING_UP
+    assert (
+        look(watch, at(50, 60, high=60, at_ms=50_000, newest_ms=50_500), 12).state
+        is TrainingState.CATCHING_UP
+    )
     hides_much = at(60, 60, high=900, at_ms=60_000, newest_ms=99_000)
-    assert look(watch, hides_much, 13).state is Liveness.BLOCKED
+    assert look(watch, hides_much, 13).state is TrainingState.BLOCKED
 
 
 def test_records_that_nobody_consumes_are_stalled() -> None:
     watch = live(watching())
     stuck = at(50, 90, at_ms=50_000, newest_ms=50_400)
-    assert look(watch, stuck, 10).state is Liveness.CAUGHT_UP
-    assert look(watch, stuck, 40).state is Liveness.CATCHING_UP, (
+    assert look(watch, stuck, 10).state is TrainingState.CAUGHT_UP
+    assert look(watch, stuck, 40).state is TrainingState.CATCHING_UP, (
         "30 s unread is a lag, whatever the event times say"
     )
     found = look(watch, stuck, 71)
     assert (found.state, found.reason) == (
-        Liveness.STALLED,
+        TrainingState.STALLED,
         "samples-0: 40 records are there, and none was trained for 60 s",
     )
-    assert look(watch, at(60, 90, at_ms=50_100, newest_ms=50_400), 72).state is Liveness.CATCHING_UP
+    assert look(watch, at(60, 90, at_ms=50_100, newest_ms=50_400), 72).state is TrainingState.CATCHING_UP
 
 
 def test_a_partition_that_waits_for_older_records_of_another_is_not_stalled() -> None:
@@ -239,31 +257,35 @@ def test_a_partition_that_waits_for_older_records_of_another_is_not_stalled() ->
     for second in range(100):
         old = at(10 * second + 1, 5000, at_ms=1000 * second, newest_ms=900_000)
         found = watch.observe({P0: old, P1: newer}, float(second))
-    assert found.partitions[P1].state is Liveness.INITIAL and found.overall.state is Liveness.INITIAL
+    assert (
+        found.partitions[P1].state is TrainingState.INITIAL and found.overall.state is TrainingState.INITIAL
+    )
     for second in range(100, 170):
         beyond = at(10 * second + 1, 5000, at_ms=900_000 + second, newest_ms=990_000)
         found = watch.observe({P0: beyond, P1: newer}, float(second))
-    assert found.partitions[P1].state is Liveness.STALLED, "the others are past everything that it has"
+    assert found.partitions[P1].state is TrainingState.STALLED, "the others are past everything that it has"
 
 
-@pytest.mark.parametrize(("held", "state"), [("an operator holds it", Liveness.HELD), ("", Liveness.BLOCKED)])
-def test_what_stops_all_training_is_told_with_its_reason(held: str, state: Liveness) -> None:
+@pytest.mark.parametrize(
+    ("held", "state"), [("an operator holds it", TrainingState.HELD), ("", TrainingState.BLOCKED)]
+)
+def test_what_stops_all_training_is_told_with_its_reason(held: str, state: TrainingState) -> None:
     watch = live(watching())
     there = {P0: at(50, 50, at_ms=50_000, newest_ms=50_000)}
     found = watch.observe(there, 4, held=held, obstacle="shard 1 is away").overall
     assert (found.state, found.reason) == (state, held or "shard 1 is away")
-    assert watch.observe({}, 5, obstacle="shard 1 is away").overall.state is Liveness.UNKNOWN
+    assert watch.observe({}, 5, obstacle="shard 1 is away").overall.state is TrainingState.UNKNOWN
 
 
 def test_retention_that_passed_the_position_is_loud_and_counted() -> None:
     watch = live(watching(loud_s=100))
     overrun = look(watch, at(50, 300, at_ms=50_000, newest_ms=99_000, oldest=200), 4)
-    assert overrun.state is Liveness.BLOCKED
+    assert overrun.state is TrainingState.BLOCKED
     assert (
         overrun.reason == "samples-0: 150 records were deleted before they were read: retention is too short"
     )
     skipped = look(watch, at(50, 300, at_ms=50_000, newest_ms=99_000, oldest=50, lost=150), 5)
-    assert skipped.lost_records == 150 and skipped.state is Liveness.CATCHING_UP
+    assert skipped.lost_records == 150 and skipped.state is TrainingState.CATCHING_UP
     resumed = look(watch, at(210, 300, at_ms=90_000, newest_ms=99_000, oldest=200, lost=150), 6)
     assert resumed.consumption is not None and resumed.consumption.value == pytest.approx(10 / 6), (
         "the way over the gap is none"
@@ -290,11 +312,11 @@ def test_a_log_that_ends_before_what_was_read_is_blocked_and_not_caught_up() -> 
     watch = live(watching())
     cut = at(50, 20, at_ms=50_000, newest_ms=20_000)
     look(watch, cut, 4)
-    assert look(watch, cut, 6).state is not Liveness.BLOCKED, (
+    assert look(watch, cut, 6).state is not TrainingState.BLOCKED, (
         "the end may have been asked for before the records were read"
     )
     found = look(watch, cut, 16)
-    assert found.state is Liveness.BLOCKED and "records were lost" in found.reason
+    assert found.state is TrainingState.BLOCKED and "records were lost" in found.reason
 
 
 @pytest.mark.parametrize("jump_ms", [-H2_MS, H2_MS])
@@ -305,12 +327,12 @@ def test_g8_a_jump_of_the_wall_clock_changes_nothing(jump_ms: int) -> None:
     for _ in range(3):
         clock.jump(jump_ms)
         clock.advance(5)
-        assert look(watch, behind, clock.monotonic_s()).state is Liveness.CATCHING_UP
+        assert look(watch, behind, clock.monotonic_s()).state is TrainingState.CATCHING_UP
     caught = at(200, 200, at_ms=600_000, newest_ms=600_000)
     look(watch, caught, clock.monotonic_s())
     clock.jump(-jump_ms)
     clock.advance(2)
-    assert look(watch, caught, clock.monotonic_s()).state is Liveness.CAUGHT_UP
+    assert look(watch, caught, clock.monotonic_s()).state is TrainingState.CAUGHT_UP
 
 
 @pytest.mark.parametrize("jump_ms", [-H2_MS, H2_MS])
@@ -324,12 +346,16 @@ def test_g8_producers_whose_clock_was_wrong_for_a_while_neither_hide_nor_invent_
             watch, at(10 * second + 8, 10 * second + 10, at_ms=now_ms, newest_ms=newest), second
         ).state
         if second > 10:
-            assert states is Liveness.CAUGHT_UP or (second < 45 and states is Liveness.CATCHING_UP), second
+            assert states is TrainingState.CAUGHT_UP or (
+                second < 45 and states is TrainingState.CATCHING_UP
+            ), second
     for second in range(120, 150):  # nothing is consumed any more: no event time of before can make that good
         found = look(
             watch, at(1198, 10 * second + 10, at_ms=now_ms, newest_ms=max(newest, 1000 * second)), second
         )
-    assert found.state in (Liveness.CATCHING_UP, Liveness.FALLING_BEHIND) and found.lag_ms is not None
+    assert (
+        found.state in (TrainingState.CATCHING_UP, TrainingState.FALLING_BEHIND) and found.lag_ms is not None
+    )
     assert found.lag_ms >= 29_000
 
 
@@ -347,13 +373,17 @@ def test_time_in_state_begins_anew_with_each_state_and_adds_up() -> None:
         ("caught_up", 1),
         ("caught_up", 2),
     ]
-    assert seen[-1].state_seconds == {Liveness.INITIAL: 1, Liveness.CATCHING_UP: 2, Liveness.CAUGHT_UP: 2}
+    assert seen[-1].state_seconds == {
+        TrainingState.INITIAL: 1,
+        TrainingState.CATCHING_UP: 2,
+        TrainingState.CAUGHT_UP: 2,
+    }
 
 
 def test_what_a_beat_carries_is_plain_and_bounded() -> None:
     watch = watching()
     many = {("samples", n): at(1, 3, at_ms=5, newest_ms=5000) for n in range(1000)}
-    told = watch_of(watch.observe(many, 0))
+    told = liveness_report(watch.observe(many, 0))
     assert len(told["partitions"]) == 256 and told["lag_records"] == 2000
     row = told["partitions"][7]
     assert (row["topic"], row["partition"], row["state"], row["lag_records"]) == ("samples", 7, "initial", 2)

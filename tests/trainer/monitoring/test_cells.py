@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trainer.monitoring.cells import Cells, Losses, pooled_numbers
-from trainer.monitoring.quality import Metrics
+from trainer.monitoring.progressive_metrics import Metrics
+from trainer.monitoring.windowed_metrics import CandidateLosses, MetricCells, merge_cell_reports
 
 
 def outcomes(n: int, tasks: int = 2, seed: int = 3) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -21,9 +21,9 @@ def test_a_cell_says_what_the_exact_metrics_say() -> None:
     score_BT, label_BT, weight_BT = outcomes(5000)
     exact = Metrics(("click", "buy"))
     exact.update(score_BT, label_BT, weight_BT, np.zeros(5000, dtype=np.int64), np.zeros(1, dtype=np.int64))
-    cells = Cells(("click", "buy"))
+    cells = MetricCells(("click", "buy"))
     cell = cells.number_of(("a",))
-    losses = Losses(score_BT, label_BT, weight_BT, np.full_like(score_BT, 0.5))
+    losses = CandidateLosses(score_BT, label_BT, weight_BT, np.full_like(score_BT, 0.5))
     cells.add(np.full(5000, cell), losses, np.arange(5000))
     told = cells.report([("a",), ("unknown",)])
     for task, expected in exact.report()["tasks"].items():  # type: ignore[attr-defined]
@@ -33,7 +33,7 @@ def test_a_cell_says_what_the_exact_metrics_say() -> None:
 
 
 def test_the_base_rate_predictor_that_is_beaten_is_the_one_that_was_known_before() -> None:
-    cells, n = Cells(("click",)), 4000
+    cells, n = MetricCells(("click",)), 4000
     label_BT, weight_BT = (
         (np.arange(n) % 4 == 0).astype(np.float32)[:, None],
         np.ones((n, 1), dtype=np.float32),
@@ -41,7 +41,7 @@ def test_the_base_rate_predictor_that_is_beaten_is_the_one_that_was_known_before
     for start in range(0, n, 50):
         rows = slice(start, start + 50)
         base_BT = np.broadcast_to(cells.rates_T(("a",)), (50, 1))
-        losses = Losses(base_BT, label_BT[rows], weight_BT[rows], base_BT)
+        losses = CandidateLosses(base_BT, label_BT[rows], weight_BT[rows], base_BT)
         cells.add(np.full(50, cells.number_of(("a",))), losses, np.arange(50))
     told = cells.report([("a",)])["click"]
     assert told["ne_online"] == pytest.approx(1.0), "it can't beat itself"
@@ -51,7 +51,7 @@ def test_the_base_rate_predictor_that_is_beaten_is_the_one_that_was_known_before
 
 @pytest.mark.parametrize("labels", [0.0, 1.0])
 def test_what_is_not_defined_is_none(labels: float) -> None:
-    cells = Cells(("click",))
+    cells = MetricCells(("click",))
     assert cells.report([])["click"] == {
         "candidates": 0,
         "base_rate": None,
@@ -64,7 +64,7 @@ def test_what_is_not_defined_is_none(labels: float) -> None:
     score_BT = np.array([[0.2], [0.0], [1.0]], dtype=np.float32)
     cells.add(
         np.full(3, cells.number_of(("a",))),
-        Losses(score_BT, np.full((3, 1), labels), np.ones((3, 1)), score_BT * 0 + 0.5),
+        CandidateLosses(score_BT, np.full((3, 1), labels), np.ones((3, 1)), score_BT * 0 + 0.5),
         np.arange(3),
     )
     told = cells.report([("a",)])["click"]
@@ -73,14 +73,14 @@ def test_what_is_not_defined_is_none(labels: float) -> None:
 
 
 def test_cells_add_up_come_back_from_their_state_and_can_be_dropped() -> None:
-    cells = Cells(("click",))
+    cells = MetricCells(("click",))
     score_BT, label_BT, weight_BT = outcomes(300, tasks=1)
-    losses = Losses(score_BT, label_BT, weight_BT, np.full_like(score_BT, 0.5))
+    losses = CandidateLosses(score_BT, label_BT, weight_BT, np.full_like(score_BT, 0.5))
     keys = [(0, "a"), (0, "b"), (1, "a")]
     numbers = np.array([cells.number_of(key) for key in keys])
     cells.add(numbers[np.arange(300) % 3], losses, np.arange(300))
     whole = cells.report(keys)
-    other = Cells(("click",))
+    other = MetricCells(("click",))
     other.load(cells.state(lambda key: key[0] == 0))
     assert other.keys == keys[:2] and other.report(keys[:2]) == cells.report(keys[:2])
     other.load(cells.state(lambda key: key[0] == 1))
@@ -88,22 +88,25 @@ def test_cells_add_up_come_back_from_their_state_and_can_be_dropped() -> None:
     assert other.report(keys) == whole, "what comes twice replaces"
     other.drop(lambda key: key[1] == "a")
     assert other.keys == [(0, "b")] and other.report([(0, "b")]) == cells.report([(0, "b")])
-    renamed = Cells(("buy",))
+    renamed = MetricCells(("buy",))
     renamed.load(cells.state(lambda key: True))
     assert renamed.keys == [], "another task's numbers are nobody's"
 
 
 def test_two_workers_cells_are_pooled_as_if_one_had_counted() -> None:
-    cells, whole = [Cells(("click",)) for _ in range(2)], Cells(("click",))
+    cells, whole = [MetricCells(("click",)) for _ in range(2)], MetricCells(("click",))
     for n, mine in enumerate(cells):
         score_BT, label_BT, weight_BT = outcomes(500, tasks=1, seed=n)
-        losses = Losses(score_BT, label_BT, weight_BT, np.full_like(score_BT, 0.5))
+        losses = CandidateLosses(score_BT, label_BT, weight_BT, np.full_like(score_BT, 0.5))
         for each in (mine, whole):
             each.add(np.full(500, each.number_of(("a",))), losses, np.arange(500))
-    pooled = pooled_numbers([mine.report([("a",)])["click"] for mine in cells])
+    merge_summaries = merge_cell_reports([mine.report([("a",)])["click"] for mine in cells])
     expected = whole.report([("a",)])["click"]
-    assert pooled["auc"] is None and pooled["sums"] == pytest.approx(expected["sums"])
+    assert merge_summaries["auc"] is None and merge_summaries["sums"] == pytest.approx(expected["sums"])
     for name in expected.keys() - {"auc", "sums"}:
-        assert pooled[name] == pytest.approx(expected[name]), name
-    empty = Cells(("click",)).report([])["click"]
-    assert pooled_numbers([empty, expected]) == expected and pooled_numbers([empty, empty])["candidates"] == 0
+        assert merge_summaries[name] == pytest.approx(expected[name]), name
+    empty = MetricCells(("click",)).report([])["click"]
+    assert (
+        merge_cell_reports([empty, expected]) == expected
+        and merge_cell_reports([empty, empty])["candidates"] == 0
+    )

@@ -12,10 +12,10 @@ from roostream.wire.batch import Batch
 from roostream.wire.feature_histograms import BINS
 from roostream.wire.lookup import build_lookup
 from tests.models.model_cases import make_batch, make_schema
-from trainer.monitoring.drift import MAX_FEATURES, Drift, SeenIds
+from trainer.monitoring.drift import MAX_FEATURES, DriftDetector, SeenIds
 
 
-def look(drift: Drift, batch: Batch, times: int = 1) -> None:
+def look(drift: DriftDetector, batch: Batch, times: int = 1) -> None:
     for _ in range(times):
         drift.look(batch, build_lookup(batch))
 
@@ -24,11 +24,11 @@ def batch_of(seed: int) -> Batch:
     return make_batch(make_schema("everything"), [20] * 20, seed)
 
 
-def drifting() -> Drift:
-    return Drift(make_schema("everything"), sampled=1, window_candidates=2000)
+def drifting() -> DriftDetector:
+    return DriftDetector(make_schema("everything"), sampled=1, window_candidates=2000)
 
 
-def steady() -> Drift:
+def steady() -> DriftDetector:
     drift = drifting()
     for seed in range(10):
         look(drift, batch_of(seed))
@@ -98,7 +98,7 @@ def test_the_share_of_new_ids_falls_where_the_same_ones_come_again() -> None:
 
 
 def test_what_is_not_sampled_is_not_looked_at() -> None:
-    drift = Drift(make_schema("everything"), sampled=8)
+    drift = DriftDetector(make_schema("everything"), sampled=8)
     look(drift, batch_of(1), times=17)
     assert drift.num_looked == 3
 
@@ -110,7 +110,7 @@ def test_a_wide_schema_takes_bounded_room() -> None:
             "label": [{"name": "click", "action": "click", "fold": "any"}],
         }
     )
-    drift = Drift(wide, sampled=1, window_candidates=10)
+    drift = DriftDetector(wide, sampled=1, window_candidates=10)
     look(drift, make_batch(wide, [20]), times=3)
     assert len(drift.report()["psi"]) == len(drift.report()["coverage"]) == MAX_FEATURES
     assert drift._window.values["nro"].counts_FH.shape == (MAX_FEATURES, BINS)

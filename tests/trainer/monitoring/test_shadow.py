@@ -15,7 +15,7 @@ from roostream.runtime import tensor_file
 from tests.trainer import samples
 from tests.trainer.loops import Built, build
 from tests.trainer.memory_store import MemoryStore
-from trainer.monitoring.shadow import FrozenCopy, frozen_copy
+from trainer.monitoring.shadow import ShadowModel, load_shadow_model
 
 NUMBERS = list(range(1, 41))
 NAME = "shadows/1-3.safetensors"
@@ -24,7 +24,7 @@ NAME = "shadows/1-3.safetensors"
 def with_copy(every: int) -> Built:
     built = build(samples.records(NUMBERS))
     schema = samples.schema()
-    built.loop.shadow = FrozenCopy(build_model(schema, samples.MODEL, built.loop.config.seed), "1-3", every)
+    built.loop.shadow = ShadowModel(build_model(schema, samples.MODEL, built.loop.config.seed), "1-3", every)
     return built
 
 
@@ -60,7 +60,7 @@ def test_the_copy_is_counted_on_the_steps_that_it_scores(every: int, candidates:
 
 
 def test_the_copy_has_the_weights_that_were_kept() -> None:
-    copy = frozen_copy(stored(), "1-3", samples.schema(), "cpu", 2)
+    copy = load_shadow_model(stored(), "1-3", samples.schema(), "cpu", 2)
     expected = build_model(samples.schema(), samples.MODEL, 7).state_dict()
     assert (copy.version, copy.every) == ("1-3", 2)
     for name, value in copy.model.state_dict().items():
@@ -71,9 +71,9 @@ def test_a_version_that_is_not_there_or_of_another_schema_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"expected shadow to name a committed version \(there is none\), got '9-9'"
     ):
-        frozen_copy(MemoryStore(), "9-9", samples.schema(), "cpu", 1)
+        load_shadow_model(MemoryStore(), "9-9", samples.schema(), "cpu", 1)
     with pytest.raises(ConfigError, match="expected a shadow of schema"):
-        frozen_copy(stored("0" * 16), "1-3", samples.schema(), "cpu", 1)
+        load_shadow_model(stored("0" * 16), "1-3", samples.schema(), "cpu", 1)
 
 
 def test_windows_and_slices_come_back_with_a_rollback() -> None:

@@ -8,12 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roostream.runtime.kafka.consumer import PartitionLag
-from trainer.monitoring.caught_up import CaughtUp, Liveness
-from trainer.monitoring.partition_watch import Patience
+from trainer.monitoring.caught_up import CaughtUpDetector, CaughtUpLimits, TrainingState
 
 T0 = 1_700_000_000_000
-GOOD = (Liveness.IDLE, Liveness.CAUGHT_UP)
-PATIENCE = Patience(lag_ms=5000, hold_s=3)
+GOOD = (TrainingState.IDLE, TrainingState.CAUGHT_UP)
+PATIENCE = CaughtUpLimits(lag_ms=5000, hold_s=3)
 
 
 @dataclasses.dataclass
@@ -84,7 +83,7 @@ def tell(found: Simulated, event: str) -> None:
 def test_good_is_never_said_of_records_that_wait_and_every_count_is_true(
     steps: list[tuple[tuple[int, int, int, str], ...]],
 ) -> None:
-    watch, parts = CaughtUp(PATIENCE), [Simulated(0), Simulated(1)]
+    watch, parts = CaughtUpDetector(PATIENCE), [Simulated(0), Simulated(1)]
     for now_s, step in enumerate(steps):
         for part, (produced, consumed, off_ms, event) in zip(parts, step, strict=True):
             part.produce(produced, now_s, off_ms)
@@ -94,7 +93,7 @@ def test_good_is_never_said_of_records_that_wait_and_every_count_is_true(
         lags = {} if away else {("samples", p.number): p.lag() for p in parts}
         found = watch.observe(lags, now_s)
         if away:
-            assert found.overall.state is Liveness.UNKNOWN and found.overall.lag_records is None
+            assert found.overall.state is TrainingState.UNKNOWN and found.overall.lag_records is None
             continue
         for part in parts:
             standing = found.partitions["samples", part.number]
@@ -117,7 +116,7 @@ def test_good_is_never_said_of_records_that_wait_and_every_count_is_true(
 @settings(max_examples=40, deadline=None)
 def test_whoever_reads_everything_at_once_is_good_soon_and_stays_so(seconds: list[tuple[int, int]]) -> None:
     """Also where the producers' clocks jump: nothing waits, so nothing is late."""
-    watch, part = CaughtUp(PATIENCE), Simulated(0)
+    watch, part = CaughtUpDetector(PATIENCE), Simulated(0)
     for now_s, (produced, off_ms) in enumerate(seconds):
         part.produce(produced, now_s, off_ms)
         part.consume(1000)
@@ -128,7 +127,7 @@ def test_whoever_reads_everything_at_once_is_good_soon_and_stays_so(seconds: lis
 @given(st.integers(1, 40), st.integers(1, 40))
 @settings(max_examples=40, deadline=None)
 def test_the_direction_of_a_large_lag_is_that_of_the_rates(arriving: int, consuming: int) -> None:
-    watch, part = CaughtUp(dataclasses.replace(PATIENCE, window_s=20)), Simulated(0)
+    watch, part = CaughtUpDetector(dataclasses.replace(PATIENCE, window_s=20)), Simulated(0)
     watch.observe({("samples", 0): part.lag()}, 0)
     part.produce(4000, 0, 0)
     for now_s in range(1, 40):
@@ -136,6 +135,6 @@ def test_the_direction_of_a_large_lag_is_that_of_the_rates(arriving: int, consum
         part.consume(consuming)
         found = watch.observe({("samples", 0): part.lag()}, now_s).overall
     falling = arriving > consuming
-    assert found.state is (Liveness.FALLING_BEHIND if falling else Liveness.CATCHING_UP)
+    assert found.state is (TrainingState.FALLING_BEHIND if falling else TrainingState.CATCHING_UP)
     assert found.drain is not None and abs(found.drain.value - (consuming - arriving)) < 1e-6
     assert (found.eta.s is None) == (arriving >= consuming)

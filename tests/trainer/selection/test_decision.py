@@ -22,7 +22,7 @@ from trainer.selection.decision import (
     TRAINED,
     Decision,
     decide,
-    drawn,
+    uniform_draws,
     without_positive,
 )
 
@@ -42,9 +42,9 @@ def decided(batch: Batch, policy: str, keep: float = 0.5, **more: object) -> Dec
 
 def test_the_draw_is_the_one_that_the_page_says() -> None:
     ids = np.array([1, -5, 1 << 40], np.int64)
-    for id_, u in zip(ids.tolist(), drawn(ids, 9).tolist(), strict=True):
+    for id_, u in zip(ids.tolist(), uniform_draws(ids, 9).tolist(), strict=True):
         assert u == (splitmix64((id_ & ((1 << 64) - 1)) ^ 9) >> 11) * 2.0**-53
-    assert 0.49 < drawn(np.arange(20_000), 3).mean() < 0.51
+    assert 0.49 < uniform_draws(np.arange(20_000), 3).mean() < 0.51
 
 
 def test_a_request_with_a_positive_is_always_trained_with_weight_one() -> None:

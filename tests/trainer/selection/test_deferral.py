@@ -12,7 +12,7 @@ from roostream.schema.schema import Schema
 from roostream.schema.schema_file import schema_from_dict
 from roostream.wire.lookup import Lookup, StackLookup
 from trainer.selection.config import DeferralConfig
-from trainer.selection.deferral import Deferral, Pushed
+from trainer.selection.deferral import Deferral, GradientPush
 
 STACK, D, RATE = "d2-adagrad", 2, 0.1
 
@@ -46,7 +46,7 @@ class Rows:
             self.given[i] = self.given.get(i, np.zeros(D)) + g_D
         self.apply(self.deferral.take(Lookup({STACK: keys}), {STACK: row_UD}, {STACK: gradient_UD}, now_ms))
 
-    def apply(self, pushed: Pushed | None) -> None:
+    def apply(self, pushed: GradientPush | None) -> None:
         if pushed is None:
             return
         for i, g_D in zip(pushed.lookup.stacks[STACK].id_U.tolist(), pushed.gradients[STACK], strict=True):

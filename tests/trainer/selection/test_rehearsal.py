@@ -132,7 +132,7 @@ def test_off_it_keeps_nothing_and_changes_nothing() -> None:
     assert (
         off.loop.counts.rehearsed == 0
         and off.loop.optimizer.num_steps == 6
-        and off.loop.selection.kept() == {}
+        and off.loop.selection.rehearsal_state() == {}
     )
     assert bits(off) != bits(on)
     assert [list(p.scores) for p in off.predicted[:8]] == [list(p.scores) for p in on.predicted[:8]], (
@@ -189,7 +189,7 @@ def test_nothing_is_rehearsed_for_what_is_frozen() -> None:
 
 def test_what_is_no_longer_finite_is_left_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     built = build(N24, rehearsal=ON)
-    monkeypatch.setattr(built.loop.descent, "descend_again", lambda pulled, targets: False)
+    monkeypatch.setattr(built.loop.descent, "rehearse_step", lambda pulled, targets: False)
     built.train_all()
     assert built.loop.counts.rehearsed == 0 and bits(built) == bits(build(N24).train_all())
     pulled = built.loop.pull_part(built.loop.selection.rehearsal.draw(1))  # type: ignore[union-attr, arg-type]
@@ -197,7 +197,7 @@ def test_what_is_no_longer_finite_is_left_and_changes_nothing(monkeypatch: pytes
     with torch.no_grad():
         for rows_UD in pulled.inputs.rows.values():
             rows_UD.fill_(torch.nan)
-    assert not built.loop.descent.descend_again(pulled, built.loop.targets_of(pulled.part))
+    assert not built.loop.descent.rehearse_step(pulled, built.loop.targets_of(pulled.part))
 
 
 @pytest.mark.parametrize(
@@ -218,8 +218,8 @@ def test_what_it_does_not_go_with_is_refused(settings: dict[str, Any], said: str
 
 def test_several_workers_are_refused() -> None:
     loop = build(N24, rehearsal=ON).loop
-    loop.selection.check(workers=1)
+    loop.selection.validate(workers=1)
     with pytest.raises(
         ConfigError, match=r"rehearsal\.batches: expected 0 with 2 workers, got 3; train with one"
     ):
-        loop.selection.check(workers=2)
+        loop.selection.validate(workers=2)

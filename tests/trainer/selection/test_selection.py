@@ -21,9 +21,9 @@ from tests.trainer import samples
 from tests.trainer.loops import Built, build
 from trainer.feed import part_of
 from trainer.selection.config import MIN_SAMPLE, DeferralConfig, SelectionConfig, SlipstreamConfig
-from trainer.selection.decision import NEGATIVE, Selected, decide
-from trainer.selection.outcomes import unaccounted
-from trainer.selection.slipstream_course import SlipstreamCourse, _HotStack
+from trainer.selection.decision import NEGATIVE, SelectionWeights, decide
+from trainer.selection.outcomes import unaccounted_requests
+from trainer.selection.slipstream_policy import SlipstreamPolicy, _HotStack
 
 NUMBERS = list(range(1, 61))
 N60 = samples.records(NUMBERS)
@@ -54,7 +54,7 @@ def rows(built: Built) -> dict[tuple[int, int], bytes]:
 
 
 def accounted(built: Built) -> dict[str, int]:
-    assert unaccounted(built.loop.outcomes.total) == 0
+    assert unaccounted_requests(built.loop.outcomes.total) == 0
     return {name: n for name, n in built.loop.outcomes.total.items() if n}
 
 
@@ -160,7 +160,7 @@ def test_where_the_kept_alone_are_scored_they_stand_for_all_and_train_the_same(p
 
 
 def test_metrics_by_request_count_a_probe_for_as_many_as_it_stands_for() -> None:
-    from trainer.monitoring.quality import Metrics
+    from trainer.monitoring.progressive_metrics import Metrics
 
     score, label = np.array([[0.9], [0.1], [0.2], [0.8]]), np.array([[1.0], [0.0], [1.0], [0.0]])
     index_B, time_ms_R = np.array([0, 0, 1, 1]), np.zeros(2, np.int64)
@@ -267,15 +267,17 @@ def test_a_correction_of_a_negative_is_trained_whatever_became_of_its_sample() -
 def test_the_loss_of_what_is_kept_is_divided_by_the_kept_candidates_and_not_by_their_weights() -> None:
     part = part_of(Decoder(samples.schema(), {}.get).decode(CLICKS[:3])[0], trains=True)
     weight_R = np.array([1.0, 4.0, 4.0], np.float32)
-    choice = Selected(np.zeros(3, np.uint8), weight_R, np.ones(3, np.float32))
+    choice = SelectionWeights(np.zeros(3, np.uint8), weight_R, np.ones(3, np.float32))
     selection = build(CLICKS).loop.selection
     label, logits = torch.zeros(3, 1), torch.zeros(3, 1)
-    targets = selection.weighted(Targets(label, torch.ones(3, 1)), dataclasses.replace(part, choice=choice))
+    targets = selection.weight_targets(
+        Targets(label, torch.ones(3, 1)), dataclasses.replace(part, choice=choice)
+    )
     assert float(loss(logits, targets)) == pytest.approx(9 * np.log(2) / 3)
     assert float(loss(logits, Targets(label, targets.weight_BT))) == pytest.approx(np.log(2)), (
         "the sum of weights cancels them"
     )
-    assert selection.weighted(Targets(label, label), part) == Targets(label, label)
+    assert selection.weight_targets(Targets(label, label), part) == Targets(label, label)
 
 
 SLIPSTREAM = SlipstreamConfig(
@@ -322,7 +324,7 @@ def test_slipstream_tells_its_phase() -> None:
     assert its.report()["hot_rows"]
     its.end()
     assert its.phase == 3 and its.report()["hot_rows"] == 0, "nothing is remembered"
-    assert SlipstreamCourse(SLIPSTREAM, samples.schema()).phase == 0, "before anything is loaded, too"
+    assert SlipstreamPolicy(SLIPSTREAM, samples.schema()).phase == 0, "before anything is loaded, too"
 
 
 def test_slipstream_counts_each_access_of_each_request_once() -> None:
@@ -336,7 +338,7 @@ def test_slipstream_counts_each_access_of_each_request_once() -> None:
 
 def test_slipstream_looks_when_the_warm_up_ends_and_every_so_many_steps_behind_it() -> None:
     its, looked, at = (
-        SlipstreamCourse(dataclasses.replace(SLIPSTREAM, snapshot_steps=3), samples.schema()),
+        SlipstreamPolicy(dataclasses.replace(SLIPSTREAM, snapshot_steps=3), samples.schema()),
         list[int](),
         0,
     )
@@ -346,12 +348,12 @@ def test_slipstream_looks_when_the_warm_up_ends_and_every_so_many_steps_behind_i
         return {stack: np.zeros((len(of.id_U), 1), np.float32) for stack, of in lookup.stacks.items()}
 
     for at in range(1, 20):
-        its.trained(at, [], pull)
+        its.on_trained(at, [], pull)
     assert looked == [4, 7, 10] and its.T is not None
 
 
 def test_slipstream_says_which_share_of_the_hot_rows_no_step_has_visited() -> None:
-    its = SlipstreamCourse(SLIPSTREAM, samples.schema())
+    its = SlipstreamPolicy(SLIPSTREAM, samples.schema())
     assert its.report()["unvisited_share"] is None
     for n, stack in enumerate(samples.schema().stacks):
         its.hot[stack] = _HotStack(np.zeros(4, np.uint32), np.arange(4))
@@ -409,10 +411,10 @@ def test_slipstream_is_for_logs_that_end_and_is_over_when_the_stream_begins() ->
     with pytest.raises(
         ConfigError, match=r"selection\.policy: expected off, negatives or random for a stream"
     ):
-        built.loop.selection.begin(finite=False, handed_over=False)
-    built.loop.selection.begin(finite=True, handed_over=False)
+        built.loop.selection.begin_phase(finite=False, handed_over=False)
+    built.loop.selection.begin_phase(finite=True, handed_over=False)
     assert built.loop.selection.slipstream and built.loop.selection.slipstream.phase == 2
-    built.loop.selection.begin(finite=False, handed_over=True)
+    built.loop.selection.begin_phase(finite=False, handed_over=True)
     before = accounted(built).get("stale", 0)
     built.train_all()
     assert accounted(built).get("stale", 0) == before, "everything is trained again"
@@ -424,9 +426,9 @@ def test_slipstream_is_for_logs_that_end_and_is_over_when_the_stream_begins() ->
 )
 def test_what_needs_all_visits_of_a_row_is_refused_to_several_workers(settings: Any) -> None:
     selection = build(CLICKS, **settings).loop.selection
-    selection.check(workers=1)
+    selection.validate(workers=1)
     with pytest.raises(ConfigError, match="with 2 workers"):
-        selection.check(workers=2)
+        selection.validate(workers=2)
 
 
 @pytest.mark.parametrize("policy", ["random", "negatives"])
@@ -455,16 +457,16 @@ def test_nothing_is_read_for_more_where_nothing_is_skipped_or_nobody_asked() -> 
         build(N60, selection=half).train_all(),
         build(N60, selection=dataclasses.replace(half, refill=True)),
     )
-    assert plain.loop.selection.asked(64) == 64 == refilled.loop.selection.asked(64)
+    assert plain.loop.selection.chunk_size(64) == 64 == refilled.loop.selection.chunk_size(64)
     refilled.train_all()
-    assert 90 < refilled.loop.selection.asked(64) < 200
+    assert 90 < refilled.loop.selection.chunk_size(64) < 200
     few = build(one_candidate([n for n in NUMBERS if n in skipped_numbers(NEGATIVES)]), selection=NEGATIVES)
     few.loop.selection.config = dataclasses.replace(NEGATIVES, refill=True)
     few.loop.step()
-    assert few.loop.selection.asked(3) == 10, (
+    assert few.loop.selection.chunk_size(3) == 10, (
         "a chunk of which nothing was kept says nothing: no more than 1 / keep"
     )
-    assert refilled.loop.selection.asked(1 << 16) == 1 << 16, "a chunk has a budget, whatever is skipped"
+    assert refilled.loop.selection.chunk_size(1 << 16) == 1 << 16, "a chunk has a budget, whatever is skipped"
 
 
 def test_refilled_chunks_are_refused_to_exact_mode() -> None:
@@ -538,7 +540,7 @@ def test_slipstream_says_that_it_is_over_and_whether_it_ever_began(
         built.loop.step()
     caplog.clear()
     for _ in range(2):
-        built.loop.selection.begin(finite=False, handed_over=True)
+        built.loop.selection.begin_phase(finite=False, handed_over=True)
     (told,) = said_by(caplog)
     assert "slipstream is over" in told and ("nothing was skipped" in told) == early
 

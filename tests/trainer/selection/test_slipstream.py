@@ -17,7 +17,7 @@ from roostream.wire.lookup import sources_of
 from tests.trainer import samples
 from tests.trainer.selection.drawn_batches import TWO_STACKS, drawn_batch
 from trainer.selection.config import MIN_SAMPLE, SlipstreamConfig
-from trainer.selection.row_numbers import RowNumbers
+from trainer.selection.row_index import RowIndex
 from trainer.selection.slipstream import (
     AccessCounts,
     ReadSlots,
@@ -29,10 +29,10 @@ from trainer.selection.slipstream import (
     moved,
     read_slots,
     sampled_threshold,
+    take_requests,
     threshold,
 )
-from trainer.selection.slipstream_course import _HotInputs, _HotStack
-from trainer.selection.slipstream_kernels import take_requests
+from trainer.selection.slipstream_policy import _HotInputs, _HotStack
 
 INF = float("inf")
 
@@ -244,12 +244,12 @@ def read_by_hand(batch: Batch, number: Mapping[tuple[int, int], int]) -> list[tu
 @pytest.mark.parametrize("seed", range(4))
 def test_slots_are_what_each_feature_of_a_request_and_of_each_candidate_reads(seed: int) -> None:
     batch, random = drawn_batch(seed), np.random.default_rng(seed)
-    hot, number = dict[str, RowNumbers](), dict[tuple[int, int], int]()
+    hot, number = dict[str, RowIndex](), dict[tuple[int, int], int]()
     for stack, tables in TWO_STACKS.stacks.items():
         keys = [(t.id, i) for t in tables for i in range(1, 9) if random.random() < 0.6]
         random.shuffle(keys)
         number |= {key: len(number) + n for n, key in enumerate(keys)}
-        hot[stack] = RowNumbers(
+        hot[stack] = RowIndex(
             np.array([t for t, _ in keys], np.uint32), np.array([i for _, i in keys], np.int64)
         )
     slots = read_slots(batch, hot)
@@ -268,7 +268,7 @@ def test_slots_are_what_each_feature_of_a_request_and_of_each_candidate_reads(se
 
 def test_slots_are_request_features_once_and_features_of_each_candidate() -> None:
     batch = Decoder(samples.schema(), {}.get).decode(samples.records([1, 2]))[0]
-    slots = read_slots(batch, {stack: RowNumbers() for stack in samples.schema().stacks})
+    slots = read_slots(batch, {stack: RowIndex() for stack in samples.schema().stacks})
     assert np.bincount(slots.request_S).tolist() == [4, 4], "user, and three candidates' item"
     assert (np.diff(slots.slot_L) >= 0).all() and slots.row_L.tolist() == [0] * 8, (
         "of no hot row all have the number behind them"
@@ -277,7 +277,7 @@ def test_slots_are_request_features_once_and_features_of_each_candidate() -> Non
 
 def test_hot_inputs_that_were_kept_go_on_where_they_were() -> None:
     batch = drawn_batch(5)
-    slots = read_slots(batch, {stack: RowNumbers() for stack in TWO_STACKS.stacks})
+    slots = read_slots(batch, {stack: RowIndex() for stack in TWO_STACKS.stacks})
     inputs, halves = _HotInputs(), np.arange(12) < 6
     inputs.add(slots, halves)
     again = _HotInputs({name: value.copy() for name, value in inputs.arrays().items()})

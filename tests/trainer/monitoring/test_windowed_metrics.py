@@ -11,8 +11,8 @@ from roostream.errors import ConfigError
 from roostream.schema.schema_file import schema_from_dict
 from roostream.wire.batch import TEXT, Batch
 from tests.models.model_cases import make_batch, make_schema
-from trainer.monitoring.slices import slicers
-from trainer.monitoring.windowed import MAX_VALUES, Windowed
+from trainer.monitoring.slices import build_slicers
+from trainer.monitoring.windowed_metrics import MAX_VALUES, WindowedMetrics
 
 H = 3_600_000
 T0 = 1_700_000_000_000 // H * H
@@ -29,7 +29,7 @@ def batch_of(seed: int = 0, *, close_ms: int = T0, requests: int = 8, partition:
 
 
 def count(
-    windowed: Windowed, batch: Batch, watermark_ms: int | None = None, shadow: float | None = None
+    windowed: WindowedMetrics, batch: Batch, watermark_ms: int | None = None, shadow: float | None = None
 ) -> None:
     score_BT = np.full(batch.label_BT.shape, 0.3, dtype=np.float32)
     at_B = batch.partition_R[batch.request_index_B].astype(np.int64)
@@ -43,12 +43,12 @@ def count(
     )
 
 
-def made(*names: str) -> Windowed:
+def made(*names: str) -> WindowedMetrics:
     schema = make_schema("everything")
-    return Windowed(schema.tasks, slicers(schema, names))
+    return WindowedMetrics(schema.tasks, build_slicers(schema, names))
 
 
-def counted(windowed: Windowed, watermark_ms: int) -> dict[str, int]:
+def counted(windowed: WindowedMetrics, watermark_ms: int) -> dict[str, int]:
     windows = windowed.report(watermark_ms)["windows"]
     return {window: next(iter(tasks.values()))["candidates"] for window, tasks in windows.items()}
 
@@ -149,15 +149,15 @@ def test_ages_floats_and_ids_have_names_of_their_own(transforms: list[dict[str, 
         ro_float_RF=np.array([[-3.0]], dtype=np.float32),
         ro_present_RF=np.ones((1, 1), dtype=np.bool_),
     )
-    number_B, names = slicers(schema, ["candidate_age"])[0].values(changed)
+    number_B, names = build_slicers(schema, ["candidate_age"])[0].values(changed)
     assert [names[n] for n in number_B] == ["<10m", "<1h", "<6h", "<1d", ">=7d", "missing"]
-    number_B, names = slicers(schema, ["hour"])[0].values(changed)
+    number_B, names = build_slicers(schema, ["hour"])[0].values(changed)
     assert [names[n] for n in number_B] == ["-2.."] * 6
     for name, lists, rows in (
         ("topic", batch.nro_lists, np.arange(6)),
         ("country", batch.ro_lists, np.zeros(6, dtype=int)),
     ):
-        number_B, names = slicers(schema, [name])[0].values(changed)
+        number_B, names = build_slicers(schema, [name])[0].values(changed)
         value, length = lists.values_of(name), lists.lengths_KN[0]
         starts = np.cumsum(length) - length
         first = [str(value[starts[r]]) if length[r] else "missing" for r in rows]
@@ -174,12 +174,12 @@ def test_ages_floats_and_ids_have_names_of_their_own(transforms: list[dict[str, 
 )
 def test_a_slice_that_can_not_be_is_refused_with_what_can(names: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        slicers(make_schema("everything"), names)
+        build_slicers(make_schema("everything"), names)
 
 
 def test_the_age_needs_a_feature_that_still_tells_it() -> None:
     with pytest.raises(ConfigError, match="the schema has none"):
-        slicers(schema_from_dict({**FEATURES, "nro": FEATURES["nro"][1:]}), ["candidate_age"])  # type: ignore[index]
+        build_slicers(schema_from_dict({**FEATURES, "nro": FEATURES["nro"][1:]}), ["candidate_age"])  # type: ignore[index]
     clipped = [{"output": "age", "input": "age", "op": "clip"}]
     with pytest.raises(ConfigError, match="give the transform an output"):
-        slicers(schema_from_dict({**FEATURES, "transform": clipped}), ["candidate_age"])
+        build_slicers(schema_from_dict({**FEATURES, "transform": clipped}), ["candidate_age"])

@@ -24,7 +24,7 @@ from roostream.schema.schema import Schema
 from roostream.wire.batch import Batch
 from roostream.wire.lookup import Lookup, StackLookup
 from trainer.selection.config import SlipstreamConfig
-from trainer.selection.row_numbers import RowNumbers
+from trainer.selection.row_index import RowIndex
 from trainer.selection.slipstream import (
     AccessCounts,
     Classified,
@@ -36,9 +36,9 @@ from trainer.selection.slipstream import (
     moved,
     read_slots,
     sampled_threshold,
+    take_requests,
     threshold,
 )
-from trainer.selection.slipstream_kernels import take_requests
 
 log = logging.getLogger("roostream.worker")
 
@@ -57,7 +57,7 @@ class _HotStack:
     """The hot rows of one stack."""
 
     def __init__(self, table_N: np.ndarray, id_N: np.ndarray) -> None:
-        self.rows = RowNumbers(table_N, id_N)
+        self.rows = RowIndex(table_N, id_N)
         self.s_N = np.zeros(len(id_N), np.float32)
         self.visited_N = np.zeros(len(id_N), np.bool_)
         self.before_ND: np.ndarray | None = None
@@ -84,7 +84,7 @@ class _HotInputs:
         return self.num_inputs >= MAX_INPUTS or self.num_entries >= _MAX_ENTRIES
 
     def add(self, slots: ReadSlots, kept_R: np.ndarray) -> None:
-        """Those of `kept_R`; as `SlipstreamCourse` numbers rows."""
+        """Those of `kept_R`; as `SlipstreamPolicy` numbers rows."""
         part = take_requests(*slots, kept_R)
         self._parts.append(part)
         self.num_inputs, self.num_entries = self.num_inputs + len(part[0]), self.num_entries + len(part[2])
@@ -105,7 +105,7 @@ class _HotInputs:
         )
 
 
-class SlipstreamCourse:
+class SlipstreamPolicy:
     """Of one worker that has the whole log."""
 
     def __init__(self, config: SlipstreamConfig, schema: Schema, seed: int = 0) -> None:
@@ -141,7 +141,7 @@ class SlipstreamCourse:
         alpha, hot_share = self.config.alpha, self.config.hot_share
         return is_stale(slots, *self._rows_H1, batch.num_requests, self.T, alpha=alpha, hot_share=hot_share)
 
-    def trained(self, step: int, batches: list[tuple[Batch, Lookup]], pull: Pull) -> None:
+    def on_trained(self, step: int, batches: list[tuple[Batch, Lookup]], pull: Pull) -> None:
         """Step `step` is trained, on these. `pull` sees what it changed.
 
         Raises:
@@ -351,7 +351,7 @@ class SlipstreamCourse:
             self.inputs.add(slots, hot_R)
 
     @property
-    def _hot_rows(self) -> dict[str, RowNumbers]:
+    def _hot_rows(self) -> dict[str, RowIndex]:
         return {stack: its.rows for stack, its in self.hot.items()}
 
     def _judge(self, slots: ReadSlots, num_requests: int) -> Classified:

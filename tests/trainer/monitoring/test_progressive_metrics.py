@@ -12,8 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.monitoring.auc import ScoreCounts
-from trainer.monitoring.quality import DailyMetrics, Metrics, pooled, summary, update_each
+from trainer.monitoring.progressive_metrics import (
+    DailyMetrics,
+    Metrics,
+    merge_summaries,
+    summarize,
+    update_each,
+)
+from trainer.monitoring.ranking_metrics import ScoreHistogram
 
 DAY_MS = 86_400_000
 
@@ -85,7 +91,7 @@ def test_auc_weighs_candidates_by_their_weight() -> None:
 def test_auc_is_exact_for_any_scores(pairs: list[tuple[float, bool]]) -> None:
     score = np.array([s for s, _ in pairs], dtype=np.float32)
     positive = np.array([p for _, p in pairs])
-    counts = ScoreCounts()
+    counts = ScoreHistogram()
     counts.add(score, positive, np.ones(len(score)))
     if positive.all() or not positive.any():
         assert counts.auc() is None
@@ -99,7 +105,7 @@ def test_beyond_max_scores_memory_is_bounded_and_the_error_certified() -> None:
     rng = np.random.default_rng(1)
     score = rng.random(20_000).astype(np.float32)
     positive = rng.random(20_000) < score
-    exact, bounded = ScoreCounts(), ScoreCounts(max_scores=256)
+    exact, bounded = ScoreHistogram(), ScoreHistogram(max_scores=256)
     for part in np.array_split(np.arange(20_000), 40):
         exact.add(score[part], positive[part], np.ones(len(part)))
         bounded.add(score[part], positive[part], np.ones(len(part)))
@@ -268,8 +274,8 @@ def test_an_amount_has_an_error_in_its_own_unit_that_merges_and_is_kept() -> Non
     parts[1].merge(parts[0])
     parts[2].load(parts[1].state())
     assert parts[2].report()["mae"] == pytest.approx(expected)
-    told = [{**summary(part.report()), "sums": part.sums()} for part in (metrics, parts[1])]
-    assert pooled(told)["tasks"]["read_s"]["mae"] == pytest.approx(expected)
+    told = [{**summarize(part.report()), "sums": part.sums()} for part in (metrics, parts[1])]
+    assert merge_summaries(told)["tasks"]["read_s"]["mae"] == pytest.approx(expected)
     assert "mae" not in counted(draw(3)).report() and "click.amount" not in counted(draw(3)).state(), (
         "of an event there is none"
     )
@@ -287,13 +293,13 @@ def test_merged_workers_report_what_one_worker_would() -> None:
 
 def told_by(metrics: Metrics) -> dict[str, object]:
     """What a worker's beat tells."""
-    return {**summary(metrics.report()), "sums": metrics.sums()}
+    return {**summarize(metrics.report()), "sums": metrics.sums()}
 
 
 def test_workers_summaries_are_pooled_exactly_but_for_the_auc_that_sums_cannot_tell() -> None:
     batches = [draw(seed) for seed in range(6)]
-    whole = summary(counted(*batches).report())
-    pool = pooled([told_by(counted(*batches[:2])), {}, told_by(counted(*batches[2:]))])
+    whole = summarize(counted(*batches).report())
+    pool = merge_summaries([told_by(counted(*batches[:2])), {}, told_by(counted(*batches[2:]))])
     assert pool["auc"] is None and pool["tasks"].keys() == whole["tasks"].keys()
     for name in whole.keys() - {"auc", "tasks"}:
         assert pool[name] == pytest.approx(whole[name], abs=1e-12), name
@@ -301,7 +307,7 @@ def test_workers_summaries_are_pooled_exactly_but_for_the_auc_that_sums_cannot_t
 
 def test_a_worker_that_alone_has_counted_is_the_whole() -> None:
     alone = told_by(counted(draw(1)))
-    assert pooled([told_by(counted()), alone]) == alone and pooled([{}]) == {}
+    assert merge_summaries([told_by(counted()), alone]) == alone and merge_summaries([{}]) == {}
 
 
 def test_daily_metrics_split_by_request_time() -> None:

@@ -25,8 +25,8 @@ from roostream.models.sequence.next_item import NextItem
 from roostream.models.sequence.sasrec import SasRec
 from trainer.dense_part.adam import DenseAdam
 from trainer.next_item.config import NextItemConfig
-from trainer.next_item.full_ranking import ranking_figures, ranks
-from trainer.next_item.user_sequences import TEST, VALIDATION, UserSequences, asked_windows, training_windows
+from trainer.next_item.evaluation import ranking_figures, ranks
+from trainer.next_item.sequences import TEST, VALIDATION, UserSequences, evaluation_windows, training_windows
 
 BEST_BY = "NDCG@10"
 _BETA2 = 0.98
@@ -49,7 +49,7 @@ def build_next_item(config: NextItemConfig, num_items: int) -> NextItem:
     return model.to(config.device)
 
 
-class NextItemRun:
+class NextItemTrainer:
     """Model, optimizer and the streams of random numbers; `epoch` and `evaluate` take turns."""
 
     def __init__(self, config: NextItemConfig, sequences: UserSequences, num_items: int) -> None:
@@ -98,7 +98,7 @@ class NextItemRun:
         vector_DI = self.model.item_vectors().T
         found = []
         for user_R in self._batches(np.arange(self.sequences.num_users)):
-            asked = asked_windows(self.sequences, user_R, self.config.max_length, behind)
+            asked = evaluation_windows(self.sequences, user_R, self.config.max_length, behind)
             last_R = torch.from_numpy(np.cumsum(asked.length_R) - 1).to(self.config.device)
             score_RI = self._vectors(asked.item_S, asked.length_R)[last_R] @ vector_DI
             place_X, item_X = (torch.from_numpy(x).to(self.config.device) for x in asked.seen_X)
@@ -137,7 +137,7 @@ def run_next_item(
         )
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
-    run = NextItemRun(config, sequences, num_items)
+    run = NextItemTrainer(config, sequences, num_items)
     report: dict[str, Any] = {"users": sequences.num_users, "items": num_items, "evaluations": []}
     began_s = time.process_time()
     for epoch in range(1, config.epochs + 1):

@@ -18,7 +18,7 @@ from roostream.wire.lookup import find_keys, number_keys, put_keys, touch_keys
 _LEAST = 16
 
 
-class RowNumbers:
+class RowIndex:
     """Numbers go up as rows are added, and anew when some are dropped."""
 
     def __init__(

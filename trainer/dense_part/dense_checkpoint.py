@@ -22,7 +22,7 @@ log = logging.getLogger("roostream.dense")
 _TRAINED = "trained."
 
 
-def take(model: nn.Module, optimizer: DenseAdam) -> dict[str, np.ndarray]:
+def snapshot(model: nn.Module, optimizer: DenseAdam) -> dict[str, np.ndarray]:
     """Copies of weights, of their average if there is one, and of optimizer state, on the host: later steps don't change them."""
     scores = optimizer.average.model if optimizer.average else model
     out = {f"model.{name}": _copy(value) for name, value in scores.state_dict().items()}
@@ -33,7 +33,7 @@ def take(model: nn.Module, optimizer: DenseAdam) -> dict[str, np.ndarray]:
     return out | {"optimizer.step": np.array(optimizer.num_steps, dtype=np.int64)}
 
 
-def put(
+def restore(
     tensors: Mapping[str, np.ndarray], model: nn.Module, optimizer: DenseAdam, *, same_schema: bool
 ) -> None:
     """Make `model` and `optimizer` what `take` saw. An average of which `tensors` know nothing begins at the weights; one that

@@ -18,11 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from trainer.monitoring.auc import ScoreCounts, ordered
-from trainer.monitoring.request_metrics import score_requests
+from trainer.monitoring.ranking_metrics import ScoreHistogram, ordered, score_requests
 
 Report = dict[str, object]
-QUALITY = ("base_rate", "ne", "auc", "request_auc", "mrr", "ndcg@10", "calibration")
+METRIC_NAMES = ("base_rate", "ne", "auc", "request_auc", "mrr", "ndcg@10", "calibration")
 """The numbers of a task that reports, beats, manifests and pages carry."""
 
 _EPSILON = 1e-12  # TorchRec's: keeps log(0) out
@@ -35,7 +34,7 @@ class TaskMetrics:
     def __init__(self, max_scores: int) -> None:
         self.sums = dict.fromkeys(_SUMS, 0.0)
         self.absolute_error = self.scale = 0.0  # scale 0: no amount
-        self.scores = ScoreCounts(max_scores)
+        self.scores = ScoreHistogram(max_scores)
 
     def merge(self, other: TaskMetrics) -> None:
         self.add(**other.sums, **other.amount())
@@ -236,17 +235,17 @@ class _Judged:
             task.scores.add_sides(score_K[start:end], positive_K[start:end], negative_K[start:end])
 
 
-def summary(report: Mapping[str, Any]) -> dict[str, Any]:
+def summarize(report: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers of a report that beats and manifests carry."""
-    names = ("candidates", *QUALITY, "mae")
+    names = ("candidates", *METRIC_NAMES, "mae")
     tasks = {
         task: {name: values[name] for name in names if name in values}
         for task, values in report["tasks"].items()
     }
-    return {**{name: report[name] for name in ("requests", "candidates", *QUALITY)}, "tasks": tasks}
+    return {**{name: report[name] for name in ("requests", "candidates", *METRIC_NAMES)}, "tasks": tasks}
 
 
-def pooled(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_summaries(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The summaries of several workers as one, each with the `sums` of its tasks: exact, but `auc`, for which sums don't suffice.
     It is None where more than one has counted anything. {} where nobody tells."""
     given = [one for one in told if one]
@@ -259,7 +258,7 @@ def pooled(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         for one in counted:
             task.add(**one["sums"][name])
         tasks[name] = {**task.report(), "auc": None}
-    return summary(
+    return summarize(
         {"requests": sum(one["requests"] for one in counted), **next(iter(tasks.values())), "tasks": tasks}
     )
 

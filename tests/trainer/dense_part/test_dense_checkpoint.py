@@ -11,7 +11,7 @@ from torch import nn
 
 from roostream.errors import CheckpointError
 from roostream.runtime import tensor_file
-from trainer.dense_part import dense_file
+from trainer.dense_part import dense_checkpoint
 from trainer.dense_part.adam import DenseAdam
 
 
@@ -29,22 +29,22 @@ def trained(width: int = 3, steps: int = 3) -> tuple[nn.Module, DenseAdam]:
 def test_weights_and_optimizer_come_back_bit_equal_and_go_on_alike() -> None:
     model, optimizer = trained()
     tensors, metadata = tensor_file.decode(
-        tensor_file.encode(dense_file.take(model, optimizer), {"step": "3"})
+        tensor_file.encode(dense_checkpoint.snapshot(model, optimizer), {"step": "3"})
     )
     assert metadata == {"step": "3"} and int(tensors["optimizer.step"]) == 3
     other, others = trained(steps=1)
-    dense_file.put(tensors, other, others, same_schema=True)
+    dense_checkpoint.restore(tensors, other, others, same_schema=True)
     for m, o in ((model, optimizer), (other, others)):
         o.zero_grad()
         m(torch.ones(4, 3)).sum().backward()
         o.step()
-    mine, theirs = dense_file.take(other, others), dense_file.take(model, optimizer)
+    mine, theirs = dense_checkpoint.snapshot(other, others), dense_checkpoint.snapshot(model, optimizer)
     assert mine.keys() == theirs.keys() and all(mine[k].tobytes() == theirs[k].tobytes() for k in mine)
 
 
 def test_what_was_taken_does_not_change_with_later_steps() -> None:
     model, optimizer = trained()
-    tensors = dense_file.take(model, optimizer)
+    tensors = dense_checkpoint.snapshot(model, optimizer)
     kept = {k: v.copy() for k, v in tensors.items()}
     model(torch.ones(4, 3)).sum().backward()
     optimizer.step()
@@ -53,10 +53,10 @@ def test_what_was_taken_does_not_change_with_later_steps() -> None:
 
 def test_an_untrained_optimizer_comes_back_untrained() -> None:
     model, optimizer = trained(steps=0)
-    tensors = dense_file.take(model, optimizer)
+    tensors = dense_checkpoint.snapshot(model, optimizer)
     assert int(tensors["optimizer.step"]) == 0
     other, others = trained(steps=2)
-    dense_file.put(tensors, other, others, same_schema=True)
+    dense_checkpoint.restore(tensors, other, others, same_schema=True)
     assert others.num_steps == 0 and not any(
         v.any() for slots in others.slots.values() for v in slots.values()
     )
@@ -72,21 +72,21 @@ def test_g5_bytes_that_are_no_dense_file_are_refused(data: bytes) -> None:
 
 
 def test_a_weight_of_another_shape_is_refused_under_the_same_schema() -> None:
-    tensors = dense_file.take(*trained(width=3))
+    tensors = dense_checkpoint.snapshot(*trained(width=3))
     model, optimizer = trained(width=4)
-    before = dense_file.take(model, optimizer)
+    before = dense_checkpoint.snapshot(model, optimizer)
     with pytest.raises(CheckpointError, match=r"expected model\.0\.weight of shape \(2, 4\), got \(2, 3\)"):
-        dense_file.put(tensors, model, optimizer, same_schema=True)
-    assert all((before[k] == v).all() for k, v in dense_file.take(model, optimizer).items())
+        dense_checkpoint.restore(tensors, model, optimizer, same_schema=True)
+    assert all((before[k] == v).all() for k, v in dense_checkpoint.snapshot(model, optimizer).items())
 
 
 def test_a_schema_that_grew_keeps_what_still_fits(caplog: pytest.LogCaptureFixture) -> None:
-    tensors = dense_file.take(*trained(width=3))
+    tensors = dense_checkpoint.snapshot(*trained(width=3))
     model, optimizer = trained(width=4, steps=1)
     fresh = model.state_dict()["0.weight"].numpy().copy()
     with caplog.at_level(logging.WARNING):
-        dense_file.put(tensors, model, optimizer, same_schema=False)
-    after = dense_file.take(model, optimizer)
+        dense_checkpoint.restore(tensors, model, optimizer, same_schema=False)
+    after = dense_checkpoint.snapshot(model, optimizer)
     assert (after["model.0.weight"] == fresh).all() and (
         after["model.1.weight"] == tensors["model.1.weight"]
     ).all()

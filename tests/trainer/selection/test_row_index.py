@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from trainer.selection.row_numbers import RowNumbers
+from trainer.selection.row_index import RowIndex
 
 
 def test_rows_are_found_as_a_dictionary_would() -> None:
-    rows, known = RowNumbers(), dict[tuple[int, int], int]()
+    rows, known = RowIndex(), dict[tuple[int, int], int]()
     random = np.random.default_rng(3)
     for step in range(60):
         ids = np.unique(random.integers(-40, 40, 12))
@@ -25,12 +25,12 @@ def test_rows_are_found_as_a_dictionary_would() -> None:
             known = {pair: moved.get(number, number) for pair, number in known.items()}
             known = dict(sorted(known.items(), key=lambda item: item[1]))
     assert len(rows) == len(known) > 100
-    again = RowNumbers(rows.table_N, rows.id_N)
+    again = RowIndex(rows.table_N, rows.id_N)
     assert again.find(rows.table_N, rows.id_N).tolist() == list(range(len(rows))) == list(known.values())
 
 
 def test_who_comes_when_there_are_as_many_as_may_be_gets_no_number() -> None:
-    rows, table = RowNumbers(), np.ones(5, np.uint32)
+    rows, table = RowIndex(), np.ones(5, np.uint32)
     assert rows.number(table, np.arange(5), most=3).tolist() == [0, 1, 2, -1, -1]
     assert rows.number(table, np.arange(4, -1, -1), most=3).tolist() == [-1, -1, 2, 1, 0]
     assert rows.number(table, np.arange(5), most=2).tolist() == [0, 1, 2, -1, -1], (

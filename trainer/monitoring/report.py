@@ -20,6 +20,8 @@
     partitions                       [{topic, partition, and all of the above but state_seconds}], by name; the first MAX_ROWS
 
 Numbers that aren't known are null. Everything is bounded, whatever the schema: see the constants.
+
+Windows, slices and the frozen copy as gauges, from what a beat carries of them (`watch.quality_of`); so as bounded.
 """
 
 from __future__ import annotations
@@ -27,26 +29,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.monitoring.caught_up import Observation, Standing
-from trainer.monitoring.shadow import FrozenCopy
+from trainer.monitoring.caught_up import LagStatus, Observation
+from trainer.monitoring.shadow import ShadowModel
+from trainer.monitoring.windowed_metrics import LIVE, SHADOW, SLICE_WINDOW
 
 MAX_ROWS = 256
 MAX_TASKS = 4
 
 
-def watch_of(seen: Observation) -> dict[str, Any]:
+def liveness_report(seen: Observation) -> dict[str, Any]:
     """The part that says how live training is."""
     rows = [
-        {"topic": topic, "partition": number, **plain(at)} for (topic, number), at in seen.partitions.items()
+        {"topic": topic, "partition": number, **status_fields(at)}
+        for (topic, number), at in seen.partitions.items()
     ]
     return {
-        **plain(seen.overall),
+        **status_fields(seen.overall),
         "state_seconds": {str(state): seconds for state, seconds in seen.state_seconds.items()},
         "partitions": rows[:MAX_ROWS],
     }
 
 
-def quality_of(told: Mapping[str, Any], shadow: FrozenCopy | None) -> dict[str, Any]:
+def quality_report(told: Mapping[str, Any], shadow: ShadowModel | None) -> dict[str, Any]:
     """The part that says how well it predicts; `told`: `Windowed.report`."""
     copies = {name: _few(windows) for name, windows in told["shadow"].items()} if told.get("shadow") else {}
     return {
@@ -63,7 +67,7 @@ def _few(windows: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     return {window: dict(list(tasks.items())[:MAX_TASKS]) for window, tasks in windows.items()}
 
 
-def plain(at: Standing) -> dict[str, Any]:
+def status_fields(at: LagStatus) -> dict[str, Any]:
     """One row of it."""
     return {
         "state": str(at.state),
@@ -78,4 +82,44 @@ def plain(at: Standing) -> dict[str, Any]:
         "consumption_per_s": None if at.consumption is None else list(at.consumption),
         "drain_per_s": None if at.drain is None else list(at.drain),
         "eta_s": list(at.eta),
+    }
+
+
+_OF_WINDOW = ("candidates", "base_rate", "ne", "ne_online", "auc", "calibration")
+_OF_SLICE = ("candidates", "ne", "auc", "calibration")
+MAX_TASKS_OF_SLICES = 2  # exported; a beat has more
+
+QUALITY_LABELS: dict[str, str | tuple[str, ...]] = {
+    **{f"window_{name}": ("window", "task") for name in _OF_WINDOW},
+    **{f"slice_{name}": ("slice", "value", "task") for name in _OF_SLICE},
+    **{f"shadow_{name}": ("of", "task") for name in _OF_SLICE},
+    "shadow_version": "version",
+}
+"""Label of each gauge."""
+
+
+def quality_gauges(quality: Mapping[str, Any]) -> dict[str, Any]:
+    """Of slices and the copy: the last hour. `of`: "shadow", or "live" for the model on the same candidates."""
+    windows = {
+        (window, task): numbers
+        for window, tasks in quality["windows"].items()
+        for task, numbers in tasks.items()
+    }
+    slices = {
+        (slice_, value, task): numbers
+        for slice_, values in quality["slices"].items()
+        for value, told in values.items()
+        for task, numbers in list(told.get(SLICE_WINDOW, {}).items())[:MAX_TASKS_OF_SLICES]
+    }
+    shadow = quality["shadow"] or {}
+    copies = {
+        (name, task): numbers
+        for name in (SHADOW, LIVE)
+        for task, numbers in shadow.get(name, {}).get(SLICE_WINDOW, {}).items()
+    }
+    return {
+        **{f"window_{name}": {key: numbers[name] for key, numbers in windows.items()} for name in _OF_WINDOW},
+        **{f"slice_{name}": {key: numbers[name] for key, numbers in slices.items()} for name in _OF_SLICE},
+        **{f"shadow_{name}": {key: numbers[name] for key, numbers in copies.items()} for name in _OF_SLICE},
+        "shadow_version": {shadow["version"]: 1} if shadow else {},
     }

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from roostream.errors import ConfigError
-from trainer.next_item.user_sequences import (
+from trainer.next_item.sequences import (
     TEST,
     VALIDATION,
-    AskedWindows,
+    EvaluationWindows,
     NextWindows,
     UserSequences,
-    asked_windows,
-    by_user,
+    evaluation_windows,
+    group_by_user,
     training_windows,
 )
 
@@ -23,10 +23,10 @@ ALL = np.array([0, 1, 2])
 
 def sequences() -> UserSequences:
     user_N = np.array([7, 7, 7, 7, 7, 3, 3, 3, 9, 9, 9, 9])
-    return by_user(user_N, np.array([10, 20, 30, 40, 50, 60, 10, 20, 50, 40, 30, 20]), CORPUS)
+    return group_by_user(user_N, np.array([10, 20, 30, 40, 50, 60, 10, 20, 50, 40, 30, 20]), CORPUS)
 
 
-def per_user(windows: NextWindows | AskedWindows, values: np.ndarray) -> list[list[int]]:
+def per_user(windows: NextWindows | EvaluationWindows, values: np.ndarray) -> list[list[int]]:
     return [part.tolist() for part in np.split(CORPUS[values], np.cumsum(windows.length_R)[:-1])]
 
 
@@ -46,7 +46,7 @@ def test_each_entry_learns_what_came_next_up_to_what_is_asked_for() -> None:
 def test_validation_asks_for_the_item_before_the_last_and_the_test_for_the_last(
     behind: int, given: list[list[int]], answers: list[int]
 ) -> None:
-    windows = asked_windows(sequences(), ALL, 10, behind)
+    windows = evaluation_windows(sequences(), ALL, 10, behind)
     assert per_user(windows, windows.item_S) == given
     assert CORPUS[windows.answer_R].tolist() == answers
     places, items = windows.seen_X
@@ -54,7 +54,7 @@ def test_validation_asks_for_the_item_before_the_last_and_the_test_for_the_last(
 
 
 def test_windows_have_the_newest_entries_and_all_that_was_seen_is_known() -> None:
-    asked, learned = asked_windows(sequences(), ALL, 2, TEST), training_windows(sequences(), ALL, 1)
+    asked, learned = evaluation_windows(sequences(), ALL, 2, TEST), training_windows(sequences(), ALL, 1)
     assert per_user(asked, asked.item_S) == [[30, 40], [60, 10], [40, 30]]
     assert np.bincount(asked.seen_X[0]).tolist() == [4, 2, 3]
     assert per_user(learned, learned.item_S) == [[20], [], [50]]
@@ -62,7 +62,7 @@ def test_windows_have_the_newest_entries_and_all_that_was_seen_is_known() -> Non
 
 
 def test_users_may_be_any_and_in_any_order() -> None:
-    some = asked_windows(sequences(), np.array([2, 0]), 2, VALIDATION)
+    some = evaluation_windows(sequences(), np.array([2, 0]), 2, VALIDATION)
     assert per_user(some, some.item_S) == [[50, 40], [20, 30]]
     assert CORPUS[some.answer_R].tolist() == [30, 40]
 
@@ -78,4 +78,4 @@ def test_users_may_be_any_and_in_any_order() -> None:
 )
 def test_what_is_no_history_is_refused(user_N: list[int], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        by_user(np.array(user_N), np.full(len(user_N), 10), CORPUS)
+        group_by_user(np.array(user_N), np.full(len(user_N), 10), CORPUS)

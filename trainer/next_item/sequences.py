@@ -45,7 +45,7 @@ class NextWindows:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class AskedWindows:
+class EvaluationWindows:
     """Entries, and the one item that is asked for."""
 
     item_S: np.ndarray  # int64; as of NextWindows
@@ -54,7 +54,7 @@ class AskedWindows:
     seen_X: tuple[np.ndarray, np.ndarray]  # int64: place in R, item
 
 
-def by_user(user_N: np.ndarray, item_id_N: np.ndarray, corpus_I: np.ndarray) -> UserSequences:
+def group_by_user(user_N: np.ndarray, item_id_N: np.ndarray, corpus_I: np.ndarray) -> UserSequences:
     """`user_N`: the interactions of each lie next to each other, in order; `corpus_I`: rising ids, all of `item_id_N` among them.
 
     Raises:
@@ -89,12 +89,14 @@ def training_windows(sequences: UserSequences, user_R: np.ndarray, max_length: i
     )
 
 
-def asked_windows(sequences: UserSequences, user_R: np.ndarray, max_length: int, behind: int) -> AskedWindows:
+def evaluation_windows(
+    sequences: UserSequences, user_R: np.ndarray, max_length: int, behind: int
+) -> EvaluationWindows:
     """`behind`: TEST or VALIDATION."""
     start_R, end_R = sequences.start_U1[user_R], sequences.start_U1[user_R + 1] - behind
     length_R = np.minimum(end_R - start_R, max_length)
     seen_R = end_R - start_R
-    return AskedWindows(
+    return EvaluationWindows(
         item_S=sequences.item_N[_ranges(end_R - length_R, length_R)],
         length_R=length_R,
         answer_R=sequences.item_N[end_R],

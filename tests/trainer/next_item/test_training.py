@@ -8,8 +8,8 @@ import torch
 
 from roostream.errors import ConfigError, RoostreamError
 from trainer.next_item.config import NextItemConfig
-from trainer.next_item.next_item_run import NextItemRun, run_next_item
-from trainer.next_item.user_sequences import TEST, VALIDATION, UserSequences
+from trainer.next_item.sequences import TEST, VALIDATION, UserSequences
+from trainer.next_item.training import NextItemTrainer, run_next_item
 
 ITEMS = 30
 SMALL = {"data": "", "width": 16, "max_length": 8, "batch_users": 16, "negatives": 8, "learning_rate": 0.01}
@@ -26,7 +26,7 @@ def chains(num_users: int = 64, length: int = 7) -> UserSequences:
 def test_what_follows_is_learned_from_what_came_before(model: str) -> None:
     config = NextItemConfig(model=model, epochs=25, evaluate_every=25, **SMALL)
     told = run_next_item(config, chains(), ITEMS)
-    before = NextItemRun(config, chains(), ITEMS).evaluate(TEST)
+    before = NextItemTrainer(config, chains(), ITEMS).evaluate(TEST)
     assert told["best"]["test"]["NDCG@10"] > 0.8 > 0.5 > before["NDCG@10"]
     assert told["users"] == 64 and told["items"] == ITEMS
 
@@ -57,7 +57,7 @@ def test_an_evaluation_changes_nothing() -> None:
     found = []
     for evaluated in (True, False):
         torch.manual_seed(5)
-        run = NextItemRun(NextItemConfig(model="hstu", **SMALL), chains(), ITEMS)
+        run = NextItemTrainer(NextItemConfig(model="hstu", **SMALL), chains(), ITEMS)
         if evaluated:
             assert run.evaluate(VALIDATION) == run.evaluate(VALIDATION)
         found.append(run.epoch())
@@ -65,7 +65,7 @@ def test_an_evaluation_changes_nothing() -> None:
 
 
 def test_a_loss_that_is_no_number_ends_it() -> None:
-    run = NextItemRun(NextItemConfig(model="hstu", **SMALL), chains(), ITEMS)
+    run = NextItemTrainer(NextItemConfig(model="hstu", **SMALL), chains(), ITEMS)
     with torch.no_grad():
         run.model.item.fill_(torch.nan)
     with pytest.raises(RoostreamError, match="expected a finite loss, got nan"):

@@ -18,9 +18,8 @@ from roostream.models.inputs import Inputs
 from roostream.models.model import Targets
 from roostream.schema.schema import Schema
 from trainer.config import LoopConfig
-from trainer.dense_part.adam import DenseAdam
-from trainer.dense_part.weight_average import WeightAverage
-from trainer.device.numerics import logits_of, trained_model
+from trainer.dense_part.adam import DenseAdam, WeightAverage
+from trainer.device.numerics import build_training_model, forward_logits
 from trainer.feed import Pulled
 from trainer.pipeline.stage_timer import StageTimer
 from trainer.rows import clip_rows, largest_norm
@@ -35,7 +34,7 @@ class Logits(NamedTuple):
     scored_BT: Tensor  # of those that score: the same, or their average (weight_average.py)
 
 
-class Descent:
+class DenseTrainer:
     """`model` is trained by `optimizer`, `scorer` says what is predicted and served: `model` itself, or the one that has the
     average of its weights."""
 
@@ -49,13 +48,13 @@ class Descent:
     ) -> None:
         """Untrained. `rate`: Adam's behind so many of its steps. Raises: as `trained_model`."""
         self.config, self.stages = config, stages
-        self.model = self.scorer = trained_model(schema, model_config, config)
+        self.model = self.scorer = build_training_model(schema, model_config, config)
         self.optimizer = DenseAdam(
             self.model.named_parameters(), learning_rate=rate, clip_norm=config.clip_norm
         )
         if config.average_steps:
             as_served = dataclasses.replace(config, compile=False)
-            self.scorer = trained_model(schema, model_config, as_served)
+            self.scorer = build_training_model(schema, model_config, as_served)
             self.optimizer.average = WeightAverage(self.scorer, config.average_steps)
 
     def forward(self, pulled: Pulled) -> Logits | None:
@@ -63,26 +62,26 @@ class Descent:
         inputs = pulled.ready()
         model = self.model if pulled.part.trains else self.scorer
         with self.stages("forward"), torch.set_grad_enabled(pulled.part.trains):
-            trained_BT = scored_BT = logits_of(model, inputs, self.config)
+            trained_BT = scored_BT = forward_logits(model, inputs, self.config)
             if model is not self.scorer:
                 with torch.no_grad():
-                    scored_BT = logits_of(self.scorer, inputs, self.config)
+                    scored_BT = forward_logits(self.scorer, inputs, self.config)
         finite = torch.isfinite(trained_BT).all() and (
             scored_BT is trained_BT or torch.isfinite(scored_BT).all()
         )
         return Logits(trained_BT, scored_BT) if finite else None
 
-    def descend(self, pulled: Pulled, logits_BT: Tensor, targets: Targets) -> bool:
+    def train_step(self, pulled: Pulled, logits_BT: Tensor, targets: Targets) -> bool:
         """Gradients, clipped, and the dense step. False: a square of one isn't finite; nothing was changed."""
         self._differentiate(pulled, logits_BT, targets)
         with self.stages("backward"):
             return clip_rows(gradients_of(pulled.inputs), self.config.clip_row_norm) and self.optimizer.step()
 
-    def descend_again(self, pulled: Pulled, targets: Targets) -> bool:
+    def rehearse_step(self, pulled: Pulled, targets: Targets) -> bool:
         """What was told before, which nothing is told of now. False: something isn't finite; nothing was changed."""
         with self.stages("forward"):
-            logits_BT = logits_of(self.model, pulled.ready(), self.config)
-        return bool(torch.isfinite(logits_BT).all()) and self.descend(pulled, logits_BT, targets)
+            logits_BT = forward_logits(self.model, pulled.ready(), self.config)
+        return bool(torch.isfinite(logits_BT).all()) and self.train_step(pulled, logits_BT, targets)
 
     def backward(self, pulled: Pulled, logits_BT: Tensor, targets: Targets, workers: int) -> bool:
         """Gradients of this part's share of a step of several workers, `targets.total_T` being the weights of all of it. False:

@@ -1,0 +1,349 @@
+"""Progressive metrics by window of event time and by slice, beside predictors that know less.
+
+A cell is (partition, what, value, bucket): a window of time is its last buckets. It belongs to its partition and goes into
+commits with it, so a rollback takes back what it counted, and what comes again is left out before it is counted (dedupe):
+nothing is counted twice. Time is the sample's close time; the window ends at the worker's watermark, and what lies beyond a
+bucket ahead of it (a clock was wrong) is in no window.
+
+Letters: R requests, B candidates, E entries, T tasks.
+
+Many small progressive metrics side by side: named cells, each with sums and a histogram of scores.
+
+One pass over a batch counts it in every cell it belongs to. A cell is bounded (1.1 kB a task), so its AUC is that of scores
+rounded to 64 steps of log odds; `ne`, `calibration` are exact.
+
+Letters: C cells, E entries (candidate × cell), T tasks, H histogram steps.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from roostream.wire.batch import Batch
+from trainer.monitoring.slices import OTHER, Slicer
+
+WINDOWS_MS = {"1h": 3_600_000, "1d": 86_400_000}
+ALL = "all"
+PARTS = 4  # of a window; it is between one and 1 + 1 / PARTS long
+SLICE_WINDOW = "1h"
+MAX_VALUES = 12  # of a slice, by name; the first that come; the rest as "other"
+_FROZEN = "(frozen)"
+
+
+class WindowedMetrics:
+    """All partitions of one worker."""
+
+    def __init__(self, tasks: Sequence[str], build_slicers: Sequence[Slicer] = ()) -> None:
+        self.tasks, self.build_slicers = tuple(tasks), tuple(build_slicers)
+        self.cells = MetricCells(self.tasks)
+        self._values: dict[str, set[str]] = {slicer.name: set() for slicer in self.build_slicers}
+        self._dropped_at = 0
+
+    def count(
+        self,
+        batch: Batch,
+        at_B: np.ndarray,
+        score_BT: np.ndarray,
+        watermark_ms: int,
+        shadow_BT: np.ndarray | None = None,
+    ) -> None:
+        """Scores of before the labels were used. `at_B`: int64, the partition's number in `place` of each candidate; -1 = not
+        counted. `shadow_BT`: those of the frozen copy, for the same candidates."""
+        kept_B = np.flatnonzero(at_B >= 0)
+        if not len(kept_B):
+            return
+        self._drop_old(watermark_ms)
+        places, place_B = np.unique(at_B[kept_B], return_inverse=True)
+        base_BT = np.stack([self.cells.rates_T((place, f"/{ALL}", "", 0)) for place in places.tolist()])[
+            place_B
+        ]
+        score, label, weight = (x[kept_B] for x in (score_BT, batch.label_BT, batch.weight_BT))
+        rows = _Counted(
+            places.tolist(), place_B, batch.close_ms_R[batch.request_index_B[kept_B]], watermark_ms
+        )
+        families = [rows.of(what) for what in (*WINDOWS_MS, ALL)]
+        for slicer in self.build_slicers:
+            number_B, names = slicer.values(batch)
+            told = self._named(slicer.name, number_B[kept_B], names)
+            families += [rows.of(what, slicer.name, number_B[kept_B], told) for what in (SLICE_WINDOW, ALL)]
+        self._add(families, CandidateLosses(score, label, weight, base_BT))
+        if shadow_BT is not None:
+            for name, scores in ((SHADOW, shadow_BT[kept_B]), (LIVE, score)):
+                zero_B, only = np.zeros(len(kept_B), dtype=np.int64), [name]
+                pair = [rows.of(what, _FROZEN, zero_B, only) for what in (SLICE_WINDOW, ALL)]
+                self._add(pair, CandidateLosses(scores, label, weight, base_BT))
+
+    def report(self, watermark_ms: int) -> dict[str, Any]:
+        """`windows` {window: {task: numbers}}, `slices` {slice: {value: {window: {task: numbers}}}}, and where a frozen copy is
+        scored `shadow` {"shadow" | "live": {window: {task: numbers}}}. Numbers: see `cells`."""
+        of: dict[tuple[str, str], dict[str, list[Key]]] = {}
+        for key in self.cells.keys:
+            _, what, value, bucket = key
+            slice_, _, window = str(what).rpartition("/")
+            if window == ALL or _is_in(window, int(bucket), watermark_ms):
+                of.setdefault((slice_, str(value)), {}).setdefault(window, []).append(key)
+        reports = {at: {w: self.cells.report(keys) for w, keys in found.items()} for at, found in of.items()}
+        out: dict[str, Any] = {"windows": reports.get(("", ""), {}), "slices": {}}
+        for (slice_, value), found in sorted(reports.items()):
+            if slice_ == _FROZEN:
+                out.setdefault("shadow", {})[value] = found
+            elif slice_ in self._values:
+                out["slices"].setdefault(slice_, {})[value] = found
+        return out
+
+    def state(self, place: int) -> dict[str, np.ndarray]:
+        """Of one partition."""
+        return self.cells.state(lambda key: key[0] == place)
+
+    def load(self, place: int, state: Mapping[str, np.ndarray]) -> None:
+        """Replace one partition by what `state` gave."""
+        self.cells.drop(lambda key: key[0] == place)
+        self.cells.load(state)
+        for _, what, value, _ in self.cells.keys:
+            if (slice_ := str(what).rpartition("/")[0]) in self._values and value != OTHER:
+                self._values[slice_].add(str(value))
+
+    def _add(self, families: Sequence[_CellEntries], losses: CandidateLosses) -> None:
+        cells = [
+            np.array([self.cells.number_of(key) for key in entries.keys], dtype=np.int64)
+            for entries in families
+        ]
+        cell_E = np.concatenate(
+            [numbers[entries.key_E] for numbers, entries in zip(cells, families, strict=True)]
+        )
+        self.cells.add(cell_E, losses, np.concatenate([entries.candidate_E for entries in families]))
+
+    def _named(self, slice_: str, number_B: np.ndarray, names: Sequence[str]) -> list[str]:
+        """Each name, or "other" where MAX_VALUES came before it, however the stream was cut into batches."""
+        known = self._values[slice_]
+        if len(known) < MAX_VALUES:
+            numbers, first_at = np.unique(number_B, return_index=True)
+            for number in numbers[np.argsort(first_at)].tolist():
+                if len(known) < MAX_VALUES:
+                    known.add(names[number])
+        return [name if name in known else OTHER for name in names]
+
+    def _drop_old(self, watermark_ms: int) -> None:
+        """Once a part of the shortest window."""
+        now = watermark_ms // (min(WINDOWS_MS.values()) // PARTS)
+        if now != self._dropped_at:
+            self._dropped_at = now
+            self.cells.drop(
+                lambda key: not _is_kept(str(key[1]).rpartition("/")[2], int(key[3]), watermark_ms)
+            )
+
+
+class _CellEntries:
+    """Candidates in the cells of one family."""
+
+    def __init__(self, keys: list[Key], key_E: np.ndarray, candidate_E: np.ndarray) -> None:
+        self.keys, self.key_E, self.candidate_E = keys, key_E, candidate_E
+
+
+class _Counted:
+    """The candidates of a batch: of which partition, and when."""
+
+    def __init__(
+        self, places: list[int], place_B: np.ndarray, time_ms_B: np.ndarray, watermark_ms: int
+    ) -> None:
+        self.places, self.place_B, self.time_ms_B, self.watermark_ms = (
+            places,
+            place_B,
+            time_ms_B,
+            watermark_ms,
+        )
+
+    def of(
+        self, window: str, slice_: str = "", value_B: np.ndarray | None = None, names: Sequence[str] = ("",)
+    ) -> _CellEntries:
+        """In the cells of a window and a slice."""
+        what = f"{slice_}/{window}"
+        bucket_B, candidate_E = np.zeros(len(self.place_B), dtype=np.int64), np.arange(len(self.place_B))
+        if window != ALL:
+            bucket_B = self.time_ms_B // (WINDOWS_MS[window] // PARTS)
+            now = self.watermark_ms // (WINDOWS_MS[window] // PARTS)
+            candidate_E = np.flatnonzero((bucket_B <= now + 1) & (bucket_B >= now - PARTS))
+            bucket_B = bucket_B - (now - PARTS)
+        value_E = np.zeros(len(candidate_E), dtype=np.int64) if value_B is None else value_B[candidate_E]
+        code_E = (self.place_B[candidate_E] * len(names) + value_E) * (PARTS + 2) + bucket_B[candidate_E]
+        codes, key_E = np.unique(code_E, return_inverse=True)
+        first = 0 if window == ALL else now - PARTS
+        keys: list[Key] = []
+        for code in codes.tolist():
+            rest, bucket = divmod(code, PARTS + 2)
+            place, value = divmod(rest, len(names))
+            keys.append((self.places[place], what, names[value], bucket + first))
+        return _CellEntries(keys, key_E, candidate_E)
+
+
+def _is_in(window: str, bucket: int, watermark_ms: int) -> bool:
+    now = watermark_ms // (WINDOWS_MS[window] // PARTS)
+    return now - PARTS <= bucket <= now + 1
+
+
+def _is_kept(window: str, bucket: int, watermark_ms: int) -> bool:
+    return window == ALL or _is_in(window, bucket, watermark_ms)
+
+
+STEPS = 64
+SUMS = ("candidates", "weight", "positive", "predicted", "log_loss", "base_log_loss")
+SHADOW, LIVE = (
+    "shadow",
+    "live",
+)  # what is told of: the frozen copy, and the model in training on the same candidates
+_WIDEST = 8.0  # log odds beyond which all scores share a step
+_EPSILON = 1e-12
+
+Key = tuple[str | int, ...]
+
+
+class MetricCells:
+    """`add` counts; `report` is of several cells together."""
+
+    def __init__(self, tasks: Sequence[str]) -> None:
+        self.tasks, num_tasks = tuple(tasks), len(tasks)
+        self.keys: list[Key] = []
+        self._number: dict[Key, int] = {}
+        self._sums_CTS = np.zeros((0, num_tasks, len(SUMS)))
+        self._scores_CTH = np.zeros((0, num_tasks, 2 * STEPS))  # positives, then negatives
+
+    def number_of(self, key: Key) -> int:
+        """Of this cell; a new one is empty. Valid until `drop` or `load`."""
+        number = self._number.setdefault(key, len(self.keys))
+        if number == len(self.keys):
+            self.keys.append(key)
+            if number == len(self._sums_CTS):
+                room = max(16, number)
+                self._sums_CTS = np.concatenate([self._sums_CTS, np.zeros((room, *self._sums_CTS.shape[1:]))])
+                self._scores_CTH = np.concatenate(
+                    [self._scores_CTH, np.zeros((room, *self._scores_CTH.shape[1:]))]
+                )
+        return number
+
+    def add(self, cell_E: np.ndarray, losses: CandidateLosses, candidate_E: np.ndarray) -> None:
+        """Entry e counts candidate `candidate_E[e]` in cell `cell_E[e]`."""
+        most = len(self.keys)
+        for t in range(len(self.tasks)):
+            for s, values_B in enumerate(losses.sums_TSB[t]):
+                self._sums_CTS[:most, t, s] += np.bincount(cell_E, values_B[candidate_E], most)
+            place_E = cell_E * (2 * STEPS) + losses.step_TB[t][candidate_E]
+            weight_E = losses.sums_TSB[t][1][candidate_E]
+            self._scores_CTH[:most, t] += np.bincount(place_E, weight_E, most * 2 * STEPS).reshape(
+                most, 2 * STEPS
+            )
+
+    def rates_T(self, key: Key) -> np.ndarray:
+        """The base rate so far, as one more positive and one more negative would leave it: 0.5 at first."""
+        number = self._number.get(key)
+        if number is None:
+            return np.full(len(self.tasks), 0.5)
+        sums_TS = self._sums_CTS[number]
+        return (sums_TS[:, 2] + 1) / (sums_TS[:, 1] + 2)
+
+    def report(self, keys: Iterable[Key]) -> dict[str, dict[str, Any]]:
+        """Task → numbers of these cells together; those that aren't known are ignored."""
+        numbers = [self._number[key] for key in keys if key in self._number]
+        sums_TS, scores_TH = self._sums_CTS[numbers].sum(axis=0), self._scores_CTH[numbers].sum(axis=0)
+        return {task: _numbers(sums_TS[t], scores_TH[t]) for t, task in enumerate(self.tasks)}
+
+    def candidates(self, key: Key) -> int:
+        return int(self._sums_CTS[self._number[key], 0, 0])
+
+    def drop(self, is_over: Callable[[Key], bool]) -> None:
+        """Forget cells."""
+        kept = [n for n, key in enumerate(self.keys) if not is_over(key)]
+        if len(kept) < len(self.keys):
+            self._put([self.keys[n] for n in kept], self._sums_CTS[kept], self._scores_CTH[kept])
+
+    def state(self, mine: Callable[[Key], bool]) -> dict[str, np.ndarray]:
+        """Arrays that `load` takes back, of some cells; copies."""
+        kept = [n for n, key in enumerate(self.keys) if mine(key)]
+        keys = json.dumps({"tasks": self.tasks, "keys": [self.keys[n] for n in kept]}).encode()
+        return {
+            "keys": np.frombuffer(keys, dtype=np.uint8),
+            "sums": self._sums_CTS[kept],
+            "scores": self._scores_CTH[kept],
+        }
+
+    def load(self, state: Mapping[str, np.ndarray]) -> None:
+        """Become these cells and those of before, of which the ones that `state` has are replaced. Of other tasks: nothing."""
+        named = json.loads(state["keys"].tobytes())
+        if tuple(named["tasks"]) != self.tasks or state["sums"].shape[2:] != (len(SUMS),):
+            return
+        keys = [tuple(key) for key in named["keys"]]
+        known = set(keys)
+        old = [n for n, key in enumerate(self.keys) if key not in known]
+        self._put(
+            [*(self.keys[n] for n in old), *keys],
+            np.concatenate([self._sums_CTS[old], state["sums"]]),
+            np.concatenate([self._scores_CTH[old], state["scores"]]),
+        )
+
+    def _put(self, keys: list[Key], sums_CTS: np.ndarray, scores_CTH: np.ndarray) -> None:
+        self.keys, self._number = keys, {key: n for n, key in enumerate(keys)}
+        self._sums_CTS, self._scores_CTH = sums_CTS, scores_CTH
+
+
+class CandidateLosses:
+    """What each candidate adds to a cell: once a batch, however many cells it is in."""
+
+    def __init__(
+        self, score_BT: np.ndarray, label_BT: np.ndarray, weight_BT: np.ndarray, base_BT: np.ndarray
+    ) -> None:
+        """`base_BT`: what a predictor that knows only base rates would have said."""
+        weight_TB = weight_BT.T.astype(np.float64)
+        clipped_TB = np.clip(score_BT.T.astype(np.float64), _EPSILON, 1 - _EPSILON)
+        is_positive_TB = label_BT.T > 0
+        odds_TB = np.log(clipped_TB / (1 - clipped_TB))
+        step_TB = np.clip(((odds_TB + _WIDEST) * (STEPS / (2 * _WIDEST))).astype(np.int64), 0, STEPS - 1)
+        self.step_TB = step_TB + STEPS * ~is_positive_TB
+        columns = (
+            (weight_TB > 0).astype(np.float64),
+            weight_TB,
+            np.where(is_positive_TB, weight_TB, 0.0),
+            weight_TB * clipped_TB,
+            -weight_TB * np.log(np.where(is_positive_TB, clipped_TB, 1 - clipped_TB)),
+            -weight_TB * np.log(np.where(is_positive_TB, base_BT.T, 1 - base_BT.T)),
+        )
+        self.sums_TSB = np.stack(columns, axis=1)
+
+
+def merge_cell_reports(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The numbers of the same cells at several workers as one, from their `sums`; `auc`, which those don't tell, is None where
+    more than one has counted anything."""
+    counted = [numbers for numbers in told if numbers["candidates"]] or told[:1]
+    if len(counted) == 1:
+        return dict(counted[0])
+    return {
+        **_from_sums([sum(column) for column in zip(*(n["sums"] for n in counted), strict=True)]),
+        "auc": None,
+    }
+
+
+def _numbers(sums_S: np.ndarray, scores_H: np.ndarray) -> dict[str, Any]:
+    return {**_from_sums(sums_S.tolist()), "auc": _auc(scores_H[:STEPS], scores_H[STEPS:])}
+
+
+def _from_sums(sums: list[float]) -> dict[str, Any]:
+    """`ne` is relative to the base rate of the same candidates, `ne_online` to that known before each of them."""
+    candidates, weight, positive, predicted, log_loss, base_log_loss = sums
+    rate = positive / weight if weight else None
+    entropy = 0.0 if rate in (None, 0.0, 1.0) else -(rate * np.log(rate) + (1 - rate) * np.log(1 - rate))
+    return {
+        "candidates": int(candidates),
+        "base_rate": rate,
+        "ne": log_loss / weight / float(entropy) if entropy else None,
+        "ne_online": log_loss / base_log_loss if base_log_loss else None,
+        "calibration": predicted / positive if positive else None,
+        "sums": sums,
+    }
+
+
+def _auc(positive_H: np.ndarray, negative_H: np.ndarray) -> float | None:
+    pairs = positive_H.sum() * negative_H.sum()
+    below_H = np.cumsum(negative_H) - negative_H
+    return float((positive_H * (below_H + 0.5 * negative_H)).sum() / pairs) if pairs else None
