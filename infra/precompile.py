@@ -29,8 +29,8 @@ GROUPS = {
         "roostream.models.embedding_ops",
         "roostream.models.attention",
         "roostream.models.fused.forward",
-        "trainer.selection.deferral_kernels",
-        "trainer.selection.slipstream_kernels",
+        "trainer.selection.deferral",
+        "trainer.selection.slipstream",
         "serving.answer",
     ),
 }
