@@ -1,4 +1,4 @@
-"""Settings of serving."""
+"""Settings of retrieval."""
 
 from __future__ import annotations
 
@@ -7,16 +7,85 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from roostream.runtime.address import check_listen
-from roostream.runtime.deployment import RedisSettings
-from roostream.schema.settings import MAX_SEED, setting, setting_error
-from serving.retrieval.config import ServesItems
-from serving.rows.config import ServesRows
-from serving.versions.split import Routing, split_of
+from roostream.runtime.address import check_addresses, check_listen
+from roostream.runtime.deployment import Deployment, RedisSettings
+from roostream.schema.settings import MAX_SEED, SettingError, Settings, setting, setting_error
+from serving.versions.routing import Routing, parse_split
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ServingConfig(RedisSettings, ServesItems, ServesRows):
+class RetrievalSettings(Settings):
+    """A program that finds items in a catalogue."""
+
+    items: str = setting("", "catalogue, a JSON line an item (docs/retrieval.md); '' = no retrieval")
+    items_index: Literal["exact", "ivf"] = setting(
+        "exact", "every item is compared, or those of the nearest lists (package extra retrieval)"
+    )
+    items_probed: float = setting(0.1, "ivf: share of the lists that are looked through", gt=0, le=1)
+    items_refreshed: int = setting(
+        2000,
+        "items a second, at most, whose vectors are made anew because rows changed",
+        ge=1,
+        le=1_000_000,
+    )
+
+
+# ---- Settings that say where a serving process keeps embedding rows and how it follows them.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowSourceSettings(Deployment):
+    """A program that reads rows of the shards."""
+
+    shards: tuple[str, ...] = setting(
+        (), "host:port of every shard, in order, to bootstrap rows from; one with {N} stands for N of them"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_addresses("shards", *self.shards)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowsSettings(RowSourceSettings):
+    """A program that scores with them."""
+
+    rows: Literal["replica", "cache"] = setting(
+        "replica",
+        "replica keeps all rows in this process, cache keeps the rows that requests ask for",
+    )
+    rows_bytes: int = setting(256 << 20, "of memory for a cache's rows", ge=1 << 16, le=1 << 40)
+    rows_missing: Literal["read", "initial"] = setting(
+        "read",
+        "a row that a cache lacks: the request waits for its shard, or takes its initial value while it is read beside",
+    )
+    rows_read_ms: int = setting(
+        50,
+        "a request waits so long for rows that a cache lacks, then takes their initial values and is degraded",
+        ge=1,
+        le=10_000,
+    )
+    rows_buckets: tuple[int, ...] = setting((), "buckets that are held whole beside a cache")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rows == "cache" and not self.shards:
+            raise SettingError("shards", 'expected the shards with rows = "cache", got none; name them')
+        if self.rows_buckets and (
+            self.rows != "cache" or not set(self.rows_buckets) <= set(range(self.buckets))
+        ):
+            raise setting_error(
+                "rows_buckets",
+                f'numbers below buckets = {self.buckets}, with rows = "cache"',
+                self.rows_buckets,
+            )
+
+
+# ---- Settings of serving.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServingConfig(RedisSettings, RetrievalSettings, RowsSettings):
     """`roostream serving`: scores requests, logs them, takes engagements."""
 
     listen: str = setting("127.0.0.1:8080", "host:port of the HTTP interface; port 0 = draw one")
@@ -28,7 +97,7 @@ class ServingConfig(RedisSettings, ServesItems, ServesRows):
     threads: int = setting(1, "of torch while scoring", ge=1, le=256)
     seed: int = setting(0, "of initial weights and rows; the trainer's", ge=0, le=MAX_SEED)
     exploration: float = setting(
-        0.0, "probability that a slot of the answer is drawn at random (serving/explore.py)", ge=0, le=1
+        0.0, "probability that a slot of the answer is drawn at random (serving/ordering.py)", ge=0, le=1
     )
     order_task: str = setting("", "label that the order is by; '' = the first")
     keep_versions: int = setting(2, "newest dense versions that requests can be scored with", ge=2, le=16)
@@ -156,7 +225,7 @@ class ServingConfig(RedisSettings, ServesItems, ServesRows):
     def routing(self) -> Routing:
         """Raises SettingError."""
         return Routing(
-            canary=split_of("canary", self.canary),
-            shadow=split_of("shadow", self.shadow),
-            interleave=split_of("interleave", self.interleave),
+            canary=parse_split("canary", self.canary),
+            shadow=parse_split("shadow", self.shadow),
+            interleave=parse_split("interleave", self.interleave),
         )

@@ -37,7 +37,7 @@ class VersionRefusedError(CheckpointError):
         self.reason = reason
 
 
-REFUSALS = ("damaged", "schema", "model", "not_finite", "warm_up")
+REFUSAL_REASONS = ("damaged", "schema", "model", "not_finite", "warm_up")
 
 
 class RequestError(RoostreamError):

@@ -16,14 +16,14 @@ from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from serving.feature_log.format import TOPICS, LogRecord
 from serving.feature_log.log import FeatureLog, LogFullError
-from serving.stamps import Stamps
+from serving.inflight_watermark import InflightWatermark
 
 logger = logging.getLogger("roostream.serving.log")
 
 
-def beat(log: FeatureLog, stamps: Stamps, producer: str, num_partitions: int) -> None:
+def beat(log: FeatureLog, watermark: InflightWatermark, producer: str, num_partitions: int) -> None:
     """Raises LogFullError: some partitions had theirs; the next beat makes up for it."""
-    time_ms = stamps.horizon_ms()
+    time_ms = watermark.horizon_ms()
     value = wire.encode(wire.HEARTBEAT, pb.Heartbeat(time_ms=time_ms, producer=producer))
     for topic, partition in all_partitions(TOPICS, num_partitions):
         log.append(LogRecord(topic, partition, time_ms, b"", value))

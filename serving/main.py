@@ -1,4 +1,4 @@
-"""`roostream serving`: one process from start to end."""
+"""`roostream serving`: runs one serving process from start to stop."""
 
 from __future__ import annotations
 
@@ -16,121 +16,121 @@ from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.topics import EVENTS, ROWS
 from roostream.runtime.thread_group import StopBudget, ThreadGroup
 from serving import heartbeat
-from serving.access.key_file import Keyring
 from serving.admin import admin_server
-from serving.admin.admin_token import AdminToken, read_token
-from serving.admin.desk import ROOT, AdminDesk
-from serving.build import Process, build_process, warm
+from serving.admin.admin_server import read_token
+from serving.admin.admin_service import ROOT, AdminService
+from serving.build import ServingProcess, build_process, precompile
 from serving.config import ServingConfig
-from serving.http import http_server
+from serving.http import server as http_server
 from serving.http.app import HttpInterface
 
 log = logging.getLogger("roostream.serving")
 
-# Scoring thread and event loop share the interpreter where a pass isn't made in the loop: hand it over sooner than after 5 ms.
+# The scoring thread and the event loop share the interpreter; 5 ms, Python's default, would delay answers.
 SWITCH_INTERVAL_S = 0.0005
 JOIN_S = 5.0
-CLOSE_S = 4.0  # what is kept of a stop's time for closing, and for the interpreter to end
+CLOSE_S = 4.0  # reserved at the end of a stop for closing files and for the interpreter to exit
 
 
 def run(config: ServingConfig) -> int:
-    """Until SIGTERM or SIGINT; the exit code of `roostream.runtime.program.run`."""
+    """Serve until SIGTERM or SIGINT; return the exit code of `roostream.runtime.program.run`."""
     return program.run("serving", lambda stop: serve(config, stop), config.log_format)
 
 
 def serve(config: ServingConfig, stop: threading.Event) -> None:
-    """Start, serve until `stop`, and end in this order:
+    """Start, serve until `stop`, then stop in this order:
 
-    0 say so: not ready, and every answer is its connection's last              (drain_ms)
-    1 accept nothing more (with reuse_port: from the beginning); nobody waits for the rest of a body
+    0 report not ready and answer every request with `connection: close`, for at most `drain_ms`
+    1 accept no more connections (with `reuse_port`: from step 0 on) and stop waiting for incomplete bodies
     2 finish the requests in flight
-    3 heartbeats and followers end                     (JOIN_S)
-    4 what the log holds goes to Kafka, while it takes something; the rest is sent at the next start
+    3 stop heartbeats and followers, for at most JOIN_S
+    4 send the feature log to Kafka while Kafka accepts records; the rest is sent at the next start
     5 close
 
-    All of it within `stop_ms`, of which 0 to 2 get a half at most, and 4 what is left.
+    All of it takes at most `stop_ms`: steps 0 to 2 at most half of it, step 4 what is left.
 
     Raises:
-        ConfigError, SetupError: a setting is wrong, or port, home or store can't be used. Kafka, Redis, shards and commits
-            may be away: they are waited for while requests are answered.
+        ConfigError, SetupError: a setting is wrong, or the port, home directory or store cannot be used. Kafka, Redis, shards
+            and commits may be missing: requests are answered meanwhile.
     """
     torch.set_num_threads(config.threads)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     health = Health(config.stalled_after_ms / 1000)
     with contextlib.ExitStack() as resources:
-        bound = resources.enter_context(
-            contextlib.closing(http_server.bind(config.listen, reuse_port=config.reuse_port))
-        )
+        socket = http_server.bind(config.listen, reuse_port=config.reuse_port)
+        resources.enter_context(contextlib.closing(socket))
         process = build_process(config, is_stopping=stop.is_set)
-        metrics_server.serve(config, health, process.parts.metrics.registry, tls=process.parts.tls)
-        halt, crew = threading.Event(), ThreadGroup(stop)
-        warm(process.parts)  # what that scored, the first version that is loaded is tried with
-        process.dense.poll()
+        context, versions = process.context, process.version_follower
+        metrics_server.serve(config, health, context.metrics.registry, tls=context.tls)
+        halt, threads = threading.Event(), ThreadGroup(stop)
+        precompile(context)  # these requests also warm up the first version that is loaded
+        versions.poll()
         process.recent.forget_slow()
-        _start_threads(crew, process, halt)
-        _start_admin(crew, process, halt, resources)
+        _start_threads(threads, process, halt)
+        _start_admin(threads, process, halt, resources)
         budget = StopBudget(stop, config.stop_ms / 1000, process.clock)
-        app = HttpInterface(process.parts)
-        process.quiet.in_flight, app.gate.emptied = (lambda: app.gate.in_flight), process.quiet.came
-        http_server.run(app, bound, budget, lambda: health.turned(_missing(process)))
-    _end(process, crew, halt, budget)
-    crew.check()
+        app = HttpInterface(context)
+        process.idle_gate.in_flight = lambda: app.gate.in_flight
+        app.gate.on_idle = process.idle_gate.notify_idle
+        http_server.run(app, socket, budget, lambda: health.turned(", ".join(context.waiting_for())))
+    _stop(process, threads, halt, budget)
+    threads.check()
 
 
-def _missing(process: Process) -> str:
-    return ", ".join(process.parts.waiting_for())
-
-
-def _start_threads(crew: ThreadGroup, process: Process, halt: threading.Event) -> None:
-    parts, config = process.parts, process.parts.config
-    beat = partial(heartbeat.beat, parts.log, parts.stamps, process.producer, config.partitions)
-    crew.start("heartbeat", heartbeat.run, beat, config.heartbeat_ms, process.clock, halt)
+def _start_threads(threads: ThreadGroup, process: ServingProcess, halt: threading.Event) -> None:
+    context, config = process.context, process.context.config
+    beat = partial(heartbeat.beat, context.log, context.watermark, process.producer, config.partitions)
+    threads.start("heartbeat", heartbeat.run, beat, config.heartbeat_ms, process.clock, halt)
     topics = (*EVENTS, ROWS)
-    crew.start("topics", clients.check_topics, config.broker, config.prefix, topics, config.partitions, halt)
-    crew.start("log", process.sender.run, halt)
-    crew.start("rows", process.rows.run, halt)
-    crew.start("dense", process.dense.run, process.clock, halt)
-    crew.start("shadow", process.shadow.run, halt)
-    if parts.items is not None:
-        crew.start("items", parts.items.run, halt)
-    if parts.keys is not None:
-        crew.start("keys", parts.keys.run, halt)
-    if parts.tls is not None:
-        crew.start("tls", parts.tls.run, halt)
+    threads.start(
+        "topics", clients.check_topics, config.broker, config.prefix, topics, config.partitions, halt
+    )
+    threads.start("log", process.sender.run, halt)
+    threads.start("rows", process.rows.run, halt)
+    threads.start("dense", process.version_follower.run, process.clock, halt)
+    threads.start("shadow", process.shadow.run, halt)
+    if context.items is not None:
+        threads.start("items", context.items.run, halt)
+    if context.keys is not None:
+        threads.start("keys", context.keys.run, halt)
+    if context.tls is not None:
+        threads.start("tls", context.tls.run, halt)
 
 
 def _start_admin(
-    crew: ThreadGroup, process: Process, halt: threading.Event, resources: contextlib.ExitStack
+    threads: ThreadGroup, process: ServingProcess, halt: threading.Event, resources: contextlib.ExitStack
 ) -> None:
-    """Raises ConfigError: its token can't be read; SetupError: its port is taken."""
-    service, config = process.parts.service, process.parts.config
+    """Raises ConfigError: the token file cannot be read. Raises SetupError: the port is taken."""
+    context = process.context
+    service, config, tls = context.service, context.config, context.tls
     if not config.admin_listen:
         return
-    desk = AdminDesk(service.versions, process.recent, process.shadow, service.credits, process.clock.now_ms)
-    app = admin_server.AdminInterface(desk, _admin_token(process))
-    bound = resources.enter_context(contextlib.closing(http_server.bind(config.admin_listen, "admin_listen")))
-    tls = process.parts.tls
-    log.info("admin interface on http%s://%s:%d%s", "s" if tls else "", *bound.getsockname()[:2], ROOT)
-    crew.start("admin", admin_server.run, app, bound, tls, halt)
+    admin_service = AdminService(
+        service.versions, process.recent, process.shadow, service.interleaving_stats, process.clock.now_ms
+    )
+    # Without a token file, bearer keys with the scope `admin` are accepted.
+    token = (
+        read_token(config.admin_token_file) if config.admin_token_file or not context.keys else context.keys
+    )
+    app = admin_server.AdminInterface(admin_service, token)
+    socket = resources.enter_context(
+        contextlib.closing(http_server.bind(config.admin_listen, "admin_listen"))
+    )
+    log.info(
+        "admin interface listens on http%s://%s:%d%s", "s" if tls else "", *socket.getsockname()[:2], ROOT
+    )
+    threads.start("admin", admin_server.run, app, socket, tls, halt)
 
 
-def _admin_token(process: Process) -> AdminToken | Keyring:
-    """The token's file, where there is one; else keys with scope admin."""
-    file, keys = process.parts.config.admin_token_file, process.parts.keys
-    return read_token(file) if file or keys is None else keys
-
-
-def _end(process: Process, crew: ThreadGroup, halt: threading.Event, budget: StopBudget) -> None:
+def _stop(process: ServingProcess, threads: ThreadGroup, halt: threading.Event, budget: StopBudget) -> None:
     """Steps 3 to 5."""
     halt.set()
-    process.parts.log.appended.set()
-    late = crew.join(min(JOIN_S, budget.left_s()))
+    process.context.log.appended.set()
+    late = threads.join(min(JOIN_S, budget.left_s()))
     if late:
-        log.warning(
-            "threads that did not end in time: %s; the log is sent at the next start", ", ".join(late)
-        )
+        log.warning("threads %s did not end in time; the log is sent at the next start", ", ".join(late))
         return
     left = process.sender.drain(max(budget.left_s() - CLOSE_S, 0.0), process.clock.monotonic_s)
     if left:
-        log.warning("%d records of the log stay for the next start", left)
+        log.warning("%d records of the feature log are left; they are sent at the next start", left)
     process.close()

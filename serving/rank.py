@@ -1,9 +1,9 @@
 """From a parsed request to its answer and the impression that records it.
 
-1 complete: what the client left out is hydrated or computed (serving/fill.py)
+1 complete: what the client left out is hydrated or computed (serving/feature_completion.py)
 2 encode: these bytes are logged; the arrays that were packed into them are scored
 3 score: one version for the whole request, rows from the replica; requests that came together in one forward pass
-4 order: by the first task, a share of it explored; or drafted with another version (serving/versions/interleave.py)
+4 order: by the first task, a share of it explored; or drafted with another version (serving/ordering.py)
 5 impression: features as scored, scores and places as served, propensities
 
 `append`: a page that adds candidates to an open request. Its RO features are hydrated again to score it, but its impression
@@ -30,17 +30,16 @@ from roostream.wire import roo_pb2 as pb
 from roostream.wire.proto_fields import IMPRESSION, encode_fields
 from serving.answer import RankAnswer
 from serving.errors import RequestError
-from serving.explore import best_order, draw_of, explore
-from serving.exports import RankTimes, ScoreSpread
+from serving.feature_completion import FeatureCompletion
 from serving.feature_log.format import LogRecord
-from serving.fill import Filler
+from serving.metrics import ScoreHistogram, StageHistograms
+from serving.ordering import Draft, best_order, draw_of, explore, team_draft
 from serving.request import RankRequest, RequestBlocks
 from serving.request_batch import RequestColumns
 from serving.scorer import RowReader, probabilities
-from serving.versions.credits import Credits, Pair
-from serving.versions.held import Choice, Versions
-from serving.versions.interleave import Draft, team_draft
-from serving.versions.recent import ScoredRequest
+from serving.versions.interleaving_stats import InterleavingStats, Pair
+from serving.versions.loaded_versions import LoadedVersions, VersionChoice
+from serving.versions.recent_requests import ScoredRequest
 
 log = logging.getLogger("roostream.serving")
 
@@ -55,7 +54,7 @@ class Hydration(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Policy:
+class OrderPolicy:
     """How answers are ordered."""
 
     task: int = 0  # index of the label that decides
@@ -64,17 +63,17 @@ class Policy:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Ranked:
+class RankResult:
     """An answer and its record; nothing has left yet."""
 
     answer: RankAnswer
     record: LogRecord
 
 
-class CompleteRequest(NamedTuple):
+class CompletedRequest(NamedTuple):
     """A request as it is scored and logged, and with which versions."""
 
-    choice: Choice
+    choice: VersionChoice
     request: RankRequest
     time_ms: int
     blocks: RequestBlocks
@@ -93,17 +92,17 @@ class RankService:
     def __init__(
         self,
         schema: Schema,
-        versions: Versions,
+        versions: LoadedVersions,
         rows: RowReader,
         hydrator: Hydration | None = None,
-        policy: Policy | None = None,
+        policy: OrderPolicy | None = None,
     ) -> None:
         self.schema, self.versions, self.rows, self.hydrator = schema, versions, rows, hydrator
-        self.policy = policy or Policy()
-        self.filler = Filler(schema)
+        self.policy = policy or OrderPolicy()
+        self.completion = FeatureCompletion(schema)
         self.stages, self.scores = (
-            RankTimes(),
-            ScoreSpread(schema.tasks),
+            StageHistograms(),
+            ScoreHistogram(schema.tasks),
         )  # those that are exported, where they are
         self.rows_ready: Callable[[], bool] = lambda: (
             True
@@ -111,33 +110,35 @@ class RankService:
         self.rows_complete: Callable[[], bool] = lambda: (
             True
         )  # of what was just gathered; else the answers are marked too
-        self.rows_wait = False  # whether rows that aren't here are waited for
-        self.credits = Credits(schema.labels[self.policy.task].action if schema.labels else "")
-        self.scored: Callable[[ScoredRequest], None] = lambda scored: (
+        self.row_reads_wait = False  # whether rows that aren't here are waited for
+        self.interleaving_stats = InterleavingStats(
+            schema.labels[self.policy.task].action if schema.labels else ""
+        )
+        self.on_scored: Callable[[ScoredRequest], None] = lambda scored: (
             None
         )  # told of each, where it was scored
 
     def may_wait(self, request: RankRequest) -> bool:
         """Whether ranking it may wait for Redis or a shard."""
-        if self.rows_wait or self.hydrator is None:
-            return self.rows_wait
-        self.filler.open(request)
-        return self.filler.wants_hydration(request)
+        if self.row_reads_wait or self.hydrator is None:
+            return self.row_reads_wait
+        self.completion.open(request)
+        return self.completion.wants_hydration(request)
 
-    def rank(self, request: RankRequest, time_ms: int) -> Ranked:
+    def rank(self, request: RankRequest, time_ms: int) -> RankResult:
         """One alone. Raises RequestError; nothing is logged then."""
         (outcome,) = self.rank_all([(request, time_ms)])
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
 
-    def rank_all(self, asked: Sequence[tuple[RankRequest, int]]) -> list[Ranked | Exception]:
+    def rank_all(self, asked: Sequence[tuple[RankRequest, int]]) -> list[RankResult | Exception]:
         """Of each request with its time what `rank` would give or raise; those of a version go through one forward pass.
 
         What is wrong with one costs that one: where a pass of several fails, each is scored alone.
         """
-        outcomes: dict[int, Ranked | Exception] = {}
-        by_version: dict[int, list[tuple[int, CompleteRequest]]] = {}
+        outcomes: dict[int, RankResult | Exception] = {}
+        by_version: dict[int, list[tuple[int, CompletedRequest]]] = {}
         for i, (request, time_ms) in enumerate(asked):
             try:
                 complete = self.completed(request, time_ms)
@@ -148,19 +149,21 @@ class RankService:
             outcomes.update(self._scored(group))
         return [outcomes[i] for i in range(len(asked))]
 
-    def completed(self, request: RankRequest, time_ms: int) -> CompleteRequest:
+    def completed(self, request: RankRequest, time_ms: int) -> CompletedRequest:
         """Steps 1 and 2."""
         begin_s = time.perf_counter()
         choice = self.versions.for_request(request)
-        self.filler.open(request)
+        self.completion.open(request)
         opened_s = time.perf_counter()
         ro_online, nro_online, degraded = self._hydrate(request, time_ms)
         hydrated_s = time.perf_counter()
-        blocks = self.filler.encode(request, time_ms, ro_online, nro_online)
+        blocks = self.completion.encode(request, time_ms, ro_online, nro_online)
         took_s = opened_s - begin_s, hydrated_s - opened_s, time.perf_counter() - hydrated_s
-        return CompleteRequest(choice, request, time_ms, blocks, degraded, took_s)
+        return CompletedRequest(choice, request, time_ms, blocks, degraded, took_s)
 
-    def _scored(self, group: list[tuple[int, CompleteRequest]]) -> Iterator[tuple[int, Ranked | Exception]]:
+    def _scored(
+        self, group: list[tuple[int, CompletedRequest]]
+    ) -> Iterator[tuple[int, RankResult | Exception]]:
         """Steps 3 to 5 of requests of one version."""
         begin_s = time.perf_counter()
         try:
@@ -181,7 +184,7 @@ class RankService:
             except Exception as error:
                 yield i, error
 
-    def _ranked(self, complete: CompleteRequest, logits_nT: np.ndarray, share_s: float) -> Ranked:
+    def _ranked(self, complete: CompletedRequest, logits_nT: np.ndarray, share_s: float) -> RankResult:
         """Steps 4 and 5; `share_s`: its share of the pass. Raises RequestError 413, 500."""
         begin_s = time.perf_counter()
         request, version = complete.request, complete.choice.version
@@ -207,11 +210,11 @@ class RankService:
         value = self._impression(complete, answer, propensities)
         took_s = sum(complete.took_s) + share_s + time.perf_counter() - begin_s
         self._tell(complete, scores_nT, took_s)
-        return Ranked(answer, LogRecord(IMPRESSIONS, -1, complete.time_ms, request.key, value))
+        return RankResult(answer, LogRecord(IMPRESSIONS, -1, complete.time_ms, request.key, value))
 
-    def _tell(self, complete: CompleteRequest, scores_nT: np.ndarray, took_s: float) -> None:
+    def _tell(self, complete: CompletedRequest, scores_nT: np.ndarray, took_s: float) -> None:
         request = complete.request
-        self.scored(
+        self.on_scored(
             ScoredRequest(
                 request_id=request.request_id,
                 key=request.key,
@@ -229,12 +232,12 @@ class RankService:
         self, request: RankRequest, time_ms: int
     ) -> tuple[Mapping[str, Any], Mapping[str, Any], bool]:
         """(RO, NRO, degraded); without Redis the features stay missing."""
-        if self.hydrator is None or not self.filler.wants_hydration(request):
+        if self.hydrator is None or not self.completion.wants_hydration(request):
             return {}, {}, not self.rows_ready()
         begin_s = time.perf_counter()
         try:
             ro, nro = self.hydrator.read(
-                request.user_id, request.item_ids, time_ms, self.filler.fields(request)
+                request.user_id, request.item_ids, time_ms, self.completion.fields(request)
             )
         except RoostreamError as error:
             self.stages.redis_failed.observe(time.perf_counter() - begin_s)
@@ -256,7 +259,7 @@ class RankService:
             else (best, [])
         )
 
-    def _draft(self, complete: CompleteRequest, scores_nT: np.ndarray) -> Draft | None:
+    def _draft(self, complete: CompletedRequest, scores_nT: np.ndarray) -> Draft | None:
         """With the rival's order, where the request has a rival and that can score it."""
         choice, request = complete.choice, complete.request
         if choice.rival is None:
@@ -264,19 +267,21 @@ class RankService:
         try:
             rival_nT = probabilities(choice.rival.score(self.rows, complete.columns()))
         except RequestError:
-            self.credits.failed()
+            self.interleaving_stats.failed()
             return None
         task = self.policy.task
         draft = team_draft(best_order(scores_nT[:, task]), best_order(rival_nT[:, task]), self._draw(request))
         pair = Pair(choice.version.name, choice.rival.name)
-        self.credits.drafted(request.key, request.request_id, pair, request.item_ids.tolist(), draft.team_n)
+        self.interleaving_stats.drafted(
+            request.key, request.request_id, pair, request.item_ids.tolist(), draft.team_n
+        )
         return draft
 
     def _draw(self, request: RankRequest) -> random.Random:
         """What chance decides in a request; the same when it is repeated."""
         return draw_of(self.policy.seed, request.key, request.request_id, request.first_position)
 
-    def _impression(self, complete: CompleteRequest, answer: RankAnswer, propensities: list[float]) -> bytes:
+    def _impression(self, complete: CompletedRequest, answer: RankAnswer, propensities: list[float]) -> bytes:
         """The record, with the arrays in it as they are. Raises RequestError 413."""
         request, blocks = complete.request, complete.blocks
         header = pb.Header(

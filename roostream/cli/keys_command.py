@@ -71,7 +71,7 @@ def keys_list(file: Path) -> None:
     Example:
       roostream keys list
     """
-    from serving.access.key_file import read_keys
+    from serving.access.bearer_keys import read_keys
 
     for key in read_keys(file):
         click.echo(_line(key))
@@ -96,8 +96,7 @@ def keys_rotate(name: str, overlap_ms: int, expires_ms: int | None, file: Path) 
     Example:
       roostream keys rotate web --overlap 7d
     """
-    from serving.access.bearer_keys import new_key
-    from serving.access.key_file import read_keys
+    from serving.access.bearer_keys import new_key, read_keys
 
     old = _named(read_keys(file), name)
     now_s, ids = int(time.time()), {key.id for key in old}
@@ -125,7 +124,7 @@ def keys_revoke(name: str, file: Path) -> None:
     Example:
       roostream keys revoke web
     """
-    from serving.access.key_file import read_keys
+    from serving.access.bearer_keys import read_keys
 
     gone = {key.id for key in _named(read_keys(file), name)}
     _change(file, lambda keys: [key for key in keys if key.id not in gone])
@@ -133,7 +132,7 @@ def keys_revoke(name: str, file: Path) -> None:
 
 
 def _change(file: Path, change: Callable[[Any], list[BearerKey]], may_begin: bool = False) -> None:
-    from serving.access.key_file import read_keys, write_keys
+    from serving.access.bearer_keys import read_keys, write_keys
 
     write_keys(file, change(() if may_begin and not file.exists() else read_keys(file)))
 

@@ -1,23 +1,68 @@
-"""The admin port: a token, bodies of at most MAX_BODY_BYTES, JSON; in a thread and an event loop of its own."""
+"""The token of the admin port: read from a file, compared in constant time, never shown."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import logging
 import socket
 import threading
+from pathlib import Path
 
 import msgspec
 import uvloop
 from starlette.types import Receive, Scope, Send
 
 from roostream.runtime.tls import TlsContext
-from serving.access.key_file import Keyring
-from serving.admin.admin_token import AdminToken
-from serving.admin.desk import AdminDesk
+from roostream.schema.settings import SettingError
+from serving.access.bearer_keys import Keyring
+from serving.admin.admin_service import AdminService
 from serving.errors import RequestError
-from serving.http import http_server
-from serving.http.body import JSON, ClientGoneError, Intake, respond
+from serving.http import server as http_server
+from serving.http.body import JSON, BodyReader, ClientGoneError, respond
+
+MIN_BYTES = 16
+_SCHEME = "bearer "
+
+
+class AdminToken:
+    """Only its digest is kept."""
+
+    def __init__(self, token: str) -> None:
+        self._digest = _digest(token)
+
+    def fits(self, authorization: str) -> bool:
+        """Whether a header `Authorization: Bearer …` has it."""
+        if authorization[: len(_SCHEME)].lower() != _SCHEME:
+            return False
+        return hmac.compare_digest(_digest(authorization[len(_SCHEME) :].strip()), self._digest)
+
+
+def read_token(file: str) -> AdminToken:
+    """Its first line. Raises SettingError: it can't be read, or is too short to keep anybody out."""
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(
+            "admin_token_file", f"expected a file with a token, got {file!r}: {error}"
+        ) from None
+    token = lines[0].strip() if lines else ""
+    if len(token.encode()) < MIN_BYTES:
+        do = "write one with: openssl rand -hex 32"
+        raise SettingError(
+            "admin_token_file",
+            f"expected a first line of at least {MIN_BYTES} bytes in {file!r}, got fewer; {do}",
+        )
+    return AdminToken(token)
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
+
+
+# ---- The admin port: a token, bodies of at most MAX_BODY_BYTES, JSON; in a thread and an event loop of its own.
+
 
 log = logging.getLogger("roostream.serving.admin")
 
@@ -30,9 +75,9 @@ _LOOK_S = 0.2  # for the stop
 class AdminInterface:
     """The ASGI application."""
 
-    def __init__(self, desk: AdminDesk, token: AdminToken | Keyring) -> None:
-        self.desk, self.token = desk, token
-        self.intake = Intake(MAX_BODY_BYTES, MAX_CONNECTIONS * MAX_BODY_BYTES)
+    def __init__(self, admin_service: AdminService, token: AdminToken | Keyring) -> None:
+        self.admin_service, self.token = admin_service, token
+        self.body_reader = BodyReader(MAX_BODY_BYTES, MAX_CONNECTIONS * MAX_BODY_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers: dict[str, str] = {}
@@ -61,8 +106,8 @@ class AdminInterface:
             raise RequestError(
                 401, "expected the header 'authorization: Bearer TOKEN' with the token of admin_token_file"
             )
-        body = await self.intake.read(scope, receive, asyncio.get_running_loop().time() + DEADLINE_S)
-        return self.desk.answer(scope["method"], scope["path"], body)
+        body = await self.body_reader.read(scope, receive, asyncio.get_running_loop().time() + DEADLINE_S)
+        return self.admin_service.answer(scope["method"], scope["path"], body)
 
 
 def run(app: AdminInterface, bound: socket.socket, tls: TlsContext | None, stop: threading.Event) -> None:

@@ -1,11 +1,10 @@
 """A client of serving, for those who ask it: `Client(url).rank({…})`, and `AsyncClient`. It loads httpx2 and nothing of the
 server (docs/http.md)."""
 
-from serving.client.callers import AsyncServingClient as AsyncClient
-from serving.client.callers import ServingClient as Client
-from serving.client.failure import ServingError
-from serving.client.retrying import RetryPolicy
-from serving.client.said import FoundItems, Ranking, Receipt, Recommendation, TopRanking
+from serving.client.client import AsyncServingClient as AsyncClient
+from serving.client.client import ServingClient as Client
+from serving.client.messages import FoundItems, Ranking, Receipt, Recommendation, TopRanking
+from serving.client.retry import RetryPolicy, ServingError
 
 __all__ = [
     "AsyncClient",

@@ -43,7 +43,7 @@ class LogRecord(NamedTuple):
     value: bytes
 
 
-class Found(NamedTuple):
+class ScannedRecord(NamedTuple):
     """A record and where it was."""
 
     sequence: int
@@ -79,7 +79,7 @@ def decode_header(data: Buffer) -> tuple[int, int] | None:
     return number, first_sequence
 
 
-def scan(data: Buffer, sequence: int, offset: int = HEADER_BYTES) -> Iterator[Found]:
+def scan(data: Buffer, sequence: int, offset: int = HEADER_BYTES) -> Iterator[ScannedRecord]:
     """The records of a segment from `offset`, whose first has `sequence`; ends at the first place that holds none.
 
     A damaged record is given as None and skipped where the one behind it is whole; at the end of the segment it can't be
@@ -90,7 +90,7 @@ def scan(data: Buffer, sequence: int, offset: int = HEADER_BYTES) -> Iterator[Fo
         if record is None and not _whole_at(data, offset + size, sequence + 1):
             return
         offset += size
-        yield Found(sequence, offset, record)
+        yield ScannedRecord(sequence, offset, record)
         sequence += 1
 
 

@@ -13,8 +13,8 @@ import xxhash
 
 from serving.feature_log.format import (
     HEADER_BYTES,
-    Found,
     LogRecord,
+    ScannedRecord,
     decode_header,
     encode_header,
     encode_record,
@@ -100,7 +100,7 @@ class LogSegment:
         self.memory[at : at + _PREFIX_BYTES] = raw[:_PREFIX_BYTES]
         self.end = Cursor(self.end.segment, at + len(raw), self.end.sequence + 1)
 
-    def scan(self, at: Cursor) -> Iterator[Found]:
+    def scan(self, at: Cursor) -> Iterator[ScannedRecord]:
         return scan(self.memory, at.sequence, at.offset)
 
     def close(self) -> None:

@@ -32,12 +32,12 @@ POLL_S, IDLE_S = 0.02, 0.5
 STUCK_S = 2.0  # at a stop: without an acknowledgement for so long, Kafka is away
 
 Outcome: TypeAlias = Literal["delivered", "refused", "failed"]
-Done: TypeAlias = Callable[[Outcome, str], None]
+DeliveryCallback: TypeAlias = Callable[[Outcome, str], None]
 """(outcome, error text). `refused`: this record will never be taken. `failed`: it may or may not have been; try again."""
 
 
 class LogSink(Protocol):
-    def send(self, record: LogRecord, done: Done) -> None:
+    def send(self, record: LogRecord, done: DeliveryCallback) -> None:
         """Queue one record; `done` is called exactly once, from `poll` or `close`. Order of a partition is kept."""
 
     def poll(self, timeout_s: float) -> None:

@@ -14,7 +14,7 @@ RECENT_S = 0.25
 _FEW = 8  # requests in work that keep the processor busy: they may take the whole deadline, a longer queue half of it
 
 
-class Gate:
+class AdmissionGate:
     """Requests are scored one pass after another: a new one waits for those before it, each of about the recent service time,
     which is that of a pass over the requests in it (serving/http/scoring_queue.py). Used by one event loop.
 
@@ -26,7 +26,7 @@ class Gate:
         self.in_flight = 0
         self.service_s = 0.0  # of recent requests, from when the one before was done
         self._done_s = 0.0
-        self.emptied: Callable[[], None] = lambda: None  # told whenever the last one in work leaves
+        self.on_idle: Callable[[], None] = lambda: None  # told whenever the last one in work leaves
 
     def expected_s(self) -> float:
         """When a request that comes now would be answered."""
@@ -68,7 +68,7 @@ class Gate:
     def leave(self) -> None:
         self.in_flight -= 1
         if not self.in_flight:
-            self.emptied()
+            self.on_idle()
 
     def scored(self, num_answered: int, since_s: float) -> None:
         """A pass gave so many answers, the first of which was waited for since `since_s`. What gave none says nothing."""

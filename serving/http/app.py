@@ -17,27 +17,25 @@ from starlette.types import Message, Receive, Scope, Send
 
 from roostream.errors import nearest
 from roostream.runtime.histograms import RecentQuantiles
-from roostream.runtime.metrics_collector import MetricsCollector
 from roostream.runtime.metrics_server import PAGE_HEADERS
 from roostream.runtime.program import CURRENT_CALL
-from serving.access.doors import needed
-from serving.access.key_file import Keyring
-from serving.build import Parts
+from serving.access.bearer_keys import Keyring
+from serving.access.route_scopes import needed
+from serving.context import ServingContext
 from serving.errors import RequestError, shown
-from serving.http.body import JSON, Intake, refuse
-from serving.http.call_names import HEADER, names_of
+from serving.http.body import JSON, BodyReader, refuse
+from serving.http.docs_page import interface_page
+from serving.http.explain_route import ExplainEndpoint
+from serving.http.fast_path import PATH as RANK_PATH
+from serving.http.fast_path import WholeRanks, is_whole_post, overload_answer
+from serving.http.inference_routes import InferenceProtocol, refuse_inference
+from serving.http.log_rate_limit import LogRateLimit, LogRateLimitFilter
 from serving.http.openapi import describe
-from serving.http.pages import interface_page
-from serving.http.retrieve import RecommendEndpoint, RetrieveEndpoint
+from serving.http.retrieval_routes import RecommendEndpoint, RetrieveEndpoint
 from serving.http.routes import EngagementsEndpoint, RankEndpoint
-from serving.http.seldom import Seldom, SeldomFilter
-from serving.http.shortcut import is_whole_post, overload_answer
-from serving.http.tracing import Spanning, open_tracing
-from serving.http.whole import PATH as RANK_PATH
-from serving.http.whole import WholeRanks
-from serving.oip.endpoints import InferenceProtocol, refuse_inference
-from serving.page import front
-from serving.page.explain_endpoint import ExplainEndpoint
+from serving.http.tracing import HEADER, SpanFactory, open_tracing, parse_call_names
+from serving.metrics import StateCollector
+from serving.page import front_page as front
 
 LINKS = {
     "rank": "/v1/rank",
@@ -52,62 +50,57 @@ LINKS = {
 }
 
 
-HELPS = {
-    "in_flight": "rank requests in work",
-    "connections": "that are open",
-    "reading_bytes": "of bodies that are on their way",
-    "keys": "bearer keys in force, expired ones too",
-    "keys_file_refused": "1 = the file of keys as it is now can't be taken: the keys of before are in force",
-    "service_time_s": "of recent rank requests, from when the one before was done",
-}
-
-
 class HttpInterface:
-    """The ASGI application over `parts`; it starts nothing and owns nothing."""
+    """The ASGI application over `context`; it starts nothing and owns nothing."""
 
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
-        seldom = Seldom()
-        self.log_filter = SeldomFilter(seldom)
-        self.intake = Intake(parts.config.max_body_bytes, parts.config.max_reading_bytes)
-        rank = RankEndpoint(parts, self.intake, seldom)
-        self.gate, self._max_s = rank.gate, parts.config.deadline_ms / 1000
-        is_plain = parts.keys is None and not parts.config.tracing
+    def __init__(self, context: ServingContext) -> None:
+        self.context = context
+        log_rate_limit = LogRateLimit()
+        self.log_filter = LogRateLimitFilter(log_rate_limit)
+        self.body_reader = BodyReader(context.config.max_body_bytes, context.config.max_reading_bytes)
+        rank = RankEndpoint(context, self.body_reader, log_rate_limit)
+        self.gate, self._max_s = rank.gate, context.config.deadline_ms / 1000
+        is_plain = context.keys is None and not context.config.tracing
         self.whole = WholeRanks(rank) if is_plain else None
         self._traffic: dict[str, RankEndpoint | EngagementsEndpoint] = {
             "/v1/rank": rank,
-            "/v1/engagements": EngagementsEndpoint(parts, self.intake, seldom),
-            "/v1/explain": ExplainEndpoint(parts, rank, seldom),
+            "/v1/engagements": EngagementsEndpoint(context, self.body_reader, log_rate_limit),
+            "/v1/explain": ExplainEndpoint(context, rank, log_rate_limit),
         }
-        if parts.items is not None:
-            self._traffic["/v1/retrieve"] = RetrieveEndpoint(parts, rank, parts.items.retriever, seldom)
-            self._traffic["/v1/recommend"] = RecommendEndpoint(parts, rank, parts.items.retriever, seldom)
+        if context.items is not None:
+            self._traffic["/v1/retrieve"] = RetrieveEndpoint(
+                context, rank, context.items.retriever, log_rate_limit
+            )
+            self._traffic["/v1/recommend"] = RecommendEndpoint(
+                context, rank, context.items.retriever, log_rate_limit
+            )
         self.connections: Collection[object] = ()  # open ones: those of the server that runs this
         rank.queue.num_connections = lambda: len(self.connections)
-        self._inference = InferenceProtocol(parts, rank, seldom, _version())
-        self._others = _others(parts)
+        self._inference = InferenceProtocol(context, rank, log_rate_limit, _version())
+        self._others = _others(context)
         self._open_files = frozenset(front.FILES) - {"/"}
-        self._spanning = open_tracing(parts.config.tracing, frozenset(("/", *LINKS.values())))
-        MetricsCollector(
-            "serving",
-            lambda: {
-                "in_flight": rank.gate.in_flight,
-                "connections": len(self.connections),
-                "reading_bytes": self.intake.num_bytes,
-                "service_time_s": rank.gate.service_s,
-                "keys": None if parts.keys is None else len(parts.keys.keys),
-                "keys_file_refused": None if parts.keys is None else int(bool(parts.keys.refused)),
-            },
-            {},
-            helps=HELPS,
-        ).register(parts.metrics.registry)
+        self._spanning = open_tracing(context.config.tracing, frozenset(("/", *LINKS.values())))
+        context.metrics.registry.register(
+            StateCollector(
+                lambda: {
+                    "roostream_serving_in_flight": rank.gate.in_flight,
+                    "roostream_serving_connections": len(self.connections),
+                    "roostream_serving_reading_bytes": self.body_reader.num_bytes,
+                    "roostream_serving_service_time_seconds": rank.gate.service_s,
+                    "roostream_serving_keys": None if context.keys is None else len(context.keys.keys),
+                    "roostream_serving_keys_file_refused": None
+                    if context.keys is None
+                    else bool(context.keys.refused),
+                }
+            )
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One call, named: its answer has the name, and so has every line that is logged of it."""
         if scope["type"] != "http":
             await self._others(scope, receive, send)
             return
-        names = names_of(scope["headers"])
+        names = parse_call_names(scope["headers"])
         header = (HEADER, names.call_id.encode())
 
         def answer(message: Message) -> Awaitable[None]:
@@ -126,8 +119,8 @@ class HttpInterface:
 
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Who may not is refused before anything is read; traffic goes past the framework."""
-        if self.parts.keys is not None and (refusal := self._refusal(self.parts.keys, scope)) is not None:
-            self.parts.metrics.answered("access", refusal.status, 0.0)
+        if self.context.keys is not None and (refusal := self._refusal(self.context.keys, scope)) is not None:
+            self.context.metrics.answered("access", refusal.status, 0.0)
             tell = refuse_inference if scope["path"].startswith("/v2") else refuse
             await tell(send, refusal, **({"www-authenticate": "Bearer"} if refusal.status == 401 else {}))
             return
@@ -154,7 +147,7 @@ class HttpInterface:
             return error
         return None
 
-    async def _traced(self, spanning: Spanning, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _traced(self, spanning: SpanFactory, scope: Scope, receive: Receive, send: Send) -> None:
         with spanning(scope) as answered:
 
             def answer(message: Message) -> Awaitable[None]:
@@ -171,37 +164,39 @@ class HttpInterface:
         why = self.gate.why_not(self._max_s)
         if not why or not is_whole_post(data, RANK_PATH):
             return None
-        self.parts.metrics.answered("rank", 429, time.perf_counter() - begin_s)
+        self.context.metrics.answered("rank", 429, time.perf_counter() - begin_s)
         return overload_answer(why)
 
     def stop(self) -> None:
         """From the event loop, before connections are closed: nobody waits for the rest of a body any more."""
-        self.intake.stop()
+        self.body_reader.stop()
 
 
-def _others(parts: Parts) -> FastAPI:
+def _others(context: ServingContext) -> FastAPI:
     """What isn't traffic. Every route answers HEAD too; none redirects to what a client's Host header says."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    links = {**LINKS, **({"status_page": parts.config.status_page} if parts.config.status_page else {})}
+    links = {**LINKS, **({"status_page": context.config.status_page} if context.config.status_page else {})}
     fresh = RecentQuantiles()
-    document = functools.cache(lambda: describe(parts.schema, _version(), retrieves=parts.items is not None))
+    document = functools.cache(
+        lambda: describe(context.schema, _version(), retrieves=context.items is not None)
+    )
 
     async def root(request: Request) -> Response:
-        about = {**_about(parts), "links": links}
+        about = {**_about(context), "links": links}
         return page_file("/") if wants_page(request.scope) else JSONResponse(about)
 
     async def page(request: Request) -> Response:
         return page_file(request.url.path)
 
     async def page_document(request: Request) -> Response:
-        return JSONResponse(front.document(parts, _version(), fresh), headers=dict(PAGE_HEADERS))
+        return JSONResponse(front.document(context, _version(), fresh), headers=dict(PAGE_HEADERS))
 
     async def healthz(request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
     async def readyz(request: Request) -> Response:
-        waiting_for = parts.waiting_for()
-        about = _about(parts)
+        waiting_for = context.waiting_for()
+        about = _about(context)
         body = {
             "waiting_for": waiting_for,
             **{name: about[name] for name in ("ready", "model_version", "rows_age_s")},
@@ -209,7 +204,7 @@ def _others(parts: Parts) -> FastAPI:
         return JSONResponse(body, 503 if waiting_for else 200, {"retry-after": "1"} if waiting_for else None)
 
     async def metrics(request: Request) -> Response:
-        return Response(generate_latest(parts.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(context.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def openapi(request: Request) -> Response:
         return Response(msgspec.json.encode(document()), media_type=JSON)
@@ -236,15 +231,15 @@ def _others(parts: Parts) -> FastAPI:
     return app
 
 
-def _about(parts: Parts) -> dict[str, Any]:
-    waiting_for = parts.waiting_for()
+def _about(context: ServingContext) -> dict[str, Any]:
+    waiting_for = context.waiting_for()
     return {
         "name": "Roostream serving",
         "version": _version(),
-        "schema": parts.schema.name,
-        "model_version": parts.service.versions.named("").name,
+        "schema": context.schema.name,
+        "model_version": context.service.versions.named("").name,
         "ready": not waiting_for,
-        "rows_age_s": None if (age_s := parts.rows_age_s()) is None else round(age_s, 3),
+        "rows_age_s": None if (age_s := context.rows_age_s()) is None else round(age_s, 3),
     }
 
 

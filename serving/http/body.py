@@ -23,7 +23,7 @@ class ClientGoneError(Exception):
     """The client closed the connection before its body was complete: there is nobody to answer."""
 
 
-class Intake:
+class BodyReader:
     """Bodies that are on their way, of all routes: before a body is there, its request takes no place in any queue. Used by one
     event loop."""
 

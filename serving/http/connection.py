@@ -18,8 +18,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from serving.errors import RequestError
 from serving.http.admission import RETRY_AFTER_S
-from serving.http.shortcut import is_whole_post
-from serving.http.whole import PATH, WholeRanks
+from serving.http.fast_path import PATH, WholeRanks, is_whole_post
 
 MAX_HEAD_BYTES = 32 << 10  # of a request's line and headers
 MAX_PIPELINED = 64  # requests of one connection that wait for their turn
@@ -38,7 +37,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @staticmethod
     def refuses(data: bytes) -> bytes | None:
-        """The answer to a request that need not be read (serving/http/shortcut.py)."""
+        """The answer to a request that need not be read (serving/http/fast_path.py)."""
         return None
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
@@ -188,7 +187,7 @@ class LimitedProtocol(HttpToolsProtocol):
         )
 
     def answer_whole(self, status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
-        """See `serving.http.whole.AskingConnection`."""
+        """See `serving.http.fast_path.AskingConnection`."""
         self._asks = False
         if self.transport.is_closing():
             return

@@ -9,16 +9,15 @@ import msgspec
 from msgspec import Meta
 
 from roostream.schema.schema import Schema
+from serving import examples
 from serving.errors import CODES
-from serving.http import examples
 from serving.http.body import JSON, PROTOBUF
-from serving.http.call_names import DOCUMENTED
-from serving.http.engage import MAX_ENGAGEMENTS, EngagementBody
-from serving.http.json_types import NAME, PlainId, build_types, limits
-from serving.http.query import RANK_QUERY
-from serving.http.retrieve_document import retrieve_types
-from serving.http.version_header import HEADER
-from serving.page.explain_types import ExplainAnswer
+from serving.http.engagements import MAX_ENGAGEMENTS, EngagementBody
+from serving.http.retrieval_routes import recommend_type, retrieve_type
+from serving.http.routes import HEADER
+from serving.http.tracing import DOCUMENTED
+from serving.page.explanation import ExplainAnswer
+from serving.rank_json import FORBID, NAME, RANK_QUERY, PlainId, build_types, limits
 
 _REF = "#/components/schemas/{name}"
 _ERRORS = {
@@ -332,3 +331,42 @@ def _answer_types(schema: Schema) -> tuple[type[msgspec.Struct], type[msgspec.St
     top = [*versions, ("top", slots), degraded]
     whole = msgspec.defstruct("RankAnswer", fields, forbid_unknown_fields=True)
     return whole, msgspec.defstruct("TopAnswer", top, forbid_unknown_fields=True)
+
+
+# ---- `/v1/retrieve` and `/v1/recommend` in the OpenAPI document: types of their answers.
+
+
+class FoundItem(msgspec.Struct, forbid_unknown_fields=True):
+    """An item of the catalogue."""
+
+    item_id: PlainId
+    product: Annotated[float, Meta(description="of its vector with the request's, both of length 1")]
+
+
+class RetrieveAnswer(msgspec.Struct, forbid_unknown_fields=True):
+    """Nothing of it is logged."""
+
+    request_id: str
+    retrieval_version: str
+    items: Annotated[list[FoundItem], Meta(description="the nearest first")]
+    degraded: bool
+
+
+def retrieve_types(schema: Schema, rank: type[msgspec.Struct]) -> tuple[type[msgspec.Struct], ...]:
+    """Components of the document; `rank`: of `/v1/rank`."""
+    return (retrieve_type(rank), recommend_type(schema, rank), RetrieveAnswer, _recommended_type(schema))
+
+
+def _recommended_type(schema: Schema) -> type[msgspec.Struct]:
+    names = {f"t{i}": task for i, task in enumerate(schema.tasks)}
+    score = Annotated[float, limits(minimum=0, maximum=1)]
+    scores = msgspec.defstruct("ItemScores", [(name, score) for name in names], rename=names, **FORBID)
+    item = msgspec.defstruct("RankedItem", [("item_id", PlainId), ("scores", scores)], **FORBID)
+    fields: list[Any] = [
+        ("request_id", str),
+        ("retrieval_version", str),
+        ("model_version", str),
+        ("items", Annotated[list[item], Meta(description="first slot first")]),  # type: ignore[valid-type]
+        ("degraded", bool),
+    ]
+    return msgspec.defstruct("RecommendAnswer", fields, **FORBID)

@@ -1,42 +1,111 @@
-"""The two routes that carry traffic, straight on ASGI: no validation framework between the socket and the model."""
+"""What may stand behind `/v1/rank?`, and the client's own deadline."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl
 
 from starlette.types import Receive, Scope, Send
 
-from roostream.errors import WireError
+from roostream.errors import WireError, nearest
 from roostream.runtime.program import CURRENT_CALL
 from serving.answer import RankAnswer
-from serving.build import Parts
-from serving.errors import RequestError
+from serving.context import ServingContext
+from serving.errors import RequestError, shown
 from serving.feature_log.format import LogRecord
 from serving.feature_log.log import LogFullError
-from serving.http.admission import RETRY_AFTER_S, Gate
-from serving.http.binary import parse_impression
+from serving.http.admission import RETRY_AFTER_S, AdmissionGate
 from serving.http.body import (
     JSON,
     PROTOBUF,
+    BodyReader,
     ClientGoneError,
-    Intake,
     accepts_protobuf,
     encoded,
     media_of,
     respond,
     stopping,
 )
-from serving.http.engage import EngagementParser
-from serving.http.parse import JsonParser
-from serving.http.query import RankOptions, deadline_ms_of, options_of
+from serving.http.engagements import EngagementParser
+from serving.http.log_rate_limit import LogRateLimit, error_kind
 from serving.http.scoring_queue import ScoringQueue
-from serving.http.seldom import Seldom, kind_of
-from serving.http.version_header import take_version
-from serving.rank import Ranked
+from serving.rank import RankResult
+from serving.rank_json import RANK_QUERY, JsonParser
+from serving.rank_protobuf import parse_impression
 from serving.request import RankRequest
+
+DEADLINE = "x-deadline-ms"
+
+
+class RankOptions(NamedTuple):
+    append: bool = False
+    ranked: bool = False
+    top: int = 0  # 0 = all of them, as scores and order
+
+
+def options_of(query: bytes) -> RankOptions:
+    """`?append=true&ranked=true&top=10`. RequestError 400 for another name or value."""
+    out: dict[str, Any] = {}
+    for name, value in parse_qsl(query.decode("latin-1"), keep_blank_values=True) if query else ():
+        if name not in RANK_QUERY:
+            raise RequestError(
+                400, f"unknown parameter {shown(name)!r}{nearest(shown(name), RANK_QUERY)}", f"?{shown(name)}"
+            )
+        out[name] = _top(value) if name == "top" else _flag(name, value)
+    return RankOptions(**out)
+
+
+def _flag(name: str, value: str) -> bool:
+    if value not in ("true", "false"):
+        raise RequestError(400, f"expected true or false, got {shown(value)!r}", f"?{name}")
+    return value == "true"
+
+
+def _top(value: str) -> int:
+    number = _positive(value)
+    if not number:
+        raise RequestError(400, f"expected a number of slots from 1 on, got {shown(value)!r}", "?top")
+    return number
+
+
+def deadline_ms_of(scope: Scope, max_ms: int) -> int:
+    """The client's, where it gave one in `x-deadline-ms`, and at most `max_ms`. RequestError 400 for what isn't one."""
+    stated = next(
+        (value.decode("latin-1") for name, value in scope["headers"] if name == DEADLINE.encode()), None
+    )
+    if stated is None:
+        return max_ms
+    number = _positive(stated.strip())
+    if not number:
+        raise RequestError(400, f"expected {DEADLINE} as whole milliseconds from 1 on, got {shown(stated)!r}")
+    return min(number, max_ms)
+
+
+def _positive(text: str) -> int:
+    """0 = it isn't."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 20 else 0
+
+
+# ---- `x-model-version`: which version scores a request, said where a proxy or a gateway can say it too.
+
+
+HEADER = "x-model-version"
+
+
+def take_version(scope: Scope, request: RankRequest) -> None:
+    """The header is the body's `model_version`. RequestError 400: both are there and differ."""
+    named = next((value.decode("latin-1") for name, value in scope["headers"] if name == HEADER.encode()), "")
+    if named and request.model_version and named != request.model_version:
+        message = f"expected one version, got {shown(request.model_version)!r} here and {shown(named)!r} in {HEADER}"
+        raise RequestError(400, message, "$.model_version")
+    request.model_version = request.model_version or named
+
+
+# ---- The two routes that carry traffic, straight on ASGI: no validation framework between the socket and the model.
+
 
 log = logging.getLogger("roostream.serving")
 
@@ -46,8 +115,10 @@ class _Endpoint:
 
     route = ""
 
-    def __init__(self, parts: Parts, intake: Intake, seldom: Seldom) -> None:
-        self.parts, self.intake, self.seldom = parts, intake, seldom
+    def __init__(
+        self, context: ServingContext, body_reader: BodyReader, log_rate_limit: LogRateLimit
+    ) -> None:
+        self.context, self.body_reader, self.log_rate_limit = context, body_reader, log_rate_limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, answered whatever happens in it; only to a client that hung up nothing is said."""
@@ -56,14 +127,14 @@ class _Endpoint:
         answer: object
         begun_s = asyncio.get_running_loop().time()
         try:
-            until_s = begun_s + deadline_ms_of(scope, self.parts.config.deadline_ms) / 1000
+            until_s = begun_s + deadline_ms_of(scope, self.context.config.deadline_ms) / 1000
             status, answer = 200, await self.answer(scope, receive, until_s)
         except ClientGoneError:
             return
         except (Exception, asyncio.CancelledError) as error:
             status, answer, headers = self.told(error)
         body, media, own = self.form(scope, answer)
-        self.parts.metrics.answered(self.route, status, time.perf_counter() - begin_s)
+        self.context.metrics.answered(self.route, status, time.perf_counter() - begin_s)
         await respond(send, status, body, media, headers | own)
 
     def told(self, error: BaseException) -> tuple[int, object, dict[str, str]]:
@@ -91,7 +162,7 @@ class _Endpoint:
         """From the loop's thread: after it the answer goes out, whatever becomes of the deadline."""
         try:
             for record in records:
-                self.parts.log.append(record)
+                self.context.log.append(record)
         except LogFullError as error:
             raise RequestError(503, str(error), retry_after_s=RETRY_AFTER_S) from None
         except WireError as error:
@@ -101,12 +172,12 @@ class _Endpoint:
         """At a stop the server cancels what has not ended in time."""
         if isinstance(error, RequestError):
             return error
-        if not self.intake.is_stopping:
+        if not self.body_reader.is_stopping:
             raise error
         return stopping()
 
     def _complain(self, error: BaseException) -> None:
-        left_out = self.seldom.due(kind_of(error))
+        left_out = self.log_rate_limit.due(error_kind(error))
         if left_out is not None:
             more = f" ({left_out} more since the last that was told)" if left_out else ""
             log.error(
@@ -119,13 +190,17 @@ class RankEndpoint(_Endpoint):
 
     route = "rank"
 
-    def __init__(self, parts: Parts, intake: Intake, seldom: Seldom) -> None:
-        super().__init__(parts, intake, seldom)
-        self.gate = Gate(parts.config.max_in_flight)
-        self.json = JsonParser(parts.schema)
-        most = (parts.config.pass_requests, parts.config.pass_candidates)
-        service, waited = parts.service, parts.metrics.stages.queue.observe
-        self.queue = ScoringQueue(parts.executor, service.rank_all, self.gate, most, waited, service.may_wait)
+    def __init__(
+        self, context: ServingContext, body_reader: BodyReader, log_rate_limit: LogRateLimit
+    ) -> None:
+        super().__init__(context, body_reader, log_rate_limit)
+        self.gate = AdmissionGate(context.config.max_in_flight)
+        self.json = JsonParser(context.schema)
+        most = (context.config.pass_requests, context.config.pass_candidates)
+        service, waited = context.service, context.metrics.stages.queue.observe
+        self.queue = ScoringQueue(
+            context.executor, service.rank_all, self.gate, most, waited, service.may_wait
+        )
 
     async def answer(self, scope: Scope, receive: Receive, until_s: float) -> object:
         """Once the log has its impression.
@@ -138,7 +213,7 @@ class RankEndpoint(_Endpoint):
         self.gate.check(self.left_s(until_s))  # before a body is read and parsed for nothing
         options = options_of(scope["query_string"])
         media = media_of(scope, (JSON, PROTOBUF))
-        body = await self.intake.read(scope, receive, until_s)
+        body = await self.body_reader.read(scope, receive, until_s)
         request = self.request_of(scope, body, media, options)
         return await self.ranked(request, len(body), until_s)
 
@@ -146,7 +221,7 @@ class RankEndpoint(_Endpoint):
         """Raises RequestError 400, 413."""
         begin_s = time.perf_counter()
         request = self._parse(body, media, options)
-        self.parts.metrics.stages.parse.observe(time.perf_counter() - begin_s)
+        self.context.metrics.stages.parse.observe(time.perf_counter() - begin_s)
         take_version(scope, request)
         return request
 
@@ -158,25 +233,25 @@ class RankEndpoint(_Endpoint):
 
     def prepare(self, request: RankRequest, num_bytes: int) -> None:
         """Before it is let in. Raises RequestError 503 for what could not be logged once it is scored."""
-        if not self.parts.log.has_room(num_bytes):
+        if not self.context.log.has_room(num_bytes):
             message = "the feature log is full: Kafka has not taken its records; try again"
             raise RequestError(503, message, retry_after_s=RETRY_AFTER_S)
         names = CURRENT_CALL.get()
         request.traceparent = names.traceparent if names else ""
 
-    def logged(self, ranked: Ranked) -> RankAnswer:
+    def logged(self, ranked: RankResult) -> RankAnswer:
         """What may be answered now. Raises RequestError 413, 503."""
         begin_s, answer = time.perf_counter(), ranked.answer
         self.append([ranked.record])
-        self.parts.metrics.stages.log.observe(time.perf_counter() - begin_s)
-        self.parts.metrics.candidates.inc(len(answer.order))
+        self.context.metrics.stages.log.observe(time.perf_counter() - begin_s)
+        self.context.metrics.candidates.inc(len(answer.order))
         if answer.degraded:
-            self.parts.metrics.degraded.inc()
+            self.context.metrics.degraded.inc()
         return answer
 
     async def _scored(self, request: RankRequest, until_s: float) -> RankAnswer:
         """Stamped only now: a body that comes slowly holds no heartbeat back."""
-        stamp_ms = self.parts.stamps.open()
+        stamp_ms = self.context.watermark.open()
         try:
             async with asyncio.timeout_at(until_s):
                 ranked = await self.queue.score(request, stamp_ms)
@@ -184,11 +259,11 @@ class RankEndpoint(_Endpoint):
         except TimeoutError:
             raise too_late() from None
         finally:
-            self.parts.stamps.close(stamp_ms)
+            self.context.watermark.close(stamp_ms)
 
     def _parse(self, body: bytes, media: str, options: RankOptions) -> RankRequest:
         if media == PROTOBUF:
-            request = parse_impression(self.parts.schema, body)
+            request = parse_impression(self.context.schema, body)
         else:
             request = self.json.parse(body)
         request.append |= options.append
@@ -210,22 +285,24 @@ class EngagementsEndpoint(_Endpoint):
 
     route = "engagements"
 
-    def __init__(self, parts: Parts, intake: Intake, seldom: Seldom) -> None:
-        super().__init__(parts, intake, seldom)
-        self.json = EngagementParser(parts.schema, strict=parts.config.strict_actions)
+    def __init__(
+        self, context: ServingContext, body_reader: BodyReader, log_rate_limit: LogRateLimit
+    ) -> None:
+        super().__init__(context, body_reader, log_rate_limit)
+        self.json = EngagementParser(context.schema, strict=context.config.strict_actions)
 
     async def answer(self, scope: Scope, receive: Receive, until_s: float) -> dict[str, Any]:
         """Raises RequestError 400, 408, 413, 415, 429: nothing is logged; 503: what came before the log was full is."""
         media_of(scope, (JSON,))
-        body = await self.intake.read(scope, receive, until_s)
-        stamp_ms = self.parts.stamps.open()
+        body = await self.body_reader.read(scope, receive, until_s)
+        stamp_ms = self.context.watermark.open()
         try:
             told = self.json.parse(body, stamp_ms)
             self.append(told.records)
-            self.parts.service.credits.take(told.records)
+            self.context.service.interleaving_stats.take(told.records)
         finally:
-            self.parts.stamps.close(stamp_ms)
-        metrics, unused = self.parts.metrics, self.json.unused(told.actions)
+            self.context.watermark.close(stamp_ms)
+        metrics, unused = self.context.metrics, self.json.unused(told.actions)
         metrics.engagements.inc(len(told.records))
         for action in unused:
             metrics.unused_action(action, told.actions.count(action))

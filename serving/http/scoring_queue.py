@@ -19,11 +19,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import NamedTuple, Protocol
 
-from serving.http.admission import Gate
-from serving.rank import Ranked
+from serving.http.admission import AdmissionGate
+from serving.rank import RankResult
 from serving.request import RankRequest
 
-RankAll = Callable[[list[tuple[RankRequest, int]]], "list[Ranked | Exception]"]
+RankAll = Callable[[list[tuple[RankRequest, int]]], "list[RankResult | Exception]"]
 
 LOOP_S = 0.003
 MAX_TURNS = 16  # of the loop between two passes
@@ -34,7 +34,7 @@ _RISES, _FALLS = (
 )  # weight of the newest pass in what one takes, where it took more and where it took less
 
 
-class Pace:
+class PassTimeEstimate:
     """What a pass takes, by recent ones: as many turns as it has requests, and one more for every _CANDIDATES."""
 
     def __init__(self) -> None:
@@ -45,13 +45,13 @@ class Pace:
         return self.turn_s * (num_requests + num_candidates / _CANDIDATES)
 
     def took(self, seconds: float, num_requests: int, num_candidates: int) -> None:
-        """A pass that gave answers; see `Stopwatch`."""
+        """A pass that gave answers; see `PassTimer`."""
         turn_s = seconds / (num_requests + num_candidates / _CANDIDATES)
         known_s = self.turn_s if self.turn_s < math.inf else turn_s
         self.turn_s = known_s + (turn_s - known_s) * (_RISES if turn_s > known_s else _FALLS)
 
 
-class Stopwatch:
+class PassTimer:
     """What this thread takes for a pass, from now on. One that was long because other programs had the processor isn't slow, and
     would wait for it in another thread too: where nothing else was waited for, its processor time counts (in ticks of the
     kernel, about 4 ms)."""
@@ -69,13 +69,13 @@ class Stopwatch:
         return min(seconds, end.ru_utime - begin.ru_utime + end.ru_stime - begin.ru_stime)
 
 
-class ScoreTaker(Protocol):
+class ResultSink(Protocol):
     """Who waits for a score: a future, or what is like one. Its methods are called in the loop and don't fail."""
 
     def done(self) -> bool:
         """Whether nobody waits any more."""
 
-    def set_result(self, result: Ranked, /) -> None: ...
+    def set_result(self, result: RankResult, /) -> None: ...
 
     def set_exception(self, exception: Exception, /) -> None: ...
 
@@ -84,7 +84,7 @@ class _QueuedRank(NamedTuple):
     request: RankRequest
     time_ms: int
     since_s: float
-    outcome: ScoreTaker
+    outcome: ResultSink
     may_wait: bool  # for others than us, while it is scored
 
     @property
@@ -100,7 +100,7 @@ class ScoringQueue:
         self,
         executor: Executor,
         rank_all: RankAll,
-        gate: Gate,
+        gate: AdmissionGate,
         most: tuple[int, int],
         waited: Callable[[float], None] = lambda seconds: None,
         may_wait: Callable[[RankRequest], bool] = lambda request: False,
@@ -115,7 +115,7 @@ class ScoringQueue:
             may_wait,
         )
         self.max_requests, self.max_candidates = most
-        self.pace = Pace()
+        self.pace = PassTimeEstimate()
         self.num_connections: Callable[[], int] = lambda: (
             0
         )  # that are open: while it changes, others wait to be taken
@@ -123,17 +123,17 @@ class ScoringQueue:
         self._waiting: deque[_QueuedRank] = deque()
         self._is_busy = self._is_due = False  # a pass is being made; one is about to be made in the loop
 
-    async def score(self, request: RankRequest, time_ms: int) -> Ranked:
+    async def score(self, request: RankRequest, time_ms: int) -> RankResult:
         """What `RankService.rank` gives. Cancelled (by the deadline), it leaves the queue if it hasn't begun.
 
         Raises:
             Whatever `RankService.rank` does.
         """
-        outcome: asyncio.Future[Ranked] = asyncio.get_running_loop().create_future()
+        outcome: asyncio.Future[RankResult] = asyncio.get_running_loop().create_future()
         self.put(request, time_ms, outcome)
         return await outcome
 
-    def put(self, request: RankRequest, time_ms: int, outcome: ScoreTaker) -> None:
+    def put(self, request: RankRequest, time_ms: int, outcome: ResultSink) -> None:
         """The same for whoever is told; never before this returns."""
         asked = _QueuedRank(request, time_ms, self.gate.now_s(), outcome, self.may_wait(request))
         self._waiting.append(asked)
@@ -183,10 +183,10 @@ class ScoringQueue:
         self._num_seen, self._turns = num, 0 if is_still else self._turns + 1
         return not is_still
 
-    def _ranked(self, batch: list[_QueuedRank]) -> tuple[Sequence[Ranked | Exception], float]:
+    def _ranked(self, batch: list[_QueuedRank]) -> tuple[Sequence[RankResult | Exception], float]:
         """(of each its outcome, what it took in s)."""
-        stopwatch = Stopwatch(self.gate.now_s)
-        outcomes: Sequence[Ranked | Exception]
+        stopwatch = PassTimer(self.gate.now_s)
+        outcomes: Sequence[RankResult | Exception]
         try:
             outcomes = self.rank_all([(a.request, a.time_ms) for a in batch])
         except Exception as error:
@@ -211,10 +211,10 @@ class ScoringQueue:
         return batch
 
     def _deliver(
-        self, batch: list[_QueuedRank], outcomes: Sequence[Ranked | Exception], took_s: float
+        self, batch: list[_QueuedRank], outcomes: Sequence[RankResult | Exception], took_s: float
     ) -> None:
         """The next pass begins first, so that the thread has work while answers are written."""
-        num_answered = sum(isinstance(outcome, Ranked) for outcome in outcomes)
+        num_answered = sum(isinstance(outcome, RankResult) for outcome in outcomes)
         if num_answered:
             self.pace.took(took_s, len(batch), sum(a.num_candidates for a in batch))
         self._is_busy = False
@@ -223,7 +223,7 @@ class ScoringQueue:
         for asked, outcome in zip(batch, outcomes, strict=True):
             if asked.outcome.done():
                 continue
-            if isinstance(outcome, Ranked):
+            if isinstance(outcome, RankResult):
                 asked.outcome.set_result(outcome)
             else:
                 asked.outcome.set_exception(outcome)

@@ -20,8 +20,8 @@ import numpy as np
 from roostream.errors import nearest
 from roostream.schema.schema import Feature, Schema
 from serving.errors import RequestError, shown
-from serving.http.parse import check_number, check_once
 from serving.oip.tensors import Inference, Tensor
+from serving.rank_json import check_number, check_once
 from serving.request import RankRequest, check_ids, id_of, ids_of, request_id_of, text_of
 
 ITEMS = "item_id"

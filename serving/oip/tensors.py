@@ -18,7 +18,7 @@ import numpy as np
 
 from roostream.errors import nearest
 from serving.errors import RequestError, shown
-from serving.http.parse import decoded
+from serving.rank_json import decoded
 
 HEADER_LENGTH = b"inference-header-content-length"
 _DTYPES = {

@@ -1,33 +1,84 @@
-"""Why candidates score as they do: their features, which of their rows are learned, and their scores without each feature.
-
-A feature is taken out by leaving it missing, for all candidates; nothing else is hydrated or computed anew. What is told is the
-score without it less the score with it: of the model as it is, not of what users would do. Nothing is logged.
-
-1 complete the request as a rank is completed, score it, and look at its rows
-2 take out one feature after another, some of them in one forward pass
-3 tell
-
-Letters: n candidates, T tasks, U rows of a stack.
-"""
+"""The answer of `POST /v1/explain`, as the document has it."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from roostream.schema.ids import unsigned
 from roostream.schema.schema import Feature
 from roostream.wire.block import Side, decode_block, nro_columns, ro_columns
 from roostream.wire.lookup import build_lookup, sources_of
-from serving.explore import best_order
-from serving.page.explain_types import ExplainAnswer, ExplainedCandidate, FeatureEffect, RowCount
+from serving.ordering import best_order
 from serving.rank import RankService
 from serving.request import RankRequest
 from serving.request_batch import RequestColumns, batch_of
 from serving.scorer import RowReader, Version, probabilities
+
+
+class RowCount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Embedding rows that a value needs, and those of them that aren't at their initial value."""
+
+    needed: int
+    learned: int
+
+
+class FeatureEffect(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One feature: of the request (one value), or of each candidate."""
+
+    name: str
+    side: Annotated[str, Meta(description="ro: of the request; nro: of a candidate")]
+    kind: str
+    values: Annotated[
+        list[float | str | None], Meta(description="as scored; lists of ids as text; null = missing")
+    ]
+    rows: Annotated[list[RowCount] | None, Meta(description="null: it has no rows")]
+    changes: Annotated[
+        list[dict[str, float]] | None,
+        Meta(
+            description="of each candidate, by task: its score without this feature less the one with it; null: not tried"
+        ),
+    ]
+
+
+class ExplainedCandidate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """In the request's order."""
+
+    item_id: int | str
+    scores: dict[str, float]
+
+
+class ExplainAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Scores and their reasons; nothing was logged."""
+
+    request_id: str
+    model_version: str
+    degraded: bool
+    tasks: list[str]
+    order: list[int]
+    candidates: list[ExplainedCandidate]
+    features: list[FeatureEffect]
+    left_out: Annotated[
+        int, Meta(description="features that are given and were not taken out, being too many")
+    ]
+
+
+# ---- Why candidates score as they do: their features, which of their rows are learned, and their scores without each feature.
+#
+# A feature is taken out by leaving it missing, for all candidates; nothing else is hydrated or computed anew. What is told is the
+# score without it less the score with it: of the model as it is, not of what users would do. Nothing is logged.
+#
+# 1 complete the request as a rank is completed, score it, and look at its rows
+# 2 take out one feature after another, some of them in one forward pass
+# 3 tell
+#
+# Letters: n candidates, T tasks, U rows of a stack.
+
 
 MAX_CANDIDATES = 50
 MAX_FEATURES = 64  # that are taken out

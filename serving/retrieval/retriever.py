@@ -1,18 +1,10 @@
-"""A request → the items whose vectors are nearest to its own.
-
-1 complete: what the client left out of the request's features is hydrated, as for a rank
-2 the request's vector of one task, by the version whose vectors the items have
-3 leave out: what isn't among those that the client names, what it excludes or filters, and what the request's histories have,
-  if it says so
-4 the k best of the others
-
-Letters: T tasks, D width, I items.
-"""
+"""What a request is retrieved with: a version's request tower and items' vectors of the same version, replaced as one (G4)."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,20 +13,98 @@ import torch
 
 from roostream.errors import RoostreamError, WireError
 from roostream.models.inputs import build_inputs
-from roostream.online.counters import sources_of, stateless_features
+from roostream.models.two_tower.retrieval import Retrieval
+from roostream.online.counters import STATELESS_FEATURES, sources_of, stateless_features
 from roostream.online.entity_fields import EntityFields, FieldReader
+from roostream.runtime.clock import Clock
 from roostream.schema.schema import Schema
 from roostream.wire.block import NO_COLUMNS, main_key, ro_columns
 from roostream.wire.lookup import build_lookup
 from serving.errors import RequestError
-from serving.rank import Hydration
+from serving.ordering import best_order
+from serving.rank import Hydration, RankService
 from serving.request import RankRequest, ids_of
 from serving.request_batch import RequestColumns, batch_of
-from serving.retrieval.attributes import AttributeValue
-from serving.retrieval.item_space import ItemSpace
-from serving.retrieval.nearest_items import NearestFound
-from serving.retrieval.recall_samples import RecallSamples
-from serving.scorer import RowReader
+from serving.retrieval.catalogue import AttributeValue, Catalogue
+from serving.retrieval.nearest_items import NearestItems, SearchResult, recall
+from serving.scorer import RowReader, Version
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class RetrievalIndex:
+    """Vectors within it follow the rows; version and catalogue stay."""
+
+    version: Version
+    model: Retrieval  # the version's, or the part of it that retrieves
+    catalogue: Catalogue
+    nearest: NearestItems
+
+
+# ---- How much of what every comparison would have found the index finds, by live requests: one now and then is searched once more.
+#
+# Letters: D width, I items.
+
+
+EVERY_S = 1.0
+_SMOOTH = 0.05  # weight of the newest sample
+
+
+class _Searched(NamedTuple):
+    space: RetrievalIndex
+    query_D: np.ndarray
+    k: int
+    allowed_I: np.ndarray | None
+    found: SearchResult
+
+
+class RecallSampler:
+    """`offer` from the scoring thread, `measure` from another: it compares every item."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.num_measured = 0
+        self.recall: float | None = None  # of recent samples; None: none yet
+        self._lock = threading.Lock()
+        self._asked: _Searched | None = None
+        self._next_s = 0.0
+
+    def offer(
+        self,
+        space: RetrievalIndex,
+        query_D: np.ndarray,
+        k: int,
+        allowed_I: np.ndarray | None,
+        found: SearchResult,
+    ) -> None:
+        """Kept if it is its turn; never waits."""
+        now_s = self.clock.monotonic_s()
+        if now_s >= self._next_s:
+            with self._lock:
+                self._asked = _Searched(space, query_D, k, allowed_I, found)
+            self._next_s = now_s + EVERY_S
+
+    def measure(self) -> bool:
+        """The one that is kept, if there is one; vectors may have been replaced since it was asked."""
+        with self._lock:
+            asked, self._asked = self._asked, None
+        if asked is None:
+            return False
+        value = recall(asked.found, asked.space.nearest.exact(asked.query_D, asked.k, asked.allowed_I))
+        self.recall = value if self.recall is None else self.recall + (value - self.recall) * _SMOOTH
+        self.num_measured += 1
+        return True
+
+
+# ---- A request → the items whose vectors are nearest to its own.
+#
+# 1 complete: what the client left out of the request's features is hydrated, as for a rank
+# 2 the request's vector of one task, by the version whose vectors the items have
+# 3 leave out: what isn't among those that the client names, what it excludes or filters, and what the request's histories have,
+#   if it says so
+# 4 the k best of the others
+#
+# Letters: T tasks, D width, I items.
+
 
 log = logging.getLogger("roostream.serving")
 
@@ -57,8 +127,8 @@ class RetrieveRequest:
 class Retrieved(NamedTuple):
     """Items of one space, the best first."""
 
-    space: ItemSpace
-    found: NearestFound
+    space: RetrievalIndex
+    found: SearchResult
     degraded: bool  # Redis or the rows were away
 
     @property
@@ -71,10 +141,10 @@ class Retriever:
     """`retrieve` in one thread at a time: Redis' client's. `space` is set by another."""
 
     def __init__(
-        self, schema: Schema, rows: RowReader, hydrator: Hydration | None, samples: RecallSamples
+        self, schema: Schema, rows: RowReader, hydrator: Hydration | None, samples: RecallSampler
     ) -> None:
         self.schema, self.rows, self.hydrator, self.samples = schema, rows, hydrator, samples
-        self.space: ItemSpace | None = None
+        self.space: RetrievalIndex | None = None
         self.why_not = "the items' vectors aren't there yet"  # while there is no space
         self.rows_ready: Callable[[], bool] = lambda: True
         self._sources, self._reader = sources_of(schema, "ro"), FieldReader(schema)
@@ -119,7 +189,7 @@ class Retriever:
         header = request.user_id, request.session_id, request.surface, request.request_id
         return self._reader.from_values(header, request.ro, {}, 0)
 
-    def _vector(self, space: ItemSpace, asked: RetrieveRequest, time_ms: int) -> np.ndarray:
+    def _vector(self, space: RetrievalIndex, asked: RetrieveRequest, time_ms: int) -> np.ndarray:
         """float32 [D]."""
         try:
             ro = ro_columns(self.schema, asked.request.ro)
@@ -138,7 +208,7 @@ class Retriever:
             )
         return query_D
 
-    def _allowed(self, space: ItemSpace, asked: RetrieveRequest) -> np.ndarray | None:
+    def _allowed(self, space: RetrievalIndex, asked: RetrieveRequest) -> np.ndarray | None:
         """bool [I]; None = all."""
         excluded_N = asked.exclude_N
         if asked.exclude_seen:
@@ -167,3 +237,75 @@ def _ids(value: Any, name: str, key: str) -> np.ndarray:
     """int64; of a sequence that isn't there none."""
     given = [] if value is None else list(value.get(key, value.get("ids", ())))
     return ids_of(given, lambda i: f"$.ro.{name}.{key}[{i}]")
+
+
+# ---- What is ranked and shown of what was retrieved.
+#
+# Of many retrieved items few are shown, and what is logged is what was shown: an item that nobody saw is no negative. So the many
+# are scored once to choose the few, then the few are ranked as any list: their scores, their list's features and their record are
+# those of the list that was shown.
+
+
+class Shortlist:
+    """`choose` in the scoring thread."""
+
+    def __init__(self, service: RankService, retriever: Retriever) -> None:
+        self.service, self.retriever = service, retriever
+        sources = sources_of(service.schema, "nro")
+        self._online = {name: source for name, source in sources.items() if source not in STATELESS_FEATURES}
+
+    def choose(
+        self, asked: RetrieveRequest, shown: int, time_ms: int
+    ) -> tuple[RankRequest | None, Retrieved]:
+        """A list of at most `shown` to rank, and what it is from; None where nothing is left to show. Raises RequestError."""
+        retrieved = self.retriever.retrieve(asked, time_ms)
+        slot_N = retrieved.found.slot_K
+        if not len(slot_N):
+            return None, retrieved
+        nro = retrieved.space.catalogue.features(slot_N)
+        many = dataclasses.replace(
+            asked.request,
+            item_ids=retrieved.space.catalogue.id_I[slot_N],
+            given_ids=retrieved.given,
+            nro=nro,
+            wants_ranked=True,
+        )
+        if len(slot_N) <= shown:
+            return many, retrieved
+        self._hydrate(many, time_ms)
+        return _some(many, self._best(many, shown, time_ms)), retrieved
+
+    def _hydrate(self, many: RankRequest, time_ms: int) -> None:
+        """Once for the many: the few needn't be read again."""
+        missing = {name: source for name, source in self._online.items() if name not in many.nro}
+        if self.service.hydrator is None or not missing:
+            return
+        try:
+            fields = self.service.completion.fields(many)
+            _, online = self.service.hydrator.read(many.user_id, many.item_ids, time_ms, fields)
+        except RoostreamError as error:
+            log.debug("hydration failed: %s", error)
+            return
+        many.nro.update(
+            {name: online[source] for name, source in missing.items() if online.get(source) is not None}
+        )
+
+    def _best(self, many: RankRequest, shown: int, time_ms: int) -> np.ndarray:
+        """Places of the `shown` best by the ranker, the best first."""
+        complete = self.service.completed(many, time_ms)
+        logits_nT = complete.choice.version.score(self.service.rows, complete.columns())
+        return np.array(best_order(logits_nT[:, self.service.policy.task])[:shown], np.int64)
+
+
+def _some(many: RankRequest, at_N: np.ndarray) -> RankRequest:
+    """The request with these of its candidates, in that order."""
+
+    def column(values: Any) -> Any:
+        return values[at_N] if isinstance(values, np.ndarray) else [values[i] for i in at_N.tolist()]
+
+    return dataclasses.replace(
+        many,
+        item_ids=many.item_ids[at_N],
+        given_ids=[many.given_ids[i] for i in at_N.tolist()],
+        nro={name: column(values) for name, values in many.nro.items()},
+    )

@@ -125,9 +125,9 @@ class RowFollower:
         """Time since the rows were known to be current; None = they never were. Any thread."""
         return None if self.current_s is None else max(self.clock.monotonic_s() - self.current_s, 0.0)
 
-    def current_at_ms(self) -> int | None:
-        """The moment from which `age_s` counts, by the wall clock. Any thread."""
-        return None if self.current_s is None else self._wall.of(self.current_s)
+    def current_time_s(self) -> float | None:
+        """Unix time at which the rows were last known to be current. Any thread."""
+        return None if self.current_s is None else self._wall.of(self.current_s) / 1000
 
     def lag(self) -> int | None:
         """Records of the topic that weren't taken a moment ago; None = not known (no bootstrap yet, Kafka away). Any thread."""

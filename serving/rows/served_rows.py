@@ -18,7 +18,7 @@ from roostream.runtime.kafka.kafka_consumer import KafkaConsumer
 from roostream.runtime.rpc.client import SocketTransport
 from roostream.schema.schema import Schema
 from roostream.wire.lookup import Lookup
-from serving.rows.config import FollowsRows, ServesRows
+from serving.config import RowSourceSettings, RowsSettings
 from serving.rows.row_follower import RowFollower, RowReplica, rows_reading
 
 
@@ -47,7 +47,7 @@ class ServedRows(Protocol):
     def age_s(self) -> float | None:
         """Time since they were known to be current; None = they never were."""
 
-    def numbers(self) -> Mapping[str, float | None]:
+    def metrics(self) -> Mapping[str, float | None]:
         """What metrics show, by name."""
 
     def run(self, stop: threading.Event) -> None:
@@ -74,8 +74,8 @@ class FollowedRows:
     def ready(self) -> bool:
         return self.follower.ready
 
-    def numbers(self) -> Mapping[str, float | None]:
-        return followed_numbers(self.follower)
+    def metrics(self) -> Mapping[str, float | None]:
+        return follower_metrics(self.follower)
 
     def close(self) -> None:
         self.follower.topic.close()
@@ -104,16 +104,16 @@ class CachedRows:
     def waits(self) -> bool:
         return self.cache.policy.waits
 
-    def numbers(self) -> Mapping[str, float | None]:
+    def metrics(self) -> Mapping[str, float | None]:
         cache = self.cache
         return {
-            **followed_numbers(self.follower),
-            "rows_asked": cache.num_asked,
-            "rows_missed": cache.num_missed,
-            "rows_unread": cache.num_unread,
-            "rows_evicted": cache.num_evicted,
-            "rows_without": cache.num_without_row,
-            "row_reads_failed": cache.reads.num_failed,
+            **follower_metrics(self.follower),
+            "roostream_serving_row_cache_lookups_total": cache.num_asked,
+            "roostream_serving_row_cache_misses_total": cache.num_missed,
+            "roostream_serving_row_cache_initial_values_total": cache.num_unread,
+            "roostream_serving_row_cache_evictions_total": cache.num_evicted,
+            "roostream_serving_row_cache_absent_keys": cache.num_without_row,
+            "roostream_serving_row_reads_failed_total": cache.reads.num_failed,
         }
 
     def run(self, stop: threading.Event) -> None:
@@ -130,20 +130,20 @@ class CachedRows:
             shard.close()
 
 
-def followed_numbers(follower: RowFollower) -> dict[str, float | None]:
+def follower_metrics(follower: RowFollower) -> dict[str, float | None]:
     """A follower's figures, by the names of metrics."""
     return {
-        "replica_rows": follower.replica.num_rows,
-        "replica_lag": follower.lag(),
-        "replica_applied": follower.num_applied,
-        "replica_refused": follower.num_refused,
-        "replica_bootstraps": follower.num_bootstraps,
-        "replica_mended": follower.num_mended,
-        "rows_current_at_ms": follower.current_at_ms(),
+        "roostream_serving_replica_rows": follower.replica.num_rows,
+        "roostream_serving_replica_lag_records": follower.lag(),
+        "roostream_serving_replica_applied_total": follower.num_applied,
+        "roostream_serving_replica_refused_total": follower.num_refused,
+        "roostream_serving_replica_bootstraps_total": follower.num_bootstraps,
+        "roostream_serving_replica_repaired_buckets_total": follower.num_mended,
+        "roostream_serving_rows_current_timestamp_seconds": follower.current_time_s(),
     }
 
 
-def open_follower(config: FollowsRows, replica: RowReplica, clock: Clock) -> RowFollower:
+def open_follower(config: RowSourceSettings, replica: RowReplica, clock: Clock) -> RowFollower:
     """Over the deployment's Kafka and shards, which may be away."""
     topic = KafkaConsumer.open(
         config.broker, f"{config.prefix}serving-rows", rows_reading(config.prefix, config.partitions)
@@ -153,14 +153,14 @@ def open_follower(config: FollowsRows, replica: RowReplica, clock: Clock) -> Row
     return RowFollower(replica, topic, shards, freshness_histogram().observe, clock)
 
 
-def open_rows(config: ServesRows, schema: Schema, seed: int, clock: Clock) -> ServedRows:
+def open_rows(config: RowsSettings, schema: Schema, seed: int, clock: Clock) -> ServedRows:
     """As the settings say; waits for nobody."""
     if config.rows == "cache":
         return _open_cache(config, schema, seed, clock)
     return FollowedRows(open_follower(config, Replica(schema, seed, num_buckets=config.buckets), clock))
 
 
-def _open_cache(config: ServesRows, schema: Schema, seed: int, clock: Clock) -> CachedRows:
+def _open_cache(config: RowsSettings, schema: Schema, seed: int, clock: Clock) -> CachedRows:
     keys = config.link_credentials()
     shards = [SocketTransport(address, keys=keys) for address in expand_addresses(config.shards)]
     policy = CachePolicy(max_bytes=config.rows_bytes, waits=config.rows_missing == "read")

@@ -11,16 +11,16 @@ import threading
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
 from prometheus_client import Histogram
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from roostream.errors import RoostreamError
 from serving.scorer import RowReader, Version, probabilities
-from serving.versions.differences import Differences, differences
-from serving.versions.held import Versions
-from serving.versions.quiet import Quiet
-from serving.versions.recent import ScoredRequest
+from serving.versions.idle_gate import IdleGate
+from serving.versions.loaded_versions import LoadedVersions
+from serving.versions.recent_requests import ScoredRequest
 
 MAX_WAITING = 64
 PATIENCE_S = 0.5  # for a moment without requests
@@ -38,8 +38,8 @@ class _Waiting(NamedTuple):
 class ShadowScoring(Collector):
     """`offer` by whoever scores; `run` is a thread's."""
 
-    def __init__(self, versions: Versions, rows: RowReader, task: int, quiet: Quiet) -> None:
-        self.versions, self.rows, self.task, self.quiet = versions, rows, task, quiet
+    def __init__(self, versions: LoadedVersions, rows: RowReader, task: int, idle_gate: IdleGate) -> None:
+        self.versions, self.rows, self.task, self.idle_gate = versions, rows, task, idle_gate
         self.num_scored = self.num_dropped = self.num_failed = 0
         self._waiting: queue.Queue[_Waiting] = queue.Queue(MAX_WAITING)
         self._histograms = (
@@ -84,7 +84,7 @@ class ShadowScoring(Collector):
             waiting = self._waiting.get(timeout=max_s)
         except queue.Empty:
             return
-        if self.quiet.wait(PATIENCE_S, stop):
+        if self.idle_gate.wait(PATIENCE_S, stop):
             self._compare(waiting)
         else:
             self.num_dropped += 1
@@ -106,3 +106,38 @@ class ShadowScoring(Collector):
             self._histograms, (found.mean_abs, 1 - found.rank_correlation, found.top_overlap), strict=True
         ):
             histogram.observe(value)
+
+
+# ---- How much two versions differ on a request. Letters: n candidates, T tasks.
+
+
+TOP = 10
+
+
+class Differences(NamedTuple):
+    mean_abs: float  # of probabilities, over candidates and tasks
+    rank_correlation: float  # Spearman's, of the task that orders; 1 for a single candidate
+    top_overlap: float  # share of one's first TOP slots that is in the other's
+
+
+def differences(one_nT: np.ndarray, other_nT: np.ndarray, task: int) -> Differences:
+    """Of float32 probabilities; equal scores keep the request's order, as in an answer."""
+    one, other = _ranks(one_nT[:, task]), _ranks(other_nT[:, task])
+    top = min(TOP, len(one))
+    overlap = int(((one < top) & (other < top)).sum()) / top
+    return Differences(
+        float(np.abs(one_nT - other_nT).mean(dtype=np.float64)), _spearman(one, other), overlap
+    )
+
+
+def _ranks(scores_n: np.ndarray) -> np.ndarray:
+    """int64 [n]: slot of each candidate."""
+    rank_n = np.empty(len(scores_n), dtype=np.int64)
+    rank_n[np.argsort(-scores_n, kind="stable")] = np.arange(len(scores_n))
+    return rank_n
+
+
+def _spearman(one_n: np.ndarray, other_n: np.ndarray) -> float:
+    """1 − 6 Σ d² / (n (n² − 1)), of ranks without ties."""
+    n = len(one_n)
+    return 1.0 if n < 2 else float(1 - 6 * int(((one_n - other_n) ** 2).sum()) / (n * (n * n - 1)))

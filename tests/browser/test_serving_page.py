@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from serving.access.bearer_keys import new_key
-from serving.access.key_file import Keyring, write_keys
+from serving.access.bearer_keys import Keyring, new_key, write_keys
 from tests.browser import chromium
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))  # what its tests share

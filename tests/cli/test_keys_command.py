@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from roostream.cli.main import cli
 from roostream.errors import ConfigError
-from serving.access.key_file import Keyring, read_keys
+from serving.access.bearer_keys import Keyring, read_keys
 
 
 def keys(*arguments: str, file: Path) -> Result:

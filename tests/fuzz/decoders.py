@@ -22,14 +22,14 @@ from roostream.wire.decode import Decoder
 from serving.access.bearer_keys import file_of, keys_of, new_key
 from serving.errors import RequestError
 from serving.feature_log.format import LogRecord, decode_header, encode_header, encode_record, scan
-from serving.http.binary import parse_impression
 from serving.http.body import _inflate
-from serving.http.engage import EngagementParser
-from serving.http.parse import JsonParser
-from serving.http.query import deadline_ms_of, options_of
-from serving.http.retrieve_body import RetrieveParser
+from serving.http.engagements import EngagementParser
+from serving.http.retrieval_routes import RetrieveParser
+from serving.http.routes import deadline_ms_of, options_of
 from serving.oip.features import FeatureTensors
 from serving.oip.tensors import parse_inference
+from serving.rank_json import JsonParser
+from serving.rank_protobuf import parse_impression
 from serving.retrieval.catalogue import read_catalogue
 from tests.serving.serving_cases import BODY, HISTORY, NOW_MS, SCHEMA
 

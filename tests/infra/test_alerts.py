@@ -19,9 +19,8 @@ from joiner.metrics import JoinerMetrics
 from param_server.main import _HELPS as SHARD
 from roostream.runtime.metrics_collector import MetricsCollector, in_seconds
 from roostream.schema.schema_file import schema_from_dict
-from serving.build import _HELPS as SERVING
-from serving.exports import ServingMetrics
-from serving.http.app import HELPS as HTTP
+from serving.metrics import HELP as SERVING
+from serving.metrics import ServingMetrics
 from serving.online_features.updater import FeatureMetrics
 from tests.contract.house import ROOT
 from tests.contract.test_metric_names import OTHER_FORMS
@@ -70,11 +69,10 @@ def exported() -> set[str]:
         ("worker", told),
         ("controller", set(re.findall(r'^        "(\w+)": ', controller, flags=re.MULTILINE))),
         ("shard", set(SHARD)),
-        ("serving", {*SERVING, *HTTP}),
         ("auditor", {field.name for field in dataclasses.fields(Sums)}),
     ):
         names |= {f"roostream_{program}_{in_seconds(name)[0]}" for name in found}
-    return names
+    return names | {SUFFIX.sub("", name) for name in SERVING}
 
 
 def named(text: str) -> set[str]:

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from infra.program_specs import PROGRAM_SPECS
 from roostream.cli.main import cli
-from serving.access.key_file import Keyring
+from serving.access.bearer_keys import Keyring
 from tests.contract.house import ROOT
 from tests.k8s.dockerfile import read
 from tests.k8s.generate import K8S

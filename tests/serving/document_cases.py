@@ -21,7 +21,7 @@ from serving_cases import SCHEMA
 from serving_fakes import FakeRows
 
 from serving.http.app import HttpInterface
-from serving.http.query import DEADLINE
+from serving.http.routes import DEADLINE
 
 CHECKS = [
     not_a_server_error,
@@ -44,7 +44,7 @@ def answers_conform(home: Path, cases_each: int, seed_number: int = 0) -> Counte
     built = kept.built
     statuses: Counter[int] = Counter()
     try:
-        document = schemathesis.openapi.from_asgi("/openapi.json", HttpInterface(built.parts))
+        document = schemathesis.openapi.from_asgi("/openapi.json", HttpInterface(built.context))
         for found in document.get_all_operations():
             operation = found.ok()
             modes = (

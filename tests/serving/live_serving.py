@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from serving_cases import Built
 
 from roostream.runtime.thread_group import StopBudget
-from serving.http import http_server
+from serving.http import server as http_server
 from serving.http.app import HttpInterface
 
 
@@ -18,7 +18,7 @@ class LiveServing:
     """`stop` ends it as a signal would; `address` is where it answers."""
 
     def __init__(self, built: Built, stop_s: float = 20.0) -> None:
-        self.built, self.app = built, HttpInterface(built.parts)
+        self.built, self.app = built, HttpInterface(built.context)
         self.stop = threading.Event()
         self.budget = StopBudget(self.stop, stop_s)
         self._bound = http_server.bind("127.0.0.1:0")

@@ -12,13 +12,13 @@ from serving_cases import MODEL, NOW_MS, SCHEMA, Built, build
 
 from roostream.models.config import CascadeConfig, ModelConfig, TwoTowerConfig
 from roostream.runtime.clock import FakeClock
+from serving.build import open_retrieval
 from serving.http.app import HttpInterface
 from serving.rank import Hydration
 from serving.retrieval.catalogue import Catalogue, read_catalogue
-from serving.retrieval.item_keeper import ItemKeeper
-from serving.retrieval.opened import open_retrieval
+from serving.retrieval.item_vectors import ItemVectorUpdater
 from serving.scorer import RowReader, Version, build_version
-from serving.versions.quiet import Quiet
+from serving.versions.idle_gate import IdleGate
 
 TOWERS = TwoTowerConfig(width=4, user_layers=(6,), item_layers=(6,), item_floats=("age_h",))
 CASCADE = CascadeConfig(
@@ -59,14 +59,14 @@ class Retrieving:
     """`turn` is a turn of the keeper, some seconds after the last."""
 
     built: Built
-    keeper: ItemKeeper
+    keeper: ItemVectorUpdater
     clock: FakeClock
     items: Path
 
     @functools.cached_property
     def app(self) -> HttpInterface:
         """Made once: it registers its figures."""
-        return HttpInterface(self.built.parts)
+        return HttpInterface(self.built.context)
 
     def turn(self, after_s: float = 1.0) -> None:
         self.clock.advance(after_s)
@@ -90,8 +90,8 @@ def retrieving(
     clock = FakeClock(NOW_MS)
     built = build(home, rows, hydrator, clock=clock, items=str(items), **settings)
     built.service.versions.install(version or packed_version())
-    parts, service = built.parts, built.service
-    keeper = open_retrieval(parts.config, SCHEMA, service, Quiet(clock), clock, parts.metrics.registry)
+    parts, service = built.context, built.service
+    keeper = open_retrieval(parts.config, SCHEMA, service, IdleGate(clock), clock, parts.metrics.registry)
     assert keeper is not None
-    built.parts = dataclasses.replace(parts, items=keeper)
+    built.context = dataclasses.replace(parts, items=keeper)
     return Retrieving(built=built, keeper=keeper, clock=clock, items=items)

@@ -15,14 +15,14 @@ from roostream.models.config import RankerConfig
 from roostream.runtime.clock import Clock, FakeClock
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import schema_from_dict
-from serving.build import Parts
 from serving.config import ServingConfig
-from serving.exports import ServingMetrics
+from serving.context import ServingContext
 from serving.feature_log.log import FeatureLog
-from serving.rank import Hydration, Policy, RankService
+from serving.inflight_watermark import InflightWatermark
+from serving.metrics import ServingMetrics
+from serving.rank import Hydration, OrderPolicy, RankService
 from serving.scorer import RowReader, build_version, first_version
-from serving.stamps import Stamps
-from serving.versions.held import Versions
+from serving.versions.loaded_versions import LoadedVersions
 
 SCHEMA: Schema = schema_from_dict(
     {
@@ -89,20 +89,20 @@ def config_of(home: Path, **changes: Any) -> ServingConfig:
 class Built:
     """A process without threads of its own."""
 
-    parts: Parts
+    context: ServingContext
     waiting_for: list[str]
 
     @property
     def service(self) -> RankService:
-        return self.parts.service
+        return self.context.service
 
     def records(self) -> list[Any]:
         """What the log holds."""
-        return [entry.record for entry in self.parts.log.read(self.parts.log.cursor, 1 << 30)]
+        return [entry.record for entry in self.context.log.read(self.context.log.cursor, 1 << 30)]
 
     def close(self) -> None:
-        self.parts.log.close()
-        self.parts.executor.shutdown()
+        self.context.log.close()
+        self.context.executor.shutdown()
 
 
 def learn(built: Built, seed: int = 1) -> None:
@@ -120,25 +120,25 @@ def build(
     rows: RowReader,
     hydrator: Hydration | None = None,
     *,
-    policy: Policy | None = None,
+    policy: OrderPolicy | None = None,
     clock: Clock | None = None,
     service: Callable[..., RankService] = RankService,
     **settings: Any,
 ) -> Built:
     waiting_for: list[str] = []
-    parts = Parts(
+    context = ServingContext(
         config=config_of(home, **settings),
         schema=SCHEMA,
-        service=service(SCHEMA, Versions(first_version(SCHEMA, MODEL, 0)), rows, hydrator, policy),
+        service=service(SCHEMA, LoadedVersions(first_version(SCHEMA, MODEL, 0)), rows, hydrator, policy),
         log=FeatureLog.open(
             home / "log",
             max_bytes=settings.get("log_bytes", 1 << 22),
             segment_bytes=settings.get("segment_bytes", 1 << 20),
         ),
-        stamps=Stamps(clock or FakeClock(NOW_MS)),
+        watermark=InflightWatermark(clock or FakeClock(NOW_MS)),
         metrics=ServingMetrics(CollectorRegistry(), SCHEMA.tasks),
         executor=ThreadPoolExecutor(1),
         waiting_for=lambda: waiting_for,
     )
-    parts.service.stages, parts.service.scores = parts.metrics.stages, parts.metrics.scores
-    return Built(parts, waiting_for)
+    context.service.stages, context.service.scores = context.metrics.stages, context.metrics.scores
+    return Built(context, waiting_for)

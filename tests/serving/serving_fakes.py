@@ -14,7 +14,7 @@ from roostream.schema.schema import Schema
 from roostream.wire.lookup import Lookup, StackLookup
 from roostream.wire.records import Record
 from serving.feature_log.format import LogRecord
-from serving.feature_log.sender import Done, Outcome
+from serving.feature_log.sender import DeliveryCallback, Outcome
 
 
 class FakeSink:
@@ -24,9 +24,9 @@ class FakeSink:
         self, taken: list[LogRecord], plan: Callable[[LogRecord], Outcome | None] = lambda _: "delivered"
     ) -> None:
         self.taken, self.plan, self.closed = taken, plan, False
-        self.queue: list[tuple[LogRecord, Done]] = []
+        self.queue: list[tuple[LogRecord, DeliveryCallback]] = []
 
-    def send(self, record: LogRecord, done: Done) -> None:
+    def send(self, record: LogRecord, done: DeliveryCallback) -> None:
         self.queue.append((record, done))
 
     def poll(self, timeout_s: float) -> None:

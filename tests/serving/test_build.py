@@ -10,7 +10,7 @@ from serving_cases import HISTORY, SCHEMA, build
 from serving_fakes import FakeHydrator
 
 from roostream.wire.lookup import Lookup
-from serving.build import warm
+from serving.build import precompile
 from serving.rank import RankService
 from serving.request import RankRequest
 
@@ -37,9 +37,9 @@ class Kept(RankService):
 
 def test_what_a_first_request_would_compile_is_compiled_before_for_json_and_protobuf(tmp_path: Path) -> None:
     built = build(tmp_path, Rows(), FakeHydrator({"history": HISTORY}, {"clicks": 1.0}), service=Kept)
-    warm(built.parts)
+    precompile(built.context)
     in_json, in_protobuf = built.service.ranked  # type: ignore[attr-defined]
     assert in_json.blocks is None and in_protobuf.blocks is not None
     assert in_json.item_ids.tolist() == in_protobuf.item_ids.tolist() == [8, 9]
-    assert built.parts.log.backlog_records == 0, "made-up requests are not logged"
+    assert built.context.log.backlog_records == 0, "made-up requests are not logged"
     built.close()

@@ -10,11 +10,11 @@ from roostream.online.counters import Counters
 from roostream.online.entity_fields import FieldReader
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.block import decode_block
-from serving.http.engage import EngagementParser
-from serving.http.parse import JsonParser
+from serving.http.engagements import EngagementParser
 from serving.rank import Hydration, RankService
+from serving.rank_json import JsonParser
 from serving.scorer import first_version
-from serving.versions.held import Versions
+from serving.versions.loaded_versions import LoadedVersions
 from tests.online.counter_oracle import T0, schema_with
 
 SCHEMA = schema_with(
@@ -28,7 +28,7 @@ MODEL = RankerConfig(request_layers=(4,), history_attention=False)
 
 
 def ranked(hydrator: Hydration, body: bytes = BODY) -> tuple[pb.Impression, bool]:
-    service = RankService(SCHEMA, Versions(first_version(SCHEMA, MODEL, 0)), FakeRows(SCHEMA), hydrator)
+    service = RankService(SCHEMA, LoadedVersions(first_version(SCHEMA, MODEL, 0)), FakeRows(SCHEMA), hydrator)
     done = service.rank(JsonParser(SCHEMA).parse(body), T0 + 1000)
     return pb.Impression.FromString(done.record.value[2:]), done.answer.degraded
 

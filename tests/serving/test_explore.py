@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.explore import best_order, draw_of, explore
+from serving.ordering import best_order, draw_of, explore
 
 
 def test_equal_scores_keep_the_requests_order() -> None:

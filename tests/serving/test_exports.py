@@ -12,11 +12,11 @@ from serving_cases import BODY, SCHEMA, build
 from serving_fakes import FakeHydrator, FakeRows
 from starlette.testclient import TestClient
 
-from serving.exports import SCORES, ScoreSpread, ServingMetrics
 from serving.http.app import HttpInterface
+from serving.metrics import SCORES, ScoreHistogram, ServingMetrics
 
 
-def counted(spread: ScoreSpread, task: str) -> tuple[list[float], float]:
+def counted(spread: ScoreHistogram, task: str) -> tuple[list[float], float]:
     """(in each bucket, not cumulated; their sum)."""
     registry = CollectorRegistry()
     registry.register(spread)
@@ -31,7 +31,7 @@ def counted(spread: ScoreSpread, task: str) -> tuple[list[float], float]:
 
 
 def test_scores_are_spread_as_a_histogram_spreads_them() -> None:
-    rng, spread = np.random.default_rng(0), ScoreSpread(("click", "dwell"))
+    rng, spread = np.random.default_rng(0), ScoreHistogram(("click", "dwell"))
     given = [rng.random((n, 2), np.float32) for n in (1, 50, 8192, 5000, 20)]
     given[1][0] = SCORES[3], 0.0
     for scores_nT in given:
@@ -48,9 +48,9 @@ def test_scores_are_spread_as_a_histogram_spreads_them() -> None:
 
 
 def test_a_model_without_tasks_and_an_answer_beyond_all_bounds_do_no_harm() -> None:
-    ScoreSpread(()).add(np.zeros((3, 0), np.float32))
-    assert ScoreSpread(()).collect()[0].samples == []
-    spread = ScoreSpread(("click",))
+    ScoreHistogram(()).add(np.zeros((3, 0), np.float32))
+    assert ScoreHistogram(()).collect()[0].samples == []
+    spread = ScoreHistogram(("click",))
     spread.add(np.zeros((9000, 1), np.float32))
     assert sum(counted(spread, "click")[0]) == 8192
 
@@ -78,13 +78,13 @@ def test_a_request_is_counted_by_route_and_class_of_status() -> None:
 def test_every_stage_of_an_answered_rank_is_told_once(tmp_path: Path) -> None:
     hydrator = FakeHydrator({"history": None}, {"clicks_1h": 1.0})
     built = build(tmp_path, FakeRows(SCHEMA), hydrator)
-    http = TestClient(HttpInterface(built.parts))
+    http = TestClient(HttpInterface(built.context))
     for _ in range(2):
         assert http.post("/v1/rank", json=BODY | {"ro": {}}).is_success
     hydrator.away = True
     assert http.post("/v1/rank", json=BODY | {"ro": {}}).json()["degraded"]
     assert http.post("/v1/rank", json={}).status_code == 400
-    told = built.parts.metrics.registry.get_sample_value
+    told = built.context.metrics.registry.get_sample_value
     stages = {
         s: told("roostream_serving_stage_seconds_count", {"stage": s})
         for s in ("parse", "hydrate", "encode", "score", "log")

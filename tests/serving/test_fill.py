@@ -12,12 +12,12 @@ from serving_cases import BODY, HISTORY, NOW_MS, SCHEMA
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.block import decode_block, encode_nro, encode_ro
 from serving.errors import RequestError
-from serving.fill import Filler
-from serving.http.binary import parse_impression
-from serving.http.parse import JsonParser
+from serving.feature_completion import FeatureCompletion
+from serving.rank_json import JsonParser
+from serving.rank_protobuf import parse_impression
 from serving.request import RankRequest
 
-FILLER = Filler(SCHEMA)
+FILLER = FeatureCompletion(SCHEMA)
 ONLINE_RO = {"history": {"item": [99], "action": [2], "time": [NOW_MS - 1]}}
 
 

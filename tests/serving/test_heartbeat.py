@@ -12,10 +12,10 @@ import pytest
 from roostream.runtime.clock import FakeClock
 from roostream.wire import records as wire
 from serving import heartbeat
-from serving.build import producer_of
+from serving.build import producer_name
 from serving.feature_log.format import LogRecord
 from serving.feature_log.log import FeatureLog
-from serving.stamps import Stamps
+from serving.inflight_watermark import InflightWatermark
 
 
 @pytest.fixture
@@ -30,13 +30,13 @@ def beats(log: FeatureLog) -> list[LogRecord]:
 
 
 def test_a_process_beats_under_the_name_of_its_log_also_after_a_restart(tmp_path: Path) -> None:
-    name = producer_of(tmp_path / "a")
-    assert name == producer_of(tmp_path / "b" / ".." / "a") != producer_of(tmp_path / "b")
+    name = producer_name(tmp_path / "a")
+    assert name == producer_name(tmp_path / "b" / ".." / "a") != producer_name(tmp_path / "b")
 
 
 def test_every_partition_of_both_event_topics_gets_one(feature_log: FeatureLog) -> None:
     clock = FakeClock(5000)
-    heartbeat.beat(feature_log, Stamps(clock), "serving-1", 4)
+    heartbeat.beat(feature_log, InflightWatermark(clock), "serving-1", 4)
     records = beats(feature_log)
     assert [(r.topic, r.partition) for r in records] == [
         *(("impressions", p) for p in range(4)),
@@ -49,28 +49,28 @@ def test_every_partition_of_both_event_topics_gets_one(feature_log: FeatureLog) 
 
 def test_a_heartbeat_is_no_younger_than_the_oldest_open_request(feature_log: FeatureLog) -> None:
     clock = FakeClock(5000)
-    stamps = Stamps(clock)
-    first = stamps.open()
+    watermark = InflightWatermark(clock)
+    first = watermark.open()
     clock.advance(0.5)
-    second = stamps.open()
+    second = watermark.open()
     assert (first, second) == (5000, 5500)
     clock.advance(0.5)
-    assert stamps.horizon_ms() == 5000
-    stamps.close(first)
-    assert stamps.horizon_ms() == 5500
-    stamps.close(second)
-    assert stamps.horizon_ms() == 6000
+    assert watermark.horizon_ms() == 5000
+    watermark.close(first)
+    assert watermark.horizon_ms() == 5500
+    watermark.close(second)
+    assert watermark.horizon_ms() == 6000
 
 
 def test_a_clock_that_goes_back_is_held(feature_log: FeatureLog) -> None:
     clock = FakeClock(5000)
-    stamps = Stamps(clock)
-    stamps.close(stamps.open())
+    watermark = InflightWatermark(clock)
+    watermark.close(watermark.open())
     clock.jump(-3000)
-    stamp = stamps.open()
-    assert stamp == 5000 and stamps.horizon_ms() == 5000
-    stamps.close(stamp)
-    assert stamps.horizon_ms() == 5000
+    stamp = watermark.open()
+    assert stamp == 5000 and watermark.horizon_ms() == 5000
+    watermark.close(stamp)
+    assert watermark.horizon_ms() == 5000
 
 
 def test_a_full_log_pauses_heartbeats_and_says_so_once(
@@ -88,7 +88,7 @@ def test_a_full_log_pauses_heartbeats_and_says_so_once(
             return super().sleep(seconds, stop)
 
     heartbeat.run(
-        partial(heartbeat.beat, feature_log, Stamps(Rounds()), "serving-1", 4),
+        partial(heartbeat.beat, feature_log, InflightWatermark(Rounds()), "serving-1", 4),
         1000,
         Rounds(),
         threading.Event(),

@@ -16,8 +16,8 @@ from roostream.runtime.manifest import dense_name, store_file
 from serving.errors import RequestError
 from serving.request_batch import read_request
 from serving.scorer import first_version
-from serving.versions.dense_follower import DenseFollower
-from serving.versions.held import Versions
+from serving.versions.loaded_versions import LoadedVersions
+from serving.versions.version_follower import VersionFollower
 from tests.models.custom.test_loading import written
 from tests.models.custom.test_model_checks import CODE
 from tests.models.model_cases import make_schema
@@ -27,9 +27,9 @@ from tests.runtime.manifest_cases import a_manifest
 SCHEMA = make_schema("everything")
 
 
-def followed(folder: Path, config: ModelConfig, **changed: str) -> tuple[bool, Versions]:
+def followed(folder: Path, config: ModelConfig, **changed: str) -> tuple[bool, LoadedVersions]:
     """Whether a commit of this configuration is served, and what is."""
-    store, versions = FileStore(folder), Versions(first_version(SCHEMA, config, 0))
+    store, versions = FileStore(folder), LoadedVersions(first_version(SCHEMA, config, 0))
     state = build_model(SCHEMA, config, 5).state_dict()
     file = store_file(
         store, dense_name(1, 1), tensor_file.encode({f"model.{k}": v.numpy() for k, v in state.items()}, {})
@@ -37,7 +37,7 @@ def followed(folder: Path, config: ModelConfig, **changed: str) -> tuple[bool, V
     model = {**dataclasses.asdict(config), **changed}
     manifest = a_manifest(1, incarnation=1, schema=f"{SCHEMA.fingerprint:016x}", dense=file, model=model)
     assert store.create(manifest.name, manifest.encode())
-    return DenseFollower(store, SCHEMA, versions, 0).poll(), versions
+    return VersionFollower(store, SCHEMA, versions, 0).poll(), versions
 
 
 def test_the_code_that_was_trained_with_is_served(tmp_path: Path) -> None:

@@ -26,11 +26,11 @@ from roostream.wire.decode import Decoder
 from roostream.wire.lookup import Lookup, build_lookup
 from roostream.wire.records import Record
 from serving.errors import RequestError
-from serving.http.parse import JsonParser
-from serving.rank import Policy, Ranked, RankService
+from serving.rank import OrderPolicy, RankResult, RankService
+from serving.rank_json import JsonParser
 from serving.request_batch import read_request
 from serving.scorer import build_version, first_version, probabilities
-from serving.versions.held import Versions
+from serving.versions.loaded_versions import LoadedVersions
 
 HYDRATED = FakeHydrator({"history": {"item": [99], "action": [2], "time": [NOW_MS - 1]}}, {"clicks_1h": 50.0})
 
@@ -51,7 +51,7 @@ def built(tmp_path: Path) -> Iterator[Built]:
     built.close()
 
 
-def rank(service: RankService, **changes: Any) -> tuple[Ranked, dict[str, Any], pb.Impression]:
+def rank(service: RankService, **changes: Any) -> tuple[RankResult, dict[str, Any], pb.Impression]:
     request = JsonParser(SCHEMA).parse(json.dumps({**BODY, **changes}).encode())
     ranked = service.rank(request, NOW_MS)
     kind, message = wire.decode(ranked.record.value)
@@ -163,7 +163,7 @@ def test_a_page_that_adds_candidates_is_scored_with_and_logged_without_request_f
 
 
 def test_exploration_is_logged_with_its_propensities(tmp_path: Path) -> None:
-    built = build(tmp_path, FakeRows(SCHEMA), policy=Policy(exploration=0.5, task=1, seed=3))
+    built = build(tmp_path, FakeRows(SCHEMA), policy=OrderPolicy(exploration=0.5, task=1, seed=3))
     orders = set()
     for i in range(20):
         _, answer, impression = rank(built.service, request_id=f"r{i}")
@@ -189,7 +189,7 @@ def test_a_named_version_is_used_while_it_is_held(built: Built) -> None:
 
 def test_an_impression_beyond_the_record_cap_is_413(built: Built) -> None:
     schema = dataclasses.replace(SCHEMA, limits=dataclasses.replace(SCHEMA.limits, max_record_bytes=1536))
-    service = RankService(schema, Versions(first_version(schema, MODEL, 0)), built.service.rows)
+    service = RankService(schema, LoadedVersions(first_version(schema, MODEL, 0)), built.service.rows)
     rank(service)
     messages = set()
     for length in range(40, 140):
@@ -205,7 +205,7 @@ def test_an_impression_beyond_the_record_cap_is_413(built: Built) -> None:
 def test_a_score_that_is_not_finite_is_never_answered(built: Built) -> None:
     weights = {name: torch.full_like(t, float("inf")) for name, t in perturbed(1).items()}
     service = RankService(
-        SCHEMA, Versions(build_version("1-9", SCHEMA, MODEL, 0, weights)), built.service.rows
+        SCHEMA, LoadedVersions(build_version("1-9", SCHEMA, MODEL, 0, weights)), built.service.rows
     )
     with pytest.raises(RequestError, match="not finite") as caught:
         rank(service)
@@ -245,7 +245,7 @@ def test_what_is_wrong_with_one_request_costs_that_one(built: Built) -> None:
     )
     for i in (0, 3):
         ranked = outcomes[i]
-        assert isinstance(ranked, Ranked)
+        assert isinstance(ranked, RankResult)
         np.testing.assert_allclose(ranked.answer.scores_nT, alone[i], rtol=0, atol=1e-5)
 
 

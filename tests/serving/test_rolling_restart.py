@@ -18,7 +18,7 @@ from serving_cases import BODY, SCHEMA, Built, build
 from serving_fakes import FakeRows
 
 from roostream.errors import SetupError
-from serving.http import http_server
+from serving.http import server as http_server
 from tests.serving.live_serving import serving_live
 from tests.serving.test_serving_main import Running, write_config
 

@@ -10,7 +10,7 @@ from confluent_kafka import KafkaError
 from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.kafka_consumer import KafkaConsumer
 from serving.feature_log.format import LogRecord
-from serving.feature_log.log_topics import LogTopics
+from serving.feature_log.kafka_sink import KafkaSink
 from serving.rows.row_follower import rows_reading
 
 
@@ -43,7 +43,7 @@ OUTCOMES = [
 @pytest.mark.parametrize(("code", "outcome"), OUTCOMES)
 def test_only_what_a_record_is_at_fault_for_is_refused(code: int | None, outcome: str) -> None:
     producer = Producer()
-    sink = LogTopics(producer, "p-")
+    sink = KafkaSink(producer, "p-")
     seen: list[str] = []
     sink.send(LogRecord("impressions", -1, 5, b"userkey!", b"v"), lambda o, _: seen.append(o))
     (sent,) = producer.sent
@@ -60,13 +60,13 @@ def test_only_what_a_record_is_at_fault_for_is_refused(code: int | None, outcome
 
 def test_heartbeats_go_to_the_partition_that_they_name() -> None:
     producer = Producer()
-    LogTopics(producer, "").send(LogRecord("engagements", 3, 5, b"", b"v"), lambda *_: None)
+    KafkaSink(producer, "").send(LogRecord("engagements", 3, 5, b"", b"v"), lambda *_: None)
     assert producer.sent[0]["partition"] == 3 and producer.sent[0]["key"] is None
 
 
 def test_a_closed_sink_takes_back_what_is_on_its_way() -> None:
     producer = Producer()
-    sink = LogTopics(producer, "")
+    sink = KafkaSink(producer, "")
     sink.poll(0.1)
     sink.close()
     assert producer.calls == ["poll", "purge", "poll"]
@@ -85,6 +85,6 @@ def test_opening_connects_to_nobody() -> None:
     reader = KafkaConsumer.open(Broker("127.0.0.1:1"), "g", rows_reading("", 4))
     assert set(reader.positions()) == set(rows_reading("", 4).partitions)
     reader.close()
-    topics = LogTopics.open(Broker("127.0.0.1:1"), "")
-    assert isinstance(topics, LogTopics)
+    topics = KafkaSink.open(Broker("127.0.0.1:1"), "")
+    assert isinstance(topics, KafkaSink)
     topics.close()

@@ -18,7 +18,7 @@ from benchmarks.workloads.serving.peer_program import peer_program
 from benchmarks.workloads.serving.program import ServingProgram, bodies_of, serving_program
 from benchmarks.workloads.shared import Shared
 from roostream.wire import roo_pb2 as pb
-from serving.client.said import PROTOBUF, impression_of
+from serving.client.messages import PROTOBUF, impression_of
 
 _TOLERANCE = 1e-4
 

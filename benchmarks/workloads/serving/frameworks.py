@@ -25,17 +25,17 @@ from roostream.schema.schema_file import schema_from_dict
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.block import encode_nro, encode_ro
 from serving.answer import RankAnswer
-from serving.build import Parts
 from serving.config import ServingConfig
-from serving.exports import ServingMetrics
+from serving.context import ServingContext
 from serving.feature_log.format import LogRecord
 from serving.feature_log.log import FeatureLog
 from serving.http.app import HttpInterface
-from serving.rank import Ranked, RankService
+from serving.inflight_watermark import InflightWatermark
+from serving.metrics import ServingMetrics
+from serving.rank import RankResult, RankService
 from serving.request import RankRequest
 from serving.scorer import first_version
-from serving.stamps import Stamps
-from serving.versions.held import Versions
+from serving.versions.loaded_versions import LoadedVersions
 
 CANDIDATES, RO, NRO = 50, 20, 8
 RO_NAME, NRO_NAME = "of_the_request_{}", "of_a_candidate_{}"
@@ -48,8 +48,8 @@ MEDIA = {"json": b"application/json", "protobuf": b"application/x-protobuf"}
 class Instant(RankService):
     """Has the scores already."""
 
-    def rank_all(self, asked: Sequence[tuple[RankRequest, int]]) -> list[Ranked | Exception]:
-        return [Ranked(answer_of(request.request_id), _RECORD) for request, _ in asked]
+    def rank_all(self, asked: Sequence[tuple[RankRequest, int]]) -> list[RankResult | Exception]:
+        return [RankResult(answer_of(request.request_id), _RECORD) for request, _ in asked]
 
 
 @contextlib.contextmanager
@@ -66,12 +66,14 @@ def ours(form: str) -> Iterator[Work]:
             log_bytes=1 << 30,
         )
         log = FeatureLog.open(home / "log", max_bytes=1 << 33, segment_bytes=8 << 20)
-        parts = Parts(
+        parts = ServingContext(
             config=settings,
             schema=schema,
-            service=Instant(schema, Versions(first_version(schema, RankerConfig(), 0)), Replica(schema, 0)),
+            service=Instant(
+                schema, LoadedVersions(first_version(schema, RankerConfig(), 0)), Replica(schema, 0)
+            ),
             log=log,
-            stamps=Stamps(FakeClock(NOW_MS)),
+            watermark=InflightWatermark(FakeClock(NOW_MS)),
             metrics=ServingMetrics(CollectorRegistry(), schema.tasks),
             executor=Inline(),
             waiting_for=lambda: [],

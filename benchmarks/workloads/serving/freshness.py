@@ -20,8 +20,8 @@ from infra.options import demo
 from infra.stack import Stack
 from roostream.runtime import scrape
 from serving.scorer import first_version
-from serving.versions.dense_follower import DenseFollower
-from serving.versions.held import Versions
+from serving.versions.loaded_versions import LoadedVersions
+from serving.versions.version_follower import VersionFollower
 
 _LOOK_S = 0.005
 _PATIENCE_S = 120.0
@@ -50,8 +50,8 @@ def loaded() -> Iterator[Work]:
     """What a follower does with a commit, in process: reads it, checks it, builds the version."""
     with tempfile.TemporaryDirectory() as folder:
         commits = Commits(Path(folder))
-        versions = Versions(first_version(commits.schema, commits.model, 0))
-        follower = DenseFollower(commits.store, commits.schema, versions, 0)
+        versions = LoadedVersions(first_version(commits.schema, commits.model, 0))
+        follower = VersionFollower(commits.store, commits.schema, versions, 0)
 
         def step() -> None:
             commits.commit()

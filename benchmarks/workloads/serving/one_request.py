@@ -26,20 +26,20 @@ from roostream.schema.ids import buckets_of
 from roostream.schema.schema import Schema
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.lookup import Lookup, build_lookup
-from serving.build import Parts
-from serving.client.said import impression_of
+from serving.client.messages import impression_of
 from serving.config import ServingConfig
-from serving.exports import ServingMetrics
+from serving.context import ServingContext
 from serving.feature_log.log import FeatureLog
 from serving.http.app import HttpInterface
 from serving.http.body import JSON, PROTOBUF
-from serving.http.parse import JsonParser
+from serving.inflight_watermark import InflightWatermark
+from serving.metrics import ServingMetrics
 from serving.rank import RankService
+from serving.rank_json import JsonParser
 from serving.request import RequestBlocks
 from serving.request_batch import RequestColumns, batch_of
 from serving.scorer import first_version
-from serving.stamps import Stamps
-from serving.versions.held import Versions
+from serving.versions.loaded_versions import LoadedVersions
 
 NOW_MS = data.T0_MS + 1_000
 
@@ -82,7 +82,7 @@ class Case:
         self.version = first_version(self.schema, RankerConfig(), 0)
         self.replica = Replica(self.schema, 0)
         self.service = RankService(
-            self.schema, Versions(self.version), self.replica, Online(self.schema, candidates)
+            self.schema, LoadedVersions(self.version), self.replica, Online(self.schema, candidates)
         )
         self.parser = JsonParser(self.schema)
         self.body = body_of(self.schema, candidates)
@@ -97,8 +97,8 @@ class Case:
     def _blocks(self) -> RequestBlocks:
         request = self.parser.parse(self.body)
         hydrated = self.online.read(0, request.item_ids, NOW_MS)
-        self.service.filler.open(request)
-        return self.service.filler.encode(request, NOW_MS, *hydrated)
+        self.service.completion.open(request)
+        return self.service.completion.encode(request, NOW_MS, *hydrated)
 
     # Stages, each from what the one before it gave.
 
@@ -148,12 +148,12 @@ def endpoint(candidates: int, form: str = "json") -> Iterator[Work]:
             deadline_ms=60_000,
             log_bytes=1 << 30,
         )
-        parts = Parts(
+        parts = ServingContext(
             config=settings,
             schema=case.schema,
             service=case.service,
             log=FeatureLog.open(home / "log", max_bytes=1 << 33, segment_bytes=8 << 20),
-            stamps=Stamps(FakeClock(NOW_MS)),
+            watermark=InflightWatermark(FakeClock(NOW_MS)),
             metrics=ServingMetrics(CollectorRegistry()),
             executor=Inline(),
             waiting_for=lambda: [],

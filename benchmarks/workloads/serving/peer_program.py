@@ -30,7 +30,7 @@ from roostream.schema.ids import item_id
 from serving.rank import RankService
 from serving.request import RankRequest
 from serving.scorer import first_version
-from serving.versions.held import Versions
+from serving.versions.loaded_versions import LoadedVersions
 
 PATH = "/v1/rank"
 _HERE = "benchmarks.workloads.serving.peer_program"
@@ -84,7 +84,7 @@ class Scoring:
         schema = data.demo_schema()
         self.tasks = schema.tasks
         self.service = RankService(
-            schema, Versions(first_version(schema, RankerConfig(), 0)), Replica(schema, 0)
+            schema, LoadedVersions(first_version(schema, RankerConfig(), 0)), Replica(schema, 0)
         )
 
     def rank(self, asked: DemoRank) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def main(kind: str) -> NoReturn:
             time.sleep(0.1)
         os.write(told, f"127.0.0.1:{port}\n".encode())
         sys.stdin.read()
-        for child in psutil.Process().children(recursive=True):
+        for child in psutil.ServingProcess().children(recursive=True):
             child.kill()
         os._exit(0)
 

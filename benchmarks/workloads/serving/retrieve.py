@@ -24,20 +24,17 @@ from roostream.models.two_tower.item_index import ItemIndex
 from roostream.runtime.clock import FakeClock
 from roostream.wire.batch import Batch
 from roostream.wire.lookup import build_lookup
-from serving.http.retrieve_body import RetrieveParser
+from serving.build import open_retrieval
+from serving.config import RetrievalSettings
+from serving.http.retrieval_routes import RetrieveParser
 from serving.rank import RankService
 from serving.retrieval.catalogue import load_catalogue
-from serving.retrieval.changed_rows import ChangedRows
-from serving.retrieval.config import ServesItems
-from serving.retrieval.inverted_lists import InvertedLists, load_faiss
-from serving.retrieval.item_encoder import encode_items
-from serving.retrieval.item_keeper import AT_ONCE, ItemKeeper
-from serving.retrieval.nearest_items import NearestItems, recall
-from serving.retrieval.opened import open_retrieval
-from serving.retrieval.shortlist import Shortlist
+from serving.retrieval.item_vectors import AT_ONCE, ItemVectorUpdater, RowChangeDetector, encode_items
+from serving.retrieval.nearest_items import InvertedLists, NearestItems, load_faiss, recall
+from serving.retrieval.retriever import Shortlist
 from serving.scorer import first_version
-from serving.versions.held import Versions
-from serving.versions.quiet import Quiet
+from serving.versions.idle_gate import IdleGate
+from serving.versions.loaded_versions import LoadedVersions
 
 K, WIDTH, DIRECTIONS, QUERIES = 100, 32, 500, 64
 
@@ -88,7 +85,9 @@ class Case:
         self.replica, config = Replica(self.schema, 0), CascadeConfig(retrieval=TwoTowerConfig(width=WIDTH))
         self.catalogue = load_catalogue(self.schema, self.file)
         fill(self.replica, self.schema, build_lookup(self.catalogue.items))
-        self.service = RankService(self.schema, Versions(first_version(self.schema, config, 0)), self.replica)
+        self.service = RankService(
+            self.schema, LoadedVersions(first_version(self.schema, config, 0)), self.replica
+        )
         self.keeper = self._keeper()
         self.bodies = RetrieveParser(self.schema, 0)
         self.shortlist = Shortlist(self.service, self.keeper.retriever)
@@ -96,10 +95,12 @@ class Case:
         history = next(value for name, value in online.ro.items() if name == "history")
         self.body = msgspec.json.encode({"user_id": 17, "ro": {"history": _plain(history)}})
 
-    def _keeper(self) -> ItemKeeper:
+    def _keeper(self) -> ItemVectorUpdater:
         clock = FakeClock(NOW_MS)
-        settings = ServesItems(items=str(self.file))
-        keeper = open_retrieval(settings, self.schema, self.service, Quiet(clock), clock, CollectorRegistry())
+        settings = RetrievalSettings(items=str(self.file))
+        keeper = open_retrieval(
+            settings, self.schema, self.service, IdleGate(clock), clock, CollectorRegistry()
+        )
         assert keeper is not None
         keeper.turn()
         assert keeper.retriever.space is not None
@@ -163,5 +164,5 @@ def kept(what: str, num_items: int) -> Iterator[Work]:
             inputs = case.inputs(space.catalogue.take(np.arange(min(AT_ONCE, num_items))))
             yield Work(lambda: _without_graph(space.model.item_vectors, inputs), len(inputs.item_B))
         else:
-            changed = ChangedRows(space.catalogue.items)
+            changed = RowChangeDetector(space.catalogue.items)
             yield Work(lambda: [changed.look(case.replica, chunk) for chunk in changed.chunks()], num_items)

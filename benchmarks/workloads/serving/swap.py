@@ -28,10 +28,10 @@ from roostream.runtime import tensor_file
 from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
 from roostream.runtime.manifest import Manifest
-from serving.http.parse import JsonParser
 from serving.rank import RankService
+from serving.rank_json import JsonParser
 from serving.scorer import build_version
-from serving.versions.held import Versions
+from serving.versions.loaded_versions import LoadedVersions
 
 EVERY_S = 1.05  # a little longer than serving takes to look again
 _KEPT = 3
@@ -101,7 +101,7 @@ class Loaded:
 
     def num_swaps(self) -> int:
         with urllib.request.urlopen(self._url, timeout=30) as answer:
-            found = re.search(rb"^roostream_serving_version_swaps (\S+)", answer.read(), re.MULTILINE)
+            found = re.search(rb"^roostream_serving_version_swaps_total (\S+)", answer.read(), re.MULTILINE)
         return int(float(found[1])) if found else 0
 
     def is_right(self, answered: Answered) -> bool:
@@ -119,7 +119,7 @@ def expected(commits: Commits, bodies: Sequence[bytes]) -> list[np.ndarray]:
     both = []
     for weights in commits.weights:
         service = RankService(
-            schema, Versions(build_version("1-1", schema, commits.model, 0, weights)), replica
+            schema, LoadedVersions(build_version("1-1", schema, commits.model, 0, weights)), replica
         )
         scored = (service.rank(parser.parse(body), data.T0_MS).answer for body in bodies)
         both.append(np.stack([answer.scores_nT for answer in scored]))

@@ -25,7 +25,7 @@ from roostream.schema.registry import open_registry
 from roostream.schema.schema import Registry, Schema
 from roostream.wire.lookup import Lookup
 from serving.scorer import Version, build_version
-from serving.versions.dense_follower import read_weights
+from serving.versions.version_follower import read_weights
 
 Wanted: TypeAlias = Mapping[str, set[tuple[int, int]]]
 """Stack → (table, id) of the rows that are asked for."""

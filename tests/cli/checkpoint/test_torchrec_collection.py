@@ -32,7 +32,7 @@ from roostream.runtime.rpc.transport import InMemoryTransport
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import load_schema
 from roostream.wire.lookup import Lookup, StackLookup
-from serving.versions.dense_follower import read_weights
+from serving.versions.version_follower import read_weights
 
 SCHEMA = """
 [tables.item]

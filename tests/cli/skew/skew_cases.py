@@ -30,7 +30,7 @@ from serving.feature_log.segment import Cursor, LogSegment
 from serving.rank import RankService
 from serving.request import RankRequest
 from serving.scorer import build_version
-from serving.versions.held import Versions
+from serving.versions.loaded_versions import LoadedVersions
 from tests.param_server.shard_support import link_manifest, make_shard
 from tests.runtime.manifest_cases import a_part
 
@@ -94,7 +94,9 @@ class ScoringHome:
         )
         self.shard.commit(self.seq)
         name = f"{self.incarnation}-{self.seq}"
-        self.service = RankService(SCHEMA, Versions(build_version(name, SCHEMA, MODEL, SEED, weights)), self)
+        self.service = RankService(
+            SCHEMA, LoadedVersions(build_version(name, SCHEMA, MODEL, SEED, weights)), self
+        )
         return name
 
     def push(self, *items: int, by: float = 1.0) -> None:

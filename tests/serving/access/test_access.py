@@ -17,12 +17,11 @@ from starlette.testclient import TestClient
 
 from roostream.errors import ConfigError
 from roostream.runtime.tls import TlsContext, TlsFiles
-from serving.access.bearer_keys import new_key
-from serving.access.doors import needed
-from serving.access.key_file import Keyring, write_keys
+from serving.access.bearer_keys import Keyring, new_key, write_keys
+from serving.access.route_scopes import needed
 from serving.client import Client, RetryPolicy, ServingError
-from serving.exports import ServingMetrics
 from serving.http.app import HttpInterface
+from serving.metrics import ServingMetrics
 from tests.certificates import Authority, trusting
 
 CLICK = {"request_id": "r-1", "user_id": 17, "item_id": 8, "action": "click"}
@@ -30,7 +29,7 @@ PATIENT = RetryPolicy(deadline_ms=60_000)
 
 
 def with_parts(built: Built, **parts: Any) -> Built:
-    return Built(dataclasses.replace(built.parts, **parts), built.waiting_for)
+    return Built(dataclasses.replace(built.context, **parts), built.waiting_for)
 
 
 @pytest.fixture
@@ -39,7 +38,7 @@ def keyed(tmp_path: Path) -> Iterator[tuple[TestClient, dict[str, str], Built]]:
     made = {scope: new_key(scope, [scope], 0) for scope in ("rank", "engage", "metrics", "admin")}
     write_keys(tmp_path / "keys.json", [key for _, key in made.values()])
     built = with_parts(build(tmp_path, FakeRows(SCHEMA)), keys=Keyring(tmp_path / "keys.json"))
-    yield TestClient(HttpInterface(built.parts)), {scope: text for scope, (text, _) in made.items()}, built
+    yield TestClient(HttpInterface(built.context)), {scope: text for scope, (text, _) in made.items()}, built
     built.close()
 
 
@@ -74,13 +73,13 @@ def test_a_key_opens_what_it_is_for(keyed: Any, method: str, path: str, opens: s
     )
     told = refused.json()["error"]
     assert "authorization: Bearer KEY" in (told if path.startswith("/v2") else told["message"])
-    told = built.parts.metrics.registry.get_sample_value
+    told = built.context.metrics.registry.get_sample_value
     assert told("roostream_serving_requests_total", {"route": "access", "status": "401"}) == 1
 
 
 def test_no_route_of_traffic_opens_to_any_key(keyed: Any) -> None:
     paths = HttpInterface(
-        dataclasses.replace(keyed[2].parts, metrics=ServingMetrics(CollectorRegistry()))
+        dataclasses.replace(keyed[2].context, metrics=ServingMetrics(CollectorRegistry()))
     )._traffic
     assert len(paths) >= 3 and {needed(path, frozenset()) for path in paths} == {"rank", "engage"}
 
@@ -97,7 +96,8 @@ def test_nothing_of_a_refused_call_is_logged_or_scored(keyed: Any) -> None:
         == 403
     )
     assert (
-        built.records() == [] and built.parts.metrics.registry.get_sample_value("roostream_serving_keys") == 4
+        built.records() == []
+        and built.context.metrics.registry.get_sample_value("roostream_serving_keys") == 4
     )
 
 

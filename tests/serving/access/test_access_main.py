@@ -11,8 +11,7 @@ from pathlib import Path
 
 import httpx2 as httpx
 
-from serving.access.bearer_keys import new_key
-from serving.access.key_file import write_keys
+from serving.access.bearer_keys import new_key, write_keys
 from serving.client import Client, RetryPolicy, ServingError
 from tests.certificates import Authority, trusting
 from tests.serving.test_serving_main import Running, write_config

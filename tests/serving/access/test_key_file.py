@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from roostream.errors import ConfigError
-from serving.access.bearer_keys import new_key
-from serving.access.key_file import ANY, FileWatcher, Keyring, read_keys, write_keys
+from serving.access.bearer_keys import ANY, FileWatcher, Keyring, new_key, read_keys, write_keys
 from serving.errors import RequestError
 
 NOW_S = 5000

@@ -21,11 +21,11 @@ from roostream.errors import ConfigError, UnavailableError
 from roostream.runtime.clock import FakeClock
 from roostream.runtime.tls import TlsContext, TlsFiles
 from serving.admin import admin_server
-from serving.admin.admin_token import AdminToken
-from serving.admin.desk import AdminDesk
-from serving.http import http_server
-from serving.versions.quiet import Quiet
-from serving.versions.recent import RecentRequests
+from serving.admin.admin_server import AdminToken
+from serving.admin.admin_service import AdminService
+from serving.http import server as http_server
+from serving.versions.idle_gate import IdleGate
+from serving.versions.recent_requests import RecentRequests
 from serving.versions.shadow_scoring import ShadowScoring
 from tests.certificates import Authority
 
@@ -44,11 +44,13 @@ def built(tmp_path: Path) -> Iterator[Built]:
 def admin_of(built: Built, tls: TlsContext | None = None) -> Iterator[int]:
     """Its port."""
     service, clock = built.service, FakeClock()
-    shadow = ShadowScoring(service.versions, service.rows, 0, Quiet(clock))
-    desk = AdminDesk(service.versions, RecentRequests(), shadow, service.credits, clock.now_ms)
+    shadow = ShadowScoring(service.versions, service.rows, 0, IdleGate(clock))
+    admin_service = AdminService(
+        service.versions, RecentRequests(), shadow, service.interleaving_stats, clock.now_ms
+    )
     bound, stop = http_server.bind("127.0.0.1:0"), threading.Event()
     bound.listen(8)
-    app = admin_server.AdminInterface(desk, AdminToken(TOKEN))
+    app = admin_server.AdminInterface(admin_service, AdminToken(TOKEN))
     thread = threading.Thread(target=admin_server.run, args=(app, bound, tls, stop))
     thread.start()
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from roostream.schema.settings import SettingError
-from serving.admin.admin_token import AdminToken, read_token
+from serving.admin.admin_server import AdminToken, read_token
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 

@@ -12,13 +12,13 @@ from serving_fakes import FakeRows
 
 from roostream.runtime.clock import FakeClock
 from roostream.schema.ids import key_bytes
-from serving.admin.desk import AdminDesk
+from serving.admin.admin_service import AdminService
 from serving.errors import RequestError
 from serving.scorer import Version
-from serving.versions.credits import Credits, Pair
-from serving.versions.held import Versions
-from serving.versions.quiet import Quiet
-from serving.versions.recent import RecentRequests, ScoredRequest
+from serving.versions.idle_gate import IdleGate
+from serving.versions.interleaving_stats import InterleavingStats, Pair
+from serving.versions.loaded_versions import LoadedVersions
+from serving.versions.recent_requests import RecentRequests, ScoredRequest
 from serving.versions.shadow_scoring import ShadowScoring
 
 
@@ -32,21 +32,23 @@ class Office:
 
     def __init__(self) -> None:
         clock = FakeClock(10_000)
-        self.versions = Versions(cast(Version, Named("0-0")), 3, now_ms=clock.now_ms)
+        self.versions = LoadedVersions(cast(Version, Named("0-0")), 3, now_ms=clock.now_ms)
         for seq in (1, 2, 3):
             self.versions.install(cast(Version, Named(f"1-{seq}")), committed_ms=1000 * seq)
-        self.recent, self.credits = RecentRequests(), Credits("click")
-        shadow = ShadowScoring(self.versions, FakeRows(SCHEMA), 0, Quiet(clock))
-        self.desk = AdminDesk(self.versions, self.recent, shadow, self.credits, clock.now_ms)
+        self.recent, self.interleaving_stats = RecentRequests(), InterleavingStats("click")
+        shadow = ShadowScoring(self.versions, FakeRows(SCHEMA), 0, IdleGate(clock))
+        self.admin_service = AdminService(
+            self.versions, self.recent, shadow, self.interleaving_stats, clock.now_ms
+        )
 
     def get(self, path: str) -> dict[str, Any]:
-        return self.desk.answer("GET", f"/admin/v1/{path}", b"")
+        return self.admin_service.answer("GET", f"/admin/v1/{path}", b"")
 
     def put(self, path: str, **body: Any) -> dict[str, Any]:
-        return self.desk.answer("PUT", f"/admin/v1/{path}", json.dumps(body).encode())
+        return self.admin_service.answer("PUT", f"/admin/v1/{path}", json.dumps(body).encode())
 
     def post(self, path: str) -> dict[str, Any]:
-        return self.desk.answer("POST", f"/admin/v1/{path}", b"")
+        return self.admin_service.answer("POST", f"/admin/v1/{path}", b"")
 
 
 @pytest.fixture
@@ -103,8 +105,8 @@ def test_a_split_is_put_told_and_taken_away(office: Office, name: str) -> None:
 
 
 def test_interleaving_tells_who_won(office: Office) -> None:
-    office.credits.drafted(key_bytes(1, 0, "r"), "r", Pair("1-3", "1-2"), [1, 2], [0, 1])
-    office.credits._credit(next(iter(office.credits._drafted)), 2)
+    office.interleaving_stats.drafted(key_bytes(1, 0, "r"), "r", Pair("1-3", "1-2"), [1, 2], [0, 1])
+    office.interleaving_stats._credit(next(iter(office.interleaving_stats._drafted)), 2)
     told = office.get("interleave")
     assert told["lists"] == told["engagements"] == 1
     assert told["results"] == [
@@ -152,6 +154,6 @@ def test_a_refusal_is_one_sentence_and_changes_nothing(
 ) -> None:
     before = office.get("versions")
     with pytest.raises(RequestError) as error:
-        office.desk.answer(method, path, body)
+        office.admin_service.answer(method, path, body)
     assert error.value.status == status and str(error.value) and "\n" not in str(error.value)
     assert office.get("versions") == before

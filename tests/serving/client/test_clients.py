@@ -22,8 +22,7 @@ from serving_fakes import FakeRows
 from roostream.errors import WireError
 from roostream.wire import records as wire
 from serving.client import AsyncClient, Client, Ranking, Receipt, RetryPolicy, ServingError
-from serving.client.retrying import DEADLINE_HEADER
-from serving.client.said import (
+from serving.client.messages import (
     EngagementFields,
     RankFields,
     RecommendFields,
@@ -34,6 +33,7 @@ from serving.client.said import (
     retrieve_exchange,
     top_exchange,
 )
+from serving.client.retry import DEADLINE_HEADER
 from serving.http.openapi import describe
 
 FIELDS = cast(RankFields, BODY)
@@ -299,13 +299,13 @@ def test_bodies_and_answers_are_those_of_the_document(finding: LiveServing) -> N
     document = describe(SCHEMA, "0", retrieves=True)
     told: list[tuple[str, bytes, bytes]] = []
 
-    class Told(httpx.HTTPTransport):
+    class ParsedEngagements(httpx.HTTPTransport):
         def handle_request(self, request: httpx.Request) -> httpx.Response:
             answer = super().handle_request(request)
             told.append((request.url.raw_path.decode(), request.read(), answer.read()))
             return answer
 
-    with Client(finding.url, policy=PATIENT, transport=Told()) as client:
+    with Client(finding.url, policy=PATIENT, transport=ParsedEngagements()) as client:
         client.rank(FIELDS)
         client.rank(COLUMNS)
         client.top(FIELDS, 2)

@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 
 from roostream.runtime.clock import FakeClock
-from serving.client.failure import ServingError
-from serving.client.retrying import DEADLINE_HEADER, Call, Pause, Reply, RetryPolicy, Send, attempts
+from serving.client.retry import (
+    DEADLINE_HEADER,
+    Call,
+    Pause,
+    Reply,
+    RetryPolicy,
+    Send,
+    ServingError,
+    attempts,
+)
 
 CALL = Call("POST", "/v1/rank", b"{}")
 STEADY = RetryPolicy(retries=3, first_s=0.1, max_s=0.3, draw=lambda: 1.0)

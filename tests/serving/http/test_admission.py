@@ -8,7 +8,7 @@ import pytest
 
 from serving.config import ServingConfig
 from serving.errors import RequestError
-from serving.http.admission import Gate
+from serving.http.admission import AdmissionGate
 
 
 class Line:
@@ -16,7 +16,7 @@ class Line:
 
     def __init__(self, service_s: float, deadline_s: float, max_in_flight: int = 1000) -> None:
         self.now_s, self.service_s, self.deadline_s = 0.0, service_s, deadline_s
-        self.gate = Gate(max_in_flight, lambda: self.now_s)
+        self.gate = AdmissionGate(max_in_flight, lambda: self.now_s)
         self.in_time = self.late = self.refused = 0
         self._free_s = 0.0
         self._ends: list[tuple[float, float]] = []  # (when it is done, when it came)
@@ -85,14 +85,14 @@ def test_a_slow_moment_does_not_close_the_gate_for_ever() -> None:
 
 
 def test_no_more_than_the_bound_are_in_work() -> None:
-    gate = Gate(2)
+    gate = AdmissionGate(2)
     with gate.admit(1.0), gate.admit(1.0), pytest.raises(RequestError, match="2 requests are in work"):
         gate.check(1.0)
     assert gate.in_flight == 0
 
 
 def test_a_request_that_fails_says_nothing_about_the_time_of_the_others() -> None:
-    gate = Gate(2)
+    gate = AdmissionGate(2)
     with pytest.raises(ZeroDivisionError), gate.admit(1.0):
         raise ZeroDivisionError
     gate.scored(0, 0.0)
@@ -103,7 +103,7 @@ def test_a_request_that_fails_says_nothing_about_the_time_of_the_others() -> Non
 def test_a_moment_in_which_nothing_was_done_refuses_nobody(stall_s: float) -> None:
     """880 requests a second, half of what can be answered; all that came meanwhile is read at once."""
     now_s = [0.0]
-    gate = Gate(ServingConfig.max_in_flight, lambda: now_s[0])
+    gate = AdmissionGate(ServingConfig.max_in_flight, lambda: now_s[0])
     for _ in range(1000):
         now_s[0] += 0.00057
         gate.scored(1, now_s[0] - 0.00057)
@@ -118,7 +118,7 @@ def test_a_moment_in_which_nothing_was_done_refuses_nobody(stall_s: float) -> No
 
 def test_a_ranker_that_became_slow_is_known_as_slow_within_two_seconds_of_work() -> None:
     now_s = [0.0]
-    gate = Gate(1000, lambda: now_s[0])
+    gate = AdmissionGate(1000, lambda: now_s[0])
     for took_s, passes in ((0.001, 1000), (0.1, 20)):
         for _ in range(passes):
             now_s[0] += took_s
@@ -127,7 +127,7 @@ def test_a_ranker_that_became_slow_is_known_as_slow_within_two_seconds_of_work()
 
 
 def test_a_queue_of_more_than_a_few_leaves_half_of_the_deadline() -> None:
-    gate = Gate(1000, lambda: 0.0)
+    gate = AdmissionGate(1000, lambda: 0.0)
     gate.service_s = 0.1
     gate.in_flight = 7
     gate.check(1.0)
@@ -140,7 +140,7 @@ def test_a_queue_of_more_than_a_few_leaves_half_of_the_deadline() -> None:
 @pytest.mark.parametrize("together", [1, 4, 64])
 def test_the_service_time_is_a_pass_over_its_requests(together: int) -> None:
     now_s = [0.0]
-    gate = Gate(1000, lambda: now_s[0])
+    gate = AdmissionGate(1000, lambda: now_s[0])
     gate.service_s = 5.0
     for _ in range(4000 // together):
         begun_s, now_s[0] = now_s[0], now_s[0] + 0.01 * together
@@ -150,7 +150,7 @@ def test_the_service_time_is_a_pass_over_its_requests(together: int) -> None:
 
 def test_a_pass_that_was_waited_for_counts_from_when_the_one_before_was_done() -> None:
     now_s = [1.0]
-    gate = Gate(1000, lambda: now_s[0])
+    gate = AdmissionGate(1000, lambda: now_s[0])
     gate.scored(1, 0.0)
     now_s[0] = 1.2
     gate.scored(2, 0.5)

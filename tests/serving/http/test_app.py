@@ -17,7 +17,7 @@ from roostream.schema.ids import MASK64
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from serving.http.app import LINKS, HttpInterface
-from serving.http.engage import EngagementParser
+from serving.http.engagements import EngagementParser
 from serving.http.openapi import describe
 
 Client = Callable[..., tuple[TestClient, Built]]
@@ -32,7 +32,7 @@ def client(tmp_path: Path) -> Iterator[Client]:
         built = build(tmp_path, rows or FakeRows(SCHEMA), **settings)
         opened.append(built)
         return TestClient(
-            HttpInterface(built.parts), follow_redirects=False, raise_server_exceptions=False
+            HttpInterface(built.context), follow_redirects=False, raise_server_exceptions=False
         ), built
 
     yield open_client

@@ -20,8 +20,7 @@ from roostream.runtime.program import CURRENT_CALL, CallContext, JsonFormatter
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from serving.http.app import HttpInterface
-from serving.http.call_names import names_of
-from serving.http.tracing import open_tracing
+from serving.http.tracing import open_tracing, parse_call_names
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PARENT = f"00-{TRACE}-{SPAN}-01"
@@ -35,17 +34,17 @@ def built(tmp_path: Path) -> Iterator[Built]:
 
 
 def client_of(built: Built) -> TestClient:
-    return TestClient(HttpInterface(built.parts), raise_server_exceptions=False)
+    return TestClient(HttpInterface(built.context), raise_server_exceptions=False)
 
 
 @pytest.mark.parametrize("given", ["c-1", "6f1c", "Root=1-67891233-abcdef012345678912345678", "a" * 128])
 def test_a_clients_name_is_taken(given: str) -> None:
-    assert names_of([(b"host", b"x"), (b"x-request-id", given.encode())]) == CallContext(given)
+    assert parse_call_names([(b"host", b"x"), (b"x-request-id", given.encode())]) == CallContext(given)
 
 
 @pytest.mark.parametrize("given", ["", " ", "a" * 129, "a b", "-a", "é", 'a"b', "a\tb", "<script>", "a\n"])
 def test_what_is_no_name_is_replaced(given: str) -> None:
-    first, second = (names_of([(b"x-request-id", given.encode())]).call_id for _ in range(2))
+    first, second = (parse_call_names([(b"x-request-id", given.encode())]).call_id for _ in range(2))
     assert first != second and re.fullmatch(r"[0-9a-f]{16}-[0-9a-f]+", first)
 
 
@@ -66,7 +65,7 @@ def test_what_is_no_name_is_replaced(given: str) -> None:
     ],
 )
 def test_a_place_in_a_trace_is_taken_as_the_standard_says(given: str, taken: bool) -> None:
-    names = names_of([(b"x-request-id", b"c-1"), (b"traceparent", given.encode())])
+    names = parse_call_names([(b"x-request-id", b"c-1"), (b"traceparent", given.encode())])
     assert names == (CallContext("c-1", TRACE, SPAN) if taken else CallContext("c-1"))
 
 
@@ -124,7 +123,7 @@ class Spans(trace.TracerProvider):
     def get_tracer(self, *names: Any, **more: Any) -> Any:
         provider = self
 
-        class Told(trace.NonRecordingSpan):
+        class ParsedEngagements(trace.NonRecordingSpan):
             def __init__(self, name: str, parent: Any, attributes: dict[str, Any]) -> None:
                 super().__init__(trace.INVALID_SPAN_CONTEXT)
                 self.found = {"name": name, "parent": parent, "status": None, **attributes}
@@ -140,7 +139,9 @@ class Spans(trace.TracerProvider):
             def start_as_current_span(self, name: str, context: Any = None, **more: Any) -> Any:  # type: ignore[override]
                 parent = trace.get_current_span(context).get_span_context()
                 return trace.use_span(
-                    Told(name, f"{parent.trace_id:032x}/{parent.span_id:016x}", more["attributes"])
+                    ParsedEngagements(
+                        name, f"{parent.trace_id:032x}/{parent.span_id:016x}", more["attributes"]
+                    )
                 )
 
         return Tracer()

@@ -91,7 +91,7 @@ def test_half_a_body_is_408_and_takes_nobodys_place(tmp_path: Path) -> None:
             stuck = [live.connect() for _ in range(20)]
             for one in stuck:
                 one.sendall(HALF.replace(b"/rank", b"/" + route))
-            while live.app.intake.num_bytes < len(stuck):
+            while live.app.body_reader.num_bytes < len(stuck):
                 time.sleep(0.01)
             assert ranks(live) == 200
             click = {"request_id": "r-1", "item_id": 8, "action": "click"}
@@ -100,7 +100,7 @@ def test_half_a_body_is_408_and_takes_nobodys_place(tmp_path: Path) -> None:
                 status, answer = answer_of(one)
                 assert status == 408 and code_of(answer) == "body_timeout" and b"connection: close" in answer
                 one.close()
-        assert live.app.intake.num_bytes == 0 and live.built.parts.stamps.horizon_ms() > 0
+        assert live.app.body_reader.num_bytes == 0 and live.built.context.watermark.horizon_ms() > 0
 
 
 def test_bodies_on_their_way_are_bounded_all_together(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_bodies_on_their_way_are_bounded_all_together(tmp_path: Path) -> None:
     ):
         for one in (first, second):
             one.sendall(RANK + b"content-length: 90000\r\n\r\n" + b" " * 60_000)
-            while live.app.intake.num_bytes not in (60_000, 0):
+            while live.app.body_reader.num_bytes not in (60_000, 0):
                 time.sleep(0.01)
         second.settimeout(30)
         assert b"429" in second.recv(4096).split(b"\r\n")[0]
@@ -131,7 +131,7 @@ def test_beyond_the_bound_the_longest_idle_connection_makes_room(tmp_path: Path)
             one.sendall(HALF)
         busy = live.connect()
         busy.sendall(HALF)
-        while live.app.intake.num_bytes < 4:
+        while live.app.body_reader.num_bytes < 4:
             time.sleep(0.01)
         with live.connect() as late:
             status, answer = answer_of(late)
@@ -220,7 +220,7 @@ def test_a_stop_answers_who_still_sends_and_waits_for_nobody_else(
         head.sendall(RANK)
         idle.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
         assert b"200 OK" in idle.recv(4096)
-        while live.app.intake.num_bytes < 1:
+        while live.app.body_reader.num_bytes < 1:
             time.sleep(0.01)
         begin_s = time.monotonic()
         live.end()

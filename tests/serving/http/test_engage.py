@@ -11,7 +11,7 @@ from serving_cases import NOW_MS, SCHEMA
 from roostream.schema.ids import hash64, key_bytes
 from roostream.wire import records as wire
 from serving.errors import RequestError
-from serving.http.engage import MAX_ENGAGEMENTS, EngagementParser
+from serving.http.engagements import MAX_ENGAGEMENTS, EngagementParser
 
 CLICK = {
     "request_id": "r-1",

@@ -34,7 +34,7 @@ from serving.feature_log.sender import LogSender
 from serving.online_features.hydration import Hydrator
 from serving.rows.row_follower import RowFollower
 from serving.rows.served_rows import CachedRows
-from serving.versions.dense_follower import DenseFollower
+from serving.versions.version_follower import VersionFollower
 from tests.runtime.manifest_cases import a_manifest
 from tests.serving.rows.test_row_follower import Shard
 
@@ -74,9 +74,12 @@ def test_a_full_disk_under_the_log_refuses_and_loses_nothing_that_was_answered(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     built = build(tmp_path, FakeRows(SCHEMA), log_bytes=8 << 20, segment_bytes=1 << 20)
-    filler, num_filler = LogRecord("engagements", 0, NOW_MS, b"", bytes(8000)), 125  # a megabyte holds 131
+    completion, num_filler = (
+        LogRecord("engagements", 0, NOW_MS, b"", bytes(8000)),
+        125,
+    )  # a megabyte holds 131
     for _ in range(num_filler):
-        built.parts.log.append(filler)
+        built.context.log.append(completion)
     click = {"request_id": "r-0", "item_id": 8, "action": "click"}
     with serving_live(built) as live:
         with monkeypatch.context() as full:
@@ -126,7 +129,7 @@ def commit(store: FileStore, seq: int, damage: bool = False) -> None:
 
 def test_a_corrupt_version_leaves_the_one_in_use_and_the_next_whole_one_is_served(tmp_path: Path) -> None:
     built, store = build(tmp_path, FakeRows(SCHEMA)), FileStore(tmp_path / "commits")
-    follower = DenseFollower(store, SCHEMA, built.service.versions, 0)
+    follower = VersionFollower(store, SCHEMA, built.service.versions, 0)
     with serving_live(built) as live:
         served = []
         for seq, damage in ((1, False), (2, True), (3, False)):
@@ -216,7 +219,7 @@ def test_a_clock_that_jumps_fails_no_request_and_its_times_never_go_back(
             clock.jump(jump)
             clock.advance(1.0)
             assert rank(live, request_id=f"r-{n}").status_code == 200
-            heartbeat.beat(built.parts.log, built.parts.stamps, "producer", 1)
+            heartbeat.beat(built.context.log, built.context.watermark, "producer", 1)
         times = [wire.decode(record.value)[1] for record in built.records()]
     told = [m.header.time_ms if isinstance(m, wire.TYPES[wire.IMPRESSION]) else m.time_ms for m in times]
     assert told == sorted(told) and len(told) >= 10
@@ -233,7 +236,7 @@ def test_kafka_that_never_answers_costs_no_request_and_takes_all_in_order_when_i
             if back.wait(timeout_s):
                 super().poll(timeout_s)
 
-    sender = LogSender(built.parts.log, lambda: Away(taken))
+    sender = LogSender(built.context.log, lambda: Away(taken))
     thread = threading.Thread(target=sender.run, args=(stop,))
     thread.start()
     try:

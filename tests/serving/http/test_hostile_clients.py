@@ -92,7 +92,7 @@ def test_a_body_that_drips_is_408_at_its_deadline(tmp_path: Path) -> None:
             for line in lines:
                 status, answer = answer_of(line)
                 assert status == 408 and b"body_timeout" in answer
-        assert live.app.intake.num_bytes == 0
+        assert live.app.body_reader.num_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_body_without_an_end_is_413_and_what_came_of_it_is_forgotten(tmp_path:
                 sent += endless.send(piece)
         assert sent < 1 << 26, "it was closed"
         ranked(live)
-        assert live.app.intake.num_bytes == 0
+        assert live.app.body_reader.num_bytes == 0
 
 
 def test_who_only_listens_any_more_gets_its_answer(tmp_path: Path) -> None:
@@ -134,9 +134,9 @@ def test_who_vanishes_in_the_middle_leaves_nothing_behind(
                 gone.close()
         ranked(live)
         until_s = time.monotonic() + 60
-        while (live.app.intake.num_bytes or len(connections(live)) > 0) and time.monotonic() < until_s:
+        while (live.app.body_reader.num_bytes or len(connections(live)) > 0) and time.monotonic() < until_s:
             time.sleep(0.02)
-        assert live.app.intake.num_bytes == 0 and live.app.gate.in_flight == 0
+        assert live.app.body_reader.num_bytes == 0 and live.app.gate.in_flight == 0
     assert not [r for r in caplog.records if r.exc_info]
 
 

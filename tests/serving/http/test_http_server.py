@@ -7,7 +7,7 @@ import contextlib
 import pytest
 
 from roostream.errors import SetupError
-from serving.http import http_server
+from serving.http import server as http_server
 
 
 def test_a_port_is_one_process_unless_all_of_them_share_it() -> None:

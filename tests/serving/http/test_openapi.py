@@ -15,7 +15,7 @@ from live_serving import serving_live
 from serving_cases import BODY, SCHEMA, build
 from serving_fakes import FakeRows
 
-from serving.http.examples import engagement_example, rank_example
+from serving.examples import engagement_example, rank_example
 from serving.http.openapi import describe
 
 

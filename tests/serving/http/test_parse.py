@@ -15,8 +15,8 @@ from serving_cases import BODY, SCHEMA
 
 from roostream.schema.ids import hash64, signed
 from serving.errors import RequestError
-from serving.http.examples import rank_example
-from serving.http.parse import JsonParser
+from serving.examples import rank_example
+from serving.rank_json import JsonParser
 from serving.request import RankRequest
 
 PARSER = JsonParser(SCHEMA)

@@ -25,7 +25,7 @@ from roostream.wire.block import encode_nro, encode_ro
 from serving.feature_log.format import LogRecord
 from serving.heartbeat import beat
 from serving.http.app import HttpInterface
-from serving.rank import Ranked, RankService
+from serving.rank import RankResult, RankService
 from serving.request import RankRequest
 from serving.request_batch import RequestColumns
 from serving.scorer import build_version, probabilities
@@ -40,7 +40,7 @@ def client(tmp_path: Path) -> Iterator[Client]:
     def open_client(rows: Any = None, **settings: Any) -> tuple[TestClient, Built]:
         built = build(tmp_path, rows or FakeRows(SCHEMA), **settings)
         opened.append(built)
-        return TestClient(HttpInterface(built.parts)), built
+        return TestClient(HttpInterface(built.context)), built
 
     yield open_client
     for built in opened:
@@ -54,7 +54,7 @@ class Waiting(RankService):
         super().__init__(*args)
         self.go, self.begun = threading.Event(), threading.Semaphore(0)
 
-    def rank_all(self, asked: Sequence[tuple[RankRequest, int]]) -> list[Ranked | Exception]:
+    def rank_all(self, asked: Sequence[tuple[RankRequest, int]]) -> list[RankResult | Exception]:
         self.begun.release()
         assert self.go.wait(30)
         return super().rank_all(asked)
@@ -175,7 +175,7 @@ def test_engagements_are_logged_before_they_are_answered(client: Client) -> None
 
 def test_g7_a_full_log_is_503_with_retry_after_and_recovers(client: Client) -> None:
     http, built = client(segment_bytes=1 << 20, log_bytes=1 << 21)
-    parts = built.parts
+    parts = built.context
     for size in (100_000, 5_000):
         while parts.log.has_room(size):
             parts.log.append(LogRecord("impressions", -1, NOW_MS, b"userkey!", bytes(size)))
@@ -198,7 +198,7 @@ def _click(i: int) -> dict[str, Any]:
 
 
 def _request() -> RankRequest:
-    from serving.http.parse import JsonParser
+    from serving.rank_json import JsonParser
 
     return JsonParser(SCHEMA).parse(json.dumps(BODY).encode())
 
@@ -279,7 +279,7 @@ def test_the_documented_answers_are_those_that_are_given(client: Client) -> None
 
 def _async_client(built: Built) -> httpx2.AsyncClient:
     return httpx2.AsyncClient(
-        transport=httpx2.ASGITransport(HttpInterface(built.parts)), base_url="http://serving"
+        transport=httpx2.ASGITransport(HttpInterface(built.context)), base_url="http://serving"
     )
 
 
@@ -314,7 +314,7 @@ def test_g7_what_is_beyond_capacity_is_429_at_once(tmp_path: Path) -> None:
 
 
 def all_admitted(built: Built) -> bool:
-    return built.parts.metrics.registry.get_sample_value("roostream_serving_in_flight") == 4
+    return built.context.metrics.registry.get_sample_value("roostream_serving_in_flight") == 4
 
 
 def test_g7_a_request_that_misses_its_deadline_is_504_and_not_logged(tmp_path: Path) -> None:
@@ -329,16 +329,16 @@ def test_g7_a_request_that_misses_its_deadline_is_504_and_not_logged(tmp_path: P
 
     asyncio.run(go())
     service.go.set()
-    built.parts.executor.shutdown()
+    built.context.executor.shutdown()
     assert not built.records()
     assert service.begun._value == 1, "what was still queued was never scored"
-    assert built.parts.stamps.horizon_ms() == NOW_MS
+    assert built.context.watermark.horizon_ms() == NOW_MS
     built.close()
 
 
 def test_g7_a_clients_own_deadline_is_504_and_not_logged_and_keeps_others_out(tmp_path: Path) -> None:
     built = build(tmp_path, FakeRows(SCHEMA), service=Waiting, deadline_ms=30_000)
-    service, app = built.service, HttpInterface(built.parts)
+    service, app = built.service, HttpInterface(built.context)
     assert isinstance(service, Waiting)
 
     async def go() -> None:
@@ -360,7 +360,7 @@ def test_g7_a_clients_own_deadline_is_504_and_not_logged_and_keeps_others_out(tm
 
 def test_heartbeats_do_not_overtake_a_request_in_work(tmp_path: Path) -> None:
     built = build(tmp_path, FakeRows(SCHEMA), service=Waiting)
-    service, clock = built.service, built.parts.stamps.clock
+    service, clock = built.service, built.context.watermark.clock
     assert isinstance(service, Waiting)
 
     async def go() -> None:
@@ -368,10 +368,10 @@ def test_heartbeats_do_not_overtake_a_request_in_work(tmp_path: Path) -> None:
             working = asyncio.create_task(http.post("/v1/rank", json=BODY))
             await asyncio.to_thread(service.begun.acquire)
             clock.advance(5.0)  # type: ignore[attr-defined]
-            beat(built.parts.log, built.parts.stamps, "p", 4)
+            beat(built.context.log, built.context.watermark, "p", 4)
             service.go.set()
             await working
-            beat(built.parts.log, built.parts.stamps, "p", 4)
+            beat(built.context.log, built.context.watermark, "p", 4)
 
     asyncio.run(go())
     times = [(r.partition, r.timestamp_ms) for r in built.records() if r.topic == "impressions"]
@@ -423,14 +423,14 @@ def test_g4_no_answer_mixes_versions_while_they_are_swapped(tmp_path: Path) -> N
 
 
 def _scores(built: Built, version: Any, request: RankRequest) -> list[list[float]]:
-    blocks = built.service.filler.encode(request, NOW_MS, {}, {})
+    blocks = built.service.completion.encode(request, NOW_MS, {}, {})
     logits = version.score(built.service.rows, RequestColumns(*blocks[2:], request.item_ids, NOW_MS))
     return probabilities(logits).tolist()
 
 
 def test_a_client_that_hangs_up_is_nobody_to_answer(tmp_path: Path) -> None:
     built = build(tmp_path, FakeRows(SCHEMA))
-    app, sent = HttpInterface(built.parts), []
+    app, sent = HttpInterface(built.context), []
 
     async def go() -> None:
         scope = {"type": "http", "method": "POST", "path": "/v1/rank", "headers": [], "query_string": b""}

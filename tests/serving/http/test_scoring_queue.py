@@ -21,16 +21,16 @@ from serving_fakes import FakeRows
 
 from roostream.wire import records as wire
 from serving.errors import RequestError
-from serving.http.admission import Gate
+from serving.http.admission import AdmissionGate
 from serving.http.app import HttpInterface
-from serving.http.parse import JsonParser
-from serving.http.scoring_queue import LOOP_S, MAX_TURNS, Pace, ScoringQueue, Stopwatch
-from serving.rank import Ranked, RankService
+from serving.http.scoring_queue import LOOP_S, MAX_TURNS, PassTimeEstimate, PassTimer, ScoringQueue
+from serving.rank import RankResult, RankService
+from serving.rank_json import JsonParser
 from serving.request import RankRequest
 from serving.scorer import Version, build_version, first_version
-from serving.versions.held import Versions
+from serving.versions.loaded_versions import LoadedVersions
 
-SERVICE = RankService(SCHEMA, Versions(first_version(SCHEMA, MODEL, 0)), FakeRows(SCHEMA))
+SERVICE = RankService(SCHEMA, LoadedVersions(first_version(SCHEMA, MODEL, 0)), FakeRows(SCHEMA))
 PARSER = JsonParser(SCHEMA)
 
 
@@ -46,7 +46,7 @@ class Passes:
         self.go, self.begun = threading.Event(), threading.Event()
         self.seen: list[list[str]] = []
 
-    def __call__(self, asked: Sequence[tuple[RankRequest, int]]) -> list[Ranked | Exception]:
+    def __call__(self, asked: Sequence[tuple[RankRequest, int]]) -> list[RankResult | Exception]:
         self.seen.append([r.request_id for r, _ in asked])
         self.begun.set()
         assert self.go.wait(30)
@@ -57,9 +57,9 @@ class Passes:
 
 def run(
     asked: list[RankRequest], gone: Sequence[str] = (), most: tuple[int, int] = (3, 100)
-) -> tuple[list[Any], Passes, Gate]:
+) -> tuple[list[Any], Passes, AdmissionGate]:
     """Outcomes of `asked`, of which the first is being scored while the others come; `gone` are cancelled before it is done."""
-    passes, gate = Passes(), Gate(100)
+    passes, gate = Passes(), AdmissionGate(100)
 
     async def go() -> list[Any]:
         queue = ScoringQueue(executor, passes, gate, most, may_wait=lambda request: True)
@@ -78,7 +78,7 @@ def run(
 
 
 def names(outcomes: list[Any]) -> list[str]:
-    return [o.answer.request_id if isinstance(o, Ranked) else type(o).__name__ for o in outcomes]
+    return [o.answer.request_id if isinstance(o, RankResult) else type(o).__name__ for o in outcomes]
 
 
 def test_whoever_waits_when_the_thread_gets_free_is_scored_together_in_order_of_arrival() -> None:
@@ -109,12 +109,12 @@ def test_whose_deadline_passes_while_it_waits_is_not_scored_and_while_it_is_scor
 def test_a_pass_that_fails_as_a_whole_is_everybodys_error_and_the_next_one_begins() -> None:
     calls: list[int] = []
 
-    def broken(asked: Sequence[tuple[RankRequest, int]]) -> list[Ranked | Exception]:
+    def broken(asked: Sequence[tuple[RankRequest, int]]) -> list[RankResult | Exception]:
         calls.append(len(asked))
         raise RequestError(500, "no")
 
     async def go() -> list[Any]:
-        queue = ScoringQueue(executor, broken, Gate(9), (2, 100))
+        queue = ScoringQueue(executor, broken, AdmissionGate(9), (2, 100))
         return await asyncio.gather(*(queue.score(request(n), 0) for n in "abc"), return_exceptions=True)
 
     with ThreadPoolExecutor(1) as executor:
@@ -130,7 +130,7 @@ def test_requests_that_come_together_are_answered_logged_and_refused_each_as_alo
     bodies[4] = {**bodies[4], "model_version": "9-9"}
 
     async def go() -> list[Any]:
-        transport = httpx2.ASGITransport(HttpInterface(built.parts))
+        transport = httpx2.ASGITransport(HttpInterface(built.context))
         async with httpx2.AsyncClient(transport=transport, base_url="http://serving") as http:
             return list(await asyncio.gather(*(http.post("/v1/rank", json=body) for body in bodies)))
 
@@ -148,7 +148,7 @@ def test_requests_that_come_together_are_answered_logged_and_refused_each_as_alo
 
 
 def test_only_requests_of_one_version_share_a_pass() -> None:
-    versions = Versions(first_version(SCHEMA, MODEL, 0))
+    versions = LoadedVersions(first_version(SCHEMA, MODEL, 0))
     versions.install(dataclasses.replace(first_version(SCHEMA, MODEL, 1), name="1-1"))
     service = RankService(SCHEMA, versions, FakeRows(SCHEMA))
     asked = [
@@ -156,7 +156,7 @@ def test_only_requests_of_one_version_share_a_pass() -> None:
         for n, v in (("a", "0-0"), ("b", ""), ("c", "0-0"), ("d", "7-7"))
     ]
     outcomes = service.rank_all([(r, 0) for r in asked])
-    assert [o.answer.model_version for o in outcomes if isinstance(o, Ranked)] == ["0-0", "1-1", "0-0"]
+    assert [o.answer.model_version for o in outcomes if isinstance(o, RankResult)] == ["0-0", "1-1", "0-0"]
     assert isinstance(outcomes[3], RequestError) and outcomes[3].status == 404
 
 
@@ -167,7 +167,7 @@ class Paced:
         self.turn_s, self.seen = turn_s, list[tuple[list[str], bool]]()
         self.loops = threading.current_thread()
 
-    def __call__(self, asked: Sequence[tuple[RankRequest, int]]) -> list[Ranked | Exception]:
+    def __call__(self, asked: Sequence[tuple[RankRequest, int]]) -> list[RankResult | Exception]:
         self.seen.append(([r.request_id for r, _ in asked], threading.current_thread() is self.loops))
         time.sleep(self.turn_s * len(asked))
         return [SERVICE.rank(r, t) for r, t in asked]
@@ -184,7 +184,7 @@ def together(
     `turn_s`: what is known of a turn then, else what it took."""
 
     async def go() -> None:
-        queue = ScoringQueue(executor, paced, Gate(100), most, may_wait=may_wait)
+        queue = ScoringQueue(executor, paced, AdmissionGate(100), most, may_wait=may_wait)
         await queue.score(request("first"), 0)
         for group in groups:
             queue.pace.turn_s = queue.pace.turn_s if turn_s is None else turn_s
@@ -221,7 +221,7 @@ def test_the_loop_has_its_turn_between_two_passes() -> None:
             await asyncio.sleep(0)
 
     async def go() -> None:
-        queue = ScoringQueue(executor, paced, Gate(100), (1, 100))
+        queue = ScoringQueue(executor, paced, AdmissionGate(100), (1, 100))
         await queue.score(request("first"), 0)
         queue.pace.turn_s = 1e-6
         await asyncio.gather(beside(), *(queue.score(request(n), 0) for n in "abc"))
@@ -238,7 +238,10 @@ def test_connections_that_come_have_turns_of_the_loop_before_the_next_pass_but_n
     paced, turns = Paced(), list[int]()
 
     async def go() -> None:
-        queue, coming = ScoringQueue(executor, paced, Gate(100), (1, 100)), iter(range(1, num_coming + 1))
+        queue, coming = (
+            ScoringQueue(executor, paced, AdmissionGate(100), (1, 100)),
+            iter(range(1, num_coming + 1)),
+        )
         await queue.score(request("first"), 0)
         queue.pace.turn_s = 1e-6
         queue.num_connections = lambda: next(coming, num_coming)
@@ -261,7 +264,7 @@ def test_what_may_wait_for_others_and_all_behind_it_is_scored_in_the_thread() ->
 def test_slow_passes_leave_the_loop_and_quick_ones_come_back() -> None:
     paced = Paced(turn_s=2 * LOOP_S)
     assert [here for _, here in together("abc", paced)] == [False] * 3
-    pace = Pace()
+    pace = PassTimeEstimate()
     assert pace.expected_s(1, 1) > LOOP_S, "nothing is known"
     pace.took(1e-4, 1, 0)
     assert pace.expected_s(2, 64) == pytest.approx(3e-4)
@@ -276,7 +279,7 @@ def test_a_pass_that_other_programs_kept_from_the_processor_isnt_slow_and_one_th
     ticks = itertools.count(0.0, 10.0)
 
     def measured(work: Callable[[], object]) -> float:
-        stopwatch = Stopwatch(lambda: next(ticks))
+        stopwatch = PassTimer(lambda: next(ticks))
         work()
         return stopwatch.read_s()
 
@@ -297,7 +300,7 @@ def test_the_loop_is_kept_by_no_pass_that_is_known_to_be_slow() -> None:
             gaps.append(time.perf_counter() - begin_s)
 
     async def go() -> None:
-        queue = ScoringQueue(executor, paced, Gate(100), (1, 100))
+        queue = ScoringQueue(executor, paced, AdmissionGate(100), (1, 100))
         await queue.score(request("first"), 0)
         turns = asyncio.create_task(beside())
         await asyncio.gather(*(queue.score(request(n), 0) for n in "abcde"))
@@ -316,19 +319,19 @@ def test_g1_g9_the_same_bytes_are_scored_logged_and_answered_in_the_loop_and_in_
     """Each request in both places, and a swap between two of them."""
 
     def values(turn_s: float) -> tuple[list[tuple[bytes, bytes]], bool]:
-        versions = Versions(learned("1-8", 1))
+        versions = LoadedVersions(learned("1-8", 1))
         service, seen, places = (
             RankService(SCHEMA, versions, FakeRows(SCHEMA)),
             list[tuple[bytes, bytes]](),
             set[int](),
         )
 
-        def rank_all(asked: Sequence[tuple[RankRequest, int]]) -> list[Ranked | Exception]:
+        def rank_all(asked: Sequence[tuple[RankRequest, int]]) -> list[RankResult | Exception]:
             places.add(threading.get_ident())
             return service.rank_all(asked)
 
         async def go() -> None:
-            queue = ScoringQueue(executor, rank_all, Gate(100), (16, 100))
+            queue = ScoringQueue(executor, rank_all, AdmissionGate(100), (16, 100))
             for number, body in enumerate([BODY, BODY, {**BODY, "ro": {}}, BODY]):
                 queue.pace.turn_s = turn_s
                 if installs and number == 2:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from serving.http.seldom import MAX_KINDS, Seldom, SeldomFilter, kind_of
+from serving.http.log_rate_limit import MAX_KINDS, LogRateLimit, LogRateLimitFilter, error_kind
 
 
 class Hand:
@@ -18,25 +18,27 @@ class Hand:
 
 def test_each_kind_is_due_once_a_minute_and_tells_how_many_were_left_out() -> None:
     hand = Hand()
-    seldom = Seldom(hand)
-    assert [seldom.due("a") for _ in range(4)] == [0, None, None, None] and seldom.due("b") == 0
+    log_rate_limit = LogRateLimit(hand)
+    assert [log_rate_limit.due("a") for _ in range(4)] == [0, None, None, None] and log_rate_limit.due(
+        "b"
+    ) == 0
     hand.now_s = 59.9
-    assert seldom.due("a") is None
+    assert log_rate_limit.due("a") is None
     hand.now_s = 60.0
-    assert seldom.due("a") == 4 and seldom.due("b") == 0
+    assert log_rate_limit.due("a") == 4 and log_rate_limit.due("b") == 0
 
 
 def test_kinds_are_bounded() -> None:
-    seldom = Seldom(Hand())
+    log_rate_limit = LogRateLimit(Hand())
     for i in range(10 * MAX_KINDS):
-        seldom.due(i)
-    assert len(seldom._last) == MAX_KINDS
+        log_rate_limit.due(i)
+    assert len(log_rate_limit._last) == MAX_KINDS
 
 
 def test_a_librarys_lines_are_of_one_kind_before_values_are_put_in() -> None:
-    seldom = SeldomFilter(Seldom(Hand()))
+    log_rate_limit = LogRateLimitFilter(LogRateLimit(Hand()))
     lines = [logging.LogRecord("x", 30, "", 0, "bad request of %s", (i,), None) for i in range(5)]
-    assert [seldom.filter(line) for line in lines] == [True, False, False, False, False]
+    assert [log_rate_limit.filter(line) for line in lines] == [True, False, False, False, False]
 
 
 def test_errors_of_one_place_are_one_kind() -> None:
@@ -45,9 +47,9 @@ def test_errors_of_one_place_are_one_kind() -> None:
         try:
             int(value)
         except ValueError as error:
-            kinds.add(kind_of(error))
+            kinds.add(error_kind(error))
     try:
         int("z")
     except ValueError as error:
-        kinds.add(kind_of(error))
-    assert len(kinds) == 2 and kind_of(ValueError()) not in kinds
+        kinds.add(error_kind(error))
+    assert len(kinds) == 2 and error_kind(ValueError()) not in kinds

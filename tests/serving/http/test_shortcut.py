@@ -18,9 +18,10 @@ from serving_cases import BODY, SCHEMA, build
 from serving_fakes import FakeRows
 from uvicorn.server import ServerState
 
-from serving.http import admission, connection, shortcut
+from serving.http import admission, connection
+from serving.http import fast_path as shortcut
 from serving.http.app import HttpInterface
-from serving.http.shortcut import is_whole_post, overload_answer
+from serving.http.fast_path import is_whole_post, overload_answer
 
 PATH = b"/v1/rank"
 PLAIN = b"POST /v1/rank HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\nabcd"
@@ -158,7 +159,7 @@ def test_g7_requests_are_refused_unread_on_connections_that_stay_and_counted(tmp
             assert status == 429 and json.loads(answer)["error"]["code"] == "overloaded", "whatever is in it"
         live.app.gate.in_flight = 0
         assert asked(connection, good)[0] == 200 and asked(connection, b"{")[0] == 400
-        refused = built.parts.metrics.registry.get_sample_value(
+        refused = built.context.metrics.registry.get_sample_value(
             "roostream_serving_requests_total", {"route": "rank", "status": "429"}
         )
         assert refused == 3
@@ -197,7 +198,7 @@ def test_the_second_refusal_of_a_kind_is_parsed_by_nobody_raised_nowhere_and_tim
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built = build(tmp_path, FakeRows(SCHEMA))
-    app = HttpInterface(built.parts)
+    app = HttpInterface(built.context)
     app.gate.in_flight = app.gate.max_in_flight
 
     async def refused() -> list[bytes]:

@@ -18,7 +18,7 @@ from serving.scorer import build_version
 def http(tmp_path: Path) -> Iterator[TestClient]:
     built = build(tmp_path, FakeRows(SCHEMA))
     built.service.versions.install(build_version("1-1", SCHEMA, MODEL, 1, {}))
-    yield TestClient(HttpInterface(built.parts))
+    yield TestClient(HttpInterface(built.context))
     built.close()
 
 

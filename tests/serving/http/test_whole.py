@@ -18,10 +18,10 @@ from live_serving import LiveServing, serving_live
 from serving_cases import BODY, SCHEMA, Built, build, learn
 from serving_fakes import FakeRows
 
-from serving.client.said import impression_of
-from serving.http.scoring_queue import LOOP_S, Pace
-from serving.http.whole import WholeRanks
-from serving.rank import Ranked, RankService
+from serving.client.messages import impression_of
+from serving.http.fast_path import WholeRanks
+from serving.http.scoring_queue import LOOP_S, PassTimeEstimate
+from serving.rank import RankResult, RankService
 from serving.request import RankRequest
 
 JSON_BODY = json.dumps(BODY).encode()
@@ -66,7 +66,7 @@ class Counting:
         monkeypatch.setattr(WholeRanks, "take", counted)
 
 
-class Held(RankService):
+class LoadedVersion(RankService):
     """Scores once `go` is set; notes who was scored together."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -74,7 +74,7 @@ class Held(RankService):
         self.go, self.begun = threading.Event(), threading.Event()
         self.go.set()
 
-    def rank_all(self, asked: Sequence[tuple[RankRequest, int]]) -> list[Ranked | Exception]:
+    def rank_all(self, asked: Sequence[tuple[RankRequest, int]]) -> list[RankResult | Exception]:
         self.begun.set()
         assert self.go.wait(30)
         return super().rank_all(asked)
@@ -92,7 +92,7 @@ def open_for_whole(tmp_path: Path, **settings: Any) -> Iterator[tuple[LiveServin
         yield live, built
 
 
-def pace_of(live: LiveServing) -> Pace:
+def pace_of(live: LiveServing) -> PassTimeEstimate:
     assert live.app.whole is not None
     return live.app.whole.endpoint.queue.pace
 
@@ -136,8 +136,8 @@ def test_the_answer_its_headers_and_the_record_are_those_of_the_usual_way(
         assert said[0][1]["x-request-id"] == "call-7"
         records = [record.value for record in built.records()[1:]]
         assert (len(records), len(set(records))) == ((2, 1) if said[0][0] == 200 else (0, 0))
-        assert live.app.gate.in_flight == 0 and built.parts.stamps.horizon_ms() > 0
-        registry = built.parts.metrics.registry
+        assert live.app.gate.in_flight == 0 and built.context.watermark.horizon_ms() > 0
+        registry = built.context.metrics.registry
         told = {"route": "rank", "status": str(said[0][0])}
         assert registry.get_sample_value("roostream_serving_requests_total", told) == 2 + (said[0][0] == 200)
 
@@ -145,9 +145,9 @@ def test_the_answer_its_headers_and_the_record_are_those_of_the_usual_way(
 def test_a_connection_stays_and_what_comes_meanwhile_has_its_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with open_for_whole(tmp_path, service=Held) as (live, built), live.connect() as connection:
+    with open_for_whole(tmp_path, service=LoadedVersion) as (live, built), live.connect() as connection:
         counting, service = Counting(monkeypatch), built.service
-        assert isinstance(service, Held)
+        assert isinstance(service, LoadedVersion)
         for _ in range(3):
             connection.sendall(whole())
             assert answer_of(connection)[0] == 200
@@ -164,9 +164,9 @@ def test_a_connection_stays_and_what_comes_meanwhile_has_its_turn(
 
 
 def test_who_waits_for_the_thread_is_504_at_its_deadline_and_nothing_is_logged(tmp_path: Path) -> None:
-    with open_for_whole(tmp_path, service=Held) as (live, built), live.connect() as connection:
+    with open_for_whole(tmp_path, service=LoadedVersion) as (live, built), live.connect() as connection:
         service = built.service
-        assert isinstance(service, Held)
+        assert isinstance(service, LoadedVersion)
         pace_of(live).turn_s = LOOP_S * 0.99
         service.go.clear()
         begin_s = time.monotonic()
@@ -182,9 +182,12 @@ def test_who_waits_for_the_thread_is_504_at_its_deadline_and_nothing_is_logged(t
 
 
 def test_a_stop_waits_for_who_is_being_answered_and_says_that_it_is_the_last(tmp_path: Path) -> None:
-    with open_for_whole(tmp_path, service=Held, drain_ms=0) as (live, built), live.connect() as connection:
+    with (
+        open_for_whole(tmp_path, service=LoadedVersion, drain_ms=0) as (live, built),
+        live.connect() as connection,
+    ):
         service = built.service
-        assert isinstance(service, Held)
+        assert isinstance(service, LoadedVersion)
         pace_of(live).turn_s = LOOP_S * 0.99
         service.begun.clear()
         service.go.clear()
@@ -200,9 +203,9 @@ def test_a_stop_waits_for_who_is_being_answered_and_says_that_it_is_the_last(tmp
 
 
 def test_who_hung_up_is_logged_and_nobody_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with open_for_whole(tmp_path, service=Held) as (live, built):
+    with open_for_whole(tmp_path, service=LoadedVersion) as (live, built):
         service = built.service
-        assert isinstance(service, Held)
+        assert isinstance(service, LoadedVersion)
         pace_of(live).turn_s = LOOP_S * 0.99
         service.begun.clear()
         service.go.clear()
@@ -225,7 +228,7 @@ def test_a_defect_is_500_and_the_next_one_is_answered(
         def broken(record: Any) -> None:
             raise ZeroDivisionError("secret")
 
-        monkeypatch.setattr(built.parts.log, "append", broken)
+        monkeypatch.setattr(built.context.log, "append", broken)
         connection.sendall(whole())
         status, _, body = answer_of(connection)
         assert status == 500 and b"secret" not in body and live.app.gate.in_flight == 0
@@ -238,7 +241,7 @@ def test_other_calls_are_answered_while_slow_ranks_are_scored(tmp_path: Path) ->
     """A rank of 300 ms keeps /readyz for none of them, once one was measured."""
 
     class Slow(RankService):
-        def rank_all(self, asked: Sequence[tuple[RankRequest, int]]) -> list[Ranked | Exception]:
+        def rank_all(self, asked: Sequence[tuple[RankRequest, int]]) -> list[RankResult | Exception]:
             time.sleep(0.3)
             return super().rank_all(asked)
 

@@ -64,7 +64,7 @@ def built(tmp_path: Path) -> Iterator[Built]:
 
 @pytest.fixture
 def http(built: Built) -> TestClient:
-    return TestClient(HttpInterface(built.parts), raise_server_exceptions=False)
+    return TestClient(HttpInterface(built.context), raise_server_exceptions=False)
 
 
 def with_input(**changes: Any) -> dict[str, Any]:
@@ -301,9 +301,9 @@ def test_a_version_is_named_by_the_path_or_the_header(http: TestClient) -> None:
 
 def test_inferences_share_the_queue_and_the_counts(http: TestClient, built: Built) -> None:
     assert http.post(INFER, json=WHOLE).is_success
-    told = built.parts.metrics.registry.get_sample_value
+    told = built.context.metrics.registry.get_sample_value
     assert told("roostream_serving_requests_total", {"route": "infer", "status": "200"}) == 1
-    app = HttpInterface(built.parts)
+    app = HttpInterface(built.context)
     app.gate.in_flight = 1 << 20
     full = TestClient(app).post(INFER, json=WHOLE)
     assert (

@@ -18,8 +18,8 @@ from starlette.testclient import TestClient
 from param_server.replica.replica import Replica
 from roostream.schema.ids import item_id
 from roostream.wire.lookup import Lookup
+from serving.examples import rank_example
 from serving.http.app import HttpInterface
-from serving.http.examples import rank_example
 from serving.page import explanation
 
 
@@ -31,7 +31,7 @@ def built(tmp_path: Path) -> Iterator[Built]:
 
 
 def client_of(built: Built) -> TestClient:
-    return TestClient(HttpInterface(built.parts), raise_server_exceptions=False)
+    return TestClient(HttpInterface(built.context), raise_server_exceptions=False)
 
 
 def explained(built: Built, body: dict[str, Any] = BODY) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def test_it_is_bounded_in_candidates_and_features(built: Built, monkeypatch: pyt
     told = explained(built)
     assert [f["name"] for f in told["features"] if f["changes"] is not None] == ["item", "topics", "age_h"]
     assert told["left_out"] == 8
-    monkeypatch.setattr("serving.page.explain_endpoint.MAX_CANDIDATES", 2)
+    monkeypatch.setattr("serving.http.explain_route.MAX_CANDIDATES", 2)
     refused = client_of(built).post("/v1/explain", json=BODY)
     assert refused.status_code == 413 and refused.json()["error"]["path"] == "$.candidates"
 
@@ -141,7 +141,7 @@ def test_it_is_refused_as_a_rank_is(built: Built, body: dict[str, Any], status: 
 
 
 def test_it_waits_in_line_with_ranks_and_one_at_a_time(built: Built) -> None:
-    app = HttpInterface(built.parts)
+    app = HttpInterface(built.context)
     passes: list[str] = []
     endpoint = app._traffic["/v1/explain"]
     explainer, go = endpoint.explainer, threading.Event()  # type: ignore[union-attr]

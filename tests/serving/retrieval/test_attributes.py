@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from serving.errors import RequestError
-from serving.retrieval.attributes import Attributes, check_attributes
+from serving.retrieval.catalogue import Attributes, check_attributes
 
 ATTRIBUTES = Attributes(
     [{"lang": "da", "tags": ["a", "b", "a"]}, {"lang": "en", "paid": True}, {"tags": ["b"], "paid": 1}, {}]

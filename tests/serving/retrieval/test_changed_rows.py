@@ -10,9 +10,9 @@ import pytest
 from serving_cases import SCHEMA
 
 from roostream.wire.lookup import Lookup
-from serving.retrieval import changed_rows
+from serving.retrieval import item_vectors as changed_rows
 from serving.retrieval.catalogue import Catalogue, read_catalogue
-from serving.retrieval.changed_rows import ChangedRows
+from serving.retrieval.item_vectors import RowChangeDetector
 
 ITEMS = [{"item_id": i, "topics": [100 + i % 3, 200]} if i != 4 else {"item_id": 4} for i in range(8)]
 
@@ -36,14 +36,14 @@ def catalogue() -> Catalogue:
     return read_catalogue(SCHEMA, [json.dumps(item).encode() for item in ITEMS])
 
 
-def looked(changed: ChangedRows, rows: Rows) -> list[int]:
+def looked(changed: RowChangeDetector, rows: Rows) -> list[int]:
     return sorted({slot for chunk in changed.chunks() for slot in changed.look(rows, chunk).tolist()})
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 1000])
 def test_items_of_changed_rows_are_told_once(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setattr(changed_rows, "CHUNK", chunk)
-    changed, rows = ChangedRows(catalogue().items), Rows()
+    changed, rows = RowChangeDetector(catalogue().items), Rows()
     assert looked(changed, rows) == []  # the first look learns what is there
     rows.values[5] = 2.0  # an item's own
     assert looked(changed, rows) == [5]

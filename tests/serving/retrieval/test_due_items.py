@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from serving.retrieval.due_items import DueItems
+from serving.retrieval.item_vectors import RefreshQueue
 
 
 def test_the_longest_waiting_are_taken_first_and_wait_no_more() -> None:
-    due = DueItems(10)
+    due = RefreshQueue(10)
     due.mark(np.array([7, 8]), 2.0)
     due.mark(np.array([1, 3]), 1.0)
     assert (len(due), due.oldest_s) == (4, 1.0)
@@ -18,7 +18,7 @@ def test_the_longest_waiting_are_taken_first_and_wait_no_more() -> None:
 
 
 def test_an_item_that_is_marked_again_waits_since_the_first_time() -> None:
-    due = DueItems(4)
+    due = RefreshQueue(4)
     due.mark(np.array([2]), 1.0)
     due.mark(np.array([2, 0]), 5.0)
     assert due.take(1).tolist() == [2]

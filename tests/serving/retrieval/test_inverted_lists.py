@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from roostream.errors import ConfigError
-from serving.retrieval.config import ServesItems
-from serving.retrieval.inverted_lists import InvertedLists
-from serving.retrieval.item_keeper import propose_of
-from serving.retrieval.nearest_items import NearestItems, recall
+from serving.config import RetrievalSettings
+from serving.retrieval.item_vectors import index_builder
+from serving.retrieval.nearest_items import InvertedLists, NearestItems, recall
 
 
 def clustered(n: int, seed: int) -> np.ndarray:
@@ -51,5 +50,5 @@ def test_without_the_package_the_setting_is_refused_in_a_sentence(monkeypatch: p
     with pytest.raises(
         ConfigError, match=r"items_index: expected the package extra retrieval .*roostream\[retrieval\]"
     ):
-        propose_of(ServesItems(items="x", items_index="ivf"))
-    assert propose_of(ServesItems(items="x")) is None
+        index_builder(RetrievalSettings(items="x", items_index="ivf"))
+    assert index_builder(RetrievalSettings(items="x")) is None

@@ -20,7 +20,7 @@ from roostream.schema.schema import Transform
 from roostream.wire.block import encode_nro, encode_ro
 from roostream.wire.decode import Decoder
 from roostream.wire.lookup import build_lookup
-from serving.retrieval.item_encoder import check_own, encode_items
+from serving.retrieval.item_vectors import check_item_features, encode_items
 
 
 def towers() -> Retrieval:
@@ -96,10 +96,10 @@ def test_towers_that_look_at_a_list_or_at_what_changes_by_the_minute_are_refused
     model = build_model(schema, dataclasses.replace(TOWERS, item_floats=floats), 0)
     assert isinstance(model, Retrieval)
     if not message:
-        check_own(schema, model)
+        check_item_features(schema, model)
         return
     with pytest.raises(ConfigError, match=message):
-        check_own(schema, model)
+        check_item_features(schema, model)
 
 
 def test_a_cascade_and_two_towers_retrieve_and_a_ranker_does_not() -> None:

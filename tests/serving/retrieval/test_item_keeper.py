@@ -23,8 +23,8 @@ from serving_cases import MODEL, SCHEMA
 from serving_fakes import FakeRows
 
 from roostream.wire.lookup import Lookup
-from serving.retrieval.item_encoder import encode_items
-from serving.retrieval.item_space import ItemSpace
+from serving.retrieval.item_vectors import encode_items
+from serving.retrieval.retriever import RetrievalIndex
 from serving.scorer import Version
 
 
@@ -57,7 +57,7 @@ def kept(tmp_path: Path, rows: Rows) -> Iterator[Retrieving]:
     made.built.close()
 
 
-def space_of(kept: Retrieving) -> ItemSpace:
+def space_of(kept: Retrieving) -> RetrievalIndex:
     space = kept.keeper.retriever.space
     assert space is not None
     return space
@@ -100,7 +100,7 @@ def test_items_of_changed_rows_have_new_vectors_with_the_next_look(kept: Retriev
     np.testing.assert_allclose(after, encode_items(space.model, rows, space.catalogue.items), atol=1e-6)
     moved = {space.catalogue.given_I[slot] for slot in np.flatnonzero((before != after).any(axis=1)).tolist()}
     assert {7, 11} <= moved and space_of(kept) is space and 2 not in moved
-    assert kept.keeper.numbers()["items_due"] == 0 and kept.keeper.num_built == 1
+    assert kept.keeper.metrics()["roostream_serving_items_due"] == 0 and kept.keeper.num_built == 1
 
 
 def test_no_more_are_made_anew_than_the_setting_allows_and_how_far_behind_is_told(
@@ -112,9 +112,9 @@ def test_no_more_are_made_anew_than_the_setting_allows_and_how_far_behind_is_tol
     due, lag = [], []
     for _ in range(4):
         kept.turn(after_s=0.5)
-        numbers = kept.keeper.numbers()
-        due.append(numbers["items_due"])
-        lag.append(numbers["items_lag_s"])
+        numbers = kept.keeper.metrics()
+        due.append(numbers["roostream_serving_items_due"])
+        lag.append(numbers["roostream_serving_items_lag_seconds"])
     kept.built.close()
     assert due == [0, 20, 10, 0]  # seen a second after the last look: the 30 items that have topic 7
     assert lag == [0.0, 0.0, 0.5, 0.0]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from serving.retrieval import nearest_items
-from serving.retrieval.nearest_items import NearestFound, NearestItems, recall
+from serving.retrieval.nearest_items import NearestItems, SearchResult, recall
 
 D = 4
 
@@ -124,7 +124,7 @@ def test_nothing_allowed_is_nothing_found() -> None:
 def test_recall_is_the_share_of_the_truly_best_that_was_found(
     found: list[int], truth: list[int], expected: float
 ) -> None:
-    def of(slots: list[int]) -> NearestFound:
-        return NearestFound(np.array(slots, np.int64), np.zeros(len(slots), np.float32))
+    def of(slots: list[int]) -> SearchResult:
+        return SearchResult(np.array(slots, np.int64), np.zeros(len(slots), np.float32))
 
     assert recall(of(found), of(truth)) == expected

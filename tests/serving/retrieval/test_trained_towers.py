@@ -13,14 +13,14 @@ from prometheus_client import CollectorRegistry
 from roostream.models.config import CascadeConfig, RankerConfig, TwoTowerConfig
 from roostream.replay.world import World
 from roostream.runtime.clock import FakeClock
-from serving.http.retrieve_body import RetrieveParser
+from serving.build import open_retrieval
+from serving.config import RetrievalSettings
+from serving.http.retrieval_routes import RetrieveParser
 from serving.rank import RankService
-from serving.retrieval.config import ServesItems
-from serving.retrieval.item_encoder import encode_items
-from serving.retrieval.opened import open_retrieval
+from serving.retrieval.item_vectors import encode_items
 from serving.scorer import build_version
-from serving.versions.held import Versions
-from serving.versions.quiet import Quiet
+from serving.versions.idle_gate import IdleGate
+from serving.versions.loaded_versions import LoadedVersions
 from tests.trainer.visit_checks import RowsOf
 from tests.trainer.visits import _WORLD, SCHEMA, T0, visit_loop, visits
 
@@ -46,10 +46,12 @@ def test_trained_towers_find_what_users_like_and_vectors_follow_training(tmp_pat
     )
     rows = RowsOf(loop)
     service = RankService(
-        SCHEMA, Versions(build_version("1-1", SCHEMA, CASCADE, 0, loop.descent.scorer.state_dict())), rows
+        SCHEMA,
+        LoadedVersions(build_version("1-1", SCHEMA, CASCADE, 0, loop.descent.scorer.state_dict())),
+        rows,
     )
     keeper = open_retrieval(
-        ServesItems(items=str(file)), SCHEMA, service, Quiet(clock), clock, CollectorRegistry()
+        RetrievalSettings(items=str(file)), SCHEMA, service, IdleGate(clock), clock, CollectorRegistry()
     )
     assert keeper is not None
     keeper.turn()

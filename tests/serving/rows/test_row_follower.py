@@ -226,7 +226,7 @@ def test_the_thread_ends_while_it_waits() -> None:
 
 def test_rows_are_current_while_topic_and_shards_say_so_and_grow_old_without_them() -> None:
     stage = Stage(Shard({8: 0.5}))
-    assert stage.follower.age_s() is None and stage.follower.current_at_ms() is None
+    assert stage.follower.age_s() is None and stage.follower.current_time_s() is None
     stage.follower.bootstrap()
     assert stage.follower.age_s() is None, "the topic hasn't been read"
     stage.follower.step()
@@ -236,7 +236,7 @@ def test_rows_are_current_while_topic_and_shards_say_so_and_grow_old_without_the
     for _ in range(3):
         stage.clock.advance(10)
         stage.follower.step()
-    assert stage.follower.current_at_ms() == current_at_ms
+    assert stage.follower.current_time_s() == current_at_ms / 1000
     assert stage.follower.age_s() == 30 and stage.follower.ready and stage.value(8).tolist() == [0.5] * 4
     stage.topic.away = False
     stage.follower.step()

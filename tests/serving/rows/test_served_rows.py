@@ -32,7 +32,10 @@ def config_of(**settings: Any) -> Any:
 def test_a_replica_is_the_default_store_of_rows() -> None:
     own = open_rows(config_of(shards=("127.0.0.1:9",)), SCHEMA, 0, SystemClock())
     assert isinstance(own, FollowedRows) and own.waiting_for == "rows of the shards" and not own.ready
-    assert own.numbers()["rows_current_at_ms"] is None and own.numbers()["replica_lag"] is None
+    assert (
+        own.metrics()["roostream_serving_rows_current_timestamp_seconds"] is None
+        and own.metrics()["roostream_serving_replica_lag_records"] is None
+    )
     own.close()
 
 
@@ -71,12 +74,12 @@ def test_a_cache_reads_what_it_lacks_and_follows_it() -> None:
     stage.topic.add(delta(8, 0.75, 2))
     stage.served.follower.step()
     assert stage.value(8) == 0.75 and stage.served.age_s() == 0 and stage.served.complete
-    numbers = stage.served.numbers()
+    numbers = stage.served.metrics()
     assert (
-        numbers["rows_asked"],
-        numbers["rows_missed"],
-        numbers["rows_unread"],
-        numbers["replica_rows"],
+        numbers["roostream_serving_row_cache_lookups_total"],
+        numbers["roostream_serving_row_cache_misses_total"],
+        numbers["roostream_serving_row_cache_initial_values_total"],
+        numbers["roostream_serving_replica_rows"],
     ) == (3, 1, 0, 1)
 
 
@@ -90,7 +93,10 @@ def test_a_cache_whose_shard_and_topic_are_away_answers_what_it_has_and_says_wha
     stage.served.follower.step()
     assert stage.value(8) == 0.5 and stage.served.complete
     assert stage.value(9) != 0.5 and not stage.served.complete and stage.served.age_s() == 20
-    assert stage.served.numbers()["rows_unread"] == 1 and stage.served.numbers()["row_reads_failed"] == 1
+    assert (
+        stage.served.metrics()["roostream_serving_row_cache_initial_values_total"] == 1
+        and stage.served.metrics()["roostream_serving_row_reads_failed_total"] == 1
+    )
 
 
 def test_a_cache_that_does_not_wait_reads_beside_until_the_process_stops() -> None:

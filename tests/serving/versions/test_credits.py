@@ -8,9 +8,9 @@ from serving_cases import NOW_MS, SCHEMA
 
 from roostream.schema.ids import key_bytes
 from serving.feature_log.format import LogRecord
-from serving.http.engage import EngagementParser
-from serving.versions.credits import MAX_PAIRS, Credits, Pair
-from serving.versions.interleave import OURS, RIVAL
+from serving.http.engagements import EngagementParser
+from serving.ordering import OURS, RIVAL
+from serving.versions.interleaving_stats import MAX_PAIRS, InterleavingStats, Pair
 
 PAIR = Pair("1-2", "1-1")
 
@@ -23,72 +23,81 @@ def engagements(
 
 
 def draft(
-    credits: Credits, request_id: str = "r-1", pair: Pair = PAIR, items: tuple[int, ...] = (1, 2, -3)
+    interleaving_stats: InterleavingStats,
+    request_id: str = "r-1",
+    pair: Pair = PAIR,
+    items: tuple[int, ...] = (1, 2, -3),
 ) -> None:
-    credits.drafted(key_bytes(17, 0, request_id), request_id, pair, items, [OURS, RIVAL, RIVAL])
+    interleaving_stats.drafted(key_bytes(17, 0, request_id), request_id, pair, items, [OURS, RIVAL, RIVAL])
 
 
 def test_an_engagement_is_credited_to_the_team_of_its_item() -> None:
-    credits = Credits("click")
-    draft(credits)
-    credits.take(engagements(1))
-    assert credits.outcomes() == {"served": 1, "rival": 0, "tie": 0}
-    credits.take(engagements(2))
-    assert credits.outcomes() == {"served": 0, "rival": 0, "tie": 1}
-    credits.take(engagements(-3))
-    assert credits.outcomes() == {"served": 0, "rival": 1, "tie": 0} and credits.num_engaged == 3
+    interleaving_stats = InterleavingStats("click")
+    draft(interleaving_stats)
+    interleaving_stats.take(engagements(1))
+    assert interleaving_stats.outcomes() == {"served": 1, "rival": 0, "tie": 0}
+    interleaving_stats.take(engagements(2))
+    assert interleaving_stats.outcomes() == {"served": 0, "rival": 0, "tie": 1}
+    interleaving_stats.take(engagements(-3))
+    assert (
+        interleaving_stats.outcomes() == {"served": 0, "rival": 1, "tie": 0}
+        and interleaving_stats.num_engaged == 3
+    )
 
 
 def test_an_item_counts_once() -> None:
-    credits = Credits("click")
-    draft(credits)
-    credits.take([*engagements(1), *engagements(1)])
-    assert credits.num_engaged == 1
+    interleaving_stats = InterleavingStats("click")
+    draft(interleaving_stats)
+    interleaving_stats.take([*engagements(1), *engagements(1)])
+    assert interleaving_stats.num_engaged == 1
 
 
 def test_other_actions_requests_users_and_items_are_passed_over() -> None:
-    credits = Credits("click")
-    credits.take(engagements(1))
-    draft(credits)
+    interleaving_stats = InterleavingStats("click")
+    interleaving_stats.take(engagements(1))
+    draft(interleaving_stats)
     for others in (
         engagements(1, action="read"),
         engagements(1, request_id="r-2"),
         engagements(1, user=3),
         engagements(9),
     ):
-        credits.take(others)
-    assert credits.num_engaged == 0 and credits.by_pair() == {}
+        interleaving_stats.take(others)
+    assert interleaving_stats.num_engaged == 0 and interleaving_stats.by_pair() == {}
 
 
 def test_a_further_page_belongs_to_its_request_and_a_repeated_one_changes_nothing() -> None:
-    credits = Credits("click")
-    draft(credits)
-    draft(credits)
-    credits.drafted(key_bytes(17, 0, "r-1"), "r-1", PAIR, (7, 1), [RIVAL, RIVAL])
-    credits.take([*engagements(7), *engagements(1)])
-    assert credits.num_drafted == 1 and credits.outcomes()["tie"] == 1
+    interleaving_stats = InterleavingStats("click")
+    draft(interleaving_stats)
+    draft(interleaving_stats)
+    interleaving_stats.drafted(key_bytes(17, 0, "r-1"), "r-1", PAIR, (7, 1), [RIVAL, RIVAL])
+    interleaving_stats.take([*engagements(7), *engagements(1)])
+    assert interleaving_stats.num_lists == 1 and interleaving_stats.outcomes()["tie"] == 1
 
 
 def test_memory_is_bounded_the_oldest_request_goes() -> None:
-    credits = Credits("click", max_candidates=7)
+    interleaving_stats = InterleavingStats("click", max_candidates=7)
     for number in range(3):
-        draft(credits, f"r-{number}")
+        draft(interleaving_stats, f"r-{number}")
     for number in range(3):
-        credits.take(engagements(1, request_id=f"r-{number}"))
-    assert credits.num_engaged == 2
+        interleaving_stats.take(engagements(1, request_id=f"r-{number}"))
+    assert interleaving_stats.num_engaged == 2
 
 
 def test_a_request_that_another_pair_shares_is_theirs() -> None:
-    credits = Credits("click", max_candidates=4)
-    draft(credits)
-    draft(credits, pair=Pair("1-3", "1-2"))
-    credits.take(engagements(2))
-    assert credits.by_pair() == {Pair("1-3", "1-2"): {"served": 0, "rival": 1, "tie": 0}}
+    interleaving_stats = InterleavingStats("click", max_candidates=4)
+    draft(interleaving_stats)
+    draft(interleaving_stats, pair=Pair("1-3", "1-2"))
+    interleaving_stats.take(engagements(2))
+    assert interleaving_stats.by_pair() == {Pair("1-3", "1-2"): {"served": 0, "rival": 1, "tie": 0}}
 
 
 def test_sums_of_the_newest_pairs_are_kept() -> None:
-    credits = Credits("click")
+    interleaving_stats = InterleavingStats("click")
     for number in range(MAX_PAIRS + 5):
-        draft(credits, f"r-{number}", Pair(f"1-{number + 1}", f"1-{number}"))
-        credits.take(engagements(1, request_id=f"r-{number}"))
-    assert len(credits.by_pair()) == MAX_PAIRS and credits.outcomes()["served"] == MAX_PAIRS
+        draft(interleaving_stats, f"r-{number}", Pair(f"1-{number + 1}", f"1-{number}"))
+        interleaving_stats.take(engagements(1, request_id=f"r-{number}"))
+    assert (
+        len(interleaving_stats.by_pair()) == MAX_PAIRS
+        and interleaving_stats.outcomes()["served"] == MAX_PAIRS
+    )

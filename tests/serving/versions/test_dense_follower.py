@@ -23,9 +23,9 @@ from roostream.runtime.manifest import Manifest, dense_name, store_file
 from serving.build import _check_shape
 from serving.errors import VersionRefusedError
 from serving.scorer import Version, first_version
-from serving.versions import dense_follower
-from serving.versions.dense_follower import DenseFollower
-from serving.versions.held import Versions
+from serving.versions import version_follower as dense_follower
+from serving.versions.loaded_versions import LoadedVersions
+from serving.versions.version_follower import VersionFollower
 from tests.runtime.manifest_cases import a_manifest, encoded
 
 
@@ -34,10 +34,10 @@ class Commits:
 
     def __init__(self, root: Path) -> None:
         self.store = FileStore(root)
-        self.versions = Versions(first_version(SCHEMA, MODEL, 0))
+        self.versions = LoadedVersions(first_version(SCHEMA, MODEL, 0))
         self.installed: list[str] = []
         self.versions.changed = lambda held: self.installed.append(held.version.name)
-        self.follower = DenseFollower(self.store, SCHEMA, self.versions, 0)
+        self.follower = VersionFollower(self.store, SCHEMA, self.versions, 0)
 
     def commit(self, seq: int, *, incarnation: int = 1, fill: float = 0.5, **changes: Any) -> Manifest:
         """Every weight is `fill`."""
@@ -85,9 +85,9 @@ def test_each_commit_is_installed_once(commits: Commits) -> None:
 
 def test_what_comes_is_scored_as_the_first_version_is(commits: Commits) -> None:
     for as_trained in (False, True):
-        versions = Versions(first_version(SCHEMA, MODEL, 0, as_trained=as_trained))
+        versions = LoadedVersions(first_version(SCHEMA, MODEL, 0, as_trained=as_trained))
         commits.commit(1 + as_trained)
-        assert DenseFollower(commits.store, SCHEMA, versions, 0).poll()
+        assert VersionFollower(commits.store, SCHEMA, versions, 0).poll()
         assert versions.newest.name != "0-0" and versions.newest.as_trained is as_trained
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from serving.versions.differences import differences
+from serving.versions.shadow_scoring import differences
 
 
 def column(*scores: float) -> np.ndarray:

@@ -9,8 +9,8 @@ import pytest
 from roostream.schema.ids import key_bytes
 from serving.errors import RequestError
 from serving.scorer import Version
-from serving.versions.held import Held, Versions
-from serving.versions.split import Routing, Split
+from serving.versions.loaded_versions import LoadedVersion, LoadedVersions
+from serving.versions.routing import Routing, TrafficSplit
 
 
 class Named:
@@ -33,19 +33,19 @@ class Request:
         return key_bytes(self.user, 0, self.request_id)
 
 
-def holding(*names: str, keep: int = 2, **routing: Any) -> Versions:
+def holding(*names: str, keep: int = 2, **routing: Any) -> LoadedVersions:
     """Installed in this order."""
-    versions = Versions(version("0-0"), keep, Routing(**routing), now_ms=lambda: 7)
+    versions = LoadedVersions(version("0-0"), keep, Routing(**routing), now_ms=lambda: 7)
     for name in names:
         versions.install(version(name))
     return versions
 
 
-def names(versions: Versions) -> list[str]:
+def names(versions: LoadedVersions) -> list[str]:
     return [h.version.name for h in versions.held]
 
 
-def scored_by(versions: Versions, **request: Any) -> str:
+def scored_by(versions: LoadedVersions, **request: Any) -> str:
     return versions.for_request(Request(**request)).version.name
 
 
@@ -80,7 +80,7 @@ def test_an_activated_version_is_served_while_newer_ones_come_until_resume() -> 
 def test_who_shows_the_served_version_is_told_when_it_becomes_another() -> None:
     told: list[str] = []
 
-    def changed(held: Held) -> None:
+    def changed(held: LoadedVersion) -> None:
         told.append(held.version.name)
 
     versions = holding("1-1")
@@ -93,7 +93,9 @@ def test_who_shows_the_served_version_is_told_when_it_becomes_another() -> None:
 
 
 def test_a_request_that_names_a_version_has_it_whatever_is_routed() -> None:
-    versions = holding("1-1", "1-2", canary=Split("newest", 1.0), interleave=Split("previous", 1.0))
+    versions = holding(
+        "1-1", "1-2", canary=TrafficSplit("newest", 1.0), interleave=TrafficSplit("previous", 1.0)
+    )
     assert versions.for_request(Request(model_version="1-1")) == (versions.named("1-1"), None)
 
 
@@ -122,7 +124,7 @@ def test_what_is_no_name_is_a_400() -> None:
 
 
 def test_the_newest_as_canary_leaves_the_one_before_to_the_others() -> None:
-    versions = holding("1-1", "1-2", canary=Split("newest", 0.3))
+    versions = holding("1-1", "1-2", canary=TrafficSplit("newest", 0.3))
     found = [scored_by(versions, user=user) for user in range(1, 400)]
     assert set(found) == {"1-1", "1-2"} and 80 < found.count("1-2") < 160
     assert found == [scored_by(versions, user=user) for user in range(1, 400)], "a user stays where they are"
@@ -130,35 +132,35 @@ def test_the_newest_as_canary_leaves_the_one_before_to_the_others() -> None:
 
 
 def test_the_newest_as_canary_beside_an_activated_version() -> None:
-    versions = holding("1-1", "1-2", "1-3", keep=3, canary=Split("newest", 0.3))
+    versions = holding("1-1", "1-2", "1-3", keep=3, canary=TrafficSplit("newest", 0.3))
     versions.activate("1-1")
     assert {scored_by(versions, user=user) for user in range(1, 100)} == {"1-1", "1-3"}
 
 
 def test_a_named_canary_is_held_as_long_as_it_is_one() -> None:
     versions = holding("1-1", "1-2")
-    versions.put(canary=Split("1-1", 0.5))
+    versions.put(canary=TrafficSplit("1-1", 0.5))
     versions.install(version("1-3"))
     assert names(versions) == ["1-3", "1-2", "1-1"]
     assert {scored_by(versions, user=user) for user in range(1, 60)} == {"1-1", "1-3"}
-    versions.put(canary=Split())
+    versions.put(canary=TrafficSplit())
     assert names(versions) == ["1-3", "1-2"] and scored_by(versions) == "1-3"
 
 
 def test_a_canary_that_is_not_held_has_no_users() -> None:
-    assert scored_by(holding("1-1", canary=Split("1-9", 1.0))) == "1-1"
+    assert scored_by(holding("1-1", canary=TrafficSplit("1-9", 1.0))) == "1-1"
 
 
 @pytest.mark.parametrize(("reference", "status"), [("1-9", 404), ("best", 400), ("", 400)])
 def test_a_split_for_what_is_no_version_changes_nothing(reference: str, status: int) -> None:
     versions = holding("1-1")
     with pytest.raises(RequestError) as error:
-        versions.put(shadow=Split("previous", 1.0), canary=Split(reference, 0.5))
+        versions.put(shadow=TrafficSplit("previous", 1.0), canary=TrafficSplit(reference, 0.5))
     assert error.value.status == status and error.value.path == "$.version" and versions.routing == Routing()
 
 
 def test_interleaving_gives_a_share_of_users_a_rival() -> None:
-    versions = holding("1-1", "1-2", interleave=Split("previous", 0.5))
+    versions = holding("1-1", "1-2", interleave=TrafficSplit("previous", 0.5))
     choices = [versions.for_request(Request(user)) for user in range(1, 100)]
     assert {c.version.name for c in choices} == {"1-2"} and {c.rival and c.rival.name for c in choices} == {
         None,
@@ -167,13 +169,13 @@ def test_interleaving_gives_a_share_of_users_a_rival() -> None:
 
 
 def test_a_version_is_not_its_own_rival_nor_its_own_shadow() -> None:
-    versions = holding("1-1", interleave=Split("newest", 1.0), shadow=Split("newest", 1.0))
+    versions = holding("1-1", interleave=TrafficSplit("newest", 1.0), shadow=TrafficSplit("newest", 1.0))
     assert versions.for_request(Request()).rival is None
     assert versions.shadow_for(Request(model_version="1-1")) is None
 
 
 def test_a_shadow_scores_a_share_of_requests() -> None:
-    versions = holding("1-1", shadow=Split("previous", 0.5))
+    versions = holding("1-1", shadow=TrafficSplit("previous", 0.5))
     found = [versions.shadow_for(Request(user, "1-1")) for user in range(200)]
     assert {v and v.name for v in found} == {None, "0-0"} and 70 < found.count(None) < 130
 

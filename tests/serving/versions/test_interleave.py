@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.versions.interleave import OURS, RIVAL, Draft, team_draft
+from serving.ordering import OURS, RIVAL, Draft, team_draft
 
 
 class Coins(random.Random):

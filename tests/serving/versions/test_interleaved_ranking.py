@@ -17,14 +17,13 @@ from roostream.models.build import build_model
 from roostream.schema.ids import key_bytes
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
-from serving.explore import draw_of
-from serving.http.engage import EngagementParser
-from serving.http.parse import JsonParser
-from serving.rank import Policy, Ranked
+from serving.http.engagements import EngagementParser
+from serving.ordering import draw_of, team_draft
+from serving.rank import OrderPolicy, RankResult
+from serving.rank_json import JsonParser
 from serving.scorer import build_version, probabilities
-from serving.versions.interleave import team_draft
-from serving.versions.recent import ScoredRequest
-from serving.versions.split import Split
+from serving.versions.recent_requests import ScoredRequest
+from serving.versions.routing import TrafficSplit
 
 
 def weights(seed: int, fill: float | None = None) -> dict[str, torch.Tensor]:
@@ -39,14 +38,14 @@ def weights(seed: int, fill: float | None = None) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def built(tmp_path: Path) -> Iterator[Built]:
     torch.set_num_threads(1)
-    built = build(tmp_path, FakeRows(SCHEMA), policy=Policy(exploration=0.3))
+    built = build(tmp_path, FakeRows(SCHEMA), policy=OrderPolicy(exploration=0.3))
     built.service.versions.install(build_version("1-1", SCHEMA, MODEL, 0, weights(1)))
     built.service.versions.install(build_version("1-2", SCHEMA, MODEL, 0, weights(2)))
     yield built
     built.close()
 
 
-def ranked(built: Built, **changes: Any) -> tuple[Ranked, pb.Impression]:
+def ranked(built: Built, **changes: Any) -> tuple[RankResult, pb.Impression]:
     found = built.service.rank(JsonParser(SCHEMA).parse(json.dumps({**BODY, **changes}).encode()), NOW_MS)
     _, message = wire.decode(found.record.value)
     assert isinstance(message, pb.Impression)
@@ -54,7 +53,7 @@ def ranked(built: Built, **changes: Any) -> tuple[Ranked, pb.Impression]:
 
 
 def best(built: Built, version: str) -> list[int]:
-    built.service.versions.put(interleave=Split())
+    built.service.versions.put(interleave=TrafficSplit())
     scores = ranked(built, model_version=version)[0].answer.scores_nT[:, 0]
     return sorted(range(len(scores)), key=lambda i: -scores[i])
 
@@ -62,7 +61,7 @@ def best(built: Built, version: str) -> list[int]:
 def test_an_interleaved_list_is_a_draft_of_both_with_its_propensities(built: Built) -> None:
     ours, rival = best(built, "1-2"), best(built, "1-1")
     assert ours != rival
-    built.service.versions.put(interleave=Split("previous", 1.0))
+    built.service.versions.put(interleave=TrafficSplit("previous", 1.0))
     orders = set()
     for number in range(12):
         found, impression = ranked(built, request_id=f"r-{number}")
@@ -74,28 +73,30 @@ def test_an_interleaved_list_is_a_draft_of_both_with_its_propensities(built: Bui
 
 
 def test_a_repeated_request_has_the_same_list(built: Built) -> None:
-    built.service.versions.put(interleave=Split("previous", 1.0))
+    built.service.versions.put(interleave=TrafficSplit("previous", 1.0))
     assert ranked(built)[0].answer.order == ranked(built)[0].answer.order
 
 
 def test_a_click_is_credited_to_the_version_that_picked_the_item(built: Built) -> None:
-    built.service.versions.put(interleave=Split("previous", 1.0))
+    built.service.versions.put(interleave=TrafficSplit("previous", 1.0))
     ranked(built)
     click = {"request_id": "r-1", "user_id": 17, "session_id": 4, "item_id": 8, "action": "click"}
-    built.service.credits.take(EngagementParser(SCHEMA).parse(json.dumps(click).encode(), NOW_MS).records)
-    assert sum(built.service.credits.outcomes().values()) == 1 and list(built.service.credits.by_pair()) == [
-        ("1-2", "1-1")
-    ]
+    built.service.interleaving_stats.take(
+        EngagementParser(SCHEMA).parse(json.dumps(click).encode(), NOW_MS).records
+    )
+    assert sum(built.service.interleaving_stats.outcomes().values()) == 1 and list(
+        built.service.interleaving_stats.by_pair()
+    ) == [("1-2", "1-1")]
 
 
 def test_a_rival_that_fails_leaves_the_list_to_the_version(built: Built) -> None:
-    built.service.versions.put(interleave=Split("1-3", 0.0))
+    built.service.versions.put(interleave=TrafficSplit("1-3", 0.0))
     built.service.versions.install(build_version("1-3", SCHEMA, MODEL, 0, weights(0, float("inf"))))
     built.service.versions.activate("1-2")
-    built.service.versions.put(interleave=Split("newest", 1.0))
+    built.service.versions.put(interleave=TrafficSplit("newest", 1.0))
     found, _ = ranked(built)
-    assert found.answer.model_version == "1-2" and built.service.credits.num_failed == 1
-    assert built.service.credits.num_drafted == 0
+    assert found.answer.model_version == "1-2" and built.service.interleaving_stats.num_failed == 1
+    assert built.service.interleaving_stats.num_lists == 0
 
 
 def test_what_was_scored_is_told_with_all_that_scoring_it_again_takes(built: Built) -> None:

@@ -7,51 +7,51 @@ import threading
 import pytest
 
 from roostream.runtime.clock import FakeClock, SystemClock
-from serving.http.admission import Gate
-from serving.versions.quiet import Quiet
+from serving.http.admission import AdmissionGate
+from serving.versions.idle_gate import IdleGate
 
 
 def test_without_requests_nothing_is_waited_for() -> None:
     clock = FakeClock()
-    assert Quiet(clock).wait(9.0) and clock.monotonic_s() == 0
+    assert IdleGate(clock).wait(9.0) and clock.monotonic_s() == 0
 
 
 def test_it_waits_until_the_last_request_is_answered() -> None:
     clock = FakeClock()
-    quiet = Quiet(clock)
-    quiet.in_flight = lambda: int(clock.monotonic_s() < 0.5)
-    assert quiet.wait(9.0) and 0.5 <= clock.monotonic_s() < 0.6
+    idle_gate = IdleGate(clock)
+    idle_gate.in_flight = lambda: int(clock.monotonic_s() < 0.5)
+    assert idle_gate.wait(9.0) and 0.5 <= clock.monotonic_s() < 0.6
 
 
 def test_it_waits_no_longer_than_it_was_told_to() -> None:
     clock = FakeClock()
-    quiet = Quiet(clock)
-    quiet.in_flight = lambda: 1
-    assert not quiet.wait(2.0) and 2.0 <= clock.monotonic_s() < 2.1
+    idle_gate = IdleGate(clock)
+    idle_gate.in_flight = lambda: 1
+    assert not idle_gate.wait(2.0) and 2.0 <= clock.monotonic_s() < 2.1
 
 
 def test_a_stop_ends_it() -> None:
     clock, stop = FakeClock(), threading.Event()
-    quiet = Quiet(clock)
-    quiet.in_flight = lambda: 1
+    idle_gate = IdleGate(clock)
+    idle_gate.in_flight = lambda: 1
     stop.set()
-    assert not quiet.wait(60.0, stop) and clock.monotonic_s() < 0.1
+    assert not idle_gate.wait(60.0, stop) and clock.monotonic_s() < 0.1
 
 
 def test_who_waits_is_woken_when_the_last_request_leaves_and_looks_by_himself_seldom(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("serving.versions.quiet._LOOK_S", 60.0)
-    quiet, gate, looked = Quiet(SystemClock()), Gate(9), threading.Event()
+    monkeypatch.setattr("serving.versions.idle_gate._LOOK_S", 60.0)
+    idle_gate, gate, looked = IdleGate(SystemClock()), AdmissionGate(9), threading.Event()
 
     def in_flight() -> int:
         looked.set()
         return gate.in_flight
 
-    quiet.in_flight, gate.emptied = in_flight, quiet.came
+    idle_gate.in_flight, gate.on_idle = in_flight, idle_gate.notify_idle
     gate.enter(1.0)
     gate.enter(1.0)
-    waiting = threading.Thread(target=quiet.wait, args=(60.0,), daemon=True)
+    waiting = threading.Thread(target=idle_gate.wait, args=(60.0,), daemon=True)
     waiting.start()
     assert looked.wait(30)
     gate.leave()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from serving.versions.recent import MAX_SLOW, SLOW_FOR_MS, RecentRequests, ScoredRequest
+from serving.versions.recent_requests import MAX_SLOW, SLOW_FOR_MS, RecentRequests, ScoredRequest
 
 
 def scored(number: int, *, took_s: float = 0.001, size: int = 1000, time_ms: int = 0) -> ScoredRequest:

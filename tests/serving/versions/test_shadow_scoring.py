@@ -15,20 +15,20 @@ from serving_fakes import FakeRows
 
 from roostream.models.build import build_model
 from roostream.runtime.clock import FakeClock
-from serving.http.parse import JsonParser
+from serving.rank_json import JsonParser
 from serving.scorer import build_version
-from serving.versions.quiet import Quiet
+from serving.versions.idle_gate import IdleGate
+from serving.versions.routing import TrafficSplit
 from serving.versions.shadow_scoring import MAX_WAITING, ShadowScoring
-from serving.versions.split import Split
 
 
 class Shadowed:
     def __init__(self, built: Built) -> None:
-        self.built, self.quiet, self.registry = built, Quiet(FakeClock()), CollectorRegistry()
-        self.shadow = ShadowScoring(built.service.versions, built.service.rows, 0, self.quiet)
+        self.built, self.idle_gate, self.registry = built, IdleGate(FakeClock()), CollectorRegistry()
+        self.shadow = ShadowScoring(built.service.versions, built.service.rows, 0, self.idle_gate)
         self.registry.register(self.shadow)
         built.service.scored = self.shadow.offer
-        built.service.versions.put(shadow=Split("previous", 1.0))
+        built.service.versions.put(shadow=TrafficSplit("previous", 1.0))
 
     def install(self, name: str, scale: float) -> None:
         state = build_model(SCHEMA, MODEL, 0).state_dict()
@@ -93,7 +93,7 @@ def test_what_does_not_fit_in_the_queue_is_dropped_and_counted(shadowed: Shadowe
 
 def test_where_requests_never_pause_they_are_dropped(shadowed: Shadowed) -> None:
     shadowed.install("1-1", 2.0)
-    shadowed.quiet.in_flight = lambda: 1
+    shadowed.idle_gate.in_flight = lambda: 1
     shadowed.ask()
     shadowed.shadow.turn(max_s=0.001)
     assert (shadowed.shadow.num_scored, shadowed.shadow.num_dropped) == (0, 1)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from roostream.schema.settings import SettingError
-from serving.versions.split import Split, split_of
+from serving.versions.routing import TrafficSplit, parse_split
 
 KEYS = [n.to_bytes(8, "little") for n in range(2000)]
 
 
 def taken(share: float, purpose: bytes = b"canary") -> set[bytes]:
-    split = Split("newest", share)
+    split = TrafficSplit("newest", share)
     return {key for key in KEYS if split.takes(key, purpose)}
 
 
@@ -32,14 +32,14 @@ def test_who_is_in_one_share_says_nothing_about_another() -> None:
 @pytest.mark.parametrize(
     ("text", "split"),
     [
-        ("", Split()),
-        ("newest@0.05", Split("newest", 0.05)),
-        ("previous@1", Split("previous", 1.0)),
-        ("3-17@.5", Split("3-17", 0.5)),
+        ("", TrafficSplit()),
+        ("newest@0.05", TrafficSplit("newest", 0.05)),
+        ("previous@1", TrafficSplit("previous", 1.0)),
+        ("3-17@.5", TrafficSplit("3-17", 0.5)),
     ],
 )
-def test_a_split_is_written_as_version_and_share(text: str, split: Split) -> None:
-    assert split_of("canary", text) == split and split_of("canary", str(split)) == split
+def test_a_split_is_written_as_version_and_share(text: str, split: TrafficSplit) -> None:
+    assert parse_split("canary", text) == split and parse_split("canary", str(split)) == split
 
 
 @pytest.mark.parametrize(
@@ -48,4 +48,4 @@ def test_a_split_is_written_as_version_and_share(text: str, split: Split) -> Non
 )
 def test_what_is_no_split_is_refused_with_its_form(text: str) -> None:
     with pytest.raises(SettingError, match=r"key 'canary': expected VERSION@SHARE such as newest@0\.05"):
-        split_of("canary", text)
+        parse_split("canary", text)

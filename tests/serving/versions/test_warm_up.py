@@ -19,22 +19,22 @@ from roostream.runtime.clock import FakeClock
 from roostream.wire.batch import Batch
 from roostream.wire.lookup import Lookup
 from serving.errors import VersionRefusedError
-from serving.http.parse import JsonParser
+from serving.rank_json import JsonParser
 from serving.scorer import Version, build_version
-from serving.versions.quiet import Quiet
-from serving.versions.recent import RecentRequests
-from serving.versions.warm_up import WarmUp
+from serving.versions.idle_gate import IdleGate
+from serving.versions.recent_requests import RecentRequests
+from serving.versions.version_follower import WarmUp
 
 
 class Tried:
     """A process that has scored a few requests, and a warm-up over them."""
 
     def __init__(self, built: Built, most: int = 4) -> None:
-        self.built, self.recent, self.quiet = built, RecentRequests(), Quiet(FakeClock())
+        self.built, self.recent, self.idle_gate = built, RecentRequests(), IdleGate(FakeClock())
         built.service.scored = self.recent.add
         self.rows = CountingRows(SCHEMA)
         self.warm_up = WarmUp(
-            self.recent, self.rows, lambda: built.service.versions.served.version, self.quiet, most
+            self.recent, self.rows, lambda: built.service.versions.served.version, self.idle_gate, most
         )
 
     def ask(self, **changes: Any) -> None:
@@ -112,9 +112,9 @@ def test_without_recent_requests_nothing_is_tried(tried: Tried) -> None:
 def test_it_waits_for_a_moment_without_requests_but_not_for_long(tried: Tried) -> None:
     tried.ask()
     looks = iter([1, 1, 1, 0])
-    tried.quiet.in_flight = lambda: next(looks)
+    tried.idle_gate.in_flight = lambda: next(looks)
     tried.warm_up(good())
     assert next(looks, None) is None, "it looked until there was none"
-    tried.quiet.in_flight = lambda: 1
+    tried.idle_gate.in_flight = lambda: 1
     tried.warm_up(good())
     assert tried.rows.num_gathers == 2

@@ -1,0 +1,169 @@
+"""What the admin port does and tells: method, path and body in, what is answered out. No sockets.
+
+GET  /admin/v1/versions                  what is held, what was refused and why
+POST /admin/v1/versions/<name>/activate  serve this held version, until
+POST /admin/v1/versions/resume           the newest is served again
+GET, PUT /admin/v1/canary | shadow | interleave   {"version", "share"}; a share of 0 is off
+GET  /admin/v1/slow                      the slowest requests of the last ten minutes
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from roostream.errors import nearest
+from serving.errors import RequestError, shown
+from serving.versions.interleaving_stats import InterleavingStats
+from serving.versions.loaded_versions import LoadedVersion, LoadedVersions
+from serving.versions.recent_requests import RecentRequests
+from serving.versions.routing import TrafficSplit
+from serving.versions.shadow_scoring import ShadowScoring
+
+log = logging.getLogger("roostream.serving.admin")
+
+ROOT = "/admin/v1"
+SPLITS = ("canary", "shadow", "interleave")
+_ACTIVATE = re.compile(rf"{ROOT}/versions/([^/]+)/activate")
+
+Answer = dict[str, Any]
+Handlers = Mapping[str, Callable[[bytes], Answer]]  # by method
+
+
+class SplitBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Of a PUT."""
+
+    version: str = ""
+    share: Annotated[float, Meta(ge=0, le=1)] = 0.0
+
+
+class AdminService:
+    """Used by one thread; what it works on is thread-safe."""
+
+    def __init__(
+        self,
+        versions: LoadedVersions,
+        recent: RecentRequests,
+        shadow: ShadowScoring,
+        interleaving_stats: InterleavingStats,
+        now_ms: Callable[[], int],
+    ) -> None:
+        self.versions, self.recent, self.shadow, self.interleaving_stats, self.now_ms = (
+            versions,
+            recent,
+            shadow,
+            interleaving_stats,
+            now_ms,
+        )
+        self._handlers: dict[str, Handlers] = {
+            f"{ROOT}/versions": {"GET": self._list},
+            f"{ROOT}/versions/resume": {"POST": self._resume},
+            f"{ROOT}/slow": {"GET": self._slow},
+            **{f"{ROOT}/{name}": self._split_handlers(name) for name in SPLITS},
+        }
+
+    def answer(self, method: str, path: str, body: bytes) -> Answer:
+        """Raises RequestError 400, 404, 405: nothing was changed."""
+        handlers = self._handlers.get(path)
+        if handlers is None and (match := _ACTIVATE.fullmatch(path)):
+            name = match[1]
+            handlers = {"POST": lambda body: self._activate(name)}
+        if handlers is None:
+            raise RequestError(404, f"nothing is at {shown(path)!r}{nearest(shown(path), self._handlers)}")
+        if method not in handlers:
+            raise RequestError(405, f"expected {' or '.join(handlers)}, got {shown(method)}")
+        return handlers[method](body)
+
+    def _list(self, body: bytes) -> Answer:
+        versions = self.versions
+        return {
+            "served": versions.served.version.name,
+            "activated": versions.routing.activated or None,
+            "versions": [self._told(held) for held in versions.held],
+            "refused": [refused._asdict() for refused in reversed(versions.refused.copy().values())],
+        }
+
+    def _told(self, held: LoadedVersion) -> Answer:
+        versions, now_ms = self.versions, self.now_ms()
+        routing, name = versions.routing, held.version.name
+        roles = [role for role in SPLITS if versions.means(getattr(routing, role)) is held]
+        return {
+            "name": name,
+            "state": "served" if held is versions.served else "held",
+            "roles": roles,
+            "committed_ms": held.committed_ms or None,
+            "installed_ms": held.installed_ms,
+            "age_s": round((now_ms - held.committed_ms) / 1000, 1) if held.committed_ms else None,
+        }
+
+    def _activate(self, name: str) -> Answer:
+        self.versions.activate(name)
+        log.info("version %s is served until resume", name)
+        return self._list(b"")
+
+    def _resume(self, body: bytes) -> Answer:
+        self.versions.resume()
+        log.info("the newest version is served again: %s", self.versions.served.version.name)
+        return self._list(b"")
+
+    def _split_handlers(self, name: str) -> Handlers:
+        def get(body: bytes) -> Answer:
+            split: TrafficSplit = getattr(self.versions.routing, name)
+            held = self.versions.means(split)
+            means = held.version.name if held is not None else None
+            return {
+                "version": split.version or None,
+                "share": split.share,
+                "means": means,
+                **self._results(name),
+            }
+
+        def put(body: bytes) -> Answer:
+            try:
+                given = msgspec.json.decode(body, type=SplitBody)
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                message = f'expected {{"version": "newest", "share": 0.05}}: {shown(error)}'
+                raise RequestError(400, message, "$") from None
+            self.versions.put(**{name: TrafficSplit(given.version if given.share else "", given.share)})
+            log.info("%s: %s", name, getattr(self.versions.routing, name) or "none")
+            return get(b"")
+
+        return {"GET": get, "PUT": put}
+
+    def _results(self, name: str) -> Answer:
+        if name == "shadow":
+            shadow = self.shadow
+            return {"scored": shadow.num_scored, "dropped": shadow.num_dropped, "failed": shadow.num_failed}
+        if name == "interleave":
+            interleaving_stats, pairs = self.interleaving_stats, self.interleaving_stats.by_pair()
+            results = [
+                {"served": pair.served, "rival": pair.rival, "won_by": won_by}
+                for pair, won_by in pairs.items()
+            ]
+            told = {
+                "lists": interleaving_stats.num_lists,
+                "engagements": interleaving_stats.num_engaged,
+                "failed": interleaving_stats.num_failed,
+            }
+            return told | {"results": results}
+        return {}
+
+    def _slow(self, body: bytes) -> Answer:
+        """What a request held isn't told: features are users'."""
+        return {
+            "requests": [
+                {
+                    "request_id": request.request_id,
+                    "time_ms": request.time_ms,
+                    "took_ms": round(1e3 * request.took_s, 3),
+                    "candidates": len(request.item_ids),
+                    "model_version": request.model_version,
+                }
+                for request in self.recent.slowest()
+            ]
+        }

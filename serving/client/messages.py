@@ -1,0 +1,294 @@
+"""What a client says and what it is told: bodies as JSON, a rank's also as a `roo.Impression`, and the answers as values."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypedDict, TypeVar, cast
+
+import msgspec
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from roostream.schema.ids import item_id
+from roostream.schema.schema import Schema
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.block import encode_nro, encode_ro
+from serving.client.retry import Call, Reply, ServingError
+
+JSON = "application/json"
+PROTOBUF = "application/x-protobuf"
+Id = int | str
+T = TypeVar("T")
+
+
+class ApiCall(NamedTuple, Generic[T]):
+    """A call, and how what is answered is read: that raises ServingError for what serving never says."""
+
+    call: Call
+    read: Callable[[Reply], T]
+    deadline_ms: int | None = None  # None = the policy's
+
+
+class WhoFields(TypedDict, total=False):
+    """Who asks. Numpy arrays may stand for lists, NaN for a missing number."""
+
+    request_id: str  # made here if missing, so that a retry is the same request
+    user_id: Id
+    session_id: Id
+    surface: str
+    ro: Mapping[str, Any]
+
+
+class RankFields(WhoFields, total=False):
+    """Body of a rank, as docs/http.md says it."""
+
+    candidates: Sequence[Mapping[str, Any]] | Mapping[str, Any]  # rows, or columns
+    append: bool
+    first_position: int
+    model_version: str
+
+
+class RetrieveFields(WhoFields, total=False):
+    """Body of a retrieve, as docs/retrieval.md says it."""
+
+    k: int
+    task: str
+    exclude: Sequence[Id]
+    among: Sequence[Id] | None
+    exclude_seen: bool
+    filter: Mapping[str, Any]
+
+
+class RecommendFields(RetrieveFields, total=False):
+    """Body of a recommend."""
+
+    retrieved: int
+    model_version: str
+
+
+class EngagementFields(TypedDict, total=False):
+    """What a user did to a candidate; `request_id`, `item_id` and `action` are needed."""
+
+    request_id: str
+    item_id: Id
+    action: str
+    user_id: Id
+    session_id: Id
+    surface: str
+    value: float
+    event_id: Id | None
+    time_ms: int | None
+
+
+class Ranking(msgspec.Struct, frozen=True):
+    """Answer of a rank. `items` are the candidates' ids as they were given, first slot first: what to show."""
+
+    request_id: str
+    model_version: str
+    scores: list[dict[str, float]]  # by task, in the request's order
+    order: list[int]  # candidates' indices, first slot first
+    degraded: bool
+    items: list[Id] = []
+
+
+class PlacedItem(msgspec.Struct, frozen=True):
+    """What a slot shows."""
+
+    item_id: Id
+    scores: dict[str, float]  # by task
+
+
+class TopRanking(msgspec.Struct, frozen=True):
+    """Answer of a rank of which only the first slots are wanted."""
+
+    request_id: str
+    model_version: str
+    top: list[PlacedItem]  # first slot first: what to show
+    degraded: bool
+
+
+class NearItem(msgspec.Struct, frozen=True):
+    """An item of the catalogue."""
+
+    item_id: Id
+    product: float  # of its vector with the request's
+
+
+class FoundItems(msgspec.Struct, frozen=True):
+    """Answer of a retrieve: nothing of it is logged."""
+
+    request_id: str
+    retrieval_version: str
+    items: list[NearItem]  # the nearest first
+    degraded: bool
+
+
+class Recommendation(msgspec.Struct, frozen=True):
+    """Answer of a recommend, which is logged as a rank is."""
+
+    request_id: str
+    retrieval_version: str
+    model_version: str
+    items: list[PlacedItem]  # first slot first: what to show
+    degraded: bool
+
+
+class Receipt(msgspec.Struct, frozen=True):
+    """Answer to engagements: ids of their events in the order given, and actions that nothing counts."""
+
+    accepted: int
+    event_ids: list[str]
+    unused_actions: list[str]
+
+
+def rank_exchange(fields: RankFields, schema: Schema | None) -> ApiCall[Ranking]:
+    """With a schema in protobuf; a place of the first slot has no field there, so such a request goes as JSON.
+
+    Raises:
+        WireError: protobuf: a feature isn't the schema's.
+    """
+    return ApiCall(_rank_call(fields, schema), lambda reply: _ranking(reply, item_ids_of(fields)))
+
+
+def top_exchange(fields: RankFields, slots: int, schema: Schema | None) -> ApiCall[TopRanking]:
+    """As rank_exchange, with an answer of so many slots at most."""
+    call = _rank_call(fields, schema, f"top={slots}")
+    return ApiCall(call, lambda reply: _top_ranking(reply, item_ids_of(fields)))
+
+
+def retrieve_exchange(fields: RetrieveFields) -> ApiCall[FoundItems]:
+    """In JSON: a request without candidates is small."""
+    return ApiCall(_post("/v1/retrieve", _named(fields)), lambda reply: decoded_as(FoundItems, reply))
+
+
+def recommend_exchange(fields: RecommendFields) -> ApiCall[Recommendation]:
+    """As retrieve_exchange."""
+    return ApiCall(_post("/v1/recommend", _named(fields)), lambda reply: decoded_as(Recommendation, reply))
+
+
+def engage_exchange(fields: EngagementFields | Sequence[EngagementFields]) -> ApiCall[Receipt]:
+    """One or many."""
+    given = fields if isinstance(fields, Mapping) else list(fields)
+    return ApiCall(_post("/v1/engagements", given), lambda reply: decoded_as(Receipt, reply))
+
+
+def decoded_as(kind: type[T], reply: Reply) -> T:
+    """Raises ServingError: the body is another thing."""
+    try:
+        return msgspec.json.decode(reply.body, type=kind)
+    except msgspec.DecodeError as error:
+        raise _not_ours(reply, error) from None
+
+
+def impression_of(fields: RankFields, schema: Schema) -> bytes:
+    """`fields` as a `roo.Impression` without scores. Raises WireError, as `roostream.wire.block.encode_nro`."""
+    ids = [item_id(i) for i in item_ids_of(fields)]
+    header = pb.Header(
+        request_id=fields.get("request_id", ""),
+        user_id=item_id(fields.get("user_id", 0)),
+        session_id=item_id(fields.get("session_id", 0)),
+        surface=fields.get("surface", ""),
+        schema=schema.fingerprint,
+        model_version=fields.get("model_version", ""),
+    )
+    nro = encode_nro(schema, _columns(fields["candidates"], schema), len(ids))
+    return pb.Impression(
+        header=header, item_ids=ids, ro=encode_ro(schema, fields.get("ro", {})), nro=nro
+    ).SerializeToString()
+
+
+def item_ids_of(fields: RankFields) -> list[Id]:
+    """As given, in the order given."""
+    candidates = fields.get("candidates", ())
+    ids = (
+        candidates.get("item_id", ())
+        if isinstance(candidates, Mapping)
+        else [c["item_id"] for c in candidates]
+    )
+    return ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+
+
+def _rank_call(fields: RankFields, schema: Schema | None, *query: str) -> Call:
+    given = cast(RankFields, _named(fields))
+    if schema is None or given.get("first_position"):
+        return _post(_with_query("/v1/rank", query), given)
+    path = _with_query("/v1/rank", (*query, *["append=true"] * bool(given.get("append"))))
+    return Call(
+        "POST", path, impression_of(given, schema), (("content-type", PROTOBUF), ("accept", PROTOBUF))
+    )
+
+
+def _named(fields: WhoFields) -> WhoFields:
+    return {**fields, "request_id": fields.get("request_id") or uuid.uuid4().hex}
+
+
+def _post(path: str, fields: object) -> Call:
+    return Call(
+        "POST", path, msgspec.json.encode(fields, enc_hook=_plain), (("content-type", JSON), ("accept", JSON))
+    )
+
+
+def _with_query(path: str, query: Sequence[str]) -> str:
+    return f"{path}?{'&'.join(query)}" if query else path
+
+
+def _columns(candidates: Any, schema: Schema) -> dict[str, Any]:
+    """By feature, each with a value a candidate; what nobody has is left out."""
+    if isinstance(candidates, Mapping):
+        return {name: column for name, column in candidates.items() if name != "item_id"}
+    rows = [
+        {**{k: v for k, v in c.items() if k not in ("item_id", "nro")}, **(c.get("nro") or {})}
+        for c in candidates
+    ]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def _ranking(reply: Reply, given: list[Id]) -> Ranking:
+    ranking = _decoded_ranking(reply)
+    try:
+        return msgspec.structs.replace(ranking, items=[given[i] for i in ranking.order])
+    except IndexError as error:
+        raise _not_ours(reply, error) from None
+
+
+def _top_ranking(reply: Reply, given: list[Id]) -> TopRanking:
+    if not _is_protobuf(reply):
+        return decoded_as(TopRanking, reply)
+    ranking = _decoded_ranking(reply)
+    try:
+        top = [PlacedItem(given[i], ranking.scores[i]) for i in ranking.order]
+    except IndexError as error:
+        raise _not_ours(reply, error) from None
+    return TopRanking(ranking.request_id, ranking.model_version, top, ranking.degraded)
+
+
+def _decoded_ranking(reply: Reply) -> Ranking:
+    if not _is_protobuf(reply):
+        return decoded_as(Ranking, reply)
+    try:
+        answer = pb.RankAnswer.FromString(reply.body)
+        width = len(answer.tasks)
+        rows = [answer.scores[at : at + width] for at in range(0, len(answer.scores), width or 1)]
+        scores = [dict(zip(answer.tasks, row, strict=True)) for row in rows]
+    except (DecodeError, ValueError) as error:
+        raise _not_ours(reply, error) from None
+    return Ranking(answer.request_id, answer.model_version, scores, list(answer.order), answer.degraded)
+
+
+def _is_protobuf(reply: Reply) -> bool:
+    return reply.headers.get("content-type", "").startswith(PROTOBUF)
+
+
+def _plain(value: object) -> object:
+    """Arrays and numbers of numpy, for JSON."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    raise TypeError(f"expected what JSON has, got {type(value).__name__}")
+
+
+def _not_ours(reply: Reply, error: Exception) -> ServingError:
+    return ServingError(
+        reply.status, "not_serving", f"expected an answer of serving, got one that can't be read: {error}"
+    )

@@ -1,0 +1,142 @@
+"""Completes a request: what the client left out and the schema keeps online is filled in, then the blocks are encoded.
+
+What the client gave always wins. Stateful features (histories, counters) come from Redis; those of the request itself are
+computed (roo/online/, as for the replay driver). A block that is complete as the client encoded it stays byte for byte; one
+with missing features is filled where it has them (roostream/wire/missing_features.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from roostream.errors import WireError
+from roostream.online.counters import STATELESS_FEATURES, sources_of, stateless_features
+from roostream.online.entity_fields import EntityFields, FieldReader
+from roostream.schema.schema import Schema
+from roostream.wire.block import Columns, Side, flat_values, nro_columns, pack, ro_columns, values_of
+from roostream.wire.missing_features import MissingFeatures
+from serving.errors import RequestError
+from serving.request import RankRequest, RequestBlocks
+
+
+class FeatureCompletion:
+    """For one schema. Pure: hydrated values go in, blocks come out."""
+
+    def __init__(self, schema: Schema) -> None:
+        self.schema, self._reader = schema, FieldReader(schema)
+        sides: tuple[Side, ...] = ("ro", "nro")
+        self._sources: dict[Side, dict[str, str]] = {side: sources_of(schema, side) for side in sides}
+        self._stateful: dict[Side, dict[str, str]] = {
+            side: {
+                name: source
+                for name, source in self._sources[side].items()
+                if source not in STATELESS_FEATURES
+            }
+            for side in sides
+        }
+        self._missing = {side: MissingFeatures(schema, side, self._sources[side]) for side in sides}
+        self._stateful_missing = {side: MissingFeatures(schema, side, self._stateful[side]) for side in sides}
+
+    def open(self, request: RankRequest) -> None:
+        """Find out, once, whether its blocks lack something that can be filled in. It gets values in their place where features
+        are needed as values before anything is filled in."""
+        if request.blocks is None or request.lacks is not None:
+            return
+        blocks = request.blocks
+        request.lacks_kept = self._lacks(self._stateful_missing, request, blocks)
+        request.lacks = request.lacks_kept or self._lacks(self._missing, request, blocks)
+        if request.lacks and (self._reader.ro or self._reader.nro):
+            self._take_apart(request, blocks)
+
+    def _lacks(
+        self, missing: dict[Side, MissingFeatures], request: RankRequest, blocks: RequestBlocks
+    ) -> bool:
+        return missing["ro"].any_missing(blocks.ro_columns, 1) or missing["nro"].any_missing(
+            blocks.nro_columns, len(request.item_ids)
+        )
+
+    def _take_apart(self, request: RankRequest, blocks: RequestBlocks) -> None:
+        n = len(request.item_ids)
+        request.ro = values_of(self.schema, "ro", blocks.ro_columns, 1)
+        flat = flat_values(self.schema, blocks.nro_columns, n)
+        request.nro = self._given(blocks.nro_columns, n) if flat is None else flat
+        request.blocks = None
+
+    def _given(self, columns: Columns, num_rows: int) -> dict[str, Any]:
+        """What some row has."""
+        values = values_of(self.schema, "nro", columns, num_rows)
+        return {name: column for name, column in values.items() if not _all_missing(column)}
+
+    def wants_hydration(self, request: RankRequest) -> bool:
+        """Whether some stateful feature is missing; call `open` first."""
+        if request.blocks is not None:
+            return request.lacks_kept
+        if any(name not in request.ro for name in self._stateful["ro"]):
+            return True
+        return any(
+            name not in request.nro or _some_missing(request.nro[name]) for name in self._stateful["nro"]
+        )
+
+    def fields(self, request: RankRequest) -> EntityFields:
+        """What declared counters are read by; call `open` first. As the client gave it: what is wrong with it is told later."""
+        header = request.user_id, request.session_id, request.surface, request.request_id
+        return self._reader.from_values(header, request.ro, request.nro, len(request.item_ids))
+
+    def encode(
+        self, request: RankRequest, time_ms: int, ro_online: Mapping[str, Any], nro_online: Mapping[str, Any]
+    ) -> RequestBlocks:
+        """What is logged and what is scored.
+
+        Raises:
+            RequestError: 400 or 413 for what the blocks can't hold.
+        """
+        if request.blocks is not None and not request.lacks:
+            return request.blocks
+        n = len(request.item_ids)
+        own_ro, own_nro = stateless_features(request.item_ids, time_ms, request.first_position)
+        try:
+            arrays = self._arrays(request, {**ro_online, **own_ro}, {**nro_online, **own_nro}, n)
+        except WireError as error:
+            raise RequestError(413 if error.reason == "oversized" else 400, str(error), "$") from None
+        return RequestBlocks(pack(arrays[0]), pack(arrays[1]), *arrays)
+
+    def _arrays(
+        self, request: RankRequest, ro_online: Mapping[str, Any], nro_online: Mapping[str, Any], n: int
+    ) -> tuple[Columns, Columns]:
+        """Of blocks in place, where they can be; else of values. Raises WireError."""
+        if (blocks := request.blocks) is not None:
+            ro = self._missing["ro"].fill(blocks.ro_columns, 1, ro_online)
+            nro = self._missing["nro"].fill(blocks.nro_columns, n, nro_online)
+            if ro is not None and nro is not None:
+                return ro, nro
+            self._take_apart(request, blocks)
+        given = self._complete("ro", request.ro, ro_online), self._complete("nro", request.nro, nro_online)
+        return ro_columns(self.schema, given[0]), nro_columns(self.schema, given[1], n)
+
+    def _complete(self, side: Side, given: dict[str, Any], online: Mapping[str, Any]) -> dict[str, Any]:
+        """What was given, with the missing features that `online` can fill; of an NRO column only the rows that miss it."""
+        out = dict(given)
+        for name, source in self._sources[side].items():
+            fresh = online.get(source)
+            if out.get(name) is None:
+                out[name] = fresh
+            elif side == "nro" and fresh is not None and _some_missing(out[name]):
+                out[name] = _merged(out[name], fresh)
+        return out
+
+
+def _some_missing(column: Any) -> bool:
+    return bool(np.isnan(column).any()) if isinstance(column, np.ndarray) else None in column
+
+
+def _all_missing(column: Any) -> bool:
+    return bool(np.isnan(column).all()) if isinstance(column, np.ndarray) else all(v is None for v in column)
+
+
+def _merged(column: Any, fresh: Any) -> Any:
+    if isinstance(column, np.ndarray):
+        return np.where(np.isnan(column), fresh, column)
+    return [f if v is None else v for v, f in zip(column, fresh, strict=True)]

@@ -1,0 +1,77 @@
+"""`POST /v1/explain`: beside the ranks and never before them. One explanation at a time; its forward passes stand in the scoring
+thread's queue one by one, so that a rank waits for one of them at most, and none begins while ranks are refused."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from starlette.types import Receive, Scope
+
+from param_server.replica.replica import Replica
+from serving.context import ServingContext
+from serving.errors import RequestError
+from serving.http.admission import RETRY_AFTER_S
+from serving.http.body import JSON, media_of
+from serving.http.log_rate_limit import LogRateLimit
+from serving.http.routes import RankEndpoint, take_version
+from serving.page.explanation import MAX_CANDIDATES, ExplainAnswer, Explainer
+
+EXPLAIN_S = 10.0
+T = TypeVar("T")
+
+
+class ExplainEndpoint(RankEndpoint):
+    """`rank`: whose gate is looked at; an explanation takes no place there."""
+
+    route = "explain"
+
+    def __init__(self, context: ServingContext, rank: RankEndpoint, log_rate_limit: LogRateLimit) -> None:
+        super().__init__(context, rank.body_reader, log_rate_limit)
+        self.gate = rank.gate
+        initial = functools.cache(lambda: Replica(context.schema, context.config.seed, num_buckets=1))
+        self.explainer = Explainer(context.service, initial)
+        self._busy = False
+
+    async def answer(self, scope: Scope, receive: Receive, until_s: float) -> ExplainAnswer:
+        """Nothing is logged, whatever becomes of it.
+
+        Raises:
+            RequestError: 400, 404, 408, 413, 415, 500; 429: ranks are refused too, or another explanation is being made; 504: it
+                took more than EXPLAIN_S.
+            ClientGoneError: its body didn't come.
+        """
+        media_of(scope, (JSON,))
+        request = self.json.parse(await self.body_reader.read(scope, receive, until_s))
+        take_version(scope, request)
+        if len(request.item_ids) > MAX_CANDIDATES:
+            message = (
+                f"expected at most {MAX_CANDIDATES} candidates to be explained, got {len(request.item_ids)}"
+            )
+            raise RequestError(413, message, "$.candidates")
+        self.gate.check(self.left_s(until_s))
+        if self._busy:
+            raise RequestError(
+                429, "another explanation is being made; try again", retry_after_s=RETRY_AFTER_S
+            )
+        self._busy = True
+        try:
+            async with asyncio.timeout(EXPLAIN_S):
+                explanation = await self._in_turn(
+                    self.explainer.begin, request, self.context.watermark.clock.now_ms()
+                )
+                for names in self.explainer.passes(explanation):
+                    await self._in_turn(self.explainer.take_out, explanation, names)
+                return self.explainer.told(explanation)
+        except TimeoutError:
+            raise RequestError(
+                504, f"not explained within {EXPLAIN_S:g} s", retry_after_s=RETRY_AFTER_S
+            ) from None
+        finally:
+            self._busy = False
+
+    async def _in_turn(self, call: Callable[..., T], *arguments: Any) -> T:
+        """In the scoring thread, behind whatever waits for it."""
+        return await asyncio.get_running_loop().run_in_executor(self.context.executor, call, *arguments)

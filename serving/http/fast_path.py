@@ -1,0 +1,193 @@
+"""Refusing without reading: while nobody more can be let in, a request that plainly is one more is answered as its bytes come.
+
+A refusal on the usual way (parser, task, routes) costs a good part of an answer, in the interpreter that the answers need too: at
+three times what can be answered, refusals took a third and more of it (docs/decisions/0035). Whatever isn't plain goes the usual
+way and is refused there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from typing import Protocol
+
+import msgspec
+from starlette.types import Scope
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+
+from roostream.runtime.program import CURRENT_CALL
+from serving.http.admission import overloaded
+from serving.http.body import JSON, PROTOBUF, media_of
+from serving.http.routes import RankEndpoint, deadline_ms_of, options_of, too_late
+from serving.http.tracing import HEADER, parse_call_names
+from serving.rank import RankResult
+
+_END = b"\r\n\r\n"
+_ODD = (b"\ntransfer-encoding", b"\nexpect", b"\nupgrade", b"\n ", b"\n\t")
+_MAX_KEPT = 1024  # answers and heads
+_MAX_HEAD = 1024  # bytes of one that is kept
+_LENGTH = b"\ncontent-length: "
+
+
+def is_whole_post(data: bytes, path: bytes) -> bool:
+    """Whether these bytes are one request, from its first to its last byte: HTTP/1.1, one length, and a connection that stays.
+    False also of what only a parser can tell."""
+    end = data.find(_END)
+    if end < 0:
+        return False
+    length_of = _kept_length if end <= _MAX_HEAD else _length
+    length = length_of(data[:end], path)
+    return length is not None and end + len(_END) + length == len(data)
+
+
+def _length(head: bytes, path: bytes) -> int | None:
+    """Of the body behind a plain head, which is all before the empty line; None: it isn't plain."""
+    line = b"POST " + path
+    if not head.startswith(line) or head[len(line) : len(line) + 1] not in (b" ", b"?"):
+        return None
+    head = (head + b"\r\n").lower()
+    first, _, headers = head.partition(b"\r\n")
+    if not first.endswith(b" http/1.1") or any(word in head for word in _ODD):
+        return None
+    at = headers.find(_LENGTH[1:]) if headers.startswith(_LENGTH[1:]) else headers.find(_LENGTH) + 1
+    if head.count(b"content-length") != 1 or head.count(b"\nconnection:") != head.count(
+        b"\nconnection: keep-alive\r\n"
+    ):
+        return None
+    length = headers[at + len(_LENGTH) - 1 : headers.find(b"\r", at)]
+    return int(length) if length.isdigit() and len(length) < 12 else None
+
+
+_kept_length = functools.lru_cache(_MAX_KEPT)(_length)
+"""A client's heads differ in little but their length."""
+
+
+@functools.lru_cache(_MAX_KEPT)
+def overload_answer(why: str) -> bytes:
+    """The whole answer of a gate that lets nobody in, after which the connection stays open."""
+    error = overloaded(why)
+    body = msgspec.json.encode(error.body())
+    headers = {"content-type": JSON, "content-length": str(len(body)), **error.headers()}
+    return (
+        STATUS_LINE[error.status]
+        + b"".join(f"{n}: {v}\r\n".encode() for n, v in headers.items())
+        + b"\r\n"
+        + body
+    )
+
+
+# ---- A rank request that came whole, answered without a task: parsed as its bytes are read, scored with what came beside it, and
+# answered in one write.
+#
+# The usual way (uvicorn's cycle, a task and its time-outs, an ASGI application's messages) is for what comes in pieces, and for all
+# other routes. Both share everything between the body and the answer: admission, deadline, queue, log, metrics, refusals.
+
+
+PATH = b"/v1/rank"
+
+
+class AskingConnection(Protocol):
+    """The connection that a request came on."""
+
+    def answer_whole(self, status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+        """Write it, if anybody still listens."""
+
+
+class WholeRanks:
+    """Used by one event loop."""
+
+    def __init__(self, endpoint: RankEndpoint) -> None:
+        self.endpoint = endpoint
+
+    @property
+    def is_open(self) -> bool:
+        """Else the next one takes the usual way, whose costs don't show beside its own."""
+        return self.endpoint.queue.is_quick
+
+    def take(self, scope: Scope, body: bytes, asking: AskingConnection) -> None:
+        """`asking` is answered now or later, whatever happens. `scope` has headers and query_string."""
+        _WholeRank(self.endpoint, scope, asking).begin(body)
+
+
+class _WholeRank:
+    """One of them; the queue's `ResultSink`."""
+
+    __slots__ = ("_asking", "_begin_s", "_endpoint", "_is_done", "_names", "_scope", "_stamp_ms", "_timer")
+
+    def __init__(self, endpoint: RankEndpoint, scope: Scope, asking: AskingConnection) -> None:
+        self._begin_s = time.perf_counter()
+        self._endpoint, self._scope, self._asking = endpoint, scope, asking
+        self._names = parse_call_names(scope["headers"])
+        self._is_done = False
+        self._stamp_ms: int | None = None  # of its place at the gate
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, body: bytes) -> None:
+        """Into the queue, or answered with what is wrong with it."""
+        token = CURRENT_CALL.set(self._names)
+        try:
+            self._put(body)
+        except Exception as error:
+            self.set_exception(error)
+        finally:
+            CURRENT_CALL.reset(token)
+
+    def _put(self, body: bytes) -> None:
+        """Raises RequestError 400, 413, 415, 429, 503."""
+        endpoint, scope, loop = self._endpoint, self._scope, asyncio.get_running_loop()
+        until_s = loop.time() + deadline_ms_of(scope, endpoint.context.config.deadline_ms) / 1000
+        endpoint.gate.check(endpoint.left_s(until_s))
+        options, media = options_of(scope["query_string"]), media_of(scope, (JSON, PROTOBUF))
+        body = endpoint.body_reader.take(scope, body)
+        request = endpoint.request_of(scope, body, media, options)
+        endpoint.prepare(request, len(body))
+        endpoint.gate.enter(endpoint.left_s(until_s))
+        self._stamp_ms = endpoint.context.watermark.open()
+        self._timer = loop.call_at(until_s, self._late)
+        endpoint.queue.put(request, self._stamp_ms, self)
+
+    def done(self) -> bool:
+        return self._is_done
+
+    def set_result(self, ranked: RankResult) -> None:
+        """Logged, then answered."""
+        token = CURRENT_CALL.set(self._names)
+        try:
+            answer = self._endpoint.logged(ranked)
+            self._leave()
+            body, media, headers = self._endpoint.form(self._scope, answer)
+        except Exception as error:
+            self.set_exception(error)
+        else:
+            self._tell(200, body, media, headers)
+        finally:
+            CURRENT_CALL.reset(token)
+
+    def set_exception(self, error: Exception) -> None:
+        status, fault, headers = self._endpoint.told(error)
+        self._leave()
+        body, media, own = self._endpoint.form(self._scope, fault)
+        self._tell(status, body, media, headers | own)
+
+    def _late(self) -> None:
+        if not self._is_done:
+            self.set_exception(too_late())
+
+    def _leave(self) -> None:
+        """Its place at the gate; what it logged carries its stamp."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._stamp_ms is not None:
+            self._endpoint.context.watermark.close(self._stamp_ms)
+            self._endpoint.gate.leave()
+            self._stamp_ms = None
+
+    def _tell(self, status: int, body: bytes, media: str, headers: dict[str, str]) -> None:
+        self._is_done = True
+        own = [(name.encode(), value.encode()) for name, value in headers.items()]
+        named = [(b"content-type", media.encode()), *own, (HEADER, self._names.call_id.encode())]
+        self._endpoint.context.metrics.answered(
+            self._endpoint.route, status, time.perf_counter() - self._begin_s
+        )
+        self._asking.answer_whole(status, body, named)

@@ -1,0 +1,184 @@
+"""`/v2`: health, metadata and inference of the one model that is served, called by its schema's name. An inference is a rank: the
+same queue, the same log, the same refusals, told as this protocol tells them, `{"error": …}`."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from starlette.types import Receive, Scope, Send
+
+from serving.answer import RankAnswer, shortest
+from serving.context import ServingContext
+from serving.errors import RequestError, shown
+from serving.http.body import JSON, media_of, respond
+from serving.http.log_rate_limit import LogRateLimit
+from serving.http.routes import RankEndpoint, take_version
+from serving.oip.features import FeatureTensors
+from serving.oip.tensors import (
+    HEADER_LENGTH,
+    Inference,
+    OutputTensor,
+    check_outputs,
+    chosen,
+    parse_inference,
+    written,
+)
+
+ORDER = "order"
+OCTETS = "application/octet-stream"
+_MODEL = re.compile(r"/v2/models/(?P<name>.+?)(/versions/(?P<version>[^/]+))?(?P<what>/ready|/infer)?")
+
+
+class InferenceAnswer(NamedTuple):
+    """What a 200 says."""
+
+    ranked: RankAnswer
+    asked: Inference
+
+
+class InferenceProtocol:
+    """The ASGI application below `/v2`. `rank`: whose queue it shares."""
+
+    def __init__(
+        self, context: ServingContext, rank: RankEndpoint, log_rate_limit: LogRateLimit, release: str
+    ) -> None:
+        self.context, self.release = context, release
+        self.infer = InferEndpoint(context, rank, log_rate_limit)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = _MODEL.fullmatch(scope["path"])
+        if found is not None and found["what"] == "/infer":
+            if scope["method"] != "POST":
+                await refuse_inference(
+                    send, RequestError(405, f"expected POST, got {shown(scope['method'])}"), allow="POST"
+                )
+            else:
+                await self.infer(scope, receive, send)
+            return
+        try:
+            status, answer = self._told(scope, found)
+        except RequestError as error:
+            await refuse_inference(send, error)
+        else:
+            body = msgspec.json.encode(answer)
+            await respond(send, status, b"" if scope["method"] == "HEAD" else body, JSON, {})
+
+    def _told(self, scope: Scope, found: re.Match[str] | None) -> tuple[int, dict[str, Any]]:
+        """(status, answer) of a GET. Raises RequestError 400, 404, 405."""
+        about: dict[str, Callable[[], dict[str, Any]]] = {
+            "/v2": lambda: {
+                "name": "roostream",
+                "version": self.release,
+                "extensions": ["binary_tensor_data"],
+            },
+            "/v2/health/live": lambda: {"live": True},
+            "/v2/health/ready": lambda: {"ready": not self.context.waiting_for()},
+        }
+        told = about.get(scope["path"])
+        if told is None and found is None:
+            raise RequestError(404, f"nothing is at {shown(scope['path'])!r}")
+        if scope["method"] not in ("GET", "HEAD"):
+            raise RequestError(405, f"expected GET or HEAD, got {shown(scope['method'])}")
+        if told is not None:
+            answer = told()
+        else:
+            assert found is not None
+            self.infer.check_model(found)
+            answer = (
+                {"name": found["name"], "ready": not self.context.waiting_for()}
+                if found["what"]
+                else self._metadata()
+            )
+        return 503 if answer.get("ready") is False else 200, answer
+
+    def _metadata(self) -> dict[str, Any]:
+        return {
+            "name": self.context.schema.name,
+            "versions": [held.version.name for held in self.context.service.versions.held],
+            "platform": "roostream",
+            "inputs": self.infer.features.inputs(),
+            "outputs": [
+                {"name": name, "datatype": "INT32" if name == ORDER else "FP32", "shape": [-1]}
+                for name in self.infer.outputs
+            ],
+        }
+
+
+class InferEndpoint(RankEndpoint):
+    """`POST /v2/models/<name>[/versions/<version>]/infer`."""
+
+    route = "infer"
+
+    def __init__(self, context: ServingContext, rank: RankEndpoint, log_rate_limit: LogRateLimit) -> None:
+        super().__init__(context, rank.body_reader, log_rate_limit)
+        self.gate, self.queue = rank.gate, rank.queue
+        self.features = FeatureTensors(context.schema)
+        self.outputs = (*(task for task in context.schema.tasks if task != ORDER), ORDER)
+
+    def check_model(self, found: re.Match[str]) -> str:
+        """The version that the path names, "" = none. Raises RequestError 400, 404."""
+        if found["name"] != self.context.schema.name:
+            message = f"expected model {self.context.schema.name!r}, got {shown(found['name'])!r}"
+            raise RequestError(404, message, code="unknown_model")
+        version = found["version"] or ""
+        self.context.service.versions.named(version)
+        return version
+
+    async def answer(self, scope: Scope, receive: Receive, until_s: float) -> object:
+        """As RankEndpoint.answer; also 404: it is another model's path."""
+        self.gate.check(self.left_s(until_s))
+        found = _MODEL.fullmatch(scope["path"])
+        assert found is not None
+        version = self.check_model(found)
+        stated = next((value for name, value in scope["headers"] if name == HEADER_LENGTH), None)
+        media_of(scope, (JSON, OCTETS))
+        body = await self.body_reader.read(scope, receive, until_s)
+        begin_s = time.perf_counter()
+        asked = parse_inference(body, stated)
+        check_outputs(asked, self.outputs)
+        request = self.features.request_of(asked, version)
+        take_version(scope, request)
+        self.context.metrics.stages.parse.observe(time.perf_counter() - begin_s)
+        return InferenceAnswer(await self.ranked(request, len(body), until_s), asked)
+
+    def fault(self, error: RequestError) -> object:
+        return _fault(error)
+
+    def form(self, scope: Scope, answer: object) -> tuple[bytes, str, dict[str, str]]:
+        """With bytes behind the JSON where an output was asked for so."""
+        if not isinstance(answer, InferenceAnswer):
+            return msgspec.json.encode(answer), JSON, {}
+        ranked = answer.ranked
+        head = {
+            "model_name": self.context.schema.name,
+            "model_version": ranked.model_version,
+            "id": ranked.request_id,
+            "parameters": {"degraded": ranked.degraded},
+        }
+        body, size = written(head, chosen(self._tensors(ranked), answer.asked))
+        return (body, JSON, {}) if size is None else (body, OCTETS, {HEADER_LENGTH.decode(): str(size)})
+
+    def _tensors(self, ranked: RankAnswer) -> list[OutputTensor]:
+        decimals_nT = shortest(ranked.scores_nT)
+        found = [
+            OutputTensor(task, "FP32", ranked.scores_nT[:, t], decimals_nT[:, t].tolist())
+            for t, task in enumerate(ranked.tasks)
+            if task != ORDER
+        ]
+        return [*found, OutputTensor(ORDER, "INT32", np.array(ranked.order, np.int32), ranked.order)]
+
+
+def _fault(error: RequestError) -> dict[str, str]:
+    return {"error": f"{error} (at {error.path})" if error.path else str(error)}
+
+
+async def refuse_inference(send: Send, error: RequestError, **headers: str) -> None:
+    """In the protocol's words."""
+    await respond(
+        send, error.status, msgspec.json.encode(_fault(error)), JSON, {**error.headers(), **headers}
+    )

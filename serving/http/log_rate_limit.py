@@ -1,0 +1,56 @@
+"""Log lines that anybody outside can cause: one a minute of each kind, so that a log says what happens and stays small."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable
+
+EVERY_S = 60.0
+MAX_KINDS = 256
+
+
+class LogRateLimit:
+    """Thread-safe; holds at most MAX_KINDS kinds."""
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic, every_s: float = EVERY_S) -> None:
+        self.now_s, self.every_s = now_s, every_s
+        self._lock = threading.Lock()
+        self._last: dict[
+            Hashable, tuple[float, int]
+        ] = {}  # kind → (when it was said, how often it was left out since)
+
+    def due(self, kind: Hashable) -> int | None:
+        """None = keep silent; else how many of this kind were left out since the last that was said."""
+        now_s = self.now_s()
+        with self._lock:
+            said_s, left_out = self._last.pop(kind, (-self.every_s, 0))
+            is_due = now_s - said_s >= self.every_s
+            self._last[kind] = (now_s, 0) if is_due else (said_s, left_out + 1)
+            if len(self._last) > MAX_KINDS:
+                del self._last[next(iter(self._last))]
+        return left_out if is_due else None
+
+
+class LogRateLimitFilter(logging.Filter):
+    """For a logger of a library: by its line before values are put in."""
+
+    def __init__(self, log_rate_limit: LogRateLimit) -> None:
+        super().__init__()
+        self.log_rate_limit = log_rate_limit
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        left_out = self.log_rate_limit.due(record.msg)
+        if left_out:
+            record.msg = f"{record.msg} (and {left_out} more like it)"
+        return left_out is not None
+
+
+def error_kind(error: BaseException) -> Hashable:
+    """Where it was raised: errors of one place are one kind."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    where = (at.tb_frame.f_code.co_filename, at.tb_lineno) if at is not None else ()
+    return (type(error).__name__, *where)

@@ -1,0 +1,432 @@
+"""The JSON form of a schema's features as msgspec types: one pass of compiled code checks names and types.
+
+Field names are `f0, f1, …` in declared order (a feature's own name need not be an identifier), renamed to the features'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from roostream.errors import nearest
+from roostream.schema.ids import MASK64
+from roostream.schema.schema import Feature, Schema
+from roostream.wire.block import main_key
+from roostream.wire.records import MAX_WEIGHT
+from serving.errors import RequestError, shown
+from serving.request import MAX_TEXT_BYTES, RankRequest, check_ids, id_of, ids_of, request_id_of, text_of
+
+RANK_QUERY = {
+    "append": "a page that adds candidates to an open request",
+    "ranked": "the answer has `ranked`: item ids, first slot first",
+    "top": "the answer has `top` in place of scores and order: the first so many slots, each with its item id and scores",
+}
+MAX_FLOAT = float(np.finfo(np.float32).max)
+FORBID: dict[str, Any] = {"forbid_unknown_fields": True}
+
+
+def limits(description: str = "", **of_schema: Any) -> Meta:
+    """Limits that are said in the document and checked by us: a refusal has our words and the right status."""
+    return Meta(description=description or None, extra_json_schema=of_schema or None)
+
+
+TEXT = limits("at most 64 bytes of UTF-8", maxLength=MAX_TEXT_BYTES)
+NAME = limits("1 to 64 bytes of UTF-8", minLength=1, maxLength=MAX_TEXT_BYTES)
+TIME = limits("ms since 1970", minimum=-(1 << 63), maximum=(1 << 63) - 1)
+FLOAT = limits(minimum=-MAX_FLOAT, maximum=MAX_FLOAT)
+PlainId = Annotated[int, limits(minimum=-(1 << 63), maximum=MASK64)] | Annotated[str, limits(minLength=1)]
+Id = Annotated[PlainId, Meta(description="an integer passes through, a string is hashed; no empty one")]
+
+
+@dataclasses.dataclass(frozen=True)
+class JsonTypes:
+    """`rank` is the type of a whole body; `known` says which names a place may have, for the nearest one in a message."""
+
+    rank: type[msgspec.Struct]
+    known: dict[str, tuple[str, ...]]  # path without indices → names
+    flat: tuple[int, ...]  # NRO features, by index, that a candidate's row may have beside its item_id
+
+
+def build_types(schema: Schema) -> JsonTypes:
+    """Types of `POST /v1/rank` for this schema."""
+    value = {f.name: _described(f, schema) for f in (*schema.ro, *schema.nro)}
+    ro = _struct("RequestFeatures", [(f, value[f.name]) for f in schema.ro])
+    nro = _struct("CandidateFeatures", [(f, value[f.name]) for f in schema.nro])
+    flat = tuple(i for i, f in enumerate(schema.nro) if f.name not in ("item_id", "nro"))
+    own = [
+        ("item_id", Id),
+        ("nro", Annotated[nro | None, Meta(description="features may also stand in here")], None),
+    ]
+    row = _struct("CandidateRow", [(schema.nro[i], value[schema.nro[i].name]) for i in flat], own)
+    count: dict[str, Any] = {"minItems": 1, "maxItems": schema.limits.max_candidates}
+    items = Annotated[list[Id], limits("one a candidate, each once", uniqueItems=True, **count)]
+    columns = _struct(
+        "CandidateColumns", [(f, _column(value[f.name], schema)) for f in schema.nro], [("item_id", items)]
+    )
+    both = Annotated[list[row], limits(**count)] | columns  # type: ignore[valid-type]
+    fields = _fields(both, ro)
+    return JsonTypes(msgspec.defstruct("RankRequest", fields, **FORBID), _known(schema, fields, flat), flat)
+
+
+def _fields(candidates: Any, ro: type[msgspec.Struct]) -> list[Any]:
+    return [
+        ("candidates", Annotated[candidates, Meta(description="rows, or columns; each item once")]),
+        (
+            "request_id",
+            Annotated[
+                str, limits("at most 64 bytes of UTF-8; made here when missing", maxLength=MAX_TEXT_BYTES)
+            ],
+            "",
+        ),
+        ("user_id", Id, 0),
+        ("session_id", Id, 0),
+        ("surface", Annotated[str, TEXT], ""),
+        ("ro", ro, msgspec.field(default_factory=ro)),
+        (
+            "append",
+            Annotated[bool, Meta(description="a page that adds candidates to an open request")],
+            False,
+        ),
+        (
+            "first_position",
+            Annotated[int, limits("place of this page's first slot", minimum=0, maximum=(1 << 31) - 1)],
+            0,
+        ),
+        (
+            "model_version",
+            Annotated[
+                str, limits("empty = the newest; 404 if it isn't held", pattern=r"^(\d{1,20}-\d{1,20})?$")
+            ],
+            "",
+        ),
+    ]
+
+
+def _known(schema: Schema, fields: list[Any], flat: tuple[int, ...]) -> dict[str, tuple[str, ...]]:
+    nro = tuple(f.name for f in schema.nro)
+    known = {
+        "$": tuple(f[0] for f in fields),
+        "$.candidates[]": ("item_id", "nro", *(schema.nro[i].name for i in flat)),
+    }
+    known |= {
+        "$.ro": tuple(f.name for f in schema.ro),
+        "$.candidates[].nro": nro,
+        "$.candidates": ("item_id", *nro),
+    }
+    for place, features in (
+        ("$.ro", schema.ro),
+        ("$.candidates[].nro", schema.nro),
+        ("$.candidates[]", schema.nro),
+        ("$.candidates", schema.nro),
+    ):
+        known |= {
+            f"{place}.{f.name}{'[]' if place == '$.candidates' else ''}": _parts(f)
+            for f in features
+            if _parts(f)
+        }
+    return known
+
+
+def _struct(
+    name: str, features: list[tuple[Feature, Any]], first: list[Any] | None = None
+) -> type[msgspec.Struct]:
+    fields: list[Any] = [*(first or []), *((f"f{i}", kind, None) for i, (_, kind) in enumerate(features))]
+    return msgspec.defstruct(
+        name, fields, rename={f"f{i}": f.name for i, (f, _) in enumerate(features)}, **FORBID
+    )
+
+
+def _column(value: Any, schema: Schema) -> Any:
+    return (
+        Annotated[
+            list[value], limits("one a candidate; null = missing", maxItems=schema.limits.max_candidates)
+        ]
+        | None
+    )
+
+
+def _described(f: Feature, schema: Schema) -> Any:
+    value = _value(f, schema)
+    return Annotated[value, Meta(description=f"hydrated when missing: {f.online}")] if f.online else value
+
+
+def _value(f: Feature, schema: Schema) -> Any:
+    """Type of one value; null = missing."""
+    most, weight = schema.limits.max_list, limits(minimum=-MAX_WEIGHT, maximum=MAX_WEIGHT)
+
+    def several(kind: Any) -> Any:
+        return Annotated[list[kind], limits(maxItems=most)]
+
+    if f.kind == "float":
+        return Annotated[float, FLOAT] | None
+    if f.kind == "ids":
+        return Id | several(Id) | None
+    if f.kind == "weighted_ids":
+        return (
+            msgspec.defstruct(
+                f"Weighted_{f.name}",
+                [("ids", several(Id)), ("weights", several(Annotated[float, weight]))],
+                **FORBID,
+            )
+            | None
+        )
+    ids, times = several(Id), several(Annotated[int, TIME])
+    columns = [ids if kind == "ids" else times for kind in f.columns.values()]
+    main = msgspec.field(name=main_key(f), default=None)
+    fields: list[Any] = [*((f"c{i}", kind) for i, kind in enumerate(columns)), ("main", ids | None, main)]
+    if main_key(f) != "ids" and "ids" not in f.columns:
+        meaning = Meta(description=f"another name of {main_key(f)!r}: give one of them")
+        fields.append(("ids", Annotated[ids | None, meaning], None))
+    names = {f"c{i}": column for i, column in enumerate(f.columns)}
+    return msgspec.defstruct(f"Sequence_{f.name}", fields, rename=names, **FORBID) | None
+
+
+def _parts(f: Feature) -> tuple[str, ...]:
+    if f.kind == "weighted_ids":
+        return ("ids", "weights")
+    return (main_key(f), *f.columns) if f.kind == "sequence" else ()
+
+
+# ---- JSON body of `POST /v1/rank` → RankRequest. Names, types and numbers are checked here; every refusal has its path.
+#
+# Candidates come as rows, `[{"item_id": 8, "age_h": 2.5}, …]` as in a line of a log, or as columns,
+# `{"item_id": […], "age_h": […]}`.
+# A row's features may also stand in an object of their own: `{"item_id": 8, "nro": {"age_h": 2.5}}`.
+
+
+_UNKNOWN = re.compile(r"unknown field `(?P<name>.*)`", re.DOTALL)
+_AT = " - at `"
+
+
+class JsonParser:
+    """For one schema. Thread-safe."""
+
+    def __init__(self, schema: Schema) -> None:
+        self.schema = schema
+        self._types = build_types(schema)
+        self._decoder = msgspec.json.Decoder(self._types.rank)
+        self._nro = [(f"f{i}", f) for i, f in enumerate(schema.nro)]
+        self._ro = [(f"f{i}", f, f"$.ro.{f.name}") for i, f in enumerate(schema.ro)]
+
+    def parse(self, body: bytes) -> RankRequest:
+        """Raises RequestError 400 with the path of the field, 413 for more candidates or list entries than the schema takes."""
+        rank: Any = decoded(self._decoder, body, self._types.known)
+        by_row = isinstance(rank.candidates, list)
+        ids = [c.item_id for c in rank.candidates] if by_row else rank.candidates.item_id
+        return RankRequest(
+            request_id=request_id_of(rank.request_id, "$.request_id"),
+            user_id=id_of(rank.user_id, "$.user_id"),
+            session_id=id_of(rank.session_id, "$.session_id"),
+            surface=text_of(rank.surface, "$.surface"),
+            item_ids=self._items(ids, "$.candidates[{}].item_id" if by_row else "$.candidates.item_id[{}]"),
+            given_ids=ids,
+            ro=self._request_values(rank.ro),
+            nro=self._rows(rank.candidates) if by_row else self._columns(rank.candidates),
+            append=rank.append,
+            first_position=_position(rank.first_position),
+            model_version=rank.model_version,
+        )
+
+    def _items(self, ids: list[Any], path: str) -> np.ndarray:
+        check_number(self.schema, len(ids))
+        items = ids_of(ids, path.format)
+        check_once(items, path)
+        return items
+
+    def _request_values(self, ro: Any) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        for name, f, path in self._ro:
+            value = getattr(ro, name)
+            if value is not None:
+                plain = f.kind == "float" and -MAX_FLOAT <= value <= MAX_FLOAT
+                out[f.name] = value if plain else self._checked(f, value, path)
+        return out
+
+    def _rows(self, candidates: list[Any]) -> dict[str, Any]:
+        """Features beside `item_id`, in `nro`, or some here and some there."""
+        _, nested, *flat = zip(*map(msgspec.structs.astuple, candidates), strict=True)
+        given = {
+            f.name: (f, column) for f, column in _given(flat, [self._nro[i][1] for i in self._types.flat])
+        }
+        if nested.count(None) == len(nested):
+            return self._checked_columns(list(given.values()), "$.candidates[{}].{}")
+        absent = (None,) * len(self._nro)
+        columns = zip(*(absent if c is None else msgspec.structs.astuple(c) for c in nested), strict=True)
+        path = "$.candidates[{}].{}" if given else "$.candidates[{}].nro.{}"
+        for f, column in _given(columns, [f for _, f in self._nro]):
+            given[f.name] = (f, _either(f.name, given[f.name][1], column) if f.name in given else column)
+        return self._checked_columns(list(given.values()), path)
+
+    def _columns(self, candidates: Any) -> dict[str, Any]:
+        """Candidates in columns: what each of them has, by feature."""
+        n = len(candidates.item_id)
+        given: list[tuple[Feature, Sequence[Any]]] = []
+        for name, f in self._nro:
+            column = getattr(candidates, name)
+            if column is None:
+                continue
+            if len(column) != n:
+                raise RequestError(
+                    400, f"expected {n} values as in item_id, got {len(column)}", f"$.candidates.{f.name}"
+                )
+            given.append((f, column))
+        return self._checked_columns(given, "$.candidates.{1}[{0}]")
+
+    def _checked_columns(self, given: Sequence[tuple[Feature, Sequence[Any]]], path: str) -> dict[str, Any]:
+        """`path` has places for index and name. All floats are converted and checked at once."""
+        floats = [(f, column) for f, column in given if f.kind == "float"]
+        values_Fn = np.array([column for _, column in floats], dtype=np.float64)  # None → NaN
+        large_Fn = np.abs(values_Fn) > MAX_FLOAT
+        if large_Fn.any():
+            at, row = np.argwhere(large_Fn)[0].tolist()
+            self._checked(floats[at][0], float(values_Fn[at, row]), path.format(row, floats[at][0].name))
+        out: dict[str, Any] = {f.name: values_Fn[i] for i, (f, _) in enumerate(floats)}
+        return out | {f.name: self._list_column(f, column, path) for f, column in given if f.kind != "float"}
+
+    def _list_column(self, f: Feature, column: Sequence[Any], path: str) -> Any:
+        if f.kind == "ids":
+            single = [v[0] if type(v) is list and len(v) == 1 else v for v in column]
+            if {int, str}.issuperset(
+                map(type, single)
+            ):  # exactly one id a row: an array, which encodes without a loop
+                return ids_of(single, lambda row: path.format(row, f.name))
+        return [
+            None if v is None else self._checked(f, v, path.format(i, f.name)) for i, v in enumerate(column)
+        ]
+
+    def _checked(self, f: Feature, value: Any, path: str) -> Any:
+        """One value in the form that `encode_*` takes."""
+        if f.kind == "float":
+            if abs(value) > MAX_FLOAT:
+                raise RequestError(400, f"expected a finite 32-bit float, got {value}", path)
+            return value
+        if f.kind == "ids":
+            ids = value if isinstance(value, list) else [value]
+            self._check_list(ids, path, "ids")
+            return ids
+        if f.kind == "weighted_ids":
+            self._check_list(value.ids, f"{path}.ids", "ids")
+            for i, weight in enumerate(value.weights):
+                if abs(weight) > MAX_WEIGHT:
+                    message = f"expected a weight within ±{MAX_WEIGHT:.0f}, got {weight}"
+                    raise RequestError(400, message, f"{path}.weights[{i}]")
+            return _aligned({"ids": value.ids, "weights": value.weights}, path)
+        return self._sequence(f, value, path)
+
+    def _sequence(self, f: Feature, value: Any, path: str) -> dict[str, Any]:
+        """The ids may be given by the table's name or as `ids`, not both."""
+        given = [ids for ids in (value.main, getattr(value, "ids", None)) if ids is not None]
+        if len(given) != 1:
+            raise RequestError(
+                400, f"expected its ids once, as {main_key(f)!r}, got them {len(given)} times", path
+            )
+        out: dict[str, Any] = {main_key(f): given[0]}
+        out |= {column: getattr(value, f"c{i}") for i, column in enumerate(f.columns)}
+        for column, values in out.items():
+            self._check_list(values, f"{path}.{column}", f.columns.get(column, "ids"))
+        return _aligned(out, path)
+
+    def _check_list(self, values: list[Any], path: str, kind: str) -> None:
+        if len(values) > self.schema.limits.max_list:
+            raise RequestError(
+                413, f"expected at most {self.schema.limits.max_list} entries, got {len(values)}", path
+            )
+        if kind == "ids":
+            check_ids(values, lambda i: f"{path}[{i}]")
+        elif values and not -(1 << 63) <= min(values) <= max(values) < 1 << 63:
+            raise RequestError(400, "expected times in ms as 64-bit integers", path)
+
+
+def _given(columns: Iterable[Sequence[Any]], features: list[Feature]) -> list[tuple[Feature, Sequence[Any]]]:
+    """What some row has."""
+    return [
+        (f, column) for f, column in zip(features, columns, strict=False) if column.count(None) < len(column)
+    ]
+
+
+def _either(name: str, flat: Sequence[Any], nested: Sequence[Any]) -> list[Any]:
+    """RequestError 400 where a row has a feature in both places."""
+    for row, (here, there) in enumerate(zip(flat, nested, strict=True)):
+        if here is not None and there is not None:
+            message = f"expected {name!r} once, beside item_id or in nro, got both"
+            raise RequestError(400, message, f"$.candidates[{row}].nro.{name}")
+    return [there if here is None else here for here, there in zip(flat, nested, strict=True)]
+
+
+def check_number(schema: Schema, count: int, path: str = "$.candidates") -> None:
+    """Raises RequestError 400 for no candidates, 413 for more than the schema takes."""
+    if not count:
+        raise RequestError(400, "expected at least one candidate, got none", path)
+    if count > schema.limits.max_candidates:
+        raise RequestError(
+            413, f"expected at most {schema.limits.max_candidates} candidates, got {count}", path
+        )
+
+
+def check_once(item_ids_n: np.ndarray, path: str) -> None:
+    """Raises RequestError 400 with both places of an item that is given twice; `path` has a place for the index."""
+    items = item_ids_n.tolist()
+    if len(set(items)) == len(items):
+        return
+    first: dict[int, int] = {}
+    for i, item in enumerate(items):
+        if first.setdefault(item, i) != i:
+            message = f"expected each candidate once, got that of {path.format(first[item])} again"
+            raise RequestError(400, message, path.format(i))
+
+
+def decoded(decoder: msgspec.json.Decoder[Any], body: bytes, known: dict[str, tuple[str, ...]]) -> Any:
+    """`body` by `decoder`. Raises RequestError 400, with the path of the field, and the nearest name where one is unknown."""
+    try:
+        return decoder.decode(body)
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            400, f"expected JSON in UTF-8, got byte 0x{error.object[error.start]:02x} in a string", "$"
+        ) from None
+    except RecursionError:
+        raise RequestError(
+            400, "expected JSON of this interface, got one that is nested too deep", "$"
+        ) from None
+    except msgspec.DecodeError as error:
+        raise _told(str(error), known) from None
+
+
+def _told(said: str, known: dict[str, tuple[str, ...]]) -> RequestError:
+    """msgspec's words in ours; a name may be as long as the body."""
+    what, at, path = said.rpartition(_AT)
+    if not at or not said.endswith("`"):
+        what, path = said, "$`"
+    path, unknown = path[:-1], _UNKNOWN.search(what)
+    if unknown is None:
+        return RequestError(400, what, path)
+    name = shown(unknown["name"])
+    names = known.get(re.sub(r"\[\d+\]", "[]", path), ())
+    instead = (
+        f"; say it in the address, ?{name}="
+        if "candidates" in names and name in RANK_QUERY
+        else nearest(name, names)
+    )
+    return RequestError(400, f"unknown field {name!r}{instead}", f"{path}.{name}")
+
+
+def _position(value: int) -> int:
+    if not 0 <= value < 1 << 31:
+        raise RequestError(400, f"expected a place from 0 on, got {value}", "$.first_position")
+    return value
+
+
+def _aligned(columns: dict[str, Any], path: str) -> dict[str, Any]:
+    sizes = {name: len(values) for name, values in columns.items()}
+    if len(set(sizes.values())) > 1:
+        raise RequestError(
+            400,
+            f"expected columns of equal length, got {', '.join(f'{n} {s}' for n, s in sizes.items())}",
+            path,
+        )
+    return columns

@@ -1,0 +1,67 @@
+"""`application/x-protobuf` body of `POST /v1/rank`: a `roo.Impression` without scores → RankRequest.
+
+Its blocks are scored and logged as they are, unless a feature that is kept online is missing in them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from roostream.errors import WireError
+from roostream.schema.schema import Schema
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.block import Columns, Side
+from serving.errors import RequestError
+from serving.rank_json import check_number, check_once
+from serving.request import RankRequest, RequestBlocks, request_id_of, text_of
+from serving.request_batch import checked, checked_at_once
+
+
+def parse_impression(schema: Schema, body: bytes) -> RankRequest:
+    """Raises RequestError 400 with the path of the field, 413 for more candidates or list entries than the schema takes."""
+    message = pb.Impression()
+    try:
+        message.ParseFromString(body)
+    except DecodeError:
+        raise RequestError(
+            400, f"expected a roo.Impression, got {len(body)} bytes that aren't one", "$"
+        ) from None
+    header, n = message.header, len(message.item_ids)
+    if header.schema not in (0, schema.fingerprint):
+        got = f"{header.schema:016x}"
+        raise RequestError(
+            400, f"expected schema {schema.fingerprint:016x} or 0, got {got}", "$.header.schema"
+        )
+    for name in ("scores", "positions", "propensities"):
+        if len(getattr(message, name)):
+            raise RequestError(400, "expected none: serving sets it", f"$.{name}")
+    check_number(schema, n, "$.item_ids")
+    item_ids = np.fromiter(message.item_ids, np.uint64, n).view(np.int64)
+    check_once(item_ids, "$.item_ids[{}]")
+    ro, nro = message.ro, message.nro
+    both = checked_at_once(schema, ro, nro, n) or (
+        _checked(schema, "ro", ro, 1),
+        _checked(schema, "nro", nro, n),
+    )
+    return RankRequest(
+        request_id=request_id_of(header.request_id, "$.header.request_id"),
+        user_id=header.user_id,
+        session_id=header.session_id,
+        surface=text_of(header.surface, "$.header.surface"),
+        item_ids=item_ids,
+        given_ids=message.item_ids,
+        ro={},
+        nro={},
+        append=False,
+        first_position=0,
+        model_version=header.model_version,
+        blocks=RequestBlocks(ro, nro, *both),
+    )
+
+
+def _checked(schema: Schema, side: Side, block: bytes, num_rows: int) -> Columns:
+    try:
+        return checked(schema, side, block, num_rows)
+    except WireError as error:
+        raise RequestError(413 if error.reason == "oversized" else 400, str(error), f"$.{side}") from None

@@ -1,0 +1,382 @@
+"""What an item's vector is made of: weights of a version, rows, and the item's own ids and floats. Nothing that depends on who
+asks, on the list, or on the time.
+
+Letters: N items, D width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from roostream.errors import ConfigError
+from roostream.models.inputs import build_inputs
+from roostream.models.two_tower.cascade import retrieval_model
+from roostream.models.two_tower.retrieval import Retrieval
+from roostream.online.counters import sources_of
+from roostream.runtime.clock import Clock
+from roostream.schema.schema import Schema
+from roostream.wire.batch import Batch
+from roostream.wire.lookup import Lookup, StackLookup, build_lookup
+from serving.config import RetrievalSettings
+from serving.retrieval.catalogue import Catalogue, load_catalogue
+from serving.retrieval.nearest_items import InvertedLists, NearestItems, Propose, load_faiss
+from serving.retrieval.retriever import RetrievalIndex, Retriever
+from serving.scorer import RowReader, Version
+from serving.versions.idle_gate import IdleGate
+
+_OF_A_LIST = ("rank", "share")
+
+
+def encode_items(model: Retrieval, rows: RowReader, items: Batch) -> np.ndarray:
+    """float32 [N, D] of the batch's candidates. Raises ConfigError: one isn't finite."""
+    lookup = build_lookup(items)
+    inputs = build_inputs(items, lookup, rows.gather(lookup))
+    with torch.inference_mode():
+        vector_ND = model.item_vectors(inputs).numpy()
+    if not np.isfinite(vector_ND).all():
+        at = int(np.flatnonzero(~np.isfinite(vector_ND).all(axis=1))[0])
+        raise ConfigError(f"expected finite vectors of items, got another of item {items.item_B[at]}")
+    return np.ascontiguousarray(vector_ND, np.float32)
+
+
+def check_item_features(schema: Schema, model: Retrieval) -> None:
+    """Raises ConfigError: the item's tower looks at what isn't the item's own."""
+    online = sources_of(schema, "nro")
+    for name in model.item_floats:
+        inputs, ops = _made_of(schema, name)
+        listed = [op for op in ops if op in _OF_A_LIST]
+        if listed:
+            raise ConfigError(
+                f"item_floats: expected floats of an item's own, got {name!r}, a {listed[0]} within a list; leave it out"
+            )
+        kept = next((i for i in inputs if i in online), "")
+        if kept:
+            raise ConfigError(
+                f"item_floats: expected floats that a catalogue can have, got {kept!r}, kept online; leave it out"
+            )
+    for f in schema.lists("nro"):
+        if online.get(f.name, "item_id") != "item_id":
+            raise ConfigError(f"expected id lists that a catalogue can have, got {f.name!r}, kept online")
+
+
+def _made_of(schema: Schema, name: str) -> tuple[list[str], list[str]]:
+    """(floats, operations) that an output of transforms is made of."""
+    names, ops = [name], list[str]()
+    for t in reversed(schema.transforms):
+        if t.output in names:
+            ops.append(t.op)
+            names.append(t.input)
+    return names, ops
+
+
+# ---- Whose rows are others than they were: all rows that items are made of are read now and then, and compared.
+#
+# Instead of listening to deltas: what counts is what a reader would get, wherever rows are kept and however they came (deltas, a
+# bootstrap, a bucket that was mended, another process' memory). Reading a hundred thousand rows costs some ten milliseconds.
+#
+# Letters: I items, U unique rows of a stack, L entries of all items, N items, D width.
+
+
+CHUNK = 20_000
+
+
+class RowChunk(NamedTuple):
+    """Rows that are read at once."""
+
+    stack: str
+    begin: int
+    end: int
+
+
+class _StackSeen:
+    """A stack's rows as they were last, and the items that are made of each."""
+
+    def __init__(self, items: Batch, found: StackLookup) -> None:
+        self.table_U, self.id_U = found.table_U, found.id_U
+        rows, slots = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        for k, name in enumerate(items.nro_lists.keys):
+            slot_L = np.repeat(np.arange(items.num_candidates), items.nro_lists.lengths_KN[k])
+            for key, index_L in found.index.items():
+                if key.partition(".")[0] == name:
+                    rows.append(index_L)
+                    slots.append(slot_L)
+        row_L = np.concatenate(rows)
+        self._slot_L = np.concatenate(slots)[np.argsort(row_L, kind="stable")]
+        self._start_U1 = np.concatenate([[0], np.cumsum(np.bincount(row_L, minlength=len(self.id_U)))])
+        self._seen_UD: np.ndarray | None = None
+
+    def part(self, begin: int, end: int) -> StackLookup:
+        return StackLookup(self.table_U[begin:end], self.id_U[begin:end], {})
+
+    def take(self, begin: int, row_UD: np.ndarray) -> np.ndarray:
+        """Rows as they are now, from `begin` on; the items of those that are others, each once. At first none is."""
+        if self._seen_UD is None:
+            self._seen_UD = np.full((len(self.id_U), row_UD.shape[1]), np.nan, np.float32)
+        seen_UD = self._seen_UD[begin : begin + len(row_UD)]
+        changed_N = begin + np.flatnonzero((seen_UD != row_UD).any(axis=1) & ~np.isnan(seen_UD).all(axis=1))
+        seen_UD[:] = row_UD
+        spans = [self._slot_L[self._start_U1[row] : self._start_U1[row + 1]] for row in changed_N]
+        return np.unique(np.concatenate(spans)) if spans else np.zeros(0, np.int64)
+
+
+class RowChangeDetector:
+    """For the items of one catalogue. Used by one thread."""
+
+    def __init__(self, items: Batch) -> None:
+        found = build_lookup(items)
+        self._stacks = {name: _StackSeen(items, stack) for name, stack in found.stacks.items()}
+        self._empty = {name: StackLookup(s.table_U[:0], s.id_U[:0], {}) for name, s in found.stacks.items()}
+
+    def chunks(self) -> list[RowChunk]:
+        """Of all rows."""
+        sizes = {name: len(stack.id_U) for name, stack in self._stacks.items()}
+        return [RowChunk(name, b, min(b + CHUNK, n)) for name, n in sizes.items() for b in range(0, n, CHUNK)]
+
+    def look(self, rows: RowReader, chunk: RowChunk) -> np.ndarray:
+        """int64 [N], rising: the items of rows that are others than at the last look."""
+        stack = self._stacks[chunk.stack]
+        lookup = Lookup({**self._empty, chunk.stack: stack.part(chunk.begin, chunk.end)})
+        return stack.take(chunk.begin, rows.gather(lookup)[chunk.stack])
+
+
+# ---- Which items wait for a new vector, and since when: the one that waits longest is first.
+#
+# Letters: I items, N some of them.
+
+
+_NEVER = np.inf
+
+
+class RefreshQueue:
+    """Pure. An item that is marked twice waits since the first time."""
+
+    def __init__(self, num_items: int) -> None:
+        self._since_I = np.full(num_items, _NEVER)
+
+    def __len__(self) -> int:
+        return int(np.isfinite(self._since_I).sum())
+
+    @property
+    def oldest_s(self) -> float | None:
+        """When the one that waits longest was marked; None: nobody waits."""
+        oldest = float(self._since_I.min(initial=_NEVER))
+        return oldest if oldest < _NEVER else None
+
+    def mark(self, slot_N: np.ndarray, now_s: float) -> None:
+        self._since_I[slot_N] = np.minimum(self._since_I[slot_N], now_s)
+
+    def take(self, most: int) -> np.ndarray:
+        """int64 [N], at most so many, the longest waiting ones; they wait no more."""
+        waiting_N = np.flatnonzero(np.isfinite(self._since_I))
+        taken_N = waiting_N[np.argsort(self._since_I[waiting_N], kind="stable")[:most]]
+        self._since_I[taken_N] = _NEVER
+        return taken_N
+
+
+# ---- Keeps the space that requests are retrieved with: one thread, in moments without requests where there are any.
+#
+# 1 a request's search again, comparing everything → recall
+# 2 the catalogue's file is another than before → read it; one that can't be read leaves the one in use
+# 3 the version that is served is another, or the catalogue → all vectors by that version, then both are put in use as one
+# 4 rows that items are made of have changed → those items' vectors anew, so many a second, the longest waiting first
+# 5 many vectors have moved from where the index has them → a new index
+#
+# 3 takes at most a quarter of the thread's time: a version that comes sooner is passed over for the one after it.
+
+
+log = logging.getLogger("roostream.serving.retrieval")
+
+TURN_S = 0.2
+LOOK_S = 1.0  # between two looks at all rows
+AT_ONCE = 256  # items; some milliseconds of the scoring thread's processor
+PATIENCE_S = 0.02
+REST = 3  # times as long as a build took, nothing is built whole
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class _Kept:
+    """What belongs to a space and only the keeper needs."""
+
+    space: RetrievalIndex
+    changed: RowChangeDetector
+    due: RefreshQueue
+    with_rows: bool  # else they were made of initial ones, and all are made again once rows are here
+
+
+class ItemVectorUpdater:
+    """`run` is a thread; numbers may be read from others."""
+
+    def __init__(
+        self,
+        schema: Schema,
+        settings: RetrievalSettings,
+        retriever: Retriever,
+        served: Callable[[], Version],
+        rows: RowReader,
+        idle_gate: IdleGate,
+        clock: Clock,
+    ) -> None:
+        """`served`: the version that most requests are scored with. Raises ConfigError: the index can't be had."""
+        self.schema, self.settings, self.retriever = schema, settings, retriever
+        self.served, self.rows, self.idle_gate, self.clock = served, rows, idle_gate, clock
+        self.num_built = self.num_refreshed = self.num_refused = 0
+        self.build_s: float | None = None  # the last one took
+        self._propose = index_builder(settings)
+        self._catalogue: Catalogue | None = None
+        self._stamp: tuple[int, int, int] | None = None  # of the file that was read last
+        self._refused: tuple[Version, Catalogue] | None = None
+        self._kept: _Kept | None = None
+        self._build_at_s = self._look_at_s = -math.inf
+
+    @property
+    def waiting_for(self) -> str:
+        """What the first vectors wait for; "" = they are here, or can't be made."""
+        return "" if self._kept or self.num_refused else "vectors of items"
+
+    def run(self, stop: threading.Event) -> None:
+        """Until `stop`."""
+        while not stop.is_set():
+            self.turn(stop)
+            self.clock.sleep(TURN_S, stop)
+
+    def turn(self, stop: threading.Event | None = None) -> None:
+        """All steps, each as far as it is due."""
+        self.retriever.samples.measure()
+        self._read_catalogue()
+        self._follow(stop)
+        if self._kept is not None and not (stop and stop.is_set()):
+            self._refresh(self._kept, stop)
+            if self._kept.space.nearest.wants_index:
+                self._kept.space.nearest.index()
+
+    def metrics(self) -> dict[str, float | None]:
+        """For metrics."""
+        kept, now_s = self._kept, self.clock.monotonic_s()
+        oldest_s = kept.due.oldest_s if kept else None
+        return {
+            "roostream_serving_items": len(kept.space.catalogue) if kept else 0,
+            "roostream_serving_items_due": len(kept.due) if kept else 0,
+            "roostream_serving_items_lag_seconds": None
+            if kept is None
+            else 0.0
+            if oldest_s is None
+            else now_s - oldest_s,
+            "roostream_serving_items_refreshed_total": self.num_refreshed,
+            "roostream_serving_items_built_total": self.num_built,
+            "roostream_serving_items_build_seconds": self.build_s,
+            "roostream_serving_items_refused_total": self.num_refused,
+            "roostream_serving_items_recall": self.retriever.samples.recall,
+            "roostream_serving_items_recall_samples_total": self.retriever.samples.num_measured,
+            "roostream_serving_items_exact_searches_total": kept.space.nearest.num_whole if kept else 0,
+        }
+
+    def _read_catalogue(self) -> None:
+        """Step 2."""
+        try:
+            found = Path(self.settings.items).stat()
+            stamp = (found.st_mtime_ns, found.st_size, found.st_ino)
+        except OSError:
+            stamp = (0, 0, 0)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self._catalogue = load_catalogue(self.schema, self.settings.items)
+        except ConfigError as error:
+            self._refuse(str(error))
+            return
+        log.info("%d items read from %s", len(self._catalogue), self.settings.items)
+
+    def _follow(self, stop: threading.Event | None) -> None:
+        """Step 3."""
+        catalogue, version, now_s = self._catalogue, self.served(), self.clock.monotonic_s()
+        if catalogue is None or now_s < self._build_at_s or self._refused == (version, catalogue):
+            return
+        space = self._kept.space if self._kept else None
+        has_rows = self.retriever.rows_ready()
+        fits = space is not None and space.version is version and space.catalogue is catalogue
+        if fits and self._kept is not None and (self._kept.with_rows or not has_rows):
+            return
+        try:
+            kept = self._built(version, catalogue, has_rows, stop)
+        except ConfigError as error:
+            self._refused = (version, catalogue)
+            self._refuse(f"model version {version.name}: {error}")
+            return
+        self.build_s = self.clock.monotonic_s() - now_s
+        self._build_at_s = now_s + (1 + REST) * self.build_s
+        if kept is not None:
+            self._kept, self.retriever.space = kept, kept.space
+            self.num_built += 1
+            log.info("vectors of %d items by version %s are here", len(catalogue), version.name)
+
+    def _built(
+        self, version: Version, catalogue: Catalogue, with_rows: bool, stop: threading.Event | None
+    ) -> _Kept | None:
+        """None: stopped. Rows are looked at first, so that none that changes meanwhile is missed."""
+        model = retrieval_model(version.model)
+        if model is None:
+            raise ConfigError(
+                'expected a model that retrieves (kind = "cascade", or "two_tower" with its stage), got another'
+            )
+        check_item_features(self.schema, model)
+        changed = RowChangeDetector(catalogue.items)
+        for chunk in changed.chunks():
+            changed.look(self.rows, chunk)
+        parts = []
+        for begin in range(0, len(catalogue), AT_ONCE):
+            if stop is not None and stop.is_set():
+                return None
+            parts.append(
+                self._vectors(model, catalogue, np.arange(begin, min(begin + AT_ONCE, len(catalogue))), stop)
+            )
+        nearest = NearestItems(np.concatenate(parts), self._propose)
+        space = RetrievalIndex(version=version, model=model, catalogue=catalogue, nearest=nearest)
+        return _Kept(space=space, changed=changed, due=RefreshQueue(len(catalogue)), with_rows=with_rows)
+
+    def _refresh(self, kept: _Kept, stop: threading.Event | None) -> None:
+        """Step 4."""
+        now_s = self.clock.monotonic_s()
+        if now_s >= self._look_at_s:
+            self._look_at_s = now_s + LOOK_S
+            for chunk in kept.changed.chunks():
+                self.idle_gate.wait(PATIENCE_S, stop)
+                kept.due.mark(kept.changed.look(self.rows, chunk), now_s)
+        left = math.ceil(self.settings.items_refreshed * TURN_S)
+        while left > 0 and len(slot_N := kept.due.take(min(left, AT_ONCE))):
+            try:
+                vector_ND = self._vectors(kept.space.model, kept.space.catalogue, slot_N, stop)
+            except ConfigError as error:
+                self._refuse(str(error))  # those that are here stay
+            else:
+                kept.space.nearest.replace(slot_N, vector_ND)
+                self.num_refreshed += len(slot_N)
+            left -= len(slot_N)
+
+    def _vectors(
+        self, model: Retrieval, catalogue: Catalogue, slot_N: np.ndarray, stop: threading.Event | None
+    ) -> np.ndarray:
+        self.idle_gate.wait(PATIENCE_S, stop)
+        return encode_items(model, self.rows, catalogue.take(slot_N))
+
+    def _refuse(self, message: str) -> None:
+        self.num_refused += 1
+        log.warning("items: %s%s", message, "; what is in use stays" if self._kept else "")
+        self.retriever.why_not = message
+
+
+def index_builder(settings: RetrievalSettings) -> Propose | None:
+    """How an index is made; None = every item is compared. Raises ConfigError: what it takes isn't installed."""
+    if settings.items_index == "exact":
+        return None
+    load_faiss()
+    return lambda vector_ID: InvertedLists(vector_ID, settings.items_probed)

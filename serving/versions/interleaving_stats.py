@@ -1,0 +1,120 @@
+"""Who is credited in a list that two rankers made: a request is won by the ranker on whose team more items were engaged with.
+
+What was drafted is remembered by request in a bounded memory, so that an engagement that comes to the same process is credited
+by its request id; one that comes later than MAX_CANDIDATES others, or to another process, is not. Each item counts once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from roostream.runtime.kafka.topics import ENGAGEMENTS
+from roostream.schema.ids import sample_id, signed
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from serving.feature_log.format import LogRecord
+from serving.ordering import OURS, RIVAL
+
+MAX_CANDIDATES = 200_000
+MAX_PAIRS = 32  # of versions whose sums are kept, the newest
+OUTCOMES = ("served", "rival", "tie")
+
+
+class Pair(NamedTuple):
+    """The names of two versions that share lists."""
+
+    served: str
+    rival: str
+
+
+class _Drafted:
+    """A request's list: whose each item is, and which were engaged with."""
+
+    __slots__ = ("engaged", "pair", "team_of")
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self.team_of: dict[int, int] = {}  # item → team
+        self.engaged: set[int] = set()
+
+    @property
+    def outcome(self) -> str:
+        """One of OUTCOMES, or "" while nothing was engaged with."""
+        if not self.engaged:
+            return ""
+        teams = [self.team_of[item] for item in self.engaged]
+        ours, rival = teams.count(OURS), teams.count(RIVAL)
+        return "served" if ours > rival else "rival" if rival > ours else "tie"
+
+
+class InterleavingStats:
+    """For engagements of one action. Thread-safe."""
+
+    def __init__(self, action: str, max_candidates: int = MAX_CANDIDATES) -> None:
+        self.action, self.max_candidates = action, max_candidates
+        self.num_lists = self.num_engaged = self.num_failed = 0
+        self._lock = threading.Lock()
+        self._drafted: dict[int, _Drafted] = {}  # sample id → list, the oldest first
+        self._num_candidates = 0
+        self._sums: dict[Pair, Counter[str]] = {}
+
+    def drafted(
+        self, key: bytes, request_id: str, pair: Pair, item_ids: Sequence[int], team_n: Sequence[int]
+    ) -> None:
+        """Remember a list before it is shown. A further page of a request is added to it; a repeated one changes nothing."""
+        id_ = sample_id(key, request_id)
+        with self._lock:
+            known = self._drafted.get(id_)
+            before = 0 if known is None else len(known.team_of)
+            if known is None or known.pair != pair:
+                known = self._drafted[id_] = _Drafted(pair)
+                self.num_lists += 1
+            known.team_of = {**dict(zip(item_ids, team_n, strict=True)), **known.team_of}
+            self._num_candidates += len(known.team_of) - before
+            while self._num_candidates > self.max_candidates:
+                oldest = self._drafted.pop(next(iter(self._drafted)))
+                self._num_candidates -= len(oldest.team_of)
+
+    def failed(self) -> None:
+        """The rival could not score a request, which is not interleaved then."""
+        self.num_failed += 1
+
+    def take(self, records: Iterable[LogRecord]) -> None:
+        """Engagements as they are logged; those of no list that is remembered are passed over."""
+        if not self._drafted:
+            return
+        for record in records:
+            if record.topic == ENGAGEMENTS:
+                _, message = wire.decode(record.value)
+                assert isinstance(message, pb.Engagement)
+                if message.action == self.action:
+                    self._credit(sample_id(record.key, message.header.request_id), signed(message.item_id))
+
+    def outcomes(self) -> dict[str, int]:
+        """Outcome → requests with an engagement, over all pairs that are kept."""
+        with self._lock:
+            return {outcome: sum(sums[outcome] for sums in self._sums.values()) for outcome in OUTCOMES}
+
+    def by_pair(self) -> dict[Pair, dict[str, int]]:
+        """The same by pair, the newest pair last."""
+        with self._lock:
+            return {
+                pair: {outcome: sums[outcome] for outcome in OUTCOMES} for pair, sums in self._sums.items()
+            }
+
+    def _credit(self, id_: int, item: int) -> None:
+        with self._lock:
+            drafted = self._drafted.get(id_)
+            if drafted is None or item not in drafted.team_of or item in drafted.engaged:
+                return
+            before = drafted.outcome
+            drafted.engaged.add(item)
+            self.num_engaged += 1
+            sums = self._sums.setdefault(drafted.pair, Counter())
+            sums[before] -= sums[before] > 0
+            sums[drafted.outcome] += 1
+            if len(self._sums) > MAX_PAIRS:
+                del self._sums[next(iter(self._sums))]

@@ -1,0 +1,239 @@
+"""The versions that this process can score with, and which of them scores a request.
+
+The newest `keep` versions are held, and whichever the routing names. What is served, from the top:
+
+1 the version that a request names
+2 the canary, for its share of users
+3 the version that was activated by hand, until `resume`
+4 the newest; the one before it while the newest is the canary
+
+Readers see one state, replaced as a whole: a request takes its versions once and uses nothing else (G4).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from serving.errors import RequestError, shown
+from serving.scorer import Version
+from serving.versions.routing import NAME, NEWEST, PREVIOUS, Routing, TrafficSplit, is_reference
+
+KEPT = 2
+_MAX_REFUSED = 20  # that are remembered, the newest
+
+
+class RoutableRequest(Protocol):
+    """What of a request decides: one that came, by the version that it names, or one that was scored, by the version that did."""
+
+    @property
+    def model_version(self) -> str: ...
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def key(self) -> bytes: ...
+
+
+class VersionChoice(NamedTuple):
+    """What a request is scored with."""
+
+    version: Version
+    rival: Version | None = None  # whose order is interleaved with the version's
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedVersion:
+    """A version and when it came."""
+
+    version: Version
+    committed_ms: int
+    installed_ms: int
+
+
+class RefusedVersion(NamedTuple):
+    """A version that was committed and is not served."""
+
+    name: str
+    reason: str  # one word, for metrics
+    message: str
+    at_ms: int
+
+
+class _Moment(NamedTuple):
+    held: tuple[LoadedVersion, ...]  # the newest first
+    routing: Routing
+
+    def find(self, reference: str) -> LoadedVersion | None:
+        if reference in (NEWEST, PREVIOUS):
+            at = (NEWEST, PREVIOUS).index(reference)
+            return self.held[at] if at < len(self.held) else None
+        return next((h for h in self.held if h.version.name == reference), None)
+
+    @property
+    def served(self) -> LoadedVersion:
+        routing = self.routing
+        if routing.activated and (found := self.find(routing.activated)) is not None:
+            return found
+        waits = routing.canary.share > 0 and routing.canary.version == NEWEST and len(self.held) > 1
+        return self.held[1 if waits else 0]
+
+
+class LoadedVersions:
+    """Thread-safe. `changed` is told whenever another version is served to most."""
+
+    def __init__(
+        self,
+        first: Version,
+        keep: int = KEPT,
+        routing: Routing | None = None,
+        now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+    ) -> None:
+        self.keep, self.now_ms = keep, now_ms
+        self.on_change: Callable[[LoadedVersion], None] = lambda held: None
+        self.num_swaps = 0
+        self.refused: dict[str, RefusedVersion] = {}
+        self.num_refused: Counter[str] = Counter()  # by reason
+        self._lock = threading.Lock()
+        self._state = _Moment((LoadedVersion(first, 0, now_ms()),), routing or Routing())
+
+    @property
+    def newest(self) -> Version:
+        return self._state.held[0].version
+
+    @property
+    def served(self) -> LoadedVersion:
+        """What most requests are scored with."""
+        return self._state.served
+
+    @property
+    def held(self) -> tuple[LoadedVersion, ...]:
+        return self._state.held
+
+    @property
+    def routing(self) -> Routing:
+        return self._state.routing
+
+    def install(self, version: Version, committed_ms: int = 0) -> None:
+        """It is the newest from now on; one of the same name gives its place to it."""
+        with self._lock:
+            others = tuple(h for h in self._state.held if h.version.name != version.name)
+            self.num_swaps += 1
+            self._become((LoadedVersion(version, committed_ms, self.now_ms()), *others), self._state.routing)
+
+    def withdraw(self, is_withdrawn: Callable[[str], bool]) -> None:
+        """Forget versions by their names, but for the newest and for those that the routing names."""
+        with self._lock:
+            newest, *others = self._state.held
+            names = self._state.routing.names
+            left = (h for h in others if h.version.name in names or not is_withdrawn(h.version.name))
+            self._become((newest, *left), self._state.routing)
+
+    def refuse(self, name: str, reason: str, message: str) -> None:
+        """For the list of versions: it was committed and can't be served."""
+        with self._lock:
+            self.num_refused[reason] += 1
+            self.refused.pop(name, None)
+            self.refused[name] = RefusedVersion(name, reason, message, self.now_ms())
+            if len(self.refused) > _MAX_REFUSED:
+                del self.refused[next(iter(self.refused))]
+
+    def activate(self, name: str) -> None:
+        """Serve this held version until `resume`; newer ones are held beside it. Raises RequestError 400, 404."""
+        with self._lock:
+            held = self._known(name)
+            self._become(
+                self._state.held, dataclasses.replace(self._state.routing, activated=held.version.name)
+            )
+
+    def resume(self) -> None:
+        """Serve the newest again."""
+        with self._lock:
+            self._become(self._state.held, dataclasses.replace(self._state.routing, activated=""))
+
+    def put(
+        self,
+        *,
+        canary: TrafficSplit | None = None,
+        shadow: TrafficSplit | None = None,
+        interleave: TrafficSplit | None = None,
+    ) -> None:
+        """Change what is given of the routing. Raises RequestError 400, 404: no version is called that; nothing is changed."""
+        with self._lock:
+            for split in filter(None, (canary, shadow, interleave)):
+                if split.share and not is_reference(split.version):
+                    message = (
+                        f"expected newest, previous or '<incarnation>-<seq>', got {shown(split.version)!r}"
+                    )
+                    raise RequestError(400, message, "$.version")
+                if split.share and split.version not in (NEWEST, PREVIOUS):
+                    self._known(split.version, "$.version")
+            before = self._state.routing
+            routing = dataclasses.replace(
+                before,
+                canary=canary or before.canary,
+                shadow=shadow or before.shadow,
+                interleave=interleave or before.interleave,
+            )
+            self._become(self._state.held, routing)
+
+    def named(self, name: str) -> Version:
+        """The one that is served for `""`. Raises RequestError 400, 404."""
+        return self._known(name).version if name else self._state.served.version
+
+    def for_request(self, request: RoutableRequest) -> VersionChoice:
+        """What scores it. Raises RequestError 400, 404: it names a version that isn't held."""
+        if request.model_version:
+            return VersionChoice(self._known(request.model_version).version)
+        state = self._state
+        served, routing = state.served, state.routing
+        if (
+            routing.canary.share
+            and routing.canary.takes(request.key, b"canary")
+            and (canary := state.find(routing.canary.version))
+        ):
+            return VersionChoice(canary.version)
+        if routing.interleave.share and routing.interleave.takes(request.key, b"interleave"):
+            rival = state.find(routing.interleave.version)
+            if rival is not None and rival is not served:
+                return VersionChoice(served.version, rival.version)
+        return VersionChoice(served.version)
+
+    def means(self, split: TrafficSplit) -> LoadedVersion | None:
+        """The version that a split has now; None: it is off, or what it names isn't held."""
+        return self._state.find(split.version) if split.share else None
+
+    def shadow_for(self, request: RoutableRequest) -> Version | None:
+        """What scores a request once more beside the answer; None where it would be the version that scored it."""
+        state = self._state
+        split = state.routing.shadow
+        if not split.share or not split.takes(request.key + request.request_id.encode(), b"shadow"):
+            return None
+        shadow = state.find(split.version)
+        return shadow.version if shadow is not None and shadow.version.name != request.model_version else None
+
+    def _become(self, held: tuple[LoadedVersion, ...], routing: Routing) -> None:
+        """With the lock. Versions beyond `keep` go, unless the routing names them."""
+        before, names = self._state.served, routing.names
+        self._state = _Moment(
+            tuple(h for i, h in enumerate(held) if i < self.keep or h.version.name in names), routing
+        )
+        if self._state.served.version is not before.version:
+            self.on_change(self._state.served)
+
+    def _known(self, name: str, path: str = "$.model_version") -> LoadedVersion:
+        state = self._state
+        if not NAME.fullmatch(name):
+            raise RequestError(
+                400, f"expected a model version as '<incarnation>-<seq>', got {shown(name)!r}", path
+            )
+        if (found := state.find(name)) is not None:
+            return found
+        names = ", ".join(h.version.name for h in state.held)
+        message = f"model version {name} isn't held; expected one of {names}, or none for the newest"
+        raise RequestError(404, message, path, code="unknown_model_version")

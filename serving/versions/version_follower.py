@@ -1,0 +1,232 @@
+"""Following dense versions: the newest manifest of the store → a verified `Version` that has been tried.
+
+Manifests and dense files are those of docs/protocols.md; both are verified by checksum before a byte of them is used, and a
+version scores recent requests before it is served (serving/versions/warm_up.py). What is damaged, or fails there, is refused,
+with one warning, for the version that is in use (G5).
+
+The store is the truth, also where it goes back: when the newest manifest is older than the version in use (`roostream checkpoint
+rollback`), that one is served again, and what was withdrawn is no longer held.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+import torch
+
+from roostream.errors import CheckpointError, ConfigError, UnavailableError, describe_error
+from roostream.models.build import model_config_from_dict
+from roostream.runtime import manifest as manifests
+from roostream.runtime import tensor_file
+from roostream.runtime.checkpoint_store import CheckpointStore
+from roostream.runtime.clock import Clock
+from roostream.runtime.manifest import Manifest
+from roostream.schema.schema import Schema
+from serving.errors import RequestError, VersionRefusedError
+from serving.scorer import RowReader, Version, build_version
+from serving.versions.idle_gate import MAX_IDLE_WAIT_S, IdleGate
+from serving.versions.loaded_versions import LoadedVersions
+from serving.versions.recent_requests import RecentRequests, ScoredRequest
+
+log = logging.getLogger("roostream.serving.dense")
+
+POLL_S = 1.0
+
+
+def read_weights(store: CheckpointStore, manifest: Manifest) -> dict[str, torch.Tensor]:
+    """The model's parameters of a commit.
+
+    Raises:
+        CheckpointError: the file's bytes aren't those that the manifest names.
+        VersionRefusedError: they hold what no forward pass can use.
+    """
+    name, data = manifest.dense.name, manifests.read_file(store, manifest.dense)
+    try:
+        tensors, _ = tensor_file.decode(data)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: {error}") from None
+    weights = {
+        n.removeprefix("model."): torch.from_numpy(a) for n, a in tensors.items() if n.startswith("model.")
+    }
+    for parameter, tensor in weights.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise VersionRefusedError(
+                "not_finite", f"{name}: parameter {parameter} isn't finite; it is not served"
+            )
+    return weights
+
+
+def _is_withdrawn(version: str, seqs: set[int]) -> bool:
+    """Its manifest isn't there although older ones are: those that are no longer kept go from the old end."""
+    seq = int(version.rpartition("-")[2])
+    return seq not in seqs and seq > min(seqs, default=seq)
+
+
+class VersionFollower:
+    """Installs versions as they are committed. `poll` from one thread; `run` is that thread."""
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        schema: Schema,
+        versions: LoadedVersions,
+        seed: int,
+        check: Callable[[Manifest], None] = lambda manifest: None,
+        warm_up: Callable[[Version], None] = lambda version: None,
+        pause: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`check` raises ConfigError for a manifest of a deployment of another shape, `warm_up` VersionRefusedError. What comes
+        is scored as the newest of `versions` is (`as_trained`). `pause` comes before each step of a version, of a few ms at
+        most: requests have the interpreter first."""
+        self.check, self.warm_up, self.pause = check, warm_up, pause
+        self.store, self.schema, self.versions, self.seed = store, schema, versions, seed
+        self._as_trained = versions.newest.as_trained
+        self._seq = 0  # of the newest that was installed
+        self._bad: set[str] = set()  # manifests that can't be served
+        self._away = False
+
+    def run(self, clock: Clock, stop: threading.Event) -> None:
+        """Poll every POLL_S until `stop`."""
+        while not stop.is_set():
+            self.poll()
+            clock.sleep(POLL_S, stop)
+
+    def poll(self) -> bool:
+        """Install the newest good version if it is another than the one installed last; True if it did.
+
+        Raises:
+            ConfigError: what is committed belongs to a deployment of another shape (`check`).
+        """
+        try:
+            names = self.store.list("manifests")
+        except UnavailableError as error:
+            return self._unreadable(error)
+        seqs = {seq for name in names if (seq := manifests.seq_of(name))}
+        known = (
+            self._seq if self._seq <= max(seqs, default=self._seq) else 0
+        )  # 0: the store went back, what is left there comes
+        for name in sorted(names, reverse=True):
+            if 0 < manifests.seq_of(name) <= known:
+                return False
+            if name not in self._bad and self._install(name):
+                self.versions.withdraw(lambda version: _is_withdrawn(version, seqs))
+                return True
+        return False
+
+    def _install(self, name: str) -> bool:
+        try:
+            manifest = manifests.load(self.store, name).manifest
+            self.check(manifest)
+            version = self._held(manifest) or self._load(manifest)
+        except CheckpointError as error:
+            self._refuse(name, error)
+            return False
+        except UnavailableError as error:
+            return self._unreadable(error)
+        if manifest.seq < self._seq:
+            log.warning("the store went back to dense version %s", version.name)
+        self._seq, self._away = manifest.seq, False
+        self.versions.install(version, manifest.time_ms)
+        log.info("dense version %s is here, %s is served", version.name, self.versions.served.version.name)
+        return True
+
+    def _held(self, manifest: Manifest) -> Version | None:
+        """It was checked and tried when it came."""
+        return next((h.version for h in self.versions.held if h.version.name == manifest.version), None)
+
+    def _refuse(self, name: str, error: CheckpointError) -> None:
+        """Said once: it is not tried again."""
+        log.warning("dense version not taken: %s", error)
+        self._bad.add(name)
+        reason = error.reason if isinstance(error, VersionRefusedError) else "damaged"
+        self.versions.refuse(name, reason, str(error))
+
+    def _load(self, manifest: Manifest) -> Version:
+        mine = f"{self.schema.fingerprint:016x}"
+        if manifest.schema != mine:
+            raise VersionRefusedError(
+                "schema",
+                f"{manifest.name}: expected schema {mine} (serving's), got {manifest.schema} (the trainer's); "
+                "restart serving with the trainer's schema",
+            )
+        self.pause()
+        weights = read_weights(self.store, manifest)
+        self.pause()
+        try:
+            model = model_config_from_dict(manifest.model)
+            version = build_version(
+                manifest.version, self.schema, model, self.seed, weights, self._as_trained
+            )
+        except ConfigError as error:
+            raise VersionRefusedError(
+                "model", f"{manifest.name}: expected the configuration of its model: {error}"
+            ) from None
+        except RuntimeError as error:
+            raise VersionRefusedError(
+                "model", f"{manifest.dense.name}: expected the parameters of its model: {error}"
+            ) from None
+        self.warm_up(version)
+        return version
+
+    def _unreadable(self, error: UnavailableError) -> bool:
+        """Trying again can help; said once an outage."""
+        if not self._away:
+            log.warning("the checkpoint store can't be read: %s; the version in use stays", error)
+        self._away = True
+        return False
+
+
+# ---- A version is tried before it is served: with requests that were scored a moment ago, in a thread that nobody waits for.
+#
+# A version with which one of them can't be scored (its code fails, a score isn't finite) is refused: it would fail the next user. A
+# request that the version in use can't score either says nothing about the new one. What it was tried with also loads what a first
+# request otherwise would: kernels, caches of shapes.
+
+
+log = logging.getLogger("roostream.serving.versions")
+
+
+class WarmUp:
+    """Used by one thread."""
+
+    def __init__(
+        self,
+        recent: RecentRequests,
+        rows: RowReader,
+        served: Callable[[], Version],
+        idle_gate: IdleGate,
+        max_requests: int,
+    ) -> None:
+        self.recent, self.rows, self.served, self.idle_gate, self.max_requests = (
+            recent,
+            rows,
+            served,
+            idle_gate,
+            max_requests,
+        )
+
+    def __call__(self, version: Version, stop: threading.Event | None = None) -> None:
+        """Score recent requests with it; nothing of that is answered, logged or counted.
+
+        Raises:
+            VersionRefusedError: it can't score one that the version in use can.
+        """
+        for request in self.recent.to_try(self.max_requests):
+            self.idle_gate.wait(MAX_IDLE_WAIT_S, stop)
+            failure = self._failure(version, request)
+            if failure and not self._failure(self.served(), request):
+                raise VersionRefusedError(
+                    "warm_up", f"{version.name}: expected a score for request {request.request_id}: {failure}"
+                )
+
+    def _failure(self, version: Version, request: ScoredRequest) -> str:
+        try:
+            request.score_with(version, self.rows)
+        except RequestError as error:
+            return describe_error(error)
+        except Exception as error:  # whatever it is, users are not to meet it
+            log.debug("warm-up of version %s", version.name, exc_info=True)
+            return f"{type(error).__name__}: {error}"
+        return ""
