@@ -31,7 +31,7 @@ from roostream.runtime.event_time import NUM_RECENT
 from trainer.dead_letter_quarantine import NotFiniteError
 from trainer.feed import ChunkPart, Claimed, Pulled
 from trainer.loop import TrainLoop
-from trainer.process_group import Reduction
+from trainer.process_group import ProcessGroup
 from trainer.read_bounds import ReadBounds
 from trainer.rows import no_rows
 from trainer.watermark import newest_of
@@ -131,7 +131,7 @@ class _Learned(NamedTuple):
 class LockStep:
     """One worker's turns in one incarnation. **If `turn` raises**, its loop must be restored, and this one is over."""
 
-    def __init__(self, loop: TrainLoop, reduction: Reduction, reach: ReadBounds | None = None) -> None:
+    def __init__(self, loop: TrainLoop, reduction: ProcessGroup, reach: ReadBounds | None = None) -> None:
         """`reach`: how far this worker may read; None: as far as there is anything."""
         self.loop, self.reduction, self.reach = loop, reduction, reach or ReadBounds(loop)
         self.num_turns = 0

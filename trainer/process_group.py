@@ -1,12 +1,16 @@
-"""Sums over all workers of a step: what makes W workers one.
+"""Collective operations of W workers within one incarnation: gradient sums and, for workers that hold rows,
+row exchange.
 
-Every worker gives a bucket of the same size in the same order, and all get the same sum, bit for bit. There is no other
-membership than the controller's: who meets is said by RESTORE, and the meeting's name is its incarnation.
+All workers give buffers of the same size in the same order, and all get the same sum, bit for bit. The
+controller alone decides who belongs to a group: RESTORE lists the workers, and the group's name is its
+incarnation.
 
-    RESTORE (workers, meet) ──► Reduction ──► first sum: all meet ──► sum, sum, … ──► left, or broken: everyone is restored
+    RESTORE (workers, address) ──► ProcessGroup ──► first sum: all connect ──► sum, sum, … ──► leave, or broken: all are restored
 
-torch's process groups are used alone, without the global default group, whose set-up imports half of torch, and without objects,
-which are pickled.
+torch's process groups are used directly. The global default group is avoided, because its set-up imports half
+of torch, and so are object collectives, which use pickle.
+
+Letters: N numbers of a bucket, W workers, B bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,88 +29,96 @@ from torch._C import _distributed_c10d as c10d
 
 from roostream.errors import UnavailableError
 from roostream.runtime.address import parse_address
-from trainer.all_to_all import AllToAll
 
-_SLICE_S = 0.05  # a wait looks so often whether it was interrupted
-_STORE_S = 5.0  # one call of the rendezvous
-_REACH_S = 1.0  # one attempt to reach it, which nothing ends from outside
-_ERRORS = (
-    RuntimeError,
-    OSError,
-    ValueError,
-    TimeoutError,
-)  # as torch tells a peer that is gone: all of them RuntimeErrors so far
+if TYPE_CHECKING:
+    from param_server.row_exchange import RowExchange
+
+_POLL_S = 0.05  # a wait checks this often whether it was interrupted
+_STORE_S = 5.0  # time limit of one call of the rendezvous store
+_CONNECT_S = 1.0  # time limit of one attempt to connect, which cannot be interrupted
+# torch reports a lost peer by one of these; all of them were RuntimeErrors so far.
+_ERRORS = (RuntimeError, OSError, ValueError, TimeoutError)
 
 
 class GroupSpec(NamedTuple):
-    """Who sums together, as RESTORE says it."""
+    """The members of a group, as RESTORE lists them."""
 
     incarnation: int
-    worker: int  # which of them this one is
+    worker: int  # index of this worker
     workers: int
-    address: str  # where worker 0 listens; "" for a worker alone
-    about: str = ""  # what the meeting is for, where a worker has several
+    address: str  # rendezvous address of worker 0; "" for a single worker
+    purpose: str = ""  # distinguishes several groups of one incarnation
 
 
-class Reduction(Protocol):
-    """Of one incarnation. The loop's thread calls it, but `interrupt`."""
+class ProcessGroup(Protocol):
+    """A group of one incarnation. The loop's thread calls it, except `interrupt`."""
 
     index: int
     workers: int
 
     def sum(self, bucket_N: Tensor) -> None:
-        """In place: float64 [N], of all workers added up. Waits for all of them.
+        """Add up float64 [N] over all workers, in place. Waits for all of them.
 
         Raises:
-            UnavailableError: one is gone or too late, or this was interrupted; everyone must be restored.
+            UnavailableError: a worker is gone or too late, or this was interrupted; everyone must be
+                restored.
         """
 
     def interrupt(self) -> None:
-        """Whoever waits, now or later, gets UnavailableError. Any thread; idempotent."""
+        """Make every current and later wait raise UnavailableError. Any thread; idempotent."""
 
     def leave(self) -> None:
-        """Nothing more is summed: the others are told at once. Idempotent."""
+        """End the group; the other workers notice at once. Idempotent."""
+
+
+class PeerGroup(ProcessGroup, Protocol):
+    """A process group that can also exchange rows: see `param_server.row_exchange.Peers`."""
+
+    def all_to_all(self, parts: Sequence[np.ndarray], about: str) -> list[np.ndarray]: ...
 
 
 class SingleWorkerGroup:
-    """See `Reduction` and `param_server.row_exchange.Peers`. Of one worker: nothing is sent anywhere."""
+    """A `PeerGroup` of one worker. Nothing is sent."""
 
     index, workers = 0, 1
 
     def all_to_all(self, parts: Sequence[np.ndarray], about: str) -> list[np.ndarray]:
         return list(parts)
 
-    def sum(self, bucket_N: Tensor) -> None:
-        """It is its sum."""
+    def sum(self, bucket_N: Tensor) -> None: ...
 
-    def interrupt(self) -> None:
-        """Nobody is waited for."""
+    def interrupt(self) -> None: ...
 
-    def leave(self) -> None:
-        """Nobody is told."""
+    def leave(self) -> None: ...
 
 
 class Rendezvous(Protocol):
-    """How a worker's process sums with others'."""
+    """How a worker's process joins a group."""
 
-    address: str  # where it can be met; "" nowhere
+    address: str  # where other workers connect; "" if they cannot
 
-    def join(self, meeting: GroupSpec) -> Reduction:
-        """Of that incarnation; nobody is waited for yet.
+    def join(self, spec: GroupSpec) -> ProcessGroup:
+        """Create the group without waiting for anybody.
 
-        Raises:
-            UnavailableError: this process sums with nobody.
-        """
+        Raises UnavailableError: this process cannot join any group."""
+
+
+class PeerRendezvous(Protocol):
+    """A `Rendezvous` whose groups can exchange rows."""
+
+    address: str
+
+    def join(self, spec: GroupSpec) -> PeerGroup: ...
 
 
 class SingleWorkerRendezvous:
-    """See `Team`: of a process that is always alone."""
+    """A `Rendezvous` of a process that always trains alone."""
 
     address = ""
 
-    def join(self, meeting: GroupSpec) -> Reduction:
-        if meeting.workers != 1:
-            raise UnavailableError(f"expected to train alone, got {meeting.workers} workers")
+    def join(self, spec: GroupSpec) -> ProcessGroup:
+        if spec.workers != 1:
+            raise UnavailableError(f"expected to train alone, got {spec.workers} workers")
         return SingleWorkerGroup()
 
 
@@ -114,27 +126,30 @@ SINGLE_WORKER = SingleWorkerRendezvous()
 
 
 class TorchRendezvous:
-    """See `Team`: by torch's process groups. A port, bound before anybody is told of it and kept from one incarnation to the
-    next, at which worker 0 is met. Who it sums with reaches it by the same host."""
+    """A `Rendezvous` for torch's process groups.
+
+    Worker 0 listens on a port that is bound before it is announced and that stays the same over all
+    incarnations."""
 
     def __init__(self, listen: str, *, device: str, timeout_s: float) -> None:
-        """Raises UnavailableError: the port is taken."""
+        """Raises UnavailableError: the port is in use."""
         self.host, port = parse_address(listen)
         self.device, self.timeout_s = device, timeout_s
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
-            self._listener = socket.create_server((self.host, port), family=_family(self.host), backlog=128)
+            self._listener = socket.create_server((self.host, port), family=family, backlog=128)
         except OSError as error:
             raise UnavailableError(
-                f"{listen} can't be listened on: {error}; choose another one, or port 0"
+                f"cannot listen on {listen}: {error}; choose another address, or port 0"
             ) from None
         self.address = f"{self.host}:{self._listener.getsockname()[1]}"
         self._store: c10d.TCPStore | None = None
 
-    def join(self, meeting: GroupSpec) -> SingleWorkerGroup | TorchProcessGroup:
-        return SingleWorkerGroup() if meeting.workers == 1 else TorchProcessGroup(meeting, self)
+    def join(self, spec: GroupSpec) -> SingleWorkerGroup | TorchProcessGroup:
+        return SingleWorkerGroup() if spec.workers == 1 else TorchProcessGroup(spec, self)
 
     def store(self) -> c10d.TCPStore:
-        """The key-value store behind the port; begun with the first call."""
+        """The key-value store behind the port, started by the first call."""
         if self._store is None:
             port = self._listener.getsockname()[1]
             fd = self._listener.detach()
@@ -142,56 +157,34 @@ class TorchRendezvous:
         return self._store
 
     def close(self) -> None:
-        """Idempotent; reductions may outlive it."""
+        """Idempotent. Groups may outlive it."""
         self._listener.close()
         self._store = None
 
 
 class TorchProcessGroup:
-    """See `Reduction`. A process group of torch: gloo, or NCCL where the buckets are on CUDA. Where it is gloo, also `Peers` of
-    `param_server.row_exchange`: which of the two a meeting is for, all of it is."""
+    """A `PeerGroup` over gloo, or a `ProcessGroup` over NCCL if the buckets are on CUDA.
 
-    def __init__(self, meeting: GroupSpec, place: TorchRendezvous) -> None:
-        """`place`: of this process."""
-        self.meeting, self.place, self.timeout_s = meeting, place, place.timeout_s
-        self.index, self.workers = meeting.worker, meeting.workers
-        self._swaps = AllToAll(self.index, self.workers, self._exchange)
+    One group is used either for sums or for `all_to_all`, not for both."""
+
+    def __init__(self, spec: GroupSpec, rendezvous: TorchRendezvous) -> None:
+        """`rendezvous`: of this process."""
+        self.spec, self.rendezvous, self.timeout_s = spec, rendezvous, rendezvous.timeout_s
+        self.index, self.workers = spec.worker, spec.workers
+        self._all_to_all = AllToAll(self.index, self.workers, self._exchange)
         self._interrupted = threading.Event()
         self._group: Any = None
         self._left = ""
         self._options = c10d.AllreduceOptions()
         self._options.reduceOp = c10d.ReduceOp.SUM
-        self._options.timeout = _span(self.timeout_s)
+        self._options.timeout = _timedelta(self.timeout_s)
 
     def sum(self, bucket_N: Tensor) -> None:
-        self._together(lambda group: self._wait(group.allreduce([bucket_N], self._options)))
+        self._collective(lambda group: self._wait(group.allreduce([bucket_N], self._options)))
 
     def all_to_all(self, parts: Sequence[np.ndarray], about: str) -> list[np.ndarray]:
-        """See `trainer.all_to_all.Swaps`. Raises as `sum`."""
-        return self._swaps.swap(parts, about)
-
-    def _exchange(
-        self, got: np.ndarray, sent: np.ndarray, sizes_got: list[int], sizes_sent: list[int]
-    ) -> None:
-        into, of = torch.from_numpy(got), torch.from_numpy(sent)
-        self._together(lambda group: self._wait(group.alltoall_base(into, of, sizes_got, sizes_sent)))
-
-    def _together(self, do: Callable[[Any], None]) -> None:
-        if self._left:
-            raise UnavailableError(f"this worker has left the others ({self._left}); waiting for RESTORE")
-        try:
-            if self._group is None:
-                self._group = self._meet()
-            return do(self._group)
-        except _ERRORS as error:
-            why = str(error).split("\n")[0][:200]
-            told = f"the other workers can't be summed with: {why}"
-        except UnavailableError as error:
-            why = told = str(error)
-        self._leave(
-            why
-        )  # behind the handlers: an error's frames hold the group, and whoever lets go of it last waits for it
-        raise UnavailableError(told)
+        """See `AllToAll.exchange`. Raises as `sum`."""
+        return self._all_to_all.exchange(parts, about)
 
     def interrupt(self) -> None:
         self._interrupted.set()
@@ -199,14 +192,39 @@ class TorchProcessGroup:
     def leave(self) -> None:
         self._leave("asked to")
 
+    def _exchange(
+        self, received: np.ndarray, sent: np.ndarray, sizes_received: list[int], sizes_sent: list[int]
+    ) -> None:
+        into, of = torch.from_numpy(received), torch.from_numpy(sent)
+        self._collective(lambda group: self._wait(group.alltoall_base(into, of, sizes_received, sizes_sent)))
+
+    def _collective(self, run: Callable[[Any], None]) -> None:
+        if self._left:
+            raise UnavailableError(f"this worker has left the group ({self._left}); waiting for RESTORE")
+        try:
+            if self._group is None:
+                self._group = self._connect()
+            return run(self._group)
+        except _ERRORS as error:
+            why = str(error).split("\n")[0][:200]
+            message = f"the collective operation with the other workers failed: {why}"
+        except UnavailableError as error:
+            why = message = str(error)
+        # Outside the handlers: an error's frames hold the group, and whoever drops the last reference waits
+        # for it.
+        self._leave(why)
+        raise UnavailableError(message)
+
     def _wait(self, work: Any) -> None:
-        """Woken when it is done; looked at in between, since nothing ends a wait of gloo from outside."""
+        """Wait until `work` is done.
+
+        Poll for an interrupt, because nothing ends a wait of gloo from outside."""
 
         def done() -> bool:
             try:
-                return bool(work.wait(_span(_SLICE_S)))
+                return bool(work.wait(_timedelta(_POLL_S)))
             except RuntimeError:
-                return bool(work.is_completed() and work.wait(_span(_SLICE_S)))  # raises its own error
+                return bool(work.is_completed() and work.wait(_timedelta(_POLL_S)))  # raises its own error
 
         self._until(done, "the other workers' part of a step")
 
@@ -219,42 +237,43 @@ class TorchProcessGroup:
                 raise UnavailableError(f"{what} did not come for {self.timeout_s:g} s")
             time.sleep(pause_s)
 
-    def _meet(self) -> Any:
-        """All must have come before a group is made, whose making can't be interrupted."""
-        store = c10d.PrefixStore(f"{self.meeting.incarnation}{self.meeting.about}", self._open())
+    def _connect(self) -> Any:
+        """Create the group after all workers have arrived, because its creation cannot be interrupted."""
+        store = c10d.PrefixStore(f"{self.spec.incarnation}{self.spec.purpose}", self._open())
         store.set(f"here {self.index}", "")
         everyone = [f"here {index}" for index in range(self.workers)]
         self._until(
-            lambda: bool(store.check(everyone)), f"{self.workers} workers at {self.meeting.address}", 0.02
+            lambda: bool(store.check(everyone)), f"{self.workers} workers at {self.spec.address}", 0.02
         )
-        if self.place.device.startswith("cuda"):
+        if self.rendezvous.device.startswith("cuda"):
             nccl: Any = c10d.ProcessGroupNCCL
             options = nccl.Options()
-            options._timeout = _span(self.timeout_s)
+            options._timeout = _timedelta(self.timeout_s)
             return nccl(store, self.index, self.workers, options)
         gloo: Any = c10d.ProcessGroupGloo
         options = gloo._Options()
-        options._timeout = _span(self.timeout_s)
-        options._devices = [gloo.create_device(hostname=self.place.host, lazy_init=False)]
+        options._timeout = _timedelta(self.timeout_s)
+        options._devices = [gloo.create_device(hostname=self.rendezvous.host, lazy_init=False)]
         return gloo(store, self.index, self.workers, options)
 
     def _open(self) -> c10d.TCPStore:
         if self.index == 0:
-            return self.place.store()
-        found: list[c10d.TCPStore] = []
+            return self.rendezvous.store()
+        opened: list[c10d.TCPStore] = []
 
-        def reach() -> bool:
+        def connect() -> bool:
             try:
-                found.append(_open_store(*parse_address(self.meeting.address), is_master=False))
+                opened.append(_open_store(*parse_address(self.spec.address), is_master=False))
             except RuntimeError:
                 return False
             return True
 
-        self._until(reach, f"worker 0 at {self.meeting.address}", 0.1)
-        return found[0]
+        self._until(connect, f"worker 0 at {self.spec.address}", 0.1)
+        return opened[0]
 
     def _leave(self, why: str) -> None:
-        """A group with an operation under way is closed by a thread: that takes until the operation's own time limit."""
+        """Close the group in a thread: with an operation under way this takes until the operation's time
+        limit."""
         self._left = self._left or why
         last, self._group = [self._group], None
         if last != [None]:
@@ -266,18 +285,112 @@ def _open_store(host: str, port: int, *, is_master: bool, **more: Any) -> c10d.T
         host.strip("[]"),
         port,
         is_master=is_master,
-        timeout=_span(_REACH_S),
+        timeout=_timedelta(_CONNECT_S),
         wait_for_workers=False,
         multi_tenant=False,
         **more,
     )
-    store.set_timeout(_span(_STORE_S))
+    store.set_timeout(_timedelta(_STORE_S))
     return store
 
 
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _span(seconds: float) -> datetime.timedelta:
+def _timedelta(seconds: float) -> datetime.timedelta:
     return datetime.timedelta(seconds=seconds)
+
+
+class DualRendezvous:
+    """A `Rendezvous` of workers that hold rows: each incarnation has one group for sums and one for `rows`.
+
+    There are two groups, because a push may run in its own thread beside the sum of the next turn."""
+
+    def __init__(self, rendezvous: PeerRendezvous, rows: RowExchange) -> None:
+        self.rendezvous, self.rows, self.address = rendezvous, rows, rendezvous.address
+
+    def join(self, spec: GroupSpec) -> ProcessGroup:
+        exchange = self.rendezvous.join(spec._replace(purpose=" rows"))
+        self.rows.meet(exchange)
+        return DualProcessGroup(self.rendezvous.join(spec), exchange)
+
+
+class DualProcessGroup:
+    """A `ProcessGroup` that sums by one group; whatever ends one of its two groups ends both."""
+
+    def __init__(self, sums: ProcessGroup, exchange: ProcessGroup) -> None:
+        self.sums, self.exchange = sums, exchange
+        self.index, self.workers = sums.index, sums.workers
+
+    def sum(self, bucket_N: Tensor) -> None:
+        self.sums.sum(bucket_N)
+
+    def interrupt(self) -> None:
+        self.sums.interrupt()
+        self.exchange.interrupt()
+
+    def leave(self) -> None:
+        self.sums.leave()
+        self.exchange.leave()
+
+
+Exchange = Callable[[np.ndarray, np.ndarray, list[int], list[int]], None]
+"""(received, sent, sizes received, sizes sent): uint8 of all workers concatenated, and the bytes per worker.
+`received` is written."""
+
+_HEADER_BYTES = 16
+_MIN_CAPACITY = 1 << 10
+_MAX_CAPACITY = 8 << 20  # limits what one unusually large exchange costs the next one
+
+
+class AllToAll:
+    """All-to-all of parts whose sizes the receivers do not know, usually in a single exchange.
+
+        block      one per peer: [size of its part · size of its sender's largest part · the first `capacity`
+        bytes of the part] overflow   a second exchange with the remaining bytes of all parts, only if some
+        part exceeds `capacity` capacity   from everyone's largest part in the last exchange of the same name,
+        so it is the same for all workers
+
+    torch's groups exchange buffers whose sizes both sides know. Exchanging sizes first would cost one more
+    exchange each time. All workers of a group call this in the same order with the same names."""
+
+    def __init__(self, index: int, workers: int, exchange: Exchange) -> None:
+        self.index, self.workers, self._exchange = index, workers, exchange
+        self._capacities: dict[str, int] = {}
+
+    def exchange(self, parts: Sequence[np.ndarray], about: str) -> list[np.ndarray]:
+        """Send `parts[w]` (uint8) to worker w; returns what each worker sent to this one.
+
+        Its own part is returned unchanged.
+
+        `about`: name of the exchange. Raises as the exchange."""
+        capacity = self._capacities.get(about, _MIN_CAPACITY)
+        others = [n for n in range(self.workers) if n != self.index]
+        largest = max((len(parts[n]) for n in others), default=0)
+        sent_WB = np.empty((self.workers - 1, _HEADER_BYTES + capacity), np.uint8)
+        for block_B, n in zip(sent_WB, others, strict=True):
+            block_B[:_HEADER_BYTES].view(np.int64)[:] = len(parts[n]), largest
+            block_B[_HEADER_BYTES : _HEADER_BYTES + len(parts[n])] = parts[n][:capacity]
+        received_WB = np.empty_like(sent_WB)
+        blocks = [0 if n == self.index else _HEADER_BYTES + capacity for n in range(self.workers)]
+        self._exchange(received_WB.reshape(-1), sent_WB.reshape(-1), blocks, blocks)
+        sizes, largest_W = received_WB[:, :_HEADER_BYTES].copy().view(np.int64).T
+        largest_of_all = max(largest, int(largest_W.max(initial=0)))
+        received = {
+            n: block_B[_HEADER_BYTES : _HEADER_BYTES + size]
+            for n, block_B, size in zip(others, received_WB, sizes.tolist(), strict=True)
+        }
+        if largest_of_all > capacity:
+            overflow = self._exchange_overflow(
+                parts, dict(zip(others, sizes.tolist(), strict=True)), capacity
+            )
+            received = {n: np.concatenate([received[n], overflow[n]]) for n in others}
+        next_capacity = max(largest_of_all + largest_of_all // 16, _MIN_CAPACITY) // 8 * 8
+        self._capacities[about] = min(next_capacity, _MAX_CAPACITY)
+        return [parts[n] if n == self.index else received[n] for n in range(self.workers)]
+
+    def _exchange_overflow(
+        self, parts: Sequence[np.ndarray], sizes: dict[int, int], capacity: int
+    ) -> list[np.ndarray]:
+        expected = [max(0, sizes.get(n, 0) - capacity) for n in range(self.workers)]
+        rests = [part[:0] if n == self.index else part[capacity:] for n, part in enumerate(parts)]
+        received = np.empty(sum(expected), np.uint8)
+        self._exchange(received, np.concatenate(rests), expected, [len(rest) for rest in rests])
+        return np.split(received, np.cumsum(expected)[:-1])

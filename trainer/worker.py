@@ -41,7 +41,7 @@ from trainer.loop import Snapshot, TrainLoop
 from trainer.monitoring.progressive_metrics import summarize
 from trainer.partitions import PartitionSnapshot, report_of
 from trainer.predictions import DurableOutputs
-from trainer.process_group import SINGLE_WORKER, GroupSpec, Reduction, Rendezvous, SingleWorkerGroup
+from trainer.process_group import SINGLE_WORKER, GroupSpec, ProcessGroup, Rendezvous, SingleWorkerGroup
 from trainer.read_bounds import ReadBounds
 
 log = logging.getLogger("roostream.worker")
@@ -66,7 +66,7 @@ class Worker:
         """`outputs`: those of the loop; `team`: how it sums with other workers."""
         self.loop, self.outputs, self.store, self.identity, self.index = loop, outputs, store, identity, index
         self.team = team
-        self.reduction: Reduction = SingleWorkerGroup()
+        self.reduction: ProcessGroup = SingleWorkerGroup()
         self.lockstep: LockStep | None = None  # with other workers
         self.reach = ReadBounds(loop)
         self.incarnation = 0

@@ -20,7 +20,7 @@ from benchmarks.workloads.training_step import NUM_PARTITIONS
 from trainer.lockstep import LockStep
 from trainer.loop import TrainLoop
 from trainer.pipeline.stage_timer import LOOP
-from trainer.process_group import GroupSpec, Reduction, TorchRendezvous
+from trainer.process_group import GroupSpec, ProcessGroup, TorchRendezvous
 from trainer.rows import ShardRows
 
 READ_AHEAD = 2  # as by default
@@ -54,7 +54,7 @@ class Took:
 class Trainee:
     """A worker's loop in lock-step with the others', or alone."""
 
-    def __init__(self, part: Part, loop: TrainLoop, reduction: Reduction) -> None:
+    def __init__(self, part: Part, loop: TrainLoop, reduction: ProcessGroup) -> None:
         self.part, self.loop, self.reduction = part, loop, reduction
         self.lockstep = LockStep(loop, reduction) if part.workers > 1 else None
         parameters = [p for p in loop.model.parameters() if p.requires_grad]

@@ -164,7 +164,7 @@ class HallReduction:
     """See `Reduction`, which adds in the order of workers, and `Peers` of rows that workers hold."""
 
     def __init__(self, hall: Hall, meeting: GroupSpec) -> None:
-        self.hall, self.name = hall, f"{meeting.incarnation}{meeting.about}"
+        self.hall, self.name = hall, f"{meeting.incarnation}{meeting.purpose}"
         self.index, self.workers = meeting.worker, meeting.workers
         self.left = self.interrupted = False
         self._num = 0

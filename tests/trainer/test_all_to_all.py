@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from trainer.all_to_all import AllToAll, Exchange
+from trainer.process_group import AllToAll, Exchange
 
 
 class Wire:
@@ -18,9 +18,11 @@ class Wire:
     def __init__(self, workers: int) -> None:
         self.sent: list[list[np.ndarray]] = [[]] * workers
         self.barrier = threading.Barrier(workers, timeout=20)
+        self.exchanges = [0] * workers
 
     def of(self, index: int) -> Exchange:
         def exchange(got: np.ndarray, sent: np.ndarray, sizes_got: list[int], sizes_sent: list[int]) -> None:
+            self.exchanges[index] += 1
             assert len(sent) == sum(sizes_sent) and len(got) == sum(sizes_got)
             self.sent[index] = np.split(sent, np.cumsum(sizes_sent)[:-1])
             self.barrier.wait()
@@ -45,10 +47,10 @@ def swapped(
         its = AllToAll(index, workers, wire.of(index))
         for turn in range(turns):
             parts = [drawn(turn, index, to, size_of(turn, index, to)) for to in range(workers)]
-            got = its.swap(parts, about(turn))
+            got = its.exchange(parts, about(turn))
             for sender, part in enumerate(got):
                 assert part.tobytes() == drawn(turn, sender, index, size_of(turn, sender, index)).tobytes()
-        return its.num_exchanges
+        return wire.exchanges[index]
 
     with ThreadPoolExecutor(workers) as pool:
         (num,) = set(pool.map(run, range(workers)))
@@ -84,9 +86,16 @@ def test_swaps_of_another_name_are_of_another_size() -> None:
     assert swapped(2, 40, lambda turn, *_: (9_000, 90_000, 0, 40)[turn % 4], name) == 42
 
 
-def test_one_unusual_swap_does_not_make_those_behind_it_large() -> None:
-    its = AllToAll(0, 2, lambda got, sent, *_: got.__setitem__(slice(None), sent))
-    its.swap([np.zeros(0, np.uint8), np.zeros(40 << 20, np.uint8)], "")
-    assert its.rooms[""] == 8 << 20
-    its.swap([np.zeros(0, np.uint8), np.zeros(10, np.uint8)], "")
-    assert its.rooms[""] == 1 << 10
+def test_one_unusually_large_exchange_does_not_make_the_next_ones_large() -> None:
+    sent_bytes: list[int] = []
+
+    def exchange(
+        received: np.ndarray, sent: np.ndarray, sizes_received: list[int], sizes_sent: list[int]
+    ) -> None:
+        sent_bytes.append(len(sent))
+        received[:] = sent
+
+    peers = AllToAll(0, 2, exchange)
+    for size in (40 << 20, 10, 10):
+        peers.exchange([np.zeros(0, np.uint8), np.zeros(size, np.uint8)], "")
+    assert 8 << 20 <= sent_bytes[-2] < 9 << 20 and sent_bytes[-1] < 2 << 10

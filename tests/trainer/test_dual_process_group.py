@@ -12,8 +12,7 @@ from param_server.row_exchange import RowExchange
 from roostream.errors import UnavailableError
 from tests.param_server.shard_support import ITEM, begun, lookup_of, state_of
 from tests.param_server.test_row_exchange import at_shards, batch
-from trainer.dual_process_group import DualRendezvous
-from trainer.process_group import GroupSpec, SingleWorkerGroup, TorchRendezvous
+from trainer.process_group import DualRendezvous, GroupSpec, SingleWorkerGroup, TorchRendezvous
 
 WORKERS, STEPS = 2, 3
 

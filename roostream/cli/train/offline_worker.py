@@ -41,7 +41,7 @@ from roostream.wire.decode import Decoder
 from trainer.config import LoopConfig
 from trainer.deployment_identity import DeploymentIdentity
 from trainer.device.numerics import set_numerics
-from trainer.dual_process_group import DualRendezvous
+from trainer.process_group import DualRendezvous
 from trainer.loop import LoopDependencies, TrainLoop
 from trainer.pipeline.pipelined_feed import connected
 from trainer.pipeline.stage_timer import StageTimer

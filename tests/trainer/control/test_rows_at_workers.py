@@ -23,8 +23,7 @@ from tests.trainer.network import CONTROLLER
 from tests.trainer.places import Site
 from tests.trainer.schedules import kills_of
 from tests.trainer.simulator import Kill, Simulation
-from trainer.dual_process_group import DualRendezvous
-from trainer.process_group import SingleWorkerGroup
+from trainer.process_group import DualRendezvous, SingleWorkerGroup
 from trainer.selection.config import SelectionConfig
 from trainer.selection.decision import NEGATIVE
 
