@@ -63,7 +63,7 @@ def test_others_reach_it_only_where_that_is_said() -> None:
 
 
 def test_a_port_that_is_taken_is_said(hasty: TorchRendezvous) -> None:
-    with pytest.raises(UnavailableError, match="can't be listened on"):
+    with pytest.raises(UnavailableError, match="listen"):
         TorchRendezvous(hasty.address, device="cpu", timeout_s=1.0)
 
 
@@ -99,7 +99,7 @@ def test_a_wait_for_the_others_ends_when_it_is_interrupted(met: bool, places: li
     assert (
         any(thread.name == "reduction-close" for thread in threading.enumerate()) == met
     )  # which waits for gloo's own limit
-    with pytest.raises(UnavailableError, match="has left the others"):
+    with pytest.raises(UnavailableError, match="has left"):
         reductions[0].sum(torch.ones(1, dtype=torch.float64))
 
 

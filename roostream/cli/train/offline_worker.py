@@ -41,12 +41,17 @@ from roostream.wire.decode import Decoder
 from trainer.config import LoopConfig
 from trainer.deployment_identity import DeploymentIdentity
 from trainer.device.numerics import set_numerics
-from trainer.process_group import DualRendezvous
 from trainer.loop import LoopDependencies, TrainLoop
 from trainer.pipeline.pipelined_feed import connected
 from trainer.pipeline.stage_timer import StageTimer
 from trainer.predictions import Prediction
-from trainer.process_group import SINGLE_WORKER, Rendezvous, SingleWorkerGroup, TorchRendezvous
+from trainer.process_group import (
+    SINGLE_WORKER,
+    DualRendezvous,
+    Rendezvous,
+    SingleWorkerGroup,
+    TorchRendezvous,
+)
 from trainer.record_source import RecordSource
 from trainer.rows import Rows, ShardRows
 from trainer.sessions.phased_source import PhasedSource
