@@ -240,7 +240,9 @@ class WorkerConfig(LoopConfig, Deployment):
     caught_up_hold_ms: int = setting(
         10_000, "for how long the lag must have been below it to count as live", ge=0
     )
-    meet: str = setting("127.0.0.1:0", "host:port at which several workers meet, worker 0's; port 0 = draw")
+    rendezvous_address: str = setting(
+        "127.0.0.1:0", "host:port at which worker 0 listens for the other workers; port 0 picks a free port"
+    )
     reduce_timeout_ms: int = setting(
         20_000, "a worker waits for the others of a step for this long", ge=100, le=600_000
     )
@@ -268,7 +270,7 @@ class WorkerConfig(LoopConfig, Deployment):
                 self.staleness,
                 "each batch then has two pushes, and this counts one",
             )
-        check_listen("meet", self.meet, insecure=self.insecure)
+        check_listen("rendezvous_address", self.rendezvous_address, insecure=self.insecure)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,9 @@
-"""What a correction changes, and what it must not count for.
+"""Training on corrections: labels that change after the close of a sample.
 
-A correction is a request of the batch (`correction_R`) with the features of its sample and labels before and after. Samples and
-corrections come from two topics without an order between them: the sum of their gradients is the same in any order at the same
-weights, and differs by what one step changes otherwise. A correction is no request of its own: it is in no metric and no
-prediction, its sample's close time says nothing of the time by now, and its id, of the sample and the engagement, is trained
-once as a sample's is.
+A correction is a request of the batch (`correction_R`) with the features of its sample and its labels before and after. Samples and
+corrections come from two unordered topics. At equal weights the sum of their gradients does not depend on the order; otherwise it
+differs by what one step changes. A correction appears in no metric and no prediction, and its sample's close time does not move the
+watermark. Its id (of the sample and the engagement) is trained once, like a sample's.
 
 Letters: R requests, B candidates, T tasks.
 """
@@ -20,14 +19,14 @@ from roostream.wire.batch import Batch
 from trainer.config import LoopConfig
 
 
-def due_ms_of(batch: Batch) -> np.ndarray:
-    """int64 [R]: when a request's record was due, its close or, of a correction, its engagement behind that."""
-    behind_R = np.maximum(batch.close_ms_R, batch.oldest_engagement_ms_R)
-    return np.where(batch.correction_R, behind_R, batch.close_ms_R)
+def record_due_ms(batch: Batch) -> np.ndarray:
+    """int64 [R]: when a request's record was due: its close, or the later engagement of a correction."""
+    later_R = np.maximum(batch.close_ms_R, batch.oldest_engagement_ms_R)
+    return np.where(batch.correction_R, later_R, batch.close_ms_R)
 
 
 def without_unchanged_corrections(batch: Batch, config: LoopConfig) -> Batch:
-    """The batch without corrections that change nothing which is to be trained; itself if all do."""
+    """The batch without corrections that change no trained label; the same object if all do."""
     if not batch.correction_R.any():
         return batch
     before_BT, after_BT = _before(batch, config), batch.label_BT
@@ -35,12 +34,12 @@ def without_unchanged_corrections(batch: Batch, config: LoopConfig) -> Batch:
     changes_BT = np.where(by_value_T, before_BT != after_BT, (before_BT > 0) != (after_BT > 0))
     changes_B = changes_BT.any(axis=1, where=batch.weight_BT > 0)
     num_changes_R = np.bincount(batch.request_index_B, changes_B, batch.num_requests)
-    kept_R = ~batch.correction_R | ((num_changes_R > 0) & _not_frozen(batch, config))
-    return batch if kept_R.all() else batch.take_requests(np.flatnonzero(kept_R))
+    keep_R = ~batch.correction_R | ((num_changes_R > 0) & _not_frozen(batch, config))
+    return batch if keep_R.all() else batch.take_requests(np.flatnonzero(keep_R))
 
 
-def targets_of(batch: Batch, config: LoopConfig) -> Targets:
-    """What the loss needs, on the loop's device."""
+def build_targets(batch: Batch, config: LoopConfig) -> Targets:
+    """Targets of the loss, on the loop's device."""
 
     def tensor(array: np.ndarray) -> torch.Tensor:
         return placed(array, config.device)
@@ -54,7 +53,7 @@ def targets_of(batch: Batch, config: LoopConfig) -> Targets:
 
 
 def _before(batch: Batch, config: LoopConfig) -> np.ndarray:
-    """[B, T]: what was trained of a correction's candidates, NaN of a sample's. What isn't to be corrected is as it was."""
+    """[B, T]: labels trained before the correction; NaN for samples. Labels that the settings do not correct are unchanged."""
     corrected_B1 = batch.correction_R[batch.request_index_B][:, None]
     before_BT, after_BT = np.nan_to_num(batch.label_before_BT), batch.label_BT
     if config.corrections == "downgrades":
@@ -63,12 +62,12 @@ def _before(batch: Batch, config: LoopConfig) -> np.ndarray:
 
 
 def _known(batch: Batch, mean_delay_ms: int) -> np.ndarray:
-    """[B, T]: the share of engagements that come before the close."""
+    """[B, T]: expected share of engagements that arrive before the close, with exponential delays."""
     elapsed_ms_R = np.maximum(batch.close_ms_R - batch.time_ms_R, 0)
     known_R = -np.expm1(-elapsed_ms_R / mean_delay_ms).astype(np.float32)
     return np.repeat(known_R[batch.request_index_B][:, None], batch.label_BT.shape[1], axis=1)
 
 
 def _not_frozen(batch: Batch, config: LoopConfig) -> np.ndarray:
-    """bool [R]: weights stand still from `freeze_at_ms` on, for what is only scored."""
+    """bool [R]: False from `freeze_at_ms` on, where requests are only scored."""
     return (batch.time_ms_R < config.freeze_at_ms) | (config.freeze_at_ms == 0)

@@ -1,4 +1,4 @@
-"""What of a chunk can't be trained: its dead letters, and the sign that it isn't the chunk's fault."""
+"""Quarantines requests that produce non-finite numbers, and detects when the model's state is the cause."""
 
 from __future__ import annotations
 
@@ -6,61 +6,63 @@ from collections.abc import Callable
 
 from roostream.errors import UnavailableError
 from roostream.runtime.kafka.topics import Partition
-from trainer.batch_source import Chunk, Rejected
+from trainer.chunks import Chunk, Rejected
 
-MAX_IN_A_ROW = 16
-"""Requests that give numbers that aren't finite, and none between that gives others: so many odd ones are no accident."""
+MAX_CONSECUTIVE = 16
+"""Beyond this many consecutive requests with non-finite results, the model's state is assumed to be corrupt."""
 
 
 class NotFiniteError(UnavailableError):
-    """Finite inputs give numbers that aren't finite, by the model's own state: everyone must be restored. Where that doesn't
+    """Finite inputs give non-finite numbers, so the model's state is corrupt: everyone must be restored. If that does not
     help, no restart does."""
 
 
 class DeadLetterQuarantine:
-    """Of one chunk after the other. A request that alone gives such numbers is dead at the end of its chunk, unless there were so
-    many in a row that they can't be the reason. The loop's thread alone."""
+    """Quarantines requests of a chunk that produce non-finite numbers on their own. They become dead letters when the chunk
+    ends, unless there were so many in a row that the model must be the cause. The loop's thread only."""
 
-    def __init__(self, bury: Callable[[Rejected], None]) -> None:
-        """`bury` is called for each that is dead."""
-        self.bury = bury
-        self.in_hand: Chunk | None = None  # being trained, or where training broke
+    def __init__(self, publish: Callable[[Rejected], None]) -> None:
+        """`publish` is called for each dead letter."""
+        self.publish = publish
+        self.current: Chunk | None = None  # the chunk in training, or the one at which training failed
         self._suspects: list[Rejected] = []
-        self._in_a_row = 0
+        self._consecutive = 0
 
     def begin(self, chunk: Chunk) -> None:
-        """What of it can't be decoded is dead from the beginning."""
-        self.in_hand = chunk
+        """Start a chunk. Its records that cannot be decoded are dead letters at once."""
+        self.current = chunk
         self._suspects.clear()
         for rejected in chunk.rejects:
-            self.bury(rejected)
+            self.publish(rejected)
 
     def suspect(self, partition: Partition, offset: int) -> None:
-        """Alone this request gives numbers that aren't finite."""
-        assert self.in_hand is not None
-        error = "expected finite scores and gradients, got others: a row or a feature of it is too large"
-        raw = self.in_hand.raw_of(partition, offset)
+        """This request alone gives non-finite numbers."""
+        assert self.current is not None
+        error = (
+            "expected finite scores and gradients, got non-finite ones: a row or a feature of it is too large"
+        )
+        raw = self.current.raw_of(partition, offset)
         self._suspects.append(Rejected(partition, offset, "non_finite", error, raw))
-        self._in_a_row += 1
+        self._consecutive += 1
 
     def clear(self) -> None:
-        """A request gave finite numbers: the model's state is in order."""
-        self._in_a_row = 0
+        """A request gave finite numbers, so the model's state is sound."""
+        self._consecutive = 0
 
     def settle(self) -> int:
-        """The chunk ends: its suspects are dead; how many.
+        """End the chunk; its suspects become dead letters. Returns their number.
 
         Raises:
-            NotFiniteError: nothing but suspects for too long; none of this chunk's is dead.
+            NotFiniteError: too many suspects in a row; no suspect of this chunk becomes a dead letter.
         """
-        if self._in_a_row >= MAX_IN_A_ROW:
+        if self._consecutive >= MAX_CONSECUTIVE:
             raise NotFiniteError(
-                f"the last {self._in_a_row} requests all gave scores or gradients that are not finite: not one of them is the "
-                "reason, but the model's own state"
+                f"expected finite scores and gradients, got non-finite ones for the last {self._consecutive} requests: "
+                "the cause is the model's state, not a request"
             )
-        dead = len(self._suspects)
+        count = len(self._suspects)
         for rejected in self._suspects:
-            self.bury(rejected)
+            self.publish(rejected)
         self._suspects.clear()
-        self.in_hand = None
-        return dead
+        self.current = None
+        return count

@@ -1,11 +1,11 @@
-"""Sample ids trained within the horizon: a sample that the joiner emits again is skipped (G2).
+"""Skips samples that the joiner emits again within the horizon (guarantee G2). Exact, not probabilistic.
 
-Exact, not probabilistic. Time is the sample's close time: a replay of a month remembers an hour of it, however fast it runs.
-Which time it is by now is never said by one sample alone (`MedianEventTime`).
+Time is the samples' close time: a replay of a month remembers one hour of it, however fast it runs. A single sample cannot move the
+clock (`MedianEventTime`).
 
-    claim ──► claimed, seen by the claims that follow ──► settle ──► trained
-              (forgotten: what lies a horizon behind                 (what was claimed and
-               the recent close times)                                forgotten, in a cut)
+    claim ──► claimed: later claims see its ids ──► settle ──► trained
+              (ids older than the horizon                      (included in the state)
+               are forgotten)
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from roostream.runtime.event_time import MedianEventTime
 
 
 class _Unsettled(NamedTuple):
-    """What a claim that isn't settled has changed, so that a cut leaves it out."""
+    """Changes of an unsettled claim, so that `state` can leave them out."""
 
     num_new: int
     forgotten: list[tuple[int, int]]  # (id, close time)
-    recent_ms: list[int]  # of before
+    recent_ms: list[int]  # before the claim
 
 
 class Dedupe:
-    """Of one partition: a sample's key decides its partition, so it comes again in the same one. Ids are int64, times ms.
-    Memory: about 100 bytes an id within the horizon.
+    """Sample ids of one partition. The key of a sample decides its partition, so duplicates are in the same one. Ids are int64, times
+    ms. Memory: about 100 bytes per id within the horizon.
 
-    Everything is decided at the claim, in the order of the chunks, so that it doesn't matter how many chunks are claimed ahead
-    of the one that is trained."""
+    Everything is decided at the claim, in the order of the chunks. So the result does not depend on how many chunks are claimed ahead
+    of training."""
 
     def __init__(self, horizon_ms: int) -> None:
         self.horizon_ms = horizon_ms
@@ -42,12 +42,12 @@ class Dedupe:
         self._recent = MedianEventTime()
 
     def __len__(self) -> int:
-        """Ids trained."""
+        """Number of trained ids."""
         return len(self.state()["id"])
 
     def claim(self, sample_id_R: np.ndarray, close_ms_R: np.ndarray) -> np.ndarray:
-        """bool [R]: True for the first sight of an id. It is claimed from now on, in no cut until `settle`; claims are settled
-        in their order."""
+        """Claim ids. Returns bool [R]: True for the first occurrence of an id. The claim is not in `state` until `settle`; claims are
+        settled in their order."""
         new_R = np.zeros(len(sample_id_R), dtype=np.bool_)
         for r, (id_, close_ms) in enumerate(zip(sample_id_R.tolist(), close_ms_R.tolist(), strict=True)):
             if id_ not in self._close_ms:
@@ -59,12 +59,12 @@ class Dedupe:
         return new_R
 
     def settle(self, new_R: np.ndarray) -> None:
-        """The samples of the oldest claim, which answered `new_R`, are trained or skipped."""
+        """The samples of the oldest claim, whose result was `new_R`, are trained or skipped."""
         self._claims.popleft()
         self.num_skipped += int(len(new_R) - new_R.sum())
 
     def state(self) -> dict[str, np.ndarray]:
-        """`id` and `close_ms` (int64 [N]) of what is trained, oldest training first; `recent_ms` (int64)."""
+        """`id` and `close_ms` (int64 [N]) of trained samples, oldest training first; `recent_ms` (int64)."""
         if not self._claims:
             n, recent_ms = len(self._close_ms), np.array(self._recent.times_ms, np.int64)
             ids, times = (np.fromiter(x, np.int64, n) for x in (self._close_ms, self._close_ms.values()))
@@ -81,14 +81,14 @@ class Dedupe:
         }
 
     def load(self, state: Mapping[str, np.ndarray]) -> None:
-        """Become what `state` gave; nothing is claimed. Without `recent_ms` (files of before) the newest ids say it."""
+        """Load a state, without claims. Old files have no `recent_ms`; the close times of the ids replace it."""
         self._close_ms = dict(zip(state["id"].tolist(), state["close_ms"].tolist(), strict=True))
         self._claims.clear()
         self._recent = MedianEventTime()
         self._recent.add(state.get("recent_ms", state["close_ms"]).tolist())
 
     def _forget(self) -> list[tuple[int, int]]:
-        """Drop ids from the front that lie behind the horizon; one out of order waits for those before it."""
+        """Drop ids from the front that are older than the horizon. An id out of order waits for those before it."""
         limit_ms = self._recent.middle_ms - self.horizon_ms
         old = []
         for id_, close_ms in self._close_ms.items():

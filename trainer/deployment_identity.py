@@ -1,4 +1,4 @@
-"""What offsets and rows belong to: which Kafka, which schema, which shards. A manifest of another one is refused."""
+"""Checks that a manifest belongs to this deployment: its Kafka cluster and topics, its schema, its shards."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _TOPICS = (SAMPLES, ROWS, CORRECTIONS)
 def kafka_identity(
     broker: Broker, prefix: str, partitions: int, stop: threading.Event | None = None
 ) -> dict[str, Any]:
-    """`{"cluster_id", "topics": {name: id}}` of the topics that a manifest has offsets of; waits for broker and topics.
+    """`{"cluster_id", "topics": {name: id}}` of the topics whose offsets are in manifests. Waits for broker and topics.
 
     Raises:
-        ConfigError: they have other partitions than the settings say.
+        ConfigError: the topics have another number of partitions than the settings.
         UnavailableError: `stop` was set meanwhile.
     """
     cluster_id = clients.wait_for_broker(broker, stop)
@@ -36,18 +36,18 @@ def kafka_identity(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeploymentIdentity:
-    """What a manifest must agree with before anything of it is used."""
+    """What a manifest must match before it is used."""
 
     schema: Schema
     registry: Registry
-    kafka: Mapping[str, Any]  # as `kafka_identity` gives it
+    kafka: Mapping[str, Any]  # of `kafka_identity`
     num_shards: int
     num_buckets: int
     num_partitions: int
     seed: int
 
     def check(self, manifest: Manifest) -> None:
-        """Raises ConfigError, SchemaError: it belongs to others; no older manifest can mend that."""
+        """Raises ConfigError, SchemaError: the manifest belongs to another deployment; an older manifest does not help."""
         check_kafka(manifest, self.kafka)
         check_schema(manifest, self.schema, self.registry)
         manifests.check_shape(
@@ -60,37 +60,35 @@ class DeploymentIdentity:
 
 
 def check_kafka(manifest: Manifest, kafka: Mapping[str, Any]) -> None:
-    """Raises ConfigError: offsets of another cluster, or of topics that were deleted and made again, mean nothing. A manifest
-    that names no cluster has none: `roostream checkpoint import` brought it, and the first commit names this one."""
+    """Raises ConfigError: the offsets are of another cluster, or of topics that were recreated, and have no meaning here.
+
+    A manifest of `roostream checkpoint import` names no cluster and has no offsets; the first commit names this cluster."""
     if not manifest.kafka:
         return
-    named = manifest.kafka.get(
-        "topics", {}
-    )  # a manifest of before corrections were trained doesn't name theirs
-    here = {name: kafka.get("topics", {}).get(name) for name in named}
-    if manifest.kafka.get("cluster_id") != kafka.get("cluster_id") or named != here:
+    expected = manifest.kafka.get("topics", {})  # old manifests do not name the topic of corrections
+    actual = {name: kafka.get("topics", {}).get(name) for name in expected}
+    if manifest.kafka.get("cluster_id") != kafka.get("cluster_id") or expected != actual:
         raise ConfigError(
             f"{manifest.name}: expected Kafka cluster {manifest.kafka.get('cluster_id')} with {manifest.kafka.get('topics')}, "
-            f"got {kafka.get('cluster_id')} with {kafka.get('topics')}: the committed offsets mean nothing there; "
-            "bring the old broker's data back, take the model over with `roostream checkpoint export` and `import`, "
-            "or begin anew with `roostream reset`"
+            f"got {kafka.get('cluster_id')} with {kafka.get('topics')}: the committed offsets have no meaning there; "
+            "restore the old broker's data, move the model with `roostream checkpoint export` and `import`, "
+            "or start over with `roostream reset`"
         )
 
 
 def check_schema(manifest: Manifest, schema: Schema, registry: Registry) -> None:
-    """A schema may gain and lose features, and tables may become wider; what it keeps must mean the same.
+    """A schema may add and remove features, and tables may become wider. What both schemas have must mean the same.
 
     Raises:
-        SchemaError: a feature changed its kind, table or columns, a table has become narrower, or the labels differ; says
-            expected and got.
-        ConfigError: the manifest's schema isn't in the store.
+        SchemaError: a feature changed its kind, table or columns, a table became narrower, or the labels differ.
+        ConfigError: the manifest's schema is not in the store.
     """
     if manifest.schema == f"{schema.fingerprint:016x}":
         return
     written = registry(int(manifest.schema, 16))
     if written is None:
         raise ConfigError(
-            f"{manifest.name}: expected its schema {manifest.schema} in the store, got nothing; restore the file"
+            f"{manifest.name}: expected its schema {manifest.schema} in the store, got nothing; restore its file"
         )
     reading_plan(written, schema)
     for name, table in schema.table_by_name.items():
@@ -98,11 +96,11 @@ def check_schema(manifest: Manifest, schema: Schema, registry: Registry) -> None
         if committed is not None and committed.dim > table.dim:
             raise SchemaError(
                 f"{manifest.name}: expected table {name!r} with dim {committed.dim} or more, as committed, got {table.dim}: "
-                "columns of its rows would be lost; give the narrower table a new name"
+                "columns of its rows would be lost; give the narrower table another name"
             )
     if written.labels != schema.labels:
         names = [[label.name for label in s.labels] for s in (written, schema)]
         raise SchemaError(
             f"{manifest.name}: expected labels {names[0]} folded as committed, got {names[1]}; "
-            "the weights predict the committed labels: keep them, or begin anew with `roostream reset`"
+            "the weights predict the committed labels: keep them, or start over with `roostream reset`"
         )

@@ -1,16 +1,16 @@
-"""Several workers' turns: every turn of every worker is one sum over one bucket.
+"""Synchronous training by several workers: in every turn, all workers sum one bucket.
 
-    turn n     each says what it will train in turn n+1 (its weights), whether it wants a cut, how far it is
-               ── sum ──► all know the same of turn n+1: does anybody train, and divided by which totals
-    turn n+1   each trains what it said: gradients of its part of the loss, in the same bucket ── sum ──► the same step for all
+    turn n     each worker reports what it will train in turn n+1 (its weights), whether it wants a cut, and its progress
+               ── sum ──► all know the plan of turn n+1: whether anybody trains, and the totals to divide by
+    turn n+1   each trains what it reported: gradients of its part of the loss, in the same bucket ── sum ──► one step for all
 
-A worker without data adds zeros, and asks for no rows: in a turn that trains all pull once, and all push once where there are
-gradients, so that either may be a call of all (`param_server/row_exchange.py`). A cut is taken behind the turn in which all want the
-same one; what was announced for the next turn stays announced, and is in no cut. While nobody trains, the bucket has the words
-alone, and a turn waits for data as a poll does.
+A worker without data adds zeros and pulls no rows. In a turn that trains, all workers pull once, and all push once if there are
+gradients, so that both may be collective calls (`param_server/row_exchange.py`). A cut happens after the turn in which all workers
+want the same one. What was announced for the next turn stays announced, and is not part of the cut. While nobody trains, the bucket
+contains the reports alone, and a turn waits for data as a poll does.
 
-What isn't finite never reaches a sum: a worker whose part gives such numbers, or numbers whose sum over all workers could be
-one, adds zeros, and its halves are its next parts.
+Non-finite numbers never reach a sum: a worker whose part gives non-finite numbers, or numbers that could overflow the sum over all
+workers, adds zeros and trains the halves of its part next.
 
 Letters: W workers, T tasks, P dense parameters, N numbers of a bucket, R requests.
 """
@@ -28,42 +28,42 @@ from torch import Tensor
 
 from roostream.errors import UnavailableError
 from roostream.runtime.event_time import NUM_RECENT
+from trainer.chunks import ChunkPart, ClaimedChunk, PulledPart
 from trainer.dead_letter_quarantine import NotFiniteError
-from trainer.feed import ChunkPart, Claimed, Pulled
 from trainer.loop import TrainLoop
 from trainer.process_group import ProcessGroup
 from trainer.read_bounds import ReadBounds
-from trainer.rows import no_rows
-from trainer.watermark import newest_of
+from trainer.rows import empty_lookup
+from trainer.watermark import merge_newest_times
 
 _POLL_S = 0.1
-_MAX_MS = 1 << 52  # exact in a float64, as everything else that is said
+_MAX_MS = 1 << 52  # exact in a float64, as all other fields of a report
 _DIGEST = (1 << 52) - 1
 
 
 class TurnReport(NamedTuple):
-    """What a worker says in a turn; it goes along as float64."""
+    """What a worker reports in a turn, sent as float64."""
 
     turn: int  # of this incarnation
-    cut: int  # the commit that it would cut for behind this turn; 0 = none, or it stands within a chunk
-    digest: int  # of its dense weights before this turn; 0 where it wants no cut
-    leaving: bool  # nobody shall begin another chunk
+    cut: int  # the commit that it wants to cut for after this turn; 0 = none, or it is within a chunk
+    digest: int  # of its dense weights before this turn; 0 if it wants no cut
+    leaving: bool  # no worker shall begin another chunk
     ready: bool  # it has a part for the next turn
-    spare: bool  # it has no partition at all, or has trained all that it may read of them in this epoch
-    epoch: int  # of what it may read; 0 = the stream
-    weighted: bool  # and that one has weight
-    requests: int  # new ones taken of its partitions since the beginning, with what it announces
+    spare: bool  # it has no partition, or has trained everything that it may read in this epoch
+    epoch: int  # epoch of its work units; 0 = the stream
+    weighted: bool  # that part has weight
+    requests: int  # new requests of its partitions since the beginning, including the announced ones
     weight_T: tuple[float, ...]  # of that part
-    times_ms: tuple[int, ...]  # the newest close times of the chunk that it begins in this turn
+    times_ms: tuple[int, ...]  # newest close times of the chunk that it begins in this turn
 
-    def numbers(self) -> list[float]:
+    def encode(self) -> list[float]:
         times = [float(min(max(t, -_MAX_MS), _MAX_MS)) for t in self.times_ms[-NUM_RECENT:]]
         padding = [0.0] * (NUM_RECENT - len(times))
         return [*map(float, self[:9]), *self.weight_T, float(len(times)), *times, *padding]
 
 
-def words_of(numbers: Sequence[float], num_tasks: int) -> TurnReport:
-    """What `Words.numbers` gave."""
+def decode_report(numbers: Sequence[float], num_tasks: int) -> TurnReport:
+    """Decode what `TurnReport.encode` returned."""
     turn, cut, digest, leaving, ready, spare, epoch, weighted, requests = map(int, numbers[:9])
     times = [int(t) for t in numbers[10 + num_tasks :]]
     return TurnReport(
@@ -82,142 +82,154 @@ def words_of(numbers: Sequence[float], num_tasks: int) -> TurnReport:
 
 
 class TurnPlan(NamedTuple):
-    """What all know behind a turn, of the next one."""
+    """What all workers know after a turn about the next one."""
 
     trains: bool = False
     weighted: bool = False  # there are gradients
     total_T: tuple[float, ...] = ()
     leaving: bool = False
-    cut: int = 0  # all cut for this commit now
-    requests: int = -1  # taken by all, as far as the next chunks' size depends on it; -1 = not known yet
+    cut: int = 0  # all workers cut for this commit now
+    requests: int = -1  # by all workers, for the size of the next chunks; -1 = unknown yet
 
 
-def agree(said_W: Sequence[TurnReport], before: TurnPlan, *, exact: bool) -> TurnPlan:
-    """In exact mode a turn trains when everybody who has partitions has a part, and sizes follow such turns alone, so that
-    neither depends on who was faster.
+def plan_turn(reports_W: Sequence[TurnReport], before: TurnPlan, *, exact: bool) -> TurnPlan:
+    """Derive the next turn from the reports of all workers.
+
+    In exact mode a turn trains only when every worker with partitions has a part. Chunk sizes change only in such turns. So neither
+    depends on which worker was faster.
 
     Raises:
-        UnavailableError: the workers are not where they should be: everyone must be restored.
+        UnavailableError: the workers have diverged, and everyone must be restored.
     """
-    if len({words.turn for words in said_W}) > 1:
-        raise UnavailableError(f"the workers are not in step, at turns {[words.turn for words in said_W]}")
-    digests = {words.digest for words in said_W if words.cut}
+    if len({report.turn for report in reports_W}) > 1:
+        raise UnavailableError(
+            f"expected all workers at the same turn, got turns {[report.turn for report in reports_W]}"
+        )
+    digests = {report.digest for report in reports_W if report.cut}
     if len(digests) > 1:
-        raise UnavailableError("the workers' dense weights are not the same")
-    trains = any(words.ready for words in said_W)
+        raise UnavailableError("expected the same dense weights at all workers, got different ones")
+    trains = any(report.ready for report in reports_W)
     if exact:
-        newest = max(words.epoch for words in said_W)  # who doesn't know of it yet may have something in it
-        trains = trains and all(words.ready or (words.spare and words.epoch == newest) for words in said_W)
+        newest = max(
+            report.epoch for report in reports_W
+        )  # a worker that does not know this epoch yet may have data in it
+        trains = trains and all(
+            report.ready or (report.spare and report.epoch == newest) for report in reports_W
+        )
     counts = trains or not exact or before.requests < 0
-    cuts = {words.cut for words in said_W}
+    cuts = {report.cut for report in reports_W}
     return TurnPlan(
         trains=trains,
-        weighted=trains and any(words.weighted for words in said_W),
-        total_T=tuple(sum(totals) for totals in zip(*(words.weight_T for words in said_W), strict=True)),
-        leaving=any(words.leaving for words in said_W),
+        weighted=trains and any(report.weighted for report in reports_W),
+        total_T=tuple(sum(totals) for totals in zip(*(report.weight_T for report in reports_W), strict=True)),
+        leaving=any(report.leaving for report in reports_W),
         cut=cuts.pop() if len(cuts) == 1 else 0,
-        requests=sum(words.requests for words in said_W) if counts else before.requests,
+        requests=sum(report.requests for report in reports_W) if counts else before.requests,
     )
 
 
-class _Learned(NamedTuple):
-    """A part whose gradients wait for the others'."""
+class _TrainedPart(NamedTuple):
+    """A part whose gradients wait for those of the other workers."""
 
-    pulled: Pulled
+    pulled: PulledPart
     scored_BT: Tensor  # logits
     weighted: bool
 
 
 class LockStep:
-    """One worker's turns in one incarnation. **If `turn` raises**, its loop must be restored, and this one is over."""
+    """One worker's turns in one incarnation. **If `turn` raises**, the loop must be restored, and this object is unusable."""
 
-    def __init__(self, loop: TrainLoop, reduction: ProcessGroup, reach: ReadBounds | None = None) -> None:
-        """`reach`: how far this worker may read; None: as far as there is anything."""
-        self.loop, self.reduction, self.reach = loop, reduction, reach or ReadBounds(loop)
+    def __init__(self, loop: TrainLoop, group: ProcessGroup, read_bounds: ReadBounds | None = None) -> None:
+        """`read_bounds`: how far this worker may read; None: no bounds."""
+        self.loop, self.group, self.read_bounds = loop, group, read_bounds or ReadBounds(loop)
         self.num_turns = 0
-        self._agreed = TurnPlan()
-        self._next: Claimed | None = None  # announced as a whole
-        self._hand: Claimed | None = None  # begun, and not trained whole
-        self._waiting: deque[ChunkPart] = deque()  # of it
+        self._plan = TurnPlan()
+        self._next: ClaimedChunk | None = None  # claimed and announced
+        self._current: ClaimedChunk | None = None  # begun and not fully trained
+        self._parts: deque[ChunkPart] = deque()  # remaining parts of it
         self._parameters = list(loop.optimizer.parameters.values())
-        self._control = reduction.workers * len(self._words(0, leaving=False, times_ms=()).numbers())
+        self._num_report_numbers = group.workers * len(self._report(0, leaving=False, times_ms=()).encode())
 
     def turn(self, *, cut: int = 0, leaving: bool = False) -> TurnPlan:
-        """One turn; `cut`: the commit that this worker wants to cut for, `leaving`: it wants nobody to begin another chunk. Of
-        the answer `trains` says whether this turn trained, and `cut` for which commit all cut now.
+        """Run one turn.
+
+        `cut`: the commit that this worker wants to cut for. `leaving`: no worker shall begin another chunk. In the result, `trains`
+        says whether this turn trained, and `cut` for which commit all workers cut now.
 
         Raises:
-            UnavailableError: a worker or a shard is away, or they are not in step.
+            UnavailableError: a worker or a shard is unavailable, or the workers have diverged.
         """
-        plan, loop = self._agreed, self.loop
+        plan, loop = self._plan, self.loop
         pulled, times_ms = self._begin() if plan.trains else (None, ())
         if plan.trains and pulled is None:
-            loop.rows.pull(no_rows(loop.schema))
-        learned = self._learn(pulled, plan)
+            loop.rows.pull(empty_lookup(loop.schema))
+        trained = self._train(pulled, plan)
         self._claim_next(plan, wait=not plan.trains and not cut)
-        words = self._words(cut, leaving=leaving, times_ms=times_ms)
-        said_W = self._sum(words, gradients=plan.weighted)
+        report = self._report(cut, leaving=leaving, times_ms=times_ms)
+        reports_W = self._sum(report, gradients=plan.weighted)
         self.num_turns += 1
-        self._agreed = agree(said_W, plan, exact=loop.config.exact)
-        loop.share = self._agreed.requests // self.reduction.workers
+        self._plan = plan_turn(reports_W, plan, exact=loop.config.exact)
+        loop.requests_per_worker = self._plan.requests // self.group.workers
         if plan.trains:
-            loop.time.add(np.array(newest_of([words.times_ms for words in said_W]), np.int64))
-            self._apply(learned, weighted=plan.weighted)
-        return self._agreed._replace(trains=plan.trains)
+            loop.watermark.add(
+                np.array(merge_newest_times([report.times_ms for report in reports_W]), np.int64)
+            )
+            self._apply(trained, weighted=plan.weighted)
+        return self._plan._replace(trains=plan.trains)
 
-    def _begin(self) -> tuple[Pulled | None, tuple[int, ...]]:
-        """The part that was announced, with rows, and the times of its chunk if that begins with it."""
-        if self._waiting:
-            return self.loop.pull_part(self._waiting.popleft()), ()
+    def _begin(self) -> tuple[PulledPart | None, tuple[int, ...]]:
+        """The announced part with its rows, and the close times of its chunk if the part is its first."""
+        if self._parts:
+            return self.loop.pull_part(self._parts.popleft()), ()
         if self._next is None:
             return None, ()
-        self._hand, self._next = self._next, None
-        prepared = self.loop.feed.pulled(self._hand)
-        self.loop.burial.begin(self._hand.chunk)
-        self._waiting.extend(self._hand.parts[1:])
-        return prepared.first, tuple(self._hand.chunk.close_ms_R[-NUM_RECENT:].tolist())
+        self._current, self._next = self._next, None
+        prepared = self.loop.feed.prepare(self._current)
+        self.loop.quarantine.begin(self._current.chunk)
+        self._parts.extend(self._current.parts[1:])
+        return prepared.first, tuple(self._current.chunk.close_ms_R[-NUM_RECENT:].tolist())
 
-    def _learn(self, pulled: Pulled | None, plan: TurnPlan) -> _Learned | None:
+    def _train(self, pulled: PulledPart | None, plan: TurnPlan) -> _TrainedPart | None:
         if plan.weighted:
             self.loop.optimizer.zero_grad()
-        if pulled is None or self._hand is None:
+        if pulled is None or self._current is None:
             return None
         part, loop = pulled.part, self.loop
         logits, weighted = loop.descent.forward(pulled), part.has_weight
         if logits is None or (weighted and not self._backward(pulled, logits.trained_BT, plan)):
             loop.optimizer.zero_grad()
-            self._waiting.extendleft(reversed(loop.halves(part)))
+            self._parts.extendleft(reversed(loop.split_non_finite(part)))
             return None
-        return _Learned(pulled, logits.scored_BT, weighted)
+        return _TrainedPart(pulled, logits.scored_BT, weighted)
 
-    def _backward(self, pulled: Pulled, logits_BT: Tensor, plan: TurnPlan) -> bool:
-        targets = self.loop.targets_of(pulled.part, torch.tensor(plan.total_T, dtype=torch.float64))
-        return self.loop.descent.backward(pulled, logits_BT, targets, workers=self.reduction.workers)
+    def _backward(self, pulled: PulledPart, logits_BT: Tensor, plan: TurnPlan) -> bool:
+        targets = self.loop.targets(pulled.part, torch.tensor(plan.total_T, dtype=torch.float64))
+        return self.loop.descent.backward(pulled, logits_BT, targets, workers=self.group.workers)
 
     def _claim_next(self, plan: TurnPlan, *, wait: bool) -> None:
-        """Not before it is known how many requests all have trained."""
-        if self._next is None and not self._waiting and plan.requests >= 0 and not plan.leaving:
-            self._next = self.loop.feed.claimed(_POLL_S if wait else 0.0)
+        """Claim the next chunk, once the number of requests trained by all workers is known."""
+        if self._next is None and not self._parts and plan.requests >= 0 and not plan.leaving:
+            self._next = self.loop.feed.next_claimed(_POLL_S if wait else 0.0)
 
-    def _words(self, cut: int, *, leaving: bool, times_ms: tuple[int, ...]) -> TurnReport:
+    def _report(self, cut: int, *, leaving: bool, times_ms: tuple[int, ...]) -> TurnReport:
         part = (
-            self._waiting[0]
-            if self._waiting
+            self._parts[0]
+            if self._parts
             else self._next.parts[0]
             if self._next and self._next.parts
             else None
         )
         weighted = part is not None and part.has_weight
-        cut = 0 if self._waiting else cut
+        cut = 0 if self._parts else cut
         num_tasks = len(self.loop.schema.tasks)
         return TurnReport(
             turn=self.num_turns,
             cut=cut,
             digest=self._digest() if cut else 0,
             leaving=leaving,
-            ready=bool(self._waiting) or self._next is not None,
-            spare=not self.loop.own.progress or self.reach.is_trained,
-            epoch=self.reach.epoch.number,
+            ready=bool(self._parts) or self._next is not None,
+            spare=not self.loop.partitions.progress or self.read_bounds.is_trained,
+            epoch=self.read_bounds.epoch.number,
             weighted=weighted,
             requests=self._num_taken(),
             weight_T=tuple(part.batch.weight_BT.sum(axis=0, dtype=np.float64))
@@ -227,8 +239,9 @@ class LockStep:
         )
 
     def _num_taken(self) -> int:
-        """Requests, with what is announced."""
-        return self.loop.own.num_requests + sum(its.num_requests for its in (self._hand, self._next) if its)
+        """Number of requests taken, including the announced ones."""
+        claimed = [chunk for chunk in (self._current, self._next) if chunk]
+        return self.loop.partitions.num_requests + sum(chunk.num_requests for chunk in claimed)
 
     def _digest(self) -> int:
         hashed = xxhash.xxh3_64()
@@ -236,21 +249,22 @@ class LockStep:
             hashed.update(parameter.detach().cpu().numpy().tobytes())
         return hashed.intdigest() & _DIGEST or 1
 
-    def _sum(self, words: TurnReport, *, gradients: bool) -> list[TurnReport]:
-        """What all say. With `gradients`, those of the dense weights become everybody's sum: of whoever has one."""
-        workers, own, device = self.reduction.workers, words.numbers(), self.loop.config.device
-        control_N = torch.zeros(self._control, dtype=torch.float64)
-        at = self.reduction.index * len(own)
-        control_N[at : at + len(own)] = torch.tensor(own, dtype=torch.float64)
+    def _sum(self, report: TurnReport, *, gradients: bool) -> list[TurnReport]:
+        """Exchange the reports of all workers. With `gradients`, the dense gradients are replaced by their sum over the workers
+        that have them."""
+        workers, own, device = self.group.workers, report.encode(), self.loop.config.device
+        reports_N = torch.zeros(self._num_report_numbers, dtype=torch.float64)
+        at = self.group.index * len(own)
+        reports_N[at : at + len(own)] = torch.tensor(own, dtype=torch.float64)
         bucket_N = (
-            torch.cat([control_N.to(device), *self._gradients()]) if gradients else control_N.to(device)
+            torch.cat([reports_N.to(device), *self._gradients()]) if gradients else reports_N.to(device)
         )
         with self.loop.stages("reduce"):
-            self.reduction.sum(bucket_N)
+            self.group.sum(bucket_N)
         if gradients:
-            self._spread(bucket_N[self._control :])
-        said_WN = bucket_N[: self._control].view(workers, -1).tolist()
-        return [words_of(said_N, len(self.loop.schema.tasks)) for said_N in said_WN]
+            self._set_gradients(bucket_N[self._num_report_numbers :])
+        numbers_WN = bucket_N[: self._num_report_numbers].view(workers, -1).tolist()
+        return [decode_report(numbers_N, len(self.loop.schema.tasks)) for numbers_N in numbers_WN]
 
     def _gradients(self) -> list[Tensor]:
         has_P = torch.tensor(
@@ -264,28 +278,28 @@ class LockStep:
         ]
         return [has_P, *flat]
 
-    def _spread(self, sum_N: Tensor) -> None:
+    def _set_gradients(self, sum_N: Tensor) -> None:
         sizes = [len(self._parameters), *(p.numel() for p in self._parameters)]
         has_P, *flat = torch.split(sum_N, sizes)
         for parameter, has, gradient in zip(self._parameters, has_P.tolist(), flat, strict=True):
             parameter.grad = gradient.to(parameter.dtype).view_as(parameter) if has else None
 
-    def _apply(self, learned: _Learned | None, *, weighted: bool) -> None:
-        """What all do alike, then what is this worker's own."""
+    def _apply(self, trained: _TrainedPart | None, *, weighted: bool) -> None:
+        """Apply the dense step, which is the same for all workers, then record and push this worker's part."""
         loop = self.loop
         loop.num_steps += 1
         if weighted and not loop.optimizer.step():
             raise NotFiniteError(
-                "the sum of the workers' gradients is not finite, and each was: everyone must be restored"
+                "expected a finite sum of the workers' finite gradients, got a non-finite one: everyone must be restored"
             )
-        if learned:
-            loop.tell(learned.pulled, learned.scored_BT)
+        if trained:
+            loop.record_scores(trained.pulled, trained.scored_BT)
         if weighted:
             loop.push(
-                learned.pulled if learned and learned.weighted else None,
+                trained.pulled if trained and trained.weighted else None,
                 clip_row_norm=loop.config.clip_row_norm,
             )
-        if self._hand is not None and not self._waiting:
-            loop.settle(self._hand)
-            loop.feed.trained()
-            self._hand = None
+        if self._current is not None and not self._parts:
+            loop.settle(self._current)
+            loop.feed.mark_trained()
+            self._current = None

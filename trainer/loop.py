@@ -1,8 +1,8 @@
-"""Samples to updates, in four acts: poll → claim (dedupe, lookup) → pull (rows) → train (score, learn, push, settle).
+"""The training loop: samples to updates, in four steps: poll → claim (dedupe, lookup) → pull (rows) → train (score, learn, push).
 
-Every candidate is scored before its labels are used (progressive validation). The loop knows nothing of commits: a worker
-calls `step`, and between two steps nothing is in flight. Who calls the first three acts, and how far ahead of `train`, is the
-feed's (feed.py); what is claimed and not trained is in no snapshot.
+Every candidate is scored before its labels are used (progressive validation). The loop knows nothing of commits: a worker calls
+`step`, and between two steps nothing is in flight. The feed (feed.py) decides who calls the first three steps, and how far ahead of
+`train`. What is claimed but not trained is in no snapshot.
 
 Letters: R requests, B candidates, T tasks, U unique rows of a stack, D width of a stack.
 """
@@ -26,22 +26,32 @@ from roostream.runtime.work_unit import TableInput
 from roostream.schema.schema import Schema
 from roostream.wire.batch import Batch
 from trainer import corrections
-from trainer.batch_source import BatchSource, Chunk, Rejected, annotate_errors
+from trainer.batch_source import BatchSource
+from trainer.chunks import (
+    Chunk,
+    ChunkPart,
+    ClaimedChunk,
+    PreparedChunk,
+    PulledPart,
+    Rejected,
+    annotate_errors,
+    build_part,
+)
 from trainer.config import LoopConfig
 from trainer.dead_letter_quarantine import DeadLetterQuarantine, NotFiniteError
 from trainer.dense_part import dense_checkpoint
 from trainer.dense_part.dense_step import DenseTrainer, gradients_of
 from trainer.device.numerics import forward_logits
 from trainer.device.staging import open_staging
-from trainer.feed import ChunkPart, Claimed, Feed, LoopSteps, Prepared, Pulled, SerialFeed, Wanted, part_of
+from trainer.feed import ChunkRequest, Feed, LoopSteps, SerialFeed
 from trainer.monitoring.freshness import chunk_freshness
 from trainer.monitoring.progressive_metrics import Report
 from trainer.monitoring.shadow import ShadowModel
 from trainer.monitoring.slices import build_slicers
 from trainer.partitions import PartitionSnapshot, PartitionStates, rows_by_partition
 from trainer.pipeline.stage_timer import StageTimer
-from trainer.predictions import Outputs, dead_letter, predictions_of, unscored_of
-from trainer.rows import PushTimes, Rows, no_rows, push_times
+from trainer.predictions import Outputs, dead_letter, encode_predictions, encode_unscored
+from trainer.rows import PushTimes, Rows, empty_lookup, push_times
 from trainer.saved_batch import SavedBatches
 from trainer.selection.decision import FROZEN, UnscoredRequests
 from trainer.selection.outcomes import OutcomeCounter, RequestCounts
@@ -64,30 +74,30 @@ class LoopDependencies:
     clock: Clock
     feed: Callable[[LoopSteps], Feed] = SerialFeed
     shadow: ShadowModel | None = None
-    saved: SavedBatches | None = None  # takes the batch at which training ends
-    stages: StageTimer | None = None  # None = of the loop alone
+    saved: SavedBatches | None = None  # where the batch is saved at which training fails
+    stages: StageTimer | None = None  # None = the loop makes its own
     on_freshness: Callable[[str, float], None] = lambda stage, ms: None
     on_scored: Callable[[ChunkPart], None] = lambda part: None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """Everything that training has changed outside the shards, copied at one moment between two chunks: what all workers
-    share, and what this one alone knows."""
+    """Everything that training has changed outside the shards, copied between two chunks: what all workers share, and what belongs to
+    this worker's partitions."""
 
-    shared: dict[str, np.ndarray]  # weights and optimizer state (dense.py)
+    shared: dict[str, np.ndarray]  # weights and optimizer state (dense_part/dense_file.py)
     step: int
     watermark_ms: int
-    own: dict[Partition, PartitionSnapshot]
+    partitions: dict[Partition, PartitionSnapshot]
 
     @property
     def progress(self) -> Progress:
-        return {partition: cut.offset for partition, cut in self.own.items()}
+        return {partition: at.offset for partition, at in self.partitions.items()}
 
 
 class TrainLoop:
-    """One worker's training. **If an act raises**, rows, weights and progress no longer belong together: `restore` or
-    `reset` before the next one, or exit."""
+    """One worker's training loop. **If a step raises**, rows, weights and progress are no longer consistent: call `restore` or `reset`
+    before the next step, or exit."""
 
     def __init__(
         self, config: LoopConfig, schema: Schema, model_config: ModelConfig, wiring: LoopDependencies
@@ -97,7 +107,7 @@ class TrainLoop:
         self.clock, self.on_freshness, self.on_scored = wiring.clock, wiring.on_freshness, wiring.on_scored
         self._rate_after = (
             config.rate_after
-        )  # by the stream's batches, also while `config` is that of another phase
+        )  # of the stream's settings, even while `config` is that of history
         self.counts, self.outcomes, self.stages = (
             RequestCounts(),
             OutcomeCounter(),
@@ -110,98 +120,97 @@ class TrainLoop:
             wiring.saved,
         )
         self.staging = open_staging(config.device)
-        self.share: int | None = None  # of the requests that all workers have taken; None: this one is alone
+        # Requests that all workers have taken, divided by their number; None: this worker trains alone.
+        self.requests_per_worker: int | None = None
         self._build()
         self.feed = wiring.feed(self)
 
     def step(self) -> bool:
-        """Take the next chunk, score it and train on it. False: none is due yet; call again.
+        """Take the next chunk, score it and train on it. False: no chunk is due yet; call again.
 
         Raises:
-            UnavailableError: a shard is away or fenced this worker (FencedError).
+            UnavailableError: a shard is unavailable or fenced this worker (FencedError).
         """
-        return self._train(self.feed.claimed(_POLL_S))
+        return self._train(self.feed.next_claimed(_POLL_S))
 
     def finish(self) -> bool:
-        """Train on what waits for a full chunk, at the end of the input; not in exact mode, which takes whole chunks only."""
-        went_on = self._train(self.feed.rest())
-        if not went_on:
-            self._push_waiting()
-        return went_on
+        """At the end of the input, train on the remaining partial chunks. Exact mode trains only full chunks."""
+        trained = self._train(self.feed.rest())
+        if not trained:
+            self._push_deferred()
+        return trained
 
     def scores(self, batch: Batch) -> np.ndarray:
-        """Probabilities [B, T] by the weights and rows of now. Nothing is counted or changed.
+        """Probabilities [B, T] with the current weights and rows. Nothing is counted or changed.
 
         Raises:
             UnavailableError: as `step`.
         """
         with torch.no_grad():
-            inputs = self.pull_part(part_of(batch, trains=False)).ready()
+            inputs = self.pull_part(build_part(batch, trains=False)).ready()
             logits_BT = forward_logits(self.descent.scorer, inputs, self.config)
         return np.asarray(torch.sigmoid(logits_BT).cpu().numpy())
 
     def report(self) -> Report:
-        """Progressive metrics of everything since the beginning."""
-        return self.own.metrics().report()
+        """Progressive metrics since the beginning."""
+        return self.partitions.metrics().report()
 
     @property
     def watermark_ms(self) -> int:
-        """Event time up to which rows are trained; any thread."""
-        return self.time.watermark_ms
+        """Event time up to which rows are trained. Any thread."""
+        return self.watermark.watermark_ms
 
     def snapshot(self) -> Snapshot:
-        """Between two chunks.
+        """Copy the state between two chunks.
 
         Raises:
-            UnavailableError: a push that was given before has failed.
+            UnavailableError: an earlier push has failed.
         """
         self.feed.drain()
         return Snapshot(
             shared=dense_checkpoint.snapshot(self.model, self.optimizer)
-            | {_RECENT: self.time.recent_ms}
+            | {_RECENT: self.watermark.recent_ms}
             | self.selection.state(),
             step=self.num_steps,
             watermark_ms=self.watermark_ms,
-            own=self._own_cut(),
+            partitions=self._partition_snapshots(),
         )
 
-    def _own_cut(self) -> dict[Partition, PartitionSnapshot]:
-        """Of what is kept beside the partitions the first one has all."""
-        cuts, kept = self.own.cut(), self.selection.rehearsal_state()
-        if kept and self.own.progress:
-            first = min(self.own.progress)
-            cuts[first] = dataclasses.replace(cuts[first], tensors=cuts[first].tensors | kept)
-        return cuts
+    def _partition_snapshots(self) -> dict[Partition, PartitionSnapshot]:
+        """The first partition also gets the worker's state of selection."""
+        snapshots, more = self.partitions.snapshot(), self.selection.rehearsal_state()
+        if more and self.partitions.progress:
+            first = min(self.partitions.progress)
+            snapshots[first] = dataclasses.replace(snapshots[first], tensors=snapshots[first].tensors | more)
+        return snapshots
 
     def restore(self, at: Snapshot, *, same_schema: bool = True) -> None:
-        """Become what `snapshot` saw, and go on from its offsets; of `own`, what is of this source's partitions. What was
-        claimed is void.
+        """Restore a snapshot and continue from its offsets, for the partitions of this source. Claimed chunks are dropped.
 
         Raises:
-            CheckpointError: a weight is missing or of another shape; nothing was changed that the next restore doesn't mend.
+            CheckpointError: a weight is missing or has another shape; the next restore repairs the state.
         """
-        self.feed.forget()
+        self.feed.reset()
         self._build()
         dense_checkpoint.restore(at.shared, self.model, self.optimizer, same_schema=same_schema)
         self.selection.load(at.shared)
         self.selection.load_rehearsal(
-            {name: value for cut in at.own.values() for name, value in cut.tensors.items()}
+            {name: value for partition in at.partitions.values() for name, value in partition.tensors.items()}
         )
         self.num_steps = at.step
-        self.time = TrainingWatermark(
-            at.watermark_ms, at.shared.get(_RECENT, np.array([at.watermark_ms])).tolist()
-        )
+        recent_ms = at.shared.get(_RECENT, np.array([at.watermark_ms])).tolist()
+        self.watermark = TrainingWatermark(at.watermark_ms, recent_ms)
         self._seek(at.progress)
-        self.own.load(at.own)
+        self.partitions.load(at.partitions)
 
     def assign(self, numbers: Collection[int], session: TableInput | None = None) -> None:
-        """These partitions, of `session` or the stream, are this worker's own from now on; `restore` or `reset` must follow."""
-        self.feed.forget()
+        """Train these partitions of `session` or the stream from now on. `restore` or `reset` must follow."""
+        self.feed.reset()
         self.source.assign(numbers, session)
 
     def reset(self) -> None:
-        """Become untrained, at the beginning of the source."""
-        self.feed.forget()
+        """Return to the untrained state, at the beginning of the source."""
+        self.feed.reset()
         self._build()
         self._seek({})
 
@@ -210,71 +219,71 @@ class TrainLoop:
             self.config, self.schema, self.model_config, self._rate_after, self.stages
         )
         self.model, self.optimizer = self.descent.model, self.descent.optimizer
-        self.num_steps, self.time, self.share = 0, TrainingWatermark(), None
-        self.burial = DeadLetterQuarantine(self._bury)
+        self.num_steps, self.watermark, self.requests_per_worker = 0, TrainingWatermark(), None
+        self.quarantine = DeadLetterQuarantine(self._publish_dead_letter)
         self.selection.reset()
         self.outcomes.begin()
-        self._own_at(self.source.positions())
+        self._start_partitions(self.source.positions())
 
     def _seek(self, at: Progress) -> None:
         mine = self.source.positions().keys()
         self.source.seek({partition: offset for partition, offset in at.items() if partition in mine})
-        self._own_at(self.source.positions())
+        self._start_partitions(self.source.positions())
 
-    def _own_at(self, at: Progress) -> None:
-        self.own = PartitionStates(at, self.schema.tasks, self.config.dedupe_horizon_ms, self._slicers)
+    def _start_partitions(self, at: Progress) -> None:
+        self.partitions = PartitionStates(at, self.schema.tasks, self.config.dedupe_horizon_ms, self._slicers)
 
     # One chunk
 
-    def wanted(self, num_chunks: int = 0, max_requests: int = 0) -> Wanted | None:
-        """What the next chunk is when so many more are trained; None where that isn't known: it depends on the requests
-        taken."""
-        taken = self.own.num_requests if self.share is None else self.share
+    def next_request(self, num_chunks: int = 0, max_requests: int = 0) -> ChunkRequest | None:
+        """See `LoopSteps`."""
+        taken = self.partitions.num_requests if self.requests_per_worker is None else self.requests_per_worker
         size = self.config.batch_after(taken)
         if self.config.batch_after(taken + max_requests) != size:
             return None
-        return Wanted(
-            self.selection.chunk_size(size), self.own.in_turn(num_chunks) if self.config.exact else None
+        return ChunkRequest(
+            self.selection.chunk_size(size),
+            self.partitions.in_turn(num_chunks) if self.config.exact else None,
         )
 
-    def poll(self, wanted: Wanted, timeout_s: float) -> Chunk | None:
-        """The next chunk; None where none is due after `timeout_s`."""
+    def poll(self, request: ChunkRequest, timeout_s: float) -> Chunk | None:
+        """Read the next chunk. None: no chunk is due after `timeout_s`."""
         with self.stages("wait_data"):
-            return self.source.poll(wanted.max_requests, timeout_s, wanted.partition)
+            return self.source.poll(request.max_requests, timeout_s, request.partition)
 
-    def rest(self, wanted: Wanted) -> Chunk | None:
-        """What waits for a full chunk; None in exact mode, which takes whole chunks only."""
-        return None if self.config.exact else self.source.rest(wanted.max_requests)
+    def rest(self, request: ChunkRequest) -> Chunk | None:
+        """Read a partial chunk at the end of the input. Always None in exact mode."""
+        return None if self.config.exact else self.source.rest(request.max_requests)
 
-    def claim(self, chunk: Chunk) -> Claimed:
-        """Leave out what was seen before. Nothing of it is in a snapshot until it is trained; what comes again in a chunk
-        claimed after it is left out all the same."""
+    def claim(self, chunk: Chunk) -> ClaimedChunk:
+        """Claim the chunk's new requests; duplicates in later chunks are left out from now on. A claim is in no snapshot until it is
+        trained."""
         with annotate_errors("claim", chunk):
-            new_R = self.own.claim(chunk.batch)
+            new_R = self.partitions.claim(chunk.batch)
             batch = chunk.batch if new_R.all() else chunk.batch.take_requests(np.flatnonzero(new_R))
             batch = corrections.without_unchanged_corrections(batch, self.config)
             parts, unscored = self.selection.split(batch, self.num_steps)
-            return Claimed(chunk=chunk, new_R=new_R, parts=parts, unscored=unscored)
+            return ClaimedChunk(chunk=chunk, new_R=new_R, parts=parts, unscored=unscored)
 
-    def pull(self, claimed: Claimed, rows: Rows | None = None) -> Prepared:
-        """The rows of its first part, as they are now in `rows`, or in the loop's own. Changes nothing of the loop's.
+    def pull(self, claimed: ClaimedChunk, rows: Rows | None = None) -> PreparedChunk:
+        """Pull the rows of its first part from `rows`, or from the loop's rows. Changes nothing in the loop.
 
         Raises:
             UnavailableError: as `step`.
         """
         first = self.pull_part(claimed.parts[0], rows) if claimed.parts else None
-        return Prepared(claimed=claimed, first=first)
+        return PreparedChunk(claimed=claimed, first=first)
 
-    def train(self, prepared: Prepared) -> None:
-        """Score, learn, push, and count the chunk as trained.
+    def train(self, prepared: PreparedChunk) -> None:
+        """Score, learn and push all parts, and count the chunk as trained.
 
         Raises:
             UnavailableError: as `step`.
         """
         self.num_steps += 1
         claimed, chunk = prepared.claimed, prepared.claimed.chunk
-        self.burial.begin(chunk)
-        self.time.add(chunk.close_ms_R)
+        self.quarantine.begin(chunk)
+        self.watermark.add(chunk.close_ms_R)
         waiting = deque(claimed.parts)
         pulled = prepared.first
         while waiting:
@@ -284,31 +293,35 @@ class TrainLoop:
             pulled = None
         self.settle(claimed)
 
-    def settle(self, claimed: Claimed) -> None:
-        """It is trained whole: its offsets and ids are in the next cut. NotFiniteError: nothing of it could be."""
-        self.counts.non_finite += self.burial.settle()
+    def settle(self, claimed: ClaimedChunk) -> None:
+        """All parts are trained: the next snapshot contains the chunk's offsets and ids.
+
+        Raises:
+            NotFiniteError: the model's state is corrupt.
+        """
+        self.counts.non_finite += self.quarantine.settle()
         if claimed.unscored:
-            self._tell_unscored(claimed.unscored)
+            self._record_unscored(claimed.unscored)
         self.selection.on_trained(self.num_steps, claimed, self.rows)
         if any(not part.trains and part.choice is None for part in claimed.parts):
-            self._push_waiting()  # frozen from here on
+            self._push_deferred()  # all further requests are frozen
         self.outcomes.settle(claimed.num_requests)
-        self.own.settle(claimed.chunk.batch, claimed.new_R, claimed.chunk.after)
+        self.partitions.settle(claimed.chunk.batch, claimed.new_R, claimed.chunk.after)
         for stage, ms in chunk_freshness(claimed.chunk, claimed.new_R, self.clock.now_ms()):
             self.on_freshness(stage, ms)
 
-    def _train(self, claimed: Claimed | None) -> bool:
+    def _train(self, claimed: ClaimedChunk | None) -> bool:
         if claimed is None:
             return False
         started_s = self.clock.monotonic_s()
         with annotate_errors("training", claimed.chunk):
-            self.train(self.feed.pulled(claimed))
-        self.feed.trained()
+            self.train(self.feed.prepare(claimed))
+        self.feed.mark_trained()
         self.counts.busy_s += self.clock.monotonic_s() - started_s
         return True
 
-    def pull_part(self, part: ChunkPart, rows: Rows | None = None) -> Pulled:
-        """With its rows, as they are now in `rows`, or in the loop's own. Changes nothing of the loop's.
+    def pull_part(self, part: ChunkPart, rows: Rows | None = None) -> PulledPart:
+        """Pull the rows of a part from `rows`, or from the loop's rows. Changes nothing in the loop.
 
         Raises:
             UnavailableError: as `step`.
@@ -318,26 +331,26 @@ class TrainLoop:
         device = None if self.staging else self.config.device
         inputs = build_inputs(part.batch, part.lookup, rows_by_stack, device, train=part.trains)
         if self.staging is None:
-            return Pulled(part=part, inputs=inputs)
-        return Pulled(part=part, **self.staging.stage(inputs)._asdict())
+            return PulledPart(part=part, inputs=inputs)
+        return PulledPart(part=part, **self.staging.stage(inputs)._asdict())
 
-    def _learn(self, pulled: Pulled) -> Sequence[ChunkPart]:
-        """Score, learn and push. What gives a number that isn't finite is done in halves, which are returned, down to the
-        request that gives it: that one is dead, and all others are counted and trained."""
+    def _learn(self, pulled: PulledPart) -> Sequence[ChunkPart]:
+        """Score, learn and push. A part with a non-finite result is split into halves, which are returned for training, down to the
+        single request that causes it. That request is quarantined; all others are counted and trained."""
         part, trains = pulled.part, pulled.part.has_weight
         logits = self.descent.forward(pulled)
         if logits is None or (
-            trains and not self.descent.train_step(pulled, logits.trained_BT, self.targets_of(part))
+            trains and not self.descent.train_step(pulled, logits.trained_BT, self.targets(part))
         ):
-            return self.halves(part)
-        self.tell(pulled, logits.scored_BT)
+            return self.split_non_finite(part)
+        self.record_scores(pulled, logits.scored_BT)
         if trains:
             self.push(pulled)
             self._rehearse(part.batch)
         return ()
 
     def _rehearse(self, new: Batch) -> None:
-        """One of the batches before it once more, where that is asked for."""
+        """Train on an earlier batch again, if rehearsal is configured."""
         rehearsal = self.selection.rehearsal
         if rehearsal is None:
             return
@@ -346,33 +359,39 @@ class TrainLoop:
         if part is None:
             return
         pulled = self.pull_part(part)
-        if self.descent.rehearse_step(pulled, self.targets_of(part)):
-            times = PushTimes(step=self.num_steps, time_ms=self.watermark_ms)  # it is no news
+        if self.descent.rehearse_step(pulled, self.targets(part)):
+            times = PushTimes(step=self.num_steps, time_ms=self.watermark_ms)  # it contains no new engagement
             with self.stages("push"):
                 self.rows.push(part.lookup, gradients_of(pulled.inputs), times)
             self.counts.rehearsed += part.batch.num_requests
 
-    def halves(self, part: ChunkPart) -> Sequence[ChunkPart]:
-        """In their order; none of a single request, which is dead. NotFiniteError: it can't be its fault."""
+    def split_non_finite(self, part: ChunkPart) -> Sequence[ChunkPart]:
+        """Halves of a part with a non-finite result, in order. A single request is quarantined instead.
+
+        Raises:
+            NotFiniteError: the dense weights are not finite.
+        """
         batch, n = part.batch, part.batch.num_requests
         if not self.descent.is_finite():
-            raise NotFiniteError("the dense weights are not finite: they must be restored")
+            raise NotFiniteError(
+                "expected finite dense weights, got non-finite ones: everyone must be restored"
+            )
         if n > 1:
             halves = (np.arange(n // 2), np.arange(n // 2, n))
             return [part.take(row_M) for row_M in halves]
         ((partition, _),) = rows_by_partition(batch).items()
         if not batch.correction_R[0]:
             self.outcomes.die()
-        self.burial.suspect(partition, int(batch.offset_R[0]))
+        self.quarantine.suspect(partition, int(batch.offset_R[0]))
         return ()
 
-    def _bury(self, rejected: Rejected) -> None:
+    def _publish_dead_letter(self, rejected: Rejected) -> None:
         self.counts.dead_letters += 1
         self.outputs.dead_letter(dead_letter(rejected, self.schema.limits.max_record_bytes))
 
-    def tell(self, pulled: Pulled, logits_BT: torch.Tensor) -> None:
-        """What the model says before it has seen these labels; of a correction's request it has said it."""
-        self.burial.clear()
+    def record_scores(self, pulled: PulledPart, logits_BT: torch.Tensor) -> None:
+        """Publish and count the scores of before these labels were used. Corrections were scored already and are left out."""
+        self.quarantine.clear()
         part, score_BT = pulled.part, torch.sigmoid(logits_BT.detach()).cpu().numpy()
         shadow_BT = self.shadow.scores(pulled.inputs, self.num_steps) if self.shadow else None
         sample_R = ~part.batch.correction_R
@@ -384,7 +403,7 @@ class TrainLoop:
             part = part.take(np.flatnonzero(sample_R))
             score_BT, shadow_BT = score_BT[sample_B], None if shadow_BT is None else shadow_BT[sample_B]
         batch, disposition_R = part.batch, part.disposition_R
-        self.own.count(
+        self.partitions.count(
             batch,
             score_BT,
             self.watermark_ms,
@@ -392,32 +411,33 @@ class TrainLoop:
             part.choice.metric_weight_R if part.choice else None,
         )
         self.on_scored(part)
-        for prediction in predictions_of(batch, score_BT, self.num_steps, disposition_R, part.choice):
+        for prediction in encode_predictions(batch, score_BT, self.num_steps, disposition_R, part.choice):
             self.outputs.prediction(prediction)
         self.outcomes.tell(disposition_R)
         self.counts.frozen += int((disposition_R == FROZEN).sum())
         self.counts.requests += batch.num_requests
         self.counts.candidates += batch.num_candidates
 
-    def _tell_unscored(self, unscored: UnscoredRequests) -> None:
-        """Their labels are used for nothing."""
-        for prediction in unscored_of(unscored, self.num_steps):
+    def _record_unscored(self, unscored: UnscoredRequests) -> None:
+        """Publish predictions without scores; the labels are not used."""
+        for prediction in encode_unscored(unscored, self.num_steps):
             self.outputs.prediction(prediction)
         self.outcomes.tell(unscored.reason_R[unscored.row_M])
         self.counts.requests += len(unscored.row_M)
 
-    def targets_of(self, part: ChunkPart, total_T: torch.Tensor | None = None) -> Targets:
-        """What is to be learned of it. `total_T` [T]: the weights of all that several workers train with it; None = its own."""
-        targets = corrections.targets_of(part.batch, self.config)
+    def targets(self, part: ChunkPart, total_T: torch.Tensor | None = None) -> Targets:
+        """Targets of the loss. `total_T` [T]: total weight over the parts of all workers; None = of this part."""
+        targets = corrections.build_targets(part.batch, self.config)
         if total_T is not None:
             targets = targets._replace(total_T=total_T.to(targets.weight_BT))
         return self.selection.weight_targets(targets, part)
 
-    def push(self, pulled: Pulled | None, clip_row_norm: float = 0.0) -> None:
-        """None: this worker has nothing for a step to which others push. `clip_row_norm`: of each row's sum over all workers."""
+    def push(self, pulled: PulledPart | None, clip_row_norm: float = 0.0) -> None:
+        """Push the gradients of a part. None: this worker has none in a step in which other workers push. `clip_row_norm`: limit for
+        the norm of each row's gradient sum over all workers."""
         if pulled is None:
             times = PushTimes(step=self.num_steps, time_ms=self.watermark_ms, clip_row_norm=clip_row_norm)
-            return self.rows.push(no_rows(self.schema), {}, times)
+            return self.rows.push(empty_lookup(self.schema), {}, times)
         times = push_times(
             pulled.part.batch, step=self.num_steps, time_ms=self.watermark_ms, clip_row_norm=clip_row_norm
         )
@@ -427,7 +447,7 @@ class TrainLoop:
                 times,
             )
 
-    def _push_waiting(self) -> None:
-        """Training ends here: no gradient may wait any longer."""
+    def _push_deferred(self) -> None:
+        """Push gradients that deferral still holds back, because training ends."""
         if waiting := self.selection.flush_deferred():
             self.rows.push(*waiting, PushTimes(step=self.num_steps, time_ms=self.watermark_ms))

@@ -1,4 +1,4 @@
-"""What a worker tells the world beside its updates: a prediction for each request, a dead letter for each bad record."""
+"""A worker's outputs besides its updates: a prediction for each request, and a dead letter for each bad record."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.batch import Batch
 from roostream.wire.proto_fields import encode_fields
-from trainer.batch_source import Rejected
+from trainer.chunks import Rejected
 from trainer.selection.decision import SelectionWeights, UnscoredRequests
 
 log = logging.getLogger("roostream.worker")
 
-_FLUSH_S = 0.25  # a flush looks so often whether it may go on
+_FLUSH_S = 0.25  # a flush checks this often whether it should give up
 
 
 class Prediction(NamedTuple):
-    """How one request was scored before its labels were used."""
+    """Scores of one request from before its labels were used."""
 
     sample_id: int  # uint64
     time_ms: int  # of the request
-    value: bytes  # the record: a `Prediction` message
+    value: bytes  # the encoded record: a `Prediction` message
 
 
-def predictions_of(
+def encode_predictions(
     batch: Batch,
     score_BT: np.ndarray,
     step: int,
@@ -44,9 +44,10 @@ def predictions_of(
     choice: SelectionWeights | None = None,
     row_M: np.ndarray | None = None,
 ) -> Iterator[Prediction]:
-    """One a request, in the order of the batch; `score_BT` are probabilities before the update, [B, 0] of what isn't scored. All
-    goes into the records from arrays: the same bytes as of a message, without making one. `disposition_R`: uint8, what becomes of
-    each (decision.py); None = trained. `choice`: their weights, None = 1. `row_M`: int64, of these requests alone."""
+    """One prediction per request, in the order of the batch, encoded straight from arrays without building messages.
+
+    `score_BT`: probabilities before the update; [B, 0] for unscored requests. `disposition_R`: uint8, what happens to each request
+    (selection/decision.py); None = trained. `choice`: their weights; None = 1. `row_M`: int64, only these requests."""
     tasks, label_bytes = 4 * score_BT.shape[1], 4 * batch.label_BT.shape[1]
     id_R, time_R = batch.sample_id_R.view(np.uint64).tolist(), batch.time_ms_R.tolist()
     heads, tails = _heads(batch), _tails(batch, step, disposition_R, choice)
@@ -60,21 +61,21 @@ def predictions_of(
         start, end = starts_R[r], ends_R[r]
         record = [heads[r]]
         if end > start:
-            record += (_opening(_ITEM_IDS, 8 * (end - start)), item[8 * start : 8 * end])
+            record += (_field_header(_ITEM_IDS, 8 * (end - start)), item[8 * start : 8 * end])
             if tasks:
-                record += (_opening(_SCORES, tasks * (end - start)), score[tasks * start : tasks * end])
+                record += (_field_header(_SCORES, tasks * (end - start)), score[tasks * start : tasks * end])
             first, last = label_bytes * start, label_bytes * end
-            record += (_opening(_LABELS, last - first), label[first:last])
+            record += (_field_header(_LABELS, last - first), label[first:last])
             if num_served_R[r]:
-                record += (_opening(_SERVED_SCORES, last - first), served[first:last])
+                record += (_field_header(_SERVED_SCORES, last - first), served[first:last])
         record.append(tails[r])
         yield Prediction(id_R[r], time_R[r], b"".join(record))
 
 
-def unscored_of(unscored: UnscoredRequests, step: int) -> Iterator[Prediction]:
-    """As `predictions_of`, without scores."""
+def encode_unscored(unscored: UnscoredRequests, step: int) -> Iterator[Prediction]:
+    """As `encode_predictions`, without scores."""
     batch = unscored.batch
-    return predictions_of(
+    return encode_predictions(
         batch, np.zeros((batch.num_candidates, 0), np.float32), step, unscored.reason_R, row_M=unscored.row_M
     )
 
@@ -87,20 +88,22 @@ _OFFSET = np.dtype([("of", "u1"), ("offset", "<i8")])
 
 
 @functools.lru_cache(1 << 12)
-def _opening(number: int, size: int) -> bytes:
-    """What stands before a column of so many bytes."""
+def _field_header(number: int, size: int) -> bytes:
+    """Tag and length of a column with `size` bytes."""
     return encode_fields([(number, bytes(size))])[:-size]
 
 
 def _heads(batch: Batch) -> list[bytes]:
-    """What comes before the columns of each record."""
+    """Bytes before the columns of each record."""
     head_R = np.empty(batch.num_requests, _HEAD)
     head_R["of_id"] = pb.Prediction.SAMPLE_ID_FIELD_NUMBER << 3 | _FIXED64
     head_R["of_time"] = pb.Prediction.TIME_MS_FIELD_NUMBER << 3 | _FIXED64
     head_R["id"], head_R["time"] = batch.sample_id_R.view(np.uint64), batch.time_ms_R
     frame = wire.framed(wire.PREDICTION, b"")
     heads = [frame + head for head in _cut(head_R)]
-    for r in np.flatnonzero((batch.sample_id_R == 0) | (batch.time_ms_R == 0)).tolist():  # a 0 isn't written
+    for r in np.flatnonzero(
+        (batch.sample_id_R == 0) | (batch.time_ms_R == 0)
+    ).tolist():  # protobuf does not write zeros
         head = pb.Prediction(sample_id=unsigned(int(batch.sample_id_R[r])), time_ms=int(batch.time_ms_R[r]))
         heads[r] = wire.encode(wire.PREDICTION, head)
     return heads
@@ -109,7 +112,7 @@ def _heads(batch: Batch) -> list[bytes]:
 def _tails(
     batch: Batch, step: int, disposition_R: np.ndarray | None, choice: SelectionWeights | None
 ) -> list[bytes]:
-    """What comes behind them; few are different but for the offset."""
+    """Bytes after the columns. Apart from the offset, few are different."""
     offset_R = np.empty(batch.num_requests, _OFFSET)
     offset_R["of"], offset_R["offset"] = pb.Prediction.OFFSET_FIELD_NUMBER << 3 | _FIXED64, batch.offset_R
     front = {p: _bytes(step=step, partition=p) for p in np.unique(batch.partition_R).tolist()}
@@ -123,11 +126,16 @@ def _tails(
         return tails
     zero_R = np.zeros(batch.num_requests, np.float32)
     weights = (zero_R, zero_R) if choice is None else (choice.train_weight_R, choice.metric_weight_R)
-    said = list(
+    values = list(
         zip(disposition_R.tolist(), *(np.where(w_R == 1, 0, w_R).tolist() for w_R in weights), strict=True)
     )
-    behind = {its: _bytes(disposition=its[0], train_weight=its[1], metric_weight=its[2]) for its in set(said)}
-    return [tail + behind[its] for tail, its in zip(tails, said, strict=True)]
+    encoded = {
+        (disposition, train, metric): _bytes(
+            disposition=disposition, train_weight=train, metric_weight=metric
+        )
+        for disposition, train, metric in set(values)
+    }
+    return [tail + encoded[value] for tail, value in zip(tails, values, strict=True)]
 
 
 def _cut(record_R: np.ndarray) -> Iterator[bytes]:
@@ -140,7 +148,7 @@ def _bytes(**fields: Any) -> bytes:
 
 
 def dead_letter(rejected: Rejected, max_raw_bytes: int) -> pb.DeadLetter:
-    """Why a record was not trained on, with as much of it as fits."""
+    """Why a record was not trained, with as much of the record as fits."""
     topic, partition = rejected.partition
     return pb.DeadLetter(
         reason=rejected.reason,
@@ -154,7 +162,7 @@ def dead_letter(rejected: Rejected, max_raw_bytes: int) -> pb.DeadLetter:
 
 
 class Outputs(Protocol):
-    """Where both go. The loop's thread alone calls it."""
+    """Where predictions and dead letters go. Called by the loop's thread only."""
 
     def prediction(self, prediction: Prediction) -> None: ...
 
@@ -162,39 +170,40 @@ class Outputs(Protocol):
 
 
 class DurableOutputs(Outputs, Protocol):
-    """What a worker needs, so that nothing below a committed offset lacks its prediction or its dead letter."""
+    """Outputs that can be flushed, so that every record below a committed offset has its prediction or dead letter."""
 
     def begin(self) -> None:
-        """Everyone was restored: what was given before is over, also what of it was refused; it is given again."""
+        """Everyone was restored: forget earlier outputs and refusals. The outputs will be sent again."""
 
     def refused(self) -> str:
-        """Why something given since `begin` will never arrive, "" = nothing was refused. Flushing again doesn't help."""
+        """Why an output since `begin` will never arrive; "" if none was refused. Flushing again does not help."""
 
     def flush(self) -> None:
-        """Until everything given is safe; before a cut.
+        """Wait until all outputs are durable, before a cut.
 
         Raises:
-            UnavailableError: it isn't. A later flush may work, unless something was `refused`.
+            UnavailableError: they are not. A later flush may work, unless an output was `refused`.
         """
 
     def interrupt(self) -> None:
-        """From any thread: until `begin`, don't wait for room. Whoever waits gets UnavailableError."""
+        """Until `begin`, raise UnavailableError instead of waiting for queue space. Any thread."""
 
 
 class KafkaOutputs:
-    """See `SafeOutputs`. The two topics, through one idempotent producer, and another one after a refusal: a producer whose
-    order is broken takes nothing more. `hurry` says that a process which ends can't wait any longer."""
+    """`DurableOutputs` to the two Kafka topics through one idempotent producer. After a refusal it is replaced, because a producer
+    whose order is broken accepts nothing more."""
 
     def __init__(
         self,
         open_producer: Callable[[], Producer],
         prefix: str,
         clock: Clock,
-        hurry: Callable[[], bool] = lambda: False,
+        is_urgent: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.open_producer, self.prefix, self.clock, self.hurry = open_producer, prefix, clock, hurry
+        """`is_urgent`: the process is ending and cannot wait any longer."""
+        self.open_producer, self.prefix, self.clock, self.is_urgent = open_producer, prefix, clock, is_urgent
         self._producer = open_producer()
-        self._refusals: list[str] = []  # a new list with each `begin`: late reports are of what is over
+        self._refusals: list[str] = []  # a new list at each `begin`, so that late reports are ignored
         self._interrupted = threading.Event()
 
     def begin(self) -> None:
@@ -215,7 +224,7 @@ class KafkaOutputs:
 
     def dead_letter(self, letter: pb.DeadLetter) -> None:
         log.warning(
-            "%s-%d offset %d is dead: %s (%s)",
+            "dead letter: %s-%d offset %d: %s (%s)",
             letter.topic,
             letter.partition,
             letter.offset,
@@ -226,10 +235,10 @@ class KafkaOutputs:
         self._send(DEAD_LETTERS, key, wire.encode(wire.DEAD_LETTER, letter))
 
     def flush(self, timeout_s: float = 10.0) -> None:
-        """Until Kafka has acknowledged everything.
+        """Wait until Kafka has acknowledged everything.
 
         Raises:
-            UnavailableError: it hasn't in time, or refused a record; the rest stays queued.
+            UnavailableError: not in time, or Kafka refused a record; the rest stays queued.
         """
         for _ in range(round(timeout_s / _FLUSH_S)):
             left = self._producer.flush(_FLUSH_S)
@@ -263,4 +272,4 @@ class KafkaOutputs:
             refusals.append(str(error.args[0]))
 
     def _gives_up(self) -> bool:
-        return self._interrupted.is_set() or self.hurry()
+        return self._interrupted.is_set() or self.is_urgent()

@@ -1,7 +1,7 @@
-"""How far a worker may read, as the controller hands it out: to the ends of its units while history is trained, else on.
+"""How far a worker may read: to the ends of its work units while history is trained, and without bounds on the stream.
 
-A unit's end is an offset, and the last record before it may lie a little below it: transactions leave markers that no reader
-sees. So a worker that has trained everything says so by the end itself, not by where its last record was.
+A unit's end is an offset, and the last record before it may lie slightly below: transactions leave markers that consumers never
+see. So a worker that has trained everything reports the end itself, not the position after its last record.
 """
 
 from __future__ import annotations
@@ -15,61 +15,61 @@ from trainer.loop import TrainLoop
 
 
 class ReadBounds:
-    """Of one worker. The loop's thread, but for what only reads."""
+    """Bounds of one worker. Only the loop's thread may change them; any thread may read."""
 
     def __init__(self, loop: TrainLoop) -> None:
         self.loop, self._config = loop, loop.config
         self.epoch = STREAM
-        self.phased = False  # somebody tells history from the stream
+        self.phased = False  # the controller separates history from the stream
 
     def clear(self) -> None:
-        """Everything is restored: it isn't known."""
+        """Everything is being restored: the bounds are unknown."""
         self.extend(None)
 
-    def begin(self, told: Mapping[str, Any] | None) -> None:
-        """START: history is trained in larger batches."""
-        self.extend(told)
+    def begin(self, epoch: Mapping[str, Any] | None) -> None:
+        """Apply the epoch of START. History is trained in larger batches."""
+        self.extend(epoch)
         self.loop.config = self._config.in_phase(initial=self.is_initial)
 
-    def extend(self, told: Mapping[str, Any] | None) -> None:
-        """COMMIT: what was handed out is trained, or part of it is; this is what may be read now."""
-        before, self.epoch, self.phased = self._ends, Epoch.of(told), told is not None
+    def extend(self, epoch: Mapping[str, Any] | None) -> None:
+        """Apply the epoch of COMMIT: the units that may be read now."""
+        before, self.epoch, self.phased = self._ends, Epoch.of(epoch), epoch is not None
         if self._ends != before:
             self.loop.source.bound(self._ends)
 
     @property
     def is_initial(self) -> bool:
-        """History is trained."""
+        """Whether history is trained."""
         return self.epoch.number > 0
 
     @property
     def is_trained(self) -> bool:
-        """Everything handed out is: there is nothing to do before the next commit."""
+        """Whether all units are trained, so that there is nothing to do before the next commit."""
         if not self.is_initial or not self.loop.source.ended:
             return not self.epoch.units and self.is_initial
-        trained = self.loop.own.progress
+        trained = self.loop.partitions.progress
         return all(trained.get(partition, 0) >= at for partition, at in self.loop.source.positions().items())
 
     def settle(self) -> None:
-        """For a cut: what is trained to its end is at its end, and at that of a session what the stream must not train again is
-        known.
+        """Prepare a cut: move finished units to their ends. At the end of a session, load the sample ids that the stream must not
+        train again.
 
         Raises:
-            UnavailableError: the warehouse can't be read now; call again.
+            UnavailableError: the warehouse cannot be read now; call again.
         """
         if self.is_trained:
-            trained = self.loop.own.progress
+            trained = self.loop.partitions.progress
             trained.update({p: max(trained[p], end) for p, end in self._ends.items() if p in trained})
         if not self.is_initial:
             return
         self.loop.feed.pause()
-        for partition, newest in self.loop.source.newest_ids(self.loop.own.progress).items():
-            self.loop.own.know(partition, *newest)
+        for partition, newest in self.loop.source.newest_ids(self.loop.partitions.progress).items():
+            self.loop.partitions.set_seen_ids(partition, *newest)
 
     @property
     def _ends(self) -> Progress:
         return {partition_of(unit.source): unit.end for unit in self.epoch.units}
 
     def report(self) -> dict[str, Any]:
-        """What beats carry of it; nothing where history isn't told from the stream."""
+        """Fields for beats; {} on the stream."""
         return {"epoch_trained": self.epoch.number if self.is_trained else 0} if self.is_initial else {}

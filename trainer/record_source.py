@@ -1,4 +1,4 @@
-"""Chunks from records: read, gather, decode."""
+"""Chunks from Kafka records, or from records in memory: consume, gather, decode."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from roostream.runtime.kafka.topics import CORRECTIONS, Partition, Progress
 from roostream.runtime.work_unit import TableInput
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
-from trainer.batch_source import Chunk, NewestIds, Rejected, refuse_session
+from trainer.batch_source import NewestIds, refuse_session
+from trainer.chunks import Chunk, Rejected
 from trainer.pipeline.stage_timer import StageTimer
 
 
 class RecordSource:
-    """See `BatchSource`. A chunk is due when it is full, or `max_wait_ms` after its first record was read."""
+    """A `BatchSource`. A chunk is due when it is full, or `max_wait_ms` after its first record was read."""
 
     def __init__(
         self,
-        reader: RecordConsumer,
+        consumer: RecordConsumer,
         decoder: Decoder,
         clock: Clock,
         *,
@@ -29,22 +30,22 @@ class RecordSource:
         stages: StageTimer | None = None,
         reopen: Callable[[tuple[Partition, ...]], RecordConsumer] | None = None,
     ) -> None:
-        """`reader`: of all partitions that there are; `reopen`: another one, of some of them, where they can be chosen."""
+        """`consumer`: of all partitions. `reopen`: opens a consumer of some of them; None = partitions cannot be assigned."""
         self.stages = stages or StageTimer(clock)
-        self.reader, self.decoder, self.clock, self.max_wait_ms = reader, decoder, clock, max_wait_ms
-        self._reopen, self._all = reopen, tuple(sorted(reader.positions()))
+        self.consumer, self.decoder, self.clock, self.max_wait_ms = consumer, decoder, clock, max_wait_ms
+        self._reopen, self._all = reopen, tuple(sorted(consumer.positions()))
         self._lost_before = 0
         self._waiting: list[Record] = []
         self._since_s = 0.0
-        self._given: Progress = reader.positions()
+        self._given: Progress = consumer.positions()
         self._ends: Progress = {}
-        self._reached: Progress | None = None  # those of `_ends` before which nothing is left
+        self._reached: Progress | None = None  # the bounds in `_ends` that are reached
 
     def poll(self, max_requests: int, timeout_s: float, partition: Partition | None = None) -> Chunk | None:
         before, ends = len(self._waiting), self._ends
         if partition is None and before:
             timeout_s = min(max(self.max_wait_ms / 1000 - self._waited_s(), 0.0), timeout_s)
-        self._waiting += self.reader.poll(max_requests - before, timeout_s, partition)
+        self._waiting += self.consumer.poll(max_requests - before, timeout_s, partition)
         if self._waiting and not before:
             self._since_s = self.clock.monotonic_s()
         full = len(self._waiting) >= max_requests
@@ -58,68 +59,66 @@ class RecordSource:
         if not records:
             return None
         with self.stages("decode"):
-            chunk = chunk_of(
+            chunk = build_chunk(
                 records, self.decoder, self.clock.now_ms(), corrections=reads_corrections(self._given)
             )
         self._given |= chunk.after
         return chunk
 
     def seek(self, at: Progress) -> None:
-        self.reader.seek(at)
+        self.consumer.seek(at)
         self._waiting.clear()
-        self._given = self.reader.positions()
+        self._given = self.consumer.positions()
 
     def assign(self, numbers: Collection[int], session: TableInput | None = None) -> None:
         refuse_session(session)
         wanted = tuple(partition for partition in self._all if partition[1] in numbers)
-        if set(wanted) == self.reader.positions().keys():
+        if set(wanted) == self.consumer.positions().keys():
             return
         if self._reopen is None:
             raise UnavailableError(
-                f"expected partitions {list(self._all)}, all of this source, got {list(wanted)}"
+                f"expected all partitions of this source, {list(self._all)}, got {list(wanted)}"
             )
-        before, self.reader = self.reader, self._reopen(wanted)
+        before, self.consumer = self.consumer, self._reopen(wanted)
         self._lost_before += before.num_lost
         before.close()
         self._waiting.clear()
-        self._given = self.reader.positions()
+        self._given = self.consumer.positions()
 
     def bound(self, ends: Progress) -> None:
-        self.reader.set_limits(ends)
-        self._ends = dict(
-            ends
-        )  # behind the reader's: none of these is taken for reached by what the old ones say
+        self.consumer.set_limits(ends)
+        self._ends = dict(ends)  # after the consumer's limits, so that old limits never look reached
 
     @property
     def ended(self) -> bool:
         return bool(self._ends) and self._reached is self._ends
 
     def newest_ids(self, trained: Progress) -> Mapping[Partition, NewestIds]:
-        """It has no sessions."""
+        """This source has no sessions."""
         return {}
 
     def positions(self) -> Progress:
         return dict(self._given)
 
     def lag(self) -> dict[Partition, PartitionLag]:
-        return self.reader.lag()
+        return self.consumer.lag()
 
     @property
     def num_lost(self) -> int:
-        return self._lost_before + self.reader.num_lost
+        return self._lost_before + self.consumer.num_lost
 
     def close(self) -> None:
-        self.reader.close()
+        self.consumer.close()
 
     def _at_bounds(self, ends: Progress, max_requests: int, partition: Partition | None) -> Chunk | None:
-        """A chunk that isn't full and never will be, before the bound is moved. None: it may be, or everything was given."""
-        left = {p: self.reader.has_more(p) for p in ends}
+        """A partial chunk before the bounds. None: it may still become full, or everything was returned."""
+        left = {p: self.consumer.has_more(p) for p in ends}
         if None in left.values() or (any(left.values()) if partition is None else left.get(partition, True)):
             return None
         if self._waiting:
             return self.rest(max_requests)
         if partition is not None and any(left.values()):
-            chunk = chunk_of(
+            chunk = build_chunk(
                 (), self.decoder, self.clock.now_ms(), corrections=reads_corrections(self._given)
             )
             return dataclasses.replace(chunk, after={partition: self._given[partition]})
@@ -131,14 +130,14 @@ class RecordSource:
 
 
 def reads_corrections(positions: Progress) -> bool:
-    """Whether they are among the partitions of a source."""
+    """Whether a source reads corrections."""
     return any(topic == CORRECTIONS for topic, _ in positions)
 
 
-def chunk_of(
+def build_chunk(
     records: Sequence[Record], decoder: Decoder, read_ms: int, *, corrections: bool = False
 ) -> Chunk:
-    """`records` as one chunk, in their order; never raises for what they hold. `corrections`: with those that have features."""
+    """Decode records to one chunk, in order. Never raises for invalid records. `corrections`: include those that have features."""
     batch, rejects = decoder.decode(records, corrections=corrections)
     return Chunk(
         batch=batch,

@@ -1,10 +1,10 @@
-"""The batch at which training ended, as a file: its raw records, and what everyone was restored to. `roostream inspect batch`
-reads it (docs/operations/holds.md).
+"""The batch at which training failed, saved to a file: its raw records, and the commit that it was trained from. Read it with
+`roostream inspect batch` (docs/operations/holds.md).
 
-One safetensors file (roostream/runtime/tensor_file.py), so that reading it runs nothing of it:
+The format is safetensors (roostream/runtime/tensor_file.py), so that reading it executes no code:
 
-    place      int64 [R, 6]: topic (a position in `topics`), partition, offset, time (ms), bytes of key and value; -1 = no key
-    bytes      uint8: keys and values behind each other
+    place      int64 [R, 6]: topic (index in `topics`), partition, offset, time (ms), bytes of key and value; -1 = no key
+    bytes      uint8: keys and values, concatenated
     metadata   told: JSON of the other fields; checksum: xxh3-64 of it and of both tensors
 """
 
@@ -31,23 +31,23 @@ _FOLDER, _SUFFIX = "batches", ".batch"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedBatch:
-    """A batch, and the moment at which it ended training."""
+    """A batch, and the state in which training failed at it."""
 
     reason: str
-    findings: tuple[str, ...] = ()  # what was not finite, as far as that is known
-    manifest: str = ""  # what everyone was restored to before; "" = the beginning
-    checksum: str = ""  # of its body
+    findings: tuple[str, ...] = ()  # which numbers were not finite, as far as known
+    manifest: str = ""  # the last restored commit; "" = the beginning
+    checksum: str = ""  # of the manifest
     incarnation: int = 0
     worker: int = 0
     step: int = 0  # of the batch
     time_ms: int = 0  # wall clock
     schema: str = ""  # TOML of the schema in use
-    left_out: int = 0  # records that were too many to be saved
+    left_out: int = 0  # number of records that were not saved, for size
     records: tuple[Record, ...] = ()
 
 
 def fitting(records: Sequence[Record], max_bytes: int = MAX_BYTES) -> tuple[Record, ...]:
-    """The first of them that fit."""
+    """The first records that fit into `max_bytes`."""
     sizes = np.cumsum([len(record.value) + len(record.key or b"") for record in records], dtype=np.int64)
     return tuple(records[: int((sizes <= max_bytes).sum())])
 
@@ -69,41 +69,41 @@ def encode(batch: SavedBatch) -> bytes:
         dtype=np.int64,
     ).reshape(-1, 6)
     data = np.frombuffer(b"".join((record.key or b"") + record.value for record in batch.records), np.uint8)
-    told = {
+    fields = {
         field.name: getattr(batch, field.name)
         for field in dataclasses.fields(batch)
         if field.name != "records"
     }
-    text = json.dumps({"format": FORMAT, "topics": topics, **told}, sort_keys=True)
+    text = json.dumps({"format": FORMAT, "topics": topics, **fields}, sort_keys=True)
     checksum = checksum_of(text.encode() + place_R6.tobytes() + data.tobytes())
     return tensor_file.encode({"place": place_R6, "bytes": data}, {"told": text, "checksum": checksum})
 
 
 def decode(data: bytes, name: str) -> SavedBatch:
-    """Raises ConfigError: not a saved batch, damaged, or of another format; says `name`."""
+    """Raises ConfigError: not a saved batch, damaged, or of another format; the message contains `name`."""
     try:
         tensors, metadata = tensor_file.decode(data)
     except CheckpointError as error:
         raise ConfigError(
-            f"{name}: expected a batch that a worker saved, got something else: {error}"
+            f"{name}: expected a batch saved by a worker, got something else: {error}"
         ) from None
     if not {"told", "checksum"} <= metadata.keys() or tensors.keys() != {"place", "bytes"}:
         raise ConfigError(
-            f"{name}: expected a batch that a worker saved, got another safetensors file; name one of a worker's batches/"
+            f"{name}: expected a batch saved by a worker, got another safetensors file; choose one in a worker's batches/"
         )
     text, place_R6 = metadata["told"], tensors["place"]
     if checksum_of(text.encode() + place_R6.tobytes() + tensors["bytes"].tobytes()) != metadata["checksum"]:
         raise ConfigError(
-            f"{name}: expected bytes with the checksum {metadata['checksum']}, got others: the file is damaged"
+            f"{name}: expected the checksum {metadata['checksum']}, got another: the file is damaged"
         )
-    told = json.loads(text)
-    topics, version = told.pop("topics"), told.pop("format")
+    fields = json.loads(text)
+    topics, version = fields.pop("topics"), fields.pop("format")
     if version != FORMAT:
         raise ConfigError(
-            f"{name}: expected a saved batch of format {FORMAT}, got {version}; use the Roostream that wrote it"
+            f"{name}: expected a saved batch of format {FORMAT}, got {version}; use the version of Roostream that wrote it"
         )
     records = _records(place_R6, tensors["bytes"].tobytes(), topics)
-    return SavedBatch(**{**told, "findings": tuple(told["findings"]), "records": records})
+    return SavedBatch(**{**fields, "findings": tuple(fields["findings"]), "records": records})
 
 
 def _records(place_R6: np.ndarray, data: bytes, topics: Sequence[str]) -> tuple[Record, ...]:
@@ -117,13 +117,13 @@ def _records(place_R6: np.ndarray, data: bytes, topics: Sequence[str]) -> tuple[
 
 
 class SavedBatches:
-    """A folder's, the newest MAX_FILES of them."""
+    """The newest MAX_FILES saved batches of a folder."""
 
     def __init__(self, home: Path) -> None:
         self.store = FileStore(home)
 
     def save(self, batch: SavedBatch) -> Path:
-        """Raises UnavailableError: the folder can't be written; nothing was changed but what was too old."""
+        """Save a batch. Returns its path. Raises UnavailableError: the folder cannot be written."""
         name = f"{_FOLDER}/{batch.time_ms:013d}-{batch.step}{_SUFFIX}"
         self.store.put(name, encode(batch))
         for old in self._names()[:-MAX_FILES]:
@@ -131,7 +131,7 @@ class SavedBatches:
         return self.store.path(name)
 
     def newest(self) -> str:
-        """Its path; "" where there is none, or the folder can't be read."""
+        """Path of the newest one; "" if there is none, or the folder cannot be read."""
         try:
             names = self._names()
         except UnavailableError:

@@ -1,12 +1,12 @@
-"""A placement plan as TorchRec's ShardingPlan, and rows and their state in and out of a collection that is sharded by it.
+"""A placement plan as TorchRec's ShardingPlan, and copying rows with their optimizer state into and out of a sharded collection.
 
-Whoever uses it imports it, and TorchRec with it (`roostream[torchrec]`); nothing else here does.
+This is the only module that imports TorchRec (`roostream[torchrec]`).
 
-    sharding_plan(FILE) ──► DistributedModelParallel(model, plan=…)          or, of one collection,
+    sharding_plan(FILE) ──► DistributedModelParallel(model, plan=…)          or, for one collection,
                             EmbeddingBagCollectionSharder().shard(…)
 
-`put` and `take` move whole tables: float32 [N, D] of rows and, by TorchRec's names, state ("momentum1": [N, D] of an element-wise
-rule, [N] of a row-wise one). So what one plan has trained goes on under another, bit by bit. Every rank calls them.
+`load_tables` and `read_tables` copy complete tables: float32 [N, D] of rows and, under TorchRec's names, optimizer state ("momentum1":
+[N, D] for an element-wise rule, [N] for a row-wise one). So training continues under another plan, bit by bit. All ranks call them.
 
 Letters: N rows of a table, D width.
 """
@@ -35,38 +35,40 @@ _WEIGHT = ".weight"
 
 
 class TableTensors(NamedTuple):
-    """Of all tables of a collection."""
+    """Rows and state of all tables of a collection."""
 
     rows: dict[str, np.ndarray]  # table → float32 [N, D]
-    state: dict[str, dict[str, np.ndarray]]  # table → name → float32 [N, D] or [N]; {} of a rule without
+    state: dict[
+        str, dict[str, np.ndarray]
+    ]  # table → name → float32 [N, D] or [N]; {} for a rule without state
 
 
 def sharding_plan(text: str, device: str = "cpu", kernel: str = "fused") -> ShardingPlan:
-    """Of the file that `placement plan --write-torchrec` made; `kernel`: TorchRec's compute kernel for every table.
+    """Read the file of `placement plan --write-torchrec`. `kernel`: TorchRec's compute kernel for every table.
 
     Raises:
-        ConfigError: another file.
+        ConfigError: not such a file.
     """
     found = read_sharding(text)
     tables = {
-        name: _parameter(its["sharding_type"], its["shards"], device, kernel)
-        for name, its in found["tables"].items()
+        name: _parameter(table["sharding_type"], table["shards"], device, kernel)
+        for name, table in found["tables"].items()
     }
     return ShardingPlan({found["module"]: EmbeddingModuleShardingPlan(tables)})
 
 
-def load_tables(collection: nn.Module, of: TableTensors) -> None:
-    """Of each table this rank's part. `collection`: TorchRec's sharded one. State that isn't given stays.
+def load_tables(collection: nn.Module, tables: TableTensors) -> None:
+    """Copy this rank's part of each table into a sharded `collection`. State that is missing in `tables` stays unchanged.
 
     Raises:
-        CheckpointError: a table is missing, or of another size. Nothing was changed.
+        CheckpointError: a table is missing or has another size. Nothing was changed.
     """
     found = [
-        *((_of(of.rows, table, "rows"), tensor) for table, tensor in _weights(collection)),
+        *((_get(tables.rows, table, "rows"), tensor) for table, tensor in _weights(collection)),
         *(
-            (_of(of.state[table], name, table), tensor)
+            (_get(tables.state[table], name, table), tensor)
             for table, name, tensor in _states(collection)
-            if table in of.state
+            if table in tables.state
         ),
     ]
     for whole, tensor in found:
@@ -77,18 +79,18 @@ def load_tables(collection: nn.Module, of: TableTensors) -> None:
     with torch.no_grad():
         for whole, tensor in found:
             for shard in tensor.local_shards():
-                shard.tensor.copy_(torch.from_numpy(np.ascontiguousarray(whole[_place(shard.metadata)])))
+                shard.tensor.copy_(torch.from_numpy(np.ascontiguousarray(whole[_slices(shard.metadata)])))
 
 
 def read_tables(collection: nn.Module) -> TableTensors:
-    """Whole tables, at every rank; each has to have room for them."""
+    """Complete tables at every rank; each rank needs memory for all of them."""
     mine = {(table, ""): tensor for table, tensor in _weights(collection)}
     mine |= {(table, name): tensor for table, name, tensor in _states(collection)}
     sizes: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(sizes, {key: tuple(tensor.size()) for key, tensor in mine.items()})
     out = TableTensors({}, {})
     for (table, name), size in sorted(
-        {key: size for of_rank in sizes for key, size in of_rank.items()}.items()
+        {key: size for by_key in sizes for key, size in by_key.items()}.items()
     ):
         whole = _whole(mine.get((table, name)), size)
         if name:
@@ -112,16 +114,16 @@ def _parameter(
 
 
 def _weights(collection: nn.Module) -> Iterator[tuple[str, ShardedTensor]]:
-    """Those that this rank knows of."""
+    """Weight tensors of this rank."""
     for name, tensor in sorted(collection.state_dict().items()):
         if name.endswith(_WEIGHT) and isinstance(tensor, ShardedTensor):
             yield _table(name), tensor
 
 
 def _states(collection: Any) -> Iterator[tuple[str, str, ShardedTensor]]:
-    """Those of the optimizer that is fused into the collection."""
-    for name, its in sorted(collection.fused_optimizer.state_dict()["state"].items()):
-        for key, tensor in sorted(its.items()):
+    """State tensors of the optimizer that is fused into the collection."""
+    for name, state in sorted(collection.fused_optimizer.state_dict()["state"].items()):
+        for key, tensor in sorted(state.items()):
             if isinstance(tensor, ShardedTensor):
                 yield _table(name), key.rpartition(".")[2], tensor
 
@@ -130,7 +132,7 @@ def _table(name: str) -> str:
     return name.removesuffix(_WEIGHT).rpartition(".")[2]
 
 
-def _of(given: Mapping[str, np.ndarray], name: str, where: str) -> np.ndarray:
+def _get(given: Mapping[str, np.ndarray], name: str, where: str) -> np.ndarray:
     if name not in given:
         raise CheckpointError(
             f"expected {name!r} of {where}, got {', '.join(given) or 'nothing'}; give every table's"
@@ -138,17 +140,17 @@ def _of(given: Mapping[str, np.ndarray], name: str, where: str) -> np.ndarray:
     return given[name]
 
 
-def _place(metadata: ShardMetadata) -> tuple[slice, ...]:
+def _slices(metadata: ShardMetadata) -> tuple[slice, ...]:
     return tuple(
         slice(at, at + size) for at, size in zip(metadata.shard_offsets, metadata.shard_sizes, strict=True)
     )
 
 
 def _whole(tensor: ShardedTensor | None, size: tuple[int, ...]) -> np.ndarray:
-    """Every rank adds its own bits to zeros, as integers, so that nothing is rounded and -0 stays -0. None: it has none of it."""
+    """Sum the bits of all ranks as integers, so that nothing is rounded and -0 stays -0. None: this rank has no part of it."""
     bits = torch.zeros(size, dtype=torch.int32)
     for shard in tensor.local_shards() if tensor is not None else ():
-        bits[_place(shard.metadata)] = _float32(shard.tensor).view(torch.int32)
+        bits[_slices(shard.metadata)] = _float32(shard.tensor).view(torch.int32)
     distributed.all_reduce(bits)
     return bits.numpy().view(np.float32)
 

@@ -1,4 +1,4 @@
-"""Event time of training: what expires rows, and what the manifest says of time.
+"""Event-time watermark of training. It expires rows and is stated in the manifest.
 
 Letters: R requests.
 """
@@ -11,12 +11,12 @@ import numpy as np
 
 from roostream.runtime.event_time import NUM_RECENT, MedianEventTime
 
-_MAX_AHEAD_MS = 600_000  # of the middle of the recent close times; the watermark passes over what is later
+_MAX_AHEAD_MS = 600_000  # beyond the median of recent close times; later samples do not move the watermark
 
 
 class TrainingWatermark:
-    """The latest close time that isn't far ahead of the middle of the recent ones: no sample's time alone expires rows. It never
-    goes back. Several workers' is one: what each takes is gathered (`newest_of`), and all add it in the same order."""
+    """The latest close time that is not far ahead of the median of recent ones, so that a single sample cannot expire rows. It never
+    goes back. Several workers share one watermark: all add the merged times (`merge_newest_times`) in the same order."""
 
     def __init__(self, watermark_ms: int = 0, recent_ms: Sequence[int] = ()) -> None:
         self.watermark_ms = watermark_ms
@@ -25,18 +25,18 @@ class TrainingWatermark:
 
     @property
     def recent_ms(self) -> np.ndarray:
-        """int64, for the checkpoint."""
+        """Recent close times (int64), for the checkpoint."""
         return np.array(self._recent.times_ms, np.int64)
 
     def add(self, close_ms_R: np.ndarray) -> None:
-        """Of a chunk that is trained."""
+        """Add the close times of a trained chunk."""
         self._recent.add(close_ms_R.tolist())
         near_R = close_ms_R[close_ms_R <= self._recent.middle_ms + _MAX_AHEAD_MS]
         self.watermark_ms = max(self.watermark_ms, int(near_R.max(initial=0)))
 
 
-def newest_of(times_ms: Sequence[Sequence[int]]) -> list[int]:
-    """The newest of several workers' newest times, as many of each as there is room for: none pushes the others' out."""
-    rounds = max((len(of_one) for of_one in times_ms), default=0)
-    newest_first = [of_one[-1 - at] for at in range(rounds) for of_one in times_ms if at < len(of_one)]
+def merge_newest_times(times_ms: Sequence[Sequence[int]]) -> list[int]:
+    """Merge the newest times of several workers, taking equally many of each, up to NUM_RECENT."""
+    rounds = max((len(worker) for worker in times_ms), default=0)
+    newest_first = [worker[-1 - at] for at in range(rounds) for worker in times_ms if at < len(worker)]
     return newest_first[:NUM_RECENT][::-1]

@@ -1,13 +1,13 @@
-"""A member of the controller around the training loop: restore, start, cut, resume, write, commit, abort.
+"""Executes the controller's commands around the training loop: restore, start, cut, resume, write, commit, abort.
 
     restore ──► start ──► training ──► cut ──► paused ──► resume ──► training
-                              │                   write the snapshot meanwhile, commit or abort ends it
-                              └─ a shard is away, or Kafka refused a prediction: broken, told with the next beat; everyone is
-                                 restored, and what was refused is sent again
+                              │                   write stores the snapshot meanwhile; commit or abort drops it
+                              └─ a shard is unavailable, or Kafka rejected a prediction: the worker is broken, the next beat
+                                 reports it, and everyone is restored; rejected predictions are sent again
 
-The loop runs in the caller's thread; commands arrive on the member's thread and are done between two batches, except `write`,
-which works on the snapshot and lets training go on. One of several workers cuts when all do: it takes turns until then
-(lockstep.py), and a wait for the others is ended by what the member hears meanwhile.
+The loop runs in the caller's thread. Commands arrive on the controller agent's thread and run between two batches, except `write`,
+which uses the snapshot and does not pause training. One of several workers keeps taking turns (lockstep.py) until all cut together.
+A newer command that the agent hears ends such a wait.
 """
 
 from __future__ import annotations
@@ -33,13 +33,12 @@ from roostream.runtime.controller_agent import check_command_schema
 from roostream.runtime.kafka.topics import CORRECTIONS, Partition, nested
 from roostream.runtime.manifest import Manifest
 from roostream.runtime.work_unit import TableInput
-from trainer import worker_file
 from trainer.deployment_identity import DeploymentIdentity
 from trainer.failure_policy import FailurePolicy
 from trainer.lockstep import LockStep
 from trainer.loop import Snapshot, TrainLoop
 from trainer.monitoring.progressive_metrics import summarize
-from trainer.partitions import PartitionSnapshot, report_of
+from trainer.partitions import PartitionSnapshot, decode_partitions, encode_partitions, report_of_snapshots
 from trainer.predictions import DurableOutputs
 from trainer.process_group import SINGLE_WORKER, GroupSpec, ProcessGroup, Rendezvous, SingleWorkerGroup
 from trainer.read_bounds import ReadBounds
@@ -48,11 +47,11 @@ log = logging.getLogger("roostream.worker")
 
 Command = dict[str, Any]
 _IDLE_S = 0.1
-_AGREE_S = 30.0  # below what the controller gives a step of a commit
+_AGREE_S = 30.0  # less than the controller's time limit for a step of a commit
 
 
 class Worker:
-    """`execute` is a command's whole effect and result; `turn` is a batch. Both in the loop's thread, but `execute("write")`."""
+    """`execute` runs a command, `turn` trains a batch. Both run in the loop's thread, except `execute("write")`."""
 
     def __init__(
         self,
@@ -61,48 +60,44 @@ class Worker:
         store: CheckpointStore,
         identity: DeploymentIdentity,
         index: int = 0,
-        team: Rendezvous = SINGLE_WORKER,
+        rendezvous: Rendezvous = SINGLE_WORKER,
     ) -> None:
-        """`outputs`: those of the loop; `team`: how it sums with other workers."""
+        """`outputs`: those of the loop. `rendezvous`: how it connects to other workers."""
         self.loop, self.outputs, self.store, self.identity, self.index = loop, outputs, store, identity, index
-        self.team = team
-        self.reduction: ProcessGroup = SingleWorkerGroup()
-        self.lockstep: LockStep | None = None  # with other workers
-        self.reach = ReadBounds(loop)
+        self.rendezvous = rendezvous
+        self.group: ProcessGroup = SingleWorkerGroup()
+        self.lockstep: LockStep | None = None  # None: it trains alone
+        self.read_bounds = ReadBounds(loop)
         self.incarnation = 0
         self.training = False
-        self.broken = ""  # why this incarnation can't go on
-        self.fatal = ""  # why none can, however often everyone is restored
+        self.broken = ""  # why it cannot continue in this incarnation
+        self.fatal = ""  # why no restore can fix it
         self.committed_step = 0
-        self.breaks = FailurePolicy(loop, index)
-        self.on_write: Callable[[], None] = lambda: (
-            None
-        )  # beside a commit, in the member's thread; it may not raise
-        self.leaving = False  # stopping: trains no more, asks for a commit, then goes
+        self.failures = FailurePolicy(loop, index)
+        # Called during a commit in the agent's thread; may not raise.
+        self.on_write: Callable[[], None] = lambda: None
+        self.leaving = False  # it is stopping: no more batches, a last commit, then exit
         self._snapshot: tuple[int, Snapshot] | None = None
-        self._cut_s: float | None = None  # since when training waits for a commit
-        self._aborted = 0  # seq; a cut that comes after its abort is refused
-        self._heard = (
-            0,
-            0,
-        )  # the newest incarnation to be restored to, and of it the newest commit to be aborted
-        self.refusal: ConfigError | None = (
-            None  # of what is committed, which no restart mends; `turn` raises it
-        )
+        self._cut_s: float | None = None  # since when training is paused for a commit
+        self._aborted = 0  # newest aborted commit; a cut that arrives after its abort is refused
+        # Newest incarnation to restore to, and its newest commit to abort, among the commands that were heard.
+        self._heard = 0, 0
+        # Why this worker cannot use what is committed; no restart helps, and `turn` raises it.
+        self.refusal: ConfigError | None = None
         self._inbox: queue.SimpleQueue[tuple[Command, concurrent.futures.Future[dict[str, Any]]]] = (
             queue.SimpleQueue()
         )
         self._closed = threading.Event()
 
     def execute(self, command: Command) -> dict[str, Any]:
-        """Do one command; its result's fields.
+        """Run one command. Returns the fields of its result.
 
         Raises:
-            CheckpointError: what it needs is damaged or absent: an older manifest may do.
-            ConfigError: what is committed belongs to other settings; the next `turn` raises it too, and the worker exits.
-            RoostreamError: it can't be done now.
+            CheckpointError: a file is damaged or absent; an older manifest may work.
+            ConfigError: the commit belongs to other settings. The next `turn` raises it too, and the worker exits.
+            RoostreamError: the command is not possible now.
 
-        **If it fails:** a failed restore leaves the loop stopped until the next one; a failed cut has let training go on.
+        **If it fails:** after a failed restore the loop stays stopped until the next one; after a failed cut training continues.
         """
         kinds: dict[str, Callable[[Command], dict[str, Any]]] = {
             "restore": self._restore,
@@ -118,10 +113,10 @@ class Worker:
         return kinds[command["kind"]](command)
 
     def turn(self) -> bool:
-        """Train on the next batch, if training and if there is one.
+        """Train on the next batch, if training is running and a batch is due.
 
         Raises:
-            ConfigError: what is committed can't be used by this worker (its schema, its Kafka); it must exit.
+            ConfigError: this worker cannot use what is committed (its schema or Kafka); it must exit.
         """
         if self.refusal is not None:
             raise self.refusal
@@ -135,38 +130,37 @@ class Worker:
         try:
             return self.lockstep.turn(leaving=self.leaving).trains if self.lockstep else self.loop.step()
         except (UnavailableError, FencedError) as error:
-            self._break_of(error)
+            self._break_after(error)
             return False
         except Exception as error:
-            if not is_out_of_memory(
-                error
-            ):  # whoever supervises starts the worker again, and it may die again
-                self.breaks.save(f"{error!r:.1000}")
+            if not is_out_of_memory(error):  # the supervisor restarts the worker, which may fail again
+                self.failures.save(f"{error!r:.1000}")
                 raise
-            self.fatal = f"out of memory: {str(error) or 'no reason given':.300}; give it more, or lower batch_requests"
+            cause = f"{str(error) or 'no reason given':.300}"
+            self.fatal = f"out of memory: {cause}; give the worker more memory, or lower batch_requests"
             self._break(self.fatal)
             return False
 
     @property
     def is_cut(self) -> bool:
-        """A commit is under way, from the cut to its commit or abort."""
+        """Whether a commit is in progress, from the cut to its commit or abort."""
         return self._snapshot is not None
 
     def can_leave(self) -> bool:
-        """Nothing trained would be lost by stopping now."""
+        """Whether stopping now loses no training."""
         return not self.is_cut and (not self.training or self.loop.num_steps == self.committed_step)
 
     def _break(self, reason: str) -> None:
-        log.warning("training stops until everyone is restored: %s", reason)
+        log.warning("training stops until the controller restores all members: %s", reason)
         self.training, self.broken = False, reason
-        self.reduction.leave()
+        self.group.leave()
 
-    def _break_of(self, error: RoostreamError) -> None:
-        self.fatal = self.breaks.broke(error)
-        self._break(self.fatal or describe_error(error) or "a shard is away")
+    def _break_after(self, error: RoostreamError) -> None:
+        self.fatal = self.failures.permanent_reason(error)
+        self._break(self.fatal or describe_error(error) or "a shard is unavailable")
 
     def report(self) -> dict[str, Any]:
-        """What every beat carries; cheap, read from another thread."""
+        """Fields of every beat. Cheap; any thread."""
         return {
             "step": self.loop.num_steps,
             "watermark_ms": self.loop.watermark_ms,
@@ -174,18 +168,18 @@ class Worker:
             "broken": self.broken,
             "fatal": self.fatal,
             "leaving": self.leaving,
-            "saved": self.breaks.saved,
-            "meet": self.team.address,
-            **self.reach.report(),
+            "saved": self.failures.saved,
+            "meet": self.rendezvous.address,
+            **self.read_bounds.report(),
             **dataclasses.asdict(self.loop.counts),
             "outcomes": dict(self.loop.outcomes.total),
-            "duplicates": self.loop.own.num_skipped,
+            "duplicates": self.loop.partitions.num_skipped,
         }
 
     # Called from two threads
 
     def submit(self, command: Command) -> dict[str, Any]:
-        """`execute` for the member's thread: by the loop's thread between two batches, or here if it needs no pause."""
+        """Run a command for the agent's thread: in the loop's thread between two batches, or here if it needs no pause."""
         if command["kind"] == "write":
             return self.execute(command)
         self.hear(command)
@@ -199,17 +193,17 @@ class Worker:
         raise UnavailableError("the worker is stopping")
 
     def hear(self, command: Command) -> None:
-        """As soon as a command is known, before those in front of it are done: it may end what they wait for. Any thread."""
+        """Note a command as soon as it arrives, before earlier ones are done, because it may end what they wait for. Any thread."""
         incarnation, kind = int(command["incarnation"]), command["kind"]
         if kind == "restore":
             self._heard = max(self._heard, (incarnation, 0))
-            self.outputs.interrupt()  # the loop may be waiting for room
-            self.reduction.interrupt()
+            self.outputs.interrupt()  # the loop may be waiting for queue space
+            self.group.interrupt()
         elif kind == "abort":
             self._heard = max(self._heard, (incarnation, int(command["seq"])))
 
     def serve_inbox(self) -> None:
-        """In the loop's thread: do what was submitted; waits a little when there is nothing to train on."""
+        """Run submitted commands in the loop's thread. Waits a little if training is not running."""
         while True:
             try:
                 command, done = self._inbox.get(block=not self.training or self.leaving, timeout=_IDLE_S)
@@ -217,7 +211,7 @@ class Worker:
                 return
             try:
                 done.set_result(self.execute(command))
-            except Exception as error:  # whoever submitted it decides
+            except Exception as error:  # handled by the submitting thread
                 done.set_exception(error)
 
     def close(self) -> None:
@@ -229,22 +223,21 @@ class Worker:
         self.training, self._snapshot, self._aborted = False, None, 0
         self.broken = "restoring"
         self.outputs.begin()
-        self.reduction.leave()
-        self.reach.clear()
+        self.group.leave()
+        self.read_bounds.clear()
         check_command_schema(command, self.loop.schema.fingerprint)
+        session = TableInput.of(command.get("input"))
         if "partitions" in command:
-            self.loop.assign(
-                [int(number) for number in command["partitions"]], TableInput.of(command.get("input"))
-            )
+            self.loop.assign([int(number) for number in command["partitions"]], session)
         name = str(command.get("manifest", ""))
         manifest, checksum = manifests.load(self.store, name) if name else (None, "")
-        if manifest and manifest.input != TableInput.of(command.get("input")):
+        if manifest and manifest.input != session:
             raise FencedError(
-                f"expected what {name} was trained from, got another input: its offsets would mean something else"
+                f"expected the input that {name} was trained from, got another one, whose offsets mean something else"
             )
-        self.breaks.restored(int(command["incarnation"]), name, checksum)
+        self.failures.restored(int(command["incarnation"]), name, checksum)
         if manifest:
-            self._or_refuse(partial(self._check, manifest))
+            self._check_or_exit(partial(self._check, manifest))
             self.loop.restore(
                 self._read(manifest), same_schema=manifest.schema == f"{self.loop.schema.fingerprint:016x}"
             )
@@ -253,35 +246,33 @@ class Worker:
         self.committed_step = self.loop.num_steps
         self.incarnation = int(command["incarnation"])
         workers = int(command.get("workers", 1))
-        self._or_refuse(lambda: self.loop.selection.validate(workers=workers))
-        self.reduction = self.team.join(
-            GroupSpec(self.incarnation, self.index, workers, str(command.get("meet", "")))
-        )
-        self.lockstep = LockStep(self.loop, self.reduction, self.reach) if workers > 1 else None
+        self._check_or_exit(lambda: self.loop.selection.validate(workers=workers))
+        address = str(command.get("meet", ""))
+        self.group = self.rendezvous.join(GroupSpec(self.incarnation, self.index, workers, address))
+        self.lockstep = LockStep(self.loop, self.group, self.read_bounds) if workers > 1 else None
         self.loop.rows.set_incarnation(self.incarnation, workers, manifest.owners if manifest else None)
         self.broken = ""
         log.info("restored %s, step %d", name or "to the beginning", self.loop.num_steps)
         return {}
 
     def _start(self, command: Command) -> dict[str, Any]:
-        self.reach.begin(command.get("epoch"))
-        reach = self.reach
-        self._or_refuse(
-            lambda: self.loop.selection.begin_phase(finite=reach.is_initial, handed_over=reach.phased)
+        self.read_bounds.begin(command.get("epoch"))
+        bounds = self.read_bounds
+        self._check_or_exit(
+            lambda: self.loop.selection.begin_phase(finite=bounds.is_initial, handed_over=bounds.phased)
         )
         self.training = True
         return {}
 
     def _cut(self, command: Command) -> dict[str, Any]:
-        """The batch in hand is finished and every push acknowledged, since this runs between two batches; of several workers
-        all cut behind the same turn."""
+        """Stop after the current batch and take a snapshot. Several workers all cut after the same turn."""
         if int(command["seq"]) <= self._aborted:
             raise FencedError(
-                f"expected a commit above {self._aborted} to cut, got {command['seq']}: it was aborted"
+                f"expected a commit above {self._aborted} to cut for, got {command['seq']}, which was aborted"
             )
         if self.broken or not self.training:
             raise RoostreamError(
-                f"expected a training worker to cut, got one that isn't ({self.broken or 'not started'})"
+                f"expected a training worker to cut, got one that is not training ({self.broken or 'not started'})"
             )
         if self.lockstep is not None:
             self._agree_on(int(command["seq"]), self.lockstep)
@@ -293,7 +284,7 @@ class Worker:
                 self._break(refused)
             raise
         self.training = False
-        self.reach.settle()
+        self.read_bounds.settle()
         try:
             at = self.loop.snapshot()
         except (UnavailableError, FencedError) as error:
@@ -309,33 +300,33 @@ class Worker:
         }
 
     def _agree_on(self, seq: int, lockstep: LockStep) -> None:
-        """Turns until every worker has been asked for the same cut.
+        """Take turns until every worker wants the same cut.
 
         Raises:
-            FencedError: the controller wants something else by now.
-            UnavailableError: not all were asked in time, or the turns ended: then this worker is broken.
+            FencedError: the controller has sent a newer command.
+            UnavailableError: not all workers were asked in time, or a turn failed and this worker is broken.
         """
         ends_s = self.loop.clock.monotonic_s() + _AGREE_S
         try:
             while lockstep.turn(cut=seq, leaving=self.leaving).cut != seq:
                 if self._heard >= (self.incarnation, seq):
-                    raise FencedError(f"commit {seq} was given up before all workers cut for it")
+                    raise FencedError(f"commit {seq} was aborted before all workers cut for it")
                 if self.loop.clock.monotonic_s() >= ends_s:
                     raise RoostreamError(
-                        f"the other workers were not asked to cut for commit {seq} within {_AGREE_S:g} s"
+                        f"the other workers did not agree to cut for commit {seq} within {_AGREE_S:g} s"
                     )
         except UnavailableError as error:
-            self._break_of(error)
+            self._break_after(error)
             raise
 
     def _resume(self, command: Command) -> dict[str, Any]:
-        self._cut_of(command)
-        self._go_on()
+        self._snapshot_for(command)
+        self._continue()
         return {}
 
     def _write(self, command: Command) -> dict[str, Any]:
-        """The worker's own part; with `shared`, the model's too. What takes time is done here, beside training, from the cut."""
-        seq, at = self._cut_of(command)
+        """Store the worker's part of the snapshot, and with `shared` the model. Runs while training continues."""
+        seq, at = self._snapshot_for(command)
         incarnation = int(command["incarnation"])
         metadata = {
             "schema": f"{self.loop.schema.fingerprint:016x}",
@@ -344,11 +335,11 @@ class Worker:
             "step": str(at.step),
         }
         name = manifests.worker_name(seq, incarnation, self.index)
-        own = manifests.store_file(self.store, name, worker_file.encode(at.own, metadata))
+        own = manifests.store_file(self.store, name, encode_partitions(at.partitions, metadata))
         result = {
             "own": dataclasses.asdict(own),
-            "dedupe": sum(len(cut.tensors["dedupe.id"]) for cut in at.own.values()),
-            "metrics": summarize(report_of(at.own.values(), self.loop.schema.tasks)),
+            "dedupe": sum(len(part.tensors["dedupe.id"]) for part in at.partitions.values()),
+            "metrics": summarize(report_of_snapshots(at.partitions.values(), self.loop.schema.tasks)),
         }
         if not command.get("shared"):
             return result
@@ -361,35 +352,35 @@ class Worker:
         return {**result, "dense": dataclasses.asdict(dense)}
 
     def _commit(self, command: Command) -> dict[str, Any]:
-        _, at = self._cut_of(command)
+        _, at = self._snapshot_for(command)
         self.committed_step, self._snapshot = at.step, None
-        self.reach.extend(command.get("epoch"))
+        self.read_bounds.extend(command.get("epoch"))
         return {}
 
     def _abort(self, command: Command) -> dict[str, Any]:
-        """Ends whatever is cut up to this commit, and is remembered."""
+        """Drop the snapshot of this commit, or refuse its cut if that arrives later."""
         self._aborted = max(self._aborted, int(command["seq"]))
         if self._snapshot is not None and self._snapshot[0] <= self._aborted:
             self._snapshot = None
-            self._go_on()
+            self._continue()
         return {}
 
-    def _go_on(self) -> None:
+    def _continue(self) -> None:
         self.training = not self.broken
         if self._cut_s is not None:
             self.loop.stages.add("commit", self.loop.clock.monotonic_s() - self._cut_s)
             self._cut_s = None
 
-    def _cut_of(self, command: Command) -> tuple[int, Snapshot]:
+    def _snapshot_for(self, command: Command) -> tuple[int, Snapshot]:
         snapshot = self._snapshot
         if snapshot is None or snapshot[0] != int(command["seq"]):
             raise RoostreamError(
-                f"expected the cut of commit {command['seq']}, got {snapshot[0] if snapshot else 'none'}"
+                f"expected the snapshot of commit {command['seq']}, got that of {snapshot[0] if snapshot else 'none'}"
             )
         return snapshot
 
     def _check(self, manifest: Manifest) -> None:
-        """Raises ConfigError: what isn't damaged but belongs to others; an older manifest can't mend it."""
+        """Raises ConfigError: the commit is intact but belongs to other settings; an older manifest does not help."""
         self.identity.check(manifest)
         mine = dataclasses.asdict(self.loop.model_config)
         committed = dataclasses.asdict(model_config_from_dict(manifest.model))
@@ -397,11 +388,11 @@ class Worker:
             differing = sorted(k for k in {*mine, *committed} if mine.get(k) != committed.get(k))
             raise ConfigError(
                 f"{manifest.name}: expected the model's {', '.join(f'{k} = {committed.get(k)}' for k in differing)}, "
-                f"got {', '.join(f'{mine.get(k)}' for k in differing)}; use the committed model TOML, or begin anew"
+                f"got {', '.join(f'{mine.get(k)}' for k in differing)}; use the committed model TOML, or start over with `roostream reset`"
             )
 
-    def _or_refuse(self, check: Callable[[], None]) -> None:
-        """What the check refuses no restart mends: the worker must exit."""
+    def _check_or_exit(self, check: Callable[[], None]) -> None:
+        """Run a check; if it fails, no restart helps and the worker must exit."""
         try:
             check()
         except ConfigError as error:
@@ -409,21 +400,20 @@ class Worker:
             raise
 
     def _read(self, manifest: Manifest) -> Snapshot:
-        """The shared part, and of every worker's what is of this one's partitions now."""
+        """Read the shared part, and the state of this worker's current partitions from all workers' parts."""
         shared, _ = tensor_file.decode(manifests.read_file(self.store, manifest.dense))
         read = self.loop.source.positions()
-        mine = {
-            *read,
-            *((CORRECTIONS, number) for _, number in read),
-        }  # also where they aren't read: see Partitions.load
-        own: dict[Partition, PartitionSnapshot] = {}
+        mine = {*read, *((CORRECTIONS, number) for _, number in read)}  # see PartitionStates.load
+        partitions: dict[Partition, PartitionSnapshot] = {}
         for part in manifest.workers.values():
             if mine & part.offsets.keys():
-                cuts = worker_file.decode(manifests.read_file(self.store, part.file), part.offsets)
-                own |= {partition: cuts[partition] for partition in mine & cuts.keys()}
-        return Snapshot(shared=shared, step=manifest.step, watermark_ms=manifest.watermark_ms, own=own)
+                found = decode_partitions(manifests.read_file(self.store, part.file), part.offsets)
+                partitions |= {partition: found[partition] for partition in mine & found.keys()}
+        return Snapshot(
+            shared=shared, step=manifest.step, watermark_ms=manifest.watermark_ms, partitions=partitions
+        )
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Of the host or of a device: the same batch fails again after every restart."""
+    """Whether the host or a device is out of memory, so that the same batch fails after every restart."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

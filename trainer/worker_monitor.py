@@ -1,4 +1,4 @@
-"""How a worker is doing: computed once a second by the loop's thread, read by beats and scrapes from others."""
+"""A worker's lag, state and quality: computed once a second by the loop's thread, read by beats and scrapes in other threads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer.worker import Worker
 
 _EVERY_S = 1.0
 _METRICS_EVERY_S = 5.0
-_FRESH_S = 10.0  # an observation older than this is none: the loop's thread hangs in something
+_FRESH_S = 10.0  # an older observation counts as unknown, because the loop's thread hangs
 
 _BY_PARTITION = ("partition_lag_records", "partition_lag_ms", "partition_lost_records")
 LABELS: dict[str, str | tuple[str, ...]] = {
@@ -37,16 +37,16 @@ LABELS: dict[str, str | tuple[str, ...]] = {
     **QUALITY_LABELS,
     **{f"drift_{name}": label for name, label in DRIFT_LABELS.items()},
 }
-"""Label of each gauge that has one."""
+"""Gauge → its label or labels."""
 
 
 class Monitor:
-    """`observe` when time allows; `report` and `gauges` are of the last observation, from any thread."""
+    """`observe` runs in the loop's thread; `report` and `gauges` return the last observation, in any thread."""
 
     def __init__(
         self, worker: Worker, clock: Clock, patience: CaughtUpLimits, drift: DriftDetector | None = None
     ) -> None:
-        """`drift`: what looks at the batches that the worker scores, if anything does."""
+        """`drift`: observes the batches that the worker scores; None = no drift detection."""
         self.worker, self.clock, self.drift = worker, clock, drift
         self.caught_up = CaughtUpDetector(patience)
         self._due_s = self._metrics_due_s = 0.0
@@ -56,7 +56,7 @@ class Monitor:
         self._quality: dict[str, Any] = {"windows": {}, "slices": {}, "shadow": None}
 
     def observe(self, held: str = "") -> None:
-        """In the loop's thread; does nothing until its second is over. `held`: why training is held; told at once."""
+        """Observe the worker, at most once a second. `held`: why training is on hold; reported at once."""
         now_s = self.clock.monotonic_s()
         if now_s < self._due_s and not held:
             return
@@ -68,19 +68,19 @@ class Monitor:
             expected=source.positions().keys(),
             held=held,
             obstacle=self.worker.broken,
-            phase=read_phase(self.worker.reach),
+            phase=read_phase(self.worker.read_bounds),
         )
         self._observed_s = now_s
         if now_s >= self._metrics_due_s:
             self._metrics_due_s = now_s + _METRICS_EVERY_S
             loop = self.worker.loop
-            counted = loop.own.metrics()
+            counted = loop.partitions.metrics()
             self._metrics = {**summarize(counted.report()), "sums": counted.sums()}
-            self._quality = quality_report(loop.own.windowed.report(loop.watermark_ms), loop.shadow)
+            self._quality = quality_report(loop.partitions.windowed.report(loop.watermark_ms), loop.shadow)
 
     @property
     def progress(self) -> Observation:
-        """As last observed; unknown where that is too long ago to be told as if it still were."""
+        """The last observation; unknown if it is too old."""
         silent_s = self.clock.monotonic_s() - self._observed_s
         if silent_s <= _FRESH_S:
             return self._progress
@@ -97,7 +97,7 @@ class Monitor:
         )
 
     def report(self) -> dict[str, Any]:
-        """What a beat carries: the worker's own report and how live it is."""
+        """Fields of a beat: the worker's report, its metrics and its liveness."""
         return {
             **self.worker.report(),
             "metrics": self._metrics,
@@ -109,7 +109,7 @@ class Monitor:
         return self.drift.report() if self.drift else {}
 
     def gauges(self) -> dict[str, Any]:
-        """For `MetricsCollector`."""
+        """Values for the metrics collector."""
         seen, loop, counts = self.progress, self.worker.loop, self.worker.loop.counts
         at = seen.overall
         by_partition = {
@@ -128,7 +128,7 @@ class Monitor:
             "watermark_ms": self.worker.loop.watermark_ms,
             "incarnation": self.worker.incarnation,
             "training": int(self.worker.training),
-            "duplicates": self.worker.loop.own.num_skipped,
+            "duplicates": self.worker.loop.partitions.num_skipped,
             "lost_records": self.worker.loop.source.num_lost,
             "row_wait_share": loop.stages.of_loop("pull", "push") / counts.busy_s if counts.busy_s else 0.0,
             "stage_seconds": loop.stages.seconds(),
@@ -157,8 +157,8 @@ class Monitor:
         }
 
 
-def read_phase(reach: ReadBounds) -> ReadPhase:
-    """What a worker is told to do, as the states know it."""
-    if reach.is_initial:
-        return ReadPhase.WAIT if reach.is_trained else ReadPhase.HISTORY
-    return ReadPhase.STREAM if reach.phased else ReadPhase.READ
+def read_phase(bounds: ReadBounds) -> ReadPhase:
+    """What the controller has told the worker to read."""
+    if bounds.is_initial:
+        return ReadPhase.WAIT if bounds.is_trained else ReadPhase.HISTORY
+    return ReadPhase.STREAM if bounds.phased else ReadPhase.READ

@@ -1,4 +1,4 @@
-"""A worker's process: opens what the loop needs, trains until told otherwise, and ends in order."""
+"""The worker's process: opens what training needs, trains until it is stopped, and shuts down in order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from roostream.models.build import load_model_config
 from roostream.runtime import metrics_server
 from roostream.runtime.address import expand_addresses, reachable_address
 from roostream.runtime.backoff import Backoff
-from roostream.runtime.checkpoint_store import CheckpointStore, open_store
+from roostream.runtime.checkpoint_store import open_store
 from roostream.runtime.clock import Clock, SystemClock
 from roostream.runtime.controller_agent import ControllerAgent
 from roostream.runtime.health import Health
@@ -32,20 +31,20 @@ from roostream.runtime.rpc.security import LinkCredentials
 from roostream.runtime.thread_group import StopBudget
 from roostream.runtime.work_unit import TableInput
 from roostream.schema.registry import open_registry, register
-from roostream.schema.schema import Registry, Schema
+from roostream.schema.schema import Schema
 from roostream.schema.schema_file import load_schema
 from roostream.warehouse.readers.remote_rows import READING_COUNTERS, ReadersLink, RemoteSessionOpener
 from roostream.wire.decode import Decoder
 from trainer.batch_source import BatchSource
+from trainer.chunks import ChunkPart
 from trainer.config import WorkerConfig
 from trainer.deployment_identity import DeploymentIdentity, kafka_identity
 from trainer.device.numerics import set_numerics
-from trainer.feed import ChunkPart
 from trainer.loop import LoopDependencies, TrainLoop
 from trainer.monitoring.caught_up import CaughtUpLimits
 from trainer.monitoring.drift import DriftDetector
-from trainer.monitoring.shadow import ShadowModel, load_shadow_model
-from trainer.pipeline.pipelined_feed import connected
+from trainer.monitoring.shadow import load_shadow_model
+from trainer.pipeline.pipelined_feed import connect_feed
 from trainer.pipeline.stage_timer import StageTimer
 from trainer.predictions import KafkaOutputs
 from trainer.process_group import TorchRendezvous
@@ -58,33 +57,44 @@ from trainer.worker_monitor import LABELS, Monitor
 
 log = logging.getLogger("roostream.worker")
 
-STOP_S = 8.0  # for everything after SIGTERM, below roostream.runtime.program.STOP_S: a commit that has not come by then won't
-_CLOSING_S = 3.0  # of it, kept for what comes behind the last commit
-_MIN_CLOSING_S = 1.5  # where the last commit has begun
-_RESEND_S = 1.0  # to a shard that doesn't answer; longer outages are the controller's to mend
+# For everything after SIGTERM; less than roostream.runtime.program.STOP_S. A commit that has not come by then will not come.
+STOP_S = 8.0
+_CLOSING_S = 3.0  # part of it, reserved for what follows the last commit
+_MIN_CLOSING_S = 1.5  # the reserve once the last commit has begun
+_RESEND_S = 1.0  # to a shard that does not answer; the controller handles longer outages
 
 
-def work(config: WorkerConfig, stop: Stop) -> None:
-    """Until `stop` is set.
+def run_until_stopped(config: WorkerConfig, stop: Stop) -> None:
+    """Run until `stop` is set.
 
     Raises:
-        RoostreamError: a setting is wrong, what is committed belongs to other settings, or the controller is away for longer
-            than `controller_timeout_ms` while training: the supervisor starts the worker again.
+        RoostreamError: a setting is wrong, the committed state belongs to other settings, or the controller is unavailable for longer
+            than `controller_timeout_ms` during training. The supervisor restarts the worker.
     """
     config.check_device()
     set_numerics(config)
     health = Health(config.stalled_after_ms / 1000)
-    seen_at = reachable_address(config.metrics_host, metrics_server.serve(config, health), config.controller)
-    if seen_at and config.tls:
-        seen_at = f"https://{seen_at}"
+    metrics_port = metrics_server.serve(config, health)
+    metrics_address = reachable_address(config.metrics_host, metrics_port, config.controller)
+    if metrics_address and config.tls:
+        metrics_address = f"https://{metrics_address}"
+
     schema, model_config = load_schema(config.schema), load_model_config(config.model)
     store, clock = open_store(config.store), SystemClock()
     Backoff(what="the checkpoint store").until(lambda: register(store, schema), (UnavailableError,), stop)
-    identity = _identity(config, schema, open_registry(store), stop)
-    ending = StopBudget(stop, STOP_S)
+    identity = DeploymentIdentity(
+        schema=schema,
+        registry=open_registry(store),
+        kafka=kafka_identity(config.broker, config.prefix, config.partitions, stop),
+        num_shards=len(expand_addresses(config.shards)),
+        num_buckets=config.buckets,
+        num_partitions=config.partitions,
+        seed=config.seed,
+    )
+    budget = StopBudget(stop, STOP_S)
     with contextlib.ExitStack() as opened:
-        stages, keys = StageTimer(clock), config.link_credentials()
-        read_by = by_programs(config, keys, clock, lambda: worker.incarnation)
+        # Rows
+        keys, stages = config.link_credentials(), StageTimer(clock)
         shards = [SocketTransport(address, keys=keys) for address in expand_addresses(config.shards)]
         for transport in shards:
             opened.callback(transport.close)
@@ -92,25 +102,38 @@ def work(config: WorkerConfig, stop: Stop) -> None:
             schema, shards, worker=config.index, num_buckets=config.buckets, resend_for_s=_RESEND_S, stop=stop
         )
         opened.callback(client.close)
-        source, rows, feed = connected(
-            lambda: phased(config, Decoder(schema, identity.registry), schema, clock, stages, read_by),
+
+        # Samples
+        session_opener = remote_session_opener(config, keys, clock, lambda: worker.incarnation)
+        source, rows, feed = connect_feed(
+            lambda: open_source(
+                config, Decoder(schema, identity.registry), schema, clock, stages, session_opener
+            ),
             ShardRows(client),
             stages,
             staleness=config.staleness,
             read_ahead=config.read_ahead,
         )
         opened.callback(source.close)
+
+        # The loop
         outputs = KafkaOutputs(
             lambda: clients.producer(config.broker),
             config.prefix,
             clock,
-            lambda: ending.left_s() < _CLOSING_S,
+            is_urgent=lambda: budget.left_s() < _CLOSING_S,
         )
-        drift, counted = (
-            DriftDetector(schema),
-            ProfileRecorder(Profiler(config.profile_share, config.seed), store, clock),
-        )
-        wiring = LoopDependencies(
+        drift = DriftDetector(schema)
+        profiles = ProfileRecorder(Profiler(config.profile_share, config.seed), store, clock)
+
+        def on_scored(part: ChunkPart) -> None:
+            drift.look(part.batch, part.lookup)
+            profiles.look(loop.num_steps, part.batch, part.lookup)
+
+        shadow = None
+        if config.shadow:
+            shadow = load_shadow_model(store, config.shadow, schema, config.device, config.shadow_every)
+        dependencies = LoopDependencies(
             source=source,
             rows=rows,
             outputs=outputs,
@@ -118,102 +141,129 @@ def work(config: WorkerConfig, stop: Stop) -> None:
             feed=feed,
             stages=stages,
             on_freshness=freshness_histogram().observe,
-            shadow=open_shadow(config, store, schema),
+            shadow=shadow,
             saved=SavedBatches(Path(config.home)) if config.home else None,
-            on_scored=lambda part: _look(part, drift, counted, loop.num_steps),
+            on_scored=on_scored,
         )
-        loop = TrainLoop(config, schema, model_config, wiring)
+        loop = TrainLoop(config, schema, model_config, dependencies)
         opened.callback(loop.feed.close)
-        team = TorchRendezvous(config.meet, device=config.device, timeout_s=config.reduce_timeout_ms / 1000)
-        opened.callback(team.close)
-        worker = Worker(loop, outputs, store, identity, config.index, team)
-        worker.on_write = counted.save
-        monitor = Monitor(
-            worker,
-            clock,
-            CaughtUpLimits(lag_ms=config.caught_up_lag_ms, hold_s=config.caught_up_hold_ms / 1000),
-            drift,
+
+        # The worker around it, and its reports
+        rendezvous = TorchRendezvous(
+            config.rendezvous_address, device=config.device, timeout_s=config.reduce_timeout_ms / 1000
         )
+        opened.callback(rendezvous.close)
+        worker = Worker(loop, outputs, store, identity, config.index, rendezvous)
+        worker.on_write = profiles.save
+        patience = CaughtUpLimits(lag_ms=config.caught_up_lag_ms, hold_s=config.caught_up_hold_ms / 1000)
+        monitor = Monitor(worker, clock, patience, drift)
         MetricsCollector("worker", monitor.gauges, LABELS).register()
-        left = threading.Event()  # beats go on while the last commit is waited for
-        report = partial(_report, monitor, seen_at)
-        member = _member(config, keys, worker, report, left, ending)
-        opened.callback(lambda: member.join(min(ending.left_s(), _CLOSING_S)))
+
+        def report() -> dict[str, Any]:
+            return {**monitor.report(), "seen_at": metrics_address}
+
+        left = threading.Event()  # beats continue while the last commit is awaited
+        agent = ControllerAgent(
+            lambda: SocketTransport(config.controller, keys=keys),
+            "worker",
+            config.index,
+            worker.submit,
+            report,
+            left,
+            hear=worker.hear,
+            ending=budget,
+        )
+        opened.callback(lambda: agent.join(min(budget.left_s(), _CLOSING_S)))
         opened.callback(worker.close)
         opened.callback(left.set)
-        member.start()
-        train(worker, monitor, member, health, ending, config.controller_timeout_ms / 1000)
+        agent.start()
+        train(worker, monitor, agent, health, budget, config.controller_timeout_ms / 1000)
 
 
-def _look(part: ChunkPart, drift: DriftDetector, counted: ProfileRecorder, step: int) -> None:
-    """What is scored, as it is scored."""
-    drift.look(part.batch, part.lookup)
-    counted.look(step, part.batch, part.lookup)
-
-
-def _identity(config: WorkerConfig, schema: Schema, registry: Registry, stop: Stop) -> DeploymentIdentity:
-    return DeploymentIdentity(
-        schema=schema,
-        registry=registry,
-        kafka=kafka_identity(config.broker, config.prefix, config.partitions, stop),
-        num_shards=len(expand_addresses(config.shards)),
-        num_buckets=config.buckets,
-        num_partitions=config.partitions,
-        seed=config.seed,
-    )
-
-
-def _report(monitor: Monitor, seen_at: str) -> dict[str, Any]:
-    return {**monitor.report(), "seen_at": seen_at}
-
-
-def _member(
-    config: WorkerConfig,
-    keys: LinkCredentials,
+def train(
     worker: Worker,
-    report: Callable[[], dict[str, Any]],
-    left: threading.Event,
-    ending: StopBudget,
-) -> ControllerAgent:
-    def dial() -> SocketTransport:
-        return SocketTransport(config.controller, keys=keys)
+    monitor: Monitor,
+    agent: ControllerAgent,
+    health: Health,
+    budget: StopBudget,
+    controller_timeout_s: float,
+) -> None:
+    """Alternate between commands and batches. When asked to stop: no more batches, and a last commit if it comes in time.
 
-    return ControllerAgent(
-        dial, "worker", config.index, worker.submit, report, left, hear=worker.hear, ending=ending
-    )
+    Raises:
+        UnavailableError: no controller answers.
+        HeldError: training is on hold, or will be once the controller hears why this worker cannot use the commit.
+    """
+    while True:
+        worker.serve_inbox()
+        if worker.refusal is not None:
+            raise HeldError(f"training cannot continue with this worker: {worker.refusal}")
+        worker.turn()
+        monitor.observe(held=agent.hold)
+        if agent.hold:
+            raise HeldError(f"training is on hold: {agent.hold}")
+        waiting = "" if worker.incarnation else "waiting for the controller to restore this worker"
+        health.turned(worker.broken or waiting)
+        if worker.training and agent.silent_s > controller_timeout_s:
+            raise UnavailableError(
+                f"the controller has not answered for {agent.silent_s:.0f} s; training stops, because nothing is committed"
+            )
+        if budget.stop.is_set():
+            worker.leaving = True
+            min_s = _MIN_CLOSING_S if worker.is_cut else _CLOSING_S
+            if worker.can_leave() or budget.left_s() < min_s:
+                log.info("leaving at step %d, committed at %d", worker.loop.num_steps, worker.committed_step)
+                return
 
 
-def open_shadow(config: WorkerConfig, store: CheckpointStore, schema: Schema) -> ShadowModel | None:
-    """The frozen copy to score beside; None where none is asked for."""
-    return (
-        load_shadow_model(store, config.shadow, schema, config.device, config.shadow_every)
-        if config.shadow
-        else None
-    )
+def open_source(
+    config: WorkerConfig,
+    decoder: Decoder,
+    schema: Schema,
+    clock: Clock,
+    stages: StageTimer,
+    session_opener: RemoteSessionOpener | None = None,
+) -> PhasedSource:
+    """Open the stream, which the controller may replace with a warehouse session. All partitions are open until the controller
+    assigns some; `seek` must follow."""
 
-
-def open_source(config: WorkerConfig, decoder: Decoder, clock: Clock, stages: StageTimer) -> RecordSource:
-    """All partitions of what is trained, until it is told which are this worker's own; `seek` must follow."""
-
-    def open_reader(partitions: tuple[Partition, ...]) -> KafkaConsumer:
-        reading = ConsumerOptions(
+    def open_consumer(partitions: tuple[Partition, ...]) -> KafkaConsumer:
+        options = ConsumerOptions(
             partitions=partitions,
             prefix=config.prefix,
             merge_by_time=True,
             track_end_offsets=True,
             skip_lost_records=config.skip_lost,
         )
-        return KafkaConsumer.open(config.broker, f"{config.prefix}worker-{config.index}", reading)
+        return KafkaConsumer.open(config.broker, f"{config.prefix}worker-{config.index}", options)
 
-    reader = open_reader(all_partitions(config.trained_topics, config.partitions))
-    wait_ms = config.max_batch_wait_ms
-    return RecordSource(reader, decoder, clock, max_wait_ms=wait_ms, stages=stages, reopen=open_reader)
+    partitions = all_partitions(config.trained_topics, config.partitions)
+
+    def open_table(session: TableInput) -> BatchSource:
+        try:
+            from trainer.sessions.session_source import local_rows, open_session
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"expected {error.name} to read {session.table}; pip install 'roostream[warehouse]'"
+            ) from None
+        open_rows = session_opener or local_rows
+        return open_session(session, schema, partitions, config.dedupe_horizon_ms, clock, stages, open_rows)
+
+    stream = RecordSource(
+        open_consumer(partitions),
+        decoder,
+        clock,
+        max_wait_ms=config.max_batch_wait_ms,
+        stages=stages,
+        reopen=open_consumer,
+    )
+    return PhasedSource(stream, open_table)
 
 
-def by_programs(
+def remote_session_opener(
     config: WorkerConfig, keys: LinkCredentials, clock: Clock, incarnation: Callable[[], int]
 ) -> RemoteSessionOpener | None:
-    """Who reads sessions for this worker, and its metrics; None: itself."""
+    """Reads sessions through `reader` programs. None: the worker reads them itself."""
     if config.readers.by == "worker":
         return None
     link = ReadersLink(
@@ -222,68 +272,6 @@ def by_programs(
         worker=config.index,
         incarnation=incarnation,
     )
-    made = RemoteSessionOpener(link, config.readers, clock)
-    MetricsCollector("worker_reading", made.shown, {}, counters=READING_COUNTERS).register()
-    return made
-
-
-def phased(
-    config: WorkerConfig,
-    decoder: Decoder,
-    schema: Schema,
-    clock: Clock,
-    stages: StageTimer,
-    read_by: RemoteSessionOpener | None = None,
-) -> PhasedSource:
-    """The stream, or a session of a warehouse where the controller says so."""
-
-    def opened(told: TableInput) -> BatchSource:
-        try:
-            from trainer.sessions.table_source import local_rows, open_session
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"expected {error.name} to read {told.table}; pip install 'roostream[warehouse]'"
-            ) from None
-        partitions = all_partitions(config.trained_topics, config.partitions)
-        return open_session(
-            told, schema, partitions, config.dedupe_horizon_ms, clock, stages, read_by or local_rows
-        )
-
-    return PhasedSource(open_source(config, decoder, clock, stages), opened)
-
-
-def train(
-    worker: Worker,
-    monitor: Monitor,
-    member: ControllerAgent,
-    health: Health,
-    ending: StopBudget,
-    controller_timeout_s: float,
-) -> None:
-    """Batches and commands in turn. When asked to stop: no more batches, and a last commit if one comes soon enough.
-
-    Raises:
-        UnavailableError: no controller answers. HeldError: training is held, or will be as soon as the controller hears what this
-            worker refused for good; nothing is committed that was not before.
-    """
-    while True:
-        worker.serve_inbox()
-        if worker.refusal is not None:
-            raise HeldError(f"training can't go on with this worker: {worker.refusal}")
-        worker.turn()
-        monitor.observe(held=member.hold)
-        if member.hold:
-            raise HeldError(f"training is held: {member.hold}")
-        health.turned(
-            worker.broken or ("" if worker.incarnation else "it waits for the controller to restore it")
-        )
-        if worker.training and member.silent_s > controller_timeout_s:
-            raise UnavailableError(
-                f"the controller has not answered for {member.silent_s:.0f} s: training stops, since nothing is committed"
-            )
-        if ending.stop.is_set():
-            worker.leaving = True
-            min_s = _MIN_CLOSING_S if worker.is_cut else _CLOSING_S
-            if worker.can_leave() or ending.left_s() < min_s:
-                log.info("leaving at step %d, committed at %d", worker.loop.num_steps, worker.committed_step)
-                return
+    opener = RemoteSessionOpener(link, config.readers, clock)
+    MetricsCollector("worker_reading", opener.shown, {}, counters=READING_COUNTERS).register()
+    return opener

@@ -24,7 +24,7 @@ from roostream.wire.decode import Decoder
 from roostream.wire.lookup import Lookup, build_lookup
 from trainer.config import LoopConfig
 from trainer.loop import LoopDependencies, TrainLoop
-from trainer.pipeline.pipelined_feed import connected
+from trainer.pipeline.pipelined_feed import connect_feed
 from trainer.pipeline.stage_timer import StageTimer
 from trainer.rows import PushTimes, Rows, ShardRows
 
@@ -140,7 +140,7 @@ def training_loop(
     config = LoopConfig(batch_requests=requests, first_batch_requests=requests, dedupe_horizon_ms=60_000)
     clock = SystemClock()
     stages = StageTimer(clock)
-    source, rows, feed = connected(
+    source, rows, feed = connect_feed(
         lambda: Endless(records, Decoder(schema, {schema.fingerprint: schema}.get)),
         rows,
         stages,

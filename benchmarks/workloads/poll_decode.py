@@ -14,7 +14,7 @@ from benchmarks.workloads.codec import plain_decode
 from roostream.schema.schema import Schema
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
-from trainer.record_source import chunk_of
+from trainer.record_source import build_chunk
 
 
 class Message(NamedTuple):
@@ -44,7 +44,7 @@ def ours(requests: int, candidates: int) -> Iterator[Work]:
     """Messages → records → chunk: batch, rejects and progress, as the worker's source makes it."""
     schema, messages = _messages(requests, candidates)
     decoder = Decoder(schema, {schema.fingerprint: schema}.get)
-    yield Work(lambda: chunk_of(_records(messages), decoder, 0), requests)
+    yield Work(lambda: build_chunk(_records(messages), decoder, 0), requests)
 
 
 @contextlib.contextmanager

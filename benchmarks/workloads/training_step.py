@@ -31,12 +31,13 @@ from roostream.schema.schema import Schema
 from roostream.wire.decode import Decoder
 from roostream.wire.lookup import build_lookup
 from roostream.wire.records import Record
-from trainer.batch_source import Chunk, NewestIds
+from trainer.batch_source import NewestIds
+from trainer.chunks import Chunk
 from trainer.config import LoopConfig
 from trainer.dense_part.adam import DenseAdam
 from trainer.loop import LoopDependencies, TrainLoop
-from trainer.predictions import predictions_of
-from trainer.record_source import chunk_of
+from trainer.predictions import encode_predictions
+from trainer.record_source import build_chunk
 from trainer.rows import ShardRows
 
 NUM_PARTITIONS = 4  # of `data.sample_records`
@@ -59,7 +60,7 @@ class Endless:
             )
             self.at += 1
             out.append(record._replace(value=head + self.at.to_bytes(8, "little") + tail, offset=self.at))
-        return chunk_of(out, self.decoder, 0)
+        return build_chunk(out, self.decoder, 0)
 
     def rest(self, max_requests: int) -> Chunk | None:
         return None
@@ -209,11 +210,11 @@ class Case:
 
     def count(self) -> None:
         """Progressive metrics, by partition."""
-        self.loop.own.count(self.batch, self.score_BT)
+        self.loop.partitions.count(self.batch, self.score_BT)
 
     def predict(self) -> None:
         """A prediction message a request."""
-        for prediction in predictions_of(self.batch, self.score_BT, 1):
+        for prediction in encode_predictions(self.batch, self.score_BT, 1):
             self.outputs.prediction(prediction)
 
     def adam(self) -> None:

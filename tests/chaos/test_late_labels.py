@@ -22,7 +22,7 @@ from tests.e2e.loop_stack import (
     wait_until,
 )
 from tests.joiner.joined_topics import consume
-from trainer import worker_file
+from trainer.partitions import decode_partitions
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
@@ -49,7 +49,7 @@ def trained(stack: Stack) -> list[int]:
     assert manifest is not None
     found: list[int] = []
     for part in manifest.workers.values():
-        for (topic, _), cut in worker_file.decode(store.get(part.file.name), part.offsets).items():
+        for (topic, _), cut in decode_partitions(store.get(part.file.name), part.offsets).items():
             if topic == CORRECTIONS:
                 found += cut.tensors["dedupe.id"].tolist()
     return found

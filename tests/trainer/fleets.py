@@ -111,12 +111,14 @@ class Fleet:
         assert all(self.cuts), self.cuts
         cuts = [cut.at for cut in self.cuts if cut]
         assert len({at.step for at in cuts}) == len({at.watermark_ms for at in cuts}) == 1
-        own = {partition: part for at in cuts for partition, part in at.own.items()}
-        return dataclasses.replace(cuts[0], own=own)
+        own = {partition: part for at in cuts for partition, part in at.partitions.items()}
+        return dataclasses.replace(cuts[0], partitions=own)
 
     @property
     def progress(self) -> dict[Partition, int]:
-        return {partition: at for built in self.built for partition, at in built.loop.own.progress.items()}
+        return {
+            partition: at for built in self.built for partition, at in built.loop.partitions.progress.items()
+        }
 
     @property
     def predicted(self) -> list[int]:

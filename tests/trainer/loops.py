@@ -94,7 +94,7 @@ class Built:
 
     def offsets(self) -> list[int]:
         """Next to train, of partitions 0 and 1."""
-        return [self.loop.own.progress[partition] for partition in PARTITIONS]
+        return [self.loop.partitions.progress[partition] for partition in PARTITIONS]
 
     def pushes(self, table: str = "user") -> dict[int, int]:
         id_ = samples.schema().table_by_name[table].id

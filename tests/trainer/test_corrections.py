@@ -24,7 +24,7 @@ from tests.models.model_cases import CASES, make_batch, make_rows, make_schema
 from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS, Built, build
 from trainer.config import LoopConfig
-from trainer.corrections import due_ms_of, targets_of, without_unchanged_corrections
+from trainer.corrections import build_targets, record_due_ms, without_unchanged_corrections
 
 BOTH = (*PARTITIONS, ("corrections", 0), ("corrections", 1))
 N8 = samples.records(list(range(1, 9)))
@@ -73,7 +73,7 @@ def gradients(model: Model, batch: Batch, config: LoopConfig) -> list[Tensor]:
     )
     inputs = dataclasses.replace(inputs, **doubles, rows=rows, bags=bags)
     model.zero_grad()
-    targets = targets_of(batch, config)
+    targets = build_targets(batch, config)
     model.loss(inputs, model(inputs), targets).backward()  # type: ignore[no-untyped-call]
     leaves = [*(p.grad for p in model.parameters()), *(r.grad for r in rows.values())]
     return [g.clone() for g in leaves if g is not None]
@@ -106,7 +106,7 @@ def test_sample_and_correction_are_the_corrected_sample_for_every_weight_and_row
 def test_every_schema_of_these_tests_can_be_corrected() -> None:
     for case in CASES:
         batch = make_batch(make_schema(case), [2, 3])
-        targets = targets_of(
+        targets = build_targets(
             as_correction(batch, np.zeros_like(batch.label_BT)), LoopConfig(corrections="on")
         )
         assert targets.before_BT is not None and (targets.before_BT == 0).all()
@@ -142,7 +142,7 @@ def test_a_correction_moves_weights_and_rows_and_is_no_request_of_its_own() -> N
     built = correcting([*N8, samples.corrected(3, unclicked(3))]).train_all()
     assert (built.loop.counts.requests, built.loop.counts.corrections) == (8, 1)
     assert [p.sample_id for p in built.predicted] == [p.sample_id for p in plain.predicted]
-    assert built.loop.own.num_requests == 8 and built.loop.report()["requests"] == 8
+    assert built.loop.partitions.num_requests == 8 and built.loop.report()["requests"] == 8
     assert built.pushes()[3] == 2 and built.pushes()[4] == 1
     assert built.loop.watermark_ms == plain.loop.watermark_ms, (
         "its sample's close time, and its own, are no news"
@@ -154,7 +154,7 @@ def test_progress_is_by_topic_and_partition() -> None:
     built = correcting(
         [*N8, samples.corrected(3, unclicked(3)), samples.corrected(4, unclicked(4))]
     ).train_all()
-    assert built.loop.own.progress == {
+    assert built.loop.partitions.progress == {
         ("samples", 0): 4,
         ("samples", 1): 4,
         ("corrections", 0): 1,
@@ -165,7 +165,7 @@ def test_progress_is_by_topic_and_partition() -> None:
 def test_corrections_of_one_sample_are_all_trained_and_each_only_once() -> None:
     first, second = samples.corrected(3, 0, before=0.0, event=1), samples.corrected(3, 1, before=0.0, event=2)
     built = correcting([*N8, first, second, first, second]).train_all()
-    assert built.loop.counts.corrections == 2 and built.loop.own.num_skipped == 2
+    assert built.loop.counts.corrections == 2 and built.loop.partitions.num_skipped == 2
 
 
 def test_a_correction_may_come_before_its_sample() -> None:
@@ -178,7 +178,7 @@ def test_a_correction_may_come_before_its_sample() -> None:
 def test_a_correction_that_changes_nothing_costs_no_step_of_rows_and_is_passed_over() -> None:
     built = correcting([*N8, samples.corrected(3, 0, before=1.0, after=1.0)]).train_all()
     assert built.loop.counts.corrections == 0 and built.pushes()[3] == 1
-    assert built.loop.own.progress["corrections", 1] == 1
+    assert built.loop.partitions.progress["corrections", 1] == 1
 
 
 @pytest.mark.parametrize(("before", "after", "trained"), [(1.0, 0.0, 1), (0.0, 1.0, 0), (2.0, 1.0, 0)])
@@ -195,7 +195,7 @@ def test_of_a_correction_that_goes_both_ways_only_the_way_down_has_a_target() ->
     batch = make_batch(make_schema("floats only"), [2])
     before_BT = np.array([[1, 0], [0, 1]], np.float32)
     batch = dataclasses.replace(as_correction(batch, before_BT), label_BT=1 - before_BT)
-    targets = targets_of(batch, LoopConfig(corrections="downgrades"))
+    targets = build_targets(batch, LoopConfig(corrections="downgrades"))
     assert targets.before_BT is not None and targets.before_BT.tolist() == [[1, 1], [1, 1]], (
         "up: as it is now, so no change"
     )
@@ -209,7 +209,7 @@ def test_corrections_of_requests_that_are_only_scored_are_not_trained() -> None:
 def test_a_correction_is_due_with_its_engagement() -> None:
     decoder = Decoder(samples.schema(), {}.get)
     batch, _ = decoder.decode([N8[2], samples.corrected(3, unclicked(3))], corrections=True)
-    assert due_ms_of(batch).tolist() == [samples.T0 + 3_500, samples.T0 + 13_500]
+    assert record_due_ms(batch).tolist() == [samples.T0 + 3_500, samples.T0 + 13_500]
 
 
 def test_nothing_is_lost_or_trained_twice_by_a_kill_at_any_step() -> None:
@@ -228,7 +228,7 @@ def test_nothing_is_lost_or_trained_twice_by_a_kill_at_any_step() -> None:
         built.shard.rows.update(rows)
         built.loop.restore(at)
         built.train_all()
-        assert built.loop.own.progress == expected.loop.own.progress
+        assert built.loop.partitions.progress == expected.loop.partitions.progress
         for name, value in state_of(expected).items():
             np.testing.assert_array_equal(state_of(built)[name], value, err_msg=f"{name} after {steps} steps")
 
@@ -238,7 +238,9 @@ def test_switched_off_and_on_again_they_go_on_where_they_were() -> None:
     first = correcting(log).train_all()
     off = build(samples.placed(log))
     off.loop.restore(first.loop.snapshot())
-    assert off.loop.snapshot().progress == first.loop.own.progress, "offsets and ids are kept for later"
+    assert off.loop.snapshot().progress == first.loop.partitions.progress, (
+        "offsets and ids are kept for later"
+    )
     again = correcting([*log, samples.corrected(7, unclicked(7))])
     again.loop.restore(off.loop.snapshot())
     again.train_all()
@@ -270,8 +272,8 @@ def test_settings_that_can_not_be_are_refused(settings: dict[str, Any], message:
 def test_what_is_known_at_the_close_follows_from_the_time_until_then() -> None:
     batch = make_batch(make_schema("floats only"), [1, 1])
     batch = dataclasses.replace(batch, close_ms_R=batch.time_ms_R + np.array([0, 60_000]))
-    targets = targets_of(batch, LoopConfig(loss="es_dfm", label_delay_ms=60_000))
+    targets = build_targets(batch, LoopConfig(loss="es_dfm", label_delay_ms=60_000))
     assert targets.known_BT is not None and targets.known_BT[:, 0].tolist() == pytest.approx(
         [0.0, 1 - np.exp(-1)]
     )
-    assert targets_of(batch, LoopConfig(loss="fnw")).known_BT is None
+    assert build_targets(batch, LoopConfig(loss="fnw")).known_BT is None

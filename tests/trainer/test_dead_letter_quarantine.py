@@ -7,10 +7,10 @@ import pytest
 from tests.trainer import samples
 from tests.trainer.loops import Built, build
 from tests.trainer.test_loop import poison
-from trainer.batch_source import Rejected
-from trainer.dead_letter_quarantine import MAX_IN_A_ROW, DeadLetterQuarantine, NotFiniteError
+from trainer.chunks import Rejected
+from trainer.dead_letter_quarantine import MAX_CONSECUTIVE, DeadLetterQuarantine, NotFiniteError
 
-MANY = MAX_IN_A_ROW + 8
+MANY = MAX_CONSECUTIVE + 8
 
 
 def poisoned(built: Built, *users: int) -> Built:
@@ -27,9 +27,12 @@ def test_nothing_but_odd_requests_is_the_model_s_own_state_and_none_of_the_last_
     )
     with pytest.raises(NotFiniteError, match=r"the last [0-9]+ requests all gave"):
         built.train_all()
-    before = MAX_IN_A_ROW - batch_requests if batch_requests < MAX_IN_A_ROW else 0
+    before = MAX_CONSECUTIVE - batch_requests if batch_requests < MAX_CONSECUTIVE else 0
     assert len(built.letters) == built.loop.counts.non_finite == before
-    assert built.loop.burial.in_hand is not None and len(built.loop.burial.in_hand.records) == batch_requests
+    assert (
+        built.loop.quarantine.current is not None
+        and len(built.loop.quarantine.current.records) == batch_requests
+    )
 
 
 def test_one_request_that_is_finite_among_many_that_are_not_shows_that_the_model_is_in_order() -> None:
@@ -54,7 +57,7 @@ def test_what_can_t_be_decoded_is_dead_at_once_and_is_no_sign() -> None:
     assert chunk is not None
     dead: list[Rejected] = []
     burial = DeadLetterQuarantine(dead.append)
-    for _ in range(2 * MAX_IN_A_ROW):
+    for _ in range(2 * MAX_CONSECUTIVE):
         burial.begin(chunk)
-        assert burial.settle() == 0 and burial.in_hand is None
+        assert burial.settle() == 0 and burial.current is None
     assert not dead

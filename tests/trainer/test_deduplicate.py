@@ -8,18 +8,18 @@ import pytest
 from roostream.wire.decode import Decoder
 from tests.trainer import samples
 from tests.trainer.loops import build
-from trainer.feed import part_of, split_at
+from trainer.chunks import build_part, split_frozen
 
 N12 = samples.records(range(1, 13))
 
 
 def test_a_part_says_what_its_requests_share_only_where_that_is_asked_for() -> None:
     batch = Decoder(samples.schema(), {}.get).decode(N12)[0].take_requests(np.array([0, 0, 0, 1]))
-    assert part_of(batch, trains=True).lookup.unique is None
-    (part,) = split_at(batch, 0, deduplicated=True)
+    assert build_part(batch, trains=True).lookup.unique is None
+    (part,) = split_frozen(batch, 0, deduplicated=True)
     assert part.lookup.unique is not None and part.lookup.unique.row_N.tolist() == [0, 0, 0, 1]
     between_ms = int(batch.time_ms_R.max())
-    parts = split_at(batch, between_ms, deduplicated=True)
+    parts = split_frozen(batch, between_ms, deduplicated=True)
     assert [p.lookup.unique is not None for p in parts] == [True, False], "a single request shares nothing"
 
 

@@ -19,7 +19,7 @@ from tests.trainer import samples
 from tests.trainer.actors import Actor
 from tests.trainer.fake_shard import FakeShard, Row
 from tests.trainer.fleets import DoubleRows, Fleet, begin, fake_shard, rows_of
-from trainer.lockstep import TurnPlan, TurnReport, agree, words_of
+from trainer.lockstep import TurnPlan, TurnReport, decode_report, plan_turn
 from trainer.loop import Snapshot
 
 N48 = samples.records(list(range(1, 49)))
@@ -121,13 +121,13 @@ USER = samples.schema().table_by_name["user"].id
 def test_the_time_of_sums_is_a_stage_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = Fleet(N48[:8], 2, rows_of(fake_shard()))
     own, step = fleet.built[0], fleet.steps[0]
-    summed = step.reduction.sum
+    summed = step.group.sum
 
     def slow(bucket_N: torch.Tensor) -> None:
         own.clock.advance(2)
         summed(bucket_N)
 
-    monkeypatch.setattr(step.reduction, "sum", slow)
+    monkeypatch.setattr(step.group, "sum", slow)
     fleet.run()
     spent_s = own.loop.stages.seconds()
     assert (
@@ -248,11 +248,11 @@ def test_one_two_three_and_one_worker_again_go_on_where_the_others_stopped() -> 
                 fleet.round()
             at = fleet.cut(incarnation)
         predicted += fleet.predicted
-        skipped += sum(built.loop.own.num_skipped for built in fleet.built)
+        skipped += sum(built.loop.partitions.num_skipped for built in fleet.built)
     assert at is not None and sorted(predicted) == sorted(set(numbers))
     assert applied(shard) == dict.fromkeys(sorted(set(numbers)), 1)
     end = whole.built[0].loop.snapshot()
-    assert at.progress == end.progress and skipped == whole.built[0].loop.own.num_skipped > 0
+    assert at.progress == end.progress and skipped == whole.built[0].loop.partitions.num_skipped > 0
     assert kept(at) == kept(end), "ids and counts by partition"
     assert fleet.built[0].loop.report()["requests"] == whole.built[0].loop.report()["requests"]
 
@@ -260,7 +260,7 @@ def test_one_two_three_and_one_worker_again_go_on_where_the_others_stopped() -> 
 def kept(at: Snapshot) -> dict[str, Any]:
     return {
         f"{partition} {name}": value.tolist()
-        for partition, cut in at.own.items()
+        for partition, cut in at.partitions.items()
         for name, value in cut.tensors.items()
         if name.startswith("dedupe.") or name == "metrics.requests"
     }
@@ -300,42 +300,42 @@ def test_batches_grow_with_what_the_fleet_has_trained() -> None:
 
 
 def test_words_say_what_was_said() -> None:
-    assert words_of(WORDS.numbers(), 2) == WORDS
+    assert decode_report(WORDS.encode(), 2) == WORDS
     late = WORDS._replace(times_ms=tuple(range(40)), cut=3, digest=(1 << 52) - 1)
-    assert words_of(late.numbers(), 2) == late._replace(times_ms=tuple(range(25, 40)))
-    assert len(late.numbers()) == len(WORDS.numbers())
-    assert words_of(WORDS._replace(times_ms=(1 << 62,)).numbers(), 2).times_ms == (1 << 52,)
+    assert decode_report(late.encode(), 2) == late._replace(times_ms=tuple(range(25, 40)))
+    assert len(late.encode()) == len(WORDS.encode())
+    assert decode_report(WORDS._replace(times_ms=(1 << 62,)).encode(), 2).times_ms == (1 << 52,)
 
 
 def test_what_is_agreed_follows_from_what_all_say() -> None:
     idle = WORDS._replace(ready=False, weighted=False, weight_T=(0.0, 0.0))
-    one = agree([WORDS, idle], TurnPlan(), exact=False)
+    one = plan_turn([WORDS, idle], TurnPlan(), exact=False)
     assert (one.trains, one.weighted, one.total_T, one.requests, one.cut) == (True, True, (1.5, 0.1), 18, 0)
-    assert not agree([idle, idle], TurnPlan(), exact=False).trains
-    waits = agree([WORDS, idle], TurnPlan(requests=4), exact=True)
+    assert not plan_turn([idle, idle], TurnPlan(), exact=False).trains
+    waits = plan_turn([WORDS, idle], TurnPlan(requests=4), exact=True)
     assert (waits.trains, waits.weighted, waits.requests) == (False, False, 4), (
         "sizes don't depend on who was faster"
     )
     through = idle._replace(spare=True, epoch=3)
-    assert agree([WORDS._replace(epoch=3), through], TurnPlan(requests=4), exact=True).trains
-    assert not agree([WORDS._replace(epoch=4), through], TurnPlan(requests=4), exact=True).trains, (
+    assert plan_turn([WORDS._replace(epoch=3), through], TurnPlan(requests=4), exact=True).trains
+    assert not plan_turn([WORDS._replace(epoch=4), through], TurnPlan(requests=4), exact=True).trains, (
         "it may have work in epoch 4"
     )
-    assert agree([WORDS, WORDS._replace(weighted=False)], TurnPlan(requests=4), exact=True)[:3] == (
+    assert plan_turn([WORDS, WORDS._replace(weighted=False)], TurnPlan(requests=4), exact=True)[:3] == (
         True,
         True,
         (3.0, 0.2),
     )
-    assert agree([WORDS._replace(cut=5), WORDS._replace(cut=5)], TurnPlan(), exact=False).cut == 5
-    assert agree([WORDS._replace(cut=5), WORDS], TurnPlan(), exact=False).cut == 0
-    assert agree([WORDS, WORDS._replace(leaving=True)], TurnPlan(), exact=False).leaving
+    assert plan_turn([WORDS._replace(cut=5), WORDS._replace(cut=5)], TurnPlan(), exact=False).cut == 5
+    assert plan_turn([WORDS._replace(cut=5), WORDS], TurnPlan(), exact=False).cut == 0
+    assert plan_turn([WORDS, WORDS._replace(leaving=True)], TurnPlan(), exact=False).leaving
 
 
 def test_workers_that_are_not_in_step_or_have_other_weights_are_told_loudly() -> None:
     with pytest.raises(UnavailableError, match="not in step, at turns"):
-        agree([WORDS, WORDS._replace(turn=8)], TurnPlan(), exact=False)
+        plan_turn([WORDS, WORDS._replace(turn=8)], TurnPlan(), exact=False)
     with pytest.raises(UnavailableError, match="dense weights are not the same"):
-        agree([WORDS._replace(cut=5, digest=1), WORDS._replace(cut=5, digest=2)], TurnPlan(), exact=False)
+        plan_turn([WORDS._replace(cut=5, digest=1), WORDS._replace(cut=5, digest=2)], TurnPlan(), exact=False)
     fleet = Fleet(N48, 2, rows_of(fake_shard()))
     for _ in range(6):
         fleet.round()

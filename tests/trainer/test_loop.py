@@ -118,7 +118,7 @@ def test_g2_a_sample_that_comes_again_is_skipped() -> None:
     records = samples.records([1, 2, 3, 1, 2, 4])
     built = build(records).train_all()
     assert built.pushes() == {1: 1, 2: 1, 3: 1, 4: 1}
-    assert built.loop.own.num_skipped == 2 and len(built.predicted) == 4
+    assert built.loop.partitions.num_skipped == 2 and len(built.predicted) == 4
     assert built.offsets() == [3, 3]
 
 
@@ -248,7 +248,7 @@ def test_a_shard_that_is_away_stops_the_step_and_moves_no_offset() -> None:
 def bits(at: Snapshot) -> dict[str, bytes]:
     own = {
         f"{partition} {name}": value
-        for partition, cut in at.own.items()
+        for partition, cut in at.partitions.items()
         for name, value in cut.tensors.items()
     }
     return {name: value.tobytes() for name, value in (at.shared | own).items()}
@@ -265,7 +265,8 @@ def test_what_is_prepared_is_in_no_snapshot_until_it_is_trained() -> None:
     built.loop.train(prepared)
     at = built.loop.snapshot()
     assert (
-        sum(at.progress.values()) == 4 and sum(len(cut.tensors["dedupe.id"]) for cut in at.own.values()) == 4
+        sum(at.progress.values()) == 4
+        and sum(len(cut.tensors["dedupe.id"]) for cut in at.partitions.values()) == 4
     )
     built.loop.train(ahead)
     assert built.pushes() == dict.fromkeys(range(1, 9), 1) and sum(built.offsets()) == 8
@@ -276,7 +277,7 @@ def test_what_comes_again_is_left_out_within_a_chunk_and_between_two_that_are_pr
     chunks = [built.loop.source.poll(4, 0.0) for _ in range(2)]
     for prepared in [built.loop.pull(built.loop.claim(chunk)) for chunk in chunks if chunk is not None]:
         built.loop.train(prepared)
-    assert built.pushes() == dict.fromkeys(range(1, 6), 1) and built.loop.own.num_skipped == 3
+    assert built.pushes() == dict.fromkeys(range(1, 6), 1) and built.loop.partitions.num_skipped == 3
 
 
 def test_what_was_prepared_and_never_trained_is_trained_after_a_restore() -> None:

@@ -10,8 +10,8 @@ import torch
 from tests.trainer import samples
 from tests.trainer.loops import Built, build
 from tests.trainer.test_dead_letter_quarantine import poisoned
-from trainer.batch_source import Chunk
-from trainer.nonfinite_diagnosis import diagnosis
+from trainer.chunks import Chunk
+from trainer.failure_policy import find_non_finite
 
 
 def given() -> tuple[Built, Chunk]:
@@ -24,14 +24,14 @@ def given() -> tuple[Built, Chunk]:
 def test_of_a_model_in_order_nothing_is_found_and_nothing_is_changed() -> None:
     built, chunk = given()
     before = {name: weight.clone() for name, weight in built.loop.model.state_dict().items()}
-    assert diagnosis(built.loop, chunk) == ()
+    assert find_non_finite(built.loop, chunk) == ()
     assert all(torch.equal(weight, before[name]) for name, weight in built.loop.model.state_dict().items())
     assert not built.shard.rows, "no row was made by looking"
 
 
 def test_a_row_that_is_not_finite_is_named_with_what_it_spoils() -> None:
     built, chunk = given()
-    found = diagnosis(poisoned(built, 2).loop, chunk)
+    found = find_non_finite(poisoned(built, 2).loop, chunk)
     assert [line for line in found if line.startswith("rows of stack")] != []
     assert (
         "scores of task click: 3 of 12 numbers are not finite" in found and "the loss is not finite" in found
@@ -46,20 +46,22 @@ def test_a_weight_that_is_not_finite_is_named_first() -> None:
     with torch.no_grad():
         weight.fill_(math.inf)
     n = weight.numel()
-    assert diagnosis(built.loop, chunk)[0] == f"dense weight {name}: {n:,} of {n:,} numbers are not finite"
+    assert (
+        find_non_finite(built.loop, chunk)[0] == f"dense weight {name}: {n:,} of {n:,} numbers are not finite"
+    )
 
 
 def test_rows_that_are_away_are_told() -> None:
     built, chunk = given()
     built.transport.down = True
-    (found,) = diagnosis(built.loop, chunk)
+    (found,) = find_non_finite(built.loop, chunk)
     assert found.startswith("its rows could not be pulled: ")
 
 
 def test_a_batch_without_requests_has_weights_only() -> None:
     built = build([samples.records([1])[0]._replace(value=b"?")])
     chunk = built.loop.source.poll(1, 0)
-    assert chunk is not None and diagnosis(built.loop, chunk) == ()
+    assert chunk is not None and find_non_finite(built.loop, chunk) == ()
 
 
 def test_what_can_t_be_found_out_is_told_behind_what_can(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +71,7 @@ def test_what_can_t_be_found_out_is_told_behind_what_can(monkeypatch: pytest.Mon
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(built.loop.model, "loss", fail)
-    found = diagnosis(poisoned(built, 2).loop, chunk)
+    found = find_non_finite(poisoned(built, 2).loop, chunk)
     assert (
         found[0].startswith("rows of stack")
         and found[-1] == "the rest could not be found out: RuntimeError('no memory')"

@@ -10,7 +10,7 @@ from roostream.wire.batch import Batch
 from roostream.wire.decode import Decoder
 from tests.trainer import samples
 from trainer.monitoring.progressive_metrics import METRIC_NAMES, Metrics
-from trainer.partitions import PartitionStates, report_of, rows_by_partition
+from trainer.partitions import PartitionStates, report_of_snapshots, rows_by_partition
 
 AT = {(SAMPLES, 0): 0, (SAMPLES, 1): 0}
 
@@ -51,7 +51,7 @@ def test_the_report_is_that_of_one_metric_over_everything(num_candidates: int) -
     assert {k: mine[k] for k in METRIC_NAMES} == pytest.approx(
         {k: theirs[k] for k in METRIC_NAMES}, rel=1e-12
     )
-    assert report_of(split.cut().values(), samples.schema().tasks) == mine
+    assert report_of_snapshots(split.snapshot().values(), samples.schema().tasks) == mine
     assert (mine["requests"], mine["first_ms"], mine["last_ms"]) == (
         theirs["requests"],
         theirs["first_ms"],
@@ -68,7 +68,7 @@ def test_a_cut_goes_to_whoever_has_the_partition() -> None:
     both, batch = partitions(), batch_of([1, 2, 3, 4])
     new_R = both.claim(batch)
     both.settle(batch, new_R, {(SAMPLES, 0): 2, (SAMPLES, 1): 2})
-    cut = both.cut()
+    cut = both.snapshot()
     assert {partition: of.offset for partition, of in cut.items()} == {(SAMPLES, 0): 2, (SAMPLES, 1): 2}
     one = PartitionStates({(SAMPLES, 1): 2}, samples.schema().tasks, 3_600_000)
     one.load(cut)

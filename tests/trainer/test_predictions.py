@@ -18,8 +18,8 @@ from roostream.wire import roo_pb2 as pb
 from roostream.wire.batch import Batch
 from roostream.wire.decode import Decoder
 from tests.trainer import samples
-from trainer.batch_source import Rejected
-from trainer.predictions import KafkaOutputs, Prediction, dead_letter, predictions_of
+from trainer.chunks import Rejected
+from trainer.predictions import KafkaOutputs, Prediction, dead_letter, encode_predictions
 from trainer.selection.decision import SelectionWeights
 
 
@@ -58,7 +58,7 @@ def test_a_prediction_s_bytes_are_those_of_its_message(served: bool) -> None:
         served_BT[batch.request_index_B == 2] = 0.25
         batch = dataclasses.replace(batch, served_score_BT=served_BT)
     score_BT = np.random.default_rng(0).random((batch.num_candidates, 1), dtype=np.float32)
-    made = list(predictions_of(batch, score_BT, 7))
+    made = list(encode_predictions(batch, score_BT, 7))
     expected = [message_of(batch, score_BT, 7, r) for r in range(3)]
     assert [p.value for p in made] == [wire.encode(wire.PREDICTION, message) for message in expected]
     assert [(p.sample_id, p.time_ms) for p in made] == [(m.sample_id, m.time_ms) for m in expected]
@@ -95,10 +95,10 @@ def test_records_of_zeros_and_weights_and_of_some_requests_alone_are_those_of_me
             expected.append(
                 Prediction(message.sample_id, message.time_ms, wire.encode(wire.PREDICTION, message))
             )
-        made = list(predictions_of(batch, score_BT, 1 << 33, disposition_R, with_choice))
+        made = list(encode_predictions(batch, score_BT, 1 << 33, disposition_R, with_choice))
         assert made == expected
         some = np.array([1, 4, 6])
-        assert list(predictions_of(batch, score_BT, 1 << 33, disposition_R, with_choice, some)) == [
+        assert list(encode_predictions(batch, score_BT, 1 << 33, disposition_R, with_choice, some)) == [
             expected[r] for r in (1, 4, 6)
         ]
 
@@ -165,10 +165,10 @@ class Producer:
 class Opened:
     """Outputs over producers, the newest last."""
 
-    def __init__(self, room: int = 1000, hurry: bool = False) -> None:
+    def __init__(self, room: int = 1000, is_urgent: bool = False) -> None:
         self.producers: list[Producer] = []
-        self.hurry = hurry
-        self.it = KafkaOutputs(lambda: self.open(room), "t.", FakeClock(5), lambda: self.hurry)  # type: ignore[arg-type]
+        self.is_urgent = is_urgent
+        self.it = KafkaOutputs(lambda: self.open(room), "t.", FakeClock(5), lambda: self.is_urgent)  # type: ignore[arg-type]
 
     def open(self, room: int) -> Producer:
         self.producers.append(Producer(room))
@@ -185,7 +185,7 @@ class Opened:
 def test_both_go_to_their_topics() -> None:
     outputs = Opened()
     batch = batch_of(samples.sample(1))
-    for prediction in predictions_of(batch, np.zeros((batch.num_candidates, 1), np.float32), 1):
+    for prediction in encode_predictions(batch, np.zeros((batch.num_candidates, 1), np.float32), 1):
         outputs.it.prediction(prediction)
     outputs.send()
     outputs.it.flush()
@@ -253,14 +253,14 @@ def test_a_record_that_the_client_itself_refuses_is_refused_too() -> None:
     assert "MSG_SIZE_TOO_LARGE" in outputs.it.refused()
 
 
-@pytest.mark.parametrize("why", ["restore", "hurry"])
+@pytest.mark.parametrize("why", ["restore", "is_urgent"])
 def test_whoever_waits_for_room_gives_up_for_a_restore_and_at_the_end(why: str) -> None:
     outputs = Opened(room=1)
     outputs.send()
-    outputs.it.interrupt() if why == "restore" else setattr(outputs, "hurry", True)
+    outputs.it.interrupt() if why == "restore" else setattr(outputs, "is_urgent", True)
     with pytest.raises(UnavailableError, match=r"topic t\.dead_letters: the queue is full"):
         outputs.send()
-    outputs.hurry = False
+    outputs.is_urgent = False
     outputs.it.begin()
     outputs.producer.deliver()
     outputs.send()
@@ -284,7 +284,7 @@ def test_a_full_queue_is_waited_for() -> None:
 
 
 def test_a_flush_ends_at_once_where_there_is_no_time() -> None:
-    outputs = Opened(hurry=True)
+    outputs = Opened(is_urgent=True)
     outputs.send()
     outputs.producer.acknowledges = False
     asked: list[float] = []

@@ -57,9 +57,9 @@ def test_others_reach_it_only_where_that_is_said() -> None:
         "store": "x",
         "bootstrap": "127.0.0.1:3",
     }
-    with pytest.raises(ConfigError, match=r"meet.*loopback"):
-        WorkerConfig(**settings, meet="0.0.0.0:0")  # type: ignore[arg-type]
-    assert WorkerConfig(**settings).meet == ANY  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"rendezvous_address.*loopback"):
+        WorkerConfig(**settings, rendezvous_address="0.0.0.0:0")  # type: ignore[arg-type]
+    assert WorkerConfig(**settings).rendezvous_address == ANY  # type: ignore[arg-type]
 
 
 def test_a_port_that_is_taken_is_said(hasty: TorchRendezvous) -> None:

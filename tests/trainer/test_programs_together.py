@@ -42,7 +42,7 @@ from trainer.control.types import CoordinatorConfig
 from trainer.deployment_identity import DeploymentIdentity
 from trainer.loop import LoopDependencies, TrainLoop
 from trainer.monitoring.caught_up import CaughtUpLimits, TrainingState
-from trainer.pipeline.pipelined_feed import connected
+from trainer.pipeline.pipelined_feed import connect_feed
 from trainer.pipeline.stage_timer import StageTimer
 from trainer.record_source import RecordSource
 from trainer.rows import ShardRows
@@ -145,7 +145,7 @@ class Together:
         decoder = Decoder(samples.schema(), {}.get)
         outputs = MemoryOutputs()
         stages = StageTimer(self.clock)
-        batches, rows, feed = connected(
+        batches, rows, feed = connect_feed(
             lambda: RecordSource(
                 source, decoder, self.clock, max_wait_ms=settings.max_batch_wait_ms, stages=stages
             ),

@@ -67,18 +67,18 @@ def test_a_commit_within_an_epoch_changes_nothing_of_it() -> None:
 def test_without_phases_it_reads_whatever_is_there_and_says_nothing() -> None:
     at = Stage(numbers=range(1, 25)).started()
     assert trained(at) == [12, 12] and "epoch_trained" not in at.worker.report()
-    assert read_phase(at.worker.reach) is ReadPhase.READ
+    assert read_phase(at.worker.read_bounds) is ReadPhase.READ
 
 
 def test_the_stream_behind_history_has_no_end_and_the_usual_batches() -> None:
     at = stage(4, 4)
-    assert read_phase(at.worker.reach) is ReadPhase.HISTORY
+    assert read_phase(at.worker.read_bounds) is ReadPhase.HISTORY
     trained(at)
-    assert read_phase(at.worker.reach) is ReadPhase.WAIT
+    assert read_phase(at.worker.read_bounds) is ReadPhase.WAIT
     assert at.do("restore", manifest="")["ok"]
     assert "epoch_trained" not in at.worker.report()
     assert at.do("start", epoch={"number": 0, "units": []})["ok"]
-    assert read_phase(at.worker.reach) is ReadPhase.STREAM
+    assert read_phase(at.worker.read_bounds) is ReadPhase.STREAM
     assert trained(at) == [12, 12]
 
 
@@ -103,7 +103,7 @@ def test_history_is_trained_in_its_own_batches() -> None:
 def test_offsets_that_no_record_has_are_passed_at_a_cut() -> None:
     at = stage(5, 3)
     trained(at)
-    at.worker.reach.extend(epoch(1, 12, 12))
+    at.worker.read_bounds.extend(epoch(1, 12, 12))
     at.built.reader.trim(EVEN, 15)  # the rest of partition 0 up to there is gone
     at.built.reader._logs[EVEN] += [None] * 5  # type: ignore[list-item]
     assert trained(at, 12) == [5, 12] and at.worker.report()["epoch_trained"] == 1
@@ -114,7 +114,7 @@ def test_a_unit_that_is_empty_is_trained_and_so_is_none() -> None:
     at = stage(0, 0)
     at.worker.turn()
     assert at.worker.report()["epoch_trained"] == 1 and at.built.offsets() == [0, 0]
-    at.worker.reach.extend({"number": 3, "units": []})
+    at.worker.read_bounds.extend({"number": 3, "units": []})
     assert at.worker.report()["epoch_trained"] == 3, "it has no partition"
 
 
@@ -132,7 +132,7 @@ def test_ahead_of_training_nothing_is_read_that_a_serial_loop_would_not(
             while not reach.is_trained:
                 built.loop.step()
             found.append(
-                (built.loop.num_steps, built.offsets(), [built.loop.own.in_turn(n) for n in range(2)])
+                (built.loop.num_steps, built.offsets(), [built.loop.partitions.in_turn(n) for n in range(2)])
             )
             if then:
                 reach.extend(then)
@@ -154,7 +154,7 @@ def test_a_cut_waits_for_no_record_where_nothing_comes(told: dict[str, Any] | No
         reach.begin(told)
         while piped.built.offsets() != [12, 12]:
             loop.step()
-        assert not loop.step() and piped.feed._asked, "a read is under way"
+        assert not loop.step() and piped.feed._reads, "a read is under way"
         reach.settle()
         loop.feed.drain()
         assert piped.built.offsets() == [12, 12] and not loop.step()

@@ -8,7 +8,7 @@ from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
 from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS
-from trainer.batch_source import Chunk
+from trainer.chunks import Chunk
 from trainer.record_source import RecordSource
 
 EVEN, ODD = PARTITIONS

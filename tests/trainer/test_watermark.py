@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trainer.watermark import TrainingWatermark, newest_of
+from trainer.watermark import TrainingWatermark, merge_newest_times
 
 
 def test_it_follows_the_close_times_and_never_goes_back() -> None:
@@ -21,8 +21,10 @@ def test_it_follows_the_close_times_and_never_goes_back() -> None:
 
 
 def test_of_several_workers_each_has_its_newest_and_none_pushes_the_others_out() -> None:
-    assert newest_of([[1, 2, 3], [], [7]]) == [1, 2, 7, 3]
-    both = newest_of([list(range(100, 115)), list(range(200, 215))])
+    assert merge_newest_times([[1, 2, 3], [], [7]]) == [1, 2, 7, 3]
+    both = merge_newest_times([list(range(100, 115)), list(range(200, 215))])
     assert len(both) == 15 and set(both) == {*range(107, 115), *range(208, 215)}
-    assert newest_of([]) == [] and newest_of([[5]]) == [5]
-    assert newest_of([list(range(15)), []]) == list(range(15)), "one with data alone is as one worker"
+    assert merge_newest_times([]) == [] and merge_newest_times([[5]]) == [5]
+    assert merge_newest_times([list(range(15)), []]) == list(range(15)), (
+        "one with data alone is as one worker"
+    )

@@ -158,7 +158,7 @@ def test_a_restored_worker_is_the_one_that_was_cut() -> None:
     manifest = stage.committed()
     other = Stage(stage.store)
     assert other.started(manifest.name).worker.loop.num_steps == 1
-    assert other.worker.loop.own.progress == manifest.offsets
+    assert other.worker.loop.partitions.progress == manifest.offsets
     assert other.worker.loop.report()["requests"] == 4
     assert other.worker.loop.watermark_ms == manifest.watermark_ms > 0
     assert manifest.workers[0].dedupe == 4
@@ -172,14 +172,17 @@ def test_partitions_move_between_workers_with_all_that_is_theirs() -> None:
     two[0].put(manifest)
     assert manifest.offsets == {("samples", 0): 4, ("samples", 1): 4}
     one = Stage(store, numbers=numbers).started(manifest.name)
-    assert one.worker.loop.own.progress == manifest.offsets and one.worker.loop.report()["requests"] == 8
+    assert (
+        one.worker.loop.partitions.progress == manifest.offsets and one.worker.loop.report()["requests"] == 8
+    )
     one.built.train_all()
     assert sorted(p.sample_id for p in one.outputs.predicted) == [9, 10, 11, 12], (
         "1 to 8 were trained by the two"
     )
     again = Stage(store, numbers=numbers, partitions=(PARTITIONS[1],), index=1).started(manifest.name)
     assert (
-        again.worker.loop.own.progress == {("samples", 1): 4} and again.worker.loop.report()["requests"] == 4
+        again.worker.loop.partitions.progress == {("samples", 1): 4}
+        and again.worker.loop.report()["requests"] == 4
     )
 
 
@@ -188,7 +191,7 @@ def test_a_commit_of_format_1_is_restored_with_what_was_trained_and_measured() -
     stage = Stage(store, numbers=[*range(1, 13), 2, 3, 20, 21])
     at = manifests.load(store, "manifests/00000001").manifest
     stage.started(at.name)
-    assert stage.worker.loop.own.progress == at.offsets and stage.worker.loop.num_steps == at.step
+    assert stage.worker.loop.partitions.progress == at.offsets and stage.worker.loop.num_steps == at.step
     measured = summarize(stage.worker.loop.report())
     assert measured["requests"] == 8 and measured["tasks"]["click"] == pytest.approx(
         at.workers[0].metrics["tasks"]["click"]
@@ -272,7 +275,7 @@ def test_a_restore_ends_the_wait_for_other_workers_as_soon_as_it_is_heard(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stage, ended = Stage().started(), list[str]()
-    monkeypatch.setattr(stage.worker.reduction, "interrupt", lambda: ended.append("sum"))
+    monkeypatch.setattr(stage.worker.group, "interrupt", lambda: ended.append("sum"))
     for kind, expected in (("abort", []), ("restore", ["sum"])):
         stage.worker.hear({"id": 9, "kind": kind, "incarnation": 2, "seq": 1, "manifest": ""})
         assert ended == expected

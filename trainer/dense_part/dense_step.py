@@ -17,10 +17,10 @@ from roostream.models.config import ModelConfig
 from roostream.models.inputs import Inputs
 from roostream.models.model import Targets
 from roostream.schema.schema import Schema
+from trainer.chunks import PulledPart
 from trainer.config import LoopConfig
 from trainer.dense_part.adam import DenseAdam, WeightAverage
 from trainer.device.numerics import build_training_model, forward_logits
-from trainer.feed import Pulled
 from trainer.pipeline.stage_timer import StageTimer
 from trainer.rows import clip_rows, largest_norm
 
@@ -57,7 +57,7 @@ class DenseTrainer:
             self.scorer = build_training_model(schema, model_config, as_served)
             self.optimizer.average = WeightAverage(self.scorer, config.average_steps)
 
-    def forward(self, pulled: Pulled) -> Logits | None:
+    def forward(self, pulled: PulledPart) -> Logits | None:
         """None: one isn't finite. A part that isn't trained is only scored."""
         inputs = pulled.ready()
         model = self.model if pulled.part.trains else self.scorer
@@ -71,19 +71,19 @@ class DenseTrainer:
         )
         return Logits(trained_BT, scored_BT) if finite else None
 
-    def train_step(self, pulled: Pulled, logits_BT: Tensor, targets: Targets) -> bool:
+    def train_step(self, pulled: PulledPart, logits_BT: Tensor, targets: Targets) -> bool:
         """Gradients, clipped, and the dense step. False: a square of one isn't finite; nothing was changed."""
         self._differentiate(pulled, logits_BT, targets)
         with self.stages("backward"):
             return clip_rows(gradients_of(pulled.inputs), self.config.clip_row_norm) and self.optimizer.step()
 
-    def rehearse_step(self, pulled: Pulled, targets: Targets) -> bool:
+    def rehearse_step(self, pulled: PulledPart, targets: Targets) -> bool:
         """What was told before, which nothing is told of now. False: something isn't finite; nothing was changed."""
         with self.stages("forward"):
             logits_BT = forward_logits(self.model, pulled.ready(), self.config)
         return bool(torch.isfinite(logits_BT).all()) and self.train_step(pulled, logits_BT, targets)
 
-    def backward(self, pulled: Pulled, logits_BT: Tensor, targets: Targets, workers: int) -> bool:
+    def backward(self, pulled: PulledPart, logits_BT: Tensor, targets: Targets, workers: int) -> bool:
         """Gradients of this part's share of a step of several workers, `targets.total_T` being the weights of all of it. False:
         the square of a sum of so many like them might not be finite."""
         self._differentiate(pulled, logits_BT, targets)
@@ -94,7 +94,7 @@ class DenseTrainer:
         """All weights in training."""
         return all(bool(torch.isfinite(p).all()) for p in self.model.parameters())
 
-    def _differentiate(self, pulled: Pulled, logits_BT: Tensor, targets: Targets) -> None:
+    def _differentiate(self, pulled: PulledPart, logits_BT: Tensor, targets: Targets) -> None:
         with self.stages("backward"):
             self.optimizer.zero_grad()
             self.model.loss(pulled.inputs, logits_BT, targets).backward()  # type: ignore[no-untyped-call]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from trainer.batch_source import Chunk
+from trainer.chunks import Chunk
 
 _SANE_MS = 3_600_000
 

@@ -1,4 +1,4 @@
-"""Pushes made beside training: the loop gives them and goes on, a thread of their own makes them, in their order."""
+"""Pushes in a background thread: the loop queues them and continues; the thread makes them in order."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ from trainer.rows import PushTimes, Rows
 
 
 class AsyncRows:
-    """See `Rows`: those of `beside`, changed a little later. A pull from here sees every push that was given before it; one
-    from `beside` sees those that are acknowledged. `changed` is notified of every acknowledgement and failure.
+    """`Rows` whose pushes return at once. A pull from here sees every push that was queued before it; a pull from `rows` sees the
+    acknowledged pushes. `changed` is notified of every acknowledgment and failure.
 
-    **If a push fails**, none behind it is made, and every later call raises what it raised, until `forget`."""
+    **If a push fails**, no later push is made, and every later call raises the same error, until `forget`."""
 
-    def __init__(self, beside: Rows, stages: StageTimer) -> None:
-        self.beside, self.stages = beside, stages
+    def __init__(self, rows: Rows, stages: StageTimer) -> None:
+        self.rows, self.stages = rows, stages
         self.changed = threading.Condition()
-        self.pushing = ""  # offsets of the chunk in training: told where its push fails
-        self.num_given = self.num_acknowledged = 0
-        self._lane = ThreadPoolExecutor(1, "push")
-        self._under_way: deque[Lookup] = deque()
+        self.pushing = ""  # offsets of the chunk in training, for the notes of a failed push
+        self.num_queued = self.num_acknowledged = 0
+        self._executor = ThreadPoolExecutor(1, "push")
+        self._in_flight: deque[Lookup] = deque()
         self._error: BaseException | None = None
 
     def set_incarnation(self, incarnation: int, workers: int = 1, owners: BucketMap | None = None) -> None:
         self.forget()
-        self.beside.set_incarnation(incarnation, workers, owners)
+        self.rows.set_incarnation(incarnation, workers, owners)
 
     def pull(self, lookup: Lookup) -> dict[str, Tensor]:
         self.wait()
-        return self.beside.pull(lookup)
+        return self.rows.pull(lookup)
 
     def push(self, lookup: Lookup, gradients: Mapping[str, Tensor], times: PushTimes) -> None:
-        """Returns at once; when it is made, nothing of `gradients` may have been changed."""
+        """Queue a push. `gradients` may not be changed until it is made."""
         with self.changed:
             self._check()
-            self.num_given += 1
-            self._under_way.append(lookup)
-        self._lane.submit(self._push, lookup, gradients, times, self.pushing)
+            self.num_queued += 1
+            self._in_flight.append(lookup)
+        self._executor.submit(self._push, lookup, gradients, times, self.pushing)
 
-    def wait(self, most: int = 0) -> None:
-        """Until at most so many pushes are still to be acknowledged.
+    def wait(self, max_in_flight: int = 0) -> None:
+        """Wait until at most `max_in_flight` pushes are unacknowledged.
 
         Raises:
-            UnavailableError: one of them failed; its note says of which offsets.
+            UnavailableError: a push failed; its note names the offsets.
         """
         with self.stages("push"), self.changed:
-            self.changed.wait_for(lambda: self._error is not None or len(self._under_way) <= most)
+            self.changed.wait_for(lambda: self._error is not None or len(self._in_flight) <= max_in_flight)
             self._check()
 
     def check(self) -> None:
-        """Raises what a push has raised."""
+        """Raise the error of a failed push."""
         with self.changed:
             self._check()
 
@@ -65,29 +65,29 @@ class AsyncRows:
     def failed(self) -> bool:
         return self._error is not None
 
-    def under_way(self) -> list[Lookup]:
-        """What is given and not acknowledged, oldest first. Holding `changed`."""
-        return list(self._under_way)
+    def in_flight(self) -> list[Lookup]:
+        """Unacknowledged pushes, oldest first. Hold `changed`."""
+        return list(self._in_flight)
 
     def forget(self) -> None:
-        """The rows are being restored: pushes that haven't begun are not made. No push is under way when it returns."""
+        """The rows are being restored: drop queued pushes. No push is in flight when this returns."""
         with self.changed:
-            self._error = self._error or RuntimeError("pushes are being forgotten")
-        self._lane.submit(lambda: None).result()
+            self._error = self._error or RuntimeError("queued pushes are being dropped")
+        self._executor.submit(lambda: None).result()
         with self.changed:
-            self._under_way.clear()
-            self._error, self.num_acknowledged = None, self.num_given
+            self._in_flight.clear()
+            self._error, self.num_acknowledged = None, self.num_queued
 
     def close(self) -> None:
-        """Ends the thread; what hasn't begun is not pushed. Idempotent."""
-        self._lane.shutdown(cancel_futures=True)
+        """End the thread and drop queued pushes. Idempotent."""
+        self._executor.shutdown(cancel_futures=True)
 
     def _push(self, lookup: Lookup, gradients: Mapping[str, Tensor], times: PushTimes, of: str) -> None:
         if self._error is not None:
             return
         try:
             with self.stages("push"):
-                self.beside.push(lookup, gradients, times)
+                self.rows.push(lookup, gradients, times)
         except BaseException as error:
             error.add_note(f"in the push of {of}")
             with self.changed:
@@ -95,7 +95,7 @@ class AsyncRows:
                 self.changed.notify_all()
             return
         with self.changed:
-            self._under_way.popleft()
+            self._in_flight.popleft()
             self.num_acknowledged += 1
             self.changed.notify_all()
 

@@ -1,15 +1,15 @@
-"""Chunks are read, decoded and given their rows while others are trained and pushed.
+"""Reads, decodes and pulls rows for the next chunks while others are trained and pushed.
 
-    in the thread of      source              rows (staleness ≥ 1)     the loop               push
+    thread                source              rows (staleness ≥ 1)     the loop               push
                           poll, decode ─────► pull ──────────────────► claim, train ────────► push
-    works at chunk        i + 2               i + 1                    i                      i - 1
+    works on chunk        i + 2               i + 1                    i                      i - 1
 
-What decides anything is done in the loop's thread, between two chunks: how large the next chunk is, what of it is new, what is
-due. The other threads are given values and give values back; so what is trained doesn't depend on who was faster.
+All decisions are made in the loop's thread between two chunks: the size of the next chunk, which requests are new, what is due. The
+other threads compute values from values. So what is trained does not depend on which thread was faster.
 
-**Staleness** is how many pushes come between a pull and the training of what was pulled. 0: rows are pulled when every push is
-acknowledged, by the loop's thread, as in the serial loop: equal in every bit. k: a pull may be made while k pushes before its
-chunk's training are still to come (the Ads paper, §V: one step, no loss of quality); what turns out to be older is pulled again.
+**Staleness** is the number of pushes between a pull and the training of its rows. With 0, the loop's thread pulls rows after every
+push is acknowledged: bit-equal to the serial loop. With k, a pull may start while k pushes before its chunk's training are still
+outstanding (the Ads paper, §V: one step, no loss of quality). Rows that turn out to be older are pulled again.
 """
 
 from __future__ import annotations
@@ -25,50 +25,51 @@ from typing import NamedTuple
 import numpy as np
 
 from roostream.wire.lookup import Lookup
-from trainer.batch_source import BatchSource, Chunk
-from trainer.feed import Claimed, Feed, LoopSteps, Prepared, SerialFeed, Wanted
+from trainer.batch_source import BatchSource
+from trainer.chunks import Chunk, ClaimedChunk, PreparedChunk
+from trainer.feed import ChunkRequest, Feed, LoopSteps, SerialFeed
 from trainer.pipeline.async_rows import AsyncRows
 from trainer.pipeline.source_thread import SourceThread
 from trainer.pipeline.stage_timer import StageTimer
 from trainer.rows import Rows
 
 _POLL_S = 0.05
-_PAUSE_S = 0.001  # after a poll that gave nothing: a source in memory gives nothing at once
+_PAUSE_S = 0.001  # after an empty poll, because an in-memory source returns at once
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Asked:
-    wanted: Wanted
-    chunk: Future[Chunk | None]  # None: reading was stopped before it was full
+class _PendingRead:
+    request: ChunkRequest
+    chunk: Future[Chunk | None]  # None: reading was stopped before the chunk was full
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Early:
-    """Rows pulled ahead."""
+class _EarlyPull:
+    """Rows that were pulled ahead."""
 
-    prepared: Prepared
-    num_acknowledged: int  # pushes, when the pull began
-    num_shared: int  # of its rows that a push still to come has too
+    prepared: PreparedChunk
+    num_acknowledged: int  # number of pushes when the pull began
+    num_shared: int  # number of its rows that an outstanding push changes too
 
 
 @dataclasses.dataclass(eq=False)
-class _Ahead:
+class _ClaimedItem:
     """A chunk that is claimed and not trained."""
 
-    claimed: Claimed
-    wanted: Wanted
-    number: int  # chunks claimed before it
-    early: Future[_Early | None] | None = None
-    void: bool = False  # its early rows
+    claimed: ClaimedChunk
+    request: ChunkRequest
+    number: int  # number of chunks claimed before it
+    early: Future[_EarlyPull | None] | None = None
+    void: bool = False  # do not use its early rows
 
 
 class PipelinedFeed:
-    """See `Feed`. Made, called and closed by the loop's thread. Memory: `read_ahead` chunks decoded, `staleness` of them and the
-    one in training with rows."""
+    """A `Feed`. Created, called and closed by the loop's thread. Memory: `read_ahead` decoded chunks, and rows for `staleness` of them
+    and the one in training."""
 
     def __init__(
         self,
-        acts: LoopSteps,
+        steps: LoopSteps,
         source: SourceThread,
         rows: AsyncRows,
         *,
@@ -76,49 +77,49 @@ class PipelinedFeed:
         read_ahead: int,
         stages: StageTimer,
     ) -> None:
-        """`source` and `rows`: those of the loop that has the acts."""
-        self.acts, self.source, self.rows, self.stages = acts, source, rows, stages
+        """`source` and `rows`: those of the loop that implements `steps`."""
+        self.steps, self.source, self.rows, self.stages = steps, source, rows, stages
         self.staleness, self.read_ahead = staleness, read_ahead
         self.max_staleness = self.num_shared = 0  # since the start: see `Feed`
-        self._asked: deque[_Asked] = deque()
-        self._ahead: deque[_Ahead] = deque()  # claimed, not given
-        self._given: deque[_Ahead] = deque()  # given, not trained
+        self._reads: deque[_PendingRead] = deque()
+        self._ahead: deque[_ClaimedItem] = deque()  # claimed, not given
+        self._given: deque[_ClaimedItem] = deque()  # given, not trained
         self._num_claimed = self._num_trained = self._num_empty_polls = 0
         self._halt = threading.Event()
         self._puller = ThreadPoolExecutor(1, "pull")
 
-    def claimed(self, timeout_s: float) -> Claimed | None:
+    def next_claimed(self, timeout_s: float) -> ClaimedChunk | None:
         self.rows.check()
         self._look_ahead()
-        if not self._ahead and self._asked:
+        if not self._ahead and self._reads:
             self._wait_for_chunk()
             self._look_ahead()
         return self._give()
 
-    def rest(self) -> Claimed | None:
+    def rest(self) -> ClaimedChunk | None:
         self.rows.check()
         self._look_ahead()
         if not self._ahead:
             self._stop_reading()
             self._claim_what_is_read()
-        if not self._ahead and (wanted := self._wanted()) is not None:
+        if not self._ahead and (request := self._next_request()) is not None:
             with self.stages("wait_data"):
-                chunk = self.source.submit(lambda: self.acts.rest(wanted)).result()
+                chunk = self.source.submit(lambda: self.steps.rest(request)).result()
             if chunk is not None:
-                self._claim(chunk, wanted)
+                self._claim(chunk, request)
         return self._give()
 
-    def pulled(self, claimed: Claimed) -> Prepared:
+    def prepare(self, claimed: ClaimedChunk) -> PreparedChunk:
         item = self._given[0]
-        assert item.claimed is claimed, "expected the oldest chunk that isn't trained"
+        assert item.claimed is claimed, "expected the oldest claimed chunk that is not trained"
         self.rows.pushing = claimed.chunk.offsets
-        early = self._early_of(item)
+        early = self._take_early(item)
         if early is not None:
             return early.prepared
         self.rows.wait()
-        return self.acts.pull(claimed)
+        return self.steps.pull(claimed)
 
-    def trained(self) -> None:
+    def mark_trained(self) -> None:
         with self.rows.changed:
             self._given.popleft()
             self._num_trained += 1
@@ -132,17 +133,17 @@ class PipelinedFeed:
     def pause(self) -> None:
         self._stop_reading()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self._stop_reading()
         self._void()
         self.rows.forget()
-        self._asked.clear()
+        self._reads.clear()
         self._ahead.clear()
         self._given.clear()
         self._num_claimed = self._num_trained = 0
 
     def close(self) -> None:
-        """Stops reading, then pulling, then pushing; the source is closed by who opened it. Idempotent."""
+        """Stop reading, then pulling, then pushing. The caller closes the source. Idempotent."""
         self._stop_reading()
         self._void()
         self._puller.shutdown()
@@ -151,35 +152,34 @@ class PipelinedFeed:
     # In the loop's thread
 
     def _look_ahead(self) -> None:
-        """Claim what is read, ask for more."""
+        """Claim chunks that were read, and request more."""
         self._claim_what_is_read()
-        while len(self._asked) < self.read_ahead and (wanted := self._wanted()) is not None:
-            asked = _Asked(wanted, self.source.submit(functools.partial(self._read, wanted)))
-            asked.chunk.add_done_callback(self._notify)
-            self._asked.append(asked)
+        while len(self._reads) < self.read_ahead and (request := self._next_request()) is not None:
+            read = _PendingRead(request, self.source.submit(functools.partial(self._read, request)))
+            read.chunk.add_done_callback(self._notify)
+            self._reads.append(read)
 
     def _claim_what_is_read(self) -> None:
-        while self._asked and self._asked[0].chunk.done() and len(self._ahead) < max(self.staleness, 1):
-            chunk = self._asked[0].chunk.result()
-            asked = self._asked.popleft()
+        while self._reads and self._reads[0].chunk.done() and len(self._ahead) < max(self.staleness, 1):
+            chunk = self._reads[0].chunk.result()
+            read = self._reads.popleft()
             if chunk is not None:
-                self._claim(chunk, asked.wanted)
+                self._claim(chunk, read.request)
 
-    def _wanted(self) -> Wanted | None:
-        """None: it depends on what comes of chunks that aren't trained."""
-        items = [item.wanted for item in (*self._given, *self._ahead)] + [
-            asked.wanted for asked in self._asked
-        ]
-        return self.acts.wanted(len(items), sum(wanted.max_requests for wanted in items))
+    def _next_request(self) -> ChunkRequest | None:
+        """None: it depends on the content of chunks that are not trained."""
+        requests = [item.request for item in (*self._given, *self._ahead)]
+        requests += [read.request for read in self._reads]
+        return self.steps.next_request(len(requests), sum(request.max_requests for request in requests))
 
-    def _claim(self, chunk: Chunk, wanted: Wanted) -> None:
-        item = _Ahead(self.acts.claim(chunk), wanted, self._num_claimed)
+    def _claim(self, chunk: Chunk, request: ChunkRequest) -> None:
+        item = _ClaimedItem(self.steps.claim(chunk), request, self._num_claimed)
         self._num_claimed += 1
         if self.staleness and item.claimed.parts:
             item.early = self._puller.submit(self._pull_early, item, [*self._given, *self._ahead])
         self._ahead.append(item)
 
-    def _give(self) -> Claimed | None:
+    def _give(self) -> ClaimedChunk | None:
         if not self._ahead:
             return None
         self._given.append(self._ahead.popleft())
@@ -187,14 +187,14 @@ class PipelinedFeed:
         return self._given[-1].claimed
 
     def _wait_for_chunk(self) -> None:
-        """Until the next chunk is there, or a poll that began from now on gave nothing."""
-        asked, changed = self._asked[0].chunk, self.rows.changed
-        most = self._num_empty_polls + 2
+        """Wait for the next chunk, or until a poll that starts from now on is empty."""
+        chunk, changed = self._reads[0].chunk, self.rows.changed
+        enough_polls = self._num_empty_polls + 2
         with self.stages("wait_data"), changed:
-            changed.wait_for(lambda: asked.done() or self._num_empty_polls >= most)
+            changed.wait_for(lambda: chunk.done() or self._num_empty_polls >= enough_polls)
 
-    def _early_of(self, item: _Ahead) -> _Early | None:
-        """None: there are no rows pulled ahead, or they are too old."""
+    def _take_early(self, item: _ClaimedItem) -> _EarlyPull | None:
+        """Rows that were pulled ahead. None: there are none, or they are too old."""
         if item.early is None:
             return None
         with self.stages("pull"):
@@ -202,7 +202,7 @@ class PipelinedFeed:
         self.rows.check()
         if early is None:
             return None
-        staleness = self.rows.num_given - early.num_acknowledged
+        staleness = self.rows.num_queued - early.num_acknowledged
         if staleness > self.staleness:
             return None
         self.max_staleness = max(self.max_staleness, staleness)
@@ -210,15 +210,15 @@ class PipelinedFeed:
         return early
 
     def _stop_reading(self) -> None:
-        """What is read is kept."""
+        """Stop reading; chunks that were read stay."""
         self._halt.set()
-        for asked in self._asked:
-            asked.chunk.exception()
-        self._asked = deque(a for a in self._asked if a.chunk.exception() or a.chunk.result() is not None)
+        for read in self._reads:
+            read.chunk.exception()
+        self._reads = deque(r for r in self._reads if r.chunk.exception() or r.chunk.result() is not None)
         self._halt.clear()
 
     def _void(self) -> None:
-        """Rows that were pulled ahead are not used; no pull is under way."""
+        """Drop rows that were pulled ahead. No pull is in flight afterwards."""
         with self.rows.changed:
             for item in (*self._given, *self._ahead):
                 item.void = True
@@ -234,11 +234,11 @@ class PipelinedFeed:
 
     # In the source's thread
 
-    def _read(self, wanted: Wanted) -> Chunk | None:
-        """None: it was stopped. What fails stops those that were asked behind it."""
+    def _read(self, request: ChunkRequest) -> Chunk | None:
+        """Poll until a chunk comes. None: stopped. A failure also stops the reads behind it."""
         while not self._halt.is_set():
             try:
-                chunk = self.acts.poll(wanted, _POLL_S)
+                chunk = self.steps.poll(request, _POLL_S)
             except BaseException as error:
                 at = (
                     f"{topic}-{n} {offset}" for (topic, n), offset in sorted(self.source.positions().items())
@@ -255,40 +255,42 @@ class PipelinedFeed:
 
     # In the puller's thread
 
-    def _pull_early(self, item: _Ahead, before: Sequence[_Ahead]) -> _Early | None:
-        """`before`: what wasn't trained when the item was claimed."""
+    def _pull_early(self, item: _ClaimedItem, before: Sequence[_ClaimedItem]) -> _EarlyPull | None:
+        """`before`: chunks that were not trained when the item was claimed."""
         rows = self.rows
         with rows.changed:
-            rows.changed.wait_for(lambda: item.void or rows.failed or self._to_come(item) <= self.staleness)
+            rows.changed.wait_for(
+                lambda: item.void or rows.failed or self._num_outstanding(item) <= self.staleness
+            )
             if item.void or rows.failed:
                 return None
-            num_acknowledged, to_come = rows.num_acknowledged, rows.under_way()
-            to_come += [
+            num_acknowledged, outstanding = rows.num_acknowledged, rows.in_flight()
+            outstanding += [
                 part.lookup for b in before if b.number >= self._num_trained for part in b.claimed.parts
             ]
-        prepared = self.acts.pull(item.claimed, rows.beside)
-        return _Early(prepared, num_acknowledged, num_shared(item.claimed.parts[0].lookup, to_come))
+        prepared = self.steps.pull(item.claimed, rows.rows)
+        return _EarlyPull(prepared, num_acknowledged, num_shared(item.claimed.parts[0].lookup, outstanding))
 
-    def _to_come(self, item: _Ahead) -> int:
-        """Pushes before its training that aren't acknowledged, if each chunk is pushed at once. Holding `changed`."""
-        return len(self.rows.under_way()) + item.number - self._num_trained
+    def _num_outstanding(self, item: _ClaimedItem) -> int:
+        """Unacknowledged pushes before its training, if each chunk is pushed once. Holds `changed`."""
+        return len(self.rows.in_flight()) + item.number - self._num_trained
 
 
 class FeedConnections(NamedTuple):
-    """What a loop is wired to, so that its feed can run ahead."""
+    """Source, rows and feed of a loop whose feed runs ahead."""
 
     source: BatchSource
     rows: Rows
     feed: Callable[[LoopSteps], Feed]
 
 
-def connected(
+def connect_feed(
     open_source: Callable[[], BatchSource], rows: Rows, stages: StageTimer, *, staleness: int, read_ahead: int
 ) -> FeedConnections:
-    """`read_ahead` 0: everything in one thread. Close the loop's feed, then the source.
+    """Connect a loop with a pipelined feed; `read_ahead` 0: everything runs in one thread. Close the loop's feed, then the source.
 
     Raises:
-        RoostreamError: as `open_source`; no thread is left.
+        RoostreamError: as `open_source`; no thread is left behind.
     """
     if not read_ahead:
         return FeedConnections(open_source(), rows, SerialFeed)
@@ -296,16 +298,16 @@ def connected(
     late = AsyncRows(rows, stages)
     options = {"staleness": staleness, "read_ahead": read_ahead}
     return FeedConnections(
-        source, late, lambda acts: PipelinedFeed(acts, source, late, stages=stages, **options)
+        source, late, lambda steps: PipelinedFeed(steps, source, late, stages=stages, **options)
     )
 
 
 def num_shared(mine: Lookup, others: Sequence[Lookup]) -> int:
-    """Rows of `mine` that are in any of `others`."""
+    """Number of rows of `mine` that are also in any of `others`."""
     shared = 0
-    for stack, of_stack in mine.stacks.items():
-        table_V = np.concatenate([of_stack.table_U[:0], *(other.stacks[stack].table_U for other in others)])
-        id_V = np.concatenate([of_stack.id_U[:0], *(other.stacks[stack].id_U for other in others)])
-        for table in np.unique(of_stack.table_U):
-            shared += int(np.isin(of_stack.id_U[of_stack.table_U == table], id_V[table_V == table]).sum())
+    for stack, rows in mine.stacks.items():
+        table_V = np.concatenate([rows.table_U[:0], *(other.stacks[stack].table_U for other in others)])
+        id_V = np.concatenate([rows.id_U[:0], *(other.stacks[stack].id_U for other in others)])
+        for table in np.unique(rows.table_U):
+            shared += int(np.isin(rows.id_U[rows.table_U == table], id_V[table_V == table]).sum())
     return shared

@@ -1,4 +1,4 @@
-"""A source in a thread of its own: whoever calls it, its handles are used from there alone."""
+"""Runs a source in its own thread, so that its handles are used from one thread only."""
 
 from __future__ import annotations
 
@@ -10,50 +10,51 @@ from typing import TypeVar
 from roostream.runtime.kafka.consumer import PartitionLag
 from roostream.runtime.kafka.topics import Partition, Progress
 from roostream.runtime.work_unit import TableInput
-from trainer.batch_source import BatchSource, Chunk, NewestIds
+from trainer.batch_source import BatchSource, NewestIds
+from trainer.chunks import Chunk
 
 T = TypeVar("T")
 
 
 class SourceThread:
-    """See `BatchSource`. `submit` runs what reads ahead there; calls from outside wait until it has ended."""
+    """A `BatchSource`. `submit` runs a function in the thread; other calls wait for it."""
 
     def __init__(self, open_source: Callable[[], BatchSource]) -> None:
         """`open_source` is called in the thread.
 
         Raises:
-            RoostreamError: as `open_source`; no thread is left.
+            RoostreamError: as `open_source`; no thread is left behind.
         """
         self._closed = False
-        self._lane = ThreadPoolExecutor(1, "source")
-        self._ident = self._lane.submit(threading.get_ident).result()
+        self._executor = ThreadPoolExecutor(1, "source")
+        self._ident = self._executor.submit(threading.get_ident).result()
         try:
-            self.source = self._here(open_source)
+            self.source = self._run(open_source)
         except BaseException:
-            self._lane.shutdown()
+            self._executor.shutdown()
             raise
 
     def submit(self, do: Callable[[], T]) -> Future[T]:
-        """In the order of calls."""
-        return self._lane.submit(do)
+        """Run `do` in the thread, in the order of calls."""
+        return self._executor.submit(do)
 
     def poll(self, max_requests: int, timeout_s: float, partition: Partition | None = None) -> Chunk | None:
-        return self._here(lambda: self.source.poll(max_requests, timeout_s, partition))
+        return self._run(lambda: self.source.poll(max_requests, timeout_s, partition))
 
     def rest(self, max_requests: int) -> Chunk | None:
-        return self._here(lambda: self.source.rest(max_requests))
+        return self._run(lambda: self.source.rest(max_requests))
 
     def seek(self, at: Progress) -> None:
-        self._here(lambda: self.source.seek(at))
+        self._run(lambda: self.source.seek(at))
 
     def assign(self, numbers: Collection[int], session: TableInput | None = None) -> None:
-        self._here(lambda: self.source.assign(numbers, session))
+        self._run(lambda: self.source.assign(numbers, session))
 
     def newest_ids(self, trained: Progress) -> Mapping[Partition, NewestIds]:
-        return self._here(lambda: self.source.newest_ids(trained))
+        return self._run(lambda: self.source.newest_ids(trained))
 
     def bound(self, ends: Progress) -> None:
-        """Waits for no poll."""
+        """Does not wait for a running poll."""
         self.source.bound(ends)
 
     @property
@@ -61,7 +62,7 @@ class SourceThread:
         return self.source.ended
 
     def positions(self) -> Progress:
-        """Asks no handle: from whichever thread asks."""
+        """Uses no handle; any thread."""
         return self.source.positions()
 
     def lag(self) -> dict[Partition, PartitionLag]:
@@ -72,11 +73,11 @@ class SourceThread:
         return self.source.num_lost
 
     def close(self) -> None:
-        """Also ends the thread. Idempotent."""
+        """Close the source and end the thread. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._here(self.source.close)
-            self._lane.shutdown()
+            self._run(self.source.close)
+            self._executor.shutdown()
 
-    def _here(self, do: Callable[[], T]) -> T:
-        return do() if threading.get_ident() == self._ident else self._lane.submit(do).result()
+    def _run(self, do: Callable[[], T]) -> T:
+        return do() if threading.get_ident() == self._ident else self._executor.submit(do).result()

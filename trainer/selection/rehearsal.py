@@ -25,7 +25,7 @@ from roostream.runtime import tensor_file
 from roostream.schema.schema import Schema
 from roostream.wire.batch import TEXT, Batch
 from roostream.wire.jagged import Jagged
-from trainer.feed import ChunkPart, part_of
+from trainer.chunks import ChunkPart, build_part
 from trainer.selection.config import RehearsalConfig
 
 _PREFIX = "rehearsal."
@@ -53,7 +53,9 @@ class Rehearsal:
         if not self._kept:
             return None
         at = int(np.random.default_rng((self.seed, num_steps)).integers(len(self._kept)))
-        return part_of(decode_batch(self._kept[at], self.schema), trains=True, deduplicated=self.deduplicated)
+        return build_part(
+            decode_batch(self._kept[at], self.schema), trains=True, deduplicated=self.deduplicated
+        )
 
     def keep(self, batch: Batch) -> None:
         """One that alone is more than `max_bytes` is not kept, and lets the others be."""

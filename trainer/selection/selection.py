@@ -24,8 +24,8 @@ from roostream.models.model import Targets
 from roostream.schema.schema import Schema
 from roostream.wire.batch import Batch
 from roostream.wire.lookup import Lookup
+from trainer.chunks import ChunkPart, ClaimedChunk, PulledPart, build_part, split_frozen
 from trainer.config import LoopConfig
-from trainer.feed import ChunkPart, Claimed, Pulled, part_of, split_at
 from trainer.rows import Rows
 from trainer.selection.decision import Decision, SelectionWeights, UnscoredRequests, decide
 from trainer.selection.deferral import Deferral
@@ -85,7 +85,7 @@ class Selection:
         """A chunk's new requests, `num_steps` being the loop's now. Frozen ones aren't judged; of a correction that is skipped
         nothing is told."""
         if not self.config.is_on:
-            return split_at(batch, self._freeze_at_ms, deduplicated=self._deduplicated), None
+            return split_frozen(batch, self._freeze_at_ms, deduplicated=self._deduplicated), None
         if self.slipstream and not self._told_of_control:
             self._told_of_control = True
             log.warning(
@@ -101,7 +101,7 @@ class Selection:
         parts = (
             self._part(judged, decision, scored_R & ~unscored_R, trains=False),
             self._part(judged, decision, decision.kept_R, trains=True),
-            part_of(_taken(batch, frozen_R), trains=False, deduplicated=self._deduplicated)
+            build_part(_taken(batch, frozen_R), trains=False, deduplicated=self._deduplicated)
             if frozen_R.any()
             else None,
         )
@@ -129,10 +129,12 @@ class Selection:
             return None
         metric_weight_M = self._stand_for(decision, row_R, trains=trains)
         if trains and (decision.weight_R[row_R] == 1).all() and (metric_weight_M == 1).all():
-            return part_of(_taken(judged, row_R), trains=True, deduplicated=self._deduplicated)
+            return build_part(_taken(judged, row_R), trains=True, deduplicated=self._deduplicated)
         self._num_probed += 0 if trains else len(metric_weight_M)
         choice = SelectionWeights(decision.reason_R[row_R], decision.weight_R[row_R], metric_weight_M)
-        return part_of(_taken(judged, row_R), trains=trains, deduplicated=self._deduplicated, choice=choice)
+        return build_part(
+            _taken(judged, row_R), trains=trains, deduplicated=self._deduplicated, choice=choice
+        )
 
     def _is_left_out(self, decision: Decision) -> np.ndarray:
         """bool [R]: not scored, if it is skipped."""
@@ -159,7 +161,7 @@ class Selection:
 
     # Steps
 
-    def on_trained(self, step: int, claimed: Claimed, rows: Rows) -> None:
+    def on_trained(self, step: int, claimed: ClaimedChunk, rows: Rows) -> None:
         """A chunk is trained and pushed, the oldest that was split. Raises UnavailableError: as `rows.pull`."""
         if not self.config.is_on:
             return
@@ -182,7 +184,7 @@ class Selection:
             )
 
     def gradients_to_push(
-        self, pulled: Pulled, gradients: Mapping[str, torch.Tensor], now_ms: int
+        self, pulled: PulledPart, gradients: Mapping[str, torch.Tensor], now_ms: int
     ) -> Outgoing:
         """(lookup, gradients) to push of what a part gave."""
         if self.deferral is None:

@@ -1,1 +1,1 @@
-"""The warehouse as a source of training: a session in chunks, and whichever of session and stream is trained."""
+"""Warehouse sessions as training input."""

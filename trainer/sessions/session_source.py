@@ -1,7 +1,8 @@
-"""Chunks from a session of the warehouse: the order of its splits, cut into chunks of whatever size training asks for.
+"""Chunks from a warehouse session: its splits in order, cut into chunks of the requested size. The worker reads the rows itself, or
+through `reader` programs.
 
-Offsets are positions (roostream/warehouse/sessions/session.py). Which rows a chunk has is a function of the positions, the size asked for and
-the bounds, never of when rows arrived: what comes slowly is waited for, and after a restore the same chunks come again.
+Offsets are positions (roostream/warehouse/sessions/session.py). The rows of a chunk depend on the positions, the requested size and the
+bounds only, never on when rows arrive: slow rows are waited for, and after a restore the same chunks come again.
 """
 
 from __future__ import annotations
@@ -15,17 +16,27 @@ from roostream.runtime.clock import Clock
 from roostream.runtime.kafka.consumer import PartitionLag
 from roostream.runtime.kafka.topics import SAMPLES, Partition, Progress
 from roostream.runtime.work_unit import TableInput
+from roostream.schema.schema import Schema
+from roostream.warehouse.sessions.sample_table import SampleTable, TableFiles
 from roostream.warehouse.sessions.session import ReadOrder, TableSplit
-from roostream.warehouse.sessions.session_rows import Piece, SessionRows
+from roostream.warehouse.sessions.session_rows import (
+    LocalSessionRows,
+    OpenSession,
+    Piece,
+    SessionRows,
+    recent_sample_ids,
+)
 from roostream.wire.batch import Batch
-from trainer.batch_source import Chunk, NewestIds
+from roostream.wire.decode import Decoder
+from trainer.batch_source import NewestIds
+from trainer.chunks import Chunk
 from trainer.pipeline.stage_timer import StageTimer
 
-MAX_EXPECTED = 64  # splits of which readers are told that they come
+MAX_EXPECTED = 64  # splits that readers are told to prefetch
 
 
 class SessionSource:
-    """See `BatchSource`. A chunk that isn't full comes only before a bound, or at the end of everything."""
+    """A `BatchSource`. Partial chunks come only before a bound, or at the end of the session."""
 
     def __init__(
         self,
@@ -38,17 +49,17 @@ class SessionSource:
         newest: Callable[[int], NewestIds],
         stages: StageTimer | None = None,
     ) -> None:
-        """`partitions`: of the stream that follows, corrections among them where they are trained; `empty`: a batch without
-        requests; `newest`: partition → what the stream must not train again."""
+        """`partitions`: of the stream that follows, including corrections if they are trained. `empty`: a batch without requests.
+        `newest`: partition → samples that the stream must not train again."""
         self.order, self.rows, self.empty, self.clock = order, rows, empty, clock
         self.stages = stages or StageTimer(clock)
         self._newest, self._all = newest, tuple(sorted(partitions))
         self._newest_known: dict[Partition, NewestIds] = {}
         self._ends: Progress = {}
-        self._reached: Progress | None = None  # those of `_ends` before which nothing is left
+        self._reached: Progress | None = None  # the bounds in `_ends` that are reached
         self._gathered: list[Piece] = []
         self._num_gathered = 0
-        self._expected_for: tuple[bool, Progress] = False, {}  # are partitions asked for in turns? bounds
+        self._expected_for: tuple[bool, Progress] = False, {}  # whether partitions are read in turns; bounds
         self._begin(self._all)
 
     def poll(self, max_requests: int, timeout_s: float, partition: Partition | None = None) -> Chunk | None:
@@ -64,7 +75,7 @@ class SessionSource:
         return self._at_bounds(ends, partition)
 
     def rest(self, max_requests: int) -> Chunk | None:
-        """What a slow reader hasn't let become whole."""
+        """A partial chunk, when a reader is too slow for a full one."""
         if not self._gathered:
             return None
         with self.stages("decode"):
@@ -88,7 +99,7 @@ class SessionSource:
         self._expect()
 
     def assign(self, numbers: Collection[int], session: TableInput | None = None) -> None:
-        """Of this session."""
+        """Assign partitions of this session."""
         self._begin(tuple(partition for partition in self._all if partition[1] in numbers))
 
     def bound(self, ends: Progress) -> None:
@@ -110,7 +121,7 @@ class SessionSource:
         return dict(self._given)
 
     def lag(self) -> dict[Partition, PartitionLag]:
-        """Of rows, as offsets."""
+        """Lag in rows of the session."""
         return {
             partition: PartitionLag(
                 position=at, stable_end=rows, high_watermark=rows, position_ms=0, newest_ms=0
@@ -126,12 +137,12 @@ class SessionSource:
     def close(self) -> None:
         self.rows.close()
 
-    # Inside
+    # Internals
 
     def _begin(self, partitions: Sequence[Partition]) -> None:
         self._given: Progress = dict.fromkeys(partitions, 0)
-        self._at = {number: 0 for topic, number in partitions if topic == SAMPLES}  # gathered up to it
-        self._left: dict[int, tuple[Piece, int]] = {}  # read, and from which of its rows on it isn't gathered
+        self._at = {number: 0 for topic, number in partitions if topic == SAMPLES}  # rows gathered so far
+        self._left: dict[int, tuple[Piece, int]] = {}  # read piece and its first row that is not gathered
         self._gathered, self._num_gathered = [], 0
         self._expected_for = False, {}
 
@@ -142,21 +153,21 @@ class SessionSource:
         return min(self.order.rows.get(number, 0), ends.get((SAMPLES, number), 1 << 62))
 
     def _turn(self, partition: Partition | None, ends: Progress) -> int | None:
-        """Of which the next rows are: the one asked for, or that of the first split in the order of all. None: none is
-        left."""
+        """Number of the partition of the next rows: the requested one, or that of the first split in the session's order. None: nothing
+        is left."""
         open_ = [number for number in self._at if self._at[number] < self._end(number, ends)]
         if partition is not None:
             return partition[1] if partition[1] in open_ else None
         splits = {number: self.order.split_at(number, self._at[number]) for number in open_}
 
-        def place(number: int) -> int:
+        def split_number(number: int) -> int:
             split = splits[number]
             return split.number if split else 1 << 62
 
-        return min(open_, key=place, default=None)
+        return min(open_, key=split_number, default=None)
 
     def _gather(self, number: int, max_requests: int, ends: Progress, timeout_s: float) -> bool:
-        """Some rows of this partition more. False: they aren't there yet."""
+        """Gather more rows of this partition. False: they have not arrived yet."""
         piece, row = self._left.pop(number, (None, 0))
         if piece is None:
             split = self.order.split_at(number, self._at[number])
@@ -178,20 +189,20 @@ class SessionSource:
         return True
 
     def _expect(self) -> None:
-        """What lies before the bounds comes first; of partitions in turns, the next split of each."""
+        """Announce the next splits: those before the bounds first, and for partitions in turns the next split of each."""
         in_turns, ends = self._expected_for
-        its = self.order.next_splits(self._at, MAX_EXPECTED)
+        splits = self.order.next_splits(self._at, MAX_EXPECTED)
         open_ = {number for number, at in self._at.items() if at < self._end(number, ends)}
-        heads = {split.partition: split.number for split in reversed(its)} if in_turns else {}
+        heads = {split.partition: split.number for split in reversed(splits)} if in_turns else {}
 
         def turn(split: TableSplit) -> tuple[bool, bool, int]:
             is_bounded = split.at >= self._end(split.partition, ends) or split.partition not in open_
             return is_bounded, in_turns and split.number != heads[split.partition], split.number
 
-        self.rows.expect(sorted(its, key=turn), self._at, len(open_) if in_turns else 1)
+        self.rows.expect(sorted(splits, key=turn), self._at, len(open_) if in_turns else 1)
 
     def _at_bounds(self, ends: Progress, partition: Partition | None) -> Chunk | None:
-        """As `bound` says: an empty chunk, so that the turn of a partition at its bound passes. None: everything was given."""
+        """An empty chunk for a partition at its bound, so that its turn passes. None: everything was returned."""
         if not ends:
             return None
         if partition is not None and self._turn(None, ends) is not None:
@@ -205,6 +216,46 @@ class SessionSource:
         return None
 
 
-def without_requests(batch: Batch) -> Batch:
-    """An empty batch like this one."""
+def empty_like(batch: Batch) -> Batch:
+    """A batch like this one, without requests."""
     return dataclasses.replace(batch.take_requests(np.arange(0)))
+
+
+OpenRows = Callable[[TableInput, OpenSession, TableFiles], SessionRows]
+"""Opens the rows of a session."""
+
+
+def local_rows(table_input: TableInput, session: OpenSession, rows: TableFiles) -> SessionRows:
+    return LocalSessionRows(session, rows)
+
+
+def open_session(
+    table_input: TableInput,
+    schema: Schema,
+    partitions: Sequence[Partition],
+    horizon_ms: int,
+    clock: Clock,
+    stages: StageTimer | None = None,
+    open_rows: OpenRows = local_rows,
+) -> SessionSource:
+    """Open a session. `partitions`: of the stream that follows. `horizon_ms`: how long sample ids are remembered.
+
+    Raises:
+        UnavailableError: the table cannot be read now.
+        CheckpointError: the version is absent or has changed.
+    """
+    session, rows = SampleTable(table_input.table).opened(table_input, schema)
+    empty, _ = Decoder(schema, lambda fingerprint: None).decode([])
+
+    def newest(number: int) -> NewestIds:
+        return NewestIds(*recent_sample_ids(session, rows, number, horizon_ms))
+
+    return SessionSource(
+        session.order,
+        open_rows(table_input, session, rows),
+        empty,
+        clock,
+        partitions=partitions,
+        newest=newest,
+        stages=stages,
+    )

@@ -78,10 +78,10 @@ def _trained(loop: TrainLoop, requests: int, rows: CountedRows) -> dict[str, flo
     began_s, at_half = time.process_time(), {"log_loss": 0.0, "weight": 0.0}
     while loop.step() or loop.finish():
         if loop.counts.requests <= requests // 2:
-            at_half = dict(loop.own.metrics().sums()["click"])
+            at_half = dict(loop.partitions.metrics().sums()["click"])
     cpu_s = time.process_time() - began_s - rows.counting_s
     rows.end_window()
-    sums = loop.own.metrics().sums()["click"]
+    sums = loop.partitions.metrics().sums()["click"]
     loss = (sums["log_loss"] - at_half["log_loss"]) / (sums["weight"] - at_half["weight"])
     report = loop.selection.report()
     deferred = {name: float(report[name] or 0) for name in ("row_deferred_share",) if name in report}

@@ -24,7 +24,7 @@ from roostream.warehouse.sessions.session import SessionSpec
 from roostream.wire.decode import Decoder
 from trainer.batch_source import BatchSource
 from trainer.record_source import RecordSource
-from trainer.sessions.table_source import open_session
+from trainer.sessions.session_source import open_session
 
 _BATCH, _PARTITIONS, _POLL_S, _READY_S, _HORIZON_MS = 64, 4, 0.1, 120.0, 3_600_000
 _KINDS, _WAIT_MS = 512, 500

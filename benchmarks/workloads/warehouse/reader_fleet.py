@@ -38,8 +38,7 @@ from roostream.wire.batch import Batch
 from roostream.wire.columnar import FlatColumn
 from roostream.wire.records import Record
 from trainer.control.reader_master import ReaderMaster
-from trainer.sessions.session_source import SessionSource
-from trainer.sessions.table_source import local_rows, open_session
+from trainer.sessions.session_source import SessionSource, local_rows, open_session
 
 _PARTITIONS, _CANDIDATES, _KINDS = 4, 20, 256
 _DAY_MS = 86_400_000

@@ -54,13 +54,14 @@ from roostream.wire import roo_pb2 as pb
 from roostream.wire.batch import Batch
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
-from trainer.batch_source import Chunk, NewestIds
+from trainer.batch_source import NewestIds
+from trainer.chunks import Chunk
 from trainer.config import LoopConfig
 from trainer.device.numerics import set_numerics
 from trainer.loop import LoopDependencies, TrainLoop
 from trainer.monitoring.progressive_metrics import DailyMetrics, Report
 from trainer.predictions import Prediction
-from trainer.record_source import chunk_of
+from trainer.record_source import build_chunk
 from trainer.rows import ShardRows
 
 
@@ -107,7 +108,7 @@ class ReadySamples:
             return None
         self.before_chunk()
         taken = [heapq.heappop(self._waiting)[3] for _ in range(min(max_requests, len(self)))]
-        chunk = chunk_of(taken, self.decoder, self.clock.now_ms(), corrections=CORRECTIONS in self.topics)
+        chunk = build_chunk(taken, self.decoder, self.clock.now_ms(), corrections=CORRECTIONS in self.topics)
         self._given |= chunk.after
         return chunk
 

@@ -47,14 +47,13 @@ from roostream.runtime.work_unit import TableInput
 from roostream.warehouse.readers.config import ReadersConfig
 from roostream.warehouse.readers.remote_rows import RemoteSessionOpener
 from roostream.warehouse.sessions.sample_table import SampleTable
-from trainer import worker_file
 from trainer.config import LoopConfig
 from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
 from trainer.control.reader_master import ReaderMaster
 from trainer.control.types import CoordinatorConfig, State, worker_keys
 from trainer.monitoring.progressive_metrics import summarize
-from trainer.partitions import PartitionSnapshot, report_of
+from trainer.partitions import PartitionSnapshot, decode_partitions, report_of_snapshots
 from trainer.rows import ShardRows
 from trainer.selection.outcomes import RequestCounts
 from trainer.worker import Worker
@@ -199,8 +198,8 @@ class _Offline:
         """Of all workers together, as their files have them."""
         own: list[PartitionSnapshot] = []
         for part in manifest.workers.values():
-            own += worker_file.decode(manifests.read_file(self.store, part.file), part.offsets).values()
-        return summarize(report_of(own, self.schema.tasks))
+            own += decode_partitions(manifests.read_file(self.store, part.file), part.offsets).values()
+        return summarize(report_of_snapshots(own, self.schema.tasks))
 
     def _controller(self, session: TableInput) -> Controller:
         facts = CoordinatorConfig(
@@ -310,7 +309,7 @@ class _Offline:
             worker.turn()
             if worker.fatal:
                 raise ConfigError(worker.fatal)
-            progress.at(lambda: sum(worker.loop.own.progress.values()))
+            progress.at(lambda: sum(worker.loop.partitions.progress.values()))
         ends_s = time.monotonic() + _SETTLE_S
         while worker.is_cut and time.monotonic() < ends_s:  # it hears of the last commit, too
             worker.serve_inbox()

@@ -42,7 +42,7 @@ from trainer.config import LoopConfig
 from trainer.deployment_identity import DeploymentIdentity
 from trainer.device.numerics import set_numerics
 from trainer.loop import LoopDependencies, TrainLoop
-from trainer.pipeline.pipelined_feed import connected
+from trainer.pipeline.pipelined_feed import connect_feed
 from trainer.pipeline.stage_timer import StageTimer
 from trainer.predictions import Prediction
 from trainer.process_group import (
@@ -55,7 +55,7 @@ from trainer.process_group import (
 from trainer.record_source import RecordSource
 from trainer.rows import Rows, ShardRows
 from trainer.sessions.phased_source import PhasedSource
-from trainer.sessions.table_source import local_rows, open_session
+from trainer.sessions.session_source import local_rows, open_session
 from trainer.worker import Worker
 
 NUM_BUCKETS = 64
@@ -137,7 +137,7 @@ class OfflineParts:
     ) -> Worker:
         set_numerics(self.settings)
         stages, outputs = StageTimer(self.clock), NoOutputs()
-        source, rows, feed = connected(
+        source, rows, feed = connect_feed(
             lambda: self._source(stages, read_by),
             rows,
             stages,
@@ -224,7 +224,7 @@ def work(task: WorkerTask, stop: program.Stop) -> None:
         )
 
         def end() -> None:
-            worker.reduction.interrupt()
+            worker.group.interrupt()
             worker.close()
             ended.set()
             for member in members:

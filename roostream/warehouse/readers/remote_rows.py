@@ -284,7 +284,7 @@ class RemoteSessionOpener:
         self._now: RemoteSessionRows | None = None
 
     def __call__(self, told: TableInput, session: OpenSession, rows: TableFiles) -> SessionRows:
-        """See `OpenRows` of trainer/sessions/table_source.py."""
+        """See `OpenRows` of trainer/sessions/session_source.py."""
         self._now = RemoteSessionRows(told.digest, rows.schema, self.link, self.config, self.clock).open()
         return self._now
 

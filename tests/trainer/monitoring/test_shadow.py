@@ -50,7 +50,7 @@ def test_training_is_bit_equal_with_and_without_a_copy_beside_it() -> None:
 @pytest.mark.parametrize(("every", "candidates"), [(1, 120), (2, 60)])
 def test_the_copy_is_counted_on_the_steps_that_it_scores(every: int, candidates: int) -> None:
     loop = with_copy(every).train_all().loop
-    told = loop.own.windowed.report(loop.watermark_ms)["shadow"]
+    told = loop.partitions.windowed.report(loop.watermark_ms)["shadow"]
     assert (
         told["shadow"]["all"]["click"]["candidates"]
         == told["live"]["all"]["click"]["candidates"]
@@ -80,13 +80,13 @@ def test_windows_and_slices_come_back_with_a_rollback() -> None:
     built = build(samples.records(NUMBERS), slices=("surface", "user"))
     for _ in range(4):
         built.loop.step()
-    at, before = built.loop.snapshot(), built.loop.own.windowed.report(built.loop.watermark_ms)
+    at, before = built.loop.snapshot(), built.loop.partitions.windowed.report(built.loop.watermark_ms)
     built.train_all()
-    whole = built.loop.own.windowed.report(built.loop.watermark_ms)
+    whole = built.loop.partitions.windowed.report(built.loop.watermark_ms)
     built.loop.restore(at)
-    assert built.loop.own.windowed.report(built.loop.watermark_ms) == before
+    assert built.loop.partitions.windowed.report(built.loop.watermark_ms) == before
     built.train_all()
-    again = built.loop.own.windowed.report(built.loop.watermark_ms)
+    again = built.loop.partitions.windowed.report(built.loop.watermark_ms)
     assert counts(again) == counts(whole), "nothing is counted twice"
     assert whole["windows"]["all"]["click"]["candidates"] == 120 and len(counts(whole)["user"]) == 13
 

@@ -13,7 +13,7 @@ from roostream.errors import UnavailableError
 from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.kafka.topics import Partition
 from roostream.wire.lookup import Lookup
-from trainer.batch_source import Chunk
+from trainer.chunks import Chunk
 from trainer.record_source import RecordSource
 from trainer.rows import PushTimes, Rows
 

@@ -60,16 +60,16 @@ def push(late: AsyncRows, *steps: int) -> Held:
     for step in steps:
         late.pushing = f"samples-0 {step}..{step}"
         late.push(lookup(step), {}, PushTimes(step, 0))
-    assert isinstance(late.beside, Held)
-    return late.beside
+    assert isinstance(late.rows, Held)
+    return late.rows
 
 
 def test_a_push_returns_at_once_and_a_pull_sees_all_that_was_pushed_before(late: AsyncRows) -> None:
     held = push(late, 1, 2, 3)
-    assert late.num_given == 3 and late.num_acknowledged == 0 and len(late.under_way()) == 3
-    assert float(late.beside.pull(lookup())["s"]) == 0
+    assert late.num_queued == 3 and late.num_acknowledged == 0 and len(late.in_flight()) == 3
+    assert float(late.rows.pull(lookup())["s"]) == 0
     held.through.release(2)
-    late.wait(most=1)
+    late.wait(max_in_flight=1)
     assert held.pushed == [1, 2]
     held.through.release()
     assert float(late.pull(lookup())["s"]) == 3 and held.pushed == [1, 2, 3]
@@ -87,7 +87,7 @@ def test_nothing_is_pushed_behind_a_push_that_failed_until_all_is_forgotten(late
         assert raised.value.__notes__ == ["in the push of samples-0 2..2"]
     assert held.pushed == [1] and late.failed
     late.set_incarnation(7)
-    assert not late.failed and held.incarnation == 7 and not late.under_way()
+    assert not late.failed and held.incarnation == 7 and not late.in_flight()
     push(late, 5)
     held.through.release()
     late.wait()

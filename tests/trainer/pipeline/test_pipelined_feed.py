@@ -26,7 +26,7 @@ RAMP = {"first_batch_requests": 1, "batch_growth_requests": 3, "batch_requests":
 def state(built: Built) -> dict[str, Any]:
     """Everything that training has changed."""
     at = built.loop.snapshot()
-    own = {f"{p} {name}": value for p, cut in at.own.items() for name, value in cut.tensors.items()}
+    own = {f"{p} {name}": value for p, cut in at.partitions.items() for name, value in cut.tensors.items()}
     bits = {name: value.tobytes() for name, value in (at.shared | own).items()}
     return {
         **bits,
@@ -97,7 +97,7 @@ class Run:
 
     def _restore(self) -> None:
         at, rows = self.cut
-        self.built.loop.feed.forget()
+        self.built.loop.feed.reset()
         self.built.shard.rows = {k: row.copy() for k, row in rows.items()}
         self.built.loop.restore(at)
 
@@ -196,7 +196,7 @@ def test_a_cut_drains_and_what_was_read_ahead_goes_on_behind_it(staleness: int) 
         at = piped.built.loop.snapshot()
         assert (
             sum(at.progress.values()) == 4
-            and sum(len(cut.tensors["dedupe.id"]) for cut in at.own.values()) == 4
+            and sum(len(cut.tensors["dedupe.id"]) for cut in at.partitions.values()) == 4
         )
         assert piped.rows.num_pushed == 1 and all(item.early is None for item in piped.feed._ahead)
         assert piped.built.train_all().pushes() == dict.fromkeys(range(1, 41), 1)
@@ -210,8 +210,8 @@ def test_a_restore_and_a_reset_empty_it(again: Callable[[Built], None]) -> None:
         for _ in range(2):
             assert piped.built.loop.step()
         again(piped.built)
-        assert not piped.feed._asked and not piped.feed._ahead and not piped.feed._given
-        assert piped.built.loop.own.num_skipped == 0
+        assert not piped.feed._reads and not piped.feed._ahead and not piped.feed._given
+        assert piped.built.loop.partitions.num_skipped == 0
 
 
 def test_an_idle_stream_is_trained_after_the_wait() -> None:

@@ -9,7 +9,7 @@ import pytest
 from roostream.errors import UnavailableError
 from roostream.runtime.kafka.consumer import PartitionLag
 from roostream.runtime.kafka.topics import Partition, Progress
-from trainer.batch_source import Chunk
+from trainer.chunks import Chunk
 from trainer.pipeline.source_thread import SourceThread
 
 

@@ -197,7 +197,7 @@ def test_what_is_no_longer_finite_is_left_and_changes_nothing(monkeypatch: pytes
     with torch.no_grad():
         for rows_UD in pulled.inputs.rows.values():
             rows_UD.fill_(torch.nan)
-    assert not built.loop.descent.rehearse_step(pulled, built.loop.targets_of(pulled.part))
+    assert not built.loop.descent.rehearse_step(pulled, built.loop.targets(pulled.part))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from roostream.wire.lookup import Lookup
 from roostream.wire.records import Record
 from tests.trainer import samples
 from tests.trainer.loops import Built, build
-from trainer.feed import part_of
+from trainer.chunks import build_part
 from trainer.selection.config import MIN_SAMPLE, DeferralConfig, SelectionConfig, SlipstreamConfig
 from trainer.selection.decision import NEGATIVE, SelectionWeights, decide
 from trainer.selection.outcomes import unaccounted_requests
@@ -109,7 +109,7 @@ def test_probes_count_for_all_that_was_skipped_and_the_rest_is_told_without_scor
     assert {scored[n] for n in probed} == {2.0} and {w for n, w in scored.items() if n not in skipped} == {
         0.0
     }
-    task = built.loop.own.metrics().sums()["click"]
+    task = built.loop.partitions.metrics().sums()["click"]
     assert task["weight"] == 60 - len(skipped) + 2 * len(probed) and built.loop.selection.report()[
         "probed"
     ] == len(probed)
@@ -154,7 +154,7 @@ def test_where_the_kept_alone_are_scored_they_stand_for_all_and_train_the_same(p
         assert said.metric_weight == pytest.approx(0.0 if stands == 1 else stands), "1 isn't written"
         expected["weight"] += stands
         expected["positive"] += stands * sum(said.labels)
-    found = kept.loop.own.metrics().sums()["click"]
+    found = kept.loop.partitions.metrics().sums()["click"]
     assert {name: found[name] for name in expected} == pytest.approx(expected)
     assert kept.loop.counts.requests == 60 and kept.loop.selection.report()["probed"] == 0
 
@@ -265,7 +265,7 @@ def test_a_correction_of_a_negative_is_trained_whatever_became_of_its_sample() -
 
 
 def test_the_loss_of_what_is_kept_is_divided_by_the_kept_candidates_and_not_by_their_weights() -> None:
-    part = part_of(Decoder(samples.schema(), {}.get).decode(CLICKS[:3])[0], trains=True)
+    part = build_part(Decoder(samples.schema(), {}.get).decode(CLICKS[:3])[0], trains=True)
     weight_R = np.array([1.0, 4.0, 4.0], np.float32)
     choice = SelectionWeights(np.zeros(3, np.uint8), weight_R, np.ones(3, np.float32))
     selection = build(CLICKS).loop.selection

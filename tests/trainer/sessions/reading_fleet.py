@@ -22,9 +22,10 @@ from roostream.wire.batch import Batch
 from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS
 from tests.warehouse.memory_table import MemoryTable, table_of
-from trainer.batch_source import Chunk, NewestIds
+from trainer.batch_source import NewestIds
+from trainer.chunks import Chunk
 from trainer.control.reader_master import ReaderMaster
-from trainer.sessions.session_source import SessionSource, without_requests
+from trainer.sessions.session_source import SessionSource, empty_like
 
 NUMBERS = [*range(1, 60), 3, 8, 41]
 
@@ -127,7 +128,7 @@ class Fleet:
         return RemoteSessionRows(self.told.digest, self.schema, link, config, self.clock)
 
     def batches(self, rows: SessionRows, number: int = 0) -> SessionSource:
-        empty = without_requests(next(iter(self.table.batches.values())))
+        empty = empty_like(next(iter(self.table.batches.values())))
         made = SessionSource(
             self.session.order,
             rows,

@@ -10,7 +10,7 @@ from roostream.runtime.kafka.topics import Partition, Progress
 from roostream.warehouse.sessions.session_rows import LocalSessionRows
 from tests.trainer.loops import PARTITIONS
 from tests.trainer.sessions.reading_fleet import Fleet, bits
-from trainer.batch_source import Chunk
+from trainer.chunks import Chunk
 
 MAX_TURNS = 40_000
 NUM_CHAOS = 400

@@ -14,8 +14,9 @@ from roostream.warehouse.sessions.session_rows import LocalSessionRows, OpenSess
 from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS
 from tests.warehouse.memory_table import MemoryTable, table_of
-from trainer.batch_source import Chunk, NewestIds
-from trainer.sessions.session_source import SessionSource, without_requests
+from trainer.batch_source import NewestIds
+from trainer.chunks import Chunk
+from trainer.sessions.session_source import SessionSource, empty_like
 
 EVEN, ODD = PARTITIONS
 NUMBERS = [*range(1, 40), 3, 8, 41]
@@ -40,7 +41,7 @@ def source(
 ) -> SessionSource:
     table = table_of(samples.records(list(numbers)), rows_of_file=rows, seed=seed)
     session = table.session(shuffle_seed=None)
-    empty = without_requests(next(iter(table.batches.values())))
+    empty = empty_like(next(iter(table.batches.values())))
     its = LocalSessionRows(session, table) if slow is None else SlowRows(session, table, slow)
     newest = lambda partition: NewestIds(*recent_sample_ids(session, table, partition, 10_000))
     made = SessionSource(

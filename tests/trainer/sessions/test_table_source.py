@@ -13,7 +13,7 @@ from tests.trainer.loops import PARTITIONS, Built, build
 from tests.warehouse.sessions.test_sample_table import TOPICS, WANTED, archive
 from trainer.loop import LoopDependencies
 from trainer.sessions.phased_source import PhasedSource
-from trainer.sessions.table_source import open_session
+from trainer.sessions.session_source import open_session
 
 RECORDS = samples.records(list(range(1, 41)))
 

@@ -29,8 +29,7 @@ from tests.trainer.loops import PARTITIONS
 from tests.trainer.sessions.reading_fleet import bits
 from tests.warehouse.sessions.test_sample_table import archive
 from trainer.control.reader_master import ReaderMaster
-from trainer.sessions.session_source import SessionSource
-from trainer.sessions.table_source import local_rows, open_session
+from trainer.sessions.session_source import SessionSource, local_rows, open_session
 
 TOKEN = "t" * 32
 WAIT_S = 30.0
