@@ -14,7 +14,7 @@ EARLY_GROUPS = ("wire", "rows")
 GROUPS = {
     "wire": (
         "roostream.wire.decode",
-        "roostream.wire.columnar_kernels",
+        "roostream.wire.columnar",
         "roostream.wire.missing_features",
         "roostream.wire.lookup",
         "roostream.wire.transform",

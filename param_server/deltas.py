@@ -40,7 +40,7 @@ def encode_delta(delta: Delta, schema: int, incarnation: int) -> bytes:
     body = (
         before.SerializeToString(deterministic=True) + packed + behind.SerializeToString(deterministic=True)
     )
-    return wire.framed(wire.ROW_DELTA, body)
+    return wire.frame(wire.ROW_DELTA, body)
 
 
 def encode_barrier(stack: str, bucket: int, incarnation: int, rebootstrap: bool) -> bytes:

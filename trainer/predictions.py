@@ -99,7 +99,7 @@ def _heads(batch: Batch) -> list[bytes]:
     head_R["of_id"] = pb.Prediction.SAMPLE_ID_FIELD_NUMBER << 3 | _FIXED64
     head_R["of_time"] = pb.Prediction.TIME_MS_FIELD_NUMBER << 3 | _FIXED64
     head_R["id"], head_R["time"] = batch.sample_id_R.view(np.uint64), batch.time_ms_R
-    frame = wire.framed(wire.PREDICTION, b"")
+    frame = wire.frame(wire.PREDICTION, b"")
     heads = [frame + head for head in _cut(head_R)]
     for r in np.flatnonzero(
         (batch.sample_id_R == 0) | (batch.time_ms_R == 0)

@@ -1,8 +1,8 @@
-"""The columnar batch: R requests, B candidates. What decode makes, transforms fill, models run on.
+"""The columnar batch of R requests and B candidates that the decoder makes and models run on.
 
+RO arrays have R rows, NRO arrays B rows. `x_RD[request_index_B]` gives every candidate the row of its request. Candidates of
+a request are adjacent and in the order shown. R, B or both may be 0.
 Letters: R requests, B candidates, F floats of a side, K list features of a side, T labels.
-RO arrays have R rows, NRO arrays B; `request_index_B` is the bridge: `x_RD[request_index_B]` gives every candidate its
-request's row. Candidates of a request are adjacent and in shown order. R, B or both may be 0.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from roostream.schema.schema import Schema
 from roostream.wire.jagged import Jagged
 
 TEXT = "S64"
-_BY_REQUEST = (
+_REQUEST_SUFFIXES = (
     "_R",
     "_RF",
-)  # arrays whose names end so have a row for each request, all others one for each candidate
+)  # arrays with a row for each request; all others have one for each candidate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
-    """Numpy only; `roostream.models.inputs` wraps it as tensors without a copy. AssertionError where an invariant is broken."""
+    """Numpy arrays, which `roostream.models.inputs` wraps as tensors without a copy. Construction asserts the shapes."""
 
     schema: Schema
     ro_float_RF: np.ndarray  # float32; missing = the feature's default
@@ -38,8 +38,8 @@ class Batch:
     request_index_B: np.ndarray  # int64, sorted
     item_B: np.ndarray  # int64
     label_BT: np.ndarray  # float32
-    label_before_BT: np.ndarray  # float32: what a correction corrects; NaN = nothing was trained before
-    weight_BT: np.ndarray  # float32: the sample's weight; 0 = no such label in the data
+    label_before_BT: np.ndarray  # float32: the label trained before a correction; NaN = none
+    weight_BT: np.ndarray  # float32: the sample's weight; 0 = the writer has no such label
     position_B: np.ndarray  # int32; -1 = unknown
     propensity_B: np.ndarray  # float32; 1 = shown without exploration
     served_score_BT: np.ndarray  # float32; NaN = not scored when served
@@ -47,13 +47,13 @@ class Batch:
     close_ms_R: np.ndarray  # int64
     oldest_engagement_ms_R: np.ndarray  # int64: 0 = no engagement
     sample_id_R: np.ndarray  # int64 (uint64 bits)
-    surface_R: np.ndarray  # S64: where it was shown, UTF-8, empty where nobody said
+    surface_R: np.ndarray  # S64: UTF-8, empty = unknown
     correction_R: np.ndarray  # bool: train loss(label) - loss(label_before)
     partition_R: np.ndarray  # int32
-    offset_R: np.ndarray  # int64: of the sample's own record
+    offset_R: np.ndarray  # int64: offset of the sample's record
 
     def __post_init__(self) -> None:
-        """Lengths by the letters of the names; the values were checked where they were decoded."""
+        """Check lengths by the letters of the names; the decoder has checked the values."""
         r, b, t = len(self.num_candidates_R), len(self.item_B), len(self.schema.labels)
         for name, n in (("ro_float_RF", r), ("ro_present_RF", r), ("nro_float_BF", b), ("nro_present_BF", b)):
             assert getattr(self, name).shape == (
@@ -90,8 +90,8 @@ class Batch:
         return np.concatenate([[0], np.cumsum(self.num_candidates_R, dtype=np.int64)])
 
     def requests_between(self, start: int, end: int) -> Batch:
-        """The requests `start` up to `end`, copied: `take_requests` for who cuts a batch into many, since what it costs depends
-        on these requests alone."""
+        """A copy of the requests `start` up to `end`, in time proportional to these requests. Use it instead of
+        `take_requests` to cut a batch into many."""
         first, behind = self._first_R1[start], self._first_R1[end]
         changes: dict[str, object] = {
             name: getattr(self, name)[slice(start, end) if by_request else slice(first, behind)].copy()
@@ -105,26 +105,33 @@ class Batch:
         return dataclasses.replace(self, **changes, **lists)  # type: ignore[arg-type]
 
     def expand(self) -> Batch:
-        """The impression-level batch: every candidate a request of its own (ROO paper §2.1.3), R = B."""
+        """The impression-level batch, with every candidate as its own request (ROO paper §2.1.3), R = B."""
         b = self.num_candidates
         each = np.arange(b, dtype=np.int64)
         return self.take(self.request_index_B, each, each, np.ones(b, dtype=np.int32))
 
-    def take(self, rows_M: np.ndarray, at_B: np.ndarray, index_B: np.ndarray, counts_M: np.ndarray) -> Batch:
-        """Rows `rows_M` (int64 [M]) of what a request has, `at_B` (int64) of what a candidate has, and how they belong together:
-        `index_B`, sorted, the request of each candidate, `counts_M` how many each request has. AssertionError if they don't."""
+    def take(
+        self, rows_M: np.ndarray, candidates_B: np.ndarray, index_B: np.ndarray, counts_M: np.ndarray
+    ) -> Batch:
+        """The requests `rows_M` (int64 [M]) with the candidates `candidates_B` (int64 [B]). `index_B`, sorted, is the new request of
+        each candidate; `counts_M` the number of candidates of each request."""
         changes: dict[str, object] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, np.ndarray):
-                changes[field.name] = value[rows_M] if field.name.endswith(_BY_REQUEST) else value[at_B]
-        changes |= {"ro_lists": self.ro_lists.take_rows(rows_M), "nro_lists": self.nro_lists.take_rows(at_B)}
+                changes[field.name] = (
+                    value[rows_M] if field.name.endswith(_REQUEST_SUFFIXES) else value[candidates_B]
+                )
+        changes |= {
+            "ro_lists": self.ro_lists.take_rows(rows_M),
+            "nro_lists": self.nro_lists.take_rows(candidates_B),
+        }
         changes |= {"request_index_B": index_B, "num_candidates_R": counts_M.astype(np.int32)}
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """Their requests one batch after the other; of one schema, one batch at least."""
+        """The requests of at least one batch, one batch after the other; all have the same schema."""
         first = batches[0]
         if len(batches) == 1:
             return first
@@ -140,5 +147,7 @@ class Batch:
         return dataclasses.replace(first, **changes)  # type: ignore[arg-type]
 
 
-_ARRAYS = {f.name: f.name.endswith(_BY_REQUEST) for f in dataclasses.fields(Batch) if f.type == "np.ndarray"}
-"""Which have a row for each request."""
+_ARRAYS = {
+    f.name: f.name.endswith(_REQUEST_SUFFIXES) for f in dataclasses.fields(Batch) if f.type == "np.ndarray"
+}
+"""Array → whether it has a row for each request."""

@@ -1,17 +1,16 @@
-"""A batch as named flat columns, and back: what a file of samples holds, whatever its format.
+"""Converts a batch to named flat columns and back: the content of a file of samples, whatever the file's format.
 
-Letters: R requests, B candidates, F floats of a side, N rows of a side (R or B), T labels.
-
-    column                    of           what
-    offset, close_ms, …       request      fields of Batch that a request has (REQUEST)
-    item, position, …         candidate    those that a candidate has (CANDIDATE)
+    column                    of           content
+    offset, close_ms, …       request      fields of Batch for requests (REQUEST)
+    item, position, …         candidate    fields of Batch for candidates (CANDIDATE)
     label__<label>            candidate    also score__<label>, as served
-    ro__<feature>             request      a float, NaN = missing; or a list, each row of it present or missing
+    ro__<feature>             request      a float, NaN = missing; or a list, present or missing in each row
     ro__<feature>__<column>   request      a sequence's column, as long as its ids; `weights` of a weighted list
     nro__<feature>…           candidate    the same of candidates
 
-A file holds what its writer's schema declares, whole; what a reader's schema lacks is left out, what it cuts is cut when it is
-read. Pure numpy: formats are elsewhere (roostream/warehouse/parquet_file.py).
+A file has all features of its writer's schema with uncut lists. A reader skips features that its schema lacks and cuts lists
+to its own max_len. File formats are in roostream/warehouse.
+Letters: R requests, B candidates, F floats of a side, N rows of a side (R or B), T labels, C columns of one kernel call.
 """
 
 from __future__ import annotations
@@ -21,20 +20,25 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from numba import njit
 
 from roostream.errors import SchemaError
 from roostream.schema.schema import Feature, Label, Schema, reading_plan
 from roostream.wire.batch import TEXT, Batch
 from roostream.wire.block import Side
-from roostream.wire.columnar_kernels import MAX_COLUMNS, interleave_columns
 from roostream.wire.jagged import Jagged
+
+MAX_COLUMNS = 32
+"""Columns of one kernel call, fixed because a tuple of another length is compiled again."""
+_ROWS_AT_ONCE = 256  # of all columns; they stay in the L1 cache
+_INFINITY_BITS = 0x7F800000  # larger magnitudes are NaNs
 
 Of = Literal["request", "candidate"]
 Role = Literal["id", "float", "time", "number", "text"]
 
 
 class ColumnType(NamedTuple):
-    """What a column is: how it is best written follows from it."""
+    """The type and meaning of a column; file formats choose the encoding from it."""
 
     of: Of
     role: Role
@@ -43,11 +47,11 @@ class ColumnType(NamedTuple):
 
 
 class FlatColumn(NamedTuple):
-    """Values of all rows behind each other."""
+    """The values of all rows, row by row."""
 
     values: np.ndarray
-    lengths: np.ndarray | None = None  # int32 [N], of a list
-    present: np.ndarray | None = None  # bool [N], of a list: False = missing, and then of length 0
+    lengths: np.ndarray | None = None  # int32 [N], if a list
+    present: np.ndarray | None = None  # bool [N], if a list: False = missing, with length 0
 
 
 REQUEST: Mapping[str, ColumnType] = {
@@ -75,15 +79,15 @@ def column_of(side: Side, feature: str, column: str = "") -> str:
 
 
 def label_column(label: str, what: str = "label") -> str:
-    """`what`: label, score, or what corrections have."""
+    """The name of a label's column; `what`: label, score, or a column of corrections."""
     return f"{what}__{label}"
 
 
 def column_types(schema: Schema) -> dict[str, ColumnType]:
-    """Every column of a sample of `schema`, in declared order.
+    """Column → type, of all columns of a sample of `schema`, in declared order.
 
     Raises:
-        SchemaError: two features would make one column.
+        SchemaError: two features give the same column.
     """
     out = {**REQUEST, **CANDIDATE}
     for label in schema.labels:
@@ -91,21 +95,21 @@ def column_types(schema: Schema) -> dict[str, ColumnType]:
             out[label_column(label.name, what)] = ColumnType("candidate", "float", "f4")
     for side, of in _SIDES:
         for feature in getattr(schema, side):
-            for name, form in _feature_forms(side, of, feature).items():
+            for name, form in _feature_types(side, of, feature).items():
                 if name in out:
                     raise SchemaError(
-                        f"expected one feature for a column, got two for {name!r}; give {feature.name!r} another name"
+                        f"expected one feature per column, got two for {name!r}; give {feature.name!r} another name"
                     )
                 out[name] = form
     return out
 
 
 def feature_columns(side: Side, feature: Feature) -> tuple[str, ...]:
-    """The names of a feature's columns, the first its own."""
-    return tuple(_feature_forms(side, "request", feature))
+    """The names of a feature's columns, first the one of its values."""
+    return tuple(_feature_types(side, "request", feature))
 
 
-def _feature_forms(side: Side, of: Of, feature: Feature) -> dict[str, ColumnType]:
+def _feature_types(side: Side, of: Of, feature: Feature) -> dict[str, ColumnType]:
     name = column_of(side, feature.name)
     if not feature.is_list:
         return {name: _FLOAT._replace(of=of)}
@@ -120,7 +124,7 @@ def _feature_forms(side: Side, of: Of, feature: Feature) -> dict[str, ColumnType
 
 
 def uncut_schema(schema: Schema) -> Schema:
-    """`schema` with nothing that cuts: what a file is written with, so that every reader can cut for itself."""
+    """`schema` without max_len, for writing files: readers cut lists by their own schemas."""
     uncut = {
         side: tuple(dataclasses.replace(f, max_len=0) for f in getattr(schema, side)) for side, _ in _SIDES
     }
@@ -128,25 +132,25 @@ def uncut_schema(schema: Schema) -> Schema:
 
 
 def project_schema(schema: Schema, features: frozenset[str]) -> Schema:
-    """`schema` with these features alone, and the transforms that need no others: reading with it reads their columns only.
+    """`schema` with only these features and the transforms that need no others. Reading with it reads only their columns.
 
     Raises:
-        SchemaError: a feature that the schema doesn't have.
+        SchemaError: the schema does not have a feature.
     """
     known = {f.name for f in (*schema.ro, *schema.nro)}
     if not features <= known:
         raise SchemaError(f"expected features of schema {schema.name!r}, got {sorted(features - known)}")
     kept = {side: tuple(f for f in getattr(schema, side) if f.name in features) for side, _ in _SIDES}
-    there, transforms = set(features), []
+    available, transforms = set(features), []
     for transform in schema.transforms:
-        if transform.input in there:
+        if transform.input in available:
             transforms.append(transform)
-            there.add(transform.output)
+            available.add(transform.output)
     return dataclasses.replace(schema, ro=kept["ro"], nro=kept["nro"], transforms=tuple(transforms))
 
 
 def columns_of(batch: Batch) -> dict[str, FlatColumn]:
-    """Every column of a batch, as `forms` of its schema lists them; arrays are shared where they can be."""
+    """Every column of a batch, in the order of `column_types`; arrays are shared where possible."""
     weight_R = np.ones(batch.num_requests, dtype=np.float32)
     weight_R[batch.request_index_B] = batch.weight_BT.max(axis=1, initial=0)
     out = {name: FlatColumn(getattr(batch, f"{name}_R")) for name in REQUEST if name != "weight"}
@@ -183,25 +187,25 @@ def _list_values(side: Side, lists: Jagged, feature: Feature) -> dict[str, np.nd
 
 
 def needed_columns(writer: Schema, reader: Schema) -> dict[str, ColumnType]:
-    """The columns of a file that `writer` wrote which a batch of `reader` is made of.
+    """The columns of a file by `writer` that a batch of `reader` needs.
 
     Raises:
-        SchemaError: what changed between them can't be read (`roostream.schema.schema.reading_plan`).
+        SchemaError: `reader` cannot read samples of `writer` (`roostream.schema.schema.reading_plan`).
     """
     reading_plan(writer, reader)
-    there, wanted = column_types(writer), column_types(reader)
-    return {name: form for name, form in wanted.items() if name in there}
+    written = column_types(writer)
+    return {name: type_ for name, type_ in column_types(reader).items() if name in written}
 
 
 def batch_from_columns(
     reader: Schema, columns: Mapping[str, FlatColumn], counts_R: np.ndarray, partition: int
 ) -> Batch:
-    """The batch that a decoder of `reader` makes of the same samples, every array and float bit.
+    """Build the batch that a decoder of `reader` makes of the same samples, bit for bit.
 
     Args:
-        columns: those of `needed`; what isn't there is missing in every row.
-        counts_R: int32 [R], the candidates of each request.
-        partition: of the topic that they came from.
+        columns: those of `needed_columns`; an absent one is missing in every row.
+        counts_R: int32 [R], the number of candidates of each request.
+        partition: the samples' partition of the topic.
     """
     r, b = len(counts_R), int(counts_R.sum(dtype=np.int64))
     index_B = np.repeat(np.arange(r), counts_R)
@@ -239,7 +243,7 @@ def _side_arrays(schema: Schema, side: Side, columns: Mapping[str, FlatColumn], 
     letter = "R" if side == "ro" else "B"
     floats = [columns.get(column_of(side, feature.name)) for feature in schema.floats(side)]
     missing_N = np.full(rows, np.nan, dtype=np.float32) if None in floats else None
-    # the kernel knows arrays of one kind only: those that can be written, whose values lie side by side
+    # the kernel is compiled for writable contiguous arrays only
     values_F = [
         np.require(missing_N if found is None else found.values, np.float32, ["C", "W"]) for found in floats
     ]
@@ -248,10 +252,10 @@ def _side_arrays(schema: Schema, side: Side, columns: Mapping[str, FlatColumn], 
     float_NF = np.empty((rows, len(floats)), dtype=np.float32)
     present_NF = np.empty((rows, len(floats)), dtype=np.bool_)
     for first in range(0, len(floats), MAX_COLUMNS):
-        its = tuple(values.view(np.uint32) for values in values_F[first : first + MAX_COLUMNS])
-        padded = its + its[:1] * (MAX_COLUMNS - len(its))
+        group = tuple(values.view(np.uint32) for values in values_F[first : first + MAX_COLUMNS])
+        padded = group + group[:1] * (MAX_COLUMNS - len(group))
         interleave_columns(
-            padded, len(its), first, default_F.view(np.uint32), float_NF.view(np.uint32), present_NF
+            padded, len(group), first, default_F.view(np.uint32), float_NF.view(np.uint32), present_NF
         )
     lists = _lists_of(schema, side, columns, rows)
     return {
@@ -291,11 +295,90 @@ def _lists_of(schema: Schema, side: Side, columns: Mapping[str, FlatColumn], row
     )
 
 
-def _cut(column: FlatColumn, most: int) -> FlatColumn:
-    """Each list's first `most` values."""
+def _cut(column: FlatColumn, max_len: int) -> FlatColumn:
+    """The first `max_len` values of each list."""
     lengths = column.lengths
     assert lengths is not None
-    if not len(lengths) or int(lengths.max()) <= most:
+    if not len(lengths) or int(lengths.max()) <= max_len:
         return column
-    place = np.arange(len(column.values)) - np.repeat(np.cumsum(lengths, dtype=np.int64) - lengths, lengths)
-    return FlatColumn(column.values[place < most], np.minimum(lengths, np.int32(most)), column.present)
+    position = np.arange(len(column.values)) - np.repeat(
+        np.cumsum(lengths, dtype=np.int64) - lengths, lengths
+    )
+    return FlatColumn(
+        column.values[position < max_len], np.minimum(lengths, np.int32(max_len)), column.present
+    )
+
+
+@njit(cache=True, nogil=True)
+def interleave_columns(
+    columns_C: tuple[np.ndarray, ...],
+    count: int,
+    first: int,
+    default_F: np.ndarray,
+    out_NF: np.ndarray,
+    present_NF: np.ndarray,
+) -> None:
+    """Copy `count` columns (uint32 [N], bits of floats) into `out_NF` and `present_NF` (bool) from column `first` on. NaN is
+    missing and replaced by the column's default."""
+    for start in range(0, len(out_NF), _ROWS_AT_ONCE):
+        end = min(start + _ROWS_AT_ONCE, len(out_NF))
+        out_MF, present_MF, c = out_NF[start:end], present_NF[start:end], 0
+        while c < count:
+            f = first + c
+            if c + 4 <= count:
+                a, b, d, e = columns_C[c], columns_C[c + 1], columns_C[c + 2], columns_C[c + 3]
+                four = a[start:end], b[start:end], d[start:end], e[start:end]
+                interleave_four(*four, default_F[f : f + 4], out_MF[:, f : f + 4], present_MF[:, f : f + 4])
+                c += 4
+            else:
+                interleave_one(columns_C[c][start:end], default_F[f], out_MF[:, f], present_MF[:, f])
+                c += 1
+
+
+@njit(cache=True, nogil=True)
+def interleave_four(
+    a_M: np.ndarray,
+    b_M: np.ndarray,
+    c_M: np.ndarray,
+    d_M: np.ndarray,
+    default_4: np.ndarray,
+    out_M4: np.ndarray,
+    present_M4: np.ndarray,
+) -> None:
+    """Four columns at once, which share cache lines of the output."""
+    absent_a, absent_b, absent_c, absent_d = default_4[0], default_4[1], default_4[2], default_4[3]
+    for m in range(len(a_M)):
+        a, b, c, d = a_M[m], b_M[m], c_M[m], d_M[m]
+        has_a, has_b, has_c, has_d = is_number(a), is_number(b), is_number(c), is_number(d)
+        out_M4[m, 0], out_M4[m, 1] = a if has_a else absent_a, b if has_b else absent_b
+        out_M4[m, 2], out_M4[m, 3] = c if has_c else absent_c, d if has_d else absent_d
+        present_M4[m, 0], present_M4[m, 1], present_M4[m, 2], present_M4[m, 3] = has_a, has_b, has_c, has_d
+
+
+@njit(cache=True, nogil=True)
+def interleave_one(
+    values_M: np.ndarray, default: np.uint32, out_M: np.ndarray, present_M: np.ndarray
+) -> None:
+    for m in range(len(values_M)):
+        has = is_number(values_M[m])
+        out_M[m] = values_M[m] if has else default
+        present_M[m] = has
+
+
+@njit(cache=True, nogil=True)
+def is_number(bits: np.uint32) -> np.bool_:
+    """Whether the float with these bits (uint32) is not NaN."""
+    return (bits & np.uint32(0x7FFFFFFF)) <= np.uint32(_INFINITY_BITS)
+
+
+def precompile() -> None:
+    """Compile the kernels into numba's cache."""
+    bits_NF = np.zeros((1, 5), dtype=np.uint32)
+    interleave_columns(
+        (np.zeros(1, dtype=np.uint32),) * MAX_COLUMNS,
+        5,
+        0,
+        np.zeros(5, dtype=np.uint32),
+        bits_NF,
+        np.zeros((1, 5), dtype=np.bool_),
+    )

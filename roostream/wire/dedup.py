@@ -1,16 +1,16 @@
-"""Deduplicated lists: each distinct value once, and where every row finds its own (RecD: Zhao et al. 2022, §4.2 and §7).
+"""Deduplication of lists within a batch (RecD: Zhao et al. 2022, §4.2 and §7).
 
-    rows of b        exact (`Inverse`)                    partial (`PartialDedup`): rows overlap where one is the other, moved on
+    rows of b        exact (`Inverse`)                    partial (`PartialDedup`): overlapping rows share entries
     [3 4 5]          values   [3 4 5] [4 5 6]             values   [3 4 5 6]
     [4 5 6]          row_N    0 1 0                       span_N2  [0 3] [1 3] [0 3]
     [3 4 5]
 
-A group of features has one `Inverse`: rows are equal where all of the group is (a grouped IKJT), so that whatever is computed of
-the group alone is computed U times. Of a sequence, `PartialDedup` keeps an entry with all of its columns.
-Nothing is taken for equal that isn't: rows are found by a hash, and then compared; two rows that only share a hash stay apart.
-Both are linear in the entries of the batch, whatever they hold.
+A group of features has one `Inverse` (a grouped IKJT): two rows are equal if all features of the group are. What is computed
+from the group alone is then computed U times. `PartialDedup` keeps an entry of a sequence with all of its columns.
+Rows are found by a hash and then compared, so rows that only share a hash stay distinct. Both take time linear in the
+entries of the batch.
 
-Letters: N rows, U distinct rows, L entries of all rows, V entries that remain, C columns of an entry, M rows as they are visited.
+Letters: N rows, U distinct rows, L entries of all rows, V entries kept, C columns of an entry, M rows in the order of visits.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from roostream.wire.batch import Batch
 from roostream.wire.jagged import Jagged, ranges
 
 MIN_FACTOR = 1.5
-"""The factor above which RecD's engineers deduplicate a feature (§4.2)."""
+"""Smallest deduplication factor that pays (RecD §4.2)."""
 
 
 def dedupe_len(length: float, rows: float, session_rows: float, same: float) -> float:
-    """Values that remain of a batch: l(f) · B · (1 - (S - 1) / S · d(f)) (RecD §4.2). `length`: l, the mean of a row's list;
-    `rows`: B; `session_rows`: S, rows of a session; `same`: d, the chance that the next row of a session has the same list."""
+    """Expected values left in a batch: l(f) · B · (1 - (S - 1) / S · d(f)) (RecD §4.2). `length`: l, mean length of a list;
+    `rows`: B; `session_rows`: S, rows of a session; `same`: d, probability that a session's next row has the same list."""
     return length * rows * (1 - (session_rows - 1) / session_rows * same)
 
 
 def dedupe_factor(length: float, rows: float, session_rows: float, same: float) -> float:
-    """Values before over values after, l(f) · B / DedupeLen(f); 1 of empty lists."""
+    """Values before over values after, l(f) · B / DedupeLen(f); 1 for empty lists."""
     remain = dedupe_len(length, rows, session_rows, same)
     return length * rows / remain if remain else 1.0
 
 
 class RowValues(NamedTuple):
-    """One thing that rows have, as whole numbers: row n has bits_L[offset_N1[n] : offset_N1[n + 1]]."""
+    """Values of rows as integers: row n has bits_L[offset_N1[n] : offset_N1[n + 1]]."""
 
     offset_N1: np.ndarray  # int64
     bits_L: np.ndarray  # int64
@@ -51,7 +51,7 @@ class RowValues(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Inverse:
-    """Which rows of a group are distinct, in the order in which they first come."""
+    """The distinct rows of a group, in the order of their first occurrence."""
 
     row_N: np.ndarray  # int64: the distinct row that row n is; RecD's inverse_lookup
     first_U: np.ndarray  # int64: the first row that has these values
@@ -61,38 +61,38 @@ class Inverse:
         return len(self.first_U)
 
     def unique(self, lists: Jagged) -> Jagged:
-        """The distinct rows of the group's features, or of any that are equal wherever the group is."""
+        """The distinct rows of the group's features, or of features that are equal where the group is."""
         return lists.take_rows(self.first_U)
 
     def expand(self, unique: Jagged) -> Jagged:
-        """The way back, all N rows."""
+        """All N rows again."""
         return unique.take_rows(self.row_N)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PartialDedup:
-    """Entries of a feature of which rows are spans, which overlap (RecD's partial IKJT)."""
+    """The kept entries of a feature, of which the rows are overlapping spans (RecD's partial IKJT)."""
 
-    entry_V: np.ndarray  # int64: which of the L entries remain; what an entry has is x_L[entry_V]
-    span_N2: np.ndarray  # int64: where a row begins among them, and how long it is
+    entry_V: np.ndarray  # int64: the kept ones of L entries; their values are x_L[entry_V]
+    span_N2: np.ndarray  # int64: start of a row among the kept entries, and its length
 
     @cached_property
     def at_L(self) -> np.ndarray:
-        """int64: where each of the L entries is among those that remain: x_V[at_L] is x_L."""
+        """int64 [L]: the kept entry of each entry: x_V[at_L] is x_L."""
         return ranges(self.span_N2[:, 0], self.span_N2[:, 1])
 
 
 def find_inverse(group: Sequence[RowValues], num_rows: int) -> Inverse:
-    """Of `num_rows` rows with everything in `group`; without anything, all rows are equal."""
+    """Find the distinct ones of `num_rows` rows; with an empty group all rows are equal."""
     hash_N = np.zeros(num_rows, dtype=np.uint64)
-    for of in group:
-        _hash_rows(of.offset_N1, of.bits_L, hash_N)
+    for values in group:
+        _hash_rows(values.offset_N1, values.bits_L, hash_N)
     like_N = np.arange(num_rows, dtype=np.int64)
     slots = np.full(1 << max(4, (2 * num_rows - 1).bit_length()), -1, dtype=np.int64)
     _find_first(hash_N, slots, like_N)
     same_N = np.ones(num_rows, dtype=np.bool_)
-    for of in group:
-        _compare_rows(of.offset_N1, of.bits_L, like_N, same_N)
+    for values in group:
+        _compare_rows(values.offset_N1, values.bits_L, like_N, same_N)
     like_N[~same_N] = np.flatnonzero(~same_N)
     first_U, row_N = np.unique(like_N, return_inverse=True)
     return Inverse(row_N.astype(np.int64), first_U)
@@ -106,11 +106,11 @@ def find_partial_dedup(
     order_M: np.ndarray | None = None,
     apart_N: np.ndarray | None = None,
 ) -> PartialDedup:
-    """Of the feature `key` with all of its columns.
+    """Find the overlaps of the feature `key` with all of its columns.
 
-    A row can overlap the one visited before it, so rows of one user should be next to each other, in time order: as they lie, or
-    as `order_M` (int64, each row once) says. `newest_first`: a list grows at its front, as the schema's histories do; else at its
-    end. `apart_N`: int64, rows with different numbers share nothing (each is of a batch of its own).
+    A row can overlap the row visited before it, so rows of one user should follow each other in time order: in the batch,
+    or by `order_M` (int64, each row once). `newest_first`: lists grow at the front, like the schema's histories, else at the
+    end. `apart_N`: int64; rows with different numbers, for example those of different batches, share nothing.
     """
     group, offset_N1 = list_values(lists, key), lists.offsets_of(key)
     if apart_N is not None:
@@ -132,7 +132,7 @@ def find_partial_dedup(
 
 
 def list_values(lists: Jagged, key: str) -> list[RowValues]:
-    """A list feature: whether it is there, then all that an entry has."""
+    """The group of a list feature: whether it is present, then its ids, columns and weights."""
     k, offset_N1 = lists.index(key), lists.offsets_of(key)
     weight_L = lists.weights_of(key)
     columns = [column_L for name, column_L in lists.columns.items() if name.split(".", 1)[0] == key]
@@ -144,8 +144,8 @@ def list_values(lists: Jagged, key: str) -> list[RowValues]:
 
 
 def request_values(batch: Batch, names: Collection[str] | None = None) -> list[RowValues]:
-    """The request-only features `names` of a batch, None = all: a group for `find_inverse`, as bits, so that a number equals
-    itself only. Times in a list are as the log has them; how long ago they were is no part of it."""
+    """The group of the request-only features `names`, None = all, as bits, so that floats are compared exactly. Times in a
+    list are absolute, so the age of an entry does not matter."""
     columns = [i for i, f in enumerate(batch.schema.floats("ro")) if names is None or f.name in names]
     group = []
     if columns:
@@ -160,15 +160,15 @@ def request_values(batch: Batch, names: Collection[str] | None = None) -> list[R
 
 
 def order_by_user(batch: Batch) -> np.ndarray:
-    """int64 [R]: requests of one user next to each other, in time order; users in the order in which they come. Who the user is,
-    the first request-only id feature says; without one, requests stay where they are."""
+    """int64 [R]: an order with the requests of each user together, in time order; users in order of first occurrence. The
+    first request-only id feature identifies the user; without one the order stays as it is."""
     if not any(f.kind == "ids" for f in batch.schema.lists("ro")):
         return np.arange(batch.num_requests, dtype=np.int64)
     return np.lexsort((batch.time_ms_R, user_numbers(batch)))
 
 
 def user_numbers(batch: Batch) -> np.ndarray:
-    """int64 [R]: a number of each request's user, as `by_user` knows it; without an id feature each is one of its own."""
+    """int64 [R]: a number for each request's user, as in `order_by_user`; without an id feature all differ."""
     ids = next((f.name for f in batch.schema.lists("ro") if f.kind == "ids"), "")
     if not ids:
         return np.arange(batch.num_requests, dtype=np.int64)
@@ -176,13 +176,13 @@ def user_numbers(batch: Batch) -> np.ndarray:
 
 
 def sort_by_time(batch: Batch) -> Batch:
-    """The same requests by their time."""
+    """The same requests in time order."""
     return batch.take_requests(np.argsort(batch.time_ms_R, kind="stable"))
 
 
 def group_impressions(expanded: Batch) -> Batch:
-    """Impressions, each a request of its own, as requests again: those whose time and request-only features are equal are one.
-    Nothing but these says which are; candidates of a request are in the order in which they came."""
+    """Group single-candidate requests back into requests: those with equal time and request-only features become one, with
+    its candidates in their order."""
     assert expanded.num_requests == expanded.num_candidates, "expected impressions"
     group = [RowValues(np.arange(expanded.num_requests + 1), expanded.time_ms_R), *request_values(expanded)]
     inverse = find_inverse(group, expanded.num_requests)
@@ -198,7 +198,7 @@ def _of_matrix(x_NF: np.ndarray) -> RowValues:
 
 @njit(cache=True, nogil=True)
 def _hash_rows(offset_N1: np.ndarray, bits_L: np.ndarray, hash_N: np.ndarray) -> None:
-    """Each row's hash goes on with its length and its entries (splitmix64's last steps)."""
+    """Extend each row's hash by its length and entries (the last steps of splitmix64)."""
     for n in range(len(hash_N)):
         x = hash_N[n] + np.uint64(offset_N1[n + 1] - offset_N1[n]) + np.uint64(0x9E3779B97F4A7C15)
         for i in range(offset_N1[n], offset_N1[n + 1]):
@@ -210,7 +210,7 @@ def _hash_rows(offset_N1: np.ndarray, bits_L: np.ndarray, hash_N: np.ndarray) ->
 
 @njit(cache=True, nogil=True)
 def _find_first(hash_N: np.ndarray, slots: np.ndarray, like_N: np.ndarray) -> None:
-    """The first row that has the hash; `slots`: open addressing, a power of two, at least twice as long as rows, -1 = free."""
+    """The first row with the same hash. `slots`: open addressing, a power of two of at least twice the rows, -1 = free."""
     mask = np.uint64(len(slots) - 1)
     for n in range(len(hash_N)):
         at = hash_N[n] & mask
@@ -223,7 +223,7 @@ def _find_first(hash_N: np.ndarray, slots: np.ndarray, like_N: np.ndarray) -> No
 
 @njit(cache=True, nogil=True)
 def _compare_rows(offset_N1: np.ndarray, bits_L: np.ndarray, like_N: np.ndarray, same_N: np.ndarray) -> None:
-    """Is each row what the row is that it is like?"""
+    """Note whether each row equals the first row with its hash."""
     for n in range(len(same_N)):
         at, other = offset_N1[n], offset_N1[like_N[n]]
         length = offset_N1[n + 1] - at
@@ -239,10 +239,10 @@ def _compare_rows(offset_N1: np.ndarray, bits_L: np.ndarray, like_N: np.ndarray,
 def _overlap_rows(
     entry_LC: np.ndarray, offset_N1: np.ndarray, row_M: np.ndarray, kept_L: np.ndarray, start_M: np.ndarray
 ) -> int:
-    """Rows in their order: as much of a row as ends what is kept already is not kept again. How many entries are kept.
+    """Append rows in order, without the part of a row that the kept entries already end with. Returns the entries kept.
 
-    What ends the one and begins the other is found as Knuth, Morris and Pratt find a word in a text: `back` is their table of the
-    row, and the text are the last entries kept, no more than the row has."""
+    The overlap is found by Knuth-Morris-Pratt matching: `back` is the failure table of the row, and the text is the last
+    kept entries, at most as many as the row has."""
     longest = 0
     for n in row_M:
         longest = max(longest, offset_N1[n + 1] - offset_N1[n])
@@ -266,7 +266,7 @@ def _overlap_rows(
 
 @njit(cache=True, nogil=True)
 def _fill_back(entry_LC: np.ndarray, first: int, length: int, back: np.ndarray) -> None:
-    """back[j]: of the first j entries, how many at their end are those at their beginning, fewer than j."""
+    """back[j]: length of the longest proper prefix of the first j entries that is also their suffix."""
     matched = 0
     back[0] = 0
     if length:
@@ -290,5 +290,5 @@ def _equal(entry_LC: np.ndarray, one: int, other: int) -> bool:
 def precompile() -> None:
     """Compile the kernels into numba's cache."""
     one = np.ones((1, 1), dtype=np.int32)
-    lists = Jagged(keys=("warm",), lengths_KN=one, values=np.ones(1, dtype=np.int64), present_KN=one > 0)
-    find_partial_dedup(lists, "warm")
+    lists = Jagged(keys=("x",), lengths_KN=one, values=np.ones(1, dtype=np.int64), present_KN=one > 0)
+    find_partial_dedup(lists, "x")

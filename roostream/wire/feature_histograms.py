@@ -1,8 +1,9 @@
-"""Histograms of features in a few bins, and how far two of them are apart.
+"""Histograms of features, and the population stability index (PSI) between two of them.
 
-    psi        Σ (p − q) ln(p / q) over the bins of a feature; above MOVED the distribution has moved (Siddiqi 2006, §7.2).
-    floats     signed powers of two; missing is a bin       ids    buckets of a hash of the first; missing or empty is a bin
-    lengths    powers of two of a list's length
+    psi        Σ (p − q) ln(p / q) over the bins; above PSI_SHIFTED the distribution has shifted (Siddiqi 2006, §7.2)
+    floats     bins of signed powers of two, and one for missing
+    ids        buckets of a hash of a list's first id, and one for missing or empty
+    lengths    bins of powers of two of a list's length
 
 Letters: N rows, F features, H bins.
 """
@@ -15,16 +16,16 @@ from roostream.wire.jagged import Jagged
 
 BINS = 64
 PSI_SHIFTED = 0.25
-REFERENCE_DECAY = 0.9  # of a reference, with each window that joins it
+REFERENCE_DECAY = 0.9  # factor of the reference before a window is added
 _HASH = np.uint64(0x9E3779B97F4A7C15)
 
 
 def mix_ids(id_U: np.ndarray) -> np.ndarray:
-    """uint64: ids whose neighbours are far apart (splitmix64's last steps)."""
+    """uint64 [U]: hashed ids (the last steps of splitmix64)."""
     x_U = id_U.astype(np.uint64) * _HASH
     x_U = (x_U ^ (x_U >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed_U: np.ndarray = x_U ^ (x_U >> np.uint64(31))
-    return mixed_U
+    hash_U: np.ndarray = x_U ^ (x_U >> np.uint64(31))
+    return hash_U
 
 
 class Histograms:
@@ -34,13 +35,15 @@ class Histograms:
         self.counts_FH = np.zeros((num_features, BINS))
 
     def add(self, bin_NF: np.ndarray) -> None:
-        """int64 bins of N rows."""
-        at = bin_NF + BINS * np.arange(bin_NF.shape[1])
-        self.counts_FH += np.bincount(at.ravel(), minlength=self.counts_FH.size).reshape(self.counts_FH.shape)
+        """Add N rows, given their int64 bins."""
+        index = bin_NF + BINS * np.arange(bin_NF.shape[1])
+        self.counts_FH += np.bincount(index.ravel(), minlength=self.counts_FH.size).reshape(
+            self.counts_FH.shape
+        )
 
     def psi_F(self, reference: Histograms) -> np.ndarray:
-        """Against the reference; half a count is added to every bin that either has, and what two samples of one distribution
-        are expected to differ by (bins − 1) (1/n + 1/m) is taken off."""
+        """PSI of each feature against the reference. Half a count is added to every used bin, and the expected difference of
+        two samples of one distribution, (bins − 1) (1/n + 1/m), is subtracted."""
         used_FH = (self.counts_FH > 0) | (reference.counts_FH > 0)
         p_FH, q_FH = ((h.counts_FH + 0.5) * used_FH for h in (self, reference))
         noise_F = (used_FH.sum(axis=1) - 1) * sum(
@@ -52,24 +55,24 @@ class Histograms:
         return psi_F
 
     def fold(self, window: Histograms) -> None:
-        """The window joins the reference, which fades."""
+        """Add a window to this reference, whose older counts decay."""
         self.counts_FH = self.counts_FH * REFERENCE_DECAY + window.counts_FH
 
 
 def float_bins(value_NF: np.ndarray, present_NF: np.ndarray) -> np.ndarray:
-    """int64 [N, F]: 0 missing, 32 zero, below negative, above positive powers of two from 2^-9 to 2^20."""
+    """int64 [N, F]: 0 = missing, 32 = zero, less = negative, more = positive powers of two from 2^-9 to 2^20."""
     exponent_NF = np.clip(np.frexp(value_NF)[1], -9, 20) + 10
     bin_NF: np.ndarray = np.where(present_NF, 32 + np.sign(value_NF).astype(np.int64) * exponent_NF, 0)
     return bin_NF
 
 
-def list_bins(lists: Jagged, most: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [N, F] twice, of the first `most` features (None = all): 0 missing or empty, else of a hash of the first id; and of
-    the length."""
+def list_bins(lists: Jagged, max_features: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [N, F] bins of the first id (0 = missing or empty) and of the length, for the first `max_features` features
+    (None = all)."""
     first_NF, length_NF = (
-        np.zeros((lists.num_rows, len(lists.keys[:most])), dtype=np.int64) for _ in range(2)
+        np.zeros((lists.num_rows, len(lists.keys[:max_features])), dtype=np.int64) for _ in range(2)
     )
-    for k, key in enumerate(lists.keys[:most]):
+    for k, key in enumerate(lists.keys[:max_features]):
         length_N = lists.lengths_KN[k]
         starts_N, has_N = np.cumsum(length_N, dtype=np.int64) - length_N, length_N > 0
         first_NF[has_N, k] = 1 + (

@@ -1,6 +1,6 @@
-"""Ragged feature lists of a batch, laid out like a KeyedJaggedTensor.
+"""List features of a batch, in the layout of TorchRec's KeyedJaggedTensor.
 
-K features over N rows (N = R requests or B candidates), feature-major, e.g. K = 2, N = 3:
+K features of N rows (R requests or B candidates), feature-major; for example K = 2, N = 3:
 
     key      row 0   row 1   row 2          lengths_KN = [[2, 0, 1],
     history  [8, 3]  []      [5]                          [1, 1, 0]]
@@ -19,11 +19,11 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Jagged:
-    """Raises AssertionError at construction where an invariant is broken: it is built by our own codecs only."""
+    """List features of N rows. Construction asserts the invariants, since only our own code builds it."""
 
     keys: tuple[str, ...]  # K features
     lengths_KN: np.ndarray  # int32 [K, N]
-    values: np.ndarray  # int64 [sum of lengths]: ids, feature-major then row-major
+    values: np.ndarray  # int64 [sum of lengths]: ids, by feature, then by row
     present_KN: np.ndarray  # bool [K, N]: False = missing (and then length 0)
     weights: np.ndarray | None = None  # float32, aligned with values; 1 for features without weights
     columns: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
@@ -52,7 +52,7 @@ class Jagged:
 
     @cached_property
     def starts_K1(self) -> np.ndarray:
-        """int64 [K + 1]: feature k owns values[starts_K1[k] : starts_K1[k + 1]]."""
+        """int64 [K + 1]: feature k has values[starts_K1[k] : starts_K1[k + 1]]."""
         return _starts(self.lengths_KN)
 
     def index(self, key: str) -> int:
@@ -63,7 +63,7 @@ class Jagged:
         return int(self.starts_K1[k + 1] - self.starts_K1[k])
 
     def values_of(self, key: str) -> np.ndarray:
-        """int64 view of feature `key`'s ids."""
+        """int64 view of the ids of feature `key`."""
         k = self.index(key)
         return self.values[self.starts_K1[k] : self.starts_K1[k + 1]]
 
@@ -79,16 +79,16 @@ class Jagged:
 
     @cached_property
     def _offsets_KN1(self) -> np.ndarray:
-        """int64 [K, N + 1]: `offsets_of` each feature, for those who ask again and again."""
+        """int64 [K, N + 1]: `offsets_of` every feature."""
         out = np.zeros((len(self.keys), self.num_rows + 1), dtype=np.int64)
         np.cumsum(self.lengths_KN, axis=1, out=out[:, 1:])
         return out
 
     def rows_between(self, start: int, end: int) -> Jagged:
-        """Rows `start` up to `end`, copied; what that costs depends on these rows alone, but for the first time."""
+        """A copy of the rows `start` up to `end`, in time proportional to these rows after the first call."""
         bounds_K2 = self._offsets_KN1[:, [start, end]] + self.starts_K1[:-1, None]
         spans = [slice(*bounds) for bounds in bounds_K2.tolist()]
-        own = {
+        ranges_of = {
             key: slice(*bounds)
             for key, bounds in zip(self.keys, self._offsets_KN1[:, [start, end]].tolist(), strict=True)
         }
@@ -101,33 +101,31 @@ class Jagged:
             if self.weights is None or not spans
             else np.concatenate([self.weights[span] for span in spans]),
             columns={
-                name: column[own[name.split(".", 1)[0]]].copy() for name, column in self.columns.items()
+                name: column[ranges_of[name.split(".", 1)[0]]].copy() for name, column in self.columns.items()
             },
         )
 
     def take_rows(self, rows_M: np.ndarray) -> Jagged:
         """The rows `rows_M` (int64 [M], repeats allowed), in that order."""
         lengths_KM = np.ascontiguousarray(self.lengths_KN[:, rows_M])
-        ends_KN = np.cumsum(self.lengths_KN, dtype=np.int64).reshape(
-            self.lengths_KN.shape
-        )  # of all features behind each other
-        at = ranges((ends_KN - self.lengths_KN)[:, rows_M].ravel(), lengths_KM.ravel())
+        ends_KN = np.cumsum(self.lengths_KN, dtype=np.int64).reshape(self.lengths_KN.shape)
+        index_L = ranges((ends_KN - self.lengths_KN)[:, rows_M].ravel(), lengths_KM.ravel())
         columns, starts_K1 = dict[str, np.ndarray](), _starts(lengths_KM)
         for name, column in self.columns.items():
             k = self.index(name.split(".", 1)[0])
-            columns[name] = column[at[starts_K1[k] : starts_K1[k + 1]] - self.starts_K1[k]]
+            columns[name] = column[index_L[starts_K1[k] : starts_K1[k + 1]] - self.starts_K1[k]]
         return Jagged(
             keys=self.keys,
             lengths_KN=lengths_KM,
-            values=self.values[at],
+            values=self.values[index_L],
             present_KN=np.ascontiguousarray(self.present_KN[:, rows_M]),
-            weights=None if self.weights is None else self.weights[at],
+            weights=None if self.weights is None else self.weights[index_L],
             columns=columns,
         )
 
     @staticmethod
     def concat(parts: Sequence[Jagged]) -> Jagged:
-        """Their rows one after the other; of the same features and columns, one at least."""
+        """The rows of at least one part, one part after the other; all have the same features and columns."""
         keys, first = parts[0].keys, parts[0]
         weighted = first.weights is not None
         values = [part.values_of(key) for key in keys for part in parts]
@@ -149,7 +147,7 @@ def _starts(lengths_KN: np.ndarray) -> np.ndarray:
 
 
 def ranges(starts_M: np.ndarray, lengths_M: np.ndarray) -> np.ndarray:
-    """Concatenation of arange(start, start + length)."""
+    """Concatenated arange(start, start + length) of all pairs."""
     ends = np.cumsum(lengths_M, dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
     return np.arange(total, dtype=np.int64) + np.repeat(starts_M - (ends - lengths_M), lengths_M)

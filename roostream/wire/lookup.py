@@ -1,9 +1,9 @@
-"""Which rows a batch needs: the unique (table, id) of every stack, and where each list entry finds its row.
+"""The embedding rows that a batch needs: the unique (table, id) of every stack, and the row of each list entry.
 
-Letters: U unique rows of a stack, L entries of one list feature (or of one of its id columns).
+With deduplication (dedup.py), entries shared by several requests' sequences are looked up once. The rows are the same, in
+another order.
 
-Deduplicated (roostream/wire/dedup.py), entries that several requests' sequences share are looked up once; what is found is the
-same, and rows are in another order.
+Letters: U unique rows of a stack, L entries of one list feature or of one of its id columns, N keys of a table.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from roostream.wire.jagged import Jagged
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StackLookup:
-    """Rows in first-seen order: RO features, then NRO features, as declared, each followed by its columns."""
+    """Rows in the order of their first occurrence: RO features, then NRO features as declared, each with its columns."""
 
     table_U: np.ndarray  # uint32: Table.id
     id_U: np.ndarray  # int64
     index: dict[str, np.ndarray]
-    """`feature` or `feature.column` → int64 [L]: positions in U, aligned with `Jagged.values_of(feature)` (or the column)."""
+    """`feature` or `feature.column` → int64 [L]: indices into U, aligned with `Jagged.values_of(feature)` or the column."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lookup:
+    """The rows of all stacks that a batch needs."""
+
     stacks: dict[
         str, StackLookup
-    ]  # every stack of the schema, in its order; one that the batch doesn't use has U = 0
-    shared: Mapping[str, PartialDedup] = dataclasses.field(
-        default_factory=dict
-    )  # request-only sequences worth deduplicating
-    unique: Inverse | None = (
-        None  # of requests with equal request-only features; None: not asked for, or not worth it
-    )
+    ]  # every stack of the schema, in its order; U = 0 if the batch does not use it
+    shared: Mapping[str, PartialDedup] = dataclasses.field(default_factory=dict)
+    """Request-only sequences whose deduplication pays."""
+    unique: Inverse | None = None
+    """The distinct requests by their request-only features; None = not requested, or it does not pay."""
 
 
 class Source(NamedTuple):
-    """Ids of a batch that are keys of rows: a list feature's, or those of one of its id columns that has a table."""
+    """Ids of a batch that name embedding rows: those of a list feature, or of one of its id columns with a table."""
 
     key: str  # `feature` or `feature.column`
     table: Table
@@ -63,31 +63,29 @@ class Source(NamedTuple):
 
 
 def build_lookup(batch: Batch, *, deduplicated: bool = False) -> Lookup:
-    """The row keys of a batch, each once; a pure function of it, so equal on every machine and in every run. `deduplicated`: say
-    too which request-only values requests share, where that takes away a third or more (`roostream.wire.dedup.WORTH`)."""
+    """The row keys of a batch, each once: a pure function of the batch, so equal on every machine. `deduplicated`: also find
+    the request-only values that requests share, if sharing them pays (`roostream.wire.dedup.MIN_FACTOR`)."""
     lists = {"ro": batch.ro_lists, "nro": batch.nro_lists}
     shared = shared_sequences(batch) if deduplicated else {}
     stacks = {}
     for stack, sources in batch.schema.derived(sources_of).items():
-        its = {s.key: shared.get(s.key.split(".", 1)[0]) for s in sources if s.side == "ro"}
-        found = _dedupe(
-            [(s.key, s.table.id, _kept(_ids_of(lists[s.side], s), its.get(s.key))) for s in sources]
-        )
-        found.index.update({key: found.index[key][of.at_L] for key, of in its.items() if of is not None})
+        dedups = {s.key: shared.get(s.key.split(".", 1)[0]) for s in sources if s.side == "ro"}
+        entries = [(s.key, s.table.id, _kept(_ids_of(lists[s.side], s), dedups.get(s.key))) for s in sources]
+        found = _unique_rows(entries)
+        found.index.update({key: found.index[key][d.at_L] for key, d in dedups.items() if d is not None})
         stacks[stack] = found
     return Lookup(stacks, shared, _unique_requests(batch) if deduplicated else None)
 
 
-def shared_sequences(batch: Batch, worth: float = MIN_FACTOR) -> dict[str, PartialDedup]:
-    """The request-only sequences of which requests share at least so much: entries over entries that remain."""
+def shared_sequences(batch: Batch, min_factor: float = MIN_FACTOR) -> dict[str, PartialDedup]:
+    """The request-only sequences with at least `min_factor` entries for each entry kept."""
     names = [
         f.name for f in batch.schema.lists("ro") if f.kind == "sequence" and batch.ro_lists.total_of(f.name)
     ]
     order_M = order_by_user(batch) if names else None
     found = {name: find_partial_dedup(batch.ro_lists, name, order_M=order_M) for name in names}
-    return {
-        name: of for name, of in found.items() if batch.ro_lists.total_of(name) >= worth * len(of.entry_V)
-    }
+    total_of = batch.ro_lists.total_of
+    return {name: d for name, d in found.items() if total_of(name) >= min_factor * len(d.entry_V)}
 
 
 def _unique_requests(batch: Batch) -> Inverse | None:
@@ -95,12 +93,12 @@ def _unique_requests(batch: Batch) -> Inverse | None:
     return found if batch.num_requests and batch.num_requests >= MIN_FACTOR * found.num_unique else None
 
 
-def _kept(id_L: np.ndarray, of: PartialDedup | None) -> np.ndarray:
-    return id_L if of is None else id_L[of.entry_V]
+def _kept(id_L: np.ndarray, dedup: PartialDedup | None) -> np.ndarray:
+    return id_L if dedup is None else id_L[dedup.entry_V]
 
 
 def sources_of(schema: Schema) -> dict[str, tuple[Source, ...]]:
-    """Every stack → what its rows are looked up for, in the order of `build_lookup`; ask `schema.derived(sources_of)`."""
+    """Stack → the ids that name its rows, in the order of `build_lookup`; use `schema.derived(sources_of)`."""
     out: dict[str, list[Source]] = {stack: [] for stack in schema.stacks}
     sides: tuple[Side, ...] = ("ro", "nro")
     for side in sides:
@@ -116,8 +114,8 @@ def _ids_of(lists: Jagged, source: Source) -> np.ndarray:
     return lists.columns[source.key] if source.is_column else lists.values_of(source.key)
 
 
-def _dedupe(entries: list[tuple[str, int, np.ndarray]]) -> StackLookup:
-    """`entries`: (key, table id, int64 ids), in the order in which new rows are numbered."""
+def _unique_rows(entries: list[tuple[str, int, np.ndarray]]) -> StackLookup:
+    """Number the rows of `entries`, (key, table id, int64 ids), by their first occurrence."""
     total = sum(len(ids) for _, _, ids in entries)
     slots = np.full(1 << max(4, (2 * total - 1).bit_length()), -1, dtype=np.int32)
     table_U, id_U = np.empty(total, dtype=np.uint32), np.empty(total, dtype=np.int64)
@@ -130,7 +128,7 @@ def _dedupe(entries: list[tuple[str, int, np.ndarray]]) -> StackLookup:
 
 @njit(cache=True, nogil=True, inline="always")
 def _first_slot_of(slots: np.ndarray, table: int, id_: int) -> np.uint64:
-    """Where a key is in `slots` if no other is there."""
+    """The slot of a key without collisions."""
     x = (np.uint64(id_) ^ np.uint64(table)) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -139,7 +137,7 @@ def _first_slot_of(slots: np.ndarray, table: int, id_: int) -> np.uint64:
 
 @njit(cache=True, nogil=True, inline="always")
 def slot_of(slots: np.ndarray, table_U: np.ndarray, id_U: np.ndarray, table: int, id_: int) -> np.uint64:
-    """Where a key is in `slots`, or the free one where it belongs. For kernels."""
+    """The slot of a key, or the free slot where it belongs. For kernels."""
     mask = np.uint64(len(slots) - 1)
     at = _first_slot_of(slots, table, id_)
     while slots[at] >= 0 and (id_U[slots[at]] != id_ or table_U[slots[at]] != table):
@@ -157,8 +155,8 @@ def insert(
     count: int,
     index_L: np.ndarray,
 ) -> int:
-    """Finds or adds (table, id) of each entry; the new number of unique rows. `slots` is open addressing, int32 positions
-    in U, -1 = free, a power of two at least twice as long as U can become."""
+    """Find or add the (table, id) of each entry; returns the new number of unique rows. `slots`: open addressing, int32
+    indices into U, -1 = free, a power of two of at least twice the possible rows."""
     for i in range(len(ids)):
         at = slot_of(slots, table_U, id_U, table, ids[i])
         if slots[at] < 0:
@@ -174,8 +172,8 @@ def insert(
 def touch_keys(
     slots: np.ndarray, table_N: np.ndarray, id_N: np.ndarray, table_U: np.ndarray, id_U: np.ndarray
 ) -> int:
-    """Reads what `find_keys` and `number_keys` would look at first, with nothing that depends on it: of many keys that caches
-    don't hold, memory is waited for together and not one after the other. What it returns means nothing."""
+    """Prefetch: read the first slots of many keys, so that `find_keys` or `number_keys` then finds them in the cache. The
+    reads do not depend on each other, so the CPU overlaps them. The returned value has no meaning."""
     sum_ = 0
     for u in range(len(id_U)):
         n = max(slots[_first_slot_of(slots, table_U[u], id_U[u])], 0)
@@ -190,11 +188,11 @@ def find_keys(
     id_N: np.ndarray,
     table_U: np.ndarray,
     id_U: np.ndarray,
-    at_U: np.ndarray,
+    index_U: np.ndarray,
 ) -> None:
-    """Position in N of each of U keys into `at_U` (int64), -1 where it is none of them. `slots` as in `insert`, of N."""
+    """Write the index in N of each of U keys to `index_U` (int64), -1 = absent. `slots` as in `insert`, of N."""
     for u in range(len(id_U)):
-        at_U[u] = slots[slot_of(slots, table_N, id_N, table_U[u], id_U[u])]
+        index_U[u] = slots[slot_of(slots, table_N, id_N, table_U[u], id_U[u])]
 
 
 @njit(cache=True, nogil=True)
@@ -203,33 +201,33 @@ def number_keys(
     table_N: np.ndarray,
     id_N: np.ndarray,
     count: int,
-    most: int,
+    max_count: int,
     table_U: np.ndarray,
     id_U: np.ndarray,
-    at_U: np.ndarray,
+    index_U: np.ndarray,
 ) -> int:
-    """As `find_keys`; keys that are none of the first `count` are added behind them, until there are `most`. The new number of
-    keys, for which the caller has made room."""
+    """`find_keys`, which also adds absent keys behind the first `count`, up to `max_count`. Returns the new number of keys;
+    the arrays must be long enough."""
     for u in range(len(id_U)):
         at = slot_of(slots, table_N, id_N, table_U[u], id_U[u])
-        if slots[at] < 0 and count < most:
+        if slots[at] < 0 and count < max_count:
             table_N[count], id_N[count] = table_U[u], id_U[u]
             slots[at] = count
             count += 1
-        at_U[u] = slots[at]
+        index_U[u] = slots[at]
     return count
 
 
 @njit(cache=True, nogil=True)
-def put_keys(slots: np.ndarray, table_N: np.ndarray, id_N: np.ndarray, first: int, ends: int) -> None:
-    """Keys `first` to `ends` - 1, none of which is there, into `slots`, as in `insert`."""
-    for n in range(first, ends):
+def put_keys(slots: np.ndarray, table_N: np.ndarray, id_N: np.ndarray, first: int, end: int) -> None:
+    """Insert the absent keys `first` to `end` - 1 into `slots`, as in `insert`."""
+    for n in range(first, end):
         slots[slot_of(slots, table_N, id_N, table_N[n], id_N[n])] = n
 
 
 def precompile() -> None:
     """Compile the kernels into numba's cache."""
-    found, slots = _dedupe([("warm", 1, np.zeros(1, dtype=np.int64))]), np.full(2, -1, np.int32)
+    found, slots = _unique_rows([("x", 1, np.zeros(1, dtype=np.int64))]), np.full(2, -1, np.int32)
     put_keys(slots, found.table_U, found.id_U, 0, 1)
     touch_keys(slots, found.table_U, found.id_U, found.table_U, found.id_U)
     find_keys(slots, found.table_U, found.id_U, found.table_U, found.id_U, np.empty(1, np.int64))

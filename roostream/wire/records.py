@@ -1,7 +1,7 @@
-"""Records: a type byte, a version byte, then the protobuf message of `roo.proto`; of rows, a checksum in between (version 2).
+"""Records of all topics and of serving's feature log: type byte, version byte, protobuf message of `roo.proto`.
 
-Every record on every topic, and in serving's log, is one of these. `decode` never returns half a message: bytes that
-can't be read raise WireError with the reason that the dead letter then carries. `Record` is one as it was consumed.
+Records of embedding rows (version 2) have a checksum before the message. `decode` returns a complete message or raises
+WireError with the reason of the dead letter.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from roostream.wire import roo_pb2 as pb
 
 VERSION, CHECKED_VERSION = 1, 2
 MAX_WEIGHT = 1e6
-"""Weights of list entries lie in ±MAX_WEIGHT, weights of samples in 0..MAX_WEIGHT; a propensity is above 0, at most 1. Checked
-wherever they enter: one value beyond would be all that a model learns from. Kernels are cached with it (wire_fields.py)."""
+"""List entries have weights within ±MAX_WEIGHT, samples within 0..MAX_WEIGHT; a propensity is in (0, 1]. All inputs are
+checked, since a single larger value would dominate training. Cached kernels contain it, so it may not change."""
 
 (
     IMPRESSION,
@@ -33,8 +33,8 @@ wherever they enter: one value beyond would be all that a model learns from. Ker
 ) = range(1, 11)
 
 CHECKED = (ROW_DELTA, BARRIER)
-"""Types written with a checksum: nobody reads rows twice, so that a wrong one is served until it is pushed again. Version 1 of
-them, without one, is read too."""
+"""Types with a checksum, since a damaged embedding row would be served until its next update. Version 1, without a checksum,
+is read too."""
 
 TYPES: dict[int, type[Message]] = {
     IMPRESSION: pb.Impression,
@@ -49,26 +49,26 @@ TYPES: dict[int, type[Message]] = {
     PREDICTION: pb.Prediction,
 }
 
-# Reasons of dead letters, all of them. Decoding: the record itself is bad. Joining: it has no place to go.
+# All reasons of dead letters: those of decoding, then those of joining.
 REASONS = (
     "undecodable",  # not a record, or not the message that its type byte names
-    "unknown_type",  # a type or version byte that this build doesn't know
-    "unknown_schema",  # a fingerprint that no registered schema has
+    "unknown_type",  # an unknown type or version byte
+    "unknown_schema",  # a fingerprint without a registered schema
     "bad_shape",  # columns whose lengths disagree
-    "non_finite",  # an infinity, or a NaN where NaN doesn't mean missing
-    "bad_number",  # a weight or propensity out of its bounds
-    "oversized",  # more bytes, candidates or list entries than the hard caps
-    "bad_time",  # an event time that can't be, or isn't its record's timestamp
-    "no_request",  # an engagement whose request never came
-    "item_not_shown",  # an engagement with an item that its request didn't show
+    "non_finite",  # an infinity, or a NaN that does not stand for missing
+    "bad_number",  # a weight or propensity out of bounds
+    "oversized",  # more bytes, candidates or list entries than the limits
+    "bad_time",  # an impossible event time, or another than the record's timestamp
+    "no_request",  # an engagement whose request never arrived
+    "item_not_shown",  # an engagement with an item that its request did not show
     "after_close",  # an impression of a request that is closed
     "too_late",  # an engagement beyond the late horizon
-    "overflow",  # beyond the caps of a user (open requests, orphans) or of a request (bytes, impressions, engagements)
+    "overflow",  # beyond the limits of a user (open requests, orphans) or of a request (bytes, events)
 )
 
 
 class Record(NamedTuple):
-    """A consumed record, the same from Kafka, from a file and from a test."""
+    """A consumed record, from Kafka or from a file."""
 
     topic: str  # without the stack's prefix
     partition: int
@@ -79,12 +79,12 @@ class Record(NamedTuple):
 
 
 def encode(kind: int, message: Message) -> bytes:
-    """The record of a message, as deterministic protobuf."""
-    return framed(kind, message.SerializeToString(deterministic=True))
+    """The record of a message, in deterministic protobuf."""
+    return frame(kind, message.SerializeToString(deterministic=True))
 
 
-def framed(kind: int, body: bytes) -> bytes:
-    """The record whose message has the bytes `body`."""
+def frame(kind: int, body: bytes) -> bytes:
+    """The record of a message with the bytes `body`."""
     if kind in CHECKED:
         head = bytes((kind, CHECKED_VERSION))
         return head + xxhash.xxh3_64_digest(head + body) + body
@@ -92,15 +92,15 @@ def framed(kind: int, body: bytes) -> bytes:
 
 
 def kind_of(record: bytes) -> int:
-    """The type byte of a record that has two bytes or more, else 0."""
+    """The type byte of a record; 0 if it is shorter than two bytes."""
     return record[0] if len(record) >= 2 else 0
 
 
 def decode(record: bytes | None) -> tuple[int, Message]:
-    """(type, message).
+    """Decode a record to (type, message).
 
     Raises:
-        WireError: `undecodable` or `unknown_type`; nothing was consumed.
+        WireError: `undecodable` or `unknown_type`.
     """
     if record is None or len(record) < 2:
         raise WireError(
@@ -117,7 +117,7 @@ def decode(record: bytes | None) -> tuple[int, Message]:
     if checked and xxhash.xxh3_64_digest(record[:2] + body) != record[2:10]:
         raise WireError(
             "undecodable",
-            f"expected bytes with the checksum {record[2:10].hex()}, got others: the record is damaged",
+            f"expected bytes with the checksum {record[2:10].hex()}, got others; the record is damaged",
         )
     message = TYPES[kind]()
     try:

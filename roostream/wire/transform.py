@@ -3,13 +3,13 @@
     log1p        sign(x) · log(1 + |x|)
     clip         x limited to [low, high]
     standardize  (x - mean) / std
-    rank         place of x among its request's candidates, 0 = smallest, 1 = largest, ties share the mean of their places;
-                 a request whose candidates are all equal, or that has one candidate, gives 0.5
-    share        max(x, 0) / sum of max(x, 0) over the request's candidates; 0 where that sum is 0
+    rank         rank of x among its request's candidates, from 0 = smallest to 1 = largest; ties share their mean rank.
+                 A request with one candidate, or with equal ones only, gives 0.5
+    share        max(x, 0) / sum of max(x, 0) over the request's candidates; 0 if that sum is 0
 
-Inputs are the batch's floats, where a missing one already is its feature's default. Everything is computed in float64, each
-request on its own and in candidate order, and rounded once: a request gives the same bits alone and in any batch.
-Letters: N rows of a side, G floats out, O operations.
+Inputs are the batch's floats, in which a missing float has its feature's default. Each request is computed alone, in float64
+and in the order of its candidates, and rounded once. So a request gives the same bits alone and in any batch.
+Letters: N rows of a side, G output floats, O operations.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from roostream.wire.block import Side
 from roostream.wire.dedup import Inverse
 
 _OPS = {"log1p": 0, "clip": 1, "standardize": 2, "rank": 3, "share": 4}
-_MOST = float(np.finfo(np.float32).max)
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 class _Steps(NamedTuple):
@@ -36,27 +36,27 @@ class _Steps(NamedTuple):
 
 
 def apply_transforms(batch: Batch, unique: Inverse | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """(RO floats f4[R, G_ro], NRO floats f4[B, G_nro]); columns are `output_names`. `unique`: requests with equal RO features are
-    worked out once; the bits are the same."""
+    """(RO floats float32 [R, G_ro], NRO floats float32 [B, G_nro]); columns are `output_names`. `unique`: compute requests
+    with equal RO features once; the bits are the same."""
     starts_R1 = np.zeros(batch.num_requests + 1, dtype=np.int64)
     np.cumsum(batch.num_candidates_R, out=starts_R1[1:])
-    ro, nro = batch.schema.derived(_programs)
-    once_UF = batch.ro_float_RF if unique is None else batch.ro_float_RF[unique.first_U]
-    once_UG = _run(ro, once_UF, np.zeros(1, dtype=np.int64))
-    return once_UG if unique is None else once_UG[unique.row_N], _run(nro, batch.nro_float_BF, starts_R1)
+    ro, nro = batch.schema.derived(_steps_of_sides)
+    float_UF = batch.ro_float_RF if unique is None else batch.ro_float_RF[unique.first_U]
+    out_UG = _run(ro, float_UF, np.zeros(1, dtype=np.int64))
+    return out_UG if unique is None else out_UG[unique.row_N], _run(nro, batch.nro_float_BF, starts_R1)
 
 
 def output_names(schema: Schema, side: Side) -> tuple[str, ...]:
-    """Declared floats (a transform onto its own input replaces the value, not the place), then derived ones in order."""
-    return schema.derived(_programs)[0 if side == "ro" else 1].names
+    """Declared floats, then derived floats in order; a transform with its own input as output keeps the position."""
+    return schema.derived(_steps_of_sides)[0 if side == "ro" else 1].names
 
 
-def _programs(schema: Schema) -> tuple[_Steps, _Steps]:
-    return _program(schema, "ro"), _program(schema, "nro")
+def _steps_of_sides(schema: Schema) -> tuple[_Steps, _Steps]:
+    return _steps_of(schema, "ro"), _steps_of(schema, "nro")
 
 
-def _program(schema: Schema, side: Side) -> _Steps:
-    """The side's operations as numbers that the kernel reads, and its columns' names."""
+def _steps_of(schema: Schema, side: Side) -> _Steps:
+    """The operations of a side as numbers for the kernel, and the names of its output columns."""
     names = [f.name for f in schema.floats(side)]
     steps, settings = [], []
     for t in schema.transforms:
@@ -73,11 +73,11 @@ def _program(schema: Schema, side: Side) -> _Steps:
     )
 
 
-def _run(program: _Steps, float_NF: np.ndarray, starts_R1: np.ndarray) -> np.ndarray:
-    out_NG = np.zeros((len(float_NF), len(program.names)), dtype=np.float32)
+def _run(steps: _Steps, float_NF: np.ndarray, starts_R1: np.ndarray) -> np.ndarray:
+    out_NG = np.zeros((len(float_NF), len(steps.names)), dtype=np.float32)
     out_NG[:, : float_NF.shape[1]] = float_NF
-    if len(program.steps_O3):
-        run_steps(out_NG, program.steps_O3, program.settings_O2, starts_R1)
+    if len(steps.steps_O3):
+        run_steps(out_NG, steps.steps_O3, steps.settings_O2, starts_R1)
     return out_NG
 
 
@@ -85,7 +85,7 @@ def _run(program: _Steps, float_NF: np.ndarray, starts_R1: np.ndarray) -> np.nda
 def run_steps(
     out_NG: np.ndarray, steps_O3: np.ndarray, settings_O2: np.ndarray, starts_R1: np.ndarray
 ) -> None:
-    """Every operation in order, in place."""
+    """Apply every operation in order, in place."""
     for o in range(len(steps_O3)):
         op, source, to = steps_O3[o]
         a, b = settings_O2[o]
@@ -101,19 +101,19 @@ def run_steps(
 
 @njit(cache=True, nogil=True)
 def elementwise(op: int, x: float, a: float, b: float) -> float:
-    """log1p, clip(a, b) or standardize(a, b), kept within float32's finite range."""
+    """log1p, clip(a, b) or standardize(a, b), limited to the finite range of float32."""
     if op == 0:
         y = math.copysign(math.log1p(abs(x)), x)
     elif op == 1:
         y = min(max(x, a), b)
     else:
         y = (x - a) / b
-    return min(max(y, -_MOST), _MOST)
+    return min(max(y, -_MAX_FLOAT32), _MAX_FLOAT32)
 
 
 @njit(cache=True, nogil=True)
 def rank(x_n: np.ndarray) -> np.ndarray:
-    """See the module."""
+    """float64 [n]: the ranks of one request's candidates."""
     n = len(x_n)
     out = np.full(n, 0.5)
     order = np.argsort(x_n)
@@ -130,7 +130,7 @@ def rank(x_n: np.ndarray) -> np.ndarray:
 
 @njit(cache=True, nogil=True)
 def share(x_n: np.ndarray) -> np.ndarray:
-    """See the module."""
+    """float64 [n]: the shares of one request's candidates."""
     total = 0.0
     for x in x_n:
         total += max(x, 0.0)

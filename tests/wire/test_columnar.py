@@ -7,8 +7,13 @@ import pytest
 
 from roostream.schema.schema import Feature, Label, Schema
 from roostream.wire.batch import Batch
-from roostream.wire.columnar import FlatColumn, batch_from_columns, columns_of
-from roostream.wire.columnar_kernels import MAX_COLUMNS, interleave_columns
+from roostream.wire.columnar import (
+    MAX_COLUMNS,
+    FlatColumn,
+    batch_from_columns,
+    columns_of,
+    interleave_columns,
+)
 from tests.warehouse.sample_cases import decoded, rich_records, rich_schema, same_batch, same_bits
 
 ODD = np.array(

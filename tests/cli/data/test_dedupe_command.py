@@ -69,7 +69,7 @@ def test_people_get_tables_and_what_to_do(log: Path) -> None:
     shown = run(log, "--batch", "4")
     assert shown.exit_code == 0 and "as logged: 16 requests in batches of 4, S = 1.00" in shown.stdout
     assert (
-        "basket: deduplicate partially: its rows are shifts of each other, 2.5 times fewer entries; only once"
+        "basket: deduplicate partially, since its rows overlap, 2.5 times fewer entries; only if"
         in shown.stdout
     )
 

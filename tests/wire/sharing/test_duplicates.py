@@ -66,19 +66,19 @@ def test_features_that_change_together_are_a_group_with_one_index() -> None:
 
 def test_what_pays_is_said_and_what_saves_less_than_its_index_is_not() -> None:
     advice = report_of(MOVED_ON, 9)["advice"]
-    assert advice[0].startswith("requests show 4.0 candidates each")
+    assert advice[0].startswith("requests have 4.0 candidates")
     assert any(line.startswith("history: deduplicate partially") for line in advice)
     assert not any(line.startswith("user:") for line in advice), (
         "one id a row, and the index is one number a row"
     )
     lonely = report_of([(n, 3) for n in range(6)], 6)["advice"]
-    assert lonely[-1] == "nothing that requests share pays: no factor is above 1.5"
+    assert "no deduplication pays" in lonely[-1]
 
 
 def test_only_what_clustering_brings_is_said_to_need_it() -> None:
     visits = [(user, clicks) for clicks in range(5, 9) for user in range(1, 5)]
     lines = [line for line in report_of(visits, 4)["advice"] if line.startswith("history")]
-    assert len(lines) == 1 and lines[0].endswith("only once clustered by user (the warehouse does)")
+    assert len(lines) == 1 and "only if clustered" in lines[0]
 
 
 def test_windows_add_up_and_share_nothing() -> None:
