@@ -121,7 +121,7 @@ def _controller(instance: ProgramInstance) -> dict[str, Any]:
         "seed": options.seed,
     }
     if min_readers := options.min_readers:
-        table["readers"] = {"least": min_readers, "most": max(min_readers, options.max_readers)}
+        table["readers"] = {"min_readers": min_readers, "max_readers": max(min_readers, options.max_readers)}
     return table
 
 

@@ -1,4 +1,4 @@
-"""Settings of a shard process, and which rows it holds."""
+"""Settings of a shard process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from roostream.schema.schema import Schema
 from roostream.schema.settings import MAX_SEED, setting, setting_error
 
 MAX_PUBLISH_NORM = 100.0
-"""Longest row that shards publish and readers take, unless settings say otherwise."""
+"""Default norm limit of a row that shards publish and replicas accept."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,25 +22,27 @@ class ShardConfig(Deployment):
 
     needs: ClassVar[tuple[str, ...]] = ("schema", "store")
 
-    listen: str = setting("127.0.0.1:0", "host:port that workers and readers call; port 0 = draw")
-    controller: str = setting(help="host:port of the trainer's controller, which this shard dials")
+    listen: str = setting("127.0.0.1:0", "host:port that workers and replicas call; port 0 picks a free port")
+    controller: str = setting(help="host:port of the controller, which this shard connects to")
     index: int = setting(0, "number of this shard, from 0", ge=0)
-    num_shards: int = setting(1, "how many shards there are", ge=1)
-    home: str = setting(help="this shard's own data directory; its committed segments live below it")
-    publish_interval_ms: int = setting(1000, "how often touched rows go out to `rows`", ge=1)
+    num_shards: int = setting(1, "number of shards of the deployment", ge=1)
+    home: str = setting(help="data directory of this shard; its committed segments are stored below it")
+    publish_interval_ms: int = setting(
+        1000, "time between two publications of changed rows to the topic `rows`", ge=1
+    )
     accept_lost_rows: tuple[str, ...] = setting(
         (),
-        "parts of damaged segments, as an error named them, whose rows a restore may leave out; they begin anew",
+        "damaged segment parts, as named by an error, whose rows a restore may lose; lost rows start from initial values",
     )
-    seed: int = setting(0, "of rows' initial values; the same in every program", ge=0, le=MAX_SEED)
+    seed: int = setting(0, "seed of initial rows; the same in every program", ge=0, le=MAX_SEED)
     max_expired_share: float = setting(
         0.5,
-        "a freeze that would expire more than this share of a stack's rows expires none; 1 = any",
+        "a commit that would expire more than this share of a stack's rows expires none; 1 = no limit",
         gt=0,
         le=1,
     )
     max_publish_norm: float = setting(
-        MAX_PUBLISH_NORM, "rows with a larger Euclidean norm are not published but counted", gt=0
+        MAX_PUBLISH_NORM, "rows with a larger Euclidean norm are counted and not published", gt=0
     )
 
     def __post_init__(self) -> None:
@@ -56,7 +58,7 @@ class ShardConfig(Deployment):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardIdentity:
-    """Which shard this is, and what its rows begin with; the same as long as its data live. Its buckets are the manifest's."""
+    """What identifies a shard for as long as its data exist. Which buckets it owns is in the manifest."""
 
     schema: Schema
     index: int = 0
@@ -69,9 +71,9 @@ class ShardIdentity:
 
     @property
     def first_owners(self) -> BucketMap:
-        """Where buckets lie at the beginning, and as long as nobody has moved any."""
+        """The bucket map of a new deployment, until buckets are moved."""
         return BucketMap.modulo(self.num_buckets, self.num_shards)
 
     def partition_of(self, bucket: int) -> int:
-        """The partition of `rows` that a bucket's deltas are in."""
+        """The partition of the topic `rows` that a bucket's deltas go to."""
         return bucket % self.num_partitions

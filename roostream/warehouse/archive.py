@@ -1,7 +1,19 @@
-"""Records to rows and files: what an archiver makes of what it read, without Kafka and without a table.
+"""Archiving: records of the topics `samples` and `corrections` become rows of files, each record exactly
+once.
 
-A record is decoded with the schema that wrote it, whole, by the decoder that trainers use; a file's rows are of one day of close,
-one partition and one writer, and lie by user, since what a user's requests share then lies together (RecD's clustering).
+1 open the tables, read how far each partition has come in them, and seek there
+2 read records until there are enough bytes of them, or the oldest has waited long enough
+3 write files, which nobody sees yet, and send records that cannot be read to the dead letters
+4 commit to each table its files and the reader's positions together. If another archiver has moved one of the positions, the
+  commit is rejected: forget everything and go to 1
+
+A crash between 3 and 4 leaves files that no log names; the vacuum deletes them. Two archivers with the same
+partitions read the same records and one of them commits. Positions are offsets, not record counts: a topic
+with transactions has offsets without records.
+
+A record is decoded completely, with the schema that wrote it, by the decoder that trainers use. A file holds
+rows of one close day, partition and schema, ordered by user, so that what a user's requests share lies
+together (RecD's clustering).
 """
 
 from __future__ import annotations
@@ -55,7 +67,7 @@ _ID = ColumnType("request", "number", "i8")
 
 
 class DeadRecord(NamedTuple):
-    """A record that makes no row."""
+    """A record that cannot be read."""
 
     record: Record
     reason: str  # one of roostream.wire.records.REASONS
@@ -68,7 +80,7 @@ def sample_forms(schema: Schema) -> dict[str, ColumnType]:
 
 
 def correction_forms(schema: Schema) -> dict[str, ColumnType]:
-    """Columns of corrections of `schema`: labels before and after, and the engagement, without features."""
+    """Columns of corrections of `schema`: labels before and after, and the engagements, without features."""
     plain = {name: REQUEST[name] for name in ("offset", "close_ms", "time_ms", "sample_id")} | {
         OF_SAMPLE: _ID
     }
@@ -79,19 +91,20 @@ def correction_forms(schema: Schema) -> dict[str, ColumnType]:
 
 
 def sample_rows(writer: Schema, records: Sequence[Record]) -> tuple[FileRows, list[DeadRecord]]:
-    """FileRows of one writer's samples, in the records' order, and what can't be read."""
+    """(rows of samples that one schema wrote, in the records' order; records that cannot be read)."""
     decoder = Decoder(uncut_schema(writer), {writer.fingerprint: uncut_schema(writer)}.get)
     batch, rejects = decoder.decode(records)
     kept, dead = _kept(records, rejects, wire.SAMPLE)
     columns = columns_of(batch) | envelope_of([pb.Sample.FromString(record.value[2:]) for record in kept])
-    made = rebuild_records(writer, columns, batch.num_candidates_R)
-    raw = [None if same == (r.key, r.value) else r.value for r, same in zip(kept, made, strict=True)]
+    rebuilt = rebuild_records(writer, columns, batch.num_candidates_R)
+    raw = [None if same == (r.key, r.value) else r.value for r, same in zip(kept, rebuilt, strict=True)]
     columns["raw"] = raw_column(raw)
     return FileRows(columns=columns, forms=sample_forms(writer), counts_R=batch.num_candidates_R), dead
 
 
 def correction_rows(writer: Schema, records: Sequence[Record]) -> tuple[FileRows, list[DeadRecord]]:
-    """FileRows of one writer's corrections, trainable or not, in the records' order, and what can't be read."""
+    """(rows of corrections that one schema wrote, trainable or not, in the records' order; records that
+    cannot be read)."""
     decoder = Decoder(uncut_schema(writer), {writer.fingerprint: uncut_schema(writer)}.get)
     kept, dead = _kept(records, decoder.decode(records, corrections=True)[1], wire.CORRECTION)
     found = [pb.Sample.FromString(record.value[2:]) for record in kept]
@@ -130,7 +143,8 @@ def _kept(
 
 
 def _sample_of(correction: pb.Sample) -> int:
-    """The id of the sample that it corrects: its own contains its engagement's."""
+    """The id of the sample that a correction corrects. A correction's own id also contains its
+    engagement's."""
     header = correction.header
     return sample_id(key_bytes(header.user_id, header.session_id, header.request_id), header.request_id)
 
@@ -138,10 +152,10 @@ def _sample_of(correction: pb.Sample) -> int:
 def group_by_writer(
     records: Iterable[Record], registry: Registry, kind: int
 ) -> tuple[dict[int, list[Record]], list[DeadRecord]]:
-    """Fingerprint → records of this kind, in their order, and those that name no schema that is known.
+    """Fingerprint → records of this kind, in their order; and records of unknown schemas or other kinds.
 
     Raises:
-        UnavailableError: schemas can't be read now.
+        UnavailableError: schemas cannot be read now.
     """
     of: dict[int, list[Record]] = {}
     dead: list[DeadRecord] = []
@@ -165,7 +179,7 @@ def group_by_writer(
                 DeadRecord(
                     record,
                     "unknown_schema",
-                    f"unknown schema {fingerprint:016x}; register the schema that wrote it",
+                    f"unknown schema {fingerprint:016x}; register the schema that wrote the record",
                 )
             )
         else:
@@ -174,22 +188,22 @@ def group_by_writer(
 
 
 def group_by_day(rows: FileRows) -> dict[date, FileRows]:
-    """FileRows by the day of their close, each day's by user."""
+    """Rows by the day of their close, each day's ordered by user."""
     close_ms_R = rows.columns["close_ms"].values
     days = np.array([day_of(int(ms)).toordinal() for ms in close_ms_R], dtype=np.int64)
     return {
-        date.fromordinal(int(day)): sort_by_user(take(rows, np.flatnonzero(days == day)))
+        date.fromordinal(int(day)): sort_by_user(take_rows(rows, np.flatnonzero(days == day)))
         for day in np.unique(days)
     }
 
 
 def sort_by_user(rows: FileRows) -> FileRows:
-    """The same rows by (user, time), strangers by session: what a user's requests share lies together."""
+    """The rows by (user, time); unknown users by session."""
     order = np.lexsort([rows.columns[name].values for name in ("offset", "time_ms", "session_id", "user_id")])
-    return take(rows, order)
+    return take_rows(rows, order)
 
 
-def take(rows: FileRows, rows_M: np.ndarray) -> FileRows:
+def take_rows(rows: FileRows, rows_M: np.ndarray) -> FileRows:
     """The rows `rows_M` (int64 [M]), in that order."""
     counts_M = rows.counts_R[rows_M]
     at_B = _ranges(_starts(rows.counts_R)[rows_M], counts_M)
@@ -227,22 +241,22 @@ log = logging.getLogger("roostream.archiver")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlushPolicy:
-    """When what was read becomes files."""
+    """When buffered records are written to files."""
 
-    bytes: int  # of records
-    after_ms: int  # since the oldest of them was read
+    bytes: int  # of buffered records
+    after_ms: int  # since the oldest record was read
 
 
 class DeadLetterSink(Protocol):
-    """Where records go that make no row."""
+    """Where records go that cannot be read."""
 
     def send(self, dead: Sequence[DeadRecord]) -> None:
-        """Returns when all are safe. UnavailableError: they aren't; send them again."""
+        """Return when all records are stored. Raises UnavailableError: they are not; send them again."""
 
 
 @dataclasses.dataclass
 class ArchiveCounts:
-    """Since the start."""
+    """Counters since the start."""
 
     rows: int = 0
     files: int = 0
@@ -261,7 +275,8 @@ class _PendingFiles:
 
 
 class Archiver:
-    """Of chosen partitions. `open` comes first; after a FencedError within `turn` it has opened itself anew. One thread."""
+    """Archives chosen partitions. Call `open` first; after a rejected commit `turn` has opened it again. One
+    thread."""
 
     def __init__(
         self,
@@ -273,79 +288,90 @@ class Archiver:
         dead: DeadLetterSink,
         clock: Clock,
     ) -> None:
-        """`topic_ids`: the broker's id of each topic, since one that is made again is another. `registry`: of all writers."""
+        """`topic_ids`: the broker's id of each topic; a topic that is deleted and created again has another
+        one.
+
+        `registry`: schemas of all writers.
+        """
         self.warehouse, self.reader, self.topic_ids, self.rule = warehouse, reader, topic_ids, rule
         self.registry, self.dead, self.clock = registry, dead, clock
         self.counts = ArchiveCounts()
-        self.num_waiting_bytes = 0
-        self._waiting: list[Record] = []
-        self._since_s = 0.0
-        self._at: dict[Partition, int | None] = {}
-        self._made: dict[str, _PendingFiles] = {}
-        self._known: set[int] = set()  # schemas that the warehouse has
+        self.num_buffered_bytes = 0
+        self._buffered: list[Record] = []
+        self._oldest_s = 0.0
+        self._positions: dict[Partition, int | None] = {}
+        self._pending: dict[str, _PendingFiles] = {}
+        self._registered: set[int] = set()  # fingerprints of schemas that are stored in the warehouse
 
     def open(self) -> None:
-        """Step 1. UnavailableError: the warehouse or the source is away; call again."""
+        """Step 1.
+
+        Raises:
+            UnavailableError: the warehouse or the source is away; call again.
+        """
         self.warehouse.create()
         found = {
             topic: self.warehouse.tables[topic].snapshot()
             for topic in {topic for topic, _ in self.reader.partitions}
         }
-        self._at = {p: found[p[0]].progress(self._name(p)) for p in self.reader.partitions}
-        self.reader.seek({p: at for p, at in self._at.items() if at is not None})
+        self._positions = {p: found[p[0]].progress(self._name(p)) for p in self.reader.partitions}
+        self.reader.seek({p: at for p, at in self._positions.items() if at is not None})
         self._forget()
 
     def turn(self, timeout_s: float, max_records: int = 1024) -> None:
-        """Step 2, then 3 and 4 where they are due.
+        """Step 2, then 3 and 4 if they are due.
 
-        **If it fails** (UnavailableError): nothing is lost; what was read waits, and no more is read before it is committed.
+        **If it fails** (UnavailableError): nothing is lost. The buffered records wait, and no more are read
+        before their commit.
         """
         if not self.is_due():
             records = self.reader.poll(max_records, timeout_s)
-            if records and not self._waiting:
-                self._since_s = self.clock.monotonic_s()
-            self._waiting += records
-            self.num_waiting_bytes += sum(len(record.value or b"") for record in records)
+            if records and not self._buffered:
+                self._oldest_s = self.clock.monotonic_s()
+            self._buffered += records
+            self.num_buffered_bytes += sum(len(record.value or b"") for record in records)
         if self.is_due():
             self.flush()
 
     def is_due(self) -> bool:
-        """Enough has been read, or for long enough."""
-        waited_ms = (self.clock.monotonic_s() - self._since_s) * 1000
-        return bool(self._waiting) and (
-            self.num_waiting_bytes >= self.rule.bytes or waited_ms >= self.rule.after_ms
+        """Whether enough records are buffered, or the oldest has waited long enough."""
+        waited_ms = (self.clock.monotonic_s() - self._oldest_s) * 1000
+        return bool(self._buffered) and (
+            self.num_buffered_bytes >= self.rule.bytes or waited_ms >= self.rule.after_ms
         )
 
     def flush(self) -> None:
-        """Steps 3 and 4, of all that was read. Raises as `turn`."""
+        """Steps 3 and 4 for all buffered records. Raises as `turn`."""
         try:
-            if not self._made:
-                self._made = self._files()
-            for topic, made in list(self._made.items()):
+            if not self._pending:
+                self._pending = self._files()
+            for topic, made in list(self._pending.items()):
                 self.warehouse.tables[topic].commit(made.files, progress=made.steps)
                 self._committed(topic, made)
             self._forget()
         except FencedError as error:
-            log.warning("%s; reading on from there", error)
+            log.warning("%s; continuing from there", error)
             self.counts.refused += 1
             self.open()
 
     def _files(self) -> dict[str, _PendingFiles]:
-        """Step 3: topic → its files, and how far its partitions come by them."""
+        """Step 3: topic → its files, and the new positions of its partitions."""
         of: dict[Partition, list[Record]] = {}
-        for record in self._waiting:
+        for record in self._buffered:
             of.setdefault((record.topic, record.partition), []).append(record)
         dead: list[DeadRecord] = []
-        made: dict[str, _PendingFiles] = {}
+        pending: dict[str, _PendingFiles] = {}
         positions = self.reader.positions()
         for partition, records in of.items():
-            table = made.setdefault(partition[0], _PendingFiles([], {}))
+            table = pending.setdefault(partition[0], _PendingFiles([], {}))
             table.files.extend(self._files_of(partition, records, dead))
-            table.steps[self._name(partition)] = ProgressStep(self._at[partition], positions[partition])
+            table.steps[self._name(partition)] = ProgressStep(
+                self._positions[partition], positions[partition]
+            )
         if dead:
             self.dead.send(dead)
             self.counts.dead += len(dead)
-        return made
+        return pending
 
     def _files_of(
         self, partition: Partition, records: list[Record], dead: list[DeadRecord]
@@ -363,9 +389,9 @@ class Archiver:
             dead += wrong
             if not len(rows.counts_R):
                 continue
-            if fingerprint not in self._known:
+            if fingerprint not in self._registered:
                 register(self.warehouse.store, writer)
-                self._known.add(fingerprint)
+                self._registered.add(fingerprint)
             self.warehouse.tables[topic].widen(rows.forms)
             for day, part in group_by_day(rows).items():
                 place = FileKey(
@@ -379,22 +405,24 @@ class Archiver:
         return out
 
     def _committed(self, topic: str, made: _PendingFiles) -> None:
-        del self._made[topic]
-        self._at |= {p: made.steps[self._name(p)].after for p in self._at if self._name(p) in made.steps}
-        self._waiting = [record for record in self._waiting if record.topic != topic]
+        del self._pending[topic]
+        self._positions |= {
+            p: made.steps[self._name(p)].after for p in self._positions if self._name(p) in made.steps
+        }
+        self._buffered = [record for record in self._buffered if record.topic != topic]
         self.counts.commits += 1
         self.counts.files += len(made.files)
         self.counts.rows += sum(file.rows for file in made.files)
         self.counts.bytes += sum(file.bytes for file in made.files)
 
     def _forget(self) -> None:
-        self._waiting, self._made, self.num_waiting_bytes = [], {}, 0
+        self._buffered, self._pending, self.num_buffered_bytes = [], {}, 0
 
     def _name(self, partition: Partition) -> str:
         return progress_name(partition, self.topic_ids[partition[0]])
 
 
 def progress_name(partition: Partition, topic_id: str) -> str:
-    """What a partition's progress is called in its table's log."""
+    """The name of a partition's progress in its table's log."""
     topic, number = partition
     return f"{topic}/{topic_id}/{number}"

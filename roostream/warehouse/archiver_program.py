@@ -1,9 +1,9 @@
 """`roostream archiver`.
 
-1 wait for the topics; their ids name what is committed
-2 open: the tables say where to read on
-3 read, write, commit, until told to stop; what is away is waited for, with what was read in memory and no more
-4 on stop: commit what was read, in the time that is left
+1 wait for the topics; their ids are part of what is committed
+2 open the tables, which tell where to continue
+3 read, write and commit until stopped; while Kafka or the warehouse is away, keep what was read and wait
+4 on stop commit what was read, in the time that is left
 """
 
 from __future__ import annotations
@@ -37,22 +37,23 @@ _COUNTERS = ("rows", "files", "bytes", "dead", "commits", "refused", "lost")
 
 
 def run_archiver(config: ArchiverConfig) -> int:
-    """Until SIGTERM or SIGINT; the exit code of `roostream.runtime.program.run`."""
+    """Run until SIGTERM or SIGINT; return the exit code of `roostream.runtime.program.run`."""
     return program.run(f"archiver {config.index}", lambda stop: archive(config, stop), config.log_format)
 
 
 def own_partitions(config: ArchiverConfig) -> tuple[Partition, ...]:
-    """A sample and its corrections have the same number, so that one archiver has both."""
+    """The partitions of this archiver. A sample and its corrections have the same partition number."""
     mine = range(config.index, config.partitions, config.num_archivers)
     return tuple((topic, number) for topic in (SAMPLES, CORRECTIONS) for number in mine)
 
 
 class KafkaDeadLetters:
-    """See `DeadLetterSink`. Keyed by place as the trainer's are: who reads them counts each place once."""
+    """Implements `DeadLetterSink`. Keys are the records' positions, as the trainer's, so that consumers count
+    each record once."""
 
     def __init__(self, config: ArchiverConfig, clock: Clock) -> None:
         self._producer = clients.producer(config.broker)
-        self._topic, self._most, self._clock = (
+        self._topic, self._max_raw_bytes, self._clock = (
             name_of(config.prefix, DEAD_LETTERS),
             config.max_raw_bytes,
             clock,
@@ -61,7 +62,7 @@ class KafkaDeadLetters:
     def send(self, dead: Sequence[DeadRecord]) -> None:
         for record, reason, error in dead:
             log.warning(
-                "%s-%d offset %d is dead: %s (%s)",
+                "%s-%d offset %d goes to the dead letters: %s (%s)",
                 record.topic,
                 record.partition,
                 record.offset,
@@ -74,7 +75,7 @@ class KafkaDeadLetters:
                 partition=record.partition,
                 offset=record.offset,
                 error=error,
-                raw=(record.value or b"")[: self._most],
+                raw=(record.value or b"")[: self._max_raw_bytes],
                 raw_bytes=len(record.value or b""),
             )
             key, value = (
@@ -90,14 +91,16 @@ class KafkaDeadLetters:
                 give_up=lambda: True,
             )
         if left := self._producer.flush(_FLUSH_S):
-            raise UnavailableError(f"Kafka has not acknowledged {left} dead letters for {_FLUSH_S:g} s")
+            raise UnavailableError(
+                f"expected {left} dead letters to be acknowledged within {_FLUSH_S:g} s, got none; trying again"
+            )
 
 
 def archive(config: ArchiverConfig, stop: Stop) -> None:
-    """`roostream archiver`, until `stop`.
+    """Run an archiver until `stop`.
 
     Raises:
-        RoostreamError: a topic has other partitions than the settings say, or the warehouse is damaged.
+        RoostreamError: a topic has another number of partitions than the settings say, or the warehouse is damaged.
     """
     health, clock = Health(config.stalled_after_ms / 1000), SystemClock()
     log.info(
@@ -129,7 +132,7 @@ def archive(config: ArchiverConfig, stop: Stop) -> None:
         clock,
     )
     exports = MetricsCollector(
-        "archiver", lambda: shown(archiver), {"behind_records": "partition"}, counters=_COUNTERS
+        "archiver", lambda: metrics_of(archiver), {"behind_records": "partition"}, counters=_COUNTERS
     )
     exports.register()
     waits = Backoff(what=f"the warehouse at {config.warehouse}, or Kafka")
@@ -150,14 +153,14 @@ def archive(config: ArchiverConfig, stop: Stop) -> None:
         reader.close()
 
 
-def shown(archiver: Archiver) -> dict[str, object]:
-    """Its numbers, by the names that they are exported under."""
+def metrics_of(archiver: Archiver) -> dict[str, object]:
+    """Metric values by name."""
     counts = archiver.counts
     lag = {f"{topic}-{number}": behind.records for (topic, number), behind in archiver.reader.lag().items()}
     numbers = {name: getattr(counts, name) for name in _COUNTERS if name != "lost"}
     return {
         **numbers,
         "lost": archiver.reader.num_lost,
-        "waiting_bytes": archiver.num_waiting_bytes,
+        "waiting_bytes": archiver.num_buffered_bytes,
         "behind_records": lag,
     }

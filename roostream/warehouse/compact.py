@@ -1,7 +1,15 @@
-"""What is to be sealed and what may go, from what the logs say; and rows of many files as those of one.
+"""Compaction: the compactor seals days of a warehouse, retires old days and deletes unused files. Each step
+is one commit.
 
-A day's files of one partition are replaced by few: each sample once, by user, columns that are asked for most in front, and the
-labels of now beside those of the close. Pure: no store, no table.
+1 what is due follows from the tables' logs alone, so that a new compactor finds the same
+2 the rows of a day and partition are read, merged and written as new files, which nobody sees yet
+3 one commit replaces the files and moves `compact/<day>/<partition>` and `folded/<day>/<partition>`. Of two compactors one is
+  rejected; an archiver that appends meanwhile is not, and its new file is found at the next run
+4 days beyond the limits leave the tables; the vacuum deletes files that no version in use names, except pinned ones
+
+A sealed day holds each sample once, ordered by user, the most popular columns first, with the latest labels
+beside those at the close. Readers of older versions continue: their files stay until the vacuum's age has
+passed and no pin names them.
 """
 
 from __future__ import annotations
@@ -18,7 +26,7 @@ from roostream.errors import FencedError
 from roostream.runtime.clock import Clock
 from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES
 from roostream.schema.schema import Schema
-from roostream.warehouse.archive import sample_forms, sort_by_user, take
+from roostream.warehouse.archive import sample_forms, sort_by_user, take_rows
 from roostream.warehouse.config import CompactorConfig
 from roostream.warehouse.data_file import DataFile, day_bounds_ms
 from roostream.warehouse.delta_table import ProgressStep, TableSnapshot
@@ -30,13 +38,13 @@ from roostream.warehouse.warehouse import Warehouse
 from roostream.wire.columnar import CANDIDATE, ColumnType, FlatColumn, label_column
 
 DayPart = tuple[date, int]
-"""A day of close and a partition: what is sealed together."""
+"""A close day and a partition: what is sealed together."""
 CorrectionSource = tuple[date, int, str]
-"""A day and partition of corrections, and the id of their topic: offsets of another one begin anew."""
+"""Day, partition and topic id of corrections; offsets of another topic id start anew."""
 
 
 class Seal(NamedTuple):
-    """What is to be replaced."""
+    """Files of a day and partition that are to be replaced."""
 
     day: date
     partition: int
@@ -50,46 +58,50 @@ def seals_due(
     folded: Mapping[CorrectionSource, int],
     seal_after_ms: int,
 ) -> list[Seal]:
-    """Days that ended `seal_after_ms` before the newest close and have files that aren't sealed, or corrections that aren't
-    folded; the oldest first. `folded`: next offset of corrections behind what sealed files hold, 0 where nothing was."""
-    of: dict[DayPart, list[DataFile]] = {}
-    late: dict[DayPart, list[DataFile]] = {}
-    for files, known in ((samples, of), (corrections, late)):
+    """What to seal, the oldest day first: days that ended `seal_after_ms` before the newest close and have
+    unsealed files or corrections that are not folded in.
+
+    `folded`: offset after the last correction that sealed files contain; 0 = none.
+    """
+    by_part: dict[DayPart, list[DataFile]] = {}
+    corrections_by_part: dict[DayPart, list[DataFile]] = {}
+    for files, group in ((samples, by_part), (corrections, corrections_by_part)):
         for file in files:
-            known.setdefault((file.day, file.partition), []).append(file)
-    newest_ms = max((file.last_close_ms for files in of.values() for file in files), default=0)
+            group.setdefault((file.day, file.partition), []).append(file)
+    newest_ms = max((file.last_close_ms for files in by_part.values() for file in files), default=0)
     out = []
-    for (day, partition), files in sorted(of.items()):
-        told = late.get((day, partition), [])
-        behind = any(file.last_offset >= folded.get((day, partition, file.topic), 0) for file in told)
+    for (day, partition), files in sorted(by_part.items()):
+        late = corrections_by_part.get((day, partition), [])
+        behind = any(file.last_offset >= folded.get((day, partition, file.topic), 0) for file in late)
         if day_bounds_ms(day)[1] + seal_after_ms <= newest_ms and (
             behind or not all(file.sealed for file in files)
         ):
-            out.append(Seal(day, partition, tuple(files), tuple(told)))
+            out.append(Seal(day, partition, tuple(files), tuple(late)))
     return out
 
 
 def retired_name(topic: str, partition: int) -> str:
-    """Offset of a topic (its id) below which files of a partition may have been retired."""
+    """Progress name: offset of a topic (by id) below which files of a partition may have been retired."""
     return f"retired/{topic or 'unknown'}/{partition}"
 
 
 def partly_retired_name(day: date) -> str:
-    """Counts how often files of a day were retired while others of it stayed."""
+    """Progress name: counts how often a part of a day's files was retired."""
     return f"cut/{day.isoformat()}"
 
 
 def next_offset_by_topic(corrections: Iterable[DataFile]) -> dict[str, int]:
-    """Topic → offset behind the last of its corrections in these files."""
+    """Topic id → offset after its last correction in these files."""
     behind: dict[str, int] = {}
     for file in corrections:
         behind[file.topic] = max(behind.get(file.topic, 0), file.last_offset + 1)
     return behind
 
 
-def retired(files: Sequence[DataFile], keep_days: int, keep_bytes: int) -> list[DataFile]:
-    """Files that may go: of days older than the newest `keep_days`; then of the oldest days until at most `keep_bytes` are left;
-    and of the newest day, which goes last, those that closed first, but for the newest of each partition. 0 = no bound."""
+def files_to_retire(files: Sequence[DataFile], keep_days: int, keep_bytes: int) -> list[DataFile]:
+    """Files to retire: those of days before the newest `keep_days`; then the oldest days until at most
+    `keep_bytes` are left; of the newest day the files that closed first, but never the last file of a
+    partition. 0 = no limit."""
     if not files:
         return []
     newest = max(file.day for file in files)
@@ -108,7 +120,7 @@ def retired(files: Sequence[DataFile], keep_days: int, keep_bytes: int) -> list[
 
 
 def _first_closed(files: Sequence[DataFile], excess: int) -> list[DataFile]:
-    """Of one day, so many bytes or a file more, never the last of a partition."""
+    """The earliest files of one day that sum up to `excess` bytes, but never the last one of a partition."""
     last = {file.partition: file for file in sorted(files, key=lambda file: file.last_close_ms)}
     out: list[DataFile] = []
     for file in sorted(files, key=lambda file: (file.last_close_ms, file.path)):
@@ -119,13 +131,13 @@ def _first_closed(files: Sequence[DataFile], excess: int) -> list[DataFile]:
 
 
 def partly_retired_days(files: Sequence[DataFile], gone: Sequence[DataFile]) -> list[date]:
-    """Days of which some go and others stay."""
+    """Days of which some files are retired and others stay."""
     paths = {file.path for file in gone}
     return sorted({file.day for file in gone} & {file.day for file in files if file.path not in paths})
 
 
 def merged_rows(parts: Sequence[FileRows]) -> FileRows:
-    """FileRows of one writer's files as one, each sample once (its lowest offset), by user."""
+    """The rows of several files of one writer: each sample once (its lowest offset), ordered by user."""
     forms = dict(parts[0].forms)
     columns = {name: _joined([part.columns[name] for part in parts]) for name in forms}
     rows = FileRows(columns=columns, forms=forms, counts_R=np.concatenate([part.counts_R for part in parts]))
@@ -133,11 +145,11 @@ def merged_rows(parts: Sequence[FileRows]) -> FileRows:
     ids = columns["sample_id"].values[order]
     first = np.ones(len(ids), dtype=np.bool_)
     first[1:] = ids[1:] != ids[:-1]
-    return sort_by_user(take(rows, np.sort(order[first])))
+    return sort_by_user(take_rows(rows, np.sort(order[first])))
 
 
 def with_latest(rows: FileRows, writer: Schema, latest: LatestLabels) -> FileRows:
-    """With columns `latest__<label>`, if corrections say anything of these rows."""
+    """The rows with columns `latest__<label>`, if corrections change any of them."""
     names = [label.name for label in writer.labels]
     if latest.is_empty or not names:
         return rows
@@ -155,14 +167,14 @@ def with_latest(rows: FileRows, writer: Schema, latest: LatestLabels) -> FileRow
     return FileRows(columns={**rows.columns, **new}, forms={**rows.forms, **forms}, counts_R=rows.counts_R)
 
 
-def cut(rows: FileRows, max_rows: int) -> list[FileRows]:
-    """In pieces of at most so many rows."""
+def split_rows(rows: FileRows, max_rows: int) -> list[FileRows]:
+    """The rows in pieces of at most `max_rows`."""
     count = len(rows.counts_R)
-    return [take(rows, np.arange(at, min(at + max_rows, count))) for at in range(0, count, max_rows)]
+    return [take_rows(rows, np.arange(at, min(at + max_rows, count))) for at in range(0, count, max_rows)]
 
 
 def latest_forms(writer: Schema) -> dict[str, ColumnType]:
-    """What a sealed file may have beyond a sample's columns."""
+    """Columns that a sealed file may have beyond those of a sample."""
     return {label_column(label.name, LATEST): CANDIDATE["propensity"] for label in writer.labels}
 
 
@@ -186,79 +198,89 @@ _RETIRED = "compact/retired"
 
 
 def compact_name(day: date, partition: int) -> str:
-    """Counts how often the files of a day and partition were replaced."""
+    """Progress name: counts how often the files of a day and partition were replaced."""
     return f"compact/{day.isoformat()}/{partition}"
 
 
 def folded_name(day: date, partition: int, topic: str) -> str:
-    """Next offset of a topic of corrections (its id, "" where files don't say) behind what sealed files of a day and partition
-    hold."""
+    """Progress name: offset after the last correction of a topic that sealed files of a day and partition
+    contain."""
     return f"folded/{day.isoformat()}/{partition}{'/' if topic else ''}{topic}"
 
 
 @dataclasses.dataclass
 class CompactCounts:
-    """Since the start."""
+    """Counters since the start."""
 
     seals: int = 0
     files_replaced: int = 0
     rows: int = 0
-    repeated: int = 0  # rows that were there twice
+    repeated: int = 0  # duplicate rows that were removed
     retired: int = 0
-    cut: int = 0  # of these, files of a day of which others stayed
+    cut: int = 0  # files of days that were retired in part
     deleted: int = 0
     refused: int = 0
 
 
 class Compactor:
-    """One warehouse. One thread; several compactors may work on one warehouse."""
+    """Compacts one warehouse. One thread; several compactors may work on the same warehouse."""
 
     def __init__(self, warehouse: Warehouse, config: CompactorConfig, clock: Clock) -> None:
         self.warehouse, self.config, self.clock = warehouse, config, clock
         self.counts = CompactCounts()
 
     def due(self) -> list[Seal]:
-        """Step 1. UnavailableError: the warehouse can't be read now."""
+        """Step 1.
+
+        Raises:
+            UnavailableError: the warehouse cannot be read now.
+        """
         samples, corrections = (self.warehouse.tables[name].snapshot() for name in (SAMPLES, CORRECTIONS))
         return seals_due(
             samples.files, corrections.files, _folded(samples, corrections.files), self.config.seal_after_ms
         )
 
     def seal(self, seal: Seal) -> bool:
-        """Steps 2 and 3. False: another was there first; nothing was changed.
+        """Steps 2 and 3. False: another compactor was first; nothing was changed.
 
         Raises:
-            UnavailableError: the warehouse can't be read or written now. CheckpointError: a file is damaged; names it.
+            UnavailableError: the warehouse cannot be read or written now.
+            CheckpointError: a file is damaged; the message names it.
         """
         table, name = self.warehouse.samples, compact_name(seal.day, seal.partition)
         before = table.snapshot()
         if not {file.path for file in seal.files} <= {file.path for file in before.files}:
             return False
-        made, counted = self._written(seal), before.progress(name)
-        steps = {name: ProgressStep(counted, (counted or 0) + 1)}
+        new_files, count = self._write_sealed(seal), before.progress(name)
+        steps = {name: ProgressStep(count, (count or 0) + 1)}
         for topic, behind in next_offset_by_topic(seal.corrections).items():
             at = before.progress(folded := folded_name(seal.day, seal.partition, topic))
             steps[folded] = ProgressStep(at, max(behind, at or 0))
         try:
-            table.commit(made, seal.files, steps)
+            table.commit(new_files, seal.files, steps)
         except FencedError as error:
             log.warning("%s", error)
             self.counts.refused += 1
             return False
-        rows = sum(file.rows for file in made)
+        rows = sum(file.rows for file in new_files)
         self.counts.seals += 1
         self.counts.rows += rows
         self.counts.files_replaced += len(seal.files)
         self.counts.repeated += sum(file.rows for file in seal.files) - rows
         log.info(
-            "sealed %s partition %d: %d files are %d", seal.day, seal.partition, len(seal.files), len(made)
+            "sealed %s partition %d: %d files were replaced by %d",
+            seal.day,
+            seal.partition,
+            len(seal.files),
+            len(new_files),
         )
         return True
 
     def retire(self) -> int:
-        """What is beyond the bounds leaves the tables, the oldest first; how many files. Raises UnavailableError."""
+        """Remove files beyond the limits from the tables, the oldest first; return how many. Raises
+        UnavailableError."""
         samples = self.warehouse.samples.snapshot()
-        gone = retired(samples.files, self.config.keep_days, self.config.keep_bytes)
+        gone = files_to_retire(samples.files, self.config.keep_days, self.config.keep_bytes)
         if not gone:
             return 0
         in_part = partly_retired_days(samples.files, gone)
@@ -266,19 +288,19 @@ class Compactor:
         late = self.warehouse.corrections.snapshot()
         steps = {
             name: ProgressStep(samples.progress(name), after)
-            for name, after in _told_retired(samples, gone, in_part).items()
+            for name, after in _retirement_progress(samples, gone, in_part).items()
         }
         try:
-            self.warehouse.samples.commit((), gone, {**_counted(samples), **steps})
+            self.warehouse.samples.commit((), gone, {**_retire_step(samples), **steps})
             if old := [file for file in late.files if file.day in days]:
-                self.warehouse.corrections.commit((), old, _counted(late))
+                self.warehouse.corrections.commit((), old, _retire_step(late))
         except FencedError as error:
             log.warning("%s", error)
             self.counts.refused += 1
             return 0
         for day in in_part:
             log.warning(
-                "%s is kept in part: expected keep_bytes = %d to hold a day; raise it",
+                "a part of %s was retired: expected keep_bytes = %d to hold a whole day; raise it",
                 day,
                 self.config.keep_bytes,
             )
@@ -287,7 +309,11 @@ class Compactor:
         return len(gone)
 
     def vacuum(self) -> list[str]:
-        """Paths that were deleted. Raises UnavailableError: the warehouse or its pins can't be read now."""
+        """Delete unused files and return their paths.
+
+        Raises:
+            UnavailableError: the warehouse or its pins cannot be read now.
+        """
         deleted: list[str] = []
         for name, table in self.warehouse.tables.items():
             held = pinned_versions(self.warehouse.store, name, self.clock.now_ms())
@@ -295,9 +321,9 @@ class Compactor:
         self.counts.deleted += len(deleted)
         return deleted
 
-    def _written(self, seal: Seal) -> list[DataFile]:
-        """New files, of each writer and topic its own."""
-        made: list[DataFile] = []
+    def _write_sealed(self, seal: Seal) -> list[DataFile]:
+        """The new files, one set for each writer and topic."""
+        new_files: list[DataFile] = []
         order = self.warehouse.column_order()
         for fingerprint, topic in sorted({(file.fingerprint, file.topic) for file in seal.files}):
             files = [file for file in seal.files if (file.fingerprint, file.topic) == (fingerprint, topic)]
@@ -305,7 +331,7 @@ class Compactor:
             latest = read_latest(self.warehouse, seal.corrections, [label.name for label in writer.labels])
             rows = with_latest(merged_rows([self._rows(file) for file in files]), writer, latest)
             self.warehouse.samples.widen(rows.forms)
-            place = FileKey(
+            key = FileKey(
                 table=SAMPLES,
                 day=seal.day,
                 partition=seal.partition,
@@ -313,11 +339,11 @@ class Compactor:
                 topic=topic,
                 sealed=True,
             )
-            made += [
-                write_rows(self.warehouse.store, piece, place, order)
-                for piece in cut(rows, self.config.max_rows)
+            new_files += [
+                write_rows(self.warehouse.store, piece, key, order)
+                for piece in split_rows(rows, self.config.max_rows)
             ]
-        return made
+        return new_files
 
     def _rows(self, file: DataFile) -> FileRows:
         forms = sample_forms(writer_of(file, self.warehouse.registry))
@@ -326,22 +352,22 @@ class Compactor:
 
 
 def _folded(samples: TableSnapshot, corrections: Sequence[DataFile]) -> Mapping[CorrectionSource, int]:
-    told = {(file.day, file.partition, file.topic) for file in corrections}
-    return {its: samples.progress(folded_name(*its)) or 0 for its in told}
+    sources = {(file.day, file.partition, file.topic) for file in corrections}
+    return {source: samples.progress(folded_name(*source)) or 0 for source in sources}
 
 
-def _counted(table: TableSnapshot) -> dict[str, ProgressStep]:
-    """Of two that retire files of a table one is refused."""
+def _retire_step(table: TableSnapshot) -> dict[str, ProgressStep]:
+    """A progress step that lets only one of two compactors retire files of a table."""
     before = table.progress(_RETIRED)
     return {_RETIRED: ProgressStep(before, (before or 0) + 1)}
 
 
-def _told_retired(
+def _retirement_progress(
     samples: TableSnapshot, gone: Sequence[DataFile], in_part: Sequence[date]
 ) -> dict[str, int]:
-    """What a later session has to know: whether all that it would read, and all that it could find again there, are there."""
-    told = {name: (samples.progress(name) or 0) + 1 for name in map(partly_retired_name, in_part)}
+    """Progress steps that tell later sessions which rows are gone."""
+    steps = {name: (samples.progress(name) or 0) + 1 for name in map(partly_retired_name, in_part)}
     for file in gone:
         name = retired_name(file.topic, file.partition)
-        told[name] = max(told.get(name, samples.progress(name) or 0), file.last_offset + 1)
-    return told
+        steps[name] = max(steps.get(name, samples.progress(name) or 0), file.last_offset + 1)
+    return steps

@@ -1,4 +1,4 @@
-"""`roostream compactor`: looks at the warehouse now and then, and does what is due."""
+"""`roostream compactor`: runs the compactor at intervals."""
 
 from __future__ import annotations
 
@@ -20,19 +20,23 @@ _COUNTERS = ("seals", "files_replaced", "rows", "repeated", "retired", "cut", "d
 
 
 def run_compactor(config: CompactorConfig) -> int:
-    """Until SIGTERM or SIGINT; the exit code of `roostream.runtime.program.run`."""
+    """Run until SIGTERM or SIGINT; return the exit code of `roostream.runtime.program.run`."""
     return program.run("compactor", lambda stop: compact(config, stop), config.log_format)
 
 
 class Rounds:
-    """Looks at the warehouse, one after another: a damaged file stops its own day, never the others."""
+    """Runs the compactor again and again. A damaged file stops its own day only."""
 
     def __init__(self, compactor: Compactor, health: Health, stop: Stop) -> None:
         self.compactor, self.health, self.stop = compactor, health, stop
         self.num_due = self.num_damaged = 0
 
-    def look(self) -> None:
-        """Once. UnavailableError: the warehouse is away; what was done stays done."""
+    def run_once(self) -> None:
+        """Run once.
+
+        Raises:
+            UnavailableError: the warehouse is away; finished steps stay done.
+        """
         due = self.compactor.due()
         for n, seal in enumerate(due):
             if self.stop.is_set():
@@ -48,14 +52,14 @@ class Rounds:
         self.compactor.retire()
         self.compactor.vacuum()
 
-    def shown(self) -> dict[str, object]:
-        """Numbers by the names that they are exported under."""
+    def metrics(self) -> dict[str, object]:
+        """Metric values by name."""
         numbers = {name: getattr(self.compactor.counts, name) for name in _COUNTERS if name != "damaged"}
         return {**numbers, "damaged": self.num_damaged, "due": self.num_due}
 
 
 def compact(config: CompactorConfig, stop: Stop) -> None:
-    """`roostream compactor`, until `stop`; what it is doing then is not committed, and done by whoever comes next."""
+    """Run until `stop`. An unfinished step is not committed, and the next compactor does it again."""
     health = Health(config.stalled_after_ms / 1000)
     log.info(
         "metrics at %s://%s:%d/metrics",
@@ -65,7 +69,7 @@ def compact(config: CompactorConfig, stop: Stop) -> None:
     )
     warehouse = Warehouse(config.warehouse)
     rounds = Rounds(Compactor(warehouse, config, SystemClock()), health, stop)
-    exports = MetricsCollector("compactor", rounds.shown, {}, counters=_COUNTERS)
+    exports = MetricsCollector("compactor", rounds.metrics, {}, counters=_COUNTERS)
     exports.register()
     waits = Backoff(what=f"the warehouse at {config.warehouse}")
     try:
@@ -73,7 +77,7 @@ def compact(config: CompactorConfig, stop: Stop) -> None:
             waits.until(warehouse.create, (UnavailableError,), stop)
         while not stop.is_set():
             try:
-                rounds.look()
+                rounds.run_once()
                 waits.reached()
                 health.turned()
             except UnavailableError as error:

@@ -1,4 +1,4 @@
-"""What the table's log says of a file, and where it lies."""
+"""What the table's log says of a file, and the form of its path."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ _NAME = re.compile(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataFile:
-    """A file of rows of one day, partition and writer's schema."""
+    """A file of rows of one close day, partition and schema."""
 
     path: str  # below the table's own folder
     bytes: int
     rows: int  # requests
     candidates: int
-    day: date  # of the close of its samples, UTC
-    partition: int  # of the topic that they came from
-    fingerprint: int  # of the schema that wrote them
+    day: date  # UTC day of its samples' close times
+    partition: int  # of the topic
+    fingerprint: int  # of the schema that wrote the samples
     first_offset: int
     last_offset: int
     first_close_ms: int
     last_close_ms: int
     sealed: bool = False
-    topic: str = ""  # id of the topic that they came from, of which their offsets are; "" of files that don't say (format 1)
+    topic: str = ""  # id of the topic that the offsets belong to; "" in files of format 1
 
 
 def day_of(close_ms: int) -> date:
-    """The day, in UTC, of a time in ms."""
+    """The UTC day of a time in ms."""
     return datetime.fromtimestamp(close_ms // 1000, UTC).date()
 
 
@@ -46,20 +46,23 @@ def day_bounds_ms(day: date) -> tuple[int, int]:
 def new_path(
     day: date, partition: int, fingerprint: int, candidates: int, *, topic: str = "", sealed: bool = False
 ) -> str:
-    """A path that no other file has. How many candidates it holds and of which topic is in it, since a log has no place for that;
-    the topic's id, in which Kafka has capitals and slashes, by the hexadecimal digits of its letters."""
+    """A unique path.
+
+    It holds the number of candidates and the topic's id, since the log has no place for them. Kafka's topic
+    ids have capitals and slashes, so the id is written in hexadecimal.
+    """
     of_topic = f"t{topic.encode().hex()}/" if topic else ""
     name = f"{'sealed-' if sealed else ''}{candidates}-{secrets.token_hex(12)}.parquet"
     return f"{day.isoformat()}/{partition}/{fingerprint:016x}/{of_topic}{name}"
 
 
 def candidates_of(path: str) -> int:
-    """Of a path of `new_path`; 0 of another."""
+    """The number of candidates in a path of `new_path`; 0 for any other path."""
     found = _NAME.fullmatch(path)
     return int(found[2]) if found else 0
 
 
 def topic_of(path: str) -> str:
-    """Of a path of `new_path`: the topic's id; "" of another."""
+    """The topic id in a path of `new_path`; "" for any other path."""
     found = _NAME.fullmatch(path)
     return bytes.fromhex(found[1]).decode("utf-8", "replace") if found and found[1] else ""

@@ -1,17 +1,18 @@
-"""The log of a table: which files are in it, and how far each program has come. The only importer of deltalake.
+"""A table's log: its files, and how far each program has come. The only importer of deltalake.
 
-A commit holds files and progress, or nothing of it: progress is Delta's application transactions, so that two that move the same
-name never both land, while others are rebased over each other (docs/decisions/0058).
+A commit adds files and progress together, or nothing. Progress is stored as Delta's application transactions:
+of two commits that move the same name one is rejected, while others are rebased over each other
+(docs/decisions/0058).
 
     samples/<topic id>/<partition>      next offset of the topic that is in no file yet
     corrections/<topic id>/<partition>  the same, in the table of corrections
     compact/<day>/<partition>           how often that day's files were replaced
     folded/<day>/<partition>/<topic id>  offset of `corrections` below which they are folded into sealed files
     retired/<topic id>/<partition>      offset of the topic below which files may have been retired
-    cut/<day>                           how often files of that day went while others stayed
+    cut/<day>                           how often a part of that day's files was retired
 
-Delta checks added files against each other and progress against itself, but not removals: so whoever removes also moves a name,
-and this file refuses what nobody checks there.
+Delta checks added files against each other and progress against itself, but not removals. So a commit that
+removes files must also move a name, and this module rejects a commit whose files are gone.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from roostream.wire.columnar import CANDIDATE, REQUEST, ColumnType
 _PARTITION_BY = {"day": "date", "partition": "integer", "fingerprint": "string", "sealed": "boolean"}
 _TYPES = {"i8": "long", "i4": "integer", "f4": "float", "bytes": "binary"}
 _TRIES = 20
-_S3_OPTIONS = {  # a put that loses says so, and callers wait by their own rules
+_S3_OPTIONS = {  # a put that loses is reported; callers have their own retries
     "conditional_put": "etag",
     "connect_timeout": "5s",
     "timeout": "30s",
@@ -60,14 +61,14 @@ _CONFIGURATION: dict[str, str | None] = {
 
 
 class ProgressStep(NamedTuple):
-    """Of a name of progress: from where to where a commit moves it. `before` None: nobody has set it."""
+    """From where to where a commit moves a progress name. `before` None: the name was never set."""
 
     before: int | None
     after: int
 
 
 class TableSnapshot:
-    """A table as one version has it; it stays so."""
+    """One version of a table. Immutable."""
 
     def __init__(self, log: deltalake.DeltaTable) -> None:
         self.version = log.version()
@@ -75,7 +76,7 @@ class TableSnapshot:
         self.files: tuple[DataFile, ...] = tuple(_files(log))
 
     def progress(self, name: str) -> int | None:
-        """Of a name as the module lists them; None where nobody has set it."""
+        """The value of a progress name (see the module), None if it was never set."""
         return self._log.transaction_version(name)
 
     def of_days(self, first: date | None = None, last: date | None = None) -> tuple[DataFile, ...]:
@@ -88,19 +89,24 @@ class TableSnapshot:
 class WarehouseTable:
     """One table. Nothing is read before the first call. One thread."""
 
-    def __init__(self, place: str | Path, name: str) -> None:
-        """`place`: of the warehouse, a directory or s3://bucket/prefix. `name`: the table's folder there."""
+    def __init__(self, location: str | Path, name: str) -> None:
+        """`location`: of the warehouse, a directory or s3://bucket/prefix. `name`: the table's folder in
+        it."""
         self.name = name
-        self.url = _joined(place, name)
+        self.url = _joined(location, name)
         self._options = _S3_OPTIONS if self.url.startswith("s3://") else None
 
     def create(self) -> None:
-        """Make it where it isn't. Idempotent, also of several at once. UnavailableError: its place can't be written."""
+        """Create the table if it is absent. Idempotent, also when several programs call it at once.
+
+        Raises:
+            UnavailableError: the location cannot be written.
+        """
         fields = [_field(name, {**REQUEST, **CANDIDATE}[name]) for name in ordered({**REQUEST, **CANDIDATE})]
         schema = types.Schema(
             [*fields, *(types.Field(n, types.PrimitiveType(t)) for n, t in _PARTITION_BY.items())]
         )
-        with self._told("made"):
+        with self._translating_errors("made"):
             if not self.url.startswith("s3://"):
                 Path(self.url).mkdir(parents=True, exist_ok=True)
             for left in range(_TRIES, 0, -1):
@@ -114,32 +120,35 @@ class WarehouseTable:
                         storage_options=self._options,
                     )
                     return
-                except (CommitFailedError, DeltaError):  # another made it at the same moment
+                except (CommitFailedError, DeltaError):  # another program created it at the same moment
                     if left == 1 or not self._exists():
                         raise
 
     def exists(self) -> bool:
-        with self._told("read"):
+        with self._translating_errors("read"):
             return self._exists()
 
     def snapshot(self, version: int | None = None) -> TableSnapshot:
-        """As it is now, or as it was.
+        """The table now, or at a version.
 
         Raises:
-            UnavailableError: it can't be read now. CheckpointError: no such table or version, or its log is damaged.
+            UnavailableError: it cannot be read now.
+            CheckpointError: there is no such table or version, or the log is damaged.
         """
-        with self._told("read"):
+        with self._translating_errors("read"):
             try:
                 return TableSnapshot(
                     deltalake.DeltaTable(self.url, version=version, storage_options=self._options)
                 )
             except TableNotFoundError:
-                raise CheckpointError(f"{self.url} is no table; has an archiver written there?") from None
+                raise CheckpointError(
+                    f"{self.url} is no table; check that an archiver has written there"
+                ) from None
 
     def widen(self, forms: Mapping[str, ColumnType]) -> None:
-        """Let the table's schema have these columns, in a commit of its own where it lacks some. Raises as `commit`."""
+        """Add missing columns to the table's schema, in a commit of its own. Raises as `commit`."""
         for left in range(_TRIES, 0, -1):
-            with self._told("written"):
+            with self._translating_errors("written"):
                 log = self._newest()
                 there = {field.name for field in log.schema().fields}
                 new = [_field(name, form) for name, form in forms.items() if name not in there]
@@ -150,7 +159,7 @@ class WarehouseTable:
                 except CommitFailedError as error:
                     if left == 1:
                         raise UnavailableError(
-                            f"{self.url}: too many write to it at once ({error})"
+                            f"{self.url}: too many programs write to it at once ({error})"
                         ) from None
 
     def commit(
@@ -159,29 +168,27 @@ class WarehouseTable:
         remove: Sequence[DataFile] = (),
         progress: Mapping[str, ProgressStep] | None = None,
     ) -> TableSnapshot:
-        """One transaction: these files come, these go, these names move. Gives the table with it.
-
-        **If it fails**: FencedError: nothing was committed. UnavailableError: nothing was, or all of it; a repeated call with the
-        same files learns which.
+        """Add files, remove files and move progress names in one transaction; return the table after it.
 
         Raises:
-            FencedError: somebody moved one of the names, or removed one of the files. UnavailableError: the log can't be written.
+            FencedError: another program moved one of the names or removed one of the files. Nothing was committed.
+            UnavailableError: the log cannot be written. All or nothing was committed; call again with the same files to learn which.
         """
         steps = dict(progress or {})
-        assert steps or not remove, "removals are only checked by a name that moves"
+        assert steps or not remove, "a removal needs a progress name that moves"
         for left in range(_TRIES, 0, -1):
-            with self._told("written"):
+            with self._translating_errors("written"):
                 found = TableSnapshot(self._newest())
                 paths = {file.path for file in found.files}
                 if add and all(file.path in paths for file in add):
-                    return found  # a call before this one did it, and could not tell
+                    return found  # an earlier call committed them, but its answer was lost
                 self._check(found, paths, remove, steps)
                 try:
                     self._write(found, add, remove, steps)
                 except CommitFailedError as error:
                     if left == 1:
                         raise UnavailableError(
-                            f"{self.url}: too many write to it at once ({error})"
+                            f"{self.url}: too many programs write to it at once ({error})"
                         ) from None
                     continue
                 return TableSnapshot(self._newest())
@@ -190,9 +197,13 @@ class WarehouseTable:
     def vacuum(
         self, retention_hours: int, keep_versions: Collection[int] = (), *, dry_run: bool = False
     ) -> list[str]:
-        """Delete files that nobody names, or that were removed, for so long; give their paths. What a version of `keep_versions`
-        names stays. UnavailableError: the place can't be written."""
-        with self._told("swept"):
+        """Delete files that no version has named for so long; return their paths. Files of `keep_versions`
+        stay.
+
+        Raises:
+            UnavailableError: the location cannot be written.
+        """
+        with self._translating_errors("swept"):
             return self._newest().vacuum(
                 retention_hours=retention_hours,
                 dry_run=dry_run,
@@ -211,12 +222,12 @@ class WarehouseTable:
         for name, step in steps.items():
             if (at := found.progress(name)) != step.before:
                 raise FencedError(
-                    f"{self.url}: expected {name} at {step.before}, got {at}: another program moved it; read it anew"
+                    f"{self.url}: expected {name} at {step.before}, got {at}: another program moved it; read the table again"
                 )
         for file in remove:
             if file.path not in paths:
                 raise FencedError(
-                    f"{self.url}: {file.path} is gone: another program replaced it; read the table anew"
+                    f"{self.url}: {file.path} is gone: another program replaced it; read the table again"
                 )
 
     def _write(
@@ -250,29 +261,35 @@ class WarehouseTable:
         return True
 
     @contextlib.contextmanager
-    def _told(self, verb: str) -> Iterator[None]:
+    def _translating_errors(self, verb: str) -> Iterator[None]:
         try:
             yield
         except TableNotFoundError:
-            raise CheckpointError(f"{self.url} is no table; has an archiver written there?") from None
+            raise CheckpointError(
+                f"{self.url} is no table; check that an archiver has written there"
+            ) from None
         except (DeltaError, OSError) as error:
             text = str(error).strip().split("\n", 1)[0][:300]
             if isinstance(error, DeltaError) and _is_damage(text):
                 raise CheckpointError(
-                    f"{self.url} is damaged: {text}; bring its log back from a backup"
+                    f"{self.url} is damaged: {text}; restore its log from a backup"
                 ) from None
-            raise UnavailableError(f"{self.url} can't be {verb} now ({text}); bring its place back") from None
+            raise UnavailableError(
+                f"{self.url} cannot be {verb} now ({text}); make its location available"
+            ) from None
 
 
 def _is_damage(text: str) -> bool:
-    """Of what delta-rs says: the log answers, and can't be understood or lacks a version."""
+    """Whether delta-rs reports that the log exists but cannot be understood."""
     return any(word in text for word in _DAMAGE)
 
 
-def _joined(place: str | Path, name: str) -> str:
-    text = str(place).removeprefix("file://").rstrip("/")
+def _joined(location: str | Path, name: str) -> str:
+    text = str(location).removeprefix("file://").rstrip("/")
     if "://" in text and not text.startswith("s3://"):
-        raise ConfigError(f"expected a warehouse in a directory or at s3://bucket/prefix, got {str(place)!r}")
+        raise ConfigError(
+            f"expected a warehouse in a directory or at s3://bucket/prefix, got {str(location)!r}"
+        )
     return f"{text}/{name}"
 
 
@@ -307,7 +324,7 @@ def _added(file: DataFile, now_ms: int) -> AddAction:
 
 
 def _files(log: deltalake.DeltaTable) -> Iterator[DataFile]:
-    """In the order of their paths, so that whoever lists them lists them alike."""
+    """Sorted by path, so that every program lists them in the same order."""
     actions = log.get_add_actions(flatten=True)
     columns = {name: actions[name].to_pylist() for name in actions.schema.names}
     for n in sorted(range(actions.num_rows), key=lambda n: columns["path"][n]):

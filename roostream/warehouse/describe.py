@@ -1,4 +1,4 @@
-"""What a table and a file are, in plain numbers: for people, and with stable keys for machines."""
+"""Figures of a table and of a file, with stable keys: for `roostream inspect` and its JSON output."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from roostream.warehouse.warehouse import Warehouse
 
 
 def describe_table(warehouse: Warehouse, name: str) -> dict[str, Any]:
-    """Days of a table as it is now.
+    """A table's totals and days.
 
     Raises:
-        UnavailableError: it can't be read now. CheckpointError: there is no such table, or its log is damaged.
+        UnavailableError: the table cannot be read now.
+        CheckpointError: there is no such table, or its log is damaged.
     """
     found: TableSnapshot = warehouse.tables[name].snapshot()
     pins = [f"pins/{one}" for one in _pins(warehouse, name)]
@@ -37,7 +38,7 @@ def describe_table(warehouse: Warehouse, name: str) -> dict[str, Any]:
 
 
 def _pins(warehouse: Warehouse, name: str) -> list[str]:
-    """Pins as they are; an ended one is the compactor's to delete."""
+    """Names of its pins, including expired ones that the compactor has not deleted yet."""
     return [pin.split("/", 1)[1] for pin in warehouse.store.list("pins") if pin.startswith(f"pins/{name}.")]
 
 
@@ -56,7 +57,7 @@ def _sum(files: Iterable[DataFile]) -> dict[str, Any]:
 
 
 def describe_file(warehouse: Warehouse, name: str, path: str) -> dict[str, Any]:
-    """A file of a table: what its footer says, and the bytes of each column, in the order in which they lie.
+    """What a file's footer says, and the bytes of each column, in storage order.
 
     Raises:
         UnavailableError, CheckpointError: as `describe_table`; or the table has no such file.
@@ -64,15 +65,15 @@ def describe_file(warehouse: Warehouse, name: str, path: str) -> dict[str, Any]:
     file = next((one for one in warehouse.tables[name].snapshot().files if one.path == path), None)
     if file is None:
         raise CheckpointError(
-            f"{name} has no file {path!r} now; `roostream inspect table` lists days, --files their files"
+            f"{name} has no file {path!r}; `roostream inspect table --files` lists the files"
         )
     opened = warehouse.open_file(name, file)
     columns = _columns(opened)
-    whole = sum(column["bytes"] for column in columns) or 1
+    total = sum(column["bytes"] for column in columns) or 1
     for column in columns:
-        column["share"] = round(column["bytes"] / whole, 4)
+        column["share"] = round(column["bytes"] / total, 4)
     return {
-        **opened.said,
+        **opened.footer_info,
         "path": path,
         "requests": file.rows,
         "bytes": file.bytes,
@@ -86,12 +87,15 @@ def _columns(opened: SampleFile) -> list[dict[str, Any]]:
         group = opened.footer.row_group(g)
         for c in range(group.num_columns):
             chunk = group.column(c)
-            its = out.setdefault(
+            figures = out.setdefault(
                 chunk.path_in_schema.split(".", 1)[0],
                 {"values": 0, "bytes": 0, "plain_bytes": 0, "encodings": set()},
             )
-            its["values"] += chunk.num_values
-            its["bytes"] += chunk.total_compressed_size
-            its["plain_bytes"] += chunk.total_uncompressed_size
-            its["encodings"] |= set(chunk.encodings) - {"RLE", "BIT_PACKED"}
-    return [{"column": name, **its, "encodings": sorted(its["encodings"])} for name, its in out.items()]
+            figures["values"] += chunk.num_values
+            figures["bytes"] += chunk.total_compressed_size
+            figures["plain_bytes"] += chunk.total_uncompressed_size
+            figures["encodings"] |= set(chunk.encodings) - {"RLE", "BIT_PACKED"}
+    return [
+        {"column": name, **figures, "encodings": sorted(figures["encodings"])}
+        for name, figures in out.items()
+    ]

@@ -1,8 +1,15 @@
-"""Row groups of a file as a batch: the columns that a schema needs, in few reads.
+"""Reading row groups of a file as a batch: only the columns that a schema needs, in few requests to the
+store.
 
-1 the footer, in one read of the file's end  2 the columns' places, merged (roostream/warehouse/file_reader.py)  3 these bytes
-4 Arrow decodes the pages and verifies their checksums
-5 arrays to the batch that a decoder would have made of the same records
+1 read the footer, in one request for the end of the file
+2 find the byte ranges of the needed columns and merge neighboring ones
+3 fetch these ranges
+4 let Arrow decode the pages and verify their checksums
+5 build the batch that the decoder would have built from the same records
+
+A request to a store costs as much as many bytes. So columns that lie near each other are read in one request,
+with the bytes between them, as long as those are few (DPP, VLDB 2022, §7: over-read reduced from more than
+100 % to 8 %).
 """
 
 from __future__ import annotations
@@ -33,7 +40,7 @@ _TAIL_BYTES = 64 << 10
 
 MAX_OVER_READ = 0.08
 SMALL_BYTES = 4096
-"""So much may be read in vain whatever is needed: between columns lie some 70 bytes, in a tiny file more than 8 %."""
+"""Over-read that is always allowed: small files have some 70 bytes between columns, more than 8 %."""
 
 
 class ByteRange(NamedTuple):
@@ -46,11 +53,11 @@ class ByteRange(NamedTuple):
 def merged(
     needed: Iterable[ByteRange], over_read: float = MAX_OVER_READ, small: int = SMALL_BYTES
 ) -> list[ByteRange]:
-    """The fewest ranges that hold all of `needed` and at most `over_read` times as many bytes that aren't needed, or `small`
-    bytes, where that is more; with `over_read` 0 none.
+    """Merge ranges into the fewest ones that over-read at most `over_read` times the needed bytes, or `small`
+    bytes if that is more.
 
-    Holes are filled from the smallest on, of those alike the first, as long as the bound allows: columns of one width leave
-    holes of one width, and a rule by width would have to fill all of these or none.
+    With `over_read` 0 no hole is read. The smallest holes are filled first, the first of equal ones, until
+    the budget is used. A rule by hole width alone would have to fill all or none of a row of equal holes.
     """
     ranges = _joined(needed)
     budget = max(over_read * sum(end - start for start, end in ranges), small) if over_read else 0
@@ -70,7 +77,7 @@ def merged(
 
 
 def _joined(needed: Iterable[ByteRange]) -> list[ByteRange]:
-    """In order, those that touch or overlap as one."""
+    """The ranges in order; those that touch or overlap are joined."""
     out: list[ByteRange] = []
     for one in sorted(needed):
         if out and one.start <= out[-1].end:
@@ -81,23 +88,23 @@ def _joined(needed: Iterable[ByteRange]) -> list[ByteRange]:
 
 
 class RangedFile(io.RawIOBase):
-    """An object of a store as a file to read. What was fetched answers; what wasn't is asked for as it is read. One thread."""
+    """An object of a store as a file. Bytes that were fetched are served from memory, others are requested.
+    One thread."""
 
     def __init__(self, store: CheckpointStore, name: str, size: int) -> None:
         self.store, self.object, self.size = store, name, size
         self.num_requests = self.num_bytes = 0
-        self.error: RoostreamError | None = (
-            None  # what a read ended with: those who read through others' code ask here
-        )
+        self.error: RoostreamError | None = None  # of the last read; Arrow hides the original error
         self._at = 0
         self._starts: list[int] = []
         self._parts: list[memoryview] = []
 
     def fetch(self, ranges: Iterable[ByteRange]) -> None:
-        """Have these bytes here, and forget those that were.
+        """Fetch these ranges and drop the previous ones.
 
         Raises:
-            UnavailableError: the store. CheckpointError: the object is absent or ends before.
+            UnavailableError: the store is away.
+            CheckpointError: the object is absent or shorter.
         """
         found = [(start, self._get(start, end - start)) for start, end in ranges]
         self._starts, self._parts = [start for start, _ in found], [memoryview(part) for _, part in found]
@@ -106,7 +113,7 @@ class RangedFile(io.RawIOBase):
         return bytes(self.read_buffer(size))
 
     def read_buffer(self, size: int = -1) -> memoryview:
-        """As `read`, without a copy of what was fetched; Arrow asks for a method of this name."""
+        """As `read`, without copying fetched bytes; Arrow calls a method of this name."""
         size = min(self.size - self._at if size is None or size < 0 else size, self.size - self._at)
         n = bisect.bisect_right(self._starts, self._at) - 1
         first = self._at - self._starts[n] if n >= 0 else 0
@@ -145,27 +152,28 @@ class SampleFile:
     def __init__(
         self, store: CheckpointStore, table: str, file: DataFile, *, over_read: float = MAX_OVER_READ
     ) -> None:
-        """`table`: its folder.
+        """`table`: the table's folder.
 
         Raises:
-            UnavailableError: it can't be read now. CheckpointError: it is damaged, or isn't what the log says; names it.
+            UnavailableError: it cannot be read now.
+            CheckpointError: it is damaged, or is not what the log says; the message names it.
         """
         self.name, self.file, self._over_read = f"{table}/{file.path}", file, over_read
         self.source = RangedFile(store, self.name, file.bytes)
-        with self._told():
+        with self._reporting_damage():
             self.source.fetch([ByteRange(max(file.bytes - _TAIL_BYTES, 0), file.bytes)])
             self._parquet = pq.ParquetFile(
                 pa.PythonFile(self.source, mode="r"), page_checksum_verification=True
             )
         self.footer = self._parquet.metadata
-        self._at: dict[str, list[int]] = {}  # where a column's leaves are among all
+        self._at: dict[str, list[int]] = {}  # column → its leaves among all
         for at in range(self.footer.num_columns):
             self._at.setdefault(self.footer.schema.column(at).path.split(".", 1)[0], []).append(at)
         self._ranges: dict[tuple[int, int], ByteRange] = {}  # by (row group, leaf)
-        self._asked: tuple[Schema, Schema, Mapping[str, ColumnType]] | None = (
-            None  # what was read last, and the columns that it needs
+        self._last_needed: tuple[Schema, Schema, Mapping[str, ColumnType]] | None = (
+            None  # writer, reader, columns
         )
-        self.said = self._said()
+        self.footer_info = self._footer_info()
         if self.footer.num_rows != file.rows:
             raise CheckpointError(
                 f"{self.name} is damaged: expected {file.rows} rows (the table's log), got {self.footer.num_rows}"
@@ -177,12 +185,12 @@ class SampleFile:
         return [self.footer.row_group(g).num_rows for g in range(self.footer.num_row_groups)]
 
     def reading_plan(self, names: Iterable[str], groups: Sequence[int]) -> list[ByteRange]:
-        """What is read for these columns of these row groups: at most `over_read` times more than they take."""
-        return merged(self.places(names, groups), self._over_read)
+        """The byte ranges that are read for these columns of these row groups, over-read included."""
+        return merged(self.needed_ranges(names, groups), self._over_read)
 
-    def places(self, names: Iterable[str], groups: Sequence[int]) -> list[ByteRange]:
-        """Where these columns of these row groups lie."""
-        return list(self._places(set(names), groups))
+    def needed_ranges(self, names: Iterable[str], groups: Sequence[int]) -> list[ByteRange]:
+        """The byte ranges of these columns of these row groups."""
+        return list(self._column_ranges(set(names), groups))
 
     def read(
         self,
@@ -192,17 +200,25 @@ class SampleFile:
         *,
         labels: Labels = "as_streamed",
     ) -> Batch:
-        """Samples of some row groups (None: all) as `reader` reads those of `writer`, which is the schema of the file's
-        fingerprint; a `reader` of fewer features (`roostream.wire.columnar.project_schema`) reads fewer columns. `labels` "latest": with the
-        corrections that were folded in when it was sealed; others are in their own table (roostream/warehouse/latest_labels.py).
+        """Samples of some row groups (None: all), as `reader` reads those of `writer`, the schema of the
+        file's fingerprint.
+
+        A `reader` with fewer features (`roostream.wire.columnar.project_schema`) reads fewer columns. `labels`
+        "latest": with the corrections that were folded in when the file was sealed; later ones are in their
+        own table (roostream/warehouse/latest_labels.py).
 
         Raises:
-            UnavailableError: it can't be read now. CheckpointError: it is damaged; names it. SchemaError: what changed between
-                the schemas can't be read.
+            UnavailableError: it cannot be read now.
+            CheckpointError: it is damaged; the message names it.
+            SchemaError: `reader` cannot read what `writer` wrote.
         """
-        if self._asked is None or self._asked[0] is not writer or self._asked[1] is not reader:
-            self._asked = writer, reader, needed_columns(writer, reader)
-        forms = self._asked[2]
+        if (
+            self._last_needed is None
+            or self._last_needed[0] is not writer
+            or self._last_needed[1] is not reader
+        ):
+            self._last_needed = writer, reader, needed_columns(writer, reader)
+        forms = self._last_needed[2]
         now = {f"label__{name}": f"latest__{name}" for name in reader.tasks} if labels == "latest" else {}
         chosen = {name: now[name] if now.get(name) in self._at else name for name in forms}
         columns, counts_R = self.columns({chosen[name]: form for name, form in forms.items()}, groups)
@@ -213,17 +229,17 @@ class SampleFile:
     def columns(
         self, forms: Mapping[str, ColumnType], groups: Sequence[int] | None = None
     ) -> tuple[dict[str, FlatColumn], np.ndarray]:
-        """These columns, and the candidates of each request (int32 [R]). Raises as `read`."""
+        """These columns, and the number of candidates of each request (int32 [R]). Raises as `read`."""
         chosen = list(range(self.footer.num_row_groups)) if groups is None else list(groups)
         names = list(dict.fromkeys((*forms, "item")))
-        with self._told():
+        with self._reporting_damage():
             self.source.fetch(self.reading_plan(names, chosen))
             table = self._parquet.read_row_groups(chosen, columns=names, use_threads=False)
             if missing := set(names).difference(table.column_names):
                 raise CheckpointError(f"expected the columns {sorted(missing)}, got none of them")
             return from_arrow(table, forms)
 
-    def _places(self, names: set[str], groups: Sequence[int]) -> Iterator[ByteRange]:
+    def _column_ranges(self, names: set[str], groups: Sequence[int]) -> Iterator[ByteRange]:
         for g in groups:
             for at in sorted(at for name in names for at in self._at.get(name, ())):
                 if (g, at) not in self._ranges:
@@ -232,23 +248,23 @@ class SampleFile:
                     self._ranges[g, at] = ByteRange(start, start + chunk.total_compressed_size)
                 yield self._ranges[g, at]
 
-    def _said(self) -> dict[str, Any]:
-        with self._told():
-            said: dict[str, Any] = json.loads((self.footer.metadata or {}).get(FOOTER_KEY, b"null"))
-            if not isinstance(said, dict) or said.get("format") not in FORMATS:
-                got = said.get("format") if isinstance(said, dict) else said
+    def _footer_info(self) -> dict[str, Any]:
+        with self._reporting_damage():
+            info: dict[str, Any] = json.loads((self.footer.metadata or {}).get(FOOTER_KEY, b"null"))
+            if not isinstance(info, dict) or info.get("format") not in FORMATS:
+                got = info.get("format") if isinstance(info, dict) else info
                 raise CheckpointError(
                     f"expected a file of format {' or '.join(map(str, FORMATS))}, got {got!r}"
                 )
-            if (topic := said.get("topic", "")) != self.file.topic:
+            if (topic := info.get("topic", "")) != self.file.topic:
                 raise CheckpointError(
-                    f"expected rows of topic {self.file.topic or 'unknown'!r} (its name), got {topic!r}"
+                    f"expected rows of topic {self.file.topic or 'unknown'!r} as its path says, got {topic!r}"
                 )
-            return said
+            return info
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        """What the store said comes through; all else is damage, told with the file's name."""
+    def _reporting_damage(self) -> Iterator[None]:
+        """Pass on errors of the store; report every other error as damage of this file."""
         self.source.error = None
         try:
             yield
@@ -256,18 +272,18 @@ class SampleFile:
             if self.source.error is not None:
                 raise self.source.error from None
             text = str(error).strip().split("\n", 1)[0]
-            raise CheckpointError(f"{self.name} is damaged: {text}; bring it back from a backup") from None
+            raise CheckpointError(f"{self.name} is damaged: {text}; restore it from a backup") from None
 
 
 def writer_of(file: DataFile, registry: Registry) -> Schema:
     """The schema that wrote a file.
 
     Raises:
-        SchemaError: nobody registered it.
+        SchemaError: it is not registered.
     """
     found = registry(file.fingerprint)
     if found is None:
         raise SchemaError(
-            f"unknown schema {file.fingerprint:016x} of {file.path}; put its file back into the warehouse's schemas/"
+            f"unknown schema {file.fingerprint:016x} of {file.path}; put its file back into schemas/ of the warehouse"
         )
     return found

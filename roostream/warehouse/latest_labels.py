@@ -1,8 +1,9 @@
-"""Labels as corrections left them, over labels as they were at the close.
+"""Labels as corrections left them, instead of labels as they were at the close.
 
-A correction says of a sample's items what their labels are now; of several that speak of one item the one with the highest offset
-counts. Files keep both: `label__<label>` is what the stream trained, `latest__<label>` of a sealed file what corrections made of
-it until then (docs/decisions/0059), so nothing that was on the topic is lost by sealing.
+A correction gives the current labels of a sample's items; of several corrections of one item the one with the
+highest offset counts. Files keep both: `label__<label>` is what the stream trained on; `latest__<label>` of a
+sealed file includes the corrections until the seal (docs/decisions/0059). So sealing loses nothing that was
+on the topic.
 
 Letters: M corrected (sample, item) pairs, R requests, B candidates, T labels.
 """
@@ -28,11 +29,11 @@ LATEST = "latest"
 
 
 class LatestLabels(NamedTuple):
-    """What corrections say now, by (sample, item)."""
+    """Current labels by (sample, item)."""
 
     sample_M: np.ndarray  # int64, ascending
     item_M: np.ndarray  # int64
-    label_MT: np.ndarray  # float32; NaN = not said
+    label_MT: np.ndarray  # float32; NaN = not corrected
 
     @property
     def is_empty(self) -> bool:
@@ -40,10 +41,12 @@ class LatestLabels(NamedTuple):
 
 
 def read_latest(warehouse: Warehouse, files: Iterable[DataFile], labels: Sequence[str]) -> LatestLabels:
-    """Of all corrections in these files of one partition, for labels of these names.
+    """The labels after all corrections in these files of one partition.
 
     Raises:
-        UnavailableError: one can't be read now. CheckpointError: one is damaged; names it. SchemaError: its writer is not known.
+        UnavailableError: a file cannot be read now.
+        CheckpointError: a file is damaged; the message names it.
+        SchemaError: the schema that wrote it is not registered.
     """
     samples, items, offsets, values = [], [], [], []
     for file in files:
@@ -85,7 +88,7 @@ def overlay_labels(
     item_B: np.ndarray,
     label_BT: np.ndarray,
 ) -> np.ndarray:
-    """`label_BT` (float32) with what corrections say; the same array where they say nothing of these samples."""
+    """`label_BT` (float32) with corrections applied; the same array if there are none for these samples."""
     found_R = np.flatnonzero(np.isin(sample_id_R, latest.sample_M)) if not latest.is_empty else ()
     if not len(found_R):
         return label_BT
@@ -97,18 +100,18 @@ def overlay_labels(
         )
         items = item_B[ends[r] - counts_R[r] : ends[r]]
         for m in range(first, end):
-            said = ~np.isnan(latest.label_MT[m])
+            corrected = ~np.isnan(latest.label_MT[m])
             at = ends[r] - counts_R[r] + np.flatnonzero(items == latest.item_M[m])
-            out[np.ix_(at, said)] = latest.label_MT[m][said]
+            out[np.ix_(at, corrected)] = latest.label_MT[m][corrected]
     return out
 
 
-def overlay(batch: Batch, latest: LatestLabels) -> Batch:
-    """A batch with the labels of now; `latest` was read for its schema's labels."""
+def overlay_batch(batch: Batch, latest: LatestLabels) -> Batch:
+    """A batch with corrections applied; `latest` was read for the labels of its schema."""
     label_BT = overlay_labels(latest, batch.sample_id_R, batch.num_candidates_R, batch.item_B, batch.label_BT)
     return batch if label_BT is batch.label_BT else dataclasses.replace(batch, label_BT=label_BT)
 
 
-def of(files: Iterable[DataFile], day: date, partition: int) -> list[DataFile]:
-    """Those of a day of close and a partition: a sample's corrections have its day and number."""
+def files_of_part(files: Iterable[DataFile], day: date, partition: int) -> list[DataFile]:
+    """The files of a close day and a partition; a sample's corrections have the same ones."""
     return [file for file in files if (file.day, file.partition) == (day, partition)]

@@ -1,4 +1,11 @@
-"""Columns to the bytes of a file, and the file to its store."""
+"""How samples are stored in a Parquet file: column types, order and encodings; conversion to Arrow and back;
+writing.
+
+A row is a request. What its candidates have is a list; a candidate's list feature is a list of lists. Floats
+are split by byte instead of using dictionaries, ids and texts have dictionaries, times are stored as
+differences (docs/decisions/0058 has the figures). A missing float is a NaN, kept bit for bit; a missing list
+is null.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +25,10 @@ from roostream.warehouse.data_file import DataFile, new_path
 from roostream.wire.columnar import ColumnType, FlatColumn
 
 FORMAT = 2
-"""Of a file's columns and what its footer says; raised when a reader of before would read them wrong. 1 tells no topic."""
+"""Version of the columns and the footer; raised if older readers would read a file wrong. Format 1 has no
+topic."""
 FORMATS = (1, FORMAT)
-"""Those that are read."""
+"""The formats that can be read."""
 FOOTER_KEY = b"roostream"
 
 
@@ -28,38 +36,38 @@ FOOTER_KEY = b"roostream"
 class FileKey:
     """Which rows a file holds."""
 
-    table: str  # samples or corrections: the table's folder
+    table: str  # samples or corrections
     day: date
     partition: int
     fingerprint: int
-    topic: str = ""  # id of the topic that they came from
+    topic: str = ""  # id of the topic of the rows
     sealed: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class FileRows:
-    """Columns of R requests; `counts_R` (int32) are their candidates."""
+    """Columns of R requests; `counts_R` (int32) are their numbers of candidates."""
 
     columns: Mapping[str, FlatColumn]
     forms: Mapping[str, ColumnType]
     counts_R: np.ndarray
 
 
-def encode_rows(rows: FileRows, place: FileKey, by_popularity: Sequence[str] = ()) -> bytes:
-    """A file in memory: columns that are asked for most (`by_popularity`) lie in front."""
+def encode_rows(rows: FileRows, key: FileKey, by_popularity: Sequence[str] = ()) -> bytes:
+    """A file in memory. Columns named by `by_popularity` come first."""
     names = ordered(rows.forms, by_popularity)
     table = to_arrow(rows.columns, rows.forms, names, rows.counts_R)
-    said = {
+    footer = {
         "format": FORMAT,
-        "table": place.table,
-        "day": place.day.isoformat(),
-        "partition": place.partition,
-        "fingerprint": f"{place.fingerprint:016x}",
-        "topic": place.topic,
+        "table": key.table,
+        "day": key.day.isoformat(),
+        "partition": key.partition,
+        "fingerprint": f"{key.fingerprint:016x}",
+        "topic": key.topic,
         "candidates": int(rows.counts_R.sum(dtype=np.int64)),
-        "sealed": place.sealed,
+        "sealed": key.sealed,
     }
-    table = table.replace_schema_metadata({FOOTER_KEY: json.dumps(said).encode()})
+    table = table.replace_schema_metadata({FOOTER_KEY: json.dumps(footer).encode()})
     out = pa.BufferOutputStream()
     with pq.ParquetWriter(out, table.schema, **writer_options(rows.forms)) as writer:
         writer.write_table(table, row_group_size=ROWS_OF_GROUP)
@@ -67,51 +75,49 @@ def encode_rows(rows: FileRows, place: FileKey, by_popularity: Sequence[str] = (
 
 
 def write_rows(
-    store: CheckpointStore, rows: FileRows, place: FileKey, by_popularity: Sequence[str] = ()
+    store: CheckpointStore, rows: FileRows, key: FileKey, by_popularity: Sequence[str] = ()
 ) -> DataFile:
-    """A new file in the store, which nobody sees before the table's log names it.
+    """Write a new file to the store. Nobody sees it before the table's log names it.
 
     Raises:
-        UnavailableError: the store can't be written now; nothing, or a file that nobody names, is there.
+        UnavailableError: the store cannot be written now. A file that no log names may remain.
     """
-    data = encode_rows(rows, place, by_popularity)
+    data = encode_rows(rows, key, by_popularity)
     candidates = int(rows.counts_R.sum(dtype=np.int64))
-    path = new_path(
-        place.day, place.partition, place.fingerprint, candidates, topic=place.topic, sealed=place.sealed
-    )
-    store.put(f"{place.table}/{path}", data)
+    path = new_path(key.day, key.partition, key.fingerprint, candidates, topic=key.topic, sealed=key.sealed)
+    store.put(f"{key.table}/{path}", data)
     offset_R, close_ms_R = rows.columns["offset"].values, rows.columns["close_ms"].values
     return DataFile(
         path=path,
         bytes=len(data),
         rows=len(rows.counts_R),
         candidates=candidates,
-        day=place.day,
-        partition=place.partition,
-        fingerprint=place.fingerprint,
+        day=key.day,
+        partition=key.partition,
+        fingerprint=key.fingerprint,
         first_offset=int(offset_R.min()),
         last_offset=int(offset_R.max()),
         first_close_ms=int(close_ms_R.min()),
         last_close_ms=int(close_ms_R.max()),
-        sealed=place.sealed,
-        topic=place.topic,
+        sealed=key.sealed,
+        topic=key.topic,
     )
 
 
 ROWS_OF_GROUP = 4096
-"""Requests of a row group: the least that is read of a column."""
+"""Requests of a row group, the smallest part of a column that is read."""
 FIRST = ("offset", "close_ms")
-"""Columns that lie first whatever is asked for: the table's log keeps their bounds."""
+"""Columns that always come first: the table's log keeps their bounds."""
 _ENCODINGS = {"float": "BYTE_STREAM_SPLIT", "time": "DELTA_BINARY_PACKED"}
 _ARROW = {"i8": pa.int64(), "i4": pa.int32(), "f4": pa.float32(), "bytes": pa.binary()}
 _NUMPY = {pa.int64(): np.int64, pa.int32(): np.int32, pa.float32(): np.float32}
 
 
 def ordered(names: Iterable[str], by_popularity: Sequence[str] = ()) -> list[str]:
-    """`names` with those that are asked for most in front, the others as they were: what is read together lies together."""
-    there = list(names)
-    first = [name for name in (*FIRST, *by_popularity) if name in set(there)]
-    return list(dict.fromkeys((*first, *there)))
+    """`names` with the columns of `by_popularity` first, the others in their order."""
+    declared = list(names)
+    first = [name for name in (*FIRST, *by_popularity) if name in set(declared)]
+    return list(dict.fromkeys((*first, *declared)))
 
 
 def arrow_type(form: ColumnType) -> pa.DataType:
@@ -126,7 +132,7 @@ def arrow_schema(forms: Mapping[str, ColumnType], names: Sequence[str]) -> pa.Sc
 
 
 def writer_options(forms: Mapping[str, ColumnType]) -> dict[str, Any]:
-    """Of pyarrow's ParquetWriter."""
+    """Options of pyarrow's ParquetWriter."""
     leaf = {
         name: name + ".list.element" * (form.is_list + (form.of == "candidate"))
         for name, form in forms.items()
@@ -174,7 +180,7 @@ def _array(column: FlatColumn, form: ColumnType, starts: np.ndarray) -> pa.Array
 
 
 def from_arrow(table: pa.Table, forms: Mapping[str, ColumnType]) -> tuple[dict[str, FlatColumn], np.ndarray]:
-    """The columns of a table, and the number of candidates of each request (int32 [R], taken from the column `item`).
+    """A table's columns, and the number of candidates of each request (int32 [R], from the column `item`).
 
     Raises:
         CheckpointError: a candidate column has another number of values than `item`.

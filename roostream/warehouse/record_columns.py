@@ -1,14 +1,15 @@
-"""What a sample's record says beyond its batch, as columns: who asked, what was folded in, how its bytes were made.
+"""The columns of a record that a batch does not have, and rebuilding records from columns, byte for byte.
 
-With them a record can be written again byte for byte (roostream/warehouse/record_columns.py), so a topic can be filled from the warehouse and
-labels can be derived anew.
+So a topic can be filled again from the warehouse, and labels can be derived anew.
 
-    user_id, session_id, request_id, model_version     the header's; the record's key follows from the first three
-    close_reason, num_duplicates                        the sample's
-    given                                               which optional parts there were, a sum of GIVEN
-    parts                                               candidates of each impression; null where one had them all
-    event__id, …                                        a list with an entry for each engagement that was folded in
-    raw                                                 the record itself, where the other columns don't make it again; else null
+    user_id, session_id, request_id, model_version     from the header; the record's key follows from the first three
+    close_reason, num_duplicates                        from the sample
+    given                                               which optional parts the record has, a sum of GIVEN
+    parts                                               candidates of each impression; null if one impression had them all
+    event__id, …                                        lists with an entry for each engagement of the sample
+    raw                                                 the record itself if the other columns cannot rebuild it, else null
+
+Letters: N rows of a side, F floats, K list features, R requests, B candidates, T labels.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _NUMPY = {"i8": np.int64, "i4": np.int32, "f4": np.float32, "O": object}
 
 
 def envelope_of(samples: Sequence[pb.Sample]) -> dict[str, FlatColumn]:
-    """The columns of ENVELOPE but `raw`, of samples that a decoder accepted."""
+    """The columns of ENVELOPE but `raw`, of samples that the decoder accepted."""
     headers = [s.header for s in samples]
     plain: dict[str, list[Any]] = {
         "user_id": [h.user_id for h in headers],
@@ -67,8 +68,8 @@ def envelope_of(samples: Sequence[pb.Sample]) -> dict[str, FlatColumn]:
     out = {name: FlatColumn(_array(values, PLAIN[name].dtype)) for name, values in plain.items()}
     used = [[len(p.rows) or p.num_rows for p in s.parts] for s in samples]
     several = np.array([len(parts) != 1 for parts in used], dtype=np.bool_)
-    told = [parts if len(parts) != 1 else [] for parts in used]
-    out["parts"] = FlatColumn(_flattened(told, "i4"), _lengths(told), several)
+    listed = [parts if len(parts) != 1 else [] for parts in used]
+    out["parts"] = FlatColumn(_flattened(listed, "i4"), _lengths(listed), several)
     events: dict[str, list[Any]] = {
         "event__id": [s.event_ids for s in samples],
         "event__candidate": [s.event_candidates for s in samples],
@@ -76,16 +77,16 @@ def envelope_of(samples: Sequence[pb.Sample]) -> dict[str, FlatColumn]:
         "event__value": [s.event_values for s in samples],
         "event__time_ms": [s.event_times for s in samples],
     }
-    everywhere = np.ones(len(samples), dtype=np.bool_)
+    all_present = np.ones(len(samples), dtype=np.bool_)
     lengths = _lengths(events["event__id"])
     return out | {
-        name: FlatColumn(_flattened(lists, EVENTS[name].dtype), lengths, everywhere)
+        name: FlatColumn(_flattened(lists, EVENTS[name].dtype), lengths, all_present)
         for name, lists in events.items()
     }
 
 
 def raw_column(records: Sequence[bytes | None]) -> FlatColumn:
-    """`raw`: what can't be made again."""
+    """The column `raw`: records that cannot be rebuilt."""
     return FlatColumn(_array(records, "O"))
 
 
@@ -119,14 +120,14 @@ def _is_unsigned(values: Sequence[Any]) -> bool:
 
 
 class _Stream(NamedTuple):
-    """Entries of all lists of a row behind each other, row by row."""
+    """The entries of all lists of a row, concatenated row by row."""
 
     values: np.ndarray
     starts: np.ndarray  # int64 [N + 1]
 
 
 class _SideRows(NamedTuple):
-    """A side's rows as blocks have them."""
+    """A side's rows in the order of the wire format."""
 
     float_NF: np.ndarray
     length_NK: np.ndarray  # uint32
@@ -136,7 +137,7 @@ class _SideRows(NamedTuple):
     times: _Stream
 
     def block(self, start: int, end: int) -> bytes:
-        """Of rows [start, end); where nothing is there, nothing is written."""
+        """The encoded block of rows [start, end); empty rows give an empty block."""
         float_NF, missing_NK = self.float_NF[start:end], self.missing_NK[start:end]
         if missing_NK.all() and np.isnan(float_NF).all():
             return pack(NO_COLUMNS)
@@ -154,7 +155,10 @@ class _SideRows(NamedTuple):
 def rebuild_records(
     schema: Schema, columns: Mapping[str, FlatColumn], counts_R: np.ndarray
 ) -> Iterator[tuple[bytes, bytes]]:
-    """(key, value) of each record, in the rows' order; columns: all of a file that `schema` wrote, `raw` may be absent."""
+    """(key, value) of each record, in the rows' order.
+
+    `columns`: all columns of a file that `schema` wrote; `raw` may be absent.
+    """
     sides: dict[Side, _SideRows] = {
         "ro": _side_rows(schema, "ro", columns, len(counts_R)),
         "nro": _side_rows(schema, "nro", columns, int(counts_R.sum())),
@@ -169,8 +173,8 @@ def rebuild_records(
     for r in range(len(counts_R)):
         user, session = unsigned(number["user_id"][r]), unsigned(number["session_id"][r])
         key = key_bytes(user, session, text["request_id"][r])
-        if (whole := raw[r]) is not None:
-            yield key, whole
+        if (record := raw[r]) is not None:
+            yield key, record
             continue
         start, end, given = starts_R1[r], starts_R1[r + 1], number["given"][r]
         sample = pb.Sample(
@@ -216,7 +220,7 @@ _EVENTS = ("id", "candidate", "action", "value", "time_ms")
 
 
 class _ListColumn:
-    """A list column of requests, list by list."""
+    """A list column of requests, row by row."""
 
     def __init__(self, column: FlatColumn) -> None:
         assert column.lengths is not None
@@ -228,7 +232,7 @@ class _ListColumn:
 
 
 def _parts(side: _SideRows, used: Sequence[int], start: int, end: int) -> list[pb.Part]:
-    """One impression that showed all, or the several that are told; none of a request without impressions."""
+    """One part if one impression showed all candidates, else the parts that are listed."""
     parts = []
     for count in used or (end - start,):
         parts.append(pb.Part(nro=side.block(start, start + count), num_rows=count))
@@ -291,7 +295,7 @@ def _present(column: FlatColumn) -> np.ndarray:
 
 
 def _interleaved(lists: Sequence[tuple[np.ndarray, np.ndarray]], rows: int, dtype: str) -> _Stream:
-    """Lists (lengths [N], values) of each row behind each other: row 0's of every list, then row 1's."""
+    """Concatenate the lists (lengths [N], values) of each row: all of row 0, then all of row 1."""
     length_NS = (
         np.stack([lengths for lengths, _ in lists], axis=1).astype(np.int64)
         if lists

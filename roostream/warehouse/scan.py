@@ -1,4 +1,4 @@
-"""A table read once from one end to the other, for who counts what is in it: batches of row groups, and the bytes of columns."""
+"""A full scan of the table of samples, for statistics: batches of row groups, and the bytes of columns."""
 
 from __future__ import annotations
 
@@ -18,28 +18,30 @@ from roostream.wire.batch import Batch
 
 
 class ColumnBytes(NamedTuple):
-    """Of a column in all files."""
+    """Size of a column over all files."""
 
     stored: int  # compressed, as in the files
-    values: int  # before that
+    values: int  # uncompressed
 
 
 class TableScan:
     """One version of a warehouse's samples. Not thread-safe."""
 
-    def __init__(self, place: str | Path, first: date | None = None, last: date | None = None) -> None:
-        """`place`: of the warehouse, a directory or s3://bucket/prefix; files of days [first, last], None = no bound.
+    def __init__(self, location: str | Path, first: date | None = None, last: date | None = None) -> None:
+        """`location`: a directory or s3://bucket/prefix. Only files of days [first, last] are read; None = no
+        bound.
 
         Raises:
-            CheckpointError: there is no table, no file in these days, or it is damaged. UnavailableError: it can't be read now.
+            CheckpointError: there is no table or no file in these days, or it is damaged.
+            UnavailableError: it cannot be read now.
         """
-        self._warehouse = Warehouse(place)
+        self._warehouse = Warehouse(location)
         self.store = self._warehouse.store
         snapshot = self._warehouse.samples.snapshot()
         self.version, self.files = snapshot.version, snapshot.of_days(first, last)
         if not self.files:
             raise CheckpointError(
-                f"{place}: expected files of samples in these days, got none; name other days"
+                f"{location}: expected files of samples in these days, got none; choose other days"
             )
 
     @property
@@ -47,15 +49,16 @@ class TableScan:
         return sum(file.rows for file in self.files)
 
     def schema(self) -> Schema:
-        """That of the newest file. SchemaError: nobody registered it."""
+        """The schema of the newest file. Raises SchemaError: it is not registered."""
         return writer_of(max(self.files, key=lambda file: file.last_close_ms), self._warehouse.registry)
 
     def batches(self, reader: Schema) -> Iterator[tuple[DataFile, Batch]]:
-        """A row group after the other, day after day, as `reader` reads them; fewer features are fewer columns.
+        """All row groups, day by day, as `reader` reads them; fewer features mean fewer columns.
 
         Raises:
-            CheckpointError: a file is damaged; names it. UnavailableError: it can't be read now. SchemaError: `reader` can't read
-                what a file's writer wrote.
+            CheckpointError: a file is damaged; the message names it.
+            UnavailableError: it cannot be read now.
+            SchemaError: `reader` cannot read what a file's writer wrote.
         """
         for file in sorted(self.files, key=lambda file: (file.day, file.partition, file.first_offset)):
             opened = self._warehouse.open_file(SAMPLES, file)
@@ -63,7 +66,7 @@ class TableScan:
                 yield file, opened.read(writer_of(file, self._warehouse.registry), reader, [group])
 
     def bytes_by_column(self) -> dict[str, ColumnBytes]:
-        """Column → its bytes, most first; from footers alone. Raises as `batches`."""
+        """Column → its bytes, largest first, from footers alone. Raises as `batches`."""
         stored, values = Counter[str](), Counter[str]()
         for file in self.files:
             footer = self._warehouse.open_file(SAMPLES, file).footer
@@ -77,6 +80,6 @@ class TableScan:
         return {name: ColumnBytes(size, values[name]) for name, size in stored.most_common()}
 
 
-def is_warehouse(place: str | Path) -> bool:
-    """Whether a table of samples lies in this directory."""
-    return (Path(place) / SAMPLES / "_delta_log").is_dir()
+def is_warehouse(location: str | Path) -> bool:
+    """Whether this directory holds a table of samples."""
+    return (Path(location) / SAMPLES / "_delta_log").is_dir()

@@ -1,7 +1,7 @@
-"""Features by day: how many rows have them, how long their lists are, how far their values moved since the day before; and what
-of it somebody should look at. Of batches, in sketches of a fixed size a feature and day.
+"""Feature statistics by day: coverage, list lengths, and drift of values since the day before; and alerts
+about them.
 
-Letters: N rows of a side, F features.
+Computed from batches, in sketches of a fixed size a feature and day. Letters: N rows of a side, F features.
 """
 
 from __future__ import annotations
@@ -17,37 +17,39 @@ from roostream.wire.block import Side
 from roostream.wire.feature_histograms import PSI_SHIFTED, Histograms, float_bins, list_bins
 
 FELL = 0.1
-"""Coverage that is lower than the day before by so much is told."""
+"""Alert if coverage is this much lower than the day before."""
 MIN_ROWS = 500
-"""Rows of a day below which nothing is told of it: a few say little."""
+"""Days with fewer rows raise no alerts."""
 SIDES: tuple[Side, ...] = ("ro", "nro")
 
 
 class FeatureDays:
-    """`add` batches of any days, in any order; a feature of the schema that a batch's writer lacked is missing there."""
+    """Call `add` with batches of any days, in any order. A feature that a batch's writer lacks counts as
+    missing."""
 
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
         self._days: dict[date, _Day] = {}
 
     def add(self, day: date, batch: Batch) -> None:
-        """A batch of this schema, of samples that closed on that day."""
+        """Add a batch of this schema, of samples that closed on that day."""
         self._days.setdefault(day, _Day(self.schema)).add(batch)
 
     def report(self) -> dict[str, dict[str, dict[str, float | None]]]:
-        """Day → feature → `rows`, `coverage`; of lists `length` (mean of those that are there), `longest`, `lengths_moved`; and
-        `moved`, the psi against the day before. None where there is nothing to say, as on the first day."""
+        """Day → feature → `rows`, `coverage`, `moved` (PSI against the day before); for lists also `length`
+        (mean where present), `longest` and `lengths_moved`. None where there is no value, as on the first
+        day."""
         days = sorted(self._days)
         out, before = {}, None
         for day in days:
-            its = self._days[day]
-            out[day.isoformat()] = dict(its.report(before))
-            before = its
+            current = self._days[day]
+            out[day.isoformat()] = dict(current.report(before))
+            before = current
         return out
 
 
 class _Day:
-    """Sums of one day; lists of a side stand behind its floats."""
+    """Sums of one day; the lists of a side come after its floats."""
 
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
@@ -87,38 +89,38 @@ class _Day:
                 self.lengths[side].psi_F(before.lengths[side]) if before is not None and compared else None
             )
             for i, name in enumerate(self._names[side]):
-                told: dict[str, float | None] = {
+                figures: dict[str, float | None] = {
                     "rows": rows,
                     "coverage": float(self._present[side][i] / rows) if rows else None,
                     "moved": None if moved_F is None else float(moved_F[i]),
                 }
                 if (k := i - num_floats) >= 0:
                     there = self._present[side][i]
-                    told["length"] = float(self._entries[side][k] / there) if there else None
-                    told["longest"] = float(self._longest[side][k])
-                    told["lengths_moved"] = None if lengths_F is None else float(lengths_F[k])
-                yield name, told
+                    figures["length"] = float(self._entries[side][k] / there) if there else None
+                    figures["longest"] = float(self._longest[side][k])
+                    figures["lengths_moved"] = None if lengths_F is None else float(lengths_F[k])
+                yield name, figures
 
 
 def alerts(report: Mapping[str, Mapping[str, Mapping[str, float | None]]]) -> list[str]:
-    """What of `FeatureDays.report` somebody should look at, in sentences, day after day."""
+    """Sentences about figures of `FeatureDays.report` that need attention, day by day."""
     found: list[str] = []
     before: Mapping[str, Mapping[str, float | None]] = {}
     for day, features in report.items():
-        for name, its in features.items():
-            if (its["rows"] or 0) < MIN_ROWS:
+        for name, figures in features.items():
+            if (figures["rows"] or 0) < MIN_ROWS:
                 continue
-            found += [f"{day}: {name} {what}" for what in _wrong(its, before.get(name, {}))]
+            found += [f"{day}: {name} {what}" for what in _wrong(figures, before.get(name, {}))]
         before = features
     return found
 
 
-def _wrong(its: Mapping[str, float | None], before: Mapping[str, float | None]) -> Iterator[str]:
-    coverage, was = its["coverage"] or 0.0, before.get("coverage")
+def _wrong(figures: Mapping[str, float | None], before: Mapping[str, float | None]) -> Iterator[str]:
+    coverage, was = figures["coverage"] or 0.0, before.get("coverage")
     if not coverage:
-        yield "is in no row" + (f"; it was in {was:.0%} of them the day before" if was else "")
+        yield "is in no row" + (f"; it was in {was:.0%} of rows the day before" if was else "")
     elif was is not None and was - coverage > FELL:
         yield f"is in {coverage:.0%} of rows, after {was:.0%} the day before"
-    for key, what in (("moved", "has other values"), ("lengths_moved", "has lists of other lengths")):
-        if coverage and (moved := its.get(key) or 0.0) > PSI_SHIFTED:
-            yield f"{what} than the day before: psi {moved:.2f}, above {PSI_SHIFTED:.2f}"
+    for key, what in (("moved", "has different values"), ("lengths_moved", "has lists of different lengths")):
+        if coverage and (moved := figures.get(key) or 0.0) > PSI_SHIFTED:
+            yield f"{what} than the day before: PSI {moved:.2f}, above {PSI_SHIFTED:.2f}"

@@ -1,7 +1,7 @@
-"""Versions of a table that somebody reads: their files stay, also where newer ones replaced them.
+"""Pins: table versions that are being read. Their files stay, even if newer files have replaced them.
 
-A pin is an object of the warehouse, `pins/<table>.<who>`, that its reader renews and that ends by itself: whoever dies holds
-nothing for ever.
+A pin is an object `pins/<table>.<owner>` that its reader renews and that expires by itself, so a dead reader
+keeps nothing.
 """
 
 from __future__ import annotations
@@ -15,51 +15,60 @@ from roostream.runtime.checkpoint_store import CheckpointStore
 _FOLDER = "pins"
 
 
-class Pin(NamedTuple):
-    """Of a table's version, until a wall time."""
+class VersionPin(NamedTuple):
+    """A table version that is kept until a wall-clock time."""
 
     table: str
     version: int
     until_ms: int
 
 
-def pin(store: CheckpointStore, who: str, held: Pin) -> None:
-    """Hold a version, or go on holding it. `who`: unique among readers, fit for a file's name. A version is held before it is
-    read from. UnavailableError: the store can't be written."""
-    store.put(_name(held.table, who), json.dumps(held._asdict()).encode())
+def pin_version(store: CheckpointStore, owner: str, version_pin: VersionPin) -> None:
+    """Pin a version, or renew the pin. Pin a version before reading from it.
+
+    `owner`: unique among readers and valid as a file name.
+
+    Raises:
+        UnavailableError: the store cannot be written.
+    """
+    store.put(_name(version_pin.table, owner), json.dumps(version_pin._asdict()).encode())
 
 
-def unpin(store: CheckpointStore, table: str, who: str) -> None:
-    """Idempotent. UnavailableError: the store can't be written; it ends by itself then."""
-    store.delete(_name(table, who))
+def unpin_version(store: CheckpointStore, table: str, owner: str) -> None:
+    """Delete a pin. Idempotent.
+
+    Raises:
+        UnavailableError: the store cannot be written; the pin expires by itself.
+    """
+    store.delete(_name(table, owner))
 
 
 def pinned_versions(store: CheckpointStore, table: str, now_ms: int) -> set[int]:
-    """Versions of a table that are held now; pins that ended, and what is no pin, are deleted.
+    """The versions of a table that are pinned now. Expired and unreadable pins are deleted.
 
     Raises:
-        UnavailableError: the store can't be read: nothing may be deleted that could be held.
+        UnavailableError: the store cannot be read; then no version may be considered free.
     """
     found: set[int] = set()
     for name in store.list(_FOLDER):
         if not name.startswith(f"{_FOLDER}/{table}."):
             continue
-        held = _read(store, name)
-        if held is not None and held.until_ms > now_ms:
-            found.add(held.version)
+        version_pin = _read(store, name)
+        if version_pin is not None and version_pin.until_ms > now_ms:
+            found.add(version_pin.version)
         else:
             store.delete(name)
     return found
 
 
-def _read(store: CheckpointStore, name: str) -> Pin | None:
-    """None: it has just been taken back, or nobody could have written it."""
+def _read(store: CheckpointStore, name: str) -> VersionPin | None:
+    """None: it has just been deleted, or is not a pin."""
     try:
-        said = json.loads(store.get(name))
-        return Pin(str(said["table"]), int(said["version"]), int(said["until_ms"]))
+        body = json.loads(store.get(name))
+        return VersionPin(str(body["table"]), int(body["version"]), int(body["until_ms"]))
     except (CheckpointError, ValueError, KeyError, TypeError):
         return None
 
 
-def _name(table: str, who: str) -> str:
-    return f"{_FOLDER}/{table}.{who}"
+def _name(table: str, owner: str) -> str:
+    return f"{_FOLDER}/{table}.{owner}"

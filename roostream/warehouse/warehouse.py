@@ -1,10 +1,10 @@
-"""A warehouse: tables, schemas and pins in one place.
+"""A warehouse: tables, schemas and pins in one directory or bucket prefix.
 
-<place>/samples/        a table, with its log in _delta_log/
-<place>/corrections/    a table
-<place>/schemas/        every schema that wrote rows (roostream/schema/registry.py)
-<place>/pins/           versions that are being read (roostream/warehouse/version_pins.py)
-<place>/popularity/     which columns are asked for most
+<location>/samples/        a table, with its log in _delta_log/
+<location>/corrections/    a table
+<location>/schemas/        every schema that wrote rows (roostream/schema/registry.py)
+<location>/pins/           versions that are being read (roostream/warehouse/version_pins.py)
+<location>/popularity/     which columns sessions read most
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from roostream.warehouse.file_reader import MAX_OVER_READ, SampleFile
 from roostream.wire.columnar import ColumnType
 
 COLUMN_ORDER = "popularity/columns"
-"""A JSON list of names of columns, those that are asked for most first; absent = as declared."""
+"""A JSON list of column names, the most popular ones first; absent = as declared."""
 
 
 class Warehouse:
-    """Where a deployment's past is. Nothing is read before the first call. One thread."""
+    """The tables, schemas, pins and column order of one warehouse. Nothing is read before the first call. One
+    thread."""
 
-    def __init__(self, place: str | Path) -> None:
-        """`place`: a directory, or s3://bucket/prefix.
+    def __init__(self, location: str | Path) -> None:
+        """`location`: a directory, or s3://bucket/prefix.
 
         Raises:
-            ConfigError: a place of another kind.
+            ConfigError: another kind of location.
         """
-        self.place = str(place)
-        self.tables = {name: WarehouseTable(place, name) for name in (SAMPLES, CORRECTIONS)}
-        self.store: CheckpointStore = open_store(place)
+        self.location = str(location)
+        self.tables = {name: WarehouseTable(location, name) for name in (SAMPLES, CORRECTIONS)}
+        self.store: CheckpointStore = open_store(location)
         self.registry: Registry = open_registry(self.store)
 
     @property
@@ -49,7 +50,11 @@ class Warehouse:
         return self.tables[CORRECTIONS]
 
     def create(self) -> None:
-        """Make its tables where they aren't. Idempotent. UnavailableError: its place can't be written."""
+        """Create the missing tables. Idempotent.
+
+        Raises:
+            UnavailableError: the location cannot be written.
+        """
         for table in self.tables.values():
             table.create()
 
@@ -58,7 +63,11 @@ class Warehouse:
         return SampleFile(self.store, table, file, over_read=over_read)
 
     def column_order(self) -> list[str]:
-        """Names of columns, those that are asked for most first; [] where nobody has told. UnavailableError: not now."""
+        """Column names, the most popular ones first; [] if no session has been recorded.
+
+        Raises:
+            UnavailableError: the store cannot be read now.
+        """
         try:
             return [str(name) for name in json.loads(self.store.get(COLUMN_ORDER))]
         except (CheckpointError, ValueError):
@@ -66,6 +75,6 @@ class Warehouse:
 
 
 def forms_of(file: SampleFile, known: dict[str, ColumnType]) -> dict[str, ColumnType]:
-    """Those of `known` that the file has."""
+    """The columns of `known` that the file has."""
     there = set(file.footer.schema.to_arrow_schema().names)
     return {name: form for name, form in known.items() if name in there}

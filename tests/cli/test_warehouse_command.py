@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from roostream.cli.inspect_command import inspect
 from roostream.errors import CheckpointError
-from roostream.warehouse.version_pins import Pin, pin
+from roostream.warehouse.version_pins import VersionPin, pin_version
 from roostream.warehouse.warehouse import Warehouse
 from tests.warehouse.archive_runs import an_archiver, topic
 from tests.warehouse.sample_cases import rich_schema
@@ -23,7 +23,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> str:
     archiver.open()
     archiver.turn(0.0)
     archiver.flush()
-    pin(Warehouse(folder).store, "session-1", Pin("samples", 1, 5))
+    pin_version(Warehouse(folder).store, "session-1", VersionPin("samples", 1, 5))
     return str(folder)
 
 

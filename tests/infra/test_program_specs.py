@@ -109,7 +109,10 @@ def test_programs_have_each_others_addresses(tmp_path: Path, port_map: PortMap) 
     assert worker["shards"] == serving["shards"] and worker["shards"][1] == shard["listen"]
     assert shard["controller"] == worker["controller"] == reader["controller"] == controller["listen"]
     assert shard["store"] == worker["store"] == controller["store"] == serving["store"]
-    assert worker["readers"] == {"by": "programs"} and controller["readers"] == {"least": 2, "most": 2}
+    assert worker["readers"] == {"by": "programs"} and controller["readers"] == {
+        "min_readers": 2,
+        "max_readers": 2,
+    }
 
 
 def test_serving_processes_share_a_port_and_have_separate_homes(tmp_path: Path, port_map: PortMap) -> None:

@@ -287,7 +287,7 @@ def test_a_doubted_bucket_is_stale_in_every_stack_and_an_unknown_one_is_all() ->
 def test_a_shard_that_is_behind_is_not_believed() -> None:
     replica = Replica(small_schema(), 0)
     replica.apply(delta(1, 1.0, incarnation=7))
-    with pytest.raises(UnavailableError, match="is being replaced"):
+    with pytest.raises(UnavailableError):
         replica.bootstrap([transport_to(begun())])
     assert replica.needs_bootstrap and item_1(replica) == 1.0
 

@@ -156,7 +156,7 @@ def test_accepted_rows_begin_anew_and_the_next_commit_needs_no_acceptance(accept
     store = MemoryKeyValueStore()
     writer, key = lossy(store)
     bucket = int(key[-5:])
-    with pytest.raises(CheckpointError, match="it is damaged"):
+    with pytest.raises(CheckpointError):
         state(make_segments(store), writer.live)
     name = accepted.replace("BUCKET", str(bucket))
     writer.segments = Segments(store, {STACK: (2, 2)}, 8, accepted=[name])

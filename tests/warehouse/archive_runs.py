@@ -107,7 +107,7 @@ def archive_until_done(place: str, records: Sequence[Record], begun: Begun) -> N
     begun()
     while True:
         archiver.turn(0.0, max_records=13)
-        if reader.at_end() and not archiver.num_waiting_bytes:
+        if reader.at_end() and not archiver.num_buffered_bytes:
             return
         time.sleep(0.002)
 

@@ -10,7 +10,7 @@ from datetime import UTC, date, datetime
 import numpy as np
 
 from roostream.warehouse.sessions.session import SessionSpec
-from roostream.warehouse.sessions.session_rows import Marks, OpenSession
+from roostream.warehouse.sessions.session_rows import OpenSession, SampleMarks
 from roostream.wire.batch import Batch
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
@@ -53,9 +53,9 @@ class MemoryTable:
         self.reads.append((path, start, end))
         return self.batches[path].take_requests(np.arange(start, end))
 
-    def marks(self, path: str) -> Marks:
+    def marks(self, path: str) -> SampleMarks:
         it = self.batches[path]
-        return Marks(it.sample_id_R, it.offset_R, it.close_ms_R)
+        return SampleMarks(it.sample_id_R, it.offset_R, it.close_ms_R)
 
     def session(self, **spec: object) -> OpenSession:
         return OpenSession(SessionSpec(**{"table": "memory", "version": 1, **spec}), self.files, ROW_GROUP)  # type: ignore[arg-type]

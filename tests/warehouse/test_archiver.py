@@ -58,7 +58,7 @@ def test_a_rival_lands_nothing_twice_and_reads_on_where_the_other_is(tmp_path: P
         archiver.turn(0.0, max_records=4)
     one.flush()
     two.flush()
-    assert two.counts.refused == 1 and two.num_waiting_bytes == 0
+    assert two.counts.refused == 1 and two.num_buffered_bytes == 0
     for _ in range(4):
         for archiver in (two, one):
             archiver.turn(0.0, max_records=25)
@@ -87,13 +87,13 @@ def test_files_are_written_by_size_or_by_time(tmp_path: Path) -> None:
     archiver, _, _ = an_archiver(tmp_path, RECORDS, clock=clock)
     archiver.open()
     archiver.turn(0.0, max_records=2)
-    assert archiver.num_waiting_bytes > 0 and archiver.counts.commits == 0
+    assert archiver.num_buffered_bytes > 0 and archiver.counts.commits == 0
     clock.advance(RULE.after_ms / 1000)
     archiver.turn(0.0, max_records=2)
-    assert archiver.num_waiting_bytes == 0 and archiver.counts.commits == 1
+    assert archiver.num_buffered_bytes == 0 and archiver.counts.commits == 1
     while archiver.counts.commits == 1:
         archiver.turn(0.0, max_records=2)
-        assert archiver.num_waiting_bytes < RULE.bytes + 8000, "what waits is bounded"
+        assert archiver.num_buffered_bytes < RULE.bytes + 8000, "what waits is bounded"
 
 
 def test_a_warehouse_that_is_away_loses_nothing_and_reads_no_more_meanwhile(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_warehouse_that_is_away_loses_nothing_and_reads_no_more_meanwhile(tmp_
             archiver.turn(0.0)
     assert sum(reader.positions().values()) == 5
     archiver.warehouse.store = store
-    while not reader.at_end() or archiver.num_waiting_bytes:
+    while not reader.at_end() or archiver.num_buffered_bytes:
         archiver.turn(0.0)
     assert places(tmp_path) == ALL
 

@@ -9,10 +9,10 @@ import pytest
 from roostream.runtime.checkpoint_store import FileStore
 from roostream.warehouse import column_popularity as popularity
 from roostream.warehouse.column_popularity import (
-    asked,
     column_order,
     hit_rates,
     interleave_by_hit_rate,
+    recent_session_features,
     record_session_features,
 )
 from roostream.warehouse.parquet_file import ordered
@@ -62,7 +62,7 @@ def test_sessions_leave_what_they_asked_for_and_files_are_written_by_it(
     for version, features in enumerate((["history"], ["gap"], ["age", "gap"])):
         record_session_features(place.store, SCHEMA, version, "abc", features)
         record_session_features(place.store, SCHEMA, version, "abc", ["topics"])  # it has said so already
-    assert asked(place.store) == [frozenset({"gap"}), frozenset({"age", "gap"})]
+    assert recent_session_features(place.store) == [frozenset({"gap"}), frozenset({"age", "gap"})]
     features = [name for name in place.column_order() if name.startswith(("ro__", "nro__"))]
     assert (
         features[features.index("nro__age") + 1] == "ro__gap"
@@ -74,7 +74,7 @@ def test_what_cant_be_understood_asked_for_nothing() -> None:
     store = MemoryStore()
     for name, data in (("1-a", b"{"), ("2-b", b'{"age": 1}'), ("3-c", b'["age", 3]')):
         store.put(f"popularity/asked/{name}", data)
-    assert asked(store) == [frozenset(), frozenset({"age"})]
+    assert recent_session_features(store) == [frozenset(), frozenset({"age"})]
 
 
 def test_where_it_cant_be_written_nothing_is_noted_and_nobody_fails(tmp_path: Path) -> None:

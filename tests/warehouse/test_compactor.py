@@ -20,17 +20,17 @@ from roostream.schema.ids import key_bytes, sample_id
 from roostream.warehouse.archive import sample_forms
 from roostream.warehouse.compact import (
     Compactor,
+    files_to_retire,
     folded_name,
     next_offset_by_topic,
     partly_retired_days,
     partly_retired_name,
-    retired,
     retired_name,
 )
 from roostream.warehouse.compactor_program import Rounds
 from roostream.warehouse.config import CompactorConfig
 from roostream.warehouse.data_file import DataFile
-from roostream.warehouse.latest_labels import LatestLabels, of, overlay, read_latest
+from roostream.warehouse.latest_labels import LatestLabels, files_of_part, overlay_batch, read_latest
 from roostream.warehouse.record_columns import rebuild_records
 from roostream.warehouse.warehouse import COLUMN_ORDER, Warehouse
 from roostream.wire import records as wire
@@ -170,12 +170,13 @@ def test_a_reader_overlays_what_no_seal_has_folded(tmp_path: Path) -> None:
     told, at = corrected()
     archive(tmp_path, [*FIRST, *NEXT, *told])
     warehouse = Warehouse(tmp_path)
-    files = of(warehouse.corrections.snapshot().files, date(1970, 1, 1), 0)
+    files = files_of_part(warehouse.corrections.snapshot().files, date(1970, 1, 1), 0)
     latest = read_latest(warehouse, files, SCHEMA.tasks)
     assert (
-        next_offset_by_topic(files) == {TOPIC_IDS["corrections"]: 3} and of(files, date(1970, 1, 2), 0) == []
+        next_offset_by_topic(files) == {TOPIC_IDS["corrections"]: 3}
+        and files_of_part(files, date(1970, 1, 2), 0) == []
     )
-    unsealed = [overlay(batch, latest) for batch in batches(tmp_path, 0)]
+    unsealed = [overlay_batch(batch, latest) for batch in batches(tmp_path, 0)]
     seal_all(a_compactor(tmp_path))
     (sealed,) = batches(tmp_path, 0, "latest")
     wanted = {
@@ -193,9 +194,9 @@ def test_a_reader_overlays_what_no_seal_has_folded(tmp_path: Path) -> None:
 def test_nothing_said_leaves_a_batch_as_it_is(tmp_path: Path) -> None:
     batch = decoded(SCHEMA, FIRST)
     nothing = read_latest(Warehouse(tmp_path), [], SCHEMA.tasks)
-    assert nothing.is_empty and overlay(batch, nothing) is batch
+    assert nothing.is_empty and overlay_batch(batch, nothing) is batch
     of_others = LatestLabels(np.array([5]), np.array([6]), np.ones((1, 2), dtype=np.float32))
-    assert overlay(batch, of_others) is batch
+    assert overlay_batch(batch, of_others) is batch
 
 
 def test_corrections_that_come_after_a_seal_make_the_day_due_again(tmp_path: Path) -> None:
@@ -228,7 +229,7 @@ def test_of_two_compactors_one_seals_and_nothing_is_twice(tmp_path: Path) -> Non
     archive(tmp_path, [*FIRST, *NEXT])
     one, two = a_compactor(tmp_path), a_compactor(tmp_path)
     (due,), (same,) = one.due(), two.due()
-    two._written(same)  # and it is slower
+    two._write_sealed(same)  # and it is slower
     assert one.seal(due) and not two.seal(same)
     assert places(tmp_path) == Counter((0, n) for n in range(53))
 
@@ -244,7 +245,7 @@ def test_a_damaged_file_stops_its_own_day_alone_and_is_named(tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match=first_day.files[0].path):
         compactor.seal(first_day)
     rounds = Rounds(compactor, Health(60), Stop())
-    rounds.look()
+    rounds.run_once()
     assert rounds.num_damaged == 1 and len(batches(tmp_path, 1)) == 1
     assert compactor.counts.seals == 1 and path.exists()
 
@@ -278,10 +279,13 @@ def test_a_day_that_alone_is_too_large_loses_what_closed_first_and_no_partition_
         return dataclasses.replace(a_file(first, first + 9, partition), last_close_ms=ms)
 
     files = [closed(20, 30), closed(0, 10), closed(10, 20), closed(0, 5, partition=1)]
-    assert retired(files, 0, 400) == [] and retired(files, 0, 399) == [files[1]]
-    assert retired(files, 0, 201) == retired(files, 0, 1) == [files[1], files[2]]
+    assert files_to_retire(files, 0, 400) == [] and files_to_retire(files, 0, 399) == [files[1]]
+    assert files_to_retire(files, 0, 201) == files_to_retire(files, 0, 1) == [files[1], files[2]]
     old = dataclasses.replace(a_file(0, 9), day=date(2023, 5, 1))
-    assert retired([*files, old], 0, 400) == [old] and retired([*files, old], 0, 399) == [old, files[1]]
+    assert files_to_retire([*files, old], 0, 400) == [old] and files_to_retire([*files, old], 0, 399) == [
+        old,
+        files[1],
+    ]
     assert (
         partly_retired_days([*files, old], [old, files[1]]) == [files[1].day]
         and partly_retired_days(files, files) == []
@@ -311,9 +315,9 @@ def test_a_day_retired_in_part_says_so_and_keeps_its_corrections(tmp_path: Path)
 def test_old_days_leave_whole_and_the_newest_stays() -> None:
     day = date(2023, 5, 18)
     files = [dataclasses.replace(a_file(0, 9), day=day + timedelta(days=n)) for n in (0, 0, 1, 2)]
-    assert retired(files, 0, 0) == [] and retired([], 1, 1) == []
-    assert retired(files, 2, 0) == files[:2] and retired(files, 1, 0) == files[:3]
-    assert retired(files, 0, 250) == files[:2] and retired(files, 0, 1) == files[:3]
+    assert files_to_retire(files, 0, 0) == [] and files_to_retire([], 1, 1) == []
+    assert files_to_retire(files, 2, 0) == files[:2] and files_to_retire(files, 1, 0) == files[:3]
+    assert files_to_retire(files, 0, 250) == files[:2] and files_to_retire(files, 0, 1) == files[:3]
     assert partly_retired_days(files, files[:3]) == []
 
 

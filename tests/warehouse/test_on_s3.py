@@ -57,7 +57,7 @@ def test_an_archive_is_the_same_on_s3_from_the_topic_to_a_reader(place: str) -> 
     table = SampleTable(place)
     told = table.newest(SessionSpec(table=place, version=0, shuffle_seed=None), {})
     assert told is not None and told.rows == {0: 24, 1: 24}
-    session, files = table.opened(told, SCHEMA)
+    session, files = table.open_session(told, SCHEMA)
     rows = LocalSessionRows(session, files)
     for split in session.order.splits:
         batch = rows.piece(split, split.at).batch

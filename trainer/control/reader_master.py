@@ -58,7 +58,7 @@ class ReaderMaster:
     ) -> None:
         count = count or ReaderCountConfig()
         self.trained, self.schema, self.clock, self.long_poll_s = trained, schema, clock, long_poll_s
-        self.count = ReaderScaler(least=count.least, most=count.most)
+        self.count = ReaderScaler(min_readers=count.min_readers, max_readers=count.max_readers)
         self.log = LeaseLog()
         self.leases = self._no_leases()
         self._current: tuple[int, str] = 0, ""  # incarnation, digest of the session
@@ -99,7 +99,7 @@ class ReaderMaster:
             now_s = self.clock.monotonic_s()
             self._readers[reader] = _Caller(seen_s=now_s, header=header)
             if header.get("leaving"):
-                self.leases.lost(reader)
+                self.leases.release(reader)
                 del self._readers[reader]
                 return {"incarnation": self._current[0], "session": "", "leases": []}
             known = (int(header["incarnation"]), str(header["session"])) == self._current
@@ -143,7 +143,7 @@ class ReaderMaster:
             self._workers[worker] = _Caller(seen_s=self.clock.monotonic_s(), header=header)
             for split, grant in header["voided"]:
                 self.leases.void(int(split), int(grant))
-            self.leases.tell(worker, [(int(split), int(at)) for split, at in header["wanted"]])
+            self.leases.set_wanted(worker, [(int(split), int(at)) for split, at in header["wanted"]])
             self._changed.notify_all()
             holders = self.leases.holders(worker, self.clock.monotonic_s())
             known = {name: str(seen.header["at"]) for name, seen in self._readers.items()}
@@ -156,7 +156,7 @@ class ReaderMaster:
         incarnation, session = self.trained()
         current = incarnation, session.digest if session else ""
         if current != self._current:
-            self.leases.end()
+            self.leases.end_all()
             self._session = session or self._session
             self._current, self.leases, self._workers = current, self._no_leases(), {}
             self._changed.notify_all()
@@ -193,9 +193,9 @@ class ReaderMaster:
             now_s, workers = self.clock.monotonic_s(), {n: seen.header for n, seen in self._workers.items()}
             in_flight = sum(int(header["in_flight"]) for header in workers.values())
             return {
-                "wanted": self.count.of(max(in_flight, 1) if session else 0, now_s),
-                "least": self.count.least,
-                "most": self.count.most,
+                "wanted": self.count.update(max(in_flight, 1) if session else 0, now_s),
+                "least": self.count.min_readers,
+                "most": self.count.max_readers,
                 "there": len(self._readers),
                 "splits_wanted": self.leases.num_wanted,
                 "splits_leased": self.leases.num_granted,

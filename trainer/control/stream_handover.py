@@ -130,7 +130,7 @@ class WarehouseHistory:
         return session
 
     def protect(self, session: TableInput, until_ms: int) -> None:
-        self.table.hold(session, f"session-{session.digest}", until_ms)
+        self.table.pin_session(session, f"session-{session.digest}", until_ms)
 
     def start_handover(
         self, controller: Controller, oldest: Callable[[], Progress], stop: threading.Event

@@ -244,7 +244,7 @@ def open_session(
         UnavailableError: the table cannot be read now.
         CheckpointError: the version is absent or has changed.
     """
-    session, rows = SampleTable(table_input.table).opened(table_input, schema)
+    session, rows = SampleTable(table_input.table).open_session(table_input, schema)
     empty, _ = Decoder(schema, lambda fingerprint: None).decode([])
 
     def newest(number: int) -> NewestIds:

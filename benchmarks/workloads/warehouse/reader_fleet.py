@@ -130,7 +130,7 @@ def fleet_of(session: Session, least: int, most: int, **settings: Any) -> Iterat
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         home = Home(Path(folder))
         home.make()
-        count, pool = ReaderCountConfig(least=least, most=most), reader_programs(home, settings)
+        count, pool = ReaderCountConfig(min_readers=least, max_readers=most), reader_programs(home, settings)
         readers = OfflineReaders(
             ReaderMaster(session.trained, session.schema, session.clock, count), count, pool
         ).open()

@@ -17,12 +17,12 @@ from benchmarks.workloads.sharing.logs import samples_of
 from benchmarks.workloads.warehouse import rows_at_rest
 from roostream.schema.registry import register
 from roostream.schema.schema import Schema
-from roostream.warehouse.archive import take
+from roostream.warehouse.archive import take_rows
 from roostream.warehouse.data_file import day_of
 from roostream.warehouse.delta_table import ProgressStep
 from roostream.warehouse.parquet_file import FileKey, FileRows, write_rows
 from roostream.warehouse.sessions.sample_table import TableFiles
-from roostream.warehouse.sessions.session_capture import CapturedSession, SlowedRows, replayed
+from roostream.warehouse.sessions.session_capture import CapturedSession, SlowedRows, replay_session
 from roostream.warehouse.sessions.session_rows import TableRows
 from roostream.warehouse.warehouse import Warehouse
 from roostream.wire.columnar import column_types, columns_of, project_schema, uncut_schema
@@ -44,7 +44,7 @@ def small_table(folder: str, schema: Schema, written_by: Schema, records: list[R
     files = []
     for day in np.unique(days_R).tolist():
         its = dataclasses.replace(place, day=date.fromordinal(day))
-        files.append(write_rows(warehouse.store, take(rows, order[days_R[order] == day]), its))
+        files.append(write_rows(warehouse.store, take_rows(rows, order[days_R[order] == day]), its))
     warehouse.samples.commit(files, progress={"samples/benchmark/0": ProgressStep(None, len(records))})
     return warehouse
 
@@ -66,4 +66,6 @@ def read_again(slower: float, share: float, users: int, history: int) -> Iterato
         )
         rows = SlowedRows(files, slower, time.process_time) if slower else files
         figures = {"reads": float(told["reads"]), "over-read %": 100.0 * told["over_read"] + 1e-9}
-        yield Work(lambda: replayed(session.reads, rows, digests=False), told["requests"], lambda: figures)
+        yield Work(
+            lambda: replay_session(session.reads, rows, digests=False), told["requests"], lambda: figures
+        )

@@ -109,7 +109,7 @@ def features_of(place: str, names: tuple[str, ...], first: date | None, last: da
     Raises:
         RoostreamError: there is no such table, day or feature.
     """
-    from roostream.warehouse.column_popularity import asked, hit_rates
+    from roostream.warehouse.column_popularity import hit_rates, recent_session_features
     from roostream.warehouse.scan import TableScan
     from roostream.warehouse.statistics import FeatureDays, alerts
     from roostream.wire.columnar import project_schema
@@ -126,7 +126,7 @@ def features_of(place: str, names: tuple[str, ...], first: date | None, last: da
     with scanned(place, first, last, reader) as (scan, batches):
         for file, batch in batches:
             days.add(file.day, batch)
-        rates = hit_rates(asked(scan.store))
+        rates = hit_rates(recent_session_features(scan.store))
     told = days.report()
     return {"version": scan.version, "days": told, "alerts": alerts(told), "asked": rates}
 

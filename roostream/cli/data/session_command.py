@@ -143,7 +143,9 @@ def session_of(
             raise ConfigError(
                 f"expected features of schema {schema.name!r}, got {name!r}{nearest(name, known)}"
             )
-    session, files = table.opened(told, project_schema(schema, frozenset(features)) if features else schema)
+    session, files = table.open_session(
+        told, project_schema(schema, frozenset(features)) if features else schema
+    )
     reads = tuple(
         CapturedRead(split.path, start, min(start + ROWS_OF_GROUP, split.end))
         for split in session.order.splits
@@ -231,7 +233,12 @@ def compare_readers(
 
     from roostream.warehouse.scan import TableScan
     from roostream.warehouse.sessions.sample_table import SampleTable
-    from roostream.warehouse.sessions.session_capture import CapturedSession, SlowedRows, compared, replayed
+    from roostream.warehouse.sessions.session_capture import (
+        CapturedSession,
+        SlowedRows,
+        replay_session,
+        time_readers,
+    )
     from roostream.warehouse.sessions.session_rows import TableRows
     from roostream.wire.columnar import project_schema
 
@@ -242,10 +249,10 @@ def compare_readers(
     second: TableRows = _files(table, captured.version, schema, over_read)
     if slower is not None:
         second = SlowedRows(second, slower, time.process_time)
-    seen = [replayed(captured.reads, rows) for rows in (first, second)]
-    its = compared(
-        functools.partial(replayed, captured.reads, first, digests=False),
-        functools.partial(replayed, captured.reads, second, digests=False),
+    seen = [replay_session(captured.reads, rows) for rows in (first, second)]
+    its = time_readers(
+        functools.partial(replay_session, captured.reads, first, digests=False),
+        functools.partial(replay_session, captured.reads, second, digests=False),
         time.process_time,
         turns,
     )

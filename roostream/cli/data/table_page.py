@@ -11,7 +11,7 @@ from roostream.cli.replay.report_page import page, table
 from roostream.cli.replay.report_table import number
 from roostream.errors import SetupError
 from roostream.replay.report_files import write_atomically
-from roostream.warehouse.column_popularity import asked, hit_rates
+from roostream.warehouse.column_popularity import hit_rates, recent_session_features
 from roostream.warehouse.data_file import DataFile
 from roostream.warehouse.scan import TableScan
 from roostream.warehouse.statistics import FeatureDays, alerts
@@ -39,7 +39,7 @@ def table_report(
         "columns": {name: its._asdict() for name, its in scan.bytes_by_column().items()},
         "days": told,
         "alerts": alerts(told),
-        "asked": hit_rates(asked(scan.store)),
+        "asked": hit_rates(recent_session_features(scan.store)),
         "duplicates": duplicates.report(),
     }
 

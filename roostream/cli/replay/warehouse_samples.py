@@ -47,7 +47,7 @@ class ArchivedOptions(DatasetOptions):
         default="",
         metadata={"help": "of close, as 2024-05-01..2024-05-07; either end may be left out; '' = all"},
     )
-    as_they_lie_until: str = dataclasses.field(
+    stored_order_until: str = dataclasses.field(
         default="",
         metadata={
             "help": "samples of days before are trained as `roostream train` reads them, by file and user; '' = by close"
@@ -83,7 +83,7 @@ def archived_log(config: ReplayConfig, schema: Schema) -> ReplayLog:
         raise CheckpointError(
             f"{options.place}: expected samples of {options.days or 'some day'}, got none; name other days"
         )
-    records = session_records(*table.opened(told, schema), options.as_they_lie_until)
+    records = session_records(*table.open_session(told, schema), options.stored_order_until)
     return ReplayLog(
         records=records, num_requests=sum(told.rows.values()), skipped=Skipped, profile=LogProfile(schema)
     )

@@ -109,7 +109,7 @@ class TrainConfig(Settings):
     @property
     def reader_count(self) -> ReaderCountConfig:
         least = max(self.readers, 1)
-        return ReaderCountConfig(least=least, most=max(self.max_readers, least))
+        return ReaderCountConfig(min_readers=least, max_readers=max(self.max_readers, least))
 
     @property
     def place(self) -> str:

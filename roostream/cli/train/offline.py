@@ -135,7 +135,7 @@ class _Offline:
                 f"expected partitions = {most + 1} or more, got {self.config.partitions}: the archive has as many"
             )
         self.table.check_reader(found, self.schema)
-        self.table.hold(found, f"train-{found.digest}", self.clock.now_ms() + _HELD_MS)
+        self.table.pin_session(found, f"train-{found.digest}", self.clock.now_ms() + _HELD_MS)
         return found
 
     def run(self, stop: Stop, tell: Tell) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class OfflineReaders:
     def open(self) -> OfflineReaders:
         self.server.start()
         self.pool = self._pool(self.server.address)
-        self.pool.resize(self.count.least)
+        self.pool.resize(self.count.min_readers)
         self._thread.start()
         return self
 
@@ -94,7 +94,7 @@ class OfflineReaders:
             if self._kept:
                 self._kept.save_if_due()
             try:
-                self.pool.resize(max(self.master.status()["wanted"], self.count.least))
+                self.pool.resize(max(self.master.status()["wanted"], self.count.min_readers))
             except RoostreamError as error:  # those that run go on
                 log.warning("the number of readers stays as it is: %s", error)
 

@@ -1,4 +1,5 @@
-"""Settings of readers: of the program, of a worker that asks them, and of the controller that says how many there are."""
+"""Settings of input readers: of the reader program, of a worker that uses readers, and of the controller that
+scales them."""
 
 from __future__ import annotations
 
@@ -18,49 +19,57 @@ class ReadersConfig(Settings):
     """`[readers]` of a worker."""
 
     by: Literal["worker", "programs"] = setting(
-        "worker",
-        "who reads sessions of the warehouse: the worker itself, in the thread of its source, or `reader` programs",
+        "worker", "who reads warehouse sessions: the worker in its own thread, or `reader` programs"
     )
-    max_bytes: int = setting(256 << 20, "programs: of units that are here and not yet trained", ge=1 << 20)
-    max_units: int = setting(16, "the same in units; a unit is what a reader makes at once", ge=1, le=1024)
+    max_bytes: int = setting(256 << 20, "programs: bytes of fetched rows that wait for training", ge=1 << 20)
+    max_pieces: int = setting(
+        16,
+        "programs: fetched pieces that wait for training; a piece is what a reader makes at once",
+        ge=1,
+        le=1024,
+    )
     max_in_flight: int = setting(
-        8, "splits under way for this worker, at most; as many readers at once", ge=1, le=32
+        8,
+        "programs: splits that are read for this worker at once, and so readers that work for it",
+        ge=1,
+        le=32,
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReaderCountConfig(Settings):
-    """`[readers]` of a controller: how many it wishes for, by the fullness of its workers' buffers."""
+    """`[readers]` of a controller: how many readers it asks for, by the fullness of its workers' buffers."""
 
-    least: int = setting(1, "readers while a session is read by programs", ge=1, le=MAX_READERS)
-    most: int = setting(
-        1, "readers, however hungry workers are; above least it follows them", ge=1, le=MAX_READERS
+    min_readers: int = setting(1, "readers while programs read a session", ge=1, le=MAX_READERS)
+    max_readers: int = setting(
+        1, "readers at most; above min_readers the number follows the workers' buffers", ge=1, le=MAX_READERS
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.least > self.most:
-            raise setting_error("least", f"at most most = {self.most}", self.least)
+        if self.min_readers > self.max_readers:
+            raise setting_error("min_readers", f"at most max_readers = {self.max_readers}", self.min_readers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReaderConfig(ProgramSettings):
-    """`roostream reader`: reads splits of the session that is trained and serves them to workers. It keeps nothing."""
+    """`roostream reader`: reads splits of the session that is trained and serves them to workers.
+    Stateless."""
 
-    controller: str = setting(help="the controller's host:port, which says what is read")
-    listen: str = setting("127.0.0.1:0", "host:port at which workers ask it; port 0 = draw")
-    told: str = setting(
-        "", "the same as workers reach it, where that isn't what it listens on; port 0 = that of listen"
+    controller: str = setting(help="host:port of the controller, which says what is read")
+    listen: str = setting("127.0.0.1:0", "host:port that workers call; port 0 picks a free port")
+    advertised_address: str = setting(
+        "", "host:port under which workers reach it, if not `listen`; port 0 = the port of `listen`"
     )
-    link: LinkSecurity = setting(factory=LinkSecurity, help="table: how it calls and is called, and who may")
-    max_splits: int = setting(2, "held at once, one of them being read", ge=1, le=64)
+    link: LinkSecurity = setting(
+        factory=LinkSecurity, help="table: keys and TLS of its calls, and who may call it"
+    )
+    max_splits: int = setting(2, "splits that are leased at once; one of them is being read", ge=1, le=64)
     max_bytes: int = setting(
-        128 << 20, "of units that wait to be fetched; one unit is always held", ge=1 << 20
+        128 << 20, "bytes of pieces that wait to be fetched; one piece is always kept", ge=1 << 20
     )
-    max_units: int = setting(16, "the same in units", ge=1, le=1024)
-    max_requests_s: int = setting(
-        0, "requests a second, at most, to spare a store; 0 = as fast as it can", ge=0
-    )
+    max_pieces: int = setting(16, "pieces that wait to be fetched", ge=1, le=1024)
+    max_requests_s: int = setting(0, "rate limit in requests a second, to spare a store; 0 = no limit", ge=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,8 +77,8 @@ class ReaderConfig(ProgramSettings):
         check_listen(
             "listen", self.listen, insecure=self.insecure, authenticated=self.link.asks, by=LINK_ASKS
         )
-        if self.told:
-            check_addresses("told", self.told)
+        if self.advertised_address:
+            check_addresses("advertised_address", self.advertised_address)
 
     def link_credentials(self) -> LinkCredentials:
         """As `Deployment.link_credentials`."""

@@ -1,14 +1,14 @@
-"""Who reads which split: the core of a DPP master (Zhao et al., *Understanding Data Storage and Ingestion for Large-Scale Deep
-Recommendation Model Training*, §III), pure.
+"""Leases: which reader reads which split. The core of a DPP master (Zhao et al., *Understanding Data Storage
+and Ingestion for Large-Scale Deep Recommendation Model Training*, §III), pure.
 
-    a trainer's worker ── splits that it waits for, in order, each from where ──► Leases ◄── asks, or renews ── readers
-                       ◄── who reads which of them ────────────────────────────────┘
+    worker ── the splits that it waits for, in order, each with a position ──► Leases ◄── asks for or renews leases ── readers
+           ◄── which reader has which of them ───────────────────────────────────┘
 
-A worker names no more than its splits in flight, so what readers hold is bounded. A split is one reader's at a time, the first of
-each worker before the second of any. Nothing of it is kept anywhere: how far all is read is in the manifest's positions, and
-whoever begins anew begins without leases. Each lease has a number of its own, its *grant*: a reader that is silent loses what it
-has, and what it gives under that grant is refused by whoever has heard of another one. Even that changes no batch, since the rows
-of a split depend on the split alone.
+A worker names only its splits in flight, so what readers buffer is bounded. A split is leased to one reader
+at a time; the first split of each worker comes before the second of any. Leases are not stored: how far a
+session is read is in the manifest's positions, and a new controller starts without leases. Each lease has a
+unique *grant* number. A reader that is silent loses its leases, and what it sends under an old grant is
+rejected. Even without that no batch would change, since the rows of a split depend on the split alone.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from typing import Any, NamedTuple
 from roostream.errors import CheckpointError
 
 LEASE_S = 3.0
-MAX_WANTED = 64  # splits of one worker
+MAX_WANTED = 64  # splits that one worker may name
 
 
 class Lease(NamedTuple):
-    """A reader's right to be asked for a split."""
+    """A reader's right to read a split and to be asked for its rows."""
 
-    split: int  # its number in the session's order
-    position: int  # of its partition, from which rows are wanted
-    grant: int  # no two leases have the same
+    split: int  # number in the session's order
+    position: int  # of its partition, from which on rows are wanted
+    grant: int  # unique
     reader: str
 
 
 class HeldLease(NamedTuple):
-    """A lease, and who waits for its rows."""
+    """A lease, and the worker that waits for its rows."""
 
     lease: Lease
     worker: int
@@ -48,42 +48,40 @@ class _Granted(NamedTuple):
 
 
 class Leases:
-    """Of one session and one incarnation. Times are seconds of one monotonic clock. Not thread-safe."""
+    """Leases of one session and incarnation. Times are seconds of one monotonic clock. Not thread-safe."""
 
     def __init__(
         self, lease_s: float = LEASE_S, note: Callable[[str, Lease], None] = lambda what, lease: None
     ) -> None:
-        """`note` hears of each that is granted, and why it ends (`lease_log.ENDS`)."""
+        """`note` is called with `"granted"` or one of `ENDS`, and the lease."""
         self.lease_s, self._note = lease_s, note
         self.num_granted = self.num_expired = 0
-        self._wanted: dict[int, dict[int, int]] = {}  # worker → number of a split → position, in its order
+        self._wanted: dict[int, dict[int, int]] = {}  # worker → split → position, in the worker's order
         self._held: dict[int, _Granted] = {}
 
-    # Workers
-
-    def tell(self, worker: int, wanted: Sequence[tuple[int, int]]) -> None:
-        """(split, position) of all that this worker waits for now, in order. What nobody waits for any more is no lease."""
+    def set_wanted(self, worker: int, wanted: Sequence[tuple[int, int]]) -> None:
+        """Set the (split, position) pairs that this worker waits for, in order. Leases that no worker waits
+        for end."""
         self._wanted[worker] = dict(wanted[:MAX_WANTED])
-        known = {number for its in self._wanted.values() for number in its}
+        known = {number for splits in self._wanted.values() for number in splits}
         self._end("done", [number for number in self._held if number not in known])
 
     def void(self, split: int, grant: int) -> None:
-        """Its reader doesn't answer whoever waits for it: the split is anybody's. A grant that is over changes nothing."""
+        """End a lease whose reader does not answer a worker. An outdated grant changes nothing."""
         held = self._held.get(split)
         if held is not None and held.lease.grant == grant:
             self._end("voided", [split])
 
     def holders(self, worker: int, now_s: float) -> list[Lease]:
-        """Of what this worker waits for, what is leased, in its order."""
+        """Leases of the splits that this worker waits for, in its order."""
         self._expire(now_s)
         return [self._held[number].lease for number in self._wanted.get(worker, {}) if number in self._held]
 
-    # Readers
-
     def lease(self, reader: str, now_s: float) -> Lease | None:
-        """The first split that somebody waits for and nobody reads, for `lease_s` unless renewed. None: there is none now."""
+        """Lease the first split that is waited for and not leased, for `lease_s` unless renewed. None: there
+        is none."""
         self._expire(now_s)
-        split = next((split for split in self._in_turn() if split[0] not in self._held), None)
+        split = next((split for split in self._by_urgency() if split[0] not in self._held), None)
         if split is None:
             return None
         self.num_granted += 1
@@ -93,50 +91,48 @@ class Leases:
         return lease
 
     def renew(self, reader: str, now_s: float) -> list[Lease]:
-        """The reader lives; the leases that are still its own, those that are waited for most first. What else it holds it may
-        forget."""
+        """Renew all leases of a reader, most urgent first. It may forget every split that is not returned."""
         self._expire(now_s)
-        its = [
+        leases = [
             held.lease
-            for number, _ in self._in_turn()
+            for number, _ in self._by_urgency()
             if (held := self._held.get(number)) and held.lease.reader == reader
         ]
-        for lease in its:
+        for lease in leases:
             self._held[lease.split] = self._held[lease.split]._replace(until_s=now_s + self.lease_s)
-        return its
+        return leases
 
-    def lost(self, reader: str) -> None:
-        """It ends, or began anew: what it had is anybody's."""
+    def release(self, reader: str) -> None:
+        """End all leases of a reader that leaves or has restarted."""
         self._end("left", [number for number, held in self._held.items() if held.lease.reader == reader])
 
     def held(self, now_s: float) -> list[HeldLease]:
-        """All of now, by their splits."""
+        """All leases, ordered by split."""
         self._expire(now_s)
-        workers = {number: worker for worker, its in self._wanted.items() for number in its}
+        workers = {number: worker for worker, splits in self._wanted.items() for number in splits}
         return [
             HeldLease(held.lease, workers[number], now_s - held.since_s)
             for number, held in sorted(self._held.items())
         ]
 
-    def end(self) -> None:
-        """Another incarnation or session begins: all are void."""
+    def end_all(self) -> None:
+        """End all leases: another incarnation or session begins."""
         self._end("over", list(self._held))
 
     @property
     def num_wanted(self) -> int:
-        """Splits that somebody waits for."""
-        return len(self._in_turn())
+        """Number of splits that workers wait for."""
+        return len(self._by_urgency())
 
-    # Inside
-
-    def _in_turn(self) -> list[tuple[int, int]]:
-        """(split, position): the first of each worker, then the second of each; among those the first of the session."""
+    def _by_urgency(self) -> list[tuple[int, int]]:
+        """(split, position): the first split of each worker, then the second of each; ties in the session's
+        order."""
         turns = [
-            (place, number, at)
-            for its in self._wanted.values()
-            for place, (number, at) in enumerate(its.items())
+            (rank, number, position)
+            for splits in self._wanted.values()
+            for rank, (number, position) in enumerate(splits.items())
         ]
-        return [(number, at) for _, number, at in sorted(turns)]
+        return [(number, position) for _, number, position in sorted(turns)]
 
     def _expire(self, now_s: float) -> None:
         late = [number for number, held in self._held.items() if now_s >= held.until_s]
@@ -151,11 +147,12 @@ class Leases:
 FORMAT = 1
 MAX_EVENTS, MAX_READERS = 2048, 512
 ENDS = ("done", "voided", "expired", "left", "over")
-"""Nobody waits for it any more · its reader didn't answer whoever waited · was silent · ended · another incarnation began."""
+"""Why a lease ended: no worker waits for the split any more · its reader did not answer a worker · the reader
+was silent · the reader left · another incarnation or session began."""
 
 
 class LeaseEvent(NamedTuple):
-    """A lease that was granted, or ended."""
+    """A lease that was granted or ended."""
 
     at_ms: int
     what: str  # "granted" or one of ENDS
@@ -165,7 +162,11 @@ class LeaseEvent(NamedTuple):
 
 
 class LeaseLog:
-    """Of one process, over all of its incarnations and sessions. Not thread-safe."""
+    """Recent lease events and totals by reader, for `roostream inspect session --leases`. Bounded. Not
+    thread-safe.
+
+    It covers all incarnations and sessions of one process. No program reads it to continue its work.
+    """
 
     def __init__(self) -> None:
         self.events: deque[LeaseEvent] = deque(maxlen=MAX_EVENTS)
@@ -176,11 +177,11 @@ class LeaseLog:
         self.version += 1
         self.events.append(LeaseEvent(at_ms, what, lease.split, lease.position, lease.reader))
         if lease.reader not in self.by_reader and len(self.by_reader) >= MAX_READERS:
-            del self.by_reader[next(iter(self.by_reader))]  # that came first
+            del self.by_reader[next(iter(self.by_reader))]  # the oldest one
         self.by_reader.setdefault(lease.reader, Counter())[what] += 1
 
     def body(self, **more: Any) -> dict[str, Any]:
-        """Plain values, which `read_log` takes."""
+        """Plain values; `read_log` is the inverse."""
         readers = {reader: dict(counts) for reader, counts in self.by_reader.items()}
         return {
             "format": FORMAT,
@@ -191,27 +192,31 @@ class LeaseLog:
 
 
 def plain_lease(held: HeldLease) -> dict[str, Any]:
-    """As `status` and the log show a lease of now."""
-    its = held.lease
+    """A lease as `status` and the log show it."""
+    lease = held.lease
     return {
-        "split": its.split,
+        "split": lease.split,
         "worker": held.worker,
-        "position": its.position,
-        "reader": its.reader,
+        "position": lease.position,
+        "reader": lease.reader,
         "for_s": held.held_s,
     }
 
 
 def read_log(body: bytes) -> Mapping[str, Any]:
-    """What `LeaseLog.body` made, of its JSON. CheckpointError: it is none."""
+    """Parse the JSON of `LeaseLog.body`.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
     try:
         found = json.loads(body)
         if found["format"] != FORMAT:
             raise CheckpointError(
-                f"expected leases of format {FORMAT}, got {found['format']!r}; look with the Roostream that wrote them"
+                f"expected leases of format {FORMAT}, got {found['format']!r}; use the version of Roostream that wrote it"
             )
         return {**found, "events": [LeaseEvent(*event) for event in found["events"]]}
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"expected leases as the controller keeps them, got another thing ({error!r:.100})"
+            f"expected a lease log of the controller, got something else ({error!r:.100})"
         ) from None

@@ -1,10 +1,11 @@
-"""A unit on its way from a reader to a trainer: a piece of a split as a call's header and arrays (roostream/runtime/rpc/frames.py).
+"""The wire format of a piece of rows between reader and worker: one RPC header and arrays
+(roostream/runtime/rpc/frames.py).
 
-    header  schema: digest of its text · end: position behind it · keys and columns of the lists of each side
-    arrays  at_R, then the arrays of `Batch` in its order, then those of the lists of each side; truth values and texts as bytes
+    header  schema: digest of its text · end: position after it · keys and columns of the lists of each side
+    arrays  at_R, then the arrays of `Batch` in their order, then the lists of each side; booleans and texts as bytes
 
-`request_index_B` follows from the numbers of candidates and isn't sent. Nothing is copied on the way in but what is no array of
-numbers, and nothing on the way out: arrays are views of the frame, every bit as the reader had it.
+`request_index_B` follows from the numbers of candidates and is not sent. Decoded arrays are views of the
+frame, bit for bit.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ _TEXT_BYTES = np.dtype(TEXT).itemsize
 
 
 def schema_digest_of(schema: Schema) -> str:
-    """Of all that a reader makes of rows: also of what cuts lists and what stands for what is missing, unlike its fingerprint."""
+    """Digest of everything that determines how rows are read, also list limits and defaults, unlike the
+    fingerprint."""
     return xxhash.xxh3_64_hexdigest(to_toml(schema).encode())
 
 
 def encode_piece(piece: Piece, schema_digest: str) -> tuple[Header, list[np.ndarray]]:
-    """What `decode_piece` makes the same piece of."""
+    """Encode a piece; `decode_piece` is the inverse."""
     batch, arrays = piece.batch, [piece.at_R]
-    arrays += [_plain(name, getattr(batch, name)) for name in _NAMES]
+    arrays += [_to_numbers(name, getattr(batch, name)) for name in _NAMES]
     sides = {}
     for side in _SIDES:
         lists: Jagged = getattr(batch, side)
@@ -57,40 +59,41 @@ def encode_piece(piece: Piece, schema_digest: str) -> tuple[Header, list[np.ndar
 
 
 def decode_piece(header: Header, arrays: Arrays, schema: Schema, schema_digest: str) -> Piece:
-    """The piece, of `schema`, of which `schema_digest` is the digest.
+    """Decode a piece of `schema`.
 
     Raises:
-        SchemaError: it was read with another schema. WireError: it is no piece.
+        SchemaError: it was read with another schema.
+        WireError: it is not a piece.
     """
     if header.get("schema") != schema_digest:
         raise SchemaError(
-            f"expected units of the schema {schema.name!r} with digest {schema_digest}, got {header.get('schema')!r}; "
-            "start the controller and the workers with one schema file"
+            f"expected rows of the schema {schema.name!r} with digest {schema_digest}, got {header.get('schema')!r}; "
+            "start the controller and the workers with the same schema file"
         )
     try:
         return _piece(header, iter(arrays), schema)
     except (AssertionError, StopIteration, KeyError, TypeError, ValueError, IndexError) as error:
         raise WireError(
-            "undecodable", f"expected a unit of rows, got something else ({error!r:.100})"
+            "undecodable", f"expected a piece of rows, got something else ({error!r:.100})"
         ) from None
 
 
-def num_bytes(arrays: Sequence[np.ndarray]) -> int:
+def total_bytes(arrays: Sequence[np.ndarray]) -> int:
     return sum(array.nbytes for array in arrays)
 
 
 def _piece(header: Header, arrays: Iterator[np.ndarray], schema: Schema) -> Piece:
     at_R = next(arrays)
-    found: dict[str, Any] = {name: _typed(name, next(arrays)) for name in _NAMES}
+    found: dict[str, Any] = {name: _from_numbers(name, next(arrays)) for name in _NAMES}
     counts_R = found["num_candidates_R"]
     found["request_index_B"] = np.repeat(np.arange(len(counts_R), dtype=np.int64), counts_R)
     for side in _SIDES:
-        told = header["lists"][side]
+        lists = header["lists"][side]
         lengths_KN, values, present_KN = next(arrays), next(arrays), next(arrays).view(np.bool_)
-        weights = next(arrays) if told["weighted"] else None
-        columns = {name: next(arrays) for name in told["columns"]}
+        weights = next(arrays) if lists["weighted"] else None
+        columns = {name: next(arrays) for name in lists["columns"]}
         found[side] = Jagged(
-            keys=tuple(told["keys"]),
+            keys=tuple(lists["keys"]),
             lengths_KN=lengths_KN,
             values=values,
             present_KN=present_KN,
@@ -103,13 +106,13 @@ def _piece(header: Header, arrays: Iterator[np.ndarray], schema: Schema) -> Piec
     return piece
 
 
-def _plain(name: str, array: np.ndarray) -> np.ndarray:
+def _to_numbers(name: str, array: np.ndarray) -> np.ndarray:
     if name in _TEXTS:
         return np.ascontiguousarray(array).view(np.uint8).reshape(len(array), _TEXT_BYTES)
     return np.ascontiguousarray(array).view(np.uint8) if name in _BOOLS else array
 
 
-def _typed(name: str, array: np.ndarray) -> np.ndarray:
+def _from_numbers(name: str, array: np.ndarray) -> np.ndarray:
     if name in _TEXTS:
         return np.ascontiguousarray(array).reshape(-1).view(TEXT)
     return array.view(np.bool_) if name in _BOOLS else array

@@ -1,10 +1,9 @@
 """`roostream reader`.
 
-1 listen, and ask the controller what is trained and for leases of its splits, again and again
-2 another session: open its version of the table; another incarnation: forget every lease
-3 read what is leased, in order, while there is room; give units to whoever trains
-4 on stop: take no more leases and give what it has, for DRAIN_S at most, so that training waits for nothing that has to be read
-  again; then tell the controller, whose leases are anybody's at once
+1 listen; poll the controller for the session that is trained and for leases of its splits
+2 on a new session open its table version; on a new incarnation forget all leases
+3 read the leased splits in order while there is room; answer workers that fetch pieces
+4 on stop take no more leases, serve what is buffered for at most DRAIN_S, then tell the controller that this reader leaves
 """
 
 from __future__ import annotations
@@ -44,103 +43,107 @@ log = logging.getLogger("roostream.reader")
 _STEP_S = 0.5
 _CALL_S = 5.0
 _BETWEEN_S = 0.02
-_RENEW_S = 0.5  # between two words with the controller at most, where no room comes for more
-_MAX_WAIT_S = 5.0  # that a call for a unit is held
-DRAIN_S = 5.0  # below infra's limits for its end
+_RENEW_S = 0.5  # longest pause between two calls of the controller
+_MAX_WAIT_S = 5.0  # a call for a piece is held at most this long
+DRAIN_S = 5.0  # less than the time that infra gives a program to end
 _COUNTERS = ("units", "requests", "sent_bytes", "splits", "busy_s")
 
 OpenTable = Callable[[TableInput, Schema], tuple[LocalSessionRows, Schema]]
-"""A session's rows, and the schema of its batches."""
+"""Opens a session: its rows, and the schema of its batches."""
 
 
 def run_reader(config: ReaderConfig) -> int:
-    """Until SIGTERM or SIGINT; the exit code of `roostream.runtime.program.run`."""
+    """Run until SIGTERM or SIGINT; return the exit code of `roostream.runtime.program.run`."""
     return program.run("reader", lambda stop: read(config, stop), config.log_format)
 
 
-def open_table(told: TableInput, schema: Schema) -> tuple[LocalSessionRows, Schema]:
+def open_table(table: TableInput, schema: Schema) -> tuple[LocalSessionRows, Schema]:
     """Raises as `SampleTable.opened`."""
-    session, files = SampleTable(told.table).opened(told, schema)
+    session, files = SampleTable(table.table).open_session(table, schema)
     return LocalSessionRows(session, files), files.schema
 
 
 class ReaderAgent:
-    """A `SplitReader` that does what the controller says. `ask` is called by one thread, `handle` by any."""
+    """Connects a `SplitReader` to the controller. `ask` is called by one thread, `handle` by any."""
 
     def __init__(
         self, reader: SplitReader, at: str, max_splits: int, open_rows: OpenTable = open_table
     ) -> None:
-        """`at`: "host:port" where workers reach it."""
+        """`at`: "host:port" under which workers reach this reader."""
         self.reader, self.at, self.max_splits, self.open_rows = reader, at, max_splits, open_rows
         self.name = f"{at}/{random.SystemRandom().getrandbits(32):08x}"
         self.incarnation, self.session = 0, ""
         self.takes_more = True
 
     def ask(self, controller: Transport, *, leaving: bool = False) -> None:
-        """One call: say that it lives, hear what is its own.
+        """Report to the controller and take over the leases that it names.
 
         Raises:
-            UnavailableError: the controller, or the table of a session that is new, is away; what it has it keeps.
-            RoostreamError: the session can't be read by this program; says why.
+            UnavailableError: the controller, or the table of a new session, is away. The leases are unchanged.
+            RoostreamError: this program cannot read the session; the message says why.
         """
         header: Header = {
             "reader": self.name,
             "at": self.at,
             "incarnation": self.incarnation,
             "session": self.session,
-            "free": self.reader.free(self.max_splits) if self.session and self.takes_more else 0,
+            "free": self.reader.num_free_slots(self.max_splits) if self.session and self.takes_more else 0,
             "leaving": leaving,
-            "report": self.reader.shown(),
+            "report": self.reader.metrics(),
         }
         answer, _ = controller.call("lease", header, timeout_s=_CALL_S)
         if leaving:
             return
-        told = int(answer["incarnation"]), str(answer["session"])
-        if told != (self.incarnation, self.session):
-            self._begin(*told, answer)
+        incarnation, session = int(answer["incarnation"]), str(answer["session"])
+        if (incarnation, session) != (self.incarnation, self.session):
+            self._begin(incarnation, session, answer)
         elif self.session:
-            self.reader.hold([Lease(*lease) for lease in answer["leases"]])
+            self.reader.set_leases([Lease(*lease) for lease in answer["leases"]])
 
     def _begin(self, incarnation: int, session: str, answer: Header) -> None:
         if not session:
-            self.reader.begin(None)
+            self.reader.start_session(None)
         elif session != self.session:
-            told = TableInput.of(answer.get("input"))
-            assert told is not None and told.digest == session
+            table = TableInput.of(answer.get("input"))
+            assert table is not None and table.digest == session
             schema = schema_from_dict(
                 tomllib.loads(str(answer["schema"])), SourceLocation("the controller's schema")
             )
-            rows, its = self.open_rows(told, schema)
+            rows, read_schema = self.open_rows(table, schema)
             log.info(
                 "reading %s, version %d, days %s..%s",
-                told.table,
-                told.version,
-                told.spec["first_day"],
-                told.spec["last_day"],
+                table.table,
+                table.version,
+                table.spec["first_day"],
+                table.spec["last_day"],
             )
-            self.reader.begin(rows, schema_digest_of(its))
+            self.reader.start_session(rows, schema_digest_of(read_schema))
         else:
-            self.reader.hold([])
+            self.reader.set_leases([])
         self.incarnation, self.session = incarnation, session
 
     def handle(self, method: str, header: Header, arrays: Arrays) -> tuple[Header, Arrays]:
-        """`unit`: a unit of a split that this reader has, without arrays while it isn't there yet.
+        """RPC method `unit`: a piece of a leased split; no arrays if it is not read yet.
 
         Raises:
-            FencedError: it doesn't have that lease. CheckpointError: a file is damaged. RoostreamError: an unknown method.
+            FencedError: this reader does not have that lease.
+            CheckpointError: a file is damaged.
+            RoostreamError: an unknown method.
         """
         if method != "unit":
             raise RoostreamError(f"expected a call of unit, got {method!r}")
         wait_s = min(float(header["wait_s"]), _MAX_WAIT_S)
-        unit = self.reader.unit(int(header["split"]), int(header["grant"]), int(header["position"]), wait_s)
-        return (unit.header, unit.arrays) if unit else ({}, ())
+        piece = self.reader.next_piece(
+            int(header["split"]), int(header["grant"]), int(header["position"]), wait_s
+        )
+        return (piece.header, piece.arrays) if piece else ({}, ())
 
 
 def read(config: ReaderConfig, stop: Stop) -> None:
-    """`roostream reader`, until `stop`.
+    """Run a reader until `stop`.
 
     Raises:
-        RoostreamError: what is trained can't be read by this program, or a port is taken.
+        RoostreamError: this program cannot read the session, or a port is taken.
     """
     health, clock, keys = Health(config.stalled_after_ms / 1000), SystemClock(), config.link_credentials()
     log.info(
@@ -151,7 +154,7 @@ def read(config: ReaderConfig, stop: Stop) -> None:
     )
     limits = {
         "max_bytes": config.max_bytes,
-        "max_units": config.max_units,
+        "max_pieces": config.max_pieces,
         "max_requests_s": config.max_requests_s,
     }
     reader = SplitReader(clock, **limits)
@@ -159,12 +162,12 @@ def read(config: ReaderConfig, stop: Stop) -> None:
     leased: list[ReaderAgent] = []
     server = RpcServer(lambda *call: leased[0].handle(*call), host, port, keys=keys).start()
     leased.append(ReaderAgent(reader, advertised_address(config, server.port), config.max_splits))
-    exports = MetricsCollector("reader", reader.shown, {}, counters=_COUNTERS)
+    exports = MetricsCollector("reader", reader.metrics, {}, counters=_COUNTERS)
     exports.register()
     controller = SocketTransport(config.controller, keys=keys)
     crew, drained = ThreadGroup(stop), threading.Event()
     try:
-        log.info("reader on %s, told as %s", server.address, leased[0].at)
+        log.info("reader listens on %s, advertised as %s", server.address, leased[0].at)
         crew.start("reader-leases", poll_leases, leased[0], controller, clock, stop, drained)
         run_reader_loop(reader, health, leased[0], drained)
     finally:
@@ -177,8 +180,13 @@ def read(config: ReaderConfig, stop: Stop) -> None:
 
 
 def advertised_address(config: ReaderConfig, port: int) -> str:
-    """Where workers reach it: as the settings say, else where it listens; on all addresses, by this machine's name."""
-    host, chosen = parse_address(config.told) if config.told else parse_address(config.listen)
+    """The address that workers use: the setting, else `listen`; a wildcard address is replaced by the host
+    name."""
+    host, chosen = (
+        parse_address(config.advertised_address)
+        if config.advertised_address
+        else parse_address(config.listen)
+    )
     if host in ("0.0.0.0", "[::]", "::"):
         host = socket.gethostname()
     return f"{host}:{chosen or port}"
@@ -187,7 +195,7 @@ def advertised_address(config: ReaderConfig, port: int) -> str:
 def poll_leases(
     leased: ReaderAgent, controller: Transport, clock: Clock, stop: threading.Event, drained: threading.Event
 ) -> None:
-    """Until `stop`, and then until nothing is held; a controller that is away is waited for."""
+    """Poll the controller until `stop`, then drain."""
     waits = Backoff(what="the controller, or the warehouse", clock=clock, max_s=0.5)
     try:
         while not stop.is_set():
@@ -197,37 +205,38 @@ def poll_leases(
             except UnavailableError as error:
                 if not stop.is_set():
                     waits.wait(error, stop)
-            except CheckpointError as error:  # the version isn't what it was: whoever trains is told the same
+            except CheckpointError as error:  # the table version has changed: workers get the same error
                 log.error("%s", error)
                 clock.sleep(_RENEW_S, stop)
             clock.sleep(_BETWEEN_S if leased.session else _RENEW_S, stop)
             if leased.session and not stop.is_set():
-                leased.reader.wait_free(leased.max_splits, _RENEW_S)
+                leased.reader.wait_free_slot(leased.max_splits, _RENEW_S)
         drain(leased, controller, clock)
     finally:
         drained.set()
 
 
 def drain(leased: ReaderAgent, controller: Transport, clock: Clock) -> None:
-    """Give what it has, and take no more. Whoever trains may have gone, too: then it is for nothing, and DRAIN_S long."""
+    """Serve what is buffered and take no more leases, for at most DRAIN_S. Returns early if the controller is
+    gone."""
     leased.takes_more, ends_s = False, clock.monotonic_s() + DRAIN_S
-    while leased.reader.holds_any and clock.monotonic_s() < ends_s:
+    while leased.reader.has_leases and clock.monotonic_s() < ends_s:
         try:
             leased.ask(controller)
         except RoostreamError as error:
-            log.debug("the controller isn't there, so nobody waits: %s", error)
+            log.debug("the controller is gone, so no worker waits: %s", error)
             return
         clock.sleep(_BETWEEN_S)
 
 
 def run_reader_loop(reader: SplitReader, health: Health, leased: ReaderAgent, stop: threading.Event) -> None:
-    """Until `stop`; a table that is away is waited for."""
+    """Read until `stop`; wait while the table is away."""
     waits = Backoff(what="the warehouse", max_s=1.0)
     while not stop.is_set():
         try:
             reader.step(_STEP_S)
             waits.reached()
-            health.turned("" if leased.incarnation else "it waits for the controller")
+            health.turned("" if leased.incarnation else "waiting for the controller")
         except UnavailableError as error:
             if stop.is_set():
                 return
@@ -236,8 +245,8 @@ def run_reader_loop(reader: SplitReader, health: Health, leased: ReaderAgent, st
 
 
 def leave(leased: ReaderAgent, controller: Transport) -> None:
-    """Its leases are anybody's at once, if the controller hears it."""
+    """Tell the controller, so that other readers get the leases at once."""
     try:
         leased.ask(controller, leaving=True)
     except RoostreamError as error:
-        log.debug("the controller isn't there to be told: %s", error)
+        log.debug("the controller is gone: %s", error)

@@ -1,9 +1,11 @@
-"""A reader: extract, transform, batch, and keep until it is fetched (Zhao et al., §III: a DPP worker without state).
+"""The core of a reader program: reads leased splits and keeps their rows until workers fetch them (Zhao et
+al., §III: a DPP worker without state).
 
-    leases ──► splits held ──► row groups by `LocalSessionRows` ──► units of `batch_requests` ──► bounded buffer ──► who asks
+    leases ──► splits ──► row groups by `LocalSessionRows` ──► pieces of `batch_requests` ──► bounded buffer ──► workers
 
-Rows are read as a worker reads them for itself, so batches are equal bit for bit. A unit is kept until the next
-one of its split is asked for: an answer that is lost is given again. Nothing else is remembered, and nothing of it outlives it.
+A reader reads rows as a worker would read them itself, so the batches are equal bit for bit. A piece is kept
+until the next piece of its split is requested, so a lost answer can be repeated. Nothing outlives the
+process.
 """
 
 from __future__ import annotations
@@ -20,15 +22,15 @@ from roostream.errors import CheckpointError, ConfigError, FencedError, Roostrea
 from roostream.runtime.clock import Clock
 from roostream.runtime.rpc.transport import Header
 from roostream.warehouse.readers.leases import Lease
-from roostream.warehouse.readers.piece_frames import encode_piece, num_bytes
+from roostream.warehouse.readers.piece_frames import encode_piece, total_bytes
 from roostream.warehouse.sessions.session import TableSplit
 from roostream.warehouse.sessions.session_rows import LocalSessionRows, Piece
 
-_SLICE_S = 0.5  # a wait within it looks anew
+_WAIT_SLICE_S = 0.5  # a waiter checks its condition this often
 
 
-class Unit(NamedTuple):
-    """Rows of a split from `start` up to `end`, as they are sent."""
+class EncodedPiece(NamedTuple):
+    """Rows of a split from position `start` to `end`, encoded for sending."""
 
     start: int
     end: int
@@ -37,53 +39,51 @@ class Unit(NamedTuple):
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class _HeldSplit:
+class _LeasedSplit:
     lease: Lease
     split: TableSplit
     read_to: int
-    units: deque[Unit] = dataclasses.field(default_factory=deque)
-    num_asking: int = 0
+    pieces: deque[EncodedPiece] = dataclasses.field(default_factory=deque)
+    num_waiters: int = 0
     error: RoostreamError | None = None
 
 
 @dataclasses.dataclass(kw_only=True)
 class ReaderCounts:
-    """Since the start."""
+    """Counters since the start."""
 
-    units: int = 0
+    units: int = 0  # pieces
     requests: int = 0
     sent_bytes: int = 0
-    splits: int = 0  # leases that were taken
-    busy_s: float = 0.0  # reading
+    splits: int = 0  # leases accepted
+    busy_s: float = 0.0  # time spent reading
 
 
 class SplitReader:
-    """Of one session after the other. `step` is called by one thread, all else by any."""
+    """Reads one session after the other. `step` is called by one thread, the other methods by any."""
 
-    def __init__(self, clock: Clock, *, max_bytes: int, max_units: int, max_requests_s: int = 0) -> None:
-        self.clock, self.max_bytes, self.max_units, self.max_requests_s = (
+    def __init__(self, clock: Clock, *, max_bytes: int, max_pieces: int, max_requests_s: int = 0) -> None:
+        self.clock, self.max_bytes, self.max_pieces, self.max_requests_s = (
             clock,
             max_bytes,
-            max_units,
+            max_pieces,
             max_requests_s,
         )
         self.counts = ReaderCounts()
         self._rows: LocalSessionRows | None = None
         self._schema_digest = ""
-        self._held: dict[int, _HeldSplit] = {}
+        self._held: dict[int, _LeasedSplit] = {}
         self._changed = threading.Condition()
         self._not_before_s = 0.0
 
-    # What it has
-
-    def begin(self, rows: LocalSessionRows | None, schema_digest: str = "") -> None:
-        """Of this session from now on (None: there is none); what was held is forgotten."""
+    def start_session(self, rows: LocalSessionRows | None, schema_digest: str = "") -> None:
+        """Read this session from now on (None: none); forget all splits."""
         with self._changed:
             self._rows, self._schema_digest, self._held = rows, schema_digest, {}
             self._changed.notify_all()
 
-    def hold(self, leases: Sequence[Lease]) -> None:
-        """These splits, in this order, and no others. What is kept of a lease stays while it is the same."""
+    def set_leases(self, leases: Sequence[Lease]) -> None:
+        """Read these splits, in this order, and no others. Pieces of a lease that is unchanged are kept."""
         with self._changed:
             assert self._rows is not None
             splits = self._rows.session.order.splits
@@ -93,7 +93,7 @@ class SplitReader:
                 if known is not None and known.lease.grant == lease.grant:
                     self._held[lease.split] = known
                 elif lease.split < len(splits):
-                    self._held[lease.split] = _HeldSplit(
+                    self._held[lease.split] = _LeasedSplit(
                         lease=lease, split=splits[lease.split], read_to=lease.position
                     )
                     self.counts.splits += 1
@@ -101,37 +101,38 @@ class SplitReader:
 
     @property
     def has_room(self) -> bool:
-        """For a unit more."""
-        units = [unit for held in self._held.values() for unit in held.units]
-        return len(units) < self.max_units and sum(num_bytes(unit.arrays) for unit in units) < self.max_bytes
+        """Whether the buffer has room for one more piece."""
+        pieces = [piece for held in self._held.values() for piece in held.pieces]
+        num_bytes = sum(total_bytes(piece.arrays) for piece in pieces)
+        return len(pieces) < self.max_pieces and num_bytes < self.max_bytes
 
     @property
-    def holds_any(self) -> bool:
-        """A lease."""
+    def has_leases(self) -> bool:
+        """Whether it has any lease."""
         with self._changed:
             return bool(self._held)
 
-    def free(self, max_splits: int) -> int:
-        """So many leases more would be read."""
+    def num_free_slots(self, max_splits: int) -> int:
+        """How many more leases it could work on."""
         with self._changed:
-            return self._free(max_splits)
+            return self._num_free(max_splits)
 
-    def wait_free(self, max_splits: int, timeout_s: float) -> None:
-        """Until a lease more would be read, or so long."""
+    def wait_free_slot(self, max_splits: int, timeout_s: float) -> None:
+        """Wait until it could work on one more lease, or until the timeout."""
         with self._changed:
-            self._changed.wait_for(lambda: self._free(max_splits), timeout_s)
+            self._changed.wait_for(lambda: self._num_free(max_splits), timeout_s)
 
-    def _free(self, max_splits: int) -> int:
-        unread = sum(held.read_to < held.split.behind for held in self._held.values())
+    def _num_free(self, max_splits: int) -> int:
+        unread = sum(held.read_to < held.split.end_position for held in self._held.values())
         return max(max_splits - unread, 0) if self.has_room or not self._held else 0
 
-    # Reading
-
     def step(self, timeout_s: float) -> bool:
-        """Read some rows that there is room for, or wait for that. False: nothing was to be read.
+        """Read the next rows that there is room for; wait for leases or room if there are none.
+
+        Returns False if nothing was read.
 
         Raises:
-            UnavailableError: the table can't be read now; call again.
+            UnavailableError: the table cannot be read now; call again.
         """
         with self._changed:
             self._changed.wait_for(self._next, timeout_s)
@@ -147,29 +148,32 @@ class SplitReader:
                 held.error = error
                 self._changed.notify_all()
             return False
-        units = [
-            Unit(start, part.end, *encode_piece(part, self._schema_digest))
+        pieces = [
+            EncodedPiece(start, part.end, *encode_piece(part, self._schema_digest))
             for start, part in self._parts(piece, position)
         ]
-        self._spare(piece.num_rows, began_s)
+        self._throttle(piece.num_rows, began_s)
         with self._changed:
             if held.read_to == position:
-                held.units += units
+                held.pieces += pieces
                 held.read_to = piece.end
             self.counts.busy_s += self.clock.monotonic_s() - began_s
             self._changed.notify_all()
         return True
 
-    def _next(self) -> _HeldSplit | None:
-        """The first that isn't read to its end, if there is room; or one that is asked for and of which nothing is here."""
+    def _next(self) -> _LeasedSplit | None:
+        """The first split that is not read completely, if there is room; else a split that a worker waits for
+        and of which nothing is buffered."""
         unread = [
-            held for held in self._held.values() if held.read_to < held.split.behind and held.error is None
+            held
+            for held in self._held.values()
+            if held.read_to < held.split.end_position and held.error is None
         ]
-        asked = next((held for held in unread if held.num_asking and not held.units), None)
+        asked = next((held for held in unread if held.num_waiters and not held.pieces), None)
         return asked or (unread[0] if unread and self.has_room else None)
 
     def _parts(self, piece: Piece, start: int) -> Iterator[tuple[int, Piece]]:
-        """One at least, also of a piece without rows."""
+        """Cut a piece into pieces of `batch_requests`; at least one, even without rows."""
         assert self._rows is not None
         most = self._rows.session.spec.batch_requests
         for row in range(0, max(piece.num_rows, 1), most):
@@ -177,43 +181,45 @@ class SplitReader:
             yield start, part
             start = part.end
 
-    def _spare(self, num_rows: int, began_s: float) -> None:
+    def _throttle(self, num_rows: int, began_s: float) -> None:
         if self.max_requests_s:
             self._not_before_s = max(self._not_before_s, began_s) + num_rows / self.max_requests_s
             self.clock.sleep(max(self._not_before_s - self.clock.monotonic_s(), 0.0))
 
-    # Giving
-
-    def unit(self, split: int, grant: int, position: int, timeout_s: float) -> Unit | None:
-        """That of the split which begins at `position`; those before it are not asked for again. None: it isn't there yet.
+    def next_piece(self, split: int, grant: int, position: int, timeout_s: float) -> EncodedPiece | None:
+        """The piece of a split that begins at `position`, None if it is not read yet. Earlier pieces are
+        dropped.
 
         Raises:
-            FencedError: this reader doesn't have that lease (any more). CheckpointError: a file is damaged; names it.
+            FencedError: this reader does not have that lease, or not any more.
+            CheckpointError: a file is damaged; the message names it.
         """
         ends_s = self.clock.monotonic_s() + timeout_s
-        asking: _HeldSplit | None = None  # told once: two who wait and tell each other would never sleep
+        asking: _LeasedSplit | None = (
+            None  # notified once: two waiters that wake each other would never sleep
+        )
         with self._changed:
             try:
                 while True:
-                    held = self._held_by(split, grant)
-                    unit, left_s = self._unit_at(held, position), ends_s - self.clock.monotonic_s()
-                    if unit is not None:
+                    held = self._leased_split(split, grant)
+                    encoded, left_s = self._piece_at(held, position), ends_s - self.clock.monotonic_s()
+                    if encoded is not None:
                         self.counts.units += 1
-                        self.counts.requests += len(unit.arrays[0])
-                        self.counts.sent_bytes += num_bytes(unit.arrays)
-                    if unit is not None or left_s <= 0:
-                        return unit
+                        self.counts.requests += len(encoded.arrays[0])
+                        self.counts.sent_bytes += total_bytes(encoded.arrays)
+                    if encoded is not None or left_s <= 0:
+                        return encoded
                     if asking is None:
                         asking = held
-                        held.num_asking += 1
+                        held.num_waiters += 1
                         self._changed.notify_all()
-                    self._changed.wait(min(left_s, _SLICE_S))
+                    self._changed.wait(min(left_s, _WAIT_SLICE_S))
             finally:
                 if asking is not None:
-                    asking.num_asking -= 1
+                    asking.num_waiters -= 1
 
-    def _held_by(self, split: int, grant: int) -> _HeldSplit:
-        """Raises as `unit`."""
+    def _leased_split(self, split: int, grant: int) -> _LeasedSplit:
+        """Raises as `next_piece`."""
         held = self._held.get(split)
         if held is None or held.lease.grant != grant:
             raise FencedError(
@@ -223,20 +229,20 @@ class SplitReader:
             raise held.error
         return held
 
-    def _unit_at(self, held: _HeldSplit, position: int) -> Unit | None:
-        while held.units and held.units[0].end <= position:
-            held.units.popleft()
+    def _piece_at(self, held: _LeasedSplit, position: int) -> EncodedPiece | None:
+        while held.pieces and held.pieces[0].end <= position:
+            held.pieces.popleft()
             self._changed.notify_all()
-        begins = held.units[0].start if held.units else held.read_to
-        if begins != position:  # whoever asks began anew
-            held.units.clear()
+        begins = held.pieces[0].start if held.pieces else held.read_to
+        if begins != position:  # the worker restarted from another position
+            held.pieces.clear()
             held.read_to = position
-        return held.units[0] if held.units else None
+        return held.pieces[0] if held.pieces else None
 
-    def shown(self) -> dict[str, float]:
-        """Numbers by the names that they are exported under."""
+    def metrics(self) -> dict[str, float]:
+        """Metric values by name."""
         with self._changed:
-            units = [unit for held in self._held.values() for unit in held.units]
-            now = {"held_splits": len(self._held), "held_units": len(units)}
-        held_bytes = sum(num_bytes(unit.arrays) for unit in units)
+            pieces = [piece for held in self._held.values() for piece in held.pieces]
+            now = {"held_splits": len(self._held), "held_units": len(pieces)}
+        held_bytes = sum(total_bytes(piece.arrays) for piece in pieces)
         return {**dataclasses.asdict(self.counts), **now, "held_bytes": held_bytes}

@@ -1,4 +1,5 @@
-"""Sessions of a warehouse that is there: a version of its table of samples, fixed, opened, and held while it is read."""
+"""Opening sessions on a warehouse: a version of its table of samples is fixed, opened, and pinned while it is
+read."""
 
 from __future__ import annotations
 
@@ -21,17 +22,18 @@ from roostream.warehouse.compact import partly_retired_name, retired_name
 from roostream.warehouse.data_file import DataFile
 from roostream.warehouse.delta_table import TableSnapshot
 from roostream.warehouse.file_reader import MAX_OVER_READ, ByteRange, SampleFile, writer_of
-from roostream.warehouse.latest_labels import LatestLabels, of, overlay, read_latest
+from roostream.warehouse.latest_labels import LatestLabels, files_of_part, overlay_batch, read_latest
 from roostream.warehouse.parquet_file import ROWS_OF_GROUP
 from roostream.warehouse.sessions.session import SessionSpec
-from roostream.warehouse.sessions.session_rows import Marks, OpenSession
-from roostream.warehouse.version_pins import Pin, pin
+from roostream.warehouse.sessions.session_rows import OpenSession, SampleMarks
+from roostream.warehouse.statistics import SIDES
+from roostream.warehouse.version_pins import VersionPin, pin_version
 from roostream.warehouse.warehouse import Warehouse
 from roostream.wire.batch import Batch
 from roostream.wire.columnar import REQUEST, FlatColumn, needed_columns, project_schema
 
 _OPEN_FILES = 32
-_GROUPS_KEPT = 8  # of which the corrections are known, at once
+_MAX_GROUPS = 8  # (day, partition) groups whose corrections are cached
 K = TypeVar("K")
 V = TypeVar("V")
 _MARKS = ("sample_id", "offset", "close_ms")
@@ -40,41 +42,42 @@ _MARKS = ("sample_id", "offset", "close_ms")
 class SampleTable:
     """A warehouse as its readers see it. Nothing is read before the first call. One thread."""
 
-    def __init__(self, place: str) -> None:
-        """`place`: a directory, or s3://bucket/prefix."""
-        self.place = place
-        self.warehouse = Warehouse(place)
+    def __init__(self, location: str) -> None:
+        """`location`: a directory, or s3://bucket/prefix."""
+        self.location = location
+        self.warehouse = Warehouse(location)
 
     def newest(
         self, wanted: SessionSpec, topics: Mapping[str, str], begins: Progress | None = None
     ) -> TableInput | None:
-        """What a session of the newest version would be: rows that `wanted` names, of `begins` on; None: the table is empty.
+        """The session over the newest version: the rows that `wanted` names, from `begins` on. None: the
+        table is empty.
 
-        `topics`: name → id of those that are read behind it; none where no stream follows.
+        `topics`: name → id of the topics that are read after the session; empty if no stream follows.
 
         Raises:
-            UnavailableError: the table can't be read now. CheckpointError: there is none, or it is damaged; or what lies behind
-                `begins` was retired in part.
-            ConfigError: what is in it came from other topics, whose offsets mean nothing here.
+            UnavailableError: the table cannot be read now.
+            CheckpointError: there is no table, or it is damaged, or a part of the rows after `begins` was retired.
+            ConfigError: its rows came from other topics, whose offsets mean nothing here.
         """
         found, begins = self.warehouse.samples.snapshot(), dict(begins or {})
         from_offsets = {number: at for (topic, number), at in begins.items() if topic == SAMPLES}
         topic = topics.get(SAMPLES, "") if from_offsets else ""
         spec = dataclasses.replace(
-            wanted, table=self.place, version=found.version, from_offsets=from_offsets, topic=topic
+            wanted, table=self.location, version=found.version, from_offsets=from_offsets, topic=topic
         )
         session = OpenSession(spec, found.files, ROWS_OF_GROUP)
-        self._check_kept(found, spec, session)
+        self._check_cached(found, spec, session)
         ends, corrections = (
             self._ends(found, topics),
             self._corrections() if wanted.labels == "latest" else None,
         )
         if corrections is not None and topics:
-            ends |= _said(corrections, CORRECTIONS, topics, found)
+            ends |= _archived_progress(corrections, CORRECTIONS, topics, found)
         if not session.order.splits and not ends:
             return None
         return TableInput(
-            table=self.place,
+            table=self.location,
             version=found.version,
             digest=spec.digest,
             spec=spec.plain(),
@@ -88,36 +91,39 @@ class SampleTable:
             corrections=corrections.version if corrections is not None else -1,
         )
 
-    def opened(self, told: TableInput, schema: Schema) -> tuple[OpenSession, TableFiles]:
-        """The session as it was fixed, for readers with `schema`.
+    def open_session(self, table: TableInput, schema: Schema) -> tuple[OpenSession, TableFiles]:
+        """Open a session that was fixed by `newest`, for readers with `schema`.
 
         Raises:
-            UnavailableError: the table can't be read now. CheckpointError: the version isn't there, or isn't what it was.
+            UnavailableError: the table cannot be read now.
+            CheckpointError: the version is gone, or is not the one that was fixed.
             ConfigError: as `check_reader`.
         """
-        spec = SessionSpec.of(told.spec)
-        found = self.warehouse.samples.snapshot(told.version)
+        spec = SessionSpec.of(table.spec)
+        found = self.warehouse.samples.snapshot(table.version)
         session = OpenSession(spec, found.files, ROWS_OF_GROUP)
-        if session.order.rows != dict(told.rows):
+        if session.order.rows != dict(table.rows):
             raise CheckpointError(
-                f"{self.place}: expected {sum(told.rows.values())} rows of version {told.version}, got "
-                f"{sum(session.order.rows.values())}: another table lies there; bring back the one that training began with"
+                f"{self.location}: expected {sum(table.rows.values())} rows of version {table.version}, got "
+                f"{sum(session.order.rows.values())}: this is another table; restore the one that training began with"
             )
         self._check_labels(spec, found, schema)
+        features = spec.features or [feature.name for side in SIDES for feature in getattr(schema, side)]
+        record_session_features(self.warehouse.store, schema, table.version, table.digest, features)
         if spec.features:
-            record_session_features(self.warehouse.store, schema, told.version, told.digest, spec.features)
             schema = project_schema(schema, frozenset(spec.features))
-        late = self.warehouse.corrections.snapshot(told.corrections).files if told.corrections >= 0 else ()
+        late = self.warehouse.corrections.snapshot(table.corrections).files if table.corrections >= 0 else ()
         return session, TableFiles(self.warehouse, found.files, late, schema)
 
-    def check_reader(self, told: TableInput, schema: Schema) -> None:
-        """Before anything is trained.
+    def check_reader(self, table: TableInput, schema: Schema) -> None:
+        """Check, before training, that a schema can read the session.
 
         Raises:
-            UnavailableError: the table can't be read now. SchemaError: nobody registered the schema that wrote a file.
-            ConfigError: none of the schema's labels is one of those that the session's samples have: it is another site's.
+            UnavailableError: the table cannot be read now.
+            SchemaError: the schema that wrote a file is not registered.
+            ConfigError: the schema shares no label with the session's samples: it belongs to another site.
         """
-        self._check_labels(SessionSpec.of(told.spec), self.warehouse.samples.snapshot(told.version), schema)
+        self._check_labels(SessionSpec.of(table.spec), self.warehouse.samples.snapshot(table.version), schema)
 
     def _check_labels(self, spec: SessionSpec, found: TableSnapshot, schema: Schema) -> None:
         of_schema = {file.fingerprint: file for file in found.files if spec.has_day(file.day.isoformat())}
@@ -126,68 +132,76 @@ class SampleTable:
         own = [label.name for label in schema.labels]
         if own and known and not set(own) & set(known):
             raise ConfigError(
-                f"{self.place}: expected a schema with a label of its samples ({', '.join(known)}), got {schema.name!r} with "
-                f"{', '.join(own)}; give the schema that they were joined by"
+                f"{self.location}: expected a schema with a label of its samples ({', '.join(known)}), got {schema.name!r} with "
+                f"{', '.join(own)}; use the schema that they were joined with"
             )
 
-    def hold(self, told: TableInput, who: str, until_ms: int) -> None:
-        """Keep the session's files where they are until then, whatever replaces them. UnavailableError: it can't be said now."""
-        pin(self.warehouse.store, who, Pin(SAMPLES, told.version, until_ms))
-        if told.corrections >= 0:
-            pin(self.warehouse.store, who, Pin(CORRECTIONS, told.corrections, until_ms))
+    def pin_session(self, table: TableInput, who: str, until_ms: int) -> None:
+        """Pin the session's files until then, whatever replaces them.
+
+        Raises:
+            UnavailableError: the pin cannot be written now.
+        """
+        pin_version(self.warehouse.store, who, VersionPin(SAMPLES, table.version, until_ms))
+        if table.corrections >= 0:
+            pin_version(self.warehouse.store, who, VersionPin(CORRECTIONS, table.corrections, until_ms))
 
     def _corrections(self) -> TableSnapshot | None:
-        """None: nobody archives them."""
+        """None: corrections are not archived."""
         return self.warehouse.corrections.snapshot() if self.warehouse.corrections.exists() else None
 
     def _ends(self, found: TableSnapshot, topics: Mapping[str, str]) -> Progress:
-        """Of the stream, as the archive's own progress says; where no stream follows, behind the last row of each partition."""
+        """Where the stream continues: the archive's own progress; without a stream, the offset after each
+        partition's last row."""
         if SAMPLES not in topics:
             ends: Progress = {}
             for file in found.files:
                 at = SAMPLES, file.partition
                 ends[at] = max(ends.get(at, 0), file.last_offset + 1)
             return ends
-        known = _said(found, SAMPLES, topics, found)
+        known = _archived_progress(found, SAMPLES, topics, found)
         if found.files and not known:
-            theirs = ", ".join(sorted({file.topic for file in found.files} - {""})) or "another topic"
+            topic_ids = ", ".join(sorted({file.topic for file in found.files} - {""})) or "another topic"
             raise ConfigError(
-                f"{self.place}: expected an archive of topic {SAMPLES} with id {topics[SAMPLES]}, got one of {theirs}: its "
-                "offsets mean nothing here; train from it without Kafka (roostream train), or begin another archive"
+                f"{self.location}: expected an archive of topic {SAMPLES} with id {topics[SAMPLES]}, got one of {topic_ids}: its "
+                "offsets mean nothing here; train from it without Kafka (roostream train), or start another archive"
             )
         return known
 
-    def _check_kept(self, found: TableSnapshot, spec: SessionSpec, session: OpenSession) -> None:
-        """Of a later session: all that it would read is there, and all copies of it that an earlier one had."""
+    def _check_cached(self, found: TableSnapshot, spec: SessionSpec, session: OpenSession) -> None:
+        """Check, for a later session, that no row that it would read has been retired."""
         for partition, begin in spec.from_offsets.items():
             gone = [found.progress(retired_name(topic, partition)) or 0 for topic in {spec.topic, ""}]
             if max(gone) > begin:
                 raise CheckpointError(
-                    f"{self.place}: expected samples of partition {partition} from offset {begin} on, got them retired up to "
-                    f"{max(gone)}; the stream goes on there, raise compactor.keep_bytes and keep_days"
+                    f"{self.location}: expected samples of partition {partition} from offset {begin} on, got them retired up to "
+                    f"{max(gone)}; the stream continues there; raise compactor.keep_bytes and keep_days"
                 )
         if spec.from_offsets:
             for day in sorted({split.day for split in session.order.splits}):
                 if found.progress(partly_retired_name(date.fromisoformat(day))):
                     raise CheckpointError(
-                        f"{self.place}: expected all of {day}, got a day of which keep_bytes has retired a part; the stream goes "
-                        "on there, raise compactor.keep_bytes"
+                        f"{self.location}: expected all of {day}, got a day of which keep_bytes has retired a part; the stream "
+                        "continues there; raise compactor.keep_bytes"
                     )
 
 
-def _said(table: TableSnapshot, name: str, topics: Mapping[str, str], samples: TableSnapshot) -> Progress:
-    """How far the archive says that it has this topic, of partitions that have samples."""
+def _archived_progress(
+    table: TableSnapshot, name: str, topics: Mapping[str, str], samples: TableSnapshot
+) -> Progress:
+    """How far the archive has come in this topic, for partitions that have samples."""
     partitions = range(1 + max((file.partition for file in samples.files), default=0))
-    said = (
+    progress = (
         {(name, n): table.progress(f"{name}/{topics[name]}/{n}") for n in partitions}
         if name in topics
         else {}
     )
-    return {partition: at for partition, at in said.items() if at is not None}
+    return {partition: at for partition, at in progress.items() if at is not None}
 
 
 class TableFiles:
-    """See `TableRows`: the files of one version, the newest opened kept open; labels as these corrections leave them."""
+    """Implements `TableRows` for the files of one version. Recently used files stay open. Labels include
+    these corrections."""
 
     def __init__(
         self,
@@ -211,12 +225,12 @@ class TableFiles:
 
     def batch(self, path: str, start: int, end: int) -> Batch:
         with self._lock:
-            file = self._opened(path)
+            file = self._open_file(path)
             first, last = start // ROWS_OF_GROUP, (end - 1) // ROWS_OF_GROUP
             writer = writer_of(file.file, self.warehouse.registry)
             batch = file.read(writer, self.schema, range(first, last + 1))
             if self.corrections:
-                batch = overlay(batch, self._latest_of(file.file))
+                batch = overlay_batch(batch, self._latest_of(file.file))
         from_row, to_row = start - first * ROWS_OF_GROUP, end - first * ROWS_OF_GROUP
         return (
             batch
@@ -224,26 +238,29 @@ class TableFiles:
             else batch.take_requests(np.arange(from_row, to_row))
         )
 
-    def marks(self, path: str) -> Marks:
+    def marks(self, path: str) -> SampleMarks:
         with self._lock:
-            columns, _ = self._opened(path).columns({name: REQUEST[name] for name in _MARKS})
-            return Marks(*(columns[name].values for name in _MARKS))
+            columns, _ = self._open_file(path).columns({name: REQUEST[name] for name in _MARKS})
+            return SampleMarks(*(columns[name].values for name in _MARKS))
 
     def ranges(self, path: str, start: int, end: int) -> tuple[list[ByteRange], list[ByteRange]]:
-        """What `batch` reads of the file, and what of it is needed. Raises as `batch`."""
+        """(ranges that `batch` reads of the file, ranges that it needs). Raises as `batch`."""
         with self._lock:
-            file, groups = self._opened(path), range(start // ROWS_OF_GROUP, (end - 1) // ROWS_OF_GROUP + 1)
+            file, groups = (
+                self._open_file(path),
+                range(start // ROWS_OF_GROUP, (end - 1) // ROWS_OF_GROUP + 1),
+            )
             names = (*needed_columns(writer_of(file.file, self.warehouse.registry), self.schema), "item")
-            return file.reading_plan(names, groups), file.places(names, groups)
+            return file.reading_plan(names, groups), file.needed_ranges(names, groups)
 
-    def whole(self, path: str) -> tuple[Schema, dict[str, FlatColumn], np.ndarray]:
-        """The schema that wrote a file, all columns that it declares, and the candidates of each row. Raises as `batch`."""
+    def all_columns(self, path: str) -> tuple[Schema, dict[str, FlatColumn], np.ndarray]:
+        """A file's schema, all its columns, and the number of candidates of each row. Raises as `batch`."""
         with self._lock:
             writer = writer_of(self._files[path], self.warehouse.registry)
-            return writer, *self._opened(path).columns(sample_forms(writer))
+            return writer, *self._open_file(path).columns(sample_forms(writer))
 
-    def _opened(self, path: str) -> SampleFile:
-        return _kept(
+    def _open_file(self, path: str) -> SampleFile:
+        return _cached(
             self._open,
             path,
             _OPEN_FILES,
@@ -251,21 +268,22 @@ class TableFiles:
         )
 
     def _latest_of(self, file: DataFile) -> LatestLabels:
-        """All corrections of its day and partition, also those that a seal has folded: what they say is the same."""
-        its = of(self.corrections, file.day, file.partition)
-        return _kept(
+        """All corrections of the file's day and partition, including those that a seal has applied: they say
+        the same."""
+        its = files_of_part(self.corrections, file.day, file.partition)
+        return _cached(
             self._latest,
             (file.day, file.partition),
-            _GROUPS_KEPT,
+            _MAX_GROUPS,
             lambda: read_latest(self.warehouse, its, self.schema.tasks),
         )
 
 
-def _kept(there: OrderedDict[K, V], key: K, most: int, make: Callable[[], V]) -> V:
-    """Of the newest `most` that were asked for."""
-    if key not in there:
-        there[key] = make()
-        while len(there) > most:
-            there.popitem(last=False)
-    there.move_to_end(key)
-    return there[key]
+def _cached(cache: OrderedDict[K, V], key: K, max_entries: int, make: Callable[[], V]) -> V:
+    """The cached value of a key, made if it is absent; the `max_entries` recently used are kept."""
+    if key not in cache:
+        cache[key] = make()
+        while len(cache) > max_entries:
+            cache.popitem(last=False)
+    cache.move_to_end(key)
+    return cache[key]

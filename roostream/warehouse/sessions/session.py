@@ -1,6 +1,14 @@
-"""What a session reads: a version of the table, which days and rows of it, in which order, with which labels.
+"""What a reading session reads: a table version, its days and rows, their order, and the labels.
 
-Two sessions with one digest read the same rows in the same order, whoever plans them.
+Two sessions with equal digests read the same rows in the same order, whoever plans them.
+
+    files of a version ──► splits in one order, numbered ──► each partition's part of that order
+                             day 1: f3 f1 f2                   partition 0:  f3 f2 | ...      rows 0 .. N0
+                             day 2: ...                        partition 1:  f1    | ...      rows 0 .. N1
+
+A file holds rows of one Kafka partition. So each partition has an order of its own, and how far it is read is
+one number, its *position*: the number of rows before. A partition moves to another worker with its position,
+as it does with its offset (docs/decisions/0060). Rows that are skipped count as rows too.
 """
 
 from __future__ import annotations
@@ -24,31 +32,28 @@ DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SessionSpec:
-    """`from_offsets`: partition of `samples` → rows of the topic below it are left out: earlier sessions had them."""
+    """The definition of a session. `from_offsets`: partition of `samples` → rows with smaller offsets are
+    skipped, because earlier sessions had them."""
 
     table: str
-    version: int  # of the table's log: fixed, so that what comes later changes nothing
-    first_day: str = ""  # YYYY-MM-DD, UTC, by close time; "" = from the first
-    last_day: str = ""  # of the same, in it; "" = up to the last
-    features: tuple[str, ...] = ()  # columns that are read, () = all; others are as if they were missing
-    topic: str = ""  # id of the topic that `from_offsets` are of: files of another were an earlier session's; "" = all are of it
-    graph: str = ""  # digest of the transforms that readers run; "" = those of the schema
+    version: int  # of the table's log; later commits change nothing
+    first_day: str = ""  # YYYY-MM-DD in UTC, by close time; "" = the first
+    last_day: str = ""  # inclusive; "" = the last
+    features: tuple[str, ...] = ()  # features that are read, () = all; others read as missing
+    topic: str = ""  # id of the topic of `from_offsets`; files of other topics are skipped; "" = no check
+    graph: str = ""  # digest of the transforms that readers run; "" = the schema's
     from_offsets: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    shuffle_seed: int | None = 0  # of the files of a day; None = by their offsets
-    labels: Labels = (
-        "latest"  # with the corrections that came until then; "as_streamed": as they were at the close
-    )
-    batch_requests: int = 1024  # what a reader makes at once
+    shuffle_seed: int | None = 0  # order of a day's files; None = by offset
+    labels: Labels = "latest"  # with corrections; "as_streamed": as they were at the close
+    batch_requests: int = 1024  # requests of a piece that a reader program makes
 
     def __post_init__(self) -> None:
-        """Raises ConfigError: a day that is none, days the wrong way round, or unknown labels."""
+        """Raises ConfigError: a malformed day, days in the wrong order, or unknown labels."""
         for day in (self.first_day, self.last_day):
             if day and not DAY.fullmatch(day):
                 raise ConfigError(f"expected a day as YYYY-MM-DD, got {day!r}")
         if self.first_day and self.last_day and self.last_day < self.first_day:
-            raise ConfigError(
-                f"expected days in order, got {self.first_day}..{self.last_day}; the first comes first"
-            )
+            raise ConfigError(f"expected days in order, got {self.first_day}..{self.last_day}")
         if self.labels not in get_args(Labels):
             raise ConfigError(f"expected labels {' or '.join(get_args(Labels))}, got {self.labels!r}")
 
@@ -56,10 +61,10 @@ class SessionSpec:
         return self.first_day <= day and (not self.last_day or day <= self.last_day)
 
     def plain(self) -> dict[str, Any]:
-        """As manifests and calls carry it."""
+        """Plain values for manifests and RPC calls."""
         body = dataclasses.asdict(self)
         if not self.topic:
-            del body["topic"]  # as before it was known, so that digests stay
+            del body["topic"]  # digests stay as they were before topics were recorded
         return {
             **body,
             "features": list(self.features),
@@ -67,33 +72,31 @@ class SessionSpec:
         }
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> SessionSpec:
-        """Inverse of `plain`. TypeError, ValueError, KeyError: it is none."""
-        offsets = {int(p): int(at) for p, at in told["from_offsets"].items()}
-        return cls(**{**told, "features": tuple(told["features"]), "from_offsets": offsets})
+    def of(cls, plain: Mapping[str, Any]) -> SessionSpec:
+        """Inverse of `plain`. Raises TypeError, ValueError or KeyError for anything else."""
+        offsets = {int(p): int(at) for p, at in plain["from_offsets"].items()}
+        return cls(**{**plain, "features": tuple(plain["features"]), "from_offsets": offsets})
 
     @property
     def digest(self) -> str:
-        """16 hex digits."""
+        """16 hexadecimal digits."""
         return xxhash.xxh3_64_hexdigest(json.dumps(self.plain(), sort_keys=True).encode())
 
 
 def days_of(text: str) -> tuple[str, str]:
-    """First and last day of "A..B", "A.." or "..B"; a day alone is both.
+    """First and last day of "A..B", "A.." or "..B"; a single day is both.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the text has another form.
     """
     first, dots, last = text.partition("..")
     days = (first, last) if dots else (first, first)
     if not any(days) or not all(DAY.fullmatch(day) for day in days if day):
-        raise ConfigError(
-            f"expected days as 2024-05-01..2024-05-07, got {text!r}; either end may be left out"
-        )
+        raise ConfigError(f"expected days as 2024-05-01..2024-05-07, got {text!r}; either end may be omitted")
     return days
 
 
-MAX_CANDIDATES = 1 << 16  # in a split, unless a single row group has more
+MAX_CANDIDATES = 1 << 16  # of a split; a single row group may have more
 
 
 class FileStats(Protocol):
@@ -122,7 +125,7 @@ class FileStats(Protocol):
 
 
 class TableSplit(NamedTuple):
-    """Rows `start` up to `end` of a file, which lie at `at` in the order of their partition."""
+    """Rows `start` up to `end` of a file; `at` is their position in the order of their partition."""
 
     number: int  # in the order of all
     path: str
@@ -133,12 +136,12 @@ class TableSplit(NamedTuple):
     at: int
 
     @property
-    def behind(self) -> int:
-        """The position behind it."""
+    def end_position(self) -> int:
+        """The position after the split."""
         return self.at + self.end - self.start
 
     def row(self, position: int) -> int:
-        """Of the file, at this position of the partition."""
+        """The file's row at this position of the partition."""
         return self.start + position - self.at
 
 
@@ -157,44 +160,46 @@ class ReadOrder:
 
     @cached_property
     def rows(self) -> dict[int, int]:
-        """Partition → its rows, where it has any."""
-        return {partition: its[-1].behind for partition, its in self.by_partition.items()}
+        """Partition → its number of rows, for partitions that have any."""
+        return {partition: splits[-1].end_position for partition, splits in self.by_partition.items()}
 
     def split_at(self, partition: int, position: int) -> TableSplit | None:
-        """The split that holds this position; None behind the last."""
+        """The split that contains this position; None after the last one."""
         its = self.by_partition.get(partition, ())
-        found = bisect.bisect_right(its, position, key=lambda split: split.behind)
+        found = bisect.bisect_right(its, position, key=lambda split: split.end_position)
         return its[found] if found < len(its) else None
 
     def next_splits(self, positions: Mapping[int, int], most: int) -> list[TableSplit]:
-        """The next splits of these partitions, in the order of all, `most` of them; those begun first."""
+        """The next `most` splits of these partitions in the session's order; splits that have been started
+        come first."""
         heads = [self._from(partition, position, most) for partition, position in positions.items()]
         return sorted((split for its in heads for split in its), key=lambda split: split.number)[:most]
 
     def _from(self, partition: int, position: int, most: int) -> Sequence[TableSplit]:
         its = self.by_partition.get(partition, ())
-        first = bisect.bisect_right(its, position, key=lambda split: split.behind)
+        first = bisect.bisect_right(its, position, key=lambda split: split.end_position)
         return its[first : first + most]
 
 
 def plan(files: Iterable[FileStats], spec: SessionSpec, row_group: int) -> ReadOrder:
-    """The splits of what `spec` reads of a version's `files`; `row_group`: rows of each row group but a file's last."""
+    """Plan the splits of a session over a version's `files`. `row_group`: rows of each row group but the last
+    of a file."""
     splits: list[TableSplit] = []
     behind: dict[int, int] = {}
     for file in sorted(
-        filter(lambda file: is_read(file, spec), files), key=lambda file: _place(file, spec.shuffle_seed)
+        filter(lambda file: is_read(file, spec), files), key=lambda file: _sort_key(file, spec.shuffle_seed)
     ):
-        for start, end in _runs(file, row_group):
+        for start, end in _row_runs(file, row_group):
             at = behind.get(file.partition, 0)
             splits.append(
                 TableSplit(len(splits), file.path, file.day.isoformat(), file.partition, start, end, at)
             )
-            behind[file.partition] = splits[-1].behind
+            behind[file.partition] = splits[-1].end_position
     return ReadOrder(splits)
 
 
 def is_read(file: FileStats, spec: SessionSpec) -> bool:
-    """It may hold rows of the session."""
+    """Whether a file may hold rows of the session."""
     if spec.topic and file.topic not in ("", spec.topic):
         return False
     return (
@@ -204,18 +209,18 @@ def is_read(file: FileStats, spec: SessionSpec) -> bool:
     )
 
 
-def dealt(partitions: Collection[int], worker: int, workers: int) -> list[int]:
-    """Those whose splits are this worker's, as those of the topic are."""
+def assigned_partitions(partitions: Collection[int], worker: int, workers: int) -> list[int]:
+    """The partitions whose splits this worker reads, assigned_partitions out like those of a topic."""
     return sorted(partition for partition in partitions if partition % workers == worker)
 
 
-def _place(file: FileStats, seed: int | None) -> tuple[date, int, int, str]:
+def _sort_key(file: FileStats, seed: int | None) -> tuple[date, int, int, str]:
     shuffled = 0 if seed is None else xxhash.xxh3_64_intdigest(f"{seed} {file.path}".encode())
     return file.day, shuffled, file.first_offset, file.path
 
 
-def _runs(file: FileStats, row_group: int) -> Iterable[tuple[int, int]]:
-    """Runs of whole row groups with nearly the same number of candidates."""
+def _row_runs(file: FileStats, row_group: int) -> Iterable[tuple[int, int]]:
+    """Cut a file into runs of whole row groups with about equal numbers of candidates."""
     groups = -(-file.rows // row_group)
     count = min(max(-(-file.candidates // MAX_CANDIDATES), 1), groups)
     for number in range(count):

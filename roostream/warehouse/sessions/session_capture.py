@@ -1,10 +1,11 @@
-"""What a session read, kept, and read again by readers that are compared: what a change of the reader costs, in one run.
+"""Recording which rows a session reads, and reading them again with readers that are compared: what a change
+of the reader costs.
 
-    a session ── CapturingRows ──► [(file, rows), …] ──► replayed(reader A) │ replayed(reader B)   turns, each of the same reads
-                                                                 └── ratio of CPU time a turn, its median and how sure it is
+    a session ──► CapturingRows ──► [(file, rows), …] ──► replay_session(reader A) │ replay_session(reader B)   in turns
+                                                             └── ratio of CPU time per turn: median and confidence interval
 
-Recorded reads instead of made-up ones: which files, days and row groups are read, and of which features, is what a reader's
-speed depends on (DPP, VLDB 2022, §VI-B). Nothing is trained: a batch is only looked at.
+Which files, days, row groups and features are read determines a reader's speed, so recorded reads are used
+instead of made-up ones (DPP, VLDB 2022, §VI-B). Nothing is trained; a batch is only inspected.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 import xxhash
 
 from roostream.errors import ConfigError
-from roostream.warehouse.sessions.session_rows import Marks, TableRows
+from roostream.warehouse.sessions.session_rows import SampleMarks, TableRows
 from roostream.wire.batch import Batch
 
 FORMAT = 1
@@ -36,17 +37,17 @@ class CapturedRead(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CapturedSession:
-    """What was read of a version of a warehouse's samples, in order."""
+    """The reads of one version of a warehouse's samples, in order."""
 
     version: int
     features: tuple[str, ...]  # () = all
     reads: tuple[CapturedRead, ...]
 
     def write(self, path: Path) -> None:
-        """Raises ConfigError: it can't be written."""
-        told = {"format": FORMAT, "version": self.version, "features": self.features, "reads": self.reads}
+        """Raises ConfigError: the file cannot be written."""
+        body = {"format": FORMAT, "version": self.version, "features": self.features, "reads": self.reads}
         try:
-            path.write_text(json.dumps(told) + "\n", encoding="utf-8")
+            path.write_text(json.dumps(body) + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(
                 f"{path}: expected a file, got {error.strerror}; choose another --capture"
@@ -54,15 +55,15 @@ class CapturedSession:
 
     @classmethod
     def read(cls, path: Path) -> CapturedSession:
-        """Raises ConfigError: there is none, or it is none."""
+        """Raises ConfigError: there is no such file, or it is something else."""
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
-            if told["format"] != FORMAT:
+            body = json.loads(path.read_text(encoding="utf-8"))
+            if body["format"] != FORMAT:
                 raise ConfigError(
-                    f"{path}: expected a captured session of format {FORMAT}, got {told['format']!r}; capture anew"
+                    f"{path}: expected a captured session of format {FORMAT}, got {body['format']!r}; capture anew"
                 )
-            reads = tuple(CapturedRead(str(name), int(start), int(end)) for name, start, end in told["reads"])
-            return cls(version=int(told["version"]), features=tuple(map(str, told["features"])), reads=reads)
+            reads = tuple(CapturedRead(str(name), int(start), int(end)) for name, start, end in body["reads"])
+            return cls(version=int(body["version"]), features=tuple(map(str, body["features"])), reads=reads)
         except OSError as error:
             made_by = "roostream inspect session --capture"
             raise ConfigError(
@@ -75,7 +76,7 @@ class CapturedSession:
 
 
 class CapturingRows:
-    """`TableRows` that notes what is asked of others. As thread-safe as they are."""
+    """`TableRows` that records the calls to another one. As thread-safe as the other one."""
 
     def __init__(self, rows: TableRows) -> None:
         self.rows = rows
@@ -85,26 +86,29 @@ class CapturingRows:
         self.reads.append(CapturedRead(path, start, end))
         return self.rows.batch(path, start, end)
 
-    def marks(self, path: str) -> Marks:
+    def marks(self, path: str) -> SampleMarks:
         return self.rows.marks(path)
 
 
 class ReplayedSession(NamedTuple):
-    """What a dummy trainer saw of all reads: equal for readers that read alike."""
+    """A summary of all batches; equal for readers that return the same rows."""
 
     requests: int
     candidates: int
-    digest: str  # of ids, labels and floats, in order
+    digest: str  # of ids, labels and floats in order
 
 
-def replayed(reads: Iterable[CapturedRead], rows: TableRows, *, digests: bool = True) -> ReplayedSession:
-    """Read once more, a batch after the other, and look at each; without `digests` at its sizes alone, which costs nothing.
+def replay_session(
+    reads: Iterable[CapturedRead], rows: TableRows, *, digests: bool = True
+) -> ReplayedSession:
+    """Read all rows again and summarize the batches. Without `digests` only sizes are counted, which costs
+    nothing.
 
     Raises:
         UnavailableError, CheckpointError: as `TableRows.batch`.
     """
     requests = candidates = 0
-    its = xxhash.xxh3_64()
+    hasher = xxhash.xxh3_64()
     for read in reads:
         batch = rows.batch(*read)
         requests, candidates = requests + batch.num_requests, candidates + batch.num_candidates
@@ -113,16 +117,16 @@ def replayed(reads: Iterable[CapturedRead], rows: TableRows, *, digests: bool = 
             if digests
             else ()
         ):
-            its.update(np.ascontiguousarray(array).tobytes())
-    return ReplayedSession(requests, candidates, its.hexdigest())
+            hasher.update(np.ascontiguousarray(array).tobytes())
+    return ReplayedSession(requests, candidates, hasher.hexdigest())
 
 
-class Compared(NamedTuple):
+class ReaderComparison(NamedTuple):
     """How many times as long the second reader takes as the first."""
 
     ratio: float  # median over the turns
     low: float
-    high: float  # [low, high] holds the median of all turns there could be, 19 times of 20
+    high: float  # [low, high] is the 95 % confidence interval of the median
     turns: int
 
     @property
@@ -130,11 +134,13 @@ class Compared(NamedTuple):
         return not self.low <= 1.0 <= self.high
 
 
-def compared(
+def time_readers(
     first: Callable[[], object], second: Callable[[], object], clock_s: Callable[[], float], turns: int
-) -> Compared:
-    """In turns: first second, second first, …, after one of each that isn't counted. `clock_s`: CPU time of this process where
-    one thread reads, so that other programs count for little."""
+) -> ReaderComparison:
+    """Time both in alternating turns, after one turn of each that is not counted.
+
+    `clock_s`: CPU time of this process where one thread reads, so that other programs matter little.
+    """
     first(), second()
     ratios = []
     for turn in range(turns):
@@ -144,11 +150,11 @@ def compared(
             which()
             took[which] = clock_s() - began_s
         ratios.append(took[second] / max(took[first], 1e-9))
-    return of_ratios(ratios)
+    return comparison_of(ratios)
 
 
-def of_ratios(ratios: Sequence[float]) -> Compared:
-    """The median, and between which of them it lies 19 times of 20, whatever their law: order statistics of a fair coin."""
+def comparison_of(ratios: Sequence[float]) -> ReaderComparison:
+    """The median, and its 95 % confidence interval by order statistics, whatever the distribution."""
     ranked, count = sorted(ratios), len(ratios)
     below, share = 0, 0.5**count
     total = share
@@ -156,16 +162,16 @@ def of_ratios(ratios: Sequence[float]) -> Compared:
         share *= (count - below) / (below + 1)
         below += 1
         total += share
-    return Compared(
+    return ReaderComparison(
         statistics.median(ranked), ranked[max(below - 1, 0)], ranked[count - max(below, 1)], count
     )
 
 
 class SlowedRows:
-    """`TableRows` that take a share longer than others do: what a comparison can see is shown with them."""
+    """`TableRows` that take a share longer than another one, to show what a comparison can detect."""
 
     def __init__(self, rows: TableRows, share: float, clock_s: Callable[[], float]) -> None:
-        """`clock_s`: as `compared` has it; it goes on while it is asked."""
+        """`clock_s`: as in `time_readers`; it must advance while it is polled."""
         self.rows, self.share, self.clock_s = rows, share, clock_s
 
     def batch(self, path: str, start: int, end: int) -> Batch:
@@ -176,5 +182,5 @@ class SlowedRows:
             pass
         return batch
 
-    def marks(self, path: str) -> Marks:
+    def marks(self, path: str) -> SampleMarks:
         return self.rows.marks(path)

@@ -24,7 +24,7 @@ TOLD, _ = session_of(table_of(samples.records(list(range(1, 20)))))
 class Case:
     def __init__(self, least: int = 1, most: int = 1) -> None:
         self.incarnation, self.session, self.clock = 4, TOLD, FakeClock()
-        count = ReaderCountConfig(least=least, most=most)
+        count = ReaderCountConfig(min_readers=least, max_readers=most)
         self.it = ReaderMaster(self._trained, samples.schema(), self.clock, count, long_poll_s=0)
 
     def _trained(self) -> tuple[int, TableInput | None]:

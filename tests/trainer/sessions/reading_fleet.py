@@ -101,7 +101,7 @@ class Fleet:
 
     def begin_reader(self) -> None:
         self.num_begun += 1
-        reader = SplitReader(self.clock, max_bytes=1 << 20, max_units=6)
+        reader = SplitReader(self.clock, max_bytes=1 << 20, max_pieces=6)
         leased = ReaderAgent(
             reader,
             f"r{self.num_begun}:1",
@@ -124,7 +124,7 @@ class Fleet:
             incarnation=lambda: self.worker_incarnation,
             wait_s=0,
         )
-        config = ReadersConfig(**{"by": "programs", "max_units": 4, "max_in_flight": 3, **limits})  # type: ignore[arg-type]
+        config = ReadersConfig(**{"by": "programs", "max_pieces": 4, "max_in_flight": 3, **limits})  # type: ignore[arg-type]
         return RemoteSessionRows(self.told.digest, self.schema, link, config, self.clock)
 
     def batches(self, rows: SessionRows, number: int = 0) -> SessionSource:
@@ -161,7 +161,7 @@ class Fleet:
 
     def worker_begins_to_fetch(self, worker: int = 0) -> None:
         its = self.workers[worker]
-        fetch = its.rows.ahead.fetch(its.rows.appetite.in_flight)
+        fetch = its.rows.buffer.next_fetch(its.rows.scaler.in_flight)
         if fetch is not None:
             its.pending.append(fetch)
 

@@ -100,7 +100,7 @@ def hurt(fleet: Fleet, draw: random.Random, of: list[Trained]) -> None:
 def test_batches_are_those_of_a_worker_that_reads_for_itself(num_readers: int, in_turns: bool) -> None:
     fleet = Fleet(num_readers=num_readers)
     assert run(fleet, random.Random(num_readers), in_turns) == all_undisturbed(fleet, in_turns)
-    assert fleet.rows.ahead.counts["refused"] == 0
+    assert fleet.rows.buffer.counts["refused"] == 0
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -145,16 +145,16 @@ def test_a_unit_that_comes_under_a_lease_that_is_another_reader_s_by_now_is_refu
         fleet.reader_asks(other)
         fleet.worker_asks()
     fleet.answer_comes()
-    assert fleet.rows.ahead.counts == {"refused": 1}, "it was read, in full, by a reader that still answers"
-    assert fleet.rows.ahead.held == (0, 0)
+    assert fleet.rows.buffer.counts == {"refused": 1}, "it was read, in full, by a reader that still answers"
+    assert fleet.rows.buffer.size == (0, 0)
 
 
 def test_what_is_in_flight_and_in_the_buffer_is_bounded() -> None:
-    fleet, draw = Fleet(num_readers=3, max_units=2), random.Random(5)
+    fleet, draw = Fleet(num_readers=3, max_pieces=2), random.Random(5)
     fleet.poll()
     for _ in range(400):
         fleet.turn(draw)
-    units, _ = fleet.rows.ahead.held
+    units, _ = fleet.rows.buffer.size
     assert units <= 2 + 1, "and the one that is waited for"
-    assert all(reader.reader.shown()["held_units"] <= 6 + 2 for reader in fleet.readers.values())
+    assert all(reader.reader.metrics()["held_units"] <= 6 + 2 for reader in fleet.readers.values())
     assert fleet.master.status()["splits_wanted"] <= 3

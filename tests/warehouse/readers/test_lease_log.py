@@ -32,17 +32,17 @@ def test_the_newest_events_and_the_sums_of_the_newest_readers_are_kept() -> None
 def test_every_end_of_a_lease_is_heard_of_once() -> None:
     heard: list[tuple[str, int]] = []
     leases = Leases(lease_s=3.0, note=lambda what, lease: heard.append((what, lease.split)))
-    leases.tell(0, [(n, 0) for n in range(6)])
+    leases.set_wanted(0, [(n, 0) for n in range(6)])
     granted = [leases.lease(reader, 0.0) for reader in ("a", "a", "b", "c", "c")]
-    leases.tell(0, [(n, 0) for n in range(1, 6)])
+    leases.set_wanted(0, [(n, 0) for n in range(1, 6)])
     leases.void(1, granted[1].grant if granted[1] else 0)
-    leases.lost("b")
+    leases.release("b")
     assert [held.lease.split for held in leases.held(1.0)] == [3, 4]
     leases.renew("c", 3.5)
     assert heard[5:] == [("done", 0), ("voided", 1), ("left", 2), ("expired", 3), ("expired", 4)]
     leases.lease("d", 4.0)
-    leases.end()
-    leases.end()
+    leases.end_all()
+    leases.end_all()
     assert heard[10:] == [("granted", 1), ("over", 1)]
 
 
@@ -50,9 +50,9 @@ def test_every_end_of_a_lease_is_heard_of_once() -> None:
     ("body", "says"),
     [
         (b'{"format": 9}', "expected leases of format 1, got 9"),
-        (b"[]", "got another thing"),
-        (b'{"format": 1, "eve', "got another thing"),
-        (b'{"format": 1, "events": [[1]]}', "got another thing"),
+        (b"[]", "something else"),
+        (b'{"format": 1, "eve', "something else"),
+        (b'{"format": 1, "events": [[1]]}', "something else"),
     ],
 )
 def test_what_is_no_log_is_told(body: bytes, says: str) -> None:

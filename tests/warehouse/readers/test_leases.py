@@ -17,7 +17,7 @@ ORDER = plan(FILES, SPEC, 4)
 
 def leases(*wanted: int, worker: int = 0) -> Leases:
     made = Leases()
-    made.tell(worker, [(number, 10 * number) for number in wanted])
+    made.set_wanted(worker, [(number, 10 * number) for number in wanted])
     return made
 
 
@@ -34,7 +34,7 @@ def test_splits_are_leased_in_the_order_of_whoever_waits_for_them() -> None:
 
 def test_the_first_of_each_worker_comes_before_the_second_of_any() -> None:
     its = leases(0, 1, 2)
-    its.tell(1, [(7, 0), (8, 0)])
+    its.set_wanted(1, [(7, 0), (8, 0)])
     assert [split(its.lease("a", 0)) for _ in range(5)] == [0, 7, 1, 8, 2]
     assert its.num_wanted == 5
     assert [held.split for held in its.holders(1, 0)] == [7, 8]
@@ -53,7 +53,7 @@ def test_a_lease_ends_unless_its_reader_beats() -> None:
 def test_a_reader_that_ends_gives_its_splits_back_at_once() -> None:
     its = leases(0)
     its.lease("a", 0)
-    its.lost("a")
+    its.release("a")
     assert split(its.lease("b", 0)) == 0
 
 
@@ -71,7 +71,7 @@ def test_what_nobody_waits_for_any_more_is_no_lease() -> None:
     its = leases(0, 1)
     its.lease("a", 0)
     its.lease("a", 0)
-    its.tell(0, [(1, 12), (2, 20)])
+    its.set_wanted(0, [(1, 12), (2, 20)])
     assert [held.split for held in its.renew("a", 0)] == [1]
     assert split(its.lease("b", 0)) == 2
 
@@ -94,7 +94,7 @@ def test_each_row_is_taken_once_whatever_is_lost_restored_or_dealt_anew(seed: in
     def tell() -> None:
         for worker in range(workers):
             mine = {p: at[p] for p in at if p % workers == worker}
-            its.tell(
+            its.set_wanted(
                 worker,
                 [(s.number, max(at[s.partition], s.at)) for s in ORDER.next_splits(mine, draw.randint(1, 3))],
             )
@@ -102,7 +102,7 @@ def test_each_row_is_taken_once_whatever_is_lost_restored_or_dealt_anew(seed: in
     def give(lease: Lease) -> None:
         """The worker takes it under the grant that it was told."""
         of = ORDER.splits[lease.split]
-        end = of.behind if draw.random() < 0.7 else draw.randint(of.at, of.behind)
+        end = of.end_position if draw.random() < 0.7 else draw.randint(of.at, of.end_position)
         if lease in its.holders(of.partition % workers, now_s) and of.at <= at[of.partition] < end:
             taken.update((of.partition, position) for position in range(at[of.partition], end))
             at[of.partition] = end
@@ -120,7 +120,7 @@ def test_each_row_is_taken_once_whatever_is_lost_restored_or_dealt_anew(seed: in
                 give(held[reader].pop(0))
             case "die" if draw.random() < 0.3:
                 held[reader].clear()
-                its.lost(reader) if draw.random() < 0.5 else None
+                its.release(reader) if draw.random() < 0.5 else None
             case "commit":
                 committed = dict(at), Counter(taken)
             case "back" if draw.random() < 0.1:

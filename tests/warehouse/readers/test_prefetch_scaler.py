@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from roostream.warehouse.readers.prefetch_scaler import (
-    FAILED_FOR_S,
     FULL_FOR_S,
     MIN_DOWN_S,
+    MIN_RETRY_S,
     SETTLES_S,
     PrefetchScaler,
     ReaderScaler,
@@ -36,7 +36,7 @@ def test_the_rule_stays_within_its_bounds() -> None:
 
 
 def test_a_starved_worker_asks_for_one_unit_more_a_second_and_a_sated_one_for_less_after_a_while() -> None:
-    it, now_s = PrefetchScaler(most=6), 0.0
+    it, now_s = PrefetchScaler(max_in_flight=6), 0.0
     for tick in range(21):
         now_s = tick * 0.25
         it.observe(0.0, stalled=True, now_s=now_s)
@@ -48,7 +48,7 @@ def test_a_starved_worker_asks_for_one_unit_more_a_second_and_a_sated_one_for_le
 
 
 def test_a_buffer_that_is_half_full_changes_nothing() -> None:
-    it = PrefetchScaler(most=6, in_flight=3)
+    it = PrefetchScaler(max_in_flight=6, in_flight=3)
     for tick in range(400):
         it.observe(0.6 + 0.1 * (tick % 3), stalled=False, now_s=tick * 0.25)
     assert it.in_flight == 3
@@ -58,7 +58,7 @@ class Course:
     """An appetite over time, looked at four times a second."""
 
     def __init__(self) -> None:
-        self.it, self.now_s = PrefetchScaler(most=6, in_flight=4), 0.0
+        self.it, self.now_s = PrefetchScaler(max_in_flight=6, in_flight=4), 0.0
 
     def after(self, seconds: float, fullness: float) -> int:
         for _ in range(int(4 * seconds)):
@@ -77,11 +77,11 @@ def test_what_was_too_few_is_not_tried_again_for_a_time_that_doubles() -> None:
     course = Course()
     course.after(FULL_FOR_S + 6, fullness=1.0)
     course.after(SETTLES_S + 2, fullness=0.7)
-    assert course.after(FAILED_FOR_S - 10, fullness=1.0) == 4
+    assert course.after(MIN_RETRY_S - 10, fullness=1.0) == 4
     assert course.after(10, fullness=1.0) == 3
     course.after(SETTLES_S + 2, fullness=0.7)
-    assert course.after(FAILED_FOR_S + 10, fullness=1.0) == 4, "now twice as long"
-    assert course.after(FAILED_FOR_S, fullness=1.0) == 3
+    assert course.after(MIN_RETRY_S + 10, fullness=1.0) == 4, "now twice as long"
+    assert course.after(MIN_RETRY_S, fullness=1.0) == 3
 
 
 def test_what_is_as_much_as_there_ever_was_is_no_trial() -> None:
@@ -91,16 +91,16 @@ def test_what_is_as_much_as_there_ever_was_is_no_trial() -> None:
 
 
 def test_readers_come_at_once_and_go_one_at_a_time() -> None:
-    it = ReaderScaler(least=1, most=8)
-    assert it.of(5, 0.0) == 3
-    assert it.of(99, 1.0) == 8
-    assert it.of(1, 2.0) == 8, "too soon after it grew"
-    assert it.of(1, 1.0 + MIN_DOWN_S) == 7
-    assert it.of(1, 2.0 + MIN_DOWN_S) == 7
-    assert it.of(1, 1.0 + 2 * MIN_DOWN_S) == 6
+    it = ReaderScaler(min_readers=1, max_readers=8)
+    assert it.update(5, 0.0) == 3
+    assert it.update(99, 1.0) == 8
+    assert it.update(1, 2.0) == 8, "too soon after it grew"
+    assert it.update(1, 1.0 + MIN_DOWN_S) == 7
+    assert it.update(1, 2.0 + MIN_DOWN_S) == 7
+    assert it.update(1, 1.0 + 2 * MIN_DOWN_S) == 6
 
 
 def test_without_anything_to_read_they_all_go() -> None:
-    it = ReaderScaler(least=1, most=8)
-    it.of(2, 0.0)
-    assert it.of(0, MIN_DOWN_S) == 0
+    it = ReaderScaler(min_readers=1, max_readers=8)
+    it.update(2, 0.0)
+    assert it.update(0, MIN_DOWN_S) == 0

@@ -45,8 +45,8 @@ class SlowReader:
 class Training:
     def __init__(self, max_readers: int, train_s: float = TRAIN_S) -> None:
         self.train_s = train_s
-        self.leases, self.appetite = Leases(), PrefetchScaler(most=8)
-        self.count = ReaderScaler(least=1, most=max_readers)
+        self.leases, self.scaler = Leases(), PrefetchScaler(max_in_flight=8)
+        self.count = ReaderScaler(min_readers=1, max_readers=max_readers)
         self.readers: list[SlowReader] = []
         self.here: dict[int, int] = {}  # split → units fetched
         self.unit, self.busy_until_s, self.stalls = 0, 0.0, list[bool]()
@@ -64,9 +64,9 @@ class Training:
     def turn(self, now_s: float) -> None:
         in_flight = [
             n for n in range(self.split(), self.split() + 40) if self.here.get(n, 0) < UNITS_A_SPLIT
-        ][: self.appetite.in_flight]
-        self.leases.tell(0, [(n, self.here.get(n, 0)) for n in in_flight])
-        wanted = self.count.of(len(in_flight), now_s)
+        ][: self.scaler.in_flight]
+        self.leases.set_wanted(0, [(n, self.here.get(n, 0)) for n in in_flight])
+        wanted = self.count.update(len(in_flight), now_s)
         self.resize(wanted, now_s)
         for reader in self.readers:
             reader.turn(self.leases, now_s)
@@ -82,7 +82,7 @@ class Training:
         for reader in [reader for reader in self.readers if not reader.leaves][wanted:]:
             reader.leaves = True
         for reader in [reader for reader in self.readers if reader.leaves and not reader.held]:
-            self.leases.lost(reader.name)
+            self.leases.release(reader.name)
             self.readers.remove(reader)
 
     def fetch(self, split: int, read: int) -> None:
@@ -97,14 +97,14 @@ class Training:
             if not stalled:
                 self.unit, self.busy_until_s = self.unit + 1, now_s + self.train_s
         self.stalls.append(stalled)
-        self.appetite.observe(self.buffered() / MAX_UNITS, stalled=stalled, now_s=now_s)
+        self.scaler.observe(self.buffered() / MAX_UNITS, stalled=stalled, now_s=now_s)
 
     def run(self, seconds: float) -> float:
         """Share of the time behind WARM_S in which training waited."""
         for tick in range(int(seconds / TICK_S)):
-            before = self.appetite.in_flight
+            before = self.scaler.in_flight
             self.turn(tick * TICK_S)
-            self.num_changes += self.appetite.in_flight != before
+            self.num_changes += self.scaler.in_flight != before
         warm = self.stalls[int(WARM_S / TICK_S) :]
         return sum(warm) / len(warm)
 

@@ -52,7 +52,7 @@ def fleet() -> Fleet:
     made.worker_asks()
     made.reader_asks("r1:1")
     made.reader_asks("r1:1")
-    assert its(made).reader.holds_any
+    assert its(made).reader.has_leases
     return made
 
 
@@ -63,9 +63,9 @@ def its(fleet: Fleet) -> ReaderAgent:
 def test_it_ends_when_all_that_it_had_was_fetched_and_leases_no_more(fleet: Fleet) -> None:
     controller, had = Beside(fleet, fleet.controller()), fleet.master.leases.num_granted
     drain(its(fleet), controller, fleet.clock)
-    assert not its(fleet).reader.holds_any and set(controller.free) == {0}
+    assert not its(fleet).reader.has_leases and set(controller.free) == {0}
     assert fleet.master.leases.num_granted == had, "others are another reader's"
-    assert fleet.rows.ahead.counts["requests"] > 0 and fleet.rows.ahead.counts["refused"] == 0
+    assert fleet.rows.buffer.counts["requests"] > 0 and fleet.rows.buffer.counts["refused"] == 0
 
 
 def test_nobody_who_trains_no_more_is_waited_for_long(fleet: Fleet) -> None:
@@ -85,7 +85,7 @@ def test_what_ends_the_asking_ends_the_program(fleet: Fleet) -> None:
     stop, drained = threading.Event(), threading.Event()
     stop.set()
     poll_leases(its(fleet), Beside(fleet, fleet.controller()), fleet.clock, stop, drained)
-    assert drained.is_set() and not its(fleet).reader.holds_any
+    assert drained.is_set() and not its(fleet).reader.has_leases
 
 
 class Counted(Beside):
@@ -104,14 +104,14 @@ def test_a_reader_asks_for_more_as_soon_as_it_has_room(fleet: Fleet, monkeypatch
     monkeypatch.setattr(reader_program, "_RENEW_S", 60.0)
     leased, controller = its(fleet), Counted(fleet)
     leased.max_splits = 1
-    assert leased.reader.free(1) == 0
+    assert leased.reader.num_free_slots(1) == 0
     stop, drained = threading.Event(), threading.Event()
     asking = threading.Thread(
         target=poll_leases, args=(leased, controller, fleet.clock, stop, drained), daemon=True
     )
     asking.start()
     assert controller.calls.get(timeout=10) == 0
-    while not leased.reader.free(1):
+    while not leased.reader.num_free_slots(1):
         train(fleet)
     assert controller.calls.get(timeout=10) == 1
     stop.set()

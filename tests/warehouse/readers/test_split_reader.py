@@ -10,18 +10,18 @@ import pytest
 from roostream.errors import CheckpointError, FencedError, UnavailableError
 from roostream.runtime.clock import FakeClock, SystemClock
 from roostream.warehouse.readers.leases import Lease
-from roostream.warehouse.readers.split_reader import SplitReader, Unit
+from roostream.warehouse.readers.split_reader import EncodedPiece, SplitReader
 from roostream.warehouse.sessions.session import TableSplit
 from roostream.warehouse.sessions.session_rows import LocalSessionRows, Piece
 from tests.trainer import samples
 from tests.warehouse.memory_table import MemoryTable, table_of
 
 
-def reader(max_units: int = 4, table: MemoryTable | None = None, **more: int) -> SplitReader:
+def reader(max_pieces: int = 4, table: MemoryTable | None = None, **more: int) -> SplitReader:
     """Of files of 8 rows, row groups of 4, units of 3."""
     table = table or table_of(samples.records(list(range(1, 60))), rows_of_file=8)
-    its = SplitReader(FakeClock(), **{"max_bytes": 1 << 30, "max_units": max_units, **more})
-    its.begin(LocalSessionRows(table.session(shuffle_seed=None, batch_requests=3), table), "digest")
+    its = SplitReader(FakeClock(), **{"max_bytes": 1 << 30, "max_pieces": max_pieces, **more})
+    its.start_session(LocalSessionRows(table.session(shuffle_seed=None, batch_requests=3), table), "digest")
     return its
 
 
@@ -31,45 +31,45 @@ def lease(split: int, position: int = -1, grant: int = 0) -> Lease:
 
 def test_units_have_the_size_of_the_session_and_end_with_their_row_group() -> None:
     its = reader()
-    its.hold([lease(0)])
+    its.set_leases([lease(0)])
     assert its.step(0) and its.step(0) and not its.step(0)
-    found = [its.unit(0, 100, at, 0) for at in (0, 3, 4, 7)]
+    found = [its.next_piece(0, 100, at, 0) for at in (0, 3, 4, 7)]
     assert [(u.start, u.end) for u in found if u] == [(0, 3), (3, 4), (4, 7), (7, 8)]
-    assert its.unit(0, 100, 8, 0) is None
+    assert its.next_piece(0, 100, 8, 0) is None
 
 
 def test_a_unit_is_given_again_until_the_next_one_is_asked_for() -> None:
     its = reader()
-    its.hold([lease(0)])
+    its.set_leases([lease(0)])
     its.step(0)
-    first = its.unit(0, 100, 0, 0)
-    assert first is not None and its.unit(0, 100, 0, 0) is first
-    assert its.shown()["held_units"] == 2
-    its.unit(0, 100, 3, 0)
-    assert its.shown()["held_units"] == 1
+    first = its.next_piece(0, 100, 0, 0)
+    assert first is not None and its.next_piece(0, 100, 0, 0) is first
+    assert its.metrics()["held_units"] == 2
+    its.next_piece(0, 100, 3, 0)
+    assert its.metrics()["held_units"] == 1
 
 
 def test_whoever_begins_anew_gets_rows_from_there() -> None:
     its = reader()
-    its.hold([lease(0)])
+    its.set_leases([lease(0)])
     its.step(0)
-    assert its.unit(0, 100, 2, 0) is None, "it was read from 0"
+    assert its.next_piece(0, 100, 2, 0) is None, "it was read from 0"
     its.step(0)
-    unit = its.unit(0, 100, 2, 0)
+    unit = its.next_piece(0, 100, 2, 0)
     assert unit is not None and (unit.start, unit.end) == (2, 4)
-    its.hold([lease(0, position=6, grant=7)])
+    its.set_leases([lease(0, position=6, grant=7)])
     its.step(0)
-    assert (unit := its.unit(0, 7, 6, 0)) is not None and unit.start == 6
+    assert (unit := its.next_piece(0, 7, 6, 0)) is not None and unit.start == 6
 
 
 def test_it_reads_ahead_as_far_as_there_is_room_and_what_is_asked_for_all_the_same() -> None:
-    its = reader(max_units=1)
-    its.hold([lease(0), lease(2)])
+    its = reader(max_pieces=1)
+    its.set_leases([lease(0), lease(2)])
     assert its.step(0) and not its.step(0), "a row group more than there is room for"
-    assert its.free(2) == 0 and its.unit(2, 102, 8, 0) is None
+    assert its.num_free_slots(2) == 0 and its.next_piece(2, 102, 8, 0) is None
     threading.Timer(0.05, lambda: its.step(1.0)).start()
     its.clock = SystemClock()
-    assert its.unit(2, 102, 8, 5.0) is not None
+    assert its.next_piece(2, 102, 8, 5.0) is not None
 
 
 class Counting(SplitReader):
@@ -77,17 +77,17 @@ class Counting(SplitReader):
 
     looks = 0
 
-    def _unit_at(self, held: Any, position: int) -> Unit | None:
+    def _piece_at(self, held: Any, position: int) -> EncodedPiece | None:
         self.looks += 1
-        return super()._unit_at(held, position)
+        return super()._piece_at(held, position)
 
 
 def test_two_who_wait_for_rows_that_are_not_read_yet_sleep() -> None:
     table = table_of(samples.records(list(range(1, 60))), rows_of_file=8)
-    its = Counting(SystemClock(), max_bytes=1 << 30, max_units=4)
-    its.begin(LocalSessionRows(table.session(shuffle_seed=None, batch_requests=3), table), "digest")
-    its.hold([lease(0), lease(2)])
-    waiting = [threading.Thread(target=its.unit, args=(n, 100 + n, 4 * n, 0.4)) for n in (0, 2)]
+    its = Counting(SystemClock(), max_bytes=1 << 30, max_pieces=4)
+    its.start_session(LocalSessionRows(table.session(shuffle_seed=None, batch_requests=3), table), "digest")
+    its.set_leases([lease(0), lease(2)])
+    waiting = [threading.Thread(target=its.next_piece, args=(n, 100 + n, 4 * n, 0.4)) for n in (0, 2)]
     for thread in waiting:
         thread.start()
     for thread in waiting:
@@ -96,26 +96,26 @@ def test_two_who_wait_for_rows_that_are_not_read_yet_sleep() -> None:
 
 
 def test_leases_are_asked_for_while_splits_are_unread() -> None:
-    its = reader(max_units=100)
-    assert its.free(2) == 2
-    its.hold([lease(0), lease(2)])
-    assert its.free(2) == 0
+    its = reader(max_pieces=100)
+    assert its.num_free_slots(2) == 2
+    its.set_leases([lease(0), lease(2)])
+    assert its.num_free_slots(2) == 0
     while its.step(0):
         pass
-    assert its.free(2) == 2
+    assert its.num_free_slots(2) == 2
 
 
 def test_of_another_s_or_a_lost_lease_nothing_is_given() -> None:
     its = reader()
-    its.hold([lease(0)])
+    its.set_leases([lease(0)])
     its.step(0)
-    with pytest.raises(FencedError, match="ask the controller"):
-        its.unit(0, 99, 0, 0)
-    its.hold([lease(2)])
-    with pytest.raises(FencedError, match="ask the controller"):
-        its.unit(0, 100, 0, 0)
-    its.begin(None)
-    assert its.shown()["held_splits"] == 0 and not its.step(0)
+    with pytest.raises(FencedError):
+        its.next_piece(0, 99, 0, 0)
+    its.set_leases([lease(2)])
+    with pytest.raises(FencedError):
+        its.next_piece(0, 100, 0, 0)
+    its.start_session(None)
+    assert its.metrics()["held_splits"] == 0 and not its.step(0)
 
 
 class Broken(LocalSessionRows):
@@ -125,20 +125,20 @@ class Broken(LocalSessionRows):
 
 def test_a_damaged_file_is_told_to_whoever_asks_and_one_that_is_away_is_waited_for() -> None:
     table = table_of(samples.records(list(range(1, 60))), rows_of_file=8)
-    its = SplitReader(FakeClock(), max_bytes=1 << 30, max_units=4)
-    its.begin(Broken(table.session(shuffle_seed=None), table))
-    its.hold([lease(0), lease(2)])
+    its = SplitReader(FakeClock(), max_bytes=1 << 30, max_pieces=4)
+    its.start_session(Broken(table.session(shuffle_seed=None), table))
+    its.set_leases([lease(0), lease(2)])
     assert not its.step(0)
-    with pytest.raises(CheckpointError, match=r"file 2023-11-14/0/0\.parquet"):
-        its.unit(0, 100, 0, 0)
+    with pytest.raises(CheckpointError):
+        its.next_piece(0, 100, 0, 0)
     with pytest.raises(UnavailableError):
         its.step(0)
-    assert its.unit(2, 102, 8, 0) is None
+    assert its.next_piece(2, 102, 8, 0) is None
 
 
 def test_a_reader_that_spares_the_store_takes_the_time_that_its_rows_are_worth() -> None:
     its = reader(max_requests_s=2)
-    its.hold([lease(0)])
+    its.set_leases([lease(0)])
     its.step(0)
     its.step(0)
     assert its.clock.monotonic_s() == pytest.approx(8 / 2)

