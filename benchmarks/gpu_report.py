@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import machine
-from benchmarks.device import no_device
-from benchmarks.harness import MIN_RUNS
-from benchmarks.peers import ROOT
-from benchmarks.report import commit_of, table
-from benchmarks.run import question_named, run
+from benchmarks.harness import machine
+from benchmarks.harness.machine import no_device
+from benchmarks.harness.measure import MIN_RUNS
+from benchmarks.harness.report import commit_of, table
+from benchmarks.harness.subject_process import ROOT
+from benchmarks.main import find_benchmark, run
 from roostream.errors import RoostreamError, SetupError
 from roostream.replay.report_files import write_atomically
 
@@ -45,7 +45,7 @@ class Parts(NamedTuple):
 
     device: Callable[[], dict[str, str]]
     tests: Callable[[], Ran]
-    question: Callable[[str, int], dict[str, Any]]
+    benchmark: Callable[[str, int], dict[str, Any]]
 
 
 def main(arguments: Sequence[str] | None = None, parts: Parts | None = None) -> int:
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None, parts: Parts | None = None) -> 
     parts = parts or Parts(device_of, run_tests, ask)
     try:
         device, tests = parts.device(), parts.tests()
-        asked = {name: parts.question(name, given.runs) for name in QUESTIONS}
+        asked = {name: parts.benchmark(name, given.runs) for name in QUESTIONS}
         write_atomically(_made(given.report), page(device, tests, asked))
     except RoostreamError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -172,11 +172,11 @@ def page(device: dict[str, str], tests: Ran, asked: dict[str, dict[str, Any]]) -
         *(f"- skipped: {reason}" for reason in sorted(set(tests.skipped))),
     ]
     for name, result in asked.items():
-        parts += [f"## {name}", question_named(name).asks]
+        parts += [f"## {name}", find_benchmark(name).summary]
         if "failed" in result:
             parts.append(f"Not asked: {result['failed']}.")
             continue
-        parts.append(question_named(name).means)
+        parts.append(find_benchmark(name).interpretation)
         for row in result["rows"]:
             parts += [f"### {row['name']}", table(row)]
     return "\n\n".join(parts) + "\n"

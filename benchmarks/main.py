@@ -1,36 +1,70 @@
-"""`roostream bench`: list the questions, ask them, make the pages."""
+"""`roostream bench`: list the benchmarks, run them, write their pages.
+
+A benchmark NAME is the constant BENCHMARK in benchmarks/NAME.py. A result is a JSON document of format 1.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
+import pkgutil
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from benchmarks.harness import MIN_RUNS
-from benchmarks.peers import ROOT
-from benchmarks.report import table, write_pages
-from benchmarks.run import RESULTS, questions, run
+import benchmarks
+from benchmarks.harness import machine
+from benchmarks.harness.benchmark import Benchmark, Subject
+from benchmarks.harness.measure import FORMAT, MIN_RUNS, measure
+from benchmarks.harness.report import table, write_pages
+from benchmarks.harness.subject_process import ROOT, SubjectProcess, interpreter_for
 from roostream.cli.plan import measured, scale_page
+from roostream.errors import ConfigError, nearest
+
+RESULTS = "docs/benchmarks"
+_NOT_BENCHMARKS = {"main", "gpu_report", "walks"}
+
+
+def names() -> list[str]:
+    modules = [m.name for m in pkgutil.iter_modules(benchmarks.__path__) if not m.ispkg]
+    return [name.replace("_", "-") for name in modules if name not in _NOT_BENCHMARKS]
+
+
+def find_benchmark(name: str) -> Benchmark:
+    """Raises ConfigError with the nearest name."""
+    if name not in names():
+        raise ConfigError(
+            f"expected a benchmark of {', '.join(names())}, got {name!r}{nearest(name, names())}"
+        )
+    return importlib.import_module(f"benchmarks.{name.replace('-', '_')}").BENCHMARK
+
+
+def benchmarks_by_name() -> dict[str, Benchmark]:
+    return {name: find_benchmark(name) for name in names()}
 
 
 def main(name: str, json_file: Path | None = None, runs: int = MIN_RUNS, against: str = "") -> int:
-    """`name`: a question, `all`, `list`, or `report`; the exit code.
+    """`name` is a benchmark, `all`, `list` or `report`; returns the exit code.
 
     Raises:
-        RoostreamError: as `benchmarks.run.run` and `benchmarks.report.pages`.
+        RoostreamError: see `run` and `benchmarks.harness.report.pages`.
     """
-    known = questions()
     if name == "list":
-        for question in known.values():
-            print(f"{question.name:18} {question.asks}")
+        for benchmark in benchmarks_by_name().values():
+            print(f"{benchmark.name:18} {benchmark.summary}")
         return 0
     if name == "report":
         figures = measured.write(ROOT / RESULTS / "json")
         scale = scale_page.renew(ROOT / "docs" / "operations" / "scale.md", measured.read())
-        for path in (*write_pages(known, ROOT / RESULTS), figures, scale):
+        for path in (*write_pages(benchmarks_by_name(), ROOT / RESULTS), figures, scale):
             print(path.relative_to(ROOT))
         return 0
     results = []
-    for each in known if name == "all" else [name]:
+    for each in names() if name == "all" else [name]:
         result = run(each, runs=runs, against=against)
         results.append(result)
         for row in result["rows"]:
@@ -39,3 +73,59 @@ def main(name: str, json_file: Path | None = None, runs: int = MIN_RUNS, against
         text = json.dumps(results[0] if len(results) == 1 else results, indent=1, ensure_ascii=False)
         json_file.write_text(text + "\n", encoding="utf-8")
     return 0
+
+
+def run(
+    name: str, *, runs: int = MIN_RUNS, against: str = "", say: Callable[[str], None] = print
+) -> dict[str, Any]:
+    """Run a benchmark on this machine. `against` is a commit whose state of our subjects takes turns with this one.
+
+    Raises:
+        ConfigError: the benchmark is unknown, or `runs` is too small.
+        SubjectError: one of our subjects failed.
+    """
+    benchmark = find_benchmark(name)
+    if runs < MIN_RUNS:
+        raise ConfigError(f"--runs: expected at least {MIN_RUNS}, for a median with its spread; got {runs}")
+    host, commit = machine.machine(), machine.commit(ROOT, ignored=(RESULTS,))
+    if host["busy"]:
+        say(f"this machine is busy (load {host['load_before']} on {host['cores']} cores); the result says so")
+    if against:
+        benchmark = with_before(benchmark, against)
+    with tempfile.TemporaryDirectory(prefix="roostream-bench-") as fixtures:
+        measured_rows = measure(
+            benchmark, lambda environment: _start_runner(environment, Path(fixtures)), runs=runs, say=say
+        )
+    return {
+        "format": FORMAT,
+        "question": name,
+        "command": f"roostream bench {name} --runs {runs}" + (f" --against {against}" if against else ""),
+        "taken": time.strftime("%Y-%m-%d", time.gmtime()),
+        "commit": commit,
+        "machine": host,
+        "runs": runs,
+        **measured_rows,
+    }
+
+
+def _start_runner(environment: str, fixtures: Path) -> SubjectProcess:
+    folder = fixtures / f"{zlib.crc32(environment.encode()):08x}"  # another commit's fixtures are not ours
+    folder.mkdir(exist_ok=True)
+    return SubjectProcess(interpreter_for(environment), str(folder))
+
+
+def with_before(benchmark: Benchmark, commit: str) -> Benchmark:
+    """The benchmark with each of our subjects followed by the same subject of another commit."""
+    rows = []
+    for row in benchmark.rows:
+        subjects: list[Subject] = []
+        for subject in row.subjects:
+            subjects.append(subject)
+            if subject.role in ("ours", "stage"):
+                name = f"{subject.name} at {commit[:12]}"
+                environment = f"commit:{commit}"
+                subjects.append(
+                    dataclasses.replace(subject, name=name, role="before", environment=environment)
+                )
+        rows.append(dataclasses.replace(row, subjects=tuple(subjects)))
+    return dataclasses.replace(benchmark, rows=tuple(rows))

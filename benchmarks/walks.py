@@ -22,12 +22,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers import ROOT
-from benchmarks.workloads import data, training_step
-from benchmarks.workloads.join_events import Overlay
-from benchmarks.workloads.joiner_events import START_MS, Maker
-from benchmarks.workloads.serving import one_request
-from benchmarks.workloads.shard import begun_shard
+from benchmarks import serving_request as one_request
+from benchmarks import train_step as training_step
+from benchmarks.common import samples as data
+from benchmarks.common.joiner_events import START_MS, Maker
+from benchmarks.common.shard import begun_shard
+from benchmarks.harness.subject_process import ROOT
+from benchmarks.joiner_core import Overlay
 from joiner.config import JoinerConfig
 from joiner.event_decoder import EventDecoder
 from joiner.join import Join

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.workloads.dlrm.dlrm_steps import NUM_BATCHES, OurBatches, TheirBatches, batches_of, dlrm_case
+from benchmarks.train_vs_torchrec import NUM_BATCHES, OurBatches, TheirBatches, batches_of, dlrm_case
 from roostream.wire.lookup import build_lookup
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.device import ABSENT, no_device
 from benchmarks.gpu_report import QUESTIONS, Parts, Ran, ask, main, page, run_tests, told
-from benchmarks.peers import ROOT
-from benchmarks.run import question_named
+from benchmarks.harness.machine import no_device
+from benchmarks.harness.subject_process import ROOT
+from benchmarks.main import find_benchmark
 from roostream.errors import SetupError
 
 JUNIT = """<testsuites><testsuite>
@@ -37,7 +37,7 @@ def test_without_a_device_the_command_ends_in_one_sentence() -> None:
 @needs_none
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_without_a_device_rows_on_one_are_skipped_for_one_reason(name: str) -> None:
-    skipped = {row.skipped for row in question_named(name).rows if "cuda" in str(row.subjects[0].arguments)}
+    skipped = {row.skipped for row in find_benchmark(name).rows if "cuda" in str(row.subjects[0].arguments)}
     assert skipped == {no_device()}
 
 
@@ -91,13 +91,13 @@ def test_a_page_is_written_whatever_was_found(
 ) -> None:
     asked: list[tuple[str, int]] = []
 
-    def question(name: str, runs: int) -> dict[str, object]:
+    def benchmark(name: str, runs: int) -> dict[str, object]:
         asked.append((name, runs))
         return result
 
     target = tmp_path / "new" / "gpu.md"
     assert (
-        main(["--report", str(target), "--runs", "5"], Parts(lambda: DEVICE, lambda: ran, question)) == code
+        main(["--report", str(target), "--runs", "5"], Parts(lambda: DEVICE, lambda: ran, benchmark)) == code
     )
     assert asked == [(name, 5) for name in QUESTIONS]
     assert "- device: 1 × A device" in target.read_text() and "3 passed" in target.read_text()

@@ -11,12 +11,17 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness import measure, spread
-from benchmarks.made import FOLDER, made_once
-from benchmarks.peers import ROOT, PeerUnavailable, Place
-from benchmarks.process import StandProcess, SubjectError
-from benchmarks.question import RUN, Question, Row, Subject, Told
-from benchmarks.stand import Slice, Stand
+from benchmarks.harness.benchmark import RUN, Benchmark, Row, Subject, SubjectResult
+from benchmarks.harness.fixture_cache import FOLDER, cached_bytes
+from benchmarks.harness.measure import measure, spread
+from benchmarks.harness.subject_process import (
+    ROOT,
+    Interpreter,
+    PeerUnavailable,
+    SubjectError,
+    SubjectProcess,
+)
+from benchmarks.harness.subject_runner import Slice, SubjectRunner
 from tests.benchmarks.trivial import Clock
 
 TAKES = "tests.benchmarks.trivial:takes"
@@ -29,15 +34,19 @@ def test_what_is_the_same_in_every_run_is_made_once(tmp_path: Path, monkeypatch:
         made.append(1)
         return bytes([len(made)])
 
-    assert (made_once("a", make), made_once("a", make)) == (b"\1", b"\2"), (
+    assert (cached_bytes("a", make), cached_bytes("a", make)) == (b"\1", b"\2"), (
         "without a folder where it is needed"
     )
     monkeypatch.setenv(FOLDER, str(tmp_path))
-    assert (made_once("a", make), made_once("a", make), made_once("b", make)) == (b"\3", b"\3", b"\4")
+    assert (cached_bytes("a", make), cached_bytes("a", make), cached_bytes("b", make)) == (
+        b"\3",
+        b"\3",
+        b"\4",
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
-class FakeStand(Stand):
+class FakeRunner(SubjectRunner):
     """In this process, by the subjects' own clock; notes whose turn it was."""
 
     def __init__(self, turns: list[int]) -> None:
@@ -54,28 +63,28 @@ class FakeStand(Stand):
         self.ended = True
 
 
-def question(*subjects: Subject, rounds: int = 4) -> Question:
+def benchmark(*subjects: Subject, rounds: int = 4) -> Benchmark:
     row = Row(name="row", unit="things", subjects=subjects)
-    return Question(name="q", asks="?", rows=(row,), means="", rounds=rounds)
+    return Benchmark(name="q", summary="?", rows=(row,), interpretation="", rounds=rounds)
 
 
-def measured(asked: Question, runs: int = 3) -> tuple[dict[str, Any], list[list[int]]]:
-    started: list[FakeStand] = []
+def measured(asked: Benchmark, runs: int = 3) -> tuple[dict[str, Any], list[list[int]]]:
+    started: list[FakeRunner] = []
 
-    def start(environment: str) -> FakeStand:
+    def start(environment: str) -> FakeRunner:
         if environment:
             raise PeerUnavailable(f"no {environment} here")
-        started.append(FakeStand([]))
+        started.append(FakeRunner([]))
         return started[-1]
 
     result = measure(asked, start, runs=runs)
-    assert all(stand.ended for stand in started)
-    return result, [stand.turns for stand in started]
+    assert all(runner.ended for runner in started)
+    return result, [runner.turns for runner in started]
 
 
 def test_a_subject_may_tell_its_units_and_other_figures_after_each_turn() -> None:
     result, _ = measured(
-        question(Subject("a", "tests.benchmarks.trivial:tells", (0.5, 7, 1, 2, 3, 7)), rounds=3)
+        benchmark(Subject("a", "tests.benchmarks.trivial:tells", (0.5, 7, 1, 2, 3, 7)), rounds=3)
     )
     (subject,) = result["rows"][0]["subjects"]
     assert subject["wall_us"]["median"] == 250_000, (
@@ -85,7 +94,7 @@ def test_a_subject_may_tell_its_units_and_other_figures_after_each_turn() -> Non
 
 
 def test_what_is_asked_about_may_be_a_part_of_a_step() -> None:
-    result, _ = measured(question(Subject("a", "tests.benchmarks.trivial:part"), rounds=1))
+    result, _ = measured(benchmark(Subject("a", "tests.benchmarks.trivial:part"), rounds=1))
     (subject,) = result["rows"][0]["subjects"]
     assert subject["wall_us"]["median"] == 500_000, "two seconds of seven, for four units"
     assert subject["cpu_us"]["median"] == 875_000, "CPU time is that of the whole step"
@@ -94,22 +103,22 @@ def test_what_is_asked_about_may_be_a_part_of_a_step() -> None:
 def test_what_rows_share_is_open_during_each_run() -> None:
     Clock.kept.clear()
     asked = dataclasses.replace(
-        question(Subject("a", "tests.benchmarks.trivial:part"), rounds=1),
-        keeps="tests.benchmarks.trivial:kept",
+        benchmark(Subject("a", "tests.benchmarks.trivial:part"), rounds=1),
+        run_setup="tests.benchmarks.trivial:kept",
     )
     measured(asked)
     assert Clock.kept == ["open", "step", "step", "closed"] * 3, "warmed up, then timed"
 
 
 def test_a_figure_is_the_cost_of_a_unit_by_both_clocks() -> None:
-    result, _ = measured(question(Subject("a", TAKES, (0.002, 4))))
+    result, _ = measured(benchmark(Subject("a", TAKES, (0.002, 4))))
     (subject,) = result["rows"][0]["subjects"]
     assert subject["wall_us"]["median"] == 500 and subject["cpu_us"]["median"] == 250
     assert subject["wall_us"]["runs"] == [500, 500, 500]
 
 
 def test_a_ratio_says_how_many_times_as_fast_the_first_subject_is() -> None:
-    result, _ = measured(question(Subject("a", TAKES, (0.001,)), Subject("b", TAKES, (0.003,), "peer")))
+    result, _ = measured(benchmark(Subject("a", TAKES, (0.001,)), Subject("b", TAKES, (0.003,), "peer")))
     (ratio,) = result["rows"][0]["ratios"]
     assert (ratio["of"], ratio["to"], ratio["times_as_fast"]["median"]) == ("a", "b", 3.0)
 
@@ -120,7 +129,7 @@ def test_what_was_before_is_compared_with_what_it_has_become() -> None:
         Subject("b", TAKES, (0.002,), "stage"),
         Subject("b before", TAKES, (0.008,), "before"),
     )
-    ratios = measured(question(*subjects))[0]["rows"][0]["ratios"]
+    ratios = measured(benchmark(*subjects))[0]["rows"][0]["ratios"]
     assert [(r["of"], r["to"], r["times_as_fast"]["median"]) for r in ratios] == [
         ("a", "b", 2.0),
         ("b", "b before", 4.0),
@@ -128,28 +137,28 @@ def test_what_was_before_is_compared_with_what_it_has_become() -> None:
 
 
 def test_a_row_may_derive_figures_from_its_subjects_of_one_run() -> None:
-    def derived(told: Mapping[str, Told]) -> Mapping[str, float]:
+    def derived(told: Mapping[str, SubjectResult]) -> Mapping[str, float]:
         return {"both": told["a"].cost_us + told["b"].figures["twice"]}
 
     subjects = (
         Subject("a", TAKES, (0.004, 2)),
         Subject("b", "tests.benchmarks.trivial:tells", (0.5, 3.0), "peer"),
     )
-    row = dataclasses.replace(question(*subjects).rows[0], derives=derived)
-    result, _ = measured(dataclasses.replace(question(), rows=(row,)))
+    row = dataclasses.replace(benchmark(*subjects).rows[0], derives=derived)
+    result, _ = measured(dataclasses.replace(benchmark(), rows=(row,)))
     assert result["rows"][0]["figures"] == {
         "both": {"median": 2006.0, "least": 2006.0, "most": 2006.0, "runs": [2006.0] * 3}
     }
 
 
 def test_a_subject_may_have_another_seed_in_each_run() -> None:
-    row = question(Subject("a", "tests.benchmarks.trivial:tells", (0.5, RUN, RUN)), rounds=1).rows[0]
-    result, _ = measured(dataclasses.replace(question(), rows=(row,), rounds=1), runs=3)
+    row = benchmark(Subject("a", "tests.benchmarks.trivial:tells", (0.5, RUN, RUN)), rounds=1).rows[0]
+    result, _ = measured(dataclasses.replace(benchmark(), rows=(row,), rounds=1), runs=3)
     assert result["rows"][0]["subjects"][0]["figures"]["twice"]["runs"] == [0, 2, 4]
 
 
 def test_a_row_that_can_not_be_asked_here_says_why_and_opens_nothing() -> None:
-    asked = question(Subject("a", "tests.benchmarks.trivial:fails", ("opened",)))
+    asked = benchmark(Subject("a", "tests.benchmarks.trivial:fails", ("opened",)))
     result, turns = measured(
         dataclasses.replace(asked, rows=(dataclasses.replace(asked.rows[0], skipped="no data"),))
     )
@@ -159,12 +168,12 @@ def test_a_row_that_can_not_be_asked_here_says_why_and_opens_nothing() -> None:
 
 
 def test_subjects_take_turns_and_each_is_first_as_often() -> None:
-    _, turns = measured(question(Subject("a", TAKES, (0.1,)), Subject("b", TAKES, (0.1,)), rounds=4), runs=3)
+    _, turns = measured(benchmark(Subject("a", TAKES, (0.1,)), Subject("b", TAKES, (0.1,)), rounds=4), runs=3)
     assert turns == [[0, 1, 1, 0, 0, 1, 1, 0]] * 3
 
 
 def test_each_run_has_processes_of_its_own() -> None:
-    _, turns = measured(question(Subject("a", TAKES, (0.1,))), runs=5)
+    _, turns = measured(benchmark(Subject("a", TAKES, (0.1,))), runs=5)
     assert len(turns) == 5
 
 
@@ -173,14 +182,14 @@ def test_a_peer_that_can_not_be_had_is_told_and_the_rest_of_the_row_stands() -> 
         Subject("b", TAKES, (0.1,), "peer", environment="rare"),
         Subject("c", TAKES, (0.05,), "limit"),
     )
-    row = measured(question(Subject("a", TAKES, (0.1,)), peer, limit))[0]["rows"][0]
+    row = measured(benchmark(Subject("a", TAKES, (0.1,)), peer, limit))[0]["rows"][0]
     assert row["subjects"][1]["unavailable"] == "no rare here"
     assert [(r["to"], r["times_as_fast"]["median"]) for r in row["ratios"]] == [("c", 0.5)]
 
 
 def test_a_subject_of_ours_that_fails_fails_the_benchmark() -> None:
     with pytest.raises(ValueError, match="broken"):
-        measured(question(Subject("a", "tests.benchmarks.trivial:fails", ("broken",))))
+        measured(benchmark(Subject("a", "tests.benchmarks.trivial:fails", ("broken",))))
 
 
 def test_a_spread_keeps_every_run() -> None:
@@ -188,29 +197,29 @@ def test_a_spread_keeps_every_run() -> None:
 
 
 def test_real_processes_answer_and_tell_what_went_wrong(capfd: pytest.CaptureFixture[str]) -> None:
-    stand = StandProcess(Place(sys.executable, ROOT))
+    runner = SubjectProcess(Interpreter(sys.executable, ROOT))
     try:
-        number = stand.open("tests.benchmarks.trivial:takes", [0.0, 7], 0.001)
-        assert stand.slice(number).units % 7 == 0
-        assert stand.versions()["python"] == sys.version.split()[0]
+        number = runner.open("tests.benchmarks.trivial:takes", [0.0, 7], 0.001)
+        assert runner.slice(number).units % 7 == 0
+        assert runner.versions()["python"] == sys.version.split()[0]
         with pytest.raises(SubjectError, match="ValueError: broken"):
-            stand.open("tests.benchmarks.trivial:fails", ["broken"], 0.001)
-        stand.close()
+            runner.open("tests.benchmarks.trivial:fails", ["broken"], 0.001)
+        runner.close()
     finally:
-        stand.end()
+        runner.end()
     assert "Traceback" in capfd.readouterr().err
     with pytest.raises((SubjectError, ValueError)):
-        stand.slice(0)
+        runner.slice(0)
 
 
 def test_a_process_that_dies_is_told(tmp_path: Path) -> None:
     (tmp_path / "dies.py").write_text("import os\nos._exit(3)\n")
-    stand = StandProcess(Place(sys.executable, ROOT))
+    runner = SubjectProcess(Interpreter(sys.executable, ROOT))
     try:
         with pytest.raises(SubjectError, match="ended in open"):
-            stand.open("os:_exit", [3], 0.001)
+            runner.open("os:_exit", [3], 0.001)
     finally:
-        stand.end()
+        runner.end()
 
 
 def test_a_device_that_was_used_is_told_with_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,6 +234,6 @@ def test_a_device_that_was_used_is_told_with_the_versions(monkeypatch: pytest.Mo
 
     cuda = Cuda()
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda, __version__="2"))
-    assert Stand().versions()["device"] == "A device"
+    assert SubjectRunner().versions()["device"] == "A device"
     cuda.used = False
-    assert "device" not in Stand().versions()
+    assert "device" not in SubjectRunner().versions()

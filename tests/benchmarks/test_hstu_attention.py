@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.workloads.hstu_attention import AttentionCase, Shape, causal, flex, reference
+from benchmarks.hstu_attention import AttentionCase, Shape, causal, flex, reference
 
 SHAPE = Shape(3, 12, 2, 2, 4)
 
@@ -61,7 +61,7 @@ def test_shapes_are_those_of_one_batch() -> None:
 
 
 CODE = """
-from benchmarks.workloads.hstu_attention import attention
+from benchmarks.hstu_attention import attention
 for block in (0, 16):
     with attention("kernel", True, "float32", "cpu", [2, 9, 2, 1, 4], block) as work:
         work.step()

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from benchmarks.peers import ROOT
-from benchmarks.question import Question, Row, Subject
-from benchmarks.report import MADE, is_made, page, pages, table, write_pages
-from benchmarks.run import RESULTS, questions
+from benchmarks.harness.benchmark import Benchmark, Row, Subject
+from benchmarks.harness.report import MADE, is_made, page, pages, table, write_pages
+from benchmarks.harness.subject_process import ROOT
+from benchmarks.main import RESULTS, benchmarks_by_name
 from roostream.errors import ConfigError
 
-QUESTION = Question(
+BENCHMARK = Benchmark(
     name="q",
-    asks="How fast?",
+    summary="How fast?",
     rows=(Row(name="r", unit="things", subjects=(Subject("a", "m:f"),)),),
-    means="It depends.",
+    interpretation="It depends.",
 )
 
 
@@ -91,13 +91,13 @@ def test_what_a_row_derives_stands_below_it_and_a_row_that_was_not_asked_says_wh
 
 def test_the_published_pages_are_what_the_command_makes() -> None:
     folder = ROOT / RESULTS
-    made = pages(questions(), folder / "json")
+    made = pages(benchmarks_by_name(), folder / "json")
     there = {p.name: p.read_text(encoding="utf-8") for p in folder.glob("*.md") if is_made(p)}
     assert there == made, "run `roostream bench report`"
 
 
 def test_a_page_has_what_is_asked_what_it_means_hardware_commit_command_and_table() -> None:
-    text = page(QUESTION, [result()])
+    text = page(BENCHMARK, [result()])
     for part in (
         MADE,
         "# q",
@@ -116,7 +116,7 @@ def test_a_busy_machine_and_uncommitted_changes_are_told() -> None:
         machine=result()["machine"] | {"busy": True, "load_before": 3.1},
         commit={"describe": "abc", "dirty": True},
     )
-    text = page(QUESTION, [busy])
+    text = page(BENCHMARK, [busy])
     assert (
         "load average before: 3.1: **the machine was busy" in text
         and "changes that are not committed" in text
@@ -142,19 +142,19 @@ def test_a_peer_that_was_not_there_is_a_line_without_figures() -> None:
 def test_results_of_another_format_or_question_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(json.dumps(result(format=99)))
     with pytest.raises(ConfigError, match=r"x\.json: expected a result of format 1"):
-        pages({"q": QUESTION}, tmp_path)
+        pages({"q": BENCHMARK}, tmp_path)
 
 
 def test_pages_and_an_index_are_written(tmp_path: Path) -> None:
     (tmp_path / "json").mkdir()
     (tmp_path / "json" / "q.json").write_text(json.dumps(result()))
-    assert [p.name for p in write_pages({"q": QUESTION}, tmp_path)] == ["README.md", "q.md"]
+    assert [p.name for p in write_pages({"q": BENCHMARK}, tmp_path)] == ["README.md", "q.md"]
     assert "[q](q.md)" in (tmp_path / "README.md").read_text()
 
 
 def test_a_page_that_is_written_by_hand_is_left_alone_and_named(tmp_path: Path) -> None:
     (tmp_path / "json").mkdir()
     (tmp_path / "hand.md").write_text("# hand\n\nHow good\nis it?\n\nVery.\n")
-    assert [p.name for p in write_pages({"q": QUESTION}, tmp_path)] == ["README.md"]
+    assert [p.name for p in write_pages({"q": BENCHMARK}, tmp_path)] == ["README.md"]
     assert "| [hand](hand.md) | How good is it? (written by hand) |" in (tmp_path / "README.md").read_text()
     assert (tmp_path / "hand.md").read_text().endswith("Very.\n")

@@ -11,16 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.question import Told
-from benchmarks.questions.roo_vs_expanded import QUESTION
-from benchmarks.workloads.sharing import bound
-from benchmarks.workloads.sharing.architectures import ARCHITECTURES, pointwise
-from benchmarks.workloads.sharing.counting import bytes_of_batch, bytes_of_inputs, bytes_of_rows, flops
-from benchmarks.workloads.sharing.forms import FORMS
-from benchmarks.workloads.sharing.pools import pool
-from benchmarks.workloads.sharing.rebatch import Rebatcher, concatenate, cut, shuffled
-from benchmarks.workloads.sharing.shared_data import EBNERD, MIND, absent
-from benchmarks.workloads.sharing.training import trained
+from benchmarks.common import flop_bound as bound
+from benchmarks.common.architectures import ARCHITECTURES, pointwise
+from benchmarks.common.dataset_paths import EBNERD, MIND, absent
+from benchmarks.common.flop_count import bytes_of_batch, bytes_of_inputs, bytes_of_rows, flops
+from benchmarks.common.rebatch import Rebatcher, concatenate, cut, shuffled
+from benchmarks.common.request_forms import FORMS
+from benchmarks.common.request_pools import pool
+from benchmarks.harness.benchmark import SubjectResult
+from benchmarks.roo_vs_expanded import BENCHMARK, trained
 from roostream.models.attention import attend_to_each_other
 from roostream.models.build import build_model
 from roostream.models.candidate_groups import build_groups
@@ -247,8 +246,10 @@ def test_bytes_are_those_of_arrays_tensors_and_rows() -> None:
     assert bytes_of_inputs(build_inputs(twin, build_lookup(twin), {})) > 3 * bytes_of_inputs(inputs) > 0
 
 
-def told(cost_us: float, num_impressions: float, a_request: float = 1.0, flop: float = 1.0) -> Told:
-    return Told(cost_us, {bound.A_BATCH: num_impressions, bound.A_REQUEST: a_request, bound.FLOP: flop})
+def told(cost_us: float, num_impressions: float, a_request: float = 1.0, flop: float = 1.0) -> SubjectResult:
+    return SubjectResult(
+        cost_us, {bound.A_BATCH: num_impressions, bound.A_REQUEST: a_request, bound.FLOP: flop}
+    )
 
 
 def test_costs_of_both_sides_follow_from_three_kinds_of_batches() -> None:
@@ -307,4 +308,4 @@ def test_a_log_is_read_as_it_is(log: str) -> None:
 
 def test_rows_without_their_data_are_not_asked_and_say_why() -> None:
     gone = absent(EBNERD / "nothing")
-    assert gone and {row.skipped for row in QUESTION.rows} <= {"", gone}
+    assert gone and {row.skipped for row in BENCHMARK.rows} <= {"", gone}

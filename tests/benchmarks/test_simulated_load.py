@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.run import question_named
-from benchmarks.workloads.placing.simulated_load import (
+from benchmarks.common.simulated_load import (
     VALIDITY,
     DrawnTable,
     Strategy,
@@ -15,6 +14,7 @@ from benchmarks.workloads.placing.simulated_load import (
     simulate,
     uniques,
 )
+from benchmarks.main import find_benchmark
 
 
 @pytest.mark.parametrize(("rows", "exponent"), [(500, 1.1), (50_000, 0.7), (50_000, 1.05), (200_000, 0.9)])
@@ -43,7 +43,7 @@ def test_an_offset_a_table_evens_out_what_all_tables_begin_with() -> None:
         simulate(mix, 32, 256, "table round robin"),
     )
     assert offset["imbalance"] < cyclic["imbalance"] < tables["imbalance"] and offset["imbalance"] < 1.1
-    assert "not measured" in VALIDITY and VALIDITY in question_named("placement-load").means, (
+    assert "not measured" in VALIDITY and VALIDITY in find_benchmark("placement-load").interpretation, (
         "beside its figures"
     )
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import ClassVar
 
-from benchmarks.question import Work
+from benchmarks.harness.benchmark import Work
 
 
 class Clock:

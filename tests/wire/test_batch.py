@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.workloads.sharing.rebatch import Rebatcher, concatenate
+from benchmarks.common.rebatch import Rebatcher, concatenate
 from roostream.schema.schema import Schema
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.batch import Batch

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.workloads.sharing.rebatch import concatenate
+from benchmarks.common.rebatch import concatenate
 from roostream.schema.schema import Schema
 from roostream.wire import transform
 from roostream.wire.batch import Batch

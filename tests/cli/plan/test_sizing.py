@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.workloads import data
+from benchmarks.common import samples as data
 from param_server.eviction import ExpiryPolicy
 from param_server.table import StackTable
 from roostream.cli.main import cli

@@ -1,0 +1,21 @@
+"""A shard in a process of its own: `python -m benchmarks.common.exchange_shard JSON`, [index, shards, shape]."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+
+from benchmarks.common.exchange_ways import Shape
+from benchmarks.common.peer_process import listen_until_told
+from benchmarks.common.shard import begun_shard
+from param_server.server import ShardRpcHandler
+from roostream.runtime.rpc.server import RpcServer
+
+if __name__ == "__main__":
+    index, num_shards, shape = json.loads(sys.argv[1])
+    with tempfile.TemporaryDirectory() as home:
+        shard = begun_shard(Shape(*shape).schema, home, publishing=False, index=index, num_shards=num_shards)
+        server = RpcServer(ShardRpcHandler(shard).handle).start()
+        listen_until_told(server.address)
+        server.stop()

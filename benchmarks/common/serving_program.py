@@ -1,0 +1,116 @@
+"""`roostream serving` as the product starts it, in a process of its own; Kafka, Redis and shards are away."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import psutil
+
+from benchmarks.common import samples as data
+from benchmarks.common.open_load import rank_request
+from benchmarks.serving_request import body_of
+
+CORES = sorted(os.sched_getaffinity(0))
+_NUM_BODIES = 64
+_STOP_MS = 1000
+
+
+class ServingProgram(NamedTuple):
+    """One that runs."""
+
+    address: tuple[str, int]
+    store: Path  # that it follows
+    pid: int
+    stop: Callable[[], int]  # as a supervisor does; its exit code
+
+    def cpu_s(self) -> float:
+        """Its own so far, with that of the processes that it started."""
+        return sum(sum(process.cpu_times()[:2]) for process in self._processes())
+
+    def pause(self) -> None:
+        """Until `go_on` it takes no time from anybody."""
+        for process in self._processes():
+            process.suspend()
+
+    def go_on(self) -> None:
+        for process in reversed(self._processes()):
+            process.resume()
+
+    def _processes(self) -> list[psutil.ServingProcess]:
+        own = psutil.ServingProcess(self.pid)
+        return [own, *own.children(recursive=True)]
+
+
+@contextlib.contextmanager
+def serving_program(*, listen: str = "127.0.0.1:0", **settings: int | bool) -> Iterator[ServingProgram]:
+    """Listening. With two cores it has one for itself, and who asks it the other."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "serving.toml"
+        files = {
+            "schema": str(data.DEMO),
+            "store": f"{folder}/store",
+            "home": folder,
+            "bootstrap": "127.0.0.1:1",
+        }
+        own = {"listen": listen, **files, "log_bytes": 4 << 30, "stop_ms": _STOP_MS, **settings}
+        config.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in own.items()))
+        command = [sys.executable, "-m", "roostream.cli.main", "serving", "--config", str(config)]
+        os.sched_setaffinity(0, CORES[:1])
+        try:
+            with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
+                os.sched_setaffinity(0, CORES[-1:])
+                try:
+                    said: list[str] = []
+                    address = _address(child, said)
+                    yield ServingProgram(
+                        address, Path(folder) / "store", child.pid, lambda: _stopped(child, said)
+                    )
+                finally:
+                    child.kill()
+        finally:
+            os.sched_setaffinity(0, CORES)
+
+
+def bodies_of(candidates: int) -> list[bytes]:
+    """Of as many users, with a request id each."""
+    one = msgspec.json.decode(body_of(data.demo_schema(), candidates))
+    bodies = ({**one, "request_id": f"r-{n}", "user_id": 17 + n} for n in range(_NUM_BODIES))
+    return [msgspec.json.encode(body) for body in bodies]
+
+
+def requests_of(candidates: int) -> list[bytes]:
+    """The same as they go over the wire."""
+    return [rank_request(body) for body in bodies_of(candidates)]
+
+
+def _stopped(child: subprocess.Popen[str], said: list[str]) -> int:
+    """What it said last is told where it ends with anything but 0."""
+    child.send_signal(signal.SIGTERM)
+    code = child.wait()
+    if code:
+        print(f"serving ended with {code}; it said last:\n" + "".join(said[-40:]), file=sys.stderr)
+    return code
+
+
+def _address(child: subprocess.Popen[str], said: list[str]) -> tuple[str, int]:
+    assert child.stderr is not None
+    for line in child.stderr:
+        said.append(line)
+        if found := re.search(r"serving on http://([^:]+):(\d+)", line):
+            threading.Thread(
+                target=said.extend, args=(child.stderr,), daemon=True
+            ).start()  # so that it can go on writing
+            return found[1], int(found[2])
+    raise RuntimeError("serving ended before it listened:\n" + "".join(said))

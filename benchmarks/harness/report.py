@@ -1,0 +1,192 @@
+"""Writes docs/benchmarks/NAME.md from docs/benchmarks/json/NAME*.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.benchmark import Benchmark
+from benchmarks.harness.measure import FORMAT
+from roostream.errors import ConfigError
+
+MADE = "<!-- Made by `roostream bench report`; don't edit. -->"
+
+
+def write_pages(known: Mapping[str, Benchmark], folder: Path) -> list[Path]:
+    """Write all pages of `folder`; returns their paths."""
+    made = pages(known, folder / "json")
+    for name, text in made.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in made]
+
+
+def pages(known: Mapping[str, Benchmark], results: Path) -> dict[str, str]:
+    """File name → text of the pages of all benchmarks with results, and of the index.
+
+    Raises:
+        ConfigError: a result has another format or belongs to an unknown benchmark.
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(results.glob("*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if result.get("format") != FORMAT or result.get("question") not in known:
+            raise ConfigError(
+                f"{path.name}: expected a result of format {FORMAT} of a known benchmark; take it anew"
+            )
+        found.setdefault(result["question"], []).append(result)
+    made = {f"{name}.md": page(known[name], found[name]) for name in known if name in found}
+    by_hand = [path for path in sorted(results.parent.glob("*.md")) if not is_made(path)]
+    return {"README.md": _index(known, found, by_hand), **made}
+
+
+def is_made(path: Path) -> bool:
+    return path.name == "README.md" or path.read_text(encoding="utf-8").startswith(MADE)
+
+
+def page(benchmark: Benchmark, results: Sequence[Mapping[str, Any]]) -> str:
+    """Summary, interpretation, then each result with hardware, commit, command and tables; newest result last."""
+    parts = [MADE, f"# {benchmark.name}", benchmark.summary, "## What it means", benchmark.interpretation]
+    for result in sorted(results, key=lambda r: (r["taken"], r["commit"]["describe"])):
+        parts += [f"## Taken {result['taken']} at {commit_of(result)}", _circumstances(result)]
+        for row in result["rows"]:
+            parts += [f"### {row['name']}", table(row)]
+    return "\n\n".join(parts) + "\n"
+
+
+def commit_of(result: Mapping[str, Any]) -> str:
+    return result["commit"]["describe"] + (
+        ", with changes that are not committed" if result["commit"]["dirty"] else ""
+    )
+
+
+def _circumstances(result: Mapping[str, Any]) -> str:
+    here = result["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(result["versions"].items()))
+    load = f"load average before: {here['load_before']}"
+    return "\n".join(
+        (
+            f"- hardware: {here['cpu']}, {here['cores']} cores, {here['memory_gib']} GiB, {here['system']}",
+            f"- {load}: **the machine was busy with other work**; trust ratios, not speeds"
+            if here["busy"]
+            else f"- {load}",
+            f"- versions: {versions}",
+            f"- command: `{result['command']}`",
+        )
+    )
+
+
+def table(row: Mapping[str, Any]) -> str:
+    """Markdown: a line a subject, its figure and spread over the runs, and how its speed compares with the first one's
+    (what was before, with what is now)."""
+    if "skipped" in row:
+        return f"Not asked: {row['skipped']}."
+    unit, rate = row["unit"], row["shows"] == "rate"
+    clock = row.get("time") or ("CPU time" if row["clock"] == "cpu" else "wall time")
+    one = unit.removesuffix("es") if unit.endswith("ches") else unit.removesuffix("s")
+    figure = f"{unit}/s" if rate else f"µs {'an' if one[0] in 'aeiou' else 'a'} {one}"
+    lines = [
+        f"| | {figure} ({clock}) | least .. most | {row['subjects'][0]['name']} is × as fast | least .. most |"
+    ]
+    lines.append("|---|---:|---|---:|---|")
+    ratios = {ratio["to"]: ratio["times_as_fast"] for ratio in row["ratios"]}
+    for subject in row["subjects"]:
+        name = (
+            subject["name"]
+            if subject["role"] in ("ours", "stage")
+            else f"{subject['name']} ({subject['role']})"
+        )
+        if "unavailable" in subject:
+            why = (
+                "was not there"
+                if subject["role"] == "before"
+                else f"peer unavailable: {subject['unavailable']}"
+            )
+            lines.append(f"| {name} | {why} | | | |")
+            continue
+        cost = subject[f"{row['clock']}_us"]
+        ends = sorted(_shown(cost[end], rate) for end in ("least", "most"))
+        ratio = ratios.get(subject["name"])
+        now = "now " if subject["role"] == "before" else ""
+        compared = (
+            f"{now}{_number(ratio['median'])} | {_number(ratio['least'])} .. {_number(ratio['most'])}"
+            if ratio
+            else " | "
+        )
+        lines.append(
+            f"| {name} | {_number(_shown(cost['median'], rate))} | {_number(ends[0])} .. {_number(ends[1])} | {compared} |"
+        )
+    return "\n".join([*lines, *_figures(row), *_derived(row)])
+
+
+def _figures(row: Mapping[str, Any]) -> list[str]:
+    """A second table where the subjects gave other figures: a line a subject, medians with least .. most. Empty: that subject
+    hasn't got it."""
+    told = [subject for subject in row["subjects"] if "figures" in subject]
+    if not told:
+        return []
+    names = list(dict.fromkeys(name for subject in told for name in subject["figures"]))
+    lines = ["", "| | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
+    for subject in told:
+        cells = (_middle_and_ends(subject["figures"].get(name)) for name in names)
+        lines.append(f"| {subject['name']} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _middle_and_ends(figure: Mapping[str, float] | None) -> str:
+    return (
+        f"{_number(figure['median'])} ({_number(figure['least'])} .. {_number(figure['most'])})"
+        if figure
+        else ""
+    )
+
+
+def _derived(row: Mapping[str, Any]) -> list[str]:
+    """A last table where figures of the row as a whole follow from its subjects'."""
+    if "figures" not in row:
+        return []
+    cells = [
+        (name, _number(f["median"]), _number(f["least"]), _number(f["most"]))
+        for name, f in row["figures"].items()
+    ]
+    return [
+        "",
+        "| | | least .. most |",
+        "|---|---:|---|",
+        *(f"| {n} | {m} | {least} .. {most} |" for n, m, least, most in cells),
+    ]
+
+
+def _shown(cost_us: float, rate: bool) -> float:
+    return 1e6 / max(cost_us, 1e-9) if rate else cost_us
+
+
+def _number(value: float) -> str:
+    """Three significant digits, thousands apart."""
+    if value >= 100:
+        return f"{float(f'{value:.3g}'):,.0f}".replace(",", " ")
+    return f"{value:.3g}"
+
+
+def _index(
+    known: Mapping[str, Benchmark],
+    found: Mapping[str, Sequence[Mapping[str, Any]]],
+    by_hand: Sequence[Path] = (),
+) -> str:
+    """`by_hand`: pages that no command makes; the first paragraph below a title says what is asked."""
+    lines = [
+        MADE,
+        "# Benchmarks",
+        "`roostream bench NAME` asks one of these questions again; `roostream bench list` names them.",
+        "",
+    ]
+    rows = [f"| [{name}]({name}.md) | {known[name].summary} |" for name in known if name in found]
+    rows += [f"| {name} | {known[name].summary} (no result yet) |" for name in known if name not in found]
+    rows += [f"| [{path.stem}]({path.name}) | {_asked(path)} (written by hand) |" for path in by_hand]
+    return "\n\n".join(lines[:3]) + "\n\n" + "\n".join(["| question | |", "|---|---|", *rows]) + "\n"
+
+
+def _asked(path: Path) -> str:
+    paragraphs = path.read_text(encoding="utf-8").split("\n\n")
+    return " ".join(paragraphs[1].split()) if len(paragraphs) > 1 else ""

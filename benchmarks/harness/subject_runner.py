@@ -1,0 +1,137 @@
+"""The process that opens subjects and times a slice of one on request.
+
+Standard library only, because it also runs in the environments of peers. The protocol is JSON, one line per call:
+`{"call": "open", …}` → `{"value": …}` or `{"error": "…"}`. The output of subjects goes to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from benchmarks.harness.benchmark import Work
+
+_MAX_STEPS = 1 << 24
+
+
+class Slice(NamedTuple):
+    """One turn of a subject."""
+
+    units: float
+    wall_s: float
+    cpu_s: float  # of this process, all threads
+    figures: Mapping[str, float] = MappingProxyType({})  # other results
+
+
+class SubjectRunner:
+    """`open` subjects, `slice` one at a time by its number, `close` all. Clocks return seconds."""
+
+    def __init__(
+        self, wall: Callable[[], float] = time.perf_counter, cpu: Callable[[], float] = time.process_time
+    ) -> None:
+        self._wall, self._cpu = wall, cpu
+        self._opened, self._run_setup = contextlib.ExitStack(), contextlib.ExitStack()
+        self._works: list[tuple[Work, int]] = []  # with the number of steps in a slice
+
+    def open(self, setup: str, arguments: list[Any], slice_s: float) -> int:
+        """Set up and warm up a subject; returns its number. Errors of the set-up propagate."""
+        work = self._opened.enter_context(_import(setup)(*arguments))
+        work.step()  # compiles, fills caches
+        steps, is_whole_turn = 1, callable(work.units)
+        while (
+            not is_whole_turn
+            and (took_s := self._steps(work, steps).wall_s) < slice_s / 4
+            and steps < _MAX_STEPS
+        ):
+            steps *= 4 if took_s < slice_s / 32 else 2
+        self._works.append((work, 1 if is_whole_turn else max(round(steps * slice_s / max(took_s, 1e-9)), 1)))
+        gc.collect()
+        gc.freeze()  # garbage collection in a slice then visits only objects of the slice
+        return len(self._works) - 1
+
+    def slice(self, number: int) -> Slice:
+        """One turn of a subject."""
+        return self._steps(*self._works[number])
+
+    def close(self) -> None:
+        """Close all subjects; numbers start at 0 again."""
+        self._works.clear()
+        opened, self._opened = self._opened, contextlib.ExitStack()
+        gc.unfreeze()
+        opened.close()
+
+    def set_up_run(self, setup: str) -> None:
+        """Open the benchmark's `run_setup` until `end`. Errors of the set-up propagate."""
+        self._run_setup.enter_context(_import(setup)())
+
+    def end(self) -> None:
+        """Close all subjects and the benchmark's `run_setup`."""
+        with self._run_setup:
+            self.close()
+
+    def versions(self) -> dict[str, str]:
+        """Versions of imported packages that matter for speed."""
+        known = {
+            name: getattr(sys.modules.get(name), "__version__", "")
+            for name in ("numpy", "numba", "torch", "grpc")
+        }
+        return (
+            {"python": sys.version.split()[0]}
+            | {name: str(version) for name, version in known.items() if version}
+            | _device()
+        )
+
+    def _steps(self, work: Work, count: int) -> Slice:
+        step = work.step
+        cpu_s, wall_s = self._cpu(), self._wall()
+        for _ in range(count):
+            step()
+        wall_s, cpu_s = self._wall() - wall_s, self._cpu() - cpu_s
+        if work.took_s is not None:
+            wall_s = work.took_s()
+        units = work.units() if callable(work.units) else work.units * count
+        return Slice(units, wall_s, cpu_s, dict(work.figures()))
+
+
+def _device() -> dict[str, str]:
+    """The CUDA device, if one was used here."""
+    torch = sys.modules.get("torch")
+    return (
+        {"device": torch.cuda.get_device_name()} if torch is not None and torch.cuda.is_initialized() else {}
+    )
+
+
+def _import(setup: str) -> Callable[..., Any]:
+    module, _, function = setup.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def main() -> None:
+    """Answer calls from stdin until end of file."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    runner = SubjectRunner()
+    try:
+        for line in sys.stdin:
+            call = json.loads(line)
+            try:
+                answer = {"value": getattr(runner, call["call"])(*call["arguments"])}
+            except Exception as error:
+                traceback.print_exc()
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            print(json.dumps(answer), file=answers, flush=True)
+    finally:
+        runner.end()  # also after an interrupt: a subject may have child processes
+
+
+if __name__ == "__main__":
+    main()

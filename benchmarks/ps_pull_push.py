@@ -1,0 +1,220 @@
+"""How many rows a second can be read and updated?
+
+Rows pulled and pushed: our client and shard, and what numpy and torch do in one process. 26 tables, one stack.
+
+Letters: U keys of a batch (unique), D width.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+
+import numpy as np
+
+from benchmarks.common.link_keys import folder_of_keys, keys_in
+from benchmarks.common.peer_process import listen_until_told, serving
+from benchmarks.common.shard import begun_shard
+from benchmarks.harness.benchmark import Benchmark, Row, Subject, Work
+from param_server.client import Client
+from param_server.server import ShardRpcHandler
+from roostream.runtime.rpc.client import SocketTransport
+from roostream.runtime.rpc.server import RpcServer
+from roostream.runtime.rpc.transport import InMemoryTransport, Transport
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import schema_from_dict
+from roostream.wire.lookup import Lookup, StackLookup
+
+NUM_TABLES, ROWS_A_TABLE, DIM = 26, 40_000, 16
+_BATCHES = 8
+
+
+@cache
+def schema() -> Schema:
+    tables = {f"t{n}": {"dim": DIM} for n in range(NUM_TABLES)}
+    return schema_from_dict({"tables": tables, "label": [{"name": "click", "action": "click"}]})
+
+
+def _lookup(ids: np.ndarray) -> Lookup:
+    """These ids in every table."""
+    ((stack, tables),) = schema().stacks.items()
+    table_U = np.repeat(np.array([t.id for t in tables], np.uint32), len(ids))
+    return Lookup({stack: StackLookup(table_U, np.tile(ids, len(tables)), {})})
+
+
+def batches(ids_a_table: int) -> list[Lookup]:
+    rng = np.random.default_rng(0)
+    return [
+        _lookup(rng.choice(ROWS_A_TABLE, ids_a_table, replace=False).astype(np.int64))
+        for _ in range(_BATCHES)
+    ]
+
+
+def _gradients(lookup: Lookup) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(1)
+    return {
+        stack: rng.normal(0, 1e-3, (len(s.id_U), DIM)).astype(np.float32)
+        for stack, s in lookup.stacks.items()
+    }
+
+
+def _filled(transport: Transport) -> Client:
+    client = Client(schema(), [transport], worker=0)
+    client.set_incarnation(1)
+    for ids in np.split(np.arange(ROWS_A_TABLE, dtype=np.int64), 16):
+        everything = _lookup(ids)
+        client.push(everything, _gradients(everything), step=1, time_ms=1)
+    return client
+
+
+@contextlib.contextmanager
+def _client(where: str) -> Iterator[Client]:
+    """`here`: a shard in this process; `there`: in its own, over loopback; `secured`: there, with certificates and a token."""
+    if where == "here":
+        with tempfile.TemporaryDirectory() as folder:
+            yield _filled(
+                InMemoryTransport(ShardRpcHandler(begun_shard(schema(), folder, publishing=False)).handle)
+            )
+        return
+    with (
+        folder_of_keys(where == "secured") as folder,
+        serving("benchmarks.ps_pull_push", *filter(None, [folder])) as address,
+    ):
+        transport = SocketTransport(address, keys=keys_in(folder))
+        try:
+            yield _filled(transport)
+        finally:
+            transport.close()
+
+
+@contextlib.contextmanager
+def pull(where: str, ids_a_table: int) -> Iterator[Work]:
+    with _client(where) as client:
+        turn = _Turn(batches(ids_a_table))
+        yield Work(lambda: client.pull(turn.next()[0]), NUM_TABLES * ids_a_table)
+
+
+@contextlib.contextmanager
+def push(where: str, ids_a_table: int) -> Iterator[Work]:
+    """Applied when the call returns."""
+    with _client(where) as client:
+        turn = _Turn(batches(ids_a_table))
+
+        def step() -> None:
+            lookup, gradients = turn.next()
+            client.push(lookup, gradients, step=1, time_ms=1)
+
+        yield Work(step, NUM_TABLES * ids_a_table)
+
+
+class _Turn:
+    """Batches one after the other, so that no batch's rows stay in the cache."""
+
+    def __init__(self, lookups: list[Lookup]) -> None:
+        self._each = [(lookup, _gradients(lookup)) for lookup in lookups]
+        self._at = 0
+
+    def next(self) -> tuple[Lookup, dict[str, np.ndarray]]:
+        self._at = (self._at + 1) % len(self._each)
+        return self._each[self._at]
+
+
+def _row_numbers(ids_a_table: int) -> list[np.ndarray]:
+    """The same keys where a key is its row's number: no index is needed."""
+    table_U = np.repeat(np.arange(NUM_TABLES), ids_a_table)
+    return [next(iter(b.stacks.values())).id_U + table_U * ROWS_A_TABLE for b in batches(ids_a_table)]
+
+
+@contextlib.contextmanager
+def gather_numpy(ids_a_table: int) -> Iterator[Work]:
+    """The limit of a pull: fancy indexing where keys are row numbers."""
+    rows_ND = np.random.default_rng(0).random((NUM_TABLES * ROWS_A_TABLE, DIM), np.float32)
+    numbers, at = _row_numbers(ids_a_table), [0]
+
+    def step() -> None:
+        at[0] = (at[0] + 1) % len(numbers)
+        rows_ND[numbers[at[0]]]
+
+    yield Work(step, NUM_TABLES * ids_a_table)
+
+
+@contextlib.contextmanager
+def adagrad_torch(ids_a_table: int) -> Iterator[Work]:
+    """torch's sparse Adagrad on one table of all rows, gradients ready as a sparse tensor; keys are row numbers."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
+    weight = torch.nn.Parameter(torch.rand(NUM_TABLES * ROWS_A_TABLE, DIM))
+    optimizer = torch.optim.Adagrad([weight], lr=0.05)
+    values_UD = torch.rand(NUM_TABLES * ids_a_table, DIM) * 1e-3
+    gradients = [
+        torch.sparse_coo_tensor(torch.from_numpy(n)[None], values_UD, weight.shape, check_invariants=False)
+        for n in _row_numbers(ids_a_table)
+    ]
+    at = [0]
+
+    def step() -> None:
+        at[0] = (at[0] + 1) % len(gradients)
+        weight.grad = gradients[at[0]]
+        optimizer.step()
+
+    yield Work(step, NUM_TABLES * ids_a_table)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as home:
+        keys = keys_in(sys.argv[1] if len(sys.argv) > 1 else "")
+        server = RpcServer(
+            ShardRpcHandler(begun_shard(schema(), home, publishing=False)).handle, keys=keys
+        ).start()
+        listen_until_told(server.address)
+        server.stop()
+
+_HERE = "benchmarks.ps_pull_push"
+
+
+def _rows(ids_a_table: int) -> tuple[Row, ...]:
+    thousands = f"{26 * ids_a_table / 1000:g} k ids of 26 tables"
+    pull, push = (
+        Subject("shard in this process", f"{_HERE}:{what}", ("here", ids_a_table))
+        for what in ("pull", "push")
+    )
+    numpy = Subject("numpy indexing, keys are row numbers", f"{_HERE}:gather_numpy", (ids_a_table,), "limit")
+    torch = Subject(
+        "torch sparse Adagrad, keys are row numbers", f"{_HERE}:adagrad_torch", (ids_a_table,), "peer"
+    )
+    return (
+        Row(name=f"pull {thousands}", unit="rows", clock="cpu", subjects=(pull, numpy)),
+        Row(name=f"push and update {thousands}", unit="rows", clock="cpu", subjects=(push, torch)),
+        *(_over_loopback(what, thousands, ids_a_table) for what in ("pull", "push")),
+    )
+
+
+def _over_loopback(what: str, thousands: str, ids_a_table: int) -> Row:
+    return Row(
+        name=f"{what} {thousands}, over loopback",
+        unit="rows",
+        subjects=(
+            Subject("shard over loopback", f"{_HERE}:{what}", ("there", ids_a_table)),
+            Subject("the same, certificates and a token", f"{_HERE}:{what}", ("secured", ids_a_table)),
+            Subject("the same in this process", f"{_HERE}:{what}", ("here", ids_a_table), "limit"),
+        ),
+    )
+
+
+BENCHMARK = Benchmark(
+    name="ps-pull-push",
+    summary="How many rows a second can be read and updated?",
+    rows=(*_rows(400), *_rows(4000)),
+    interpretation="""\
+Reading rows comes to two thirds and more of plain indexing although keys are looked up; updating is three times as fast as
+torch's sparse Adagrad. Over loopback a large pull or push is bound by copying; with `[link]`'s certificates and a token
+(docs/operations/security.md) by what both ends encrypt.
+
+1.04 M rows of width 16 in 26 tables of one stack, Adagrad, one shard. A shard finds keys in its index; numpy and torch are given
+row numbers, so they do less. A push checks gradients, updates rows, and marks them for the next commit before it answers.""",
+)

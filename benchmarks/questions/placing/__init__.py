@@ -1,1 +1,0 @@
-"""Questions about where rows live."""

@@ -1,0 +1,115 @@
+"""What does it save to compute a request's side once for all its candidates?
+
+The candidates of a request scored as one request, and as one each with the request's features repeated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from benchmarks.common import samples as data
+from benchmarks.harness.benchmark import Benchmark, Row, Subject, Work
+from benchmarks.serving_request import NOW_MS, distinct, fill
+from param_server.replica.replica import Replica
+from roostream.models.config import RankerConfig
+from roostream.wire.block import nro_columns, ro_columns
+from roostream.wire.lookup import build_lookup
+from serving.request_batch import RequestColumns, batch_of
+from serving.scorer import build_version, first_version
+
+HISTORY = 50
+_TOLERANCE = 1e-5
+
+
+@contextlib.contextmanager
+def once(candidates: int) -> Iterator[Work]:
+    """One request of so many candidates."""
+    case = Case(candidates)
+    yield Work(case.once)
+
+
+@contextlib.contextmanager
+def repeated(candidates: int) -> Iterator[Work]:
+    """So many requests of one candidate, in one pass. AssertionError where the logits differ."""
+    case = Case(candidates)
+    np.testing.assert_allclose(case.repeated(), case.once(), rtol=0, atol=_TOLERANCE)
+    yield Work(case.repeated)
+
+
+class Case:
+    def __init__(self, candidates: int) -> None:
+        torch.set_num_threads(1)
+        schema = data.demo_schema()
+        self.schema = dataclasses.replace(
+            schema, transforms=tuple(t for t in schema.transforms if t.op == "log1p")
+        )
+        model = RankerConfig(list_layers=0)
+        first = first_version(self.schema, model, 0)
+        weights = {
+            name: x + 0.02 * torch.sin(torch.arange(x.numel())).view(x.shape)
+            for name, x in first.model.state_dict().items()
+        }
+        self.version = build_version("1-1", self.schema, model, 0, weights)
+        self.replica = Replica(self.schema, 0)
+        rng = np.random.default_rng(1)
+        items_n = distinct(data.zipf_ids(rng, 100 * candidates))[:candidates]
+        ro = ro_columns(self.schema, data.ro_values(self.schema, rng, HISTORY))
+        columns = data.nro_columns(self.schema, rng, items_n)
+        whole = nro_columns(self.schema, columns, candidates)
+        self.whole = [RequestColumns(ro, whole, items_n, NOW_MS)]
+        self.single = [
+            RequestColumns(
+                ro,
+                nro_columns(self.schema, {name: x[i : i + 1] for name, x in columns.items()}, 1),
+                items_n[[i]],
+                NOW_MS,
+            )
+            for i in range(candidates)
+        ]
+        fill(self.replica, self.schema, build_lookup(batch_of(self.schema, self.whole)))
+
+    def once(self) -> np.ndarray:
+        return self._scored(self.whole)
+
+    def repeated(self) -> np.ndarray:
+        return self._scored(self.single)
+
+    def _scored(self, requests: list[RequestColumns]) -> np.ndarray:
+        score: Callable[..., list[np.ndarray]] = self.version.score_all
+        return np.concatenate(score(self.replica, requests))
+
+
+_HERE = "benchmarks.serving_batch"
+
+
+def _request(candidates: int) -> Row:
+    return Row(
+        name=f"a request of {candidates} candidates",
+        unit="requests",
+        shows="cost",
+        clock="cpu",
+        subjects=(
+            Subject("request's side once", f"{_HERE}:once", (candidates,)),
+            Subject("repeated for each candidate", f"{_HERE}:repeated", (candidates,), "peer"),
+        ),
+    )
+
+
+BENCHMARK = Benchmark(
+    name="serving-batch",
+    summary="What does it save to compute a request's side once for all its candidates?",
+    rows=tuple(_request(n) for n in (10, 50, 200, 1000)),
+    interpretation="""\
+From a request's values to its logits: batch, look-up of keys, rows, forward pass. The other way is the same code and the same
+kernel, given each candidate as a request of its own with a copy of the request's features, as where a format knows impressions
+only; all of them go through one pass, so that it pays a pass's fixed cost once too. Logits are equal to 1e-5, which is checked
+before a figure is taken; so the model is without attention over the list, and the schema without transforms within it.
+
+The demo schema with histories of 50, the default ranker otherwise; HTTP, Redis, JSON and encoding left out, though they would be
+repeated as well.""",
+)

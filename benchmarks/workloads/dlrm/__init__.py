@@ -1,1 +1,0 @@
-"""TorchRec's DLRM, over the shards' rows and over TorchRec's own."""

@@ -1,1 +1,0 @@
-"""Plans and loads of tables over many owners."""

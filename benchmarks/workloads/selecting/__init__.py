@@ -1,1 +1,0 @@
-"""What training on less costs in quality, beside its control."""

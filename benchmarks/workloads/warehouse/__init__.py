@@ -1,1 +1,0 @@
-"""What benchmarks of the warehouse read and write."""

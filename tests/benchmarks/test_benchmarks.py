@@ -1,0 +1,333 @@
+"""Every question can be asked: its subjects open and take a step, at the smallest size."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+from typing import Any
+
+import pytest
+
+from benchmarks.common.architectures import ARCHITECTURES
+from benchmarks.common.dataset_paths import EBNERD, absent
+from benchmarks.common.request_forms import FORMS
+from benchmarks.dedupe import WAYS
+from benchmarks.harness import machine
+from benchmarks.harness.benchmark import Subject
+from benchmarks.harness.subject_process import ROOT, PeerUnavailable, interpreter_for
+from benchmarks.logs import KEYS
+from benchmarks.main import benchmarks_by_name, find_benchmark, with_before
+from benchmarks.recd import STEPS
+from benchmarks.warehouse_bytes import WAYS as WAYS_AT_REST
+from benchmarks.warehouse_read import planned
+from roostream.errors import ConfigError
+
+SMALL: dict[str, list[tuple[str, list[Any]]]] = {
+    "codec": [
+        (f, [2, 3])
+        for f in (
+            "decode_ours",
+            "decode_protobuf",
+            "copy_bytes",
+            "encode_ours",
+            "encode_protobuf",
+            "copy_blocks",
+        )
+    ],
+    "train_vs_torchrec": [(f, [4, 3]) for f in ("our_loop", "our_batches", "their_batches")],
+    "hstu_attention": [
+        ("attention", [way, backward, "float32", "cpu", [3, 20, 2, 2, 3]])
+        for way, backward in (("reference", False), ("reference", True), ("causal", False), ("causal", True))
+    ],
+    "joiner_core": [
+        *((f, [5, 2]) for f in ("joined", "read_and_joined", "parsed")),
+        *((f, [5]) for f in ("joined_as_in_the_demo", "parsed_as_in_the_demo")),
+        ("one_event", [3, 2]),
+        ("read_one", []),
+    ],
+    "commit": [("of_a_shard", [1000]), ("synced_of_a_shard", [1000])],
+    "pipeline": [
+        ("steps", [4, 3, 2, 1]),
+        ("dense", [4, 3, 2]),
+        ("sparse", [4, 3]),
+    ],
+    "common.placement_plans": [
+        *((f, [5, 2, 0]) for f in ("planned", "sorted_alone")),
+        ("loaded", [5, 4, "row hash", 0]),
+        *((f, [0]) for f in ("foretold", "drawn")),
+        ("profiled", [4]),
+        *((f, [8, 40]) for f in ("foreseen", "counted_all")),
+    ],
+    "placement_exchange": [
+        ("exchanged", [kind, [2, 50, 4, 3, 2, 1.0], 2])
+        for kind in ("workers", "shards", "plain", "torchrec table", "torchrec row")
+    ],
+    "placement_switch": [("switched", [200, 2, 3]), ("written_alone", [200, 16])],
+    "decode": [(f, [2, 3]) for f in ("ours", "protobuf", "memcpy")],
+    "common.rpc_ours": [
+        ("send", [4096]),
+        ("receive", [4096]),
+        ("small", []),
+        ("send", [4096, True]),
+        ("receive", [4096, True]),
+        ("small", [True]),
+    ],
+    "common.rpc_socket": [("send", [4096]), ("receive", [4096]), ("small", [])],
+    "selection": [("rotations", [{}, 0, 1, 200, {"normalize_rows": True}])],
+    "serving_request": [
+        ("endpoint", [3]),
+        ("endpoint", [3, "protobuf"]),
+        *(
+            ("stage", [name, 3])
+            for name in (
+                "whole",
+                "parse",
+                "parse_and_encode",
+                "to_batch",
+                "look_up",
+                "gather",
+                "forward",
+                "modules",
+            )
+        ),
+    ],
+    "serving_batch": [("once", [3]), ("repeated", [3])],
+    "serving_framework": [(f, ["json"]) for f in ("ours", "fastapi_pydantic", "raw_msgspec")]
+    + [("ours", ["protobuf"])],
+    "serving_overload": [("offered", [1.0, 0.3, 2])],
+    "serving_e2e": [
+        ("under_load", [kind, form, 0.3, 0.5, 3])
+        for kind, form in (("ours", "json"), ("ours", "protobuf"), ("fastapi", "json"), ("litserve", "json"))
+    ],
+    "freshness": [("committed", []), ("loaded", [])],
+    "serving_restart": [("rolled", [1, 2, 100, 2])],
+    "retrieve": [
+        *(("search", [how, 200]) for how in ("exact", "sorted", "products")),
+        *(("kept", [what, 120]) for what in ("vectors", "look", "tower")),
+        *(("asked", [what, 120]) for what in ("retrieve", "recommend", "rank", "tower")),
+    ],
+    "row_gather": [(f, [200, 4, 20]) for f in ("shared", "private", "cached", "copied")],
+    "serving_swap": [("under_load", [True, 0.2, 0.3, 2])],
+    "workers": [
+        ("trained", [1, 4, 3, 0.1]),
+        ("trained", [2, 4, 3, 0.1]),
+        ("summed", [2, 4, 3, 0.1]),
+    ],
+    "train_step": [
+        *(
+            ("stage", [name, 4, 3])
+            for name in ("whole", "decode", "look_up", "pull", "to_tensors", "adam", "push")
+        ),
+        *(("on_device", [kind, 3, 9, {"device": "cpu"}]) for kind in ("ranker", "hstu", "two_tower")),
+        *(
+            ("ebnerd_stage", [name, 4])
+            for name in ("whole", "forward_backward", "predict", "count", "products")
+        ),
+    ],
+    "roo_vs_expanded": [
+        *(("trained", ["early", form, 3, 6, 2]) for form in FORMS),
+        *(("trained", [architecture, "requests", 3, 6, 2]) for architecture in ARCHITECTURES),
+    ],
+    "common.long_history": [("layer", [True, 9, 3, 8]), ("layer", [False, 9, 3, 8])],
+    "train_warehouse": [("from_files", [60]), ("from_files", [60, 16])],
+    "common.read_alone": [("from_files", [60])],
+    "readers": [
+        *(("read", [readers, 4, 600]) for readers in (0, 2)),
+        *(("starved", [most, 0.44, 2000.0, [0.2, 0.3], 4, 600]) for most in (0, 2)),
+    ],
+    "ps_pull_push": [
+        ("pull", ["here", 2]),
+        ("push", ["here", 2]),
+        ("pull", ["there", 2]),
+        ("push", ["secured", 2]),
+        ("gather_numpy", [2]),
+    ],
+}
+ON_A_LOG: dict[str, list[tuple[str, list[Any]]]] = {
+    "recd": [("climbed", ["late", step, 3, 9, 300]) for step in STEPS],
+    "dedupe": [("found", [way, 3, 9, 16]) for way in WAYS],
+    "logs": [("compressed", [key, 3, 9, 4]) for key in KEYS],
+    "deferral": [("in_time_order", [{}, 0, 9])],
+    "warehouse_bytes": [
+        *(("written", ["EB-NeRD", 9, *how, 3]) for _, how in WAYS_AT_REST),
+        ("on_the_wire", ["EB-NeRD", 9, 3]),
+    ],
+    "session_replay": [("read_again", [slower, share, 3, 9]) for slower, share in ((0.0, 0.3), (0.03, 0.1))],
+    "warehouse_read": [
+        *(
+            ("read", ["EB-NeRD", 9, rows, "user", share, 3])
+            for rows in ("requests", "impressions")
+            for share in (1.0, 0.3, 0.1)
+        ),
+        ("decoded", ["EB-NeRD", 9, 3]),
+        *(("flattened", [how, 20, 50]) for how in ("columns", "map")),
+        *(("planned", [order, 0.08, 1.5]) for order in ("hash", "hit rate", "ours")),
+    ],
+}
+ON_A_STACK: dict[str, list[tuple[str, list[Any]]]] = {
+    "commit": [("commits", [1000, 1, True]), ("commits", [1000, 1, False]), ("synced", [1000])],
+    "recovery": [
+        ("recovery", ["worker", 1, 2000]),
+        ("recovery", ["shard-0", 1, 2000]),
+        ("recovery", ["controller", 1, 2000]),
+        ("imports", [2000]),
+    ],
+    "freshness/engaged": [("engaged", [1000, 4000])],
+    "recovery/goodput": [("goodput", [8.0, "worker", 2000]), ("goodput", [3.0, "", 2000])],
+    "train_warehouse": [("from_kafka", [2000])],
+    "common.read_alone": [("from_kafka", [2000])],
+    "handover": [("handed_over", [400]), ("restarted", [400]), ("committed", [400])],
+    "preemption": [("preempted", [5.0, 1, 2000]), ("preempted", [30.0, 1, 2000]), ("committed", [1, 2000])],
+}
+STARTS_PROGRAMS = {
+    *(
+        "serving_e2e",
+        "freshness",
+        "serving_request",
+        "serving_overload",
+        "serving_restart",
+        "serving_swap",
+    ),
+    *("placement_exchange", "workers", "readers"),
+}
+NOT_RUN_HERE = {"common.rpc_grpc", "adagrad_torch"}  # an environment of its own; torch's compiler is imported
+
+
+def small() -> list[Any]:
+    """Those that start programs are for `make e2e`."""
+    return [
+        pytest.param(module, *case, marks=[pytest.mark.slow] * (module in STARTS_PROGRAMS))
+        for module, cases in SMALL.items()
+        for case in cases
+    ]
+
+
+@pytest.mark.timeout(400)  # peers that are programs of several processes start slowly on a busy machine
+@pytest.mark.parametrize(("module", "function", "arguments"), small())
+def test_a_subject_opens_and_takes_steps(module: str, function: str, arguments: list[Any]) -> None:
+    with getattr(importlib.import_module(f"benchmarks.{module}"), function)(*arguments) as work:
+        work.step()
+        work.step()
+        assert (work.units() if callable(work.units) else work.units) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(absent(EBNERD)), reason=absent(EBNERD))
+def test_subjects_on_a_log_open_and_take_steps() -> None:
+    for module, cases in ON_A_LOG.items():
+        for function, arguments in cases:
+            with getattr(importlib.import_module(f"benchmarks.{module}"), function)(*arguments) as work:
+                work.step()
+                assert (work.units() if callable(work.units) else work.units) > 0 and all(
+                    figure > 0 for figure in work.figures().values()
+                ), arguments
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("module", ON_A_STACK)
+def test_subjects_on_a_running_stack_open_and_take_steps(module: str) -> None:
+    """Those of one line share one."""
+    its = importlib.import_module(f"benchmarks.{module.partition('/')[0]}")
+    with contextlib.ExitStack() as opened:
+        works = [
+            opened.enter_context(getattr(its, function)(*arguments))
+            for function, arguments in ON_A_STACK[module]
+        ]
+        for work in works:
+            work.step()
+            work.step()
+            figures = work.figures()
+            assert (work.units() if callable(work.units) else work.units) > 0
+            assert figures.get("lost", 0) == figures.get("trained twice", 0) == 0, figures
+            assert figures.get("committed %", 100) == figures.get("exit code 0 %", 100) == 100, figures
+
+
+def test_columns_in_our_order_take_far_fewer_reads_than_in_none_at_the_same_over_read() -> None:
+    """The 2.4 of docs/decisions/0075, where a few features serve most of what is read."""
+    found = {}
+    for order in ("ours", "hit rate", "hash"):
+        with planned(order, 0.08, 1.5) as work:
+            figures = work.figures()
+        assert figures["bytes read of those needed"] <= 1.08
+        found[order] = figures["reads a row group"]
+    assert found["hash"] / found["ours"] >= 2.4 and found["hit rate"] / found["ours"] >= 1.1
+
+
+def subjects() -> list[Subject]:
+    return [subject for q in benchmarks_by_name().values() for row in q.rows for subject in row.subjects]
+
+
+def test_every_subject_is_run_here_or_said_not_to_be() -> None:
+    run = {
+        f"{module.partition('/')[0]}:{function}"
+        for table in (SMALL, ON_A_LOG, ON_A_STACK)
+        for module, cases in table.items()
+        for function, _ in cases
+    }
+    asked = {s.setup.removeprefix("benchmarks.") for s in subjects()}
+    assert {a for a in asked - run if not NOT_RUN_HERE & set(a.split(":"))} == set()
+
+
+def test_every_row_has_a_peer_or_a_limit_and_plain_arguments() -> None:
+    for benchmark in benchmarks_by_name().values():
+        for row in benchmark.rows:
+            assert {"peer", "limit"} & {s.role for s in row.subjects}, row.name
+            assert row.subjects[0].role == "ours"
+            assert len({s.name for s in row.subjects}) == len(row.subjects)
+    assert json.dumps([s.arguments for s in subjects()])
+
+
+def test_slipstream_never_stands_in_a_row_without_as_many_dropped_at_random() -> None:
+    """Its control has the same model, and its settings as what it is to be like."""
+    found = 0
+    for row in (row for benchmark in benchmarks_by_name().values() for row in benchmark.rows):
+        for subject in row.subjects:
+            if not _skips_stale(subject.arguments[:1]):
+                continue
+            found += 1
+            settings, *sizes = subject.arguments
+            controls = [s for s in row.subjects if s.arguments[1:] == (*sizes, settings)]
+            assert [s.arguments[0]["selection"]["policy"] for s in controls] == ["random"], (
+                row.name,
+                subject.name,
+            )
+            assert controls[0].role == "peer"
+    assert found >= 2, "with LayerNorm on both sides, and without"
+
+
+def _skips_stale(arguments: Any) -> bool:
+    return "slipstream" in json.dumps(arguments, default=str)
+
+
+def test_another_commit_stands_right_behind_each_subject_of_ours() -> None:
+    row = with_before(find_benchmark("codec"), "abc").rows[0]
+    assert [(s.role, s.environment) for s in row.subjects][:2] == [("ours", ""), ("before", "commit:abc")]
+
+
+def test_an_unknown_question_is_told_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'codec'"):
+        find_benchmark("codek")
+
+
+def test_peers_that_can_not_be_made_say_why() -> None:
+    with pytest.raises(PeerUnavailable, match=r"environments/nobody\.txt is not there"):
+        interpreter_for("nobody")
+    with pytest.raises(PeerUnavailable, match="is not in this repository"):
+        interpreter_for("commit:no-such-commit")
+    with pytest.raises(PeerUnavailable, match="expected a commit"):
+        interpreter_for("commit:--help")
+
+
+def test_the_environments_of_peers_are_pinned_and_hashed() -> None:
+    for path in (ROOT / "benchmarks" / "environments").glob("*.txt"):
+        lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+        assert all("==" in line or line.strip().startswith("--hash=sha256:") for line in lines), path.name
+        assert "http" not in path.read_text()
+
+
+def test_the_machine_is_described_without_names() -> None:
+    here = machine.machine()
+    assert here["cores"] >= 1 and here["memory_gib"] > 0 and isinstance(here["busy"], bool)
+    assert set(here) == {"cpu", "cores", "memory_gib", "system", "load_before", "busy"}
