@@ -107,7 +107,7 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
         *(("kept", [what, 120]) for what in ("vectors", "look", "tower")),
         *(("asked", [what, 120]) for what in ("retrieve", "recommend", "rank", "tower")),
     ],
-    "row_gather": [(f, [200, 4, 20]) for f in ("shared", "private", "cached", "copied")],
+    "row_gather": [(f, [200, 4, 20]) for f in ("private", "cached", "copied")],
     "serving_swap": [("under_load", [True, 0.2, 0.3, 2])],
     "workers": [
         ("trained", [1, 4, 3, 0.1]),
