@@ -323,7 +323,7 @@ def find(
 
 
 @njit(cache=True, nogil=True)
-def find_or_insert(
+def find_or_insert(  # noqa: PLR0913 (a numba kernel takes flat arrays)
     index_C2: np.ndarray,
     shift: np.uint64,
     table_U: np.ndarray,

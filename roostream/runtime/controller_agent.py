@@ -80,7 +80,7 @@ class ControllerAgent:
     not a RoostreamError is logged with its traceback as well, and told likewise.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (all by name)
         self,
         transport_factory: Callable[[], Transport],
         role: str,

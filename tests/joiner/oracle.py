@@ -62,7 +62,7 @@ def _order(m: pb.Impression) -> tuple[int, int]:
     return m.header.time_ms, xxhash.xxh3_64_intdigest(wire.encode(wire.IMPRESSION, m))
 
 
-def _one(request, impressions, engagements, starts, rules, schemas, copies, result) -> None:  # type: ignore[no-untyped-def]
+def _one(request, impressions, engagements, starts, rules, schemas, copies, result) -> None:  # type: ignore[no-untyped-def]  # noqa: C901, PLR0912 (an oracle is one plain function)
     first = impressions[0]
     start, schema = first.header.time_ms, schemas[first.header.schema]
     shown: dict[int, int] = {}

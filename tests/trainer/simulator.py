@@ -76,7 +76,7 @@ class Kill:
 class Simulation:
     """`run` until every record is trained and committed."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (one option of the simulation each)
         self,
         records: Sequence[Record],
         *,

@@ -379,7 +379,7 @@ def visit(
 
 
 @njit(cache=True, nogil=True)
-def split(
+def split(  # noqa: PLR0913 (a numba kernel takes flat arrays)
     number_U: np.ndarray,
     table_U: np.ndarray,
     id_U: np.ndarray,

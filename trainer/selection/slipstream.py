@@ -219,7 +219,7 @@ def half_width(share: float, sample: int, population: int) -> float:
 
 
 @njit(cache=True, nogil=True)
-def find_slots(
+def find_slots(  # noqa: PLR0913 (a numba kernel takes flat arrays)
     value_L: np.ndarray,
     length_KN: np.ndarray,
     table_K: np.ndarray,
