@@ -1,4 +1,4 @@
-"""What may be counted: a `[[counter]]` of a schema, and the names that every schema has, said in the same words."""
+"""Declarations of counters: `[[counter]]` of a schema, and the built-in counters of every schema."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 from roostream.schema.settings import SettingError, Settings, check_name, check_text, setting
 
 SHOWN = "shown"
-"""The event of a list that was shown; every other event is an engagement's action."""
+"""Event of a shown list; every other event is the action of an engagement."""
 Aggregation = Literal[
     "count", "rate", "expected", "since", "age", "last", "history", "length", "distinct", "in_last_list"
 ]
@@ -16,7 +16,7 @@ HALF_LIVES = {"10m": 600_000, "1h": 3_600_000, "6h": 21_600_000, "24h": 86_400_0
 MAX_COUNTERS = 256
 MAX_DISTINCT = 512
 _DEFAULT_DISTINCT = 64
-_SPANS: dict[str, tuple[str, ...]] = {
+_TIME_SCALES: dict[str, tuple[str, ...]] = {
     "count": ("half_life", "window"),
     "rate": ("half_life", "window"),
     "expected": ("half_life",),
@@ -26,31 +26,25 @@ _SPANS: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CounterDeclaration(Settings):
-    """What is kept of an entity's events, and what a request reads of it; docs/schema.md, "Counters"."""
+    """A counter of an entity's events, and the value that requests read; docs/schema.md, "Counters"."""
 
-    name: str = setting(help="what `online` calls it; unique beside the names that every schema has")
+    name: str = setting(help="name for `online`; unique, also among the built-in counters")
     entity: tuple[str, ...] = setting(
         help="a field, or a cross of fields: user | session | surface | hour | weekday | item | an ids feature"
     )
-    event: str = setting(
-        "", "shown, or the action of the engagements that count; empty = the click of [online]"
-    )
+    event: str = setting("", "shown, or the action of engagements; empty = the click of [online]")
     aggregation: Aggregation = setting(
         "count", "count | rate | expected | since | age | last | history | length | distinct | in_last_list"
     )
-    half_life_ms: int = setting(
-        0, "an event counts half after so long; 0 = it doesn't fade", ge=0, le=1 << 40
-    )
-    window_ms: int = setting(
-        0, "only the events of the last so long count, in 12 steps; 0 = all", ge=0, le=1 << 40
-    )
+    half_life_ms: int = setting(0, "an event counts half after this time; 0 = no decay", ge=0, le=1 << 40)
+    window_ms: int = setting(0, "count only events of this last time, in 12 steps; 0 = all", ge=0, le=1 << 40)
     length: int = setting(
         0,
-        "history: newest entries kept, 0 = history_len of [online]; distinct: values told apart, 0 = 64",
+        "history: newest entries kept, 0 = history_len of [online]; distinct: values distinguished, 0 = 64",
         ge=0,
         le=10_000,
     )
-    of: str = setting("item", "distinct: the field whose values are told apart")
+    of: str = setting("item", "distinct: the field whose values are counted")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,52 +52,51 @@ class CounterDeclaration(Settings):
         if self.event:
             check_text("event", self.event)
         if not self.entity or len(set(self.entity)) < len(self.entity):
-            raise self._refusal(
+            raise self._error(
                 "entity", f"expected one field or several different ones, got {list(self.entity)}"
             )
-        spans = _SPANS.get(self.aggregation, ())
+        allowed = _TIME_SCALES.get(self.aggregation, ())
         for key, value in (("half_life", self.half_life_ms), ("window", self.window_ms)):
-            if value and key not in spans:
-                able = ", ".join(a for a in _SPANS if key in _SPANS[a])
-                raise self._refusal(
-                    key, f"expected none for aggregation {self.aggregation!r}, got one; {able} may have it"
+            if value and key not in allowed:
+                able = ", ".join(a for a in _TIME_SCALES if key in _TIME_SCALES[a])
+                raise self._error(
+                    key,
+                    f"expected none for aggregation {self.aggregation!r}, got one; it is possible for {able}",
                 )
         if self.half_life_ms and self.window_ms:
-            raise self._refusal("window", "expected a half_life or a window, got both; keep one")
+            raise self._error("window", "expected a half_life or a window, got both; keep one")
         if 0 < self.window_ms < 12_000:
-            raise self._refusal(
+            raise self._error(
                 "window", f"expected at least 12 s, got {self.window_ms} ms; a window has 12 steps"
             )
         self._check_event()
         self._check_length()
 
     def _check_event(self) -> None:
-        """Views and engagements have different things to tell."""
+        """Some aggregations need shown lists, others need engagements."""
         only_shown, never_shown = ("expected", "in_last_list"), ("rate", "last", "history", "length")
         if self.aggregation in only_shown and self.event != SHOWN:
-            raise self._refusal(
+            raise self._error(
                 "event", f"expected 'shown' for aggregation {self.aggregation!r}, got {self.event!r}"
             )
         if self.aggregation in never_shown and self.event == SHOWN:
-            raise self._refusal(
+            raise self._error(
                 "event", f"expected an action for aggregation {self.aggregation!r}, got 'shown'; name one"
             )
 
     def _check_length(self) -> None:
         if self.of != "item" and self.aggregation != "distinct":
-            raise self._refusal(
+            raise self._error(
                 "of", f"expected none for aggregation {self.aggregation!r}, got {self.of!r}; remove it"
             )
         if self.length and self.aggregation not in ("history", "length", "distinct"):
-            raise self._refusal(
+            raise self._error(
                 "length", f"expected none for aggregation {self.aggregation!r}, got {self.length}; remove it"
             )
         if self.aggregation == "distinct" and self.length > MAX_DISTINCT:
-            raise self._refusal(
-                "length", f"expected at most {MAX_DISTINCT} values told apart, got {self.length}"
-            )
+            raise self._error("length", f"expected at most {MAX_DISTINCT} distinct values, got {self.length}")
 
-    def _refusal(self, key: str, text: str) -> SettingError:
+    def _error(self, key: str, text: str) -> SettingError:
         return SettingError(key, text, f"counter {self.name!r}")
 
     @property
@@ -112,7 +105,7 @@ class CounterDeclaration(Settings):
 
 
 def built_in() -> tuple[CounterDeclaration, ...]:
-    """The names that every schema has. An event that isn't said is the click of [online]."""
+    """The counters of every schema; an empty event is the click of [online]."""
     of_items = [
         CounterDeclaration(
             name=f"{what}_{life}", entity=("item",), event=event, aggregation=how, half_life_ms=ms

@@ -1,14 +1,13 @@
-"""Families in a schema file, written out: what is said once becomes the long form, and then everything else follows.
+"""Expands families of names in a schema file: `ctr_{10m,1h}` becomes `ctr_10m` and `ctr_1h`.
 
-`{a,b}` in a name stands for both: `ctr_{10m,1h}` is `ctr_10m`, `ctr_1h`. Of several braces the last turns fastest, and
-braces may stand within braces. Rows come out where their block stood, in the order of its names, so the order of features,
-and with it the fingerprint, is that of the long form.
+Of several braces the last one varies fastest; braces may be nested. The expanded rows stand in the place of their block, in
+the order of its names. So the order of features, and the fingerprint, are those of the expanded file.
 
-    [[ro]], [[nro]]  a row a name; `online` and `table` with braces go along with the names one to one; a name that is left
-                     out is the online feature's
-    [[counter]]      a row a name; `event`, `half_life` and `window` with braces go along with the names one to one
+    [[ro]], [[nro]]  a row for each name; braces in `online` and `table` are paired with the names; a missing name is that of
+                     the online feature
+    [[counter]]      a row for each name; braces in `event`, `half_life` and `window` are paired with the names
     [[transform]]    a row for each input and, within an input, each operation
-    [tables.NAME]    a table a name
+    [tables.NAME]    a table for each name
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from roostream.schema.toml_file import SourceLocation
 
 MAX_ROWS = 4096
 _MAX_LENGTH = 64
-_MAX_DEEP = 8
+_MAX_DEPTH = 8
 _SECTIONS = ("ro", "nro", "counter", "label", "transform")
-_BOUND = {"ro": ("online", "table"), "nro": ("online", "table"), "counter": ("event", "half_life", "window")}
-_BESIDE = ("rank", "share")  # within a request: kept beside the input; other operations replace it
+_PAIRED = {"ro": ("online", "table"), "nro": ("online", "table"), "counter": ("event", "half_life", "window")}
+_KEEPS_INPUT = ("rank", "share")  # their output is a new float; other operations replace the input
 
 
 class RowLocations:
-    """Where in the file a row of the long form was written.
+    """The location in the file of each expanded row.
 
-    `blocks`: section → of each row, which [[section]] of the file it is from; `tables`: name → the key that it is from.
+    `blocks`: section → index of the [[section]] block of each row; `tables`: table name → its key in the file.
     """
 
     def __init__(
@@ -47,21 +46,20 @@ class RowLocations:
         return self.location.child("tables", self._tables[name], prefix=f"tables.{name}.")
 
     def describe(self, section: str, row: int, *keys: str) -> str:
-        """`"file:line: "` of the first of `keys` that the row's block sets, or of the block's own line."""
+        """`"file:line: "` of the first of `keys` that the row's block has, else of the block."""
         return self.row(section, row).describe_first(*keys)
 
 
 class Expanded(NamedTuple):
-    raw: dict[str, Any]  # as parsed TOML of the long form
-    lines: RowLocations
+    raw: dict[str, Any]  # like parsed TOML
+    locations: RowLocations
 
 
 def expand(raw: Mapping[str, Any], location: SourceLocation) -> Expanded:
-    """The long form of a parsed schema file; time and memory are bounded by MAX_ROWS a section.
+    """Expand a parsed schema file; time and memory are bounded by MAX_ROWS per section.
 
     Raises:
-        SchemaError: braces that don't close or are empty, bound keys that don't go together, too many rows; names file
-            and line.
+        SchemaError: braces that are open or empty, paired keys of unequal number, too many rows; names file and line.
     """
     out = dict(raw)
     blocks: dict[str, list[int]] = {}
@@ -93,11 +91,11 @@ def expand(raw: Mapping[str, Any], location: SourceLocation) -> Expanded:
 
 
 def names_of(pattern: str) -> tuple[str, ...]:
-    """What a pattern stands for: `ctr_{10m,1h}` → `("ctr_10m", "ctr_1h")`; a plain name is its own only one.
+    """The names of a pattern: `ctr_{10m,1h}` → `("ctr_10m", "ctr_1h")`.
 
     Raises:
-        SchemaError: a brace without its other half, an empty item, braces more than 8 deep, more than MAX_ROWS names, a
-            name longer than 64.
+        SchemaError: a brace without its other half, an empty item, braces nested more than 8 deep, more than MAX_ROWS
+            names, a name longer than 64.
     """
     names, end = _sequence(pattern, 0, depth=0)
     if end < len(pattern):
@@ -108,7 +106,7 @@ def names_of(pattern: str) -> tuple[str, ...]:
 
 
 def _sequence(pattern: str, at: int, depth: int) -> tuple[list[str], int]:
-    """Names of `pattern` from `at` on, and where they end: at its own end, at a `}` or, in braces, at a comma."""
+    """The names from index `at` on, and the index of their end: the pattern's end, a `}` or, in braces, a comma."""
     names = [""]
     while at < len(pattern) and pattern[at] != "}" and not (depth and pattern[at] == ","):
         if pattern[at] == "{":
@@ -128,10 +126,10 @@ def _sequence(pattern: str, at: int, depth: int) -> tuple[list[str], int]:
 
 
 def _braces(pattern: str, start: int, depth: int) -> tuple[list[str], int]:
-    """Items of the braces that open at `start`, and the place behind them."""
-    if depth > _MAX_DEEP:
+    """The items of the braces that open at `start`, and the index behind them."""
+    if depth > _MAX_DEPTH:
         raise SchemaError(
-            f"{pattern[:80]!r}: expected braces at most {_MAX_DEEP} deep, got deeper; write it as several names"
+            f"{pattern[:80]!r}: expected braces at most {_MAX_DEPTH} deep, got deeper; write it as several names"
         )
     items: list[str] = []
     at = start
@@ -150,7 +148,7 @@ def _braces(pattern: str, start: int, depth: int) -> tuple[list[str], int]:
 
 
 def _tables(tables: Mapping[str, Any], location: SourceLocation) -> dict[str, str]:
-    """Each name → the key that it is from; SchemaError if a name comes twice."""
+    """Table name → its key in the file. Raises SchemaError: a name occurs twice."""
     out: dict[str, str] = {}
     for key in tables:
         at = f"{location.describe('tables', key)}[tables.{key}]"
@@ -160,7 +158,7 @@ def _tables(tables: Mapping[str, Any], location: SourceLocation) -> dict[str, st
             raise SchemaError(f"{at}: {error}") from None
         for name in names:
             if name in out:
-                raise SchemaError(f"{at}: table {name!r} is there already; give each its own name")
+                raise SchemaError(f"{at}: table {name!r} occurs twice; give each table its own name")
             out[name] = key
     return out
 
@@ -172,38 +170,38 @@ def _rows(section: str, row: dict[str, Any]) -> list[dict[str, Any]]:
         return [row]
     if section == "counter":
         entity = row.get("entity")
-        return _named({**row, "entity": [entity]} if isinstance(entity, str) else row, _BOUND[section])
+        return _named({**row, "entity": [entity]} if isinstance(entity, str) else row, _PAIRED[section])
     return _named(
-        {"name": row["online"], **row} if "name" not in row and "online" in row else row, _BOUND[section]
+        {"name": row["online"], **row} if "name" not in row and "online" in row else row, _PAIRED[section]
     )
 
 
 def _named(row: dict[str, Any], keys: tuple[str, ...]) -> list[dict[str, Any]]:
-    """A row for each name, with its own of the `keys` that go along with names."""
+    """A row for each name, with its part of the paired `keys`."""
     if not isinstance(row.get("name"), str):
-        return [row]  # absent or of another type: told when the row is read
+        return [row]  # absent or of another type: an error when the row is read
     names = names_of(row["name"])
-    bound = {key: names_of(row[key]) for key in keys if isinstance(row.get(key), str) and "{" in row[key]}
-    for key, values in bound.items():
+    paired = {key: names_of(row[key]) for key in keys if isinstance(row.get(key), str) and "{" in row[key]}
+    for key, values in paired.items():
         if len(values) != len(names):
             raise SchemaError(
                 f"expected one {key} for each of {len(names)} names, got {len(values)}: {row[key]!r}; make them equal"
             )
     endings, online = (
-        [name.rpartition("_")[2] for name in group] for group in (names, bound.get("online", names))
+        [name.rpartition("_")[2] for name in group] for group in (names, paired.get("online", names))
     )
     if endings != online and sorted(endings) == sorted(online):
         raise SchemaError(
             f"expected online in the order of {row['name']!r}, got {row['online']!r}; write both in one order"
         )
     return [
-        {**row, "name": name, **{key: values[i] for key, values in bound.items()}}
+        {**row, "name": name, **{key: values[i] for key, values in paired.items()}}
         for i, name in enumerate(names)
     ]
 
 
 def _transforms(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for each input and operation, in this order."""
+    """A row for each input and, within it, each operation."""
     if "input" in row and "inputs" in row:
         raise SchemaError("expected input or inputs, got both; keep one")
     ops = _listed(row, "op")
@@ -227,7 +225,7 @@ def _transforms(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _listed(row: Mapping[str, Any], key: str) -> list[str]:
-    """A text, or a list of texts, as a list."""
+    """A text or a list of texts as a list."""
     if key not in row:
         raise SchemaError(f"expected {key}, got nothing; add it")
     value = [row[key]] if isinstance(row[key], str) else row[key]
@@ -241,6 +239,6 @@ def _listed(row: Mapping[str, Any], key: str) -> list[str]:
 
 
 def _output(row: Mapping[str, Any], name: str, op: str) -> Any:
-    """`output` with its `{input}` and `{op}` filled in; unless given, rank and share stand beside the input."""
-    pattern = row.get("output", "{input}_{op}" if op in _BESIDE else "{input}")
+    """The output's name: `output` with `{input}` and `{op}` replaced; by default rank and share keep the input."""
+    pattern = row.get("output", "{input}_{op}" if op in _KEEPS_INPUT else "{input}")
     return pattern.replace("{input}", name).replace("{op}", op) if isinstance(pattern, str) else pattern

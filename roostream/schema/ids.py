@@ -1,4 +1,4 @@
-"""64-bit ids and hashes; one definition for Python, and golden vectors in tests for everyone else.
+"""64-bit ids and hashes, their only definition in Python; golden vectors are in the tests.
 
 Ids are uint64 on the wire and int64 views in arrays. `hash64` is xxh3-64 with seed 0.
 """
@@ -20,16 +20,16 @@ def hash64(data: bytes | str) -> int:
 
 
 def item_id(value: int | str) -> int:
-    """An id from outside as uint64: integers pass through (negative ones as their two's complement), strings are hashed.
+    """An external id as uint64: an integer stays (a negative one as two's complement), a string is hashed.
 
-    The one check of ids, for HTTP, logs and feature values.
+    HTTP, logs and feature values all check ids with it.
 
     Raises:
-        ValueError: an empty string, which is no id, or an integer without a 64-bit form.
+        ValueError: an empty string, or an integer that does not fit 64 bits.
     """
     if isinstance(value, str):
         if not value:
-            raise ValueError("expected an id, got an empty string; leave an id out that isn't known")
+            raise ValueError("expected an id, got an empty string; leave out an unknown id")
         return hash64(value)
     if not LOWEST_ID <= value <= MASK64:
         shown = value if abs(value) < 10**24 else f"one of {value.bit_length()} bits"
@@ -38,42 +38,42 @@ def item_id(value: int | str) -> int:
 
 
 def other_id_form(item: int, shown: Iterable[int]) -> str:
-    """Of an id (uint64) that isn't among `shown` (uint64): a sentence if its other form is, the integer 5 where the text "5"
-    was shown or the other way round; else ""."""
+    """A hint if an id (uint64) that is not among `shown` (uint64) occurs there in its other form: as the text "5" for the
+    integer 5, or the reverse; else ""."""
     known = set(shown)
     for number in {item, signed(item)}:
         if hash64(str(number)) in known:
-            return f'; it did show the text "{number}", and this is the integer {number}: write an id one way everywhere'
+            return f'; it did show the text "{number}", and this is the integer {number}: write an id in one form everywhere'
     for other in known:
         for number in {other, signed(other)}:
             if hash64(str(number)) == item:
-                return f'; it did show the integer {number}, and this is the text "{number}": write an id one way everywhere'
+                return f'; it did show the integer {number}, and this is the text "{number}": write an id in one form everywhere'
     return ""
 
 
 def signed(value: int) -> int:
-    """uint64 → the int64 with the same bits, as arrays hold it."""
+    """uint64 → the int64 with the same bits, used in arrays."""
     value &= MASK64
     return value - (1 << 64) if value >> 63 else value
 
 
 def unsigned(value: int) -> int:
-    """int64 → the uint64 with the same bits, as messages hold it."""
+    """int64 → the uint64 with the same bits, used in messages."""
     return value & MASK64
 
 
 def table_id(name: str) -> int:
-    """Low 32 bits of `hash64(name)`: what rows and deltas name a table by."""
+    """Low 32 bits of `hash64(name)`, which name a table in rows and deltas."""
     return hash64(name) & 0xFFFFFFFF
 
 
 NO_KEY = bytes(8)
-"""Key of what belongs to no request: a dead letter of a record whose own key can't be one."""
+"""Key of a dead letter whose record has no valid key."""
 
 
 def key_bytes(user_id: int, session_id: int, request_id: str) -> bytes:
-    """Kafka key of a request's events, 8 bytes little-endian: the user; without one (0) `hash64('s' ‖ session as 8 bytes
-    little-endian)`; with neither, `hash64('r' ‖ request id)`, since strangers have nothing in common."""
+    """Kafka key of a request's events, 8 bytes little-endian: the user; without a user (0), `hash64('s' ‖ session as 8 bytes
+    little-endian)`; with neither, `hash64('r' ‖ request id)`."""
     if user_id:
         key = user_id
     elif session_id:
@@ -84,13 +84,13 @@ def key_bytes(user_id: int, session_id: int, request_id: str) -> bytes:
 
 
 def sample_id(key: bytes, request_id: str, event_id: int | None = None) -> int:
-    """`hash64(key ‖ request_id)`; a correction's adds 0xFF, which no UTF-8 holds, and its event id (8 bytes little-endian)."""
+    """`hash64(key ‖ request_id)`; for a correction followed by 0xFF (not in UTF-8) and its event id, 8 bytes little-endian."""
     tail = b"" if event_id is None else b"\xff" + (event_id & MASK64).to_bytes(8, "little")
     return hash64(key + request_id.encode() + tail)
 
 
 def splitmix64(x: int) -> int:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014), on unsigned integers."""
+    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014), on unsigned integers."""
     x = (x + 0x9E3779B97F4A7C15) & MASK64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK64
@@ -98,7 +98,7 @@ def splitmix64(x: int) -> int:
 
 
 def bucket_of(id_: int, table: int, num_buckets: int) -> int:
-    """`splitmix64(id ^ table id) mod num_buckets`; `buckets_of` is the same over arrays."""
+    """`splitmix64(id ^ table id) mod num_buckets`; `buckets_of` is the same for arrays."""
     return splitmix64((id_ & MASK64) ^ table) % num_buckets
 
 

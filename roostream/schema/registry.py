@@ -1,4 +1,4 @@
-"""Every schema that ever wrote samples, by fingerprint, in the checkpoint store: `schemas/<fingerprint>.toml`."""
+"""All schemas that ever wrote samples, in the checkpoint store as `schemas/<fingerprint>.toml`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from roostream.schema.update_rules import Rule, as_table
 
 
 class Store(Protocol):
-    """The part of roostream.runtime.checkpoint_store.CheckpointStore that this needs."""
+    """The used part of roostream.runtime.checkpoint_store.CheckpointStore."""
 
     def create(self, name: str, data: bytes) -> bool: ...
     def get(self, name: str) -> bytes: ...
 
 
 def register(store: Store, schema: Schema | str) -> Schema:
-    """Make a schema (or its TOML text) known to every reader of `store`; idempotent, the first of a fingerprint stays.
+    """Store a schema, or its TOML text, for all readers of `store`. Idempotent: the first one of a fingerprint stays.
 
     Raises:
-        SchemaError: the text is no schema.
+        SchemaError: the text is not a schema.
     """
     if isinstance(schema, str):
         schema = _parse(schema, "schema")
@@ -35,9 +35,9 @@ def register(store: Store, schema: Schema | str) -> Schema:
 
 
 def open_registry(store: Store) -> Registry:
-    """Fingerprint → schema, or None if no such schema is registered (asked again next time); found ones are kept.
+    """A function from fingerprint to schema, or None if it is not registered yet. Found schemas are cached.
 
-    The returned function raises CheckpointError for a file that holds another schema than its name says.
+    The function raises CheckpointError if a file is damaged or has another schema than its name says.
     """
     known: dict[int, Schema] = {}
 
@@ -54,8 +54,8 @@ def open_registry(store: Store) -> Registry:
 
 
 def to_toml(schema: Schema, *, defaults: bool = True) -> str:
-    """A TOML text that `load_schema` reads as an equal schema, a row a feature; `defaults=False` leaves out settings that
-    have their default."""
+    """A TOML text that `load_schema` reads as an equal schema, with one row per feature. `defaults=False` omits settings with
+    their default value."""
 
     def block(header: str, item: object, skip: str = "") -> list[str]:
         settings = [

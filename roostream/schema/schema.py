@@ -1,8 +1,8 @@
-"""The schema: the only place where tables, features, labels and transforms are declared.
+"""The schema: tables, features, labels, counters and transforms, declared in one TOML file (docs/schema.md).
 
-`load_schema(path)` reads the TOML of docs/schema.md, with its families written out (schema_expand.py). The fingerprint
-covers what bytes depend on (features, their kinds, tables, columns, labels), not training settings: a sample carries the
-fingerprint of the schema that wrote it, and `reading_plan(writer, reader)` says how to read it with another one.
+`load_schema` reads it. The fingerprint covers what the bytes of samples depend on: features with their kinds, tables and
+columns, and labels; not training settings. A sample has the fingerprint of its writer's schema, and
+`reading_plan(writer, reader)` tells how to read it with another schema.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from roostream.schema.update_rules import RULES, Adagrad, Rule
 T = TypeVar("T")
 Kind = Literal["float", "ids", "weighted_ids", "sequence"]
 Fold = Literal["any", "count", "sum", "max", "last"]
-_FLOAT = 3e38  # fits a float32
+_MAX_FLOAT = 3e38  # fits a float32
 Objective = Literal["event", "weighted", "amount", "pairwise"]
 Op = Literal["log1p", "clip", "standardize", "rank", "share"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Table(Settings):
-    """A logical embedding table; tables of equal dim and rule are stored together, as one stack, each with its own
-    parameters of the rule."""
+    """A logical embedding table. Tables of equal width and update rule are stored together as one stack; each table has its
+    own parameters of the rule."""
 
-    name: str = setting("", "taken from the TOML table's own name")
+    name: str = setting("", "the name in [tables.NAME]")
     dim: int = setting(help="width of a row's embedding", ge=1, le=4096)
     rule: Rule = setting(help="update rule and its parameters", factory=Adagrad)
     init_scale: float = setting(
         0.05,
-        "a new row is uniform in [-init_scale, init_scale], a function of (seed, table, id)",
+        "new rows are uniform in [-init_scale, init_scale], a function of (seed, table, id)",
         ge=0,
         le=1e3,
     )
     expire_after_ms: int = setting(
         0,
-        "rows not pushed for this long in event time are dropped at a commit; 0 = never",
+        "drop rows without an update for this long in event time, at a commit; 0 = never",
         ge=0,
         le=1 << 53,
     )
@@ -56,17 +56,17 @@ class Table(Settings):
 
     @cached_property
     def id(self) -> int:
-        """uint32: what rows and deltas name this table by."""
+        """uint32 that names the table in rows and deltas."""
         return table_id(self.name)
 
     @property
     def stack(self) -> str:
-        """Name of the stack that stores it, e.g. `d16-adagrad`: equal names mean equal width and update rule."""
+        """Name of the table's stack, for example `d16-adagrad`: its width and update rule."""
         return f"d{self.dim}-{self.rule.name}"
 
 
 def stack_shape(stack: str) -> tuple[int, int] | None:
-    """(width, numbers of state a row) of a stack by its name, also of one that a schema had once; None where it is no stack's."""
+    """(width, state numbers per row) of a stack by its name, also of a former schema; None for another name."""
     dim, _, rule = stack.partition("-")
     if not dim.startswith("d") or not dim[1:].isdecimal() or rule not in RULES:
         return None
@@ -75,24 +75,24 @@ def stack_shape(stack: str) -> tuple[int, int] | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Feature(Settings):
-    """One RO or NRO feature."""
+    """One request-only (RO) or candidate (NRO) feature."""
 
-    name: str = setting(help="unique over RO and NRO")
+    name: str = setting(help="name, unique among RO and NRO features")
     kind: Kind = setting("float", "float | ids | weighted_ids | sequence")
-    table: str = setting("", "table that its ids are rows of; required unless float")
-    default: float = setting(0.0, "value of a missing float in the batch")
+    table: str = setting("", "embedding table of the ids; required unless float")
+    default: float = setting(0.0, "value of a missing float")
     max_len: int = setting(
         0,
-        "longest list in use: of more, the first max_len are kept (producers put the newest first); 0 = cap",
+        "list entries in use: the first max_len, and producers put the newest first; 0 = limits.max_list",
     )
     columns: dict[str, str] = setting(
-        factory=dict, help="a sequence's aligned columns: name -> ids | time_ms"
+        factory=dict, help="aligned columns of a sequence: name -> ids | time_ms"
     )
     column_tables: dict[str, str] = setting(
-        factory=dict, help="table of an ids column; a column without one is a plain integer"
+        factory=dict, help="embedding table of an ids column; without one the column is plain integers"
     )
     online: str = setting(
-        "", "which online feature serving hydrates it with when a request lacks it (docs/schema.md)"
+        "", "online feature that serving fills in when a request lacks this one (docs/schema.md)"
     )
 
     def __post_init__(self) -> None:
@@ -119,32 +119,32 @@ class Feature(Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Label(Settings):
-    """How a candidate's engagements fold into one number; 0 without any."""
+    """How a candidate's engagements become one number; 0 without engagements."""
 
-    name: str = setting(help="unique name; the model's task")
-    action: str = setting(help="the engagements that count")
+    name: str = setting(help="unique name; also the model's task")
+    action: str = setting(help="action of the engagements that count")
     fold: Fold = setting("any", "any | count | sum | max | last")
     window_ms: int = setting(
-        0, "only engagements within this time of the request; 0 = the join window", ge=0, le=1 << 53
+        0, "count only engagements within this time after the request; 0 = the join window", ge=0, le=1 << 53
     )
     threshold: float = setting(
-        0.0, "only engagements whose value is at least this count; 0 = all", ge=-_FLOAT, le=_FLOAT
+        0.0, "count only engagements with at least this value; 0 = all", ge=-_MAX_FLOAT, le=_MAX_FLOAT
     )
     prior: float = setting(
-        0.0, "probability that an untrained model predicts; 0 = the model's own prior", ge=0, lt=1
+        0.0, "probability that an untrained model predicts; 0 = the model's default", ge=0, lt=1
     )
     objective: Objective = setting(
         "event",
-        "what is learned of it (roostream/models/loss.py): event | weighted | amount | pairwise",
+        "training objective (roostream/models/loss.py): event | weighted | amount | pairwise",
     )
     scale: float = setting(
         1.0,
-        "weighted: what counts as much as one event; amount: the largest told apart",
+        "weighted: the value that counts as one event; amount: the largest distinguished amount",
         gt=0,
-        le=_FLOAT,
+        le=_MAX_FLOAT,
     )
     weight: float = setting(
-        1.0, "its loss counts so much beside the other labels'; 0 = predicted and measured only", ge=0
+        1.0, "weight of the label's loss; 0 = the label is only predicted and measured", ge=0
     )
 
     def __post_init__(self) -> None:
@@ -158,26 +158,26 @@ class Label(Settings):
 
     @property
     def learns_value(self) -> bool:
-        """How much there was counts, not only whether."""
+        """Whether the amount counts, not only the occurrence."""
         return self.objective in ("weighted", "amount")
 
     @property
     def amount_scale(self) -> float:
-        """Of an amount; 0 = it is none."""
+        """Scale of an amount; 0 for other objectives."""
         return self.scale if self.objective == "amount" else 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Transform(Settings):
-    """A float derived from an NRO or RO float, the same at training and at serving (roostream/wire/transform.py)."""
+    """A float derived from another float, equally in training and serving (roostream/wire/transform.py)."""
 
-    output: str = setting(help="name of the derived float; equal to input to replace it")
-    input: str = setting(help="declared float, or the output of an earlier transform")
+    output: str = setting(help="name of the derived float; the name of the input replaces it")
+    input: str = setting(help="a declared float, or the output of an earlier transform")
     op: Op = setting(help="log1p | clip | standardize | rank | share")
-    low: float = setting(0.0, "clip: lower bound", ge=-_FLOAT, le=_FLOAT)
-    high: float = setting(1.0, "clip: upper bound", ge=-_FLOAT, le=_FLOAT)
-    mean: float = setting(0.0, "standardize: (x - mean) / std", ge=-_FLOAT, le=_FLOAT)
-    std: float = setting(1.0, "standardize: (x - mean) / std", ge=-_FLOAT, le=_FLOAT)
+    low: float = setting(0.0, "clip: lower bound", ge=-_MAX_FLOAT, le=_MAX_FLOAT)
+    high: float = setting(1.0, "clip: upper bound", ge=-_MAX_FLOAT, le=_MAX_FLOAT)
+    mean: float = setting(0.0, "standardize: (x - mean) / std", ge=-_MAX_FLOAT, le=_MAX_FLOAT)
+    std: float = setting(1.0, "standardize: (x - mean) / std", ge=-_MAX_FLOAT, le=_MAX_FLOAT)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -188,19 +188,19 @@ class Transform(Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits(Settings):
-    """Hard caps: beyond them a record is a dead letter and a request is answered 413."""
+    """Limits: a larger record becomes a dead letter, a larger request is answered with 413."""
 
-    max_candidates: int = setting(1000, "candidates a request", ge=1, le=1 << 20)
-    max_list: int = setting(2000, "entries a list feature", ge=1, le=1 << 20)
+    max_candidates: int = setting(1000, "candidates per request", ge=1, le=1 << 20)
+    max_list: int = setting(2000, "entries per list", ge=1, le=1 << 20)
     max_record_bytes: int = setting(
         1 << 20,
-        "bytes an event: an impression or engagement; half a message at most, since a sample holds more than its impression",
+        "bytes per impression or engagement; at most half a message, since a sample is larger than its impression",
         ge=1024,
         le=MAX_MESSAGE_BYTES // 2,
     )
     max_sample_bytes: int = setting(
         MAX_MESSAGE_BYTES - RECORD_OVERHEAD_BYTES,
-        "bytes a sample or correction; what joins into one request may not make more",
+        "bytes per sample or correction; the events of one request may not join to more",
         ge=1024,
         le=MAX_MESSAGE_BYTES - RECORD_OVERHEAD_BYTES,
     )
@@ -208,10 +208,10 @@ class Limits(Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Online(Settings):
-    """What the counters that every schema has count; see roostream/schema/counter_declaration.py."""
+    """Settings of the built-in counters (roostream/schema/counter_declaration.py)."""
 
-    click: str = setting("click", "the action that counts as a click")
-    history_len: int = setting(50, "newest clicks kept a user, newest first", ge=0, le=10_000)
+    click: str = setting("click", "action that counts as a click")
+    history_len: int = setting(50, "newest clicks kept per user", ge=0, le=10_000)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -220,7 +220,7 @@ class Online(Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schema:
-    """See the module. Build with `load_schema` or `schema_from_dict`, which check it."""
+    """A checked schema. Build it with `load_schema` or `schema_from_dict`."""
 
     name: str = setting("default", "name shown in status")
     tables: tuple[Table, ...] = ()
@@ -237,11 +237,11 @@ class Schema:
 
     @cached_property
     def fingerprint(self) -> int:
-        """uint64 over everything that the bytes of a block or the meaning of a label depend on."""
+        """uint64 hash of everything that the bytes of a block or the meaning of a label depend on."""
         return hash64(json.dumps(self.wire_shape(), sort_keys=True, separators=(",", ":")))
 
     def wire_shape(self) -> dict[str, object]:
-        """Plain form of what the fingerprint covers."""
+        """The content of the fingerprint as plain values."""
         dims = {t.name: t.dim for t in self.tables}
 
         def shape(f: Feature) -> list[object]:
@@ -259,7 +259,7 @@ class Schema:
 
     @cached_property
     def stacks(self) -> dict[str, tuple[Table, ...]]:
-        """Stack name → its tables, in declared order; every program derives the same."""
+        """Stack name → its tables in declared order; the same in every program."""
         out: dict[str, list[Table]] = {}
         for t in self.tables:
             out.setdefault(t.stack, []).append(t)
@@ -270,17 +270,17 @@ class Schema:
         return tuple(label.name for label in self.labels)
 
     def floats(self, side: Literal["ro", "nro"]) -> tuple[Feature, ...]:
-        """Float features of a side in declared order: the F columns of its block and batch."""
+        """Float features of a side in declared order: the F floats of its block and batch."""
         return self._by_kind[side, False]
 
     def lists(self, side: Literal["ro", "nro"]) -> tuple[Feature, ...]:
-        """List features of a side in declared order: the K features of its block and batch."""
+        """List features of a side in declared order: the K lists of its block and batch."""
         return self._by_kind[side, True]
 
     def derived(self, make: Callable[[Schema], T]) -> T:
-        """`make(self)`, made once and kept: what other files work out of a schema lives and dies with it.
+        """`make(self)`, computed once and cached as long as the schema lives.
 
-        `make` is a function of a module, and pure: two threads may make it at the same time.
+        `make` must be a pure function of a module; two threads may call it at the same time.
         """
         if make not in self._derived:
             self._derived[make] = make(self)
@@ -302,22 +302,24 @@ class Schema:
 
 
 Registry: TypeAlias = Callable[[int], Schema | None]
-"""Fingerprint → schema, None where no such schema is known; roostream/schema/registry.py keeps them in a store."""
+"""Fingerprint → schema, or None if it is unknown; roostream/schema/registry.py reads schemas from a store."""
 
 
 def reading_plan(writer: Schema, reader: Schema) -> dict[str, list[int]]:
-    """How to read `writer`'s blocks as `reader`'s: for `ro_float`, `ro_list`, `nro_float`, `nro_list`, `label`, one
-    entry a writer's feature in its order: the reader's index, or -1 (removed since; skipped and counted).
+    """How to read blocks of `writer` with `reader`.
+
+    Returns `ro_float`, `ro_list`, `nro_float`, `nro_list` and `label`: for each feature of the writer in its order, the
+    reader's index, or -1 if the reader does not have it (skipped and counted).
 
     Raises:
-        SchemaError: a feature's kind, table or columns changed, or what a label counts; says expected and got. How wide a table's
-            rows are is no matter of what is read.
+        SchemaError: the kind, table or columns of a feature changed, or the engagements that a label counts. The width of a
+            table may change.
     """
     plan: dict[str, list[int]] = {}
     for side in ("ro", "nro"):
-        mine = {f.name: f for f in getattr(reader, side)}
+        reader_features = {f.name: f for f in getattr(reader, side)}
         for f in getattr(writer, side):
-            other = mine.get(f.name)
+            other = reader_features.get(f.name)
             if other is None:
                 continue
             for what in ("kind", "table", "columns", "column_tables"):

@@ -1,4 +1,4 @@
-"""A schema's TOML file → a checked `Schema`."""
+"""Reads a schema's TOML file into a checked `Schema`."""
 
 from __future__ import annotations
 
@@ -30,27 +30,29 @@ def load_schema(path: str | Path) -> Schema:
 
 
 def schema_from_dict(raw: Mapping[str, Any], location: SourceLocation = NO_LOCATION) -> Schema:
-    """The same from a parsed table; `place` only for messages."""
+    """`load_schema` from a parsed table; `location` is for messages."""
     try:
-        long, lines = expand(raw, location)
-        return check(_parse(long, lines), lines)
+        expanded, locations = expand(raw, location)
+        return check(_parse(expanded, locations), locations)
     except SchemaError:
         raise
     except ConfigError as error:
         raise SchemaError(str(error)) from None
 
 
-def _parse(raw: dict[str, Any], lines: RowLocations) -> Schema:
-    """A schema of the long form, its rows checked one by one; what they refer to is checked by `check`."""
-    location = lines.location
+def _parse(raw: dict[str, Any], locations: RowLocations) -> Schema:
+    """Parse an expanded schema row by row; `check` checks the references between rows."""
+    location = locations.location
     tables = raw.pop("tables", {})
     if not isinstance(tables, dict):
         raise SchemaError(f"{location.describe('tables')}expected [tables.NAME] tables, got {tables!r}")
     for name, t in tables.items():
         if not isinstance(t, dict):
-            raise SchemaError(f"{lines.table(name).describe()}expected a table [tables.{name}], got {t!r}")
+            raise SchemaError(
+                f"{locations.table(name).describe()}expected a table [tables.{name}], got {t!r}"
+            )
     parsed: dict[str, object] = {
-        "tables": tuple(_table(name, dict(t), lines.table(name)) for name, t in tables.items())
+        "tables": tuple(_table(name, dict(t), locations.table(name)) for name, t in tables.items())
     }
     lists = {
         "ro": Feature,
@@ -62,7 +64,7 @@ def _parse(raw: dict[str, Any], lines: RowLocations) -> Schema:
     for key, cls in lists.items():
         rows = enumerate(raw.pop(key))
         plural = key + "s" if key in ("counter", "label", "transform") else key
-        parsed[plural] = tuple(_row(cls, row, lines.row(key, index)) for index, row in rows)
+        parsed[plural] = tuple(_row(cls, row, locations.row(key, index)) for index, row in rows)
     known = {*lists, "tables", "limits", "online", "name"}
     for key in raw:
         if key not in ("limits", "online", "name"):
@@ -78,7 +80,7 @@ def _table(name: str, raw: dict[str, Any], location: SourceLocation) -> Table:
 
 
 def _row(cls: type[Any], raw: dict[str, Any], location: SourceLocation) -> Any:
-    """Messages name the row as far as it has a name: `key 'ro.hour.default'`."""
+    """Parse a row; messages include its name: `key 'ro.hour.default'`."""
     name = raw.get("output" if cls is Transform else "name", "")
     named = location.child(prefix=f"{location.prefix}{name}.") if isinstance(name, str) and name else location
     return from_dict(cls, raw, named)

@@ -1,9 +1,8 @@
-"""Update rules as a schema declares them: `[tables.NAME.rule]`, the rule's name and its own parameters.
+"""Update rules of embedding tables, declared by `[tables.NAME.rule]` with a name and parameters.
 
-A rule is one class here, its kernel one function in `param_server/rules.py`, and nothing else: stacks, segments and the tests
-over every rule follow from `RULES`.
+A rule is one class here and one kernel in `param_server/rules.py`; stacks, segments and tests follow from `RULES`.
 
-Letters: D width of a row, A numbers of state that a rule keeps beside it.
+Letters: D width of a row, A state numbers per row.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ FLAT = ("learning_rate", "initial_accumulator")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule(Settings, abc.ABC):
-    """How gradients change the rows of a table. Its fields are its parameters: numbers that the tables of one stack may set
-    differently, given to the kernel as float64 in the order of declaration."""
+    """How gradients change the rows of a table. The fields are the parameters, which may differ between tables of a stack;
+    the kernel gets them as float64 in the order of declaration."""
 
     name: ClassVar[str]
 
     @classmethod
     @abc.abstractmethod
     def state_width(cls, dim: int) -> int:
-        """A, for rows of width `dim`; all tables of a stack have the same, so it may not depend on parameters."""
+        """A for rows of width `dim`. It may not depend on parameters, since all tables of a stack share it."""
 
     @classmethod
     def kept_state(cls, then: int, now: int) -> list[tuple[slice, slice]]:
-        """Where numbers of a row's state go when rows of width `then` become `now` wide: (place now, place then) of each run. As
-        the kernel lays them; here they begin with the first column's."""
+        """How the state of a row is copied when its width changes from `then` to `now`: (target, source) slices in the
+        kernel's order. By default the state begins with that of the first element."""
         same = slice(0, cls.state_width(then))
         return [(same, same)]
 
     @property
     def first_state(self) -> float:
-        """What each of the A numbers of a new row is."""
+        """Initial value of each of the A numbers."""
         return 0.0
 
     @property
@@ -52,17 +51,17 @@ class Rule(Settings, abc.ABC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adagrad(Rule):
-    """One accumulator an element."""
+    """One accumulator per element."""
 
     name = "adagrad"
     learning_rate: float = setting(0.05, "step size", ge=0, le=1_000_000)
     initial_accumulator: float = setting(
         1e-5,
-        "first value of the accumulators; small, as gradients are of the mean loss over a batch",
+        "initial value of the accumulators; small, since gradients are of the mean loss of a batch",
         ge=0,
         le=1e9,
     )
-    epsilon: float = setting(1e-8, "added to the divisor, so that it is never 0", ge=1e-12, le=1)
+    epsilon: float = setting(1e-8, "added to the divisor", ge=1e-12, le=1)
 
     @classmethod
     def state_width(cls, dim: int) -> int:
@@ -75,7 +74,7 @@ class Adagrad(Rule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowwiseAdagrad(Adagrad):
-    """One accumulator a row."""
+    """One accumulator per row."""
 
     name = "rowwise_adagrad"
 
@@ -86,16 +85,14 @@ class RowwiseAdagrad(Adagrad):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adam(Rule):
-    """Two averages an element, and a count of the row's own updates: a row that comes seldom is corrected as one that has
-    just begun, and doesn't move when it doesn't come."""
+    """Two averages per element and a count of the row's updates. The bias correction uses the row's own count, and a row
+    without a gradient does not change."""
 
     name = "adam"
     learning_rate: float = setting(1e-3, "step size", ge=0, le=1_000_000)
-    beta1: float = setting(0.9, "share of the mean gradient that stays at an update", ge=0, le=0.999999)
-    beta2: float = setting(
-        0.999, "share of the mean squared gradient that stays at an update", ge=0.001, le=0.999999
-    )
-    epsilon: float = setting(1e-8, "added to the divisor, so that it is never 0", ge=1e-12, le=1)
+    beta1: float = setting(0.9, "decay of the mean gradient per update", ge=0, le=0.999999)
+    beta2: float = setting(0.999, "decay of the mean squared gradient per update", ge=0.001, le=0.999999)
+    epsilon: float = setting(1e-8, "added to the divisor", ge=1e-12, le=1)
 
     @classmethod
     def state_width(cls, dim: int) -> int:
@@ -116,17 +113,17 @@ RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (Adagrad, RowwiseAda
 
 
 def take_rule(table: dict[str, Any], location: SourceLocation) -> Rule:
-    """The rule of a parsed `[tables.NAME]`, whose keys about it are taken out; `place` is the table's.
+    """Remove the rule's keys from a parsed `[tables.NAME]` and return the rule; `location` is the table's.
 
     Raises:
-        ConfigError: an unknown rule or parameter, or a value outside its range; names key, value, file and line.
+        ConfigError: an unknown rule or parameter, or a value out of range; names key, value, file and line.
     """
     given, flat = table.pop("rule", Adagrad.name), {key: table.pop(key) for key in FLAT if key in table}
     if isinstance(given, Mapping):
         for key, value in flat.items():
             raise ConfigError(
-                f"{location.describe(key)}key {location.prefix + key!r}: expected it inside [{location.prefix}rule], where the rule's name is, "
-                f"got {value!r} beside it; move it there"
+                f"{location.describe(key)}key {location.prefix + key!r}: expected it in [{location.prefix}rule], beside the rule's name, "
+                f"got {value!r} outside; move it there"
             )
         flat, location = dict(given), location.child("rule")
         given = flat.pop("name", Adagrad.name)
@@ -139,5 +136,5 @@ def take_rule(table: dict[str, Any], location: SourceLocation) -> Rule:
 
 
 def as_table(rule: Rule) -> dict[str, str | float]:
-    """What `take_rule` reads as this rule."""
+    """The table that `take_rule` reads as this rule."""
     return {"name": rule.name, **dataclasses.asdict(rule)}

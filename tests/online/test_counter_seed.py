@@ -25,7 +25,7 @@ SCHEMA = schema_from_dict(
 )
 
 
-def test_seeding_in_bulk_is_the_same_as_one_click_after_the_other() -> None:
+def test_seeding_in_bulk_equals_single_clicks() -> None:
     rng = np.random.default_rng(0)
     n = 3000
     users_N, items_N = rng.integers(1, 12, n), rng.integers(1, 60, n)

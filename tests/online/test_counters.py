@@ -34,7 +34,7 @@ HOUR = 3_600_000
 LIVES = {"10m": 600_000, "1h": HOUR, "6h": 6 * HOUR, "24h": 24 * HOUR}
 
 
-def test_decayed_sums_are_the_definition_for_events_in_any_order() -> None:
+def test_decayed_sums_equal_their_definition_in_any_order_of_events() -> None:
     precompile()
     views, clicks = [0, 5 * HOUR, 2 * HOUR, 2 * HOUR], [HOUR, 30 * HOUR, 3 * HOUR]
     counters = Counters(Schema())
@@ -54,7 +54,7 @@ def test_decayed_sums_are_the_definition_for_events_in_any_order() -> None:
     assert nro["age_s"].tolist() == [now / 1000, 0.0]
 
 
-def test_a_view_expects_its_share_of_the_one_click_of_its_list() -> None:
+def test_expected_clicks_are_shared_by_the_views_of_a_list() -> None:
     counters = Counters(Schema())
     counters.apply_impression(0, [7, 8, 9, 9], T0)
     counters.apply_impression(0, [7], T0 + HOUR)
@@ -64,7 +64,7 @@ def test_a_view_expects_its_share_of_the_one_click_of_its_list() -> None:
         np.testing.assert_allclose(nro[f"expected_{name}"], [of_three + alone, of_three, 0], rtol=1e-6)
 
 
-def test_a_read_behind_the_newest_event_does_not_grow_the_sums() -> None:
+def test_reading_before_the_newest_event_does_not_increase_the_sums() -> None:
     counters = Counters(Schema())
     counters.apply_impression(1, [7], T0)
     ro, nro = counters.read(1, [7], T0 - HOUR)
@@ -72,7 +72,7 @@ def test_a_read_behind_the_newest_event_does_not_grow_the_sums() -> None:
     assert nro["user_view_age_s"].tolist() == [0.0]
 
 
-def test_what_a_user_saw_and_clicked() -> None:
+def test_user_item_counters_follow_views_and_clicks() -> None:
     counters = Counters(Schema())
     counters.apply_impression(5, [8, 9, 8], T0)
     counters.apply_impression(5, [9], T0 + 1000)
@@ -89,7 +89,7 @@ def test_what_a_user_saw_and_clicked() -> None:
     assert ro["history"] == {"ids": [9], "action": [signed(hash64("click"))], "time": [T0 + 2000]}
 
 
-def test_what_needs_no_state() -> None:
+def test_stateless_features_come_from_the_request_alone() -> None:
     ids = np.array([5, -1, 3])
     ro, nro = stateless_features(ids, 25 * HOUR + HOUR // 2, first_position=4)
     assert ro == {"num_candidates": 3.0, "hour_of_day": 1.5}
@@ -97,7 +97,7 @@ def test_what_needs_no_state() -> None:
     assert {*ro, *nro} == set(STATELESS_FEATURES)
 
 
-def test_an_ids_feature_named_item_is_the_candidates_own_id_unless_the_schema_says_otherwise() -> None:
+def test_an_ids_feature_named_item_defaults_to_the_candidates_id() -> None:
     item = Feature(name="item", kind="ids", table="item")
     schema = Schema(
         ro=(item, Feature(name="hour", online="hour_of_day")),
@@ -147,7 +147,7 @@ def test_the_history_is_newest_first_bounded_and_ignores_retries() -> None:
         ('kind = "sequence"\ncolumns = { time = "time_ms" }', {"item": [4], "time": [T0]}),
     ],
 )
-def test_the_history_has_the_shape_of_the_feature_that_takes_it(feature: str, value: object) -> None:
+def test_a_history_has_the_form_of_its_feature(feature: str, value: object) -> None:
     text = f'[tables.item]\ndim = 1\n[[ro]]\nname = "h"\ntable = "item"\nonline = "history"\n{feature}\n'
     schema = parse_schema(text + '[[label]]\nname = "c"\naction = "click"')
     counters = Counters(schema)
@@ -156,7 +156,7 @@ def test_the_history_has_the_shape_of_the_feature_that_takes_it(feature: str, va
     assert encode_ro(schema, {"h": value})
 
 
-def test_a_user_keeps_the_items_touched_last() -> None:
+def test_a_users_table_keeps_the_rows_with_the_newest_events() -> None:
     counters = Counters(Schema())
     counters.apply_impression(7, np.arange(1000, 1010), T0 + 50)
     counters.apply_engagement(7, 3, "click", 1.0, T0 + 60)
@@ -190,7 +190,7 @@ def replay(counters: Counters, events: list[Any]) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(events=st.lists(EVENT, max_size=25), cut=st.integers(0, 25))
-def test_states_through_bytes_in_the_middle_change_no_bit(events: list[Any], cut: int) -> None:
+def test_storing_and_loading_states_changes_no_bit(events: list[Any], cut: int) -> None:
     items = sorted({signed(i) for e in events for i in e[2]})
     straight, first, second = Counters(Schema()), Counters(Schema()), Counters(Schema())
     replay(straight, events)
@@ -206,7 +206,7 @@ def test_states_through_bytes_in_the_middle_change_no_bit(events: list[Any], cut
         }
 
 
-def test_more_items_than_there_was_room_for_are_kept() -> None:
+def test_more_items_than_the_initial_capacity_are_kept() -> None:
     counters = Counters(Schema())
     counters.apply_impression(1, list(range(500)), T0)
     counters.load(of("item", *(10_000 + i for i in range(1000))), [None] * 1000)
@@ -227,7 +227,7 @@ STATE = EntityState(USER_LAYOUT).to_bytes()
 @pytest.mark.parametrize(
     "data", [b"", b"\x03" + bytes(112), b"\x02" + bytes(80), bytes(81), b"\x01" + bytes(79), bytes(113)]
 )
-def test_foreign_item_bytes_are_refused(data: bytes) -> None:
+def test_item_bytes_of_another_format_are_rejected(data: bytes) -> None:
     with pytest.raises(CheckpointError, match="expected a counter's state of version 3"):
         rows_from_bytes(ITEM_LAYOUT, [data])
 
@@ -245,13 +245,13 @@ def test_foreign_item_bytes_are_refused(data: bytes) -> None:
         STATE[:9],
     ],
 )
-def test_foreign_user_bytes_are_refused(data: bytes) -> None:
+def test_user_bytes_of_another_format_are_rejected(data: bytes) -> None:
     with pytest.raises(CheckpointError, match="expected an entity's state of version 2"):
         state_from_bytes(USER_LAYOUT, data)
 
 
 @pytest.mark.parametrize("data", [b"", CrossTable(ITEM_LAYOUT).to_bytes() + b"x"])
-def test_foreign_bytes_of_a_users_table_are_refused(data: bytes) -> None:
+def test_table_bytes_of_another_format_are_rejected(data: bytes) -> None:
     with pytest.raises(CheckpointError, match="expected an entity's state of version 2"):
         CrossTable(ITEM_LAYOUT).read_bytes(data)
 

@@ -1,4 +1,4 @@
-"""Counters that a schema declares: their definitions, their bytes, their bounds, and what is refused."""
+"""Declared counters: definitions, bytes, bounds, and errors in declarations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SCHEMA = schema_with(COUNTERS)
 @given(
     seed=st.integers(0, 1 << 30), number=st.integers(1, 40), later=st.sampled_from([0, 1, 90_000, 3 * HOUR])
 )
-def test_declared_counters_are_their_definitions(seed: int, number: int, later: int) -> None:
+def test_declared_counters_equal_their_definitions(seed: int, number: int, later: int) -> None:
     events = random_events(seed, number)
     now_ms = events[-1].time_ms + later
     counters, oracle = Counters(SCHEMA), Oracle(events)
@@ -48,7 +48,7 @@ def test_declared_counters_are_their_definitions(seed: int, number: int, later: 
 
 @settings(deadline=None, max_examples=6)
 @given(seed=st.integers(0, 1 << 30), cut=st.integers(0, 30))
-def test_states_through_bytes_before_every_event_change_no_bit(seed: int, cut: int) -> None:
+def test_storing_states_between_events_changes_no_bit(seed: int, cut: int) -> None:
     events, reader = random_events(seed, 30), FieldReader(SCHEMA)
     straight, store = Counters(SCHEMA), dict[tuple[str, int], bytes | None]()
     count(straight, reader, events)
@@ -90,7 +90,7 @@ def touched(
     ) | counters.list_keys(fields)
 
 
-def test_a_window_forgets_step_by_step_and_an_event_that_comes_late_falls_where_it_belongs() -> None:
+def test_a_window_expires_by_steps_and_counts_late_events_in_their_step() -> None:
     schema = schema_with([{"name": "lately", "entity": "item", "event": "shown", "window": "12m"}])
     counters, minute = Counters(schema), 60_000
     begin = T0 // (12 * minute) * 12 * minute
@@ -106,7 +106,7 @@ def test_a_window_forgets_step_by_step_and_an_event_that_comes_late_falls_where_
     )
 
 
-def test_a_page_that_adds_candidates_is_counted_by_the_fields_of_its_request() -> None:
+def test_a_later_page_counts_by_the_fields_of_its_request() -> None:
     schema = schema_with(
         [
             {"name": "here", "entity": ["page", "item"], "event": "click"},
@@ -130,7 +130,7 @@ def test_a_page_that_adds_candidates_is_counted_by_the_fields_of_its_request() -
     )
 
 
-def test_a_list_that_is_forgotten_counts_for_user_and_item_alone() -> None:
+def test_engagements_of_a_forgotten_list_count_for_user_and_item_only() -> None:
     schema = schema_with([{"name": "here", "entity": ["page", "item"], "event": "click"}])
     counters, reader = Counters(schema), FieldReader(schema)
     header = (5, 1, "", "r1")
@@ -166,7 +166,7 @@ def test_blocks_and_values_have_the_same_fields() -> None:
 
 
 @pytest.mark.parametrize("value", ["", 2**70, 1.5, None, [], [None]])
-def test_a_value_that_is_no_id_is_unknown(value: object) -> None:
+def test_a_value_that_is_not_an_id_is_unknown(value: object) -> None:
     assert (
         FieldReader(SCHEMA)
         .from_values((1, 1, "", "r"), {"page": value}, {"category": value}, 1)
@@ -175,7 +175,7 @@ def test_a_value_that_is_no_id_is_unknown(value: object) -> None:
     )
 
 
-def test_a_cross_has_one_key_alone_and_in_columns() -> None:
+def test_keys_of_arrays_equal_keys_of_single_crosses() -> None:
     several = keys_of([7, np.array([-3, 5]), 1], 2).tolist()
     assert several == [key_of([7, -3, 1]), key_of([7, 5, 1])] and key_of([9]) == 9
     assert len({key_of([1, 2]), key_of([2, 1]), key_of([0, 3])}) == 3
@@ -185,7 +185,7 @@ def test_time_fields_are_hour_and_day_in_utc() -> None:
     assert time_fields(1_700_000_000_000) == {"hour": 23, "weekday": 2}  # a Tuesday, 22:13
 
 
-def test_a_counter_that_is_added_begins_and_leaves_the_others_as_they_are() -> None:
+def test_an_added_counter_starts_at_zero_and_keeps_the_others() -> None:
     before = [
         {"name": "a", "entity": "user", "event": "shown"},
         {"name": "c", "entity": ["user", "item"], "event": "order"},
@@ -203,12 +203,12 @@ def test_a_counter_that_is_added_begins_and_leaves_the_others_as_they_are() -> N
 
 
 @pytest.mark.parametrize("data", [b"", b"\x02" + bytes(20), b"\x01" + bytes(3)])
-def test_foreign_bytes_of_a_lists_fields_are_refused(data: bytes) -> None:
+def test_list_field_bytes_of_another_format_are_rejected(data: bytes) -> None:
     with pytest.raises(CheckpointError, match="expected a list's fields"):
         shown_from_bytes(SCHEMA.derived(plan_of), SCHEMA, data)
 
 
-def test_the_fields_of_a_list_that_other_counters_wrote_are_unknown() -> None:
+def test_list_fields_written_for_other_counters_are_ignored() -> None:
     counters, reader = Counters(SCHEMA), FieldReader(SCHEMA)
     fields = reader.from_values((5, 1, "", "r"), {"page": [3]}, {"category": [[4]]}, 1)
     counters.apply_impression(5, [1], T0, fields)
@@ -218,7 +218,7 @@ def test_the_fields_of_a_list_that_other_counters_wrote_are_unknown() -> None:
     assert other.dump(keys) == [None] and list(keys) == [LISTS]
 
 
-def test_no_state_is_larger_than_its_form_says() -> None:
+def test_no_state_is_larger_than_its_layout_allows() -> None:
     counters, reader = Counters(SCHEMA), FieldReader(SCHEMA)
     rng = np.random.default_rng(0)
     for n in range(300):
@@ -240,14 +240,14 @@ def test_no_state_is_larger_than_its_form_says() -> None:
         assert state is not None and 0.4 * most < len(state) <= most
 
 
-def test_the_declaration_survives_its_file_and_changes_no_fingerprint(tmp_path: Any) -> None:
+def test_a_declaration_survives_writing_and_changes_no_fingerprint(tmp_path: Any) -> None:
     (tmp_path / "s.toml").write_text(to_toml(SCHEMA), encoding="utf-8")
     assert load_schema(tmp_path / "s.toml") == SCHEMA
     faster = schema_with([{**COUNTERS[0], "half_life": "10m"}, *COUNTERS[1:]])
-    assert faster.fingerprint == SCHEMA.fingerprint, "as of what [online] counts"
+    assert faster.fingerprint == SCHEMA.fingerprint
 
 
-def test_a_family_is_a_counter_a_name() -> None:
+def test_a_family_of_names_declares_a_counter_for_each() -> None:
     family = {"name": "v_{1h,2h}", "entity": "item", "event": "shown", "half_life": "{1h,2h}"}
     schema = schema_from_dict(
         {"nro": [{"online": "v_{1h,2h}"}], "counter": [family], "label": [{"name": "c", "action": "c"}]}
@@ -258,17 +258,17 @@ def test_a_family_is_a_counter_a_name() -> None:
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"entity": "itm"}, "counter 'x': unknown field 'itm'; did you mean 'item'"),
     ({"entity": "price"}, "counter 'x': expected a feature of kind 'ids', got 'price' of 'float'"),
-    ({"entity": []}, "expected one field or several different ones, got \\[\\]"),
+    ({"entity": []}, "expected one field or several different ones, got"),
     ({"entity": ["item", "item"]}, "expected one field or several different ones"),
     ({"entity": "past"}, "expected a feature that clients send, got 'past'"),
     ({"entity": "hour"}, "'hour' is a field of the request"),
     ({"name": "ctr_1h"}, "counter 'ctr_1h': that name is taken"),
     ({"name": "position"}, "counter 'position': that name is taken"),
-    ({"half_life": "1h", "window": "1h"}, "expected a half_life or a window, got both; keep one"),
+    ({"half_life": "1h", "window": "1h"}, "expected a half_life or a window, got both"),
     ({"window": "2s"}, "expected at least 12 s, got 2000 ms"),
     (
         {"aggregation": "since", "window": "1h"},
-        "expected none for aggregation 'since', got one; count, rate, distinct may",
+        "aggregation 'since'",
     ),
     ({"aggregation": "mean"}, "expected one of .*count, rate"),
     (
@@ -281,25 +281,25 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"aggregation": "rate", "event": "shown"},
-        "expected an action for aggregation 'rate', got 'shown'; name one",
+        "expected an action for aggregation 'rate', got 'shown'",
     ),
     ({"aggregation": "history"}, "expected fields of the request for aggregation 'history', got 'item'"),
     ({"aggregation": "distinct", "entity": "user", "of": "itm"}, "unknown field 'itm'"),
     (
         {"aggregation": "distinct", "entity": "user", "length": 513},
-        "expected at most 512 values told apart, got 513",
+        "expected at most 512",
     ),
     ({"aggregation": "in_last_list", "event": "shown"}, "expected 'user' and a field of the candidate"),
-    ({"of": "user"}, "expected none for aggregation 'count', got 'user'; remove it"),
-    ({"length": 3}, "expected none for aggregation 'count', got 3; remove it"),
+    ({"of": "user"}, "expected none for aggregation 'count', got 'user'"),
+    ({"length": 3}, "expected none for aggregation 'count', got 3"),
     ({"hlaf_life": "1h"}, "unknown key 'counter.x.hlaf_life' = '1h'; did you mean 'half_life"),
     ({"aggregation": "history", "entity": "user", "length": 10_001}, "expected .*10000"),
 ]
 
 
-@pytest.mark.parametrize(("wrong", "told"), MISTAKES, ids=[str(wrong) for wrong, _ in MISTAKES])
-def test_a_bad_declaration_is_told_in_a_sentence(wrong: dict[str, Any], told: str) -> None:
-    with pytest.raises(SchemaError, match=told):
+@pytest.mark.parametrize(("wrong", "message"), MISTAKES, ids=[str(wrong) for wrong, _ in MISTAKES])
+def test_an_error_in_a_declaration_names_the_counter(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(SchemaError, match=message):
         with_counter({"name": "x", "entity": "item", "event": "click", **wrong})
 
 
@@ -310,22 +310,22 @@ def with_counter(*counters: dict[str, Any]) -> Schema:
     return schema_from_dict({**raw, "label": [{"name": "c", "action": "c"}]})
 
 
-def test_too_much_state_for_an_entity_is_refused() -> None:
+def test_too_much_state_of_an_entity_is_rejected() -> None:
     history = {"entity": "user", "aggregation": "history", "length": 10_000}
     with pytest.raises(
         SchemaError,
-        match="expected a state of 'user' of at most 262144 bytes, got 345476; shorten its histories",
+        match="state of 'user' of at most 262144",
     ):
         with_counter(*({"name": f"h{n}", "event": f"e{n}", **history} for n in range(2)))
 
 
-def test_too_many_counters_are_refused() -> None:
+def test_too_many_counters_are_rejected() -> None:
     with pytest.raises(SchemaError, match="expected at most 256 counters, got 257"):
         with_counter(*({"name": f"n{n}", "entity": "item", "event": f"e{n}"} for n in range(257)))
 
 
 @pytest.mark.parametrize(
-    ("side", "feature", "told"),
+    ("side", "feature", "message"),
     [
         ("ro", {"online": "x"}, "online feature 'x' is for \\[\\[nro\\]\\], got it in \\[\\[ro\\]\\]"),
         ("nro", {"online": "h"}, "online feature 'h' is for \\[\\[ro\\]\\]"),
@@ -333,9 +333,9 @@ def test_too_many_counters_are_refused() -> None:
         ("ro", {"online": "h"}, "expected kind ids or sequence for online 'h', got 'float'"),
     ],
 )
-def test_a_feature_takes_a_counter_of_its_side_and_kind(
-    side: str, feature: dict[str, Any], told: str
+def test_a_feature_needs_a_counter_of_its_side_and_kind(
+    side: str, feature: dict[str, Any], message: str
 ) -> None:
     counters = [{"name": "x", "entity": "item"}, {"name": "h", "entity": "user", "aggregation": "history"}]
-    with pytest.raises(SchemaError, match=told):
+    with pytest.raises(SchemaError, match=message):
         schema_from_dict({side: [feature], "counter": counters, "label": [{"name": "c", "action": "c"}]})

@@ -1,4 +1,4 @@
-"""What a message may hold."""
+"""Error messages are free of credentials and include notes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from roostream.errors import ConfigError, UnavailableError, describe_error, mask
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "masked"),
     [
         ("redis://:s3cret@h:1/0", "redis://***@h:1/0"),
         ("at 'rediss://me:s3cret@h:1/0', trying", "at 'rediss://***@h:1/0', trying"),
@@ -18,12 +18,12 @@ from roostream.errors import ConfigError, UnavailableError, describe_error, mask
         ("http://h:1/x, mail a@b", "http://h:1/x, mail a@b"),
     ],
 )
-def test_what_proves_who_one_is_is_not_shown(text: str, said: str) -> None:
-    assert mask_secrets(text) == said
-    assert str(ConfigError(text)) == said
+def test_credentials_of_addresses_are_masked(text: str, masked: str) -> None:
+    assert mask_secrets(text) == masked
+    assert str(ConfigError(text)) == masked
 
 
-def test_an_error_is_told_with_what_was_noted_about_it() -> None:
+def test_the_description_of_an_error_includes_its_notes() -> None:
     error = UnavailableError("shard 1 is away")
     assert describe_error(error) == "shard 1 is away"
     error.add_note("in the push of samples-0 3..5")

@@ -1,4 +1,4 @@
-"""What a schema may not be, with the sentence that says so; fingerprints; reading one schema's data with another."""
+"""Errors in schemas, fingerprints, and reading the data of one schema with another."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WRONG = [
     ("tables = 3\n" + LABEL, "expected [tables.NAME] tables, got 3"),
     ("tables.item = 3\n" + LABEL, "expected a table [tables.item], got 3"),
     ("[tables.item]\ndmi = 8\n", "schema.toml:2: unknown key 'tables.item.dmi' = 8; did you mean 'dim'?"),
-    ("[tables.item]\n", "expected 'tables.item.dim' (width of a row's embedding), got nothing; add it"),
+    ("[tables.item]\n", "expected 'tables.item.dim'"),
     ("[tables.item]\ndim = 0\n", "key 'tables.item.dim': expected 1..4096, got 0"),
     ("[tables.item]\ndim = 8\nlearning_rate = inf\n", "key 'tables.item.learning_rate': expected 0..1000000, got inf"),
     ("[tables.item]\ndim = 8\nexpire_after_ms = -1\n", "key 'tables.item.expire_after_ms': expected 0.."),
@@ -40,9 +40,9 @@ WRONG = [
     ("ro = 3\n" + LABEL, "expected [[ro]] tables, got 3"),
     ("rho = 3\n" + LABEL, "schema.toml:1: unknown key 'rho' = 3; did you mean 'ro'?"),
     ("name = 3\n" + LABEL, "schema.toml:1: key 'name': expected text, got 3"),
-    (TABLE + ITEM, "expected at least one [[label]], got none; without one nothing can be trained"),
-    (GOOD + AGE, "schema.toml:13: duplicate feature 'age'; give each feature its own name"),
-    (GOOD + LABEL, "duplicate label 'click'; give each its own name"),
+    (TABLE + ITEM, "expected at least one [[label]], got none"),
+    (GOOD + AGE, "schema.toml:13: duplicate feature 'age'"),
+    (GOOD + LABEL, "duplicate label 'click'"),
     ("[[ro]]\nname = 'a.b'\n" + LABEL, "feature 'a.b': expected a name of lower-case letters"),
     ("[[ro]]\nname = 'a'\ndefault = nan\n" + LABEL, "feature 'a': expected a finite default, got nan"),
     ("[[ro]]\nname = 'a'\nkind = 'flaot'\n" + LABEL,
@@ -78,7 +78,7 @@ WRONG = [
     (GOOD + "[online]\nhistory_len = -1\n", "key 'online.history_len': expected 0..10000, got -1"),
     (transform("output = 'A'\ninput = 'age'\nop = 'rank'"), "transform 'A': expected a name of lower-case letters"),
     (transform("output = 'a'\ninput = 'aeg'\nop = 'rank'"), "transform 'a': unknown input 'aeg'; did you mean 'age'?"),
-    (transform("output = 'item'\ninput = 'age'\nop = 'rank'"), "transform 'item': that name is taken; choose another output"),
+    (transform("output = 'item'\ninput = 'age'\nop = 'rank'"), "transform 'item': that name is taken"),
     (transform("output = 'a'\ninput = 'age'\nop = 'standardize'\nstd = 0"), "transform 'a': expected std > 0, got 0.0"),
     (transform("output = 'a'\ninput = 'age'\nop = 'clip'\nlow = nan"), "key 'transform.a.low': expected -3e+38..3e+38, got nan"),
     (transform("output = 'a'\ninput = 'age'\nop = 'clip'\nlow = 2\nhigh = 1"),
@@ -86,19 +86,19 @@ WRONG = [
     (transform("output = 'a'\ninput = 'hour'\nop = 'rank'\n[[ro]]\nname = 'hour'"),
      "rank is within a request's candidates; 'hour' is request-only"),
     ("x = ", "not TOML"),
-    # the line is that of the key itself, however often its name comes
+    # the line of the key itself, although its name occurs twice
     (GOOD.replace("dim = 8", "dim = 8\nrule = 'adam'") + "[tables.user]\ndim = 4\nrule = 'adm'\n",
      "schema.toml:15: key 'tables.user.rule'"),
     (GOOD + "[[ro]]\nname = ['price']\n", "schema.toml:13: key 'ro.name': expected text, got ['price']"),
-    (GOOD + "[[ro]]\nkind = 'float'\n", "schema.toml:12: expected 'ro.name' (unique over RO and NRO), got nothing"),
+    (GOOD + "[[ro]]\nkind = 'float'\n", "schema.toml:12: expected 'ro.name'"),
     (GOOD + "[[label]]\nname = 'order'\n",
-     "schema.toml:12: expected 'label.order.action' (the engagements that count), got nothing"),
-    (GOOD + "[tables.user]\n", "schema.toml:12: expected 'tables.user.dim' (width of a row's embedding), got nothing"),
+     "schema.toml:12: expected 'label.order.action'"),
+    (GOOD + "[tables.user]\n", "schema.toml:12: expected 'tables.user.dim'"),
     (GOOD + "[[label]]\nname = 'click'\naction = 'x'\n", "schema.toml:13: duplicate label 'click'"),
     (GOOD + "[[ro]]\nname = 'a'\nkind = 'ids'\n",
-     "schema.toml:14: feature 'a': expected the table that its ids are rows of, got none; add table"),
+     "schema.toml:14: feature 'a': expected the table that its ids are rows of, got none"),
     (GOOD + "[[ro]]\nname = 'a'\nonline = 'ctr_1h'\n",
-     "schema.toml:14: feature 'a': online feature 'ctr_1h' is for [[nro]], got it in [[ro]]; move the feature there"),
+     "schema.toml:14: feature 'a': online feature 'ctr_1h' is for [[nro]], got it in [[ro]]"),
     (GOOD + "[[label]]\nname = 'o'\naction = ''\n",
      "schema.toml:14: key 'label.o.action': expected a printable text of 1..64 bytes, got ''"),
     (GOOD + '[online]\nclick = "\\u0007"\n', "schema.toml:13: key 'online.click': expected a printable text"),
@@ -107,20 +107,18 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("text", "message"), WRONG, ids=[m[:60] for _, m in WRONG])
-def test_what_is_wrong_in_a_schema_is_told_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+def test_an_error_in_a_schema_names_line_and_key(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "schema.toml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(SchemaError) as error:
         load_schema(path)
-    said = str(error.value)
-    assert message in said and "\n" not in said
-    assert re.match(rf"{path}:\d+: ", said) or re.match(
-        rf"{path}: (not TOML: .*\(at|expected at least one \[\[label)", said
-    )
+    text = str(error.value)
+    assert message in text and "\n" not in text
+    assert re.match(rf"{path}(:\d+)?: ", text)
 
 
-def test_tables_whose_short_ids_collide_are_refused() -> None:
-    with pytest.raises(SchemaError, match="tables 't71219' and 't82029' have the same 32-bit id; rename one"):
+def test_tables_with_equal_32_bit_ids_are_rejected() -> None:
+    with pytest.raises(SchemaError, match="tables 't71219' and 't82029' have the same 32-bit id"):
         parse_schema(GOOD + "[tables.t71219]\ndim = 4\n[tables.t82029]\ndim = 4\n")
 
 
@@ -134,7 +132,7 @@ def test_every_online_name_can_be_declared() -> None:
     assert [f.online for f in schema.ro] == list(ONLINE["ro"])
 
 
-def test_the_fingerprint_covers_what_bytes_depend_on_and_nothing_else() -> None:
+def test_the_fingerprint_covers_only_what_bytes_depend_on() -> None:
     base = parse_schema(GOOD).fingerprint
     for same in ("learning_rate = 0.5", "init_scale = 0.1"):
         assert parse_schema(GOOD.replace("dim = 8", f"dim = 8\n{same}")).fingerprint == base
@@ -162,7 +160,7 @@ def test_stacks_group_tables_of_equal_width_and_rule() -> None:
     assert schema.tasks == ("click",)
 
 
-def test_a_plan_maps_what_is_known_and_marks_what_is_gone() -> None:
+def test_a_reading_plan_maps_known_features_and_marks_removed_ones() -> None:
     writer = parse_schema(GOOD + '[[nro]]\nname = "gone"\n[[label]]\nname = "like"\naction = "like"\n')
     reader = parse_schema(TABLE + '[[nro]]\nname = "new"\n' + AGE + ITEM + LABEL)
     plan = {"ro_float": [], "ro_list": [], "nro_float": [1, -1], "nro_list": [0], "label": [0, -1]}

@@ -63,9 +63,7 @@ def test_taking_no_request_leaves_an_empty_batch(batch: Batch) -> None:
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 30), (0, 4), (7, 8), (5, 5), (12, 30), (30, 30), (0, 0)])
-def test_requests_that_lie_together_are_those_that_are_taken_one_by_one(
-    batch: Batch, start: int, end: int
-) -> None:
+def test_a_range_of_requests_equals_the_taken_requests(batch: Batch, start: int, end: int) -> None:
     cut, taken = batch.requests_between(start, end), batch.take_requests(np.arange(start, end))
     ours, theirs = arrays(cut), arrays(taken)
     for name, expected in theirs.items():
@@ -89,7 +87,7 @@ def test_requests_that_lie_together_are_those_that_are_taken_one_by_one(
     )
 
 
-def test_expansion_makes_every_candidate_a_request_with_its_requests_features(batch: Batch) -> None:
+def test_expansion_makes_every_candidate_a_request_with_the_same_features(batch: Batch) -> None:
     expanded = batch.expand()
     assert expanded.num_requests == expanded.num_candidates == batch.num_candidates
     for b in range(batch.num_candidates):
@@ -101,7 +99,7 @@ def test_expansion_makes_every_candidate_a_request_with_its_requests_features(ba
     assert expanded.sample_id_R.tolist() == batch.sample_id_R[batch.request_index_B].tolist()
 
 
-def test_concatenating_the_halves_gives_the_whole(batch: Batch) -> None:
+def test_concatenated_halves_equal_the_batch(batch: Batch) -> None:
     halves = [batch.take_requests(np.arange(0, 11)), batch.take_requests(np.arange(11, 30))]
     whole = concatenate(halves)
     assert [request(whole, r) for r in range(30)] == [request(batch, r) for r in range(30)]
@@ -132,7 +130,7 @@ def empty(keys: tuple[str, ...], num_rows: int) -> Jagged:
     )
 
 
-def test_an_empty_jagged_misses_every_list() -> None:
+def test_an_empty_jagged_has_no_lists() -> None:
     lists = empty(("a", "b"), 3)
     assert (
         lists.num_rows == 3
@@ -145,7 +143,7 @@ def test_an_empty_jagged_misses_every_list() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10_000), st.integers(0, 4), st.integers(1, 6))
-def test_rows_are_taken_with_all_that_they_hold(seed: int, num_keys: int, num_rows: int) -> None:
+def test_taken_rows_keep_values_weights_and_columns(seed: int, num_keys: int, num_rows: int) -> None:
     random = np.random.default_rng(seed)
     keys = tuple("abcd"[:num_keys])
     lengths_KN = random.integers(0, 3, (num_keys, num_rows)).astype(np.int32)

@@ -53,7 +53,7 @@ ROW = st.fixed_dictionaries(
 
 @settings(deadline=None)
 @given(values=RO)
-def test_ro_values_come_back_and_the_bytes_are_protobufs(schema: Schema, values: dict[str, Any]) -> None:
+def test_ro_values_round_trip_with_the_bytes_of_protobuf(schema: Schema, values: dict[str, Any]) -> None:
     data = encode_ro(schema, values)
     assert decode_block(schema, "ro", data, 1) == values
     assert pb.Block.FromString(data).SerializeToString(deterministic=True) == data == canonical(data)
@@ -62,7 +62,7 @@ def test_ro_values_come_back_and_the_bytes_are_protobufs(schema: Schema, values:
 
 @settings(deadline=None)
 @given(rows=st.lists(ROW, max_size=6))
-def test_nro_columns_come_back_and_the_bytes_are_protobufs(
+def test_nro_columns_round_trip_with_the_bytes_of_protobuf(
     schema: Schema, rows: list[dict[str, Any]]
 ) -> None:
     columns = {f.name: [row[f.name] for row in rows] for f in schema.nro}
@@ -75,7 +75,7 @@ def test_nro_columns_come_back_and_the_bytes_are_protobufs(
     assert encode_nro(schema, decode_block(schema, "nro", data, len(rows)), len(rows)) == data
 
 
-def test_flat_columns_give_the_bytes_of_lists_of_one() -> None:
+def test_flat_columns_encode_like_lists_of_one() -> None:
     schema = parse_schema(
         '[tables.t]\ndim = 1\n[[nro]]\nname = "x"\n[[nro]]\nname = "a"\nkind = "ids"\ntable = "t"\n'
         '[[nro]]\nname = "b"\nkind = "ids"\ntable = "t"\n[[label]]\nname = "c"\naction = "c"'
@@ -90,7 +90,7 @@ def test_flat_columns_give_the_bytes_of_lists_of_one() -> None:
     assert encode_nro(schema, {"a": ["s", 2], "b": [3, 4]}, 2) != lists
 
 
-def test_what_is_missing_altogether_takes_no_bytes(schema: Schema) -> None:
+def test_a_block_without_features_has_no_bytes(schema: Schema) -> None:
     assert encode_ro(schema, {}) == encode_ro(schema, {"hour": None, "gap": float("nan")}) == b""
     assert encode_nro(schema, {}, 3) == b"" and decode_block(schema, "nro", b"", 3)["item"] == [
         None,
@@ -131,7 +131,7 @@ TWO = {"item": [1, 2], "action": [1, 2], "kind": [1, 2], "time": [1, 2]}
         ({"history": {"item": ["x" * 500, 1.5], "action": [], "kind": [], "time": []}}, "…"),
     ],
 )
-def test_ro_values_that_cannot_be_encoded(schema: Schema, values: dict[str, Any], text: str) -> None:
+def test_invalid_ro_values_are_rejected(schema: Schema, values: dict[str, Any], text: str) -> None:
     with pytest.raises(WireError) as error:
         encode_ro(schema, values)
     assert text in str(error.value)
@@ -150,7 +150,7 @@ def test_ro_values_that_cannot_be_encoded(schema: Schema, values: dict[str, Any]
         ({}, 41, "expected at most 40 candidates, got 41"),
     ],
 )
-def test_nro_columns_that_cannot_be_encoded(
+def test_invalid_nro_columns_are_rejected(
     schema: Schema, columns: dict[str, Any], rows: int, text: str
 ) -> None:
     with pytest.raises(WireError) as error:
@@ -158,7 +158,7 @@ def test_nro_columns_that_cannot_be_encoded(
     assert text in str(error.value)
 
 
-def test_a_sequences_own_ids_may_be_called_ids(schema: Schema) -> None:
+def test_the_ids_of_a_sequence_may_be_named_ids(schema: Schema) -> None:
     as_table = encode_ro(schema, {"history": TWO})
     assert (
         encode_ro(schema, {"history": {"ids" if k == "item" else k: v for k, v in TWO.items()}}) == as_table
@@ -198,18 +198,18 @@ def test_a_sequences_own_ids_may_be_called_ids(schema: Schema) -> None:
         ),
     ],
 )
-def test_bytes_that_are_no_block_of_the_schema(schema: Schema, data: bytes, reason: str) -> None:
+def test_bytes_that_do_not_fit_the_schema_are_rejected(schema: Schema, data: bytes, reason: str) -> None:
     with pytest.raises(WireError) as error:
         check_block(schema, "ro", data, 1, schema.limits)
     assert error.value.reason == reason
 
 
-def test_more_rows_than_the_caps_allow_are_refused(schema: Schema) -> None:
+def test_more_rows_than_the_limit_are_rejected(schema: Schema) -> None:
     with pytest.raises(WireError, match="expected at most 2 candidates, got 3"):
         check_block(schema, "nro", b"", 3, Limits(max_candidates=2))
 
 
-def test_a_column_in_pieces_or_not_packed_reads_alike() -> None:
+def test_split_and_unpacked_columns_are_read_alike() -> None:
     whole = pb.Block(floats=[1, 2, 3], ids=[4]).SerializeToString()
     pieces = (
         pb.Block(floats=[1]).SerializeToString() + pb.Block(ids=[4]).SerializeToString() + b"\x0d\0\0\0\x40"

@@ -24,7 +24,7 @@ ODD = np.array(
 
 @pytest.mark.parametrize("rows", [0, 1, 255, 256, 700])
 @pytest.mark.parametrize("count", [1, 3, 4, 7, MAX_COLUMNS])
-def test_columns_beside_each_other_have_their_bits_and_defaults(rows: int, count: int) -> None:
+def test_interleaved_columns_keep_their_bits_and_defaults(rows: int, count: int) -> None:
     rng = np.random.default_rng(rows + count)
     columns = [
         rng.choice(np.concatenate([ODD, rng.normal(size=9).astype(np.float32)]), rows) for _ in range(count)
@@ -75,12 +75,12 @@ def of_many_floats() -> Batch:
     return batch
 
 
-def test_a_side_of_more_floats_than_one_call_takes_and_one_that_the_writer_lacked() -> None:
+def test_more_floats_than_one_kernel_call_and_an_absent_float() -> None:
     batch = of_many_floats()
     same_batch(batch_from_columns(batch.schema, columns_of(batch), batch.num_candidates_R, 3), batch)
 
 
-def test_a_column_of_other_rows_than_its_side_is_refused() -> None:
+def test_a_column_with_another_number_of_rows_is_rejected() -> None:
     batch = of_many_floats()
     columns = columns_of(batch)
     with pytest.raises(AssertionError):

@@ -28,7 +28,7 @@ def arrays(of: object) -> dict[str, object]:
 
 @settings(max_examples=25)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=4))
-def test_the_parts_of_a_batch_concatenated_are_the_batch(sizes: list[int]) -> None:
+def test_concatenated_parts_equal_the_batch(sizes: list[int]) -> None:
     whole, _ = Decoder(samples.schema(), {}.get).decode(samples.records(list(range(1, 1 + sum(sizes)))))
     ends = np.cumsum(sizes)
     parts = [whole.take_requests(np.arange(end - size, end)) for size, end in zip(sizes, ends, strict=True)]

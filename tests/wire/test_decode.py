@@ -35,12 +35,12 @@ def test_a_poll_equals_the_decoder_written_with_protobuf(
     same_as_reference(schema, batch, made)
 
 
-def test_nothing_at_all_is_an_empty_batch(schema: Schema) -> None:
+def test_no_records_give_an_empty_batch(schema: Schema) -> None:
     batch, _ = decoder(schema).decode([])
     assert (batch.num_requests, batch.num_candidates) == (0, 0)
 
 
-def test_a_request_without_candidates_or_ro_block_is_ordinary(schema: Schema, to_record: ToRecord) -> None:
+def test_a_request_may_have_no_candidates_and_no_ro_block(schema: Schema, to_record: ToRecord) -> None:
     batch, _ = decoder(schema).decode([to_record(pb.Sample(header=pb.Header(schema=schema.fingerprint)))])
     assert (batch.num_requests, batch.num_candidates) == (1, 0)
     assert (
@@ -84,7 +84,7 @@ def odd_forms(sample: pb.Sample) -> dict[str, bytes]:
     }
 
 
-def test_every_form_that_protobuf_reads_is_read_alike(schema: Schema, samples: Samples) -> None:
+def test_every_encoding_that_protobuf_accepts_is_read_alike(schema: Schema, samples: Samples) -> None:
     sample = next(s for s in samples(60) if len(s.item_ids) > 2 and s.parts[0].nro)
     plain, _ = decoder(schema).decode(
         [Record("", 0, 0, sample.close_ms, None, wire.encode(wire.SAMPLE, sample))]
@@ -101,7 +101,7 @@ def test_every_form_that_protobuf_reads_is_read_alike(schema: Schema, samples: S
     ("surface", "expected"),
     [("home", b"home"), ("", b""), ("größe", "größe".encode()), ("x" * 99, b"x" * 64)],
 )
-def test_a_batch_knows_where_a_request_was_shown(
+def test_a_batch_has_the_surface_of_each_request(
     schema: Schema, samples: Samples, surface: str, expected: bytes
 ) -> None:
     sample, other = samples(2)
@@ -113,7 +113,7 @@ def test_a_batch_knows_where_a_request_was_shown(
     assert rejects == [] and batch.surface_R.tolist() == [b"home", expected]
 
 
-def test_unknown_fields_behind_the_known_ones_are_stepped_over(schema: Schema, samples: Samples) -> None:
+def test_unknown_fields_are_skipped(schema: Schema, samples: Samples) -> None:
     sample = samples(1)[0]
     body = (
         wire.encode(wire.SAMPLE, sample)
@@ -165,7 +165,9 @@ fold = "max"
 """
 
 
-def test_samples_of_an_older_schema_are_read_with_gaps_and_skips(schema: Schema, to_record: ToRecord) -> None:
+def test_samples_of_an_older_schema_lack_new_features_and_skip_removed_ones(
+    schema: Schema, to_record: ToRecord
+) -> None:
     old = parse_schema(OLD)
     two = {"ids": [7, 8], "weights": [0.5, 0.25]}
     sample = pb.Sample(
@@ -192,7 +194,7 @@ def test_samples_of_an_older_schema_are_read_with_gaps_and_skips(schema: Schema,
     assert batch.label_BT.tolist() == [[0.0, 30.0]] and batch.weight_BT.tolist() == [[0.0, 1.0]]
 
 
-def test_a_changed_kind_and_an_unknown_schema_are_rejects_that_say_why(
+def test_a_changed_kind_and_an_unknown_schema_are_rejected_with_the_reason(
     schema: Schema, to_record: ToRecord
 ) -> None:
     changed = parse_schema(OLD.replace('name = "gap"', 'name = "hour"\nkind = "ids"\ntable = "item"'))
@@ -206,7 +208,7 @@ def test_a_changed_kind_and_an_unknown_schema_are_rejects_that_say_why(
         reader.plans.number_of(changed.fingerprint)
 
 
-def test_corrections_are_left_out_and_reported_unless_asked_for(schema: Schema, to_record: ToRecord) -> None:
+def test_corrections_are_decoded_only_on_request(schema: Schema, to_record: ToRecord) -> None:
     correction, bare = valid(schema), pb.Sample(header=pb.Header(schema=schema.fingerprint), untrainable=True)
     correction.labels_before[:] = [0.0, 1.0, 0.0, 0.0]
     records = [
@@ -225,7 +227,7 @@ def test_corrections_are_left_out_and_reported_unless_asked_for(schema: Schema, 
     assert batch.expand().correction_R.tolist() == [False, False, True, True]
 
 
-def test_a_request_is_decoded_as_its_sample_will_be(schema: Schema, to_record: ToRecord) -> None:
+def test_a_request_is_decoded_like_its_later_sample(schema: Schema, to_record: ToRecord) -> None:
     sample = valid(schema)
     reader = decoder(schema)
     trained, _ = reader.decode([to_record(sample)])
@@ -239,7 +241,7 @@ def test_a_request_is_decoded_as_its_sample_will_be(schema: Schema, to_record: T
     assert reader.decode_request(None, b"", np.zeros(0, np.int64), 1).num_candidates == 0
 
 
-def test_a_request_that_cannot_be_read_says_why(schema: Schema) -> None:
+def test_an_unreadable_request_is_rejected_with_the_reason(schema: Schema) -> None:
     reader = decoder(schema)
     with pytest.raises(WireError) as error:
         reader.decode_request(None, encode_nro(schema, {"age": [1.0]}, 1), np.array([1, 2]), 1)
@@ -257,13 +259,13 @@ def test_a_request_that_cannot_be_read_says_why(schema: Schema) -> None:
     assert error.value.reason in ("non_finite", "bad_shape")
 
 
-def test_rewriting_refuses_what_protobuf_refuses() -> None:
+def test_rewriting_rejects_what_protobuf_rejects() -> None:
     with pytest.raises(WireError) as error:
         rewrite_sample(b"\x03\x01\xff\xff")
     assert error.value.reason == "undecodable"
 
 
-def test_warming_compiles_every_kernel_for_every_shape_of_poll(
+def test_precompile_covers_every_kernel_and_shape(
     schema: Schema, samples: Samples, to_record: ToRecord
 ) -> None:
     modules = (decode_scan, decode)

@@ -124,7 +124,7 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize(("what", "change", "reason"), DAMAGE, ids=[d[0] for d in DAMAGE])
-def test_damage_is_a_reject_and_the_neighbours_go_on(
+def test_a_damaged_sample_is_rejected_and_its_neighbors_are_kept(
     schema: Schema, what: str, change: Callable[[pb.Sample], Any], reason: str, to_record: ToRecord
 ) -> None:
     bad = valid(schema)
@@ -141,7 +141,7 @@ def test_damage_is_a_reject_and_the_neighbours_go_on(
     assert refusal.value.reason == reason
 
 
-def test_the_bounds_of_weights_and_propensities_are_in_bounds(schema: Schema, to_record: ToRecord) -> None:
+def test_weights_and_propensities_at_their_bounds_are_accepted(schema: Schema, to_record: ToRecord) -> None:
     changes = [
         setter(weight=wire.MAX_WEIGHT),
         setter(weight=0.0),
@@ -161,9 +161,7 @@ def test_the_bounds_of_weights_and_propensities_are_in_bounds(schema: Schema, to
     same_as_reference(schema, batch, made)
 
 
-def test_a_sample_is_of_its_records_timestamp_and_a_correction_of_any(
-    schema: Schema, to_record: ToRecord
-) -> None:
+def test_the_close_time_of_a_sample_is_its_records_timestamp(schema: Schema, to_record: ToRecord) -> None:
     late = to_record(valid(schema))._replace(timestamp_ms=7)
     batch, (reject,) = decoder(schema).decode([late, to_record(valid(schema), 1)])
     assert (reject.index, reject.reason) == (
@@ -189,7 +187,7 @@ def test_a_sample_is_of_its_records_timestamp_and_a_correction_of_any(
         (b"\x03\x01" + bytes(4 << 20), "oversized"),
     ],
 )
-def test_records_that_are_no_samples(schema: Schema, value: bytes | None, reason: str) -> None:
+def test_records_that_are_not_samples_are_rejected(schema: Schema, value: bytes | None, reason: str) -> None:
     batch, rejects = decoder(schema).decode([Record("", 0, 0, 0, None, value)])  # type: ignore[arg-type]
     assert [r.reason for r in rejects] == [reason] and batch.num_requests == 0
 
@@ -220,7 +218,7 @@ def mutated(value: bytes, edits: list[tuple[str, float, bytes]]) -> bytes:
 
 @settings(max_examples=600, deadline=None)
 @given(seed=st.integers(0, 200), edits=EDITS)
-def test_mutated_bytes_are_read_as_protobuf_reads_them_or_rejected(
+def test_mutated_bytes_are_read_like_protobuf_or_rejected(
     schema_and_maker: Any, seed: int, edits: Any
 ) -> None:
     schema, make = schema_and_maker

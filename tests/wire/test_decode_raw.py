@@ -52,7 +52,7 @@ def test_a_packed_column_that_ends_inside_an_entry_is_undecodable() -> None:
     assert reasons(head + column(ITEM_IDS, bytes(12)) + tail) == ["undecodable"]
 
 
-def test_a_number_of_rows_beyond_32_bits_is_read_as_protobuf_reads_it() -> None:
+def test_a_number_of_rows_beyond_32_bits_is_read_like_protobuf() -> None:
     rows = b"\x81\x80\x80\x80\x10"  # 2^32 + 1
     body = sample(parts=[]).SerializeToString()
     part = column(PARTS, bytes((NUM_ROWS << 3,)) + rows)
@@ -80,7 +80,7 @@ def test_text_is_utf_8_or_the_sample_is_undecodable(where: str, text: bytes) -> 
 
 
 @given(st.binary(max_size=6) | st.text(max_size=4).map(str.encode))
-def test_the_kernels_idea_of_utf_8_is_pythons(data: bytes) -> None:
+def test_the_utf_8_check_equals_that_of_python(data: bytes) -> None:
     try:
         data.decode()
         expected = True
@@ -100,7 +100,7 @@ def test_samples_with_texts_beyond_ascii_take_the_short_way(monkeypatch: pytest.
     assert reasons(whole.SerializeToString()) == []
 
 
-def test_labels_are_taken_by_name_wherever_they_stand() -> None:
+def test_labels_are_matched_by_name() -> None:
     writer = Schema(labels=(DWELL, CLICK))
     reader = Decoder(SCHEMA, {SCHEMA.fingerprint: SCHEMA, writer.fingerprint: writer}.get)
     batch, rejects = reader.decode([record(sample(writer, labels=[30.0, 1.0]).SerializeToString())])
@@ -110,7 +110,7 @@ def test_labels_are_taken_by_name_wherever_they_stand() -> None:
 @pytest.mark.parametrize(
     "change", [{"action": "open"}, {"fold": "sum"}, {"window_ms": 5}, {"threshold": 2.0}]
 )
-def test_a_label_that_keeps_its_name_and_counts_something_else_is_refused(change: dict[str, object]) -> None:
+def test_a_label_with_a_changed_meaning_is_rejected(change: dict[str, object]) -> None:
     writer = Schema(labels=(CLICK, dataclasses.replace(DWELL, **change)))
     reader = Decoder(SCHEMA, {SCHEMA.fingerprint: SCHEMA, writer.fingerprint: writer}.get)
     batch, rejects = reader.decode(
@@ -124,12 +124,12 @@ def test_a_label_that_keeps_its_name_and_counts_something_else_is_refused(change
     assert rejects[0].error.endswith("give the changed label a new name")
 
 
-def test_what_a_model_begins_with_is_no_part_of_what_a_label_counts() -> None:
+def test_the_prior_of_a_label_may_change() -> None:
     writer = Schema(labels=(dataclasses.replace(CLICK, prior=0.3),))
     assert reading_plan(writer, SCHEMA)["label"] == [0]
 
 
-def test_a_damaged_schema_in_the_store_costs_its_samples_and_no_others() -> None:
+def test_a_damaged_schema_rejects_only_its_own_samples() -> None:
     def registry(fingerprint: int) -> Schema | None:
         if fingerprint != SCHEMA.fingerprint:
             raise CheckpointError("schema 5 can't be read: damaged")

@@ -11,7 +11,7 @@ from roostream.wire.lookup import build_lookup, precompile, sources_of
 from roostream.wire.records import Record
 
 
-def test_every_entry_finds_its_row_and_every_row_is_there_once(
+def test_every_entry_has_its_row_and_rows_are_unique(
     schema: Schema, samples: Callable[[int], list[pb.Sample]], to_record: Callable[..., Record]
 ) -> None:
     batch, _ = Decoder(schema, lambda _: None).decode([to_record(s) for s in samples(40)])
@@ -32,7 +32,7 @@ def test_every_entry_finds_its_row_and_every_row_is_there_once(
         assert len(set(zip(stack.table_U.tolist(), stack.id_U.tolist(), strict=True))) == len(stack.id_U)
 
 
-def test_rows_come_in_first_seen_order(schema: Schema) -> None:
+def test_rows_are_in_order_of_first_occurrence(schema: Schema) -> None:
     from roostream.wire.block import encode_nro
 
     nro = encode_nro(schema, {"item": [[5, 3], [3, 9]], "topics": [{"ids": [5], "weights": [1.0]}, None]}, 2)

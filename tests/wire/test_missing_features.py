@@ -63,7 +63,7 @@ def is_plain(f: Feature, column: list[Any]) -> bool:
 
 @settings(deadline=None, max_examples=150)
 @given(data=st.data())
-def test_filled_arrays_are_those_of_all_values_together(data: st.DataObject) -> None:
+def test_filled_arrays_equal_those_of_all_values_together(data: st.DataObject) -> None:
     schema = data.draw(schemas())
     side: Side = data.draw(st.sampled_from(["ro", "nro"]))
     features = getattr(schema, side)
@@ -131,18 +131,16 @@ OF_ROWS = MissingFeatures(SCHEMA, "nro", {"y": "y", "item": "item", "tags": "tag
         (OF_ROWS, {"tags": np.array([1, 2])}),
     ],
 )
-def test_what_a_block_may_not_hold_or_is_not_plain_is_left_to_the_values(
-    missing: MissingFeatures, fresh: dict[str, Any]
-) -> None:
+def test_values_that_need_decoding_are_not_filled(missing: MissingFeatures, fresh: dict[str, Any]) -> None:
     assert missing.fill(NO_COLUMNS, 1 if missing is OF_REQUEST else 2, fresh) is None
 
 
-def test_a_value_of_another_kind_is_refused() -> None:
+def test_a_value_of_another_kind_is_rejected() -> None:
     with pytest.raises(WireError, match="expected a table with 't'"):
         OF_REQUEST.fill(NO_COLUMNS, 1, {"seen": {"of": [1]}})
 
 
-def test_nothing_to_fill_in_leaves_nothing() -> None:
+def test_without_values_nothing_is_filled() -> None:
     assert OF_REQUEST.fill(NO_COLUMNS, 1, {}) is NO_COLUMNS
     assert OF_ROWS.fill(NO_COLUMNS, 2, {}) is NO_COLUMNS
     assert (
@@ -152,13 +150,13 @@ def test_nothing_to_fill_in_leaves_nothing() -> None:
     )
 
 
-def test_missing_bits_behind_the_last_list_are_not_taken_over() -> None:
+def test_missing_bits_behind_the_last_list_are_dropped() -> None:
     block = ro_columns(SCHEMA, {"x": 1.0})._replace(missing=np.array([0xFF], np.uint8))
     filled = OF_REQUEST.fill(block, 1, {})
     assert filled is not None and filled.missing.tolist() == [1]
 
 
-def test_warming_compiles_for_every_request() -> None:
+def test_precompile_covers_every_kernel() -> None:
     precompile()
     kernels = (module.some_missing, module.fill_floats, module.fill_rows)
     before = [len(kernel.nopython_signatures) for kernel in kernels]

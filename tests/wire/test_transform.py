@@ -69,7 +69,7 @@ def batch_of(
     return Decoder(schema, lambda _: None).decode_request(encode_ro(schema, {"gap": gap}), nro, ids, 0)
 
 
-def test_columns_are_named_in_declared_order(ranked: Schema) -> None:
+def test_outputs_are_in_declared_order(ranked: Schema) -> None:
     assert transform.output_names(ranked, "ro") == ("gap", "gap_z")
     assert transform.output_names(ranked, "nro") == (
         "ctr",
@@ -81,7 +81,7 @@ def test_columns_are_named_in_declared_order(ranked: Schema) -> None:
     )
 
 
-def test_every_operation_by_hand(ranked: Schema) -> None:
+def test_every_operation_equals_its_definition(ranked: Schema) -> None:
     transform.precompile()
     ro, nro = transform.apply_transforms(
         batch_of(ranked, [0.0, 3.0, None, 1.0, 0.5], [0.0, 1.0, -1.0, 100.0, None], gap=7.0)
@@ -107,7 +107,7 @@ def test_every_operation_by_hand(ranked: Schema) -> None:
         ([-1.0, -2.0], [1.0, 0.0], [0.0, 0.0]),
     ],
 )
-def test_corners_of_rank_and_share(
+def test_edge_cases_of_rank_and_share(
     ranked: Schema, ctr: list[float], rank: list[float], share: list[float]
 ) -> None:
     nro = transform.apply_transforms(batch_of(ranked, list(ctr), [0.0] * len(ctr)))[1]

@@ -29,19 +29,19 @@ from roostream.wire import roo_pb2 as pb
         (b"\x02\x01\x22\x01\xff", "undecodable"),
     ],
 )
-def test_bytes_that_are_no_record_say_why(record: bytes | None, reason: str) -> None:
+def test_bytes_that_are_not_a_record_are_rejected_with_the_reason(record: bytes | None, reason: str) -> None:
     with pytest.raises(WireError) as error:
         wire.decode(record)
     assert error.value.reason == reason and reason in wire.REASONS
 
 
-def test_a_record_says_its_type_without_being_decoded() -> None:
+def test_the_type_of_a_record_is_read_without_decoding() -> None:
     assert wire.kind_of(wire.encode(wire.HEARTBEAT, pb.Heartbeat(time_ms=1))) == wire.HEARTBEAT
     assert wire.kind_of(b"\x06") == 0
 
 
 @pytest.mark.parametrize("kind", wire.CHECKED)
-def test_a_record_with_a_checksum_comes_back_and_any_other_byte_in_it_is_refused(kind: int) -> None:
+def test_a_checksum_detects_every_changed_byte(kind: int) -> None:
     record = wire.encode(kind, pb.Barrier(stack="s", bucket=3, incarnation=7))
     assert wire.decode(record)[0] == kind
     for at in range(2, len(record)):
@@ -54,7 +54,7 @@ def test_equal_messages_have_equal_bytes() -> None:
     assert wire.encode(wire.ENGAGEMENT, first) == wire.encode(wire.ENGAGEMENT, second)
 
 
-def test_errors_are_one_tree() -> None:
+def test_errors_form_one_tree() -> None:
     assert issubclass(SchemaError, ConfigError) and issubclass(TransportError, UnavailableError)
     assert issubclass(WireError, RoostreamError) and WireError("bad_shape", "text").reason == "bad_shape"
 

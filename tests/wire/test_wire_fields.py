@@ -31,9 +31,7 @@ NAMED = [
 
 
 @pytest.mark.parametrize(("numbers", "message"), NAMED, ids=[m.DESCRIPTOR.name for _, m in NAMED])
-def test_every_field_of_a_message_has_its_name_and_its_number(
-    numbers: tuple[int, ...], message: type
-) -> None:
+def test_every_field_of_a_message_has_its_name_and_number(numbers: tuple[int, ...], message: type) -> None:
     """A new field is written in roo.proto and here; with a reader of it, those are the three places that it touches."""
     fields = message.DESCRIPTOR.fields  # type: ignore[attr-defined]
     assert numbers._asdict() == {f.name: f.number for f in fields}  # type: ignore[attr-defined]
@@ -43,7 +41,7 @@ def test_columns_are_packed_in_the_order_of_their_numbers() -> None:
     assert tuple(BLOCK) == (1, 2, 3, 4, 5, 6), "roostream/wire/block.py writes and reads them in this order"
 
 
-def test_a_field_that_nobody_reads_yet_is_scanned_by_its_declared_form() -> None:
+def test_field_formats_follow_the_descriptor() -> None:
     form = field_formats(pb.Sample.DESCRIPTOR)
     assert len(form) == max(SAMPLE) + 1 and form[0].tolist() == [-1, -1, -1]
     assert form[SAMPLE.header].tolist() == [BYTES, 1, 0]
@@ -57,7 +55,7 @@ def test_a_field_that_nobody_reads_yet_is_scanned_by_its_declared_form() -> None
     assert np.flatnonzero(form[:, 0] < 0).tolist() == [0]
 
 
-def test_a_column_without_a_fixed_width_is_refused() -> None:
+def test_a_packed_column_needs_a_fixed_width() -> None:
     from google.protobuf import descriptor_pb2
 
     with pytest.raises(AssertionError, match="use fixed32 or fixed64"):
