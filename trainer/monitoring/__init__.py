@@ -1,1 +1,2 @@
-"""How training does: progressive metrics, how live it is, and what a worker tells of itself."""
+"""Progressive metrics, drift, and whether training has caught up. Nothing here imports the worker or the
+loop."""

@@ -1,15 +1,15 @@
-"""Does what comes still look like what came before? Of sampled batches, in bounded sketches.
+"""Feature drift: compares sampled batches with earlier ones, in sketches of fixed size.
 
-A window is WINDOW_CANDIDATES sampled candidates. Each full window is held against the reference, the windows before it with
-weights that fade by a tenth each; then it joins them. The first one is the reference itself.
+A window is WINDOW_CANDIDATES sampled candidates. Each full window is compared with the reference and then
+added to it; older windows fade by a tenth each. The first window is the first reference.
 
-    psi        how far the values of a feature have moved (roostream/wire/feature_histograms.py)
+    psi        population stability index of a feature's values (roostream/wire/feature_histograms.py)
     lengths    the same of a list's length
     coverage   share of rows in which a feature is present
     base_rate  share of positives of a task
-    new_ids    share of a table's distinct ids of a batch that were in no batch before, as far as two bitmaps remember
+    new_ids    share of a table's distinct ids of a batch that no earlier batch had, as far as two bitmaps remember
 
-Letters: R requests, B candidates, N rows of a side, F features.
+Letters: R requests, B candidates, N rows of a side, F features, U distinct ids.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from roostream.wire.feature_histograms import REFERENCE_DECAY, Histograms, float
 from roostream.wire.jagged import Jagged
 from roostream.wire.lookup import Lookup
 
-SAMPLED = 8  # of so many batches one is looked at
+SAMPLED = 8  # one batch in SAMPLED is examined
 WINDOW_CANDIDATES = 4096
-MAX_FEATURES = 64  # the first of the schema; the others are not watched
+MAX_FEATURES = 64  # the first ones of the schema; the others are not watched
 MAX_TABLES = 16
 _BITS = 19
-_FULL = 1 << (_BITS - 4)  # ids in a bitmap, at which a new one begins
+_FULL = 1 << (_BITS - 4)  # ids in a bitmap at which a new one begins
 
 
 class SeenIds:
-    """Ids of one table in two bitmaps; the older one is dropped when the newer one is full. 1 MiB."""
+    """Ids of one table in two bitmaps (1 MiB). The older bitmap is dropped when the newer one is full."""
 
     def __init__(self) -> None:
         self._now, self._before = (np.zeros(1 << _BITS, dtype=np.bool_) for _ in range(2))
         self._count = 0
 
     def add(self, id_U: np.ndarray) -> int:
-        """How many of the distinct ids are new; few more are taken as seen, since bits are shared."""
+        """Number of new ids among distinct ones; slightly too low, since ids share bits."""
         at_U = (mix_ids(id_U) >> np.uint64(64 - _BITS)).astype(np.int64)
         new = int((~(self._now[at_U] | self._before[at_U])).sum())
         self._now[at_U] = True
@@ -52,7 +52,8 @@ class SeenIds:
 
 
 class DriftDetector:
-    """`look` at every batch; `report` is of the last full window, {} before there are two. One thread, but for `report`."""
+    """`look` at every batch; `report` is of the last full window, {} before there are two. One thread, except
+    `report`."""
 
     def __init__(
         self, schema: Schema, sampled: int = SAMPLED, window_candidates: int = WINDOW_CANDIDATES
@@ -72,7 +73,7 @@ class DriftDetector:
         self._report: dict[str, Any] = {}
 
     def look(self, batch: Batch, lookup: Lookup) -> None:
-        """What is not sampled costs nothing."""
+        """Examine the batch if it is sampled."""
         self._num_offered += 1
         if (self._num_offered - 1) % self.sampled or not batch.num_candidates:
             return
@@ -94,8 +95,8 @@ class DriftDetector:
             self._close(window)
 
     def report(self) -> dict[str, Any]:
-        """`coverage`, `psi`, `lengths` {feature: number}, `coverage_before`, `base_rate`, `base_rate_before` {task: number},
-        `new_ids` {table: share}."""
+        """`coverage`, `psi`, `lengths` {feature: number}, `coverage_before`, `base_rate`, `base_rate_before`
+        {task: number}, `new_ids` {table: share}."""
         return self._report
 
     def _close(self, window: _Window) -> None:
@@ -129,7 +130,7 @@ class DriftDetector:
 
 
 class _Window:
-    """Everything of one window, by kind of feature."""
+    """Sketches of one window, by kind of feature."""
 
     def __init__(self, names: Mapping[str, list[str]], num_tasks: int) -> None:
         self.values = {kind: Histograms(len(found)) for kind, found in names.items()}
@@ -164,10 +165,10 @@ class _Window:
         return {kind: histograms.psi_F(reference.lengths[kind]) for kind, histograms in self.lengths.items()}
 
     def fold(self, window: _Window) -> None:
-        """As the reference: take the window in."""
-        for mine, its in ((self.values, window.values), (self.lengths, window.lengths)):
-            for kind, histograms in mine.items():
-                histograms.fold(its[kind])
+        """Add a window to this reference."""
+        for sketches, other in ((self.values, window.values), (self.lengths, window.lengths)):
+            for kind, histograms in sketches.items():
+                histograms.fold(other[kind])
         for kind in self.present:
             self.present[kind] = self.present[kind] * REFERENCE_DECAY + window.present[kind]
             self.rows[kind] = self.rows[kind] * REFERENCE_DECAY + window.rows[kind]

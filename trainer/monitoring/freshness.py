@@ -1,4 +1,4 @@
-"""How fresh what is trained is: of a chunk's oldest new sample, from its engagement to its training.
+"""Freshness of training: from the oldest engagement of a chunk to its training.
 
 Letters: R requests.
 """
@@ -15,14 +15,14 @@ _SANE_MS = 3_600_000
 
 
 def chunk_freshness(chunk: Chunk, new_R: np.ndarray, now_ms: int) -> Iterator[tuple[str, float]]:
-    """(stage, ms) of a chunk that is trained by `now_ms`; a replay of old data has no meaningful times between event and wall."""
+    """(stage, ms) of a chunk that is trained by `now_ms`. Waits of replayed old data are not reported."""
     new_R = new_R & ~chunk.batch.correction_R
     if not new_R.any():
         return
     close_ms_R, engaged_ms_R = chunk.batch.close_ms_R[new_R], chunk.batch.oldest_engagement_ms_R[new_R]
     if (engaged_ms_R > 0).any():
-        waits_ms = (close_ms_R - engaged_ms_R)[engaged_ms_R > 0]
-        yield "engagement_to_close", float(waits_ms.max())
+        join_waits_ms = (close_ms_R - engaged_ms_R)[engaged_ms_R > 0]
+        yield "engagement_to_close", float(join_waits_ms.max())
     to_readable_ms = chunk.read_ms - int(close_ms_R.min())
     if 0 <= to_readable_ms < _SANE_MS:
         yield "close_to_readable", float(to_readable_ms)

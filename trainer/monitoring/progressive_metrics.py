@@ -1,13 +1,15 @@
-"""Progressive metrics: every candidate is scored before its labels are used, and counted here.
+"""Progressive metrics: every candidate is scored before the model trains on its labels, and counted here.
 
-Letters: R requests, B candidates, T tasks. A label counts as positive when it is above 0, as in `roostream.models.loss`; weight 0
-leaves a candidate out of a task.
+A label above 0 is positive, as in `roostream.models.loss`. Weight 0 excludes a candidate from a task.
 
-    ne             mean log loss / entropy of the base rate, over the same candidates (He et al. 2014; TorchRec's NE)
-    auc            over all candidates, by weight, ties ½; `auc_error` bounds what max_scores cost (auc.py), 0 = exact
-    request_auc    and `mrr`, `ndcg@10`: mean over requests with a positive and a negative (request_metrics.py)
+    ne             mean log loss / entropy of the base rate over the same candidates (He et al. 2014; TorchRec's NE)
+    auc            over all candidates, by weight, ties ½; `auc_error` bounds the error (ranking_metrics.py)
+    request_auc    like `mrr` and `ndcg@10`: mean over requests with a positive and a negative
     calibration    Σ predictions / Σ positives
-    mae            of a label with objective "amount" alone: mean absolute error of its value, in its unit, up to its scale
+    mae            objective "amount" only: mean absolute error of the value, in its unit, up to its scale
+
+Letters: R requests, B candidates, T tasks, K candidates with weight > 0, M requests with both kinds of
+labels.
 """
 
 from __future__ import annotations
@@ -22,18 +24,18 @@ from trainer.monitoring.ranking_metrics import ScoreHistogram, ordered, score_re
 
 Report = dict[str, object]
 METRIC_NAMES = ("base_rate", "ne", "auc", "request_auc", "mrr", "ndcg@10", "calibration")
-"""The numbers of a task that reports, beats, manifests and pages carry."""
+"""The metrics of a task in reports, heartbeats, manifests and pages."""
 
-_EPSILON = 1e-12  # TorchRec's: keeps log(0) out
+_EPSILON = 1e-12  # as in TorchRec: avoids log(0)
 _SUMS = ("candidates", "weight", "positive", "predicted", "log_loss", "ranked_requests", "auc", "mrr", "ndcg")
 
 
 class TaskMetrics:
-    """One task: nine sums and the score counts; of an amount, its errors."""
+    """Sums and scores of one task."""
 
     def __init__(self, max_scores: int) -> None:
         self.sums = dict.fromkeys(_SUMS, 0.0)
-        self.absolute_error = self.scale = 0.0  # scale 0: no amount
+        self.absolute_error = self.scale = 0.0  # scale 0: the label is not an amount
         self.scores = ScoreHistogram(max_scores)
 
     def merge(self, other: TaskMetrics) -> None:
@@ -67,7 +69,7 @@ class TaskMetrics:
         self.scores.load({k.removeprefix("scores."): v for k, v in state.items() if k.startswith("scores.")})
 
     def amount(self) -> dict[str, float]:
-        """Its errors and its scale; {} of an event."""
+        """Absolute error and scale of an amount; {} for other labels."""
         return {"absolute_error": self.absolute_error, "scale": self.scale} if self.scale else {}
 
     def add(self, absolute_error: float = 0.0, scale: float = 0.0, **sums: float) -> None:
@@ -78,10 +80,11 @@ class TaskMetrics:
 
 
 class Metrics:
-    """All tasks over everything that `update` was given; mergeable over workers, kept in a commit as arrays."""
+    """All tasks over everything passed to `update`. Merged over workers; saved in commits as arrays."""
 
     def __init__(self, tasks: Sequence[str], max_scores: int = 1 << 18) -> None:
-        """`max_scores`: distinct scores that each task's AUC keeps before it gives up resolution (20 bytes each)."""
+        """`max_scores`: distinct scores that the AUC of each task keeps before it loses resolution (20 bytes
+        each)."""
         self.tasks = {task: TaskMetrics(max_scores) for task in tasks}
         self.num_requests = 0
         self._first_ms, self._last_ms = np.iinfo(np.int64).max, np.iinfo(np.int64).min
@@ -96,23 +99,26 @@ class Metrics:
         scale_T: Sequence[float] = (),
         stands_for_R: np.ndarray | None = None,
     ) -> None:
-        """Scores and labels of a batch. `request_index_B` points into the R requests, also those without candidates.
-        `scale_T`: of amounts, 0 of events; empty = all are events. `stands_for_R`: how many requests' order each counts for
-        (`weight_BT` has it already); None = 1."""
+        """Count scores and labels of a batch.
+
+        `request_index_B` points into the R requests, including those without candidates. `scale_T`: scale of
+        amounts, 0 for events; empty = all are events. `stands_for_R`: how many requests each one represents
+        in request metrics (`weight_BT` already includes it); None = 1.
+        """
         of_R = np.zeros(len(time_ms_R), dtype=np.int64)
         update_each(
             [self], of_R, score_BT, label_BT, weight_BT, request_index_B, time_ms_R, scale_T, stands_for_R
         )
 
     def note(self, time_ms_R: np.ndarray) -> None:
-        """Requests of these times were counted."""
+        """Count requests with these times."""
         self.num_requests += len(time_ms_R)
         if len(time_ms_R):
             self._first_ms = min(self._first_ms, int(time_ms_R.min()))
             self._last_ms = max(self._last_ms, int(time_ms_R.max()))
 
     def merge(self, other: Metrics) -> None:
-        """Count what `other` counted too."""
+        """Add the counts of `other`."""
         for name, task in self.tasks.items():
             task.merge(other.tasks[name])
         self.num_requests += other.num_requests
@@ -122,8 +128,10 @@ class Metrics:
         )
 
     def report(self) -> Report:
-        """Requests, the time that they cover, the first task's metrics, and under `tasks` every task's; None where a
-        metric isn't defined (no positive, no request that counts)."""
+        """Number of requests, their time range, the metrics of the first task, and all tasks under `tasks`.
+
+        A metric is None where it is undefined (no positive, no request that counts).
+        """
         tasks = {name: task.report() for name, task in self.tasks.items()}
         empty = self.num_requests == 0
         return {
@@ -135,18 +143,18 @@ class Metrics:
         }
 
     def sums(self) -> dict[str, dict[str, float]]:
-        """Task → the sums behind its numbers, for `pooled`."""
+        """Task → the sums behind its metrics, for `merge_summaries`."""
         return {name: {**task.sums, **task.amount()} for name, task in self.tasks.items()}
 
     def state(self) -> dict[str, np.ndarray]:
-        """Arrays that `load` takes back; names are stable."""
+        """Arrays for `load`, with stable names."""
         out = {"requests": np.array([self.num_requests, self._first_ms, self._last_ms], dtype=np.int64)}
         for name, task in self.tasks.items():
             out |= {f"{name}.{key}": value for key, value in task.state().items()}
         return out
 
     def load(self, state: Mapping[str, np.ndarray]) -> None:
-        """Replace everything by what `state` gave; a task that it lacks (new in the schema) starts at nothing."""
+        """Replace everything by a `state`; a task that is new in the schema starts empty."""
         self.num_requests, self._first_ms, self._last_ms = (int(x) for x in state["requests"])
         for name, task in self.tasks.items():
             mine = {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")}
@@ -165,22 +173,22 @@ def update_each(
     scale_T: Sequence[float] = (),
     stands_for_R: np.ndarray | None = None,
 ) -> None:
-    """`Metrics.update` of each with its own requests, in one pass over all: request r counts in `metrics[of_R[r]]`."""
+    """`Metrics.update` of several in one pass: request r counts in `metrics[of_R[r]]`."""
     for t, name in enumerate(metrics[0].tasks):
         kept_B = np.flatnonzero(weight_BT[:, t] > 0)
         request_K = request_index_B[kept_B]
-        scored = _Judged(
+        scored = _ScoredCandidates(
             score_BT[kept_B, t], label_BT[kept_B, t], weight_BT[kept_B, t].astype(np.float64), request_K, of_R
         )
         if stands_for_R is not None:
-            scored.stands_for_M = stands_for_R[scored.ranked.request_M].astype(np.float64)
+            scored.represents_M = stands_for_R[scored.ranked.request_M].astype(np.float64)
         scored.add_to([one.tasks[name] for one in metrics], scale_T[t] if scale_T else 0.0)
     for number, one in enumerate(metrics):
         one.note(time_ms_R[of_R == number])
 
 
-class _Judged:
-    """Candidates of one task, K that have a weight; request r is of the task metrics `of_R[r]`."""
+class _ScoredCandidates:
+    """The K weighted candidates of one task; request r belongs to the task metrics `of_R[r]`."""
 
     def __init__(
         self,
@@ -194,7 +202,7 @@ class _Judged:
         self.positive_K, self.of_K = label_K > 0, of_R[request_K]
         self.ranked = score_requests(score_K, self.positive_K, request_K)
         self.of_M = of_R[self.ranked.request_M]
-        self.stands_for_M: np.ndarray | None = None  # requests that each counts for; None = 1
+        self.represents_M: np.ndarray | None = None  # requests that each represents; None = 1
 
     def add_to(self, tasks: Sequence[TaskMetrics], scale: float) -> None:
         """`scale`: of an amount (roostream/models/loss.py); 0 = an event."""
@@ -209,9 +217,9 @@ class _Judged:
         self._add_scores(tasks)
 
     def _columns(self, n: int) -> dict[str, np.ndarray]:
-        """_SUMS, each float64 [n]."""
+        """Each of _SUMS, float64 [n]."""
         of_K, of_M, weight_K, ranked = self.of_K, self.of_M, self.weight_K, self.ranked
-        one_M = np.ones(len(of_M)) if self.stands_for_M is None else self.stands_for_M
+        one_M = np.ones(len(of_M)) if self.represents_M is None else self.represents_M
         clipped_K = np.clip(self.score_K.astype(np.float64), _EPSILON, 1 - _EPSILON)
         loss_K = np.log(np.where(self.positive_K, clipped_K, 1 - clipped_K))
         return {
@@ -236,7 +244,7 @@ class _Judged:
 
 
 def summarize(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of a report that beats and manifests carry."""
+    """The part of a report that heartbeats and manifests carry."""
     names = ("candidates", *METRIC_NAMES, "mae")
     tasks = {
         task: {name: values[name] for name in names if name in values}
@@ -245,11 +253,14 @@ def summarize(report: Mapping[str, Any]) -> dict[str, Any]:
     return {**{name: report[name] for name in ("requests", "candidates", *METRIC_NAMES)}, "tasks": tasks}
 
 
-def merge_summaries(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The summaries of several workers as one, each with the `sums` of its tasks: exact, but `auc`, for which sums don't suffice.
-    It is None where more than one has counted anything. {} where nobody tells."""
-    given = [one for one in told if one]
-    counted = [one for one in given if one.get("requests")] or given[:1]
+def merge_summaries(summaries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the summaries of several workers by the `sums` of their tasks.
+
+    Exact except `auc`, which sums cannot give: it is None if more than one worker has counted anything. {}
+    without reports.
+    """
+    reported = [one for one in summaries if one]
+    counted = [one for one in reported if one.get("requests")] or reported[:1]
     if len(counted) < 2:
         return dict(counted[0]) if counted else {}
     tasks: dict[str, dict[str, Any]] = {}
@@ -264,7 +275,8 @@ def merge_summaries(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class DailyMetrics:
-    """Metrics of a report (docs/protocols.md, Reports): overall, from `measure_from_ms` on, by day of request time (UTC)."""
+    """Metrics of a report (docs/protocols.md, Reports): overall, from `measure_from_ms` on, and by day of
+    request time (UTC)."""
 
     def __init__(self, tasks: Sequence[str], *, measure_from_ms: int = 0, max_scores: int = 1 << 24) -> None:
         self.tasks, self._max_scores, self._measure_from_ms = tasks, max_scores, measure_from_ms
@@ -313,5 +325,5 @@ def _ratio(a: float, b: float) -> float | None:
 
 
 def _entropy(p: float) -> float:
-    """In nats; 0 where p is 0 or 1, so that NE is not defined there."""
+    """In nats; 0 for p = 0 or 1, where NE is undefined."""
     return 0.0 if p in (0.0, 1.0) else float(-(p * np.log(p) + (1 - p) * np.log(1 - p)))

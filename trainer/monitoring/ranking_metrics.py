@@ -1,12 +1,10 @@
-"""Area under the ROC curve, exact with ties, in bounded memory, as a state that can be kept and merged.
+"""ROC AUC over all candidates, and AUC, MRR and NDCG@10 within each request.
 
-Letters: N scores given, S distinct scores kept.
+Tied scores get the expected value under a random order of the tie, so no metric depends on how a sort breaks
+ties.
 
-Metrics of one request's order, over many requests at once.
-
-Letters: R requests, B candidates, S blocks (runs of equal score within a request), M requests that count: those with at
-least one positive and one negative. Equal scores get what is expected under a random order among them, exactly; so no
-metric depends on how a sort breaks ties.
+Letters: N scores added, S distinct scores (or blocks of equal scores within a request), R requests, B
+candidates, M requests that have at least one positive and one negative.
 """
 
 from __future__ import annotations
@@ -19,46 +17,48 @@ _FULL_BITS = 32
 
 
 class ScoreHistogram:
-    """The weight of positives and negatives at every distinct score; equal scores are one entry.
+    """The weight of positives and negatives at every distinct score: exact AUC in bounded memory (20 bytes a
+    score).
 
-    **If there are more than `max_scores` distinct scores,** the lowest bits of every score are dropped, one by one, until
-    they fit: scores that become equal count as ties, and `auc_error()` says by how much that can have moved the area at
-    most. Below the bound the area is exact. 20 bytes a distinct score.
+    Beyond `max_scores` distinct scores, the lowest bits of all scores are dropped one by one until they fit.
+    Scores that become equal count as ties; `auc_error()` bounds the effect.
     """
 
     def __init__(self, max_scores: int = 1 << 18) -> None:
         self._max_scores = max_scores
         self._dropped_bits = 0
-        self._score_S = np.zeros(0, dtype=np.uint32)  # rising; order-preserving bits of the float32
+        self._score_S = np.zeros(
+            0, dtype=np.uint32
+        )  # rising; bits of the float32, mapped so that integers sort like the floats
         self._positive_S: np.ndarray = np.zeros(0, dtype=np.float64)
         self._negative_S: np.ndarray = np.zeros(0, dtype=np.float64)
         self._pending: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self._num_pending = 0
 
     def add(self, score_N: np.ndarray, positive_N: np.ndarray, weight_N: np.ndarray) -> None:
-        """float scores, bool labels, float weights, all [N]."""
+        """Add float scores, bool labels and float weights, all [N]."""
         self.add_sides(
             ordered(score_N), np.where(positive_N, weight_N, 0.0), np.where(positive_N, 0.0, weight_N)
         )
 
     def add_sides(self, ordered_N: np.ndarray, positive_N: np.ndarray, negative_N: np.ndarray) -> None:
-        """As `add`: scores as `ordered` gives them, the weights of positives and of negatives. Keeps the arrays."""
+        """As `add`, with scores from `ordered` and the weights of positives and negatives. Keeps the arrays."""
         self._pending.append((ordered_N, positive_N, negative_N))
         self._num_pending += len(ordered_N)
         if self._num_pending >= max(
             4096, len(self._score_S) // 2
-        ):  # amortised: each score is merged O(log) times
+        ):  # amortized: each score is merged O(log) times
             self._merge_pending()
 
     def merge(self, other: ScoreHistogram) -> None:
-        """Take in what another process counted; `other` stays as it is, but for its pending scores."""
+        """Add the counts of another process."""
         other._merge_pending()
         self._dropped_bits = max(self._dropped_bits, other._dropped_bits)
         self._pending.append((other._score_S, other._positive_S, other._negative_S))
         self._num_pending += len(other._score_S)
 
     def auc(self) -> float | None:
-        """P(score of a positive > of a negative) + ½ P(equal), by weight; None without both kinds."""
+        """P(positive scores higher than negative) + ½ P(equal), by weight; None unless both kinds exist."""
         self._merge_pending()
         positive, negative = self._positive_S.sum(), self._negative_S.sum()
         if positive == 0 or negative == 0:
@@ -67,7 +67,7 @@ class ScoreHistogram:
         return float((self._positive_S * (below_S + 0.5 * self._negative_S)).sum() / (positive * negative))
 
     def auc_error(self) -> float:
-        """0 where `auc` is exact; otherwise the most that it can be off."""
+        """Upper bound of the error of `auc`; 0 if it is exact."""
         self._merge_pending()
         positive, negative = self._positive_S.sum(), self._negative_S.sum()
         if self._dropped_bits == 0 or positive == 0 or negative == 0:
@@ -84,7 +84,7 @@ class ScoreHistogram:
         }
 
     def load(self, state: dict[str, np.ndarray]) -> None:
-        """Replace everything by what `state` gave."""
+        """Replace everything by a `state`."""
         self._pending, self._num_pending = [], 0
         self._score_S = state["score"].astype(np.uint32)
         self._positive_S, self._negative_S = (state[k].astype(np.float64) for k in ("positive", "negative"))
@@ -104,7 +104,7 @@ class ScoreHistogram:
     def _keep(self, score_N: np.ndarray, positive_N: np.ndarray, negative_N: np.ndarray) -> None:
         mask = np.uint32((0xFFFFFFFF << self._dropped_bits) & 0xFFFFFFFF)
         masked_N = score_N & mask
-        order_N = np.argsort(masked_N, kind="stable")  # it merges what is sorted already
+        order_N = np.argsort(masked_N, kind="stable")  # a stable sort merges runs that are already sorted
         sorted_N = masked_N[order_N]
         start_S = np.flatnonzero(np.r_[True, sorted_N[1:] != sorted_N[:-1]])[: len(sorted_N)]
         self._score_S = sorted_N[start_S]
@@ -113,7 +113,7 @@ class ScoreHistogram:
 
 
 def ordered(score_N: np.ndarray) -> np.ndarray:
-    """float32 → uint32 in the same order (sign-magnitude bits made two's complement; −0 counts as 0)."""
+    """float32 → uint32 with the same order (-0 counts as 0)."""
     bits = (score_N.astype(np.float32) + np.float32(0.0)).view(np.uint32)
     return np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))
 
@@ -127,11 +127,14 @@ class RequestScores:
     auc_M: np.ndarray
     mrr_M: np.ndarray  # mean over the positives of 1 / rank, as EB-NeRD and MIND define it
     ndcg_M: np.ndarray  # at NDCG_AT, gain 1 a positive
-    request_M: np.ndarray  # int64, as `request_index_B` names it
+    request_M: np.ndarray  # int64, from `request_index_B`
 
 
 def score_requests(score_B: np.ndarray, positive_B: np.ndarray, request_index_B: np.ndarray) -> RequestScores:
-    """`request_index_B`: int64, equal for the candidates of a request; `positive_B`: bool."""
+    """Rank metrics of each request with a positive and a negative.
+
+    `request_index_B`: int64, equal for the candidates of a request; `positive_B`: bool.
+    """
     if not len(score_B):
         return RequestScores(np.zeros(0), np.zeros(0), np.zeros(0), np.zeros(0, np.int64))
     order_B = np.lexsort((-score_B, request_index_B))
@@ -148,18 +151,18 @@ def score_requests(score_B: np.ndarray, positive_B: np.ndarray, request_index_B:
     positive_S = np.add.reduceat(positive_B, start_S)
     negative_S = size_S - positive_S
 
-    def a_request(value_S: np.ndarray) -> np.ndarray:
+    def sum_per_request(value_S: np.ndarray) -> np.ndarray:
         return np.bincount(request_S, weights=value_S, minlength=len(start_R))
 
-    positive_R, negative_R = a_request(positive_S), a_request(negative_S)
+    positive_R, negative_R = sum_per_request(positive_S), sum_per_request(negative_S)
     rank_B = np.arange(len(score_B)) - start_R[np.cumsum(new_request_B) - 1]  # from 0
     discount_B = np.where(rank_B < NDCG_AT, 1 / np.log2(rank_B + 2.0), 0.0)
     seen_S = (
         np.cumsum(negative_S) - negative_S - (np.cumsum(negative_R) - negative_R)[request_S]
-    )  # negatives ranked above
-    worse_R = a_request(positive_S * (seen_S + 0.5 * negative_S))
-    reciprocal_R = a_request(positive_S * np.add.reduceat(1.0 / (rank_B + 1), start_S) / size_S)
-    gain_R = a_request(positive_S * np.add.reduceat(discount_B, start_S) / size_S)
+    )  # negatives ranked higher
+    worse_R = sum_per_request(positive_S * (seen_S + 0.5 * negative_S))
+    reciprocal_R = sum_per_request(positive_S * np.add.reduceat(1.0 / (rank_B + 1), start_S) / size_S)
+    gain_R = sum_per_request(positive_S * np.add.reduceat(discount_B, start_S) / size_S)
     counts_R = (positive_R > 0) & (negative_R > 0)
     positive_M = positive_R[counts_R]
     return RequestScores(

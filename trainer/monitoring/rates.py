@@ -1,7 +1,8 @@
-"""How fast counters grow, and how sure that is.
+"""Rates of growing counters with confidence intervals.
 
-An interval comes from the batch means of the window: its increments are put together to at most ten blocks, whose rates vary
-independently enough for Student's t (Law and Kelton, Simulation Modeling and Analysis, §9.5.3). About 95 %.
+An interval comes from batch means: the increments of the window are grouped into at most ten blocks, whose
+rates are independent enough for Student's t at 95 % (Law and Kelton, Simulation Modeling and Analysis,
+§9.5.3).
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ _T = {
     7: 2.365,
     8: 2.306,
     9: 2.262,
-}  # 97.5 % quantile by degrees of freedom
+}  # 97.5 % quantiles by degrees of freedom
 
 
 class Estimate(NamedTuple):
-    """Per second. Without bounds where too few observations are there to tell."""
+    """A rate per second with its interval; without bounds if there are too few observations."""
 
     value: float
     low: float | None = None
@@ -33,7 +34,7 @@ class Estimate(NamedTuple):
 
 
 class TimeLeft(NamedTuple):
-    """Seconds until a lag is gone; None = not foreseeable. `high_s` None beside a value: no bound above is known."""
+    """Seconds until a lag is gone; None = unknown. `high_s` None beside a value: no upper bound is known."""
 
     s: float | None
     low_s: float | None
@@ -44,14 +45,14 @@ UNKNOWN_TIME_LEFT = TimeLeft(None, None, None)
 
 
 class RateMeter:
-    """Sums of what came, what was consumed; over the last `window_s` of a monotonic clock."""
+    """Rates of arrival, consumption and drain over the last `window_s` of a monotonic clock."""
 
     def __init__(self, window_s: float) -> None:
         self.window_s = window_s
-        self._history: deque[tuple[float, float, float]] = deque()  # (when, arrived in all, consumed in all)
+        self._history: deque[tuple[float, float, float]] = deque()  # (time, total arrived, total consumed)
 
     def note(self, now_s: float, arrived: float, consumed: float) -> None:
-        """Totals, which never shrink."""
+        """Add totals, which never shrink."""
         self._history.append((now_s, arrived, consumed))
         while len(self._history) > 2 and now_s - self._history[0][0] > self.window_s:
             self._history.popleft()
@@ -61,7 +62,7 @@ class RateMeter:
 
     @property
     def arrival(self) -> Estimate | None:
-        """None before there are two observations; so below."""
+        """None until there are two observations, as for the other rates."""
         return self._estimate(1.0, 0.0)
 
     @property
@@ -70,7 +71,7 @@ class RateMeter:
 
     @property
     def drain(self) -> Estimate | None:
-        """By how much a lag shrinks; negative while it grows."""
+        """How fast a lag shrinks; negative while it grows."""
         return self._estimate(-1.0, 1.0)
 
     def _estimate(self, of_arrived: float, of_consumed: float) -> Estimate | None:
@@ -87,13 +88,13 @@ class RateMeter:
         if n < 3:
             return Estimate(rate)
         ends = [points[round(k * (len(points) - 1) / n)] for k in range(n + 1)]
-        misses = [b[1] - a[1] - rate * (b[0] - a[0]) for a, b in itertools.pairwise(ends)]
-        half = _T[n - 1] * math.sqrt(n / (n - 1) * sum(miss * miss for miss in misses)) / elapsed_s
+        residuals = [b[1] - a[1] - rate * (b[0] - a[0]) for a, b in itertools.pairwise(ends)]
+        half = _T[n - 1] * math.sqrt(n / (n - 1) * sum(miss * miss for miss in residuals)) / elapsed_s
         return Estimate(rate, rate - half, rate + half)
 
 
 def time_left(records: float, drain: Estimate | None) -> TimeLeft:
-    """Until `records` are gone at this rate of drain: between what the fastest and the slowest likely rate make of it."""
+    """Time until `records` are gone at this drain rate, with bounds from the interval of the rate."""
     if not records:
         return TimeLeft(0.0, 0.0, 0.0)
     if drain is None or drain.value <= 0:

@@ -1,7 +1,7 @@
-"""A frozen copy beside the model in training: what would a committed version say of the same candidates?
+"""Shadow model: what would a committed version predict for the candidates that are trained now?
 
-Its dense weights stand still; rows are those that training pulls, so they move on. What it tells is what training the dense
-part since then has brought, not the rows; reports name it `shadow`, with `rows: "live"`.
+Its dense weights are frozen, but it uses the rows that training pulls. So it shows what training the dense
+part brought since then, not what the rows brought; reports have `rows: "live"`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _PREFIX = "model."
 
 
 class ShadowModel:
-    """Scores every `every`-th step."""
+    """A frozen model that scores every `every`-th step."""
 
     def __init__(self, model: nn.Module, version: str, every: int = 1) -> None:
         self.model, self.version, self.every = model.eval(), version, every
 
     def scores(self, inputs: Inputs, step: int) -> np.ndarray | None:
-        """Probabilities [B, T] of what `inputs` hold; None where this step is left out."""
+        """Probabilities [B, T]; None if this step is skipped or a score is not finite."""
         if step % self.every:
             return None
         with torch.no_grad():
@@ -41,20 +41,22 @@ class ShadowModel:
 def load_shadow_model(
     store: CheckpointStore, version: str, schema: Schema, device: str, every: int
 ) -> ShadowModel:
-    """The dense weights of a committed version, `<incarnation>-<seq>`. They are kept as `shadows/<version>.safetensors`, so
-    that a later start finds them when their commit is retired.
+    """Load the dense weights of a committed version, `<incarnation>-<seq>`.
+
+    They are copied to `shadows/<version>.safetensors`, so a later start finds them after their commit is
+    retired.
 
     Raises:
-        ConfigError: no such version, or one of another schema; names those that are there.
-        CheckpointError: it is damaged.
-        UnavailableError: the store is away.
+        ConfigError: no such version, or one of another schema; lists the available ones.
+        CheckpointError: the file is damaged.
+        UnavailableError: the store cannot be reached.
     """
-    kept = f"shadows/{version}.safetensors"
+    copy = f"shadows/{version}.safetensors"
     try:
-        data = store.get(kept)
+        data = store.get(copy)
     except CheckpointError:
         data = _committed(store, version)
-        store.create(kept, data)
+        store.create(copy, data)
     tensors, metadata = tensor_file.decode(data)
     if metadata.get("schema") != f"{schema.fingerprint:016x}":
         raise ConfigError(
@@ -71,7 +73,7 @@ def load_shadow_model(
 
 
 def _committed(store: CheckpointStore, version: str) -> bytes:
-    found = []
+    versions = []
     for name in store.list("manifests"):
         try:
             manifest = manifests.load(store, name).manifest
@@ -79,7 +81,7 @@ def _committed(store: CheckpointStore, version: str) -> bytes:
             continue
         if manifest.version == version:
             return manifests.read_file(store, manifest.dense)
-        found.append(manifest.version)
+        versions.append(manifest.version)
     raise ConfigError(
-        f"expected shadow to name a committed version ({', '.join(sorted(found)) or 'there is none'}), got {version!r}"
+        f"expected shadow to name a committed version ({', '.join(sorted(versions)) or 'there is none'}), got {version!r}"
     )

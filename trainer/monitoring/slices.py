@@ -1,6 +1,6 @@
-"""Which slice of a batch a candidate belongs to: by surface, by candidate age, or by any declared feature.
+"""Slices of candidates: by surface, by candidate age, or by any declared feature.
 
-    surface          the request's, as the caller named it
+    surface          of the request, as the caller named it
     candidate_age    of the NRO feature with `online = "age_s"`: steps from 10 minutes to a week
     a float feature  steps of powers of two
     an ids feature   its first id
@@ -35,17 +35,17 @@ Labelled = tuple[np.ndarray, Sequence[str]]  # int64 [B] numbers, and the name o
 
 
 class Slicer:
-    """One slice: what every candidate's value is called."""
+    """One slice: maps each candidate of a batch to a named value."""
 
     def __init__(self, name: str, values: Callable[[Batch], Labelled]) -> None:
         self.name, self.values = name, values
 
 
 def build_slicers(schema: Schema, names: Sequence[str]) -> list[Slicer]:
-    """In the order of `names`.
+    """One slicer for each of `names`, in order.
 
     Raises:
-        ConfigError: too many, or one that the schema doesn't have; names the nearest.
+        ConfigError: too many names, or an unknown one; suggests the nearest.
     """
     if len(names) > MAX_SLICES or len(set(names)) < len(names):
         raise ConfigError(
@@ -113,7 +113,7 @@ def _float(batch: Batch, side: Literal["ro", "nro"], column: int) -> tuple[np.nd
 
 
 def _steps(value_B: np.ndarray, present_B: np.ndarray) -> Labelled:
-    """0, and [2^k, 2^(k+1)) of either sign; from 2^-4 to 2^20."""
+    """0, and [2^k, 2^(k+1)) of either sign, from 2^-4 to 2^20."""
     exponent_B = np.clip(np.frexp(value_B)[1] - 1, -4, 20)
     code_B = np.where(value_B == 0, 0, (exponent_B + 5) * np.sign(value_B)).astype(np.int64)
     code_B[~present_B] = 99

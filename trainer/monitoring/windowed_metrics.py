@@ -1,18 +1,14 @@
-"""Progressive metrics by window of event time and by slice, beside predictors that know less.
+"""Progressive metrics by window of event time and by slice, compared with the base rate known before.
 
-A cell is (partition, what, value, bucket): a window of time is its last buckets. It belongs to its partition and goes into
-commits with it, so a rollback takes back what it counted, and what comes again is left out before it is counted (dedupe):
-nothing is counted twice. Time is the sample's close time; the window ends at the worker's watermark, and what lies beyond a
-bucket ahead of it (a clock was wrong) is in no window.
+A cell is (partition, slice/window, value, bucket); a window is the sum of its last buckets. Cells belong to
+their partition and are saved in its commits, so a rollback also takes back the counts and nothing is counted
+twice. Time is the sample's close time. A window ends at the worker's watermark; samples more than a bucket
+ahead of it are in no window.
 
-Letters: R requests, B candidates, E entries, T tasks.
+A cell has a fixed size (1.1 kB a task). Its AUC is that of scores rounded to 64 steps of log odds; `ne` and
+`calibration` are exact.
 
-Many small progressive metrics side by side: named cells, each with sums and a histogram of scores.
-
-One pass over a batch counts it in every cell it belongs to. A cell is bounded (1.1 kB a task), so its AUC is that of scores
-rounded to 64 steps of log odds; `ne`, `calibration` are exact.
-
-Letters: C cells, E entries (candidate × cell), T tasks, H histogram steps.
+Letters: R requests, B candidates, C cells, E entries (candidate × cell), T tasks, H histogram steps.
 """
 
 from __future__ import annotations
@@ -28,14 +24,14 @@ from trainer.monitoring.slices import OTHER, Slicer
 
 WINDOWS_MS = {"1h": 3_600_000, "1d": 86_400_000}
 ALL = "all"
-PARTS = 4  # of a window; it is between one and 1 + 1 / PARTS long
+PARTS = 4  # buckets of a window; the window covers between 1 and 1 + 1 / PARTS of its length
 SLICE_WINDOW = "1h"
-MAX_VALUES = 12  # of a slice, by name; the first that come; the rest as "other"
+MAX_VALUES = 12  # of a slice, by name: the first ones that appear; all others are "other"
 _FROZEN = "(frozen)"
 
 
 class WindowedMetrics:
-    """All partitions of one worker."""
+    """Windowed metrics of all partitions of one worker."""
 
     def __init__(self, tasks: Sequence[str], build_slicers: Sequence[Slicer] = ()) -> None:
         self.tasks, self.build_slicers = tuple(tasks), tuple(build_slicers)
@@ -51,8 +47,11 @@ class WindowedMetrics:
         watermark_ms: int,
         shadow_BT: np.ndarray | None = None,
     ) -> None:
-        """Scores of before the labels were used. `at_B`: int64, the partition's number in `place` of each candidate; -1 = not
-        counted. `shadow_BT`: those of the frozen copy, for the same candidates."""
+        """Count scores made before the labels were used.
+
+        `at_B`: int64, number of each candidate's partition; -1 = not counted. `shadow_BT`: scores of the
+        shadow model for the same candidates.
+        """
         kept_B = np.flatnonzero(at_B >= 0)
         if not len(kept_B):
             return
@@ -62,24 +61,26 @@ class WindowedMetrics:
             place_B
         ]
         score, label, weight = (x[kept_B] for x in (score_BT, batch.label_BT, batch.weight_BT))
-        rows = _Counted(
+        counted = _CountedCandidates(
             places.tolist(), place_B, batch.close_ms_R[batch.request_index_B[kept_B]], watermark_ms
         )
-        families = [rows.of(what) for what in (*WINDOWS_MS, ALL)]
+        families = [counted.of(what) for what in (*WINDOWS_MS, ALL)]
         for slicer in self.build_slicers:
             number_B, names = slicer.values(batch)
-            told = self._named(slicer.name, number_B[kept_B], names)
-            families += [rows.of(what, slicer.name, number_B[kept_B], told) for what in (SLICE_WINDOW, ALL)]
+            reports = self._named(slicer.name, number_B[kept_B], names)
+            families += [
+                counted.of(what, slicer.name, number_B[kept_B], reports) for what in (SLICE_WINDOW, ALL)
+            ]
         self._add(families, CandidateLosses(score, label, weight, base_BT))
         if shadow_BT is not None:
             for name, scores in ((SHADOW, shadow_BT[kept_B]), (LIVE, score)):
                 zero_B, only = np.zeros(len(kept_B), dtype=np.int64), [name]
-                pair = [rows.of(what, _FROZEN, zero_B, only) for what in (SLICE_WINDOW, ALL)]
+                pair = [counted.of(what, _FROZEN, zero_B, only) for what in (SLICE_WINDOW, ALL)]
                 self._add(pair, CandidateLosses(scores, label, weight, base_BT))
 
     def report(self, watermark_ms: int) -> dict[str, Any]:
-        """`windows` {window: {task: numbers}}, `slices` {slice: {value: {window: {task: numbers}}}}, and where a frozen copy is
-        scored `shadow` {"shadow" | "live": {window: {task: numbers}}}. Numbers: see `cells`."""
+        """`windows` {window: {task: numbers}}, `slices` {slice: {value: {window: {task: numbers}}}}, and with
+        a shadow model `shadow` {"shadow" | "live": {window: {task: numbers}}}."""
         of: dict[tuple[str, str], dict[str, list[Key]]] = {}
         for key in self.cells.keys:
             _, what, value, bucket = key
@@ -96,11 +97,11 @@ class WindowedMetrics:
         return out
 
     def state(self, place: int) -> dict[str, np.ndarray]:
-        """Of one partition."""
+        """Arrays of one partition."""
         return self.cells.state(lambda key: key[0] == place)
 
     def load(self, place: int, state: Mapping[str, np.ndarray]) -> None:
-        """Replace one partition by what `state` gave."""
+        """Replace one partition by a `state`."""
         self.cells.drop(lambda key: key[0] == place)
         self.cells.load(state)
         for _, what, value, _ in self.cells.keys:
@@ -118,7 +119,7 @@ class WindowedMetrics:
         self.cells.add(cell_E, losses, np.concatenate([entries.candidate_E for entries in families]))
 
     def _named(self, slice_: str, number_B: np.ndarray, names: Sequence[str]) -> list[str]:
-        """Each name, or "other" where MAX_VALUES came before it, however the stream was cut into batches."""
+        """Each name, or "other" beyond the first MAX_VALUES names, however the stream is cut into batches."""
         known = self._values[slice_]
         if len(known) < MAX_VALUES:
             numbers, first_at = np.unique(number_B, return_index=True)
@@ -128,7 +129,7 @@ class WindowedMetrics:
         return [name if name in known else OTHER for name in names]
 
     def _drop_old(self, watermark_ms: int) -> None:
-        """Once a part of the shortest window."""
+        """Once per bucket of the shortest window."""
         now = watermark_ms // (min(WINDOWS_MS.values()) // PARTS)
         if now != self._dropped_at:
             self._dropped_at = now
@@ -138,14 +139,14 @@ class WindowedMetrics:
 
 
 class _CellEntries:
-    """Candidates in the cells of one family."""
+    """The candidates of a batch in the cells of one window and slice."""
 
     def __init__(self, keys: list[Key], key_E: np.ndarray, candidate_E: np.ndarray) -> None:
         self.keys, self.key_E, self.candidate_E = keys, key_E, candidate_E
 
 
-class _Counted:
-    """The candidates of a batch: of which partition, and when."""
+class _CountedCandidates:
+    """The counted candidates of a batch, with partition and time."""
 
     def __init__(
         self, places: list[int], place_B: np.ndarray, time_ms_B: np.ndarray, watermark_ms: int
@@ -160,7 +161,7 @@ class _Counted:
     def of(
         self, window: str, slice_: str = "", value_B: np.ndarray | None = None, names: Sequence[str] = ("",)
     ) -> _CellEntries:
-        """In the cells of a window and a slice."""
+        """The candidates in the cells of a window and a slice."""
         what = f"{slice_}/{window}"
         bucket_B, candidate_E = np.zeros(len(self.place_B), dtype=np.int64), np.arange(len(self.place_B))
         if window != ALL:
@@ -194,15 +195,15 @@ SUMS = ("candidates", "weight", "positive", "predicted", "log_loss", "base_log_l
 SHADOW, LIVE = (
     "shadow",
     "live",
-)  # what is told of: the frozen copy, and the model in training on the same candidates
-_WIDEST = 8.0  # log odds beyond which all scores share a step
+)  # reported for the shadow model, and for the model in training on the same candidates
+_WIDEST = 8.0  # scores beyond these log odds share a step
 _EPSILON = 1e-12
 
 Key = tuple[str | int, ...]
 
 
 class MetricCells:
-    """`add` counts; `report` is of several cells together."""
+    """Named cells with sums and a score histogram each. `add` counts; `report` sums several cells."""
 
     def __init__(self, tasks: Sequence[str]) -> None:
         self.tasks, num_tasks = tuple(tasks), len(tasks)
@@ -212,7 +213,7 @@ class MetricCells:
         self._scores_CTH = np.zeros((0, num_tasks, 2 * STEPS))  # positives, then negatives
 
     def number_of(self, key: Key) -> int:
-        """Of this cell; a new one is empty. Valid until `drop` or `load`."""
+        """Number of this cell; a new one is empty. Valid until `drop` or `load`."""
         number = self._number.setdefault(key, len(self.keys))
         if number == len(self.keys):
             self.keys.append(key)
@@ -226,18 +227,18 @@ class MetricCells:
 
     def add(self, cell_E: np.ndarray, losses: CandidateLosses, candidate_E: np.ndarray) -> None:
         """Entry e counts candidate `candidate_E[e]` in cell `cell_E[e]`."""
-        most = len(self.keys)
+        num_cells = len(self.keys)
         for t in range(len(self.tasks)):
             for s, values_B in enumerate(losses.sums_TSB[t]):
-                self._sums_CTS[:most, t, s] += np.bincount(cell_E, values_B[candidate_E], most)
-            place_E = cell_E * (2 * STEPS) + losses.step_TB[t][candidate_E]
+                self._sums_CTS[:num_cells, t, s] += np.bincount(cell_E, values_B[candidate_E], num_cells)
+            histogram_E = cell_E * (2 * STEPS) + losses.step_TB[t][candidate_E]
             weight_E = losses.sums_TSB[t][1][candidate_E]
-            self._scores_CTH[:most, t] += np.bincount(place_E, weight_E, most * 2 * STEPS).reshape(
-                most, 2 * STEPS
-            )
+            self._scores_CTH[:num_cells, t] += np.bincount(
+                histogram_E, weight_E, num_cells * 2 * STEPS
+            ).reshape(num_cells, 2 * STEPS)
 
     def rates_T(self, key: Key) -> np.ndarray:
-        """The base rate so far, as one more positive and one more negative would leave it: 0.5 at first."""
+        """Base rate so far with one more positive and one more negative: 0.5 at first."""
         number = self._number.get(key)
         if number is None:
             return np.full(len(self.tasks), 0.5)
@@ -245,7 +246,7 @@ class MetricCells:
         return (sums_TS[:, 2] + 1) / (sums_TS[:, 1] + 2)
 
     def report(self, keys: Iterable[Key]) -> dict[str, dict[str, Any]]:
-        """Task → numbers of these cells together; those that aren't known are ignored."""
+        """Task → metrics of these cells together; unknown cells are ignored."""
         numbers = [self._number[key] for key in keys if key in self._number]
         sums_TS, scores_TH = self._sums_CTS[numbers].sum(axis=0), self._scores_CTH[numbers].sum(axis=0)
         return {task: _numbers(sums_TS[t], scores_TH[t]) for t, task in enumerate(self.tasks)}
@@ -254,13 +255,13 @@ class MetricCells:
         return int(self._sums_CTS[self._number[key], 0, 0])
 
     def drop(self, is_over: Callable[[Key], bool]) -> None:
-        """Forget cells."""
+        """Remove cells."""
         kept = [n for n, key in enumerate(self.keys) if not is_over(key)]
         if len(kept) < len(self.keys):
             self._put([self.keys[n] for n in kept], self._sums_CTS[kept], self._scores_CTH[kept])
 
     def state(self, mine: Callable[[Key], bool]) -> dict[str, np.ndarray]:
-        """Arrays that `load` takes back, of some cells; copies."""
+        """Copies of some cells, as arrays for `load`."""
         kept = [n for n, key in enumerate(self.keys) if mine(key)]
         keys = json.dumps({"tasks": self.tasks, "keys": [self.keys[n] for n in kept]}).encode()
         return {
@@ -270,7 +271,7 @@ class MetricCells:
         }
 
     def load(self, state: Mapping[str, np.ndarray]) -> None:
-        """Become these cells and those of before, of which the ones that `state` has are replaced. Of other tasks: nothing."""
+        """Add the cells of a `state` and replace those of the same key. A state of other tasks is ignored."""
         named = json.loads(state["keys"].tobytes())
         if tuple(named["tasks"]) != self.tasks or state["sums"].shape[2:] != (len(SUMS),):
             return
@@ -289,12 +290,12 @@ class MetricCells:
 
 
 class CandidateLosses:
-    """What each candidate adds to a cell: once a batch, however many cells it is in."""
+    """What each candidate adds to a cell; computed once a batch, whatever the number of its cells."""
 
     def __init__(
         self, score_BT: np.ndarray, label_BT: np.ndarray, weight_BT: np.ndarray, base_BT: np.ndarray
     ) -> None:
-        """`base_BT`: what a predictor that knows only base rates would have said."""
+        """`base_BT`: prediction of a predictor that knows only base rates."""
         weight_TB = weight_BT.T.astype(np.float64)
         clipped_TB = np.clip(score_BT.T.astype(np.float64), _EPSILON, 1 - _EPSILON)
         is_positive_TB = label_BT.T > 0
@@ -312,10 +313,10 @@ class CandidateLosses:
         self.sums_TSB = np.stack(columns, axis=1)
 
 
-def merge_cell_reports(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The numbers of the same cells at several workers as one, from their `sums`; `auc`, which those don't tell, is None where
-    more than one has counted anything."""
-    counted = [numbers for numbers in told if numbers["candidates"]] or told[:1]
+def merge_cell_reports(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the reports of the same cells at several workers by their `sums`; `auc` is None if more than one
+    counted anything."""
+    counted = [numbers for numbers in reports if numbers["candidates"]] or reports[:1]
     if len(counted) == 1:
         return dict(counted[0])
     return {
@@ -329,7 +330,8 @@ def _numbers(sums_S: np.ndarray, scores_H: np.ndarray) -> dict[str, Any]:
 
 
 def _from_sums(sums: list[float]) -> dict[str, Any]:
-    """`ne` is relative to the base rate of the same candidates, `ne_online` to that known before each of them."""
+    """`ne` is relative to the base rate of the same candidates, `ne_online` to the rate known before each of
+    them."""
     candidates, weight, positive, predicted, log_loss, base_log_loss = sums
     rate = positive / weight if weight else None
     entropy = 0.0 if rate in (None, 0.0, 1.0) else -(rate * np.log(rate) + (1 - rate) * np.log(1 - rate))
