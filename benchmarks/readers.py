@@ -139,7 +139,9 @@ def fleet_of(session: Session, least: int, most: int, **settings: Any) -> Iterat
             ReaderMaster(session.trained, session.schema, session.clock, count), count, pool
         ).open()
         try:
-            session.read_by = readers.reading(ReadersConfig(by="programs"), lambda: session.incarnation)
+            session.read_by = readers.session_opener(
+                ReadersConfig(by="programs"), lambda: session.incarnation
+            )
             yield readers
         finally:
             readers.close()

@@ -17,57 +17,48 @@ from roostream.warehouse.sessions.session import Labels, SessionSpec, days_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig(Settings):
-    """A model from the warehouse alone: everything in one process, or several workers beside it."""
+    """Settings of `roostream train`, which trains a model from the warehouse."""
 
-    warehouse: str = setting(
-        "", "where samples are archived, a directory or s3://bucket/prefix; '' = that of the home"
-    )
+    warehouse: str = setting("", "archive of samples: a directory or s3://bucket/prefix; '' = that of --home")
     days: str = setting(
-        "", "of close, as 2024-05-01..2024-05-07, in order; either end may be left out; '' = all"
+        "", "days on which samples closed, such as 2024-05-01..2024-05-07; either end is optional; '' = all"
     )
-    home: str = setting(
-        str(DEFAULT_HOME), "where the model goes; training that was interrupted goes on there"
-    )
+    home: str = setting(str(DEFAULT_HOME), "directory for the model; an interrupted training resumes there")
     schema: str = setting(str(DEMO_SCHEMA), "schema TOML")
-    model: str = setting("", "path of the model TOML; empty = defaults")
-    set: tuple[str, ...] = setting((), "settings of the trainer's loop, as worker.batch_requests=512")
+    model: str = setting("", "model TOML; '' = the default ranker")
+    set: tuple[str, ...] = setting((), "settings of the training loop, such as worker.batch_requests=512")
     num_shards: int = setting(
-        2, "parameter server shards, as the stack that goes on with the model will have", ge=1, le=64
+        2, "parameter server shards of the model, as in the stack that will continue with it", ge=1, le=64
     )
-    workers: int = setting(
-        1, "that train together, in processes of their own where there are several", ge=1, le=64
-    )
+    workers: int = setting(1, "number of workers; several workers run in processes of their own", ge=1, le=64)
     rows: Literal["shards", "workers"] = setting(
         "shards",
-        "who holds rows while this trains: shards here, or the worker processes, until they go to num_shards",
+        "owners of the rows during training: shards in this process, or the worker processes",
     )
-    partitions: int = setting(DEFAULT_PARTITIONS, "of the topic that was archived", ge=1, le=1024)
-    seed: int = setting(0, "of initial weights and rows, and of the order of files", ge=0, le=MAX_SEED)
-    labels: Labels = setting("latest", "with corrections until now, or as_streamed at the close")
-    commit_interval_ms: int = setting(30_000, "between commits", ge=100)
-    readers: int = setting(
-        0, "`reader` programs that read for training; 0 = this process reads for itself", ge=0, le=64
-    )
+    partitions: int = setting(DEFAULT_PARTITIONS, "partitions of the archived topic", ge=1, le=1024)
+    seed: int = setting(0, "seed of initial weights and rows, and of the order of files", ge=0, le=MAX_SEED)
+    labels: Labels = setting("latest", "latest = with corrections until now; as_streamed = at the close")
+    commit_interval_ms: int = setting(30_000, "time between commits", ge=100)
+    readers: int = setting(0, "number of reader programs; 0 = workers read files themselves", ge=0, le=64)
     max_readers: int = setting(
         0,
-        "more than readers: as many as keep training from waiting, up to so many; 0 = readers",
+        "start up to this many readers while workers wait for data; 0 = as many as readers",
         ge=0,
         le=64,
     )
     pool: Literal["processes", "ray"] = setting(
         "processes",
-        "who runs readers: this machine, or the Ray cluster that it belongs to, on any of its nodes (extra ray)",
+        "where readers run: processes of this machine, or the nodes of its Ray cluster (extra ray)",
     )
-    ask_at: str = setting(
+    readers_listen: str = setting(
         "127.0.0.1:0",
-        "host:port at which readers ask what to read; with a Ray cluster of several machines one that all reach",
+        "host:port on which the master of the readers listens; other machines of a Ray cluster must reach it",
     )
     link: str = setting(
-        "", "TOML of which [link] is read: how readers call and are called; its files on each node, too"
+        "",
+        "TOML with a table [link], the security of calls to and from readers; its files must be on each node",
     )
-    insecure: bool = setting(
-        False, "ask_at and readers may be reached by others, although nothing asks who they are"
-    )
+    insecure: bool = setting(False, "accept connections from other machines without authentication")
     report: str = setting("", "file for the JSON report")
 
     def __post_init__(self) -> None:
@@ -78,32 +69,34 @@ class TrainConfig(Settings):
             raise setting_error(
                 "max_readers", f"at least readers = {max(self.readers, 1)}, or 0", self.max_readers
             )
-        check_addresses("ask_at", self.ask_at)
-        if self.pool == "ray" and not self.reads_by_programs:
-            raise setting_error("pool", "readers or max_readers above 0 with it", self.pool, "say how many")
-        if self.by_processes and (self.link or not is_loopback(parse_address(self.ask_at)[0])):
+        check_addresses("readers_listen", self.readers_listen)
+        if self.pool == "ray" and not self.uses_readers:
+            raise setting_error("pool", "processes without readers", self.pool, "set readers or max_readers")
+        if self.uses_worker_processes and (
+            self.link or not is_loopback(parse_address(self.readers_listen)[0])
+        ):
             raise setting_error(
-                "ask_at",
-                "one worker, with rows at shards, where readers are reached from outside",
-                self.ask_at,
+                "readers_listen",
+                "a loopback address with several workers or rows = workers",
+                self.readers_listen,
             )
         if self.workers > self.partitions:
-            error = "each trains one of the partitions at least"
-            raise setting_error("workers", f"at most partitions = {self.partitions}", self.workers, error)
+            remedy = "each worker trains at least one partition"
+            raise setting_error("workers", f"at most partitions = {self.partitions}", self.workers, remedy)
         assert self.session
 
     @property
-    def by_processes(self) -> bool:
-        """Whether workers are programs beside this one."""
+    def uses_worker_processes(self) -> bool:
+        """Whether workers run in processes of their own."""
         return self.workers > 1 or self.rows == "workers"
 
     @property
     def num_owners(self) -> int:
-        """Who hold rows while this trains."""
+        """Number of owners of rows during training."""
         return self.workers if self.rows == "workers" else self.num_shards
 
     @property
-    def reads_by_programs(self) -> bool:
+    def uses_readers(self) -> bool:
         return self.readers > 0 or self.max_readers > 0
 
     @property
@@ -112,15 +105,15 @@ class TrainConfig(Settings):
         return ReaderCountConfig(min_readers=least, max_readers=max(self.max_readers, least))
 
     @property
-    def place(self) -> str:
+    def warehouse_url(self) -> str:
         return self.warehouse or str(Path(self.home) / "warehouse")
 
     @property
     def session(self) -> SessionSpec:
-        """What is trained, of a version that is yet to be fixed."""
+        """The session to train; its version is fixed when training begins."""
         first, last = days_of(self.days) if self.days else ("", "")
         return SessionSpec(
-            table=self.place,
+            table=self.warehouse_url,
             version=0,
             first_day=first,
             last_day=last,

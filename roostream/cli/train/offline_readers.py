@@ -1,4 +1,4 @@
-"""`reader` programs beside training in this process: what they are told to read, and as many of them as are wished for."""
+"""`reader` programs for `roostream train`: the RPC server of their master, and a pool that follows its target size."""
 
 from __future__ import annotations
 
@@ -31,130 +31,143 @@ from trainer.control.reader_master import LeaseRecorder, ReaderMaster
 
 log = logging.getLogger("roostream.train")
 
-_FOLLOW_S = 1.0
+_RESIZE_INTERVAL_S = 1.0
 _STOP_S = 10.0
-HERE = "127.0.0.1:0"
+LOOPBACK = "127.0.0.1:0"
 
 
 class OfflineReaders:
-    """A pool of readers that follows the wish of a master, until `close`."""
+    """A pool of readers that follows the target size of a master, between `open` and `close`."""
 
     def __init__(
         self,
         master: ReaderMaster,
         count: ReaderCountConfig,
-        pool: Callable[[str], ProgramPool],
+        build_pool: Callable[[str], ProgramPool],
         store: CheckpointStore | None = None,
-        at: str = HERE,
-        keys: LinkCredentials | None = None,
+        listen: str = LOOPBACK,
+        credentials: LinkCredentials | None = None,
     ) -> None:
-        """`pool`: the master's "host:port" → readers that ask it; `store`: where it is kept what became of leases; `at`: where
-        it is asked; `keys`: of those calls, and of those to readers."""
-        self.master, self.count, self.clock, self.keys = (
-            master,
-            count,
-            master.clock,
-            keys or LinkCredentials(),
-        )
-        self._kept = LeaseRecorder(master, store, self.clock) if store else None
-        self.server = RpcServer(self.master.handle, *parse_address(at), keys=self.keys)
-        self._pool = pool
+        """`build_pool` takes the address of the master. `store` keeps the log of leases. `credentials` protect calls to the
+        master and to readers."""
+        self.master, self.count, self.clock = master, count, master.clock
+        self.credentials = credentials or LinkCredentials()
+        self._lease_recorder = LeaseRecorder(master, store, self.clock) if store else None
+        self.server = RpcServer(self.master.handle, *parse_address(listen), keys=self.credentials)
+        self._build_pool = build_pool
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="readers", daemon=True)
+        self._thread = threading.Thread(target=self._follow_target, name="readers", daemon=True)
 
     def open(self) -> OfflineReaders:
         self.server.start()
-        self.pool = self._pool(self.server.address)
+        self.pool = self._build_pool(self.server.address)
         self.pool.resize(self.count.min_readers)
         self._thread.start()
         return self
 
     def close(self) -> None:
-        """Readers hear from nobody, so they end at once, by force those that don't. Idempotent."""
+        """Stop the server and all readers; readers that miss their time limit are killed. Idempotent."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
-        if self._kept:
-            self._kept.save_if_due(last=True)
+        if self._lease_recorder:
+            self._lease_recorder.save_if_due(last=True)
         self.server.stop()
         self.pool.close()
 
-    def reading(self, settings: ReadersConfig, incarnation: Callable[[], int]) -> RemoteSessionOpener:
-        """Who reads for the worker of this process."""
+    def session_opener(self, settings: ReadersConfig, incarnation: Callable[[], int]) -> RemoteSessionOpener:
+        """Opens sessions that are read by these readers, for the worker in this process."""
         link = ReadersLink(
             controller=lambda: InMemoryTransport(self.master.handle),
-            dial=lambda address: SocketTransport(address, keys=self.keys),
+            dial=lambda address: SocketTransport(address, keys=self.credentials),
             worker=0,
             incarnation=incarnation,
         )
         return RemoteSessionOpener(link, settings, self.clock)
 
-    def _follow(self) -> None:
-        while not self._stop.wait(_FOLLOW_S):
-            if self._kept:
-                self._kept.save_if_due()
+    def _follow_target(self) -> None:
+        while not self._stop.wait(_RESIZE_INTERVAL_S):
+            if self._lease_recorder:
+                self._lease_recorder.save_if_due()
             try:
                 self.pool.resize(max(self.master.status()["wanted"], self.count.min_readers))
-            except RoostreamError as error:  # those that run go on
-                log.warning("the number of readers stays as it is: %s", error)
+            except RoostreamError as error:  # the readers that run continue
+                log.warning("cannot change the number of readers: %s", error)
 
 
 def reader_programs(home: Home, settings: Mapping[str, Any] | None = None) -> Callable[[str], ProgramPool]:
-    """Child processes with these settings; their files lie in `home`."""
+    """Readers as child processes with these settings; their files are in `home`."""
 
-    def made(controller: str) -> ProgramPool:
-        return ProcessPool(
-            lambda number: _program(home, number, {**(settings or {}), "controller": controller})
-        )
+    def build(master: str) -> ProgramPool:
+        return ProcessPool(lambda number: _reader(home, number, {**(settings or {}), "controller": master}))
 
-    return made
+    return build
 
 
 def reader_actors(settings: Mapping[str, Any] | None = None) -> Callable[[str], ProgramPool]:
-    """The same programs on the nodes of a Ray cluster, which have this project, the warehouse's place and the link's files as
-    this machine has them. Where others reach the master they listen on all addresses of their nodes, and are told by their names.
+    """Readers on the nodes of a Ray cluster, which have this package and can reach the warehouse and the files of [link].
 
-    The call raises as `RayPool`.
+    If the master is not on loopback, readers listen on all addresses and are known by the host names of their nodes.
+    The pool raises as `RayPool`.
     """
 
-    def made(controller: str) -> ProgramPool:
+    def build(master: str) -> ProgramPool:
         from infra.ray_pool import RayPool
 
-        listen = {} if is_loopback(parse_address(controller)[0]) else {"listen": "0.0.0.0:0"}
+        listen = {} if is_loopback(parse_address(master)[0]) else {"listen": "0.0.0.0:0"}
         return RayPool(
-            partial(_on_a_node, {**listen, **(settings or {}), "controller": controller}), "reader"
+            partial(_reader_on_node, {**listen, **(settings or {}), "controller": master}), "reader"
         )
 
-    return made
+    return build
 
 
-def linked(keys: LinkCredentials) -> dict[str, Any]:
-    """Settings of readers that call, and are called, as these keys say."""
-    link = {key: value for key, value in dataclasses.asdict(keys.security).items() if value}
-    return {**({"link": link} if link else {}), **({"insecure": True} if keys.insecure else {})}
+def link_table(credentials: LinkCredentials) -> dict[str, Any]:
+    """The settings by which readers use the same credentials."""
+    link = {key: value for key, value in dataclasses.asdict(credentials.security).items() if value}
+    return {
+        **({"link": link} if link else {}),
+        **({"insecure": True} if credentials.insecure else {}),
+    }
 
 
-def _on_a_node(table: Mapping[str, Any], number: int, folder: Path) -> Program:
-    return _program(Home(folder), number, table)
-
-
-def _program(home: Home, number: int, table: Mapping[str, Any]) -> Program:
-    name = f"reader-{number}"
-    conf = home.conf / f"{name}.toml"
+def child_program(
+    home: Home,
+    name: str,
+    module: tuple[str, ...],
+    conf_name: str,
+    conf_text: str,
+    *,
+    stop_rank: StopRank,
+    refused_code: int | None = None,
+) -> Program:
+    """A Python module as a child process. Its last argument is a file with `conf_text`, written before each start."""
+    conf = home.conf / conf_name
 
     def prepare() -> None:
         conf.parent.mkdir(parents=True, exist_ok=True)
-        conf.write_text(tomli_w.dumps(table), encoding="utf-8")
+        conf.write_text(conf_text, encoding="utf-8")
 
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     return Program(
         name=name,
-        command=(sys.executable, "-m", "roostream.cli.main", "reader", "--config", str(conf)),
+        command=(sys.executable, "-m", *module, str(conf)),
         log=home.log(name),
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", "")))),
-        },
+        env={**os.environ, "PYTHONPATH": path},
         prepare=prepare,
-        stop_rank=StopRank.FEATURES,
+        stop_rank=stop_rank,
         stop_timeout_s=_STOP_S,
+        refused_code=refused_code,
     )
+
+
+def _reader(home: Home, number: int, table: Mapping[str, Any]) -> Program:
+    name = f"reader-{number}"
+    command = ("roostream.cli.main", "reader", "--config")
+    return child_program(
+        home, name, command, f"{name}.toml", tomli_w.dumps(table), stop_rank=StopRank.FEATURES
+    )
+
+
+def _reader_on_node(table: Mapping[str, Any], number: int, folder: Path) -> Program:
+    return _reader(Home(folder), number, table)

@@ -1,4 +1,8 @@
-"""What a run of `roostream train` is made of, whether one process has all of it or several have a part each."""
+"""The parts of a `roostream train` run, and the program of one worker: `python -m roostream.cli.train.offline_worker FILE`.
+
+`TrainingParts` builds shards and workers, in the process of `roostream train` or in worker programs. With `rows = workers`, a worker
+program also has a shard with its own controller agent, and is restored, frozen and written like any shard.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +49,7 @@ from trainer.loop import LoopDependencies, TrainLoop
 from trainer.pipeline.pipelined_feed import connect_feed
 from trainer.pipeline.stage_timer import StageTimer
 from trainer.predictions import Prediction
-from trainer.process_group import (
-    SINGLE_WORKER,
-    DualRendezvous,
-    Rendezvous,
-    SingleWorkerGroup,
-    TorchRendezvous,
-)
+from trainer.process_group import SINGLE_WORKER, DualRendezvous, Rendezvous, SingleWorkerGroup, TorchRendezvous
 from trainer.record_source import RecordSource
 from trainer.rows import Rows, ShardRows
 from trainer.sessions.phased_source import PhasedSource
@@ -60,11 +58,14 @@ from trainer.worker import Worker
 
 NUM_BUCKETS = 64
 _READ_AHEAD = 2
-_NOWHERE = "127.0.0.1:1"  # nobody dials
+_UNUSED_ADDRESS = "127.0.0.1:1"
+_REDUCE_TIMEOUT_S = 30.0
+_CONTROLLER_TIMEOUT_S = 20.0
+_JOIN_S = 5.0
 
 
-class NoOutputs:
-    """See `SafeOutputs`: nobody is told of predictions; dead letters are counted by the loop."""
+class DiscardedOutputs:
+    """See `SafeOutputs`: predictions and dead letters are not written; the loop counts dead letters."""
 
     def begin(self) -> None: ...
 
@@ -80,16 +81,12 @@ class NoOutputs:
     def dead_letter(self, letter: pb.DeadLetter) -> None: ...
 
 
-class OfflineParts:
-    """Of one run, by its settings."""
+class TrainingParts:
+    """Builds the shards and workers of one run from its settings."""
 
     def __init__(self, config: TrainConfig, settings: LoopConfig) -> None:
-        self.config, self.settings, self.home, self.clock = (
-            config,
-            settings,
-            Home(Path(config.home)),
-            SystemClock(),
-        )
+        self.config, self.settings = config, settings
+        self.home, self.clock = Home(Path(config.home)), SystemClock()
         self.schema: Schema = load_schema(Path(config.schema))
         self.model = load_model_config(config.model)
         self.store: CheckpointStore = open_store(str(self.home.store))
@@ -105,57 +102,58 @@ class OfflineParts:
         )
 
     def segments_of(self, owner: int) -> Path:
-        """Where it has its rows, whichever process it is in."""
+        """Directory of an owner's rows."""
         return self.home.root / f"shard-{owner}" / "segments"
 
     def shard(self, index: int, opened: contextlib.ExitStack) -> Shard:
-        """An owner of rows; nothing is restored yet."""
-        blobs = RocksDbStore(self.segments_of(index))
+        """An owner of rows; the controller restores it later."""
+        segments = RocksDbStore(self.segments_of(index))
         config = ShardConfig(
             schema=self.config.schema,
             store=str(self.home.store),
-            controller=_NOWHERE,
+            controller=_UNUSED_ADDRESS,
             home=str(self.segments_of(index).parent),
             index=index,
             num_shards=self.config.num_owners,
             seed=self.config.seed,
             partitions=self.config.partitions,
         )
-        shard = build_shard(config, blobs)
-        blobs.open()
-        opened.callback(blobs.close)
+        shard = build_shard(config, segments)
+        segments.open()
+        opened.callback(segments.close)
         opened.callback(shard.leave)
         return shard
 
     def worker(
         self,
         rows: Rows,
-        read_by: RemoteSessionOpener | None,
+        opener: RemoteSessionOpener | None,
         opened: contextlib.ExitStack,
         index: int = 0,
-        team: Rendezvous = SINGLE_WORKER,
+        rendezvous: Rendezvous = SINGLE_WORKER,
     ) -> Worker:
+        """A worker that trains the session. `opener`: opens sessions read by reader programs; None = it reads files itself."""
         set_numerics(self.settings)
-        stages, outputs = StageTimer(self.clock), NoOutputs()
+        stages, outputs = StageTimer(self.clock), DiscardedOutputs()
         source, rows, feed = connect_feed(
-            lambda: self._source(stages, read_by),
+            lambda: self._source(stages, opener),
             rows,
             stages,
             staleness=0,
             read_ahead=0 if self.settings.exact else _READ_AHEAD,
         )
         opened.callback(source.close)
-        wiring = LoopDependencies(
+        dependencies = LoopDependencies(
             source=source, rows=rows, outputs=outputs, clock=self.clock, feed=feed, stages=stages
         )
-        loop = TrainLoop(self.settings, self.schema, self.model, wiring)
+        loop = TrainLoop(self.settings, self.schema, self.model, dependencies)
         opened.callback(loop.feed.close)
-        return Worker(loop, outputs, self.store, self.identity, index, team)
+        return Worker(loop, outputs, self.store, self.identity, index, rendezvous)
 
-    def _source(self, stages: StageTimer, read_by: RemoteSessionOpener | None) -> PhasedSource:
-        """Behind the session comes nothing."""
+    def _source(self, stages: StageTimer, opener: RemoteSessionOpener | None) -> PhasedSource:
+        """A source with the session, and an empty stream after it."""
         partitions = all_partitions((SAMPLES,), self.config.partitions)
-        nothing = RecordSource(
+        stream = RecordSource(
             MemoryConsumer(partitions),
             Decoder(self.schema, self.identity.registry),
             self.clock,
@@ -163,110 +161,84 @@ class OfflineParts:
         )
         horizon_ms = self.settings.dedupe_horizon_ms
         return PhasedSource(
-            nothing,
-            lambda told: open_session(
-                told, self.schema, partitions, horizon_ms, self.clock, stages, read_by or local_rows
+            stream,
+            lambda session: open_session(
+                session, self.schema, partitions, horizon_ms, self.clock, stages, opener or local_rows
             ),
         )
 
 
-REDUCE_S = 30.0
-_SILENT_S = 20.0  # without an answer of the controller, whose process ends this one
-_JOIN_S = 5.0
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerTask:
-    """What its process is told."""
+    """The contents of a worker program's FILE (JSON)."""
 
     train: dict[str, Any]  # fields of TrainConfig
-    loop: dict[str, Any]  # of LoopConfig
+    loop: dict[str, Any]  # fields of LoopConfig
     index: int
-    controller: str
-    readers: str = ""  # who tells what to read, by readers; "" = each worker reads for itself
-    shards: Sequence[str] = ()  # none: the workers hold the rows
+    controller: str  # address
+    readers: str = ""  # address of the reader master; "" = the worker reads files itself
+    shards: Sequence[str] = ()  # addresses; empty = the workers own the rows
 
 
-def work(task: WorkerTask, stop: program.Stop) -> None:
-    """Until `stop` is set. Raises UnavailableError: no controller answers."""
-    parts = OfflineParts(from_dict(TrainConfig, task.train), from_dict(LoopConfig, task.loop))
+def run_worker(task: WorkerTask, stop: program.Stop) -> None:
+    """Train until `stop` is set. Raises UnavailableError: the controller does not answer."""
+    parts = TrainingParts(from_dict(TrainConfig, task.train), from_dict(LoopConfig, task.loop))
     ended = threading.Event()
+
+    def dial() -> Transport:
+        return SocketTransport(task.controller)
+
     with contextlib.ExitStack() as opened:
-        place = TorchRendezvous("127.0.0.1:0", device=parts.settings.device, timeout_s=REDUCE_S)
-        opened.callback(place.close)
-        members: list[ControllerAgent] = []
-        team: Rendezvous = place
+        peers = TorchRendezvous("127.0.0.1:0", device=parts.settings.device, timeout_s=_REDUCE_TIMEOUT_S)
+        opened.callback(peers.close)
+        rendezvous: Rendezvous = peers
+        agents: list[ControllerAgent] = []
         if task.shards:
-            shards = [SocketTransport(address) for address in task.shards]
-            for transport in shards:
+            transports = [SocketTransport(address) for address in task.shards]
+            for transport in transports:
                 opened.callback(transport.close)
-            client: Client | RowExchange = Client(parts.schema, shards, worker=task.index)
+            client: Client | RowExchange = Client(parts.schema, transports, worker=task.index)
         else:
             shard = parts.shard(task.index, opened)
             precompile()
             client = RowExchange(shard, SingleWorkerGroup())
-            team = DualRendezvous(place, client)
-            members.append(_shard_member(task, shard, ended))
+            rendezvous = DualRendezvous(peers, client)
+            agents.append(ControllerAgent(dial, "shard", task.index, shard.execute, shard.stats, ended))
         opened.callback(client.close)
-        worker: Worker = parts.worker(
-            ShardRows(client), _read_by(task, parts, lambda: worker.incarnation), opened, task.index, team
-        )
-        members.append(
-            ControllerAgent(
-                _dials(task.controller),
-                "worker",
-                task.index,
-                worker.submit,
-                worker.report,
-                ended,
-                hear=worker.hear,
+        opener = None
+        if task.readers:
+            link = ReadersLink(
+                controller=lambda: SocketTransport(task.readers),
+                dial=SocketTransport,
+                worker=task.index,
+                incarnation=lambda: worker.incarnation,
             )
+            opener = RemoteSessionOpener(link, ReadersConfig(by="programs"), parts.clock)
+        worker: Worker = parts.worker(ShardRows(client), opener, opened, task.index, rendezvous)
+        agents.append(
+            ControllerAgent(dial, "worker", task.index, worker.submit, worker.report, ended, hear=worker.hear)
         )
 
         def end() -> None:
             worker.group.interrupt()
             worker.close()
             ended.set()
-            for member in members:
-                member.join(_JOIN_S)
+            for agent in agents:
+                agent.join(_JOIN_S)
 
         opened.callback(end)
-        for member in members:
-            member.start()
-        _train(worker, members[-1], stop)
-
-
-def _train(worker: Worker, member: ControllerAgent, stop: program.Stop) -> None:
-    while not stop.is_set():
-        worker.serve_inbox()
-        worker.turn()
-        if member.silent_s > _SILENT_S:
-            raise UnavailableError(f"the controller has not answered for {member.silent_s:.0f} s")
-
-
-def _shard_member(task: WorkerTask, shard: Shard, ended: threading.Event) -> ControllerAgent:
-    return ControllerAgent(_dials(task.controller), "shard", task.index, shard.execute, shard.stats, ended)
-
-
-def _dials(address: str) -> Any:
-    def dial() -> Transport:
-        return SocketTransport(address)
-
-    return dial
-
-
-def _read_by(task: WorkerTask, parts: OfflineParts, incarnation: Any) -> RemoteSessionOpener | None:
-    if not task.readers:
-        return None
-    link = ReadersLink(
-        controller=_dials(task.readers), dial=SocketTransport, worker=task.index, incarnation=incarnation
-    )
-    return RemoteSessionOpener(link, ReadersConfig(by="programs"), parts.clock)
+        for agent in agents:
+            agent.start()
+        while not stop.is_set():
+            worker.serve_inbox()
+            worker.turn()
+            if (silent_s := agents[-1].silent_s) > _CONTROLLER_TIMEOUT_S:
+                raise UnavailableError(f"the controller has not answered for {silent_s:.0f} s")
 
 
 def main() -> None:
     task = WorkerTask(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
-    program.leave(program.run(f"worker {task.index}", lambda stop: work(task, stop)))
+    program.leave(program.run(f"worker {task.index}", lambda stop: run_worker(task, stop)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`roostream train`: a model from the warehouse alone, without Kafka."""
+"""`roostream train`: train a model from the warehouse, without Kafka."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from roostream.cli.train.config import TrainConfig
 
 
 def run(config: TrainConfig) -> int:
-    """The exit code: 0 = all is trained and committed; 2 = refused or unavailable."""
+    """Returns the exit code: 0 = everything is trained and committed; 2 = a setting is wrong or something is unavailable."""
     from roostream.cli.options import parse_overrides
     from roostream.errors import ConfigError
     from roostream.replay.report_files import check_report, write_report
@@ -25,15 +25,15 @@ def run(config: TrainConfig) -> int:
             from roostream.cli.train.offline import train_offline
         except ModuleNotFoundError as error:
             raise ConfigError(
-                f"expected {error.name} to read a warehouse; pip install 'roostream[warehouse]'"
+                f"{error.name} is needed to read a warehouse; pip install 'roostream[warehouse]'"
             ) from None
         check_report(config.report)
         chosen = parse_overrides(config.set)
         if unknown := sorted(chosen.keys() - {"worker"}):
             raise ConfigError(
-                f"expected settings as worker.KEY=VALUE, got {unknown[0]}.…; there is no such program here"
+                f"--set: expected worker.KEY=VALUE, got {unknown[0]}.…; `train` has no such program"
             )
-        report = train_offline(config, LoopConfig(**chosen.get("worker", {})), stop, _tell)
+        report = train_offline(config, LoopConfig(**chosen.get("worker", {})), stop, _print_progress)
         if config.report:
             write_report(config.report, report)
         click.echo(_summary(report))
@@ -41,10 +41,10 @@ def run(config: TrainConfig) -> int:
     return program.command_exit_code(program.run("train", body))
 
 
-def _tell(done: int, rows: int, rate: float) -> None:
+def _print_progress(done: int, rows: int, rate: float) -> None:
     left = f", {(rows - done) / rate:,.0f} s left" if rate else ""
     click.echo(
-        f"{done:,} of {rows:,} requests ({100 * done / max(rows, 1):.0f} %), {rate:,.0f} a second{left}",
+        f"{done:,} of {rows:,} requests ({100 * done / max(rows, 1):.0f} %), {rate:,.0f} per second{left}",
         err=True,
     )
 
@@ -55,7 +55,7 @@ def _summary(report: dict[str, Any]) -> str:
     ne, auc, calibration = (number(report["metrics"].get(name), 4) for name in ("ne", "auc", "calibration"))
     return (
         f"{report['requests']:,} requests, {report['candidates']:,} impressions in {report['steps']:,} steps and "
-        f"{report['wall_s']:.1f} s ({report['requests_s']:,.0f} a second); version {report['version_of_model']}; "
+        f"{report['wall_s']:.1f} s ({report['requests_s']:,.0f} per second); version {report['version_of_model']}; "
         f"NE {ne}, AUC {auc}, calibration {calibration}"
     )
 
@@ -68,8 +68,10 @@ train = MultiValueCommand(
     "train",
     params=settings_flags(TrainConfig),
     callback=_command,
-    help="""A model from the warehouse alone: no Kafka, all in this process, or by --workers beside it, which may hold the rows
-    themselves (--rows workers). What it commits, `roostream up` goes on with.
+    help="""Train a model from the warehouse, without Kafka.
+
+    One worker runs in this process, several run in processes of their own. With --rows workers they also own the embedding
+    rows. `roostream up` continues from the last commit.
 
     \b
     Example:

@@ -149,8 +149,8 @@ def test_a_schema_that_is_not_there_is_refused_before_anything_is_opened(place: 
     ("more", "says"),
     [
         ({"pool": "ray"}, "'pool': expected readers or max_readers above 0 with it"),
-        ({"ask_at": "10.0.0.1:7000", "workers": 2}, "'ask_at': expected one worker"),
-        ({"ask_at": "somewhere"}, "'ask_at': expected an address"),
+        ({"readers_listen": "10.0.0.1:7000", "workers": 2}, "'readers_listen': expected one worker"),
+        ({"readers_listen": "somewhere"}, "'readers_listen': expected an address"),
     ],
 )
 def test_readers_that_can_not_be_had_are_refused(place: Path, more: dict[str, Any], says: str) -> None:
