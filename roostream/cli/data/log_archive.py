@@ -16,7 +16,7 @@ from joiner.config import JoinerConfig
 from joiner.local_engine import LocalEngine
 from joiner.outputs import Output
 from roostream.cli.replay.outcome import LocalTopics
-from roostream.cli.replay.program_settings import choices_of
+from roostream.cli.replay.program_settings import program_settings
 from roostream.errors import ConfigError, FencedError
 from roostream.replay.config import ReplayConfig
 from roostream.replay.replay_log import open_log
@@ -71,13 +71,15 @@ def archive_log(
     files = _Landing(warehouse, schema, digest, told)
     log, topics = open_log(replay, schema), LocalTopics(schema)
     engine = LocalEngine(
-        JoinerConfig(engine="local", **choices_of(replay).joiner), schema, {schema.fingerprint: schema}.get
+        JoinerConfig(engine="local", **program_settings(replay).joiner),
+        schema,
+        {schema.fingerprint: schema}.get,
     )
     for record in log.records:
         if wire.kind_of(record.value) == wire.IMPRESSION:
             told.requests += 1
             progress(told.requests, log.num_requests)
-        files.take(topics, engine.process(topics.place(record)), engine.watermark_ms)
+        files.take(topics, engine.process(topics.append(record)), engine.watermark_ms)
     files.take(topics, engine.end_of_input(), engine.watermark_ms)
     files.flush()
     steps = {f"{SAMPLES}/{digest}/{n}": ProgressStep(None, after) for n, after in files.after.items()}
@@ -143,7 +145,7 @@ class _Landing:
 
 
 def _partitions(replay: ReplayConfig) -> int:
-    return JoinerConfig(engine="local", **choices_of(replay).joiner).partitions
+    return JoinerConfig(engine="local", **program_settings(replay).joiner).partitions
 
 
 def _there_already(place: str) -> ConfigError:

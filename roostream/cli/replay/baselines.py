@@ -1,15 +1,19 @@
-"""What needs no model, measured over the same samples in the same pass: a model that is not above these has learned nothing.
+"""Baselines without a model, measured on the same samples. A model that is not better has learned nothing.
 
-    random  the share of positives so far, for every candidate: an order by chance
-    place   positives per view of the place in the list so far
+    random  the share of positives so far for every candidate: a random order
+    place   positives per view of the position so far
     item    positives per view of the item so far
-    recent  the same of the item, of which an hour ago counts 0.72 and three hours ago 0.37
-    linear  a logistic regression on the floats, see linear.py
+    recent  the same with exponential decay: an event one hour ago counts 0.72, three hours ago 0.37
+    linear  a logistic regression on the floats
 
-Each sample is scored by what the samples before it said, in the order in which they were joined, as a trainer would meet them.
+Each sample is scored with the samples before it, in the order in which they were joined.
 Rates are (positives + 10 x share of positives so far) / (views + 10).
 
-Letters: n candidates of a sample, I items, P places, T tasks.
+The inputs of the regression are the floats of candidate and request after the schema's transforms, indicators of missing values, and
+the length of the list. Each is passed through asinh and standardized by its moments so far. The optimizer is Adagrad (Duchi et al.
+2011) with one step per batch of samples.
+
+Letters: n candidates of a sample, B candidates of a batch, D inputs, I items, P positions, T tasks.
 """
 
 from __future__ import annotations
@@ -29,31 +33,31 @@ from trainer.monitoring.progressive_metrics import Metrics, Report, summarize
 
 NAMES = ("random", "place", "item", "recent", "linear")
 _AT_ONCE = 512
-_STEP = 16  # samples of a step of `linear`
+_STEP = 16  # samples in a step of `linear`
 _RECENT_MS = 3 * 3_600_000.0
 _MAX_PLACES = 1000
 _VIEWS_BEFORE = 10.0
 
 
 class Baselines:
-    """Feed each sample once, and no corrections. 40 bytes an item and task."""
+    """Call `add` once for each sample, not for corrections. Memory: 40 bytes per item and task."""
 
     def __init__(self, schema: Schema, measure_from_ms: int = 0) -> None:
         self.tasks, self._measure_from_ms = schema.tasks, measure_from_ms
         tasks = self.tasks
         self.positives_T, self.num_candidates = np.zeros(len(tasks)), 0
         self._place = _Rates(len(tasks), _MAX_PLACES)
-        self._item, self._recent = _Rates(len(tasks), 64), _Fading(len(tasks), 64)
-        self._linear, self._to_learn = Linear(schema), list[Record]()
+        self._item, self._recent = _Rates(len(tasks), 64), _DecayingRates(len(tasks), 64)
+        self._linear, self._to_learn = LogisticRegression(schema), list[Record]()
         self._row_of: dict[int, int] = {}
         self._metrics = {name: {when: Metrics(tasks) for when in ("overall", "measured")} for name in NAMES}
         self._waiting: list[_Scored] = []
 
     def add(self, sample: pb.Sample, record: Record) -> None:
-        """`record`: the one that holds it."""
+        """`record` is the record of the sample."""
         label_nT = np.array(sample.labels, np.float32).reshape(-1, len(self.tasks))
         if len(label_nT) != len(sample.item_ids):
-            return  # written by another schema: its labels are others
+            return  # written with another schema, which has other labels
         shown_n = np.array(sample.positions or range(len(label_nT)), np.int64)
         place_n = np.minimum(shown_n, _MAX_PLACES - 1)
         item_n = np.array([self._row_of.setdefault(i, len(self._row_of)) for i in sample.item_ids], np.int64)
@@ -70,7 +74,7 @@ class Baselines:
         self._recent.add(item_n, positive_nT)
         self.positives_T += positive_nT.sum(axis=0)
         self.num_candidates += len(label_nT)
-        scores["linear"] = scores["random"]  # until it is known
+        scores["linear"] = scores["random"]  # until `_learn` has computed it
         self._waiting.append(
             _Scored(scores, label_nT, sample.header.time_ms, (record.partition, record.offset))
         )
@@ -81,11 +85,11 @@ class Baselines:
             self._count()
 
     def positives(self) -> dict[str, int]:
-        """Candidates by label for which it was above 0."""
+        """Label → number of candidates with a value above 0."""
         return dict(zip(self.tasks, self.positives_T.astype(int).tolist(), strict=True))
 
     def report(self) -> dict[str, dict[str, Report]]:
-        """Baseline → `overall` and `measured`, as in `metrics`."""
+        """Baseline → `overall` and `measured`, like the `metrics` of a report."""
         self._count()
         return {
             name: {when: summarize(m.report()) for when, m in both.items()}
@@ -95,7 +99,7 @@ class Baselines:
     def _learn(self) -> None:
         found = self._linear.learn(self._to_learn)
         for scored in self._waiting[-len(self._to_learn) :]:
-            if (score_nT := found.get(scored.place)) is not None:
+            if (score_nT := found.get(scored.position)) is not None:
                 scored.scores["linear"] = score_nT
         self._to_learn = []
 
@@ -118,16 +122,16 @@ class Baselines:
 
 
 class _Scored(NamedTuple):
-    """A sample that is scored and not yet counted."""
+    """A scored sample that is not yet in the metrics."""
 
     scores: dict[str, np.ndarray]
     label_nT: np.ndarray
     time_ms: int
-    place: tuple[int, int]  # partition, offset
+    position: tuple[int, int]  # partition, offset
 
 
 class _Rates:
-    """Views and positives of numbered things; their number grows."""
+    """Views and positives by index, for a growing number of indices."""
 
     def __init__(self, num_tasks: int, size: int) -> None:
         self._views_I, self._positives_IT = np.zeros(size), np.zeros((size, num_tasks))
@@ -151,15 +155,15 @@ class _Rates:
             )
 
 
-class _Fading(_Rates):
-    """Of which an event counts less the longer it is ago. All are kept at the weight of the newest time, in steps."""
+class _DecayingRates(_Rates):
+    """Rates with exponential decay, applied in steps of 1/64 of the time constant."""
 
     def __init__(self, num_tasks: int, size: int) -> None:
         super().__init__(num_tasks, size)
         self._now_ms = 0
 
     def rates_at(self, time_ms: int, row_n: np.ndarray, share_T: np.ndarray) -> np.ndarray:
-        """[n, T]; a time before the newest is the newest."""
+        """[n, T]; a time before the newest time counts as the newest."""
         if time_ms - self._now_ms > _RECENT_MS / 64:
             left = np.exp(-(time_ms - self._now_ms) / _RECENT_MS) if self._now_ms else 1.0
             self._views_I *= left
@@ -169,12 +173,12 @@ class _Fading(_Rates):
 
 
 _RATE = 0.2
-_FURTHEST = 5.0  # standard deviations
+_MAX_DEVIATIONS = 5.0
 _LOGITS = 15.0
 
 
-class Linear:
-    """Samples of other schemas than this one are scored as nothing is known of them. A few floats an input and task."""
+class LogisticRegression:
+    """Online logistic regression on the floats of one schema; samples of other schemas are ignored."""
 
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
@@ -185,7 +189,7 @@ class Linear:
         self._count, self._sum_D, self._square_D = 0.0, np.zeros(0), np.zeros(0)
 
     def learn(self, records: Sequence[Record]) -> dict[tuple[int, int], np.ndarray]:
-        """(partition, offset) → scores [n, T] of before its labels were used, of each that can be read; then train on them."""
+        """Score the samples, then train on them. Returns (partition, offset) → scores [n, T] of each readable sample."""
         batch, _ = self._decoder.decode(records)
         if not batch.num_candidates:
             return {}
@@ -200,7 +204,7 @@ class Linear:
         return dict(zip(places, np.split(score_BT, ends_R), strict=True))
 
     def _standard(self, x_BD: np.ndarray) -> np.ndarray:
-        """Centred and scaled by the moments so far, these candidates' included; and a constant."""
+        """Standardize by the moments so far, including these candidates, and append a constant."""
         if not self._count:
             self._sum_D, self._square_D = np.zeros((2, x_BD.shape[1]))
             self._weight_DT, self._squares_DT = np.zeros((2, x_BD.shape[1] + 1, len(self.schema.tasks)))
@@ -211,7 +215,9 @@ class Linear:
         mean_D = self._sum_D / self._count
         deviation_D = np.sqrt(np.maximum(self._square_D / self._count - mean_D**2, 0.0))
         scaled_BD = np.where(deviation_D > 1e-6, (x_BD - mean_D) / np.maximum(deviation_D, 1e-6), 0.0)
-        return np.concatenate([np.clip(scaled_BD, -_FURTHEST, _FURTHEST), np.ones((len(x_BD), 1))], axis=1)
+        return np.concatenate(
+            [np.clip(scaled_BD, -_MAX_DEVIATIONS, _MAX_DEVIATIONS), np.ones((len(x_BD), 1))], axis=1
+        )
 
 
 def _inputs(batch: Batch) -> np.ndarray:

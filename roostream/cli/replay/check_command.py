@@ -14,7 +14,7 @@ from joiner.config import JoinerConfig
 from joiner.local_engine import LocalEngine
 from joiner.outputs import Output
 from roostream.cli.replay.outcome import LocalTopics
-from roostream.cli.replay.program_settings import choices_of
+from roostream.cli.replay.program_settings import program_settings
 from roostream.cli.replay.report_table import Row, join_rows, number, plain_table, warning_rows
 from roostream.errors import ConfigError
 from roostream.replay.config import CheckConfig
@@ -52,16 +52,18 @@ def check(config: CheckConfig, stop: program.Stop) -> dict[str, Any]:
     replay = config.replay()
     schema = load_schema(replay.schema_path)
     log = open_log(replay, schema)
-    topics, delays = LocalTopics(schema), Delays()
+    topics, delays = LocalTopics(schema), EngagementDelays()
     engine = LocalEngine(
-        JoinerConfig(engine="local", **choices_of(replay).joiner), schema, {schema.fingerprint: schema}.get
+        JoinerConfig(engine="local", **program_settings(replay).joiner),
+        schema,
+        {schema.fingerprint: schema}.get,
     )
     errors: list[str] = []
     try:
         for record in log.records:
             if stop.is_set():
                 raise ConfigError("stopped before the end of the log; nothing was found out")
-            _write(topics, delays, engine, engine.process(topics.place(record)))
+            _write(topics, delays, engine, engine.process(topics.append(record)))
         _write(topics, delays, engine, engine.end_of_input())
     except ConfigError as error:
         if stop.is_set() or not log.skipped().number:
@@ -76,13 +78,13 @@ def check(config: CheckConfig, stop: program.Stop) -> dict[str, Any]:
     return report
 
 
-def _write(topics: LocalTopics, delays: Delays, engine: LocalEngine, outputs: list[Output]) -> None:
+def _write(topics: LocalTopics, delays: EngagementDelays, engine: LocalEngine, outputs: list[Output]) -> None:
     for output in outputs:
         time_ms = output.timestamp_ms if output.timestamp_ms is not None else engine.watermark_ms
         delays.add(topics.write(output.topic, output.key, output.value, time_ms))
 
 
-class Delays:
+class EngagementDelays:
     """Seconds between requests and their engagements, in whole ones; those that came after the close, too."""
 
     def __init__(self) -> None:
@@ -104,11 +106,11 @@ class Delays:
 
 
 def build_report(
-    schema: Schema, log: ReplayLog, topics: LocalTopics, delays: Delays, errors: list[str]
+    schema: Schema, log: ReplayLog, topics: LocalTopics, delays: EngagementDelays, errors: list[str]
 ) -> dict[str, Any]:
     """Keys as of a replay's report, and `errors`, `engagement_delay_s`, `requests_in_pages`."""
     sums, skipped = topics.accounts.sums(ended=True), log.skipped()
-    positives = topics.findings.positives()
+    positives = topics.statistics.positives()
     warnings = advice(schema, log.profile, positives)
     if late := sums.corrections + sums.dead_letters.get("too_late", 0):
         warnings.append(
@@ -121,9 +123,9 @@ def build_report(
         "warnings": warnings,
         "counts": {**sums.counts(), "skipped_lines": skipped.number},
         "first_skipped_line": skipped.first[0] if skipped.first else "",
-        "first_dead_letters": topics.findings.first_dead_letters(log.profile.origins.find),
+        "first_dead_letters": topics.statistics.first_dead_letters(log.profile.origins.find),
         "positives": positives,
-        "baselines": topics.findings.baselines.report(),
+        "baselines": topics.statistics.baselines.report(),
         "engagement_delay_s": delays.report(),
         "requests_in_pages": log.profile.num_impressions - sums.requests,
         "log": log.profile.report(),

@@ -25,8 +25,8 @@ from param_server.key_value_store import MemoryKeyValueStore
 from param_server.segments import Segments
 from param_server.server import Shard, ShardRpcHandler
 from param_server.table import shapes_of
-from roostream.cli.replay.outcome import LocalTopics, Outcome, Stage, Training
-from roostream.cli.replay.program_settings import choices_of, with_sets
+from roostream.cli.replay.outcome import LocalTopics, Outcome, ReplayProgress, TrainingSummary
+from roostream.cli.replay.program_settings import program_settings, with_model_settings
 from roostream.cli.skew.scored_lists import sample_of
 from roostream.models.build import load_model_config
 from roostream.replay.config import ReplayConfig
@@ -66,14 +66,14 @@ from trainer.rows import ShardRows
 
 
 def replay_in_process(
-    config: ReplayConfig, schema: Schema, records: Iterable[Record], stage: Stage, stop: Stop
+    config: ReplayConfig, schema: Schema, records: Iterable[Record], progress: ReplayProgress, stop: Stop
 ) -> Outcome:
     """Memory: the joiner's open window, the rows, and the audit of the ids."""
     with tempfile.TemporaryDirectory(prefix="roostream-replay-") as store:
-        return _Local(config, schema, FileStore(store)).run(records, stage, stop)
+        return _LocalReplay(config, schema, FileStore(store)).run(records, progress, stop)
 
 
-class ReadySamples:
+class SampleQueue:
     """A trainer's `BatchSource` that holds only what waits to be trained: oldest record first, as the worker's merge of
     partitions is. Offsets count samples; there is no way back, so only the beginning can be sought."""
 
@@ -143,7 +143,7 @@ class ReadySamples:
         """Nothing is held."""
 
 
-class _Local:
+class _LocalReplay:
     """The parts, wired; the loop's `Outputs`."""
 
     def __init__(self, config: ReplayConfig, schema: Schema, store: FileStore) -> None:
@@ -151,16 +151,16 @@ class _Local:
         self.measure_from_ms = config.measure_from_ms
         self.topics = LocalTopics(schema, config.measure_from_ms)
         self.accounts = self.topics.accounts
-        choices = choices_of(config)
+        choices = program_settings(config)
         registry, clock = {schema.fingerprint: schema}.get, SystemClock()
         decoder = Decoder(schema, registry)
         self.served = (
-            AsServed(schema.tasks, decoder, lambda batch: self.loop.scores(batch))
+            AsServedScorer(schema.tasks, decoder, lambda batch: self.loop.scores(batch))
             if config.as_served
             else None
         )
         settings = LoopConfig(**choices.worker)
-        self.samples = ReadySamples(
+        self.samples = SampleQueue(
             decoder, clock, settings.trained_topics, self.served.score if self.served else lambda: None
         )
         self.joiner = LocalEngine(JoinerConfig(engine="local", **choices.joiner), schema, registry)
@@ -170,48 +170,48 @@ class _Local:
         )
         client.set_incarnation(1)
         set_numerics(settings)
-        model = with_sets(load_model_config(config.model), choices.model)
+        model = with_model_settings(load_model_config(config.model), choices.model)
         wiring = LoopDependencies(source=self.samples, rows=ShardRows(client), outputs=self, clock=clock)
         self.loop = TrainLoop(settings, schema, model, wiring)
 
-    def run(self, records: Iterable[Record], stage: Stage, stop: Stop) -> Outcome:
+    def run(self, records: Iterable[Record], progress: ReplayProgress, stop: Stop) -> Outcome:
         for record in records:
             if stop.is_set():
                 break
             if wire.kind_of(record.value) == wire.SAMPLE:
                 self._write([Output(SAMPLES, record.key or NO_KEY, record.value, record.timestamp_ms, "")])
             else:
-                placed = self.topics.place(record)
+                placed = self.topics.append(record)
                 if self.served:
                     self.served.add(placed)
                 self._write(self.joiner.process(placed))
-            self._train(stage)
+            self._train(progress)
         self._write(self.joiner.end_of_input())
-        self._train(stage)
+        self._train(progress)
         while self.loop.finish():
-            stage.at(trained=self.loop.counts.requests)
+            progress.update(trained=self.loop.counts.requests)
         untrained = self.accounts.untrained_below(self.accounts.sample_ends)
         return Outcome(
             accounts=self.accounts,
-            findings=self.topics.findings,
+            statistics=self.topics.statistics,
             untrained=untrained,
             training=self._training(),
             served=self.served.report(self.measure_from_ms) if self.served else None,
         )
 
-    def _train(self, stage: Stage) -> None:
+    def _train(self, progress: ReplayProgress) -> None:
         """Whole batches, as many as there are."""
         before = self.loop.num_steps
         while len(self.samples) and self.loop.step():
             pass
         if self.loop.num_steps > before:
-            stage.at(joined=self.accounts.sums().samples, trained=self.loop.counts.requests)
+            progress.update(joined=self.accounts.sums().samples, trained=self.loop.counts.requests)
 
-    def _training(self) -> Training:
+    def _training(self) -> TrainingSummary:
         rows: Counter[str] = Counter()
         for shard in self.shards:
             rows.update(shard.stats()["rows"])
-        return Training(
+        return TrainingSummary(
             steps=self.loop.num_steps,
             non_finite=self.loop.counts.non_finite,
             corrections=self.loop.counts.corrections,
@@ -273,7 +273,7 @@ class _ScoredList:
         self.label_nT: np.ndarray | None = None
 
 
-class AsServed:
+class AsServedScorer:
     """Feed every record in the order of time, and call `score` before weights change. All requests stay in memory."""
 
     def __init__(self, tasks: Sequence[str], decoder: Decoder, scores: Callable[[Batch], np.ndarray]) -> None:

@@ -1,4 +1,4 @@
-"""What both engines of a replay share: what they are given, what they hand back, and how they show that they move."""
+"""What both engines of a replay share: statistics of the topics, the outcome, and the progress display."""
 
 from __future__ import annotations
 
@@ -37,49 +37,45 @@ log = logging.getLogger("roostream.replay")
 
 @dataclasses.dataclass(kw_only=True)
 class Outcome:
-    """What an engine hands back: the topics, summed."""
+    """The result of an engine."""
 
     accounts: Accounts
-    findings: Findings
-    untrained: int  # samples before the committed offsets without a prediction; G2 says 0
-    training: Training
-    served: Report | None = (
-        None  # metrics of the scores as a server would have given them; None = not asked for
-    )
-    archived: PastAtRest | None = (
-        None  # what a fresh model was trained from before the rest came live; None = all came live
-    )
+    statistics: ReplayStatistics
+    untrained: int  # samples before the committed offsets without a prediction; guarantee G2 says 0
+    training: TrainingSummary
+    served: Report | None = None  # metrics of the scores at request time; None without --as-served
+    archived: ArchivedPart | None = None  # the part trained from the archive; None without --archived-until
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PastAtRest:
-    """The past of a log in the warehouse that the stack itself made of it."""
+class ArchivedPart:
+    """The first part of a log, which the stack archived and a new model was trained from."""
 
-    samples: int  # rows of its files
+    samples: int
     days: int
     files: int
-    sealed: int  # of the files
+    sealed: int  # number of sealed files
     bytes: int
     archive_s: float  # from the first record to the last seal
-    trained: int = 0  # samples, by a model that had seen none
-    train_s: float = 0.0  # from the start of its programs to the hand-over
+    trained: int = 0  # samples trained from the archive
+    train_s: float = 0.0  # from the start of the trainer to the switch to the stream
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Training:
-    """How it was trained; None = not known."""
+class TrainingSummary:
+    """Figures of the training; None = unknown."""
 
     steps: int | None = None
     non_finite: int | None = None
     corrections: int | None = None  # beside the samples
-    rehearsed: int | None = None  # requests trained once more, beside the samples
-    model: dict[str, Any] | None = None  # its configuration
+    rehearsed: int | None = None  # replayed requests, which are trained again beside the samples
+    model: dict[str, Any] | None = None  # configuration
     dense_parameters: int | None = None
-    rows: dict[str, int] | None = None  # of the embedding tables, by stack
+    rows: dict[str, int] | None = None  # embedding rows by stack
 
 
-class Stage:
-    """Progress of a replay: requests sent, joined, trained."""
+class ReplayProgress:
+    """Shows the number of requests sent, joined and trained, as a progress bar or as log lines."""
 
     def __init__(self, console: Console, total: int) -> None:
         columns = (
@@ -93,41 +89,45 @@ class Stage:
             name: self._progress.add_task(name, total=total or None) for name in ("sent", "joined", "trained")
         }
         self._done = dict.fromkeys(self._tasks, 0)
-        self._total, self._said_s, self._said_tenth = total, time.monotonic(), 0
+        self._total, self._logged_s, self._logged_tenth = total, time.monotonic(), 0
 
-    def __enter__(self) -> Stage:
+    def __enter__(self) -> ReplayProgress:
         self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def at(self, **done: int) -> None:
-        """Where there is no terminal, a plain line every 10 % of the requests, or every 10 s if that is sooner."""
+    def update(self, **done: int) -> None:
+        """Without a terminal, log a line after every 10 % of the requests and at least every 10 s."""
         for name, count in done.items():
             self._done[name] = count
             self._progress.update(self._tasks[name], completed=count)
         tenth = 10 * self._done["trained"] // self._total if self._total else 0
-        if self._progress.disable and (tenth > self._said_tenth or time.monotonic() - self._said_s > 10):
-            self._said_s, self._said_tenth = time.monotonic(), tenth
+        if self._progress.disable and (tenth > self._logged_tenth or time.monotonic() - self._logged_s > 10):
+            self._logged_s, self._logged_tenth = time.monotonic(), tenth
             of = f" of {self._total} ({10 * tenth} %)" if self._total else ""
             log.info("%s%s", ", ".join(f"{name} {count}" for name, count in self._done.items()), of)
 
-    def sending(self, records: Iterable[Record]) -> Iterator[Record]:
+    def count_sent(self, records: Iterable[Record]) -> Iterator[Record]:
+        """Pass the records through and count their impressions as sent."""
         count = 0
         for record in records:
             count += wire.kind_of(record.value) == wire.IMPRESSION
             if count % 256 == 0:
-                self.at(sent=count)
+                self.update(sent=count)
             yield record
-        self.at(sent=count)
+        self.update(sent=count)
 
 
-Engine: TypeAlias = Callable[[ReplayConfig, Schema, Iterable[Record], Stage, Stop], Outcome]
+Engine: TypeAlias = Callable[[ReplayConfig, Schema, Iterable[Record], ReplayProgress, Stop], Outcome]
 
 
-class Findings:
-    """Feed every record, each partition in its order. 8 bytes of memory a sample and more for exact AUC."""
+class ReplayStatistics:
+    """Metrics, baselines and dead letters of a replay. Call `add` with every record, in the order of each partition.
+
+    Memory: 8 bytes per sample, and more for exact AUC.
+    """
 
     def __init__(self, schema: Schema, measure_from_ms: int = 0) -> None:
         self.metrics = PredictionMetrics(
@@ -139,7 +139,7 @@ class Findings:
         self._letters: dict[str, pb.DeadLetter] = {}
 
     def add(self, record: Record) -> None:
-        """A record of any topic; of a sample id the first counts, and what can't be read counts for nothing."""
+        """Add a record of any topic. The first record of a sample id counts; unreadable records are ignored."""
         self.metrics.add(record)
         if record.topic not in (SAMPLES, CORRECTIONS, DEAD_LETTERS):
             return
@@ -157,7 +157,7 @@ class Findings:
                 self._correct(message)
 
     def positives(self) -> dict[str, int]:
-        """Candidates by label for which it was above 0 in the end."""
+        """Label → number of candidates whose final value is above 0."""
         found = self.baselines.positives()
         return {task: n + self._corrected[task] for task, n in found.items()}
 
@@ -167,7 +167,7 @@ class Findings:
             self._corrected[tasks[n % len(tasks)]] += (after > 0) - (before > 0)
 
     def first_dead_letters(self, find: Callable[[pb.DeadLetter], str]) -> dict[str, dict[str, Any]]:
-        """Reason → `where` in the log, as `find` tells, and `error`, of the first with this reason."""
+        """Reason → `where` and `error` of the first dead letter with this reason; `find` returns its position in the log."""
         return {
             printable(reason): {"where": printable(find(letter)), "error": printable(letter.error)}
             for reason, letter in sorted(self._letters.items())
@@ -175,24 +175,24 @@ class Findings:
 
 
 class LocalTopics:
-    """Nothing is kept: `accounts` and `findings` have seen what went through."""
+    """The topics of a local replay: assigns partitions and offsets as Kafka would, and counts records without keeping them."""
 
     def __init__(self, schema: Schema, measure_from_ms: int = 0) -> None:
-        self.accounts, self.findings = Accounts(), Findings(schema, measure_from_ms)
+        self.accounts, self.statistics = Accounts(), ReplayStatistics(schema, measure_from_ms)
         self._offsets: Counter[tuple[str, int]] = Counter()
 
-    def place(self, record: Record) -> Record:
-        """A record of the log, with its offset."""
+    def append(self, record: Record) -> Record:
+        """Append a record of the log; returns it with its offset."""
         placed = record._replace(offset=self._next_offset(record.topic, record.partition))
         self.accounts.add(placed)
         return placed
 
     def write(self, topic: str, key: bytes, value: bytes, time_ms: int) -> Record:
-        """A record of an output topic."""
+        """Append a record to an output topic."""
         partition = partition_of(key, partitions_of(topic, DEFAULT_PARTITIONS))
         record = Record(topic, partition, self._next_offset(topic, partition), time_ms, key, value)
         self.accounts.add(record)
-        self.findings.add(record)
+        self.statistics.add(record)
         return record
 
     def _next_offset(self, topic: str, partition: int) -> int:

@@ -1,4 +1,4 @@
-"""Metrics of a replay from the `predictions` topic: each request as it was scored before its labels were used."""
+"""Progressive metrics of a replay from the topic `predictions`, in which requests are scored before their labels are used."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ from roostream.wire.records import Record
 from trainer.monitoring.progressive_metrics import DailyMetrics, Metrics, summarize
 
 _AT_ONCE = 512
-_FIRST_STRETCH, _MAX_POINTS = 32, 40
+_FIRST_LENGTH, _MAX_POINTS = 32, 40
 
 
 class PredictionMetrics:
-    """Feed any records; predictions count, each sample id once (the first). 8 bytes of memory an id and more for exact AUC."""
+    """Call `add` with records of any topic; the first prediction of each sample id counts.
+
+    Memory: 8 bytes per id, and more for exact AUC.
+    """
 
     def __init__(self, tasks: Sequence[str], measure_from_ms: int = 0, scale_T: Sequence[float] = ()) -> None:
-        """`scale_T`: as `Metrics.update`."""
+        """`scale_T`: see `Metrics.update`."""
         self._scale_T = scale_T
         self._daily = DailyMetrics(tasks, measure_from_ms=measure_from_ms)
-        self._curve = Curve(tasks)
+        self._curve = LearningCurve(tasks)
         self._num_tasks = len(tasks)
         self._seen: set[int] = set()
         self._waiting: list[pb.Prediction] = []
 
     def add(self, record: Record) -> None:
-        """A record of any topic; those that aren't predictions, can't be read or come again count for nothing."""
+        """Add a record. Other topics, unreadable records and repeated predictions are ignored."""
         if record.topic != PREDICTIONS:
             return
         try:
@@ -44,15 +47,15 @@ class PredictionMetrics:
                 self._count()
 
     def report(self) -> dict[str, object]:
-        """`metrics` of a report: overall, measured, by_day, curve."""
+        """The `metrics` of a report: overall, measured, by_day, curve."""
         self._count()
         return {**self._daily.report(), "curve": self._curve.report()}
 
     def _count(self) -> None:
-        """The waiting requests as one batch."""
+        """Add the waiting requests to the metrics as one batch."""
         waiting = [
             p for p in self._waiting if p.scores or not p.item_ids
-        ]  # the others were skipped and not looked at
+        ]  # requests without scores were skipped by selection
         self._waiting = []
         if not waiting:
             return
@@ -65,19 +68,21 @@ class PredictionMetrics:
         )
         index_B = np.repeat(np.arange(len(waiting)), counts_R)
         time_ms_R = np.array([p.time_ms for p in waiting], dtype=np.int64)
-        stands_for_R = np.array([p.metric_weight or 1.0 for p in waiting])
-        weight_BT = np.ones_like(label_BT) * stands_for_R[index_B][:, None].astype(np.float32)
-        self._daily.update(score_BT, label_BT, weight_BT, index_B, time_ms_R, self._scale_T, stands_for_R)
-        self._curve.update(score_BT, label_BT, index_B, time_ms_R, stands_for_R)
+        metric_weight_R = np.array([p.metric_weight or 1.0 for p in waiting])
+        weight_BT = np.ones_like(label_BT) * metric_weight_R[index_B][:, None].astype(np.float32)
+        self._daily.update(score_BT, label_BT, weight_BT, index_B, time_ms_R, self._scale_T, metric_weight_R)
+        self._curve.update(score_BT, label_BT, index_B, time_ms_R, metric_weight_R)
 
 
-class Curve:
-    """How the metrics went with the number of requests: stretches of equal length, in the order of training, at most 40 of them;
-    where there would be more, each takes in its neighbour."""
+class LearningCurve:
+    """Metrics over consecutive intervals of equally many requests, in training order.
+
+    There are at most 40 intervals: when there would be more, adjacent intervals are merged.
+    """
 
     def __init__(self, tasks: Sequence[str]) -> None:
         self._tasks = tasks
-        self._stretch, self._points, self._in_last = _FIRST_STRETCH, [Metrics(tasks)], 0
+        self._length, self._points, self._in_last = _FIRST_LENGTH, [Metrics(tasks)], 0
 
     def update(
         self,
@@ -85,31 +90,31 @@ class Curve:
         label_BT: np.ndarray,
         index_B: np.ndarray,
         time_ms_R: np.ndarray,
-        stands_for_R: np.ndarray,
+        metric_weight_R: np.ndarray,
     ) -> None:
-        """As `Metrics.update`; a label weighs as much as its request stands for."""
+        """Like `Metrics.update`, with labels weighted by the metric weights of their requests."""
         start = 0
         while start < len(time_ms_R):
-            if self._in_last == self._stretch:
+            if self._in_last == self._length:
                 self._begin()
-            end = min(len(time_ms_R), start + self._stretch - self._in_last)
+            end = min(len(time_ms_R), start + self._length - self._in_last)
             kept_B = (index_B >= start) & (index_B < end)
             score_KT, label_KT, index_K = score_BT[kept_B], label_BT[kept_B], index_B[kept_B]
-            weight_KT = np.ones_like(label_KT) * stands_for_R[index_K][:, None].astype(np.float32)
-            stands_for_M = stands_for_R[start:end]
+            weight_KT = np.ones_like(label_KT) * metric_weight_R[index_K][:, None].astype(np.float32)
+            metric_weight_M = metric_weight_R[start:end]
             self._points[-1].update(
                 score_KT,
                 label_KT,
                 weight_KT,
                 index_K - start,
                 time_ms_R[start:end],
-                stands_for_R=stands_for_M,
+                stands_for_R=metric_weight_M,
             )
             self._in_last += end - start
             start = end
 
     def report(self) -> list[dict[str, object]]:
-        """A point a stretch: `after` so many requests, then its own metrics. The last stretch may be shorter."""
+        """One entry per interval: `after` that many requests, and the metrics. The last interval may be shorter."""
         counts = np.cumsum([point.report()["requests"] for point in self._points]).tolist()
         return [
             {"after": n, **summarize(point.report())}
@@ -121,6 +126,6 @@ class Curve:
         if len(self._points) == _MAX_POINTS:
             for one, other in zip(self._points[::2], self._points[1::2], strict=True):
                 one.merge(other)
-            self._points, self._stretch = self._points[::2], 2 * self._stretch
+            self._points, self._length = self._points[::2], 2 * self._length
         self._points.append(Metrics(self._tasks))
         self._in_last = 0

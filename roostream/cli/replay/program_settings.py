@@ -1,4 +1,4 @@
-"""From a replay's settings to those of the programs that it runs, the same for both engines: flags first, then `--set`."""
+"""Settings of the programs that a replay runs, from its flags and `--set`; the same for both engines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HAVE_FLAGS = {
     "controller.seed": "--seed",
     "shard.seed": "--seed",
 }
-_UNREHEARSED = {
+_EXCLUDES_REHEARSAL = {
     "rehearsal",
     "corrections",
     "selection",
@@ -36,12 +36,12 @@ _UNREHEARSED = {
     "num_workers",
     "initial_workers",
 }
-"""Where one of these is chosen, a log's own rehearsal is not: it doesn't go with all of what they can be."""
+"""If one of these is set, the dataset's default for `rehearsal` is not used, because not all combinations are allowed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Choices:
-    """What each program is told beyond its defaults; `model` is of the model's TOML."""
+class ProgramSettings:
+    """Settings of each program that differ from its defaults; `model` holds keys of the model's TOML."""
 
     joiner: dict[str, Any]
     worker: dict[str, Any]
@@ -49,12 +49,12 @@ class Choices:
     others: dict[str, dict[str, Any]]
 
 
-def choices_of(config: ReplayConfig) -> Choices:
-    """Flags and `--set` together, checked; what pays on the log where neither says anything.
+def program_settings(config: ReplayConfig) -> ProgramSettings:
+    """Combine flags, `--set` and the dataset's defaults, and check them.
 
     Raises:
-        ConfigError: an assignment of another form, an unknown key, a value out of range, or a setting that has a flag or that
-            the engine does not have.
+        ConfigError: an invalid assignment, an unknown key, a value out of range, a key that has a flag, or a key that the
+            engine does not support.
     """
     model = [text.removeprefix(_MODEL) for text in config.set if text.startswith(_MODEL)]
     sets = parse_overrides(text for text in config.set if not text.startswith(_MODEL))
@@ -72,10 +72,10 @@ def choices_of(config: ReplayConfig) -> Choices:
     }
     worker |= sets.pop("worker", {})
     if config.options.rehearsed_batches and not any(
-        key in _UNREHEARSED for key in (*worker, *sets.get("controller", ()))
+        key in _EXCLUDES_REHEARSAL for key in (*worker, *sets.get("controller", ()))
     ):
         worker["rehearsal"] = RehearsalConfig(batches=config.options.rehearsed_batches)
-    chosen = Choices(
+    chosen = ProgramSettings(
         joiner=joiner_settings(config) | sets.pop("joiner", {}),
         worker=worker,
         model=_of_model(config, dict(map(_assignment, model))),
@@ -89,27 +89,33 @@ def choices_of(config: ReplayConfig) -> Choices:
 
 
 def _of_model(config: ReplayConfig, given: dict[str, Any]) -> dict[str, Any]:
-    """What pays on the log is of the ranker, so not of a model that was chosen."""
+    """The dataset's defaults apply to the default ranker only."""
     return given if config.model or "kind" in given else {**config.options.ranker, **given}
 
 
 def joiner_settings(config: ReplayConfig) -> dict[str, Any]:
-    """Caps are out of the way: they are outside the claim that order doesn't matter."""
-    wide = {
+    """Settings of the joiner with limits that are never reached, because results at a limit depend on the order of events."""
+    limits = {
         "max_open_requests": 1 << 20,
         "max_requests": 1 << 20,
         "max_orphans": 1 << 20,
         "max_engagements": 1 << 20,
     }
     early = {"early_close_ms": config.early_close_ms} if config.early_close_ms else {}
-    return {"window_ms": config.window_ms, "lateness_ms": config.lateness_ms, "replay": True, **early, **wide}
+    return {
+        "window_ms": config.window_ms,
+        "lateness_ms": config.lateness_ms,
+        "replay": True,
+        **early,
+        **limits,
+    }
 
 
-def with_sets(base: Any, sets: dict[str, Any]) -> Any:
-    """A model's configuration with `--set model.KEY=VALUE`.
+def with_model_settings(base: Any, sets: dict[str, Any]) -> Any:
+    """Change a model's configuration by `--set model.KEY=VALUE`.
 
     Raises:
-        ConfigError: an unknown key, or a value that can't be.
+        ConfigError: an unknown key or an invalid value.
     """
     given = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)}
     return from_dict(type(base), sets, SourceLocation(prefix=_MODEL), **given)
@@ -124,11 +130,11 @@ def _assignment(text: str) -> tuple[str, Any]:
 
 def _check_key(config: ReplayConfig, key: str) -> None:
     if key in _HAVE_FLAGS:
-        raise ConfigError(f"--set {key}: a replay has {_HAVE_FLAGS[key]} for it; use that")
+        raise ConfigError(f"--set {key}: use the flag {_HAVE_FLAGS[key]} instead")
     program, _, name = key.partition(".")
     here = {"joiner": Rules, "worker": LoopConfig}.get(program)
     known = {f.name for f in dataclasses.fields(here)} - {"exact"} if here else set()
     if config.engine == "local" and name not in known:
         raise ConfigError(
-            f"--set {key}: --engine local has no such part; use --engine stack, or leave it out"
+            f"--set {key}: --engine local has no such setting; use --engine stack, or remove it"
         )

@@ -1,4 +1,4 @@
-"""`roostream replay DATASET`: a sub-command a row of roostream/replay/datasets.py, its flags from the settings of dataset and replay."""
+"""`roostream replay DATASET` and `roostream check`. Each dataset has a sub-command, with flags from its settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MS = "_ms"
 
 @click.group()
 def replay() -> None:
-    """A real log through the whole loop, in event time.
+    """Send a log through the whole loop in event time, and report metrics.
 
     \b
     Example:
@@ -30,7 +30,7 @@ def replay() -> None:
 
 
 class ReplayCommand(MultiValueCommand):
-    """The dataset's module is imported only for its own sub-command, since it may need packages of its own."""
+    """Imports the module of its dataset when it is used, because that may need packages of its own."""
 
     dataset = ""
 
@@ -66,8 +66,8 @@ for _name, _dataset in DATASETS.items():
 
 
 def _run_archived(given: dict[str, Any]) -> None:
-    options = archived.ArchivedOptions(
-        **{f.name: given.pop(f.name) for f in dataclasses.fields(archived.ArchivedOptions)}
+    options = archived.WarehouseOptions(
+        **{f.name: given.pop(f.name) for f in dataclasses.fields(archived.WarehouseOptions)}
     )
     config = ReplayConfig(dataset=archived.DATASET, options=options, engine="local", **given)
     sys.exit(importlib.import_module("roostream.cli.replay.replay_run").run(config))
@@ -77,8 +77,8 @@ replay.add_command(
     MultiValueCommand(
         archived.DATASET,
         params=[
-            *settings_flags(archived.ArchivedOptions),
-            *settings_flags(ReplayConfig, skip=archived.NOT_ITS_OWN),
+            *settings_flags(archived.WarehouseOptions),
+            *settings_flags(ReplayConfig, skip=archived.UNUSED_SETTINGS),
         ],
         callback=lambda **given: _run_archived(given),
         help=f"{archived.HELP}\n\n\b\nExample:\n  roostream replay {archived.DATASET} {archived.EXAMPLE}",
@@ -94,7 +94,7 @@ check = MultiValueCommand(
     callback=lambda **given: sys.exit(
         importlib.import_module("roostream.cli.replay.check_command").run(CheckConfig(**given))
     ),
-    help="""Look at a log and its schema together, without training: exit 0 (perhaps with warnings), 1 if lines can't be used.
+    help="""Check a log against a schema, without training. Exit code 1: some lines cannot be used.
 
     \b
     Example:

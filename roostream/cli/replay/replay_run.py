@@ -1,7 +1,7 @@
-"""`roostream replay`: a real log through the whole loop, in event time; what happened as a table and as a report.
+"""Run a replay with one of two engines, and write its report.
 
-`--engine stack` sends it through Kafka, Flink and the trainer's own processes; `--engine local` through the same joiner code,
-training loop and shards in this process. Samples, counts and features are the same, byte for byte.
+`--engine stack` uses Kafka, Flink and the programs of the trainer. `--engine local` uses the same joiner code, training loop and
+shards in this process. Samples, counts and features of both are equal, byte for byte.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 from rich.console import Console
 
 from infra.options import to_toml_value
-from roostream.cli.replay.outcome import Engine, Outcome, Stage
-from roostream.cli.replay.program_settings import choices_of
+from roostream.cli.replay.outcome import Engine, Outcome, ReplayProgress
+from roostream.cli.replay.program_settings import program_settings
 from roostream.cli.replay.report_page import write_page
 from roostream.cli.replay.report_table import table_of
-from roostream.cli.replay.warehouse_samples import DATASET, archived_log
+from roostream.cli.replay.warehouse_samples import DATASET, open_warehouse_log
 from roostream.errors import UnavailableError
 from roostream.replay.config import ReplayConfig
 from roostream.replay.log_advice import advice
@@ -30,7 +30,8 @@ from roostream.schema.schema_file import load_schema
 
 
 def run(config: ReplayConfig) -> int:
-    """The exit code: 0 = everything is accounted for, 1 = it isn't (a defect), 2 = refused or unavailable."""
+    """Returns the exit code: 0 = every event is accounted for, 1 = some are not (a bug), 2 = a setting is wrong or something
+    is unavailable."""
     accounted = False
 
     def body(stop: program.Stop) -> None:
@@ -43,25 +44,25 @@ def run(config: ReplayConfig) -> int:
 
 
 def replay(config: ReplayConfig, stop: program.Stop) -> dict[str, Any]:
-    """Run it, write the report, print the table, give the report back.
+    """Run the replay, write the report, print the table, and return the report.
 
     Raises:
-        RoostreamError: bad input, or a part of the stack that is away or has failed for good. UnavailableError if `stop` was set.
+        RoostreamError: bad input, or a program of the stack failed. UnavailableError: `stop` was set.
     """
     files = report_files(config.report)
     files.check()
-    choices_of(config)
+    program_settings(config)
     started_s = time.monotonic()
     schema = load_schema(config.schema_path)
-    source = archived_log(config, schema) if config.dataset == DATASET else open_log(config, schema)
+    source = open_warehouse_log(config, schema) if config.dataset == DATASET else open_log(config, schema)
     console = Console(markup=False, emoji=False, highlight=False)
-    with Stage(console, source.num_requests) as stage:
+    with ReplayProgress(console, source.num_requests) as progress:
         stream = paced(
-            stage.sending(with_first_record(source.records)), config.speed_factor, SystemClock(), stop
+            progress.count_sent(with_first_record(source.records)), config.speed_factor, SystemClock(), stop
         )
-        outcome = _engine(config)(config, schema, stream, stage, stop)
+        outcome = _engine(config)(config, schema, stream, progress, stop)
     if stop.is_set():
-        raise UnavailableError("stopped before the end of the log; there is no report")
+        raise UnavailableError("stopped before the end of the log; no report was written")
     report = build_report(config, schema, outcome, source) | {"wall_s": time.monotonic() - started_s}
     if files.data:
         write_report(files.data, report)
@@ -72,34 +73,37 @@ def replay(config: ReplayConfig, stop: program.Stop) -> dict[str, Any]:
 
 
 def _engine(config: ReplayConfig) -> Engine:
-    """Imported only when used: neither engine pays for the other's parts."""
+    """Import one engine, without the packages of the other."""
     if config.engine == "stack":
-        from roostream.cli.replay.stack_replay import replay_through_stack
+        from roostream.cli.replay.stack_replay import replay_on_stack
 
-        return replay_through_stack
+        return replay_on_stack
     from roostream.cli.replay.local_replay import replay_in_process
 
     return replay_in_process
 
 
 def build_report(config: ReplayConfig, schema: Schema, outcome: Outcome, source: ReplayLog) -> dict[str, Any]:
-    """Keys as in docs/protocols.md, "Reports"; `features_digest` is equal for equal features, `untrained` is G2's count. Of a
-    warehouse's samples no event is there to be accounted for."""
+    """Report with the keys of docs/protocols.md, section Reports.
+
+    `features_digest` is equal for equal features, and `untrained` counts violations of guarantee G2. In a replay of a warehouse
+    there are no events to account for.
+    """
     sums = outcome.accounts.sums(ended=True)
     skipped = source.skipped()
-    findings, profile = outcome.findings, source.profile
-    positives, model = findings.positives(), outcome.training.model or {}
+    statistics, profile = outcome.statistics, source.profile
+    positives, model = statistics.positives(), outcome.training.model or {}
     return {
         "counts": {**sums.counts(), "untrained": outcome.untrained, "skipped_lines": skipped.number},
         "first_skipped_line": skipped.first[0] if skipped.first else "",
-        "first_dead_letters": findings.first_dead_letters(profile.origins.find),
+        "first_dead_letters": statistics.first_dead_letters(profile.origins.find),
         "warnings": advice(schema, profile, positives, prior=float(model.get("prior", 0.1)))
         if profile.num_impressions
         else [],
         "accounted": (sums.accounted or config.dataset == DATASET) and outcome.untrained == 0,
-        "metrics": findings.metrics.report(),
+        "metrics": statistics.metrics.report(),
         **({"metrics_as_served": outcome.served} if outcome.served is not None else {}),
-        "baselines": findings.baselines.report(),
+        "baselines": statistics.baselines.report(),
         "positives": positives,
         "log": profile.report(),
         "training": dataclasses.asdict(outcome.training),
@@ -111,5 +115,5 @@ def build_report(config: ReplayConfig, schema: Schema, outcome: Outcome, source:
 
 
 def settings_of(config: ReplayConfig) -> dict[str, Any]:
-    """Everything that was given or left at its default; model and trainer beside, under `training`."""
-    return {**dataclasses.asdict(config), "worker": to_toml_value(choices_of(config).worker)}
+    """All settings of the replay with their values; those of model and trainer are under `training`."""
+    return {**dataclasses.asdict(config), "worker": to_toml_value(program_settings(config).worker)}

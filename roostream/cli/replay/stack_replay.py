@@ -32,8 +32,14 @@ from infra.auditor.accounts import Accounts
 from infra.auditor.auditor import Auditor
 from infra.options import StackOptions, save_options
 from infra.stack import Stack
-from roostream.cli.replay.outcome import Findings, Outcome, PastAtRest, Stage, Training
-from roostream.cli.replay.program_settings import choices_of, joiner_settings
+from roostream.cli.replay.outcome import (
+    ReplayStatistics,
+    Outcome,
+    ArchivedPart,
+    ReplayProgress,
+    TrainingSummary,
+)
+from roostream.cli.replay.program_settings import program_settings, joiner_settings
 from roostream.errors import ConfigError, UnavailableError
 from roostream.replay.config import ReplayConfig
 from roostream.runtime import manifest as manifests
@@ -55,8 +61,8 @@ _STALLED_S = 180.0
 _PROGRAMS = ("kafka", "flink", "joiner", "shards", "controller", "workers")
 
 
-def replay_through_stack(
-    config: ReplayConfig, schema: Schema, records: Iterable[Record], stage: Stage, stop: Stop
+def replay_on_stack(
+    config: ReplayConfig, schema: Schema, records: Iterable[Record], progress: ReplayProgress, stop: Stop
 ) -> Outcome:
     """See the module for the numbers. The stack is gone afterwards, whatever happens; a given `home` keeps its data.
 
@@ -66,9 +72,9 @@ def replay_through_stack(
     with _home(config) as home, Stack(home, stack_options(config, home)) as stack:
         stack.start(ARCHIVE_PROGRAMS if config.archived_until else _PROGRAMS)  # 1
         stack.wait_ready("kafka", timeout_s=180)
-        outcome = _Replay(config, schema, stack, stage, stop).run(records)
+        outcome = _StackReplay(config, schema, stack, progress, stop).run(records)
         if config.home:
-            save_options(stack.home.root, kept_options(config, stack.options, stack.home.root))
+            save_options(stack.home.root, options_for_up(config, stack.options, stack.home.root))
         return outcome
 
 
@@ -76,9 +82,9 @@ def stack_options(config: ReplayConfig, home: Path) -> StackOptions:
     """The stack that a replay runs on, and what its programs are told beyond their defaults.
 
     Raises:
-        ConfigError: as `choices_of`.
+        ConfigError: as `program_settings`.
     """
-    choices = choices_of(config)
+    choices = program_settings(config)
     past = archive_overrides(home.resolve() / "warehouse") if config.archived_until else {}
     others = {
         name: {**past.get(name, {}), **choices.others.get(name, {})} for name in (*past, *choices.others)
@@ -99,12 +105,12 @@ def stack_options(config: ReplayConfig, home: Path) -> StackOptions:
     )
 
 
-def kept_options(config: ReplayConfig, options: StackOptions, home: Path) -> StackOptions:
+def options_for_up(config: ReplayConfig, options: StackOptions, home: Path) -> StackOptions:
     """What `up` is to go on with in this home: the same schema (a copy), shards, window and model, but live bounds of state and
     no end of learning. Its topics keep everything, since histories and counters are made anew from them at each start."""
     schema = home / "schema.toml"
     schema.write_bytes(options.schema.read_bytes())
-    choices, flags = choices_of(config), joiner_settings(config)
+    choices, flags = program_settings(config), joiner_settings(config)
     joiner = {
         k: v
         for k, v in choices.joiner.items()
@@ -140,17 +146,19 @@ def _home(config: ReplayConfig) -> Iterator[Path]:
             yield Path(folder)
 
 
-class _Replay:
+class _StackReplay:
     """One run on one stack."""
 
-    def __init__(self, config: ReplayConfig, schema: Schema, stack: Stack, stage: Stage, stop: Stop) -> None:
-        self.config, self.stack, self.stage, self.stop = config, stack, stage, stop
-        self.findings = Findings(schema, config.measure_from_ms)
+    def __init__(
+        self, config: ReplayConfig, schema: Schema, stack: Stack, progress: ReplayProgress, stop: Stop
+    ) -> None:
+        self.config, self.stack, self.progress, self.stop = config, stack, progress, stop
+        self.statistics = ReplayStatistics(schema, config.measure_from_ms)
         self.auditor = Auditor(
             Broker(stack.endpoints.kafka),
             stack.prefix,
             num_partitions=stack.options.partitions,
-            on_record=self.findings.add,
+            on_record=self.statistics.add,
         )
         self.sent: Counter[str] = Counter()
         self._moved_s = time.monotonic()
@@ -163,7 +171,7 @@ class _Replay:
 
     def run(self, records: Iterable[Record]) -> Outcome:
         try:
-            archived: PastAtRest | None = None
+            archived: ArchivedPart | None = None
             if self.config.archived_until:
                 log_ = SplitLog(records, self.config.archived_until_ms)
                 archived, records = self._from_archive(log_.before()), log_.others()
@@ -173,7 +181,7 @@ class _Replay:
             untrained = self.accounts.untrained_below(self._committed())
             return Outcome(
                 accounts=self.accounts,
-                findings=self.findings,
+                statistics=self.statistics,
                 untrained=untrained,
                 training=self._training(),
                 archived=archived,
@@ -181,7 +189,7 @@ class _Replay:
         finally:
             self.auditor.close()
 
-    def _from_archive(self, records: Iterable[Record]) -> PastAtRest:
+    def _from_archive(self, records: Iterable[Record]) -> ArchivedPart:
         """A fresh model is trained from what archivers made of these, and goes on with the stream."""
         past = ArchivePhase(
             self.stack.home.root / "warehouse", FileStore(self.stack.home.store), SystemClock()
@@ -197,14 +205,14 @@ class _Replay:
         self._wait(past.is_handed_over, "trained from the warehouse")
         return past.trained(found)
 
-    def _training(self) -> Training:
+    def _training(self) -> TrainingSummary:
         """What the newest manifest and the worker itself say."""
         newest = manifests.newest(FileStore(self.stack.home.store))
         worker = fetch(self.stack.endpoints.metrics["worker"])
         skipped, rehearsed = (
             worker.value(f"roostream_worker_{name}") for name in ("non_finite", "rehearsed")
         )
-        return Training(
+        return TrainingSummary(
             steps=newest.manifest.step if newest else None,
             model=newest.manifest.model if newest else None,
             non_finite=None if skipped is None else int(skipped),
@@ -273,7 +281,7 @@ class _Replay:
         self.auditor.poll(budget_s)
         a = self.accounts
         sums = a.sums()
-        self.stage.at(joined=sums.samples, trained=sums.predicted)
+        self.progress.update(joined=sums.samples, trained=sums.predicted)
         now = (*a.num_records.values(), *self._committed().values())
         if now != self._seen:
             self._seen, self._moved_s = now, time.monotonic()
@@ -375,11 +383,11 @@ class ArchivePhase:
             and not self._compactor.due()
         )
 
-    def archived(self) -> PastAtRest:
+    def archived(self) -> ArchivedPart:
         """What a fresh model will be trained from; its training is timed from here on."""
         files = self._warehouse.samples.snapshot().files
         archive_s, self._began_s = self.clock.monotonic_s() - self._began_s, self.clock.monotonic_s()
-        return PastAtRest(
+        return ArchivedPart(
             samples=sum(file.rows for file in files),
             days=len({file.day for file in files}),
             files=len(files),
@@ -393,7 +401,7 @@ class ArchivePhase:
         newest = manifests.newest(self.store)
         return newest is not None and newest.manifest.input is None
 
-    def trained(self, archived: PastAtRest) -> PastAtRest:
+    def trained(self, archived: ArchivedPart) -> ArchivedPart:
         """The same with what a fresh model has trained of it, once that is handed over."""
         newest = manifests.newest(self.store)
         assert newest is not None, "it is handed over"

@@ -1,7 +1,6 @@
-"""`roostream replay warehouse`: samples of a warehouse, in the order of their close, through the same loop as a log's.
+"""`roostream replay warehouse`: train archived samples in the order of their close, with the local engine.
 
-There is nothing to join: what the joiner made of the log is what lies there. With the settings of the log's own replay the
-features, the batches and so the metrics are the same.
+The samples are joined already. With the settings of the replay of the original log, features, batches and metrics are equal.
 """
 
 from __future__ import annotations
@@ -16,9 +15,11 @@ from roostream.replay.replay_log import ReplayLog
 from roostream.schema.schema import Schema
 
 DATASET = "warehouse"
-HELP = "Samples of a warehouse, in this process, as they were trained when they were new: what a log's replay says of them."
-EXAMPLE = "--place .roostream/warehouse --days 2023-05-18..2023-05-22 --schema my_site.toml --report out.json"
-NOT_ITS_OWN = (
+HELP = "Train the samples of a warehouse in this process, in the order of their close, and report metrics."
+EXAMPLE = (
+    "--warehouse .roostream/warehouse --days 2023-05-18..2023-05-22 --schema my_site.toml --report out.json"
+)
+UNUSED_SETTINGS = (
     "dataset",
     "options",
     "engine",
@@ -33,57 +34,59 @@ NOT_ITS_OWN = (
     "lateness_ms",
     "home",
 )
-"""Settings of a replay that speak of what happens before a sample is there."""
+"""Settings of a replay that apply only before samples are joined."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ArchivedOptions(DatasetOptions):
-    """Of which samples."""
+class WarehouseOptions(DatasetOptions):
+    """Settings of the dataset."""
 
-    place: str = dataclasses.field(
-        metadata={"help": "where samples are archived, a directory or s3://bucket/prefix"}
+    warehouse: str = dataclasses.field(
+        metadata={"help": "archive of samples: a directory or s3://bucket/prefix"}
     )
     days: str = dataclasses.field(
         default="",
-        metadata={"help": "of close, as 2024-05-01..2024-05-07; either end may be left out; '' = all"},
+        metadata={
+            "help": "days on which samples closed, such as 2024-05-01..2024-05-07; either end is optional; '' = all"
+        },
     )
-    stored_order_until: str = dataclasses.field(
+    file_order_until: str = dataclasses.field(
         default="",
         metadata={
-            "help": "samples of days before are trained as `roostream train` reads them, by file and user; '' = by close"
+            "help": "train days before this one in file order, as `roostream train` does; '' = all in the order of close"
         },
     )
 
 
-def archived_log(config: ReplayConfig, schema: Schema) -> ReplayLog:
-    """The newest version's samples, as a stream of records.
+def open_warehouse_log(config: ReplayConfig, schema: Schema) -> ReplayLog:
+    """The samples of the newest version, as a stream of records.
 
     Raises:
-        ConfigError: days that are none. CheckpointError: there is no such table, nothing of these days, or it is damaged.
-        UnavailableError: it can't be read now.
+        ConfigError: the days are not valid. CheckpointError: there is no such table, no sample of these days, or a file is
+            damaged. UnavailableError: the store cannot be read now.
     """
     from roostream.warehouse.sessions.sample_table import SampleTable
     from roostream.warehouse.sessions.session import SessionSpec, days_of
     from roostream.warehouse.sessions.session_records import session_records
 
     options = config.options
-    assert isinstance(options, ArchivedOptions)
+    assert isinstance(options, WarehouseOptions)
     first, last = days_of(options.days) if options.days else ("", "")
     wanted = SessionSpec(
-        table=options.place,
+        table=options.warehouse,
         version=0,
         first_day=first,
         last_day=last,
         shuffle_seed=config.seed,
         labels="as_streamed",
     )
-    table = SampleTable(options.place)
-    told = table.newest(wanted, {})
-    if told is None or not sum(told.rows.values()):
+    table = SampleTable(options.warehouse)
+    session = table.newest(wanted, {})
+    if session is None or not sum(session.rows.values()):
         raise CheckpointError(
-            f"{options.place}: expected samples of {options.days or 'some day'}, got none; name other days"
+            f"{options.warehouse}: expected samples of {options.days or 'some day'}, got none; choose other days"
         )
-    records = session_records(*table.open_session(told, schema), options.stored_order_until)
+    records = session_records(*table.opened(session, schema), options.file_order_until)
     return ReplayLog(
-        records=records, num_requests=sum(told.rows.values()), skipped=Skipped, profile=LogProfile(schema)
+        records=records, num_requests=sum(session.rows.values()), skipped=Skipped, profile=LogProfile(schema)
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from roostream.cli.replay.stack_replay import ArchivePhase, SplitLog, kept_options, stack_options
+from roostream.cli.replay.stack_replay import ArchivePhase, SplitLog, options_for_up, stack_options
 from roostream.errors import ConfigError
 from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.clock import FakeClock
@@ -108,7 +108,7 @@ def test_a_stack_that_archives_first_has_archivers_and_a_trainer_that_begins_in_
         "warehouse": str(home / "warehouse"),
         "unit_records": 100,
     }
-    kept = kept_options(chosen, options, home).overrides
+    kept = options_for_up(chosen, options, home).overrides
     assert kept["controller"] == {"unit_records": 100}, "a model that is there begins nowhere"
     assert stack_options(config(tmp_path), home).num_archivers == 0
 

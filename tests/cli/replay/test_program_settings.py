@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from roostream.cli.replay.program_settings import choices_of, with_sets
+from roostream.cli.replay.program_settings import program_settings, with_model_settings
 from roostream.errors import ConfigError
 from roostream.models.config import RankerConfig
 from roostream.replay import ebnerd
@@ -22,7 +22,7 @@ def config(*sets: str, **settings: Any) -> ReplayConfig:
 
 
 def test_flags_and_assignments_reach_the_programs() -> None:
-    found = choices_of(
+    found = program_settings(
         config(
             "joiner.next_request=session",
             "worker.dedupe_horizon=10m",
@@ -44,7 +44,7 @@ def test_flags_and_assignments_reach_the_programs() -> None:
 
 
 def test_what_is_not_given_is_left_to_the_trainer() -> None:
-    assert choices_of(config()).worker == {"seed": 0, "freeze_at_ms": 0, "threads": 1}
+    assert program_settings(config()).worker == {"seed": 0, "freeze_at_ms": 0, "threads": 1}
 
 
 def of_news(tmp_path: Path, *sets: str, **settings: Any) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def of_news(tmp_path: Path, *sets: str, **settings: Any) -> dict[str, Any]:
         "engine": "stack",
         **settings,
     }
-    return choices_of(ReplayConfig(**given)).worker
+    return program_settings(ReplayConfig(**given)).worker
 
 
 def test_a_log_has_a_rehearsal_of_its_own_unless_something_is_said_that_it_may_not_go_with(
@@ -89,13 +89,13 @@ def test_a_log_has_settings_of_the_ranker_unless_another_model_is_chosen(tmp_pat
     }
     model = tmp_path / "own.toml"
     model.write_text("width = 8\n")
-    assert choices_of(ReplayConfig(**log)).model == {"list_layers": 2}
-    assert choices_of(ReplayConfig(**log, set=("model.list_layers=1", "model.width=8"))).model == {
+    assert program_settings(ReplayConfig(**log)).model == {"list_layers": 2}
+    assert program_settings(ReplayConfig(**log, set=("model.list_layers=1", "model.width=8"))).model == {
         "list_layers": 1,
         "width": 8,
     }
-    assert choices_of(ReplayConfig(**log, model=str(model))).model == {}
-    assert choices_of(ReplayConfig(**log, set=("model.kind=two_tower",))).model == {"kind": "two_tower"}
+    assert program_settings(ReplayConfig(**log, model=str(model))).model == {}
+    assert program_settings(ReplayConfig(**log, set=("model.kind=two_tower",))).model == {"kind": "two_tower"}
 
 
 @pytest.mark.parametrize(
@@ -114,20 +114,20 @@ def test_a_log_has_settings_of_the_ranker_unless_another_model_is_chosen(tmp_pat
 )
 def test_an_assignment_that_cannot_be_is_told(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        choices_of(config(text))
+        program_settings(config(text))
 
 
 def test_a_stack_has_more_parts() -> None:
-    found = choices_of(config("controller.commit_interval=1s", "worker.exact=true", engine="stack"))
+    found = program_settings(config("controller.commit_interval=1s", "worker.exact=true", engine="stack"))
     assert found.others == {"controller": {"commit_interval_ms": 1000}} and found.worker["exact"] is True
 
 
 def test_a_model_is_changed_key_by_key() -> None:
-    assert with_sets(RankerConfig(prior=0.2), {"width": 32}) == RankerConfig(prior=0.2, width=32)
+    assert with_model_settings(RankerConfig(prior=0.2), {"width": 32}) == RankerConfig(prior=0.2, width=32)
     with pytest.raises(ConfigError, match="did you mean 'width'"):
-        with_sets(RankerConfig(), {"widht": 32})
+        with_model_settings(RankerConfig(), {"widht": 32})
     with pytest.raises(ConfigError, match=r"expected 1\.\.4096, got 0"):
-        with_sets(RankerConfig(), {"width": 0})
+        with_model_settings(RankerConfig(), {"width": 0})
 
 
 def test_only_a_stack_keeps_a_home(tmp_path: Path) -> None:

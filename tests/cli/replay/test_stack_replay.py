@@ -11,7 +11,7 @@ import pytest
 from joiner.config import JoinerConfig
 from roostream.cli.replay.program_settings import joiner_settings
 from roostream.cli.replay.replay_run import run
-from roostream.cli.replay.stack_replay import kept_options, stack_options
+from roostream.cli.replay.stack_replay import options_for_up, stack_options
 from roostream.replay import jsonl_log as jsonl
 from roostream.replay.config import ReplayConfig
 from roostream.schema.toml_file import read_toml
@@ -72,7 +72,7 @@ def test_a_kept_home_goes_on_with_the_same_but_live_bounds(tmp_path: Path) -> No
     )
     home = tmp_path / "home"
     home.mkdir()
-    found = kept_options(chosen, stack_options(chosen, home), home)
+    found = options_for_up(chosen, stack_options(chosen, home), home)
     assert (
         found.schema == home / "schema.toml"
         and found.schema.read_text() == (tmp_path / "shop.toml").read_text()
