@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from roostream.cli.replay.report_figures import drawn
+from roostream.cli.replay.report_figures import to_svg
 from roostream.errors import printable
 
 _MAX_BARS, _MAX_LINES = 40, 12
@@ -15,7 +15,7 @@ _MAX_BARS, _MAX_LINES = 40, 12
 
 def figures_of_table(report: Mapping[str, Any]) -> dict[str, str]:
     """Heading → SVG."""
-    return drawn(dict(_figures(report)))
+    return to_svg(dict(_figures(report)))
 
 
 def _figures(report: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:

@@ -1,5 +1,4 @@
-"""`roostream check`: a log and its schema looked at together, before anything is trained: what can't be read, what nothing names,
-what is never there, and what the joiner would do."""
+"""`roostream check`: check a log against a schema before training: unreadable lines, unused actions, missing features, joins."""
 
 from __future__ import annotations
 
@@ -33,7 +32,8 @@ _QUANTILES = (50, 90, 95, 99, 100)
 
 
 def run(config: CheckConfig) -> int:
-    """The exit code: 0 = it can be replayed (there may be warnings), 1 = lines can't be used, 2 = it can't be checked at all."""
+    """Returns the exit code: 0 = the log can be replayed, perhaps with warnings; 1 = some lines cannot be used; 2 = the check
+    failed."""
     errors: list[str] = []
 
     def body(stop: program.Stop) -> None:
@@ -43,10 +43,10 @@ def run(config: CheckConfig) -> int:
 
 
 def check(config: CheckConfig, stop: program.Stop) -> dict[str, Any]:
-    """Look, write the report, print the table, give the report back.
+    """Check the log, write the report, print the table, and return the report.
 
     Raises:
-        RoostreamError: schema, settings or files can't be used at all.
+        RoostreamError: the schema, a setting or a file cannot be used.
     """
     check_report(config.report)
     replay = config.replay()
@@ -62,13 +62,13 @@ def check(config: CheckConfig, stop: program.Stop) -> dict[str, Any]:
     try:
         for record in log.records:
             if stop.is_set():
-                raise ConfigError("stopped before the end of the log; nothing was found out")
+                raise ConfigError("stopped before the end of the log; there is no report")
             _write(topics, delays, engine, engine.process(topics.append(record)))
         _write(topics, delays, engine, engine.end_of_input())
     except ConfigError as error:
         if stop.is_set() or not log.skipped().number:
             raise
-        errors.append(str(error))  # beside the lines that made it so
+        errors.append(str(error))  # in addition to the skipped lines, which are the cause
     report = build_report(schema, log, topics, delays, errors)
     if config.report:
         write_report(config.report, report)
@@ -85,13 +85,13 @@ def _write(topics: LocalTopics, delays: EngagementDelays, engine: LocalEngine, o
 
 
 class EngagementDelays:
-    """Seconds between requests and their engagements, in whole ones; those that came after the close, too."""
+    """Seconds from requests to their engagements, including those after the close."""
 
     def __init__(self) -> None:
         self._seconds: Counter[int] = Counter()
 
     def add(self, record: Record) -> None:
-        """A record of any topic; samples and corrections count."""
+        """Add a record of any topic; only samples and corrections count."""
         if record.topic in (SAMPLES, CORRECTIONS):
             message = wire.decode(record.value)[1]
             assert isinstance(message, pb.Sample)
@@ -108,16 +108,16 @@ class EngagementDelays:
 def build_report(
     schema: Schema, log: ReplayLog, topics: LocalTopics, delays: EngagementDelays, errors: list[str]
 ) -> dict[str, Any]:
-    """Keys as of a replay's report, and `errors`, `engagement_delay_s`, `requests_in_pages`."""
+    """The keys of a replay's report, with `errors`, `engagement_delay_s` and `requests_in_pages`."""
     sums, skipped = topics.accounts.sums(ended=True), log.skipped()
     positives = topics.statistics.positives()
     warnings = advice(schema, log.profile, positives)
     if late := sums.corrections + sums.dead_letters.get("too_late", 0):
         warnings.append(
-            f"{late} engagements come after the join window and are not learned; a longer --window takes them in"
+            f"{late} engagements come after the join window and are not trained; a longer --window includes them"
         )
     if left := skipped.number - len(skipped.first):
-        errors = [*errors, f"and {left} more lines that can't be used"]
+        errors = [*errors, f"and {left} more lines that cannot be used"]
     return {
         "errors": [*skipped.first, *errors],
         "warnings": warnings,

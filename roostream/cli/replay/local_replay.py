@@ -1,9 +1,17 @@
-"""A replay in this process, without Kafka and Flink: the same `join.py`, training loop and shards, called directly.
+"""The local engine of a replay: the joiner, the training loop and shards in this process, without Kafka and Flink.
 
 records ─► LocalEngine ─► samples, by close time ─► TrainLoop ─► shards behind in-memory transports
    └──────────┴──────────────────┴──────────────────────┴──► accounts, metrics
 
-Records that are samples already, of a warehouse, pass the joiner by.
+Records from a warehouse are samples already and bypass the joiner.
+
+With `as_served`, requests are also scored at their own time. The training loop scores a sample when it is trained, with weights that
+have seen one join window of the future, so only `AsServedScorer` shows the cost of late labels:
+
+    impression ──► waits ──► scored before the next step (weights do not change in between)
+    sample, corrections ──► labels, corrected until the end
+
+Letters: n candidates of a request, B of several, T tasks, R requests.
 """
 
 from __future__ import annotations
@@ -68,14 +76,16 @@ from trainer.rows import ShardRows
 def replay_in_process(
     config: ReplayConfig, schema: Schema, records: Iterable[Record], progress: ReplayProgress, stop: Stop
 ) -> Outcome:
-    """Memory: the joiner's open window, the rows, and the audit of the ids."""
+    """Run a replay. Memory: the joiner's open window, the rows, and the ids for the audit."""
     with tempfile.TemporaryDirectory(prefix="roostream-replay-") as store:
         return _LocalReplay(config, schema, FileStore(store)).run(records, progress, stop)
 
 
 class SampleQueue:
-    """A trainer's `BatchSource` that holds only what waits to be trained: oldest record first, as the worker's merge of
-    partitions is. Offsets count samples; there is no way back, so only the beginning can be sought."""
+    """A `BatchSource` of the samples that wait to be trained, oldest first, as in the worker's merge of partitions.
+
+    It cannot seek back: only the start is a valid position.
+    """
 
     def __init__(
         self,
@@ -84,7 +94,7 @@ class SampleQueue:
         topics: Sequence[str] = (SAMPLES,),
         before_chunk: Callable[[], None] = lambda: None,
     ) -> None:
-        """`topics` that are trained. `before_chunk` is called before a chunk is given, when its training hasn't begun."""
+        """`topics` are trained. `before_chunk` is called before a chunk is returned, so before its training."""
         self.decoder, self.clock, self.topics, self.before_chunk = decoder, clock, tuple(topics), before_chunk
         self._waiting: list[tuple[int, int, int, Record]] = []
         self._given: Progress = dict.fromkeys(all_partitions(self.topics, DEFAULT_PARTITIONS), 0)
@@ -113,20 +123,20 @@ class SampleQueue:
         return chunk
 
     def seek(self, at: Progress) -> None:
-        assert not any(at.values()) and self._count == 0, "a replay in one process has no way back"
+        assert not any(at.values()) and self._count == 0, "a local replay cannot seek back"
 
     def assign(self, numbers: Collection[int], session: TableInput | None = None) -> None:
-        """All of it is one worker's."""
+        """Nothing to do: one worker has all partitions."""
 
     def bound(self, ends: Progress) -> None:
-        """It is read to its end."""
+        """Nothing to do: everything is read."""
 
     @property
     def ended(self) -> bool:
         return False
 
     def newest_ids(self, trained: Progress) -> Mapping[Partition, NewestIds]:
-        """It has no sessions."""
+        """Empty: there are no sessions."""
         return {}
 
     def positions(self) -> Progress:
@@ -140,11 +150,11 @@ class SampleQueue:
         return 0
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to do."""
 
 
 class _LocalReplay:
-    """The parts, wired; the loop's `Outputs`."""
+    """Connects the parts of a local replay, and is the `Outputs` of the training loop."""
 
     def __init__(self, config: ReplayConfig, schema: Schema, store: FileStore) -> None:
         self.schema = schema
@@ -200,7 +210,7 @@ class _LocalReplay:
         )
 
     def _train(self, progress: ReplayProgress) -> None:
-        """Whole batches, as many as there are."""
+        """Train as many complete batches as are waiting."""
         before = self.loop.num_steps
         while len(self.samples) and self.loop.step():
             pass
@@ -237,11 +247,11 @@ class _LocalReplay:
         self.topics.write(DEAD_LETTERS, NO_KEY, wire.encode(wire.DEAD_LETTER, letter), 0)
 
     def flush(self) -> None:
-        """Everything is counted where it is given."""
+        """Nothing to do: outputs are counted at once."""
 
 
 def _shards(config: ReplayConfig, schema: Schema, store: FileStore) -> list[Shard]:
-    """Shards at their beginning, in incarnation 1, that commit and publish nothing."""
+    """New shards in incarnation 1, which neither commit nor publish."""
     shards = []
     for index in range(config.num_shards):
         identity = ShardIdentity(
@@ -262,7 +272,7 @@ _AT_ONCE = 256
 
 
 class _ScoredList:
-    """A request from its first impression on: 4 bytes an item and task for scores and labels each, and some more."""
+    """The scores and labels of a request: 8 bytes per item and task."""
 
     __slots__ = ("label_nT", "row_of", "score_nT", "time_ms")
 
@@ -274,16 +284,16 @@ class _ScoredList:
 
 
 class AsServedScorer:
-    """Feed every record in the order of time, and call `score` before weights change. All requests stay in memory."""
+    """Call `add` with every record in time order, and `score` before weights change. All requests stay in memory."""
 
     def __init__(self, tasks: Sequence[str], decoder: Decoder, scores: Callable[[Batch], np.ndarray]) -> None:
-        """`scores`: probabilities [B, T] by the weights of now."""
+        """`scores`: probabilities [B, T] with the current weights."""
         self.tasks, self.decoder, self.scores = tuple(tasks), decoder, scores
         self._shown: dict[int, _ScoredList] = {}
         self._waiting: list[Record] = []
 
     def add(self, record: Record) -> None:
-        """A record of any topic. Of a request's pages the first is scored; what can't be read counts for nothing."""
+        """Add a record of any topic. Only the first page of a request is scored; unreadable records are ignored."""
         kind = wire.kind_of(record.value)
         if record.topic == IMPRESSIONS and kind == wire.IMPRESSION:
             self._show(record)
@@ -291,7 +301,7 @@ class AsServedScorer:
             self._label(record)
 
     def score(self) -> None:
-        """What has been shown since the last call."""
+        """Score the impressions added since the last call."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
@@ -300,11 +310,11 @@ class AsServedScorer:
         for r, id_ in enumerate(batch.sample_id_R.view(np.uint64).tolist()):
             shown, start = self._shown[id_], int(ends_R[r] - batch.num_candidates_R[r])
             items = batch.item_B[start : ends_R[r]].view(np.uint64).tolist()
-            for n, item in reversed([*enumerate(items)]):  # of an item that is there twice, the first
+            for n, item in reversed([*enumerate(items)]):  # of a repeated item the first counts
                 shown.score_nT[shown.row_of[item]] = score_BT[start + n]
 
     def report(self, measure_from_ms: int) -> Report:
-        """`overall`, `measured` and `by_day`, as `metrics` of a report; labels as they are now."""
+        """`overall`, `measured` and `by_day`, like the `metrics` of a report, with the current labels."""
         metrics = DailyMetrics(self.tasks, measure_from_ms=measure_from_ms)
         known = [s for s in self._shown.values() if s.label_nT is not None and not np.isnan(s.score_nT).any()]
         for start in range(0, len(known), _AT_ONCE):

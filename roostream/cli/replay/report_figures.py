@@ -1,4 +1,4 @@
-"""Figures of a report as SVG. Imported only for a page: matplotlib is large."""
+"""Figures of a replay's report as SVG. Imported only for a page, because matplotlib is large."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from matplotlib.figure import Figure
 
 from roostream.errors import printable
 
-_OF_THE_MODEL = {"svg.fonttype": "none", "svg.hashsalt": "roostream", "text.parse_math": False}
+_STYLE = {"svg.fonttype": "none", "svg.hashsalt": "roostream", "text.parse_math": False}
 _MAX_BARS = 40
 
 
 def figures_of(report: Mapping[str, Any]) -> dict[str, str]:
-    """Heading → SVG: the learning curve, days if there are several, features, list lengths."""
+    """Heading → SVG: the learning curve, metrics by day if there are several days, and feature coverage."""
     found = {"Learning curve": _curve(report)}
     if len(report["metrics"]["by_day"]) > 1:
         found["By day"] = _days(report)
     if report["log"]["features"]:
-        found["Share of rows that have a feature"] = _coverage(report["log"]["features"])
-    return drawn(found)
+        found["Share of rows with a feature"] = _coverage(report["log"]["features"])
+    return to_svg(found)
 
 
-def drawn(figures: Mapping[str, Figure]) -> dict[str, str]:
-    """Heading → SVG, the same bytes for the same figure."""
-    with matplotlib.rc_context(_OF_THE_MODEL):
+def to_svg(figures: Mapping[str, Figure]) -> dict[str, str]:
+    """Heading → SVG; equal figures give equal bytes."""
+    with matplotlib.rc_context(_STYLE):
         return {heading: _svg(figure) for heading, figure in figures.items()}
 
 

@@ -1,4 +1,4 @@
-"""report.html: the report as a page of its own, figures inlined; nothing is loaded from anywhere."""
+"""report.html: the report as a self-contained page with inlined figures."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _STYLE = (
 
 
 def write_page(path: Path, title: str, report: Mapping[str, Any]) -> None:
-    """Replace `path`.
+    """Write the page atomically.
 
     Raises:
         SetupError: matplotlib is not installed.
-        ConfigError: it can't be written; the file that was there stays.
+        ConfigError: the file cannot be written; an existing file is unchanged.
     """
     try:
         from roostream.cli.replay.report_figures import figures_of
     except ModuleNotFoundError as error:
         raise SetupError(
-            f"{error.name} is needed for the report's figures; install it, or give --report F.json"
+            f"{error.name} is needed for the figures of the page; install it, or use --report FILE.json"
         ) from None
     write_atomically(path, page_of(title, report, figures_of(report)))
 
 
 def page_of(title: str, report: Mapping[str, Any], figures: Mapping[str, str]) -> str:
-    """The page's text; `figures`: heading → SVG."""
+    """The HTML of the page; `figures`: heading → SVG."""
     sections = {
         "Model and baselines": table(("", "requests", *METRIC_NAMES), _metric_rows(report)),
         **figures,
@@ -48,7 +48,7 @@ def page_of(title: str, report: Mapping[str, Any], figures: Mapping[str, str]) -
 
 
 def page(title: str, warnings: Iterable[str], sections: Mapping[str, str]) -> str:
-    """A page of its own; `sections`: heading → HTML."""
+    """A self-contained page; `sections`: heading → HTML."""
     parts = [f"<h1>{_text(title)}</h1>"]
     parts += [f'<p class="warning">{_text(warning)}</p>' for warning in warnings]
     parts += [f"<h2>{_text(name)}</h2>{section}" for name, section in sections.items()]
@@ -88,7 +88,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterable[Row]:
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """HTML of rows of text, from wherever it comes."""
+    """An HTML table; all text is escaped."""
     first = "<tr>" + "".join(f"<th>{_text(cell)}</th>" for cell in head) + "</tr>" if head else ""
     lines = ("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table>{first}{''.join(lines)}</table>"

@@ -1,4 +1,4 @@
-"""The table at the end of a replay and of a check. Text from outside stands in it as it is, never as markup."""
+"""The table that a replay and a check print at their end. Text is never interpreted as markup."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def warning_rows(warnings: list[str]) -> Iterator[Row]:
 
 
 def join_rows(report: Mapping[str, Any]) -> Iterator[Row]:
-    """What the joiner did with the log."""
+    """Rows about the log and its joins."""
     counts = report["counts"]
     yield (
         "requests",
@@ -52,7 +52,7 @@ def join_rows(report: Mapping[str, Any]) -> Iterator[Row]:
     yield "closed by", _listed(counts["closed_by"])
     yield "dead letters", _listed(counts["dead_letters"]) or "none"
     for reason, first in report["first_dead_letters"].items():
-        yield f"  first {reason}", f"{first['where'] or 'place unknown'}: {first['error']}"
+        yield f"  first {reason}", f"{first['where'] or 'unknown line'}: {first['error']}"
     if counts["skipped_lines"]:
         yield "skipped lines", f"{counts['skipped_lines']}; the first: {report['first_skipped_line']}"
     yield "positives", _listed(report["positives"])
@@ -70,16 +70,14 @@ def _counts(report: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def coverage(features: Mapping[str, Mapping[str, Any]]) -> str:
-    """Which are not always there."""
+    """The features that are missing in some rows."""
     partly = [
         f"{name} {f['share']:.0%}"
         for name, f in features.items()
         if f["share"] is not None and f["share"] < 1
     ]
     return (
-        f"{len(features)}, not always there: {', '.join(partly)}"
-        if partly
-        else f"{len(features)}, all of them always there"
+        f"{len(features)}, some missing: {', '.join(partly)}" if partly else f"{len(features)}, none missing"
     )
 
 
@@ -88,13 +86,13 @@ def _training(report: Mapping[str, Any]) -> Iterator[Row]:
     settings = ", ".join(
         f"{name} {worker[name]}" for name in ("batch_requests", "learning_rate", "seed") if name in worker
     )
-    skipped = f", {training['non_finite']} requests that were not finite" if training["non_finite"] else ""
-    again = f", {number(training['rehearsed'])} requests once more" if training["rehearsed"] else ""
+    skipped = f", {training['non_finite']} non-finite requests" if training["non_finite"] else ""
+    again = f", {number(training['rehearsed'])} requests replayed" if training["rehearsed"] else ""
     if archived := report.get("archived"):
         seals = f"{archived['days']} days, {archived['files']} files, {archived['sealed']} sealed, {archived['bytes']} bytes"
         yield "archived", f"{archived['samples']} samples in {archived['archive_s']:.0f} s ({seals})"
         yield (
-            "from files",
+            "from archive",
             f"{archived['trained']} samples trained in {archived['train_s']:.0f} s, then the stream",
         )
     yield "training", f"{number(training['steps'])} steps{again}{skipped}; {settings}"

@@ -1,14 +1,17 @@
-"""A replay through a stack of its own: Kafka, Flink and the trainer's processes, from the first record to the last commit.
+"""The stack engine of a replay: a local stack with Kafka, Flink and the programs of the trainer.
 
-1 start the stack; topics keep old event times
-2 write the log in transactions (an idempotent producer alone doubles old records when the broker restarts), while the
-  auditor reads along
-3 wait until every request and engagement has come out of the joiner, and every sample has a prediction
-4 wait for the commit that covers the last sample
+1 start the stack; topics accept old event times
+2 write the log in transactions, while the auditor reads along (an idempotent producer alone duplicates old records when the broker
+  restarts)
+3 wait until every request and engagement has left the joiner, and every sample has a prediction
+4 wait for the commit that includes the last sample
 5 stop the stack
 
-With `archived_until` the log comes in two parts, between which a fresh model is trained from the warehouse that archivers made of
-the first (roostream/cli/replay/stack_replay.py).
+With `archived_until` the first part of the log is archived before anything is trained:
+  a write the first part; the joiner, archivers and the compactor run, but no trainer
+  b wait until every sample is in the warehouse and nothing is due to be sealed
+  c start the trainer, which trains a new model from this version of the warehouse
+  d wait for the commit that switches to the stream, then write the second part
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ from roostream.schema.toml_file import read_toml
 from roostream.wire.records import Record
 
 log = logging.getLogger("roostream.replay")
-_RECORDS_A_TRANSACTION, _SECONDS_A_TRANSACTION = 2000, 1.0
+_MAX_TRANSACTION_RECORDS, _MAX_TRANSACTION_S = 2000, 1.0
 _TRANSACTIONS = {"linger_ms": 20, "delivery_timeout_ms": 300_000, "transaction_timeout_ms": 600_000}
 _STALLED_S = 180.0
 _PROGRAMS = ("kafka", "flink", "joiner", "shards", "controller", "workers")
@@ -64,10 +67,10 @@ _PROGRAMS = ("kafka", "flink", "joiner", "shards", "controller", "workers")
 def replay_on_stack(
     config: ReplayConfig, schema: Schema, records: Iterable[Record], progress: ReplayProgress, stop: Stop
 ) -> Outcome:
-    """See the module for the numbers. The stack is gone afterwards, whatever happens; a given `home` keeps its data.
+    """Run a replay; the numbers are those of the module's docstring. The stack is stopped in any case.
 
     Raises:
-        UnavailableError: a program failed for good, or nothing has moved for three minutes; says which and what is missing.
+        UnavailableError: a program failed for good, or there was no progress for three minutes; the message says what is missing.
     """
     with _home(config) as home, Stack(home, stack_options(config, home)) as stack:
         stack.start(ARCHIVE_PROGRAMS if config.archived_until else _PROGRAMS)  # 1
@@ -79,11 +82,7 @@ def replay_on_stack(
 
 
 def stack_options(config: ReplayConfig, home: Path) -> StackOptions:
-    """The stack that a replay runs on, and what its programs are told beyond their defaults.
-
-    Raises:
-        ConfigError: as `program_settings`.
-    """
+    """Options of the stack for a replay. Raises as `program_settings`."""
     choices = program_settings(config)
     past = archive_overrides(home.resolve() / "warehouse") if config.archived_until else {}
     others = {
@@ -106,8 +105,10 @@ def stack_options(config: ReplayConfig, home: Path) -> StackOptions:
 
 
 def options_for_up(config: ReplayConfig, options: StackOptions, home: Path) -> StackOptions:
-    """What `up` is to go on with in this home: the same schema (a copy), shards, window and model, but live bounds of state and
-    no end of learning. Its topics keep everything, since histories and counters are made anew from them at each start."""
+    """Options for a later `up` in this home: the same schema (a copy), shards, window and model, but default limits and no freeze.
+
+    Its topics keep all records, because histories and counters are rebuilt from them at each start.
+    """
     schema = home / "schema.toml"
     schema.write_bytes(options.schema.read_bytes())
     choices, flags = program_settings(config), joiner_settings(config)
@@ -123,13 +124,11 @@ def options_for_up(config: ReplayConfig, options: StackOptions, home: Path) -> S
 
 
 def _model_file(config: ReplayConfig, sets: Mapping[str, Any], home: Path) -> str:
-    """The model's TOML; one in the home where `--set model.KEY` changes it."""
+    """Path of the model TOML; with `--set model.KEY` a changed copy in the home."""
     if not sets:
         return str(Path(config.model).resolve()) if config.model else ""
     given = read_toml(config.model).raw if config.model else {}
-    if (
-        str(given.get("kind", "")).rpartition(":")[0].endswith(".py")
-    ):  # a file beside the TOML that is left behind
+    if str(given.get("kind", "")).rpartition(":")[0].endswith(".py"):  # relative to the original TOML
         given = {**given, "kind": str(Path(config.model).resolve().parent / given["kind"])}
     file = home.resolve() / "model.toml"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -166,7 +165,7 @@ class _StackReplay:
 
     @property
     def accounts(self) -> Accounts:
-        """The auditor's, which makes new ones when it begins."""
+        """The accounts of the auditor, which replaces them when it starts."""
         return self.auditor.accounts
 
     def run(self, records: Iterable[Record]) -> Outcome:
@@ -190,7 +189,7 @@ class _StackReplay:
             self.auditor.close()
 
     def _from_archive(self, records: Iterable[Record]) -> ArchivedPart:
-        """A fresh model is trained from what archivers made of these, and goes on with the stream."""
+        """Archive these records, train a new model from the archive, and switch to the stream."""
         past = ArchivePhase(
             self.stack.home.root / "warehouse", FileStore(self.stack.home.store), SystemClock()
         )
@@ -206,7 +205,7 @@ class _StackReplay:
         return past.trained(found)
 
     def _training(self) -> TrainingSummary:
-        """What the newest manifest and the worker itself say."""
+        """Figures from the newest manifest and the metrics of the worker."""
         newest = manifests.newest(FileStore(self.stack.home.store))
         worker = fetch(self.stack.endpoints.metrics["worker"])
         skipped, rehearsed = (
@@ -231,7 +230,7 @@ class _StackReplay:
                 open_since_s = time.monotonic()
             self._produce(producer, record)
             count += 1
-            if count >= _RECORDS_A_TRANSACTION or time.monotonic() - open_since_s > _SECONDS_A_TRANSACTION:
+            if count >= _MAX_TRANSACTION_RECORDS or time.monotonic() - open_since_s > _MAX_TRANSACTION_S:
                 self._commit(producer)
                 count = 0
         if count:
@@ -250,7 +249,7 @@ class _StackReplay:
         self.sent[record.topic] += 1
 
     def _commit(self, producer: Any) -> None:
-        """**If it fails** after retries, the records may not be there: the replay ends."""
+        """Commit a transaction, with retries. Raises UnavailableError: the records may be missing, so the replay must end."""
         for _ in range(10):
             try:
                 producer.commit_transaction(30)
@@ -258,26 +257,26 @@ class _StackReplay:
             except KafkaException as error:
                 if not error.args[0].retriable():
                     raise UnavailableError(
-                        f"Kafka refused the log's records: {error.args[0].str()}; run the replay again"
+                        f"Kafka rejected records of the log: {error.args[0].str()}; run the replay again"
                     ) from None
         else:
             raise UnavailableError(
-                "Kafka did not commit the log's records within 5 minutes; run the replay again"
+                "Kafka did not commit records of the log within 5 minutes; run the replay again"
             )
-        self._look(0.0)
+        self._poll(0.0)
 
     def _wait(self, done: Callable[[], bool], what: str) -> None:
         while not self.stop.is_set() and not done():
-            self._look(0.5)
+            self._poll(0.5)
             if failed := self.stack.failed():
                 raise UnavailableError(
                     f"{failed[0]} failed for good; its log is {self.stack.log_path(failed[0])}"
                 )
             if time.monotonic() - self._moved_s > _STALLED_S:
-                raise UnavailableError(f"nothing has been {what} for {_STALLED_S:.0f} s; {self._missing()}")
+                raise UnavailableError(f"nothing was {what} for {_STALLED_S:.0f} s; {self._missing()}")
 
-    def _look(self, budget_s: float) -> None:
-        """Read along, and note whether anything moved."""
+    def _poll(self, budget_s: float) -> None:
+        """Read the topics for up to `budget_s`, and remember when there was progress."""
         self.auditor.poll(budget_s)
         a = self.accounts
         sums = a.sums()
@@ -292,7 +291,7 @@ class _StackReplay:
         return self._is_read() and not waiting
 
     def _is_read(self) -> bool:
-        """By the auditor, all that was sent."""
+        """Whether the auditor has read everything that was sent."""
         return all(self.accounts.num_records[topic] >= n for topic, n in self.sent.items())
 
     def _is_committed(self) -> bool:
@@ -300,7 +299,7 @@ class _StackReplay:
         return all(committed.get(p, 0) >= end for p, end in self.accounts.sample_ends.items())
 
     def _committed(self) -> dict[int, int]:
-        """Next offsets of the samples topic, as of the newest manifest."""
+        """Next offset of each partition of samples, from the newest manifest."""
         store = FileStore(self.stack.home.store)
         newest = manifests.newest(store)
         return {} if newest is None else nested(newest.manifest.offsets).get(SAMPLES, {})
@@ -308,18 +307,18 @@ class _StackReplay:
     def _missing(self) -> str:
         s, a = self.accounts.sums(), self.accounts
         return (
-            f"requests without a sample: {s.pending_requests}, engagements without an end: {s.pending}, "
+            f"requests without a sample: {s.pending_requests}, engagements without an outcome: {s.pending}, "
             f"samples without a prediction: {len(a.untrained)}; the logs are in {self.stack.home.logs}"
         )
 
 
 ARCHIVE_PROGRAMS = ("kafka", "flink", "joiner", "archiver", "compactor")
-"""Programs that run while the past is archived."""
-_STILL_S = 5.0  # without a new sample, though everything that was sent has been read: the joiner waits for later events
+"""Programs that run while the first part of the log is archived."""
+_QUIET_S = 5.0  # after this time without new samples, the joiner waits for later events
 
 
 def archive_overrides(warehouse: Path) -> dict[str, dict[str, Any]]:
-    """What the programs are told beside the replay's own settings."""
+    """Settings of the programs that archive quickly and train from the warehouse."""
     return {
         "archiver": {"flush_interval_ms": 2000},
         "compactor": {"interval_ms": 1000},
@@ -328,14 +327,14 @@ def archive_overrides(warehouse: Path) -> dict[str, dict[str, Any]]:
 
 
 class SplitLog:
-    """A log's records in two: those before a time, then the others."""
+    """Splits the records of a log at a time."""
 
     def __init__(self, records: Iterable[Record], until_ms: int) -> None:
         self.until_ms, self._records = until_ms, iter(records)
         self._next: list[Record] = []
 
     def before(self) -> Iterator[Record]:
-        """To its end before `others` begins."""
+        """Records before the time; read them all before `others`."""
         for record in self._records:
             if record.timestamp_ms >= self.until_ms:
                 self._next = [record]
@@ -347,17 +346,17 @@ class SplitLog:
 
 
 class ArchivePhase:
-    """The warehouse of a stack that is being filled, then trained from. Nothing is read before the first question."""
+    """Observes the warehouse of a stack: when it is filled, and when a model was trained from it."""
 
     def __init__(self, place: Path, store: CheckpointStore, clock: Clock) -> None:
-        """`store`: of the stack's commits. Raises ConfigError: the packages that read a warehouse aren't there."""
+        """`store` has the commits of the stack. Raises ConfigError: the packages for a warehouse are not installed."""
         try:
             from roostream.warehouse.compact import Compactor
             from roostream.warehouse.config import CompactorConfig
             from roostream.warehouse.warehouse import Warehouse
         except ModuleNotFoundError as error:
             raise ConfigError(
-                f"expected {error.name} to read a warehouse; pip install 'roostream[warehouse]'"
+                f"{error.name} is needed to read a warehouse; pip install 'roostream[warehouse]'"
             ) from None
         self.store, self.clock = store, clock
         self._warehouse = Warehouse(place)
@@ -366,12 +365,12 @@ class ArchivePhase:
         self._seen: dict[int, int] = {}
 
     def is_archived(self, sample_ends: Mapping[int, int]) -> bool:
-        """Step 2; `sample_ends`: partition → offset behind its last sample. UnavailableError: it can't be read now."""
+        """Whether step b is complete. `sample_ends`: partition → end offset of samples. Raises UnavailableError."""
         if sample_ends != self._seen:
             self._seen, self._seen_s = dict(sample_ends), self.clock.monotonic_s()
         if (
             not self._seen
-            or self.clock.monotonic_s() - self._seen_s < _STILL_S
+            or self.clock.monotonic_s() - self._seen_s < _QUIET_S
             or not self._warehouse.samples.exists()
         ):
             return False
@@ -384,7 +383,7 @@ class ArchivePhase:
         )
 
     def archived(self) -> ArchivedPart:
-        """What a fresh model will be trained from; its training is timed from here on."""
+        """The archived part; the time of training is measured from this call."""
         files = self._warehouse.samples.snapshot().files
         archive_s, self._began_s = self.clock.monotonic_s() - self._began_s, self.clock.monotonic_s()
         return ArchivedPart(
@@ -397,14 +396,14 @@ class ArchivePhase:
         )
 
     def is_handed_over(self) -> bool:
-        """Step 4."""
+        """Whether step d's commit exists."""
         newest = manifests.newest(self.store)
         return newest is not None and newest.manifest.input is None
 
     def trained(self, archived: ArchivedPart) -> ArchivedPart:
-        """The same with what a fresh model has trained of it, once that is handed over."""
+        """`archived` with the number of trained samples and the training time, after the switch to the stream."""
         newest = manifests.newest(self.store)
-        assert newest is not None, "it is handed over"
+        assert newest is not None, "call after is_handed_over"
         requests = sum(part.metrics["requests"] for part in newest.manifest.workers.values())
         return dataclasses.replace(
             archived, trained=requests, train_s=self.clock.monotonic_s() - self._began_s

@@ -15,7 +15,7 @@ from param_server.row_block import newest_of
 from roostream.cli.checkpoint.move_buckets import CommittedShards
 from roostream.cli.train.config import TrainConfig
 from roostream.cli.train.offline import train_offline
-from roostream.cli.train.offline_readers import linked, reader_actors
+from roostream.cli.train.offline_readers import link_table, reader_actors
 from roostream.cli.train.train_command import _summary
 from roostream.errors import ConfigError, UnavailableError
 from roostream.runtime import manifest as manifests
@@ -164,7 +164,7 @@ def test_programs_on_other_machines_are_told_where_and_how_to_ask(
     made: list[Any] = []
     monkeypatch.setattr("infra.ray_pool.RayPool", lambda copy, kind: made.append((copy, kind)))
     for at in ("127.0.0.1:7000", "10.0.0.1:7000"):
-        reader_actors(linked(LinkCredentials(insecure=at.startswith("10."))))(at)
+        reader_actors(link_table(LinkCredentials(insecure=at.startswith("10."))))(at)
     told = []
     for number, (copy, kind) in enumerate(made):
         program = copy(number, tmp_path)
