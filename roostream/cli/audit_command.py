@@ -1,4 +1,4 @@
-"""`roostream audit`: every topic from its oldest record, once, and whether each event is accounted for."""
+"""`roostream audit`: read every topic once from its oldest record, and check that each event is accounted for."""
 
 from __future__ import annotations
 
@@ -24,31 +24,29 @@ from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.topics import DEFAULT_PARTITIONS
 
 _LEADERS_S = 20.0
-_SAY_EVERY_S = 10.0
+_LOG_INTERVAL_S = 10.0
 _SILENT_S = 30.0
 _STARTS_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Topics:
-    """Which topics are added up, and how long an event may wait in them."""
+    """The topics to audit, and how long an event may wait in them."""
 
     kafka: str
     prefix: str = ""
     partitions: int = DEFAULT_PARTITIONS
     settle_ms: int = 600_000
-    starts_s: float = (
-        _LEADERS_S  # how long a broker may need to lead its partitions, one after the other, behind its start
-    )
+    start_timeout_s: float = _LEADERS_S  # time for a broker to become leader of its partitions
 
 
 def run(home: Path, topics: Topics | None, as_json: bool) -> int:
-    """`topics` of a Kafka that runs; None: those of the stack in `home`, whose broker is started for it if it is stopped. 0, or
-    1 if something is not accounted for, or not yet.
+    """Audit `topics`, or with None those of the stack in `home`, whose broker is started if it is stopped.
+
+    Returns 0, or 1 if an event is not accounted for.
 
     Raises:
-        SetupError: there is no such home, or nothing in it.
-        UnavailableError: Kafka does not answer, or the topics can't be read.
+        SetupError: there is no stack in `home`. UnavailableError: Kafka does not answer, or a topic cannot be read.
     """
     with contextlib.nullcontext(topics) if topics is not None else _of_home(Home(home)) as found:
         sums = read_all(found)
@@ -61,7 +59,7 @@ def run(home: Path, topics: Topics | None, as_json: bool) -> int:
 
 
 def read_all(topics: Topics) -> Sums:
-    """The sums once every end that was there at the start has been passed. UnavailableError as `run`."""
+    """Read all records that are present at the start, and return the sums. Raises UnavailableError as `run`."""
     auditor = Auditor(
         Broker(topics.kafka),
         topics.prefix,
@@ -70,18 +68,18 @@ def read_all(topics: Topics) -> Sums:
         horizon_ms=max(HORIZON_MS, 2 * topics.settle_ms),
     )
     try:
-        asked = Backoff(what=f"Kafka at {topics.kafka}", timeout_s=topics.starts_s)
-        heard_s = said_s = time.monotonic()
+        asked = Backoff(what=f"Kafka at {topics.kafka}", timeout_s=topics.start_timeout_s)
+        answered_s = logged_s = time.monotonic()
         while not auditor.is_current():
             if asked.until(lambda: auditor.poll(1.0), (UnavailableError,)) or auditor.behind() is not None:
-                heard_s = time.monotonic()
-            if time.monotonic() - heard_s > _SILENT_S:
+                answered_s = time.monotonic()
+            if time.monotonic() - answered_s > _SILENT_S:
                 raise UnavailableError(
-                    f"Kafka at {topics.kafka} has been silent for {_SILENT_S:.0f} s; start it, then run this again"
+                    f"Kafka at {topics.kafka} has not answered for {_SILENT_S:.0f} s; start it, then run this again"
                 )
-            if time.monotonic() - said_s > _SAY_EVERY_S:
-                said_s = time.monotonic()
-                click.echo(f"still reading: {auditor.behind() or 'unknown'} records to go", err=True)
+            if time.monotonic() - logged_s > _LOG_INTERVAL_S:
+                logged_s = time.monotonic()
+                click.echo(f"still reading: {auditor.behind() or 'unknown'} records left", err=True)
         return auditor.sums()
     finally:
         auditor.close()
@@ -92,7 +90,7 @@ def _of_home(home: Home) -> Iterator[Topics]:
     stack = home.read_stack()
     if stack is None:
         raise SetupError(
-            f"there is no stack in {home.root}; name a Kafka with --kafka HOST:PORT, or another --home"
+            f"there is no stack in {home.root}; give a Kafka with --kafka HOST:PORT, or another --home"
         )
     found = Topics(
         kafka=str(stack["kafka"]),
@@ -104,4 +102,4 @@ def _of_home(home: Home) -> Iterator[Topics]:
         yield found
         return
     with read_only_broker(home) as kafka:
-        yield dataclasses.replace(found, kafka=kafka, starts_s=_STARTS_S)
+        yield dataclasses.replace(found, kafka=kafka, start_timeout_s=_STARTS_S)

@@ -1,4 +1,4 @@
-"""What is in a batch that a worker saved when it ended training: where it is from, and the numbers in it. Pure.
+"""`roostream inspect batch`: describe a batch that a worker saved when it stopped training. Pure.
 
 Letters: R requests, B candidates, F floats of a side, N values, T tasks.
 """
@@ -21,15 +21,15 @@ from roostream.wire.jagged import Jagged
 from trainer.saved_batch import SavedBatch
 
 EXTREME = 1e6
-"""Numbers whose magnitude is above this are named: in the schema such a feature wants a transform."""
+"""Larger magnitudes are reported: such a feature needs a transform in the schema."""
 MAX_LARGEST = 5
 
 
 def inspected(saved: SavedBatch) -> dict[str, Any]:
-    """As plain values; keys stay.
+    """The contents of a batch as plain values with stable keys.
 
     Raises:
-        ConfigError: its schema can't be read.
+        ConfigError: the schema of the batch cannot be read.
     """
     batch, rejects = _decoded(saved)
     return {
@@ -54,12 +54,12 @@ def inspected(saved: SavedBatch) -> dict[str, Any]:
 
 
 def _decoded(saved: SavedBatch) -> tuple[Batch, Counter[str]]:
-    """Rejects by reason: of a record of another schema than the worker's, `unknown_schema`."""
+    """The batch, and the number of rejected records by reason; another schema than the worker's is `unknown_schema`."""
     try:
         schema: Schema = schema_from_dict(tomllib.loads(saved.schema))
     except (SchemaError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(
-            f"expected the saved batch's schema as TOML, got {error}; use the Roostream that wrote it"
+            f"expected the schema of the saved batch as TOML, got {error}; use the version that wrote it"
         ) from None
     known: dict[int, Schema] = {}
     batch, rejects = Decoder(schema, known.get).decode(saved.records, corrections=True)
@@ -67,22 +67,22 @@ def _decoded(saved: SavedBatch) -> tuple[Batch, Counter[str]]:
 
 
 def _records(saved: SavedBatch) -> list[dict[str, Any]]:
-    """One entry a partition, by name."""
-    places = sorted({(record.topic, record.partition) for record in saved.records})
+    """One entry per partition, sorted by name."""
+    partitions = sorted({(record.topic, record.partition) for record in saved.records})
     out = []
-    for topic, partition in places:
-        its = [record for record in saved.records if (record.topic, record.partition) == (topic, partition)]
-        offsets, times = [record.offset for record in its], [record.timestamp_ms for record in its]
+    for topic, partition in partitions:
+        records = [r for r in saved.records if (r.topic, r.partition) == (topic, partition)]
+        offsets, times = [r.offset for r in records], [r.timestamp_ms for r in records]
         out.append(
             {
                 "topic": topic,
                 "partition": partition,
-                "count": len(its),
+                "count": len(records),
                 "first_offset": min(offsets),
                 "last_offset": max(offsets),
                 "first_ms": min(times),
                 "last_ms": max(times),
-                "bytes": sum(len(record.value) for record in its),
+                "bytes": sum(len(r.value) for r in records),
             }
         )
     return out
@@ -101,8 +101,10 @@ def _tasks(batch: Batch) -> dict[str, dict[str, float]]:
 
 
 def _features(batch: Batch) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every feature by name: present share, and of its numbers min, mean, max and how many are extreme. Of lists: of their
-    lengths, and of their weights."""
+    """Every feature by name: share of present values, and min, mean, max and number of extreme values.
+
+    A list has its longest length, its number of distinct ids, and the same figures of its weights.
+    """
     for side in ("ro", "nro"):
         value_NF, present_NF = _floats(batch, side)
         for f, feature in enumerate(batch.schema.floats(side)):
@@ -146,15 +148,15 @@ def _floats(batch: Batch, side: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _of(value_N: np.ndarray) -> dict[str, Any]:
-    """None of no numbers."""
+    """min, mean and max, which are None without values, and the number of extreme values."""
     wide_N = value_N.astype(np.float64)
     numbers = (
         {"min": wide_N.min(), "mean": wide_N.mean(), "max": wide_N.max()}
         if len(wide_N)
         else dict.fromkeys(("min", "mean", "max"))
     )
-    told = {name: None if value is None else float(value) for name, value in numbers.items()}
-    return {**told, "extreme": int((~(np.abs(wide_N) <= EXTREME)).sum())}
+    plain = {name: None if value is None else float(value) for name, value in numbers.items()}
+    return {**plain, "extreme": int((~(np.abs(wide_N) <= EXTREME)).sum())}
 
 
 def _share(present_N: np.ndarray) -> float:
@@ -162,7 +164,7 @@ def _share(present_N: np.ndarray) -> float:
 
 
 def _largest(batch: Batch) -> list[dict[str, Any]]:
-    """The floats and list weights with the largest magnitudes, and the record that each is in."""
+    """The floats and list weights with the largest magnitudes, and the offsets of their records."""
     found: list[tuple[float, str, int]] = []
     for side in ("ro", "nro"):
         value_NF, present_NF = _floats(batch, side)

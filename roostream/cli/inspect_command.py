@@ -1,4 +1,4 @@
-"""`roostream inspect`: a saved batch here, what is told of data in command/data."""
+"""`roostream inspect`: look at saved batches, at data, and at differences between serving and training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @click.group()
 def inspect() -> None:
-    """Look at what a program has saved, at data, or whether what was scored is what was logged.
+    """Look at saved batches, at data, and at differences between served scores and training.
 
     \b
     Example:
@@ -47,7 +47,7 @@ inspect.add_command(inspect_session)
 @click.argument("file", type=click.Path(path_type=Path))
 @json_option
 def batch_command(file: Path, as_json: bool) -> None:
-    """The batch at which a worker ended training: why, where its records are from, and the numbers in it.
+    """Describe the batch at which a worker stopped training: the reason, the records, and the values.
 
     \b
     Example:
@@ -63,13 +63,13 @@ def batch_command(file: Path, as_json: bool) -> None:
         data = file.read_bytes()
     except OSError as error:
         raise ConfigError(
-            f"{file}: expected a batch that a worker saved, got {error.strerror}; name a file of its batches/"
+            f"{file}: expected a batch saved by a worker, got {error.strerror}; choose a file in its batches/"
         ) from None
-    told = inspected(decode(data, str(file)))
+    found = inspected(decode(data, str(file)))
     if as_json:
-        click.echo(json.dumps(told, indent=2))
+        click.echo(json.dumps(found, indent=2))
     else:
-        Console().print(render_rows(list(rows(told)), str(file)))
+        Console().print(render_rows(list(rows(found)), str(file)))
 
 
 @inspect.command("skew")
@@ -80,13 +80,14 @@ def batch_command(file: Path, as_json: bool) -> None:
     type=click.IntRange(1, 100_000),
     default=200,
     show_default=True,
-    help="newest lists that are scored again",
+    help="number of newest lists to score again",
 )
 @json_option
 def skew_command(files: tuple[Path, ...], home: Path, store: str, lists: int, as_json: bool) -> None:
-    """Score logged lists again with training's forward pass, by the version that served each: the newest samples of the stack in
-    --home, or those of FILES, segments of a feature log or saved batches. Exit code 1 if a list was scored by other features than
-    were logged.
+    """Score logged lists again with the training code and the version that served them, and compare the scores.
+
+    The lists are the newest samples of the stack in --home, or those in FILES: segments of a feature log, or saved batches.
+    Exit code 1: a list was served with other features than those logged.
 
     \b
     Example:
@@ -103,94 +104,98 @@ def skew_command(files: tuple[Path, ...], home: Path, store: str, lists: int, as
 
     commits = CommitStates(opened_store(home, store), home.expanduser().resolve())
     found = [logged for file in files for logged in of_file(file)][-lists:] if files else _newest(home, lists)
-    told = summary(rescored(commits, found))
+    report = summary(rescored(commits, found))
     if as_json:
-        click.echo(json.dumps(told, indent=2))
+        click.echo(json.dumps(report, indent=2))
     else:
-        Console().print(render_rows(list(skew_rows(told)), f"{told['lists']:,} lists scored again"))
-    sys.exit(1 if told["verdicts"].get("skew") else 0)
+        Console().print(render_rows(list(skew_rows(report)), f"{report['lists']:,} lists scored again"))
+    sys.exit(1 if report["verdicts"].get("skew") else 0)
 
 
 def _newest(home: Path, lists: int) -> list[LoggedList]:
-    """Of the samples of the stack that runs in the home."""
+    """Lists from the newest samples of the running stack."""
     from infra.home import Home
     from roostream.cli.skew.scored_lists import of_topic
 
     stack = Home(home).read_stack()
     if not stack or not stack.get("kafka"):
         raise ConfigError(
-            f"expected a stack that runs in {home}, got none; name its --home, or segments of serving's log as FILES"
+            f"expected a running stack in {home}, got none; give its --home, or segments of serving's log as FILES"
         )
     return of_topic(stack["kafka"], stack["prefix"], int(stack["partitions"]), lists)
 
 
-def skew_rows(told: Mapping[str, Any]) -> Iterator[Row]:
-    """Of `summary`, for people."""
-    if not told["scored_again"]:
+def skew_rows(found: Mapping[str, Any]) -> Iterator[Row]:
+    """Rows of text for `score_comparison.summary`."""
+    if not found["scored_again"]:
         yield "within", "no list could be scored again"
     else:
-        share = f"{told['share_within']:.2%} of {told['scored_again']:,} lists"
-        yield f"within {told['tolerance']:g}", f"{share}, the largest difference {told['largest']:.3g}"
-    names = {"skew": "SKEW", "rows": "rows moved"}
+        share = f"{found['share_within']:.2%} of {found['scored_again']:,} lists"
+        yield f"within {found['tolerance']:g}", f"{share}, the largest difference {found['largest']:.3g}"
+    names = {"skew": "SKEW", "rows": "rows changed"}
     for verdict, name in names.items():
-        if count := told["verdicts"].get(verdict):
+        if count := found["verdicts"].get(verdict):
             yield name, f"{count:,} lists"
-    for why, count in told["not_scored"].items():
+    for why, count in found["not_scored"].items():
         yield "not scored", f"{count:,}: {why}"
-    for version, its in told["versions"].items():
-        judged = ", ".join(f"{its[v]:,} {v}" for v in ("within", "rows", "skew") if its[v])
+    for version, figures in found["versions"].items():
+        judged = ", ".join(f"{figures[v]:,} {v}" for v in ("within", "rows", "skew") if figures[v])
         yield (
             f"version {version or '(none)'}",
-            f"{its['lists']:,} lists: {judged or 'none scored'}; largest {its['largest']:.3g}",
+            f"{figures['lists']:,} lists: {judged or 'none scored'}; largest {figures['largest']:.3g}",
         )
-    for one in told["differing"][:_MAX_TOLD]:
-        at = f"rows of commit {one['rows_of_commit']}, {one['rows_changed']:,} of them changed beside it"
+    for one in found["differing"][:_MAX_SHOWN]:
+        at = f"rows of commit {one['rows_of_commit']}, {one['rows_changed']:,} of them changed around it"
         yield (
             f"{one['verdict']} {one['request_id']}",
             f"{one['largest']:.3g}: {one['why']} ({at}; {one['where']})",
         )
 
 
-_MAX_TOLD = 10
+_MAX_SHOWN = 10
 
 
-def rows(told: Mapping[str, Any]) -> Iterator[Row]:
-    """Of `inspected`, for people: why first, then from where, then what."""
+def rows(found: Mapping[str, Any]) -> Iterator[Row]:
+    """Rows of text for a batch: the reason, the origin, then the contents."""
     from roostream.cli.status_table import clock
 
-    yield "why", told["reason"]
-    for finding in told["findings"]:
+    yield "why", found["reason"]
+    for finding in found["findings"]:
         yield "not finite", finding
     restored = (
-        f"{told['manifest']} (checksum {told['manifest_checksum']})" if told["manifest"] else "the beginning"
+        f"{found['manifest']} (checksum {found['manifest_checksum']})"
+        if found["manifest"]
+        else "the beginning"
     )
     yield (
         "when",
-        f"{clock(told['time_ms'])} UTC, worker {told['worker']}, step {told['step']:,}, incarnation {told['incarnation']}",
+        f"{clock(found['time_ms'])} UTC, worker {found['worker']}, step {found['step']:,}, incarnation {found['incarnation']}",
     )
     yield "restored", restored
-    for its in told["records"]:
-        where = f"{its['topic']}-{its['partition']} {its['first_offset']}..{its['last_offset']}"
+    for figures in found["records"]:
+        where = (
+            f"{figures['topic']}-{figures['partition']} {figures['first_offset']}..{figures['last_offset']}"
+        )
         yield (
             "records",
-            f"{where}: {its['count']:,}, {its['bytes']:,} bytes, {clock(its['first_ms'])} to {clock(its['last_ms'])}",
+            f"{where}: {figures['count']:,}, {figures['bytes']:,} bytes, {clock(figures['first_ms'])} to {clock(figures['last_ms'])}",
         )
-    if told["left_out"]:
-        yield "left out", f"{told['left_out']:,} records more, which were too many to be saved"
-    for reason, count in told["rejects"].items():
+    if found["left_out"]:
+        yield "not saved", f"{found['left_out']:,} more records, above the limit"
+    for reason, count in found["rejects"].items():
         yield "not decoded", f"{count:,}: {reason}"
     yield (
         "batch",
-        f"{told['requests']:,} requests, {told['candidates']:,} candidates, {told['corrections']:,} of the requests corrections",
+        f"{found['requests']:,} requests, {found['candidates']:,} candidates, {found['corrections']:,} corrections",
     )
-    for task, its in told["tasks"].items():
+    for task, figures in found["tasks"].items():
         yield (
             f"label {task}",
-            f"mean {its['label_mean']:.4f}, weight {its['weight']:.6g}, the largest {its['largest_weight']:.6g}",
+            f"mean {figures['label_mean']:.4f}, weight {figures['weight']:.6g}, the largest {figures['largest_weight']:.6g}",
         )
-    for name, its in told["features"].items():
-        yield name, _feature(its)
-    for one in told["largest"]:
+    for name, figures in found["features"].items():
+        yield name, _feature(figures)
+    for one in found["largest"]:
         topic = "corrections" if one["correction"] else "samples"
         yield (
             "largest",
@@ -198,16 +203,16 @@ def rows(told: Mapping[str, Any]) -> Iterator[Row]:
         )
 
 
-def _feature(its: Mapping[str, Any]) -> str:
-    present = f"present in {its['present']:.0%}"
-    if its["kind"] == "float":
-        return f"{_numbers(its)}, {present}"
-    weights = f"; weights {_numbers(its['weights'])}" if "weights" in its else ""
-    return f"{its['distinct']:,} distinct ids, the longest list {its['longest']:,}, {present}{weights}"
+def _feature(figures: Mapping[str, Any]) -> str:
+    present = f"present in {figures['present']:.0%}"
+    if figures["kind"] == "float":
+        return f"{_numbers(figures)}, {present}"
+    weights = f"; weights {_numbers(figures['weights'])}" if "weights" in figures else ""
+    return f"{figures['distinct']:,} distinct ids, longest list {figures['longest']:,}, {present}{weights}"
 
 
-def _numbers(its: Mapping[str, Any]) -> str:
-    if its["min"] is None:
-        return "no number"
-    extreme = f", EXTREME: {its['extreme']:,}" if its["extreme"] else ""
-    return f"{its['min']:.6g} to {its['max']:.6g}, mean {its['mean']:.6g}{extreme}"
+def _numbers(figures: Mapping[str, Any]) -> str:
+    if figures["min"] is None:
+        return "no values"
+    extreme = f", EXTREME: {figures['extreme']:,}" if figures["extreme"] else ""
+    return f"{figures['min']:.6g} to {figures['max']:.6g}, mean {figures['mean']:.6g}{extreme}"

@@ -1,4 +1,4 @@
-"""`roostream keys new | list | rotate | revoke`: the file of bearer keys that serving reads (serving/access)."""
+"""`roostream keys new | list | rotate | revoke`: manage the file of bearer keys that serving reads (serving/access)."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ file_option = click.option(
     type=click.Path(path_type=Path),
     default="keys.json",
     show_default=True,
-    help="serving's keys_file",
+    help="the file named by serving's keys_file",
 )
 expires_option = click.option(
-    "--expires", "expires_ms", type=Duration(), help="from now, such as 90d; default: never"
+    "--expires", "expires_ms", type=Duration(), help="lifetime from now, such as 90d; default: unlimited"
 )
 
 
 @click.group()
 def keys() -> None:
-    """Bearer keys of serving. A running serving takes a changed file within two seconds.
+    """Manage bearer keys of serving. A running serving process reads a changed file within two seconds.
 
     \b
     Example:
@@ -42,12 +42,12 @@ def keys() -> None:
 @keys.command("new")
 @click.argument("name")
 @click.option(
-    "--scope", "scopes", multiple=True, required=True, help="rank, engage, metrics or admin; several times"
+    "--scope", "scopes", multiple=True, required=True, help="rank, engage, metrics or admin; may be repeated"
 )
 @expires_option
 @file_option
 def keys_new(name: str, scopes: tuple[str, ...], expires_ms: int | None, file: Path) -> None:
-    """Make a key and print it, once: the file has only its hash.
+    """Create a key and print it. The file keeps only its hash.
 
     \b
     Example:
@@ -57,15 +57,15 @@ def keys_new(name: str, scopes: tuple[str, ...], expires_ms: int | None, file: P
 
     now_s = int(time.time())
     text, key = new_key(name, scopes, now_s, now_s + expires_ms // 1000 if expires_ms else 0)
-    _change(file, lambda keys: [*keys, key], may_begin=True)
+    _change(file, lambda keys: [*keys, key], may_create=True)
     click.echo(text)
-    click.echo(f"{_line(key)}\nin {file}; this is the only time that the key is shown", err=True)
+    click.echo(f"{_line(key)}\nin {file}; the key cannot be shown again", err=True)
 
 
 @keys.command("list")
 @file_option
 def keys_list(file: Path) -> None:
-    """Say which keys there are.
+    """List the keys.
 
     \b
     Example:
@@ -85,12 +85,12 @@ def keys_list(file: Path) -> None:
     type=Duration(),
     default="1d",
     show_default=True,
-    help="how long the old ones still do",
+    help="how long the old keys remain valid",
 )
 @expires_option
 @file_option
 def keys_rotate(name: str, overlap_ms: int, expires_ms: int | None, file: Path) -> None:
-    """Make a key of the same name and scopes, and let the old ones expire.
+    """Create a key with the same name and scopes, and let the old keys expire.
 
     \b
     Example:
@@ -111,14 +111,14 @@ def keys_rotate(name: str, overlap_ms: int, expires_ms: int | None, file: Path) 
 
     _change(file, lambda keys: [*map(aged, keys), key])
     click.echo(text)
-    click.echo(f"{_line(key)}\nthe old ones expire {_day(end_s)}", err=True)
+    click.echo(f"{_line(key)}\nthe old keys expire {_day(end_s)}", err=True)
 
 
 @keys.command("revoke")
 @click.argument("name")
 @file_option
 def keys_revoke(name: str, file: Path) -> None:
-    """Take out all keys of a name, or the one with an id.
+    """Remove all keys with a name, or the key with an id.
 
     \b
     Example:
@@ -131,10 +131,10 @@ def keys_revoke(name: str, file: Path) -> None:
     click.echo(f"revoked: {', '.join(sorted(gone))}")
 
 
-def _change(file: Path, change: Callable[[Any], list[BearerKey]], may_begin: bool = False) -> None:
+def _change(file: Path, change: Callable[[Any], list[BearerKey]], may_create: bool = False) -> None:
     from serving.access.bearer_keys import read_keys, write_keys
 
-    write_keys(file, change(() if may_begin and not file.exists() else read_keys(file)))
+    write_keys(file, change(() if may_create and not file.exists() else read_keys(file)))
 
 
 def _named(keys: tuple[BearerKey, ...], name: str) -> list[BearerKey]:
@@ -148,7 +148,7 @@ def _named(keys: tuple[BearerKey, ...], name: str) -> list[BearerKey]:
 
 def _line(key: BearerKey) -> str:
     ends = f"expires {_day(key.expires_s)}" if key.expires_s else "never expires"
-    return f"{key.id}  {key.name}  {','.join(key.scopes)}  made {_day(key.created_s)}  {ends}"
+    return f"{key.id}  {key.name}  {','.join(key.scopes)}  created {_day(key.created_s)}  {ends}"
 
 
 def _day(time_s: int) -> str:

@@ -12,9 +12,9 @@ import click
 @click.argument("file")
 @click.option("--schema", "schema_file", type=click.Path(path_type=Path), required=True, help="schema TOML")
 def check_model(file: str, schema_file: Path) -> None:
-    """Hold a model of one's own to what training and serving rely on. FILE: its TOML, or FILE.py[:FUNCTION] with its defaults.
+    """Check that a custom model meets the requirements of training and serving. FILE is its TOML, or FILE.py[:FUNCTION].
 
-    Exit code 2 if something doesn't hold, with a sentence for each.
+    Exit code 2: a check failed; each failure is explained.
 
     \b
     Example:
@@ -36,4 +36,4 @@ def check_model(file: str, schema_file: Path) -> None:
             f"error: {failed} of {len(verdicts)} checks failed (docs/bring-your-own-model.md)", err=True
         )
         sys.exit(2)
-    click.echo(f"{forward_time_us(schema, config):.0f} µs a request of 20 candidates")
+    click.echo(f"{forward_time_us(schema, config):.0f} µs for a request of 20 candidates")

@@ -1,4 +1,4 @@
-"""`roostream next-item`: a sequence model on MovieLens-1M, by the protocol of the HSTU paper."""
+"""`roostream next-item`: evaluate a sequence model on MovieLens-1M with the protocol of the HSTU paper."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _COLUMNS = ("HR@10", "NDCG@10", "HR@50", "NDCG@50", "MRR")
 
 
 def run(config: NextItemConfig) -> dict[str, Any]:
-    """Train, print two lines an evaluation and write the report anew; give it back.
+    """Train; after each evaluation print two lines and rewrite the report. Returns the report.
 
     Raises:
-        RoostreamError: files, settings or a device that can't be used.
+        RoostreamError: a file, a setting or the device cannot be used.
     """
     from roostream.replay.report_files import check_report, write_report
     from trainer.next_item.movielens import read_movielens
@@ -34,21 +34,21 @@ def run(config: NextItemConfig) -> dict[str, Any]:
     click.echo(f"{'epoch':>5} {'loss':>7}  {'':10} " + " ".join(f"{name:>8}" for name in _COLUMNS))
     settings = {"settings": dataclasses.asdict(config)}
 
-    def say(report: Mapping[str, Any]) -> None:
-        _say(report["evaluations"][-1])
+    def on_evaluation(report: Mapping[str, Any]) -> None:
+        _print(report["evaluations"][-1])
         if config.report:
-            write_report(config.report, settings | dict(report))  # what is known, should the rest never come
+            write_report(config.report, settings | dict(report))  # partial, in case the run is stopped
 
-    report = settings | run_next_item(config, sequences, len(rated.corpus_I), say)
-    click.echo("\nwhere validation was best:")
-    _say(report["best"])
+    report = settings | run_next_item(config, sequences, len(rated.corpus_I), on_evaluation)
+    click.echo("\nbest validation:")
+    _print(report["best"])
     return report
 
 
-def _say(told: Mapping[str, Any]) -> None:
+def _print(evaluation: Mapping[str, Any]) -> None:
     for name in ("validation", "test"):
-        figures = " ".join(f"{told[name][column]:8.4f}" for column in _COLUMNS)
-        click.echo(f"{told['epoch']:5} {told['loss']:7.4f}  {name:10} {figures}")
+        figures = " ".join(f"{evaluation[name][column]:8.4f}" for column in _COLUMNS)
+        click.echo(f"{evaluation['epoch']:5} {evaluation['loss']:7.4f}  {name:10} {figures}")
     sys.stdout.flush()
 
 
@@ -60,7 +60,7 @@ next_item = MultiValueCommand(
     "next-item",
     params=settings_flags(NextItemConfig),
     callback=_command,
-    help="""What does each user of MovieLens-1M take next? Trains HSTU or SASRec on all but the last items, ranks all items.
+    help="""Predict the next item of each MovieLens-1M user: trains HSTU or SASRec on all but the last items and ranks all items.
 
     \b
     Example:

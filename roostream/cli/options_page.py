@@ -1,4 +1,4 @@
-"""`roostream options`: docs/options.md, every setting of every program, file and command, from where they are declared."""
+"""`roostream options`: docs/options.md, generated from the declarations of all settings and commands."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _INTRODUCTION = """\
 
 # Options
 
-A program reads one TOML file (`roostream worker --config worker.toml`); what the environment sets goes before it, and flags go
-before that. A key `x_ms` can be written `x = "20s"`, a key `x_bytes`, `x = "64MiB"`. A dot in a key is a TOML table. An unknown
-key, and a value outside its range, are refused with file and line; a variable that sets nothing, with the nearest that does.
-`roostream worker` with `--keys` tells the keys of that program. A text may refer to a variable, `"${NAME}"`, or to a file,
-`"${file:/run/secrets/kafka}"`; what it refers to is in no message and no log (docs/operations/security.md). On a command line
-(`--set`) everybody on the machine can read a password; a reference is not one."""
-_SHARED = "Equal in all programs that belong together. In a variable's name, PROGRAM is the sub-command, in capitals."
+A program reads one TOML file (`roostream worker --config worker.toml`). Environment variables override the file, and flags override
+both. A key `x_ms` can be written as `x = "20s"`, and a key `x_bytes` as `x = "64MiB"`. A dot in a key is a TOML table. An unknown key
+or a value out of range is an error that names file and line. An environment variable that sets nothing is an error that names the
+nearest one. `roostream worker --keys` prints the keys of that program. A text may refer to a variable, `"${NAME}"`, or to a file,
+`"${file:/run/secrets/kafka}"`; the value appears in no message and no log (docs/operations/security.md). Use such references for
+passwords in `--set`, because everybody on the machine can read command lines."""
+_SHARED = "All programs of a deployment need the same values. In a variable's name, PROGRAM is the sub-command in capitals."
 _UNITS: dict[str, tuple[tuple[int, str], ...]] = {
     "_ms": ((86_400_000, "d"), (3_600_000, "h"), (60_000, "m"), (1000, "s"), (1, "ms"))
 }
@@ -39,7 +39,7 @@ _UNITS["_bytes"] = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One line of the page."""
+    """One row of the page."""
 
     key: str
     kind: str
@@ -49,13 +49,13 @@ class Option:
 
 
 def page(cli: click.Group) -> str:
-    """The whole page; `cli` gives the commands."""
+    """The page, with the commands of `cli`."""
     parts = [_INTRODUCTION, "## Every program", _SHARED, _table(options(Deployment), "ROOSTREAM_PROGRAM")]
     shared = {f.name: f for f in dataclasses.fields(Deployment)}
     for spec in PROGRAM_SPECS:
         settings = spec.settings_class()
         own = [o for o in options(settings) if not _is_shared(o, settings, shared)]
-        also = "; and those of every program." if issubclass(settings, Deployment) else "."
+        also = "; plus the keys of every program." if issubclass(settings, Deployment) else "."
         parts += [
             f"## {spec.name}",
             f"{spec.help.removesuffix('.')}{also}",
@@ -81,7 +81,7 @@ def page(cli: click.Group) -> str:
 
 
 def keys(settings: type[Any], stem: str) -> str:
-    """Every key of a program's TOML for a terminal: what it is, its variable, and what it is for."""
+    """Every key of a program's TOML as text: type, default, help and environment variable."""
     lines = []
     for o in options(settings):
         facts = ", ".join(filter(None, (o.kind, o.range, f"default {o.default.strip('*')}")))
@@ -109,19 +109,19 @@ def _files() -> Iterator[tuple[str, str, type[Any]]]:
 
 
 def _is_shared(option: Option, settings: type[Any], shared: dict[str, Any]) -> bool:
-    """Declared by Deployment, and not declared again with another default or help."""
+    """Whether the option is declared by Deployment and not overridden."""
     name = option.key.split(".")[0]
     return issubclass(settings, Deployment) and name in shared and name not in _declared_below(settings)
 
 
 def _declared_below(settings: type[Any]) -> set[str]:
-    """Fields that classes below Deployment declare."""
+    """Fields declared by subclasses of Deployment."""
     below = [cls for cls in settings.__mro__ if cls is not Deployment and not issubclass(Deployment, cls)]
     return {name for cls in below for name in inspect.get_annotations(cls)}
 
 
 def options(cls: type[Any], prefix: str = "") -> list[Option]:
-    """Every setting of a class in declared order; those of a table that is a class of settings too, with their dotted keys."""
+    """Every setting of a class in declared order; nested settings have dotted keys."""
     out = []
     hints = typing.get_type_hints(cls)
     for f in dataclasses.fields(cls):
@@ -143,7 +143,7 @@ def _unit(name: str) -> str:
 
 
 def _default(f: dataclasses.Field[Any]) -> str:
-    """As it could be written in the file; "required" where there is none."""
+    """The default as written in a file; "required" if there is none."""
     if f.default is not dataclasses.MISSING:
         return _shown(f.name, f.default)
     if f.default_factory is not dataclasses.MISSING:
@@ -169,9 +169,9 @@ _HEAD = ("| option | default | meaning |", "|---|---|---|")
 
 
 def _table(found: list[Option], stem: str = "") -> str:
-    """`stem`: of the environment's variables; "" = it has no say."""
+    """`stem`: prefix of the environment variables; "" = there are none."""
     if not found:
-        return "None of its own."
+        return "No keys of its own."
     lines = [
         "| key | type | default | allowed | meaning |" + (" environment |" if stem else ""),
         "|---|---|---|---|---|" + ("---|" if stem else ""),
@@ -204,7 +204,7 @@ def _flag(option: click.Option) -> str:
 
 
 def commands(group: click.Group, path: str = "") -> Iterator[tuple[str, click.Command]]:
-    """Every command below `group` by its words."""
+    """Every command below `group` with its words."""
     for name, command in group.commands.items():
         if isinstance(command, click.Group):
             yield from commands(command, f"{path}{name} ")

@@ -1,4 +1,4 @@
-"""The table of `status` and of the demo, from what `roostream.cli.status` found."""
+"""Tables and lines of text for `status`, the demo, `audit` and `checkpoint list`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Row = tuple[str, str]
 
 
 def rows(status: Mapping[str, Any]) -> list[Row]:
-    """(what, figures) line by line; the same in the table and as plain lines. What is wrong stands first."""
+    """(name, text) of each row of the status; problems come first."""
     return [
         *(("HELD", _hold(hold)) for hold in status["commit"]["holds"] or ()),
         *(("NOT READY", f"{name}: {text}") for name, text in status["troubles"].items()),
@@ -43,14 +43,14 @@ def rows(status: Mapping[str, Any]) -> list[Row]:
 
 
 def book_rows(sums: Mapping[str, Any]) -> list[Row]:
-    """The audit's sums, `state` among them."""
+    """Rows for the sums of an audit, including `state`."""
     return [("accounted", _g1(sums)), *_named(sums)]
 
 
 def commit_rows(commits: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Of `roostream.cli.checkpoint.checkpoints.found`."""
+    """Rows for the commits of `roostream.cli.checkpoint.checkpoints.list_commits`."""
     return [
-        (str(one["seq"]), f"can't be read: {one['problem']}" if "problem" in one else _commit_line(one))
+        (str(one["seq"]), f"cannot be read: {one['problem']}" if "problem" in one else _commit_line(one))
         for one in commits
     ]
 
@@ -67,7 +67,7 @@ def render(status: Mapping[str, Any], title: str, footer: list[str]) -> Table:
 
 
 def render_rows(lines: list[Row], title: str, footer: Sequence[str] = ()) -> Table:
-    """Text from outside stands in it as it is, never as markup."""
+    """A table without header. Text is never interpreted as markup."""
     table = Table(
         title=Text(printable(title)),
         title_justify="left",
@@ -83,12 +83,12 @@ def render_rows(lines: list[Row], title: str, footer: Sequence[str] = ()) -> Tab
 
 
 def plain(text: str) -> str:
-    """`text` without control characters, but for the ends of its lines."""
+    """Remove control characters, except line ends."""
     return "\n".join(map(printable, text.split("\n")))
 
 
 def line(status: Mapping[str, Any], elapsed_s: float) -> str:
-    """One plain line for logs."""
+    """The status as one line, for logs."""
     trainer, rate, g1 = status["trainer"], status["click_rate"], status["guarantees"]["g1"]
     servable = status["freshness"]["engagement_to_servable"]
     parts = [
@@ -119,7 +119,7 @@ def duration(ms: float | None) -> str:
 
 
 def clock(ms: float | None) -> str:
-    """Event time, UTC."""
+    """A time as text in UTC."""
     if not ms or ms < 0:
         return NONE
     return datetime.datetime.fromtimestamp(ms / 1000, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
@@ -145,9 +145,9 @@ def _trainer(t: Mapping[str, Any]) -> str:
     where = f"watermark {clock(t['watermark_ms'])}, behind {duration(t['lag_ms'])} / {number(t['lag_records'])} samples"
     eta = f", caught up in {duration(t['eta_s'] * 1000)}" if t["eta_s"] else ""
     counts = f"step {number(t['step'])}, trained {number(t['requests'])}, skipped {number(t['duplicates'])}"
-    counts += f", trained once more {number(t['rehearsed'])}" if t["rehearsed"] else ""
+    counts += f", replayed {number(t['rehearsed'])}" if t["rehearsed"] else ""
     state = (
-        "unknown, Kafka does not tell where the samples end"
+        "unknown, because Kafka does not report the end of the samples"
         if t["state"] == "unknown"
         else t["state"] or NONE
     )
@@ -155,7 +155,7 @@ def _trainer(t: Mapping[str, Any]) -> str:
 
 
 def _outcomes(t: Mapping[str, Any]) -> list[Row]:
-    """What became of the requests that were taken, since the workers started; nothing where all were trained."""
+    """Outcomes of the requests taken since the workers started; no row if all were trained."""
     of = t["outcomes"]
     if not of or of["taken"] == of["trained"]:
         return []
@@ -163,21 +163,23 @@ def _outcomes(t: Mapping[str, Any]) -> list[Row]:
         f"{n:,} {name}" for name, n in of.items() if name != "taken" and (n or name == "trained")
     )
     missing = unaccounted_requests(of)
-    text = f"{of['taken']:,} requests = {parts}{f'; NO, {missing:,} are missing' if missing else ''}"
+    text = f"{of['taken']:,} requests = {parts}{f'; ERROR: {missing:,} are missing' if missing else ''}"
     return [("selection", text), *_control(of)]
 
 
 def _control(of: Mapping[str, int]) -> list[Row]:
-    """Slipstream's figures say nothing without the random control beside them."""
+    """The settings of a random control for Slipstream, without which its effect cannot be judged."""
     if not of.get(NAMES[STALE]):
         return []
     keep = 1 - of[NAMES[STALE]] / of["taken"]
-    text = f'policy = "random", keep = {keep:.3f} skips as many by chance; what stale inputs cost is told beside it alone'
-    return [("its control", text)]
+    text = (
+        f'policy = "random", keep = {keep:.3f} skips equally many requests at random; compare with that run'
+    )
+    return [("control", text)]
 
 
 def _readers(of: Mapping[str, Any] | None) -> list[Row]:
-    """Nothing where no session is read by programs."""
+    """No row if no session is read by reader programs."""
     if not of or not (of["there"] or of["splits_wanted"]):
         return []
     lines = [
@@ -185,21 +187,22 @@ def _readers(of: Mapping[str, Any] | None) -> list[Row]:
     ]
     if of["leases_expired"]:
         lines[0] += f", {of['leases_expired']:,} leases expired"
-    for worker, its in sorted(of["buffers"].items(), key=lambda item: int(item[0])):
-        share = "" if its["stall_share"] is None else f", {100 * its['stall_share']:.1f} % of its time"
-        units = f"{100 * its['fullness']:.0f} % full, {number(its['units'])} units"
-        lines.append(f"worker {worker}: buffer {units}; it waited {duration(its['stalled_s'] * 1000)}{share}")
-    for name, its in sorted(of["readers"].items()):
+    for worker, buffer in sorted(of["buffers"].items(), key=lambda item: int(item[0])):
+        share = "" if buffer["stall_share"] is None else f", {100 * buffer['stall_share']:.1f} % of the time"
+        units = f"{100 * buffer['fullness']:.0f} % full, {number(buffer['units'])} units"
+        waited = duration(buffer["stalled_s"] * 1000)
+        lines.append(f"worker {worker}: buffer {units}; waited {waited}{share}")
+    for name, reader in sorted(of["readers"].items()):
         splits = [str(lease["split"]) for lease in of["leases"] if lease["reader"] == name]
         has = f"splits {', '.join(splits)}" if splits else "no lease"
         lines.append(
-            f"{name}: {has}; {number(its.get('requests'))} requests given, last heard of {duration(its['silent_s'] * 1000)} ago"
+            f"{name}: {has}; {number(reader.get('requests'))} requests read, last report {duration(reader['silent_s'] * 1000)} ago"
         )
     return [("readers", "\n".join(lines))]
 
 
 def _history(initial: Mapping[str, Any] | None) -> str:
-    """How far the initial phase is; nothing in the stream."""
+    """Progress of the initial phase; "" when the stream is trained."""
     if not initial:
         return ""
     trained = initial["records"] - initial["left"]
@@ -211,15 +214,16 @@ def _history(initial: Mapping[str, Any] | None) -> str:
 
 
 def _workers(workers: Mapping[str, Any]) -> list[Row]:
-    """Nothing where one worker trains and one is wanted, as in most stacks."""
+    """No row if one worker trains and one is requested."""
     if workers["number"] == workers["wanted"] and len(workers["each"]) < 2:
         return []
-    wish = "" if workers["wanted"] == workers["number"] else f", {number(workers['wanted'])} are wanted"
-    rows = [f"{number(workers['number'])} train{wish}"]
-    for name, its in workers["each"].items():
-        does = its["broken"] or (f"trained {number(its['requests'])}" if its["trains"] else "stands by")
+    target = "" if workers["wanted"] == workers["number"] else f", {number(workers['wanted'])} requested"
+    rows = [f"{number(workers['number'])} training{target}"]
+    for name, worker in workers["each"].items():
+        active = f"trained {number(worker['requests'])}" if worker["trains"] else "standing by"
+        silent = duration(worker["silent_ms"])
         rows.append(
-            f"{name}: {does}, step {number(its['step'])}, last heard of {duration(its['silent_ms'])} ago"
+            f"{name}: {worker['broken'] or active}, step {number(worker['step'])}, last report {silent} ago"
         )
     return [("workers", "\n".join(rows))]
 
@@ -235,7 +239,7 @@ def _hold(hold: Mapping[str, Any]) -> str:
 
 
 def _devices(control: Mapping[str, Any]) -> str:
-    """What devices were used for, each to the time in training."""
+    """Device time by use, as ratios to the time in training."""
     spent, to_training = control["device_s"], control["device_ratio"]
     if not spent:
         return NONE
@@ -245,7 +249,8 @@ def _devices(control: Mapping[str, Any]) -> str:
         return ", ".join(
             [trained, *(f"{called} {duration(spent[name] * 1000)}" for name, called in others.items())]
         )
-    return f"{trained}; to that as 1: {', '.join(f'{called} {to_training[name]:.2f}' for name, called in others.items())}"
+    ratios = ", ".join(f"{called} {to_training[name]:.2f}" for name, called in others.items())
+    return f"{trained}; relative to training: {ratios}"
 
 
 def _freshness(stages: Mapping[str, Mapping[str, float | None]]) -> str:
@@ -273,15 +278,15 @@ def _quality(m: Mapping[str, float | None]) -> str:
 def _click_rate(r: Mapping[str, float | None]) -> str:
     orders = ", ".join(f"{o} {NONE if r[o] is None else f'{r[o]:.4f}'}" for o in ("served", "random", "best"))
     now, total = number(r["served_to_random"], 2), number(r["served_to_random_total"], 2)
-    return f"{orders}; served is {now} × random now, {total} × since the start"
+    return f"{orders}; served / random is {now} now, {total} since the start"
 
 
 def _g1(sums: Mapping[str, Any]) -> str:
-    """Nothing is summed of a part: figures follow once everything that was there at the start has been read."""
+    """Whether every event is accounted for. There are no figures before all records present at the start have been read."""
     if sums["state"] == "reading":
-        return f"still reading, {number(sums['behind'])} records to go"
+        return f"still reading, {number(sums['behind'])} records left"
     if sums["engagements"] is None:
-        return "unknown, the auditor does not answer"
+        return "unknown, because the auditor does not answer"
     names = ("folded", "corrected", "only_repeated", "dead_engagements")
     words = dict(zip(names, ("folded", "corrected", "only in a repeated sample", "dead"), strict=True))
     parts = " + ".join(f"{sums[k]:,} {word}" for k, word in words.items() if sums[k] or k != "only_repeated")
@@ -290,14 +295,14 @@ def _g1(sums: Mapping[str, Any]) -> str:
     verdicts = {
         "yes": "yes",
         "no": f"NO, {sums['overdue']:,} are missing",
-        "waiting": f"not yet, {sums['late']:,} wait for a joiner that is behind",
+        "waiting": f"not yet, {sums['late']:,} wait for the joiner, which is behind",
     }
-    verdict = verdicts.get(sums["state"], "unknown, Kafka does not answer; until then")
+    verdict = verdicts.get(sums["state"], "unknown, because Kafka does not answer; before that")
     return f"{verdict}: {events}; {requests}{sums['pending_requests']:,} pending"
 
 
 def _named(sums: Mapping[str, Any]) -> list[Row]:
-    """What is in no sum, or by reason; nothing where there is nothing."""
+    """Counts by reason, and counts outside of the sums; no row for zero counts."""
     if sums["state"] == "reading" or sums["engagements"] is None:
         return []
     found = [
@@ -313,18 +318,16 @@ def _named(sums: Mapping[str, Any]) -> list[Row]:
         if any(by.values())
     ]
     if sums["since_ms"]:
-        rows.append(
-            ("audited", f"events since {clock(sums['since_ms'])}: retention has deleted what came before")
-        )
+        rows.append(("audited", f"events since {clock(sums['since_ms'])}; retention deleted earlier ones"))
     words = {
-        "stale": "copies of what was settled long ago",
-        "lost_records": "records that were deleted unread",
+        "stale": "duplicates of events that were settled long ago",
+        "lost_records": "records that were deleted before they were read",
     }
-    return rows + [("beside", f"{sums[k]:,} {word}") for k, word in words.items() if sums[k]]
+    return rows + [("not counted", f"{sums[k]:,} {word}") for k, word in words.items() if sums[k]]
 
 
 def _lost(lost: Mapping[str, int]) -> list[Row]:
     return [
-        ("LOST", f"{name} missed {n:,} records that retention had deleted; raise it")
+        ("LOST", f"{name} missed {n:,} records that retention deleted; raise the retention time")
         for name, n in lost.items()
     ]

@@ -1,4 +1,4 @@
-"""`roostream versions`: what a serving process holds, and which version it serves, by its admin interface."""
+"""`roostream versions`: the model versions of a serving process, through its admin interface."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import click
 from roostream.errors import ConfigError, UnavailableError, printable
 from roostream.runtime.address import check_addresses
 
-_PATIENCE_S = 10.0
+_TIMEOUT_S = 10.0
 
 
 @click.group()
 def versions() -> None:
-    """Versions of the model in a serving process, by its admin interface.
+    """List and choose the model versions of a serving process, through its admin interface.
 
     \b
     Example:
@@ -30,16 +30,16 @@ def versions() -> None:
     """
 
 
-class AdminDoor(NamedTuple):
-    """An admin interface, and how one is let in."""
+class AdminInterface(NamedTuple):
+    """Address and credentials of an admin interface."""
 
-    admin: str  # host:port
+    address: str  # host:port
     token_file: Path
-    ca: str  # "" = http
+    ca: str  # "" = HTTP without TLS
     certificate: str
 
     def context(self) -> ssl.SSLContext | None:
-        """Raises ConfigError: a file can't be used."""
+        """The TLS context. Raises ConfigError: a file cannot be used."""
         if not self.ca:
             return None
         try:
@@ -52,25 +52,26 @@ class AdminDoor(NamedTuple):
 
 
 def admin_options(command: Any) -> Any:
-    """The options of all of them, which a command is given as an AdminDoor."""
+    """Options of the address and the credentials, which the command receives as an AdminInterface."""
 
     @functools.wraps(command)
-    def asks(admin: str, token_file: Path, ca: str, certificate: str, **own: Any) -> None:
-        command(AdminDoor(admin, token_file, ca, certificate), **own)
+    def call(admin: str, token_file: Path, ca: str, certificate: str, **arguments: Any) -> None:
+        command(AdminInterface(admin, token_file, ca, certificate), **arguments)
 
-    bundled: Any = asks
+    bundled: Any = call
     for option in (
         click.option(
-            "--token-file", type=click.Path(path_type=Path), required=True, help="its admin_token_file"
+            "--token-file",
+            type=click.Path(path_type=Path),
+            required=True,
+            help="the file named by its admin_token_file",
         ),
         click.option(
             "--certificate",
             default="",
-            help="PEM file of a certificate and its key, where clients are asked for one",
+            help="PEM file with a client certificate and its key",
         ),
-        click.option(
-            "--ca", default="", help="PEM file of the authorities of its certificate: asks by https"
-        ),
+        click.option("--ca", default="", help="PEM file with the authorities of its certificate; uses HTTPS"),
         click.option("--admin", metavar="HOST:PORT", required=True, help="admin_listen of a serving process"),
     ):
         bundled = option(bundled)
@@ -79,66 +80,67 @@ def admin_options(command: Any) -> Any:
 
 @versions.command("list")
 @admin_options
-def list_versions(door: AdminDoor) -> None:
-    """What is held, and what was refused.
+def list_versions(admin: AdminInterface) -> None:
+    """List loaded and rejected versions.
 
     \b
     Example:
       roostream versions list --admin 127.0.0.1:8081 --token-file token
     """
-    _show(_asked(door, "GET", "versions"))
+    _print(_call(admin, "GET", "versions"))
 
 
 @versions.command()
 @click.argument("name")
 @admin_options
-def activate(door: AdminDoor, name: str) -> None:
-    """Serve this held version until `resume`.
+def activate(admin: AdminInterface, name: str) -> None:
+    """Serve this loaded version until `resume`.
 
     \b
     Example:
       roostream versions activate 3-120 --admin 127.0.0.1:8081 --token-file token
     """
-    _show(_asked(door, "POST", f"versions/{urllib.parse.quote(name, safe='')}/activate"))
+    _print(_call(admin, "POST", f"versions/{urllib.parse.quote(name, safe='')}/activate"))
 
 
 @versions.command()
 @admin_options
-def resume(door: AdminDoor) -> None:
+def resume(admin: AdminInterface) -> None:
     """Serve the newest version again.
 
     \b
     Example:
       roostream versions resume --admin 127.0.0.1:8081 --token-file token
     """
-    _show(_asked(door, "POST", "versions/resume"))
+    _print(_call(admin, "POST", "versions/resume"))
 
 
-def _asked(door: AdminDoor, method: str, path: str) -> Any:
-    """Raises as `_answer`; ConfigError: the address is none, or the token or a certificate can't be read."""
-    check_addresses("--admin", door.admin)
+def _call(admin: AdminInterface, method: str, path: str) -> Any:
+    """Call the interface. Raises as `_answer`; ConfigError: the address, token or certificate is not valid."""
+    check_addresses("--admin", admin.address)
     try:
-        token = door.token_file.read_text(encoding="utf-8").partition("\n")[0].strip()
+        token = admin.token_file.read_text(encoding="utf-8").partition("\n")[0].strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"--token-file: expected a file with a token, got {str(door.token_file)!r}: {error}"
+            f"--token-file: expected a file with a token, got {str(admin.token_file)!r}: {error}"
         ) from None
-    url = f"http{'s' if door.ca else ''}://{door.admin}/admin/v1/{path}"
+    url = f"http{'s' if admin.ca else ''}://{admin.address}/admin/v1/{path}"
     request = urllib.request.Request(url, method=method, headers={"authorization": f"Bearer {token}"})
-    return _answer(request, door.context())
+    return _answer(request, admin.context())
 
 
 def _answer(request: urllib.request.Request, context: ssl.SSLContext | None) -> Any:
-    """Raises ConfigError: what serving refused, in its words; UnavailableError: it can't be asked."""
+    """Raises ConfigError: serving rejected the request, with its message. UnavailableError: serving does not answer."""
     try:
-        with urllib.request.urlopen(request, timeout=_PATIENCE_S, context=context) as answer:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=context) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         with error:
             raise ConfigError(_refusal(error)) from None
     except (OSError, ValueError) as error:
-        do = "is admin_listen set, and --ca given where it speaks TLS?"
-        raise UnavailableError(f"serving's admin interface at {request.host}: {error}; {do}") from None
+        raise UnavailableError(
+            f"no answer from the admin interface at {request.host} ({error}); check admin_listen, and --ca for TLS"
+        ) from None
 
 
 def _refusal(error: urllib.error.HTTPError) -> str:
@@ -148,16 +150,16 @@ def _refusal(error: urllib.error.HTTPError) -> str:
         return f"serving answered {error.code}"
 
 
-def _show(told: dict[str, Any]) -> None:
+def _print(answer: dict[str, Any]) -> None:
     now_ms = time.time() * 1000
-    for version in told["versions"]:
+    for version in answer["versions"]:
         age = (
             f"committed {(now_ms - version['committed_ms']) / 1000:.0f} s ago"
             if version["committed_ms"]
             else "initial weights"
         )
         roles = "".join(f", {role}" for role in version["roles"])
-        pinned = ", until resume" if version["name"] == told["activated"] else ""
+        pinned = ", until resume" if version["name"] == answer["activated"] else ""
         click.echo(f"{version['name']}  {version['state']}{pinned}{roles}  {age}")
-    for refused in told["refused"]:
-        click.echo(f"{refused['name']}  refused ({refused['reason']})  {printable(refused['message'])}")
+    for rejected in answer["refused"]:
+        click.echo(f"{rejected['name']}  rejected ({rejected['reason']})  {printable(rejected['message'])}")

@@ -19,7 +19,7 @@ from roostream.runtime.checkpoint_store import CheckpointStore, open_store
 
 @click.group()
 def checkpoint() -> None:
-    """Look at commits, copy one, take one over to another Kafka, go back to one.
+    """List, verify, export, import and roll back commits.
 
     \b
     Example:
@@ -28,7 +28,7 @@ def checkpoint() -> None:
 
 
 def place_options(command: Any) -> Any:
-    """Where the commits are."""
+    """The options --home and --store."""
     for option in reversed(
         (
             home_option,
@@ -42,19 +42,17 @@ def place_options(command: Any) -> Any:
 
 
 def opened_store(home: Path, store: str) -> CheckpointStore:
-    """The store that was named, or the home's. SetupError: there is none."""
+    """Open the given store, or that of the home. Raises SetupError: there is none."""
     if store:
         return open_store(store)
     place = home.expanduser().resolve() / "store"
     if not place.is_dir():
-        raise SetupError(
-            f"there is no store in {home}; name a home that has one with --home, or a store with --store"
-        )
+        raise SetupError(f"there is no store in {home}; give another --home, or a --store")
     return open_store(place)
 
 
 def _number(store: CheckpointStore, seq: int | None) -> int:
-    """`seq`, or the newest."""
+    """Check `seq`; None = the newest."""
     there = manifests.numbers(store)
     if not there:
         raise CheckpointError("expected a commit in this store, got none; nothing was committed yet")
@@ -69,7 +67,7 @@ def _number(store: CheckpointStore, seq: int | None) -> int:
 @place_options
 @json_option
 def list_command(home: Path, store: str, as_json: bool) -> None:
-    """Every commit that is kept, newest first.
+    """List the commits in the store, newest first.
 
     \b
     Example:
@@ -80,19 +78,19 @@ def list_command(home: Path, store: str, as_json: bool) -> None:
     from roostream.cli.checkpoint import checkpoints
     from roostream.cli.status_table import commit_rows, render_rows
 
-    told = checkpoints.found(opened_store(home, store))
+    commits = checkpoints.list_commits(opened_store(home, store))
     if as_json:
-        click.echo(json.dumps(told, indent=2))
+        click.echo(json.dumps(commits, indent=2))
     else:
-        Console().print(render_rows(commit_rows(told), f"Commits, newest first ({len(told)})"))
+        Console().print(render_rows(commit_rows(commits), f"Commits, newest first ({len(commits)})"))
 
 
 @checkpoint.command("verify")
 @place_options
-@click.option("--seq", type=int, help="number of a commit; default: all that are kept")
+@click.option("--seq", type=int, help="number of a commit; default: all")
 @json_option
 def verify_command(home: Path, store: str, seq: int | None, as_json: bool) -> None:
-    """Read everything that a commit needs; exit 1 if a part is damaged. Shards are read where they are stopped.
+    """Read all parts of a commit. Exit code 1: a part is damaged. Only segments of stopped shards can be read.
 
     \b
     Example:
@@ -103,28 +101,28 @@ def verify_command(home: Path, store: str, seq: int | None, as_json: bool) -> No
     opened = opened_store(home, store)
     _number(opened, seq)
     wanted = manifests.numbers(opened) if seq is None else [seq]
-    told = {n: list(checkpoints.verify(opened, n, home.expanduser().resolve())) for n in reversed(wanted)}
+    outcomes = {n: list(checkpoints.verify(opened, n, home.expanduser().resolve())) for n in reversed(wanted)}
     if as_json:
         click.echo(
             json.dumps(
-                {str(n): [outcome._asdict() for outcome in found] for n, found in told.items()}, indent=2
+                {str(n): [outcome._asdict() for outcome in found] for n, found in outcomes.items()}, indent=2
             )
         )
     else:
-        for n, found in told.items():
+        for n, found in outcomes.items():
             click.echo(f"commit {n}")
             for outcome in found:
                 click.echo(
                     f"  {outcome.state:<11} {outcome.part}{f': {outcome.text}' if outcome.text else ''}"
                 )
-    sys.exit(1 if any(outcome.state == "damaged" for found in told.values() for outcome in found) else 0)
+    sys.exit(1 if any(outcome.state == "damaged" for found in outcomes.values() for outcome in found) else 0)
 
 
 _PATH = click.Path(path_type=Path)
 ids_option = click.option(
     "--ids",
     type=_PATH,
-    help="of a TorchRec collection: safetensors file of TABLE → int64 ids, one a row; default: the row numbers",
+    help="with a TorchRec collection: safetensors file with TABLE → int64 ids, one per row; default: row numbers",
 )
 
 
@@ -135,19 +133,20 @@ ids_option = click.option(
     "--to",
     type=_PATH,
     required=True,
-    help="folder to make, or FILE.safetensors: rows alone, as TorchRec keeps them",
+    help="directory to create, or FILE.safetensors for the rows as a TorchRec collection",
 )
 @ids_option
 @click.option(
     "--make-ids",
     type=_PATH,
-    help="number the rows of tables that --ids lacks by rising id, and write all ids here",
+    help="number the rows of tables that are not in --ids by ascending id, and write all ids to this file",
 )
 def export_command(
     home: Path, store: str, seq: int | None, to: Path, ids: Path | None, make_ids: Path | None
 ) -> None:
-    """Copy one commit into a folder that a home can begin from, with its rows as safetensors; or write its rows as the state_dict
-    of a TorchRec EmbeddingBagCollection. Of a stack that is stopped.
+    """Copy a commit of a stopped stack into a directory from which another home can start, with its rows as safetensors.
+
+    With --to FILE.safetensors, write the rows as the state_dict of a TorchRec EmbeddingBagCollection instead.
 
     \b
     Example:
@@ -161,7 +160,7 @@ def export_command(
     if to.suffix != ".safetensors":
         _only_of_collections({"--ids": ids, "--make-ids": make_ids}, "--to FILE.safetensors")
         written = checkpoints.export(opened, number, place, to)
-        click.echo(f"{to}: {len(written)} files and folders")
+        click.echo(f"{to}: {len(written)} files and directories")
         return
     from roostream.cli.checkpoint.torchrec_collection import collection_of, read_ids, write_tensors
 
@@ -172,7 +171,7 @@ def export_command(
     for name, values in made.tensors.items():
         click.echo(f"{to}: {name} {list(values.shape)}")
     for table, rows in made.left_out.items():
-        click.echo(f"{table}: {rows} rows left out, since {ids} hasn't their ids")
+        click.echo(f"{table}: {rows} rows skipped, because {ids} has no row number for their ids")
 
 
 @checkpoint.command("import")
@@ -182,14 +181,14 @@ def export_command(
     "source",
     type=_PATH,
     required=True,
-    help="folder that `checkpoint export` made, or a TorchRec collection's FILE.safetensors",
+    help="directory written by `checkpoint export`, or FILE.safetensors of a TorchRec collection",
 )
 @ids_option
 @click.option(
-    "--schema", type=_PATH, help="of a collection: schema TOML that has its tables; default: the demo's"
+    "--schema", type=_PATH, help="with a collection: schema TOML with its tables; default: that of the demo"
 )
-@click.option("--model", type=_PATH, help="of a collection: model TOML; default: our ranker")
-@click.option("--shards", type=click.IntRange(1), help="of a collection: shard processes; default: 2")
+@click.option("--model", type=_PATH, help="with a collection: model TOML; default: the default ranker")
+@click.option("--shards", type=click.IntRange(1), help="with a collection: number of shards; default: 2")
 def import_command(
     home: Path,
     store: str,
@@ -199,8 +198,9 @@ def import_command(
     model: Path | None,
     shards: int | None,
 ) -> None:
-    """Begin an empty home with an exported model, on whatever Kafka it has: rows, weights and trained ids come, offsets don't. Or
-    with the rows of a TorchRec EmbeddingBagCollection, and with the weights of the file that the model has too.
+    """Create the first commit of an empty home from an export, on any Kafka: rows, weights and trained ids, but no offsets.
+
+    Or from the rows of a TorchRec EmbeddingBagCollection, and the dense weights in the file whose names match the model.
 
     \b
     Example:
@@ -210,43 +210,46 @@ def import_command(
     place = Home(home)
     if not store and place.is_locked():
         raise SetupError(
-            f"a stack runs in {place.root}; end it with `roostream down --home {place.root}`, or name another home"
+            f"a stack runs in {place.root}; stop it with `roostream down --home {place.root}`, or use another home"
         )
     opened = open_store(store or place.root / "store")
     if source.is_file() or source.suffix == ".safetensors":
-        from roostream.cli.checkpoint.torchrec_collection import begin, beginning, read_collection, read_ids
+        from roostream.cli.checkpoint.torchrec_collection import (
+            import_collection,
+            new_deployment,
+            read_collection,
+            read_ids,
+        )
 
-        of = beginning(schema, model, shards or demo().num_shards)
-        begun = begin(read_collection(source, of.schema), read_ids(ids), opened, place.root, of)
+        of = new_deployment(schema, model, shards or demo().num_shards)
+        result = import_collection(read_collection(source, of.schema), read_ids(ids), opened, place.root, of)
         click.echo(
-            f"{place.root}: commit 1 with {begun.num_rows} rows of {begun.num_tables} tables and {begun.dense_taken} of "
-            f"{begun.dense_all} dense weights from {source}; training begins at the oldest sample there is"
+            f"{place.root}: commit 1 with {result.num_rows} rows of {result.num_tables} tables and {result.dense_taken} of "
+            f"{result.dense_all} dense weights from {source}; training starts at the oldest available sample"
         )
         return
-    from roostream.cli.checkpoint.checkpoints import bring
+    from roostream.cli.checkpoint.checkpoints import import_export
 
     _only_of_collections(
         {"--ids": ids, "--schema": schema, "--model": model, "--shards": shards}, "--from FILE.safetensors"
     )
-    brought = bring(source, opened, place.root)
+    manifest = import_export(source, opened, place.root)
     click.echo(
-        f"{place.root}: commit {brought.seq} with {brought.step} steps; training begins at the oldest sample there is"
+        f"{place.root}: commit {manifest.seq} with {manifest.step} steps; training starts at the oldest available sample"
     )
 
 
 def _only_of_collections(given: dict[str, object], instead: str) -> None:
     if named := [name for name, value in given.items() if value is not None]:
-        raise SetupError(
-            f"{named[0]}: expected it with {instead}, got a folder, which has its own; leave it out"
-        )
+        raise SetupError(f"{named[0]} is only for {instead}; remove it")
 
 
 @checkpoint.command("rollback")
 @place_options
 @click.argument("seq", type=int)
-@click.option("--yes", is_flag=True, help="don't ask")
+@click.option("--yes", is_flag=True, help="do not ask for confirmation")
 def rollback_command(home: Path, store: str, seq: int, yes: bool) -> None:
-    """Make commit SEQ the newest: the next start goes on from there, and trains again what came after it. Of a stopped stack.
+    """Make commit SEQ of a stopped stack the newest. The next start resumes there and trains later data again.
 
     \b
     Example:
@@ -260,14 +263,14 @@ def rollback_command(home: Path, store: str, seq: int, yes: bool) -> None:
     _number(opened, seq)
     if not store and place.is_locked():
         raise SetupError(
-            f"a stack runs in {place.root}; end it with `roostream down --home {place.root}`, then go back"
+            f"a stack runs in {place.root}; stop it with `roostream down --home {place.root}` first"
         )
-    newer = [one for one in checkpoints.found(opened) if one["seq"] > seq]
+    newer = [one for one in checkpoints.list_commits(opened) if one["seq"] > seq]
     if not newer:
-        click.echo(f"commit {seq} is the newest; nothing is discarded")
+        click.echo(f"commit {seq} is already the newest")
         return
     click.echo(
-        f"these commits come after {seq} and are discarded (kept below {manifests.DISCARDED}/ until others follow):"
+        f"these commits are newer than {seq} and will be discarded (kept in {manifests.DISCARDED}/ until new commits follow):"
     )
     for name, text in commit_rows(newer):
         click.echo(f"  {name}: {text}")

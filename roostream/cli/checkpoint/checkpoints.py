@@ -1,6 +1,10 @@
-"""Commits as they lie in a store and in the homes of shards: what each is, whether all of it is there, and a copy of one.
+"""List, verify, export and import commits: manifests and files in a checkpoint store, segments in the homes of shards.
 
-Shards' segments can be read while their shard is stopped; where it runs, or lives elsewhere, they are told as not reached.
+The segments of a shard can be read while it is stopped. Segments of a running shard, or on another machine, are "not reached".
+
+An export can be imported on another Kafka. Rows with optimizer state, dense weights, trained ids and metrics are copied; offsets are
+not, because they belong to the other cluster. Training starts at the oldest sample and skips ids that were trained. The manifest
+names no cluster until the next commit (docs/decisions/0040).
 """
 
 from __future__ import annotations
@@ -32,26 +36,26 @@ _BATCH = 256
 
 
 class Outcome(NamedTuple):
-    """What became of looking at one part: `state` is "ok", "damaged" or "not reached"."""
+    """The result of reading one part: `state` is "ok", "damaged" or "not reached"."""
 
     part: str
     state: str
     text: str = ""
 
 
-def found(store: CheckpointStore) -> list[dict[str, Any]]:
-    """Every commit in the store, newest first: number, times, sizes and quality, or `problem`, why it can't be read."""
+def list_commits(store: CheckpointStore) -> list[dict[str, Any]]:
+    """Every commit in the store, newest first: number, times, sizes and quality, or `problem` if it cannot be read."""
     out = []
     for number in reversed(manifests.numbers(store)):
         name = manifests.manifest_name(number)
         try:
-            out.append(_told(manifests.load(store, name).manifest))
+            out.append(_describe(manifests.load(store, name).manifest))
         except CheckpointError as error:
             out.append({"seq": number, "problem": str(error)})
     return out
 
 
-def _told(manifest: Manifest) -> dict[str, Any]:
+def _describe(manifest: Manifest) -> dict[str, Any]:
     segments = [segment for shard in manifest.shards.values() for segment in shard.get("segments", ())]
     metrics: dict[str, Any] = next((part.metrics for part in manifest.workers.values() if part.metrics), {})
     return {
@@ -72,8 +76,7 @@ def _told(manifest: Manifest) -> dict[str, Any]:
 
 
 def verify(store: CheckpointStore, number: int, home: Path | None) -> Iterator[Outcome]:
-    """Every part of a commit, read whole: the manifest, the files that it names, the one before it, its schema, and of each shard
-    in `home` the segments."""
+    """Read every part of a commit: manifest, previous manifest, files, schema, and the segments of shards in `home`."""
     name = manifests.manifest_name(number)
     try:
         restorable = manifests.load(store, name)
@@ -102,11 +105,11 @@ def verify(store: CheckpointStore, number: int, home: Path | None) -> Iterator[O
 
 
 def _previous(store: CheckpointStore, manifest: Manifest) -> Outcome:
-    """The chain is part of what is verified, as far as retention has left it."""
+    """Verify the link to the previous manifest, if that still exists."""
     number, stated = int(manifest.previous["seq"]), manifest.previous["checksum"]
     part = f"{manifest.name} continues {number}"
     if number not in manifests.numbers(store):
-        return Outcome(part, "not reached", "it is no longer there" if number else "it is the first")
+        return Outcome(part, "not reached", "it was deleted" if number else "this is the first")
     try:
         checksum = manifests.load(store, manifests.manifest_name(number)).checksum
     except CheckpointError as error:
@@ -119,11 +122,11 @@ def _previous(store: CheckpointStore, manifest: Manifest) -> Outcome:
 
 
 def schema_of(store: CheckpointStore, manifest: Manifest) -> Schema:
-    """Raises CheckpointError: the schema of a commit is absent or damaged."""
+    """The schema of a commit. Raises CheckpointError: it is missing or damaged."""
     schema = open_registry(store)(int(manifest.schema, 16))
     if schema is None:
         raise CheckpointError(
-            f"{manifest.name}: expected its schema {manifest.schema} in the store, got none; bring the file back"
+            f"{manifest.name}: expected its schema {manifest.schema} in the store, got none; restore the file"
         )
     return schema
 
@@ -148,16 +151,14 @@ def _shard(manifest: Manifest, schema: Schema, index: int, home: Path | None) ->
 def shard_segments(
     manifest: Manifest, schema: Schema, index: int, home: Path | None, *, to_read: bool = False
 ) -> Iterator[tuple[Segments, tuple[Segment, ...]]]:
-    """A shard's segments, and which of them are the commit; `to_read`: also of a shard that runs, as they are now.
+    """The segments of a shard, and those that belong to the commit. `to_read` also opens those of a running shard.
 
     Raises:
-        SetupError: they aren't in `home`, or the shard runs and has them open.
-        CheckpointError: the manifest names none that can be read.
+        SetupError: the segments are not in `home`, or the shard is running.
+        CheckpointError: the manifest names no readable segment.
     """
     if home is None or not (home / f"shard-{index}" / "segments").is_dir():
-        raise SetupError(
-            f"expected the segments in shard-{index}/segments of a home, got none; say where with --home"
-        )
+        raise SetupError(f"expected segments in shard-{index}/segments of a home, got none; give its --home")
     buckets = manifest.owners.buckets_of(index)
     blobs = RocksDbStore(home / f"shard-{index}" / "segments")
     try:
@@ -171,20 +172,20 @@ def shard_segments(
 
 
 def export(store: CheckpointStore, number: int, home: Path, to: Path) -> list[str]:
-    """A verified copy of one commit below `to`, which must not exist: `store/` and `shard-N/segments` as in a home, so that a
-    home on the same Kafka goes on from there, and `rows/<stack>-<shard>.safetensors` for other programs (docs/protocols.md,
-    Exports). The names of what was written.
+    """Copy and verify one commit into the new directory `to`; returns the names of what was written.
+
+    `store/` and `shard-N/segments` are as in a home, so a home on the same Kafka can continue from them.
+    `rows/<stack>-<shard>.safetensors` are for other programs (docs/protocols.md, Exports). After a failure there is no
+    `export.json`, and `to` is not an export.
 
     Raises:
-        CheckpointError: a part is absent or damaged. SetupError: `to` exists, or a shard runs.
-
-    **If it fails:** what is below `to` has no `export.json`, and is no export.
+        CheckpointError: a part is missing or damaged. SetupError: `to` exists, or a shard is running.
     """
     try:
         to.mkdir(parents=True)
     except OSError as error:
         raise SetupError(
-            f"{to} can't be made ({error.strerror}); name a folder that does not exist"
+            f"{to} cannot be created ({error.strerror}); choose a directory that does not exist"
         ) from None
     manifest = manifests.load(store, manifests.manifest_name(number)).manifest
     schema = schema_of(store, manifest)
@@ -215,14 +216,14 @@ def _copy_store(store: CheckpointStore, manifest: Manifest, to: FileStore) -> li
 
 
 def copy_segments(segments: Segments, state: tuple[Segment, ...], to: Path) -> list[str]:
-    """As they are, since their checksums are of their keys too; what was written, from the home that `to` lies in.
+    """Copy segments byte for byte, because checksums include their keys; returns the relative path written.
 
     Raises:
         CheckpointError: a part is damaged.
     """
     if damaged := segments.check(state, segments.buckets):
         raise CheckpointError(
-            f"expected whole segments, got damaged ones: {', '.join(damaged)}; `checkpoint verify` says more"
+            f"expected complete segments, got damaged ones: {', '.join(damaged)}; see `checkpoint verify`"
         )
     copy = RocksDbStore(to).open()
     try:
@@ -244,7 +245,7 @@ def copy_segments(segments: Segments, state: tuple[Segment, ...], to: Path) -> l
 
 
 def live_rows(segments: Segments, state: tuple[Segment, ...]) -> dict[str, dict[str, np.ndarray]]:
-    """Stack → the live rows of a state as arrays of one length: table, id, stamp_ms, row, state."""
+    """Stack → the live rows as arrays of equal length: table, id, stamp_ms, row, state."""
     out: dict[str, list[dict[str, np.ndarray]]] = {}
     for part in segments.read(state):
         rows: dict[tuple[int, int], tuple[int, np.ndarray, np.ndarray]] = {}
@@ -280,14 +281,14 @@ def _arrays(rows: dict[tuple[int, int], tuple[int, np.ndarray, np.ndarray]]) -> 
     }
 
 
-def bring(folder: Path, store: CheckpointStore, home: Path) -> Manifest:
-    """Make the export in `folder` the only commit of `store`, and of `home` what its shards hold; the commit.
+def import_export(folder: Path, store: CheckpointStore, home: Path) -> Manifest:
+    """Make the export in `folder` the only commit of `store`, with its segments in `home`; returns its manifest.
+
+    After any other error than those below there is no commit; empty the home and call again.
 
     Raises:
-        CheckpointError: there is no export, or a part of it is absent or damaged. Nothing was changed.
-        SetupError: the store has commits, the home has segments, or the export is open elsewhere. Nothing was changed.
-
-    **If it fails** otherwise: there is no commit yet; empty the home, and call again.
+        CheckpointError: there is no export, or a part of it is missing or damaged. Nothing was changed.
+        SetupError: the store has commits, the home has segments, or the export is in use. Nothing was changed.
     """
     source, manifest = _export_in(folder)
     expect_empty(store, home, manifest.shards)
@@ -301,29 +302,27 @@ def bring(folder: Path, store: CheckpointStore, home: Path) -> Manifest:
     newest = max(manifests.newest_incarnation(source), manifests.newest_incarnation(store))
     store.put(
         f"{manifests.INCARNATIONS}/{newest:08d}", b"{}"
-    )  # rows' versions go on above those of the other cluster
-    brought = nowhere(manifest)
-    if not store.create(brought.name, brought.encode()):
+    )  # row versions continue above those of the other cluster
+    imported = without_offsets(manifest)
+    if not store.create(imported.name, imported.encode()):
         raise SetupError(
-            f"expected a store without commits, got {brought.name} meanwhile; stop the trainer that runs there"
+            f"expected a store without commits, but {imported.name} was just created; stop the trainer that runs there"
         )
-    return brought
+    return imported
 
 
 def expect_empty(store: CheckpointStore, home: Path, shards: Iterable[int]) -> None:
     """Raises SetupError: the store has commits, or the home segments of one of the shards."""
     if there := manifests.numbers(store):
-        raise SetupError(
-            f"expected a store without commits, got {len(there)} in it; a model comes into a home that is empty"
-        )
+        raise SetupError(f"expected a store without commits, got {len(there)}; import into an empty home")
     if held := [index for index in shards if (home / f"shard-{index}" / "segments").exists()]:
         raise SetupError(
-            f"expected a home without rows, got shard-{held[0]} in {home}; a model comes into a home that is empty"
+            f"expected a home without rows, got shard-{held[0]} in {home}; import into an empty home"
         )
 
 
-def nowhere(manifest: Manifest) -> Manifest:
-    """The same commit of no cluster: nothing is read yet, and nothing of it is in a log."""
+def without_offsets(manifest: Manifest) -> Manifest:
+    """The same commit, belonging to no Kafka cluster: no sample is read, and no row is published."""
     parts = {
         index: dataclasses.replace(part, offsets=dict.fromkeys(part.offsets, 0))
         for index, part in manifest.workers.items()
@@ -332,13 +331,13 @@ def nowhere(manifest: Manifest) -> Manifest:
 
 
 def _export_in(folder: Path) -> tuple[FileStore, Manifest]:
-    """Raises CheckpointError: it isn't whole."""
+    """Open and verify an export. Raises CheckpointError: it is incomplete or damaged."""
     try:
         about = json.loads((folder / "export.json").read_text(encoding="utf-8"))
         version, number = about["format"], int(about["seq"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
-            f"expected an export in {folder}, got no export.json that can be read ({error}); it is made by `checkpoint export`"
+            f"expected an export in {folder}, but export.json cannot be read ({error}); create one with `checkpoint export`"
         ) from None
     if version != EXPORT_FORMAT:
         raise CheckpointError(

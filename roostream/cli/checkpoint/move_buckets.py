@@ -1,14 +1,14 @@
-"""Buckets of rows move between shards: a commit over what the last one has, by another map. Of a stack that is stopped.
+"""Move buckets of rows between the shards of a stopped stack, by a commit with another bucket map.
 
-  1 everything is checked, and nothing is changed by what is refused
-  2 an incarnation is claimed: whoever ran is fenced
-  3 each shard that gets buckets writes them, whole, as a segment named after the commit; what it had itself that readers
-    don't know yet is in it too, since marks are those of the newest segment
-  4 the manifest is created under its name, exclusively: that is the move
+  1 check everything; a rejected move changes nothing
+  2 claim an incarnation, which fences any running controller
+  3 write the buckets that each shard gains into a segment named after the commit, together with the shard's unpublished rows,
+    because only the newest segment has the publication marks
+  4 create the manifest exclusively under its name; this completes the move
 
-Killed before 4, the last commit and its map hold, and what was written goes as any abandoned segment does; behind 4 the new map
-does. There is no moment in which a bucket is nobody's or has two owners. Shards that lose buckets write nothing: the rows stay
-in their segments, unread, until those go.
+If the process is killed before step 4, the old map remains valid and the new segments are deleted later like any abandoned segment.
+A bucket always has exactly one owner. Shards that lose buckets write nothing; the rows stay unread in their segments until those are
+deleted.
 """
 
 from __future__ import annotations
@@ -35,23 +35,25 @@ from roostream.schema.schema import Schema
 
 
 class CommittedShards(NamedTuple):
-    """What a commit's shards have on their disks."""
+    """The key-value stores with the segments of a commit."""
 
     manifest: Manifest
     schema: Schema
-    blobs: Mapping[int, KeyValueStore]
+    stores: Mapping[int, KeyValueStore]
 
     def segments(self, index: int, buckets: Sequence[int]) -> Segments:
-        """Of a shard, as if these buckets were its own."""
-        return Segments(self.blobs[index], shapes_of(self.schema), self.manifest.num_buckets, buckets=buckets)
+        """The segments of a shard, limited to these buckets."""
+        return Segments(
+            self.stores[index], shapes_of(self.schema), self.manifest.num_buckets, buckets=buckets
+        )
 
     def state(self, index: int) -> tuple[Segment, ...]:
-        """A shard that the commit doesn't have holds nothing."""
+        """The committed segments of a shard; empty for a shard that is not in the commit."""
         return commit_of(self.manifest, index).segments if index in self.manifest.shards else ()
 
 
 def newest_commit(store: CheckpointStore) -> Restorable:
-    """Raises CheckpointError: there is none, or none that can be read."""
+    """Load the newest commit. Raises CheckpointError: there is none, or it cannot be read."""
     found = manifests.newest(store)
     if found is None:
         raise CheckpointError("expected a commit in this store, got none; there are no rows to move yet")
@@ -59,42 +61,44 @@ def newest_commit(store: CheckpointStore) -> Restorable:
 
 
 def check_move(manifest: Manifest, after: BucketMap) -> np.ndarray:
-    """The buckets that change their shard.
+    """The buckets that would move.
 
     Raises:
-        ConfigError: the map is of other buckets, or a shard would have none.
+        ConfigError: the map has another number of buckets, or leaves a shard without buckets.
     """
     changed = moved(manifest.owners, after)
     used = np.unique(after.owner_B)
     if len(used) < after.num_owners:
         empty = next((n for n, owner in enumerate(used.tolist()) if n != owner), len(used))
         raise ConfigError(
-            f"expected a bucket or more for each of {after.num_owners} shards, got none for shard {empty}"
+            f"expected at least one bucket for each of {after.num_owners} shards, got none for shard {empty}"
         )
     return changed
 
 
 def move(
-    store: CheckpointStore, after: BucketMap, blobs: Mapping[int, KeyValueStore], time_ms: int
+    store: CheckpointStore, after: BucketMap, stores: Mapping[int, KeyValueStore], time_ms: int
 ) -> Manifest:
-    """Make `after` the map of the newest commit, as a commit of its own; that commit. `blobs`: of every shard before and after.
-    Where nothing moves, the newest commit as it is.
+    """Commit the rows of the newest commit with the map `after`; returns the manifest. Without moves, the newest commit.
+
+    `stores` has the segments of every shard before and after. After a failure the last commit is valid; call again.
 
     Raises:
-        ConfigError: the map can't be gone to, or a residency policy keeps state that isn't by bucket. Nothing was changed.
-        CheckpointError: a part that would move is damaged. FencedError: a controller was started meanwhile.
-        UnavailableError: store or disk can't be written.
-
-    **If it fails** behind the claim: the last commit holds; call again.
+        ConfigError: the map is not valid, or an eviction policy keeps state that is not divided by bucket. Nothing was
+            changed. CheckpointError: rows to move are damaged. FencedError: a controller was started meanwhile.
+        UnavailableError: the store or a disk cannot be written.
     """
     last = newest_commit(store)
     before, changed = last.manifest.owners, check_move(last.manifest, after)  # 1
     if not len(changed) and before.num_owners == after.num_owners:
         return last.manifest
-    its = CommittedShards(last.manifest, schema_of(store, last.manifest), blobs)
-    if any(its.segments(index, ()).residency(its.state(index)) for index in last.manifest.shards):
+    shards_of_commit = CommittedShards(last.manifest, schema_of(store, last.manifest), stores)
+    if any(
+        shards_of_commit.segments(index, ()).residency(shards_of_commit.state(index))
+        for index in last.manifest.shards
+    ):
         raise ConfigError(
-            "expected rows without a residency policy that keeps state, got one: its state isn't cut by buckets"
+            "expected no eviction policy with state, got one, whose state cannot be divided by bucket"
         )
     incarnation = manifests.claim_incarnation(store, time_ms, manifests.kept_wish(store))  # 2
     seq = manifests.next_seq(store)
@@ -102,7 +106,9 @@ def move(
     for index in range(after.num_owners):
         gained = [b for b in changed.tolist() if after.owner_B[b] == index]
         state = (
-            _written(f"{seq}-{incarnation}", its, index, gained, after) if gained else its.state(index)
+            _written(f"{seq}-{incarnation}", shards_of_commit, index, gained, after)
+            if gained
+            else shards_of_commit.state(index)
         )  # 3
         shards[index] = {
             **last.manifest.shards.get(index, {}),
@@ -121,41 +127,45 @@ def move(
         time_ms=time_ms,
     )
     if not store.create(manifest.name, manifest.encode()):  # 4
-        raise CheckpointError(f"{manifest.name} exists by now: a controller runs; stop it, and call again")
+        raise CheckpointError(f"{manifest.name} was just created: a controller runs; stop it and call again")
     return manifest
 
 
 def _written(
-    name: str, its: CommittedShards, index: int, gained: Sequence[int], after: BucketMap
+    name: str, shards_of_commit: CommittedShards, index: int, gained: Sequence[int], after: BucketMap
 ) -> tuple[Segment, ...]:
-    """The new state of a shard that gets buckets."""
-    parts = itertools.chain(_of_others(its, gained), _unpublished(its, index, after))
-    own = its.segments(index, after.buckets_of(index))
-    return own.write_parts(name, parts, its.state(index), whole=frozenset(gained))
+    """Write the segment of a shard that gains buckets; returns its new state."""
+    parts = itertools.chain(
+        _gained_buckets(shards_of_commit, gained), _unpublished(shards_of_commit, index, after)
+    )
+    segments = shards_of_commit.segments(index, after.buckets_of(index))
+    return segments.write_parts(name, parts, shards_of_commit.state(index), whole=frozenset(gained))
 
 
-def _unpublished(its: CommittedShards, index: int, after: BucketMap) -> Iterator[SegmentBucket]:
-    """What readers haven't got of the buckets that stay."""
-    stay = [b for b in its.manifest.owners.buckets_of(index) if after.owner_B[b] == index]
-    for part in its.segments(index, stay).read(its.state(index)[-1:]):
+def _unpublished(shards_of_commit: CommittedShards, index: int, after: BucketMap) -> Iterator[SegmentBucket]:
+    """Unpublished rows in the buckets that stay."""
+    stay = [b for b in shards_of_commit.manifest.owners.buckets_of(index) if after.owner_B[b] == index]
+    for part in shards_of_commit.segments(index, stay).read(shards_of_commit.state(index)[-1:]):
         block = part.blocks[0].take(part.blocks[0].unpublished_K != 0)
         if len(block.keys):
             yield part._replace(blocks=[block])
 
 
-def _of_others(its: CommittedShards, gained: Sequence[int]) -> Iterator[SegmentBucket]:
-    """Each of these buckets as its former shard has it, a block a stack."""
-    owners = its.manifest.owners
-    for source in its.manifest.shards:
-        segments = its.segments(source, [b for b in gained if owners.owner_B[b] == source])
-        for part in segments.read(its.state(source)) if segments.buckets else ():
+def _gained_buckets(shards_of_commit: CommittedShards, gained: Sequence[int]) -> Iterator[SegmentBucket]:
+    """These buckets from their former shards, one block per stack."""
+    owners = shards_of_commit.manifest.owners
+    for source in shards_of_commit.manifest.shards:
+        segments = shards_of_commit.segments(source, [b for b in gained if owners.owner_B[b] == source])
+        for part in segments.read(shards_of_commit.state(source)) if segments.buckets else ():
             yield part._replace(blocks=[newest_of(part.blocks, segments.num_buckets)])
 
 
-def bytes_by_bucket(its: CommittedShards) -> np.ndarray:
-    """float64 [B]: what the commit's segments hold of each bucket. Raises CheckpointError: a segment is absent or damaged."""
-    bytes_B = np.zeros(its.manifest.num_buckets)
-    for index in its.manifest.shards:
-        held = its.segments(index, its.manifest.owners.buckets_of(index)).bytes_by_bucket(its.state(index))
+def bytes_by_bucket(shards_of_commit: CommittedShards) -> np.ndarray:
+    """float64 [B]: bytes of each bucket in the committed segments. Raises CheckpointError: a segment is missing or damaged."""
+    bytes_B = np.zeros(shards_of_commit.manifest.num_buckets)
+    for index in shards_of_commit.manifest.shards:
+        held = shards_of_commit.segments(
+            index, shards_of_commit.manifest.owners.buckets_of(index)
+        ).bytes_by_bucket(shards_of_commit.state(index))
         bytes_B[list(held)] = list(held.values())
     return bytes_B

@@ -1,7 +1,10 @@
-"""Files of a TorchRec collection's rows: a state_dict as safetensors, and which id each row number is.
+"""Exchange embedding rows with TorchRec: a collection's state_dict as a safetensors file, and the ids of its row numbers.
 
-collection   `embedding_bags.TABLE.weight` (or `embeddings.TABLE.weight`), floats [N, D], of each table; behind any prefix
-ids          `TABLE`, int64 [N]: the id of row n; a table that isn't there has ids 0 to N - 1
+collection   `embedding_bags.TABLE.weight` (or `embeddings.TABLE.weight`), floats [N, D], for each table; any prefix
+ids          `TABLE`, int64 [N]: the id of row n; default: ids 0 to N - 1
+
+An import creates the first commit of an empty home (docs/decisions/0046). Rows start with the optimizer state of a new row. Dense
+weights are initial, except those in the file with the same name and shape. No topic was read.
 """
 
 from __future__ import annotations
@@ -44,10 +47,10 @@ _WEIGHT = re.compile(r"(?:^|\.)(?:embedding_bags|embeddings)\.([^.]+)\.weight$")
 
 
 class CollectionRows(NamedTuple):
-    """Of a file."""
+    """The contents of a collection's file."""
 
     rows: dict[str, np.ndarray]  # table → float32 [N, D]
-    others: dict[str, np.ndarray]  # what else is in it, by its names
+    others: dict[str, np.ndarray]  # other tensors by name
 
 
 def weight_name(table: str) -> str:
@@ -55,11 +58,11 @@ def weight_name(table: str) -> str:
 
 
 def read_collection(path: Path, schema: Schema) -> CollectionRows:
-    """Rows of tables of `schema`.
+    """Read the rows of a collection.
 
     Raises:
-        CheckpointError: no safetensors file with rows of a collection, or rows that aren't finite floats.
-        SchemaError: a table that the schema hasn't, or rows of another width.
+        CheckpointError: not a safetensors file of a collection, or rows that are not finite floats.
+        SchemaError: a table that is not in the schema, or rows of another width.
     """
     rows: dict[str, np.ndarray] = {}
     others: dict[str, np.ndarray] = {}
@@ -67,7 +70,7 @@ def read_collection(path: Path, schema: Schema) -> CollectionRows:
         if found := _WEIGHT.search(name):
             if found[1] in rows:
                 raise CheckpointError(
-                    f"{path}: expected rows of table {found[1]!r} once, got {name} too; keep one of them"
+                    f"{path}: expected table {found[1]!r} once, got it again as {name}; keep one"
                 )
             rows[found[1]] = _checked(f"{path}: {name}", found[1], values, schema)
         else:
@@ -80,39 +83,35 @@ def read_collection(path: Path, schema: Schema) -> CollectionRows:
 
 
 def read_ids(path: Path | None) -> dict[str, np.ndarray]:
-    """Table → int64 [N], each id once; {} without a file.
+    """Read the ids by table, int64 [N], each once; {} without a file.
 
     Raises:
-        CheckpointError: not such a file.
+        CheckpointError: not a valid file of ids.
     """
     found = {} if path is None else _tensors(path)
     for table, id_N in found.items():
         if id_N.dtype != np.int64 or id_N.ndim != 1 or len(np.unique(id_N)) != len(id_N):
             raise CheckpointError(
                 f"{path}: {table}: expected int64 [N], each id once, got {id_N.dtype} {list(id_N.shape)}"
-                f"{' with ids that come again' if id_N.ndim == 1 else ''}"
+                f"{' with repeated ids' if id_N.ndim == 1 else ''}"
             )
     return found
 
 
 def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Raises CheckpointError: the file is there, or can't be written."""
+    """Write a new safetensors file. Raises CheckpointError: the file exists or cannot be written."""
     try:
         with path.open("xb") as file:
             file.write(tensor_file.encode(tensors, {}))
     except OSError as error:
-        raise CheckpointError(
-            f"{path} can't be written ({error.strerror}); name a file that isn't there"
-        ) from None
+        raise CheckpointError(f"{path} cannot be written ({error.strerror}); choose a new file") from None
 
 
 def _tensors(path: Path) -> dict[str, np.ndarray]:
     try:
         return tensor_file.decode(path.read_bytes())[0]
     except OSError as error:
-        raise CheckpointError(
-            f"{path} can't be read: expected a safetensors file, got {error.strerror}"
-        ) from None
+        raise CheckpointError(f"{path}: expected a safetensors file, got {error.strerror}") from None
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}; save it in float32 by safetensors.torch.save_file") from None
 
@@ -131,44 +130,44 @@ def _checked(what: str, name: str, values: np.ndarray, schema: Schema) -> np.nda
 
 
 def finite(what: str, values: np.ndarray) -> np.ndarray:
-    """As float32. Raises CheckpointError: no floats, or some of them aren't finite in float32."""
-    with np.errstate(over="ignore"):  # it is infinite then, and told
+    """Convert to float32. Raises CheckpointError: not floats, or not finite in float32."""
+    with np.errstate(over="ignore"):  # an overflow gives infinity, which is checked below
         found = np.ascontiguousarray(values, dtype=np.float32)
     if values.dtype.kind != "f" or not np.isfinite(found).all():
         raise CheckpointError(
-            f"{what}: expected finite floats, got {values.dtype} or others; save them dequantized"
+            f"{what}: expected finite floats, got {values.dtype} or non-finite values; save them dequantized"
         )
     return found
 
 
-_SPARSE = 4  # row numbers that have no row, a row that is there: more are hardly row numbers
+_MAX_GAPS = 4  # more missing row numbers per row mean that ids are not row numbers
 
 
 class CollectionExport(NamedTuple):
-    """Of a commit."""
+    """The tables of a commit as a TorchRec collection."""
 
     tensors: dict[str, np.ndarray]  # embedding_bags.TABLE.weight → float32 [N, D]
-    ids: dict[str, np.ndarray]  # table → int64 [N], of its row numbers
-    left_out: dict[str, int]  # table → rows whose ids have no row number
+    ids: dict[str, np.ndarray]  # table → int64 [N], the ids of its row numbers
+    left_out: dict[str, int]  # table → number of rows whose ids have no row number
 
 
 def collection_of(
     store: CheckpointStore, number: int, home: Path, ids: Mapping[str, np.ndarray], *, make_ids: bool = False
 ) -> CollectionExport:
-    """The live rows of every table that has any. Row n is that of id `ids[table][n]`; of tables without, of id n, or with
-    `make_ids` of the n-th smallest id there. A row number without a row holds what a new row would.
+    """The live rows of every non-empty table.
+
+    Row n has the id `ids[table][n]`. A table that is not in `ids` uses the id n, or with `make_ids` the n-th smallest id. A row
+    number without a row gets the initial values of a new row.
 
     Raises:
-        CheckpointError: a part of the commit is damaged, or ids of a table aren't row numbers and `ids` has none.
-        SetupError: a shard runs, or its segments aren't there.
+        CheckpointError: the commit is damaged, or the ids of a table are not row numbers and not in `ids`.
+        SetupError: a shard is running, or its segments are missing.
     """
     manifest = manifests.load(store, manifests.manifest_name(number)).manifest
     schema = checkpoints.schema_of(store, manifest)
     found = _live(manifest, schema, home)
     if unknown := sorted(ids.keys() - schema.table_by_name.keys()):
-        raise CheckpointError(
-            f"expected ids of tables of the schema, got some of {unknown[0]!r}; leave them out"
-        )
+        raise CheckpointError(f"expected ids of tables of the schema, got ids of {unknown[0]!r}; remove them")
     out = CollectionExport({}, {}, {})
     for name, (id_U, rows_UD) in found.items():
         table = schema.table_by_name[name]
@@ -184,7 +183,7 @@ def collection_of(
 def _live(
     manifest: manifests.Manifest, schema: Schema, home: Path
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Table → ids [U] and rows [U, D], of all shards."""
+    """Table → ids [U] and rows [U, D] from all shards."""
     names = {table.id: table.name for table in schema.table_by_name.values()}
     parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
     for index in manifest.shards:
@@ -202,19 +201,19 @@ def _live(
 
 
 def _numbers(table: Table, id_U: np.ndarray) -> np.ndarray:
-    least, most = int(id_U.min()), int(id_U.max())
-    if least < 0 or most >= (1 + _SPARSE) * len(id_U) + 1000:
+    smallest, largest = int(id_U.min()), int(id_U.max())
+    if smallest < 0 or largest >= (1 + _MAX_GAPS) * len(id_U) + 1000:
         raise CheckpointError(
-            f"table {table.name!r}: expected ids that are row numbers, got {least} to {most} for {len(id_U)} rows; "
-            "say which id each row number is by --ids, or let --make-ids number them"
+            f"table {table.name!r}: expected ids that are row numbers, got {smallest} to {largest} for {len(id_U)} rows; "
+            "give the ids of the row numbers by --ids, or number them with --make-ids"
         )
-    return np.arange(most + 1)
+    return np.arange(largest + 1)
 
 
 def _numbered(
     table: Table, id_U: np.ndarray, rows_UD: np.ndarray, id_N: np.ndarray, seed: int
 ) -> tuple[np.ndarray, int]:
-    """Rows by their numbers, [N, D], and how many rows have none."""
+    """Rows by row number, [N, D], and how many rows have no row number."""
     order_U = np.argsort(id_U, kind="stable")
     at_N = np.searchsorted(id_U, id_N, sorter=order_U)
     place_N = order_U[np.minimum(at_N, len(id_U) - 1)]
@@ -227,30 +226,30 @@ def _numbered(
 _SEQ, _INCARNATION = 1, 1
 
 
-class Begun(NamedTuple):
-    """What came over."""
+class CollectionImport(NamedTuple):
+    """What was imported."""
 
     num_rows: int
     num_tables: int
-    dense_taken: int  # weights of the model that the file had
-    dense_all: int
+    dense_taken: int  # number of dense weights found in the file
+    dense_all: int  # number of dense weights of the model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Beginning:
-    """Of which deployment the commit is."""
+class NewDeployment:
+    """The deployment whose first commit is created."""
 
     schema: Schema
     options: StackOptions  # shards, buckets, partitions, seed
     model: ModelConfig
-    time_ms: int  # of now: what `expire_after_ms` of the rows counts from
+    time_ms: int  # now; `expire_after_ms` of the rows counts from here
 
 
-def beginning(schema: Path | None, model: Path | None, num_shards: int) -> Beginning:
-    """Settings that a stack has of `up`, with this schema (the demo's), model (our ranker) and shards.
+def new_deployment(schema: Path | None, model: Path | None, num_shards: int) -> NewDeployment:
+    """Settings as of `up`, with this schema (default: the demo's), model (default: the ranker) and number of shards.
 
     Raises:
-        ConfigError: schema or model can't be used.
+        ConfigError: the schema or the model cannot be used.
     """
     base = demo()
     overrides = {program: dict(table) for program, table in base.overrides.items()}
@@ -260,7 +259,7 @@ def beginning(schema: Path | None, model: Path | None, num_shards: int) -> Begin
     options = dataclasses.replace(
         base, schema=(schema or base.schema).resolve(), num_shards=num_shards, overrides=overrides
     )
-    return Beginning(
+    return NewDeployment(
         schema=load_schema(options.schema),
         options=options,
         model=load_model_config(str(model or "")),
@@ -268,52 +267,51 @@ def beginning(schema: Path | None, model: Path | None, num_shards: int) -> Begin
     )
 
 
-def begin(
+def import_collection(
     collection: CollectionRows,
     ids: Mapping[str, np.ndarray],
     store: CheckpointStore,
     home: Path,
-    of: Beginning,
-) -> Begun:
-    """Make the rows the only commit of `store`, and of `home` what its shards hold; `up` goes on there with the same settings.
+    new: NewDeployment,
+) -> CollectionImport:
+    """Make the rows the only commit of `store`, with segments in `home`; `up` continues there with the same settings.
+
+    After any other error than those below there is no commit; empty the home and call again.
 
     Raises:
-        CheckpointError: `ids` has another number of ids than a table has rows, or one twice, or a weight of the model isn't
-            finite. Nothing was changed.
+        CheckpointError: `ids` does not match the rows, or a dense weight is not finite. Nothing was changed.
         SetupError: the store has commits, or the home has segments. Nothing was changed.
-
-    **If it fails** otherwise: there is no commit yet; empty the home, and call again.
     """
-    indices = range(of.options.num_shards)
-    blocks = _blocks(collection.rows, ids, of)
-    tensors, taken = _dense(collection.others, of)
+    indices = range(new.options.num_shards)
+    blocks = _blocks(collection.rows, ids, new)
+    tensors, taken = _dense(collection.others, new)
     expect_empty(store, home, indices)
-    register(store, of.schema)
-    shards = {index: _write_shard(blocks, index, home, of) for index in indices}
-    save_options(home, of.options)
+    register(store, new.schema)
+    shards = {index: _write_shard(blocks, index, home, new) for index in indices}
+    save_options(home, new.options)
     store.put(f"{manifests.INCARNATIONS}/{_INCARNATION:08d}", b"{}")
-    manifest = _manifest(store, tensors, shards, of)
+    manifest = _manifest(store, tensors, shards, new)
     if not store.create(manifest.name, manifest.encode()):
         raise SetupError(
-            f"expected a store without commits, got {manifest.name} meanwhile; stop the trainer that runs there"
+            f"expected a store without commits, but {manifest.name} was just created; stop the trainer that runs there"
         )
     num_rows, weights = (
         sum(map(len, collection.rows.values())),
         sum(name.startswith("model.") for name in tensors),
     )
-    return Begun(num_rows, len(collection.rows), taken, weights)
+    return CollectionImport(num_rows, len(collection.rows), taken, weights)
 
 
 def _blocks(
-    rows: Mapping[str, np.ndarray], ids: Mapping[str, np.ndarray], of: Beginning
+    rows: Mapping[str, np.ndarray], ids: Mapping[str, np.ndarray], new: NewDeployment
 ) -> dict[str, RowBlock]:
-    """Stack → all of its rows."""
+    """Stack → block with all of its rows."""
     if unknown := ids.keys() - rows.keys():
         raise CheckpointError(
-            f"expected ids of tables that the collection has, got some of {sorted(unknown)[0]!r}; leave them out"
+            f"expected ids of tables in the collection, got ids of {sorted(unknown)[0]!r}; remove them"
         )
     out = {}
-    for stack, tables in of.schema.stacks.items():
+    for stack, tables in new.schema.stacks.items():
         there = [table for table in tables if table.name in rows]
         if not there:
             continue
@@ -321,7 +319,7 @@ def _blocks(
         for table in there:
             if len(id_of[table.name]) != len(rows[table.name]):
                 raise CheckpointError(
-                    f"table {table.name!r}: expected {len(rows[table.name])} ids, one a row, got {len(id_of[table.name])}"
+                    f"table {table.name!r}: expected {len(rows[table.name])} ids, one per row, got {len(id_of[table.name])}"
                 )
         states = [
             np.full((len(rows[t.name]), t.rule.state_width(t.dim)), t.rule.first_state, np.float32)
@@ -334,7 +332,7 @@ def _blocks(
             ),
             np.concatenate([rows[t.name] for t in there]),
             np.concatenate(states),
-            of.time_ms,
+            new.time_ms,
         )
     return out
 
@@ -349,9 +347,11 @@ def _block(keys: Keys, rows_LD: np.ndarray, state_LA: np.ndarray, time_ms: int) 
     )
 
 
-def _write_shard(blocks: Mapping[str, RowBlock], index: int, home: Path, of: Beginning) -> dict[str, object]:
-    """The rows of the shard's buckets as a segment; what the manifest says of it."""
-    owners = BucketMap.modulo(of.options.buckets, of.options.num_shards)
+def _write_shard(
+    blocks: Mapping[str, RowBlock], index: int, home: Path, new: NewDeployment
+) -> dict[str, object]:
+    """Write the rows of a shard's buckets as a segment; returns the shard's entry in the manifest."""
+    owners = BucketMap.modulo(new.options.buckets, new.options.num_shards)
     mine = {
         stack: block.take(
             owners.owner_B[buckets_of(block.keys.id_U, block.keys.table_U, len(owners.owner_B))] == index
@@ -362,16 +362,18 @@ def _write_shard(blocks: Mapping[str, RowBlock], index: int, home: Path, of: Beg
     place.parent.mkdir(parents=True, exist_ok=True)
     blobs = RocksDbStore(place).open()
     try:
-        segments = Segments(blobs, shapes_of(of.schema), of.options.buckets, buckets=owners.buckets_of(index))
+        segments = Segments(
+            blobs, shapes_of(new.schema), new.options.buckets, buckets=owners.buckets_of(index)
+        )
         written = segments.write(f"{_SEQ}-{_INCARNATION}", mine, ())
     finally:
         blobs.close()
     return {"segments": [segment._asdict() for segment in written], "rows_end": {}}
 
 
-def _dense(others: Mapping[str, np.ndarray], of: Beginning) -> tuple[dict[str, np.ndarray], int]:
-    """Weights and optimizer state of a model at its beginning, with what `others` has of it; how many weights those were."""
-    model = build_model(of.schema, of.model, of.options.seed)
+def _dense(others: Mapping[str, np.ndarray], new: NewDeployment) -> tuple[dict[str, np.ndarray], int]:
+    """Initial weights and optimizer state, with the weights in `others`; and how many were found there."""
+    model = build_model(new.schema, new.model, new.options.seed)
     tensors = dense_checkpoint.snapshot(model, DenseAdam(model.named_parameters(), learning_rate=1e-3))
     taken = 0
     for name, values in others.items():
@@ -386,9 +388,9 @@ def _manifest(
     store: CheckpointStore,
     tensors: Mapping[str, np.ndarray],
     shards: dict[int, dict[str, object]],
-    of: Beginning,
+    new: NewDeployment,
 ) -> Manifest:
-    schema, options, model = f"{of.schema.fingerprint:016x}", of.options, dataclasses.asdict(of.model)
+    schema, options, model = f"{new.schema.fingerprint:016x}", new.options, dataclasses.asdict(new.model)
     about = {"schema": schema, "seq": str(_SEQ), "incarnation": str(_INCARNATION), "step": "0"}
     data = tensor_file.encode(tensors, {"model": json.dumps(model, sort_keys=True), **about})
     return Manifest(
@@ -408,5 +410,5 @@ def _manifest(
         dense=manifests.store_file(store, manifests.dense_name(_SEQ, _INCARNATION), data),
         model=model,
         workers={},
-        time_ms=of.time_ms,
+        time_ms=new.time_ms,
     )

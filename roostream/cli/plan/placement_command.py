@@ -425,7 +425,7 @@ def apply_command(map_file: Path, home: Path, store: str, dry_run: bool) -> None
             return
         from roostream.runtime.clock import SystemClock
 
-        made = moved_buckets.move(opened, after, its.blobs, SystemClock().now_ms())
+        made = moved_buckets.move(opened, after, its.stores, SystemClock().now_ms())
     _keep_shards(home, after.num_owners)
     show(rows, f"{made.name} has the map")
 

@@ -36,13 +36,13 @@ from infra.auditor.auditor import Auditor
 from infra.options import StackOptions, save_options
 from infra.stack import Stack
 from roostream.cli.replay.outcome import (
-    ReplayStatistics,
-    Outcome,
     ArchivedPart,
+    Outcome,
     ReplayProgress,
+    ReplayStatistics,
     TrainingSummary,
 )
-from roostream.cli.replay.program_settings import program_settings, joiner_settings
+from roostream.cli.replay.program_settings import joiner_settings, program_settings
 from roostream.errors import ConfigError, UnavailableError
 from roostream.replay.config import ReplayConfig
 from roostream.runtime import manifest as manifests

@@ -296,7 +296,10 @@ class _OfflineTraining:
         reports = [
             m.report for key in worker_keys(self.config.workers) if (m := coordinator.members.get(key))
         ]
-        return {f.name: sum(report.get(f.name, 0) for report in reports) for f in dataclasses.fields(RequestCounts)}
+        return {
+            f.name: sum(report.get(f.name, 0) for report in reports)
+            for f in dataclasses.fields(RequestCounts)
+        }
 
     def _start_threads(
         self,

@@ -49,7 +49,13 @@ from trainer.loop import LoopDependencies, TrainLoop
 from trainer.pipeline.pipelined_feed import connect_feed
 from trainer.pipeline.stage_timer import StageTimer
 from trainer.predictions import Prediction
-from trainer.process_group import SINGLE_WORKER, DualRendezvous, Rendezvous, SingleWorkerGroup, TorchRendezvous
+from trainer.process_group import (
+    SINGLE_WORKER,
+    DualRendezvous,
+    Rendezvous,
+    SingleWorkerGroup,
+    TorchRendezvous,
+)
 from trainer.record_source import RecordSource
 from trainer.rows import Rows, ShardRows
 from trainer.sessions.phased_source import PhasedSource

@@ -108,7 +108,7 @@ def ran(*arguments: object, answer: str = "") -> tuple[int, str]:
 
 
 def test_commits_are_listed_newest_first_with_sizes_and_quality(home: OneShardHome) -> None:
-    told = checkpoints.found(home.store)
+    told = checkpoints.list_commits(home.store)
     assert [one["seq"] for one in told] == [3, 2, 1]
     assert told[0]["quality"] == {"requests": 300, "ne": 0.9, "auc": 0.7, "calibration": 1.0}
     assert (
@@ -123,7 +123,7 @@ def test_commits_are_listed_newest_first_with_sizes_and_quality(home: OneShardHo
 
 def test_a_damaged_manifest_is_listed_as_one(home: OneShardHome) -> None:
     home.store.put("manifests/00000003", b"{}")
-    assert "expected a manifest in JSON" in checkpoints.found(home.store)[0]["problem"]
+    assert "expected a manifest in JSON" in checkpoints.list_commits(home.store)[0]["problem"]
     assert "can't be read" in ran("list", "--home", home.root)[1]
 
 

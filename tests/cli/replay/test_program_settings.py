@@ -106,10 +106,10 @@ def test_a_log_has_settings_of_the_ranker_unless_another_model_is_chosen(tmp_pat
         ("worker.batch_request=3", "did you mean 'batch_requests'"),
         ("worker.batch_requests=0", "key 'worker.batch_requests': expected 1.."),
         ("joiner.late_horizon=1s", "at least the longest window"),
-        ("joiner.window=1h", "a replay has --window for it"),
-        ("worker.seed=3", "a replay has --seed for it"),
-        ("controller.commit_interval=1s", "--engine local has no such part"),
-        ("worker.exact=true", "--engine local has no such part"),
+        ("joiner.window=1h", "--window"),
+        ("worker.seed=3", "--seed"),
+        ("controller.commit_interval=1s", "--engine local has no such"),
+        ("worker.exact=true", "--engine local has no such"),
     ],
 )
 def test_an_assignment_that_cannot_be_is_told(text: str, message: str) -> None:

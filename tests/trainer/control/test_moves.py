@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from param_server.key_value_store import MemoryKeyValueStore
-from roostream.cli.checkpoint.checkpoints import nowhere
+from roostream.cli.checkpoint.checkpoints import without_offsets
 from roostream.cli.checkpoint.move_buckets import move
 from roostream.errors import ConfigError, SchemaError
 from roostream.runtime import manifest as manifests
@@ -112,7 +112,7 @@ def brought(simulation: Simulation) -> dict[str, bytes]:
     last, kept = simulation.last, dict(simulation.store.objects)
     for name in [name for name in kept if name.startswith(f"{manifests.MANIFESTS}/")]:
         del kept[name]
-    return kept | {last.name: nowhere(last).encode()}
+    return kept | {last.name: without_offsets(last).encode()}
 
 
 @pytest.mark.parametrize(
