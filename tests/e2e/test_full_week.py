@@ -81,7 +81,7 @@ def test_a_model_of_files_goes_on_live_as_well_as_one_that_was_live(tmp_path: Pa
     """In one process: streamed, three seeds have a request AUC of 0.8054 to 0.8067 and an NE of 0.7320 to 0.7358."""
     log = detect_replay((str(WEEK),))
     assert archive_log(log, input_paths(log), str(tmp_path / "w")).samples == 24_724
-    options = WarehouseOptions(warehouse=str(tmp_path / "w"), file_order_until=DAY_6)
+    options = WarehouseOptions(warehouse=str(tmp_path / "w"), stored_order_until=DAY_6)
     report, same = tmp_path / "report.json", ("worker.rehearsal={batches=200}", "model.list_layers=2")
     shared = {"schema": str(log.schema_path), "measure_from": DAY_6, "report": str(report)}
     assert run(ReplayConfig(dataset=DATASET, options=options, engine="local", set=same, **shared)) == 0

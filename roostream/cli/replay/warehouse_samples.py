@@ -50,7 +50,7 @@ class WarehouseOptions(DatasetOptions):
             "help": "days on which samples closed, such as 2024-05-01..2024-05-07; either end is optional; '' = all"
         },
     )
-    file_order_until: str = dataclasses.field(
+    stored_order_until: str = dataclasses.field(
         default="",
         metadata={
             "help": "train days before this one in file order, as `roostream train` does; '' = all in the order of close"
@@ -86,7 +86,7 @@ def open_warehouse_log(config: ReplayConfig, schema: Schema) -> ReplayLog:
         raise CheckpointError(
             f"{options.warehouse}: expected samples of {options.days or 'some day'}, got none; choose other days"
         )
-    records = session_records(*table.opened(session, schema), options.file_order_until)
+    records = session_records(*table.open_session(session, schema), options.stored_order_until)
     return ReplayLog(
         records=records, num_requests=sum(session.rows.values()), skipped=Skipped, profile=LogProfile(schema)
     )

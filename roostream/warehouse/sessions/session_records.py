@@ -1,7 +1,8 @@
-"""A session's samples as the records that they were, in the order in which a topic would have given them.
+"""A session's samples as the records that they were, in the order in which the topic would have delivered
+them.
 
-What is trained from them is what was trained live, in the same batches. Rows as they lie, by user, are for training a model anew
-(warehouse/readers/).
+Training on these records gives the same batches as live training. To train a new model, rows are read as they
+are stored.
 """
 
 from __future__ import annotations
@@ -15,12 +16,18 @@ from roostream.warehouse.sessions.session_rows import OpenSession, first_copies
 from roostream.wire.records import Record
 
 
-def session_records(session: OpenSession, files: TableFiles, file_order_until: str = "") -> Iterator[Record]:
-    """By (close, partition, offset), each sample once, labels as they were at the close. Of days before `file_order_until`
-    (YYYY-MM-DD) file by file in the session's order, rows as they lie, as a session is trained. Memory: the records of a day.
+def session_records(
+    session: OpenSession, files: TableFiles, stored_order_until: str = ""
+) -> Iterator[Record]:
+    """Records by (close time, partition, offset), each sample once, with labels as they were at the close.
+
+    For days before `stored_order_until` (YYYY-MM-DD) records come file by file in the session's order.
+    Memory: one day's records.
 
     Raises:
-        CheckpointError: a file is damaged; names it. UnavailableError: it can't be read now. SchemaError: its writer is unknown.
+        CheckpointError: a file is damaged; the message names it.
+        UnavailableError: it cannot be read now.
+        SchemaError: the schema that wrote it is not registered.
     """
     paths = {split.path: split for split in session.order.splits}
     for day in sorted({split.day for split in session.order.splits}):
@@ -32,13 +39,13 @@ def session_records(session: OpenSession, files: TableFiles, file_order_until: s
             ]
             records = _file_records(files, split.path, split.partition)
             found += [record for record, does_count in zip(records, counts, strict=True) if does_count]
-        if day >= file_order_until:
+        if day >= stored_order_until:
             found.sort(key=lambda record: (record.timestamp_ms, record.partition, record.offset))
         yield from found
 
 
 def _file_records(files: TableFiles, path: str, partition: int) -> Iterator[Record]:
-    writer, columns, counts_R = files.whole(path)
+    writer, columns, counts_R = files.all_columns(path)
     offsets, closes = (columns[name].values.tolist() for name in ("offset", "close_ms"))
     for offset, close_ms, (key, value) in zip(
         offsets, closes, rebuild_records(writer, columns, counts_R), strict=True

@@ -73,7 +73,7 @@ def test_a_good_log_is_told_what_the_joiner_would_do(
     assert (report["engagement_delay_s"]["p50"], report["engagement_delay_s"]["p100"]) == (5, 3600)
     assert report["log"]["list_lengths"]["p50"] == 3 and report["log"]["features"]["price"]["max"] == 6.0
     assert report["warnings"] == [
-        "1 engagements come after the join window and are not learned; a longer --window takes them in"
+        "1 engagements come after the join window and are not trained; a longer --window includes them"
     ]
     told = capfd.readouterr().out
     assert "closed by" in told and "nro price" in told
@@ -106,7 +106,7 @@ def test_of_many_bad_lines_the_first_are_told_and_the_rest_counted(tmp_path: Pat
     code, report = check(tmp_path, *["{"] * 15)
     assert code == 1 and len(report["errors"]) == 12
     assert (
-        "no impression that can be used" in report["errors"][-2]
+        "expected at least one usable impression" in report["errors"][-2]
         and report["errors"][-1] == "and 5 more lines that can't be used"
     )
 

@@ -61,7 +61,7 @@ def test_what_was_trained_is_told_in_a_line() -> None:
     report = {"requests": 12_000, "candidates": 34_000, "steps": 854, "wall_s": 11.24, "requests_s": 894.6}
     metrics = {"ne": 1.06465017, "auc": None, "calibration": 1.1843464}
     assert _summary({**report, "version_of_model": "1-1", "metrics": metrics}) == (
-        "12,000 requests, 34,000 impressions in 854 steps and 11.2 s (895 a second); version 1-1; "
+        "12,000 requests, 34,000 impressions in 854 steps and 11.2 s (895 per second); version 1-1; "
         "NE 1.0647, AUC –, calibration 1.1843"
     )
 
