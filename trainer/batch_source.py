@@ -1,8 +1,9 @@
 """The interface of training inputs: chunks of decoded samples, each with the progress that it stands for.
 
-Implementations: Kafka or records in memory (record_source.py), a warehouse session (sessions/session_source.py), and a source that
-switches between both (sessions/phased_source.py). Gathering full chunks is the source's job: it alone knows whether more will come.
-"""
+Implementations: Kafka or records in memory (record_source.py), a warehouse session
+    (sessions/session_source.py), and a source that
+switches between both (sessions/phased_source.py). Gathering full chunks is the source's job: it alone knows
+whether more will come. """
 
 from __future__ import annotations
 
@@ -29,26 +30,29 @@ class BatchSource(Protocol):
     """Chunks of the assigned partitions. One thread, except where noted."""
 
     def poll(self, max_requests: int, timeout_s: float, partition: Partition | None = None) -> Chunk | None:
-        """Return the next chunk: `max_requests` samples, or fewer if the oldest has waited long enough. None: no chunk is due after
-        `timeout_s`. Over all partitions, the oldest samples come first.
+        """Return the next chunk: `max_requests` samples, or fewer if the oldest has waited long enough.
 
-        With `partition`, only full chunks of that partition are returned, however long they take, so that chunks do not depend on
-        time. The caller asks for the same partition until its chunk comes. An unavailable source is waited for (None).
-        """
+        None: no chunk is due after `timeout_s`. Over all partitions, the oldest samples come first.
+
+        With `partition`, only full chunks of that partition are returned, however long they take, so that
+        chunks do not depend on time. The caller asks for the same partition until its chunk comes. An
+        unavailable source is waited for (None). """
 
     def rest(self, max_requests: int) -> Chunk | None:
         """Return a partial chunk after the caller knows that no more input comes. None: nothing is left."""
 
     def seek(self, at: Progress) -> None:
-        """Continue from these offsets; partitions that are missing start from their beginning. What was read ahead is dropped.
+        """Continue from these offsets; partitions that are missing start from their beginning.
+
+        What was read ahead is dropped.
 
         Raises:
             UnavailableError: the source is unavailable; nothing was changed.
         """
 
     def assign(self, numbers: Collection[int], session: TableInput | None = None) -> None:
-        """Return chunks of the partitions with these numbers only: of a warehouse session, whose positions are then the offsets, or
-        (None) of the stream. `seek` must follow.
+        """Return chunks of the partitions with these numbers only: of a warehouse session, whose positions
+        are then the offsets, or (None) of the stream. `seek` must follow.
 
         Raises:
             UnavailableError: the session cannot be read now.
@@ -59,15 +63,17 @@ class BatchSource(Protocol):
     def bound(self, ends: Progress) -> None:
         """Return nothing at or beyond these offsets until the next call; {} = no bounds. Any thread.
 
-        The chunk before a bound is cut short. If one partition is asked for that is at its bound while others are not, the chunk is
-        empty, so that the turn passes. Only a `seek` may follow a bound that was lowered."""
+        The chunk before a bound is cut short. If one partition is asked for that is at its bound while others
+        are not, the chunk is empty, so that the turn passes. Only a `seek` may follow a bound that was
+        lowered."""
 
     @property
     def ended(self) -> bool:
         """Whether everything before the bounds was returned; False without bounds. Any thread."""
 
     def newest_ids(self, trained: Progress) -> Mapping[Partition, NewestIds]:
-        """If a session is complete at `trained`: the samples of its partitions that the stream must not train again. Else {}.
+        """If a session is complete at `trained`: the samples of its partitions that the stream must not train
+        again. Else {}.
 
         Raises:
             UnavailableError: they cannot be read now.

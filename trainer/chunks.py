@@ -37,7 +37,9 @@ class Rejected(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Chunk:
-    """Consecutive requests and rejected records of the input. Progress moves to `after` once all of it is trained."""
+    """Consecutive requests and rejected records of the input.
+
+    Progress moves to `after` once all of it is trained."""
 
     batch: Batch  # R requests, in training order
     rejects: Sequence[Rejected]
@@ -120,8 +122,9 @@ def build_part(
 
 
 def split_frozen(batch: Batch, freeze_at_ms: int, *, deduplicated: bool = False) -> tuple[ChunkPart, ...]:
-    """Split off the requests from `freeze_at_ms` on (0 = never), which are only scored, after the others. Empty parts are left
-    out."""
+    """Split off the requests from `freeze_at_ms` on (0 = never), which are only scored, after the others.
+
+    Empty parts are left out."""
     frozen_R = batch.time_ms_R >= freeze_at_ms if freeze_at_ms else np.zeros(batch.num_requests, np.bool_)
     if not batch.num_requests:
         return ()
@@ -136,8 +139,9 @@ def split_frozen(batch: Batch, freeze_at_ms: int, *, deduplicated: bool = False)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ClaimedChunk:
-    """A chunk whose new requests are claimed for training. Chunks are trained in the order of their claims, unless the loop is
-    restored."""
+    """A chunk whose new requests are claimed for training.
+
+    Chunks are trained in the order of their claims, unless the loop is restored."""
 
     chunk: Chunk
     new_R: np.ndarray  # bool: requests of the chunk that were not trained or claimed before
@@ -167,7 +171,9 @@ class PulledPart:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PreparedChunk:
-    """A claimed chunk with the rows of its first part. Rows of later parts are pulled when those are trained."""
+    """A claimed chunk with the rows of its first part.
+
+    Rows of later parts are pulled when those are trained."""
 
     claimed: ClaimedChunk
     first: PulledPart | None

@@ -158,17 +158,19 @@ class LoopConfig(Settings):
         return (SAMPLES,) if self.corrections == "off" else (SAMPLES, CORRECTIONS)
 
     def batch_after(self, num_requests: int) -> int:
-        """Requests of the next batch when so many are trained. A small log learns from many steps, a large one from quiet
-        ones; the same after a restore, since it depends on what is trained alone."""
+        """Requests of the next batch when so many are trained.
+
+        A small log learns from many steps, a large one from quiet ones; the same after a restore, since it
+        depends on what is trained alone."""
         return min(
             self.first_batch_requests + num_requests // self.batch_growth_requests, self.batch_requests
         )
 
     def rate_after(self, num_steps: int) -> float:
-        """Adam's behind so many of its steps: `learning_rate` times √(size of a batch / size of a full one), since a small batch
-        says less of where to go (Malladi et al. 2022). A batch's size is what it would be had all been whole: so many steps make
-        it first · e^(steps / growth). So it is the same for all workers, and after a restore. With rehearsal every other step is
-        one that brings no new batch."""
+        """Adam's behind so many of its steps: `learning_rate` times √(size of a batch / size of a full one),
+        since a small batch says less of where to go (Malladi et al. 2022). A batch's size is what it would be
+        had all been whole: so many steps make it first · e^(steps / growth). So it is the same for all
+        workers, and after a restore. With rehearsal every other step is one that brings no new batch."""
         num_steps = num_steps // 2 if self.rehearsal.is_on else num_steps
         first = min(self.first_batch_requests, self.batch_requests) / self.batch_requests
         grown = first * math.exp(min(num_steps / self.batch_growth_requests, _FULLY_GROWN))

@@ -1,9 +1,10 @@
 """Training on corrections: labels that change after the close of a sample.
 
-A correction is a request of the batch (`correction_R`) with the features of its sample and its labels before and after. Samples and
-corrections come from two unordered topics. At equal weights the sum of their gradients does not depend on the order; otherwise it
-differs by what one step changes. A correction appears in no metric and no prediction, and its sample's close time does not move the
-watermark. Its id (of the sample and the engagement) is trained once, like a sample's.
+A correction is a request of the batch (`correction_R`) with the features of its sample and its labels before
+and after. Samples and corrections come from two unordered topics. At equal weights the sum of their gradients
+does not depend on the order; otherwise it differs by what one step changes. A correction appears in no metric
+and no prediction, and its sample's close time does not move the watermark. Its id (of the sample and the
+engagement) is trained once, like a sample's.
 
 Letters: R requests, B candidates, T tasks.
 """
@@ -53,7 +54,9 @@ def build_targets(batch: Batch, config: LoopConfig) -> Targets:
 
 
 def _before(batch: Batch, config: LoopConfig) -> np.ndarray:
-    """[B, T]: labels trained before the correction; NaN for samples. Labels that the settings do not correct are unchanged."""
+    """[B, T]: labels trained before the correction; NaN for samples.
+
+    Labels that the settings do not correct are unchanged."""
     corrected_B1 = batch.correction_R[batch.request_index_B][:, None]
     before_BT, after_BT = np.nan_to_num(batch.label_before_BT), batch.label_BT
     if config.corrections == "downgrades":

@@ -9,17 +9,21 @@ from roostream.runtime.kafka.topics import Partition
 from trainer.chunks import Chunk, Rejected
 
 MAX_CONSECUTIVE = 16
-"""Beyond this many consecutive requests with non-finite results, the model's state is assumed to be corrupt."""
+"""Beyond this many consecutive requests with non-finite results, the model's state is assumed to be
+corrupt."""
 
 
 class NotFiniteError(UnavailableError):
-    """Finite inputs give non-finite numbers, so the model's state is corrupt: everyone must be restored. If that does not
-    help, no restart does."""
+    """Finite inputs give non-finite numbers, so the model's state is corrupt: everyone must be restored.
+
+    If that does not help, no restart does."""
 
 
 class DeadLetterQuarantine:
-    """Quarantines requests of a chunk that produce non-finite numbers on their own. They become dead letters when the chunk
-    ends, unless there were so many in a row that the model must be the cause. The loop's thread only."""
+    """Quarantines requests of a chunk that produce non-finite numbers on their own.
+
+    They become dead letters when the chunk ends, unless there were so many in a row that the model must be
+    the cause. The loop's thread only."""
 
     def __init__(self, publish: Callable[[Rejected], None]) -> None:
         """`publish` is called for each dead letter."""

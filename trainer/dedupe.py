@@ -1,7 +1,7 @@
 """Skips samples that the joiner emits again within the horizon (guarantee G2). Exact, not probabilistic.
 
-Time is the samples' close time: a replay of a month remembers one hour of it, however fast it runs. A single sample cannot move the
-clock (`MedianEventTime`).
+Time is the samples' close time: a replay of a month remembers one hour of it, however fast it runs. A single
+sample cannot move the clock (`MedianEventTime`).
 
     claim ──► claimed: later claims see its ids ──► settle ──► trained
               (ids older than the horizon                      (included in the state)
@@ -28,11 +28,13 @@ class _Unsettled(NamedTuple):
 
 
 class Dedupe:
-    """Sample ids of one partition. The key of a sample decides its partition, so duplicates are in the same one. Ids are int64, times
-    ms. Memory: about 100 bytes per id within the horizon.
+    """Sample ids of one partition.
 
-    Everything is decided at the claim, in the order of the chunks. So the result does not depend on how many chunks are claimed ahead
-    of training."""
+    The key of a sample decides its partition, so duplicates are in the same one. Ids are int64, times ms.
+    Memory: about 100 bytes per id within the horizon.
+
+    Everything is decided at the claim, in the order of the chunks. So the result does not depend on how many
+    chunks are claimed ahead of training."""
 
     def __init__(self, horizon_ms: int) -> None:
         self.horizon_ms = horizon_ms
@@ -46,8 +48,9 @@ class Dedupe:
         return len(self.state()["id"])
 
     def claim(self, sample_id_R: np.ndarray, close_ms_R: np.ndarray) -> np.ndarray:
-        """Claim ids. Returns bool [R]: True for the first occurrence of an id. The claim is not in `state` until `settle`; claims are
-        settled in their order."""
+        """Claim ids. Returns bool [R]: True for the first occurrence of an id.
+
+        The claim is not in `state` until `settle`; claims are settled in their order."""
         new_R = np.zeros(len(sample_id_R), dtype=np.bool_)
         for r, (id_, close_ms) in enumerate(zip(sample_id_R.tolist(), close_ms_R.tolist(), strict=True)):
             if id_ not in self._close_ms:
@@ -81,14 +84,18 @@ class Dedupe:
         }
 
     def load(self, state: Mapping[str, np.ndarray]) -> None:
-        """Load a state, without claims. Old files have no `recent_ms`; the close times of the ids replace it."""
+        """Load a state, without claims.
+
+        Old files have no `recent_ms`; the close times of the ids replace it."""
         self._close_ms = dict(zip(state["id"].tolist(), state["close_ms"].tolist(), strict=True))
         self._claims.clear()
         self._recent = MedianEventTime()
         self._recent.add(state.get("recent_ms", state["close_ms"]).tolist())
 
     def _forget(self) -> list[tuple[int, int]]:
-        """Drop ids from the front that are older than the horizon. An id out of order waits for those before it."""
+        """Drop ids from the front that are older than the horizon.
+
+        An id out of order waits for those before it."""
         limit_ms = self._recent.middle_ms - self.horizon_ms
         old = []
         for id_, close_ms in self._close_ms.items():

@@ -21,7 +21,9 @@ _TOPICS = (SAMPLES, ROWS, CORRECTIONS)
 def kafka_identity(
     broker: Broker, prefix: str, partitions: int, stop: threading.Event | None = None
 ) -> dict[str, Any]:
-    """`{"cluster_id", "topics": {name: id}}` of the topics whose offsets are in manifests. Waits for broker and topics.
+    """`{"cluster_id", "topics": {name: id}}` of the topics whose offsets are in manifests.
+
+    Waits for broker and topics.
 
     Raises:
         ConfigError: the topics have another number of partitions than the settings.
@@ -47,7 +49,8 @@ class DeploymentIdentity:
     seed: int
 
     def check(self, manifest: Manifest) -> None:
-        """Raises ConfigError, SchemaError: the manifest belongs to another deployment; an older manifest does not help."""
+        """Raises ConfigError, SchemaError: the manifest belongs to another deployment; an older manifest does
+        not help."""
         check_kafka(manifest, self.kafka)
         check_schema(manifest, self.schema, self.registry)
         manifests.check_shape(
@@ -60,9 +63,11 @@ class DeploymentIdentity:
 
 
 def check_kafka(manifest: Manifest, kafka: Mapping[str, Any]) -> None:
-    """Raises ConfigError: the offsets are of another cluster, or of topics that were recreated, and have no meaning here.
+    """Raises ConfigError: the offsets are of another cluster, or of topics that were recreated, and have no
+    meaning here.
 
-    A manifest of `roostream checkpoint import` names no cluster and has no offsets; the first commit names this cluster."""
+    A manifest of `roostream checkpoint import` names no cluster and has no offsets; the first commit names
+    this cluster."""
     if not manifest.kafka:
         return
     expected = manifest.kafka.get("topics", {})  # old manifests do not name the topic of corrections
@@ -77,10 +82,13 @@ def check_kafka(manifest: Manifest, kafka: Mapping[str, Any]) -> None:
 
 
 def check_schema(manifest: Manifest, schema: Schema, registry: Registry) -> None:
-    """A schema may add and remove features, and tables may become wider. What both schemas have must mean the same.
+    """A schema may add and remove features, and tables may become wider.
+
+    What both schemas have must mean the same.
 
     Raises:
-        SchemaError: a feature changed its kind, table or columns, a table became narrower, or the labels differ.
+        SchemaError: a feature changed its kind, table or columns, a table became narrower, or the labels
+            differ.
         ConfigError: the manifest's schema is not in the store.
     """
     if manifest.schema == f"{schema.fingerprint:016x}":

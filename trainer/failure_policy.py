@@ -1,4 +1,5 @@
-"""Decides which training errors a restore may fix, and saves the failing batch with a diagnosis of its non-finite numbers."""
+"""Decides which training errors a restore may fix, and saves the failing batch with a diagnosis of its
+non-finite numbers."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ MAX_FINDINGS = 40
 
 
 class FailurePolicy:
-    """A NotFiniteError after each of MAX_RELAPSES restores of the same manifest is permanent: the same batches and weights come
-    again. The loop's thread only, except `saved`."""
+    """A NotFiniteError after each of MAX_RELAPSES restores of the same manifest is permanent: the same
+    batches and weights come again. The loop's thread only, except `saved`."""
 
     def __init__(self, loop: TrainLoop, worker: int) -> None:
         self.loop, self.worker = loop, worker
@@ -35,7 +36,9 @@ class FailurePolicy:
         self._num_failures = 0
 
     def restored(self, incarnation: int, manifest: str, checksum: str) -> None:
-        """Everyone is being restored to `manifest` ("" = the beginning). A different manifest counts as progress."""
+        """Everyone is being restored to `manifest` ("" = the beginning).
+
+        A different manifest counts as progress."""
         if manifest != self._manifest:
             self._num_failures = 0
         self._incarnation, self._manifest, self._checksum = incarnation, manifest, checksum
@@ -83,8 +86,9 @@ class FailurePolicy:
 def find_non_finite(loop: TrainLoop, chunk: Chunk) -> tuple[str, ...]:
     """Describe which numbers are not finite: weights, rows, scores by task, gradients.
 
-    Pulls the chunk's rows and runs one forward and backward pass. Weights stay unchanged but gradients do not, so the loop must be
-    restored before it trains again. Never raises, because the state it inspects is corrupt."""
+    Pulls the chunk's rows and runs one forward and backward pass. Weights stay unchanged but gradients do
+    not, so the loop must be restored before it trains again. Never raises, because the state it inspects is
+    corrupt."""
     found: list[str] = []
     try:
         found.extend(islice(_non_finite_tensors(loop, chunk), MAX_FINDINGS))

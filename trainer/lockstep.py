@@ -1,16 +1,18 @@
 """Synchronous training by several workers: in every turn, all workers sum one bucket.
 
-    turn n     each worker reports what it will train in turn n+1 (its weights), whether it wants a cut, and its progress
+    turn n     each worker reports what it will train in turn n+1 (its weights), whether it wants a cut, and
+    its progress
                ── sum ──► all know the plan of turn n+1: whether anybody trains, and the totals to divide by
     turn n+1   each trains what it reported: gradients of its part of the loss, in the same bucket ── sum ──► one step for all
 
-A worker without data adds zeros and pulls no rows. In a turn that trains, all workers pull once, and all push once if there are
-gradients, so that both may be collective calls (`param_server/row_exchange.py`). A cut happens after the turn in which all workers
-want the same one. What was announced for the next turn stays announced, and is not part of the cut. While nobody trains, the bucket
-contains the reports alone, and a turn waits for data as a poll does.
+A worker without data adds zeros and pulls no rows. In a turn that trains, all workers pull once, and all push
+once if there are gradients, so that both may be collective calls (`param_server/row_exchange.py`). A cut
+happens after the turn in which all workers want the same one. What was announced for the next turn stays
+announced, and is not part of the cut. While nobody trains, the bucket contains the reports alone, and a turn
+waits for data as a poll does.
 
-Non-finite numbers never reach a sum: a worker whose part gives non-finite numbers, or numbers that could overflow the sum over all
-workers, adds zeros and trains the halves of its part next.
+Non-finite numbers never reach a sum: a worker whose part gives non-finite numbers, or numbers that could
+overflow the sum over all workers, adds zeros and trains the halves of its part next.
 
 Letters: W workers, T tasks, P dense parameters, N numbers of a bucket, R requests.
 """
@@ -95,8 +97,8 @@ class TurnPlan(NamedTuple):
 def plan_turn(reports_W: Sequence[TurnReport], before: TurnPlan, *, exact: bool) -> TurnPlan:
     """Derive the next turn from the reports of all workers.
 
-    In exact mode a turn trains only when every worker with partitions has a part. Chunk sizes change only in such turns. So neither
-    depends on which worker was faster.
+    In exact mode a turn trains only when every worker with partitions has a part. Chunk sizes change only in
+    such turns. So neither depends on which worker was faster.
 
     Raises:
         UnavailableError: the workers have diverged, and everyone must be restored.
@@ -137,7 +139,8 @@ class _TrainedPart(NamedTuple):
 
 
 class LockStep:
-    """One worker's turns in one incarnation. **If `turn` raises**, the loop must be restored, and this object is unusable."""
+    """One worker's turns in one incarnation. **If `turn` raises**, the loop must be restored, and this object
+    is unusable."""
 
     def __init__(self, loop: TrainLoop, group: ProcessGroup, read_bounds: ReadBounds | None = None) -> None:
         """`read_bounds`: how far this worker may read; None: no bounds."""
@@ -153,8 +156,9 @@ class LockStep:
     def turn(self, *, cut: int = 0, leaving: bool = False) -> TurnPlan:
         """Run one turn.
 
-        `cut`: the commit that this worker wants to cut for. `leaving`: no worker shall begin another chunk. In the result, `trains`
-        says whether this turn trained, and `cut` for which commit all workers cut now.
+        `cut`: the commit that this worker wants to cut for. `leaving`: no worker shall begin another chunk.
+        In the result, `trains` says whether this turn trained, and `cut` for which commit all workers cut
+        now.
 
         Raises:
             UnavailableError: a worker or a shard is unavailable, or the workers have diverged.
@@ -250,8 +254,9 @@ class LockStep:
         return hashed.intdigest() & _DIGEST or 1
 
     def _sum(self, report: TurnReport, *, gradients: bool) -> list[TurnReport]:
-        """Exchange the reports of all workers. With `gradients`, the dense gradients are replaced by their sum over the workers
-        that have them."""
+        """Exchange the reports of all workers.
+
+        With `gradients`, the dense gradients are replaced by their sum over the workers that have them."""
         workers, own, device = self.group.workers, report.encode(), self.loop.config.device
         reports_N = torch.zeros(self._num_report_numbers, dtype=torch.float64)
         at = self.group.index * len(own)
@@ -285,7 +290,8 @@ class LockStep:
             parameter.grad = gradient.to(parameter.dtype).view_as(parameter) if has else None
 
     def _apply(self, trained: _TrainedPart | None, *, weighted: bool) -> None:
-        """Apply the dense step, which is the same for all workers, then record and push this worker's part."""
+        """Apply the dense step, which is the same for all workers, then record and push this worker's
+        part."""
         loop = self.loop
         loop.num_steps += 1
         if weighted and not loop.optimizer.step():

@@ -1,8 +1,9 @@
-"""The training loop: samples to updates, in four steps: poll → claim (dedupe, lookup) → pull (rows) → train (score, learn, push).
+"""The training loop: samples to updates, in four steps: poll → claim (dedupe, lookup) → pull (rows) → train
+(score, learn, push).
 
-Every candidate is scored before its labels are used (progressive validation). The loop knows nothing of commits: a worker calls
-`step`, and between two steps nothing is in flight. The feed (feed.py) decides who calls the first three steps, and how far ahead of
-`train`. What is claimed but not trained is in no snapshot.
+Every candidate is scored before its labels are used (progressive validation). The loop knows nothing of
+commits: a worker calls `step`, and between two steps nothing is in flight. The feed (feed.py) decides who
+calls the first three steps, and how far ahead of `train`. What is claimed but not trained is in no snapshot.
 
 Letters: R requests, B candidates, T tasks, U unique rows of a stack, D width of a stack.
 """
@@ -82,8 +83,8 @@ class LoopDependencies:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """Everything that training has changed outside the shards, copied between two chunks: what all workers share, and what belongs to
-    this worker's partitions."""
+    """Everything that training has changed outside the shards, copied between two chunks: what all workers
+    share, and what belongs to this worker's partitions."""
 
     shared: dict[str, np.ndarray]  # weights and optimizer state (dense_part/dense_file.py)
     step: int
@@ -96,8 +97,8 @@ class Snapshot:
 
 
 class TrainLoop:
-    """One worker's training loop. **If a step raises**, rows, weights and progress are no longer consistent: call `restore` or `reset`
-    before the next step, or exit."""
+    """One worker's training loop. **If a step raises**, rows, weights and progress are no longer consistent:
+    call `restore` or `reset` before the next step, or exit."""
 
     def __init__(
         self, config: LoopConfig, schema: Schema, model_config: ModelConfig, wiring: LoopDependencies
@@ -134,7 +135,9 @@ class TrainLoop:
         return self._train(self.feed.next_claimed(_POLL_S))
 
     def finish(self) -> bool:
-        """At the end of the input, train on the remaining partial chunks. Exact mode trains only full chunks."""
+        """At the end of the input, train on the remaining partial chunks.
+
+        Exact mode trains only full chunks."""
         trained = self._train(self.feed.rest())
         if not trained:
             self._push_deferred()
@@ -185,7 +188,9 @@ class TrainLoop:
         return snapshots
 
     def restore(self, at: Snapshot, *, same_schema: bool = True) -> None:
-        """Restore a snapshot and continue from its offsets, for the partitions of this source. Claimed chunks are dropped.
+        """Restore a snapshot and continue from its offsets, for the partitions of this source.
+
+        Claimed chunks are dropped.
 
         Raises:
             CheckpointError: a weight is missing or has another shape; the next restore repairs the state.
@@ -256,8 +261,9 @@ class TrainLoop:
         return None if self.config.exact else self.source.rest(request.max_requests)
 
     def claim(self, chunk: Chunk) -> ClaimedChunk:
-        """Claim the chunk's new requests; duplicates in later chunks are left out from now on. A claim is in no snapshot until it is
-        trained."""
+        """Claim the chunk's new requests; duplicates in later chunks are left out from now on.
+
+        A claim is in no snapshot until it is trained."""
         with annotate_errors("claim", chunk):
             new_R = self.partitions.claim(chunk.batch)
             batch = chunk.batch if new_R.all() else chunk.batch.take_requests(np.flatnonzero(new_R))
@@ -335,7 +341,9 @@ class TrainLoop:
         return PulledPart(part=part, **self.staging.stage(inputs)._asdict())
 
     def _learn(self, pulled: PulledPart) -> Sequence[ChunkPart]:
-        """Score, learn and push. A part with a non-finite result is split into halves, which are returned for training, down to the
+        """Score, learn and push.
+
+        A part with a non-finite result is split into halves, which are returned for training, down to the
         single request that causes it. That request is quarantined; all others are counted and trained."""
         part, trains = pulled.part, pulled.part.has_weight
         logits = self.descent.forward(pulled)
@@ -390,7 +398,9 @@ class TrainLoop:
         self.outputs.dead_letter(dead_letter(rejected, self.schema.limits.max_record_bytes))
 
     def record_scores(self, pulled: PulledPart, logits_BT: torch.Tensor) -> None:
-        """Publish and count the scores of before these labels were used. Corrections were scored already and are left out."""
+        """Publish and count the scores of before these labels were used.
+
+        Corrections were scored already and are left out."""
         self.quarantine.clear()
         part, score_BT = pulled.part, torch.sigmoid(logits_BT.detach()).cpu().numpy()
         shadow_BT = self.shadow.scores(pulled.inputs, self.num_steps) if self.shadow else None
@@ -426,15 +436,18 @@ class TrainLoop:
         self.counts.requests += len(unscored.row_M)
 
     def targets(self, part: ChunkPart, total_T: torch.Tensor | None = None) -> Targets:
-        """Targets of the loss. `total_T` [T]: total weight over the parts of all workers; None = of this part."""
+        """Targets of the loss. `total_T` [T]: total weight over the parts of all workers; None = of this
+        part."""
         targets = corrections.build_targets(part.batch, self.config)
         if total_T is not None:
             targets = targets._replace(total_T=total_T.to(targets.weight_BT))
         return self.selection.weight_targets(targets, part)
 
     def push(self, pulled: PulledPart | None, clip_row_norm: float = 0.0) -> None:
-        """Push the gradients of a part. None: this worker has none in a step in which other workers push. `clip_row_norm`: limit for
-        the norm of each row's gradient sum over all workers."""
+        """Push the gradients of a part.
+
+        None: this worker has none in a step in which other workers push. `clip_row_norm`: limit for the norm
+        of each row's gradient sum over all workers."""
         if pulled is None:
             times = PushTimes(step=self.num_steps, time_ms=self.watermark_ms, clip_row_norm=clip_row_norm)
             return self.rows.push(empty_lookup(self.schema), {}, times)

@@ -1,4 +1,6 @@
-"""`roostream worker` and `roostream controller`. Imports are lazy, so that the controller loads neither torch nor numba."""
+"""`roostream worker` and `roostream controller`.
+
+Imports are lazy, so that the controller loads neither torch nor numba."""
 
 from __future__ import annotations
 

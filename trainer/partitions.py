@@ -3,9 +3,8 @@
     partition (topic, number) ──► next offset to train, sample ids within the dedupe horizon, progressive metrics,
                                   number of chunks and requests taken of it
 
-Reports merge the metrics of all partitions: sums add up, and score counts have the resolution of the coarsest one (auc.py).
-Letters: R requests, B candidates, T tasks.
-"""
+Reports merge the metrics of all partitions: sums add up, and score counts have the resolution of the coarsest
+one (auc.py). Letters: R requests, B candidates, T tasks. """
 
 from __future__ import annotations
 
@@ -90,8 +89,10 @@ class PartitionStates:
         self._states = {partition: _PartitionState(self.tasks, horizon_ms) for partition in at}
 
     def claim(self, batch: Batch) -> np.ndarray:
-        """Claim the new requests of a chunk. Returns bool [R]: False for ids that were trained or claimed before. Chunks are settled
-        in the order of their claims. See `Dedupe`."""
+        """Claim the new requests of a chunk.
+
+        Returns bool [R]: False for ids that were trained or claimed before. Chunks are settled in the order
+        of their claims. See `Dedupe`."""
         new_R, due_ms_R = np.zeros(batch.num_requests, dtype=np.bool_), record_due_ms(batch)
         for partition, row_M in rows_by_partition(batch).items():
             new_R[row_M] = self._states[partition].dedupe.claim(batch.sample_id_R[row_M], due_ms_R[row_M])
@@ -116,8 +117,10 @@ class PartitionStates:
         shadow_BT: np.ndarray | None = None,
         importance_R: np.ndarray | None = None,
     ) -> None:
-        """Count scored requests in the metrics. `score_BT`: probabilities from before these labels were used. `shadow_BT`: scores of a
-        frozen copy. `importance_R`: how many requests each one represents; None = 1."""
+        """Count scored requests in the metrics.
+
+        `score_BT`: probabilities from before these labels were used. `shadow_BT`: scores of a frozen copy.
+        `importance_R`: how many requests each one represents; None = 1."""
         if importance_R is not None:
             batch = dataclasses.replace(
                 batch, weight_BT=batch.weight_BT * importance_R[batch.request_index_B][:, None]
@@ -143,8 +146,8 @@ class PartitionStates:
         return sum(int(state.taken[1]) for state in self._states.values())
 
     def in_turn(self, num_chunks: int = 0) -> Partition | None:
-        """The partition with the fewest chunks taken, after `num_chunks` more were taken by this rule; the first one of several. None:
-        there are no partitions."""
+        """The partition with the fewest chunks taken, after `num_chunks` more were taken by this rule; the
+        first one of several. None: there are no partitions."""
         taken = {partition: int(state.taken[0]) for partition, state in sorted(self._states.items())}
         for _ in range(num_chunks * bool(taken)):
             taken[min(taken, key=taken.__getitem__)] += 1
@@ -161,9 +164,12 @@ class PartitionStates:
         }
 
     def load(self, snapshots: Mapping[Partition, PartitionSnapshot]) -> None:
-        """Load snapshots, also those of other workers. Offsets are those of the source. Partitions without a snapshot stay unchanged.
+        """Load snapshots, also those of other workers.
 
-        Snapshots of corrections that are not read now are passed on unchanged, so that a later reader continues from there."""
+        Offsets are those of the source. Partitions without a snapshot stay unchanged.
+
+        Snapshots of corrections that are not read now are passed on unchanged, so that a later reader
+        continues from there."""
         self._parked = {
             p: cut for p, cut in snapshots.items() if p not in self._states and p[0] == CORRECTIONS
         }
@@ -173,7 +179,9 @@ class PartitionStates:
                 self.windowed.load(partition[1], windows)
 
     def set_seen_ids(self, partition: Partition, sample_id: np.ndarray, close_ms: np.ndarray) -> None:
-        """Replace the remembered sample ids of a partition, sorted by close time. There may be no open claim."""
+        """Replace the remembered sample ids of a partition, sorted by close time.
+
+        There may be no open claim."""
         self._states[partition].dedupe.load({"id": sample_id, "close_ms": close_ms})
 
     def _tensors(self, partition: Partition) -> dict[str, np.ndarray]:
@@ -184,7 +192,9 @@ class PartitionStates:
 
 
 def rows_by_partition(batch: Batch) -> dict[Partition, np.ndarray]:
-    """Partition → indices of its requests (int64 [M]), in the order of the batch. Corrections have their own topic."""
+    """Partition → indices of its requests (int64 [M]), in the order of the batch.
+
+    Corrections have their own topic."""
     key_R = 2 * batch.partition_R.astype(np.int64) + batch.correction_R
     return {
         (CORRECTIONS if key % 2 else SAMPLES, key // 2): np.flatnonzero(key_R == key)
@@ -195,7 +205,9 @@ def rows_by_partition(batch: Batch) -> dict[Partition, np.ndarray]:
 def encode_partitions(
     partitions: Mapping[Partition, PartitionSnapshot], metadata: Mapping[str, str]
 ) -> bytes:
-    """A worker's part of a commit: one tensor file with names `<topic>/<partition>/<name>`. Offsets are in the manifest."""
+    """A worker's part of a commit: one tensor file with names `<topic>/<partition>/<name>`.
+
+    Offsets are in the manifest."""
     tensors = {
         f"{topic}/{number}/{name}": value
         for (topic, number), snapshot in partitions.items()
@@ -226,8 +238,10 @@ def decode_partitions(data: bytes, offsets: Progress) -> dict[Partition, Partiti
 def _decode_format_1(
     tensors: Mapping[str, np.ndarray], offsets: Progress
 ) -> dict[Partition, PartitionSnapshot]:
-    """Format 1 stored ids and metrics of all partitions together. Every partition gets all ids, which is safe until the horizon has
-    passed. Metrics are sums, so only the first partition gets them."""
+    """Format 1 stored ids and metrics of all partitions together.
+
+    Every partition gets all ids, which is safe until the horizon has passed. Metrics are sums, so only the
+    first partition gets them."""
     ids = {name: tensors[name] for name in ("dedupe.id", "dedupe.close_ms")}
     metrics = {name: value for name, value in tensors.items() if name.startswith("metrics.")}
     first = min(offsets)

@@ -1,4 +1,5 @@
-"""A worker's outputs besides its updates: a prediction for each request, and a dead letter for each bad record."""
+"""A worker's outputs besides its updates: a prediction for each request, and a dead letter for each bad
+record."""
 
 from __future__ import annotations
 
@@ -44,10 +45,12 @@ def encode_predictions(
     choice: SelectionWeights | None = None,
     row_M: np.ndarray | None = None,
 ) -> Iterator[Prediction]:
-    """One prediction per request, in the order of the batch, encoded straight from arrays without building messages.
+    """One prediction per request, in the order of the batch, encoded straight from arrays without building
+    messages.
 
-    `score_BT`: probabilities before the update; [B, 0] for unscored requests. `disposition_R`: uint8, what happens to each request
-    (selection/decision.py); None = trained. `choice`: their weights; None = 1. `row_M`: int64, only these requests."""
+    `score_BT`: probabilities before the update; [B, 0] for unscored requests. `disposition_R`: uint8, what
+    happens to each request (selection/decision.py); None = trained. `choice`: their weights; None = 1.
+    `row_M`: int64, only these requests."""
     tasks, label_bytes = 4 * score_BT.shape[1], 4 * batch.label_BT.shape[1]
     id_R, time_R = batch.sample_id_R.view(np.uint64).tolist(), batch.time_ms_R.tolist()
     heads, tails = _heads(batch), _tails(batch, step, disposition_R, choice)
@@ -170,13 +173,16 @@ class Outputs(Protocol):
 
 
 class DurableOutputs(Outputs, Protocol):
-    """Outputs that can be flushed, so that every record below a committed offset has its prediction or dead letter."""
+    """Outputs that can be flushed, so that every record below a committed offset has its prediction or dead
+    letter."""
 
     def begin(self) -> None:
         """Everyone was restored: forget earlier outputs and refusals. The outputs will be sent again."""
 
     def refused(self) -> str:
-        """Why an output since `begin` will never arrive; "" if none was refused. Flushing again does not help."""
+        """Why an output since `begin` will never arrive; "" if none was refused.
+
+        Flushing again does not help."""
 
     def flush(self) -> None:
         """Wait until all outputs are durable, before a cut.
@@ -190,8 +196,9 @@ class DurableOutputs(Outputs, Protocol):
 
 
 class KafkaOutputs:
-    """`DurableOutputs` to the two Kafka topics through one idempotent producer. After a refusal it is replaced, because a producer
-    whose order is broken accepts nothing more."""
+    """`DurableOutputs` to the two Kafka topics through one idempotent producer.
+
+    After a refusal it is replaced, because a producer whose order is broken accepts nothing more."""
 
     def __init__(
         self,

@@ -1,8 +1,9 @@
-"""How far a worker may read: to the ends of its work units while history is trained, and without bounds on the stream.
+"""How far a worker may read: to the ends of its work units while history is trained, and without bounds on
+the stream.
 
-A unit's end is an offset, and the last record before it may lie slightly below: transactions leave markers that consumers never
-see. So a worker that has trained everything reports the end itself, not the position after its last record.
-"""
+A unit's end is an offset, and the last record before it may lie slightly below: transactions leave markers
+that consumers never see. So a worker that has trained everything reports the end itself, not the position
+after its last record. """
 
 from __future__ import annotations
 
@@ -51,8 +52,9 @@ class ReadBounds:
         return all(trained.get(partition, 0) >= at for partition, at in self.loop.source.positions().items())
 
     def settle(self) -> None:
-        """Prepare a cut: move finished units to their ends. At the end of a session, load the sample ids that the stream must not
-        train again.
+        """Prepare a cut: move finished units to their ends.
+
+        At the end of a session, load the sample ids that the stream must not train again.
 
         Raises:
             UnavailableError: the warehouse cannot be read now; call again.

@@ -1,12 +1,14 @@
-"""A placement plan as TorchRec's ShardingPlan, and copying rows with their optimizer state into and out of a sharded collection.
+"""A placement plan as TorchRec's ShardingPlan, and copying rows with their optimizer state into and out of a
+sharded collection.
 
 This is the only module that imports TorchRec (`roostream[torchrec]`).
 
     sharding_plan(FILE) ──► DistributedModelParallel(model, plan=…)          or, for one collection,
                             EmbeddingBagCollectionSharder().shard(…)
 
-`load_tables` and `read_tables` copy complete tables: float32 [N, D] of rows and, under TorchRec's names, optimizer state ("momentum1":
-[N, D] for an element-wise rule, [N] for a row-wise one). So training continues under another plan, bit by bit. All ranks call them.
+`load_tables` and `read_tables` copy complete tables: float32 [N, D] of rows and, under TorchRec's names,
+optimizer state ("momentum1": [N, D] for an element-wise rule, [N] for a row-wise one). So training continues
+under another plan, bit by bit. All ranks call them.
 
 Letters: N rows of a table, D width.
 """
@@ -44,7 +46,9 @@ class TableTensors(NamedTuple):
 
 
 def sharding_plan(text: str, device: str = "cpu", kernel: str = "fused") -> ShardingPlan:
-    """Read the file of `placement plan --write-torchrec`. `kernel`: TorchRec's compute kernel for every table.
+    """Read the file of `placement plan --write-torchrec`.
+
+    `kernel`: TorchRec's compute kernel for every table.
 
     Raises:
         ConfigError: not such a file.
@@ -58,7 +62,9 @@ def sharding_plan(text: str, device: str = "cpu", kernel: str = "fused") -> Shar
 
 
 def load_tables(collection: nn.Module, tables: TableTensors) -> None:
-    """Copy this rank's part of each table into a sharded `collection`. State that is missing in `tables` stays unchanged.
+    """Copy this rank's part of each table into a sharded `collection`.
+
+    State that is missing in `tables` stays unchanged.
 
     Raises:
         CheckpointError: a table is missing or has another size. Nothing was changed.
@@ -147,7 +153,9 @@ def _slices(metadata: ShardMetadata) -> tuple[slice, ...]:
 
 
 def _whole(tensor: ShardedTensor | None, size: tuple[int, ...]) -> np.ndarray:
-    """Sum the bits of all ranks as integers, so that nothing is rounded and -0 stays -0. None: this rank has no part of it."""
+    """Sum the bits of all ranks as integers, so that nothing is rounded and -0 stays -0.
+
+    None: this rank has no part of it."""
     bits = torch.zeros(size, dtype=torch.int32)
     for shard in tensor.local_shards() if tensor is not None else ():
         bits[_slices(shard.metadata)] = _float32(shard.tensor).view(torch.int32)

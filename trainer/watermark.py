@@ -15,8 +15,9 @@ _MAX_AHEAD_MS = 600_000  # beyond the median of recent close times; later sample
 
 
 class TrainingWatermark:
-    """The latest close time that is not far ahead of the median of recent ones, so that a single sample cannot expire rows. It never
-    goes back. Several workers share one watermark: all add the merged times (`merge_newest_times`) in the same order."""
+    """The latest close time that is not far ahead of the median of recent ones, so that a single sample
+    cannot expire rows. It never goes back. Several workers share one watermark: all add the merged times
+    (`merge_newest_times`) in the same order."""
 
     def __init__(self, watermark_ms: int = 0, recent_ms: Sequence[int] = ()) -> None:
         self.watermark_ms = watermark_ms

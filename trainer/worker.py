@@ -1,14 +1,14 @@
-"""Executes the controller's commands around the training loop: restore, start, cut, resume, write, commit, abort.
+"""Executes the controller's commands around the training loop: restore, start, cut, resume, write, commit,
+abort.
 
     restore ──► start ──► training ──► cut ──► paused ──► resume ──► training
                               │                   write stores the snapshot meanwhile; commit or abort drops it
                               └─ a shard is unavailable, or Kafka rejected a prediction: the worker is broken, the next beat
                                  reports it, and everyone is restored; rejected predictions are sent again
 
-The loop runs in the caller's thread. Commands arrive on the controller agent's thread and run between two batches, except `write`,
-which uses the snapshot and does not pause training. One of several workers keeps taking turns (lockstep.py) until all cut together.
-A newer command that the agent hears ends such a wait.
-"""
+The loop runs in the caller's thread. Commands arrive on the controller agent's thread and run between two
+batches, except `write`, which uses the snapshot and does not pause training. One of several workers keeps
+taking turns (lockstep.py) until all cut together. A newer command that the agent hears ends such a wait. """
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ _AGREE_S = 30.0  # less than the controller's time limit for a step of a commit
 
 
 class Worker:
-    """`execute` runs a command, `turn` trains a batch. Both run in the loop's thread, except `execute("write")`."""
+    """`execute` runs a command, `turn` trains a batch.
+
+    Both run in the loop's thread, except `execute("write")`."""
 
     def __init__(
         self,
@@ -80,7 +82,8 @@ class Worker:
         self._snapshot: tuple[int, Snapshot] | None = None
         self._cut_s: float | None = None  # since when training is paused for a commit
         self._aborted = 0  # newest aborted commit; a cut that arrives after its abort is refused
-        # Newest incarnation to restore to, and its newest commit to abort, among the commands that were heard.
+        # Newest incarnation to restore to, and its newest commit to abort, among the commands that were
+        # heard.
         self._heard = 0, 0
         # Why this worker cannot use what is committed; no restart helps, and `turn` raises it.
         self.refusal: ConfigError | None = None
@@ -94,11 +97,12 @@ class Worker:
 
         Raises:
             CheckpointError: a file is damaged or absent; an older manifest may work.
-            ConfigError: the commit belongs to other settings. The next `turn` raises it too, and the worker exits.
+            ConfigError: the commit belongs to other settings. The next `turn` raises it too, and the worker
+                exits.
             RoostreamError: the command is not possible now.
 
-        **If it fails:** after a failed restore the loop stays stopped until the next one; after a failed cut training continues.
-        """
+        **If it fails:** after a failed restore the loop stays stopped until the next one; after a failed cut
+        training continues. """
         kinds: dict[str, Callable[[Command], dict[str, Any]]] = {
             "restore": self._restore,
             "start": self._start,
@@ -179,7 +183,8 @@ class Worker:
     # Called from two threads
 
     def submit(self, command: Command) -> dict[str, Any]:
-        """Run a command for the agent's thread: in the loop's thread between two batches, or here if it needs no pause."""
+        """Run a command for the agent's thread: in the loop's thread between two batches, or here if it needs
+        no pause."""
         if command["kind"] == "write":
             return self.execute(command)
         self.hear(command)
@@ -193,7 +198,8 @@ class Worker:
         raise UnavailableError("the worker is stopping")
 
     def hear(self, command: Command) -> None:
-        """Note a command as soon as it arrives, before earlier ones are done, because it may end what they wait for. Any thread."""
+        """Note a command as soon as it arrives, before earlier ones are done, because it may end what they
+        wait for. Any thread."""
         incarnation, kind = int(command["incarnation"]), command["kind"]
         if kind == "restore":
             self._heard = max(self._heard, (incarnation, 0))
@@ -325,7 +331,9 @@ class Worker:
         return {}
 
     def _write(self, command: Command) -> dict[str, Any]:
-        """Store the worker's part of the snapshot, and with `shared` the model. Runs while training continues."""
+        """Store the worker's part of the snapshot, and with `shared` the model.
+
+        Runs while training continues."""
         seq, at = self._snapshot_for(command)
         incarnation = int(command["incarnation"])
         metadata = {
@@ -380,7 +388,8 @@ class Worker:
         return snapshot
 
     def _check(self, manifest: Manifest) -> None:
-        """Raises ConfigError: the commit is intact but belongs to other settings; an older manifest does not help."""
+        """Raises ConfigError: the commit is intact but belongs to other settings; an older manifest does not
+        help."""
         self.identity.check(manifest)
         mine = dataclasses.asdict(self.loop.model_config)
         committed = dataclasses.asdict(model_config_from_dict(manifest.model))

@@ -1,4 +1,5 @@
-"""A worker's lag, state and quality: computed once a second by the loop's thread, read by beats and scrapes in other threads."""
+"""A worker's lag, state and quality: computed once a second by the loop's thread, read by beats and scrapes
+in other threads."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ LABELS: dict[str, str | tuple[str, ...]] = {
 
 
 class Monitor:
-    """`observe` runs in the loop's thread; `report` and `gauges` return the last observation, in any thread."""
+    """`observe` runs in the loop's thread; `report` and `gauges` return the last observation, in any
+    thread."""
 
     def __init__(
         self, worker: Worker, clock: Clock, patience: CaughtUpLimits, drift: DriftDetector | None = None

@@ -57,7 +57,8 @@ from trainer.worker_monitor import LABELS, Monitor
 
 log = logging.getLogger("roostream.worker")
 
-# For everything after SIGTERM; less than roostream.runtime.program.STOP_S. A commit that has not come by then will not come.
+# For everything after SIGTERM; less than roostream.runtime.program.STOP_S. A commit that has not come by then
+# will not come.
 STOP_S = 8.0
 _CLOSING_S = 3.0  # part of it, reserved for what follows the last commit
 _MIN_CLOSING_S = 1.5  # the reserve once the last commit has begun
@@ -68,8 +69,9 @@ def run_until_stopped(config: WorkerConfig, stop: Stop) -> None:
     """Run until `stop` is set.
 
     Raises:
-        RoostreamError: a setting is wrong, the committed state belongs to other settings, or the controller is unavailable for longer
-            than `controller_timeout_ms` during training. The supervisor restarts the worker.
+        RoostreamError: a setting is wrong, the committed state belongs to other settings, or the controller
+            is unavailable for longer than `controller_timeout_ms` during training. The supervisor restarts
+            the worker.
     """
     config.check_device()
     set_numerics(config)
@@ -188,11 +190,14 @@ def train(
     budget: StopBudget,
     controller_timeout_s: float,
 ) -> None:
-    """Alternate between commands and batches. When asked to stop: no more batches, and a last commit if it comes in time.
+    """Alternate between commands and batches.
+
+    When asked to stop: no more batches, and a last commit if it comes in time.
 
     Raises:
         UnavailableError: no controller answers.
-        HeldError: training is on hold, or will be once the controller hears why this worker cannot use the commit.
+        HeldError: training is on hold, or will be once the controller hears why this worker cannot use the
+            commit.
     """
     while True:
         worker.serve_inbox()
@@ -224,8 +229,9 @@ def open_source(
     stages: StageTimer,
     session_opener: RemoteSessionOpener | None = None,
 ) -> PhasedSource:
-    """Open the stream, which the controller may replace with a warehouse session. All partitions are open until the controller
-    assigns some; `seek` must follow."""
+    """Open the stream, which the controller may replace with a warehouse session.
+
+    All partitions are open until the controller assigns some; `seek` must follow."""
 
     def open_consumer(partitions: tuple[Partition, ...]) -> KafkaConsumer:
         options = ConsumerOptions(

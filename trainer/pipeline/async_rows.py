@@ -16,8 +16,10 @@ from trainer.rows import PushTimes, Rows
 
 
 class AsyncRows:
-    """`Rows` whose pushes return at once. A pull from here sees every push that was queued before it; a pull from `rows` sees the
-    acknowledged pushes. `changed` is notified of every acknowledgment and failure.
+    """`Rows` whose pushes return at once.
+
+    A pull from here sees every push that was queued before it; a pull from `rows` sees the acknowledged
+    pushes. `changed` is notified of every acknowledgment and failure.
 
     **If a push fails**, no later push is made, and every later call raises the same error, until `forget`."""
 

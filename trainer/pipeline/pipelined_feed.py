@@ -4,13 +4,14 @@
                           poll, decode ─────► pull ──────────────────► claim, train ────────► push
     works on chunk        i + 2               i + 1                    i                      i - 1
 
-All decisions are made in the loop's thread between two chunks: the size of the next chunk, which requests are new, what is due. The
-other threads compute values from values. So what is trained does not depend on which thread was faster.
+All decisions are made in the loop's thread between two chunks: the size of the next chunk, which requests are
+new, what is due. The other threads compute values from values. So what is trained does not depend on which
+thread was faster.
 
-**Staleness** is the number of pushes between a pull and the training of its rows. With 0, the loop's thread pulls rows after every
-push is acknowledged: bit-equal to the serial loop. With k, a pull may start while k pushes before its chunk's training are still
-outstanding (the Ads paper, §V: one step, no loss of quality). Rows that turn out to be older are pulled again.
-"""
+**Staleness** is the number of pushes between a pull and the training of its rows. With 0, the loop's thread
+pulls rows after every push is acknowledged: bit-equal to the serial loop. With k, a pull may start while k
+pushes before its chunk's training are still outstanding (the Ads paper, §V: one step, no loss of quality).
+Rows that turn out to be older are pulled again. """
 
 from __future__ import annotations
 
@@ -64,8 +65,9 @@ class _ClaimedItem:
 
 
 class PipelinedFeed:
-    """A `Feed`. Created, called and closed by the loop's thread. Memory: `read_ahead` decoded chunks, and rows for `staleness` of them
-    and the one in training."""
+    """A `Feed`. Created, called and closed by the loop's thread.
+
+    Memory: `read_ahead` decoded chunks, and rows for `staleness` of them and the one in training."""
 
     def __init__(
         self,
@@ -287,7 +289,9 @@ class FeedConnections(NamedTuple):
 def connect_feed(
     open_source: Callable[[], BatchSource], rows: Rows, stages: StageTimer, *, staleness: int, read_ahead: int
 ) -> FeedConnections:
-    """Connect a loop with a pipelined feed; `read_ahead` 0: everything runs in one thread. Close the loop's feed, then the source.
+    """Connect a loop with a pipelined feed; `read_ahead` 0: everything runs in one thread.
+
+    Close the loop's feed, then the source.
 
     Raises:
         RoostreamError: as `open_source`; no thread is left behind.

@@ -13,8 +13,10 @@ LOOP, BESIDE = "loop", "beside"  # values of the label `thread`
 
 
 class StageTimer:
-    """A nested stage interrupts the outer one, so that the seconds of a thread add up. In the loop's thread, which creates this
-    object, `pull` and `push` include waiting for them. Any thread may use it."""
+    """A nested stage interrupts the outer one, so that the seconds of a thread add up.
+
+    In the loop's thread, which creates this object, `pull` and `push` include waiting for them. Any thread
+    may use it."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -49,5 +51,6 @@ class StageTimer:
         return sum(self._seconds[stage, LOOP] for stage in stages)
 
     def seconds(self) -> Mapping[tuple[str, str], float]:
-        """(stage, LOOP or BESIDE) → seconds since the start; in Prometheus the labels `stage` and `thread`."""
+        """(stage, LOOP or BESIDE) → seconds since the start; in Prometheus the labels `stage` and
+        `thread`."""
         return dict(self._seconds)

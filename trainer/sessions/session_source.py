@@ -1,9 +1,10 @@
-"""Chunks from a warehouse session: its splits in order, cut into chunks of the requested size. The worker reads the rows itself, or
-through `reader` programs.
+"""Chunks from a warehouse session: its splits in order, cut into chunks of the requested size.
 
-Offsets are positions (roostream/warehouse/sessions/session.py). The rows of a chunk depend on the positions, the requested size and the
-bounds only, never on when rows arrive: slow rows are waited for, and after a restore the same chunks come again.
-"""
+The worker reads the rows itself, or through `reader` programs.
+
+Offsets are positions (roostream/warehouse/sessions/session.py). The rows of a chunk depend on the positions,
+the requested size and the bounds only, never on when rows arrive: slow rows are waited for, and after a
+restore the same chunks come again. """
 
 from __future__ import annotations
 
@@ -49,8 +50,10 @@ class SessionSource:
         newest: Callable[[int], NewestIds],
         stages: StageTimer | None = None,
     ) -> None:
-        """`partitions`: of the stream that follows, including corrections if they are trained. `empty`: a batch without requests.
-        `newest`: partition → samples that the stream must not train again."""
+        """`partitions`: of the stream that follows, including corrections if they are trained.
+
+        `empty`: a batch without requests. `newest`: partition → samples that the stream must not train
+        again."""
         self.order, self.rows, self.empty, self.clock = order, rows, empty, clock
         self.stages = stages or StageTimer(clock)
         self._newest, self._all = newest, tuple(sorted(partitions))
@@ -153,8 +156,8 @@ class SessionSource:
         return min(self.order.rows.get(number, 0), ends.get((SAMPLES, number), 1 << 62))
 
     def _turn(self, partition: Partition | None, ends: Progress) -> int | None:
-        """Number of the partition of the next rows: the requested one, or that of the first split in the session's order. None: nothing
-        is left."""
+        """Number of the partition of the next rows: the requested one, or that of the first split in the
+        session's order. None: nothing is left."""
         open_ = [number for number in self._at if self._at[number] < self._end(number, ends)]
         if partition is not None:
             return partition[1] if partition[1] in open_ else None
@@ -189,7 +192,8 @@ class SessionSource:
         return True
 
     def _expect(self) -> None:
-        """Announce the next splits: those before the bounds first, and for partitions in turns the next split of each."""
+        """Announce the next splits: those before the bounds first, and for partitions in turns the next split
+        of each."""
         in_turns, ends = self._expected_for
         splits = self.order.next_splits(self._at, MAX_EXPECTED)
         open_ = {number for number, at in self._at.items() if at < self._end(number, ends)}
@@ -202,7 +206,9 @@ class SessionSource:
         self.rows.expect(sorted(splits, key=turn), self._at, len(open_) if in_turns else 1)
 
     def _at_bounds(self, ends: Progress, partition: Partition | None) -> Chunk | None:
-        """An empty chunk for a partition at its bound, so that its turn passes. None: everything was returned."""
+        """An empty chunk for a partition at its bound, so that its turn passes.
+
+        None: everything was returned."""
         if not ends:
             return None
         if partition is not None and self._turn(None, ends) is not None:
@@ -238,7 +244,9 @@ def open_session(
     stages: StageTimer | None = None,
     open_rows: OpenRows = local_rows,
 ) -> SessionSource:
-    """Open a session. `partitions`: of the stream that follows. `horizon_ms`: how long sample ids are remembered.
+    """Open a session. `partitions`: of the stream that follows.
+
+    `horizon_ms`: how long sample ids are remembered.
 
     Raises:
         UnavailableError: the table cannot be read now.
