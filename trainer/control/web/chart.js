@@ -1,4 +1,4 @@
-// Lines over time. Each chart has its newest value as text, a sentence for those who don't see it, and its numbers as a table.
+// Line charts. Each has its newest value as text, a sentence for screen readers, and its numbers as a table.
 
 import { element, list, say } from "./parts.js";
 import { UNKNOWN, clock, duration, known } from "./words.js";
@@ -15,7 +15,7 @@ function drawn(name, attributes = {}, text = "") {
   return made;
 }
 
-/** `lines`: [{name, series}] (names of the history's values); `show`: number → text; `band`: [least, most] that is good. */
+/** `lines`: [{name, series}] (names of the history's values); `show`: number → text; `band`: [min, max] of healthy values. */
 export class Chart {
   constructor({ title, lines, show, band = null, zero = false }) {
     Object.assign(this, { title, lines, show, band, zero });
@@ -37,7 +37,7 @@ export class Chart {
     return element("ul", { class: "legend" }, ...items);
   }
 
-  /** `grain` as /history.json has it, and the `finest` of them, whose end is now; `nowS` on its clock; `spanS` shown. */
+  /** `grain`: a resolution of /history.json; `finest`: the finest one, whose last point is now; `nowS`: its clock; `spanS`: seconds shown. */
   update(grain, finest, nowS, spanS) {
     this.seen = { grain, nowS, spanS };
     const from = grain.at_s.findIndex((at) => at >= nowS - spanS);
@@ -72,7 +72,7 @@ export class Chart {
     return drawn("rect", { class: "band", x: 0, y: top, width: WIDTH, height: Math.max(bottom - top, 0) });
   }
 
-  /** A line ends where a value is unknown, and where more than a step and a half has no point. */
+  /** A line is interrupted at unknown values, and at gaps of more than 2.5 steps. */
   path(curve, grain, first, x, y) {
     let out = "";
     let joined = false;

@@ -1,4 +1,4 @@
-// Reads /status.json every two seconds and shows it. When it can't be read, what is shown is marked as old, since when.
+// Reads /status.json every two seconds and shows it. If it cannot be read, the page says since when its content is stale.
 
 import { Chart } from "./chart.js";
 import { element, list, say } from "./parts.js";
@@ -16,7 +16,7 @@ const SPANS = [
 const CHARTS = [
   { title: "Lag in event time", lines: [{ name: "lag", series: "lag_ms" }], show: duration, zero: true },
   { title: "Normalized entropy", lines: [{ name: "NE", series: "ne" }], show: (v) => v.toFixed(4) },
-  { title: "AUC, all and within requests", lines: [{ name: "AUC", series: "auc" }, { name: "request AUC", series: "request_auc" }], show: (v) => v.toFixed(4) },
+  { title: "AUC, overall and within requests", lines: [{ name: "AUC", series: "auc" }, { name: "request AUC", series: "request_auc" }], show: (v) => v.toFixed(4) },
   { title: "Calibration", lines: [{ name: "predicted / observed", series: "calibration" }], show: (v) => v.toFixed(3), band: [0.9, 1.1] },
   {
     title: "Freshness by stage, p50",
@@ -29,9 +29,9 @@ const CHARTS = [
     ],
     show: duration, zero: true,
   },
-  { title: "Trained requests a second", lines: [{ name: "trained", series: "trained_per_s" }], show: (v) => count(v, 1), zero: true },
+  { title: "Trained requests per second", lines: [{ name: "trained", series: "trained_per_s" }], show: (v) => count(v, 1), zero: true },
   { title: "Click rate", lines: [{ name: "served", series: "click.served" }, { name: "random", series: "click.random" }, { name: "best", series: "click.best" }], show: (v) => v.toFixed(4), zero: true },
-  { title: "A commit, and its pause", lines: [{ name: "commit", series: "commit_ms" }, { name: "pause", series: "paused_ms" }], show: duration, zero: true },
+  { title: "Commit duration and pause", lines: [{ name: "commit", series: "commit_ms" }, { name: "pause", series: "paused_ms" }], show: duration, zero: true },
   { title: "Rows", lines: [{ name: "rows", series: "rows" }], show: (v) => count(v), zero: true },
 ];
 const TONES = { caught_up: "good", idle: "good", transient_hold: "good", catching_up: "warning", initial: "warning", falling_behind: "warning", unknown: "unknown" };
@@ -50,7 +50,7 @@ async function read(path) {
   return answer.json();
 }
 
-/** Put the newest point behind what is known; false where more than that is missing, so that all must be read again. */
+/** Append the newest point. False: more points are missing, so the whole history must be read again. */
 function append(newest, startedMs) {
   if (!past || past.startedMs !== startedMs) return false;
   if (!newest) return true;
@@ -61,7 +61,7 @@ function append(newest, startedMs) {
   grain.slot[at] = newest.slot;
   grain.at_s[at] = newest.at_s;
   for (const [name, value] of Object.entries(newest.values)) (grain.values[name] ??= [])[at] = value;
-  return past.readMs > Date.now() - 60_000; // coarser grains, and what fell out at the other end
+  return past.readMs > Date.now() - 60_000; // refreshes coarser grains and drops old points
 }
 
 async function turn() {
@@ -81,14 +81,14 @@ async function turn() {
   setTimeout(turn, EVERY_MS);
 }
 
-/** Says so when the controller can't be reached: nothing on the page is known to be so any more. */
+/** Marks the page as stale if the controller cannot be reached. */
 function age() {
   const silent = silentSinceMs !== null;
   document.body.classList.toggle("stale", silent);
   $("old").hidden = !silent;
   say($("read"), answeredMs ? `read ${clock(answeredMs)}` : "not read yet");
   if (!silent) return;
-  const since = answeredMs ? `The controller has not answered since ${clock(answeredMs)}. What is shown is from then.` : "The controller does not answer, and has not since this page was opened.";
+  const since = answeredMs ? `The controller has not answered since ${clock(answeredMs)}. The page shows the state of that time.` : "The controller has not answered since this page was opened.";
   say($("old"), since);
   tone("unknown", "Unknown");
 }
@@ -105,7 +105,7 @@ function show(status) {
   const own = TONES[headline.state] ?? "bad";
   tone(worst === "bad" ? "bad" : own === "good" && worst === "warning" ? "warning" : own, headline.text);
   say($("state-more"), more(status));
-  wrong(findings, atS);
+  problems(findings, atS);
   now($("now"), status);
   windows($("windows-body"), status);
   slices($("slices-body"), status);
@@ -118,10 +118,10 @@ function show(status) {
   readers($("readers-body"), status);
   changesTable($("changes-body"), status);
   draw(atS);
-  say($("kept"), `The past is kept in the controller’s memory alone, since ${clock(status.page.started_ms)}; a restart forgets it.`);
+  say($("kept"), `Charts and changes are in the controller’s memory, since ${clock(status.page.started_ms)}; a restart loses them.`);
 }
 
-/** One line under the state: since when, how far behind, until when. */
+/** One line under the state: since when, the lag, and the time until caught up. */
 function more(status) {
   const { headline, training, at_s: atS } = status.page;
   const parts = [];
@@ -136,7 +136,7 @@ function more(status) {
   return parts.join(" · ");
 }
 
-/** How far the initial phase is, by what is committed; event time as far as all have trained; how long it takes yet. */
+/** Committed progress of the initial phase, event time reached by all workers, and the time left. */
 function history({ epoch, epochs, records, left, last_close_ms: lastMs, eta_s: eta }, watermarkMs) {
   const share = records ? Math.floor((100 * (records - left)) / records) : 0;
   const parts = [`${count(records - left)} of ${count(records)} historical samples committed (${share} %), epoch ${epoch} of ${epochs}`];
@@ -145,16 +145,16 @@ function history({ epoch, epochs, records, left, last_close_ms: lastMs, eta_s: e
   return parts.join(", ");
 }
 
-function wrong(findings, atS) {
+function problems(findings, atS) {
   const host = $("wrong");
-  if (!findings.length) return void (host.querySelector("p") ?? host.replaceChildren(element("p", {}, "Nothing is known to be wrong.")));
-  if (!host.querySelector("ul")) host.replaceChildren(element("ul", { "aria-label": "What is wrong" }));
+  if (!findings.length) return void (host.querySelector("p") ?? host.replaceChildren(element("p", {}, "No known problems.")));
+  if (!host.querySelector("ul")) host.replaceChildren(element("ul", { "aria-label": "Problems" }));
   list(
     host.firstElementChild, findings,
     () => element("li", {}, element("span", { class: "level" }), element("span", { class: "text" }), element("span", { class: "since" })),
     (item, { level, text, since_s: sinceS }) => {
       item.children[0].className = `level level-${["bad", "warning"].includes(level) ? level : "unknown"}`;
-      say(item.children[0], { bad: "Wrong", warning: "Look at", unknown: "Not known" }[level] ?? level);
+      say(item.children[0], { bad: "Error", warning: "Warning", unknown: "Unknown" }[level] ?? level);
       say(item.children[1], text);
       say(item.children[2], known(sinceS) ? `for ${duration((atS - sinceS) * 1000)}` : "just now");
     },

@@ -1,4 +1,4 @@
-// Elements. Everything from outside goes through textContent; nothing here reads markup.
+// HTML elements. Text from outside is set through textContent only; nothing here parses markup.
 
 import { UNKNOWN } from "./words.js";
 
@@ -9,13 +9,13 @@ export function element(name, attributes = {}, ...children) {
   return made;
 }
 
-/** Change the text only where it differs, so that nothing is announced or laid out twice. */
+/** Change the text only if it differs, so that nothing is announced or laid out twice. */
 export function say(node, text) {
   if (node.textContent !== String(text)) node.textContent = String(text);
   node.classList.toggle("unknown", text === UNKNOWN);
 }
 
-/** Children of `host`, one for each of `items`: kept where they are, made or removed at the end. */
+/** One child of `host` for each of `items`: existing children are updated, others added or removed at the end. */
 export function list(host, items, make, update) {
   while (host.children.length > items.length) host.lastElementChild.remove();
   items.forEach((item, n) => {
@@ -24,7 +24,7 @@ export function list(host, items, make, update) {
   });
 }
 
-/** A table in a region of its own, which scrolls where it is wider than the screen.
+/** A table in its own region, which scrolls if it is wider than the screen.
  *  `columns`: {name, words} (words: text, aligned left); `rows`: arrays of text, or {text, share} for a load bar. */
 export function table(host, caption, columns, rows, none) {
   if (!rows.length) {

@@ -1,4 +1,4 @@
-// What is so now, as figures and tables.
+// The current state, as figures and tables.
 
 import { element, list, say, table } from "./parts.js";
 import { UNKNOWN, bytes, clock, count, duration, eventTime, known, plain } from "./words.js";
@@ -28,12 +28,12 @@ export function now(host, status) {
     ["Lag", duration(training.lag_ms), `${count(training.lag_records)} samples`],
     ["Caught up in", until(training.eta_s), known(least) && known(most) && most > least ? `${seconds(least)} to ${seconds(most)}` : `${known(drained) ? count(drained, 1) : UNKNOWN} samples/s drained`],
     ["Engagement to servable", duration(whole.p50_ms), `p50; p99 ${duration(whole.p99_ms)}`],
-    ["Last commit", status.commits || status.seq ? `${duration(status.commit_age_ms)} ago` : "none yet", status.manifest || "nothing committed"],
+    ["Last commit", status.commits || status.seq ? `${duration(status.commit_age_ms)} ago` : "none yet", status.manifest || "no commit yet"],
     ["Normalized entropy", fixed(metrics.ne, 4), `AUC ${fixed(metrics.auc, 4)}, calibration ${fixed(metrics.calibration, 3)}`],
-    ["Clicks, served to random", fixed(clicks.served_to_random, 2), `served ${fixed(clicks.served, 4)}, best ${fixed(clicks.best, 4)}`],
+    ["Click rate, served ÷ random", fixed(clicks.served_to_random, 2), `served ${fixed(clicks.served, 4)}, best ${fixed(clicks.best, 4)}`],
     ["Trained", count(training.requests), `requests in ${count(training.step)} steps`],
     ["Trained up to", known(training.watermark_ms) && training.watermark_ms > 0 ? eventTime(training.watermark_ms).slice(11, 19) : UNKNOWN, `UTC of event time, ${eventTime(training.watermark_ms).slice(0, 10)}`],
-    ["Every event accounted for", plain(figures.accounted), "by the auditor"],
+    ["All events accounted for", plain(figures.accounted), "by the auditor"],
   ];
   list(
     host, items,
@@ -47,7 +47,7 @@ export function stages(host, status) {
     const { p50_ms: half, p99_ms: most } = status.page.figures.freshness[key];
     return [name, duration(half), duration(most)];
   });
-  table(host, "Time of the newest samples between two stages of the loop", [{ name: "stage" }, { name: "p50" }, { name: "p99" }], lines, "");
+  table(host, "Latency of the newest samples between two stages", [{ name: "stage" }, { name: "p50" }, { name: "p99" }], lines, "");
 }
 
 export function commits(host, status) {
@@ -56,14 +56,14 @@ export function commits(host, status) {
     ["controller", `${plain(status.state)}${status.reason ? ` (${status.reason})` : ""}`],
     ["incarnation", count(status.incarnation)],
     ["last commit", status.manifest || "none yet"],
-    ["took", status.commits ? `${duration(status.commit_ms)}, training paused ${duration(status.paused_ms)}` : "none since the start"],
-    ["since the start", `${count(status.commits)} commits, ${count(status.aborts)} abandoned, ${count(status.rollbacks)} rollbacks`],
+    ["duration", status.commits ? `${duration(status.commit_ms)}, training paused ${duration(status.paused_ms)}` : "none since the start"],
+    ["since the start", `${count(status.commits)} commits, ${count(status.aborts)} aborted, ${count(status.rollbacks)} rollbacks`],
     ["served version", serving ?? UNKNOWN],
     ["workers", status.wanted_workers === status.workers ? count(status.workers) : `${count(status.workers)}, ${count(status.wanted_workers)} wanted`],
     ["holds", holds(status.holds)],
     ["device time", devices(status)],
   ];
-  table(host, "The controller’s commits", [{ name: "what" }, { name: "is", words: true }], lines, "");
+  table(host, "The controller’s commits", [{ name: "what" }, { name: "value", words: true }], lines, "");
 }
 
 function holds(found) {
@@ -72,27 +72,27 @@ function holds(found) {
   return all.length ? all.map((hold) => (typeof hold === "object" ? [hold.kind, hold.reason].filter(Boolean).join(": ") : String(hold))).join("; ") : "none";
 }
 
-/** What devices were used for, each to the time in training. */
+/** Device time by use, relative to training. */
 function devices({ device_s: spent, device_ratio: ratios }) {
   if (!known(spent?.training)) return UNKNOWN;
   const others = Object.keys(spent).filter((name) => name !== "training");
-  const told = known(ratios?.training) ? others.map((name) => `${plain(name)} ${fixed(ratios[name], 2)}`) : others.map((name) => `${plain(name)} ${seconds(spent[name])}`);
-  return `training ${seconds(spent.training)}${known(ratios?.training) ? "; to that as 1: " : ", "}${told.join(", ")}`;
+  const uses = known(ratios?.training) ? others.map((name) => `${plain(name)} ${fixed(ratios[name], 2)}`) : others.map((name) => `${plain(name)} ${seconds(spent[name])}`);
+  return `training ${seconds(spent.training)}${known(ratios?.training) ? "; relative to training: " : ", "}${uses.join(", ")}`;
 }
 
 export function members(host, status) {
   const lines = status.page.members.map((name) => {
     const member = status.members[name];
     const report = status.reports[name] ?? {};
-    const said = report.broken || (report.leaving ? "stopping" : report.watch?.state ? plain(report.watch.state) : report.ready === false ? "not ready" : "there");
-    return member ? [name, said, count(member.incarnation), duration(member.silent_ms)] : [name, "not there", UNKNOWN, UNKNOWN];
+    const state = report.broken || (report.leaving ? "stopping" : report.watch?.state ? plain(report.watch.state) : report.ready === false ? "not ready" : "connected");
+    return member ? [name, state, count(member.incarnation), duration(member.silent_ms)] : [name, "not connected", UNKNOWN, UNKNOWN];
   });
   for (const [name, answers] of Object.entries(status.page.figures.programs)) {
-    const said = answers === true ? "answers" : answers === false ? "does not answer" : UNKNOWN;
-    lines.push([`${name} /metrics`, said, "–", "–"]);
+    const state = answers === true ? "answers" : answers === false ? "does not answer" : UNKNOWN;
+    lines.push([`${name} /metrics`, state, "–", "–"]);
   }
-  const columns = [{ name: "who" }, { name: "is", words: true }, { name: "incarnation" }, { name: "last heard" }];
-  table(host, "Members of this incarnation, and programs whose figures are shown", columns, lines, "No member is known.");
+  const columns = [{ name: "member" }, { name: "state", words: true }, { name: "incarnation" }, { name: "last beat" }];
+  table(host, "Members of this incarnation, and programs that the page reads", columns, lines, "No member is known.");
 }
 
 export function rows(host, status) {
@@ -109,10 +109,10 @@ export function rows(host, status) {
   if (shards.length > 1) {
     const total = (of) => shards.reduce((a, [, shard]) => a + (of(shard) ?? 0), 0);
     const balance = ratio(most, all / shards.length);
-    lines.push(["all", ...stacks.map((stack) => count(total((s) => s.rows[stack]))), count(all), `fullest ${fixed(balance, 2)} × the mean`, bytes(total((s) => s.bytes)), count(total((s) => s.pulls))]);
+    lines.push(["all", ...stacks.map((stack) => count(total((s) => s.rows[stack]))), count(all), `largest ${fixed(balance, 2)} × mean`, bytes(total((s) => s.bytes)), count(total((s) => s.pulls))]);
   }
   const columns = [{ name: "shard" }, ...stacks.map((name) => ({ name })), { name: "rows" }, { name: "share" }, { name: "memory" }, { name: "pulls" }];
-  table(host, "Rows in memory, by table stack", columns, lines, "Unknown: no shard tells how many rows it has.");
+  table(host, "Rows in memory, by table stack", columns, lines, "Unknown: no shard reports its rows.");
 }
 
 const WINDOWS = { "1h": "the last hour", "1d": "the last day", all: "all" };
@@ -120,9 +120,9 @@ const FEATURES_SHOWN = 12;
 const MOVED = 0.25;
 
 const figures = (it) => [count(it.candidates), fixed(it.base_rate, 4), fixed(it.ne, 4), fixed(it.ne_online, 4), fixed(it.auc, 4), fixed(it.calibration, 3)];
-const FIGURES = ["candidates", "base rate", "NE", "NE, base rate known before", "AUC", "calibration"].map((name) => ({ name }));
+const FIGURES = ["candidates", "base rate", "NE", "NE, running base rate", "AUC", "calibration"].map((name) => ({ name }));
 
-/** By window of event time; the frozen copy beside the model on the same candidates. */
+/** By window of event time; the shadow model beside the trained model on the same candidates. */
 export function windows(host, status) {
   const { windows: found, shadow } = status.page.training.quality;
   const lines = Object.entries(WINDOWS).flatMap(([window, text]) =>
@@ -131,10 +131,10 @@ export function windows(host, status) {
   for (const [of, text] of [["live", "in training"], ["shadow", `frozen at ${shadow?.version}`]]) {
     for (const [task, it] of Object.entries(shadow?.[of]?.["1h"] ?? {})) lines.push([`${task}, the last hour, ${text}`, ...figures(it)]);
   }
-  table(host, "Scores of before training on them, by window of event time", [{ name: "task and window" }, ...FIGURES], lines, "Unknown: no worker tells yet.");
+  table(host, "Scores from before training on the labels, by window of event time", [{ name: "task and window" }, ...FIGURES], lines, "Unknown: no worker has reported yet.");
 }
 
-/** Of the last hour, where a slice has one. */
+/** The last hour of each slice, if it has one. */
 export function slices(host, status) {
   const lines = Object.entries(status.page.training.quality.slices).flatMap(([slice, values]) =>
     Object.entries(values)
@@ -143,10 +143,10 @@ export function slices(host, status) {
       .sort(([, [, a]], [, [, b]]) => b.candidates - a.candidates)
       .map(([value, [task, it]]) => [`${plain(slice)}: ${value}`, task, ...figures(it)]),
   );
-  table(host, "The same by slice, of the last hour", [{ name: "slice" }, { name: "task", words: true }, ...FIGURES], lines, "No slices are set (worker.slices).");
+  table(host, "The same by slice, last hour", [{ name: "slice" }, { name: "task", words: true }, ...FIGURES], lines, "No slices are configured (worker.slices).");
 }
 
-/** The features that moved most, the base rate of each task, new ids of each table. */
+/** Features with the largest drift, the base rate of each task, and new ids of each table. */
 export function drift(host, status) {
   const found = status.page.training.quality.drift;
   const moved = Object.entries(found.psi ?? {}).sort(([, a], [, b]) => b - a).slice(0, FEATURES_SHOWN);
@@ -157,10 +157,10 @@ export function drift(host, status) {
     ...Object.entries(found.new_ids ?? {}).map(([name, value]) => [`new ids of ${name}`, "–", share(value), "–", "–"]),
   ];
   const columns = [{ name: "input" }, { name: "PSI" }, { name: "present, or rate" }, { name: "before" }, { name: "PSI of lengths" }];
-  table(host, "Inputs of the newest window beside those before it", columns, lines, "Not known before two windows are full.");
+  table(host, "Inputs of the newest window compared with earlier ones", columns, lines, "Unknown until two windows are full.");
 }
 
-/** By partition; where no worker watches, what is exported at least. */
+/** By partition; without reports of workers, only the exported lag. */
 export function partitions(host, status) {
   const { training, figures } = status.page;
   const exported = () => Object.entries(figures.partition_lag_records).map(([name, lag]) => ({ name, lag_records: lag }));
@@ -170,33 +170,33 @@ export function partitions(host, status) {
     duration(it.lag_ms), it.consumption_per_s ? count(it.consumption_per_s[0], 1) : UNKNOWN, until(it.eta_s),
   ]);
   const columns = [{ name: "partition" }, { name: "state", words: true }, { name: "worker" }, { name: "samples behind" }, { name: "hidden" }, { name: "lag" }, { name: "samples/s" }, { name: "caught up in" }];
-  table(host, "Partitions of the training input", columns, lines, "Unknown: no worker tells about its partitions.");
+  table(host, "Partitions of the training input", columns, lines, "Unknown: no worker reports its partitions.");
 }
 
-/** Who reads a session of the warehouse for workers, which splits each has, and how full workers' buffers are. */
+/** Readers of a warehouse session, their splits, and the workers' buffers. */
 export function readers(host, status) {
   const of = status.readers;
   const lines = [];
   if (of && (of.wanted || of.there || of.splits_wanted)) {
     const expired = of.leases_expired ? `; ${count(of.leases_expired)} leases expired` : "";
-    lines.push(["all", `${count(of.there)} there, ${count(of.wanted)} wanted (${count(of.least)} to ${count(of.most)})${expired}`, `${count(of.splits_wanted)} waited for`, "–", "–", "–"]);
+    lines.push(["all", `${count(of.there)} connected, ${count(of.wanted)} wanted (${count(of.least)} to ${count(of.most)})${expired}`, `${count(of.splits_wanted)} requested`, "–", "–", "–"]);
     for (const [number, its] of Object.entries(of.buffers).sort(([a], [b]) => byNumber(a, b))) {
       const share = known(its.stall_share) ? `, ${(100 * its.stall_share).toFixed(1)} % of its time` : "";
-      lines.push([`buffer of worker ${number}`, `${(100 * its.fullness).toFixed(0)} % full; waited ${seconds(its.stalled_s)}${share}`, `${count(its.in_flight)} under way`, count(its.units), "–", "–"]);
+      lines.push([`buffer of worker ${number}`, `${(100 * its.fullness).toFixed(0)} % full; waited ${seconds(its.stalled_s)}${share}`, `${count(its.in_flight)} in flight`, count(its.units), "–", "–"]);
     }
     for (const [name, its] of Object.entries(of.readers).sort(([a], [b]) => byNumber(a, b))) {
       const splits = of.leases.filter((lease) => lease.reader === name).map((lease) => `${lease.split} for worker ${lease.worker}`);
       lines.push([name, splits.length ? `reads split ${splits.join(", ")}` : "has no lease", count(its.held_splits), count(its.held_units), bytes(its.sent_bytes), seconds(its.silent_s)]);
     }
   }
-  const columns = [{ name: "who" }, { name: "is", words: true }, { name: "splits" }, { name: "units" }, { name: "sent" }, { name: "last heard" }];
-  table(host, "Reader programs, and the buffers of whom they read for", columns, lines, "No reader programs: workers read for themselves, or train the stream.");
+  const columns = [{ name: "reader" }, { name: "state", words: true }, { name: "splits" }, { name: "units" }, { name: "sent" }, { name: "last call" }];
+  table(host, "Reader programs, and the buffers of the workers", columns, lines, "No reader programs: workers read by themselves, or train on the stream.");
 }
 
 const byNumber = (a, b) => a.localeCompare(b, "en", { numeric: true });
 
 export function changesTable(host, status) {
   const lines = [...status.page.changes].reverse().map(({ time_ms: ms, what, was, now: is }) => [clock(ms), plain(what), was ? `${plain(is)}, was ${plain(was)}` : is]);
-  const columns = [{ name: "when" }, { name: "what", words: true }, { name: "became", words: true }];
+  const columns = [{ name: "when" }, { name: "what", words: true }, { name: "change", words: true }];
   table(host, "Newest first, since the controller started", columns, lines, "Nothing has changed since the controller started.");
 }

@@ -1,4 +1,4 @@
-// Numbers and times as people read them. null and undefined are unknown, never 0.
+// Formats numbers and times for people. null and undefined are unknown, never 0.
 
 export const UNKNOWN = "unknown";
 
@@ -10,7 +10,7 @@ export function count(value, digits = 0) {
   return known(value) ? value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits }) : UNKNOWN;
 }
 
-/** Milliseconds as a length of time, with the two units that matter. */
+/** Milliseconds as a duration with at most two units. */
 export function duration(ms) {
   if (!known(ms)) return UNKNOWN;
   if (ms < 0) return `−${duration(-ms)}`;
@@ -29,7 +29,7 @@ export function bytes(value) {
   return `${(value / 1000 ** power).toFixed(power ? 1 : 0)} ${units[power]}`;
 }
 
-/** Of day, where the reader is; with the date when it is not today's. */
+/** Local time of day; with the date if it is not today. */
 export function clock(ms) {
   if (!known(ms) || ms <= 0) return UNKNOWN;
   const at = new Date(ms);
@@ -42,7 +42,7 @@ export function eventTime(ms) {
   return known(ms) && ms > 0 ? `${new Date(ms).toISOString().slice(0, 19).replace("T", " ")} UTC` : UNKNOWN;
 }
 
-/** A code's word: caught_up → caught up. */
+/** The text of a code: caught_up → caught up. */
 export function plain(word) {
   return word === null || word === undefined || word === "" ? UNKNOWN : String(word).replaceAll("_", " ");
 }
