@@ -3,7 +3,7 @@
 Implementations: Kafka or records in memory (record_source.py), a warehouse session
     (sessions/session_source.py), and a source that
 switches between both (sessions/phased_source.py). Gathering full chunks is the source's job: it alone knows
-whether more will come. """
+whether more will come."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BatchSource(Protocol):
 
         With `partition`, only full chunks of that partition are returned, however long they take, so that
         chunks do not depend on time. The caller asks for the same partition until its chunk comes. An
-        unavailable source is waited for (None). """
+        unavailable source is waited for (None)."""
 
     def rest(self, max_requests: int) -> Chunk | None:
         """Return a partial chunk after the caller knows that no more input comes. None: nothing is left."""

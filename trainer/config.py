@@ -1,4 +1,4 @@
-"""Settings of the trainer's two programs."""
+"""Settings of the trainer's programs: worker and controller."""
 
 from __future__ import annotations
 
@@ -22,85 +22,84 @@ _FULLY_GROWN = math.log(1 << 16)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopConfig(Settings):
-    """What the training loop itself depends on; a replay in one process needs no more."""
+    """Settings of the training loop. A replay in one process needs only these."""
 
-    device: str = setting("cpu", "where the dense part runs: cpu | cuda | cuda:N")
+    device: str = setting("cpu", "device of the dense part: cpu | cuda | cuda:N")
     precision: Literal["float32", "bfloat16"] = setting(
         "float32",
-        "of the matrix products of the dense part, by torch's autocast; whatever is kept, and serving, is float32",
+        "precision of the dense part's matrix products; stored weights and serving use float32",
     )
     attention: Literal["reference", "triton"] = setting(
-        "reference", "HSTU's: plain torch, or kernels for a CUDA device; serving takes the reference"
+        "reference",
+        "HSTU attention: plain torch, or Triton kernels for CUDA; serving uses the reference",
     )
     compile: bool = setting(
-        False, "torch.compile for modules from rows to rows: some seconds each, whenever a worker starts"
+        False, "compile modules with torch.compile; takes some seconds per module at each start"
     )
-    threads: int = setting(1, "of torch in the dense part; exact mode takes one", ge=1, le=256)
-    batch_requests: int = setting(64, "requests a batch, at most; what it grows to", ge=1, le=1 << 16)
-    first_batch_requests: int = setting(
-        8, "requests a batch at the beginning, if not more than batch_requests", ge=1
+    threads: int = setting(1, "torch threads of the dense part; exact mode uses one", ge=1, le=256)
+    batch_requests: int = setting(64, "maximum requests per batch; batches grow up to it", ge=1, le=1 << 16)
+    first_batch_requests: int = setting(8, "requests of the first batch, at most batch_requests", ge=1)
+    batch_growth_requests: int = setting(
+        1024, "the batch grows by one request for this many trained requests", ge=1
     )
-    batch_growth_requests: int = setting(1024, "requests trained until the batch is one request larger", ge=1)
     initial_batch_requests: int = setting(
         0,
-        "batch_requests while the controller hands out history (its initial_workers); 0 = the same",
+        "batch_requests during initial training of history (initial_workers); 0 = the same",
         ge=0,
         le=1 << 16,
     )
     max_batch_wait_ms: int = setting(
-        500, "a batch is cut short after this wait (not in exact mode)", ge=0, le=3_600_000
+        500, "maximum wait for a full batch; not used in exact mode", ge=0, le=3_600_000
     )
-    seed: int = setting(0, "of initial weights; the shards' rows use the same", ge=0, le=MAX_SEED)
+    seed: int = setting(0, "seed of initial weights; shards use the same one for rows", ge=0, le=MAX_SEED)
     learning_rate: float = setting(
         2e-3,
-        "Adam's, of the dense weights, once batches are full; less while they are smaller",
+        "Adam's learning rate of the dense weights for full batches; smaller batches use less",
         ge=0,
         le=10,
     )
     average_steps: int = setting(
         100,
-        "what scores is an average of the dense weights over about so many last steps; 0 = the weights",
+        "score with dense weights averaged over about this many steps; 0 = no averaging",
         ge=0,
         le=1 << 20,
     )
-    clip_norm: float = setting(
-        10.0, "gradients of the dense weights together are scaled down to this norm", gt=0, le=1e15
-    )
-    clip_row_norm: float = setting(1.0, "a row's gradient is scaled down to this norm", gt=0, le=1e15)
+    clip_norm: float = setting(10.0, "maximum global norm of the dense gradients", gt=0, le=1e15)
+    clip_row_norm: float = setting(1.0, "maximum norm of a row's gradient", gt=0, le=1e15)
     dedupe_horizon_ms: int = setting(
-        3_600_000, "a sample id is trained once within this much close time", ge=0
+        3_600_000, "duplicate sample ids within this close time are skipped", ge=0
     )
     exact: bool = setting(
-        False, "bit-equal parameters whatever is killed: whole batches of one partition after the other"
+        False, "bit-equal results after any crash: full batches, one partition after the other"
     )
     deduplicate: bool = setting(
         False,
-        "find what requests of a batch share, and compute it once: for batches that are clustered by user (inspect dedupe)",
+        "deduplicate features shared by requests of a batch; for data clustered by user (inspect dedupe)",
     )
     corrections: Literal["off", "on", "downgrades"] = setting(
-        "off", "what labels become behind the close is trained: all of it, or only what is no longer positive"
+        "off", "train label changes after the close: all, or only positives that became negative"
     )
-    loss: LossName = setting("log", "how labels that come late are met: a row of roostream/models/loss.py")
+    loss: LossName = setting("log", "loss for delayed labels (roostream/models/loss.py)")
     label_delay_ms: int = setting(
         0,
-        "dfm, es_dfm: from a request to its engagements on average; delays are taken as exponential",
+        "dfm, es_dfm: mean delay from a request to its engagements, assumed exponential",
         ge=0,
     )
     freeze_at_ms: int = setting(
-        0, "requests from this event time on are scored, not trained; 0 = never", ge=0
+        0, "requests from this event time on are scored but not trained; 0 = never", ge=0
     )
 
     selection: SelectionConfig = setting(
-        factory=SelectionConfig, help="which requests are trained (docs/selection.md)"
+        factory=SelectionConfig, help="selection of requests to train (docs/selection.md)"
     )
     deferral: DeferralConfig = setting(
-        factory=DeferralConfig, help="whose gradients wait at the worker (docs/selection.md)"
+        factory=DeferralConfig, help="deferral of gradients at the worker (docs/selection.md)"
     )
     rehearsal: RehearsalConfig = setting(
-        factory=RehearsalConfig, help="what is trained once more (docs/rehearsal.md)"
+        factory=RehearsalConfig, help="training on earlier batches again (docs/rehearsal.md)"
     )
     slices: tuple[str, ...] = setting(
-        ("surface",), "progressive metrics by these, too: surface, candidate_age, features"
+        ("surface",), "also report progressive metrics by: surface, candidate_age, features"
     )
 
     def __post_init__(self) -> None:
@@ -116,23 +115,23 @@ class LoopConfig(Settings):
                     "its kernels are for CUDA devices",
                 )
             if self.exact:
-                error = "its kernels add the gradients of biases in whatever order they come"
+                error = "its kernels add bias gradients in a varying order"
                 raise setting_error("attention", "reference with exact = true", self.attention, error)
         if self.compile and self.exact:
-            error = "which compiled code runs depends on the batches that a process has seen, and so do the last bits"
+            error = "the compiled code, and so the last bits, depend on the batches that a process has seen"
             raise setting_error("compile", "false with exact = true", self.compile, error)
         if self.loss in ("dfm", "es_dfm") and not self.label_delay_ms:
             raise setting_error(
                 "label_delay_ms",
                 f"a duration above 0 with loss = {self.loss}",
                 0,
-                "or choose fnw, which needs none",
+                "or choose fnw, which needs no delay",
             )
         if self.exact and self.corrections != "off":
-            error = "exact mode takes whole batches of one partition after the other, and corrections come unevenly"
+            error = "exact mode trains full batches in turns, and corrections are distributed unevenly"
             raise setting_error("corrections", "off with exact = true", self.corrections, error)
         if self.exact and self.selection.refill:
-            error = "how much a chunk is read for follows from what was skipped lately, which no commit has"
+            error = "chunk sizes depend on recently skipped requests, which are in no commit"
             raise setting_error("selection.refill", "false with exact = true", self.selection.refill, error)
         self._check_rehearsal()
 
@@ -140,17 +139,17 @@ class LoopConfig(Settings):
         if not self.rehearsal.is_on:
             return
         if self.corrections != "off":
-            error = "what is trained once more would have the labels that were corrected"
+            error = "rehearsed batches would use labels from before the correction"
             raise setting_error("corrections", "off with rehearsal", self.corrections, error)
         if self.selection.is_on:
             raise setting_error(
                 "selection.policy",
                 "off with rehearsal",
                 self.selection.policy,
-                "one trains less, the other more",
+                "selection trains less and rehearsal more",
             )
         if self.deferral.is_on:
-            error = "gradients that wait are pushed by how often a row is visited"
+            error = "deferral depends on how often rows are visited, which rehearsal changes"
             raise setting_error("deferral.share", "0 with rehearsal", f"{self.deferral.share:g}", error)
 
     @property
@@ -158,26 +157,27 @@ class LoopConfig(Settings):
         return (SAMPLES,) if self.corrections == "off" else (SAMPLES, CORRECTIONS)
 
     def batch_after(self, num_requests: int) -> int:
-        """Requests of the next batch when so many are trained.
+        """Batch size after `num_requests` trained requests. Early training benefits from many steps, later training
+        from less noise.
 
-        A small log learns from many steps, a large one from quiet ones; the same after a restore, since it
-        depends on what is trained alone."""
+        It depends only on what is trained, so it is the same after a restore."""
         return min(
             self.first_batch_requests + num_requests // self.batch_growth_requests, self.batch_requests
         )
 
     def rate_after(self, num_steps: int) -> float:
-        """Adam's behind so many of its steps: `learning_rate` times √(size of a batch / size of a full one),
-        since a small batch says less of where to go (Malladi et al. 2022). A batch's size is what it would be
-        had all been whole: so many steps make it first · e^(steps / growth). So it is the same for all
-        workers, and after a restore. With rehearsal every other step is one that brings no new batch."""
+        """Adam's learning rate after `num_steps` steps: `learning_rate` · √(batch size / full batch size), because a
+        small batch has a noisier gradient (Malladi et al. 2022).
+
+        The batch size is computed as if all batches were full: first · e^(steps / growth). So it is the same for all
+        workers, and after a restore. With rehearsal, every other step has no new batch."""
         num_steps = num_steps // 2 if self.rehearsal.is_on else num_steps
         first = min(self.first_batch_requests, self.batch_requests) / self.batch_requests
         grown = first * math.exp(min(num_steps / self.batch_growth_requests, _FULLY_GROWN))
         return self.learning_rate * math.sqrt(min(grown, 1.0))
 
     def in_phase(self, *, initial: bool) -> Self:
-        """Settings while history is trained, or the stream is."""
+        """Settings for initial training of history, or for the stream."""
         return (
             dataclasses.replace(self, batch_requests=self.initial_batch_requests)
             if initial and self.initial_batch_requests
@@ -185,12 +185,12 @@ class LoopConfig(Settings):
         )
 
     def check_device(self) -> None:
-        """Raises SetupError: the device isn't there. Imports torch."""
+        """Raises SetupError: the device is not available. Imports torch."""
         import torch
 
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise SetupError(
-                f'device: expected a CUDA device for {self.device!r}, this machine shows none; set device = "cpu"'
+                f'device: expected a CUDA device for {self.device!r}, got none; set device = "cpu"'
             )
         if (
             self.device.startswith("cuda")
@@ -198,7 +198,7 @@ class LoopConfig(Settings):
             and not torch.cuda.is_bf16_supported()
         ):
             raise SetupError(
-                f'precision: expected a device that knows bfloat16, {self.device!r} doesn\'t; set "float32"'
+                f'precision: expected a device with bfloat16, got {self.device!r} without; set "float32"'
             )
 
 
@@ -207,49 +207,45 @@ class WorkerConfig(LoopConfig, Deployment):
     """`roostream worker --config FILE`."""
 
     model: str = setting("", "path of the model TOML; empty = defaults")
-    controller: str = setting(help="the controller's host:port")
+    controller: str = setting(help="host:port of the controller")
     shards: tuple[str, ...] = setting(
-        help="host:port of shards 0..N-1, in order; one with {N} stands for N of them"
+        help="host:port of shards 0..N-1, in order; an address with {N} expands to N shards"
     )
-    index: int = setting(0, "which worker this is, from 0", ge=0)
+    index: int = setting(0, "index of this worker, from 0", ge=0)
     read_ahead: int = setting(
         2,
-        "chunks read and decoded ahead of training, pushes made behind it, in threads; 0 = one thread",
+        "chunks to read and decode ahead, with pushes in the background; 0 = one thread",
         ge=0,
         le=16,
     )
     staleness: int = setting(
         0,
-        "pushes that may come between the pull of a chunk's rows and its training; 0 = as in one thread",
+        "maximum pushes between the pull of a chunk's rows and its training; 0 = as in one thread",
         ge=0,
         le=8,
     )
     readers: ReadersConfig = setting(
-        factory=ReadersConfig, help="table: who reads sessions of the warehouse (docs/warehouse.md)"
+        factory=ReadersConfig, help="table: how warehouse sessions are read (docs/warehouse.md)"
     )
     profile_share: float = setting(
         0.0,
-        "of the batches, of which what they look up is counted for placement (docs/placement.md)",
+        "share of batches whose lookups are counted for placement (docs/placement.md)",
         ge=0,
         le=1,
     )
-    home: str = setting("", "folder of its own, for the batches at which training ended; '' = none is kept")
-    caught_up_lag_ms: int = setting(5000, "event-time lag below which training counts as live", ge=0)
-    shadow: str = setting(
-        "", "a committed version (incarnation-seq) whose dense weights score beside those in training"
-    )
-    shadow_every: int = setting(4, "steps of which one is scored by the shadow", ge=1)
-    caught_up_hold_ms: int = setting(
-        10_000, "for how long the lag must have been below it to count as live", ge=0
-    )
+    home: str = setting("", "folder for batches at which training failed; '' = not saved")
+    caught_up_lag_ms: int = setting(5000, "event-time lag below which training counts as caught up", ge=0)
+    shadow: str = setting("", "committed version (incarnation-seq) whose dense weights score as a shadow")
+    shadow_every: int = setting(4, "the shadow scores every Nth step", ge=1)
+    caught_up_hold_ms: int = setting(10_000, "how long the lag must stay below caught_up_lag_ms", ge=0)
     rendezvous_address: str = setting(
         "127.0.0.1:0", "host:port at which worker 0 listens for the other workers; port 0 picks a free port"
     )
     reduce_timeout_ms: int = setting(
-        20_000, "a worker waits for the others of a step for this long", ge=100, le=600_000
+        20_000, "maximum wait for the other workers in a step", ge=100, le=600_000
     )
     controller_timeout_ms: int = setting(
-        30_000, "without the controller for this long training stops: 3 x commit_interval_ms", ge=1
+        30_000, "training stops without the controller for this long; use 3 x commit_interval_ms", ge=1
     )
 
     def __post_init__(self) -> None:
@@ -259,18 +255,18 @@ class WorkerConfig(LoopConfig, Deployment):
         check_addresses("controller", self.controller)
         if self.staleness and self.exact:
             raise setting_error(
-                "staleness", "0 with exact = true", self.staleness, "what is repeated would see other rows"
+                "staleness", "0 with exact = true", self.staleness, "repeated batches would see other rows"
             )
         if self.staleness and not self.read_ahead:
             raise setting_error(
-                "staleness", "0 with read_ahead = 0", self.staleness, "no row is pulled ahead in one thread"
+                "staleness", "0 with read_ahead = 0", self.staleness, "one thread pulls no rows ahead"
             )
         if self.staleness and self.rehearsal.is_on:
             raise setting_error(
                 "staleness",
                 "0 with rehearsal",
                 self.staleness,
-                "each batch then has two pushes, and this counts one",
+                "each batch then has two pushes",
             )
         check_listen("rendezvous_address", self.rendezvous_address, insecure=self.insecure)
 
@@ -279,56 +275,54 @@ class WorkerConfig(LoopConfig, Deployment):
 class ControllerConfig(Deployment):
     """`roostream controller --config FILE`."""
 
-    listen: str = setting(help="host:port to serve on; port 0 = draw")
-    num_shards: int = setting(help="parameter server shards", ge=1)
+    listen: str = setting(help="host:port to listen on; port 0 picks a free port")
+    num_shards: int = setting(help="number of parameter server shards", ge=1)
     num_workers: int = setting(
         1,
-        "trainer workers, partitions at most; `roostream scale` changes it while they run",
+        "number of workers, at most the partitions; `roostream scale` changes it at run time",
         ge=1,
         le=MAX_WORKERS,
     )
     initial_workers: int = setting(
         0,
-        "workers while history is trained, up to the export point; 0 = history is read as the stream is",
+        "workers for initial training of history; 0 = history is read as part of the stream",
         ge=0,
         le=MAX_WORKERS,
     )
     unit_records: int = setting(
-        1 << 16, "of each partition handed out between two commits, while history is trained", ge=1
+        1 << 16, "maximum records of a partition between two commits of history", ge=1
     )
     export_offsets: tuple[str, ...] = setting(
         (),
-        "PARTITION=OFFSET of samples at which history ends, instead of where it ends when its training begins",
+        "PARTITION=OFFSET of samples where history ends; default: the end when training begins",
     )
     warehouse: str = setting(
-        "", "of samples, a directory or s3://bucket/prefix: a new model is trained from it first"
+        "", "directory or s3://bucket/prefix of archived samples; a new model is trained from it first"
     )
-    warehouse_from: str = setting("", "the first day of it that is trained, as 2024-05-01; '' = all days")
+    warehouse_from: str = setting("", "first day of the warehouse to train, as 2024-05-01; '' = all days")
     warehouse_labels: Labels = setting(
-        "latest", "of its samples: with corrections until then, or as_streamed at the close"
+        "latest", "labels of archived samples: latest, with corrections, or as_streamed, at the close"
     )
     readers: ReaderCountConfig = setting(
         factory=ReaderCountConfig,
-        help="table: how many `reader` programs there are to be while it is trained",
+        help="table: number of `reader` programs while the warehouse is trained",
     )
     handover_records: int = setting(
         100_000,
-        "so many samples archived while the warehouse is trained are trained from it too, before the stream",
+        "continue with a further warehouse session if more samples than this were archived meanwhile",
         ge=0,
     )
-    commit_interval_ms: int = setting(10_000, "between commits", ge=100)
-    seed: int = setting(0, "of initial weights and rows; workers and shards use the same", ge=0, le=MAX_SEED)
-    idle_hold_ms: int = setting(
-        0, "workers are released when nothing is there to read for this long; 0 = never", ge=0
+    commit_interval_ms: int = setting(10_000, "time between commits", ge=100)
+    seed: int = setting(
+        0, "seed of initial weights and rows; workers and shards use the same one", ge=0, le=MAX_SEED
     )
-    idle_release_records: int = setting(
-        100, "so many unread records call released workers back at once", ge=1
-    )
-    idle_release_ms: int = setting(10_000, "fewer call them back when they are there for this long", ge=0)
-    idle_min_ms: int = setting(30_000, "released workers are not called back before this", ge=0)
+    idle_hold_ms: int = setting(0, "release workers after this time without input; 0 = never", ge=0)
+    idle_release_records: int = setting(100, "unread records that call released workers back at once", ge=1)
+    idle_release_ms: int = setting(10_000, "fewer unread records call them back after this time", ge=0)
+    idle_min_ms: int = setting(30_000, "minimum time that workers stay released", ge=0)
     neighbours: tuple[str, ...] = setting(
         (),
-        "NAME=URL of the /metrics of programs whose figures the controller's page shows; workers tell it themselves",
+        "NAME=URL of /metrics of other programs for the status page; workers report theirs",
     )
 
     def __post_init__(self) -> None:
@@ -346,7 +340,7 @@ class ControllerConfig(Deployment):
             if getattr(self, name) > self.partitions:
                 most = f"at most partitions = {self.partitions}"
                 raise setting_error(
-                    name, most, getattr(self, name), "each worker trains one partition at least"
+                    name, most, getattr(self, name), "each worker trains at least one partition"
                 )
         for text in self.export_offsets:
             if not re.fullmatch(r"\d{1,4}=\d{1,18}", text) or int(text.partition("=")[0]) >= self.partitions:
@@ -356,19 +350,19 @@ class ControllerConfig(Deployment):
         if self.warehouse_from and not DAY.fullmatch(self.warehouse_from):
             raise setting_error("warehouse_from", "a day as 2024-05-01", self.warehouse_from)
         if self.warehouse and self.export_offsets:
-            error = "the warehouse's version says where its history ends"
+            error = "the warehouse's table version says where history ends"
             raise setting_error("export_offsets", "none with a warehouse", self.export_offsets[0], error)
         if self.export_offsets and not self.initial_workers:
             raise setting_error(
                 "export_offsets",
                 "none with initial_workers = 0",
                 self.export_offsets[0],
-                "or say how many train history",
+                "or set initial_workers",
             )
 
     @property
     def export(self) -> dict[int, int]:
-        """Partition of `samples` → where its history ends, where that is chosen."""
+        """Partition of `samples` → chosen end of its history."""
         return {
             int(number): int(offset)
             for number, _, offset in (text.partition("=") for text in self.export_offsets)
@@ -376,7 +370,7 @@ class ControllerConfig(Deployment):
 
     @property
     def session(self) -> SessionSpec:
-        """What of the warehouse is trained."""
+        """The part of the warehouse to train."""
         return SessionSpec(
             table=self.warehouse,
             version=0,

@@ -61,8 +61,8 @@ class DeadLetterQuarantine:
         """
         if self._consecutive >= MAX_CONSECUTIVE:
             raise NotFiniteError(
-                f"expected finite scores and gradients, got non-finite ones for the last {self._consecutive} requests: "
-                "the cause is the model's state, not a request"
+                "expected finite scores and gradients, got non-finite ones for the last "
+                f"{self._consecutive} requests: the cause is the model's state, not a request"
             )
         count = len(self._suspects)
         for rejected in self._suspects:

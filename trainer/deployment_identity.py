@@ -74,8 +74,9 @@ def check_kafka(manifest: Manifest, kafka: Mapping[str, Any]) -> None:
     actual = {name: kafka.get("topics", {}).get(name) for name in expected}
     if manifest.kafka.get("cluster_id") != kafka.get("cluster_id") or expected != actual:
         raise ConfigError(
-            f"{manifest.name}: expected Kafka cluster {manifest.kafka.get('cluster_id')} with {manifest.kafka.get('topics')}, "
-            f"got {kafka.get('cluster_id')} with {kafka.get('topics')}: the committed offsets have no meaning there; "
+            f"{manifest.name}: expected Kafka cluster {manifest.kafka.get('cluster_id')} with "
+            f"{manifest.kafka.get('topics')}, got {kafka.get('cluster_id')} with {kafka.get('topics')}: "
+            "the committed offsets have no meaning there; "
             "restore the old broker's data, move the model with `roostream checkpoint export` and `import`, "
             "or start over with `roostream reset`"
         )
@@ -96,14 +97,16 @@ def check_schema(manifest: Manifest, schema: Schema, registry: Registry) -> None
     written = registry(int(manifest.schema, 16))
     if written is None:
         raise ConfigError(
-            f"{manifest.name}: expected its schema {manifest.schema} in the store, got nothing; restore its file"
+            f"{manifest.name}: expected its schema {manifest.schema} in the store, got nothing; "
+            "restore its file"
         )
     reading_plan(written, schema)
     for name, table in schema.table_by_name.items():
         committed = written.table_by_name.get(name)
         if committed is not None and committed.dim > table.dim:
             raise SchemaError(
-                f"{manifest.name}: expected table {name!r} with dim {committed.dim} or more, as committed, got {table.dim}: "
+                f"{manifest.name}: expected table {name!r} with dim {committed.dim} or more, as committed, "
+                f"got {table.dim}: "
                 "columns of its rows would be lost; give the narrower table another name"
             )
     if written.labels != schema.labels:

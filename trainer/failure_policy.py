@@ -51,7 +51,8 @@ class FailurePolicy:
         if self._num_failures < MAX_RELAPSES:
             return ""
         restored_to = self._manifest or "the beginning"
-        reason = f"{describe_error(error)}; this happened {self._num_failures} times after a restore to {restored_to}"
+        times = f"this happened {self._num_failures} times after a restore to {restored_to}"
+        reason = f"{describe_error(error)}; {times}"
         path = self.save(describe_error(error), diagnose=True)
         return f"{reason}; `roostream inspect batch {path}` shows the batch" if path else reason
 

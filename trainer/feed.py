@@ -1,7 +1,7 @@
 """Brings chunks from the source to the training loop: poll, claim, pull.
 
 The loop implements the steps. A `Feed` calls them, either one after the other (`SerialFeed`) or ahead of
-training in other threads (pipeline/pipelined_feed.py). """
+training in other threads (pipeline/pipelined_feed.py)."""
 
 from __future__ import annotations
 

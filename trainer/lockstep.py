@@ -296,7 +296,8 @@ class LockStep:
         loop.num_steps += 1
         if weighted and not loop.optimizer.step():
             raise NotFiniteError(
-                "expected a finite sum of the workers' finite gradients, got a non-finite one: everyone must be restored"
+                "expected a finite sum of the workers' finite gradients, got a non-finite one: "
+                "everyone must be restored"
             )
         if trained:
             loop.record_scores(trained.pulled, trained.scored_BT)

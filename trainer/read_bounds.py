@@ -3,7 +3,7 @@ the stream.
 
 A unit's end is an offset, and the last record before it may lie slightly below: transactions leave markers
 that consumers never see. So a worker that has trained everything reports the end itself, not the position
-after its last record. """
+after its last record."""
 
 from __future__ import annotations
 

@@ -89,7 +89,8 @@ def decode(data: bytes, name: str) -> SavedBatch:
         ) from None
     if not {"told", "checksum"} <= metadata.keys() or tensors.keys() != {"place", "bytes"}:
         raise ConfigError(
-            f"{name}: expected a batch saved by a worker, got another safetensors file; choose one in a worker's batches/"
+            f"{name}: expected a batch saved by a worker, got another safetensors file; "
+            "choose one in a worker's batches/"
         )
     text, place_R6 = metadata["told"], tensors["place"]
     if checksum_of(text.encode() + place_R6.tobytes() + tensors["bytes"].tobytes()) != metadata["checksum"]:
@@ -100,7 +101,8 @@ def decode(data: bytes, name: str) -> SavedBatch:
     topics, version = fields.pop("topics"), fields.pop("format")
     if version != FORMAT:
         raise ConfigError(
-            f"{name}: expected a saved batch of format {FORMAT}, got {version}; use the version of Roostream that wrote it"
+            f"{name}: expected a saved batch of format {FORMAT}, got {version}; "
+            "use the version of Roostream that wrote it"
         )
     records = _records(place_R6, tensors["bytes"].tobytes(), topics)
     return SavedBatch(**{**fields, "findings": tuple(fields["findings"]), "records": records})

@@ -80,7 +80,8 @@ def load_tables(collection: nn.Module, tables: TableTensors) -> None:
     for whole, tensor in found:
         if tuple(whole.shape) != tuple(tensor.size()):
             raise CheckpointError(
-                f"expected a table of {list(tensor.size())}, got {list(whole.shape)}; shard it for that many rows"
+                f"expected a table of {list(tensor.size())}, got {list(whole.shape)}; "
+                "shard it for that many rows"
             )
     with torch.no_grad():
         for whole, tensor in found:

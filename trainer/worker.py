@@ -8,7 +8,7 @@ abort.
 
 The loop runs in the caller's thread. Commands arrive on the controller agent's thread and run between two
 batches, except `write`, which uses the snapshot and does not pause training. One of several workers keeps
-taking turns (lockstep.py) until all cut together. A newer command that the agent hears ends such a wait. """
+taking turns (lockstep.py) until all cut together. A newer command that the agent hears ends such a wait."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Worker:
             RoostreamError: the command is not possible now.
 
         **If it fails:** after a failed restore the loop stays stopped until the next one; after a failed cut
-        training continues. """
+        training continues."""
         kinds: dict[str, Callable[[Command], dict[str, Any]]] = {
             "restore": self._restore,
             "start": self._start,
@@ -239,7 +239,8 @@ class Worker:
         manifest, checksum = manifests.load(self.store, name) if name else (None, "")
         if manifest and manifest.input != session:
             raise FencedError(
-                f"expected the input that {name} was trained from, got another one, whose offsets mean something else"
+                f"expected the input that {name} was trained from, got another one, "
+                "whose offsets mean something else"
             )
         self.failures.restored(int(command["incarnation"]), name, checksum)
         if manifest:
@@ -278,7 +279,8 @@ class Worker:
             )
         if self.broken or not self.training:
             raise RoostreamError(
-                f"expected a training worker to cut, got one that is not training ({self.broken or 'not started'})"
+                "expected a training worker to cut, got one that is not training "
+                f"({self.broken or 'not started'})"
             )
         if self.lockstep is not None:
             self._agree_on(int(command["seq"]), self.lockstep)
@@ -383,7 +385,8 @@ class Worker:
         snapshot = self._snapshot
         if snapshot is None or snapshot[0] != int(command["seq"]):
             raise RoostreamError(
-                f"expected the snapshot of commit {command['seq']}, got that of {snapshot[0] if snapshot else 'none'}"
+                f"expected the snapshot of commit {command['seq']}, "
+                f"got that of {snapshot[0] if snapshot else 'none'}"
             )
         return snapshot
 
@@ -395,9 +398,11 @@ class Worker:
         committed = dataclasses.asdict(model_config_from_dict(manifest.model))
         if committed != mine:
             differing = sorted(k for k in {*mine, *committed} if mine.get(k) != committed.get(k))
+            expected = ", ".join(f"{k} = {committed.get(k)}" for k in differing)
+            got = ", ".join(f"{mine.get(k)}" for k in differing)
             raise ConfigError(
-                f"{manifest.name}: expected the model's {', '.join(f'{k} = {committed.get(k)}' for k in differing)}, "
-                f"got {', '.join(f'{mine.get(k)}' for k in differing)}; use the committed model TOML, or start over with `roostream reset`"
+                f"{manifest.name}: expected the model's {expected}, got {got}; "
+                "use the committed model TOML, or start over with `roostream reset`"
             )
 
     def _check_or_exit(self, check: Callable[[], None]) -> None:

@@ -211,7 +211,8 @@ def train(
         health.turned(worker.broken or waiting)
         if worker.training and agent.silent_s > controller_timeout_s:
             raise UnavailableError(
-                f"the controller has not answered for {agent.silent_s:.0f} s; training stops, because nothing is committed"
+                f"the controller has not answered for {agent.silent_s:.0f} s; "
+                "training stops, because nothing is committed"
             )
         if budget.stop.is_set():
             worker.leaving = True

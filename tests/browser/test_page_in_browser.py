@@ -114,7 +114,7 @@ def test_readers_are_told_with_what_they_have_and_buffers_with_what_they_lack(op
     assert rows[1][:4] == [
         "buffer of worker 0",
         "25 % full; waited 1.5 s, 12.5 % of its time",
-        "5 under way",
+        "5 in flight",
         "4",
     ]
     assert [HOSTILE, "reads split 7 for worker 0", "1", "2"] in [row[:4] for row in rows[2:]]
@@ -178,7 +178,7 @@ def test_while_there_is_nothing_to_read_the_page_says_so_also_on_a_phone(opened:
     ) and "No known problems." in page.text("#wrong")
     commits = page.text("#commits-body")
     assert "transient: nothing to read for 60 s" in commits and re.search(
-        r"training .*; to that as 1: temporary \d+\.\d\d, ", commits
+        r"training .*; relative to training: temporary \d+\.\d\d, ", commits
     )
     assert page.tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
         "nothing is wider than the phone"

@@ -4,7 +4,7 @@ The worker reads the rows itself, or through `reader` programs.
 
 Offsets are positions (roostream/warehouse/sessions/session.py). The rows of a chunk depend on the positions,
 the requested size and the bounds only, never on when rows arrive: slow rows are waited for, and after a
-restore the same chunks come again. """
+restore the same chunks come again."""
 
 from __future__ import annotations
 
