@@ -171,11 +171,12 @@ def test_while_there_is_nothing_to_read_the_page_says_so_also_on_a_phone(opened:
     run.step()
     page = opened(run, viewport=PHONE)
     assert (
-        page.text("h1") == "On hold: nothing to read" and page.tab.get_attribute("body", "data-tone") == "good"
+        page.text("h1") == "On hold: nothing to read"
+        and page.tab.get_attribute("body", "data-tone") == "good"
     )
-    assert "nothing to read for 60 s" in page.text(
-        "#state-more"
-    ) and "No known problems." in page.text("#wrong")
+    assert "nothing to read for 60 s" in page.text("#state-more") and "No known problems." in page.text(
+        "#wrong"
+    )
     commits = page.text("#commits-body")
     assert "transient: nothing to read for 60 s" in commits and re.search(
         r"training .*; relative to training: temporary \d+\.\d\d, ", commits

@@ -188,7 +188,8 @@ def test_while_training_is_held_the_page_says_so_and_nothing_is_wrong_with_the_w
         "nothing to read for 60 s",
     )
     assert (
-        told["page"]["headline"]["text"] == "On hold: nothing to read" and told["device_s"]["transient_hold"] > 0
+        told["page"]["headline"]["text"] == "On hold: nothing to read"
+        and told["device_s"]["transient_hold"] > 0
     )
     assert run.controller.end_idle()
     run.gone = run.silent = frozenset()
