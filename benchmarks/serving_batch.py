@@ -19,7 +19,7 @@ from param_server.replica.replica import Replica
 from roostream.models.config import RankerConfig
 from roostream.wire.block import nro_columns, ro_columns
 from roostream.wire.lookup import build_lookup
-from serving.request_batch import RequestColumns, batch_of
+from serving.request_batch import RequestColumns, build_batch
 from serving.scorer import build_version, first_version
 
 HISTORY = 50
@@ -71,7 +71,7 @@ class Case:
             )
             for i in range(candidates)
         ]
-        fill(self.replica, self.schema, build_lookup(batch_of(self.schema, self.whole)))
+        fill(self.replica, self.schema, build_lookup(build_batch(self.schema, self.whole)))
 
     def once(self) -> np.ndarray:
         return self._scored(self.whole)

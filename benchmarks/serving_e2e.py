@@ -21,7 +21,7 @@ from benchmarks.common.shared_setup import Shared
 from benchmarks.harness.benchmark import Benchmark, Role, Row, Subject, Work
 from benchmarks.serving_overload import DEADLINE_MS, Load, Served
 from roostream.wire import roo_pb2 as pb
-from serving.client.messages import PROTOBUF, impression_of
+from serving.client.messages import PROTOBUF, encode_impression
 
 _TOLERANCE = 1e-4
 
@@ -65,7 +65,7 @@ class Programs:
             with self.turn_of(kind) as program:
                 _check_scores(program, form, candidates)
                 served = Served(
-                    program, [rank_request(body, media_of(form)) for body in sent(form, candidates)]
+                    program, [rank_request(body, request_media_type(form)) for body in sent(form, candidates)]
                 )
                 self._all.callback(served.clients.close)
                 self._served[known] = served
@@ -121,10 +121,10 @@ def sent(form: str, candidates: int) -> list[bytes]:
     if form == "json":
         return bodies
     schema = data.demo_schema()
-    return [impression_of(msgspec.json.decode(body), schema) for body in bodies]
+    return [encode_impression(msgspec.json.decode(body), schema) for body in bodies]
 
 
-def media_of(form: str) -> str:
+def request_media_type(form: str) -> str:
     return PROTOBUF if form == "protobuf" else "application/json"
 
 
@@ -134,7 +134,7 @@ def _check_scores(program: ServingProgram, form: str, candidates: int) -> None:
 
     body = sent(form, candidates)[0]
     url = "http://{}:{}/v1/rank".format(*program.address)
-    headers = {"content-type": media_of(form), "accept": media_of(form)}
+    headers = {"content-type": request_media_type(form), "accept": request_media_type(form)}
     with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60) as answer:
         told = _scores(answer.read(), form)
     expected = Scoring().rank(DemoRank.model_validate_json(bodies_of(candidates)[0]))["scores"]

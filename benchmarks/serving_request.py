@@ -29,7 +29,7 @@ from roostream.schema.ids import buckets_of
 from roostream.schema.schema import Schema
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.lookup import Lookup, build_lookup
-from serving.client.messages import impression_of
+from serving.client.messages import encode_impression
 from serving.config import ServingConfig
 from serving.context import ServingContext
 from serving.feature_log.log import FeatureLog
@@ -40,7 +40,7 @@ from serving.metrics import ServingMetrics
 from serving.rank import RankService
 from serving.rank_json import JsonParser
 from serving.request import RequestBlocks
-from serving.request_batch import RequestColumns, batch_of
+from serving.request_batch import RequestColumns, build_batch
 from serving.scorer import first_version
 from serving.versions.loaded_versions import LoadedVersions
 
@@ -92,7 +92,7 @@ class Case:
         request = self.parser.parse(self.body)
         self.online = Online(self.schema, candidates)
         self.request = RequestColumns(*self._blocks()[2:], request.item_ids, NOW_MS)
-        self.batch = batch_of(self.schema, [self.request])
+        self.batch = build_batch(self.schema, [self.request])
         self.lookup = build_lookup(self.batch)
         fill(self.replica, self.schema, self.lookup)
         self.rows = self.replica.gather(self.lookup)
@@ -115,7 +115,7 @@ class Case:
         self._blocks()
 
     def to_batch(self) -> None:
-        batch_of(self.schema, [self.request])
+        build_batch(self.schema, [self.request])
 
     def look_up(self) -> None:
         build_lookup(self.batch)
@@ -163,7 +163,11 @@ def endpoint(candidates: int, form: str = "json") -> Iterator[Work]:
         )
         asked = HttpInterface(parts)
         try:
-            body = case.body if form == "json" else impression_of(msgspec.json.decode(case.body), case.schema)
+            body = (
+                case.body
+                if form == "json"
+                else encode_impression(msgspec.json.decode(case.body), case.schema)
+            )
             media = PROTOBUF if form == "protobuf" else JSON
             yield Work(lambda: loop.run_until_complete(_answer(asked, body, media.encode())))
         finally:

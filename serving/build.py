@@ -27,7 +27,7 @@ from roostream.schema.ids import hash64
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import load_schema
 from serving.access.bearer_keys import Keyring
-from serving.client.messages import impression_of
+from serving.client.messages import encode_impression
 from serving.config import RetrievalSettings, ServingConfig
 from serving.context import ServingContext
 from serving.errors import REFUSAL_REASONS
@@ -184,7 +184,7 @@ def precompile(context: ServingContext) -> None:
     schema = context.schema
     fields: Any = rank_example(schema)
     from_json = JsonParser(schema).parse(msgspec.json.encode(fields))
-    from_protobuf = parse_impression(schema, impression_of(fields, schema))
+    from_protobuf = parse_impression(schema, encode_impression(fields, schema))
     for request in (from_json, from_protobuf):
         context.service.rank(request, context.watermark.clock.now_ms())
 

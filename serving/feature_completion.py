@@ -43,13 +43,13 @@ class FeatureCompletion:
     def open(self, request: RankRequest) -> None:
         """Find out, once, whether its blocks lack something that can be filled in. It gets values in their place where features
         are needed as values before anything is filled in."""
-        if request.blocks is None or request.lacks is not None:
+        if request.blocks is None or request.has_missing is not None:
             return
         blocks = request.blocks
-        request.lacks_kept = self._lacks(self._stateful_missing, request, blocks)
-        request.lacks = request.lacks_kept or self._lacks(self._missing, request, blocks)
-        if request.lacks and (self._reader.ro or self._reader.nro):
-            self._take_apart(request, blocks)
+        request.has_missing_stateful = self._lacks(self._stateful_missing, request, blocks)
+        request.has_missing = request.has_missing_stateful or self._lacks(self._missing, request, blocks)
+        if request.has_missing and (self._reader.ro or self._reader.nro):
+            self._decode_blocks(request, blocks)
 
     def _lacks(
         self, missing: dict[Side, MissingFeatures], request: RankRequest, blocks: RequestBlocks
@@ -58,7 +58,7 @@ class FeatureCompletion:
             blocks.nro_columns, len(request.item_ids)
         )
 
-    def _take_apart(self, request: RankRequest, blocks: RequestBlocks) -> None:
+    def _decode_blocks(self, request: RankRequest, blocks: RequestBlocks) -> None:
         n = len(request.item_ids)
         request.ro = values_of(self.schema, "ro", blocks.ro_columns, 1)
         flat = flat_values(self.schema, blocks.nro_columns, n)
@@ -70,10 +70,10 @@ class FeatureCompletion:
         values = values_of(self.schema, "nro", columns, num_rows)
         return {name: column for name, column in values.items() if not _all_missing(column)}
 
-    def wants_hydration(self, request: RankRequest) -> bool:
+    def needs_hydration(self, request: RankRequest) -> bool:
         """Whether some stateful feature is missing; call `open` first."""
         if request.blocks is not None:
-            return request.lacks_kept
+            return request.has_missing_stateful
         if any(name not in request.ro for name in self._stateful["ro"]):
             return True
         return any(
@@ -93,7 +93,7 @@ class FeatureCompletion:
         Raises:
             RequestError: 400 or 413 for what the blocks can't hold.
         """
-        if request.blocks is not None and not request.lacks:
+        if request.blocks is not None and not request.has_missing:
             return request.blocks
         n = len(request.item_ids)
         own_ro, own_nro = stateless_features(request.item_ids, time_ms, request.first_position)
@@ -112,7 +112,7 @@ class FeatureCompletion:
             nro = self._missing["nro"].fill(blocks.nro_columns, n, nro_online)
             if ro is not None and nro is not None:
                 return ro, nro
-            self._take_apart(request, blocks)
+            self._decode_blocks(request, blocks)
         given = self._complete("ro", request.ro, ro_online), self._complete("nro", request.nro, nro_online)
         return ro_columns(self.schema, given[0]), nro_columns(self.schema, given[1], n)
 

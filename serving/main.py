@@ -65,7 +65,7 @@ def serve(config: ServingConfig, stop: threading.Event) -> None:
         halt, threads = threading.Event(), ThreadGroup(stop)
         precompile(context)  # these requests also warm up the first version that is loaded
         versions.poll()
-        process.recent.forget_slow()
+        process.recent.clear_slow()
         _start_threads(threads, process, halt)
         _start_admin(threads, process, halt, resources)
         budget = StopBudget(stop, config.stop_ms / 1000, process.clock)
@@ -116,9 +116,7 @@ def _start_admin(
     socket = resources.enter_context(
         contextlib.closing(http_server.bind(config.admin_listen, "admin_listen"))
     )
-    log.info(
-        "admin interface listens on http%s://%s:%d%s", "s" if tls else "", *socket.getsockname()[:2], ROOT
-    )
+    log.info("admin interface on http%s://%s:%d%s", "s" if tls else "", *socket.getsockname()[:2], ROOT)
     threads.start("admin", admin_server.run, app, socket, tls, halt)
 
 

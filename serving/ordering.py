@@ -39,7 +39,7 @@ def explore(best: list[int], exploration: float, draw: random.Random) -> tuple[l
     return order, propensities
 
 
-def draw_of(seed: int, key: bytes, request_id: str, first_position: int) -> random.Random:
+def request_rng(seed: int, key: bytes, request_id: str, first_position: int) -> random.Random:
     """The random numbers of a request."""
     return random.Random(hash64(key + request_id.encode() + f"/{seed}/{first_position}".encode()))
 

@@ -33,7 +33,7 @@ from serving.errors import RequestError
 from serving.feature_completion import FeatureCompletion
 from serving.feature_log.format import LogRecord
 from serving.metrics import ScoreHistogram, StageHistograms
-from serving.ordering import Draft, best_order, draw_of, explore, team_draft
+from serving.ordering import Draft, best_order, explore, request_rng, team_draft
 from serving.request import RankRequest, RequestBlocks
 from serving.request_batch import RequestColumns
 from serving.scorer import RowReader, probabilities
@@ -123,7 +123,7 @@ class RankService:
         if self.row_reads_wait or self.hydrator is None:
             return self.row_reads_wait
         self.completion.open(request)
-        return self.completion.wants_hydration(request)
+        return self.completion.needs_hydration(request)
 
     def rank(self, request: RankRequest, time_ms: int) -> RankResult:
         """One alone. Raises RequestError; nothing is logged then."""
@@ -152,7 +152,7 @@ class RankService:
     def completed(self, request: RankRequest, time_ms: int) -> CompletedRequest:
         """Steps 1 and 2."""
         begin_s = time.perf_counter()
-        choice = self.versions.for_request(request)
+        choice = self.versions.choose(request)
         self.completion.open(request)
         opened_s = time.perf_counter()
         ro_online, nro_online, degraded = self._hydrate(request, time_ms)
@@ -204,8 +204,8 @@ class RankService:
             scores_nT=scores_nT,
             order=order,
             degraded=complete.degraded or not self.rows_complete(),
-            ranked=[request.given_ids[i] for i in order] if request.wants_ranked else None,
-            top=[request.given_ids[i] for i in order[: request.top]] if request.top else None,
+            ranked=[request.client_item_ids[i] for i in order] if request.return_ranked else None,
+            top=[request.client_item_ids[i] for i in order[: request.top]] if request.top else None,
         )
         value = self._impression(complete, answer, propensities)
         took_s = sum(complete.took_s) + share_s + time.perf_counter() - begin_s
@@ -232,7 +232,7 @@ class RankService:
         self, request: RankRequest, time_ms: int
     ) -> tuple[Mapping[str, Any], Mapping[str, Any], bool]:
         """(RO, NRO, degraded); without Redis the features stay missing."""
-        if self.hydrator is None or not self.completion.wants_hydration(request):
+        if self.hydrator is None or not self.completion.needs_hydration(request):
             return {}, {}, not self.rows_ready()
         begin_s = time.perf_counter()
         try:
@@ -279,7 +279,7 @@ class RankService:
 
     def _draw(self, request: RankRequest) -> random.Random:
         """What chance decides in a request; the same when it is repeated."""
-        return draw_of(self.policy.seed, request.key, request.request_id, request.first_position)
+        return request_rng(self.policy.seed, request.key, request.request_id, request.first_position)
 
     def _impression(self, complete: CompletedRequest, answer: RankAnswer, propensities: list[float]) -> bytes:
         """The record, with the arrays in it as they are. Raises RequestError 413."""

@@ -20,7 +20,15 @@ from roostream.schema.schema import Feature, Schema
 from roostream.wire.block import main_key
 from roostream.wire.records import MAX_WEIGHT
 from serving.errors import RequestError, shown
-from serving.request import MAX_TEXT_BYTES, RankRequest, check_ids, id_of, ids_of, request_id_of, text_of
+from serving.request import (
+    MAX_TEXT_BYTES,
+    RankRequest,
+    check_ids,
+    check_text,
+    parse_id,
+    parse_ids,
+    parse_request_id,
+)
 
 RANK_QUERY = {
     "append": "a page that adds candidates to an open request",
@@ -220,12 +228,12 @@ class JsonParser:
         by_row = isinstance(rank.candidates, list)
         ids = [c.item_id for c in rank.candidates] if by_row else rank.candidates.item_id
         return RankRequest(
-            request_id=request_id_of(rank.request_id, "$.request_id"),
-            user_id=id_of(rank.user_id, "$.user_id"),
-            session_id=id_of(rank.session_id, "$.session_id"),
-            surface=text_of(rank.surface, "$.surface"),
+            request_id=parse_request_id(rank.request_id, "$.request_id"),
+            user_id=parse_id(rank.user_id, "$.user_id"),
+            session_id=parse_id(rank.session_id, "$.session_id"),
+            surface=check_text(rank.surface, "$.surface"),
             item_ids=self._items(ids, "$.candidates[{}].item_id" if by_row else "$.candidates.item_id[{}]"),
-            given_ids=ids,
+            client_item_ids=ids,
             ro=self._request_values(rank.ro),
             nro=self._rows(rank.candidates) if by_row else self._columns(rank.candidates),
             append=rank.append,
@@ -234,9 +242,9 @@ class JsonParser:
         )
 
     def _items(self, ids: list[Any], path: str) -> np.ndarray:
-        check_number(self.schema, len(ids))
-        items = ids_of(ids, path.format)
-        check_once(items, path)
+        check_num_candidates(self.schema, len(ids))
+        items = parse_ids(ids, path.format)
+        check_unique(items, path)
         return items
 
     def _request_values(self, ro: Any) -> dict[str, Any]:
@@ -295,7 +303,7 @@ class JsonParser:
             if {int, str}.issuperset(
                 map(type, single)
             ):  # exactly one id a row: an array, which encodes without a loop
-                return ids_of(single, lambda row: path.format(row, f.name))
+                return parse_ids(single, lambda row: path.format(row, f.name))
         return [
             None if v is None else self._checked(f, v, path.format(i, f.name)) for i, v in enumerate(column)
         ]
@@ -359,7 +367,7 @@ def _either(name: str, flat: Sequence[Any], nested: Sequence[Any]) -> list[Any]:
     return [there if here is None else here for here, there in zip(flat, nested, strict=True)]
 
 
-def check_number(schema: Schema, count: int, path: str = "$.candidates") -> None:
+def check_num_candidates(schema: Schema, count: int, path: str = "$.candidates") -> None:
     """Raises RequestError 400 for no candidates, 413 for more than the schema takes."""
     if not count:
         raise RequestError(400, "expected at least one candidate, got none", path)
@@ -369,7 +377,7 @@ def check_number(schema: Schema, count: int, path: str = "$.candidates") -> None
         )
 
 
-def check_once(item_ids_n: np.ndarray, path: str) -> None:
+def check_unique(item_ids_n: np.ndarray, path: str) -> None:
     """Raises RequestError 400 with both places of an item that is given twice; `path` has a place for the index."""
     items = item_ids_n.tolist()
     if len(set(items)) == len(items):

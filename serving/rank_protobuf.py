@@ -13,9 +13,9 @@ from roostream.schema.schema import Schema
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.block import Columns, Side
 from serving.errors import RequestError
-from serving.rank_json import check_number, check_once
-from serving.request import RankRequest, RequestBlocks, request_id_of, text_of
-from serving.request_batch import checked, checked_at_once
+from serving.rank_json import check_num_candidates, check_unique
+from serving.request import RankRequest, RequestBlocks, check_text, parse_request_id
+from serving.request_batch import checked, fast_checked_columns
 
 
 def parse_impression(schema: Schema, body: bytes) -> RankRequest:
@@ -36,21 +36,21 @@ def parse_impression(schema: Schema, body: bytes) -> RankRequest:
     for name in ("scores", "positions", "propensities"):
         if len(getattr(message, name)):
             raise RequestError(400, "expected none: serving sets it", f"$.{name}")
-    check_number(schema, n, "$.item_ids")
+    check_num_candidates(schema, n, "$.item_ids")
     item_ids = np.fromiter(message.item_ids, np.uint64, n).view(np.int64)
-    check_once(item_ids, "$.item_ids[{}]")
+    check_unique(item_ids, "$.item_ids[{}]")
     ro, nro = message.ro, message.nro
-    both = checked_at_once(schema, ro, nro, n) or (
+    both = fast_checked_columns(schema, ro, nro, n) or (
         _checked(schema, "ro", ro, 1),
         _checked(schema, "nro", nro, n),
     )
     return RankRequest(
-        request_id=request_id_of(header.request_id, "$.header.request_id"),
+        request_id=parse_request_id(header.request_id, "$.header.request_id"),
         user_id=header.user_id,
         session_id=header.session_id,
-        surface=text_of(header.surface, "$.header.surface"),
+        surface=check_text(header.surface, "$.header.surface"),
         item_ids=item_ids,
-        given_ids=message.item_ids,
+        client_item_ids=message.item_ids,
         ro={},
         nro={},
         append=False,

@@ -34,21 +34,21 @@ class RankRequest:
     session_id: int  # uint64
     surface: str
     item_ids: np.ndarray  # int64 [n], each once, at least one
-    given_ids: Sequence[int | str]  # the same as the client wrote them
+    client_item_ids: Sequence[int | str]  # the same as the client wrote them
     ro: dict[str, Any]
     nro: dict[str, Any]  # columns of n: float64 with NaN = missing, or lists with None = missing
     append: bool  # adds candidates to an open request
     first_position: int  # place of the first slot of this answer
     model_version: str  # "" = the newest
-    wants_ranked: bool = False  # the answer names the items in their order
+    return_ranked: bool = False  # the answer names the items in their order
     top: int = (
         0  # the answer has so many first slots with their items and scores; 0 = all scores, and the order
     )
     blocks: RequestBlocks | None = None  # as the client encoded them; then `ro` and `nro` are empty
-    lacks: bool | None = (
+    has_missing: bool | None = (
         None  # whether the blocks lack something that can be filled in; None = nobody has looked
     )
-    lacks_kept: bool = False  # something of it is kept online
+    has_missing_stateful: bool = False  # something of it is kept online
     traceparent: str = ""  # of the call's span, where it is traced
 
     @property
@@ -56,12 +56,12 @@ class RankRequest:
         return key_bytes(self.user_id, self.session_id, self.request_id)
 
 
-def request_id_of(text: str, path: str) -> str:
+def parse_request_id(text: str, path: str) -> str:
     """The client's, or a new one where it gave none."""
-    return text_of(text, path) if text else uuid.uuid4().hex
+    return check_text(text, path) if text else uuid.uuid4().hex
 
 
-def text_of(text: str, path: str) -> str:
+def check_text(text: str, path: str) -> str:
     if len(text.encode()) > MAX_TEXT_BYTES:
         raise RequestError(
             400, f"expected at most {MAX_TEXT_BYTES} bytes of UTF-8, got {len(text.encode())}", path
@@ -69,7 +69,7 @@ def text_of(text: str, path: str) -> str:
     return text
 
 
-def id_of(value: int | str, path: str) -> int:
+def parse_id(value: int | str, path: str) -> int:
     """uint64: integers pass through, strings are hashed; the check is `roostream.schema.ids.item_id`'s."""
     try:
         return item_id(value)
@@ -77,7 +77,7 @@ def id_of(value: int | str, path: str) -> int:
         raise RequestError(400, str(error), path) from None
 
 
-def ids_of(values: list[int | str], path_of: Callable[[int], str]) -> np.ndarray:
+def parse_ids(values: list[int | str], path_of: Callable[[int], str]) -> np.ndarray:
     """int64 [n] of ids from outside; `path_of` names the place of the i-th. Raises as `check_ids`."""
     check_ids(values, path_of)
     unsigned = [v & MASK64 if type(v) is int else item_id(v) for v in values]
@@ -91,4 +91,4 @@ def check_ids(values: list[int | str], path_of: Callable[[int], str]) -> None:
         integers and not (min(integers) >= LOWEST_ID and max(integers) <= MASK64)
     ):
         for i, value in enumerate(values):
-            id_of(value, path_of(i))
+            parse_id(value, path_of(i))

@@ -59,7 +59,7 @@ class _SideReading(NamedTuple):
     streams_K3: np.ndarray  # int64: arrays of a list's length in ids, weights and times
 
 
-def batch_of(schema: Schema, requests: Sequence[RequestColumns]) -> Batch:
+def build_batch(schema: Schema, requests: Sequence[RequestColumns]) -> Batch:
     """Labels 0, weights 1, no offset (-1), as `Decoder.decode_request` gives one; at least one request."""
     counts, readings = [len(r.item_ids) for r in requests], schema.derived(_readings)
     counts_R, is_alone = np.array(counts, dtype=np.int32), len(requests) == 1
@@ -134,7 +134,7 @@ def _side(side: Side, reading: _SideReading, given: list[tuple[Columns, int]]) -
     entries = np.empty(len(columns.ids) + len(columns.times), np.int64)
     ends_C1 = np.zeros(len(layout.columns) + 1, np.int64)
     starts_K1 = np.zeros(num_lists + 1, np.int64)
-    lay_side(
+    layout_side(
         (columns.floats, columns.lengths, columns.ids, columns.weights, columns.times, columns.missing),
         (layout.default_F, reading.max_K, reading.streams_K3),
         (float_NF, present_NF),
@@ -181,7 +181,7 @@ def _whole(columns: Columns, rows: int, num_floats: int, num_lists: int) -> Colu
 
 
 @njit(cache=True)
-def lay_side(
+def layout_side(
     block: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray],
     reading: tuple[np.ndarray, np.ndarray, np.ndarray],
     floats: tuple[np.ndarray, np.ndarray],
@@ -269,7 +269,9 @@ def checked(schema: Schema, side: Side, block: bytes, num_rows: int) -> Columns:
     return Columns._make(np.array(c) for c in check_block(schema, side, block, num_rows, schema.limits))
 
 
-def checked_at_once(schema: Schema, ro: bytes, nro: bytes, num_rows: int) -> tuple[Columns, Columns] | None:
+def fast_checked_columns(
+    schema: Schema, ro: bytes, nro: bytes, num_rows: int
+) -> tuple[Columns, Columns] | None:
     """Both of a request by the kernels that training reads with; None where `checked` has to say what is wrong, or to read a form
     that isn't ours."""
     plans, most = schema.derived(_plans), schema.limits
@@ -279,7 +281,7 @@ def checked_at_once(schema: Schema, ro: bytes, nro: bytes, num_rows: int) -> tup
         np.frombuffer(b"".join((ro, nro, b"\0")), np.uint8),
         np.zeros((2, len(BLOCK_FIELDS), 2), np.int64),
     )
-    if not read_blocks(
+    if not locate_block_columns(
         buf, len(ro), num_rows, plans["ro"], plans["nro"], BLOCK_FIELDS, most.max_list, spans_2
     ):
         return None
@@ -287,7 +289,7 @@ def checked_at_once(schema: Schema, ro: bytes, nro: bytes, num_rows: int) -> tup
 
 
 @njit(cache=True)
-def read_blocks(
+def locate_block_columns(
     buf: np.ndarray,
     ro_bytes: int,
     num_rows: int,
@@ -322,7 +324,7 @@ def _columns_at(buf: np.ndarray, spans: np.ndarray) -> Columns:
 
 def read_request(schema: Schema, ro: bytes, nro: bytes, item_ids: np.ndarray, time_ms: int) -> RequestColumns:
     """Of blocks, as an impression has them. Raises WireError as `check_block`."""
-    both = checked_at_once(schema, ro, nro, len(item_ids))
+    both = fast_checked_columns(schema, ro, nro, len(item_ids))
     both = both or (checked(schema, "ro", ro, 1), checked(schema, "nro", nro, len(item_ids)))
     return RequestColumns(*both, item_ids, time_ms)
 
@@ -330,4 +332,4 @@ def read_request(schema: Schema, ro: bytes, nro: bytes, item_ids: np.ndarray, ti
 def precompile() -> None:
     """Compile the kernels into numba's cache."""
     schema = Schema(ro=(Feature(name="x"),), labels=(Label(name="click", action="click"),))
-    batch_of(schema, [read_request(schema, b"", b"", np.zeros(1, np.int64), 0)])
+    build_batch(schema, [read_request(schema, b"", b"", np.zeros(1, np.int64), 0)])

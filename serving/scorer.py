@@ -25,7 +25,7 @@ from roostream.models.model import Model
 from roostream.schema.schema import Schema
 from roostream.wire.lookup import Lookup, build_lookup
 from serving.errors import RequestError
-from serving.request_batch import RequestColumns, batch_of
+from serving.request_batch import RequestColumns, build_batch
 
 log = logging.getLogger("roostream.serving")
 
@@ -67,7 +67,7 @@ class Version:
         """Of each request, in one pass; not all may be finite. Raises RequestError 500: a user's own model failed."""
         if self.as_trained and len(requests) > 1:
             return [logits_nT for request in requests for logits_nT in self.score_all(rows, [request])]
-        batch = batch_of(self.schema, requests)
+        batch = build_batch(self.schema, requests)
         lookup = build_lookup(batch)
         gathered = rows.gather(lookup)
         try:

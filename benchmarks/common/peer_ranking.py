@@ -95,7 +95,7 @@ class Scoring:
             session_id=item_id(asked.session_id),
             surface="",
             item_ids=np.array([item_id(i) for i in ids], np.uint64).view(np.int64),
-            given_ids=ids,
+            client_item_ids=ids,
             ro={
                 name: value
                 for name, value in (("user", asked.ro.user), ("device", asked.ro.device))

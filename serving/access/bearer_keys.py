@@ -70,13 +70,13 @@ def new_key(name: str, scopes: Iterable[str], now_s: int, expires_s: int = 0) ->
     return f"roo_{id_}_{secret}", key
 
 
-def id_and_secret(text: bytes) -> tuple[str, bytes] | None:
+def parse_key(text: bytes) -> tuple[str, bytes] | None:
     """Of a key as it is sent; None for what isn't one."""
     found = _TEXT.fullmatch(text)
     return (found[1].decode(), found[2]) if found else None
 
 
-def file_of(keys: Iterable[BearerKey]) -> bytes:
+def encode_key_file(keys: Iterable[BearerKey]) -> bytes:
     """What is written."""
     entries = [
         {
@@ -93,7 +93,7 @@ def file_of(keys: Iterable[BearerKey]) -> bytes:
     return json.dumps({"format": FORMAT, "keys": entries}, indent=1).encode() + b"\n"
 
 
-def keys_of(data: bytes) -> tuple[BearerKey, ...]:
+def decode_key_file(data: bytes) -> tuple[BearerKey, ...]:
     """What was written. Raises ConfigError: it is something else, in one sentence."""
     try:
         told = json.loads(data)
@@ -176,7 +176,7 @@ class Keyring:
         """The key in a header `Authorization: Bearer …`. Raises RequestError: 401 it isn't one of ours, or no more; 403 it may
         not do this."""
         told = (
-            id_and_secret(authorization[len(_SCHEME) :])
+            parse_key(authorization[len(_SCHEME) :])
             if authorization[: len(_SCHEME)].lower() == _SCHEME
             else None
         )
@@ -231,7 +231,7 @@ def _by_id(keys: Iterable[BearerKey]) -> dict[str, BearerKey]:
 def read_keys(file: Path) -> tuple[BearerKey, ...]:
     """Raises ConfigError, naming the file."""
     try:
-        return keys_of(file.read_bytes())
+        return decode_key_file(file.read_bytes())
     except OSError as error:
         raise ConfigError(
             f"{file}: expected a file of keys ({error.strerror}); make one with `roostream keys new`"
@@ -245,7 +245,7 @@ def write_keys(file: Path, keys: Iterable[BearerKey]) -> None:
     part = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
-            out.write(file_of(keys))
+            out.write(encode_key_file(keys))
             out.flush()
             os.fsync(out.fileno())
         os.replace(part, file)

@@ -15,7 +15,7 @@ _SCOPES = {
 }
 
 
-def needed(path: str, open_files: frozenset[str]) -> str | None:
+def required_scope(path: str, open_files: frozenset[str]) -> str | None:
     """A scope, ANY key, or None: probes, and `open_files`, which hold nothing of what is served."""
     scope = _SCOPES.get(path)
     if scope is not None:

@@ -140,7 +140,7 @@ class AdminService:
             shadow = self.shadow
             return {"scored": shadow.num_scored, "dropped": shadow.num_dropped, "failed": shadow.num_failed}
         if name == "interleave":
-            interleaving_stats, pairs = self.interleaving_stats, self.interleaving_stats.by_pair()
+            interleaving_stats, pairs = self.interleaving_stats, self.interleaving_stats.outcomes_by_pair()
             results = [
                 {"served": pair.served, "rival": pair.rival, "won_by": won_by}
                 for pair, won_by in pairs.items()

@@ -122,7 +122,7 @@ class _Caller(Generic[Transport]):
     @_SyncOrAsync
     def version(self) -> ApiCall[str]:
         """Of the model in use. Raises ServingError."""
-        return ApiCall(_ABOUT, lambda reply: str(said.decoded_as(dict, reply).get("model_version", "")))
+        return ApiCall(_ABOUT, lambda reply: str(said.decode_json(dict, reply).get("model_version", "")))
 
     def _connect(self, **settings: Any) -> None:
         raise NotImplementedError
@@ -203,7 +203,7 @@ class AsyncServingClient(_Caller[httpx.AsyncBaseTransport]):
             await asyncio.sleep(step.seconds)
             return None
         try:
-            async with asyncio.timeout(step.left_s):
+            async with asyncio.timeout(step.remaining_s):
                 return _reply(await self._http.request(**_request(step)))
         except TimeoutError:
             return Reply(0, {}, b"Timeout")
@@ -212,14 +212,14 @@ class AsyncServingClient(_Caller[httpx.AsyncBaseTransport]):
 
 
 def _request(step: Send) -> dict[str, Any]:
-    """`left_s` bounds each phase of a sync call, which has no bound over all of them; the server keeps the deadline too."""
+    """`remaining_s` bounds each phase of a sync call, which has no bound over all of them; the server keeps the deadline too."""
     call = step.call
     return {
         "method": call.method,
         "url": call.path,
         "content": call.body,
         "headers": call.headers,
-        "timeout": step.left_s,
+        "timeout": step.remaining_s,
     }
 
 

@@ -159,21 +159,21 @@ def top_exchange(fields: RankFields, slots: int, schema: Schema | None) -> ApiCa
 
 def retrieve_exchange(fields: RetrieveFields) -> ApiCall[FoundItems]:
     """In JSON: a request without candidates is small."""
-    return ApiCall(_post("/v1/retrieve", _named(fields)), lambda reply: decoded_as(FoundItems, reply))
+    return ApiCall(_post("/v1/retrieve", _named(fields)), lambda reply: decode_json(FoundItems, reply))
 
 
 def recommend_exchange(fields: RecommendFields) -> ApiCall[Recommendation]:
     """As retrieve_exchange."""
-    return ApiCall(_post("/v1/recommend", _named(fields)), lambda reply: decoded_as(Recommendation, reply))
+    return ApiCall(_post("/v1/recommend", _named(fields)), lambda reply: decode_json(Recommendation, reply))
 
 
 def engage_exchange(fields: EngagementFields | Sequence[EngagementFields]) -> ApiCall[Receipt]:
     """One or many."""
     given = fields if isinstance(fields, Mapping) else list(fields)
-    return ApiCall(_post("/v1/engagements", given), lambda reply: decoded_as(Receipt, reply))
+    return ApiCall(_post("/v1/engagements", given), lambda reply: decode_json(Receipt, reply))
 
 
-def decoded_as(kind: type[T], reply: Reply) -> T:
+def decode_json(kind: type[T], reply: Reply) -> T:
     """Raises ServingError: the body is another thing."""
     try:
         return msgspec.json.decode(reply.body, type=kind)
@@ -181,7 +181,7 @@ def decoded_as(kind: type[T], reply: Reply) -> T:
         raise _not_ours(reply, error) from None
 
 
-def impression_of(fields: RankFields, schema: Schema) -> bytes:
+def encode_impression(fields: RankFields, schema: Schema) -> bytes:
     """`fields` as a `roo.Impression` without scores. Raises WireError, as `roostream.wire.block.encode_nro`."""
     ids = [item_id(i) for i in item_ids_of(fields)]
     header = pb.Header(
@@ -215,7 +215,7 @@ def _rank_call(fields: RankFields, schema: Schema | None, *query: str) -> Call:
         return _post(_with_query("/v1/rank", query), given)
     path = _with_query("/v1/rank", (*query, *["append=true"] * bool(given.get("append"))))
     return Call(
-        "POST", path, impression_of(given, schema), (("content-type", PROTOBUF), ("accept", PROTOBUF))
+        "POST", path, encode_impression(given, schema), (("content-type", PROTOBUF), ("accept", PROTOBUF))
     )
 
 
@@ -255,7 +255,7 @@ def _ranking(reply: Reply, given: list[Id]) -> Ranking:
 
 def _top_ranking(reply: Reply, given: list[Id]) -> TopRanking:
     if not _is_protobuf(reply):
-        return decoded_as(TopRanking, reply)
+        return decode_json(TopRanking, reply)
     ranking = _decoded_ranking(reply)
     try:
         top = [PlacedItem(given[i], ranking.scores[i]) for i in ranking.order]
@@ -266,7 +266,7 @@ def _top_ranking(reply: Reply, given: list[Id]) -> TopRanking:
 
 def _decoded_ranking(reply: Reply) -> Ranking:
     if not _is_protobuf(reply):
-        return decoded_as(Ranking, reply)
+        return decode_json(Ranking, reply)
     try:
         answer = pb.RankAnswer.FromString(reply.body)
         width = len(answer.tasks)

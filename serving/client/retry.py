@@ -80,10 +80,10 @@ class Reply(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Make this call now; `left_s` is all that remains for it."""
+    """Make this call now; `remaining_s` is all that remains for it."""
 
     call: Call
-    left_s: float
+    remaining_s: float
 
 
 class Pause(NamedTuple):
@@ -107,9 +107,9 @@ def attempts(call: Call, policy: RetryPolicy, deadline_ms: int, now_s: Callable[
     """
     until_s = now_s() + deadline_ms / 1000
     for attempt in range(policy.retries + 1):
-        left_s = max(until_s - now_s(), 0.001)
-        told = (*call.headers, (DEADLINE_HEADER, str(max(int(left_s * 1000), 1))))
-        came = yield Send(call._replace(headers=told), left_s)
+        remaining_s = max(until_s - now_s(), 0.001)
+        told = (*call.headers, (DEADLINE_HEADER, str(max(int(remaining_s * 1000), 1))))
+        came = yield Send(call._replace(headers=told), remaining_s)
         assert came is not None
         reply = came
         if reply.status in call.expects:

@@ -32,8 +32,8 @@ class AdmissionGate:
         """When a request that comes now would be answered."""
         return (self.in_flight + 1) * self.service_s
 
-    def why_not(self, left_s: float) -> str:
-        """Why a request that has `left_s` can't be let in; "": it can.
+    def refusal_reason(self, remaining_s: float) -> str:
+        """Why a request that has `remaining_s` can't be let in; "": it can.
 
         Too many are in work, or it would take longer, or so long that a queue of more than a few leaves less than half of the
         time for what nobody foresees. Where nobody is in work the next one is let in whatever the last one took: else nothing
@@ -42,27 +42,27 @@ class AdmissionGate:
         in_flight = self.in_flight
         if in_flight >= self.max_in_flight:
             return f"{in_flight} requests are in work, the most that this process takes; try again"
-        if in_flight and self.expected_s() > (left_s if in_flight < _FEW else left_s / 2):
+        if in_flight and self.expected_s() > (remaining_s if in_flight < _FEW else remaining_s / 2):
             return f"{in_flight} requests are in work and this one might not be answered within its deadline; try again"
         return ""
 
-    def check(self, left_s: float) -> None:
-        """Raises RequestError 429 with Retry-After: see `why_not`."""
-        if why := self.why_not(left_s):
+    def check(self, remaining_s: float) -> None:
+        """Raises RequestError 429 with Retry-After: see `refusal_reason`."""
+        if why := self.refusal_reason(remaining_s):
             raise overloaded(why)
 
     @contextmanager
-    def admit(self, left_s: float) -> Iterator[None]:
+    def admit(self, remaining_s: float) -> Iterator[None]:
         """Raises as `check`."""
-        self.enter(left_s)
+        self.enter(remaining_s)
         try:
             yield
         finally:
             self.leave()
 
-    def enter(self, left_s: float) -> None:
+    def enter(self, remaining_s: float) -> None:
         """Whoever gets in has to `leave`. Raises as `check`."""
-        self.check(left_s)
+        self.check(remaining_s)
         self.in_flight += 1
 
     def leave(self) -> None:

@@ -20,7 +20,7 @@ from roostream.runtime.histograms import RecentQuantiles
 from roostream.runtime.metrics_server import PAGE_HEADERS
 from roostream.runtime.program import CURRENT_CALL
 from serving.access.bearer_keys import Keyring
-from serving.access.route_scopes import needed
+from serving.access.route_scopes import required_scope
 from serving.context import ServingContext
 from serving.errors import RequestError, shown
 from serving.http.body import JSON, BodyReader, refuse
@@ -28,7 +28,7 @@ from serving.http.docs_page import interface_page
 from serving.http.explain_route import ExplainEndpoint
 from serving.http.fast_path import PATH as RANK_PATH
 from serving.http.fast_path import WholeRanks, is_whole_post, overload_answer
-from serving.http.inference_routes import InferenceProtocol, refuse_inference
+from serving.http.inference_routes import InferenceProtocol, send_inference_error
 from serving.http.log_rate_limit import LogRateLimit, LogRateLimitFilter
 from serving.http.openapi import describe
 from serving.http.retrieval_routes import RecommendEndpoint, RetrieveEndpoint
@@ -121,7 +121,7 @@ class HttpInterface:
         """Who may not is refused before anything is read; traffic goes past the framework."""
         if self.context.keys is not None and (refusal := self._refusal(self.context.keys, scope)) is not None:
             self.context.metrics.answered("access", refusal.status, 0.0)
-            tell = refuse_inference if scope["path"].startswith("/v2") else refuse
+            tell = send_inference_error if scope["path"].startswith("/v2") else refuse
             await tell(send, refusal, **({"www-authenticate": "Bearer"} if refusal.status == 401 else {}))
             return
         endpoint = self._traffic.get(scope["path"])
@@ -136,7 +136,7 @@ class HttpInterface:
             )
 
     def _refusal(self, keys: Keyring, scope: Scope) -> RequestError | None:
-        wanted = needed(scope["path"], self._open_files)
+        wanted = required_scope(scope["path"], self._open_files)
         if wanted is None or (scope["path"] == "/" and wants_page(scope)):
             return None
         try:
@@ -161,7 +161,7 @@ class HttpInterface:
         """The answer to what came on an idle connection, if it is a rank request and none can be let in now: before anything is
         read or parsed."""
         begin_s = time.perf_counter()
-        why = self.gate.why_not(self._max_s)
+        why = self.gate.refusal_reason(self._max_s)
         if not why or not is_whole_post(data, RANK_PATH):
             return None
         self.context.metrics.answered("rank", 429, time.perf_counter() - begin_s)

@@ -129,7 +129,7 @@ def _too_large(max_bytes: int) -> RequestError:
     return RequestError(413, f"expected a body of at most {max_bytes} bytes (also inflated)")
 
 
-def media_of(scope: Scope, expected: tuple[str, ...]) -> str:
+def request_media_type(scope: Scope, expected: tuple[str, ...]) -> str:
     """JSON or PROTOBUF, whichever the body says that it is: `application/…+json`, an empty type and none at all are JSON.
 
     Raises:
@@ -161,7 +161,7 @@ def _charset(parameters: str) -> str:
     return _CHARSETS[0]
 
 
-def accepts_protobuf(scope: Scope) -> bool:
+def wants_protobuf(scope: Scope) -> bool:
     """Whether the client named protobuf among what it accepts; JSON is for everybody else."""
     return any(name == b"accept" and PROTOBUF.encode() in value.lower() for name, value in scope["headers"])
 

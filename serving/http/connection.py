@@ -152,9 +152,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def timeout_keep_alive_handler(self) -> None:
         """Its time began with the last request but for those that came whole or were refused unread, which leave it running."""
-        left_s = self._active_s + self.timeout_keep_alive - time.monotonic()
-        if self._asks or left_s > 0:
-            self._time_keep_alive(max(left_s, 1.0))
+        remaining_s = self._active_s + self.timeout_keep_alive - time.monotonic()
+        if self._asks or remaining_s > 0:
+            self._time_keep_alive(max(remaining_s, 1.0))
         else:
             self._close()
 

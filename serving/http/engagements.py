@@ -26,7 +26,7 @@ from roostream.wire import roo_pb2 as pb
 from serving.errors import RequestError, shown
 from serving.feature_log.format import LogRecord
 from serving.rank_json import FLOAT, MAX_FLOAT, NAME, TEXT, TIME, Id, PlainId, decoded
-from serving.request import MAX_TEXT_BYTES, id_of, text_of
+from serving.request import MAX_TEXT_BYTES, check_text, parse_id
 
 MAX_ENGAGEMENTS = 1000  # a body
 
@@ -101,7 +101,7 @@ class EngagementParser:
             text = getattr(given, name)
             if not text:
                 raise RequestError(400, f"expected 1 to {MAX_TEXT_BYTES} bytes, got none", f"{path}.{name}")
-            text_of(text, f"{path}.{name}")
+            check_text(text, f"{path}.{name}")
         if self.strict and given.action not in self.known:
             refusal = (
                 f"nothing in the schema names action {given.action!r}{nearest(given.action, self.known)}"
@@ -117,13 +117,13 @@ class EngagementParser:
         message = pb.Engagement(
             header=pb.Header(
                 request_id=given.request_id,
-                user_id=id_of(given.user_id, f"{path}.user_id"),
-                session_id=id_of(given.session_id, f"{path}.session_id"),
-                surface=text_of(given.surface, f"{path}.surface"),
+                user_id=parse_id(given.user_id, f"{path}.user_id"),
+                session_id=parse_id(given.session_id, f"{path}.session_id"),
+                surface=check_text(given.surface, f"{path}.surface"),
                 time_ms=now_ms,
                 schema=self.schema.fingerprint,
             ),
-            item_id=id_of(given.item_id, f"{path}.item_id"),
+            item_id=parse_id(given.item_id, f"{path}.item_id"),
             action=given.action,
             value=given.value,
             client_time_ms=client_ms,
@@ -147,7 +147,7 @@ def _event_id(given: int | str | None, path: str) -> int:
     """uint64, 0 = to be made here. Digits are the number that they say, as an answer of ours gives it."""
     if isinstance(given, str) and _DECIMAL.fullmatch(given) and int(given) <= MASK64:
         return int(given)
-    return 0 if given is None else id_of(given, path)
+    return 0 if given is None else parse_id(given, path)
 
 
 def _derived_id(key: bytes, message: pb.Engagement) -> int:

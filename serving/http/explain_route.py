@@ -14,9 +14,9 @@ from param_server.replica.replica import Replica
 from serving.context import ServingContext
 from serving.errors import RequestError
 from serving.http.admission import RETRY_AFTER_S
-from serving.http.body import JSON, media_of
+from serving.http.body import JSON, request_media_type
 from serving.http.log_rate_limit import LogRateLimit
-from serving.http.routes import RankEndpoint, take_version
+from serving.http.routes import RankEndpoint, apply_version_header
 from serving.page.explanation import MAX_CANDIDATES, ExplainAnswer, Explainer
 
 EXPLAIN_S = 10.0
@@ -43,15 +43,15 @@ class ExplainEndpoint(RankEndpoint):
                 took more than EXPLAIN_S.
             ClientGoneError: its body didn't come.
         """
-        media_of(scope, (JSON,))
+        request_media_type(scope, (JSON,))
         request = self.json.parse(await self.body_reader.read(scope, receive, until_s))
-        take_version(scope, request)
+        apply_version_header(scope, request)
         if len(request.item_ids) > MAX_CANDIDATES:
             message = (
                 f"expected at most {MAX_CANDIDATES} candidates to be explained, got {len(request.item_ids)}"
             )
             raise RequestError(413, message, "$.candidates")
-        self.gate.check(self.left_s(until_s))
+        self.gate.check(self.remaining_s(until_s))
         if self._busy:
             raise RequestError(
                 429, "another explanation is being made; try again", retry_after_s=RETRY_AFTER_S
@@ -63,7 +63,7 @@ class ExplainEndpoint(RankEndpoint):
                     self.explainer.begin, request, self.context.watermark.clock.now_ms()
                 )
                 for names in self.explainer.passes(explanation):
-                    await self._in_turn(self.explainer.take_out, explanation, names)
+                    await self._in_turn(self.explainer.score_without, explanation, names)
                 return self.explainer.told(explanation)
         except TimeoutError:
             raise RequestError(

@@ -18,8 +18,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from roostream.runtime.program import CURRENT_CALL
 from serving.http.admission import overloaded
-from serving.http.body import JSON, PROTOBUF, media_of
-from serving.http.routes import RankEndpoint, deadline_ms_of, options_of, too_late
+from serving.http.body import JSON, PROTOBUF, request_media_type
+from serving.http.routes import RankEndpoint, deadline_error, parse_deadline_ms, parse_rank_options
 from serving.http.tracing import HEADER, parse_call_names
 from serving.rank import RankResult
 
@@ -103,7 +103,7 @@ class WholeRanks:
     @property
     def is_open(self) -> bool:
         """Else the next one takes the usual way, whose costs don't show beside its own."""
-        return self.endpoint.queue.is_quick
+        return self.endpoint.queue.is_fast
 
     def take(self, scope: Scope, body: bytes, asking: AskingConnection) -> None:
         """`asking` is answered now or later, whatever happens. `scope` has headers and query_string."""
@@ -136,13 +136,16 @@ class _WholeRank:
     def _put(self, body: bytes) -> None:
         """Raises RequestError 400, 413, 415, 429, 503."""
         endpoint, scope, loop = self._endpoint, self._scope, asyncio.get_running_loop()
-        until_s = loop.time() + deadline_ms_of(scope, endpoint.context.config.deadline_ms) / 1000
-        endpoint.gate.check(endpoint.left_s(until_s))
-        options, media = options_of(scope["query_string"]), media_of(scope, (JSON, PROTOBUF))
+        until_s = loop.time() + parse_deadline_ms(scope, endpoint.context.config.deadline_ms) / 1000
+        endpoint.gate.check(endpoint.remaining_s(until_s))
+        options, media = (
+            parse_rank_options(scope["query_string"]),
+            request_media_type(scope, (JSON, PROTOBUF)),
+        )
         body = endpoint.body_reader.take(scope, body)
         request = endpoint.request_of(scope, body, media, options)
         endpoint.prepare(request, len(body))
-        endpoint.gate.enter(endpoint.left_s(until_s))
+        endpoint.gate.enter(endpoint.remaining_s(until_s))
         self._stamp_ms = endpoint.context.watermark.open()
         self._timer = loop.call_at(until_s, self._late)
         endpoint.queue.put(request, self._stamp_ms, self)
@@ -172,7 +175,7 @@ class _WholeRank:
 
     def _late(self) -> None:
         if not self._is_done:
-            self.set_exception(too_late())
+            self.set_exception(deadline_error())
 
     def _leave(self) -> None:
         """Its place at the gate; what it logged carries its stamp."""

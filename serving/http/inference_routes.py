@@ -15,9 +15,9 @@ from starlette.types import Receive, Scope, Send
 from serving.answer import RankAnswer, shortest
 from serving.context import ServingContext
 from serving.errors import RequestError, shown
-from serving.http.body import JSON, media_of, respond
+from serving.http.body import JSON, request_media_type, respond
 from serving.http.log_rate_limit import LogRateLimit
-from serving.http.routes import RankEndpoint, take_version
+from serving.http.routes import RankEndpoint, apply_version_header
 from serving.oip.features import FeatureTensors
 from serving.oip.tensors import (
     HEADER_LENGTH,
@@ -54,7 +54,7 @@ class InferenceProtocol:
         found = _MODEL.fullmatch(scope["path"])
         if found is not None and found["what"] == "/infer":
             if scope["method"] != "POST":
-                await refuse_inference(
+                await send_inference_error(
                     send, RequestError(405, f"expected POST, got {shown(scope['method'])}"), allow="POST"
                 )
             else:
@@ -63,7 +63,7 @@ class InferenceProtocol:
         try:
             status, answer = self._told(scope, found)
         except RequestError as error:
-            await refuse_inference(send, error)
+            await send_inference_error(send, error)
         else:
             body = msgspec.json.encode(answer)
             await respond(send, status, b"" if scope["method"] == "HEAD" else body, JSON, {})
@@ -131,18 +131,18 @@ class InferEndpoint(RankEndpoint):
 
     async def answer(self, scope: Scope, receive: Receive, until_s: float) -> object:
         """As RankEndpoint.answer; also 404: it is another model's path."""
-        self.gate.check(self.left_s(until_s))
+        self.gate.check(self.remaining_s(until_s))
         found = _MODEL.fullmatch(scope["path"])
         assert found is not None
         version = self.check_model(found)
         stated = next((value for name, value in scope["headers"] if name == HEADER_LENGTH), None)
-        media_of(scope, (JSON, OCTETS))
+        request_media_type(scope, (JSON, OCTETS))
         body = await self.body_reader.read(scope, receive, until_s)
         begin_s = time.perf_counter()
         asked = parse_inference(body, stated)
         check_outputs(asked, self.outputs)
         request = self.features.request_of(asked, version)
-        take_version(scope, request)
+        apply_version_header(scope, request)
         self.context.metrics.stages.parse.observe(time.perf_counter() - begin_s)
         return InferenceAnswer(await self.ranked(request, len(body), until_s), asked)
 
@@ -177,7 +177,7 @@ def _fault(error: RequestError) -> dict[str, str]:
     return {"error": f"{error} (at {error.path})" if error.path else str(error)}
 
 
-async def refuse_inference(send: Send, error: RequestError, **headers: str) -> None:
+async def send_inference_error(send: Send, error: RequestError, **headers: str) -> None:
     """In the protocol's words."""
     await respond(
         send, error.status, msgspec.json.encode(_fault(error)), JSON, {**error.headers(), **headers}

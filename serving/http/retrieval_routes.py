@@ -17,11 +17,11 @@ from serving.answer import RankAnswer, shortest
 from serving.context import ServingContext
 from serving.errors import RequestError, shown
 from serving.http.admission import RETRY_AFTER_S
-from serving.http.body import JSON, media_of
+from serving.http.body import JSON, request_media_type
 from serving.http.log_rate_limit import LogRateLimit
-from serving.http.routes import RankEndpoint, take_version
+from serving.http.routes import RankEndpoint, apply_version_header
 from serving.rank_json import FORBID, Id, JsonParser, decoded, limits
-from serving.request import RankRequest, id_of, ids_of, request_id_of, text_of
+from serving.request import RankRequest, check_text, parse_id, parse_ids, parse_request_id
 from serving.retrieval.catalogue import AttributeValue
 from serving.retrieval.retriever import Retrieved, Retriever, RetrieveRequest, Shortlist
 
@@ -119,12 +119,12 @@ class RetrieveParser(JsonParser):
     def _asked(self, given: Any, k: int, model_version: str) -> RetrieveRequest:
         return RetrieveRequest(
             request=RankRequest(
-                request_id=request_id_of(given.request_id, "$.request_id"),
-                user_id=id_of(given.user_id, "$.user_id"),
-                session_id=id_of(given.session_id, "$.session_id"),
-                surface=text_of(given.surface, "$.surface"),
+                request_id=parse_request_id(given.request_id, "$.request_id"),
+                user_id=parse_id(given.user_id, "$.user_id"),
+                session_id=parse_id(given.session_id, "$.session_id"),
+                surface=check_text(given.surface, "$.surface"),
                 item_ids=np.zeros(0, np.int64),
-                given_ids=(),
+                client_item_ids=(),
                 ro=self._request_values(given.ro),
                 nro={},
                 append=False,
@@ -151,7 +151,7 @@ class RetrieveParser(JsonParser):
 def _named_ids(ids: list[int | str], path: str) -> np.ndarray:
     if len(ids) > MAX_NAMED:
         raise RequestError(413, f"expected at most {MAX_NAMED} items, got {len(ids)}", path)
-    return ids_of(ids, lambda i: f"{path}[{i}]")
+    return parse_ids(ids, lambda i: f"{path}[{i}]")
 
 
 def _count(value: int, path: str, most: int) -> int:
@@ -201,19 +201,21 @@ class RetrieveEndpoint(RankEndpoint):
     async def answer(self, scope: Scope, receive: Receive, until_s: float) -> object:
         """Raises RequestError 400, 408, 413, 415, 429, 500, 503, 504; ClientGoneError."""
         asked = self.bodies.retrieve(await self.body(scope, receive, until_s))
-        found = await self.in_turn(lambda now_ms: self.retriever.retrieve(asked, now_ms), until_s)
+        found = await self.run_in_scoring_thread(
+            lambda now_ms: self.retriever.retrieve(asked, now_ms), until_s
+        )
         return {**_about(asked.request.request_id, found), "items": _items(found), "degraded": found.degraded}
 
     async def body(self, scope: Scope, receive: Receive, until_s: float) -> bytes:
         """Of a request that can be let in. Raises as `answer`."""
-        self.gate.check(self.left_s(until_s))
-        media_of(scope, (JSON,))
+        self.gate.check(self.remaining_s(until_s))
+        request_media_type(scope, (JSON,))
         return await self.body_reader.read(scope, receive, until_s)
 
-    async def in_turn(self, work: Callable[[int], T], until_s: float) -> T:
+    async def run_in_scoring_thread(self, work: Callable[[int], T], until_s: float) -> T:
         """`work(now in ms)` in the scoring thread, admitted as a rank is. Raises as `answer`."""
         now_ms = self.context.watermark.clock.now_ms()
-        with self.gate.admit(self.left_s(until_s)):
+        with self.gate.admit(self.remaining_s(until_s)):
             try:
                 async with asyncio.timeout_at(until_s):
                     return await asyncio.get_running_loop().run_in_executor(
@@ -239,8 +241,8 @@ class RecommendEndpoint(RetrieveEndpoint):
         """Once the log has its impression; with nothing to show there is none. Raises as RankEndpoint.answer."""
         body = await self.body(scope, receive, until_s)
         asked, shown = self.bodies.recommend(body)
-        take_version(scope, asked.request)
-        listed, found = await self.in_turn(
+        apply_version_header(scope, asked.request)
+        listed, found = await self.run_in_scoring_thread(
             lambda now_ms: self.shortlist.choose(asked, shown, now_ms), until_s
         )
         about = _about(asked.request.request_id, found)

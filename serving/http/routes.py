@@ -23,11 +23,11 @@ from serving.http.body import (
     PROTOBUF,
     BodyReader,
     ClientGoneError,
-    accepts_protobuf,
     encoded,
-    media_of,
+    request_media_type,
     respond,
     stopping,
+    wants_protobuf,
 )
 from serving.http.engagements import EngagementParser
 from serving.http.log_rate_limit import LogRateLimit, error_kind
@@ -46,7 +46,7 @@ class RankOptions(NamedTuple):
     top: int = 0  # 0 = all of them, as scores and order
 
 
-def options_of(query: bytes) -> RankOptions:
+def parse_rank_options(query: bytes) -> RankOptions:
     """`?append=true&ranked=true&top=10`. RequestError 400 for another name or value."""
     out: dict[str, Any] = {}
     for name, value in parse_qsl(query.decode("latin-1"), keep_blank_values=True) if query else ():
@@ -71,7 +71,7 @@ def _top(value: str) -> int:
     return number
 
 
-def deadline_ms_of(scope: Scope, max_ms: int) -> int:
+def parse_deadline_ms(scope: Scope, max_ms: int) -> int:
     """The client's, where it gave one in `x-deadline-ms`, and at most `max_ms`. RequestError 400 for what isn't one."""
     stated = next(
         (value.decode("latin-1") for name, value in scope["headers"] if name == DEADLINE.encode()), None
@@ -95,7 +95,7 @@ def _positive(text: str) -> int:
 HEADER = "x-model-version"
 
 
-def take_version(scope: Scope, request: RankRequest) -> None:
+def apply_version_header(scope: Scope, request: RankRequest) -> None:
     """The header is the body's `model_version`. RequestError 400: both are there and differ."""
     named = next((value.decode("latin-1") for name, value in scope["headers"] if name == HEADER.encode()), "")
     if named and request.model_version and named != request.model_version:
@@ -127,7 +127,7 @@ class _Endpoint:
         answer: object
         begun_s = asyncio.get_running_loop().time()
         try:
-            until_s = begun_s + deadline_ms_of(scope, self.context.config.deadline_ms) / 1000
+            until_s = begun_s + parse_deadline_ms(scope, self.context.config.deadline_ms) / 1000
             status, answer = 200, await self.answer(scope, receive, until_s)
         except ClientGoneError:
             return
@@ -142,7 +142,7 @@ class _Endpoint:
         if isinstance(error, RequestError | asyncio.CancelledError):
             refusal = self._refusal(error)
         else:
-            self._complain(error)
+            self._log_defect(error)
             refusal = RequestError(500, "this request could not be answered; the cause is in serving's log")
         return refusal.status, self.fault(refusal), refusal.headers()
 
@@ -152,7 +152,7 @@ class _Endpoint:
 
     def form(self, scope: Scope, answer: object) -> tuple[bytes, str, dict[str, str]]:
         """(body, media type, headers of its own)."""
-        return *encoded(answer, accepts_protobuf(scope)), {}
+        return *encoded(answer, wants_protobuf(scope)), {}
 
     async def answer(self, scope: Scope, receive: Receive, until_s: float) -> object:
         """What a 200 says; `form` gives it its bytes. `until_s`: its deadline. Raises RequestError, ClientGoneError."""
@@ -176,7 +176,7 @@ class _Endpoint:
             raise error
         return stopping()
 
-    def _complain(self, error: BaseException) -> None:
+    def _log_defect(self, error: BaseException) -> None:
         left_out = self.log_rate_limit.due(error_kind(error))
         if left_out is not None:
             more = f" ({left_out} more since the last that was told)" if left_out else ""
@@ -210,9 +210,9 @@ class RankEndpoint(_Endpoint):
                 then.
             ClientGoneError: nothing is logged.
         """
-        self.gate.check(self.left_s(until_s))  # before a body is read and parsed for nothing
-        options = options_of(scope["query_string"])
-        media = media_of(scope, (JSON, PROTOBUF))
+        self.gate.check(self.remaining_s(until_s))  # before a body is read and parsed for nothing
+        options = parse_rank_options(scope["query_string"])
+        media = request_media_type(scope, (JSON, PROTOBUF))
         body = await self.body_reader.read(scope, receive, until_s)
         request = self.request_of(scope, body, media, options)
         return await self.ranked(request, len(body), until_s)
@@ -222,13 +222,13 @@ class RankEndpoint(_Endpoint):
         begin_s = time.perf_counter()
         request = self._parse(body, media, options)
         self.context.metrics.stages.parse.observe(time.perf_counter() - begin_s)
-        take_version(scope, request)
+        apply_version_header(scope, request)
         return request
 
     async def ranked(self, request: RankRequest, num_bytes: int, until_s: float) -> RankAnswer:
         """The way of every rank from here on, however it was spelt. Raises RequestError 404, 413, 429, 500, 503, 504."""
         self.prepare(request, num_bytes)
-        with self.gate.admit(self.left_s(until_s)):
+        with self.gate.admit(self.remaining_s(until_s)):
             return await self._scored(request, until_s)
 
     def prepare(self, request: RankRequest, num_bytes: int) -> None:
@@ -257,7 +257,7 @@ class RankEndpoint(_Endpoint):
                 ranked = await self.queue.score(request, stamp_ms)
             return self.logged(ranked)
         except TimeoutError:
-            raise too_late() from None
+            raise deadline_error() from None
         finally:
             self.context.watermark.close(stamp_ms)
 
@@ -267,14 +267,14 @@ class RankEndpoint(_Endpoint):
         else:
             request = self.json.parse(body)
         request.append |= options.append
-        request.wants_ranked, request.top = options.ranked, options.top
+        request.return_ranked, request.top = options.ranked, options.top
         return request
 
-    def left_s(self, until_s: float) -> float:
+    def remaining_s(self, until_s: float) -> float:
         return until_s - asyncio.get_running_loop().time()
 
 
-def too_late() -> RequestError:
+def deadline_error() -> RequestError:
     return RequestError(
         504, "not scored within its deadline; nothing was logged", retry_after_s=RETRY_AFTER_S
     )
@@ -293,7 +293,7 @@ class EngagementsEndpoint(_Endpoint):
 
     async def answer(self, scope: Scope, receive: Receive, until_s: float) -> dict[str, Any]:
         """Raises RequestError 400, 408, 413, 415, 429: nothing is logged; 503: what came before the log was full is."""
-        media_of(scope, (JSON,))
+        request_media_type(scope, (JSON,))
         body = await self.body_reader.read(scope, receive, until_s)
         stamp_ms = self.context.watermark.open()
         try:

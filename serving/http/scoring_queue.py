@@ -38,17 +38,17 @@ class PassTimeEstimate:
     """What a pass takes, by recent ones: as many turns as it has requests, and one more for every _CANDIDATES."""
 
     def __init__(self) -> None:
-        self.turn_s = math.inf  # until a pass was measured
+        self.unit_s = math.inf  # until a pass was measured
 
     def expected_s(self, num_requests: int, num_candidates: int) -> float:
         """inf: nothing is known."""
-        return self.turn_s * (num_requests + num_candidates / _CANDIDATES)
+        return self.unit_s * (num_requests + num_candidates / _CANDIDATES)
 
     def took(self, seconds: float, num_requests: int, num_candidates: int) -> None:
         """A pass that gave answers; see `PassTimer`."""
-        turn_s = seconds / (num_requests + num_candidates / _CANDIDATES)
-        known_s = self.turn_s if self.turn_s < math.inf else turn_s
-        self.turn_s = known_s + (turn_s - known_s) * (_RISES if turn_s > known_s else _FALLS)
+        unit_s = seconds / (num_requests + num_candidates / _CANDIDATES)
+        known_s = self.unit_s if self.unit_s < math.inf else unit_s
+        self.unit_s = known_s + (unit_s - known_s) * (_RISES if unit_s > known_s else _FALLS)
 
 
 class PassTimer:
@@ -140,22 +140,22 @@ class ScoringQueue:
         self._begin()
 
     @property
-    def is_quick(self) -> bool:
+    def is_fast(self) -> bool:
         """Whether most passes are short enough for the loop."""
-        return self.pace.turn_s <= LOOP_S
+        return self.pace.unit_s <= LOOP_S
 
     def _begin(self) -> None:
         """A pass, if none is being made and somebody waits. One in the loop is made once it has read what came together."""
         if self._is_busy or self._is_due or not self._waiting:
             return
-        if self._may_be_here(self._waiting[0]):
+        if self._fits_in_loop(self._waiting[0]):
             self._is_due = True
-            asyncio.get_running_loop().call_soon(self._pass_here)
-        elif batch := self._taken(is_here=False):
+            asyncio.get_running_loop().call_soon(self._run_in_loop)
+        elif batch := self._take_batch(is_here=False):
             self._is_busy = True
             self.executor.submit(self._pass, batch, asyncio.get_running_loop())
 
-    def _may_be_here(self, asked: _QueuedRank, num_requests: int = 0, num_candidates: int = 0) -> bool:
+    def _fits_in_loop(self, asked: _QueuedRank, num_requests: int = 0, num_candidates: int = 0) -> bool:
         """Scored in the loop, behind so many others in its pass."""
         expected_s = self.pace.expected_s(num_requests + 1, num_candidates + asked.num_candidates)
         return expected_s <= LOOP_S and not asked.may_wait
@@ -165,18 +165,18 @@ class ScoringQueue:
         outcomes, took_s = self._ranked(batch)
         loop.call_soon_threadsafe(self._deliver, batch, outcomes, took_s)
 
-    def _pass_here(self) -> None:
+    def _run_in_loop(self) -> None:
         """In the loop, for as many as it may be kept for; the others wait for its next turn."""
-        if self._others_come():
-            asyncio.get_running_loop().call_soon(self._pass_here)
+        if self._connections_changing():
+            asyncio.get_running_loop().call_soon(self._run_in_loop)
             return
         self._is_due = False
-        if batch := self._taken(is_here=True):
+        if batch := self._take_batch(is_here=True):
             self._deliver(batch, *self._ranked(batch))
         else:
             self._begin()
 
-    def _others_come(self) -> bool:
+    def _connections_changing(self) -> bool:
         """Whether the loop is to have one more turn first."""
         num = self.num_connections()
         is_still = num == self._num_seen or self._turns >= MAX_TURNS
@@ -193,7 +193,7 @@ class ScoringQueue:
             outcomes = [error] * len(batch)
         return outcomes, stopwatch.read_s()
 
-    def _taken(self, is_here: bool) -> list[_QueuedRank]:
+    def _take_batch(self, is_here: bool) -> list[_QueuedRank]:
         """From the front, as many as go into one pass; nobody whose deadline has passed."""
         batch: list[_QueuedRank] = []
         candidates, now_s = 0, self.gate.now_s()
@@ -202,7 +202,7 @@ class ScoringQueue:
             if not first.outcome.done():
                 if batch and candidates + first.num_candidates > self.max_candidates:
                     break
-                if is_here and not self._may_be_here(first, len(batch), candidates):
+                if is_here and not self._fits_in_loop(first, len(batch), candidates):
                     break
                 candidates += first.num_candidates
                 batch.append(first)

@@ -78,10 +78,13 @@ def run(app: HttpInterface, bound: socket.socket, budget: StopBudget, turned: Ca
     app.connections = server.server_state.connections
 
     async def end() -> None:
-        left_s = budget.left_s()  # counts from here
+        remaining_s = budget.left_s()  # counts from here
         turned()
         await _take_leave(
-            server, bound, min(app.context.config.drain_ms / 1000, left_s / 4), app.context.config.reuse_port
+            server,
+            bound,
+            min(app.context.config.drain_ms / 1000, remaining_s / 4),
+            app.context.config.reuse_port,
         )
         app.stop()
 

@@ -21,8 +21,8 @@ from roostream.errors import nearest
 from roostream.schema.schema import Feature, Schema
 from serving.errors import RequestError, shown
 from serving.oip.tensors import Inference, Tensor
-from serving.rank_json import check_number, check_once
-from serving.request import RankRequest, check_ids, id_of, ids_of, request_id_of, text_of
+from serving.rank_json import check_num_candidates, check_unique
+from serving.request import RankRequest, check_ids, check_text, parse_id, parse_ids, parse_request_id
 
 ITEMS = "item_id"
 LENGTHS = ":lengths"
@@ -74,12 +74,12 @@ class FeatureTensors:
         given, items = self._items(asked.inputs[ITEMS])
         told = _told(asked.parameters)
         return RankRequest(
-            request_id=request_id_of(asked.id, "$.id"),
-            user_id=id_of(told["user_id"], "$.parameters.user_id"),
-            session_id=id_of(told["session_id"], "$.parameters.session_id"),
-            surface=text_of(told["surface"], "$.parameters.surface"),
+            request_id=parse_request_id(asked.id, "$.id"),
+            user_id=parse_id(told["user_id"], "$.parameters.user_id"),
+            session_id=parse_id(told["session_id"], "$.parameters.session_id"),
+            surface=check_text(told["surface"], "$.parameters.surface"),
             item_ids=items,
-            given_ids=given,
+            client_item_ids=given,
             ro=self._values(asked.inputs),
             nro=self._columns(asked.inputs, len(items)),
             append=told["append"],
@@ -89,9 +89,9 @@ class FeatureTensors:
 
     def _items(self, tensor: Tensor) -> tuple[list[int | str], np.ndarray]:
         given = _ids(tensor)
-        check_number(self.schema, len(given), tensor.path)
-        items = ids_of(given, lambda i: f"{tensor.path}.data[{i}]")
-        check_once(items, tensor.path + ".data[{}]")
+        check_num_candidates(self.schema, len(given), tensor.path)
+        items = parse_ids(given, lambda i: f"{tensor.path}.data[{i}]")
+        check_unique(items, tensor.path + ".data[{}]")
         return given, items
 
     def _values(self, inputs: dict[str, Tensor]) -> dict[str, Any]:
@@ -172,8 +172,8 @@ def _given(f: Feature, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     names = [name for name, _ in _parts(f)]
     given = {name: inputs[name] for name in names if name in inputs}
     if given and len(given) < len(names):
-        lacks = next(name for name in names if name not in given)
-        raise RequestError(400, f"expected an input {lacks!r} beside {next(iter(given))!r}", "$.inputs")
+        missing = next(name for name in names if name not in given)
+        raise RequestError(400, f"expected an input {missing!r} beside {next(iter(given))!r}", "$.inputs")
     return given
 
 

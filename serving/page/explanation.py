@@ -17,7 +17,7 @@ from roostream.wire.lookup import build_lookup, sources_of
 from serving.ordering import best_order
 from serving.rank import RankService
 from serving.request import RankRequest
-from serving.request_batch import RequestColumns, batch_of
+from serving.request_batch import RequestColumns, build_batch
 from serving.scorer import RowReader, Version, probabilities
 
 
@@ -108,7 +108,7 @@ class Explanation:
 
 
 class Explainer:
-    """`begin` and `take_out` in the scoring thread. `initial`: rows that nobody has learned, as a replica without any gives."""
+    """`begin` and `score_without` in the scoring thread. `initial`: rows that nobody has learned, as a replica without any gives."""
 
     def __init__(self, service: RankService, initial: Callable[[], RowReader]) -> None:
         self.service, self.schema, self._initial = service, service.schema, initial
@@ -131,7 +131,7 @@ class Explainer:
         size = max(_PASS_CANDIDATES // len(explanation.request.item_ids), 1)
         yield from (names[at : at + size] for at in range(0, len(names), size))
 
-    def take_out(self, explanation: Explanation, names: Sequence[str]) -> None:
+    def score_without(self, explanation: Explanation, names: Sequence[str]) -> None:
         """Step 2, of these. Raises RequestError 500."""
         version = explanation.version
         logits = version.score_all(self.service.rows, [self._without(explanation, name) for name in names])
@@ -149,7 +149,7 @@ class Explainer:
             tasks=list(tasks),
             order=best_order(explanation.scores_nT[:, self.service.policy.task]),
             candidates=[
-                ExplainedCandidate(item, s) for item, s in zip(request.given_ids, scores, strict=True)
+                ExplainedCandidate(item, s) for item, s in zip(request.client_item_ids, scores, strict=True)
             ],
             features=[
                 self._effect(explanation, side, f)
@@ -168,7 +168,7 @@ class Explainer:
 
     def _rows(self, columns: RequestColumns) -> dict[str, list[RowCount]]:
         """By feature, of the request or of each candidate: a sequence's columns that have a table count with it."""
-        batch = batch_of(self.schema, [columns])
+        batch = build_batch(self.schema, [columns])
         lookup = build_lookup(batch)
         rows, initial = self.service.rows.gather(lookup), self._initial().gather(lookup)
         counts: dict[str, np.ndarray] = {}

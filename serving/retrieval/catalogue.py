@@ -32,11 +32,11 @@ AttributeValue: TypeAlias = bool | int | str
 class Attributes:
     """Name → value → the items that have it. Immutable."""
 
-    def __init__(self, given_I: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, client_id_I: Sequence[Mapping[str, Any]]) -> None:
         """Of each item, in the catalogue's order. `check_attributes` has seen them."""
-        self.num_items = len(given_I)
+        self.num_items = len(client_id_I)
         found: dict[str, dict[str, list[int]]] = {}
-        for slot, given in enumerate(given_I):
+        for slot, given in enumerate(client_id_I):
             for name, value in given.items():
                 for each in dict.fromkeys(_texts(value)):
                     found.setdefault(name, {}).setdefault(each, []).append(slot)
@@ -99,21 +99,21 @@ class Catalogue:
     """Immutable. A slot is an item's place by id."""
 
     id_I: np.ndarray  # int64, rising, each once
-    given_I: list[int | str]  # as the file has them
+    client_id_I: list[int | str]  # as the file has them
     items: Batch  # one request whose candidates are all items
     attributes: Attributes
 
     def __len__(self) -> int:
         return len(self.id_I)
 
-    def slots_of(self, id_N: np.ndarray) -> np.ndarray:
+    def find_slots(self, id_N: np.ndarray) -> np.ndarray:
         """Slots of those ids that are here, each once, rising."""
         slot_N = np.minimum(np.searchsorted(self.id_I, id_N), max(len(self) - 1, 0))
         return np.unique(slot_N[self.id_I[slot_N] == id_N]) if len(self) else np.zeros(0, np.int64)
 
     def take(self, slot_N: np.ndarray) -> Batch:
         """These items as the candidates of one request."""
-        return _taken(self.items, slot_N)
+        return _take_batch(self.items, slot_N)
 
     def features(self, slot_N: np.ndarray) -> dict[str, Any]:
         """What a rank request has in `nro` for these items; what no item of them has is left out."""
@@ -156,8 +156,8 @@ def read_catalogue(
         )
     return Catalogue(
         id_I=id_I,
-        given_I=[reader.given[i] for i in order_I.tolist()],
-        items=_taken(items, order_I),
+        client_id_I=[reader.given[i] for i in order_I.tolist()],
+        items=_take_batch(items, order_I),
         attributes=Attributes([reader.attributes[i] for i in order_I.tolist()]),
     )
 
@@ -202,7 +202,7 @@ class _CatalogueReader:
             ) from None
         except WireError as error:
             raise ConfigError(f"{self.name}, lines {chunk[0][0]} to {chunk[-1][0]}: {error}") from None
-        self.given += request.given_ids
+        self.given += request.client_item_ids
         return batch
 
     def _row(self, number: int, line: bytes) -> dict[str, Any]:
@@ -238,7 +238,7 @@ class _CatalogueReader:
                 ]
 
 
-def _taken(items: Batch, slot_N: np.ndarray) -> Batch:
+def _take_batch(items: Batch, slot_N: np.ndarray) -> Batch:
     return items.take(np.zeros(1, np.int64), slot_N, np.zeros(len(slot_N), np.int64), np.array([len(slot_N)]))
 
 

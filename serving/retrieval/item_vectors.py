@@ -203,7 +203,7 @@ REST = 3  # times as long as a build took, nothing is built whole
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class _Kept:
+class _Current:
     """What belongs to a space and only the keeper needs."""
 
     space: RetrievalIndex
@@ -234,13 +234,13 @@ class ItemVectorUpdater:
         self._catalogue: Catalogue | None = None
         self._stamp: tuple[int, int, int] | None = None  # of the file that was read last
         self._refused: tuple[Version, Catalogue] | None = None
-        self._kept: _Kept | None = None
+        self._current: _Current | None = None
         self._build_at_s = self._look_at_s = -math.inf
 
     @property
     def waiting_for(self) -> str:
         """What the first vectors wait for; "" = they are here, or can't be made."""
-        return "" if self._kept or self.num_refused else "vectors of items"
+        return "" if self._current or self.num_refused else "vectors of items"
 
     def run(self, stop: threading.Event) -> None:
         """Until `stop`."""
@@ -253,14 +253,14 @@ class ItemVectorUpdater:
         self.retriever.samples.measure()
         self._read_catalogue()
         self._follow(stop)
-        if self._kept is not None and not (stop and stop.is_set()):
-            self._refresh(self._kept, stop)
-            if self._kept.space.nearest.wants_index:
-                self._kept.space.nearest.index()
+        if self._current is not None and not (stop and stop.is_set()):
+            self._refresh(self._current, stop)
+            if self._current.space.nearest.needs_rebuild:
+                self._current.space.nearest.index()
 
     def metrics(self) -> dict[str, float | None]:
         """For metrics."""
-        kept, now_s = self._kept, self.clock.monotonic_s()
+        kept, now_s = self._current, self.clock.monotonic_s()
         oldest_s = kept.due.oldest_s if kept else None
         return {
             "roostream_serving_items": len(kept.space.catalogue) if kept else 0,
@@ -301,10 +301,10 @@ class ItemVectorUpdater:
         catalogue, version, now_s = self._catalogue, self.served(), self.clock.monotonic_s()
         if catalogue is None or now_s < self._build_at_s or self._refused == (version, catalogue):
             return
-        space = self._kept.space if self._kept else None
+        space = self._current.space if self._current else None
         has_rows = self.retriever.rows_ready()
         fits = space is not None and space.version is version and space.catalogue is catalogue
-        if fits and self._kept is not None and (self._kept.with_rows or not has_rows):
+        if fits and self._current is not None and (self._current.with_rows or not has_rows):
             return
         try:
             kept = self._built(version, catalogue, has_rows, stop)
@@ -315,13 +315,13 @@ class ItemVectorUpdater:
         self.build_s = self.clock.monotonic_s() - now_s
         self._build_at_s = now_s + (1 + REST) * self.build_s
         if kept is not None:
-            self._kept, self.retriever.space = kept, kept.space
+            self._current, self.retriever.space = kept, kept.space
             self.num_built += 1
             log.info("vectors of %d items by version %s are here", len(catalogue), version.name)
 
     def _built(
         self, version: Version, catalogue: Catalogue, with_rows: bool, stop: threading.Event | None
-    ) -> _Kept | None:
+    ) -> _Current | None:
         """None: stopped. Rows are looked at first, so that none that changes meanwhile is missed."""
         model = retrieval_model(version.model)
         if model is None:
@@ -341,9 +341,9 @@ class ItemVectorUpdater:
             )
         nearest = NearestItems(np.concatenate(parts), self._propose)
         space = RetrievalIndex(version=version, model=model, catalogue=catalogue, nearest=nearest)
-        return _Kept(space=space, changed=changed, due=RefreshQueue(len(catalogue)), with_rows=with_rows)
+        return _Current(space=space, changed=changed, due=RefreshQueue(len(catalogue)), with_rows=with_rows)
 
-    def _refresh(self, kept: _Kept, stop: threading.Event | None) -> None:
+    def _refresh(self, kept: _Current, stop: threading.Event | None) -> None:
         """Step 4."""
         now_s = self.clock.monotonic_s()
         if now_s >= self._look_at_s:
@@ -370,8 +370,8 @@ class ItemVectorUpdater:
 
     def _refuse(self, message: str) -> None:
         self.num_refused += 1
-        log.warning("items: %s%s", message, "; what is in use stays" if self._kept else "")
-        self.retriever.why_not = message
+        log.warning("items: %s%s", message, "; what is in use stays" if self._current else "")
+        self.retriever.unavailable_reason = message
 
 
 def index_builder(settings: RetrievalSettings) -> Propose | None:

@@ -67,7 +67,7 @@ class NearestItems:
         return len(self._vector_ID)
 
     @property
-    def wants_index(self) -> bool:
+    def needs_rebuild(self) -> bool:
         """Whether so many vectors have moved that a new index pays."""
         return self._indexed is not None and len(self._indexed.moved_N) > max(
             FEW // 4, MAX_MOVED_SHARE * len(self)

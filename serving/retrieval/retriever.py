@@ -23,8 +23,8 @@ from roostream.wire.lookup import build_lookup
 from serving.errors import RequestError
 from serving.ordering import best_order
 from serving.rank import Hydration, RankService
-from serving.request import RankRequest, ids_of
-from serving.request_batch import RequestColumns, batch_of
+from serving.request import RankRequest, parse_ids
+from serving.request_batch import RequestColumns, build_batch
 from serving.retrieval.catalogue import AttributeValue, Catalogue
 from serving.retrieval.nearest_items import NearestItems, SearchResult, recall
 from serving.scorer import RowReader, Version
@@ -134,7 +134,7 @@ class Retrieved(NamedTuple):
     @property
     def given(self) -> list[int | str]:
         """The items' ids as the catalogue has them."""
-        return [self.space.catalogue.given_I[slot] for slot in self.found.slot_K.tolist()]
+        return [self.space.catalogue.client_id_I[slot] for slot in self.found.slot_K.tolist()]
 
 
 class Retriever:
@@ -145,7 +145,7 @@ class Retriever:
     ) -> None:
         self.schema, self.rows, self.hydrator, self.samples = schema, rows, hydrator, samples
         self.space: RetrievalIndex | None = None
-        self.why_not = "the items' vectors aren't there yet"  # while there is no space
+        self.unavailable_reason = "the items' vectors aren't there yet"  # while there is no space
         self.rows_ready: Callable[[], bool] = lambda: True
         self._sources, self._reader = sources_of(schema, "ro"), FieldReader(schema)
         self._seen = _features_of_seen(schema)
@@ -158,7 +158,7 @@ class Retriever:
         """
         space = self.space
         if space is None:
-            raise RequestError(503, f"nothing can be retrieved: {self.why_not}", retry_after_s=1)
+            raise RequestError(503, f"nothing can be retrieved: {self.unavailable_reason}", retry_after_s=1)
         degraded = self._hydrate(asked.request, time_ms) or not self.rows_ready()
         query_D = self._vector(space, asked, time_ms)
         allowed_I = self._allowed(space, asked)
@@ -195,7 +195,7 @@ class Retriever:
             ro = ro_columns(self.schema, asked.request.ro)
         except WireError as error:
             raise RequestError(413 if error.reason == "oversized" else 400, str(error), "$.ro") from None
-        batch = batch_of(self.schema, [RequestColumns(ro, NO_COLUMNS, _NO_ITEMS, time_ms)])
+        batch = build_batch(self.schema, [RequestColumns(ro, NO_COLUMNS, _NO_ITEMS, time_ms)])
         lookup = build_lookup(batch)
         with torch.inference_mode():
             vector_TD = space.model.request_vectors(build_inputs(batch, lookup, self.rows.gather(lookup)))[
@@ -220,9 +220,9 @@ class Retriever:
         allowed_I = space.catalogue.attributes.allowed(asked.wanted)
         if asked.among_N is not None:
             named_I = np.zeros(len(allowed_I), np.bool_)
-            named_I[space.catalogue.slots_of(asked.among_N)] = True
+            named_I[space.catalogue.find_slots(asked.among_N)] = True
             allowed_I &= named_I
-        allowed_I[space.catalogue.slots_of(excluded_N)] = False
+        allowed_I[space.catalogue.find_slots(excluded_N)] = False
         return allowed_I
 
 
@@ -236,7 +236,7 @@ def _features_of_seen(schema: Schema) -> list[tuple[str, str]]:
 def _ids(value: Any, name: str, key: str) -> np.ndarray:
     """int64; of a sequence that isn't there none."""
     given = [] if value is None else list(value.get(key, value.get("ids", ())))
-    return ids_of(given, lambda i: f"$.ro.{name}.{key}[{i}]")
+    return parse_ids(given, lambda i: f"$.ro.{name}.{key}[{i}]")
 
 
 # ---- What is ranked and shown of what was retrieved.
@@ -266,9 +266,9 @@ class Shortlist:
         many = dataclasses.replace(
             asked.request,
             item_ids=retrieved.space.catalogue.id_I[slot_N],
-            given_ids=retrieved.given,
+            client_item_ids=retrieved.given,
             nro=nro,
-            wants_ranked=True,
+            return_ranked=True,
         )
         if len(slot_N) <= shown:
             return many, retrieved
@@ -306,6 +306,6 @@ def _some(many: RankRequest, at_N: np.ndarray) -> RankRequest:
     return dataclasses.replace(
         many,
         item_ids=many.item_ids[at_N],
-        given_ids=[many.given_ids[i] for i in at_N.tolist()],
+        client_item_ids=[many.client_item_ids[i] for i in at_N.tolist()],
         nro={name: column(values) for name, values in many.nro.items()},
     )

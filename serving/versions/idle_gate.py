@@ -32,9 +32,9 @@ class IdleGate:
         until_s = self.clock.monotonic_s() + max_s
         self._came.clear()
         while self.in_flight():
-            left_s = until_s - self.clock.monotonic_s()
-            if left_s <= 0 or (stop is not None and stop.is_set()):
+            remaining_s = until_s - self.clock.monotonic_s()
+            if remaining_s <= 0 or (stop is not None and stop.is_set()):
                 return False
-            self.clock.sleep(min(_LOOK_S, left_s), self._came)
+            self.clock.sleep(min(_LOOK_S, remaining_s), self._came)
             self._came.clear()
         return True

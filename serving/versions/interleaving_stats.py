@@ -98,7 +98,7 @@ class InterleavingStats:
         with self._lock:
             return {outcome: sum(sums[outcome] for sums in self._sums.values()) for outcome in OUTCOMES}
 
-    def by_pair(self) -> dict[Pair, dict[str, int]]:
+    def outcomes_by_pair(self) -> dict[Pair, dict[str, int]]:
         """The same by pair, the newest pair last."""
         with self._lock:
             return {

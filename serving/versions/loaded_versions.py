@@ -124,7 +124,9 @@ class LoadedVersions:
         with self._lock:
             others = tuple(h for h in self._state.held if h.version.name != version.name)
             self.num_swaps += 1
-            self._become((LoadedVersion(version, committed_ms, self.now_ms()), *others), self._state.routing)
+            self._set_state(
+                (LoadedVersion(version, committed_ms, self.now_ms()), *others), self._state.routing
+            )
 
     def withdraw(self, is_withdrawn: Callable[[str], bool]) -> None:
         """Forget versions by their names, but for the newest and for those that the routing names."""
@@ -132,7 +134,7 @@ class LoadedVersions:
             newest, *others = self._state.held
             names = self._state.routing.names
             left = (h for h in others if h.version.name in names or not is_withdrawn(h.version.name))
-            self._become((newest, *left), self._state.routing)
+            self._set_state((newest, *left), self._state.routing)
 
     def refuse(self, name: str, reason: str, message: str) -> None:
         """For the list of versions: it was committed and can't be served."""
@@ -147,14 +149,14 @@ class LoadedVersions:
         """Serve this held version until `resume`; newer ones are held beside it. Raises RequestError 400, 404."""
         with self._lock:
             held = self._known(name)
-            self._become(
+            self._set_state(
                 self._state.held, dataclasses.replace(self._state.routing, activated=held.version.name)
             )
 
     def resume(self) -> None:
         """Serve the newest again."""
         with self._lock:
-            self._become(self._state.held, dataclasses.replace(self._state.routing, activated=""))
+            self._set_state(self._state.held, dataclasses.replace(self._state.routing, activated=""))
 
     def put(
         self,
@@ -180,13 +182,13 @@ class LoadedVersions:
                 shadow=shadow or before.shadow,
                 interleave=interleave or before.interleave,
             )
-            self._become(self._state.held, routing)
+            self._set_state(self._state.held, routing)
 
     def named(self, name: str) -> Version:
         """The one that is served for `""`. Raises RequestError 400, 404."""
         return self._known(name).version if name else self._state.served.version
 
-    def for_request(self, request: RoutableRequest) -> VersionChoice:
+    def choose(self, request: RoutableRequest) -> VersionChoice:
         """What scores it. Raises RequestError 400, 404: it names a version that isn't held."""
         if request.model_version:
             return VersionChoice(self._known(request.model_version).version)
@@ -208,7 +210,7 @@ class LoadedVersions:
         """The version that a split has now; None: it is off, or what it names isn't held."""
         return self._state.find(split.version) if split.share else None
 
-    def shadow_for(self, request: RoutableRequest) -> Version | None:
+    def choose_shadow(self, request: RoutableRequest) -> Version | None:
         """What scores a request once more beside the answer; None where it would be the version that scored it."""
         state = self._state
         split = state.routing.shadow
@@ -217,7 +219,7 @@ class LoadedVersions:
         shadow = state.find(split.version)
         return shadow.version if shadow is not None and shadow.version.name != request.model_version else None
 
-    def _become(self, held: tuple[LoadedVersion, ...], routing: Routing) -> None:
+    def _set_state(self, held: tuple[LoadedVersion, ...], routing: Routing) -> None:
         """With the lock. Versions beyond `keep` go, unless the routing names them."""
         before, names = self._state.served, routing.names
         self._state = _Moment(

@@ -80,13 +80,13 @@ class RecentRequests:
         with self._lock:
             return list(self._slow)
 
-    def to_try(self, most: int) -> list[ScoredRequest]:
+    def warm_up_sample(self, most: int) -> list[ScoredRequest]:
         """What shows best whether a version works: half of them the slowest, which have the longest lists, then the newest."""
         slow = self.slowest()[: most // 2]
         others = (r for r in self.newest(most) if not any(r is s for s in slow))
         return [*slow, *itertools.islice(others, most - len(slow))]
 
-    def forget_slow(self) -> None:
+    def clear_slow(self) -> None:
         """What was scored so far was no traffic, though it can be tried."""
         with self._lock:
             self._slow.clear()

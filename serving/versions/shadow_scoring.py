@@ -65,7 +65,7 @@ class ShadowScoring(Collector):
 
     def offer(self, request: ScoredRequest) -> None:
         """Never waits."""
-        shadow = self.versions.shadow_for(request)
+        shadow = self.versions.choose_shadow(request)
         if shadow is None:
             return
         try:

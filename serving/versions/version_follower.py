@@ -213,7 +213,7 @@ class WarmUp:
         Raises:
             VersionRefusedError: it can't score one that the version in use can.
         """
-        for request in self.recent.to_try(self.max_requests):
+        for request in self.recent.warm_up_sample(self.max_requests):
             self.idle_gate.wait(MAX_IDLE_WAIT_S, stop)
             failure = self._failure(version, request)
             if failure and not self._failure(self.served(), request):

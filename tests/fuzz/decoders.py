@@ -19,13 +19,13 @@ from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.block import encode_nro, encode_ro
 from roostream.wire.decode import Decoder
-from serving.access.bearer_keys import file_of, keys_of, new_key
+from serving.access.bearer_keys import decode_key_file, encode_key_file, new_key
 from serving.errors import RequestError
 from serving.feature_log.format import LogRecord, decode_header, encode_header, encode_record, scan
 from serving.http.body import _inflate
 from serving.http.engagements import EngagementParser
 from serving.http.retrieval_routes import RetrieveParser
-from serving.http.routes import deadline_ms_of, options_of
+from serving.http.routes import parse_deadline_ms, parse_rank_options
 from serving.oip.features import FeatureTensors
 from serving.oip.tensors import parse_inference
 from serving.rank_json import JsonParser
@@ -139,7 +139,7 @@ def _files() -> dict[str, Target]:
         "attributes": {"lang": "da", "tags": [1, "all"], "paid": True},
     }
     lines = b"\n".join((_json(item), _json({**item, "item_id": "i9"})))
-    keys = file_of([new_key("web", ["rank", "engage"], 0)[1], new_key("ops", ["admin"], 5, 9)[1]])
+    keys = encode_key_file([new_key("web", ["rank", "engage"], 0)[1], new_key("ops", ["admin"], 5, 9)[1]])
     tensors = tensor_file.encode({"a": _arange(4), "b": _arange(6).reshape(2, 3)}, {"k": "v"})
     return {
         "catalogue": Target(
@@ -147,7 +147,7 @@ def _files() -> dict[str, Target]:
             seeds=(lines,),
             refuses=(ConfigError,),
         ),
-        "keys": Target(read=keys_of, seeds=(keys,), refuses=(ConfigError,)),
+        "keys": Target(read=decode_key_file, seeds=(keys,), refuses=(ConfigError,)),
         "manifest": Target(read=_manifest, seeds=_manifests(), refuses=(CheckpointError,)),
         "tensors": Target(read=tensor_file.decode, seeds=(tensors,), refuses=(CheckpointError,)),
     }
@@ -252,4 +252,4 @@ def _inflated(data: bytes) -> bytes:
 
 def _query(data: bytes) -> object:
     query, _, deadline = data.partition(b"\n")
-    return options_of(query), deadline_ms_of({"headers": [(b"x-deadline-ms", deadline)]}, 1000)
+    return parse_rank_options(query), parse_deadline_ms({"headers": [(b"x-deadline-ms", deadline)]}, 1000)

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.ordering import best_order, draw_of, explore
+from serving.ordering import best_order, explore, request_rng
 
 
 def test_equal_scores_keep_the_requests_order() -> None:
@@ -59,6 +59,6 @@ def test_every_candidate_is_shown_once_with_a_propensity_above_zero(
 
 def test_a_repeated_request_gets_the_same_order() -> None:
     def order(request_id: str) -> list[int]:
-        return explore(list(range(30)), 0.5, draw_of(1, b"userkey!", request_id, 0))[0]
+        return explore(list(range(30)), 0.5, request_rng(1, b"userkey!", request_id, 0))[0]
 
     assert order("a") == order("a") != order("b")

@@ -38,7 +38,7 @@ def features(
 
 def test_what_the_client_gave_wins() -> None:
     request = of_json(BODY)
-    assert not FILLER.wants_hydration(request)
+    assert not FILLER.needs_hydration(request)
     ro, nro = features(request, ONLINE_RO, {"clicks_1h": np.array([50, 50, 50], np.float32)})
     assert ro["hour"] == 13.0 and ro["history"] == HISTORY
     assert nro["clicks"].tolist() == [3, 0, 1]
@@ -46,7 +46,7 @@ def test_what_the_client_gave_wins() -> None:
 
 def test_what_is_missing_is_hydrated_or_computed() -> None:
     request = of_json({"candidates": [{"item_id": 5}, {"item_id": 6, "nro": {"clicks": 2}}]})
-    assert FILLER.wants_hydration(request)
+    assert FILLER.needs_hydration(request)
     ro, nro = features(request, ONLINE_RO, {"clicks_1h": np.array([50, 51], np.float32)})
     assert ro == {
         "hour": pytest.approx(22 + 13 / 60 + 20 / 3600),
@@ -70,24 +70,24 @@ def test_whole_blocks_stay_byte_for_byte() -> None:
     nro = encode_nro(SCHEMA, {"clicks": np.ones(2), "place": np.arange(2.0), "item": np.array([0, 1])}, 2)
     request = of_blocks(ro, nro)
     FILLER.open(request)
-    assert not FILLER.wants_hydration(request)
+    assert not FILLER.needs_hydration(request)
     assert FILLER.encode(request, NOW_MS, ONLINE_RO, {})[:2] == (ro, nro)
 
 
 def test_whether_something_is_lacked_is_looked_at_once() -> None:
     request = of_blocks(None, b"")
     FILLER.open(request)
-    assert request.lacks and FILLER.wants_hydration(request)
-    request.lacks = False
+    assert request.has_missing and FILLER.needs_hydration(request)
+    request.has_missing = False
     FILLER.open(request)
-    assert request.lacks is False
+    assert request.has_missing is False
 
 
 def test_what_is_computed_alone_asks_nobody() -> None:
     given = encode_nro(SCHEMA, {"clicks": np.ones(2), "item": np.array([0, 1])}, 2)
     request = of_blocks(encode_ro(SCHEMA, {"history": HISTORY}), given)
     FILLER.open(request)
-    assert request.lacks and not FILLER.wants_hydration(request)
+    assert request.has_missing and not FILLER.needs_hydration(request)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_what_is_computed_alone_asks_nobody() -> None:
 def test_blocks_that_lack_something_are_completed(ro: dict[str, Any] | None, nro: dict[str, Any]) -> None:
     request = of_blocks(None if ro is None else encode_ro(SCHEMA, ro), encode_nro(SCHEMA, nro, 2))
     FILLER.open(request)
-    assert FILLER.wants_hydration(request)
+    assert FILLER.needs_hydration(request)
     got_ro, got_nro = features(request, ONLINE_RO, {"clicks_1h": np.array([50, 51], np.float32)})
     assert got_ro["history"] == (ro or {}).get("history", ONLINE_RO["history"])
     given = nro.get("clicks", np.array([np.nan, np.nan]))

@@ -30,7 +30,14 @@ from roostream.wire.block import (
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
 from serving import request_batch
-from serving.request_batch import RequestColumns, batch_of, checked, checked_at_once, precompile, read_request
+from serving.request_batch import (
+    RequestColumns,
+    build_batch,
+    checked,
+    fast_checked_columns,
+    precompile,
+    read_request,
+)
 from tests.wire.sample_builders import RICH
 
 NOW_MS = 1_700_000_000_000
@@ -130,12 +137,12 @@ def test_a_batch_of_values_is_bit_for_bit_that_of_their_bytes(data: st.DataObjec
     asked = [data.draw(requests(schema)) for _ in range(data.draw(st.integers(1, 3)))]
     for request in asked:
         read = decoder.decode_request(pack(request.ro), pack(request.nro), request.item_ids, request.time_ms)
-        assert_equal(batch_of(schema, [request]), read)
+        assert_equal(build_batch(schema, [request]), read)
     trained, rejects = decoder.decode([as_record(schema, request, i) for i, request in enumerate(asked)])
     assert not rejects
     side = ("ro_float_RF", "ro_present_RF", "ro_lists", "nro_float_BF", "nro_present_BF", "nro_lists")
     of_all = ("num_candidates_R", "request_index_B", "item_B", "time_ms_R")
-    assert_equal(batch_of(schema, asked), trained, (*side, *of_all))
+    assert_equal(build_batch(schema, asked), trained, (*side, *of_all))
 
 
 @settings(deadline=None, max_examples=30)
@@ -147,7 +154,7 @@ def test_columns_are_those_of_the_bytes_that_are_made_of_them(data: st.DataObjec
         for mine, read in zip(columns, columns_of(pack(columns)), strict=True):
             assert (mine.dtype, mine.tobytes()) == (read.dtype, read.tobytes()) and mine.flags.c_contiguous
     read = read_request(schema, pack(request.ro), pack(request.nro), request.item_ids, NOW_MS)
-    assert_equal(batch_of(schema, [read]), batch_of(schema, [request]))
+    assert_equal(build_batch(schema, [read]), build_batch(schema, [request]))
 
 
 @settings(deadline=None, max_examples=60)
@@ -176,14 +183,14 @@ def test_blocks_that_are_checked_at_once_are_those_that_are_checked_one_by_one(d
     schema = data.draw(schemas())
     request = data.draw(requests(schema))
     n, whole = len(request.item_ids), [pack(request.ro), pack(request.nro)]
-    assert checked_at_once(schema, whole[0], whole[1], n) is not None
+    assert fast_checked_columns(schema, whole[0], whole[1], n) is not None
     blocks = list(whole)
     side = data.draw(st.integers(0, 1))
     if blocks[side]:
         damaged = bytearray(blocks[side])
         damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= 1 << data.draw(st.integers(0, 7))
         blocks[side] = bytes(damaged)
-    at_once = checked_at_once(schema, blocks[0], blocks[1], n)
+    at_once = fast_checked_columns(schema, blocks[0], blocks[1], n)
     if at_once is None:
         return
     for ours, (its, block, rows) in zip(at_once, (("ro", blocks[0], 1), ("nro", blocks[1], n)), strict=True):
@@ -194,8 +201,8 @@ def test_blocks_that_are_checked_at_once_are_those_that_are_checked_one_by_one(d
 def test_more_candidates_than_the_schema_takes_are_left_to_the_words() -> None:
     schema = schema_from_dict(tomllib.loads(RICH))
     most = schema.limits.max_candidates
-    assert checked_at_once(schema, b"", b"", most) is not None
-    assert checked_at_once(schema, b"", b"", most + 1) is None
+    assert fast_checked_columns(schema, b"", b"", most) is not None
+    assert fast_checked_columns(schema, b"", b"", most + 1) is None
     with pytest.raises(WireError, match=f"at most {most} candidates"):
         checked(schema, "nro", b"", most + 1)
 
@@ -216,7 +223,7 @@ def test_flat_values_of_the_plain_case() -> None:
 
 def test_labels_are_unknown_and_cannot_be_written_to() -> None:
     schema = schema_from_dict(tomllib.loads(RICH))
-    batch = batch_of(schema, [RequestColumns(NO_COLUMNS, NO_COLUMNS, np.array([5, 6]), NOW_MS)])
+    batch = build_batch(schema, [RequestColumns(NO_COLUMNS, NO_COLUMNS, np.array([5, 6]), NOW_MS)])
     assert np.isnan(batch.label_before_BT).all() and batch.weight_BT.all() and batch.offset_R.tolist() == [-1]
     with pytest.raises(ValueError, match="read-only"):
         batch.label_BT[:] = 1.0
@@ -224,7 +231,7 @@ def test_labels_are_unknown_and_cannot_be_written_to() -> None:
 
 def test_warming_compiles_for_every_request() -> None:
     precompile()
-    kernels = (request_batch.lay_side, request_batch.read_blocks)
+    kernels = (request_batch.layout_side, request_batch.locate_block_columns)
     before = [len(kernel.nopython_signatures) for kernel in kernels]
     schema = schema_from_dict(tomllib.loads(RICH))
     given = {
@@ -235,6 +242,6 @@ def test_warming_compiles_for_every_request() -> None:
         ro_columns(schema, given), nro_columns(schema, {"item": np.array([1, 2])}, 2), np.arange(2), 0
     )
     for several in ([asked], [asked, asked], [asked._replace(nro=NO_COLUMNS), asked]):
-        batch_of(schema, several)
-    batch_of(schema, [read_request(schema, pack(asked.ro), pack(asked.nro), np.arange(2), 0)])
+        build_batch(schema, several)
+    build_batch(schema, [read_request(schema, pack(asked.ro), pack(asked.nro), np.arange(2), 0)])
     assert [len(kernel.nopython_signatures) for kernel in kernels] == before

@@ -133,7 +133,7 @@ class ScoringHome:
             session_id=1,
             surface="",
             item_ids=ids,
-            given_ids=list(items),
+            client_item_ids=list(items),
             ro={"hour": 8.5, "basket": 40.0, **(scored or {})},
             nro=nro,
             append=False,

@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 from roostream.errors import ConfigError
 from roostream.runtime.tls import TlsContext, TlsFiles
 from serving.access.bearer_keys import Keyring, new_key, write_keys
-from serving.access.route_scopes import needed
+from serving.access.route_scopes import required_scope
 from serving.client import Client, RetryPolicy, ServingError
 from serving.http.app import HttpInterface
 from serving.metrics import ServingMetrics
@@ -81,7 +81,7 @@ def test_no_route_of_traffic_opens_to_any_key(keyed: Any) -> None:
     paths = HttpInterface(
         dataclasses.replace(keyed[2].context, metrics=ServingMetrics(CollectorRegistry()))
     )._traffic
-    assert len(paths) >= 3 and {needed(path, frozenset()) for path in paths} == {"rank", "engage"}
+    assert len(paths) >= 3 and {required_scope(path, frozenset()) for path in paths} == {"rank", "engage"}
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"])

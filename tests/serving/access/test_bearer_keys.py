@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from roostream.errors import ConfigError
-from serving.access.bearer_keys import BearerKey, file_of, id_and_secret, keys_of, new_key
+from serving.access.bearer_keys import BearerKey, decode_key_file, encode_key_file, new_key, parse_key
 
 
 def made(name: str = "web", *scopes: str) -> tuple[bytes, BearerKey]:
@@ -19,7 +19,7 @@ def made(name: str = "web", *scopes: str) -> tuple[bytes, BearerKey]:
 def test_a_key_fits_its_entry_and_no_other() -> None:
     (first, one), (second, two) = made(), made()
     for text, own, other in ((first, one, two), (second, two, one)):
-        told = id_and_secret(text)
+        told = parse_key(text)
         assert told is not None and told[0] == own.id
         assert own.fits(told[1]) and not other.fits(told[1]) and not own.fits(told[1][:-1])
 
@@ -27,7 +27,7 @@ def test_a_key_fits_its_entry_and_no_other() -> None:
 def test_the_file_has_no_key_in_it() -> None:
     text, key = made()
     secret = text.decode().rpartition("_")[2]
-    assert secret.encode() not in file_of([key]) and secret not in repr(key)
+    assert secret.encode() not in encode_key_file([key]) and secret not in repr(key)
     assert len({made()[1].salt for _ in range(5)}) == 5
 
 
@@ -36,7 +36,7 @@ def test_what_is_written_is_read() -> None:
         new_key(name, scopes, 5, expires)[1]
         for name, scopes, expires in (("a", ["rank"], 0), ("b", ["engage", "admin"], 9))
     )
-    assert keys_of(file_of(keys)) == keys and keys_of(file_of(())) == ()
+    assert decode_key_file(encode_key_file(keys)) == keys and decode_key_file(encode_key_file(())) == ()
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_what_is_written_is_read() -> None:
     ids=["empty", "prefix", "short", "other", "cut", "longer", "upper"],
 )
 def test_what_isnt_a_key_is_seen_at_once(text: bytes) -> None:
-    assert id_and_secret(text) is None
+    assert parse_key(text) is None
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_misspelt_scope_is_told_the_nearest() -> None:
 
 
 def changed(**fields: Any) -> bytes:
-    told = json.loads(file_of([made()[1]]))
+    told = json.loads(encode_key_file([made()[1]]))
     told["keys"][0].update(fields)
     return json.dumps(told).encode()
 
@@ -91,4 +91,4 @@ def changed(**fields: Any) -> bytes:
 )
 def test_another_file_is_refused_in_a_sentence(data: bytes) -> None:
     with pytest.raises(ConfigError, match="expected"):
-        keys_of(data)
+        decode_key_file(data)

@@ -63,7 +63,7 @@ def candidates_of(kept: Retrieving, ids: list[Any]) -> list[dict[str, Any]]:
     """As a client spells them that has the catalogue too."""
     space = kept.keeper.retriever.space
     assert space is not None
-    features = space.catalogue.features(np.array([space.catalogue.given_I.index(item) for item in ids]))
+    features = space.catalogue.features(np.array([space.catalogue.client_id_I.index(item) for item in ids]))
     topics, ages = features.get("topics", [None] * len(ids)), features.get("age_h", np.full(len(ids), np.nan))
     return [
         {"item_id": item, "topics": topic, "age_h": None if np.isnan(age) else float(age)}
@@ -151,7 +151,7 @@ def test_a_recommendation_is_one_logged_request_of_what_is_shown(kept: Retrievin
     assert status == 200 and (answer["model_version"], answer["retrieval_version"]) == ("1-2", "1-2"), answer
     message, space = impression(kept), kept.keeper.retriever.space
     assert space is not None and message.header.request_id == "r-1" and sorted(message.positions) == [0, 1, 2]
-    given = dict(zip(space.catalogue.id_I.view(np.uint64).tolist(), space.catalogue.given_I, strict=True))
+    given = dict(zip(space.catalogue.id_I.view(np.uint64).tolist(), space.catalogue.client_id_I, strict=True))
     shown = sorted(zip(message.positions, message.item_ids, strict=True))
     assert [given[item] for _, item in shown] == [item["item_id"] for item in answer["items"]]
     if retrieved == 3:

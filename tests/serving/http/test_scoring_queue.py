@@ -161,15 +161,15 @@ def test_only_requests_of_one_version_share_a_pass() -> None:
 
 
 class Paced:
-    """A service that takes `turn_s` for each turn of a pass, and notes who was scored together, and whether in the loop."""
+    """A service that takes `unit_s` for each turn of a pass, and notes who was scored together, and whether in the loop."""
 
-    def __init__(self, turn_s: float = 0.0) -> None:
-        self.turn_s, self.seen = turn_s, list[tuple[list[str], bool]]()
+    def __init__(self, unit_s: float = 0.0) -> None:
+        self.unit_s, self.seen = unit_s, list[tuple[list[str], bool]]()
         self.loops = threading.current_thread()
 
     def __call__(self, asked: Sequence[tuple[RankRequest, int]]) -> list[RankResult | Exception]:
         self.seen.append(([r.request_id for r, _ in asked], threading.current_thread() is self.loops))
-        time.sleep(self.turn_s * len(asked))
+        time.sleep(self.unit_s * len(asked))
         return [SERVICE.rank(r, t) for r, t in asked]
 
 
@@ -178,16 +178,16 @@ def together(
     paced: Paced,
     most: tuple[int, int] = (16, 100),
     may_wait: Callable[[RankRequest], bool] = lambda request: False,
-    turn_s: float | None = None,
+    unit_s: float | None = None,
 ) -> list[tuple[list[str], bool]]:
     """What was scored where, of groups that come at once, each when the one before is answered; behind one that is measured.
-    `turn_s`: what is known of a turn then, else what it took."""
+    `unit_s`: what is known of a turn then, else what it took."""
 
     async def go() -> None:
         queue = ScoringQueue(executor, paced, AdmissionGate(100), most, may_wait=may_wait)
         await queue.score(request("first"), 0)
         for group in groups:
-            queue.pace.turn_s = queue.pace.turn_s if turn_s is None else turn_s
+            queue.pace.unit_s = queue.pace.unit_s if unit_s is None else unit_s
             outcomes = await asyncio.gather(*(queue.score(request(n), 0) for n in group))
             assert names(outcomes) == list(group)
 
@@ -198,7 +198,7 @@ def together(
 
 
 def test_a_short_pass_is_made_in_the_loop_for_all_that_came_together() -> None:
-    assert together(["a", "bc", "d"], Paced(), turn_s=LOOP_S / 3) == [
+    assert together(["a", "bc", "d"], Paced(), unit_s=LOOP_S / 3) == [
         (["a"], True),
         (["b", "c"], True),
         (["d"], True),
@@ -206,10 +206,10 @@ def test_a_short_pass_is_made_in_the_loop_for_all_that_came_together() -> None:
 
 
 def test_a_pass_in_the_loop_takes_no_more_than_the_loop_may_be_kept_for() -> None:
-    seen = together(["a", "bc", "d"], Paced(), turn_s=LOOP_S / 1.5)
+    seen = together(["a", "bc", "d"], Paced(), unit_s=LOOP_S / 1.5)
     assert seen[:2] == [(["a"], True), (["b"], True)] and ["b", "c"] not in [group for group, _ in seen]
-    assert together(["abc"], Paced(), most=(2, 100), turn_s=1e-6)[0] == (["a", "b"], True)
-    assert together(["abc"], Paced(), most=(9, 4), turn_s=1e-6)[0] == (["a", "b"], True)
+    assert together(["abc"], Paced(), most=(2, 100), unit_s=1e-6)[0] == (["a", "b"], True)
+    assert together(["abc"], Paced(), most=(9, 4), unit_s=1e-6)[0] == (["a", "b"], True)
 
 
 def test_the_loop_has_its_turn_between_two_passes() -> None:
@@ -223,7 +223,7 @@ def test_the_loop_has_its_turn_between_two_passes() -> None:
     async def go() -> None:
         queue = ScoringQueue(executor, paced, AdmissionGate(100), (1, 100))
         await queue.score(request("first"), 0)
-        queue.pace.turn_s = 1e-6
+        queue.pace.unit_s = 1e-6
         await asyncio.gather(beside(), *(queue.score(request(n), 0) for n in "abc"))
 
     with ThreadPoolExecutor(1) as executor:
@@ -243,7 +243,7 @@ def test_connections_that_come_have_turns_of_the_loop_before_the_next_pass_but_n
             iter(range(1, num_coming + 1)),
         )
         await queue.score(request("first"), 0)
-        queue.pace.turn_s = 1e-6
+        queue.pace.unit_s = 1e-6
         queue.num_connections = lambda: next(coming, num_coming)
         asked = asyncio.ensure_future(queue.score(request("a"), 0))
         while not asked.done():
@@ -256,13 +256,13 @@ def test_connections_that_come_have_turns_of_the_loop_before_the_next_pass_but_n
 
 
 def test_what_may_wait_for_others_and_all_behind_it_is_scored_in_the_thread() -> None:
-    seen = together(["a", "cb", "bc", "d"], Paced(), may_wait=lambda r: r.request_id == "b", turn_s=1e-6)
+    seen = together(["a", "cb", "bc", "d"], Paced(), may_wait=lambda r: r.request_id == "b", unit_s=1e-6)
     assert seen[:3] == [(["a"], True), (["c"], True), (["b"], False)] and seen[-1] == (["d"], True)
     assert (["b"], False) in seen[3:]
 
 
 def test_slow_passes_leave_the_loop_and_quick_ones_come_back() -> None:
-    paced = Paced(turn_s=2 * LOOP_S)
+    paced = Paced(unit_s=2 * LOOP_S)
     assert [here for _, here in together("abc", paced)] == [False] * 3
     pace = PassTimeEstimate()
     assert pace.expected_s(1, 1) > LOOP_S, "nothing is known"
@@ -291,7 +291,7 @@ def test_a_pass_that_other_programs_kept_from_the_processor_isnt_slow_and_one_th
 
 def test_the_loop_is_kept_by_no_pass_that_is_known_to_be_slow() -> None:
     """Turns of the loop while five requests wait for the thread."""
-    paced, gaps = Paced(turn_s=0.05), []
+    paced, gaps = Paced(unit_s=0.05), []
 
     async def beside() -> None:
         while len(paced.seen) < 6:
@@ -318,7 +318,7 @@ def test_g1_g9_the_same_bytes_are_scored_logged_and_answered_in_the_loop_and_in_
 ) -> None:
     """Each request in both places, and a swap between two of them."""
 
-    def values(turn_s: float) -> tuple[list[tuple[bytes, bytes]], bool]:
+    def values(unit_s: float) -> tuple[list[tuple[bytes, bytes]], bool]:
         versions = LoadedVersions(learned("1-8", 1))
         service, seen, places = (
             RankService(SCHEMA, versions, FakeRows(SCHEMA)),
@@ -333,7 +333,7 @@ def test_g1_g9_the_same_bytes_are_scored_logged_and_answered_in_the_loop_and_in_
         async def go() -> None:
             queue = ScoringQueue(executor, rank_all, AdmissionGate(100), (16, 100))
             for number, body in enumerate([BODY, BODY, {**BODY, "ro": {}}, BODY]):
-                queue.pace.turn_s = turn_s
+                queue.pace.unit_s = unit_s
                 if installs and number == 2:
                     versions.install(learned("1-9", 2))
                 ranked = await queue.score(PARSER.parse(json.dumps(body).encode()), number)

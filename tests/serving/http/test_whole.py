@@ -18,7 +18,7 @@ from live_serving import LiveServing, serving_live
 from serving_cases import BODY, SCHEMA, Built, build, learn
 from serving_fakes import FakeRows
 
-from serving.client.messages import impression_of
+from serving.client.messages import encode_impression
 from serving.http.fast_path import WholeRanks
 from serving.http.scoring_queue import LOOP_S, PassTimeEstimate
 from serving.rank import RankResult, RankService
@@ -88,7 +88,7 @@ def open_for_whole(tmp_path: Path, **settings: Any) -> Iterator[tuple[LiveServin
     with serving_live(built) as live:
         assert httpx2.post(f"{live.url}/v1/rank", json=BODY).status_code == 200
         pace = pace_of(live)
-        pace.turn_s, pace.took = LOOP_S / 10, lambda *measured: None  # type: ignore[method-assign]  # whatever the machine does
+        pace.unit_s, pace.took = LOOP_S / 10, lambda *measured: None  # type: ignore[method-assign]  # whatever the machine does
         yield live, built
 
 
@@ -98,7 +98,7 @@ def pace_of(live: LiveServing) -> PassTimeEstimate:
 
 
 PROTOBUF = (b"content-type: application/x-protobuf", b"accept: application/x-protobuf")
-BINARY = impression_of(BODY, SCHEMA)
+BINARY = encode_impression(BODY, SCHEMA)
 CASES = {
     "json": whole(),
     "protobuf": whole(BINARY, headers=PROTOBUF),
@@ -151,7 +151,7 @@ def test_a_connection_stays_and_what_comes_meanwhile_has_its_turn(
         for _ in range(3):
             connection.sendall(whole())
             assert answer_of(connection)[0] == 200
-        pace_of(live).turn_s = LOOP_S * 0.99  # one, with its candidates, is too long for the loop
+        pace_of(live).unit_s = LOOP_S * 0.99  # one, with its candidates, is too long for the loop
         service.begun.clear()
         service.go.clear()
         connection.sendall(whole())
@@ -167,7 +167,7 @@ def test_who_waits_for_the_thread_is_504_at_its_deadline_and_nothing_is_logged(t
     with open_for_whole(tmp_path, service=LoadedVersion) as (live, built), live.connect() as connection:
         service = built.service
         assert isinstance(service, LoadedVersion)
-        pace_of(live).turn_s = LOOP_S * 0.99
+        pace_of(live).unit_s = LOOP_S * 0.99
         service.go.clear()
         begin_s = time.monotonic()
         connection.sendall(whole(headers=[b"x-deadline-ms: 200"]))
@@ -188,7 +188,7 @@ def test_a_stop_waits_for_who_is_being_answered_and_says_that_it_is_the_last(tmp
     ):
         service = built.service
         assert isinstance(service, LoadedVersion)
-        pace_of(live).turn_s = LOOP_S * 0.99
+        pace_of(live).unit_s = LOOP_S * 0.99
         service.begun.clear()
         service.go.clear()
         connection.sendall(whole())
@@ -206,7 +206,7 @@ def test_who_hung_up_is_logged_and_nobody_is_told(tmp_path: Path, caplog: pytest
     with open_for_whole(tmp_path, service=LoadedVersion) as (live, built):
         service = built.service
         assert isinstance(service, LoadedVersion)
-        pace_of(live).turn_s = LOOP_S * 0.99
+        pace_of(live).unit_s = LOOP_S * 0.99
         service.begun.clear()
         service.go.clear()
         with live.connect() as connection:

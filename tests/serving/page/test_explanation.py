@@ -145,9 +145,9 @@ def test_it_waits_in_line_with_ranks_and_one_at_a_time(built: Built) -> None:
     passes: list[str] = []
     endpoint = app._traffic["/v1/explain"]
     explainer, go = endpoint.explainer, threading.Event()  # type: ignore[union-attr]
-    begin, take_out = explainer.begin, explainer.take_out
+    begin, score_without = explainer.begin, explainer.score_without
     explainer.begin = lambda *given: (go.wait(30), begin(*given))[1]
-    explainer.take_out = lambda *given: (passes.append("explain"), take_out(*given))[1]
+    explainer.score_without = lambda *given: (passes.append("explain"), score_without(*given))[1]
 
     async def ask(path: str) -> int:
         import httpx2 as httpx

@@ -28,19 +28,19 @@ def read(*rows: Any) -> Catalogue:
 def test_items_are_there_by_id_as_they_were_given() -> None:
     catalogue = whole()
     assert len(catalogue) == NUM_ITEMS and (np.diff(catalogue.id_I) > 0).all()
-    assert {signed(item_id(given)): given for given in catalogue.given_I} == dict(
-        zip(catalogue.id_I.tolist(), catalogue.given_I, strict=True)
+    assert {signed(item_id(given)): given for given in catalogue.client_id_I} == dict(
+        zip(catalogue.id_I.tolist(), catalogue.client_id_I, strict=True)
     )
-    assert set(catalogue.given_I) == {item_of(i)["item_id"] for i in range(NUM_ITEMS)}
+    assert set(catalogue.client_id_I) == {item_of(i)["item_id"] for i in range(NUM_ITEMS)}
     assert catalogue.attributes.allowed({"lang": "da"}).sum() == NUM_ITEMS / 2
 
 
 def test_features_are_those_of_the_file_whichever_items_are_taken() -> None:
     catalogue = whole()
-    slots = catalogue.slots_of(catalogue.id_I[[40, 3, 17]])
+    slots = catalogue.find_slots(catalogue.id_I[[40, 3, 17]])
     features = catalogue.features(slots)
     for at, slot in enumerate(slots.tolist()):
-        given = catalogue.given_I[slot]
+        given = catalogue.client_id_I[slot]
         row = next(item_of(i) for i in range(NUM_ITEMS) if item_of(i)["item_id"] == given)
         assert features["item"][at] == [catalogue.id_I[slot]]
         assert features["topics"][at] == row.get("topics")
@@ -89,8 +89,8 @@ def test_every_kind_of_list_comes_back() -> None:
 
 def test_ids_that_are_not_here_have_no_slot() -> None:
     catalogue = read({"item_id": 5}, {"item_id": 9})
-    assert catalogue.slots_of(np.array([9, 1, 7, 100, 9])).tolist() == [1]
-    assert catalogue.slots_of(np.zeros(0, np.int64)).tolist() == []
+    assert catalogue.find_slots(np.array([9, 1, 7, 100, 9])).tolist() == [1]
+    assert catalogue.find_slots(np.zeros(0, np.int64)).tolist() == []
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,9 @@ def test_items_of_changed_rows_have_new_vectors_with_the_next_look(kept: Retriev
     kept.turn(after_s=1.0)
     after = space.nearest.vectors()
     np.testing.assert_allclose(after, encode_items(space.model, rows, space.catalogue.items), atol=1e-6)
-    moved = {space.catalogue.given_I[slot] for slot in np.flatnonzero((before != after).any(axis=1)).tolist()}
+    moved = {
+        space.catalogue.client_id_I[slot] for slot in np.flatnonzero((before != after).any(axis=1)).tolist()
+    }
     assert {7, 11} <= moved and space_of(kept) is space and 2 not in moved
     assert kept.keeper.metrics()["roostream_serving_items_due"] == 0 and kept.keeper.num_built == 1
 
@@ -126,7 +128,7 @@ def test_a_new_file_of_items_is_taken_and_a_bad_one_leaves_the_one_in_use(
     kept.turn()
     write_items(kept.items, [item_of(i) for i in range(NUM_ITEMS, NUM_ITEMS + 3)])
     kept.turn(after_s=5.0)
-    assert space_of(kept).catalogue.given_I.count(61) == 1 and len(space_of(kept).catalogue) == 3
+    assert space_of(kept).catalogue.client_id_I.count(61) == 1 and len(space_of(kept).catalogue) == 3
     write_items(kept.items, [{"item_id": 1, "no_such": 2}])
     for _ in range(3):
         kept.turn(after_s=5.0)
@@ -141,7 +143,7 @@ def test_a_file_that_comes_later_is_found(kept: Retrieving) -> None:
     assert kept.keeper.retriever.space is None and kept.keeper.waiting_for == "", (
         "a process isn't held back for ever"
     )
-    assert "expected a file of items" in kept.keeper.retriever.why_not
+    assert "expected a file of items" in kept.keeper.retriever.unavailable_reason
     kept.items.with_suffix(".away").rename(kept.items)
     kept.turn(after_s=5.0)
     assert len(space_of(kept).catalogue) == NUM_ITEMS

@@ -104,11 +104,11 @@ def test_a_new_index_is_wanted_once_many_have_moved_and_knows_the_vectors_of_the
 
     items = NearestItems(unit(50, 0), propose)
     items.replace(np.arange(20, 22), unit(2, 5))
-    assert not items.wants_index
+    assert not items.needs_rebuild
     items.replace(np.arange(20, 26), unit(6, 6))
-    assert items.wants_index
+    assert items.needs_rebuild
     items.index()
-    assert not items.wants_index
+    assert not items.needs_rebuild
     np.testing.assert_array_equal(given[1][20:26], unit(6, 6))
 
 

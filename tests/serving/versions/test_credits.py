@@ -63,7 +63,7 @@ def test_other_actions_requests_users_and_items_are_passed_over() -> None:
         engagements(9),
     ):
         interleaving_stats.take(others)
-    assert interleaving_stats.num_engaged == 0 and interleaving_stats.by_pair() == {}
+    assert interleaving_stats.num_engaged == 0 and interleaving_stats.outcomes_by_pair() == {}
 
 
 def test_a_further_page_belongs_to_its_request_and_a_repeated_one_changes_nothing() -> None:
@@ -89,7 +89,7 @@ def test_a_request_that_another_pair_shares_is_theirs() -> None:
     draft(interleaving_stats)
     draft(interleaving_stats, pair=Pair("1-3", "1-2"))
     interleaving_stats.take(engagements(2))
-    assert interleaving_stats.by_pair() == {Pair("1-3", "1-2"): {"served": 0, "rival": 1, "tie": 0}}
+    assert interleaving_stats.outcomes_by_pair() == {Pair("1-3", "1-2"): {"served": 0, "rival": 1, "tie": 0}}
 
 
 def test_sums_of_the_newest_pairs_are_kept() -> None:
@@ -98,6 +98,6 @@ def test_sums_of_the_newest_pairs_are_kept() -> None:
         draft(interleaving_stats, f"r-{number}", Pair(f"1-{number + 1}", f"1-{number}"))
         interleaving_stats.take(engagements(1, request_id=f"r-{number}"))
     assert (
-        len(interleaving_stats.by_pair()) == MAX_PAIRS
+        len(interleaving_stats.outcomes_by_pair()) == MAX_PAIRS
         and interleaving_stats.outcomes()["served"] == MAX_PAIRS
     )

@@ -46,7 +46,7 @@ def names(versions: LoadedVersions) -> list[str]:
 
 
 def scored_by(versions: LoadedVersions, **request: Any) -> str:
-    return versions.for_request(Request(**request)).version.name
+    return versions.choose(Request(**request)).version.name
 
 
 def test_the_newest_is_served_and_as_many_as_are_kept_are_held() -> None:
@@ -96,7 +96,7 @@ def test_a_request_that_names_a_version_has_it_whatever_is_routed() -> None:
     versions = holding(
         "1-1", "1-2", canary=TrafficSplit("newest", 1.0), interleave=TrafficSplit("previous", 1.0)
     )
-    assert versions.for_request(Request(model_version="1-1")) == (versions.named("1-1"), None)
+    assert versions.choose(Request(model_version="1-1")) == (versions.named("1-1"), None)
 
 
 def test_a_version_that_is_not_held_is_a_404_with_those_that_are() -> None:
@@ -161,7 +161,7 @@ def test_a_split_for_what_is_no_version_changes_nothing(reference: str, status: 
 
 def test_interleaving_gives_a_share_of_users_a_rival() -> None:
     versions = holding("1-1", "1-2", interleave=TrafficSplit("previous", 0.5))
-    choices = [versions.for_request(Request(user)) for user in range(1, 100)]
+    choices = [versions.choose(Request(user)) for user in range(1, 100)]
     assert {c.version.name for c in choices} == {"1-2"} and {c.rival and c.rival.name for c in choices} == {
         None,
         "1-1",
@@ -170,13 +170,13 @@ def test_interleaving_gives_a_share_of_users_a_rival() -> None:
 
 def test_a_version_is_not_its_own_rival_nor_its_own_shadow() -> None:
     versions = holding("1-1", interleave=TrafficSplit("newest", 1.0), shadow=TrafficSplit("newest", 1.0))
-    assert versions.for_request(Request()).rival is None
-    assert versions.shadow_for(Request(model_version="1-1")) is None
+    assert versions.choose(Request()).rival is None
+    assert versions.choose_shadow(Request(model_version="1-1")) is None
 
 
 def test_a_shadow_scores_a_share_of_requests() -> None:
     versions = holding("1-1", shadow=TrafficSplit("previous", 0.5))
-    found = [versions.shadow_for(Request(user, "1-1")) for user in range(200)]
+    found = [versions.choose_shadow(Request(user, "1-1")) for user in range(200)]
     assert {v and v.name for v in found} == {None, "0-0"} and 70 < found.count(None) < 130
 
 

@@ -18,7 +18,7 @@ from roostream.schema.ids import key_bytes
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from serving.http.engagements import EngagementParser
-from serving.ordering import draw_of, team_draft
+from serving.ordering import request_rng, team_draft
 from serving.rank import OrderPolicy, RankResult
 from serving.rank_json import JsonParser
 from serving.scorer import build_version, probabilities
@@ -65,7 +65,7 @@ def test_an_interleaved_list_is_a_draft_of_both_with_its_propensities(built: Bui
     orders = set()
     for number in range(12):
         found, impression = ranked(built, request_id=f"r-{number}")
-        draft = team_draft(ours, rival, draw_of(0, key_bytes(17, 4, ""), f"r-{number}", 0))
+        draft = team_draft(ours, rival, request_rng(0, key_bytes(17, 4, ""), f"r-{number}", 0))
         assert found.answer.order == draft.order and list(impression.propensities) == draft.propensities
         assert impression.header.model_version == "1-2"
         orders.add(tuple(found.answer.order))
@@ -85,7 +85,7 @@ def test_a_click_is_credited_to_the_version_that_picked_the_item(built: Built) -
         EngagementParser(SCHEMA).parse(json.dumps(click).encode(), NOW_MS).records
     )
     assert sum(built.service.interleaving_stats.outcomes().values()) == 1 and list(
-        built.service.interleaving_stats.by_pair()
+        built.service.interleaving_stats.outcomes_by_pair()
     ) == [("1-2", "1-1")]
 
 

@@ -71,12 +71,15 @@ def test_what_is_tried_are_slow_ones_and_new_ones_each_once() -> None:
     recent = RecentRequests()
     for number in range(10):
         recent.add(scored(number, took_s=10 - number))
-    assert ids(recent.to_try(4)) == ["r-0", "r-1", "r-9", "r-8"]
-    assert sorted(ids(recent.to_try(20))) == sorted(f"r-{n}" for n in range(10)) and recent.to_try(0) == []
+    assert ids(recent.warm_up_sample(4)) == ["r-0", "r-1", "r-9", "r-8"]
+    assert (
+        sorted(ids(recent.warm_up_sample(20))) == sorted(f"r-{n}" for n in range(10))
+        and recent.warm_up_sample(0) == []
+    )
 
 
 def test_what_was_no_traffic_was_not_slow_but_can_be_tried() -> None:
     recent = RecentRequests()
     recent.add(scored(1))
-    recent.forget_slow()
-    assert recent.slowest() == [] and ids(recent.to_try(4)) == ["r-1"]
+    recent.clear_slow()
+    assert recent.slowest() == [] and ids(recent.warm_up_sample(4)) == ["r-1"]
