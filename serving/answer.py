@@ -1,4 +1,4 @@
-"""The answer of `POST /v1/rank`: values, and their two forms on the wire.
+"""The answer of `POST /v1/rank` and its JSON and protobuf encodings.
 
 Letters: n candidates in the request's order, T tasks.
 """
@@ -28,17 +28,13 @@ class RankAnswer:
     model_version: str
     tasks: tuple[str, ...]
     scores_nT: np.ndarray  # float32 probabilities
-    order: list[int]  # candidates' indices, first slot first
-    degraded: bool  # Redis or the rows were away
-    ranked: Sequence[int | str] | None = (
-        None  # ids as the client wrote them, first slot first; None = it didn't ask
-    )
-    top: Sequence[int | str] | None = (
-        None  # those of the first slots, which are all that it asked for; None = it didn't
-    )
+    order: list[int]  # candidate indices, first slot first
+    degraded: bool  # online features or rows were unavailable
+    ranked: Sequence[int | str] | None = None  # client item ids, first slot first; None = not requested
+    top: Sequence[int | str] | None = None  # client item ids of the first slots, if only those were requested
 
     def json(self) -> bytes:
-        """See `/docs`. Scores are the shortest decimals that are those float32."""
+        """Encode as JSON, see `/docs`. Scores are the shortest decimals that round to the same float32."""
         if self.top is not None:
             return msgspec.json.encode(self._top(self.top))
         answer: dict[str, Any] = {
@@ -67,7 +63,7 @@ class RankAnswer:
         return list(itertools.starmap(_scores_type(self.tasks), shortest(scores_nT).tolist()))
 
     def protobuf(self) -> bytes:
-        """A `roo.RankAnswer`; it has no ids. Of what was asked for by `top`, `order` has so many slots; `scores` has all."""
+        """Encode as `roo.RankAnswer`, which has no item ids. With `top`, `order` has only the first slots; `scores` has all candidates."""
         order = self.order if self.top is None else self.order[: len(self.top)]
         fields = (
             (RANK_ANSWER.request_id, self.request_id.encode() or None),
@@ -81,7 +77,7 @@ class RankAnswer:
 
 @functools.lru_cache(maxsize=16)
 def _scores_type(tasks: tuple[str, ...]) -> type[msgspec.Struct]:
-    """A candidate's scores by their names: made and written faster than a dictionary is."""
+    """A struct with one field per task: faster to create and to encode than a dictionary."""
     names = [f"t{i}" for i in range(len(tasks))]
     return msgspec.defstruct(
         "Scores", [(name, float) for name in names], rename=dict(zip(names, tasks, strict=True)), gc=False
@@ -89,18 +85,18 @@ def _scores_type(tasks: tuple[str, ...]) -> type[msgspec.Struct]:
 
 
 def shortest(values: np.ndarray) -> np.ndarray:
-    """float32 in 0..1 → the float64 of fewest decimal digits (6 at least) that rounds to the same float32; same shape.
+    """Return, for float32 values in 0..1, the float64 with the fewest decimal digits (at least 6) that rounds to the same float32.
 
-    Written out, it has those digits and no more. Values below 1e-12 stay as they are.
+    Its decimal text has those digits and no more. Values below 1e-12 are unchanged.
     """
     out = np.empty(values.size, np.float64)
     shorten(np.ascontiguousarray(values, np.float32).reshape(-1), _POWERS, out)
     return out.reshape(values.shape)
 
 
-@njit(cache=True)  # keeps the interpreter, as those of request_batch.py do
+@njit(cache=True)  # keeps the GIL, as the kernels of request_batch.py do
 def shorten(value_N: np.ndarray, powers: np.ndarray, out_N: np.ndarray) -> None:
-    """`powers`: of ten, from 0 on; up to 1e22 exact, so that a quotient is rounded once. 9 digits are always enough."""
+    """`powers`: of ten, from 0 on; they are exact up to 1e22, so the quotient is rounded once. 9 digits always suffice."""
     for n in range(len(value_N)):
         wide = np.float64(value_N[n])
         out_N[n] = wide
@@ -116,5 +112,5 @@ def shorten(value_N: np.ndarray, powers: np.ndarray, out_N: np.ndarray) -> None:
 
 
 def precompile() -> None:
-    """Compile the kernels into numba's cache."""
+    """Compile the kernel into numba's cache."""
     shortest(np.ones(1, np.float32))

@@ -1,4 +1,4 @@
-"""What a request can be refused with."""
+"""Errors that a request is answered with, and the reasons why a committed model version is refused."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ CODES = {
     503: "unavailable",
     504: "deadline_exceeded",
 }
-MAX_SHOWN = 64  # characters of what came that an answer repeats
+MAX_SHOWN = 64  # at most so many characters of a client's value are repeated in an answer
 _MAX_MESSAGE = 400
 
 
 def shown(value: object) -> str:
-    """What came, for a message: cut, so that an answer's size is ours to say."""
+    """`value` as text for an error message, cut to MAX_SHOWN characters."""
     text = value if isinstance(value, str) else str(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
 
 
 class VersionRefusedError(CheckpointError):
-    """What was committed is not served: the version in use stays. `reason` is one word, for metrics: one of REFUSALS."""
+    """A committed version cannot be served; the version in use stays. `reason` is one of REFUSAL_REASONS, for metrics."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -41,7 +41,7 @@ REFUSAL_REASONS = ("damaged", "schema", "model", "not_finite", "warm_up")
 
 
 class RequestError(RoostreamError):
-    """An answer that isn't 200. Nothing was logged, nothing was changed."""
+    """An answer other than 200. Nothing was logged and nothing was changed."""
 
     def __init__(
         self, status: int, message: str, path: str = "", *, retry_after_s: int = 0, code: str = ""
@@ -51,12 +51,12 @@ class RequestError(RoostreamError):
         self.code = code or CODES[status]
 
     def body(self) -> dict[str, dict[str, str]]:
-        """`{"error": {"code", "message", "path"?}}`"""
+        """Return `{"error": {"code", "message", "path"?}}`."""
         return {
             "error": {"code": self.code, "message": str(self)} | ({"path": self.path} if self.path else {})
         }
 
     def headers(self) -> dict[str, str]:
-        """`retry-after` where trying again can help; a connection whose body wasn't read to its end is closed."""
+        """Return `retry-after` where a retry can help, and `connection: close` if the body was not read to its end."""
         retry = {"retry-after": str(self.retry_after_s)} if self.retry_after_s else {}
         return retry | ({"connection": "close"} if self.status in (408, 413) else {})

@@ -1,4 +1,4 @@
-"""Bodies and answers that a schema's documents show; tests send them."""
+"""Example bodies and answers of a schema, for its documents and pages; tests send them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ENGAGED = {"accepted": 1, "event_ids": ["18136445899183003242"], "unused_actions
 
 
 def rank_example(schema: Schema) -> dict[str, Any]:
-    """A body that this schema takes; features that are kept online are left out, as clients leave them."""
+    """A valid rank body without the features that are kept in Redis, as clients leave them out."""
     own = {f.name: _value(f) for f in schema.nro if not f.online and f.name not in ("item", "item_id", "nro")}
     return {
         "request_id": "r-1",
@@ -23,7 +23,7 @@ def rank_example(schema: Schema) -> dict[str, Any]:
 
 
 def engagement_example(schema: Schema) -> dict[str, Any]:
-    """One that a label counts."""
+    """A valid engagement that a label counts."""
     action = schema.labels[0].action
     return {"request_id": "r-1", "user_id": 17, "session_id": 4, "item_id": 8, "action": action, "value": 1.0}
 
@@ -42,7 +42,7 @@ def _value(f: Feature) -> Any:
 
 
 def answer_example(schema: Schema) -> dict[str, Any]:
-    """What it may say."""
+    """A possible answer."""
     scores = [dict.fromkeys(schema.tasks, score) for score in (0.0625, 0.125)]
     return {
         "request_id": "r-1",

@@ -1,8 +1,8 @@
-"""Completes a request: what the client left out and the schema keeps online is filled in, then the blocks are encoded.
+"""Fills in the features that the client left out and the schema keeps online, then encodes the request's blocks.
 
-What the client gave always wins. Stateful features (histories, counters) come from Redis; those of the request itself are
-computed (roo/online/, as for the replay driver). A block that is complete as the client encoded it stays byte for byte; one
-with missing features is filled where it has them (roostream/wire/missing_features.py).
+Values of the client always win. Stateful features (histories, counters) come from Redis; stateless ones are computed from the
+request, as in replay (roostream/online). A complete block of the client stays byte for byte; a block with missing features is
+filled in place (roostream/wire/missing_features.py).
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ class FeatureCompletion:
         self._stateful_missing = {side: MissingFeatures(schema, side, self._stateful[side]) for side in sides}
 
     def open(self, request: RankRequest) -> None:
-        """Find out, once, whether its blocks lack something that can be filled in. It gets values in their place where features
-        are needed as values before anything is filled in."""
+        """Check once whether the blocks lack a feature that can be filled in. If counters need feature values, the blocks are decoded."""
         if request.blocks is None or request.has_missing is not None:
             return
         blocks = request.blocks
@@ -66,12 +65,12 @@ class FeatureCompletion:
         request.blocks = None
 
     def _given(self, columns: Columns, num_rows: int) -> dict[str, Any]:
-        """What some row has."""
+        """Columns that have a value in at least one row."""
         values = values_of(self.schema, "nro", columns, num_rows)
         return {name: column for name, column in values.items() if not _all_missing(column)}
 
     def needs_hydration(self, request: RankRequest) -> bool:
-        """Whether some stateful feature is missing; call `open` first."""
+        """Whether a stateful feature is missing. Call `open` first."""
         if request.blocks is not None:
             return request.has_missing_stateful
         if any(name not in request.ro for name in self._stateful["ro"]):
@@ -81,17 +80,17 @@ class FeatureCompletion:
         )
 
     def fields(self, request: RankRequest) -> EntityFields:
-        """What declared counters are read by; call `open` first. As the client gave it: what is wrong with it is told later."""
+        """The request's fields that declared counters are keyed by, not validated yet. Call `open` first."""
         header = request.user_id, request.session_id, request.surface, request.request_id
         return self._reader.from_values(header, request.ro, request.nro, len(request.item_ids))
 
     def encode(
         self, request: RankRequest, time_ms: int, ro_online: Mapping[str, Any], nro_online: Mapping[str, Any]
     ) -> RequestBlocks:
-        """What is logged and what is scored.
+        """Return the blocks to log and to score.
 
         Raises:
-            RequestError: 400 or 413 for what the blocks can't hold.
+            RequestError: 400 or 413: a value does not fit into a block.
         """
         if request.blocks is not None and not request.has_missing:
             return request.blocks
@@ -106,7 +105,7 @@ class FeatureCompletion:
     def _arrays(
         self, request: RankRequest, ro_online: Mapping[str, Any], nro_online: Mapping[str, Any], n: int
     ) -> tuple[Columns, Columns]:
-        """Of blocks in place, where they can be; else of values. Raises WireError."""
+        """Fill the blocks in place if possible, else encode from values. Raises WireError."""
         if (blocks := request.blocks) is not None:
             ro = self._missing["ro"].fill(blocks.ro_columns, 1, ro_online)
             nro = self._missing["nro"].fill(blocks.nro_columns, n, nro_online)
@@ -117,7 +116,7 @@ class FeatureCompletion:
         return ro_columns(self.schema, given[0]), nro_columns(self.schema, given[1], n)
 
     def _complete(self, side: Side, given: dict[str, Any], online: Mapping[str, Any]) -> dict[str, Any]:
-        """What was given, with the missing features that `online` can fill; of an NRO column only the rows that miss it."""
+        """The given values, with missing ones filled from `online`; of an NRO column only the rows that lack a value."""
         out = dict(given)
         for name, source in self._sources[side].items():
             fresh = online.get(source)

@@ -1,7 +1,7 @@
-"""Heartbeats: one to every partition of both event topics, so that event time advances where traffic is quiet.
+"""Heartbeats to every partition of both event topics, so that event time advances where there is little traffic.
 
-They take the same log as impressions and engagements and are stamped with the horizon of open requests: within this process
-none overtakes an event. Between processes the joiner's lateness bound holds.
+Heartbeats go through the feature log like impressions and engagements. They carry the in-flight watermark, so within one process
+no heartbeat overtakes an event. Between processes the joiner's lateness bound applies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger("roostream.serving.log")
 
 
 def beat(log: FeatureLog, watermark: InflightWatermark, producer: str, num_partitions: int) -> None:
-    """Raises LogFullError: some partitions had theirs; the next beat makes up for it."""
+    """Append one heartbeat per partition. Raises LogFullError: some partitions may be missing; the next call retries all."""
     time_ms = watermark.horizon_ms()
     value = wire.encode(wire.HEARTBEAT, pb.Heartbeat(time_ms=time_ms, producer=producer))
     for topic, partition in all_partitions(TOPICS, num_partitions):
@@ -30,7 +30,7 @@ def beat(log: FeatureLog, watermark: InflightWatermark, producer: str, num_parti
 
 
 def run(beat_once: Callable[[], None], interval_ms: int, clock: Clock, stop: threading.Event) -> None:
-    """`beat_once` every `interval_ms` until `stop`. A full log is said once; heartbeats come again when it has room."""
+    """Call `beat_once` every `interval_ms` until `stop`. A full log is reported once; heartbeats resume when it has space."""
     full = False
     while not stop.is_set():
         try:

@@ -1,4 +1,4 @@
-"""Event time at the edge: never backwards within a process, and heartbeats that no open request can be older than."""
+"""Event time of a serving process: it never goes back, and the watermark never overtakes a request in flight."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from roostream.runtime.clock import Clock
 
 
 class InflightWatermark:
-    """Thread-safe. `open` and `close` embrace a request; what it logs carries the stamp that `open` gave."""
+    """Thread-safe. Call `open` before and `close` after each request; its log records carry the timestamp that `open` returned."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self._lock = threading.Lock()
         self._last_ms = 0
-        self._open: Counter[int] = Counter()  # stamps of open requests
+        self._open: Counter[int] = Counter()  # timestamps of requests in flight → number of requests
 
     def open(self) -> int:
-        """Now in ms; a wall clock that goes back is held until time has caught up."""
+        """Return the current time in ms. If the wall clock goes back, the last timestamp is repeated until the clock has caught up."""
         with self._lock:
             self._last_ms = max(self._last_ms, self.clock.now_ms())
             self._open[self._last_ms] += 1
             return self._last_ms
 
     def close(self, stamp_ms: int) -> None:
-        """The request is logged, or never will be."""
+        """The request is logged, or will never be."""
         with self._lock:
             self._open[stamp_ms] -= 1
             if not self._open[stamp_ms]:
                 del self._open[stamp_ms]
 
     def horizon_ms(self) -> int:
-        """Nothing will be logged with an older stamp."""
+        """Return the watermark: no record with an older timestamp will be logged."""
         with self._lock:
             self._last_ms = max(self._last_ms, self.clock.now_ms())
             return min(self._open, default=self._last_ms)

@@ -1,14 +1,20 @@
-"""The order of an answer, with a small share of it drawn at random, and how likely each draw was.
+"""The order of the candidates in an answer: by score, with exploration, or interleaved from two rankers.
 
-Policy (ε-greedy, slot by slot, ε = `exploration`): for each slot from the top, with probability ε take one of the remaining
-candidates uniformly, otherwise the best of them. With m candidates remaining, the candidate that was taken had, given the
-slots above it, the probability
+Exploration is ε-greedy per slot (ε = `exploration`): from the top, take a uniformly random remaining candidate with probability
+ε, else the best remaining one. Given the slots above, a candidate taken from m remaining ones had the probability
 
     p = ε / m + (1 − ε) · [it is the best remaining]
 
-That is the propensity logged with it; the product over a request's candidates is the probability of the whole order. With
-ε = 0 nothing is drawn and none are logged (absent = 1). Draws are a function of (seed, key, request id, first position): a
-client that repeats a request gets the same order.
+This propensity is logged with the candidate; the product over all candidates is the probability of the whole order. With ε = 0
+no propensities are logged (absent = 1). Draws depend on (seed, key, request id, first position) only: a repeated request gets
+the same order.
+
+Interleaving is Team-Draft (Radlinski, Kurup, Joachims: "How Does Clickthrough Data Reflect Retrieval Quality?", CIKM 2008,
+algorithm 2): in each round a coin decides who picks first; each ranker puts its best remaining candidate into the next slot, and
+the candidate joins that ranker's team. After each round both teams have equal size, so a round depends on the slots above alone,
+and propensities are exact. The first slot of a round holds either ranker's best, 1/2 each, or is certain if both agree. If they
+disagreed, the second slot is certain, since the other ranker takes its own best; if they agreed, it holds either ranker's next
+best, 1/2 each, or is certain if both agree again.
 """
 
 from __future__ import annotations
@@ -23,12 +29,12 @@ from roostream.schema.ids import hash64
 
 
 def best_order(scores_n: np.ndarray) -> list[int]:
-    """Candidates, best first; equal scores keep the request's order."""
+    """Candidate indices, best first; equal scores keep the request's order."""
     return np.argsort(-scores_n, kind="stable").tolist()
 
 
 def explore(best: list[int], exploration: float, draw: random.Random) -> tuple[list[int], list[float]]:
-    """(candidates in the order to show, propensity of each candidate, by candidate)."""
+    """Return (candidates in the order to show, propensity by candidate)."""
     remaining, order, propensities = list(best), [], [1.0] * len(best)
     while remaining:
         m = len(remaining)
@@ -40,27 +46,15 @@ def explore(best: list[int], exploration: float, draw: random.Random) -> tuple[l
 
 
 def request_rng(seed: int, key: bytes, request_id: str, first_position: int) -> random.Random:
-    """The random numbers of a request."""
+    """The random generator of a request, a function of its arguments."""
     return random.Random(hash64(key + request_id.encode() + f"/{seed}/{first_position}".encode()))
-
-
-# ---- Two rankers in one list: team draft, and who is credited for what users do with it.
-#
-# Team-Draft Interleaving (Radlinski, Kurup, Joachims: "How Does Clickthrough Data Reflect Retrieval Quality?", CIKM 2008, algorithm
-# 2): in each round a coin says who picks first; each ranker puts its best candidate that isn't in the list yet into the next slot,
-# and that candidate is on its team.
-#
-# Propensities are exact. After a round both teams are equally large whatever the coins said, so a round depends on the slots above
-# it alone: its first slot is either ranker's best remaining, 1/2 each, or certain where both mean the same candidate. Its second
-# slot is certain where the first was contested, since the other ranker then takes its own; where both had meant the same
-# candidate, it is either one's next, 1/2 each, or certain again.
 
 
 OURS, RIVAL = 0, 1
 
 
 class Draft(NamedTuple):
-    """By slot: `order`; by candidate: `team_n` (OURS, RIVAL) and `propensities` given the slots above."""
+    """`order` is by slot; `team_n` (OURS or RIVAL) and `propensities`, given the slots above, are by candidate."""
 
     order: list[int]
     team_n: list[int]
@@ -68,7 +62,7 @@ class Draft(NamedTuple):
 
 
 def team_draft(ours: Sequence[int], rival: Sequence[int], draw: random.Random) -> Draft:
-    """Both rankings of the same n candidates, best first → one list."""
+    """Merge two rankings of the same n candidates, best first, into one list."""
     n = len(ours)
     draft = Draft([], [OURS] * n, [1.0] * n)
     best = (_Remaining(ours), _Remaining(rival))
@@ -91,7 +85,7 @@ def team_draft(ours: Sequence[int], rival: Sequence[int], draw: random.Random) -
 
 
 class _Remaining:
-    """A ranking that is read from the top, each candidate passed over at most once."""
+    """A ranking that is read from the top; each candidate is skipped at most once."""
 
     def __init__(self, ranking: Sequence[int]) -> None:
         self.ranking, self.at = ranking, 0

@@ -1,13 +1,13 @@
-"""From a parsed request to its answer and the impression that records it.
+"""Ranks parsed requests: from a RankRequest to its answer and the impression that is logged.
 
-1 complete: what the client left out is hydrated or computed (serving/feature_completion.py)
-2 encode: these bytes are logged; the arrays that were packed into them are scored
-3 score: one version for the whole request, rows from the replica; requests that came together in one forward pass
-4 order: by the first task, a share of it explored; or drafted with another version (serving/ordering.py)
-5 impression: features as scored, scores and places as served, propensities
+1 complete    fill in missing features from Redis or compute them (serving/feature_completion.py)
+2 encode      the block bytes are logged; the same arrays are scored
+3 score       one version per request; requests that arrived together share one forward pass
+4 order       by the configured task, with exploration, or interleaved with another version (serving/ordering.py)
+5 impression  features as scored, scores and positions as served, propensities
 
-`append`: a page that adds candidates to an open request. Its RO features are hydrated again to score it, but its impression
-carries none: the request's are those of its first page, and that is what its candidates are trained with.
+With `append` a page adds candidates to an earlier request. Its RO features are hydrated again for scoring, but its impression has
+none: training uses the RO features of the first page.
 """
 
 from __future__ import annotations
@@ -45,40 +45,40 @@ log = logging.getLogger("roostream.serving")
 
 
 class Hydration(Protocol):
-    """`serving.online_features.hydration.Hydrator`."""
+    """Implemented by `serving.online_features.hydration.Hydrator`."""
 
     def read(
         self, user_id: int, item_ids: np.ndarray, time_ms: int, fields: EntityFields
     ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Online features by their names. RoostreamError while Redis is away."""
+        """Return (RO, NRO) online features by name. Raises RoostreamError while Redis is unavailable."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OrderPolicy:
     """How answers are ordered."""
 
-    task: int = 0  # index of the label that decides
+    task: int = 0  # index of the task whose score decides the order
     exploration: float = 0.0
     seed: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankResult:
-    """An answer and its record; nothing has left yet."""
+    """An answer and its log record, which is not appended yet."""
 
     answer: RankAnswer
     record: LogRecord
 
 
 class CompletedRequest(NamedTuple):
-    """A request as it is scored and logged, and with which versions."""
+    """A request with all features, and the version that scores it."""
 
     choice: VersionChoice
     request: RankRequest
     time_ms: int
     blocks: RequestBlocks
     degraded: bool
-    took_s: tuple[float, float, float]  # to be opened, hydrated and encoded
+    took_s: tuple[float, float, float]  # seconds to check, hydrate and encode
 
     def columns(self) -> RequestColumns:
         return RequestColumns(
@@ -87,7 +87,7 @@ class CompletedRequest(NamedTuple):
 
 
 class RankService:
-    """`rank` and `rank_all` run in one thread at a time, and what `may_wait` always in the same: Redis' client's."""
+    """`rank` and `rank_all` run in one thread at a time. Requests that `may_wait` always run in the same thread, the Redis client's."""
 
     def __init__(
         self,
@@ -103,39 +103,37 @@ class RankService:
         self.stages, self.scores = (
             StageHistograms(),
             ScoreHistogram(schema.tasks),
-        )  # those that are exported, where they are
+        )  # replaced by the exported ones
         self.rows_ready: Callable[[], bool] = lambda: (
             True
-        )  # until the replica is bootstrapped, answers are marked degraded
-        self.rows_complete: Callable[[], bool] = lambda: (
-            True
-        )  # of what was just gathered; else the answers are marked too
-        self.row_reads_wait = False  # whether rows that aren't here are waited for
+        )  # answers are marked degraded until the rows are loaded
+        self.rows_complete: Callable[[], bool] = lambda: True  # whether the last gather of rows was complete
+        self.row_reads_wait = False  # whether a gather may wait for a shard
         self.interleaving_stats = InterleavingStats(
             schema.labels[self.policy.task].action if schema.labels else ""
         )
         self.on_scored: Callable[[ScoredRequest], None] = lambda scored: (
             None
-        )  # told of each, where it was scored
+        )  # called with each scored request, in the scoring thread
 
     def may_wait(self, request: RankRequest) -> bool:
-        """Whether ranking it may wait for Redis or a shard."""
+        """Whether ranking this request may wait for Redis or a shard."""
         if self.row_reads_wait or self.hydrator is None:
             return self.row_reads_wait
         self.completion.open(request)
         return self.completion.needs_hydration(request)
 
     def rank(self, request: RankRequest, time_ms: int) -> RankResult:
-        """One alone. Raises RequestError; nothing is logged then."""
+        """Rank one request. Raises RequestError; nothing is logged then."""
         (outcome,) = self.rank_all([(request, time_ms)])
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
 
     def rank_all(self, asked: Sequence[tuple[RankRequest, int]]) -> list[RankResult | Exception]:
-        """Of each request with its time what `rank` would give or raise; those of a version go through one forward pass.
+        """Return, for each (request, time), what `rank` would return or raise. Requests of one version share a forward pass.
 
-        What is wrong with one costs that one: where a pass of several fails, each is scored alone.
+        If a shared pass fails, each of its requests is scored alone, so that an error affects only the request that causes it.
         """
         outcomes: dict[int, RankResult | Exception] = {}
         by_version: dict[int, list[tuple[int, CompletedRequest]]] = {}
@@ -164,7 +162,7 @@ class RankService:
     def _scored(
         self, group: list[tuple[int, CompletedRequest]]
     ) -> Iterator[tuple[int, RankResult | Exception]]:
-        """Steps 3 to 5 of requests of one version."""
+        """Steps 3 to 5 for requests of one version."""
         begin_s = time.perf_counter()
         try:
             logits = group[0][1].choice.version.score_all(
@@ -185,7 +183,7 @@ class RankService:
                 yield i, error
 
     def _ranked(self, complete: CompletedRequest, logits_nT: np.ndarray, share_s: float) -> RankResult:
-        """Steps 4 and 5; `share_s`: its share of the pass. Raises RequestError 413, 500."""
+        """Steps 4 and 5; `share_s` is the request's share of the pass. Raises RequestError 413, 500."""
         begin_s = time.perf_counter()
         request, version = complete.request, complete.choice.version
         scores_nT = probabilities(version.finite(logits_nT))
@@ -231,7 +229,7 @@ class RankService:
     def _hydrate(
         self, request: RankRequest, time_ms: int
     ) -> tuple[Mapping[str, Any], Mapping[str, Any], bool]:
-        """(RO, NRO, degraded); without Redis the features stay missing."""
+        """Return (RO, NRO, degraded). Without Redis the features stay missing."""
         if self.hydrator is None or not self.completion.needs_hydration(request):
             return {}, {}, not self.rows_ready()
         begin_s = time.perf_counter()
@@ -249,7 +247,7 @@ class RankService:
     def _order(
         self, request: RankRequest, scores_nT: np.ndarray, draft: Draft | None
     ) -> tuple[list[int], list[float]]:
-        """A list that two versions made isn't explored: each slot's probability would be a sum over all drafts."""
+        """An interleaved list is not explored: a slot's propensity would be a sum over all drafts."""
         if draft is not None:
             return draft.order, draft.propensities
         best = best_order(scores_nT[:, self.policy.task])
@@ -260,7 +258,7 @@ class RankService:
         )
 
     def _draft(self, complete: CompletedRequest, scores_nT: np.ndarray) -> Draft | None:
-        """With the rival's order, where the request has a rival and that can score it."""
+        """Interleave with the rival's order; None without a rival, or if the rival cannot score the request."""
         choice, request = complete.choice, complete.request
         if choice.rival is None:
             return None
@@ -278,11 +276,11 @@ class RankService:
         return draft
 
     def _draw(self, request: RankRequest) -> random.Random:
-        """What chance decides in a request; the same when it is repeated."""
+        """The request's random generator: a repeated request gets the same draws."""
         return request_rng(self.policy.seed, request.key, request.request_id, request.first_position)
 
     def _impression(self, complete: CompletedRequest, answer: RankAnswer, propensities: list[float]) -> bytes:
-        """The record, with the arrays in it as they are. Raises RequestError 413."""
+        """Encode the impression. Raises RequestError 413."""
         request, blocks = complete.request, complete.blocks
         header = pb.Header(
             request_id=request.request_id,

@@ -1,6 +1,8 @@
-"""The JSON form of a schema's features as msgspec types: one pass of compiled code checks names and types.
+"""Parses the JSON body of `POST /v1/rank` into a RankRequest.
 
-Field names are `f0, f1, …` in declared order (a feature's own name need not be an identifier), renamed to the features'.
+The body's msgspec types are built from the schema. Struct fields are called `f0, f1, …` in declared order and renamed to the
+features' names, which need not be identifiers. Candidates are rows, `[{"item_id": 8, "age_h": 2.5}, …]`, or columns,
+`{"item_id": […], "age_h": […]}`. The features of a row may also be nested: `{"item_id": 8, "nro": {"age_h": 2.5}}`.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ FORBID: dict[str, Any] = {"forbid_unknown_fields": True}
 
 
 def limits(description: str = "", **of_schema: Any) -> Meta:
-    """Limits that are said in the document and checked by us: a refusal has our words and the right status."""
+    """Limits that appear in the OpenAPI document but are checked by our own code, for its messages and status codes."""
     return Meta(description=description or None, extra_json_schema=of_schema or None)
 
 
@@ -54,15 +56,15 @@ Id = Annotated[PlainId, Meta(description="an integer passes through, a string is
 
 @dataclasses.dataclass(frozen=True)
 class JsonTypes:
-    """`rank` is the type of a whole body; `known` says which names a place may have, for the nearest one in a message."""
+    """`rank` is the type of the whole body. `known` lists the field names at each path, for suggestions in error messages."""
 
     rank: type[msgspec.Struct]
     known: dict[str, tuple[str, ...]]  # path without indices → names
-    flat: tuple[int, ...]  # NRO features, by index, that a candidate's row may have beside its item_id
+    flat: tuple[int, ...]  # indices of the NRO features that a candidate row may have beside item_id
 
 
 def build_types(schema: Schema) -> JsonTypes:
-    """Types of `POST /v1/rank` for this schema."""
+    """Build the types of `POST /v1/rank` for this schema."""
     value = {f.name: _described(f, schema) for f in (*schema.ro, *schema.nro)}
     ro = _struct("RequestFeatures", [(f, value[f.name]) for f in schema.ro])
     nro = _struct("CandidateFeatures", [(f, value[f.name]) for f in schema.nro])
@@ -165,7 +167,7 @@ def _described(f: Feature, schema: Schema) -> Any:
 
 
 def _value(f: Feature, schema: Schema) -> Any:
-    """Type of one value; null = missing."""
+    """The type of one feature value; null = missing."""
     most, weight = schema.limits.max_list, limits(minimum=-MAX_WEIGHT, maximum=MAX_WEIGHT)
 
     def several(kind: Any) -> Any:
@@ -201,13 +203,6 @@ def _parts(f: Feature) -> tuple[str, ...]:
     return (main_key(f), *f.columns) if f.kind == "sequence" else ()
 
 
-# ---- JSON body of `POST /v1/rank` → RankRequest. Names, types and numbers are checked here; every refusal has its path.
-#
-# Candidates come as rows, `[{"item_id": 8, "age_h": 2.5}, …]` as in a line of a log, or as columns,
-# `{"item_id": […], "age_h": […]}`.
-# A row's features may also stand in an object of their own: `{"item_id": 8, "nro": {"age_h": 2.5}}`.
-
-
 _UNKNOWN = re.compile(r"unknown field `(?P<name>.*)`", re.DOTALL)
 _AT = " - at `"
 
@@ -223,7 +218,11 @@ class JsonParser:
         self._ro = [(f"f{i}", f, f"$.ro.{f.name}") for i, f in enumerate(schema.ro)]
 
     def parse(self, body: bytes) -> RankRequest:
-        """Raises RequestError 400 with the path of the field, 413 for more candidates or list entries than the schema takes."""
+        """Parse and validate a body.
+
+        Raises:
+            RequestError: 400 with the path of the field; 413 for more candidates or list entries than the schema allows.
+        """
         rank: Any = decoded(self._decoder, body, self._types.known)
         by_row = isinstance(rank.candidates, list)
         ids = [c.item_id for c in rank.candidates] if by_row else rank.candidates.item_id
@@ -257,7 +256,7 @@ class JsonParser:
         return out
 
     def _rows(self, candidates: list[Any]) -> dict[str, Any]:
-        """Features beside `item_id`, in `nro`, or some here and some there."""
+        """Features beside `item_id`, nested in `nro`, or both."""
         _, nested, *flat = zip(*map(msgspec.structs.astuple, candidates), strict=True)
         given = {
             f.name: (f, column) for f, column in _given(flat, [self._nro[i][1] for i in self._types.flat])
@@ -272,7 +271,7 @@ class JsonParser:
         return self._checked_columns(list(given.values()), path)
 
     def _columns(self, candidates: Any) -> dict[str, Any]:
-        """Candidates in columns: what each of them has, by feature."""
+        """Columns that the body has, by feature."""
         n = len(candidates.item_id)
         given: list[tuple[Feature, Sequence[Any]]] = []
         for name, f in self._nro:
@@ -287,7 +286,7 @@ class JsonParser:
         return self._checked_columns(given, "$.candidates.{1}[{0}]")
 
     def _checked_columns(self, given: Sequence[tuple[Feature, Sequence[Any]]], path: str) -> dict[str, Any]:
-        """`path` has places for index and name. All floats are converted and checked at once."""
+        """`path` has placeholders for index and name. All floats are converted and checked at once."""
         floats = [(f, column) for f, column in given if f.kind == "float"]
         values_Fn = np.array([column for _, column in floats], dtype=np.float64)  # None → NaN
         large_Fn = np.abs(values_Fn) > MAX_FLOAT
@@ -300,16 +299,14 @@ class JsonParser:
     def _list_column(self, f: Feature, column: Sequence[Any], path: str) -> Any:
         if f.kind == "ids":
             single = [v[0] if type(v) is list and len(v) == 1 else v for v in column]
-            if {int, str}.issuperset(
-                map(type, single)
-            ):  # exactly one id a row: an array, which encodes without a loop
+            if {int, str}.issuperset(map(type, single)):  # one id per row: an array encodes without a loop
                 return parse_ids(single, lambda row: path.format(row, f.name))
         return [
             None if v is None else self._checked(f, v, path.format(i, f.name)) for i, v in enumerate(column)
         ]
 
     def _checked(self, f: Feature, value: Any, path: str) -> Any:
-        """One value in the form that `encode_*` takes."""
+        """Return one value in the form that `encode_*` takes."""
         if f.kind == "float":
             if abs(value) > MAX_FLOAT:
                 raise RequestError(400, f"expected a finite 32-bit float, got {value}", path)
@@ -328,7 +325,7 @@ class JsonParser:
         return self._sequence(f, value, path)
 
     def _sequence(self, f: Feature, value: Any, path: str) -> dict[str, Any]:
-        """The ids may be given by the table's name or as `ids`, not both."""
+        """The ids may be given under the table's name or as `ids`, not both."""
         given = [ids for ids in (value.main, getattr(value, "ids", None)) if ids is not None]
         if len(given) != 1:
             raise RequestError(
@@ -352,14 +349,14 @@ class JsonParser:
 
 
 def _given(columns: Iterable[Sequence[Any]], features: list[Feature]) -> list[tuple[Feature, Sequence[Any]]]:
-    """What some row has."""
+    """Columns that have a value in at least one row."""
     return [
         (f, column) for f, column in zip(features, columns, strict=False) if column.count(None) < len(column)
     ]
 
 
 def _either(name: str, flat: Sequence[Any], nested: Sequence[Any]) -> list[Any]:
-    """RequestError 400 where a row has a feature in both places."""
+    """Merge flat and nested values. RequestError 400 if a row has a feature in both places."""
     for row, (here, there) in enumerate(zip(flat, nested, strict=True)):
         if here is not None and there is not None:
             message = f"expected {name!r} once, beside item_id or in nro, got both"
@@ -378,7 +375,7 @@ def check_num_candidates(schema: Schema, count: int, path: str = "$.candidates")
 
 
 def check_unique(item_ids_n: np.ndarray, path: str) -> None:
-    """Raises RequestError 400 with both places of an item that is given twice; `path` has a place for the index."""
+    """Raises RequestError 400 with both positions of an item that is given twice; `path` has a placeholder for the index."""
     items = item_ids_n.tolist()
     if len(set(items)) == len(items):
         return
@@ -390,7 +387,7 @@ def check_unique(item_ids_n: np.ndarray, path: str) -> None:
 
 
 def decoded(decoder: msgspec.json.Decoder[Any], body: bytes, known: dict[str, tuple[str, ...]]) -> Any:
-    """`body` by `decoder`. Raises RequestError 400, with the path of the field, and the nearest name where one is unknown."""
+    """Decode `body`. Raises RequestError 400 with the path of the field, and the nearest known name if a name is unknown."""
     try:
         return decoder.decode(body)
     except UnicodeDecodeError as error:
@@ -406,7 +403,7 @@ def decoded(decoder: msgspec.json.Decoder[Any], body: bytes, known: dict[str, tu
 
 
 def _told(said: str, known: dict[str, tuple[str, ...]]) -> RequestError:
-    """msgspec's words in ours; a name may be as long as the body."""
+    """Turn msgspec's message into a RequestError. The unknown name may be as long as the body, so it is cut."""
     what, at, path = said.rpartition(_AT)
     if not at or not said.endswith("`"):
         what, path = said, "$`"

@@ -1,6 +1,6 @@
-"""`application/x-protobuf` body of `POST /v1/rank`: a `roo.Impression` without scores → RankRequest.
+"""Parses the `application/x-protobuf` body of `POST /v1/rank`, a `roo.Impression` without scores, into a RankRequest.
 
-Its blocks are scored and logged as they are, unless a feature that is kept online is missing in them.
+Its blocks are scored and logged as they are, unless a feature that is kept in Redis is missing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from serving.request_batch import checked, fast_checked_columns
 
 
 def parse_impression(schema: Schema, body: bytes) -> RankRequest:
-    """Raises RequestError 400 with the path of the field, 413 for more candidates or list entries than the schema takes."""
+    """Raises RequestError 400 with the path of the field; 413 for more candidates or list entries than the schema allows."""
     message = pb.Impression()
     try:
         message.ParseFromString(body)

@@ -1,4 +1,4 @@
-"""A parsed rank request, whatever form it came in."""
+"""`RankRequest`: a parsed rank request, independent of the format it was sent in."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_TEXT_BYTES = 64
 
 
 class RequestBlocks(NamedTuple):
-    """A request's features as they are logged, and the same as arrays, which are scored; checked."""
+    """The feature blocks of a request: the bytes that are logged, and the same values as arrays, which are scored. Both are validated."""
 
     ro: bytes
     nro: bytes
@@ -27,29 +27,29 @@ class RequestBlocks(NamedTuple):
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class RankRequest:
-    """Values are as `roostream.wire.block.encode_*` takes them; absent = the client didn't give it."""
+    """Values have the form that `roostream.wire.block.encode_*` takes. A feature that the client did not send is absent."""
 
     request_id: str
     user_id: int  # uint64; 0 = unknown
     session_id: int  # uint64
     surface: str
-    item_ids: np.ndarray  # int64 [n], each once, at least one
-    client_item_ids: Sequence[int | str]  # the same as the client wrote them
+    item_ids: np.ndarray  # int64 [n], at least one, each once
+    client_item_ids: Sequence[int | str]  # the item ids as the client wrote them
     ro: dict[str, Any]
-    nro: dict[str, Any]  # columns of n: float64 with NaN = missing, or lists with None = missing
-    append: bool  # adds candidates to an open request
-    first_position: int  # place of the first slot of this answer
+    nro: dict[str, Any]  # columns of n values: float64 with NaN = missing, or lists with None = missing
+    append: bool  # adds candidates to a request that was ranked before (a further page)
+    first_position: int  # position of the first slot of this answer
     model_version: str  # "" = the newest
-    return_ranked: bool = False  # the answer names the items in their order
+    return_ranked: bool = False  # include item ids in ranked order in the answer
     top: int = (
-        0  # the answer has so many first slots with their items and scores; 0 = all scores, and the order
+        0  # return only so many first slots, with items and scores; 0 = return all scores and the order
     )
-    blocks: RequestBlocks | None = None  # as the client encoded them; then `ro` and `nro` are empty
+    blocks: RequestBlocks | None = None  # as the client encoded them; `ro` and `nro` are empty then
     has_missing: bool | None = (
-        None  # whether the blocks lack something that can be filled in; None = nobody has looked
+        None  # whether the blocks lack a feature that can be filled in; None = not checked yet
     )
-    has_missing_stateful: bool = False  # something of it is kept online
-    traceparent: str = ""  # of the call's span, where it is traced
+    has_missing_stateful: bool = False  # whether a missing feature is kept in Redis
+    traceparent: str = ""  # of the request's span, if tracing is on
 
     @property
     def key(self) -> bytes:
@@ -57,7 +57,7 @@ class RankRequest:
 
 
 def parse_request_id(text: str, path: str) -> str:
-    """The client's, or a new one where it gave none."""
+    """Return the client's request id, or a new one if it is empty."""
     return check_text(text, path) if text else uuid.uuid4().hex
 
 
@@ -70,7 +70,7 @@ def check_text(text: str, path: str) -> str:
 
 
 def parse_id(value: int | str, path: str) -> int:
-    """uint64: integers pass through, strings are hashed; the check is `roostream.schema.ids.item_id`'s."""
+    """Return a uint64: integers pass through, strings are hashed, as `roostream.schema.ids.item_id` does."""
     try:
         return item_id(value)
     except ValueError as error:
@@ -78,14 +78,14 @@ def parse_id(value: int | str, path: str) -> int:
 
 
 def parse_ids(values: list[int | str], path_of: Callable[[int], str]) -> np.ndarray:
-    """int64 [n] of ids from outside; `path_of` names the place of the i-th. Raises as `check_ids`."""
+    """Return int64 [n] of the ids. `path_of(i)` is the JSON path of the i-th id. Raises as `check_ids`."""
     check_ids(values, path_of)
     unsigned = [v & MASK64 if type(v) is int else item_id(v) for v in values]
     return np.array(unsigned, dtype=np.uint64).view(np.int64)
 
 
 def check_ids(values: list[int | str], path_of: Callable[[int], str]) -> None:
-    """Raises RequestError 400 with the path of the first that is no id."""
+    """Raises RequestError 400 with the path of the first invalid id."""
     integers: list[int] = [v for v in values if type(v) is int]
     if (len(integers) < len(values) and "" in values) or (
         integers and not (min(integers) >= LOWEST_ID and max(integers) <= MASK64)

@@ -1,9 +1,9 @@
-"""Requests' columns → one batch without labels, without reading the bytes that were made of them.
+"""Builds one unlabeled batch from the columns of one or several requests, without decoding the bytes that are logged.
 
-What is logged are the bytes; `roostream.wire.decode` reads them in training. These are the same arrays, which tests/serving holds: of a
-request alone bit for bit those of `Decoder.decode_request`, of several those of their samples.
+Training decodes the logged bytes with `roostream.wire.decode`. The arrays here are bit-equal to what `Decoder.decode_request`
+returns for a single request, and to the arrays of the samples for several; tests/serving checks this.
 
-The kernels keep the interpreter: each takes microseconds, and giving it up costs a turn of the event loop's thread.
+The numba kernels keep the GIL: each takes microseconds, and releasing it would cost a turn of the event loop.
 
 Letters: R requests, B candidates, N rows of a side (R or B), F floats, K lists, C columns of lists, T labels.
 """
@@ -29,7 +29,7 @@ from roostream.wire.proto_fields import BLOCK
 
 
 class RequestColumns(NamedTuple):
-    """What a request's candidates are scored by; both blocks are checked."""
+    """The features that a request is scored with. Both sides are validated."""
 
     ro: Columns
     nro: Columns
@@ -38,29 +38,29 @@ class RequestColumns(NamedTuple):
 
 
 class _ServedBatch(Batch):
-    """Whose arrays the kernels below made for each other: what `Batch` checks took as long as they do."""
+    """A batch without the checks of `Batch`: the kernels below guarantee consistent arrays, and the checks took as long as the kernels."""
 
     def __post_init__(self) -> None:
         pass
 
 
 class _ServedLists(Jagged):
-    """As `_ServedBatch`; `starts_K1` is known, too."""
+    """As `_ServedBatch`; `starts_K1` is precomputed."""
 
     def __post_init__(self) -> None:
         pass
 
 
 class _SideReading(NamedTuple):
-    """How a side's columns become arrays."""
+    """How the columns of one side become arrays."""
 
     layout: SideLayout
-    max_K: np.ndarray  # int64: longest list in use
-    streams_K3: np.ndarray  # int64: arrays of a list's length in ids, weights and times
+    max_K: np.ndarray  # int64: number of entries used per list
+    streams_K3: np.ndarray  # int64: number of id, weight and time columns per list
 
 
 def build_batch(schema: Schema, requests: Sequence[RequestColumns]) -> Batch:
-    """Labels 0, weights 1, no offset (-1), as `Decoder.decode_request` gives one; at least one request."""
+    """Build a batch of at least one request: labels 0, weights 1, offset -1, as `Decoder.decode_request` does."""
     counts, readings = [len(r.item_ids) for r in requests], schema.derived(_readings)
     counts_R, is_alone = np.array(counts, dtype=np.int32), len(requests) == 1
     return _ServedBatch(
@@ -79,7 +79,7 @@ def build_batch(schema: Schema, requests: Sequence[RequestColumns]) -> Batch:
 
 @functools.lru_cache(maxsize=256)
 def _unlabelled(r: int, b: int, t: int) -> dict[str, Any]:
-    """What serving knows nothing of; shared by batches, read only."""
+    """Fields that serving has no values for; shared between batches and read-only."""
     unknown_BT, none_R = np.full((b, t), np.nan, dtype=np.float32), np.zeros(r, dtype=np.int64)
     arrays: dict[str, np.ndarray] = {
         "label_BT": np.zeros((b, t), dtype=np.float32),
@@ -117,7 +117,7 @@ def _reading(schema: Schema, side: Side) -> _SideReading:
 
 
 def _side(side: Side, reading: _SideReading, given: list[tuple[Columns, int]]) -> dict[str, Any]:
-    """A side's fields of Batch; `given`: columns and rows of each request."""
+    """The fields of `Batch` for one side; `given` has the columns and number of rows of each request."""
     layout = reading.layout
     num_floats, num_lists, num_rows = len(layout.default_F), len(layout.keys), sum(rows for _, rows in given)
     columns = _joined(given, num_floats, num_lists)
@@ -161,7 +161,7 @@ def _side(side: Side, reading: _SideReading, given: list[tuple[Columns, int]]) -
 
 
 def _joined(given: list[tuple[Columns, int]], num_floats: int, num_lists: int) -> Columns:
-    """All requests' columns behind each other."""
+    """Concatenate the columns of all requests."""
     whole = [_whole(columns, rows, num_floats, num_lists) for columns, rows in given]
     if len(whole) == 1:
         return whole[0]
@@ -171,7 +171,7 @@ def _joined(given: list[tuple[Columns, int]], num_floats: int, num_lists: int) -
 
 
 def _whole(columns: Columns, rows: int, num_floats: int, num_lists: int) -> Columns:
-    """A block of nothing says that all is missing."""
+    """An empty block means that all features are missing; make that explicit."""
     if any(map(len, columns)):
         return columns
     floats, lengths = np.full(rows * num_floats, np.nan, np.float32), np.zeros(rows * num_lists, np.uint32)
@@ -189,15 +189,16 @@ def layout_side(
     out: tuple[np.ndarray, np.ndarray, np.ndarray],
     ends: tuple[np.ndarray, np.ndarray],
 ) -> None:
-    """Everything of a side. `block`: a block's columns; `reading`: default_F, max_K, streams_K3; `floats`: numbers and
-    presence, [N, F]; the others as `split_lists` has them."""
+    """Fill the arrays of one side. `block`: columns of a block; `reading`: default_F, max_K, streams_K3; `floats`: values and presence
+    [N, F]; the others as in `split_lists`.
+    """
     fill_floats(block[0], reading[0], floats[0], floats[1])
     split_lists(block[1], block[5], reading[1], reading[2], (block[2], block[3], block[4]), shape, out, ends)
 
 
 @njit(cache=True)
 def fill_floats(given: np.ndarray, default_F: np.ndarray, out_NF: np.ndarray, present_NF: np.ndarray) -> None:
-    """NaN is missing."""
+    """Copy floats; NaN means missing and becomes the default."""
     floats = len(default_F)
     for n in range(len(out_NF)):
         for f in range(floats):
@@ -217,11 +218,11 @@ def split_lists(
     out: tuple[np.ndarray, np.ndarray, np.ndarray],
     ends: tuple[np.ndarray, np.ndarray],
 ) -> None:
-    """Lists from row-major to feature-major, the first `max_K` entries of each.
+    """Transpose lists from row-major to feature-major order, with at most `max_K` entries each.
 
-    `lengths`, `missing`, `streams` (ids, weights, times): as a block has them. `out`: values, weights (filled with 1; may be
-    empty) and the entries of all columns, column c between ends_C1[c] and ends_C1[c + 1]. `ends`: zeros for start_K1, where each
-    list's ids begin, and for ends_C1.
+    `lengths`, `missing` and `streams` (ids, weights, times) are those of a block. `out`: values, weights (prefilled with 1; may be
+    empty) and the entries of all columns, column c from ends_C1[c] to ends_C1[c + 1]. `ends`: zeros for start_K1, where the ids of
+    each list begin, and for ends_C1.
     """
     lengths_KN, present_KN = shape
     values, weights, entries = out
@@ -265,15 +266,16 @@ def split_lists(
 
 
 def checked(schema: Schema, side: Side, block: bytes, num_rows: int) -> Columns:
-    """What a block from outside holds; copies, since its columns may begin at any byte. Raises WireError as `check_block`."""
+    """Validate a block of a client and copy its columns, which may be unaligned. Raises WireError as `check_block`."""
     return Columns._make(np.array(c) for c in check_block(schema, side, block, num_rows, schema.limits))
 
 
 def fast_checked_columns(
     schema: Schema, ro: bytes, nro: bytes, num_rows: int
 ) -> tuple[Columns, Columns] | None:
-    """Both of a request by the kernels that training reads with; None where `checked` has to say what is wrong, or to read a form
-    that isn't ours."""
+    """Validate both blocks with training's kernels. Return None if a block is invalid or not in the canonical form of our encoders;
+    `checked` then explains the error or reads the other form.
+    """
     plans, most = schema.derived(_plans), schema.limits
     if num_rows > most.max_candidates:
         return None
@@ -299,8 +301,9 @@ def locate_block_columns(
     max_list: int,
     spans_2: np.ndarray,
 ) -> bool:
-    """Where the columns of a request's blocks lie, noted in `spans_2` (zeros before); False: something is wrong, or one isn't in
-    our writers' form. `buf`: both behind each other, and one byte more."""
+    """Locate the columns of both blocks in `buf` and write them to `spans_2` (zeros before). Return False if a block is invalid or not
+    in canonical form. `buf` has both blocks, one after the other, and one extra byte.
+    """
     if not scan_message(buf, 0, ro_bytes, fields, spans_2[0]) or not scan_message(
         buf, ro_bytes, len(buf) - 1, fields, spans_2[1]
     ):
@@ -323,7 +326,7 @@ def _columns_at(buf: np.ndarray, spans: np.ndarray) -> Columns:
 
 
 def read_request(schema: Schema, ro: bytes, nro: bytes, item_ids: np.ndarray, time_ms: int) -> RequestColumns:
-    """Of blocks, as an impression has them. Raises WireError as `check_block`."""
+    """Build `RequestColumns` from the blocks of an impression. Raises WireError as `check_block`."""
     both = fast_checked_columns(schema, ro, nro, len(item_ids))
     both = both or (checked(schema, "ro", ro, 1), checked(schema, "nro", nro, len(item_ids)))
     return RequestColumns(*both, item_ids, time_ms)

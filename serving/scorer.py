@@ -1,7 +1,7 @@
-"""One forward pass over the candidates of a request, or of several, and the versions that it runs with.
+"""`Version`: one model version, and the forward pass over the candidates of one or several requests.
 
-A `Version` is everything that must not be mixed (G4): schema and dense weights. A request takes one at its start and
-uses nothing else; following a new one is a single assignment. Rows come from the replica at the time of the request.
+A version holds what must not be mixed: schema and dense weights (G4). A request takes one version at its start and uses nothing
+else, so following a new version is a single assignment. Embedding rows are read at the time of the request.
 
 Letters: n candidates, T tasks.
 """
@@ -30,41 +30,47 @@ from serving.request_batch import RequestColumns, build_batch
 log = logging.getLogger("roostream.serving")
 
 FIRST = "0-0"
-_MOST = np.float32(88)  # whose exponential is a float32
+_MOST = np.float32(88)  # exp(88) is still a finite float32
 
 
 class RowReader(Protocol):
-    """Where rows are read: the row replica."""
+    """Source of embedding rows: the row replica."""
 
     def gather(self, lookup: Lookup) -> dict[str, np.ndarray]:
-        """Stack → float32 [U, D]; a row that isn't there has its initial value. Thread-safe."""
+        """Return stack → float32 [U, D]; a missing row has its initial value. Thread-safe."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Version:
-    """Immutable once built; thread-safe, unless a user's own model isn't."""
+    """Immutable once built. Thread-safe, unless a custom model is not."""
 
     name: str  # "<incarnation>-<seq>"
     schema: Schema
     model: Model
-    as_trained: bool = False  # each request alone through the modules that training runs: the same bits (G9)
+    as_trained: bool = (
+        False  # score each request alone through training's modules: bit-equal to training (G9)
+    )
 
     @functools.cached_property
     def forward(self) -> Forward:
-        """Made when it is first asked for; the model's parameters are not changed after that."""
+        """The forward pass, built when first used; the model's parameters do not change after that."""
         return torch_forward(self.model) if self.as_trained else forward_of(self.model, self.schema)
 
     def score(self, rows: RowReader, request: RequestColumns) -> np.ndarray:
-        """float32 logits [n, T]: those of training for this request alone, to 1e-5, or to the bit where `as_trained` (G9).
+        """Return float32 logits [n, T] of one request: within 1e-5 of training's, or bit-equal if `as_trained` (G9).
 
         Raises:
-            RequestError: 500: not finite, or a user's own model failed.
+            RequestError: 500: a score is not finite, or a custom model failed.
         """
         (logits_nT,) = self.score_all(rows, [request])
         return self.finite(logits_nT)
 
     def score_all(self, rows: RowReader, requests: Sequence[RequestColumns]) -> list[np.ndarray]:
-        """Of each request, in one pass; not all may be finite. Raises RequestError 500: a user's own model failed."""
+        """Return the logits of each request, computed in one pass; they may contain non-finite values.
+
+        Raises:
+            RequestError: 500: a custom model failed.
+        """
         if self.as_trained and len(requests) > 1:
             return [logits_nT for request in requests for logits_nT in self.score_all(rows, [request])]
         batch = build_batch(self.schema, requests)
@@ -72,7 +78,7 @@ class Version:
         gathered = rows.gather(lookup)
         try:
             logits_BT = self.forward(batch, lookup, gathered)
-        except ConfigError as error:  # a user's own code; where it lies isn't for strangers
+        except ConfigError as error:  # the error has paths of custom code, which clients must not see
             log.error("model version %s: %s", self.name, error)
             raise RequestError(
                 500, f"the code of model version {self.name} failed; serving's log says where"
@@ -82,7 +88,7 @@ class Version:
         )
 
     def finite(self, logits_nT: np.ndarray) -> np.ndarray:
-        """The same. Raises RequestError 500 where there is anything else than numbers."""
+        """Return `logits_nT`. Raises RequestError 500 if a value is not finite."""
         if not np.isfinite(logits_nT).all():
             raise RequestError(
                 500, f"model version {self.name} gave a score that is not finite for this request"
@@ -91,7 +97,7 @@ class Version:
 
 
 def first_version(schema: Schema, config: ModelConfig, seed: int, as_trained: bool = False) -> Version:
-    """What is served before the first commit: initial weights, as the trainer begins with."""
+    """The version before the first commit: the initial weights that the trainer starts with."""
     return build_version(FIRST, schema, config, seed, {}, as_trained)
 
 
@@ -103,10 +109,10 @@ def build_version(
     weights: dict[str, torch.Tensor],
     as_trained: bool = False,
 ) -> Version:
-    """A version with these weights in place of the initial ones (none given = all initial).
+    """Build a version with these weights; no weights = initial weights.
 
     Raises:
-        RuntimeError: names or shapes aren't those of the model.
+        RuntimeError: names or shapes of the weights do not fit the model.
     """
     model = build_model(schema, config, seed, is_loaded=bool(weights))
     if weights:
@@ -116,6 +122,6 @@ def build_version(
 
 
 def probabilities(logits_nT: np.ndarray) -> np.ndarray:
-    """Sigmoid, float32 [n, T]; of what lies below -88 that of -88."""
+    """Sigmoid, float32 [n, T]; logits below -88 give the value of -88."""
     scores_nT: np.ndarray = 1 / (1 + np.exp(np.minimum(-logits_nT, _MOST)))
     return scores_nT

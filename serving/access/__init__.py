@@ -1,1 +1,1 @@
-"""Who may do what on serving's ports: bearer keys with scopes, TLS (docs/operations/access.md)."""
+"""Access control of serving's ports: bearer keys with scopes (docs/operations/access.md)."""

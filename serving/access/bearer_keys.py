@@ -1,7 +1,7 @@
-"""Bearer keys and the file that knows them: pure, no clock and no I/O.
+"""Bearer keys and the key file.
 
-A key is `roo_<id>_<secret>`. The secret is 256 random bits, made here and never chosen, so one round of salted SHA-256 keeps it:
-slow hashes (scrypt, Argon2) protect what can be guessed, and cost each request milliseconds. The id finds the entry at once.
+A key is `roo_<id>_<secret>`. The secret is 256 random bits that are generated here, so one round of salted SHA-256 protects it:
+slow hashes (scrypt, Argon2) are for secrets that can be guessed, and would cost milliseconds per request. The id finds the entry.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _HEX = re.compile(r"(?:[0-9a-f]{2})+")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BearerKey:
-    """One entry of the file: everything about a key but the key."""
+    """An entry of the key file: everything about a key except its secret."""
 
     id: str
     name: str
@@ -47,15 +47,15 @@ class BearerKey:
     salt: bytes
     digest: bytes  # SHA-256 of salt and secret
     created_s: int  # seconds since 1970
-    expires_s: int = 0  # from then on it is refused; 0 = never
+    expires_s: int = 0  # refused from then on; 0 = never
 
     def fits(self, secret: bytes) -> bool:
-        """In a time that doesn't depend on where it differs."""
+        """Constant-time comparison."""
         return hmac.compare_digest(_digest(self.salt, secret), self.digest)
 
 
 def new_key(name: str, scopes: Iterable[str], now_s: int, expires_s: int = 0) -> tuple[str, BearerKey]:
-    """(the key, which is shown once and kept nowhere; its entry). Raises ConfigError: a name or scope that can't be."""
+    """Return (the key, which is shown once and stored nowhere; its entry). Raises ConfigError: invalid name or scope."""
     check_name("key", name)
     wanted = tuple(dict.fromkeys(scopes))
     if not wanted:
@@ -71,13 +71,13 @@ def new_key(name: str, scopes: Iterable[str], now_s: int, expires_s: int = 0) ->
 
 
 def parse_key(text: bytes) -> tuple[str, bytes] | None:
-    """Of a key as it is sent; None for what isn't one."""
+    """Return (id, secret) of a key as it is sent, or None if it is malformed."""
     found = _TEXT.fullmatch(text)
     return (found[1].decode(), found[2]) if found else None
 
 
 def encode_key_file(keys: Iterable[BearerKey]) -> bytes:
-    """What is written."""
+    """The content of the key file."""
     entries = [
         {
             "id": key.id,
@@ -94,7 +94,7 @@ def encode_key_file(keys: Iterable[BearerKey]) -> bytes:
 
 
 def decode_key_file(data: bytes) -> tuple[BearerKey, ...]:
-    """What was written. Raises ConfigError: it is something else, in one sentence."""
+    """The entries of a key file. Raises ConfigError: it is malformed."""
     try:
         told = json.loads(data)
         if (
@@ -147,24 +147,21 @@ def _digest(salt: bytes, secret: bytes) -> bytes:
     return hashlib.sha256(salt + secret).digest()
 
 
-# ---- The file of bearer keys: read anew when it changes, written whole or not at all.
-
-
 log = logging.getLogger("roostream.serving.access")
 
 _LOOK_S = 1.0
 _SCHEME = b"bearer "
 ANY = ""
-"""In place of a scope: whatever the key's are."""
+"""Instead of a scope: any valid key will do."""
 
 
 class Keyring:
-    """The keys in force. `check` is for the hot path: a look-up, a hash, a comparison. Thread-safe."""
+    """The keys in force. `check` is cheap: one lookup, one hash, one comparison. Thread-safe."""
 
     def __init__(self, file: Path, now_s: Callable[[], float] = time.time) -> None:
-        """Raises ConfigError: the file can't be read, or isn't one of keys."""
+        """Raises ConfigError: the file cannot be read or is malformed."""
         self.file, self.now_s = file, now_s
-        self.refused = ""  # why the file as it is now isn't in force; "" = it is
+        self.refused = ""  # why the current file is not in force; "" = it is
         self._watch = FileWatcher(file)
         self._keys = _by_id(read_keys(file))
 
@@ -173,8 +170,7 @@ class Keyring:
         return tuple(self._keys.values())
 
     def check(self, authorization: bytes, scope: str) -> BearerKey:
-        """The key in a header `Authorization: Bearer …`. Raises RequestError: 401 it isn't one of ours, or no more; 403 it may
-        not do this."""
+        """Return the key of an `Authorization: Bearer …` header. Raises RequestError: 401 unknown or expired; 403 it lacks the scope."""
         told = (
             parse_key(authorization[len(_SCHEME) :])
             if authorization[: len(_SCHEME)].lower() == _SCHEME
@@ -198,7 +194,7 @@ class Keyring:
         return key
 
     def fits(self, authorization: str) -> bool:
-        """For the admin port: whether a header has a key with that scope."""
+        """For the admin port: whether the header has a key with the scope `admin`."""
         try:
             self.check(authorization.encode("latin-1", "replace"), "admin")
         except RequestError:
@@ -206,7 +202,7 @@ class Keyring:
         return True
 
     def poll(self) -> None:
-        """Take the file if it has changed. One that can't be taken is told, and leaves the old keys in force."""
+        """Load the file if it has changed. If it is invalid, the error is logged and the old keys stay in force."""
         if not self._watch.changed():
             return
         try:
@@ -219,7 +215,7 @@ class Keyring:
             log.info("%s: %d keys are in force", self.file, len(self._keys))
 
     def run(self, stop: threading.Event) -> None:
-        """Until `stop`."""
+        """Poll until `stop`."""
         while not stop.wait(_LOOK_S):
             self.poll()
 
@@ -229,7 +225,7 @@ def _by_id(keys: Iterable[BearerKey]) -> dict[str, BearerKey]:
 
 
 def read_keys(file: Path) -> tuple[BearerKey, ...]:
-    """Raises ConfigError, naming the file."""
+    """Raises ConfigError with the file's name."""
     try:
         return decode_key_file(file.read_bytes())
     except OSError as error:
@@ -241,7 +237,7 @@ def read_keys(file: Path) -> tuple[BearerKey, ...]:
 
 
 def write_keys(file: Path, keys: Iterable[BearerKey]) -> None:
-    """Only its owner may read it. Raises ConfigError: it can't be written; then it is as it was."""
+    """Replace the file atomically, readable by its owner only. Raises ConfigError: it cannot be written and is unchanged."""
     part = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:

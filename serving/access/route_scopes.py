@@ -1,4 +1,4 @@
-"""What a path needs of a key."""
+"""The scope that each path requires."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SCOPES = {
 
 
 def required_scope(path: str, open_files: frozenset[str]) -> str | None:
-    """A scope, ANY key, or None: probes, and `open_files`, which hold nothing of what is served."""
+    """Return a scope, ANY, or None: probes and `open_files`, which contain no data, need no key."""
     scope = _SCOPES.get(path)
     if scope is not None:
         return scope

@@ -1,1 +1,1 @@
-"""What operators ask of a serving process, on a port of its own behind a token."""
+"""The admin interface of a serving process, on its own port with its own token."""

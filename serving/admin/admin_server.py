@@ -1,4 +1,4 @@
-"""The token of the admin port: read from a file, compared in constant time, never shown."""
+"""The admin port: token check, bodies of at most MAX_BODY_BYTES, JSON; in its own thread and event loop."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _SCHEME = "bearer "
 
 
 class AdminToken:
-    """Only its digest is kept."""
+    """The admin token. Only its digest is kept; it is compared in constant time and never shown."""
 
     def __init__(self, token: str) -> None:
         self._digest = _digest(token)
 
     def fits(self, authorization: str) -> bool:
-        """Whether a header `Authorization: Bearer …` has it."""
+        """Whether an `Authorization: Bearer …` header has the token."""
         if authorization[: len(_SCHEME)].lower() != _SCHEME:
             return False
         return hmac.compare_digest(_digest(authorization[len(_SCHEME) :].strip()), self._digest)
 
 
 def read_token(file: str) -> AdminToken:
-    """Its first line. Raises SettingError: it can't be read, or is too short to keep anybody out."""
+    """Read the first line of the file. Raises SettingError: it cannot be read or is too short."""
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -61,15 +61,12 @@ def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
 
 
-# ---- The admin port: a token, bodies of at most MAX_BODY_BYTES, JSON; in a thread and an event loop of its own.
-
-
 log = logging.getLogger("roostream.serving.admin")
 
 MAX_BODY_BYTES = 64 << 10
 MAX_CONNECTIONS = 32
 DEADLINE_S = 5.0  # for a body
-_LOOK_S = 0.2  # for the stop
+_LOOK_S = 0.2  # poll interval for the stop
 
 
 class AdminInterface:
@@ -111,14 +108,14 @@ class AdminInterface:
 
 
 def run(app: AdminInterface, bound: socket.socket, tls: TlsContext | None, stop: threading.Event) -> None:
-    """Answer until `stop`; `bound` is closed then."""
+    """Serve until `stop`; then `bound` is closed."""
     uvloop.run(_serve(app, bound, tls, stop))
 
 
 async def _serve(
     app: AdminInterface, bound: socket.socket, tls: TlsContext | None, stop: threading.Event
 ) -> None:
-    server = http_server.other_server(app, MAX_CONNECTIONS, tls)
+    server = http_server.second_server(app, MAX_CONNECTIONS, tls)
     serving = asyncio.create_task(server.serve(sockets=[bound]))
     while not stop.is_set() and not serving.done():
         await asyncio.sleep(_LOOK_S)

@@ -1,8 +1,8 @@
-"""What the admin port does and tells: method, path and body in, what is answered out. No sockets.
+"""The operations of the admin port, without sockets: method, path and body in, the answer out.
 
-GET  /admin/v1/versions                  what is held, what was refused and why
-POST /admin/v1/versions/<name>/activate  serve this held version, until
-POST /admin/v1/versions/resume           the newest is served again
+GET  /admin/v1/versions                  loaded versions, and refused ones with the reason
+POST /admin/v1/versions/<name>/activate  serve this loaded version until `resume`
+POST /admin/v1/versions/resume           serve the newest version again
 GET, PUT /admin/v1/canary | shadow | interleave   {"version", "share"}; a share of 0 is off
 GET  /admin/v1/slow                      the slowest requests of the last ten minutes
 """
@@ -36,14 +36,14 @@ Handlers = Mapping[str, Callable[[bytes], Answer]]  # by method
 
 
 class SplitBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Of a PUT."""
+    """The body of a PUT."""
 
     version: str = ""
     share: Annotated[float, Meta(ge=0, le=1)] = 0.0
 
 
 class AdminService:
-    """Used by one thread; what it works on is thread-safe."""
+    """Used by one thread; the objects that it works on are thread-safe."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class AdminService:
         return {}
 
     def _slow(self, body: bytes) -> Answer:
-        """What a request held isn't told: features are users'."""
+        """Request contents are left out: features belong to users."""
         return {
             "requests": [
                 {

@@ -1,1 +1,1 @@
-"""HTTP as clients see it: connections, bodies, admission, both forms of a request, errors, the document of all of it."""
+"""The HTTP interface: connections, request bodies, admission, routes, errors and the OpenAPI document."""

@@ -1,4 +1,4 @@
-"""Who is let in: what can't be answered within its deadline is refused at once, so that what is admitted keeps it (G7)."""
+"""Admission control: a request that would miss its deadline is refused at once, so that admitted requests meet theirs (G7)."""
 
 from __future__ import annotations
 
@@ -9,35 +9,37 @@ from contextlib import contextmanager
 from serving.errors import RequestError
 
 RETRY_AFTER_S = 1
-_NEWEST = 9  # answers before a new one that count beside it, or those of RECENT_S of work, whichever are more
+_NEWEST = (
+    9  # a new answer is averaged with so many earlier answers, or with RECENT_S of work, whichever is more
+)
 RECENT_S = 0.25
-_FEW = 8  # requests in work that keep the processor busy: they may take the whole deadline, a longer queue half of it
+_FEW = 8  # so few requests may take the whole deadline; a longer queue may take half of it
 
 
 class AdmissionGate:
-    """Requests are scored one pass after another: a new one waits for those before it, each of about the recent service time,
-    which is that of a pass over the requests in it (serving/http/scoring_queue.py). Used by one event loop.
+    """Estimates when a new request would be answered from the recent service time per request. Used by one event loop.
 
-    Recent is a share of time, not a number of answers: a pass that something kept for 100 ms is 100 ms of lost time, and no sign
-    that all others take as long (docs/decisions/0099)."""
+    Requests are scored in passes (serving/http/scoring_queue.py); the service time of a request is the duration of its pass divided
+    by its requests. Recent is a share of time, not a number of answers: one pass that was delayed by 100 ms is 100 ms of lost time and
+    no sign that all others take as long (docs/decisions/0035-admission-control.md).
+    """
 
     def __init__(self, max_in_flight: int, now_s: Callable[[], float] = time.perf_counter) -> None:
         self.max_in_flight, self.now_s = max_in_flight, now_s
         self.in_flight = 0
-        self.service_s = 0.0  # of recent requests, from when the one before was done
+        self.service_s = 0.0  # recent seconds per request, from the end of the previous one
         self._done_s = 0.0
-        self.on_idle: Callable[[], None] = lambda: None  # told whenever the last one in work leaves
+        self.on_idle: Callable[[], None] = lambda: None  # called when the last request in flight ends
 
     def expected_s(self) -> float:
-        """When a request that comes now would be answered."""
+        """Time until a request that arrives now would be answered."""
         return (self.in_flight + 1) * self.service_s
 
     def refusal_reason(self, remaining_s: float) -> str:
-        """Why a request that has `remaining_s` can't be let in; "": it can.
+        """Why a request that has `remaining_s` left cannot be admitted; "" = it can.
 
-        Too many are in work, or it would take longer, or so long that a queue of more than a few leaves less than half of the
-        time for what nobody foresees. Where nobody is in work the next one is let in whatever the last one took: else nothing
-        would ever be measured again.
+        It is refused if too many requests are in flight, if it would take longer than its deadline, or if a longer queue would leave less
+        than half of its time as a reserve. If nothing is in flight it is always admitted: otherwise nothing would be measured again.
         """
         in_flight = self.in_flight
         if in_flight >= self.max_in_flight:
@@ -47,7 +49,7 @@ class AdmissionGate:
         return ""
 
     def check(self, remaining_s: float) -> None:
-        """Raises RequestError 429 with Retry-After: see `refusal_reason`."""
+        """Raises RequestError 429 with Retry-After, see `refusal_reason`."""
         if why := self.refusal_reason(remaining_s):
             raise overloaded(why)
 
@@ -61,7 +63,7 @@ class AdmissionGate:
             self.leave()
 
     def enter(self, remaining_s: float) -> None:
-        """Whoever gets in has to `leave`. Raises as `check`."""
+        """Admit a request, which must call `leave` later. Raises as `check`."""
         self.check(remaining_s)
         self.in_flight += 1
 
@@ -71,7 +73,7 @@ class AdmissionGate:
             self.on_idle()
 
     def scored(self, num_answered: int, since_s: float) -> None:
-        """A pass gave so many answers, the first of which was waited for since `since_s`. What gave none says nothing."""
+        """Record a pass with so many answers, whose first request waited since `since_s`. A pass without answers is not counted."""
         now_s = self.now_s()
         took_s = now_s - max(since_s, self._done_s)
         if num_answered:
@@ -82,5 +84,5 @@ class AdmissionGate:
 
 
 def overloaded(why: str) -> RequestError:
-    """What a gate refuses with."""
+    """The answer to a request that is not admitted."""
     return RequestError(429, why, retry_after_s=RETRY_AFTER_S)

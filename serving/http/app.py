@@ -1,4 +1,4 @@
-"""The HTTP interface: traffic on raw routes (serving/http/routes.py), everything else on FastAPI."""
+"""The ASGI application. `/v1/*` and `/v2` are plain ASGI endpoints; pages, probes and metrics are FastAPI routes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ LINKS = {
 
 
 class HttpInterface:
-    """The ASGI application over `context`; it starts nothing and owns nothing."""
+    """The ASGI application of a serving process. It starts no threads and owns nothing in `context`."""
 
     def __init__(self, context: ServingContext) -> None:
         self.context = context
@@ -74,7 +74,7 @@ class HttpInterface:
             self._traffic["/v1/recommend"] = RecommendEndpoint(
                 context, rank, context.items.retriever, log_rate_limit
             )
-        self.connections: Collection[object] = ()  # open ones: those of the server that runs this
+        self.connections: Collection[object] = ()  # open connections of the server that runs this application
         rank.queue.num_connections = lambda: len(self.connections)
         self._inference = InferenceProtocol(context, rank, log_rate_limit, _version())
         self._others = _others(context)
@@ -96,7 +96,7 @@ class HttpInterface:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One call, named: its answer has the name, and so has every line that is logged of it."""
+        """Answer one HTTP call. The answer and all log lines about it have the call id."""
         if scope["type"] != "http":
             await self._others(scope, receive, send)
             return
@@ -118,7 +118,7 @@ class HttpInterface:
             CURRENT_CALL.reset(token)
 
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Who may not is refused before anything is read; traffic goes past the framework."""
+        """Unauthorized requests are rejected before the body is read; then the endpoint of the path answers."""
         if self.context.keys is not None and (refusal := self._refusal(self.context.keys, scope)) is not None:
             self.context.metrics.answered("access", refusal.status, 0.0)
             tell = send_inference_error if scope["path"].startswith("/v2") else refuse
@@ -158,8 +158,7 @@ class HttpInterface:
             await self._dispatch(scope, receive, answer)
 
     def refuses(self, data: bytes) -> bytes | None:
-        """The answer to what came on an idle connection, if it is a rank request and none can be let in now: before anything is
-        read or parsed."""
+        """Return the 429 answer to a complete rank request on an idle connection, if none can be admitted now; None otherwise."""
         begin_s = time.perf_counter()
         why = self.gate.refusal_reason(self._max_s)
         if not why or not is_whole_post(data, RANK_PATH):
@@ -168,12 +167,12 @@ class HttpInterface:
         return overload_answer(why)
 
     def stop(self) -> None:
-        """From the event loop, before connections are closed: nobody waits for the rest of a body any more."""
+        """Stop waiting for incomplete bodies. Call from the event loop, before connections are closed."""
         self.body_reader.stop()
 
 
 def _others(context: ServingContext) -> FastAPI:
-    """What isn't traffic. Every route answers HEAD too; none redirects to what a client's Host header says."""
+    """FastAPI routes for everything else. All routes answer HEAD too, and none redirects to the client's Host header."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     links = {**LINKS, **({"status_page": context.config.status_page} if context.config.status_page else {})}
     fresh = RecentQuantiles()
@@ -225,7 +224,7 @@ def _others(context: ServingContext) -> FastAPI:
         **dict.fromkeys([path for path in front.FILES if path != "/"], page),
     }
     for path, answer in routes.items():
-        app.add_route(path, answer, methods=["GET"])  # with HEAD
+        app.add_route(path, answer, methods=["GET"])  # HEAD is added
     app.add_exception_handler(HTTPException, _told)
     app.add_exception_handler(Exception, _defect)
     return app
@@ -244,7 +243,7 @@ def _about(context: ServingContext) -> dict[str, Any]:
 
 
 def wants_page(scope: Scope) -> bool:
-    """Whether a browser asks."""
+    """Whether the client is a browser."""
     return any(name == b"accept" and b"text/html" in value for name, value in scope["headers"])
 
 
@@ -253,7 +252,7 @@ def page_file(path: str) -> Response:
 
 
 async def _told(request: Request, error: Exception) -> Response:
-    """404 and 405 of the framework, in the shape of all errors."""
+    """Format the framework's 404 and 405 like all other errors."""
     assert isinstance(error, HTTPException)
     path, method = shown(request.url.path), shown(request.method)
     if error.status_code == 405:

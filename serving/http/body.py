@@ -1,4 +1,4 @@
-"""Bodies of requests: read under a deadline with their size bounded before memory is taken; and answers, straight on ASGI."""
+"""Reads request bodies with a deadline and bounded memory, and writes answers, both straight on ASGI."""
 
 from __future__ import annotations
 
@@ -24,29 +24,28 @@ class ClientGoneError(Exception):
 
 
 class BodyReader:
-    """Bodies that are on their way, of all routes: before a body is there, its request takes no place in any queue. Used by one
-    event loop."""
+    """Reads the bodies of all routes. A request takes no place in any queue before its body is complete. Used by one event loop."""
 
     def __init__(self, max_body_bytes: int, max_bytes: int) -> None:
-        """`max_body_bytes`: of one body; `max_bytes`: of all that are being read, as far as they have come."""
+        """`max_body_bytes`: per body; `max_bytes`: received so far of all bodies that are being read."""
         self.max_body_bytes, self.max_bytes = max_body_bytes, max_bytes
         self.num_bytes = 0
         self.is_stopping = False
         self._waits: set[asyncio.Timeout] = set()
 
     def stop(self) -> None:
-        """Whoever waits for the rest of a body is answered 503, now and from now on."""
+        """Answer 503 to all requests whose bodies are incomplete, now and from now on."""
         self.is_stopping = True
         for wait in self._waits:
             wait.reschedule(asyncio.get_running_loop().time())
 
     async def read(self, scope: Scope, receive: Receive, until_s: float) -> bytes:
-        """A body, inflated; `until_s` is the event loop's time.
+        """Return a body, decompressed; `until_s` is a time of the event loop's clock.
 
         Raises:
-            RequestError: 408 not there in time, 413 beyond `max_body_bytes` (as sent or inflated), 415 unknown encoding, 400
-                damaged compression; 429: too many bytes are being read; 503: the process stops.
-            ClientGoneError: it hung up.
+            RequestError: 408 incomplete at the deadline; 413 more than `max_body_bytes`, as sent or decompressed; 415 unknown encoding; 400
+                corrupt compression; 429 too many bytes are being read; 503 the process is stopping.
+            ClientGoneError: the client hung up.
         """
         headers = _content_headers(scope)
         stated = headers.get(b"content-length", "")
@@ -66,7 +65,7 @@ class BodyReader:
         return self._inflated(body, headers)
 
     def take(self, scope: Scope, body: bytes) -> bytes:
-        """A body that is all here, inflated. Raises as `read`: 400, 413, 415."""
+        """Decompress a body that is complete. Raises as `read`: 400, 413, 415."""
         if len(body) > self.max_body_bytes:
             raise _too_large(self.max_body_bytes)
         return self._inflated(body, _content_headers(scope))
@@ -76,7 +75,7 @@ class BodyReader:
         return body if encoding == "identity" else _inflate(body, encoding, self.max_body_bytes)
 
     async def _receive_all(self, receive: Receive) -> bytes:
-        """Counts as it comes: a stated length may be a lie or absent."""
+        """Count bytes as they arrive: a stated length may be wrong or absent."""
         chunks: list[bytes] = []
         size = 0
         try:
@@ -110,7 +109,7 @@ def stopping() -> RequestError:
 
 
 def _inflate(body: bytes, encoding: str, max_bytes: int) -> bytes:
-    """At most `max_bytes` of output are made, whatever the input claims to hold."""
+    """Produce at most `max_bytes` of output, whatever the input claims to hold."""
     if encoding not in _WINDOW:
         raise RequestError(415, f"expected content-encoding gzip, deflate or none, got {shown(encoding)!r}")
     inflater = zlib.decompressobj(_WINDOW[encoding])
@@ -130,10 +129,10 @@ def _too_large(max_bytes: int) -> RequestError:
 
 
 def request_media_type(scope: Scope, expected: tuple[str, ...]) -> str:
-    """JSON or PROTOBUF, whichever the body says that it is: `application/…+json`, an empty type and none at all are JSON.
+    """Return JSON or PROTOBUF. `application/…+json`, an empty type and no type at all are JSON.
 
     Raises:
-        RequestError: 415 for a type that isn't one of `expected`, or for JSON in another encoding than UTF-8.
+        RequestError: 415 for a type that is not in `expected`, or for JSON that is not UTF-8.
     """
     stated = next(
         (value.decode("latin-1") for name, value in scope["headers"] if name == b"content-type"), ""
@@ -162,19 +161,19 @@ def _charset(parameters: str) -> str:
 
 
 def wants_protobuf(scope: Scope) -> bool:
-    """Whether the client named protobuf among what it accepts; JSON is for everybody else."""
+    """Whether the client accepts protobuf; all others get JSON."""
     return any(name == b"accept" and PROTOBUF.encode() in value.lower() for name, value in scope["headers"])
 
 
 def encoded(answer: object, protobuf: bool) -> tuple[bytes, str]:
-    """(body, its media type). Only a rank's answer has a form in protobuf; everything else, errors too, is JSON."""
+    """Return (body, media type). Only the answer of a rank has a protobuf form; everything else, including errors, is JSON."""
     if isinstance(answer, RankAnswer):
         return (answer.protobuf(), PROTOBUF) if protobuf else (answer.json(), JSON)
     return msgspec.json.encode(answer), JSON
 
 
 async def respond(send: Send, status: int, body: bytes, media: str, headers: dict[str, str]) -> None:
-    """One whole answer."""
+    """Send one complete answer."""
     raw: list[tuple[bytes, bytes]] = [
         (b"content-type", media.encode()),
         (b"content-length", str(len(body)).encode()),
@@ -186,5 +185,5 @@ async def respond(send: Send, status: int, body: bytes, media: str, headers: dic
 
 
 async def refuse(send: Send, error: RequestError, **headers: str) -> None:
-    """The one shape of whatever isn't 200."""
+    """Send an error in the format of all errors."""
     await respond(send, error.status, msgspec.json.encode(error.body()), JSON, {**error.headers(), **headers})

@@ -1,8 +1,8 @@
-"""A connection that can't hurt the others: its headers are bounded in bytes and time, and so are the connections.
+"""uvicorn's HTTP protocol with limits: bytes and time of the headers, pipelined requests, and the number of connections.
 
-uvicorn's protocol with these limits; whatever breaks one is answered in the one shape of errors where it still can be, and
-closed. What is bounded, and why by us: httptools collects a header, a trailer or an address without an end, joining it anew with
-every piece; uvicorn keeps a connection that says nothing for ever, before its first request and in the middle of its headers.
+A connection that breaks a limit gets an error answer, if one can still be sent, and is closed. The limits are here because httptools
+collects an endless header, trailer or URL and joins it anew with each piece, and because uvicorn never closes a connection that
+stays silent before its first request or in the middle of its headers.
 """
 
 from __future__ import annotations
@@ -20,47 +20,47 @@ from serving.errors import RequestError
 from serving.http.admission import RETRY_AFTER_S
 from serving.http.fast_path import PATH, WholeRanks, is_whole_post
 
-MAX_HEAD_BYTES = 32 << 10  # of a request's line and headers
-MAX_PIPELINED = 64  # requests of one connection that wait for their turn
+MAX_HEAD_BYTES = 32 << 10  # request line and headers
+MAX_PIPELINED = 64  # requests that wait on one connection
 HEAD_S = 10.0  # from the first byte of a request (or from connecting) until its headers are complete
-LINGER_S = 5.0  # for the last answer to be taken
+LINGER_S = 5.0  # for the client to receive the last answer
 _MAX_WHOLE = (
-    MAX_HEAD_BYTES  # bytes of a request that is answered whole: what is longer rarely comes in one piece
+    MAX_HEAD_BYTES  # a larger request rarely arrives in one piece, so the fast path does not look at it
 )
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One a connection. `max_connections`, `refuses` and `whole` are set by a subclass (`limited_to`)."""
+    """One per connection. `limited_to` makes a subclass with `max_connections`, `refuses` and `whole`."""
 
     max_connections = 1000
-    whole: WholeRanks | None = None  # who answers what came whole; None = everything goes uvicorn's way
+    whole: WholeRanks | None = None  # the fast path (serving/http/fast_path.py); None = off
 
     @staticmethod
     def refuses(data: bytes) -> bytes | None:
-        """The answer to a request that need not be read (serving/http/fast_path.py)."""
+        """The answer to a request that is refused without parsing it (serving/http/fast_path.py)."""
         return None
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self._in_head, self._refused = True, False
-        self._barren_bytes = 0  # that came since the last time they were good for something
+        self._barren_bytes = 0  # received since the last complete headers or body part
         self._head_timer: asyncio.TimerHandle | None = None
         self._active_s = self._head_began_s = time.monotonic()
-        self._whole: list[bytes] | None = None  # of the body of a whole request, while that is parsed
-        self._is_complete = False  # it is, to the parser too
+        self._whole: list[bytes] | None = None  # body parts, while the fast path parses a request
+        self._is_complete = False  # the parser agrees that the request is complete
         self._asks = self._is_last = (
-            False  # a whole request is being answered; its answer is the connection's last
+            False  # a fast-path request is being answered; its answer is the connection's last
         )
-        self._held = b""  # what came meanwhile
+        self._held = b""  # received meanwhile
 
     @property
     def is_idle(self) -> bool:
-        """Between requests, with nothing of the next one here."""
+        """Between requests; no byte of the next one has arrived."""
         return self._in_head and not self._barren_bytes and self._owes_nothing
 
     @property
     def is_in_head(self) -> bool:
-        """Some of a request's headers came, not all, and nothing else is under way."""
+        """Some headers of a request have arrived, not all, and nothing else is in progress."""
         return self._in_head and self._barren_bytes > 0 and self._owes_nothing and not self._refused
 
     @property
@@ -142,7 +142,7 @@ class LimitedProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn's for what isn't HTTP."""
+        """Called by uvicorn for input that is not HTTP."""
         self._refuse(RequestError(400, "expected an HTTP request"))
 
     def on_response_complete(self) -> None:
@@ -151,7 +151,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._close()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Its time began with the last request but for those that came whole or were refused unread, which leave it running."""
+        """uvicorn starts this timer only after its own answers, so a fast-path answer may be more recent."""
         remaining_s = self._active_s + self.timeout_keep_alive - time.monotonic()
         if self._asks or remaining_s > 0:
             self._time_keep_alive(max(remaining_s, 1.0))
@@ -167,7 +167,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._close()
 
     def _ask_whole(self, whole: WholeRanks, data: bytes) -> None:
-        """Through the parser, without uvicorn's cycle."""
+        """Parse a complete request without uvicorn's request cycle."""
         self._head_is_here()
         parts: list[bytes] = []
         self._whole, self._is_complete = parts, False
@@ -206,7 +206,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._go_on()
 
     def _hold(self, data: bytes) -> None:
-        """Until the request before it is answered."""
+        """Keep input until the current request is answered."""
         self._held += data
         self.flow.pause_reading()
 
@@ -220,7 +220,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
 
     def _answer_at_once(self, answer: bytes) -> None:
-        """To what came as a whole, without the parser; then it is as after any other answer."""
+        """Send an answer without the parser; the connection stays open as after any other answer."""
         self._head_is_here()
         self.transport.write(answer)
         if self.timeout_keep_alive_task is None:
@@ -248,8 +248,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refuse(RequestError(431, f"expected at most {MAX_HEAD_BYTES} bytes of headers"))
 
     def _make_room(self) -> None:
-        """The connection that has been idle longest goes; else that whose headers have been coming longest, so that whoever never
-        ends them keeps nobody out; where all are at work, the new one does."""
+        """Close the connection that has been idle longest, else the one whose headers have been incomplete longest, so that slow clients keep
+        nobody out. If all connections are busy, refuse the new one.
+        """
         others = [c for c in self.connections if c is not self and isinstance(c, LimitedProtocol)]
         idle = min((c for c in others if c.is_idle), key=lambda c: c._active_s, default=None)
         slow = min((c for c in others if c.is_in_head), key=lambda c: c._head_began_s, default=None)
@@ -270,7 +271,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(RequestError(503, message, retry_after_s=RETRY_AFTER_S))
 
     def _refuse(self, error: RequestError) -> None:
-        """Answer and close; a request that is being answered on this connection is cut off."""
+        """Send an error and close. A request that is being answered on this connection is cut off."""
         if self._refused:
             return
         self._refused = True
@@ -288,7 +289,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._close()
 
     def _close(self) -> None:
-        """A client that doesn't take its last answer is not waited for."""
+        """Close without waiting for a client that does not read its last answer."""
         if not self.transport.is_closing():
             self.transport.close()
         self.loop.call_later(LINGER_S, self.transport.abort)
@@ -297,6 +298,6 @@ class LimitedProtocol(HttpToolsProtocol):
 def limited_to(
     max_connections: int, refuses: Callable[[bytes], bytes | None], whole: WholeRanks | None = None
 ) -> type[LimitedProtocol]:
-    """The protocol with this limit, for uvicorn, which makes its objects itself."""
+    """Return the protocol class with these limits; uvicorn creates its instances itself."""
     own = {"max_connections": max_connections, "refuses": staticmethod(refuses), "whole": whole}
     return type("LimitedProtocol", (LimitedProtocol,), own)

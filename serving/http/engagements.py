@@ -1,8 +1,8 @@
-"""JSON body of `POST /v1/engagements`, one or a list → records for the log.
+"""Parses the JSON body of `POST /v1/engagements`, one engagement or a list, into records for the feature log.
 
-An engagement repeats its request's header. Its event time is stamped here; the client's `time_ms` is only kept. Without an
-`event_id` one is made of what the client sent, so that a repeated post is the same event: a client that lets a user do the
-same thing twice to the same item gives an `event_id` or its own `time_ms`.
+An engagement repeats its request's header. Its event time is taken here; the client's `time_ms` is stored but not used. Without an
+`event_id`, one is derived from the body, so that a repeated post is the same event. A client that lets a user do the same thing
+twice to the same item must send an `event_id` or its own `time_ms`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from serving.feature_log.format import LogRecord
 from serving.rank_json import FLOAT, MAX_FLOAT, NAME, TEXT, TIME, Id, PlainId, decoded
 from serving.request import MAX_TEXT_BYTES, check_text, parse_id
 
-MAX_ENGAGEMENTS = 1000  # a body
+MAX_ENGAGEMENTS = 1000  # per body
 
 _DECIMAL = re.compile(r"0|[1-9][0-9]{0,19}")
 
 
 class EngagementBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What a user did to a candidate of a request, as a client tells it."""
+    """What a user did to a candidate of a request."""
 
     request_id: Annotated[str, NAME]
     item_id: Id
@@ -60,10 +60,7 @@ _KNOWN = {"$": _FIELDS, "$[]": _FIELDS}
 
 
 class EngagementParser:
-    """For one schema. Thread-safe.
-
-    `strict`: an action that nothing in the schema names is refused; else it is taken, and `unused` has it.
-    """
+    """For one schema. Thread-safe. With `strict`, an action that the schema does not name is refused; else `unused` lists it."""
 
     def __init__(self, schema: Schema, strict: bool = False) -> None:
         self.schema, self.strict = schema, strict
@@ -73,14 +70,14 @@ class EngagementParser:
         )
 
     def unused(self, actions: Iterable[str]) -> list[str]:
-        """Those that no label and no online feature counts, each once."""
+        """Return the actions that no label and no online feature counts, each once."""
         return [action for action in dict.fromkeys(actions) if action not in self.known]
 
     def parse(self, body: bytes, now_ms: int) -> ParsedEngagements:
-        """All of a body is checked before any of it is taken.
+        """Validate the whole body before any of it is accepted.
 
         Raises:
-            RequestError: 400 with the path of the field, 413 for more than MAX_ENGAGEMENTS.
+            RequestError: 400 with the path of the field; 413 for more than MAX_ENGAGEMENTS.
         """
         given = decoded(_DECODER, body, _KNOWN)
         if isinstance(given, EngagementBody):
@@ -96,7 +93,7 @@ class EngagementParser:
         )
 
     def _message(self, given: EngagementBody, now_ms: int, path: str) -> tuple[LogRecord, int]:
-        """(record, event id) of one engagement. RequestError 400 with the path of the field."""
+        """Return (record, event id) of one engagement. RequestError 400 with the path of the field."""
         for name in ("request_id", "action"):
             text = getattr(given, name)
             if not text:
@@ -136,7 +133,7 @@ class EngagementParser:
 
 
 class ParsedEngagements(NamedTuple):
-    """A body's engagements, in its order."""
+    """The engagements of a body, in its order."""
 
     records: list[LogRecord]
     event_ids: list[int]  # uint64
@@ -144,14 +141,14 @@ class ParsedEngagements(NamedTuple):
 
 
 def _event_id(given: int | str | None, path: str) -> int:
-    """uint64, 0 = to be made here. Digits are the number that they say, as an answer of ours gives it."""
+    """Return a uint64, or 0 if an id must be derived. Digits are read as a number, as our answers write it."""
     if isinstance(given, str) and _DECIMAL.fullmatch(given) and int(given) <= MASK64:
         return int(given)
     return 0 if given is None else parse_id(given, path)
 
 
 def _derived_id(key: bytes, message: pb.Engagement) -> int:
-    """A function of everything that the client sent, and of nothing else."""
+    """A hash of all that the client sent and of nothing else."""
     assert math.isfinite(message.value)
     numbers = struct.pack("<Qfq", message.item_id, message.value, message.client_time_ms)
     texts = (message.header.request_id, message.action)

@@ -1,5 +1,8 @@
-"""`POST /v1/explain`: beside the ranks and never before them. One explanation at a time; its forward passes stand in the scoring
-thread's queue one by one, so that a rank waits for one of them at most, and none begins while ranks are refused."""
+"""The route `/v1/explain`. Explanations never delay rank requests by more than one forward pass.
+
+One explanation runs at a time. Each of its forward passes queues for the scoring thread separately, and none starts while rank
+requests are being refused.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ T = TypeVar("T")
 
 
 class ExplainEndpoint(RankEndpoint):
-    """`rank`: whose gate is looked at; an explanation takes no place there."""
+    """Checks the admission gate of `rank` without taking a place in it."""
 
     route = "explain"
 
@@ -36,12 +39,12 @@ class ExplainEndpoint(RankEndpoint):
         self._busy = False
 
     async def answer(self, scope: Scope, receive: Receive, until_s: float) -> ExplainAnswer:
-        """Nothing is logged, whatever becomes of it.
+        """Nothing is logged in any case.
 
         Raises:
-            RequestError: 400, 404, 408, 413, 415, 500; 429: ranks are refused too, or another explanation is being made; 504: it
-                took more than EXPLAIN_S.
-            ClientGoneError: its body didn't come.
+            RequestError: 400, 404, 408, 413, 415, 500; 429: rank requests are refused, or another explanation is running; 504: it took
+                more than EXPLAIN_S.
+            ClientGoneError: the body did not arrive.
         """
         request_media_type(scope, (JSON,))
         request = self.json.parse(await self.body_reader.read(scope, receive, until_s))
@@ -73,5 +76,5 @@ class ExplainEndpoint(RankEndpoint):
             self._busy = False
 
     async def _in_turn(self, call: Callable[..., T], *arguments: Any) -> T:
-        """In the scoring thread, behind whatever waits for it."""
+        """Run in the scoring thread, after what waits for it already."""
         return await asyncio.get_running_loop().run_in_executor(self.context.executor, call, *arguments)

@@ -1,5 +1,8 @@
-"""`/v2`: health, metadata and inference of the one model that is served, called by its schema's name. An inference is a rank: the
-same queue, the same log, the same refusals, told as this protocol tells them, `{"error": …}`."""
+"""The routes `/v2` of the Open Inference Protocol: health, metadata and inference of the one served model.
+
+The model's name is the schema's name. An inference is a rank request: same queue, same log, same errors, but in the format of this
+protocol, `{"error": …}`.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +38,14 @@ _MODEL = re.compile(r"/v2/models/(?P<name>.+?)(/versions/(?P<version>[^/]+))?(?P
 
 
 class InferenceAnswer(NamedTuple):
-    """What a 200 says."""
+    """The answer of an inference before it is encoded."""
 
     ranked: RankAnswer
     asked: Inference
 
 
 class InferenceProtocol:
-    """The ASGI application below `/v2`. `rank`: whose queue it shares."""
+    """The ASGI application below `/v2`. It shares the queue of `rank`."""
 
     def __init__(
         self, context: ServingContext, rank: RankEndpoint, log_rate_limit: LogRateLimit, release: str
@@ -69,7 +72,7 @@ class InferenceProtocol:
             await respond(send, status, b"" if scope["method"] == "HEAD" else body, JSON, {})
 
     def _told(self, scope: Scope, found: re.Match[str] | None) -> tuple[int, dict[str, Any]]:
-        """(status, answer) of a GET. Raises RequestError 400, 404, 405."""
+        """Return (status, answer) of a GET. Raises RequestError 400, 404, 405."""
         about: dict[str, Callable[[], dict[str, Any]]] = {
             "/v2": lambda: {
                 "name": "roostream",
@@ -121,7 +124,7 @@ class InferEndpoint(RankEndpoint):
         self.outputs = (*(task for task in context.schema.tasks if task != ORDER), ORDER)
 
     def check_model(self, found: re.Match[str]) -> str:
-        """The version that the path names, "" = none. Raises RequestError 400, 404."""
+        """Return the version in the path, "" = none. Raises RequestError 400, 404."""
         if found["name"] != self.context.schema.name:
             message = f"expected model {self.context.schema.name!r}, got {shown(found['name'])!r}"
             raise RequestError(404, message, code="unknown_model")
@@ -130,7 +133,7 @@ class InferEndpoint(RankEndpoint):
         return version
 
     async def answer(self, scope: Scope, receive: Receive, until_s: float) -> object:
-        """As RankEndpoint.answer; also 404: it is another model's path."""
+        """As RankEndpoint.answer; also 404 for the path of another model."""
         self.gate.check(self.remaining_s(until_s))
         found = _MODEL.fullmatch(scope["path"])
         assert found is not None
@@ -150,7 +153,7 @@ class InferEndpoint(RankEndpoint):
         return _fault(error)
 
     def form(self, scope: Scope, answer: object) -> tuple[bytes, str, dict[str, str]]:
-        """With bytes behind the JSON where an output was asked for so."""
+        """Binary outputs follow the JSON where the request asks for them."""
         if not isinstance(answer, InferenceAnswer):
             return msgspec.json.encode(answer), JSON, {}
         ranked = answer.ranked
@@ -178,7 +181,7 @@ def _fault(error: RequestError) -> dict[str, str]:
 
 
 async def send_inference_error(send: Send, error: RequestError, **headers: str) -> None:
-    """In the protocol's words."""
+    """Send an error in the format of this protocol."""
     await respond(
         send, error.status, msgspec.json.encode(_fault(error)), JSON, {**error.headers(), **headers}
     )

@@ -1,4 +1,4 @@
-"""Log lines that anybody outside can cause: one a minute of each kind, so that a log says what happens and stays small."""
+"""Limits log lines that clients can trigger to one a minute per kind."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ MAX_KINDS = 256
 
 
 class LogRateLimit:
-    """Thread-safe; holds at most MAX_KINDS kinds."""
+    """Thread-safe; remembers at most MAX_KINDS kinds."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic, every_s: float = EVERY_S) -> None:
         self.now_s, self.every_s = now_s, every_s
         self._lock = threading.Lock()
         self._last: dict[
             Hashable, tuple[float, int]
-        ] = {}  # kind → (when it was said, how often it was left out since)
+        ] = {}  # kind → (time of the last line, number of lines suppressed since)
 
     def due(self, kind: Hashable) -> int | None:
-        """None = keep silent; else how many of this kind were left out since the last that was said."""
+        """Return None to suppress a line, else the number of lines of this kind that were suppressed since the last one."""
         now_s = self.now_s()
         with self._lock:
             said_s, left_out = self._last.pop(kind, (-self.every_s, 0))
@@ -34,7 +34,7 @@ class LogRateLimit:
 
 
 class LogRateLimitFilter(logging.Filter):
-    """For a logger of a library: by its line before values are put in."""
+    """For the logger of a library; the kind is the message before formatting."""
 
     def __init__(self, log_rate_limit: LogRateLimit) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class LogRateLimitFilter(logging.Filter):
 
 
 def error_kind(error: BaseException) -> Hashable:
-    """Where it was raised: errors of one place are one kind."""
+    """Errors that are raised at the same source location are of one kind."""
     at = error.__traceback__
     while at is not None and at.tb_next is not None:
         at = at.tb_next

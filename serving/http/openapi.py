@@ -1,5 +1,7 @@
-"""The OpenAPI document: of every route, from the types that requests are parsed with and those of the answers. It is complete and
-strict: what it doesn't name is refused, and every status that can come is in it."""
+"""The OpenAPI document, built from the types that bodies are parsed with and the types of the answers.
+
+It is strict: fields that it does not name are refused, and it lists every status code that can occur.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ _VERSION: dict[str, Any] = {
 
 
 class Fault(msgspec.Struct, forbid_unknown_fields=True):
-    """What is wrong, in a word for programs and in one sentence for people."""
+    """An error: one word for programs, one sentence for people."""
 
     code: Annotated[str, limits("in a word", examples=[*CODES.values(), "unknown_model_version"])]
     message: Annotated[str, Meta(description="one sentence: expected, got, what to do")]
@@ -64,13 +66,13 @@ class Fault(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ErrorAnswer(msgspec.Struct, forbid_unknown_fields=True):
-    """Any answer that isn't 200; nothing was logged. JSON, whatever the client accepts."""
+    """Any answer other than 200; nothing was logged. Always JSON."""
 
     error: Fault
 
 
 class Accepted(msgspec.Struct, forbid_unknown_fields=True):
-    """All of a body's engagements are in the log."""
+    """All engagements of the body are logged."""
 
     accepted: Annotated[int, limits(minimum=0, maximum=MAX_ENGAGEMENTS)]
     event_ids: Annotated[
@@ -103,7 +105,7 @@ class Alive(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class About(msgspec.Struct, forbid_unknown_fields=True):
-    """Who answers here."""
+    """Which process this is."""
 
     name: str
     version: str
@@ -114,12 +116,12 @@ class About(msgspec.Struct, forbid_unknown_fields=True):
     links: dict[str, str]
 
 
-# Component names are what generated clients call their classes.
+# class names in generated clients
 _NAMES = {"EngagementBody": "Engagement", "ErrorAnswer": "Error", "Accepted": "EngagementsAnswer"}
 
 
 def describe(schema: Schema, version: str, *, retrieves: bool = False) -> dict[str, Any]:
-    """The document, OpenAPI 3.1. `retrieves`: the process has a catalogue of items."""
+    """Return the document, OpenAPI 3.1. `retrieves`: the process has a catalogue of items."""
     components = _components(schema, retrieves)
     return {
         "openapi": "3.1.0",
@@ -306,7 +308,7 @@ def _errors(*statuses: int, unless: dict[str, Any] | None = None) -> dict[str, A
 
 
 def _answer_types(schema: Schema) -> tuple[type[msgspec.Struct], type[msgspec.Struct]]:
-    """`RankAnswer.json` (serving/answer.py) as types: of all candidates, and of the first slots."""
+    """The types of `RankAnswer.json` (serving/answer.py): for all candidates, and for the first slots only."""
     names = {f"t{i}": task for i, task in enumerate(schema.tasks)}
     score = Annotated[float, limits(minimum=0, maximum=1)]
     scores = msgspec.defstruct(
@@ -333,9 +335,6 @@ def _answer_types(schema: Schema) -> tuple[type[msgspec.Struct], type[msgspec.St
     return whole, msgspec.defstruct("TopAnswer", top, forbid_unknown_fields=True)
 
 
-# ---- `/v1/retrieve` and `/v1/recommend` in the OpenAPI document: types of their answers.
-
-
 class FoundItem(msgspec.Struct, forbid_unknown_fields=True):
     """An item of the catalogue."""
 
@@ -344,7 +343,7 @@ class FoundItem(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class RetrieveAnswer(msgspec.Struct, forbid_unknown_fields=True):
-    """Nothing of it is logged."""
+    """Found items; nothing is logged."""
 
     request_id: str
     retrieval_version: str
@@ -353,7 +352,7 @@ class RetrieveAnswer(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def retrieve_types(schema: Schema, rank: type[msgspec.Struct]) -> tuple[type[msgspec.Struct], ...]:
-    """Components of the document; `rank`: of `/v1/rank`."""
+    """Components of the document for retrieval; `rank` is the body of `/v1/rank`."""
     return (retrieve_type(rank), recommend_type(schema, rank), RetrieveAnswer, _recommended_type(schema))
 
 

@@ -1,4 +1,8 @@
-"""JSON bodies of `POST /v1/retrieve` and `POST /v1/recommend` → RetrieveRequest: who asks is spelt as for a rank."""
+"""The routes `/v1/retrieve` and `/v1/recommend`.
+
+`/v1/retrieve` finds items; nothing is logged, since no user has seen them. `/v1/recommend` finds and ranks items in one request;
+the list is logged like any ranked list, so that engagements can be joined with it.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +29,9 @@ from serving.request import RankRequest, check_text, parse_id, parse_ids, parse_
 from serving.retrieval.catalogue import AttributeValue
 from serving.retrieval.retriever import Retrieved, Retriever, RetrieveRequest, Shortlist
 
-MAX_ITEMS = 1000  # of an answer
-MAX_NAMED = 10_000  # that one list of ids names
-MAX_FILTERED = 32  # names of a filter
+MAX_ITEMS = 1000  # per answer
+MAX_NAMED = 10_000  # ids in one list of a body
+MAX_FILTERED = 32  # attributes in a filter
 _WHO = ("request_id", "user_id", "session_id", "surface", "ro")
 _Value = Annotated[AttributeValue | list[AttributeValue], Meta(description="or a list: one of them")]
 _COMMON: list[Any] = [
@@ -62,13 +66,13 @@ _COMMON: list[Any] = [
 
 
 def retrieve_type(rank: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    """Of `/v1/retrieve`; `rank`: of `/v1/rank`."""
+    """The body of `/v1/retrieve`; `rank` is the body of `/v1/rank`."""
     k = Annotated[int, limits("items to find", minimum=1, maximum=MAX_ITEMS)]
     return msgspec.defstruct("RetrieveRequest", [*_who(rank), ("k", k, 100), *_COMMON], **FORBID)
 
 
 def recommend_type(schema: Schema, rank: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    """Of `/v1/recommend`; `rank`: of `/v1/rank`."""
+    """The body of `/v1/recommend`; `rank` is the body of `/v1/rank`."""
     most = max_found(schema)
     fields = [
         *_who(rank),
@@ -89,7 +93,7 @@ def recommend_type(schema: Schema, rank: type[msgspec.Struct]) -> type[msgspec.S
 
 
 def max_found(schema: Schema) -> int:
-    """What is found for a ranker is a list, and no longer than one may be."""
+    """The most items that can be found for ranking: no more than a ranked list may have."""
     return min(MAX_ITEMS, schema.limits.max_candidates)
 
 
@@ -111,7 +115,7 @@ class RetrieveParser(JsonParser):
         return self._asked(given, _count(given.k, "$.k", MAX_ITEMS), "")
 
     def recommend(self, body: bytes) -> tuple[RetrieveRequest, int]:
-        """And how many to show. Raises RequestError 400 with the path of the field, 413."""
+        """Return the request and the number of items to show. Raises RequestError 400 with the path of the field, 413."""
         given, most = decoded(self._recommend, body, self._known_recommend), max_found(self.schema)
         shown_, found = _count(given.k, "$.k", most), _count(given.retrieved, "$.retrieved", most)
         return self._asked(given, max(found, shown_), given.model_version), shown_
@@ -167,7 +171,7 @@ def _checked_filter(wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def _who(rank: type[msgspec.Struct]) -> list[Any]:
-    """Fields of a rank's body."""
+    """The fields of a rank body that describe the user."""
     given = {f.name: f for f in msgspec.structs.fields(rank)}
     fields: list[Any] = []
     for name in _WHO:
@@ -179,15 +183,11 @@ def _who(rank: type[msgspec.Struct]) -> list[Any]:
     return fields
 
 
-# ---- `POST /v1/retrieve`: which items; nothing of it is logged, since nobody has seen them. `POST /v1/recommend`: which items in
-# which order, as one request: what is shown is ranked and logged as any list, so that engagements find it.
-
-
 T = TypeVar("T")
 
 
 class RetrieveEndpoint(RankEndpoint):
-    """Shares the queue of ranks."""
+    """Shares the admission and the queue of `/v1/rank`."""
 
     route = "retrieve"
 
@@ -207,13 +207,13 @@ class RetrieveEndpoint(RankEndpoint):
         return {**_about(asked.request.request_id, found), "items": _items(found), "degraded": found.degraded}
 
     async def body(self, scope: Scope, receive: Receive, until_s: float) -> bytes:
-        """Of a request that can be let in. Raises as `answer`."""
+        """Read the body of a request that can be admitted. Raises as `answer`."""
         self.gate.check(self.remaining_s(until_s))
         request_media_type(scope, (JSON,))
         return await self.body_reader.read(scope, receive, until_s)
 
     async def run_in_scoring_thread(self, work: Callable[[int], T], until_s: float) -> T:
-        """`work(now in ms)` in the scoring thread, admitted as a rank is. Raises as `answer`."""
+        """Call `work(now_ms)` in the scoring thread, admitted like a rank request. Raises as `answer`."""
         now_ms = self.context.watermark.clock.now_ms()
         with self.gate.admit(self.remaining_s(until_s)):
             try:
@@ -227,7 +227,7 @@ class RetrieveEndpoint(RankEndpoint):
 
 
 class RecommendEndpoint(RetrieveEndpoint):
-    """Two turns of the scoring thread: items, then their order."""
+    """Uses the scoring thread twice: to find items, then to rank them."""
 
     route = "recommend"
 
@@ -238,7 +238,7 @@ class RecommendEndpoint(RetrieveEndpoint):
         self.shortlist = Shortlist(context.service, retriever)
 
     async def answer(self, scope: Scope, receive: Receive, until_s: float) -> object:
-        """Once the log has its impression; with nothing to show there is none. Raises as RankEndpoint.answer."""
+        """Answer once the impression is logged; without items to show, none is logged. Raises as RankEndpoint.answer."""
         body = await self.body(scope, receive, until_s)
         asked, shown = self.bodies.recommend(body)
         apply_version_header(scope, asked.request)

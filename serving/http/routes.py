@@ -1,4 +1,4 @@
-"""What may stand behind `/v1/rank?`, and the client's own deadline."""
+"""The routes `/v1/rank` and `/v1/engagements`: parse, admit, score, log, answer; and what all endpoints share."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ DEADLINE = "x-deadline-ms"
 class RankOptions(NamedTuple):
     append: bool = False
     ranked: bool = False
-    top: int = 0  # 0 = all of them, as scores and order
+    top: int = 0  # 0 = all candidates, as scores and order
 
 
 def parse_rank_options(query: bytes) -> RankOptions:
-    """`?append=true&ranked=true&top=10`. RequestError 400 for another name or value."""
+    """Parse `?append=true&ranked=true&top=10`. RequestError 400 for an unknown name or invalid value."""
     out: dict[str, Any] = {}
     for name, value in parse_qsl(query.decode("latin-1"), keep_blank_values=True) if query else ():
         if name not in RANK_QUERY:
@@ -72,7 +72,7 @@ def _top(value: str) -> int:
 
 
 def parse_deadline_ms(scope: Scope, max_ms: int) -> int:
-    """The client's, where it gave one in `x-deadline-ms`, and at most `max_ms`. RequestError 400 for what isn't one."""
+    """Return the client's `x-deadline-ms`, at most `max_ms`. RequestError 400 if it is invalid."""
     stated = next(
         (value.decode("latin-1") for name, value in scope["headers"] if name == DEADLINE.encode()), None
     )
@@ -85,18 +85,15 @@ def parse_deadline_ms(scope: Scope, max_ms: int) -> int:
 
 
 def _positive(text: str) -> int:
-    """0 = it isn't."""
+    """Return 0 if `text` is not a positive number."""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 20 else 0
-
-
-# ---- `x-model-version`: which version scores a request, said where a proxy or a gateway can say it too.
 
 
 HEADER = "x-model-version"
 
 
 def apply_version_header(scope: Scope, request: RankRequest) -> None:
-    """The header is the body's `model_version`. RequestError 400: both are there and differ."""
+    """Take the header `x-model-version` as the body's `model_version`. RequestError 400 if both are given and differ."""
     named = next((value.decode("latin-1") for name, value in scope["headers"] if name == HEADER.encode()), "")
     if named and request.model_version and named != request.model_version:
         message = f"expected one version, got {shown(request.model_version)!r} here and {shown(named)!r} in {HEADER}"
@@ -104,14 +101,11 @@ def apply_version_header(scope: Scope, request: RankRequest) -> None:
     request.model_version = request.model_version or named
 
 
-# ---- The two routes that carry traffic, straight on ASGI: no validation framework between the socket and the model.
-
-
 log = logging.getLogger("roostream.serving")
 
 
 class _Endpoint:
-    """Errors, metrics and the answer, the same for both routes."""
+    """Error handling, metrics and encoding that all endpoints share."""
 
     route = ""
 
@@ -121,7 +115,7 @@ class _Endpoint:
         self.context, self.body_reader, self.log_rate_limit = context, body_reader, log_rate_limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, answered whatever happens in it; only to a client that hung up nothing is said."""
+        """Answer one request, whatever fails. Nothing is sent to a client that hung up."""
         begin_s = time.perf_counter()
         headers: dict[str, str] = {}
         answer: object
@@ -138,7 +132,7 @@ class _Endpoint:
         await respond(send, status, body, media, headers | own)
 
     def told(self, error: BaseException) -> tuple[int, object, dict[str, str]]:
-        """(status, what it says, headers) of an answer that isn't 200. Raises what nobody is to be told."""
+        """Return (status, body, headers) of an error. Re-raises a cancellation outside of a stop."""
         if isinstance(error, RequestError | asyncio.CancelledError):
             refusal = self._refusal(error)
         else:
@@ -147,19 +141,19 @@ class _Endpoint:
         return refusal.status, self.fault(refusal), refusal.headers()
 
     def fault(self, error: RequestError) -> object:
-        """What an answer that isn't 200 says."""
+        """The body of an error answer."""
         return error.body()
 
     def form(self, scope: Scope, answer: object) -> tuple[bytes, str, dict[str, str]]:
-        """(body, media type, headers of its own)."""
+        """Return (body, media type, extra headers)."""
         return *encoded(answer, wants_protobuf(scope)), {}
 
     async def answer(self, scope: Scope, receive: Receive, until_s: float) -> object:
-        """What a 200 says; `form` gives it its bytes. `until_s`: its deadline. Raises RequestError, ClientGoneError."""
+        """Return the body of a 200 answer, to be encoded by `form`. Raises RequestError, ClientGoneError."""
         raise NotImplementedError
 
     def append(self, records: list[LogRecord]) -> None:
-        """From the loop's thread: after it the answer goes out, whatever becomes of the deadline."""
+        """Append records to the feature log, in the event loop. After this the request is answered, even past its deadline."""
         try:
             for record in records:
                 self.context.log.append(record)
@@ -169,7 +163,7 @@ class _Endpoint:
             raise RequestError(413, str(error)) from None
 
     def _refusal(self, error: RequestError | asyncio.CancelledError) -> RequestError:
-        """At a stop the server cancels what has not ended in time."""
+        """During a stop, the server cancels requests that do not end in time."""
         if isinstance(error, RequestError):
             return error
         if not self.body_reader.is_stopping:
@@ -186,7 +180,7 @@ class _Endpoint:
 
 
 class RankEndpoint(_Endpoint):
-    """`POST /v1/rank`: body → parse → a place at the gate → the queue's turn → log → answer."""
+    """`POST /v1/rank`: read the body, parse, admit, wait in the scoring queue, log, answer."""
 
     route = "rank"
 
@@ -203,14 +197,13 @@ class RankEndpoint(_Endpoint):
         )
 
     async def answer(self, scope: Scope, receive: Receive, until_s: float) -> object:
-        """Once the log has its impression.
+        """Answer once the impression is logged.
 
         Raises:
-            RequestError: 400, 404, 408, 413, 415, 429, 500; 503: the log is full; 504: the deadline passed. Nothing is logged
-                then.
+            RequestError: 400, 404, 408, 413, 415, 429, 500; 503: the log is full; 504: the deadline passed. Nothing is logged.
             ClientGoneError: nothing is logged.
         """
-        self.gate.check(self.remaining_s(until_s))  # before a body is read and parsed for nothing
+        self.gate.check(self.remaining_s(until_s))  # before a body is read and parsed in vain
         options = parse_rank_options(scope["query_string"])
         media = request_media_type(scope, (JSON, PROTOBUF))
         body = await self.body_reader.read(scope, receive, until_s)
@@ -226,13 +219,13 @@ class RankEndpoint(_Endpoint):
         return request
 
     async def ranked(self, request: RankRequest, num_bytes: int, until_s: float) -> RankAnswer:
-        """The way of every rank from here on, however it was spelt. Raises RequestError 404, 413, 429, 500, 503, 504."""
+        """Rank a parsed request and log its impression. Raises RequestError 404, 413, 429, 500, 503, 504."""
         self.prepare(request, num_bytes)
         with self.gate.admit(self.remaining_s(until_s)):
             return await self._scored(request, until_s)
 
     def prepare(self, request: RankRequest, num_bytes: int) -> None:
-        """Before it is let in. Raises RequestError 503 for what could not be logged once it is scored."""
+        """Call before admission. Raises RequestError 503: the feature log has no space for the impression."""
         if not self.context.log.has_room(num_bytes):
             message = "the feature log is full: Kafka has not taken its records; try again"
             raise RequestError(503, message, retry_after_s=RETRY_AFTER_S)
@@ -240,7 +233,7 @@ class RankEndpoint(_Endpoint):
         request.traceparent = names.traceparent if names else ""
 
     def logged(self, ranked: RankResult) -> RankAnswer:
-        """What may be answered now. Raises RequestError 413, 503."""
+        """Log the impression; the answer may be sent afterwards. Raises RequestError 413, 503."""
         begin_s, answer = time.perf_counter(), ranked.answer
         self.append([ranked.record])
         self.context.metrics.stages.log.observe(time.perf_counter() - begin_s)
@@ -250,7 +243,7 @@ class RankEndpoint(_Endpoint):
         return answer
 
     async def _scored(self, request: RankRequest, until_s: float) -> RankAnswer:
-        """Stamped only now: a body that comes slowly holds no heartbeat back."""
+        """The timestamp is taken only now, so that a slow body does not hold the watermark back."""
         stamp_ms = self.context.watermark.open()
         try:
             async with asyncio.timeout_at(until_s):
@@ -281,7 +274,7 @@ def deadline_error() -> RequestError:
 
 
 class EngagementsEndpoint(_Endpoint):
-    """`POST /v1/engagements`: answered once the log has them."""
+    """`POST /v1/engagements`: answered once the engagements are logged."""
 
     route = "engagements"
 
@@ -292,7 +285,7 @@ class EngagementsEndpoint(_Endpoint):
         self.json = EngagementParser(context.schema, strict=context.config.strict_actions)
 
     async def answer(self, scope: Scope, receive: Receive, until_s: float) -> dict[str, Any]:
-        """Raises RequestError 400, 408, 413, 415, 429: nothing is logged; 503: what came before the log was full is."""
+        """Raises RequestError 400, 408, 413, 415, 429: nothing is logged; 503: the log became full, earlier records are logged."""
         request_media_type(scope, (JSON,))
         body = await self.body_reader.read(scope, receive, until_s)
         stamp_ms = self.context.watermark.open()

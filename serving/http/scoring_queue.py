@@ -1,12 +1,12 @@
-"""Requests on their way to be scored: whoever waits when scoring gets free is scored with the others, in one pass.
+"""The queue of parsed requests: all that wait when scoring becomes free are scored together in one pass.
 
-Nobody waits for company: while nothing is scored a request is scored alone, at once. So passes grow with the load and no
-further, and the fixed part of a pass is paid once for all that came in the meantime.
+No request waits for others: while nothing is being scored, a request is scored alone, at once. So passes grow with the load only,
+and the fixed cost of a pass is shared by the requests that arrived during the previous one.
 
-A short pass is made in the event loop's own thread: a change of threads costs more than the loop's other calls gain by it. It
-takes as many as LOOP_S of work, by what recent passes took, and the loop has its turn before the next one: several, while new
-connections come, of which uvloop takes one a turn. What takes longer alone, or may wait for others (Redis, a shard), is the
-scoring thread's.
+A short pass runs in the event loop's own thread, since switching threads would cost more than the loop gains. It takes up to
+LOOP_S of work, as estimated from recent passes, and the loop gets a turn before the next pass; several turns while connections
+arrive, because uvloop accepts one per turn. A request that takes longer, or may wait for Redis or a shard, is scored in the
+scoring thread.
 """
 
 from __future__ import annotations
@@ -26,35 +26,37 @@ from serving.request import RankRequest
 RankAll = Callable[[list[tuple[RankRequest, int]]], "list[RankResult | Exception]"]
 
 LOOP_S = 0.003
-MAX_TURNS = 16  # of the loop between two passes
-_CANDIDATES = 64  # that take about as long as the fixed part of a request
+MAX_TURNS = 16  # turns of the event loop between two passes
+_CANDIDATES = 64  # so many candidates take about as long as the fixed part of a request
 _RISES, _FALLS = (
     0.5,
     0.1,
-)  # weight of the newest pass in what one takes, where it took more and where it took less
+)  # weight of the newest pass in the estimate when it was slower, and when it was faster
 
 
 class PassTimeEstimate:
-    """What a pass takes, by recent ones: as many turns as it has requests, and one more for every _CANDIDATES."""
+    """Estimates the duration of a pass: one unit per request, and one more per _CANDIDATES candidates."""
 
     def __init__(self) -> None:
-        self.unit_s = math.inf  # until a pass was measured
+        self.unit_s = math.inf  # infinite until a pass was measured
 
     def expected_s(self, num_requests: int, num_candidates: int) -> float:
-        """inf: nothing is known."""
+        """Return inf while nothing was measured."""
         return self.unit_s * (num_requests + num_candidates / _CANDIDATES)
 
     def took(self, seconds: float, num_requests: int, num_candidates: int) -> None:
-        """A pass that gave answers; see `PassTimer`."""
+        """Record a pass that gave answers; `seconds` is from a `PassTimer`."""
         unit_s = seconds / (num_requests + num_candidates / _CANDIDATES)
         known_s = self.unit_s if self.unit_s < math.inf else unit_s
         self.unit_s = known_s + (unit_s - known_s) * (_RISES if unit_s > known_s else _FALLS)
 
 
 class PassTimer:
-    """What this thread takes for a pass, from now on. One that was long because other programs had the processor isn't slow, and
-    would wait for it in another thread too: where nothing else was waited for, its processor time counts (in ticks of the
-    kernel, about 4 ms)."""
+    """Measures a pass in the current thread, from its construction on.
+
+    A pass that was long because other programs had the processor would be as long in another thread. So if the thread did not block, its
+    CPU time counts instead (in ticks of the kernel, about 4 ms).
+    """
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         self._now_s, self._begin_s, self._begin = now_s, now_s(), resource.getrusage(resource.RUSAGE_THREAD)
@@ -70,10 +72,10 @@ class PassTimer:
 
 
 class ResultSink(Protocol):
-    """Who waits for a score: a future, or what is like one. Its methods are called in the loop and don't fail."""
+    """Receives a result: a future, or an object like one. Its methods are called in the event loop and must not fail."""
 
     def done(self) -> bool:
-        """Whether nobody waits any more."""
+        """Whether the result is no longer wanted."""
 
     def set_result(self, result: RankResult, /) -> None: ...
 
@@ -85,7 +87,7 @@ class _QueuedRank(NamedTuple):
     time_ms: int
     since_s: float
     outcome: ResultSink
-    may_wait: bool  # for others than us, while it is scored
+    may_wait: bool  # whether scoring may wait for Redis or a shard
 
     @property
     def num_candidates(self) -> int:
@@ -93,8 +95,9 @@ class _QueuedRank(NamedTuple):
 
 
 class ScoringQueue:
-    """First come, first scored. Used by one event loop; `rank_all` runs in its thread or in the one thread of `executor`, never
-    in both at once."""
+    """First come, first served. Used by one event loop; `rank_all` runs in its thread or in the single thread of `executor`, never in
+    both at once.
+    """
 
     def __init__(
         self,
@@ -105,8 +108,9 @@ class ScoringQueue:
         waited: Callable[[float], None] = lambda seconds: None,
         may_wait: Callable[[RankRequest], bool] = lambda request: False,
     ) -> None:
-        """`most`: requests and candidates of a pass; a request with more candidates goes alone. `waited` is told for each
-        request how long it was in the queue. `may_wait`: whether scoring a request may wait for others than this process."""
+        """`most`: maximum requests and candidates per pass; a request with more candidates is scored alone. `waited` is called with the
+        queueing time of each request. `may_wait`: whether scoring a request may wait for Redis or a shard.
+        """
         self.executor, self.rank_all, self.gate, self.waited, self.may_wait = (
             executor,
             rank_all,
@@ -118,34 +122,30 @@ class ScoringQueue:
         self.pace = PassTimeEstimate()
         self.num_connections: Callable[[], int] = lambda: (
             0
-        )  # that are open: while it changes, others wait to be taken
+        )  # open connections: while the number changes, more are waiting to be accepted
         self._num_seen = self._turns = 0
         self._waiting: deque[_QueuedRank] = deque()
-        self._is_busy = self._is_due = False  # a pass is being made; one is about to be made in the loop
+        self._is_busy = self._is_due = False  # a pass is running; a pass in the loop is scheduled
 
     async def score(self, request: RankRequest, time_ms: int) -> RankResult:
-        """What `RankService.rank` gives. Cancelled (by the deadline), it leaves the queue if it hasn't begun.
-
-        Raises:
-            Whatever `RankService.rank` does.
-        """
+        """Return what `RankService.rank` returns or raises. If cancelled by the deadline before its pass, the request leaves the queue."""
         outcome: asyncio.Future[RankResult] = asyncio.get_running_loop().create_future()
         self.put(request, time_ms, outcome)
         return await outcome
 
     def put(self, request: RankRequest, time_ms: int, outcome: ResultSink) -> None:
-        """The same for whoever is told; never before this returns."""
+        """Queue a request; `outcome` gets the result, never before this returns."""
         asked = _QueuedRank(request, time_ms, self.gate.now_s(), outcome, self.may_wait(request))
         self._waiting.append(asked)
         self._begin()
 
     @property
     def is_fast(self) -> bool:
-        """Whether most passes are short enough for the loop."""
+        """Whether most passes are short enough for the event loop."""
         return self.pace.unit_s <= LOOP_S
 
     def _begin(self) -> None:
-        """A pass, if none is being made and somebody waits. One in the loop is made once it has read what came together."""
+        """Start a pass if none is running and requests wait. A pass in the loop starts after the loop has read its other input."""
         if self._is_busy or self._is_due or not self._waiting:
             return
         if self._fits_in_loop(self._waiting[0]):
@@ -156,17 +156,17 @@ class ScoringQueue:
             self.executor.submit(self._pass, batch, asyncio.get_running_loop())
 
     def _fits_in_loop(self, asked: _QueuedRank, num_requests: int = 0, num_candidates: int = 0) -> bool:
-        """Scored in the loop, behind so many others in its pass."""
+        """Whether the request can be scored in the loop, behind so many others of its pass."""
         expected_s = self.pace.expected_s(num_requests + 1, num_candidates + asked.num_candidates)
         return expected_s <= LOOP_S and not asked.may_wait
 
     def _pass(self, batch: list[_QueuedRank], loop: asyncio.AbstractEventLoop) -> None:
-        """In the scoring thread: straight back to the loop, without the futures of an executor's result."""
+        """In the scoring thread. The result goes straight to the loop, without an executor's futures."""
         outcomes, took_s = self._ranked(batch)
         loop.call_soon_threadsafe(self._deliver, batch, outcomes, took_s)
 
     def _run_in_loop(self) -> None:
-        """In the loop, for as many as it may be kept for; the others wait for its next turn."""
+        """In the event loop, for as many requests as fit; the others wait for the next turn."""
         if self._connections_changing():
             asyncio.get_running_loop().call_soon(self._run_in_loop)
             return
@@ -177,14 +177,14 @@ class ScoringQueue:
             self._begin()
 
     def _connections_changing(self) -> bool:
-        """Whether the loop is to have one more turn first."""
+        """Whether the loop should get one more turn first."""
         num = self.num_connections()
         is_still = num == self._num_seen or self._turns >= MAX_TURNS
         self._num_seen, self._turns = num, 0 if is_still else self._turns + 1
         return not is_still
 
     def _ranked(self, batch: list[_QueuedRank]) -> tuple[Sequence[RankResult | Exception], float]:
-        """(of each its outcome, what it took in s)."""
+        """Return (outcome of each request, duration in s)."""
         stopwatch = PassTimer(self.gate.now_s)
         outcomes: Sequence[RankResult | Exception]
         try:
@@ -194,7 +194,7 @@ class ScoringQueue:
         return outcomes, stopwatch.read_s()
 
     def _take_batch(self, is_here: bool) -> list[_QueuedRank]:
-        """From the front, as many as go into one pass; nobody whose deadline has passed."""
+        """Take the requests of one pass from the front of the queue, without those whose deadline has passed."""
         batch: list[_QueuedRank] = []
         candidates, now_s = 0, self.gate.now_s()
         while self._waiting and len(batch) < self.max_requests:
@@ -213,7 +213,7 @@ class ScoringQueue:
     def _deliver(
         self, batch: list[_QueuedRank], outcomes: Sequence[RankResult | Exception], took_s: float
     ) -> None:
-        """The next pass begins first, so that the thread has work while answers are written."""
+        """Start the next pass before answering, so that the scoring thread has work meanwhile."""
         num_answered = sum(isinstance(outcome, RankResult) for outcome in outcomes)
         if num_answered:
             self.pace.took(took_s, len(batch), sum(a.num_candidates for a in batch))

@@ -1,4 +1,4 @@
-"""uvicorn in this process, started and stopped by us."""
+"""Runs uvicorn inside this process, with its own start and stop."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from serving.http.connection import LimitedProtocol, limited_to
 log = logging.getLogger("roostream.serving")
 
 STOP_POLL_S = 0.1
-_LEAVE_POLL_S = 0.02
+_DRAIN_POLL_S = 0.02
 
 
 class _PlainServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals belong to roostream.runtime.program."""
+        """roostream.runtime.program handles signals."""
         yield
 
 
-class _OwnServer(_PlainServer):
+class _AnnouncingServer(_PlainServer):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for bound in sockets or []:
@@ -45,11 +45,11 @@ class _OwnServer(_PlainServer):
 
 
 def bind(listen: str, key: str = "listen", reuse_port: bool = False) -> socket.socket:
-    """A bound socket; port 0 draws one. `key`: the setting that says where. With `reuse_port` others of this user may have the
-    same one, if they say so too: the kernel spreads connections over those that listen.
+    """Return a bound socket; port 0 picks a free port. `key` is the name of the setting, for errors. With `reuse_port`, processes of the
+    same user can share the port, and the kernel distributes connections over them.
 
     Raises:
-        SetupError: the port is taken, or the address isn't this machine's.
+        SetupError: the port is taken, or the address is not one of this machine.
     """
     host, port = parse_address(listen)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -68,19 +68,19 @@ def bind(listen: str, key: str = "listen", reuse_port: bool = False) -> socket.s
 
 
 def run(app: HttpInterface, bound: socket.socket, budget: StopBudget, turned: Callable[[], None]) -> None:
-    """Serve until `budget.stop` is set; then let open connections take leave (`_take_leave`), accept nothing more, wait for no
-    more bodies, and finish what is in flight: the last for at most half of `budget`. `turned` is called from the event loop, over
-    and over, until then."""
+    """Serve until `budget.stop` is set. Then drain open connections (`_drain`), accept no more, stop waiting for bodies, and finish
+    requests in flight within half of `budget`. `turned` is called from the event loop periodically until then.
+    """
     limits = limited_to(app.context.config.max_connections, app.refuses, app.whole)
     config = _settings(app, limits, max(int(budget.seconds / 2), 1), app.context.tls)
 
-    server = _OwnServer(config)
+    server = _AnnouncingServer(config)
     app.connections = server.server_state.connections
 
     async def end() -> None:
-        remaining_s = budget.left_s()  # counts from here
+        remaining_s = budget.left_s()  # the budget starts here
         turned()
-        await _take_leave(
+        await _drain(
             server,
             bound,
             min(app.context.config.drain_ms / 1000, remaining_s / 4),
@@ -92,8 +92,8 @@ def run(app: HttpInterface, bound: socket.socket, budget: StopBudget, turned: Ca
         uvloop.run(_serve(server, bound, budget.stop, turned, end))
 
 
-def other_server(app: ASGIApp, max_connections: int, tls: TlsContext | None) -> uvicorn.Server:
-    """With the limits of every connection (serving/http/connection.py), for whoever runs it in a loop of its own."""
+def second_server(app: ASGIApp, max_connections: int, tls: TlsContext | None) -> uvicorn.Server:
+    """A server with the same connection limits for another application; the caller runs it in its own event loop."""
     return _PlainServer(_settings(app, limited_to(max_connections, lambda data: None), 1, tls))
 
 
@@ -146,19 +146,19 @@ async def _serve(
         watching.cancel()
 
 
-async def _take_leave(
+async def _drain(
     server: uvicorn.Server, bound: socket.socket, max_s: float, has_successor: bool
 ) -> None:
-    """Before open connections are closed: for at most so long every answer says that it is the connection's last, so that a
-    client which asks again and again never meets one that is being closed. Ends once no connection is open.
+    """For at most `max_s`, answer every request with `connection: close`, so that no busy client meets a connection that is being closed.
+    Ends when no connection is open.
 
-    With a successor on the same port nobody new is taken from the beginning. Without one, whoever comes is answered, and learns
-    from `/readyz` to go elsewhere.
+    With a successor on the same port, no new connections are accepted. Without one they are still answered, and clients learn from
+    `/readyz` to use another process.
     """
     last = (b"connection", b"close")
     server.config.encoded_headers.append(
         last
-    )  # uvicorn makes the headers of all answers of these, once a second
+    )  # uvicorn copies these into the headers of all answers once a second
     server.server_state.default_headers = [*server.server_state.default_headers, last]
     if has_successor:
         for listener in server.servers:
@@ -167,4 +167,4 @@ async def _take_leave(
     loop = asyncio.get_running_loop()
     until_s = loop.time() + max_s
     while server.server_state.connections and loop.time() < until_s:
-        await asyncio.sleep(_LEAVE_POLL_S)
+        await asyncio.sleep(_DRAIN_POLL_S)

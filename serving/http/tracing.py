@@ -1,7 +1,7 @@
-"""What a call is called: the client's `X-Request-Id` or one of ours, and where it stands in a trace (W3C Trace Context).
+"""Call ids (`X-Request-Id`), W3C trace context, and OpenTelemetry spans.
 
-A call is one HTTP exchange; its id is for logs. The `request_id` of a rank's body is another thing: it names the request whose
-engagements are joined, through retries and pages.
+A call is one HTTP exchange; its id is for logs. The `request_id` in a rank's body is something else: it identifies the request
+that engagements are joined with, across retries and pages.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _OWN, _NUMBERS = os.urandom(8).hex(), itertools.count(1)
 
 
 def parse_call_names(headers: Iterable[tuple[bytes, bytes]]) -> CallContext:
-    """From a request's headers, names in lower case. What isn't valid is as if it weren't there."""
+    """Read call id and trace context from headers with lower-case names. Invalid values are ignored."""
     call_id = trace = b""
     for name, value in headers:
         if name == HEADER:
@@ -59,26 +59,23 @@ def parse_call_names(headers: Iterable[tuple[bytes, bytes]]) -> CallContext:
 
 
 def _traced(call_id: str, trace: bytes) -> CallContext:
-    """Version 00 has four parts; a later one may have more."""
+    """Version 00 has exactly four parts; later versions may have more."""
     found = _TRACE.fullmatch(trace)
     if found is None or (found[3] and trace.startswith(b"00")):
         return CallContext(call_id)
     return CallContext(call_id, found[1].decode(), found[2].decode())
 
 
-# ---- A span a call by OpenTelemetry's API, where the settings ask for it. Where spans go is OpenTelemetry's own matter: without its
-# SDK nowhere, with it as its `OTEL_…` variables say.
-
-
 SpanFactory = Callable[[Scope], AbstractContextManager[Callable[[int], None]]]
-"""Around a call; what it gives is told the answer's status."""
+"""Context manager around a call; it yields a function that takes the status of the answer."""
 
 
 def open_tracing(is_wanted: bool, paths: frozenset[str]) -> SpanFactory | None:
-    """None where nobody wants spans: then nothing of OpenTelemetry is loaded. `paths` are those that may name a span.
+    """Return None if tracing is off; then OpenTelemetry is not imported. Only `paths` may become span names. Spans go nowhere without
+    OpenTelemetry's SDK, and where its `OTEL_…` variables say with it.
 
     Raises:
-        SetupError: the package isn't here.
+        SetupError: OpenTelemetry is not installed.
     """
     if not is_wanted:
         return None
@@ -112,7 +109,7 @@ def open_tracing(is_wanted: bool, paths: frozenset[str]) -> SpanFactory | None:
 
 
 def _carry(context: Any) -> None:
-    """Into the call's names; whoever set them resets them."""
+    """Store the span in the current call context; the caller resets it."""
     names = CURRENT_CALL.get()
     if names is not None and context.is_valid and context.trace_flags.sampled:
         told = f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"

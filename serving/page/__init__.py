@@ -1,1 +1,1 @@
-"""The front page of serving, for people: what is served, and a request ranked by hand with its reasons."""
+"""The front page of serving: what is served, and a form that ranks a request and explains its scores."""

@@ -1,4 +1,14 @@
-"""The answer of `POST /v1/explain`, as the document has it."""
+"""Explains the scores of a request: feature values, learned rows, and the scores without each feature.
+
+A feature is removed by making it missing for all candidates; nothing else is hydrated or computed again. The reported change is the
+score without the feature minus the score with it. It describes the model, not what users would do. Nothing is logged.
+
+1 complete and score the request as a rank request, and read its rows
+2 score again without each feature, several features per forward pass
+3 build the answer
+
+Letters: n candidates, T tasks, U rows of a stack.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +32,14 @@ from serving.scorer import RowReader, Version, probabilities
 
 
 class RowCount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Embedding rows that a value needs, and those of them that aren't at their initial value."""
+    """Embedding rows that a value uses, and how many of them differ from their initial value."""
 
     needed: int
     learned: int
 
 
 class FeatureEffect(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One feature: of the request (one value), or of each candidate."""
+    """One feature of the request (one value) or of each candidate."""
 
     name: str
     side: Annotated[str, Meta(description="ro: of the request; nro: of a candidate")]
@@ -54,7 +64,7 @@ class ExplainedCandidate(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 class ExplainAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Scores and their reasons; nothing was logged."""
+    """Scores and their explanation; nothing was logged."""
 
     request_id: str
     model_version: str
@@ -68,27 +78,15 @@ class ExplainAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ]
 
 
-# ---- Why candidates score as they do: their features, which of their rows are learned, and their scores without each feature.
-#
-# A feature is taken out by leaving it missing, for all candidates; nothing else is hydrated or computed anew. What is told is the
-# score without it less the score with it: of the model as it is, not of what users would do. Nothing is logged.
-#
-# 1 complete the request as a rank is completed, score it, and look at its rows
-# 2 take out one feature after another, some of them in one forward pass
-# 3 tell
-#
-# Letters: n candidates, T tasks, U rows of a stack.
-
-
 MAX_CANDIDATES = 50
-MAX_FEATURES = 64  # that are taken out
-_PASS_CANDIDATES = 100  # of one forward pass: how long a rank may have to wait for one of ours
+MAX_FEATURES = 64  # features to remove at most
+_PASS_CANDIDATES = 100  # per forward pass: bounds how long a rank request may wait for it
 _SHOWN_IDS = 8
 
 
 @dataclasses.dataclass(eq=False)
 class Explanation:
-    """One in the making. `ro`, `nro`: what was given, by feature; `changes`: what has been tried, float32 [n, T] by feature."""
+    """An explanation in progress. `ro`, `nro`: values by feature; `changes`: score changes by removed feature, float32 [n, T]."""
 
     request: RankRequest
     time_ms: int
@@ -102,13 +100,13 @@ class Explanation:
 
     @property
     def given(self) -> list[str]:
-        """Features that can be taken out, a candidate's first, as declared."""
+        """Features that can be removed, those of candidates first, in declared order."""
         schema = self.version.schema
         return [f.name for f in (*schema.nro, *schema.ro) if f.name in self.nro or f.name in self.ro]
 
 
 class Explainer:
-    """`begin` and `score_without` in the scoring thread. `initial`: rows that nobody has learned, as a replica without any gives."""
+    """Call `begin` and `score_without` in the scoring thread. `initial` reads rows at their initial values."""
 
     def __init__(self, service: RankService, initial: Callable[[], RowReader]) -> None:
         self.service, self.schema, self._initial = service, service.schema, initial
@@ -126,13 +124,13 @@ class Explainer:
         )
 
     def passes(self, explanation: Explanation) -> Iterator[list[str]]:
-        """Features to be taken out, as many at a time as one forward pass may hold."""
+        """Names of the features to remove, grouped by forward pass."""
         names = explanation.given[:MAX_FEATURES]
         size = max(_PASS_CANDIDATES // len(explanation.request.item_ids), 1)
         yield from (names[at : at + size] for at in range(0, len(names), size))
 
     def score_without(self, explanation: Explanation, names: Sequence[str]) -> None:
-        """Step 2, of these. Raises RequestError 500."""
+        """Step 2 for these features. Raises RequestError 500."""
         version = explanation.version
         logits = version.score_all(self.service.rows, [self._without(explanation, name) for name in names])
         for name, logits_nT in zip(names, logits, strict=True):
@@ -167,7 +165,7 @@ class Explainer:
         return RequestColumns(*columns, items, explanation.time_ms)
 
     def _rows(self, columns: RequestColumns) -> dict[str, list[RowCount]]:
-        """By feature, of the request or of each candidate: a sequence's columns that have a table count with it."""
+        """Row counts by feature, of the request or of each candidate. Columns of a sequence that have a table are included."""
         batch = build_batch(self.schema, [columns])
         lookup = build_lookup(batch)
         rows, initial = self.service.rows.gather(lookup), self._initial().gather(lookup)
@@ -199,14 +197,14 @@ class Explainer:
 
 
 def _some(column: Any) -> bool:
-    """Whether any candidate has it."""
+    """Whether any candidate has a value."""
     return (
         not np.isnan(column).all() if isinstance(column, np.ndarray) else any(v is not None for v in column)
     )
 
 
 def _shown(value: Any) -> float | str | None:
-    """A number, or ids as text: they may be too large for a browser's numbers."""
+    """A number, or ids as text, since ids can exceed the integers of a browser."""
     if value is None or isinstance(value, float | np.floating):
         return None if value is None or np.isnan(value) else float(value)
     ids = next(iter(value.values())) if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""The front page's files and its document, `/page.json`."""
+"""The files of the front page and its data, `/page.json`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _FRESH = "engagement_to_servable"
 
 @functools.cache
 def content(path: str) -> bytes:
-    """Of a file of the page, by the path it is asked for."""
+    """The content of a file of the page, by URL path."""
     return resources.files("serving.page").joinpath("web", FILES[path][0]).read_bytes()
 
 
 def document(context: ServingContext, release: str, recent: RecentQuantiles) -> dict[str, Any]:
-    """What the page shows; times in seconds, null = not known. `recent`: what is kept of earlier askings."""
+    """What the page shows; times in seconds, null = unknown. `recent` keeps the freshness of earlier calls."""
     versions, schema, row_metrics = context.service.versions, context.schema, context.row_metrics()
     served, waiting_for = versions.served, context.waiting_for()
     now_ms = context.watermark.clock.now_ms()

@@ -1,6 +1,11 @@
-"""By what items can be filtered: names and values of a catalogue. An item has none, one or several values of a name.
+"""The catalogue: a file with one JSON object per line, in the format of HTTP candidates, with attributes for filters.
 
-Letters: I items.
+    {"item_id": 8, "topics": [3, 7], "age_h": 2.5, "attributes": {"lang": "da", "genre": ["news", "sport"]}}
+
+Features that the schema keeps `online` must not be in the file: they change by the minute and are read when a list is ranked. The
+`[[nro]]` feature that is the item id itself can be left out.
+
+Letters: I items, N some of them, F floats, K list features.
 """
 
 from __future__ import annotations
@@ -30,10 +35,10 @@ AttributeValue: TypeAlias = bool | int | str
 
 
 class Attributes:
-    """Name → value → the items that have it. Immutable."""
+    """Attribute name → value → the items that have it. An item has none, one or several values of a name. Immutable."""
 
     def __init__(self, client_id_I: Sequence[Mapping[str, Any]]) -> None:
-        """Of each item, in the catalogue's order. `check_attributes` has seen them."""
+        """The attributes of each item, in the catalogue's order, checked by `check_attributes`."""
         self.num_items = len(client_id_I)
         found: dict[str, dict[str, list[int]]] = {}
         for slot, given in enumerate(client_id_I):
@@ -49,7 +54,7 @@ class Attributes:
         return tuple(self._slots)
 
     def allowed(self, wanted: Mapping[str, AttributeValue | Sequence[AttributeValue]]) -> np.ndarray:
-        """bool [I]: items that have, of each name, one of its values. Raises RequestError 400: no item has that name."""
+        """bool [I]: items that have one of the wanted values of every name. Raises RequestError 400: no item has that name."""
         allowed_I = np.ones(self.num_items, np.bool_)
         for name, value in wanted.items():
             if name not in self._slots:
@@ -66,7 +71,7 @@ _NONE = np.zeros(0, np.int64)
 
 
 def _texts(value: AttributeValue | Iterable[AttributeValue]) -> list[str]:
-    """As JSON, where true isn't 1."""
+    """Values as JSON, where true differs from 1."""
     return [msgspec.json.encode(v).decode() for v in (value if isinstance(value, list | tuple) else (value,))]
 
 
@@ -81,25 +86,15 @@ def check_attributes(given: object) -> str:
     return ""
 
 
-# ---- Which items there are, and what each has of its own: a file of JSON lines, spelt as candidates are over HTTP.
-#
-#     {"item_id": 8, "topics": [3, 7], "age_h": 2.5, "attributes": {"lang": "da", "genre": ["news", "sport"]}}
-#
-# Features that the schema keeps `online` aren't an item's own: they change by the minute and are read when a list is ranked. The
-# `[[nro]]` ids feature that is the item's id itself needn't be given.
-#
-# Letters: I items, N some of them, F floats, K list features.
-
-
 _PLACE = re.compile(r"^\$\.candidates\[(\d+)\]\.?")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Catalogue:
-    """Immutable. A slot is an item's place by id."""
+    """Immutable. An item's slot is its index when sorted by id."""
 
-    id_I: np.ndarray  # int64, rising, each once
-    client_id_I: list[int | str]  # as the file has them
+    id_I: np.ndarray  # int64, ascending, each once
+    client_id_I: list[int | str]  # ids as the file has them
     items: Batch  # one request whose candidates are all items
     attributes: Attributes
 
@@ -107,7 +102,7 @@ class Catalogue:
         return len(self.id_I)
 
     def find_slots(self, id_N: np.ndarray) -> np.ndarray:
-        """Slots of those ids that are here, each once, rising."""
+        """Slots of the known ids, each once, ascending."""
         slot_N = np.minimum(np.searchsorted(self.id_I, id_N), max(len(self) - 1, 0))
         return np.unique(slot_N[self.id_I[slot_N] == id_N]) if len(self) else np.zeros(0, np.int64)
 
@@ -116,7 +111,7 @@ class Catalogue:
         return _take_batch(self.items, slot_N)
 
     def features(self, slot_N: np.ndarray) -> dict[str, Any]:
-        """What a rank request has in `nro` for these items; what no item of them has is left out."""
+        """The `nro` values of a rank request for these items, without features that none of them has."""
         taken, schema = self.take(slot_N), self.items.schema
         floats = {
             f.name: np.where(taken.nro_present_BF[:, i], taken.nro_float_BF[:, i], np.nan).astype(np.float64)
@@ -129,7 +124,7 @@ class Catalogue:
 
 
 def load_catalogue(schema: Schema, path: str | Path) -> Catalogue:
-    """Raises ConfigError: it can't be read, or a line is no item; names file and line."""
+    """Raises ConfigError: the file cannot be read, or a line is invalid; with file and line."""
     try:
         with Path(path).open("rb") as lines:
             return read_catalogue(schema, lines, str(path))
@@ -140,8 +135,7 @@ def load_catalogue(schema: Schema, path: str | Path) -> Catalogue:
 def read_catalogue(
     schema: Schema, lines: Iterable[bytes], name: str = "items", parser: JsonParser | None = None
 ) -> Catalogue:
-    """Of one line an item; empty ones are passed over. `parser`: the schema's, where there is one already.
-    Raises ConfigError with name and line."""
+    """One item per line; empty lines are skipped. Pass `parser` to reuse the schema's. Raises ConfigError with name and line."""
     reader = _CatalogueReader(schema, name, parser or JsonParser(schema))
     parts = [reader.part(chunk) for chunk in _chunks(lines, schema.limits.max_candidates)]
     if not parts:
@@ -163,7 +157,7 @@ def read_catalogue(
 
 
 Numbered = tuple[int, bytes]
-"""A line and its number."""
+"""A line number and its line."""
 
 
 def _chunks(lines: Iterable[bytes], most: int) -> Iterator[list[Numbered]]:
@@ -173,7 +167,7 @@ def _chunks(lines: Iterable[bytes], most: int) -> Iterator[list[Numbered]]:
 
 
 class _CatalogueReader:
-    """Keeps what isn't in batches: ids as given, and attributes, by line."""
+    """Collects what batches do not hold, by line: ids as given, and attributes."""
 
     def __init__(self, schema: Schema, name: str, parser: JsonParser) -> None:
         self.schema, self.name = schema, name
@@ -243,7 +237,7 @@ def _take_batch(items: Batch, slot_N: np.ndarray) -> Batch:
 
 
 def _joined(parts: Sequence[Batch]) -> Batch:
-    """The candidates of all, as those of the first one's request."""
+    """All candidates as those of the first part's request."""
     first, changes = parts[0], dict[str, Any]()
     for field in dataclasses.fields(Batch):
         if isinstance(getattr(first, field.name), np.ndarray) and not field.name.endswith(("_R", "_RF")):
@@ -270,7 +264,7 @@ def _joined_lists(parts: Sequence[Jagged]) -> Jagged:
 
 
 def _column(f: Feature, lists: Jagged) -> Any:
-    """A value a row in the form that `encode_nro` takes, None = missing; an array where each has one id: no loop encodes it."""
+    """One value per row in the form that `encode_nro` takes, None = missing; an array if each row has one id, which encodes faster."""
     if f.kind == "ids" and (lists.lengths_KN[lists.index(f.name)] == 1).all():
         return lists.values_of(f.name)
     k, offset_N1 = lists.index(f.name), lists.offsets_of(f.name).tolist()

@@ -1,7 +1,14 @@
-"""What an item's vector is made of: weights of a version, rows, and the item's own ids and floats. Nothing that depends on who
-asks, on the list, or on the time.
+"""Builds the items' vectors and keeps them up to date, in one thread, preferably while no request is in progress.
 
-Letters: N items, D width.
+1 measure recall: repeat a sampled request's search exactly
+2 reload the catalogue if its file has changed; an invalid file leaves the current one in use
+3 if the served version or the catalogue changed, build all vectors anew and switch to them at once
+4 update the vectors of items whose rows changed, at a bounded rate, the longest waiting first
+5 build a new index when many vectors have moved away from their indexed position
+
+Step 3 takes at most a quarter of the thread's time: versions that come sooner are skipped.
+
+Letters: I items, U unique rows of a stack, L entries of all items, N items, D width.
 """
 
 from __future__ import annotations
@@ -37,7 +44,7 @@ _OF_A_LIST = ("rank", "share")
 
 
 def encode_items(model: Retrieval, rows: RowReader, items: Batch) -> np.ndarray:
-    """float32 [N, D] of the batch's candidates. Raises ConfigError: one isn't finite."""
+    """Return float32 [N, D] of the batch's candidates. Raises ConfigError: a vector is not finite."""
     lookup = build_lookup(items)
     inputs = build_inputs(items, lookup, rows.gather(lookup))
     with torch.inference_mode():
@@ -49,7 +56,7 @@ def encode_items(model: Retrieval, rows: RowReader, items: Batch) -> np.ndarray:
 
 
 def check_item_features(schema: Schema, model: Retrieval) -> None:
-    """Raises ConfigError: the item's tower looks at what isn't the item's own."""
+    """Check that the item tower uses only the item's own features, not the user, the list or the time. Raises ConfigError otherwise."""
     online = sources_of(schema, "nro")
     for name in model.item_floats:
         inputs, ops = _made_of(schema, name)
@@ -69,21 +76,13 @@ def check_item_features(schema: Schema, model: Retrieval) -> None:
 
 
 def _made_of(schema: Schema, name: str) -> tuple[list[str], list[str]]:
-    """(floats, operations) that an output of transforms is made of."""
+    """Return (floats, operations) that an output of the transforms depends on."""
     names, ops = [name], list[str]()
     for t in reversed(schema.transforms):
         if t.output in names:
             ops.append(t.op)
             names.append(t.input)
     return names, ops
-
-
-# ---- Whose rows are others than they were: all rows that items are made of are read now and then, and compared.
-#
-# Instead of listening to deltas: what counts is what a reader would get, wherever rows are kept and however they came (deltas, a
-# bootstrap, a bucket that was mended, another process' memory). Reading a hundred thousand rows costs some ten milliseconds.
-#
-# Letters: I items, U unique rows of a stack, L entries of all items, N items, D width.
 
 
 CHUNK = 20_000
@@ -98,7 +97,7 @@ class RowChunk(NamedTuple):
 
 
 class _StackSeen:
-    """A stack's rows as they were last, and the items that are made of each."""
+    """The last seen rows of a stack, and the items that use each row."""
 
     def __init__(self, items: Batch, found: StackLookup) -> None:
         self.table_U, self.id_U = found.table_U, found.id_U
@@ -118,7 +117,7 @@ class _StackSeen:
         return StackLookup(self.table_U[begin:end], self.id_U[begin:end], {})
 
     def take(self, begin: int, row_UD: np.ndarray) -> np.ndarray:
-        """Rows as they are now, from `begin` on; the items of those that are others, each once. At first none is."""
+        """Store the current rows from `begin` on; return the items whose rows changed, each once. Returns none at first."""
         if self._seen_UD is None:
             self._seen_UD = np.full((len(self.id_U), row_UD.shape[1]), np.nan, np.float32)
         seen_UD = self._seen_UD[begin : begin + len(row_UD)]
@@ -129,7 +128,11 @@ class _StackSeen:
 
 
 class RowChangeDetector:
-    """For the items of one catalogue. Used by one thread."""
+    """Finds the items whose rows have changed by reading all rows of the catalogue and comparing. Used by one thread.
+
+    Comparing, instead of listening to deltas, sees what a reader would get, however the rows arrived (deltas, a bootstrap, a repaired
+    bucket). Reading a hundred thousand rows takes tens of milliseconds.
+    """
 
     def __init__(self, items: Batch) -> None:
         found = build_lookup(items)
@@ -137,27 +140,22 @@ class RowChangeDetector:
         self._empty = {name: StackLookup(s.table_U[:0], s.id_U[:0], {}) for name, s in found.stacks.items()}
 
     def chunks(self) -> list[RowChunk]:
-        """Of all rows."""
+        """All rows, in chunks."""
         sizes = {name: len(stack.id_U) for name, stack in self._stacks.items()}
         return [RowChunk(name, b, min(b + CHUNK, n)) for name, n in sizes.items() for b in range(0, n, CHUNK)]
 
     def look(self, rows: RowReader, chunk: RowChunk) -> np.ndarray:
-        """int64 [N], rising: the items of rows that are others than at the last look."""
+        """int64 [N], ascending: items whose rows differ from the last call."""
         stack = self._stacks[chunk.stack]
         lookup = Lookup({**self._empty, chunk.stack: stack.part(chunk.begin, chunk.end)})
         return stack.take(chunk.begin, rows.gather(lookup)[chunk.stack])
-
-
-# ---- Which items wait for a new vector, and since when: the one that waits longest is first.
-#
-# Letters: I items, N some of them.
 
 
 _NEVER = np.inf
 
 
 class RefreshQueue:
-    """Pure. An item that is marked twice waits since the first time."""
+    """Items that wait for a new vector, with the time since when. Pure. An item that is marked twice waits since the first time."""
 
     def __init__(self, num_items: int) -> None:
         self._since_I = np.full(num_items, _NEVER)
@@ -167,7 +165,7 @@ class RefreshQueue:
 
     @property
     def oldest_s(self) -> float | None:
-        """When the one that waits longest was marked; None: nobody waits."""
+        """When the longest waiting item was marked; None = none waits."""
         oldest = float(self._since_I.min(initial=_NEVER))
         return oldest if oldest < _NEVER else None
 
@@ -175,41 +173,30 @@ class RefreshQueue:
         self._since_I[slot_N] = np.minimum(self._since_I[slot_N], now_s)
 
     def take(self, most: int) -> np.ndarray:
-        """int64 [N], at most so many, the longest waiting ones; they wait no more."""
+        """Remove and return int64 [N], at most `most` items, the longest waiting first."""
         waiting_N = np.flatnonzero(np.isfinite(self._since_I))
         taken_N = waiting_N[np.argsort(self._since_I[waiting_N], kind="stable")[:most]]
         self._since_I[taken_N] = _NEVER
         return taken_N
 
 
-# ---- Keeps the space that requests are retrieved with: one thread, in moments without requests where there are any.
-#
-# 1 a request's search again, comparing everything → recall
-# 2 the catalogue's file is another than before → read it; one that can't be read leaves the one in use
-# 3 the version that is served is another, or the catalogue → all vectors by that version, then both are put in use as one
-# 4 rows that items are made of have changed → those items' vectors anew, so many a second, the longest waiting first
-# 5 many vectors have moved from where the index has them → a new index
-#
-# 3 takes at most a quarter of the thread's time: a version that comes sooner is passed over for the one after it.
-
-
 log = logging.getLogger("roostream.serving.retrieval")
 
 TURN_S = 0.2
-LOOK_S = 1.0  # between two looks at all rows
-AT_ONCE = 256  # items; some milliseconds of the scoring thread's processor
+LOOK_S = 1.0  # between two reads of all rows
+AT_ONCE = 256  # items per step: some milliseconds of CPU time
 PATIENCE_S = 0.02
-REST = 3  # times as long as a build took, nothing is built whole
+REST = 3  # after a build that took t, no other one starts for REST × t
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class _Current:
-    """What belongs to a space and only the keeper needs."""
+    """The index in use, and what only this updater needs of it."""
 
     space: RetrievalIndex
     changed: RowChangeDetector
     due: RefreshQueue
-    with_rows: bool  # else they were made of initial ones, and all are made again once rows are here
+    with_rows: bool  # False: built from initial rows, to be rebuilt once rows are loaded
 
 
 class ItemVectorUpdater:
@@ -225,11 +212,11 @@ class ItemVectorUpdater:
         idle_gate: IdleGate,
         clock: Clock,
     ) -> None:
-        """`served`: the version that most requests are scored with. Raises ConfigError: the index can't be had."""
+        """`served` returns the version that scores most requests. Raises ConfigError: the package of the index is not installed."""
         self.schema, self.settings, self.retriever = schema, settings, retriever
         self.served, self.rows, self.idle_gate, self.clock = served, rows, idle_gate, clock
         self.num_built = self.num_refreshed = self.num_refused = 0
-        self.build_s: float | None = None  # the last one took
+        self.build_s: float | None = None  # duration of the last build
         self._propose = index_builder(settings)
         self._catalogue: Catalogue | None = None
         self._stamp: tuple[int, int, int] | None = None  # of the file that was read last
@@ -239,17 +226,17 @@ class ItemVectorUpdater:
 
     @property
     def waiting_for(self) -> str:
-        """What the first vectors wait for; "" = they are here, or can't be made."""
+        """What the first vectors wait for; "" = they are built, or cannot be."""
         return "" if self._current or self.num_refused else "vectors of items"
 
     def run(self, stop: threading.Event) -> None:
-        """Until `stop`."""
+        """Run until `stop`."""
         while not stop.is_set():
             self.turn(stop)
             self.clock.sleep(TURN_S, stop)
 
     def turn(self, stop: threading.Event | None = None) -> None:
-        """All steps, each as far as it is due."""
+        """Perform all steps that are due."""
         self.retriever.samples.measure()
         self._read_catalogue()
         self._follow(stop)
@@ -322,7 +309,7 @@ class ItemVectorUpdater:
     def _built(
         self, version: Version, catalogue: Catalogue, with_rows: bool, stop: threading.Event | None
     ) -> _Current | None:
-        """None: stopped. Rows are looked at first, so that none that changes meanwhile is missed."""
+        """Return None if stopped. Rows are read first, so that no change during the build is missed."""
         model = retrieval_model(version.model)
         if model is None:
             raise ConfigError(
@@ -356,7 +343,7 @@ class ItemVectorUpdater:
             try:
                 vector_ND = self._vectors(kept.space.model, kept.space.catalogue, slot_N, stop)
             except ConfigError as error:
-                self._refuse(str(error))  # those that are here stay
+                self._refuse(str(error))  # the current vectors stay
             else:
                 kept.space.nearest.replace(slot_N, vector_ND)
                 self.num_refreshed += len(slot_N)
@@ -375,7 +362,7 @@ class ItemVectorUpdater:
 
 
 def index_builder(settings: RetrievalSettings) -> Propose | None:
-    """How an index is made; None = every item is compared. Raises ConfigError: what it takes isn't installed."""
+    """Return the constructor of the index; None = exact search. Raises ConfigError: its package is not installed."""
     if settings.items_index == "exact":
         return None
     load_faiss()

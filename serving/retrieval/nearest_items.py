@@ -1,9 +1,8 @@
-"""The items with the largest products with a vector, while vectors are replaced.
+"""Finds the items with the largest products with a vector, while vectors are being replaced.
 
-Proposals may come from an index that is some seconds old; what decides is the product with the vector as it is now. So an index
-is built, used and thrown away whole, and never changed: an item whose vector has moved far from where the index has it is
-compared in any case, until there are so many of them that an index is made anew. Without an index, and where a filter leaves few
-items, every one is compared.
+An index proposes candidates and may be some seconds old; the product with the current vector decides. An index is never modified: an
+item whose vector moved far from its indexed position is always compared, and a new index is built when there are many of them.
+Without an index, or if a filter leaves few items, all items are compared.
 
 Letters: I items, D width, N some items, K best.
 """
@@ -20,18 +19,18 @@ import numpy as np
 
 from roostream.errors import ConfigError
 
-MOVED_BELOW = 0.97  # product of an item's vector with that in the index, both of length 1
-FEW = 4096  # of so many every one is compared
+MOVED_BELOW = 0.97  # product of an item's current and indexed vector, both of length 1
+FEW = 4096  # up to so many items are compared exhaustively
 MAX_MOVED_SHARE = 0.05
-_WIDER = 2  # proposals for each item that is asked for: some have moved away since
+_WIDER = 2  # proposals per requested item, since some have moved since
 _CHUNK = 8192
 
 
 class Proposer(Protocol):
-    """An index of vectors as they were. Used by several threads."""
+    """An index over earlier vectors. Used by several threads."""
 
     def propose(self, query_D: np.ndarray, k: int, allowed_I: np.ndarray | None) -> np.ndarray:
-        """int64 [N], N <= k: slots with large products, each once, of those that are allowed; perhaps not the best ones."""
+        """int64 [N], N <= k: allowed slots with large products, each once; not necessarily the best ones."""
 
 
 Propose = Callable[[np.ndarray], Proposer]
@@ -39,7 +38,7 @@ Propose = Callable[[np.ndarray], Proposer]
 
 
 class SearchResult(NamedTuple):
-    """The best first; of equal products the smaller slot."""
+    """Best first; equal products by slot."""
 
     slot_K: np.ndarray  # int64
     product_K: np.ndarray  # float32
@@ -47,20 +46,21 @@ class SearchResult(NamedTuple):
 
 class _Indexed(NamedTuple):
     proposer: Proposer
-    vector_ID: np.ndarray  # as the index has them
-    moved_N: np.ndarray  # slots
+    vector_ID: np.ndarray  # as indexed
+    moved_N: np.ndarray  # slots that have moved
 
 
 class NearestItems:
-    """`replace` and `index` from one thread, the others from any. A search sees each vector whole, some before and some after a
-    `replace` that comes meanwhile."""
+    """Call `replace` and `index` from one thread, the other methods from any. A search sees each vector complete, some before and some
+    after a concurrent `replace`.
+    """
 
     def __init__(self, vector_ID: np.ndarray, propose: Propose | None = None) -> None:
-        """`vector_ID`: float32, C-contiguous; taken over. `propose`: None = every item is compared."""
+        """`vector_ID`: float32, C-contiguous, owned by this object. `propose`: None = compare all items."""
         self._vector_ID, self._propose = vector_ID, propose
         self._lock = threading.Lock()
         self._indexed: _Indexed | None = None
-        self.num_whole = 0  # searches that compared every item although there is an index
+        self.num_whole = 0  # searches that compared all items although there is an index
         self.index()
 
     def __len__(self) -> int:
@@ -68,7 +68,7 @@ class NearestItems:
 
     @property
     def needs_rebuild(self) -> bool:
-        """Whether so many vectors have moved that a new index pays."""
+        """Whether so many vectors have moved that a new index pays off."""
         return self._indexed is not None and len(self._indexed.moved_N) > max(
             FEW // 4, MAX_MOVED_SHARE * len(self)
         )
@@ -79,14 +79,14 @@ class NearestItems:
             return self._vector_ID.copy()
 
     def replace(self, slot_N: np.ndarray, vector_ND: np.ndarray) -> None:
-        """Other vectors for these slots, each given once."""
+        """Replace the vectors of these slots, each given once."""
         with self._lock:
             self._vector_ID[slot_N] = vector_ND
             if self._indexed is not None:
                 self._indexed = self._indexed._replace(moved_N=self._moved(self._indexed.vector_ID))
 
     def index(self) -> None:
-        """A new index of the vectors as they are; searches go on with the old one until it is there."""
+        """Build a new index of the current vectors; searches use the old one meanwhile."""
         if self._propose is None or len(self) <= FEW:
             return
         vector_ID = self.vectors()
@@ -95,7 +95,7 @@ class NearestItems:
             self._indexed = _Indexed(proposer, vector_ID, self._moved(vector_ID))
 
     def best(self, query_D: np.ndarray, k: int, allowed_I: np.ndarray | None = None) -> SearchResult:
-        """The K <= k best of those that are allowed, `allowed_I` bool [I] (None = all), as far as the index finds them."""
+        """The K <= k best allowed items, `allowed_I` bool [I] (None = all), as far as the index finds them."""
         indexed, num_allowed = (
             self._indexed,
             len(self) if allowed_I is None else int(np.count_nonzero(allowed_I)),
@@ -112,13 +112,13 @@ class NearestItems:
         return _best(slot_N, product_N, k)
 
     def exact(self, query_D: np.ndarray, k: int, allowed_I: np.ndarray | None = None) -> SearchResult:
-        """The K <= k best of those that are allowed, every one compared. In steps: nobody waits long for a `replace`."""
+        """The K <= k best allowed items by exhaustive comparison, in chunks so that `replace` never waits long."""
         allowed_N = None if allowed_I is None else np.flatnonzero(allowed_I)
         slot_N, product_N, least = (
             np.zeros(0, np.int64),
             np.zeros(0, np.float32),
             -np.inf,
-        )  # so far, the k best and their equals
+        )  # so far: the k best and ties
         for begin in range(0, len(self) if allowed_N is None else len(allowed_N), _CHUNK):
             chosen = slice(begin, begin + _CHUNK) if allowed_N is None else allowed_N[begin : begin + _CHUNK]
             with self._lock:
@@ -132,12 +132,12 @@ class NearestItems:
         return _best(slot_N, product_N, k)
 
     def _moved(self, indexed_ID: np.ndarray) -> np.ndarray:
-        """With the lock."""
+        """Call with the lock."""
         return np.flatnonzero(np.einsum("id,id->i", indexed_ID, self._vector_ID) < MOVED_BELOW)
 
 
 def _best(slot_N: np.ndarray, product_N: np.ndarray, k: int) -> SearchResult:
-    """`slot_N` rises."""
+    """`slot_N` is ascending."""
     at = np.arange(len(slot_N))
     if k < len(slot_N):
         at = np.flatnonzero(product_N >= np.partition(product_N, len(slot_N) - k)[len(slot_N) - k])
@@ -146,22 +146,16 @@ def _best(slot_N: np.ndarray, product_N: np.ndarray, k: int) -> SearchResult:
 
 
 def recall(found: SearchResult, truth: SearchResult) -> float:
-    """Share of the truly best that were found."""
+    """The share of the truly best items that were found."""
     return float(np.isin(truth.slot_K, found.slot_K).mean()) if len(truth.slot_K) else 1.0
 
 
-# ---- Proposals by faiss: items in lists by the nearest of some hundred centroids, and a search looks through the nearest lists.
-#
-# Lists, not a graph (docs/decisions/0055): every dense version moves all vectors, and lists of a hundred thousand items are made in
-# 0.3 CPU seconds where a graph takes nine.
-
-
-_TRAINED_ON = 40  # items a centroid
+_TRAINED_ON = 40  # items per centroid
 _ROUNDS = 10
 
 
 def load_faiss() -> types.ModuleType:
-    """Raises ConfigError: it isn't installed."""
+    """Raises ConfigError: faiss is not installed."""
     try:
         import faiss
     except ImportError:
@@ -173,10 +167,14 @@ def load_faiss() -> types.ModuleType:
 
 
 class InvertedLists:
-    """A `Proposer`. Immutable; each call runs in its caller's thread alone."""
+    """A `Proposer`: faiss's IVF index. Items are in lists by their nearest centroid; a search looks through the nearest lists. Immutable.
+
+    Lists, not a graph (docs/decisions): every model version moves all vectors, and lists of a hundred thousand items are built in 0.3 CPU
+    seconds, a graph in nine.
+    """
 
     def __init__(self, vector_ID: np.ndarray, probed: float) -> None:
-        """`probed`: share of the lists that a search looks through."""
+        """`probed`: the share of the lists that a search looks through."""
         faiss = self._faiss = load_faiss()
         faiss.omp_set_num_threads(1)
         num_items, width = vector_ID.shape

@@ -1,4 +1,12 @@
-"""What a request is retrieved with: a version's request tower and items' vectors of the same version, replaced as one (G4)."""
+"""Finds the items whose vectors are nearest to a request's vector, and chooses those that are ranked and shown.
+
+1 hydrate missing features of the request, as for a rank
+2 compute the request's vector of one task, with the version that the items' vectors are from
+3 exclude items: not in `among`, in `exclude`, not matching the filter, or in the request's histories
+4 return the k best of the others
+
+Letters: T tasks, D width, I items.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +40,12 @@ from serving.scorer import RowReader, Version
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RetrievalIndex:
-    """Vectors within it follow the rows; version and catalogue stay."""
+    """A version's request tower and the items' vectors of the same version, replaced as one (G4). Its vectors follow the rows."""
 
     version: Version
-    model: Retrieval  # the version's, or the part of it that retrieves
+    model: Retrieval  # the version's model, or its retrieval part
     catalogue: Catalogue
     nearest: NearestItems
-
-
-# ---- How much of what every comparison would have found the index finds, by live requests: one now and then is searched once more.
-#
-# Letters: D width, I items.
 
 
 EVERY_S = 1.0
@@ -58,12 +61,15 @@ class _Searched(NamedTuple):
 
 
 class RecallSampler:
-    """`offer` from the scoring thread, `measure` from another: it compares every item."""
+    """Measures the recall of the index on live requests: now and then a search is repeated exactly.
+
+    Call `offer` in the scoring thread and `measure` in another, since it compares all items.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.num_measured = 0
-        self.recall: float | None = None  # of recent samples; None: none yet
+        self.recall: float | None = None  # of recent samples; None = no sample yet
         self._lock = threading.Lock()
         self._asked: _Searched | None = None
         self._next_s = 0.0
@@ -76,7 +82,7 @@ class RecallSampler:
         allowed_I: np.ndarray | None,
         found: SearchResult,
     ) -> None:
-        """Kept if it is its turn; never waits."""
+        """Keep this search if a sample is due. Never blocks."""
         now_s = self.clock.monotonic_s()
         if now_s >= self._next_s:
             with self._lock:
@@ -84,7 +90,7 @@ class RecallSampler:
             self._next_s = now_s + EVERY_S
 
     def measure(self) -> bool:
-        """The one that is kept, if there is one; vectors may have been replaced since it was asked."""
+        """Measure the kept search, if there is one. Vectors may have changed since."""
         with self._lock:
             asked, self._asked = self._asked, None
         if asked is None:
@@ -95,17 +101,6 @@ class RecallSampler:
         return True
 
 
-# ---- A request → the items whose vectors are nearest to its own.
-#
-# 1 complete: what the client left out of the request's features is hydrated, as for a rank
-# 2 the request's vector of one task, by the version whose vectors the items have
-# 3 leave out: what isn't among those that the client names, what it excludes or filters, and what the request's histories have,
-#   if it says so
-# 4 the k best of the others
-#
-# Letters: T tasks, D width, I items.
-
-
 log = logging.getLogger("roostream.serving")
 
 _NO_ITEMS = np.zeros(0, np.int64)
@@ -113,48 +108,48 @@ _NO_ITEMS = np.zeros(0, np.int64)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RetrieveRequest:
-    """What is asked for, however it was spelt."""
+    """A parsed retrieval request."""
 
-    request: RankRequest  # who asks; without candidates
+    request: RankRequest  # the user's features, without candidates
     k: int
     task: int  # index of the label whose request vector is used
     exclude_N: np.ndarray  # int64
-    among_N: np.ndarray | None  # int64; no others than these are found; None = all
+    among_N: np.ndarray | None  # int64; only these items may be found; None = all
     exclude_seen: bool
     wanted: Mapping[str, AttributeValue | Sequence[AttributeValue]]
 
 
 class Retrieved(NamedTuple):
-    """Items of one space, the best first."""
+    """Items of one index, best first."""
 
     space: RetrievalIndex
     found: SearchResult
-    degraded: bool  # Redis or the rows were away
+    degraded: bool  # online features or rows were unavailable
 
     @property
     def given(self) -> list[int | str]:
-        """The items' ids as the catalogue has them."""
+        """Item ids as the catalogue has them."""
         return [self.space.catalogue.client_id_I[slot] for slot in self.found.slot_K.tolist()]
 
 
 class Retriever:
-    """`retrieve` in one thread at a time: Redis' client's. `space` is set by another."""
+    """Call `retrieve` in one thread at a time, the Redis client's. Another thread sets `space`."""
 
     def __init__(
         self, schema: Schema, rows: RowReader, hydrator: Hydration | None, samples: RecallSampler
     ) -> None:
         self.schema, self.rows, self.hydrator, self.samples = schema, rows, hydrator, samples
         self.space: RetrievalIndex | None = None
-        self.unavailable_reason = "the items' vectors aren't there yet"  # while there is no space
+        self.unavailable_reason = "the items' vectors aren't there yet"  # while there is no index
         self.rows_ready: Callable[[], bool] = lambda: True
         self._sources, self._reader = sources_of(schema, "ro"), FieldReader(schema)
         self._seen = _features_of_seen(schema)
 
     def retrieve(self, asked: RetrieveRequest, time_ms: int) -> Retrieved:
-        """The request's `ro` has what was hydrated afterwards.
+        """Return the nearest items; hydrated features are added to the request's `ro`.
 
         Raises:
-            RequestError: 400 of a filter or a feature, 413, 503: there are no vectors; 500: the request's isn't finite.
+            RequestError: 400 for a filter or feature; 413; 503: there are no vectors; 500: the request's vector is not finite.
         """
         space = self.space
         if space is None:
@@ -167,11 +162,11 @@ class Retriever:
         return Retrieved(space, found, degraded)
 
     def _hydrate(self, request: RankRequest, time_ms: int) -> bool:
-        """Fill what is missing of the request's features; True if Redis was away."""
+        """Fill missing features of the request; return True if Redis was unavailable."""
         missing = {name: source for name, source in self._sources.items() if request.ro.get(name) is None}
         online, away = dict[str, Any](), False
         own, _ = stateless_features(_NO_ITEMS, time_ms)
-        own.pop("num_candidates")  # a list has that many, and there is none yet
+        own.pop("num_candidates")  # there is no list yet
         if self.hydrator is not None and any(source not in own for source in missing.values()):
             try:
                 read, _ = self.hydrator.read(request.user_id, _NO_ITEMS, time_ms, self._fields(request))
@@ -227,27 +222,24 @@ class Retriever:
 
 
 def _features_of_seen(schema: Schema) -> list[tuple[str, str]]:
-    """(feature, where its ids are) of the sequences of items: those of the table of the candidate's own id."""
+    """Return (feature, key of its ids) of the item sequences: those that use the table of the candidate's own id."""
     own = {name for name, source in sources_of(schema, "nro").items() if source == "item_id"}
     tables = {f.table for f in schema.nro if f.name in own}
     return [(f.name, main_key(f)) for f in schema.lists("ro") if f.kind == "sequence" and f.table in tables]
 
 
 def _ids(value: Any, name: str, key: str) -> np.ndarray:
-    """int64; of a sequence that isn't there none."""
+    """int64; empty if the sequence is missing."""
     given = [] if value is None else list(value.get(key, value.get("ids", ())))
     return parse_ids(given, lambda i: f"$.ro.{name}.{key}[{i}]")
 
 
-# ---- What is ranked and shown of what was retrieved.
-#
-# Of many retrieved items few are shown, and what is logged is what was shown: an item that nobody saw is no negative. So the many
-# are scored once to choose the few, then the few are ranked as any list: their scores, their list's features and their record are
-# those of the list that was shown.
-
-
 class Shortlist:
-    """`choose` in the scoring thread."""
+    """Chooses the items to rank and show. Call `choose` in the scoring thread.
+
+    Many items are retrieved and few are shown. Only the shown list is logged, since an item that nobody saw is no negative. So all
+    retrieved items are scored once to choose the few, and the few are then ranked like any list.
+    """
 
     def __init__(self, service: RankService, retriever: Retriever) -> None:
         self.service, self.retriever = service, retriever
@@ -257,7 +249,7 @@ class Shortlist:
     def choose(
         self, asked: RetrieveRequest, shown: int, time_ms: int
     ) -> tuple[RankRequest | None, Retrieved]:
-        """A list of at most `shown` to rank, and what it is from; None where nothing is left to show. Raises RequestError."""
+        """Return a list of at most `shown` items to rank, and what was retrieved; None if nothing is left to show. Raises RequestError."""
         retrieved = self.retriever.retrieve(asked, time_ms)
         slot_N = retrieved.found.slot_K
         if not len(slot_N):
@@ -276,7 +268,7 @@ class Shortlist:
         return _some(many, self._best(many, shown, time_ms)), retrieved
 
     def _hydrate(self, many: RankRequest, time_ms: int) -> None:
-        """Once for the many: the few needn't be read again."""
+        """Hydrate once for all retrieved items."""
         missing = {name: source for name, source in self._online.items() if name not in many.nro}
         if self.service.hydrator is None or not missing:
             return
@@ -291,14 +283,14 @@ class Shortlist:
         )
 
     def _best(self, many: RankRequest, shown: int, time_ms: int) -> np.ndarray:
-        """Places of the `shown` best by the ranker, the best first."""
+        """Indices of the `shown` best by the ranker, best first."""
         complete = self.service.completed(many, time_ms)
         logits_nT = complete.choice.version.score(self.service.rows, complete.columns())
         return np.array(best_order(logits_nT[:, self.service.policy.task])[:shown], np.int64)
 
 
 def _some(many: RankRequest, at_N: np.ndarray) -> RankRequest:
-    """The request with these of its candidates, in that order."""
+    """The request with these candidates, in this order."""
 
     def column(values: Any) -> Any:
         return values[at_N] if isinstance(values, np.ndarray) else [values[i] for i in at_N.tolist()]

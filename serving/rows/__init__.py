@@ -1,1 +1,1 @@
-"""Rows as serving has them: where they are kept, how they are followed, how old they are."""
+"""Embedding rows of a serving process: how they are followed, cached and read."""

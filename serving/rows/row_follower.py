@@ -1,14 +1,14 @@
-"""Following rows: bootstrap from the shards, then deltas and barriers from the `rows` topic.
+"""Follows embedding rows: bootstrap from the shards, then deltas and barriers from the `rows` topic.
 
-1 Note where the topic ends.
+1 Note the end offsets of the topic.
 2 Stream all rows from the shards into the replica.
-3 Apply the topic from the noted place on. What the shards' answers already held is not newer, and the replica drops it.
-4 A bucket of which a record was missed or refused is read from its shard again, beside the topic.
-5 When deltas alone can't keep the replica up to date (a barrier says so, or the topic no longer has the next place): from 1
-  again. Requests go on with the rows that are here; a row never goes back to an older version (G4).
+3 Apply the topic from the noted offsets. The replica drops deltas that the shards' answers already contained.
+4 A bucket with a missed or refused record is read from its shard again, while the topic is followed.
+5 If deltas alone cannot keep the replica up to date (a barrier says so, or the topic lost the next offset), start again at 1.
+  Requests use the rows in memory meanwhile; a row never goes back to an older version (G4).
 
-The rows are known to be current at a moment when all of the topic is applied, no bucket waits for its shard, and every shard
-answers (one that doesn't may have rows that nobody was told of). How old they are is counted from the last such moment.
+The rows are known to be current when the whole topic is applied, no bucket is stale, and every shard answers: a silent shard may
+have rows that were not published. The age of the rows counts from the last such moment.
 """
 
 from __future__ import annotations
@@ -36,13 +36,16 @@ log = logging.getLogger("roostream.serving.rows")
 
 POLL_S = 0.1
 MEND_EVERY_S = 5.0
-ASK_EVERY_S, ASK_AGAIN_S = 1.0, 5.0  # whether shards answer: where they did, where one didn't
+ASK_EVERY_S, ASK_AGAIN_S = (
+    1.0,
+    5.0,
+)  # interval of checks that shards answer, after success and after a failure
 _ASK_TIMEOUT_S = 0.5
 _POLL_RECORDS = 500
 
 
 class RowReplica(Protocol):
-    """`param_server.replica.replica.Replica`, or another of that room."""
+    """Implemented by `param_server.replica.replica.Replica` and the other classes of that package."""
 
     @property
     def needs_bootstrap(self) -> bool: ...
@@ -51,26 +54,26 @@ class RowReplica(Protocol):
     def num_rows(self) -> int: ...
 
     def apply(self, message: Any) -> bool:
-        """A RowDelta or Barrier; False if it wasn't newer. May set `needs_bootstrap`. RoostreamError: nothing changed."""
+        """Apply a RowDelta or Barrier; False if it was not newer. May set `needs_bootstrap`. RoostreamError: nothing changed."""
 
     def bootstrap(self, transports: Sequence[Transport]) -> None:
-        """All rows of all shards. UnavailableError: call again."""
+        """Read all rows of all shards. UnavailableError: call again."""
 
     @property
     def stale(self) -> Collection[Any]:
-        """Buckets of which a record was missed."""
+        """Buckets with a missed record."""
 
     def mark_stale(self, bucket: int) -> None:
         """A record of this bucket was refused."""
 
     def repair(self, transports: Sequence[Transport]) -> None:
-        """The stale buckets from their shards. UnavailableError, TransportError: call again."""
+        """Read the stale buckets from their shards. UnavailableError, TransportError: call again."""
 
     def gather(self, lookup: Lookup) -> dict[str, np.ndarray]: ...
 
 
 def rows_reading(prefix: str, num_partitions: int) -> ConsumerOptions:
-    """All of the topic; what it lost can't be skipped."""
+    """Read the whole topic; lost records must not be skipped."""
     return ConsumerOptions(
         partitions=all_partitions((ROWS,), num_partitions),
         prefix=prefix,
@@ -98,7 +101,7 @@ class RowFollower:
             clock,
         )
         self.ready = False  # True from the first complete bootstrap on
-        self.current_s: float | None = None  # monotonic: when the rows were last known to be current
+        self.current_s: float | None = None  # monotonic time when the rows were last known to be current
         self.num_applied = self.num_refused = self.num_bootstraps = self.num_mended = 0
         self._backoff = Backoff(what="rows of the shards", clock=clock)
         self._mend_at_s = self._ask_at_s = 0.0
@@ -106,14 +109,14 @@ class RowFollower:
         self._wall = MonotonicToWallTime(clock)
 
     def run(self, stop: threading.Event) -> None:
-        """Until `stop`."""
-        with contextlib.suppress(UnavailableError):  # stopped while waiting for shards or topic
+        """Run until `stop`."""
+        with contextlib.suppress(UnavailableError):  # stopped while waiting for shards or the topic
             while not stop.is_set():
                 self._backoff.until(self.bootstrap, (UnavailableError,), stop)
                 self._follow(stop)
 
     def bootstrap(self) -> None:
-        """Steps 1 to 3. UnavailableError: the rows that came are used; call again."""
+        """Steps 1 to 3. UnavailableError: rows that have arrived are used; call again."""
         offsets = self.topic.end_offsets()
         self.replica.bootstrap(self.shards)
         self.topic.seek(offsets)
@@ -122,7 +125,7 @@ class RowFollower:
         log.info("%d rows read from %d shards", self.replica.num_rows, len(self.shards))
 
     def age_s(self) -> float | None:
-        """Time since the rows were known to be current; None = they never were. Any thread."""
+        """Time since the rows were known to be current; None = never. Any thread."""
         return None if self.current_s is None else max(self.clock.monotonic_s() - self.current_s, 0.0)
 
     def current_time_s(self) -> float | None:
@@ -130,12 +133,12 @@ class RowFollower:
         return None if self.current_s is None else self._wall.of(self.current_s) / 1000
 
     def lag(self) -> int | None:
-        """Records of the topic that weren't taken a moment ago; None = not known (no bootstrap yet, Kafka away). Any thread."""
+        """Records of the topic that are not applied yet; None = unknown (before the bootstrap, or Kafka is away). Any thread."""
         behind = self.topic.lag() if self.ready else {}
         return sum(at.records for at in behind.values()) if behind else None
 
     def step(self) -> int:
-        """Apply what the topic has, or wait POLL_S; how many records there were. Raises RecordsGoneError (step 5)."""
+        """Apply available records, or wait POLL_S; return their number. Raises RecordsGoneError (step 5)."""
         records = self.topic.poll(_POLL_RECORDS, POLL_S)
         for record in records:
             self._take(record)
@@ -148,7 +151,7 @@ class RowFollower:
         return len(records)
 
     def _all_answer(self) -> bool:
-        """Every shard has answered a pull of nothing, as of a moment ago."""
+        """Whether every shard answered an empty pull a moment ago."""
         if self.clock.monotonic_s() >= self._ask_at_s:
             try:
                 for shard in self.shards:
@@ -161,7 +164,7 @@ class RowFollower:
         return self._shards_answer
 
     def _mend(self) -> None:
-        """Step 4, at most once in MEND_EVERY_S, whatever comes."""
+        """Step 4, at most once in MEND_EVERY_S."""
         self._mend_at_s, missed = self.clock.monotonic_s() + MEND_EVERY_S, len(self.replica.stale)
         try:
             self.replica.repair(self.shards)

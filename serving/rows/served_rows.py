@@ -1,4 +1,4 @@
-"""The rows of a serving process, wherever they are kept: what its other parts ask of them."""
+"""The rows of a serving process: a full replica, or a cache."""
 
 from __future__ import annotations
 
@@ -23,42 +23,42 @@ from serving.rows.row_follower import RowFollower, RowReplica, rows_reading
 
 
 class ServedRows(Protocol):
-    """Methods from any thread, but `run`, which is one."""
+    """All methods may be called from any thread, except `run`, which is a thread."""
 
     @property
     def ready(self) -> bool:
-        """Whether rows have been here once."""
+        """Whether rows were loaded once."""
 
     @property
     def complete(self) -> bool:
-        """Whether this thread's newest gather had in time what it waited for."""
+        """Whether this thread's last gather got all rows in time."""
 
     @property
     def waiting_for(self) -> str:
-        """What they come from."""
+        """What the rows are loaded from, for messages."""
 
     @property
     def waits(self) -> bool:
         """Whether a gather may wait for a shard."""
 
     def gather(self, lookup: Lookup) -> dict[str, np.ndarray]:
-        """Stack → float32 [U, D]; a row that isn't there has its initial value."""
+        """Return stack → float32 [U, D]; a missing row has its initial value."""
 
     def age_s(self) -> float | None:
-        """Time since they were known to be current; None = they never were."""
+        """Time since the rows were known to be current; None = never."""
 
     def metrics(self) -> Mapping[str, float | None]:
-        """What metrics show, by name."""
+        """Metric name → value."""
 
     def run(self, stop: threading.Event) -> None:
-        """Keep them up to date until `stop`."""
+        """Keep the rows up to date until `stop`."""
 
     def close(self) -> None:
-        """After `run` has ended."""
+        """Call after `run` has ended."""
 
 
 class FollowedRows:
-    """Kept in this process, which follows the shards and the topic."""
+    """A replica of all rows that follows the shards and the topic."""
 
     complete, waits, waiting_for = True, False, "rows of the shards"
 
@@ -84,7 +84,7 @@ class FollowedRows:
 
 
 class CachedRows:
-    """Those that requests ask for, in this process, and some buckets whole."""
+    """A cache of the rows that requests use, and some complete buckets."""
 
     waiting_for = "the end of the rows topic"
 
@@ -117,7 +117,7 @@ class CachedRows:
         }
 
     def run(self, stop: threading.Event) -> None:
-        """What requests don't wait for is read in a thread beside."""
+        """Rows that requests do not wait for are read in a second thread."""
         beside = threading.Thread(target=self.cache.run, args=(stop,), name="row-reads", daemon=True)
         beside.start()
         self.follower.run(stop)
@@ -131,7 +131,7 @@ class CachedRows:
 
 
 def follower_metrics(follower: RowFollower) -> dict[str, float | None]:
-    """A follower's figures, by the names of metrics."""
+    """Metric name → value, of a follower."""
     return {
         "roostream_serving_replica_rows": follower.replica.num_rows,
         "roostream_serving_replica_lag_records": follower.lag(),
@@ -144,7 +144,7 @@ def follower_metrics(follower: RowFollower) -> dict[str, float | None]:
 
 
 def open_follower(config: RowSourceSettings, replica: RowReplica, clock: Clock) -> RowFollower:
-    """Over the deployment's Kafka and shards, which may be away."""
+    """Open a follower of the deployment's Kafka and shards, which may be away."""
     topic = KafkaConsumer.open(
         config.broker, f"{config.prefix}serving-rows", rows_reading(config.prefix, config.partitions)
     )
@@ -154,7 +154,7 @@ def open_follower(config: RowSourceSettings, replica: RowReplica, clock: Clock) 
 
 
 def open_rows(config: RowsSettings, schema: Schema, seed: int, clock: Clock) -> ServedRows:
-    """As the settings say; waits for nobody."""
+    """Open the rows that the settings describe; waits for nobody."""
     if config.rows == "cache":
         return _open_cache(config, schema, seed, clock)
     return FollowedRows(open_follower(config, Replica(schema, seed, num_buckets=config.buckets), clock))

@@ -1,1 +1,1 @@
-"""Which version scores a request: followed, held, chosen."""
+"""Model versions: followed from the store, loaded, chosen per request, compared by shadow scoring and interleaving."""

@@ -1,4 +1,4 @@
-"""When work that nobody waits for may run: between requests."""
+"""Lets background work wait for a moment without requests."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from collections.abc import Callable
 
 from roostream.runtime.clock import Clock
 
-MAX_IDLE_WAIT_S = 0.05  # a step of a new version waits so long for a moment without requests, then it takes its turn among them
-_LOOK_S = (
-    0.01  # who waits looks so often by himself: a second one may have taken the moment, and a stop isn't told
-)
+MAX_IDLE_WAIT_S = 0.05  # a step of background work waits at most so long, then runs among the requests
+_LOOK_S = 0.01  # waiters also poll, because another waiter may consume the event and `stop` does not notify
 
 
 class IdleGate:
-    """Whoever lets requests in sets `in_flight`, which tells how many are in work now, and calls `notify_idle` when none is any more:
-    who waits is woken then, and takes no time from requests before. Any number of threads may `wait`."""
+    """Set `in_flight` to a function that counts the requests in progress, and call `notify_idle` when the count becomes 0, which wakes the
+    waiters. Any number of threads may `wait`.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -23,12 +22,12 @@ class IdleGate:
         self._came = threading.Event()
 
     def notify_idle(self) -> None:
-        """No request is in work now. Costs nothing worth mentioning where nobody waits."""
+        """No request is in progress. Nearly free if nobody waits."""
         if not self._came.is_set():
             self._came.set()
 
     def wait(self, max_s: float, stop: threading.Event | None = None) -> bool:
-        """Until no request is in work, at most so long; whether none is."""
+        """Wait until no request is in progress, at most `max_s`; return whether none is."""
         until_s = self.clock.monotonic_s() + max_s
         self._came.clear()
         while self.in_flight():

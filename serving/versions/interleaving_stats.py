@@ -1,7 +1,7 @@
-"""Who is credited in a list that two rankers made: a request is won by the ranker on whose team more items were engaged with.
+"""Counts which of two interleaved rankers wins: the one whose team has more items that were engaged with.
 
-What was drafted is remembered by request in a bounded memory, so that an engagement that comes to the same process is credited
-by its request id; one that comes later than MAX_CANDIDATES others, or to another process, is not. Each item counts once.
+Interleaved lists are kept in bounded memory, and engagements are matched by request id. An engagement after MAX_CANDIDATES other
+candidates, or in another process, is not counted. Each item counts once.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from serving.feature_log.format import LogRecord
 from serving.ordering import OURS, RIVAL
 
 MAX_CANDIDATES = 200_000
-MAX_PAIRS = 32  # of versions whose sums are kept, the newest
+MAX_PAIRS = 32  # pairs of versions whose counts are kept, the newest
 OUTCOMES = ("served", "rival", "tie")
 
 
 class Pair(NamedTuple):
-    """The names of two versions that share lists."""
+    """The names of two versions whose orders are interleaved."""
 
     served: str
     rival: str
 
 
 class _Drafted:
-    """A request's list: whose each item is, and which were engaged with."""
+    """An interleaved list: the team of each item, and the items with an engagement."""
 
     __slots__ = ("engaged", "pair", "team_of")
 
@@ -42,7 +42,7 @@ class _Drafted:
 
     @property
     def outcome(self) -> str:
-        """One of OUTCOMES, or "" while nothing was engaged with."""
+        """One of OUTCOMES, or "" while there is no engagement."""
         if not self.engaged:
             return ""
         teams = [self.team_of[item] for item in self.engaged]
@@ -51,20 +51,20 @@ class _Drafted:
 
 
 class InterleavingStats:
-    """For engagements of one action. Thread-safe."""
+    """Counts engagements of one action. Thread-safe."""
 
     def __init__(self, action: str, max_candidates: int = MAX_CANDIDATES) -> None:
         self.action, self.max_candidates = action, max_candidates
         self.num_lists = self.num_engaged = self.num_failed = 0
         self._lock = threading.Lock()
-        self._drafted: dict[int, _Drafted] = {}  # sample id → list, the oldest first
+        self._drafted: dict[int, _Drafted] = {}  # sample id → list, oldest first
         self._num_candidates = 0
         self._sums: dict[Pair, Counter[str]] = {}
 
     def drafted(
         self, key: bytes, request_id: str, pair: Pair, item_ids: Sequence[int], team_n: Sequence[int]
     ) -> None:
-        """Remember a list before it is shown. A further page of a request is added to it; a repeated one changes nothing."""
+        """Store a list before it is shown. A further page of the request is added to it; a repeated one changes nothing."""
         id_ = sample_id(key, request_id)
         with self._lock:
             known = self._drafted.get(id_)
@@ -79,11 +79,11 @@ class InterleavingStats:
                 self._num_candidates -= len(oldest.team_of)
 
     def failed(self) -> None:
-        """The rival could not score a request, which is not interleaved then."""
+        """Count a request that is not interleaved because the rival could not score it."""
         self.num_failed += 1
 
     def take(self, records: Iterable[LogRecord]) -> None:
-        """Engagements as they are logged; those of no list that is remembered are passed over."""
+        """Count engagements as they are logged; those of unknown requests are ignored."""
         if not self._drafted:
             return
         for record in records:
@@ -94,7 +94,7 @@ class InterleavingStats:
                     self._credit(sample_id(record.key, message.header.request_id), signed(message.item_id))
 
     def outcomes(self) -> dict[str, int]:
-        """Outcome → requests with an engagement, over all pairs that are kept."""
+        """Return outcome → requests with an engagement, over all pairs that are kept."""
         with self._lock:
             return {outcome: sum(sums[outcome] for sums in self._sums.values()) for outcome in OUTCOMES}
 

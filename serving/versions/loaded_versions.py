@@ -1,13 +1,13 @@
-"""The versions that this process can score with, and which of them scores a request.
+"""The loaded model versions, and which of them scores a request.
 
-The newest `keep` versions are held, and whichever the routing names. What is served, from the top:
+The newest `keep` versions stay loaded, and those that the routing names. The first match scores a request:
 
-1 the version that a request names
+1 the version that the request names
 2 the canary, for its share of users
 3 the version that was activated by hand, until `resume`
-4 the newest; the one before it while the newest is the canary
+4 the newest; while the newest is the canary, the one before it
 
-Readers see one state, replaced as a whole: a request takes its versions once and uses nothing else (G4).
+The state is immutable and replaced as a whole: a request reads it once (G4).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from serving.scorer import Version
 from serving.versions.routing import NAME, NEWEST, PREVIOUS, Routing, TrafficSplit, is_reference
 
 KEPT = 2
-_MAX_REFUSED = 20  # that are remembered, the newest
+_MAX_REFUSED = 20  # refused versions to remember, the newest
 
 
 class RoutableRequest(Protocol):
-    """What of a request decides: one that came, by the version that it names, or one that was scored, by the version that did."""
+    """The properties of a request that routing uses: the requested version of an incoming one, the version that scored a past one."""
 
     @property
     def model_version(self) -> str: ...
@@ -41,15 +41,15 @@ class RoutableRequest(Protocol):
 
 
 class VersionChoice(NamedTuple):
-    """What a request is scored with."""
+    """The version that scores a request."""
 
     version: Version
-    rival: Version | None = None  # whose order is interleaved with the version's
+    rival: Version | None = None  # its order is interleaved with the version's
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadedVersion:
-    """A version and when it came."""
+    """A version and the times when it was committed and installed."""
 
     version: Version
     committed_ms: int
@@ -57,7 +57,7 @@ class LoadedVersion:
 
 
 class RefusedVersion(NamedTuple):
-    """A version that was committed and is not served."""
+    """A version that was committed but cannot be served."""
 
     name: str
     reason: str  # one word, for metrics
@@ -66,7 +66,7 @@ class RefusedVersion(NamedTuple):
 
 
 class _Moment(NamedTuple):
-    held: tuple[LoadedVersion, ...]  # the newest first
+    held: tuple[LoadedVersion, ...]  # newest first
     routing: Routing
 
     def find(self, reference: str) -> LoadedVersion | None:
@@ -85,7 +85,7 @@ class _Moment(NamedTuple):
 
 
 class LoadedVersions:
-    """Thread-safe. `changed` is told whenever another version is served to most."""
+    """Thread-safe. `on_change` is called when another version becomes the served one."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class LoadedVersions:
 
     @property
     def served(self) -> LoadedVersion:
-        """What most requests are scored with."""
+        """The version that scores most requests."""
         return self._state.served
 
     @property
@@ -120,7 +120,7 @@ class LoadedVersions:
         return self._state.routing
 
     def install(self, version: Version, committed_ms: int = 0) -> None:
-        """It is the newest from now on; one of the same name gives its place to it."""
+        """Make it the newest version; it replaces a loaded one of the same name."""
         with self._lock:
             others = tuple(h for h in self._state.held if h.version.name != version.name)
             self.num_swaps += 1
@@ -129,7 +129,7 @@ class LoadedVersions:
             )
 
     def withdraw(self, is_withdrawn: Callable[[str], bool]) -> None:
-        """Forget versions by their names, but for the newest and for those that the routing names."""
+        """Unload versions by name, except the newest and those that the routing names."""
         with self._lock:
             newest, *others = self._state.held
             names = self._state.routing.names
@@ -137,7 +137,7 @@ class LoadedVersions:
             self._set_state((newest, *left), self._state.routing)
 
     def refuse(self, name: str, reason: str, message: str) -> None:
-        """For the list of versions: it was committed and can't be served."""
+        """Remember that a committed version cannot be served."""
         with self._lock:
             self.num_refused[reason] += 1
             self.refused.pop(name, None)
@@ -146,7 +146,7 @@ class LoadedVersions:
                 del self.refused[next(iter(self.refused))]
 
     def activate(self, name: str) -> None:
-        """Serve this held version until `resume`; newer ones are held beside it. Raises RequestError 400, 404."""
+        """Serve this loaded version until `resume`; newer ones are still loaded. Raises RequestError 400, 404."""
         with self._lock:
             held = self._known(name)
             self._set_state(
@@ -154,7 +154,7 @@ class LoadedVersions:
             )
 
     def resume(self) -> None:
-        """Serve the newest again."""
+        """Serve the newest version again."""
         with self._lock:
             self._set_state(self._state.held, dataclasses.replace(self._state.routing, activated=""))
 
@@ -165,7 +165,7 @@ class LoadedVersions:
         shadow: TrafficSplit | None = None,
         interleave: TrafficSplit | None = None,
     ) -> None:
-        """Change what is given of the routing. Raises RequestError 400, 404: no version is called that; nothing is changed."""
+        """Change the given parts of the routing. Raises RequestError 400, 404: a version is not loaded; nothing is changed."""
         with self._lock:
             for split in filter(None, (canary, shadow, interleave)):
                 if split.share and not is_reference(split.version):
@@ -185,11 +185,11 @@ class LoadedVersions:
             self._set_state(self._state.held, routing)
 
     def named(self, name: str) -> Version:
-        """The one that is served for `""`. Raises RequestError 400, 404."""
+        """Return the version of this name, or the served one for `""`. Raises RequestError 400, 404."""
         return self._known(name).version if name else self._state.served.version
 
     def choose(self, request: RoutableRequest) -> VersionChoice:
-        """What scores it. Raises RequestError 400, 404: it names a version that isn't held."""
+        """Choose the version for a request. Raises RequestError 400, 404: it names a version that is not loaded."""
         if request.model_version:
             return VersionChoice(self._known(request.model_version).version)
         state = self._state
@@ -207,11 +207,11 @@ class LoadedVersions:
         return VersionChoice(served.version)
 
     def means(self, split: TrafficSplit) -> LoadedVersion | None:
-        """The version that a split has now; None: it is off, or what it names isn't held."""
+        """The version that a split refers to now; None: it is off, or the version is not loaded."""
         return self._state.find(split.version) if split.share else None
 
     def choose_shadow(self, request: RoutableRequest) -> Version | None:
-        """What scores a request once more beside the answer; None where it would be the version that scored it."""
+        """The version that scores a request again as a shadow; None if off, or if it scored the request already."""
         state = self._state
         split = state.routing.shadow
         if not split.share or not split.takes(request.key + request.request_id.encode(), b"shadow"):
@@ -220,7 +220,7 @@ class LoadedVersions:
         return shadow.version if shadow is not None and shadow.version.name != request.model_version else None
 
     def _set_state(self, held: tuple[LoadedVersion, ...], routing: Routing) -> None:
-        """With the lock. Versions beyond `keep` go, unless the routing names them."""
+        """Call with the lock. Unloads versions beyond `keep` that the routing does not name."""
         before, names = self._state.served, routing.names
         self._state = _Moment(
             tuple(h for i, h in enumerate(held) if i < self.keep or h.version.name in names), routing

@@ -1,4 +1,4 @@
-"""Requests of a moment ago, as they were scored: what a new version is tried with, and which ones were slow.
+"""Recent scored requests: new versions are warmed up with them, and the slowest are listed for operators.
 
 Letters: n candidates, T tasks.
 """
@@ -17,13 +17,13 @@ from serving.scorer import RowReader, Version
 
 MAX_BYTES = 4 << 20
 MAX_SLOW = 32
-SLOW_FOR_MS = 600_000  # a slow request is remembered so long
-_OVERHEAD_BYTES = 512  # of the objects around the arrays
+SLOW_FOR_MS = 600_000  # how long a slow request is remembered
+_OVERHEAD_BYTES = 512  # estimate for the objects around the arrays
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoredRequest:
-    """All that scoring it again takes, and what came of it."""
+    """What is needed to score a request again, and its scores."""
 
     request_id: str
     key: bytes
@@ -33,7 +33,7 @@ class ScoredRequest:
     item_ids: np.ndarray  # int64 [n]
     time_ms: int
     scores_nT: np.ndarray  # float32 probabilities
-    took_s: float  # from its turn to its record, without the queue before
+    took_s: float  # time for completing, scoring and encoding, without queueing
 
     def score_with(self, version: Version, rows: RowReader) -> np.ndarray:
         """float32 logits [n, T]. Raises as `Version.score`."""
@@ -47,17 +47,18 @@ class ScoredRequest:
 
 
 class RecentRequests:
-    """The newest within `max_bytes`, and beside them the slowest of the last SLOW_FOR_MS: at most MAX_SLOW, within as many
-    bytes again. Thread-safe."""
+    """Keeps the newest requests within `max_bytes`, and the slowest of the last SLOW_FOR_MS: at most MAX_SLOW, within as many bytes again.
+    Thread-safe.
+    """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self.max_bytes, self.num_bytes = max_bytes, 0
         self._lock = threading.Lock()
         self._ring: deque[ScoredRequest] = deque()
-        self._slow: list[ScoredRequest] = []  # the slowest first
+        self._slow: list[ScoredRequest] = []  # slowest first
 
     def add(self, request: ScoredRequest) -> None:
-        """One beyond `max_bytes` alone is not kept."""
+        """A request larger than `max_bytes` is not kept."""
         with self._lock:
             self._ring.append(request)
             self.num_bytes += request.num_bytes
@@ -71,23 +72,23 @@ class RecentRequests:
                 self._remember_slow(request)
 
     def newest(self, most: int) -> list[ScoredRequest]:
-        """At most so many, the newest first."""
+        """Return at most `most`, newest first."""
         with self._lock:
             return [self._ring[-1 - i] for i in range(min(most, len(self._ring)))]
 
     def slowest(self) -> list[ScoredRequest]:
-        """The slowest first."""
+        """Slowest first."""
         with self._lock:
             return list(self._slow)
 
     def warm_up_sample(self, most: int) -> list[ScoredRequest]:
-        """What shows best whether a version works: half of them the slowest, which have the longest lists, then the newest."""
+        """Requests that show best whether a version works: half of them the slowest, which have the longest lists, then the newest."""
         slow = self.slowest()[: most // 2]
         others = (r for r in self.newest(most) if not any(r is s for s in slow))
         return [*slow, *itertools.islice(others, most - len(slow))]
 
     def clear_slow(self) -> None:
-        """What was scored so far was no traffic, though it can be tried."""
+        """Forget slow requests: those before the start were not traffic. They can still be used for warm-up."""
         with self._lock:
             self._slow.clear()
 

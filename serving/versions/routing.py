@@ -1,8 +1,8 @@
-"""Which share of users or requests is for a version: a stable function of who asks, so that a user stays where they are.
+"""Traffic splits: which share of users or requests goes to a version, as a stable function of the user.
 
-Users fall on a line of 2^64 points by a hash of their key (`roostream.schema.ids.key_bytes`: the user, else the session, else the request)
-and of what the split is for; a share is the line's beginning. So a share that grows keeps those that it had, and who is in a
-canary says nothing about who is interleaved.
+A hash of the key (`roostream.schema.ids.key_bytes`: the user, else the session, else the request) and of the split's purpose gives a
+point in 0..2^64; a share is the first part of that range. So a growing share keeps its users, and being in the canary says nothing
+about being interleaved.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _SPLIT = re.compile(r"([a-z0-9-]+)@(\d+(?:\.\d+)?|\.\d+)")
 
 
 def is_reference(version: str) -> bool:
-    """Whether it can mean a version: its name, or its place among those that are held."""
+    """Whether `version` is a version's name, or "newest" or "previous"."""
     return version in (NEWEST, PREVIOUS) or NAME.fullmatch(version) is not None
 
 
 @dataclasses.dataclass(frozen=True)
 class TrafficSplit:
-    """`version` is a name, or a place that another version takes with every commit; a share of 0 is off."""
+    """`version` is a name, or a position that another version takes with every commit; a share of 0 is off."""
 
     version: str = ""
     share: float = 0.0
 
     def takes(self, key: bytes, purpose: bytes) -> bool:
-        """Whether who has this key is within the share."""
+        """Whether this key is within the share."""
         return self.share > 0 and hash64(purpose + key) < self.share * _POINTS
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class TrafficSplit:
 
 
 def parse_split(key: str, text: str) -> TrafficSplit:
-    """`"newest@0.05"` → a split, `""` → none. Raises SettingError, which names the setting `key`."""
+    """Parse `"newest@0.05"`; `""` is no split. Raises SettingError, which names the setting `key`."""
     if not text:
         return TrafficSplit()
     match = _SPLIT.fullmatch(text)
@@ -52,7 +52,7 @@ def parse_split(key: str, text: str) -> TrafficSplit:
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """What people or settings ask for beside "the newest"."""
+    """What operators or settings ask for instead of "the newest"."""
 
     activated: str = ""
     canary: TrafficSplit = TrafficSplit()
@@ -61,7 +61,7 @@ class Routing:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Versions that have to be held however old they are."""
+        """Versions that must stay loaded, however old they are."""
         splits = (self.canary, self.shadow, self.interleave)
         return tuple(
             name for name in (self.activated, *(s.version for s in splits if s.share)) if NAME.fullmatch(name)

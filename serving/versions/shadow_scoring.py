@@ -1,7 +1,7 @@
-"""A second version scores requests once more, after their answers: how far the two are apart, before users depend on it.
+"""Shadow scoring: a second version scores requests after they are answered, to compare the two versions before users depend on it.
 
-Nothing of it is answered or logged. It runs in a thread of its own in moments without requests; what it can't take, or finds no
-moment for, is dropped and counted.
+Nothing is answered or logged. It runs in its own thread, while no request is in progress; requests that it has no time for are
+dropped and counted. Letters: n candidates, T tasks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from serving.versions.loaded_versions import LoadedVersions
 from serving.versions.recent_requests import ScoredRequest
 
 MAX_WAITING = 64
-PATIENCE_S = 0.5  # for a moment without requests
+PATIENCE_S = 0.5  # to wait for a moment without requests
 _TURN_S = 0.2
 _APART = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 _ORDERS = (1e-6, 1e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -36,7 +36,7 @@ class _Waiting(NamedTuple):
 
 
 class ShadowScoring(Collector):
-    """`offer` by whoever scores; `run` is a thread's."""
+    """Call `offer` in the scoring thread; `run` is a thread."""
 
     def __init__(self, versions: LoadedVersions, rows: RowReader, task: int, idle_gate: IdleGate) -> None:
         self.versions, self.rows, self.task, self.idle_gate = versions, rows, task, idle_gate
@@ -64,7 +64,7 @@ class ShadowScoring(Collector):
         )
 
     def offer(self, request: ScoredRequest) -> None:
-        """Never waits."""
+        """Queue a request if the shadow's share includes it. Never blocks."""
         shadow = self.versions.choose_shadow(request)
         if shadow is None:
             return
@@ -74,12 +74,12 @@ class ShadowScoring(Collector):
             self.num_dropped += 1
 
     def run(self, stop: threading.Event) -> None:
-        """Until `stop`."""
+        """Process until `stop`."""
         while not stop.is_set():
             self.turn(stop)
 
     def turn(self, stop: threading.Event | None = None, max_s: float = _TURN_S) -> None:
-        """Score the next one that waits, if one comes within `max_s`."""
+        """Score the next queued request, if one arrives within `max_s`."""
         try:
             waiting = self._waiting.get(timeout=max_s)
         except queue.Empty:
@@ -108,20 +108,17 @@ class ShadowScoring(Collector):
             histogram.observe(value)
 
 
-# ---- How much two versions differ on a request. Letters: n candidates, T tasks.
-
-
 TOP = 10
 
 
 class Differences(NamedTuple):
     mean_abs: float  # of probabilities, over candidates and tasks
     rank_correlation: float  # Spearman's, of the task that orders; 1 for a single candidate
-    top_overlap: float  # share of one's first TOP slots that is in the other's
+    top_overlap: float  # share of one version's first TOP slots that is in the other's
 
 
 def differences(one_nT: np.ndarray, other_nT: np.ndarray, task: int) -> Differences:
-    """Of float32 probabilities; equal scores keep the request's order, as in an answer."""
+    """Compare float32 probabilities; equal scores keep the request's order, as in an answer."""
     one, other = _ranks(one_nT[:, task]), _ranks(other_nT[:, task])
     top = min(TOP, len(one))
     overlap = int(((one < top) & (other < top)).sum()) / top

@@ -1,11 +1,10 @@
-"""Following dense versions: the newest manifest of the store → a verified `Version` that has been tried.
+"""Follows the committed model versions: the newest manifest of the store becomes a verified, warmed-up `Version`.
 
-Manifests and dense files are those of docs/protocols.md; both are verified by checksum before a byte of them is used, and a
-version scores recent requests before it is served (serving/versions/warm_up.py). What is damaged, or fails there, is refused,
-with one warning, for the version that is in use (G5).
+Manifest and dense file (docs/protocols.md) are verified by checksum before use, and a new version scores recent requests before it is
+served. A version that is damaged or fails is refused with one warning; the version in use stays (G5).
 
-The store is the truth, also where it goes back: when the newest manifest is older than the version in use (`roostream checkpoint
-rollback`), that one is served again, and what was withdrawn is no longer held.
+The store is authoritative, also after a rollback: if the newest manifest is older than the version in use (`roostream checkpoint
+rollback`), that older version is served again, and withdrawn versions are unloaded.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ POLL_S = 1.0
 
 
 def read_weights(store: CheckpointStore, manifest: Manifest) -> dict[str, torch.Tensor]:
-    """The model's parameters of a commit.
+    """Read the model's parameters of a commit.
 
     Raises:
-        CheckpointError: the file's bytes aren't those that the manifest names.
-        VersionRefusedError: they hold what no forward pass can use.
+        CheckpointError: the file does not match the manifest.
+        VersionRefusedError: a parameter is not finite.
     """
     name, data = manifest.dense.name, manifests.read_file(store, manifest.dense)
     try:
@@ -59,13 +58,13 @@ def read_weights(store: CheckpointStore, manifest: Manifest) -> dict[str, torch.
 
 
 def _is_withdrawn(version: str, seqs: set[int]) -> bool:
-    """Its manifest isn't there although older ones are: those that are no longer kept go from the old end."""
+    """Whether the manifest was removed by a rollback. Expired manifests are removed from the old end instead."""
     seq = int(version.rpartition("-")[2])
     return seq not in seqs and seq > min(seqs, default=seq)
 
 
 class VersionFollower:
-    """Installs versions as they are committed. `poll` from one thread; `run` is that thread."""
+    """Installs versions as they are committed. Call `poll` from one thread; `run` is that thread."""
 
     def __init__(
         self,
@@ -77,14 +76,14 @@ class VersionFollower:
         warm_up: Callable[[Version], None] = lambda version: None,
         pause: Callable[[], object] = lambda: None,
     ) -> None:
-        """`check` raises ConfigError for a manifest of a deployment of another shape, `warm_up` VersionRefusedError. What comes
-        is scored as the newest of `versions` is (`as_trained`). `pause` comes before each step of a version, of a few ms at
-        most: requests have the interpreter first."""
+        """`check` raises ConfigError for a commit of a deployment of another shape, `warm_up` raises VersionRefusedError. `pause` is called
+        before each step of a few ms, so that requests get the interpreter first. New versions score `as_trained` like the newest one.
+        """
         self.check, self.warm_up, self.pause = check, warm_up, pause
         self.store, self.schema, self.versions, self.seed = store, schema, versions, seed
         self._as_trained = versions.newest.as_trained
-        self._seq = 0  # of the newest that was installed
-        self._bad: set[str] = set()  # manifests that can't be served
+        self._seq = 0  # of the newest installed version
+        self._bad: set[str] = set()  # manifests that cannot be served
         self._away = False
 
     def run(self, clock: Clock, stop: threading.Event) -> None:
@@ -94,10 +93,10 @@ class VersionFollower:
             clock.sleep(POLL_S, stop)
 
     def poll(self) -> bool:
-        """Install the newest good version if it is another than the one installed last; True if it did.
+        """Install the newest good version if it differs from the one installed last; return whether it did.
 
         Raises:
-            ConfigError: what is committed belongs to a deployment of another shape (`check`).
+            ConfigError: the commit belongs to a deployment of another shape (`check`).
         """
         try:
             names = self.store.list("manifests")
@@ -106,7 +105,7 @@ class VersionFollower:
         seqs = {seq for name in names if (seq := manifests.seq_of(name))}
         known = (
             self._seq if self._seq <= max(seqs, default=self._seq) else 0
-        )  # 0: the store went back, what is left there comes
+        )  # 0 after a rollback: the newest remaining manifest is installed
         for name in sorted(names, reverse=True):
             if 0 < manifests.seq_of(name) <= known:
                 return False
@@ -133,11 +132,11 @@ class VersionFollower:
         return True
 
     def _held(self, manifest: Manifest) -> Version | None:
-        """It was checked and tried when it came."""
+        """A loaded version was verified and warmed up before."""
         return next((h.version for h in self.versions.held if h.version.name == manifest.version), None)
 
     def _refuse(self, name: str, error: CheckpointError) -> None:
-        """Said once: it is not tried again."""
+        """Log the refusal once; the manifest is not tried again."""
         log.warning("dense version not taken: %s", error)
         self._bad.add(name)
         reason = error.reason if isinstance(error, VersionRefusedError) else "damaged"
@@ -171,25 +170,22 @@ class VersionFollower:
         return version
 
     def _unreadable(self, error: UnavailableError) -> bool:
-        """Trying again can help; said once an outage."""
+        """Retried later; logged once per outage."""
         if not self._away:
             log.warning("the checkpoint store can't be read: %s; the version in use stays", error)
         self._away = True
         return False
 
 
-# ---- A version is tried before it is served: with requests that were scored a moment ago, in a thread that nobody waits for.
-#
-# A version with which one of them can't be scored (its code fails, a score isn't finite) is refused: it would fail the next user. A
-# request that the version in use can't score either says nothing about the new one. What it was tried with also loads what a first
-# request otherwise would: kernels, caches of shapes.
-
-
 log = logging.getLogger("roostream.serving.versions")
 
 
 class WarmUp:
-    """Used by one thread."""
+    """Tries a new version on recent requests before it is served. Used by one thread.
+
+    A version is refused if it cannot score a request that the version in use can score: it would fail the next user. Scoring also loads
+    kernels and fills caches of shapes, which the first request would otherwise wait for.
+    """
 
     def __init__(
         self,
@@ -208,10 +204,10 @@ class WarmUp:
         )
 
     def __call__(self, version: Version, stop: threading.Event | None = None) -> None:
-        """Score recent requests with it; nothing of that is answered, logged or counted.
+        """Score recent requests; nothing is answered, logged or counted.
 
         Raises:
-            VersionRefusedError: it can't score one that the version in use can.
+            VersionRefusedError: it cannot score a request that the version in use can score.
         """
         for request in self.recent.warm_up_sample(self.max_requests):
             self.idle_gate.wait(MAX_IDLE_WAIT_S, stop)
@@ -226,7 +222,7 @@ class WarmUp:
             request.score_with(version, self.rows)
         except RequestError as error:
             return describe_error(error)
-        except Exception as error:  # whatever it is, users are not to meet it
+        except Exception as error:  # any failure of a custom model must not reach users
             log.debug("warm-up of version %s", version.name, exc_info=True)
             return f"{type(error).__name__}: {error}"
         return ""
