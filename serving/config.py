@@ -23,10 +23,7 @@ class RetrievalSettings(Settings):
     )
     items_probed: float = setting(0.1, "ivf: share of the lists that are looked through", gt=0, le=1)
     items_refreshed: int = setting(
-        2000,
-        "items a second, at most, whose vectors are made anew because rows changed",
-        ge=1,
-        le=1_000_000,
+        2000, "items a second, at most, whose vectors are made anew because rows changed", ge=1, le=1_000_000
     )
 
 
@@ -51,8 +48,7 @@ class RowsSettings(RowSourceSettings):
     """A program that scores with them."""
 
     rows: Literal["replica", "cache"] = setting(
-        "replica",
-        "replica keeps all rows in this process, cache keeps the rows that requests ask for",
+        "replica", "replica keeps all rows in this process, cache keeps the rows that requests ask for"
     )
     rows_bytes: int = setting(256 << 20, "of memory for a cache's rows", ge=1 << 16, le=1 << 40)
     rows_missing: Literal["read", "initial"] = setting(
@@ -122,10 +118,7 @@ class ServingConfig(RedisSettings, RetrievalSettings, RowsSettings):
         "", "version whose order is interleaved with the served one's for a share of users, e.g. previous@0.1"
     )
     heartbeat_ms: int = setting(
-        1000,
-        "how often a heartbeat is written to every partition of both event topics",
-        ge=10,
-        le=60_000,
+        1000, "how often a heartbeat is written to every partition of both event topics", ge=10, le=60_000
     )
     max_in_flight: int = setting(
         256,
@@ -152,10 +145,7 @@ class ServingConfig(RedisSettings, RetrievalSettings, RowsSettings):
     )
     max_body_bytes: int = setting(1 << 20, "size of a request's body, also inflated", ge=1024, le=1 << 30)
     max_reading_bytes: int = setting(
-        64 << 20,
-        "of bodies that are being read, all together; more are answered 429",
-        ge=1024,
-        le=1 << 36,
+        64 << 20, "of bodies that are being read, all together; more are answered 429", ge=1024, le=1 << 36
     )
     max_connections: int = setting(
         1000,
@@ -180,10 +170,7 @@ class ServingConfig(RedisSettings, RetrievalSettings, RowsSettings):
     segment_bytes: int = setting(8 << 20, "size of one of its files", ge=1 << 20, le=1 << 30)
     status_page: str = setting("", "URL of the controller's page, which the front page links to")
     drain_ms: int = setting(
-        1000,
-        "of a stop, how long open connections may take leave with their next answer",
-        ge=0,
-        le=600_000,
+        1000, "of a stop, how long open connections may take leave with their next answer", ge=0, le=600_000
     )
     stop_ms: int = setting(
         20_000,

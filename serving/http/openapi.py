@@ -202,9 +202,7 @@ def _rank(schema: Schema) -> dict[str, Any]:
             "schema": kinds.get(name, _FLAG),
         }
         for name, text in RANK_QUERY.items()
-    ] + [
-        _VERSION,
-    ]
+    ] + [_VERSION]
     return {
         "operationId": "rank",
         "tags": ["traffic"],

@@ -146,9 +146,7 @@ async def _serve(
         watching.cancel()
 
 
-async def _drain(
-    server: uvicorn.Server, bound: socket.socket, max_s: float, has_successor: bool
-) -> None:
+async def _drain(server: uvicorn.Server, bound: socket.socket, max_s: float, has_successor: bool) -> None:
     """For at most `max_s`, answer every request with `connection: close`, so that no busy client meets a connection that is being closed.
     Ends when no connection is open.
 
