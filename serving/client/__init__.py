@@ -1,5 +1,4 @@
-"""A client of serving, for those who ask it: `Client(url).rank({…})`, and `AsyncClient`. It loads httpx2 and nothing of the
-server (docs/http.md)."""
+"""The Python client of serving: `Client(url).rank({…})`, and `AsyncClient`. It imports httpx2 and none of the server (docs/http.md)."""
 
 from serving.client.client import AsyncServingClient as AsyncClient
 from serving.client.client import ServingClient as Client

@@ -1,5 +1,6 @@
-"""`ServingClient` and `AsyncServingClient`: connections that are kept, and the driving of `attempts`. Their calls are said
-once, for both (`_Caller`); bodies and answers are in serving/client/messages.py, retries in serving/client/retry.py."""
+"""`ServingClient` and `AsyncServingClient`. Their methods are declared once (`_Caller`); messages are in
+serving/client/messages.py, retries in serving/client/retry.py.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ _ABOUT = Call("GET", "/", headers=(("accept", "application/json"),))
 
 
 class _SyncOrAsync(Generic[P, T]):
-    """A method that says what to ask: of the one client it is called, of the other it is awaited."""
+    """A method that returns an ApiCall. The sync client executes it; the async client returns a coroutine that does."""
 
     def __init__(self, asks: Callable[Concatenate[Any, P], ApiCall[T]]) -> None:
         self._asks = asks
@@ -62,10 +63,10 @@ class _SyncOrAsync(Generic[P, T]):
 
 
 class _Caller(Generic[Transport]):
-    """How a client is made, and what it can be asked.
+    """The constructor and the methods of both clients.
 
-    `schema`: ranks go as protobuf, in both directions, which costs both sides less. `key`: a bearer key, where serving asks for
-    one. `tls`: authorities and a certificate of one's own, where the URL is https. `transport` stands in for the network.
+    `schema`: with it, rank requests and answers are protobuf, which is cheaper for both sides. `key`: a bearer key, if serving requires
+    one. `tls`: own certificate authorities or client certificate for https. `transport` replaces the network.
     """
 
     def __init__(
@@ -84,17 +85,17 @@ class _Caller(Generic[Transport]):
 
     @_SyncOrAsync
     def rank(self, fields: RankFields, deadline_ms: int | None = None) -> ApiCall[Ranking]:
-        """Rank the candidates of a request; what is shown must be `items`, in that order.
+        """Rank the candidates of a request. Show `items` of the answer, in that order.
 
         Raises:
             ServingError: refused, or not answered within the deadline after all retries.
-            WireError: with a schema: a feature isn't the schema's.
+            WireError: with a schema: a feature does not fit the schema.
         """
         return said.rank_exchange(fields, self.schema)._replace(deadline_ms=deadline_ms)
 
     @_SyncOrAsync
     def top(self, fields: RankFields, slots: int, deadline_ms: int | None = None) -> ApiCall[TopRanking]:
-        """As `rank`, answered with the first `slots` alone: all are scored and logged. Raises as `rank`."""
+        """As `rank`, but the answer has only the first `slots`; all candidates are scored and logged. Raises as `rank`."""
         return said.top_exchange(fields, slots, self.schema)._replace(deadline_ms=deadline_ms)
 
     @_SyncOrAsync
@@ -104,24 +105,24 @@ class _Caller(Generic[Transport]):
 
     @_SyncOrAsync
     def recommend(self, fields: RecommendFields, deadline_ms: int | None = None) -> ApiCall[Recommendation]:
-        """Find items and rank them; what is shown must be `items`, in that order. Raises ServingError."""
+        """Find items and rank them. Show `items` of the answer, in that order. Raises ServingError."""
         return said.recommend_exchange(fields)._replace(deadline_ms=deadline_ms)
 
     @_SyncOrAsync
     def engage(
         self, fields: EngagementFields | Sequence[EngagementFields], deadline_ms: int | None = None
     ) -> ApiCall[Receipt]:
-        """Tell what users did; may be told again as often as needed. Raises ServingError."""
+        """Send engagements. Repeating a call is safe. Raises ServingError."""
         return said.engage_exchange(fields)._replace(deadline_ms=deadline_ms)
 
     @_SyncOrAsync
     def ready(self) -> ApiCall[bool]:
-        """Whether answers are complete. Raises ServingError: nobody answers."""
+        """Whether serving is ready, so that answers are complete. Raises ServingError: no answer."""
         return ApiCall(_READY, lambda reply: reply.status == 200)
 
     @_SyncOrAsync
     def version(self) -> ApiCall[str]:
-        """Of the model in use. Raises ServingError."""
+        """The model version in use. Raises ServingError."""
         return ApiCall(_ABOUT, lambda reply: str(said.decode_json(dict, reply).get("model_version", "")))
 
     def _connect(self, **settings: Any) -> None:
@@ -133,10 +134,10 @@ class _Caller(Generic[Transport]):
 
 
 class ServingClient(_Caller[httpx.BaseTransport]):
-    """Thread-safe; keeps its connections until it is closed, or leaves its `with`."""
+    """Thread-safe. Keeps its connections open until `close`, or the end of its `with` block."""
 
     def close(self) -> None:
-        """Its connections; it can't be used any more."""
+        """Close the connections; the client cannot be used any more."""
         self._http.close()
 
     def __enter__(self) -> Self:
@@ -174,7 +175,7 @@ class AsyncServingClient(_Caller[httpx.AsyncBaseTransport]):
     """As ServingClient, in one event loop: every call is awaited."""
 
     async def close(self) -> None:
-        """Its connections; it can't be used any more."""
+        """Close the connections; the client cannot be used any more."""
         await self._http.aclose()
 
     async def __aenter__(self) -> Self:
@@ -212,7 +213,7 @@ class AsyncServingClient(_Caller[httpx.AsyncBaseTransport]):
 
 
 def _request(step: Send) -> dict[str, Any]:
-    """`remaining_s` bounds each phase of a sync call, which has no bound over all of them; the server keeps the deadline too."""
+    """`remaining_s` bounds each phase of a sync call; nothing bounds all of them, but the server enforces the deadline too."""
     call = step.call
     return {
         "method": call.method,

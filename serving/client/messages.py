@@ -1,4 +1,4 @@
-"""What a client says and what it is told: bodies as JSON, a rank's also as a `roo.Impression`, and the answers as values."""
+"""Requests and answers of the client: bodies as JSON, a rank also as `roo.Impression`, and answers as typed values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class ApiCall(NamedTuple, Generic[T]):
-    """A call, and how what is answered is read: that raises ServingError for what serving never says."""
+    """A call and the function that reads its answer, which raises ServingError if the answer is not one of serving's."""
 
     call: Call
     read: Callable[[Reply], T]
@@ -31,9 +31,9 @@ class ApiCall(NamedTuple, Generic[T]):
 
 
 class WhoFields(TypedDict, total=False):
-    """Who asks. Numpy arrays may stand for lists, NaN for a missing number."""
+    """Fields about the user. Numpy arrays may be given for lists, NaN for a missing number."""
 
-    request_id: str  # made here if missing, so that a retry is the same request
+    request_id: str  # generated if missing, so that a retry is the same request
     user_id: Id
     session_id: Id
     surface: str
@@ -41,7 +41,7 @@ class WhoFields(TypedDict, total=False):
 
 
 class RankFields(WhoFields, total=False):
-    """Body of a rank, as docs/http.md says it."""
+    """The body of a rank request, see docs/http.md."""
 
     candidates: Sequence[Mapping[str, Any]] | Mapping[str, Any]  # rows, or columns
     append: bool
@@ -50,7 +50,7 @@ class RankFields(WhoFields, total=False):
 
 
 class RetrieveFields(WhoFields, total=False):
-    """Body of a retrieve, as docs/retrieval.md says it."""
+    """The body of a retrieve request, see docs/retrieval.md."""
 
     k: int
     task: str
@@ -61,14 +61,14 @@ class RetrieveFields(WhoFields, total=False):
 
 
 class RecommendFields(RetrieveFields, total=False):
-    """Body of a recommend."""
+    """The body of a recommend request."""
 
     retrieved: int
     model_version: str
 
 
 class EngagementFields(TypedDict, total=False):
-    """What a user did to a candidate; `request_id`, `item_id` and `action` are needed."""
+    """What a user did to a candidate; `request_id`, `item_id` and `action` are required."""
 
     request_id: str
     item_id: Id
@@ -82,29 +82,29 @@ class EngagementFields(TypedDict, total=False):
 
 
 class Ranking(msgspec.Struct, frozen=True):
-    """Answer of a rank. `items` are the candidates' ids as they were given, first slot first: what to show."""
+    """The answer of a rank request. Show `items`, the candidates' ids as given, first slot first."""
 
     request_id: str
     model_version: str
     scores: list[dict[str, float]]  # by task, in the request's order
-    order: list[int]  # candidates' indices, first slot first
+    order: list[int]  # candidate indices, first slot first
     degraded: bool
     items: list[Id] = []
 
 
 class PlacedItem(msgspec.Struct, frozen=True):
-    """What a slot shows."""
+    """An item in a slot."""
 
     item_id: Id
     scores: dict[str, float]  # by task
 
 
 class TopRanking(msgspec.Struct, frozen=True):
-    """Answer of a rank of which only the first slots are wanted."""
+    """The answer of a rank request with the first slots only."""
 
     request_id: str
     model_version: str
-    top: list[PlacedItem]  # first slot first: what to show
+    top: list[PlacedItem]  # to show, first slot first
     degraded: bool
 
 
@@ -112,30 +112,30 @@ class NearItem(msgspec.Struct, frozen=True):
     """An item of the catalogue."""
 
     item_id: Id
-    product: float  # of its vector with the request's
+    product: float  # of its vector with the request's vector
 
 
 class FoundItems(msgspec.Struct, frozen=True):
-    """Answer of a retrieve: nothing of it is logged."""
+    """The answer of a retrieve request; nothing is logged."""
 
     request_id: str
     retrieval_version: str
-    items: list[NearItem]  # the nearest first
+    items: list[NearItem]  # nearest first
     degraded: bool
 
 
 class Recommendation(msgspec.Struct, frozen=True):
-    """Answer of a recommend, which is logged as a rank is."""
+    """The answer of a recommend request, which is logged like a rank request."""
 
     request_id: str
     retrieval_version: str
     model_version: str
-    items: list[PlacedItem]  # first slot first: what to show
+    items: list[PlacedItem]  # to show, first slot first
     degraded: bool
 
 
 class Receipt(msgspec.Struct, frozen=True):
-    """Answer to engagements: ids of their events in the order given, and actions that nothing counts."""
+    """The answer to engagements: event ids in the given order, and actions that nothing counts."""
 
     accepted: int
     event_ids: list[str]
@@ -143,22 +143,22 @@ class Receipt(msgspec.Struct, frozen=True):
 
 
 def rank_exchange(fields: RankFields, schema: Schema | None) -> ApiCall[Ranking]:
-    """With a schema in protobuf; a place of the first slot has no field there, so such a request goes as JSON.
+    """With a schema, the call is protobuf. `first_position` has no protobuf field, so such a request is JSON.
 
     Raises:
-        WireError: protobuf: a feature isn't the schema's.
+        WireError: a feature does not fit the schema.
     """
     return ApiCall(_rank_call(fields, schema), lambda reply: _ranking(reply, item_ids_of(fields)))
 
 
 def top_exchange(fields: RankFields, slots: int, schema: Schema | None) -> ApiCall[TopRanking]:
-    """As rank_exchange, with an answer of so many slots at most."""
+    """As rank_exchange; the answer has at most `slots` items."""
     call = _rank_call(fields, schema, f"top={slots}")
     return ApiCall(call, lambda reply: _top_ranking(reply, item_ids_of(fields)))
 
 
 def retrieve_exchange(fields: RetrieveFields) -> ApiCall[FoundItems]:
-    """In JSON: a request without candidates is small."""
+    """Always JSON: a request without candidates is small."""
     return ApiCall(_post("/v1/retrieve", _named(fields)), lambda reply: decode_json(FoundItems, reply))
 
 
@@ -174,7 +174,7 @@ def engage_exchange(fields: EngagementFields | Sequence[EngagementFields]) -> Ap
 
 
 def decode_json(kind: type[T], reply: Reply) -> T:
-    """Raises ServingError: the body is another thing."""
+    """Raises ServingError: the body is not of this type."""
     try:
         return msgspec.json.decode(reply.body, type=kind)
     except msgspec.DecodeError as error:
@@ -182,7 +182,7 @@ def decode_json(kind: type[T], reply: Reply) -> T:
 
 
 def encode_impression(fields: RankFields, schema: Schema) -> bytes:
-    """`fields` as a `roo.Impression` without scores. Raises WireError, as `roostream.wire.block.encode_nro`."""
+    """Encode `fields` as a `roo.Impression` without scores. Raises WireError, as `roostream.wire.block.encode_nro`."""
     ids = [item_id(i) for i in item_ids_of(fields)]
     header = pb.Header(
         request_id=fields.get("request_id", ""),
@@ -199,7 +199,7 @@ def encode_impression(fields: RankFields, schema: Schema) -> bytes:
 
 
 def item_ids_of(fields: RankFields) -> list[Id]:
-    """As given, in the order given."""
+    """The item ids as given, in the given order."""
     candidates = fields.get("candidates", ())
     ids = (
         candidates.get("item_id", ())
@@ -234,7 +234,7 @@ def _with_query(path: str, query: Sequence[str]) -> str:
 
 
 def _columns(candidates: Any, schema: Schema) -> dict[str, Any]:
-    """By feature, each with a value a candidate; what nobody has is left out."""
+    """Columns by feature, without features that no candidate has."""
     if isinstance(candidates, Mapping):
         return {name: column for name, column in candidates.items() if name != "item_id"}
     rows = [
@@ -282,7 +282,7 @@ def _is_protobuf(reply: Reply) -> bool:
 
 
 def _plain(value: object) -> object:
-    """Arrays and numbers of numpy, for JSON."""
+    """Convert numpy arrays and numbers for JSON."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     raise TypeError(f"expected what JSON has, got {type(value).__name__}")

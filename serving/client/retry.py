@@ -1,4 +1,7 @@
-"""The one exception of a call."""
+"""Retries of the client, without sockets and sleep: `attempts` says what to do next; a sync or async driver does it.
+
+Every call can be repeated: a rank request has its request id, engagements their event ids, and the joiner counts each once.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,10 @@ from roostream.errors import RoostreamError, printable
 
 
 class ServingError(RoostreamError):
-    """A call that got no answer, or another one than 200. `str()` is the sentence that serving says.
+    """A call without an answer, or with an error answer. `str()` is the sentence of serving's answer.
 
-    `status` is HTTP's, 0 where nobody answered; `code` is a word for programs: serving's own, `unreachable`, `timeout`, or
-    `http_<status>` of whoever stands before it; `path` is the field at fault, "" where none is; `call_id` is the answer's
-    `X-Request-Id`, by which serving's log names the call.
+    `status` is the HTTP status, 0 without an answer. `code` is one word: serving's own, `unreachable`, `timeout`, or `http_<status>` of a
+    proxy. `path` is the invalid field, or "". `call_id` is the answer's `X-Request-Id`, which serving's log has as well.
     """
 
     def __init__(self, status: int, code: str, message: str, *, path: str = "", call_id: str = "") -> None:
@@ -28,45 +30,40 @@ class ServingError(RoostreamError):
         return f"{self.status or self.code}: {super().__str__()}{at}"
 
 
-# ---- When a call is made again. No sockets and no sleep: `attempts` says what to do next, whoever drives it does it, sync or async.
-#
-# Every call may be made again: a rank has its request id, engagements their event ids, and the joiner counts each once.
-
-
 AGAIN = frozenset({0, 408, 429, 502, 503, 504})
-ONCE_MORE = frozenset({500})  # a defect of the request's way through a process may be that of one process
+ONCE_MORE = frozenset({500})  # a defect may affect only one of several processes
 DEADLINE_HEADER = "x-deadline-ms"
 _MAX_SHOWN = 200
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """How patient a client is. Times are of the whole call, all of its attempts and pauses."""
+    """Deadlines and pauses. Times are for a whole call with all attempts and pauses."""
 
-    deadline_ms: int = 1000  # of a call that gives none itself
+    deadline_ms: int = 1000  # for calls that give none
     retries: int = 3  # after the first attempt; 0 = never
     first_s: float = 0.05  # pause before the first retry; each later one is twice as long
     max_s: float = 2.0
     draw: Callable[[], float] = random.random  # jitter, in [0, 1)
 
     def pause_s(self, attempt: int, asked_s: float) -> float:
-        """Before the retry after the `attempt`-th try: not shorter than the server asked for, and never the same for all."""
+        """Pause before the retry after try number `attempt`: at least what the server asks for, with jitter."""
         jitter = 0.5 + self.draw() / 2
         return max(asked_s * (1 + self.draw() / 4), min(self.first_s * 2**attempt, self.max_s) * jitter)
 
 
 class Call(NamedTuple):
-    """One request, whole."""
+    """An HTTP request."""
 
     method: str
     path: str
     body: bytes = b""
     headers: tuple[tuple[str, str], ...] = ()
-    expects: frozenset[int] = frozenset({200})  # statuses that are an answer
+    expects: frozenset[int] = frozenset({200})  # status codes of a valid answer
 
 
 class Reply(NamedTuple):
-    """What came. `status` 0: nothing did, and `body` says why, as text."""
+    """An HTTP answer. With `status` 0 there is none, and `body` is the reason as text."""
 
     status: int
     headers: Mapping[str, str]
@@ -74,13 +71,13 @@ class Reply(NamedTuple):
 
     @property
     def retry_after_s(self) -> float:
-        """0 where the server doesn't say, or says it as a date."""
+        """Return 0 if the header is absent or a date."""
         stated = self.headers.get("retry-after", "")
         return float(stated) if stated.isdecimal() else 0.0
 
 
 class Send(NamedTuple):
-    """Make this call now; `remaining_s` is all that remains for it."""
+    """Send this call now; it may take `remaining_s`."""
 
     call: Call
     remaining_s: float
@@ -96,14 +93,14 @@ Attempts = Generator[Send | Pause, Reply | None, Reply]
 
 
 def attempts(call: Call, policy: RetryPolicy, deadline_ms: int, now_s: Callable[[], float]) -> Attempts:
-    """Yields what to do next; a Send is answered with its Reply. Returns the reply whose status the call expects.
+    """Yield what to do next; the driver sends back a Reply for each Send. Return the reply whose status the call expects.
 
-    1 send, telling the server what is left of the deadline
-    2 what another try can't change is the result
-    3 pause, unless the deadline would pass meanwhile: then what came is the result
+    1 send, with the remaining deadline in a header
+    2 an error that a retry cannot change is final
+    3 pause; if the deadline would pass during the pause, the error is final
 
     Raises:
-        ServingError: the result isn't what the call expects.
+        ServingError: the final error.
     """
     until_s = now_s() + deadline_ms / 1000
     for attempt in range(policy.retries + 1):
@@ -123,7 +120,7 @@ def attempts(call: Call, policy: RetryPolicy, deadline_ms: int, now_s: Callable[
 
 
 def error_of(reply: Reply) -> ServingError:
-    """Of an answer in the one shape of errors, of a proxy's page, or of none."""
+    """The error of an answer of serving, of a proxy, or of a missing answer."""
     if reply.status == 0:
         said = reply.body.decode()
         return ServingError(

@@ -1,1 +1,1 @@
-"""The feature log: what was scored, mapped files that survive a kill, sent to Kafka in order. Knows nothing of serving."""
+"""The feature log: memory-mapped files that survive a kill, sent to Kafka in order. It depends on nothing else in serving."""

@@ -1,13 +1,13 @@
-"""Bytes of the feature log: segment files of records, readable after any crash of the process that wrote them.
+"""Bytes of the feature log: segment files of records, readable after any crash of the writing process.
 
     segment   header (64 bytes) · record · record · … · zeros
     header    magic "ROOLOG1\\0" · version u32 · 0 u32 · number u64 · first sequence u64 · xxh3 of those 32 bytes u64 · zeros
     record    body bytes u32 · MARK u32 · xxh3 of (sequence u64 ‖ body) u64 · body · zeros up to a multiple of 8
     body      topic u8 · key bytes u8 · 0 u16 · partition i32 · timestamp ms i64 · key · value
 
-Little-endian. The first 8 bytes of a record are stored last, so that a record that was being written reads as the end; its
-checksum covers what those bytes can't (half-written pages, damage). It covers the sequence number too: bytes of an older
-record never pass for a newer one. Pure: buffers in, records out.
+Little-endian. The first 8 bytes of a record are stored last, so that an incomplete record reads as the end. The checksum covers what
+those bytes cannot (half-written pages, damage), and the sequence number, so that old bytes never pass for a newer record. Pure:
+buffers in, records out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from roostream.runtime.kafka.topics import ENGAGEMENTS, IMPRESSIONS
 
 MAGIC, VERSION, MARK = b"ROOLOG1\0", 1, 0x4F4F5253
 HEADER_BYTES = 64
-TOPICS = (IMPRESSIONS, ENGAGEMENTS)  # the index is on disk: append only
+TOPICS = (IMPRESSIONS, ENGAGEMENTS)  # indices are stored on disk: append only
 
 _HEADER = struct.Struct("<8sIIQQ")
 _PREFIX = struct.Struct("<IIQ")
@@ -34,9 +34,9 @@ Buffer: TypeAlias = bytes | bytearray | mmap.mmap
 
 
 class LogRecord(NamedTuple):
-    """What goes to Kafka: to the partition of `key`, or to `partition` where that is not negative."""
+    """A record for Kafka: to the partition of `key`, or to `partition` if it is not negative."""
 
-    topic: str  # without the stack's prefix
+    topic: str  # without the deployment's prefix
     partition: int
     timestamp_ms: int
     key: bytes
@@ -44,15 +44,15 @@ class LogRecord(NamedTuple):
 
 
 class ScannedRecord(NamedTuple):
-    """A record and where it was."""
+    """A record and its place in the segment."""
 
     sequence: int
     next_offset: int
-    record: LogRecord | None  # None: damaged, and skipped
+    record: LogRecord | None  # None: damaged and skipped
 
 
 def record_bytes(record: LogRecord) -> int:
-    """Room that the record takes in a segment."""
+    """Bytes that the record takes in a segment."""
     return _padded(_PREFIX.size + _BODY.size + len(record.key) + len(record.value))
 
 
@@ -71,7 +71,7 @@ def encode_header(number: int, first_sequence: int) -> bytes:
 
 
 def decode_header(data: Buffer) -> tuple[int, int] | None:
-    """(number, first sequence), or None where this isn't the header of a segment."""
+    """Return (number, first sequence), or None if this is not a segment header."""
     raw = bytes(data[:HEADER_BYTES])
     if len(raw) < HEADER_BYTES or raw != encode_header(*_HEADER.unpack_from(raw)[3:]):
         return None
@@ -80,10 +80,10 @@ def decode_header(data: Buffer) -> tuple[int, int] | None:
 
 
 def scan(data: Buffer, sequence: int, offset: int = HEADER_BYTES) -> Iterator[ScannedRecord]:
-    """The records of a segment from `offset`, whose first has `sequence`; ends at the first place that holds none.
+    """Yield the records of a segment from `offset`, whose first has `sequence`, up to the first place without a record.
 
-    A damaged record is given as None and skipped where the one behind it is whole; at the end of the segment it can't be
-    told from one that was being written when the process died, and ends the scan.
+    A damaged record is yielded as None if the record after it is intact. At the end of the segment, damage cannot be distinguished from a
+    record that was being written during a crash, and ends the scan.
     """
     while (size := _size_at(data, offset)) is not None:
         record = _record_at(data, offset, sequence)
@@ -95,7 +95,7 @@ def scan(data: Buffer, sequence: int, offset: int = HEADER_BYTES) -> Iterator[Sc
 
 
 def _size_at(data: Buffer, offset: int) -> int | None:
-    """Padded bytes of the record that claims to begin at `offset`; None if nothing does."""
+    """Padded bytes of the record that starts at `offset`; None if there is none."""
     if offset + _PREFIX.size > len(data):
         return None
     length, mark, _ = _PREFIX.unpack_from(data, offset)

@@ -1,4 +1,4 @@
-"""The feature log's way to Kafka."""
+"""Sends records of the feature log to Kafka."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roostream.runtime.kafka.topics import name_of
 from serving.feature_log.format import LogRecord
 from serving.feature_log.sender import DeliveryCallback
 
-# What Kafka will say again however often it is asked: the record itself is at fault.
+# errors of the record itself: a retry would fail as well
 _REFUSED = frozenset(
     (
         KafkaError.MSG_SIZE_TOO_LARGE,
@@ -25,14 +25,14 @@ _REFUSED = frozenset(
 
 
 class KafkaSink:
-    """One idempotent producer; `serving.feature_log.sender.LogSink`."""
+    """A `serving.feature_log.sender.LogSink` with one idempotent producer."""
 
     def __init__(self, producer: Producer, prefix: str) -> None:
         self.producer, self.prefix = producer, prefix
 
     @classmethod
     def open(cls, broker: Broker, prefix: str) -> KafkaSink:
-        """Connects in the background: a broker that is away is waited for, by the producer."""
+        """Connect in the background; the producer waits for an unavailable broker."""
         return cls(clients.producer(broker), prefix)
 
     def send(self, record: LogRecord, done: DeliveryCallback) -> None:
@@ -56,6 +56,6 @@ class KafkaSink:
         self.producer.poll(timeout_s)
 
     def close(self) -> None:
-        """Also takes back what is on its way: a late delivery would come behind the next sink's first records."""
+        """Close and purge records in flight: a late delivery would come after the first records of the next sink."""
         self.producer.purge(in_queue=True, in_flight=True)
         self.producer.poll(0)

@@ -1,12 +1,12 @@
-"""The feature log: what serving answered for, on disk before the answer leaves, until Kafka has acknowledged it.
+"""The feature log: every record is on disk before its answer is sent, and stays until Kafka has acknowledged it.
 
     home/log/00000007.seg 00000008.seg 00000009.seg      fully acknowledged segments are deleted
                     ▲ cursor                  ▲ end
          all before it is acknowledged        appends go here
 
-Appends are stores into a shared memory map: they survive kill -9 of the process (the pages are the kernel's), not a power
-cut. Delivery is at least once: after a restart everything behind the cursor is sent again, and the joiner deduplicates.
-The size is bounded: a full log refuses (G7), it never grows and never forgets.
+Appends are stores into a shared memory map: they survive kill -9 of the process, but not a power failure. Delivery is at least once:
+after a restart everything after the cursor is sent again, and the joiner deduplicates. The size is bounded: a full log refuses
+records (G7); it never grows further and never drops a record.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ log = logging.getLogger("roostream.serving.log")
 
 
 class LogFullError(UnavailableError):
-    """The feature log can't take more before Kafka has taken some; nothing was appended."""
+    """The feature log is full until Kafka accepts records; nothing was appended."""
 
 
 class LogEntry(NamedTuple):
-    """A record and the cursor behind it."""
+    """A record and the cursor after it."""
 
     after: Cursor
     record: LogRecord | None  # None: damaged on disk
 
 
 class FeatureLog:
-    """Append from any thread; `read` and `acknowledge` from one. Build with `open`."""
+    """Append from any thread; `read` and `acknowledge` from one. Construct with `open`."""
 
     def __init__(
         self,
@@ -63,10 +63,10 @@ class FeatureLog:
     def open(
         cls, directory: str | Path, *, max_bytes: int = 256 << 20, segment_bytes: int = 8 << 20
     ) -> FeatureLog:
-        """The log in `directory`, made if absent. What an earlier process left is kept and will be read from its cursor.
+        """Open or create the log in `directory`. Records of an earlier process are kept and read from its cursor on.
 
         Raises:
-            SetupError: another process has it open, or the disk refuses; says which.
+            SetupError: another process has the log open, or the disk fails.
         """
         assert segment_bytes * 2 <= max_bytes
         directory = Path(directory)
@@ -98,7 +98,7 @@ class FeatureLog:
         stored, oldest = self._cursors.cursor, self._segments[min(self._segments)].start
         if stored is None or stored.segment not in self._segments:
             return oldest
-        # A segment that an older one was mistaken for has other sequence numbers.
+        # a stored cursor of another log with the same segment number has other sequence numbers
         segment = self._segments[stored.segment]
         return (
             stored if segment.start.sequence <= stored.sequence and stored.offset >= HEADER_BYTES else oldest
@@ -114,21 +114,21 @@ class FeatureLog:
 
     @property
     def backlog_bytes(self) -> int:
-        """Bytes that wait for acknowledgement, headers included."""
+        """Unacknowledged bytes, including headers."""
         with self._lock:
             cursor = self.cursor
             return sum(s.end.offset for n, s in self._segments.items() if n >= cursor.segment) - cursor.offset
 
     def has_room(self, value_bytes: int) -> bool:
-        """Whether a record with a value of this size would be taken now."""
+        """Whether a record with a value of this size would be accepted now."""
         return self._active.has_room(value_bytes + 64) or self._may_rotate()
 
     def append(self, record: LogRecord) -> None:
-        """Once this returns, the record is sent to Kafka at least once, through any kill -9 of this process.
+        """Append a record. Once this returns, it will be sent to Kafka at least once, even after kill -9 of this process.
 
         Raises:
             LogFullError: the log or the disk is full; nothing was appended.
-            WireError: `oversized`: the record doesn't fit a segment; nothing was appended.
+            WireError: `oversized`: the record does not fit into a segment; nothing was appended.
         """
         size = record_bytes(record)
         if size > self.segment_bytes - HEADER_BYTES:
@@ -145,7 +145,7 @@ class FeatureLog:
         self.appended.set()
 
     def read(self, at: Cursor, max_bytes: int) -> list[LogEntry]:
-        """Entries from `at` in order of appending, about `max_bytes` of them, across segments; empty at the end."""
+        """Return entries from `at` in append order, about `max_bytes` of them, across segments; empty at the end."""
         entries: list[LogEntry] = []
         budget = max_bytes
         while budget > 0:
@@ -162,7 +162,7 @@ class FeatureLog:
         return entries
 
     def acknowledge(self, cursor: Cursor) -> None:
-        """Everything before `cursor` is delivered: remember it, and delete the segments that lie wholly before it."""
+        """Store that everything before `cursor` is delivered, and delete the segments before it."""
         self._cursors.write(cursor)
         with self._lock:
             for number in [n for n in self._segments if n < cursor.segment]:
@@ -182,7 +182,7 @@ class FeatureLog:
             os.close(self._lock_handle)
 
     def _following(self, at: Cursor) -> Cursor | None:
-        """The start of the segment after `at`'s, if `at` is the end of one that is full; else None."""
+        """The start of the next segment if `at` is the end of a full one; else None."""
         with self._lock:
             if at.segment == self._active.start.segment:
                 return None
@@ -228,7 +228,7 @@ def _claim(directory: Path) -> int:
 
 
 def _open_segments(directory: Path) -> Iterator[LogSegment]:
-    """The segments there, oldest first; files that aren't whole segments are set aside, loudly (G5)."""
+    """Yield the segments, oldest first. Files that are not segments are renamed, with an error in the log (G5)."""
     for path in sorted(directory.glob("*.seg")):
         segment = LogSegment.open(path)
         if segment is None:

@@ -1,4 +1,4 @@
-"""Files of the feature log: one mapped segment, and the cursor."""
+"""Files of the feature log: memory-mapped segments, and the cursor."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from serving.feature_log.format import (
     scan,
 )
 
-_PREFIX_BYTES = 8  # of a record: what is stored last
+_PREFIX_BYTES = 8  # of a record; stored last
 
 
 class Cursor(NamedTuple):
-    """A place between two records."""
+    """A position between two records."""
 
     segment: int
     offset: int
-    sequence: int  # of the record behind it
+    sequence: int  # of the record after it
 
 
 class LogSegment:
-    """One mapped file. Not thread-safe: the log's lock covers appends; reads see whole records only."""
+    """One memory-mapped file. Not thread-safe: the log's lock covers appends; readers see complete records only."""
 
     def __init__(self, path: Path, memory: mmap.mmap, start: Cursor, end: Cursor) -> None:
         self.path, self.memory, self.start, self.end = path, memory, start, end
@@ -44,9 +44,9 @@ class LogSegment:
 
     @classmethod
     def create(cls, directory: Path, start: Cursor, size: int) -> LogSegment:
-        """A new empty segment, its blocks allocated: a full disk shows here as OSError, not later as a signal.
+        """Create an empty segment with allocated blocks, so that a full disk is an OSError here and not a signal later.
 
-        **If it fails** nothing is left but perhaps a file that isn't named like a segment, which `open` ignores.
+        After a failure, a file may remain that is not named like a segment; `open` ignores it.
         """
         path = directory / cls.name_of(start.segment)
         temporary = path.with_suffix(".new")
@@ -62,7 +62,7 @@ class LogSegment:
 
     @classmethod
     def open(cls, path: Path) -> LogSegment | None:
-        """A segment of an earlier process, to read; None where the file isn't one. Its end is found by `reopen` or by reading."""
+        """Open a segment of an earlier process for reading; None if the file is not a segment. `reopen` or reading finds its end."""
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size < HEADER_BYTES:
                 return None
@@ -75,7 +75,7 @@ class LogSegment:
         return cls(path, memory, start, Cursor(header[0], len(memory), header[1]))
 
     def reopen(self, size: int) -> LogSegment:
-        """The same segment to append to: its end found, the bytes behind it (a record that was being written) zeroed."""
+        """Open the same segment for appending: find its end and zero the bytes after it, an incomplete record."""
         end = self.start
         for found in self.scan(self.start):
             end = Cursor(self.start.segment, found.next_offset, found.sequence + 1)
@@ -94,7 +94,7 @@ class LogSegment:
         return self.end.offset + size <= len(self.memory)
 
     def append(self, record: LogRecord) -> None:
-        """The caller has checked `has_room`. Survives kill -9 from its last line on; before it, nothing was appended."""
+        """The caller has checked `has_room`. The record survives kill -9 once the last line has run; before, nothing was appended."""
         raw, at = encode_record(record, self.end.sequence), self.end.offset
         self.memory[at + _PREFIX_BYTES : at + len(raw)] = raw[_PREFIX_BYTES:]
         self.memory[at : at + _PREFIX_BYTES] = raw[:_PREFIX_BYTES]
@@ -108,7 +108,7 @@ class LogSegment:
 
 
 class CursorFile:
-    """The acknowledged cursor in two slots, written in turn: one that was being written when the process died doesn't count.
+    """The acknowledged cursor in two slots, written in turn, so that an incomplete write does not count.
 
     slot (64 bytes): generation u64 · segment u64 · offset u64 · sequence u64 · xxh3 of those 32 bytes u64 · zeros
     """

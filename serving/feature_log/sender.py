@@ -1,14 +1,14 @@
-"""From the feature log to Kafka: in order, at least once, the cursor behind what is delivered and never beyond.
+"""Sends the feature log to Kafka: in order, at least once. The cursor never passes an undelivered record.
 
-1 Entries are read behind the last one sent and given to the sink, at most `MAX_PENDING_*` of them at a time: while Kafka is
-  away they wait on disk, not in memory.
+1 Read the entries after the last one sent and give them to the sink, at most `MAX_PENDING_*` at a time: while Kafka is
+  unavailable, records wait on disk and not in memory.
 2 Acknowledgements come in any order; the cursor moves over the delivered prefix only.
-3 A delivery that failed in a way that can pass (broker gone, producer fenced): everything behind the cursor is sent again by
-  a new sink. Some of it arrives twice; the joiner drops those.
-4 A record that Kafka refuses for what it is (too large, its time) would block all behind it. Since a broker refuses whole
-  batches, everything pending is sent again one by one, and what is refused alone is counted and passed over.
+3 After a transient failure (broker gone, producer fenced), everything after the cursor is sent again by a new sink. The joiner drops
+  the duplicates.
+4 A record that Kafka rejects for itself (too large, invalid time) would block all others. A broker rejects whole batches, so all
+  pending records are sent again one by one; the one that is rejected alone is counted and skipped.
 
-`step` does a bounded piece of work; a thread of `run` calls it, tests call it themselves.
+`step` does a bounded amount of work; `run` is a thread that calls it.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ log = logging.getLogger("roostream.serving.log")
 
 MAX_PENDING_BYTES, MAX_PENDING_RECORDS, READ_BYTES = 32 << 20, 20_000, 1 << 20
 POLL_S, IDLE_S = 0.02, 0.5
-STUCK_S = 2.0  # at a stop: without an acknowledgement for so long, Kafka is away
+STUCK_S = 2.0  # at a stop: after so long without an acknowledgement, Kafka is considered unavailable
 
 Outcome: TypeAlias = Literal["delivered", "refused", "failed"]
 DeliveryCallback: TypeAlias = Callable[[Outcome, str], None]
-"""(outcome, error text). `refused`: this record will never be taken. `failed`: it may or may not have been; try again."""
+"""Called with (outcome, error text). `refused`: the record will never be accepted. `failed`: it may have been accepted; try again."""
 
 
 class LogSink(Protocol):
     def send(self, record: LogRecord, done: DeliveryCallback) -> None:
-        """Queue one record; `done` is called exactly once, from `poll` or `close`. Order of a partition is kept."""
+        """Queue a record; `done` is called exactly once, from `poll` or `close`. The order within a partition is kept."""
 
     def poll(self, timeout_s: float) -> None:
-        """Call what is due; wait up to `timeout_s` for something."""
+        """Run due callbacks; wait up to `timeout_s` for one."""
 
     def close(self) -> None:
-        """Forget what is queued; `done` may not be called for it. The sink isn't used again."""
+        """Drop what is queued; `done` may not be called for it. The sink is not used again."""
 
 
 class _Pending:
@@ -55,7 +55,7 @@ class _Pending:
 
 
 class LogSender:
-    """Owns the log's cursor. Not thread-safe: all calls but `stop` from one thread."""
+    """Owns the log's cursor. Not thread-safe: call all methods from one thread."""
 
     def __init__(
         self, log: FeatureLog, open_sink: Callable[[], LogSink], backoff: Backoff | None = None
@@ -67,16 +67,16 @@ class LogSender:
         self._pending: deque[_Pending] = deque()
         self._pending_bytes = 0
         self._next = log.cursor
-        self._alone_until = -1  # sequence: entries before it are sent one by one
+        self._alone_until = -1  # entries before this sequence number are sent one by one
         self._trouble: tuple[Outcome, str] | None = None
 
     @property
     def idle(self) -> bool:
-        """Everything appended is acknowledged."""
+        """Whether everything appended is acknowledged."""
         return not self._pending and self._next.sequence == self.log.end.sequence
 
     def run(self, stop: threading.Event) -> None:
-        """Until `stop` is set."""
+        """Run until `stop` is set."""
         while not stop.is_set():
             self.log.appended.clear()
             try:
@@ -88,7 +88,7 @@ class LogSender:
                 self.log.appended.wait(IDLE_S)
 
     def step(self, stop: threading.Event | None = None) -> None:
-        """Send what there is room for, take what has been acknowledged; waits at most about POLL_S, or as the backoff says."""
+        """Send what fits, process acknowledgements. Waits about POLL_S at most, or as the backoff says."""
         sink = self._sink = self._sink or self.open_sink()
         for entry in self._readable():
             self._send(sink, entry)
@@ -99,8 +99,9 @@ class LogSender:
             self._begin_again(stop)
 
     def drain(self, timeout_s: float, clock_s: Callable[[], float]) -> int:
-        """Deliver what is left, for at most `timeout_s` and while Kafka takes something every STUCK_S; the number of records that
-        stay in the log for the next start."""
+        """Deliver the rest for at most `timeout_s`, while Kafka acknowledges something every STUCK_S. Return the number of records that are
+        left for the next start.
+        """
         now_s = begin_s = taken_s = clock_s()
         over = threading.Event()
         while not self.idle and now_s < begin_s + timeout_s and now_s < taken_s + STUCK_S:
@@ -119,7 +120,7 @@ class LogSender:
             self._sink = None
 
     def _readable(self) -> list[LogEntry]:
-        """Step 1: the next entries, as far as there is room for them in memory."""
+        """Step 1: the next entries that fit into memory."""
         if self._next.sequence < self._alone_until:
             return [] if self._pending else self.log.read(self._next, 1)
         if self._pending_bytes >= MAX_PENDING_BYTES or len(self._pending) >= MAX_PENDING_RECORDS:
@@ -158,7 +159,7 @@ class LogSender:
             self._backoff.reached()
 
     def _begin_again(self, stop: threading.Event | None) -> None:
-        """Steps 3 and 4; the sink is replaced, pending entries are read again."""
+        """Steps 3 and 4: replace the sink and read pending entries again."""
         assert self._trouble is not None
         (outcome, error), self._trouble = self._trouble, None
         if outcome == "refused" and self._alone_until > self._pending[0].after.sequence - 1:

@@ -1,8 +1,9 @@
-"""Refusing without reading: while nobody more can be let in, a request that plainly is one more is answered as its bytes come.
+"""The fast path of `/v1/rank`, for requests that arrive complete in one piece while keys and tracing are off.
 
-A refusal on the usual way (parser, task, routes) costs a good part of an answer, in the interpreter that the answers need too: at
-three times what can be answered, refusals took a third and more of it (docs/decisions/0035). Whatever isn't plain goes the usual
-way and is refused there.
+While nothing can be admitted, a complete request is refused before it is parsed: a refusal by the usual path costs a good part of an
+answer, and at three times the capacity refusals took a third of the CPU time (docs/decisions/0035-admission-control.md).
+Otherwise it is parsed, scored and answered without uvicorn's request cycle and without a task. Everything else takes the usual path.
+Both share admission, deadline, queue, log, metrics and errors.
 """
 
 from __future__ import annotations
@@ -25,14 +26,13 @@ from serving.rank import RankResult
 
 _END = b"\r\n\r\n"
 _ODD = (b"\ntransfer-encoding", b"\nexpect", b"\nupgrade", b"\n ", b"\n\t")
-_MAX_KEPT = 1024  # answers and heads
-_MAX_HEAD = 1024  # bytes of one that is kept
+_MAX_KEPT = 1024  # cached answers and headers
+_MAX_HEAD = 1024  # longer headers are not cached
 _LENGTH = b"\ncontent-length: "
 
 
 def is_whole_post(data: bytes, path: bytes) -> bool:
-    """Whether these bytes are one request, from its first to its last byte: HTTP/1.1, one length, and a connection that stays.
-    False also of what only a parser can tell."""
+    """Whether `data` is exactly one complete HTTP/1.1 request with one length, on a connection that stays open."""
     end = data.find(_END)
     if end < 0:
         return False
@@ -42,7 +42,7 @@ def is_whole_post(data: bytes, path: bytes) -> bool:
 
 
 def _length(head: bytes, path: bytes) -> int | None:
-    """Of the body behind a plain head, which is all before the empty line; None: it isn't plain."""
+    """The length of the body, from the headers; None if only a parser can tell."""
     line = b"POST " + path
     if not head.startswith(line) or head[len(line) : len(line) + 1] not in (b" ", b"?"):
         return None
@@ -60,12 +60,12 @@ def _length(head: bytes, path: bytes) -> int | None:
 
 
 _kept_length = functools.lru_cache(_MAX_KEPT)(_length)
-"""A client's heads differ in little but their length."""
+"""The headers of a client differ in little but the length."""
 
 
 @functools.lru_cache(_MAX_KEPT)
 def overload_answer(why: str) -> bytes:
-    """The whole answer of a gate that lets nobody in, after which the connection stays open."""
+    """The 429 answer; the connection stays open."""
     error = overloaded(why)
     body = msgspec.json.encode(error.body())
     headers = {"content-type": JSON, "content-length": str(len(body)), **error.headers()}
@@ -77,21 +77,14 @@ def overload_answer(why: str) -> bytes:
     )
 
 
-# ---- A rank request that came whole, answered without a task: parsed as its bytes are read, scored with what came beside it, and
-# answered in one write.
-#
-# The usual way (uvicorn's cycle, a task and its time-outs, an ASGI application's messages) is for what comes in pieces, and for all
-# other routes. Both share everything between the body and the answer: admission, deadline, queue, log, metrics, refusals.
-
-
 PATH = b"/v1/rank"
 
 
 class AskingConnection(Protocol):
-    """The connection that a request came on."""
+    """The connection of a request."""
 
     def answer_whole(self, status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
-        """Write it, if anybody still listens."""
+        """Send the answer if the client is still connected."""
 
 
 class WholeRanks:
@@ -102,16 +95,16 @@ class WholeRanks:
 
     @property
     def is_open(self) -> bool:
-        """Else the next one takes the usual way, whose costs don't show beside its own."""
+        """Whether the fast path pays off: passes are short."""
         return self.endpoint.queue.is_fast
 
     def take(self, scope: Scope, body: bytes, asking: AskingConnection) -> None:
-        """`asking` is answered now or later, whatever happens. `scope` has headers and query_string."""
+        """Answer `asking` now or later, whatever happens. `scope` has headers and query_string."""
         _WholeRank(self.endpoint, scope, asking).begin(body)
 
 
 class _WholeRank:
-    """One of them; the queue's `ResultSink`."""
+    """One request; receives its result from the scoring queue."""
 
     __slots__ = ("_asking", "_begin_s", "_endpoint", "_is_done", "_names", "_scope", "_stamp_ms", "_timer")
 
@@ -120,11 +113,11 @@ class _WholeRank:
         self._endpoint, self._scope, self._asking = endpoint, scope, asking
         self._names = parse_call_names(scope["headers"])
         self._is_done = False
-        self._stamp_ms: int | None = None  # of its place at the gate
+        self._stamp_ms: int | None = None  # taken when admitted
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, body: bytes) -> None:
-        """Into the queue, or answered with what is wrong with it."""
+        """Queue the request, or answer with its error."""
         token = CURRENT_CALL.set(self._names)
         try:
             self._put(body)
@@ -154,7 +147,7 @@ class _WholeRank:
         return self._is_done
 
     def set_result(self, ranked: RankResult) -> None:
-        """Logged, then answered."""
+        """Log, then answer."""
         token = CURRENT_CALL.set(self._names)
         try:
             answer = self._endpoint.logged(ranked)
@@ -178,7 +171,7 @@ class _WholeRank:
             self.set_exception(deadline_error())
 
     def _leave(self) -> None:
-        """Its place at the gate; what it logged carries its stamp."""
+        """Leave the admission gate; the log record has the timestamp."""
         if self._timer is not None:
             self._timer.cancel()
         if self._stamp_ms is not None:

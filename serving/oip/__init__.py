@@ -1,1 +1,1 @@
-"""The Open Inference Protocol, version 2 (KServe, Triton): the same ranks under another spelling (docs/http.md)."""
+"""Formats of the Open Inference Protocol, version 2 (KServe, Triton), for rank requests (docs/http.md)."""

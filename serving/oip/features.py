@@ -1,13 +1,13 @@
-"""A schema's features as tensors: which inputs there are, and an inference request's inputs → RankRequest.
+"""Features as tensors: the inputs of the model, and the conversion of an inference request to a RankRequest.
 
-    item_id             [N]              ids of the candidates: integers, or BYTES, which are hashed
+    item_id             [N]              candidate ids: integers, or BYTES, which are hashed
     RO float            [1]              RO list   <name> [1, L], and a tensor of equal shape for each of its columns
-    NRO float           [N]              NRO list  <name> [sum of lengths] with <name>:lengths [N], or [N, L] without; likewise
+    NRO float           [N]              NRO list  <name> [sum of lengths] with <name>:lengths [N], or [N, L] without; same for
                                                    each of its columns
     columns             <name>.weights of weighted ids; <name>.<column> of a sequence
 
-An input that isn't there is missing; so are NaN and a length of -1. Who asks is told by parameters of the request: `user_id`,
-`session_id`, `surface`, `append`, `first_position`; its `id` is the request id.
+An absent input is missing; so are NaN and a length of -1. The user is in the request's parameters `user_id`, `session_id`, `surface`,
+`append` and `first_position`; its `id` is the request id.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _OF_THE_PROTOCOL = (
 
 
 class FeatureTensors:
-    """For one schema. A feature that is called `item_id` has no input: that is the candidates'."""
+    """For one schema. A feature called `item_id` has no input, since that name is the candidates'."""
 
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
@@ -53,7 +53,7 @@ class FeatureTensors:
         self._known = {about["name"] for about in self.inputs()}
 
     def inputs(self) -> list[dict[str, Any]]:
-        """As the model's metadata tell them; -1 is a size that varies."""
+        """The inputs as in the model's metadata; -1 is a variable size."""
         told = [_about(ITEMS, "INT64", [-1])]
         for f in self._ro:
             told += [_about(name, kind, [1] if f.kind == "float" else [1, -1]) for name, kind in _parts(f)]
@@ -63,7 +63,7 @@ class FeatureTensors:
         return told
 
     def request_of(self, asked: Inference, model_version: str) -> RankRequest:
-        """Raises RequestError 400, 413: names, shapes, or what a rank in JSON would be refused for."""
+        """Raises RequestError 400, 413: invalid names or shapes, or values that a JSON rank request would be refused for."""
         for name, tensor in asked.inputs.items():
             if name not in self._known:
                 raise RequestError(
@@ -95,7 +95,7 @@ class FeatureTensors:
         return given, items
 
     def _values(self, inputs: dict[str, Tensor]) -> dict[str, Any]:
-        """RO. Absent inputs stay out."""
+        """RO values; absent inputs stay absent."""
         out: dict[str, Any] = {}
         for f in self._ro:
             parts = _given(f, inputs)
@@ -121,7 +121,7 @@ class FeatureTensors:
         return {name: value for name, value in out.items() if value == value}
 
     def _columns(self, inputs: dict[str, Tensor], n: int) -> dict[str, Any]:
-        """NRO, a value a candidate."""
+        """NRO columns, one value per candidate."""
         out: dict[str, Any] = {}
         for f in self._nro:
             parts = _given(f, inputs)
@@ -160,7 +160,7 @@ def _about(name: str, kind: str, shape: list[int]) -> dict[str, Any]:
 
 
 def _parts(f: Feature) -> list[tuple[str, str]]:
-    """(input, datatype): the feature's own first."""
+    """(input name, datatype); the feature's own input first."""
     if f.kind == "float":
         return [(f.name, "FP32")]
     weights = [(f"{f.name}.weights", "FP32")] if f.kind == "weighted_ids" else []
@@ -168,7 +168,7 @@ def _parts(f: Feature) -> list[tuple[str, str]]:
 
 
 def _given(f: Feature, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All of its parts, or none."""
+    """All inputs of a feature, or none."""
     names = [name for name, _ in _parts(f)]
     given = {name: inputs[name] for name in names if name in inputs}
     if given and len(given) < len(names):
@@ -178,7 +178,7 @@ def _given(f: Feature, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _told(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Who asks. RequestError 400 for another name or type."""
+    """Parse the parameters. RequestError 400 for an unknown name or wrong type."""
     out: dict[str, Any] = {"user_id": 0, "session_id": 0, "surface": "", "append": False, "first_position": 0}
     for name, value in parameters.items():
         if name in _OF_THE_PROTOCOL:
@@ -201,7 +201,7 @@ def _told(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(tensor: Tensor) -> np.ndarray:
-    """float64. RequestError 400 for texts, and for what is no float32."""
+    """Return float64. RequestError 400 for texts and for values beyond float32."""
     if isinstance(tensor.values, list):
         raise RequestError(400, "expected numbers, got BYTES", tensor.path)
     values = tensor.values.astype(np.float64)
@@ -230,7 +230,7 @@ def _list(tensor: Tensor) -> list[Any]:
 
 
 def _lengths(lengths: Tensor | None, values: Tensor, n: int) -> list[int]:
-    """Of each candidate's list; -1 = missing."""
+    """The length of each candidate's list; -1 = missing."""
     if lengths is not None:
         told = _integers(lengths)
         if len(told) != n or min(told, default=0) < -1:
@@ -258,7 +258,7 @@ def _rows(f: Feature, flat: dict[str, list[Any]], lengths: list[int]) -> Iterato
 
 
 def _one(f: Feature, columns: dict[str, list[Any]]) -> Any:
-    """One row's value as `roostream.wire.block` takes it."""
+    """The value of one row, in the form of `roostream.wire.block`."""
     if f.kind == "ids":
         return columns[f.name]
     return {

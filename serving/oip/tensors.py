@@ -1,5 +1,4 @@
-"""Tensors on the wire: an inference request's JSON with data in it or, by the binary tensor data extension, behind it; and the
-answer in the form that was asked for. Knows nothing of features.
+"""Tensors of an inference request and answer: in JSON, or as bytes after the JSON (binary tensor data extension). No features.
 
 Source: Open Inference Protocol, REST, https://kserve.github.io/website/docs/concepts/architecture/data-plane/v2-protocol; the
 extension is Triton's, `extension_binary_data`.
@@ -55,7 +54,7 @@ _DECODER = msgspec.json.Decoder(_InferenceBody)
 
 
 class Tensor(NamedTuple):
-    """`values` are flat, row-major: an array of numbers, or texts."""
+    """`values` are flat and row-major: an array of numbers, or texts."""
 
     shape: tuple[int, ...]
     values: np.ndarray | list[str]
@@ -67,7 +66,7 @@ class Tensor(NamedTuple):
 
 
 class Inference(NamedTuple):
-    """A request. `outputs`: name → whether it is wanted as bytes; None = all of them, as `is_binary` says."""
+    """A request. `outputs`: name → whether it is wanted as bytes; None = all outputs, as `is_binary` says."""
 
     id: str
     parameters: dict[str, Any]
@@ -77,7 +76,7 @@ class Inference(NamedTuple):
 
 
 def parse_inference(body: bytes, header_length: bytes | None) -> Inference:
-    """`header_length`: the header of the binary extension, None without it. Raises RequestError 400, with the path."""
+    """`header_length`: the header of the binary extension, or None. Raises RequestError 400 with the path."""
     size = len(body)
     if header_length is not None:
         if not header_length.isdigit() or len(header_length) > 10 or int(header_length) > len(body):
@@ -108,7 +107,7 @@ def parse_inference(body: bytes, header_length: bytes | None) -> Inference:
 
 
 def _input(given: _Input, body: bytes, at: int, path: str) -> tuple[int, Tensor]:
-    """(where the next one's bytes begin, the tensor)."""
+    """Return (offset of the next input's bytes, the tensor)."""
     if given.datatype not in TYPES:
         known = f"expected one of {', '.join(TYPES)}, got {shown(given.datatype)!r}{nearest(shown(given.datatype), TYPES)}"
         raise RequestError(400, known, f"{path}.datatype")
@@ -136,7 +135,7 @@ def _input(given: _Input, body: bytes, at: int, path: str) -> tuple[int, Tensor]
 
 
 def _of_json(given: _Input, path: str) -> np.ndarray | list[str]:
-    """`data` is flat or nested, row-major; null stands for NaN."""
+    """`data` is flat or nested, row-major; null is NaN."""
     value: Any = (
         str if given.datatype == "BYTES" else float | None if given.datatype.startswith("FP") else int
     )
@@ -192,7 +191,7 @@ def _text(data: bytes, path: str) -> str:
 
 
 class OutputTensor(NamedTuple):
-    """FP32 or INT32, of the answer; `written` has its values for JSON."""
+    """An FP32 or INT32 output; `written` has its values for JSON."""
 
     name: str
     datatype: str
@@ -201,7 +200,7 @@ class OutputTensor(NamedTuple):
 
 
 def check_outputs(asked: Inference, names: Sequence[str]) -> None:
-    """Raises RequestError 400: an output is wanted that there isn't."""
+    """Raises RequestError 400 for an unknown output."""
     for i, name in enumerate(asked.outputs or ()):
         if name not in names:
             raise RequestError(
@@ -210,7 +209,7 @@ def check_outputs(asked: Inference, names: Sequence[str]) -> None:
 
 
 def chosen(outputs: list[OutputTensor], asked: Inference) -> list[tuple[OutputTensor, bool]]:
-    """(tensor, whether as bytes) of those that were asked for, in the order asked."""
+    """Return (tensor, whether as bytes) of the requested outputs, in the requested order."""
     if asked.outputs is None:
         return [(output, asked.is_binary) for output in outputs]
     known = {output.name: output for output in outputs}
@@ -218,7 +217,7 @@ def chosen(outputs: list[OutputTensor], asked: Inference) -> list[tuple[OutputTe
 
 
 def written(head: dict[str, Any], outputs: list[tuple[OutputTensor, bool]]) -> tuple[bytes, int | None]:
-    """(body, size of its JSON where bytes stand behind it)."""
+    """Return (body, size of its JSON if bytes follow)."""
     parts, told = [], []
     for output, is_binary in outputs:
         one: dict[str, Any] = {
