@@ -15,7 +15,7 @@ FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
-    "/context.js": ("context.js", "text/javascript; charset=utf-8"),
+    "/parts.js": ("parts.js", "text/javascript; charset=utf-8"),
 }
 DOCUMENT = "/page.json"
 _FRESH = "engagement_to_servable"

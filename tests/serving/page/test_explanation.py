@@ -163,7 +163,7 @@ def test_it_waits_in_line_with_ranks_and_one_at_a_time(built: Built) -> None:
         rank = asyncio.create_task(ask("/v1/rank"))
         while not app.gate.in_flight:
             await asyncio.sleep(0.001)
-        built.service.scored = lambda scored: passes.append("rank")
+        built.service.on_scored = lambda scored: passes.append("rank")
         go.set()
         return [await first, second, await rank]
 

@@ -36,7 +36,7 @@ class Commits:
         self.store = FileStore(root)
         self.versions = LoadedVersions(first_version(SCHEMA, MODEL, 0))
         self.installed: list[str] = []
-        self.versions.changed = lambda held: self.installed.append(held.version.name)
+        self.versions.on_change = lambda held: self.installed.append(held.version.name)
         self.follower = VersionFollower(self.store, SCHEMA, self.versions, 0)
 
     def commit(self, seq: int, *, incarnation: int = 1, fill: float = 0.5, **changes: Any) -> Manifest:

@@ -84,7 +84,7 @@ def test_who_shows_the_served_version_is_told_when_it_becomes_another() -> None:
         told.append(held.version.name)
 
     versions = holding("1-1")
-    versions.changed = changed
+    versions.on_change = changed
     versions.install(version("1-2"))
     versions.activate("1-1")
     versions.install(version("1-3"))

@@ -101,7 +101,7 @@ def test_a_rival_that_fails_leaves_the_list_to_the_version(built: Built) -> None
 
 def test_what_was_scored_is_told_with_all_that_scoring_it_again_takes(built: Built) -> None:
     told: list[ScoredRequest] = []
-    built.service.scored = told.append
+    built.service.on_scored = told.append
     found, impression = ranked(built)
     (scored,) = told
     assert (scored.request_id, scored.model_version, scored.ro, scored.nro) == (

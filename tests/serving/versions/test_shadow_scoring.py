@@ -27,7 +27,7 @@ class Shadowed:
         self.built, self.idle_gate, self.registry = built, IdleGate(FakeClock()), CollectorRegistry()
         self.shadow = ShadowScoring(built.service.versions, built.service.rows, 0, self.idle_gate)
         self.registry.register(self.shadow)
-        built.service.scored = self.shadow.offer
+        built.service.on_scored = self.shadow.offer
         built.service.versions.put(shadow=TrafficSplit("previous", 1.0))
 
     def install(self, name: str, scale: float) -> None:

@@ -31,7 +31,7 @@ class Tried:
 
     def __init__(self, built: Built, most: int = 4) -> None:
         self.built, self.recent, self.idle_gate = built, RecentRequests(), IdleGate(FakeClock())
-        built.service.scored = self.recent.add
+        built.service.on_scored = self.recent.add
         self.rows = CountingRows(SCHEMA)
         self.warm_up = WarmUp(
             self.recent, self.rows, lambda: built.service.versions.served.version, self.idle_gate, most
