@@ -116,7 +116,10 @@ def test_a_process_whose_peers_are_away_answers_degraded_logs_and_stops_in_order
         )
         assert 'versions_refused_total{reason="warm_up"} 0.0' in metrics
         running.child.send_signal(signal.SIGTERM)
-        while "another process: this one is stopping" not in (ready := http.get("/readyz").json())["waiting_for"]:
+        while (
+            "another process: this one is stopping"
+            not in (ready := http.get("/readyz").json())["waiting_for"]
+        ):
             assert ready["waiting_for"] == ["rows of the shards"]
     assert running.end() == 0, "".join(running.lines)
     text = "".join(running.lines)
@@ -134,8 +137,8 @@ def test_a_process_whose_peers_are_away_answers_degraded_logs_and_stops_in_order
     ("changes", "error", "text"),
     [
         ({"order_task": "clik"}, ConfigError, "did you mean 'click'"),
-        ({"store": "/proc/store"}, SetupError, "checkpoint store /proc/store store"),
-        ({"home": "/proc/home"}, SetupError, "feature log /proc/home/log store"),
+        ({"store": "/proc/store"}, SetupError, "checkpoint store /proc/store"),
+        ({"home": "/proc/home"}, SetupError, "feature log /proc/home/log"),
         ({"listen": "taken"}, SetupError, "stop what uses it or choose another listen"),
         ({"model": "absent.toml"}, ConfigError, "absent.toml: no such file"),
     ],
