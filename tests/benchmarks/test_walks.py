@@ -6,13 +6,13 @@ from pathlib import Path
 
 from benchmarks import walks
 from roostream.schema.ids import item_id, key_bytes
-from serving.request import id_of
+from serving.request import parse_id
 
 
 def test_calls_moves_and_depth_are_those_of_our_own_files() -> None:
-    walk = walks.count(lambda: (id_of(7, "$"), key_bytes(0, 3, "r"), sorted([2, 1])))
+    walk = walks.count(lambda: (parse_id(7, "$"), key_bytes(0, 3, "r"), sorted([2, 1])))
     assert walk.files == ("serving/request.py", "roostream/schema/ids.py")
-    # id_of → item_id (a move); key_bytes → hash64 (none)
+    # parse_id → item_id (a move); key_bytes → hash64 (none)
     assert (walk.num_functions, walk.num_calls, walk.num_moves, walk.deepest) == (4, 4, 1, 2)
 
 
