@@ -9,24 +9,15 @@ Letters: n events or entities of a request, I rows in memory, W columns of a row
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
+from types import ModuleType
 
 import numpy as np
-from numba import njit
 
 from roostream.errors import CheckpointError
-from roostream.schema.row_layout import (
-    FIRST,
-    NEWEST,
-    SHARE,
-    STEP,
-    SUM,
-    VALUE,
-    VALUE_MS,
-    WINDOW_STEPS,
-    RowLayout,
-)
+from roostream.schema.row_layout import RowLayout
 
 _VERSION = 3
 _HEAD = struct.Struct("<BH")
@@ -50,7 +41,9 @@ def add_event(
 ) -> None:
     """Add one event to each of the rows at `index_n`; each counts as one of `share` entries of a list."""
     takes_W = layout.takes_W[event]
-    _add_list(rows_I, index_n, float(time_ms), value, float(share), takes_W, layout.op_W, layout.param_W)
+    _kernels().add_list(
+        rows_I, index_n, float(time_ms), value, float(share), takes_W, layout.op_W, layout.param_W
+    )
 
 
 def add_events(
@@ -58,13 +51,15 @@ def add_events(
 ) -> None:
     """Add events one after the other, each to its row at its time: the same as `add_event` of one each."""
     takes_W = layout.takes_W[event]
-    _add_each(rows_I, index_N, times_N.astype(np.float64), value, takes_W, layout.op_W, layout.param_W)
+    _kernels().add_each(
+        rows_I, index_N, times_N.astype(np.float64), value, takes_W, layout.op_W, layout.param_W
+    )
 
 
 def read_rows(layout: RowLayout, rows_n: np.ndarray, time_ms: int) -> np.ndarray:
     """float32 [W, n]: the value of each column at `time_ms`; ages in s, NaN = there was no event."""
     out_nW = np.zeros(rows_n.shape, dtype=np.float32)
-    _read_rows(rows_n, float(time_ms), layout.op_W, layout.param_W, out_nW)
+    _kernels().read_rows(rows_n, float(time_ms), layout.op_W, layout.param_W, out_nW)
     return np.ascontiguousarray(out_nW.T)
 
 
@@ -121,117 +116,9 @@ def _parse(layout: RowLayout, data: bytes) -> tuple[list[int], np.ndarray]:
     )
 
 
-@njit(cache=True, nogil=True)
-def _add_event(
-    row: np.ndarray,
-    time_ms: float,
-    value: float,
-    share: float,
-    takes_W: np.ndarray,
-    op_W: np.ndarray,
-    param_W: np.ndarray,
-) -> None:
-    late_ms = 0.0 if np.isnan(row[0]) else row[0] - time_ms
-    life_ms, fade, kept = 0.0, 1.0, 1.0
-    for c in range(1, len(op_W)):
-        op = op_W[c]
-        if op in (SUM, SHARE):
-            if param_W[c] != life_ms:
-                life_ms = param_W[c]
-                fade = 2.0 ** (min(late_ms, 0.0) / life_ms)
-                kept = 2.0 ** (-max(late_ms, 0.0) / life_ms)
-            row[c] *= fade
-            if takes_W[c]:
-                row[c] += kept if op == SUM else kept / share
-        elif not takes_W[c]:
-            continue
-        elif op == VALUE:
-            if not row[c + 1] > time_ms:
-                row[c] = value
-        elif op in (NEWEST, VALUE_MS):
-            if not row[c] >= time_ms:
-                row[c] = time_ms
-        elif op == FIRST:
-            if not row[c] <= time_ms:
-                row[c] = time_ms
-        elif op == STEP:
-            _add_step(row[c : c + 1 + WINDOW_STEPS], np.floor(time_ms / param_W[c]))
-    if not late_ms > 0:
-        row[0] = time_ms
+@functools.cache
+def _kernels() -> ModuleType:
+    """Imported at the first use, so that commands which only look at a log start without the compiler."""
+    from roostream.online import row_kernels
 
-
-@njit(cache=True, nogil=True)
-def _add_step(ring: np.ndarray, step: float) -> None:
-    """`ring`: the newest step, then the count of each step at the index `step % WINDOW_STEPS`."""
-    if np.isnan(ring[0]):
-        ring[0] = step
-    if step > ring[0]:
-        for expired in range(int(min(step - ring[0], float(WINDOW_STEPS)))):
-            ring[1 + int(step - expired) % WINDOW_STEPS] = 0.0
-        ring[0] = step
-    if step > ring[0] - WINDOW_STEPS:
-        ring[1 + int(step) % WINDOW_STEPS] += 1.0
-
-
-@njit(cache=True, nogil=True)
-def _add_list(
-    rows_I: np.ndarray,
-    at_n: np.ndarray,
-    time_ms: float,
-    value: float,
-    share: float,
-    takes_W: np.ndarray,
-    op_W: np.ndarray,
-    param_W: np.ndarray,
-) -> None:
-    for i in at_n:
-        _add_event(rows_I[i], time_ms, value, share, takes_W, op_W, param_W)
-
-
-@njit(cache=True, nogil=True)
-def _add_each(
-    rows_I: np.ndarray,
-    at_N: np.ndarray,
-    times_N: np.ndarray,
-    value: float,
-    takes_W: np.ndarray,
-    op_W: np.ndarray,
-    param_W: np.ndarray,
-) -> None:
-    for k in range(len(at_N)):
-        _add_event(rows_I[at_N[k]], times_N[k], value, 1.0, takes_W, op_W, param_W)
-
-
-@njit(cache=True, nogil=True)
-def _read_rows(
-    rows_n: np.ndarray, time_ms: float, op_W: np.ndarray, param_W: np.ndarray, out_nW: np.ndarray
-) -> None:
-    for i in range(len(rows_n)):
-        row = rows_n[i]
-        fade_ms = 0.0 if np.isnan(row[0]) else min(row[0] - time_ms, 0.0)
-        life_ms, fade = 0.0, 1.0
-        for c in range(1, len(op_W)):
-            op = op_W[c]
-            if op in (SUM, SHARE):
-                if param_W[c] != life_ms:
-                    life_ms = param_W[c]
-                    fade = 2.0 ** (fade_ms / life_ms)
-                out_nW[i, c] = row[c] * fade
-            elif op == NEWEST:
-                out_nW[i, c] = max(time_ms - row[c], 0.0) / 1000.0 if not np.isnan(row[c]) else np.nan
-            elif op == FIRST:
-                out_nW[i, c] = max(time_ms - row[c], 0.0) / 1000.0 if not np.isnan(row[c]) else 0.0
-            elif op == VALUE:
-                out_nW[i, c] = row[c]
-            elif op == STEP:
-                out_nW[i, c] = _window_count(row[c : c + 1 + WINDOW_STEPS], np.floor(time_ms / param_W[c]))
-
-
-@njit(cache=True, nogil=True)
-def _window_count(ring: np.ndarray, step: float) -> float:
-    """Number of events in the WINDOW_STEPS steps up to `step`; an earlier step is read as the newest one."""
-    events = 0.0
-    if not np.isnan(ring[0]):
-        for back in range(WINDOW_STEPS - int(min(max(step - ring[0], 0.0), float(WINDOW_STEPS)))):
-            events += ring[1 + int(ring[0] - back) % WINDOW_STEPS]
-    return events
+    return row_kernels

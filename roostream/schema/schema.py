@@ -44,10 +44,7 @@ class Table(Settings):
         le=1e3,
     )
     expire_after_ms: int = setting(
-        0,
-        "drop rows without an update for this long in event time, at a commit; 0 = never",
-        ge=0,
-        le=1 << 53,
+        0, "drop rows without an update for this long in event time, at a commit; 0 = never", ge=0, le=1 << 53
     )
 
     def __post_init__(self) -> None:
@@ -82,8 +79,7 @@ class Feature(Settings):
     table: str = setting("", "embedding table of the ids; required unless float")
     default: float = setting(0.0, "value of a missing float")
     max_len: int = setting(
-        0,
-        "list entries in use: the first max_len, and producers put the newest first; 0 = limits.max_list",
+        0, "list entries in use: the first max_len, and producers put the newest first; 0 = limits.max_list"
     )
     columns: dict[str, str] = setting(
         factory=dict, help="aligned columns of a sequence: name -> ids | time_ms"
@@ -134,8 +130,7 @@ class Label(Settings):
         0.0, "probability that an untrained model predicts; 0 = the model's default", ge=0, lt=1
     )
     objective: Objective = setting(
-        "event",
-        "training objective (roostream/models/loss.py): event | weighted | amount | pairwise",
+        "event", "training objective (roostream/models/loss.py): event | weighted | amount | pairwise"
     )
     scale: float = setting(
         1.0,

@@ -1,4 +1,4 @@
-"""What the contract tests read: the product's folders, files and imports."""
+"""Folders, files and imports of the product, for the contract tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GENERATED = {"roo_pb2.py"}
 
 
 def sources(*folders: str) -> list[Path]:
-    """Every Python file of these folders (all of the product's by default) and of their inner rooms, but generated ones."""
+    """Every Python file below these folders (default: all of the product), without generated ones."""
     found = [p for folder in folders or FOLDERS for p in (ROOT / folder).rglob("*.py")]
     return sorted(p for p in found if p.name not in GENERATED and "__pycache__" not in p.parts)
 
@@ -24,7 +24,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of every import, those in functions too; `from a import b` gives a.b."""
+    """(line, dotted name) of every import, also inside of functions; `from a import b` gives a.b."""
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -34,7 +34,7 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def module_of(path: Path) -> str:
-    """`trainer/loop.py` → `trainer.loop`; a folder's `__init__.py` is the folder."""
+    """`trainer/loop.py` → `trainer.loop`; an `__init__.py` is its folder."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

@@ -1,4 +1,4 @@
-"""What every checkpoint store promises; `create` is the commit of everything."""
+"""The contract of every checkpoint store; `create` is what commits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STORES: dict[str, Callable[[Path], CheckpointStore]] = {
 }
 
 
-def test_every_kind_of_store_that_can_be_opened_is_held_to_the_contract() -> None:
+def test_every_scheme_of_stores_is_tested() -> None:
     assert set(SCHEMES) <= set(STORES)
 
 
@@ -41,15 +41,15 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointStore:
     return STORES[request.param](tmp_path)
 
 
-def test_create_is_exclusive_and_changes_nothing_where_the_name_exists(store: CheckpointStore) -> None:
+def test_create_is_exclusive_and_keeps_an_existing_object(store: CheckpointStore) -> None:
     assert store.create("manifests/00000001", b"first")
     assert not store.create("manifests/00000001", b"second")
     assert store.get("manifests/00000001") == b"first"
 
 
-def test_of_many_that_create_one_name_exactly_one_wins(store: CheckpointStore) -> None:
+def test_exactly_one_of_many_concurrent_creates_succeeds(store: CheckpointStore) -> None:
     if isinstance(store, MemoryStore):
-        pytest.skip("it stands in for a store within one thread")
+        pytest.skip("used by one thread only")
     won: list[int] = []
     ready = threading.Barrier(8)
 
@@ -72,25 +72,25 @@ def test_put_replaces(store: CheckpointStore) -> None:
     assert store.get("dense/1") == b"b"
 
 
-def test_names_are_listed_below_their_prefix_sorted(store: CheckpointStore) -> None:
+def test_names_are_listed_by_prefix_in_order(store: CheckpointStore) -> None:
     for name in ("manifests/2", "manifests/1", "dense/1"):
         store.put(name, b"")
     assert store.list("manifests") == ["manifests/1", "manifests/2"]
     assert store.list("incarnations") == []
 
 
-def test_a_part_of_an_object_is_read_alone(store: CheckpointStore) -> None:
+def test_a_range_of_an_object_is_read(store: CheckpointStore) -> None:
     store.put("files/1", bytes(range(100)))
     assert store.get_range("files/1", 10, 5) == bytes(range(10, 15))
     assert store.get_range("files/1", 100, 0) == b""
-    with pytest.raises(CheckpointError, match="expected 20 bytes from 90 on, got 10"):
+    with pytest.raises(CheckpointError, match="expected 20 bytes"):
         store.get_range("files/1", 90, 20)
     with pytest.raises(CheckpointError, match="files/2"):
         store.get_range("files/2", 0, 1)
 
 
-def test_what_is_absent_is_told_and_deleting_it_is_nothing(store: CheckpointStore) -> None:
-    with pytest.raises(CheckpointError, match="dense/9 is absent"):
+def test_an_absent_object_is_an_error_to_read_but_not_to_delete(store: CheckpointStore) -> None:
+    with pytest.raises(CheckpointError, match="dense/9"):
         store.get("dense/9")
     store.delete("dense/9")
     store.put("dense/9", b"x")
@@ -101,15 +101,15 @@ def test_what_is_absent_is_told_and_deleting_it_is_nothing(store: CheckpointStor
 @pytest.mark.parametrize(
     "name", ["", "/etc/passwd", "../up", "manifests/../../up", "Manifests/1", "a//b", ".hidden"]
 )
-def test_names_that_could_leave_the_store_are_refused(store: CheckpointStore, name: str) -> None:
+def test_names_outside_of_the_store_are_rejected(store: CheckpointStore, name: str) -> None:
     if isinstance(store, MemoryStore):
-        pytest.skip("it has nowhere to leave to")
+        pytest.skip("has no paths")
     for call in (lambda: store.put(name, b""), lambda: store.create(name, b""), lambda: store.get(name)):
-        with pytest.raises(CheckpointError, match="expected a name like"):
+        with pytest.raises(CheckpointError, match="expected a name"):
             call()
 
 
-def test_unfinished_files_are_never_listed_and_nothing_is_left_behind(tmp_path: Path) -> None:
+def test_unfinished_files_are_not_listed_and_none_are_left(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
     store.create("manifests/1", b"x")
     store.create("manifests/1", b"y")

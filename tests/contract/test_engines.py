@@ -1,7 +1,7 @@
-"""The two engines give the same samples on the same events, Kafka to Kafka, through a kill -9 of each.
+"""The Flink and the local engine write the same samples for the same events, also after a kill -9.
 
-Flink: a cluster of a job manager and a task manager, killed in the middle. Local: `roostream joiner` as a process, killed in
-the middle. Both write at least once, so each sample id counts once, and its copies have to be equal.
+Flink's task manager and the local `roostream joiner` are killed halfway. Both engines write at least once, so every sample id
+counts once and its copies must be equal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.joiner.cases import SCHEMA
 from tests.joiner.joined_topics import SETTINGS, count, distinct, produce, wait
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-LOCAL = "local."  # prefix of the local engine's topics
+LOCAL = "local."  # prefix of topics
 OUTPUTS = ("samples", "corrections", "dead_letters")
 RECORDS = generated.arrivals(11)
 HALF = len(RECORDS) // 2
@@ -56,17 +56,17 @@ def num_requests() -> int:
 
 
 def start_local(stack: Any, home: Path) -> subprocess.Popen[bytes]:
-    """`roostream joiner` with the local engine, as a process."""
+    """Start `roostream joiner` with the local engine."""
     lines = [f"{k} = {str(v).lower() if isinstance(v, bool) else v!r}" for k, v in SETTINGS.items()]
     config = home / "local.toml"
-    own = {
+    paths = {
         "bootstrap": stack.endpoints.kafka,
         "prefix": LOCAL,
         "schema": stack.options.schema,
         "store": home / "store",
         "home": home,
     }
-    lines += [f'{k} = "{v}"' for k, v in own.items()] + [
+    lines += [f'{k} = "{v}"' for k, v in paths.items()] + [
         'engine = "local"',
         "checkpoint_interval_ms = 300",
         "replay = true",
@@ -78,7 +78,7 @@ def start_local(stack: Any, home: Path) -> subprocess.Popen[bytes]:
 
 @pytest.fixture(scope="module")
 def by_local(stack: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    """What the local engine wrote, killed in the middle."""
+    """Output of the local engine, which is killed halfway."""
     bootstrap, home = stack.endpoints.kafka, tmp_path_factory.mktemp("local")
     TopicAdmin(
         clients.admin(Broker(bootstrap)), LOCAL, DEFAULT_PARTITIONS, TopicSettings(replay=True)
@@ -104,7 +104,7 @@ def by_local(stack: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def by_flink(stack: Any) -> dict[str, dict]:
-    """What Flink wrote, its task manager killed in the middle."""
+    """Output of Flink, whose task manager is killed halfway."""
     bootstrap = stack.endpoints.kafka
     produce(bootstrap, "", RECORDS[:HALF])
     stack.wait_ready("joiner", timeout_s=_WAIT_S)
@@ -124,10 +124,10 @@ def _is_quiet(bootstrap: str, prefix: str) -> bool:
 
 @pytest.mark.parametrize("topic", OUTPUTS)
 def test_both_engines_write_the_same_bytes(topic: str, by_local: dict, by_flink: dict) -> None:
-    assert by_local[topic], "there is something to compare"
+    assert by_local[topic]
     assert set(by_flink[topic]) == set(by_local[topic])
     assert by_flink[topic] == by_local[topic]
 
 
-def test_every_request_has_one_sample_in_flink_s_topic(by_flink: dict) -> None:
+def test_every_request_has_one_sample_from_flink(by_flink: dict) -> None:
     assert len(by_flink["samples"]) == num_requests()

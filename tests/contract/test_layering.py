@@ -1,4 +1,4 @@
-"""Imports go one way: a package imports only packages that stand before it in its list below, and no files form a cycle.
+"""Imports go one way: a package imports only the packages listed for it, and no modules form a cycle.
 
 roostream.schema <- wire <- runtime <- online <- models, warehouse <- replay
 roostream <- joiner, param_server <- trainer, serving <- infra, roostream.cli
@@ -61,8 +61,8 @@ def is_below(name: str, allowed: str) -> bool:
     return name == allowed or name.startswith(f"{allowed}.")
 
 
-def circles(imported: dict[str, set[str]]) -> list[list[str]]:
-    """Groups of modules that reach each other (Tarjan's strongly connected components of two or more)."""
+def cycles(imported: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of two or more modules that import each other (Tarjan's strongly connected components)."""
     number: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -90,45 +90,44 @@ def circles(imported: dict[str, set[str]]) -> list[list[str]]:
 
 
 def imported_modules() -> dict[str, set[str]]:
-    """Module → the product's modules that it imports anywhere."""
+    """Module → the modules of the product that it imports anywhere."""
     modules = {module_of(path): path for path in sources()}
-    found: dict[str, set[str]] = {}
+    imported: dict[str, set[str]] = {}
     for module, path in modules.items():
-        found[module] = set()
+        imported[module] = set()
         for _, name in imports(path):
             while name and name not in modules:
                 name = name.rpartition(".")[0]
             if name and name != module:
-                found[module].add(name)
-    return found
+                imported[module].add(name)
+    return imported
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
-def test_a_package_imports_only_what_lies_below_it(package: str) -> None:
-    ours = set(FOLDERS)
+def test_a_package_imports_only_packages_below_it(package: str) -> None:
     wrong = [
         f"{place(path)}:{line}: {name}"
         for path in sources()
         if is_below(module_of(path), package)
         for line, name in imports(path)
-        if name.split(".")[0] in ours
+        if name.split(".")[0] in FOLDERS
         and not is_below(name, package)
         and not any(is_below(name, allowed) for allowed in MAY_IMPORT[package])
     ]
     assert not wrong
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
-    assert circles(imported_modules()) == []
+def test_no_modules_form_an_import_cycle() -> None:
+    assert cycles(imported_modules()) == []
 
 
-def test_a_circle_would_be_found() -> None:
-    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == [["a", "b", "c"]]
-    assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+def test_the_search_finds_cycles() -> None:
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == [["a", "b", "c"]]
+    assert cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
 @pytest.mark.parametrize("package", ONLY_IN)
-def test_a_heavy_package_is_imported_only_where_it_belongs(package: str) -> None:
+def test_a_heavy_package_is_imported_only_in_its_folders(package: str) -> None:
     wrong = [
         f"{place(path)}:{line}"
         for path in sources()

@@ -1,4 +1,4 @@
-"""Metrics that dashboards and alerts go by have base units, and moments rather than ages."""
+"""Metrics in dashboards and alerts have base units, timestamps instead of ages, and histograms instead of quantiles."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ NAME = re.compile(r"\broostream_[a-z0-9_]+")
 OTHER_UNITS = re.compile(
     r"_(ms|us|ns|s|minutes|hours|kb|mb|gb|kib|mib|percent)(_total|_bucket|_sum|_count)?$"
 )
-OTHER_FORMS = re.compile(r"_age(_|$)|_quantile(_|$)")  # a moment, a histogram
+OTHER_FORMS = re.compile(r"_age(_|$)|_quantile(_|$)")  # use a timestamp or a histogram
 
 
-def named() -> set[str]:
+def metric_names() -> set[str]:
     return {name for file in FILES for name in NAME.findall(file.read_text(encoding="utf-8"))}
 
 
 def test_units_are_base_units() -> None:
-    assert len(named()) > 30
-    assert {name for name in named() if OTHER_UNITS.search(name)} == set()
+    assert len(metric_names()) > 30
+    assert {name for name in metric_names() if OTHER_UNITS.search(name)} == set()
 
 
 @pytest.mark.parametrize(
     "wrong", ["roostream_x_ms", "roostream_x_ms_bucket", "roostream_lag_s", "roostream_used_percent"]
 )
-def test_another_unit_would_be_found(wrong: str) -> None:
+def test_the_search_finds_other_units(wrong: str) -> None:
     assert OTHER_UNITS.search(wrong)
 
 
-def test_moments_are_told_rather_than_ages_and_histograms_rather_than_quantiles() -> None:
-    assert {name for name in named() if OTHER_FORMS.search(name)} == set()
+def test_no_metric_is_an_age_or_a_quantile() -> None:
+    assert {name for name in metric_names() if OTHER_FORMS.search(name)} == set()

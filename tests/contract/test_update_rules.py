@@ -1,4 +1,4 @@
-"""Every update rule: against its formula in float64, bit-equal when repeated, and safe at the edges."""
+"""Every update rule follows its formula in float64, is bit-equal when repeated, and stays finite at its limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from param_server.rules import KERNELS, MAX_GRADIENT, accumulators
 from roostream.schema.update_rules import RULES, Adagrad, Adam, RowwiseAdagrad, Rule
 
 State: TypeAlias = tuple[np.ndarray, np.ndarray]
-"""(rows [N, D], the rule's state [N, A])."""
+"""(rows [N, D], state [N, A])."""
 
 
 def adagrad(w: np.ndarray, a: np.ndarray, g: np.ndarray, rule: Any) -> State:
@@ -46,14 +46,14 @@ OTHER: dict[str, Rule] = {
     "rowwise_adagrad": RowwiseAdagrad(learning_rate=0.5, initial_accumulator=0.1, epsilon=1e-3),
     "adam": Adam(learning_rate=0.01, beta1=0.5, beta2=0.9, epsilon=1e-3),
 }
-"""Each with parameters of which none is its default."""
+"""Each rule with parameters that all differ from the defaults."""
 
 
-def test_every_rule_has_a_kernel_a_reference_and_other_parameters() -> None:
+def test_every_rule_has_a_kernel_and_a_reference() -> None:
     assert set(KERNELS) == set(REFERENCE) == set(OTHER) == set(RULES)
     for name, rule in OTHER.items():
         assert all(
-            mine != default for mine, default in zip(rule.parameters, RULES[name]().parameters, strict=True)
+            value != default for value, default in zip(rule.parameters, RULES[name]().parameters, strict=True)
         )
 
 
@@ -69,7 +69,7 @@ def apply(
     gradient_UD: np.ndarray,
     which_U: np.ndarray | None = None,
 ) -> None:
-    """As a stack does whose tables have these rules; all rows are of the first one unless said otherwise."""
+    """Apply gradients like a stack whose tables have these rules; by default all rows belong to the first."""
     which_U = np.zeros(len(place_U), np.int64) if which_U is None else which_U
     parameters_KP = np.array([rule.parameters for rule in rules], np.float64)
     KERNELS[rules[0].name](*state, place_U, gradient_UD, which_U, parameters_KP)
@@ -82,7 +82,7 @@ RULE = pytest.mark.parametrize(
 
 @RULE
 @pytest.mark.parametrize("dim", [1, 3, 16, 380])
-def test_follows_its_formula_over_many_steps(rule: Rule, dim: int) -> None:
+def test_a_rule_follows_its_formula_over_many_steps(rule: Rule, dim: int) -> None:
     rows_ND, state_NA = start(rule, dim)
     w, state = rows_ND.astype(np.float64), state_NA.astype(np.float64)
     rng = np.random.default_rng(1)
@@ -97,7 +97,7 @@ def test_follows_its_formula_over_many_steps(rule: Rule, dim: int) -> None:
     np.testing.assert_allclose(state_NA, state, rtol=2e-5, atol=1e-6)
 
 
-def test_a_row_moves_under_adam_as_torch_moves_it_alone() -> None:
+def test_adam_updates_a_row_like_torch_updates_it_alone() -> None:
     torch = pytest.importorskip("torch")
     rows_ND, state_NA = start(Adam(), 5)
     weight = torch.tensor(rows_ND[3], requires_grad=True)
@@ -133,7 +133,7 @@ def test_each_row_has_the_parameters_of_its_own_table(name: str) -> None:
 
 
 @RULE
-def test_leaves_other_rows_alone(rule: Rule) -> None:
+def test_other_rows_do_not_change(rule: Rule) -> None:
     rows_ND, state_NA = start(rule, 4)
     before = rows_ND.copy(), state_NA.copy()
     apply((rows_ND, state_NA), [rule], np.array([7]), np.ones((1, 4), np.float32))
@@ -143,7 +143,7 @@ def test_leaves_other_rows_alone(rule: Rule) -> None:
 
 
 @RULE
-def test_a_zero_gradient_where_nothing_is_accumulated_moves_no_row(rule: Rule) -> None:
+def test_a_zero_gradient_without_state_changes_no_row(rule: Rule) -> None:
     rows_ND, state_NA = start(rule, 4)
     state_NA[:] = 0
     before = rows_ND.copy()
@@ -160,13 +160,13 @@ def test_huge_finite_gradients_leave_rows_finite(rule: Rule) -> None:
 
 
 @RULE
-def test_the_same_steps_give_the_same_bits_however_they_are_cut(rule: Rule) -> None:
+def test_splitting_a_step_changes_no_bit(rule: Rule) -> None:
     gradient_UD = np.random.default_rng(2).normal(size=(20, 7)).astype(np.float32)
-    whole, cut = start(rule, 7), start(rule, 7)
+    whole, split = start(rule, 7), start(rule, 7)
     apply(whole, [rule], np.arange(20), gradient_UD)
     for part in (slice(0, 3), slice(3, 20)):
-        apply(cut, [rule], np.arange(20)[part], gradient_UD[part])
-    assert whole[0].tobytes() == cut[0].tobytes() and whole[1].tobytes() == cut[1].tobytes()
+        apply(split, [rule], np.arange(20)[part], gradient_UD[part])
+    assert whole[0].tobytes() == split[0].tobytes() and whole[1].tobytes() == split[1].tobytes()
 
 
 @RULE
@@ -180,10 +180,10 @@ def test_a_row_given_twice_is_updated_twice(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_the_limits_of_its_parameters_keep_rows_finite(name: str) -> None:
+def test_rows_stay_finite_at_the_limits_of_the_parameters(name: str) -> None:
     for field in dataclasses.fields(RULES[name]):
         bounds = field.metadata["bounds"]
-        for value in (bounds.least, min(bounds.most, 1e3)):
+        for value in (bounds.ge, min(bounds.le, 1e3)):
             rule = RULES[name](**{field.name: value})
             state = start(rule, 3)
             for _ in range(5):
@@ -193,8 +193,8 @@ def test_the_limits_of_its_parameters_keep_rows_finite(name: str) -> None:
 
 @RULE
 @pytest.mark.parametrize("start_at", [0.0, 2.0**65])
-def test_no_state_becomes_infinite_by_gradients_within_the_bound(rule: Rule, start_at: float) -> None:
-    """However many: where an accumulator is so large that another square is lost in rounding it stays as it is."""
+def test_gradients_within_the_bound_keep_the_state_finite(rule: Rule, start_at: float) -> None:
+    """After any number of steps: a large accumulator stops growing when a further square is lost in rounding."""
     rows_ND, state_NA = start(rule, 4)
     state_NA[:, accumulators(rule.name, 4)] = start_at
     place_U, gradient_UD = np.arange(20), np.full((20, 4), MAX_GRADIENT, np.float32)
@@ -204,10 +204,10 @@ def test_no_state_becomes_infinite_by_gradients_within_the_bound(rule: Rule, sta
     apply((rows_ND, state_NA), [rule], place_U, gradient_UD)
     assert np.isfinite(state_NA).all() and np.isfinite(rows_ND).all()
     if start_at:
-        assert (state_NA[:, accumulators(rule.name, 4)] <= before).all(), "nothing is added any more"
+        assert (state_NA[:, accumulators(rule.name, 4)] <= before).all()
 
 
-def test_a_gradient_within_the_bound_is_copied_to_the_bit_and_a_larger_one_keeps_its_direction() -> None:
+def test_limiting_keeps_small_gradients_bit_equal_and_large_ones_in_direction() -> None:
     gradient_UD = np.array(
         [[1.5, -0.0, MAX_GRADIENT], [2 * MAX_GRADIENT, MAX_GRADIENT, 0], [3e38, -3e38, 1]], np.float32
     )

@@ -266,10 +266,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"name": "position"}, "counter 'position': that name is taken"),
     ({"half_life": "1h", "window": "1h"}, "expected a half_life or a window, got both"),
     ({"window": "2s"}, "expected at least 12 s, got 2000 ms"),
-    (
-        {"aggregation": "since", "window": "1h"},
-        "aggregation 'since'",
-    ),
+    ({"aggregation": "since", "window": "1h"}, "aggregation 'since'"),
     ({"aggregation": "mean"}, "expected one of .*count, rate"),
     (
         {"aggregation": "expected", "event": "click"},
@@ -279,16 +276,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         {"aggregation": "expected", "event": "shown", "entity": "user"},
         "expected a field of the candidate for 'expected'",
     ),
-    (
-        {"aggregation": "rate", "event": "shown"},
-        "expected an action for aggregation 'rate', got 'shown'",
-    ),
+    ({"aggregation": "rate", "event": "shown"}, "expected an action for aggregation 'rate', got 'shown'"),
     ({"aggregation": "history"}, "expected fields of the request for aggregation 'history', got 'item'"),
     ({"aggregation": "distinct", "entity": "user", "of": "itm"}, "unknown field 'itm'"),
-    (
-        {"aggregation": "distinct", "entity": "user", "length": 513},
-        "expected at most 512",
-    ),
+    ({"aggregation": "distinct", "entity": "user", "length": 513}, "expected at most 512"),
     ({"aggregation": "in_last_list", "event": "shown"}, "expected 'user' and a field of the candidate"),
     ({"of": "user"}, "expected none for aggregation 'count', got 'user'"),
     ({"length": 3}, "expected none for aggregation 'count', got 3"),
@@ -312,10 +303,7 @@ def with_counter(*counters: dict[str, Any]) -> Schema:
 
 def test_too_much_state_of_an_entity_is_rejected() -> None:
     history = {"entity": "user", "aggregation": "history", "length": 10_000}
-    with pytest.raises(
-        SchemaError,
-        match="state of 'user' of at most 262144",
-    ):
+    with pytest.raises(SchemaError, match="state of 'user' of at most 262144"):
         with_counter(*({"name": f"h{n}", "event": f"e{n}", **history} for n in range(2)))
 
 

@@ -328,8 +328,7 @@ def test_a_reference_is_converted_to_the_type_of_its_setting(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("text", "value"),
-    [('["${A}:1", "b:2"]', "a"), ('"${A}"', "a:1, b:2"), ('"${A}"', '["a:1", "b:2"]')],
+    ("text", "value"), [('["${A}:1", "b:2"]', "a"), ('"${A}"', "a:1, b:2"), ('"${A}"', '["a:1", "b:2"]')]
 )
 def test_a_list_is_referenced_by_entry_or_as_a_whole(tmp_path: Path, text: str, value: str) -> None:
     assert loaded(tmp_path, f"{GOOD}shards = {text}", A=value).shards == ("a:1", "b:2")

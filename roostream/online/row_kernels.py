@@ -1,0 +1,124 @@
+"""Compiled arithmetic of event_rows.py: events into rows, and the values of rows at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from roostream.schema.row_layout import FIRST, NEWEST, SHARE, STEP, SUM, VALUE, VALUE_MS, WINDOW_STEPS
+
+
+@njit(cache=True, nogil=True)
+def _add_event(
+    row: np.ndarray,
+    time_ms: float,
+    value: float,
+    share: float,
+    takes_W: np.ndarray,
+    op_W: np.ndarray,
+    param_W: np.ndarray,
+) -> None:
+    late_ms = 0.0 if np.isnan(row[0]) else row[0] - time_ms
+    life_ms, fade, kept = 0.0, 1.0, 1.0
+    for c in range(1, len(op_W)):
+        op = op_W[c]
+        if op in (SUM, SHARE):
+            if param_W[c] != life_ms:
+                life_ms = param_W[c]
+                fade = 2.0 ** (min(late_ms, 0.0) / life_ms)
+                kept = 2.0 ** (-max(late_ms, 0.0) / life_ms)
+            row[c] *= fade
+            if takes_W[c]:
+                row[c] += kept if op == SUM else kept / share
+        elif not takes_W[c]:
+            continue
+        elif op == VALUE:
+            if not row[c + 1] > time_ms:
+                row[c] = value
+        elif op in (NEWEST, VALUE_MS):
+            if not row[c] >= time_ms:
+                row[c] = time_ms
+        elif op == FIRST:
+            if not row[c] <= time_ms:
+                row[c] = time_ms
+        elif op == STEP:
+            _add_step(row[c : c + 1 + WINDOW_STEPS], np.floor(time_ms / param_W[c]))
+    if not late_ms > 0:
+        row[0] = time_ms
+
+
+@njit(cache=True, nogil=True)
+def _add_step(ring: np.ndarray, step: float) -> None:
+    """`ring`: the newest step, then the count of each step at the index `step % WINDOW_STEPS`."""
+    if np.isnan(ring[0]):
+        ring[0] = step
+    if step > ring[0]:
+        for expired in range(int(min(step - ring[0], float(WINDOW_STEPS)))):
+            ring[1 + int(step - expired) % WINDOW_STEPS] = 0.0
+        ring[0] = step
+    if step > ring[0] - WINDOW_STEPS:
+        ring[1 + int(step) % WINDOW_STEPS] += 1.0
+
+
+@njit(cache=True, nogil=True)
+def add_list(
+    rows_I: np.ndarray,
+    at_n: np.ndarray,
+    time_ms: float,
+    value: float,
+    share: float,
+    takes_W: np.ndarray,
+    op_W: np.ndarray,
+    param_W: np.ndarray,
+) -> None:
+    for i in at_n:
+        _add_event(rows_I[i], time_ms, value, share, takes_W, op_W, param_W)
+
+
+@njit(cache=True, nogil=True)
+def add_each(
+    rows_I: np.ndarray,
+    at_N: np.ndarray,
+    times_N: np.ndarray,
+    value: float,
+    takes_W: np.ndarray,
+    op_W: np.ndarray,
+    param_W: np.ndarray,
+) -> None:
+    for k in range(len(at_N)):
+        _add_event(rows_I[at_N[k]], times_N[k], value, 1.0, takes_W, op_W, param_W)
+
+
+@njit(cache=True, nogil=True)
+def read_rows(
+    rows_n: np.ndarray, time_ms: float, op_W: np.ndarray, param_W: np.ndarray, out_nW: np.ndarray
+) -> None:
+    for i in range(len(rows_n)):
+        row = rows_n[i]
+        fade_ms = 0.0 if np.isnan(row[0]) else min(row[0] - time_ms, 0.0)
+        life_ms, fade = 0.0, 1.0
+        for c in range(1, len(op_W)):
+            op = op_W[c]
+            if op in (SUM, SHARE):
+                if param_W[c] != life_ms:
+                    life_ms = param_W[c]
+                    fade = 2.0 ** (fade_ms / life_ms)
+                out_nW[i, c] = row[c] * fade
+            elif op == NEWEST:
+                out_nW[i, c] = max(time_ms - row[c], 0.0) / 1000.0 if not np.isnan(row[c]) else np.nan
+            elif op == FIRST:
+                out_nW[i, c] = max(time_ms - row[c], 0.0) / 1000.0 if not np.isnan(row[c]) else 0.0
+            elif op == VALUE:
+                out_nW[i, c] = row[c]
+            elif op == STEP:
+                out_nW[i, c] = _window_count(row[c : c + 1 + WINDOW_STEPS], np.floor(time_ms / param_W[c]))
+
+
+@njit(cache=True, nogil=True)
+def _window_count(ring: np.ndarray, step: float) -> float:
+    """Number of events in the WINDOW_STEPS steps up to `step`; an earlier step is read as the newest one."""
+    events = 0.0
+    if not np.isnan(ring[0]):
+        for back in range(WINDOW_STEPS - int(min(max(step - ring[0], 0.0), float(WINDOW_STEPS)))):
+            events += ring[1 + int(ring[0] - back) % WINDOW_STEPS]
+    return events
