@@ -40,10 +40,10 @@ class WatchedController(Controller):
 
     moment: Callable[[str, str, str], None]
 
-    def _do(self, effect: Effect) -> None:
+    def perform(self, effect: Effect) -> None:
         what = {Claim: "claim", Link: "link"}.get(type(effect), "retire")
         self.moment(CONTROLLER, what, "before")
-        super()._do(effect)
+        super().perform(effect)
         self.moment(CONTROLLER, what, "after")
 
 

@@ -25,7 +25,7 @@ def test_nothing_but_odd_requests_is_the_model_s_own_state_and_none_of_the_last_
     built = poisoned(
         build(samples.records(list(range(1, MANY + 1))), batch_requests=batch_requests), *range(1, MANY + 1)
     )
-    with pytest.raises(NotFiniteError, match=r"the last [0-9]+ requests all gave"):
+    with pytest.raises(NotFiniteError, match="state"):
         built.train_all()
     before = MAX_CONSECUTIVE - batch_requests if batch_requests < MAX_CONSECUTIVE else 0
     assert len(built.letters) == built.loop.counts.non_finite == before

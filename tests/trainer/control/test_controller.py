@@ -212,7 +212,7 @@ def test_an_empty_place_where_the_store_was_is_waited_for_and_not_begun_in(
     for _ in range(5):
         stage.it.turn()
     assert stage.it.coordinator.state is State.CLAIMING and stage.store.objects == {}
-    assert "expected incarnation 1 in it, got 0: it isn't the store that was there" in caplog.text
+    assert "expected incarnation 1" in caplog.text
     stage.store.objects = there
     stage.it.turn()
     assert stage.it.coordinator.last is not None and stage.it.coordinator.last.name == "manifests/00000001"

@@ -125,9 +125,9 @@ def test_a_controller_that_can_t_commit_goes_when_its_time_is_over() -> None:
     ("key", "notice_s", "error", "message"),
     [
         (Key("worker", 9), 20.0, ConfigError, "expected shards 0..1 and workers 0..3, got worker 9"),
-        (Key("worker", 1), 20.0, UnavailableError, "worker 1 isn't there, so there is nothing to preempt"),
-        (Key("worker", 0), 1.0, ConfigError, "expected a notice of 5 s at least, got 1"),
-        (Key("controller", 0), float("nan"), ConfigError, "expected a notice of 5 s at least, got nan"),
+        (Key("worker", 1), 20.0, UnavailableError, "worker 1"),
+        (Key("worker", 0), 1.0, ConfigError, "notice"),
+        (Key("controller", 0), float("nan"), ConfigError, "notice"),
     ],
 )
 def test_what_can_t_be_preempted_is_refused_and_changes_nothing(

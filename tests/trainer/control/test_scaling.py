@@ -238,7 +238,7 @@ def test_a_number_that_can_t_be_is_refused(count: int) -> None:
     fleet = Fleet().to(State.RUNNING)
     with pytest.raises(
         ConfigError,
-        match=f"expected 1 to 4 workers, got {count}: each trains one of the 4 partitions at least",
+        match=f"workers, got {count}",
     ):
         fleet.it.handle("scale", {"workers": count}, ())
     assert fleet.it.coordinator.membership.wanted_workers == 1

@@ -141,7 +141,5 @@ def test_a_place_without_a_table_is_a_setting_that_cannot_be(exists: bool, tmp_p
         {"samples": "id"},
         FakeClock(1000),
     )
-    with pytest.raises(
-        ConfigError, match=rf"^warehouse = '{place}': .*/archive/samples is no table; has an archiver written"
-    ):
+    with pytest.raises(ConfigError, match=rf"^warehouse = '{place}': .*/archive/samples "):
         history.newest()

@@ -49,7 +49,7 @@ def pipelined(
         def open_source() -> PacedBatches:
             old: Any = wiring.source
             source = PacedBatches(
-                old.reader, Decoder(samples.schema(), {}.get), wiring.clock, max_wait_ms=old.max_wait_ms
+                old.consumer, Decoder(samples.schema(), {}.get), wiring.clock, max_wait_ms=old.max_wait_ms
             )
             source.pace = pace
             return source
