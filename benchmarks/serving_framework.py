@@ -66,7 +66,7 @@ def ours(form: str) -> Iterator[Work]:
             home=home,
             bootstrap="127.0.0.1:1",
             deadline_ms=60_000,
-            log_bytes=1 << 30,
+            max_log_bytes=1 << 30,
         )
         log = FeatureLog.open(home / "log", max_bytes=1 << 33, segment_bytes=8 << 20)
         parts = ServingContext(

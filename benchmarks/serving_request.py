@@ -149,7 +149,7 @@ def endpoint(candidates: int, form: str = "json") -> Iterator[Work]:
             home=home,
             bootstrap="127.0.0.1:1",
             deadline_ms=60_000,
-            log_bytes=1 << 30,
+            max_log_bytes=1 << 30,
         )
         parts = ServingContext(
             config=settings,

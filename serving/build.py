@@ -98,7 +98,7 @@ def build_process(
     versions = LoadedVersions(first, config.keep_versions, config.routing(), clock.now_ms)
     store = _open_store(config, schema)
     feature_log = FeatureLog.open(
-        config.home / "log", max_bytes=config.log_bytes, segment_bytes=config.segment_bytes
+        config.home / "log", max_bytes=config.max_log_bytes, segment_bytes=config.log_segment_bytes
     )
     metrics = ServingMetrics(registry, schema.tasks)
     rows = open_rows(config, schema, config.seed, clock)

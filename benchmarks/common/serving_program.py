@@ -64,7 +64,7 @@ def serving_program(*, listen: str = "127.0.0.1:0", **settings: int | bool) -> I
             "home": folder,
             "bootstrap": "127.0.0.1:1",
         }
-        own = {"listen": listen, **files, "log_bytes": 4 << 30, "stop_ms": _STOP_MS, **settings}
+        own = {"listen": listen, **files, "max_log_bytes": 4 << 30, "stop_ms": _STOP_MS, **settings}
         config.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in own.items()))
         command = [sys.executable, "-m", "roostream.cli.main", "serving", "--config", str(config)]
         os.sched_setaffinity(0, CORES[:1])

@@ -190,7 +190,7 @@ class RankEndpoint(_Endpoint):
         super().__init__(context, body_reader, log_rate_limit)
         self.gate = AdmissionGate(context.config.max_in_flight)
         self.json = JsonParser(context.schema)
-        most = (context.config.pass_requests, context.config.pass_candidates)
+        most = (context.config.max_pass_requests, context.config.max_pass_candidates)
         service, waited = context.service, context.metrics.stages.queue.observe
         self.queue = ScoringQueue(
             context.executor, service.rank_all, self.gate, most, waited, service.may_wait

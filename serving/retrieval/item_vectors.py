@@ -338,7 +338,7 @@ class ItemVectorUpdater:
             for chunk in kept.changed.chunks():
                 self.idle_gate.wait(PATIENCE_S, stop)
                 kept.due.mark(kept.changed.look(self.rows, chunk), now_s)
-        left = math.ceil(self.settings.items_refreshed * TURN_S)
+        left = math.ceil(self.settings.max_items_refreshed_per_s * TURN_S)
         while left > 0 and len(slot_N := kept.due.take(min(left, AT_ONCE))):
             try:
                 vector_ND = self._vectors(kept.space.model, kept.space.catalogue, slot_N, stop)
@@ -366,4 +366,4 @@ def index_builder(settings: RetrievalSettings) -> Propose | None:
     if settings.items_index == "exact":
         return None
     load_faiss()
-    return lambda vector_ID: InvertedLists(vector_ID, settings.items_probed)
+    return lambda vector_ID: InvertedLists(vector_ID, settings.items_probed_share)

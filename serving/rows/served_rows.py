@@ -163,11 +163,11 @@ def open_rows(config: RowsSettings, schema: Schema, seed: int, clock: Clock) -> 
 def _open_cache(config: RowsSettings, schema: Schema, seed: int, clock: Clock) -> CachedRows:
     keys = config.link_credentials()
     shards = [SocketTransport(address, keys=keys) for address in expand_addresses(config.shards)]
-    policy = CachePolicy(max_bytes=config.rows_bytes, waits=config.rows_missing == "read")
+    policy = CachePolicy(max_bytes=config.rows_cache_bytes, waits=config.rows_missing == "read")
     cache = RowCache(
         schema,
         seed,
-        ShardReads(shards, config.buckets, config.rows_read_ms / 1000, clock),
+        ShardReads(shards, config.buckets, config.rows_read_timeout_ms / 1000, clock),
         policy,
         config.buckets,
     )

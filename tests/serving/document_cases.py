@@ -39,7 +39,7 @@ def answers_conform(home: Path, cases_each: int, seed_number: int = 0) -> Counte
     """`cases_each` cases of each call that carries traffic, allowed and forbidden; how many were answered with which status: of
     those from 500 on only 504 can be there, where the caller's own deadline had passed. Raises what a check finds, with the
     case."""
-    kept = retrieving(home, FakeRows(SCHEMA), log_bytes=1 << 28)
+    kept = retrieving(home, FakeRows(SCHEMA), max_log_bytes=1 << 28)
     kept.turn()
     built = kept.built
     statuses: Counter[int] = Counter()

@@ -81,7 +81,7 @@ BODY: dict[str, Any] = {
 def config_of(home: Path, **changes: Any) -> ServingConfig:
     own = {"schema": home / "schema.toml", "store": home / "store", "home": home, "bootstrap": "127.0.0.1:1"}
     return ServingConfig(
-        **{**own, "log_bytes": 1 << 22, "segment_bytes": 1 << 20, "deadline_ms": 30_000, **changes}
+        **{**own, "max_log_bytes": 1 << 22, "log_segment_bytes": 1 << 20, "deadline_ms": 30_000, **changes}
     )
 
 
@@ -132,8 +132,8 @@ def build(
         service=service(SCHEMA, LoadedVersions(first_version(SCHEMA, MODEL, 0)), rows, hydrator, policy),
         log=FeatureLog.open(
             home / "log",
-            max_bytes=settings.get("log_bytes", 1 << 22),
-            segment_bytes=settings.get("segment_bytes", 1 << 20),
+            max_bytes=settings.get("max_log_bytes", 1 << 22),
+            segment_bytes=settings.get("log_segment_bytes", 1 << 20),
         ),
         watermark=InflightWatermark(clock or FakeClock(NOW_MS)),
         metrics=ServingMetrics(CollectorRegistry(), SCHEMA.tasks),

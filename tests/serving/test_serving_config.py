@@ -20,7 +20,7 @@ BAD = [
     ({"listen": "8080"}, "'8080'"),
     ({"exploration": 1.5}, "key 'exploration': expected 0..1, got 1.5"),
     ({"max_in_flight": 0}, "key 'max_in_flight': expected 1..100000"),
-    ({"log_bytes": 1 << 20}, "key 'log_bytes': expected at least 2 x segment_bytes = 2097152"),
+    ({"max_log_bytes": 1 << 20}, "key 'max_log_bytes': expected at least 2 x log_segment_bytes = 2097152"),
     ({"shards": ("nowhere",)}, "'nowhere'"),
     ({"bootstrap": "kafka"}, "'kafka'"),
     ({"canary": "newest"}, "key 'canary': expected VERSION@SHARE such as newest@0.05"),
@@ -54,7 +54,7 @@ def test_both_programs_load_from_toml(tmp_path: Path) -> None:
         'shards = ["c:3"]\nheartbeat = "2s"\nlog_bytes = "1GiB"\n'
     )
     config = load(ServingConfig, own, program="serving", environ={})
-    assert (config.heartbeat_ms, config.log_bytes, config.shards, config.home) == (
+    assert (config.heartbeat_ms, config.max_log_bytes, config.shards, config.home) == (
         2000,
         1 << 30,
         ("c:3",),

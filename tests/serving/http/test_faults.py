@@ -73,7 +73,7 @@ def test_a_full_disk_under_the_log_refuses_and_loses_nothing_that_was_answered(
     def no_space(handle: int, offset: int, size: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    built = build(tmp_path, FakeRows(SCHEMA), log_bytes=8 << 20, segment_bytes=1 << 20)
+    built = build(tmp_path, FakeRows(SCHEMA), max_log_bytes=8 << 20, log_segment_bytes=1 << 20)
     completion, num_filler = (
         LogRecord("engagements", 0, NOW_MS, b"", bytes(8000)),
         125,

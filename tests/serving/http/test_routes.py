@@ -174,7 +174,7 @@ def test_engagements_are_logged_before_they_are_answered(client: Client) -> None
 
 
 def test_g7_a_full_log_is_503_with_retry_after_and_recovers(client: Client) -> None:
-    http, built = client(segment_bytes=1 << 20, log_bytes=1 << 21)
+    http, built = client(log_segment_bytes=1 << 20, max_log_bytes=1 << 21)
     parts = built.context
     for size in (100_000, 5_000):
         while parts.log.has_room(size):

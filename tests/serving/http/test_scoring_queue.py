@@ -123,7 +123,7 @@ def test_a_pass_that_fails_as_a_whole_is_everybodys_error_and_the_next_one_begin
 
 
 def test_requests_that_come_together_are_answered_logged_and_refused_each_as_alone(tmp_path: Path) -> None:
-    built = build(tmp_path, FakeRows(SCHEMA), pass_requests=4)
+    built = build(tmp_path, FakeRows(SCHEMA), max_pass_requests=4)
     bodies = [
         {**BODY, "request_id": f"r{i}", "candidates": BODY["candidates"][: 1 + i % 3]} for i in range(9)
     ]

@@ -108,7 +108,7 @@ def test_items_of_changed_rows_have_new_vectors_with_the_next_look(kept: Retriev
 def test_no_more_are_made_anew_than_the_setting_allows_and_how_far_behind_is_told(
     tmp_path: Path, rows: Rows
 ) -> None:
-    kept = retrieving(tmp_path / "home", rows, items_refreshed=50)  # ten a turn
+    kept = retrieving(tmp_path / "home", rows, max_items_refreshed_per_s=50)  # ten a turn
     kept.turn()
     rows.changed = {7: 0.9}
     due, lag = [], []
