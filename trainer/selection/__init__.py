@@ -1,1 +1,1 @@
-"""Training on less: which requests are trained (docs/selection.md), and which rows' gradients wait."""
+"""Training on less: which requests are trained, and whose row gradients are deferred (docs/selection.md)."""

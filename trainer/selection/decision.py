@@ -1,18 +1,19 @@
-"""Which requests of a batch are trained, and with which weight. Pure: equal for equal requests, whatever batch they are in.
+"""Which requests of a batch are trained, and with which weight. Pure; a request's decision does not depend on
+its batch.
 
-    eligible    of `negatives`: no label of the request is positive, nor was before a correction; of `random`: all;
-                of `slipstream`: those whose rows are stale (slipstream.py)
+    eligible    `negatives`: no label of the request is positive, nor was before a correction; `random`: all;
+                `slipstream`: requests whose rows are stale (slipstream.py)
     kept        u < keep, u = (splitmix64(sample id ^ seed) >> 11) · 2⁻⁵³ in [0, 1)
-    weight      of a negative that is kept 1 / keep: it stands for those that are not. Else 1
+    weight      1 / keep for a kept negative, which represents the dropped ones; else 1
 
-A loss of kept negatives with these weights, divided by the number of kept candidates, has the mean of the loss of all (inverse
-probability weighting, Horvitz and Thompson 1952; "negative downsampling": He et al. 2014, §6.3, where scores are put right
-instead). Whole requests only: a thinned list is another list.
+With these weights, divided by the number of kept candidates, the expected loss is that of all requests
+(inverse probability weighting, Horvitz and Thompson 1952; "negative downsampling" in He et al. 2014, §6.3,
+corrects scores instead). Only whole requests are dropped, because a thinned list is another list.
 
-The same weights make the kept ones a sample of all for progressive metrics: of those that are kept each stands for 1 / keep, by
-candidate and by request. What has stale rows is no such sample.
+The kept requests are a sample of all for progressive metrics: each represents 1 / keep, by candidate and by
+request. Requests without stale rows are no such sample.
 
-Letters: R requests, B candidates, T tasks, M of the requests.
+Letters: R requests, B candidates, T tasks, M some of the requests.
 """
 
 from __future__ import annotations
@@ -27,37 +28,37 @@ from trainer.selection.config import SelectionConfig
 
 TRAINED, FROZEN, NEGATIVE, RANDOM, STALE = range(5)
 NAMES = ("trained", "frozen", "negative", "random", "stale")
-"""What becomes of a request, as `Prediction.disposition` numbers it; the last three are reasons to skip it."""
+"""Disposition of a request, as `Prediction.disposition` numbers it; the last three are reasons to skip it."""
 
-_PROBE_SALT = 0x70726F6265  # another draw for the same id
+_PROBE_SALT = 0x70726F6265  # for a second, independent draw from the same id
 
 
 class Decision(NamedTuple):
-    """Of each request of a batch."""
+    """Decisions for each request of a batch."""
 
     kept_R: np.ndarray  # bool
-    weight_R: np.ndarray  # float32: of its loss, 0 where it isn't kept
-    reason_R: np.ndarray  # uint8: TRAINED, or why not
-    probe_R: np.ndarray  # bool: skipped, and scored all the same where not all of them are
+    weight_R: np.ndarray  # float32: loss weight, 0 if it is not kept
+    reason_R: np.ndarray  # uint8: TRAINED, or the reason to skip it
+    probe_R: np.ndarray  # bool: skipped, but scored even if the others are not
     stands_for_R: (
         np.ndarray
-    )  # float32: how many requests each that is kept stands for, where those alone are scored; else 0
+    )  # float32: requests that a kept one represents if only kept ones are scored; else 0
 
 
 class SelectionWeights(NamedTuple):
-    """What selection says of the requests of a part."""
+    """Weights of the requests of a part."""
 
     reason_R: np.ndarray  # uint8
-    train_weight_R: np.ndarray  # float32: of its loss; 0 = not trained
-    metric_weight_R: np.ndarray  # float32: how many requests it stands for in progressive metrics
+    train_weight_R: np.ndarray  # float32: loss weight; 0 = not trained
+    metric_weight_R: np.ndarray  # float32: number of requests that it represents in progressive metrics
 
 
 class UnscoredRequests(NamedTuple):
     """Requests of a batch that are neither trained nor scored."""
 
     batch: Batch
-    row_M: np.ndarray  # int64: which of its requests
-    reason_R: np.ndarray  # uint8: of all of them
+    row_M: np.ndarray  # int64: which requests of the batch
+    reason_R: np.ndarray  # uint8: of all requests of the batch
 
 
 def decide(batch: Batch, config: SelectionConfig, seed: int, stale_R: np.ndarray | None = None) -> Decision:
@@ -93,7 +94,7 @@ def uniform_draws(id_R: np.ndarray, seed: int) -> np.ndarray:
 
 
 def without_positive(batch: Batch) -> np.ndarray:
-    """bool [R]: no candidate has a positive label with weight in any task, nor had one that a correction takes back."""
+    """bool [R]: no task has a weighted positive label, nor one that a correction takes back."""
     positive_BT = (batch.label_BT > 0) | (batch.label_before_BT > 0)
     positive_B = (positive_BT & (batch.weight_BT > 0)).any(axis=1)
     return np.bincount(batch.request_index_B, positive_B, batch.num_requests) == 0

@@ -49,7 +49,7 @@ class _DeferredStack:
     def __init__(self, config: DeferralConfig, width: int, expire_ms: Mapping[int, int]) -> None:
         """`expire_ms`: table id → `expire_after_ms`, of tables that have one."""
         self.config, self.width, self.expire_ms = config, width, dict(expire_ms)
-        self.rows = RowIndex(room=min(config.max_rows, _FIRST_PLACES))
+        self.rows = RowIndex(capacity=min(config.max_rows, _FIRST_PLACES))
         self._make_places(min(config.max_rows, _FIRST_PLACES))
         self.recent, self.num_recent = (
             np.zeros(config.window, np.float32),

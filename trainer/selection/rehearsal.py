@@ -1,14 +1,15 @@
-"""Rehearsal: beside each new batch one of the last ones is trained once more (experience replay, Lin 1992, within a stream).
+"""Rehearsal: after each new batch, one of the last batches is trained again (experience replay, Lin 1992,
+within a stream).
 
-A live pass sees each request once, and the net takes from it what one step takes. What is drawn is trained as it was, by the
-weights and rows of now; it is no request of its own: in no metric, no prediction, no offset.
+A rehearsed batch is trained with the current weights and rows. It is counted in no metric, prediction or
+offset.
 
-    draw    behind each trained batch: one of those kept, by the seed and the number of the optimizer's steps
-    keep    the new batch, behind the draw; the oldest go while there are more than `batches`, or more bytes than `max_bytes`
+    draw    after each trained batch: one of the kept batches, chosen by the seed and the number of optimizer steps
+    keep    then the new batch is added; the oldest ones are dropped beyond `batches` or `max_bytes`
 
-What is kept is part of a commit, in the worker's own file, so that a restore draws what would have been drawn (G11). Batches lie
-as bytes, each the compressed tensor file of its columns, from the moment they are kept: so the bound is exact, and a batch is
-the same one before and after a restore.
+Kept batches are part of a commit, in the worker's own file, so a restored worker draws the same ones (G11).
+Each is stored as the compressed tensor file of its columns, so the byte limit is exact and a restore changes
+nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _OF_LISTS = ("lengths_KN", "values", "present_KN", "weights")
 
 
 class Rehearsal:
-    """Of one worker, which is the only one. Pure: nothing is trained here."""
+    """The kept batches of a single worker. Nothing is trained here."""
 
     def __init__(
         self, config: RehearsalConfig, schema: Schema, seed: int, *, deduplicated: bool = False
@@ -49,7 +50,7 @@ class Rehearsal:
         return len(self._kept)
 
     def draw(self, num_steps: int) -> ChunkPart | None:
-        """Behind so many steps of the optimizer; None while nothing is kept."""
+        """The batch to train again after `num_steps` optimizer steps; None while nothing is kept."""
         if not self._kept:
             return None
         at = int(np.random.default_rng((self.seed, num_steps)).integers(len(self._kept)))
@@ -58,7 +59,7 @@ class Rehearsal:
         )
 
     def keep(self, batch: Batch) -> None:
-        """One that alone is more than `max_bytes` is not kept, and lets the others be."""
+        """Add a batch. A batch that is larger than `max_bytes` is ignored."""
         data = encode_batch(batch)
         if len(data) > self.config.max_bytes:
             return
@@ -68,16 +69,16 @@ class Rehearsal:
             self.num_bytes -= len(self._kept.popleft())
 
     def state(self) -> dict[str, np.ndarray]:
-        """Copies, for the cut of a partition."""
-        own: dict[str, np.ndarray] = {
+        """Copies, for the commit of a partition."""
+        arrays: dict[str, np.ndarray] = {
             "schema": np.array([self.schema.fingerprint], np.uint64),
             "length": np.array([len(data) for data in self._kept], np.int64),
             "bytes": np.frombuffer(b"".join(self._kept), np.uint8),
         }
-        return {f"{_PREFIX}{name}": value for name, value in own.items()}
+        return {f"{_PREFIX}{name}": value for name, value in arrays.items()}
 
     def load(self, tensors: Mapping[str, np.ndarray]) -> None:
-        """What `state` gave, among others; nothing is kept where it gave nothing, or was of another schema."""
+        """Load a `state` found among `tensors`; without one, or with one of another schema, nothing is kept."""
         self._kept.clear()
         of = {
             name.removeprefix(_PREFIX): value for name, value in tensors.items() if name.startswith(_PREFIX)
@@ -92,7 +93,8 @@ class Rehearsal:
 
 
 def encode_batch(batch: Batch) -> bytes:
-    """Its columns, without its schema, compressed: a third of their bytes, for a twentieth of the time of the step."""
+    """Columns of the batch without its schema, compressed to about a third; takes a twentieth of the time of
+    a step."""
     tensors = {name: getattr(batch, name) for name in _ARRAYS}
     tensors["surface_R"] = np.ascontiguousarray(batch.surface_R).view(np.uint8)
     for side, lists in (("ro", batch.ro_lists), ("nro", batch.nro_lists)):
@@ -104,7 +106,7 @@ def encode_batch(batch: Batch) -> bytes:
 
 
 def decode_batch(data: bytes, schema: Schema) -> Batch:
-    """The inverse, with the schema that it had."""
+    """Inverse of `encode_batch`, with the schema of the batch."""
     tensors, _ = tensor_file.decode(zlib.decompress(data))
     arrays = {name: tensors[name] for name in _ARRAYS}
     arrays["surface_R"] = tensors["surface_R"].view(TEXT)

@@ -1,12 +1,13 @@
-"""What the loop asks of selection: which parts a chunk is trained in, what is kept beside, and what of gradients goes out now.
+"""Data selection as the training loop sees it: split a chunk into parts, keep state beside it, choose the
+gradients to push.
 
     claim ──► dedupe ──► split ──► [skipped, scored] [trained] [frozen]     unscored
-                         by id and labels; slipstream: by rows                 told at the chunk's end
+                         by id and labels; slipstream: by rows              reported when the chunk ends
 
-Skipped requests that are scored come first, by the weights that their chunk's others are scored by. A chunk stays one range of
-the input; where batches are refilled it is a longer one.
+Skipped requests that are scored come first, so they are scored with the weights from before their chunk. A
+chunk is always one range of the input; with `refill` it is a longer one.
 
-Letters: R requests, B candidates, T tasks, M of them.
+Letters: R requests, B candidates, T tasks, M some of the requests.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ from trainer.selection.slipstream_policy import SlipstreamPolicy
 Tensors = Mapping[str, np.ndarray]
 log = logging.getLogger("roostream.worker")
 
-_MAX_REQUESTS = 1 << 16  # of a chunk, however much is skipped
-_LATELY = 10  # chunks that the share of what is skipped is a mean of
+_MAX_REQUESTS = 1 << 16  # limit of a chunk, however many requests are skipped
+_NUM_AVERAGED = 10  # chunks over which the share of kept requests is averaged
 Outgoing = tuple[Lookup, Mapping[str, torch.Tensor]]
 
 
 class Selection:
-    """Of one loop, in its thread. With policy off and no deferral it does nothing, and keeps nothing."""
+    """Selection of one training loop, in its thread. With policy off and no deferral it does nothing and
+    keeps no state."""
 
     def __init__(self, config: LoopConfig, schema: Schema) -> None:
         self.config, self.schema = config.selection, schema
@@ -55,7 +57,7 @@ class Selection:
             SlipstreamPolicy(self.config.slipstream, schema, config.seed) if is_slipstream else None
         )
         self.deferral = Deferral(config.deferral, schema) if config.deferral.is_on else None
-        self._told_of_control = False  # once a process
+        self._warned_about_control = False  # once a process
         is_rehearsed, deduplicated = config.rehearsal.is_on, config.deduplicate
         self.rehearsal = (
             Rehearsal(config.rehearsal, schema, config.seed, deduplicated=deduplicated)
@@ -65,39 +67,42 @@ class Selection:
         self.reset()
 
     def reset(self) -> None:
-        """The loop begins anew, or is restored."""
+        """Forget all state: the loop starts again or is restored."""
         self._num_ahead = self._num_judged = self._num_skipped = self._num_probed = 0
         self._weights = self._num_weighed = 0.0
-        self._kept_lately, self._num_chunks = 1.0, 0
-        for its in (self.slipstream, self.deferral, self.rehearsal):
-            if its is not None:
-                its.load({})
+        self._kept_share, self._num_chunks = 1.0, 0
+        for part in (self.slipstream, self.deferral, self.rehearsal):
+            if part is not None:
+                part.load({})
 
     # Requests
 
     def chunk_size(self, size: int) -> int:
-        """Requests that a chunk is read for, of which about `size` are trained if batches are refilled."""
+        """Requests to read for a chunk of which about `size` are trained, if batches are refilled."""
         if not self.config.refill:
             return size
-        return max(size, min(math.ceil(size / max(self._kept_lately, self.config.min_kept)), _MAX_REQUESTS))
+        return max(size, min(math.ceil(size / max(self._kept_share, self.config.min_kept)), _MAX_REQUESTS))
 
     def split(self, batch: Batch, num_steps: int) -> tuple[tuple[ChunkPart, ...], UnscoredRequests | None]:
-        """A chunk's new requests, `num_steps` being the loop's now. Frozen ones aren't judged; of a correction that is skipped
-        nothing is told."""
+        """Parts of the new requests of a chunk, and those that are not scored.
+
+        `num_steps`: steps of the loop so far. Frozen requests are not judged. Skipped corrections are not
+        reported.
+        """
         if not self.config.is_on:
             return split_frozen(batch, self._freeze_at_ms, deduplicated=self._deduplicated), None
-        if self.slipstream and not self._told_of_control:
-            self._told_of_control = True
+        if self.slipstream and not self._warned_about_control:
+            self._warned_about_control = True
             log.warning(
-                "selection.policy: 'slipstream' has not been better than dropping as many at random where it was measured; train "
-                "the same log with policy = 'random' beside it, at the keep that gives the same skip_share"
+                "selection.policy: 'slipstream' was not better than dropping as many requests at random where measured; train "
+                "the same log also with policy = 'random', at the keep that gives the same skip_share"
             )
         self._num_ahead += 1
         frozen_R = batch.time_ms_R >= (self._freeze_at_ms or math.inf)
         judged = _taken(batch, ~frozen_R)
         decision = self._decide(judged, num_steps + self._num_ahead)
         scored_R = ~decision.kept_R & ~judged.correction_R
-        unscored_R = scored_R & self._is_left_out(decision)
+        unscored_R = scored_R & self._is_not_scored(decision)
         parts = (
             self._part(judged, decision, scored_R & ~unscored_R, trains=False),
             self._part(judged, decision, decision.kept_R, trains=True),
@@ -119,7 +124,9 @@ class Selection:
         self._num_skipped += int((~decision.kept_R).sum())
         if judged.num_requests:
             self._num_chunks += 1
-            self._kept_lately += (decision.kept_R.mean() - self._kept_lately) / min(self._num_chunks, _LATELY)
+            self._kept_share += (decision.kept_R.mean() - self._kept_share) / min(
+                self._num_chunks, _NUM_AVERAGED
+            )
         return decision
 
     def _part(
@@ -127,7 +134,7 @@ class Selection:
     ) -> ChunkPart | None:
         if not row_R.any():
             return None
-        metric_weight_M = self._stand_for(decision, row_R, trains=trains)
+        metric_weight_M = self._represented(decision, row_R, trains=trains)
         if trains and (decision.weight_R[row_R] == 1).all() and (metric_weight_M == 1).all():
             return build_part(_taken(judged, row_R), trains=True, deduplicated=self._deduplicated)
         self._num_probed += 0 if trains else len(metric_weight_M)
@@ -136,21 +143,22 @@ class Selection:
             _taken(judged, row_R), trains=trains, deduplicated=self._deduplicated, choice=choice
         )
 
-    def _is_left_out(self, decision: Decision) -> np.ndarray:
-        """bool [R]: not scored, if it is skipped."""
+    def _is_not_scored(self, decision: Decision) -> np.ndarray:
+        """bool [R]: not scored if it is skipped."""
         if self.config.score == "probe":
             return ~decision.probe_R
         return np.full(len(decision.kept_R), self.config.score == "kept")
 
-    def _stand_for(self, decision: Decision, row_R: np.ndarray, *, trains: bool) -> np.ndarray:
-        """float32 [M]: requests that each counts for in metrics."""
+    def _represented(self, decision: Decision, row_R: np.ndarray, *, trains: bool) -> np.ndarray:
+        """float32 [M]: number of requests that each one represents in metrics."""
         if trains and self.config.score == "kept":
             return decision.stands_for_R[row_R]
         each = 1.0 if trains or self.config.score == "all" else 1 / self.config.probe
         return np.full(int(row_R.sum()), each, np.float32)
 
     def weight_targets(self, targets: Targets, part: ChunkPart) -> Targets:
-        """With the weights of its requests; divided by what the candidates' weights are without them (roostream/models/loss.py)."""
+        """Apply the weights of the part's requests. The divisor of the loss stays that of unweighted
+        candidates (roostream/models/loss.py)."""
         if part.choice is None:
             return targets
         weight_B = torch.from_numpy(part.choice.train_weight_R[part.batch.request_index_B]).to(
@@ -162,7 +170,11 @@ class Selection:
     # Steps
 
     def on_trained(self, step: int, claimed: ClaimedChunk, rows: Rows) -> None:
-        """A chunk is trained and pushed, the oldest that was split. Raises UnavailableError: as `rows.pull`."""
+        """The oldest split chunk is trained and pushed.
+
+        Raises:
+            UnavailableError: as `rows.pull`.
+        """
         if not self.config.is_on:
             return
         self._num_ahead -= 1
@@ -186,7 +198,7 @@ class Selection:
     def gradients_to_push(
         self, pulled: PulledPart, gradients: Mapping[str, torch.Tensor], now_ms: int
     ) -> Outgoing:
-        """(lookup, gradients) to push of what a part gave."""
+        """(lookup, gradients) to push now for a part."""
         if self.deferral is None:
             return pulled.part.lookup, gradients
         rows = {stack: _host(pulled.inputs.rows[stack]) for stack in gradients}
@@ -195,7 +207,7 @@ class Selection:
         return pushed.lookup, {stack: torch.from_numpy(sum_UD) for stack, sum_UD in pushed.gradients.items()}
 
     def flush_deferred(self) -> Outgoing | None:
-        """All that waits, to be pushed now; None: nothing does."""
+        """All deferred gradients, to be pushed now; None: there are none."""
         pushed = self.deferral.flush() if self.deferral else None
         return (
             None
@@ -206,7 +218,7 @@ class Selection:
     # Phases
 
     def validate(self, *, workers: int) -> None:
-        """Raises ConfigError: what needs all of the rows' visits, and several workers share them."""
+        """Raise ConfigError if several workers share what needs the visits of all rows."""
         if workers > 1 and self.slipstream:
             others = f"off, negatives or random with {workers} workers"
             raise ConfigError(f"selection.policy: expected {others}, got 'slipstream'; train with one")
@@ -220,10 +232,11 @@ class Selection:
             )
 
     def begin_phase(self, *, finite: bool, handed_over: bool) -> None:
-        """What is trained from now on has an end (history), or none. `handed_over`: history came before it.
+        """What is trained from now on is finite (history), or a stream. `handed_over`: history came before
+        it.
 
         Raises:
-            ConfigError: slipstream, and there is no history.
+            ConfigError: slipstream without history.
         """
         if self.slipstream is None or finite:
             return
@@ -235,16 +248,16 @@ class Selection:
         self.slipstream.end()
 
     def state(self) -> dict[str, np.ndarray]:
-        """Tensors of a cut; {} while off."""
+        """Tensors of a commit; {} while off."""
         return {
             name: x
-            for its in (self.slipstream, self.deferral)
-            if its is not None
-            for name, x in its.state().items()
+            for part in (self.slipstream, self.deferral)
+            if part is not None
+            for name, x in part.state().items()
         }
 
     def rehearsal_state(self) -> dict[str, np.ndarray]:
-        """Tensors of the worker's own part of a cut, for `load_kept`; {} while off."""
+        """Tensors of the worker's own part of a commit, for `load_rehearsal`; {} while off."""
         return self.rehearsal.state() if self.rehearsal else {}
 
     def load_rehearsal(self, tensors: Tensors) -> None:
@@ -252,13 +265,13 @@ class Selection:
             self.rehearsal.load(tensors)
 
     def load(self, tensors: Tensors) -> None:
-        """What `state` gave, or parts of it; the rest begins anew."""
-        for its in (self.slipstream, self.deferral):
-            if its is not None:
-                its.load(tensors)
+        """Load a `state`, or parts of it; the rest starts again."""
+        for part in (self.slipstream, self.deferral):
+            if part is not None:
+                part.load(tensors)
 
     def report(self) -> dict[str, Any]:
-        """For exports and beats: shares of what was judged since the loop began or was restored; {} while off."""
+        """For metrics and heartbeats: shares since the loop started or was restored; {} while off."""
         out: dict[str, Any] = dict(self.deferral.report()) if self.deferral else {}
         out |= self.rehearsal.report() if self.rehearsal else {}
         if not self.config.is_on:

@@ -31,9 +31,9 @@ def test_rows_are_found_as_a_dictionary_would() -> None:
 
 def test_who_comes_when_there_are_as_many_as_may_be_gets_no_number() -> None:
     rows, table = RowIndex(), np.ones(5, np.uint32)
-    assert rows.number(table, np.arange(5), most=3).tolist() == [0, 1, 2, -1, -1]
-    assert rows.number(table, np.arange(4, -1, -1), most=3).tolist() == [-1, -1, 2, 1, 0]
-    assert rows.number(table, np.arange(5), most=2).tolist() == [0, 1, 2, -1, -1], (
+    assert rows.number(table, np.arange(5), max_rows=3).tolist() == [0, 1, 2, -1, -1]
+    assert rows.number(table, np.arange(4, -1, -1), max_rows=3).tolist() == [-1, -1, 2, 1, 0]
+    assert rows.number(table, np.arange(5), max_rows=2).tolist() == [0, 1, 2, -1, -1], (
         "nobody loses a number by it"
     )
     assert rows.number(table, np.array([7, 7, 8, 0, 7])).tolist() == [3, 3, 4, 0, 3]
