@@ -28,7 +28,7 @@ GROUPS = {
     "models": (
         "roostream.models.embedding_ops",
         "roostream.models.attention",
-        "roostream.models.fused.forward",
+        "roostream.models.compiled.scorer",
         "trainer.selection.deferral",
         "trainer.selection.slipstream",
         "serving.answer",

@@ -19,8 +19,8 @@ import torch
 
 from roostream.errors import ConfigError
 from roostream.models.build import build_model
+from roostream.models.compiled.scorer import Forward, build_scorer, torch_forward
 from roostream.models.config import ModelConfig
-from roostream.models.fused.forward import Forward, forward_of, torch_forward
 from roostream.models.model import Model
 from roostream.schema.schema import Schema
 from roostream.wire.lookup import Lookup, build_lookup
@@ -54,7 +54,7 @@ class Version:
     @functools.cached_property
     def forward(self) -> Forward:
         """The forward pass, built when first used; the model's parameters do not change after that."""
-        return torch_forward(self.model) if self.as_trained else forward_of(self.model, self.schema)
+        return torch_forward(self.model) if self.as_trained else build_scorer(self.model, self.schema)
 
     def score(self, rows: RowReader, request: RequestColumns) -> np.ndarray:
         """Return float32 logits [n, T] of one request: within 1e-5 of training's, or bit-equal if `as_trained` (G9).

@@ -14,7 +14,7 @@ from serving_cases import BODY, MODEL, NOW_MS, SCHEMA, Built, build
 from serving_fakes import FakeRows
 
 from roostream.models.build import build_model
-from roostream.models.fused.forward import Rows
+from roostream.models.compiled.scorer import Rows
 from roostream.runtime.clock import FakeClock
 from roostream.wire.batch import Batch
 from roostream.wire.lookup import Lookup

@@ -1,12 +1,12 @@
-"""Interpreter of a tape (roostream/models/fused/tape.py).
+"""Interpreter of a tape (tape.py). One kernel computes on a CPU what the modules of a model compute.
 
-One kernel computes, on a CPU, what the modules of a model compute, without a Python call for each.
+Registers are matrices that lie one after the other in one array. An operation reads some columns and writes
+some, so nothing is concatenated. Sums run over their index in order, so the result of a row does not depend
+on other rows.
 
-Values are rows of registers, matrices that lie behind each other in one array; an operation reads some columns and writes some,
-so that nothing is concatenated. Sums are over their index in order: a row's result doesn't depend on the rows beside it.
-
-Letters: O operations, G registers, N rows of one (R requests, B candidates or L entries of a sequence), W its columns, I, K, J
-rows, inner and columns of a product, U rows of a stack, D their width, F floats.
+Letters: O operations, G registers, N rows of a register (R requests, B candidates or L entries of a
+sequence), W its columns, I, K, J rows, inner and columns of a product, U rows of a stack, D their width, F
+floats.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ import numpy as np
 from roostream.models.ragged_attention import attend_ragged
 from roostream.models.simd import LANES, fused, kernel, larger, load, short_kernel, spread, store, total
 
-LINEAR, CROSS, NORM, SPREAD, TO_EACH_OTHER, TO_ENTRIES = range(6)
+LINEAR, CROSS, NORM, BROADCAST, ATTEND_CANDIDATES, ATTEND_HISTORY = range(6)
 PLAIN, RELU, ADDED = range(3)
-"""What a linear layer does with its sums: writes them, the positive ones alone, or adds them to what is there."""
+"""What a linear layer does with its sums: writes them, writes the positive ones (ReLU), or adds them to the
+output."""
 OP, A, A_COLUMN, B, B_COLUMN, TO, TO_COLUMN, WIDTH_IN, WIDTH_OUT, WEIGHT, MODE = range(11)
-"""Columns of an operation. A and B: registers read; TO: written; WEIGHT: where its weights begin, or which sequence; MODE: as
-above, heads, or a third register read."""
+"""Columns of an operation. A and B: registers read; TO: register written; WEIGHT: start of its weights, or a
+sequence number; MODE: one of the modes above, the number of heads, or a third register read."""
 _EPS = 1e-5  # of nn.LayerNorm
 
 
-class Belonging(NamedTuple):
-    """Which rows belong together."""
+class RowGroups(NamedTuple):
+    """Which rows belong to which request."""
 
     start_R1: np.ndarray  # int64: a request's candidates
     entry_SR1: np.ndarray  # int64: its entries in each sequence
@@ -38,9 +39,9 @@ class Belonging(NamedTuple):
 
 @kernel
 def run_tape(
-    ops_O: np.ndarray, weights: np.ndarray, registers_G3: np.ndarray, rows: Belonging, x: np.ndarray
+    ops_O: np.ndarray, weights: np.ndarray, registers_G3: np.ndarray, rows: RowGroups, x: np.ndarray
 ) -> None:
-    """`ops_O`: int64 [O, 11]. `registers_G3`: int64, of each where it begins in `x`, its rows and its columns."""
+    """`ops_O`: int64 [O, 11]. `registers_G3`: int64, start in `x`, rows and columns of each register."""
     for o in range(len(ops_O)):
         op = ops_O[o]
         a, out = _register(x, registers_G3[op[A]]), _register(x, registers_G3[op[TO]])
@@ -54,7 +55,7 @@ def run_tape(
             _cross(a, _register(x, registers_G3[op[B]]), _register(x, registers_G3[op[MODE]]), out)
         elif op[OP] == NORM:
             _norm(a, weights[op[WEIGHT] : op[WEIGHT] + 2 * op[WIDTH_IN]].reshape(2, op[WIDTH_IN]), out)
-        elif op[OP] == SPREAD:
+        elif op[OP] == BROADCAST:
             for i in range(len(rows.request_B)):
                 for j in range(0, op[WIDTH_IN], LANES):
                     left = op[WIDTH_IN] - j
@@ -62,7 +63,7 @@ def run_tape(
         else:
             log_QH = np.empty((out.shape[0], op[MODE]), np.float32)
             width = op[WIDTH_OUT]
-            if op[OP] == TO_EACH_OTHER:
+            if op[OP] == ATTEND_CANDIDATES:
                 attend_ragged((a, a, a), (0, width, 2 * width), (rows.start_R1, rows.start_R1), out, log_QH)
             else:
                 b = _register(x, registers_G3[op[B]])[:, op[B_COLUMN] :]
@@ -78,7 +79,7 @@ def _register(x: np.ndarray, place_3: np.ndarray) -> np.ndarray:
 
 @kernel
 def _linear(a_IK: np.ndarray, weight_KJ: np.ndarray, mode: int, out_IJ: np.ndarray) -> None:
-    """Four rows at a time; the last row of the weights are the biases."""
+    """Four rows at a time; the last row of the weights is the bias."""
     rows, inner, columns = a_IK.shape[0], a_IK.shape[1], out_IJ.shape[1]
     for j in range(0, columns, LANES):
         left = columns - j
@@ -163,7 +164,7 @@ def _norm(x_NW: np.ndarray, gain_bias_2W: np.ndarray, out_NW: np.ndarray) -> Non
 
 
 @short_kernel
-def lay_out(
+def allocate(
     kind_G: np.ndarray,
     width_G: np.ndarray,
     num_candidates_R: np.ndarray,
@@ -172,9 +173,12 @@ def lay_out(
     start_SR1: np.ndarray,
     where_G3: np.ndarray,
 ) -> int:
-    """Where everything is going to lie; how many numbers that takes. Written are `start_SR1`, of each request its first
-    candidate and its first entry in each sequence (`list_S`: its number among the lists), and `where_G3`, of each register its
-    begin, rows and columns. `kind_G`: 0 a row for each request, then as in `start_SR1`."""
+    """Place all registers in one array and return its size.
+
+    Writes `start_SR1`, the first candidate of each request and its first entry in each sequence (`list_S`:
+    number of the sequence among the lists), and `where_G3`, start, rows and columns of each register.
+    `kind_G`: 0 = a row per request, otherwise an index into `start_SR1` plus 1.
+    """
     requests = len(num_candidates_R)
     for s in range(len(start_SR1)):
         start_SR1[s, 0] = 0
@@ -190,8 +194,8 @@ def lay_out(
 
 
 @short_kernel
-def lay_rows(rows_UD: np.ndarray, index_N: np.ndarray, out_NW: np.ndarray, column: int) -> None:
-    """Rows by their numbers, from `column` on."""
+def write_rows(rows_UD: np.ndarray, index_N: np.ndarray, out_NW: np.ndarray, column: int) -> None:
+    """Copy rows by number into the columns from `column` on."""
     width = rows_UD.shape[1]
     for i in range(len(index_N)):
         for j in range(0, width, LANES):
@@ -199,7 +203,7 @@ def lay_rows(rows_UD: np.ndarray, index_N: np.ndarray, out_NW: np.ndarray, colum
 
 
 @short_kernel
-def lay_times(
+def write_time_buckets(
     table_TD: np.ndarray,
     length_R: np.ndarray,
     asked_ms_R: np.ndarray,
@@ -208,7 +212,7 @@ def lay_times(
     out_LW: np.ndarray,
     column: int,
 ) -> None:
-    """The vectors of the buckets of the times since each entry, as roostream/models/inputs.py has them."""
+    """Vectors of the time bucket of each entry, as in roostream/models/inputs.py."""
     width, i = table_TD.shape[1], 0
     for r in range(len(length_R)):
         for _ in range(length_R[r]):
@@ -221,7 +225,7 @@ def lay_times(
 
 
 @short_kernel
-def lay_lists(
+def write_pooled_lists(
     rows_UD: np.ndarray,
     index_L: np.ndarray,
     weight_L: np.ndarray,
@@ -230,8 +234,12 @@ def lay_lists(
     registers_G3: np.ndarray,
     x: np.ndarray,
 ) -> None:
-    """All pooled lists of a stack, behind each other in `index_L`, and in `weight_L` where any has weights. `lengths`: of both
-    sides, int32 [K, N]. `lists_M5`: of each its side, its number there, whether it has weights, register and column."""
+    """All pooled lists of a stack.
+
+    They lie one after the other in `index_L`, and in `weight_L` if any has weights. `lengths`: of both sides,
+    int32 [K, N]. `lists_M5`: side, number within the side, whether it has weights, register and column of
+    each list.
+    """
     begin = 0
     for m in range(len(lists_M5)):
         side, k, weighted, register, column = lists_M5[m]
@@ -240,14 +248,14 @@ def lay_lists(
         for n in range(len(length_N)):
             end += length_N[n]
         its_weight_L = weight_L[begin:end] if weighted else weight_L[:0]
-        lay_pooled(
+        write_pooled(
             rows_UD, index_L[begin:end], length_N, its_weight_L, _register(x, registers_G3[register]), column
         )
         begin = end
 
 
 @short_kernel
-def lay_pooled(
+def write_pooled(
     rows_UD: np.ndarray,
     index_L: np.ndarray,
     length_N: np.ndarray,
@@ -255,7 +263,7 @@ def lay_pooled(
     out_NW: np.ndarray,
     column: int,
 ) -> None:
-    """Of each row's list, behind each other in `index_L`, the mean, 0 of none; the sum by weight where weights are given."""
+    """The mean of each row's list, 0 if empty; the weighted sum if there are weights."""
     width = rows_UD.shape[1]
     zero = np.float32(0)
     end = 0
@@ -272,10 +280,10 @@ def lay_pooled(
 
 
 @short_kernel
-def lay_floats(
+def write_floats(
     float_NF: np.ndarray, present_NF: np.ndarray, present_KN: np.ndarray, out_NW: np.ndarray, column: int
 ) -> None:
-    """Floats, then which of the declared ones are there, then which lists."""
+    """Floats, then presence of the declared floats, then presence of the lists."""
     for n in range(len(float_NF)):
         at = column
         for f in range(float_NF.shape[1]):

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from roostream.models.build import build_model
+from roostream.models.compiled import interpreter as interpreter
+from roostream.models.compiled import scorer as forward
+from roostream.models.compiled.scorer import CompiledScorer, Rows, build_scorer
 from roostream.models.config import CascadeConfig, HstuConfig, RankerConfig, TwoTowerConfig
-from roostream.models.fused import forward, machine
-from roostream.models.fused.forward import Rows, TapeForward, forward_of
 from roostream.models.inputs import build_inputs
 from roostream.models.model import Model
 from roostream.wire.batch import Batch
@@ -57,8 +58,8 @@ def torch_forward(model: Model, batch: Batch) -> np.ndarray:
 def test_g9_a_tape_is_the_modules_for_every_schema(case: str, counts: list[int]) -> None:
     schema = make_schema(case)
     model = trained_model(schema).eval().requires_grad_(False)
-    run, batch = forward_of(model, schema), make_batch(schema, counts, seed=len(counts))
-    assert isinstance(run, TapeForward)
+    run, batch = build_scorer(model, schema), make_batch(schema, counts, seed=len(counts))
+    assert isinstance(run, CompiledScorer)
     np.testing.assert_allclose(run(*asked(batch)), torch_forward(model, batch), rtol=0, atol=1e-5)
 
 
@@ -66,8 +67,8 @@ def test_g9_a_tape_is_the_modules_for_every_schema(case: str, counts: list[int])
 def test_g9_a_tape_is_the_modules_for_every_setting(changes: dict[str, Any]) -> None:
     schema = make_schema("everything", labels=1)
     model = trained_model(schema, dataclasses.replace(SMALL, **changes)).eval().requires_grad_(False)
-    run, batch = forward_of(model, schema), make_batch(schema, [7, 33, 0, 1], seed=3)
-    assert isinstance(run, TapeForward)
+    run, batch = build_scorer(model, schema), make_batch(schema, [7, 33, 0, 1], seed=3)
+    assert isinstance(run, CompiledScorer)
     expected = torch_forward(model, batch)
     assert np.ptp(expected) > 0.01, "weights that have a say"
     np.testing.assert_allclose(run(*asked(batch)), expected, rtol=0, atol=1e-5)
@@ -75,7 +76,7 @@ def test_g9_a_tape_is_the_modules_for_every_setting(changes: dict[str, Any]) -> 
 
 def test_a_request_has_the_same_bits_whatever_is_scored_beside_it() -> None:
     schema = make_schema("everything")
-    run = forward_of(trained_model(schema), schema)
+    run = build_scorer(trained_model(schema), schema)
     batch = make_batch(schema, COUNTS, seed=5)
     together, first = run(*asked(batch)), 0
     for r, count in enumerate(COUNTS):
@@ -89,7 +90,7 @@ def test_a_list_longer_than_what_is_kept_near_is_attended_to_whole() -> None:
     model = trained_model(schema).eval().requires_grad_(False)
     batch = make_batch(schema, [150], seed=1, longest=90)
     np.testing.assert_allclose(
-        forward_of(model, schema)(*asked(batch)), torch_forward(model, batch), rtol=0, atol=1e-5
+        build_scorer(model, schema)(*asked(batch)), torch_forward(model, batch), rtol=0, atol=1e-5
     )
 
 
@@ -99,7 +100,7 @@ def test_weights_that_are_not_finite_give_scores_that_are_not_finite() -> None:
         model = trained_model(schema)
         with torch.no_grad():
             model.get_parameter("dense.layers.0.weight").fill_(value)
-        assert not np.isfinite(forward_of(model, schema)(*asked(make_batch(schema, [4])))).all()
+        assert not np.isfinite(build_scorer(model, schema)(*asked(make_batch(schema, [4])))).all()
 
 
 @pytest.mark.parametrize(
@@ -117,16 +118,16 @@ def test_weights_that_are_not_finite_give_scores_that_are_not_finite() -> None:
 def test_what_a_tape_does_not_know_goes_through_its_modules(config: Any) -> None:
     schema = make_schema("everything")
     model = build_model(schema, config, 1).eval().requires_grad_(False)
-    run, batch = forward_of(model, schema), make_batch(schema, [3, 2])
-    assert not isinstance(run, TapeForward)
+    run, batch = build_scorer(model, schema), make_batch(schema, [3, 2])
+    assert not isinstance(run, CompiledScorer)
     assert run(*asked(batch)).tobytes() == torch_forward(model, batch).tobytes()
 
 
 def test_a_cascade_is_served_by_the_tape_of_its_ranker() -> None:
     schema = make_schema("everything")
     model = build_model(schema, CascadeConfig(), 1).eval().requires_grad_(False)
-    run, batch = forward_of(model, schema), make_batch(schema, [3, 2])
-    assert isinstance(run, TapeForward)
+    run, batch = build_scorer(model, schema), make_batch(schema, [3, 2])
+    assert isinstance(run, CompiledScorer)
     np.testing.assert_allclose(run(*asked(batch)), torch_forward(model, batch), rtol=0, atol=1e-5)
 
 
@@ -136,21 +137,27 @@ def test_a_model_that_only_looks_like_a_ranker_goes_through_its_modules(
     schema = make_schema("everything")
     model = trained_model(schema)
     monkeypatch.setattr(forward, "COMPILED", False)
-    assert not isinstance(forward_of(model, schema), TapeForward), "without numba's compiler"
+    assert not isinstance(build_scorer(model, schema), CompiledScorer), "without numba's compiler"
     monkeypatch.undo()
     model.__class__ = type(
         "Mine", (type(model),), {"forward": lambda self, inputs: inputs.nro_float_BG[:, :2]}
     )
     batch = make_batch(schema, [3])
-    assert forward_of(model, schema)(*asked(batch)).tobytes() == torch_forward(model, batch).tobytes()
+    assert build_scorer(model, schema)(*asked(batch)).tobytes() == torch_forward(model, batch).tobytes()
 
 
 def test_warming_compiles_for_every_model() -> None:
     forward.precompile()
-    laying = (machine.lay_out, machine.lay_rows, machine.lay_lists, machine.lay_times, machine.lay_floats)
-    kernels = (machine.run_tape, *laying)
+    laying = (
+        interpreter.allocate,
+        interpreter.write_rows,
+        interpreter.write_pooled_lists,
+        interpreter.write_time_buckets,
+        interpreter.write_floats,
+    )
+    kernels = (interpreter.run_tape, *laying)
     before = [len(kernel.nopython_signatures) for kernel in kernels]
     for case in CASES:
         schema = make_schema(case)
-        forward_of(trained_model(schema), schema)(*asked(make_batch(schema, COUNTS)))
+        build_scorer(trained_model(schema), schema)(*asked(make_batch(schema, COUNTS)))
     assert [len(kernel.nopython_signatures) for kernel in kernels] == before

@@ -1,6 +1,6 @@
-"""A batch's logits, for serving: by a tape where the model has one, else by its modules.
+"""Logits of a batch for serving: compiled where the model allows it, else by its torch modules.
 
-Both are the trainer's forward pass to 1e-5 (G9, docs/decisions/0051): sums are in another order, nothing else differs.
+Both equal the trainer's forward pass to 1e-5 (G9, docs/decisions/0103): only the order of sums differs.
 
 Letters: R requests, B candidates, T tasks, U unique rows of a stack, D width, L entries of a sequence.
 """
@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
-from roostream.models.fused import machine
-from roostream.models.fused.tape import LaidList, LaidSequence, Tape, tape_of
+from roostream.models.compiled import interpreter as interpreter
+from roostream.models.compiled.tape import PooledList, SequenceBlock, Tape, compile_tape
 from roostream.models.inputs import BUCKET_MS, build_inputs
 from roostream.models.model import Model
 from roostream.models.ranker import Ranker
@@ -32,16 +32,19 @@ Forward = Callable[[Batch, Lookup, Rows], np.ndarray]
 _NONE = np.zeros(0, np.float32)
 
 
-def forward_of(model: Model, schema: Schema) -> Forward:
-    """For parameters as they are now: a tape keeps copies. A user's own model goes through its modules, as does every part of
-    ours that a tape doesn't know."""
+def build_scorer(model: Model, schema: Schema) -> Forward:
+    """A scorer with the model's current parameters; the compiled one has copies of them.
+
+    Custom models, and models with a part that `compile_tape` does not know (HSTU, DHEN, UserArch), run
+    through torch.
+    """
     ranks = model.ranker if isinstance(model, Cascade) else model
-    tape = tape_of(ranks, schema) if COMPILED and type(ranks) is Ranker else None
-    return torch_forward(model) if tape is None else TapeForward(tape)
+    tape = compile_tape(ranks, schema) if COMPILED and type(ranks) is Ranker else None
+    return torch_forward(model) if tape is None else CompiledScorer(tape)
 
 
 def torch_forward(model: Model) -> Forward:
-    """What training runs: a request alone has the bits that it has there."""
+    """The forward pass of training: a request alone gets the same bits as in training."""
 
     def forward(batch: Batch, lookup: Lookup, rows: Rows) -> np.ndarray:
         with torch.inference_mode():
@@ -51,12 +54,12 @@ def torch_forward(model: Model) -> Forward:
     return forward
 
 
-class TapeForward:
-    """Thread-safe: what a call writes to is its own."""
+class CompiledScorer:
+    """Runs a tape. Thread-safe: each call has its own buffers."""
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
-        members: dict[str, list[LaidList]] = {}
+        members: dict[str, list[PooledList]] = {}
         for one in tape.lists:
             members.setdefault(one.stack, []).append(one)
         self._lists = {
@@ -71,7 +74,7 @@ class TapeForward:
         )  # of candidates, and of each sequence's entries
         where_G3 = np.empty((len(tape.kind_G), 3), np.int64)
         counts_R, lengths_KR = batch.num_candidates_R, batch.ro_lists.lengths_KN
-        size = machine.lay_out(
+        size = interpreter.allocate(
             tape.kind_G, tape.width_G, counts_R, lengths_KR, self._sequence_S, start_SR1, where_G3
         )
         x = np.empty(size, np.float32)
@@ -84,7 +87,7 @@ class TapeForward:
         sides = {"ro": (batch.ro_present_RF, batch.ro_lists), "nro": (batch.nro_present_BF, batch.nro_lists)}
         for laid in tape.floats:
             present_NF, lists = sides[laid.side]
-            machine.lay_floats(
+            interpreter.write_floats(
                 np.arcsinh(floats[laid.side]),
                 present_NF,
                 lists.present_KN,
@@ -99,39 +102,39 @@ class TapeForward:
                 if weighted
                 else _NONE
             )
-            machine.lay_lists(rows[stack], index_L, weight_L, lengths, lists_M5, where_G3, x)
+            interpreter.write_pooled_lists(rows[stack], index_L, weight_L, lengths, lists_M5, where_G3, x)
         for s, sequence in enumerate(tape.sequences, 1):
             if start_SR1[s, -1]:
-                _lay_entries(sequence, batch, lookup, rows, register(sequence.to))
-        belong = machine.Belonging(start_SR1[0], start_SR1[1:], batch.request_index_B)
-        machine.run_tape(tape.ops_O, tape.weights, where_G3, belong, x)
+                _write_entries(sequence, batch, lookup, rows, register(sequence.to))
+        belong = interpreter.RowGroups(start_SR1[0], start_SR1[1:], batch.request_index_B)
+        interpreter.run_tape(tape.ops_O, tape.weights, where_G3, belong, x)
         return register(-1)
 
 
-def _numbers(lists: list[LaidList]) -> np.ndarray:
-    """As `machine.lay_lists` takes them."""
+def _numbers(lists: list[PooledList]) -> np.ndarray:
+    """The `lists_M5` of `interpreter.write_pooled_lists`."""
     return np.array([(one.side == "nro", one.number, one.weighted, *one.to) for one in lists], np.int64)
 
 
 def _weights(lists: Jagged, name: str) -> np.ndarray:
-    """As roostream/models/inputs.py has them."""
+    """As in roostream/models/inputs.py."""
     weight_L = lists.weights_of(name)
     return np.ones(lists.total_of(name), np.float32) if weight_L is None else np.arcsinh(weight_L)
 
 
-def _lay_entries(
-    sequence: LaidSequence, batch: Batch, lookup: Lookup, rows: Rows, out_LW: np.ndarray
+def _write_entries(
+    sequence: SequenceBlock, batch: Batch, lookup: Lookup, rows: Rows, out_LW: np.ndarray
 ) -> None:
-    """As `HistoryAttention` puts them together."""
+    """In the same order as `HistoryAttentionEncoder`."""
     lists, column = batch.ro_lists, 0
     for name, stack in sequence.stacks.items():
         key = f"{sequence.name}.{name}" if name else sequence.name
-        machine.lay_rows(rows[stack], lookup.stacks[stack].index[key], out_LW, column)
+        interpreter.write_rows(rows[stack], lookup.stacks[stack].index[key], out_LW, column)
         column += rows[stack].shape[1]
     length_R = lists.lengths_KN[sequence.number]
     for name, table in sequence.times.items():
         times_L = lists.columns[f"{sequence.name}.{name}"]
-        machine.lay_times(table, length_R, batch.time_ms_R, times_L, BUCKET_MS, out_LW, column)
+        interpreter.write_time_buckets(table, length_R, batch.time_ms_R, times_L, BUCKET_MS, out_LW, column)
         column += table.shape[1]
 
 
@@ -139,15 +142,17 @@ def precompile() -> None:
     """Compile the kernels into numba's cache."""
     x = np.zeros((1, 2), np.float32)
     none = np.zeros(1, np.int64)
-    machine.lay_floats(
+    interpreter.write_floats(
         x, np.zeros((1, 1), np.bool_), np.zeros((1, 1), np.bool_), np.zeros((1, 4), np.float32), 0
     )
     lengths, registers = np.ones((1, 1), np.int32), np.array([(0, 1, 2)])
-    machine.lay_out(
+    interpreter.allocate(
         none, none, lengths[0], lengths, none, np.zeros((1, 2), np.int64), np.zeros((1, 3), np.int64)
     )
-    machine.lay_lists(x, none, _NONE, (lengths, lengths), np.zeros((1, 5), np.int64), registers, x.ravel())
-    machine.lay_times(x, lengths[0], none, none, BUCKET_MS, x, 0)
-    machine.lay_rows(x, none, x, 0)
-    one_request = machine.Belonging(np.array([0, 1]), np.zeros((0, 2), np.int64), none)
-    machine.run_tape(np.zeros((0, 11), np.int64), _NONE, np.zeros((1, 3), np.int64), one_request, _NONE)
+    interpreter.write_pooled_lists(
+        x, none, _NONE, (lengths, lengths), np.zeros((1, 5), np.int64), registers, x.ravel()
+    )
+    interpreter.write_time_buckets(x, lengths[0], none, none, BUCKET_MS, x, 0)
+    interpreter.write_rows(x, none, x, 0)
+    one_request = interpreter.RowGroups(np.array([0, 1]), np.zeros((0, 2), np.int64), none)
+    interpreter.run_tape(np.zeros((0, 11), np.int64), _NONE, np.zeros((1, 3), np.int64), one_request, _NONE)
