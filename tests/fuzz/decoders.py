@@ -1,4 +1,4 @@
-"""Whatever reads bytes that others wrote: some that it takes, and what it may refuse others with. Anything else is a defect."""
+"""All decoders of external bytes: valid inputs, and the errors with which they may reject others. Any other error is a defect."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ COLUMNS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """`read` is given any bytes; `seeds` are such as it takes."""
+    """A decoder `read`, and valid inputs `seeds`."""
 
     read: Callable[[bytes], object]
     seeds: tuple[bytes, ...]
     refuses: tuple[type[Exception], ...] = (RequestError,)
 
     def try_one(self, data: bytes) -> bool:
-        """Whether `data` was taken. Raises whatever isn't a refusal."""
+        """Whether `data` is accepted. Raises undeclared errors."""
         try:
             self.read(data)
         except self.refuses:
@@ -61,7 +61,7 @@ class Target:
 
 
 def targets() -> dict[str, Target]:
-    """By name; each is made anew, with what it keeps."""
+    """Fresh targets by name."""
     return {**_bodies(SCHEMA), **_records(SCHEMA), **_files()}
 
 
@@ -118,7 +118,7 @@ def _records(schema: Schema) -> dict[str, Target]:
     )
 
     def samples(data: bytes) -> None:
-        """Never refuses: what it can't read is told beside the batch."""
+        """Never raises; rejects are returned beside the batch."""
         decoder.decode([wire.Record("samples", 0, 0, NOW_MS, None, data)], corrections=True)
 
     return {
@@ -154,13 +154,13 @@ def _files() -> dict[str, Target]:
 
 
 def _manifests() -> tuple[bytes, ...]:
-    """Their bodies."""
+    """Bodies of manifests."""
     outer = json.loads((GOLDEN / "format_1" / "manifest.json").read_bytes())
     return (_json(outer["body"]),)
 
 
 def _manifest(data: bytes) -> object:
-    """With a checksum that fits, if it is JSON at all: else nothing behind the checksum would be reached."""
+    """Read a manifest with a valid checksum, so that the code behind the check is reached."""
     try:
         body = json.loads(data)
         whole = json.dumps(
@@ -215,7 +215,7 @@ def _sample(schema: Schema) -> bytes:
 
 
 def _inferences() -> tuple[bytes, ...]:
-    """The first byte says whether a length of the header follows, as ten digits."""
+    """Inputs whose first byte tells whether a header length of ten digits follows."""
     head = {
         "id": "r-1",
         "parameters": {"user_id": 17, "session_id": 4},

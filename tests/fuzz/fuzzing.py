@@ -1,8 +1,7 @@
-"""`make fuzz`: each decoder of tests/fuzz/decoders.py is given a million inputs that are nearly right, in a process of its own.
+"""`make fuzz`: runs each decoder of tests/fuzz/decoders.py on a million mutated inputs, in its own process.
 
-With atheris installed, what of our Python an input reaches decides what is changed next; without it seeds are changed at random.
-An input that raises what isn't a refusal ends that run and lies in build/fuzz afterwards: `--replay FILE` gives it again.
-Exit code 1: there was one.
+With atheris installed, code coverage guides the mutations; without it they are random. An input that raises an undeclared error
+ends its run and is saved in build/fuzz; `--replay FILE` runs it again. The exit code is then 1.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 
 FOUND = Path("build") / "fuzz"
 MAX_BYTES = 4096
-GUIDING = (  # without kernels: what numba compiles must be the code that Python compiled
+GUIDING = (  # without kernels: numba can only compile uninstrumented code
     "roostream.wire.records",
     "roostream.runtime.manifest",
     "serving.access.bearer_keys",
@@ -34,7 +33,6 @@ GUIDING = (  # without kernels: what numba compiles must be the code that Python
     "serving.oip.tensors",
     "serving.request",
     "serving.retrieval.catalogue",
-    "serving.retrieval.catalogue",
 )
 
 
@@ -42,11 +40,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--executions", type=int, default=1_000_000, help="of each decoder")
-    parser.add_argument("--only", default="", help="a decoder's name, or its beginning")
+    parser.add_argument("--executions", type=int, default=1_000_000, help="executions of each decoder")
+    parser.add_argument("--only", default="", help="name of a decoder, or its beginning")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--replay", type=Path, help="an input that was found; with --only its decoder's whole name"
+        "--replay", type=Path, help="run a saved input; --only must be the full name of its decoder"
     )
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # in this process
     given = parser.parse_args()
@@ -110,7 +108,7 @@ def _blind(name: str, executions: int, seed: int) -> int:
 
 
 def _guided(name: str, executions: int, seed: int) -> int:
-    """Never returns: libFuzzer ends the process."""
+    """Does not return: libFuzzer ends the process."""
     import atheris
 
     from tests.fuzz.decoders import targets
@@ -141,7 +139,7 @@ def _guided(name: str, executions: int, seed: int) -> int:
 
 
 def _functions(modules: Iterable[str]) -> Iterator[types.FunctionType]:
-    """All that these define, methods too."""
+    """All functions and methods of these modules."""
     for name in modules:
         module = importlib.import_module(name)
         owners = [module, *(v for v in vars(module).values() if isinstance(v, type) and v.__module__ == name)]

@@ -1,4 +1,4 @@
-"""Bytes that are nearly right: a seed, changed here and there, as bytes or as the JSON that it is."""
+"""Mutations of valid inputs, as bytes or as JSON."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MAX_BYTES = 4096
 
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
-    """Another one like it, of at most 4 KiB."""
+    """A mutation of `data`, of at most 4 KiB."""
     if rng.random() < 0.5:
         try:
             changed = _json_changed(msgspec.json.decode(data), rng)
@@ -74,7 +74,7 @@ def _change_bytes(out: bytearray, rng: random.Random) -> None:
 
 
 def _json_changed(value: Any, rng: random.Random) -> Any:
-    """One place of it."""
+    """Change one value of a JSON document."""
     if not isinstance(value, dict | list) or not value or rng.random() < 0.15:
         return _odd(value, rng)
     place = rng.choice(list(value)) if isinstance(value, dict) else rng.randrange(len(value))

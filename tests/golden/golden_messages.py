@@ -1,4 +1,4 @@
-"""One message of every type, as version 1 wrote it. Never change one: add fields to a new golden file instead."""
+"""One message of every type as version 1 wrote it. Never change one; add a new golden file for new fields."""
 
 from __future__ import annotations
 
@@ -127,4 +127,4 @@ RANK_ANSWER = pb.RankAnswer(
     order=[1, 0],
     degraded=True,
 )
-"""Crosses no topic, so it has no type byte."""
+"""Not a record, so it has no type byte."""

@@ -1,4 +1,4 @@
-"""A commit as format 1 wrote it: manifest and dense file of an earlier version, which every later one reads."""
+"""Every version reads a commit of format 1: its manifest and its dense file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parent / "format_1"
 
 
 def golden_store() -> MemoryStore:
-    """The commit's two files under their names."""
+    """A store with the two files of the commit."""
     store = MemoryStore()
     store.put("manifests/00000001", (FOLDER / "manifest.json").read_bytes())
     store.put("dense/00000001-1.safetensors", (FOLDER / "dense.safetensors").read_bytes())
@@ -35,7 +35,7 @@ def test_a_manifest_of_format_1_is_read_as_a_commit_of_one_worker_with_four_part
     assert manifests.read_file(golden_store(), part.file)
 
 
-def test_it_is_written_again_in_the_format_of_today() -> None:
+def test_it_is_written_in_the_current_format() -> None:
     manifest = manifests.load(golden_store(), "manifests/00000001").manifest
     again = manifests.decode(manifest.encode())
     assert again.manifest == manifest and f'"format":{FORMAT}'.encode() in manifest.encode()

@@ -1,4 +1,4 @@
-"""Bytes that were written keep decoding, and those of the newest version are what is written."""
+"""Old bytes keep decoding, and the newest version writes exactly its golden bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROO = HERE.parents[1] / "roostream" / "wire"
 
 
 @pytest.mark.parametrize("name", sorted(MESSAGES))
-def test_golden_bytes_decode_to_the_message_and_back(name: str) -> None:
+def test_golden_bytes_round_trip(name: str) -> None:
     golden = bytes.fromhex((HERE / f"{name}.hex").read_text(encoding="ascii"))
     kind, message = MESSAGES[name]
     assert wire.decode(golden) == (kind, message)
@@ -27,12 +27,12 @@ def test_golden_bytes_decode_to_the_message_and_back(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["row_delta", "barrier"])
-def test_rows_without_a_checksum_as_version_1_wrote_them_are_read(name: str) -> None:
+def test_version_1_rows_without_checksum_are_read(name: str) -> None:
     golden = bytes.fromhex((HERE / "format_1" / f"{name}.hex").read_text(encoding="ascii"))
     assert golden[1] == wire.VERSION and wire.decode(golden) == MESSAGES[name]
 
 
-def test_golden_bytes_of_an_answer_decode_to_the_message_and_back() -> None:
+def test_golden_bytes_of_an_answer_round_trip() -> None:
     golden = bytes.fromhex((HERE / "rank_answer.hex").read_text(encoding="ascii"))
     assert pb.RankAnswer.FromString(golden) == RANK_ANSWER
     assert RANK_ANSWER.SerializeToString(deterministic=True) == golden
@@ -48,7 +48,7 @@ def test_messages_are_parsed_by_upb() -> None:
     )
 
 
-def test_generated_code_is_what_the_proto_file_generates(tmp_path: Path) -> None:
+def test_generated_code_is_current(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",

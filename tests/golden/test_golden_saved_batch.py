@@ -1,4 +1,4 @@
-"""A saved batch of format 1, as an earlier version wrote it: every later one reads it."""
+"""Every version reads a saved batch of format 1."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ BATCH = SavedBatch(
 )
 
 
-def test_a_batch_that_an_earlier_version_saved_is_read() -> None:
+def test_a_saved_batch_of_format_1_is_read() -> None:
     assert decode(FILE.read_bytes(), str(FILE)) == BATCH

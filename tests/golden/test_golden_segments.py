@@ -1,4 +1,4 @@
-"""Segments as format 1 wrote them, whose directories knew no whole buckets: every later version reads them."""
+"""Every version reads segments of format 1, whose directories have no whole buckets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parent / "format_1"
 STACK = "d2-adagrad"
 
 
-def test_segments_of_format_1_are_read_and_continued_in_the_format_of_today() -> None:
+def test_segments_of_format_1_are_read_and_continued_in_the_current_format() -> None:
     golden = json.loads((FOLDER / "segments.json").read_text(encoding="utf-8"))
     store = MemoryKeyValueStore()
     store.data = {key.encode(): bytes.fromhex(data) for key, data in golden["parts"].items()}

@@ -1,4 +1,4 @@
-"""Hashes, keys, buckets, fingerprints and blocks: numbers that other languages and older data agree on."""
+"""Hashes, keys, buckets, fingerprints, blocks and counter states that other languages and older data rely on."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ action = "click"
         ([ids.bucket_of(i, ITEM, 64) for i in (0, 1, 2, -1, 1 << 63)], [47, 2, 40, 2, 21]),
     ],
 )
-def test_hashes_keys_and_buckets(got: object, expected: object) -> None:
+def test_hashes_keys_and_buckets_keep_their_values(got: object, expected: object) -> None:
     assert got == expected
 
 
@@ -71,11 +71,11 @@ def schema() -> Schema:
     return schema_from_dict(tomllib.loads(SCHEMA))
 
 
-def test_the_fingerprint_of_a_schema() -> None:
+def test_a_fingerprint_keeps_its_value() -> None:
     assert schema().fingerprint == FINGERPRINT
 
 
-def test_blocks() -> None:
+def test_blocks_keep_their_bytes() -> None:
     history = {"item": [1, "x"], "action": [2, 3], "time": [6, 7]}
     assert encode_ro(schema(), {"hour": 1.5, "history": history}).hex() == RO
     topics = [{"ids": [3], "weights": [0.5]}, None]
@@ -125,7 +125,7 @@ USER_STATE_2 = (
     ("item", "expected"),
     [(ITEM_STATE, 0.1 * 2**-0.0167), ("02" + ITEM_STATE[2:] + EXPECTED, 0.5 * 2**-0.0167)],
 )
-def test_states_of_online_features_that_older_versions_wrote(item: str, expected: float) -> None:
+def test_counter_states_of_older_versions_are_read(item: str, expected: float) -> None:
     counters = Counters(Schema())
     counters.load(KEYS, [bytes.fromhex(item), bytes.fromhex(USER_STATE)])
     ro, nro = counters.read(5, [8, 9], 1_700_000_060_000)
@@ -148,7 +148,7 @@ def test_states_of_online_features_that_older_versions_wrote(item: str, expected
     assert counters.dump(KEYS)[0] == bytes.fromhex(ITEM_STATE_3) or item == ITEM_STATE
 
 
-def test_states_of_online_features() -> None:
+def test_counter_states_keep_their_bytes() -> None:
     counters = Counters(Schema())
     counters.apply_impression(5, [8, 9], 1_700_000_000_000)
     counters.apply_engagement(5, 8, "click", 1.0, 1_700_000_060_000)
