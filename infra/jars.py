@@ -1,8 +1,7 @@
-"""Java of the stack: the runtime, and pinned jars in `build/`, of the broker, of Flink's Kafka connector and of the compiler.
+"""The Java runtime, and the pinned jars of Kafka, of Flink's Kafka connector and of the Java compiler.
 
-Jars are listed in `jars.sha256` (sha256, bytes, group:artifact:version), fetched by a Maven client and verified.
-
-A jar gets its name in `build/jars/` only after its checksum was right, so what lies there needs no second look.
+`jars.sha256` lists the jars (sha256, bytes, group:artifact:version). A Maven client downloads them to `build/jars/`.
+A jar gets its final name only after its checksum was verified, so it is not verified again.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from infra.options import ROOT
 from roostream.errors import ConfigError, SetupError
 
 BUILD = ROOT / "build" if (ROOT / "pyproject.toml").exists() else Path(sys.prefix) / "share" / "roostream"
-"""In a checkout beside the sources; of an installed package in the environment, which goes as a whole."""
+"""In a checkout beside the sources; for an installed package in its environment."""
 JARS = BUILD / "jars"
 KAFKA_JARS, CONNECTOR_JARS, COMPILER_JARS = JARS / "kafka", JARS / "flink", JARS / "compiler"
 OPERATOR_JAR = BUILD / "roostream-flink.jar"  # ours, compiled by set-up
 STAMPS = BUILD / "stamps"
 LIST = Path(__file__).with_name("jars.sha256")
-_FOLDER_OF_GROUP = {  # all others: the broker's
+_FOLDER_OF_GROUP = {  # jars of other groups are the broker's
     "org.apache.flink": CONNECTOR_JARS.name,
-    "org.bitbucket.b_c": CONNECTOR_JARS.name,  # jose4j, which the connector's client wants for OAUTHBEARER
+    "org.bitbucket.b_c": CONNECTOR_JARS.name,  # jose4j, which the connector's client needs for OAUTHBEARER
     "org.eclipse.jdt": COMPILER_JARS.name,
 }
-_FOR_OTHERS = ("org.bitbucket.b_c",)  # groups that a local stack does without
+_OPTIONAL_GROUPS = ("org.bitbucket.b_c",)  # not needed by a local stack
 
 
 class Jar(NamedTuple):
@@ -48,11 +47,11 @@ class Jar(NamedTuple):
 
 
 Fetch = Callable[[Jar, Path], Path]
-"""(jar, cache folder) → the downloaded file; raises OSError if it can't be had."""
+"""Maps (jar, cache folder) to the downloaded file; raises OSError on failure."""
 
 
 def read_list(path: Path = LIST) -> list[Jar]:
-    """Raises ConfigError on a line of another form."""
+    """Raises ConfigError on a malformed line."""
     jars = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
@@ -71,8 +70,8 @@ def missing(jars: list[Jar], root: Path = JARS) -> list[Jar]:
 
 
 def require_jars(root: Path = JARS) -> None:
-    """Raises SetupError: the broker's or the connector's jars aren't there."""
-    if absent := missing([jar for jar in read_list() if jar.group not in _FOR_OTHERS], root):
+    """Raises SetupError if a jar of the broker or the connector is missing."""
+    if absent := missing([jar for jar in read_list() if jar.group not in _OPTIONAL_GROUPS], root):
         raise SetupError(
             f"expected {absent[0].artifact}-{absent[0].version}.jar in {absent[0].path(root).parent}, got none; "
             "run `make setup` in a checkout, `roostream prepare` where the package is installed"
@@ -83,36 +82,34 @@ def fetch_all(
     jars: list[Jar],
     root: Path = JARS,
     fetch: Fetch | None = None,
-    fetched: Callable[[Jar], None] = lambda _: None,
 ) -> None:
-    """Download and verify `jars`; `fetched` is called after each.
+    """Download and verify `jars`.
 
-    **If it fails:** the jars that were fetched stay; a second call fetches the others.
+    **After a failure** the downloaded jars stay; a second call fetches the others.
 
     Raises:
-        SetupError: one can't be downloaded, or its checksum is wrong.
+        SetupError: a jar can't be downloaded, or its checksum is wrong.
     """
     with tempfile.TemporaryDirectory(prefix="roostream-jars-") as cache:
         for jar in jars:
-            _place(jar.path(root), jar.sha256, (fetch or from_maven)(jar, Path(cache)))
-            fetched(jar)
+            _install(jar.path(root), jar.sha256, (fetch or from_maven)(jar, Path(cache)))
 
 
 def from_maven(jar: Jar, cache: Path) -> Path:
-    """The default way: Maven's central repository, or what the Maven client's own configuration names instead."""
+    """Download from Maven's central repository, or from the repository that the Maven client's configuration names."""
     from jgo.maven import MavenContext
 
     context = MavenContext(repo_cache=cache, local_repos=[], timeout=60)
     try:
         return Path(context.project(jar.group, jar.artifact).at_version(jar.version).artifact().resolve())
-    except Exception as error:  # the client raises its own and its HTTP library's
+    except Exception as error:  # errors of the client or of its HTTP library
         reason = (str(error).splitlines() or ["?"])[0]
         raise SetupError(
             f"{jar.artifact}-{jar.version}.jar can't be downloaded ({reason[:160]}); check the network and run it again"
         ) from None
 
 
-def _place(path: Path, sha256: str, file: Path) -> None:
+def _install(path: Path, sha256: str, file: Path) -> None:
     got = hashlib.sha256(file.read_bytes()).hexdigest()
     if got != sha256:
         raise SetupError(
@@ -125,10 +122,10 @@ def _place(path: Path, sha256: str, file: Path) -> None:
 
 
 def find_java(chosen: str = "") -> Path:
-    """The `java` to run: `chosen` (a path or a name on PATH), else the runtime that came with the environment.
+    """The `java` to run: `chosen` (a path or a name on PATH), else the runtime in the environment.
 
     Raises:
-        SetupError: it is absent.
+        SetupError: it does not exist.
     """
     if chosen:
         found = shutil.which(chosen)
@@ -149,7 +146,10 @@ def java_home(java: Path) -> Path:
 
 
 def java_flags(tmp: Path, *, quick_start: bool = False) -> tuple[str, ...]:
-    """What every JVM of a stack gets: no file outside `tmp`. With `quick_start` it has the quick compiler alone, which halves
-    its start on a busy machine and costs throughput: for live traffic of one machine, not for replays."""
+    """Flags of every JVM of a stack; it writes no file outside `tmp`.
+
+    `quick_start` disables the optimizing compiler. This halves the start time on a busy machine and costs throughput,
+    which suits live traffic on one machine, but not replays.
+    """
     compiler = ("-XX:TieredStopAtLevel=1",) if quick_start else ()
     return (f"-Djava.io.tmpdir={tmp}", "-XX:-UsePerfData", "-XX:+UseSerialGC", *compiler)

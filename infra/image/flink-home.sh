@@ -1,11 +1,11 @@
 #!/bin/sh
-# A Flink of its own folder out of PyFlink's package: scripts, jars, the connector, our operator, the object store as a plugin.
+# Creates a Flink folder from PyFlink's package: scripts, jars, the connector, our operator, the object store plugin.
 # usage: flink-home.sh FOLDER, with the environment's bin first on PATH and `roostream prepare` done.
 set -eu
 home=$1
 here=$(cd "$(dirname "$0")" && pwd)
 
-cd / # a checkout in the current folder would be imported instead of what is installed
+cd / # otherwise Python would import a checkout in the current folder instead of the installed package
 pyflink=$(python3 -c 'import importlib.util as u; print(u.find_spec("pyflink").submodule_search_locations[0])')
 share=$(python3 -c 'from infra.jars import BUILD; print(BUILD)')
 mkdir -p "$home/lib" "$home/opt" "$home/plugins/s3-fs-presto" "$home/log" "$home/usrlib"
@@ -14,7 +14,7 @@ chmod 755 "$home"/bin/*.sh "$home/bin/flink"
 cp -r "$pyflink/plugins/metrics-prometheus" "$home/plugins/"
 cp "$pyflink"/lib/*.jar "$home/lib/"
 cp "$pyflink"/opt/flink-python-*.jar "$home/lib/"
-cp "$pyflink"/opt/flink-python-*.jar "$home/opt/" # what the job's jarURI names
+cp "$pyflink"/opt/flink-python-*.jar "$home/opt/" # named by the job's jarURI
 cp "$share"/jars/flink/*.jar "$share"/jars/kafka/zstd-jni-*.jar "$share/roostream-flink.jar" "$home/lib/"
 cp "$share"/jars/kafka/jackson-annotations-*.jar "$share"/jars/kafka/jackson-core-*.jar "$share"/jars/kafka/jackson-databind-*.jar "$home/lib/"
 python3 - "$here/flink-plugins.sha256" "$home/plugins" <<'PYTHON'
