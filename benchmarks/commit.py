@@ -67,7 +67,7 @@ class Commits:
 
     def _paused_s(self) -> float:
         seen = self.trainer.seen("worker").value(
-            "roostream_worker_stage_seconds", stage="commit", thread="loop"
+            "roostream_worker_stage_seconds_total", stage="commit", thread="loop"
         )
         return seen or 0.0
 

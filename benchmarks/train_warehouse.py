@@ -131,7 +131,8 @@ def from_kafka(requests: int) -> Iterator[Work]:
 def _trained(stack: Stack, feed: Feed, requests: int) -> tuple[float, float]:
     def trained() -> float:
         return (
-            fetch(stack.endpoints.metrics["worker"], timeout_s=2.0).value("roostream_worker_requests") or 0.0
+            fetch(stack.endpoints.metrics["worker"], timeout_s=2.0).value("roostream_worker_requests_total")
+            or 0.0
         )
 
     until("all samples written", lambda: feed.num_sent >= requests, _READY_S, 0.02)

@@ -17,9 +17,8 @@ from trainer.monitoring.caught_up import (
     TrainingState,
 )
 from trainer.monitoring.drift import DriftDetector
-from trainer.monitoring.drift_report import DRIFT_LABELS
 from trainer.monitoring.progressive_metrics import METRIC_NAMES, summarize
-from trainer.monitoring.report import QUALITY_LABELS, liveness_report, quality_gauges, quality_report
+from trainer.monitoring.report import liveness_report, quality_gauges, quality_report
 from trainer.read_bounds import ReadBounds
 from trainer.worker import Worker
 
@@ -27,22 +26,9 @@ _EVERY_S = 1.0
 _METRICS_EVERY_S = 5.0
 _FRESH_S = 10.0  # an older observation counts as unknown, because the loop's thread hangs
 
-_BY_PARTITION = ("partition_lag_records", "partition_lag_ms", "partition_lost_records")
-LABELS: dict[str, str | tuple[str, ...]] = {
-    "state": "state",
-    "state_s": "state",
-    "outcomes": "outcome",
-    **dict.fromkeys(_BY_PARTITION, "partition"),
-    "stage_seconds": ("stage", "thread"),
-    **{name.replace("@", "_"): "task" for name in METRIC_NAMES},
-    **QUALITY_LABELS,
-    **{f"drift_{name}": label for name, label in DRIFT_LABELS.items()},
-}
-"""Gauge → its label or labels."""
-
 
 class Monitor:
-    """`observe` runs in the loop's thread; `report` and `gauges` return the last observation, in any
+    """`observe` runs in the loop's thread; `report` and `metrics` return the last observation, in any
     thread."""
 
     def __init__(
@@ -110,8 +96,8 @@ class Monitor:
     def _drift(self) -> dict[str, Any]:
         return self.drift.report() if self.drift else {}
 
-    def gauges(self) -> dict[str, Any]:
-        """Values for the metrics collector."""
+    def metrics(self) -> dict[str, Any]:
+        """Values of `trainer.metrics.WORKER`."""
         seen, loop, counts = self.progress, self.worker.loop, self.worker.loop.counts
         at = seen.overall
         by_partition = {

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import REGISTRY
+
 from param_server.client import Client
 from param_server.placement.profiles import Profiler, ProfileRecorder
 from roostream.errors import ConfigError, HeldError, UnavailableError
@@ -41,6 +43,7 @@ from trainer.config import WorkerConfig
 from trainer.deployment_identity import DeploymentIdentity, kafka_identity
 from trainer.device.numerics import set_numerics
 from trainer.loop import LoopDependencies, TrainLoop
+from trainer.metrics import WORKER, StateCollector
 from trainer.monitoring.caught_up import CaughtUpLimits
 from trainer.monitoring.drift import DriftDetector
 from trainer.monitoring.shadow import load_shadow_model
@@ -53,7 +56,7 @@ from trainer.rows import ShardRows
 from trainer.saved_batch import SavedBatches
 from trainer.sessions.phased_source import PhasedSource
 from trainer.worker import Worker
-from trainer.worker_monitor import LABELS, Monitor
+from trainer.worker_monitor import Monitor
 
 log = logging.getLogger("roostream.worker")
 
@@ -159,7 +162,7 @@ def run_until_stopped(config: WorkerConfig, stop: Stop) -> None:
         worker.on_write = profiles.save
         patience = CaughtUpLimits(lag_ms=config.caught_up_lag_ms, hold_s=config.caught_up_hold_ms / 1000)
         monitor = Monitor(worker, clock, patience, drift)
-        MetricsCollector("worker", monitor.gauges, LABELS).register()
+        REGISTRY.register(StateCollector(monitor.metrics, WORKER))
 
         def report() -> dict[str, Any]:
             return {**monitor.report(), "seen_at": metrics_address}

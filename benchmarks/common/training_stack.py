@@ -135,7 +135,7 @@ class Trainer:
         """Wait until so many are trained."""
 
         def is_warm() -> bool:
-            return (self.seen("worker").value("roostream_worker_requests") or 0) >= requests
+            return (self.seen("worker").value("roostream_worker_requests_total") or 0) >= requests
 
         until(f"{requests} requests trained", is_warm, _READY_S)
 

@@ -166,7 +166,10 @@ class ReplayedRun:
                 self.measured.observe(stage, ms * wave * (0.6 + spread / 50))
         registry = CollectorRegistry()
         registry.register(self.measured.histogram)
-        lines["worker"] += [*generate_latest(registry).decode().splitlines(), "roostream_worker_non_finite 0"]
+        lines["worker"] += [
+            *generate_latest(registry).decode().splitlines(),
+            "roostream_worker_non_finite_total 0",
+        ]
         status = self.controller.status()
         version = f"{status['incarnation']}-{status['seq']}"
         lines["serving"] = [f'roostream_serving_model_version{{version="{version}"}} 1']

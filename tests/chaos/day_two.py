@@ -48,7 +48,7 @@ _FIRST_USER, _USERS = (
     1000,
 )  # none of those who are simulated; many, since the joiner bounds what a single one has open
 _ANSWERS = frozenset({200, 408, 429, 504})
-_COUNTED = re.compile(r"^roostream_worker_requests(?:_total)? (\S+)$", re.MULTILINE)
+_COUNTED = re.compile(r"^roostream_worker_requests_total (\S+)$", re.MULTILINE)
 
 
 def blocks() -> dict[str, str]:

@@ -389,7 +389,7 @@ def test_a_controller_that_answers_and_waits_for_its_store_is_not_well() -> None
 def test_what_readers_lost_is_told_by_program() -> None:
     lost = neighbours.lost_records(
         {
-            "worker": scrape.parse("roostream_worker_lost_records 12.0\n"),
+            "worker": scrape.parse("roostream_worker_lost_records_total 12.0\n"),
             "joiner": scrape.parse("roostream_joiner_lost_records 0.0\n"),
             "auditor": scrape.parse("roostream_auditor_lost_records 3.0\n"),
         }

@@ -125,4 +125,4 @@ def test_a_person_who_waits_for_the_first_trained_sample_in_a_cluster_is_told_of
     wait_until("a trained sample", lambda: applied(stack) > 0, 240)
     assert line != waits
     done = subprocess.run(("bash", "-c", line), capture_output=True, text=True, check=True, timeout=240)
-    assert float(done.stdout.removeprefix("roostream_worker_requests ")) >= 1
+    assert float(done.stdout.removeprefix("roostream_worker_requests_total ")) >= 1

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from infra.auditor.sums import Sums
 from joiner.metrics import JoinerMetrics
 from param_server.main import _HELPS as SHARD
-from roostream.runtime.metrics_collector import MetricsCollector, in_seconds
+from roostream.runtime.metrics_collector import in_seconds
 from roostream.schema.schema_file import schema_from_dict
 from serving.metrics import HELP as SERVING
 from serving.metrics import ServingMetrics
@@ -25,12 +25,12 @@ from serving.online_features.updater import FeatureMetrics
 from tests.contract.house import ROOT
 from tests.contract.test_metric_names import OTHER_FORMS
 from tests.models.model_cases import make_batch
+from trainer.metrics import CONTROLLER, WORKER, StateCollector
 from trainer.monitoring.caught_up import TrainingState
 from trainer.monitoring.drift_report import DRIFT_LABELS as DRIFT
 from trainer.monitoring.report import MAX_TASKS, quality_gauges, quality_report
 from trainer.monitoring.slices import MAX_SLICES, build_slicers
 from trainer.monitoring.windowed_metrics import MAX_VALUES, WindowedMetrics
-from trainer.worker_monitor import LABELS
 
 ALERTS, DASHBOARDS = ROOT / "infra/alerts", sorted((ROOT / "infra/dashboards").glob("*.json"))
 RUNBOOK = ROOT / "docs/operations/alerts.md"
@@ -56,18 +56,8 @@ def exported() -> set[str]:
     assert len(made) == 3
     names = {family.name for registry in registries for family in registry.collect()}
     names |= {"roostream_freshness_seconds", "roostream_shard_call_seconds"}
-    worker = (ROOT / "trainer/worker_monitor.py").read_text(encoding="utf-8")
-    controller = (ROOT / "trainer/control/controller_program.py").read_text(encoding="utf-8")
-    told = {
-        *LABELS,
-        *re.findall(r'^            "(\w+)": ', worker, flags=re.MULTILINE),
-        "requests",
-        "dead_letters",
-        "non_finite",
-    }
+    names |= {spec.name.removesuffix("_total") for spec in (*WORKER.values(), *CONTROLLER.values())}
     for program, found in (
-        ("worker", told),
-        ("controller", set(re.findall(r'^        "(\w+)": ', controller, flags=re.MULTILINE))),
         ("shard", set(SHARD)),
         ("auditor", {field.name for field in dataclasses.fields(Sums)}),
     ):
@@ -172,7 +162,7 @@ class _Worker(Collector):
         }
 
     def collect(self) -> Any:
-        return MetricsCollector("worker", lambda: self.told, LABELS).collect()
+        return StateCollector(lambda: self.told, WORKER).collect()
 
 
 def test_a_wide_schema_has_fewer_than_two_thousand_series() -> None:

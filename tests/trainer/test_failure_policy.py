@@ -44,8 +44,7 @@ def test_weights_that_are_not_finite_after_every_restore_are_fatal_and_the_batch
     fatal = diverged(stage, manifest.name)
     path = stage.worker.report()["saved"]
     assert (
-        f"so it was {MAX_RELAPSES} times after a restore to {manifest.name}; `roostream inspect batch {path}`"
-        in fatal
+        f"{MAX_RELAPSES} times after a restore to {manifest.name}; `roostream inspect batch {path}`" in fatal
     )
     saved = decode(Path(path).read_bytes(), path)
     assert (saved.manifest, saved.checksum, saved.step, saved.worker) == (

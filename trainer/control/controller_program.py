@@ -8,6 +8,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from prometheus_client import REGISTRY
+
 from roostream.errors import UnavailableError
 from roostream.runtime import metrics_server
 from roostream.runtime.address import parse_address
@@ -17,7 +19,7 @@ from roostream.runtime.clock import Clock, SystemClock
 from roostream.runtime.health import Health
 from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsumer
 from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES, Partition, Progress, all_partitions
-from roostream.runtime.metrics_collector import MetricsCollector, one_of
+from roostream.runtime.metrics_collector import one_of
 from roostream.runtime.program import Stop
 from roostream.runtime.rpc.server import RpcServer
 from roostream.runtime.work_unit import WorkUnit
@@ -34,6 +36,7 @@ from trainer.control.status_page import StatusPage, static_files
 from trainer.control.stream_handover import WarehouseHistory
 from trainer.control.types import PERMANENT, TRANSIENT, CoordinatorConfig, State
 from trainer.deployment_identity import DeploymentIdentity, kafka_identity
+from trainer.metrics import CONTROLLER, StateCollector
 
 log = logging.getLogger("roostream.controller")
 
@@ -96,18 +99,8 @@ def run_until_stopped(config: ControllerConfig, stop: Stop) -> None:
     idle_watcher = _start_idle_watcher(config, controller, clock, stop)
     if warehouse:
         warehouse.start_handover(controller, lambda: oldest_samples(config), stop)
-    labels = {
-        "readers": "what",
-        "state": "state",
-        "device_seconds": "spent_on",
-        "held": "kind",
-        "commit_phase_ms": "phase",
-    }
-    collector = MetricsCollector(
-        "controller", lambda: _metrics(controller.status()), labels, counters=("device_seconds",)
-    )
     try:
-        collector.register()
+        REGISTRY.register(StateCollector(lambda: _metrics(controller.status()), CONTROLLER))
         controller.run(stop, on_turn, _CLOSING_S)
     finally:
         leases.save_if_due(last=True)
@@ -176,6 +169,7 @@ def _start_idle_watcher(
 
 
 def _metrics(status: dict[str, Any]) -> dict[str, Any]:
+    """Values of `trainer.metrics.CONTROLLER`."""
     held = {hold["kind"] for hold in status["holds"]}
     shown: dict[str, Any] = {
         "incarnation": status["incarnation"],

@@ -153,7 +153,7 @@ def _worker_number(name: str) -> int | None:
 def read_figures(names: Mapping[str, str], scraped: Mapping[str, ScrapedMetrics]) -> dict[str, Any]:
     """Plain values of the programs `names`, as far as they answered."""
     workers = {name: s for name, s in scraped.items() if name.partition("-")[0] == "worker"}
-    non_finite = {n: s.value("roostream_worker_non_finite") for n, s in workers.items()}
+    non_finite = {n: s.value("roostream_worker_non_finite_total") for n, s in workers.items()}
     return {
         "programs": {name: bool(scraped.get(name)) if scraped else None for name in names},
         "click_rate": click_rate(scraped.get("simulate", ScrapedMetrics())),
@@ -185,11 +185,13 @@ def read_figures(names: Mapping[str, str], scraped: Mapping[str, ScrapedMetrics]
 def lost_records(scraped: Mapping[str, ScrapedMetrics]) -> dict[str, int]:
     """Program → number of records that retention deleted before the program read them; only programs with
     some."""
-    lost = {
-        name: s.value(f"roostream_{name.partition('-')[0]}_lost_records")
-        for name, s in scraped.items()
-        if name != "auditor"
-    }
+    lost: dict[str, float | None] = {}
+    for name, s in scraped.items():
+        program = name.partition("-")[0]
+        if program == "worker":
+            lost[name] = s.value("roostream_worker_lost_records_total")
+        elif program != "auditor":
+            lost[name] = s.value(f"roostream_{program}_lost_records")
     return {name: int(count) for name, count in lost.items() if count}
 
 

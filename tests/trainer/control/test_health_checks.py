@@ -117,7 +117,7 @@ def test_nothing_is_wrong_with_a_loop_that_is_caught_up() -> None:
         ),
         (
             status({"watch": {"state": "caught_up", "lost_records": 3}}),
-            {"worker": "roostream_worker_lost_records 3\n"},
+            {"worker": "roostream_worker_lost_records_total 3\n"},
             "lost",
             Level.BAD,
             "3",
@@ -146,7 +146,7 @@ def test_nothing_is_wrong_with_a_loop_that_is_caught_up() -> None:
         ),
         (
             status(),
-            {"worker": "roostream_worker_non_finite 3\n"},
+            {"worker": "roostream_worker_non_finite_total 3\n"},
             "not finite worker",
             Level.WARNING,
             "3",
