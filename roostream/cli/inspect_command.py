@@ -98,13 +98,13 @@ def skew_command(files: tuple[Path, ...], home: Path, store: str, lists: int, as
 
     from roostream.cli.checkpoint.checkpoint_command import opened_store
     from roostream.cli.skew.commit_states import CommitStates
-    from roostream.cli.skew.score_comparison import rescored, summary
+    from roostream.cli.skew.score_comparison import compare_scores, summary
     from roostream.cli.skew.scored_lists import of_file
     from roostream.cli.status_table import render_rows
 
     commits = CommitStates(opened_store(home, store), home.expanduser().resolve())
     found = [logged for file in files for logged in of_file(file)][-lists:] if files else _newest(home, lists)
-    report = summary(rescored(commits, found))
+    report = summary(compare_scores(commits, found))
     if as_json:
         click.echo(json.dumps(report, indent=2))
     else:

@@ -1,1 +1,1 @@
-"""What is told of data, and brought in: duplicates, features, a table's page, other sites' Parquet."""
+"""Commands about data: duplicates, features, warehouse tables and sessions, and imports from other sites."""

@@ -1,4 +1,4 @@
-"""A bar of what takes long, on a terminal; elsewhere nothing."""
+"""Progress bars on a terminal, and consoles for wide tables."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import TypeVar
 from rich.console import Console
 
 T = TypeVar("T")
-Tell = Callable[[int, int | None], None]
-"""(done, of so many; None = as was said before)"""
+UpdateProgress = Callable[[int, int | None], None]
+"""Called with the number done and the total; None = unchanged total."""
 
 
 @contextlib.contextmanager
-def progress_bar(what: str, total: int | None = None) -> Iterator[Tell]:
-    """`total` None: not known yet."""
+def progress_bar(what: str, total: int | None = None) -> Iterator[UpdateProgress]:
+    """A progress bar on stderr, if that is a terminal. `total` None = unknown."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -29,17 +29,17 @@ def progress_bar(what: str, total: int | None = None) -> Iterator[Tell]:
 
 
 def counted(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
-    """The items, each told when the next one is asked for."""
-    with progress_bar(what, total) as tell:
+    """Pass the items through with a progress bar."""
+    with progress_bar(what, total) as update:
         for done, item in enumerate(items, 1):
             yield item
-            tell(done, None)
+            update(done, None)
 
 
-_MOST = 240  # columns of text, where nobody looks yet
+_WIDTH = 240  # of output that is not a terminal
 
 
 def wide_console() -> Console:
-    """Text as it is, without markup. COLUMNS, where it is set, says how wide."""
-    width = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else _MOST
+    """A console without markup: as wide as the terminal or COLUMNS, else 240 characters, so that tables are not cut."""
+    width = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else _WIDTH
     return Console(markup=False, emoji=False, highlight=False, width=width)

@@ -1,4 +1,4 @@
-"""`roostream inspect dedupe`: what of a log comes again, and what of it is worth keeping once."""
+"""`roostream inspect dedupe`: how often values repeat within a batch, and for which features deduplication pays."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 @click.command("dedupe")
 @click.argument("log", nargs=-1, required=True)
-@click.option("--schema", default="", help="schema TOML; default: the data set's own, where it has one")
+@click.option("--schema", default="", help="schema TOML; default: that of the dataset, if it has one")
 @click.option(
     "--by",
     type=click.Choice(("user", "session")),
     default="user",
     show_default=True,
-    help="what is clustered by",
+    help="key of the clustered order",
 )
 @click.option(
     "--batch",
@@ -30,19 +30,17 @@ if TYPE_CHECKING:
     type=click.IntRange(1, 1 << 16),
     default=64,
     show_default=True,
-    help="requests of a batch",
+    help="requests in a batch",
 )
-@click.option(
-    "--requests", type=click.IntRange(0), default=0, help="look at so many, from the beginning; 0 = all"
-)
+@click.option("--requests", type=click.IntRange(0), default=0, help="number of requests to read; 0 = all")
 @json_option
 def dedupe(
     log: tuple[str, ...], schema: str, by: str, batch_requests: int, requests: int, as_json: bool
 ) -> None:
-    """How often request-only values come again within a batch, as they were logged and clustered, and which are worth it.
+    """Measure how often request features repeat within a batch, in logged and in clustered order (docs/deduplication.md).
 
-    LOG are files that end in .jsonl, .parquet or .csv, a folder with EB-NeRD's behaviors.parquet, or a warehouse's
-    folder. It is read once, in bounded memory. Docs: docs/deduplication.md.
+    LOG is a list of files that end in .jsonl, .parquet or .csv, the folder of EB-NeRD with behaviors.parquet, or a
+    warehouse. It is read once, in bounded memory.
 
     \b
     Example:
@@ -51,24 +49,24 @@ def dedupe(
     """
     from roostream.cli.data.console import wide_console
 
-    told = duplicates_of(log, schema, by, batch_requests, requests)
+    report = duplicates_of(log, schema, by, batch_requests, requests)
     if as_json:
-        click.echo(json.dumps(told, indent=2))
+        click.echo(json.dumps(report, indent=2))
         return
     console = wide_console()
-    for table in tables(told):
+    for table in tables(report):
         console.print(table)
-    for sentence in told["advice"]:
+    for sentence in report["advice"]:
         console.print(f"• {sentence}", soft_wrap=True)
 
 
 def duplicates_of(
-    paths: tuple[str, ...], schema: str, by: str, batch_requests: int, most: int = 0
+    paths: tuple[str, ...], schema: str, by: str, batch_requests: int, max_requests: int = 0
 ) -> dict[str, Any]:
-    """`Duplicates.report` of a log.
+    """The report of duplicates in a log.
 
     Raises:
-        RoostreamError: files, schema or a line can't be used.
+        RoostreamError: a file, the schema or a line cannot be used.
     """
     import itertools
 
@@ -83,24 +81,22 @@ def duplicates_of(
     from roostream.wire.duplicate_statistics import DuplicateStatistics
 
     if len(paths) == 1 and is_warehouse(paths[0]):
-        return {"log": list(paths), "by": "user", **_of_warehouse(paths[0], batch_requests, most)}
+        return {"log": list(paths), "by": "user", **_of_warehouse(paths[0], batch_requests, max_requests)}
     replay = detect_replay(paths, schema)
     its_schema = load_schema(replay.schema_path)
     if not its_schema.ro:
-        raise ConfigError(
-            f"{replay.schema_path}: expected at least one [[ro]] feature, got none; nothing can be shared"
-        )
+        raise ConfigError(f"{replay.schema_path}: expected at least one [[ro]] feature, got none")
     opened, duplicates = open_log(replay, its_schema), DuplicateStatistics(batch_requests)
     shown = (record for record in opened.records if wire.kind_of(record.value) == wire.IMPRESSION)
-    total = min(opened.num_requests or most, most or opened.num_requests) or None
-    read = counted(itertools.islice(shown, most or None), "requests", total)
+    total = min(opened.num_requests or max_requests, max_requests or opened.num_requests) or None
+    read = counted(itertools.islice(shown, max_requests or None), "requests", total)
     for window in request_windows(read, its_schema, "session" if by == "session" else "user"):
         duplicates.add(*window)
     return {"log": list(paths), "by": by, **duplicates.report()}
 
 
-def _of_warehouse(place: str, batch_requests: int, most: int) -> dict[str, Any]:
-    """`Duplicates.report` of a warehouse's samples, a row group being a window; who the user is, the batch says."""
+def _of_warehouse(place: str, batch_requests: int, max_requests: int) -> dict[str, Any]:
+    """The same for the samples of a warehouse, clustered by user; each row group is a window."""
     from roostream.cli.data.feature_command import scanned
     from roostream.wire.dedup import sort_by_time, user_numbers
     from roostream.wire.duplicate_statistics import DuplicateStatistics
@@ -110,18 +106,18 @@ def _of_warehouse(place: str, batch_requests: int, most: int) -> dict[str, Any]:
         for _, batch in batches:
             timely = sort_by_time(batch)
             duplicates.add(timely, user_numbers(timely), timely.num_candidates_R)
-            if most and duplicates.num_requests >= most:
+            if max_requests and duplicates.num_requests >= max_requests:
                 break
     return duplicates.report()
 
 
-def tables(told: Mapping[str, Any]) -> Iterator[Table]:
-    """One for each arrangement."""
+def tables(report: Mapping[str, Any]) -> Iterator[Table]:
+    """One table for each order."""
     from rich.table import Table
 
-    for name, its in told["arrangements"].items():
-        order = f"clustered by {told['by']}" if name == "clustered" else "as logged"
-        title = f"{order}: {told['requests']:,} requests in batches of {told['batch_requests']:,}, S = {its['session_rows']:.2f}"
+    for name, its in report["arrangements"].items():
+        order = f"clustered by {report['by']}" if name == "clustered" else "as logged"
+        title = f"{order}: {report['requests']:,} requests in batches of {report['batch_requests']:,}, S = {its['session_rows']:.2f}"
         table = Table(title=title, title_justify="left")
         for column in ("feature", "kind", "l", "d", "DedupeLen", "DedupeFactor", "exact", "partial"):
             named = column in ("feature", "kind")

@@ -1,4 +1,4 @@
-"""`roostream inspect feature` and `roostream report table`: what is in a warehouse's samples, day by day."""
+"""`roostream inspect feature` and `roostream report table`: statistics of the samples of a warehouse by day."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _DAY = click.DateTime(formats=["%Y-%m-%d"])
 
 
 def days_of(command: Any) -> Any:
-    """The options for a span of days."""
+    """The options --from and --to."""
     for name in ("last", "first"):
         option = {"first": "--from", "last": "--to"}[name]
         command = click.option(
-            option, name, type=_DAY, help=f"the {name} day, as 2024-05-01; default: the {name} there is"
+            option, name, type=_DAY, help=f"{name} day, such as 2024-05-01; default: the {name} in the table"
         )(command)
     return command
 
@@ -41,7 +41,7 @@ def days_of(command: Any) -> Any:
 @days_of
 @json_option
 def feature(warehouse: str, names: tuple[str, ...], first: Any, last: Any, as_json: bool) -> None:
-    """Of features (default: all): coverage, list lengths and drift a day, how many sessions asked for them, and what looks wrong.
+    """Show coverage, list lengths and drift of features by day, how many sessions use them, and warnings. Default: all features.
 
     \b
     Example:
@@ -50,19 +50,19 @@ def feature(warehouse: str, names: tuple[str, ...], first: Any, last: Any, as_js
     """
     from roostream.cli.data.console import wide_console
 
-    told = features_of(warehouse, names, _date(first), _date(last))
+    report = features_of(warehouse, names, _date(first), _date(last))
     if as_json:
-        click.echo(json.dumps(told, indent=2))
+        click.echo(json.dumps(report, indent=2))
         return
     console = wide_console()
-    console.print(table_of(told))
-    for sentence in told["alerts"]:
+    console.print(table_of(report))
+    for sentence in report["alerts"]:
         console.print(f"• {sentence}", soft_wrap=True)
 
 
 @click.group("report")
 def report() -> None:
-    """Pages of plots.
+    """Write pages with plots.
 
     \b
     Example:
@@ -76,7 +76,7 @@ def report() -> None:
     "--out",
     type=click.Path(path_type=Path),
     required=True,
-    help="folder that gets index.html and report.json",
+    help="directory for index.html and report.json",
 )
 @days_of
 @click.option(
@@ -85,11 +85,10 @@ def report() -> None:
     type=click.IntRange(1, 1 << 16),
     default=64,
     show_default=True,
-    help="of duplicates",
+    help="requests in a batch, for the statistics of duplicates",
 )
 def table_command(warehouse: str, out: Path, first: Any, last: Any, batch_requests: int) -> None:
-    """A page about a warehouse's samples: bytes by column, coverage over days, list lengths, what comes again. Nothing is loaded
-    from anywhere; it can be sent as it is.
+    """Write a self-contained page about the samples of a warehouse: bytes by column, coverage, list lengths and duplicates.
 
     \b
     Example:
@@ -98,13 +97,13 @@ def table_command(warehouse: str, out: Path, first: Any, last: Any, batch_reques
     from roostream.cli.data.table_page import table_report, write_table_page
 
     with scanned(warehouse, _date(first), _date(last)) as (scan, batches):
-        told = {"warehouse": warehouse, **table_report(scan, batches, batch_requests)}
-    write_table_page(out, told)
-    click.echo(f"{out / 'index.html'}: {told['requests']:,} requests in {told['files']:,} files")
+        report = {"warehouse": warehouse, **table_report(scan, batches, batch_requests)}
+    write_table_page(out, report)
+    click.echo(f"{out / 'index.html'}: {report['requests']:,} requests in {report['files']:,} files")
 
 
 def features_of(place: str, names: tuple[str, ...], first: date | None, last: date | None) -> dict[str, Any]:
-    """`days` as `FeatureDays.report`, `alerts`, `asked` (feature → share of sessions).
+    """Statistics of features: `days` of `FeatureDays.report`, `alerts`, and `asked`, feature → share of sessions.
 
     Raises:
         RoostreamError: there is no such table, day or feature.
@@ -127,38 +126,38 @@ def features_of(place: str, names: tuple[str, ...], first: date | None, last: da
         for file, batch in batches:
             days.add(file.day, batch)
         rates = hit_rates(recent_session_features(scan.store))
-    told = days.report()
-    return {"version": scan.version, "days": told, "alerts": alerts(told), "asked": rates}
+    report = days.report()
+    return {"version": scan.version, "days": report, "alerts": alerts(report), "asked": rates}
 
 
 @contextlib.contextmanager
 def scanned(
     place: str, first: date | None, last: date | None, reader: Schema | None = None
 ) -> Iterator[tuple[TableScan, Iterator[tuple[DataFile, Batch]]]]:
-    """A table and its batches, with a bar where there is a terminal."""
+    """A table and its batches, read with a progress bar."""
     from roostream.cli.data.console import progress_bar
     from roostream.warehouse.scan import TableScan
 
     scan = TableScan(place, first, last)
-    with progress_bar("requests", scan.num_requests) as tell:
+    with progress_bar("requests", scan.num_requests) as update:
 
         def batches() -> Iterator[tuple[DataFile, Batch]]:
             done = 0
             for file, batch in scan.batches(reader or scan.schema()):
                 yield file, batch
                 done += batch.num_requests
-                tell(done, None)
+                update(done, None)
 
         yield scan, batches()
 
 
-def table_of(told: Mapping[str, Any]) -> Table:
-    """A row a feature and day."""
+def table_of(report: Mapping[str, Any]) -> Table:
+    """One row per feature and day."""
     from rich.table import Table
 
     from roostream.cli.replay.report_table import number
 
-    table = Table(title=f"version {told['version']}", title_justify="left")
+    table = Table(title=f"version {report['version']}", title_justify="left")
     for column in (
         "feature",
         "day",
@@ -174,12 +173,13 @@ def table_of(told: Mapping[str, Any]) -> Table:
         table.add_column(
             column, justify="left" if named else "right", no_wrap=column == "day", overflow="fold"
         )
-    for day, features in told["days"].items():
-        for name, its in features.items():
+    for day, features in report["days"].items():
+        for name, figures_of in features.items():
             figures = (
-                its.get(key) for key in ("rows", "coverage", "length", "longest", "moved", "lengths_moved")
+                figures_of.get(key)
+                for key in ("rows", "coverage", "length", "longest", "moved", "lengths_moved")
             )
-            table.add_row(name, day, *map(number, figures), number(told["asked"].get(name)))
+            table.add_row(name, day, *map(number, figures), number(report["asked"].get(name)))
     return table
 
 

@@ -1,4 +1,4 @@
-"""`roostream import`: other sites' data as a log of requests."""
+"""`roostream import`: import data of other sites."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from roostream.cli.options import Duration
 
 @click.group("import")
 def import_group() -> None:
-    """Make other sites' data a log that everything here reads (docs/bring-your-own-data.md).
+    """Import data of other sites (docs/bring-your-own-data.md).
 
     \b
     Example:
@@ -22,20 +22,19 @@ def import_group() -> None:
 
 @import_group.command("parquet")
 @click.argument("files", nargs=-1, required=True)
-@click.option(
-    "--schema", type=click.Path(), required=True, help="schema TOML: which features and actions there are"
-)
-@click.option("--map", "map_file", type=click.Path(), required=True, help="TOML: which column says what")
+@click.option("--schema", type=click.Path(), required=True, help="schema TOML with the features and actions")
+@click.option("--map", "map_file", type=click.Path(), required=True, help="TOML that maps columns")
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
     required=True,
-    help="the log: OUT.jsonl or OUT.jsonl.gz, a free name",
+    help="new file for the log: OUT.jsonl or OUT.jsonl.gz",
 )
-@click.option("--skip-bad", is_flag=True, help="leave requests out that can't be used, and count them")
+@click.option("--skip-bad", is_flag=True, help="skip and count bad requests")
 def parquet(files: tuple[str, ...], schema: str, map_file: str, out: Path, skip_bad: bool) -> None:
-    """FILES with one row an impression, in any order, become a log with one line a request. Rows of a request are brought
-    together in bounded memory; the log is there only once it is whole.
+    """Convert Parquet FILES with one row per shown item, in any order, to a log with one line per request.
+
+    Rows are grouped in bounded memory. The log appears when it is complete.
 
     \b
     Example:
@@ -47,28 +46,28 @@ def parquet(files: tuple[str, ...], schema: str, map_file: str, out: Path, skip_
     from roostream.replay.parquet_import import import_parquet
     from roostream.schema.schema_file import load_schema
 
-    its_schema = load_schema(schema)
-    its_map = load_map(map_file, its_schema)
-    with progress_bar("rows") as tell:
-        told = import_parquet(files, its_schema, its_map, out, skip_bad=skip_bad, progress=tell)
+    loaded_schema = load_schema(schema)
+    column_map = load_map(map_file, loaded_schema)
+    with progress_bar("rows") as update:
+        counts = import_parquet(files, loaded_schema, column_map, out, skip_bad=skip_bad, progress=update)
     click.echo(
-        f"{out}: {told.rows:,} rows became {told.requests:,} requests with {told.engagements:,} engagements"
+        f"{out}: {counts.requests:,} requests with {counts.engagements:,} engagements from {counts.rows:,} rows"
     )
-    if told.skipped:
-        click.echo(f"{told.skipped:,} requests were left out; the first: {told.first_skipped}", err=True)
+    if counts.skipped:
+        click.echo(f"{counts.skipped:,} requests were skipped; the first: {counts.first_skipped}", err=True)
 
 
 @import_group.command("log")
 @click.argument("log", nargs=-1, required=True)
-@click.option("--schema", default="", help="schema TOML; default: the data set's own, where it has one")
-@click.option("--warehouse", required=True, help="where it goes: a directory, or s3://bucket/prefix")
+@click.option("--schema", default="", help="schema TOML; default: that of the dataset, if it has one")
+@click.option("--warehouse", required=True, help="warehouse to write to: a directory, or s3://bucket/prefix")
 @click.option(
     "--window", "window_ms", type=Duration(), default="30m", show_default=True, help="the join window"
 )
 def log(log: tuple[str, ...], schema: str, warehouse: str, window_ms: int) -> None:
-    """A log joined in this process, as a warehouse's samples, clustered by user: all of it in one commit, and each log once.
+    """Join a log in this process and add its samples to a warehouse in one commit. The same log cannot be added twice.
 
-    LOG is what `inspect dedupe` reads: files that end in .jsonl, .parquet or .csv, or EB-NeRD's folder.
+    LOG is a list of files that end in .jsonl, .parquet or .csv, or the folder of EB-NeRD.
 
     \b
     Example:
@@ -82,11 +81,13 @@ def log(log: tuple[str, ...], schema: str, warehouse: str, window_ms: int) -> No
     from roostream.replay.detect_dataset import detect_replay, input_paths
 
     replay = dataclasses.replace(detect_replay(log, schema), window_ms=window_ms)
-    with progress_bar("requests") as tell:
-        told = archive_log(replay, input_paths(replay), warehouse, lambda done, of: tell(done, of or None))
-    click.echo(f"{warehouse}: {told.samples:,} samples in {told.files:,} files, {told.bytes:,} bytes")
-    if told.late:
+    with progress_bar("requests") as update:
+        counts = archive_log(
+            replay, input_paths(replay), warehouse, lambda done, total: update(done, total or None)
+        )
+    click.echo(f"{warehouse}: {counts.samples:,} samples in {counts.files:,} files, {counts.bytes:,} bytes")
+    if counts.late:
         click.echo(
-            f"{told.late:,} engagements came behind the window and are in no sample; a longer --window takes them in",
+            f"{counts.late:,} engagements after the join window are in no sample; a longer --window includes them",
             err=True,
         )

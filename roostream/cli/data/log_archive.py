@@ -1,7 +1,7 @@
-"""A log, joined in this process, as files of a warehouse: what an archiver would have made of it behind Kafka, in one commit.
+"""Join a log in this process and archive digest samples in a warehouse, in one commit, like an archiver behind Kafka.
 
-The log's own digest stands where a topic's id does, so that the same log lands once: a second time is refused.
-Memory: the joiner's open requests, and the samples of a file for each partition.
+The digest of the log takes the place of a topic id, so that the same log is rejected a second time.
+Memory: the open requests of the joiner, and the samples of one file for each partition.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from roostream.wire import records as wire
 from roostream.wire.records import Record
 
 FILE_BYTES = 64 << 20
-"""Of samples of a partition, as records, that wait for a file."""
+"""Size of the samples of a partition, as records, that are written to one file."""
 
 
 @dataclasses.dataclass
-class Archived:
-    """What became of a log."""
+class ArchivedLog:
+    """Counts of an archived log."""
 
     requests: int = 0
     samples: int = 0
     files: int = 0
     bytes: int = 0
-    late: int = 0  # engagements behind the window: in no sample
+    late: int = 0  # engagements after the join window, which are in no sample
 
 
 def archive_log(
@@ -52,23 +52,24 @@ def archive_log(
     paths: Sequence[str],
     place: str,
     progress: Callable[[int, int], None] = lambda done, of: None,
-) -> Archived:
-    """`paths`: the files that the log is made of; `progress`: called with requests read, and those in all (0 = not known).
+) -> ArchivedLog:
+    """Archive the log in `paths`. `progress` is called with the number of requests read and the total (0 = unknown).
 
-    **If it fails** the warehouse is as it was, but for files that nobody names.
+    On failure unreferenced files may remain in the warehouse.
 
     Raises:
-        ConfigError: the log is in the warehouse already, or can't be read. UnavailableError: the warehouse can't be written now.
+        ConfigError: the warehouse has this log already, or the log cannot be read.
+        UnavailableError: the warehouse cannot be written now.
     """
     schema = load_schema(replay.schema_path)
-    warehouse, told = Warehouse(place), Archived()
+    warehouse, counts = Warehouse(place), ArchivedLog()
     warehouse.create()
     register(warehouse.store, schema)
     digest = digest_of(paths, schema)
     known = warehouse.samples.snapshot()
     if any(known.progress(f"{SAMPLES}/{digest}/{n}") is not None for n in range(_partitions(replay))):
-        raise _there_already(place)
-    files = _Landing(warehouse, schema, digest, told)
+        raise _is_archived_error(place)
+    files = _SampleFiles(warehouse, schema, digest, counts)
     log, topics = open_log(replay, schema), LocalTopics(schema)
     engine = LocalEngine(
         JoinerConfig(engine="local", **program_settings(replay).joiner),
@@ -77,36 +78,36 @@ def archive_log(
     )
     for record in log.records:
         if wire.kind_of(record.value) == wire.IMPRESSION:
-            told.requests += 1
-            progress(told.requests, log.num_requests)
+            counts.requests += 1
+            progress(counts.requests, log.num_requests)
         files.take(topics, engine.process(topics.append(record)), engine.watermark_ms)
     files.take(topics, engine.end_of_input(), engine.watermark_ms)
     files.flush()
-    steps = {f"{SAMPLES}/{digest}/{n}": ProgressStep(None, after) for n, after in files.after.items()}
+    steps = {f"{SAMPLES}/{digest}/{n}": ProgressStep(None, after) for n, after in files.next_offsets.items()}
     try:
-        warehouse.samples.commit(files.made, progress=steps)
+        warehouse.samples.commit(files.written, progress=steps)
     except FencedError:
-        raise _there_already(place) from None
-    return told
+        raise _is_archived_error(place) from None
+    return counts
 
 
 def digest_of(paths: Sequence[str], schema: Schema) -> str:
-    """`log-` and 16 hex digits of the files' bytes, in their order, and of the schema."""
-    its = xxhash.xxh3_64(f"{schema.fingerprint:016x}".encode())
+    """`log-` and 16 hex digits: a digest of the schema and the bytes of the files, in order."""
+    digest = xxhash.xxh3_64(f"{schema.fingerprint:016x}".encode())
     for path in paths:
         with Path(path).open("rb") as file:
             while piece := file.read(1 << 20):
-                its.update(piece)
-    return f"log-{its.hexdigest()}"
+                digest.update(piece)
+    return f"log-{digest.hexdigest()}"
 
 
-class _Landing:
-    """Samples by partition, and the files that were made of them; nobody names these yet."""
+class _SampleFiles:
+    """Collects samples by partition and writes them to files, which the commit names later."""
 
-    def __init__(self, warehouse: Warehouse, schema: Schema, digest: str, told: Archived) -> None:
-        self.warehouse, self.schema, self.digest, self.told = warehouse, schema, digest, told
-        self.made: list[DataFile] = []
-        self.after: dict[int, int] = {}
+    def __init__(self, warehouse: Warehouse, schema: Schema, digest: str, counts: ArchivedLog) -> None:
+        self.warehouse, self.schema, self.digest, self.counts = warehouse, schema, digest, counts
+        self.written: list[DataFile] = []
+        self.next_offsets: dict[int, int] = {}
         self._waiting: dict[int, list[Record]] = {}
         self._bytes: dict[int, int] = {}
 
@@ -114,7 +115,7 @@ class _Landing:
         for output in outputs:
             time_ms = output.timestamp_ms if output.timestamp_ms is not None else watermark_ms
             record = topics.write(output.topic, output.key, output.value, time_ms)
-            self.told.late += record.topic == CORRECTIONS
+            self.counts.late += record.topic == CORRECTIONS
             if record.topic == SAMPLES:
                 n = record.partition
                 self._waiting.setdefault(n, []).append(record)
@@ -133,22 +134,20 @@ class _Landing:
             return
         rows, _ = sample_rows(self.schema, records)
         self.warehouse.samples.widen(rows.forms)
-        for day, its in group_by_day(rows).items():
+        for day, day_rows in group_by_day(rows).items():
             where = FileKey(
                 table=SAMPLES, day=day, partition=n, fingerprint=self.schema.fingerprint, topic=self.digest
             )
-            self.made.append(write_rows(self.warehouse.store, its, where, self.warehouse.column_order()))
-            self.told.files += 1
-            self.told.bytes += self.made[-1].bytes
-        self.told.samples += len(rows.counts_R)
-        self.after[n] = records[-1].offset + 1
+            self.written.append(write_rows(self.warehouse.store, day_rows, where, self.warehouse.column_order()))
+            self.counts.files += 1
+            self.counts.bytes += self.written[-1].bytes
+        self.counts.samples += len(rows.counts_R)
+        self.next_offsets[n] = records[-1].offset + 1
 
 
 def _partitions(replay: ReplayConfig) -> int:
     return JoinerConfig(engine="local", **program_settings(replay).joiner).partitions
 
 
-def _there_already(place: str) -> ConfigError:
-    return ConfigError(
-        f"{place}: expected a log that isn't there yet, got one that was imported before; nothing was changed"
-    )
+def _is_archived_error(place: str) -> ConfigError:
+    return ConfigError(f"{place}: expected a new log, but it was imported before; nothing was changed")

@@ -1,4 +1,4 @@
-"""`roostream inspect session` and `roostream replay session`: what a session reads, and what reading it costs two readers."""
+"""`roostream inspect session` and `roostream replay session`: what a session reads, and a comparison of two readers."""
 
 from __future__ import annotations
 
@@ -22,24 +22,26 @@ def _features_of(text: str) -> tuple[str, ...]:
 @click.command("session")
 @click.argument("warehouse", required=False)
 @click.option(
-    "--days", default="", help="of close, as 2024-05-01..2024-05-07; either end may be left out; '' = all"
+    "--days",
+    default="",
+    help="days of close, such as 2024-05-01..2024-05-07; either end is optional; '' = all",
 )
-@click.option("--features", default="", help="names with commas between; '' = all")
+@click.option("--features", default="", help="names separated by commas; '' = all")
 @click.option(
     "--capture",
     type=click.Path(path_type=Path),
-    help="file that gets the reads, for `roostream replay session`",
+    help="write the reads to this file, for `roostream replay session`",
 )
 @click.option(
     "--leases",
     metavar="STORE",
-    help="instead: which readers read what, in the run whose checkpoint store this is",
+    help="instead: show which readers read what in the run with this checkpoint store",
 )
 @json_option
 def inspect_session(
     warehouse: str | None, days: str, features: str, capture: Path | None, leases: str | None, as_json: bool
 ) -> None:
-    """What a session of these days and features would read: rows by partition, splits, files, bytes and reads. Or who read it.
+    """Show what a session of these days and features reads: rows by partition, splits, files, bytes and reads.
 
     \b
     Example:
@@ -50,32 +52,32 @@ def inspect_session(
     from roostream.errors import ConfigError
 
     if (warehouse is None) == (leases is None):
-        raise ConfigError("expected a warehouse, or --leases with a checkpoint store; give one of them")
+        raise ConfigError("expected a warehouse, or --leases with a checkpoint store; give one of the two")
     if leases is not None:
-        its = leases_of(leases)
-        click.echo(json.dumps(its, indent=2) if as_json else leases_told(its))
+        log = read_leases(leases)
+        click.echo(json.dumps(log, indent=2) if as_json else describe_leases(log))
         return
     assert warehouse is not None
-    told = session_of(warehouse, days, _features_of(features), capture)
+    report = session_of(warehouse, days, _features_of(features), capture)
     if as_json:
-        click.echo(json.dumps(told, indent=2))
+        click.echo(json.dumps(report, indent=2))
         return
     click.echo(
-        f"version {told['version']}, session {told['digest']}: {told['requests']:,} requests in {told['files']:,} files"
+        f"version {report['version']}, session {report['digest']}: {report['requests']:,} requests in {report['files']:,} files"
     )
-    click.echo(f"{told['splits']:,} splits, {told['row_groups']:,} row groups, {told['reads']:,} reads")
+    click.echo(f"{report['splits']:,} splits, {report['row_groups']:,} row groups, {report['reads']:,} reads")
     click.echo(
-        f"{told['bytes']:,} bytes, {told['over_read']:.1%} more than are needed; the files have {told['file_bytes']:,}"
+        f"{report['bytes']:,} bytes, {report['over_read']:.1%} more than are needed; the files have {report['file_bytes']:,}"
     )
-    for partition, rows in told["rows"].items():
+    for partition, rows in report["rows"].items():
         click.echo(f"partition {partition}: {rows:,}")
 
 
-def leases_of(store: str) -> dict[str, Any]:
-    """What a controller keeps of leases in its store: as `--json` has it.
+def read_leases(store: str) -> dict[str, Any]:
+    """The log of leases that a controller keeps in its store, as printed by `--json`.
 
     Raises:
-        CheckpointError: no session was read by programs there. UnavailableError: the store can't be read now.
+        CheckpointError: no session was read by reader programs. UnavailableError: the store cannot be read now.
     """
     from roostream.errors import CheckpointError
     from roostream.runtime.checkpoint_store import open_store
@@ -85,27 +87,25 @@ def leases_of(store: str) -> dict[str, Any]:
     try:
         body = open_store(store).get(LEASES_FILE)
     except CheckpointError:
-        raise CheckpointError(
-            f"{store}: expected a run whose session was read by `reader` programs, found no leases"
-        ) from None
+        raise CheckpointError(f"{store}: expected a run with reader programs, found no leases") from None
     found = read_log(body)
     return {**found, "events": [event._asdict() for event in found["events"]]}
 
 
-def leases_told(its: dict[str, Any]) -> str:
-    """For people: sums, readers, and what is held."""
+def describe_leases(log: dict[str, Any]) -> str:
+    """The log of leases as text: the session, each reader, and the current leases."""
     from roostream.cli.status_table import clock, plain
     from roostream.warehouse.readers.leases import ENDS
 
-    session = its["session"] or {}
-    state = "trained now" if its["trained"] else "trained before"
-    lines = [f"as of {clock(its['at_ms'])} UTC, incarnation {its['incarnation']}"]
+    session = log["session"] or {}
+    state = "in training" if log["trained"] else "trained earlier"
+    lines = [f"as of {clock(log['at_ms'])} UTC, incarnation {log['incarnation']}"]
     if session:
         lines += [f"session {session['digest']} of {session['table']}, version {session['version']}: {state}"]
-    for reader, counts in its["readers"].items():
+    for reader, counts in log["readers"].items():
         ends = ", ".join(f"{counts[end]:,} {end}" for end in ENDS if counts.get(end))
         lines.append(f"reader {reader}: {counts.get('granted', 0):,} splits{f': {ends}' if ends else ''}")
-    for held in its["held"]:
+    for held in log["held"]:
         where = f"split {held['split']} from {held['position']:,}, for worker {held['worker']}"
         lines.append(f"{where}: {held['reader']}, for {held['for_s']:.1f} s")
     return plain("\n".join(lines))
@@ -114,11 +114,11 @@ def leases_told(its: dict[str, Any]) -> str:
 def session_of(
     place: str, days: str, features: tuple[str, ...], capture: Path | None = None
 ) -> dict[str, Any]:
-    """As `--json` has it.
+    """What a session reads, as printed by `--json`.
 
     Raises:
-        ConfigError: days that are none, or an unknown feature. CheckpointError: there is nothing, or it is damaged.
-        UnavailableError: it can't be read now.
+        ConfigError: invalid days, or an unknown feature. CheckpointError: there are no samples, or a file is damaged.
+        UnavailableError: the warehouse cannot be read now.
     """
     from roostream.cli.data.console import counted
     from roostream.errors import CheckpointError, ConfigError, nearest
@@ -131,11 +131,13 @@ def session_of(
 
     table = SampleTable(place)
     first, last = days_of(days) if days else ("", "")
-    told = table.newest(
+    report = table.newest(
         SessionSpec(table=place, version=0, first_day=first, last_day=last, labels="as_streamed"), {}
     )
-    if told is None or not sum(told.rows.values()):
-        raise CheckpointError(f"{place}: expected samples of {days or 'some day'}, got none; name other days")
+    if report is None or not sum(report.rows.values()):
+        raise CheckpointError(
+            f"{place}: expected samples of {days or 'some day'}, got none; choose other days"
+        )
     schema = TableScan(place).schema()
     known = [f.name for f in (*schema.ro, *schema.nro)]
     for name in features:
@@ -144,7 +146,7 @@ def session_of(
                 f"expected features of schema {schema.name!r}, got {name!r}{nearest(name, known)}"
             )
     session, files = table.open_session(
-        told, project_schema(schema, frozenset(features)) if features else schema
+        report, project_schema(schema, frozenset(features)) if features else schema
     )
     reads = tuple(
         CapturedRead(split.path, start, min(start + ROWS_OF_GROUP, split.end))
@@ -152,19 +154,21 @@ def session_of(
         for start in range(split.start, split.end, ROWS_OF_GROUP)
     )
     if capture is not None:
-        CapturedSession(version=told.version, features=features, reads=reads).write(capture)
+        CapturedSession(version=report.version, features=features, reads=reads).write(capture)
     ranges = [files.ranges(*read) for read in counted(reads, "row groups", len(reads))]
     needed = sum(_bytes(its) for _, its in ranges)
     merged = [one for its, _ in ranges for one in its]
     paths = {split.path for split in session.order.splits}
     return {
-        "version": told.version,
-        "digest": told.digest,
-        "requests": sum(told.rows.values()),
-        "rows": {str(partition): rows for partition, rows in sorted(told.rows.items())},
+        "version": report.version,
+        "digest": report.digest,
+        "requests": sum(report.rows.values()),
+        "rows": {str(partition): rows for partition, rows in sorted(report.rows.items())},
         "files": len(paths),
         "file_bytes": sum(
-            file.bytes for file in table.warehouse.samples.snapshot(told.version).files if file.path in paths
+            file.bytes
+            for file in table.warehouse.samples.snapshot(report.version).files
+            if file.path in paths
         ),
         "splits": len(session.order.splits),
         "row_groups": len(reads),
@@ -185,48 +189,52 @@ def _bytes(ranges: list[ByteRange]) -> int:
     "--over-read",
     type=click.FloatRange(0, 10),
     default=None,
-    help="of the second reader: so much more than is needed",
+    help="second reader: maximum share of unneeded bytes in merged reads",
 )
 @click.option(
     "--slower",
     type=click.FloatRange(0, 10),
     default=None,
-    help="a control: the second reader takes this share longer",
+    help="second reader: slow it down by this share, as a control",
 )
-@click.option("--turns", type=click.IntRange(3, 1001), default=31, show_default=True, help="of each reader")
+@click.option(
+    "--turns", type=click.IntRange(3, 1001), default=31, show_default=True, help="runs of each reader"
+)
 @json_option
 def replay_session(
     session: Path, warehouse: str, over_read: float | None, slower: float | None, turns: int, as_json: bool
 ) -> None:
-    """A captured session's reads again, by the reader as it is and by another, in turns: how many times as long the other takes.
+    """Repeat the reads of a captured session alternately with two readers, and compare their CPU time.
+
+    SESSION is a file written by `roostream inspect session --capture`. Exit code 1: the readers return different data.
 
     \b
-    SESSION is what `roostream inspect session --capture` wrote. Exit code 1: the two don't read the same.
     Example:
       roostream replay session session.json warehouse/ --over-read 0
-      roostream replay session session.json warehouse/ --slower 0.03     # what can be seen at all
+      roostream replay session session.json warehouse/ --slower 0.03     # control: the smallest visible difference
     """
-    told = compare_readers(session, warehouse, over_read, slower, turns)
+    report = compare_readers(session, warehouse, over_read, slower, turns)
     if as_json:
-        click.echo(json.dumps(told, indent=2))
+        click.echo(json.dumps(report, indent=2))
     else:
         click.echo(
-            f"{told['requests']:,} requests, {told['candidates']:,} candidates a turn, {told['turns']} turns"
+            f"{report['requests']:,} requests, {report['candidates']:,} candidates per turn, {report['turns']} turns"
         )
-        verdict = "it differs" if told["differs"] else "no difference can be seen"
+        verdict = "different" if report["differs"] else "no significant difference"
         click.echo(
-            f"second / first: {told['ratio']:.4f} ({told['low']:.4f} .. {told['high']:.4f}), CPU time: {verdict}"
+            f"second / first: {report['ratio']:.4f} ({report['low']:.4f} .. {report['high']:.4f}), CPU time: {verdict}"
         )
-    raise SystemExit(0 if told["reads_the_same"] else 1)
+    raise SystemExit(0 if report["reads_the_same"] else 1)
 
 
 def compare_readers(
     path: Path, place: str, over_read: float | None, slower: float | None, turns: int
 ) -> dict[str, Any]:
-    """As `--json` has it; where nothing is said of the second reader, it is the first.
+    """The comparison as printed by `--json`. Without options, the second reader equals the first.
 
     Raises:
-        ConfigError: no captured session. CheckpointError, UnavailableError: the warehouse lacks what was read, or can't be read.
+        ConfigError: not a captured session. CheckpointError: the warehouse has no longer this data. UnavailableError: it
+            cannot be read now.
     """
     import functools
     import time

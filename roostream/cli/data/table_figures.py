@@ -1,4 +1,4 @@
-"""Plots of a table's report as SVG. Imported only for a page: matplotlib is large."""
+"""Figures of a warehouse report as SVG. Imported only for a page, because matplotlib is large."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def _figures(report: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
     yield "Bytes a candidate, by column", _bars(stored)
     changing = _max_changing(days, "coverage")
     if len(days) > 1 and changing:
-        yield "Coverage over days, where it changes most", _lines(days, "coverage", changing)
+        yield "Coverage by day of the features that change most", _lines(days, "coverage", changing)
     last = days[max(days)] if days else {}
     yield (
         "Coverage on the last day",
         _bars({name: its["coverage"] or 0.0 for name, its in list(last.items())[:_MAX_BARS]}),
     )
     if lists := [name for name, its in last.items() if its.get("length") is not None]:
-        yield "List lengths over days", _lines(days, "length", lists[:_MAX_LINES])
+        yield "List lengths by day", _lines(days, "length", lists[:_MAX_LINES])
     clustered = report["duplicates"]["arrangements"].get("clustered", {"features": {}})["features"]
     if clustered:
         yield (
-            "Times fewer entries, each kept once in a batch (partially)",
+            "Reduction of entries by partial deduplication in a batch",
             _bars({name: of["partial"] for name, of in list(clustered.items())[:_MAX_BARS]}),
         )
 

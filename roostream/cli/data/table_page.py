@@ -1,4 +1,4 @@
-"""A warehouse's samples as a page: bytes by column, coverage over days, list lengths, what comes again."""
+"""The page of `roostream report table`: bytes by column, coverage by day, list lengths and duplicates."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from roostream.wire.duplicate_statistics import DuplicateStatistics
 def table_report(
     scan: TableScan, batches: Iterable[tuple[DataFile, Batch]], batch_requests: int
 ) -> dict[str, Any]:
-    """Everything that the page shows, with stable keys; one pass over `batches` of the scan's schema."""
+    """The data of the page with stable keys, from one pass over `batches`."""
     days, duplicates = FeatureDays(scan.schema()), DuplicateStatistics(batch_requests)
     for file, batch in batches:
         days.add(file.day, batch)
         timely = sort_by_time(batch)
         duplicates.add(timely, user_numbers(timely), timely.num_candidates_R)
-    told = days.report()
+    statistics = days.report()
     return {
         "version": scan.version,
         "files": len(scan.files),
@@ -37,18 +37,18 @@ def table_report(
         "requests": scan.num_requests,
         "candidates": sum(file.candidates for file in scan.files),
         "columns": {name: its._asdict() for name, its in scan.bytes_by_column().items()},
-        "days": told,
-        "alerts": alerts(told),
+        "days": statistics,
+        "alerts": alerts(statistics),
         "asked": hit_rates(recent_session_features(scan.store)),
         "duplicates": duplicates.report(),
     }
 
 
 def write_table_page(folder: Path, report: Mapping[str, Any]) -> None:
-    """`index.html` and `report.json` in `folder`, which is made.
+    """Write `index.html` and `report.json` into `folder`, which is created.
 
     Raises:
-        SetupError: matplotlib isn't installed, or the folder can't be made. ConfigError: a file can't be written.
+        SetupError: matplotlib is not installed, or the folder cannot be created. ConfigError: a file cannot be written.
     """
     try:
         from roostream.cli.data.table_figures import figures_of_table
@@ -58,14 +58,14 @@ def write_table_page(folder: Path, report: Mapping[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SetupError(
-            f"{folder}: expected a folder that can be made, got {error.strerror}; name another"
+            f"{folder}: the folder cannot be created ({error.strerror}); choose another"
         ) from None
     write_atomically(folder / "report.json", json.dumps(report, indent=2))
     write_atomically(folder / "index.html", page_of_table(report, figures_of_table(report)))
 
 
 def page_of_table(report: Mapping[str, Any], figures: Mapping[str, str]) -> str:
-    """The page's text; `figures`: heading → SVG."""
+    """The HTML of the page; `figures`: heading → SVG."""
     impressions = max(report["candidates"], 1)
     facts = [
         ("version", str(report["version"])),
@@ -80,8 +80,8 @@ def page_of_table(report: Mapping[str, Any], figures: Mapping[str, str]) -> str:
     sections = {
         "The table": table((), facts),
         **figures,
-        "What comes again": table(("what", "exact", "partial", "d"), _duplicate_rows(report["duplicates"])),
-        "Bytes by column": table(("column", "stored", "before compression", "stored a candidate"), columns),
+        "Duplicates": table(("feature", "exact", "partial", "d"), _duplicate_rows(report["duplicates"])),
+        "Bytes by column": table(("column", "stored", "before compression", "stored per candidate"), columns),
     }
     warnings = [*report["alerts"], *report["duplicates"]["advice"]]
     return page(f"Samples of {report['warehouse']}", warnings, sections)

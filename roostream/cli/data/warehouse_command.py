@@ -1,4 +1,4 @@
-"""`roostream inspect table` and `inspect file`: what lies in a warehouse."""
+"""`roostream inspect table` and `inspect file`: the tables and files of a warehouse."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _TABLE = click.option(
     type=click.Choice(("samples", "corrections")),
     default="samples",
     show_default=True,
-    help="which of its tables",
+    help="table of the warehouse",
 )
 
 
 @click.command("table")
 @click.argument("warehouse")
 @_TABLE
-@click.option("--files", "with_files", is_flag=True, help="every file of it too")
+@click.option("--files", "with_files", is_flag=True, help="also list every file")
 @json_option
 def inspect_table(warehouse: str, table: str, with_files: bool, as_json: bool) -> None:
-    """Days of a warehouse: files, requests, candidates, bytes, what is sealed, and who holds an older version.
+    """Show the days of a warehouse table: files, requests, candidates, bytes, sealed files, and pinned versions.
 
     \b
     Example:
@@ -39,12 +39,12 @@ def inspect_table(warehouse: str, table: str, with_files: bool, as_json: bool) -
     from roostream.warehouse.warehouse import Warehouse
 
     place = Warehouse(warehouse)
-    told = describe_table(place, table)
+    report = describe_table(place, table)
     if with_files:
-        told["paths"] = [file.path for file in place.tables[table].snapshot().files]
-    _show(told, as_json, _days(told) if not as_json else None)
+        report["paths"] = [file.path for file in place.tables[table].snapshot().files]
+    _show(report, as_json, _days(report) if not as_json else None)
     if with_files and not as_json:
-        click.echo("\n".join(told["paths"]))
+        click.echo("\n".join(report["paths"]))
 
 
 @click.command("file")
@@ -53,7 +53,7 @@ def inspect_table(warehouse: str, table: str, with_files: bool, as_json: bool) -
 @_TABLE
 @json_option
 def inspect_file(warehouse: str, path: str, table: str, as_json: bool) -> None:
-    """A file of a warehouse, PATH as `inspect table --files` names it: bytes and encodings of its columns as they lie.
+    """Show the columns of a warehouse file: bytes and encodings. PATH is one listed by `inspect table --files`.
 
     \b
     Example:
@@ -62,49 +62,49 @@ def inspect_file(warehouse: str, path: str, table: str, as_json: bool) -> None:
     from roostream.warehouse.describe import describe_file
     from roostream.warehouse.warehouse import Warehouse
 
-    told = describe_file(Warehouse(warehouse), table, path)
-    _show(told, as_json, _columns(told) if not as_json else None)
+    report = describe_file(Warehouse(warehouse), table, path)
+    _show(report, as_json, _columns(report) if not as_json else None)
 
 
-def _show(told: Mapping[str, Any], as_json: bool, table: Table | None) -> None:
+def _show(report: Mapping[str, Any], as_json: bool, table: Table | None) -> None:
     from roostream.cli.data.console import wide_console
 
     if as_json:
-        click.echo(json.dumps(told, indent=2))
+        click.echo(json.dumps(report, indent=2))
     else:
         wide_console().print(table)
 
 
-def _days(told: Mapping[str, Any]) -> Table:
+def _days(report: Mapping[str, Any]) -> Table:
     from rich.table import Table
 
     out = Table(
-        title=f"{told['table']}, version {told['version']}"
-        + "".join(f", held by {pin}" for pin in told["pins"])
+        title=f"{report['table']}, version {report['version']}"
+        + "".join(f", pinned by {pin}" for pin in report["pins"])
     )
-    for name in ("day", "files", "sealed", "requests", "candidates", "bytes", "bytes a candidate"):
+    for name in ("day", "files", "sealed", "requests", "candidates", "bytes", "bytes per candidate"):
         out.add_column(name, justify="left" if name == "day" else "right")
-    for its in (*told["days"], {"day": "all", **told}):
-        numbers = (its[key] for key in ("files", "sealed_files", "requests", "candidates", "bytes"))
-        a_candidate = its["bytes_a_candidate"]
+    for entry in (*report["days"], {"day": "all", **report}):
+        numbers = (entry[key] for key in ("files", "sealed_files", "requests", "candidates", "bytes"))
+        a_candidate = entry["bytes_a_candidate"]
         out.add_row(
-            its["day"], *(f"{n:,}" for n in numbers), "" if a_candidate is None else f"{a_candidate:.1f}"
+            entry["day"], *(f"{n:,}" for n in numbers), "" if a_candidate is None else f"{a_candidate:.1f}"
         )
     return out
 
 
-def _columns(told: Mapping[str, Any]) -> Table:
+def _columns(report: Mapping[str, Any]) -> Table:
     from rich.table import Table
 
-    out = Table(title=f"{told['path']}: {told['requests']:,} requests, {told['bytes']:,} bytes")
+    out = Table(title=f"{report['path']}: {report['requests']:,} requests, {report['bytes']:,} bytes")
     for name in ("column", "values", "bytes", "share", "before zstd", "encodings"):
         out.add_column(name, justify="left" if name in ("column", "encodings") else "right")
-    for its in told["columns"]:
+    for entry in report["columns"]:
         numbers = (
-            f"{its['values']:,}",
-            f"{its['bytes']:,}",
-            f"{its['share']:.1%}",
-            f"{its['plain_bytes']:,}",
+            f"{entry['values']:,}",
+            f"{entry['bytes']:,}",
+            f"{entry['share']:.1%}",
+            f"{entry['plain_bytes']:,}",
         )
-        out.add_row(its["column"], *numbers, " ".join(its["encodings"]))
+        out.add_row(entry["column"], *numbers, " ".join(entry["encodings"]))
     return out

@@ -1,1 +1,1 @@
-"""Whether what was scored is what was logged: `roostream inspect skew`."""
+"""`roostream inspect skew`: find differences between the features that were scored and those that were logged."""

@@ -1,7 +1,7 @@
-"""Commits as a re-score needs them: which lie around a moment, the model of each, and the rows of some keys.
+"""Models and embedding rows of commits, for scoring logged lists again.
 
-Rows change between commits, and a replica follows every push: so of a moment it is known only what the commit before it and the
-one behind it had. What hasn't changed between them is exact.
+Rows change between commits and replicas follow every push. So the rows at a moment are known only from the commits before and after
+it; rows that are equal in both are exact.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from serving.scorer import Version, build_version
 from serving.versions.version_follower import read_weights
 
 Wanted: TypeAlias = Mapping[str, set[tuple[int, int]]]
-"""Stack → (table, id) of the rows that are asked for."""
+"""Stack → (table, id) of the rows to read."""
 
 
 class SomeRows(NamedTuple):
-    """Rows of one commit, as far as they are wanted; what isn't there has its initial value."""
+    """The wanted rows of one commit; a missing row has its initial values."""
 
     seed: int
     rows: Mapping[str, Mapping[tuple[int, int], np.ndarray]]
 
     def gather(self, schema: Schema, lookup: Lookup) -> dict[str, np.ndarray]:
-        """Stack → float32 [U, D], as a shard gives them."""
+        """Stack → float32 [U, D], as a shard would return them."""
         out = {}
         for stack, its in lookup.stacks.items():
             tables = {t.id: t for t in schema.stacks[stack]}
@@ -53,20 +53,20 @@ class SomeRows(NamedTuple):
 
 
 class CommitStates:
-    """Of one store, and of the shards in `home`, whose segments are read beside them. Rows are kept as long as this is."""
+    """Commits of a store with the segments of the shards in `home`. Versions and rows are cached."""
 
     def __init__(self, store: CheckpointStore, home: Path) -> None:
-        """Raises CheckpointError: there is no commit that can be read."""
+        """Raises CheckpointError: there is no readable commit."""
         self.store, self.home = store, home
         self.manifests: dict[int, Manifest] = {}
         for number in manifests.numbers(store):
             try:
                 self.manifests[number] = manifests.load(store, manifests.manifest_name(number)).manifest
             except CheckpointError:
-                continue  # `checkpoint verify` tells it; here it is a version that is gone
+                continue  # `checkpoint verify` reports it; here the version counts as deleted
         if not self.manifests:
             raise CheckpointError(
-                "expected a commit in this store, got none that can be read; nothing can be scored again"
+                "expected a readable commit in this store, got none; nothing can be scored again"
             )
         self.registry: Registry = open_registry(store)
         self._versions: dict[str, Version] = {}
@@ -78,21 +78,21 @@ class CommitStates:
         return {m.version: m for m in self.manifests.values()}
 
     def want(self, wanted: Wanted) -> None:
-        """The rows that will be asked for; what was read before is forgotten."""
+        """Set the rows that `rows` returns, and clear the cache."""
         self._wanted, self._rows = wanted, {}
 
     def version(self, name: str) -> Version:
-        """The model that served as `name`, through its modules as training runs them.
+        """The model version `name`, with the modules that training uses.
 
         Raises:
-            CheckpointError: its commit is gone or damaged; says which are there.
+            CheckpointError: its commit was deleted or is damaged; the message names the existing commits.
         """
         if name not in self._versions:
             manifest = self.names.get(name)
             if manifest is None:
                 first, last = min(self.manifests), max(self.manifests)
                 raise CheckpointError(
-                    f"version {name or '(none)'} is gone: the store has commits {first} to {last}"
+                    f"version {name or '(none)'} was deleted: the store has commits {first} to {last}"
                 )
             schema = schema_of(self.store, manifest)
             try:
@@ -102,12 +102,14 @@ class CommitStates:
                     name, schema, config, manifest.seed, weights, as_trained=True
                 )
             except (ConfigError, RuntimeError) as error:
-                raise CheckpointError(f"version {name} can't be built: {error}") from None
+                raise CheckpointError(f"version {name} cannot be built: {error}") from None
         return self._versions[name]
 
     def around(self, version: str, time_ms: int) -> list[int]:
-        """Commits whose rows may have been read at a moment by what served `version`, the likeliest first: the newest at or
-        before it, the one behind that, the one before that; never one older than the one before the version's own."""
+        """Commits whose rows may have been served with `version` at a time, the likeliest first.
+
+        They are the newest commit at or before the time, the next one, and the previous one.
+        """
         own = self.names[version].seq
         numbers = sorted(self.manifests)
         before = [n for n in numbers if n <= own or self.manifests[n].time_ms <= time_ms]
@@ -118,7 +120,7 @@ class CommitStates:
         """The wanted rows of a commit.
 
         Raises:
-            CheckpointError: its segments are gone, damaged, or not in the home.
+            CheckpointError: its segments were deleted, are damaged, or are not in the home.
         """
         if seq not in self._rows:
             try:
@@ -142,7 +144,7 @@ class CommitStates:
         return SomeRows(manifest.seed, rows)
 
     def _buckets(self, stack: str, manifest: Manifest, index: int) -> list[int]:
-        """Of the wanted keys, those that this shard has."""
+        """The buckets of the wanted keys that this shard owns."""
         keys = sorted(self._wanted[stack])
         ids_N = np.array([id_ for _, id_ in keys], dtype=np.int64)
         tables_N = np.array([table for table, _ in keys], dtype=np.uint32)
@@ -151,7 +153,7 @@ class CommitStates:
 
 
 def _take(block: RowBlock, wanted: set[tuple[int, int]], into: dict[tuple[int, int], np.ndarray]) -> None:
-    """The block over what older ones said."""
+    """Apply a block over older ones."""
     for key in zip(block.gone.table_U.tolist(), block.gone.id_U.tolist(), strict=True):
         into.pop(key, None)
     for at, key in enumerate(zip(block.live.table_U.tolist(), block.live.id_U.tolist(), strict=True)):

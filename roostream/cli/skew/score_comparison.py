@@ -1,12 +1,15 @@
-"""Logged lists scored again with the forward pass of training, by the version that served them: is the difference rounding, rows
-that have moved since, or a skew.
+"""Score logged lists again with the training code and the version that served them, and classify the difference.
 
-    within    1e-5 or less, with the rows of a commit beside the request (docs/operations/skew.md)
-    rows      more, but no more than rows moved between those commits: it can't be told
-    skew      more than that: what was scored isn't what was logged
-    unscored, pages, schema, gone, unreadable    not scored again; `why` says it
+    within    at most 1e-5, with the rows of a commit around the request (docs/operations/skew.md)
+    rows      more, but not more than the change of rows between these commits explains
+    skew      more than that: the scored features differ from the logged ones
+    unscored, pages, schema, gone, unreadable    not scored again; `why` has the reason
 
-Letters: n candidates, T tasks.
+For a skewed list, `explain_skew` searches a single float whose change reproduces the served scores. It tries for each float: missing,
+and the best fitting value, for the whole list if it is a request feature, else for one of the eight most different candidates. A
+feature is reported only if that value reproduces all served scores within the tolerance.
+
+Letters: n candidates, T tasks, F floats of a side, G values of a grid.
 """
 
 from __future__ import annotations
@@ -33,14 +36,14 @@ JUDGED = ("within", "rows", "skew")
 
 
 @dataclasses.dataclass(kw_only=True)
-class Rescored:
-    """What became of one list."""
+class ScoreComparison:
+    """The result of scoring one list again."""
 
     logged: LoggedList
     verdict: Verdict
     why: str = ""
     rows_of: int = 0  # commit
-    num_changed: int = 0  # rows of the list that aren't the same in the commits around it
+    num_changed: int = 0  # rows of the list that differ between the commits around it
     difference_n: np.ndarray = dataclasses.field(
         default_factory=lambda: np.zeros(0, np.float32)
     )  # largest of a candidate's tasks
@@ -49,14 +52,14 @@ class Rescored:
     def largest(self) -> float:
         return float(self.difference_n.max(initial=0))
 
-    def told(self) -> dict[str, Any]:
-        """As plain values; keys stay."""
-        its = self.logged
+    def plain(self) -> dict[str, Any]:
+        """As plain values with stable keys."""
+        logged = self.logged
         return {
-            "request_id": its.request_id,
-            "version": its.version,
-            "time_ms": its.time_ms,
-            "where": its.where,
+            "request_id": logged.request_id,
+            "version": logged.version,
+            "time_ms": logged.time_ms,
+            "where": logged.where,
             "verdict": self.verdict,
             "why": self.why,
             "largest": self.largest,
@@ -67,7 +70,7 @@ class Rescored:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Readable:
+class ScorableList:
     """A list that can be scored again."""
 
     logged: LoggedList
@@ -76,53 +79,51 @@ class Readable:
     lookup: Lookup
 
 
-def rescored(commits: CommitStates, lists: Sequence[LoggedList]) -> list[Rescored]:
-    """Each in order. A list costs a forward pass a commit beside it, and one that differs some thousands."""
+def compare_scores(commits: CommitStates, lists: Sequence[LoggedList]) -> list[ScoreComparison]:
+    """Compare the lists in order. A list costs one forward pass for each commit around it, and a skewed list some thousands."""
     opened = [_opened(commits, logged) for logged in lists]
     wanted: dict[str, set[tuple[int, int]]] = {}
     for one in opened:
-        if isinstance(one, Readable):
+        if isinstance(one, ScorableList):
             for stack, its in one.lookup.stacks.items():
                 wanted.setdefault(stack, set()).update(
                     zip(its.table_U.tolist(), its.id_U.tolist(), strict=True)
                 )
     commits.want(wanted)
-    out = [_judged(commits, one) if isinstance(one, Readable) else one for one in opened]
+    out = [_judged(commits, one) if isinstance(one, ScorableList) else one for one in opened]
     differing = (pair for pair in zip(opened, out, strict=True) if pair[1].verdict == "skew")
     for (one, judged), _ in zip(differing, range(MAX_EXPLAINED), strict=False):
-        assert isinstance(one, Readable)
+        assert isinstance(one, ScorableList)
         rows = commits.rows(judged.rows_of).gather(one.version.schema, one.lookup)
-        judged.why = explained(one.version, one.batch, one.lookup, rows, TOLERANCE)
+        judged.why = explain_skew(one.version, one.batch, one.lookup, rows, TOLERANCE)
     return out
 
 
-def _opened(commits: CommitStates, logged: LoggedList) -> Readable | Rescored:
-    """A list without its version, or that wasn't scored as it is logged, is told as that."""
+def _opened(commits: CommitStates, logged: LoggedList) -> ScorableList | ScoreComparison:
+    """Decode a list, or say why it cannot be scored again."""
     if not logged.served or not logged.version:
-        return Rescored(
-            logged=logged, verdict="unscored", why="nothing scored it: it has no scores or no version"
-        )
+        return ScoreComparison(logged=logged, verdict="unscored", why="it has no scores or no version")
     if logged.num_pages != 1:
-        why = f"it came in {logged.num_pages} pages, each scored alone; the feature log has them"
-        return Rescored(logged=logged, verdict="pages", why=why)
+        why = f"its {logged.num_pages} pages were scored separately; use the feature log"
+        return ScoreComparison(logged=logged, verdict="pages", why=why)
     try:
         version = commits.version(logged.version)
     except CheckpointError as error:
-        return Rescored(logged=logged, verdict="gone", why=str(error))
+        return ScoreComparison(logged=logged, verdict="gone", why=str(error))
     if logged.fingerprint != version.schema.fingerprint:
         why = (
             f"logged with schema {logged.fingerprint:016x}, its version has {version.schema.fingerprint:016x}"
         )
-        return Rescored(logged=logged, verdict="schema", why=why)
+        return ScoreComparison(logged=logged, verdict="schema", why=why)
     batch, rejects = Decoder(version.schema, commits.registry).decode([logged.record])
     if rejects or batch.num_requests != 1 or np.isnan(batch.served_score_BT).any():
-        why = rejects[0].error if rejects else "its scores don't fit its candidates and tasks"
-        return Rescored(logged=logged, verdict="unreadable", why=why)
-    return Readable(logged=logged, version=version, batch=batch, lookup=build_lookup(batch))
+        why = rejects[0].error if rejects else "its scores do not match its candidates and tasks"
+        return ScoreComparison(logged=logged, verdict="unreadable", why=why)
+    return ScorableList(logged=logged, version=version, batch=batch, lookup=build_lookup(batch))
 
 
-def _judged(commits: CommitStates, one: Readable) -> Rescored:
-    """By the rows of the commits beside the request, the likeliest first."""
+def _judged(commits: CommitStates, one: ScorableList) -> ScoreComparison:
+    """Compare with the rows of the commits around the request, the likeliest first."""
     schema = one.version.schema
     rows: dict[int, dict[str, np.ndarray]] = {}
     scores: dict[int, np.ndarray] = {}
@@ -135,12 +136,12 @@ def _judged(commits: CommitStates, one: Readable) -> Rescored:
             continue
         scores[seq] = probabilities(one.version.forward(one.batch, one.lookup, rows[seq]))
     if not scores:
-        return Rescored(logged=one.logged, verdict="gone", why=why)
+        return ScoreComparison(logged=one.logged, verdict="gone", why=why)
     served_nT = one.batch.served_score_BT
     best = min(scores, key=lambda seq: (not _is_within(scores[seq], served_nT), list(scores).index(seq)))
     difference_n = np.abs(scores[best] - served_nT).max(axis=1, initial=0)
     verdict, why = _verdict(list(scores.values()), scores[best], served_nT)
-    return Rescored(
+    return ScoreComparison(
         logged=one.logged,
         verdict=verdict,
         why=why,
@@ -155,24 +156,24 @@ def _is_within(score_nT: np.ndarray, served_nT: np.ndarray) -> bool:
 
 
 def _verdict(scores: Sequence[np.ndarray], best_nT: np.ndarray, served_nT: np.ndarray) -> tuple[Verdict, str]:
-    """A served score farther from all commits' than these are from each other, and than 1e-5, isn't one that rows gave."""
+    """A skew is a served score that is farther from the scores of all commits than these are from each other, and than 1e-5."""
     if _is_within(best_nT, served_nT):
         return "within", ""
     if len(scores) < 2:
         return (
             "rows",
-            "only one commit beside it has its rows, so that it can't be told how far rows have moved",
+            "only one commit around it has its rows, so the effect of changed rows is unknown",
         )
     low_nT, high_nT = np.minimum.reduce(scores), np.maximum.reduce(scores)
     span = float((high_nT - low_nT).max())
     beyond = float(np.maximum(low_nT - served_nT, served_nT - high_nT).max())
     if beyond <= max(span, TOLERANCE):
-        return "rows", f"rows moved its scores by {span:.2g} between the commits beside it"
-    return "skew", f"beyond what rows moved ({span:.2g})"
+        return "rows", f"changed rows explain a difference of up to {span:.2g} between the commits around it"
+    return "skew", f"more than changed rows explain ({span:.2g})"
 
 
 def _changed(rows: dict[int, dict[str, np.ndarray]]) -> int:
-    """Rows that aren't equal in all."""
+    """Number of rows that differ between commits."""
     first, *others = rows.values()
     changed = 0
     for stack, rows_UD in first.items():
@@ -183,8 +184,8 @@ def _changed(rows: dict[int, dict[str, np.ndarray]]) -> int:
     return changed
 
 
-def summary(found: Sequence[Rescored]) -> dict[str, Any]:
-    """Over all, and by version; keys stay."""
+def summary(found: Sequence[ScoreComparison]) -> dict[str, Any]:
+    """Counts over all lists and by version, with stable keys."""
     judged = [one for one in found if one.verdict in JUDGED]
     verdicts = Counter(one.verdict for one in found)
     versions: dict[str, dict[str, Any]] = {}
@@ -208,7 +209,7 @@ def summary(found: Sequence[Rescored]) -> dict[str, Any]:
         "largest": max((one.largest for one in judged), default=None),
         "verdicts": dict(verdicts),
         "versions": versions,
-        "differing": [one.told() for one in differing],
+        "differing": [one.plain() for one in differing],
         "not_scored": dict(Counter(one.why for one in found if one.verdict not in JUDGED)),
     }
 
@@ -216,17 +217,17 @@ def summary(found: Sequence[Rescored]) -> dict[str, Any]:
 _FIRST_G = np.sinh(np.linspace(-14.5, 14.5, 59))  # ±1,000,000, dense around 0: the model reads asinh
 _ROUNDS, _EACH = 8, 9
 _MAX_CANDIDATES = 8
-_NOTHING = "no single float, missing or of another value, gives the scores that were served"
+_NOT_EXPLAINED = "no single float, missing or with another value, reproduces the served scores"
 
 
-def explained(
+def explain_skew(
     version: Version, batch: Batch, lookup: Lookup, rows: Mapping[str, np.ndarray], tolerance: float
 ) -> str:
-    """A sentence, of the first feature that does."""
+    """A sentence about the first feature that explains the served scores."""
     trial = _Trial(version, batch, lookup, rows)
     for side, at, name in _floats(batch):
         if trial.difference(trial.batch_with(side, at, None, None)).max(initial=0) <= tolerance:
-            return f"its scores are those without {name!r}, which the log has"
+            return f"it was scored without {name!r}, which the log has"
     worst_n = np.argsort(-trial.difference(batch), kind="stable")[:_MAX_CANDIDATES].tolist()
     for side, at, name in _floats(batch):
         for row in [0] if side == "ro" else worst_n:
@@ -234,8 +235,8 @@ def explained(
             if value is not None:
                 logged = _arrays(batch, side)[0][row, at]
                 whose = "" if side == "ro" else f" of item {batch.item_B[row]}"
-                return f"its scores are those of {name!r}{whose} = {value:.4g}; the log has {logged:.4g}"
-    return _NOTHING
+                return f"it was scored with {name!r}{whose} = {value:.4g}, but the log has {logged:.4g}"
+    return _NOT_EXPLAINED
 
 
 class _Trial:
@@ -245,12 +246,12 @@ class _Trial:
         self.version, self.batch, self.lookup, self.rows = version, batch, lookup, rows
 
     def difference(self, batch: Batch) -> np.ndarray:
-        """float32 [n]: of the candidates' scores from those served."""
+        """float32 [n]: largest difference of each candidate's scores from the served scores."""
         score_nT = probabilities(self.version.forward(batch, self.lookup, self.rows))
         return np.abs(score_nT - batch.served_score_BT).max(axis=1, initial=0)
 
     def batch_with(self, side: str, at: int, row: int | None, value: float | None) -> Batch:
-        """The list with another value of one float, in all rows (None) or one; None = missing, which reads as its default."""
+        """The list with another value of one float, in one row or all (row None). Value None = missing, read as its default."""
         value_NF, present_NF = (array.copy() for array in _arrays(self.batch, side))
         default = self.batch.schema.floats("ro" if side == "ro" else "nro")[at].default
         rows = slice(None) if row is None else row
@@ -261,7 +262,7 @@ class _Trial:
         return dataclasses.replace(self.batch, nro_float_BF=value_NF, nro_present_BF=present_NF)
 
     def fitting(self, side: str, at: int, row: int, tolerance: float) -> float | None:
-        """The value of one row that gives the served scores; None where none does."""
+        """The value in one row that reproduces the served scores; None if there is none."""
         grid_G = _FIRST_G
         for _ in range(_ROUNDS):
             differs = [

@@ -1,4 +1,4 @@
-"""Scored lists as they were logged: samples and impressions, from a topic, a feature log's segments, or a saved batch."""
+"""Read lists with their served scores: samples and impressions from a topic, from segments of a feature log, or a saved batch."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _POLL_S, _SILENCE_S = 0.5, 10.0
 
 
 class LoggedList(NamedTuple):
-    """A list with its features and the scores that it was served with."""
+    """A logged list with its features and served scores."""
 
     request_id: str
     version: str  # "<incarnation>-<seq>"; "" = nothing scored it
     time_ms: int
     fingerprint: int  # of its schema
     num_pages: int
-    served: bool  # scores are there
+    served: bool  # whether it has scores
     record: Record  # as a sample
     where: str
 
 
 def of_records(records: Iterable[Record], where: str) -> Iterator[LoggedList]:
-    """Samples and impressions among them; everything else is passed over, and so is what can't be read."""
+    """The lists among the records: samples and impressions. Other and unreadable records are ignored."""
     for record in records:
         try:
             kind = wire.kind_of(record.value)
@@ -56,7 +56,7 @@ def of_records(records: Iterable[Record], where: str) -> Iterator[LoggedList]:
 
 
 def sample_of(record: Record, message: pb.Impression, num_tasks: int) -> pb.Sample:
-    """What the joiner would make of an impression alone, with nothing engaged."""
+    """The sample that the joiner would create from an impression without engagements."""
     num_rows = len(message.item_ids)
     sample = pb.Sample(
         header=message.header,
@@ -74,17 +74,17 @@ def sample_of(record: Record, message: pb.Impression, num_tasks: int) -> pb.Samp
 
 
 def of_file(path: Path) -> list[LoggedList]:
-    """Of a segment of a serving process' feature log, or of a batch that a worker saved.
+    """The lists in a segment of serving's feature log, or in a batch saved by a worker.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the file is neither.
     """
     try:
         data = path.read_bytes()
         segment = LogSegment.open(path)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path}: expected a segment of a feature log or a saved batch, got {error}; name a file"
+            f"{path}: expected a segment of a feature log or a saved batch, got {error}; choose another file"
         ) from None
     if segment is None:
         return list(of_records(saved_batch.decode(data, str(path)).records, str(path)))
@@ -98,27 +98,27 @@ def of_file(path: Path) -> list[LoggedList]:
     return list(of_records((r for r in logged if r.topic == IMPRESSIONS), str(path)))
 
 
-def of_topic(bootstrap: str, prefix: str, num_partitions: int, most: int) -> list[LoggedList]:
-    """As `newest`, of the samples of a stack. Raises UnavailableError: Kafka doesn't answer."""
+def of_topic(bootstrap: str, prefix: str, num_partitions: int, max_lists: int) -> list[LoggedList]:
+    """`newest` of the samples of a stack. Raises UnavailableError: Kafka does not answer."""
     reading = ConsumerOptions(partitions=all_partitions((SAMPLES,), num_partitions), prefix=prefix)
     reader = KafkaConsumer.open(Broker(bootstrap), f"{prefix}inspect", reading)
     try:
-        return newest(reader, most, bootstrap)
+        return newest(reader, max_lists, bootstrap)
     finally:
         reader.close()
 
 
-def newest(reader: RecordConsumer, most: int, where: str) -> list[LoggedList]:
-    """The newest `most` lists of the newest records of each partition, oldest first; those that came while it read are left."""
+def newest(reader: RecordConsumer, max_lists: int, where: str) -> list[LoggedList]:
+    """The newest lists, oldest first, among the newest `max_lists` records of each partition at the time of the call."""
     ends = reader.end_offsets()
-    reader.seek({partition: max(end - most, 0) for partition, end in ends.items()})
+    reader.seek({partition: max(end - max_lists, 0) for partition, end in ends.items()})
     records: list[Record] = []
     silent_s = 0.0
     while not reader.at_end() and silent_s < _SILENCE_S:
-        found = reader.poll(most, _POLL_S)
+        found = reader.poll(max_lists, _POLL_S)
         silent_s = 0.0 if found else silent_s + _POLL_S
         records += [r for r in found if r.offset < ends[r.topic, r.partition]]
-    return sorted(of_records(records, where), key=lambda logged: logged.time_ms)[-most:]
+    return sorted(of_records(records, where), key=lambda logged: logged.time_ms)[-max_lists:]
 
 
 def _of(sample: pb.Sample, record: Record, where: str) -> LoggedList:

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from roostream.cli.main import cli
 from roostream.cli.skew.commit_states import CommitStates
-from roostream.cli.skew.score_comparison import TOLERANCE, Rescored, rescored
+from roostream.cli.skew.score_comparison import TOLERANCE, ScoreComparison, compare_scores
 from roostream.cli.skew.scored_lists import LoggedList, newest, of_file, of_records, sample_of
 from roostream.errors import CheckpointError, ConfigError, RoostreamError
 from roostream.runtime import manifest as manifests
@@ -46,8 +46,8 @@ def ran(home: ScoringHome, *arguments: object) -> tuple[int, dict[str, Any]]:
     return done.exit_code, json.loads(done.output)
 
 
-def judged(home: ScoringHome, path: Path) -> dict[str, Rescored]:
-    found = rescored(CommitStates(home.store, home.root), of_file(path))
+def judged(home: ScoringHome, path: Path) -> dict[str, ScoreComparison]:
+    found = compare_scores(CommitStates(home.store, home.root), of_file(path))
     return {one.logged.request_id: one for one in found}
 
 
@@ -153,7 +153,9 @@ def test_what_cannot_be_scored_again_says_why(home: ScoringHome) -> None:
             "odd": {"record": one.record._replace(value=wire.encode(wire.SAMPLE, message))},
         }[name]
         changed.append(one._replace(**changes))
-    found = {one.logged.request_id: one for one in rescored(CommitStates(home.store, home.root), changed)}
+    found = {
+        one.logged.request_id: one for one in compare_scores(CommitStates(home.store, home.root), changed)
+    }
     assert {name: one.verdict for name, one in found.items()} == {
         **{n: n for n in lists if n != "odd"},
         "odd": "unreadable",
@@ -165,7 +167,7 @@ def test_what_cannot_be_scored_again_says_why(home: ScoringHome) -> None:
 def test_rows_that_are_not_in_the_home_are_told(home: ScoringHome, tmp_path: Path) -> None:
     home.rank("a", T0 + SECOND)
     lists = of_file(home.close())
-    (one,) = rescored(CommitStates(home.store, tmp_path), lists)
+    (one,) = compare_scores(CommitStates(home.store, tmp_path), lists)
     assert one.verdict == "gone" and "expected the segments in shard-0/segments of a home" in one.why
 
 
@@ -175,7 +177,7 @@ def test_rows_are_read_beside_a_shard_that_runs(home: ScoringHome) -> None:
     logged = list(
         of_records([Record(IMPRESSIONS, 0, 0, record.timestamp_ms, record.key, record.value)], "topic")
     )
-    (one,) = rescored(CommitStates(home.store, home.root), logged)
+    (one,) = compare_scores(CommitStates(home.store, home.root), logged)
     assert one.verdict == "within", "the shard still has its segments open"
     home.close()
 
