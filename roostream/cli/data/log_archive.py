@@ -1,4 +1,4 @@
-"""Join a log in this process and archive digest samples in a warehouse, in one commit, like an archiver behind Kafka.
+"""Join a log in this process and archive its samples in a warehouse, in one commit, like an archiver behind Kafka.
 
 The digest of the log takes the place of a topic id, so that the same log is rejected a second time.
 Memory: the open requests of the joiner, and the samples of one file for each partition.
