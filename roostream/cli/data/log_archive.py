@@ -138,7 +138,9 @@ class _SampleFiles:
             where = FileKey(
                 table=SAMPLES, day=day, partition=n, fingerprint=self.schema.fingerprint, topic=self.digest
             )
-            self.written.append(write_rows(self.warehouse.store, day_rows, where, self.warehouse.column_order()))
+            self.written.append(
+                write_rows(self.warehouse.store, day_rows, where, self.warehouse.column_order())
+            )
             self.counts.files += 1
             self.counts.bytes += self.written[-1].bytes
         self.counts.samples += len(rows.counts_R)

@@ -1,1 +1,1 @@
-"""How much of everything a deployment needs, and which owner its rows would have: `roostream plan`, `roostream placement`."""
+"""`roostream plan`: the sizes that a load needs. `roostream placement`: owners of embedding rows."""

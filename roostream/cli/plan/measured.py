@@ -1,7 +1,7 @@
-"""The measured figures that sizes follow from: a copy of what the committed reports say, each with its source.
+"""The benchmark figures on which `roostream plan` is based, each with its source in a committed report.
 
-The reports (docs/benchmarks/json) are not part of an installed package, so their figures lie in `measured.json` beside this file;
-`roostream bench report` takes them anew, and a test compares.
+The reports (docs/benchmarks/json) are not part of an installed package, so `measured.json` holds a copy of the figures.
+`roostream bench report` updates it, and a test compares both.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ FILE = Path(__file__).with_name("measured.json")
 
 
 class FigureSource(NamedTuple):
-    """Where a figure stands in a report."""
+    """The position of a figure in a report."""
 
     question: str
     row: str
     subject: str
-    take: str  # "wall_us", "cpu_us": microseconds a unit; else the name of one of the subject's other figures
+    take: str  # "wall_us" or "cpu_us": microseconds per unit; else the name of another figure of the subject
 
     def __str__(self) -> str:
         clock = {"wall_us": "wall time", "cpu_us": "CPU time"}.get(self.take, self.take)
@@ -87,21 +87,21 @@ SOURCES: Mapping[str, FigureSource] = {
 
 
 def read() -> dict[str, float]:
-    """Name → figure, as shipped."""
+    """Name → figure, from measured.json."""
     return {name: float(value) for name, value in json.loads(FILE.read_text(encoding="utf-8")).items()}
 
 
 def of_reports(results: Path) -> dict[str, float]:
-    """Name → figure, of the reports in a folder.
+    """Name → figure, from the reports in a folder.
 
     Raises:
-        ConfigError: a report is absent, or has no such figure; names it.
+        ConfigError: a report or a figure is missing; names it.
     """
     return {name: _figure(results, source) for name, source in SOURCES.items()}
 
 
 def write(results: Path) -> Path:
-    """Take the figures anew; the file. Raises as `of_reports`; nothing is written then."""
+    """Update measured.json from the reports; returns its path. Raises as `of_reports`, without writing."""
     text = json.dumps(of_reports(results), indent=1)
     FILE.write_text(text + "\n", encoding="utf-8")
     return FILE
@@ -116,7 +116,7 @@ def _figure(results: Path, source: FigureSource) -> float:
         return float(found["median"])
     except (OSError, KeyError, ValueError) as error:
         raise ConfigError(
-            f"{source}: expected a figure in a committed report, got none ({error!r}); take the report anew"
+            f"{source}: expected a figure in a committed report, got none ({error!r}); run the benchmark again"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""`roostream placement`: what is known of tables' traffic, and which owner a plan would give them to."""
+"""`roostream placement`: profiles of tables, placement plans, and moves of buckets between the shards of a stopped stack."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 _GIB = 1 << 30
 _MAX_OWNERS, _MAX_BATCH, _MAX_DIGITS = 4096, 1 << 30, 15
-_NONE = "none so far: a worker with profile_share above 0 adds them at its commits"
+_NONE = "none: a worker with profile_share above 0 writes profiles at its commits"
 
 
 @click.group()
 def placement() -> None:
-    """Which owner has which piece of which table (docs/placement.md).
+    """Plan and change which owner has which part of which table (docs/placement.md).
 
     \b
     Example:
@@ -48,21 +48,23 @@ def placement() -> None:
 def _source(command: Any) -> Any:
     for option in reversed(
         (
-            click.option("--store", required=True, help="checkpoint store: a folder, or s3://BUCKET/PREFIX"),
+            click.option(
+                "--store", required=True, help="checkpoint store: a directory, or s3://BUCKET/PREFIX"
+            ),
             click.option("--schema", type=click.Path(path_type=Path), required=True, help="schema TOML"),
             click.option(
                 "--batch",
                 type=click.IntRange(1, _MAX_BATCH),
                 default=64,
                 show_default=True,
-                help="examples of one requester's batch",
+                help="examples in a batch of one requester",
             ),
             click.option(
                 "--rows",
                 "row_texts",
                 multiple=True,
                 metavar="TABLE=N",
-                help="rows of a table, for its memory",
+                help="number of rows of a table, for its memory",
             ),
         )
     ):
@@ -77,24 +79,27 @@ def _planned(command: Any) -> Any:
                 "--owners",
                 type=click.IntRange(1, _MAX_OWNERS),
                 required=True,
-                help="workers or shards that hold rows",
+                help="number of workers or shards that own rows",
             ),
             click.option(
                 "--memory",
                 "memory_gib",
                 type=click.FloatRange(0, 1e9),
                 default=0.0,
-                help="GiB of each owner; 0 = ample",
+                help="memory of each owner in GiB; 0 = unlimited",
             ),
             click.option(
                 "--columns",
                 "column_texts",
                 multiple=True,
                 metavar="TABLE=N",
-                help="cut a table into column pieces",
+                help="split a table into this many column shards",
             ),
             click.option(
-                "--costs", "costs_file", type=click.Path(path_type=Path), help="JSON of measured constants"
+                "--costs",
+                "costs_file",
+                type=click.Path(path_type=Path),
+                help="JSON file with measured constants",
             ),
         )
     ):
@@ -106,7 +111,7 @@ def _planned(command: Any) -> Any:
 @_source
 @json_option
 def profile_command(store: str, schema: Path, batch: int, row_texts: tuple[str, ...], as_json: bool) -> None:
-    """What workers with `profile_share` have counted, by feature.
+    """Show the profiles that workers with `profile_share` have written, by feature.
 
     \b
     Example:
@@ -134,31 +139,31 @@ def profile_command(store: str, schema: Path, batch: int, row_texts: tuple[str, 
 @placement.command("plan")
 @_source
 @_planned
-@click.option("--json", "as_json", is_flag=True, help="machine-readable, stable keys; `diff` reads it")
+@click.option("--json", "as_json", is_flag=True, help="print JSON with stable keys, which `diff` reads")
 @click.option(
     "--write-torchrec",
     "torchrec",
     type=click.Path(path_type=Path),
-    help="file to make: the plan in TorchRec's terms",
+    help="also write the plan as a TorchRec sharding plan to this new file",
 )
 @click.option(
     "--module",
     default="",
     metavar="PATH",
-    help="with it: where the model has its collection; default: it is one",
+    help="with --write-torchrec: path of the collection in the model; default: the model is the collection",
 )
 @click.option(
     "--collection",
     type=click.Path(path_type=Path),
-    help="safetensors of `checkpoint export`, that says how many rows tables have",
+    help="safetensors file of `checkpoint export` with the number of rows of each table",
 )
 def plan_command(
     as_json: bool, torchrec: Path | None, module: str, collection: Path | None, **given: Any
 ) -> None:
-    """A plan, with how even it is and the bound that no plan can be below.
+    """Compute a placement plan, its imbalance and a lower bound.
 
-    With --write-torchrec FILE tables are cut over all owners or not at all, as TorchRec cuts them, and FILE is what
-    `trainer.torchrec_plan.sharding_plan` reads.
+    With --write-torchrec FILE, tables are split over all owners or not at all, as in TorchRec.
+    `trainer.torchrec_plan.sharding_plan` reads FILE.
 
     \b
     Example:
@@ -181,7 +186,7 @@ def plan_command(
 @_source
 @_planned
 def explain_command(table: str, **given: Any) -> None:
-    """Why a table is where the plan puts it: what is known of it, and what each way to cut it would cost.
+    """Explain the placement of a table: its profile, and the cost of each way to split it.
 
     \b
     Example:
@@ -196,13 +201,13 @@ def explain_command(table: str, **given: Any) -> None:
             f"expected a table of the schema, got {table!r}{nearest(table, [t.name for t in tables])}"
         )
     rows: list[Row] = [("placed", found.kind_of(table))]
-    rows += [("not counted", text) for text in why if text.startswith(f"{table} (")]
+    rows += [("no profile", text) for text in why if text.startswith(f"{table} (")]
     if its.uniques is not None:
-        rows.append(("a batch asks for", f"{its.ids:,.0f} ids, {its.uniques:,.0f} rows of {its.dim} numbers"))
+        rows.append(("per batch", f"{its.ids:,.0f} ids, {its.uniques:,.0f} rows of {its.dim} floats"))
         costs = _costs(given["costs_file"])
         for pieces in sorted({1, 2, 4, found.owners}):
             cost_us = 1e6 * piece_cost(its, found.owners, costs, rows=1 / pieces)
-            rows.append((f"{pieces} row pieces", f"{cost_us:.2f} µs a step at each of their owners"))
+            rows.append((f"{pieces} row shards", f"{cost_us:.2f} µs per step for each owner"))
     show([*rows, ("times", found.said)], f"Table {table}")
 
 
@@ -210,7 +215,7 @@ def explain_command(table: str, **given: Any) -> None:
 @click.argument("before", type=click.Path(path_type=Path))
 @click.argument("after", type=click.Path(path_type=Path))
 def diff_command(before: Path, after: Path) -> None:
-    """What changes from one plan to another, both as `plan --json` gave them.
+    """Show the changes between two plans, which are outputs of `plan --json`.
 
     \b
     Example:
@@ -225,7 +230,7 @@ def diff_command(before: Path, after: Path) -> None:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """A plan's numbers, and its pieces by table."""
+    """The imbalance of a plan, and its shards by table as text."""
     try:
         plan = json.loads(file.read_text(encoding="utf-8"))
         pieces: dict[str, list[Any]] = {}
@@ -238,17 +243,17 @@ def _read(file: Path) -> dict[str, Any]:
         }
     except OSError as error:
         raise ConfigError(
-            f"{file}: expected a plan, got {error.strerror}; make one with `placement plan --json`"
+            f"{file}: expected a plan, got {error.strerror}; create one with `placement plan --json`"
         ) from None
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{file}: expected a plan as `placement plan --json` gives it, got another thing ({error!r})"
+            f"{file}: expected the output of `placement plan --json`, got something else ({error!r})"
         ) from None
 
 
 def _cut(its: list[tuple[str, int, int]]) -> str:
     owners = ", ".join(str(owner) for _, owner, _ in its[:8]) + (" …" if len(its) > 8 else "")
-    return f"whole at {owners}" if len(its) == 1 else f"{len(its)} {its[0][0]} pieces at {owners}"
+    return f"complete on {owners}" if len(its) == 1 else f"{len(its)} {its[0][0]} shards on {owners}"
 
 
 def _plan(
@@ -262,7 +267,7 @@ def _plan(
     costs_file: Path | None,
     whole_or_all: bool = False,
 ) -> tuple[list[PlannedTable], list[str], PlacementPlan]:
-    """The tables, why some count as unknown, and the plan."""
+    """The tables, why some have no usable profile, and the plan."""
     from param_server.placement.plan import plan
     from param_server.placement.profiles import placed_tables, stored
     from roostream.runtime.checkpoint_store import open_store
@@ -275,7 +280,7 @@ def _plan(
     rows = _numbers("--rows", row_texts, names)
     tables, why = placed_tables(loaded, known, batch=batch, now_ms=SystemClock().now_ms(), rows=rows)
     if not memory_gib >= 0:
-        raise ConfigError(f"--memory: expected GiB of each owner, got {memory_gib}")
+        raise ConfigError(f"--memory: expected a number of GiB, got {memory_gib}")
     columns, memory = _numbers("--columns", column_texts, names), int(memory_gib * _GIB)
     costs = _costs(costs_file)
     return (
@@ -286,7 +291,7 @@ def _plan(
 
 
 def _rows_of(collection: Path, schema: Path) -> list[str]:
-    """As `--rows` would say them."""
+    """The rows of a collection's tables, in the form of `--rows`."""
     from roostream.cli.checkpoint.torchrec_collection import read_collection
     from roostream.schema.schema_file import load_schema
 
@@ -304,9 +309,7 @@ def _write_torchrec(file: Path, found: PlacementPlan, tables: list[PlannedTable]
         with file.open("x", encoding="utf-8") as out:
             out.write(text)
     except OSError as error:
-        raise ConfigError(
-            f"{file} can't be written ({error.strerror}); name a file that isn't there"
-        ) from None
+        raise ConfigError(f"{file} cannot be written ({error.strerror}); choose a new file") from None
 
 
 def _costs(file: Path | None) -> Any:
@@ -317,10 +320,12 @@ def _costs(file: Path | None) -> Any:
     try:
         return costs_of(file.read_text(encoding="utf-8"), str(file))
     except OSError as error:
-        raise ConfigError(f"{file}: expected JSON of measured constants, got {error.strerror}") from None
+        raise ConfigError(
+            f"{file}: expected a JSON file with measured constants, got {error.strerror}"
+        ) from None
     except UnicodeDecodeError:
         raise ConfigError(
-            f"{file}: expected JSON of measured constants, got bytes that are no UTF-8"
+            f"{file}: expected a JSON file with measured constants, got bytes that are not UTF-8"
         ) from None
 
 
@@ -334,7 +339,7 @@ def _numbers(option: str, texts: tuple[str, ...], names: list[str]) -> dict[str,
             )
         if not number.isdecimal() or len(number) > _MAX_DIGITS or not int(number):
             raise ConfigError(
-                f"{option}: expected TABLE=N with a number of 1..{_MAX_DIGITS} digits above 0, got {text!r}"
+                f"{option}: expected TABLE=N with N above 0 and at most {_MAX_DIGITS} digits, got {text!r}"
             )
         found[name] = int(number)
     return found
@@ -349,9 +354,9 @@ def _of_plan(tables: list[PlannedTable], why: list[str], found: PlacementPlan) -
     yield from ((table.name, found.kind_of(table.name)) for table in tables)
     yield "imbalance", f"{found.bytes_imbalance:.2f} of bytes, {found.time_imbalance:.2f} of predicted time"
     ratio = found.predicted_s / found.bound_s if found.bound_s else 1.0
-    yield "step", f"{1e6 * found.predicted_s:.1f} µs, {ratio:.2f} × the bound that no plan can be below"
+    yield "step", f"{1e6 * found.predicted_s:.1f} µs, {ratio:.2f} × the lower bound"
     yield "times", found.said
-    yield from (("not counted", f"{text}: spread over all owners") for text in why)
+    yield from (("no profile", f"{text}: spread over all owners") for text in why)
 
 
 def show(rows: list[Row], title: str) -> None:
@@ -371,17 +376,17 @@ _SHOWN = 12
     "--shards",
     "num_shards",
     type=click.IntRange(1),
-    help="make a map for so many; default: as many as there are",
+    help="compute a map for this many shards; default: unchanged",
 )
 @click.option(
     "--max-moved",
     type=click.FloatRange(0, 1),
     default=0.0,
-    help="share of the buckets that a better map may move",
+    help="maximum share of the buckets that may move",
 )
-@click.option("--json", "as_json", is_flag=True, help="the map alone, as `apply` reads it")
+@click.option("--json", "as_json", is_flag=True, help="print only the map as JSON, which `apply` reads")
 def map_command(home: Path, store: str, num_shards: int | None, max_moved: float, as_json: bool) -> None:
-    """Which shard has which bucket of the newest commit, or a map that is evener by bytes, or for other shards.
+    """Show the bucket map of the newest commit, or compute one that is balanced by bytes or has another number of shards.
 
     \b
     Example:
@@ -405,27 +410,28 @@ def map_command(home: Path, store: str, num_shards: int | None, max_moved: float
 @placement.command("apply")
 @click.argument("map_file", metavar="MAP", type=click.Path(path_type=Path))
 @place_options
-@click.option("--dry-run", is_flag=True, help="say what would move, and change nothing")
+@click.option("--dry-run", is_flag=True, help="show the moves without making them")
 def apply_command(map_file: Path, home: Path, store: str, dry_run: bool) -> None:
-    """Move buckets between the shards of a stopped stack, as a commit: MAP is what `placement map --json` gave. Killed anywhere,
-    the old map holds or the new one does.
+    """Move buckets between the shards of a stopped stack, by a commit. MAP is an output of `placement map --json`.
+
+    If the command is killed, either the old or the new map is valid.
 
     \b
     Example:
       roostream down && roostream placement apply four.json && roostream up
     """
-    from roostream.cli.checkpoint import move_buckets as moved_buckets
+    from roostream.cli.checkpoint import move_buckets
 
     after, opened = _read_map(map_file), opened_store(home, store)
-    moved_buckets.check_move(moved_buckets.newest_commit(opened).manifest, after)
+    move_buckets.check_move(move_buckets.newest_commit(opened).manifest, after)
     with _committed(opened, home, 0 if dry_run else after.num_owners) as its:
-        rows = list(_told(its.manifest.owners, after, moved_buckets.bytes_by_bucket(its)))
+        rows = list(_told(its.manifest.owners, after, move_buckets.bytes_by_bucket(its)))
         if dry_run:
-            show(rows, f"Would move behind {its.manifest.name}; nothing was changed")
+            show(rows, f"Moves after {its.manifest.name}; nothing was changed")
             return
         from roostream.runtime.clock import SystemClock
 
-        made = moved_buckets.move(opened, after, its.stores, SystemClock().now_ms())
+        made = move_buckets.move(opened, after, its.stores, SystemClock().now_ms())
     _keep_shards(home, after.num_owners)
     show(rows, f"{made.name} has the map")
 
@@ -437,15 +443,15 @@ def _read_map(file: Path) -> BucketMap:
         return BucketMap.of_plain(json.loads(file.read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigError(
-            f"{file}: expected a map of buckets, got {error.strerror}; make one with `placement map`"
+            f"{file}: expected a bucket map, got {error.strerror}; create one with `placement map --json`"
         ) from None
     except (ValueError, CheckpointError) as error:
-        raise ConfigError(f"{file}: expected a map as `placement map --json` gives it ({error})") from None
+        raise ConfigError(f"{file}: expected the output of `placement map --json` ({error})") from None
 
 
 @contextlib.contextmanager
 def _committed(store: CheckpointStore, home: Path, num_shards: int = 0) -> Iterator[CommittedShards]:
-    """The newest commit's shards, and so many, opened in `home`. SetupError: one runs, or isn't there."""
+    """Open the shards of the newest commit in `home`, and at least `num_shards`. Raises SetupError: one runs or is missing."""
     from param_server.key_value_store import RocksDbStore
     from roostream.cli.checkpoint.checkpoints import schema_of
     from roostream.cli.checkpoint.move_buckets import CommittedShards, newest_commit
@@ -457,7 +463,7 @@ def _committed(store: CheckpointStore, home: Path, num_shards: int = 0) -> Itera
             place = home.expanduser().resolve() / f"shard-{index}" / "segments"
             if index in manifest.shards and not place.is_dir():
                 raise SetupError(
-                    f"expected the segments of shard {index} in {place}, got none; say where with --home"
+                    f"expected the segments of shard {index} in {place}, got none; give its --home"
                 )
             place.parent.mkdir(parents=True, exist_ok=True)
             blobs[index] = RocksDbStore(place).open()
@@ -466,7 +472,7 @@ def _committed(store: CheckpointStore, home: Path, num_shards: int = 0) -> Itera
 
 
 def _keep_shards(home: Path, num_shards: int) -> None:
-    """A home's next `up` starts as many."""
+    """Make the next `up` in this home start this many shards."""
     from infra.options import load_saved_options, save_options
 
     place = home.expanduser().resolve()

@@ -1,4 +1,4 @@
-"""`roostream plan`: the table, and what ends first."""
+"""`roostream plan`: print the sizes that a load needs, and the bottleneck."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from roostream.schema.settings import SettingError
 
 
 def _options(command: Any) -> Any:
-    """A flag for every setting of `Load`."""
+    """One flag for each setting of `Load`."""
     for field in reversed(dataclasses.fields(Load)):
         needed = field.default is dataclasses.MISSING
         kind = int if field.type == "int" else float
@@ -34,7 +34,7 @@ def _options(command: Any) -> Any:
 @_options
 @json_option
 def plan_command(as_json: bool, **values: Any) -> None:
-    """How much of everything a load needs, and what ends first, from the committed benchmarks' figures.
+    """Compute the sizes that a load needs, and the bottleneck, from the figures of committed benchmarks.
 
     \b
     Example:
@@ -49,7 +49,7 @@ def plan_command(as_json: bool, **values: Any) -> None:
 
 
 def as_plain(load: Load, needs: list[Need]) -> Mapping[str, Any]:
-    """Of plain values; an end that isn't there is null."""
+    """Plain values with stable keys; an unlimited load is null."""
     parts = [
         {**need._asdict(), "ends_at": need.ends_at if math.isfinite(need.ends_at) else None} for need in needs
     ]
@@ -63,21 +63,21 @@ def as_plain(load: Load, needs: list[Need]) -> Mapping[str, Any]:
 
 
 def lines(load: Load, needs: list[Need]) -> list[str]:
-    """A line a part, the reasons below, and what the load meets first."""
+    """One line per part, the bottleneck, and the reasons."""
     first = bottleneck(needs)
     rows = [(need.what, f"{_number(need.amount)} {need.unit}".strip(), _end(need)) for need in needs]
     wide = [max(len(row[column]) for row in rows) for column in range(2)]
     table = [f"{what:{wide[0]}}  {count:{wide[1]}}  {end}".rstrip() for what, count, end in rows]
-    enough = "it carries this load" if first.ends_at >= load.requests_per_s else "this load is beyond it"
-    told = f"bottleneck: {first.what}, which end at {_number(first.ends_at)} requests/s however many there are; {enough}"
+    enough = "enough for this load" if first.ends_at >= load.requests_per_s else "this load is higher"
+    limit = f"bottleneck: {first.what}, limited to {_number(first.ends_at)} requests/s however many there are; {enough}"
     why = [f"{need.what}: {need.why}" for need in needs]
-    return [*table, "", told, "", *why]
+    return [*table, "", limit, "", *why]
 
 
 def _end(need: Need) -> str:
-    return f"ends at {_number(need.ends_at)} requests/s" if math.isfinite(need.ends_at) else ""
+    return f"limit {_number(need.ends_at)} requests/s" if math.isfinite(need.ends_at) else ""
 
 
 def _number(value: float) -> str:
-    """Three digits, thousands apart."""
+    """Three significant digits, with thousands separators."""
     return f"{float(f'{value:.3g}'):,.0f}" if value >= 100 else f"{value:.3g}"

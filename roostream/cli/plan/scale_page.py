@@ -1,4 +1,4 @@
-"""The table of docs/operations/scale.md: the plan at loads from the demo's to a million requests a second."""
+"""The table in docs/operations/scale.md: the plan for loads from that of the demo to a million requests per second."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TABLE = re.compile(r"^\| requests/s \| rows \|.*?\n(?=\n)", re.MULTILINE | re.D
 
 
 def table(figures: Mapping[str, float]) -> str:
-    """Markdown: a line a load."""
+    """Markdown with one row per load."""
     head = ["requests/s", "rows", "requests a step", *_COLUMNS.values(), "ends first"]
     lines = [_row(head), "|" + "---:|" * (len(head) - 1) + "---|"]
     for load in LOADS:
@@ -48,13 +48,13 @@ def table(figures: Mapping[str, float]) -> str:
 
 
 def renewed(text: str, figures: Mapping[str, float]) -> str:
-    """The page with the table as it is now; its prose is written by hand."""
+    """The page with its table replaced."""
     assert _TABLE.search(text)
     return _TABLE.sub(lambda _: table(figures), text, count=1)
 
 
 def renew(page: Path, figures: Mapping[str, float]) -> Path:
-    """Write it; the page."""
+    """Update the page; returns its path."""
     page.write_text(renewed(page.read_text(encoding="utf-8"), figures), encoding="utf-8")
     return page
 
@@ -64,5 +64,5 @@ def _row(cells: list[str]) -> str:
 
 
 def _shown(value: float) -> str:
-    """Three digits, thousands apart."""
+    """Three significant digits, with thousands separators."""
     return f"{float(f'{value:.3g}'):,.0f}" if value >= 100 else f"{float(f'{value:.3g}'):g}"

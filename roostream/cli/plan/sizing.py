@@ -1,9 +1,9 @@
-"""What a deployment of a given load needs, and at which load each part of it ends: arithmetic over measured figures.
+"""Capacity planning: the sizes that a load needs and the load at which each part reaches its limit, from measured figures.
 
-    R requests a second · K candidates each · U rows that a request touches · W workers · S shards · B requests a step
+    R requests per second · K candidates · U rows that a request touches · W workers · S shards · B requests in a step
 
-Costs are CPU seconds of a core as measured (docs/benchmarks names it), times `core` for another one. What no committed report has
-is an assumption: a setting of `Load`, named as such in its help.
+Costs are CPU seconds on the measured core (docs/benchmarks names it), times `core` for another one. Quantities without a committed
+benchmark are settings of `Load` whose help says "assumed".
 """
 
 from __future__ import annotations
@@ -18,61 +18,69 @@ from roostream.runtime.deployment import MAX_WORKERS
 from roostream.schema.settings import Settings, setting
 
 MAX_PARTITIONS, MAX_BUCKETS = 1024, 1 << 16
-_PAUSED = 0.01  # of the time, by commits
+_COMMIT_SHARE = 0.01  # of the time
 _S, _MS, _MB, _GB, _GBIT = 1e-6, 1e-3, 1e6, 1e9, 1e9 / 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Load(Settings):
-    """What is to be carried, and on what."""
+    """The load and the hardware."""
 
-    requests_per_s: float = setting(help="requests a second at the peak", gt=0)
-    candidates: int = setting(20, "of a request", ge=1)
+    requests_per_s: float = setting(help="requests per second at the peak", gt=0)
+    candidates: int = setting(20, "candidates of a request", ge=1)
     rows: int = setting(1_000_000, "embedding rows in all tables", ge=1)
-    dim: int = setting(16, "floats of a row", ge=1, le=1024)
-    engagements: float = setting(1.0, "a request", ge=0)
-    history: int = setting(30, "entries of a request's own lists", ge=0)
-    candidate_bytes: int = setting(80, "of a candidate's features in a sample; 80 = the demo's schema", ge=1)
-    candidate_ids: int = setting(2, "of each candidate", ge=0)
+    dim: int = setting(16, "floats in a row", ge=1, le=1024)
+    engagements: float = setting(1.0, "engagements per request", ge=0)
+    history: int = setting(30, "entries in the lists of a request", ge=0)
+    candidate_bytes: int = setting(
+        80, "bytes of a candidate's features in a sample; 80 = schema of the demo", ge=1
+    )
+    candidate_ids: int = setting(2, "ids of each candidate", ge=0)
     distinct: float = setting(
-        0.5, "assumed share of a request's ids that its batch doesn't have already", gt=0, le=1
+        0.5, "assumed share of a request's ids that are not in its batch already", gt=0, le=1
     )
-    batch_requests: int = setting(4096, "of a step of all workers together", ge=1)
-    retention_h: float = setting(72.0, "hours that Kafka keeps, above the longest time of catching up", gt=0)
-    replication: int = setting(3, "copies of a record in Kafka", ge=1, le=9)
-    commit_interval_s: float = setting(10.0, "between commits", gt=0)
-    core: float = setting(1.0, "assumed seconds that this core needs for one of the measured core's", gt=0)
-    busy: float = setting(0.6, "share of a core that may be in use at the peak", gt=0, le=1)
+    batch_requests: int = setting(4096, "requests in a step of all workers together", ge=1)
+    retention_h: float = setting(
+        72.0, "retention time of Kafka in hours; must exceed the longest catch-up", gt=0
+    )
+    replication: int = setting(3, "replicas of a record in Kafka", ge=1, le=9)
+    commit_interval_s: float = setting(10.0, "seconds between commits", gt=0)
+    core: float = setting(1.0, "assumed time of this core for one second of the measured core", gt=0)
+    busy: float = setting(0.6, "share of a core that may be used at the peak", gt=0, le=1)
     flink_share: float = setting(
-        3.0, "assumed: of a joined event all of Flink and Kafka's client cost this times the join", ge=1
+        3.0, "assumed cost of an event in Flink and the Kafka client, as a multiple of the join", ge=1
     )
-    network_gbit: float = setting(10.0, "of a machine", gt=0)
-    machine_gb: float = setting(64.0, "memory of a machine", gt=0)
-    broker_mb: float = setting(100.0, "assumed MB a second that one broker takes, copies counted", gt=0)
+    network_gbit: float = setting(10.0, "network bandwidth of a machine in Gbit/s", gt=0)
+    machine_gb: float = setting(64.0, "memory of a machine in GB", gt=0)
+    broker_mb: float = setting(
+        100.0, "assumed MB per second that one broker accepts, including replicas", gt=0
+    )
 
     @property
     def touched(self) -> float:
-        """Rows that a request brings to a step."""
+        """Rows that a request adds to a step."""
         return self.distinct * (1 + self.history + self.candidates * self.candidate_ids)
 
     @property
     def sample_bytes(self) -> float:
-        """A fixed part, 24 for each entry of its lists (id, action, time), and its candidates; as encoded, uncompressed."""
+        """Encoded, uncompressed size: a fixed part, 24 bytes for each list entry (id, action, time), and the candidates."""
         return 130 + 24 * self.history + self.candidates * self.candidate_bytes
 
 
 class Need(NamedTuple):
-    """One line of a plan."""
+    """One part of a plan."""
 
     what: str
     amount: float
     unit: str
-    ends_at: float  # requests a second at which more of it no longer helps, or may not be; inf = grows with the load
+    ends_at: (
+        float  # requests per second above which more of it does not help or is not allowed; inf = no limit
+    )
     why: str
 
 
 class Costs:
-    """What a load costs a core, in seconds; linear in candidates through two measured points."""
+    """Costs of a load in core seconds; linear in the number of candidates through two measured points."""
 
     def __init__(self, load: Load, figures: Mapping[str, float]) -> None:
         self.load, self.figures = load, figures
@@ -98,23 +106,23 @@ class Costs:
 
     @property
     def train_s(self) -> float:
-        """A request, in proportion to its candidates: the dearer of two measured steps."""
+        """Training a request, in proportion to its candidates: the more expensive of two measured steps."""
         a, b = self.of("step_64_of_11_us") / (64 * 11), self.of("step_512_of_5_us") / (512 * 5)
         return max(a, b) * self.load.candidates
 
     @property
     def turn_s(self) -> float:
-        """What a step costs each worker beside its requests: calls, the sum of gradients, waiting for the others."""
+        """Fixed cost of a step for each worker: calls, the sum of gradients, waiting for the others."""
         return max(self.of("four_workers_ms", _MS) - self.of("one_worker_ms", _MS), 0.0) / 3
 
     @property
     def call_s(self) -> float:
-        """One end of a call."""
+        """One side of a call."""
         return self.of("call_us")
 
     @property
     def row_s(self) -> float:
-        """A row pulled, and pushed."""
+        """Pulling and pushing a row."""
         return self.of("pull_row_us") + self.of("push_row_us")
 
     @property
@@ -123,7 +131,7 @@ class Costs:
 
 
 def step_s(costs: Costs, batch: float, workers: int, shards: int) -> float:
-    """A step of all workers: each trains its part, calls every shard twice and takes part in the sum; shards apply the rows."""
+    """Time of a step: each worker trains its part, calls every shard twice and joins the sum; shards apply the rows."""
     load = costs.load
     own = batch / workers * costs.train_s + 2 * shards * costs.call_s + (costs.turn_s if workers > 1 else 0.0)
     applied = batch * load.touched * costs.row_s / shards + 2 * workers * costs.call_s
@@ -131,7 +139,7 @@ def step_s(costs: Costs, batch: float, workers: int, shards: int) -> float:
 
 
 def workers_for(costs: Costs, shards: int) -> int:
-    """The fewest that keep up, of those there may be; 0 = not even they do."""
+    """The smallest number of workers that keeps up; 0 = even the maximum does not."""
     wanted_s = costs.load.batch_requests / costs.load.requests_per_s * costs.load.busy
     fits = (
         w
@@ -142,13 +150,13 @@ def workers_for(costs: Costs, shards: int) -> int:
 
 
 def trained_at_max(costs: Costs, shards: int) -> float:
-    """Requests a second that any number of workers train."""
+    """Maximum training rate in requests per second, over all numbers of workers."""
     batch = costs.load.batch_requests
     return max(batch / step_s(costs, batch, w, shards) for w in range(1, MAX_WORKERS + 1)) * costs.load.busy
 
 
 def row_bytes(load: Load) -> float:
-    """A shard's memory of a row: values, a state as wide, key and stamps; arrays grow by half again."""
+    """Memory of a row in a shard: values, equally wide optimizer state, key and timestamps; arrays grow by half."""
     return (8 * load.dim + 61) * 1.5
 
 
@@ -157,7 +165,7 @@ def replica_bytes(load: Load) -> float:
 
 
 def delta_bytes(load: Load) -> float:
-    """Of a changed row on its way to readers: values, id and table."""
+    """Size of a published row: values, id and table."""
     return 4 * load.dim + 16
 
 
@@ -166,7 +174,7 @@ def changed_rows(load: Load, seconds: float) -> float:
 
 
 def plan(load: Load, figures: Mapping[str, float]) -> list[Need]:
-    """Every part with what it needs; `bottleneck` tells the one that ends first."""
+    """The needs of every part; see `bottleneck`."""
     costs = Costs(load, figures)
     shards = shards_for(load, costs)
     return [
@@ -180,17 +188,21 @@ def plan(load: Load, figures: Mapping[str, float]) -> list[Need]:
 
 
 def bottleneck(needs: list[Need]) -> Need:
-    """What the load meets first as it grows."""
+    """The part that reaches its limit first as the load grows."""
     return min(needs, key=lambda need: need.ends_at)
 
 
 def shards_for(load: Load, costs: Costs) -> int:
-    """By memory, by the time of their rows, and so that copying them at a commit takes a hundredth of the time; a call of every
-    worker to each is what more of them cost."""
+    """Shards by memory, by the time to apply rows, and so that commits take 1 % of the time.
+
+    More shards cost more calls, because every worker calls every shard.
+    """
     by_memory = load.rows * row_bytes(load) / (load.machine_gb * _GB * load.busy)
     by_time = load.requests_per_s * load.touched * costs.row_s / load.busy
     by_pause = (
-        changed_rows(load, load.commit_interval_s) * costs.freeze_row_s / (load.commit_interval_s * _PAUSED)
+        changed_rows(load, load.commit_interval_s)
+        * costs.freeze_row_s
+        / (load.commit_interval_s * _COMMIT_SHARE)
     )
     return max(1, math.ceil(max(by_memory, by_time, by_pause)))
 
@@ -203,17 +215,15 @@ def _kafka(load: Load, costs: Costs) -> list[Need]:
     kept = (events + samples) * load.retention_h * 3600 * load.replication
     each = 2 * _managers(costs)
     partitions = 1 << math.ceil(math.log2(max(each, 4)))
-    of_a_broker = (
-        f"{written / _MB:,.0f} MB/s written, copies counted; {load.broker_mb:g} MB/s each is assumed"
-    )
-    why = f"events and samples of {load.retention_h:g} h, {load.replication} copies, uncompressed"
+    of_a_broker = f"{written / _MB:,.0f} MB/s written, including replicas; {load.broker_mb:g} MB/s per broker is assumed"
+    why = f"events and samples of {load.retention_h:g} h, {load.replication} replicas, uncompressed"
     return [
         Need(
             "partitions",
             min(partitions, MAX_PARTITIONS),
-            "a topic",
+            "per topic",
             MAX_PARTITIONS / each * rate,
-            "two a task manager; 1024 at most",
+            "two per task manager; at most 1024",
         ),
         Need("brokers", math.ceil(written / _MB / load.broker_mb), "", math.inf, of_a_broker),
         Need("Kafka's disks", kept / 1e12, "TB", math.inf, why),
@@ -226,38 +236,34 @@ def _managers(costs: Costs) -> float:
 
 
 def _joining(costs: Costs) -> list[Need]:
-    why = f"{costs.join_event_s / _S:.0f} µs an event: {SOURCES['join_event_us']}; times flink_share, which is assumed"
-    return [Need("task managers", math.ceil(_managers(costs)), "of one slot", math.inf, why)]
+    why = f"{costs.join_event_s / _S:.0f} µs per event: {SOURCES['join_event_us']}; times the assumed flink_share"
+    return [Need("task managers", math.ceil(_managers(costs)), "with one slot", math.inf, why)]
 
 
 def _training(load: Load, costs: Costs, shards: int) -> list[Need]:
-    workers, most = workers_for(costs, shards), trained_at_max(costs, shards)
+    workers, max_rate = workers_for(costs, shards), trained_at_max(costs, shards)
     readers = load.requests_per_s * costs.decode_s / load.busy
     trains = (
-        f"{costs.train_s / _S:.0f} µs a request: {SOURCES['step_64_of_11_us']}; {costs.turn_s / _MS:.1f} ms a step beside "
-        f"them: {SOURCES['four_workers_ms']}; {MAX_WORKERS} at most, in steps of {load.batch_requests} requests"
+        f"{costs.train_s / _S:.0f} µs per request: {SOURCES['step_64_of_11_us']}; plus {costs.turn_s / _MS:.1f} ms per "
+        f"step: {SOURCES['four_workers_ms']}; at most {MAX_WORKERS}, in steps of {load.batch_requests} requests"
     )
-    decodes = (
-        f"{costs.decode_s / _S:.0f} µs a request, in the workers' figure already: {SOURCES['decode_11_us']}"
-    )
+    decodes = f"{costs.decode_s / _S:.0f} µs per request, included in the workers' figure: {SOURCES['decode_11_us']}"
     return [
-        Need("workers", workers or MAX_WORKERS, "of one core", most, trains),
-        Need("readers", math.ceil(readers), "of one core", math.inf, decodes),
+        Need("workers", workers or MAX_WORKERS, "with one core", max_rate, trains),
+        Need("readers", math.ceil(readers), "with one core", math.inf, decodes),
     ]
 
 
 def _rows(load: Load, costs: Costs, shards: int) -> list[Need]:
     changed = changed_rows(load, load.commit_interval_s)
     pause_s = changed / shards * costs.freeze_row_s + costs.of("cut_ms", _MS)
-    rows = f"a hundredth of the time in commits, {costs.row_s / _S:.2f} µs a row: {SOURCES['pull_row_us']}; {SOURCES['push_row_us']}"
-    memory = (
-        f"{row_bytes(load):.0f} bytes a row: values, a state as wide, key and stamps, half again for growth"
-    )
-    pause = f"{costs.freeze_row_s * 1e9:.0f} ns a changed row of a shard, and the cut: {SOURCES['freeze_ms']}; {SOURCES['cut_ms']}"
-    disk = f"{costs.figures['committed_mb']:.0f} bytes a changed row: {SOURCES['committed_mb']}"
+    rows = f"1 % of the time in commits, {costs.row_s / _S:.2f} µs per row: {SOURCES['pull_row_us']}; {SOURCES['push_row_us']}"
+    memory = f"{row_bytes(load):.0f} bytes per row: values, equally wide state, key and timestamps, plus half for growth"
+    pause = f"{costs.freeze_row_s * 1e9:.0f} ns per changed row of a shard, and the cut: {SOURCES['freeze_ms']}; {SOURCES['cut_ms']}"
+    disk = f"{costs.figures['committed_mb']:.0f} bytes per changed row: {SOURCES['committed_mb']}"
     return [
         Need("shards", shards, "", MAX_BUCKETS / shards * load.requests_per_s, rows),
-        Need("shards' memory", load.rows * row_bytes(load) / _GB, "GB in all", math.inf, memory),
+        Need("shards' memory", load.rows * row_bytes(load) / _GB, "GB in total", math.inf, memory),
         Need("a commit's pause", pause_s / _MS, "ms", math.inf, pause),
         Need("a commit's bytes", changed * costs.figures["committed_mb"] / _MB, "MB", math.inf, disk),
     ]
@@ -273,15 +279,13 @@ def _serving(load: Load, costs: Costs) -> list[Need]:
         if fits
         else "more than a machine has: rows = cache"
     )
-    served = f"{costs.serve_s / _S:,.0f} µs a request: {SOURCES['serve_20_us']}; {SOURCES['serve_200_us']}"
-    deltas = (
-        f"rows that change in a second, once each, to every serving machine of {load.network_gbit:g} Gbit/s"
-    )
+    served = f"{costs.serve_s / _S:,.0f} µs per request: {SOURCES['serve_20_us']}; {SOURCES['serve_200_us']}"
+    deltas = f"each row that changes in a second, to every serving machine with {load.network_gbit:g} Gbit/s"
     return [
         Need(
             "serving processes",
             math.ceil(load.requests_per_s * costs.serve_s / load.busy),
-            "of one core",
+            "with one core",
             math.inf,
             served,
         ),
@@ -291,15 +295,15 @@ def _serving(load: Load, costs: Costs) -> list[Need]:
 
 
 def _network(load: Load) -> Need:
-    """Events are read by joiner, feature updater and auditor, samples by workers and auditor."""
+    """Joiner, feature updater and auditor read events; workers and auditor read samples."""
     events = load.sample_bytes + load.engagements * 100
     topics = events * (load.replication + 3) + load.sample_bytes * (load.replication + 2)
     rows = 2 * load.touched * (4 * load.dim + 12)
-    why = f"{topics:,.0f} bytes a request by Kafka's topics, copies and readers counted, {rows:,.0f} by rows pulled and pushed"
+    why = f"{topics:,.0f} bytes per request for topics, including replicas and readers, and {rows:,.0f} for rows pulled and pushed"
     return Need(
         "network",
         load.requests_per_s * (topics + rows) / _MB,
-        "MB/s in all, beside row deltas",
+        "MB/s in total, without row deltas",
         math.inf,
         why,
     )
