@@ -27,7 +27,7 @@ def test_a_folder_without_a_stack_is_one_sentence(tmp_path: Path) -> None:
 
 def test_a_kafka_that_does_not_answer_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
-        audit_command.run(tmp_path, Topics(kafka="127.0.0.1:1", starts_s=0.0), False)
+        audit_command.run(tmp_path, Topics(kafka="127.0.0.1:1", start_timeout_s=0.0), False)
 
 
 def test_a_home_without_a_broker_of_its_own_has_none_to_start(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def test_a_key_is_shown_once_and_opens_what_it_was_made_for(tmp_path: Path) -> N
     key = Keyring(file).check(b"Bearer " + text.encode(), "engage")
     assert key.name == "web" and 89 * 86400 < key.expires_s - time.time() <= 90 * 86400
     listed = keys("list", file=file).output
-    assert text not in listed and f"{key.id}  web  rank,engage  made " in listed
+    assert text not in listed and f"{key.id}  web  rank,engage  created " in listed
 
 
 def test_rotation_lets_old_and_new_work_side_by_side(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def test_a_model_that_keeps_every_rule_is_told_what_a_request_costs(
     written(tmp_path, CODE)
     done = CliRunner().invoke(cli, ["check-model", str(tmp_path / file), "--schema", schema])
     assert done.exit_code == 0, done.output
-    assert done.output.count("ok ") == 8 and "µs a request of 20 candidates" in done.output
+    assert done.output.count("ok ") == 8 and "µs for a request of 20 candidates" in done.output
 
 
 def test_a_rule_that_is_broken_is_a_sentence_and_exit_code_2(tmp_path: Path, schema: str) -> None:

@@ -116,7 +116,7 @@ def test_figures_are_gathered_from_whoever_measures_them() -> None:
 def test_the_table_shows_a_dash_for_what_is_not_known_yet() -> None:
     rows = dict(table.rows(whole(ScrapedMetrics(), ScrapedMetrics(), {})))
     assert rows["trainer"].startswith("–, watermark –")
-    assert rows["accounted"] == "unknown, the auditor does not answer"
+    assert rows["accounted"] == "unknown, because the auditor does not answer"
     assert rows["click rate"] == "served –, random –, best –; served is – × random now, – × since the start"
 
 
@@ -134,10 +134,10 @@ def test_of_several_workers_each_is_shown_and_those_that_train_are_added_up() ->
     found = whole(ScrapedMetrics(), ScrapedMetrics(), several(2, 3))
     assert found["trainer"]["requests"] == 201  # type: ignore[index]
     assert dict(table.rows(found))["workers"].split("\n") == [
-        "2 train, 3 are wanted",
-        "worker 0: trained 100, step 9, last heard of 200 ms ago",
-        "worker 1: shard 0 is away, step 9, last heard of 200 ms ago",
-        "worker 2: stands by, step 9, last heard of 200 ms ago",
+        "2 training, 3 requested",
+        "worker 0: trained 100, step 9, last report 200 ms ago",
+        "worker 1: shard 0 is away, step 9, last report 200 ms ago",
+        "worker 2: standing by, step 9, last report 200 ms ago",
     ]
 
 
@@ -174,7 +174,7 @@ def test_the_table_names_what_is_down_and_what_holds() -> None:
     )
     assert rows["programs"] == "1 ready, shard-0 failed, 14 restarts"
     assert rows["trainer"].startswith("caught_up, watermark 2023-11-14 22:13:20, behind 1.5 s")
-    assert rows["click rate"].endswith("served is 1.50 × random now, 1.25 × since the start")
+    assert rows["click rate"].endswith("served / random is 1.50 now, 1.25 since the start")
     assert rows["accounted"].startswith("yes: 5 engagements = 3 folded + 0 corrected + 1 dead + 1 pending; ")
     assert "not ready: shard-0" in table.line(found, 12.0) and "accounted yes" in table.line(found, 12.0)
 
@@ -201,10 +201,10 @@ def test_sums_are_the_same_behind_the_metrics() -> None:
     [
         (True, 0, True, "yes", "yes: "),
         (True, 0, False, "no", "NO, 7 are missing: "),
-        (True, 0, True, "waiting", "not yet, 3 wait for a joiner that is behind: "),
-        (False, 1234, False, "reading", "still reading, 1,234 records to go"),
-        (True, None, True, "unknown", "unknown, Kafka does not answer"),
-        (False, None, True, "unknown", "unknown, Kafka does not answer"),
+        (True, 0, True, "waiting", "not yet, 3 wait for the joiner"),
+        (False, 1234, False, "reading", "still reading, 1,234 records left"),
+        (True, None, True, "unknown", "unknown, because Kafka does not answer"),
+        (False, None, True, "unknown", "unknown, because Kafka does not answer"),
     ],
 )
 def test_only_a_whole_and_present_reading_is_judged(
@@ -236,12 +236,12 @@ def test_what_is_in_no_sum_is_named() -> None:
     )
     assert "2 only in a repeated sample" in rows["accounted"]
     assert rows["dead letters"] == "too_late 3" and rows["untrained"] == "non_finite 1"
-    assert rows["audited"].startswith("events since 2023-11-14 22:13:20") and rows["beside"].startswith(
+    assert rows["audited"].startswith("events since 2023-11-14 22:13:20") and rows["not counted"].startswith(
         "5 records"
     )
 
 
-@pytest.mark.parametrize(("missing", "said"), [(0, ""), (3, "; NO, 3 are missing")])
+@pytest.mark.parametrize(("missing", "said"), [(0, ""), (3, "; ERROR: 3 are missing")])
 def test_requests_that_were_skipped_are_told_and_add_up(missing: int, said: str) -> None:
     of = {
         "taken": 10 + missing,
@@ -262,7 +262,7 @@ def test_what_slipstream_skipped_is_never_told_without_its_control() -> None:
     reports = {"worker 0": {"step": 4, "outcomes": of}}
     rows = dict(table.rows(whole(scrape.parse(WORKER), ScrapedMetrics(), {**CONTROL, "reports": reports})))  # type: ignore[arg-type]
     assert rows["selection"].endswith("50 stale") and 'policy = "random", keep = 0.750' in str(
-        rows["its control"]
+        rows["control"]
     )
     reports["worker 0"]["outcomes"] = {**of, "random": 50, "stale": 0}
     rows = dict(table.rows(whole(scrape.parse(WORKER), ScrapedMetrics(), {**CONTROL, "reports": reports})))  # type: ignore[arg-type]
@@ -270,7 +270,7 @@ def test_what_slipstream_skipped_is_never_told_without_its_control() -> None:
 
 
 def test_what_is_trained_once_more_is_told_beside_what_is_trained() -> None:
-    for rehearsed, said in ((0, ""), (1200, ", trained once more 1,200")):
+    for rehearsed, said in ((0, ""), (1200, ", replayed 1,200")):
         reports = {"worker 0": {"step": 4, "requests": 10, "duplicates": 0, "rehearsed": rehearsed}}
         rows = dict(
             table.rows(whole(scrape.parse(WORKER), ScrapedMetrics(), {**CONTROL, "reports": reports}))
@@ -356,7 +356,7 @@ class Probe(BaseHTTPRequestHandler):
         """Nobody reads it."""
 
 
-def test_who_starts_says_itself_what_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_start_timeout_says_itself_what_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "worker.log"
     with ThreadingHTTPServer(("127.0.0.1", 0), Probe) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -424,7 +424,7 @@ def test_a_hold_stands_first_with_what_ends_it_and_devices_are_told_as_in_the_pa
     assert lines[0] == ("HELD", said) and dict(lines)["trainer"].startswith("held")
     assert (
         dict(lines)["devices"]
-        == "training 120.0 min; to that as 1: temporary 0.01, transient hold 0.00, permanent hold 2.49"
+        == "training 120.0 min; relative to training: temporary 0.01, transient hold 0.00, permanent hold 2.49"
     )
 
 
@@ -460,7 +460,7 @@ def test_readers_are_told_of_while_there_are_any() -> None:
     assert "readers" not in dict(table.rows(none))
     assert dict(table.rows({**none, "readers": there}))["readers"].split("\n") == [
         "2 of 3 wanted (1 to 4), 3 splits waited for, 1 leases expired",
-        "worker 0: buffer 25 % full, 4 units; it waited 1.0 s, 12.5 % of its time",
-        "a:1/x: splits 3, 5; 2,048 requests given, last heard of 250 ms ago",
-        "b:1/y: no lease; – requests given, last heard of 1.0 s ago",
+        "worker 0: buffer 25 % full, 4 units; waited 1.0 s, 12.5 % of the time",
+        "a:1/x: splits 3, 5; 2,048 requests read, last report 250 ms ago",
+        "b:1/y: no lease; – requests read, last report 1.0 s ago",
     ]

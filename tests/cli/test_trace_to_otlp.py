@@ -92,7 +92,7 @@ def test_a_collector_gets_one_request_as_one_trace(
     }
     monkeypatch.setattr(trace, "get_tracer", lambda name: sdks[name].get_tracer(name))
     built = build(tmp_path, FakeRows(SCHEMA), tracing=True)
-    asked = TestClient(HttpInterface(built.parts)).post(
+    asked = TestClient(HttpInterface(built.context)).post(
         "/v1/rank", json=BODY, headers={"traceparent": f"00-{TRACE}-{CALLER}-01"}
     )
     impression = logged_by(built)
@@ -148,7 +148,7 @@ def test_a_caller_who_does_not_sample_tells_nobody(
     sdk = sdk_of("roostream-serving", collector, monkeypatch)
     monkeypatch.setattr(trace, "get_tracer", sdk.get_tracer)
     built = build(tmp_path, FakeRows(SCHEMA), tracing=True)
-    TestClient(HttpInterface(built.parts)).post(
+    TestClient(HttpInterface(built.context)).post(
         "/v1/rank", json=BODY, headers={"traceparent": f"00-{TRACE}-{CALLER}-00"}
     )
     _, impression = wire.decode(logged_by(built).value)

@@ -117,7 +117,7 @@ def test_each_asks_for_one_thing_and_tells_what_is_held(
         lines[0].startswith("1-3  held, shadow  committed ")
         and lines[1] == "1-2  served, until resume  initial weights"
     )
-    assert lines[2] == "manifests/00000004  refused (damaged)  a checksum differs"
+    assert lines[2] == "manifests/00000004  rejected (damaged)  a checksum differs"
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_refusal_is_told_in_one_sentence(
 
 
 def test_a_process_that_is_away_and_a_token_that_is_absent_are_told(token: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnavailableError, match="is admin_listen set"):
+    with pytest.raises(UnavailableError, match="admin_listen"):
         versions("127.0.0.1:1", token, "list")
     with pytest.raises(ConfigError, match="--token-file: expected a file with a token"):
         versions("127.0.0.1:1", tmp_path / "absent", "list")

@@ -107,7 +107,7 @@ def test_of_many_bad_lines_the_first_are_told_and_the_rest_counted(tmp_path: Pat
     assert code == 1 and len(report["errors"]) == 12
     assert (
         "expected at least one usable impression" in report["errors"][-2]
-        and report["errors"][-1] == "and 5 more lines that can't be used"
+        and report["errors"][-1] == "and 5 more lines that cannot be used"
     )
 
 
