@@ -83,7 +83,7 @@ def test_why_stands_first_and_what_is_extreme_is_named() -> None:
     ]
     told = dict(lines)
     assert told["restored"] == "manifests/00000003 (checksum 00ff)" and told["not saved"].startswith(
-        "2 records more"
+        "2 more records"
     )
     assert "EXTREME: 1" in told["age"] and "EXTREME" not in told["hour"]
     assert ("largest", "age = -3e+09 in samples-0 offset 5") in lines

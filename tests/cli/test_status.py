@@ -117,7 +117,7 @@ def test_the_table_shows_a_dash_for_what_is_not_known_yet() -> None:
     rows = dict(table.rows(whole(ScrapedMetrics(), ScrapedMetrics(), {})))
     assert rows["trainer"].startswith("–, watermark –")
     assert rows["accounted"] == "unknown, because the auditor does not answer"
-    assert rows["click rate"] == "served –, random –, best –; served is – × random now, – × since the start"
+    assert rows["click rate"] == "served –, random –, best –; served / random is – now, – since the start"
 
 
 def several(number: int, wanted: int) -> dict[str, object]:
@@ -296,7 +296,7 @@ def test_a_trainer_without_a_reading_is_unknown(watch: dict[str, Any]) -> None:
     )
     assert found["trainer"]["state"] == "unknown"  # type: ignore[index]
     assert dict(table.rows(found))["trainer"].startswith(
-        "unknown, Kafka does not tell where the samples end, watermark –, behind – / – samples"
+        "unknown, because Kafka does not report the end of the samples, watermark –, behind – / – samples"
     )
 
 
@@ -356,7 +356,9 @@ class Probe(BaseHTTPRequestHandler):
         """Nobody reads it."""
 
 
-def test_who_start_timeout_says_itself_what_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_start_timeout_says_itself_what_it_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = tmp_path / "worker.log"
     with ThreadingHTTPServer(("127.0.0.1", 0), Probe) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

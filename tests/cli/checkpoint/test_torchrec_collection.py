@@ -177,9 +177,7 @@ def test_ids_that_are_no_row_numbers_come_by_a_map_and_leave_by_one(place: Path)
     brought(place, collection.state_dict(), "--ids", place / "ids.safetensors")
     weight = collection.embedding_bags["item"].weight.detach()
     np.testing.assert_array_equal(pulled(place, "item", int(id_N[3])), weight[[3]].numpy())
-    with pytest.raises(
-        CheckpointError, match=r"'item': expected ids that are row numbers, got"
-    ):
+    with pytest.raises(CheckpointError, match=r"'item': expected ids that are row numbers, got"):
         gone_out(place)
     assert torch.equal(
         gone_out(place, "--ids", place / "ids.safetensors")["embedding_bags.item.weight"], weight
@@ -318,7 +316,7 @@ def test_rows_come_only_into_what_is_empty_and_leave_only_into_a_new_file(place:
     gone_out(place)
     with pytest.raises(CheckpointError, match=r"be written"):
         gone_out(place)
-    with pytest.raises(CheckpointError, match="expected ids of tables of the schema, got some of 'itm'"):
+    with pytest.raises(CheckpointError, match="expected ids of tables of the schema, got"):
         (place / "ids.safetensors").write_bytes(tensor_file.encode({"itm": np.arange(2)}, {}))
         gone_out(place, "--ids", place / "ids.safetensors")
     with pytest.raises(CheckpointError, match="can't be read: expected a safetensors file, got No such file"):

@@ -236,15 +236,13 @@ def test_the_newest_lists_of_a_topic_are_taken_over_all_partitions(home: Scoring
 
 def test_without_a_stack_or_commits_it_says_what_to_name(home: ScoringHome, tmp_path: Path) -> None:
     home.close()
-    with pytest.raises(
-        ConfigError, match=r"its --home, or segments"
-    ):
+    with pytest.raises(ConfigError, match=r"its --home, or segments"):
         ran(home)
     with pytest.raises(CheckpointError, match="commit in this store, got none"):
         CommitStates(FileStore(tmp_path / "empty"), tmp_path)
     damaged = tmp_path / "home" / "store" / manifests.manifest_name(1)
     damaged.write_bytes(b"{}")
-    with pytest.raises(CheckpointError, match="got none that can be read"):
+    with pytest.raises(CheckpointError, match="got none"):
         CommitStates(home.store, home.root)
 
 
