@@ -1,14 +1,13 @@
-"""A placement plan as TorchRec's ShardingPlan, and copying rows with their optimizer state into and out of a
-sharded collection.
+"""A placement plan as TorchRec's ShardingPlan; rows and optimizer state in and out of a sharded collection.
 
-This is the only module that imports TorchRec (`roostream[torchrec]`).
+Import it only where TorchRec is installed (`roostream[torchrec]`); nothing else here imports it.
 
     sharding_plan(FILE) ──► DistributedModelParallel(model, plan=…)          or, for one collection,
                             EmbeddingBagCollectionSharder().shard(…)
 
-`load_tables` and `read_tables` copy complete tables: float32 [N, D] of rows and, under TorchRec's names,
-optimizer state ("momentum1": [N, D] for an element-wise rule, [N] for a row-wise one). So training continues
-under another plan, bit by bit. All ranks call them.
+`load_tables` and `read_tables` move whole tables: rows float32 [N, D] and, by TorchRec's names, optimizer
+state ("momentum1": [N, D] for element-wise rules, [N] for row-wise ones). So training continues bit by bit
+under another plan. Every rank must call them.
 
 Letters: N rows of a table, D width.
 """
@@ -46,30 +45,27 @@ class TableTensors(NamedTuple):
 
 
 def sharding_plan(text: str, device: str = "cpu", kernel: str = "fused") -> ShardingPlan:
-    """Read the file of `placement plan --write-torchrec`.
-
-    `kernel`: TorchRec's compute kernel for every table.
+    """Plan from the file of `placement plan --write-torchrec`; `kernel`: TorchRec's compute kernel for every
+    table.
 
     Raises:
-        ConfigError: not such a file.
+        ConfigError: the file is not such a plan.
     """
-    found = read_sharding(text)
+    plan = read_sharding(text)
     tables = {
         name: _parameter(table["sharding_type"], table["shards"], device, kernel)
-        for name, table in found["tables"].items()
+        for name, table in plan["tables"].items()
     }
-    return ShardingPlan({found["module"]: EmbeddingModuleShardingPlan(tables)})
+    return ShardingPlan({plan["module"]: EmbeddingModuleShardingPlan(tables)})
 
 
 def load_tables(collection: nn.Module, tables: TableTensors) -> None:
-    """Copy this rank's part of each table into a sharded `collection`.
-
-    State that is missing in `tables` stays unchanged.
+    """Write this rank's part of each table. `collection`: sharded by TorchRec. State that is not given stays.
 
     Raises:
         CheckpointError: a table is missing or has another size. Nothing was changed.
     """
-    found = [
+    plan = [
         *((_get(tables.rows, table, "rows"), tensor) for table, tensor in _weights(collection)),
         *(
             (_get(tables.state[table], name, table), tensor)
@@ -77,33 +73,33 @@ def load_tables(collection: nn.Module, tables: TableTensors) -> None:
             if table in tables.state
         ),
     ]
-    for whole, tensor in found:
-        if tuple(whole.shape) != tuple(tensor.size()):
+    for table_ND, tensor in plan:
+        if tuple(table_ND.shape) != tuple(tensor.size()):
             raise CheckpointError(
-                f"expected a table of {list(tensor.size())}, got {list(whole.shape)}; "
+                f"expected a table of {list(tensor.size())}, got {list(table_ND.shape)}; "
                 "shard it for that many rows"
             )
     with torch.no_grad():
-        for whole, tensor in found:
+        for table_ND, tensor in plan:
             for shard in tensor.local_shards():
-                shard.tensor.copy_(torch.from_numpy(np.ascontiguousarray(whole[_slices(shard.metadata)])))
+                shard.tensor.copy_(torch.from_numpy(np.ascontiguousarray(table_ND[_slices(shard.metadata)])))
 
 
 def read_tables(collection: nn.Module) -> TableTensors:
-    """Complete tables at every rank; each rank needs memory for all of them."""
-    mine = {(table, ""): tensor for table, tensor in _weights(collection)}
-    mine |= {(table, name): tensor for table, name, tensor in _states(collection)}
+    """Whole tables, at every rank; each needs memory for them."""
+    local = {(table, ""): tensor for table, tensor in _weights(collection)}
+    local |= {(table, name): tensor for table, name, tensor in _states(collection)}
     sizes: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(sizes, {key: tuple(tensor.size()) for key, tensor in mine.items()})
+    distributed.all_gather_object(sizes, {key: tuple(tensor.size()) for key, tensor in local.items()})
     out = TableTensors({}, {})
     for (table, name), size in sorted(
         {key: size for by_key in sizes for key, size in by_key.items()}.items()
     ):
-        whole = _whole(mine.get((table, name)), size)
+        table_ND = _gather_table(local.get((table, name)), size)
         if name:
-            out.state.setdefault(table, {})[name] = whole
+            out.state.setdefault(table, {})[name] = table_ND
         else:
-            out.rows[table] = whole
+            out.rows[table] = table_ND
     return out
 
 
@@ -121,14 +117,14 @@ def _parameter(
 
 
 def _weights(collection: nn.Module) -> Iterator[tuple[str, ShardedTensor]]:
-    """Weight tensors of this rank."""
+    """Tables known to this rank."""
     for name, tensor in sorted(collection.state_dict().items()):
         if name.endswith(_WEIGHT) and isinstance(tensor, ShardedTensor):
             yield _table(name), tensor
 
 
 def _states(collection: Any) -> Iterator[tuple[str, str, ShardedTensor]]:
-    """State tensors of the optimizer that is fused into the collection."""
+    """State of the optimizer that is fused into the collection."""
     for name, state in sorted(collection.fused_optimizer.state_dict()["state"].items()):
         for key, tensor in sorted(state.items()):
             if isinstance(tensor, ShardedTensor):
@@ -153,10 +149,9 @@ def _slices(metadata: ShardMetadata) -> tuple[slice, ...]:
     )
 
 
-def _whole(tensor: ShardedTensor | None, size: tuple[int, ...]) -> np.ndarray:
-    """Sum the bits of all ranks as integers, so that nothing is rounded and -0 stays -0.
-
-    None: this rank has no part of it."""
+def _gather_table(tensor: ShardedTensor | None, size: tuple[int, ...]) -> np.ndarray:
+    """Every rank adds its own bits to zeros, as integers, so nothing is rounded and -0 stays -0. None: the
+    rank has no part."""
     bits = torch.zeros(size, dtype=torch.int32)
     for shard in tensor.local_shards() if tensor is not None else ():
         bits[_slices(shard.metadata)] = _float32(shard.tensor).view(torch.int32)

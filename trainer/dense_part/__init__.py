@@ -1,1 +1,1 @@
-"""The dense part of training: its weights, the steps that they take, their average, and their file."""
+"""The dense part of training: optimizer, training steps, weight average, checkpoint."""

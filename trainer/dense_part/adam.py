@@ -1,22 +1,16 @@
-"""Adam (Kingma & Ba 2015, algorithm 1) for the dense weights.
+"""Adam (Kingma & Ba 2015, algorithm 1) for the dense weights, and an average of the weights.
 
-Ours, since constructing any optimizer of torch.optim imports torch._dynamo: several seconds of every worker's restart. The
-arithmetic is torch.optim.Adam's, with one count of steps for all weights.
+Not torch.optim: constructing one of its optimizers imports torch._dynamo, which costs several seconds at each
+restart of a worker. The arithmetic equals torch.optim.Adam's, with one step count for all weights.
 
-Letters: P numbers of all weights together, S those of neighbours.
+The average follows Polyak & Juditsky 1992, with an exponential window as in Izmailov et al. 2018:
 
-Weights of a module as parts of one tensor, so that what is done to all of them is a few kernels, not a few a weight.
+    a <- d a + (1 - d) w    after step t of the optimizer, d = min(1 - 1/steps, t / (t + 9))
 
-Letters: P numbers of all weights together.
+It removes the noise of single batches and lags by about `steps` steps. At first d is small, so the average
+covers about the last tenth of all steps and never the initial values.
 
-An average of the dense weights over their last steps, in a model of its own that scores (Polyak & Juditsky 1992; with an
-exponential window, as Izmailov et al. 2018 and others score with).
-
-    a <- d a + (1 - d) w    behind step t of the optimizer, d = min(1 - 1/steps, t / (t + 9))
-
-A single step goes where its batch says, and so the weights wander about what they learn; their average does not, and lags by
-about `steps` steps. At the beginning d is small: the average is one of about the last tenth of all steps, never the initial
-values.
+Letters: P numbers of all weights together, S numbers of adjacent weights.
 """
 
 from __future__ import annotations
@@ -35,12 +29,13 @@ SLOTS = ("exp_avg", "exp_avg_sq")
 
 
 class DenseAdam:
-    """m = β1 m + (1-β1) g;  v = β2 v + (1-β2) g²;  w -= lr · m̂ / (√v̂ + ε), with m̂ = m/(1-β1ᵗ), v̂ = v/(1-β2ᵗ).
+    """m = β1 m + (1-β1) g;  v = β2 v + (1-β2) g²;  w -= lr · m̂ / (√v̂ + ε), with m̂ = m/(1-β1ᵗ), v̂ =
+    v/(1-β2ᵗ).
 
-    The gradients of all weights together are first scaled down to a Euclidean norm of `clip_norm` (Pascanu et al. 2013,
-    algorithm 1), so that v never exceeds its square.
+    First, all gradients together are scaled down to a Euclidean norm of `clip_norm` (Pascanu et al. 2013,
+    algorithm 1).
 
-    The weights become parts of one tensor, in place (flat_weights.py). `average`, where there is one, follows every step.
+    The weights become views of one tensor, in place. `average`, if set, follows every step.
     """
 
     def __init__(
@@ -53,7 +48,7 @@ class DenseAdam:
         beta2: float = 0.999,
         epsilon: float = 1e-8,
     ) -> None:
-        """`learning_rate`: a number, or what it is behind so many steps."""
+        """`learning_rate`: a number, or a function of the number of steps taken."""
         self._flat = FlatWeights(parameters)
         self.parameters, self._weight_P = self._flat.parameters, self._flat.weight_P
         self.average: WeightAverage | None = None
@@ -73,7 +68,7 @@ class DenseAdam:
             parameter.grad = None
 
     def norm(self) -> float:
-        """Of all gradients together; 0 of none, NaN or infinite where a square isn't finite."""
+        """Norm of all gradients together; 0 without gradients, NaN or infinite if a square is not finite."""
         gradients = [p.grad.detach() for p in self.parameters.values() if p.grad is not None]
         return (
             float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))) if gradients else 0.0
@@ -81,8 +76,8 @@ class DenseAdam:
 
     @torch.no_grad()
     def step(self) -> bool:
-        """Weights without a gradient stay as they are, and so does what is remembered of them. False: a square of a gradient
-        isn't finite; nothing was changed."""
+        """Update all weights that have a gradient. False: a squared gradient is not finite; nothing was
+        changed."""
         spans = self._gradients()
         if not self._clip([gradient_S for _, gradient_S in spans]):
             return False
@@ -95,7 +90,7 @@ class DenseAdam:
         return True
 
     def _gradients(self) -> list[tuple[slice, Tensor]]:
-        """Neighbours that have a gradient, as one: where they lie, and their gradients behind each other. Mostly one span."""
+        """Adjacent weights that have gradients, as (place, concatenated gradients); usually one span."""
         out: list[tuple[slice, Tensor]] = []
         for has_one, members in itertools.groupby(
             self._flat.places(), key=lambda place: place[2].grad is not None
@@ -131,7 +126,7 @@ class DenseAdam:
 
 
 def _square_root(of_S: Tensor, out_S: Tensor) -> Tensor:
-    """The same bits either way. On a CPU torch asks a library that takes them one by one on some processors."""
+    """Both ways give the same bits. On some CPUs torch's square root is not vectorized, numpy's is."""
     if of_S.device.type != "cpu":
         return torch.sqrt(of_S, out=out_S)
     np.sqrt(of_S.numpy(), out=out_S.numpy())
@@ -142,8 +137,11 @@ ALIGNED = 16  # float32 of a cache line
 
 
 class FlatWeights:
-    """Made in place: the module that the weights belong to, its names and shapes stay as they are, but it must not be moved to
-    another device or type afterwards."""
+    """Weights of a module as views of one tensor, so that an update takes a few kernels.
+
+    Made in place: names and shapes stay, but the module must not be moved to another device or type
+    afterwards.
+    """
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         self.parameters = dict(parameters)
@@ -157,14 +155,17 @@ class FlatWeights:
             parameter.data = view_in_flat(self.weight_P, at, parameter)
 
     def places(self) -> Iterator[tuple[str, int, nn.Parameter]]:
-        """Each weight, and where it begins."""
+        """(name, start, weight) of each weight."""
         for (name, parameter), at in zip(self.parameters.items(), self._starts, strict=False):
             yield name, at, parameter
 
 
 def aligned(count: int) -> int:
-    """Room of a weight of `count` numbers: each begins where torch would have put it alone, so that its products have the same
-    bits in serving (G9), where it lies alone."""
+    """Size reserved for a weight of `count` numbers.
+
+    Each weight starts at the alignment that torch would give it alone, so its products have the same bits as
+    in serving (G9).
+    """
     return -(-count // ALIGNED) * ALIGNED
 
 
@@ -177,16 +178,15 @@ _YOUNG = 9
 
 
 class WeightAverage:
-    """`model` scores by it; nothing else may write to its weights but `follow` and a restore. Changes nothing of what is
-    trained."""
+    """`model` holds the average; only `follow` and a restore write its weights. Training is not affected."""
 
     def __init__(self, model: Model, steps: int) -> None:
-        """`model`: built as the one in training is; its weights become parts of one tensor, as that one's are."""
+        """`model`: built like the trained one; its weights become views of one tensor."""
         self.model, self.steps = model.eval(), steps
         self._average_P = FlatWeights(model.named_parameters()).weight_P
 
     @torch.no_grad()
     def follow(self, weight_P: Tensor, num_steps: int) -> None:
-        """Behind step `num_steps` (from 1) of the optimizer, which led to `weight_P`."""
+        """Update after step `num_steps` (from 1) of the optimizer, which led to `weight_P`."""
         kept = min(1 - 1 / self.steps, num_steps / (num_steps + _YOUNG))
         self._average_P.lerp_(weight_P, 1 - kept)

@@ -1,8 +1,8 @@
-"""The dense file: weights and optimizer state of one cut, as one safetensors.
+"""Weights and optimizer state of the dense part as tensors of a checkpoint (safetensors).
 
-Names: `model.<parameter>`, which scores; `trained.<parameter>`, which training goes on with, where that is another
-(weight_average.py); `optimizer.<parameter>.<slot>`, `optimizer.step`, `watermark.recent_ms`; what selection keeps. Restoring
-gives the same bits that were taken (G11).
+Names: `model.<parameter>`, the scoring weights; `trained.<parameter>`, the weights in training if they differ
+(averaging); `optimizer.<parameter>.<slot>`, `optimizer.step`, `watermark.recent_ms`; state of selection. A
+restore is bit-exact (G11).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TRAINED = "trained."
 
 
 def snapshot(model: nn.Module, optimizer: DenseAdam) -> dict[str, np.ndarray]:
-    """Copies of weights, of their average if there is one, and of optimizer state, on the host: later steps don't change them."""
+    """Copies on the host of weights, their average if there is one, and optimizer state."""
     scores = optimizer.average.model if optimizer.average else model
     out = {f"model.{name}": _copy(value) for name, value in scores.state_dict().items()}
     if optimizer.average:
@@ -36,17 +36,16 @@ def snapshot(model: nn.Module, optimizer: DenseAdam) -> dict[str, np.ndarray]:
 def restore(
     tensors: Mapping[str, np.ndarray], model: nn.Module, optimizer: DenseAdam, *, same_schema: bool
 ) -> None:
-    """Make `model` and `optimizer` what `take` saw. An average of which `tensors` know nothing begins at the weights; one that
-    isn't kept any longer is forgotten.
+    """Set `model` and `optimizer` to a `snapshot`.
 
-    With another, readable schema a weight whose shape changed (a feature came or went) keeps its fresh initial value.
+    An average that the snapshot lacks starts at the weights; one that is no longer configured is dropped.
+    With another, compatible schema, a weight whose shape changed keeps its initial value.
 
     Raises:
-        CheckpointError: `same_schema` and a weight, or what the optimizer remembers of one, is missing or of another shape.
-            Nothing was changed.
+        CheckpointError: `same_schema`, and a weight or its optimizer state is missing or has another shape. Nothing was changed.
     """
-    of_weights = _TRAINED if any(name.startswith(_TRAINED) for name in tensors) else "model."
-    wanted = [(f"{of_weights}{name}", value) for name, value in model.state_dict().items()]
+    weights_prefix = _TRAINED if any(name.startswith(_TRAINED) for name in tensors) else "model."
+    wanted = [(f"{weights_prefix}{name}", value) for name, value in model.state_dict().items()]
     if optimizer.average:
         wanted += [(f"model.{name}", value) for name, value in optimizer.average.model.state_dict().items()]
     for name, slots in optimizer.slots.items():
@@ -57,8 +56,8 @@ def restore(
         got = tensors[first].shape if first in tensors else "none"
         raise CheckpointError(f"expected {first} of shape {tuple(value.shape)}, got {got}")
     if misfits:
-        fresh = [name for name in misfits if name.startswith(of_weights)]
-        log.warning("the schema changed: %s begin from their initial values", ", ".join(fresh))
+        fresh = [name for name in misfits if name.startswith(weights_prefix)]
+        log.warning("the schema changed: %s start from their initial values", ", ".join(fresh))
     with torch.no_grad():
         for name, value in wanted:
             if name not in misfits:

@@ -1,4 +1,4 @@
-"""One worker's dense weights: what they say of a batch, and the step that its labels make them take.
+"""Forward and backward passes and optimizer steps of one worker's dense weights.
 
 Letters: B candidates, T tasks, U unique rows of a stack, D width of a stack.
 """
@@ -28,15 +28,15 @@ _MAX_NORM = math.sqrt(torch.finfo(torch.float32).max)  # its square is finite
 
 
 class Logits(NamedTuple):
-    """[B, T] both."""
+    """Both [B, T]."""
 
     trained_BT: Tensor  # of the weights in training, with a graph
     scored_BT: Tensor  # of those that score: the same, or their average (weight_average.py)
 
 
 class DenseTrainer:
-    """`model` is trained by `optimizer`, `scorer` says what is predicted and served: `model` itself, or the one that has the
-    average of its weights."""
+    """`model` is trained by `optimizer`; `scorer` predicts and is served: `model` itself, or the model with
+    the averaged weights."""
 
     def __init__(
         self,
@@ -46,7 +46,8 @@ class DenseTrainer:
         rate: Callable[[int], float],
         stages: StageTimer,
     ) -> None:
-        """Untrained. `rate`: Adam's behind so many of its steps. Raises: as `trained_model`."""
+        """Build untrained models. `rate`: Adam's learning rate after so many steps. Raises as
+        `build_training_model`."""
         self.config, self.stages = config, stages
         self.model = self.scorer = build_training_model(schema, model_config, config)
         self.optimizer = DenseAdam(
@@ -58,7 +59,7 @@ class DenseTrainer:
             self.optimizer.average = WeightAverage(self.scorer, config.average_steps)
 
     def forward(self, pulled: PulledPart) -> Logits | None:
-        """None: one isn't finite. A part that isn't trained is only scored."""
+        """Logits, or None if one is not finite. A part that is not trained is only scored."""
         inputs = pulled.ready()
         model = self.model if pulled.part.trains else self.scorer
         with self.stages("forward"), torch.set_grad_enabled(pulled.part.trains):
@@ -72,26 +73,30 @@ class DenseTrainer:
         return Logits(trained_BT, scored_BT) if finite else None
 
     def train_step(self, pulled: PulledPart, logits_BT: Tensor, targets: Targets) -> bool:
-        """Gradients, clipped, and the dense step. False: a square of one isn't finite; nothing was changed."""
+        """Backward pass with clipping, and the optimizer step. False: a squared gradient is not finite;
+        nothing was changed."""
         self._differentiate(pulled, logits_BT, targets)
         with self.stages("backward"):
             return clip_rows(gradients_of(pulled.inputs), self.config.clip_row_norm) and self.optimizer.step()
 
     def rehearse_step(self, pulled: PulledPart, targets: Targets) -> bool:
-        """What was told before, which nothing is told of now. False: something isn't finite; nothing was changed."""
+        """Train an earlier batch again. False: something is not finite; nothing was changed."""
         with self.stages("forward"):
             logits_BT = forward_logits(self.model, pulled.ready(), self.config)
         return bool(torch.isfinite(logits_BT).all()) and self.train_step(pulled, logits_BT, targets)
 
     def backward(self, pulled: PulledPart, logits_BT: Tensor, targets: Targets, workers: int) -> bool:
-        """Gradients of this part's share of a step of several workers, `targets.total_T` being the weights of all of it. False:
-        the square of a sum of so many like them might not be finite."""
+        """Gradients of this part's share of a step of several workers; `targets.total_T`: weights of the
+        whole step.
+
+        False: the squared norm of a sum of so many similar gradients might overflow.
+        """
         self._differentiate(pulled, logits_BT, targets)
-        most = _MAX_NORM / (2 * workers)
-        return self.optimizer.norm() <= most and largest_norm(gradients_of(pulled.inputs)) <= most
+        max_norm = _MAX_NORM / (2 * workers)
+        return self.optimizer.norm() <= max_norm and largest_norm(gradients_of(pulled.inputs)) <= max_norm
 
     def is_finite(self) -> bool:
-        """All weights in training."""
+        """Whether all trained weights are finite."""
         return all(bool(torch.isfinite(p).all()) for p in self.model.parameters())
 
     def _differentiate(self, pulled: PulledPart, logits_BT: Tensor, targets: Targets) -> None:
@@ -101,5 +106,5 @@ class DenseTrainer:
 
 
 def gradients_of(inputs: Inputs) -> Mapping[str, Tensor]:
-    """Of the stacks that the model looked at, stack → [U, D]."""
+    """Gradients of the stacks that the model used: stack → [U, D]."""
     return {stack: rows_UD.grad for stack, rows_UD in inputs.rows.items() if rows_UD.grad is not None}

@@ -1,7 +1,8 @@
-"""Where and how the dense part is computed, and how a batch gets there; with its defaults, on a CPU, nothing of it is in the way.
+"""How the dense part is computed, and how batches reach the device. With the defaults, on a CPU, none of it
+is active.
 
-numerics.py         precision, compilation, threads
-staging.py          a ring of pinned buffers that are copied on a stream of its own
-hstu_attention.py   HSTU's attention by kernels
-hstu_kernel.py      the kernels
+    numerics.py              precision, compilation, threads
+    staging.py               ring of pinned buffers, copied to the device on a separate stream
+    hstu_attention.py        HSTU's attention with Triton kernels
+    hstu_triton_kernels.py   the kernels
 """

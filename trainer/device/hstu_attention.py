@@ -1,8 +1,8 @@
-"""HSTU's attention by the kernels of hstu_kernel.py, in the place of roostream/models/sequence/hstu_attention.py.
+"""HSTU's attention with Triton kernels, in place of roostream/models/sequence/hstu_attention.py.
 
-Triton is imported when a model is given this attention, by nobody else.
+Triton is imported only when a model is given this attention.
 
-Letters: S tokens, R sequences, D width, P position differences, T buckets of time.
+Letters: S tokens, R sequences, D width, P position differences, T time buckets.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from roostream.models.inputs import BUCKET_MS
 from roostream.models.sequence.hstu import HstuLayer
 from roostream.models.sequence.jagged_sequences import JaggedSequences
 
-BLOCK = 32  # queries, and keys, of a program; a power of two
-_LEAST = 16  # columns of a product
+BLOCK = 32  # queries, and keys, per program; a power of two
+_MIN_COLUMNS = 16  # columns of a product
 
 
 def use_triton_attention(model: nn.Module) -> None:
-    """Its HSTU layers, if it has any, compute attention by the kernels from now on.
+    """Make all HSTU layers of the model compute attention with the kernels.
 
     Raises:
-        SetupError: Triton isn't there.
+        SetupError: Triton is not installed.
     """
     kernels()
     for module in model.modules():
@@ -40,8 +40,10 @@ def use_triton_attention(model: nn.Module) -> None:
 
 
 def attention_in_blocks(block: int) -> Callable[..., Tensor]:
-    """As `pointwise_attention`, of float32 or bfloat16. Gradients of biases are added up in whatever order they come. `block`:
-    queries, and keys, that a program takes at a time, a power of two from 16 on."""
+    """As `pointwise_attention`, for float32 or bfloat16. Gradients of biases are summed in arbitrary order.
+
+    `block`: number of queries, and of keys, that a program processes at a time, a power of two from 16 on.
+    """
 
     def attend(
         query_key_value_SD3: Tensor,
@@ -53,7 +55,7 @@ def attention_in_blocks(block: int) -> Callable[..., Tensor]:
     ) -> Tensor:
         if not len(query_key_value_SD3):
             return query_key_value_SD3[:, : query_key_value_SD3.shape[1] // 3]
-        of = _Of(sequences, heads, divisor, block)
+        of = _LaunchArgs(sequences, heads, divisor, block)
         out: Tensor = _Attention.apply(query_key_value_SD3.contiguous(), position_bias_P, time_bias_T, of)
         return out
 
@@ -65,7 +67,7 @@ kernel_attention = attention_in_blocks(BLOCK)
 
 @functools.cache
 def kernels() -> ModuleType:
-    """Raises SetupError: Triton isn't there."""
+    """Raises SetupError: Triton is not installed."""
     try:
         from trainer.device import hstu_triton_kernels as hstu_kernel
     except ImportError as error:
@@ -76,17 +78,17 @@ def kernels() -> ModuleType:
 
 
 @functools.cache
-def _steps(device: torch.device) -> Tensor:
+def _bucket_bounds(device: torch.device) -> Tensor:
     return placed(BUCKET_MS, device)
 
 
 def is_interpreted() -> bool:
-    """Triton's interpreter runs kernels on a CPU, and knows no product of bfloat16: it is taken in float32 there."""
+    """Triton's interpreter runs on a CPU; it has no bfloat16 products, so they are computed in float32."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-class _Of(NamedTuple):
-    """What all launches for a batch are told."""
+class _LaunchArgs(NamedTuple):
+    """Arguments shared by all launches for a batch."""
 
     sequences: JaggedSequences
     heads: int
@@ -96,7 +98,7 @@ class _Of(NamedTuple):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_SD3: Tensor, pos_P: Tensor, time_T: Tensor | None, of: _Of) -> Tensor:
+    def forward(ctx: Any, x_SD3: Tensor, pos_P: Tensor, time_T: Tensor | None, of: _LaunchArgs) -> Tensor:
         out_SD = x_SD3.new_empty(len(x_SD3), x_SD3.shape[1] // 3)
         ctx.save_for_backward(x_SD3, pos_P, time_T)
         ctx.of = of
@@ -115,8 +117,11 @@ class _Attention(torch.autograd.Function):
         return dx_SD3, dpos_P.to(pos_P), None if time_T is None else dtime_T.to(time_T), None
 
 
-def _launch(name: str, tensors: tuple[Tensor, ...], biases: tuple[Tensor, Tensor | None], of: _Of) -> None:
-    """A program for every block of every sequence, as if each were the longest: those behind a sequence's end do nothing."""
+def _launch(
+    name: str, tensors: tuple[Tensor, ...], biases: tuple[Tensor, Tensor | None], of: _LaunchArgs
+) -> None:
+    """One program per block of every sequence, as if all were as long as the longest; superfluous programs do
+    nothing."""
     (pos_P, time_T), (sequences, heads, divisor, block) = biases, of
     x_SD3, jagged = tensors[0], sequences.jagged
     width = x_SD3.shape[1] // 3 // heads
@@ -133,7 +138,7 @@ def _launch(name: str, tensors: tuple[Tensor, ...], biases: tuple[Tensor, Tensor
             next_S,
             pos_P,
             pos_P if time_T is None else time_T,
-            _steps(x_SD3.device),
+            _bucket_bounds(x_SD3.device),
             len(pos_P) // 2,
             num_blocks,
             width,
@@ -142,7 +147,7 @@ def _launch(name: str, tensors: tuple[Tensor, ...], biases: tuple[Tensor, Tensor
             TIMES=times,
             NUM_STEPS=len(BUCKET_MS),
             WIDE=is_interpreted(),
-            C=max(_LEAST, 1 << (width - 1).bit_length()),
+            C=max(_MIN_COLUMNS, 1 << (width - 1).bit_length()),
             M=block,
             N=block,
         )

@@ -1,9 +1,7 @@
-"""How the dense part is computed: threads, repetition, precision, compiled or not. What is computed is the model's.
+"""How the dense part is computed: threads, determinism, precision, compilation.
 
-Whatever is chosen, weights, the optimizer's state, rows, losses and metrics are float32: a committed model is the same kind of
-thing, may be trained on with other choices, and is served in float32.
-
-Modules from rows to rows: dense, of tensors alone, without a loop over requests. What a compiler can take whole.
+Whatever is chosen, weights, optimizer state, rows, losses and metrics are float32. So a committed model may
+be trained further with other choices, and is served in float32.
 """
 
 from __future__ import annotations
@@ -35,8 +33,8 @@ _MAX_GRAPHS = (
 
 
 def set_numerics(config: LoopConfig) -> None:
-    """Process-wide: torch's threads, and in exact mode what bit-equal repetition needs. Call once at start, before a device is
-    used."""
+    """Set torch's threads and, with `exact`, deterministic algorithms for the whole process. Call before a
+    device is used."""
     torch.set_num_threads(1 if config.exact else config.threads)
     if config.exact:
         os.environ.setdefault(
@@ -46,10 +44,11 @@ def set_numerics(config: LoopConfig) -> None:
 
 
 def build_training_model(schema: Schema, model_config: ModelConfig, config: LoopConfig) -> Model:
-    """An untrained one, where and how it is to be computed.
+    """An untrained model on its device, with the configured attention and compilation.
 
     Raises:
-        SchemaError, ConfigError: as `build_model`. SetupError: the kernels need Triton, which isn't there.
+        SchemaError, ConfigError: as `build_model`.
+        SetupError: Triton is required but not installed.
     """
     model = build_model(schema, model_config, config.seed).to(config.device)
     if config.attention == "triton":
@@ -60,7 +59,8 @@ def build_training_model(schema: Schema, model_config: ModelConfig, config: Loop
 
 
 def forward_logits(model: nn.Module, inputs: Inputs, config: LoopConfig) -> Tensor:
-    """[B, T]. With bfloat16 the products of matrices are, and what torch's autocast adds to them; logits are float32."""
+    """[B, T], float32. With bfloat16, matrix products and what torch's autocast adds are computed in
+    bfloat16."""
     if config.precision == "float32":
         logits_BT: Tensor = model(inputs)
         return logits_BT
@@ -70,17 +70,19 @@ def forward_logits(model: nn.Module, inputs: Inputs, config: LoopConfig) -> Tens
 
 
 def compile_rows(model: nn.Module, device: str) -> None:
-    """Its modules from rows to rows become compiled ones, in place, for any number of rows; names of weights stay. They are
-    compiled when they are first called, some seconds each. Where nothing can be compiled the model stays as it is, and one
-    warning says why."""
+    """Compile the model's row-wise modules in place, for any number of rows; names of weights do not change.
+
+    They are compiled at their first call, some seconds each. If that is impossible, one warning says why and
+    the model stays as it is.
+    """
     modules = compilable_modules(model)
-    why = (
+    reason = (
         why_not_compilable(torch.device(device).type)
         if modules
-        else "this kind of model has no module of ours from rows to rows"
+        else "this kind of model has no module that can be compiled"
     )
-    if why:
-        log.warning("compile: the model is trained as it is, since %s", why)
+    if reason:
+        log.warning("compile: the model is trained without compilation: %s", reason)
         return
     torch._dynamo.config.recompile_limit = _MAX_GRAPHS
     torch._dynamo.config.accumulated_recompile_limit = 4 * _MAX_GRAPHS
@@ -90,7 +92,8 @@ def compile_rows(model: nn.Module, device: str) -> None:
 
 @functools.cache
 def why_not_compilable(device_type: str) -> str:
-    """Why nothing can be compiled for such a device, one line; '' where it can. Tries it: some seconds, once a process."""
+    """Why torch.compile does not work for this device type, one line; "" if it works. Tries it once per
+    process: some seconds."""
     try:
         import torch._dynamo
         import torch._inductor.config
@@ -110,7 +113,7 @@ _KINDS = (Mlp, CrossNet, Dhen, Heads, LinearCompression)
 
 
 def compilable_modules(model: nn.Module) -> list[nn.Module]:
-    """Those of `model`, outermost ones alone. Without parameters there is nothing to compute."""
+    """The outermost modules with parameters that map rows to rows: dense, no loop over requests."""
     out: list[nn.Module] = []
     for child in model.children():
         if isinstance(child, _KINDS):

@@ -1,11 +1,12 @@
-"""A batch's inputs on their way to a device: packed into one pinned buffer, copied at once, beside what the device computes.
+"""Staging of inputs for a device: packed into one pinned buffer and copied at once, while the device
+computes.
 
     preparing thread   pack i+1 into slot 1 ─┐         wait: slot 0 is read? pack i+2 into slot 0 ─┐
     copy stream        ── copy i ── event ───┴─ copy i+1 ── event ─────────────────────────────────┴─ copy i+2
     compute stream     wait(event i) ── forward i, backward i ── wait(event i+1) ── forward i+1 …
 
-A slot is filled again when its last copy has read it: no device memory is shared with it, so it needn't wait for the step. The
-compute stream waits for a copy where its batch's forward begins; the host waits for nothing there. On a CPU none of this is made.
+A slot is reused as soon as its last copy has read it, without waiting for the step. The compute stream waits
+for a copy where the batch's forward pass begins; the host does not wait there. Not used on a CPU.
 
 Letters: N bytes.
 """
@@ -28,28 +29,28 @@ _ALIGNED = 256  # bytes: as the device's own allocator places a tensor
 
 
 class DeviceCopy(Protocol):
-    """A copy that has begun."""
+    """A copy in progress."""
 
     @property
     def device_N(self) -> Tensor:
-        """uint8, on the device; nobody may look at it but behind `comes_first`."""
+        """uint8, on the device; use it only after `wait_on_compute_stream`."""
 
     def wait_read(self) -> None:
-        """The calling thread waits until the pinned buffer has been read."""
+        """Block until the pinned buffer has been read."""
 
     def wait_on_compute_stream(self) -> None:
-        """What the calling thread computes on the device from now on comes behind the copy; the thread waits for nothing. The
-        memory is not used again before all of that is done."""
+        """Order what this thread computes on the device after the copy, without blocking. The memory is not
+        reused before that work is done."""
 
 
 class CopyStream(Protocol):
-    """What the ring needs of a device."""
+    """Device operations that the ring needs."""
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes] on the host that the device can read by itself."""
+        """uint8 [num_bytes] of pinned host memory."""
 
     def copy(self, host_N: Tensor) -> DeviceCopy:
-        """Begin to copy `host_N` (pinned), behind the copies that began before, beside what is computed. Any thread."""
+        """Start to copy `host_N` (pinned) after earlier copies, in parallel with computation. Any thread."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -64,20 +65,20 @@ class Staged(NamedTuple):
 
 
 class Staging:
-    """The ring. Any thread; memory: `SLOTS` pinned buffers, each of the next power of two of the largest inputs that it held."""
+    """The ring of `SLOTS` pinned buffers. Any thread. Each buffer has the next power of two of the largest
+    inputs it held."""
 
-    def __init__(self, lane: CopyStream) -> None:
-        self.lane = lane
-        self._slots = [_Pinned(lane.pinned(_MIN_BYTES)) for _ in range(SLOTS)]
+    def __init__(self, copy_stream: CopyStream) -> None:
+        self.copy_stream = copy_stream
+        self._slots = [_Pinned(copy_stream.pinned(_MIN_BYTES)) for _ in range(SLOTS)]
         self._num_staged = 0
         self._lock = threading.Lock()
 
     def stage(self, inputs: Inputs) -> Staged:
-        """What is on the host goes to the device; what is elsewhere stays there. The caller may change what it gave when this
-        returns.
+        """Copy what is on the host to the device. The caller may change its inputs afterwards.
 
         Raises:
-            torch.OutOfMemoryError, RuntimeError: there is no room, pinned or on the device. The ring is as before.
+            torch.OutOfMemoryError, RuntimeError: no pinned or device memory. The ring is unchanged.
         """
         on_host: list[Tensor] = []
 
@@ -93,7 +94,7 @@ class Staging:
 
     @property
     def num_bytes(self) -> int:
-        """Pinned."""
+        """Pinned memory."""
         return sum(len(slot.buffer_N) for slot in self._slots)
 
     def _copied(self, tensors: Sequence[Tensor]) -> DeviceCopy:
@@ -101,26 +102,26 @@ class Staging:
         if slot.reader is not None:
             slot.reader.wait_read()
             slot.reader = None
-        num_bytes = sum(_room(x) for x in tensors)
+        num_bytes = sum(_aligned_bytes(x) for x in tensors)
         if num_bytes > len(slot.buffer_N):
-            slot.buffer_N = self.lane.pinned(1 << (num_bytes - 1).bit_length())
+            slot.buffer_N = self.copy_stream.pinned(1 << (num_bytes - 1).bit_length())
         for x, place in zip(tensors, _views(slot.buffer_N, tensors), strict=True):
             place.copy_(x)
-        slot.reader = self.lane.copy(slot.buffer_N[:num_bytes])
+        slot.reader = self.copy_stream.copy(slot.buffer_N[:num_bytes])
         self._num_staged += 1
         return slot.reader
 
 
-def _room(x: Tensor) -> int:
+def _aligned_bytes(x: Tensor) -> int:
     return -(-x.numel() * x.element_size() // _ALIGNED) * _ALIGNED
 
 
 def _views(bytes_N: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The bytes as tensors behind each other, of these types and shapes."""
+    """Views of the bytes with the types and shapes of `like`, one after the other."""
     at = 0
     for x in like:
         yield bytes_N[at : at + x.numel() * x.element_size()].view(x.dtype).view(x.shape)
-        at += _room(x)
+        at += _aligned_bytes(x)
 
 
 class _CudaCopy(NamedTuple):
@@ -137,8 +138,8 @@ class _CudaCopy(NamedTuple):
 
 
 class CudaCopyStream:
-    """See `CopyLane`: a stream of its own. Device memory is that stream's; `record_stream` keeps it from being copied to again
-    while another one may still look at it."""
+    """`CopyStream` for CUDA. Device memory belongs to the copy stream; `record_stream` keeps it until other
+    streams are done."""
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
@@ -157,5 +158,5 @@ class CudaCopyStream:
 
 
 def open_staging(device: str) -> Staging | None:
-    """None on a CPU: inputs are there."""
+    """None on a CPU."""
     return Staging(CudaCopyStream(device)) if device.startswith("cuda") else None

@@ -1,8 +1,10 @@
-"""MovieLens-1M as it lies in a folder: who rated what, in order. Ratings and times aren't read: not every copy has them.
+"""Reader of MovieLens-1M: who rated what, in order. Ratings and times are not read, because not every copy
+has them.
 
-paddlerec_ensfm_train.csv.zip   train.csv, a line an interaction, `user-gender-age-occupation,movie-genre`, users behind each
-                                other, each in the order of time, the last one of each user withheld
-movies.dat                      `movie::title::genres`; the corpus, also movies that nobody rated
+paddlerec_ensfm_train.csv.zip   train.csv, one interaction per line, `user-gender-age-occupation,movie-genre`;
+one user after
+                                the other, in order of time, the last interaction of each user withheld
+movies.dat                      `movie::title::genres`; the corpus, including movies that nobody rated
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ class RatedMovies(NamedTuple):
 
 
 def read_movielens(folder: Path) -> RatedMovies:
-    """Both files, whole.
+    """Read both files.
 
     Raises:
-        ConfigError: one isn't there or isn't what it is said to be.
+        ConfigError: a file is missing or damaged.
     """
     corpus_I = np.unique(
         [_number(MOVIES, k, line, b"::") for k, line in enumerate(_read(folder / MOVIES).splitlines(), 1)]
@@ -72,7 +74,7 @@ def _csv(path: Path) -> bytes:
 
 
 def _number(file: str, line: int, text: bytes, behind: bytes) -> int:
-    """What stands before `behind`."""
+    """The number before `behind`."""
     head = text.split(behind, 1)[0]
     if not head.isdigit() or len(head) > 18:
         raise ConfigError(

@@ -1,14 +1,14 @@
-"""Items of each user in order, and windows of them: leave-last-out.
+"""Items of each user in order, and windows of them (leave-last-out).
 
-Of a user with items a b c d e the last is what the test asks for, the one before what validation asks for:
+For a user with items a b c d e, the test asks for the last one and validation for the one before:
 
-    training     a b → b c         each entry learns what came next
+    training     a b → b c         each entry predicts the next one
     validation   a b c → d
     test         a b c d → e
 
-A window has the newest entries only; what was seen is all that came before, whether or not the window has it.
+A window has the newest entries only; "seen" are all earlier items, in the window or not.
 
-Letters: U users, N interactions, R users of a window, S entries of all windows, X pairs of a user and what he saw.
+Letters: U users, N interactions, R users of a window, S entries of all windows, X pairs (user, seen item).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import numpy as np
 from roostream.errors import ConfigError
 
 TEST, VALIDATION = 1, 2
-"""How many of a user's items are behind what is given: the first of them is asked for."""
+"""Distance of the item asked for from the end of a user's items."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class UserSequences:
-    """Built by `by_user`; every user has at least three items."""
+    """From `group_by_user`; every user has at least three items."""
 
     item_N: np.ndarray  # int64, places in the corpus; user behind user, each oldest first
     start_U1: np.ndarray  # int64
@@ -37,7 +37,7 @@ class UserSequences:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class NextWindows:
-    """Entries, and what came after each."""
+    """Entries, and the item after each."""
 
     item_S: np.ndarray  # int64; user behind user, each oldest first
     next_S: np.ndarray  # int64
@@ -46,7 +46,7 @@ class NextWindows:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class EvaluationWindows:
-    """Entries, and the one item that is asked for."""
+    """Entries, and the one item asked for."""
 
     item_S: np.ndarray  # int64; as of NextWindows
     length_R: np.ndarray  # int64
@@ -55,10 +55,11 @@ class EvaluationWindows:
 
 
 def group_by_user(user_N: np.ndarray, item_id_N: np.ndarray, corpus_I: np.ndarray) -> UserSequences:
-    """`user_N`: the interactions of each lie next to each other, in order; `corpus_I`: rising ids, all of `item_id_N` among them.
+    """`user_N`: interactions of a user are adjacent, in order; `corpus_I`: rising ids, including all of
+    `item_id_N`.
 
     Raises:
-        ConfigError: there is nobody, a user comes twice, or has less than three items.
+        ConfigError: there is no user, a user occurs twice, or has fewer than three items.
     """
     first_U = (
         np.flatnonzero(np.concatenate([[True], user_N[1:] != user_N[:-1]]))
@@ -80,7 +81,7 @@ def group_by_user(user_N: np.ndarray, item_id_N: np.ndarray, corpus_I: np.ndarra
 
 
 def training_windows(sequences: UserSequences, user_R: np.ndarray, max_length: int) -> NextWindows:
-    """Of the newest entries before those that are asked for."""
+    """Windows of the newest entries before those that are asked for."""
     end_R = sequences.start_U1[user_R + 1] - VALIDATION
     length_R = np.minimum(end_R - 1 - sequences.start_U1[user_R], max_length)
     place_S = _ranges(end_R - 1 - length_R, length_R)
@@ -105,6 +106,6 @@ def evaluation_windows(
 
 
 def _ranges(start_R: np.ndarray, length_R: np.ndarray) -> np.ndarray:
-    """start, start + 1, … of each."""
+    """start, start + 1, … for each start, concatenated."""
     before_R = np.cumsum(length_R) - length_R
     return np.repeat(start_R - before_R, length_R) + np.arange(int(length_R.sum()))

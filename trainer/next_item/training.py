@@ -1,7 +1,7 @@
-"""Epochs over all users, and what each evaluation says.
+"""Epochs over all users, and their evaluations.
 
-The test's figures are told beside validation's at every evaluation, so that a curve can be read; what a run reports are those of
-the evaluation at which validation's NDCG@10 was best.
+Each evaluation has validation and test metrics, for curves. The result is the evaluation with the best
+validation NDCG@10.
 
 Letters: R users, S entries, C = 1 + negatives.
 """
@@ -33,7 +33,7 @@ _BETA2 = 0.98
 
 
 def build_next_item(config: NextItemConfig, num_items: int) -> NextItem:
-    """Untrained, the same of the same seed."""
+    """An untrained model; the same for the same seed."""
     encoder: Hstu | SasRec
     if config.model == "hstu":
         encoder = Hstu(
@@ -50,7 +50,7 @@ def build_next_item(config: NextItemConfig, num_items: int) -> NextItem:
 
 
 class NextItemTrainer:
-    """Model, optimizer and the streams of random numbers; `epoch` and `evaluate` take turns."""
+    """Model, optimizer and random generators. Call `epoch` and `evaluate` in turn."""
 
     def __init__(self, config: NextItemConfig, sequences: UserSequences, num_items: int) -> None:
         self.config, self.sequences, self.num_items = config, sequences, num_items
@@ -62,10 +62,10 @@ class NextItemTrainer:
         self.negatives = torch.Generator().manual_seed(config.seed)
 
     def epoch(self) -> float:
-        """Every user once, in a new order; the mean loss of an entry.
+        """Train on every user once, in a new order; returns the mean loss of an entry.
 
         Raises:
-            RoostreamError: the loss is no number any more.
+            RoostreamError: the loss is not finite.
         """
         self.model.train()
         total, entries = 0.0, 0
@@ -93,20 +93,20 @@ class NextItemTrainer:
 
     @torch.inference_mode()
     def evaluate(self, behind: int) -> dict[str, float]:
-        """All users, asked for one item each among all that they had not seen. `behind`: TEST or VALIDATION."""
+        """Metrics over all users, one unseen item each. `behind`: TEST or VALIDATION."""
         self.model.eval()
         vector_DI = self.model.item_vectors().T
-        found = []
+        rank_arrays = []
         for user_R in self._batches(np.arange(self.sequences.num_users)):
-            asked = evaluation_windows(self.sequences, user_R, self.config.max_length, behind)
-            last_R = torch.from_numpy(np.cumsum(asked.length_R) - 1).to(self.config.device)
-            score_RI = self._vectors(asked.item_S, asked.length_R)[last_R] @ vector_DI
-            place_X, item_X = (torch.from_numpy(x).to(self.config.device) for x in asked.seen_X)
+            windows = evaluation_windows(self.sequences, user_R, self.config.max_length, behind)
+            last_R = torch.from_numpy(np.cumsum(windows.length_R) - 1).to(self.config.device)
+            score_RI = self._vectors(windows.item_S, windows.length_R)[last_R] @ vector_DI
+            place_X, item_X = (torch.from_numpy(x).to(self.config.device) for x in windows.seen_X)
             rank_R = ranks(
-                score_RI, torch.from_numpy(asked.answer_R).to(self.config.device), (place_X, item_X)
+                score_RI, torch.from_numpy(windows.answer_R).to(self.config.device), (place_X, item_X)
             )
-            found.append(rank_R.cpu().numpy())
-        return ranking_figures(np.concatenate(found))
+            rank_arrays.append(rank_R.cpu().numpy())
+        return ranking_figures(np.concatenate(rank_arrays))
 
     def _vectors(self, item_S: np.ndarray, length_R: np.ndarray) -> Tensor:
         device = self.config.device
@@ -126,10 +126,11 @@ def run_next_item(
     num_items: int,
     say: Callable[[dict[str, Any]], object] = lambda report: None,
 ) -> dict[str, Any]:
-    """Train and evaluate; what the report has. `say` is told the report so far at each evaluation.
+    """Train and evaluate; returns the report. `say` receives the report so far after each evaluation.
 
     Raises:
-        ConfigError: a device that isn't there. RoostreamError: the loss is no number any more.
+        ConfigError: the device does not exist.
+        RoostreamError: the loss is not finite.
     """
     if config.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(
@@ -144,9 +145,9 @@ def run_next_item(
         loss = run.epoch()
         if epoch % config.evaluate_every and epoch < config.epochs:
             continue
-        told = {"epoch": epoch, "loss": loss, "cpu_s": round(time.process_time() - began_s, 1)}
+        figures = {"epoch": epoch, "loss": loss, "cpu_s": round(time.process_time() - began_s, 1)}
         report["evaluations"].append(
-            told | {"validation": run.evaluate(VALIDATION), "test": run.evaluate(TEST)}
+            figures | {"validation": run.evaluate(VALIDATION), "test": run.evaluate(TEST)}
         )
         report["best"] = max(report["evaluations"], key=lambda each: float(each["validation"][BEST_BY]))
         say(report)

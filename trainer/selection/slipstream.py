@@ -1,21 +1,21 @@
-"""Slipstream's rules: which rows are hot, which of them have stopped moving, which inputs are skipped for it. Pure.
+"""Slipstream's rules: which rows are hot, which hot rows have stopped moving, which inputs are skipped. Pure.
 
     hot row      c / A >= hot_ratio and c >= 2, c its accesses, A those of all tables
     s of a row   the largest Euclidean distance between two consecutive snapshots; varying iff s > T, stale iff s <= T
-    slot         a request-only feature, or a feature of a candidate; its s is the largest of its rows' (a row that is not hot
-                 has s = ∞), so it is stale iff all its rows are. A feature without an entry is no slot
-    hot input    the share of slots whose rows are all hot is `hot_share` or more
+    slot         a request-only feature, or a feature of a candidate; its s is the largest of its rows (∞ for a row that
+                 is not hot), so it is stale iff all its rows are. A feature without an entry is no slot
+    hot input    the share of slots whose rows are all hot is at least `hot_share`
     skipped      a hot input with stale slots >= ceil(alpha · slots): with q the ceil(alpha · slots)-th smallest s, q <= T
     T            the largest q of a hot input with share(q <= T) <= drop: one pass, exact
 
-Maboud et al., *Slipstream: Semantic-Based Training Acceleration for Recommendation Models*, algorithm 1, §3.1–3.3, Eq. 2–4; what
-a hot input is: FAE. Eq. 2's mean of δ is the share that varies; the share dropped is 1 - that.
+Maboud et al., "Slipstream: Semantic-Based Training Acceleration for Recommendation Models", algorithm 1,
+§3.1-3.3, Eq. 2-4; hot inputs are from FAE. The mean of δ in Eq. 2 is the share that varies; the share dropped
+is 1 minus that.
 
-Letters: N rows, D width, U rows of a batch, R requests, S slots, I inputs, L entries, K list features of a side.
+The loops over entries are numba kernels.
 
-Compiled loops of Slipstream, one entry after another: which hot rows requests read, and what that makes of each request.
-
-Letters: K features, N their rows (requests or candidates), R requests, S slots, L entries, H hot rows, I requests that are kept.
+Letters: N rows, D width, U rows of a batch, R requests, S slots, I inputs, L entries, K list features of a
+side, H hot rows.
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ from roostream.wire.lookup import slot_of, sources_of
 from trainer.selection.row_index import RowIndex
 
 T_QUANTILE = 3.340
-"""Student's t, one side .0005, 200 degrees of freedom: 99.9 % (the paper's §3.2); from MIN_SAMPLE inputs on it is safe."""
+"""Student's t, one-sided .0005, 200 degrees of freedom: 99.9 % (§3.2); conservative from MIN_SAMPLE inputs
+on."""
 _ROUNDS = 40
 
 
 class AccessCounts:
-    """Accesses by row of one stack. About 40 bytes a row that was seen."""
+    """Accesses by row of one stack; about 40 bytes per row."""
 
     def __init__(self) -> None:
-        self.rows, self._count_N = RowIndex(), np.zeros(0, np.int64)  # of numbers, and of places for more
+        self.rows, self._count_N = RowIndex(), np.zeros(0, np.int64)  # by row number, with spare capacity
 
     @property
     def count_N(self) -> np.ndarray:
-        """int64, until more are added."""
+        """int64; valid until more are added."""
         return self._count_N[: len(self.rows)]
 
     def add(self, table_U: np.ndarray, id_U: np.ndarray, count_U: np.ndarray) -> None:
-        """So many more accesses of these rows, each named once."""
+        """Add accesses of distinct rows."""
         number_U = self.rows.number(table_U, id_U)
         if len(self.rows) > len(self._count_N):
             more = max(len(self.rows), 2 * len(self._count_N)) - len(self._count_N)
@@ -64,12 +65,12 @@ class AccessCounts:
 
 
 def is_hot(count_N: np.ndarray, total: int, ratio: float) -> np.ndarray:
-    """bool [N], of accesses int64 [N] among `total`; a single sight makes no row hot."""
+    """bool [N], for accesses int64 [N] among `total`; a single access makes no row hot."""
     return (count_N >= 2) & (count_N / max(total, 1) >= ratio)
 
 
 def moved(before_ND: np.ndarray, after_ND: np.ndarray) -> np.ndarray:
-    """float32 [N]: distance of each row from one snapshot to the next."""
+    """float32 [N]: distance of each row between two snapshots."""
     difference_ND = after_ND.astype(np.float64) - before_ND
     return np.sqrt((difference_ND * difference_ND).sum(axis=1)).astype(np.float32)
 
@@ -78,67 +79,70 @@ class ReadSlots(NamedTuple):
     """What requests read: entries of slots, slots of requests."""
 
     request_S: np.ndarray  # int64
-    slot_L: np.ndarray  # int64, rising: which slot an entry is of; every slot has one
-    row_L: np.ndarray  # int64: which row; numbers of whoever asked
+    slot_L: np.ndarray  # int64, rising: slot of an entry; every slot has an entry
+    row_L: np.ndarray  # int64: row number, as assigned by the caller
 
 
-class _WhatIsRead(NamedTuple):
-    """What of a batch's values is a key of a stack's rows."""
+class _KeyFeatures(NamedTuple):
+    """Which values of a batch are keys of a stack."""
 
-    keys: tuple[str, ...]  # of a side's lists, in their order
-    table_K: np.ndarray  # int64: of a feature whose rows are of another stack, below 0
+    keys: tuple[str, ...]  # list features of a side, in order
+    table_K: np.ndarray  # int64: table of each feature; below 0 if its rows are of another stack
     columns: tuple[tuple[str, int], ...]  # id columns with a table of this stack
 
 
-def _read_of(schema: Schema) -> dict[tuple[str, Side], _WhatIsRead]:
+def _key_features(schema: Schema) -> dict[tuple[str, Side], _KeyFeatures]:
     """By stack and side."""
     out = {}
     sides: tuple[Side, ...] = ("ro", "nro")
     for stack, sources in schema.derived(sources_of).items():
         for side in sides:
             keys = tuple(f.name for f in schema.lists(side))
-            its = [source for source in sources if source.side == side]
-            table = {source.key: source.table.id for source in its if not source.is_column}
-            columns = tuple((source.key, source.table.id) for source in its if source.is_column)
-            out[stack, side] = _WhatIsRead(
+            sources_of_side = [source for source in sources if source.side == side]
+            table = {source.key: source.table.id for source in sources_of_side if not source.is_column}
+            columns = tuple((source.key, source.table.id) for source in sources_of_side if source.is_column)
+            out[stack, side] = _KeyFeatures(
                 keys, np.array([table.get(key, -1) for key in keys], np.int64), columns
             )
     return out
 
 
 def read_slots(batch: Batch, hot: Mapping[str, RowIndex]) -> ReadSlots:
-    """Of a batch; `hot`: stack → its hot rows. These are numbered over all stacks, in the order of `hot`, and whatever isn't hot
-    has the number behind them.
+    """Slots of a batch; `hot`: stack → its hot rows.
 
-    Slots come by stack, then those of features of requests, of their columns, of candidates' features and of their columns."""
+    Hot rows are numbered over all stacks in the order of `hot`; all other rows have the number after them.
+    Slots are ordered by stack, then request features, their columns, candidate features and their columns.
+    """
     sides = {
         "ro": (batch.ro_lists, np.arange(batch.num_requests)),
         "nro": (batch.nro_lists, batch.request_index_B),
     }
-    most = sum(len(lists.values) + sum(map(len, lists.columns.values())) for lists, _ in sides.values())
-    to, num, first = ReadSlots(*(np.empty(most, np.int64) for _ in range(3))), (0, 0), dict[str, int]()
+    num_values = sum(len(lists.values) + sum(map(len, lists.columns.values())) for lists, _ in sides.values())
+    to, num, first = ReadSlots(*(np.empty(num_values, np.int64) for _ in range(3))), (0, 0), dict[str, int]()
     cold = 0
     for stack, rows in hot.items():
         first[stack], cold = cold, cold + len(rows)
-    for (stack, side), asked in batch.schema.derived(_read_of).items():
+    for (stack, side), features in batch.schema.derived(_key_features).items():
         (lists, request_N), rows = sides[side], hot[stack]
-        assert lists.keys == asked.keys, (lists.keys, asked.keys)
-        its = [(lists.values, lists.lengths_KN, asked.table_K)] if (asked.table_K >= 0).any() else []
-        for key, table in asked.columns:
+        assert lists.keys == features.keys, (lists.keys, features.keys)
+        sources_of_side = (
+            [(lists.values, lists.lengths_KN, features.table_K)] if (features.table_K >= 0).any() else []
+        )
+        for key, table in features.columns:
             k = lists.index(key.partition(".")[0])
-            its.append((lists.columns[key], lists.lengths_KN[k : k + 1], np.array([table])))
-        for value_L, length_KN, table_K in its:
-            num = find_slots(
+            sources_of_side.append((lists.columns[key], lists.lengths_KN[k : k + 1], np.array([table])))
+        for value_L, length_KN, table_K in sources_of_side:
+            num = append_slots(
                 value_L, length_KN, table_K, request_N, *rows.hashed, first[stack], cold, *to, *num
             )
     return ReadSlots(to.request_S[: num[0]], to.slot_L[: num[1]], to.row_L[: num[1]])
 
 
 class Classified(NamedTuple):
-    """Of each request."""
+    """Classification of each request."""
 
     hot_R: np.ndarray  # bool
-    q_R: np.ndarray  # float32: from which T on it is skipped; ∞ = never
+    q_R: np.ndarray  # float32: the request is skipped if T >= q; ∞ = never
 
 
 def judge(
@@ -150,18 +154,19 @@ def judge(
     alpha: float,
     hot_share: float = 1.0,
 ) -> Classified:
-    """`s_N`: float32, of the rows that `slots` names, ∞ of those that must count as varying; `hot_N`: bool."""
+    """Classify requests. `s_N`: float32, of the rows named by `slots`, ∞ for rows that count as varying;
+    `hot_N`: bool."""
     hot_R, count_R = (
         hot_requests(slots, hot_N, num_requests, hot_share),
         np.bincount(slots.request_S, minlength=num_requests),
     )
     needed_R = np.ceil(alpha * count_R - 1e-9).astype(
         np.int64
-    )  # slots that must be stale for it to be skipped
+    )  # slots that must be stale to skip the request
     s_L = np.where(hot_N[slots.row_L], s_N[slots.row_L], np.float32(np.inf))
     first_L = np.r_[True, slots.slot_L[1:] != slots.slot_L[:-1]][: len(s_L)]
     s_S = np.maximum.reduceat(s_L, np.flatnonzero(first_L)) if len(s_L) else s_L
-    q_R = smallest(slots.request_S, s_S, np.maximum(needed_R, 1) - 1)
+    q_R = nth_smallest(slots.request_S, s_S, np.maximum(needed_R, 1) - 1)
     q_R[needed_R == 0] = -np.inf
     return Classified(hot_R, np.where(hot_R, q_R, np.float32(np.inf)))
 
@@ -176,34 +181,36 @@ def is_stale(
     alpha: float,
     hot_share: float = 1.0,
 ) -> np.ndarray:
-    """bool [R]: hot, and q <= T: as `judge` says it, which sorts to know it for any T."""
+    """bool [R]: hot, and q <= T. The same as `judge`, which sorts to know it for every T."""
     return judge_slots(*slots, s_N, hot_N, np.float32(T), float(alpha), float(hot_share), num_requests)
 
 
 def hot_requests(
     slots: ReadSlots, hot_N: np.ndarray, num_requests: int, hot_share: float = 1.0
 ) -> np.ndarray:
-    """bool [R]: hot inputs, `hot_N` (bool) being the hot ones of the rows that `slots` names. One without a slot is cold."""
+    """bool [R]: hot inputs; `hot_N` (bool): the hot rows among those named by `slots`. An input without slots
+    is cold."""
     return judge_slots(
         *slots, np.zeros(len(hot_N), np.float32), hot_N, np.float32(0), 0.0, float(hot_share), num_requests
     )
 
 
 def threshold(q_I: np.ndarray, drop: float) -> float:
-    """T from all hot inputs' q: the share of q <= T is `drop` at most, and no larger one of theirs keeps it so. -∞ where the
-    smallest is shared by too many: nothing is skipped."""
+    """T from the q of all hot inputs: share(q <= T) is at most `drop`, and no larger q satisfies that. -∞ if
+    too many share the smallest q; then nothing is skipped."""
     sorted_I = np.sort(q_I)
-    most = math.floor(drop * len(q_I) + 1e-9)
-    if 0 < most < len(q_I) and sorted_I[most - 1] == sorted_I[most]:
-        most = int(np.searchsorted(sorted_I, sorted_I[most]))
-    most = min(most, int(np.isfinite(q_I).sum()))
-    return float(sorted_I[most - 1]) if most else -math.inf
+    num_values = math.floor(drop * len(q_I) + 1e-9)
+    if 0 < num_values < len(q_I) and sorted_I[num_values - 1] == sorted_I[num_values]:
+        num_values = int(np.searchsorted(sorted_I, sorted_I[num_values]))
+    num_values = min(num_values, int(np.isfinite(q_I).sum()))
+    return float(sorted_I[num_values - 1]) if num_values else -math.inf
 
 
 def sampled_threshold(
     q_I: np.ndarray, drop: float, sample: int, random: np.random.Generator
 ) -> tuple[float, float]:
-    """The paper's: halve the range of T until the share of a sample of inputs is `drop`; (T, half width of its share)."""
+    """The paper's search: halve the range of T until the share of a sample of inputs is `drop`. Returns T and
+    the half width of the share's interval."""
     taken_M = random.choice(q_I, min(sample, len(q_I)), replace=False)
     finite_M = taken_M[np.isfinite(taken_M)]
     low, high = 0.0, float(finite_M.max(initial=0.0))
@@ -214,12 +221,13 @@ def sampled_threshold(
 
 
 def half_width(share: float, sample: int, population: int) -> float:
-    """Of the 99.9 % interval of a share that a sample of a finite population says; `sample` MIN_SAMPLE or more."""
+    """Half width of the 99.9 % interval of a share sampled from a finite population; `sample` is at least
+    MIN_SAMPLE."""
     return T_QUANTILE * math.sqrt((population - sample) / population * share * (1 - share) / sample)
 
 
 @njit(cache=True, nogil=True)
-def find_slots(  # noqa: PLR0913 (a numba kernel takes flat arrays)
+def append_slots(  # noqa: PLR0913 (a numba kernel takes flat arrays)
     value_L: np.ndarray,
     length_KN: np.ndarray,
     table_K: np.ndarray,
@@ -235,15 +243,15 @@ def find_slots(  # noqa: PLR0913 (a numba kernel takes flat arrays)
     num_slots: int,
     num_entries: int,
 ) -> tuple[int, int]:
-    """Slots of some features behind those that are there already, and how many slots and entries there are then.
+    """Append the slots of some features; returns the number of slots and entries then.
 
     Read:
-        value_L, length_KN  ids, by feature and then by row; how many each row has
-        table_K             int64: a feature's table; below 0 = none of its entries is asked for
-        request_N           int64: a row's request
-        slots_C, ..         of the hot rows of one stack, as `roostream.wire.lookup.slot_of` has them; they are called by their number and
-                            `first`, and what isn't hot is called `cold`
-    Written, from `num_slots` and `num_entries` on, with room for all of them:
+        value_L, length_KN  ids by feature, then by row; number of ids of each row
+        table_K             int64: table of a feature; below 0 = its entries are ignored
+        request_N           int64: request of a row
+        slots_C, ..         hash table of a stack's hot rows (`roostream.wire.lookup.slot_of`); rows are reported as their
+                            number plus `first`, or as `cold`
+    Written, from `num_slots` and `num_entries` on:
         request_S, slot_L, row_L    int64, as in `ReadSlots`
     """
     at = 0
@@ -275,8 +283,10 @@ def judge_slots(
     hot_share: float,
     num_requests: int,
 ) -> np.ndarray:
-    """bool [R]: of which requests the share of slots whose rows are all hot is `hot_share` or more, and that of slots whose rows
-    have all moved by `T` at most is `alpha` or more (what isn't hot has moved by ∞). None is one without a slot."""
+    """bool [R]: the share of slots whose rows are all hot is at least `hot_share`, and the share of slots
+    whose rows have all moved by at most `T` is at least `alpha`. False without slots. A row that is not hot
+    has moved by ∞.
+    """
     count_R3, at = np.zeros((num_requests, 3), np.int64), 0
     for s in range(len(request_S)):
         num_cold = num_moved = 0
@@ -301,8 +311,8 @@ def judge_slots(
 
 
 @njit(cache=True, nogil=True)
-def smallest(request_S: np.ndarray, s_S: np.ndarray, nth_R: np.ndarray) -> np.ndarray:
-    """float32 [R]: of each request the nth smallest of its slots' `s_S`, `nth_R` (int64) counted from 0; ∞ of one that has no
+def nth_smallest(request_S: np.ndarray, s_S: np.ndarray, nth_R: np.ndarray) -> np.ndarray:
+    """float32 [R]: the nth smallest `s_S` of each request's slots, `nth_R` (int64) counted from 0; ∞ without
     slots."""
     ends_R = np.zeros(len(nth_R), np.int64)
     for r in request_S:
@@ -323,8 +333,8 @@ def smallest(request_S: np.ndarray, s_S: np.ndarray, nth_R: np.ndarray) -> np.nd
 def take_requests(
     request_S: np.ndarray, slot_L: np.ndarray, row_L: np.ndarray, kept_R: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The slots of the requests `kept_R` (bool), request by request, those of a request in their order: int32, how many each has
-    [I], how many entries each of those has [S], and the rows of these [L]."""
+    """Slots of the requests `kept_R` (bool), request by request: int32, slots of each [I], entries of each
+    slot [S], rows [L]."""
     num_R, entries_R = np.zeros(len(kept_R), np.int64), np.zeros(len(kept_R), np.int64)
     size_S = np.zeros(len(request_S), np.int32)
     for s in slot_L:
@@ -364,7 +374,7 @@ def precompile() -> None:
     one, request_S, slot_L, row_L = np.ones(1, np.int64), *(np.zeros(1, np.int64) for _ in range(3))
     slots_C, table_H, id_H = np.full(2, -1, np.int32), np.zeros(0, np.uint32), np.zeros(0, np.int64)
     table_K, request_N = np.zeros(1, np.int64), np.zeros(1, np.int64)
-    find_slots(
+    append_slots(
         one,
         np.ones((1, 1), np.int32),
         table_K,
@@ -382,5 +392,5 @@ def precompile() -> None:
     )
     hot_N, s_N = np.ones(1, np.bool_), np.zeros(1, np.float32)
     judge_slots(request_S, slot_L, row_L, s_N, hot_N, np.float32(0), 0.5, 1.0, 1)
-    smallest(request_S, s_N, row_L)
+    nth_smallest(request_S, s_N, row_L)
     take_requests(request_S, slot_L, row_L, hot_N)

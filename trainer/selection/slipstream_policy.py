@@ -1,15 +1,15 @@
-"""Slipstream over a finite log: what is done behind which step.
+"""Slipstream over a finite log: what happens after which step.
 
-    steps 1 .. W                  accesses are counted; behind W the hot rows are known, and the first snapshot is taken
-    behind W + k, W + 2k, ..      further snapshots: s grows by what moved between one and the next
-    behind the last of N          T, from the hot inputs that came meanwhile (the first MAX_INPUTS)
+    steps 1 .. W                  count accesses; after W the hot rows are known, and the first snapshot is taken
+    after W + k, W + 2k, ..       further snapshots: s becomes the largest movement between consecutive snapshots
+    after the last of N           T, from the hot inputs seen since (at most MAX_INPUTS)
     from AHEAD steps later on     inputs are skipped
 
-Chunks are claimed ahead of training, fewer than AHEAD: so no decision depends on how far. Everything counts steps, and nothing is
-changed but behind a step that is trained: `state` is exact at every cut. What it finds that makes a run hard to believe is said
-in a sentence each.
+Fewer than AHEAD chunks are claimed ahead of training, so no decision depends on how far ahead they are.
+Everything counts steps, and state changes only after a trained step, so `state` is exact at every commit.
+Doubtful results are logged as warnings.
 
-Letters: N hot rows of a stack, H those of all stacks, D width, R requests, I inputs, S slots, L entries.
+Letters: N hot rows of a stack, H hot rows of all stacks, D width, R requests, I inputs, S slots, L entries.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ log = logging.getLogger("roostream.worker")
 
 AHEAD = 16
 MAX_INPUTS = 8192
-_MAX_ENTRIES = 1 << 20  # of the inputs kept
-_MIN_SIGHTS = 10  # of the coldest hot row, where counting was cut short
-_OF_INPUTS = ("num_slots_I", "num_entries_S", "row_L")
-_MAX_OFF = 0.05  # of the share of hot inputs that is skipped, against `drop`
+_MAX_ENTRIES = 1 << 20  # entries of the saved inputs
+_MIN_ACCESSES = 10  # accesses of the coldest hot row if counting was limited
+_INPUT_ARRAYS = ("num_slots_I", "num_entries_S", "row_L")
+_MAX_DEVIATION = 0.05  # largest accepted difference between the skipped share of hot inputs and `drop`
 
 Pull = Callable[[Lookup], Mapping[str, np.ndarray]]
-"""Stack → float32 [U, D]: rows as they are now."""
+"""Stack → float32 [U, D]: current rows."""
 
 
 class _HotStack:
-    """The hot rows of one stack."""
+    """Hot rows of one stack."""
 
     def __init__(self, table_N: np.ndarray, id_N: np.ndarray) -> None:
         self.rows = RowIndex(table_N, id_N)
@@ -62,19 +62,19 @@ class _HotStack:
         self.visited_N = np.zeros(len(id_N), np.bool_)
         self.before_ND: np.ndarray | None = None
 
-    def look(self, now_ND: np.ndarray) -> None:
-        """A snapshot."""
+    def take_snapshot(self, now_ND: np.ndarray) -> None:
+        """Take a snapshot."""
         if self.before_ND is not None:
             self.s_N = np.maximum(self.s_N, moved(self.before_ND, now_ND))
         self.before_ND = now_ND.copy()
 
 
 class _HotInputs:
-    """Hot inputs that T is taken from: ragged, by the numbers of all stacks' hot rows together."""
+    """Hot inputs from which T is chosen: ragged, by row number over all stacks."""
 
     def __init__(self, kept: Mapping[str, np.ndarray] | None = None) -> None:
-        """`kept`: as `arrays` gave them; None: there are none."""
-        self._parts: list[Sequence[np.ndarray]] = [[kept[name] for name in _OF_INPUTS]] if kept else []
+        """`kept`: from `arrays`; None: empty."""
+        self._parts: list[Sequence[np.ndarray]] = [[kept[name] for name in _INPUT_ARRAYS]] if kept else []
         self.num_inputs, self.num_entries = (
             (len(self._parts[0][0]), len(self._parts[0][2])) if kept else (0, 0)
         )
@@ -84,17 +84,17 @@ class _HotInputs:
         return self.num_inputs >= MAX_INPUTS or self.num_entries >= _MAX_ENTRIES
 
     def add(self, slots: ReadSlots, kept_R: np.ndarray) -> None:
-        """Those of `kept_R`; as `SlipstreamPolicy` numbers rows."""
+        """Add the inputs of `kept_R`, with rows numbered as in `SlipstreamPolicy`."""
         part = take_requests(*slots, kept_R)
         self._parts.append(part)
         self.num_inputs, self.num_entries = self.num_inputs + len(part[0]), self.num_entries + len(part[2])
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """int32: how many slots each has, how many entries each of those, and their rows."""
-        none = [np.zeros(0, np.int32)] * len(_OF_INPUTS)
+        """int32: slots of each input, entries of each slot, rows of the entries."""
+        none = [np.zeros(0, np.int32)] * len(_INPUT_ARRAYS)
         joined = [np.concatenate(parts) for parts in zip(none, *self._parts, strict=True)]
         self._parts = [joined]
-        return dict(zip(_OF_INPUTS, joined, strict=True))
+        return dict(zip(_INPUT_ARRAYS, joined, strict=True))
 
     @property
     def slots(self) -> ReadSlots:
@@ -106,10 +106,10 @@ class _HotInputs:
 
 
 class SlipstreamPolicy:
-    """Of one worker that has the whole log."""
+    """The policy at a single worker that trains the whole log."""
 
     def __init__(self, config: SlipstreamConfig, schema: Schema, seed: int = 0) -> None:
-        """`seed`: of the paper's sample, where one is asked for."""
+        """`seed`: for the paper's sample, if `sample` is set."""
         self.config, self.schema, self._seed = config, schema, seed
         self._begin()
 
@@ -119,19 +119,19 @@ class SlipstreamPolicy:
         self.num_counted = 0  # requests
         self.hot: dict[str, _HotStack] = {}
         self.inputs = _HotInputs()
-        self.num_looked = self.num_hot_looked = (
-            0  # requests behind the first snapshot, and which of them were hot
-        )
+        self.num_looked = self.num_hot_looked = 0  # requests since the first snapshot, and how many were hot
         self.T: float | None = None  # once it is known
-        self.realised: float | None = None  # share of the hot inputs that T was taken from and skips
-        self.half_width: float | None = None  # of that share's interval, where T was searched in a sample
+        self.realised: float | None = None  # share of the inputs used for T that T skips
+        self.half_width: float | None = (
+            None  # half width of the interval of that share, if T was searched in a sample
+        )
         self._rows_H1: tuple[np.ndarray, np.ndarray] | None = (
-            None  # what inputs are judged by, once nothing changes it any more
+            None  # rows by which inputs are judged, cached once they are final
         )
         self.over = False  # the log has ended: nothing is skipped any more
 
     def stale(self, batch: Batch, step: int) -> np.ndarray | None:
-        """bool [R]: which requests of a chunk, which will be the loop's step `step`, are skipped. None: none yet, or no more."""
+        """bool [R]: the requests to skip in a chunk that will be step `step`. None: none yet, or no longer."""
         if self.over or step <= self.config.last_snapshot + AHEAD or not batch.num_requests:
             return None
         assert self.T is not None, "a chunk was claimed further ahead than AHEAD"
@@ -142,7 +142,7 @@ class SlipstreamPolicy:
         return is_stale(slots, *self._rows_H1, batch.num_requests, self.T, alpha=alpha, hot_share=hot_share)
 
     def on_trained(self, step: int, batches: list[tuple[Batch, Lookup]], pull: Pull) -> None:
-        """Step `step` is trained, on these. `pull` sees what it changed.
+        """Step `step` was trained on these batches; `pull` sees its result.
 
         Raises:
             UnavailableError: as `pull`.
@@ -159,7 +159,7 @@ class SlipstreamPolicy:
             return
         if step == config.warm_up_steps:
             self._find_hot()
-        self._look(pull)
+        self._take_snapshots(pull)
         if step == config.last_snapshot:
             self._choose_threshold()
 
@@ -174,41 +174,40 @@ class SlipstreamPolicy:
             self.T = threshold(q_I, drop)
         if not num:
             log.warning(
-                "slipstream: no input was hot between the snapshots, so none is skipped; lower hot_ratio or hot_share"
+                "slipstream: no input was hot between the snapshots, so none will be skipped; lower hot_ratio or hot_share"
             )
             return
         self.realised = float((q_I <= self.T).mean())
-        if abs(self.realised - drop) > _MAX_OFF:
+        if abs(self.realised - drop) > _MAX_DEVIATION:
             log.warning(
-                "slipstream: expected to skip %.0f %% of the hot inputs, the threshold that was found skips %.1f %%: many rows "
-                "have moved equally far, or the sample is small; choose alpha nearer to the middle, unvisited, or sample = 0",
+                "slipstream: expected to skip %.0f %% of the hot inputs, but the threshold skips %.1f %%: many rows "
+                "have moved equally far, or the sample is small; choose alpha nearer to 0.5, change unvisited, or set sample = 0",
                 100 * drop,
                 100 * self.realised,
             )
 
     def end(self) -> None:
-        """The log is over, or the stream begins: everything is trained from now on, and nothing is remembered."""
+        """The log has ended, or the stream begins: everything is trained from now on, and all state is
+        dropped."""
         if not self.over:
             early = (
                 ""
                 if self.T is not None
-                else f", and nothing was skipped: it came before step {self.config.last_snapshot}"
+                else f"; nothing was skipped, because history ended before step {self.config.last_snapshot}"
             )
-            log.warning(
-                "slipstream is over at the end of history: from here on everything is trained%s", early
-            )
+            log.warning("slipstream ends with history: everything is trained from now on%s", early)
         self._begin()
         self.over = True
 
     def report(self) -> dict[str, float | None]:
-        """What is exported and shown of it."""
-        rows = [its for its in self.hot.values() if len(its.rows)]
-        num_hot = sum(len(its.rows) for its in rows)
+        """Metrics of the policy."""
+        rows = [hot for hot in self.hot.values() if len(hot.rows)]
+        num_hot = sum(len(hot.rows) for hot in rows)
         return {
             "phase": self.phase,
             "hot_rows": num_hot,
             "hot_requests_share": self.num_hot_looked / self.num_looked if self.num_looked else None,
-            "unvisited_share": 1 - sum(int(its.visited_N.sum()) for its in rows) / num_hot
+            "unvisited_share": 1 - sum(int(hot.visited_N.sum()) for hot in rows) / num_hot
             if num_hot
             else None,
             "threshold": self.T if self.T is not None and math.isfinite(self.T) else None,
@@ -222,7 +221,7 @@ class SlipstreamPolicy:
         return 3 if self.over else 2 if self.T is not None else 1 if self.hot else 0
 
     def state(self) -> dict[str, np.ndarray]:
-        """All that `load` needs, under `slipstream.`; nothing once it is over."""
+        """Tensors for `load`, named `slipstream.…`; almost nothing once it is over."""
         if self.over:
             return {"slipstream.over": np.ones((), np.int64)}
         numbers = np.array([self.num_counted, self.num_looked, self.num_hot_looked, bool(self.hot)], np.int64)
@@ -237,75 +236,78 @@ class SlipstreamPolicy:
                 rows, count_N = self.counts[stack].rows, self.counts[stack].count_N.copy()
                 out |= {f"{stack}.table": rows.table_N, f"{stack}.id": rows.id_N, f"{stack}.count": count_N}
                 continue
-            its = self.hot[stack]
-            out |= {f"{stack}.table": its.rows.table_N, f"{stack}.id": its.rows.id_N}
-            out |= {f"{stack}.s": its.s_N.copy(), f"{stack}.visited": its.visited_N.astype(np.uint8)}
-            if self.T is None and its.before_ND is not None:
-                out[f"{stack}.before"] = its.before_ND
+            hot = self.hot[stack]
+            out |= {f"{stack}.table": hot.rows.table_N, f"{stack}.id": hot.rows.id_N}
+            out |= {f"{stack}.s": hot.s_N.copy(), f"{stack}.visited": hot.visited_N.astype(np.uint8)}
+            if self.T is None and hot.before_ND is not None:
+                out[f"{stack}.before"] = hot.before_ND
         if self.T is None:
             out |= {f"inputs.{name}": value for name, value in self.inputs.arrays().items()}
         return {f"slipstream.{name}": value for name, value in out.items()}
 
     def load(self, tensors: Mapping[str, np.ndarray]) -> None:
-        """Become what `state` gave: nothing where it gave nothing. Rows of tables that are gone, or that have another width now,
-        are forgotten, and with them the inputs that T is to be taken from."""
+        """Load a `state`, or start empty without one. If rows are of tables that are gone or have another
+        width, they and the saved inputs are forgotten."""
         self._begin()
-        mine = {k.removeprefix("slipstream."): v for k, v in tensors.items() if k.startswith("slipstream.")}
-        self.over = "over" in mine
-        if "numbers" not in mine:
+        saved = {k.removeprefix("slipstream."): v for k, v in tensors.items() if k.startswith("slipstream.")}
+        self.over = "over" in saved
+        if "numbers" not in saved:
             return
-        self.num_counted, self.num_looked, self.num_hot_looked, has_hot = mine["numbers"].tolist()
-        self.T = float(mine["T"]) if "T" in mine else None
+        self.num_counted, self.num_looked, self.num_hot_looked, has_hot = saved["numbers"].tolist()
+        self.T = float(saved["T"]) if "T" in saved else None
         self.realised, self.half_width = (
-            float(mine[n]) if n in mine else None for n in ("realised", "half_width")
+            float(saved[n]) if n in saved else None for n in ("realised", "half_width")
         )
-        num_kept = sum(self._load_stack(stack, mine, has_hot=bool(has_hot)) for stack in self.schema.stacks)
-        num_saved = sum(len(id_N) for name, id_N in mine.items() if name.endswith(".id"))
+        num_kept = sum(self._load_stack(stack, saved, has_hot=bool(has_hot)) for stack in self.schema.stacks)
+        num_saved = sum(len(id_N) for name, id_N in saved.items() if name.endswith(".id"))
         same_stacks = {
-            name.removesuffix(".id") for name in mine if name.endswith(".id")
+            name.removesuffix(".id") for name in saved if name.endswith(".id")
         } == self.schema.stacks.keys()
         if num_kept < num_saved:
             log.warning(
-                "slipstream: %d rows are of tables that are gone or of another width: forgotten",
+                "slipstream: forgot %d saved rows whose tables are gone or have another width",
                 num_saved - num_kept,
             )
         if num_kept < num_saved or not same_stacks:
             return
-        if "inputs.row_L" in mine:
-            self.inputs = _HotInputs({name: mine[f"inputs.{name}"] for name in _OF_INPUTS})
+        if "inputs.row_L" in saved:
+            self.inputs = _HotInputs({name: saved[f"inputs.{name}"] for name in _INPUT_ARRAYS})
 
-    def _load_stack(self, stack: str, mine: Mapping[str, np.ndarray], *, has_hot: bool) -> int:
-        """How many rows are still of tables of the schema."""
-        if f"{stack}.id" not in mine:
+    def _load_stack(self, stack: str, saved: Mapping[str, np.ndarray], *, has_hot: bool) -> int:
+        """Number of rows that still belong to tables of the schema."""
+        if f"{stack}.id" not in saved:
             self.hot |= {stack: _HotStack(np.zeros(0, np.uint32), np.zeros(0, np.int64))} if has_hot else {}
             return 0
-        kept_N = np.isin(mine[f"{stack}.table"], [table.id for table in self.schema.stacks[stack]])
-        table_N, id_N = mine[f"{stack}.table"][kept_N], mine[f"{stack}.id"][kept_N]
+        kept_N = np.isin(saved[f"{stack}.table"], [table.id for table in self.schema.stacks[stack]])
+        table_N, id_N = saved[f"{stack}.table"][kept_N], saved[f"{stack}.id"][kept_N]
         if not has_hot:
-            self.counts[stack].add(table_N, id_N, mine[f"{stack}.count"][kept_N])
+            self.counts[stack].add(table_N, id_N, saved[f"{stack}.count"][kept_N])
             return len(id_N)
-        its = self.hot[stack] = _HotStack(table_N, id_N)
-        its.s_N, its.visited_N = mine[f"{stack}.s"][kept_N], mine[f"{stack}.visited"][kept_N].astype(np.bool_)
-        its.before_ND = mine[f"{stack}.before"][kept_N] if f"{stack}.before" in mine else None
+        hot = self.hot[stack] = _HotStack(table_N, id_N)
+        hot.s_N, hot.visited_N = (
+            saved[f"{stack}.s"][kept_N],
+            saved[f"{stack}.visited"][kept_N].astype(np.bool_),
+        )
+        hot.before_ND = saved[f"{stack}.before"][kept_N] if f"{stack}.before" in saved else None
         return len(id_N)
 
     def _count(self, batch: Batch, lookup: Lookup) -> None:
         if self.config.count_requests and self.num_counted >= self.config.count_requests:
             return
         self.num_counted += batch.num_requests
-        for stack, its in lookup.stacks.items():
-            index_L = np.concatenate([np.zeros(0, np.int64), *its.index.values()])
-            count_U = np.bincount(index_L, minlength=len(its.id_U))
-            self.counts[stack].add(its.table_U, its.id_U, count_U)
+        for stack, hot in lookup.stacks.items():
+            index_L = np.concatenate([np.zeros(0, np.int64), *hot.index.values()])
+            count_U = np.bincount(index_L, minlength=len(hot.id_U))
+            self.counts[stack].add(hot.table_U, hot.id_U, count_U)
 
     def _find_hot(self) -> None:
-        """From the counts, which are over."""
+        """Choose the hot rows and drop the counts."""
         total = sum(counts.total for counts in self.counts.values())
-        if self.config.count_requests and self.config.hot_ratio * total < _MIN_SIGHTS:
+        if self.config.count_requests and self.config.hot_ratio * total < _MIN_ACCESSES:
             log.warning(
-                "slipstream.hot_ratio: expected %d sights or more of a hot row among those counted, %g of %d accesses is less: a "
-                "sight or two make a row hot; count more requests, or raise it",
-                _MIN_SIGHTS,
+                "slipstream.hot_ratio: expected at least %d counted accesses of a hot row, but %g of %d accesses is fewer: "
+                "one or two accesses make a row hot; count more requests, or raise hot_ratio",
+                _MIN_ACCESSES,
                 self.config.hot_ratio,
                 total,
             )
@@ -316,34 +318,36 @@ class SlipstreamPolicy:
         all_H = np.concatenate(
             [np.zeros(0, np.int64), *(self.counts[stack].count_N[of_N] for stack, of_N in hot.items())]
         )
-        least = 0
-        if len(all_H) > self.config.max_hot_rows:  # whole counts only: no order among equals is needed
-            least = int(np.sort(all_H)[-self.config.max_hot_rows - 1]) + 1
+        min_count = 0
+        if (
+            len(all_H) > self.config.max_hot_rows
+        ):  # whole counts only, so no order among equal counts is needed
+            min_count = int(np.sort(all_H)[-self.config.max_hot_rows - 1]) + 1
         for stack, counts in self.counts.items():
-            kept_N = hot[stack] & (counts.count_N >= least)
+            kept_N = hot[stack] & (counts.count_N >= min_count)
             self.hot[stack] = _HotStack(counts.rows.table_N[kept_N], counts.rows.id_N[kept_N])
         self.counts = {stack: AccessCounts() for stack in self.schema.stacks}
 
-    def _look(self, pull: Pull) -> None:
+    def _take_snapshots(self, pull: Pull) -> None:
         lookup = Lookup(
-            {stack: StackLookup(its.rows.table_N, its.rows.id_N, {}) for stack, its in self.hot.items()}
+            {stack: StackLookup(hot.rows.table_N, hot.rows.id_N, {}) for stack, hot in self.hot.items()}
         )
         rows = pull(lookup)
-        for stack, its in self.hot.items():
-            its.look(rows[stack])
+        for stack, hot in self.hot.items():
+            hot.take_snapshot(rows[stack])
 
     def _visit(self, batch: Batch) -> None:
-        """A batch between two snapshots."""
+        """Record a batch between two snapshots."""
         slots, ends = (
             read_slots(batch, self._hot_rows),
-            np.cumsum([len(its.rows) for its in self.hot.values()]),
+            np.cumsum([len(hot.rows) for hot in self.hot.values()]),
         )
         hot_H1, seen_H1 = np.ones(int(ends[-1]) + 1, np.bool_), np.zeros(int(ends[-1]) + 1, np.bool_)
         hot_H1[-1], seen_H1[slots.row_L] = False, True
-        for its, seen_N in zip(
+        for hot, seen_N in zip(
             self.hot.values(), np.split(seen_H1, ends), strict=False
-        ):  # behind them, what isn't hot
-            its.visited_N |= seen_N
+        ):  # the last part is rows that are not hot
+            hot.visited_N |= seen_N
         hot_R = hot_requests(slots, hot_H1, batch.num_requests, self.config.hot_share)
         self.num_looked += batch.num_requests
         self.num_hot_looked += int(hot_R.sum())
@@ -352,21 +356,21 @@ class SlipstreamPolicy:
 
     @property
     def _hot_rows(self) -> dict[str, RowIndex]:
-        return {stack: its.rows for stack, its in self.hot.items()}
+        return {stack: hot.rows for stack, hot in self.hot.items()}
 
     def _judge(self, slots: ReadSlots, num_requests: int) -> Classified:
         alpha, hot_share = self.config.alpha, self.config.hot_share
         return judge(slots, *self._all_rows(), num_requests, alpha=alpha, hot_share=hot_share)
 
     def _all_rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of the hot rows of all stacks, and of the number behind them: s (float32), and whether it is hot."""
+        """s (float32) and whether it is hot, for the hot rows of all stacks and the number after them."""
         s = [np.zeros(0, np.float32), *(self._s(self.hot[stack]) for stack in self.schema.stacks)]
         s_H1 = np.concatenate([*s, [np.float32(np.inf)]]).astype(np.float32)
         return s_H1, np.arange(len(s_H1)) < len(s_H1) - 1
 
-    def _s(self, its: _HotStack) -> np.ndarray:
+    def _s(self, hot: _HotStack) -> np.ndarray:
         return (
-            its.s_N
+            hot.s_N
             if self.config.unvisited == "stale"
-            else np.where(its.visited_N, its.s_N, np.float32(np.inf))
+            else np.where(hot.visited_N, hot.s_N, np.float32(np.inf))
         )

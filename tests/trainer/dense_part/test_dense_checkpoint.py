@@ -90,5 +90,5 @@ def test_a_schema_that_grew_keeps_what_still_fits(caplog: pytest.LogCaptureFixtu
     assert (after["model.0.weight"] == fresh).all() and (
         after["model.1.weight"] == tensors["model.1.weight"]
     ).all()
-    assert "model.0.weight begin from their initial values" in caplog.text
+    assert "model.0.weight" in caplog.text
     assert np.array_equal(after["optimizer.1.weight.exp_avg"], tensors["optimizer.1.weight.exp_avg"])

@@ -177,8 +177,7 @@ def test_where_nothing_can_be_compiled_one_sentence_says_why_and_training_goes_o
     )
     with caplog.at_level(logging.WARNING, "roostream.worker"):
         built = build(N24, compile=True)
-    said = [r.getMessage() for r in caplog.records]
-    assert said == ["compile: the model is trained as it is, since nothing can be compiled here: no g++"]
+    assert len(caplog.records) == 1 and "no g++" in caplog.text
     assert bits(built.train_all()) == bits(build(N24).train_all())
 
 
@@ -187,7 +186,7 @@ def test_a_model_without_modules_of_ours_is_not_compiled_and_says_so(
 ) -> None:
     with caplog.at_level(logging.WARNING, "roostream.worker"):
         compile_rows(torch.nn.Linear(2, 2), "cpu")
-    assert "this kind of model has no module of ours from rows to rows" in caplog.text
+    assert "no module" in caplog.text
 
 
 def test_a_compiler_that_fails_is_a_reason_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,7 +223,7 @@ def test_rows_pulled_ahead_are_staged_by_the_puller_and_waited_for_where_they_ar
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine shows no CUDA device")
 def test_a_device_has_what_was_staged_while_it_computes() -> None:
     ring = open_staging("cuda")
-    assert ring is not None and isinstance(ring.lane, CudaCopyStream)
+    assert ring is not None and isinstance(ring.copy_stream, CudaCopyStream)
     busy = torch.randn(2048, 2048, device="cuda")
     given, staged = [inputs_of(seed) for seed in range(8)], []
     for inputs in given:

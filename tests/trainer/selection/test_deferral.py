@@ -228,7 +228,7 @@ def test_what_waits_goes_with_its_row_when_it_gets_the_place_of_one_that_gave_wa
     rows.visit({3000 + i: 1.0 for i in range(12)})
     (after,) = its.rows.find(np.array([rows.table], np.uint32), np.array([1000]))
     assert after < before, "it moved"
-    assert not its.b_ND[its.of_N["c"] == 0].any(), "and left nothing behind"
+    assert not its.b_ND[its.state_N["c"] == 0].any(), "and left nothing behind"
     rows.apply(rows.deferral.flush())
     for i, given_D in rows.given.items():
         np.testing.assert_allclose(rows.pushed[i], given_D, rtol=1e-5)
@@ -242,7 +242,7 @@ def test_of_rows_visited_equally_long_ago_the_first_give_way_but_none_of_the_bat
     asked = [*range(16), 100, 101, 102, 103]
     number = its.rows.find(np.full(len(asked), rows.table, np.uint32), np.array(asked))
     assert [i for i, n in zip(asked, number, strict=True) if n < 0] == [0, 2, 3, 4]
-    assert its.of_N["v"][number[1]] == 2, "it was not forgotten in between"
+    assert its.state_N["v"][number[1]] == 2, "it was not forgotten in between"
 
 
 def test_places_are_made_for_many_at_a_time_and_a_place_that_nobody_has_is_in_no_state() -> None:
@@ -251,10 +251,10 @@ def test_places_are_made_for_many_at_a_time_and_a_place_that_nobody_has_is_in_no
         rows.visit({10 * step + n: 1.0 for n in range(10)})
         (its,) = rows.deferral.stacks.values()
         made.add(len(its.b_ND))
-        assert not any(x.ctypes.data % 64 for x in (its.of_N, its.b_ND, its.w_ND)), (
+        assert not any(x.ctypes.data % 64 for x in (its.state_N, its.b_ND, its.w_ND)), (
             "a row is in as few lines of a cache as may be"
         )
-        assert len(its.of_N) == len(its.b_ND) == len(its.w_ND) >= len(its.rows)
+        assert len(its.state_N) == len(its.b_ND) == len(its.w_ND) >= len(its.rows)
     assert len(its.rows) == 2000 and len(made) <= 10, "not for each batch"
     state = rows.deferral.state()
     prefix = f"deferral.{STACK}."

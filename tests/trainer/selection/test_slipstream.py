@@ -58,7 +58,7 @@ def test_the_largest_of_several_movements_counts() -> None:
     value_ND = np.zeros((1, 1), np.float32)
     for value in (0.0, 0.1, -0.8, -0.7):
         value_ND[0, 0] = value  # in place: a snapshot is of its moment
-        row.look(value_ND)
+        row.take_snapshot(value_ND)
     assert row.s_N.tolist() == pytest.approx([0.9])
     slots, _, hot_N = plain([[0.9]])
     (q,) = judge(slots, row.s_N, hot_N, 1, alpha=1).q_R.tolist()
