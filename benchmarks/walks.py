@@ -46,14 +46,7 @@ from roostream.wire.lookup import build_lookup
 from roostream.wire.records import Record
 
 CANDIDATES = 20
-ROOMS = (
-    "roostream",
-    "joiner",
-    "param_server",
-    "trainer",
-    "serving",
-    "infra",
-)
+ROOMS = ("roostream", "joiner", "param_server", "trainer", "serving", "infra")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,11 +78,7 @@ def require_jars(root: Path = JARS) -> None:
         )
 
 
-def fetch_all(
-    jars: list[Jar],
-    root: Path = JARS,
-    fetch: Fetch | None = None,
-) -> None:
+def fetch_all(jars: list[Jar], root: Path = JARS, fetch: Fetch | None = None) -> None:
     """Download and verify `jars`.
 
     **After a failure** the downloaded jars stay; a second call fetches the others.

@@ -35,10 +35,7 @@ class StackOptions(Settings):
         le=MAX_WORKERS,
     )
     serving_processes: int = setting(
-        1,
-        "serving processes on one port; each keeps its own copy of the rows",
-        ge=1,
-        le=64,
+        1, "serving processes on one port; each keeps its own copy of the rows", ge=1, le=64
     )
     num_archivers: int = setting(
         0, "archivers that write samples to the warehouse in the home; 0 = no archive", ge=0, le=64
@@ -50,10 +47,7 @@ class StackOptions(Settings):
         le=64,
     )
     max_readers: int = setting(
-        0,
-        "upper limit for readers that are added while workers wait for input; 0 = num_readers",
-        ge=0,
-        le=64,
+        0, "upper limit for readers that are added while workers wait for input; 0 = num_readers", ge=0, le=64
     )
     num_task_managers: int = setting(
         1, "Flink task managers, one slot each; also the joiner's parallelism", ge=1

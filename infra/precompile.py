@@ -20,11 +20,7 @@ GROUPS = {
         "roostream.wire.transform",
         "roostream.online.counters",
     ),
-    "rows": (
-        "param_server.precompile",
-        "param_server.replica.row_cache",
-        "serving.request_batch",
-    ),
+    "rows": ("param_server.precompile", "param_server.replica.row_cache", "serving.request_batch"),
     "models": (
         "roostream.models.embedding_ops",
         "roostream.models.attention",

@@ -17,12 +17,7 @@ import tomli_w
 
 from infra.child import STOP_TIMEOUT_S, Program, StopRank
 from infra.endpoints import Endpoints, PortMap, local_address
-from infra.flink_cluster import (
-    JOB_MANAGER,
-    delete_old_restore_points,
-    newest_restore_point,
-    task_manager,
-)
+from infra.flink_cluster import JOB_MANAGER, delete_old_restore_points, newest_restore_point, task_manager
 from infra.home import Home
 from infra.options import StackOptions, to_toml_value
 from infra.ports import is_listening, responds_ok

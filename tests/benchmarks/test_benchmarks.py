@@ -47,11 +47,7 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
         ("read_one", []),
     ],
     "commit": [("of_a_shard", [1000]), ("synced_of_a_shard", [1000])],
-    "pipeline": [
-        ("steps", [4, 3, 2, 1]),
-        ("dense", [4, 3, 2]),
-        ("sparse", [4, 3]),
-    ],
+    "pipeline": [("steps", [4, 3, 2, 1]), ("dense", [4, 3, 2]), ("sparse", [4, 3])],
     "common.placement_plans": [
         *((f, [5, 2, 0]) for f in ("planned", "sorted_alone")),
         ("loaded", [5, 4, "row hash", 0]),
@@ -109,11 +105,7 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
     ],
     "row_gather": [(f, [200, 4, 20]) for f in ("private", "cached", "copied")],
     "serving_swap": [("under_load", [True, 0.2, 0.3, 2])],
-    "workers": [
-        ("trained", [1, 4, 3, 0.1]),
-        ("trained", [2, 4, 3, 0.1]),
-        ("summed", [2, 4, 3, 0.1]),
-    ],
+    "workers": [("trained", [1, 4, 3, 0.1]), ("trained", [2, 4, 3, 0.1]), ("summed", [2, 4, 3, 0.1])],
     "train_step": [
         *(
             ("stage", [name, 4, 3])
@@ -181,14 +173,7 @@ ON_A_STACK: dict[str, list[tuple[str, list[Any]]]] = {
     "preemption": [("preempted", [5.0, 1, 2000]), ("preempted", [30.0, 1, 2000]), ("committed", [1, 2000])],
 }
 STARTS_PROGRAMS = {
-    *(
-        "serving_e2e",
-        "freshness",
-        "serving_request",
-        "serving_overload",
-        "serving_restart",
-        "serving_swap",
-    ),
+    *("serving_e2e", "freshness", "serving_request", "serving_overload", "serving_restart", "serving_swap"),
     *("placement_exchange", "workers", "readers"),
 }
 NOT_RUN_HERE = {"common.rpc_grpc", "adagrad_torch"}  # an environment of its own; torch's compiler is imported

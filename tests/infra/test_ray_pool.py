@@ -113,11 +113,7 @@ def test_of_an_actor_that_is_gone_another_is_made(cluster: Cluster, caplog: pyte
     pool.resize(2)
     cluster.actors[1].over.ready = True
     pool.resize(2)
-    assert [actor.number for actor in cluster.actors] == [
-        0,
-        1,
-        1,
-    ] and "copy-1 was lost" in caplog.text
+    assert [actor.number for actor in cluster.actors] == [0, 1, 1] and "copy-1 was lost" in caplog.text
     assert not cluster.actors[0].is_asked_to_end
 
 

@@ -236,10 +236,7 @@ def test_a_program_that_worked_for_a_while_gets_one_more_start(
     bench = Bench(tmp_path, RestartPolicy(first_s=0.01, max_s=0.01, max_restarts=9, stable_s=0.3))
     try:
         program = bench.program(
-            "a",
-            refusing(REFUSED_CODE, after_s=0.8),
-            refused_code=REFUSED_CODE,
-            ready=lambda: is_ready,
+            "a", refusing(REFUSED_CODE, after_s=0.8), refused_code=REFUSED_CODE, ready=lambda: is_ready
         )
         bench.start(program)
         bench.wait_state("a", "failed")
