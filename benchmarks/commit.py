@@ -1,6 +1,6 @@
 """For how long does a commit hold up training, and where does its time go?
 
-Commits by the rows that are held, of a running stack and of one shard alone, and what a disk needs for the same bytes.
+Commits with different numbers of rows: of a running stack, of one shard alone, and the time that the disk needs for the same bytes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.common import samples as data
-from benchmarks.common.shard import begun_shard
-from benchmarks.common.shared_setup import Shared
+from benchmarks.common.shard import empty_shard
+from benchmarks.common.shared_setup import SharedSetup
 from benchmarks.common.training_stack import Trainer, touch, training_stack
 from benchmarks.harness.benchmark import Benchmark, Row, Subject, Work
 from benchmarks.recovery import RATE, WARM
@@ -31,7 +31,7 @@ _ONLY_OURS_MS = 3_600_000  # no commit but those that are asked for
 _BETWEEN_S = 1.0
 _CHUNK = 1 << 20
 
-_holding = Shared(training_stack)
+_holding = SharedSetup(training_stack)
 
 
 class Committed(NamedTuple):
@@ -114,7 +114,7 @@ def written(before: Manifest, after: Manifest) -> tuple[int, int]:
 
 def stack() -> contextlib.AbstractContextManager[Trainer]:
     """What all rows of a run use."""
-    return _holding.of(RATE, 0, WARM, _ONLY_OURS_MS)
+    return _holding.open(RATE, 0, WARM, _ONLY_OURS_MS)
 
 
 @contextlib.contextmanager
@@ -211,14 +211,14 @@ class ShardCommits:
 @contextlib.contextmanager
 def of_a_shard(rows: int) -> Iterator[Work]:
     """Units: commits, in this process, onto a disk."""
-    with _shared_shard.of(rows) as its:
+    with _shared_shard.open(rows) as its:
         yield Work(its.step, lambda: 1.0, its.figures, its.took_s)
 
 
 @contextlib.contextmanager
 def synced_of_a_shard(rows: int) -> Iterator[Work]:
     """The bytes of such a commit, written to one file and synced."""
-    with _shared_shard.of(rows) as its, tempfile.TemporaryDirectory() as folder:
+    with _shared_shard.open(rows) as its, tempfile.TemporaryDirectory() as folder:
         if not its.bytes:
             its.step()
         yield Work(lambda: write_synced(Path(folder) / "same-bytes", its.bytes), lambda: 1.0)
@@ -231,11 +231,11 @@ def _committing(rows: int) -> Iterator[ShardCommits]:
         opened.callback(blobs.close)
         timed = TimedBlobs(blobs)
         yield ShardCommits(
-            begun_shard(data.demo_schema(), folder, publishing=False, blobs=timed), timed, rows
+            empty_shard(data.demo_schema(), folder, publishing=False, blobs=timed), timed, rows
         )
 
 
-_shared_shard = Shared(_committing)
+_shared_shard = SharedSetup(_committing)
 
 _HERE = "benchmarks.commit"
 _ROWS = (10_000, 100_000, 1_000_000)

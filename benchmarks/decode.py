@@ -1,6 +1,6 @@
 """How fast does a poll become a batch?
 
-A poll's messages to a batch: records and the decoder, and protobuf message by message.
+Decodes the messages of a Kafka poll: our decoder, and protobuf message by message.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What does it cost to find what requests of a batch share?
 
-What finding duplicates costs, beside what is done with the same batch anyway.
+The cost of finding duplicates, compared with other work on the same batch.
 """
 
 from __future__ import annotations

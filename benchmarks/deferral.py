@@ -1,9 +1,9 @@
-"""What do rows lose whose gradients wait?
+"""What does deferring gradients of slowly changing rows cost?
 
-EB-NeRD's week in time order, each request scored before it is trained on: with gradients that wait, and without.
+Trains EB-NeRD's week in time order, with and without deferred gradients, and scores each request before training on it.
 
-What is compared are the last half's losses, over the same requests. Dirty rows are those that a push changed within 20 steps:
-what a delta of as many steps would have to publish.
+The losses are those of the second half, over the same requests. Dirty rows are rows that a push changed within 20 steps, which a
+delta of 20 steps would publish.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.common.dataset_paths import CRITEO, EBNERD, absent
 from benchmarks.common.public_logs import samples_of
-from benchmarks.common.selection_loop import loop_over
+from benchmarks.common.selection_loop import build_loop
 from benchmarks.harness.benchmark import RUN, Benchmark, Row, Subject, SubjectResult, Work
 from benchmarks.train_step import shard_client
 from param_server.client import Client
@@ -71,7 +71,7 @@ def in_time_order(
             rows = CountedRows(shard_client(schema, folder))
             given = {"batch_requests": BATCH, "seed": seed, **settings}
             figures.update(
-                _trained(loop_over(schema, records[:most], RankerConfig(), given, rows), most, rows)
+                _trained(build_loop(schema, records[:most], RankerConfig(), given, rows), most, rows)
             )
 
     yield Work(step, lambda: figures["inputs"], lambda: dict(figures), lambda: figures["cpu_s"])

@@ -1,6 +1,6 @@
 """How long until what was learned changes a score?
 
-How long until a score changes: after a commit, by a serving program alone; after a click, by a whole stack.
+Time until a score changes: after a commit with a serving program alone, and after a click with a whole stack.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is trained in a time with kills?"""
+"""What share of the throughput remains with a kill every 60 s?"""
 
 from benchmarks.harness.benchmark import Benchmark, Row, Subject
 

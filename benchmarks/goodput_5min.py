@@ -1,4 +1,4 @@
-"""What is trained with a kill every five minutes? Takes half an hour."""
+"""The goodput benchmark with a kill every five minutes; takes half an hour."""
 
 from benchmarks.goodput import MEANS, during
 from benchmarks.harness.benchmark import Benchmark

@@ -1,6 +1,6 @@
-"""What a CUDA device does with this code, as one page: every test that needs one, and every question that has rows on one.
+"""`make gpu`: runs every test and benchmark that needs a CUDA device, and writes one page.
 
-`make gpu` runs it. It ends with a page also where tests fail or a question can't be asked; the exit code then is 1.
+Failed tests and benchmarks are on the page too; the exit code then is 1.
 """
 
 from __future__ import annotations

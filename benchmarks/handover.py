@@ -1,6 +1,6 @@
 """How long is nothing trained between the archive and the stream?
 
-A stack that trains an archive first and then its topic: how long nothing is trained between them, and what a restart takes.
+A stack trains an archive first and then its topic: the pause between the two, and the time of a restart.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import samples as data
-from benchmarks.common.shared_setup import Shared
+from benchmarks.common.shared_setup import SharedSetup
 from benchmarks.common.training_stack import Books, Feed, Trainer, until
 from benchmarks.harness.benchmark import Benchmark, Row, Subject, Work
 from benchmarks.train_warehouse import Turns
@@ -143,7 +143,7 @@ def _rows(place: Path) -> int:
         return 0
 
 
-_stack = Shared(archived_stack)
+_stack = SharedSetup(archived_stack)
 
 
 class Once:
@@ -200,21 +200,21 @@ def _restarted(it: ArchivedStack) -> Pause:
 @contextlib.contextmanager
 def handed_over(requests: int) -> Iterator[Work]:
     """Units: one. Time: from the last step of the files to the first of the stream."""
-    with _stack.of(requests) as it:
+    with _stack.open(requests) as it:
         yield Once(it, _handed_over).work()
 
 
 @contextlib.contextmanager
 def restarted(requests: int) -> Iterator[Work]:
     """Of the same stack, behind its hand-over. Time: from when the worker is asked to end to the next step of the new one."""
-    with _stack.of(requests) as it:
+    with _stack.open(requests) as it:
         yield Once(it, _restarted).work()
 
 
 @contextlib.contextmanager
 def committed(requests: int) -> Iterator[Work]:
     """The same, of a commit that is asked for."""
-    with _stack.of(requests) as it:
+    with _stack.open(requests) as it:
 
         def turn() -> tuple[float, float]:
             it.wait_for_news()

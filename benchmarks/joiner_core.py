@@ -1,6 +1,6 @@
-"""What does an event cost in the join, and does it depend on how much is remembered?
+"""What does an event cost in the join, and does the cost depend on the size of the state?
 
-Events through the join without Kafka and Flink: a whole stream, and one event onto a state of a chosen size.
+Runs the join without Kafka and Flink: a whole stream of events, and single events with a state of a chosen size.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How well do logged impressions compress, keyed by user or by request?
 
-A producer's batches of what serving logs, compressed as Kafka does: whole batches of a partition, by how records are keyed.
+Compresses a producer's batches of logged impressions as Kafka does, for two choices of the record key.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What does it save to read, pull and push beside training?
+"""What does it save to read, pull and push in parallel with training?
 
-Training steps with shards in processes of their own, one thing after the other and side by side; and each side alone.
+Training steps with shard processes: sequential, pipelined, and each part alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import samples as data
-from benchmarks.common.peer_process import Peer, talking
+from benchmarks.common.peer_process import Peer, start_peer
 from benchmarks.harness.benchmark import Benchmark, Row, Subject, Work
 from benchmarks.train_step import Endless, Silent
 from param_server.client import Client
@@ -58,7 +58,7 @@ def shard_processes() -> Iterator[list[Peer]]:
         shards = [
             ("benchmarks.common.train_shard", str(index), str(NUM_SHARDS)) for index in range(NUM_SHARDS)
         ]
-        yield [opened.enter_context(talking(*shard)) for shard in shards]
+        yield [opened.enter_context(start_peer(*shard)) for shard in shards]
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """What does a step cost where the workers hold the rows themselves?
 
-Two workers' rows: held by themselves, by shards, or by other engines; what a step of all of them takes.
+A step of two workers whose rows are held by the workers, by shards, or by peers such as TorchRec.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 from benchmarks.common.exchange_ways import Shape
 from benchmarks.common.exchange_worker import Took
-from benchmarks.common.peer_process import Peer, serving, talking
-from benchmarks.common.shared_setup import Shared
+from benchmarks.common.peer_process import Peer, peer_address, start_peer
+from benchmarks.common.shared_setup import SharedSetup
 from benchmarks.harness.benchmark import Benchmark, Row, Subject, SubjectResult, Work
 
 WORKERS = 2
@@ -31,16 +31,16 @@ class Workers:
         for index in range(WORKERS):
             self._peers.append(
                 opened.enter_context(
-                    talking("benchmarks.common.exchange_worker", json.dumps([index, WORKERS]))
+                    start_peer("benchmarks.common.exchange_worker", json.dumps([index, WORKERS]))
                 )
             )
         for peer in self._peers:
-            peer.tell(json.dumps({"meet": self._peers[0].address, "rendezvous": rendezvous}))
+            peer.send_line(json.dumps({"meet": self._peers[0].address, "rendezvous": rendezvous}))
 
     def take(self, kind: str, shape: Shape, steps: int, shards: list[str]) -> list[Took]:
         for peer in self._peers:
-            peer.tell(json.dumps([kind, shape, steps, shards]))
-        return [Took(*json.loads(peer.heard())) for peer in self._peers]
+            peer.send_line(json.dumps([kind, shape, steps, shards]))
+        return [Took(*json.loads(peer.read_line())) for peer in self._peers]
 
 
 @contextlib.contextmanager
@@ -49,12 +49,12 @@ def _workers() -> Iterator[Workers]:
         yield Workers(opened)
 
 
-_together = Shared(_workers)
+_together = SharedSetup(_workers)
 
 
 def workers() -> contextlib.AbstractContextManager[Workers]:
     """What all rows of a run use."""
-    return _together.of()
+    return _together.open()
 
 
 @contextlib.contextmanager
@@ -66,7 +66,7 @@ def exchanged(kind: str, shape: Any, steps: int) -> Iterator[Work]:
         together = opened.enter_context(workers())
         shards = [
             opened.enter_context(
-                serving("benchmarks.common.exchange_shard", json.dumps([index, WORKERS, its]))
+                peer_address("benchmarks.common.exchange_shard", json.dumps([index, WORKERS, its]))
             )
             for index in range(WORKERS if kind == "shards" else 0)
         ]

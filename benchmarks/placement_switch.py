@@ -1,6 +1,6 @@
-"""How long does nobody train while rows go from workers to shards?
+"""How long does training pause while rows move from workers to shards?
 
-Rows that change their owners: from workers that held them to shards, as a commit, and the same bytes written without it.
+Moves rows from workers to shards with a commit, and writes the same bytes without it.
 """
 
 from __future__ import annotations

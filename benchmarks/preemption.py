@@ -1,6 +1,6 @@
 """Does a worker that has to go commit what it trained, and how soon is it gone?
 
-A worker that has to go: whether what it trained is committed, and how soon it is gone.
+Preempts a worker: whether its training is committed, and how soon the process ends.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Leaves:
 @contextlib.contextmanager
 def preempted(notice_s: float, count: int, interval_ms: int = INTERVAL_MS) -> Iterator[Work]:
     """Units: preemptions. Time: from the notice to the end of the process."""
-    with caught_up.of(RATE, ROWS, WARM, interval_ms) as trainer:
+    with caught_up.open(RATE, ROWS, WARM, interval_ms) as trainer:
         it = Leaves(trainer, notice_s, count)
         yield Work(it.step, it.units, it.figures, it.took_s)
 
@@ -100,7 +100,7 @@ def preempted(notice_s: float, count: int, interval_ms: int = INTERVAL_MS) -> It
 @contextlib.contextmanager
 def committed(count: int, interval_ms: int = INTERVAL_MS) -> Iterator[Work]:
     """A commit that is asked for: what whoever goes has to wait for."""
-    with caught_up.of(RATE, ROWS, WARM, interval_ms) as trainer:
+    with caught_up.open(RATE, ROWS, WARM, interval_ms) as trainer:
         took_s: list[float] = []
 
         def step() -> None:

@@ -1,6 +1,6 @@
 """How many rows a second can be read and updated?
 
-Rows pulled and pushed: our client and shard, and what numpy and torch do in one process. 26 tables, one stack.
+Pulls and pushes rows with our client and shard, and gathers them with numpy and torch in one process. 26 tables, one stack.
 
 Letters: U keys of a batch (unique), D width.
 """
@@ -15,9 +15,9 @@ from functools import cache
 
 import numpy as np
 
-from benchmarks.common.link_keys import folder_of_keys, keys_in
-from benchmarks.common.peer_process import listen_until_told, serving
-from benchmarks.common.shard import begun_shard
+from benchmarks.common.link_keys import link_key_folder, read_link_credentials
+from benchmarks.common.peer_process import peer_address, print_address_and_wait
+from benchmarks.common.shard import empty_shard
 from benchmarks.harness.benchmark import Benchmark, Row, Subject, Work
 from param_server.client import Client
 from param_server.server import ShardRpcHandler
@@ -76,14 +76,14 @@ def _client(where: str) -> Iterator[Client]:
     if where == "here":
         with tempfile.TemporaryDirectory() as folder:
             yield _filled(
-                InMemoryTransport(ShardRpcHandler(begun_shard(schema(), folder, publishing=False)).handle)
+                InMemoryTransport(ShardRpcHandler(empty_shard(schema(), folder, publishing=False)).handle)
             )
         return
     with (
-        folder_of_keys(where == "secured") as folder,
-        serving("benchmarks.ps_pull_push", *filter(None, [folder])) as address,
+        link_key_folder(where == "secured") as folder,
+        peer_address("benchmarks.ps_pull_push", *filter(None, [folder])) as address,
     ):
-        transport = SocketTransport(address, keys=keys_in(folder))
+        transport = SocketTransport(address, keys=read_link_credentials(folder))
         try:
             yield _filled(transport)
         finally:
@@ -167,11 +167,11 @@ def adagrad_torch(ids_a_table: int) -> Iterator[Work]:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as home:
-        keys = keys_in(sys.argv[1] if len(sys.argv) > 1 else "")
+        keys = read_link_credentials(sys.argv[1] if len(sys.argv) > 1 else "")
         server = RpcServer(
-            ShardRpcHandler(begun_shard(schema(), home, publishing=False)).handle, keys=keys
+            ShardRpcHandler(empty_shard(schema(), home, publishing=False)).handle, keys=keys
         ).start()
-        listen_until_told(server.address)
+        print_address_and_wait(server.address)
         server.stop()
 
 _HERE = "benchmarks.ps_pull_push"

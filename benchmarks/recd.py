@@ -1,6 +1,6 @@
 """What do clustering, deduplicated look-ups and deduplicated compute give training?
 
-The same impressions of the same users, trained in each of RecD's steps: as they come, clustered, deduplicated.
+Trains the same impressions in each of RecD's steps: unordered, clustered by user, deduplicated.
 """
 
 from __future__ import annotations

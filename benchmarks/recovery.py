@@ -1,6 +1,6 @@
-"""How soon is the next step trained behind a kill -9?
+"""How soon does training continue after a kill -9?
 
-kill -9 of a program of a running stack: how soon the next step is trained, and what a time with kills trains in all.
+Kills a program of a running stack: the time until the next step, and the throughput of a period with kills.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from benchmarks.common.shared_setup import Shared
+from benchmarks.common.shared_setup import SharedSetup
 from benchmarks.common.training_stack import Books, Trainer, books, training_stack
 from benchmarks.harness.benchmark import Benchmark, Row, Subject, Work
 from benchmarks.harness.subject_process import ROOT
@@ -31,8 +31,8 @@ _BACK_S = 120.0
 _LOOK_S = 0.05
 _MS = 1000.0
 
-caught_up = Shared(training_stack)
-_saturated = Shared(training_stack)
+caught_up = SharedSetup(training_stack)
+_saturated = SharedSetup(training_stack)
 
 
 class Recovered(NamedTuple):
@@ -135,7 +135,7 @@ class Recovery:
 @contextlib.contextmanager
 def recovery(victim: str, kills: int, interval_ms: int = INTERVAL_MS) -> Iterator[Work]:
     """Units: kills. Time: from the kill until the next step is trained."""
-    with caught_up.of(RATE, ROWS, WARM, interval_ms) as trainer:
+    with caught_up.open(RATE, ROWS, WARM, interval_ms) as trainer:
         it = Recovery(trainer, victim, kills)
         yield Work(it.step, it.units, it.figures, it.took_s)
 
@@ -143,7 +143,7 @@ def recovery(victim: str, kills: int, interval_ms: int = INTERVAL_MS) -> Iterato
 @contextlib.contextmanager
 def imports(interval_ms: int = INTERVAL_MS) -> Iterator[Work]:
     """A new Python and a worker's imports, beside the same stack."""
-    with caught_up.of(RATE, ROWS, WARM, interval_ms):
+    with caught_up.open(RATE, ROWS, WARM, interval_ms):
         command = [sys.executable, "-c", "import trainer.worker_program"]
         yield Work(lambda: subprocess.run(command, check=True, cwd=ROOT), lambda: 1.0)
 
@@ -193,7 +193,7 @@ class Goodput:
 def goodput(seconds: float, victim: str, interval_ms: int) -> Iterator[Work]:
     """Units: requests that a commit at the end has and one at the beginning had not; more samples wait than can be trained.
     `victim`: who is killed once, "" = nobody."""
-    with _saturated.of(float("inf"), ROWS, SATURATED_WARM, interval_ms) as trainer:
+    with _saturated.open(float("inf"), ROWS, SATURATED_WARM, interval_ms) as trainer:
         it = Goodput(trainer, seconds, victim)
         yield Work(it.step, it.units, it.figures, it.took_s)
 

@@ -1,6 +1,6 @@
 """What does it cost to find items, and to keep their vectors fresh?
 
-Finding items: searches of made-up vectors, and a catalogue of the demo's with a cascade, kept and asked.
+Item retrieval: searches over generated vectors, and updates and queries of the demo's catalog.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What does it save to train on requests and not on impressions?
 
-A training step with its shard in the same process, on requests in whatever form they arrive.
+A training step with a shard in the same process, on requests and on impressions.
 """
 
 from __future__ import annotations

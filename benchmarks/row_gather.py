@@ -1,6 +1,6 @@
 """What does reading a row from a bounded cache cost?
 
-Rows of a request's keys, gathered from each place where serving keeps rows; and the same numbers copied without looking up.
+Gathers the rows of a request from serving's row cache and from a full replica, and copies the same numbers without a lookup.
 """
 
 from __future__ import annotations

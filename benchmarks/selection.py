@@ -1,8 +1,8 @@
 """What does it cost to train on less of a log of clicks?
 
-Train on five parts, predict the sixth, for every part: with a policy, and with what it is compared with.
+Six-fold cross-validation: trains on five parts and predicts the sixth, with a selection policy and with its controls.
 
-The loop is the product's own, with one shard in the same process; CPU time is of its training alone.
+Uses the trainer's loop with one shard in the same process; the CPU time is that of training only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.common.criteo_log import PARTS, has_criteo, part, schema
 from benchmarks.common.dataset_paths import CRITEO, absent
-from benchmarks.common.selection_loop import loop_over
+from benchmarks.common.selection_loop import build_loop
 from benchmarks.harness.benchmark import RUN, Benchmark, Row, Subject, SubjectResult, Work
 from benchmarks.train_step import shard_client
 from roostream.models.config import RankerConfig
@@ -142,7 +142,7 @@ def _renumbered(records: list[Record]) -> list[Record]:
 
 def _loop(records: list[Record], asked: _Asked, folder: str) -> TrainLoop:
     given = {"batch_requests": BATCH, "seed": asked.seed, **asked.settings}
-    return loop_over(
+    return build_loop(
         schema(),
         records,
         dataclasses.replace(MODEL, **asked.model),

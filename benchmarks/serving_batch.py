@@ -1,6 +1,6 @@
-"""What does it save to compute a request's side once for all its candidates?
+"""What does it save to compute the request side once for all candidates?
 
-The candidates of a request scored as one request, and as one each with the request's features repeated.
+Scores the candidates of a request as one request, and as one request per candidate.
 """
 
 from __future__ import annotations

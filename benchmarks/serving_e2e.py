@@ -1,6 +1,6 @@
 """How many ranks does a second of CPU time answer, and how long does one take?
 
-Programs that rank, each under a load that doesn't wait: ours in both encodings, and our ranker behind other servers.
+Serving programs under open-loop load: ours in both encodings, and our ranker behind other servers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.common import samples as data
 from benchmarks.common.open_load import Answered, rank_request
 from benchmarks.common.peer_ranking import peer_program
 from benchmarks.common.serving_program import ServingProgram, bodies_of, serving_program
-from benchmarks.common.shared_setup import Shared
+from benchmarks.common.shared_setup import SharedSetup
 from benchmarks.harness.benchmark import Benchmark, Role, Row, Subject, Work
 from benchmarks.serving_overload import DEADLINE_MS, Load, Served
 from roostream.wire import roo_pb2 as pb
@@ -91,19 +91,19 @@ def _open() -> Iterator[Programs]:
         yield Programs(all_)
 
 
-_programs = Shared(_open)
+_programs = SharedSetup(_open)
 
 
 def programs() -> contextlib.AbstractContextManager[Programs]:
     """Of a whole run."""
-    return _programs.of()
+    return _programs.open()
 
 
 @contextlib.contextmanager
 def under_load(kind: str, form: str, times: float, seconds: float, candidates: int) -> Iterator[Work]:
     """`kind`: ours, fastapi, litserve; `times` the capacity, or 0: one connection. Units: requests answered 200 within the
     deadline. AssertionError: scores aren't ours."""
-    with _programs.of() as running:
+    with _programs.open() as running:
         served = running.served(kind, form, candidates)
         load = CountedLoad(served, times, seconds) if times else OneConnection(served, 1.0, seconds)
 

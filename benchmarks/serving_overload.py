@@ -1,6 +1,6 @@
-"""What does serving still answer in time when more is asked than it can answer?
+"""What does serving still answer in time under overload?
 
-A serving program of its own under open-loop load, at so many times what it can answer.
+A serving program under open-loop load at multiples of its capacity.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.common.open_load import Answered, Clients
 from benchmarks.common.serving_program import ServingProgram, requests_of, serving_program
-from benchmarks.common.shared_setup import Shared
+from benchmarks.common.shared_setup import SharedSetup
 from benchmarks.harness.benchmark import Benchmark, Role, Row, Subject, Work
 
 DEADLINE_MS = 1000
@@ -87,7 +87,7 @@ def in_time(answered: list[Answered]) -> list[Answered]:
 @contextlib.contextmanager
 def offered(times: float, seconds: float, candidates: int) -> Iterator[Work]:
     """Units: requests answered 200 within the deadline. Subjects of one process load the same program, in turns."""
-    with _served.of(candidates) as served:
+    with _served.open(candidates) as served:
         load = Load(served, times, seconds)
         yield Work(load.step, load.units, load.figures)
 
@@ -102,7 +102,7 @@ def _loaded(candidates: int) -> Iterator[Served]:
             served.clients.close()
 
 
-_served = Shared(_loaded)
+_served = SharedSetup(_loaded)
 
 _OFFERED = "benchmarks.serving_overload:offered"
 _SECONDS, _CANDIDATES = 5.0, 20

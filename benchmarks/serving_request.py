@@ -1,6 +1,6 @@
 """Where does the time of one rank request go, in process?
 
-One rank request in process, whole and by stage: from the body's bytes to the answer and the record to be logged.
+One rank request in process, in total and by stage: from the bytes of the body to the response and the log record.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How many requests fail while serving is restarted?
 
-Serving programs that take over from each other on one port, while clients that keep their connections go on asking.
+Serving programs replace each other on one port while clients with keep-alive connections send requests.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Does anybody notice when the model is swapped?
+"""Does a swap of the model version affect latency?
 
-Versions of the model that are swapped while a serving program answers.
+Swaps model versions while a serving program answers requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from benchmarks.common import samples as data
 from benchmarks.common.open_load import Answered, rank_request
 from benchmarks.common.serving_program import bodies_of, serving_program
-from benchmarks.common.shared_setup import Shared
+from benchmarks.common.shared_setup import SharedSetup
 from benchmarks.harness.benchmark import Benchmark, Row, Subject, SubjectResult, Work
 from benchmarks.serving_overload import DEADLINE_MS, Load, Served
 from param_server.replica.replica import Replica
@@ -177,7 +177,7 @@ class SwappedLoad(Load):
 @contextlib.contextmanager
 def under_load(swaps: bool, times: float, seconds: float, candidates: int) -> Iterator[Work]:
     """Units: requests answered 200. Subjects of one process load the same program, in turns."""
-    with _loaded.of(candidates) as loaded:
+    with _loaded.open(candidates) as loaded:
         load = SwappedLoad(loaded, swaps, times, seconds)
         yield Work(load.step, load.units, load.figures)
 
@@ -195,7 +195,7 @@ def _open(candidates: int) -> Iterator[Loaded]:
             served.clients.close()
 
 
-_loaded = Shared(_open)
+_loaded = SharedSetup(_open)
 
 _UNDER_LOAD = "benchmarks.serving_swap:under_load"
 _TIMES, _SWAPPING_S, _STEADY_S, _CANDIDATES = 0.5, 36.0, 12.0, 20

@@ -1,6 +1,6 @@
-"""Is a reader slower than it was? A captured session, read again.
+"""Is a warehouse reader slower than before?
 
-A captured session read again: all row groups of a small table, in a session's order, by a reader as it is or a slower one.
+Replays a captured session: all row groups of a small table in the session's order, with the reader and with a slowed one.
 """
 
 from __future__ import annotations

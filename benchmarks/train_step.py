@@ -1,6 +1,6 @@
 """Where does the time of one training step go?
 
-One training step over samples in memory, with a shard in the same process; whole and by stage.
+One training step over samples in memory with a shard in the same process, in total and by stage.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import samples as data
-from benchmarks.common.shard import begun_shard
+from benchmarks.common.shard import empty_shard
 from benchmarks.harness.benchmark import Benchmark, Row, Subject, Work
 from param_server.client import Client
 from param_server.server import ShardRpcHandler
@@ -120,7 +120,7 @@ def _around_id(value: bytes, sample_id: int) -> tuple[bytes, bytes]:
 
 def shard_client(schema: Schema, folder: str) -> Client:
     """A client of one shard in this process, begun as incarnation 1."""
-    shard = begun_shard(schema, folder)
+    shard = empty_shard(schema, folder)
     client = Client(schema, [InMemoryTransport(ShardRpcHandler(shard).handle)], worker=0)
     client.set_incarnation(1)
     return client

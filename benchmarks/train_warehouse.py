@@ -1,6 +1,6 @@
-"""How much sooner is the past trained from files than from Kafka?
+"""How much faster is training from warehouse files than from Kafka?
 
-The same samples trained from a warehouse's files in one process, and from Kafka by a stack's worker: what the past takes.
+Trains the same samples from warehouse files in one process, and from Kafka with the worker of a stack.
 """
 
 from __future__ import annotations

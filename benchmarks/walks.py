@@ -26,7 +26,7 @@ from benchmarks import serving_request as one_request
 from benchmarks import train_step as training_step
 from benchmarks.common import samples as data
 from benchmarks.common.joiner_events import START_MS, Maker
-from benchmarks.common.shard import begun_shard
+from benchmarks.common.shard import empty_shard
 from benchmarks.harness.subject_process import ROOT
 from benchmarks.joiner_core import Overlay
 from joiner.config import JoinerConfig
@@ -157,7 +157,7 @@ def train(folder: str) -> Walk:
 def publish(folder: str) -> Walk:
     """The rows that one request's update touched → deltas → a replica."""
     schema, stop = data.demo_schema(), threading.Event()
-    shard, topic, replica = begun_shard(schema, folder), InMemoryRows(), Replica(schema, 0)
+    shard, topic, replica = empty_shard(schema, folder), InMemoryRows(), Replica(schema, 0)
     client = Client(schema, [InMemoryTransport(ShardRpcHandler(shard).handle)], worker=0)
     client.set_incarnation(1)
     publisher = Publisher(shard, topic, SystemClock())

@@ -1,6 +1,6 @@
 """How many bytes does an impression take at rest?
 
-Writing a log's samples into one file: its bytes an impression.
+Writes the samples of a log into one file and reports its bytes per impression.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What do several workers train, at equal batches, and what of it is summing?
 
-Workers in processes of their own, one model: what a step of all of them takes, and what of it is summing.
+Several worker processes train one model: the time of a common step, and the part that gradient summation takes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import psutil
 
-from benchmarks.common.peer_process import Peer, talking
+from benchmarks.common.peer_process import Peer, start_peer
 from benchmarks.common.train_worker import Part, Took
 from benchmarks.harness.benchmark import Benchmark, Row, Subject, Work
 from benchmarks.pipeline import shard_processes
@@ -33,8 +33,8 @@ class Workers:
     def take(self, turns: int) -> None:
         before_s, wall_s = self._cpu_of_shards(), time.perf_counter()
         for worker in self._workers:
-            worker.tell(str(turns))
-        self._took = [Took(**json.loads(worker.heard())) for worker in self._workers]
+            worker.send_line(str(turns))
+        self._took = [Took(**json.loads(worker.read_line())) for worker in self._workers]
         self._wall_s, self._shards_cpu_s = time.perf_counter() - wall_s, self._cpu_of_shards() - before_s
 
     def turns_of(self, seconds: float) -> int:
@@ -94,7 +94,7 @@ def _work(workers: int, requests: int, candidates: int, seconds: float, *, train
         for worker in range(workers):
             own = dataclasses.replace(part, worker=worker, meet=peers[0].address if peers else "")
             described = json.dumps(dataclasses.asdict(own))
-            peers.append(opened.enter_context(talking("benchmarks.common.train_worker", described)))
+            peers.append(opened.enter_context(start_peer("benchmarks.common.train_worker", described)))
         its = Workers(peers, shards, 1)
         its = Workers(peers, shards, its.turns_of(seconds))
         yield Work(its.step, its.requests, its.figures)

@@ -1,4 +1,4 @@
-"""What is trained, at the sizes that each kind has by default (roostream/models/config.py) but for what is said here."""
+"""Models of the benchmarks on shared request features, with the default sizes of roostream/models/config.py."""
 
 from __future__ import annotations
 

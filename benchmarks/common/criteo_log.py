@@ -1,4 +1,4 @@
-"""Two logs for selection: Criteo's sample in six parts, and a drawn one for machines that lack it.
+"""Logs for the selection benchmarks: Criteo's sample in six parts, and a generated log for machines without it.
 
 Criteo: 6 parts of 10,000 impressions, 13 floats, 26 ids, a click in 3.2 %. Each impression is a request with one candidate.
 """

@@ -1,10 +1,10 @@
-"""Where logs for evaluation lie, beside the checkout; they are no part of the project."""
+"""Folders of evaluation data beside the checkout; the data are not part of the project."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-_FOLDER = Path(__file__).resolve().parents[4] / "shared" / "data"
+_FOLDER = Path(__file__).resolve().parents[3] / "shared" / "data"
 EBNERD, MIND = _FOLDER / "ebnerd_week1", _FOLDER / "mind"
 CRITEO = _FOLDER / "criteo"
 

@@ -1,4 +1,4 @@
-"""TorchRec's DLRM of a schema whose tables have one width; as a file that worker and serving load, over the shards' rows."""
+"""TorchRec's DLRM for a schema whose tables have one width: a custom model file that worker and serving load."""
 
 from __future__ import annotations
 

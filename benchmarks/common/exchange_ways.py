@@ -1,5 +1,5 @@
-"""Rows of the owners that workers are, asked for and brought back, in several ways that do equal work: pooled sums forward, one
-row-wise Adagrad step of all workers' gradients backward.
+"""Ways to exchange rows between workers that own them. Each does the same work: pooled sums in the forward pass, and one row-wise
+Adagrad step with the gradients of all workers in the backward pass.
 
 Letters: W workers, T tables (each with one feature), E examples of a worker, L ids of a batch, U unique ones, D width.
 """

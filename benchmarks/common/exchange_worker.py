@@ -1,7 +1,7 @@
-"""One of several workers in a process of its own: `python -m benchmarks.common.exchange_worker JSON`.
+"""A worker process of placement-exchange: `python -m benchmarks.common.exchange_worker JSON`.
 
-It tells where it is met; the first line that it hears is where worker 0 is. Then, for each line that names a way, a shape, a
-number of steps and where shards are, it takes them with the others and tells what they took.
+It prints its address and reads the address of worker 0. Then it reads lines with a way, a shape, a number of steps and the shards'
+addresses, runs the steps together with the other workers, and prints the times.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.common.exchange_ways import (
     Way,
     batches_of,
 )
-from benchmarks.common.shard import begun_shard
+from benchmarks.common.shard import empty_shard
 from benchmarks.pipeline import client_of
 from param_server.row_exchange import RowExchange
 from roostream.runtime.address import parse_address
@@ -84,7 +84,7 @@ class ExchangeWorker:
     def _made(self, kind: str, shape: Shape, shards: list[str]) -> Way:
         if kind == "workers":
             store = self.opened.enter_context(tempfile.TemporaryDirectory())
-            shard = begun_shard(
+            shard = empty_shard(
                 shape.schema, store, publishing=False, index=self.index, num_shards=self.workers
             )
             about = f" rows {len(self._ways)}"

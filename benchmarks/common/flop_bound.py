@@ -1,4 +1,4 @@
-"""The most that computing a request's side once can give, from what both sides cost in the same run.
+"""Upper bound of the gain from computing the request side once, from the measured costs of both sides.
 
 With R requests of K candidates each and B = R K impressions a batch, a step takes c + R a + B b: a of a request's side, b of a
 candidate's, c of neither. Three kinds of batches of the same requests tell all three: whole ones, a quarter as many impressions

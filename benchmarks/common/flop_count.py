@@ -1,4 +1,4 @@
-"""What a step does and moves, counted: the same on any machine."""
+"""Counts the FLOPs and bytes of a training step; the counts do not depend on the machine."""
 
 from __future__ import annotations
 

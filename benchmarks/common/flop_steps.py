@@ -1,4 +1,4 @@
-"""What each of RecD's steps takes away, from what subjects of a row tell; imports no torch, since questions do."""
+"""Savings of each of RecD's steps, derived from the figures of a row's subjects. Imports no torch, because a declaration uses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of a link that asks who calls: one certificate, which both ends show and which is its own authority, and a token."""
+"""Credentials of a secured RPC link: a self-signed certificate for both ends, and a token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roostream.runtime.rpc.security import LinkCredentials, LinkSecurity
 
 
 @contextlib.contextmanager
-def folder_of_keys(secured: bool) -> Iterator[str]:
+def link_key_folder(secured: bool) -> Iterator[str]:
     """Made with openssl, and deleted; "" of a link that asks nobody."""
     if not secured:
         yield ""
@@ -22,7 +22,7 @@ def folder_of_keys(secured: bool) -> Iterator[str]:
         yield folder
 
 
-def keys_in(folder: str) -> LinkCredentials:
+def read_link_credentials(folder: str) -> LinkCredentials:
     """Of either end."""
     if not folder:
         return LinkCredentials()

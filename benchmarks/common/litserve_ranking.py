@@ -1,4 +1,4 @@
-"""Our ranker as LitServe has models: a class that its worker process imports."""
+"""Our ranker as a LitServe API class, imported by LitServe's worker process."""
 
 from __future__ import annotations
 

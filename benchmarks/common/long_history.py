@@ -1,4 +1,4 @@
-"""A layer of HSTU where a history is long: all targets of a request behind it, and each behind a copy of its own."""
+"""One HSTU layer over a long history: all targets of a request share the history, or each target has its own copy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A load that doesn't wait for answers: requests go out when they are due, whatever became of those before.
+"""Open-loop load generator: sends each request when it is due, whether or not earlier requests were answered.
 
-One thread over epoll, requests encoded beforehand, answers looked at no further than their status: about 30 µs a request, so that
-it can stand beside what it loads. Times are counted from when a request was due, not from when it could be sent.
+One thread with epoll and pre-encoded requests, which reads only the status of a response: about 30 µs per request. Latencies are
+measured from the due time, not from the time of sending.
 """
 
 from __future__ import annotations

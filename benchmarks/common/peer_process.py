@@ -1,4 +1,4 @@
-"""A peer in a process of its own: started as a module, it prints its address, and serves until its stdin ends."""
+"""Helper processes of benchmarks: each is started as a module, prints its address, and runs until its stdin ends."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Iterator
 
 
 class Peer:
-    """A process that one talks to in lines. `address`: its first one."""
+    """A helper process with a line protocol. Its first line is its `address`."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.pid = process.pid
         self._process = process
-        self.address = self.heard()
+        self.address = self.read_line()
 
-    def tell(self, line: str) -> None:
+    def send_line(self, line: str) -> None:
         assert self._process.stdin
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
 
-    def heard(self) -> str:
-        """Its next line; waits for it."""
+    def read_line(self) -> str:
+        """Wait for the next line of its output."""
         assert self._process.stdout
         line = self._process.stdout.readline().strip()
         if not line:
@@ -31,8 +31,8 @@ class Peer:
 
 
 @contextlib.contextmanager
-def talking(module: str, *arguments: str) -> Iterator[Peer]:
-    """`python -m module`, with the Python of this process, once it has told its address."""
+def start_peer(module: str, *arguments: str) -> Iterator[Peer]:
+    """Run `python -m module`; yields when the process has printed its address."""
     command = [sys.executable, "-m", module, *arguments]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin
@@ -47,13 +47,13 @@ def talking(module: str, *arguments: str) -> Iterator[Peer]:
 
 
 @contextlib.contextmanager
-def serving(module: str, *arguments: str) -> Iterator[str]:
-    """The address of a peer that is not talked to."""
-    with talking(module, *arguments) as peer:
+def peer_address(module: str, *arguments: str) -> Iterator[str]:
+    """The same for a peer that needs no further lines; yields its address."""
+    with start_peer(module, *arguments) as peer:
         yield peer.address
 
 
-def listen_until_told(address: str) -> None:
-    """Say where this process listens, and wait for the end of stdin."""
+def print_address_and_wait(address: str) -> None:
+    """In the peer: print the address, and wait for the end of stdin."""
     print(address, flush=True)
     sys.stdin.read()

@@ -1,7 +1,7 @@
-"""Our ranker behind other servers, each a program as its own tutorial has it: FastAPI with Pydantic, and LitServe.
+"""Our ranker behind other servers, written as in their tutorials: FastAPI with Pydantic, and LitServe.
 
-Started as a module with the server's name, it prints where it listens and ends with its stdin. A request is typed by Pydantic and
-scored by the same service as ours, alone; nothing is logged, admitted or bounded.
+Started as a module with the server's name, it prints its address and ends with its stdin. Pydantic parses a request, and our scoring
+service scores it; there is no feature log, no admission control and no limit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import psutil
 import pydantic
 
 from benchmarks.common import samples as data
-from benchmarks.common.peer_process import talking
+from benchmarks.common.peer_process import start_peer
 from benchmarks.common.serving_program import CORES, ServingProgram
 from param_server.replica.replica import Replica
 from roostream.models.config import RankerConfig
@@ -121,7 +121,7 @@ def peer_program(kind: str) -> Iterator[ServingProgram]:
     """Listening, on the core that a program of ours would have. `kind`: fastapi, litserve."""
     os.sched_setaffinity(0, CORES[:1])
     try:
-        with talking(_HERE, kind) as peer:
+        with start_peer(_HERE, kind) as peer:
             os.sched_setaffinity(0, CORES[-1:])
             host, _, port = peer.address.rpartition(":")
             yield ServingProgram((host, int(port)), Path(), peer.pid, lambda: 0)

@@ -1,4 +1,4 @@
-"""The planner at size, the simulator against draws, and what a profile costs beside a step."""
+"""Subjects of the placement benchmarks: the planner at large sizes, the simulator against sampled batches, the cost of a profile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first requests of a log as samples, joined with all that followed them: as a replay would make them, without its stack."""
+"""The first requests of a public log as joined samples, as a replay produces them, but without a stack."""
 
 from __future__ import annotations
 

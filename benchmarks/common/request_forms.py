@@ -1,4 +1,4 @@
-"""How the same impressions come to training: endless batches of as many impressions, and what of it is a part of the step."""
+"""Forms in which the same impressions reach training: requests, impressions, or deduplicated tensors."""
 
 from __future__ import annotations
 

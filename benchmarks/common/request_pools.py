@@ -1,4 +1,4 @@
-"""The requests that are trained, in a few batches of about as many impressions each, which come again and again."""
+"""A few batches of requests with about equally many impressions, trained repeatedly."""
 
 from __future__ import annotations
 

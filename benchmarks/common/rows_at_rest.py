@@ -1,4 +1,4 @@
-"""A log's samples as rows of a file: requests or impressions, in one order or another."""
+"""Samples of a log as records of a Parquet file: requests or impressions, in a chosen order."""
 
 from __future__ import annotations
 

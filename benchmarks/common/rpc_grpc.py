@@ -1,4 +1,4 @@
-"""The peer: unary gRPC calls with bytes as messages, so that no protobuf stands in the way. In gRPC's own environment."""
+"""Peer of the rpc benchmark: unary gRPC calls with raw bytes, without protobuf. Runs in the environment `grpcio`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from benchmarks.common.peer_process import listen_until_told, serving
+from benchmarks.common.peer_process import peer_address, print_address_and_wait
 from benchmarks.harness.benchmark import Work
 
 _OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
@@ -39,7 +39,7 @@ def _call(method: str) -> Iterator[Callable[[bytes], bytes]]:
     import grpc  # type: ignore[import-untyped, unused-ignore]
 
     with (
-        serving("benchmarks.common.rpc_grpc") as address,
+        peer_address("benchmarks.common.rpc_grpc") as address,
         grpc.insecure_channel(address, options=_OPTIONS) as channel,
     ):
         grpc.channel_ready_future(channel).result(10)
@@ -61,5 +61,5 @@ if __name__ == "__main__":
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench", handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    listen_until_told(f"127.0.0.1:{port}")
+    print_address_and_wait(f"127.0.0.1:{port}")
     server.stop(None)

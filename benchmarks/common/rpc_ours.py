@@ -1,4 +1,4 @@
-"""Our calls over TCP, to a server in a process of its own; as a module, that server."""
+"""Our RPC over TCP to a server process; run as a module, this file is the server."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from benchmarks.common.link_keys import folder_of_keys, keys_in
-from benchmarks.common.peer_process import listen_until_told, serving
+from benchmarks.common.link_keys import link_key_folder, read_link_credentials
+from benchmarks.common.peer_process import peer_address, print_address_and_wait
 from benchmarks.harness.benchmark import Work
 from roostream.runtime.rpc.client import SocketTransport
 from roostream.runtime.rpc.server import RpcServer
@@ -43,10 +43,10 @@ def small(secured: bool = False) -> Iterator[Work]:
 @contextlib.contextmanager
 def _client(secured: bool) -> Iterator[SocketTransport]:
     with (
-        folder_of_keys(secured) as folder,
-        serving("benchmarks.common.rpc_ours", *filter(None, [folder])) as address,
+        link_key_folder(secured) as folder,
+        peer_address("benchmarks.common.rpc_ours", *filter(None, [folder])) as address,
     ):
-        transport = SocketTransport(address, keys=keys_in(folder))
+        transport = SocketTransport(address, keys=read_link_credentials(folder))
         try:
             yield transport
         finally:
@@ -62,6 +62,6 @@ def _handle(method: str, header: Header, arrays: list[np.ndarray]) -> tuple[Head
 _GIVEN: dict[int, np.ndarray] = {}
 
 if __name__ == "__main__":
-    server = RpcServer(_handle, keys=keys_in(sys.argv[1] if len(sys.argv) > 1 else "")).start()
-    listen_until_told(server.address)
+    server = RpcServer(_handle, keys=read_link_credentials(sys.argv[1] if len(sys.argv) > 1 else "")).start()
+    print_address_and_wait(server.address)
     server.stop()

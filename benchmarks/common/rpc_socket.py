@@ -1,4 +1,4 @@
-"""The limit: the same bytes over a plain loopback socket, with nothing but an 8-byte length in front. Standard library only."""
+"""Limit of the rpc benchmark: the same bytes over a loopback socket with an 8-byte length. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 
-from benchmarks.common.peer_process import listen_until_told, serving
+from benchmarks.common.peer_process import peer_address, print_address_and_wait
 from benchmarks.harness.benchmark import Work
 
 _LENGTHS = struct.Struct("<II")  # bytes that follow, bytes wanted back
@@ -59,7 +59,7 @@ def _exchange(connection: socket.socket, payload: bytes | memoryview, wanted: in
 
 @contextlib.contextmanager
 def _connection() -> Iterator[socket.socket]:
-    with serving("benchmarks.common.rpc_socket") as address:
+    with peer_address("benchmarks.common.rpc_socket") as address:
         host, _, port = address.rpartition(":")
         with socket.create_connection((host, int(port))) as connection:
             _tune(connection)
@@ -97,4 +97,4 @@ def _serve(listener: socket.socket) -> None:
 if __name__ == "__main__":
     with socket.create_server(("127.0.0.1", 0)) as listening:
         threading.Thread(target=_serve, args=(listening,), daemon=True).start()
-        listen_until_told(f"127.0.0.1:{listening.getsockname()[1]}")
+        print_address_and_wait(f"127.0.0.1:{listening.getsockname()[1]}")

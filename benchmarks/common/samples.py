@@ -1,4 +1,4 @@
-"""Made-up requests of any schema: the same bytes for the same seed. Ids follow a Zipf law, as items and users do."""
+"""Generated samples of any schema, deterministic by seed. Ids follow a Zipf distribution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The product's training loop over samples in memory, with one shard in the same process."""
+"""The training loop over samples in memory, with one shard in the same process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.rows import Rows
 _AT = (("samples", 0),)
 
 
-def loop_over(
+def build_loop(
     schema: Schema, records: list[Record], model: RankerConfig, settings: Mapping[str, Any], rows: Rows
 ) -> TrainLoop:
     """`records`: of one partition, offsets from 0; `settings`: as in a worker's TOML, `batch_requests` among them, which batches

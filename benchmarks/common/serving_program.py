@@ -1,4 +1,4 @@
-"""`roostream serving` as the product starts it, in a process of its own; Kafka, Redis and shards are away."""
+"""`roostream serving` in its own process, without Kafka, Redis and shards."""
 
 from __future__ import annotations
 

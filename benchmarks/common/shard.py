@@ -1,4 +1,4 @@
-"""A parameter server shard, begun and empty."""
+"""An empty parameter server shard in this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roostream.runtime.clock import SystemClock
 from roostream.schema.schema import Schema
 
 
-def begun_shard(
+def empty_shard(
     schema: Schema,
     folder: str,
     *,

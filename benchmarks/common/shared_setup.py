@@ -1,4 +1,4 @@
-"""What several subjects of one process look at: made for the first of them, closed behind the last."""
+"""Set-up shared by several subjects of one process: opened for the first subject, closed after the last."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 
-class Shared(Generic[T]):
-    """`make`: a context manager of it. Subjects that are open at once give the same arguments."""
+class SharedSetup(Generic[T]):
+    """`make` returns a context manager of the set-up. Subjects that are open at the same time pass equal arguments."""
 
     def __init__(self, make: Callable[..., contextlib.AbstractContextManager[T]]) -> None:
         self._make = make
@@ -18,7 +18,7 @@ class Shared(Generic[T]):
         self._users, self._stack = 0, contextlib.ExitStack()
 
     @contextlib.contextmanager
-    def of(self, *arguments: Any, **named: Any) -> Iterator[T]:
+    def open(self, *arguments: Any, **named: Any) -> Iterator[T]:
         if not self._made:
             self._made.append(self._stack.enter_context(self._make(*arguments, **named)))
         self._users += 1

@@ -1,4 +1,4 @@
-"""Expected loads of strategies over many devices, on drawn mixes of tables: what can be said without the devices.
+"""Expected loads of placement strategies over many devices, for sampled sets of tables; needs no devices.
 
 A requester's batch asks a table for b · v ids of Zipf frequencies f; the rows that it expects are Σ 1 - (1 - f)^(b·v): the head
 row by row, the tail in bins of equal ratio. An owner's load is the sum over requesters. Against drawn batches the formula was

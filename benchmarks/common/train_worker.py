@@ -1,6 +1,6 @@
-"""One of several workers in a process of its own: `python -m benchmarks.common.train_worker JSON`.
+"""A worker process of the workers benchmark: `python -m benchmarks.common.train_worker JSON`.
 
-It tells where it is met. Then, for each line that names a number of turns, it takes them and tells what they took.
+It prints its rendezvous address. Then it reads lines with a number of steps, runs the steps, and prints their times.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The trainer's programs as a stack starts them, under samples without end: a broker, shards, a controller, a worker.
-
-Joiner, features and serving are away: what is measured is training, and who kills it.
-"""
+"""A stack with Kafka, shards, a controller and a worker, fed with endless samples; without joiner, features and serving."""
 
 from __future__ import annotations
 
