@@ -41,7 +41,7 @@ class Shown:
         self.tab.on("pageerror", lambda error: self.said.append(str(error)))
         self.tab.on("request", lambda request: self.asked.append(request.url))
         self.tab.goto(url)
-        self.wait("document.getElementById('state-text').textContent !== 'Asking'")
+        self.wait("document.getElementById('state-text').textContent !== 'Loading'")
 
     def wait(self, script: str) -> None:
         """Until `script` is true."""
@@ -66,7 +66,7 @@ def shown(browser: Any, tmp_path: Path) -> Iterator[Any]:
     tabs: list[Shown] = []
 
     def change(built: Built, **parts: Any) -> Built:
-        return Built(dataclasses.replace(built.parts, **parts), built.waiting_for)
+        return Built(dataclasses.replace(built.context, **parts), built.waiting_for)
 
     built = build(tmp_path, FakeRows(SCHEMA), status_page="http://127.0.0.1:1/")
     text, key = new_key("page", ["rank"], 0)
@@ -76,7 +76,7 @@ def shown(browser: Any, tmp_path: Path) -> Iterator[Any]:
     def open_(with_keys: bool = False, **options: Any) -> Shown:
         if with_keys:
             keyed.append(text)
-            app.parts = change(built, keys=Keyring(tmp_path / "keys.json")).parts
+            app.context = change(built, keys=Keyring(tmp_path / "keys.json")).context
         tabs.append(Shown(browser, live.url, **options))
         return tabs[-1]
 
@@ -97,12 +97,12 @@ def test_it_says_what_is_served_and_where_to_go(shown: Any) -> None:
     page.wait("document.querySelectorAll('#now dd').length > 5")
     assert page.text("h1") == "Ready" and page.tab.get_attribute("body", "data-tone") == "good"
     now = page.text("#now")
-    assert "0-0" in now and "click, dwell" in now and "6 + 5" in now and "not from a commit" in now
+    assert "0-0" in now and "click, dwell" in now and "6 + 5" in now and "initial weights" in now
     links = page.tab.eval_on_selector_all(
         "#links a", "all => all.map(a => [a.textContent, a.getAttribute('href')])"
     )
     assert links == [
-        ["Interface", "/docs"],
+        ["API", "/docs"],
         ["OpenAPI", "/openapi.json"],
         ["Metrics", "/metrics"],
         ["Trainer", "http://127.0.0.1:1/"],
@@ -113,7 +113,7 @@ def test_it_says_what_is_served_and_where_to_go(shown: Any) -> None:
 def test_what_is_missing_is_said_first(shown: Any) -> None:
     shown.built.waiting_for.append("rows of the shards")
     page = shown()
-    assert page.text("h1") == "Not complete yet" and "waiting for rows of the shards" in page.text(
+    assert page.text("h1") == "Not ready" and "waiting for rows of the shards" in page.text(
         "#state-more"
     )
     assert page.tab.get_attribute("body", "data-tone") == "warning"
@@ -156,7 +156,7 @@ def test_a_refusal_is_told_with_its_place(shown: Any) -> None:
 
 def test_where_keys_are_asked_for_the_page_asks_too(shown: Any) -> None:
     page = shown(with_keys=True)
-    assert page.text("h1") == "Not known" and page.tab.is_visible("#key")
+    assert page.text("h1") == "Unknown" and page.tab.is_visible("#key")
     page.tab.fill("#key", shown.key)
     page.tab.keyboard.press("Enter")
     page.wait("document.getElementById('state-text').textContent === 'Ready'")
@@ -178,7 +178,7 @@ def test_all_of_it_is_reached_by_keyboard(shown: Any) -> None:
         )
     assert seen == [
         "Skip to the content",
-        "Interface",
+        "API",
         "OpenAPI",
         "Metrics",
         "Trainer",

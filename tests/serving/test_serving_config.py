@@ -51,7 +51,7 @@ def test_both_programs_load_from_toml(tmp_path: Path) -> None:
     own = tmp_path / "serving.toml"
     own.write_text(
         'schema = "s.toml"\nstore = "st"\nbootstrap = "a:1,b:2"\nhome = "h"\n'
-        'shards = ["c:3"]\nheartbeat = "2s"\nlog_bytes = "1GiB"\n'
+        'shards = ["c:3"]\nheartbeat = "2s"\nmax_log_bytes = "1GiB"\n'
     )
     config = load(ServingConfig, own, program="serving", environ={})
     assert (config.heartbeat_ms, config.max_log_bytes, config.shards, config.home) == (

@@ -1,4 +1,4 @@
-// What is served, and a request ranked by hand. All that comes from outside is shown as text.
+// Shows what is served, and ranks and explains a request. Data from the server is inserted as text only.
 import { element, put, row } from "/parts.js";
 
 const EVERY_MS = 5000;
@@ -29,24 +29,24 @@ function figure(name, value, sub) {
 
 function show(page) {
   const served = page.served;
-  tell(page.ready ? "good" : "warning", page.ready ? "Ready" : "Not complete yet",
-    page.ready ? `${page.schema}, version ${served.name}` : `waiting for ${page.waiting_for.join(", ")}; ranks are answered, marked degraded`);
+  tell(page.ready ? "good" : "warning", page.ready ? "Ready" : "Not ready",
+    page.ready ? `${page.schema}, version ${served.name}` : `waiting for ${page.waiting_for.join(", ")}; rank answers are marked degraded`);
   const fresh = page.freshness;
   const held = page.versions.filter((v) => v !== served.name);
   put(byId("now"),
-    figure("Model version", served.name, served.age_s === null ? "not from a commit" : `committed ${age(served.age_s)} ago`),
-    figure("Held beside it", held.length ? held.join(", ") : "none", `of schema ${page.schema}`),
+    figure("Model version", served.name, served.age_s === null ? "initial weights" : `committed ${age(served.age_s)} ago`),
+    figure("Other loaded versions", held.length ? held.join(", ") : "none", `of schema ${page.schema}`),
     figure("Rows", page.rows === null ? "not known" : page.rows.toLocaleString("en"), page.rows_age_s === null ? "not yet current" : `current ${age(page.rows_age_s)} ago`),
-    figure("Fresh", fresh.p50_s === null ? "not known" : age(fresh.p50_s), fresh.p99_s === null ? "engagement to servable" : `p99 ${age(fresh.p99_s)}, engagement to servable`),
-    figure("Features", `${page.features.ro} + ${page.features.nro}`, "of the request, of a candidate"),
-    figure("Learns", page.tasks.join(", "), `release ${page.release}`));
-  const names = { docs: "Interface", openapi: "OpenAPI", metrics: "Metrics", trainer: "Trainer" };
+    figure("Freshness", fresh.p50_s === null ? "not known" : age(fresh.p50_s), fresh.p99_s === null ? "engagement to servable" : `p99 ${age(fresh.p99_s)}, engagement to servable`),
+    figure("Features", `${page.features.ro} + ${page.features.nro}`, "per request, per candidate"),
+    figure("Tasks", page.tasks.join(", "), `release ${page.release}`));
+  const names = { docs: "API", openapi: "OpenAPI", metrics: "Metrics", trainer: "Trainer" };
   put(byId("links"), ...Object.entries(page.links).map(([name, url]) => element("li", {}, element("a", { href: url }, names[name] || name))));
   if (!example) {
     example = JSON.stringify(page.example, null, 2);
     if (!byId("body").value) byId("body").value = example;
   }
-  byId("read").textContent = `read ${new Date().toLocaleTimeString("en-GB")}`;
+  byId("read").textContent = `updated ${new Date().toLocaleTimeString("en-GB")}`;
 }
 
 function tell(tone, text, more) {
@@ -60,9 +60,9 @@ async function look() {
   try {
     const { status, told } = await ask("/page.json");
     if (status === 200) show(told);
-    else tell("unknown", "Not known", told.error.message);
+    else tell("unknown", "Unknown", told.error.message);
   } catch (error) {
-    tell("bad", "Unknown", `serving does not answer; what is shown is from before (${byId("read").textContent || "nothing was read"})`);
+    tell("bad", "Unknown", `the server does not answer; the data shown is old (${byId("read").textContent || "never updated"})`);
   }
 }
 
@@ -85,13 +85,13 @@ function explanation(told, at) {
   const task = told.tasks[0];
   const size = (feature) => (feature.changes ? Math.abs(feature.changes[at][task]) : -1);
   const sorted = [...told.features].sort((one, other) => size(other) - size(one));
-  const head = ["Feature", "Value", "Rows learned", ...told.tasks.map((name) => `${name} without it`)];
+  const head = ["Feature", "Value", "Learned rows", ...told.tasks.map((name) => `${name} without it`)];
   const body = sorted.map((feature) => row(
     element("th", { scope: "row" }, feature.name, feature.side === "ro" ? " (request)" : ""),
     element("td", { class: "words" }, valueOf(feature, at)),
     element("td", {}, rowsOf(feature, at)),
     ...told.tasks.map((name) => (feature.changes ? change(feature.changes[at][name]) : element("td", {}, "–")))));
-  const caption = `Features of ${told.candidates[at].item_id}, those that move ${task} most first`;
+  const caption = `Features of ${told.candidates[at].item_id}, largest effect on ${task} first`;
   const heads = head.map((name, i) => element("th", { scope: "col", class: i === 1 ? "words" : "" }, name));
   const table = element("table", {}, element("caption", {}, caption), element("thead", {}, row(...heads)), element("tbody", {}, ...body));
   return element("div", { class: "table", tabindex: "0", role: "group", "aria-label": caption }, table);
@@ -107,9 +107,9 @@ function candidate(told, at, place) {
 
 function answer(told) {
   const more = [];
-  if (told.degraded) more.push("degraded: Redis or rows were away");
-  if (told.left_out) more.push(`${told.left_out} features were not taken out, for time`);
-  const line = `Version ${told.model_version}, ${told.candidates.length} candidates, first slot first${more.length ? `; ${more.join("; ")}` : ""}.`;
+  if (told.degraded) more.push("degraded: Redis or embedding rows were unavailable");
+  if (told.left_out) more.push(`${told.left_out} features were not tested, to save time`);
+  const line = `Version ${told.model_version}, ${told.candidates.length} candidates in ranked order${more.length ? `; ${more.join("; ")}` : ""}.`;
   put(byId("answer"), element("p", { class: "soft" }, line), element("ol", { class: "candidates" }, ...told.order.map((at, place) => candidate(told, at, place))));
 }
 
@@ -130,7 +130,7 @@ async function rank(event) {
       byId("refused").textContent = `${told.error.message}${told.error.path ? ` (at ${told.error.path})` : ""}`;
     }
   } catch (error) {
-    byId("refused").textContent = "serving does not answer; try again";
+    byId("refused").textContent = "the server does not answer; try again";
   }
   byId("said").textContent = words;
   byId("rank").removeAttribute("aria-disabled");

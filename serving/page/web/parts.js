@@ -1,4 +1,4 @@
-// Elements of text: nothing that comes from outside is ever parsed as markup.
+// DOM helpers. Data is inserted as text and never parsed as markup.
 export function element(name, attributes, ...children) {
   const made = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) if (value !== "" || key === "open") made.setAttribute(key, value);
