@@ -77,7 +77,7 @@ def _file(path: Path, rows: int, fingerprint: int) -> DataFile:
 
 
 @contextlib.contextmanager
-def decoded(name: str, history: int, users: int = 1 << 30) -> Iterator[Work]:
+def decode_body(name: str, history: int, users: int = 1 << 30) -> Iterator[Work]:
     """The wire's decoder on the same samples, in polls; units are impressions."""
     its = rows_at_rest.log(name, history, users)
     decoder = Decoder(its.schema, {its.schema.fingerprint: its.schema}.get)

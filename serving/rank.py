@@ -130,24 +130,24 @@ class RankService:
             raise outcome
         return outcome
 
-    def rank_all(self, asked: Sequence[tuple[RankRequest, int]]) -> list[RankResult | Exception]:
+    def rank_all(self, requests: Sequence[tuple[RankRequest, int]]) -> list[RankResult | Exception]:
         """Return, for each (request, time), what `rank` would return or raise. Requests of one version share a forward pass.
 
         If a shared pass fails, each of its requests is scored alone, so that an error affects only the request that causes it.
         """
         outcomes: dict[int, RankResult | Exception] = {}
         by_version: dict[int, list[tuple[int, CompletedRequest]]] = {}
-        for i, (request, time_ms) in enumerate(asked):
+        for i, (request, time_ms) in enumerate(requests):
             try:
-                complete = self.completed(request, time_ms)
+                complete = self.complete_request(request, time_ms)
                 by_version.setdefault(id(complete.choice.version), []).append((i, complete))
             except Exception as error:
                 outcomes[i] = error
         for group in by_version.values():
-            outcomes.update(self._scored(group))
-        return [outcomes[i] for i in range(len(asked))]
+            outcomes.update(self._score_group(group))
+        return [outcomes[i] for i in range(len(requests))]
 
-    def completed(self, request: RankRequest, time_ms: int) -> CompletedRequest:
+    def complete_request(self, request: RankRequest, time_ms: int) -> CompletedRequest:
         """Steps 1 and 2."""
         begin_s = time.perf_counter()
         choice = self.versions.choose(request)
@@ -159,7 +159,7 @@ class RankService:
         took_s = opened_s - begin_s, hydrated_s - opened_s, time.perf_counter() - hydrated_s
         return CompletedRequest(choice, request, time_ms, blocks, degraded, took_s)
 
-    def _scored(
+    def _score_group(
         self, group: list[tuple[int, CompletedRequest]]
     ) -> Iterator[tuple[int, RankResult | Exception]]:
         """Steps 3 to 5 for requests of one version."""
@@ -173,16 +173,16 @@ class RankService:
                 yield group[0][0], error
             else:
                 for alone in group:
-                    yield from self._scored([alone])
+                    yield from self._score_group([alone])
             return
         share_s = (time.perf_counter() - begin_s) / len(group)
         for (i, complete), logits_nT in zip(group, logits, strict=True):
             try:
-                yield i, self._ranked(complete, logits_nT, share_s)
+                yield i, self._build_result(complete, logits_nT, share_s)
             except Exception as error:
                 yield i, error
 
-    def _ranked(self, complete: CompletedRequest, logits_nT: np.ndarray, share_s: float) -> RankResult:
+    def _build_result(self, complete: CompletedRequest, logits_nT: np.ndarray, share_s: float) -> RankResult:
         """Steps 4 and 5; `share_s` is the request's share of the pass. Raises RequestError 413, 500."""
         begin_s = time.perf_counter()
         request, version = complete.request, complete.choice.version
@@ -207,10 +207,10 @@ class RankService:
         )
         value = self._impression(complete, answer, propensities)
         took_s = sum(complete.took_s) + share_s + time.perf_counter() - begin_s
-        self._tell(complete, scores_nT, took_s)
+        self._notify_scored(complete, scores_nT, took_s)
         return RankResult(answer, LogRecord(IMPRESSIONS, -1, complete.time_ms, request.key, value))
 
-    def _tell(self, complete: CompletedRequest, scores_nT: np.ndarray, took_s: float) -> None:
+    def _notify_scored(self, complete: CompletedRequest, scores_nT: np.ndarray, took_s: float) -> None:
         request = complete.request
         self.on_scored(
             ScoredRequest(
@@ -265,12 +265,12 @@ class RankService:
         try:
             rival_nT = probabilities(choice.rival.score(self.rows, complete.columns()))
         except RequestError:
-            self.interleaving_stats.failed()
+            self.interleaving_stats.record_failure()
             return None
         task = self.policy.task
         draft = team_draft(best_order(scores_nT[:, task]), best_order(rival_nT[:, task]), self._draw(request))
         pair = Pair(choice.version.name, choice.rival.name)
-        self.interleaving_stats.drafted(
+        self.interleaving_stats.record_list(
             request.key, request.request_id, pair, request.item_ids.tolist(), draft.team_n
         )
         return draft
@@ -305,7 +305,7 @@ class RankService:
             (IMPRESSION.propensities, np.array(propensities, dtype="<f4").tobytes() or None),
         )
         value = bytes((wire.IMPRESSION, wire.VERSION)) + encode_fields(fields)
-        most = self.schema.limits.max_record_bytes
-        if len(value) > most:
-            raise RequestError(413, f"expected an impression of at most {most} bytes, got {len(value)}")
+        max_bytes = self.schema.limits.max_record_bytes
+        if len(value) > max_bytes:
+            raise RequestError(413, f"expected an impression of at most {max_bytes} bytes, got {len(value)}")
         return value

@@ -223,7 +223,7 @@ class JsonParser:
         Raises:
             RequestError: 400 with the path of the field; 413 for more candidates or list entries than the schema allows.
         """
-        rank: Any = decoded(self._decoder, body, self._types.known)
+        rank: Any = decode_body(self._decoder, body, self._types.known)
         by_row = isinstance(rank.candidates, list)
         ids = [c.item_id for c in rank.candidates] if by_row else rank.candidates.item_id
         return RankRequest(
@@ -267,7 +267,10 @@ class JsonParser:
         columns = zip(*(absent if c is None else msgspec.structs.astuple(c) for c in nested), strict=True)
         path = "$.candidates[{}].{}" if given else "$.candidates[{}].nro.{}"
         for f, column in _given(columns, [f for _, f in self._nro]):
-            given[f.name] = (f, _either(f.name, given[f.name][1], column) if f.name in given else column)
+            given[f.name] = (
+                f,
+                _merge_columns(f.name, given[f.name][1], column) if f.name in given else column,
+            )
         return self._checked_columns(list(given.values()), path)
 
     def _columns(self, candidates: Any) -> dict[str, Any]:
@@ -355,7 +358,7 @@ def _given(columns: Iterable[Sequence[Any]], features: list[Feature]) -> list[tu
     ]
 
 
-def _either(name: str, flat: Sequence[Any], nested: Sequence[Any]) -> list[Any]:
+def _merge_columns(name: str, flat: Sequence[Any], nested: Sequence[Any]) -> list[Any]:
     """Merge flat and nested values. RequestError 400 if a row has a feature in both places."""
     for row, (here, there) in enumerate(zip(flat, nested, strict=True)):
         if here is not None and there is not None:
@@ -386,7 +389,7 @@ def check_unique(item_ids_n: np.ndarray, path: str) -> None:
             raise RequestError(400, message, path.format(i))
 
 
-def decoded(decoder: msgspec.json.Decoder[Any], body: bytes, known: dict[str, tuple[str, ...]]) -> Any:
+def decode_body(decoder: msgspec.json.Decoder[Any], body: bytes, known: dict[str, tuple[str, ...]]) -> Any:
     """Decode `body`. Raises RequestError 400 with the path of the field, and the nearest known name if a name is unknown."""
     try:
         return decoder.decode(body)
@@ -399,14 +402,14 @@ def decoded(decoder: msgspec.json.Decoder[Any], body: bytes, known: dict[str, tu
             400, "expected JSON of this interface, got one that is nested too deep", "$"
         ) from None
     except msgspec.DecodeError as error:
-        raise _told(str(error), known) from None
+        raise _decode_error(str(error), known) from None
 
 
-def _told(said: str, known: dict[str, tuple[str, ...]]) -> RequestError:
+def _decode_error(message: str, known: dict[str, tuple[str, ...]]) -> RequestError:
     """Turn msgspec's message into a RequestError. The unknown name may be as long as the body, so it is cut."""
-    what, at, path = said.rpartition(_AT)
-    if not at or not said.endswith("`"):
-        what, path = said, "$`"
+    what, at, path = message.rpartition(_AT)
+    if not at or not message.endswith("`"):
+        what, path = message, "$`"
     path, unknown = path[:-1], _UNKNOWN.search(what)
     if unknown is None:
         return RequestError(400, what, path)

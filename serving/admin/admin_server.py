@@ -20,7 +20,7 @@ from serving.access.bearer_keys import Keyring
 from serving.admin.admin_service import AdminService
 from serving.errors import RequestError
 from serving.http import server as http_server
-from serving.http.body import JSON, BodyReader, ClientGoneError, respond
+from serving.http.body import JSON, BodyReader, ClientGoneError, send_answer
 
 MIN_BYTES = 16
 _SCHEME = "bearer "
@@ -93,7 +93,7 @@ class AdminInterface:
             )
         if status == 401:
             headers["www-authenticate"] = "Bearer"
-        await respond(send, status, msgspec.json.encode(answer), JSON, headers)
+        await send_answer(send, status, msgspec.json.encode(answer), JSON, headers)
 
     async def _answer(self, scope: Scope, receive: Receive) -> dict[str, object]:
         given = next(

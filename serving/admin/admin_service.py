@@ -84,14 +84,14 @@ class AdminService:
         return {
             "served": versions.served.version.name,
             "activated": versions.routing.activated or None,
-            "versions": [self._told(held) for held in versions.held],
+            "versions": [self._describe(held) for held in versions.held],
             "refused": [refused._asdict() for refused in reversed(versions.refused.copy().values())],
         }
 
-    def _told(self, held: LoadedVersion) -> Answer:
+    def _describe(self, held: LoadedVersion) -> Answer:
         versions, now_ms = self.versions, self.now_ms()
         routing, name = versions.routing, held.version.name
-        roles = [role for role in SPLITS if versions.means(getattr(routing, role)) is held]
+        roles = [role for role in SPLITS if versions.resolve(getattr(routing, role)) is held]
         return {
             "name": name,
             "state": "served" if held is versions.served else "held",
@@ -114,7 +114,7 @@ class AdminService:
     def _split_handlers(self, name: str) -> Handlers:
         def get(body: bytes) -> Answer:
             split: TrafficSplit = getattr(self.versions.routing, name)
-            held = self.versions.means(split)
+            held = self.versions.resolve(split)
             means = held.version.name if held is not None else None
             return {
                 "version": split.version or None,

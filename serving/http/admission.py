@@ -51,7 +51,7 @@ class AdmissionGate:
     def check(self, remaining_s: float) -> None:
         """Raises RequestError 429 with Retry-After, see `refusal_reason`."""
         if why := self.refusal_reason(remaining_s):
-            raise overloaded(why)
+            raise overload_error(why)
 
     @contextmanager
     def admit(self, remaining_s: float) -> Iterator[None]:
@@ -83,6 +83,6 @@ class AdmissionGate:
         self._done_s = now_s
 
 
-def overloaded(why: str) -> RequestError:
+def overload_error(why: str) -> RequestError:
     """The answer to a request that is not admitted."""
     return RequestError(429, why, retry_after_s=RETRY_AFTER_S)

@@ -23,7 +23,7 @@ from serving.access.bearer_keys import Keyring
 from serving.access.route_scopes import required_scope
 from serving.context import ServingContext
 from serving.errors import RequestError, shown
-from serving.http.body import JSON, BodyReader, refuse
+from serving.http.body import JSON, BodyReader, send_error
 from serving.http.docs_page import interface_page
 from serving.http.explain_route import ExplainEndpoint
 from serving.http.fast_path import PATH as RANK_PATH
@@ -35,7 +35,7 @@ from serving.http.retrieval_routes import RecommendEndpoint, RetrieveEndpoint
 from serving.http.routes import EngagementsEndpoint, RankEndpoint
 from serving.http.tracing import HEADER, SpanFactory, open_tracing, parse_call_names
 from serving.metrics import StateCollector
-from serving.page import front_page as front
+from serving.page import front_page
 
 LINKS = {
     "rank": "/v1/rank",
@@ -77,8 +77,8 @@ class HttpInterface:
         self.connections: Collection[object] = ()  # open connections of the server that runs this application
         rank.queue.num_connections = lambda: len(self.connections)
         self._inference = InferenceProtocol(context, rank, log_rate_limit, _version())
-        self._others = _others(context)
-        self._open_files = frozenset(front.FILES) - {"/"}
+        self._framework_app = _framework_app(context)
+        self._open_files = frozenset(front_page.FILES) - {"/"}
         self._spanning = open_tracing(context.config.tracing, frozenset(("/", *LINKS.values())))
         context.metrics.registry.register(
             StateCollector(
@@ -98,7 +98,7 @@ class HttpInterface:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP call. The answer and all log lines about it have the call id."""
         if scope["type"] != "http":
-            await self._others(scope, receive, send)
+            await self._framework_app(scope, receive, send)
             return
         names = parse_call_names(scope["headers"])
         header = (HEADER, names.call_id.encode())
@@ -121,17 +121,19 @@ class HttpInterface:
         """Unauthorized requests are rejected before the body is read; then the endpoint of the path answers."""
         if self.context.keys is not None and (refusal := self._refusal(self.context.keys, scope)) is not None:
             self.context.metrics.answered("access", refusal.status, 0.0)
-            tell = send_inference_error if scope["path"].startswith("/v2") else refuse
-            await tell(send, refusal, **({"www-authenticate": "Bearer"} if refusal.status == 401 else {}))
+            send_refusal = send_inference_error if scope["path"].startswith("/v2") else send_error
+            await send_refusal(
+                send, refusal, **({"www-authenticate": "Bearer"} if refusal.status == 401 else {})
+            )
             return
         endpoint = self._traffic.get(scope["path"])
         if endpoint is None:
-            others = self._inference if scope["path"].startswith("/v2") else self._others
+            others = self._inference if scope["path"].startswith("/v2") else self._framework_app
             await others(scope, receive, send)
         elif scope["method"] == "POST":
             await endpoint(scope, receive, send)
         else:
-            await refuse(
+            await send_error(
                 send, RequestError(405, f"expected POST, got {shown(scope['method'])}"), allow="POST"
             )
 
@@ -171,7 +173,7 @@ class HttpInterface:
         self.body_reader.stop()
 
 
-def _others(context: ServingContext) -> FastAPI:
+def _framework_app(context: ServingContext) -> FastAPI:
     """FastAPI routes for everything else. All routes answer HEAD too, and none redirects to the client's Host header."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     links = {**LINKS, **({"status_page": context.config.status_page} if context.config.status_page else {})}
@@ -188,7 +190,7 @@ def _others(context: ServingContext) -> FastAPI:
         return page_file(request.url.path)
 
     async def page_document(request: Request) -> Response:
-        return JSONResponse(front.document(context, _version(), fresh), headers=dict(PAGE_HEADERS))
+        return JSONResponse(front_page.page_document(context, _version(), fresh), headers=dict(PAGE_HEADERS))
 
     async def healthz(request: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -220,12 +222,12 @@ def _others(context: ServingContext) -> FastAPI:
         "/docs": docs,
     }
     routes |= {
-        front.DOCUMENT: page_document,
-        **dict.fromkeys([path for path in front.FILES if path != "/"], page),
+        front_page.DOCUMENT: page_document,
+        **dict.fromkeys([path for path in front_page.FILES if path != "/"], page),
     }
     for path, answer in routes.items():
         app.add_route(path, answer, methods=["GET"])  # HEAD is added
-    app.add_exception_handler(HTTPException, _told)
+    app.add_exception_handler(HTTPException, _framework_error)
     app.add_exception_handler(Exception, _defect)
     return app
 
@@ -248,23 +250,26 @@ def wants_page(scope: Scope) -> bool:
 
 
 def page_file(path: str) -> Response:
-    return Response(front.content(path), headers={"content-type": front.FILES[path][1], **dict(PAGE_HEADERS)})
+    return Response(
+        front_page.file_content(path),
+        headers={"content-type": front_page.FILES[path][1], **dict(PAGE_HEADERS)},
+    )
 
 
-async def _told(request: Request, error: Exception) -> Response:
+async def _framework_error(request: Request, error: Exception) -> Response:
     """Format the framework's 404 and 405 like all other errors."""
     assert isinstance(error, HTTPException)
     path, method = shown(request.url.path), shown(request.method)
     if error.status_code == 405:
-        said = RequestError(405, f"expected GET or HEAD, got {method}")
+        refusal = RequestError(405, f"expected GET or HEAD, got {method}")
     else:
-        said = RequestError(404, f"nothing is at {path!r}{nearest(path, ('/', *LINKS.values()))}")
-    return JSONResponse(said.body(), said.status, {**(error.headers or {}), **said.headers()})
+        refusal = RequestError(404, f"nothing is at {path!r}{nearest(path, ('/', *LINKS.values()))}")
+    return JSONResponse(refusal.body(), refusal.status, {**(error.headers or {}), **refusal.headers()})
 
 
 async def _defect(request: Request, error: Exception) -> Response:
-    said = RequestError(500, "this request could not be answered; the cause is in serving's log")
-    return JSONResponse(said.body(), 500)
+    refusal = RequestError(500, "this request could not be answered; the cause is in serving's log")
+    return JSONResponse(refusal.body(), 500)
 
 
 @functools.cache

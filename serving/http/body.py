@@ -60,7 +60,7 @@ class BodyReader:
                     self._waits.discard(wait)
         except TimeoutError:
             if self.is_stopping:
-                raise stopping() from None
+                raise stopping_error() from None
             raise RequestError(408, "expected a whole body within the deadline, got a part of one") from None
         return self._inflated(body, headers)
 
@@ -94,7 +94,7 @@ class BodyReader:
                     full = f"{self.max_bytes} bytes of bodies are being read, the most that this process takes; try again"
                     raise RequestError(429, full, retry_after_s=RETRY_AFTER_S)
                 if self.is_stopping:
-                    raise stopping()
+                    raise stopping_error()
                 chunks.append(chunk)
         finally:
             self.num_bytes -= size
@@ -104,7 +104,7 @@ def _content_headers(scope: Scope) -> dict[bytes, str]:
     return {name: value.decode("latin-1") for name, value in scope["headers"] if name.startswith(b"content-")}
 
 
-def stopping() -> RequestError:
+def stopping_error() -> RequestError:
     return RequestError(503, "this process is stopping; ask another one", retry_after_s=RETRY_AFTER_S)
 
 
@@ -165,14 +165,14 @@ def wants_protobuf(scope: Scope) -> bool:
     return any(name == b"accept" and PROTOBUF.encode() in value.lower() for name, value in scope["headers"])
 
 
-def encoded(answer: object, protobuf: bool) -> tuple[bytes, str]:
+def encode_body(answer: object, protobuf: bool) -> tuple[bytes, str]:
     """Return (body, media type). Only the answer of a rank has a protobuf form; everything else, including errors, is JSON."""
     if isinstance(answer, RankAnswer):
         return (answer.protobuf(), PROTOBUF) if protobuf else (answer.json(), JSON)
     return msgspec.json.encode(answer), JSON
 
 
-async def respond(send: Send, status: int, body: bytes, media: str, headers: dict[str, str]) -> None:
+async def send_answer(send: Send, status: int, body: bytes, media: str, headers: dict[str, str]) -> None:
     """Send one complete answer."""
     raw: list[tuple[bytes, bytes]] = [
         (b"content-type", media.encode()),
@@ -184,6 +184,8 @@ async def respond(send: Send, status: int, body: bytes, media: str, headers: dic
     await send({"type": "http.response.body", "body": body})
 
 
-async def refuse(send: Send, error: RequestError, **headers: str) -> None:
+async def send_error(send: Send, error: RequestError, **headers: str) -> None:
     """Send an error in the format of all errors."""
-    await respond(send, error.status, msgspec.json.encode(error.body()), JSON, {**error.headers(), **headers})
+    await send_answer(
+        send, error.status, msgspec.json.encode(error.body()), JSON, {**error.headers(), **headers}
+    )

@@ -25,7 +25,7 @@ from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from serving.errors import RequestError, shown
 from serving.feature_log.format import LogRecord
-from serving.rank_json import FLOAT, MAX_FLOAT, NAME, TEXT, TIME, Id, PlainId, decoded
+from serving.rank_json import FLOAT, MAX_FLOAT, NAME, TEXT, TIME, Id, PlainId, decode_body
 from serving.request import MAX_TEXT_BYTES, check_text, parse_id
 
 MAX_ENGAGEMENTS = 1000  # per body
@@ -79,7 +79,7 @@ class EngagementParser:
         Raises:
             RequestError: 400 with the path of the field; 413 for more than MAX_ENGAGEMENTS.
         """
-        given = decoded(_DECODER, body, _KNOWN)
+        given = decode_body(_DECODER, body, _KNOWN)
         if isinstance(given, EngagementBody):
             told = [(given, *self._message(given, now_ms, "$"))]
         elif len(given) > MAX_ENGAGEMENTS:

@@ -62,12 +62,12 @@ class ExplainEndpoint(RankEndpoint):
         self._busy = True
         try:
             async with asyncio.timeout(EXPLAIN_S):
-                explanation = await self._in_turn(
+                explanation = await self._run_in_scoring_thread(
                     self.explainer.begin, request, self.context.watermark.clock.now_ms()
                 )
                 for names in self.explainer.passes(explanation):
-                    await self._in_turn(self.explainer.score_without, explanation, names)
-                return self.explainer.told(explanation)
+                    await self._run_in_scoring_thread(self.explainer.score_without, explanation, names)
+                return self.explainer.build_answer(explanation)
         except TimeoutError:
             raise RequestError(
                 504, f"not explained within {EXPLAIN_S:g} s", retry_after_s=RETRY_AFTER_S
@@ -75,6 +75,6 @@ class ExplainEndpoint(RankEndpoint):
         finally:
             self._busy = False
 
-    async def _in_turn(self, call: Callable[..., T], *arguments: Any) -> T:
+    async def _run_in_scoring_thread(self, call: Callable[..., T], *arguments: Any) -> T:
         """Run in the scoring thread, after what waits for it already."""
         return await asyncio.get_running_loop().run_in_executor(self.context.executor, call, *arguments)

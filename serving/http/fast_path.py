@@ -18,7 +18,7 @@ from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from roostream.runtime.program import CURRENT_CALL
-from serving.http.admission import overloaded
+from serving.http.admission import overload_error
 from serving.http.body import JSON, PROTOBUF, request_media_type
 from serving.http.routes import RankEndpoint, deadline_error, parse_deadline_ms, parse_rank_options
 from serving.http.tracing import HEADER, parse_call_names
@@ -66,7 +66,7 @@ _kept_length = functools.lru_cache(_MAX_KEPT)(_length)
 @functools.lru_cache(_MAX_KEPT)
 def overload_answer(why: str) -> bytes:
     """The 429 answer; the connection stays open."""
-    error = overloaded(why)
+    error = overload_error(why)
     body = msgspec.json.encode(error.body())
     headers = {"content-type": JSON, "content-length": str(len(body)), **error.headers()}
     return (
@@ -136,8 +136,8 @@ class _WholeRank:
             request_media_type(scope, (JSON, PROTOBUF)),
         )
         body = endpoint.body_reader.take(scope, body)
-        request = endpoint.request_of(scope, body, media, options)
-        endpoint.prepare(request, len(body))
+        request = endpoint.parse_request(scope, body, media, options)
+        endpoint.check_log_space(request, len(body))
         endpoint.gate.enter(endpoint.remaining_s(until_s))
         self._stamp_ms = endpoint.context.watermark.open()
         self._timer = loop.call_at(until_s, self._late)
@@ -150,9 +150,9 @@ class _WholeRank:
         """Log, then answer."""
         token = CURRENT_CALL.set(self._names)
         try:
-            answer = self._endpoint.logged(ranked)
+            answer = self._endpoint.log_impression(ranked)
             self._leave()
-            body, media, headers = self._endpoint.form(self._scope, answer)
+            body, media, headers = self._endpoint.encode(self._scope, answer)
         except Exception as error:
             self.set_exception(error)
         else:
@@ -161,9 +161,9 @@ class _WholeRank:
             CURRENT_CALL.reset(token)
 
     def set_exception(self, error: Exception) -> None:
-        status, fault, headers = self._endpoint.told(error)
+        status, fault, headers = self._endpoint.error_response(error)
         self._leave()
-        body, media, own = self._endpoint.form(self._scope, fault)
+        body, media, own = self._endpoint.encode(self._scope, fault)
         self._tell(status, body, media, headers | own)
 
     def _late(self) -> None:

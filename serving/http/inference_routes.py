@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from serving.answer import RankAnswer, shortest
 from serving.context import ServingContext
 from serving.errors import RequestError, shown
-from serving.http.body import JSON, request_media_type, respond
+from serving.http.body import JSON, request_media_type, send_answer
 from serving.http.log_rate_limit import LogRateLimit
 from serving.http.routes import RankEndpoint, apply_version_header
 from serving.oip.features import FeatureTensors
@@ -27,9 +27,9 @@ from serving.oip.tensors import (
     Inference,
     OutputTensor,
     check_outputs,
-    chosen,
+    encode_response,
     parse_inference,
-    written,
+    select_outputs,
 )
 
 ORDER = "order"
@@ -54,8 +54,8 @@ class InferenceProtocol:
         self.infer = InferEndpoint(context, rank, log_rate_limit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = _MODEL.fullmatch(scope["path"])
-        if found is not None and found["what"] == "/infer":
+        match = _MODEL.fullmatch(scope["path"])
+        if match is not None and match["what"] == "/infer":
             if scope["method"] != "POST":
                 await send_inference_error(
                     send, RequestError(405, f"expected POST, got {shown(scope['method'])}"), allow="POST"
@@ -64,14 +64,14 @@ class InferenceProtocol:
                 await self.infer(scope, receive, send)
             return
         try:
-            status, answer = self._told(scope, found)
+            status, answer = self._describe(scope, match)
         except RequestError as error:
             await send_inference_error(send, error)
         else:
             body = msgspec.json.encode(answer)
-            await respond(send, status, b"" if scope["method"] == "HEAD" else body, JSON, {})
+            await send_answer(send, status, b"" if scope["method"] == "HEAD" else body, JSON, {})
 
-    def _told(self, scope: Scope, found: re.Match[str] | None) -> tuple[int, dict[str, Any]]:
+    def _describe(self, scope: Scope, match: re.Match[str] | None) -> tuple[int, dict[str, Any]]:
         """Return (status, answer) of a GET. Raises RequestError 400, 404, 405."""
         about: dict[str, Callable[[], dict[str, Any]]] = {
             "/v2": lambda: {
@@ -82,19 +82,19 @@ class InferenceProtocol:
             "/v2/health/live": lambda: {"live": True},
             "/v2/health/ready": lambda: {"ready": not self.context.waiting_for()},
         }
-        told = about.get(scope["path"])
-        if told is None and found is None:
+        describe = about.get(scope["path"])
+        if describe is None and match is None:
             raise RequestError(404, f"nothing is at {shown(scope['path'])!r}")
         if scope["method"] not in ("GET", "HEAD"):
             raise RequestError(405, f"expected GET or HEAD, got {shown(scope['method'])}")
-        if told is not None:
-            answer = told()
+        if describe is not None:
+            answer = describe()
         else:
-            assert found is not None
-            self.infer.check_model(found)
+            assert match is not None
+            self.infer.check_model(match)
             answer = (
-                {"name": found["name"], "ready": not self.context.waiting_for()}
-                if found["what"]
+                {"name": match["name"], "ready": not self.context.waiting_for()}
+                if match["what"]
                 else self._metadata()
             )
         return 503 if answer.get("ready") is False else 200, answer
@@ -123,36 +123,36 @@ class InferEndpoint(RankEndpoint):
         self.features = FeatureTensors(context.schema)
         self.outputs = (*(task for task in context.schema.tasks if task != ORDER), ORDER)
 
-    def check_model(self, found: re.Match[str]) -> str:
+    def check_model(self, match: re.Match[str]) -> str:
         """Return the version in the path, "" = none. Raises RequestError 400, 404."""
-        if found["name"] != self.context.schema.name:
-            message = f"expected model {self.context.schema.name!r}, got {shown(found['name'])!r}"
+        if match["name"] != self.context.schema.name:
+            message = f"expected model {self.context.schema.name!r}, got {shown(match['name'])!r}"
             raise RequestError(404, message, code="unknown_model")
-        version = found["version"] or ""
+        version = match["version"] or ""
         self.context.service.versions.named(version)
         return version
 
     async def answer(self, scope: Scope, receive: Receive, until_s: float) -> object:
         """As RankEndpoint.answer; also 404 for the path of another model."""
         self.gate.check(self.remaining_s(until_s))
-        found = _MODEL.fullmatch(scope["path"])
-        assert found is not None
-        version = self.check_model(found)
+        match = _MODEL.fullmatch(scope["path"])
+        assert match is not None
+        version = self.check_model(match)
         stated = next((value for name, value in scope["headers"] if name == HEADER_LENGTH), None)
         request_media_type(scope, (JSON, OCTETS))
         body = await self.body_reader.read(scope, receive, until_s)
         begin_s = time.perf_counter()
         asked = parse_inference(body, stated)
         check_outputs(asked, self.outputs)
-        request = self.features.request_of(asked, version)
+        request = self.features.build_request(asked, version)
         apply_version_header(scope, request)
         self.context.metrics.stages.parse.observe(time.perf_counter() - begin_s)
-        return InferenceAnswer(await self.ranked(request, len(body), until_s), asked)
+        return InferenceAnswer(await self.rank_request(request, len(body), until_s), asked)
 
-    def fault(self, error: RequestError) -> object:
+    def error_body(self, error: RequestError) -> object:
         return _fault(error)
 
-    def form(self, scope: Scope, answer: object) -> tuple[bytes, str, dict[str, str]]:
+    def encode(self, scope: Scope, answer: object) -> tuple[bytes, str, dict[str, str]]:
         """Binary outputs follow the JSON where the request asks for them."""
         if not isinstance(answer, InferenceAnswer):
             return msgspec.json.encode(answer), JSON, {}
@@ -163,17 +163,17 @@ class InferEndpoint(RankEndpoint):
             "id": ranked.request_id,
             "parameters": {"degraded": ranked.degraded},
         }
-        body, size = written(head, chosen(self._tensors(ranked), answer.asked))
+        body, size = encode_response(head, select_outputs(self._tensors(ranked), answer.asked))
         return (body, JSON, {}) if size is None else (body, OCTETS, {HEADER_LENGTH.decode(): str(size)})
 
     def _tensors(self, ranked: RankAnswer) -> list[OutputTensor]:
         decimals_nT = shortest(ranked.scores_nT)
-        found = [
+        match = [
             OutputTensor(task, "FP32", ranked.scores_nT[:, t], decimals_nT[:, t].tolist())
             for t, task in enumerate(ranked.tasks)
             if task != ORDER
         ]
-        return [*found, OutputTensor(ORDER, "INT32", np.array(ranked.order, np.int32), ranked.order)]
+        return [*match, OutputTensor(ORDER, "INT32", np.array(ranked.order, np.int32), ranked.order)]
 
 
 def _fault(error: RequestError) -> dict[str, str]:
@@ -182,6 +182,6 @@ def _fault(error: RequestError) -> dict[str, str]:
 
 async def send_inference_error(send: Send, error: RequestError, **headers: str) -> None:
     """Send an error in the format of this protocol."""
-    await respond(
+    await send_answer(
         send, error.status, msgspec.json.encode(_fault(error)), JSON, {**error.headers(), **headers}
     )

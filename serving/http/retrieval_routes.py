@@ -24,7 +24,7 @@ from serving.http.admission import RETRY_AFTER_S
 from serving.http.body import JSON, request_media_type
 from serving.http.log_rate_limit import LogRateLimit
 from serving.http.routes import RankEndpoint, apply_version_header
-from serving.rank_json import FORBID, Id, JsonParser, decoded, limits
+from serving.rank_json import FORBID, Id, JsonParser, decode_body, limits
 from serving.request import RankRequest, check_text, parse_id, parse_ids, parse_request_id
 from serving.retrieval.catalogue import AttributeValue
 from serving.retrieval.retriever import Retrieved, Retriever, RetrieveRequest, Shortlist
@@ -35,7 +35,7 @@ MAX_FILTERED = 32  # attributes in a filter
 _WHO = ("request_id", "user_id", "session_id", "surface", "ro")
 _Value = Annotated[AttributeValue | list[AttributeValue], Meta(description="or a list: one of them")]
 _COMMON: list[Any] = [
-    ("task", Annotated[str, limits("label whose towers are asked; '' = the one that orders")], ""),
+    ("task", Annotated[str, limits("label whose towers are used; '' = the one that orders")], ""),
     (
         "exclude",
         Annotated[list[Id], limits("items to leave out", maxItems=MAX_NAMED)],
@@ -111,18 +111,18 @@ class RetrieveParser(JsonParser):
 
     def retrieve(self, body: bytes) -> RetrieveRequest:
         """Raises RequestError 400 with the path of the field, 413."""
-        given = decoded(self._retrieve, body, self._known_retrieve)
-        return self._asked(given, _count(given.k, "$.k", MAX_ITEMS), "")
+        given = decode_body(self._retrieve, body, self._known_retrieve)
+        return self._build_request(given, _count(given.k, "$.k", MAX_ITEMS), "")
 
     def recommend(self, body: bytes) -> tuple[RetrieveRequest, int]:
         """Return the request and the number of items to show. Raises RequestError 400 with the path of the field, 413."""
-        given, most = decoded(self._recommend, body, self._known_recommend), max_found(self.schema)
+        given, most = decode_body(self._recommend, body, self._known_recommend), max_found(self.schema)
         shown_, found = _count(given.k, "$.k", most), _count(given.retrieved, "$.retrieved", most)
-        return self._asked(given, max(found, shown_), given.model_version), shown_
+        return self._build_request(given, max(found, shown_), given.model_version), shown_
 
-    def _asked(self, given: Any, k: int, model_version: str) -> RetrieveRequest:
+    def _build_request(self, given: Any, k: int, model_version: str) -> RetrieveRequest:
         return RetrieveRequest(
-            request=RankRequest(
+            rank_request=RankRequest(
                 request_id=parse_request_id(given.request_id, "$.request_id"),
                 user_id=parse_id(given.user_id, "$.user_id"),
                 session_id=parse_id(given.session_id, "$.session_id"),
@@ -200,11 +200,15 @@ class RetrieveEndpoint(RankEndpoint):
 
     async def answer(self, scope: Scope, receive: Receive, until_s: float) -> object:
         """Raises RequestError 400, 408, 413, 415, 429, 500, 503, 504; ClientGoneError."""
-        asked = self.bodies.retrieve(await self.body(scope, receive, until_s))
+        request = self.bodies.retrieve(await self.body(scope, receive, until_s))
         found = await self.run_in_scoring_thread(
-            lambda now_ms: self.retriever.retrieve(asked, now_ms), until_s
+            lambda now_ms: self.retriever.retrieve(request, now_ms), until_s
         )
-        return {**_about(asked.request.request_id, found), "items": _items(found), "degraded": found.degraded}
+        return {
+            **_about(request.rank_request.request_id, found),
+            "items": _items(found),
+            "degraded": found.degraded,
+        }
 
     async def body(self, scope: Scope, receive: Receive, until_s: float) -> bytes:
         """Read the body of a request that can be admitted. Raises as `answer`."""
@@ -240,16 +244,16 @@ class RecommendEndpoint(RetrieveEndpoint):
     async def answer(self, scope: Scope, receive: Receive, until_s: float) -> object:
         """Answer once the impression is logged; without items to show, none is logged. Raises as RankEndpoint.answer."""
         body = await self.body(scope, receive, until_s)
-        asked, shown = self.bodies.recommend(body)
-        apply_version_header(scope, asked.request)
+        request, shown = self.bodies.recommend(body)
+        apply_version_header(scope, request.rank_request)
         listed, found = await self.run_in_scoring_thread(
-            lambda now_ms: self.shortlist.choose(asked, shown, now_ms), until_s
+            lambda now_ms: self.shortlist.choose(request, shown, now_ms), until_s
         )
-        about = _about(asked.request.request_id, found)
+        about = _about(request.rank_request.request_id, found)
         if listed is None:
-            named = self.context.service.versions.named(asked.request.model_version).name
+            named = self.context.service.versions.named(request.rank_request.model_version).name
             return {**about, "model_version": named, "items": [], "degraded": found.degraded}
-        ranked = await self.ranked(listed, len(body), until_s)
+        ranked = await self.rank_request(listed, len(body), until_s)
         return {
             **about,
             "model_version": ranked.model_version,

@@ -23,10 +23,10 @@ from serving.http.body import (
     PROTOBUF,
     BodyReader,
     ClientGoneError,
-    encoded,
+    encode_body,
     request_media_type,
-    respond,
-    stopping,
+    send_answer,
+    stopping_error,
     wants_protobuf,
 )
 from serving.http.engagements import EngagementParser
@@ -126,33 +126,33 @@ class _Endpoint:
         except ClientGoneError:
             return
         except (Exception, asyncio.CancelledError) as error:
-            status, answer, headers = self.told(error)
-        body, media, own = self.form(scope, answer)
+            status, answer, headers = self.error_response(error)
+        body, media, own = self.encode(scope, answer)
         self.context.metrics.answered(self.route, status, time.perf_counter() - begin_s)
-        await respond(send, status, body, media, headers | own)
+        await send_answer(send, status, body, media, headers | own)
 
-    def told(self, error: BaseException) -> tuple[int, object, dict[str, str]]:
+    def error_response(self, error: BaseException) -> tuple[int, object, dict[str, str]]:
         """Return (status, body, headers) of an error. Re-raises a cancellation outside of a stop."""
         if isinstance(error, RequestError | asyncio.CancelledError):
             refusal = self._refusal(error)
         else:
             self._log_defect(error)
             refusal = RequestError(500, "this request could not be answered; the cause is in serving's log")
-        return refusal.status, self.fault(refusal), refusal.headers()
+        return refusal.status, self.error_body(refusal), refusal.headers()
 
-    def fault(self, error: RequestError) -> object:
+    def error_body(self, error: RequestError) -> object:
         """The body of an error answer."""
         return error.body()
 
-    def form(self, scope: Scope, answer: object) -> tuple[bytes, str, dict[str, str]]:
+    def encode(self, scope: Scope, answer: object) -> tuple[bytes, str, dict[str, str]]:
         """Return (body, media type, extra headers)."""
-        return *encoded(answer, wants_protobuf(scope)), {}
+        return *encode_body(answer, wants_protobuf(scope)), {}
 
     async def answer(self, scope: Scope, receive: Receive, until_s: float) -> object:
-        """Return the body of a 200 answer, to be encoded by `form`. Raises RequestError, ClientGoneError."""
+        """Return the body of a 200 answer, to be encoded by `encode`. Raises RequestError, ClientGoneError."""
         raise NotImplementedError
 
-    def append(self, records: list[LogRecord]) -> None:
+    def append_to_log(self, records: list[LogRecord]) -> None:
         """Append records to the feature log, in the event loop. After this the request is answered, even past its deadline."""
         try:
             for record in records:
@@ -168,7 +168,7 @@ class _Endpoint:
             return error
         if not self.body_reader.is_stopping:
             raise error
-        return stopping()
+        return stopping_error()
 
     def _log_defect(self, error: BaseException) -> None:
         left_out = self.log_rate_limit.due(error_kind(error))
@@ -207,10 +207,10 @@ class RankEndpoint(_Endpoint):
         options = parse_rank_options(scope["query_string"])
         media = request_media_type(scope, (JSON, PROTOBUF))
         body = await self.body_reader.read(scope, receive, until_s)
-        request = self.request_of(scope, body, media, options)
-        return await self.ranked(request, len(body), until_s)
+        request = self.parse_request(scope, body, media, options)
+        return await self.rank_request(request, len(body), until_s)
 
-    def request_of(self, scope: Scope, body: bytes, media: str, options: RankOptions) -> RankRequest:
+    def parse_request(self, scope: Scope, body: bytes, media: str, options: RankOptions) -> RankRequest:
         """Raises RequestError 400, 413."""
         begin_s = time.perf_counter()
         request = self._parse(body, media, options)
@@ -218,13 +218,13 @@ class RankEndpoint(_Endpoint):
         apply_version_header(scope, request)
         return request
 
-    async def ranked(self, request: RankRequest, num_bytes: int, until_s: float) -> RankAnswer:
+    async def rank_request(self, request: RankRequest, num_bytes: int, until_s: float) -> RankAnswer:
         """Rank a parsed request and log its impression. Raises RequestError 404, 413, 429, 500, 503, 504."""
-        self.prepare(request, num_bytes)
+        self.check_log_space(request, num_bytes)
         with self.gate.admit(self.remaining_s(until_s)):
             return await self._scored(request, until_s)
 
-    def prepare(self, request: RankRequest, num_bytes: int) -> None:
+    def check_log_space(self, request: RankRequest, num_bytes: int) -> None:
         """Call before admission. Raises RequestError 503: the feature log has no space for the impression."""
         if not self.context.log.has_room(num_bytes):
             message = "the feature log is full: Kafka has not taken its records; try again"
@@ -232,10 +232,10 @@ class RankEndpoint(_Endpoint):
         names = CURRENT_CALL.get()
         request.traceparent = names.traceparent if names else ""
 
-    def logged(self, ranked: RankResult) -> RankAnswer:
+    def log_impression(self, ranked: RankResult) -> RankAnswer:
         """Log the impression; the answer may be sent afterwards. Raises RequestError 413, 503."""
         begin_s, answer = time.perf_counter(), ranked.answer
-        self.append([ranked.record])
+        self.append_to_log([ranked.record])
         self.context.metrics.stages.log.observe(time.perf_counter() - begin_s)
         self.context.metrics.candidates.inc(len(answer.order))
         if answer.degraded:
@@ -248,7 +248,7 @@ class RankEndpoint(_Endpoint):
         try:
             async with asyncio.timeout_at(until_s):
                 ranked = await self.queue.score(request, stamp_ms)
-            return self.logged(ranked)
+            return self.log_impression(ranked)
         except TimeoutError:
             raise deadline_error() from None
         finally:
@@ -291,8 +291,8 @@ class EngagementsEndpoint(_Endpoint):
         stamp_ms = self.context.watermark.open()
         try:
             told = self.json.parse(body, stamp_ms)
-            self.append(told.records)
-            self.context.service.interleaving_stats.take(told.records)
+            self.append_to_log(told.records)
+            self.context.service.interleaving_stats.record_engagements(told.records)
         finally:
             self.context.watermark.close(stamp_ms)
         metrics, unused = self.context.metrics, self.json.unused(told.actions)

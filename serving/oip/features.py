@@ -54,15 +54,17 @@ class FeatureTensors:
 
     def inputs(self) -> list[dict[str, Any]]:
         """The inputs as in the model's metadata; -1 is a variable size."""
-        told = [_about(ITEMS, "INT64", [-1])]
+        inputs = [_input_metadata(ITEMS, "INT64", [-1])]
         for f in self._ro:
-            told += [_about(name, kind, [1] if f.kind == "float" else [1, -1]) for name, kind in _parts(f)]
+            inputs += [
+                _input_metadata(name, kind, [1] if f.kind == "float" else [1, -1]) for name, kind in _parts(f)
+            ]
         for f in self._nro:
-            told += [_about(name, kind, [-1]) for name, kind in _parts(f)]
-            told += [_about(f.name + LENGTHS, "INT32", [-1])] if f.kind != "float" else []
-        return told
+            inputs += [_input_metadata(name, kind, [-1]) for name, kind in _parts(f)]
+            inputs += [_input_metadata(f.name + LENGTHS, "INT32", [-1])] if f.kind != "float" else []
+        return inputs
 
-    def request_of(self, asked: Inference, model_version: str) -> RankRequest:
+    def build_request(self, asked: Inference, model_version: str) -> RankRequest:
         """Raises RequestError 400, 413: invalid names or shapes, or values that a JSON rank request would be refused for."""
         for name, tensor in asked.inputs.items():
             if name not in self._known:
@@ -72,18 +74,18 @@ class FeatureTensors:
         if ITEMS not in asked.inputs:
             raise RequestError(400, f"expected an input {ITEMS!r} with the candidates, got none", "$.inputs")
         given, items = self._items(asked.inputs[ITEMS])
-        told = _told(asked.parameters)
+        parameters = _parse_parameters(asked.parameters)
         return RankRequest(
             request_id=parse_request_id(asked.id, "$.id"),
-            user_id=parse_id(told["user_id"], "$.parameters.user_id"),
-            session_id=parse_id(told["session_id"], "$.parameters.session_id"),
-            surface=check_text(told["surface"], "$.parameters.surface"),
+            user_id=parse_id(parameters["user_id"], "$.parameters.user_id"),
+            session_id=parse_id(parameters["session_id"], "$.parameters.session_id"),
+            surface=check_text(parameters["surface"], "$.parameters.surface"),
             item_ids=items,
             client_item_ids=given,
             ro=self._values(asked.inputs),
             nro=self._columns(asked.inputs, len(items)),
-            append=told["append"],
-            first_position=told["first_position"],
+            append=parameters["append"],
+            first_position=parameters["first_position"],
             model_version=model_version,
         )
 
@@ -155,7 +157,7 @@ class FeatureTensors:
                 )
 
 
-def _about(name: str, kind: str, shape: list[int]) -> dict[str, Any]:
+def _input_metadata(name: str, kind: str, shape: list[int]) -> dict[str, Any]:
     return {"name": name, "datatype": kind, "shape": shape}
 
 
@@ -177,7 +179,7 @@ def _given(f: Feature, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return given
 
 
-def _told(parameters: dict[str, Any]) -> dict[str, Any]:
+def _parse_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
     """Parse the parameters. RequestError 400 for an unknown name or wrong type."""
     out: dict[str, Any] = {"user_id": 0, "session_id": 0, "surface": "", "append": False, "first_position": 0}
     for name, value in parameters.items():
@@ -232,12 +234,12 @@ def _list(tensor: Tensor) -> list[Any]:
 def _lengths(lengths: Tensor | None, values: Tensor, n: int) -> list[int]:
     """The length of each candidate's list; -1 = missing."""
     if lengths is not None:
-        told = _integers(lengths)
-        if len(told) != n or min(told, default=0) < -1:
+        sizes = _integers(lengths)
+        if len(sizes) != n or min(sizes, default=0) < -1:
             raise RequestError(
-                400, f"expected {n} lengths, of -1 (missing) or more, got {shown(told)}", lengths.path
+                400, f"expected {n} lengths, of -1 (missing) or more, got {shown(sizes)}", lengths.path
             )
-        return told
+        return sizes
     if values.shape[:1] != (n,) or len(values.shape) > 2:
         shape = list(values.shape)
         raise RequestError(

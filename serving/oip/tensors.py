@@ -17,7 +17,7 @@ import numpy as np
 
 from roostream.errors import nearest
 from serving.errors import RequestError, shown
-from serving.rank_json import decoded
+from serving.rank_json import decode_body
 
 HEADER_LENGTH = b"inference-header-content-length"
 _DTYPES = {
@@ -85,11 +85,13 @@ def parse_inference(body: bytes, header_length: bytes | None) -> Inference:
                 f"expected {HEADER_LENGTH.decode()} within the body's {len(body)} bytes, got {shown(header_length)}",
             )
         size = int(header_length)
-    asked: _InferenceBody = decoded(_DECODER, body[:size], {})
-    if len(asked.inputs) > MAX_INPUTS:
-        raise RequestError(413, f"expected at most {MAX_INPUTS} inputs, got {len(asked.inputs)}", "$.inputs")
+    request: _InferenceBody = decode_body(_DECODER, body[:size], {})
+    if len(request.inputs) > MAX_INPUTS:
+        raise RequestError(
+            413, f"expected at most {MAX_INPUTS} inputs, got {len(request.inputs)}", "$.inputs"
+        )
     inputs: dict[str, Tensor] = {}
-    for i, given in enumerate(asked.inputs):
+    for i, given in enumerate(request.inputs):
         path = f"$.inputs[{i}]"
         if given.name in inputs:
             raise RequestError(400, f"expected each input once, got {shown(given.name)!r} twice", path)
@@ -98,11 +100,11 @@ def parse_inference(body: bytes, header_length: bytes | None) -> Inference:
         raise RequestError(400, f"expected {size} bytes by the inputs' binary_data_size, got {len(body)}")
     outputs = (
         None
-        if asked.outputs is None
-        else {o.name: o.parameters.get("binary_data") is True for o in asked.outputs}
+        if request.outputs is None
+        else {o.name: o.parameters.get("binary_data") is True for o in request.outputs}
     )
     return Inference(
-        asked.id, asked.parameters, inputs, outputs, asked.parameters.get("binary_data_output") is True
+        request.id, request.parameters, inputs, outputs, request.parameters.get("binary_data_output") is True
     )
 
 
@@ -142,17 +144,17 @@ def _of_json(given: _Input, path: str) -> np.ndarray | list[str]:
     kinds: list[Any] = [GenericAlias(list, (value,))]
     for _ in given.shape[1:]:
         kinds.append(GenericAlias(list, (kinds[-1],)))
-    told = ""
+    reason = ""
     for kind in (kinds[0], kinds[-1]):
         try:
             data = msgspec.json.decode(given.data, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            told = told or str(error)
+            reason = reason or str(error)
             continue
         for _ in range(kinds.index(kind)):
             data = [v for part in data for v in part]
         return data if given.datatype == "BYTES" else _array(data, given.datatype, path)
-    raise RequestError(400, f"expected {given.datatype} values, flat or nested: {told}", f"{path}.data")
+    raise RequestError(400, f"expected {given.datatype} values, flat or nested: {reason}", f"{path}.data")
 
 
 def _array(data: list[Any], datatype: str, path: str) -> np.ndarray:
@@ -199,26 +201,28 @@ class OutputTensor(NamedTuple):
     written: Sequence[float]
 
 
-def check_outputs(asked: Inference, names: Sequence[str]) -> None:
+def check_outputs(request: Inference, names: Sequence[str]) -> None:
     """Raises RequestError 400 for an unknown output."""
-    for i, name in enumerate(asked.outputs or ()):
+    for i, name in enumerate(request.outputs or ()):
         if name not in names:
             raise RequestError(
                 400, f"unknown output {shown(name)!r}{nearest(shown(name), names)}", f"$.outputs[{i}]"
             )
 
 
-def chosen(outputs: list[OutputTensor], asked: Inference) -> list[tuple[OutputTensor, bool]]:
+def select_outputs(outputs: list[OutputTensor], request: Inference) -> list[tuple[OutputTensor, bool]]:
     """Return (tensor, whether as bytes) of the requested outputs, in the requested order."""
-    if asked.outputs is None:
-        return [(output, asked.is_binary) for output in outputs]
+    if request.outputs is None:
+        return [(output, request.is_binary) for output in outputs]
     known = {output.name: output for output in outputs}
-    return [(known[name], binary or asked.is_binary) for name, binary in asked.outputs.items()]
+    return [(known[name], binary or request.is_binary) for name, binary in request.outputs.items()]
 
 
-def written(head: dict[str, Any], outputs: list[tuple[OutputTensor, bool]]) -> tuple[bytes, int | None]:
+def encode_response(
+    head: dict[str, Any], outputs: list[tuple[OutputTensor, bool]]
+) -> tuple[bytes, int | None]:
     """Return (body, size of its JSON if bytes follow)."""
-    parts, told = [], []
+    parts, error = [], []
     for output, is_binary in outputs:
         one: dict[str, Any] = {
             "name": output.name,
@@ -230,6 +234,6 @@ def written(head: dict[str, Any], outputs: list[tuple[OutputTensor, bool]]) -> t
             one["parameters"] = {"binary_data_size": len(parts[-1])}
         else:
             one["data"] = list(output.written)
-        told.append(one)
-    body = msgspec.json.encode({**head, "outputs": told})
+        error.append(one)
+    body = msgspec.json.encode({**head, "outputs": error})
     return (body + b"".join(parts), len(body)) if parts else (body, None)

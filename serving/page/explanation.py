@@ -113,7 +113,7 @@ class Explainer:
 
     def begin(self, request: RankRequest, time_ms: int) -> Explanation:
         """Step 1. Raises RequestError, as a rank does."""
-        complete = self.service.completed(request, time_ms)
+        complete = self.service.complete_request(request, time_ms)
         columns, version = complete.columns(), complete.choice.version
         n = len(request.item_ids)
         ro = decode_block(self.schema, "ro", complete.blocks.ro, 1)
@@ -136,7 +136,7 @@ class Explainer:
         for name, logits_nT in zip(names, logits, strict=True):
             explanation.changes[name] = probabilities(version.finite(logits_nT)) - explanation.scores_nT
 
-    def told(self, explanation: Explanation) -> ExplainAnswer:
+    def build_answer(self, explanation: Explanation) -> ExplainAnswer:
         """Step 3."""
         request, tasks = explanation.request, self.schema.tasks
         scores = [dict(zip(tasks, row, strict=True)) for row in explanation.scores_nT.tolist()]

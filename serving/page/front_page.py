@@ -22,12 +22,12 @@ _FRESH = "engagement_to_servable"
 
 
 @functools.cache
-def content(path: str) -> bytes:
+def file_content(path: str) -> bytes:
     """The content of a file of the page, by URL path."""
     return resources.files("serving.page").joinpath("web", FILES[path][0]).read_bytes()
 
 
-def document(context: ServingContext, release: str, recent: RecentQuantiles) -> dict[str, Any]:
+def page_document(context: ServingContext, release: str, recent: RecentQuantiles) -> dict[str, Any]:
     """What the page shows; times in seconds, null = unknown. `recent` keeps the freshness of earlier calls."""
     versions, schema, row_metrics = context.service.versions, context.schema, context.row_metrics()
     served, waiting_for = versions.served, context.waiting_for()

@@ -92,10 +92,12 @@ class RecallSampler:
     def measure(self) -> bool:
         """Measure the kept search, if there is one. Vectors may have changed since."""
         with self._lock:
-            asked, self._asked = self._asked, None
-        if asked is None:
+            request, self._asked = self._asked, None
+        if request is None:
             return False
-        value = recall(asked.found, asked.space.nearest.exact(asked.query_D, asked.k, asked.allowed_I))
+        value = recall(
+            request.found, request.space.nearest.exact(request.query_D, request.k, request.allowed_I)
+        )
         self.recall = value if self.recall is None else self.recall + (value - self.recall) * _SMOOTH
         self.num_measured += 1
         return True
@@ -110,7 +112,7 @@ _NO_ITEMS = np.zeros(0, np.int64)
 class RetrieveRequest:
     """A parsed retrieval request."""
 
-    request: RankRequest  # the user's features, without candidates
+    rank_request: RankRequest  # the user's features, without candidates
     k: int
     task: int  # index of the label whose request vector is used
     exclude_N: np.ndarray  # int64
@@ -145,7 +147,7 @@ class Retriever:
         self._sources, self._reader = sources_of(schema, "ro"), FieldReader(schema)
         self._seen = _features_of_seen(schema)
 
-    def retrieve(self, asked: RetrieveRequest, time_ms: int) -> Retrieved:
+    def retrieve(self, request: RetrieveRequest, time_ms: int) -> Retrieved:
         """Return the nearest items; hydrated features are added to the request's `ro`.
 
         Raises:
@@ -154,11 +156,11 @@ class Retriever:
         space = self.space
         if space is None:
             raise RequestError(503, f"nothing can be retrieved: {self.unavailable_reason}", retry_after_s=1)
-        degraded = self._hydrate(asked.request, time_ms) or not self.rows_ready()
-        query_D = self._vector(space, asked, time_ms)
-        allowed_I = self._allowed(space, asked)
-        found = space.nearest.best(query_D, asked.k, allowed_I)
-        self.samples.offer(space, query_D, asked.k, allowed_I, found)
+        degraded = self._hydrate(request.rank_request, time_ms) or not self.rows_ready()
+        query_D = self._vector(space, request, time_ms)
+        allowed_I = self._allowed(space, request)
+        found = space.nearest.best(query_D, request.k, allowed_I)
+        self.samples.offer(space, query_D, request.k, allowed_I, found)
         return Retrieved(space, found, degraded)
 
     def _hydrate(self, request: RankRequest, time_ms: int) -> bool:
@@ -184,10 +186,10 @@ class Retriever:
         header = request.user_id, request.session_id, request.surface, request.request_id
         return self._reader.from_values(header, request.ro, {}, 0)
 
-    def _vector(self, space: RetrievalIndex, asked: RetrieveRequest, time_ms: int) -> np.ndarray:
+    def _vector(self, space: RetrievalIndex, request: RetrieveRequest, time_ms: int) -> np.ndarray:
         """float32 [D]."""
         try:
-            ro = ro_columns(self.schema, asked.request.ro)
+            ro = ro_columns(self.schema, request.rank_request.ro)
         except WireError as error:
             raise RequestError(413 if error.reason == "oversized" else 400, str(error), "$.ro") from None
         batch = build_batch(self.schema, [RequestColumns(ro, NO_COLUMNS, _NO_ITEMS, time_ms)])
@@ -196,26 +198,29 @@ class Retriever:
             vector_TD = space.model.request_vectors(build_inputs(batch, lookup, self.rows.gather(lookup)))[
                 0
             ].numpy()
-        query_D: np.ndarray = vector_TD[asked.task]
+        query_D: np.ndarray = vector_TD[request.task]
         if not np.isfinite(query_D).all():
             raise RequestError(
                 500, f"model version {space.version.name} gave a vector that is not finite for this request"
             )
         return query_D
 
-    def _allowed(self, space: RetrievalIndex, asked: RetrieveRequest) -> np.ndarray | None:
+    def _allowed(self, space: RetrievalIndex, request: RetrieveRequest) -> np.ndarray | None:
         """bool [I]; None = all."""
-        excluded_N = asked.exclude_N
-        if asked.exclude_seen:
+        excluded_N = request.exclude_N
+        if request.exclude_seen:
             excluded_N = np.concatenate(
-                [excluded_N, *(_ids(asked.request.ro.get(name), name, key) for name, key in self._seen)]
+                [
+                    excluded_N,
+                    *(_ids(request.rank_request.ro.get(name), name, key) for name, key in self._seen),
+                ]
             )
-        if not len(excluded_N) and not asked.wanted and asked.among_N is None:
+        if not len(excluded_N) and not request.wanted and request.among_N is None:
             return None
-        allowed_I = space.catalogue.attributes.allowed(asked.wanted)
-        if asked.among_N is not None:
+        allowed_I = space.catalogue.attributes.allowed(request.wanted)
+        if request.among_N is not None:
             named_I = np.zeros(len(allowed_I), np.bool_)
-            named_I[space.catalogue.find_slots(asked.among_N)] = True
+            named_I[space.catalogue.find_slots(request.among_N)] = True
             allowed_I &= named_I
         allowed_I[space.catalogue.find_slots(excluded_N)] = False
         return allowed_I
@@ -247,16 +252,16 @@ class Shortlist:
         self._online = {name: source for name, source in sources.items() if source not in STATELESS_FEATURES}
 
     def choose(
-        self, asked: RetrieveRequest, shown: int, time_ms: int
+        self, request: RetrieveRequest, shown: int, time_ms: int
     ) -> tuple[RankRequest | None, Retrieved]:
         """Return a list of at most `shown` items to rank, and what was retrieved; None if nothing is left to show. Raises RequestError."""
-        retrieved = self.retriever.retrieve(asked, time_ms)
+        retrieved = self.retriever.retrieve(request, time_ms)
         slot_N = retrieved.found.slot_K
         if not len(slot_N):
             return None, retrieved
         nro = retrieved.space.catalogue.features(slot_N)
         many = dataclasses.replace(
-            asked.request,
+            request.rank_request,
             item_ids=retrieved.space.catalogue.id_I[slot_N],
             client_item_ids=retrieved.given,
             nro=nro,
@@ -284,7 +289,7 @@ class Shortlist:
 
     def _best(self, many: RankRequest, shown: int, time_ms: int) -> np.ndarray:
         """Indices of the `shown` best by the ranker, best first."""
-        complete = self.service.completed(many, time_ms)
+        complete = self.service.complete_request(many, time_ms)
         logits_nT = complete.choice.version.score(self.service.rows, complete.columns())
         return np.array(best_order(logits_nT[:, self.service.policy.task])[:shown], np.int64)
 

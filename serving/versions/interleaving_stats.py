@@ -30,7 +30,7 @@ class Pair(NamedTuple):
     rival: str
 
 
-class _Drafted:
+class _InterleavedList:
     """An interleaved list: the team of each item, and the items with an engagement."""
 
     __slots__ = ("engaged", "pair", "team_of")
@@ -57,34 +57,34 @@ class InterleavingStats:
         self.action, self.max_candidates = action, max_candidates
         self.num_lists = self.num_engaged = self.num_failed = 0
         self._lock = threading.Lock()
-        self._drafted: dict[int, _Drafted] = {}  # sample id → list, oldest first
+        self._lists: dict[int, _InterleavedList] = {}  # sample id → list, oldest first
         self._num_candidates = 0
         self._sums: dict[Pair, Counter[str]] = {}
 
-    def drafted(
+    def record_list(
         self, key: bytes, request_id: str, pair: Pair, item_ids: Sequence[int], team_n: Sequence[int]
     ) -> None:
         """Store a list before it is shown. A further page of the request is added to it; a repeated one changes nothing."""
         id_ = sample_id(key, request_id)
         with self._lock:
-            known = self._drafted.get(id_)
+            known = self._lists.get(id_)
             before = 0 if known is None else len(known.team_of)
             if known is None or known.pair != pair:
-                known = self._drafted[id_] = _Drafted(pair)
+                known = self._lists[id_] = _InterleavedList(pair)
                 self.num_lists += 1
             known.team_of = {**dict(zip(item_ids, team_n, strict=True)), **known.team_of}
             self._num_candidates += len(known.team_of) - before
             while self._num_candidates > self.max_candidates:
-                oldest = self._drafted.pop(next(iter(self._drafted)))
+                oldest = self._lists.pop(next(iter(self._lists)))
                 self._num_candidates -= len(oldest.team_of)
 
-    def failed(self) -> None:
+    def record_failure(self) -> None:
         """Count a request that is not interleaved because the rival could not score it."""
         self.num_failed += 1
 
-    def take(self, records: Iterable[LogRecord]) -> None:
+    def record_engagements(self, records: Iterable[LogRecord]) -> None:
         """Count engagements as they are logged; those of unknown requests are ignored."""
-        if not self._drafted:
+        if not self._lists:
             return
         for record in records:
             if record.topic == ENGAGEMENTS:
@@ -107,14 +107,14 @@ class InterleavingStats:
 
     def _credit(self, id_: int, item: int) -> None:
         with self._lock:
-            drafted = self._drafted.get(id_)
-            if drafted is None or item not in drafted.team_of or item in drafted.engaged:
+            list_ = self._lists.get(id_)
+            if list_ is None or item not in list_.team_of or item in list_.engaged:
                 return
-            before = drafted.outcome
-            drafted.engaged.add(item)
+            before = list_.outcome
+            list_.engaged.add(item)
             self.num_engaged += 1
-            sums = self._sums.setdefault(drafted.pair, Counter())
+            sums = self._sums.setdefault(list_.pair, Counter())
             sums[before] -= sums[before] > 0
-            sums[drafted.outcome] += 1
+            sums[list_.outcome] += 1
             if len(self._sums) > MAX_PAIRS:
                 del self._sums[next(iter(self._sums))]

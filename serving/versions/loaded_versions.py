@@ -206,7 +206,7 @@ class LoadedVersions:
                 return VersionChoice(served.version, rival.version)
         return VersionChoice(served.version)
 
-    def means(self, split: TrafficSplit) -> LoadedVersion | None:
+    def resolve(self, split: TrafficSplit) -> LoadedVersion | None:
         """The version that a split refers to now; None: it is off, or the version is not loaded."""
         return self._state.find(split.version) if split.share else None
 

@@ -113,9 +113,7 @@ def test_it_says_what_is_served_and_where_to_go(shown: Any) -> None:
 def test_what_is_missing_is_said_first(shown: Any) -> None:
     shown.built.waiting_for.append("rows of the shards")
     page = shown()
-    assert page.text("h1") == "Not ready" and "waiting for rows of the shards" in page.text(
-        "#state-more"
-    )
+    assert page.text("h1") == "Not ready" and "waiting for rows of the shards" in page.text("#state-more")
     assert page.tab.get_attribute("body", "data-tone") == "warning"
 
 
@@ -243,7 +241,7 @@ def test_a_serving_that_is_gone_is_told(shown: Any) -> None:
     page.context.set_offline(True)
     page.tab.evaluate("document.getElementById('who').requestSubmit()")
     page.wait("document.getElementById('state-text').textContent === 'Unknown'")
-    assert "what is shown is from before (read " in page.text("#state-more")
+    assert "the data shown is old (updated " in page.text("#state-more")
     page.rank(BODY)
     assert "does not answer" in page.text("#refused")
     page.context.set_offline(False)

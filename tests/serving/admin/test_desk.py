@@ -105,7 +105,7 @@ def test_a_split_is_put_told_and_taken_away(office: Office, name: str) -> None:
 
 
 def test_interleaving_tells_who_won(office: Office) -> None:
-    office.interleaving_stats.drafted(key_bytes(1, 0, "r"), "r", Pair("1-3", "1-2"), [1, 2], [0, 1])
+    office.interleaving_stats.record_list(key_bytes(1, 0, "r"), "r", Pair("1-3", "1-2"), [1, 2], [0, 1])
     office.interleaving_stats._credit(next(iter(office.interleaving_stats._drafted)), 2)
     told = office.get("interleave")
     assert told["lists"] == told["engagements"] == 1

@@ -28,17 +28,19 @@ def draft(
     pair: Pair = PAIR,
     items: tuple[int, ...] = (1, 2, -3),
 ) -> None:
-    interleaving_stats.drafted(key_bytes(17, 0, request_id), request_id, pair, items, [OURS, RIVAL, RIVAL])
+    interleaving_stats.record_list(
+        key_bytes(17, 0, request_id), request_id, pair, items, [OURS, RIVAL, RIVAL]
+    )
 
 
 def test_an_engagement_is_credited_to_the_team_of_its_item() -> None:
     interleaving_stats = InterleavingStats("click")
     draft(interleaving_stats)
-    interleaving_stats.take(engagements(1))
+    interleaving_stats.record_engagements(engagements(1))
     assert interleaving_stats.outcomes() == {"served": 1, "rival": 0, "tie": 0}
-    interleaving_stats.take(engagements(2))
+    interleaving_stats.record_engagements(engagements(2))
     assert interleaving_stats.outcomes() == {"served": 0, "rival": 0, "tie": 1}
-    interleaving_stats.take(engagements(-3))
+    interleaving_stats.record_engagements(engagements(-3))
     assert (
         interleaving_stats.outcomes() == {"served": 0, "rival": 1, "tie": 0}
         and interleaving_stats.num_engaged == 3
@@ -48,13 +50,13 @@ def test_an_engagement_is_credited_to_the_team_of_its_item() -> None:
 def test_an_item_counts_once() -> None:
     interleaving_stats = InterleavingStats("click")
     draft(interleaving_stats)
-    interleaving_stats.take([*engagements(1), *engagements(1)])
+    interleaving_stats.record_engagements([*engagements(1), *engagements(1)])
     assert interleaving_stats.num_engaged == 1
 
 
 def test_other_actions_requests_users_and_items_are_passed_over() -> None:
     interleaving_stats = InterleavingStats("click")
-    interleaving_stats.take(engagements(1))
+    interleaving_stats.record_engagements(engagements(1))
     draft(interleaving_stats)
     for others in (
         engagements(1, action="read"),
@@ -62,7 +64,7 @@ def test_other_actions_requests_users_and_items_are_passed_over() -> None:
         engagements(1, user=3),
         engagements(9),
     ):
-        interleaving_stats.take(others)
+        interleaving_stats.record_engagements(others)
     assert interleaving_stats.num_engaged == 0 and interleaving_stats.outcomes_by_pair() == {}
 
 
@@ -70,8 +72,8 @@ def test_a_further_page_belongs_to_its_request_and_a_repeated_one_changes_nothin
     interleaving_stats = InterleavingStats("click")
     draft(interleaving_stats)
     draft(interleaving_stats)
-    interleaving_stats.drafted(key_bytes(17, 0, "r-1"), "r-1", PAIR, (7, 1), [RIVAL, RIVAL])
-    interleaving_stats.take([*engagements(7), *engagements(1)])
+    interleaving_stats.record_list(key_bytes(17, 0, "r-1"), "r-1", PAIR, (7, 1), [RIVAL, RIVAL])
+    interleaving_stats.record_engagements([*engagements(7), *engagements(1)])
     assert interleaving_stats.num_lists == 1 and interleaving_stats.outcomes()["tie"] == 1
 
 
@@ -80,7 +82,7 @@ def test_memory_is_bounded_the_oldest_request_goes() -> None:
     for number in range(3):
         draft(interleaving_stats, f"r-{number}")
     for number in range(3):
-        interleaving_stats.take(engagements(1, request_id=f"r-{number}"))
+        interleaving_stats.record_engagements(engagements(1, request_id=f"r-{number}"))
     assert interleaving_stats.num_engaged == 2
 
 
@@ -88,7 +90,7 @@ def test_a_request_that_another_pair_shares_is_theirs() -> None:
     interleaving_stats = InterleavingStats("click", max_candidates=4)
     draft(interleaving_stats)
     draft(interleaving_stats, pair=Pair("1-3", "1-2"))
-    interleaving_stats.take(engagements(2))
+    interleaving_stats.record_engagements(engagements(2))
     assert interleaving_stats.outcomes_by_pair() == {Pair("1-3", "1-2"): {"served": 0, "rival": 1, "tie": 0}}
 
 
@@ -96,7 +98,7 @@ def test_sums_of_the_newest_pairs_are_kept() -> None:
     interleaving_stats = InterleavingStats("click")
     for number in range(MAX_PAIRS + 5):
         draft(interleaving_stats, f"r-{number}", Pair(f"1-{number + 1}", f"1-{number}"))
-        interleaving_stats.take(engagements(1, request_id=f"r-{number}"))
+        interleaving_stats.record_engagements(engagements(1, request_id=f"r-{number}"))
     assert (
         len(interleaving_stats.outcomes_by_pair()) == MAX_PAIRS
         and interleaving_stats.outcomes()["served"] == MAX_PAIRS

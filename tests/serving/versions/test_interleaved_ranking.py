@@ -81,7 +81,7 @@ def test_a_click_is_credited_to_the_version_that_picked_the_item(built: Built) -
     built.service.versions.put(interleave=TrafficSplit("previous", 1.0))
     ranked(built)
     click = {"request_id": "r-1", "user_id": 17, "session_id": 4, "item_id": 8, "action": "click"}
-    built.service.interleaving_stats.take(
+    built.service.interleaving_stats.record_engagements(
         EngagementParser(SCHEMA).parse(json.dumps(click).encode(), NOW_MS).records
     )
     assert sum(built.service.interleaving_stats.outcomes().values()) == 1 and list(
