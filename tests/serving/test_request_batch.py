@@ -207,20 +207,6 @@ def test_more_candidates_than_the_schema_takes_are_left_to_the_words() -> None:
         checked(schema, "nro", b"", most + 1)
 
 
-def test_flat_values_of_the_plain_case() -> None:
-    schema = schema_from_dict(tomllib.loads(RICH))
-    given = {"item": np.array([5, 6]), "age": np.array([1.5, np.nan])}
-    flat = flat_values(schema, nro_columns(schema, given, 2), 2)
-    assert flat is not None and list(flat) == ["age", "item"] and flat["item"].tolist() == [5, 6]
-    assert flat_values(schema, NO_COLUMNS, 2) == {}
-    assert flat_values(schema, nro_columns(schema, {"item": [[5], []]}, 2), 2) is None
-    assert flat_values(schema, nro_columns(schema, {"item": [[], []]}, 2), 2) is None, "empty isn't missing"
-    assert (
-        flat_values(schema, nro_columns(schema, {"topics": [{"ids": [1], "weights": [1.0]}] * 2}, 2), 2)
-        is None
-    )
-
-
 def test_labels_are_unknown_and_cannot_be_written_to() -> None:
     schema = schema_from_dict(tomllib.loads(RICH))
     batch = build_batch(schema, [RequestColumns(NO_COLUMNS, NO_COLUMNS, np.array([5, 6]), NOW_MS)])

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError
 
-from roostream.runtime.kafka.broker import Broker
-from roostream.runtime.kafka.kafka_consumer import KafkaConsumer
 from serving.feature_log.format import LogRecord
 from serving.feature_log.kafka_sink import KafkaSink
 from serving.rows.row_follower import rows_reading
@@ -79,12 +77,3 @@ def test_the_rows_topic_is_read_whole_and_may_not_be_skipped() -> None:
         and reading.topic_names() == "p-rows"
     )
     assert not reading.skip_lost_records and reading.track_end_offsets
-
-
-def test_opening_connects_to_nobody() -> None:
-    reader = KafkaConsumer.open(Broker("127.0.0.1:1"), "g", rows_reading("", 4))
-    assert set(reader.positions()) == set(rows_reading("", 4).partitions)
-    reader.close()
-    topics = KafkaSink.open(Broker("127.0.0.1:1"), "")
-    assert isinstance(topics, KafkaSink)
-    topics.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import socket
 from collections.abc import Iterator
@@ -286,13 +285,6 @@ def test_fields_are_those_of_the_document() -> None:
             not query or ("query", query.partition("=")[0]) in named
         )
         assert {name for name, _ in exchange.call.headers} == {"content-type", "accept"}
-
-
-def test_both_clients_have_the_same_calls_and_say_what_they_do() -> None:
-    names = {"rank", "top", "retrieve", "recommend", "engage", "ready", "version"}
-    for kind in (Client, AsyncClient):
-        assert names <= set(dir(kind)) and all(inspect.getdoc(getattr(kind, name)) for name in names)
-        assert inspect.getdoc(kind("http://serving").rank) == inspect.getdoc(kind.rank)
 
 
 def test_bodies_and_answers_are_those_of_the_document(finding: LiveServing) -> None:

@@ -14,7 +14,7 @@ from serving_cases import SCHEMA
 
 from serving.errors import RequestError
 from serving.oip.features import FeatureTensors
-from serving.oip.tensors import TYPES, OutputTensor, parse_inference, written
+from serving.oip.tensors import TYPES, OutputTensor, encode_response, parse_inference
 
 FEATURES = FeatureTensors(SCHEMA)
 NAMES = [about["name"] for about in FEATURES.inputs()]
@@ -92,9 +92,9 @@ def test_more_inputs_than_any_schema_has_are_refused() -> None:
 
 def test_an_answer_in_json_alone_has_no_size() -> None:
     output = OutputTensor("click", "FP32", np.array([0.5], np.float32), [0.5])
-    assert written({"id": "r"}, [(output, False)]) == (
+    assert encode_response({"id": "r"}, [(output, False)]) == (
         b'{"id":"r","outputs":[{"name":"click","shape":[1],"datatype":"FP32","data":[0.5]}]}',
         None,
     )
-    body, size = written({}, [(output, True)])
+    body, size = encode_response({}, [(output, True)])
     assert size is not None and body[size:] == b"\0\0\0?"

@@ -212,15 +212,6 @@ def test_a_place_that_the_topic_no_longer_has_reads_all_rows_again() -> None:
     assert stage.follower.num_bootstraps == 2
 
 
-def test_the_thread_ends_while_it_waits() -> None:
-    stage = Stage(Shard({}))
-    stop = threading.Event()
-    stage.topic.outages = 1 << 30
-    stage.topic.on_outage = stop.set
-    stage.follower.run(stop)
-    assert not stage.follower.ready
-
-
 # How old the rows are
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
@@ -19,7 +19,7 @@ from serving.rank_json import JsonParser
 from serving.scorer import build_version
 from serving.versions.idle_gate import IdleGate
 from serving.versions.routing import TrafficSplit
-from serving.versions.shadow_scoring import MAX_WAITING, ShadowScoring
+from serving.versions.shadow_scoring import MAX_WAITING, ShadowScoring, differences
 
 
 class Shadowed:
@@ -107,10 +107,38 @@ def test_a_shadow_that_fails_is_counted(shadowed: Shadowed) -> None:
     assert (shadowed.shadow.num_scored, shadowed.shadow.num_failed) == (0, 1)
 
 
-def test_the_thread_ends_when_it_is_told_to(shadowed: Shadowed) -> None:
-    stop = threading.Event()
-    thread = threading.Thread(target=shadowed.shadow.run, args=(stop,))
-    thread.start()
-    stop.set()
-    thread.join(10)
-    assert not thread.is_alive()
+# ---- What is told of two versions' scores.
+
+
+def column(*scores: float) -> np.ndarray:
+    return np.array(scores, dtype=np.float32)[:, None]
+
+
+def test_equal_scores_differ_in_nothing() -> None:
+    assert differences(column(0.1, 0.5, 0.5), column(0.1, 0.5, 0.5), 0) == (0.0, 1.0, 1.0)
+
+
+def test_a_list_turned_round_correlates_with_minus_one() -> None:
+    found = differences(column(0.1, 0.2, 0.3), column(0.3, 0.2, 0.1), 0)
+    assert found.rank_correlation == -1.0 and found.top_overlap == 1.0
+    assert found.mean_abs == pytest.approx(0.4 / 3, abs=1e-6)
+
+
+def test_overlap_counts_the_first_ten_slots() -> None:
+    one = np.linspace(1, 0, 20, dtype=np.float32)
+    moved = np.roll(one, 5)  # its first five were the last five
+    assert differences(one[:, None], moved[:, None], 0).top_overlap == 0.5
+
+
+def test_the_task_that_orders_ranks_and_all_tasks_differ() -> None:
+    one = np.array([[0.1, 0.9], [0.2, 0.8]], np.float32)
+    other = np.array([[0.9, 0.9], [0.1, 0.8]], np.float32)
+    assert (
+        differences(one, other, 1).rank_correlation == 1.0
+        and differences(one, other, 0).rank_correlation == -1.0
+    )
+    assert differences(one, other, 1).mean_abs == pytest.approx(0.9 / 4)
+
+
+def test_a_single_candidate_has_one_rank() -> None:
+    assert differences(column(0.2), column(0.7), 0)[1:] == (1.0, 1.0)

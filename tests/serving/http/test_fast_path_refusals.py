@@ -10,17 +10,12 @@ from typing import Any
 
 import httptools
 import pytest
-import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 from live_serving import serving_live
 from serving_cases import BODY, SCHEMA, build
 from serving_fakes import FakeRows
-from uvicorn.server import ServerState
 
-from serving.http import admission, connection
-from serving.http import fast_path as shortcut
-from serving.http.app import HttpInterface
 from serving.http.fast_path import is_whole_post, overload_answer
 
 PATH = b"/v1/rank"
@@ -192,37 +187,3 @@ class Written(asyncio.Transport):
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return default
-
-
-def test_the_second_refusal_of_a_kind_is_parsed_by_nobody_raised_nowhere_and_timed_by_no_timer_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    built = build(tmp_path, FakeRows(SCHEMA))
-    app = HttpInterface(built.context)
-    app.gate.in_flight = app.gate.max_in_flight
-
-    async def refused() -> list[bytes]:
-        protocol = connection.limited_to(10, app.refuses, app.whole)
-        config = uvicorn.Config(app, http=protocol, lifespan="off", log_config=None)
-        config.load()
-        transport, own = Written(), protocol(config=config, server_state=ServerState(), app_state={})
-        own.connection_made(transport)
-        own.data_received(PLAIN)
-        timers = []
-        for dear in ("call_later", "call_at"):
-            monkeypatch.setattr(asyncio.get_running_loop(), dear, lambda *given: timers.append(given))
-        monkeypatch.setattr(
-            admission.RequestError, "__init__", lambda *given, **named: pytest.fail("made anew")
-        )
-        monkeypatch.setattr(shortcut, "_length", lambda *given: pytest.fail("read anew"))
-        own.parser = None
-        own.data_received(PLAIN)
-        own.data_received(PLAIN)
-        assert timers == []
-        monkeypatch.undo()
-        own.timeout_keep_alive_task.cancel()
-        return transport.data
-
-    first, *others = asyncio.run(refused())
-    assert first.startswith(b"HTTP/1.1 429") and others == [first, first]
-    built.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,6 @@ from roostream.models.build import build_model
 from roostream.runtime import manifest as manifests
 from roostream.runtime import tensor_file
 from roostream.runtime.checkpoint_store import FileStore
-from roostream.runtime.clock import FakeClock
 from roostream.runtime.manifest import Manifest, dense_name, store_file
 from serving.build import _check_shape
 from serving.errors import VersionRefusedError
@@ -26,7 +24,7 @@ from serving.scorer import Version, first_version
 from serving.versions import version_follower as dense_follower
 from serving.versions.loaded_versions import LoadedVersions
 from serving.versions.version_follower import VersionFollower
-from tests.runtime.manifest_cases import a_manifest, encoded
+from tests.runtime.manifest_cases import a_manifest
 
 
 class Commits:
@@ -182,12 +180,6 @@ def test_what_is_no_manifest_is_passed_over(commits: Commits, raw: bytes) -> Non
     assert commits.follower.poll() and commits.versions.newest.name == "1-1"
 
 
-def test_a_manifest_of_another_format_is_told(commits: Commits, caplog: pytest.LogCaptureFixture) -> None:
-    commits.store.create("manifests/00000001", encoded({"format": 9}))
-    assert not commits.follower.poll()
-    assert "expected manifest format 1 to 4, got 9" in caplog.text
-
-
 def test_a_dense_file_that_is_no_safetensors_is_passed_over(
     commits: Commits, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -229,21 +221,6 @@ def test_a_store_that_cannot_be_read_is_told_once_and_tried_again(
     assert caplog.text.count("can't be read") == 1
     store.broken = False
     assert commits.follower.poll() and commits.versions.newest.name == "1-1"
-
-
-def test_the_thread_polls_until_it_is_told_to_stop(commits: Commits) -> None:
-    stop = threading.Event()
-
-    class Rounds(FakeClock):
-        def sleep(self, seconds: float, stop_: threading.Event | None = None) -> bool:
-            if self.monotonic_s() > 3:
-                stop.set()
-            if self.monotonic_s() == 2:
-                commits.commit(1)
-            return super().sleep(seconds, stop_)
-
-    commits.follower.run(Rounds(), stop)
-    assert commits.installed == ["1-1"]
 
 
 def test_a_manifest_of_another_shape_ends_serving(tmp_path: Path) -> None:

@@ -74,15 +74,6 @@ def test_whole_blocks_stay_byte_for_byte() -> None:
     assert FILLER.encode(request, NOW_MS, ONLINE_RO, {})[:2] == (ro, nro)
 
 
-def test_whether_something_is_lacked_is_looked_at_once() -> None:
-    request = of_blocks(None, b"")
-    FILLER.open(request)
-    assert request.has_missing and FILLER.needs_hydration(request)
-    request.has_missing = False
-    FILLER.open(request)
-    assert request.has_missing is False
-
-
 def test_what_is_computed_alone_asks_nobody() -> None:
     given = encode_nro(SCHEMA, {"clicks": np.ones(2), "item": np.array([0, 1])}, 2)
     request = of_blocks(encode_ro(SCHEMA, {"history": HISTORY}), given)

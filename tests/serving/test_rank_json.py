@@ -110,13 +110,6 @@ def test_mutated_bytes_are_parsed_or_refused_in_one_sentence(seed: int) -> None:
         assert error.status in (400, 413) and 0 < len(str(error)) <= 401 and error.path.startswith("$")
 
 
-def test_exactly_one_id_a_row_is_an_array() -> None:
-    request = parse(
-        {"candidates": [{"item_id": i, "nro": {"topics": t}} for i, t in enumerate([[5], 6, "seven"])]}
-    )
-    assert request.nro["topics"].tolist() == [5, 6, signed(hash64("seven"))]
-
-
 def test_little_is_needed() -> None:
     request = parse({"candidates": [{"item_id": 8}]})
     assert request.item_ids.tolist() == [8] and request.ro == {} and request.nro == {}
