@@ -96,14 +96,14 @@ def encode_key_file(keys: Iterable[BearerKey]) -> bytes:
 def decode_key_file(data: bytes) -> tuple[BearerKey, ...]:
     """The entries of a key file. Raises ConfigError: it is malformed."""
     try:
-        told = json.loads(data)
+        document = json.loads(data)
         if (
-            not isinstance(told, dict)
-            or told.get("format") != FORMAT
-            or not isinstance(told.get("keys"), list)
+            not isinstance(document, dict)
+            or document.get("format") != FORMAT
+            or not isinstance(document.get("keys"), list)
         ):
             raise ConfigError(f"expected an object with format {FORMAT} and a list of keys")
-        keys = tuple(_key(entry) for entry in told["keys"])
+        keys = tuple(_key(entry) for entry in document["keys"])
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(f"expected the JSON that `roostream keys new` writes: {error!r}") from None
     if len({key.id for key in keys}) < len(keys):
@@ -171,17 +171,17 @@ class Keyring:
 
     def check(self, authorization: bytes, scope: str) -> BearerKey:
         """Return the key of an `Authorization: Bearer …` header. Raises RequestError: 401 unknown or expired; 403 it lacks the scope."""
-        told = (
+        parsed = (
             parse_key(authorization[len(_SCHEME) :])
             if authorization[: len(_SCHEME)].lower() == _SCHEME
             else None
         )
-        if told is None:
+        if parsed is None:
             raise RequestError(
                 401, "expected the header 'authorization: Bearer KEY' with a key of this serving"
             )
-        key = self._keys.get(told[0])
-        if key is None or not key.fits(told[1]):
+        key = self._keys.get(parsed[0])
+        if key is None or not key.fits(parsed[1]):
             raise RequestError(
                 401, "expected a key of this serving, got one that it doesn't know; it may be revoked"
             )

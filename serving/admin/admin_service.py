@@ -145,12 +145,12 @@ class AdminService:
                 {"served": pair.served, "rival": pair.rival, "won_by": won_by}
                 for pair, won_by in pairs.items()
             ]
-            told = {
+            counts = {
                 "lists": interleaving_stats.num_lists,
                 "engagements": interleaving_stats.num_engaged,
                 "failed": interleaving_stats.num_failed,
             }
-            return told | {"results": results}
+            return counts | {"results": results}
         return {}
 
     def _slow(self, body: bytes) -> Answer:

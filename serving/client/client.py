@@ -128,9 +128,9 @@ class _Caller(Generic[Transport]):
     def _connect(self, **settings: Any) -> None:
         raise NotImplementedError
 
-    def _begin(self, asked: ApiCall[Any]) -> Attempts:
-        deadline_ms = self.policy.deadline_ms if asked.deadline_ms is None else asked.deadline_ms
-        return attempts(asked.call, self.policy, deadline_ms, time.monotonic)
+    def _begin(self, api_call: ApiCall[Any]) -> Attempts:
+        deadline_ms = self.policy.deadline_ms if api_call.deadline_ms is None else api_call.deadline_ms
+        return attempts(api_call.call, self.policy, deadline_ms, time.monotonic)
 
 
 class ServingClient(_Caller[httpx.BaseTransport]):
@@ -151,15 +151,15 @@ class ServingClient(_Caller[httpx.BaseTransport]):
     def _connect(self, **settings: Any) -> None:
         self._http = httpx.Client(**settings)
 
-    def _done(self, ask: Callable[[], ApiCall[T]]) -> T:
-        asked = ask()
-        flow = self._begin(asked)
+    def _done(self, build_call: Callable[[], ApiCall[T]]) -> T:
+        api_call = build_call()
+        flow = self._begin(api_call)
         step = next(flow)
         try:
             while True:
                 step = flow.send(self._do(step))
         except StopIteration as done:
-            return asked.read(done.value)
+            return api_call.read(done.value)
 
     def _do(self, step: Send | Pause) -> Reply | None:
         if isinstance(step, Pause):
@@ -189,15 +189,15 @@ class AsyncServingClient(_Caller[httpx.AsyncBaseTransport]):
     def _connect(self, **settings: Any) -> None:
         self._http = httpx.AsyncClient(**settings)
 
-    async def _done(self, ask: Callable[[], ApiCall[T]]) -> T:
-        asked = ask()
-        flow = self._begin(asked)
+    async def _done(self, build_call: Callable[[], ApiCall[T]]) -> T:
+        api_call = build_call()
+        flow = self._begin(api_call)
         step = next(flow)
         try:
             while True:
                 step = flow.send(await self._do(step))
         except StopIteration as done:
-            return asked.read(done.value)
+            return api_call.read(done.value)
 
     async def _do(self, step: Send | Pause) -> Reply | None:
         if isinstance(step, Pause):

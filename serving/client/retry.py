@@ -105,10 +105,10 @@ def attempts(call: Call, policy: RetryPolicy, deadline_ms: int, now_s: Callable[
     until_s = now_s() + deadline_ms / 1000
     for attempt in range(policy.retries + 1):
         remaining_s = max(until_s - now_s(), 0.001)
-        told = (*call.headers, (DEADLINE_HEADER, str(max(int(remaining_s * 1000), 1))))
-        came = yield Send(call._replace(headers=told), remaining_s)
-        assert came is not None
-        reply = came
+        headers = (*call.headers, (DEADLINE_HEADER, str(max(int(remaining_s * 1000), 1))))
+        answer = yield Send(call._replace(headers=headers), remaining_s)
+        assert answer is not None
+        reply = answer
         if reply.status in call.expects:
             return reply
         may_help = reply.status in AGAIN or (reply.status in ONCE_MORE and attempt == 0)
@@ -122,18 +122,18 @@ def attempts(call: Call, policy: RetryPolicy, deadline_ms: int, now_s: Callable[
 def error_of(reply: Reply) -> ServingError:
     """The error of an answer of serving, of a proxy, or of a missing answer."""
     if reply.status == 0:
-        said = reply.body.decode()
+        text = reply.body.decode()
         return ServingError(
-            0, "timeout" if "imeout" in said else "unreachable", f"serving did not answer: {said}"
+            0, "timeout" if "imeout" in text else "unreachable", f"serving did not answer: {text}"
         )
     call_id = reply.headers.get("x-request-id", "")
     fault = _fault(reply.body)
     if fault is None:
-        said = printable(reply.body[:_MAX_SHOWN].decode(errors="replace")) or "no body"
+        text = printable(reply.body[:_MAX_SHOWN].decode(errors="replace")) or "no body"
         return ServingError(
             reply.status,
             f"http_{reply.status}",
-            f"expected an answer of serving, got {said}",
+            f"expected an answer of serving, got {text}",
             call_id=call_id,
         )
     path = str(fault.get("path", ""))

@@ -81,15 +81,15 @@ class EngagementParser:
         """
         given = decode_body(_DECODER, body, _KNOWN)
         if isinstance(given, EngagementBody):
-            told = [(given, *self._message(given, now_ms, "$"))]
+            parsed = [(given, *self._message(given, now_ms, "$"))]
         elif len(given) > MAX_ENGAGEMENTS:
             raise RequestError(
                 413, f"expected at most {MAX_ENGAGEMENTS} engagements a body, got {len(given)}", "$"
             )
         else:
-            told = [(e, *self._message(e, now_ms, f"$[{i}]")) for i, e in enumerate(given)]
+            parsed = [(e, *self._message(e, now_ms, f"$[{i}]")) for i, e in enumerate(given)]
         return ParsedEngagements(
-            [r for _, r, _ in told], [event for *_, event in told], [e.action for e, *_ in told]
+            [r for _, r, _ in parsed], [event for *_, event in parsed], [e.action for e, *_ in parsed]
         )
 
     def _message(self, given: EngagementBody, now_ms: int, path: str) -> tuple[LogRecord, int]:

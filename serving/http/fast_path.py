@@ -141,7 +141,7 @@ class _WholeRank:
         endpoint.gate.enter(endpoint.remaining_s(until_s))
         self._stamp_ms = endpoint.context.watermark.open()
         self._timer = loop.call_at(until_s, self._late)
-        endpoint.queue.put(request, self._stamp_ms, self)
+        endpoint.queue.submit(request, self._stamp_ms, self)
 
     def done(self) -> bool:
         return self._is_done

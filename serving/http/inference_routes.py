@@ -41,7 +41,7 @@ class InferenceAnswer(NamedTuple):
     """The answer of an inference before it is encoded."""
 
     ranked: RankAnswer
-    asked: Inference
+    inference: Inference
 
 
 class InferenceProtocol:
@@ -142,12 +142,12 @@ class InferEndpoint(RankEndpoint):
         request_media_type(scope, (JSON, OCTETS))
         body = await self.body_reader.read(scope, receive, until_s)
         begin_s = time.perf_counter()
-        asked = parse_inference(body, stated)
-        check_outputs(asked, self.outputs)
-        request = self.features.build_request(asked, version)
+        inference = parse_inference(body, stated)
+        check_outputs(inference, self.outputs)
+        request = self.features.build_request(inference, version)
         apply_version_header(scope, request)
         self.context.metrics.stages.parse.observe(time.perf_counter() - begin_s)
-        return InferenceAnswer(await self.rank_request(request, len(body), until_s), asked)
+        return InferenceAnswer(await self.rank_request(request, len(body), until_s), inference)
 
     def error_body(self, error: RequestError) -> object:
         return _fault(error)
@@ -163,7 +163,7 @@ class InferEndpoint(RankEndpoint):
             "id": ranked.request_id,
             "parameters": {"degraded": ranked.degraded},
         }
-        body, size = encode_response(head, select_outputs(self._tensors(ranked), answer.asked))
+        body, size = encode_response(head, select_outputs(self._tensors(ranked), answer.inference))
         return (body, JSON, {}) if size is None else (body, OCTETS, {HEADER_LENGTH.decode(): str(size)})
 
     def _tensors(self, ranked: RankAnswer) -> list[OutputTensor]:

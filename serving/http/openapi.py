@@ -24,15 +24,15 @@ from serving.rank_json import FORBID, NAME, RANK_QUERY, PlainId, build_types, li
 _REF = "#/components/schemas/{name}"
 _ERRORS = {
     400: "a bad field; `path` names it",
-    401: "keys are asked for, and this has none in force; see the scheme `bearer`",
+    401: "a valid bearer key is required; see the scheme `bearer`",
     403: "the key may not do this",
-    404: "the model version that was asked for isn't held; ask without one",
-    408: "the body was not there within the deadline; send it again",
+    404: "the requested model version is not loaded; send the request without one",
+    408: "the body was incomplete at the deadline; send it again",
     413: "too many bytes (also inflated), candidates, list entries or engagements",
     415: "another media type, charset or encoding",
     429: "overloaded: send it again after Retry-After",
     431: "more than 32 KiB of headers",
-    500: "a defect of ours, or a model that gives no number; sending it again can help",
+    500: "an internal error, or a model score that is not a number; a retry can help",
     503: "the feature log is full, or the process is stopping: send it again after Retry-After",
     504: "not scored within the deadline; nothing was logged: send it again after Retry-After",
 }
@@ -78,7 +78,7 @@ class Accepted(msgspec.Struct, forbid_unknown_fields=True):
     event_ids: Annotated[
         list[Annotated[str, limits(pattern="^[0-9]{1,20}$")]],
         Meta(
-            description="64-bit numbers as text, in the body's order; sent as event_id, the same event is told again"
+            description="64-bit numbers as text, in the body's order; sent as event_id, the same event is sent again"
         ),
     ]
     unused_actions: Annotated[
@@ -128,11 +128,11 @@ def describe(schema: Schema, version: str, *, retrieves: bool = False) -> dict[s
         "info": {
             "title": "Roostream serving",
             "version": version,
-            "description": "Rank the candidates of a request; tell what users did. Pages with examples: docs/http.md.",
+            "description": "Rank the candidates of a request, and send engagements. Pages with examples: docs/http.md.",
         },
         "tags": [
-            {"name": "traffic", "description": "what clients call"},
-            {"name": "health", "description": "who runs it"},
+            {"name": "traffic", "description": "for clients"},
+            {"name": "health", "description": "for operators"},
         ],
         "paths": {
             "/v1/rank": {"post": _rank(schema)},
@@ -146,9 +146,7 @@ def describe(schema: Schema, version: str, *, retrieves: bool = False) -> dict[s
                     "metrics", "Prometheus metrics", _ok({"text/plain": {"schema": {"type": "string"}}})
                 )
             },
-            "/": {
-                "get": _get("about", "Who answers here; a page where text/html is accepted", _ok(_about()))
-            },
+            "/": {"get": _get("about", "Which process this is; an HTML page for browsers", _ok(_about()))},
         },
         "components": {
             "schemas": components,
@@ -193,7 +191,7 @@ def _rank(schema: Schema) -> dict[str, Any]:
         PROTOBUF: {"schema": {**binary, "description": "a roo.RankAnswer, for a client that accepts it"}},
     }
     kinds: dict[str, Any] = {"top": {"type": "integer", "minimum": 1}}
-    asked: list[Any] = [
+    parameters: list[Any] = [
         {
             "name": name,
             "in": "query",
@@ -207,7 +205,7 @@ def _rank(schema: Schema) -> dict[str, Any]:
         "operationId": "rank",
         "tags": ["traffic"],
         "summary": "Rank the candidates of a request",
-        "parameters": [*asked, _OWN_DEADLINE, *DOCUMENTED],
+        "parameters": [*parameters, _OWN_DEADLINE, *DOCUMENTED],
         "requestBody": {"required": True, "content": body},
         "responses": _ok(answer, "scored, and logged") | _errors(*_ERRORS),
     }
@@ -220,7 +218,7 @@ def _engage(schema: Schema) -> dict[str, Any]:
     return {
         "operationId": "engage",
         "tags": ["traffic"],
-        "summary": "Tell what users did",
+        "summary": "Send engagements",
         "parameters": [_OWN_DEADLINE, *DOCUMENTED],
         "requestBody": {
             "required": True,
@@ -238,7 +236,7 @@ def _explain(schema: Schema) -> dict[str, Any]:
     return {
         "operationId": "explain",
         "tags": ["traffic"],
-        "summary": "Rank without logging, and say why: scores without each feature; at most 50 candidates, one call at a time",
+        "summary": "Rank without logging and explain: scores without each feature; at most 50 candidates, one call at a time",
         "parameters": [_OWN_DEADLINE, *DOCUMENTED],
         "requestBody": {"required": True, "content": body},
         "responses": _ok(_json("ExplainAnswer"), "scored; nothing is logged") | _errors(*_ERRORS),
@@ -276,7 +274,7 @@ def _get(operation: str, summary: str, responses: dict[str, Any]) -> dict[str, A
     }
 
 
-def _ok(content: dict[str, Any], text: str = "as asked") -> dict[str, Any]:
+def _ok(content: dict[str, Any], text: str = "success") -> dict[str, Any]:
     return {"200": {"description": text, "content": content}}
 
 
@@ -313,7 +311,7 @@ def _answer_types(schema: Schema) -> tuple[type[msgspec.Struct], type[msgspec.St
         "Scores", [(name, score) for name in names], rename=names, forbid_unknown_fields=True
     )
     index = Annotated[int, limits(minimum=0)]
-    degraded = ("degraded", Annotated[bool, Meta(description="Redis or the rows were away")])
+    degraded = ("degraded", Annotated[bool, Meta(description="online features or rows were unavailable")])
     versions = [("request_id", str), ("model_version", str)]
     fields: list[Any] = [
         *versions,

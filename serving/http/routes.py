@@ -173,7 +173,7 @@ class _Endpoint:
     def _log_defect(self, error: BaseException) -> None:
         left_out = self.log_rate_limit.due(error_kind(error))
         if left_out is not None:
-            more = f" ({left_out} more since the last that was told)" if left_out else ""
+            more = f" ({left_out} more since the last report)" if left_out else ""
             log.error(
                 "a %s request failed: this is a defect of Roostream%s", self.route, more, exc_info=error
             )
@@ -290,17 +290,17 @@ class EngagementsEndpoint(_Endpoint):
         body = await self.body_reader.read(scope, receive, until_s)
         stamp_ms = self.context.watermark.open()
         try:
-            told = self.json.parse(body, stamp_ms)
-            self.append_to_log(told.records)
-            self.context.service.interleaving_stats.record_engagements(told.records)
+            parsed = self.json.parse(body, stamp_ms)
+            self.append_to_log(parsed.records)
+            self.context.service.interleaving_stats.record_engagements(parsed.records)
         finally:
             self.context.watermark.close(stamp_ms)
-        metrics, unused = self.context.metrics, self.json.unused(told.actions)
-        metrics.engagements.inc(len(told.records))
+        metrics, unused = self.context.metrics, self.json.unused(parsed.actions)
+        metrics.engagements.inc(len(parsed.records))
         for action in unused:
-            metrics.unused_action(action, told.actions.count(action))
+            metrics.unused_action(action, parsed.actions.count(action))
         return {
-            "accepted": len(told.records),
-            "event_ids": [str(e) for e in told.event_ids],
+            "accepted": len(parsed.records),
+            "event_ids": [str(e) for e in parsed.event_ids],
             "unused_actions": unused,
         }

@@ -44,7 +44,7 @@ class PassTimeEstimate:
         """Return inf while nothing was measured."""
         return self.unit_s * (num_requests + num_candidates / _CANDIDATES)
 
-    def took(self, seconds: float, num_requests: int, num_candidates: int) -> None:
+    def record(self, seconds: float, num_requests: int, num_candidates: int) -> None:
         """Record a pass that gave answers; `seconds` is from a `PassTimer`."""
         unit_s = seconds / (num_requests + num_candidates / _CANDIDATES)
         known_s = self.unit_s if self.unit_s < math.inf else unit_s
@@ -59,10 +59,14 @@ class PassTimer:
     """
 
     def __init__(self, now_s: Callable[[], float]) -> None:
-        self._now_s, self._begin_s, self._begin = now_s, now_s(), resource.getrusage(resource.RUSAGE_THREAD)
+        self._now_s, self._begin_s, self._start_pass = (
+            now_s,
+            now_s(),
+            resource.getrusage(resource.RUSAGE_THREAD),
+        )
 
     def read_s(self) -> float:
-        seconds, begin = self._now_s() - self._begin_s, self._begin
+        seconds, begin = self._now_s() - self._begin_s, self._start_pass
         if seconds <= LOOP_S:
             return seconds
         end = resource.getrusage(resource.RUSAGE_THREAD)
@@ -119,7 +123,7 @@ class ScoringQueue:
             may_wait,
         )
         self.max_requests, self.max_candidates = most
-        self.pace = PassTimeEstimate()
+        self.pass_time = PassTimeEstimate()
         self.num_connections: Callable[[], int] = lambda: (
             0
         )  # open connections: while the number changes, more are waiting to be accepted
@@ -130,21 +134,21 @@ class ScoringQueue:
     async def score(self, request: RankRequest, time_ms: int) -> RankResult:
         """Return what `RankService.rank` returns or raises. If cancelled by the deadline before its pass, the request leaves the queue."""
         outcome: asyncio.Future[RankResult] = asyncio.get_running_loop().create_future()
-        self.put(request, time_ms, outcome)
+        self.submit(request, time_ms, outcome)
         return await outcome
 
-    def put(self, request: RankRequest, time_ms: int, outcome: ResultSink) -> None:
+    def submit(self, request: RankRequest, time_ms: int, outcome: ResultSink) -> None:
         """Queue a request; `outcome` gets the result, never before this returns."""
-        asked = _QueuedRank(request, time_ms, self.gate.now_s(), outcome, self.may_wait(request))
-        self._waiting.append(asked)
-        self._begin()
+        queued = _QueuedRank(request, time_ms, self.gate.now_s(), outcome, self.may_wait(request))
+        self._waiting.append(queued)
+        self._start_pass()
 
     @property
     def is_fast(self) -> bool:
         """Whether most passes are short enough for the event loop."""
-        return self.pace.unit_s <= LOOP_S
+        return self.pass_time.unit_s <= LOOP_S
 
-    def _begin(self) -> None:
+    def _start_pass(self) -> None:
         """Start a pass if none is running and requests wait. A pass in the loop starts after the loop has read its other input."""
         if self._is_busy or self._is_due or not self._waiting:
             return
@@ -153,16 +157,16 @@ class ScoringQueue:
             asyncio.get_running_loop().call_soon(self._run_in_loop)
         elif batch := self._take_batch(is_here=False):
             self._is_busy = True
-            self.executor.submit(self._pass, batch, asyncio.get_running_loop())
+            self.executor.submit(self._run_in_thread, batch, asyncio.get_running_loop())
 
-    def _fits_in_loop(self, asked: _QueuedRank, num_requests: int = 0, num_candidates: int = 0) -> bool:
+    def _fits_in_loop(self, queued: _QueuedRank, num_requests: int = 0, num_candidates: int = 0) -> bool:
         """Whether the request can be scored in the loop, behind so many others of its pass."""
-        expected_s = self.pace.expected_s(num_requests + 1, num_candidates + asked.num_candidates)
-        return expected_s <= LOOP_S and not asked.may_wait
+        expected_s = self.pass_time.expected_s(num_requests + 1, num_candidates + queued.num_candidates)
+        return expected_s <= LOOP_S and not queued.may_wait
 
-    def _pass(self, batch: list[_QueuedRank], loop: asyncio.AbstractEventLoop) -> None:
+    def _run_in_thread(self, batch: list[_QueuedRank], loop: asyncio.AbstractEventLoop) -> None:
         """In the scoring thread. The result goes straight to the loop, without an executor's futures."""
-        outcomes, took_s = self._ranked(batch)
+        outcomes, took_s = self._rank_batch(batch)
         loop.call_soon_threadsafe(self._deliver, batch, outcomes, took_s)
 
     def _run_in_loop(self) -> None:
@@ -172,9 +176,9 @@ class ScoringQueue:
             return
         self._is_due = False
         if batch := self._take_batch(is_here=True):
-            self._deliver(batch, *self._ranked(batch))
+            self._deliver(batch, *self._rank_batch(batch))
         else:
-            self._begin()
+            self._start_pass()
 
     def _connections_changing(self) -> bool:
         """Whether the loop should get one more turn first."""
@@ -183,7 +187,7 @@ class ScoringQueue:
         self._num_seen, self._turns = num, 0 if is_still else self._turns + 1
         return not is_still
 
-    def _ranked(self, batch: list[_QueuedRank]) -> tuple[Sequence[RankResult | Exception], float]:
+    def _rank_batch(self, batch: list[_QueuedRank]) -> tuple[Sequence[RankResult | Exception], float]:
         """Return (outcome of each request, duration in s)."""
         stopwatch = PassTimer(self.gate.now_s)
         outcomes: Sequence[RankResult | Exception]
@@ -216,14 +220,14 @@ class ScoringQueue:
         """Start the next pass before answering, so that the scoring thread has work meanwhile."""
         num_answered = sum(isinstance(outcome, RankResult) for outcome in outcomes)
         if num_answered:
-            self.pace.took(took_s, len(batch), sum(a.num_candidates for a in batch))
+            self.pass_time.record(took_s, len(batch), sum(a.num_candidates for a in batch))
         self._is_busy = False
-        self._begin()
+        self._start_pass()
         self.gate.scored(num_answered, batch[0].since_s)
-        for asked, outcome in zip(batch, outcomes, strict=True):
-            if asked.outcome.done():
+        for queued, outcome in zip(batch, outcomes, strict=True):
+            if queued.outcome.done():
                 continue
             if isinstance(outcome, RankResult):
-                asked.outcome.set_result(outcome)
+                queued.outcome.set_result(outcome)
             else:
-                asked.outcome.set_exception(outcome)
+                queued.outcome.set_exception(outcome)

@@ -88,13 +88,13 @@ def open_tracing(is_wanted: bool, paths: frozenset[str]) -> SpanFactory | None:
     tracer = trace.get_tracer("roostream.serving")
 
     @contextmanager
-    def spanning(scope: Scope) -> Iterator[Callable[[int], None]]:
+    def span_factory(scope: Scope) -> Iterator[Callable[[int], None]]:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         path, method = scope["path"] if scope["path"] in paths else "", scope["method"]
-        asked: dict[str, Any] = {"http.request.method": method, "url.path": path}
+        attributes: dict[str, Any] = {"http.request.method": method, "url.path": path}
         name = f"{method} {path}" if path else method
         with tracer.start_as_current_span(
-            name, propagate.extract(headers), kind=trace.SpanKind.SERVER, attributes=asked
+            name, propagate.extract(headers), kind=trace.SpanKind.SERVER, attributes=attributes
         ) as span:
             _carry(span.get_span_context())
 
@@ -105,12 +105,12 @@ def open_tracing(is_wanted: bool, paths: frozenset[str]) -> SpanFactory | None:
 
             yield answered
 
-    return spanning
+    return span_factory
 
 
 def _carry(context: Any) -> None:
     """Store the span in the current call context; the caller resets it."""
     names = CURRENT_CALL.get()
     if names is not None and context.is_valid and context.trace_flags.sampled:
-        told = f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
-        CURRENT_CALL.set(dataclasses.replace(names, traceparent=told))
+        traceparent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
+        CURRENT_CALL.set(dataclasses.replace(names, traceparent=traceparent))

@@ -64,26 +64,26 @@ class FeatureTensors:
             inputs += [_input_metadata(f.name + LENGTHS, "INT32", [-1])] if f.kind != "float" else []
         return inputs
 
-    def build_request(self, asked: Inference, model_version: str) -> RankRequest:
+    def build_request(self, inference: Inference, model_version: str) -> RankRequest:
         """Raises RequestError 400, 413: invalid names or shapes, or values that a JSON rank request would be refused for."""
-        for name, tensor in asked.inputs.items():
+        for name, tensor in inference.inputs.items():
             if name not in self._known:
                 raise RequestError(
                     400, f"unknown input {shown(name)!r}{nearest(shown(name), self._known)}", tensor.path
                 )
-        if ITEMS not in asked.inputs:
+        if ITEMS not in inference.inputs:
             raise RequestError(400, f"expected an input {ITEMS!r} with the candidates, got none", "$.inputs")
-        given, items = self._items(asked.inputs[ITEMS])
-        parameters = _parse_parameters(asked.parameters)
+        given, items = self._items(inference.inputs[ITEMS])
+        parameters = _parse_parameters(inference.parameters)
         return RankRequest(
-            request_id=parse_request_id(asked.id, "$.id"),
+            request_id=parse_request_id(inference.id, "$.id"),
             user_id=parse_id(parameters["user_id"], "$.parameters.user_id"),
             session_id=parse_id(parameters["session_id"], "$.parameters.session_id"),
             surface=check_text(parameters["surface"], "$.parameters.surface"),
             item_ids=items,
             client_item_ids=given,
-            ro=self._values(asked.inputs),
-            nro=self._columns(asked.inputs, len(items)),
+            ro=self._values(inference.inputs),
+            nro=self._columns(inference.inputs, len(items)),
             append=parameters["append"],
             first_position=parameters["first_position"],
             model_version=model_version,

@@ -186,13 +186,13 @@ class Explainer:
         n = 1 if side == "ro" else len(explanation.request.item_ids)
         values = [given.get(f.name)] if side == "ro" else given.get(f.name, [None] * n)
         changes_nT = explanation.changes.get(f.name)
-        told = (
+        changes = (
             None
             if changes_nT is None
             else [dict(zip(self.schema.tasks, row, strict=True)) for row in changes_nT.tolist()]
         )
         return FeatureEffect(
-            f.name, side, f.kind, [_shown(v) for v in values], explanation.rows.get(f.name), told
+            f.name, side, f.kind, [_shown(v) for v in values], explanation.rows.get(f.name), changes
         )
 
 

@@ -88,13 +88,13 @@ def open_for_whole(tmp_path: Path, **settings: Any) -> Iterator[tuple[LiveServin
     with serving_live(built) as live:
         assert httpx2.post(f"{live.url}/v1/rank", json=BODY).status_code == 200
         pace = pace_of(live)
-        pace.unit_s, pace.took = LOOP_S / 10, lambda *measured: None  # type: ignore[method-assign]  # whatever the machine does
+        pace.unit_s, pace.record = LOOP_S / 10, lambda *measured: None  # type: ignore[method-assign]  # whatever the machine does
         yield live, built
 
 
 def pace_of(live: LiveServing) -> PassTimeEstimate:
     assert live.app.whole is not None
-    return live.app.whole.endpoint.queue.pace
+    return live.app.whole.endpoint.queue.pass_time
 
 
 PROTOBUF = (b"content-type: application/x-protobuf", b"accept: application/x-protobuf")

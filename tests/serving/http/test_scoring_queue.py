@@ -187,7 +187,7 @@ def together(
         queue = ScoringQueue(executor, paced, AdmissionGate(100), most, may_wait=may_wait)
         await queue.score(request("first"), 0)
         for group in groups:
-            queue.pace.unit_s = queue.pace.unit_s if unit_s is None else unit_s
+            queue.pass_time.unit_s = queue.pass_time.unit_s if unit_s is None else unit_s
             outcomes = await asyncio.gather(*(queue.score(request(n), 0) for n in group))
             assert names(outcomes) == list(group)
 
@@ -223,7 +223,7 @@ def test_the_loop_has_its_turn_between_two_passes() -> None:
     async def go() -> None:
         queue = ScoringQueue(executor, paced, AdmissionGate(100), (1, 100))
         await queue.score(request("first"), 0)
-        queue.pace.unit_s = 1e-6
+        queue.pass_time.unit_s = 1e-6
         await asyncio.gather(beside(), *(queue.score(request(n), 0) for n in "abc"))
 
     with ThreadPoolExecutor(1) as executor:
@@ -243,7 +243,7 @@ def test_connections_that_come_have_turns_of_the_loop_before_the_next_pass_but_n
             iter(range(1, num_coming + 1)),
         )
         await queue.score(request("first"), 0)
-        queue.pace.unit_s = 1e-6
+        queue.pass_time.unit_s = 1e-6
         queue.num_connections = lambda: next(coming, num_coming)
         asked = asyncio.ensure_future(queue.score(request("a"), 0))
         while not asked.done():
@@ -266,12 +266,12 @@ def test_slow_passes_leave_the_loop_and_quick_ones_come_back() -> None:
     assert [here for _, here in together("abc", paced)] == [False] * 3
     pace = PassTimeEstimate()
     assert pace.expected_s(1, 1) > LOOP_S, "nothing is known"
-    pace.took(1e-4, 1, 0)
+    pace.record(1e-4, 1, 0)
     assert pace.expected_s(2, 64) == pytest.approx(3e-4)
-    pace.took(1.0, 1, 0)
+    pace.record(1.0, 1, 0)
     assert pace.expected_s(1, 0) > LOOP_S, "one is enough"
     for _ in range(100):
-        pace.took(1e-4, 1, 0)
+        pace.record(1e-4, 1, 0)
     assert pace.expected_s(1, 0) < LOOP_S
 
 
@@ -333,7 +333,7 @@ def test_g1_g9_the_same_bytes_are_scored_logged_and_answered_in_the_loop_and_in_
         async def go() -> None:
             queue = ScoringQueue(executor, rank_all, AdmissionGate(100), (16, 100))
             for number, body in enumerate([BODY, BODY, {**BODY, "ro": {}}, BODY]):
-                queue.pace.unit_s = unit_s
+                queue.pass_time.unit_s = unit_s
                 if installs and number == 2:
                     versions.install(learned("1-9", 2))
                 ranked = await queue.score(PARSER.parse(json.dumps(body).encode()), number)
