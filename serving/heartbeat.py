@@ -38,6 +38,6 @@ def run(beat_once: Callable[[], None], interval_ms: int, clock: Clock, stop: thr
             full = False
         except LogFullError as error:
             if not full:
-                logger.warning("no heartbeats for now: %s", error)
+                logger.warning("heartbeats are paused: %s", error)
             full = True
         clock.sleep(interval_ms / 1000, stop)

@@ -33,9 +33,9 @@ from serving.request import (
 )
 
 RANK_QUERY = {
-    "append": "a page that adds candidates to an open request",
+    "append": "a page that adds candidates to an earlier request",
     "ranked": "the answer has `ranked`: item ids, first slot first",
-    "top": "the answer has `top` in place of scores and order: the first so many slots, each with its item id and scores",
+    "top": "the answer has `top` instead of scores and order: so many first slots with item id and scores",
 }
 MAX_FLOAT = float(np.finfo(np.float32).max)
 FORBID: dict[str, Any] = {"forbid_unknown_fields": True}
@@ -100,18 +100,18 @@ def _fields(candidates: Any, ro: type[msgspec.Struct]) -> list[Any]:
         ("ro", ro, msgspec.field(default_factory=ro)),
         (
             "append",
-            Annotated[bool, Meta(description="a page that adds candidates to an open request")],
+            Annotated[bool, Meta(description="a page that adds candidates to an earlier request")],
             False,
         ),
         (
             "first_position",
-            Annotated[int, limits("place of this page's first slot", minimum=0, maximum=(1 << 31) - 1)],
+            Annotated[int, limits("position of this page's first slot", minimum=0, maximum=(1 << 31) - 1)],
             0,
         ),
         (
             "model_version",
             Annotated[
-                str, limits("empty = the newest; 404 if it isn't held", pattern=r"^(\d{1,20}-\d{1,20})?$")
+                str, limits("empty = the newest; 404 if it is not loaded", pattern=r"^(\d{1,20}-\d{1,20})?$")
             ],
             "",
         ),
@@ -399,7 +399,7 @@ def decode_body(decoder: msgspec.json.Decoder[Any], body: bytes, known: dict[str
         ) from None
     except RecursionError:
         raise RequestError(
-            400, "expected JSON of this interface, got one that is nested too deep", "$"
+            400, "expected JSON of this interface, got one that is nested too deeply", "$"
         ) from None
     except msgspec.DecodeError as error:
         raise _decode_error(str(error), known) from None
@@ -425,7 +425,7 @@ def _decode_error(message: str, known: dict[str, tuple[str, ...]]) -> RequestErr
 
 def _position(value: int) -> int:
     if not 0 <= value < 1 << 31:
-        raise RequestError(400, f"expected a place from 0 on, got {value}", "$.first_position")
+        raise RequestError(400, f"expected a position of at least 0, got {value}", "$.first_position")
     return value
 
 

@@ -25,7 +25,7 @@ def parse_impression(schema: Schema, body: bytes) -> RankRequest:
         message.ParseFromString(body)
     except DecodeError:
         raise RequestError(
-            400, f"expected a roo.Impression, got {len(body)} bytes that aren't one", "$"
+            400, f"expected a roo.Impression, got {len(body)} bytes that are not one", "$"
         ) from None
     header, n = message.header, len(message.item_ids)
     if header.schema not in (0, schema.fingerprint):

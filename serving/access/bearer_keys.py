@@ -183,7 +183,7 @@ class Keyring:
         key = self._keys.get(parsed[0])
         if key is None or not key.fits(parsed[1]):
             raise RequestError(
-                401, "expected a key of this serving, got one that it doesn't know; it may be revoked"
+                401, "expected a key of this serving, got an unknown one; it may have been revoked"
             )
         if key.expires_s and self.now_s() >= key.expires_s:
             raise RequestError(401, "expected a key of this serving, got one that has expired")
@@ -209,7 +209,7 @@ class Keyring:
             self._keys = _by_id(read_keys(self.file))
         except ConfigError as error:
             self.refused = str(error)
-            log.error("%s; the keys of before stay in force", error)
+            log.error("%s; the previous keys stay in force", error)
         else:
             self.refused = ""
             log.info("%s: %d keys are in force", self.file, len(self._keys))
@@ -247,4 +247,4 @@ def write_keys(file: Path, keys: Iterable[BearerKey]) -> None:
         os.replace(part, file)
     except OSError as error:
         part.unlink(missing_ok=True)
-        raise ConfigError(f"{file}: it can't be written: {error.strerror}") from None
+        raise ConfigError(f"{file}: cannot be written: {error.strerror}") from None

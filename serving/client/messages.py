@@ -290,5 +290,5 @@ def _plain(value: object) -> object:
 
 def _not_ours(reply: Reply, error: Exception) -> ServingError:
     return ServingError(
-        reply.status, "not_serving", f"expected an answer of serving, got one that can't be read: {error}"
+        reply.status, "not_serving", f"expected an answer of serving, got one that cannot be read: {error}"
     )

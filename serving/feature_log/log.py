@@ -86,7 +86,7 @@ class FeatureLog:
                 ]
         except OSError as error:
             raise SetupError(
-                f"feature log {directory} can't be used: {error.strerror}; free space or choose another home"
+                f"feature log {directory} cannot be used: {error.strerror}; free space or choose another home"
             ) from None
         opened = cls(directory, segments, cursors, lock_handle, (segment_bytes, max_bytes))
         opened.acknowledge(opened.cursor)
@@ -138,7 +138,7 @@ class FeatureLog:
             )
         with self._lock:
             if self._closed:
-                raise LogFullError("the feature log is closed: this process is stopping; ask another one")
+                raise LogFullError("the feature log is closed: this process is stopping; use another one")
             if not self._active.has_room(size):
                 self._rotate()
             self._active.append(record)
@@ -201,7 +201,7 @@ class FeatureLog:
     def _rotate(self) -> None:
         if not self._may_rotate():
             raise LogFullError(
-                f"the feature log is full ({self.max_bytes >> 20} MiB): Kafka has not taken its records; try again later"
+                f"the feature log is full ({self.max_bytes >> 20} MiB): Kafka has not accepted its records; try again later"
             )
         end = self._active.end
         try:
@@ -210,7 +210,7 @@ class FeatureLog:
             )
         except OSError as error:
             raise LogFullError(
-                f"the feature log can't grow: {error.strerror}; free space at {self.directory}"
+                f"the feature log cannot grow: {error.strerror}; free space at {self.directory}"
             ) from None
         self._segments[end.segment + 1] = self._active
 
@@ -232,7 +232,7 @@ def _open_segments(directory: Path) -> Iterator[LogSegment]:
     for path in sorted(directory.glob("*.seg")):
         segment = LogSegment.open(path)
         if segment is None:
-            log.error("feature log: %s has no valid header; set aside as %s.damaged", path, path.name)
+            log.error("feature log: %s has no valid header; renamed to %s.damaged", path, path.name)
             path.rename(path.with_suffix(".damaged"))
         else:
             yield segment

@@ -135,7 +135,7 @@ class LogSender:
         if entry.record is None:
             self.num_damaged += 1
             pending.delivered = True
-            log.error("feature log: record %d is damaged on disk and passed over", entry.after.sequence - 1)
+            log.error("feature log: record %d is damaged on disk and skipped", entry.after.sequence - 1)
             return
 
         def done(outcome: Outcome, error: str) -> None:
@@ -165,7 +165,7 @@ class LogSender:
         if outcome == "refused" and self._alone_until > self._pending[0].after.sequence - 1:
             self.num_refused += 1
             log.error(
-                "Kafka refuses record %d of the feature log: %s; passed over",
+                "Kafka rejects record %d of the feature log: %s; skipped",
                 self._pending[0].after.sequence - 1,
                 error,
             )

@@ -43,9 +43,9 @@ class AdmissionGate:
         """
         in_flight = self.in_flight
         if in_flight >= self.max_in_flight:
-            return f"{in_flight} requests are in work, the most that this process takes; try again"
+            return f"{in_flight} requests are in flight, the maximum of this process; try again"
         if in_flight and self.expected_s() > (remaining_s if in_flight < _FEW else remaining_s / 2):
-            return f"{in_flight} requests are in work and this one might not be answered within its deadline; try again"
+            return f"{in_flight} requests are in flight and this one might miss its deadline; try again"
         return ""
 
     def check(self, remaining_s: float) -> None:

@@ -61,7 +61,9 @@ class BodyReader:
         except TimeoutError:
             if self.is_stopping:
                 raise stopping_error() from None
-            raise RequestError(408, "expected a whole body within the deadline, got a part of one") from None
+            raise RequestError(
+                408, "expected a complete body within the deadline, got a part of it"
+            ) from None
         return self._inflated(body, headers)
 
     def take(self, scope: Scope, body: bytes) -> bytes:
@@ -91,7 +93,7 @@ class BodyReader:
                 if not message.get("more_body", False):
                     return b"".join((*chunks, chunk)) if chunks else chunk
                 if self.num_bytes > self.max_bytes:
-                    full = f"{self.max_bytes} bytes of bodies are being read, the most that this process takes; try again"
+                    full = f"{self.max_bytes} bytes of bodies are being received, the maximum of this process; try again"
                     raise RequestError(429, full, retry_after_s=RETRY_AFTER_S)
                 if self.is_stopping:
                     raise stopping_error()
@@ -105,7 +107,7 @@ def _content_headers(scope: Scope) -> dict[bytes, str]:
 
 
 def stopping_error() -> RequestError:
-    return RequestError(503, "this process is stopping; ask another one", retry_after_s=RETRY_AFTER_S)
+    return RequestError(503, "this process is stopping; use another one", retry_after_s=RETRY_AFTER_S)
 
 
 def _inflate(body: bytes, encoding: str, max_bytes: int) -> bytes:
@@ -120,7 +122,7 @@ def _inflate(body: bytes, encoding: str, max_bytes: int) -> bytes:
     if len(out) > max_bytes:
         raise _too_large(max_bytes)
     if not inflater.eof:
-        raise RequestError(400, f"expected a whole {encoding} body, got one that was cut")
+        raise RequestError(400, f"expected a complete {encoding} body, got a truncated one")
     return out
 
 

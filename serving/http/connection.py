@@ -260,14 +260,12 @@ class LimitedProtocol(HttpToolsProtocol):
             slow._refuse(
                 RequestError(
                     408,
-                    "other connections wait for a place: expected complete headers",
+                    "expected complete headers; the connection is needed for another client",
                     code="header_timeout",
                 )
             )
         else:
-            message = (
-                f"{self.max_connections} connections are open, the most that this process takes; try again"
-            )
+            message = f"{self.max_connections} connections are open, the maximum of this process; try again"
             self._refuse(RequestError(503, message, retry_after_s=RETRY_AFTER_S))
 
     def _refuse(self, error: RequestError) -> None:

@@ -56,9 +56,7 @@ class ExplainEndpoint(RankEndpoint):
             raise RequestError(413, message, "$.candidates")
         self.gate.check(self.remaining_s(until_s))
         if self._busy:
-            raise RequestError(
-                429, "another explanation is being made; try again", retry_after_s=RETRY_AFTER_S
-            )
+            raise RequestError(429, "another explanation is running; try again", retry_after_s=RETRY_AFTER_S)
         self._busy = True
         try:
             async with asyncio.timeout(EXPLAIN_S):

@@ -44,7 +44,7 @@ _FLAG = {"type": "boolean", "default": False}
 _OWN_DEADLINE = {
     "name": "X-Deadline-Ms",
     "in": "header",
-    "description": "the client's own deadline in ms from now on, at most the process's",
+    "description": "the client's deadline in ms from now; at most the server's",
     "required": False,
     "schema": {"type": "integer", "minimum": 1},
 }
@@ -60,7 +60,7 @@ _VERSION: dict[str, Any] = {
 class Fault(msgspec.Struct, forbid_unknown_fields=True):
     """An error: one word for programs, one sentence for people."""
 
-    code: Annotated[str, limits("in a word", examples=[*CODES.values(), "unknown_model_version"])]
+    code: Annotated[str, limits("one word", examples=[*CODES.values(), "unknown_model_version"])]
     message: Annotated[str, Meta(description="one sentence: expected, got, what to do")]
     path: Annotated[str, Meta(description="the field, where one is at fault")] = ""
 

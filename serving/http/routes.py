@@ -227,7 +227,7 @@ class RankEndpoint(_Endpoint):
     def check_log_space(self, request: RankRequest, num_bytes: int) -> None:
         """Call before admission. Raises RequestError 503: the feature log has no space for the impression."""
         if not self.context.log.has_room(num_bytes):
-            message = "the feature log is full: Kafka has not taken its records; try again"
+            message = "the feature log is full: Kafka has not accepted its records; try again"
             raise RequestError(503, message, retry_after_s=RETRY_AFTER_S)
         names = CURRENT_CALL.get()
         request.traceparent = names.traceparent if names else ""
@@ -269,7 +269,7 @@ class RankEndpoint(_Endpoint):
 
 def deadline_error() -> RequestError:
     return RequestError(
-        504, "not scored within its deadline; nothing was logged", retry_after_s=RETRY_AFTER_S
+        504, "not scored within the deadline; nothing was logged", retry_after_s=RETRY_AFTER_S
     )
 
 

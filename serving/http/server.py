@@ -62,7 +62,7 @@ def bind(listen: str, key: str = "listen", reuse_port: bool = False) -> socket.s
     except OSError as error:
         bound.close()
         raise SetupError(
-            f"can't listen on {listen}: {error.strerror}; stop what uses it or choose another {key}"
+            f"cannot listen on {listen}: {error.strerror}; stop what uses it or choose another {key}"
         ) from None
     return bound
 

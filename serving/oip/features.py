@@ -196,7 +196,7 @@ def _parse_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
     if not 0 <= out["first_position"] < 1 << 31:
         raise RequestError(
             400,
-            f"expected a place from 0 on, got {shown(out['first_position'])}",
+            f"expected a position of at least 0, got {shown(out['first_position'])}",
             "$.parameters.first_position",
         )
     return out

@@ -73,9 +73,7 @@ class ExplainAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     order: list[int]
     candidates: list[ExplainedCandidate]
     features: list[FeatureEffect]
-    left_out: Annotated[
-        int, Meta(description="features that are given and were not taken out, being too many")
-    ]
+    left_out: Annotated[int, Meta(description="features that were not removed because there are too many")]
 
 
 MAX_CANDIDATES = 50

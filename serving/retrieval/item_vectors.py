@@ -304,7 +304,7 @@ class ItemVectorUpdater:
         if kept is not None:
             self._current, self.retriever.space = kept, kept.space
             self.num_built += 1
-            log.info("vectors of %d items by version %s are here", len(catalogue), version.name)
+            log.info("vectors of %d items are built for version %s", len(catalogue), version.name)
 
     def _built(
         self, version: Version, catalogue: Catalogue, with_rows: bool, stop: threading.Event | None
@@ -357,7 +357,7 @@ class ItemVectorUpdater:
 
     def _refuse(self, message: str) -> None:
         self.num_refused += 1
-        log.warning("items: %s%s", message, "; what is in use stays" if self._current else "")
+        log.warning("items: %s%s", message, "; the current vectors stay in use" if self._current else "")
         self.retriever.unavailable_reason = message
 
 

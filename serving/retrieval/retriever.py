@@ -142,7 +142,7 @@ class Retriever:
     ) -> None:
         self.schema, self.rows, self.hydrator, self.samples = schema, rows, hydrator, samples
         self.space: RetrievalIndex | None = None
-        self.unavailable_reason = "the items' vectors aren't there yet"  # while there is no index
+        self.unavailable_reason = "the items' vectors are not built yet"  # while there is no index
         self.rows_ready: Callable[[], bool] = lambda: True
         self._sources, self._reader = sources_of(schema, "ro"), FieldReader(schema)
         self._seen = _features_of_seen(schema)

@@ -143,7 +143,7 @@ class RowFollower:
         for record in records:
             self._take(record)
         if self.replica.needs_bootstrap:
-            raise RecordsGoneError("deltas alone can't bring the replica up to date any more")
+            raise RecordsGoneError("deltas alone cannot bring the replica up to date")
         if self.replica.stale and self.clock.monotonic_s() >= self._mend_at_s:
             self._mend()
         if self.lag() == 0 and not self.replica.stale and self._all_answer():
@@ -158,7 +158,7 @@ class RowFollower:
                     shard.call("pull", {"incarnation": 0, "stacks": []}, timeout_s=_ASK_TIMEOUT_S)
                 self._shards_answer = True
             except RoostreamError as error:
-                log.debug("a shard doesn't answer: %s", error)
+                log.debug("a shard does not answer: %s", error)
                 self._shards_answer = False
             self._ask_at_s = self.clock.monotonic_s() + (ASK_EVERY_S if self._shards_answer else ASK_AGAIN_S)
         return self._shards_answer
@@ -170,17 +170,21 @@ class RowFollower:
             self.replica.repair(self.shards)
             self.num_mended += missed
             log.warning(
-                "%d buckets of rows were read from their shards again: records of them were missed", missed
+                "%d stale buckets were read from their shards again, because records were missed", missed
             )
         except UnavailableError as error:
-            log.warning("%d buckets of rows are stale, records of them were missed: %s", missed, error)
+            log.warning(
+                "%d buckets are stale because records were missed, and their shards cannot be read: %s",
+                missed,
+                error,
+            )
 
     def _follow(self, stop: threading.Event) -> None:
         try:
             while not stop.is_set():
                 self.step()
         except RecordsGoneError as error:  # step 5
-            log.warning("rows are read from the shards again: %s", error)
+            log.warning("reading all rows from the shards again: %s", error)
 
     def _take(self, record: Record) -> None:
         try:

@@ -237,5 +237,5 @@ class LoadedVersions:
         if (found := state.find(name)) is not None:
             return found
         names = ", ".join(h.version.name for h in state.held)
-        message = f"model version {name} isn't held; expected one of {names}, or none for the newest"
+        message = f"model version {name} is not loaded; expected one of {names}, or none for the newest"
         raise RequestError(404, message, path, code="unknown_model_version")

@@ -52,7 +52,7 @@ def read_weights(store: CheckpointStore, manifest: Manifest) -> dict[str, torch.
     for parameter, tensor in weights.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise VersionRefusedError(
-                "not_finite", f"{name}: parameter {parameter} isn't finite; it is not served"
+                "not_finite", f"{name}: parameter {parameter} is not finite; the version is not served"
             )
     return weights
 
@@ -125,10 +125,10 @@ class VersionFollower:
         except UnavailableError as error:
             return self._unreadable(error)
         if manifest.seq < self._seq:
-            log.warning("the store went back to dense version %s", version.name)
+            log.warning("the store was rolled back to model version %s", version.name)
         self._seq, self._away = manifest.seq, False
         self.versions.install(version, manifest.time_ms)
-        log.info("dense version %s is here, %s is served", version.name, self.versions.served.version.name)
+        log.info("model version %s installed, %s is served", version.name, self.versions.served.version.name)
         return True
 
     def _held(self, manifest: Manifest) -> Version | None:
@@ -137,7 +137,7 @@ class VersionFollower:
 
     def _refuse(self, name: str, error: CheckpointError) -> None:
         """Log the refusal once; the manifest is not tried again."""
-        log.warning("dense version not taken: %s", error)
+        log.warning("model version refused: %s", error)
         self._bad.add(name)
         reason = error.reason if isinstance(error, VersionRefusedError) else "damaged"
         self.versions.refuse(name, reason, str(error))
@@ -172,7 +172,7 @@ class VersionFollower:
     def _unreadable(self, error: UnavailableError) -> bool:
         """Retried later; logged once per outage."""
         if not self._away:
-            log.warning("the checkpoint store can't be read: %s; the version in use stays", error)
+            log.warning("cannot read the checkpoint store: %s; the version in use stays", error)
         self._away = True
         return False
 

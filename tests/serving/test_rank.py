@@ -179,7 +179,7 @@ def test_a_named_version_is_used_while_it_is_held(built: Built) -> None:
     assert rank(built.service, model_version="0-0")[1]["model_version"] == "0-0"
     built.service.versions.install(build_version("1-8", SCHEMA, MODEL, 0, perturbed(2)))
     assert rank(built.service, model_version="1-7")[1]["model_version"] == "1-7"
-    with pytest.raises(RequestError, match="0-0 isn't held; expected one of 1-8, 1-7") as caught:
+    with pytest.raises(RequestError, match="0-0 is not loaded; expected one of 1-8, 1-7") as caught:
         rank(built.service, model_version="0-0")
     assert (caught.value.status, caught.value.path) == (404, "$.model_version")
     with pytest.raises(RequestError, match="expected a model version as") as caught:

@@ -80,7 +80,7 @@ def test_a_changed_file_is_taken_and_a_bad_one_leaves_the_old_keys(
             keys.poll()
             keys.poll()
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert len(errors) == 2 and "the keys of before stay in force" in caplog.text and keys.refused
+    assert len(errors) == 2 and "the previous keys stay in force" in caplog.text and keys.refused
     file.unlink()
     keys.poll()
     assert status_of(keys, first) == status_of(keys, second) == 200 and "keys.json" in keys.refused

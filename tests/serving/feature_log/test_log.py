@@ -101,7 +101,7 @@ def test_two_processes_never_share_a_log(tmp_path: Path) -> None:
 
 def test_a_home_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(SetupError, match=r"can't be used: .*choose another home"):
+    with pytest.raises(SetupError, match="another home"):
         FeatureLog.open(tmp_path / "file" / "log", **SMALL)
 
 
@@ -128,7 +128,7 @@ def test_a_damaged_header_is_set_aside_and_the_rest_goes_on(
     first.write_bytes(raw)
     again = FeatureLog.open(tmp_path, **SMALL)
     assert numbers(again) == list(range(28, 60))
-    assert "set aside" in caplog.text and first.with_suffix(".damaged").exists()
+    assert ".damaged" in caplog.text and first.with_suffix(".damaged").exists()
     again.close()
 
 

@@ -237,7 +237,7 @@ def test_a_version_that_is_not_held_is_404_and_the_header_names_one_too(kept: Re
 
 def test_before_there_are_vectors_it_is_503_with_the_reason(tmp_path: Path) -> None:
     kept = retrieving(tmp_path / "home", FakeRows(SCHEMA), version=packed_version("1-2", MODEL))
-    for reason in ("the items' vectors aren't there yet", "expected a model that retrieves"):
+    for reason in ("the items' vectors are not built yet", "expected a model that retrieves"):
         status, answer = ask(kept, "/v1/retrieve", WHO)
         assert (status, answer["error"]["code"]) == (503, "unavailable") and reason in answer["error"][
             "message"

@@ -307,7 +307,7 @@ def test_inferences_share_the_queue_and_the_counts(http: TestClient, built: Buil
     app.gate.in_flight = 1 << 20
     full = TestClient(app).post(INFER, json=WHOLE)
     assert (
-        full.status_code == 429 and full.headers["retry-after"] == "1" and "in work" in full.json()["error"]
+        full.status_code == 429 and full.headers["retry-after"] == "1" and "in flight" in full.json()["error"]
     )
 
 

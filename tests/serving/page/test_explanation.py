@@ -171,7 +171,7 @@ def test_it_waits_in_line_with_ranks_and_one_at_a_time(built: Built) -> None:
     assert passes[0] == "rank" and "explain" in passes, "a rank waits for one pass of an explanation at most"
     app.gate.in_flight = 1 << 20
     full = TestClient(app).post("/v1/explain", json=BODY)
-    assert full.status_code == 429 and "in work" in full.text
+    assert full.status_code == 429 and "in flight" in full.text
 
 
 def test_the_example_of_the_page_is_one_that_it_takes(built: Built) -> None:

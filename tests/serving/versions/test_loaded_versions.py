@@ -106,7 +106,9 @@ def test_a_version_that_is_not_held_is_a_404_with_those_that_are() -> None:
         lambda: versions.named("1-9"),
         lambda: versions.activate("1-9"),
     ):
-        with pytest.raises(RequestError, match="1-9 isn't held; expected one of 1-1, 0-0, or none") as error:
+        with pytest.raises(
+            RequestError, match="1-9 is not loaded; expected one of 1-1, 0-0, or none"
+        ) as error:
             ask()
         assert (error.value.status, error.value.code, error.value.path) == (
             404,

@@ -129,7 +129,7 @@ def test_g5_what_is_damaged_is_passed_over_for_the_one_before_and_told_once(
     _damage(commits.store, manifest.name if part == "manifest" else manifest.dense.name)
     assert commits.follower.poll() and commits.versions.newest.name == "1-1" and commits.value == 0.25
     assert not commits.follower.poll()
-    assert caplog.text.count("dense version not taken") == 1 and "damaged" in caplog.text
+    assert caplog.text.count("refused") == 1 and "damaged" in caplog.text
     commits.commit(3)
     assert commits.follower.poll() and commits.versions.newest.name == "1-3"
 
@@ -152,7 +152,12 @@ CASES = [
         "model",
         "a model of another build",
     ),
-    ({"fill": float("nan")}, "isn't finite; it is not served", "not_finite", "weights that no pass can use"),
+    (
+        {"fill": float("nan")},
+        "is not finite; the version is not served",
+        "not_finite",
+        "weights that no pass can use",
+    ),
     (
         {"tensors": {"model.extra": np.ones(1, np.float32)}},
         "expected the parameters",
