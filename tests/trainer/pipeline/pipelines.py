@@ -7,11 +7,12 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from tests.trainer.pipeline.pass_time import Pace, PacedBatches, PacedRows
+
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
 from tests.trainer import samples
 from tests.trainer.loops import Built, build
-from tests.trainer.pipeline.pass_time import Pace, PacedBatches, PacedRows
 from trainer.loop import LoopDependencies
 from trainer.pipeline.async_rows import AsyncRows
 from trainer.pipeline.pipelined_feed import PipelinedFeed
