@@ -75,7 +75,7 @@ class PacedRows:
     """`Rows` at a pace, which notes of every push how many pushes were made between its rows' pull and it."""
 
     def __init__(self, rows: Rows, pace: Pace) -> None:
-        self.rows, self.pass_time = rows, pace
+        self.rows, self.pace = rows, pace
         self.num_pushed = 0
         self.staleness: list[int] = []
         self._pulled_at: dict[int, tuple[int, Lookup]] = {}
@@ -84,18 +84,18 @@ class PacedRows:
         self.rows.set_incarnation(incarnation, workers, owners)
 
     def pull(self, lookup: Lookup) -> dict[str, Tensor]:
-        self.pass_time.here("pull")
+        self.pace.here("pull")
         self._pulled_at[id(lookup)] = self.num_pushed, lookup
         pulled = self.rows.pull(lookup)
-        self.pass_time.here("pull")
+        self.pace.here("pull")
         return pulled
 
     def push(self, lookup: Lookup, gradients: Mapping[str, Tensor], times: PushTimes) -> None:
-        self.pass_time.here("push")
+        self.pace.here("push")
         self.staleness.append(self.num_pushed - self._pulled_at[id(lookup)][0])
         self.rows.push(lookup, gradients, times)
         self.num_pushed += 1
-        self.pass_time.here("push")
+        self.pace.here("push")
 
 
 class PacedBatches(RecordSource):
@@ -107,5 +107,5 @@ class PacedBatches(RecordSource):
     def poll(self, max_requests: int, timeout_s: float, partition: Partition | None = None) -> Chunk | None:
         self.thread = self.thread or threading.get_ident()
         assert self.thread == threading.get_ident(), "one thread"
-        self.pass_time.here("poll")
+        self.pace.here("poll")
         return super().poll(max_requests, timeout_s, partition)

@@ -7,12 +7,11 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tests.trainer.pipeline.pass_time import Pace, PacedBatches, PacedRows
-
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
 from tests.trainer import samples
 from tests.trainer.loops import Built, build
+from tests.trainer.pipeline.pace import Pace, PacedBatches, PacedRows
 from trainer.loop import LoopDependencies
 from trainer.pipeline.async_rows import AsyncRows
 from trainer.pipeline.pipelined_feed import PipelinedFeed
@@ -52,7 +51,7 @@ def pipelined(
             source = PacedBatches(
                 old.consumer, Decoder(samples.schema(), {}.get), wiring.clock, max_wait_ms=old.max_wait_ms
             )
-            source.pass_time = pace
+            source.pace = pace
             return source
 
         source = SourceThread(open_source)

@@ -81,8 +81,8 @@ class Run:
                 self.cut = self._taken()
             elif chance < 0.3 and self.failures:
                 self.failures -= 1
-                self.piped.pass_time.fail_next(self.draw.choice(["poll", "pull", "push"]))
-            self.piped.pass_time.here("train")
+                self.piped.pace.fail_next(self.draw.choice(["poll", "pull", "push"]))
+            self.piped.pace.here("train")
             if built.loop.step() or built.loop.finish():
                 return True
             built.loop.feed.drain()  # the last push can still fail
@@ -155,7 +155,7 @@ def test_an_error_reaches_the_caller_with_the_offsets_it_is_of(where: str, stale
         loop = piped.built.loop
         assert loop.step()
         piped.feed.drain()
-        piped.pass_time.fail_next(where)
+        piped.pace.fail_next(where)
         with pytest.raises(UnavailableError, match=f"{where} failed") as raised:
             for _ in range(5):
                 loop.step()
@@ -167,7 +167,7 @@ def test_an_error_reaches_the_caller_with_the_offsets_it_is_of(where: str, stale
 def test_what_failed_beside_the_loop_fails_until_a_restore(where: str) -> None:
     with pipelined(N40, read_ahead=1) as piped:
         loop, at = piped.built.loop, piped.built.loop.snapshot()
-        piped.pass_time.fail_next(where)
+        piped.pace.fail_next(where)
         for _ in range(3):
             with pytest.raises(UnavailableError, match=f"{where} failed"):
                 for _ in range(5):
@@ -180,7 +180,7 @@ def test_a_push_that_fails_allows_no_cut_and_a_restore_begins_anew() -> None:
     with pipelined(N40) as piped:
         built = piped.built
         at = built.loop.snapshot()
-        piped.pass_time.fail_next("push")
+        piped.pace.fail_next("push")
         assert built.loop.step(), "the push is made later"
         with pytest.raises(UnavailableError, match="push failed") as raised:
             built.loop.snapshot()
@@ -235,7 +235,7 @@ def test_no_thread_is_left_also_behind_a_failure_and_an_interruption() -> None:
             assert piped.built.loop.step()
             raise error
     with pipelined(N40, staleness=1) as piped:
-        piped.pass_time.fail_next("push")
+        piped.pace.fail_next("push")
         with pytest.raises(UnavailableError):
             piped.built.train_all()
         piped.feed.close()
