@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from roostream.runtime.address import LINK_ASKS, check_addresses, check_listen
+from roostream.runtime.address import LINK_AUTHENTICATION, check_addresses, check_listen
 from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.deployment import Deployment
 from roostream.runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
@@ -48,7 +48,11 @@ class ShardConfig(Deployment):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_listen(
-            "listen", self.listen, insecure=self.insecure, authenticated=self.link.asks, by=LINK_ASKS
+            "listen",
+            self.listen,
+            insecure=self.insecure,
+            authenticated=self.link.is_mutual_tls,
+            by=LINK_AUTHENTICATION,
         )
         check_addresses("controller", self.controller)
         self.check_shards(self.num_shards)

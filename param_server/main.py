@@ -186,7 +186,7 @@ def _start_member(
         check_command_schema(command, shard.identity.schema.fingerprint)
         return shard.execute(command)
 
-    member = ControllerAgent(dial, "shard", config.index, execute, shard.stats, left, ending=ending)
+    member = ControllerAgent(dial, "shard", config.index, execute, shard.stats, left, stop_budget=ending)
 
     def close() -> None:
         ending.stop.set()

@@ -9,7 +9,7 @@ from typing import Literal, Self
 
 from roostream.errors import SetupError
 from roostream.models.config import LossName
-from roostream.runtime.address import LINK_ASKS, check_addresses, check_listen
+from roostream.runtime.address import LINK_AUTHENTICATION, check_addresses, check_listen
 from roostream.runtime.deployment import MAX_WORKERS, Deployment
 from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES
 from roostream.schema.settings import MAX_SEED, Settings, setting, setting_error
@@ -328,7 +328,11 @@ class ControllerConfig(Deployment):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_listen(
-            "listen", self.listen, insecure=self.insecure, authenticated=self.link.asks, by=LINK_ASKS
+            "listen",
+            self.listen,
+            insecure=self.insecure,
+            authenticated=self.link.is_mutual_tls,
+            by=LINK_AUTHENTICATION,
         )
         for text in self.neighbours:
             if not re.fullmatch(r"[a-z0-9][a-z0-9-]*=https?://[^\s=]+", text):

@@ -175,8 +175,8 @@ def run_until_stopped(config: WorkerConfig, stop: Stop) -> None:
             worker.submit,
             report,
             left,
-            hear=worker.hear,
-            ending=budget,
+            on_received=worker.hear,
+            stop_budget=budget,
         )
         opened.callback(lambda: agent.join(min(budget.left_s(), _CLOSING_S)))
         opened.callback(worker.close)

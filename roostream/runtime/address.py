@@ -1,4 +1,4 @@
-"""host:port, and which of them may be listened on: few of our ports can ask a caller who it is."""
+"""Parses and checks host:port addresses. Ports without authentication may listen on loopback addresses only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def parse_address(address: str) -> tuple[str, int]:
     """`"host:port"` → (host, port).
 
     Raises:
-        ConfigError: it has another form.
+        ConfigError: it is malformed.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
@@ -24,7 +24,7 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it."""
+    """Whether only this machine can connect to it."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -32,8 +32,10 @@ def is_loopback(host: str) -> bool:
 
 
 def reachable_address(host: str, port: int, other: str) -> str:
-    """The "host:port" of something that listens on `host`, for whoever is at `other` (host:port); "" where that would lead them
-    elsewhere: a wildcard names no machine, and a loopback address only one's own."""
+    """The "host:port" at which a peer at `other` (host:port) can reach a listener on `host`; "" if it cannot be known.
+
+    A wildcard address names no machine, and a loopback address only works on the same machine.
+    """
     bare = host.strip("[]")
     try:
         is_wildcard = ipaddress.ip_address(bare).is_unspecified
@@ -44,28 +46,29 @@ def reachable_address(host: str, port: int, other: str) -> str:
     return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
 
 
-_COUNTED = re.compile(r"\{(\d{1,4})\}")
+_NUMBERED = re.compile(r"\{(\d{1,4})\}")
 
 
 def expand_addresses(addresses: Iterable[str]) -> tuple[str, ...]:
-    """Each address, one with `{N}` as N of them: `shard-{3}.shards:7000` is shard-0, shard-1 and shard-2 there, as orchestrators
-    name the members of a set. N is at least 1.
+    """Expand each `{N}` into N addresses: `shard-{3}.shards:7000` gives shard-0, shard-1 and shard-2, as orchestrators name the
+    members of a set.
 
     Raises:
-        ConfigError: N is 0, or a brace is otherwise than that.
+        ConfigError: N is 0, or another use of braces.
     """
     found: list[str] = []
     for address in addresses:
-        counted = _COUNTED.search(address)
-        if counted is None:
+        numbered = _NUMBERED.search(address)
+        if numbered is None:
             found.append(address)
-        elif int(counted[1]) == 0:
+        elif int(numbered[1]) == 0:
             raise ConfigError(
                 f"expected an address like 'shard-{{3}}.shards:7000' with 1 or more, got {address!r}"
             )
         else:
             found += [
-                address[: counted.start()] + str(i) + address[counted.end() :] for i in range(int(counted[1]))
+                address[: numbered.start()] + str(i) + address[numbered.end() :]
+                for i in range(int(numbered[1]))
             ]
     if wrong := next((a for a in found if "{" in a or "}" in a), ""):
         raise ConfigError(f"expected an address like 'shard-{{3}}.shards:7000', got {wrong!r}")
@@ -73,7 +76,7 @@ def expand_addresses(addresses: Iterable[str]) -> tuple[str, ...]:
 
 
 def check_addresses(key: str, *addresses: str) -> None:
-    """Raises ConfigError: one isn't host:port, `{N}` in it or not; names the key."""
+    """Raises ConfigError, with the key: an address is not host:port (`{N}` is allowed)."""
     for address in addresses:
         try:
             for one in expand_addresses((address,)):
@@ -83,7 +86,7 @@ def check_addresses(key: str, *addresses: str) -> None:
 
 
 def check_redis(key: str, url: str) -> None:
-    """Raises ConfigError: it isn't the address of a Redis; what stands in front of its host is not told."""
+    """Raises ConfigError: it is no Redis URL. The message omits user and password."""
     parts = urlsplit(url)
     try:
         fits = (
@@ -97,18 +100,28 @@ def check_redis(key: str, url: str) -> None:
         raise setting_error(key, "redis://host:port/0 (rediss:// for TLS)", url.rpartition("@")[2])
 
 
-SERVING_ASKS, LINK_ASKS = "tls_certificate and keys_file", "certificate, key and ca of [link]"
-"""What makes a port ask who calls."""
+SERVING_AUTHENTICATION, LINK_AUTHENTICATION = (
+    "tls_certificate and keys_file",
+    "certificate, key and ca of [link]",
+)
+"""The settings that make a port authenticate its clients, for messages."""
 
 
 def check_listen(
-    key: str, address: str, *, insecure: bool, authenticated: bool | None = None, by: str = SERVING_ASKS
+    key: str,
+    address: str,
+    *,
+    insecure: bool,
+    authenticated: bool | None = None,
+    by: str = SERVING_AUTHENTICATION,
 ) -> None:
-    """The rule for every port of every program. `authenticated`: whether it asks who calls, over a line that nobody reads; None:
-    it has no way to. `by`: what settings would make it ask.
+    """The rule for every port of every program: without authentication it listens on loopback addresses, unless `insecure`.
+
+    `authenticated`: whether clients must authenticate over an encrypted connection; None: the port does not support it. `by`:
+    the settings that would enable it.
 
     Raises:
-        ConfigError: it isn't host:port, or others would reach it and nobody has said that they may.
+        ConfigError: the address is malformed, or the rule is broken.
     """
     check_addresses(key, address)
     if not (insecure or authenticated or is_loopback(parse_address(address)[0])):
@@ -117,5 +130,5 @@ def check_listen(
             key,
             "a loopback address such as 127.0.0.1",
             address,
-            f"to let others reach it, {way}set insecure = true",
+            f"to accept connections from other machines, {way}set insecure = true",
         )

@@ -1,6 +1,6 @@
-"""Waiting for something that is away: capped exponential delays with jitter, and one clear line, not one a try.
+"""Retries with capped exponential delays and jitter. Logs one line an outage, repeated at intervals, not one a try.
 
-Never wrap a call in this that isn't idempotent: a lost answer looks like a lost call.
+Use it for idempotent calls only: after a lost response the call is made again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Backoff:
-    """One outage after another of one peer. Not thread-safe."""
+    """Retry state of one peer. Not thread-safe."""
 
     def __init__(
         self,
@@ -29,60 +29,60 @@ class Backoff:
         first_s: float = 0.1,
         max_s: float = 2.0,
         clock: Clock | None = None,
-        say_every_s: float = 30.0,
+        log_every_s: float = 30.0,
     ) -> None:
-        self.what, self.timeout_s, self.first_s, self.max_s, self.say_every_s = (
+        self.what, self.timeout_s, self.first_s, self.max_s, self.log_every_s = (
             what,
             timeout_s,
             first_s,
             max_s,
-            say_every_s,
+            log_every_s,
         )
         self.clock = clock or SystemClock()
-        self._since: float | None = None
-        self._said = 0.0
+        self._down_since_s: float | None = None
+        self._logged_s = 0.0
         self._delay_s = first_s
 
     def until(
         self, call: Callable[[], T], errors: tuple[type[Exception], ...], stop: threading.Event | None = None
     ) -> T:
-        """What `call` returns once it raises none of `errors`, with a wait after each try.
+        """Call until no error of `errors` is raised, waiting after each failure. Returns the result.
 
         Raises:
-            UnavailableError: as `wait`. Whatever else `call` raises passes through.
+            UnavailableError: as `wait`. Other errors of `call` pass through.
         """
         while True:
             try:
-                found = call()
+                result = call()
             except errors as error:
                 self.wait(error, stop)
             else:
                 self.reached()
-                return found
+                return result
 
     def reached(self) -> None:
-        """The peer answered: say so if it had been reported away."""
-        if self._since is not None and self._said:
-            log.info("%s is back after %.1f s", self.what, self.clock.monotonic_s() - self._since)
-        self._since, self._said, self._delay_s = None, 0.0, self.first_s
+        """The peer answered; log this if the outage was logged."""
+        if self._down_since_s is not None and self._logged_s:
+            log.info("%s is back after %.1f s", self.what, self.clock.monotonic_s() - self._down_since_s)
+        self._down_since_s, self._logged_s, self._delay_s = None, 0.0, self.first_s
 
     def wait(self, error: object, stop: threading.Event | None = None) -> None:
         """Sleep before the next try.
 
         Raises:
-            UnavailableError: the time limit of this outage has passed, or `stop` was set while waiting.
+            UnavailableError: the outage exceeds `timeout_s`, or `stop` was set while waiting.
         """
         now = self.clock.monotonic_s()
-        if self._since is None:
-            self._since = now
-        away = now - self._since
+        if self._down_since_s is None:
+            self._down_since_s = now
+        away = now - self._down_since_s
         if self.timeout_s is not None and away >= self.timeout_s:
             raise UnavailableError(
                 f"{self.what} has not answered for {away:.0f} s ({error}); start it or check the address"
             )
-        if not self._said or now - self._said >= self.say_every_s:
+        if not self._logged_s or now - self._logged_s >= self.log_every_s:
             log.warning("waiting for %s: %s (retrying)", self.what, error)
-            self._said = now or 1e-9
+            self._logged_s = now or 1e-9
         if self.clock.sleep(self._delay_s * random.uniform(0.5, 1.0), stop):
             raise UnavailableError(f"stopped while waiting for {self.what}")
         self._delay_s = min(self._delay_s * 2, self.max_s)

@@ -1,7 +1,7 @@
-"""Which owner has which bucket of rows. Total by construction: every bucket has one owner, so no row is twice or nowhere.
+"""Maps buckets of embedding rows to owners (shards). Every bucket has exactly one owner.
 
-A manifest has the map by which its rows lie (`Manifest.owners`); everyone who routes takes the owner from it. It changes with a
-commit, and never within an incarnation.
+A manifest contains the map by which its rows are distributed (`Manifest.owners`); all routing uses it. The map changes only
+with a commit, never within an incarnation.
 
 Letters: B buckets, N owners.
 """
@@ -19,14 +19,14 @@ from roostream.errors import CheckpointError, ConfigError
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BucketMap:
-    """`owner_B[b]` has bucket b; `version` goes up with each change, 0 = `modulo`. Equal where all three are."""
+    """`owner_B[b]` owns bucket b. `version` increases with each change; 0 is `modulo`."""
 
     owner_B: np.ndarray  # int32
     num_owners: int
     version: int = 0
 
     def __post_init__(self) -> None:
-        """Raises ConfigError: a bucket's owner isn't one."""
+        """Raises ConfigError: an owner is out of range."""
         is_list = self.owner_B.ndim == 1 and len(self.owner_B) > 0
         wrong_M = (
             np.flatnonzero((self.owner_B < 0) | (self.owner_B >= self.num_owners))
@@ -43,7 +43,7 @@ class BucketMap:
 
     @classmethod
     def modulo(cls, num_buckets: int, num_owners: int) -> Self:
-        """Bucket b at owner b mod N: what manifests without a map mean."""
+        """Owner of bucket b is b mod N, as in manifests without a map."""
         return cls(np.arange(num_buckets, dtype=np.int32) % np.int32(num_owners), num_owners)
 
     def __eq__(self, other: object) -> bool:
@@ -57,10 +57,10 @@ class BucketMap:
         return bool((self.owner_B == np.arange(len(self.owner_B)) % self.num_owners).all())
 
     def check(self, num_buckets: int, num_owners: int) -> None:
-        """Raises ConfigError: it is of others."""
+        """Raises ConfigError: the map has other numbers of buckets or owners."""
         if (len(self.owner_B), self.num_owners) != (num_buckets, num_owners):
             raise ConfigError(
-                f"expected a map of {num_buckets} buckets to {num_owners} owners, got one of {len(self.owner_B)} to "
+                f"expected a map of {num_buckets} buckets to {num_owners} owners, got {len(self.owner_B)} to "
                 f"{self.num_owners}; use the committed numbers, or `roostream placement apply`"
             )
 
@@ -73,27 +73,25 @@ class BucketMap:
         return {"owners": self.owner_B.tolist(), "num_owners": self.num_owners, "version": self.version}
 
     @classmethod
-    def of_plain(cls, plain: Mapping[str, Any]) -> Self:
+    def from_plain(cls, plain: Mapping[str, Any]) -> Self:
         """Inverse of `plain`.
 
         Raises:
-            CheckpointError: it isn't one.
+            CheckpointError: the value is malformed.
         """
         try:
             if any(type(owner) is not int for owner in plain["owners"]):
-                raise TypeError("owners are whole numbers")
+                raise TypeError("owners must be integers")
             return cls(np.array(plain["owners"], np.int32), int(plain["num_owners"]), int(plain["version"]))
         except (KeyError, TypeError, ValueError, OverflowError, ConfigError) as error:
-            raise CheckpointError(
-                f"expected a map of buckets to owners, got another thing: {error}"
-            ) from None
+            raise CheckpointError(f"expected a map of buckets to owners: {error}") from None
 
 
 def moved(before: BucketMap, after: BucketMap) -> np.ndarray:
-    """int64 [M]: buckets that change their owner.
+    """Buckets that change their owner, int64 [M].
 
     Raises:
-        ConfigError: the maps are of different numbers of buckets; rows can't be told apart by both.
+        ConfigError: the maps have different numbers of buckets.
     """
     if len(before.owner_B) != len(after.owner_B):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Time, injected: programs take a Clock, tests give them a FakeClock."""
+"""Injected time: programs take a `Clock`, tests pass a `FakeClock`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Wall time for stamping and reporting, monotonic time for waiting. Never decides about rows or lag: events do (G8)."""
+    """Wall time for timestamps and reports, monotonic time for waiting. Rows and lag depend on event time only (G8)."""
 
     def now_ms(self) -> int:
         """Milliseconds since 1970; may jump."""
@@ -18,7 +18,7 @@ class Clock(Protocol):
         """Seconds from an arbitrary start; never goes back."""
 
     def sleep(self, seconds: float, stop: threading.Event | None = None) -> bool:
-        """Wait, or until `stop` is set; True if it was set. Not exact."""
+        """Wait for about so long, or until `stop` is set; True if it was set."""
 
 
 class SystemClock:
@@ -36,24 +36,24 @@ class SystemClock:
 
 
 class MonotonicToWallTime:
-    """The wall time of a monotonic moment: taken when it is first asked for, so that it stays when clocks are set."""
+    """Converts a monotonic time to wall time, once, so that the result stays the same when the wall clock is adjusted."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self._known: tuple[float, int] = (math.nan, 0)
+        self._last: tuple[float, int] = (math.nan, 0)
 
     def of(self, at_s: float) -> int:
-        """ms since 1970. Any thread."""
-        known_s, known_ms = self._known
-        if at_s == known_s:
-            return known_ms
+        """Milliseconds since 1970. Any thread."""
+        last_s, last_ms = self._last
+        if at_s == last_s:
+            return last_ms
         at_ms = self.clock.now_ms() - round((self.clock.monotonic_s() - at_s) * 1000)
-        self._known = (at_s, at_ms)
+        self._last = (at_s, at_ms)
         return at_ms
 
 
 class FakeClock:
-    """Stands still; `sleep` and `advance` move it."""
+    """Stands still until `sleep` or `advance` moves it."""
 
     def __init__(self, now_ms: int = 1_700_000_000_000) -> None:
         self._now_ms = float(now_ms)
@@ -70,7 +70,7 @@ class FakeClock:
         self._monotonic_s += seconds
 
     def jump(self, ms: int) -> None:
-        """Move wall time only, as a corrected clock does."""
+        """Move only wall time, as when a clock is corrected."""
         self._now_ms += ms
 
     def sleep(self, seconds: float, stop: threading.Event | None = None) -> bool:

@@ -1,5 +1,6 @@
-"""What all programs of one deployment share: where Kafka, schema and store are, into how many parts data are divided, and
-where each program is watched. The settings of a program derive from it, so that each key is declared once.
+"""Settings shared by the programs of a deployment: Kafka, schema, store, partitions, buckets, metrics port.
+
+The settings of each program derive from these classes, so that each key is declared once.
 """
 
 from __future__ import annotations
@@ -24,19 +25,15 @@ MAX_WORKERS = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramSettings(TlsSettings):
-    """A program with a port on which it is watched (roostream/runtime/metrics_server.py)."""
+    """Settings of every program: metrics port, log format."""
 
     metrics_host: str = setting("127.0.0.1", "address of /metrics, /livez and /readyz")
-    metrics_port: int = setting(0, "their port; 0 = draw one", ge=0, le=65535)
+    metrics_port: int = setting(0, "their port; 0 = any free port", ge=0, le=65535)
     stalled_after_ms: int = setting(
-        120_000, "/livez fails when the main loop has not turned for this long", ge=1000
+        120_000, "/livez fails when the main loop has made no turn for this long", ge=1000
     )
-    log_format: LogFormat = setting(
-        "text", "of lines on standard error: text for people, json = one object a line"
-    )
-    insecure: bool = setting(
-        False, "listen on addresses that others reach, although nothing asks who they are"
-    )
+    log_format: LogFormat = setting("text", "log format on standard error: text, or json = one object a line")
+    insecure: bool = setting(False, "allow listening on public addresses without authentication")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,37 +41,41 @@ class ProgramSettings(TlsSettings):
             "metrics_host",
             f"{self.metrics_host}:{self.metrics_port}",
             insecure=self.insecure,
-            authenticated=self.tls_client_required,  # keys are for serving's own port, which has /metrics too
+            authenticated=self.tls_client_required,  # API keys protect only serving's own port
             by="tls_certificate and tls_client_required",
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Deployment(ProgramSettings):
-    """Equal in all programs that belong together; partitions and buckets are in every manifest and fixed with the first."""
+    """Equal in all programs of a deployment. Manifests contain partitions and buckets, which the first commit fixes."""
 
     needs: ClassVar[tuple[str, ...]] = ("bootstrap", "schema", "store")
-    """Keys that this program can't do without."""
+    """Keys that this program requires."""
 
     bootstrap: str = setting("", "Kafka, host:port; several with commas")
     kafka_security: KafkaSecurity = setting(
-        factory=KafkaSecurity, help="table: how Kafka is spoken to, and who this program is"
+        factory=KafkaSecurity, help="table: protocol and authentication of Kafka"
     )
     link: LinkSecurity = setting(
-        factory=LinkSecurity, help="table: how shards and controller are called, and who may"
+        factory=LinkSecurity, help="table: authentication of calls to shards and controller"
     )
-    prefix: str = setting("", "of topic names and Redis keys")
-    schema: str = setting("", "schema TOML")
+    prefix: str = setting("", "prefix of topic names and Redis keys")
+    schema: str = setting("", "schema TOML file")
     store: str = setting("", "checkpoint store: a directory, or its URL")
     skip_lost: bool = setting(
         True,
-        "records that Kafka no longer has when they are to be read are counted and passed over; false = stop and say so",
+        "count and skip records that Kafka deleted before they were read; false = stop with an error",
     )
-    partitions: int = setting(DEFAULT_PARTITIONS, "of each topic; dead_letters has one", ge=1, le=1024)
+    partitions: int = setting(
+        DEFAULT_PARTITIONS, "partitions of each topic; dead_letters has one", ge=1, le=1024
+    )
     keep_commits: int = setting(
-        5, "newest commits that are kept, with all that they need; equal everywhere", ge=2, le=1000
+        5, "newest commits to keep, with all files they need; equal in all programs", ge=2, le=1000
     )
-    buckets: int = setting(DEFAULT_BUCKETS, "that the rows of a stack are divided into", ge=1, le=1 << 16)
+    buckets: int = setting(
+        DEFAULT_BUCKETS, "buckets into which the rows of a stack are divided", ge=1, le=1 << 16
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,13 +91,13 @@ class Deployment(ProgramSettings):
                 raise SettingError(key, f"expected a value ({helps[key]}), got nothing; add it")
 
     def check_shards(self, num_shards: int) -> None:
-        """Raises ConfigError: a shard would have no bucket."""
+        """Raises ConfigError: there are more shards than buckets."""
         if num_shards > self.buckets:
             raise setting_error(
                 "num_shards",
                 f"at most buckets = {self.buckets}",
                 num_shards,
-                "each shard holds at least one bucket",
+                "each shard needs at least one bucket",
             )
 
     @property
@@ -104,16 +105,16 @@ class Deployment(ProgramSettings):
         return Broker(self.bootstrap, self.kafka_security)
 
     def link_credentials(self) -> LinkCredentials:
-        """To call and be called with, by all of a program's connections. Raises SettingError: a file can't be read."""
+        """Certificates and tokens for all of a program's connections. Raises SettingError: a file can't be read."""
         return LinkCredentials(self.link, insecure=self.insecure)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RedisSettings(Settings):
-    """A program that keeps or reads online features in Redis."""
+    """Settings of a program that uses the Redis of online features."""
 
     redis: str = setting("", "Redis of online features, redis://host:port/0 or rediss://…; '' = none")
-    redis_user: str = setting("", "ACL user, if the address names none; '' = Redis' default user")
+    redis_user: str = setting("", "ACL user, if the address has none; '' = Redis' default user")
     redis_password_file: str = setting(
         "", "file whose first line is Redis' password, if the address has none"
     )
@@ -143,7 +144,7 @@ class RedisSettings(Settings):
         """The address with user, password and authorities; never to be shown but by `roostream.errors.mask_secrets`.
 
         Raises:
-            ConfigError: the password's file can't be read.
+            ConfigError: the password file can't be read.
         """
         address = self.redis
         if self.redis_ca:

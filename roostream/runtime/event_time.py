@@ -1,14 +1,13 @@
-"""Which time it is by now in a stream of records of which any single one may have a wrong time.
+"""Estimates the current event time of a stream in which any single record may have a wrong time.
 
-Nothing that is bounded by time (a watermark, a horizon, what expires) may be moved far by one record: a line of a log in
-the wrong unit would close, forget or hold everything. Two rules, one owner:
+One record must not move anything that is bounded by time (a watermark, a horizon, an expiry): a line of a log with times in a
+wrong unit would otherwise close, forget or delay everything. Two estimates:
 
-    SteppedEventTime      a promise that is kept at once: the newest time, but a jump has to be confirmed by the next record. What a
-                  partition's watermark is made of.
-    MedianEventTime   an estimate behind the newest time: the middle of the newest few. Wrong ones among them, next to each other too,
-                  don't move it. What horizons and expiries are made of.
+    SteppedEventTime  the newest time; the next record must confirm a jump. Used for the watermark of a partition.
+    MedianEventTime   the median of the newest times; a few wrong times, even consecutive ones, do not move it. Used for
+                      horizons and expiry.
 
-joiner/java/EventTime.java follows `SteppedEventTime` in Flink; a test holds the two against each other.
+joiner/java/EventTime.java follows `SteppedEventTime` in Flink; a test compares the two.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from msgspec import Struct
 START = -(1 << 63)
 _NONE = 1 << 63  # of unconfirmed times
 NUM_RECENT = 15
-"""Wrong times among so many, up to NUM_RECENT // 2 of them, don't move their middle beyond the others."""
+"""Up to NUM_RECENT // 2 wrong times do not move the median beyond the others."""
 
 
 class SteppedEventTime(Struct, array_like=True):
-    """The newest time, in steps of at most `max_ms` for a single event. START before the first one, which is believed."""
+    """The newest event time; a single event moves it by at most `max_ms`. START before the first event, which is accepted."""
 
     newest_ms: int = START
-    unconfirmed_ms: int = _NONE  # of the event before, if that was a jump
+    unconfirmed_ms: int = _NONE  # of the previous event, if that was a jump
 
     def event(self, time_ms: int, max_ms: int) -> None:
-        """An event moves it to its own time, unless that is a jump of more than `max_ms`: then the next event has to confirm it,
-        and the smaller of the two counts."""
+        """An event moves it to its own time. A jump of more than `max_ms` must be confirmed by the next event; then the smaller
+        time of the two counts."""
         is_jump = time_ms > self.newest_ms + max_ms and self.newest_ms != START
         if is_jump and self.unconfirmed_ms == _NONE:
             self.unconfirmed_ms = time_ms
@@ -41,7 +40,7 @@ class SteppedEventTime(Struct, array_like=True):
 
 
 class MedianEventTime:
-    """`times_ms`: the newest NUM_RECENT, in the order in which they came; in checkpoints as an int64 array."""
+    """`times_ms`: the newest NUM_RECENT in order of arrival; stored in checkpoints as an int64 array."""
 
     def __init__(self) -> None:
         self.times_ms: list[int] = []
@@ -51,10 +50,10 @@ class MedianEventTime:
 
     @property
     def is_full(self) -> bool:
-        """Fewer than NUM_RECENT may all be wrong."""
+        """Below NUM_RECENT times the median is not reliable."""
         return len(self.times_ms) == NUM_RECENT
 
     @property
     def middle_ms(self) -> int:
-        """As many are later as are not; of two middles the earlier. 0 of none."""
+        """The median, the lower one of an even number; 0 without times."""
         return sorted(self.times_ms)[(len(self.times_ms) - 1) // 2] if self.times_ms else 0

@@ -1,4 +1,4 @@
-"""Files that are changed while a program reads them: certificates and keys that are renewed."""
+"""Notices changes of files, such as renewed certificates and keys."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from pathlib import Path
 
 
 class FileWatcher:
-    """Whether files were changed since one last looked: by their size, time and inode, so that a file that is moved into place
-    counts, and so does a link that is made to lead elsewhere (as Kubernetes renews a mounted secret)."""
+    """Compares size, modification time and inode of files. It therefore also notices a file that was moved into place, and a
+    symbolic link that was changed (as Kubernetes does for a mounted secret)."""
 
     def __init__(self, *files: Path) -> None:
         self.files = files
-        self._stamp = self._look()
+        self._stamp = self._stamps()
 
     def changed(self) -> bool:
-        """Also when one is gone, or back."""
-        before, self._stamp = self._stamp, self._look()
+        """Whether a file changed, appeared or disappeared since the last call."""
+        before, self._stamp = self._stamp, self._stamps()
         return self._stamp != before
 
-    def _look(self) -> tuple[object, ...]:
+    def _stamps(self) -> tuple[object, ...]:
         return tuple(_stamp(file) for file in self.files)
 
 
 def _stamp(file: Path) -> tuple[int, ...] | None:
     with contextlib.suppress(OSError):
-        about = file.stat()
-        return about.st_mtime_ns, about.st_size, about.st_ino
+        stat = file.stat()
+        return stat.st_mtime_ns, stat.st_size, stat.st_ino
     return None

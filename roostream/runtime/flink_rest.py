@@ -1,4 +1,4 @@
-"""The job manager's REST interface, as far as the joiner, the local stack and the status use it."""
+"""Client of Flink's REST interface, for the joiner, the local stack and `roostream status`."""
 
 from __future__ import annotations
 
@@ -10,49 +10,48 @@ from typing import Any
 
 from roostream.errors import UnavailableError
 
-LATE_REQUESTS = "late_requests"  # the join's own count
+LATE_REQUESTS = "late_requests"  # a counter of the join operator
 JOB_NAME = "roostream-joiner"
 ENDED = ("FINISHED", "FAILED", "CANCELED")
-"""A job in any other state is live: also one that is being cancelled, since it holds its slots and may still write. Whoever
-finds it waits for its end before there is another."""
+"""Jobs in any other state are live. A job that is being cancelled still has its slots and may write, so no other is started."""
 
 _TIMEOUT_S = 5.0
 
 
 class FlinkRest:
-    """Each call is one request. Raises UnavailableError while the job manager is away, but for the three that ask for
-    readiness (`answers`, `is_running`, `task_managers`)."""
+    """Each method sends one request or a few. It raises UnavailableError while the job manager is away, except `answers`,
+    `is_running` and `task_managers`."""
 
     def __init__(self, url: str, *, timeout_s: float = _TIMEOUT_S) -> None:
         self.url, self.timeout_s = url.rstrip("/"), timeout_s
 
     def get(self, path: str) -> dict[str, Any] | None:
-        """A JSON object, a list as {"list": …}; None if there is no such thing."""
+        """A JSON object, or {"list": …} for a list; None for 404."""
         return self._call(path, None)
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a JSON body. UnavailableError also if there is no such thing."""
+        """POST a JSON body. Raises UnavailableError also for 404."""
         found = self._call(path, json.dumps(body).encode())
         if found is None:
             raise UnavailableError(f"Flink at {self.url} does not know {path}")
         return found
 
     def answers(self) -> bool:
-        """The job manager is there."""
+        """Whether the job manager answers."""
         try:
             return self.get("/overview") is not None
         except UnavailableError:
             return False
 
     def task_managers(self) -> set[str]:
-        """Ids of those that are registered."""
+        """Ids of the registered task managers."""
         try:
             return {t["id"] for t in (self.get("/taskmanagers") or {}).get("taskmanagers", [])}
         except UnavailableError:
             return set()
 
     def is_running(self) -> bool:
-        """Every task of the joiner's job runs."""
+        """Whether every task of the joiner's job is running."""
         try:
             job = self.live_job()
         except UnavailableError:
@@ -62,12 +61,12 @@ class FlinkRest:
         )
 
     def live_job(self) -> dict[str, Any] | None:
-        """The joiner's job (`jid`, `state`, `tasks`), if there is one that has not ended."""
+        """The joiner's job (`jid`, `state`, `tasks`) if one has not ended, else None."""
         jobs = (self.get("/jobs/overview") or {}).get("jobs", [])
         return next((job for job in jobs if job["name"] == JOB_NAME and job["state"] not in ENDED), None)
 
     def high_availability(self) -> str:
-        """What brings a job back when the job manager dies, such as KUBERNETES; "" = nothing."""
+        """The high-availability service that recovers jobs when the job manager dies, such as KUBERNETES; "" = none."""
         settings = (self.get("/jobmanager/config") or {}).get("list", [])
         found = {s["key"]: s["value"] for s in settings}
         kind = str(found.get("high-availability.type", found.get("high-availability", ""))).upper()
@@ -79,7 +78,7 @@ class FlinkRest:
         return "UNKNOWN" if found is None else str(found["state"])
 
     def failure(self, job: str) -> str:
-        """First line of what the job failed of, and of its root."""
+        """First line of the job's last exception, and of its root cause."""
         history = (
             (self.get(f"/jobs/{job}/exceptions?maxExceptions=1") or {})
             .get("exceptionHistory", {})
@@ -90,7 +89,7 @@ class FlinkRest:
         return " ← ".join([*lines[:1], *causes[-1:]]) or "no reason given"
 
     def gauges(self, job: str) -> dict[str, float]:
-        """`restarts`, `checkpoints`, and once there are such `watermark_ms` and LATE_REQUESTS."""
+        """`restarts`, `checkpoints`, and if available `watermark_ms` and LATE_REQUESTS."""
         out: dict[str, float] = {}
         for metric in (self.get(f"/jobs/{job}/metrics?get=numRestarts") or {}).get("list", []):
             out["restarts"] = float(metric["value"])
@@ -110,23 +109,23 @@ class FlinkRest:
         return out
 
     def stop_with_savepoint(self, job: str, folder: str, timeout_s: float) -> str:
-        """End a job with a savepoint; its path.
+        """Stop a job with a savepoint. Returns the savepoint's path.
 
         Raises:
-            UnavailableError: no savepoint was made in time. The job may run on; its newest checkpoint is what a restart takes.
+            UnavailableError: no savepoint was written in time. The job may continue; a restart uses its newest checkpoint.
         """
-        asked = self.post(f"/jobs/{job}/stop", {"targetDirectory": folder, "drain": False})
+        request = self.post(f"/jobs/{job}/stop", {"targetDirectory": folder, "drain": False})
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
-            done = self.get(f"/jobs/{job}/savepoints/{asked['request-id']}") or {}
+            done = self.get(f"/jobs/{job}/savepoints/{request['request-id']}") or {}
             if done.get("status", {}).get("id") == "COMPLETED":
                 operation = done["operation"]
                 if "location" in operation:
                     return str(operation["location"])
                 cause = str(operation.get("failure-cause", {}).get("stack-trace", "?")).splitlines()[0]
-                raise UnavailableError(f"Flink could not make a savepoint: {cause}")
+                raise UnavailableError(f"Flink could not write a savepoint: {cause}")
             time.sleep(0.2)
-        raise UnavailableError(f"Flink made no savepoint within {timeout_s:.0f} s")
+        raise UnavailableError(f"Flink wrote no savepoint within {timeout_s:.0f} s")
 
     def _call(self, path: str, data: bytes | None) -> dict[str, Any] | None:
         request = urllib.request.Request(

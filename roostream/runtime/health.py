@@ -1,8 +1,7 @@
-"""Whether a program lives and whether it does its work, for the probes of whoever runs it (roostream/runtime/metrics_server.py serves them).
+"""Liveness and readiness of a program, for health probes (served by roostream/runtime/metrics_server.py).
 
-**Alive** is about the program itself: its main loop has turned within a bound. A peer that is away never makes it dead: a
-program that starts, or that waits for a peer, needn't turn. **Ready** is about its work: the loop says with each turn what is
-still missing.
+A program is **alive** if its main loop has completed a turn within a bound. While it starts or waits for a peer it counts as
+alive. It is **ready** if it can do its work; with each turn the loop reports what is still missing.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 
 from roostream.runtime.clock import Clock, SystemClock
 
-_PATIENCE_S = 5.0  # a wait that is shorter doesn't make a program unready
+_MAX_SHORT_WAIT_S = 5.0  # shorter waits do not make a program unready
 
 
 class Health:
@@ -27,13 +26,13 @@ class Health:
         self._waiting, self._waits_since_s = "", 0.0
 
     def turned(self, missing: str = "") -> None:
-        """The main loop has gone round; `missing` says what the program still needs to do its work, "" = nothing."""
+        """The main loop completed a turn. `missing`: what the program still needs to do its work, "" = nothing."""
         with self._lock:
             self._turned_s, self._missing = self.clock.monotonic_s(), missing
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Around a call of the main loop that returns only when a peer, named `what`, is back."""
+        """Wrap a call of the main loop that blocks until a peer (`what`) is available."""
         with self._lock:
             self._waiting, self._waits_since_s = what, self.clock.monotonic_s()
         try:
@@ -45,7 +44,7 @@ class Health:
                     self._turned_s = self.clock.monotonic_s()
 
     def dead(self) -> str:
-        """Why the program should be started anew, in one line; "" while it lives."""
+        """Why the program should be restarted, in one line; "" while it is alive."""
         with self._lock:
             if self._turned_s is None or self._waiting:
                 return ""
@@ -53,8 +52,8 @@ class Health:
             return "" if silent_s <= self.bound_s else f"the main loop has not turned for {silent_s:.0f} s"
 
     def unready(self) -> str:
-        """What the program waits for, in one line; "" while it does its work."""
+        """Why the program cannot do its work, in one line; "" while it can."""
         with self._lock:
-            if self._waiting and self.clock.monotonic_s() - self._waits_since_s > _PATIENCE_S:
+            if self._waiting and self.clock.monotonic_s() - self._waits_since_s > _MAX_SHORT_WAIT_S:
                 return f"it waits for {self._waiting}"
             return self._missing

@@ -1,8 +1,8 @@
-"""Manifests: what one commit is, and the log that they form. Their creation under a name is the commit itself.
+"""Manifests: the contents of a commit. Creating a manifest under its name is the commit.
 
-A manifest is JSON, `{"checksum": xxh3-64 hex of the canonical body, "body": {...}}`; a damaged one is never loaded, the one
-before it is. A key that is missing or not known is refused: whoever adds one raises the format. Incarnations are claimed in
-the same store by the same create-exclusive call.
+A manifest is JSON, `{"checksum": xxh3-64 hex of the canonical body, "body": {...}}`. A damaged manifest is never loaded; the
+previous one is used instead. Missing and unknown keys are errors, so a new key needs a new format number. Incarnations are
+claimed in the same store by the same exclusive `create`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ log = logging.getLogger("roostream.manifest")
 
 FORMAT = 4
 MANIFESTS, INCARNATIONS, DENSE, WORKERS = "manifests", "incarnations", "dense", "workers"
-DISCARDED = "discarded"  # manifests that somebody went back behind
+DISCARDED = "discarded"  # manifests that were rolled back
 KEEP_MANIFESTS, KEEP_INCARNATIONS = 5, 8
-_PARTITIONS_1 = 4  # what every topic of format 1 had
-_SINCE = {"input": 3, "bucket_map": 4}  # keys that an older format had not, and that were null then
+_PARTITIONS_1 = 4  # partitions of every topic in format 1
+_SINCE = {"input": 3, "bucket_map": 4}  # key → format that added it; null in older formats
 
 
 def checksum_of(data: bytes) -> str:
-    """xxh3-64 as 16 hex digits: of a manifest's body, of a file that it names."""
+    """xxh3-64 as 16 hex digits."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
@@ -49,14 +49,14 @@ def worker_name(seq: int, incarnation: int, index: int) -> str:
 
 
 def seq_of(name: str) -> int:
-    """Number of a manifest or incarnation from its name; 0 if the name isn't one."""
+    """Number of a manifest or incarnation from its name; 0 for other names."""
     tail = name.rsplit("/", 1)[-1]
     return int(tail) if tail.isdecimal() else 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredFile:
-    """A file of the store as a manifest names it."""
+    """A file of the store, as listed in a manifest."""
 
     name: str
     bytes: int
@@ -64,13 +64,13 @@ class StoredFile:
 
 
 def store_file(store: CheckpointStore, name: str, data: bytes) -> StoredFile:
-    """Put `data` under `name`; what a manifest says of it. Raises UnavailableError: the store can't be written."""
+    """Write `data` under `name`; returns the manifest's entry. Raises UnavailableError: the store can't be written."""
     store.put(name, data)
     return StoredFile(name=name, bytes=len(data), checksum=checksum_of(data))
 
 
 def read_file(store: CheckpointStore, file: StoredFile) -> bytes:
-    """Raises CheckpointError: absent, or not the bytes that were committed."""
+    """Raises CheckpointError: absent or damaged."""
     data = store.get(file.name)
     got = checksum_of(data)
     if len(data) != file.bytes or got != file.checksum:
@@ -82,22 +82,22 @@ def read_file(store: CheckpointStore, file: StoredFile) -> bytes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerPart:
-    """What one worker alone knew: how far its partitions are trained, and a file with the rest of their state."""
+    """State of one worker: positions of its partitions, and a file with the rest."""
 
-    offsets: Progress  # positions while a session of the warehouse is trained (`Manifest.input`)
+    offsets: Progress  # positions in the session while one is trained (`Manifest.input`)
     file: StoredFile
-    dedupe: int  # sample ids in the file
-    metrics: dict[str, Any]  # of this worker's partitions since the beginning
+    dedupe: int  # number of sample ids in the file
+    metrics: dict[str, Any]  # of this worker's partitions since the start of training
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """One commit: everything that a restart needs, and nothing that isn't of that one moment."""
+    """One commit: everything a restart needs, all from the same moment."""
 
     seq: int
     incarnation: int
-    previous: dict[str, Any]  # {"seq", "checksum"} of the manifest that this one continues; seq 0 = none
-    step: int  # batches cut since the beginning
+    previous: dict[str, Any]  # {"seq", "checksum"} of the previous manifest; seq 0 = none
+    step: int  # training steps since the start
     watermark_ms: int  # event time that training has reached
     schema: str  # fingerprint, 16 hex digits
     seed: int
@@ -105,13 +105,13 @@ class Manifest:
     num_buckets: int
     num_partitions: int  # of every topic that has keys
     kafka: dict[str, Any]  # {"cluster_id", "topics": {name: id}}
-    rows_end: dict[int, int]  # `rows` partition → where deltas of this commit end
+    rows_end: dict[int, int]  # `rows` partition → end offset of this commit's deltas
     shards: dict[int, dict[str, Any]]  # index → what the shard needs to restore: {"segments": [...]}
     dense: StoredFile  # the model's shared part
     model: dict[str, Any]  # the model's configuration
-    workers: dict[int, WorkerPart]  # index → what it alone knew
-    input: TableInput | None = None  # the session of the warehouse that is trained; None = the stream
-    bucket_map: BucketMap | None = None  # which shard has which bucket; None = bucket mod num_shards
+    workers: dict[int, WorkerPart]  # index → state
+    input: TableInput | None = None  # the warehouse session that is trained; None = the stream
+    bucket_map: BucketMap | None = None  # bucket → shard; None = bucket mod num_shards
     time_ms: int = 0
 
     @property
@@ -120,23 +120,23 @@ class Manifest:
 
     @property
     def version(self) -> str:
-        """Model version as impressions and answers carry it."""
+        """Model version, as in impressions and responses."""
         return f"{self.incarnation}-{self.seq}"
 
     @property
     def owners(self) -> BucketMap:
-        """Which shard has which bucket of rows."""
+        """Bucket → shard."""
         return self.bucket_map or BucketMap.modulo(self.num_buckets, self.num_shards)
 
     @property
     def offsets(self) -> Progress:
-        """Partition → next offset of the stream to train, of all workers. While a session of the warehouse is trained: what was
-        before it, since of the stream nothing else is."""
+        """Partition → next offset of the stream to train. While a warehouse session is trained: the offsets before it, because
+        nothing later of the stream has been trained."""
         return self.input.stream_at(self.positions) if self.input else self.positions
 
     @property
     def positions(self) -> Progress:
-        """Partition → how far it is trained in what is read now, of all workers."""
+        """Partition → position in the current input (stream or session), of all workers."""
         return {
             partition: offset for part in self.workers.values() for partition, offset in part.offsets.items()
         }
@@ -160,14 +160,14 @@ class Manifest:
             part["offsets"] = nested(part["offsets"])
         return json.loads(
             json.dumps(body)
-        )  # keys become text here, so that sorting is the same when it is read back
+        )  # makes all keys text, so that the sort order is the same after decoding
 
 
 class Restorable(NamedTuple):
-    """A manifest that was read whole and verified."""
+    """A manifest that was read and verified."""
 
     manifest: Manifest
-    checksum: str  # of its body as it is stored, in whichever format
+    checksum: str  # of the stored body, in its own format
 
     @property
     def name(self) -> str:
@@ -175,10 +175,10 @@ class Restorable(NamedTuple):
 
 
 def decode(data: bytes) -> Restorable:
-    """Verified inverse of `Manifest.encode`; older formats are read too.
+    """Inverse of `Manifest.encode`, with verification; also reads older formats.
 
     Raises:
-        CheckpointError: not JSON, a checksum that isn't the body's, another format, or a missing or unknown key.
+        CheckpointError: not JSON, wrong checksum, unknown format, or a missing or unknown key.
     """
     try:
         outer = json.loads(data)
@@ -204,7 +204,7 @@ def decode(data: bytes) -> Restorable:
 
 
 def _manifest(body: Mapping[str, Any]) -> Manifest:
-    """JSON knows only text as keys: partitions and indices become numbers again."""
+    """Converts the text keys of JSON back to numbers."""
     workers = {
         int(i): WorkerPart(**{**part, "offsets": flat(part["offsets"]), "file": StoredFile(**part["file"])})
         for i, part in body["workers"].items()
@@ -215,7 +215,7 @@ def _manifest(body: Mapping[str, Any]) -> Manifest:
         "dense": StoredFile(**body["dense"]),
         "workers": workers,
         "input": TableInput.of(body["input"]),
-        "bucket_map": BucketMap.of_plain(body["bucket_map"]) if body["bucket_map"] else None,
+        "bucket_map": BucketMap.from_plain(body["bucket_map"]) if body["bucket_map"] else None,
     }
     manifest = Manifest(**{**body, **numbered})
     manifest.owners.check(manifest.num_buckets, manifest.num_shards)
@@ -223,7 +223,7 @@ def _manifest(body: Mapping[str, Any]) -> Manifest:
 
 
 def _from_format_1(body: dict[str, Any]) -> dict[str, Any]:
-    """Format 1 had one worker, whose own state lay in the dense file, and two keys that nothing ever filled."""
+    """Format 1 had one worker, with its state in the dense file, and two keys that were never used."""
     kept = {
         k: v for k, v in body.items() if k not in ("offsets", "dedupe", "metrics", "admission", "samplers")
     }
@@ -239,7 +239,7 @@ def _from_format_1(body: dict[str, Any]) -> dict[str, Any]:
 def check_shape(
     manifest: Manifest, *, num_shards: int, num_buckets: int, num_partitions: int, seed: int
 ) -> None:
-    """Raises ConfigError: rows are spread and initialised, and samples dealt out, by these; others mean other rows."""
+    """Raises ConfigError: a value differs from the committed one. Placement and initialization of rows depend on these values."""
     mine = {
         "num_shards": num_shards,
         "num_buckets": num_buckets,
@@ -259,43 +259,43 @@ def _canonical(body: Mapping[str, Any]) -> bytes:
 
 
 def load(store: CheckpointStore, name: str) -> Restorable:
-    """Raises CheckpointError: absent or damaged; names it."""
+    """Raises CheckpointError, with the name: absent or damaged."""
     try:
         found = decode(store.get(name))
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {error}") from None
     if found.name != name:
         raise CheckpointError(
-            f"{name}: expected seq {seq_of(name)}, got {found.manifest.seq}: it is another manifest's copy"
+            f"{name}: expected seq {seq_of(name)}, got {found.manifest.seq}: it is a copy of another manifest"
         )
     return found
 
 
-def newest(store: CheckpointStore, passed_over: Collection[str] = ()) -> Restorable | None:
-    """The newest good manifest; None where nothing was ever committed. Damaged ones and `passed_over` (names whose parts
-    turned out to be damaged) are passed over with a warning for the one before.
+def newest(store: CheckpointStore, skip: Collection[str] = ()) -> Restorable | None:
+    """The newest usable manifest; None if nothing was ever committed. Skips damaged ones, with a warning, and those in `skip`
+    (names of manifests whose parts are damaged).
 
     Raises:
-        CheckpointError: there are manifests and none is usable; training must not begin anew by itself.
+        CheckpointError: there are manifests but none is usable; training must not start over on its own.
     """
     names = sorted((n for n in store.list(MANIFESTS) if seq_of(n)), key=seq_of, reverse=True)
     for name in names:
-        if name in passed_over:
+        if name in skip:
             continue
         try:
             return load(store, name)
         except CheckpointError as error:
-            log.warning("passing over a damaged manifest for the one before it: %s", error)
+            log.warning("skipping a damaged manifest: %s", error)
     if names:
         raise CheckpointError(
             f"expected a usable manifest among {len(names)} ({names[0]} … {names[-1]}), got none; "
-            'the warnings before this say what is damaged: bring it back from a backup (docs/architecture.md, "Damage")'
+            'the warnings above say what is damaged; restore it from a backup (docs/architecture.md, "Damage")'
         )
     return None
 
 
 def next_seq(store: CheckpointStore) -> int:
-    """One more than the highest name in use, damaged and discarded manifests included: their names stay taken."""
+    """One more than the highest number in use; numbers of damaged and discarded manifests are not reused."""
     return 1 + max((seq_of(n) for n in (*store.list(MANIFESTS), *store.list(DISCARDED))), default=0)
 
 
@@ -304,8 +304,8 @@ def newest_incarnation(store: CheckpointStore) -> int:
 
 
 def claim_incarnation(store: CheckpointStore, time_ms: int, wish: Mapping[str, Any] | None = None) -> int:
-    """Claim the incarnation after the newest: from then on every controller with an older one is fenced, and what its members
-    were writing is swept away. Its file keeps what it was claimed for (`kept_wish`).
+    """Claim the next incarnation: controllers with older ones are fenced from then on, and unfinished files are deleted. The
+    incarnation's file stores `wish`, what it was claimed for (`kept_wish`).
 
     Raises:
         FencedError: another controller claimed it first; this one must exit.
@@ -313,46 +313,47 @@ def claim_incarnation(store: CheckpointStore, time_ms: int, wish: Mapping[str, A
     mine = newest_incarnation(store) + 1
     body = json.dumps({"time_ms": time_ms, **({"wish": dict(wish)} if wish else {})}, sort_keys=True)
     created = store.create(f"{INCARNATIONS}/{mine:08d}", body.encode())
-    # Between the listing and the creation others may have claimed higher ones and retired the names below them.
+    # Between listing and creation, others may have claimed higher incarnations and deleted lower names.
     if not created or newest_incarnation(store) != mine:
-        raise FencedError(f"incarnation {mine} belongs to another controller, which runs now; this one stops")
+        raise FencedError(
+            f"incarnation {mine} belongs to another controller that is running; this controller stops"
+        )
     store.sweep()
     return mine
 
 
 def kept_wish(store: CheckpointStore) -> dict[str, Any]:
-    """What the newest incarnation was claimed for; nothing where its file tells nothing, as those of older programs."""
+    """What the newest incarnation was claimed for; {} if its file does not say, as in older versions."""
     newest_one = newest_incarnation(store)
     try:
         body = json.loads(store.get(f"{INCARNATIONS}/{newest_one:08d}")) if newest_one else {}
         return dict(body.get("wish", {}))
     except (CheckpointError, ValueError, AttributeError, TypeError) as error:
-        log.warning(
-            "what incarnation %d was claimed for can't be read (%s): the settings hold", newest_one, error
-        )
+        log.warning("the file of incarnation %d can't be read (%s); using the settings", newest_one, error)
         return {}
 
 
 def numbers(store: CheckpointStore) -> list[int]:
-    """Of all manifests there, damaged ones included, ascending."""
+    """Numbers of all manifests, including damaged ones, ascending."""
     return sorted(seq_of(name) for name in store.list(MANIFESTS) if seq_of(name))
 
 
 def discard_after(store: CheckpointStore, seq: int) -> list[int]:
-    """Make manifest `seq` the newest: those behind it are no longer among the manifests, but kept below `discarded/`. Fences
-    whichever controller runs, which may link one more until it finds out: that one is discarded too. Numbers of those.
+    """Make manifest `seq` the newest by moving later ones to `discarded/`. Returns their numbers.
+
+    Fences a running controller; a commit that it still makes is discarded too.
 
     Raises:
         CheckpointError: manifest `seq` is absent or damaged; nothing was changed.
-        FencedError: a controller was started at this moment; stop it and call again.
+        FencedError: a controller started at this moment; stop it and call again.
 
-    **If it fails half-way:** some of the newest are discarded; the next call goes on.
+    **If it fails half-way:** some of the newest are discarded; the next call continues.
     """
     load(store, manifest_name(seq))
     claim_incarnation(store, 0, kept_wish(store))
     gone: list[int] = []
     while newer := [number for number in reversed(numbers(store)) if number > seq]:
-        for number in newer:  # the newest first, so that what is left is always a log without a gap
+        for number in newer:  # newest first, so that the remaining manifests never have a gap
             store.create(f"{DISCARDED}/{number:08d}", store.get(manifest_name(number)))
             store.delete(manifest_name(number))
             gone.append(number)
@@ -360,8 +361,8 @@ def discard_after(store: CheckpointStore, seq: int) -> list[int]:
 
 
 def retire(store: CheckpointStore, keep: int = KEEP_MANIFESTS) -> None:
-    """Delete what no restart needs: manifests but the newest `keep`, files of trainers that none of those names and that are
-    older than the newest of them, old incarnations. Interrupted anywhere, the next call goes on."""
+    """Delete what no restart needs: all but the newest `keep` manifests, older trainer files that none of these lists, and old
+    incarnations. After an interruption the next call continues."""
     names = [manifest_name(number) for number in numbers(store)]
     for name in (*names[:-keep], *sorted(store.list(DISCARDED))[:-keep]):
         store.delete(name)
@@ -372,7 +373,7 @@ def retire(store: CheckpointStore, keep: int = KEEP_MANIFESTS) -> None:
             needed |= {manifest.dense.name, *(part.file.name for part in manifest.workers.values())}
             last = max(last, seq_of(name))
         except CheckpointError:
-            log.debug("%s is damaged: it keeps no files", name)
+            log.debug("%s is damaged; its files are not kept", name)
     for name in (*store.list(DENSE), *store.list(WORKERS)):
         number = name.rsplit("/", 1)[-1].split("-", 1)[0]
         if name not in needed and number.isdecimal() and int(number) < last:

@@ -1,4 +1,4 @@
-"""A program's state as Prometheus metrics: read when scraped, so that the flow code sets nothing."""
+"""Exports a program's state as Prometheus metrics; the state is read on each scrape."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from prometheus_client.registry import Collector
 
 
 class MetricsCollector(Collector):
-    """`roostream_<program>_<name>` of each name that `read` gives, all of one moment.
+    """Exports `roostream_<program>_<name>` for each name that `read` returns.
 
-    `read` gives name → number, or name → {label value: number} where `labels` has the label's name (a tuple of both where there
-    are several). Text and None are left out. Gauges, but for the names in `counters`, which Prometheus calls `…_total`. Times
-    are exported in seconds whatever they are kept in (`in_seconds`).
+    `read` returns name → number, or name → {label value: number} if `labels` has the name of the label (tuples if there are
+    several labels). Text and None are omitted. Names in `counters` are counters (`…_total`), all others gauges. Times are
+    exported in seconds (`in_seconds`).
     """
 
     def __init__(
@@ -37,26 +37,26 @@ class MetricsCollector(Collector):
         self._registry: CollectorRegistry | None = None
 
     def register(self, registry: CollectorRegistry = REGISTRY) -> None:
-        """Show it from now on."""
+        """Export the metrics from now on."""
         registry.register(self)
         self._registry = registry
 
     def unregister(self) -> None:
-        """Show it no more; nothing happens if it was not shown."""
+        """Stop exporting; idempotent."""
         if self._registry is not None:
             self._registry.unregister(self)
             self._registry = None
 
     def collect(self) -> list[Metric]:
-        """Read anew; names without a number are left out."""
+        """Read the state; metrics without a number are omitted."""
         families = [self._family(name, value) for name, value in self.read().items()]
         return [family for family in families if family.samples]
 
     def _family(self, name: str, value: Any) -> Metric:
         label, (shown, scale) = self.labels.get(name), in_seconds(name)
         labels = (label,) if isinstance(label, str) else label or ()
-        of_kind = CounterMetricFamily if name in self.counters else GaugeMetricFamily
-        family = of_kind(
+        family_type = CounterMetricFamily if name in self.counters else GaugeMetricFamily
+        family = family_type(
             f"roostream_{self.program}_{shown}", self.helps.get(name, shown.replace("_", " ")), labels=labels
         )
         for key, number in value.items() if labels and isinstance(value, Mapping) else [((), value)]:
@@ -78,8 +78,8 @@ _UNITS = (
 
 
 def in_seconds(name: str) -> tuple[str, float]:
-    """What Prometheus calls the value that our name says the unit of, in its base unit, and what to multiply it by: `lag_ms` →
-    (`lag_seconds`, 0.001). A moment is a `…_timestamp_seconds`: of event time, or of what was done (`…_at_ms`)."""
+    """The Prometheus name in base units, and the factor for the value: `lag_ms` → (`lag_seconds`, 0.001). Points in time
+    become `…_timestamp_seconds`."""
     for suffix, instead, scale in _UNITS:
         if name.endswith(suffix):
             return name.removesuffix(suffix) + instead, scale
@@ -87,5 +87,5 @@ def in_seconds(name: str) -> tuple[str, float]:
 
 
 def one_of(state: str, states: tuple[str, ...]) -> dict[str, int]:
-    """A state as a label: 1 for the one in force."""
+    """A state as label values: 1 for the current one, 0 for the others."""
     return {name: int(name == state) for name in states}

@@ -1,4 +1,4 @@
-"""What starts and ends every program: logging, signals, and errors told in one line."""
+"""Start and end of every program: logging, signals, exit codes."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from roostream.runtime.thread_group import still_running
 log = logging.getLogger("roostream")
 
 STOP_S = 20.0
-"""Within this a program of ours has ended after SIGTERM, whoever of its peers is away; whoever stops it waits a little longer."""
+"""A program ends within this time after SIGTERM, even if its peers are away. Supervisors wait a little longer."""
 
 
 REFUSED_CODE = 2
-"""What a program ends with whose settings, or what they name, can't be: no start mends that, its last line says what does."""
+"""Exit code for wrong settings: a restart does not help; the last log line says what to change."""
 
 AWAY_CODE = 69
-"""What a program ends with that may do better at its next start: who or what it needs is away, or another one has its place."""
+"""Exit code if a restart may help: a peer is away, or another program has taken over."""
 
 HELD_CODE = 75
-"""What a program ends with that is not to be started again before the hold of training is over."""
+"""Exit code while training is on hold: do not restart before the hold is over."""
 
 
 class Stop(threading.Event):
-    """Set on SIGTERM or SIGINT; programs wait on it and end in their own order."""
+    """Set on SIGTERM or SIGINT; programs wait for it and shut down in their own order."""
 
 
 LogFormat = Literal["text", "json"]
@@ -45,27 +45,25 @@ LogFormat = Literal["text", "json"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallContext:
-    """What a call is called: by its client or by us, and by a distributed trace (W3C Trace Context), where it is in one."""
+    """Identifies a call in log lines: a call id, and the ids of its distributed trace (W3C Trace Context), if there is one."""
 
     call_id: str
     trace_id: str = ""  # 32 hexadecimal digits
-    span_id: str = ""  # 16, the caller's
-    traceparent: str = (
-        ""  # of the span that is open here, where it is sampled: what is logged of the call carries it
-    )
+    span_id: str = ""  # 16 hexadecimal digits: the caller's span
+    traceparent: str = ""  # of the span that is open here, if it is sampled
 
     def fields(self) -> dict[str, str]:
-        """Those that there are."""
+        """The fields that are not empty, for log lines."""
         named = {"call_id": self.call_id, "trace_id": self.trace_id, "span_id": self.span_id}
         return {name: value for name, value in named.items() if value}
 
 
 CURRENT_CALL: ContextVar[CallContext | None] = ContextVar("CURRENT_CALL", default=None)
-"""Set while a call is worked on, by whoever serves it; every line that is logged meanwhile in that context names it."""
+"""Set by servers while they process a call; log lines of that context contain its ids."""
 
 
 class MaskingFormatter(logging.Formatter):
-    """Lines without a password that came in an address, whoever wrote them; tracebacks too."""
+    """Masks passwords of URLs in log lines and tracebacks, including those of libraries."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         call = CURRENT_CALL.get()
@@ -81,7 +79,7 @@ class MaskingFormatter(logging.Formatter):
 
 
 class JsonFormatter(MaskingFormatter):
-    """One object a line: `time` (UTC), `level`, `logger`, `message`, `error` (a traceback), and the call's names."""
+    """One JSON object a line: `time` (UTC), `level`, `logger`, `message`, `error` (a traceback), and the call's ids."""
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(timespec="milliseconds")
@@ -101,20 +99,19 @@ _LINE = "%(asctime)s %(levelname).1s %(name)s %(message)s"
 
 
 def tune_garbage_collector() -> None:
-    """How programs run Python's collector of cycles. They remember many small objects and make few cycles: at the default a
-    young collection comes every 700 objects, and the older ones walk over all that is remembered, which is what a processor's
-    cache then holds (half of the cache misses of a long stream in the join, docs/decisions/0012)."""
+    """Make cycle collections rare. Programs keep many small objects and create few cycles. With Python's defaults, collections
+    of older generations traverse all of them, which caused half of the join's cache misses (docs/decisions/0012)."""
     gc.set_threshold(50_000, 20, 100)
 
 
 def setup_logging(form: LogFormat = "text", level: str = "") -> None:
-    """Raises ConfigError for a level that there isn't, and logs at INFO then."""
+    """`level`: by default of the environment variable ROOSTREAM_LOG. Raises ConfigError for an unknown level, after setting INFO."""
     level = (level or os.environ.get("ROOSTREAM_LOG") or "INFO").upper()
     known = logging.getLevelNamesMapping()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else MaskingFormatter(_LINE, "%H:%M:%S"))
     logging.basicConfig(level=level if level in known else "INFO", handlers=[handler], force=True)
-    for chatty in ("httpx2", "matplotlib"):  # a line a request; a line a figure
+    for chatty in ("httpx2", "matplotlib"):  # they log one line a request, one line a figure
         logging.getLogger(chatty).setLevel(logging.WARNING)
     if level not in known:
         raise ConfigError(
@@ -122,32 +119,32 @@ def setup_logging(form: LogFormat = "text", level: str = "") -> None:
         )
 
 
-def _say_when_kernels_compile() -> None:
-    """One line before the first kernel that no set-up has compiled; without it a program seems to hang for a minute."""
+def _log_kernel_compilation() -> None:
+    """Log one line before the first kernel that is compiled at run time; otherwise the program seems to hang for a minute."""
     if "numba" not in sys.modules:
         return
     from numba.core import event
 
     class Once(event.Listener):  # type: ignore[misc]
-        told = False
+        logged = False
 
         def on_start(self, event: object) -> None:
-            if not self.told:
-                self.told = True
-                log.info("compiling kernels, once: they are kept for the next start")
+            if not self.logged:
+                self.logged = True
+                log.info("compiling kernels once; they are cached for the next start")
 
         def on_end(self, event: object) -> None:
-            """Nothing is to be said."""
+            """Nothing to log."""
 
     event.register("numba:compile", Once())
 
 
 def run(name: str, body: Callable[[Stop], None], log_format: LogFormat = "text") -> int:
-    """Run `body` until it returns or raises; its exit code.
+    """Run `body` until it returns or raises. Returns the exit code:
 
-    0 done or stopped by a signal, also while waiting for a peer · 2 refused (ConfigError) and 69 another RoostreamError, told in
-    one line; a supervisor tries again what ended with 69 · 75 held: no restart helps, whoever supervises lets it rest · 1 a
-    defect of ours, with its traceback in the log.
+    0: done, or stopped by a signal, also while waiting for a peer. 2: wrong settings (ConfigError). 69: another RoostreamError,
+    logged in one line; a supervisor restarts the program. 75: training is on hold; a restart does not help. 1: a defect of
+    Roostream, with its traceback in the log.
     """
     faulthandler.enable()
     tune_garbage_collector()
@@ -157,14 +154,14 @@ def run(name: str, body: Callable[[Stop], None], log_format: LogFormat = "text")
             signal.signal(number, lambda *_: stop.set())
     try:
         setup_logging(log_format)
-        _say_when_kernels_compile()
+        _log_kernel_compilation()
         body(stop)
     except RoostreamError as error:
         if stop.is_set() and isinstance(error, UnavailableError):
             log.info("%s stopped: %s", name, error)
             return 0
         log.error("%s: %s", name, error)
-        return _code_of(error)
+        return _exit_code(error)
     except Exception:
         log.exception("%s failed: this is a defect of Roostream, not of your settings", name)
         return 1
@@ -172,24 +169,26 @@ def run(name: str, body: Callable[[Stop], None], log_format: LogFormat = "text")
     return 0
 
 
-def _code_of(error: RoostreamError) -> int:
+def _exit_code(error: RoostreamError) -> int:
     if isinstance(error, HeldError):
         return HELD_CODE
     return REFUSED_CODE if isinstance(error, ConfigError) else AWAY_CODE
 
 
 def command_exit_code(code: int) -> int:
-    """That of a command, of what `run` gave: nobody starts a command again, so whatever it couldn't do is 2."""
+    """Exit code of a command, from the result of `run`. Nothing restarts a command, so 69 becomes 2."""
     return REFUSED_CODE if code == AWAY_CODE else code
 
 
 def leave(code: int) -> NoReturn:
-    """End the process with a program's exit code, without taking the interpreter apart beneath threads that may still call it:
-    that would be a segmentation fault, and another code. Such are a thread of ours that waits inside a library for a peer that is
-    away (then what was registered for the end, which may wait for it too, is left out), and the Kafka client's own."""
+    """End the process with an exit code, without finalizing the interpreter while threads may still use it.
+
+    Finalizing could cause a segmentation fault and another exit code. Such threads are those of the Kafka client, and our own
+    that wait inside a library for a peer that is away; in the second case exit handlers, which may wait too, are skipped.
+    """
     if still_running() or "confluent_kafka" in sys.modules:
         if not still_running():
-            threading._shutdown()  # type: ignore[attr-defined]  # waits for executors and threads, as a process of multiprocessing does
+            threading._shutdown()  # type: ignore[attr-defined]  # waits for executors and threads, as multiprocessing does
             atexit._run_exitfuncs()
         logging.shutdown()
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Redis with our settings: bounded waits, and one kind of error. Holds only what can be rebuilt from the topics."""
+"""Redis clients with time limits and one kind of error. Redis holds only data that can be rebuilt from the topics."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from roostream.runtime.backoff import Backoff
 
 
 def client(url: str, *, timeout_s: float) -> redis.Redis:
-    """Connects on first use; every call ends within about `timeout_s`, without a second try. Thread-safe; values are bytes. Of
-    rediss:// the certificate has to be of the host that is named.
+    """A client that connects on first use. Every call ends within about `timeout_s`, without a retry. Thread-safe; values are
+    bytes. With rediss:// the server's certificate must match the host name.
 
     Raises:
         ConfigError: `url` is not a Redis URL.
@@ -29,12 +29,12 @@ def client(url: str, *, timeout_s: float) -> redis.Redis:
 
 
 @contextmanager
-def told(url: str) -> Iterator[None]:
-    """Redis' errors in the body as UnavailableError: whether the last call acted is unknown."""
+def redis_errors(url: str) -> Iterator[None]:
+    """Converts Redis errors of the body into UnavailableError. Whether the last call took effect is then unknown."""
     try:
         yield
     except redis.RedisError as error:
-        raise UnavailableError(f"Redis at {url} can't be used: {error}") from None
+        raise UnavailableError(f"Redis at {url} failed: {error}") from None
 
 
 def wait_for_redis(
@@ -43,6 +43,6 @@ def wait_for_redis(
     """Block until Redis answers.
 
     Raises:
-        UnavailableError: the time limit of `backoff` passed, or `stop` was set.
+        UnavailableError: the outage exceeds the limit of `backoff`, or `stop` was set.
     """
     (backoff or Backoff(what=f"Redis at {url}")).until(connection.ping, (redis.RedisError,), stop)

@@ -1,4 +1,4 @@
-"""Reading what programs export: the Prometheus text form, into something that answers 'unknown' instead of failing."""
+"""Scrapes the Prometheus metrics of programs. Missing values and programs give None instead of errors."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _MAX_BYTES = 4 << 20
 
 
 class ScrapedMetrics:
-    """Samples of one program at one moment; empty if it did not answer."""
+    """The metrics of one program at one moment; empty (falsy) if it did not answer."""
 
     def __init__(self, samples: Mapping[tuple[str, frozenset[tuple[str, str]]], float] | None = None) -> None:
         self._samples = dict(samples or {})
 
     def value(self, name: str, **labels: str) -> float | None:
-        """The sample of exactly these labels; None if it is not there or not a number."""
+        """The sample with exactly these labels; None if it is absent or not finite."""
         return number(self._samples.get((name, frozenset(labels.items()))))
 
     def ms(self, name: str, **labels: str) -> float | None:
@@ -29,7 +29,7 @@ class ScrapedMetrics:
         return None if value is None else value * 1000
 
     def by(self, name: str, label: str, **others: str) -> dict[str, float]:
-        """Value of `label` → sample, of all samples of `name` that have the label, and the `others` with these values."""
+        """Value of `label` → sample, for all samples of `name` that have this label and the label values `others`."""
         found, wanted = {}, others.items()
         for (other, labels), value in self._samples.items():
             if (
@@ -46,7 +46,7 @@ class ScrapedMetrics:
         return sum(values) if values else None
 
     def state(self, name: str, label: str) -> str | None:
-        """The label value whose sample is 1: how a state is exported."""
+        """The label value whose sample is 1 (`metrics_collector.one_of` exports states so)."""
         return next((key for key, value in self.by(name, label).items() if value == 1), None)
 
     def __bool__(self) -> bool:
@@ -58,7 +58,7 @@ def number(value: float | None) -> float | None:
 
 
 def parse(text: str) -> ScrapedMetrics:
-    """An unreadable text is an empty scrape."""
+    """Parse the text format; malformed text gives an empty result."""
     samples: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
     try:
         for family in text_string_to_metric_families(text):
@@ -78,7 +78,7 @@ def fetch(url: str, timeout_s: float = 1.0) -> ScrapedMetrics:
 
 
 def fetch_all(urls: Mapping[str, str | None]) -> dict[str, ScrapedMetrics]:
-    """Program → its scrape, side by side, so that one silent program costs one time-out."""
+    """Program → its metrics. Scrapes in parallel, so that silent programs cost one timeout together."""
     with concurrent.futures.ThreadPoolExecutor(max_workers=8) as pool:
         asked = {name: pool.submit(fetch, url) for name, url in urls.items() if url}
         return {name: future.result() for name, future in asked.items()}

@@ -1,4 +1,4 @@
-"""Named arrays and a few words about them as one safetensors file: what a commit keeps of a trainer."""
+"""Named arrays and text metadata as one safetensors file. Commits store a trainer's state in such files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def decode(data: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         ValueError,
         AttributeError,
         KeyError,
-    ) as error:  # KeyError: numbers that numpy has no type for
+    ) as error:  # KeyError: a dtype that numpy does not have
         raise CheckpointError(
             f"expected a safetensors file, got {len(data)} bytes that aren't one ({error})"
         ) from None

@@ -1,5 +1,4 @@
-"""Background threads whose failure ends the process: the supervisor starts it anew, which is better than half of it. And the time
-that all of a process together has to end."""
+"""Background threads whose failure stops the process, so that a supervisor restarts it; and the time limit of a shutdown."""
 
 from __future__ import annotations
 
@@ -15,16 +14,16 @@ from roostream.runtime.clock import Clock, SystemClock
 
 log = logging.getLogger("roostream")
 
-_LATE: list[threading.Thread] = []
+_UNFINISHED: list[threading.Thread] = []
 
 
 def still_running() -> list[str]:
-    """Names of threads of this process that some `ThreadGroup.join` waited for in vain, and that still run."""
-    return [thread.name for thread in _LATE if thread.is_alive()]
+    """Names of threads that are still running although a `ThreadGroup.join` waited for them."""
+    return [thread.name for thread in _UNFINISHED if thread.is_alive()]
 
 
 class ThreadGroup:
-    """`stop` is set when one of the threads fails."""
+    """Sets `stop` when one of its threads fails."""
 
     def __init__(self, stop: threading.Event) -> None:
         self.stop = stop
@@ -33,16 +32,16 @@ class ThreadGroup:
         self._threads: list[threading.Thread] = []
 
     def start(self, name: str, target: Callable[..., object], *args: Any) -> None:
-        """Run `target(*args)` in a thread; what it raises is logged and sets `stop`."""
+        """Run `target(*args)` in a thread; an exception is logged and sets `stop`."""
 
         def body() -> None:
             try:
                 target(*args)
             except RoostreamError as error:
-                log.error("thread %s: %s; the process ends", name, error)
+                log.error("thread %s failed: %s; the process stops", name, error)
                 self._fail(name, error)
             except Exception as error:
-                log.exception("thread %s failed: this is a defect of Roostream; the process ends", name)
+                log.exception("thread %s failed: this is a defect of Roostream; the process stops", name)
                 self._fail(name, error)
 
         thread = threading.Thread(target=body, name=name, daemon=True)
@@ -55,11 +54,11 @@ class ThreadGroup:
         self.stop.set()
 
     def check(self) -> None:
-        """After `join`.
+        """Raise the error of the first thread that failed; call after `join`.
 
         Raises:
-            RoostreamError: the first thread that failed raised it.
-            RuntimeError: a thread failed otherwise; the first one's error is its cause.
+            RoostreamError: that of the thread.
+            RuntimeError: the thread raised another exception, which is the cause.
         """
         if isinstance(self._error, RoostreamError):
             raise self._error
@@ -67,30 +66,30 @@ class ThreadGroup:
             raise RuntimeError(f"threads failed: {', '.join(self.failed)}") from self._error
 
     def join(self, timeout_s: float) -> list[str]:
-        """Wait for all, together at most `timeout_s`; the names of those that still run."""
+        """Wait for all threads, together at most `timeout_s`. Returns the names of those still running."""
         deadline_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(deadline_s - time.monotonic(), 0.0))
         late = [t for t in self._threads if t.is_alive()]
-        _LATE.extend(t for t in late if t not in _LATE)
+        _UNFINISHED.extend(t for t in late if t not in _UNFINISHED)
         return [t.name for t in late]
 
 
 class StopBudget:
-    """One time limit for everything that a process does after `stop` was set, below the supervisor's, which then kills."""
+    """One time limit for everything a process does after `stop` was set. It is below the time after which a supervisor kills."""
 
     def __init__(self, stop: threading.Event, seconds: float, clock: Clock | None = None) -> None:
         self.stop, self.seconds, self.clock = stop, seconds, clock or SystemClock()
         self._since_s: float | None = None
 
     def begin(self, seconds: float) -> None:
-        """Stop, with so long for it, unless that was asked for before. Any thread."""
+        """Set `stop` with a limit of `seconds`, unless it is set already. Any thread."""
         if not self.stop.is_set():
             self.seconds = seconds
             self.stop.set()
 
     def left_s(self) -> float:
-        """Counts from the first call after `stop` was set; infinite before. Any thread."""
+        """Time left, counted from the first call after `stop` was set; infinite before. Any thread."""
         if not self.stop.is_set():
             return math.inf
         now_s = self.clock.monotonic_s()

@@ -1,4 +1,4 @@
-"""TLS of ports that speak HTTP: certificate and key from files, read anew when they change; client certificates where wanted."""
+"""TLS for HTTP ports: certificate and key files are reloaded when they change; client certificates are optional."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from roostream.schema.settings import SettingError, Settings, setting
 
 log = logging.getLogger("roostream.tls")
 
-_LOOK_S = 5.0
+_CHECK_EVERY_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TlsFiles:
-    """PEM files. `client_ca`: authorities of client certificates; who has none of theirs is let in unless `client_required`."""
+    """PEM files. `client_ca`: authorities of client certificates. Clients without one are accepted unless `client_required`."""
 
     certificate: str
     key: str
@@ -28,17 +28,17 @@ class TlsFiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TlsSettings(Settings):
-    """A program whose HTTP ports are encrypted where it is given a certificate: all of them by the same files."""
+    """TLS settings of a program: if it has a certificate, all its HTTP ports use it."""
 
     tls_certificate: str = setting(
         "",
-        "PEM file of the certificate chain of this program's HTTP ports; read anew when it changes; '' = no TLS",
+        "PEM file of the certificate chain of this program's HTTP ports; reloaded when it changes; '' = no TLS",
     )
     tls_key: str = setting("", "PEM file of its private key")
     tls_client_ca: str = setting(
-        "", "PEM file of authorities of client certificates; '' = none are asked for"
+        "", "PEM file of authorities of client certificates; '' = no client certificates"
     )
-    tls_client_required: bool = setting(False, "refuse whoever has no certificate of theirs")
+    tls_client_required: bool = setting(False, "refuse clients without a certificate of these authorities")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,12 +51,12 @@ class TlsSettings(Settings):
         if self.tls_client_required and not self.tls_client_ca:
             raise SettingError(
                 "tls_client_required",
-                "expected it with tls_client_ca, got none; who may sign the clients' certificates?",
+                "expected tls_client_ca too, got none; set it to the authorities of the clients' certificates",
             )
 
     @property
     def scheme(self) -> str:
-        """Of URLs of its ports."""
+        """URL scheme of the program's ports."""
         return "https" if self.tls_certificate else "http"
 
     @property
@@ -73,29 +73,29 @@ class TlsSettings(Settings):
 
 
 class TlsContext:
-    """One context for all connections: those that begin after the files changed get what they hold then."""
+    """One SSL context for all connections. Connections that begin after a change of the files use the new certificate."""
 
     def __init__(self, files: TlsFiles) -> None:
-        """Raises SettingError: files that can't be read, or don't belong together."""
+        """Raises SettingError: a file can't be read, or certificate and key do not match."""
         self.files = files
         self._watch = FileWatcher(Path(files.certificate), Path(files.key))
         self.context = _context(files)
 
     def poll(self) -> None:
-        """Take new files, if they are whole; else what was stays, and it is told."""
+        """Load changed files. If they are invalid, log an error and keep the old certificate."""
         if not self._watch.changed():
             return
         try:
-            _context(self.files)  # a pair that doesn't fit would leave half of it in the one that is in use
+            _context(self.files)  # a mismatched pair must not reach the context in use
             self.context.load_cert_chain(self.files.certificate, self.files.key)
         except (SettingError, OSError) as error:
-            log.error("%s; the certificate of before stays in use", error)
+            log.error("%s; the old certificate stays in use", error)
         else:
-            log.info("%s: new connections get the certificate as it is now", self.files.certificate)
+            log.info("%s changed: new connections use the new certificate", self.files.certificate)
 
     def run(self, stop: threading.Event) -> None:
-        """Until `stop`."""
-        while not stop.wait(_LOOK_S):
+        """Check the files until `stop` is set."""
+        while not stop.wait(_CHECK_EVERY_S):
             self.poll()
 
 

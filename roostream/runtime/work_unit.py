@@ -1,8 +1,8 @@
-"""What training is given to do: ranges of sources, handed out by the controller, read by whoever reads that source.
+"""Work units: ranges of training input that the controller hands out to workers.
 
-A source is named by text: a partition of `samples` ("samples/3"). A range has offsets; or, while a model is trained from a
-session of the warehouse (`TableInput`), *positions*: rows of the session's order that lie before (roostream/warehouse/sessions/session.py).
-Whoever reads a source knows what its numbers mean; nobody else needs to.
+A source is a partition of `samples`, named like "samples/3". The bounds of a range are Kafka offsets or, while a warehouse session
+is trained (`TableInput`), *positions*: numbers of records in the session's order (roostream/warehouse/readers). Only the reader of
+a source interprets them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES, Partition, Prog
 
 @dataclasses.dataclass(frozen=True)
 class WorkUnit:
-    """What lies from `start` up to `end` of `source`, `end` not in it. Done when a commit contains it, and not before."""
+    """The range from `start` to `end` (exclusive) of `source`. It is done once a commit contains it."""
 
     source: str
     start: int
@@ -29,88 +29,84 @@ class WorkUnit:
         return self.end - self.start
 
     def part(self, number: int, of: int) -> WorkUnit:
-        """The one numbered `number` (from 0) of so many of nearly the same length."""
+        """Part `number` (from 0) of `of` parts of nearly equal length."""
         return WorkUnit(
             self.source, self.start + len(self) * number // of, self.start + len(self) * (number + 1) // of
         )
 
     def after(self, at: int) -> WorkUnit:
-        """What is left of it when everything below `at` is done."""
+        """The rest when everything below `at` is done."""
         return WorkUnit(self.source, min(max(at, self.start), self.end), self.end)
 
 
 def source_of(partition: Partition) -> str:
-    """How a partition is called as a source."""
+    """The source name of a partition."""
     return f"{partition[0]}/{partition[1]}"
 
 
 def partition_of(source: str) -> Partition:
-    """Inverse of `source_of`. ValueError: it is no partition's name."""
+    """Inverse of `source_of`. Raises ValueError for other names."""
     topic, _, number = source.rpartition("/")
     return topic, int(number)
 
 
 @dataclasses.dataclass(frozen=True)
 class Epoch:
-    """What a worker may read until it is told more: of each of its sources one unit, and nothing behind it. Number 0 is the
-    stream, which has no units and no end."""
+    """What a worker may read until the next epoch: one unit of each of its sources. Number 0 is the stream, which has no units
+    and no end."""
 
     number: int
     units: tuple[WorkUnit, ...]
 
     def plain(self) -> dict[str, Any]:
-        """As commands carry it."""
+        """As in commands."""
         return {"number": self.number, "units": plain_units(self.units)}
 
     @classmethod
-    def of(cls, told: Mapping[str, Any] | None) -> Epoch:
-        """Inverse of `plain`; nothing told is the stream."""
-        return cls(int(told["number"]), units_of(told["units"])) if told else STREAM
+    def of(cls, plain: Mapping[str, Any] | None) -> Epoch:
+        """Inverse of `plain`; None is the stream."""
+        return cls(int(plain["number"]), units_of(plain["units"])) if plain else STREAM
 
 
 STREAM = Epoch(0, ())
 
 
 def plain_units(units: Sequence[WorkUnit]) -> list[list[Any]]:
-    """As calls and files carry them."""
+    """As in calls and files."""
     return [[unit.source, unit.start, unit.end] for unit in units]
 
 
-def units_of(told: Sequence[Sequence[Any]]) -> tuple[WorkUnit, ...]:
-    """Inverse of `plain_units`. ValueError, TypeError: these are none."""
-    return tuple(WorkUnit(str(source), int(start), int(end)) for source, start, end in told)
+def units_of(plain: Sequence[Sequence[Any]]) -> tuple[WorkUnit, ...]:
+    """Inverse of `plain_units`. Raises ValueError or TypeError for malformed input."""
+    return tuple(WorkUnit(str(source), int(start), int(end)) for source, start, end in plain)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableInput:
-    """A session of the warehouse, as commits, incarnations and commands carry it. Two with equal digests have the same rows
-    at the same positions."""
+    """A warehouse session, as in commits, incarnations and commands. Sessions with equal digests have the same records at the same
+    positions."""
 
-    table: str  # the warehouse's place
-    version: int  # of the log of its samples
+    table: str  # the warehouse's location
+    version: int  # of the table's log of samples
     digest: str  # of the session's spec
     spec: Mapping[str, Any]  # as `SessionSpec.plain`
-    rows: Mapping[int, int]  # partition → positions of the session
-    begins: (
-        Progress  # offsets of the stream: below them earlier sessions, or the stream itself, had everything
-    )
-    ends: Progress  # of the stream: below them everything is in this session, or was before
-    topics: Mapping[str, str] = dataclasses.field(
-        default_factory=dict
-    )  # name → id of what `ends` are offsets of
+    rows: Mapping[int, int]  # partition → number of records
+    begins: Progress  # stream offsets: earlier sessions or the stream contained everything below
+    ends: Progress  # stream offsets: everything below is in this session or was trained before
+    topics: Mapping[str, str] = dataclasses.field(default_factory=dict)  # name → id of the topics of `ends`
     last_close_ms: int = 0  # of its samples
-    corrections: int = -1  # version of the log of its corrections, which its labels have; -1 = they have none
+    corrections: int = -1  # version of the log of corrections that its labels include; -1 = none
 
     def plain(self) -> dict[str, Any]:
         """As JSON."""
-        told = {
+        numbers = {
             name: getattr(self, name)
             for name in ("table", "version", "digest", "last_close_ms", "corrections")
         }
         rows = {str(number): count for number, count in sorted(self.rows.items())}
         offsets = {name: _texts(getattr(self, name)) for name in ("begins", "ends")}
         return {
-            **told,
+            **numbers,
             **offsets,
             "phase": "initial",
             "spec": dict(self.spec),
@@ -119,17 +115,17 @@ class TableInput:
         }
 
     @classmethod
-    def of(cls, told: Mapping[str, Any] | None) -> TableInput | None:
-        """Inverse of `plain`; None of nothing: the stream. KeyError, TypeError, ValueError, AttributeError: it is none."""
-        if not told:
+    def of(cls, plain: Mapping[str, Any] | None) -> TableInput | None:
+        """Inverse of `plain`; None for None (the stream). Raises KeyError, TypeError, ValueError or AttributeError if malformed."""
+        if not plain:
             return None
-        plain = {name: value for name, value in told.items() if name != "phase"}
-        rows = {int(number): int(count) for number, count in told["rows"].items()}
-        return cls(**{**plain, "rows": rows, "begins": flat(told["begins"]), "ends": flat(told["ends"])})
+        fields = {name: value for name, value in plain.items() if name != "phase"}
+        rows = {int(number): int(count) for number, count in plain["rows"].items()}
+        return cls(**{**fields, "rows": rows, "begins": flat(plain["begins"]), "ends": flat(plain["ends"])})
 
     @property
     def units(self) -> tuple[WorkUnit, ...]:
-        """All of it, by partition."""
+        """The complete session, one unit a partition."""
         return tuple(
             WorkUnit(source_of((SAMPLES, number)), 0, count)
             for number, count in sorted(self.rows.items())
@@ -137,16 +133,16 @@ class TableInput:
         )
 
     def is_trained(self, at: Progress) -> bool:
-        """These positions lie behind all of it."""
+        """Whether these positions are at the end of the session."""
         return all(at.get((SAMPLES, number), 0) >= count for number, count in self.rows.items())
 
     def stream_at(self, positions: Progress) -> Progress:
-        """Of the partitions that are trained: where the stream would go on before this session, below which all is trained."""
+        """The stream offsets of these partitions before this session."""
         return {partition: self.begins.get(partition, 0) for partition in positions}
 
     def stream_behind(self, positions: Progress) -> Progress:
-        """The same behind this session. Corrections that the session's labels don't have are the stream's, all of them. Where no
-        stream is known, its beginning."""
+        """The stream offsets after this session. If the session's labels include no corrections, all corrections of the stream
+        remain. Without a known stream: its beginning."""
         if not self.topics:
             return dict.fromkeys(positions, 0)
         return {

@@ -23,7 +23,7 @@ import redis
 
 from roostream.online.counters import LISTS, Counters, Keys
 from roostream.runtime.kafka.topics import DEFAULT_PARTITIONS, EVENTS, Partition, Progress, all_partitions
-from roostream.runtime.redis_client import told
+from roostream.runtime.redis_client import redis_errors
 from roostream.schema.ids import table_id
 
 _KEEP_S = 30 * 86_400  # an entity without events for so long is forgotten; memory stays bounded
@@ -56,7 +56,7 @@ class FeatureStore:
 
     def offsets(self, cluster: str) -> Progress:
         """Next offsets; what another Kafka cluster's events gave is deleted first, since its offsets mean nothing here."""
-        with told(self.url):
+        with redis_errors(self.url):
             found = self.connection.hgetall(self._prefix + b"at")
             if found.pop(b"cluster", None) != cluster.encode():
                 for key in self.connection.scan_iter(match=_literal(self._prefix) + b"*", count=1000):
@@ -69,7 +69,7 @@ class FeatureStore:
     def load(self, counters: Counters, keys: Keys) -> None:
         """Fill the counters with these states, in one round trip. CheckpointError for foreign bytes."""
         names = list(self._names(keys))
-        with told(self.url):
+        with redis_errors(self.url):
             values = self.connection.mget(names) if names else []
         counters.load(keys, values)
 
@@ -96,7 +96,7 @@ class FeatureStore:
         ]
         found = zip(self._names(keys), counters.dump(keys), keeps, strict=True)
         kept = [(name, state, keep_s) for name, state, keep_s in found if state is not None]
-        with told(self.url):
+        with redis_errors(self.url):
             names = [self._prefix + b"at", *(name for name, _, _ in kept)]
             states = [*(state for _, state, _ in kept), *(keep_s for _, _, keep_s in kept)]
             return bool(self._commit(keys=names, args=[len(self.partitions) + 1, *moves, *states]))

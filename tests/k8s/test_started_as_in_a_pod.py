@@ -141,7 +141,7 @@ def test_whoever_is_called_asks_who_calls_where_the_component_is(
                     environ=started.environment,
                 )
                 keys = LinkCredentials(config.link)
-                seen[program] = (keys.security.asks, bool(keys.tokens), keys.security.name)
+                seen[program] = (keys.security.is_mutual_tls, bool(keys.tokens), keys.security.name)
     assert seen == dict.fromkeys(LINKED, (asks, asks, "link.roostream" if asks else ""))
 
 

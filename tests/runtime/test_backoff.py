@@ -34,7 +34,7 @@ def test_a_peer_that_answers_starts_from_the_first_delay_again() -> None:
 
 def test_an_outage_is_told_once_a_while_and_so_is_its_end(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="roostream")
-    backoff = Backoff(what="Redis", clock=FakeClock(), max_s=2.0, say_every_s=30.0)
+    backoff = Backoff(what="Redis", clock=FakeClock(), max_s=2.0, log_every_s=30.0)
     for _ in range(10):
         backoff.wait("refused")
     assert [r.message for r in caplog.records] == ["waiting for Redis: refused (retrying)"]

@@ -192,7 +192,7 @@ def test_a_command_that_hangs_after_the_controller_gave_it_up_ends_the_process()
     assert stuck == []
     clock.advance(2)
     member.beat(controller)
-    assert stuck == ["write has been given up by the controller and still hangs after 61 s"]
+    assert stuck == ["command write was given up by the controller and still hangs after 61 s"]
     doer.hold.set()
     running.join(10)
     do_all(member)
@@ -371,7 +371,7 @@ def test_who_leaves_goes_when_its_time_is_over_whatever_the_controller_says() ->
 def test_a_member_that_is_asked_to_leave_ends_within_the_notice() -> None:
     controller, stop = FakeController([]), threading.Event()
     ending = StopBudget(stop, 8.0, FakeClock())
-    member = make_member(controller, Doer(), ending=ending)
+    member = make_member(controller, Doer(), stop_budget=ending)
     member.beat(controller)
     assert not stop.is_set()
     controller.said = {"leave_s": 17.0}
@@ -389,7 +389,7 @@ def test_a_member_that_ends_tells_what_it_did_last() -> None:
     do_all(member)
     controller.answers = [[]]
     member.stop.set()
-    member._answer_loop()
+    member._result_loop()
     assert controller.beats[-1]["results"] == [{"id": 1, "ok": True, "rows": 7}]
 
 

@@ -96,7 +96,7 @@ def test_a_link_with_certificates_may_be_reached_by_others(
     ):
         load(cls, path, environ={})
     path.write_text(path.read_text() + '[link]\ncertificate = "c"\nkey = "k"\nca = "a"\n')
-    assert load(cls, path, environ={}).link.asks
+    assert load(cls, path, environ={}).link.is_mutual_tls
 
 
 @pytest.mark.parametrize(("cls", "own"), PROGRAMS[:-1])

@@ -101,11 +101,11 @@ def test_g5_any_flipped_bit_is_detected(data: st.DataObject) -> None:
         (encoded({**body_of_4(), "samplers": {}}), "unexpected keyword argument 'samplers'"),
         (
             encoded({**body_of_4(), "bucket_map": BucketMap.modulo(32, 2).plain()}),
-            "a map of 64 buckets to 2 owners, got one of 32",
+            "a map of 64 buckets to 2 owners, got 32",
         ),
         (
             encoded({**body_of_4(), "bucket_map": BucketMap.modulo(64, 3).plain()}),
-            "of 64 buckets to 2 owners, got one of 64 to 3",
+            "of 64 buckets to 2 owners, got 64 to 3",
         ),
     ],
 )

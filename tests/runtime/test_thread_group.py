@@ -33,7 +33,7 @@ def test_what_a_thread_refuses_is_one_sentence(caplog: pytest.LogCaptureFixture)
     crew.join(10)
     with pytest.raises(ConfigError, match="expected 8 partitions, got 4"):
         crew.check()
-    assert "thread topics: expected 8 partitions" in caplog.text and "Traceback" not in caplog.text
+    assert "thread topics failed: expected 8 partitions" in caplog.text and "Traceback" not in caplog.text
 
 
 def test_a_thread_that_does_not_end_is_named() -> None:

@@ -184,7 +184,7 @@ class Simulation:
             threading.Event(),
             clock=self.clock,
             session=session,
-            hear=getattr(process, "hear", lambda command: None),
+            on_received=getattr(process, "hear", lambda command: None),
         )
 
     def _history(self, committed: Mapping[int, int]) -> tuple[WorkUnit, ...]:

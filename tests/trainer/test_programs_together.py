@@ -183,7 +183,7 @@ class Together:
         )
         dial, ending = lambda: SocketTransport(self.server.address), StopBudget(stop, LONG_S)
         member = ControllerAgent(
-            dial, "worker", 0, worker.submit, monitor.report, left, clock=clock, ending=ending
+            dial, "worker", 0, worker.submit, monitor.report, left, clock=clock, stop_budget=ending
         )
         member.start()
         thread = self._thread(lambda: train(worker, monitor, member, Health(LONG_S), ending, LONG_S))

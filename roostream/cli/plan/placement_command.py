@@ -440,7 +440,7 @@ def _read_map(file: Path) -> BucketMap:
     from roostream.runtime.bucket_map import BucketMap
 
     try:
-        return BucketMap.of_plain(json.loads(file.read_text(encoding="utf-8")))
+        return BucketMap.from_plain(json.loads(file.read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigError(
             f"{file}: expected a bucket map, got {error.strerror}; create one with `placement map --json`"

@@ -328,7 +328,7 @@ class _OfflineTraining:
         ]
         if worker:
             agents.append(
-                ControllerAgent(dial, "worker", 0, worker.submit, worker.report, ended, hear=worker.hear)
+                ControllerAgent(dial, "worker", 0, worker.submit, worker.report, ended, on_received=worker.hear)
             )
 
         def end() -> None:

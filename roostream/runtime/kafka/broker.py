@@ -1,6 +1,6 @@
-"""Where Kafka is and how a client proves who it is; `clients.py` makes clients of it, Flink's connectors take `java()`.
+"""Address and authentication of Kafka, for librdkafka (`clients.py`) and for Flink's connectors (`java()`).
 
-Imports no client, so that settings can hold it.
+Imports no client, so that settings can use it.
 """
 
 from __future__ import annotations
@@ -19,31 +19,27 @@ _LOGIN = {
     "OAUTHBEARER": "oauthbearer.OAuthBearerLoginModule",
 }
 SHADED = "org.apache.flink.kafka.shaded."
-"""In front of Kafka's classes and system properties in Flink's connector, which brings a client of its own under other names."""
+"""Prefix of Kafka's classes and system properties in Flink's connector, which contains a renamed copy of the client."""
 ALLOWED_URLS = f"{SHADED}org.apache.kafka.sasl.oauthbearer.allowed.urls"
-"""System property of Flink's JVMs: the URLs at which tokens may be fetched; without `token_url` in it no client starts."""
+"""System property of Flink's JVMs: the URLs from which tokens may be fetched. It must contain `token_url`."""
 _SECURITY = f"{SHADED}org.apache.kafka.common.security."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KafkaSecurity:
-    """The table `[kafka_security]` of a program's TOML. Secrets are never part of `repr`, and so of no log."""
+    """The table `[kafka_security]` of a program's TOML. `repr` omits secrets, so logs do too."""
 
     protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = setting(
-        "PLAINTEXT", "what the listener speaks"
+        "PLAINTEXT", "security protocol of the broker's listener"
     )
     mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"] = setting(
-        "SCRAM-SHA-512", "SASL: how to log in"
+        "SCRAM-SHA-512", "SASL mechanism"
     )
-    username: str = setting("", "SASL: who this program is; with OAUTHBEARER its client id")
-    password: str = setting("", "SASL: its password; with OAUTHBEARER its client secret", secret=True)
-    token_url: str = setting(
-        "", "OAUTHBEARER: where a token is fetched for them, as OAuth's client credentials"
-    )
-    scope: str = setting("", "OAUTHBEARER: of the token; '' = whatever is given")
-    ca: str = setting(
-        "", "SSL: PEM file of the authorities that may sign the broker's certificate; '' = the system's"
-    )
+    username: str = setting("", "SASL user name; with OAUTHBEARER the client id")
+    password: str = setting("", "SASL password; with OAUTHBEARER the client secret", secret=True)
+    token_url: str = setting("", "OAUTHBEARER: URL of the token endpoint (client credentials grant)")
+    scope: str = setting("", "OAUTHBEARER: scope of the token; '' = the default scope")
+    ca: str = setting("", "SSL: PEM file of the authorities of the broker's certificate; '' = the system's")
     certificate: str = setting("", "SSL: PEM file of this program's certificate chain; '' = none")
     key: str = setting("", "SSL: PEM file of its private key (PKCS #8)")
     key_password: str = setting("", "SSL: password of that file", secret=True)
@@ -81,7 +77,7 @@ class KafkaSecurity:
         return self.uses_sasl and self.mechanism == "OAUTHBEARER"
 
     def librdkafka(self) -> dict[str, str]:
-        """Under librdkafka's names; {} for PLAINTEXT."""
+        """Options of librdkafka; {} for PLAINTEXT."""
         found: dict[str, str] = {} if self.protocol == "PLAINTEXT" else {"security.protocol": self.protocol}
         if self.uses_oauth:
             found |= {"sasl.mechanism": self.mechanism, "sasl.oauthbearer.method": "oidc"}
@@ -106,8 +102,8 @@ class KafkaSecurity:
         return found
 
     def java(self) -> dict[str, str]:
-        """Under the names of the Java client in Flink's connector, files as text: a task manager needs none of them. {} for
-        PLAINTEXT.
+        """Options of the Java client in Flink's connector; {} for PLAINTEXT. Files are included as text, so that task managers do
+        not need them.
 
         Raises:
             ConfigError: a file can't be read.
@@ -139,7 +135,7 @@ class KafkaSecurity:
 
 @dataclasses.dataclass(frozen=True)
 class Broker:
-    """What every Kafka client is made from. `str()` is the address alone."""
+    """Address and authentication. `str()` is the address only."""
 
     bootstrap: str
     security: KafkaSecurity = KafkaSecurity()

@@ -1,4 +1,4 @@
-"""Kafka clients with our settings; the only place that knows librdkafka's option names."""
+"""Creates Kafka clients. Only this module uses librdkafka's option names."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from roostream.schema.limits import MAX_MESSAGE_BYTES
 
 log = logging.getLogger("roostream.kafka")
 
-_MOVING = (
+_NO_LEADER_YET = (
     KafkaError.UNKNOWN_LEADER_EPOCH,
     KafkaError.FENCED_LEADER_EPOCH,
     KafkaError.NOT_LEADER_FOR_PARTITION,
     KafkaError.LEADER_NOT_AVAILABLE,
     KafkaError.OFFSET_NOT_AVAILABLE,
-)  # what a broker answers while a partition is getting its leader, for some moments behind its start
-_ASK_AGAIN_S = 0.1
+)  # a broker returns these for a moment after its start, while a partition is getting its leader
+_RETRY_S = 0.1
 _QUIET = {
     "log_level": 2,
     "log.connection.close": False,
@@ -46,7 +46,7 @@ _QUIET = {
 
 
 def _on_error(error: KafkaError) -> None:
-    """Client-level errors are states, not failures: librdkafka keeps trying."""
+    """Client-level errors are temporary: librdkafka keeps trying."""
     log.debug("kafka: %s", error)
 
 
@@ -60,9 +60,9 @@ def _common(broker: Broker) -> dict[str, Any]:
 
 
 def producer(broker: Broker, **overrides: Any) -> Producer:
-    """Idempotent, keyed by murmur2 as Java's producers are. Give `transactional_id` for transactions.
+    """An idempotent producer that partitions by murmur2 of the key, like Java's. Pass `transactional_id` for transactions.
 
-    Delivery errors reach the callback given to `produce`; a full queue raises BufferError there.
+    Delivery errors go to the callback passed to `produce`; a full queue raises BufferError there.
     """
     settings = {
         **_common(broker),
@@ -79,7 +79,7 @@ def producer(broker: Broker, **overrides: Any) -> Producer:
 
 
 def consumer(broker: Broker, group: str, **overrides: Any) -> Consumer:
-    """Manual offsets, earliest when there are none, committed transactions only, end of partition reported."""
+    """A consumer without automatic commits that starts at the earliest offset and reads committed transactions only."""
     settings = {
         **_common(broker),
         "group.id": group,
@@ -98,17 +98,17 @@ def consumer(broker: Broker, group: str, **overrides: Any) -> Consumer:
 
 
 def admin(broker: Broker) -> AdminClient:
-    """For topics and offsets; connects at the first call."""
+    """Connects at the first call."""
     return AdminClient(_common(broker))
 
 
 def wait_for_broker(
     broker: Broker, stop: threading.Event | None = None, timeout_s: float | None = None
 ) -> str:
-    """Block until the broker answers; its cluster id.
+    """Block until the broker answers. Returns its cluster id.
 
     Raises:
-        UnavailableError: `timeout_s` passed, or `stop` was set. Says once a minute that it waits.
+        UnavailableError: `timeout_s` passed, or `stop` was set.
     """
     client = admin(broker)
     backoff = Backoff(what=f"Kafka at {broker}", timeout_s=timeout_s)
@@ -118,11 +118,11 @@ def wait_for_broker(
 def wait_for_topics(
     broker: Broker, prefix: str, topics: Iterable[str], partitions: int, stop: threading.Event | None = None
 ) -> dict[str, str]:
-    """Block until the topics are there; full name → the broker's id of it (changes when a topic is deleted and made again).
+    """Block until the topics exist. Returns full name → the broker's topic id, which changes when a topic is created again.
 
     Raises:
-        ConfigError: one has other partitions than the deployment says.
-        UnavailableError: `stop` was set. Says once a minute that it waits.
+        ConfigError: a topic has another number of partitions than the deployment's setting.
+        UnavailableError: `stop` was set.
     """
     client, expected = (
         admin(broker),
@@ -142,7 +142,7 @@ def wait_for_topics(
     for name, number in expected.items():
         if number != (got := len(found[name].partitions)):
             raise ConfigError(
-                f"topic {name} at {broker}: expected {number} partitions, got {got}; set partitions to what it has"
+                f"topic {name} at {broker}: expected {number} partitions, got {got}; set `partitions` to this number"
             )
     return {name: str(topic.topic_id) for name, topic in found.items()}
 
@@ -150,7 +150,7 @@ def wait_for_topics(
 def check_topics(
     broker: Broker, prefix: str, topics: Iterable[str], partitions: int, stop: threading.Event
 ) -> None:
-    """`wait_for_topics` for a thread of its own beside a program that needn't wait. Raises ConfigError; returns on `stop`."""
+    """`wait_for_topics` for a background thread. Raises ConfigError; returns when `stop` is set."""
     try:
         wait_for_topics(broker, prefix, topics, partitions, stop)
     except UnavailableError:
@@ -161,16 +161,14 @@ def check_topics(
 def bounds(
     client: Consumer, places: Sequence[TopicPartition], timeout_s: float = 10.0
 ) -> list[tuple[int, int]]:
-    """(oldest offset still there, last stable offset) of each, in the order of `places`. Call from the consumer's own thread.
+    """(oldest offset, last stable offset) of each partition, in order. Call from the consumer's own thread.
 
-    Asked as the offsets of the times "earliest" and "latest" (ListOffsets' -2 and -1), two questions a broker whatever the number
-    of partitions. `get_watermark_offsets` asks the same but waits without a limit for a broker that dies meanwhile
-    (librdkafka issues 2588, 4878).
-
-    A partition that is just getting its leader is asked for again within the time.
+    Uses the offsets of the times "earliest" and "latest", which takes two requests a broker for any number of partitions.
+    `get_watermark_offsets` would wait without limit for a broker that dies meanwhile (librdkafka issues 2588, 4878). A
+    partition that is just getting its leader is retried within the time limit.
 
     Raises:
-        KafkaException: the broker refused, is away, or told nothing in time.
+        KafkaException: the broker refused, is away, or did not answer in time.
     """
     end_s = time.monotonic() + timeout_s
     return list(
@@ -189,19 +187,19 @@ def _offsets_at(client: Consumer, places: Sequence[TopicPartition], when: int, e
         refused = next((place.error for place in at if place.error is not None), None)
         if refused is None:
             return [int(place.offset) for place in at]
-        if refused.code() not in _MOVING or left_s <= 0:
+        if refused.code() not in _NO_LEADER_YET or left_s <= 0:
             raise KafkaException(refused)
-        time.sleep(_ASK_AGAIN_S)
+        time.sleep(_RETRY_S)
         with contextlib.suppress(KafkaException):
             client.list_topics(
                 timeout=max(end_s - time.monotonic(), 0.1)
-            )  # who leads now: the client remembers who did
+            )  # refreshes the partition leaders that the client has cached
 
 
 def end_offsets(
     client: Consumer, topic: str, partitions: Iterable[int], timeout_s: float = 10.0
 ) -> dict[int, int]:
-    """Partition → next offset that will be written (last stable offset). Call from the consumer's own thread.
+    """Partition → last stable offset. Call from the consumer's own thread.
 
     Raises:
         KafkaException: as `bounds`.
@@ -221,10 +219,10 @@ def send(
     on_delivery: Callable[[KafkaError | None, Any], None] | None = None,
     give_up: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Queue one record, waiting for room when the queue is full (bounded memory: the wait is the back pressure).
+    """Queue one record. Blocks while the queue is full, which bounds memory.
 
     Raises:
-        UnavailableError: there was no room, and `give_up` says not to wait for it; the record is not queued.
+        UnavailableError: the queue is full and `give_up` returned true; the record is not queued.
     """
     extra = {} if partition < 0 else {"partition": partition}
     while True:
@@ -237,6 +235,6 @@ def send(
         except BufferError:
             if give_up():
                 raise UnavailableError(
-                    f"topic {topic}: the queue is full, since Kafka takes nothing; stopped waiting"
+                    f"topic {topic}: the producer's queue is full because Kafka accepts no records; stopped waiting"
                 ) from None
             client.poll(0.05)

@@ -1,6 +1,6 @@
-"""Making a deployment's topics, and saying how those that exist differ from what its settings ask for.
+"""Creates a deployment's topics, and compares existing ones with its settings.
 
-Done by `roostream topics` and by the local stack; no other program makes or changes a topic.
+Used by `roostream topics` and the local stack; no other program creates or changes topics.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from roostream.errors import ConfigError, UnavailableError
 from roostream.runtime.kafka.topics import ROWS, TOPICS, TopicSettings, configs, name_of, partitions_of
 
 _TIMEOUT_S = 20.0
-_ASK_TIMES, _ASK_EVERY_S = 50, 0.1
+_MAX_POLLS, _POLL_EVERY_S = 50, 0.1
 
 
 class TopicAdmin:
-    """One prefix on one cluster. Every call asks the brokers anew."""
+    """The topics of one prefix on one cluster."""
 
     def __init__(
         self,
@@ -41,10 +41,10 @@ class TopicAdmin:
         self.topics = tuple(topics)
 
     def create(self) -> list[str]:
-        """Make what is absent; what exists stays as it is. The names of those that were made.
+        """Create missing topics; existing ones stay unchanged. Returns the names of the created ones.
 
         Raises:
-            UnavailableError: the brokers are away, or refuse; says which topic and why. Others may have been made.
+            UnavailableError: the brokers are away or refuse, with topic and reason. Others may have been created.
         """
         new = [
             NewTopic(
@@ -69,51 +69,52 @@ class TopicAdmin:
         return made
 
     def check(self) -> None:
-        """Every topic exists as the settings say.
+        """Check that every topic exists as the settings say.
 
         Raises:
-            ConfigError: one sentence with every difference: expected, got.
+            ConfigError: lists every difference: expected, got.
             UnavailableError: the brokers are away.
         """
         wrong = self.differences()
         if wrong:
             raise ConfigError(
-                f"{'; '.join(wrong)}: use the settings that the topics were made with, alter them with Kafka's own tools, "
-                "or take another prefix"
+                f"{'; '.join(wrong)}: use the settings with which the topics were created, alter the topics with Kafka's tools, "
+                "or choose another prefix"
             )
 
     def differences(self) -> list[str]:
-        """`"topic samples: expected 8 partitions, got 4"`, one for each.
+        """Differences such as "topic samples: expected 8 partitions, got 4".
 
         Raises:
             UnavailableError: the brokers are away.
         """
         try:
             known = self.client.list_topics(timeout=_TIMEOUT_S).topics
-            here = [topic for topic in self.topics if name_of(self.prefix, topic) in known]
-            found = self._configs(here)
+            existing = [topic for topic in self.topics if name_of(self.prefix, topic) in known]
+            found = self._configs(existing)
         except KafkaException as error:
-            raise UnavailableError(f"Kafka can't say what topics there are: {error.args[0].str()}") from None
+            raise UnavailableError(f"Kafka can't list its topics: {error.args[0].str()}") from None
         out = []
         for topic in self.topics:
             name = name_of(self.prefix, topic)
             if topic not in found:
-                out.append(f"topic {name}: expected to exist, got none (`roostream topics create` makes it)")
+                out.append(f"topic {name}: expected to exist, got none (run `roostream topics create`)")
                 continue
             expected, got = partitions_of(topic, self.partitions), len(known[name].partitions)
             if expected != got:
                 out.append(f"topic {name}: expected {expected} partitions, got {got}")
             for key, value in configs(topic, self.settings).items():
-                if not _is_as_asked(key, value, found[topic].get(key)):
+                if not _matches(key, value, found[topic].get(key)):
                     out.append(f"topic {name}: expected {key} = {value}, got {found[topic].get(key)}")
         return out
 
     def keep_longer(self, retention_ms: int) -> dict[str, int]:
-        """Have records stay for at least so long, in every topic but that of rows, which readers need for minutes; name → ms as
-        it is now. What is kept longer already, or for ever, stays so: nothing is ever deleted by this.
+        """Raise the retention of every topic except `rows` to at least `retention_ms`. Returns name → retention in ms.
+
+        Longer and unlimited retentions stay: this never causes a deletion. `rows` is only needed for minutes.
 
         Raises:
-            UnavailableError: the brokers are away, or refuse; some topics may have been changed.
+            UnavailableError: the brokers are away or refuse; some topics may have been changed.
         """
         topics = [topic for topic in self.topics if topic != ROWS]
         try:
@@ -131,23 +132,25 @@ class TopicAdmin:
 
     def _alter(self, topics: list[str], key: str, value: str) -> None:
         entry = ConfigEntry(key, value, incremental_operation=AlterConfigOpType.SET)
-        asked = [
+        resources = [
             ConfigResource(ResourceType.TOPIC, name_of(self.prefix, topic), incremental_configs=[entry])
             for topic in topics
         ]
-        if asked:
-            for future in self.client.incremental_alter_configs(asked, request_timeout=_TIMEOUT_S).values():
+        if resources:
+            for future in self.client.incremental_alter_configs(
+                resources, request_timeout=_TIMEOUT_S
+            ).values():
                 future.result()
 
     def _wait_for(self, names: list[str]) -> None:
-        """A broker may hear of a new topic a moment after the controller has made it."""
-        for _ in range(_ASK_TIMES):
+        """A broker may learn of a new topic a moment after the controller created it."""
+        for _ in range(_MAX_POLLS):
             if set(names) <= set(self.client.list_topics(timeout=_TIMEOUT_S).topics):
                 return
-            time.sleep(_ASK_EVERY_S)
+            time.sleep(_POLL_EVERY_S)
 
     def _configs(self, topics: list[str]) -> dict[str, dict[str, Any]]:
-        """Topic → its configuration on the brokers."""
+        """Topic → configuration on the brokers."""
         asked = {ConfigResource(ResourceType.TOPIC, name_of(self.prefix, topic)): topic for topic in topics}
         if not asked:
             return {}
@@ -158,7 +161,7 @@ class TopicAdmin:
         }
 
 
-def _is_as_asked(key: str, asked: str, got: str | None) -> bool:
-    """Records that are kept longer than was asked for are no difference: `keep_longer` has made it so."""
-    longer = key == "retention.ms" and got is not None and 0 <= int(asked) < int(got)
-    return got == asked or longer
+def _matches(key: str, expected: str, got: str | None) -> bool:
+    """A longer retention is no difference, because `keep_longer` may have set it."""
+    longer = key == "retention.ms" and got is not None and 0 <= int(expected) < int(got)
+    return got == expected or longer

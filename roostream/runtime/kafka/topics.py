@@ -1,4 +1,4 @@
-"""The topics: names, partitions, settings. `roostream/runtime/kafka/topic_admin.py` makes them."""
+"""Topics: names, partitions, settings. roostream/runtime/kafka/topic_admin.py creates them."""
 
 from __future__ import annotations
 
@@ -10,49 +10,49 @@ from roostream.schema.limits import MAX_MESSAGE_BYTES
 from roostream.schema.settings import Settings, setting
 
 Partition: TypeAlias = tuple[str, int]
-"""(topic without prefix, number): the one name of a partition."""
+"""(topic without prefix, number)."""
 
 Progress: TypeAlias = dict[Partition, int]
 """Partition → next offset to read."""
 
 IMPRESSIONS, ENGAGEMENTS, SAMPLES = "impressions", "engagements", "samples"
 CORRECTIONS, ROWS, PREDICTIONS, DEAD_LETTERS = "corrections", "rows", "predictions", "dead_letters"
-EVENTS = (IMPRESSIONS, ENGAGEMENTS)  # what the joiner reads; in its envelopes a topic's place is its byte
+EVENTS = (IMPRESSIONS, ENGAGEMENTS)  # read by the joiner; its envelopes contain the index of the topic
 
 TOPICS = (IMPRESSIONS, ENGAGEMENTS, SAMPLES, CORRECTIONS, ROWS, PREDICTIONS, DEAD_LETTERS)
 
-# Of a deployment that chooses none. A bucket's rows are in partition `bucket mod partitions` of `rows`.
+# Defaults. The rows of a bucket are in partition `bucket mod partitions` of topic `rows`.
 DEFAULT_PARTITIONS, DEFAULT_BUCKETS = 4, 64
 
 MAX_SKEW_MS = 60_000
-"""Of a deployment that chooses none: how far in the future a record's time may lie."""
+"""Default of how far in the future a record's time may be."""
 
 _HOUR_MS = 3_600_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TopicSettings(Settings):
-    """What a deployment chooses of its topics when they are made."""
+    """Settings of a deployment's topics, used when they are created."""
 
     replication: int = setting(1, "copies of each partition", ge=1, le=16)
-    replay: bool = setting(False, "event times lie in the past: never delete by them, accept any of them")
-    retention_ms: int = setting(24 * _HOUR_MS, "how long records are kept", ge=1)
-    retention_bytes: int = setting(512 << 20, "how much of a partition is kept", ge=1)
-    max_skew_ms: int = setting(MAX_SKEW_MS, "records from further in the future are refused", ge=0)
+    replay: bool = setting(False, "event times are in the past: accept any time, never delete by time")
+    retention_ms: int = setting(24 * _HOUR_MS, "retention of records", ge=1)
+    retention_bytes: int = setting(512 << 20, "retention of a partition in bytes", ge=1)
+    max_skew_ms: int = setting(MAX_SKEW_MS, "refuse records from further in the future", ge=0)
     max_message_bytes: int = setting(
         MAX_MESSAGE_BYTES,
-        "largest record; programs make none that is larger than the default",
+        "largest record; programs write none larger than the default",
         ge=MAX_MESSAGE_BYTES,
     )
 
 
 def partitions_of(topic: str, partitions: int) -> int:
-    """How many partitions `topic` has in a deployment of `partitions`."""
+    """Number of partitions of `topic`; `partitions`: the deployment's setting."""
     return 1 if topic == DEAD_LETTERS else partitions
 
 
 def all_partitions(topics: Iterable[str], partitions: int) -> tuple[Partition, ...]:
-    """Every partition of these topics in a deployment of `partitions`, topic by topic."""
+    """All partitions of these topics, topic by topic; `partitions`: the deployment's setting."""
     return tuple((topic, number) for topic in topics for number in range(partitions_of(topic, partitions)))
 
 
@@ -61,7 +61,7 @@ def name_of(prefix: str, topic: str) -> str:
 
 
 def nested(at: Progress) -> dict[str, dict[int, int]]:
-    """Topic → partition → offset: a progress as calls and manifests carry it."""
+    """Topic → partition → offset, as in calls and manifests."""
     out: dict[str, dict[int, int]] = {}
     for (topic, partition), offset in sorted(at.items()):
         out.setdefault(topic, {})[partition] = offset
@@ -69,12 +69,12 @@ def nested(at: Progress) -> dict[str, dict[int, int]]:
 
 
 def flat(by_topic: Mapping[str, Mapping[int | str, int]]) -> Progress:
-    """Inverse of `nested`; JSON's keys are text."""
+    """Inverse of `nested`; keys may be text, as in JSON."""
     return {(topic, int(p)): int(offset) for topic, at in by_topic.items() for p, offset in at.items()}
 
 
 def configs(topic: str, settings: TopicSettings) -> dict[str, str]:
-    """Kafka's settings of a topic."""
+    """Kafka's configuration of a topic."""
     old = settings.replay and topic != ROWS
     retention_ms = -1 if old else _HOUR_MS if topic == ROWS else settings.retention_ms
     forever = str(2**63 - 1)

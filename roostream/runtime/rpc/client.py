@@ -1,5 +1,5 @@
-"""Calls made over TCP. A connection carries one call at a time, in order; a caller that wants several at once uses several
-threads, and the transport then holds several connections.
+"""Client of calls over TCP. A connection carries one call at a time; concurrent calls of several threads use several
+connections.
 """
 
 from __future__ import annotations
@@ -19,31 +19,35 @@ from roostream.runtime.rpc.transport import Answer, Arrays, Header
 
 
 class SocketTransport:
-    """A Transport to `"host:port"`. Connections are dialled when needed and kept for the next call; the host's name is looked up
-    for each, so that whoever moves is found again. See `roostream.runtime.rpc.transport.Transport` for what a failure means."""
+    """A `Transport` to "host:port". Connections are opened when needed and reused. The host name is resolved for each new
+    connection, so that a peer that moved is found again."""
 
     def __init__(
         self,
         address: str,
         *,
-        dial_timeout_s: float = 2.0,
+        connect_timeout_s: float = 2.0,
         max_frame_bytes: int = frames.MAX_FRAME_BYTES,
         keys: LinkCredentials | None = None,
     ) -> None:
-        self.address, self.dial_timeout_s, self.max_frame_bytes = address, dial_timeout_s, max_frame_bytes
+        self.address, self.connect_timeout_s, self.max_frame_bytes = (
+            address,
+            connect_timeout_s,
+            max_frame_bytes,
+        )
         self.keys = keys or LinkCredentials()
         self._idle: deque[socket.socket] = deque()
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._closed = False
-        self.num_dialled = 0
+        self.num_connections_opened = 0
 
     def call(self, method: str, header: Header, arrays: Arrays = (), *, timeout_s: float = 30.0) -> Answer:
         buffers = frames.encode(
             frames.CALL, {"method": method, "header": header}, arrays, self.max_frame_bytes
         )
         deadline = time.monotonic() + timeout_s
-        connection = self._take(method, timeout_s)
+        connection = self._connection(method, timeout_s)
         try:
             connections.send(connection, buffers, deadline)
             received = connections.receive(connection, deadline, self.max_frame_bytes)
@@ -70,35 +74,35 @@ class SocketTransport:
             connections.shutdown(connection, socket.SHUT_RDWR)
             connection.close()
 
-    def _take(self, method: str, timeout_s: float) -> socket.socket:
-        """An idle connection that the peer hasn't closed, or a new one."""
+    def _connection(self, method: str, timeout_s: float) -> socket.socket:
+        """An idle connection that the peer has not closed, or a new one."""
         while True:
             with self._lock:
                 if self._closed:
                     raise TransportError(f"{method} at {self.address}: this transport is closed")
                 connection = self._idle.pop() if self._idle else None
             if connection is None:
-                return self._dial(method, timeout_s)
-            if not connections.has_news(connection):
+                return self._connect(method, timeout_s)
+            if not connections.has_input(connection):
                 return connection
             self._drop(connection)
 
-    def _dial(self, method: str, timeout_s: float) -> socket.socket:
-        limit_s, (host, port) = min(self.dial_timeout_s, timeout_s), parse_address(self.address)
+    def _connect(self, method: str, timeout_s: float) -> socket.socket:
+        limit_s, (host, port) = min(self.connect_timeout_s, timeout_s), parse_address(self.address)
         try:
             connection = socket.create_connection((host.strip("[]"), port), limit_s)
-            connections.tune(connection)
-            connection = self.keys.dialled(connection, host)
-            self._greet(connection, limit_s)
+            connections.set_options(connection)
+            connection = self.keys.wrap_connected(connection, host)
+            self._authenticate(connection, limit_s)
         except OSError as error:
             raise TransportError(f"{method} at {self.address}: can't connect ({error})") from None
         with self._lock:
             self._open.add(connection)
-            self.num_dialled += 1
+            self.num_connections_opened += 1
         return connection
 
-    def _greet(self, connection: socket.socket, limit_s: float) -> None:
-        """Tell the token, where there is one. Raises what the peer answers; OSError: it doesn't; the connection is closed."""
+    def _authenticate(self, connection: socket.socket, limit_s: float) -> None:
+        """Send the token, if there is one. Raises the error that the peer returns, or OSError; the connection is closed then."""
         tokens = self.keys.tokens
         if not tokens:
             return

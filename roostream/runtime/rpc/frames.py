@@ -1,11 +1,11 @@
-"""Frames of our calls (docs/protocols.md, "Calls"): a prefix of fixed size, a small msgpack header, arrays back to back.
+"""Frames of calls (docs/protocols.md, "Calls"): a prefix of fixed size, a small msgpack header, then the arrays.
 
     prefix  magic ROO2 u32 · kind u8 · 3 zero bytes · header bytes u32 · number of arrays u32 · payload bytes u64 · checksum u64
     header  msgpack map {"method", "header", "arrays": [[dtype, [dimension…]]…]}; errors carry {"error", "message", "reason"}
     payload each array's bytes, little-endian, C order, padded to 8 bytes
     checksum xxh3-64 of all bytes before and after it
 
-Pure: bytes in, bytes out. Nothing here takes memory for a size that it has not checked.
+No I/O here. Sizes are checked before memory is allocated for them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Body: TypeAlias = dict[str, Any]
 MAGIC = int.from_bytes(b"ROO2", "little")
 CALL, ANSWER, ERROR = 1, 2, 3
 GREETING = "greet"
-"""The method by which a caller tells its token, as the first of a connection; no handler has one of that name."""
+"""The method with which a client sends its token, first on a connection. No handler has a method of this name."""
 
 MAX_HEADER_BYTES = 1 << 20
 MAX_FRAME_BYTES = 1 << 30
@@ -52,7 +52,7 @@ class Prefix(NamedTuple):
 def _plain(value: object) -> object:
     if isinstance(value, np.generic):
         return value.item()
-    raise TypeError(f"a call's header holds plain values only, got {type(value).__name__}")
+    raise TypeError(f"expected plain values in the header of a call, got {type(value).__name__}")
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
@@ -62,10 +62,10 @@ _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder()
 def encode(
     kind: int, body: Body, arrays: Sequence[np.ndarray] = (), max_frame_bytes: int = MAX_FRAME_BYTES
 ) -> list[Any]:
-    """Buffers of one frame, in order, for `sendmsg`; arrays are not copied where they are contiguous already.
+    """Encode a frame as a list of buffers for `sendmsg`. Contiguous arrays are not copied.
 
     Raises:
-        WireError: `oversized` header or payload, `bad_shape` for a dtype that frames don't carry; nothing was sent.
+        WireError: `oversized` header or payload, or `bad_shape` for an unsupported dtype.
     """
     described: list[list[Any]] = []
     buffers: list[Any] = []
@@ -89,16 +89,16 @@ def encode(
 
 
 def parse_prefix(data: bytes | bytearray | memoryview, max_frame_bytes: int = MAX_FRAME_BYTES) -> Prefix:
-    """The first PREFIX_BYTES of a frame.
+    """Decode the first PREFIX_BYTES of a frame.
 
     Raises:
-        WireError: not a frame of ours (`undecodable`) or sizes beyond the limits (`oversized`).
+        WireError: not a valid frame (`undecodable`), or sizes beyond the limits (`oversized`).
     """
     magic, kind, zero, header_bytes, num_arrays, payload_bytes = _PREFIX.unpack_from(data)
     if magic == _MAGIC_1:
         raise WireError(
             "undecodable",
-            "expected a frame that starts with ROO2, got ROO1: start all programs from one Roostream",
+            "expected a frame that starts with ROO2, got ROO1: run all programs from one Roostream version",
         )
     if magic != MAGIC or kind not in (CALL, ANSWER, ERROR) or zero != b"\0\0\0":
         raise WireError("undecodable", f"expected a frame that starts with ROO2, got {bytes(data[:8])!r}")
@@ -107,10 +107,10 @@ def parse_prefix(data: bytes | bytearray | memoryview, max_frame_bytes: int = MA
 
 
 def check(prefix: Prefix, *parts: Any) -> None:
-    """`parts`: the prefix's bytes, the header, the payload.
+    """Verify the checksum. `parts`: the bytes of prefix, header and payload.
 
     Raises:
-        WireError: `undecodable`: a bit was changed on the way.
+        WireError: `undecodable`: the frame was damaged.
     """
     before, *rest = parts
     got = _checksum((before[: _PREFIX.size], *rest))
@@ -129,7 +129,7 @@ def _checksum(parts: Iterable[Any]) -> int:
 
 
 def parse_header(prefix: Prefix, data: bytes | bytearray | memoryview) -> Body:
-    """The header map, with its arrays' shapes checked against the prefix before their payload is read.
+    """Decode the header; the arrays' shapes are checked against the prefix before the payload is read.
 
     Raises:
         WireError: `undecodable` or `bad_shape`.
@@ -154,7 +154,7 @@ def parse_header(prefix: Prefix, data: bytes | bytearray | memoryview) -> Body:
 
 
 def views(body: Body, payload: np.ndarray) -> list[np.ndarray]:
-    """The arrays of a checked header over `payload` (uint8 [payload_bytes], 8-byte aligned), without a copy."""
+    """The arrays as views of `payload` (uint8 [payload_bytes], 8-byte aligned). `body` is of `parse_header`."""
     arrays, at = [], 0
     for entry in body["arrays"]:
         dtype, shape = _shape_of(entry)
@@ -194,4 +194,6 @@ def _check_sizes(header_bytes: int, num_arrays: int, payload_bytes: int, max_fra
         ("a payload", payload_bytes, max_frame_bytes),
     ):
         if got > limit:
-            raise WireError("oversized", f"expected {what} of at most {limit}, got {got}; send less a call")
+            raise WireError(
+                "oversized", f"expected {what} of at most {limit}, got {got}; send less in one call"
+            )

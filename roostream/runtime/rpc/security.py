@@ -1,10 +1,10 @@
-"""Who may call shards and the controller: certificates on both ends, a token, or nobody asks (docs/operations/security.md).
+"""Authentication of calls to shards and the controller: mutual TLS and tokens, both optional (docs/operations/security.md).
 
-    certificate, key, ca   TLS 1.3; each end shows a certificate of `ca` and refuses one that isn't
-    token_file             whoever dials says its first line before the first call; whoever listens takes any of its lines
+    certificate, key, ca   TLS 1.3; both sides present a certificate and require one signed by `ca`
+    token_file             a client sends the first line before its first call; a server accepts any of the lines
 
-Files are looked at whenever a connection begins, so new ones need no restart; connections that are there go on. Pairs are renewed
-in any order: a new `ca` file may hold the old authority too, a new token stands below the old one until everybody has both.
+Files are checked whenever a connection begins, so renewed files need no restart; open connections continue. Files may be renewed
+in any order: a new `ca` file can contain the old authority too, and a new token follows the old one until all programs have both.
 """
 
 from __future__ import annotations
@@ -22,24 +22,23 @@ from roostream.schema.settings import SettingError, Settings, setting
 
 log = logging.getLogger("roostream.rpc")
 
-MIN_TOKEN = 16
-"""Characters; who guesses may try often."""
+MIN_TOKEN_CHARS = 16  # guesses are not rate-limited
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinkSecurity(Settings):
-    """The table `[link]` of a program's TOML; equal in all programs but for each one's own certificate."""
+    """The table `[link]` of a program's TOML. Equal in all programs, except for each program's own certificate."""
 
     certificate: str = setting(
-        "", "PEM file of this program's certificate chain, shown to whoever calls and is called; '' = no TLS"
+        "", "PEM file of this program's certificate chain, for incoming and outgoing connections; '' = no TLS"
     )
     key: str = setting("", "PEM file of its private key")
     ca: str = setting(
-        "", "PEM file of the authorities whose certificates may call and be called: this deployment's own"
+        "", "PEM file of the authorities whose certificates are accepted: this deployment's own"
     )
-    name: str = setting("", "that certificates of those called have to have; '' = the host that is dialled")
+    name: str = setting("", "host name that a server's certificate must have; '' = the host of its address")
     token_file: str = setting(
-        "", "file of tokens, one a line: the first is told to whoever is called, each is taken of callers"
+        "", "file of tokens, one a line: the first is sent to servers, any of them is accepted from clients"
     )
 
     def __post_init__(self) -> None:
@@ -52,17 +51,17 @@ class LinkSecurity(Settings):
                 f"expected certificate, key and ca together, got no {missing}; add what is missing",
             )
         if self.name and not self.certificate:
-            raise SettingError("name", "expected it with certificate, key and ca, got none of them; add them")
+            raise SettingError("name", "expected certificate, key and ca too, got none of them; add them")
 
     @property
-    def asks(self) -> bool:
-        """Whether a caller has to prove who it is, over a line that nobody reads. A token without TLS can be read on its way."""
+    def is_mutual_tls(self) -> bool:
+        """Whether clients must authenticate over an encrypted connection. A token alone is sent unencrypted."""
         return bool(self.certificate)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Files:
-    """What they held at one moment."""
+    """Contents of the files at one moment."""
 
     server: ssl.SSLContext | None
     client: ssl.SSLContext | None
@@ -70,13 +69,13 @@ class _Files:
 
 
 class LinkCredentials:
-    """The certificates and tokens in force. Thread-safe."""
+    """The current certificates and tokens. Thread-safe."""
 
     def __init__(self, security: LinkSecurity | None = None, *, insecure: bool = False) -> None:
-        """`insecure`: addresses that others reach may be listened on although nothing asks who they are.
+        """`insecure`: servers may listen on public addresses without mutual TLS.
 
         Raises:
-            SettingError: files that can't be read, or don't belong together.
+            SettingError: a file can't be read, or certificate and key do not match.
         """
         self.security, self.insecure = security or LinkSecurity(), insecure
         named = (self.security.certificate, self.security.key, self.security.ca, self.security.token_file)
@@ -86,27 +85,27 @@ class LinkCredentials:
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """Those that are taken, the one that is told first; () = none is asked for."""
-        return self._now().tokens
+        """Accepted tokens; the first one is sent to servers. () = no token is required."""
+        return self._current().tokens
 
-    def admits(self, token: object) -> bool:
-        """In a time that doesn't tell where it differs."""
-        told = token.encode() if isinstance(token, str) else b""
-        return any([hmac.compare_digest(told, known.encode()) for known in self.tokens]) or not self.tokens
+    def accepts_token(self, token: object) -> bool:
+        """Compares in constant time."""
+        given = token.encode() if isinstance(token, str) else b""
+        return any([hmac.compare_digest(given, known.encode()) for known in self.tokens]) or not self.tokens
 
-    def accepted(self, connection: socket.socket) -> socket.socket:
-        """A connection that was accepted, as it is to be spoken over; nothing is read yet. OSError: it has gone."""
-        context = self._now().server
+    def wrap_accepted(self, connection: socket.socket) -> socket.socket:
+        """Wrap an accepted connection in TLS, if configured. Nothing is read yet. Raises OSError: the connection was closed."""
+        context = self._current().server
         if context is None:
             return connection
         return context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
 
-    def dialled(self, connection: socket.socket, host: str) -> socket.socket:
-        """A connection that was dialled, once both have shown who they are, within its own time limit.
+    def wrap_connected(self, connection: socket.socket, host: str) -> socket.socket:
+        """Wrap an outgoing connection in TLS, if configured, and do the handshake within the connection's time limit.
 
-        OSError: they have not; the connection is closed.
+        Raises OSError: the handshake failed; the connection is closed.
         """
-        context = self._now().client
+        context = self._current().client
         if context is None:
             return connection
         try:
@@ -115,21 +114,21 @@ class LinkCredentials:
             connection.close()
             raise
 
-    def _now(self) -> _Files:
-        """New files, if they are whole; else what was stays, and it is told."""
+    def _current(self) -> _Files:
+        """Load changed files. If they are invalid, log an error and keep the old contents."""
         with self._lock:
             if self._watch.files and self._watch.changed():
                 try:
                     self._files = _read(self.security)
-                    log.info("certificates and tokens of the link were renewed")
+                    log.info("reloaded certificates and tokens of [link]")
                 except SettingError as error:
-                    log.error("link: %s; what was before stays in force", error)
+                    log.error("link: %s; the old certificates and tokens stay in use", error)
             return self._files
 
 
 def _read(security: LinkSecurity) -> _Files:
     tokens = _tokens(security.token_file) if security.token_file else ()
-    if not security.asks:
+    if not security.is_mutual_tls:
         return _Files(None, None, tokens)
     return _Files(
         _context(security, ssl.PROTOCOL_TLS_SERVER), _context(security, ssl.PROTOCOL_TLS_CLIENT), tokens
@@ -139,11 +138,9 @@ def _read(security: LinkSecurity) -> _Files:
 def _context(security: LinkSecurity, protocol: ssl._SSLMethod) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.verify_mode = (
-        ssl.CERT_REQUIRED
-    )  # of a client too: the host's name is checked by whoever dials alone
+    context.verify_mode = ssl.CERT_REQUIRED  # of clients too; only clients check the host name
     if protocol == ssl.PROTOCOL_TLS_SERVER:
-        context.num_tickets = 0  # connections are kept, not resumed
+        context.num_tickets = 0  # connections are long-lived, not resumed
     try:
         context.load_cert_chain(security.certificate, security.key)
     except OSError as error:  # ssl.SSLError is one
@@ -166,9 +163,9 @@ def _tokens(file: str) -> tuple[str, ...]:
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError("link.token_file", f"expected a file of tokens, got {file!r}: {error}") from None
     tokens = tuple(stripped for line in lines if (stripped := line.strip()))
-    if not tokens or min(map(len, tokens)) < MIN_TOKEN:
+    if not tokens or min(map(len, tokens)) < MIN_TOKEN_CHARS:
         raise SettingError(
             "link.token_file",
-            f"expected tokens of at least {MIN_TOKEN} characters, one a line, in {file!r}; see `openssl rand -hex 32`",
+            f"expected tokens of at least {MIN_TOKEN_CHARS} characters, one a line, in {file!r}; see `openssl rand -hex 32`",
         )
     return tokens

@@ -1,4 +1,4 @@
-"""Calls answered over TCP, with threads, one a connection; `roostream/runtime/rpc/client.py` makes them."""
+"""Server of calls over TCP, with one thread a connection; roostream/runtime/rpc/client.py is the client."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from roostream.runtime.rpc.transport import Handler, Header
 
 log = logging.getLogger("roostream.rpc")
 
-FIRST_CALL_S = 10.0  # for the first byte of a connection
-IDLE_S = 300.0  # between two calls; a client dials again
-FRAME_S = 10.0  # within a frame, and to take an answer, beside the time for its size
+FIRST_CALL_S = 10.0  # until the first byte of a connection
+IDLE_S = 300.0  # between two calls; the client connects again later
+FRAME_S = 10.0  # to receive a frame, or to send a response, plus a time proportional to its size
 
 
 @dataclasses.dataclass(eq=False)
-class _Dialled:
-    """One connection, as whoever looks for room sees it."""
+class _Connection:
+    """State of one open connection."""
 
     thread: threading.Thread
-    since_s: float  # it was dialled, or its last call was answered
+    idle_since_s: float  # when it was opened, or its last call was answered
     has_called: bool = False
-    busy: bool = False  # a call is being answered
-    admitted: bool = False  # it told a token that is taken
+    busy: bool = False  # a call is in progress
+    authenticated: bool = False  # it sent an accepted token, or none is required
 
 
 class RpcServer:
-    """Answers calls with `handler`, from one thread a connection.
+    """Answers calls with `handler`, in one thread a connection.
 
-    Bytes that aren't a frame of ours close their connection with one log line; the others go on. Nobody locks others out: a
-    connection without a call has a time limit, and when all are taken the one that has been silent longest makes room, those
-    first that never called.
+    Bytes that are not a valid frame close their connection, with one log line. Idle connections have a time limit. When the
+    maximum number of connections is reached, the one that has been idle longest is closed for a new one; those that never made
+    a call are closed first.
     """
 
     def __init__(
@@ -59,18 +59,18 @@ class RpcServer:
         self.handler, self.host, self.port, self.keys = handler, host, port, keys or LinkCredentials()
         self.max_frame_bytes, self.max_connections = max_frame_bytes, max_connections
         self._listener: socket.socket | None = None
-        self._connections: dict[socket.socket, _Dialled] = {}
+        self._connections: dict[socket.socket, _Connection] = {}
         self._lock = threading.Lock()
         self._stopping = False
         self._acceptor: threading.Thread | None = None
 
     def start(self) -> RpcServer:
-        """Bind and accept; self.
+        """Bind and accept connections. Returns self.
 
         Raises:
-            SetupError: the port is taken, or others reach the address and nothing asks who they are.
+            SetupError: the port is taken, or the address is public and mutual TLS is off.
         """
-        if not (is_loopback(self.host) or self.keys.security.asks or self.keys.insecure):
+        if not (is_loopback(self.host) or self.keys.security.is_mutual_tls or self.keys.insecure):
             raise SetupError(
                 f"expected to listen on 127.0.0.1, got {self.host!r}: calls carry no authentication; "
                 "set certificate, key and ca of [link], or insecure = true if the network is yours alone"
@@ -88,12 +88,12 @@ class RpcServer:
 
     @property
     def address(self) -> str:
-        """`host:port` in use; the port is drawn by `start` if it was 0."""
+        """`host:port` in use; `start` chooses the port if it was 0."""
         return f"{self.host}:{self.port}"
 
     def stop(self, timeout_s: float = 2.0) -> int:
-        """1 accept no more, 2 let calls in hand end within `timeout_s`, 3 cut off the rest, half a second for all of them; how
-        many were cut off."""
+        """Stop accepting connections, wait up to `timeout_s` for calls in progress, then close the rest within half a second.
+        Returns the number of calls that were cut off."""
         self._stopping = True
         deadline = time.monotonic() + timeout_s
         if self._listener is None:
@@ -107,14 +107,14 @@ class RpcServer:
             open_now = dict(self._connections)
         for connection in open_now:
             connections.shutdown(connection, socket.SHUT_RD)
-        for dialled in open_now.values():
-            dialled.thread.join(max(deadline - time.monotonic(), 0.0))
+        for client in open_now.values():
+            client.thread.join(max(deadline - time.monotonic(), 0.0))
         with self._lock:
-            cut_off = sum(dialled.busy for dialled in self._connections.values())
+            cut_off = sum(client.busy for client in self._connections.values())
         for connection in open_now:
             connections.shutdown(connection, socket.SHUT_RDWR)
-        for dialled in open_now.values():
-            dialled.thread.join(max(deadline + 0.5 - time.monotonic(), 0.0))
+        for client in open_now.values():
+            client.thread.join(max(deadline + 0.5 - time.monotonic(), 0.0))
         return cut_off
 
     def _accept(self) -> None:
@@ -122,11 +122,9 @@ class RpcServer:
         while not self._stopping:
             try:
                 connection, peer = self._listener.accept()
-                connection = self.keys.accepted(connection)
+                connection = self.keys.wrap_accepted(connection)
             except OSError as error:
-                if (
-                    not self._stopping
-                ):  # out of file descriptors, most likely: connections end, then there is room again
+                if not self._stopping:  # probably out of file descriptors; retried, because connections end
                     log.warning("can't accept a connection: %s", error)
                     time.sleep(0.1)
                 continue
@@ -136,44 +134,44 @@ class RpcServer:
                     thread = threading.Thread(
                         target=self._serve, args=(connection, peer), name="rpc", daemon=True
                     )
-                    self._connections[connection] = _Dialled(thread, time.monotonic())
+                    self._connections[connection] = _Connection(thread, time.monotonic())
             if full:
-                log.warning("connection from %s refused: %d are open", peer, self.max_connections)
+                log.warning("refused a connection from %s: %d are open", peer, self.max_connections)
                 connection.close()
             else:
                 thread.start()
 
     def _make_room(self) -> bool:
-        """Inside the lock: close the connection that is missed least."""
-        silent = [
-            (it.has_called, it.since_s, connection)
+        """Close the connection that has been idle longest. The caller holds the lock."""
+        idle = [
+            (it.has_called, it.idle_since_s, connection)
             for connection, it in self._connections.items()
             if not it.busy
         ]
-        if not silent:
+        if not idle:
             return False
-        *_, connection = min(silent, key=lambda entry: entry[:2])
+        *_, connection = min(idle, key=lambda entry: entry[:2])
         del self._connections[connection]
         connections.shutdown(connection, socket.SHUT_RDWR)
-        log.warning("%d connections are open: a silent one is closed", self.max_connections)
+        log.warning("%d connections are open; closed an idle one", self.max_connections)
         return True
 
     def _serve(self, connection: socket.socket, peer: object) -> None:
         try:
-            connections.tune(connection)
+            connections.set_options(connection)
             if isinstance(connection, ssl.SSLSocket):
                 connection.settimeout(FIRST_CALL_S)
                 connection.do_handshake()
             while not self._stopping and self._serve_one(connection):
                 pass
         except WireError as error:
-            log.warning("connection from %s closed: %s", peer, error)
+            log.warning("closed the connection from %s: %s", peer, error)
         except ssl.SSLError as error:
             log.warning(
-                "connection from %s closed: it could not prove who it is (%s)", peer, error.reason or error
+                "closed the connection from %s: TLS handshake failed (%s)", peer, error.reason or error
             )
         except TimeoutError:
-            log.debug("connection from %s closed: it was silent or slow for too long", peer)
+            log.debug("closed the connection from %s: idle or too slow", peer)
         except OSError as error:
             log.debug("connection from %s ended: %s", peer, error)
         finally:
@@ -182,39 +180,39 @@ class RpcServer:
             connection.close()
 
     def _serve_one(self, connection: socket.socket) -> bool:
-        """One call; False when the peer has closed between two, or has to make room."""
-        dialled = self._connections.get(connection)
-        if dialled is None:
+        """Serve one call; False: the peer closed the connection, or it was closed for another one."""
+        client = self._connections.get(connection)
+        if client is None:
             return False
-        wait_s = IDLE_S if dialled.has_called else FIRST_CALL_S
-        dialled.admitted = dialled.admitted or not self.keys.tokens
-        max_bytes = self.max_frame_bytes if dialled.admitted else 0
+        wait_s = IDLE_S if client.has_called else FIRST_CALL_S
+        client.authenticated = client.authenticated or not self.keys.tokens
+        max_bytes = self.max_frame_bytes if client.authenticated else 0
         received = connections.receive(connection, time.monotonic() + wait_s, max_bytes, FRAME_S)
         if received is None:
             return False
-        dialled.busy = True
+        client.busy = True
         try:
             kind, body, arrays = received
             if kind != frames.CALL or not isinstance(body.get("method"), str):
                 raise WireError("undecodable", f"expected a call, got a frame of kind {kind}")
             header = body.get("header", {})
-            if body["method"] == frames.GREETING or not dialled.admitted:
-                answer = self._greeted(dialled, body["method"], header)
+            if body["method"] == frames.GREETING or not client.authenticated:
+                answer = self._authenticate(client, body["method"], header)
             else:
                 answer = self._answer(body["method"], header, arrays)
             size_s = sum(len(buffer) for buffer in answer) / connections.MIN_BYTES_PER_S
             connections.send(connection, answer, time.monotonic() + FRAME_S + size_s)
         finally:
-            dialled.busy, dialled.has_called, dialled.since_s = False, True, time.monotonic()
-        return dialled.admitted
+            client.busy, client.has_called, client.idle_since_s = False, True, time.monotonic()
+        return client.authenticated
 
-    def _greeted(self, dialled: _Dialled, method: str, header: Header) -> list[Any]:
-        dialled.admitted = method == frames.GREETING and self.keys.admits(header.get("token"))
-        if dialled.admitted:
+    def _authenticate(self, client: _Connection, method: str, header: Header) -> list[Any]:
+        client.authenticated = method == frames.GREETING and self.keys.accepts_token(header.get("token"))
+        if client.authenticated:
             return frames.encode(frames.ANSWER, {"header": {}})
-        log.warning("a caller without a token that is taken is refused")
+        log.warning("refused a client without a valid token")
         refused = UnavailableError(
-            "expected a token that is taken here, got another or none; compare link.token_file of both"
+            "expected a valid token, got another or none; compare link.token_file of both programs"
         )
         return frames.encode(frames.ERROR, error_body(refused))
 
@@ -232,5 +230,5 @@ class RpcServer:
 
 
 def error_body(error: RoostreamError) -> frames.Body:
-    """How an error travels: its class by name, its sentence, and a WireError's reason."""
+    """An error as a message: class name, text, and a WireError's reason."""
     return {"error": type(error).__name__, "message": str(error), "reason": getattr(error, "reason", "")}

@@ -1,5 +1,6 @@
-"""Frames over blocking sockets, received into memory that is taken once a frame and only after its sizes were checked
-(roostream/runtime/rpc/frames.py). Both ends of a call use these.
+"""Sends and receives frames over blocking sockets; used by client and server of calls.
+
+Memory is allocated once a frame, after its sizes were checked (roostream/runtime/rpc/frames.py).
 """
 
 from __future__ import annotations
@@ -16,29 +17,29 @@ import numpy as np
 
 from roostream.runtime.rpc import frames
 
-MIN_BYTES_PER_S = 1e6  # of a peer that is given time by the size of what it sends or takes
+MIN_BYTES_PER_S = 1e6  # slowest transfer rate that time limits allow for
 
-_SOCKET_BYTES = 4 << 20
-_RECORD_BYTES = 1 << 14  # of TLS: what one write sends at most
+_SOCKET_BUFFER_BYTES = 4 << 20
+_TLS_RECORD_BYTES = 1 << 14  # the most that one TLS write sends
 _MAX_BUFFERS = min(getattr(os, "sysconf", lambda _: 1024)("SC_IOV_MAX"), 1024)
 
 
-def tune(connection: socket.socket) -> None:
-    """Without Nagle's delay, with room for a frame on its way."""
+def set_options(connection: socket.socket) -> None:
+    """Disable Nagle's algorithm, enable keep-alive, and enlarge the buffers."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        connection.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)
+        connection.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER_BYTES)
 
 
 def shutdown(connection: socket.socket, how: int) -> None:
-    """Also when the peer was faster. Of the socket below TLS: behind SSLSocket.shutdown a thread with an answer in hand would
-    send it in plain text."""
+    """Shut down the socket below TLS, ignoring errors. After SSLSocket.shutdown another thread would send its response
+    unencrypted."""
     with contextlib.suppress(OSError):
         socket.socket.shutdown(connection, how)
 
 
-def _limit(connection: socket.socket, deadline: float | None) -> None:
+def _set_timeout(connection: socket.socket, deadline: float | None) -> None:
     if deadline is None:
         connection.settimeout(None)
         return
@@ -49,10 +50,13 @@ def _limit(connection: socket.socket, deadline: float | None) -> None:
 
 
 def send(connection: socket.socket, buffers: list[Any], deadline: float | None) -> None:
-    """All of them, until `deadline` (monotonic; None = however long). OSError, TimeoutError: what was sent is unknown."""
+    """Send all buffers until `deadline` (monotonic time; None = no limit).
+
+    Raises OSError or TimeoutError; it is then unknown how much was sent.
+    """
     pending = deque(memoryview(b) for b in buffers)
     while pending:
-        _limit(connection, deadline)
+        _set_timeout(connection, deadline)
         sent = _write(connection, pending)
         while sent and sent >= len(pending[0]):
             sent -= len(pending.popleft())
@@ -63,21 +67,21 @@ def send(connection: socket.socket, buffers: list[Any], deadline: float | None) 
 def _write(connection: socket.socket, pending: deque[memoryview]) -> int:
     if not isinstance(connection, ssl.SSLSocket):
         return connection.sendmsg([pending[i] for i in range(min(len(pending), _MAX_BUFFERS))])
-    if len(pending[0]) >= _RECORD_BYTES or len(pending) == 1:
-        return connection.send(pending[0][:_RECORD_BYTES])
+    if len(pending[0]) >= _TLS_RECORD_BYTES or len(pending) == 1:
+        return connection.send(pending[0][:_TLS_RECORD_BYTES])
     record = bytearray()
     for buffer in pending:
-        record += buffer[: _RECORD_BYTES - len(record)]
-        if len(record) == _RECORD_BYTES:
+        record += buffer[: _TLS_RECORD_BYTES - len(record)]
+        if len(record) == _TLS_RECORD_BYTES:
             break
     return connection.send(record)
 
 
-def has_news(connection: socket.socket) -> bool:
-    """Whether an idle connection has bytes (none are due), or an end."""
+def has_input(connection: socket.socket) -> bool:
+    """Whether an idle connection has unexpected bytes, or was closed by the peer."""
     try:
         connection.settimeout(0)
-        socket.socket.recv(connection, 1, socket.MSG_PEEK)  # below TLS, which can't peek
+        socket.socket.recv(connection, 1, socket.MSG_PEEK)  # below TLS, which has no MSG_PEEK
     except (BlockingIOError, InterruptedError):
         return False
     except OSError:
@@ -88,15 +92,17 @@ def has_news(connection: socket.socket) -> bool:
 def receive(
     connection: socket.socket, deadline: float | None, max_frame_bytes: int, frame_s: float | None = None
 ) -> tuple[int, frames.Body, list[np.ndarray]] | None:
-    """(kind, body, arrays), or None if the peer closed between two frames. `deadline` (monotonic) is the whole frame's; with
-    `frame_s` it is its first byte's, and the rest has `frame_s` and the time that its size takes.
+    """Receive one frame as (kind, body, arrays); None if the peer closed the connection between two frames.
+
+    `deadline` (monotonic time) is the limit of the complete frame. With `frame_s` it is the limit of the first byte; the rest
+    then has `frame_s` plus a time proportional to its size.
 
     Raises:
-        WireError: not a frame of ours, too large, or damaged on its way.
+        WireError: not a valid frame, too large, or damaged.
         OSError: the connection broke. TimeoutError: the peer was too slow.
     """
     head = memoryview(bytearray(frames.PREFIX_BYTES))
-    _limit(connection, deadline)
+    _set_timeout(connection, deadline)
     got = connection.recv_into(head)
     if got == 0:
         return None
@@ -118,7 +124,7 @@ def receive(
 def _fill(connection: socket.socket, into: memoryview, deadline: float | None) -> None:
     got = 0
     while got < len(into):
-        _limit(connection, deadline)
+        _set_timeout(connection, deadline)
         n = connection.recv_into(into[got:])
         if n == 0:
             raise ConnectionResetError("the peer closed the connection in the middle of a frame")

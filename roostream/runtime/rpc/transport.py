@@ -1,8 +1,7 @@
-"""Calls between our programs: one request, one answer, arrays beside a small header.
+"""The interface of calls between programs: one request, one response, arrays beside a small header.
 
-`Transport` is what clients hold; `SocketTransport` (roostream/runtime/rpc/client.py) and `InMemoryTransport` implement it, and the contract
-tests run over both. A call names a method, gives a msgpack-able header and a list of contiguous numpy arrays, and gets the
-same back. Frames are versioned and their sizes checked before memory is taken.
+Clients hold a `Transport`. `SocketTransport` (roostream/runtime/rpc/client.py) and `InMemoryTransport` implement it, and the
+contract tests run over both. Request and response are a header that msgpack can encode and a list of contiguous numpy arrays.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ Header: TypeAlias = dict[str, Any]
 Arrays: TypeAlias = Sequence[np.ndarray]
 Answer: TypeAlias = tuple[Header, list[np.ndarray]]
 Handler: TypeAlias = Callable[[str, Header, list[np.ndarray]], tuple[Header, Arrays]]
-"""(method, header, arrays) → (header, arrays). Called from many threads at once. A RoostreamError that it raises reaches
-the caller as the same class with the same message, but a TransportError, and anything else, as UnavailableError."""
+"""(method, header, arrays) → (header, arrays). Called by many threads at once. The caller receives a RoostreamError of the
+handler as the same class with the same message. A TransportError or any other exception arrives as UnavailableError."""
 
 
 class Transport(Protocol):
     def call(self, method: str, header: Header, arrays: Arrays = (), *, timeout_s: float = 30.0) -> Answer:
-        """One call, one answer. Thread-safe; concurrent calls are not ordered.
+        """One request, one response. Thread-safe; concurrent calls are not ordered.
 
-        **If it fails:** TransportError means that no answer came: the peer may or may not have acted; nothing is retried here,
-        because only the caller knows whether the method is idempotent. The next call dials again. Every other error is the
-        peer's answer; UnavailableError may mean that it failed in the middle.
+        **If it fails:** TransportError means that no response arrived: the peer may or may not have acted. Nothing is retried
+        here, because only the caller knows whether the method is idempotent; the next call connects again. Every other error
+        is the peer's response; after UnavailableError the peer may have done part of the work.
         """
 
     def close(self) -> None:
@@ -36,7 +35,7 @@ class Transport(Protocol):
 
 
 class InMemoryTransport:
-    """Calls the handler in the caller's thread. `fail_next` injects a fault before or after the handler acts."""
+    """Calls the handler in the caller's thread. `fail_next` injects a fault before or after the handler runs."""
 
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
@@ -44,7 +43,7 @@ class InMemoryTransport:
         self._faults: list[tuple[str, str]] = []
 
     def fail_next(self, method: str, when: str = "before") -> None:
-        """The next call of `method` fails `before` the peer acts, or `after` (the answer is lost)."""
+        """The next call of `method` fails `before` the handler runs, or `after` it (the response is lost)."""
         assert when in ("before", "after")
         self._faults.append((method, when))
 

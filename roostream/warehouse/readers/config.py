@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from roostream.runtime.address import LINK_ASKS, check_addresses, check_listen
+from roostream.runtime.address import LINK_AUTHENTICATION, check_addresses, check_listen
 from roostream.runtime.deployment import ProgramSettings
 from roostream.runtime.rpc.security import LinkCredentials, LinkSecurity
 from roostream.schema.settings import Settings, setting, setting_error
@@ -75,7 +75,11 @@ class ReaderConfig(ProgramSettings):
         super().__post_init__()
         check_addresses("controller", self.controller)
         check_listen(
-            "listen", self.listen, insecure=self.insecure, authenticated=self.link.asks, by=LINK_ASKS
+            "listen",
+            self.listen,
+            insecure=self.insecure,
+            authenticated=self.link.is_mutual_tls,
+            by=LINK_AUTHENTICATION,
         )
         if self.advertised_address:
             check_addresses("advertised_address", self.advertised_address)

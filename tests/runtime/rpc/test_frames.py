@@ -174,12 +174,12 @@ def test_arrays_that_frames_don_t_carry_are_refused_before_anything_is_sent(arra
 
 
 def test_a_payload_beyond_the_limit_is_refused_before_anything_is_sent() -> None:
-    with pytest.raises(WireError, match="at most 64, got 72; send less a call"):
+    with pytest.raises(WireError, match="at most 64, got 72"):
         frames.encode(frames.CALL, {}, [np.zeros(9)], 64)
 
 
 def test_a_header_of_objects_is_refused() -> None:
-    with pytest.raises(TypeError, match="plain values only, got object"):
+    with pytest.raises(TypeError, match="plain values"):
         frame(x=object())
 
 

@@ -87,7 +87,7 @@ def test_calls_between_those_of_one_authority_carry_what_they_carry_without(
         assert all(
             np.array_equal(a, b) for a, b in zip(many, transport.call("echo", {}, many)[1], strict=True)
         )
-    assert transport.num_dialled == 1  # an idle connection is not taken for one that has news
+    assert transport.num_connections_opened == 1  # an idle connection is not taken for one that has news
 
 
 def test_a_caller_of_another_authority_is_refused(
@@ -144,7 +144,7 @@ def test_whoever_speaks_plain_text_is_not_heard(
     with pytest.raises(TransportError):
         dial(server, LinkSecurity()).call("echo", {})
     assert dial(server, shown(authority, "worker")).call("echo", {"still": 1})[0] == {"still": 1}
-    assert "it could not prove who it is" in caplog.text
+    assert "TLS handshake failed" in caplog.text
     with pytest.raises(TransportError):  # and not spoken to
         dial(serve(LinkSecurity()), shown(authority, "worker")).call("echo", {})
 
@@ -164,7 +164,7 @@ def test_certificates_are_renewed_without_a_restart(
             Path(target).write_text(Path(source).read_text())
     authority.pem.write_text(both)  # the one file of authorities that both ends read
     assert dial(server, worker).call("echo", {"new": 1})[0] == {"new": 1}
-    assert transport.call("echo", {"old": 1})[0] == {"old": 1} and transport.num_dialled == 1
+    assert transport.call("echo", {"old": 1})[0] == {"old": 1} and transport.num_connections_opened == 1
 
 
 def test_half_written_files_leave_the_ones_of_before_in_force(
@@ -174,7 +174,7 @@ def test_half_written_files_leave_the_ones_of_before_in_force(
     server = serve(shard)
     Path(shard.certificate).write_text("-----BEGIN CERT")
     assert dial(server, worker).call("echo", {"x": 1})[0] == {"x": 1}
-    assert "what was before stays in force" in caplog.text
+    assert "stay in use" in caplog.text
 
 
 def test_a_token_is_told_once_a_connection(serve: Serve, dial: Dial, tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_a_token_is_told_once_a_connection(serve: Serve, dial: Dial, tmp_path: P
     transport = dial(serve(LinkSecurity(token_file=file)), LinkSecurity(token_file=file))
     for number in range(3):
         assert transport.call("echo", {"x": number})[0] == {"x": number}
-    assert transport.num_dialled == 1
+    assert transport.num_connections_opened == 1
 
 
 @pytest.mark.parametrize("told", [(), (OTHER,), (OTHER, TOKEN)])
@@ -191,9 +191,9 @@ def test_without_a_token_that_is_taken_nothing_is_called(
 ) -> None:
     server = serve(LinkSecurity(token_file=tokens(tmp_path, "taken", TOKEN)))
     own = LinkSecurity(token_file=tokens(tmp_path, "told", *told) if told else "")
-    with pytest.raises(UnavailableError, match="expected a token that is taken here, got another or none"):
+    with pytest.raises(UnavailableError, match="expected a valid token"):
         dial(server, own).call("echo", {})
-    assert "a caller without a token that is taken is refused" in caplog.text and TOKEN not in caplog.text
+    assert "refused a client without a valid token" in caplog.text and TOKEN not in caplog.text
 
 
 def test_nothing_large_is_taken_of_a_caller_that_has_told_no_token(serve: Serve, tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_certificates_and_tokens_together(
     file = tokens(tmp_path, "tokens", TOKEN)
     server = serve(shown(authority, "shard", token_file=file))
     assert dial(server, shown(authority, "worker", token_file=file)).call("echo", {"x": 1})[0] == {"x": 1}
-    with pytest.raises(UnavailableError, match="expected a token"):
+    with pytest.raises(UnavailableError, match="expected a valid token"):
         dial(server, shown(authority, "other")).call("echo", {})
 
 
@@ -275,7 +275,7 @@ def test_a_stopping_server_never_answers_in_plain_text(authority: Authority) -> 
     ("given", "told"),
     [
         ({"certificate": "c.pem"}, "expected certificate, key and ca together, got no key, ca"),
-        ({"name": "x"}, "expected it with certificate, key and ca"),
+        ({"name": "x"}, "expected certificate, key and ca"),
     ],
 )
 def test_settings_that_do_not_fit_together(given: dict[str, str], told: str) -> None:

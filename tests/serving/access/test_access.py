@@ -135,7 +135,7 @@ def test_a_certificate_is_shown_and_a_new_one_is_taken_without_a_restart(
         Path(key).write_bytes(Path(new.issue("other")[1]).read_bytes())
         tls.poll()
         assert asked(live.url, trusting(old)) == [1], "a key that doesn't fit changes nothing"
-        assert "the certificate of before stays in use" in caplog.text
+        assert "the old certificate stays in use" in caplog.text
         new.issue("serving")
         tls.poll()
         assert asked(live.url, trusting(new)) == [1]

@@ -89,7 +89,7 @@ def test_the_updater_writes_and_serving_only_reads(redis: RedisServer, tmp_path:
     for command in (("FLUSHALL",), ("KEYS", "*"), ("CONFIG", "GET", "*"), ("GET", "other")):
         for name in PASSWORDS:
             address = url(tmp_path, redis.url, name)
-            with pytest.raises(UnavailableError, match="no permissions"), redis_client.told(address):
+            with pytest.raises(UnavailableError, match="no permissions"), redis_client.redis_errors(address):
                 redis_client.client(address, timeout_s=2.0).execute_command(*command)
 
 
