@@ -113,9 +113,7 @@ def test_what_exists_otherwise_is_told_in_one_sentence() -> None:
     assert f"topic p.{SAMPLES}: expected 16 partitions, got 8" in said and "\n" not in said
     assert f"topic p.{SAMPLES}: expected retention.ms = 1000000000000, got 86400000" in said
     assert "topic p.rows: expected to exist, got none" in said
-    assert (
-        "p.dead_letters: expected 1" not in said and "use the settings" in said
-    )
+    assert "p.dead_letters: expected 1" not in said and "use the settings" in said
 
 
 def test_a_topic_that_is_refused_is_named() -> None:
