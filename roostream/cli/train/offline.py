@@ -328,7 +328,9 @@ class _OfflineTraining:
         ]
         if worker:
             agents.append(
-                ControllerAgent(dial, "worker", 0, worker.submit, worker.report, ended, on_received=worker.hear)
+                ControllerAgent(
+                    dial, "worker", 0, worker.submit, worker.report, ended, on_received=worker.hear
+                )
             )
 
         def end() -> None:

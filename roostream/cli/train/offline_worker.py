@@ -222,7 +222,9 @@ def run_worker(task: WorkerTask, stop: program.Stop) -> None:
             opener = RemoteSessionOpener(link, ReadersConfig(by="programs"), parts.clock)
         worker: Worker = parts.worker(ShardRows(client), opener, opened, task.index, rendezvous)
         agents.append(
-            ControllerAgent(dial, "worker", task.index, worker.submit, worker.report, ended, on_received=worker.hear)
+            ControllerAgent(
+                dial, "worker", task.index, worker.submit, worker.report, ended, on_received=worker.hear
+            )
         )
 
         def end() -> None:
