@@ -1,6 +1,6 @@
-"""What do reader programs deliver, and does training wait when they are slow?
+"""What do readers as programs give, and does training wait where they are slow?
 
-Reads a warehouse session in this process and through `reader` programs, for a trainer that only counts or sleeps.
+A session of the warehouse read in this process, and through `reader` programs, by a trainer that only counts or waits.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ class Paced:
     def __init__(
         self, session: Session, pace: float, warm_s: float, seconds: float, readers: Callable[[], float]
     ) -> None:
-        self.session, self.pass_time, self.warm_s, self.seconds, self.readers = (
+        self.session, self.pace, self.warm_s, self.seconds, self.readers = (
             session,
             pace,
             warm_s,
@@ -270,7 +270,7 @@ class Paced:
                 if not warm[1] and now_s >= self.warm_s:
                     warm = given, now_s, self._stalled_s()
                 given += batch.num_requests
-                time.sleep(batch.num_requests / self.pass_time)
+                time.sleep(batch.num_requests / self.pace)
             stalled_s = self._stalled_s()
         self.units, self.took_s = given - warm[0], now_s - warm[1]
         self._figures = {

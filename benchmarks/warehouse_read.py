@@ -1,6 +1,6 @@
 """How fast do samples at rest become batches?
 
-Reads a file of samples into batches, with features as columns and as a map.
+A file of a log's samples to batches, and what features cost as columns or as a map.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _file(path: Path, rows: int, fingerprint: int) -> DataFile:
 
 
 @contextlib.contextmanager
-def decode_body(name: str, history: int, users: int = 1 << 30) -> Iterator[Work]:
+def decoded(name: str, history: int, users: int = 1 << 30) -> Iterator[Work]:
     """The wire's decoder on the same samples, in polls; units are impressions."""
     its = rows_at_rest.log(name, history, users)
     decoder = Decoder(its.schema, {its.schema.fingerprint: its.schema}.get)
