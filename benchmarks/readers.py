@@ -1,6 +1,6 @@
-"""What do readers as programs give, and does training wait where they are slow?
+"""What do reader programs deliver, and does training wait when they are slow?
 
-A session of the warehouse read in this process, and through `reader` programs, by a trainer that only counts or waits.
+Reads a warehouse session in this process and through `reader` programs, for a trainer that only counts or sleeps.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How fast do samples at rest become batches?
 
-A file of a log's samples to batches, and what features cost as columns or as a map.
+Reads a file of samples into batches, with features as columns and as a map.
 """
 
 from __future__ import annotations
