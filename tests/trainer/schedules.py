@@ -4,6 +4,7 @@ for how long."""
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from tests.trainer.network import CONTROLLER, STORE, DeadLink, Lasting, SlowShard
 from tests.trainer.simulator import Kill
@@ -31,6 +32,14 @@ def moments(workers: int) -> list[tuple[str, str, str]]:
         *((CONTROLLER, effect, when) for effect in ("claim", "link") for when in both),
         *((w, "push", "before") for w in names),
     ]
+
+
+def moments_and_victims(
+    moments: Sequence[tuple[str, str, str]], victims: Sequence[str]
+) -> list[tuple[tuple[str, str, str], str]]:
+    """Every moment with two of the victims in rotation, so that each victim is killed at many moments."""
+    n = len(victims)
+    return [(moment, victims[(i + k) % n]) for i, moment in enumerate(moments) for k in (0, 1)]
 
 
 def kills_of(seed: int, workers: int) -> list[Kill]:

@@ -62,12 +62,12 @@ def drawn(turn: int, sender: int, to: int, size: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("workers", [2, 3, 5])
-def test_parts_of_about_the_same_size_take_one_exchange_but_the_first_time(workers: int) -> None:
+def test_parts_of_similar_size_take_one_exchange_after_the_first(workers: int) -> None:
     assert swapped(workers, 12, lambda turn, sender, to: 40_000 + 37 * ((turn + sender + to) % 7)) == 13
 
 
 @pytest.mark.parametrize("workers", [2, 4])
-def test_what_grows_and_shrinks_arrives_whole(workers: int) -> None:
+def test_parts_of_varying_sizes_arrive_complete(workers: int) -> None:
     sizes = np.random.default_rng(1).choice(
         [0, 1, 7, 1023, 1024, 1025, 9_000, 300_000], (30, workers, workers)
     )
@@ -75,11 +75,11 @@ def test_what_grows_and_shrinks_arrives_whole(workers: int) -> None:
     assert 30 < num < 60
 
 
-def test_only_one_has_much_and_all_are_told() -> None:
+def test_one_large_part_makes_all_workers_exchange_again() -> None:
     assert swapped(3, 6, lambda turn, sender, to: 50_000 if (sender, to) == (0, 2) else 0) == 7
 
 
-def test_swaps_of_another_name_are_of_another_size() -> None:
+def test_exchanges_with_different_names_have_separate_capacities() -> None:
     def name(turn: int) -> str:
         return ("keys", "rows", "", "done")[turn % 4]
 

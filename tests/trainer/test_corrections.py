@@ -103,7 +103,7 @@ def test_sample_and_correction_are_the_corrected_sample_for_every_weight_and_row
         torch.testing.assert_close(s + c, e, rtol=1e-11, atol=1e-14)
 
 
-def test_every_schema_of_these_tests_can_be_corrected() -> None:
+def test_all_test_schemas_support_corrections() -> None:
     for case in CASES:
         batch = make_batch(make_schema(case), [2, 3])
         targets = build_targets(
@@ -113,7 +113,7 @@ def test_every_schema_of_these_tests_can_be_corrected() -> None:
 
 
 @pytest.mark.parametrize(("objective", "kept"), [("event", 0), ("amount", 1)])
-def test_of_a_label_whose_value_is_learned_another_value_is_a_change(objective: str, kept: int) -> None:
+def test_a_changed_value_of_a_value_label_is_a_correction(objective: str, kept: int) -> None:
     label = {"name": "read_s", "action": "read", "fold": "sum", "objective": objective, "scale": 600.0}
     schema = schema_from_dict({**CASES["everything"], "label": [label]})
     batch = make_batch(schema, [2])
@@ -137,7 +137,7 @@ def test_of_a_label_whose_value_is_learned_another_value_is_a_change(objective: 
 # the loop
 
 
-def test_a_correction_moves_weights_and_rows_and_is_no_request_of_its_own() -> None:
+def test_a_correction_changes_weights_and_rows_but_is_not_counted_as_a_request() -> None:
     plain = build(N8).train_all()
     built = correcting([*N8, samples.corrected(3, unclicked(3))]).train_all()
     assert (built.loop.counts.requests, built.loop.counts.corrections) == (8, 1)
@@ -175,23 +175,21 @@ def test_a_correction_may_come_before_its_sample() -> None:
     assert built.predicted[0].sample_id == 1 and len(built.predicted) == 8
 
 
-def test_a_correction_that_changes_nothing_costs_no_step_of_rows_and_is_passed_over() -> None:
+def test_a_correction_without_a_change_is_skipped() -> None:
     built = correcting([*N8, samples.corrected(3, 0, before=1.0, after=1.0)]).train_all()
     assert built.loop.counts.corrections == 0 and built.pushes()[3] == 1
     assert built.loop.partitions.progress["corrections", 1] == 1
 
 
 @pytest.mark.parametrize(("before", "after", "trained"), [(1.0, 0.0, 1), (0.0, 1.0, 0), (2.0, 1.0, 0)])
-def test_downgrades_alone_are_trained_where_that_is_asked_for(
-    before: float, after: float, trained: int
-) -> None:
+def test_downgrades_trains_only_corrections_to_negative(before: float, after: float, trained: int) -> None:
     built = correcting(
         [*N8, samples.corrected(3, 0, before=before, after=after)], corrections="downgrades"
     ).train_all()
     assert built.loop.counts.corrections == trained
 
 
-def test_of_a_correction_that_goes_both_ways_only_the_way_down_has_a_target() -> None:
+def test_downgrades_ignores_the_upgraded_labels_of_a_correction() -> None:
     batch = make_batch(make_schema("floats only"), [2])
     before_BT = np.array([[1, 0], [0, 1]], np.float32)
     batch = dataclasses.replace(as_correction(batch, before_BT), label_BT=1 - before_BT)
@@ -212,7 +210,7 @@ def test_a_correction_is_due_with_its_engagement() -> None:
     assert record_due_ms(batch).tolist() == [samples.T0 + 3_500, samples.T0 + 13_500]
 
 
-def test_nothing_is_lost_or_trained_twice_by_a_kill_at_any_step() -> None:
+def test_a_kill_at_any_step_loses_and_repeats_nothing() -> None:
     """Whatever the cut, going on from it gives the weights and rows of the run that nothing disturbed, bit by bit."""
     corrections = [samples.corrected(n, unclicked(n), event=n) for n in (1, 2, 5, 6)]
     log = samples.placed([*N8, *corrections, *corrections[:2]])
@@ -233,7 +231,7 @@ def test_nothing_is_lost_or_trained_twice_by_a_kill_at_any_step() -> None:
             np.testing.assert_array_equal(state_of(built)[name], value, err_msg=f"{name} after {steps} steps")
 
 
-def test_switched_off_and_on_again_they_go_on_where_they_were() -> None:
+def test_corrections_continue_after_being_off() -> None:
     log = [*N8, *(samples.corrected(n, unclicked(n), event=n) for n in (3, 5))]
     first = correcting(log).train_all()
     off = build(samples.placed(log))
@@ -247,7 +245,7 @@ def test_switched_off_and_on_again_they_go_on_where_they_were() -> None:
     assert again.loop.counts.corrections == 1 and list(again.pushes()) == [7]
 
 
-def test_switched_on_for_the_first_time_they_begin_at_the_beginning() -> None:
+def test_corrections_start_at_the_beginning_when_first_enabled() -> None:
     before = build(N8).train_all()
     built = correcting([*N8, samples.corrected(3, unclicked(3))])
     built.loop.restore(before.loop.snapshot())
@@ -264,12 +262,12 @@ def test_switched_on_for_the_first_time_they_begin_at_the_beginning() -> None:
         ({"loss": "hinge"}, "'loss': expected"),
     ],
 )
-def test_settings_that_can_not_be_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LoopConfig(**settings)
 
 
-def test_what_is_known_at_the_close_follows_from_the_time_until_then() -> None:
+def test_the_known_share_of_labels_follows_from_the_join_window() -> None:
     batch = make_batch(make_schema("floats only"), [1, 1])
     batch = dataclasses.replace(batch, close_ms_R=batch.time_ms_R + np.array([0, 60_000]))
     targets = build_targets(batch, LoopConfig(loss="es_dfm", label_delay_ms=60_000))

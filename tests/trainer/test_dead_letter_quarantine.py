@@ -19,7 +19,7 @@ def poisoned(built: Built, *users: int) -> Built:
 
 
 @pytest.mark.parametrize("batch_requests", [4, MANY])
-def test_nothing_but_odd_requests_is_the_model_s_own_state_and_none_of_the_last_is_dead(
+def test_many_consecutive_non_finite_requests_are_blamed_on_the_model(
     batch_requests: int,
 ) -> None:
     built = poisoned(
@@ -35,13 +35,13 @@ def test_nothing_but_odd_requests_is_the_model_s_own_state_and_none_of_the_last_
     )
 
 
-def test_one_request_that_is_finite_among_many_that_are_not_shows_that_the_model_is_in_order() -> None:
+def test_one_finite_request_shows_that_the_model_is_sound() -> None:
     odd = [n for n in range(1, MANY + 1) if n != MANY // 2]
     built = poisoned(build(samples.records(list(range(1, MANY + 1))), batch_requests=MANY), *odd).train_all()
     assert len(built.letters) == built.loop.counts.non_finite == MANY - 1 and len(built.predicted) == 1
 
 
-def test_a_restore_begins_the_count_anew() -> None:
+def test_a_restore_resets_the_count() -> None:
     built = poisoned(build(samples.records(list(range(1, MANY + 1)))), *range(1, MANY + 1))
     for _ in range(3):
         built.loop.step()
@@ -51,7 +51,7 @@ def test_a_restore_begins_the_count_anew() -> None:
     assert built.loop.counts.non_finite == 24
 
 
-def test_what_can_t_be_decoded_is_dead_at_once_and_is_no_sign() -> None:
+def test_undecodable_records_are_dead_letters_and_do_not_count_against_the_model() -> None:
     built = build(samples.records([1, 2, 3, 4]))
     chunk = built.loop.source.poll(4, 0)
     assert chunk is not None

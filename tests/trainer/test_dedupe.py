@@ -37,7 +37,7 @@ def at(time_ms: int, first_id: int = 1000) -> list[tuple[int, int]]:
     return [(first_id + n, time_ms) for n in range(NUM_RECENT // 2 + 1)]
 
 
-def test_ids_behind_the_horizon_are_forgotten_and_those_on_it_are_not() -> None:
+def test_ids_older_than_the_horizon_are_forgotten() -> None:
     dedupe = Dedupe(100)
     take(dedupe, (1, 19), (2, 20), (3, 21))
     take(dedupe, *at(120))
@@ -46,7 +46,7 @@ def test_ids_behind_the_horizon_are_forgotten_and_those_on_it_are_not() -> None:
 
 @pytest.mark.parametrize("wrong", [1, NUM_RECENT // 2])
 @pytest.mark.parametrize("time_ms", [1 << 50, 0])
-def test_a_few_wrong_times_make_nothing_forgotten(wrong: int, time_ms: int) -> None:
+def test_a_few_wrong_times_do_not_move_the_clock(wrong: int, time_ms: int) -> None:
     dedupe = Dedupe(100)
     take(dedupe, *at(500), *at(510, 2000))
     take(dedupe, *[(n, time_ms) for n in range(wrong)])
@@ -55,14 +55,14 @@ def test_a_few_wrong_times_make_nothing_forgotten(wrong: int, time_ms: int) -> N
     assert take(dedupe, *at(500)) == [True] * (NUM_RECENT // 2 + 1), "and the horizon goes on"
 
 
-def test_a_wrong_time_that_comes_first_is_outvoted() -> None:
+def test_a_wrong_first_time_is_outvoted() -> None:
     dedupe = Dedupe(100)
     take(dedupe, (1, 1 << 50))
     take(dedupe, *at(500))
     assert take(dedupe, *at(500)) == [False] * (NUM_RECENT // 2 + 1)
 
 
-def test_a_file_of_before_says_by_its_newest_ids_what_time_it_is() -> None:
+def test_an_old_state_without_recent_times_can_be_loaded() -> None:
     whole, read = Dedupe(100), Dedupe(100)
     take(whole, *at(500))
     read.load({name: a for name, a in whole.state().items() if name != "recent_ms"})
@@ -78,7 +78,7 @@ def test_an_empty_batch_changes_nothing() -> None:
     assert new_R.tolist() == [] and len(dedupe) == 0
 
 
-def test_a_claimed_id_is_seen_and_in_no_cut_until_it_is_settled() -> None:
+def test_a_claimed_id_is_a_duplicate_but_not_in_the_state_until_settled() -> None:
     dedupe, id_R, close_ms_R = Dedupe(1000), np.array([5, 6]), np.array([10, 20])
     new_R = dedupe.claim(id_R, close_ms_R)
     assert new_R.all() and not dedupe.claim(id_R, close_ms_R).any() and len(dedupe) == 0
@@ -86,7 +86,7 @@ def test_a_claimed_id_is_seen_and_in_no_cut_until_it_is_settled() -> None:
     assert lists(dedupe) == {"id": [5, 6], "close_ms": [10, 20], "recent_ms": [10, 20]}
 
 
-def test_claims_end_with_a_load() -> None:
+def test_a_load_drops_open_claims() -> None:
     dedupe, id_R = Dedupe(1000), np.array([5])
     dedupe.claim(id_R, id_R)
     dedupe.load(Dedupe(1000).state())
@@ -99,7 +99,7 @@ def test_claims_end_with_a_load() -> None:
     ),
     st.integers(0, 11),
 )
-def test_the_state_is_the_arrays(batches: list[list[tuple[int, int]]], cut: int) -> None:
+def test_the_state_round_trips(batches: list[list[tuple[int, int]]], cut: int) -> None:
     whole = Dedupe(100)
     first = Dedupe(100)
     for batch in batches[:cut]:
@@ -116,7 +116,7 @@ def test_the_state_is_the_arrays(batches: list[list[tuple[int, int]]], cut: int)
     st.lists(st.lists(st.tuples(st.integers(-5, 5), st.integers(0, 300)), max_size=8), max_size=12),
     st.integers(0, 3),
 )
-def test_claims_made_ahead_decide_and_leave_cuts_as_those_made_one_by_one(
+def test_claiming_ahead_gives_the_same_results_as_claiming_one_by_one(
     batches: list[list[tuple[int, int]]], most: int
 ) -> None:
     """At each cut, up to `most` chunks are claimed beyond it."""

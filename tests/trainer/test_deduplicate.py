@@ -13,7 +13,7 @@ from trainer.chunks import build_part, split_frozen
 N12 = samples.records(range(1, 13))
 
 
-def test_a_part_says_what_its_requests_share_only_where_that_is_asked_for() -> None:
+def test_lookups_are_deduplicated_only_if_requested() -> None:
     batch = Decoder(samples.schema(), {}.get).decode(N12)[0].take_requests(np.array([0, 0, 0, 1]))
     assert build_part(batch, trains=True).lookup.unique is None
     (part,) = split_frozen(batch, 0, deduplicated=True)
@@ -23,7 +23,7 @@ def test_a_part_says_what_its_requests_share_only_where_that_is_asked_for() -> N
     assert [p.lookup.unique is not None for p in parts] == [True, False], "a single request shares nothing"
 
 
-def test_training_says_the_same_of_every_request() -> None:
+def test_training_with_deduplication_gives_the_same_scores() -> None:
     plain, shared = (build(N12, deduplicate=of).train_all() for of in (False, True))
     for one, other in zip(plain.predicted, shared.predicted, strict=True):
         assert one.sample_id == other.sample_id and list(other.scores) == pytest.approx(

@@ -33,13 +33,13 @@ def schema(dim: int, **user: Any) -> Schema:
         (schema(5, rule="rowwise_adagrad"), "both"),
     ],
 )
-def test_rows_may_be_stored_otherwise_than_when_they_were_committed(now: Schema, why: str) -> None:
+def test_storage_settings_of_rows_may_change_after_a_commit(now: Schema, why: str) -> None:
     committed = schema(2)
     manifest = a_manifest(3, schema=f"{committed.fingerprint:016x}")
     check_schema(manifest, now, {committed.fingerprint: committed}.get)
 
 
-def test_a_narrower_table_is_refused_in_one_sentence() -> None:
+def test_a_narrower_table_is_refused() -> None:
     committed = schema(4)
     with pytest.raises(SchemaError, match=r"'user'.* 4 .* 3:"):
         check_schema(

@@ -17,7 +17,7 @@ from trainer.process_group import DualRendezvous, GroupSpec, SingleWorkerGroup, 
 WORKERS, STEPS = 2, 3
 
 
-def test_rows_are_pushed_beside_the_sum_of_the_next_turn_and_leaving_ends_both() -> None:
+def test_row_exchange_runs_beside_sums_and_leaving_ends_both() -> None:
     places = [TorchRendezvous("127.0.0.1:0", device="cpu", timeout_s=20) for _ in range(WORKERS)]
     shards = [begun(index=i, num_shards=WORKERS) for i in range(WORKERS)]
     rows = [RowExchange(shard, SingleWorkerGroup()) for shard in shards]
@@ -59,7 +59,7 @@ def test_rows_are_pushed_beside_the_sum_of_the_next_turn_and_leaving_ends_both()
     )
 
 
-def test_an_interrupt_ends_a_swap_that_waits() -> None:
+def test_an_interrupt_ends_a_waiting_row_exchange() -> None:
     place = TorchRendezvous("127.0.0.1:0", device="cpu", timeout_s=20)
     rows = RowExchange(begun(index=0, num_shards=2), SingleWorkerGroup())
     reduction = DualRendezvous(place, rows).join(GroupSpec(1, 0, 2, place.address))

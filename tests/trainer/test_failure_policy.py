@@ -34,7 +34,7 @@ def diverged(stage: Stage, manifest: str) -> str:
     return str(stage.worker.report()["fatal"])
 
 
-def test_weights_that_are_not_finite_after_every_restore_are_fatal_and_the_batch_is_saved(
+def test_repeated_non_finite_weights_are_permanent_and_the_batch_is_saved(
     tmp_path: Path,
 ) -> None:
     stage = staged(tmp_path)
@@ -63,7 +63,7 @@ def test_weights_that_are_not_finite_after_every_restore_are_fatal_and_the_batch
     assert "in the training of samples-0" in saved.reason and not stage.outputs.letters
 
 
-def test_a_commit_in_between_is_progress(tmp_path: Path) -> None:
+def test_a_commit_in_between_resets_the_count_of_failures(tmp_path: Path) -> None:
     stage = staged(tmp_path)
     manifest = stage.committed()
     for n in range(2 * MAX_RELAPSES):
@@ -72,7 +72,7 @@ def test_a_commit_in_between_is_progress(tmp_path: Path) -> None:
         assert diverged(stage, name) == ""
 
 
-def test_what_is_away_is_never_fatal(tmp_path: Path) -> None:
+def test_outages_are_never_permanent(tmp_path: Path) -> None:
     stage = staged(tmp_path)
     for _ in range(2 * MAX_RELAPSES):
         stage.built.transport.down = False
@@ -84,7 +84,7 @@ def test_what_is_away_is_never_fatal(tmp_path: Path) -> None:
     )
 
 
-def test_requests_that_are_all_not_finite_are_fatal_and_the_rows_are_named(tmp_path: Path) -> None:
+def test_repeated_non_finite_requests_are_permanent_and_the_rows_are_named(tmp_path: Path) -> None:
     stage = staged(tmp_path, range(1, MANY + 1))
     poisoned(stage.built, *range(1, MANY + 1))
     for _ in range(MAX_RELAPSES):
@@ -98,7 +98,7 @@ def test_requests_that_are_all_not_finite_are_fatal_and_the_rows_are_named(tmp_p
     )
 
 
-def test_a_defect_saves_its_batch_and_the_next_process_knows_of_it(
+def test_an_unexpected_error_saves_its_batch_for_the_next_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = staged(tmp_path).started()
@@ -120,7 +120,7 @@ def test_a_defect_saves_its_batch_and_the_next_process_knows_of_it(
     assert FailurePolicy(loop, 0).saved == path
 
 
-def test_a_folder_that_can_t_be_written_hides_no_reason(
+def test_an_unwritable_folder_does_not_hide_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = staged(tmp_path)
@@ -137,7 +137,7 @@ def test_a_folder_that_can_t_be_written_hides_no_reason(
     )
 
 
-def test_a_worker_without_a_folder_says_why_all_the_same() -> None:
+def test_a_worker_without_a_folder_reports_the_reason() -> None:
     stage = Stage()
     manifest = stage.committed()
     assert [bool(diverged(stage, manifest.name)) for _ in range(MAX_RELAPSES)] == [False, False, True]

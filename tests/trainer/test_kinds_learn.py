@@ -39,7 +39,7 @@ KINDS: dict[str, ModelConfig] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_its_loss_falls_on_simulated_visits_and_serving_scores_as_training_does(kind: str) -> None:
+def test_every_model_kind_learns_and_serving_scores_equal_training(kind: str) -> None:
     torch.set_num_threads(1)
     records = visits(1000)
     loop, outputs = visit_loop(KINDS[kind], records)

@@ -64,7 +64,7 @@ def doubled(workers: int, **settings: Any) -> tuple[Fleet, DoubleRows]:
 
 @pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.usefixtures("in_float64")
-def test_workers_with_a_batch_each_are_one_worker_with_the_whole_batch(workers: int) -> None:
+def test_several_workers_equal_one_worker_with_the_combined_batch(workers: int) -> None:
     (one, one_s_rows), (several, their_rows) = doubled(1), doubled(workers)
     one.built[0].train_all()
     several.run()
@@ -82,7 +82,7 @@ def test_workers_with_a_batch_each_are_one_worker_with_the_whole_batch(workers: 
 
 
 @pytest.mark.usefixtures("in_float64")
-def test_the_loss_is_divided_by_the_weights_of_all_not_by_each_worker_s_own() -> None:
+def test_the_loss_is_divided_by_the_total_weight_of_all_workers() -> None:
     """Workers with parts of different sizes: an average of averages would weigh the smaller part's requests more."""
     uneven = samples.records([1, 3, 5, 7, 9, 11, 2, 4])
     rows = [DoubleRows(FakeClock(samples.T0)) for _ in range(2)]
@@ -94,14 +94,14 @@ def test_the_loss_is_divided_by_the_weights_of_all_not_by_each_worker_s_own() ->
     torch.testing.assert_close(rows[1].values, rows[0].values, rtol=0, atol=1e-6)
 
 
-def test_weights_are_the_same_on_all_workers_to_the_bit() -> None:
+def test_weights_are_bit_equal_on_all_workers() -> None:
     fleet = Fleet(N48, 2, rows_of(fake_shard())).run()
     first, second = fleet.weights()
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert fleet.built[0].loop.snapshot().shared.keys() == fleet.built[1].loop.snapshot().shared.keys()
 
 
-def test_a_worker_without_data_adds_nothing_and_ends_up_with_the_same_weights() -> None:
+def test_a_worker_without_data_gets_the_same_weights() -> None:
     odd = samples.records([n for n in range(1, 25) if n % 2])
     shard = fake_shard()
     fleet = Fleet(odd, 2, rows_of(shard)).run()
@@ -118,7 +118,7 @@ def test_a_worker_without_data_adds_nothing_and_ends_up_with_the_same_weights() 
 USER = samples.schema().table_by_name["user"].id
 
 
-def test_the_time_of_sums_is_a_stage_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_sums_is_counted_as_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = Fleet(N48[:8], 2, rows_of(fake_shard()))
     own, step = fleet.built[0], fleet.steps[0]
     summed = step.group.sum
@@ -136,7 +136,7 @@ def test_the_time_of_sums_is_a_stage_of_its_own(monkeypatch: pytest.MonkeyPatch)
     assert sum(spent_s.values()) == 2 * step.num_turns, "a fake clock stands still otherwise"
 
 
-def test_an_idle_fleet_sums_words_alone_and_trains_when_something_comes() -> None:
+def test_idle_workers_exchange_reports_only_and_train_when_data_comes() -> None:
     fleet = Fleet(N48[:3], 2, rows_of(fake_shard()), max_batch_wait_ms=500)
     for _ in range(10):
         fleet.round()
@@ -152,7 +152,7 @@ def poison(shard: FakeShard, *users: int) -> None:
         shard.rows[USER, user] = Row(np.full(2, math.nan, np.float32), np.ones(2, np.float32), 0)
 
 
-def test_a_request_that_is_not_finite_costs_itself_on_whichever_worker() -> None:
+def test_a_non_finite_request_is_quarantined_on_any_worker() -> None:
     shard = fake_shard()
     poison(shard, 3, 8, 9)
     fleet = Fleet(samples.records(list(range(1, 13))), 2, rows_of(shard), batch_requests=6).run()
@@ -167,7 +167,7 @@ def test_a_request_that_is_not_finite_costs_itself_on_whichever_worker() -> None
     )
 
 
-def test_a_gradient_whose_sum_over_all_could_overflow_is_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_that_could_overflow_the_sum_is_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = Fleet(samples.records(list(range(1, 9))), 2, rows_of(fake_shard()))
     model = fleet.built[1].loop.model
     loss = model.loss
@@ -180,7 +180,7 @@ def test_a_gradient_whose_sum_over_all_could_overflow_is_not_summed(monkeypatch:
     assert fleet.predicted == list(range(1, 9)) and not fleet.built[1].letters, "alone each of them is fine"
 
 
-def test_a_cut_is_taken_behind_the_turn_in_which_all_want_it() -> None:
+def test_a_cut_follows_the_turn_in_which_all_workers_want_it() -> None:
     fleet = Fleet(N48, 2, rows_of(fake_shard()), batch_requests=2)
     for _ in range(6):
         fleet.round()
@@ -202,7 +202,7 @@ def test_a_cut_is_taken_behind_the_turn_in_which_all_want_it() -> None:
     assert fleet.predicted == list(range(1, 49)), "what was announced before the cut is trained behind it"
 
 
-def test_nobody_begins_another_chunk_while_one_is_leaving() -> None:
+def test_no_worker_begins_a_chunk_while_one_is_leaving() -> None:
     fleet = Fleet(N48, 2, rows_of(fake_shard()), batch_requests=2)
     for _ in range(8):
         fleet.round()
@@ -221,7 +221,7 @@ def applied(shard: FakeShard) -> dict[int, int]:
     return {id_: row.pushes for (table, id_), row in shard.rows.items() if table == USER}
 
 
-def test_one_two_three_and_one_worker_again_go_on_where_the_others_stopped() -> None:
+def test_training_continues_after_changing_the_number_of_workers() -> None:
     numbers = [n for i in range(1, 97) for n in ((i, i - 6) if i > 6 and i % 5 == 0 else (i,))]
     records = samples.records(numbers, num_partitions=6)
     whole = Fleet(records, 1, rows_of(fake_shard()), num_partitions=6)
@@ -270,7 +270,7 @@ RAMP = {"first_batch_requests": 1, "batch_growth_requests": 6, "batch_requests":
 
 
 @pytest.mark.parametrize("turns", [3, 6, 9, 12, 15])
-def test_g11_a_restored_fleet_goes_on_with_the_same_batches_and_bits(turns: int) -> None:
+def test_g11_restored_workers_continue_with_the_same_batches_and_bits(turns: int) -> None:
     shards = fake_shard(), fake_shard()
     whole = Fleet(N48, 2, rows_of(shards[0]), exact=True, **RAMP)
     disturbed = Fleet(N48, 2, rows_of(shards[1]), exact=True, **RAMP)
@@ -290,7 +290,7 @@ def test_g11_a_restored_fleet_goes_on_with_the_same_batches_and_bits(turns: int)
     assert shards[0].bits() == shards[1].bits()
 
 
-def test_batches_grow_with_what_the_fleet_has_trained() -> None:
+def test_batches_grow_with_the_requests_of_all_workers() -> None:
     fleet = Fleet(N48, 2, rows_of(fake_shard()), exact=True, **RAMP)
     for _ in range(200):
         fleet.round()
@@ -299,7 +299,7 @@ def test_batches_grow_with_what_the_fleet_has_trained() -> None:
     assert sizes == [1, 1, 1, 1, 1, 1, 2, 2, 2, 3, 3, 4], "one more when each worker has trained six more"
 
 
-def test_words_say_what_was_said() -> None:
+def test_a_turn_report_round_trips() -> None:
     assert decode_report(WORDS.encode(), 2) == WORDS
     late = WORDS._replace(times_ms=tuple(range(40)), cut=3, digest=(1 << 52) - 1)
     assert decode_report(late.encode(), 2) == late._replace(times_ms=tuple(range(25, 40)))
@@ -307,7 +307,7 @@ def test_words_say_what_was_said() -> None:
     assert decode_report(WORDS._replace(times_ms=(1 << 62,)).encode(), 2).times_ms == (1 << 52,)
 
 
-def test_what_is_agreed_follows_from_what_all_say() -> None:
+def test_the_turn_plan_follows_from_all_reports() -> None:
     idle = WORDS._replace(ready=False, weighted=False, weight_T=(0.0, 0.0))
     one = plan_turn([WORDS, idle], TurnPlan(), exact=False)
     assert (one.trains, one.weighted, one.total_T, one.requests, one.cut) == (True, True, (1.5, 0.1), 18, 0)
@@ -331,21 +331,21 @@ def test_what_is_agreed_follows_from_what_all_say() -> None:
     assert plan_turn([WORDS, WORDS._replace(leaving=True)], TurnPlan(), exact=False).leaving
 
 
-def test_workers_that_are_not_in_step_or_have_other_weights_are_told_loudly() -> None:
+def test_diverged_workers_are_an_error() -> None:
     with pytest.raises(UnavailableError, match="turn"):
         plan_turn([WORDS, WORDS._replace(turn=8)], TurnPlan(), exact=False)
-    with pytest.raises(UnavailableError, match="dense weights are not the same"):
+    with pytest.raises(UnavailableError, match="dense weights"):
         plan_turn([WORDS._replace(cut=5, digest=1), WORDS._replace(cut=5, digest=2)], TurnPlan(), exact=False)
     fleet = Fleet(N48, 2, rows_of(fake_shard()))
     for _ in range(6):
         fleet.round()
     with torch.no_grad():
         next(iter(fleet.built[1].loop.model.parameters())).add_(1e-3)
-    with pytest.raises(UnavailableError, match="dense weights are not the same"):
+    with pytest.raises(UnavailableError, match="dense weights"):
         fleet.cut()
 
 
-def test_a_worker_that_is_killed_in_a_sum_ends_the_others_wait() -> None:
+def test_a_worker_killed_in_a_sum_ends_the_wait_of_the_others() -> None:
     fleet = Fleet(N48, 2, rows_of(fake_shard()))
     for _ in range(5):
         fleet.round()
@@ -376,7 +376,7 @@ def test_actors_run_one_at_a_time_and_die_where_they_pause() -> None:
     assert seen == ["begun", "went on", "unwound"]
 
 
-def test_in_a_turn_that_trains_all_pull_once_also_who_has_nothing() -> None:
+def test_all_workers_pull_once_in_a_training_turn() -> None:
     """A pull may be a call of all workers, and so is a push."""
     shard, pulls = fake_shard(), [0, 0]
     to_shard = rows_of(shard)

@@ -58,7 +58,7 @@ def test_scores_are_those_from_before_the_update() -> None:
     assert any((before[k] != v).any() for k, v in weights(built).items()), "and then it learned"
 
 
-def test_a_prediction_carries_what_reports_need() -> None:
+def test_a_prediction_contains_scores_labels_and_offsets() -> None:
     built = build(N12[:1]).train_all()
     (prediction,) = built.predicted
     batch, _ = Decoder(samples.schema(), {}.get).decode(N12[:1])
@@ -96,7 +96,7 @@ def test_batches_grow_with_the_requests_trained() -> None:
     )
 
 
-def test_batches_go_on_growing_after_a_restore_as_they_would_have() -> None:
+def test_batch_growth_continues_after_a_restore() -> None:
     whole, again = build(N12, exact=True, **RAMP), build(N12, exact=True, **RAMP)
     for _ in range(3):
         whole.loop.step()
@@ -106,7 +106,7 @@ def test_batches_go_on_growing_after_a_restore_as_they_would_have() -> None:
     assert sizes(whole)[3:] == sizes(again) and whole.loop.num_steps == again.loop.num_steps
 
 
-def test_exact_batches_are_whole_and_take_the_partitions_in_turn() -> None:
+def test_exact_batches_are_full_and_take_turns_over_partitions() -> None:
     built = build(N12, exact=True, batch_requests=2).train_all()
     assert [p.sample_id % 2 for p in built.predicted] == [0, 0, 1, 1] * 3
     short = build(N12[:7], exact=True, batch_requests=3).train_all()
@@ -114,7 +114,7 @@ def test_exact_batches_are_whole_and_take_the_partitions_in_turn() -> None:
     assert not short.loop.step() and short.offsets() == [3, 3], "no idle flush: the seventh waits"
 
 
-def test_g2_a_sample_that_comes_again_is_skipped() -> None:
+def test_g2_a_duplicate_sample_is_skipped() -> None:
     records = samples.records([1, 2, 3, 1, 2, 4])
     built = build(records).train_all()
     assert built.pushes() == {1: 1, 2: 1, 3: 1, 4: 1}
@@ -135,12 +135,12 @@ def test_g6_a_bad_message_becomes_a_dead_letter_and_the_partition_moves_on() -> 
     assert built.loop.counts.dead_letters == 1
 
 
-def test_a_batch_of_nothing_but_bad_messages_moves_on() -> None:
+def test_a_batch_of_only_bad_messages_is_skipped() -> None:
     built = build([raw(i, b"") for i in range(4)]).train_all()
     assert built.offsets()[0] == 4 and built.loop.num_steps == 1 and not built.pushes()
 
 
-def test_a_request_without_candidates_is_ordinary() -> None:
+def test_a_request_without_candidates_is_trained() -> None:
     alone = build([raw(0, samples.sample(1, num_candidates=0), samples.T0 + 1500)]).train_all()
     assert len(alone.predicted) == 1 and not alone.pushes() and alone.offsets()[0] == 1
     mixed = build(
@@ -153,7 +153,7 @@ def test_a_request_without_candidates_is_ordinary() -> None:
     assert mixed.loop.counts.non_finite == 0
 
 
-def test_requests_from_the_freeze_on_are_scored_and_not_trained() -> None:
+def test_requests_after_the_freeze_are_scored_but_not_trained() -> None:
     freeze_ms = samples.T0 + 7000
     built = build(N12, freeze_at_ms=freeze_ms)
     built.loop.step()
@@ -177,7 +177,7 @@ def finite(report: Mapping[str, object]) -> bool:
     return all(math.isfinite(v) for v in report.values() if isinstance(v, (int, float)))
 
 
-def test_a_request_that_gives_numbers_that_are_not_finite_is_dead_and_all_others_are_trained() -> None:
+def test_a_non_finite_request_becomes_a_dead_letter_and_others_are_trained() -> None:
     built = build(N12, batch_requests=12)
     poison(built, 3, 8, 9)
     built.train_all()
@@ -196,7 +196,7 @@ def test_a_request_that_gives_numbers_that_are_not_finite_is_dead_and_all_others
     assert all(np.isfinite(v).all() for v in built.loop.snapshot().shared.values())
 
 
-def test_a_request_that_is_only_scored_and_not_finite_is_dead_too() -> None:
+def test_a_non_finite_request_that_is_only_scored_becomes_a_dead_letter() -> None:
     built = build(N12[:4], freeze_at_ms=1)
     poison(built, 2)
     built.train_all()
@@ -204,7 +204,7 @@ def test_a_request_that_is_only_scored_and_not_finite_is_dead_too() -> None:
     assert built.loop.counts.frozen == 3 and finite(built.loop.report())
 
 
-def test_a_gradient_that_is_not_finite_costs_its_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_non_finite_gradient_affects_only_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     built = build(N12[:4])
     loss = built.loop.model.loss
 
@@ -219,7 +219,7 @@ def test_a_gradient_that_is_not_finite_costs_its_request_only(monkeypatch: pytes
     assert not built.letters and built.loop.counts.requests == 4
 
 
-def test_weights_that_are_not_finite_make_no_dead_letters() -> None:
+def test_non_finite_weights_make_no_dead_letters() -> None:
     built = build(N12)
     built.loop.step()
     with torch.no_grad():
@@ -229,7 +229,7 @@ def test_weights_that_are_not_finite_make_no_dead_letters() -> None:
     assert not built.letters and sum(built.offsets()) == 4
 
 
-def test_rows_longer_than_their_bound_are_scaled_down_and_others_left_alone() -> None:
+def test_row_gradients_are_clipped_to_their_maximum_norm() -> None:
     gradient_UD = torch.tensor([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0], [-3e18, 0.0]])
     assert clip_rows({"s": gradient_UD}, 1.0)
     torch.testing.assert_close(gradient_UD, torch.tensor([[0.6, 0.8], [0.3, 0.4], [0.0, 0.0], [-1.0, 0.0]]))
@@ -237,7 +237,7 @@ def test_rows_longer_than_their_bound_are_scaled_down_and_others_left_alone() ->
     assert not clip_rows({"s": kept, "t": bad}, 1.0) and kept[0, 0] == 5.0 and bad[0, 0] == 1e20
 
 
-def test_a_shard_that_is_away_stops_the_step_and_moves_no_offset() -> None:
+def test_an_unavailable_shard_fails_the_step_without_progress() -> None:
     built = build(N12)
     built.transport.fail_next("push")
     with pytest.raises(TransportError):
@@ -254,7 +254,7 @@ def bits(at: Snapshot) -> dict[str, bytes]:
     return {name: value.tobytes() for name, value in (at.shared | own).items()}
 
 
-def test_what_is_prepared_is_in_no_snapshot_until_it_is_trained() -> None:
+def test_a_prepared_chunk_is_not_in_a_snapshot_until_trained() -> None:
     built = build(N12)
     first, second = (built.loop.source.poll(4, 0.0) for _ in range(2))
     assert first is not None and second is not None
@@ -272,7 +272,7 @@ def test_what_is_prepared_is_in_no_snapshot_until_it_is_trained() -> None:
     assert built.pushes() == dict.fromkeys(range(1, 9), 1) and sum(built.offsets()) == 8
 
 
-def test_what_comes_again_is_left_out_within_a_chunk_and_between_two_that_are_prepared() -> None:
+def test_duplicates_are_skipped_within_and_between_prepared_chunks() -> None:
     built = build(samples.records([1, 2, 1, 3, 2, 4, 3, 5]))
     chunks = [built.loop.source.poll(4, 0.0) for _ in range(2)]
     for prepared in [built.loop.pull(built.loop.claim(chunk)) for chunk in chunks if chunk is not None]:
@@ -280,7 +280,7 @@ def test_what_comes_again_is_left_out_within_a_chunk_and_between_two_that_are_pr
     assert built.pushes() == dict.fromkeys(range(1, 6), 1) and built.loop.partitions.num_skipped == 3
 
 
-def test_what_was_prepared_and_never_trained_is_trained_after_a_restore() -> None:
+def test_prepared_but_untrained_chunks_are_trained_after_a_restore() -> None:
     built = build(N12)
     at = built.loop.snapshot()
     chunk = built.loop.source.poll(4, 0.0)
@@ -290,7 +290,7 @@ def test_what_was_prepared_and_never_trained_is_trained_after_a_restore() -> Non
     assert built.train_all().pushes() == dict.fromkeys(range(1, 13), 1)
 
 
-def test_stacks_that_the_model_does_not_look_at_are_not_pushed() -> None:
+def test_unused_stacks_are_not_pushed() -> None:
     built = build(N12)
     (unused, *_) = built.loop.schema.stacks
     pushed: list[list[str]] = []
@@ -307,7 +307,7 @@ def test_stacks_that_the_model_does_not_look_at_are_not_pushed() -> None:
     assert pushed == [[s for s in built.loop.schema.stacks if s != unused]]
 
 
-def test_g11_a_restored_loop_goes_on_with_the_same_bits() -> None:
+def test_g11_a_restored_loop_continues_bit_equal() -> None:
     whole = build(N12, batch_requests=3)
     whole.loop.step()
     at = whole.loop.snapshot()
@@ -334,7 +334,7 @@ def sample_at(number: int, close_ms: int) -> Record:
     return Record("samples", 0, number - 1, close_ms, number.to_bytes(8, "little"), value)
 
 
-def test_g8_a_wrong_close_time_moves_the_watermark_by_a_bound_at_most() -> None:
+def test_g8_a_wrong_close_time_moves_the_watermark_only_by_a_bound() -> None:
     close_ms = [samples.T0 + 1000 * n for n in range(12)]
     close_ms[5] = 1 << 50
     built = build([sample_at(n + 1, t) for n, t in enumerate(close_ms)])
@@ -346,7 +346,7 @@ def test_g8_a_wrong_close_time_moves_the_watermark_by_a_bound_at_most() -> None:
     assert built.loop.watermark_ms == samples.T0 + 11_000 and sum(built.offsets()) == 12
 
 
-def test_the_watermark_follows_a_gap_once_several_samples_are_behind_it() -> None:
+def test_the_watermark_follows_a_gap_after_several_samples() -> None:
     later_ms = samples.T0 + 86_400_000
     built = build([sample_at(n + 1, samples.T0 + n if n < 16 else later_ms + n) for n in range(32)])
     seen = []
@@ -355,7 +355,7 @@ def test_the_watermark_follows_a_gap_once_several_samples_are_behind_it() -> Non
     assert seen[3:6] == [samples.T0 + 15, samples.T0 + 15, later_ms + 23] and seen[-1] == later_ms + 31
 
 
-def test_the_watermark_goes_on_after_a_restore_as_it_would_have() -> None:
+def test_the_watermark_continues_after_a_restore() -> None:
     close_ms = [samples.T0 + 1000 * n for n in range(16)]
     close_ms[2:5] = [1 << 50] * 3
     records = [sample_at(n + 1, t) for n, t in enumerate(close_ms)]
@@ -372,7 +372,7 @@ def test_the_watermark_goes_on_after_a_restore_as_it_would_have() -> None:
     )
 
 
-def test_a_sample_whose_close_time_is_not_its_records_timestamp_is_dead() -> None:
+def test_a_sample_whose_close_time_differs_from_the_timestamp_is_a_dead_letter() -> None:
     built = build([N12[1], N12[3]._replace(timestamp_ms=N12[3].timestamp_ms + 1), N12[5]])
     built.train_all()
     assert [(x.reason, x.offset) for x in built.letters] == [
@@ -388,7 +388,7 @@ def test_a_reset_loop_is_untrained() -> None:
     assert built.offsets() == [0, 0] and not built.loop.report()["requests"] and built.loop.num_steps == 0
 
 
-def test_stage_times_are_measured_while_event_time_is_near_the_wall() -> None:
+def test_freshness_is_measured_only_near_real_time() -> None:
     built = build(N12[:4])
     built.clock.advance(6)
     built.loop.step()

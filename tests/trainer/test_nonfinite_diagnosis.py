@@ -21,7 +21,7 @@ def given() -> tuple[Built, Chunk]:
     return built, chunk
 
 
-def test_of_a_model_in_order_nothing_is_found_and_nothing_is_changed() -> None:
+def test_a_sound_model_has_no_findings_and_stays_unchanged() -> None:
     built, chunk = given()
     before = {name: weight.clone() for name, weight in built.loop.model.state_dict().items()}
     assert find_non_finite(built.loop, chunk) == ()
@@ -29,7 +29,7 @@ def test_of_a_model_in_order_nothing_is_found_and_nothing_is_changed() -> None:
     assert not built.shard.rows, "no row was made by looking"
 
 
-def test_a_row_that_is_not_finite_is_named_with_what_it_spoils() -> None:
+def test_a_non_finite_row_is_named_with_its_effects() -> None:
     built, chunk = given()
     found = find_non_finite(poisoned(built, 2).loop, chunk)
     assert [line for line in found if line.startswith("rows of stack")] != []
@@ -40,7 +40,7 @@ def test_a_row_that_is_not_finite_is_named_with_what_it_spoils() -> None:
     assert not any(line.startswith("dense weight") for line in found)
 
 
-def test_a_weight_that_is_not_finite_is_named_first() -> None:
+def test_a_non_finite_weight_is_named_first() -> None:
     built, chunk = given()
     name, weight = next(iter(built.loop.model.named_parameters()))
     with torch.no_grad():
@@ -51,20 +51,20 @@ def test_a_weight_that_is_not_finite_is_named_first() -> None:
     )
 
 
-def test_rows_that_are_away_are_told() -> None:
+def test_unavailable_rows_are_reported() -> None:
     built, chunk = given()
     built.transport.down = True
     (found,) = find_non_finite(built.loop, chunk)
     assert "pulled" in found
 
 
-def test_a_batch_without_requests_has_weights_only() -> None:
+def test_a_batch_without_requests_checks_only_weights() -> None:
     built = build([samples.records([1])[0]._replace(value=b"?")])
     chunk = built.loop.source.poll(1, 0)
     assert chunk is not None and find_non_finite(built.loop, chunk) == ()
 
 
-def test_what_can_t_be_found_out_is_told_behind_what_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_search_is_reported_after_the_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     built, chunk = given()
 
     def fail(*_: object) -> None:

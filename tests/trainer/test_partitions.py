@@ -24,7 +24,7 @@ def partitions() -> PartitionStates:
     return PartitionStates(AT, samples.schema().tasks, 3_600_000)
 
 
-def test_requests_are_told_apart_by_topic_and_partition() -> None:
+def test_requests_are_grouped_by_topic_and_partition() -> None:
     batch = batch_of([1, 2, 3, 4])
     assert {p: rows.tolist() for p, rows in rows_by_partition(batch).items()} == {
         (SAMPLES, 0): [1, 3],
@@ -36,7 +36,7 @@ def test_requests_are_told_apart_by_topic_and_partition() -> None:
 
 
 @pytest.mark.parametrize("num_candidates", [1, 3])
-def test_the_report_is_that_of_one_metric_over_everything(num_candidates: int) -> None:
+def test_the_report_equals_one_metric_over_all_partitions(num_candidates: int) -> None:
     split, whole, random = (
         partitions(),
         Metrics(samples.schema().tasks),
@@ -59,12 +59,12 @@ def test_the_report_is_that_of_one_metric_over_everything(num_candidates: int) -
     )
 
 
-def test_nothing_counted_is_a_report_of_nothing() -> None:
+def test_a_report_without_requests_is_empty() -> None:
     report = partitions().metrics().report()
     assert report["requests"] == 0 and report["auc"] is None
 
 
-def test_a_cut_goes_to_whoever_has_the_partition() -> None:
+def test_a_snapshot_can_be_loaded_by_another_worker() -> None:
     both, batch = partitions(), batch_of([1, 2, 3, 4])
     new_R = both.claim(batch)
     both.settle(batch, new_R, {(SAMPLES, 0): 2, (SAMPLES, 1): 2})

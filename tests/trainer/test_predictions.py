@@ -49,7 +49,7 @@ def message_of(batch: Batch, score_BT: np.ndarray, step: int, r: int) -> pb.Pred
 
 
 @pytest.mark.parametrize("served", [False, True])
-def test_a_prediction_s_bytes_are_those_of_its_message(served: bool) -> None:
+def test_encoded_predictions_equal_the_protobuf_message(served: bool) -> None:
     batch = batch_of(
         samples.sample(1), samples.sample(2, num_candidates=0), samples.sample(3, num_candidates=5)
     )
@@ -65,7 +65,7 @@ def test_a_prediction_s_bytes_are_those_of_its_message(served: bool) -> None:
     assert [len(m.served_scores) for m in expected] == ([0, 0, 5] if served else [0, 0, 0])
 
 
-def test_records_of_zeros_and_weights_and_of_some_requests_alone_are_those_of_messages() -> None:
+def test_encoded_zeros_weights_and_subsets_equal_the_protobuf_message() -> None:
     """Protobuf leaves a 0 out."""
     batch = batch_of(*(samples.sample(n, num_candidates=n % 3) for n in range(1, 8)))
     zero = {
@@ -182,7 +182,7 @@ class Opened:
         self.it.dead_letter(dead_letter(Rejected(("samples", 0), offset, "undecodable", "why", b""), 4))
 
 
-def test_both_go_to_their_topics() -> None:
+def test_predictions_and_dead_letters_go_to_their_topics() -> None:
     outputs = Opened()
     batch = batch_of(samples.sample(1))
     for prediction in encode_predictions(batch, np.zeros((batch.num_candidates, 1), np.float32), 1):
@@ -194,7 +194,7 @@ def test_both_go_to_their_topics() -> None:
     assert outputs.it.refused() == ""
 
 
-def test_a_flush_that_nobody_acknowledges_is_told_and_the_next_one_may_work() -> None:
+def test_an_unacknowledged_flush_fails_and_a_later_one_may_succeed() -> None:
     outputs = Opened()
     outputs.send()
     outputs.producer.acknowledges = False
@@ -228,7 +228,7 @@ def test_a_refusal_is_known_before_any_flush() -> None:
     assert outputs.it.refused()
 
 
-def test_after_a_refusal_another_producer_sends_and_late_reports_of_the_first_change_nothing() -> None:
+def test_a_refusal_replaces_the_producer_and_its_late_reports_are_ignored() -> None:
     outputs = Opened()
     for offset in range(3):
         outputs.send(offset)
@@ -246,7 +246,7 @@ def test_after_a_refusal_another_producer_sends_and_late_reports_of_the_first_ch
     assert len(outputs.producers) == 2, "a producer that refused nothing is kept"
 
 
-def test_a_record_that_the_client_itself_refuses_is_refused_too() -> None:
+def test_a_record_refused_by_the_client_counts_as_refused() -> None:
     outputs = Opened()
     outputs.producer.raises = KafkaException(KafkaError(KafkaError.MSG_SIZE_TOO_LARGE))
     outputs.send()
@@ -254,7 +254,7 @@ def test_a_record_that_the_client_itself_refuses_is_refused_too() -> None:
 
 
 @pytest.mark.parametrize("why", ["restore", "is_urgent"])
-def test_whoever_waits_for_room_gives_up_for_a_restore_and_at_the_end(why: str) -> None:
+def test_waiting_for_queue_space_ends_at_a_restore_or_shutdown(why: str) -> None:
     outputs = Opened(room=1)
     outputs.send()
     outputs.it.interrupt() if why == "restore" else setattr(outputs, "is_urgent", True)
@@ -283,7 +283,7 @@ def test_a_full_queue_is_waited_for() -> None:
     assert len(producer.sent) == 2 and producer.num_polls > 5
 
 
-def test_a_flush_ends_at_once_where_there_is_no_time() -> None:
+def test_a_flush_gives_up_at_once_during_shutdown() -> None:
     outputs = Opened(is_urgent=True)
     outputs.send()
     outputs.producer.acknowledges = False

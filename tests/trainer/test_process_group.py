@@ -37,7 +37,7 @@ def hasty() -> Iterator[TorchRendezvous]:
     place.close()
 
 
-def test_a_worker_alone_sends_nothing_and_is_its_sum(hasty: TorchRendezvous) -> None:
+def test_a_single_worker_is_its_own_sum(hasty: TorchRendezvous) -> None:
     bucket = torch.ones(3, dtype=torch.float64)
     reduction = SINGLE_WORKER.join(GroupSpec(1, 0, 1, ""))
     reduction.sum(bucket)
@@ -49,7 +49,7 @@ def test_a_worker_alone_sends_nothing_and_is_its_sum(hasty: TorchRendezvous) -> 
     assert isinstance(hasty.join(GroupSpec(1, 0, 1, "")), SingleWorkerGroup)
 
 
-def test_others_reach_it_only_where_that_is_said() -> None:
+def test_a_public_rendezvous_address_must_be_allowed() -> None:
     settings = {
         "controller": "127.0.0.1:1",
         "shards": ("127.0.0.1:2",),
@@ -62,12 +62,12 @@ def test_others_reach_it_only_where_that_is_said() -> None:
     assert WorkerConfig(**settings).rendezvous_address == ANY  # type: ignore[arg-type]
 
 
-def test_a_port_that_is_taken_is_said(hasty: TorchRendezvous) -> None:
+def test_a_port_in_use_is_an_error(hasty: TorchRendezvous) -> None:
     with pytest.raises(UnavailableError, match="listen"):
         TorchRendezvous(hasty.address, device="cpu", timeout_s=1.0)
 
 
-def test_all_get_the_same_sum_in_every_incarnation(places: list[TorchRendezvous]) -> None:
+def test_all_workers_get_the_same_sum_in_every_incarnation(places: list[TorchRendezvous]) -> None:
     for incarnation in (3, 4):
         reductions = [
             place.join(GroupSpec(incarnation, i, 2, places[0].address)) for i, place in enumerate(places)
@@ -86,7 +86,7 @@ def test_all_get_the_same_sum_in_every_incarnation(places: list[TorchRendezvous]
 
 
 @pytest.mark.parametrize("met", [False, True])
-def test_a_wait_for_the_others_ends_when_it_is_interrupted(met: bool, places: list[TorchRendezvous]) -> None:
+def test_an_interrupt_ends_a_wait_for_other_workers(met: bool, places: list[TorchRendezvous]) -> None:
     reductions = [place.join(GroupSpec(1, i, 2, places[0].address)) for i, place in enumerate(places)]
     if met:
         other = threading.Thread(target=reductions[1].sum, args=(torch.ones(1, dtype=torch.float64),))
@@ -103,7 +103,7 @@ def test_a_wait_for_the_others_ends_when_it_is_interrupted(met: bool, places: li
         reductions[0].sum(torch.ones(1, dtype=torch.float64))
 
 
-def test_whoever_does_not_come_is_not_waited_for_without_end(hasty: TorchRendezvous) -> None:
+def test_waiting_for_missing_workers_has_a_time_limit(hasty: TorchRendezvous) -> None:
     with pytest.raises(UnavailableError, match=r"2 workers at 127.0.0.1:\d+ did not come for 0.3 s"):
         hasty.join(GroupSpec(1, 0, 2, hasty.address)).sum(torch.ones(1, dtype=torch.float64))
     with pytest.raises(UnavailableError, match=r"worker 0 at .* did not come"):
@@ -121,7 +121,7 @@ time.sleep(60)
 """
 
 
-def test_g3_a_process_that_is_killed_ends_the_others_wait(places: list[TorchRendezvous]) -> None:
+def test_g3_a_killed_process_ends_the_wait_of_the_others(places: list[TorchRendezvous]) -> None:
     """Two processes; the time limit of the sum is 20 s, and what ends it is the connection."""
     reduction = places[0].join(GroupSpec(7, 0, 2, places[0].address))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

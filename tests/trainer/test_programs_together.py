@@ -249,7 +249,7 @@ def together(tmp_path: Path) -> Iterator[Together]:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_g3_training_goes_on_by_itself_after_a_shard_was_killed(together: Together, staleness: int) -> None:
+def test_g3_training_resumes_by_itself_after_a_shard_was_killed(together: Together, staleness: int) -> None:
     source = MemoryConsumer(PARTITIONS, samples.records(list(range(1, 21))))
     kill = together.shard(0)
     together.shard(1)
@@ -273,7 +273,7 @@ def test_g3_training_goes_on_by_itself_after_a_shard_was_killed(together: Togeth
     assert states["caught_up"] == 1 and sum(states.values()) == 1
 
 
-def test_a_worker_that_is_asked_to_stop_commits_what_it_trained(together: Together) -> None:
+def test_a_stopping_worker_commits_what_it_trained(together: Together) -> None:
     source = MemoryConsumer(PARTITIONS, samples.records(list(range(1, 9))))
     for index in (0, 1):
         together.shard(index)
@@ -308,11 +308,11 @@ def preempted(together: Together, role: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("role", ["worker", "controller"])
-def test_a_preempted_job_goes_when_what_was_trained_is_committed(together: Together, role: str) -> None:
+def test_a_preempted_job_exits_after_the_commit(together: Together, role: str) -> None:
     assert preempted(together, role)["committed"] is True
 
 
-def test_a_controller_that_is_asked_to_stop_commits_before_it_goes(together: Together) -> None:
+def test_a_stopping_controller_commits_before_it_exits(together: Together) -> None:
     source = MemoryConsumer(PARTITIONS, samples.records(list(range(1, 9))))
     for index in (0, 1):
         together.shard(index)
@@ -324,7 +324,7 @@ def test_a_controller_that_is_asked_to_stop_commits_before_it_goes(together: Tog
     assert not together.control.is_alive() and last is not None and last.manifest.step == loop.num_steps
 
 
-def test_a_stream_that_pauses_holds_training_and_one_record_more_ends_that(together: Together) -> None:
+def test_a_pausing_stream_holds_training_until_the_next_record(together: Together) -> None:
     numbers = list(range(1, 10))
     source = MemoryConsumer(PARTITIONS, samples.records(numbers[:8]))
     for index in (0, 1):
@@ -353,7 +353,7 @@ def test_a_stream_that_pauses_holds_training_and_one_record_more_ends_that(toget
     assert together.controller.status()["device_s"]["transient_hold"] > 0
 
 
-def test_numbers_that_are_never_finite_hold_training_with_the_batch_in_the_reason(
+def test_persistent_non_finite_numbers_hold_training_and_name_the_batch(
     together: Together, tmp_path: Path
 ) -> None:
     source = MemoryConsumer(PARTITIONS, samples.records(list(range(1, 9))))

@@ -37,7 +37,7 @@ def trained(stage: Stage, turns: int = 8) -> list[int]:
     return stage.built.offsets()
 
 
-def test_it_reads_to_the_ends_of_its_units_and_says_so() -> None:
+def test_a_worker_reads_to_the_ends_of_its_units() -> None:
     at = stage(5, 3)
     assert at.worker.report()["epoch_trained"] == 0
     at.worker.turn()
@@ -56,7 +56,7 @@ def test_a_commit_hands_out_the_next_units() -> None:
     assert trained(at) == [8, 8] and at.worker.report()["epoch_trained"] == 2
 
 
-def test_a_commit_within_an_epoch_changes_nothing_of_it() -> None:
+def test_a_commit_within_an_epoch_keeps_the_bounds() -> None:
     at = stage(9, 9)
     at.worker.turn()
     assert at.do("cut", seq=1)["ok"] and at.do("resume", seq=1)["ok"]
@@ -64,13 +64,13 @@ def test_a_commit_within_an_epoch_changes_nothing_of_it() -> None:
     assert trained(at) == [9, 9] and at.worker.report()["epoch_trained"] == 1
 
 
-def test_without_phases_it_reads_whatever_is_there_and_says_nothing() -> None:
+def test_without_phases_there_are_no_bounds() -> None:
     at = Stage(numbers=range(1, 25)).started()
     assert trained(at) == [12, 12] and "epoch_trained" not in at.worker.report()
     assert read_phase(at.worker.read_bounds) is ReadPhase.READ
 
 
-def test_the_stream_behind_history_has_no_end_and_the_usual_batches() -> None:
+def test_the_stream_has_no_bounds_and_the_configured_batch_size() -> None:
     at = stage(4, 4)
     assert read_phase(at.worker.read_bounds) is ReadPhase.HISTORY
     trained(at)
@@ -82,7 +82,7 @@ def test_the_stream_behind_history_has_no_end_and_the_usual_batches() -> None:
     assert trained(at) == [12, 12]
 
 
-def test_history_is_trained_in_its_own_batches() -> None:
+def test_history_uses_its_own_batch_size() -> None:
     built = build(
         samples.records(list(range(1, 25))),
         batch_requests=2,
@@ -100,7 +100,7 @@ def test_history_is_trained_in_its_own_batches() -> None:
     assert config.in_phase(initial=True) is config, "nothing else is wanted for history"
 
 
-def test_offsets_that_no_record_has_are_passed_at_a_cut() -> None:
+def test_a_cut_moves_past_offsets_without_records() -> None:
     at = stage(5, 3)
     trained(at)
     at.worker.read_bounds.extend(epoch(1, 12, 12))
@@ -110,7 +110,7 @@ def test_offsets_that_no_record_has_are_passed_at_a_cut() -> None:
     assert at.do("cut", seq=1)["offsets"] == nested({EVEN: 12, ODD: 12})
 
 
-def test_a_unit_that_is_empty_is_trained_and_so_is_none() -> None:
+def test_empty_units_count_as_trained() -> None:
     at = stage(0, 0)
     at.worker.turn()
     assert at.worker.report()["epoch_trained"] == 1 and at.built.offsets() == [0, 0]
@@ -120,9 +120,7 @@ def test_a_unit_that_is_empty_is_trained_and_so_is_none() -> None:
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("ends", [(12, 12), (10, 3), (0, 7)])
-def test_ahead_of_training_nothing_is_read_that_a_serial_loop_would_not(
-    ends: tuple[int, int], exact: bool
-) -> None:
+def test_reading_ahead_respects_the_bounds(ends: tuple[int, int], exact: bool) -> None:
     records, told = samples.records(list(range(1, 49))), [epoch(1, *ends), epoch(2, 24, 24)]
 
     def run(built: Any) -> tuple[list[Any], dict[str, bytes]]:
@@ -147,7 +145,7 @@ def test_ahead_of_training_nothing_is_read_that_a_serial_loop_would_not(
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("told", [None, epoch(1, 12, 12)])
-def test_a_cut_waits_for_no_record_where_nothing_comes(told: dict[str, Any] | None) -> None:
+def test_a_cut_does_not_wait_for_records(told: dict[str, Any] | None) -> None:
     """Reading ahead waits for more, in the source's thread, which is asked nothing then."""
     with pipelined(samples.records(list(range(1, 25)))) as piped:
         reach, loop = ReadBounds(piped.built.loop), piped.built.loop

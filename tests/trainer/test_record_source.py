@@ -27,7 +27,7 @@ def ids(chunk: Chunk | None) -> list[int]:
     return chunk.batch.sample_id_R.tolist()
 
 
-def test_a_full_chunk_comes_at_once_oldest_first_and_says_where_it_ends() -> None:
+def test_a_full_chunk_is_returned_at_once_oldest_first() -> None:
     source = Case(samples.records([1, 2, 3, 4, 5])).source
     chunk = source.poll(3, 0.0)
     assert ids(chunk) == [1, 2, 3] and chunk is not None
@@ -35,7 +35,7 @@ def test_a_full_chunk_comes_at_once_oldest_first_and_says_where_it_ends() -> Non
     assert source.positions() == {EVEN: 1, ODD: 2}
 
 
-def test_a_short_chunk_waits_for_more_until_its_first_record_is_late() -> None:
+def test_a_partial_chunk_is_returned_after_the_maximum_wait() -> None:
     case = Case(samples.records([1, 2]))
     assert case.source.poll(3, 0.0) is None and case.source.positions() == {EVEN: 0, ODD: 0}, (
         "read, not given"
@@ -47,7 +47,7 @@ def test_a_short_chunk_waits_for_more_until_its_first_record_is_late() -> None:
     assert case.source.poll(3, 0.0) is None
 
 
-def test_of_one_partition_only_full_chunks_come() -> None:
+def test_a_requested_partition_gives_only_full_chunks() -> None:
     case = Case(samples.records([1, 2, 3, 4]))
     assert ids(case.source.poll(2, 0.0, ODD)) == [1, 3]
     assert case.source.poll(3, 0.0, EVEN) is None
@@ -57,14 +57,14 @@ def test_of_one_partition_only_full_chunks_come() -> None:
     assert ids(case.source.poll(3, 0.0, EVEN)) == [2, 4, 6]
 
 
-def test_what_is_left_comes_when_it_is_asked_for() -> None:
+def test_rest_returns_the_remaining_records() -> None:
     source = Case(samples.records([1, 2])).source
     source.poll(3, 0.0)
     assert ids(source.rest(3)) == [1, 2]
     assert source.rest(3) is None
 
 
-def test_a_seek_forgets_what_was_read() -> None:
+def test_a_seek_drops_what_was_read() -> None:
     source = Case(samples.records([1, 2, 3])).source
     assert source.poll(4, 0.0) is None
     source.seek({EVEN: 0, ODD: 1})
@@ -85,7 +85,7 @@ def test_a_reject_keeps_what_its_dead_letter_needs() -> None:
     )
 
 
-def test_before_a_bound_a_chunk_is_cut_short_and_behind_it_nothing_comes() -> None:
+def test_chunks_end_at_bounds() -> None:
     case = Case(samples.records([1, 2, 3, 4, 5, 6]))
     case.source.bound({EVEN: 2, ODD: 1})
     assert ids(case.source.poll(2, 0.0)) == [1, 2]
@@ -98,7 +98,7 @@ def test_before_a_bound_a_chunk_is_cut_short_and_behind_it_nothing_comes() -> No
     assert not case.source.ended and case.source.poll(2, 0.0) is None
 
 
-def test_records_that_are_not_there_yet_are_waited_for_before_a_bound() -> None:
+def test_missing_records_before_a_bound_are_waited_for() -> None:
     case = Case(samples.records([1, 2]))
     case.source.bound({EVEN: 2, ODD: 1})
     assert case.source.poll(4, 0.0) is None and not case.source.ended
@@ -106,7 +106,7 @@ def test_records_that_are_not_there_yet_are_waited_for_before_a_bound() -> None:
     assert ids(case.source.poll(4, 0.0)) == [1, 2, 4]
 
 
-def test_of_a_partition_at_its_bound_the_turn_passes_while_others_have_something() -> None:
+def test_a_partition_at_its_bound_gives_an_empty_chunk() -> None:
     case = Case(samples.records([1, 2, 3, 4, 5]))
     case.source.bound({EVEN: 0, ODD: 3})
     chunk = case.source.poll(2, 0.0, EVEN)

@@ -45,12 +45,12 @@ SAVED = SavedBatch(
         max_size=9,
     )
 )
-def test_records_come_back_as_they_were(records: list[Record]) -> None:
+def test_saved_records_round_trip(records: list[Record]) -> None:
     batch = SavedBatch(reason="x", records=tuple(records))
     assert decode(encode(batch), "x") == batch
 
 
-def test_everything_else_comes_back_too() -> None:
+def test_saved_fields_round_trip() -> None:
     assert decode(encode(SAVED), "x") == SAVED
 
 
@@ -68,13 +68,13 @@ def test_everything_else_comes_back_too() -> None:
         ),
     ],
 )
-def test_what_is_damaged_or_foreign_is_told_in_a_sentence(data: bytes, message: str) -> None:
+def test_damaged_or_foreign_files_are_refused(data: bytes, message: str) -> None:
     with pytest.raises(ConfigError, match=r"^x\.batch: expected ") as caught:
         decode(data, "x.batch")
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_batch_is_saved_as_far_as_it_fits() -> None:
+def test_a_large_batch_is_saved_partly() -> None:
     size = len(RECORDS[0].value) + len(RECORDS[0].key or b"")
     assert (
         fitting(RECORDS, 10 * size) == RECORDS
@@ -93,7 +93,7 @@ def test_a_folder_keeps_the_newest(tmp_path: Path) -> None:
     assert len(list(path.parent.iterdir())) == MAX_FILES
 
 
-def test_a_folder_that_can_t_be_written_is_told(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "worker").write_text("a file")
     with pytest.raises(UnavailableError, match="can't be written"):
         SavedBatches(tmp_path / "worker").save(SAVED)

@@ -81,7 +81,7 @@ def test_the_plans_differ_as_they_should() -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [("table", "row"), ("row", "mixed"), ("mixed", "table")])
-def test_a_sharded_collection_pools_what_we_do_and_moves_to_the_bit(
+def test_a_sharded_collection_equals_ours_and_moves_bit_equal(
     first: str, second: str, tmp_path: Path
 ) -> None:
     found = run(tmp_path, first, second)

@@ -134,7 +134,7 @@ def test_an_export_point_is_chosen_by_partition() -> None:
     assert chosen.export == {0: 500, 3: 0} and ControllerConfig(**CONTROLLER).export == {}
 
 
-def test_the_rate_goes_with_the_root_of_the_batchs_size() -> None:
+def test_the_learning_rate_grows_with_the_root_of_the_batch_size() -> None:
     config = LoopConfig(
         first_batch_requests=8, batch_requests=32, batch_growth_requests=256, learning_rate=0.1
     )
@@ -146,18 +146,18 @@ def test_the_rate_goes_with_the_root_of_the_batchs_size() -> None:
     assert config.rate_after(2 * steps) == config.rate_after(1 << 40) == 0.1, "full batches"
 
 
-def test_a_rehearsed_batch_makes_the_rate_no_older() -> None:
+def test_rehearsed_batches_do_not_advance_the_learning_rate() -> None:
     config, rehearses = LoopConfig(), LoopConfig(rehearsal=RehearsalConfig(batches=1))
     assert all(rehearses.rate_after(2 * steps + 1) == config.rate_after(steps) for steps in (0, 1, 500, 4000))
 
 
 @pytest.mark.parametrize("size", [1, 64])
-def test_batches_of_one_size_have_one_rate(size: int) -> None:
+def test_a_constant_batch_size_has_a_constant_learning_rate(size: int) -> None:
     config = LoopConfig(batch_requests=size, first_batch_requests=64, learning_rate=0.1)
     assert [config.rate_after(steps) for steps in (0, 1, 1 << 40)] == [0.1] * 3
 
 
-def test_a_device_that_is_not_there_is_named() -> None:
+def test_a_missing_device_is_named() -> None:
     import torch
 
     LoopConfig().check_device()

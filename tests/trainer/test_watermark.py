@@ -7,7 +7,7 @@ import numpy as np
 from trainer.watermark import TrainingWatermark, merge_newest_times
 
 
-def test_it_follows_the_close_times_and_never_goes_back() -> None:
+def test_the_watermark_follows_close_times_and_never_goes_back() -> None:
     time = TrainingWatermark()
     for close_ms in ([100, 300], [200], [1 << 50], [400]):
         time.add(np.array(close_ms, np.int64))
@@ -20,7 +20,7 @@ def test_it_follows_the_close_times_and_never_goes_back() -> None:
     )
 
 
-def test_of_several_workers_each_has_its_newest_and_none_pushes_the_others_out() -> None:
+def test_newest_times_of_several_workers_are_merged_evenly() -> None:
     assert merge_newest_times([[1, 2, 3], [], [7]]) == [1, 2, 7, 3]
     both = merge_newest_times([list(range(100, 115)), list(range(200, 215))])
     assert len(both) == 15 and set(both) == {*range(107, 115), *range(208, 215)}

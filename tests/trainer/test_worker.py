@@ -119,7 +119,7 @@ def manifest_of(*parts: tuple[dict[str, Any], dict[str, Any]]) -> Manifest:
     )
 
 
-def test_a_restore_tells_who_has_which_bucket_as_the_manifest_says() -> None:
+def test_a_restore_applies_the_manifest_s_bucket_map() -> None:
     stage = Stage()
     manifest = dataclasses.replace(
         stage.committed(), bucket_map=BucketMap(BucketMap.modulo(64, 1).owner_B, 1, 4)
@@ -164,7 +164,7 @@ def test_a_restored_worker_is_the_one_that_was_cut() -> None:
     assert manifest.workers[0].dedupe == 4
 
 
-def test_partitions_move_between_workers_with_all_that_is_theirs() -> None:
+def test_partitions_move_between_workers_with_their_state() -> None:
     numbers = [*range(1, 9), *range(1, 13)]
     store = MemoryStore()
     two = [Stage(store, numbers=numbers, partitions=(PARTITIONS[i],), index=i) for i in (0, 1)]
@@ -186,7 +186,7 @@ def test_partitions_move_between_workers_with_all_that_is_theirs() -> None:
     )
 
 
-def test_a_commit_of_format_1_is_restored_with_what_was_trained_and_measured() -> None:
+def test_a_commit_of_format_1_can_be_restored() -> None:
     store = golden_store()
     stage = Stage(store, numbers=[*range(1, 13), 2, 3, 20, 21])
     at = manifests.load(store, "manifests/00000001").manifest
@@ -224,7 +224,7 @@ def test_offsets_are_reported_only_after_predictions_are_acknowledged() -> None:
     assert stage.worker.turn(), "training goes on"
 
 
-def test_a_prediction_that_kafka_refused_stops_training_until_it_is_sent_again() -> None:
+def test_a_refused_prediction_stops_training_until_it_is_sent_again() -> None:
     stage = Stage().started()
     stage.worker.turn()
     stage.outputs.refusal = "Kafka refused a record"
@@ -240,7 +240,7 @@ def test_a_prediction_that_kafka_refused_stops_training_until_it_is_sent_again()
     ]
 
 
-def test_a_refusal_that_the_flush_of_a_cut_finds_breaks_the_worker() -> None:
+def test_a_refusal_found_by_a_cut_breaks_the_worker() -> None:
     stage = Stage().started()
     stage.worker.turn()
     stage.outputs.flush = lambda: refuse(stage)  # type: ignore[method-assign]
@@ -253,7 +253,7 @@ def refuse(stage: Stage) -> None:
     raise UnavailableError(stage.outputs.refusal)
 
 
-def test_a_restore_reaches_a_worker_that_waits_for_room() -> None:
+def test_a_restore_reaches_a_worker_that_waits_for_queue_space() -> None:
     stage = Stage().started()
     stage.outputs.full = True
     trainer = threading.Thread(target=stage.worker.turn)
@@ -271,7 +271,7 @@ def test_a_restore_reaches_a_worker_that_waits_for_room() -> None:
     assert stage.worker.incarnation == 2 and not stage.worker.broken
 
 
-def test_a_restore_ends_the_wait_for_other_workers_as_soon_as_it_is_heard(
+def test_a_restore_ends_the_wait_for_other_workers_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stage, ended = Stage().started(), list[str]()
@@ -281,7 +281,7 @@ def test_a_restore_ends_the_wait_for_other_workers_as_soon_as_it_is_heard(
         assert ended == expected
 
 
-def test_an_abort_lets_training_go_on() -> None:
+def test_an_abort_resumes_training() -> None:
     stage = Stage().started()
     stage.do("cut", seq=1)
     assert stage.do("abort", seq=1)["ok"]
@@ -290,7 +290,7 @@ def test_an_abort_lets_training_go_on() -> None:
     assert stage.do("abort", seq=7)["ok"], "of a commit that it never saw"
 
 
-def test_an_abort_ends_any_older_cut_and_is_remembered_until_a_restore() -> None:
+def test_an_abort_ends_older_cuts_and_refuses_later_ones() -> None:
     stage = Stage().started()
     stage.do("cut", seq=3)
     assert not stage.worker.turn()
@@ -313,7 +313,7 @@ def test_a_broken_worker_that_is_told_to_resume_does_not_train() -> None:
     assert not stage.worker.turn() and stage.worker.loop.num_steps == 1
 
 
-def test_a_worker_whose_shard_is_away_says_so_and_waits_for_a_restore() -> None:
+def test_a_worker_without_its_shard_reports_it_and_waits_for_a_restore() -> None:
     stage = Stage().started()
     stage.built.transport.down = True
     assert not stage.worker.turn()
@@ -325,7 +325,9 @@ def test_a_worker_whose_shard_is_away_says_so_and_waits_for_a_restore() -> None:
     assert stage.worker.turn() and not stage.worker.report()["broken"]
 
 
-def test_a_push_that_failed_late_allows_no_cut_and_breaks_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_that_fails_late_refuses_the_cut_and_breaks_the_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stage = Stage().started()
 
     def drain() -> None:
@@ -338,7 +340,7 @@ def test_a_push_that_failed_late_allows_no_cut_and_breaks_the_worker(monkeypatch
     assert stage.worker.broken == "shard 0 is away; in the push of samples-0 0..1" and not stage.worker.is_cut
 
 
-def test_the_time_from_a_cut_until_training_goes_on_is_of_the_commit() -> None:
+def test_the_pause_of_a_commit_is_counted_as_commit_time() -> None:
     stage = Stage().started()
     for seq, kind in ((1, "resume"), (2, "abort")):
         assert stage.do("cut", seq=seq)["ok"]
@@ -354,7 +356,7 @@ def test_an_unknown_command_is_refused() -> None:
 
 
 @pytest.mark.parametrize("part", ["shared", "own"])
-def test_g5_damaged_parts_are_told_as_damaged(part: str) -> None:
+def test_g5_damaged_files_are_reported_as_damaged(part: str) -> None:
     stage = Stage()
     manifest = stage.committed()
     name = manifest.dense.name if part == "shared" else manifest.workers[0].file.name
@@ -379,7 +381,7 @@ def changed_schema(**feature: Any) -> Schema:
     return schema_from_dict(raw)
 
 
-def test_a_schema_that_cannot_read_what_is_committed_is_refused_with_expected_and_got() -> None:
+def test_an_incompatible_schema_is_refused() -> None:
     stage = Stage()
     old = changed_schema(kind="ids", table="item")
     stage.known[old.fingerprint] = old
@@ -416,7 +418,7 @@ def test_a_schema_that_is_not_in_the_store_is_refused() -> None:
         stage.worker.turn()
 
 
-def test_offsets_of_another_kafka_are_refused_in_one_sentence() -> None:
+def test_offsets_of_another_kafka_are_refused() -> None:
     stage = Stage()
     stage.committed()
     other = Stage(stage.store, kafka={"cluster_id": "d", "topics": {"samples": "2"}})
@@ -439,7 +441,7 @@ def test_another_model_is_refused_and_names_what_differs() -> None:
     assert isinstance(stage.built.loop.model_config, RankerConfig)
 
 
-def test_a_manifest_from_before_there_were_kinds_of_models_is_restored() -> None:
+def test_a_manifest_without_a_model_kind_is_restored() -> None:
     stage = Stage()
     before = stage.committed()
     stage.put(dataclasses.replace(before, model={k: v for k, v in before.model.items() if k != "kind"}))
@@ -455,7 +457,7 @@ def test_a_worker_may_leave_when_everything_is_committed() -> None:
     assert not stage.worker.can_leave()
 
 
-def test_a_leaving_worker_stays_to_the_end_of_its_last_commit_and_trains_no_more() -> None:
+def test_a_leaving_worker_finishes_its_last_commit_without_training() -> None:
     stage = Stage().started()
     stage.worker.turn()
     stage.worker.leaving = True
@@ -466,7 +468,7 @@ def test_a_leaving_worker_stays_to_the_end_of_its_last_commit_and_trains_no_more
     assert stage.do("commit", seq=1)["ok"] and stage.worker.can_leave()
 
 
-def test_the_loop_waits_for_commands_when_it_has_nothing_to_train_and_only_then(
+def test_the_loop_waits_for_commands_only_if_training_is_not_running(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stage, waited = Stage(), list[bool]()
@@ -485,7 +487,7 @@ def test_the_loop_waits_for_commands_when_it_has_nothing_to_train_and_only_then(
     assert waited == [True, False, True]
 
 
-def test_commands_from_another_thread_are_done_between_two_batches() -> None:
+def test_commands_from_another_thread_run_between_batches() -> None:
     stage = Stage().started()
     stage.worker.turn()
     results: list[dict[str, Any]] = []
@@ -507,7 +509,7 @@ def test_commands_from_another_thread_are_done_between_two_batches() -> None:
         stage.worker.submit({"id": 4, "kind": "resume", "incarnation": 1, "seq": 1})
 
 
-def test_a_command_that_fails_between_batches_fails_for_whoever_gave_it() -> None:
+def test_a_failing_command_raises_in_the_submitting_thread() -> None:
     stage = Stage()
     errors: list[Exception] = []
 
@@ -525,7 +527,7 @@ def test_a_command_that_fails_between_batches_fails_for_whoever_gave_it() -> Non
     assert "expected a training worker to cut" in str(errors[0])
 
 
-def test_a_full_disk_at_the_dense_file_is_told_and_training_goes_on() -> None:
+def test_a_full_disk_fails_the_write_and_training_continues() -> None:
     stage = Stage().started()
     stage.do("cut", seq=1)
     stage.do("resume", seq=1)
@@ -558,9 +560,7 @@ def manifests_dense(stage: Stage, manifest: Manifest) -> tuple[dict[str, Any], d
         ),
     ],
 )
-def test_memory_that_is_not_enough_is_told_as_what_no_restart_mends(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_is_a_permanent_failure(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage().started()
 
     def step() -> bool:
@@ -571,7 +571,7 @@ def test_memory_that_is_not_enough_is_told_as_what_no_restart_mends(
     assert stage.worker.report()["fatal"].startswith("out of memory: ") and stage.worker.report()["broken"]
 
 
-def test_another_error_is_not_called_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_are_not_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage().started()
 
     def step() -> bool:
@@ -582,7 +582,7 @@ def test_another_error_is_not_called_a_lack_of_memory(monkeypatch: pytest.Monkey
         stage.worker.turn()
 
 
-def test_a_worker_with_another_schema_than_its_controller_trains_nothing_and_waits() -> None:
+def test_a_worker_with_another_schema_than_the_controller_waits() -> None:
     """While programs are started again with another file: a commit that names one schema has nothing written by the other."""
     stage = Stage()
     result = stage.do("restore", manifest="", schema="00000000000000aa")

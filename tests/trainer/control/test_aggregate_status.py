@@ -34,7 +34,7 @@ SLOW = {
 }
 
 
-def test_the_worst_off_counts_and_what_is_trained_is_a_sum() -> None:
+def test_state_and_lag_are_the_worst_and_trained_requests_are_summed() -> None:
     whole = aggregate_status(
         status(
             {**FAST, "requests": 5, "step": 2, "watermark_ms": 70},
@@ -55,7 +55,7 @@ def test_the_worst_off_counts_and_what_is_trained_is_a_sum() -> None:
     assert whole["partitions"] == [{"partition": 0, "worker": "worker 0"}]
 
 
-def test_how_far_history_is_comes_from_the_controller() -> None:
+def test_initial_progress_comes_from_the_controller() -> None:
     initial = {"epoch": 2, "epochs": 3, "records": 90, "left": 40}
     assert (
         aggregate_status({**status(FAST), "initial": initial})["initial"] == initial
@@ -63,7 +63,7 @@ def test_how_far_history_is_comes_from_the_controller() -> None:
     )
 
 
-def test_an_end_that_one_cannot_foresee_nobody_can() -> None:
+def test_eta_is_unknown_if_one_worker_has_none() -> None:
     assert aggregate_status(status(FAST, {"watch": {**SLOW["watch"], "eta_s": [None, None, None]}}))[
         "eta_s"
     ] == [
@@ -73,7 +73,7 @@ def test_an_end_that_one_cannot_foresee_nobody_can() -> None:
     ]
 
 
-def test_what_one_does_not_tell_nobody_knows() -> None:
+def test_a_value_that_one_worker_does_not_report_is_unknown() -> None:
     whole = aggregate_status(status(FAST, {}))
     assert (
         whole["state"] == "unknown"
@@ -83,7 +83,7 @@ def test_what_one_does_not_tell_nobody_knows() -> None:
     )
 
 
-def test_a_worker_that_stands_by_says_nothing_about_training() -> None:
+def test_workers_on_standby_are_ignored() -> None:
     assert aggregate_status({**status(FAST, {}), "workers": 1})["state"] == "caught_up"
 
 
@@ -121,7 +121,7 @@ def told(candidates: int, psi: float, version: str = "1-4") -> dict[str, Any]:
     }
 
 
-def test_windows_slices_and_the_frozen_copy_of_all_are_one_from_their_sums() -> None:
+def test_windows_slices_and_shadow_are_pooled_over_workers() -> None:
     quality = aggregate_status(status(told(100, 0.1), told(300, 0.3)))["quality"]
     for at in (
         quality["windows"],
@@ -139,7 +139,7 @@ def test_windows_slices_and_the_frozen_copy_of_all_are_one_from_their_sums() -> 
     assert quality["shadow"]["version"] == "1-4"
 
 
-def test_drift_is_what_the_worst_worker_sees() -> None:
+def test_drift_is_that_of_the_worst_worker() -> None:
     drift = aggregate_status(status(told(100, 0.1), {}, told(300, 0.3)))["quality"]["drift"]
     assert (
         drift["psi"] == {"age": 0.3}
@@ -149,7 +149,7 @@ def test_drift_is_what_the_worst_worker_sees() -> None:
     assert drift["base_rate_before"] == {"click": 0.1} and drift["new_ids"] == {"user": 0.15}
 
 
-def test_frozen_copies_of_two_versions_are_not_one() -> None:
+def test_shadows_of_different_versions_are_not_pooled() -> None:
     assert (
         aggregate_status(status(told(100, 0.1), told(300, 0.3, version="1-9")))["quality"]["shadow"] is None
     )
@@ -162,7 +162,7 @@ def test_frozen_copies_of_two_versions_are_not_one() -> None:
 
 
 @pytest.mark.parametrize("workers", [(), (FAST,), (FAST, SLOW)])
-def test_while_training_is_held_that_is_its_state_whoever_tells_what(
+def test_a_hold_overrides_the_reported_state(
     workers: tuple[dict[str, Any], ...],
 ) -> None:
     hold = {"kind": "transient", "reason": "nothing to read for 60 s", "member": "", "since_ms": 5}

@@ -9,7 +9,7 @@ from trainer.control.controller import BackfillEta
 OF = {"epoch": 1, "epochs": 2, "records": 1000, "left": 1000}
 
 
-def test_time_left_is_what_is_left_of_all_epochs_at_the_rate_of_the_last_minute() -> None:
+def test_eta_covers_all_epochs_at_the_rate_of_the_last_minute() -> None:
     pace = BackfillEta()
     assert pace.estimate(OF, 0.0, 0.0) == {**OF, "eta_s": [None, None, None]}, "one reading is no rate"
     told = pace.estimate(OF, 100.0, 10.0)
@@ -21,7 +21,7 @@ def test_time_left_is_what_is_left_of_all_epochs_at_the_rate_of_the_last_minute(
     assert low < value < high
 
 
-def test_a_commit_begins_the_count_of_what_is_ahead_of_it_anew() -> None:
+def test_a_commit_restarts_the_count_of_remaining_records() -> None:
     pace = BackfillEta()
     pace.estimate({**OF, "epochs": 1}, 0.0, 0.0)
     pace.estimate({**OF, "epochs": 1}, 500.0, 50.0)
@@ -30,7 +30,7 @@ def test_a_commit_begins_the_count_of_what_is_ahead_of_it_anew() -> None:
 
 
 @pytest.mark.parametrize("trained", [None, 20.0])
-def test_a_worker_that_is_silent_or_began_anew_leaves_it_unknown(trained: float | None) -> None:
+def test_eta_is_unknown_after_a_worker_is_silent_or_restarts(trained: float | None) -> None:
     pace = BackfillEta()
     pace.estimate(OF, 0.0, 0.0)
     pace.estimate(OF, 100.0, 10.0)
@@ -42,7 +42,7 @@ def test_a_worker_that_is_silent_or_began_anew_leaves_it_unknown(trained: float 
     }
 
 
-def test_what_stands_still_is_not_foreseeable_and_what_is_done_takes_no_time() -> None:
+def test_eta_is_unknown_without_progress_and_zero_when_done() -> None:
     pace = BackfillEta()
     for second in range(5):
         told = pace.estimate(OF, 100.0, float(second))

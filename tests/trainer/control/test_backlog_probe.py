@@ -58,31 +58,31 @@ def counts(lookout: BacklogProbe, committed: Mapping[Partition, int], looks: int
     return [None if unread is None else unread.records for unread in seen]
 
 
-def test_what_lies_behind_the_commit_is_counted_over_all_partitions() -> None:
+def test_backlog_is_summed_over_all_partitions() -> None:
     log = Offsets({A: 5000, B: 4000, LABELS: 9})
     assert counts(BacklogProbe(log), {A: 1000, B: 4000}) == [4000, 4000, 4000]
     assert log.num_seeks == 0, "so many offsets aren't markers"
 
 
-def test_corrections_count_where_they_are_trained() -> None:
+def test_corrections_count_only_if_they_are_trained() -> None:
     log = Offsets({A: 5, LABELS: 9}, {(LABELS, 8)})
     assert counts(BacklogProbe(log), {A: 5}) == [0, 0, 0]
     assert counts(BacklogProbe(log), {A: 5, LABELS: 6}) == [3, 3, 3]
 
 
-def test_before_the_first_commit_everything_is_to_be_read() -> None:
+def test_before_the_first_commit_the_whole_log_is_backlog() -> None:
     log = Offsets({A: 12}, {(A, 11)})
     log.oldest[A] = 10
     assert counts(BacklogProbe(log), {}) == [2, 2, 2]
 
 
-def test_what_retention_deleted_is_not_to_be_read() -> None:
+def test_deleted_records_are_not_backlog() -> None:
     log = Offsets({A: 50})
     log.oldest[A] = 50
     assert counts(BacklogProbe(log), {A: 20}) == [0, 0, 0]
 
 
-def test_markers_are_found_to_be_none_and_are_looked_at_once() -> None:
+def test_transaction_markers_are_read_once_and_do_not_count() -> None:
     log = Offsets({A: 11, B: 4})
     lookout = BacklogProbe(log)
     assert counts(lookout, {A: 10, B: 3}) == [2, 0, 0] and log.num_seeks == 1
@@ -92,7 +92,7 @@ def test_markers_are_found_to_be_none_and_are_looked_at_once() -> None:
     assert counts(lookout, {A: 10, B: 3}) == [2, 2, 2] and log.num_seeks == 2
 
 
-def test_a_log_that_lost_its_end_is_looked_at_anew() -> None:
+def test_a_log_whose_end_went_back_is_read_again() -> None:
     log = Offsets({A: 11})
     lookout = BacklogProbe(log)
     assert counts(lookout, {A: 8}) == [3, 0, 0]
@@ -102,7 +102,7 @@ def test_a_log_that_lost_its_end_is_looked_at_anew() -> None:
     assert counts(lookout, {A: 8}) == [3, 3, 3]
 
 
-def test_what_can_t_be_read_is_unknown() -> None:
+def test_backlog_is_unknown_when_kafka_is_unavailable() -> None:
     log = Offsets({A: 11})
     lookout = BacklogProbe(log)
     log.hangs = True
@@ -114,7 +114,7 @@ def test_what_can_t_be_read_is_unknown() -> None:
 
 
 @pytest.mark.parametrize(("is_record", "expected"), [(True, [1, 1, 1]), (False, [1, 0, 0])])
-def test_kafka_s_reader_is_such_a_log(is_record: bool, expected: list[int]) -> None:
+def test_the_kafka_consumer_implements_the_sample_log(is_record: bool, expected: list[int]) -> None:
     """Offset 9 is committed; 10 is a record, or a marker that only the end of the partition tells of."""
     kafka = FakeConsumer(oldest=0, newest=11)
     reader = KafkaConsumer(kafka, ConsumerOptions(partitions=(A,)))  # type: ignore[arg-type]

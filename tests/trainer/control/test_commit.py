@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from roostream.runtime import manifest as manifests
 from tests.trainer import samples
 from tests.trainer.network import CONTROLLER
+from tests.trainer.schedules import moments_and_victims
 from tests.trainer.simulator import WORKER, Kill, Simulation
 from trainer.control.types import State
 
@@ -56,8 +57,7 @@ def assert_applied_once(simulation: Simulation, numbers: list[int]) -> None:
     }
 
 
-@pytest.mark.parametrize("victim", EVERYONE)
-@pytest.mark.parametrize("moment", MOMENTS, ids=" ".join)
+@pytest.mark.parametrize(("moment", "victim"), moments_and_victims(MOMENTS, EVERYONE), ids=str)
 def test_g2_g11_a_kill_at_any_moment_of_the_second_commit(moment: tuple[str, str, str], victim: str) -> None:
     occurrence = 1 if moment[1] in ("claim", "restore", "start") else 9 if moment[1] == "push" else 2
     kill = Kill(moment, victim, occurrence)
@@ -105,7 +105,7 @@ FAULTS_OF_BEATS = {"beat lost", "beat's answer lost", "beat twice", "late copy o
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_g2_g11_lost_late_and_doubled_messages_change_nothing(seed: int) -> None:
+def test_g2_g11_lost_late_and_duplicated_messages_change_nothing(seed: int) -> None:
     simulation = Simulation(
         samples.records(EXACT_NUMBERS), exact=True, seed=seed, kills=kills_of(seed) if seed % 2 else []
     )
@@ -119,7 +119,7 @@ def test_g2_g11_lost_late_and_doubled_messages_change_nothing(seed: int) -> None
 
 
 @pytest.mark.parametrize("seed", range(100, 108))
-def test_g11_the_parameter_server_itself_in_the_same_disorder(seed: int) -> None:
+def test_g11_real_shards_are_bit_equal_in_the_same_disorder(seed: int) -> None:
     simulation = Simulation(
         samples.records(EXACT_NUMBERS),
         exact=True,
@@ -139,9 +139,7 @@ def test_g2_live_training_in_the_same_disorder(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(300, 305))
-def test_g3_a_store_that_is_away_now_and_then_makes_nothing_damaged(
-    seed: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_g3_an_unavailable_store_never_counts_as_damaged(seed: int, caplog: pytest.LogCaptureFixture) -> None:
     simulation = Simulation(
         samples.records(EXACT_NUMBERS), exact=True, seed=seed, kills=kills_of(seed), real_shards=True
     )
@@ -157,7 +155,7 @@ def test_the_same_seed_is_the_same_run() -> None:
     assert runs[0].clock.monotonic_s() == runs[1].clock.monotonic_s()
 
 
-def test_something_is_trained_between_resume_and_write() -> None:
+def test_training_continues_while_shards_write() -> None:
     simulation = Simulation(samples.records(LIVE_NUMBERS))
     steps: list[tuple[str, int]] = []
     noted = simulation.moment
@@ -173,7 +171,7 @@ def test_something_is_trained_between_resume_and_write() -> None:
     assert between and max(between) > 0
 
 
-def test_g3_a_member_that_stays_away_is_waited_for() -> None:
+def test_g3_training_waits_for_a_missing_member() -> None:
     simulation = Simulation(
         samples.records(LIVE_NUMBERS),
         kills=[Kill(("shard 0", "write", "after"), "shard 1")],
@@ -205,7 +203,7 @@ two_workers = st.builds(
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(two_workers, max_size=3, unique_by=lambda kill: (kill.moment, kill.occurrence)))
-def test_g2_every_worker_s_own_part_is_in_the_commit_and_comes_back_to_it(schedule: list[Kill]) -> None:
+def test_g2_every_worker_s_part_is_committed_and_restored(schedule: list[Kill]) -> None:
     simulation = Simulation(samples.records(LIVE_NUMBERS), num_workers=2, kills=schedule)
     simulation.run_as_far_as_kills_go()
     assert_applied_once(simulation, LIVE_NUMBERS)
@@ -224,7 +222,7 @@ def disturbed_at_rest(simulation: Simulation) -> Simulation:
     return simulation.run()
 
 
-def test_g5_a_damaged_newest_manifest_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+def test_g5_a_damaged_newest_manifest_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
     simulation = Simulation(samples.records(EXACT_NUMBERS), exact=True).run()
     newest = simulation.last.name
     simulation.store.damage(newest)
@@ -256,7 +254,7 @@ def test_g5_a_damaged_segment_is_never_loaded() -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_disk_that_is_full_at_the_link_commits_all_or_nothing(when: str) -> None:
+def test_a_full_disk_at_the_link_commits_all_or_nothing(when: str) -> None:
     simulation = Simulation(samples.records(LIVE_NUMBERS))
     while not (simulation.controller and simulation.controller.coordinator.state is State.RUNNING):
         simulation.round()
@@ -266,7 +264,7 @@ def test_a_disk_that_is_full_at_the_link_commits_all_or_nothing(when: str) -> No
     assert_applied_once(simulation, LIVE_NUMBERS)
 
 
-def test_a_disk_that_is_full_at_the_dense_file_only_delays_the_commit() -> None:
+def test_a_full_disk_at_the_dense_file_only_delays_the_commit() -> None:
     simulation = Simulation(samples.records(LIVE_NUMBERS))
     while not (simulation.controller and simulation.controller.coordinator.state is State.RUNNING):
         simulation.round()
@@ -301,9 +299,7 @@ def test_of_two_controllers_the_older_one_exits_and_commits_nothing_more() -> No
     assert_applied_once(simulation, LIVE_NUMBERS)
 
 
-def test_a_link_that_an_older_controller_makes_just_before_it_is_fenced_is_what_the_next_one_begins_from() -> (
-    None
-):
+def test_a_manifest_linked_just_before_fencing_is_restored_by_the_next_controller() -> None:
     simulation = Simulation(samples.records(EXACT_NUMBERS), exact=True)
     control, simulation._control = simulation._control, lambda: None  # type: ignore[method-assign]
     old = None
@@ -347,9 +343,7 @@ def undisturbed_on_real_shards() -> dict[str, bytes]:
     [m for m in MOMENTS if m[1] in ("freeze", "write", "link", "commit") and m[2] == "after"],
     ids=" ".join,
 )
-def test_g11_the_parameter_server_itself_comes_back_bit_equal(
-    moment: tuple[str, str, str], victim: str
-) -> None:
+def test_g11_real_shards_are_bit_equal_after_a_kill(moment: tuple[str, str, str], victim: str) -> None:
     kill = Kill(moment, victim, 2)
     simulation = Simulation(samples.records(EXACT_NUMBERS), exact=True, kills=[kill], real_shards=True).run()
     assert simulation.killed == [victim]

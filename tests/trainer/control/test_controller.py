@@ -79,14 +79,14 @@ def test_a_commit_on_demand_is_waited_for() -> None:
     )
 
 
-def test_a_commit_that_cannot_be_made_is_told_after_the_wait() -> None:
+def test_a_commit_on_demand_reports_failure_after_its_timeout() -> None:
     stage = Stage().to(State.RUNNING)
     stage.step = 3
     stage.turn()
     assert stage.it.handle("commit", {"timeout_s": 0.01}, ())[0]["committed"] is False
 
 
-def test_nothing_is_called_committed_while_the_worker_is_away_or_everyone_is_restored() -> None:
+def test_a_commit_on_demand_does_not_succeed_during_an_outage_or_restore() -> None:
     stage = Stage()
     stage.it.turn()
     assert stage.it.coordinator.state is State.GATHERING
@@ -99,7 +99,7 @@ def test_nothing_is_called_committed_while_the_worker_is_away_or_everyone_is_res
     )
 
 
-def test_a_commit_that_was_cut_before_it_was_asked_for_is_not_enough() -> None:
+def test_a_commit_on_demand_ignores_a_commit_already_in_progress() -> None:
     stage = Stage().to(State.RUNNING)
     stage.step = 3
     stage.turn()
@@ -120,7 +120,7 @@ def test_a_commit_that_was_cut_before_it_was_asked_for_is_not_enough() -> None:
     assert answers == [{"seq": 2, "committed": True}]
 
 
-def test_a_held_beat_ends_with_a_command() -> None:
+def test_a_waiting_beat_returns_as_soon_as_there_is_a_command() -> None:
     stage = Stage(long_poll_s=30.0)
     stage.it.turn()
     got: list[list[dict[str, Any]]] = []
@@ -132,7 +132,7 @@ def test_a_held_beat_ends_with_a_command() -> None:
     assert [[c["kind"] for c in commands] for commands in got] == [["restore"]] * 3
 
 
-def test_status_says_where_everything_is() -> None:
+def test_status_reports_the_state_and_the_last_commit() -> None:
     stage = Stage().to(State.RUNNING)
     stage.clock.advance(2)
     status = stage.it.status()
@@ -166,7 +166,7 @@ def committed_once() -> Stage:
     return stage.to(State.COMMITTING)
 
 
-def test_a_restarted_controller_checks_what_is_committed_before_it_commands() -> None:
+def test_a_restarted_controller_checks_the_manifest_before_any_command() -> None:
     first = committed_once()
     second = Stage(first.store)
     second.it.turn()
@@ -176,7 +176,7 @@ def test_a_restarted_controller_checks_what_is_committed_before_it_commands() ->
         first.it.turn()
 
 
-def test_g5_a_store_of_nothing_but_damaged_manifests_stops_the_controller() -> None:
+def test_g5_a_store_with_only_damaged_manifests_stops_the_controller() -> None:
     stage = Stage()
     stage.store.create("manifests/00000001", b"{}")
     with pytest.raises(CheckpointError, match="expected a usable manifest among 1"):
@@ -184,7 +184,7 @@ def test_g5_a_store_of_nothing_but_damaged_manifests_stops_the_controller() -> N
 
 
 @pytest.mark.parametrize("method", ["create", "list", "get"])
-def test_a_store_that_is_away_is_waited_for_and_passes_over_nothing(
+def test_an_unavailable_store_is_waited_for_and_skips_no_manifest(
     method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     stage = Stage(committed_once().store)
@@ -203,7 +203,7 @@ def test_a_store_that_is_away_is_waited_for_and_passes_over_nothing(
     assert stage.it.coordinator.last.name == "manifests/00000001"
 
 
-def test_an_empty_place_where_the_store_was_is_waited_for_and_not_begun_in(
+def test_an_empty_store_in_place_of_the_known_one_is_not_used(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     stage = committed_once()
@@ -226,7 +226,7 @@ def test_waiting_for_the_store_ends_with_stop() -> None:
         stage.it.turn(stop)
 
 
-def test_a_store_that_is_away_does_not_stop_training() -> None:
+def test_an_unavailable_store_does_not_stop_training() -> None:
     stage = Stage().to(State.RUNNING)
     for _ in range(5):
         stage.clock.advance(1)
@@ -235,7 +235,7 @@ def test_a_store_that_is_away_does_not_stop_training() -> None:
     assert stage.it.coordinator.state is State.RUNNING and stage.store.num_faults == 0
 
 
-def test_a_link_whose_outcome_cannot_be_read_is_told_only_when_it_can() -> None:
+def test_the_outcome_of_a_link_is_reported_only_once_it_is_readable() -> None:
     stage = Stage().to(State.RUNNING)
     stage.step = 3
     stage.it.handle("commit", {"timeout_s": 0}, ())
@@ -252,7 +252,7 @@ def test_a_link_whose_outcome_cannot_be_read_is_told_only_when_it_can() -> None:
     assert stage.it.status()["seq"] == 1 and stage.it.status()["aborts"] == 0
 
 
-def test_a_full_disk_aborts_each_commit_and_never_sends_anyone_back() -> None:
+def test_a_full_disk_aborts_commits_without_a_rollback() -> None:
     stage = Stage().to(State.RUNNING)
     stage.step = 3
     for _ in range(5):
@@ -267,7 +267,7 @@ def test_a_full_disk_aborts_each_commit_and_never_sends_anyone_back() -> None:
     assert stage.it.status()["seq"] == 6
 
 
-def test_a_late_link_of_an_older_controller_leaves_the_name_to_it() -> None:
+def test_a_late_link_of_an_older_controller_keeps_the_name() -> None:
     stage = Stage().to(State.RUNNING)
     stage.step = 3
     stage.it.handle("commit", {"timeout_s": 0}, ())
@@ -289,7 +289,7 @@ def test_a_claim_of_a_newer_controller_stops_the_link() -> None:
     assert not stage.store.list("manifests")
 
 
-def test_as_many_manifests_are_kept_as_the_settings_say() -> None:
+def test_the_configured_number_of_manifests_is_kept() -> None:
     stage = Stage()
     stage.it.keep_commits = 2
     for seq in range(1, 5):

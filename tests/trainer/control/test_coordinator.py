@@ -120,7 +120,7 @@ class Group:
         return self
 
 
-def test_a_commit_keeps_the_map_of_buckets_that_everyone_was_restored_to() -> None:
+def test_a_commit_keeps_the_restored_bucket_map() -> None:
     group = Group().committed()
     assert group.it.last and group.it.last.manifest.bucket_map is None
     turned = BucketMap(1 - BucketMap.modulo(64, 2).owner_B, 2, 5)
@@ -134,7 +134,7 @@ def test_a_commit_keeps_the_map_of_buckets_that_everyone_was_restored_to() -> No
     assert group.link().owners == turned
 
 
-def test_nothing_starts_before_every_member_is_there() -> None:
+def test_nothing_starts_before_every_member_is_connected() -> None:
     group = Group()
     group.claim(1)
     group.round(SHARD_0, WORKER)
@@ -146,7 +146,7 @@ def test_nothing_starts_before_every_member_is_there() -> None:
     assert group.asked == [*((k, "restore") for k in (SHARD_1, SHARD_0, WORKER)), (WORKER, "start")]
 
 
-def test_who_came_while_the_incarnation_was_claimed_is_asked_with_the_claim() -> None:
+def test_members_that_connect_during_the_claim_are_restored_after_it() -> None:
     group = Group()
     group.round_without_answers()
     group.claim(1)
@@ -157,7 +157,7 @@ def test_who_came_while_the_incarnation_was_claimed_is_asked_with_the_claim() ->
     ]
 
 
-def test_what_a_commit_took_is_told_by_its_phases() -> None:
+def test_the_duration_of_each_commit_phase_is_reported() -> None:
     group = Group().cutting()
     for seconds, state in ((0.125, State.FREEZING), (0.25, State.WRITING), (0.5, State.LINKING)):
         group.now_s += seconds
@@ -169,7 +169,7 @@ def test_what_a_commit_took_is_told_by_its_phases() -> None:
     assert (group.it.paused_s, group.it.commit_s) == (0.375, 1.875)
 
 
-def test_a_commit_asks_in_the_written_order() -> None:
+def test_a_commit_sends_its_commands_in_the_documented_order() -> None:
     group = Group().cutting()
     group.asked.clear()
     group.to(State.LINKING)
@@ -194,7 +194,7 @@ def test_a_commit_asks_in_the_written_order() -> None:
     assert [kind for _, kind in group.asked[-3:]] == ["commit"] * 3
 
 
-def test_the_next_manifest_continues_the_last() -> None:
+def test_each_manifest_names_the_previous_one() -> None:
     group = Group().committed()
     first = group.it.last
     assert first is not None
@@ -221,7 +221,7 @@ def test_a_leaving_worker_gets_its_commit_at_once() -> None:
     assert group.it.state is State.CUTTING
 
 
-def test_commands_are_given_again_until_answered_and_results_count_once() -> None:
+def test_commands_repeat_until_answered_and_results_count_once() -> None:
     group = Group().cutting()
     (cut,) = group.it.commands(WORKER)
     assert group.it.commands(WORKER) == [cut]
@@ -305,7 +305,7 @@ def test_a_broken_worker_begins_a_new_incarnation_once() -> None:
 @pytest.mark.parametrize(
     ("key", "kind"), [(WORKER, "cut"), (SHARD_0, "freeze"), (SHARD_1, "write"), (WORKER, "write")]
 )
-def test_a_refusal_before_the_link_commits_nothing_and_training_goes_on(key: Key, kind: str) -> None:
+def test_a_refusal_before_the_link_aborts_and_training_continues(key: Key, kind: str) -> None:
     group = Group().cutting()
     for _ in range(9):
         if any(c["kind"] == kind for c in group.it.commands(key)):
@@ -335,7 +335,7 @@ def test_a_link_that_fails_commits_nothing(outcome: str) -> None:
     group.to(State.RUNNING)
 
 
-def test_a_member_that_never_answers_is_not_waited_for() -> None:
+def test_a_member_that_never_answers_aborts_the_commit() -> None:
     group = Group().cutting()
     for _ in range(61):
         group.now_s += 1
@@ -347,7 +347,7 @@ LIMITS_S = {State.RESTORING: 600, State.COMMITTING: 60, State.ABORTING: 60, Stat
 
 
 @pytest.mark.parametrize("state", LIMITS_S)
-def test_no_state_waits_for_ever_for_a_member_that_beats_but_hangs(state: State) -> None:
+def test_every_state_ends_if_a_member_beats_but_hangs(state: State) -> None:
     group = in_state(State.RESTORING if state is State.RUNNING else state)
     if state is State.RUNNING:  # START hangs
         for key in EVERYONE:
@@ -367,7 +367,7 @@ def test_no_state_waits_for_ever_for_a_member_that_beats_but_hangs(state: State)
     )
 
 
-def test_a_restore_that_takes_long_has_twice_the_time_at_the_next_try() -> None:
+def test_the_time_limit_of_a_restore_doubles_at_each_retry() -> None:
     group = Group()
     for tries, limit_s in enumerate((600, 1200, 2400), 1):
         group.claim(tries)
@@ -409,7 +409,7 @@ def test_three_aborts_in_a_row_begin_a_new_incarnation() -> None:
         group.to(State.RUNNING)
 
 
-def test_a_commit_ends_the_row_of_aborts() -> None:
+def test_a_commit_resets_the_count_of_aborts() -> None:
     group = Group().running()
     for _ in range(5):
         refuse_a_commit(group, error="no")
@@ -425,7 +425,7 @@ def test_a_commit_ends_the_row_of_aborts() -> None:
     assert group.it.num_rollbacks == 0 and group.it.num_aborts == 5
 
 
-def test_a_full_disk_sends_nobody_back() -> None:
+def test_aborts_for_a_full_disk_cause_no_rollback() -> None:
     group = Group().running()
     for _ in range(10):
         refuse_a_commit(group, error="No space left on device", away=True)
@@ -434,7 +434,7 @@ def test_a_full_disk_sends_nobody_back() -> None:
     assert group.it.num_rollbacks == 0 and group.it.num_aborts == 10
 
 
-def test_what_cannot_be_read_now_is_tried_again_and_never_passed_over() -> None:
+def test_an_unreadable_manifest_is_retried_and_not_skipped() -> None:
     group = Group().committed()
     for incarnation in range(2, 8):
         group.sessions[SHARD_0] += 1
@@ -452,7 +452,7 @@ def test_what_cannot_be_read_now_is_tried_again_and_never_passed_over() -> None:
         group.it._effects = [Claim(frozenset())]
 
 
-def test_a_shard_that_is_not_ready_any_more_begins_a_new_incarnation() -> None:
+def test_a_shard_that_is_no_longer_ready_begins_a_new_incarnation() -> None:
     group = Group().running()
     group.reports[SHARD_0] = {"ready": True}
     group.beat(SHARD_0)
@@ -462,7 +462,7 @@ def test_a_shard_that_is_not_ready_any_more_begins_a_new_incarnation() -> None:
     assert group.it.state is State.CLAIMING and "ready" in group.it.reason
 
 
-def test_a_link_that_ends_after_a_member_was_lost_is_found_by_the_next_claim() -> None:
+def test_a_link_finished_after_a_lost_member_is_found_by_the_next_claim() -> None:
     group = Group().cutting()
     group.to(State.LINKING)
     (link,) = group.it.take_effects()
@@ -475,7 +475,7 @@ def test_a_link_that_ends_after_a_member_was_lost_is_found_by_the_next_claim() -
     assert group.it.seq == 1
 
 
-def test_g5_a_damaged_checkpoint_is_passed_over_for_the_one_before() -> None:
+def test_g5_a_damaged_checkpoint_is_skipped_for_the_previous_one() -> None:
     group = Group().committed()
     group.sessions[SHARD_0] += 1
     group.beat(SHARD_0)
@@ -487,7 +487,7 @@ def test_g5_a_damaged_checkpoint_is_passed_over_for_the_one_before() -> None:
     assert group.it.take_effects() == [Claim(frozenset({"manifests/00000001"}), IncarnationPlan(1, 1))]
 
 
-def test_a_refused_restore_is_tried_again_a_little_later() -> None:
+def test_a_refused_restore_is_retried_after_a_pause() -> None:
     group = in_state(State.RESTORING)
     (restore,) = group.it.commands(WORKER)
     group.beat(WORKER, ({"id": restore["id"], "ok": False, "error": "Kafka is away"},))
@@ -509,14 +509,14 @@ def test_a_member_of_a_later_incarnation_fences_this_controller() -> None:
     assert group.it.state is State.FENCED and group.it.take_effects() == []
 
 
-def test_a_fenced_controller_commands_nothing_any_more() -> None:
+def test_a_fenced_controller_sends_no_commands() -> None:
     group = Group().cutting()
     assert group.it.commands(WORKER)
     group.it.fenced("a newer controller exists")
     assert [group.it.commands(key) for key in EVERYONE] == [[] for _ in EVERYONE]
 
 
-def test_a_member_that_is_not_ours_is_told_so() -> None:
+def test_a_foreign_member_is_rejected() -> None:
     group = Group()
     with pytest.raises(ConfigError, match=r"expected shards 0\.\.1 and workers 0\.\.3, got shard 2"):
         group.it.beat(Key("shard", 2), 1, 0, (), {}, 0.0)

@@ -100,7 +100,7 @@ def test_g2_live_training_of_two_workers_in_the_same_disorder(seed: int) -> None
     assert sum(part.metrics["requests"] for part in of.values()) == len(set(LIVE_NUMBERS))
 
 
-def test_the_schedules_have_faults_that_last_of_every_kind() -> None:
+def test_schedules_contain_every_kind_of_lasting_fault() -> None:
     drawn = [lasting_of(seed, 3) for seed in range(200) if seed % 3]
     kinds = {
         (link.source.split()[0], link.target.split()[0], link.answers_only)
@@ -147,7 +147,7 @@ def test_g2_g11_a_link_that_is_dead_for_long_changes_nothing(what: str, real: bo
 @pytest.mark.parametrize("real", [False, True], ids=["fake", "real"])
 @pytest.mark.parametrize("begins_late", [False, True], ids=["answers late", "begins late"])
 @pytest.mark.parametrize(("late", "is_waited_for"), [(4, True), (40, False)])
-def test_g2_g11_a_slow_shard_is_waited_for_or_given_up_and_nothing_is_applied_twice(
+def test_g2_g11_a_slow_shard_never_causes_a_push_to_apply_twice(
     late: int, is_waited_for: bool, begins_late: bool, real: bool
 ) -> None:
     slow = SlowShard("shard 1", 4, 60, late, begins_late)
@@ -158,13 +158,13 @@ def test_g2_g11_a_slow_shard_is_waited_for_or_given_up_and_nothing_is_applied_tw
 
 
 @pytest.mark.parametrize("victim", ["worker 0", "worker 1"])
-def test_g3_a_worker_killed_between_two_shards_pushes_ends_the_others_waits(victim: str) -> None:
+def test_g3_killing_a_worker_between_pushes_ends_the_other_workers_waits(victim: str) -> None:
     simulation = fleet(2, kills=[Kill((victim, "push", "before"), victim, 4)]).run()
     assert simulation.killed == [victim] and simulation.clock.monotonic_s() < 40
     assert simulation.bits() == undisturbed(2)
 
 
-def test_the_fleet_s_watermark_is_one_and_in_the_manifest() -> None:
+def test_all_workers_share_one_watermark_which_the_manifest_states() -> None:
     simulation = fleet(2).run()
     loops = [simulation.places[f"worker {i}"].process.loop for i in range(2)]
     assert (

@@ -41,7 +41,7 @@ def judged(told: dict[str, Any], **scraped: str) -> list[Finding]:
     return findings(told, figures, members=MEMBERS, interval_ms=10_000)
 
 
-def test_nothing_is_wrong_with_a_loop_that_is_caught_up() -> None:
+def test_a_caught_up_loop_has_no_findings() -> None:
     told = status()
     assert judged(told) == [] and headline(told, []) == ("caught_up", "Caught up")
 
@@ -167,7 +167,7 @@ def test_nothing_is_wrong_with_a_loop_that_is_caught_up() -> None:
         ),
     ],
 )
-def test_each_thing_that_is_wrong_is_one_finding(
+def test_each_problem_is_one_finding(
     told: dict[str, Any], scraped: dict[str, str], key: str, level: Level, words: str
 ) -> None:
     (found,) = judged(told, **scraped)
@@ -186,15 +186,15 @@ def test_each_thing_that_is_wrong_is_one_finding(
         ),  # workers are released
     ],
 )
-def test_what_is_usual_is_no_finding(told: dict[str, Any]) -> None:
+def test_normal_conditions_are_no_findings(told: dict[str, Any]) -> None:
     assert judged(told) == []
 
 
-def test_a_stack_without_simulated_users_is_in_order() -> None:
+def test_a_deployment_without_the_simulator_has_no_findings() -> None:
     assert judged(status(), simulate="") == []
 
 
-def test_the_worst_stands_first() -> None:
+def test_findings_are_sorted_worst_first() -> None:
     found = judged(status({"watch": {"state": "unknown"}, "leaving": True, "broken": "x"}))
     assert [f.level for f in found] == [Level.BAD, Level.WARNING, Level.UNKNOWN]
 
@@ -224,5 +224,5 @@ def test_the_headline_is_the_worst_and_unknown_is_never_good(told: dict[str, Any
 @pytest.mark.parametrize(
     ("version", "behind"), [("3-17", 3), ("3-25", 0), (None, None), ("", None), ("begin", None)]
 )
-def test_how_old_a_served_version_is(version: str | None, behind: int | None) -> None:
+def test_age_of_the_served_version_in_commits(version: str | None, behind: int | None) -> None:
     assert commits_behind(20, version) == behind

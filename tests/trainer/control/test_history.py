@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainer.control.status_page import ChangeLog, History, Rate, Resolution
 
 
-def test_a_step_is_one_point_and_its_newest_known_value_counts() -> None:
+def test_a_step_is_one_point_with_its_newest_known_values() -> None:
     history = History(resolutions=(Resolution(10, 5),))
     for at_s, value in ((0, 1.0), (4, 2.0), (9, None), (10, 5.0)):
         history.add(at_s, {"ne": value})
@@ -20,7 +20,7 @@ def test_a_coarse_line_does_not_hide_a_peak() -> None:
     assert history.series()[0]["values"] == {"lag_ms": [900.0], "ne": [3.0]}
 
 
-def test_what_nobody_knows_during_a_whole_step_is_unknown_and_a_silent_step_is_a_gap() -> None:
+def test_unknown_values_stay_unknown_and_steps_without_readings_are_gaps() -> None:
     history = History(resolutions=(Resolution(10, 9),))
     history.add(0, {"ne": 1.0})
     history.add(10, {"ne": None})
@@ -32,7 +32,7 @@ def test_what_nobody_knows_during_a_whole_step_is_unknown_and_a_silent_step_is_a
     }
 
 
-def test_memory_is_bounded_in_every_grain() -> None:
+def test_memory_is_bounded_in_every_resolution() -> None:
     history = History(resolutions=(Resolution(10, 3), Resolution(60, 2)))
     for at_s in range(0, 1000, 10):
         history.add(at_s, {"n": float(at_s)})
@@ -47,7 +47,7 @@ def test_the_newest_point_is_that_of_the_series() -> None:
     assert history.newest() == {"slot": 1, "at_s": 12, "values": {"n": 1.0}}
 
 
-def test_a_fact_is_told_with_what_it_was_and_since_when_it_is_so() -> None:
+def test_a_change_has_the_old_value_and_its_time() -> None:
     changes = ChangeLog()
     changes.observe(1, 1001, {"state": "catching_up", "incarnation": "1"})
     changes.observe(2, 1002, {"state": "catching_up", "incarnation": "1"})
@@ -57,7 +57,7 @@ def test_a_fact_is_told_with_what_it_was_and_since_when_it_is_so() -> None:
     assert changes.since_s("state") == 3 and changes.since_s("incarnation") == 1
 
 
-def test_a_fact_that_is_not_named_any_more_is_forgotten() -> None:
+def test_a_fact_that_is_no_longer_named_is_forgotten() -> None:
     changes = ChangeLog()
     changes.observe(1, 1, {"a": "x"})
     changes.observe(2, 2, {})

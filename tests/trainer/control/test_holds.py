@@ -22,7 +22,7 @@ QUIET = "nothing to read for 60 s"
 # The rules
 
 
-def test_a_worker_that_dies_again_and_again_is_a_hold_and_a_commit_begins_the_count_anew() -> None:
+def test_a_worker_that_keeps_dying_causes_a_hold_and_a_commit_resets_the_count() -> None:
     holds = Holds(max_deaths=3)
     assert [holds.died(WORKER), holds.died(WORKER)] == [None, None]
     holds.committed()
@@ -32,18 +32,18 @@ def test_a_worker_that_dies_again_and_again_is_a_hold_and_a_commit_begins_the_co
     assert (hold.kind, hold.member) == ("permanent", "worker 0") and hold.reason.startswith("it died 3 times")
 
 
-def test_deaths_after_a_long_life_are_no_loop() -> None:
+def test_deaths_after_a_long_life_cause_no_hold() -> None:
     holds = Holds(max_deaths=3)
     assert [holds.died(WORKER, lived_s) for lived_s in (5.0, 5.0, 3600.0, 5.0)] == [None] * 4
     assert holds.died(WORKER, 5.0) is not None
 
 
-def test_shards_hold_the_rows_and_are_always_waited_for() -> None:
+def test_dying_shards_never_cause_a_hold() -> None:
     holds = Holds(max_deaths=1)
     assert [holds.died(Key("shard", 0)) for _ in range(5)] == [None] * 5
 
 
-def test_the_first_reason_stands_until_it_is_released() -> None:
+def test_the_first_hold_reason_stays_until_release() -> None:
     holds = Holds()
     holds.stop(WORKER, "out of memory")
     assert holds.stop(WORKER, "later").reason == "out of memory"
@@ -55,7 +55,7 @@ def test_the_first_reason_stands_until_it_is_released() -> None:
 @pytest.mark.parametrize(
     "hold", [None, Hold("permanent", "out of memory", "worker 0"), idle_hold("nothing to read")]
 )
-def test_every_state_s_time_goes_to_something(state: State, hold: Hold | None) -> None:
+def test_the_time_of_every_state_is_counted(state: State, hold: Hold | None) -> None:
     spent, on = DeviceTime(100.0), device_use(state, hold)
     spent.note(on, 3, 100.0)
     spent.note(DeviceUse.TRAINING, 3, 104.0)
@@ -87,7 +87,7 @@ def test_the_two_kinds_of_holds_are_counted_apart() -> None:
         },
     ],
 )
-def test_time_before_this_controller_is_added_in_both_formats_and_a_clock_that_goes_back_adds_nothing(
+def test_saved_device_times_of_both_formats_are_added(
     kept: dict[str, Any],
 ) -> None:
     spent = DeviceTime(10.0)
@@ -115,11 +115,11 @@ def test_the_ratio_is_to_the_time_in_training_as_in_the_paper() -> None:
 
 
 @pytest.mark.parametrize("kept", [None, {}, [], "held", {"reason": ""}, {"member": "worker 0"}])
-def test_what_was_not_kept_is_no_hold(kept: object) -> None:
+def test_an_invalid_saved_hold_is_ignored(kept: object) -> None:
     assert Hold.from_saved(kept) is None
 
 
-def test_a_kept_hold_reads_as_it_was_written() -> None:
+def test_a_saved_hold_round_trips() -> None:
     hold = Hold("permanent", "out of memory", "worker 1", 17)
     assert Hold.from_saved(IncarnationPlan(2, 1, hold).body()["hold"]) == hold
 
@@ -197,7 +197,7 @@ def held(fleet: HeldFleet, turns: int = 6) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_worker_that_says_it_can_never_go_on_holds_training_and_all_are_released(count: int) -> None:
+def test_a_fatal_worker_report_begins_a_hold(count: int) -> None:
     fleet = HeldFleet(count)
     fleet.to(State.RUNNING)
     fleet.fatal[Key("worker", count - 1)] = "out of memory: 3 GiB more for a batch of 64"
@@ -211,13 +211,13 @@ def test_a_worker_that_says_it_can_never_go_on_holds_training_and_all_are_releas
     assert fleet.it.coordinator.num_rollbacks == 0
 
 
-def test_settings_that_can_t_be_restored_hold_training_instead_of_trying_for_ever() -> None:
+def test_a_permanent_refusal_of_a_restore_begins_a_hold() -> None:
     fleet = HeldFleet()
     fleet.refusal = {"error": "manifests/00000001: expected width = 8, got 9", "permanent": True}
     assert held(fleet)["reason"] == "manifests/00000001: expected width = 8, got 9"
 
 
-def test_what_is_away_now_is_tried_again_and_never_held() -> None:
+def test_temporary_outages_are_retried_and_cause_no_hold() -> None:
     fleet = HeldFleet()
     fleet.refusal = {"error": "the store is away", "away": True}
     for _ in range(40):
@@ -244,7 +244,7 @@ def test_a_crash_loop_escalates_to_a_hold() -> None:
     )
 
 
-def test_a_worker_that_was_asked_to_leave_has_not_died() -> None:
+def test_a_preempted_worker_does_not_count_as_dead() -> None:
     fleet = HeldFleet()
     for _ in range(2 * MAX_DEATHS):
         fleet.to(State.RUNNING, 1.0)
@@ -286,7 +286,7 @@ def test_a_release_while_the_hold_is_being_written_ends_it() -> None:
     assert fleet.it.status()["holds"] == [] and "hold" not in manifests.kept_wish(fleet.store)
 
 
-def test_device_seconds_are_told_and_kept_for_the_next_controller() -> None:
+def test_device_seconds_are_saved_for_the_next_controller() -> None:
     fleet = HeldFleet(2)
     fleet.to(State.RUNNING)
     for _ in range(5):
@@ -303,7 +303,7 @@ def test_device_seconds_are_told_and_kept_for_the_next_controller() -> None:
     assert after.it.status()["device_s"]["training"] == told["training"]
 
 
-def test_a_long_hold_is_kept_while_it_lasts() -> None:
+def test_device_seconds_are_saved_during_a_long_hold() -> None:
     first = HeldFleet().held_idle()
     for _ in range(10):
         first.turn(30.0)
@@ -315,7 +315,7 @@ def test_a_long_hold_is_kept_while_it_lasts() -> None:
 # Nothing to read
 
 
-def test_training_with_nothing_to_read_ends_in_order_and_workers_are_released() -> None:
+def test_an_idle_hold_commits_and_releases_the_workers() -> None:
     fleet = HeldFleet(2).committed(5)
     assert fleet.it.hold_idle(QUIET)
     hold = held(fleet)
@@ -327,7 +327,7 @@ def test_training_with_nothing_to_read_ends_in_order_and_workers_are_released() 
     )
 
 
-def test_what_was_trained_until_then_is_committed_first() -> None:
+def test_an_idle_hold_commits_trained_samples_first() -> None:
     fleet = HeldFleet().committed(5)
     assert fleet.it.hold_idle(QUIET)
     fleet.step = 6  # it came at this moment
@@ -337,14 +337,14 @@ def test_what_was_trained_until_then_is_committed_first() -> None:
     assert "resume" not in [c["kind"] for _, c in fleet.asked if c.get("seq") == last.manifest.seq]
 
 
-def test_a_hold_for_nothing_to_read_needs_training_that_runs() -> None:
+def test_an_idle_hold_needs_running_training() -> None:
     fleet = HeldFleet()
     assert fleet.it.hold_idle(QUIET) is False
     fleet.committed(5).it.hold_idle(QUIET)
     assert fleet.it.hold_idle(QUIET) is False, "it is under way"
 
 
-def test_a_commit_that_fails_leaves_training_as_it_was_and_the_hold_can_be_tried_again() -> None:
+def test_a_failed_commit_cancels_the_idle_hold() -> None:
     fleet = HeldFleet().committed(5)
     fleet.refusing, fleet.step = "freeze", 6
     assert fleet.it.hold_idle(QUIET)
@@ -359,7 +359,7 @@ def test_a_commit_that_fails_leaves_training_as_it_was_and_the_hold_can_be_tried
     held(fleet)
 
 
-def test_a_worker_that_dies_meanwhile_is_waited_for_and_nothing_is_held() -> None:
+def test_a_worker_that_dies_cancels_the_idle_hold() -> None:
     fleet = HeldFleet().committed(5)
     assert fleet.it.hold_idle(QUIET)
     fleet.start_again(WORKER)
@@ -368,14 +368,14 @@ def test_a_worker_that_dies_meanwhile_is_waited_for_and_nothing_is_held() -> Non
     assert fleet.it.status()["holds"] == []
 
 
-def test_what_no_restart_mends_goes_before_having_nothing_to_read() -> None:
+def test_a_permanent_hold_overrides_an_idle_hold() -> None:
     fleet = HeldFleet().committed(5)
     assert fleet.it.hold_idle(QUIET)
     fleet.fatal[WORKER] = "out of memory"
     assert held(fleet)["kind"] == "permanent" and fleet.it.end_idle() is False
 
 
-def test_something_to_read_ends_that_hold_and_the_workers_are_wanted_again() -> None:
+def test_new_records_end_an_idle_hold() -> None:
     fleet = HeldFleet().held_idle()
     assert fleet.it.committed() == ({("samples", p): 10 + p for p in range(4)}, True)
     assert fleet.it.end_idle() is True
@@ -385,7 +385,7 @@ def test_something_to_read_ends_that_hold_and_the_workers_are_wanted_again() -> 
 
 
 @pytest.mark.parametrize("by", ["itself", "a person"])
-def test_a_hold_for_nothing_to_read_outlives_the_controller_and_ends_as_it_would_have(by: str) -> None:
+def test_an_idle_hold_survives_a_restart_of_the_controller(by: str) -> None:
     first = HeldFleet(idle=True).held_idle()
     second = HeldFleet(1, first.store, idle=True)
     second.members.remove(WORKER)
@@ -397,13 +397,13 @@ def test_a_hold_for_nothing_to_read_outlives_the_controller_and_ends_as_it_would
     assert third.it.status()["holds"] == []
 
 
-def test_a_hold_that_nobody_would_end_any_more_is_dropped() -> None:
+def test_an_idle_hold_is_dropped_if_nothing_would_end_it() -> None:
     first = HeldFleet(idle=True).held_idle()
     second = HeldFleet(1, first.store).to(State.RUNNING)
     assert second.it.status()["holds"] == [] and "hold" not in manifests.kept_wish(second.store)
 
 
-def test_workers_are_told_what_ends_a_hold() -> None:
+def test_a_hold_describes_what_ends_it() -> None:
     assert idle_hold(QUIET).describe() == f"{QUIET}; it ends by itself"
     assert (
         Hold("permanent", "out of memory", "worker 0").describe()
@@ -421,7 +421,7 @@ class Stream:
         return self.unread
 
 
-def test_a_stream_that_pauses_releases_the_workers_and_calls_them_back() -> None:
+def test_a_pausing_stream_releases_workers_and_calls_them_back() -> None:
     fleet, stream = HeldFleet(idle=True).committed(5), Stream()
     idle = IdleDetector(IdleRule(hold_s=20, min_records=100, max_wait_s=5, min_held_s=10))
     watch = IdleHoldWatcher(fleet.it, stream, idle, fleet.clock)  # type: ignore[arg-type]
@@ -446,7 +446,7 @@ def test_a_stream_that_pauses_releases_the_workers_and_calls_them_back() -> None
     seconds_until(State.RUNNING)
 
 
-def test_a_lookout_that_fails_keeps_no_worker_away() -> None:
+def test_a_failing_probe_ends_the_idle_hold() -> None:
     class Blind:
         def look(self, committed: Progress) -> Backlog | None:
             stop.set()
@@ -464,7 +464,7 @@ class Ended(threading.Event):
         return self.is_set()
 
 
-def test_a_controller_that_dies_while_all_finish_for_a_hold_leaves_training_as_it_was() -> None:
+def test_a_controller_crash_during_an_idle_hold_resumes_training() -> None:
     first = HeldFleet(idle=True).committed(5)
     assert first.it.hold_idle(QUIET) and first.it.coordinator.state is State.CUTTING
     second = HeldFleet(1, first.store, idle=True).to(State.RUNNING)

@@ -38,30 +38,30 @@ def first(
     raise AssertionError
 
 
-def test_training_is_held_when_nothing_was_to_read_for_long_enough() -> None:
+def test_training_is_held_after_the_configured_quiet_time() -> None:
     assert first(IdleDetector(RULE), IdleAction.HOLD, some(), held=False, begin_s=100, until_s=300) == 160
 
 
 @pytest.mark.parametrize("unread", [some(1), some(5000), UNKNOWN])
-def test_what_is_to_be_read_or_not_known_never_holds(unread: Backlog | None) -> None:
+def test_unread_records_or_an_unknown_backlog_never_hold(unread: Backlog | None) -> None:
     assert first(IdleDetector(RULE), IdleAction.HOLD, unread, held=False, begin_s=0, until_s=1000) is None
 
 
-def test_never_means_never() -> None:
+def test_zero_disables_idle_holds() -> None:
     assert (
         first(IdleDetector(IdleRule(hold_s=0)), IdleAction.HOLD, some(), held=False, begin_s=0, until_s=1000)
         is None
     )
 
 
-def test_what_came_and_was_committed_between_two_looks_begins_the_wait_anew() -> None:
+def test_records_committed_between_two_readings_restart_the_quiet_time() -> None:
     idle = IdleDetector(RULE)
     assert first(idle, IdleAction.HOLD, some(end=7), held=False, begin_s=0, until_s=50) is None
     assert first(idle, IdleAction.HOLD, some(end=8), held=False, begin_s=50, until_s=300) == 110
 
 
 @pytest.mark.parametrize("unknown_s", [1, 20])
-def test_quiet_that_nobody_saw_doesn_t_count(unknown_s: int) -> None:
+def test_quiet_time_without_readings_does_not_count(unknown_s: int) -> None:
     idle = IdleDetector(RULE)
     assert first(idle, IdleAction.HOLD, some(), held=False, begin_s=0, until_s=50) is None
     assert first(idle, IdleAction.HOLD, UNKNOWN, held=False, begin_s=50, until_s=50 + unknown_s) is None
@@ -72,7 +72,7 @@ def test_quiet_that_nobody_saw_doesn_t_count(unknown_s: int) -> None:
 
 
 @pytest.mark.parametrize("jump_s", [-7200.0, 7200.0])
-def test_a_clock_that_jumps_holds_nobody_early(jump_s: float) -> None:
+def test_a_clock_jump_causes_no_hold(jump_s: float) -> None:
     idle = IdleDetector(RULE)
     assert first(idle, IdleAction.HOLD, some(), held=False, begin_s=10_000, until_s=10_030) is None
     begin_s = 10_030 + jump_s
@@ -91,11 +91,11 @@ def test_enough_records_end_the_hold_at_once_and_few_when_they_have_waited() -> 
         )
 
 
-def test_a_hold_lasts_for_a_least_time() -> None:
+def test_a_hold_has_a_minimum_duration() -> None:
     assert first(IdleDetector(RULE), IdleAction.RELEASE, some(5000), held=True, begin_s=0, until_s=100) == 30
 
 
-def test_an_unknown_reading_ends_no_hold_and_what_was_there_is_there_still() -> None:
+def test_an_unknown_backlog_does_not_end_a_hold() -> None:
     idle = IdleDetector(RULE)
     assert first(idle, IdleAction.RELEASE, some(), held=True, begin_s=0, until_s=40) is None
     assert idle.observe(40, some(1), held=True) is IdleAction.NOTHING
@@ -103,13 +103,13 @@ def test_an_unknown_reading_ends_no_hold_and_what_was_there_is_there_still() -> 
     assert idle.observe(60, some(1), held=True) is IdleAction.RELEASE
 
 
-def test_a_clock_that_goes_back_begins_the_least_time_anew() -> None:
+def test_a_clock_that_goes_back_restarts_the_minimum_duration() -> None:
     idle = IdleDetector(RULE)
     assert first(idle, IdleAction.RELEASE, some(), held=True, begin_s=1000, until_s=1029) is None
     assert first(idle, IdleAction.RELEASE, some(5000), held=True, begin_s=0, until_s=100) == 30
 
 
-def test_a_hold_that_a_person_ended_comes_again_only_after_the_whole_wait() -> None:
+def test_after_an_operator_ends_a_hold_the_full_quiet_time_applies() -> None:
     idle = IdleDetector(RULE)
     assert first(idle, IdleAction.HOLD, some(), held=False, begin_s=0, until_s=61) == 60
     assert first(idle, IdleAction.RELEASE, some(), held=True, begin_s=61, until_s=400) is None
@@ -117,7 +117,7 @@ def test_a_hold_that_a_person_ended_comes_again_only_after_the_whole_wait() -> N
 
 
 @given(st.lists(st.tuples(st.integers(1, 8), st.sampled_from([None, 0, 1, 150])), max_size=150))
-def test_no_stream_makes_it_flap(stream: list[tuple[int, int | None]]) -> None:
+def test_a_trickle_does_not_toggle_holds(stream: list[tuple[int, int | None]]) -> None:
     idle, held, now_s, end = IdleDetector(RULE), False, 0.0, 0
     changed_s = -RULE.min_held_s
     for gap_s, unread in stream:

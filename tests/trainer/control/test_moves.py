@@ -97,7 +97,7 @@ def test_training_goes_on_with_the_rows_that_were_learned(
     assert max(len(shard["segments"]) for shard in simulation.last.shards.values()) < 8
 
 
-def test_a_narrower_table_ends_the_controller_with_one_sentence_and_changes_nothing() -> None:
+def test_a_narrower_table_stops_the_controller_without_changes() -> None:
     before = first()
     objects = dict(before.store.objects)
     with pytest.raises(SchemaError, match="'item'"):
@@ -119,7 +119,7 @@ def brought(simulation: Simulation) -> dict[str, bytes]:
     "kills",
     [[], [Kill(("worker 0", "cut", "after"), "worker 1")], [Kill(("shard 0", "write", "after"), "shard 0")]],
 )
-def test_on_another_kafka_what_was_trained_is_skipped_and_the_rest_is_trained_once(kills: list[Kill]) -> None:
+def test_after_a_move_to_another_kafka_each_sample_is_trained_once(kills: list[Kill]) -> None:
     before = first()
     simulation = fleet(
         LATER, after(before, kafka=ELSEWHERE, objects=brought(before)), kills=list(kills)
@@ -131,7 +131,7 @@ def test_on_another_kafka_what_was_trained_is_skipped_and_the_rest_is_trained_on
     assert all(np.array_equal(now[number], row) for number, row in rows_of(before, "user").items())
 
 
-def test_without_that_another_kafka_is_refused() -> None:
+def test_another_kafka_is_refused_without_an_import() -> None:
     before = first()
     with pytest.raises(ConfigError, match="offsets"):
         fleet(LATER, after(before, kafka=ELSEWHERE)).run()
@@ -162,9 +162,7 @@ def moved_to(before: Simulation, owners: BucketMap) -> Site:
     ],
     ids=["calm", "while writing", "while restoring"],
 )
-def test_a_fleet_whose_buckets_were_moved_learns_what_one_learns_whose_were_not(
-    owners: BucketMap, kills: list[Kill]
-) -> None:
+def test_moved_buckets_do_not_change_what_is_learned(owners: BucketMap, kills: list[Kill]) -> None:
     def alone(numbers: list[int], site: Site, **more: object) -> Simulation:
         return Simulation(
             samples.records(numbers), exact=True, real_shards=True, commit_interval_s=0.5, site=site, **more

@@ -99,7 +99,7 @@ def kept(store: MemoryStore) -> dict[str, Any]:
     return dict(json.loads(store.get(store.list(manifests.INCARNATIONS)[-1]))["wish"])
 
 
-def test_without_the_setting_nothing_is_told_and_nothing_is_kept() -> None:
+def test_without_initial_workers_there_are_no_phases() -> None:
     fleet = Fleet(2).to(State.RUNNING)
     assert not any("epoch" in command for _, command in fleet.asked)
     assert kept(fleet.store) == {"workers": 2, "configured": 2}
@@ -139,7 +139,7 @@ def test_history_is_trained_by_more_workers_in_epochs_that_each_end_with_a_commi
     }
 
 
-def test_the_next_epoch_waits_for_every_worker_and_comes_with_the_commit() -> None:
+def test_the_next_epoch_comes_with_the_commit_of_all_workers() -> None:
     fleet = HistoryFleet()
     fleet.lazy.add(Key("worker", 1))
     fleet.to(State.RUNNING)
@@ -151,7 +151,7 @@ def test_the_next_epoch_waits_for_every_worker_and_comes_with_the_commit() -> No
     assert [c["seq"] for k, c in fleet.asked if k == Key("shard", 0) and c["kind"] == "commit"] == [1, 2]
 
 
-def test_what_was_trained_in_an_incarnation_before_is_not_believed_in_this_one() -> None:
+def test_reports_of_an_earlier_incarnation_do_not_end_an_epoch() -> None:
     fleet = HistoryFleet()
     fleet.lazy |= {Key("worker", 0), Key("worker", 1)}
     fleet.to(State.RUNNING)
@@ -169,7 +169,7 @@ def test_what_was_trained_in_an_incarnation_before_is_not_believed_in_this_one()
     assert fleet.it.coordinator.state is State.RUNNING
 
 
-def test_a_lost_worker_costs_what_came_after_the_last_commit_and_the_phase_goes_on() -> None:
+def test_after_a_lost_worker_the_phase_continues_from_the_last_commit() -> None:
     fleet = HistoryFleet()
     fleet.to(State.RUNNING)
     fleet.to(State.COMMITTING)
@@ -182,7 +182,7 @@ def test_a_lost_worker_costs_what_came_after_the_last_commit_and_the_phase_goes_
 
 
 @pytest.mark.parametrize("state", [State.RUNNING, State.COMMITTING, State.CLAIMING, State.RESTORING])
-def test_a_controller_that_is_restarted_goes_on_in_the_phase_that_the_commits_say(state: State) -> None:
+def test_a_restarted_controller_continues_in_the_committed_phase(state: State) -> None:
     first = HistoryFleet()
     first.to(State.RUNNING)
     for _ in range(60):
@@ -196,9 +196,7 @@ def test_a_controller_that_is_restarted_goes_on_in_the_phase_that_the_commits_sa
     assert kept(second.store)["historical"]["whole"] == [[f"samples/{p}", 0, END] for p in range(4)]
 
 
-def test_killed_between_the_last_commit_of_history_and_the_switch_it_restores_the_stream_s_workers_alone() -> (
-    None
-):
+def test_a_kill_before_the_switch_restores_only_the_stream_s_workers() -> None:
     first = HistoryFleet(initial_workers=3)
     first.to(State.RUNNING)
     while first.it.coordinator.num_commits < 2:
@@ -209,7 +207,7 @@ def test_killed_between_the_last_commit_of_history_and_the_switch_it_restores_th
     assert restored == {Key("worker", 0)}
 
 
-def test_a_wish_of_scale_in_the_initial_phase_is_for_that_phase() -> None:
+def test_scaling_in_the_initial_phase_applies_to_that_phase_only() -> None:
     fleet = HistoryFleet(initial_workers=2, unit_records=5)
     fleet.start_workers(4)
     fleet.lazy = {Key("worker", n) for n in range(4)}
@@ -230,7 +228,7 @@ def test_a_wish_of_scale_in_the_initial_phase_is_for_that_phase() -> None:
     assert kept(again.store)["workers"] == 3 and kept(again.store)["historical"]["over"] is True
 
 
-def test_other_settings_are_a_newer_wish_for_their_own_phase() -> None:
+def test_changed_settings_override_the_stored_number_of_their_phase() -> None:
     first = HistoryFleet(initial_workers=2)
     first.to(State.RUNNING)
     more = HistoryFleet(initial_workers=4, store=first.store)
@@ -245,7 +243,7 @@ def test_other_settings_are_a_newer_wish_for_their_own_phase() -> None:
     assert other.to_the_stream().state == (3, False)
 
 
-def test_without_the_setting_a_kept_range_is_forgotten() -> None:
+def test_without_initial_workers_a_stored_range_is_ignored() -> None:
     first = HistoryFleet()
     first.to(State.RUNNING)
     second = Fleet(1, first.store).to(State.RUNNING)
@@ -253,13 +251,13 @@ def test_without_the_setting_a_kept_range_is_forgotten() -> None:
     assert not any("epoch" in command for _, command in second.asked)
 
 
-def test_a_stack_without_history_begins_with_the_stream() -> None:
+def test_without_history_training_begins_with_the_stream() -> None:
     fleet = HistoryFleet(end=0)
     fleet.to(State.RUNNING)
     assert fleet.state == (1, False) and fleet.it.coordinator.incarnation == 1
 
 
-def test_going_back_behind_the_switch_is_going_back_to_history() -> None:
+def test_a_rollback_before_the_switch_returns_to_history() -> None:
     first = HistoryFleet()
     first.to(State.RUNNING)
     first.to_the_stream()
@@ -281,7 +279,7 @@ def test_going_back_behind_the_switch_is_going_back_to_history() -> None:
     assert second.state == (1, False)
 
 
-def test_kafka_that_is_away_is_waited_for_before_anything_is_claimed() -> None:
+def test_an_unavailable_kafka_delays_the_claim() -> None:
     fleet = HistoryFleet()
     fleet.it.history = _away
     for _ in range(3):
@@ -296,7 +294,7 @@ def _away(committed: object) -> tuple[WorkUnit, ...]:
     raise UnavailableError("Kafka is away")
 
 
-def test_a_commit_that_is_refused_at_the_end_of_an_epoch_is_not_tried_again_at_once() -> None:
+def test_a_refused_commit_at_an_epoch_s_end_is_retried_later() -> None:
     fleet = HistoryFleet()
     fleet.refusing = "freeze"
     fleet.to(State.RUNNING)
@@ -309,7 +307,7 @@ def test_a_commit_that_is_refused_at_the_end_of_an_epoch_is_not_tried_again_at_o
     assert fleet.state == (1, False)
 
 
-def test_history_lies_between_what_is_committed_and_the_export_point() -> None:
+def test_history_is_the_range_from_the_commit_to_the_export_point() -> None:
     bounds, committed = {0: (5, 50), 1: (0, 30), 2: (7, 7), 3: (0, 9)}, {0: 20, 1: 0, 3: 8}
     assert [*historical_range(bounds, committed, {1: 12, 3: 4})] == [
         WorkUnit("samples/0", 20, 50),
@@ -322,11 +320,11 @@ def test_history_lies_between_what_is_committed_and_the_export_point() -> None:
 @pytest.mark.parametrize(
     "left", [None, 3, {}, {"whole": 4, "over": False}, {"whole": [["a", 2, 1]], "over": 0}, {"whole": [[1]]}]
 )
-def test_what_is_no_range_is_none(left: object) -> None:
+def test_an_invalid_saved_range_is_ignored(left: object) -> None:
     assert InitialRange.from_saved(left) is None
 
 
-def test_a_wish_comes_back_as_it_was_kept() -> None:
+def test_a_saved_plan_round_trips() -> None:
     wish = IncarnationPlan(3, 2, None, InitialRange((WorkUnit("samples/0", 1, 5),), True))
     body = json.loads(json.dumps(wish.body()))
     assert InitialRange.from_saved(body["historical"]) == wish.initial

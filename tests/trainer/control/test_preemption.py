@@ -42,7 +42,7 @@ def told(fleet: Fleet, key: Key, **report: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("who", JOBS)
-def test_everybody_commits_before_a_job_goes_and_nobody_trains_until_it_is_back(who: Key) -> None:
+def test_a_preemption_commits_first_and_training_waits_for_the_member(who: Key) -> None:
     fleet = Fleet(2).to(State.RUNNING)
     fleet.step = 7
     assert preempt(fleet, who) == {"seq": 1, "committed": True, "why": ""}
@@ -68,7 +68,7 @@ def test_everybody_commits_before_a_job_goes_and_nobody_trains_until_it_is_back(
     } and fleet.it.coordinator.num_rollbacks == 0
 
 
-def test_a_member_is_told_how_long_it_has_and_then_that_it_may_go() -> None:
+def test_a_preempted_member_gets_its_deadline_and_then_permission_to_exit() -> None:
     fleet, who = Fleet(2).to(State.RUNNING), Key("shard", 0)
     fleet.step = 3
     fleet.turn()
@@ -81,7 +81,7 @@ def test_a_member_is_told_how_long_it_has_and_then_that_it_may_go() -> None:
     assert told(fleet, who, leaving=True)["free"] is True
 
 
-def test_nobody_is_free_while_a_worker_may_have_trained_since_it_last_told() -> None:
+def test_no_member_may_leave_while_a_worker_may_have_unreported_steps() -> None:
     fleet, who = Fleet().to(State.RUNNING), Key("shard", 0)
     assert "free" not in told(fleet, who, leaving=True)
     for _ in range(2):
@@ -90,7 +90,7 @@ def test_nobody_is_free_while_a_worker_may_have_trained_since_it_last_told() -> 
     assert fleet.it.coordinator.num_commits == 0
 
 
-def test_of_a_fleet_that_all_leaves_nobody_waits_for_more() -> None:
+def test_if_all_workers_leave_none_waits_for_more_reports() -> None:
     fleet = Fleet().to(State.RUNNING)
     assert "free" not in told(fleet, Key("shard", 0), leaving=True)
     assert told(fleet, Key("worker", 0), leaving=True)["free"] is True
@@ -101,7 +101,7 @@ def test_of_a_fleet_that_all_leaves_nobody_waits_for_more() -> None:
     assert fleet.clock.monotonic_s() == Fleet().clock.monotonic_s(), "the controller goes at once"
 
 
-def test_who_was_asked_to_go_and_is_there_long_after_trains_on() -> None:
+def test_a_member_connected_after_its_deadline_resumes_training() -> None:
     fleet, who = Fleet().to(State.RUNNING), Key("worker", 0)
     fleet.it.coordinator.membership.ask_to_leave(who, 5.0, fleet.clock.monotonic_s())
     fleet.step = 1
@@ -111,7 +111,7 @@ def test_who_was_asked_to_go_and_is_there_long_after_trains_on() -> None:
     assert fleet.it.coordinator.state is State.RUNNING
 
 
-def test_a_controller_that_can_t_commit_goes_when_its_time_is_over() -> None:
+def test_a_controller_that_cannot_commit_exits_at_its_deadline() -> None:
     fleet = Fleet().to(State.RUNNING)
     fleet.refusing, fleet.step = "freeze", 2
     fleet.turn()
@@ -130,7 +130,7 @@ def test_a_controller_that_can_t_commit_goes_when_its_time_is_over() -> None:
         (Key("controller", 0), float("nan"), ConfigError, "notice"),
     ],
 )
-def test_what_can_t_be_preempted_is_refused_and_changes_nothing(
+def test_an_invalid_preemption_is_refused_without_changes(
     key: Key, notice_s: float, error: type[Exception], message: str
 ) -> None:
     fleet = Fleet().to(State.RUNNING)
@@ -139,7 +139,7 @@ def test_what_can_t_be_preempted_is_refused_and_changes_nothing(
     assert fleet.it.coordinator.membership.leaving() == []
 
 
-def test_what_the_member_trained_since_it_last_told_counts_too() -> None:
+def test_a_preemption_commits_steps_trained_since_the_last_beat() -> None:
     fleet, who = Fleet().to(State.RUNNING), Key("worker", 0)
     fleet.it.coordinator.membership.ask_to_leave(who, 20.0, fleet.clock.monotonic_s())
     assert fleet.it.coordinator.can_leave(fleet.clock.monotonic_s()) is False

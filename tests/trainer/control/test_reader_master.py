@@ -57,7 +57,7 @@ class Case:
         )
 
 
-def test_a_reader_is_told_the_session_and_its_schema_and_then_leases_of_what_workers_wait_for() -> None:
+def test_a_reader_gets_the_session_and_then_leases_of_wanted_splits() -> None:
     case = Case()
     case.want((3, 8), (4, 12))
     told = case.lease(incarnation=0, session="")
@@ -69,13 +69,13 @@ def test_a_reader_is_told_the_session_and_its_schema_and_then_leases_of_what_wor
 
 
 @pytest.mark.timeout(20)
-def test_a_reader_that_has_room_for_any_number_gets_what_there_is() -> None:
+def test_a_reader_with_unlimited_capacity_gets_all_wanted_splits() -> None:
     case = Case()
     case.want((3, 8), (4, 12))
     assert len(case.lease(free=10**12)["leases"]) == 2
 
 
-def test_of_another_incarnation_all_leases_are_void_and_its_worker_is_heard_alone() -> None:
+def test_a_new_incarnation_voids_all_leases_and_rejects_old_workers() -> None:
     case = Case()
     case.want((3, 8))
     case.lease()
@@ -86,7 +86,7 @@ def test_of_another_incarnation_all_leases_are_void_and_its_worker_is_heard_alon
     assert case.want((3, 9), incarnation=5)["holders"] == []
 
 
-def test_behind_the_session_readers_have_nothing_and_nobody_is_wanted() -> None:
+def test_after_the_session_no_reader_is_wanted() -> None:
     case = Case()
     case.want((3, 8))
     case.lease()
@@ -98,7 +98,7 @@ def test_behind_the_session_readers_have_nothing_and_nobody_is_wanted() -> None:
     assert case.it.status()["wanted"] == 0
 
 
-def test_a_reader_that_leaves_or_is_silent_is_no_reader_any_more() -> None:
+def test_a_leaving_or_silent_reader_is_removed() -> None:
     case = Case()
     case.want((3, 8))
     case.lease("a")
@@ -109,7 +109,7 @@ def test_a_reader_that_leaves_or_is_silent_is_no_reader_any_more() -> None:
     assert case.it.status()["there"] == 0
 
 
-def test_a_reader_that_a_worker_can_not_reach_loses_that_split() -> None:
+def test_a_reader_that_a_worker_cannot_reach_loses_the_split() -> None:
     case = Case()
     case.want((3, 8))
     case.lease("a")
@@ -118,7 +118,7 @@ def test_a_reader_that_a_worker_can_not_reach_loses_that_split() -> None:
 
 
 @pytest.mark.parametrize(("in_flight", "wanted"), [(1, 1), (2, 1), (3, 2), (8, 4), (40, 5)])
-def test_readers_are_wanted_by_what_workers_have_in_flight_within_the_settings(
+def test_the_wanted_number_of_readers_follows_units_in_flight_within_limits(
     in_flight: int, wanted: int
 ) -> None:
     case = Case(least=1, most=5)
@@ -133,7 +133,7 @@ def test_readers_are_wanted_as_soon_as_there_is_a_session() -> None:
     assert case.it.status()["wanted"] == 2, "before any worker has asked"
 
 
-def test_who_has_which_lease_is_told() -> None:
+def test_status_lists_the_current_leases() -> None:
     case = Case()
     case.want((3, 8), (4, 12))
     case.lease("a", free=1)
@@ -160,7 +160,7 @@ class Store(MemoryStore):
         self.num_puts += 1
 
 
-def test_what_became_of_leases_is_kept_for_whoever_looks_later() -> None:
+def test_the_lease_log_is_saved() -> None:
     case, store = Case(), Store()
     kept = LeaseRecorder(case.it, store, case.clock)
     kept.save_if_due()
@@ -194,7 +194,7 @@ def test_what_became_of_leases_is_kept_for_whoever_looks_later() -> None:
     )
 
 
-def test_a_store_that_is_away_keeps_nothing_and_is_asked_again() -> None:
+def test_saving_the_lease_log_is_retried_when_the_store_is_unavailable() -> None:
     case, store = Case(), Store()
     store.is_away = True
     kept = LeaseRecorder(case.it, store, case.clock)
@@ -209,7 +209,7 @@ def test_a_store_that_is_away_keeps_nothing_and_is_asked_again() -> None:
     assert store.num_puts == 1
 
 
-def test_another_call_is_refused_and_those_of_the_controller_go_to_it() -> None:
+def test_other_calls_go_to_the_controller_or_are_refused() -> None:
     case = Case()
     with pytest.raises(RoostreamError, match="expected a call of lease or want, got 'beat'"):
         case.it.handle("beat", {}, ())

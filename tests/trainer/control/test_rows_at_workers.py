@@ -77,7 +77,7 @@ def assert_equal(simulation: Simulation, expected: dict[str, bytes]) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
-def test_rows_at_the_workers_come_to_what_they_come_to_at_shards(workers: int) -> None:
+def test_rows_held_by_workers_train_like_rows_at_shards(workers: int) -> None:
     """Of four, two have no partition with anything in it, and take part in every pull and push."""
     simulation = held(workers=workers)
     simulation.run()
@@ -113,7 +113,7 @@ def killed(moment: tuple[str, str, str], victim: str) -> None:
 
 @pytest.mark.parametrize("victim", [CONTROLLER, "worker 0", "worker 1"])
 @pytest.mark.parametrize("moment", MOMENTS, ids=" ".join)
-def test_g2_g11_whoever_is_killed_with_its_rows_changes_nothing(
+def test_g2_g11_killing_a_worker_with_its_rows_changes_nothing(
     moment: tuple[str, str, str], victim: str
 ) -> None:
     killed(moment, victim)
@@ -122,7 +122,9 @@ def test_g2_g11_whoever_is_killed_with_its_rows_changes_nothing(
 @pytest.mark.chaos
 @pytest.mark.parametrize("victim", [CONTROLLER, "worker 0", "worker 1"])
 @pytest.mark.parametrize("moment", MORE_MOMENTS, ids=" ".join)
-def test_g2_g11_and_at_other_moments(moment: tuple[str, str, str], victim: str) -> None:
+def test_g2_g11_killing_a_worker_with_its_rows_at_further_moments_changes_nothing(
+    moment: tuple[str, str, str], victim: str
+) -> None:
     killed(moment, victim)
 
 
@@ -150,7 +152,7 @@ def on_less() -> tuple[dict[str, bytes], Became]:
 @pytest.mark.parametrize(
     "moment", [("worker 1", "write", "after"), ("shard 0", "freeze", "after")], ids=" ".join
 )
-def test_g2_g11_workers_that_hold_rows_skip_the_same_whoever_is_killed(
+def test_g2_g11_selection_of_workers_with_rows_is_the_same_after_kills(
     moment: tuple[str, str, str], victim: str
 ) -> None:
     simulation = held(loop=NEGATIVES, kills=[Kill(moment, victim, 2)])
@@ -236,14 +238,14 @@ def copied(simulation: Simulation) -> Simulation:
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3])
-def test_what_workers_held_goes_on_at_shards_as_if_it_had_always_been_there(num_shards: int) -> None:
+def test_rows_held_by_workers_can_move_to_shards(num_shards: int) -> None:
     always = copied(ended(False))
     expected = went_on(Site(objects=always.store.objects, disks=always.disks), 2)
     site = moved_to(copied(ended(True)), BucketMap.modulo(64, num_shards))
     assert went_on(dataclasses.replace(site, disks=site.disks[:num_shards]), num_shards) == expected
 
 
-def test_without_what_the_rules_keep_it_goes_on_otherwise() -> None:
+def test_moving_rows_without_optimizer_state_changes_training() -> None:
     """The control."""
     expected = went_on(moved_to(copied(ended(True)), BucketMap.modulo(64, 3)), 3)
     forgot = went_on(moved_to(copied(ended(True)), BucketMap.modulo(64, 3)), 3, Forgetful)

@@ -113,7 +113,7 @@ class Fleet:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_every_partition_is_restored_by_one_worker_which_is_told_where_to_meet(count: int) -> None:
+def test_restore_assigns_each_partition_once_with_the_rendezvous_address(count: int) -> None:
     fleet = Fleet(count).to(State.RUNNING)
     its = {k.index: c for k, c in fleet.restored().items() if k.role == "worker"}
     assert sorted(p for c in its.values() for p in c["partitions"]) == [0, 1, 2, 3]
@@ -126,7 +126,7 @@ def test_every_partition_is_restored_by_one_worker_which_is_told_where_to_meet(c
     )
 
 
-def test_several_workers_wait_until_the_first_has_told_where_they_meet() -> None:
+def test_several_workers_wait_for_the_rendezvous_address() -> None:
     fleet = Fleet(2)
     first, fleet.members = fleet.members[2], [*fleet.members[:2], fleet.members[3]]
     for _ in range(5):
@@ -138,7 +138,7 @@ def test_several_workers_wait_until_the_first_has_told_where_they_meet() -> None
     fleet.to(State.RUNNING)
 
 
-def test_scaling_commits_then_restores_as_many_as_are_wanted_and_replays_nothing() -> None:
+def test_scaling_commits_first_and_replays_nothing() -> None:
     fleet = Fleet().to(State.RUNNING)
     fleet.start_workers(3)
     for step, count in enumerate((2, 3, 1), 1):
@@ -156,7 +156,7 @@ def test_scaling_commits_then_restores_as_many_as_are_wanted_and_replays_nothing
         assert sorted(last.manifest.offsets) == [("samples", p) for p in range(4)]
 
 
-def test_workers_above_the_number_stand_by_and_may_come_and_go() -> None:
+def test_workers_on_standby_may_come_and_go() -> None:
     fleet = Fleet(1, started=3).to(State.RUNNING)
     assert fleet.it.status()["workers"] == 1 and set(fleet.it.status()["members"]) >= {"worker 1", "worker 2"}
     standing = Key("worker", 2)
@@ -170,7 +170,7 @@ def test_workers_above_the_number_stand_by_and_may_come_and_go() -> None:
     assert not any(key.role == "worker" and key.index > 0 for key, _ in fleet.asked)
 
 
-def test_a_lost_worker_sends_everybody_back_to_the_last_commit() -> None:
+def test_a_lost_worker_rolls_everyone_back_to_the_last_commit() -> None:
     fleet = Fleet(2).to(State.RUNNING)
     fleet.step = 4
     fleet.it.handle("commit", {"timeout_s": 0}, ())
@@ -182,7 +182,7 @@ def test_a_lost_worker_sends_everybody_back_to_the_last_commit() -> None:
     assert {c["manifest"] for c in fleet.restored().values()} == {"manifests/00000001"}
 
 
-def test_workers_that_aren_t_there_are_waited_for_without_stopping_those_that_train() -> None:
+def test_scaling_waits_for_missing_workers_without_stopping_training() -> None:
     fleet = Fleet().to(State.RUNNING)
     answer = fleet.scale(2, timeout_s=0.05)
     assert answer == {"workers": 1, "running": False, "why": "it waits for worker 1"}
@@ -197,7 +197,7 @@ def test_workers_that_aren_t_there_are_waited_for_without_stopping_those_that_tr
     assert fleet.it.coordinator.membership.num_workers == 2 and fleet.it.coordinator.state is State.RUNNING
 
 
-def test_it_is_known_where_workers_are_watched_that_came_later_and_not_of_those_that_went() -> None:
+def test_metrics_addresses_follow_the_connected_workers() -> None:
     fleet = Fleet().to(State.RUNNING)
     assert fleet.it.worker_metrics_addresses() == {0: "h:0"}
     fleet.start_workers(2)
@@ -209,7 +209,7 @@ def test_it_is_known_where_workers_are_watched_that_came_later_and_not_of_those_
     assert fleet.it.worker_metrics_addresses() == {0: ""}, "one that trains is wanted, wherever it is"
 
 
-def test_a_number_whose_worker_is_gone_for_good_is_changed_while_it_is_waited_for() -> None:
+def test_the_wanted_number_can_change_while_a_lost_worker_is_awaited() -> None:
     fleet = Fleet(2).to(State.RUNNING)
     fleet.stop(Key("worker", 1))
     for _ in range(5):
@@ -218,7 +218,7 @@ def test_a_number_whose_worker_is_gone_for_good_is_changed_while_it_is_waited_fo
     assert fleet.scale(1)["running"] is True
 
 
-def test_a_commit_that_is_refused_leaves_the_number_and_is_tried_again_at_the_next() -> None:
+def test_scaling_is_retried_after_a_refused_commit() -> None:
     fleet = Fleet(1, started=2).to(State.RUNNING)
     fleet.refusing, fleet.step = "freeze", 1
     assert fleet.scale(2, timeout_s=0.05)["running"] is False
@@ -234,7 +234,7 @@ def test_a_commit_that_is_refused_leaves_the_number_and_is_tried_again_at_the_ne
 
 
 @pytest.mark.parametrize("count", [0, 5, -1])
-def test_a_number_that_can_t_be_is_refused(count: int) -> None:
+def test_an_invalid_number_of_workers_is_refused(count: int) -> None:
     fleet = Fleet().to(State.RUNNING)
     with pytest.raises(
         ConfigError,
@@ -244,7 +244,7 @@ def test_a_number_that_can_t_be_is_refused(count: int) -> None:
     assert fleet.it.coordinator.membership.wanted_workers == 1
 
 
-def test_a_restarted_controller_goes_on_with_the_number_that_was_wanted() -> None:
+def test_a_restarted_controller_keeps_the_wanted_number() -> None:
     first = Fleet(1, started=3).to(State.RUNNING)
     first.scale(3)
     second = Fleet(1, first.store, started=3).to(State.RUNNING)
@@ -254,7 +254,7 @@ def test_a_restarted_controller_goes_on_with_the_number_that_was_wanted() -> Non
     ) == (3, 3)
 
 
-def test_other_settings_are_a_newer_wish_than_the_kept_one() -> None:
+def test_changed_settings_override_the_stored_number() -> None:
     first = Fleet(1, started=3).to(State.RUNNING)
     first.scale(3)
     assert Fleet(2, first.store).to(State.RUNNING).it.coordinator.membership.num_workers == 2
@@ -264,13 +264,13 @@ def test_other_settings_are_a_newer_wish_than_the_kept_one() -> None:
 @pytest.mark.parametrize(
     "left", [b"", b"{}", b"[]", b'{"wish": 3}', b'{"wish": {"workers": "2", "configured": 1}}']
 )
-def test_a_claim_that_tells_nothing_leaves_it_to_the_settings(left: bytes) -> None:
+def test_an_incarnation_without_a_plan_uses_the_settings(left: bytes) -> None:
     store = MemoryStore()
     store.create("incarnations/00000001", left)
     assert Fleet(1, store).to(State.RUNNING).it.coordinator.membership.num_workers == 1
 
 
-def test_who_waits_for_a_number_is_told_when_another_controller_takes_over() -> None:
+def test_a_scale_call_fails_when_another_controller_takes_over() -> None:
     fleet = Fleet().to(State.RUNNING)
     told: list[BaseException] = []
 
@@ -291,7 +291,7 @@ def test_who_waits_for_a_number_is_told_when_another_controller_takes_over() -> 
 
 
 @pytest.mark.parametrize("who", [Key("worker", 1), Key("worker", 0), Key("shard", 0)])
-def test_a_member_that_leaves_gets_a_commit_that_closes_and_is_waited_for(who: Key) -> None:
+def test_a_leaving_member_gets_a_closing_commit_and_is_awaited(who: Key) -> None:
     fleet = Fleet(2).to(State.RUNNING)
     fleet.step, fleet.asked = 5, [a for a in fleet.asked if a[1]["kind"] == "restore"]
     fleet.leaving.add(who)
@@ -314,7 +314,7 @@ def test_a_member_that_leaves_gets_a_commit_that_closes_and_is_waited_for(who: K
     } and fleet.it.coordinator.num_rollbacks == 0
 
 
-def test_who_leaves_with_nothing_new_costs_no_commit() -> None:
+def test_leaving_without_new_steps_makes_no_commit() -> None:
     fleet = Fleet(2).to(State.RUNNING)
     fleet.leaving.add(Key("worker", 1))
     for _ in range(4):

@@ -20,7 +20,7 @@ def fetched(urls: Mapping[str, str | None]) -> dict[str, ScrapedMetrics]:
     return {"worker": ScrapedMetrics(), "shard-0": scrape.parse(SHARD)}
 
 
-def test_a_program_that_does_not_answer_is_told_and_what_it_measures_is_unknown() -> None:
+def test_values_of_a_program_that_does_not_answer_are_unknown() -> None:
     neighbours = ScrapeTargets(URLS, FakeClock(), fetched)
     neighbours.look()
     figures = neighbours.figures()
@@ -40,7 +40,7 @@ def measured(counts: Mapping[str, int]) -> ScrapedMetrics:
     return scrape.parse("".join(line.format(*item) for item in counts.items()))
 
 
-def test_a_stage_is_as_slow_as_the_slowest_program_says() -> None:
+def test_freshness_is_that_of_the_slowest_program() -> None:
     told = {
         "worker": measured({"0.1": 10, "1.0": 10, "+Inf": 10}),
         "worker-1": measured({"0.1": 0, "1.0": 100, "+Inf": 100}),
@@ -55,7 +55,7 @@ def test_a_stage_is_as_slow_as_the_slowest_program_says() -> None:
     assert neighbours.figures()["freshness"] == neighbours.freshness()
 
 
-def test_stage_times_are_of_the_last_minutes_and_of_programs_that_answer() -> None:
+def test_freshness_covers_the_last_minutes_of_programs_that_answer() -> None:
     told, clock = {"worker": measured({"0.1": 0, "1.0": 1000, "+Inf": 1000})}, FakeClock()
     neighbours = ScrapeTargets(URLS, clock, lambda urls: told)
     for count in range(40):
@@ -75,7 +75,7 @@ def test_stage_times_are_of_the_last_minutes_and_of_programs_that_answer() -> No
     assert neighbours.freshness()["close_to_readable"]["p50_ms"] is None, "too old"
 
 
-def test_nobody_is_asked_where_no_address_is_set() -> None:
+def test_without_addresses_nothing_is_scraped() -> None:
     def never(urls: Mapping[str, str | None]) -> dict[str, ScrapedMetrics]:
         raise AssertionError("asked")
 
@@ -84,7 +84,7 @@ def test_nobody_is_asked_where_no_address_is_set() -> None:
     assert neighbours.figures()["programs"] == {} and neighbours.figures()["click_rate"]["served"] is None
 
 
-def test_old_answers_say_nothing_about_now() -> None:
+def test_stale_answers_are_ignored() -> None:
     clock = FakeClock()
     neighbours = ScrapeTargets(URLS, clock, fetched)
     assert neighbours.figures()["programs"] == {"worker": None, "shard-0": None}, "not asked yet"
@@ -95,7 +95,7 @@ def test_old_answers_say_nothing_about_now() -> None:
     assert neighbours.figures() == read_figures(URLS, {}) | {"freshness": neighbours.freshness()}
 
 
-def test_it_looks_again_until_it_is_stopped() -> None:
+def test_scraping_repeats_until_stopped() -> None:
     clock, stop, looks = FakeClock(), threading.Event(), []
 
     def counted(urls: Mapping[str, str | None]) -> dict[str, ScrapedMetrics]:
@@ -108,7 +108,7 @@ def test_it_looks_again_until_it_is_stopped() -> None:
     assert looks == [0, SCRAPE_S, 2 * SCRAPE_S]
 
 
-def test_partitions_of_all_workers_are_told_together() -> None:
+def test_partitions_of_all_workers_are_merged() -> None:
     texts = {
         f"worker-{n}": scrape.parse(
             f'roostream_worker_partition_lag_records{{partition="samples-{n}"}} {n}\n'
@@ -146,14 +146,14 @@ def test_partitions_of_all_workers_are_told_together() -> None:
         ({}, {0: "[::1]:1"}, {"worker": "http://[::1]:1/metrics"}, "nothing is set"),
     ],
 )
-def test_workers_say_themselves_where_they_are(
+def test_addresses_reported_by_workers_complete_the_settings(
     settings: dict[str, str], workers: dict[int, str], expected: Collection[str], why: str
 ) -> None:
     found = with_workers(settings, workers)
     assert (found if isinstance(expected, dict) else found.keys()) == expected, why
 
 
-def test_a_worker_that_came_later_is_asked_too() -> None:
+def test_a_worker_that_joins_later_is_scraped() -> None:
     workers, asked = {0: ""}, []
 
     def fetch(urls: Mapping[str, str | None]) -> dict[str, ScrapedMetrics]:

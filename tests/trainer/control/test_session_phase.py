@@ -21,7 +21,7 @@ from tests.trainer.control.test_fleet_commit import assert_applied_once, lasting
 from tests.trainer.control.test_initial_phase import NUM_CHAOS
 from tests.trainer.loops import PARTITIONS
 from tests.trainer.network import CONTROLLER
-from tests.trainer.schedules import kills_of
+from tests.trainer.schedules import kills_of, moments_and_victims
 from tests.trainer.simulator import Kill, Simulation
 from tests.warehouse.memory_table import MemoryTable, table_of
 from trainer.batch_source import BatchSource, NewestIds
@@ -126,7 +126,7 @@ def undisturbed(initial_workers: int = 2, real_shards: bool = False) -> dict[str
     return simulation.bits()
 
 
-def test_the_warehouse_is_trained_first_in_larger_batches_and_then_the_stream_from_its_offsets() -> None:
+def test_the_warehouse_is_trained_first_and_then_the_stream_from_its_offsets() -> None:
     simulation = phased()
     simulation.run()
     assert_applied_once(simulation, NUMBERS)
@@ -138,14 +138,14 @@ def test_the_warehouse_is_trained_first_in_larger_batches_and_then_the_stream_fr
     assert simulation.controller is not None and simulation.controller.coordinator.num_rollbacks == 0
 
 
-def test_without_a_number_of_its_own_the_stream_s_workers_train_the_warehouse() -> None:
+def test_without_initial_workers_the_stream_s_workers_train_the_warehouse() -> None:
     simulation = phased(initial_workers=0)
     simulation.run()
     assert_applied_once(simulation, NUMBERS)
     simulation.assert_switched(1, 1)
 
 
-def test_what_was_archived_meanwhile_is_a_session_of_its_own_before_the_stream() -> None:
+def test_samples_archived_meanwhile_are_a_further_session() -> None:
     simulation = phased(ends=({0: 8, 1: 8}, ENDS))
     simulation.run()
     assert_applied_once(simulation, NUMBERS)
@@ -153,14 +153,14 @@ def test_what_was_archived_meanwhile_is_a_session_of_its_own_before_the_stream()
     assert {commit.input.version for commit in simulation.commits.values() if commit.input} == {0, 1}
 
 
-def test_g2_a_sample_emitted_again_behind_the_archive_is_not_trained_again() -> None:
+def test_g2_a_duplicate_after_the_archived_part_is_skipped() -> None:
     again = [*range(1, 25), 20, 23, *range(25, 41), 24, 3]
     simulation = phased(numbers=again, exact=False, ends=({0: 13, 1: 12},))
     simulation.run()
     assert_applied_once(simulation, sorted(set(again)))
 
 
-def test_g2_a_sample_emitted_again_is_trained_once_where_two_sessions_have_it() -> None:
+def test_g2_a_sample_in_two_sessions_is_trained_once() -> None:
     again = [*range(1, 25), 20, 23, *range(25, 41), 24, 3]
     simulation = phased(numbers=again, exact=False, ends=({0: 13, 1: 12}, {0: 18, 1: 18}))
     simulation.run()
@@ -180,8 +180,11 @@ MOMENTS = [
 ]
 
 
-@pytest.mark.parametrize("victim", [CONTROLLER, "worker 0", "worker 1", "shard 0"])
-@pytest.mark.parametrize("moment", MOMENTS, ids=" ".join)
+@pytest.mark.parametrize(
+    ("moment", "victim"),
+    moments_and_victims(MOMENTS, [CONTROLLER, "worker 0", "worker 1", "shard 0"]),
+    ids=str,
+)
 def test_g2_g11_a_kill_in_the_middle_of_the_hand_over_changes_nothing(
     moment: tuple[str, str, str], victim: str
 ) -> None:

@@ -37,7 +37,7 @@ def asked(url: str, path: str, method: str = "GET", **headers: str) -> tuple[int
     return found
 
 
-def test_the_document_is_the_controllers_status_with_what_the_page_adds(run: ReplayedRun) -> None:
+def test_status_json_is_the_controller_s_status_plus_the_page_key(run: ReplayedRun) -> None:
     told = run.page.status()
     added = told.pop("page")
     assert told == plain(run.controller.status())
@@ -48,7 +48,7 @@ def test_the_document_is_the_controllers_status_with_what_the_page_adds(run: Rep
     assert added["figures"]["shards"]["shard-1"]["rows"]["d8"] > 0
 
 
-def test_what_is_wrong_is_told_since_when_and_when_it_is_over(run: ReplayedRun) -> None:
+def test_findings_have_a_start_time_and_their_end_is_a_change(run: ReplayedRun) -> None:
     assert run.page.status()["page"]["findings"] == []
     run.silent = frozenset({"serving"})
     run.step()
@@ -69,14 +69,14 @@ def test_a_rollback_is_a_change_with_its_reason(run: ReplayedRun) -> None:
     assert any(c["what"] == "rollback" and "a shard is away" in c["now"] for c in changes), changes
 
 
-def test_a_freshly_opened_page_has_the_past(run: ReplayedRun) -> None:
+def test_history_json_contains_the_past(run: ReplayedRun) -> None:
     fine = run.page.history()["grains"][0]
     assert len(fine["slot"]) == 4 and fine["slot"] == sorted(fine["slot"])
     assert [v is not None for v in fine["values"]["trained_per_s"]] == [False, True, True, True]
     assert all(len(column) == 4 for column in fine["values"].values())
 
 
-def test_a_reading_that_a_worker_does_not_give_is_unknown() -> None:
+def test_a_value_missing_in_a_report_is_unknown() -> None:
     status = {
         "workers": 2,
         "reports": {"worker 0": {"watch": {"lag_ms": 5}}, "worker 1": {}},
@@ -93,7 +93,7 @@ def test_a_reading_that_a_worker_does_not_give_is_unknown() -> None:
     )
 
 
-def test_the_page_needs_no_neighbour(run: ReplayedRun) -> None:
+def test_the_page_works_without_scrape_targets(run: ReplayedRun) -> None:
     run.silent = frozenset({"shard-0", "shard-1", "worker", "serving", "joiner", "auditor", "simulate"})
     run.step()
     told = run.page.status()["page"]
@@ -125,7 +125,7 @@ def test_every_document_is_served_under_a_strict_policy(run: ReplayedRun, path: 
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
-def test_only_reading_is_served(run: ReplayedRun, method: str) -> None:
+def test_only_get_and_head_are_served(run: ReplayedRun, method: str) -> None:
     status, headers, _ = asked(run.serve(), "/status.json", method)
     assert status == 405 and headers["allow"] == "GET, HEAD"
 
@@ -138,7 +138,7 @@ def test_head_answers_without_a_body(run: ReplayedRun) -> None:
 @pytest.mark.parametrize(
     "path", ["/page.py", "/web/index.html", "/../page.py", "/%2e%2e/page.py", "//etc/passwd", "/page.js%00"]
 )
-def test_nothing_of_a_request_becomes_a_path(run: ReplayedRun, path: str) -> None:
+def test_unlisted_paths_are_not_served(run: ReplayedRun, path: str) -> None:
     status, _, body = asked(run.serve(), path)
     assert status == 404 and body.startswith(b"expected /metrics, /livez, /readyz, /, ")
 
@@ -157,7 +157,7 @@ def test_a_hostile_name_stays_data(run: ReplayedRun) -> None:
     assert HOSTILE in json.dumps(json.loads(body), ensure_ascii=False).replace('\\"', '"')
 
 
-def test_the_page_has_no_script_style_or_address_of_its_own() -> None:
+def test_the_page_has_no_inline_script_style_or_foreign_address() -> None:
     html = page._content("index.html").decode()
     assert "style=" not in html and "<style" not in html and " on" + "click" not in html and "://" not in html
     for path in static_files():
@@ -169,7 +169,7 @@ def test_the_page_has_no_script_style_or_address_of_its_own() -> None:
         ]
 
 
-def test_while_training_is_held_the_page_says_so_and_nothing_is_wrong_with_the_workers_that_are_gone(
+def test_an_idle_hold_is_shown_without_findings_about_workers(
     run: ReplayedRun,
 ) -> None:
     run.hold_idle("nothing to read for 60 s")
@@ -197,7 +197,7 @@ def test_while_training_is_held_the_page_says_so_and_nothing_is_wrong_with_the_w
     assert run.page.status()["page"]["headline"]["state"] == "catching_up"
 
 
-def test_a_hold_that_no_restart_mends_is_bad_and_has_its_reason(run: ReplayedRun) -> None:
+def test_a_permanent_hold_is_a_bad_finding_with_its_reason(run: ReplayedRun) -> None:
     run.step(fatal="nothing is finite; `roostream inspect batch /x` shows the batch")
     run.gone = frozenset({("worker", 0)})
     run.step()

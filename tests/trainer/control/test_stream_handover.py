@@ -33,7 +33,7 @@ NEWER = dataclasses.replace(
 )
 
 
-def test_the_margin_is_of_the_partition_where_it_is_least() -> None:
+def test_the_margin_is_that_of_the_tightest_partition() -> None:
     assert margin(SESSION, NEWER, {("samples", 0): 100, ("samples", 1): 20}) == Margin(records=5, archived=40)
     assert margin(SESSION, SESSION, {("samples", 0): 100, ("samples", 1): 95}) == Margin(
         records=-5, archived=0
@@ -86,7 +86,7 @@ class Case:
         return self.newest
 
 
-def test_while_a_session_is_trained_its_version_and_the_next_one_are_held() -> None:
+def test_table_versions_in_use_are_protected() -> None:
     case = Case()
     case.it.check()
     assert case.controller.followed == [NEWER] and case.asked == [SESSION.ends]
@@ -94,20 +94,20 @@ def test_while_a_session_is_trained_its_version_and_the_next_one_are_held() -> N
     assert case.it.margin == Margin(records=90, archived=40)
 
 
-def test_the_stream_follows_where_little_is_new() -> None:
+def test_the_stream_follows_if_little_was_archived_meanwhile() -> None:
     case = Case(most=1000)
     case.it.check()
     assert case.controller.followed == [None] and case.held == [(7, 1000 + PROTECT_MS)]
 
 
-def test_in_the_stream_nothing_is_looked_at() -> None:
+def test_nothing_is_checked_during_the_stream() -> None:
     case = Case()
     case.controller.now = None
     case.it.check()
     assert (case.controller.followed, case.held, case.it.margin) == ([], [], None)
 
 
-def test_what_can_not_be_told_now_changes_nothing_and_is_looked_at_again(
+def test_a_failed_check_changes_nothing_and_is_retried(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     case, stop = Case(), threading.Event()
@@ -131,7 +131,7 @@ KEYS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("exists", [False, True])
-def test_a_place_without_a_table_is_a_setting_that_cannot_be(exists: bool, tmp_path: Path) -> None:
+def test_a_location_without_a_table_is_a_config_error(exists: bool, tmp_path: Path) -> None:
     """No start mends that: whoever supervises has to know it from a place that is away."""
     place = tmp_path / "archive"
     if exists:

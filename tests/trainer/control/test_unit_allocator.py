@@ -12,7 +12,7 @@ from trainer.control.phases import UnitAllocator
 A, B = WorkUnit("samples/0", 100, 120), WorkUnit("samples/1", 0, 10)
 
 
-def test_every_source_s_range_is_divided_into_the_same_number_of_parts() -> None:
+def test_all_sources_have_the_same_number_of_epochs() -> None:
     it = UnitAllocator([A, B], unit_records=7)
     assert it.num_epochs == 3
     assert it.epoch([A.source, B.source]) == Epoch(
@@ -20,7 +20,7 @@ def test_every_source_s_range_is_divided_into_the_same_number_of_parts() -> None
     )
 
 
-def test_a_unit_is_done_when_a_commit_contains_it_and_not_before() -> None:
+def test_a_unit_is_done_only_once_it_is_committed() -> None:
     it = UnitAllocator([A, B], unit_records=7)
     it.committed({"samples/0": 105, "samples/1": 3})
     assert it.epoch([A.source, B.source]) == Epoch(
@@ -32,13 +32,13 @@ def test_a_unit_is_done_when_a_commit_contains_it_and_not_before() -> None:
     )
 
 
-def test_nobody_is_given_the_next_epoch_while_a_source_is_in_this_one() -> None:
+def test_the_next_epoch_waits_for_all_sources() -> None:
     it = UnitAllocator([A, B], unit_records=7)
     it.committed({"samples/0": 113})
     assert it.epoch([A.source]) == Epoch(1, (WorkUnit("samples/0", 106, 106),))
 
 
-def test_what_a_lost_worker_had_is_given_to_whoever_has_its_sources_next() -> None:
+def test_units_of_a_lost_worker_go_to_the_new_owner_of_its_sources() -> None:
     it = UnitAllocator([A, B], unit_records=7)
     of_two = [it.epoch([A.source]), it.epoch([B.source])]
     it.committed({"samples/0": 103})  # the last commit before it was lost
@@ -47,7 +47,7 @@ def test_what_a_lost_worker_had_is_given_to_whoever_has_its_sources_next() -> No
     assert [unit.start for unit in of_one.units] == [103, 0]
 
 
-def test_going_back_to_an_older_commit_hands_out_what_came_behind_it_again() -> None:
+def test_a_rollback_hands_out_later_units_again() -> None:
     it = UnitAllocator([A, B], unit_records=7)
     it.committed({"samples/0": 120, "samples/1": 10})
     assert it.is_over and it.num_left == 0
@@ -55,7 +55,7 @@ def test_going_back_to_an_older_commit_hands_out_what_came_behind_it_again() -> 
     assert not it.is_over and it.number == 3 and it.num_left == 11
 
 
-def test_the_end_of_the_last_epoch_is_the_export_point_of_every_source() -> None:
+def test_the_last_epoch_ends_at_every_source_s_export_point() -> None:
     it = UnitAllocator([A, B], unit_records=7)
     it.committed({"samples/0": 113, "samples/1": 6})
     assert [unit.end for unit in it.epoch([A.source, B.source]).units] == [A.end, B.end]
@@ -68,14 +68,14 @@ def test_a_range_without_records_is_over_from_the_start(whole: list[WorkUnit]) -
     assert not any(map(len, it.epoch(["samples/0"]).units))
 
 
-def test_an_empty_source_holds_nobody_up_and_others_than_its_own_are_not_told() -> None:
+def test_an_empty_source_delays_nothing_and_workers_see_only_their_sources() -> None:
     it = UnitAllocator([A, WorkUnit("samples/1", 0, 0)], 100)
     assert it.epoch(["samples/1", "samples/2"]) == Epoch(1, (WorkUnit("samples/1", 0, 0),))
     it.committed({"samples/0": 120})
     assert it.is_over
 
 
-def test_offsets_behind_the_range_are_done_as_those_at_its_end_are() -> None:
+def test_offsets_beyond_the_range_count_as_done() -> None:
     it = UnitAllocator([A, B], unit_records=7)
     it.committed({"samples/0": 5000, "samples/1": 4})
     assert it.number == 2 and it.num_left == 6
@@ -87,7 +87,7 @@ ranges = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 200)), min_size=1
 
 @settings(max_examples=60, deadline=None)
 @given(ranges, st.integers(1, 60), st.data())
-def test_whatever_is_committed_when_all_records_are_given_once_in_bounded_units(
+def test_all_records_are_handed_out_once_in_bounded_units(
     lengths: list[tuple[int, int]], unit_records: int, data: st.DataObject
 ) -> None:
     whole = [WorkUnit(f"samples/{p}", start, start + length) for p, (start, length) in enumerate(lengths)]
@@ -107,7 +107,7 @@ def test_whatever_is_committed_when_all_records_are_given_once_in_bounded_units(
     assert all(done.get(unit.source, 0) >= unit.end for unit in whole if len(unit))
 
 
-def test_units_and_epochs_come_back_from_the_wire_as_they_were() -> None:
+def test_units_and_epochs_round_trip() -> None:
     epoch = UnitAllocator([A, B], unit_records=7).epoch([A.source, B.source])
     assert Epoch.of(epoch.plain()) == epoch and Epoch.of(None) == Epoch.of(STREAM.plain()) == STREAM
     assert partition_of(source_of(("samples", 3))) == ("samples", 3)

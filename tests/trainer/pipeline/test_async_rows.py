@@ -64,7 +64,7 @@ def push(late: AsyncRows, *steps: int) -> Held:
     return late.rows
 
 
-def test_a_push_returns_at_once_and_a_pull_sees_all_that_was_pushed_before(late: AsyncRows) -> None:
+def test_a_push_returns_at_once_and_later_pulls_see_it(late: AsyncRows) -> None:
     held = push(late, 1, 2, 3)
     assert late.num_queued == 3 and late.num_acknowledged == 0 and len(late.in_flight()) == 3
     assert float(late.rows.pull(lookup())["s"]) == 0
@@ -75,7 +75,7 @@ def test_a_push_returns_at_once_and_a_pull_sees_all_that_was_pushed_before(late:
     assert float(late.pull(lookup())["s"]) == 3 and held.pushed == [1, 2, 3]
 
 
-def test_nothing_is_pushed_behind_a_push_that_failed_until_all_is_forgotten(late: AsyncRows) -> None:
+def test_after_a_failed_push_nothing_is_pushed_until_forget(late: AsyncRows) -> None:
     held = push(late, 1, 2, 3)
     held.refuses = {2}
     held.through.release(3)
@@ -94,7 +94,7 @@ def test_nothing_is_pushed_behind_a_push_that_failed_until_all_is_forgotten(late
     assert held.pushed == [1, 5]
 
 
-def test_what_is_forgotten_is_not_pushed(late: AsyncRows) -> None:
+def test_forgotten_pushes_are_not_made(late: AsyncRows) -> None:
     held = push(late, 1, 2, 3)
     forgetting = threading.Thread(target=late.forget)
     forgetting.start()

@@ -49,7 +49,9 @@ def mixed(seed: int, count: int = 60) -> list[Record]:
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("sizes", [{}, RAMP, {"batch_requests": 3, "freeze_at_ms": samples.T0 + 30_000}])
-def test_without_staleness_every_array_is_that_of_the_serial_loop(sizes: dict[str, int], exact: bool) -> None:
+def test_without_staleness_the_state_is_bit_equal_to_the_serial_loop(
+    sizes: dict[str, int], exact: bool
+) -> None:
     records = mixed(3)
     serial = build(records, exact=exact, **sizes).train_all()
     with pipelined(records, exact=exact, **sizes) as piped:
@@ -104,7 +106,7 @@ class Run:
 
 @settings(max_examples=8, deadline=None)
 @given(st.integers(1, 1 << 30), st.booleans(), st.integers(1, 3))
-def test_cuts_failures_and_restores_at_any_pace_leave_what_the_serial_loop_leaves(
+def test_cuts_failures_and_restores_give_the_state_of_the_serial_loop(
     seed: int, exact: bool, read_ahead: int
 ) -> None:
     records, sizes = mixed(seed, 40), RAMP if seed % 2 else {"batch_requests": 3}
@@ -117,9 +119,7 @@ def test_cuts_failures_and_restores_at_any_pace_leave_what_the_serial_loop_leave
 
 @settings(max_examples=8, deadline=None)
 @given(st.integers(1, 1 << 30), st.integers(1, 3))
-def test_with_staleness_all_is_applied_once_and_no_row_is_older_than_agreed(
-    seed: int, staleness: int
-) -> None:
+def test_staleness_stays_within_its_limit_and_samples_apply_once(seed: int, staleness: int) -> None:
     records = mixed(seed, 40)
     serial = build(records, batch_requests=3).train_all()
     with pipelined(records, seed=seed, staleness=staleness, batch_requests=3) as piped:
@@ -128,7 +128,7 @@ def test_with_staleness_all_is_applied_once_and_no_row_is_older_than_agreed(
         assert max(piped.rows.staleness) <= piped.feed.max_staleness <= staleness
 
 
-def test_a_pull_ahead_is_told_with_the_rows_that_were_changed_behind_it() -> None:
+def test_stale_rows_of_early_pulls_are_counted() -> None:
     """The second chunk is pulled while the first one's push is held back: the item rows that both have are older."""
     with pipelined(N40[:8], staleness=1) as piped:
         held, push = threading.Event(), piped.rows.rows.push
@@ -150,7 +150,7 @@ def test_a_pull_ahead_is_told_with_the_rows_that_were_changed_behind_it() -> Non
 
 @pytest.mark.parametrize("where", ["poll", "pull", "push"])
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_an_error_reaches_the_caller_with_the_offsets_it_is_of(where: str, staleness: int) -> None:
+def test_errors_name_the_offsets_of_their_chunk(where: str, staleness: int) -> None:
     with pipelined(N40, staleness=staleness, read_ahead=1) as piped:
         loop = piped.built.loop
         assert loop.step()
@@ -164,7 +164,7 @@ def test_an_error_reaches_the_caller_with_the_offsets_it_is_of(where: str, stale
 
 
 @pytest.mark.parametrize("where", ["poll", "push"])
-def test_what_failed_beside_the_loop_fails_until_a_restore(where: str) -> None:
+def test_a_background_failure_persists_until_a_restore(where: str) -> None:
     with pipelined(N40, read_ahead=1) as piped:
         loop, at = piped.built.loop, piped.built.loop.snapshot()
         piped.pace.fail_next(where)
@@ -176,7 +176,7 @@ def test_what_failed_beside_the_loop_fails_until_a_restore(where: str) -> None:
         assert piped.built.train_all().pushes().keys() == set(range(1, 41))
 
 
-def test_a_push_that_fails_allows_no_cut_and_a_restore_begins_anew() -> None:
+def test_a_failed_push_refuses_the_cut_until_a_restore() -> None:
     with pipelined(N40) as piped:
         built = piped.built
         at = built.loop.snapshot()
@@ -190,7 +190,7 @@ def test_a_push_that_fails_allows_no_cut_and_a_restore_begins_anew() -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_a_cut_drains_and_what_was_read_ahead_goes_on_behind_it(staleness: int) -> None:
+def test_a_cut_drains_pushes_and_keeps_chunks_read_ahead(staleness: int) -> None:
     with pipelined(N40, staleness=staleness) as piped:
         assert piped.built.loop.step()
         at = piped.built.loop.snapshot()
@@ -205,7 +205,7 @@ def test_a_cut_drains_and_what_was_read_ahead_goes_on_behind_it(staleness: int) 
 @pytest.mark.parametrize(
     "again", [lambda built: built.loop.restore(built.loop.snapshot()), lambda built: built.loop.reset()]
 )
-def test_a_restore_and_a_reset_empty_it(again: Callable[[Built], None]) -> None:
+def test_restore_and_reset_drop_all_chunks(again: Callable[[Built], None]) -> None:
     with pipelined(N40, staleness=1) as piped:
         for _ in range(2):
             assert piped.built.loop.step()
@@ -214,7 +214,7 @@ def test_a_restore_and_a_reset_empty_it(again: Callable[[Built], None]) -> None:
         assert piped.built.loop.partitions.num_skipped == 0
 
 
-def test_an_idle_stream_is_trained_after_the_wait() -> None:
+def test_partial_chunks_are_trained_after_the_maximum_wait() -> None:
     with pipelined(N40[:3], max_batch_wait_ms=500) as piped:
         assert not piped.built.loop.step(), "three of four requests"
         piped.built.clock.advance(0.6)
@@ -222,13 +222,13 @@ def test_an_idle_stream_is_trained_after_the_wait() -> None:
         assert not piped.built.loop.step()
 
 
-def test_a_chunk_that_is_not_full_is_trained_at_the_end_of_the_input_but_in_exact_mode() -> None:
+def test_a_partial_chunk_is_trained_at_the_end_unless_exact() -> None:
     for exact, trained in ((False, 7), (True, 6)):
         with pipelined(N40[:7], exact=exact, batch_requests=3) as piped:
             assert sum(piped.built.train_all().offsets()) == trained
 
 
-def test_no_thread_is_left_also_behind_a_failure_and_an_interruption() -> None:
+def test_no_thread_is_left_after_failures() -> None:
     before = set(threading.enumerate())
     for error in (UnavailableError("away"), KeyboardInterrupt()):
         with pytest.raises(type(error)), pipelined(N40, staleness=1) as piped:
@@ -243,7 +243,7 @@ def test_no_thread_is_left_also_behind_a_failure_and_an_interruption() -> None:
     assert set(threading.enumerate()) <= before
 
 
-def test_the_loop_waits_for_its_data_and_rows_in_stages_of_its_own() -> None:
+def test_waiting_for_data_and_rows_is_timed_separately() -> None:
     with pipelined(N40) as piped:
         clock, stages = piped.built.clock, piped.built.loop.stages
         pull = piped.rows.rows.pull

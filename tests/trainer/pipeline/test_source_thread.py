@@ -43,7 +43,7 @@ class Noting:
         self.calls.append((what, threading.get_ident()))
 
 
-def test_everything_is_called_from_the_sources_own_thread() -> None:
+def test_the_source_is_used_from_one_thread() -> None:
     source = SourceThread(Noting)
     noting = source.source
     assert isinstance(noting, Noting)
@@ -57,7 +57,7 @@ def test_everything_is_called_from_the_sources_own_thread() -> None:
     assert thread != threading.get_ident()
 
 
-def test_what_is_only_read_waits_for_nobody() -> None:
+def test_reading_progress_does_not_wait_for_a_poll() -> None:
     source, busy = SourceThread(Noting), threading.Event()
     reading = source.submit(busy.wait)
     assert source.positions() == {("samples", 0): 7} and source.lag() == {} and source.num_lost == 3
@@ -66,7 +66,7 @@ def test_what_is_only_read_waits_for_nobody() -> None:
     source.close()
 
 
-def test_a_source_that_can_not_be_opened_leaves_no_thread() -> None:
+def test_a_source_that_fails_to_open_leaves_no_thread() -> None:
     before = threading.active_count()
 
     def away() -> Noting:

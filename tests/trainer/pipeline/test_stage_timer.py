@@ -22,7 +22,7 @@ def test_a_stage_within_another_interrupts_it() -> None:
     assert (stages.of_loop("wait_data"), stages.of_loop("decode"), stages.of_loop(*STAGES)) == (3, 10, 13)
 
 
-def test_what_fails_took_its_time_too() -> None:
+def test_failing_stages_are_timed() -> None:
     clock = FakeClock()
     stages = StageTimer(clock)
     with pytest.raises(ValueError, match="away"), stages("pull"), stages("push"):
@@ -33,7 +33,7 @@ def test_what_fails_took_its_time_too() -> None:
     assert stages.of_loop("push") == 4 and stages.of_loop("pull") == 1
 
 
-def test_other_threads_are_told_apart_from_the_loops() -> None:
+def test_the_loop_s_thread_is_timed_separately_from_others() -> None:
     clock = FakeClock()
     stages = StageTimer(clock)
 

@@ -97,7 +97,7 @@ def hurt(fleet: Fleet, draw: random.Random, of: list[Trained]) -> None:
 
 @pytest.mark.parametrize("in_turns", [False, True], ids=["as they lie", "in turns"])
 @pytest.mark.parametrize("num_readers", [1, 3])
-def test_batches_are_those_of_a_worker_that_reads_for_itself(num_readers: int, in_turns: bool) -> None:
+def test_remote_readers_give_the_same_batches_as_local_reading(num_readers: int, in_turns: bool) -> None:
     fleet = Fleet(num_readers=num_readers)
     assert run(fleet, random.Random(num_readers), in_turns) == all_undisturbed(fleet, in_turns)
     assert fleet.rows.buffer.counts["refused"] == 0
@@ -112,7 +112,7 @@ def test_g2_g11_deaths_late_answers_and_zombies_change_no_batch(seed: int) -> No
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_g2_g11_two_workers_share_readers_and_get_each_its_own_whatever_dies(seed: int) -> None:
+def test_g2_g11_two_workers_share_readers_through_crashes(seed: int) -> None:
     fleet = Fleet(num_readers=2, num_workers=2)
     found = run(fleet, random.Random(seed), faults=seed > 0)
     assert found == all_undisturbed(fleet) and all(found), "each trains a partition"
@@ -124,10 +124,10 @@ def test_g2_g11_two_workers_share_readers_and_get_each_its_own_whatever_dies(see
 def test_g2_g11_many_schedules_of_readers(first: int) -> None:
     for seed in range(first, first + 50):
         test_g2_g11_deaths_late_answers_and_zombies_change_no_batch(seed)
-        test_g2_g11_two_workers_share_readers_and_get_each_its_own_whatever_dies(seed)
+        test_g2_g11_two_workers_share_readers_through_crashes(seed)
 
 
-def test_a_unit_that_comes_under_a_lease_that_is_another_reader_s_by_now_is_refused() -> None:
+def test_a_unit_of_a_reassigned_lease_is_refused() -> None:
     fleet = Fleet(num_readers=1)
     (zombie,) = fleet.readers
     fleet.poll()
@@ -149,7 +149,7 @@ def test_a_unit_that_comes_under_a_lease_that_is_another_reader_s_by_now_is_refu
     assert fleet.rows.buffer.size == (0, 0)
 
 
-def test_what_is_in_flight_and_in_the_buffer_is_bounded() -> None:
+def test_units_in_flight_and_buffered_are_bounded() -> None:
     fleet, draw = Fleet(num_readers=3, max_pieces=2), random.Random(5)
     fleet.poll()
     for _ in range(400):

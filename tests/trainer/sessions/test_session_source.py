@@ -65,7 +65,7 @@ def all_of(it: SessionSource, size: int = 5) -> list[list[int]]:
     return found
 
 
-def test_all_samples_come_once_in_full_chunks_and_the_last_is_what_is_left() -> None:
+def test_all_samples_come_once_in_full_chunks_plus_a_rest() -> None:
     chunks = all_of(source())
     assert sorted(n for chunk in chunks for n in chunk) == sorted(set(NUMBERS))
     assert {len(chunk) for chunk in chunks[:-1]} == {5}
@@ -73,12 +73,12 @@ def test_all_samples_come_once_in_full_chunks_and_the_last_is_what_is_left() -> 
 
 
 @pytest.mark.parametrize("slow", range(8))
-def test_chunks_do_not_depend_on_when_rows_come(slow: int) -> None:
+def test_chunks_do_not_depend_on_arrival_times(slow: int) -> None:
     assert all_of(source(seed=3, slow=slow)) == all_of(source(seed=3))
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_whoever_is_put_back_to_any_chunk_gives_the_same_from_there(seed: int) -> None:
+def test_a_seek_to_any_chunk_repeats_the_same_chunks(seed: int) -> None:
     draw, it = random.Random(seed), source(seed=1)
     undisturbed, at, found = all_of(source(seed=1)), [it.positions()], list[list[int]]()
     while (chunk := it.poll(5, 0.0)) is not None:
@@ -93,14 +93,14 @@ def test_whoever_is_put_back_to_any_chunk_gives_the_same_from_there(seed: int) -
     assert found == undisturbed
 
 
-def test_of_one_partition_its_own_rows_come_while_those_of_others_wait() -> None:
+def test_a_requested_partition_does_not_wait_for_others() -> None:
     it = source()
     assert all(n % 2 for n in ids(it.poll(4, 0.0, ODD)))
     assert not any(n % 2 for n in ids(it.poll(4, 0.0, EVEN)))
     assert all(n % 2 for n in ids(it.poll(4, 0.0, ODD)))
 
 
-def test_a_worker_has_the_rows_of_its_partitions_alone() -> None:
+def test_a_worker_reads_only_its_partitions() -> None:
     it = source()
     it.assign([1])
     it.seek({ODD: 2, EVEN: 5})
@@ -114,7 +114,7 @@ def bounded(ends: Progress) -> SessionSource:
     return it
 
 
-def test_a_chunk_is_cut_short_before_a_bound_and_goes_on_behind_it() -> None:
+def test_chunks_are_cut_at_bounds_and_continue_after_them() -> None:
     it = bounded({EVEN: 3, ODD: 2})
     assert len(ids(it.poll(9, 0.0))) == 5 and not it.ended
     assert it.positions() == {EVEN: 3, ODD: 2}
@@ -124,7 +124,7 @@ def test_a_chunk_is_cut_short_before_a_bound_and_goes_on_behind_it() -> None:
     assert len(ids(it.poll(9, 0.0))) == 3
 
 
-def test_the_turn_of_a_partition_at_its_bound_passes_with_an_empty_chunk() -> None:
+def test_a_partition_at_its_bound_gives_an_empty_chunk() -> None:
     it = bounded({EVEN: 3, ODD: 8})
     assert len(ids(it.poll(4, 0.0, EVEN))) == 3
     chunk = it.poll(4, 0.0, EVEN)
@@ -133,14 +133,14 @@ def test_the_turn_of_a_partition_at_its_bound_passes_with_an_empty_chunk() -> No
     assert it.poll(4, 0.0, EVEN) is None and it.ended
 
 
-def test_rows_that_are_left_out_at_the_end_end_it_all_the_same() -> None:
+def test_trailing_skipped_rows_end_the_session() -> None:
     it = source(rows=4, numbers=[2, 4, 6, 8, 4, 2])
     it.bound({EVEN: 6, ODD: 0})
     assert all_of(it, 2) == [[2, 4], [6, 8]]
     assert it.ended and it.positions() == {EVEN: 4, ODD: 0}, "behind what was given"
 
 
-def test_what_the_stream_must_not_train_again_is_known_when_all_is_trained_and_not_before() -> None:
+def test_newest_ids_are_known_once_the_session_is_trained() -> None:
     it = source()
     all_of(it)
     assert it.newest_ids({EVEN: 20, ODD: 21}) == {}
@@ -152,14 +152,14 @@ def test_what_the_stream_must_not_train_again_is_known_when_all_is_trained_and_n
     )
 
 
-def test_readers_are_told_what_comes_next() -> None:
+def test_readers_get_the_next_splits_to_prefetch() -> None:
     it = source(slow=1)
     all_of(it)
     told = [[split.number for split in splits] for splits in it.rows.expected]  # type: ignore[attr-defined]
     assert told[0] == sorted(told[0]) and told[0][0] == 0 and told[-1] == []
 
 
-def test_lag_is_counted_in_rows_and_what_waits_can_be_had() -> None:
+def test_lag_is_counted_in_rows() -> None:
     it = source(slow=3)
     while (chunk := it.rest(9)) is None:
         it.poll(9, 0.0)

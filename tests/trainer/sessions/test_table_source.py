@@ -35,7 +35,7 @@ def from_files(place: Path) -> Built:
     return built
 
 
-def test_g11_a_model_trained_from_files_has_the_bits_of_one_trained_from_the_topic(tmp_path: Path) -> None:
+def test_g11_training_from_files_equals_training_from_the_topic(tmp_path: Path) -> None:
     files, topic = from_files(tmp_path).train_all(), build(RECORDS, exact=True).train_all()
     assert files.loop.counts.requests == topic.loop.counts.requests == 40
     a, b = files.loop.snapshot(), topic.loop.snapshot()
@@ -48,7 +48,7 @@ def test_g11_a_model_trained_from_files_has_the_bits_of_one_trained_from_the_top
     ]
 
 
-def test_behind_the_session_its_worker_reads_the_stream(tmp_path: Path) -> None:
+def test_after_the_session_the_worker_reads_the_stream(tmp_path: Path) -> None:
     built = from_files(tmp_path).train_all()
     assert built.offsets() == [20, 20]
     built.loop.assign([0, 1])
