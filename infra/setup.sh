@@ -37,7 +37,8 @@ entries_of() {  # the lines of a lock file for some packages
 }
 
 set_name=demo lock=requirements.lock
-if [[ "${1:-}" == dev || "$(cut -d' ' -f1 "$VENV/roostream.stamp" 2>/dev/null || true)" == dev ]]; then
+installed=$(cut -d' ' -f1 "$VENV/roostream.stamp" 2>/dev/null || true)
+if [[ "${1:-}" == dev || ( -n "$installed" && "$installed" != demo ) ]]; then
   set_name=dev lock=requirements-dev.lock
 fi
 
