@@ -371,13 +371,13 @@ def test_a_shard_that_runs_or_is_elsewhere_is_told(tmp_path: Path) -> None:
     home, _ = a_home(tmp_path)
     file = tmp_path / "one.json"
     file.write_text(json.dumps(ONE.plain()))
-    with pytest.raises(ConfigError, match="expected a map as `placement map --json` gives it"):
+    with pytest.raises(ConfigError, match="`placement map --json`"):
         ran("apply", home / "options.json", "--home", home)
     with pytest.raises(ConfigError, match="expected a map of buckets, got No such file"):
         ran("apply", tmp_path / "none.json", "--home", home)
     plan, other = tmp_path / "plan.json", tmp_path / "other.json"
     plan.write_text(json.dumps({"owners": 8, "pieces": [], "bytes_imbalance": 1.0}))
-    with pytest.raises(ConfigError, match="expected a map as `placement map --json` gives it"):
+    with pytest.raises(ConfigError, match="`placement map --json`"):
         ran("apply", plan, "--home", home)
     other.write_text(json.dumps(BucketMap.modulo(32, 4).plain()))
     with pytest.raises(ConfigError, match="expected 64 buckets, got 32; the number of buckets can't change"):

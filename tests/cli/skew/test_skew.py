@@ -66,11 +66,11 @@ def test_lists_that_were_scored_as_logged_are_within_rounding_by_every_version(h
 @pytest.mark.parametrize(
     ("logged", "named"),
     [
-        ({"basket": 4.0}, "its scores are those of 'basket' = 40; the log has 4"),
-        ({"basket": None}, "its scores are those of 'basket' = 40; the log has"),
+        ({"basket": 4.0}, "it was scored with 'basket' = 40, but the log has 4"),
+        ({"basket": None}, "it was scored with 'basket' = 40, but the log has"),
         (
             {"price": np.array([1.0, 50.0, 9.0], np.float32)},
-            "its scores are those of 'price' of item 2 = 5; the log has 50",
+            "it was scored with 'price' of item 2 = 5, but the log has 50",
         ),
     ],
 )
@@ -92,7 +92,7 @@ def test_a_feature_that_the_log_alone_has_is_told_as_that(home: ScoringHome) -> 
     home.rank("planted", T0 + SECOND, scored={"basket": None}, logged={"basket": 40.0})
     home.commit(T0 + 10 * SECOND)
     one = judged(home, home.close())["planted"]
-    assert one.verdict == "skew" and one.why == "its scores are those without 'basket', which the log has"
+    assert one.verdict == "skew" and one.why == "it was scored without 'basket', which the log has"
 
 
 def test_what_no_single_feature_explains_is_not_explained(home: ScoringHome) -> None:
@@ -114,7 +114,7 @@ def test_rows_that_moved_between_the_commits_are_told_and_are_no_skew(home: Scor
     home.commit(T0 + 10 * SECOND)
     found = judged(home, home.close())
     assert found["between"].verdict == "rows" and found["between"].num_changed == 1
-    assert "rows moved its scores by" in found["between"].why
+    assert "changed rows explain" in found["between"].why
     assert found["after"].verdict == "within" and found["after"].rows_of == 2
 
 
@@ -129,7 +129,7 @@ def test_a_skew_beyond_what_rows_moved_is_found_beside_them(home: ScoringHome) -
 def test_without_a_second_commit_a_difference_is_not_called_a_skew(home: ScoringHome) -> None:
     home.rank("planted", T0 + SECOND, logged={"basket": 4.0})
     one = judged(home, home.close())["planted"]
-    assert one.verdict == "rows" and "only one commit beside it" in one.why
+    assert one.verdict == "rows" and "only one commit around it" in one.why
 
 
 def test_what_cannot_be_scored_again_says_why(home: ScoringHome) -> None:
@@ -160,7 +160,7 @@ def test_what_cannot_be_scored_again_says_why(home: ScoringHome) -> None:
         **{n: n for n in lists if n != "odd"},
         "odd": "unreadable",
     }
-    assert found["gone"].why == "version 1-77 is gone: the store has commits 1 to 2"
+    assert found["gone"].why == "version 1-77 was deleted: the store has commits 1 to 2"
     assert "2 pages" in found["pages"].why and "0000000000000005" in found["schema"].why
 
 
