@@ -99,7 +99,7 @@ def followed(stack: Stack, collector: Any, folder: Path, request_id: str, tracep
         environ = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
         process = subprocess.Popen(command, env=environ, cwd=folder, stdout=out, stderr=errors)
         try:
-            begun = f"follows {request_id} from now on"
+            begun = f"waiting for request {request_id}"
             wait_until("it follows", lambda: begun in said.read_text() or process.poll() is not None, 120)
             rank(stack, request_id, traceparent)
             assert process.wait(180) == 0, said.read_text()[-2000:]
