@@ -1,7 +1,7 @@
-"""The `roostream` command: its sub-commands, and what only they do (status, audit, replay)."""
+"""The `roostream` command."""
 
 import os
 
-# Read by libraries of numbers when they are loaded, so it stands before everything else: on small matrices a second thread only
-# costs. How many torch uses is a setting of each program (`threads`).
+# Must be set before numerical libraries are imported: a second thread only slows down small matrices. The number of torch's threads
+# is a setting of each program (`threads`).
 os.environ.setdefault("OMP_NUM_THREADS", "1")

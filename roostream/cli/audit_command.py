@@ -50,12 +50,12 @@ def run(home: Path, topics: Topics | None, as_json: bool) -> int:
     """
     with contextlib.nullcontext(topics) if topics is not None else _of_home(Home(home)) as found:
         sums = read_all(found)
-    told = {"state": state_of(sums, True, 0), **dataclasses.asdict(sums)}
+    report = {"state": state_of(sums, True, 0), **dataclasses.asdict(sums)}
     if as_json:
-        print(json.dumps(told, indent=2))
+        print(json.dumps(report, indent=2))
     else:
-        Console().print(table.render_rows(table.book_rows(told), "Audit"))
-    return 0 if told["state"] == "yes" else 1
+        Console().print(table.render_rows(table.book_rows(report), "Audit"))
+    return 0 if report["state"] == "yes" else 1
 
 
 def read_all(topics: Topics) -> Sums:
@@ -68,10 +68,10 @@ def read_all(topics: Topics) -> Sums:
         horizon_ms=max(HORIZON_MS, 2 * topics.settle_ms),
     )
     try:
-        asked = Backoff(what=f"Kafka at {topics.kafka}", timeout_s=topics.start_timeout_s)
+        backoff = Backoff(what=f"Kafka at {topics.kafka}", timeout_s=topics.start_timeout_s)
         answered_s = logged_s = time.monotonic()
         while not auditor.is_current():
-            if asked.until(lambda: auditor.poll(1.0), (UnavailableError,)) or auditor.behind() is not None:
+            if backoff.until(lambda: auditor.poll(1.0), (UnavailableError,)) or auditor.behind() is not None:
                 answered_s = time.monotonic()
             if time.monotonic() - answered_s > _SILENT_S:
                 raise UnavailableError(

@@ -91,7 +91,7 @@ def keys(settings: type[Any], stem: str) -> str:
 
 def _files() -> Iterator[tuple[str, str, type[Any]]]:
     from roostream.models.build import (
-        KINDS as MODEL_KINDS,  # torch: a shard's image has none, and its --keys need none
+        KINDS as MODEL_KINDS,  # imports torch, which a shard's image lacks
     )
 
     for name, kind in MODEL_KINDS.items():

@@ -377,9 +377,9 @@ def _dense(others: Mapping[str, np.ndarray], new: NewDeployment) -> tuple[dict[s
     tensors = dense_checkpoint.snapshot(model, DenseAdam(model.named_parameters(), learning_rate=1e-3))
     taken = 0
     for name, values in others.items():
-        its = [t for t in tensors if t.startswith("model.") and f".{t}".endswith(f".{name}")]
-        if len(its) == 1 and tensors[its[0]].shape == values.shape and values.dtype.kind == "f":
-            tensors[its[0]] = finite(name, values)
+        names = [t for t in tensors if t.startswith("model.") and f".{t}".endswith(f".{name}")]
+        if len(names) == 1 and tensors[names[0]].shape == values.shape and values.dtype.kind == "f":
+            tensors[names[0]] = finite(name, values)
             taken += 1
     return tensors, taken
 

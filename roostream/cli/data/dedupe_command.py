@@ -115,17 +115,17 @@ def tables(report: Mapping[str, Any]) -> Iterator[Table]:
     """One table for each order."""
     from rich.table import Table
 
-    for name, its in report["arrangements"].items():
+    for name, arrangement in report["arrangements"].items():
         order = f"clustered by {report['by']}" if name == "clustered" else "as logged"
-        title = f"{order}: {report['requests']:,} requests in batches of {report['batch_requests']:,}, S = {its['session_rows']:.2f}"
+        title = f"{order}: {report['requests']:,} requests in batches of {report['batch_requests']:,}, S = {arrangement['session_rows']:.2f}"
         table = Table(title=title, title_justify="left")
         for column in ("feature", "kind", "l", "d", "DedupeLen", "DedupeFactor", "exact", "partial"):
             named = column in ("feature", "kind")
             table.add_column(column, justify="left" if named else "right", no_wrap=not named, overflow="fold")
-        for key, of in its["features"].items():
+        for key, of in arrangement["features"].items():
             table.add_row(key, of["kind"], *_numbers(of))
         table.add_section()
-        for key, of in its["groups"].items():
+        for key, of in arrangement["groups"].items():
             table.add_row(key, "group", *_numbers(of))
         yield table
 

@@ -156,8 +156,8 @@ def session_of(
     if capture is not None:
         CapturedSession(version=report.version, features=features, reads=reads).write(capture)
     ranges = [files.ranges(*read) for read in counted(reads, "row groups", len(reads))]
-    needed = sum(_bytes(its) for _, its in ranges)
-    merged = [one for its, _ in ranges for one in its]
+    needed = sum(_bytes(part) for _, part in ranges)
+    merged = [one for part, _ in ranges for one in part]
     paths = {split.path for split in session.order.splits}
     return {
         "version": report.version,
@@ -258,7 +258,7 @@ def compare_readers(
     if slower is not None:
         second = SlowedRows(second, slower, time.process_time)
     seen = [replay_session(captured.reads, rows) for rows in (first, second)]
-    its = time_readers(
+    comparison = time_readers(
         functools.partial(replay_session, captured.reads, first, digests=False),
         functools.partial(replay_session, captured.reads, second, digests=False),
         time.process_time,
@@ -268,8 +268,8 @@ def compare_readers(
         "requests": seen[0].requests,
         "candidates": seen[0].candidates,
         "reads_the_same": seen[0] == seen[1],
-        **its._asdict(),
-        "differs": its.differs,
+        **comparison._asdict(),
+        "differs": comparison.differs,
     }
 
 

@@ -21,7 +21,8 @@ def figures_of_table(report: Mapping[str, Any]) -> dict[str, str]:
 def _figures(report: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
     columns, days = report["columns"], report["days"]
     stored = {
-        name: its["stored"] / max(report["candidates"], 1) for name, its in list(columns.items())[:_MAX_BARS]
+        name: entry["stored"] / max(report["candidates"], 1)
+        for name, entry in list(columns.items())[:_MAX_BARS]
     }
     yield "Bytes a candidate, by column", _bars(stored)
     changing = _max_changing(days, "coverage")
@@ -30,9 +31,9 @@ def _figures(report: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
     last = days[max(days)] if days else {}
     yield (
         "Coverage on the last day",
-        _bars({name: its["coverage"] or 0.0 for name, its in list(last.items())[:_MAX_BARS]}),
+        _bars({name: entry["coverage"] or 0.0 for name, entry in list(last.items())[:_MAX_BARS]}),
     )
-    if lists := [name for name, its in last.items() if its.get("length") is not None]:
+    if lists := [name for name, entry in last.items() if entry.get("length") is not None]:
         yield "List lengths by day", _lines(days, "length", lists[:_MAX_LINES])
     clustered = report["duplicates"]["arrangements"].get("clustered", {"features": {}})["features"]
     if clustered:

@@ -36,7 +36,7 @@ def table_report(
         "bytes": sum(file.bytes for file in scan.files),
         "requests": scan.num_requests,
         "candidates": sum(file.candidates for file in scan.files),
-        "columns": {name: its._asdict() for name, its in scan.bytes_by_column().items()},
+        "columns": {name: entry._asdict() for name, entry in scan.bytes_by_column().items()},
         "days": statistics,
         "alerts": alerts(statistics),
         "asked": hit_rates(recent_session_features(scan.store)),
@@ -74,8 +74,8 @@ def page_of_table(report: Mapping[str, Any], figures: Mapping[str, str]) -> str:
         ("bytes", f"{report['bytes']:,}: {report['bytes'] / impressions:.1f} a candidate"),
     ]
     columns = [
-        (name, f"{its['stored']:,}", f"{its['values']:,}", f"{its['stored'] / impressions:.2f}")
-        for name, its in report["columns"].items()
+        (name, f"{entry['stored']:,}", f"{entry['values']:,}", f"{entry['stored'] / impressions:.2f}")
+        for name, entry in report["columns"].items()
     ]
     sections = {
         "The table": table((), facts),
@@ -88,6 +88,6 @@ def page_of_table(report: Mapping[str, Any], figures: Mapping[str, str]) -> str:
 
 
 def _duplicate_rows(duplicates: Mapping[str, Any]) -> Iterable[tuple[str, ...]]:
-    its = duplicates["arrangements"].get("clustered", {"features": {}, "groups": {}})
-    for name, of in {**its["groups"], **its["features"]}.items():
+    entry = duplicates["arrangements"].get("clustered", {"features": {}, "groups": {}})
+    for name, of in {**entry["groups"], **entry["features"]}.items():
         yield name, number(of["exact"]), number(of["partial"]), number(of["same"])

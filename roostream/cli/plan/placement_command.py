@@ -125,13 +125,13 @@ def profile_command(store: str, schema: Path, batch: int, row_texts: tuple[str, 
     if as_json:
         click.echo(
             json.dumps(
-                {name: {**its.profile.plain(), "time_ms": its.time_ms} for name, its in found.items()},
+                {name: {**entry.profile.plain(), "time_ms": entry.time_ms} for name, entry in found.items()},
                 indent=2,
             )
         )
         return
     show(
-        [(name, _of_profile(its.profile, batch)) for name, its in found.items()] or [("profiles", _NONE)],
+        [(name, _of_profile(entry.profile, batch)) for name, entry in found.items()] or [("profiles", _NONE)],
         "Profiles",
     )
 
@@ -195,18 +195,18 @@ def explain_command(table: str, **given: Any) -> None:
     from param_server.placement.plan import piece_cost
 
     tables, why, found = _plan(**given)
-    its = next((t for t in tables if t.name == table), None)
-    if its is None:
+    entry = next((t for t in tables if t.name == table), None)
+    if entry is None:
         raise ConfigError(
             f"expected a table of the schema, got {table!r}{nearest(table, [t.name for t in tables])}"
         )
     rows: list[Row] = [("placed", found.kind_of(table))]
     rows += [("no profile", text) for text in why if text.startswith(f"{table} (")]
-    if its.uniques is not None:
-        rows.append(("per batch", f"{its.ids:,.0f} ids, {its.uniques:,.0f} rows of {its.dim} floats"))
+    if entry.uniques is not None:
+        rows.append(("per batch", f"{entry.ids:,.0f} ids, {entry.uniques:,.0f} rows of {entry.dim} floats"))
         costs = _costs(given["costs_file"])
         for pieces in sorted({1, 2, 4, found.owners}):
-            cost_us = 1e6 * piece_cost(its, found.owners, costs, rows=1 / pieces)
+            cost_us = 1e6 * piece_cost(entry, found.owners, costs, rows=1 / pieces)
             rows.append((f"{pieces} row shards", f"{cost_us:.2f} µs per step for each owner"))
     show([*rows, ("times", found.said)], f"Table {table}")
 
@@ -239,7 +239,7 @@ def _read(file: Path) -> dict[str, Any]:
         imbalance = float(plan["bytes_imbalance"])
         return {
             "bytes_imbalance": imbalance,
-            "tables": {str(name): _cut(its) for name, its in pieces.items()},
+            "tables": {str(name): _cut(entry) for name, entry in pieces.items()},
         }
     except OSError as error:
         raise ConfigError(
@@ -251,9 +251,9 @@ def _read(file: Path) -> dict[str, Any]:
         ) from None
 
 
-def _cut(its: list[tuple[str, int, int]]) -> str:
-    owners = ", ".join(str(owner) for _, owner, _ in its[:8]) + (" …" if len(its) > 8 else "")
-    return f"complete on {owners}" if len(its) == 1 else f"{len(its)} {its[0][0]} shards on {owners}"
+def _cut(entry: list[tuple[str, int, int]]) -> str:
+    owners = ", ".join(str(owner) for _, owner, _ in entry[:8]) + (" …" if len(entry) > 8 else "")
+    return f"complete on {owners}" if len(entry) == 1 else f"{len(entry)} {entry[0][0]} shards on {owners}"
 
 
 def _plan(
@@ -345,9 +345,9 @@ def _numbers(option: str, texts: tuple[str, ...], names: list[str]) -> dict[str,
     return found
 
 
-def _of_profile(its: Any, batch: int) -> str:
-    rows = f"{its.uniques_of(batch):,.0f} rows of {its.valency * batch:,.0f} ids in {batch} examples"
-    return f"table {its.table} ({its.dim} wide): {rows}; {its.batches} batches, error {its.error:.1%}"
+def _of_profile(profile: Any, batch: int) -> str:
+    rows = f"{profile.uniques_of(batch):,.0f} rows of {profile.valency * batch:,.0f} ids in {batch} examples"
+    return f"table {profile.table} ({profile.dim} wide): {rows}; {profile.batches} batches, error {profile.error:.1%}"
 
 
 def _of_plan(tables: list[PlannedTable], why: list[str], found: PlacementPlan) -> Iterator[Row]:
@@ -394,17 +394,17 @@ def map_command(home: Path, store: str, num_shards: int | None, max_moved: float
     """
     from param_server.placement.bucket_moves import evened
 
-    with _committed(opened_store(home, store), home) as its:
+    with _committed(opened_store(home, store), home) as committed:
         from roostream.cli.checkpoint.move_buckets import bytes_by_bucket
 
-        bytes_B, now = bytes_by_bucket(its), its.manifest.owners
+        bytes_B, now = bytes_by_bucket(committed), committed.manifest.owners
         wanted = (
             evened(now, num_shards or now.num_owners, bytes_B, max_moved) if num_shards or max_moved else now
         )
     if as_json:
         click.echo(json.dumps(wanted.plain()))
     else:
-        show(list(_told(now, wanted, bytes_B)), f"Buckets of {its.manifest.name}")
+        show(list(_describe_moves(now, wanted, bytes_B)), f"Buckets of {committed.manifest.name}")
 
 
 @placement.command("apply")
@@ -424,14 +424,16 @@ def apply_command(map_file: Path, home: Path, store: str, dry_run: bool) -> None
 
     after, opened = _read_map(map_file), opened_store(home, store)
     move_buckets.check_move(move_buckets.newest_commit(opened).manifest, after)
-    with _committed(opened, home, 0 if dry_run else after.num_owners) as its:
-        rows = list(_told(its.manifest.owners, after, move_buckets.bytes_by_bucket(its)))
+    with _committed(opened, home, 0 if dry_run else after.num_owners) as committed:
+        rows = list(
+            _describe_moves(committed.manifest.owners, after, move_buckets.bytes_by_bucket(committed))
+        )
         if dry_run:
-            show(rows, f"Moves after {its.manifest.name}; nothing was changed")
+            show(rows, f"Moves after {committed.manifest.name}; nothing was changed")
             return
         from roostream.runtime.clock import SystemClock
 
-        made = move_buckets.move(opened, after, its.stores, SystemClock().now_ms())
+        made = move_buckets.move(opened, after, committed.stores, SystemClock().now_ms())
     _keep_shards(home, after.num_owners)
     show(rows, f"{made.name} has the map")
 
@@ -480,7 +482,7 @@ def _keep_shards(home: Path, num_shards: int) -> None:
         save_options(place, dataclasses.replace(options, num_shards=num_shards))
 
 
-def _told(now: BucketMap, wanted: BucketMap, bytes_B: np.ndarray) -> Iterator[tuple[str, Any]]:
+def _describe_moves(now: BucketMap, wanted: BucketMap, bytes_B: np.ndarray) -> Iterator[tuple[str, Any]]:
     import numpy as np
 
     from param_server.placement.plan import imbalance
@@ -488,12 +490,15 @@ def _told(now: BucketMap, wanted: BucketMap, bytes_B: np.ndarray) -> Iterator[tu
 
     for index in range(max(now.num_owners, wanted.num_owners)):
         has, gets = now.buckets_of(index), wanted.buckets_of(index)
-        mib = [f"{bytes_B[its].sum() / (1 << 20):.1f} MiB" for its in (has, gets)]
+        mib = [f"{bytes_B[committed].sum() / (1 << 20):.1f} MiB" for committed in (has, gets)]
         yield (
             f"shard {index}",
             f"{len(has)} buckets, {mib[0]}" + (f" → {len(gets)}, {mib[1]}" if has != gets else ""),
         )
-    each = [imbalance(np.bincount(its.owner_B, bytes_B, its.num_owners)) for its in (now, wanted)]
+    each = [
+        imbalance(np.bincount(committed.owner_B, bytes_B, committed.num_owners))
+        for committed in (now, wanted)
+    ]
     yield (
         "imbalance",
         f"{each[0]:.3f}" + (f" → {each[1]:.3f}" if now != wanted else "") + " of bytes, 1 = even",

@@ -40,12 +40,18 @@ class SomeRows(NamedTuple):
     def gather(self, schema: Schema, lookup: Lookup) -> dict[str, np.ndarray]:
         """Stack → float32 [U, D], as a shard would return them."""
         out = {}
-        for stack, its in lookup.stacks.items():
+        for stack, stack_lookup in lookup.stacks.items():
             tables = {t.id: t for t in schema.stacks[stack]}
-            scale_U = np.array([tables[t].init_scale for t in its.table_U.tolist()], dtype=np.float32)
-            rows_UD = initial_rows(self.seed, its.table_U, its.id_U, schema.stacks[stack][0].dim, scale_U)
+            scale_U = np.array(
+                [tables[t].init_scale for t in stack_lookup.table_U.tolist()], dtype=np.float32
+            )
+            rows_UD = initial_rows(
+                self.seed, stack_lookup.table_U, stack_lookup.id_U, schema.stacks[stack][0].dim, scale_U
+            )
             known = self.rows.get(stack, {})
-            for u, key in enumerate(zip(its.table_U.tolist(), its.id_U.tolist(), strict=True)):
+            for u, key in enumerate(
+                zip(stack_lookup.table_U.tolist(), stack_lookup.id_U.tolist(), strict=True)
+            ):
                 if key in known:
                     rows_UD[u] = known[key]
             out[stack] = rows_UD

@@ -85,9 +85,9 @@ def compare_scores(commits: CommitStates, lists: Sequence[LoggedList]) -> list[S
     wanted: dict[str, set[tuple[int, int]]] = {}
     for one in opened:
         if isinstance(one, ScorableList):
-            for stack, its in one.lookup.stacks.items():
+            for stack, stack_lookup in one.lookup.stacks.items():
                 wanted.setdefault(stack, set()).update(
-                    zip(its.table_U.tolist(), its.id_U.tolist(), strict=True)
+                    zip(stack_lookup.table_U.tolist(), stack_lookup.id_U.tolist(), strict=True)
                 )
     commits.want(wanted)
     out = [_judged(commits, one) if isinstance(one, ScorableList) else one for one in opened]
@@ -190,13 +190,13 @@ def summary(found: Sequence[ScoreComparison]) -> dict[str, Any]:
     verdicts = Counter(one.verdict for one in found)
     versions: dict[str, dict[str, Any]] = {}
     for one in found:
-        its = versions.setdefault(
+        counts = versions.setdefault(
             one.logged.version, {"lists": 0, "largest": 0.0, **dict.fromkeys(JUDGED, 0)}
         )
-        its["lists"] += 1
-        its["largest"] = max(its["largest"], one.largest)
+        counts["lists"] += 1
+        counts["largest"] = max(counts["largest"], one.largest)
         if one.verdict in JUDGED:
-            its[one.verdict] += 1
+            counts[one.verdict] += 1
     differing = sorted(
         (one for one in found if one.verdict in ("skew", "rows")),
         key=lambda one: (one.verdict != "skew", -one.largest),

@@ -334,9 +334,7 @@ def test_a_model_comes_only_into_what_is_empty_and_only_whole(home: OneShardHome
     (other / "store" / "manifests" / "00000002").unlink()
     with pytest.raises(SetupError, match="expected a home without rows, got shard-0"):
         ran("import", "--from", export, "--home", other)
-    with pytest.raises(
-        CheckpointError, match=r"`checkpoint export`"
-    ):
+    with pytest.raises(CheckpointError, match=r"`checkpoint export`"):
         ran("import", "--from", home.root, "--home", tmp_path / "third")
     about = json.loads((export / "export.json").read_text())
     (export / "export.json").write_text(json.dumps(about | {"format": 9}))
