@@ -373,7 +373,7 @@ def test_a_shard_that_runs_or_is_elsewhere_is_told(tmp_path: Path) -> None:
     file.write_text(json.dumps(ONE.plain()))
     with pytest.raises(ConfigError, match="`placement map --json`"):
         ran("apply", home / "options.json", "--home", home)
-    with pytest.raises(ConfigError, match="expected a map of buckets, got No such file"):
+    with pytest.raises(ConfigError, match="got No such file"):
         ran("apply", tmp_path / "none.json", "--home", home)
     plan, other = tmp_path / "plan.json", tmp_path / "other.json"
     plan.write_text(json.dumps({"owners": 8, "pieces": [], "bytes_imbalance": 1.0}))

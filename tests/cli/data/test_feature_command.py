@@ -62,7 +62,7 @@ def test_a_page_has_its_plots_within(place: Path, tmp_path: Path) -> None:
     page = (tmp_path / "page" / "index.html").read_text()
     for heading in (
         "Bytes a candidate, by column",
-        "Coverage over days",
+        "Coverage by day",
         "List lengths over days",
         "What comes again",
     ):
@@ -75,4 +75,4 @@ def test_a_page_has_its_plots_within(place: Path, tmp_path: Path) -> None:
 def test_a_folder_that_cant_be_made_is_told(place: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     failed = run("report", "table", place, "--out", tmp_path / "file" / "page")
-    assert failed.exit_code != 0 and "expected a folder that can be made" in str(failed.exception)
+    assert failed.exit_code != 0 and "cannot be created" in str(failed.exception)

@@ -96,4 +96,4 @@ def test_engagements_behind_the_window_are_told(log: Path) -> None:
     }
     with (log / "log.jsonl").open("a") as file:
         file.write(json.dumps(late) + "\n")
-    assert "1 engagements came behind the window" in run(log, "--window", "60s").stderr
+    assert "1 engagements after the join window" in run(log, "--window", "60s").stderr
