@@ -63,8 +63,8 @@ def test_a_page_has_its_plots_within(place: Path, tmp_path: Path) -> None:
     for heading in (
         "Bytes a candidate, by column",
         "Coverage by day",
-        "List lengths over days",
-        "What comes again",
+        "List lengths by day",
+        "Duplicates",
     ):
         assert heading in page
     assert page.count("<svg") == 5 and "src=" not in page

@@ -95,9 +95,7 @@ def test_who_read_what_in_a_run_is_told(tmp_path: Path) -> None:
 
 
 def test_a_run_without_readers_and_a_question_about_nothing_are_told(tmp_path: Path) -> None:
-    with pytest.raises(
-        CheckpointError, match="programs, found no leases"
-    ):
+    with pytest.raises(CheckpointError, match="programs, found no leases"):
         told("inspect", "session", "--leases", str(tmp_path))
     with pytest.raises(ConfigError, match="expected a warehouse, or --leases with a checkpoint store"):
         told("inspect", "session")
