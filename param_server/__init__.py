@@ -1,4 +1,4 @@
-"""Embedding rows: where they live (`server`, `table`, `segments`), how they change (`rules`), how they get out (`publish`).
+"""The parameter server: embedding rows, their update rules, commits, publication, the client, and replicas.
 
-The trainer imports `param_server.client` only, serving `param_server.replica` (a room). No torch here.
+Training imports `param_server.client`, serving `param_server.replica`. No torch.
 """

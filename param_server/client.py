@@ -1,9 +1,9 @@
-"""How trainer and serving reach the rows: one pull and one push a batch and shard, all stacks in it.
+"""The parameter server's client: one pull and one push for each batch and shard, with all stacks in it.
 
-The keys of a batch are unique already (`roostream.wire.lookup`); here they are split by shard, once from pull to push, sent to all
-shards at once, and the answers put back in their places. Readers outside training have a `Replica` instead.
+The keys of a batch are unique (`roostream.wire.lookup`). They are split by shard once, sent to all shards in
+parallel, and the answers are put back into their positions. Readers outside training use a `Replica`.
 
-Letters: U unique keys of a stack, D width, S shards.
+Letters: U unique keys of a stack, M keys of one shard, D width, S shards.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TIMEOUT_S = 30.0  # of one call
 
 
 class ShardKeys(NamedTuple):
-    """An owner's keys of one stack: positions in U, and the keys there."""
+    """The keys of one stack that one shard owns: positions in U, and the keys."""
 
     stack: str
     at_M: np.ndarray | slice
@@ -39,7 +39,8 @@ class ShardKeys(NamedTuple):
 
 
 class Client:
-    """One worker's. `pull` may run beside `push`; pushes are one after the other. Close it to end its threads."""
+    """The client of one worker. `pull` may run in parallel to `push`; pushes are sequential. Call `close` to
+    end its threads."""
 
     def __init__(
         self,
@@ -66,11 +67,13 @@ class Client:
         )
 
     def set_incarnation(self, incarnation: int, workers: int = 1, owners: BucketMap | None = None) -> None:
-        """The shards were restored: pushes begin anew, each step's by so many workers, and buckets lie as `owners` says (None =
-        bucket mod shards). No push may be under way.
+        """The shards were restored: pushes start anew, from so many workers a step, and buckets are owned as
+        `owners` says.
+
+        `owners` None = bucket mod shards. No push may be in progress.
 
         Raises:
-            ConfigError: the map is of other buckets or shards than this client's; nothing was changed.
+            ConfigError: the map has another number of buckets or shards; nothing was changed.
         """
         owners = owners or BucketMap.modulo(self.num_buckets, len(self.transports))
         owners.check(self.num_buckets, len(self.transports))
@@ -84,8 +87,8 @@ class Client:
         """Stack → float32 [U, D], aligned with the lookup; keys without a row read as their initial value.
 
         Raises:
-            FencedError: the shards are in another incarnation than `set_incarnation` was told.
-            UnavailableError, TransportError: a shard awaits RESTORE, or couldn't be reached for `resend_for_s`.
+            FencedError: the shards are in another incarnation than this client.
+            UnavailableError, TransportError: a shard waits to be restored, or could not be reached for `resend_for_s`.
         """
         out = {n: np.empty((len(s.id_U), self._width[n]), np.float32) for n, s in lookup.stacks.items()}
 
@@ -113,22 +116,21 @@ class Client:
         oldest_close_ms: int = 0,
         clip_row_norm: float = 0.0,
     ) -> None:
-        """Apply gradients (stack → float32 [U, D], aligned with the lookup) on every shard; each has when it returns. Stacks
-        of the lookup without a gradient are left as they are.
+        """Apply gradients (stack → float32 [U, D], aligned with the lookup) on every shard; all have applied
+        them on return.
 
-        With several workers each pushes at the same steps, also an empty lookup: a shard adds what it got for `step` from all of
-        them, brings each row's sum to a norm of `clip_row_norm` at most (0 = any), and answers when that is applied.
-
-        A lost answer is asked for again under the same sequence number, which a shard applies once. That they are finite the
-        caller has tested, before it took a step with what else it learned; a shard tests its own part again.
+        Stacks of the lookup without a gradient are left as they are. Several workers push at the same steps,
+        also with an empty lookup: a shard adds the pushes of all workers for `step`, clips each row's sum to
+        a norm of `clip_row_norm` (0 = no limit), and answers when the sum is applied. A call without an
+        answer is repeated with the same sequence number, which a shard applies once.
 
         Raises:
-            WireError: a gradient has another shape; nothing was sent, training can go on.
-            WireError `non_finite`: a shard refused it. FencedError: the shards are in another incarnation.
-            UnavailableError, TransportError: as in `pull`; or another worker's push of this step didn't come.
+            WireError: a gradient has another shape; nothing was sent, and training can continue.
+            WireError `non_finite`: a shard rejected it.
+            FencedError: the shards are in another incarnation.
+            UnavailableError, TransportError: as `pull`.
 
-        **If it fails** with one of the latter three: other shards may have applied it; every further push is refused until
-        `set_incarnation`, since the shards must be restored first.
+        **If it fails** after something was sent, every further push is rejected until `set_incarnation`.
         """
         parts = {
             stack: checked_gradient(stack, gradient_UD, (len(lookup.stacks[stack].id_U), self._width[stack]))
@@ -146,11 +148,13 @@ class Client:
             header |= {"workers": self.workers, "clip_row_norm": clip_row_norm}
         with self._push_lock:
             if self._lost:
-                raise UnavailableError(f"a push before this one was lost ({self._lost}); waiting for RESTORE")
+                raise UnavailableError(
+                    f"a push before this one was lost ({self._lost}); waiting to be restored"
+                )
             try:
                 self._each_shard(
                     shares,
-                    lambda shard, its: self._push_to(shard, its, header, parts),
+                    lambda shard, keys: self._push_to(shard, keys, header, parts),
                     every=self.workers > 1,
                 )
             except RoostreamError as error:
@@ -158,7 +162,7 @@ class Client:
                 raise
 
     def close(self) -> None:
-        """End the threads; the transports are the caller's."""
+        """End the threads; the transports belong to the caller."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
@@ -167,16 +171,16 @@ class Client:
     ) -> None:
         arrays = [a for s in shares for a in (s.table_M, s.id_M, part_of(gradients[s.stack], s))]
         sequence = self._sequence_S[shard] + 1
-        own = {
+        fields = {
             "incarnation": self.incarnation,
             "sequence": sequence,
             "stacks": [share.stack for share in shares],
         }
-        self._call(shard, "push", {**header, **own}, arrays)
+        self._call(shard, "push", {**header, **fields}, arrays)
         self._sequence_S[shard] = sequence
 
     def _call(self, shard: int, method: str, header: Header, arrays: Arrays) -> Answer:
-        """Both methods can be repeated: a pull changes nothing, a push carries its sequence number."""
+        """Both methods can be repeated: a pull changes nothing, a push has a sequence number."""
         backoff = Backoff(
             what=f"shard {shard}", timeout_s=self.resend_for_s, first_s=0.05, max_s=0.5, clock=self.clock
         )
@@ -186,7 +190,7 @@ class Client:
         )
 
     def _shares(self, lookup: Lookup) -> list[list[ShardKeys]]:
-        """Each shard's keys, kept as long as the lookup."""
+        """Each shard's keys, cached as long as the lookup exists."""
         with self._split_lock:
             shares = self._splits.get(lookup)
             if shares is None:
@@ -200,7 +204,8 @@ class Client:
         *,
         every: bool = False,
     ) -> None:
-        """All shards at once, with `every` also those that have no share; waits for all of them, then raises the first error."""
+        """Call all shards in parallel (with `every` also those without keys); wait for all, then raise the
+        first error."""
         busy = [(shard, share) for shard, share in enumerate(shares) if share or every]
         if self._pool is None or len(busy) < 2:
             for shard, share in busy:
@@ -210,7 +215,7 @@ class Client:
 
 
 def split_by_owner(lookup: Lookup, owners: BucketMap) -> list[list[ShardKeys]]:
-    """Each owner's keys; stacks and owners without any are left out."""
+    """Each owner's keys; stacks without keys are left out."""
     num_owners = owners.num_owners
     shares: list[list[ShardKeys]] = [[] for _ in range(num_owners)]
     for stack, found in lookup.stacks.items():
@@ -221,15 +226,15 @@ def split_by_owner(lookup: Lookup, owners: BucketMap) -> list[list[ShardKeys]]:
             continue
         order_U, starts_S1 = np.empty(len(found.id_U), np.int64), np.empty(num_owners + 1, np.int64)
         kernels.split_by_shard(found.table_U, found.id_U, owners.owner_B, num_owners, order_U, starts_S1)
-        for owner, its in enumerate(shares):
+        for owner, owned in enumerate(shares):
             at_M = order_U[starts_S1[owner] : starts_S1[owner + 1]]
             if len(at_M):
-                its.append(ShardKeys(stack, at_M, found.table_U[at_M], found.id_U[at_M]))
+                owned.append(ShardKeys(stack, at_M, found.table_U[at_M], found.id_U[at_M]))
     return shares
 
 
 def part_of(gradient_UD: np.ndarray, share: ShardKeys) -> np.ndarray:
-    """The rows of a share's keys."""
+    """The gradient rows of an owner's keys."""
     return gradient_UD if isinstance(share.at_M, slice) else kernels.take_rows(gradient_UD, share.at_M)
 
 

@@ -1,4 +1,4 @@
-"""Deltas and barriers as records of `rows`.
+"""Encoding of deltas and barriers as records of the topic `rows`.
 
 Letters: M keys of a delta, the first L of them live; D width.
 """
@@ -17,8 +17,7 @@ from roostream.wire.proto_fields import encode_fields
 
 
 def encode_delta(delta: Delta, schema: int, incarnation: int) -> bytes:
-    """The record of a delta, the same bytes as of a message; ids and rows go there from their arrays, between what comes
-    before them and what comes behind."""
+    """Encode a delta to the bytes that protobuf would write; ids and rows are copied from their arrays."""
     before = pb.RowDelta(
         schema=schema,
         bucket=delta.bucket,
@@ -44,7 +43,7 @@ def encode_delta(delta: Delta, schema: int, incarnation: int) -> bytes:
 
 
 def encode_barrier(stack: str, bucket: int, incarnation: int, rebootstrap: bool) -> bytes:
-    """The record of a barrier."""
+    """Encode a barrier."""
     message = pb.Barrier(incarnation=incarnation, bucket=bucket, rebootstrap=rebootstrap, stack=stack)
     return wire.encode(wire.BARRIER, message)
 
@@ -56,16 +55,16 @@ def keys_of(delta: pb.RowDelta) -> Keys:
 
 
 def columns_of(delta: pb.RowDelta, width: int, max_norm: float) -> tuple[Keys, np.ndarray]:
-    """(keys [M], rows float32 [L, D]) of a delta: live ones first.
+    """(keys [M], rows float32 [L, D]) of a delta, live keys first.
 
     Raises:
         SchemaError: rows of another width.
-        WireError: `bad_shape` columns that disagree, `bad_number` rows that are not finite or longer than `max_norm`.
+        WireError: `bad_shape`: columns disagree; `bad_number`: rows are not finite or longer than `max_norm`.
     """
     num_live = len(delta.ids) - delta.num_tombstones
     if delta.dim != width:
         raise SchemaError(
-            f"rows of stack {delta.stack!r}: expected width {width}, got {delta.dim}; use one schema"
+            f"rows of stack {delta.stack!r}: expected width {width}, got {delta.dim}; give serving and the shards one schema"
         )
     if num_live < 0 or len(delta.rows) != num_live * delta.dim:
         raise WireError(
@@ -76,6 +75,6 @@ def columns_of(delta: pb.RowDelta, width: int, max_norm: float) -> tuple[Keys, n
     if not publishable(rows_LD, max_norm).all():
         raise WireError(
             "bad_number",
-            f"rows of {delta.stack!r}: expected rows of a norm of at most {max_norm:g}, got others",
+            f"rows of {delta.stack!r}: expected finite rows of a norm of at most {max_norm:g}, got others",
         )
     return keys_of(delta), rows_LD

@@ -1,6 +1,7 @@
 """Embedding rows in memory: a hash index from (table, id) to a row number, and the array of rows beside it.
 
-Letters: U keys asked for, N rows of the array, M chosen rows, C slots of the index, D width, K tables of the stack.
+Letters: U keys asked for, N rows of the array, M chosen rows, C slots of the index, D width, K tables of the
+stack.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class KeyIndex:
         return int(self._counts[2])
 
     def reserve(self, num_more: int) -> bool:
-        """Make room for `num_more` keys; return whether `capacity` grew. It doubles, so that the cost is amortized.
+        """Make room for `num_more` keys; return whether `capacity` grew. It doubles, so that the cost is
+        amortized.
 
         **If it fails** (MemoryError): the index is unchanged.
         """
@@ -138,11 +140,13 @@ class KeyIndex:
         return int(kernels.count_flagged(self.flags_N, self.used, flags))
 
     def replace_flags(self, flags: int, by: int = 0, also: int = 0) -> None:
-        """Clear `flags` in all rows. Rows that had any of them also lose the flags `also` and get the flags `by`."""
+        """Clear `flags` in all rows. Rows that had any of them also lose the flags `also` and get the flags
+        `by`."""
         kernels.replace_flags(self.flags_N, self.used, flags, by, also)
 
     def in_buckets(self, buckets: Iterable[int], flags: int = 0) -> np.ndarray:
-        """int64 [M]: live rows of these buckets, and live rows with any of `flags`. One pass over all rows."""
+        """int64 [M]: live rows of these buckets, and live rows with any of `flags`. One pass over all
+        rows."""
         chosen_B = np.zeros(self.num_buckets, np.bool_)
         chosen_B[list(buckets)] = True
         return kernels.in_buckets(self.flags_N, self.bucket_N, self.used, chosen_B, flags)
@@ -151,8 +155,8 @@ class KeyIndex:
 class EmbeddingTable:
     """Embedding rows of one stack by key, as shards train them and replicas read them. Not thread-safe.
 
-    Growing replaces `index` arrays and `rows_ND`, so read the attributes anew for each use. Optimizer state is kept by the
-    shard (`param_server.table`).
+    Growing replaces `index` arrays and `rows_ND`, so read the attributes anew for each use. Optimizer state
+    is kept by the shard (`param_server.table`).
     """
 
     def __init__(self, tables: Sequence[Table], *, seed: int, num_buckets: int) -> None:
@@ -174,7 +178,8 @@ class EmbeddingTable:
             self.rows_ND = grown(self.rows_ND, self.index.capacity)
 
     def put(self, keys: Keys, rows_UD: np.ndarray) -> np.ndarray:
-        """Store float32 [U, D] under the keys; return their row numbers, int64 [U]. Room must have been reserved."""
+        """Store float32 [U, D] under the keys; return their row numbers, int64 [U]. Room must have been
+        reserved."""
         row_U, _ = self.index.add(keys)
         kernels.put_rows(self.rows_ND, row_U, rows_UD)
         return row_U

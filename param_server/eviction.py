@@ -1,12 +1,14 @@
-"""Which keys get a row, and which rows go: one policy a stack, pure, held by its table under the shard's lock.
+"""Admission and eviction: which keys get a row, and which rows expire. One policy a stack, pure, guarded by
+the shard's lock.
 
-A policy is asked at two moments: at a push about keys that have no row yet, and at a freeze about all rows. To plug in another
-(admit after n pushes, by probability, keep the most used): write a class of this protocol and give it to `Shard`; its settings
-are the schema's `Table`'s. Nothing else changes: the shard stores `state()` in the segment of each commit and gives it back to
-`load` at each restore, so that a policy decides after a rollback as it did the first time (G11). For that, answers may depend
-on the calls since the beginning or the last `load` alone: no clock, no chance but from the keys.
+A policy is asked at two moments: at a push about keys without a row, and at a freeze about all rows. To plug
+in another one (admit after n pushes, by probability, keep the most used), implement `EvictionPolicy` and pass
+it to `Shard`; its settings belong to the schema's `Table`. The shard stores `state()` in the segment of each
+commit and passes it to `load` at each restore, so a policy decides after a rollback as it did the first time
+(G11). So answers may depend on the calls since the beginning or the last `load` alone: no clock, and no
+randomness except from the keys.
 
-Letters: U keys, N places, M chosen rows, K tables of the stack.
+Letters: U keys, N rows, M chosen rows, K tables of the stack.
 """
 
 from __future__ import annotations
@@ -24,39 +26,42 @@ from roostream.schema.schema import Table
 log = logging.getLogger("roostream.shard")
 
 NEVER = np.iinfo(np.int64).min
-"""Event time before all others: of a row that was never pushed, and of what expires never."""
+"""The smallest event time: of rows that were never pushed, and the limit of tables that never expire."""
 
 
 class EvictionPolicy(Protocol):
-    """See the module. Made anew, a policy is as at the beginning."""
+    """See the module. A new object is in the initial state."""
 
     num_spared: int
-    """So far: rows that were due to go at a freeze and were kept, since they were too many. Told, not kept in `state`."""
+    """Rows so far that were due to expire and were kept because they were too many. Not part of `state`."""
 
     def admit(self, keys: Keys) -> np.ndarray:
-        """bool [U]: which of these keys get a row. **When**: at each push, about its keys without one, in the order pushed.
-        A key that gets none keeps its initial value, and this gradient of it is dropped."""
+        """bool [U]: which of these keys get a row. **Called** at each push for its keys without one, in
+        order. A rejected key keeps its initial value, and its gradient is dropped."""
 
     def evict(self, watermark_ms: int, index: KeyIndex, stamp_ms_N: np.ndarray) -> np.ndarray:
-        """int64 [M]: places of the rows that go. **When**: at a freeze, before it copies; never in between. `index` has the
-        keys and is not to be changed; `stamp_ms_N` (int64) is the event time of each row's last push."""
+        """int64 [M]: rows to remove. **Called** at a freeze before it copies, never in between.
+        `index` must not be changed; `stamp_ms_N` (int64) is the event time of each row's last push."""
 
     def state(self) -> bytes:
-        """All that later answers depend on. **When**: at a freeze, after `evict`. Empty = as at the beginning."""
+        """Everything that later answers depend on. **Called** at a freeze, after `evict`. Empty = initial
+        state."""
 
     def load(self, state: bytes) -> None:
-        """Be as when `state()` gave this; empty = the beginning. Raises CheckpointError: it can't be read."""
+        """Return to the state that `state()` gave; empty = initial. Raises CheckpointError: it cannot be
+        read."""
 
 
 EvictionPolicyFactory: TypeAlias = Callable[[Sequence[Table]], EvictionPolicy]
-"""A stack's tables → its policy, at the beginning."""
+"""A stack's tables → its policy in the initial state."""
 
 
 class ExpiryPolicy:
-    """Every key gets a row at its first push; a row goes when its table's `expire_after_ms` have passed since its last one.
+    """Every key gets a row at its first push. A row expires `expire_after_ms` of its table after its last
+    push.
 
-    Where more than `max_share` of a stack's rows would go at once, a wrong time is likelier than so much age: all stay, it is
-    said, and the next freeze asks again.
+    If more than `max_share` of a stack's rows would expire at once, a wrong time is more likely than so much
+    age. Then all rows stay, an error is logged, and the next freeze asks again.
     """
 
     def __init__(self, tables: Sequence[Table], max_share: float = 1.0) -> None:
@@ -79,8 +84,8 @@ class ExpiryPolicy:
             return row_M
         self.num_spared += len(row_M)
         log.error(
-            "tables %s: %d of %d rows would expire at once at watermark %d ms, more than max_expired_share = %g: they are kept; "
-            "where that much time has passed, raise it",
+            "tables %s: %d of %d rows would expire at once at watermark %d ms, more than max_expired_share = %g; they are kept. "
+            "Raise max_expired_share if that much time has really passed",
             self.names,
             len(row_M),
             index.num_live,
@@ -93,4 +98,4 @@ class ExpiryPolicy:
         return b""
 
     def load(self, state: bytes) -> None:
-        """There is none."""
+        """Stateless."""

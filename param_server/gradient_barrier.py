@@ -1,12 +1,14 @@
-"""The pushes of one step by several workers: held until all are there, then one update.
+"""Barrier for the pushes of one step by several workers: pushes wait until all are there, then they form one
+update.
 
-    first push ──► open ──► every worker's is there: applied ──► all are answered
-                    └─────► ended: a fence, a restore, a freeze that can't be, the time limit ──► all are told why
+    first push ──► open ──► the push of every worker has come: applied ──► all are answered
+                    └─────► aborted: fence, restore, freeze, time limit ──► all get the reason
 
-Since a worker's pushes are one after the other and every worker pushes at every step, one step is open at a time. Gradients of
-equal keys are added in the order of workers, in float64, whatever the order of arrival: the sum is the same to the bit.
+A worker's pushes are sequential and every worker pushes at every step, so one step is open at a time.
+Gradients of equal keys are added in the order of workers, in float64, whatever the order of arrival; so the
+sum is the same to the bit.
 
-Letters: U unique keys of all pushes, M keys of one of them, D width.
+Letters: U unique keys of all pushes, M keys of one push, D width.
 """
 
 from __future__ import annotations
@@ -25,35 +27,35 @@ from param_server.table import GradientPush, StackTable
 from roostream.errors import FencedError, UnavailableError, WireError
 from roostream.runtime.deployment import MAX_WORKERS
 
-PUSH_WAIT_S = 20.0  # below a client's own limit: it is told why, instead of hearing nothing
+PUSH_WAIT_S = 20.0  # less than the client's time limit, so that the client gets a reason
 
-_MAX_WAITERS = 2  # of one worker: its push, and one sent again; the connections of those before them are gone
+_MAX_WAITERS = 2  # of one worker: its push and one repetition; earlier connections are gone
 
-Part: TypeAlias = tuple[StackTable, Keys, np.ndarray]
+StackGradient: TypeAlias = tuple[StackTable, Keys, np.ndarray]
 
 
 class PendingStep:
-    """One step's. Holds at most `workers` pushes. Not thread-safe."""
+    """The pushes of one step, at most one a worker. Not thread-safe."""
 
     def __init__(self, first: GradientPush) -> None:
         self.step, self.workers, self.clip_row_norm = first.step, first.workers, first.clip_row_norm
         self.applied = False
-        self.ended = ""  # why it was given up
+        self.aborted = ""  # the reason
         self._pushes: dict[int, GradientPush] = {}
         self._sent: Counter[int] = Counter()
 
     def join(self, update: GradientPush) -> int:
-        """Take a push, or one that is sent again; a ticket for `waits`.
+        """Add a push, also one that is sent again; return a ticket for `waits`.
 
         Raises:
-            FencedError: it is of another step, or of another number of workers: somebody missed a step.
+            FencedError: it belongs to another step or number of workers: a worker missed a step.
         """
         mine = (self.step, self.workers, self.clip_row_norm)
         got = (update.step, update.workers, update.clip_row_norm)
         if got != mine:
             raise FencedError(
-                f"expected a push of (step, workers, clip_row_norm) {mine}, as the others', got {got} from worker "
-                f"{update.worker}: the workers are not in step and must be restored"
+                f"expected a push of (step, workers, clip_row_norm) {mine} as from the others, got {got} from worker "
+                f"{update.worker}: the workers are not at the same step and must be restored"
             )
         self._pushes.setdefault(update.worker, update)
         self._sent[update.worker] += 1
@@ -65,24 +67,24 @@ class PendingStep:
 
     @property
     def missing(self) -> list[int]:
-        """Workers whose push isn't there."""
+        """Workers whose push has not come."""
         return [worker for worker in range(self.workers) if worker not in self._pushes]
 
     def in_order(self) -> list[GradientPush]:
-        """The pushes, worker by worker."""
+        """The pushes in the order of workers."""
         return [self._pushes[worker] for worker in sorted(self._pushes)]
 
     def waits(self, worker: int, ticket: int) -> bool:
-        """Whether the push with this ticket has nothing to be told yet."""
-        return not self.applied and not self.ended and self.is_wanted(worker, ticket)
+        """Whether the push with this ticket must still wait."""
+        return not self.applied and not self.aborted and self.is_wanted(worker, ticket)
 
     def is_wanted(self, worker: int, ticket: int) -> bool:
-        """False: it was sent again so often that nobody can be waiting for this answer."""
+        """False: the push was sent again so often that no caller can be waiting for this answer."""
         return ticket > self._sent[worker] - _MAX_WAITERS
 
 
 class GradientBarrier:
-    """The open step of a shard, under the shard's lock."""
+    """The open step of a shard, guarded by the shard's lock."""
 
     def __init__(self, lock: threading.Lock, wait_s: float = PUSH_WAIT_S) -> None:
         self.wait_s = wait_s
@@ -94,49 +96,51 @@ class GradientBarrier:
         return self._open.num_waiting if self._open else 0
 
     def push(self, update: GradientPush, apply: Callable[[Sequence[GradientPush]], None]) -> None:
-        """Inside the lock, which is given back while the others are waited for. Returns when all of the step was applied, by
-        `apply` in the thread whose push came last.
+        """Add a push and wait for the others; called with the lock held, which is released while waiting.
+
+        Returns when `apply` has applied the whole step, in the thread whose push came last.
 
         Raises:
-            FencedError: the workers are not in step.
-            UnavailableError: the step was given up; nothing of it was applied.
+            FencedError: the workers are not at the same step.
+            UnavailableError: the step was aborted; nothing of it was applied.
 
         **If `apply` fails**: its error here, and UnavailableError for all that wait.
         """
-        its = self._open = self._open or PendingStep(update)
-        ticket = its.join(update)
-        if not its.missing:
-            return self._apply(its, apply)
-        if not self._changed.wait_for(lambda: not its.waits(update.worker, ticket), self.wait_s):
-            self._end(
-                its, f"no push of step {its.step} came from {_named(its.missing)} for {self.wait_s:g} s"
+        step = self._open = self._open or PendingStep(update)
+        ticket = step.join(update)
+        if not step.missing:
+            return self._apply(step, apply)
+        if not self._changed.wait_for(lambda: not step.waits(update.worker, ticket), self.wait_s):
+            self._abort(
+                step, f"no push of step {step.step} came from {_named(step.missing)} for {self.wait_s:g} s"
             )
-        if its.applied:
+        if step.applied:
             return
         raise UnavailableError(
-            its.ended or f"the push of step {its.step} by worker {update.worker} was sent again"
+            step.aborted
+            or f"the push of step {step.step} by worker {update.worker} was sent again; the newer call is answered"
         )
 
-    def end(self, reason: str) -> None:
-        """Inside the lock: whoever waits is told why."""
+    def abort(self, reason: str) -> None:
+        """Abort the open step with this reason; called with the lock held."""
         if self._open:
-            self._end(self._open, f"step {self._open.step} was given up: {reason}")
+            self._abort(self._open, f"step {self._open.step} was aborted: {reason}")
 
-    def _apply(self, its: PendingStep, apply: Callable[[Sequence[GradientPush]], None]) -> None:
+    def _apply(self, step: PendingStep, apply: Callable[[Sequence[GradientPush]], None]) -> None:
         try:
-            apply(its.in_order())
+            apply(step.in_order())
         except BaseException as error:
-            self._end(its, f"step {its.step} could not be applied ({error!r:.200})")
+            self._abort(step, f"step {step.step} could not be applied ({error!r:.200})")
             raise
-        its.applied = True
-        self._close(its)
+        step.applied = True
+        self._close(step)
 
-    def _end(self, its: PendingStep, reason: str) -> None:
-        its.ended = its.ended or reason
-        self._close(its)
+    def _abort(self, step: PendingStep, reason: str) -> None:
+        step.aborted = step.aborted or reason
+        self._close(step)
 
-    def _close(self, its: PendingStep) -> None:
-        if self._open is its:
+    def _close(self, step: PendingStep) -> None:
+        if self._open is step:
             self._open = None
         self._changed.notify_all()
 
@@ -150,11 +154,14 @@ def check_workers(worker: int, workers: int) -> None:
         )
 
 
-def added(updates: Sequence[GradientPush]) -> GradientPush:
-    """One update of several workers' pushes of a step: unique keys in the order in which they first come, gradients of equal
-    keys added, each row's sum brought to a norm of `clip_row_norm` at most (0 = as it is) and within `MAX_GRADIENT`. It is as
-    late as the latest, and its events as old as the oldest."""
-    stacks: dict[str, list[Part]] = {}
+def sum_pushes(updates: Sequence[GradientPush]) -> GradientPush:
+    """Sum several workers' pushes of a step into one update.
+
+    Keys come in the order of their first appearance. Gradients of equal keys are added; each row of the sum
+    is clipped to a norm of `clip_row_norm` (0 = not) and to `MAX_GRADIENT`. The update's time is the latest,
+    its events are as old as the oldest.
+    """
+    stacks: dict[str, list[StackGradient]] = {}
     for update in updates:
         for part in update.parts:
             stacks.setdefault(part[0].name, []).append(part)
@@ -167,9 +174,9 @@ def added(updates: Sequence[GradientPush]) -> GradientPush:
     )
 
 
-def _sum(parts: Sequence[Part], clip_row_norm: float) -> Part:
+def _sum(parts: Sequence[StackGradient], clip_row_norm: float) -> StackGradient:
     table = parts[0][0]
-    keys = join_keys(*(its for _, its, _ in parts))
+    keys = join_keys(*(keys for _, keys, _ in parts))
     index = KeyIndex(table.num_buckets)
     index.reserve(len(keys))
     row_M, _ = index.add(keys)

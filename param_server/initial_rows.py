@@ -1,4 +1,5 @@
-"""A row's first value: a function of (seed, table, id) and nothing else, so that training, serving and every restart agree.
+"""Initial values of rows: a function of (seed, table, id) and nothing else, so that training, serving and
+every restart agree.
 
 Letters: N rows, D width.
 """
@@ -18,10 +19,12 @@ _STEP = np.float32(2.0**-23)
 def initial_rows(
     seed: int, table_N: np.ndarray, id_N: np.ndarray, dim: int, scale: float | np.ndarray
 ) -> np.ndarray:
-    """float32 [N, dim], uniform in [-scale, scale), for keys (uint32 [N], int64 [N]); `scale` is one number or float32 [N].
+    """float32 [N, dim], uniform in [-scale, scale), for keys (uint32 [N], int64 [N]). `scale`: one number or
+    float32 [N].
 
-    Element j of a row is drawn from splitmix64(s + j), s = splitmix64(splitmix64(splitmix64(seed) ^ table) ^ id): its top 24
-    bits k make (k - 2^23) * 2^-23, which float32 holds exactly, so that one rounding, of the product with `scale`, is all.
+    Element j of a row is splitmix64(s + j) with s = splitmix64(splitmix64(splitmix64(seed) ^ table) ^ id).
+    Its top 24 bits k give (k - 2^23) * 2^-23, which float32 holds exactly, so the product with `scale` is the
+    only rounding.
     """
     scale_N = np.broadcast_to(np.asarray(scale, dtype=np.float32), id_N.shape)
     out_ND = np.empty((len(id_N), dim), dtype=np.float32)
@@ -46,7 +49,7 @@ def splitmix64(x: np.uint64) -> np.uint64:
 
 @njit(cache=True, nogil=True, inline="always")
 def fill_one(seed: np.uint64, table: np.uint32, id_: np.int64, scale: np.float32, out_D: np.ndarray) -> None:
-    """One row; `seed` as given to `initial_rows`."""
+    """Fill one row; `seed` as in `initial_rows`."""
     s = splitmix64(splitmix64(splitmix64(seed) ^ np.uint64(table)) ^ np.uint64(id_))
     for j in range(out_D.shape[0]):
         k = np.int64(splitmix64(s + np.uint64(j)) >> _S40) - np.int64(1 << 23)

@@ -1,8 +1,12 @@
-"""Compiled loops over rows: gathering, first values, stamps, tests, and splitting by shard. Nothing here allocates per row or
-holds the GIL.
+"""Compiled loops over rows and over the key index. None of them holds the GIL or allocates per row.
 
-Letters: U keys asked for, N row places of a stack, D width, A state width, K tables of the stack, M chosen rows, B buckets,
-S shards.
+Letters: C index slots, U keys asked for, N rows of a stack, D width, A state width, K tables of the stack, M
+chosen rows, B buckets, S shards.
+
+The index is open addressing with linear probing over (table, id). A slot is two uint64: the id's bits, and
+table << 32 | (row + 1), 0 = free. The hash is splitmix64(id ^ table). Its low bits choose the bucket
+(`roostream.schema.ids`); slots are chosen by the high bits, since all keys of a shard have similar low ones.
+At most half of the slots are taken.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ from param_server.initial_rows import fill_one, splitmix64
 
 @njit(cache=True, nogil=True, inline="always")
 def table_at(table: np.uint32, known_K: np.ndarray, guess: int) -> int:
-    """Position of a table id among a stack's, -1 if it is none of them; `guess` is where the key before it was."""
+    """Position of a table id among a stack's tables, -1 if absent; `guess`: the position of the key
+    before."""
     if guess >= 0 and known_K[guess] == table:
         return guess
     for k in range(known_K.shape[0]):
@@ -26,7 +31,7 @@ def table_at(table: np.uint32, known_K: np.ndarray, guess: int) -> int:
 
 @njit(cache=True, nogil=True)
 def unknown_table(table_U: np.ndarray, known_K: np.ndarray) -> int:
-    """Position of the first key whose table is not one of the stack's, or -1."""
+    """Position of the first key whose table does not belong to the stack, or -1."""
     k = 0
     for u in range(table_U.shape[0]):
         k = table_at(table_U[u], known_K, k)
@@ -37,7 +42,7 @@ def unknown_table(table_U: np.ndarray, known_K: np.ndarray) -> int:
 
 @njit(cache=True, nogil=True)
 def which_table(table_U: np.ndarray, known_K: np.ndarray) -> np.ndarray:
-    """int64 [U]: position of each key's table among the stack's, which must be one of them."""
+    """int64 [U]: position of each key's table among the stack's, which must contain it."""
     out_U = np.empty(table_U.shape[0], dtype=np.int64)
     k = 0
     for u in range(table_U.shape[0]):
@@ -57,14 +62,17 @@ def gather(
     scale_K: np.ndarray,
     out_UD: np.ndarray,
 ) -> None:
-    """Rows (float32 [N, D]) at places (int64 [U]) into `out_UD`; a place of -1 gives the initial value of its key (uint32
-    `table_U`, int64 `id_U`), 0 for a table that is none of the stack's (uint32 `known_K`, half ranges float32 `scale_K`)."""
+    """Copy rows (float32 [N, D]) with numbers `row_U` (int64) to `out_UD`; -1 gives the key's initial value.
+
+    A key is (`table_U` uint32, `id_U` int64). Tables that are not in the stack's `known_K` (uint32) give 0;
+    `scale_K` (float32) are the half ranges of initial values.
+    """
     k = 0
     for u in range(row_U.shape[0]):
-        place = row_U[u]
-        if place >= 0:
+        row = row_U[u]
+        if row >= 0:
             for j in range(out_UD.shape[1]):
-                out_UD[u, j] = rows_ND[place, j]
+                out_UD[u, j] = rows_ND[row, j]
         else:
             k = table_at(table_U[u], known_K, k)
             fill_one(seed, table_U[u], id_U[u], scale_K[k] if k >= 0 else np.float32(0), out_UD[u])
@@ -83,11 +91,11 @@ def fill_new(
     scale_K: np.ndarray,
     first_state_K: np.ndarray,
 ) -> None:
-    """First values, in rows_ND float32 [N, D] and state_NA float32 [N, A], of the rows that `find_or_insert` has just made:
-    those of the U keys where `new_U` (bool) is True, at places `row_U` (int64).
+    """Write initial values to rows_ND (float32 [N, D]) and state_NA (float32 [N, A]) for the keys that
+    `find_or_insert` has inserted: those where `new_U` (bool) is True, at rows `row_U` (int64).
 
-    A key is (`table_U` uint32, `id_U` int64); `which_U` (int64) is its table's position among the stack's K, whose half ranges
-    of initial values are `scale_K` (float32) and whose first states are `first_state_K` (float32). `seed` as in `initial_rows`.
+    `which_U` (int64): position of the key's table among the stack's K. `scale_K` (float32): half ranges of
+    initial values. `first_state_K` (float32): first states. `seed` as in `initial_rows`.
     """
     for u in range(row_U.shape[0]):
         if new_U[u]:
@@ -106,8 +114,11 @@ def stamp(
     bucket_N: np.ndarray,
     touched_B: np.ndarray,
 ) -> None:
-    """Mark rows at `row_U` (int64) as changed, with `flags` and event time `time_ms` (a stamp, int64, never goes back), and
-    their buckets in `touched_B` (bool)."""
+    """Mark rows `row_U` (int64) as changed, with `flags` and event time `time_ms`, and their buckets in
+    `touched_B` (bool).
+
+    A stamp (int64) never decreases.
+    """
     for u in range(row_U.shape[0]):
         n = row_U[u]
         flags_N[n] |= flags
@@ -125,7 +136,7 @@ def expired(
     known_K: np.ndarray,
     before_ms_K: np.ndarray,
 ) -> np.ndarray:
-    """int64 [M]: places of live rows last pushed before their table's time `before_ms_K`."""
+    """int64 [M]: live rows last pushed before their table's time `before_ms_K`."""
     out_M = np.empty(used, dtype=np.int64)
     m, k = 0, 0
     for n in range(used):
@@ -139,7 +150,7 @@ def expired(
 
 @njit(cache=True, nogil=True)
 def take_rows(rows_ND: np.ndarray, row_M: np.ndarray) -> np.ndarray:
-    """rows_ND[row_M]: a copy, without the GIL."""
+    """rows_ND[row_M], copied without the GIL."""
     out_MD = np.empty((row_M.shape[0], rows_ND.shape[1]), dtype=rows_ND.dtype)
     for m in range(row_M.shape[0]):
         for j in range(rows_ND.shape[1]):
@@ -157,7 +168,7 @@ def put_rows(rows_ND: np.ndarray, row_M: np.ndarray, in_MD: np.ndarray) -> None:
 
 @njit(cache=True, nogil=True)
 def publishable(rows_MD: np.ndarray, max_norm: float) -> np.ndarray:
-    """bool [M]: finite rows of a Euclidean norm of at most `max_norm`."""
+    """bool [M]: finite rows with a Euclidean norm of at most `max_norm`."""
     out_M = np.empty(rows_MD.shape[0], dtype=np.bool_)
     for m in range(rows_MD.shape[0]):
         total = np.float64(0)
@@ -169,8 +180,8 @@ def publishable(rows_MD: np.ndarray, max_norm: float) -> np.ndarray:
 
 @njit(cache=True, nogil=True)
 def limit(gradient_UD: np.ndarray, most: np.float32, out_UD: np.ndarray) -> int:
-    """Each row (float32, finite) into `out_UD`, scaled down so that no number of it is beyond `most`; how many rows had to be.
-    Rows within it are copied to the bit."""
+    """Copy each row (float32, finite) to `out_UD`, scaled down so that no number exceeds `most`; return how
+    many were scaled. Other rows are copied bit for bit."""
     limited = 0
     for u in range(gradient_UD.shape[0]):
         largest = np.float32(0)
@@ -195,8 +206,12 @@ def add_rows(sum_UD: np.ndarray, row_M: np.ndarray, gradient_MD: np.ndarray) -> 
 
 @njit(cache=True, nogil=True)
 def round_rows(sum_UD: np.ndarray, max_norm: float, most: np.float32, out_UD: np.ndarray) -> int:
-    """Each row of `sum_UD` (float64, finite) as float32 into `out_UD`, scaled down to a Euclidean norm of `max_norm` at most
-    (0 = any), then so that no number is beyond `most`; how many rows had to be for the latter."""
+    """Round each row of `sum_UD` (float64, finite) to float32 in `out_UD`; return how many rows exceeded
+    `most`.
+
+    A row is scaled to a Euclidean norm of at most `max_norm` (0 = no limit), then so that no number exceeds
+    `most`.
+    """
     limited = 0
     for u in range(sum_UD.shape[0]):
         squares, largest = 0.0, 0.0
@@ -253,8 +268,10 @@ def split_by_shard(
     order_U: np.ndarray,
     starts_S1: np.ndarray,
 ) -> None:
-    """Keys grouped by shard, stable: shard s owns order_U[starts_S1[s] : starts_S1[s + 1]], positions in U. `owner_B` int32: the
-    shard of each bucket."""
+    """Group keys by shard, stable: shard s owns order_U[starts_S1[s] : starts_S1[s + 1]], positions in U.
+
+    `owner_B` (int32): the shard of each bucket.
+    """
     shard_U = np.empty(id_U.shape[0], dtype=np.int32)
     starts_S1[:] = 0
     for u in range(id_U.shape[0]):
@@ -271,7 +288,7 @@ def split_by_shard(
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def first_foreign(table_U: np.ndarray, id_U: np.ndarray, owner_B: np.ndarray, owner: int) -> int:
-    """Position of the first key that isn't in a bucket of `owner`; -1 = all are."""
+    """Position of the first key that is in no bucket of `owner`; -1 if there is none."""
     for u in range(id_U.shape[0]):
         bucket = splitmix64(np.uint64(id_U[u]) ^ np.uint64(table_U[u])) % np.uint64(owner_B.shape[0])
         if owner_B[bucket] != owner:
@@ -280,8 +297,8 @@ def first_foreign(table_U: np.ndarray, id_U: np.ndarray, owner_B: np.ndarray, ow
 
 
 LIVE, DIRTY, UNPUBLISHED, IN_FLIGHT, DISOWNED = 1, 2, 4, 8, 16
-"""Flags of a place: holds a row; changed since the last freeze; changed since the last delta; in a delta not yet acknowledged;
-readers may have a value that is no longer of this row's history, so that they must not keep it."""
+"""Flags of a row: in use; changed since the last freeze; changed since the last delta; in a delta that is not
+acknowledged yet; replicas may have a value of a history that was rolled back, so they must not keep it."""
 
 _S32, _LOW32 = np.uint64(32), np.uint64(0xFFFFFFFF)
 
@@ -293,7 +310,7 @@ def _slot(id_: np.uint64, table: np.uint64, shift: np.uint64) -> np.int64:
 
 @njit(cache=True, nogil=True, inline="always")
 def _probe(index_C2: np.ndarray, shift: np.uint64, table: np.uint64, id_: np.uint64) -> np.int64:
-    """Slot of the key, or ~slot of the free one where it belongs."""
+    """Slot of the key, or ~slot of the free slot where it belongs."""
     mask = index_C2.shape[0] - 1
     slot = _slot(id_, table, shift)
     while True:
@@ -309,8 +326,10 @@ def _probe(index_C2: np.ndarray, shift: np.uint64, table: np.uint64, id_: np.uin
 def find(
     index_C2: np.ndarray, shift: np.uint64, table_U: np.ndarray, id_U: np.ndarray, row_U: np.ndarray
 ) -> int:
-    """Place of each key (uint32 `table_U`, int64 `id_U`) in `row_U` (int64, written here), -1 where absent; the number absent.
-    `index_C2` and `shift` as in `find_or_insert`."""
+    """Write each key's row number to `row_U` (int64), -1 where absent; return how many are absent.
+
+    `table_U` uint32, `id_U` int64; `index_C2` and `shift` as in `find_or_insert`.
+    """
     absent = 0
     for u in range(id_U.shape[0]):
         slot = _probe(index_C2, shift, np.uint64(table_U[u]), np.uint64(id_U[u]))
@@ -338,17 +357,19 @@ def find_or_insert(  # noqa: PLR0913 (a numba kernel takes flat arrays)
     row_U: np.ndarray,
     new_U: np.ndarray,
 ) -> int:
-    """Place of each key (uint32 `table_U`, int64 `id_U`) in `row_U` (int64), made where absent, which `new_U` (bool) tells; the
-    number made. The caller has made room: places for U more, and slots so that at most half of them are taken.
+    """Write each key's row number to `row_U` (int64), inserting absent keys, which `new_U` (bool) marks;
+    return how many.
+
+    The caller has reserved U more rows, and slots so that at most half of them are taken.
 
     Read and changed:
-        index_C2, shift     uint64 slots as in the module; 64 - log2 C: how far a hash goes down to a slot
-        counts              int64 [places used, free ones among them, live ones]
-        free_N              uint32: the first counts[1] are free places below counts[0], taken from the end
-        table_N, id_N       uint32, int64: the key at a place
-        bucket_N, flags_N   int32 in 0..num_buckets - 1; uint8, LIVE for a new one
+        index_C2, shift     uint64 slots as in the module; 64 - log2 C, which shifts a hash down to a slot
+        counts              int64 [row numbers used, free ones among them, live ones]
+        free_N              uint32: the first counts[1] are free row numbers below counts[0], taken from the end
+        table_N, id_N       uint32, int64: each row's key
+        bucket_N, flags_N   int32 in 0..num_buckets - 1; uint8, LIVE for a new row
     """
-    made = 0
+    inserted = 0
     for u in range(id_U.shape[0]):
         table, id_ = np.uint64(table_U[u]), np.uint64(id_U[u])
         slot = _probe(index_C2, shift, table, id_)
@@ -358,20 +379,20 @@ def find_or_insert(  # noqa: PLR0913 (a numba kernel takes flat arrays)
             continue
         if counts[1] > 0:
             counts[1] -= 1
-            place = np.int64(free_N[counts[1]])
+            row = np.int64(free_N[counts[1]])
         else:
-            place = counts[0]
+            row = counts[0]
             counts[0] += 1
         counts[2] += 1
-        made += 1
+        inserted += 1
         index_C2[~slot, 0] = id_
-        index_C2[~slot, 1] = (table << _S32) | np.uint64(place + 1)
-        table_N[place] = table_U[u]
-        id_N[place] = id_U[u]
-        bucket_N[place] = splitmix64(id_ ^ table) % np.uint64(num_buckets)
-        flags_N[place] = LIVE
-        row_U[u] = place
-    return made
+        index_C2[~slot, 1] = (table << _S32) | np.uint64(row + 1)
+        table_N[row] = table_U[u]
+        id_N[row] = id_U[u]
+        bucket_N[row] = splitmix64(id_ ^ table) % np.uint64(num_buckets)
+        flags_N[row] = LIVE
+        row_U[u] = row
+    return inserted
 
 
 @njit(cache=True, nogil=True)
@@ -384,10 +405,11 @@ def remove(
     free_N: np.ndarray,
     flags_N: np.ndarray,
 ) -> int:
-    """Remove the keys (uint32 `table_U`, int64 `id_U`) that are there; how many were. The other arrays as in `find_or_insert`;
-    a free place has flags 0, its key and row are left as they were.
+    """Remove the keys (uint32 `table_U`, int64 `id_U`) that are present; return how many. Arrays as in
+    `find_or_insert`.
 
-    Later entries of a probe run move up, so that no tombstones are needed (Knuth, TAOCP 3, 6.4, algorithm R).
+    A free row has flags 0; its key and numbers stay. Later entries of a probe run move up, so no tombstones
+    are needed (Knuth, TAOCP 3, 6.4, algorithm R).
     """
     mask = index_C2.shape[0] - 1
     removed = 0
@@ -395,9 +417,9 @@ def remove(
         hole = _probe(index_C2, shift, np.uint64(table_U[u]), np.uint64(id_U[u]))
         if hole < 0:
             continue
-        place = np.int64(index_C2[hole, 1] & _LOW32) - 1
-        flags_N[place] = 0
-        free_N[counts[1]] = place
+        row = np.int64(index_C2[hole, 1] & _LOW32) - 1
+        flags_N[row] = 0
+        free_N[counts[1]] = row
         counts[1] += 1
         counts[2] -= 1
         removed += 1
@@ -422,7 +444,7 @@ def rebuild(
     id_N: np.ndarray,
     flags_N: np.ndarray,
 ) -> None:
-    """Fill an empty index with the live places."""
+    """Fill an empty index with the live rows."""
     for n in range(used):
         if flags_N[n] & LIVE:
             table, id_ = np.uint64(table_N[n]), np.uint64(id_N[n])
@@ -433,7 +455,7 @@ def rebuild(
 
 @njit(cache=True, nogil=True)
 def flagged(flags_N: np.ndarray, used: int, flags: int) -> np.ndarray:
-    """int64 [M]: places of live rows with any of `flags`, ascending."""
+    """int64 [M]: live rows with any of `flags`, ascending."""
     count = 0
     for n in range(used):
         if flags_N[n] & LIVE and flags_N[n] & flags:
@@ -449,7 +471,7 @@ def flagged(flags_N: np.ndarray, used: int, flags: int) -> np.ndarray:
 
 @njit(cache=True, nogil=True)
 def count_flagged(flags_N: np.ndarray, used: int, flags: int) -> int:
-    """How many live rows have any of `flags`."""
+    """Count the live rows with any of `flags`."""
     count = 0
     for n in range(used):
         if flags_N[n] & LIVE and flags_N[n] & flags:
@@ -461,7 +483,8 @@ def count_flagged(flags_N: np.ndarray, used: int, flags: int) -> int:
 def in_buckets(
     flags_N: np.ndarray, bucket_N: np.ndarray, used: int, chosen_B: np.ndarray, flags: int
 ) -> np.ndarray:
-    """int64 [M], ascending: places of live rows of the buckets where `chosen_B` (bool) is True, or with any of `flags`."""
+    """int64 [M], ascending: live rows of the buckets where `chosen_B` (bool) is True, or with any of
+    `flags`."""
     count = 0
     for n in range(used):
         if flags_N[n] & LIVE and (chosen_B[bucket_N[n]] or flags_N[n] & flags):
@@ -477,7 +500,7 @@ def in_buckets(
 
 @njit(cache=True, nogil=True)
 def replace_flags(flags_N: np.ndarray, used: int, flags: int, by: int, also: int) -> None:
-    """Take `flags` from all live rows; those that had any of them lose `also` and get `by`."""
+    """Clear `flags` in all live rows; rows that had any of them also lose `also` and get `by`."""
     for n in range(used):
         if flags_N[n] & LIVE and flags_N[n] & flags:
             flags_N[n] = (flags_N[n] & ~(flags | also)) | by

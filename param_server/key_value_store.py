@@ -1,4 +1,4 @@
-"""Where a shard keeps its segments: bytes under keys, written together, synced."""
+"""The key-value store of a shard's segments: bytes under keys, written atomically and synced."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from roostream.errors import CheckpointError, RoostreamError, SetupError, Unavai
 log = logging.getLogger("roostream.segments")
 
 _FLUSH_BYTES = 4 << 20
-"""Written values are kept in memory up to RocksDB's buffer, which small commits take an hour to fill: flush before."""
+"""RocksDB keeps written values in memory until its buffer is full, which takes small commits an hour: flush
+before."""
 
 
 class KeyValueStore(Protocol):
-    """One thread at a time. Every method but `close` raises UnavailableError where the store can't be read or written now (a
-    full disk, a mount that is gone; trying again can help), and CheckpointError where it answers that what it has is damaged."""
+    """One thread at a time.
+
+    Every method but `close` raises UnavailableError if the store cannot be read or written now (a full disk,
+    a lost mount; trying again can help), and CheckpointError if the store reports that its data are damaged.
+    """
 
     def get(self, key: bytes) -> bytes | None:
         """None if absent. Checksums are the caller's."""
@@ -28,9 +32,9 @@ class KeyValueStore(Protocol):
     def write(
         self, puts: Iterable[tuple[bytes, bytes]], deletes: Iterable[bytes] = (), *, sync: bool = False
     ) -> None:
-        """All or nothing. With `sync`, this and every earlier write outlives power loss when the call returns.
+        """Write all or nothing. With `sync`, this and every earlier write is durable on return.
 
-        **If it fails:** none of this call's keys changed, and the next call finds the store usable as soon as the disk is.
+        **If it fails:** none of the keys changed, and the next call works as soon as the disk does.
         """
 
     def keys(self, prefix: bytes) -> Iterator[bytes]:
@@ -59,7 +63,7 @@ class MemoryKeyValueStore:
         if self._until_failure:
             self._until_failure -= 1
             if not self._until_failure:
-                raise UnavailableError("segments can't be written: injected; free disk space")
+                raise UnavailableError("segments cannot be written: injected; free disk space")
         self.data.update(puts)
         for key in deletes:
             self.data.pop(key, None)
@@ -68,11 +72,11 @@ class MemoryKeyValueStore:
         return iter(sorted(k for k in self.data if k.startswith(prefix)))
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Nothing to close."""
 
 
 class RocksDbStore:
-    """RocksDB through rocksdict, in its raw mode (bytes only, nothing pickled)."""
+    """RocksDB through rocksdict, in raw mode (bytes only, nothing pickled)."""
 
     def __init__(self, directory: str | Path, options: Callable[[], rocksdict.Options] | None = None) -> None:
         self.directory, self._options = Path(directory), options or rocks_options
@@ -81,26 +85,26 @@ class RocksDbStore:
         self._unflushed_bytes = 0
 
     def open(self) -> RocksDbStore:
-        """Open or make the directory; self.
+        """Open or create the directory; return self.
 
         Raises:
-            SetupError: another process has it open, it can't be read or written, or it is damaged; says which and what to do.
+            SetupError: another process has it open, it cannot be read or written, or it is damaged; the message says what to do.
         """
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._db = rocksdict.Rdict(str(self.directory), self._options())
         except Exception as error:  # rocksdict raises plain Exception
             raise SetupError(
-                f"segments in {self.directory} can't be opened ({error}); {self._remedy(error)}"
+                f"segments in {self.directory} cannot be opened ({error}); {self._remedy(error)}"
             ) from None
         self._in_use = True
         return self
 
     def open_to_read(self) -> RocksDbStore:
-        """Open what is there beside the process that writes it, as it is now; self. Nothing may be written.
+        """Open read-only, beside the process that writes it; return self.
 
         Raises:
-            SetupError: as `open`; also where there is nothing.
+            SetupError: as `open`; also if the directory is empty.
         """
         try:
             self._db = rocksdict.Rdict(
@@ -108,7 +112,7 @@ class RocksDbStore:
             )
         except Exception as error:
             raise SetupError(
-                f"segments in {self.directory} can't be read ({error}); {self._remedy(error)}"
+                f"segments in {self.directory} cannot be read ({error}); {self._remedy(error)}"
             ) from None
         self._in_use = True
         return self
@@ -137,23 +141,23 @@ class RocksDbStore:
             db.write(batch, options)
         except Exception as error:
             del db
-            self._let_go()  # after a failed write RocksDB refuses all others until it is opened again: the next call does that
+            self._close_database()  # after a failed write RocksDB rejects all others until it is opened again
             raise self._failure("written", error) from None
         self._unflushed_bytes += num_bytes
         if sync and self._unflushed_bytes >= _FLUSH_BYTES:
             self._flush(db)
 
     def _flush(self, db: rocksdict.Rdict) -> None:
-        """Hand back the memory of what is written. What can't be flushed stays in the log, which was synced."""
+        """Free the memory of written values. What cannot be flushed stays in the log, which was synced."""
         self._unflushed_bytes = 0
         try:
             db.flush(True)
         except Exception as error:
             del db
             log.warning(
-                "segments in %s can't be flushed (%s); %s", self.directory, error, self._remedy(error)
+                "segments in %s cannot be flushed (%s); %s", self.directory, error, self._remedy(error)
             )
-            self._let_go()
+            self._close_database()
 
     def keys(self, prefix: bytes) -> Iterator[bytes]:
         db = self._opened()
@@ -167,10 +171,10 @@ class RocksDbStore:
 
     def close(self) -> None:
         self._in_use = False
-        self._let_go()
+        self._close_database()
 
     def _opened(self) -> rocksdict.Rdict:
-        """The database, opened again where a failed write has closed it."""
+        """The database, opened again if a failed write has closed it."""
         if self._db is None:
             if not self._in_use:
                 raise UnavailableError(f"segments in {self.directory} are closed")
@@ -181,14 +185,14 @@ class RocksDbStore:
         assert self._db is not None
         return self._db
 
-    def _let_go(self) -> None:
+    def _close_database(self) -> None:
         db, self._db = self._db, None
         if db is not None:
             try:
-                db.close()  # it flushes first, which fails where the write before it did; it is closed all the same
+                db.close()  # closing flushes, which fails like the write before; it is closed all the same
             except Exception as error:
                 log.warning(
-                    "segments in %s were closed without a flush (%s); the log beside them has it",
+                    "segments in %s were closed without a flush (%s); their log has everything",
                     self.directory,
                     error,
                 )
@@ -196,22 +200,22 @@ class RocksDbStore:
     def _failure(self, what: str, error: Exception) -> RoostreamError:
         if self._is_damage(error):
             return CheckpointError(
-                f"segments in {self.directory} can't be {what}: they are damaged ({error})"
+                f"segments in {self.directory} cannot be {what}: they are damaged ({error})"
             )
         return UnavailableError(
-            f"segments in {self.directory} can't be {what} ({error}); {self._remedy(error)}"
+            f"segments in {self.directory} cannot be {what} ({error}); {self._remedy(error)}"
         )
 
     def _is_damage(self, error: Exception) -> bool:
-        """A checksum that differs, or a file that is absent from a directory that is there."""
+        """A checksum mismatch, or a missing file in an existing database."""
         text = str(error)
         return "Corruption" in text or ("No such file" in text and (self.directory / "CURRENT").exists())
 
     def _remedy(self, error: Exception) -> str:
         if "LOCK" in str(error):
-            return "stop the other shard that uses them"
+            return "stop the other shard process that uses them"
         if self._is_damage(error):
-            return 'they are damaged: bring them back from a backup (docs/architecture.md, "Damage")'
+            return 'they are damaged: restore them from a backup (docs/architecture.md, "Damage")'
         return "free disk space, or make the directory readable and writable"
 
 
@@ -219,14 +223,14 @@ def rocks_options() -> rocksdict.Options:
     """For rows: few large values, each written once."""
     options = rocksdict.Options(raw_mode=True)
     options.create_if_missing(True)
-    options.set_compression_type(rocksdict.DBCompressionType.none())  # rows are noise to a compressor
+    options.set_compression_type(rocksdict.DBCompressionType.none())  # rows do not compress
     options.set_write_buffer_size(32 << 20)
     options.set_max_total_wal_size(64 << 20)
-    options.set_enable_blob_files(True)  # big values are not copied again at each level
+    options.set_enable_blob_files(True)  # large values are not copied at each level
     options.set_min_blob_size(16 << 10)
     options.set_enable_blob_gc(True)
     tables = rocksdict.BlockBasedOptions()
-    tables.set_block_cache(rocksdict.Cache(4 << 20))  # segments are read once, at a restore, or to be checked
+    tables.set_block_cache(rocksdict.Cache(4 << 20))  # segments are read once, at a restore or a check
     options.set_block_based_table_factory(tables)
     options.set_max_background_jobs(min(os.cpu_count() or 1, 2))
     options.set_keep_log_file_num(2)

@@ -1,8 +1,8 @@
-"""A shard process: rows behind a port, led by the controller, followed by readers of `rows`.
+"""`roostream shard`: rows behind a port, led by the controller and followed by replicas through the topic `rows`.
 
-Start: 1 schema, probes, kernels, segments  2 listen  3 metrics  4 publish  5 dial the controller, whose RESTORE brings the rows
-Stop:  1 the member, once what was trained is committed or there is no controller (a command in hand may end)  2 calls in hand
-       3 the publisher  4 segments
+Start: 1 schema, health probes, kernels, segments  2 listen  3 metrics  4 publish  5 connect to the controller, which restores the rows
+Stop:  1 the controller agent, once training is committed or there is no controller (a running command may finish)
+       2 running calls  3 the publisher  4 segments
 """
 
 from __future__ import annotations
@@ -47,39 +47,57 @@ from roostream.schema.schema_file import load_schema
 
 log = logging.getLogger("roostream.shard")
 
-STOP_S = (
-    8.0  # for the last commit after SIGTERM, below roostream.runtime.program.STOP_S with what comes behind it
-)
-_CLOSING_S = 2.0  # of it, or of a notice, kept for that
+STOP_S = 8.0  # for the last commit after SIGTERM; less than roostream.runtime.program.STOP_S
+_CLOSING_S = 2.0  # of it, or of a preemption notice, kept for closing
 _JOIN_S = 5.0
 _TURN_S = 0.5
 
-_HELPS = {
-    "rows": "rows in memory",
-    "incarnation": "incarnation in which calls are answered",
-    "committed_seq": "number of the last commit",
-    "segments": "segments of the last commit",
-    "bytes": "memory of the rows",
-    "dirty": "rows changed since the last freeze",
-    "spared": "rows due to expire and kept, since they were more than max_expired_share",
-    "withheld": "rows not published: not finite, or larger than max_publish_norm",
-    "limited": "rows of gradients that were scaled down to what a rule's state can hold",
-    "largest_accumulator": "largest accumulator of squares that was written or read back since the start",
-    "damaged": "parts of the committed segments that are damaged now; the next commit writes their rows again",
-    "damages": "parts of segments that were found damaged since the start",
-    "pulls": "pulls answered",
-    "pushes": "pushes applied",
-    "repeats": "pushes that had been applied before",
-    "waiting": "pushes that wait for the other workers' of their step",
-    "ready": "1 = restored",
-    "published_at_ms": "when readers last had everything",
-    "published_keys": "keys sent in deltas",
-    "republished_keys": "keys seen behind barriers",
+METRICS = {
+    "rows": ("rows", "rows in memory"),
+    "incarnation": ("incarnation", "incarnation in which calls are answered"),
+    "committed_seq": ("committed_seq", "number of the last commit"),
+    "segments": ("segments", "segments of the last commit"),
+    "bytes": ("bytes", "memory of the rows"),
+    "changed_rows": ("dirty", "rows changed since the last freeze"),
+    "expiry_skipped_rows": ("spared", "rows that were due to expire and kept because of max_expired_share"),
+    "unpublishable_rows": ("withheld", "rows not published: not finite, or longer than max_publish_norm"),
+    "clipped_gradient_rows": (
+        "limited",
+        "gradient rows that were scaled down to what the rule's state can hold",
+    ),
+    "largest_accumulator": ("largest_accumulator", "largest accumulator of squares since the start"),
+    "damaged_segment_parts": (
+        "damaged",
+        "damaged parts of committed segments; the next commit rewrites their rows",
+    ),
+    "found_damaged_segment_parts": ("damages", "parts of segments that were found damaged since the start"),
+    "pulls": ("pulls", "pulls answered"),
+    "pushes": ("pushes", "pushes applied"),
+    "duplicate_pushes": ("repeats", "pushes that had been applied before"),
+    "waiting_pushes": ("waiting", "pushes that wait for the other workers' pushes of their step"),
+    "ready": ("ready", "1 = restored"),
 }
+"""Metric `roostream_shard_<name>` → its key in `Shard.stats`, and its help text."""
+PUBLISHER_METRICS = {
+    "published_at_ms": "when replicas last had everything",
+    "published_keys": "keys sent in deltas",
+    "republished_keys": "keys published again after a rollback",
+}
+_COUNTERS = (
+    "expiry_skipped_rows",
+    "unpublishable_rows",
+    "clipped_gradient_rows",
+    "found_damaged_segment_parts",
+    "pulls",
+    "pushes",
+    "duplicate_pushes",
+    "published_keys",
+    "republished_keys",
+)
 
 
 def run(config: ShardConfig) -> int:
-    """Until SIGTERM; the process's exit code (roostream/runtime/program.py)."""
+    """Run until SIGTERM; return the process's exit code (roostream/runtime/program.py)."""
     return program.run("shard", lambda stop: serve(config, stop), config.log_format)
 
 
@@ -87,28 +105,28 @@ def serve(config: ShardConfig, stop: threading.Event) -> None:
     """Run a shard until `stop` is set.
 
     Raises:
-        ConfigError, SetupError: a setting, the schema, the port or the data directory can't be used.
+        ConfigError, SetupError: a setting, the schema, the port or the data directory cannot be used.
     """
     crew = ThreadGroup(stop)
     health, keys = Health(config.stalled_after_ms / 1000), config.link_credentials()
     with contextlib.ExitStack() as opened:  # closed in the reverse order
-        blobs = RocksDbStore(Path(config.home) / "segments")
-        shard = build_shard(config, blobs)  # 1
+        segment_store = RocksDbStore(Path(config.home) / "segments")
+        shard = build_shard(config, segment_store)  # 1
         at = metrics_server.serve(
             config, health
-        )  # before kernels, which the first start of all compiles for a minute
+        )  # before kernels: the very first start compiles for a minute
         precompile()
-        blobs.open()
-        opened.callback(blobs.close)
+        segment_store.open()
+        opened.callback(segment_store.close)
         latency = StageHistogram("roostream_shard_call_seconds", "time to answer a call", registry=None)
         address = _listen(config, keys, shard, latency, opened)  # 2
         topic = KafkaRows(config.broker, config.prefix) if config.bootstrap else None
         publisher = (
             Publisher(shard, topic, shard.clock, interval_ms=config.publish_interval_ms) if topic else None
         )
-        exported = shard_exports(shard, publisher)
-        opened.callback(exported.unregister)
-        exported.register()
+        collector = shard_metrics(shard, publisher)
+        opened.callback(collector.unregister)
+        collector.register()
         opened.callback(REGISTRY.unregister, latency.histogram)
         REGISTRY.register(latency.histogram)  # 3
         if publisher and topic:
@@ -123,14 +141,16 @@ def serve(config: ShardConfig, stop: threading.Event) -> None:
         log.info(
             "shard %d of %d listens on %s, metrics on port %d", config.index, config.num_shards, address, at
         )
-        while not (stop.wait(_TURN_S) or left.is_set()):  # a lock that nobody gives back stops the turns
-            health.turned("" if shard.stats()["ready"] else "it waits for the controller to restore it")
+        while not (
+            stop.wait(_TURN_S) or left.is_set()
+        ):  # a deadlock in the shard stops the loop and fails the health probe
+            health.turned("" if shard.stats()["ready"] else "waiting for the controller to restore it")
         member.leave(ending, _CLOSING_S)
     crew.check()
 
 
-def build_shard(config: ShardConfig, blobs: KeyValueStore) -> Shard:
-    """A shard as configured, over blobs that may be opened later; nothing is restored yet."""
+def build_shard(config: ShardConfig, segment_store: KeyValueStore) -> Shard:
+    """A shard as configured; the store may be opened later, and nothing is restored yet."""
     identity = ShardIdentity(
         schema=load_schema(config.schema),
         index=config.index,
@@ -142,14 +162,14 @@ def build_shard(config: ShardConfig, blobs: KeyValueStore) -> Shard:
         max_publish_norm=config.max_publish_norm,
     )
     segments = Segments(
-        blobs,
+        segment_store,
         shapes_of(identity.schema),
         identity.num_buckets,
         accepted=config.accept_lost_rows,
         keep=config.keep_commits,
     )
-    residency = functools.partial(ExpiryPolicy, max_share=config.max_expired_share)
-    return Shard(identity, segments, open_store(config.store), SystemClock(), residency=residency)
+    eviction = functools.partial(ExpiryPolicy, max_share=config.max_expired_share)
+    return Shard(identity, segments, open_store(config.store), SystemClock(), eviction=eviction)
 
 
 def _listen(
@@ -164,7 +184,7 @@ def _listen(
 
     def close() -> None:
         if cut_off := server.stop():
-            log.warning("%d calls were cut off", cut_off)
+            log.warning("%d running calls were cut off", cut_off)
 
     opened.callback(close)
     opened.callback(shard.leave)
@@ -192,14 +212,14 @@ def _start_member(
         ending.stop.set()
         left.set()
         if not member.join(_JOIN_S):
-            log.warning("stopped while a command of the controller was being done")
+            log.warning("stopped during a command of the controller")
 
     opened.callback(close)
     return member.start()
 
 
 def timed(handler: Handler, latency: StageHistogram) -> Handler:
-    """`handler`, with the time of each call observed under its method."""
+    """`handler` with the time of each call observed under its method."""
 
     def handle(method: str, header: Header, arrays: list[np.ndarray]) -> tuple[Header, Sequence[np.ndarray]]:
         began_s = time.perf_counter()
@@ -210,12 +230,12 @@ def timed(handler: Handler, latency: StageHistogram) -> Handler:
     return handle
 
 
-def shard_exports(shard: Shard, publisher: Publisher | None) -> MetricsCollector:
-    """`roostream_shard_<what>`; rows by stack."""
+def shard_metrics(shard: Shard, publisher: Publisher | None) -> MetricsCollector:
+    """The metrics `roostream_shard_<name>`; rows by stack."""
 
     def read() -> dict[str, Any]:
         stats = shard.stats()
-        shown = {name: stats[name] for name in _HELPS if name in stats}
+        shown = {name: stats[key] for name, (key, _) in METRICS.items()}
         if publisher:
             shown |= {
                 "published_at_ms": publisher.published_at_ms,
@@ -224,4 +244,6 @@ def shard_exports(shard: Shard, publisher: Publisher | None) -> MetricsCollector
             }
         return shown
 
-    return MetricsCollector("shard", read, {"rows": "stack", "largest_accumulator": "stack"}, helps=_HELPS)
+    helps = {name: text for name, (_, text) in METRICS.items()} | PUBLISHER_METRICS
+    labels = {"rows": "stack", "largest_accumulator": "stack"}
+    return MetricsCollector("shard", read, labels, helps=helps, counters=_COUNTERS)

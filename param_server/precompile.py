@@ -1,4 +1,4 @@
-"""Compiles every kernel into numba's cache by a small life of a table: set-up calls it, and a shard before it listens."""
+"""Compiles all kernels of a shard into numba's cache, by pushing, publishing and freezing a small table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from param_server import kernels, row_block
 from param_server.embedding_table import Keys
 from param_server.eviction import ExpiryPolicy
-from param_server.gradient_barrier import added
+from param_server.gradient_barrier import sum_pushes
 from param_server.initial_rows import initial_rows
 from param_server.table import GradientPush, StackTable
 from roostream.runtime.bucket_map import BucketMap
@@ -16,15 +16,15 @@ from roostream.schema.update_rules import RULES
 
 
 def precompile() -> None:
-    """Seconds where nothing is cached, else a fraction of one."""
+    """Takes seconds if nothing is cached, else a fraction of one."""
     for rule in RULES.values():
-        _live(
+        _exercise(
             StackTable(
                 "warm",
                 [Table(name="warm", dim=2, rule=rule(), expire_after_ms=1)],
                 seed=1,
                 num_buckets=4,
-                residency=ExpiryPolicy,
+                eviction=ExpiryPolicy,
             )
         )
     keys = _keys(3)
@@ -41,21 +41,21 @@ def _keys(num_keys: int) -> Keys:
     )
 
 
-def _live(table: StackTable) -> None:
+def _exercise(table: StackTable) -> None:
     keys = _keys(300)
     gradient_UD = np.ones((300, 2), np.float32)
     push = GradientPush(0, 0, 10, 1, 2, [(table, keys, gradient_UD)])
-    added([push, push])
+    sum_pushes([push, push])
     table.check_keys(keys)
     table.check_gradient(keys, gradient_UD)
     table.reserve(len(keys))
     kernels.limit(gradient_UD, np.float32(0.5), np.empty_like(gradient_UD))
-    table.outbox.touch(table.push(keys, gradient_UD, 10), 1, 2, 3)
+    table.outbox.note_change(table.push(keys, gradient_UD, 10), 1, 2, 3)
     table.pull(_keys(301))
     table.outbox.take(100.0)
     table.outbox.settle(True)
-    table.outbox.settles_at(0, *table.embeddings.rows_by_bucket([0]))
-    table.note_state(table.state_NA)
+    table.outbox.settled_after(0, *table.embeddings.rows_by_bucket([0]))
+    table.track_accumulators(table.state_NA)
     table.num_changed()
     changes, changed = table.freeze(1000, [0])
     table.unfreeze(changed)

@@ -1,14 +1,15 @@
-"""Touched rows go out to the `rows` topic, in versions; after a rollback readers are told what is over.
+"""The publisher: sends changed rows to the topic `rows`, in versions, and tells replicas about rollbacks.
 
-Publishing, every interval: 1 take what is unpublished, 2 send it, 3 wait for every acknowledgement, 4 settle. One round at a
-time, so that while Kafka is away nothing piles up: rows stay marked, and go out once, as they are then.
+Each interval: 1 take what is unpublished, 2 send it, 3 wait for every acknowledgement, 4 settle. There is one
+round at a time, so nothing piles up while Kafka is away: rows stay marked and are sent once, as they are
+then.
 
-After a RESTORE, before the next round:
+After a restore, before the next round:
   1. write Barrier(incarnation) for each bucket, to learn where the older incarnation ends;
   2. read from the offset that the manifest recorded to the barrier;
   3. mark every key seen there: the next round sends the restored row or a tombstone.
-If the recorded offset is gone (retention, a topic made anew), step 1's barriers say `rebootstrap` and 2 and 3 are left out.
-The offset that the next manifest records moves on only when 3 is done, so a kill in between repeats it.
+If the recorded offset is gone (retention, a recreated topic), the barriers say `rebootstrap`, and 2 and 3 are
+skipped. The offset that the next manifest records moves on only after 3, so a kill in between repeats it.
 """
 
 from __future__ import annotations
@@ -37,22 +38,25 @@ _REPUBLISH_KEYS = 65_536
 
 
 class Message(NamedTuple):
+    """One record of the topic."""
+
     bucket: int
     partition: int
     value: bytes
 
 
 class RowsTopic(Protocol):
-    """The topic `rows`: an adapter of Kafka's, or InMemoryRows. One thread."""
+    """The topic `rows`: Kafka or memory. One thread."""
 
     def deliver(self, messages: Sequence[Message], stop: threading.Event) -> list[int]:
-        """Append in order; each message's offset, when all are acknowledged. Waits while the broker is away.
+        """Append in order; return each message's offset when all are acknowledged. Waits while the broker is
+        away.
 
-        **If it fails** (UnavailableError: refused, or `stop` was set): any of them may have been appended.
+        **If it fails** (UnavailableError: rejected, or `stop` was set): any of them may have been appended.
         """
 
     def bounds(self, partition: int, stop: threading.Event) -> tuple[int, int]:
-        """(oldest offset still there, next offset). UnavailableError as above."""
+        """(oldest offset still there, next offset). Raises UnavailableError as `deliver`."""
 
     def read(self, partition: int, start: int, end: int, stop: threading.Event) -> Iterator[bytes]:
         """Values of the records at start..end - 1, in order. Raises RecordsGoneError, UnavailableError."""
@@ -62,15 +66,15 @@ class RowsTopic(Protocol):
 
 
 class Publisher:
-    """Between one shard and the topic; `run` in a thread of its own, `turn` in tests."""
+    """Connects one shard and the topic. `run` has a thread of its own."""
 
     def __init__(self, shard: Shard, topic: RowsTopic, clock: Clock, *, interval_ms: int = 1000) -> None:
         self.shard, self.topic, self.clock, self.interval_ms = shard, topic, clock, interval_ms
         self.num_rounds = self.num_deltas = self.num_keys = self.num_republished = 0
-        self.published_at_ms = clock.now_ms()  # when readers last had everything
+        self.published_at_ms = clock.now_ms()  # when replicas last had everything
 
     def run(self, stop: threading.Event) -> None:
-        """Until `stop` is set."""
+        """Publish until `stop` is set."""
         backoff = Backoff(what="topic rows", clock=self.clock)
         with contextlib.suppress(UnavailableError):  # stopped while waiting
             while not stop.is_set():
@@ -78,9 +82,10 @@ class Publisher:
                 self.clock.sleep(self.interval_ms / 1000, stop)
 
     def turn(self, stop: threading.Event) -> None:
-        """A rollback if one is due, then a round.
+        """Do a rollback if one is due, then a round.
 
-        **If it fails** (UnavailableError): the next turn begins with the same; nothing that was to be published is forgotten.
+        **If it fails** (UnavailableError): the next turn starts with the same; nothing that must be published
+        is forgotten.
         """
         rollback = self.shard.rollback()
         if rollback:
@@ -88,10 +93,10 @@ class Publisher:
         self.publish(stop)
 
     def publish(self, stop: threading.Event) -> None:
-        """A round: everything that is unpublished, once, as it is now; nothing where that is nothing, or a rollback is due.
+        """Publish everything that is unpublished, as it is now; nothing if a rollback is due.
 
-        **If it fails** (UnavailableError: Kafka is away or refused, or `stop` was set): some of it may have been appended; all
-        of it counts as unpublished again, and goes out in later versions.
+        **If it fails** (UnavailableError: Kafka is away or rejects it, or `stop` was set): some of it may
+        have been appended. All of it counts as unpublished again and is sent in later versions.
         """
         taken = self.shard.take_round()  # 1
         if taken is None:
@@ -113,10 +118,11 @@ class Publisher:
         self.num_keys += sum(len(d.id_M) for d in taken.deltas)
 
     def roll_back(self, rollback: Rollback, stop: threading.Event) -> None:
-        """Barriers, and every key behind the manifest's offsets marked, so that the next round says how it is now.
+        """Write barriers and mark every key behind the manifest's offsets, so that the next round sends its
+        current state.
 
-        **If it fails** (UnavailableError, as `publish`): barriers may have been written and keys been marked, which does no
-        harm twice; the shard still has the rollback, and no round is taken before it is done.
+        **If it fails** (UnavailableError): barriers may be written and keys marked, which can be repeated.
+        The shard keeps the rollback, and no round is taken before it is done.
         """
         bounds = {p: self.topic.bounds(p, stop) for p in rollback.rows_end}
         gone = {p for p, start in rollback.rows_end.items() if not bounds[p][0] <= start <= bounds[p][1]}
@@ -128,12 +134,12 @@ class Publisher:
                 values = self.topic.read(partition, start, ends[partition], stop)  # 2
                 self._republish(rollback, values)  # 3
             except RecordsGoneError as error:
-                log.warning("%s: readers are told to begin anew", error)
+                log.warning("%s: replicas are told to bootstrap again", error)
                 ends |= self._send(self._barriers(rollback, {partition}, {partition}), stop)
         self.shard.rolled_back(rollback.incarnation, ends)
 
     def _send(self, messages: Sequence[Message], stop: threading.Event) -> dict[int, int]:
-        """Partition → offset after the last of these messages in it."""
+        """Partition → offset after the last of these messages."""
         ends: dict[int, int] = {}
         for message, offset in zip(messages, self.topic.deliver(messages, stop), strict=True):
             ends[message.partition] = max(offset + 1, ends.get(message.partition, 0))
@@ -177,6 +183,6 @@ def _delta_of(value: bytes) -> pb.RowDelta | None:
     try:
         _, message = wire.decode(value)
     except WireError as error:
-        log.warning("a record of rows is passed over: %s", error)
+        log.warning("a record of rows is skipped: %s", error)
         return None
     return message if isinstance(message, pb.RowDelta) else None

@@ -1,5 +1,8 @@
-"""Bringing a shard's tables to the state of a manifest: all of it, or exactly what has changed since; rows of a table that is
-stored otherwise since they were committed, wider or with another update rule, come over (docs/decisions/0040).
+"""Restoring a shard's tables to the state of a manifest: all rows, or exactly the rows that have changed
+since.
+
+Rows of a table that was stored otherwise when they were committed, narrower or with another update rule, are
+converted (docs/decisions/0040).
 
 Letters: K keys of a block, the first L of them live; D width, A numbers of state.
 """
@@ -37,15 +40,15 @@ class FrozenCommit:
     seq: int
     incarnation: int
     changes: dict[str, RowBlock]
-    changed: dict[str, Keys]  # stack → those of the changes' keys that a rollback must undo
-    whole: frozenset[int]  # buckets of which the changes have every row
-    residency: dict[str, bytes]  # stack → its policy's state
+    changed: dict[str, Keys]  # stack → keys of the changes that a rollback must undo
+    complete: frozenset[int]  # buckets of which the changes have every row
+    policy_states: dict[str, bytes]  # stack → state of its eviction policy
     rows_end: dict[int, int]
     segments: tuple[Segment, ...] | None = None  # once written
 
     @property
     def name(self) -> str:
-        """Of the segment that it becomes."""
+        """Name of the segment that it becomes."""
         return f"{self.seq}-{self.incarnation}"
 
 
@@ -53,7 +56,7 @@ def frozen_of(
     seq: int,
     incarnation: int,
     generations: Mapping[str, FrozenRows],
-    whole: frozenset[int],
+    complete: frozenset[int],
     tables: Mapping[str, StackTable],
     rows_end: Mapping[int, int],
 ) -> FrozenCommit:
@@ -63,8 +66,8 @@ def frozen_of(
         incarnation=incarnation,
         changes={name: generation.block for name, generation in generations.items()},
         changed={name: generation.changed for name, generation in generations.items()},
-        whole=whole,
-        residency={name: table.residency.state() for name, table in tables.items()},
+        complete=complete,
+        policy_states={name: table.eviction.state() for name, table in tables.items()},
         rows_end=dict(rows_end),
     )
 
@@ -77,12 +80,12 @@ class RestoreTarget(NamedTuple):
     owners: BucketMap
 
 
-def target_of(identity: ShardIdentity, store: CheckpointStore, name: str) -> RestoreTarget:
+def restore_target(identity: ShardIdentity, store: CheckpointStore, name: str) -> RestoreTarget:
     """This shard's part of manifest `name`; "" is the beginning.
 
     Raises:
         CheckpointError: the manifest is absent or damaged, or has nothing of this shard.
-        ConfigError: it was committed with other shards, buckets, partitions or another seed.
+        ConfigError: it was committed with another number of shards, buckets or partitions, or another seed.
     """
     if not name:
         return RestoreTarget(EMPTY_COMMIT, {}, identity.first_owners)
@@ -97,91 +100,99 @@ def target_of(identity: ShardIdentity, store: CheckpointStore, name: str) -> Res
     return RestoreTarget(commit_of(manifest, identity.index), manifest.rows_end, manifest.owners)
 
 
-def linked(store: CheckpointStore) -> set[int] | None:
-    """Numbers of all manifests there are; None if nobody knows."""
+def manifest_numbers(store: CheckpointStore) -> set[int] | None:
+    """Sequence numbers of all manifests; None if the store cannot be read."""
     try:
         return {manifests.seq_of(name) for name in store.list(manifests.MANIFESTS)}
     except UnavailableError as error:
-        log.warning("abandoned segments stay for now: %s", error)
+        log.warning("abandoned segments are kept for now: %s", error)
         return None
 
 
 def roll_back(
     tables: Mapping[str, StackTable], frozen: Mapping[str, Keys], segments: Segments, state: Sequence[Segment]
 ) -> None:
-    """Re-read exactly what changed in either generation: in the open one, and the keys that were `frozen` (stack → keys). For
-    tables that were at `state` before these changes.
+    """Read again exactly what changed in either generation: in the open one, and the keys that were `frozen`
+    (stack → keys).
+
+    The tables must have been at `state` before these changes.
 
     **If it fails** (CheckpointError): the tables are in no known state; `reload` helps.
     """
     changed = {
-        name: join_keys(table.keys_changed(), frozen.get(name, no_keys())) for name, table in tables.items()
+        name: join_keys(table.changed_keys(), frozen.get(name, no_keys())) for name, table in tables.items()
     }
     for name, table in tables.items():
-        table.forget(changed[name])
+        table.remove(changed[name])
     for stack, wanted in changed.items():
-        asked = KeyIndex(segments.num_buckets)
-        asked.add_new(wanted)
+        wanted_keys = KeyIndex(segments.num_buckets)
+        wanted_keys.add_new(wanted)
         buckets = set(buckets_of(wanted.id_U, wanted.table_U, segments.num_buckets).tolist())
         for part in segments.read(state, {stack: buckets}):
             for block in reversed(part.blocks):
-                tables[stack].put(block.take(asked.find(block.keys) >= 0))
-    _load_residency(tables, segments, state)
+                tables[stack].put(block.take(wanted_keys.find(block.keys) >= 0))
+    _load_policy_states(tables, segments, state)
     for name, table in tables.items():
         table.mark_unpublished(changed[name])
 
 
 def reload(tables: Mapping[str, StackTable], segments: Segments, state: Sequence[Segment]) -> None:
-    """Read everything, also rows of a table that was in another stack then: `segments.moved` says whether there were any.
+    """Read all rows, also those of tables that belonged to another stack then; `segments.needs_rewrite` tells
+    whether there were any.
 
     Raises:
         SchemaError: a table has become narrower.
 
     **If it fails** (CheckpointError too): as `roll_back`.
     """
-    segments.moved = False
+    segments.needs_rewrite = False
     unpublished: dict[str, list[Keys]] = {name: [] for name in tables}
     for table in tables.values():
         table.clear()
     for part in segments.read(state):
         for block in reversed(part.blocks):
-            own = tables.get(part.stack)
-            if own is None or not (own_K := _of(block.keys, own)).all():
-                segments.moved = True
+            stack_table = tables.get(part.stack)
+            if stack_table is None or not (own_K := _belongs_to(block.keys, stack_table)).all():
+                segments.needs_rewrite = True
                 _put_moved(tables, part.stack, block)
-                if own is None:
+                if stack_table is None:
                     continue
                 block = block.take(own_K)
-            own.put(block)
+            stack_table.put(block)
             unpublished[part.stack].append(block.keys.take(block.unpublished_K != 0))
-    _load_residency(tables, segments, state)
+    _load_policy_states(tables, segments, state)
     for name, keys in unpublished.items():
         tables[name].mark_unpublished(join_keys(no_keys(), *keys))
 
 
 def _put_moved(tables: Mapping[str, StackTable], stack: str, block: RowBlock) -> None:
-    """Those of `stack`'s rows that are of another stack's tables now; of tables that the schema has no more, none."""
+    """Insert those of `stack`'s rows that belong to another stack now; drop those of tables that the schema
+    does not have."""
     left_K = np.ones(len(block.keys), np.bool_)
     for name, table in tables.items():
-        its_K = _of(block.keys, table)
-        left_K &= ~its_K
-        if name != stack and its_K.any():
-            table.put(as_stored_now(block.take(its_K), stack, table))
+        own_K = _belongs_to(block.keys, table)
+        left_K &= ~own_K
+        if name != stack and own_K.any():
+            table.put(converted(block.take(own_K), stack, table))
     if left_K.any():
         log.warning(
-            "%d rows of stack %s are left out: the schema has no such tables any more", left_K.sum(), stack
+            "%d rows of stack %s are dropped: the schema does not have their tables any more",
+            left_K.sum(),
+            stack,
         )
 
 
-def _of(keys: Keys, table: StackTable) -> np.ndarray:
-    """bool [K]: which keys are of this stack's tables."""
-    belonging_K: np.ndarray = np.isin(keys.table_U, table.embeddings.table_K)
-    return belonging_K
+def _belongs_to(keys: Keys, table: StackTable) -> np.ndarray:
+    """bool [K]: which keys belong to this stack's tables."""
+    own_K: np.ndarray = np.isin(keys.table_U, table.embeddings.table_K)
+    return own_K
 
 
-def as_stored_now(block: RowBlock, stack: str, table: StackTable) -> RowBlock:
-    """A block that was committed in `stack`, all of whose keys are `table`'s now. Columns that were there stay, new ones are
-    those of the keys' initial rows; the state of the same rule goes on, another rule's begins.
+def converted(block: RowBlock, stack: str, table: StackTable) -> RowBlock:
+    """Convert a block that was committed in `stack` to `table`, which owns all its keys now.
+
+    Old columns stay; new columns get the keys' initial values. State is kept for the same rule and reset for
+    another one.
 
     Raises:
         SchemaError: the rows were wider.
@@ -190,7 +201,7 @@ def as_stored_now(block: RowBlock, stack: str, table: StackTable) -> RowBlock:
     if width > table.width:
         name = table.names[int(block.keys.table_U[0])]
         raise SchemaError(
-            f"table {name!r}: expected dim {width} or more, as committed, got {table.width}; give the narrower table a new name"
+            f"table {name!r}: expected dim {width} or more, as committed, got {table.width}; give the narrower table another name"
         )
     live = block.live
     which_L = np.searchsorted(np.sort(table.embeddings.table_K), live.table_U)
@@ -212,7 +223,9 @@ def as_stored_now(block: RowBlock, stack: str, table: StackTable) -> RowBlock:
     )
 
 
-def _load_residency(tables: Mapping[str, StackTable], segments: Segments, state: Sequence[Segment]) -> None:
-    states = segments.residency(state)
+def _load_policy_states(
+    tables: Mapping[str, StackTable], segments: Segments, state: Sequence[Segment]
+) -> None:
+    states = segments.policy_states(state)
     for stack, table in tables.items():
-        table.residency.load(states.get(stack, b""))
+        table.eviction.load(states.get(stack, b""))

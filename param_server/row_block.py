@@ -1,10 +1,10 @@
-"""Some rows of one stack with all their state: what a freeze copies, a segment stores and a restore puts back.
+"""Rows of one stack with all their state: what a freeze copies, a segment stores and a restore inserts.
 
-Letters: K keys, the first L of them live, the others gone; D width, A state width.
+Letters: K keys, the first L of them live, the others deleted; D width, A state width.
 
     bytes = magic RSEG · version u16 · state width u16 · width u32 · L u32 · K u32 · 4 zero bytes
           · table u4[K] · id i8[K] · unpublished u1[K] · stamp_ms i8[L] · rows f4[L, D] · state f4[L, A], padded to 8 each
-          · xxh3-64 of the blob's key and of everything before
+          · xxh3-64 of the block's key and of everything before
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAGIC = b"RSEG"
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RowBlock:
     keys: Keys  # K
-    unpublished_K: np.ndarray  # uint8: 1 = readers haven't got this state yet
+    unpublished_K: np.ndarray  # uint8: 1 = replicas do not have this state yet
     stamp_ms_L: np.ndarray  # int64: event time of the last push
     rows_LD: np.ndarray  # float32
     state_LA: np.ndarray  # float32
@@ -60,7 +60,7 @@ class RowBlock:
 def split_by_bucket(block: RowBlock, bucket_K: np.ndarray) -> dict[int, RowBlock]:
     """Bucket → its part; empty buckets are absent."""
     live_K = np.arange(len(block.keys)) < block.num_live
-    order_K = np.lexsort((~live_K, bucket_K))  # by bucket, live ones first, then as they were
+    order_K = np.lexsort((~live_K, bucket_K))  # by bucket, live keys first, else stable
     sorted_K = bucket_K[order_K]
     edges = [*np.flatnonzero(np.diff(sorted_K, prepend=-1)).tolist(), len(order_K)]
     return {int(sorted_K[start]): _at(block, order_K[start:end]) for start, end in itertools.pairwise(edges)}
@@ -78,7 +78,8 @@ def _at(block: RowBlock, order_M: np.ndarray) -> RowBlock:
 
 
 def newest_of(newest_first: Sequence[RowBlock], num_buckets: int) -> RowBlock:
-    """What a bucket's blocks come to: each key as the newest of them has it, without those that are gone and told to readers."""
+    """Merge a bucket's blocks: each key as the newest block has it, without deleted keys that replicas know
+    of."""
     seen, live, gone = KeyIndex(num_buckets), [], []
     for block in newest_first:
         new_K, live_K = seen.add_new(block.keys), np.arange(len(block.keys)) < block.num_live
@@ -95,7 +96,7 @@ def newest_of(newest_first: Sequence[RowBlock], num_buckets: int) -> RowBlock:
 
 
 def published(block: RowBlock) -> RowBlock:
-    """The same without marks."""
+    """The same block without unpublished marks."""
     return dataclasses.replace(block, unpublished_K=np.zeros_like(block.unpublished_K))
 
 
@@ -107,12 +108,13 @@ def checksum(data: bytes | memoryview, key: bytes = b"") -> int:
 
 
 def rows_in(num_bytes: int, width: int, state_width: int) -> int:
-    """About how many rows a block of that size holds: exactly, but for padding and keys that are gone."""
+    """About how many rows a block of that size holds: exact but for padding and deleted keys."""
     return max(num_bytes - _HEAD.size - 8, 0) // (4 + 8 + 1 + 8 + 4 * (width + state_width))
 
 
 def encode(block: RowBlock, key: bytes) -> bytes:
-    """The bytes of `block` as stored under `key`; another key's bytes are never mistaken for them."""
+    """The bytes of `block` as stored under `key`. The checksum covers the key, so blocks cannot be
+    swapped."""
     (num_live, width), state_width = block.rows_LD.shape, block.state_LA.shape[1]
     parts = [_HEAD.pack(_MAGIC, VERSION, state_width, width, num_live, len(block.keys))]
     for array in _arrays(block):
@@ -123,22 +125,20 @@ def encode(block: RowBlock, key: bytes) -> bytes:
 
 
 def decode(data: bytes, key: bytes, width: int, state_width: int) -> RowBlock:
-    """Verified inverse of `encode`; nothing of `data` is kept.
+    """Verified inverse of `encode`; copies `data`.
 
     Raises:
-        CheckpointError: damaged, of another key, version or width; nothing of it may be used.
+        CheckpointError: damaged, or of another key, version or width.
     """
     what = f"segment part {key.decode(errors='replace')}"
     if len(data) < _HEAD.size + 8 or checksum(memoryview(data)[:-8], key) != int.from_bytes(
         data[-8:], "little"
     ):
-        raise CheckpointError(
-            f"{what}: expected the checksum that it was written with, got another: it is damaged"
-        )
+        raise CheckpointError(f"{what}: checksum mismatch: it is damaged")
     magic, version, a, d, num_live, num_keys = _HEAD.unpack_from(data)
     if (magic, version) != (_MAGIC, VERSION):
         raise CheckpointError(
-            f"{what}: expected version {VERSION}, got {version}; use the Roostream that wrote it"
+            f"{what}: expected version {VERSION}, got {version}; use the version of Roostream that wrote it"
         )
     if (d, a) != (width, state_width):
         raise CheckpointError(
@@ -155,13 +155,10 @@ def decode(data: bytes, key: bytes, width: int, state_width: int) -> RowBlock:
     sizes = [int(np.prod(shape)) * np.dtype(dtype).itemsize for dtype, shape in shapes]
     if num_live > num_keys or _HEAD.size + sum(-(-n // 8) * 8 for n in sizes) + 8 != len(data):
         raise CheckpointError(
-            f"{what}: expected sizes that agree with its {len(data)} bytes, got others: it is damaged"
+            f"{what}: expected sizes that sum up to its {len(data)} bytes, got others: it is damaged"
         )
-    arrays, at, body = (
-        [],
-        _HEAD.size,
-        np.frombuffer(data, np.uint8).copy(),
-    )  # writable: kernels are compiled for that
+    arrays, at = [], _HEAD.size
+    body = np.frombuffer(data, np.uint8).copy()  # writable: kernels are compiled for that
     for (dtype, shape), n in zip(shapes, sizes, strict=True):
         arrays.append(body[at : at + n].view(dtype).reshape(shape))
         at += -(-n // 8) * 8

@@ -1,11 +1,12 @@
-"""Rows at the workers' own processes: each has a shard in it, and all of them swap what they ask for.
+"""Rows held by the workers themselves: each worker has a shard, and all workers exchange requests and answers
+at once.
 
-    pull   split by owner ─► swap: keys ─► each owner answers all, worker by worker ─► swap: rows ─► back in place
-    push   split by owner ─► swap: keys, gradients ─► each owner applies one update of all, in their order ─► swap: done
+    pull   split by owner ─► all_to_all: keys ─► each owner answers all workers ─► all_to_all: rows ─► into place
+    push   split by owner ─► all_to_all: keys, gradients ─► each owner applies one update of all ─► all_to_all: done
 
-Both are calls of all workers: whoever has nothing to ask takes part all the same. A message is the frame of a shard's call
-(docs/protocols.md), one a peer with all stacks in it, and so are keys, rules, sums and refusals: what rows come to is equal, to
-the bit, to what they come to at shards. A worker's own part is not sent and not encoded.
+Both are collective calls: a worker without keys takes part too. A message is the frame of a shard's RPC call
+(docs/protocols.md), one a peer with all stacks in it. Keys, rules, sums and errors are those of shards, so
+rows are equal to the bit to rows at separate shards. A worker's own part is neither sent nor encoded.
 """
 
 from __future__ import annotations
@@ -35,17 +36,19 @@ class Peers(Protocol):
     workers: int
 
     def all_to_all(self, parts: Sequence[np.ndarray], about: str) -> list[np.ndarray]:
-        """What each worker has for this one (uint8), given what this one has for each; its own part comes back as it is. All call
-        it, in the same order of calls; `about`, the same for all, names what is swapped: parts of a name are of like sizes.
+        """Exchange one part (uint8) with each worker; the own part comes back unchanged.
+
+        All workers call it in the same order. `about`, the same for all, names the exchange: parts of one
+        name have similar sizes.
 
         Raises:
-            UnavailableError: one is gone or too late; everyone must be restored.
+            UnavailableError: a worker is gone or too late; all must be restored.
         """
 
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeCall:
-    """A call of a shard, before it is a frame."""
+    """A call of a shard, before it is encoded."""
 
     method: str
     header: Header
@@ -53,52 +56,50 @@ class ExchangeCall:
 
 
 class RowExchange:
-    """One worker's, beside the `shard` that it holds. As `param_server.client.Client`, but that all workers call `pull` and
-    `push` at the same places, from one thread each."""
+    """The rows client of one worker that holds `shard`. As `param_server.client.Client`, but `pull` and
+    `push` are collective."""
 
     def __init__(self, shard: Shard, peers: Peers) -> None:
         self.shard, self.peers, self.calls = shard, peers, ShardRpcHandler(shard)
         self.incarnation, self.owners = 0, shard.identity.first_owners
-        self.sent_bytes = 0  # to others, so far
+        self.sent_bytes = 0  # sent to other workers so far
         self._sequence = 0
         self._lost = ""
 
     def meet(self, peers: Peers) -> None:
-        """The workers of the next incarnation; `set_incarnation` follows. No call may be under way."""
+        """Set the workers of the next incarnation; `set_incarnation` follows. No call may be in progress."""
         self.peers = peers
 
     def set_incarnation(self, incarnation: int, workers: int = 1, owners: BucketMap | None = None) -> None:
-        """The shards were restored: as `Client.set_incarnation`.
+        """As `Client.set_incarnation`, after the shards were restored.
 
         Raises:
-            ConfigError: owners are not the workers that meet. Nothing was changed.
+            ConfigError: the owners are not the workers. Nothing was changed.
         """
         owners = owners or self.shard.identity.first_owners
         owners.check(self.shard.identity.num_buckets, self.peers.workers)
         if workers != self.peers.workers:
-            raise ConfigError(
-                f"expected {self.peers.workers} workers, each of which holds rows, got {workers}"
-            )
+            raise ConfigError(f"expected {self.peers.workers} workers that hold rows, got {workers}")
         self.incarnation, self.owners, self._sequence, self._lost = incarnation, owners, 0, ""
 
     def pull(self, lookup: Lookup) -> dict[str, np.ndarray]:
         """Stack → float32 [U, D], aligned with the lookup; keys without a row read as their initial value.
 
         Raises:
-            FencedError, UnavailableError: an owner is in another incarnation, or gone; everyone must be restored.
+            FencedError, UnavailableError: an owner is in another incarnation, or gone; all must be restored.
         """
         tables = self.shard.tables
         out = {
-            name: np.empty((len(its.id_U), tables[name].width), np.float32)
-            for name, its in lookup.stacks.items()
+            name: np.empty((len(stack.id_U), tables[name].width), np.float32)
+            for name, stack in lookup.stacks.items()
         }
         shares = split_by_owner(lookup, self.owners)
-        asked = [
-            ExchangeCall("pull", {"incarnation": self.incarnation, "stacks": _stacks(its)}, _keys(its))
-            for its in shares
+        calls = [
+            ExchangeCall("pull", {"incarnation": self.incarnation, "stacks": _stacks(owned)}, _keys(owned))
+            for owned in shares
         ]
-        for its, arrays in zip(shares, self._round(asked, self._pulled), strict=True):
-            for share, rows_MD in zip(its, arrays, strict=True):
+        for owned, arrays in zip(shares, self._round(calls, self._pulled), strict=True):
+            for share, rows_MD in zip(owned, arrays, strict=True):
                 if isinstance(share.at_M, slice):
                     out[share.stack] = rows_MD
                 else:
@@ -108,17 +109,20 @@ class RowExchange:
     def push(
         self, lookup: Lookup, gradients: Mapping[str, np.ndarray], *, step: int, time_ms: int, **more: Any
     ) -> None:
-        """Apply gradients (stack → float32 [U, D], aligned with the lookup) of all workers, each row's sum at its owner. `more`:
-        as `Client.push` takes it.
+        """Apply the gradients of all workers (stack → float32 [U, D], aligned with the lookup), each row's
+        sum at its owner.
+
+        `more`: as in `Client.push`.
 
         Raises:
-            WireError: a gradient has another shape, and nobody was told: the others wait until they are; or one isn't finite.
+            WireError: a gradient has another shape (nothing was sent, and the others wait until their time limit), or is not finite.
             FencedError, UnavailableError: as `pull`.
 
-        **If it fails**, other owners may have applied theirs: every further push is refused until `set_incarnation`.
+        **If it fails**, other owners may have applied theirs: every further push is rejected until
+        `set_incarnation`.
         """
         if self._lost:
-            raise UnavailableError(f"a push before this one was lost ({self._lost}); waiting for RESTORE")
+            raise UnavailableError(f"a push before this one was lost ({self._lost}); waiting to be restored")
         tables = self.shard.tables
         parts = {
             n: checked_gradient(n, g, (len(lookup.stacks[n].id_U), tables[n].width))
@@ -135,37 +139,37 @@ class RowExchange:
         }
         header |= {"incarnation": self.incarnation, "worker": self.peers.index, "sequence": self._sequence}
         header |= {"workers": self.peers.workers}
-        asked = []
+        calls = []
         for owned in split_by_owner(lookup, self.owners):
-            its = [share for share in owned if share.stack in parts]
-            arrays = [a for s in its for a in (s.table_M, s.id_M, part_of(parts[s.stack], s))]
-            asked.append(ExchangeCall("push", {**header, "stacks": _stacks(its)}, arrays))
+            sent = [share for share in owned if share.stack in parts]
+            arrays = [a for s in sent for a in (s.table_M, s.id_M, part_of(parts[s.stack], s))]
+            calls.append(ExchangeCall("push", {**header, "stacks": _stacks(sent)}, arrays))
         try:
-            self._round(asked, self._pushed)
+            self._round(calls, self._pushed)
         except RoostreamError as error:
             self._lost = str(error) or type(error).__name__
             raise
 
     def close(self) -> None:
-        """Peers and shard are the caller's."""
+        """Peers and shard belong to the caller."""
 
-    def _round(self, asked: Sequence[ExchangeCall], do: Any) -> list[list[np.ndarray]]:
-        """Everyone's calls at their owners, and the answers to this worker's."""
+    def _round(self, own_calls: Sequence[ExchangeCall], do: Any) -> list[list[np.ndarray]]:
+        """Send everyone's calls to their owners; return the answers to this worker's calls."""
         me = self.peers.index
-        method = asked[me].method
-        parts = [_NOTHING if n == me else self._sent(_encoded(call)) for n, call in enumerate(asked)]
+        method = own_calls[me].method
+        parts = [_NOTHING if n == me else self._sent(_encoded(call)) for n, call in enumerate(own_calls)]
         got = self.peers.all_to_all(parts, method)
-        calls = [asked[n] if n == me else _call_of(data) for n, data in enumerate(got)]
+        calls = [own_calls[n] if n == me else _call_of(data) for n, data in enumerate(got)]
         answers: list[list[np.ndarray] | RoostreamError] = do(calls)
-        back = [_NOTHING if n == me else self._sent(_answer(its)) for n, its in enumerate(answers)]
-        told = [
+        back = [_NOTHING if n == me else self._sent(_answer(answer)) for n, answer in enumerate(answers)]
+        received = [
             answers[n] if n == me else _answer_of(data)
             for n, data in enumerate(self.peers.all_to_all(back, f"{method} answered"))
         ]
-        for answer in told:
+        for answer in received:
             if isinstance(answer, RoostreamError):
                 raise answer
-        return [answer for answer in told if not isinstance(answer, RoostreamError)]
+        return [answer for answer in received if not isinstance(answer, RoostreamError)]
 
     def _pulled(self, calls: Sequence[ExchangeCall]) -> list[list[np.ndarray] | RoostreamError]:
         out: list[list[np.ndarray] | RoostreamError] = []
@@ -177,9 +181,9 @@ class RowExchange:
         return out
 
     def _pushed(self, calls: Sequence[ExchangeCall]) -> list[list[np.ndarray] | RoostreamError]:
-        """One update of all; everyone is told how it ended."""
+        """Apply one update of all workers; every worker gets the same outcome."""
         try:
-            updates = [self.calls.update_of(call.header, call.arrays) for call in calls]
+            updates = [self.calls.decode_push(call.header, call.arrays) for call in calls]
             self.shard.push_step(integer(calls[0].header, "incarnation"), updates)
         except RoostreamError as error:
             return [error for _ in calls]
@@ -205,10 +209,10 @@ def _encoded(call: ExchangeCall) -> np.ndarray:
     return _bytes(frames.encode(frames.CALL, {"method": call.method, "header": call.header}, call.arrays))
 
 
-def _answer(its: list[np.ndarray] | RoostreamError) -> np.ndarray:
-    if isinstance(its, RoostreamError):
-        return _bytes(frames.encode(frames.ERROR, error_body(its)))
-    return _bytes(frames.encode(frames.ANSWER, {"header": {}}, its))
+def _answer(answer: list[np.ndarray] | RoostreamError) -> np.ndarray:
+    if isinstance(answer, RoostreamError):
+        return _bytes(frames.encode(frames.ERROR, error_body(answer)))
+    return _bytes(frames.encode(frames.ANSWER, {"header": {}}, answer))
 
 
 def _bytes(buffers: Sequence[Any]) -> np.ndarray:
@@ -216,7 +220,7 @@ def _bytes(buffers: Sequence[Any]) -> np.ndarray:
 
 
 def _parsed(data: np.ndarray) -> tuple[int, frames.Body, list[np.ndarray]]:
-    """A frame's kind, header and arrays. Raises WireError: it is none, or damaged."""
+    """Kind, header and arrays of a frame. Raises WireError: it is damaged, or something else."""
     raw = np.ascontiguousarray(data).data
     prefix = frames.parse_prefix(raw[: frames.PREFIX_BYTES])
     ends = frames.PREFIX_BYTES + prefix.header_bytes

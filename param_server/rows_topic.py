@@ -1,4 +1,4 @@
-"""The `rows` topic: in Kafka, and in memory for tests and simulations."""
+"""The topic `rows` in Kafka, and in memory for tests and simulations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _READ_RECORDS = 500
 
 
 class InMemoryRows:
-    """Lists. `down` makes every call fail; `fail_after(n)` appends n more messages, then fails once; `trim` is retention."""
+    """A topic in memory. `down` makes every call fail; `fail_after(n)` appends n more messages, then fails
+    once."""
 
     def __init__(self, num_partitions: int = DEFAULT_PARTITIONS) -> None:
         self.values: list[list[bytes]] = [[] for _ in range(num_partitions)]
@@ -35,7 +36,7 @@ class InMemoryRows:
         self._fail_after = num_messages
 
     def trim(self, partition: int, first: int) -> None:
-        """Records below offset `first` are deleted."""
+        """Delete records below offset `first`, as retention does."""
         self.first[partition] = first
 
     def deliver(self, messages: Sequence[Message], stop: threading.Event) -> list[int]:
@@ -70,7 +71,7 @@ class InMemoryRows:
 
 
 class KafkaRows:
-    """The real one. Clients are made when they are first needed, and anew after an error that they don't outlive."""
+    """The topic in Kafka. Clients are created when needed, and again after an error that ends them."""
 
     def __init__(self, broker: Broker, prefix: str, clock: Clock | None = None) -> None:
         self.broker, self.prefix, self.clock = broker, prefix, clock or SystemClock()
@@ -78,9 +79,9 @@ class KafkaRows:
         self._producer: Producer | None = None
 
     def deliver(self, messages: Sequence[Message], stop: threading.Event) -> list[int]:
-        """See `RowsTopic`. Returns when Kafka has all messages; says so where that takes more than 5 s.
+        """See `RowsTopic`. Logs a warning if Kafka takes more than 5 s.
 
-        **If it fails**: the producer that lost a message is given up, and the next call makes another.
+        **If it fails**: the producer that lost a message is dropped, and the next call creates another.
         """
         if not messages:
             return []
@@ -103,9 +104,9 @@ class KafkaRows:
         self._await(producer, outcome, len(messages), stop)
         offsets = [o for n in range(len(messages)) if isinstance(o := outcome[n], int)]
         if len(offsets) < len(messages):
-            self._producer = None  # an idempotent producer doesn't outlive a lost message
+            self._producer = None  # an idempotent producer cannot continue after a lost message
             error = next(o for o in outcome.values() if not isinstance(o, int))
-            raise UnavailableError(f"topic {self.topic} at {self.broker} refused rows: {error.str()}")
+            raise UnavailableError(f"topic {self.topic} at {self.broker} rejected rows: {error.str()}")
         return offsets
 
     def bounds(self, partition: int, stop: threading.Event) -> tuple[int, int]:
@@ -113,7 +114,7 @@ class KafkaRows:
             return reader.bounds((ROWS, partition))[ROWS, partition]
 
     def read(self, partition: int, start: int, end: int, stop: threading.Event) -> Iterator[bytes]:
-        """See `RowsTopic`. Records without a value are passed over; while the broker is away it waits."""
+        """See `RowsTopic`. Records without a value are skipped; while the broker is away it waits."""
         at = (ROWS, partition)
         with contextlib.closing(self._reader(partition)) as reader:
             reader.seek({at: start})
@@ -138,15 +139,17 @@ class KafkaRows:
     def _await(
         self, producer: Producer, outcome: dict[int, int | KafkaError], wanted: int, stop: threading.Event
     ) -> None:
-        began_s, said = self.clock.monotonic_s(), False
+        began_s, warned = self.clock.monotonic_s(), False
         while len(outcome) < wanted:
             producer.poll(0.1)
             if stop.is_set() and self.clock.monotonic_s() - began_s > 2.0:
-                raise UnavailableError("stopped while rows were on their way")
-            if not said and self.clock.monotonic_s() - began_s > 5.0:
-                said = True
+                raise UnavailableError("stopped while row deltas were in flight")
+            if not warned and self.clock.monotonic_s() - began_s > 5.0:
+                warned = True
                 log.warning(
-                    "waiting for Kafka at %s to take %d deltas of rows", self.broker, wanted - len(outcome)
+                    "waiting for Kafka at %s to acknowledge %d row deltas", self.broker, wanted - len(outcome)
                 )
-        if said:
-            log.info("Kafka at %s took them after %.1f s", self.broker, self.clock.monotonic_s() - began_s)
+        if warned:
+            log.info(
+                "Kafka at %s acknowledged them after %.1f s", self.broker, self.clock.monotonic_s() - began_s
+            )

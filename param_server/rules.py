@@ -1,20 +1,22 @@
-"""The kernels of update rules: one gradient a row applied to rows and their state, in place, in float32. What a rule is
-called, its parameters and its first state: `roostream/schema/update_rules.py`.
+"""Kernels of the update rules: one gradient a row, applied to the row and its state in place, in float32.
+Names, parameters and first states of the rules are in `roostream/schema/update_rules.py`.
 
-Letters: U rows to update, N row places of a stack, D width, A numbers of state a row, K tables of the stack, P parameters.
+Letters: U rows to update, N rows of a stack, D width, A numbers of state a row, K tables of the stack, P
+parameters.
 
-Adagrad (Duchi, Hazan, Singer 2011, figure 1, diagonal; epsilon as in torch.optim.Adagrad and FBGEMM's exact optimizers):
+Adagrad (Duchi, Hazan, Singer 2011, figure 1, diagonal; epsilon as in torch.optim.Adagrad and FBGEMM's exact
+optimizers):
     a += g * g                  w -= lr * g / (sqrt(a) + eps)           A = D: one accumulator an element
 Row-wise Adagrad (Gupta et al. 2014; FBGEMM EXACT_ROWWISE_ADAGRAD, Mudigere et al. 2022):
     a += mean over D of g * g   w -= lr * g / (sqrt(a) + eps)           A = 1: one accumulator a row
-Adam (Kingma, Ba 2015, algorithm 1; epsilon as in torch.optim.Adam), where t counts the row's own updates, so that each row
-moves exactly as Adam moves it on its gradients alone:
+Adam (Kingma, Ba 2015, algorithm 1; epsilon as in torch.optim.Adam), where t counts the row's own updates, so
+that each row moves exactly as Adam moves it on its gradients alone:
     t += 1                      m = b1 * m + (1 - b1) * g               v = b2 * v + (1 - b2) * g * g
     w -= lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)         A = 2 D + 1: m, v, and t for a row
 
-No fastmath, and powers by multiplication: the same inputs give the same bits on every machine. `error_model="numpy"` takes
-out the test for a zero divisor, which would keep the loops from using vector instructions; the divisors are positive. Keys of
-one push are unique; were they not, they would be applied one after the other.
+No fastmath, and powers by multiplication: equal inputs give equal bits on every machine.
+`error_model="numpy"` removes the test for a zero divisor, which would prevent vector instructions; the
+divisors are positive. Keys of one push are unique; repeated keys would be applied one after the other.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from numba import njit
 
 
 class Kernel(Protocol):
-    """Apply one gradient a row, in place; no number of it is beyond MAX_GRADIENT."""
+    """Applies one gradient a row, in place; no number of a gradient exceeds MAX_GRADIENT."""
 
     def __call__(
         self,
@@ -99,7 +101,7 @@ def adam(
         learning_rate, beta1, beta2, epsilon = p_P[0], p_P[1], p_P[2], p_P[3]
         w_D, g_D, state_A = rows_ND[row_U[u]], gradient_UD[u], state_NA[row_U[u]]
         m_D, v_D = state_A[:width], state_A[width : 2 * width]
-        state_A[2 * width] += np.float32(1)  # stays at 2^24, where nothing is left to correct
+        state_A[2 * width] += np.float32(1)  # stops at 2^24, where the correction has vanished
         t = np.int64(state_A[2 * width])
         step = np.float32(learning_rate / (1.0 - _power(beta1, t)))
         root = np.float32(np.sqrt(1.0 - _power(beta2, t)))
@@ -113,7 +115,7 @@ def adam(
 
 @njit(cache=True, nogil=True)
 def _power(base: float, exponent: int) -> float:
-    """base ** exponent for an exponent of 0 and more."""
+    """base ** exponent for exponents from 0 on."""
     out = 1.0
     while exponent > 0:
         if exponent & 1:
@@ -124,13 +126,16 @@ def _power(base: float, exponent: int) -> float:
 
 
 MAX_GRADIENT = np.float32(2.0**20)
-"""No number of a gradient that reaches a kernel is beyond this. An accumulator stops growing where the square of it is less than
-half a unit in the last place, at 2^24 squares: 2^64, far below the 2^128 at which float32 ends. So no state becomes infinite,
-after however many updates; one that did would divide every later step of its row to 0."""
+"""Limit of each number of a gradient that reaches a kernel.
+
+An accumulator stops growing when a square is less than half a unit in its last place, at 2^24 squares: 2^64,
+far below 2^128, where float32 ends. So no state becomes infinite after any number of updates; an infinite one
+would make every later step of its row 0.
+"""
 
 
 def accumulators(rule: str, width: int) -> slice:
-    """Which of the A numbers of a row's state gather squares of gradients."""
+    """Which of the A numbers of a row's state accumulate squares of gradients."""
     return slice(width, 2 * width) if rule == "adam" else slice(None)
 
 

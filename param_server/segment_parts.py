@@ -1,8 +1,8 @@
-"""The parts of segments as they lie in a shard's store, each verified whenever it is read.
+"""The parts of segments in a shard's key-value store, each verified whenever it is read.
 
-d/<segment>                     directory: what the segment consists of, with checksums; empty while it is being written
-b/<segment>/<stack>/<bucket>    one block (param_server/row_block.py)
-r/<segment>/<stack>             what the stack's residency policy knew at that commit, if it keeps anything
+d/<segment>                     directory: the parts of the segment, with checksums; empty while it is being
+written b/<segment>/<stack>/<bucket>    one block (param_server/row_block.py) r/<segment>/<stack>
+state of the stack's eviction policy at that commit, if it has any
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from roostream.errors import CheckpointError
 from roostream.schema.schema import stack_shape
 
 FORMAT = 2
-"""Of directories. 1 is read too: it had no buckets that are whole."""
+"""Format of directories. Format 1, without complete buckets, can be read too."""
 
 _BATCH_BYTES = 8 << 20
 
 
 class Segment(NamedTuple):
-    """As a manifest names it."""
+    """A segment as a manifest names it."""
 
     name: str
     rows: int
@@ -41,18 +41,16 @@ class BlockEntry(NamedTuple):
 
 
 class SegmentDirectory(NamedTuple):
-    """What one segment consists of."""
+    """The parts of one segment."""
 
     name: str
     blocks: Mapping[str, Mapping[int, BlockEntry]]  # stack → bucket → block
-    whole: frozenset[
-        int
-    ]  # buckets of which the segment holds every row there was: older segments' blocks of them are over
-    residency: Mapping[str, str]  # stack → checksum
+    complete: frozenset[int]  # buckets with all their rows: older blocks of them are obsolete
+    policy_checksums: Mapping[str, str]  # stack → checksum
 
 
 class SegmentBucket(NamedTuple):
-    """A bucket's keys in every segment of a commit."""
+    """A bucket's blocks in all segments of a commit."""
 
     stack: str
     bucket: int
@@ -60,20 +58,27 @@ class SegmentBucket(NamedTuple):
 
 
 class SegmentParts:
-    """`shapes`: stack → (width, state width). Reading raises CheckpointError where a part is absent or damaged, and every
-    method UnavailableError where the store can't be used now."""
+    """`shapes`: stack → (width, state width).
+
+    Reading raises CheckpointError if a part is absent or damaged. Every method raises UnavailableError if the
+    store cannot be used now.
+    """
 
     def __init__(self, store: KeyValueStore, shapes: Mapping[str, tuple[int, int]]) -> None:
         self.store, self.shapes = store, dict(shapes)
 
     def names(self) -> list[str]:
-        """Of all segments, unfinished ones among them."""
+        """All segments, including unfinished ones."""
         return [key[2:].decode() for key in self.store.keys(b"d/")]
 
     def write(
-        self, name: str, parts: Iterable[SegmentBucket], whole: Iterable[int], residency: Mapping[str, bytes]
+        self,
+        name: str,
+        parts: Iterable[SegmentBucket],
+        complete: Iterable[int],
+        policy_states: Mapping[str, bytes],
     ) -> Segment:
-        """Store a segment of one block a bucket, anew if there is one of that name. Durable when it returns."""
+        """Store a segment of one block a bucket, replacing one of the same name. Durable on return."""
         self.delete([name])
         self.store.write([(_directory_key(name), b"")])
         entries: dict[str, dict[str, Any]] = {}
@@ -88,8 +93,13 @@ class SegmentParts:
             if waiting >= _BATCH_BYTES:
                 self.store.write(batch)
                 batch, waiting = [], 0
-        states = {stack: (_residency_key(name, stack), state) for stack, state in residency.items()}
-        content: dict[str, Any] = {"format": FORMAT, "name": name, "blocks": entries, "whole": sorted(whole)}
+        states = {stack: (_policy_key(name, stack), state) for stack, state in policy_states.items()}
+        content: dict[str, Any] = {
+            "format": FORMAT,
+            "name": name,
+            "blocks": entries,
+            "whole": sorted(complete),
+        }
         if states:
             total += sum(len(state) for _, state in states.values())
             sums = {stack: f"{blocks.checksum(state, key):016x}" for stack, (key, state) in states.items()}
@@ -102,7 +112,7 @@ class SegmentParts:
         data = self.store.get(_directory_key(segment.name))
         if not data:
             raise CheckpointError(
-                f"segment {segment.name} is absent; this shard's data directory is not the one that wrote it"
+                f"segment {segment.name} is absent; expected the data directory of the shard that wrote it"
             )
         if f"{blocks.checksum(data):016x}" != segment.checksum:
             raise CheckpointError(
@@ -117,38 +127,38 @@ class SegmentParts:
             stack: {int(bucket): BlockEntry(**entry) for bucket, entry in entries.items()}
             for stack, entries in content["blocks"].items()
         }
-        residency = {stack: entry["checksum"] for stack, entry in content.get("residency", {}).items()}
-        return SegmentDirectory(segment.name, found, frozenset(content.get("whole", ())), residency)
+        checksums = {stack: entry["checksum"] for stack, entry in content.get("residency", {}).items()}
+        return SegmentDirectory(segment.name, found, frozenset(content.get("whole", ())), checksums)
 
     def block(self, name: str, stack: str, bucket: int, entry: BlockEntry) -> RowBlock:
         key = _block_key(name, stack, bucket)
         data = self.store.get(key)
         if data is None or len(data) != entry.bytes or data[-8:].hex() != entry.checksum:
             raise CheckpointError(
-                f"segment part {key.decode()} is absent or not the one that was committed: it is damaged"
+                f"segment part {key.decode()} is damaged: absent, or not what was committed"
             )
         return blocks.decode(data, key, *self.shape(stack))
 
     def shape(self, stack: str) -> tuple[int, int]:
-        """(width, state width); of a stack that the schema had once, as its name says."""
+        """(width, state width); of a former stack as its name tells."""
         shape = self.shapes.get(stack) or stack_shape(stack)
         if shape is None:
             raise CheckpointError(
-                f"expected a stack such as d16-adagrad, got {stack!r}; use the Roostream that wrote it"
+                f"expected a stack such as d16-adagrad, got {stack!r}; use the version of Roostream that wrote it"
             )
         return shape
 
-    def residency(self, name: str, stack: str, checksum: str) -> bytes:
-        key = _residency_key(name, stack)
+    def policy_state(self, name: str, stack: str, checksum: str) -> bytes:
+        key = _policy_key(name, stack)
         data = self.store.get(key)
         if data is None or f"{blocks.checksum(data, key):016x}" != checksum:
             raise CheckpointError(
-                f"segment part {key.decode()} is absent or not the one that was committed: it is damaged"
+                f"segment part {key.decode()} is damaged: absent, or not what was committed"
             )
         return data
 
     def delete(self, names: Iterable[str]) -> None:
-        """Interrupted anywhere, the next call goes on."""
+        """Can be repeated after an interruption."""
         for name in names:
             keys = [key for kind in "br" for key in self.store.keys(f"{kind}/{name}/".encode())]
             keys.append(_directory_key(name))
@@ -159,7 +169,7 @@ def _directory_key(name: str) -> bytes:
     return f"d/{name}".encode()
 
 
-def _residency_key(name: str, stack: str) -> bytes:
+def _policy_key(name: str, stack: str) -> bytes:
     return f"r/{name}/{stack}".encode()
 
 

@@ -1,16 +1,18 @@
-"""Committed rows of one shard: segments, each the changes of one commit, and which of them together are the state.
+"""Committed rows of one shard: segments, each with the changes of one commit, and which of them together are
+the state.
 
-A segment is named `<seq>-<incarnation>`. A commit's state is its list of segments, oldest first: a key's newest entry counts.
-`history`, beside the segments (param_server/segment_parts.py), lists the newest commits as this shard knows them:
-[[seq, incarnation, [segment…]]…].
+A segment is named `<seq>-<incarnation>`. A commit's state is its list of segments, oldest first: the newest
+entry of a key counts. `history`, beside the segments (param_server/segment_parts.py), lists the newest
+commits of this shard: [[seq, incarnation, [segment…]]…].
 
-**No list grows for ever, and no commit writes everything.** When a list is long, each commit also writes some buckets *whole*:
-every row of them, from memory. Older blocks of these buckets are over, and a segment without any other is dropped from the list.
-As many rows are written again as had changed, so that disk and time stay within twice what the changes take.
+**Lists do not grow for ever, and no commit writes everything.** When a list is long, each commit also writes
+some buckets *completely*: every row of them, from memory. Older blocks of these buckets are obsolete, and a
+segment without any other block is dropped from the list. As many rows are rewritten as have changed, so disk
+and time stay within twice what the changes take.
 
-**SegmentDamage is found while memory still has the rows.** With each commit one bucket of the state is read back, and the segment of the
-oldest kept commit, before what only older commits need is deleted. The buckets of a damaged part are written whole by the next
-commit.
+**Damage is found while memory still has the rows.** Each commit reads back one bucket of the state, and the
+segment of the oldest kept commit, before it deletes what only older commits need. The next commit rewrites
+the buckets of a damaged part completely.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from roostream.schema.ids import buckets_of
 
 log = logging.getLogger("roostream.segments")
 
-KEEP_COMMITS = KEEP_MANIFESTS  # a manifest without its segments would be no use
+KEEP_COMMITS = KEEP_MANIFESTS  # a manifest is useless without its segments
 FEW_SEGMENTS, MANY_SEGMENTS = 8, 64
 _HISTORY = b"history"
 _NAMED = 8
@@ -49,17 +51,17 @@ EMPTY_COMMIT = Commit(0, 0, ())  # before any commit
 
 
 class SegmentDamage(NamedTuple):
-    """Of one part."""
+    """A damaged part of a segment."""
 
-    buckets: frozenset[int]  # written whole, nothing needs the part any more
-    rows: int  # about how many were in it
+    buckets: frozenset[int]  # once they are rewritten completely, the part is not needed
+    rows: int  # about how many rows it has
 
 
 def commit_of(manifest: Manifest, index: int) -> Commit:
     """What `manifest` names of shard `index`.
 
     Raises:
-        CheckpointError: it names none of this shard's segments.
+        CheckpointError: it names no segments of this shard.
     """
     try:
         segments = tuple(
@@ -67,16 +69,18 @@ def commit_of(manifest: Manifest, index: int) -> Commit:
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{manifest.name}: expected the segments of shard {index}, got none that can be read ({error!r})"
+            f"{manifest.name}: expected the segments of shard {index}, got something else ({error!r})"
         ) from None
     return Commit(manifest.seq, manifest.incarnation, segments)
 
 
 class Segments:
-    """`shapes`: stack → (width, state width); `buckets`: those of this shard, all if left out; `accepted`: names of parts
-    whose rows may be lost (`<segment>`, `<segment>/<stack>`, `<segment>/<stack>/<bucket>`). One thread at a time.
+    """The segments of one shard. One thread at a time.
 
-    Every method raises UnavailableError where the store can't be read or written now.
+    `shapes`: stack → (width, state width). `buckets`: the shard's buckets, None = all. `accepted`: names of
+    parts whose rows may be lost (`<segment>`, `<segment>/<stack>`, `<segment>/<stack>/<bucket>`).
+
+    Every method raises UnavailableError if the store cannot be read or written now.
     """
 
     def __init__(
@@ -92,21 +96,22 @@ class Segments:
         self.store, self.shapes, self.num_buckets = store, dict(shapes), num_buckets
         self.buckets = tuple(range(num_buckets) if buckets is None else buckets)
         self.accepted, self.keep = frozenset(accepted), keep
-        self.damaged: dict[str, SegmentDamage] = {}  # parts of the last commit's state
-        self.num_damaged = 0  # parts found damaged since the start
-        self.lost: set[str] = set()  # accepted parts that the last restore did without
-        self.moved = False  # memory has rows in other stacks than the segments: the next commit writes every bucket whole
+        self.damaged: dict[str, SegmentDamage] = {}  # damaged parts of the last commit's state
+        self.num_damaged = 0  # damaged parts found since the start
+        self.lost: set[str] = set()  # accepted parts that the last restore skipped
+        self.needs_rewrite = False  # rows have moved to other stacks: the next commit rewrites every bucket
         self._parts = SegmentParts(store, shapes)
         self._restored: Commit | None = None  # since the last `commit`
-        self._read_back = ""  # the segment that was read back last
+        self._read_back = ""  # segment that was read back last
 
-    # Writing
+    def buckets_to_rewrite(self, base: Sequence[Segment], share: float) -> frozenset[int]:
+        """Buckets that the next segment over `base` should hold completely, where `share` of the rows have
+        changed.
 
-    def to_rewrite(self, base: Sequence[Segment], share: float) -> frozenset[int]:
-        """Buckets that the next segment over `base` should hold whole, where `share` of the rows have changed: those of damaged
-        parts, and where the list is long that share of all, the oldest segment's first. None where nothing changed; all where
-        rows have moved."""
-        if self.moved:
+        Those of damaged parts; and if the list is long, that share of all buckets, the oldest segment's
+        first. None if nothing changed; all if rows have moved to other stacks.
+        """
+        if self.needs_rewrite:
             return frozenset(self.buckets)
         chosen: list[int] = []
         if len(base) >= FEW_SEGMENTS and share > 0:
@@ -120,35 +125,39 @@ class Segments:
         name: str,
         changes: Mapping[str, RowBlock],
         base: Sequence[Segment],
-        residency: Mapping[str, bytes] | None = None,
-        whole: frozenset[int] = _NONE,
+        policy_states: Mapping[str, bytes] | None = None,
+        complete: frozenset[int] = _NONE,
     ) -> tuple[Segment, ...]:
-        """Store `changes` (stack → block; every row of the buckets in `whole`) over `base`, and `residency` (stack → its policy's
-        state; left out where it is empty); the new state's segments. Durable when it returns, part of nothing until a manifest
-        names it.
+        """Store `changes` (stack → block; every row of the buckets in `complete`) over `base`; return the
+        segments of the new state.
 
-        **If it fails:** `base` is as it was and nothing is left of `name`, or what is left goes with the next `commit`.
+        `policy_states`: stack → state of its eviction policy; empty ones are left out. The segment is durable
+        on return, and part of nothing until a manifest names it.
+
+        **If it fails:** `base` is unchanged. What is left of segment `name` is deleted with the next
+        `commit`.
         """
-        kept = {stack: state for stack, state in (residency or {}).items() if state}
+        states = {stack: state for stack, state in (policy_states or {}).items() if state}
         if (
             not any(len(block.keys) for block in changes.values())
-            and not whole
-            and self._has_residency(base, kept)
+            and not complete
+            and self._has_policy_states(base, states)
         ):
             return tuple(base)
-        return self.write_parts(name, self._split(changes), base, kept, whole)
+        return self.write_parts(name, self._split(changes), base, states, complete)
 
     def write_parts(
         self,
         name: str,
         parts: Iterable[SegmentBucket],
         base: Sequence[Segment],
-        residency: Mapping[str, bytes] | None = None,
-        whole: frozenset[int] = _NONE,
+        policy_states: Mapping[str, bytes] | None = None,
+        complete: frozenset[int] = _NONE,
     ) -> tuple[Segment, ...]:
-        """As `write`, of parts of one block that come one by one, also where there are none."""
+        """As `write`, for parts with one block each that come one by one; writes a segment even if there are
+        none."""
         try:
-            state = (*base, self._parts.write(name, parts, whole, residency or {}))
+            state = (*base, self._parts.write(name, parts, complete, policy_states or {}))
             return tuple(
                 s for s, live in zip(state, self._live(state), strict=True) if live or s.name == name
             )
@@ -157,28 +166,34 @@ class Segments:
             raise
 
     def discard(self, name: str) -> None:
-        """A segment that will not be committed; never raises, since the next `commit` deletes what is left of it."""
+        """Delete a segment that will not be committed. Never raises: the next `commit` deletes what is
+        left."""
         try:
             self._parts.delete([name])
         except (CheckpointError, UnavailableError) as error:
-            log.warning("an abandoned segment could not be deleted (%s); the next commit tries again", error)
+            log.warning("an aborted segment could not be deleted (%s); the next commit tries again", error)
 
     def commit(self, commit: Commit) -> None:
-        """A manifest names this state: remember it, read a part of it back, and delete what none of the newest `keep`
-        needs. Nothing is deleted while something is damaged."""
-        self.moved = False
+        """A manifest names this state: record it, read a part of it back, and delete what none of the newest
+        `keep` commits needs.
+
+        Nothing is deleted while something is damaged.
+        """
+        self.needs_rewrite = False
         history = self._remember(commit)
-        self._forget_healed(commit.segments)
+        self._drop_obsolete_damage(commit.segments)
         if history:
             self._scrub(history)
         if not self.damaged:
             kept = {s.name for past in history for s in past.segments}
             self._parts.delete([name for name in self._parts.names() if name not in kept])
 
-    def restored(self, commit: Commit, linked: Collection[int] | None = None) -> None:
-        """The state is this one again; later ones are abandoned, but forgotten only with the next commit. Writes nothing, so
-        that a full disk can't refuse a restore, but deletes what belongs to no commit, if it can: segments whose number is
-        not in `linked`, those of all manifests (None: nobody knows)."""
+    def note_restored(self, commit: Commit, linked: Collection[int] | None = None) -> None:
+        """The state is this one again. Later commits are abandoned, but forgotten only with the next commit.
+
+        Writes nothing, so that a full disk cannot prevent a restore. Deletes, if possible, segments of no
+        commit: those whose number is not in `linked`, the numbers of all manifests (None: not known).
+        """
         self._restored = commit
         if linked is None:
             return
@@ -186,23 +201,23 @@ class Segments:
             kept = {s.name for past in (*self.history(), commit) for s in past.segments}
             abandoned = [n for n in self._parts.names() if n not in kept and _seq_of(n) not in linked]
         except (CheckpointError, UnavailableError) as error:
-            log.warning("abandoned segments could not be looked for (%s); the next commit tries again", error)
+            log.warning("abandoned segments could not be listed (%s); the next commit tries again", error)
             return
         for name in abandoned:
             self.discard(name)
 
-    # Reading
-
     def read(
         self, segments: Sequence[Segment], buckets: Mapping[str, Collection[int]] | None = None
     ) -> Iterator[SegmentBucket]:
-        """Every part of a state (of this shard's buckets, or of the given stacks'), verified as it is read. Marks of what is
-        unpublished are those of the newest segment: older ones mean nothing any more. Stacks that the schema doesn't have now
-        come first, unless `buckets` are given. Accepted parts that can't be read are passed over; `lost` and `damaged` then
-        have them.
+        """Every part of a state (of this shard's buckets, or of the given stacks' buckets), verified as it is
+        read.
+
+        Unpublished marks of the newest segment are kept; older ones are obsolete. Stacks that the schema does
+        not have any more come first, unless `buckets` are given. Accepted parts that cannot be read are
+        skipped and added to `lost` and `damaged`.
 
         Raises:
-            CheckpointError: a segment, or a part of it, is absent or damaged.
+            CheckpointError: a segment or a part of it is absent or damaged.
         """
         directories = self._directories(segments)
         stacks = {stack for directory in directories for stack in directory.blocks}
@@ -215,14 +230,14 @@ class Segments:
                         stack, bucket, [b if n == segments[-1].name else blocks.published(b) for n, b in part]
                     )
 
-    def residency(self, segments: Sequence[Segment]) -> dict[str, bytes]:
-        """Stack → its policy's state in this state; the newest segment has it. Raises as `read`."""
+    def policy_states(self, segments: Sequence[Segment]) -> dict[str, bytes]:
+        """Stack → state of its eviction policy in this state, from the newest segment. Raises as `read`."""
         if not segments or not (directories := self._directories(segments[-1:])):
             return {}
         states = {}
-        for stack, checksum in directories[0].residency.items():
+        for stack, checksum in directories[0].policy_checksums.items():
             try:
-                states[stack] = self._parts.residency(segments[-1].name, stack, checksum)
+                states[stack] = self._parts.policy_state(segments[-1].name, stack, checksum)
             except CheckpointError as error:
                 self._accept(f"{segments[-1].name}/{stack}/residency", SegmentDamage(_NONE, 0), error)
         return states
@@ -241,7 +256,7 @@ class Segments:
             raise CheckpointError(f"the list of commits of this shard is damaged: {error}") from None
 
     def check(self, segments: Sequence[Segment], buckets: Collection[int]) -> dict[str, SegmentDamage]:
-        """Damaged parts of a state, as far as these buckets need them."""
+        """Damaged parts of a state that these buckets need."""
         found: dict[str, SegmentDamage] = {}
         directories: list[SegmentDirectory] = []
         for segment in reversed(segments):
@@ -259,18 +274,18 @@ class Segments:
                     found[f"{name}/{stack}/{bucket}"] = SegmentDamage(
                         frozenset({bucket}), self._rows_in(stack, entry)
                     )
-        for stack, checksum in directories[0].residency.items() if directories else ():
+        for stack, checksum in directories[0].policy_checksums.items() if directories else ():
             try:
-                self._parts.residency(directories[0].name, stack, checksum)
+                self._parts.policy_state(directories[0].name, stack, checksum)
             except CheckpointError:
                 found[f"{directories[0].name}/{stack}/residency"] = SegmentDamage(_NONE, 0)
         return found
 
-    def explain(self, segments: Sequence[Segment]) -> str:
-        """Which rows of a state are lost, and how to go on without them."""
+    def explain_damage(self, segments: Sequence[Segment]) -> str:
+        """Which rows of a state are lost, and how to continue without them."""
         found = self.check(segments, self.buckets)
         if not found:
-            return "it could be read a moment later: restore it again"
+            return "no damage was found a moment later; restore again"
         named = ", ".join(
             f"{part} (about {damage.rows} rows)" for part, damage in list(found.items())[:_NAMED]
         )
@@ -278,7 +293,7 @@ class Segments:
         parts = found if len(found) <= _NAMED else dict.fromkeys(part.split("/")[0] for part in found)
         accepted = ", ".join(f'"{part}"' for part in parts)
         return (
-            f"damaged of {segments[-1].name} are {named}{more}; bring the shard's home back from a backup, or go on without "
+            f"damaged of {segments[-1].name} are {named}{more}; restore the shard's home from a backup, or continue without "
             f"these rows by accept_lost_rows = [{accepted}] in the shard's settings"
         )
 
@@ -307,11 +322,11 @@ class Segments:
                 )
 
     def _accept(self, part: str, damage: SegmentDamage, error: CheckpointError) -> None:
-        """Go on without a part, if the settings say so."""
+        """Continue without a part if the settings allow it, else raise the error."""
         names = part.split("/")
         if self.accepted.isdisjoint("/".join(names[:n]) for n in range(1, len(names) + 1)):
             raise error
-        log.error("about %d rows are lost, as the settings accept: %s", damage.rows, error)
+        log.error("about %d rows are lost, as accept_lost_rows allows: %s", damage.rows, error)
         self.lost.add(part)
         self.damaged[part] = damage
 
@@ -319,7 +334,7 @@ class Segments:
         return blocks.rows_in(entry.bytes, *self._parts.shape(stack))
 
     def bytes_by_bucket(self, segments: Sequence[Segment]) -> dict[int, int]:
-        """What a state holds of this shard's buckets, as its directories say. Raises as `read`."""
+        """Bytes of a state in each bucket of this shard, from directories alone. Raises as `read`."""
         directories = self._directories(segments)
         stacks = {stack for directory in directories for stack in directory.blocks}
         return {
@@ -327,29 +342,26 @@ class Segments:
             for b in self.buckets
         }
 
-    # Which parts a state needs
-
     def _live(self, state: Sequence[Segment]) -> list[frozenset[int]]:
-        """Buckets of each segment whose blocks are not over; all of this shard's that could be where its directory is damaged."""
-        own, over = frozenset(self.buckets), set[int]()
+        """Buckets of each segment whose blocks are not obsolete; if a directory is damaged, all that it could
+        hold."""
+        own, obsolete = frozenset(self.buckets), set[int]()
         out: list[frozenset[int]] = []
         for segment in reversed(state):
             try:
                 directory = self._parts.directory(segment)
-                held, whole = (
-                    [b for stack in self.shapes for b in directory.blocks.get(stack, ())],
-                    directory.whole,
-                )
+                stored = [b for stack in self.shapes for b in directory.blocks.get(stack, ())]
+                complete = directory.complete
             except CheckpointError:
-                self._found({segment.name: SegmentDamage(frozenset(self.buckets), segment.rows)})
-                held, whole = list(self.buckets), _NONE
-            out.append(own.intersection(held) - over)
-            over |= whole
+                self._note_damage({segment.name: SegmentDamage(frozenset(self.buckets), segment.rows)})
+                stored, complete = list(self.buckets), _NONE
+            out.append(own.intersection(stored) - obsolete)
+            obsolete |= complete
         return out[::-1]
 
-    def _has_residency(self, base: Sequence[Segment], states: Mapping[str, bytes]) -> bool:
+    def _has_policy_states(self, base: Sequence[Segment], states: Mapping[str, bytes]) -> bool:
         try:
-            return not self.damaged and self.residency(base) == states
+            return not self.damaged and self.policy_states(base) == states
         except CheckpointError:
             return False
 
@@ -359,31 +371,31 @@ class Segments:
         if oldest.name != self._read_back:
             found |= self.check([oldest], self.buckets)
         self._read_back = oldest.name
-        self._found(found)
+        self._note_damage(found)
 
-    def _found(self, damaged: Mapping[str, SegmentDamage]) -> None:
+    def _note_damage(self, damaged: Mapping[str, SegmentDamage]) -> None:
         for part, damage in damaged.items():
             if part not in self.damaged:
                 log.error(
-                    "segment part %s is damaged; its rows are in memory, and the next commit writes them again",
+                    "segment part %s is damaged; its rows are in memory, and the next commit rewrites them",
                     part,
                 )
                 self.num_damaged += 1
                 self.damaged[part] = damage
 
-    def _forget_healed(self, state: Sequence[Segment]) -> None:
+    def _drop_obsolete_damage(self, state: Sequence[Segment]) -> None:
         live = dict(zip((s.name for s in state), self._live(state), strict=True)) if self.damaged else {}
         newest = state[-1].name if state else ""
         for part, damage in list(self.damaged.items()):
             name = part.split("/")[0]
             if name != newest and not damage.buckets & live.get(name, _NONE):
-                log.info("segment part %s is not needed any more", part)
+                log.info("damaged segment part %s is not needed any more", part)
                 del self.damaged[part]
 
     def _remember(self, commit: Commit) -> list[Commit]:
         try:
             past = self.history()
-        except CheckpointError as error:  # it only says what may be deleted: begin a new one
+        except CheckpointError as error:  # it only tells what may be deleted: start a new one
             log.warning("%s", error)
             past = []
         for newer in (self._restored, commit):
@@ -404,12 +416,12 @@ class Segments:
 def _entries(
     directories: Sequence[SegmentDirectory], stack: str, bucket: int
 ) -> Iterator[tuple[str, BlockEntry]]:
-    """Newest first, as they are given, down to where the bucket is whole."""
+    """Entries of a bucket, newest first, down to the segment that has it completely."""
     for directory in directories:
         entry = directory.blocks.get(stack, {}).get(bucket)
         if entry:
             yield directory.name, entry
-        if bucket in directory.whole:
+        if bucket in directory.complete:
             return
 
 

@@ -124,7 +124,7 @@ def foreseen(batch: int, most: int) -> Iterator[Work]:
     )
     seen = Profiler(1.0)
     for n in range(MIN_BATCHES):
-        seen.see(*first[n * len(first) // MIN_BATCHES])
+        seen.count(*first[n * len(first) // MIN_BATCHES])
     expected: dict[str, float] = {}
 
     def step() -> None:
@@ -160,7 +160,7 @@ def _counted(looked_up: list[tuple[Batch, Lookup]]) -> dict[str, float]:
     """Feature → unique rows a batch."""
     all_of_them = Profiler(1.0)
     for batch, lookup in looked_up:
-        all_of_them.see(batch, lookup)
+        all_of_them.count(batch, lookup)
     return {feature: its.uniques / its.batches for feature, its in all_of_them.profiles.items()}
 
 
@@ -172,4 +172,4 @@ def profiled(requests: int) -> Iterator[Work]:
         data.sample_records(schema, requests, candidates=5)
     )
     lookup, profiler = build_lookup(batch), Profiler(1.0)
-    yield Work(lambda: profiler.see(batch, lookup), 1.0)
+    yield Work(lambda: profiler.count(batch, lookup), 1.0)

@@ -1,16 +1,24 @@
-"""Which owner gets which piece of which table: greedy, with a bound that no plan can be below.
+"""The placement planner: which owner gets which piece of which table. Greedy, with a lower bound on every
+plan.
 
-    for thresholds t from coarse to fine       a table is cut into the fewest equal row pieces that cost t or less each
-      tables, the largest piece first          its pieces go to the owners that have the least so far, each to another one
-    best of all                                and no worse than everything row-wise
+    for thresholds t from coarse to fine       cut each table into the fewest equal row pieces that cost at most t each
+      tables, the largest piece first          place its pieces at the least loaded owners, each at another one
+    the best of all                            and no worse than everything row-wise
 
-A table that nobody has counted is cut over all owners: a guess costs far more. Column pieces are cut where a caller asks for
-them, and refused for rules that keep one state a row: each piece would have its own. TorchRec accepts that; weights trained on so
-were off by 6.7e-2.
+A table without a profile is cut over all owners: a wrong guess would cost far more. Column pieces are cut
+only on request, and rejected for rules with one state a row, because each piece would have its own state
+(TorchRec accepts that; weights trained that way were off by 6.7e-2).
 
     bound = max( Σ cheapest cost of a table / N, max over tables of a piece of 1 / N of it )
 
-Letters: N owners.
+What a piece costs its owner:
+    memory    a unique row is read, then read and written with its state: (row + 64) + 2 (row + state + 64) bytes
+    network   it goes to the requester and its gradient comes back: 2 rows + 8 bytes
+    ids       each id that asks for it
+    fixed     each piece, however small
+
+The constants are assumed until a benchmark has measured them, and every predicted time says so. Loads in
+bytes and their imbalance need no constants. Letters: N owners.
 """
 
 from __future__ import annotations
@@ -31,38 +39,38 @@ _THRESHOLDS = 24
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TablePiece:
-    """Of a table, at one owner."""
+    """A piece of a table at one owner."""
 
     table: str
     kind: Kind
     owner: int
-    number: int  # of `of` pieces
+    number: int  # among `of` pieces
     of: int
     columns: tuple[int, int]  # from, to
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlacementPlan:
-    """Equal inputs give equal plans, to the byte."""
+    """Equal inputs give equal plans, byte for byte."""
 
     owners: int
     pieces: tuple[TablePiece, ...]
-    predicted_s: float  # of the busiest owner, a step
+    predicted_s: float  # a step of the busiest owner
     bound_s: float
     time_imbalance: float
     bytes_imbalance: float
-    said: str  # how far times can be believed
+    said: str  # how reliable the times are
     warnings: tuple[str, ...] = ()
 
     def plain(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     def kind_of(self, table: str) -> str:
-        """How a table is cut, for people."""
-        its = [piece for piece in self.pieces if piece.table == table]
-        if not its:
+        """How a table is cut, as text."""
+        pieces = [piece for piece in self.pieces if piece.table == table]
+        if not pieces:
             return "not in it"
-        return f"whole at {its[0].owner}" if len(its) == 1 else f"{len(its)} {its[0].kind} pieces"
+        return f"whole at {pieces[0].owner}" if len(pieces) == 1 else f"{len(pieces)} {pieces[0].kind} pieces"
 
 
 def plan(
@@ -74,26 +82,26 @@ def plan(
     columns: Mapping[str, int] | None = None,
     whole_or_all: bool = False,
 ) -> PlacementPlan:
-    """For `owners` that are requesters too (workers), or shards that as many ask. `memory_bytes`: of one owner, 0 = ample.
-    `columns`: table → column pieces, where they are wanted. `whole_or_all`: a table's rows lie at one owner or at all of them, as
-    TorchRec cuts (sharding_file.py).
+    """Plan for `owners` that are also the requesters (workers), or shards with as many requesters.
+
+    `memory_bytes`: of one owner, 0 = unlimited. `columns`: table → number of column pieces. `whole_or_all`:
+    place a table's rows at one owner or all of them, as TorchRec does (sharding_file.py).
 
     Raises:
-        SchemaError: column pieces of a table whose rule keeps one state a row, or that don't divide its columns.
-        ConfigError: more column pieces than owners; or rows don't fit: what is needed, the largest table, how many owners
-            suffice.
+        SchemaError: column pieces of a table whose rule keeps one state a row, or that do not divide its columns.
+        ConfigError: more column pieces than owners; or the rows do not fit: what is needed and how many owners suffice.
     """
     costs, columns = costs or CostModel(), columns or {}
     for table in tables:
         _check_columns(table, columns.get(table.name, 1), owners)
     _check_memory(tables, owners, memory_bytes)
     warnings = _warnings([table for table in tables if columns.get(table.name, 1) == 1])
-    ways = [{t.name: owners for t in tables}, *_ways_by_threshold(tables, owners, costs)]
+    ways = [{t.name: owners for t in tables}, *_cuts_by_threshold(tables, owners, costs)]
     if whole_or_all:
         ways = [{name: pieces if pieces == 1 else owners for name, pieces in way.items()} for way in ways]
     best: tuple[float, list[TablePiece]] | None = None
     for way in ways:
-        pieces, load_N = _placed(tables, way, columns, owners, costs, memory_bytes)
+        pieces, load_N = _place_pieces(tables, way, columns, owners, costs, memory_bytes)
         if best is None or load_N.max() < best[0] * (1 - 1e-12):
             best = float(load_N.max()), pieces
     assert best is not None
@@ -113,7 +121,8 @@ def plan(
 def loads(
     pieces: Sequence[TablePiece], tables: Sequence[PlannedTable], owners: int, costs: CostModel
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds, and bytes moved, of each owner a step, float64 [N]; rows of a table counted as spread evenly over its pieces."""
+    """Seconds, and bytes moved, of each owner a step, float64 [N]; a table's rows count as spread evenly over
+    its pieces."""
     of = {table.name: table for table in tables}
     time_N, bytes_N = np.zeros(owners), np.zeros(owners)
     for piece in pieces:
@@ -125,7 +134,8 @@ def loads(
 
 
 def bound(tables: Sequence[PlannedTable], owners: int, costs: CostModel) -> float:
-    """No plan of whole tables or row pieces is faster. An uncounted table's fixed cost is in it once for each owner."""
+    """No plan of uncut tables or row pieces is faster. An unprofiled table's fixed cost counts once for each
+    owner."""
     if not tables:
         return 0.0
     pieces = [1 if table.uniques is not None else owners for table in tables]
@@ -135,7 +145,7 @@ def bound(tables: Sequence[PlannedTable], owners: int, costs: CostModel) -> floa
     return max(work / owners, max(piece_cost(t, owners, costs, rows=1 / owners) for t in tables))
 
 
-def _ways_by_threshold(tables: Sequence[PlannedTable], owners: int, costs: CostModel) -> list[dict[str, int]]:
+def _cuts_by_threshold(tables: Sequence[PlannedTable], owners: int, costs: CostModel) -> list[dict[str, int]]:
     whole = [piece_cost(table, owners, costs) for table in tables if table.uniques is not None]
     if not whole:
         return []
@@ -149,7 +159,7 @@ def _ways_by_threshold(tables: Sequence[PlannedTable], owners: int, costs: CostM
 
 
 def _pieces_within(table: PlannedTable, max_s: float, owners: int, costs: CostModel) -> int:
-    """The fewest, a power of two or all owners."""
+    """The fewest pieces, a power of two or all owners."""
     if table.uniques is None:
         return owners
     work = piece_cost(table, owners, costs) - costs.piece_s
@@ -159,7 +169,7 @@ def _pieces_within(table: PlannedTable, max_s: float, owners: int, costs: CostMo
     return min(1 << max(needed - 1, 0).bit_length(), owners)
 
 
-def _placed(
+def _place_pieces(
     tables: Sequence[PlannedTable],
     way: Mapping[str, int],
     columns: Mapping[str, int],
@@ -167,7 +177,7 @@ def _placed(
     costs: CostModel,
     memory_bytes: int,
 ) -> tuple[list[TablePiece], np.ndarray]:
-    """The pieces of a way to cut, and what each owner has, in seconds."""
+    """The pieces for these cuts, and the load of each owner in seconds."""
     load_N, used_N, pieces = np.zeros(owners), np.zeros(owners), list[TablePiece]()
     sized = []
     for at, table in enumerate(tables):
@@ -176,7 +186,7 @@ def _placed(
         sized.append((-piece_cost(table, owners, costs, rows=share, width=table.dim // cuts), at, n, cuts))
     for cost, at, n, cuts in sorted(sized):
         table = tables[at]
-        chosen = _least(load_N, used_N, n, table.bytes / n, memory_bytes)
+        chosen = _least_loaded(load_N, used_N, n, table.bytes / n, memory_bytes)
         load_N[chosen] += -cost
         used_N[chosen] += table.bytes / n
         kind: Kind = "column" if cuts > 1 else "row" if n > 1 else "table"
@@ -191,10 +201,10 @@ def _placed(
     return pieces, load_N
 
 
-def _least(
+def _least_loaded(
     load_N: np.ndarray, used_N: np.ndarray, n: int, each_bytes: float, memory_bytes: int
 ) -> np.ndarray:
-    """The `n` least loaded owners that have room, then others; the first of equals."""
+    """The `n` least loaded owners that have memory left, then others; ties by number."""
     if n >= len(load_N):
         return np.arange(len(load_N))
     full_N = (used_N + each_bytes > memory_bytes) if memory_bytes else np.zeros(len(load_N), np.bool_)
@@ -206,7 +216,7 @@ def _check_columns(table: PlannedTable, cuts: int, owners: int) -> None:
         return
     if table.row_wise_rule:
         raise SchemaError(
-            f"table {table.name!r}: expected rows in one piece, since its rule keeps one state a row, got {cuts} column pieces; "
+            f"table {table.name!r}: expected rows in one piece, because its rule keeps one state a row, got {cuts} column pieces; "
             "cut it row-wise, or give it an element-wise rule"
         )
     if table.dim % cuts:
@@ -238,12 +248,12 @@ def _warnings(tables: Sequence[PlannedTable]) -> tuple[str, ...]:
 
 _ACCESS_BYTES = 64
 _ID_BYTES = 8
-_MOST = 1e18  # of a constant
+_MAX_CONSTANT = 1e18  # largest constant
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Of an owner's machine."""
+    """Cost constants of an owner's machine."""
 
     memory_bytes_s: float = 720e9
     network_bytes_s: float = 100e9
@@ -253,30 +263,30 @@ class CostModel:
 
     @property
     def said(self) -> str:
-        """Beside every time."""
+        """Shown beside every predicted time."""
         if self.error is None:
             return "predicted from assumed constants; loads and imbalance are counted, times are not measured"
         return f"predicted, median error {self.error:.0%} on held-out times"
 
 
 def costs_of(text: str, where: str = "costs") -> CostModel:
-    """From a bench's JSON.
+    """Parse a benchmark's JSON.
 
     Raises:
-        ConfigError: not such JSON.
+        ConfigError: it is something else.
     """
     try:
         given = json.loads(text)
         found = CostModel(**given)
     except (ValueError, TypeError) as error:
         raise ConfigError(
-            f"{where}: expected JSON of {', '.join(CostModel.__annotations__)}, got another thing ({error})"
+            f"{where}: expected JSON of {', '.join(CostModel.__annotations__)}, got something else ({error})"
         ) from None
     for name, value in given.items():
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         divides = name.endswith("bytes_s")
         if (value is None and name == "error") or (
-            is_number and 0 <= value < _MOST and (value or not divides)
+            is_number and 0 <= value < _MAX_CONSTANT and (value or not divides)
         ):
             continue
         raise ConfigError(
@@ -287,7 +297,7 @@ def costs_of(text: str, where: str = "costs") -> CostModel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedTable:
-    """A table as a plan sees it. `uniques` and `ids`: of one requester's batch; None: nobody has counted them."""
+    """A table as the planner sees it. `uniques` and `ids`: of one requester's batch; None: no profile."""
 
     name: str
     dim: int
@@ -307,7 +317,7 @@ class PlannedTable:
 
 
 def moved_bytes(table: PlannedTable, width: int) -> float:
-    """Memory and network of one unique row's visit, of `width` of its columns."""
+    """Memory and network bytes of one unique row, for `width` of its columns."""
     row, state = 4 * width, 4 if table.row_wise_rule else 4 * width
     return (row + _ACCESS_BYTES) + 2 * (row + state + _ACCESS_BYTES) + 2 * row + _ID_BYTES
 
@@ -315,7 +325,8 @@ def moved_bytes(table: PlannedTable, width: int) -> float:
 def piece_cost(
     table: PlannedTable, requesters: int, costs: CostModel, *, rows: float = 1.0, width: int = 0
 ) -> float:
-    """Seconds a step for the owner of a share `rows` of the table's rows and `width` columns of it (0 = all)."""
+    """Seconds a step for the owner of a share `rows` of the table's rows and `width` columns of it (0 =
+    all)."""
     width = width or table.dim
     uniques, ids = (table.uniques or 0.0) * rows * requesters, (table.ids or 0.0) * rows * requesters
     row, state = 4 * width, 4 if table.row_wise_rule else 4 * width
@@ -325,11 +336,11 @@ def piece_cost(
 
 
 def imbalance(load_N: np.ndarray) -> float:
-    """N · max / sum: 1 = even, N = all at one owner. 1 of no load."""
+    """N · max / sum: 1 = even, N = all at one owner; 1 without any load."""
     total = float(load_N.sum())
     return len(load_N) * float(load_N.max()) / total if total else 1.0
 
 
 def plain(costs: CostModel) -> Mapping[str, Any]:
-    """For JSON; `costs_of` takes it back."""
+    """For JSON; `costs_of` is the inverse."""
     return dataclasses.asdict(costs)

@@ -1,7 +1,15 @@
-"""Profiles in the checkpoint store, by what they are of: a feature, the table that it reads, and that table's width. So models
-that share a feature share what is known of it, and a table that was renamed or widened begins anew.
+"""Profiles of tables' traffic by the feature that reads them (FDP), and their storage in the checkpoint
+store.
+
+A profile is counted from lookups that training makes anyway. Unique rows of a batch grow more slowly than
+ids; the number for another batch size follows from a power law of the ids. Which batches are counted is a
+hash of (seed, step), so replays count the same ones. Models that share a feature share its profile; a renamed
+or widened table starts a new one.
 
     profiles/<feature>.<table>.<dim>.json     {"checksum", "body": {"profile", "time_ms"}}
+
+Paper: Kurian et al., *Scalable Machine Learning Training Infrastructure for Online Ads Recommendation*, §V
+(feature-based data placement). Letters: L entries of a feature.
 """
 
 from __future__ import annotations
@@ -28,27 +36,31 @@ from roostream.wire.lookup import Lookup, sources_of
 log = logging.getLogger("roostream.placement")
 
 FOLDER = "profiles"
-KEEP = 0.5  # of what was counted before, when more is added
+KEEP = 0.5  # weight of earlier counts when new ones are added
 MAX_AGE_MS = 7 * 86_400_000
 
 
 class StoredProfile(NamedTuple):
+    """A profile and the time of its last update."""
+
     profile: TableProfile
-    time_ms: int  # when it was last added to
+    time_ms: int  # of the last update
 
 
 class ProfileRecorder:
-    """What a loop's batches ask for, and its way into the store. `look` in the loop's thread, `save` in another."""
+    """Counts a training loop's batches and saves the profiles. `look` is called by the loop's thread, `save`
+    by another."""
 
     def __init__(self, profiler: Profiler, store: CheckpointStore, clock: Clock) -> None:
         self.profiler, self.store, self.clock = profiler, store, clock
 
     def look(self, step: int, batch: Batch, lookup: Lookup) -> None:
         if self.profiler.looks_at(step):
-            self.profiler.see(batch, lookup)
+            self.profiler.count(batch, lookup)
 
     def save(self) -> None:
-        """What was counted since the last time. Where the store is away it is lost, with a warning: it is only statistics."""
+        """Save what was counted since the last call. If the store is away it is lost, with a warning: it is
+        only statistics."""
         counted = self.profiler.take()
         try:
             save(self.store, counted, self.clock.now_ms())
@@ -61,10 +73,10 @@ def name_of(feature: str, table: str, dim: int) -> str:
 
 
 def save(store: CheckpointStore, profiles: Mapping[str, TableProfile], now_ms: int) -> None:
-    """Add what was counted to what is there, which counts for KEEP of it. One writer.
+    """Merge new counts into the stored ones, which are weighted by KEEP. One writer.
 
     Raises:
-        UnavailableError: the store can't be written; some may be added, and would be added again.
+        UnavailableError: the store cannot be written; some profiles may be merged already.
     """
     for profile in profiles.values():
         name = name_of(profile.feature, profile.table, profile.dim)
@@ -75,16 +87,17 @@ def save(store: CheckpointStore, profiles: Mapping[str, TableProfile], now_ms: i
 
 
 def stored(store: CheckpointStore, schema: Schema) -> dict[str, StoredProfile]:
-    """Feature → what is known of it, for features of this schema. A damaged one is as none, with a warning."""
+    """Feature → its stored profile, for features of this schema. A damaged profile counts as none, with a
+    warning."""
     found = {}
     for sources in schema.derived(sources_of).values():
         for source in sources:
-            if its := _read(store, name_of(source.key, source.table.name, source.table.dim)):
-                found[source.key] = its
+            if profile := _read(store, name_of(source.key, source.table.name, source.table.dim)):
+                found[source.key] = profile
     return found
 
 
-def placed_tables(
+def planned_tables(
     schema: Schema,
     known: Mapping[str, StoredProfile],
     *,
@@ -93,22 +106,25 @@ def placed_tables(
     rows: Mapping[str, int],
     max_age_ms: int = MAX_AGE_MS,
 ) -> tuple[list[PlannedTable], list[str]]:
-    """The schema's tables for a requester's `batch` examples, and why some are as if nobody had counted them. A table is counted
-    when every feature that reads it is; what its features ask for is added up, an upper bound of what they share."""
+    """The schema's tables for a requester's `batch` examples, and why some count as unprofiled.
+
+    A table is profiled if every feature that reads it is. The features' rows are added up, an upper bound of
+    what they share.
+    """
     out, why = [], []
     sources = [source for of_stack in schema.derived(sources_of).values() for source in of_stack]
     for table in schema.tables:
-        its = [source.key for source in sources if source.table.name == table.name]
-        missing = [key for key in its if key not in known]
-        young = [key for key in its if key in known and known[key].profile.batches < MIN_BATCHES]
-        old = [key for key in its if key in known and now_ms - known[key].time_ms > max_age_ms]
+        keys = [source.key for source in sources if source.table.name == table.name]
+        missing = [key for key in keys if key not in known]
+        young = [key for key in keys if key in known and known[key].profile.batches < MIN_BATCHES]
+        old = [key for key in keys if key in known and now_ms - known[key].time_ms > max_age_ms]
         texts = ((missing, "never counted"), (young, f"fewer than {MIN_BATCHES} batches"), (old, "too old"))
-        reasons = [f"{key}: {text}" for keys, text in texts for key in keys]
-        counted = bool(its) and not reasons
+        reasons = [f"{key}: {text}" for listed, text in texts for key in listed]
+        counted = bool(keys) and not reasons
         if reasons:
             why.append(f"{table.name} ({', '.join(reasons)})")
-        uniques = sum(known[key].profile.uniques_of(batch) for key in its) if counted else None
-        ids = sum(known[key].profile.valency * batch for key in its) if counted else None
+        uniques = sum(known[key].profile.uniques_of(batch) for key in keys) if counted else None
+        ids = sum(known[key].profile.valency * batch for key in keys) if counted else None
         row_wise = 0 < table.rule.state_width(table.dim) < table.dim
         out.append(
             PlannedTable(
@@ -132,7 +148,7 @@ def _read(store: CheckpointStore, name: str) -> StoredProfile | None:
         return StoredProfile(of_plain(body["profile"]), int(body["time_ms"]))
     except (CheckpointError, ValueError, KeyError, TypeError) as error:
         if name in store.list(FOLDER):
-            log.warning("%s is not used: %s", name, error)
+            log.warning("profile %s is ignored: %s", name, error)
         return None
 
 
@@ -140,23 +156,23 @@ def _checksum(body: Mapping[str, Any]) -> str:
     return checksum_of(json.dumps(body, sort_keys=True).encode())
 
 
-MIN_BATCHES = 4  # looked at, before a profile says anything
+MIN_BATCHES = 4  # counted before a profile is used
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableProfile:
-    """Of one feature that reads a table. Sums over the batches looked at."""
+    """The traffic of one feature that reads a table. Sums over the counted batches."""
 
     feature: str
     table: str
     dim: int
     batches: int
-    examples: int  # rows of its side: requests, or candidates
+    examples: int  # requests or candidates, by the feature's side
     ids: int
     uniques: int
-    max_len: int  # ids of a row
-    squares: float = 0.0  # of uniques a batch, for their error
-    half_ids: int = 0  # the first half of each batch's, and how many rows those were
+    max_len: int  # largest number of ids of a row
+    squares: float = 0.0  # sum of squares of uniques a batch, for the error
+    half_ids: int = 0  # ids and unique rows of the first half of each batch
     half_uniques: int = 0
 
     def __post_init__(self) -> None:
@@ -172,8 +188,8 @@ class TableProfile:
         return self.examples / self.batches if self.batches else 0.0
 
     def uniques_of(self, examples: float) -> float:
-        """Expected in a batch of so many examples: uniques ~ ids^a (Heaps' law), a from the batches' first halves and the whole.
-        At the size that was looked at it is exact."""
+        """Expected unique rows in a batch of so many examples: uniques ~ ids^a (Heaps' law), with a from the
+        first halves of batches and whole batches. Exact at the size that was counted."""
         if not self.batches or not self.uniques:
             return 0.0
         ids, uniques, power = self.ids / self.batches, self.uniques / self.batches, 1.0
@@ -184,7 +200,7 @@ class TableProfile:
 
     @property
     def error(self) -> float:
-        """Relative standard error of the uniques a batch; ∞ below MIN_BATCHES."""
+        """Relative standard error of the unique rows a batch; infinite below MIN_BATCHES."""
         if self.batches < MIN_BATCHES or not self.uniques:
             return math.inf
         mean = self.uniques / self.batches
@@ -192,7 +208,7 @@ class TableProfile:
         return math.sqrt(variance / (self.batches - 1)) / mean
 
     def merged(self, other: TableProfile, keep: float = 1.0) -> Self:
-        """This one times `keep`, with what another has counted of the same."""
+        """This profile, weighted by `keep`, plus another one of the same feature."""
         assert (self.feature, self.table, self.dim) == (other.feature, other.table, other.dim)
 
         def both(name: str) -> int:
@@ -224,7 +240,7 @@ class Profiler:
         self.num_seen = 0
 
     def looks_at(self, step: int) -> bool:
-        """A hash of seed and step, so that a replay looks at the same."""
+        """A hash of seed and step decides, so that a replay counts the same batches."""
         if not self.share:
             return False
         return splitmix64((splitmix64(self.seed & MASK64) ^ step) & MASK64) < int(self.share * (MASK64 + 1))
@@ -234,8 +250,8 @@ class Profiler:
         taken, self.profiles = self.profiles, {}
         return taken
 
-    def see(self, batch: Batch, lookup: Lookup) -> None:
-        """A batch that is looked at, and its lookup."""
+    def count(self, batch: Batch, lookup: Lookup) -> None:
+        """Count a batch and its lookup."""
         self.num_seen += 1
         for stack, sources in batch.schema.derived(sources_of).items():
             for source in sources:
@@ -266,5 +282,5 @@ class Profiler:
 
 
 def of_plain(plain: Mapping[str, Any]) -> TableProfile:
-    """Inverse of `TableProfile.plain`. Raises TypeError: another thing."""
+    """Inverse of `TableProfile.plain`. Raises TypeError: it is something else."""
     return TableProfile(**plain)

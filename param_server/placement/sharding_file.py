@@ -1,11 +1,12 @@
-"""A plan in TorchRec's terms, as JSON; trainer/torchrec_plan.py makes TorchRec's own object of it.
+"""A placement plan as JSON in TorchRec's terms; trainer/torchrec_plan.py turns it into TorchRec's own object.
 
     {"format": 1, "owners": N, "module": path of the collection in the model,
      "tables": {TABLE: {"sharding_type": "table_wise" | "row_wise" | "column_wise",
                         "shards": [{"rank": r, "offsets": [row, column], "sizes": [rows, columns]}, …]}}}
 
-TorchRec cuts a table's rows over all ranks, in blocks of ceil(rows / N), or not at all: plans for it are made that way
-(`plan(…, whole_or_all=True)`). Rows are numbers from 0, as `checkpoint export` gives them, never ids.
+TorchRec cuts a table's rows over all ranks, in blocks of ceil(rows / N), or not at all; plans for it are made
+that way (`plan(…, whole_or_all=True)`). Rows are numbers from 0, as `checkpoint export` gives them, never
+ids.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ _TYPES = {"table": "table_wise", "row": "row_wise", "column": "column_wise"}
 
 
 def sharding_of(plan: PlacementPlan, tables: Sequence[PlannedTable], module: str = "") -> dict[str, Any]:
-    """What the file holds. `module`: where the model has its collection; "" = the model is one.
+    """The content of the file. `module`: path of the collection in the model; "" = the model itself.
 
     Raises:
-        ConfigError: a table whose number of rows nobody said, one cut into row pieces for some of the owners, or pieces of a
-            width that FBGEMM refuses.
+        ConfigError: a table with an unknown number of rows, one cut into row pieces for some of the owners, or pieces of a width that
+            FBGEMM rejects.
     """
     if missing := [table.name for table in tables if not table.rows]:
         raise ConfigError(
-            f"expected how many rows each table has, got none for {', '.join(missing)}; TorchRec's shards say from which row to "
-            "which: name them by --rows TABLE=N or --collection FILE"
+            f"expected how many rows each table has, got none for {', '.join(missing)}; TorchRec's shards are row ranges: "
+            "give the numbers by --rows TABLE=N or --collection FILE"
         )
     return {
         "format": FORMAT,
@@ -43,29 +44,29 @@ def sharding_of(plan: PlacementPlan, tables: Sequence[PlannedTable], module: str
 
 
 def read_sharding(text: str, where: str = "sharding plan") -> Mapping[str, Any]:
-    """What `sharding_of` gave, of its JSON.
+    """Parse the JSON of `sharding_of`.
 
     Raises:
-        ConfigError: another thing.
+        ConfigError: it is something else.
     """
     try:
         found = json.loads(text)
-        whole = (
+        valid = (
             found["format"] == FORMAT
             and isinstance(found["owners"], int)
             and isinstance(found["module"], str)
         )
         for table in found["tables"].values():
-            whole &= table["sharding_type"] in _TYPES.values() and bool(table["shards"])
-            whole &= all(
+            valid &= table["sharding_type"] in _TYPES.values() and bool(table["shards"])
+            valid &= all(
                 0 <= shard["rank"] < found["owners"] and len(shard["offsets"]) == 2
                 for shard in table["shards"]
             )
-            whole &= all(len(shard["sizes"]) == 2 for shard in table["shards"])
+            valid &= all(len(shard["sizes"]) == 2 for shard in table["shards"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{where}: {_EXPECTED}, got another thing ({error!r})") from None
-    if not whole:
-        raise ConfigError(f"{where}: {_EXPECTED}, got another format, or shards at ranks that there aren't")
+        raise ConfigError(f"{where}: {_EXPECTED}, got something else ({error!r})") from None
+    if not valid:
+        raise ConfigError(f"{where}: {_EXPECTED}, got another format, or shards at unknown ranks")
     return found
 
 
@@ -80,7 +81,7 @@ def _of_table(table: PlannedTable, pieces: Sequence[TablePiece], owners: int) ->
     kind = pieces[0].kind
     if kind == "row" and len(pieces) != owners:
         raise ConfigError(
-            f"table {table.name!r}: expected it whole or cut over all {owners} owners, as TorchRec cuts rows, got {len(pieces)} "
+            f"table {table.name!r}: expected it uncut or cut over all {owners} owners, as TorchRec cuts rows, got {len(pieces)} "
             "row pieces; plan with whole_or_all"
         )
     if any(piece.columns[1] % _LANES for piece in pieces):
@@ -99,7 +100,7 @@ def _of_table(table: PlannedTable, pieces: Sequence[TablePiece], owners: int) ->
 
 
 def _row_blocks(table: PlannedTable, owners: int) -> list[dict[str, Any]]:
-    """The last ranks may have fewer, or none."""
+    """The last ranks may have fewer rows, or none."""
     block = -(-table.rows // owners)
     firsts = [min(rank * block, table.rows) for rank in range(owners + 1)]
     sizes = [[firsts[rank + 1] - firsts[rank], table.dim] for rank in range(owners)]

@@ -1,12 +1,13 @@
 """The embedding rows that serving reads: all of them, or all rows of some buckets. No optimizer state.
 
-A replica is bootstrapped from the shards and kept up to date by the topic `rows`. Each (stack, bucket) has a version
-(incarnation, sequence). A scan of a shard gives a bucket as it was at one moment; deltas move it on from there. A message
-that is not newer than the bucket is dropped, so no row goes back to an older state (G4). After a Barrier, messages of
-older incarnations are dropped too; the topic then brings the rows that they had changed.
+A replica is bootstrapped from the shards and kept up to date by the topic `rows`. Each (stack, bucket) has a
+version (incarnation, sequence). A scan of a shard gives a bucket as it was at one moment; deltas move it on
+from there. A message that is not newer than the bucket is dropped, so no row goes back to an older state
+(G4). After a Barrier, messages of older incarnations are dropped too; the topic then brings the rows that
+they had changed.
 
-A bucket is stale if a delta of it was missed (a gap in the sequence, an unreadable record). Its rows stay in use until
-`repair` has read the bucket from its shard.
+A bucket is stale if a delta of it was missed (a gap in the sequence, an unreadable record). Its rows stay in
+use until `repair` has read the bucket from its shard.
 
 Letters: U keys asked for, L live keys of a delta, D width.
 """
@@ -56,7 +57,8 @@ class _StackReplica(NamedTuple):
 
 
 class Replica:
-    """One writer thread, several readers. A reader sees whole rows, and one `gather` sees no message half applied."""
+    """One writer thread, several readers. A reader sees whole rows, and one `gather` sees no message half
+    applied."""
 
     def __init__(
         self,
@@ -67,8 +69,8 @@ class Replica:
         max_norm: float = MAX_PUBLISH_NORM,
         buckets: Collection[int] = (),
     ) -> None:
-        """`max_norm`: norm limit of a row in a delta, the shards' `max_publish_norm`. `buckets`: the buckets that are
-        kept, () = all."""
+        """`max_norm`: norm limit of a row in a delta, the shards' `max_publish_norm`. `buckets`: the buckets
+        that are kept, () = all."""
         self.schema, self.num_buckets, self.max_norm = schema, num_buckets, max_norm
         self.buckets = frozenset(buckets or range(num_buckets))
         self.needs_bootstrap = True
@@ -99,8 +101,8 @@ class Replica:
     def apply(self, message: pb.RowDelta | pb.Barrier) -> bool:
         """Apply one message of the topic; return False if it is not newer than the bucket.
 
-        `needs_bootstrap` is True afterwards if deltas alone cannot bring this replica up to date. Then note the topic's
-        end offsets, call `bootstrap`, and continue from those offsets.
+        `needs_bootstrap` is True afterwards if deltas alone cannot bring this replica up to date. Then note
+        the topic's end offsets, call `bootstrap`, and continue from those offsets.
 
         Raises:
             SchemaError: the schema does not have this stack, bucket or width. Nothing was changed.
@@ -131,10 +133,11 @@ class Replica:
         return applied
 
     def bootstrap(self, transports: Sequence[Transport], *, timeout_s: float = 30.0) -> None:
-        """Read all rows from the shards. Note the topic's end offsets before, and `apply` from there afterwards.
+        """Read all rows from the shards. Note the topic's end offsets before, and `apply` from there
+        afterwards.
 
-        **If it fails** (UnavailableError, TransportError): the buckets that were read are up to date, the others are
-        unchanged; call again.
+        **If it fails** (UnavailableError, TransportError): the buckets that were read are up to date, the
+        others are unchanged; call again.
         """
         if len(self.buckets) == self.num_buckets:
             for stack in self._stacks:
@@ -148,7 +151,8 @@ class Replica:
         self.needs_bootstrap = False
 
     def mark_stale(self, bucket: int) -> None:
-        """Record that a message of this bucket was not applied. An unknown bucket number makes every row doubtful."""
+        """Record that a message of this bucket was not applied. An unknown bucket number makes every row
+        doubtful."""
         if 0 <= bucket < self.num_buckets:
             self.stale |= {(stack, bucket) for stack in self._stacks if bucket in self.buckets}
         else:
@@ -157,8 +161,8 @@ class Replica:
     def repair(self, transports: Sequence[Transport], *, timeout_s: float = 30.0) -> None:
         """Read the stale buckets from their shards (`transports`: all shards, in order).
 
-        **If it fails** (UnavailableError, TransportError): the buckets that were read are up to date, the others stay
-        stale; call again.
+        **If it fails** (UnavailableError, TransportError): the buckets that were read are up to date, the
+        others stay stale; call again.
         """
         if not self.stale:
             return
@@ -197,7 +201,8 @@ class Replica:
                     stack.unsettled[bucket] = (incarnation, settles_at)
 
     def _advance_version(self, stack: _StackReplica, delta: pb.RowDelta) -> bool:
-        """Move the bucket to the delta's version; False if the delta is not newer. A gap makes the bucket stale."""
+        """Move the bucket to the delta's version; False if the delta is not newer. A gap makes the bucket
+        stale."""
         version, (incarnation, sequence) = (delta.incarnation, delta.sequence), stack.versions[delta.bucket]
         if not delta.more and version >= stack.unsettled.get(delta.bucket, (1 << 64, 0)):
             del stack.unsettled[delta.bucket]

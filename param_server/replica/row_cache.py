@@ -1,15 +1,17 @@
-"""A bounded cache of embedding rows for serving: missed rows are read from the shards, cached rows follow the topic `rows`.
+"""A bounded cache of embedding rows for serving: missed rows are read from the shards, cached rows follow the
+topic `rows`.
 
-Each cached row has a version: the last delta of its bucket when the shard returned the row. A delta changes cached rows that
-are older than it and inserts nothing. Three rules make sure that a cached row misses no change:
+Each cached row has a version: the last delta of its bucket when the shard returned the row. A delta changes
+cached rows that are older than it and inserts nothing. Three rules make sure that a cached row misses no
+change:
 
 1 The topic's end offsets are noted (`bootstrap`) before the first row is read, so every later change is seen.
 2 A row that was read is cached unless a later delta of its bucket was applied meanwhile; then it is used once.
 3 After a gap in a bucket's sequence, keys older than the delta before the gap's end are dropped. A Barrier drops the keys of
   older incarnations. A record that was refused drops the whole bucket.
 
-No row goes back to an older state (G4): only newer deltas change cached rows, and answers of a shard in an older incarnation
-are ignored.
+No row goes back to an older state (G4): only newer deltas change cached rows, and answers of a shard in an
+older incarnation are ignored.
 
 Letters: U keys asked for, M missed keys, L live keys of a delta, N rows of the table, D width, B buckets.
 """
@@ -38,7 +40,8 @@ from roostream.wire import roo_pb2 as pb
 from roostream.wire.lookup import Lookup, StackLookup
 
 NO_ROW, USED = 32, 64
-"""Flags beside those of the index: the key is known to have no row; the key was asked for since the clock hand passed."""
+"""Flags beside those of the index: the key is known to have no row; the key was asked for since the clock
+hand passed."""
 
 _MIN_KEYS = 64
 _MAX_BACKGROUND_READS = 64  # gathers whose misses wait for the background thread
@@ -50,7 +53,8 @@ _MAX_ABSENT_SHARE = 4  # at most one key in four may be a key without a row
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CachePolicy:
-    """How much is cached, and what a miss costs: a wait for the shard, or an initial value and a read in the background."""
+    """How much is cached, and what a miss costs: a wait for the shard, or an initial value and a read in the
+    background."""
 
     max_bytes: int
     waits: bool = True
@@ -104,7 +108,8 @@ class RowCache:
         return bool(getattr(self._local, "complete", True))
 
     def gather(self, lookup: Lookup) -> dict[str, np.ndarray]:
-        """Stack → float32 [U, D]. Keys without a row, and keys that could not be read in time, give initial values."""
+        """Stack → float32 [U, D]. Keys without a row, and keys that could not be read in time, give initial
+        values."""
         out: dict[str, np.ndarray] = {}
         missed: dict[str, np.ndarray] = {}
         with self._lock:
@@ -143,7 +148,8 @@ class RowCache:
                     self._store(name, wanted[name].take(part.at_M), part)
 
     def apply(self, message: pb.RowDelta | pb.Barrier) -> bool:
-        """Apply one message of the topic; False if it is not newer than the last. Raises as `Replica.apply`."""
+        """Apply one message of the topic; False if it is not newer than the last. Raises as
+        `Replica.apply`."""
         stack = self._stacks.get(message.stack)
         if stack is None or message.bucket >= self.num_buckets:
             raise unknown_bucket(message)
@@ -162,7 +168,8 @@ class RowCache:
         return True
 
     def bootstrap(self, transports: Sequence[Transport]) -> None:
-        """Empty the cache. The topic's end offsets have been noted, so every change from now on is applied."""
+        """Empty the cache. The topic's end offsets have been noted, so every change from now on is
+        applied."""
         self.reads.refresh_bucket_map()
         with self._lock:
             for name, stack in self._stacks.items():
@@ -199,7 +206,8 @@ class RowCache:
         return num_read
 
     def _store(self, name: str, keys: Keys, part: FetchedRows) -> np.ndarray:
-        """Cache the fetched rows that no applied delta is newer than; bool [M]: which rows may be used at all."""
+        """Cache the fetched rows that no applied delta is newer than; bool [M]: which rows may be used at
+        all."""
         version_M = np.uint64(packed_version(part.incarnation, 0)) + part.sequence_M
         bucket_M = kernels.buckets(keys.table_U, keys.id_U, self.num_buckets)
         with self._lock:
@@ -236,7 +244,8 @@ def packed_version(incarnation: int, sequence: int) -> int:
 class CachedTable:
     """Cached rows of one stack, evicted by CLOCK. Not thread-safe.
 
-    It never holds more than `capacity` keys, a power of two. At most a quarter of them are keys that are known to have no row.
+    It never holds more than `capacity` keys, a power of two. At most a quarter of them are keys that are
+    known to have no row.
     """
 
     def __init__(self, tables: Sequence[Table], *, seed: int, num_buckets: int, capacity: int) -> None:
@@ -261,7 +270,8 @@ class CachedTable:
         return row_U
 
     def gather(self, keys: Keys, row_U: np.ndarray) -> np.ndarray:
-        """float32 [U, D]: the rows with these numbers; initial values for keys without a row or not cached."""
+        """float32 [U, D]: the rows with these numbers; initial values for keys without a row or not
+        cached."""
         has_row_U = (row_U >= 0) & (self.rows.index.flags_N[row_U] & NO_ROW == 0)
         return self.rows.gather_at(keys, np.where(has_row_U, row_U, -1))
 
@@ -285,7 +295,8 @@ class CachedTable:
         self.num_without_row += num_absent
 
     def update(self, keys: Keys, rows_LD: np.ndarray, version: int) -> None:
-        """Apply a delta to its keys that are cached and older: the first L get these rows, the others have none."""
+        """Apply a delta to its keys that are cached and older: the first L get these rows, the others have
+        none."""
         row_U = self.rows.index.find(keys)
         older_U = (row_U >= 0) & (self._version_N[row_U] < np.uint64(version))
         num_live = len(rows_LD)
@@ -328,7 +339,8 @@ def row_bytes(width: int) -> int:
 def advance_hand(flags_N: np.ndarray, used: int, hand: int, wanted: int, only: int) -> tuple[np.ndarray, int]:
     """Choose rows to evict by CLOCK: (int64 [M] row numbers, at most `wanted`; the new position of the hand).
 
-    A row that was asked for since the hand passed is spared once. `only`: flags of which a row must have one, 0 = any row.
+    A row that was asked for since the hand passed is spared once. `only`: flags of which a row must have one,
+    0 = any row.
     """
     out_M = np.empty(wanted, np.int64)
     found = 0
@@ -355,7 +367,8 @@ def precompile() -> None:
 
 
 class PartialReplica:
-    """Some buckets in a full replica, the others in a cache. Implements `serving.rows.row_follower.RowReplica`."""
+    """Some buckets in a full replica, the others in a cache. Implements
+    `serving.rows.row_follower.RowReplica`."""
 
     def __init__(self, replica: Replica, cache: RowCache) -> None:
         self.replica, self.cache = replica, cache

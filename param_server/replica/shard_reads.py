@@ -1,8 +1,9 @@
-"""Reading rows from the shards while a request waits: one call a shard, all shards at once, with a time limit.
+"""Reading rows from the shards while a request waits: one call a shard, all shards at once, with a time
+limit.
 
-A shard that did not answer is not asked again for RETRY_AFTER_S, so an outage costs one wait a second and not one wait a
-request. The map from buckets to shards is fetched in the background (`refresh_bucket_map`), again after a shard
-has refused a key that it does not own.
+A shard that did not answer is not asked again for RETRY_AFTER_S, so an outage costs one wait a second and not
+one wait a request. The map from buckets to shards is fetched in the background (`refresh_bucket_map`), again
+after a shard has refused a key that it does not own.
 
 Letters: U keys asked for, M keys of one shard, D width.
 """
@@ -76,7 +77,8 @@ class ShardReads:
         self._pool = ThreadPoolExecutor(2 * len(shards), "row-reads") if len(shards) > 1 else None
 
     def read(self, wanted: Mapping[str, Keys]) -> dict[str, list[FetchedRows]]:
-        """Stack → the rows that arrived in time, one part a shard. Keys of a shard that is away are in no part."""
+        """Stack → the rows that arrived in time, one part a shard. Keys of a shard that is away are in no
+        part."""
         out: dict[str, list[FetchedRows]] = {stack: [] for stack in wanted}
         busy = [(shard, part) for shard, part in enumerate(self._split_by_shard(wanted)) if part]
         if self._pool is None or len(busy) < 2:

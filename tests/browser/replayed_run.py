@@ -158,8 +158,8 @@ class ReplayedRun:
             ]
             lines[f"shard-{n}"] += [
                 f"roostream_shard_bytes {rows * 400}",
-                f"roostream_shard_pulls {self.at * 12}",
-                "roostream_shard_damaged 0",
+                f"roostream_shard_pulls_total {self.at * 12}",
+                "roostream_shard_damaged_segment_parts 0",
             ]
         for stage, ms in {**_MS, FRESHNESS_STAGES[-1]: sum(_MS.values())}.items():
             for spread in range(40):

@@ -25,6 +25,6 @@ def test_segments_of_format_1_are_read_and_continued_in_the_current_format() -> 
         for block in reversed(part.blocks):
             rows |= dict(zip(block.live.id_U.tolist(), block.rows_LD[:, 0].tolist(), strict=True))
             rows = {id_: row for id_, row in rows.items() if id_ not in block.gone.id_U.tolist()}
-    assert rows == {2: 20.0, 3: 3.0, 4: 4.0} and segments.residency(state) == {STACK: b"seen"}
+    assert rows == {2: 20.0, 3: 3.0, 4: 4.0} and segments.policy_states(state) == {STACK: b"seen"}
     again = segments.write("3-1", {}, state, {}, frozenset({0}))
     assert json.loads(store.data[b"d/3-1"])["format"] == FORMAT and again[-1].name == "3-1"

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from infra.auditor.sums import Sums
 from joiner.metrics import JoinerMetrics
-from param_server.main import _HELPS as SHARD
+from param_server.main import METRICS, PUBLISHER_METRICS
 from roostream.runtime.metrics_collector import in_seconds
 from roostream.schema.schema_file import schema_from_dict
 from serving.metrics import HELP as SERVING
@@ -58,7 +58,7 @@ def exported() -> set[str]:
     names |= {"roostream_freshness_seconds", "roostream_shard_call_seconds"}
     names |= {spec.name.removesuffix("_total") for spec in (*WORKER.values(), *CONTROLLER.values())}
     for program, found in (
-        ("shard", set(SHARD)),
+        ("shard", {*METRICS, *PUBLISHER_METRICS}),
         ("auditor", {field.name for field in dataclasses.fields(Sums)}),
     ):
         names |= {f"roostream_{program}_{in_seconds(name)[0]}" for name in found}

@@ -59,9 +59,9 @@ class Writer:
         for id_ in gone:
             self.rows.pop(id_, None)
         share = (len(rows) + len(gone)) / max(len(self.rows), 1)
-        whole = self.segments.to_rewrite(self.live, share)
+        whole = self.segments.buckets_to_rewrite(self.live, share)
         all_rows = {i: v for i, v in self.rows.items() if i in rows or bucket_of(i) in whole}
-        live = self.segments.write(f"{self.seq}-1", changes(all_rows, gone), self.live, whole=whole)
+        live = self.segments.write(f"{self.seq}-1", changes(all_rows, gone), self.live, complete=whole)
         if linked:
             self.live = live
             self.segments.commit(Commit(self.seq, 1, live))

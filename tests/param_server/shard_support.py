@@ -107,7 +107,7 @@ def make_shard(
     blobs: KeyValueStore | None = None,
     store: MemoryStore | None = None,
     clock: Clock | None = None,
-    residency: EvictionPolicyFactory = ExpiryPolicy,
+    eviction: EvictionPolicyFactory = ExpiryPolicy,
     **identity: Any,
 ) -> Shard:
     """A shard process at its start: nothing restored yet."""
@@ -117,7 +117,7 @@ def make_shard(
         Segments(blobs or MemoryKeyValueStore(), shapes_of(who.schema), who.num_buckets),
         store or MemoryStore(),
         clock or FakeClock(),
-        residency,
+        eviction,
     )
 
 

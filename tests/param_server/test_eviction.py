@@ -30,7 +30,7 @@ from tests.param_server.shard_support import (
 
 
 def seen(shard: Shard) -> dict[tuple[int, int], int]:
-    policy = shard.tables[ADAGRAD].residency
+    policy = shard.tables[ADAGRAD].eviction
     assert isinstance(policy, SecondPush)
     return dict(policy.seen)
 
@@ -63,7 +63,7 @@ def test_g8_an_eviction_of_too_many_rows_at_once_is_refused_and_said(
 
 
 def test_what_a_policy_does_not_admit_keeps_its_initial_value_and_its_gradient_is_dropped() -> None:
-    shard = begun(residency=SecondPush)
+    shard = begun(eviction=SecondPush)
     before = pull_from(shard, ITEM, 1, 2)
     push_to(shard, 1, ids=(1,))
     assert shard.stats()["rows"] == {ADAGRAD: 0, ROWWISE: 0} and shard.stats()["dirty"] == 0
@@ -77,7 +77,7 @@ def test_what_a_policy_does_not_admit_keeps_its_initial_value_and_its_gradient_i
 
 def lives(**kwargs: Any) -> tuple[Shard, MemoryKeyValueStore, MemoryStore]:
     blobs, store = MemoryKeyValueStore(), MemoryStore()
-    return begun(blobs=blobs, store=store, residency=SecondPush, **kwargs), blobs, store
+    return begun(blobs=blobs, store=store, eviction=SecondPush, **kwargs), blobs, store
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -90,7 +90,7 @@ def test_a_rollback_brings_back_what_the_policy_knew(killed: bool) -> None:
     push_to(shard, 3, ids=(1, 5))
     assert seen(shard) != known and shard.stats()["rows"][ADAGRAD] == 2
     if killed:
-        shard = make_shard(blobs, store, residency=SecondPush)
+        shard = make_shard(blobs, store, eviction=SecondPush)
     shard.restore(2, name)
     assert seen(shard) == known == {(table_id(ITEM), 1): 1, (table_id(ITEM), 2): 2}
     assert shard.stats()["rows"][ADAGRAD] == 1
@@ -114,7 +114,7 @@ def test_a_commit_in_which_only_the_policy_learned_something_is_kept() -> None:
     second = commit(shard, store, 2)
     third = commit(shard, store, 3)
     for name, ids in ((third, {1, 2}), (second, {1, 2}), (first, {1})):
-        again = make_shard(blobs, store, residency=SecondPush)
+        again = make_shard(blobs, store, eviction=SecondPush)
         again.restore(9, name)
         assert {id_ for _, id_ in seen(again)} == ids
     assert [s.name for s in again.committed.segments] == ["1-1"], "it has no rows, but what the policy knew"
@@ -138,7 +138,7 @@ def test_a_damaged_state_is_never_loaded() -> None:
     name = commit(shard, store, 1)
     (key,) = blobs.keys(b"r/")
     blobs.write([(key, b"[]")])
-    again = make_shard(blobs, store, residency=SecondPush)
+    again = make_shard(blobs, store, eviction=SecondPush)
     with pytest.raises(CheckpointError):
         again.restore(2, name)
     assert not again.ready

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from param_server.client import Client
-from param_server.gradient_barrier import PendingStep, added
+from param_server.gradient_barrier import PendingStep, sum_pushes
 from param_server.rules import MAX_GRADIENT
 from param_server.server import Shard, ShardRpcHandler
 from param_server.table import GradientPush
@@ -101,7 +101,7 @@ def test_the_sum_is_that_of_a_dictionary_in_float64(workers: list[dict[int, int]
         for _, its, gradient_UD in push.parts:
             for id_, gradient_D in zip(its.id_U.tolist(), gradient_UD, strict=True):
                 expected[id_] = expected.get(id_, np.zeros(4)) + gradient_D.astype(np.float64)
-    ((table, its, sum_UD),) = added(pushes).parts
+    ((table, its, sum_UD),) = sum_pushes(pushes).parts
     assert table is shard.tables[ADAGRAD] and its.id_U.tolist() == list(expected), (
         "keys in the order in which they first come"
     )
@@ -115,7 +115,7 @@ def test_each_row_s_sum_is_clipped_and_not_what_it_is_made_of() -> None:
         update(w, parts=part_of(shard, {1: value, 2: 0.01}), clip_row_norm=2.0)
         for w, value in enumerate((5.0, -4.0))
     ]
-    ((_, _, sum_UD),) = added(pushes).parts
+    ((_, _, sum_UD),) = sum_pushes(pushes).parts
     one_D = np.array([1, 0.1, -3, 7], np.float32)
     np.testing.assert_allclose(sum_UD[0], 2 * one_D / np.linalg.norm(one_D), rtol=1e-6)
     np.testing.assert_allclose(sum_UD[1], 0.02 * one_D, rtol=1e-6)
@@ -124,7 +124,7 @@ def test_each_row_s_sum_is_clipped_and_not_what_it_is_made_of() -> None:
 def test_sums_beyond_float32_are_brought_back_to_what_a_rule_can_hold() -> None:
     shard = begun()
     huge = [(shard.tables[ADAGRAD], keys(ITEM, 1), np.array([[3e38, 0, -1e38, 0]], np.float32))]
-    ((_, _, sum_UD),) = added([update(w, parts=huge) for w in range(2)]).parts
+    ((_, _, sum_UD),) = sum_pushes([update(w, parts=huge) for w in range(2)]).parts
     np.testing.assert_allclose(sum_UD, np.array([[1, 0, -1 / 3, 0]]) * float(MAX_GRADIENT), rtol=1e-6)
     assert shard.stats()["limited"] == 1
 
@@ -135,7 +135,7 @@ def test_a_sum_is_as_late_as_the_latest_and_its_events_as_old_as_the_oldest_that
         update(w, 3, time_ms=time_ms, oldest_engagement_ms=engagement_ms, oldest_close_ms=close_ms)
         for w, (time_ms, engagement_ms, close_ms) in enumerate(times)
     ]
-    whole = added(pushes)
+    whole = sum_pushes(pushes)
     assert (whole.time_ms, whole.oldest_engagement_ms, whole.oldest_close_ms) == (50, 9, 3)
 
 
@@ -276,7 +276,7 @@ def test_a_push_that_is_sent_again_joins_the_wait_and_counts_once(closing: list[
     first = pool.submit(push_as, shard, 0)
     wait_for(lambda: shard.stats()["waiting"] == 1)
     again = pool.submit(push_as, shard, 0)
-    while shard.sums._open is not None and shard.sums._open._sent[0] < 2:
+    while shard.barrier._open is not None and shard.barrier._open._sent[0] < 2:
         time.sleep(0.001)
     assert not first.done() and not again.done()
     assert push_as(shard, 1) is True
@@ -293,7 +293,7 @@ def test_only_two_calls_of_a_worker_wait_so_that_no_dead_connection_holds_a_thre
     shard, calls = workers.shards[0], []
     for sent in range(1, 4):
         calls.append(workers.pool.submit(push_as, shard, 0))
-        wait_for(lambda n=sent: shard.sums._open is not None and shard.sums._open._sent[0] == n)  # type: ignore[misc]
+        wait_for(lambda n=sent: shard.barrier._open is not None and shard.barrier._open._sent[0] == n)  # type: ignore[misc]
     push_as(shard, 1)
     assert [call.result(10) for call in calls[1:]] == [True, True]
 
@@ -345,7 +345,7 @@ def test_all_that_wait_are_told_when_a_step_is_given_up_and_nothing_of_it_was_ap
 def test_a_step_without_a_worker_s_push_ends_after_a_time_and_names_the_worker(closing: list[Any]) -> None:
     workers = fleet(closing, 3, num_shards=1)
     (shard,) = workers.shards
-    shard.sums.wait_s = 0.05
+    shard.barrier.wait_s = 0.05
     done = [workers.push(w, 1) for w in (0, 2)]
     for each in done:
         with pytest.raises(UnavailableError):

@@ -173,9 +173,9 @@ def test_a_bucket_settles_with_the_delta_that_tells_of_its_own_tombstones() -> N
     outbox = begun(num_buckets=8).tables[ADAGRAD].outbox
     gone, nowhere = keys(ITEM, 7), np.zeros(0, np.int64)
     [bucket] = buckets_of(gone.id_U, gone.table_U, 8)
-    assert [outbox.settles_at(b, nowhere) for b in range(8)] == [0] * 8
+    assert [outbox.settled_after(b, nowhere) for b in range(8)] == [0] * 8
     outbox.add_tombstones(gone)
-    assert [outbox.settles_at(b, nowhere) for b in range(8)] == [int(b == bucket) for b in range(8)]
+    assert [outbox.settled_after(b, nowhere) for b in range(8)] == [int(b == bucket) for b in range(8)]
 
 
 def test_expired_rows_go_out_as_tombstones() -> None:

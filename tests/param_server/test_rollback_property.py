@@ -42,8 +42,8 @@ SCHEMA = small_schema(expire_after_ms=3000)
 class Undisturbed:
     """The same pushes and expiries on a shard to which nothing ever happens."""
 
-    def __init__(self, residency: EvictionPolicyFactory) -> None:
-        self.shard = make_shard(schema=SCHEMA, publishing=False, residency=residency)
+    def __init__(self, eviction: EvictionPolicyFactory) -> None:
+        self.shard = make_shard(schema=SCHEMA, publishing=False, eviction=eviction)
         self.shard.restore(1, "")
         self.client = client_of(self.shard)
         self.seq = 0
@@ -66,7 +66,7 @@ def client_of(shard: Shard) -> Client:
 
 
 class ShardLife(RuleBasedStateMachine):
-    residency: EvictionPolicyFactory = ExpiryPolicy
+    eviction: EvictionPolicyFactory = ExpiryPolicy
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class ShardLife(RuleBasedStateMachine):
         self.versions: dict[tuple[str, int], tuple[int, int]] = {}
 
     def start_process(self) -> None:
-        self.shard = make_shard(self.blobs, self.store, schema=SCHEMA, residency=self.residency)
+        self.shard = make_shard(self.blobs, self.store, schema=SCHEMA, eviction=self.eviction)
         self.publisher = Publisher(self.shard, self.topic, FakeClock())
 
     def restore(self, which: int) -> None:
@@ -100,7 +100,7 @@ class ShardLife(RuleBasedStateMachine):
         self.frozen = None
         self.is_written = self.linked = False
         self.client = client_of(self.shard)
-        self.expected = Undisturbed(self.residency)
+        self.expected = Undisturbed(self.eviction)
         for event in self.events:
             self.expected.do(event)
 
@@ -216,7 +216,7 @@ class ShardLife(RuleBasedStateMachine):
         for mine, expected in zip(
             self.shard.tables.values(), self.expected.shard.tables.values(), strict=True
         ):
-            assert mine.residency.state() == expected.residency.state()
+            assert mine.eviction.state() == expected.eviction.state()
 
     @invariant()
     def versions_of_a_replica_never_go_back(self) -> None:
@@ -240,7 +240,7 @@ class ShardLife(RuleBasedStateMachine):
 class AdmittingLife(ShardLife):
     """With a policy that has a state of its own."""
 
-    residency = SecondPush
+    eviction = SecondPush
 
 
 TestShardLife = ShardLife.TestCase

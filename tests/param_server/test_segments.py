@@ -64,9 +64,9 @@ def test_a_list_of_few_changes_ends_too() -> None:
 def test_rows_of_a_whole_bucket_that_are_gone_don_t_come_back_from_older_segments() -> None:
     segments = make_segments()
     live = segments.write("1-1", changes({n: 1.0 for n in range(50)}), ())
-    live = segments.write("2-1", changes({1: 2.0}), live, whole=frozenset(range(8)))
+    live = segments.write("2-1", changes({1: 2.0}), live, complete=frozenset(range(8)))
     assert state(segments, live) == {1: 2.0} and [s.name for s in live] == ["2-1"]
-    live = segments.write("3-1", changes({}), live, whole=frozenset(range(8)))
+    live = segments.write("3-1", changes({}), live, complete=frozenset(range(8)))
     assert state(segments, live) == {}
 
 
@@ -76,7 +76,7 @@ def test_what_was_gone_stays_gone_when_the_segment_that_said_so_is_dropped() -> 
     segments = make_segments()
     live = segments.write("1-1", changes({first: 1.0, other: 1.0}), ())
     live = segments.write("2-1", changes({}, gone=[first]), live)
-    live = segments.write("3-1", changes({}), live, whole=frozenset({1}))
+    live = segments.write("3-1", changes({}), live, complete=frozenset({1}))
     assert [s.name for s in live] == ["1-1", "3-1"] and state(segments, live) == {other: 1.0}
 
 
@@ -84,7 +84,10 @@ def test_a_commit_without_changes_writes_nothing_anew() -> None:
     writer = Writer()
     for n in range(2 * FEW_SEGMENTS):
         writer.commit({n: 1.0})
-    assert writer.segments.to_rewrite(writer.live, 0.0) == frozenset() and writer.commit({}) == writer.live
+    assert (
+        writer.segments.buckets_to_rewrite(writer.live, 0.0) == frozenset()
+        and writer.commit({}) == writer.live
+    )
 
 
 def test_only_the_newest_segments_marks_count() -> None:
@@ -131,9 +134,9 @@ def test_a_segment_that_was_never_committed_is_deleted_at_a_restore_unless_a_man
     for name in ("2-1", "2-2", "3-2"):
         make_segments(store).write(name, changes({2: 1.0}), live)
     segments = make_segments(store)
-    segments.restored(Commit(1, 1, live))
+    segments.note_restored(Commit(1, 1, live))
     assert len(list(store.keys(b"d/"))) == 4, "which manifests there are is not known"
-    segments.restored(Commit(1, 1, live), {1, 3})
+    segments.note_restored(Commit(1, 1, live), {1, 3})
     assert list(store.keys(b"d/")) == [b"d/1-1", b"d/3-2"] and not list(store.keys(b"b/2-1/"))
 
 
@@ -159,7 +162,7 @@ def test_going_back_forgets_the_commits_after() -> None:
         live = segments.write(f"{seq}-1", changes({seq: 1.0}), live)
         commits.append(Commit(seq, 1, live))
         segments.commit(commits[-1])
-    segments.restored(commits[1])
+    segments.note_restored(commits[1])
     assert segments.history() == commits, "a restore writes nothing"
     assert state(segments, commits[1].segments) == {1: 1.0, 2: 1.0}
     live = segments.write("3-2", changes({9: 1.0}), commits[1].segments)

@@ -249,7 +249,7 @@ def test_a_reader_gets_no_row_that_may_not_be_published() -> None:
     table = shard.tables[ADAGRAD]
     table.embeddings.rows_ND[table.index.find(keys(ITEM, 1))] = np.nan
     rows = table.read(keys(ITEM, 1, 2), 100.0)
-    assert rows.there_U.tolist() == [0, 1] and np.isfinite(rows.rows_UD).all()
+    assert rows.exists_U.tolist() == [0, 1] and np.isfinite(rows.rows_UD).all()
     assert rows.rows_UD[0].tobytes() == table.embeddings.gather_at(keys(ITEM, 1), np.array([-1])).tobytes()
 
 

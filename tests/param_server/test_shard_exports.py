@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from param_server.main import shard_exports
+from param_server.main import shard_metrics
 from param_server.publish import Publisher
 from param_server.rows_topic import InMemoryRows
 from roostream.runtime.clock import FakeClock
@@ -14,22 +14,27 @@ ALWAYS = {
     "committed_seq",
     "segments",
     "bytes",
-    "dirty",
-    "withheld",
+    "changed_rows",
+    "expiry_skipped_rows",
+    "unpublishable_rows",
+    "clipped_gradient_rows",
+    "largest_accumulator",
+    "damaged_segment_parts",
+    "found_damaged_segment_parts",
     "pulls",
     "pushes",
-    "repeats",
+    "duplicate_pushes",
+    "waiting_pushes",
     "ready",
 }
-ALWAYS |= {"limited", "largest_accumulator", "damaged", "damages", "spared", "waiting"}
 
 
 def test_names_are_those_that_status_and_dashboards_know() -> None:
     shard = begun()
-    shown = {family.name for family in shard_exports(shard, None).collect()}
+    shown = {family.name for family in shard_metrics(shard, None).collect()}
     assert shown == {f"roostream_shard_{name}" for name in ALWAYS}
     publisher = Publisher(shard, InMemoryRows(), FakeClock())
-    more = {family.name for family in shard_exports(shard, publisher).collect()} - shown
+    more = {family.name for family in shard_metrics(shard, publisher).collect()} - shown
     assert more == {
         f"roostream_shard_{name}"
         for name in ("published_timestamp_seconds", "published_keys", "republished_keys")

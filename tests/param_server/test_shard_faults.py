@@ -276,10 +276,10 @@ def test_a_freeze_that_fails_after_its_first_stack_loses_no_change() -> None:
     name, committed = commit(shard, store, 1), state_of(shard)
     push(shard, 2, ITEM, (1,))
     table = shard.tables[ROWWISE]
-    good, table.residency = table.residency, NoMemory(())
+    good, table.eviction = table.eviction, NoMemory(())
     with pytest.raises(MemoryError):
         shard.freeze(2, 0)
-    table.residency = good
+    table.eviction = good
     with pytest.raises(UnavailableError):
         shard.freeze(3, 0)
     shard.restore(2, name)

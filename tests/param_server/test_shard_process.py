@@ -207,7 +207,7 @@ def test_a_killed_shard_comes_back_with_its_committed_rows(shard: Shard, lead: L
         'roostream_shard_rows{stack="d4-adagrad"} 200.0',
         "roostream_shard_committed_seq 1.0",
         "roostream_shard_incarnation 1.0",
-        "roostream_shard_pushes 2.0",
+        "roostream_shard_pushes_total 2.0",
         'roostream_shard_call_seconds_count{stage="push"}',
     ):
         assert wanted in exported

@@ -143,12 +143,12 @@ def test_another_rule_begins_with_rows_that_were_learned(then: str, now: str, di
 def test_the_first_commit_writes_everything_once_and_later_ones_only_what_changed() -> None:
     home, _ = trained()
     shard = home.start(schema(6))
-    assert shard.segments.moved
+    assert shard.segments.needs_rewrite
     push(shard, "user", IDS[:1])
     bits = state_of(shard)
     home.commit(shard)
     (first,) = shard.committed.segments
-    assert first.rows == 80 and not shard.segments.moved
+    assert first.rows == 80 and not shard.segments.needs_rewrite
     assert state_of(home.start(schema(6))) == bits
     push(shard, "user", IDS[:1])
     home.commit(shard)
@@ -184,7 +184,7 @@ def test_going_back_behind_the_change_brings_the_rows_of_then() -> None:
     home.commit(shard)
     home.last = last
     home.restore(shard)
-    assert state_of(shard) == bits and shard.segments.moved
+    assert state_of(shard) == bits and shard.segments.needs_rewrite
 
 
 def test_a_table_that_shares_its_stack_leaves_it_and_one_that_is_gone_leaves_nothing(

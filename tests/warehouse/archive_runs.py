@@ -124,7 +124,7 @@ def compact_for_ever(place: str, begun: Begun) -> None:
     begun()
     while True:
         with contextlib.suppress(UnavailableError):
-            rounds.look()
+            rounds.run_once()
         time.sleep(0.01)
 
 

@@ -164,9 +164,9 @@ def read_figures(names: Mapping[str, str], scraped: Mapping[str, ScrapedMetrics]
         "shards": {
             name: {
                 "rows": {stack: int(n) for stack, n in s.by("roostream_shard_rows", "stack").items()},
-                "pulls": s.value("roostream_shard_pulls"),
+                "pulls": s.value("roostream_shard_pulls_total"),
                 "bytes": s.value("roostream_shard_bytes"),
-                "damaged": s.value("roostream_shard_damaged"),
+                "damaged": s.value("roostream_shard_damaged_segment_parts"),
             }
             for name, s in scraped.items()
             if name.startswith("shard-") and s

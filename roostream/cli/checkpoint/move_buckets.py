@@ -94,7 +94,7 @@ def move(
         return last.manifest
     shards_of_commit = CommittedShards(last.manifest, schema_of(store, last.manifest), stores)
     if any(
-        shards_of_commit.segments(index, ()).residency(shards_of_commit.state(index))
+        shards_of_commit.segments(index, ()).policy_states(shards_of_commit.state(index))
         for index in last.manifest.shards
     ):
         raise ConfigError(
@@ -139,7 +139,7 @@ def _written(
         _gained_buckets(shards_of_commit, gained), _unpublished(shards_of_commit, index, after)
     )
     segments = shards_of_commit.segments(index, after.buckets_of(index))
-    return segments.write_parts(name, parts, shards_of_commit.state(index), whole=frozenset(gained))
+    return segments.write_parts(name, parts, shards_of_commit.state(index), complete=frozenset(gained))
 
 
 def _unpublished(shards_of_commit: CommittedShards, index: int, after: BucketMap) -> Iterator[SegmentBucket]:

@@ -269,7 +269,7 @@ def _plan(
 ) -> tuple[list[PlannedTable], list[str], PlacementPlan]:
     """The tables, why some have no usable profile, and the plan."""
     from param_server.placement.plan import plan
-    from param_server.placement.profiles import placed_tables, stored
+    from param_server.placement.profiles import planned_tables, stored
     from roostream.runtime.checkpoint_store import open_store
     from roostream.runtime.clock import SystemClock
     from roostream.schema.schema_file import load_schema
@@ -278,7 +278,7 @@ def _plan(
     names = [table.name for table in loaded.tables]
     known = stored(open_store(store), loaded)
     rows = _numbers("--rows", row_texts, names)
-    tables, why = placed_tables(loaded, known, batch=batch, now_ms=SystemClock().now_ms(), rows=rows)
+    tables, why = planned_tables(loaded, known, batch=batch, now_ms=SystemClock().now_ms(), rows=rows)
     if not memory_gib >= 0:
         raise ConfigError(f"--memory: expected a number of GiB, got {memory_gib}")
     columns, memory = _numbers("--columns", column_texts, names), int(memory_gib * _GIB)
@@ -392,14 +392,16 @@ def map_command(home: Path, store: str, num_shards: int | None, max_moved: float
     Example:
       roostream down && roostream placement map --shards 4 --max-moved 1 --json > four.json
     """
-    from param_server.placement.bucket_moves import evened
+    from param_server.placement.bucket_moves import balanced_map
 
     with _committed(opened_store(home, store), home) as committed:
         from roostream.cli.checkpoint.move_buckets import bytes_by_bucket
 
         bytes_B, now = bytes_by_bucket(committed), committed.manifest.owners
         wanted = (
-            evened(now, num_shards or now.num_owners, bytes_B, max_moved) if num_shards or max_moved else now
+            balanced_map(now, num_shards or now.num_owners, bytes_B, max_moved)
+            if num_shards or max_moved
+            else now
         )
     if as_json:
         click.echo(json.dumps(wanted.plain()))

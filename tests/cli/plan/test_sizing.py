@@ -122,7 +122,7 @@ def test_a_samples_bytes_are_about_those_that_the_encoder_makes(candidates: int,
 def test_a_rows_bytes_are_those_of_a_shards_table() -> None:
     schema = data.demo_schema()
     tables = [table for table in schema.tables if table.dim == 16]
-    table = StackTable("s", tables, seed=0, num_buckets=64, residency=ExpiryPolicy)
+    table = StackTable("s", tables, seed=0, num_buckets=64, eviction=ExpiryPolicy)
     per_row = table.num_bytes / table.index.capacity
     assert per_row <= row_bytes(Load(requests_per_s=1, dim=16)) <= 2 * per_row
 

@@ -14,7 +14,7 @@ from param_server.placement.profiles import (
     Profiler,
     ProfileRecorder,
     TableProfile,
-    placed_tables,
+    planned_tables,
     save,
     stored,
 )
@@ -39,7 +39,7 @@ def counted(batches: int = 5, size: int = 8) -> Profiler:
     for n in range(batches):
         numbers = list(range(1 + n * size, 1 + (n + 1) * size))
         batch = Decoder(samples.schema(), nobody).decode(samples.records(numbers))[0]
-        profiler.see(batch, build_lookup(batch))
+        profiler.count(batch, build_lookup(batch))
     return profiler
 
 
@@ -161,7 +161,7 @@ def test_what_is_missing_young_or_old_is_as_if_nobody_had_counted_it() -> None:
     store, schema = MemoryStore(), samples.schema()
     save(store, {"item": counted().profiles["item"], "user": counted(2).profiles["user"]}, NOW)
     known = stored(store, schema)
-    tables, why = placed_tables(schema, known, batch=24, now_ms=NOW, rows={"item": 7})
+    tables, why = planned_tables(schema, known, batch=24, now_ms=NOW, rows={"item": 7})
     by_name = {table.name: table for table in tables}
     assert by_name["user"].uniques is None and why == ["user (user: fewer than 4 batches)"]
     assert (
@@ -170,9 +170,9 @@ def test_what_is_missing_young_or_old_is_as_if_nobody_had_counted_it() -> None:
         and by_name["item"].rows == 7
         and by_name["item"].row_wise_rule
     )
-    _, why = placed_tables(schema, known, batch=24, now_ms=NOW + 8 * 86_400_000, rows={})
+    _, why = planned_tables(schema, known, batch=24, now_ms=NOW + 8 * 86_400_000, rows={})
     assert "item (item: too old)" in why
-    _, why = placed_tables(schema, {}, batch=24, now_ms=NOW, rows={})
+    _, why = planned_tables(schema, {}, batch=24, now_ms=NOW, rows={})
     assert "item (item: never counted)" in why
 
 

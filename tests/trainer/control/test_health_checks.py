@@ -139,7 +139,7 @@ def test_a_caught_up_loop_has_no_findings() -> None:
         ),
         (
             status(),
-            {"shard_0": "roostream_shard_damaged 2\n"},
+            {"shard_0": "roostream_shard_damaged_segment_parts 2\n"},
             "damaged shard-0",
             Level.BAD,
             "2",

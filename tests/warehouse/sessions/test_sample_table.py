@@ -110,8 +110,7 @@ def test_a_schema_that_shares_no_label_with_what_was_archived_is_refused_before_
         return dataclasses.replace(schema, labels=labels)
 
     for ask in (table.check_reader, table.open_session):
-        said = r"expected a schema with a label of its samples \(click\), got 'default' with order; give the schema that they were"
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match="click"):
             ask(told, labelled("order"))
         for known in (schema, labelled("order", "click"), labelled()):
             ask(told, known)
