@@ -23,7 +23,6 @@ from tests.param_server.shard_support import (
     begun,
     gradients_of,
     lookup_of,
-    make_shard,
     small_schema,
     state_of,
     transport_to,
@@ -93,25 +92,6 @@ def test_a_batch_is_one_pull_and_one_push_a_shard_with_all_stacks() -> None:
     client.close()
 
 
-def test_shards_and_stacks_without_keys_are_left_out() -> None:
-    client, _, shards = make_client(2)
-    counting = [Counting(transport_to(s)) for s in shards]
-    client.transports = counting
-    rows = client.pull(lookup_of({TOPIC: [1]}))
-    assert rows[ADAGRAD].shape == (0, 4) and rows[ROWWISE].shape == (1, 3)
-    calls = [c for t in counting for c in t.calls]
-    assert [header["stacks"] for _, header in calls] == [[ROWWISE]]
-    client.close()
-
-
-def test_an_empty_batch_calls_nobody() -> None:
-    client, transports, _ = make_client(1)
-    transports[0].down = True
-    lookup = lookup_of({})
-    assert {s: r.shape for s, r in client.pull(lookup).items()} == {ADAGRAD: (0, 4), ROWWISE: (0, 3)}
-    client.push(lookup, gradients_of(lookup, 1.0), step=0, time_ms=0)
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_push_whose_call_fails_is_sent_again_and_applied_once(when: str) -> None:
     (client, transports, shards), (quiet, _, reference) = make_client(2), make_client(2)
@@ -124,12 +104,6 @@ def test_a_push_whose_call_fails_is_sent_again_and_applied_once(when: str) -> No
     assert shards[1].stats()["repeats"] == (when == "after")
     client.close()
     quiet.close()
-
-
-def test_a_pull_whose_call_fails_is_sent_again() -> None:
-    client, transports, _ = make_client(1)
-    transports[0].fail_next("pull", "after")
-    assert client.pull(lookup_of(LOOKUP))[ADAGRAD].shape == (65, 4)
 
 
 def test_a_shard_that_stays_away_is_told_after_a_bounded_time() -> None:
@@ -199,13 +173,6 @@ def test_a_push_that_fails_inside_the_shard_is_not_sent_again() -> None:
     assert asked == ["push"]
 
 
-def test_a_shard_that_waits_for_restore_passes_up_at_once() -> None:
-    client = Client(small_schema(), [transport_to(make_shard())], worker=0, clock=FakeClock())
-    with pytest.raises(UnavailableError) as caught:
-        client.pull(lookup_of(LOOKUP))
-    assert not isinstance(caught.value, TransportError)
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_gradient_that_is_not_finite_is_refused_by_its_shard_and_pushes_wait_for_a_restore(
     bad: float,
@@ -254,17 +221,6 @@ def test_a_stack_without_a_gradient_keeps_its_rows() -> None:
     gradients = gradients_of(lookup, 1.0)
     client.push(lookup, {ROWWISE: gradients[ROWWISE]}, step=0, time_ms=0)
     assert {stack for stack, _, _ in state_of(shards[0])} == {ROWWISE}
-
-
-def test_gradients_that_are_not_contiguous_are_pushed_as_they_read() -> None:
-    (client, _, shards), (quiet, _, reference) = make_client(2), make_client(2)
-    lookup = lookup_of(LOOKUP)
-    gradients = gradients_of(lookup, 1.0)
-    client.push(lookup, {s: np.asfortranarray(g) for s, g in gradients.items()}, step=0, time_ms=0)
-    quiet.push(lookup, gradients, step=0, time_ms=0)
-    assert [state_of(s) for s in shards] == [state_of(s) for s in reference]
-    client.close()
-    quiet.close()
 
 
 def test_pulls_run_beside_a_push() -> None:

@@ -142,20 +142,3 @@ def test_a_damaged_state_is_never_loaded() -> None:
     with pytest.raises(CheckpointError):
         again.restore(2, name)
     assert not again.ready
-
-
-def test_states_of_segments_that_nobody_needs_are_deleted() -> None:
-    shard, blobs, store = lives()
-    for seq in range(1, 30):
-        push_to(shard, seq, ids=(seq, 1))
-        commit(shard, store, seq)
-    segments = {key.split(b"/")[1] for key in blobs.keys(b"d/")}
-    assert {key.split(b"/")[1] for key in blobs.keys(b"r/")} <= segments and len(segments) < 29
-
-
-def test_a_policy_without_state_leaves_nothing_in_the_segments() -> None:
-    blobs, store = MemoryKeyValueStore(), MemoryStore()
-    shard = begun(blobs=blobs, store=store)
-    push_to(shard, 1)
-    commit(shard, store, 1)
-    assert not list(blobs.keys(b"r/")) and b"residency" not in blobs.data[b"d/1-1"]

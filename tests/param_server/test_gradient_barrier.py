@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,11 +18,11 @@ from param_server.gradient_barrier import PendingStep, sum_pushes
 from param_server.rules import MAX_GRADIENT
 from param_server.server import Shard, ShardRpcHandler
 from param_server.table import GradientPush
-from roostream.errors import CheckpointError, FencedError, RoostreamError, UnavailableError, WireError
+from roostream.errors import CheckpointError, FencedError, UnavailableError, WireError
 from roostream.runtime.deployment import MAX_WORKERS
 from roostream.runtime.rpc.client import SocketTransport
 from roostream.runtime.rpc.server import RpcServer
-from roostream.runtime.rpc.transport import InMemoryTransport, Transport
+from roostream.runtime.rpc.transport import Transport
 from roostream.wire.lookup import Lookup
 from tests.param_server.shard_support import (
     ADAGRAD,
@@ -302,18 +301,6 @@ def push_as(shard: Shard, worker: int, *, sequence: int = 1, workers: int = 2, *
     return push_to(shard, sequence, worker=worker, workers=workers, **more)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_call_that_fails_is_sent_again_and_its_push_counts_once(closing: list[Any], when: str) -> None:
-    workers, plain = fleet(closing, 2), fleet(closing, 2)
-    plain.step(1, (0, 1))
-    failing = workers.transports[1][0]
-    assert isinstance(failing, InMemoryTransport)
-    failing.fail_next("push", when)
-    workers.step(1, (0, 1))
-    for one, another in zip(plain.shards, workers.shards, strict=True):
-        assert state_of(one) == state_of(another)
-
-
 def test_a_worker_that_is_ahead_of_a_lost_push_is_refused_and_the_others_wait_on() -> None:
     shard = begun()
     with pytest.raises(FencedError):
@@ -421,26 +408,6 @@ def test_a_push_of_nobody_is_refused_and_waits_for_nobody(header: dict[str, Any]
     with pytest.raises(WireError):
         push_to(shard, 1, **header)
     assert shard.stats()["waiting"] == 0
-
-
-def test_a_push_of_one_worker_among_several_is_refused() -> None:
-    shard = begun()
-    failed: list[RoostreamError] = []
-
-    def wait() -> None:
-        try:
-            push_as(shard, 1)
-        except RoostreamError as error:
-            failed.append(error)
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    wait_for(lambda: shard.stats()["waiting"] == 1)
-    with pytest.raises(FencedError):
-        push_to(shard, 1, worker=0)
-    shard.leave()
-    waiting.join(10)
-    assert isinstance(failed[0], UnavailableError)
 
 
 @pytest.mark.parametrize("count", [2, 3])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,24 +33,6 @@ def test_golden_values_never_change() -> None:
 
 
 GOLDEN = "a0486bbf680c39beb628443f006f8bbcc6dc433f166540bf"
-
-
-def test_depends_on_seed_table_and_id_but_not_on_company() -> None:
-    tables, ids = np.array([1, 1, 2], np.uint32), np.array([5, 6, 5], np.int64)
-    together = initial_rows(0, tables, ids, 8, 0.1)
-    assert len({row.tobytes() for row in together}) == 3
-    for n in range(3):
-        alone = initial_rows(0, tables[n : n + 1], ids[n : n + 1], 8, 0.1)
-        assert alone.tobytes() == together[n].tobytes()
-    assert not np.array_equal(initial_rows(1, tables, ids, 8, 0.1), together)
-
-
-@pytest.mark.parametrize("scale", [0.0, 0.05, 3.0])
-def test_is_uniform_within_the_scale(scale: float) -> None:
-    rows = initial_rows(0, np.zeros(4000, np.uint32), np.arange(4000, dtype=np.int64), 8, scale)
-    assert (np.abs(rows) <= np.float32(scale)).all()
-    assert abs(float(rows.mean())) <= 0.02 * scale
-    assert rows.std() == pytest.approx(scale / 3**0.5, rel=0.02)
 
 
 def test_a_scale_for_each_row() -> None:

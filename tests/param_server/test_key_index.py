@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from param_server import kernels
-from param_server.embedding_table import KeyIndex, Keys, no_keys
+from param_server.embedding_table import KeyIndex, Keys
 from param_server.kernels import LIVE
 from roostream.schema.ids import buckets_of
 
@@ -98,23 +98,6 @@ def _splitmix64(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
-
-
-def test_removed_places_are_used_again() -> None:
-    index = KeyIndex(8, 4)
-    for n in range(100):
-        assert index.add_new(keys_of([(0, n)])).all()
-        index.remove(keys_of([(0, n)]))
-    assert index.capacity == 4 and index.num_live == 0
-
-
-def test_nothing_to_do_is_fine() -> None:
-    index = KeyIndex(8, 1)
-    assert (
-        len(index.find(no_keys())) == 0
-        and index.remove(no_keys()) == 0
-        and len(index.add_new(no_keys())) == 0
-    )
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 64])

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from param_server.key_value_store import MemoryKeyValueStore
-from param_server.rows_topic import InMemoryRows
 from roostream.errors import UnavailableError
 from roostream.runtime.clock import FakeClock
 from roostream.schema.ids import bucket_of, buckets_of
@@ -42,15 +41,6 @@ def test_touched_rows_go_out_once_as_they_are_then() -> None:
     assert len(deltas(loop.topic)) == before
 
 
-def test_readers_are_behind_since_the_last_round_that_went_out() -> None:
-    loop = Loop(begun())
-    loop.clock.advance(2.5)
-    assert loop.publisher.published_at_ms == loop.clock.now_ms() - 2500
-    loop.push(1)
-    loop.turn()
-    assert loop.publisher.published_at_ms == loop.clock.now_ms()
-
-
 def test_deltas_say_bucket_version_schema_and_lie_in_the_bucket_s_partition() -> None:
     loop = Loop(begun())
     for _ in range(2):
@@ -69,19 +59,6 @@ def test_deltas_say_bucket_version_schema_and_lie_in_the_bucket_s_partition() ->
         4,
         ADAGRAD,
     )
-
-
-def test_buckets_and_partitions_are_the_deployment_s() -> None:
-    topic = InMemoryRows(num_partitions=6)
-    loop = Loop(begun(num_buckets=16, num_partitions=6), topic)
-    loop.push(*range(100))
-    loop.turn()
-    assert {d.bucket for d in deltas(topic)} == set(range(16))
-    assert all(d.bucket % 6 == p for p, _, d in messages(topic, wire.ROW_DELTA))  # type: ignore[attr-defined]
-    loop.shard.restore(2, "")
-    loop.turn()
-    barriers = [b.bucket for _, _, b in messages(topic, wire.BARRIER)]  # type: ignore[attr-defined]
-    assert sorted(barriers) == sorted(2 * 2 * list(range(16))), "two restores, two stacks"
 
 
 def test_a_delta_carries_the_oldest_times_behind_its_rows() -> None:
@@ -135,14 +112,6 @@ def test_a_row_that_may_not_go_out_is_taken_from_readers_who_have_it_from_a_hist
     before = len(deltas(loop.topic))
     loop.turn()
     assert len(deltas(loop.topic)) == before, "told once"
-
-
-def test_keys_that_were_published_are_counted() -> None:
-    loop = Loop(begun())
-    for ids, total in (((1, 2), 2), ((2, 3, 4), 5)):
-        loop.push(*ids)
-        loop.turn()
-        assert loop.publisher.num_keys == total
 
 
 def test_many_rows_of_a_bucket_are_one_delta_unless_it_would_be_too_large() -> None:

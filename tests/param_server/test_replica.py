@@ -126,13 +126,6 @@ def test_a_number_that_was_left_out_makes_its_bucket_stale(
     assert stale(*messages) is expected
 
 
-def test_other_buckets_are_not_touched_by_a_version() -> None:
-    replica = Replica(small_schema(), 0)
-    other = next(i for i in range(2, 999) if bucket_of(i, table_id(ITEM), 64) != BUCKET)
-    replica.apply(delta(9, 9.0))
-    assert replica.apply(delta(1, 1.0, bucket=bucket_of(other, table_id(ITEM), 64), ids=[other]))
-
-
 @pytest.mark.parametrize(
     ("message", "error"),
     [
@@ -159,13 +152,6 @@ def test_a_rebootstrap_barrier_asks_for_it() -> None:
     assert not follower.replica.needs_bootstrap
     follower.replica.apply(barrier(2, rebootstrap=True))
     assert follower.replica.needs_bootstrap
-
-
-def test_times_of_the_newest_delta_are_told() -> None:
-    replica = Replica(small_schema(), 0)
-    replica.apply(delta(1, 1.0, oldest_engagement_ms=5, oldest_close_ms=6, oldest_trained_ms=7))
-    fresh = replica.freshness
-    assert (fresh.oldest_engagement_ms, fresh.oldest_close_ms, fresh.oldest_trained_ms) == (5, 6, 7)
 
 
 def test_string_ids_beyond_int64_are_found() -> None:
@@ -204,18 +190,6 @@ def test_a_bootstrap_brings_all_rows_of_all_shards() -> None:
     assert replica.num_rows == 500
     assert replica.gather(lookup)[ADAGRAD].tobytes() == client.pull(lookup)[ADAGRAD].tobytes()
     client.close()
-
-
-def test_a_bootstrap_in_many_small_pages_is_the_same() -> None:
-    shard = begun()
-    pushed(shard, *range(300))
-    transport, pages, cursor, ids = transport_to(shard), 0, 0, []
-    while cursor >= 0:
-        answer, arrays = transport.call("scan", {"stack": ADAGRAD, "cursor": cursor, "limit": 10})
-        cursor, pages = answer["cursor"], pages + 1
-        ids += arrays[1].tolist()
-        assert len(arrays[3]) == len(arrays[1]) == len(arrays[2])
-    assert sorted(ids) == list(range(300)) and pages > 10
 
 
 def test_deltas_that_a_bootstrap_had_already_are_not_newer() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -301,8 +300,3 @@ def test_workers_meet_and_swap_over_gloo(workers: int) -> None:
         for place in places:
             place.close()
         held.pool.shutdown()
-
-
-def test_batches_differ_by_worker_and_step() -> None:
-    seen = {batch(w, s)[1]["d4-adagrad"].tobytes() for w, s in itertools.product(range(2), range(2))}
-    assert len(seen) == 4

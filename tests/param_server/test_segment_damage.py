@@ -135,10 +135,10 @@ def lossy(store: MemoryKeyValueStore) -> tuple[Writer, bytes]:
 def test_which_rows_are_lost_is_told_by_name_and_number_with_the_setting_that_accepts_it() -> None:
     store = MemoryKeyValueStore()
     writer, key = lossy(store)
-    assert "restore it again" in writer.segments.explain(writer.live[1:])
+    assert "restore again" in writer.segments.explain_damage(writer.live[1:])
     bucket = int(key[-5:])
     rows = sum(bucket_of(n) == bucket for n in range(100))
-    said = writer.segments.explain(writer.live)
+    said = writer.segments.explain_damage(writer.live)
     assert (
         f"1-1/{STACK}/{bucket} (about {rows} rows)" in said
         and f'accept_lost_rows = ["1-1/{STACK}/{bucket}"]' in said
@@ -147,7 +147,7 @@ def test_which_rows_are_lost_is_told_by_name_and_number_with_the_setting_that_ac
     for other in store.keys(b"b/"):
         damage(store, other)
     damage(store, key)
-    few = Segments(store, {STACK: (2, 2)}, 8).explain(writer.live)
+    few = Segments(store, {STACK: (2, 2)}, 8).explain_damage(writer.live)
     assert "more parts" in few and 'accept_lost_rows = ["1-1", "2-1"]' in few
 
 

@@ -175,7 +175,7 @@ def test_a_commit_that_only_its_manifest_told_of_is_kept_like_the_others() -> No
     store = MemoryKeyValueStore()
     live = make_segments(store).write("1-1", changes({1: 1.0}), ())
     again = make_segments(store)
-    again.restored(Commit(1, 1, live))
+    again.note_restored(Commit(1, 1, live))
     second = again.write("2-2", changes({n: 1.0 for n in range(50)}), live)
     again.commit(Commit(2, 2, second))
     assert [c.seq for c in again.history()] == [1, 2] and state(again, live) == {1: 1.0}

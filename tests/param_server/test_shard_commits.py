@@ -254,14 +254,6 @@ def test_a_commit_holds_even_if_old_segments_can_t_be_deleted(caplog: pytest.Log
 # Incarnations
 
 
-def test_commands_of_another_incarnation_are_refused() -> None:
-    shard = make_shard()
-    shard.restore(5, "")
-    for incarnation in (4, 6):
-        with pytest.raises(FencedError, match=f"freeze: expected incarnation 5, got {incarnation}"):
-            shard.execute({"kind": "freeze", "incarnation": incarnation, "seq": 1, "watermark_ms": 0})
-
-
 @pytest.mark.parametrize("incarnation", [4, 5])
 def test_a_restore_that_is_not_newer_is_refused(incarnation: int) -> None:
     shard = make_shard()
@@ -357,14 +349,6 @@ def test_g5_a_damaged_manifest_is_refused(data: bytes, message: str) -> None:
     store.put("manifests/00000001", data)
     with pytest.raises(CheckpointError, match=message):
         make_shard(store=store).restore(1, "manifests/00000001")
-
-
-@pytest.mark.parametrize("shards", [{}, {0: {}}, {0: {"segments": [{"name": "s"}]}}])
-def test_a_manifest_that_does_not_name_this_shard_s_segments_is_refused(shards: dict[int, Any]) -> None:
-    store = MemoryStore()
-    name = link_manifest(store, 1, 1, [{"segments": [], "rows_end": {}}], shards=shards)
-    with pytest.raises(CheckpointError):
-        make_shard(store=store).restore(1, name)
 
 
 def test_a_manifest_that_is_absent_is_refused_and_fences_all_the_same() -> None:

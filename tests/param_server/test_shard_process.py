@@ -176,7 +176,7 @@ def probe(port: str, path: str) -> str:
 def test_a_shard_is_not_ready_before_it_is_restored(shard: Shard, lead: Lead) -> None:
     shard.start()
     port = shard.said("listens on").rsplit(" ", 1)[1]
-    wait_for_probe(port, "/readyz", "it waits for the controller to restore it")
+    wait_for_probe(port, "/readyz", "waiting for the controller to restore it")
     assert probe(port, "/livez") == "ok"
     lead.do("restore", 1, manifest="")
     wait_for_probe(port, "/readyz", "ok")
@@ -260,7 +260,7 @@ def test_a_shard_that_is_asked_to_go_does_what_the_last_commit_needs_first(
             REFUSED_CODE,
         ),
         ({"listen": "taken"}, "choose another port, or 0 for any", AWAY_CODE),  # by another, who may leave
-        ({"home": "a file"}, "can't be opened", AWAY_CODE),  # now
+        ({"home": "a file"}, "cannot be opened", AWAY_CODE),  # now
     ],
 )
 def test_a_wrong_setting_ends_in_one_sentence(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from joiner.config import JoinerConfig
 from joiner.local_engine import LocalEngine
@@ -18,7 +16,6 @@ from roostream.warehouse.archive import (
     group_by_writer,
     sample_forms,
     sample_rows,
-    sort_by_user,
 )
 from roostream.warehouse.data_file import day_of
 from roostream.warehouse.file_reader import SampleFile
@@ -176,19 +173,6 @@ def test_a_correction_names_its_sample_and_its_labels(tmp_path: Path) -> None:
     assert len(set(columns["of_sample"].values.tolist())) == 1 and columns[
         "event__action"
     ].values.tolist() == ["click", "click"]
-
-
-def test_rows_of_a_user_keep_their_order_in_time() -> None:
-    rows, _ = sample_rows(SCHEMA, keyed(rich_records(SCHEMA, 30)))
-    ordered = sort_by_user(rows)
-    assert ordered.columns["time_ms"].values.tolist() == sorted(rows.columns["time_ms"].values.tolist())
-    assert Counter(ordered.counts_R.tolist()) == Counter(rows.counts_R.tolist())
-
-
-@pytest.mark.parametrize("count", [0, 1])
-def test_few_records_are_rows_too(count: int) -> None:
-    rows, dead = sample_rows(SCHEMA, keyed(rich_records(SCHEMA, count)))
-    assert (len(rows.counts_R), dead) == (count, [])
 
 
 def test_a_traced_sample_is_kept_whole_and_read_back_byte_equal(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from roostream.warehouse.compact import (
 from roostream.warehouse.compactor_program import Rounds
 from roostream.warehouse.config import CompactorConfig
 from roostream.warehouse.data_file import DataFile
-from roostream.warehouse.latest_labels import LatestLabels, files_of_part, overlay_batch, read_latest
+from roostream.warehouse.latest_labels import files_of_part, overlay_batch, read_latest
 from roostream.warehouse.record_columns import rebuild_records
 from roostream.warehouse.warehouse import COLUMN_ORDER, Warehouse
 from roostream.wire import records as wire
@@ -189,14 +189,6 @@ def test_a_reader_overlays_what_no_seal_has_folded(tmp_path: Path) -> None:
         for r, o in enumerate(b.offset_R.tolist())
     } == wanted
     assert at in wanted
-
-
-def test_nothing_said_leaves_a_batch_as_it_is(tmp_path: Path) -> None:
-    batch = decoded(SCHEMA, FIRST)
-    nothing = read_latest(Warehouse(tmp_path), [], SCHEMA.tasks)
-    assert nothing.is_empty and overlay_batch(batch, nothing) is batch
-    of_others = LatestLabels(np.array([5]), np.array([6]), np.ones((1, 2), dtype=np.float32))
-    assert overlay_batch(batch, of_others) is batch
 
 
 def test_corrections_that_come_after_a_seal_make_the_day_due_again(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from roostream.errors import CheckpointError, ConfigError, FencedError, UnavailableError
 from roostream.runtime.checkpoint_store import open_store
-from roostream.warehouse.data_file import DataFile, day_bounds_ms, day_of, new_path
+from roostream.warehouse.data_file import DataFile, new_path
 from roostream.warehouse.delta_table import ProgressStep, WarehouseTable
 from roostream.warehouse.version_pins import VersionPin, pin_version, pinned_versions, unpin_version
 from roostream.wire.columnar import ColumnType
@@ -207,12 +207,6 @@ def test_vacuum_deletes_orphans_and_what_was_replaced_but_not_what_is_pinned(tmp
     assert there() == {whole.path} and store.list("pins") == []
 
 
-def test_young_orphans_stay_since_their_writer_may_be_about_to_commit(tmp_path: Path) -> None:
-    table, file = opened(tmp_path), a_file(0, 4)
-    open_store(tmp_path).put(f"samples/{file.path}", b"x")
-    assert table.vacuum(168) == [] and (tmp_path / "samples" / file.path).exists()
-
-
 def test_a_pin_that_is_taken_back_or_is_none_holds_nothing(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     pin_version(store, "a", VersionPin("samples", 3, 5_000))
@@ -253,8 +247,3 @@ def test_a_store_that_does_not_answer_is_away(monkeypatch: pytest.MonkeyPatch) -
 def test_a_place_of_another_kind_is_refused() -> None:
     with pytest.raises(ConfigError):
         WarehouseTable("hdfs://x", "samples")
-
-
-def test_days_are_of_utc() -> None:
-    first, end = day_bounds_ms(DAY)
-    assert day_of(first) == DAY == day_of(end - 1) and day_of(first - 1) < DAY < day_of(end)

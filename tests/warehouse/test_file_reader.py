@@ -155,13 +155,6 @@ def test_the_smallest_holes_are_filled_first(over_read: float, expected: list[tu
     assert merged(needed, over_read, small=0) == expected
 
 
-def test_a_small_file_is_one_read_whatever_lies_between_its_columns() -> None:
-    assert (
-        merged([ByteRange(0, 9), ByteRange(70, 80)]) == [(0, 80)]
-        and len(merged([ByteRange(0, 9), ByteRange(5000, 5009)])) == 2
-    )
-
-
 def test_columns_of_one_width_are_merged_within_the_bound() -> None:
     """Every hole is as wide as the next: some are filled, not all."""
     needed = [ByteRange(20 * n, 20 * n + 10) for n in range(100)]

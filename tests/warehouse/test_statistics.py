@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from datetime import date
 
-import numpy as np
 import pytest
 
 from roostream.warehouse.statistics import FeatureDays, alerts
@@ -43,16 +42,6 @@ def test_each_day_has_its_coverage_lengths_and_how_far_it_moved() -> None:
     assert history["longest"] == lengths_R.max() and history["moved"] is None, "there is no day before"
     assert told["2024-01-02"]["ctr"]["rows"] == 900 and (told["2024-01-02"]["ctr"]["moved"] or 0) < 0.25
     assert alerts(told) == []
-
-
-def test_batches_of_a_day_add_up() -> None:
-    one, two = FeatureDays(SCHEMA), FeatureDays(SCHEMA)
-    batch = batch_of(3)
-    one.add(MONDAY, batch)
-    for rows in np.array_split(np.arange(batch.num_requests), 3):
-        two.add(MONDAY, batch.take_requests(rows))
-    two.add(MONDAY, batch.take_requests(np.zeros(0, dtype=np.int64)))
-    assert one.report() == two.report()
 
 
 def test_a_feature_that_is_gone_or_rarer_is_told_by_its_day() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 
 import numpy as np
 import pytest
@@ -81,19 +80,6 @@ def test_the_same_steps_are_looked_at_in_every_run_and_about_their_share() -> No
     assert not any(Profiler(0.0).looks_at(step) for step in range(100))
 
 
-def test_a_profile_says_how_sure_it_is() -> None:
-    assert counted(3).profiles["item"].error == math.inf and counted(4).profiles["item"].error < 0.2
-    four = {
-        "batches": 4,
-        "examples": 80,
-        "ids": 80,
-        "uniques": 48,
-        "max_len": 1,
-        "squares": float(100 + 196 + 144 + 144),
-    }
-    assert TableProfile(feature="f", table="t", dim=8, **four).error == pytest.approx(math.sqrt(2 / 3) / 12)  # type: ignore[arg-type]
-
-
 def test_what_is_added_counts_whole_and_what_was_before_its_share() -> None:
     before = {"batches": 4, "examples": 80, "ids": 100, "uniques": 48, "max_len": 3, "squares": 600.0}
     more = {"batches": 2, "examples": 40, "ids": 60, "uniques": 50, "max_len": 2, "squares": 1300.0}
@@ -109,15 +95,6 @@ def test_what_is_added_counts_whole_and_what_was_before_its_share() -> None:
         **expected,
     }
     assert (both.valency, both.batch_examples) == (110 / 80, 20.0)
-
-
-def test_nothing_is_expected_of_what_was_never_seen() -> None:
-    none = TableProfile(feature="f", table="t", dim=8, batches=0, examples=0, ids=0, uniques=0, max_len=0)
-    assert (none.half_ids, none.half_uniques) == (0, 0)
-    assert (none.valency, none.batch_examples, none.uniques_of(100), none.error) == (0.0, 0.0, 0.0, math.inf)
-    whole = dataclasses.replace(none, batches=1, examples=10, ids=20, uniques=10)
-    assert whole.uniques_of(5) == 5.0, "without halves in proportion"
-    assert whole.uniques_of(20) == 20.0
 
 
 def test_what_is_stored_is_added_to_and_the_old_counts_for_less() -> None:

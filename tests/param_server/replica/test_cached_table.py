@@ -69,12 +69,6 @@ def test_keys_without_a_row_have_a_quarter_at_most() -> None:
     assert stack.num_keys == 64 and stack.num_without_row <= 16
 
 
-def test_more_than_there_is_room_for_leaves_the_last() -> None:
-    stack = stack_of(64)
-    add(stack, list(range(500)))
-    assert stack.num_keys == 64 and all(held(stack, *range(436, 500)))
-
-
 def test_a_delta_changes_what_is_here_and_older_and_brings_nothing() -> None:
     stack = stack_of()
     add(stack, [1, 2], version=5)

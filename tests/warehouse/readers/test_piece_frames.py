@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from roostream.errors import SchemaError, WireError
 from roostream.runtime.rpc import frames
-from roostream.warehouse.readers.piece_frames import decode_piece, encode_piece, schema_digest_of, total_bytes
+from roostream.warehouse.readers.piece_frames import decode_piece, encode_piece, schema_digest_of
 from roostream.warehouse.sessions.sample_table import SampleTable
 from roostream.warehouse.sessions.session import SessionSpec
 from roostream.warehouse.sessions.session_rows import LocalSessionRows, Piece
@@ -76,8 +74,3 @@ def test_what_is_no_unit_is_refused(piece: Piece, wrong: str) -> None:
         arrays[0] = arrays[0][:-1]
     with pytest.raises(WireError):
         decode_piece(header, arrays, SCHEMA, DIGEST)
-
-
-def test_its_size_is_that_of_its_arrays(piece: Piece, tmp_path: Path) -> None:
-    _, arrays = encode_piece(piece, DIGEST)
-    assert total_bytes(arrays) == sum(len(array.tobytes()) for array in arrays) > 8 * ROWS

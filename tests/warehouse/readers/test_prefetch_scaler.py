@@ -47,13 +47,6 @@ def test_a_starved_worker_asks_for_one_unit_more_a_second_and_a_sated_one_for_le
     assert 1 < it.in_flight < before, "two down at most in 50 s"
 
 
-def test_a_buffer_that_is_half_full_changes_nothing() -> None:
-    it = PrefetchScaler(max_in_flight=6, in_flight=3)
-    for tick in range(400):
-        it.observe(0.6 + 0.1 * (tick % 3), stalled=False, now_s=tick * 0.25)
-    assert it.in_flight == 3
-
-
 class Course:
     """An appetite over time, looked at four times a second."""
 
@@ -82,12 +75,6 @@ def test_what_was_too_few_is_not_tried_again_for_a_time_that_doubles() -> None:
     course.after(SETTLES_S + 2, fullness=0.7)
     assert course.after(MIN_RETRY_S + 10, fullness=1.0) == 4, "now twice as long"
     assert course.after(MIN_RETRY_S, fullness=1.0) == 3
-
-
-def test_what_is_as_much_as_there_ever_was_is_no_trial() -> None:
-    course = Course()
-    assert course.after(600, fullness=0.7) == 4
-    assert course.after(FULL_FOR_S + 6, fullness=1.0) == 3, "nothing is held against it"
 
 
 def test_readers_come_at_once_and_go_one_at_a_time() -> None:

@@ -76,20 +76,6 @@ def test_what_is_no_session_is_told(tmp_path: Path, text: str, said: str) -> Non
         CapturedSession(version=1, features=(), reads=()).write(tmp_path)
 
 
-def test_turns_alternate_and_the_first_of_each_is_not_counted() -> None:
-    clock, order = Ticks(), list[str]()
-
-    def reader(name: str, cost_s: float) -> None:
-        order.append(name)
-        clock.now_s += cost_s if len(order) > 2 else 100.0
-
-    its = time_readers(lambda: reader("a", 1.0), lambda: reader("b", 1.5), clock, turns=4)
-    assert (
-        "".join(order) == "ab" + "abba" * 2 and its.turns == 4 and its.ratio == pytest.approx(1.5, rel=1e-4)
-    )
-    assert its.differs
-
-
 def noisy(ratio: float, seed: int, turns: int = 31) -> ReaderComparison:
     """Turns of a machine on which others run: 2 % either way, and now and then half as long again."""
     rng = random.Random(seed)

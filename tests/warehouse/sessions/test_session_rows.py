@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
-import pytest
 
 from roostream.warehouse.sessions.session import TableSplit
 from roostream.warehouse.sessions.session_rows import LocalSessionRows, recent_sample_ids
@@ -26,13 +23,6 @@ def read(table: MemoryTable, **spec: object) -> list[int]:
             found += piece.batch.sample_id_R.tolist()
             at = piece.end
     return found
-
-
-def test_of_a_sealed_file_alone_nothing_but_its_rows_is_read() -> None:
-    table = table_of(samples.records([1, 3, 5]))
-    table.files = [dataclasses.replace(file, sealed=True) for file in table.files]
-    table.marks = lambda path: pytest.fail("it was sealed")  # type: ignore[method-assign]
-    assert read(table) == [1, 3, 5]
 
 
 def test_every_row_is_read_once_a_row_group_at_a_time() -> None:
