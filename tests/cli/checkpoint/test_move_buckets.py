@@ -383,7 +383,7 @@ def test_a_shard_that_runs_or_is_elsewhere_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected 64 buckets, got 32; the number of buckets can't change"):
         ran("apply", other, "--home", home)
     assert not (home / "shard-2").exists(), "what is refused makes nothing"
-    with pytest.raises(SetupError, match="can't be opened"):
+    with pytest.raises(SetupError, match="cannot be opened"):
         with_blobs(home, 1, lambda blobs: ran("apply", file, "--home", home))
     (home / "shard-1").rename(tmp_path / "elsewhere")
     with pytest.raises(SetupError, match="expected the segments of shard 1"):
