@@ -256,9 +256,7 @@ def test_a_push_that_fails_after_its_first_stack_was_applied_is_never_applied_tw
     for call in (lambda: two_stacks(shard), lambda: pull(shard, ITEM, 1), lambda: shard.freeze(2, 0)):
         with pytest.raises(UnavailableError):
             call()
-    assert "half-way" in shard.stats()["broken"], (
-        "the controller is told, and restores everybody"
-    )
+    assert "half-way" in shard.stats()["broken"], "the controller is told, and restores everybody"
     shard.restore(2, name)
     assert state_of(shard) == committed and shard.stats()["broken"] == ""
     assert push(shard, 1, ITEM, (1,))

@@ -301,7 +301,7 @@ def test_whoever_ran_is_fenced() -> None:
     move(store, TURNED, blobs, 0)
     assert manifests.newest_incarnation(store) == mine + 1
     fleet = Fleet(store, blobs)
-    with pytest.raises(FencedError, match="outdated"):
+    with pytest.raises(FencedError, match="incarnation"):
         fleet.client.set_incarnation(mine, 1, None)
         fleet.push(1.0)
     fleet.client.close()
