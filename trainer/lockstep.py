@@ -1,9 +1,9 @@
 """Synchronous training by several workers: in every turn, all workers sum one bucket.
 
     turn n     each worker reports what it will train in turn n+1 (its weights), whether it wants a cut, and
-    its progress
-               ── sum ──► all know the plan of turn n+1: whether anybody trains, and the totals to divide by
-    turn n+1   each trains what it reported: gradients of its part of the loss, in the same bucket ── sum ──► one step for all
+               its progress ── sum ──► all know the plan of turn n+1: who trains, and the totals to divide by
+    turn n+1   each trains what it reported: gradients of its part of the loss, in the same bucket
+               ── sum ──► one step for all
 
 A worker without data adds zeros and pulls no rows. In a turn that trains, all workers pull once, and all push
 once if there are gradients, so that both may be collective calls (`param_server/row_exchange.py`). A cut

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the worker and the controller: their names, labels and help texts, read from the state when scraped."""
+"""Prometheus metrics of the worker and the controller: names, labels and help texts, read when scraped."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ CONTROLLER = {
 class StateCollector(Collector):
     """Reads the state of a program when it is scraped.
 
-    `read` returns name → number, or → {label value or values: number} for a metric with labels. None is left out."""
+    `read` returns name → number, or → {label values: number} for a metric with labels. None is left out."""
 
     def __init__(self, read: Callable[[], Mapping[str, Any]], specs: Mapping[str, MetricSpec]) -> None:
         self.read, self.specs = read, specs

@@ -4,7 +4,9 @@
                                   number of chunks and requests taken of it
 
 Reports merge the metrics of all partitions: sums add up, and score counts have the resolution of the coarsest
-one (auc.py). Letters: R requests, B candidates, T tasks."""
+one (auc.py).
+
+Letters: R requests, B candidates, T tasks."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ All workers give buffers of the same size in the same order, and all get the sam
 controller alone decides who belongs to a group: RESTORE lists the workers, and the group's name is its
 incarnation.
 
-    RESTORE (workers, address) ──► ProcessGroup ──► first sum: all connect ──► sum, sum, … ──► leave, or broken: all are restored
+    RESTORE (workers, address) ──► ProcessGroup ──► first sum: all connect ──► sum, sum, … ──► leave
 
 torch's process groups are used directly. The global default group is avoided, because its set-up imports half
 of torch, and so are object collectives, which use pickle.
@@ -344,9 +344,10 @@ class AllToAll:
     """All-to-all of parts whose sizes the receivers do not know, usually in a single exchange.
 
         block      one per peer: [size of its part · size of its sender's largest part · the first `capacity`
-        bytes of the part] overflow   a second exchange with the remaining bytes of all parts, only if some
-        part exceeds `capacity` capacity   from everyone's largest part in the last exchange of the same name,
-        so it is the same for all workers
+                   bytes of the part]
+        overflow   a second exchange with the remaining bytes of all parts, only if a part exceeds `capacity`
+        capacity   from everyone's largest part in the last exchange of the same name, so it is the same for
+                   all workers
 
     torch's groups exchange buffers whose sizes both sides know. Exchanging sizes first would cost one more
     exchange each time. All workers of a group call this in the same order with the same names."""

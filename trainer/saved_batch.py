@@ -4,8 +4,9 @@ from. Read it with `roostream inspect batch` (docs/operations/holds.md).
 The format is safetensors (roostream/runtime/tensor_file.py), so that reading it executes no code:
 
     place      int64 [R, 6]: topic (index in `topics`), partition, offset, time (ms), bytes of key and value;
-    -1 = no key bytes      uint8: keys and values, concatenated metadata   told: JSON of the other fields;
-    checksum: xxh3-64 of it and of both tensors
+               -1 = no key
+    bytes      uint8: keys and values, concatenated
+    metadata   told: JSON of the other fields; checksum: xxh3-64 of it and of both tensors
 """
 
 from __future__ import annotations

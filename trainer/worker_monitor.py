@@ -146,7 +146,7 @@ class Monitor:
 
 
 def read_phase(bounds: ReadBounds) -> ReadPhase:
-    """What the controller has told the worker to read."""
+    """What the controller has assigned to the worker."""
     if bounds.is_initial:
         return ReadPhase.WAIT if bounds.is_trained else ReadPhase.HISTORY
     return ReadPhase.STREAM if bounds.phased else ReadPhase.READ

@@ -29,7 +29,7 @@ PARTITIONS = (("samples", 0), ("samples", 1))
 
 
 class MemoryOutputs:
-    """`SafeOutputs` as lists. `unflushable`: why a flush fails; `refusal`: why something never arrived; `full`: there is room
+    """`DurableOutputs` as lists. `unflushable`: why a flush fails; `refusal`: why something never arrived; `full`: there is room
     only after an interrupt, for whoever waits then."""
 
     def __init__(self) -> None:

@@ -47,8 +47,8 @@ from tests.trainer.network import (
     StoreLink,
     Wire,
 )
-from tests.trainer.places import EvenClock, Place, Site, TrickleReader, WatchedController
 from tests.trainer.real_shard import RealShard
+from tests.trainer.simulated_processes import EvenClock, Place, Site, TrickleReader, WatchedController
 from trainer.batch_source import BatchSource
 from trainer.config import LoopConfig
 from trainer.control.coordinator import Coordinator

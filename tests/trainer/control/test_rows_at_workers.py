@@ -20,8 +20,8 @@ from tests.trainer.control.test_initial_phase import NUM_CHAOS
 from tests.trainer.control.test_moves import moved_to
 from tests.trainer.control.test_session_phase import NUMBERS, FromTable
 from tests.trainer.network import CONTROLLER
-from tests.trainer.places import Site
 from tests.trainer.schedules import kills_of
+from tests.trainer.simulated_processes import Site
 from tests.trainer.simulator import Kill, Simulation
 from trainer.process_group import DualRendezvous, SingleWorkerGroup
 from trainer.selection.config import SelectionConfig

@@ -11,7 +11,7 @@ from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
 from tests.trainer import samples
 from tests.trainer.loops import Built, build
-from tests.trainer.pipeline.pace import Pace, PacedBatches, PacedRows
+from tests.trainer.pipeline.thread_pacing import Pace, PacedBatches, PacedRows
 from trainer.loop import LoopDependencies
 from trainer.pipeline.async_rows import AsyncRows
 from trainer.pipeline.pipelined_feed import PipelinedFeed

