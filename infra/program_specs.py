@@ -111,7 +111,7 @@ def _controller(instance: ProgramInstance) -> dict[str, Any]:
         "listen": at.controller,
         "num_shards": options.num_shards,
         "num_workers": options.num_workers,
-        "neighbours": targets,
+        "scrape_targets": targets,
         "store": instance.home.store,
         "seed": options.seed,
     }

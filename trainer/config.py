@@ -320,7 +320,7 @@ class ControllerConfig(Deployment):
     idle_release_records: int = setting(100, "unread records that call released workers back at once", ge=1)
     idle_release_ms: int = setting(10_000, "fewer unread records call them back after this time", ge=0)
     idle_min_ms: int = setting(30_000, "minimum time that workers stay released", ge=0)
-    neighbours: tuple[str, ...] = setting(
+    scrape_targets: tuple[str, ...] = setting(
         (),
         "NAME=URL of /metrics of other programs for the status page; workers report theirs",
     )
@@ -334,10 +334,10 @@ class ControllerConfig(Deployment):
             authenticated=self.link.is_mutual_tls,
             by=LINK_AUTHENTICATION,
         )
-        for text in self.neighbours:
+        for text in self.scrape_targets:
             if not re.fullmatch(r"[a-z0-9][a-z0-9-]*=https?://[^\s=]+", text):
                 raise setting_error(
-                    "neighbours", "NAME=URL, such as serving=http://127.0.0.1:9100/metrics", text
+                    "scrape_targets", "NAME=URL, such as serving=http://127.0.0.1:9100/metrics", text
                 )
         self.check_shards(self.num_shards)
         for name in ("num_workers", "initial_workers"):
@@ -384,6 +384,6 @@ class ControllerConfig(Deployment):
         )
 
     @property
-    def neighbour_urls(self) -> dict[str, str]:
+    def scrape_urls(self) -> dict[str, str]:
         """Program → URL of its /metrics."""
-        return {name: url for name, _, url in (text.partition("=") for text in self.neighbours)}
+        return {name: url for name, _, url in (text.partition("=") for text in self.scrape_targets)}

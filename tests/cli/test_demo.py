@@ -18,7 +18,7 @@ from roostream.cli import status
 from roostream.cli.demo import ConsoleHandler, DemoDisplay
 from roostream.runtime import scrape
 from roostream.runtime.scrape import ScrapedMetrics
-from trainer.control import scrape_targets as neighbours
+from trainer.control import scrape_targets
 
 
 def seen(requests: float | None, **unhealthy_programs: str) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def seen(requests: float | None, **unhealthy_programs: str) -> dict[str, Any]:
         "commit": status.commit_state(control),
         "freshness": status.freshness_state({}),
         "metrics": status.quality(control),
-        "click_rate": neighbours.click_rate(ScrapedMetrics()),
+        "click_rate": scrape_targets.click_rate(ScrapedMetrics()),
         "lost_records": {},
         "guarantees": {"g1": sums.of_gauges(scrape.parse(""))},
     }

@@ -19,7 +19,7 @@ from roostream.cli.program_health import unhealthy_controller, unhealthy_program
 from roostream.runtime import scrape
 from roostream.runtime.metrics_collector import MetricsCollector
 from roostream.runtime.scrape import ScrapedMetrics
-from trainer.control import scrape_targets as neighbours
+from trainer.control import scrape_targets
 from trainer.control.holds import ratios
 
 WORKER = """# TYPE roostream_worker_state gauge
@@ -77,11 +77,11 @@ def whole(worker: ScrapedMetrics, simulate: ScrapedMetrics, control: dict[str, o
         "joiner": status.joiner_state(None, ScrapedMetrics()),
         "trainer": status.trainer_state(control),
         "workers": status.workers_state(control),
-        "rows": neighbours.rows_by_stack(scraped),
+        "rows": scrape_targets.rows_by_stack(scraped),
         "commit": status.commit_state(control),
         "freshness": status.freshness_state(control),
         "metrics": status.quality(control),
-        "click_rate": neighbours.click_rate(simulate),
+        "click_rate": scrape_targets.click_rate(simulate),
         "guarantees": {"g1": AWAY},
     }
 
@@ -389,7 +389,7 @@ def test_a_controller_that_answers_and_waits_for_its_store_is_not_well() -> None
 
 
 def test_what_readers_lost_is_told_by_program() -> None:
-    lost = neighbours.lost_records(
+    lost = scrape_targets.lost_records(
         {
             "worker": scrape.parse("roostream_worker_lost_records_total 12.0\n"),
             "joiner": scrape.parse("roostream_joiner_lost_records 0.0\n"),

@@ -78,7 +78,7 @@ def run_until_stopped(config: ControllerConfig, stop: Stop) -> None:
         open_session=warehouse.newest if warehouse else lambda: None,
         keep_commits=config.keep_commits,
     )
-    targets = ScrapeTargets(config.neighbour_urls, clock, workers=controller.worker_metrics_addresses)
+    targets = ScrapeTargets(config.scrape_urls, clock, workers=controller.worker_metrics_addresses)
     page = StatusPage(controller, targets, interval_ms=config.commit_interval_ms)
     pages |= page.responses()
     master = ReaderMaster(controller.session_now, schema, clock, config.readers)

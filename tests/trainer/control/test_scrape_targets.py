@@ -21,9 +21,9 @@ def fetched(urls: Mapping[str, str | None]) -> dict[str, ScrapedMetrics]:
 
 
 def test_values_of_a_program_that_does_not_answer_are_unknown() -> None:
-    neighbours = ScrapeTargets(URLS, FakeClock(), fetched)
-    neighbours.look()
-    figures = neighbours.figures()
+    targets = ScrapeTargets(URLS, FakeClock(), fetched)
+    targets.look()
+    figures = targets.figures()
     assert figures["programs"] == {"worker": False, "shard-0": True}
     assert figures["shards"] == {
         "shard-0": {"rows": {"d16": 7, "d8": 3}, "pulls": 12.0, "bytes": None, "damaged": None}
@@ -45,54 +45,54 @@ def test_freshness_is_that_of_the_slowest_program() -> None:
         "worker": measured({"0.1": 10, "1.0": 10, "+Inf": 10}),
         "worker-1": measured({"0.1": 0, "1.0": 100, "+Inf": 100}),
     }
-    neighbours = ScrapeTargets(URLS, FakeClock(), lambda urls: told)
-    assert neighbours.freshness()["close_to_readable"] == {"p50_ms": None, "p99_ms": None}
-    neighbours.look()
-    assert neighbours.freshness()["close_to_readable"] == {
+    targets = ScrapeTargets(URLS, FakeClock(), lambda urls: told)
+    assert targets.freshness()["close_to_readable"] == {"p50_ms": None, "p99_ms": None}
+    targets.look()
+    assert targets.freshness()["close_to_readable"] == {
         "p50_ms": pytest.approx(550),
         "p99_ms": pytest.approx(991),
     }
-    assert neighbours.figures()["freshness"] == neighbours.freshness()
+    assert targets.figures()["freshness"] == targets.freshness()
 
 
 def test_freshness_covers_the_last_minutes_of_programs_that_answer() -> None:
     told, clock = {"worker": measured({"0.1": 0, "1.0": 1000, "+Inf": 1000})}, FakeClock()
-    neighbours = ScrapeTargets(URLS, clock, lambda urls: told)
+    targets = ScrapeTargets(URLS, clock, lambda urls: told)
     for count in range(40):
-        neighbours.look()
+        targets.look()
         clock.advance(SCRAPE_S)
         told["worker"] = measured({"0.1": count, "1.0": 1000 + count, "+Inf": 1000 + count})
-    assert neighbours.freshness()["close_to_readable"]["p50_ms"] == pytest.approx(50)
+    assert targets.freshness()["close_to_readable"]["p50_ms"] == pytest.approx(50)
     told["worker"] = ScrapedMetrics()
-    neighbours.look()
-    assert neighbours.freshness()["close_to_readable"]["p50_ms"] is None
+    targets.look()
+    assert targets.freshness()["close_to_readable"]["p50_ms"] is None
     told["worker"] = measured({"0.1": 60, "1.0": 1060, "+Inf": 1060})
-    neighbours.look()
-    assert neighbours.freshness()["close_to_readable"]["p50_ms"] == pytest.approx(50), (
+    targets.look()
+    assert targets.freshness()["close_to_readable"]["p50_ms"] == pytest.approx(50), (
         "compared with before it was silent"
     )
     clock.advance(STALE_S + 1)
-    assert neighbours.freshness()["close_to_readable"]["p50_ms"] is None, "too old"
+    assert targets.freshness()["close_to_readable"]["p50_ms"] is None, "too old"
 
 
 def test_without_addresses_nothing_is_scraped() -> None:
     def never(urls: Mapping[str, str | None]) -> dict[str, ScrapedMetrics]:
         raise AssertionError("asked")
 
-    neighbours = ScrapeTargets({}, FakeClock(), never)
-    neighbours.look()
-    assert neighbours.figures()["programs"] == {} and neighbours.figures()["click_rate"]["served"] is None
+    targets = ScrapeTargets({}, FakeClock(), never)
+    targets.look()
+    assert targets.figures()["programs"] == {} and targets.figures()["click_rate"]["served"] is None
 
 
 def test_stale_answers_are_ignored() -> None:
     clock = FakeClock()
-    neighbours = ScrapeTargets(URLS, clock, fetched)
-    assert neighbours.figures()["programs"] == {"worker": None, "shard-0": None}, "not asked yet"
-    neighbours.look()
+    targets = ScrapeTargets(URLS, clock, fetched)
+    assert targets.figures()["programs"] == {"worker": None, "shard-0": None}, "not asked yet"
+    targets.look()
     clock.advance(STALE_S)
-    assert neighbours.figures()["shards"]
+    assert targets.figures()["shards"]
     clock.advance(1)
-    assert neighbours.figures() == read_figures(URLS, {}) | {"freshness": neighbours.freshness()}
+    assert targets.figures() == read_figures(URLS, {}) | {"freshness": targets.freshness()}
 
 
 def test_scraping_repeats_until_stopped() -> None:
@@ -160,14 +160,12 @@ def test_a_worker_that_joins_later_is_scraped() -> None:
         asked.append(dict(urls))
         return {name: scrape.parse(SHARD) for name in urls}
 
-    neighbours = ScrapeTargets({"worker": "http://w"}, FakeClock(), fetch, lambda: workers)
-    neighbours.look()
+    targets = ScrapeTargets({"worker": "http://w"}, FakeClock(), fetch, lambda: workers)
+    targets.look()
     workers[1] = "127.0.0.1:9"
-    assert neighbours.figures()["programs"] == {"worker": True, "worker-1": False}, (
-        "it has not been asked yet"
-    )
-    neighbours.look()
+    assert targets.figures()["programs"] == {"worker": True, "worker-1": False}, "it has not been asked yet"
+    targets.look()
     assert asked[1] == {"worker": "http://w", "worker-1": "http://127.0.0.1:9/metrics"}
-    assert neighbours.figures()["programs"] == {"worker": True, "worker-1": True}
+    assert targets.figures()["programs"] == {"worker": True, "worker-1": True}
     del workers[1]
-    assert neighbours.figures()["programs"] == {"worker": True}
+    assert targets.figures()["programs"] == {"worker": True}
