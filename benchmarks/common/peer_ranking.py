@@ -166,7 +166,7 @@ def main(kind: str) -> NoReturn:
             time.sleep(0.1)
         os.write(told, f"127.0.0.1:{port}\n".encode())
         sys.stdin.read()
-        for child in psutil.ServingProcess().children(recursive=True):
+        for child in psutil.Process().children(recursive=True):
             child.kill()
         os._exit(0)
 

@@ -48,8 +48,8 @@ class ServingProgram(NamedTuple):
         for process in reversed(self._processes()):
             process.resume()
 
-    def _processes(self) -> list[psutil.ServingProcess]:
-        own = psutil.ServingProcess(self.pid)
+    def _processes(self) -> list[psutil.Process]:
+        own = psutil.Process(self.pid)
         return [own, *own.children(recursive=True)]
 
 

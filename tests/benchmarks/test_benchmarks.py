@@ -199,7 +199,7 @@ def test_a_subject_opens_and_takes_steps(module: str, function: str, arguments: 
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(absent(EBNERD)), reason=absent(EBNERD))
-def test_subjects_on_a_log_open_and_take_steps() -> None:
+def test_subjects_on_a_public_log_open_and_take_steps() -> None:
     for module, cases in ON_A_LOG.items():
         for function, arguments in cases:
             with getattr(importlib.import_module(f"benchmarks.{module}"), function)(*arguments) as work:
@@ -229,7 +229,7 @@ def test_subjects_on_a_running_stack_open_and_take_steps(module: str) -> None:
             assert figures.get("committed %", 100) == figures.get("exit code 0 %", 100) == 100, figures
 
 
-def test_columns_in_our_order_take_far_fewer_reads_than_in_none_at_the_same_over_read() -> None:
+def test_feature_order_by_popularity_needs_fewer_reads() -> None:
     """The 2.4 of docs/decisions/0075, where a few features serve most of what is read."""
     found = {}
     for order in ("ours", "hit rate", "hash"):
@@ -244,7 +244,7 @@ def subjects() -> list[Subject]:
     return [subject for q in benchmarks_by_name().values() for row in q.rows for subject in row.subjects]
 
 
-def test_every_subject_is_run_here_or_said_not_to_be() -> None:
+def test_every_subject_is_tested() -> None:
     run = {
         f"{module.partition('/')[0]}:{function}"
         for table in (SMALL, ON_A_LOG, ON_A_STACK)
@@ -264,7 +264,7 @@ def test_every_row_has_a_peer_or_a_limit_and_plain_arguments() -> None:
     assert json.dumps([s.arguments for s in subjects()])
 
 
-def test_slipstream_never_stands_in_a_row_without_as_many_dropped_at_random() -> None:
+def test_slipstream_is_compared_with_random_dropping() -> None:
     """Its control has the same model, and its settings as what it is to be like."""
     found = 0
     for row in (row for benchmark in benchmarks_by_name().values() for row in benchmark.rows):
@@ -286,17 +286,17 @@ def _skips_stale(arguments: Any) -> bool:
     return "slipstream" in json.dumps(arguments, default=str)
 
 
-def test_another_commit_stands_right_behind_each_subject_of_ours() -> None:
+def test_against_adds_another_commit_after_each_of_our_subjects() -> None:
     row = with_before(find_benchmark("codec"), "abc").rows[0]
     assert [(s.role, s.environment) for s in row.subjects][:2] == [("ours", ""), ("before", "commit:abc")]
 
 
-def test_an_unknown_question_is_told_with_the_nearest() -> None:
+def test_an_unknown_benchmark_is_reported_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match="did you mean 'codec'"):
         find_benchmark("codek")
 
 
-def test_peers_that_can_not_be_made_say_why() -> None:
+def test_unavailable_peers_give_a_reason() -> None:
     with pytest.raises(PeerUnavailable, match=r"environments/nobody\.txt is not there"):
         interpreter_for("nobody")
     with pytest.raises(PeerUnavailable, match="is not in this repository"):
@@ -312,7 +312,7 @@ def test_the_environments_of_peers_are_pinned_and_hashed() -> None:
         assert "http" not in path.read_text()
 
 
-def test_the_machine_is_described_without_names() -> None:
+def test_the_machine_description_has_no_names() -> None:
     here = machine.machine()
     assert here["cores"] >= 1 and here["memory_gib"] > 0 and isinstance(here["busy"], bool)
     assert set(here) == {"cpu", "cores", "memory_gib", "system", "load_before", "busy"}

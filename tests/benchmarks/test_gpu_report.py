@@ -26,7 +26,7 @@ needs_none = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CU
 
 
 @needs_none
-def test_without_a_device_the_command_ends_in_one_sentence() -> None:
+def test_without_a_device_the_command_fails_with_one_sentence() -> None:
     done = subprocess.run(
         (sys.executable, "-m", "benchmarks.gpu_report"), cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -36,7 +36,7 @@ def test_without_a_device_the_command_ends_in_one_sentence() -> None:
 
 @needs_none
 @pytest.mark.parametrize("name", QUESTIONS)
-def test_without_a_device_rows_on_one_are_skipped_for_one_reason(name: str) -> None:
+def test_without_a_device_its_rows_are_skipped(name: str) -> None:
     skipped = {row.skipped for row in find_benchmark(name).rows if "cuda" in str(row.subjects[0].arguments)}
     assert skipped == {no_device()}
 
@@ -49,7 +49,7 @@ def test_a_device_is_known_by_its_nodes(tmp_path: Path) -> None:
     assert no_device(tmp_path) == ""
 
 
-def test_what_pytest_said_is_counted() -> None:
+def test_test_results_are_counted() -> None:
     tests = told(JUNIT)
     assert tests.passed == 1 and tests.skipped == ["no Triton"]
     assert tests.failed == ["tests.b::test_z: assert 1 == 2", "tests.b::test_w: fixture"]
@@ -60,11 +60,11 @@ def test_what_pytest_said_is_counted() -> None:
     ("tests", "fine"),
     [(Ran(1, [], []), True), (Ran(1, ["no Triton"], []), True), (Ran(0, ["no device"], []), False)],
 )
-def test_nothing_that_ran_is_not_fine(tests: Ran, fine: bool) -> None:
+def test_a_run_without_tests_fails(tests: Ran, fine: bool) -> None:
     assert tests.fine is fine
 
 
-def test_a_question_that_fails_is_told_beside_the_others() -> None:
+def test_a_failed_benchmark_is_on_the_page() -> None:
     def measure(name: str, runs: int) -> dict[str, object]:
         raise SetupError("no memory")
 
@@ -86,9 +86,7 @@ def test_a_question_that_fails_is_told_beside_the_others() -> None:
         (Ran(3, [], []), {"failed": "no memory"}, 1),
     ],
 )
-def test_a_page_is_written_whatever_was_found(
-    tmp_path: Path, ran: Ran, result: dict[str, object], code: int
-) -> None:
+def test_the_page_is_always_written(tmp_path: Path, ran: Ran, result: dict[str, object], code: int) -> None:
     asked: list[tuple[str, int]] = []
 
     def benchmark(name: str, runs: int) -> dict[str, object]:
@@ -103,7 +101,7 @@ def test_a_page_is_written_whatever_was_found(
     assert "- device: 1 × A device" in target.read_text() and "3 passed" in target.read_text()
 
 
-def test_a_page_that_can_not_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unwritable_page_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     parts = Parts(lambda: DEVICE, lambda: Ran(1, [], []), lambda name, runs: {"rows": []})
     assert main(["--report", str(tmp_path / "file" / "gpu.md")], parts) == 2
@@ -112,12 +110,12 @@ def test_a_page_that_can_not_be_written_is_told(tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.slow
 @needs_none
-def test_pytest_s_own_words_are_understood(tmp_path: Path) -> None:
+def test_pytest_reports_are_parsed(tmp_path: Path) -> None:
     ran = run_tests(tmp_path / "tests.xml", ["tests/trainer/device/test_hstu_attention.py"])
     assert ran.passed == 0 and not ran.failed and not ran.fine
     assert set(ran.skipped) == {no_device(tmp_path / "absent")}
 
 
-def test_an_argument_that_is_none_is_refused() -> None:
+def test_unknown_arguments_are_refused() -> None:
     with pytest.raises(SystemExit):
         main(["--speed"])

@@ -27,7 +27,7 @@ from tests.benchmarks.trivial import Clock
 TAKES = "tests.benchmarks.trivial:takes"
 
 
-def test_what_is_the_same_in_every_run_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fixtures_are_cached_between_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 
     def make() -> bytes:
@@ -82,7 +82,7 @@ def measured(asked: Benchmark, runs: int = 3) -> tuple[dict[str, Any], list[list
     return result, [runner.turns for runner in started]
 
 
-def test_a_subject_may_tell_its_units_and_other_figures_after_each_turn() -> None:
+def test_a_subject_may_report_units_and_figures_per_turn() -> None:
     result, _ = measured(
         benchmark(Subject("a", "tests.benchmarks.trivial:tells", (0.5, 7, 1, 2, 3, 7)), rounds=3)
     )
@@ -93,14 +93,14 @@ def test_a_subject_may_tell_its_units_and_other_figures_after_each_turn() -> Non
     assert subject["figures"]["twice"]["median"] == 4
 
 
-def test_what_is_asked_about_may_be_a_part_of_a_step() -> None:
+def test_a_subject_may_time_a_part_of_its_step() -> None:
     result, _ = measured(benchmark(Subject("a", "tests.benchmarks.trivial:part"), rounds=1))
     (subject,) = result["rows"][0]["subjects"]
     assert subject["wall_us"]["median"] == 500_000, "two seconds of seven, for four units"
     assert subject["cpu_us"]["median"] == 875_000, "CPU time is that of the whole step"
 
 
-def test_what_rows_share_is_open_during_each_run() -> None:
+def test_run_setup_is_open_during_each_run() -> None:
     Clock.kept.clear()
     asked = dataclasses.replace(
         benchmark(Subject("a", "tests.benchmarks.trivial:part"), rounds=1),
@@ -117,13 +117,13 @@ def test_a_figure_is_the_cost_of_a_unit_by_both_clocks() -> None:
     assert subject["wall_us"]["runs"] == [500, 500, 500]
 
 
-def test_a_ratio_says_how_many_times_as_fast_the_first_subject_is() -> None:
+def test_ratios_divide_speeds_by_the_first_subject() -> None:
     result, _ = measured(benchmark(Subject("a", TAKES, (0.001,)), Subject("b", TAKES, (0.003,), "peer")))
     (ratio,) = result["rows"][0]["ratios"]
     assert (ratio["of"], ratio["to"], ratio["times_as_fast"]["median"]) == ("a", "b", 3.0)
 
 
-def test_what_was_before_is_compared_with_what_it_has_become() -> None:
+def test_an_older_commit_is_compared_with_its_own_subject() -> None:
     subjects = (
         Subject("a", TAKES, (0.001,)),
         Subject("b", TAKES, (0.002,), "stage"),
@@ -136,7 +136,7 @@ def test_what_was_before_is_compared_with_what_it_has_become() -> None:
     ]
 
 
-def test_a_row_may_derive_figures_from_its_subjects_of_one_run() -> None:
+def test_rows_derive_figures_from_subjects() -> None:
     def derived(told: Mapping[str, SubjectResult]) -> Mapping[str, float]:
         return {"both": told["a"].cost_us + told["b"].figures["twice"]}
 
@@ -157,7 +157,7 @@ def test_a_subject_may_have_another_seed_in_each_run() -> None:
     assert result["rows"][0]["subjects"][0]["figures"]["twice"]["runs"] == [0, 2, 4]
 
 
-def test_a_row_that_can_not_be_asked_here_says_why_and_opens_nothing() -> None:
+def test_a_skipped_row_gives_its_reason() -> None:
     asked = benchmark(Subject("a", "tests.benchmarks.trivial:fails", ("opened",)))
     result, turns = measured(
         dataclasses.replace(asked, rows=(dataclasses.replace(asked.rows[0], skipped="no data"),))
@@ -167,17 +167,17 @@ def test_a_row_that_can_not_be_asked_here_says_why_and_opens_nothing() -> None:
     ), "no process was started"
 
 
-def test_subjects_take_turns_and_each_is_first_as_often() -> None:
+def test_each_subject_is_first_equally_often() -> None:
     _, turns = measured(benchmark(Subject("a", TAKES, (0.1,)), Subject("b", TAKES, (0.1,)), rounds=4), runs=3)
     assert turns == [[0, 1, 1, 0, 0, 1, 1, 0]] * 3
 
 
-def test_each_run_has_processes_of_its_own() -> None:
+def test_each_run_starts_new_processes() -> None:
     _, turns = measured(benchmark(Subject("a", TAKES, (0.1,))), runs=5)
     assert len(turns) == 5
 
 
-def test_a_peer_that_can_not_be_had_is_told_and_the_rest_of_the_row_stands() -> None:
+def test_an_unavailable_peer_does_not_stop_the_row() -> None:
     peer, limit = (
         Subject("b", TAKES, (0.1,), "peer", environment="rare"),
         Subject("c", TAKES, (0.05,), "limit"),
@@ -196,7 +196,7 @@ def test_a_spread_keeps_every_run() -> None:
     assert spread([3.00004, 1.0, 2.0]) == {"median": 2.0, "least": 1.0, "most": 3.0, "runs": [3.0, 1.0, 2.0]}
 
 
-def test_real_processes_answer_and_tell_what_went_wrong(capfd: pytest.CaptureFixture[str]) -> None:
+def test_subject_processes_report_errors(capfd: pytest.CaptureFixture[str]) -> None:
     runner = SubjectProcess(Interpreter(sys.executable, ROOT))
     try:
         number = runner.open("tests.benchmarks.trivial:takes", [0.0, 7], 0.001)
@@ -212,7 +212,7 @@ def test_real_processes_answer_and_tell_what_went_wrong(capfd: pytest.CaptureFix
         runner.slice(0)
 
 
-def test_a_process_that_dies_is_told(tmp_path: Path) -> None:
+def test_a_dead_subject_process_is_reported(tmp_path: Path) -> None:
     (tmp_path / "dies.py").write_text("import os\nos._exit(3)\n")
     runner = SubjectProcess(Interpreter(sys.executable, ROOT))
     try:
@@ -222,7 +222,7 @@ def test_a_process_that_dies_is_told(tmp_path: Path) -> None:
         runner.end()
 
 
-def test_a_device_that_was_used_is_told_with_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_used_device_is_among_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     class Cuda:
         used = True
 

@@ -64,7 +64,7 @@ def result(**changes: Any) -> dict[str, Any]:
     }
 
 
-def test_other_figures_stand_in_a_second_table() -> None:
+def test_other_figures_are_in_a_second_table() -> None:
     first, second = row()["subjects"]
     text = table(row(subjects=[{**first, "figures": {"refused %": figures(12, 10, 15)}}, second]))
     assert "| | refused % |\n|---|---:|\n| a | 12 (10 .. 15) |" in text and "refused" not in table(row())
@@ -83,20 +83,20 @@ def test_a_figure_that_a_subject_lacks_leaves_its_cell_empty() -> None:
     assert "| a | 1 (1 .. 1) | 2 (2 .. 2) |  |\n| b |  | 3 (3 .. 3) | 4 (4 .. 4) |" in text
 
 
-def test_what_a_row_derives_stands_below_it_and_a_row_that_was_not_asked_says_why() -> None:
+def test_derived_figures_and_skipped_rows_are_shown() -> None:
     text = table(row(figures={"bound": figures(4.5, 4.25, 5)}))
     assert text.endswith("| | | least .. most |\n|---|---:|---|\n| bound | 4.5 | 4.25 .. 5 |")
     assert table(row(skipped="no data", subjects=[], ratios=[])) == "Not asked: no data."
 
 
-def test_the_published_pages_are_what_the_command_makes() -> None:
+def test_published_pages_are_current() -> None:
     folder = ROOT / RESULTS
     made = pages(benchmarks_by_name(), folder / "json")
     there = {p.name: p.read_text(encoding="utf-8") for p in folder.glob("*.md") if is_made(p)}
     assert there == made, "run `roostream bench report`"
 
 
-def test_a_page_has_what_is_asked_what_it_means_hardware_commit_command_and_table() -> None:
+def test_a_page_has_all_its_parts() -> None:
     text = page(BENCHMARK, [result()])
     for part in (
         MADE,
@@ -111,7 +111,7 @@ def test_a_page_has_what_is_asked_what_it_means_hardware_commit_command_and_tabl
         assert part in text
 
 
-def test_a_busy_machine_and_uncommitted_changes_are_told() -> None:
+def test_a_busy_machine_and_uncommitted_changes_are_marked() -> None:
     busy = result(
         machine=result()["machine"] | {"busy": True, "load_before": 3.1},
         commit={"describe": "abc", "dirty": True},
@@ -128,18 +128,18 @@ def test_a_rate_is_units_a_second_and_a_cost_microseconds_a_unit() -> None:
     assert "| b (limit) | 5 | 4 .. 8 | 0.5 | 0.4 .. 0.6 |" in table(row(shows="cost"))
 
 
-def test_time_that_is_no_clocks_is_called_by_its_name() -> None:
+def test_a_custom_time_is_named() -> None:
     assert "things/s (simulated time)" in table(row(time="simulated time"))
 
 
-def test_a_peer_that_was_not_there_is_a_line_without_figures() -> None:
+def test_an_unavailable_peer_has_no_figures() -> None:
     gone = {"name": "p", "role": "peer", "unavailable": "no network"}
     assert "| p (peer) | peer unavailable: no network |" in table(
         row(subjects=[row()["subjects"][0], gone], ratios=[])
     )
 
 
-def test_results_of_another_format_or_question_are_refused(tmp_path: Path) -> None:
+def test_results_of_another_format_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(json.dumps(result(format=99)))
     with pytest.raises(ConfigError, match=r"x\.json: expected a result of format 1"):
         pages({"q": BENCHMARK}, tmp_path)
@@ -152,7 +152,7 @@ def test_pages_and_an_index_are_written(tmp_path: Path) -> None:
     assert "[q](q.md)" in (tmp_path / "README.md").read_text()
 
 
-def test_a_page_that_is_written_by_hand_is_left_alone_and_named(tmp_path: Path) -> None:
+def test_a_handwritten_page_is_kept_and_listed(tmp_path: Path) -> None:
     (tmp_path / "json").mkdir()
     (tmp_path / "hand.md").write_text("# hand\n\nHow good\nis it?\n\nVery.\n")
     assert [p.name for p in write_pages({"q": BENCHMARK}, tmp_path)] == ["README.md"]

@@ -306,6 +306,6 @@ def test_a_log_is_read_as_it_is(log: str) -> None:
         assert work.figures()["impressions a request"] > 5
 
 
-def test_rows_without_their_data_are_not_asked_and_say_why() -> None:
+def test_rows_without_their_data_are_skipped() -> None:
     gone = absent(EBNERD / "nothing")
     assert gone and {row.skipped for row in BENCHMARK.rows} <= {"", gone}

@@ -90,14 +90,14 @@ def ran(python: Path, place: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_pip_brings_the_command(python: Path, tmp_path: Path) -> None:
+def test_pip_installs_the_command(python: Path, tmp_path: Path) -> None:
     script = python.with_name("roostream")
     assert script.read_text().startswith("#!" + str(python))
     told = ran(python, tmp_path, str(script), "plan", "--requests-per-s", "1000")
     assert "bottleneck: " in told
 
 
-def test_every_file_beside_the_code_is_in_the_wheel_or_not_read_by_programs(python: Path) -> None:
+def test_the_wheel_contains_all_data_files(python: Path) -> None:
     """A new web page, schema or table that `package-data` forgets would be missed by users alone."""
     tracked = subprocess.run(
         ("git", "ls-files", *sorted(TOPS)), cwd=ROOT, capture_output=True, text=True, check=True
@@ -112,18 +112,18 @@ def test_every_file_beside_the_code_is_in_the_wheel_or_not_read_by_programs(pyth
     assert len(beside) > 15
 
 
-def test_extras_that_go_by_what_they_bring_name_extras_that_there_are() -> None:
+def test_extras_name_existing_extras() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
     assert {"flink", "gpu", "bench"} <= set(extras)
     for requirement in (one for needs in extras.values() for one in needs if one.startswith("roostream[")):
         assert set(requirement.removeprefix("roostream[").removesuffix("]").split(",")) <= set(extras)
 
 
-def test_the_command_tells_its_version(python: Path, tmp_path: Path) -> None:
+def test_the_command_prints_its_version(python: Path, tmp_path: Path) -> None:
     assert ran(python, tmp_path, "-c", ENTRY, "--version") == f"roostream {PROJECT['project']['version']}\n"
 
 
-def test_what_programs_read_beside_their_code_is_in_it(python: Path, tmp_path: Path) -> None:
+def test_programs_find_their_data_files_in_the_wheel(python: Path, tmp_path: Path) -> None:
     found = json.loads(ran(python, tmp_path, "-c", PARTS))
     assert Path(found["root"]).is_relative_to(python.parents[1]), "not of the checkout"
     assert found["build"] == str(python.parents[1] / "share" / "roostream")

@@ -94,7 +94,7 @@ def test_every_dashboard_is_installed_in_a_cluster() -> None:
     assert sorted(re.findall(r"[\w-]+\.json", text)) == [path.name for path in DASHBOARDS]
 
 
-def test_nothing_exports_an_age_or_a_quantile() -> None:
+def test_no_metric_is_an_age_or_a_quantile() -> None:
     assert len(exported()) > 100 and {name for name in exported() if OTHER_FORMS.search(name)} == set()
 
 

@@ -7,7 +7,7 @@ import pytest
 from infra import child_logs
 
 
-def test_a_log_is_rotated_in_place_so_that_its_writer_goes_on(tmp_path: Path) -> None:
+def test_rotation_does_not_disturb_the_writer(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     with path.open("ab", buffering=0) as writer:
         writer.write(b"x" * 100)
@@ -17,7 +17,7 @@ def test_a_log_is_rotated_in_place_so_that_its_writer_goes_on(tmp_path: Path) ->
     assert (tmp_path / "a.log.1").read_bytes() == b"x" * 100
 
 
-def test_a_small_or_absent_log_is_left_alone(tmp_path: Path) -> None:
+def test_a_small_or_absent_log_is_not_rotated(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     assert not child_logs.rotate(path, max_bytes=50)
     path.write_bytes(b"x" * 50)
@@ -25,14 +25,14 @@ def test_a_small_or_absent_log_is_left_alone(tmp_path: Path) -> None:
     assert not (tmp_path / "a.log.1").exists()
 
 
-def test_the_last_lines_of_a_log_are_bounded_and_always_text(tmp_path: Path) -> None:
+def test_last_lines_are_bounded_and_valid_text(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     assert child_logs.last_lines(path) == []
     path.write_bytes(b"\n".join(b"line %d \xff" % i for i in range(10_000)))
     assert child_logs.last_lines(path, 2) == ["line 9998 \ufffd", "line 9999 \ufffd"]
 
 
-def test_the_last_lines_can_begin_where_a_child_began(tmp_path: Path) -> None:
+def test_last_lines_can_start_at_the_start_of_a_child(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     path.write_bytes(b"of the child before\n")
     since = path.stat().st_size
@@ -82,5 +82,5 @@ def test_the_last_lines_can_begin_where_a_child_began(tmp_path: Path) -> None:
         ([], ""),
     ],
 )
-def test_why_a_program_ended_is_the_last_error_that_it_told(lines: list[str], words: str) -> None:
+def test_last_error_is_found_in_text_and_json_lines(lines: list[str], words: str) -> None:
     assert child_logs.last_error(lines) == words

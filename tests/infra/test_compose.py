@@ -29,11 +29,11 @@ def program_of(service: dict[str, Any]) -> str:
 OURS = {name: service for name, service in COMPOSE["services"].items() if program_of(service)}
 
 
-def test_it_is_a_compose_file() -> None:
+def test_the_compose_file_fits_its_schema() -> None:
     jsonschema.Draft7Validator(SCHEMA).validate(COMPOSE)
 
 
-def test_a_word_that_compose_does_not_know_would_be_found() -> None:
+def test_an_unknown_key_of_compose_is_found() -> None:
     wrong = {
         **COMPOSE,
         "services": {**COMPOSE["services"], "worker": {**COMPOSE["services"]["worker"], "comand": []}},
@@ -42,7 +42,7 @@ def test_a_word_that_compose_does_not_know_would_be_found() -> None:
         jsonschema.Draft7Validator(SCHEMA).validate(wrong)
 
 
-def test_the_loop_is_whole() -> None:
+def test_compose_runs_all_programs_of_the_loop() -> None:
     assert {program_of(service) for service in OURS.values()} == {
         "controller",
         "shard",
@@ -54,7 +54,7 @@ def test_the_loop_is_whole() -> None:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_a_program_takes_the_settings_that_are_mounted(name: str, tmp_path: Path) -> None:
+def test_mounted_settings_are_valid(name: str, tmp_path: Path) -> None:
     service, program = OURS[name], program_of(OURS[name])
     mounted = {entry["target"]: entry["source"] for entry in service["configs"]}
     file = tmp_path / f"{program}.toml"
@@ -74,13 +74,13 @@ def test_a_program_takes_the_settings_that_are_mounted(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_a_program_has_the_time_to_end_and_no_rights(name: str) -> None:
+def test_containers_have_time_to_stop_and_no_privileges(name: str) -> None:
     service = OURS[name]
     assert float(service["stop_grace_period"].removesuffix("s")) > STOP_S
     assert service["read_only"] and service["cap_drop"] == ["ALL"] and service["user"] != "0"
 
 
-def test_nothing_is_published_but_serving_on_loopback() -> None:
+def test_only_serving_is_published_on_loopback() -> None:
     assert {
         name: service["ports"] for name, service in COMPOSE["services"].items() if "ports" in service
     } == {"serving": ["127.0.0.1:8080:8080"]}

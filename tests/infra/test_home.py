@@ -30,7 +30,7 @@ def test_two_supervisors_do_not_share_a_home(home: Home) -> None:
     assert not Home(home.root).is_locked()
 
 
-def test_a_stack_file_that_is_damaged_or_of_another_format_counts_as_none(home: Home) -> None:
+def test_a_damaged_stack_file_counts_as_missing(home: Home) -> None:
     assert home.read_stack() is None
     home.stack_json.write_text("{")
     assert home.read_stack() is None
@@ -41,7 +41,7 @@ def test_a_stack_file_that_is_damaged_or_of_another_format_counts_as_none(home: 
 
 
 @pytest.mark.parametrize("make", [True, False])
-def test_asking_for_a_stack_that_does_not_run_is_one_sentence(tmp_path: Path, make: bool) -> None:
+def test_a_missing_stack_is_reported(tmp_path: Path, make: bool) -> None:
     home = Home(tmp_path / "other")
     if make:
         home.make()
@@ -49,7 +49,7 @@ def test_asking_for_a_stack_that_does_not_run_is_one_sentence(tmp_path: Path, ma
         home.running_stack()
 
 
-def test_leftovers_are_ended_only_if_their_command_line_names_the_home(home: Home) -> None:
+def test_only_leftovers_of_this_home_are_stopped(home: Home) -> None:
     sleep = "import time; time.sleep(60)"
     ours = subprocess.Popen((sys.executable, "-c", sleep, f"{home.root}/conf/x.toml"))
     others = subprocess.Popen((sys.executable, "-c", sleep))
@@ -64,7 +64,7 @@ def test_leftovers_are_ended_only_if_their_command_line_names_the_home(home: Hom
             process.wait()
 
 
-def test_a_folder_that_is_no_home_is_not_deleted(tmp_path: Path) -> None:
+def test_only_a_home_folder_is_deleted(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("x")
     with pytest.raises(SetupError, match="home"):
         background_stack.delete(tmp_path)

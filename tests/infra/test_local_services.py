@@ -67,7 +67,7 @@ def test_services_survive_kills_and_data_survives_a_restart_on_other_ports(tmp_p
 
 
 @pytest.mark.slow
-def test_a_job_is_submitted_where_nobody_may_write_to_the_shared_temporary_folder(
+def test_a_stack_works_without_write_access_to_the_shared_temporary_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a second user of a machine meets whose first user's client left a folder there. Flags of our own win over these."""

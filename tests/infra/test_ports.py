@@ -27,7 +27,7 @@ def test_drawn_ports_differ_and_stay_below_the_kernels_range(drawn: Ports) -> No
     assert all(ports.MIN_PORT <= p < ports.MAX_PORT for p in found)
 
 
-def test_two_stacks_never_hold_the_same_port(drawn: Ports) -> None:
+def test_two_stacks_never_reserve_the_same_port(drawn: Ports) -> None:
     port, other = drawn.draw(), Ports()
     with pytest.raises(SetupError, match="in use"):
         other.take("serving", port)
@@ -36,7 +36,7 @@ def test_two_stacks_never_hold_the_same_port(drawn: Ports) -> None:
     other.release()
 
 
-def test_a_port_on_which_something_listens_is_told_in_one_sentence(drawn: Ports) -> None:
+def test_a_port_in_use_is_reported(drawn: Ports) -> None:
     with socket.create_server((HOST, 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(SetupError, match=f"port {port}"):
@@ -64,7 +64,7 @@ def test_a_url_responds_only_with_success() -> None:
     assert not ports.responds_ok(f"{url}/good", timeout_s=0.2)
 
 
-def test_a_port_is_held_without_a_file_that_others_could_make_first(
+def test_reserving_a_port_writes_no_file(
     drawn: Ports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))

@@ -52,7 +52,7 @@ def test_a_pool_grows_shrinks_without_waiting_and_ends(pool: ProcessPool) -> Non
     assert pool.pids() == []
 
 
-def test_a_copy_that_was_let_go_comes_back_when_it_has_ended(pool: ProcessPool) -> None:
+def test_a_removed_copy_can_be_started_again(pool: ProcessPool) -> None:
     pool.resize(2)
     until(lambda: len(pool.pids()) == 2)
     before = pool.pids()[1]

@@ -108,7 +108,7 @@ def test_it_grows_and_shrinks_without_waiting(cluster: Cluster) -> None:
     ]
 
 
-def test_of_an_actor_that_is_gone_another_is_made(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lost_actor_is_replaced(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     pool = RayPool(copy, "copy")
     pool.resize(2)
     cluster.actors[1].over.ready = True
@@ -117,7 +117,7 @@ def test_of_an_actor_that_is_gone_another_is_made(cluster: Cluster, caplog: pyte
     assert not cluster.actors[0].is_asked_to_end
 
 
-def test_the_end_asks_all_and_leaves_the_cluster(cluster: Cluster) -> None:
+def test_close_ends_all_copies_and_leaves_the_cluster(cluster: Cluster) -> None:
     pool = RayPool(copy, "copy")
     pool.resize(2)
     pool.close()
@@ -125,7 +125,7 @@ def test_the_end_asks_all_and_leaves_the_cluster(cluster: Cluster) -> None:
     assert all(actor.is_asked_to_end and actor.is_killed for actor in cluster.actors) and cluster.is_shut
 
 
-def test_a_cluster_that_does_not_answer_is_waited_for_by_who_asks(cluster: Cluster) -> None:
+def test_an_unreachable_cluster_is_reported(cluster: Cluster) -> None:
     pool = RayPool(copy, "copy")
     cluster.answers = False
     with pytest.raises(UnavailableError, match="Ray cluster"):
@@ -135,7 +135,7 @@ def test_a_cluster_that_does_not_answer_is_waited_for_by_who_asks(cluster: Clust
     assert pool.members() == ["copy-0"]
 
 
-def test_no_cluster_and_no_package_are_told(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_cluster_or_package_is_reported(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.is_there = False
     with pytest.raises(UnavailableError, match="Ray cluster"):
         RayPool(copy, "copy")
@@ -144,7 +144,7 @@ def test_no_cluster_and_no_package_are_told(cluster: Cluster, monkeypatch: pytes
         RayPool(copy, "copy")
 
 
-def test_a_seat_runs_one_copy_until_it_is_told_to_end() -> None:
+def test_an_actor_runs_one_copy_until_it_is_ended() -> None:
     actor = CopyActor(copy, 3)
     try:
         while not actor.pids():

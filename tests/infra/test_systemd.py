@@ -38,7 +38,7 @@ def test_every_program_has_a_unit_and_every_unit_a_program() -> None:
 
 
 @pytest.mark.parametrize("unit", SERVICES, ids=lambda unit: unit.stem)
-def test_a_unit_starts_its_program_and_gives_it_the_time_to_end(unit: Path) -> None:
+def test_a_unit_starts_its_program_with_time_to_stop(unit: Path) -> None:
     its = read(unit)
     program = program_of(unit)
     assert its["ExecStart"] == [
@@ -55,7 +55,7 @@ def test_a_unit_starts_its_program_and_gives_it_the_time_to_end(unit: Path) -> N
 
 
 @pytest.mark.parametrize("unit", SERVICES, ids=lambda unit: unit.stem)
-def test_the_variables_that_a_unit_sets_are_settings_and_its_folders_its_own(unit: Path) -> None:
+def test_environment_variables_of_units_are_settings(unit: Path) -> None:
     its, program = read(unit), program_of(unit)
     words = [word.partition("=") for line in its["Environment"] for word in line.split()]
     own = {name: value for name, _, value in words if name.startswith("ROOSTREAM_")}
@@ -65,13 +65,13 @@ def test_the_variables_that_a_unit_sets_are_settings_and_its_folders_its_own(uni
             assert value.removeprefix("/var/lib/") in its["StateDirectory"]
 
 
-def test_units_wait_for_units_that_there_are() -> None:
+def test_units_wait_for_existing_units() -> None:
     names = {unit.name for unit in UNITS.iterdir()}
     for unit in SERVICES:
         assert set(re.findall(r"roostream[\w@.-]*", " ".join(read(unit)["After"]))) <= names
 
 
-def test_systemd_reads_them(tmp_path: Path) -> None:
+def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     verify = shutil.which("systemd-analyze")
     if verify is None:
         pytest.skip("no systemd here: units are parsed by the tests above alone")

@@ -16,7 +16,7 @@ _ASKS_THE_API = {"FlinkDeployment"}
 _ENDS_BY_ITSELF = {"Job", "FlinkDeployment"}  # Flink's operator watches its pods by itself
 
 
-def nobody(workload: Workload) -> Iterator[str]:
+def unprivileged(workload: Workload) -> Iterator[str]:
     """It runs as a user without rights, under the runtime's seccomp profile."""
     security = workload.pod.get("securityContext", {})
     if not security.get("runAsNonRoot") or security.get("runAsUser", 0) < 1000:
@@ -75,7 +75,7 @@ def probed(workload: Workload) -> Iterator[str]:
                     yield f"{container['name']}: expected a {probe}"
 
 
-def telling_why_it_ended(workload: Workload) -> Iterator[str]:
+def termination_message_from_logs(workload: Workload) -> Iterator[str]:
     """`kubectl describe` has its last sentence, which says what is wrong with what it was told (docs/decisions/0092)."""
     for container in workload.containers:
         if (
@@ -85,7 +85,7 @@ def telling_why_it_ended(workload: Workload) -> Iterator[str]:
             yield f"{container['name']}: expected terminationMessagePolicy: FallbackToLogsOnError"
 
 
-def apart_from_the_api(workload: Workload) -> Iterator[str]:
+def without_api_token(workload: Workload) -> Iterator[str]:
     """It has no token of the API server, and no variables that name the namespace's services."""
     if workload.kind not in _ASKS_THE_API and workload.pod.get("automountServiceAccountToken") is not False:
         yield "expected automountServiceAccountToken: false"
@@ -93,7 +93,7 @@ def apart_from_the_api(workload: Workload) -> Iterator[str]:
         yield "expected enableServiceLinks: false"
 
 
-def with_time_to_end(workload: Workload) -> Iterator[str]:
+def with_grace_period(workload: Workload) -> Iterator[str]:
     """The time that it has for ending holds what happens before it is told, and what our programs take."""
     if workload.kind != "FlinkDeployment" and _is_ours(workload):
         container = workload.pod["containers"][0]
@@ -114,13 +114,13 @@ def _is_ours(workload: Workload) -> bool:
 
 RULES: tuple[Rule, ...] = (
     *(
-        nobody,
+        unprivileged,
         without_capabilities,
         with_limits,
         pinned,
         probed,
-        telling_why_it_ended,
-        apart_from_the_api,
-        with_time_to_end,
+        termination_message_from_logs,
+        without_api_token,
+        with_grace_period,
     ),
 )

@@ -73,7 +73,7 @@ def moved(objects: Objects, namespace: str) -> Objects:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_the_server_takes_an_overlay_without_a_warning(
+def test_the_api_server_accepts_overlays_without_warnings(
     overlay: str, server: ApiServer, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Unknown fields are errors; a pod that the namespace's security level would refuse is a warning. Nothing of it is kept: no
@@ -100,7 +100,7 @@ def test_the_server_takes_an_overlay_without_a_warning(
         ("KafkaTopic", "samples", {"partitions": "many"}, "expected numeric"),
     ],
 )
-def test_the_server_refuses_by_path_what_does_not_fit(
+def test_the_api_server_rejects_wrong_fields(
     kind: str, name: str, change: dict[str, Any], told: str, server: ApiServer
 ) -> None:
     server.kubectl("create", "namespace", "refused", check=False)
@@ -111,9 +111,7 @@ def test_the_server_refuses_by_path_what_does_not_fit(
 
 
 @pytest.mark.slow
-def test_sets_make_their_pods_which_policies_and_budgets_select(
-    server: ApiServer, nodes: SimulatedNodes
-) -> None:
+def test_policies_and_budgets_select_the_created_pods(server: ApiServer, nodes: SimulatedNodes) -> None:
     namespace = "live"
     objects = moved(built("prod"), namespace)
     assert server.apply(objects).returncode == 0
@@ -191,9 +189,7 @@ def _one_at_a_time(server: ApiServer, namespace: str, shards: list[str]) -> None
 
 
 @pytest.mark.slow
-def test_the_pages_own_commands_do_what_the_pages_say(
-    server: ApiServer, nodes: SimulatedNodes, tmp_path: Path
-) -> None:
+def test_kubectl_commands_of_the_pages_work(server: ApiServer, nodes: SimulatedNodes, tmp_path: Path) -> None:
     """All of `kubectl`'s, in the pages' order, but for what runs inside of a container."""
     shutil.copytree(ROOT / "infra", tmp_path / "infra")
     (tmp_path / "redis-password.txt").write_text("s3cret\n", encoding="utf-8")

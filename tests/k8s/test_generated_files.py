@@ -18,11 +18,11 @@ from tests.k8s.manifests import built, named, of_kind
 
 
 @pytest.mark.parametrize("path", contents(), ids=lambda path: path.name)
-def test_a_made_file_is_as_it_would_be_made(path: Path) -> None:
+def test_generated_files_are_current(path: Path) -> None:
     assert path.read_text(encoding="utf-8") == contents()[path], "run python -m tests.k8s.generate"
 
 
-def test_topics_are_those_that_the_protocol_needs() -> None:
+def test_topics_have_the_settings_of_the_protocol() -> None:
     """Through Kustomize: values change what a deployment may choose, and nothing else."""
     made = {t["spec"]["topicName"]: t["spec"] for t in of_kind(built("prod"), "KafkaTopic")}
     values = yaml.safe_load((K8S / "overlays/prod/values.yaml").read_text(encoding="utf-8"))["data"]
@@ -35,7 +35,7 @@ def test_topics_are_those_that_the_protocol_needs() -> None:
         assert spec["replicas"] == int(values["KAFKA_COPIES"])
 
 
-def test_every_program_that_speaks_to_kafka_has_a_user_and_may_do_no_more_than_it_is_listed_for() -> None:
+def test_kafka_users_have_only_the_listed_rights() -> None:
     users = {
         u["metadata"]["name"].removeprefix("roostream-"): u["spec"]["authorization"]["acls"]
         for u in of_kind(built("prod"), "KafkaUser")
@@ -53,7 +53,7 @@ def test_every_program_that_speaks_to_kafka_has_a_user_and_may_do_no_more_than_i
         }
 
 
-def test_the_schema_of_an_overlay_is_the_demos_until_somebody_puts_his_own_there() -> None:
+def test_overlays_contain_the_demo_schema() -> None:
     demo = (ROOT / "roostream/replay/schemas/demo.toml").read_text(encoding="utf-8")
     assert [(K8S / f"overlays/{o}/schema.toml").read_text(encoding="utf-8") for o in ("dev", "prod")] == [
         demo,
@@ -61,12 +61,12 @@ def test_the_schema_of_an_overlay_is_the_demos_until_somebody_puts_his_own_there
     ]
 
 
-def test_flinks_java_is_opened_as_in_the_local_stack() -> None:
+def test_flinks_java_options_are_those_of_the_local_stack() -> None:
     settings = named(built("prod"), "FlinkDeployment", "roostream-joiner")["spec"]["flinkConfiguration"]
     assert settings["env.java.opts.all"].split() == list(flink_cluster._JAVA_MODULES)
 
 
-def test_every_key_of_flink_is_one_that_flink_or_its_operator_knows() -> None:
+def test_flink_or_its_operator_knows_every_key() -> None:
     """Flink passes over what it doesn't know without a word. Its keys stand as texts in its classes."""
     of = [
         named(built(o), "FlinkDeployment", "roostream-joiner")["spec"]["flinkConfiguration"]

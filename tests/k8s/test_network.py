@@ -100,7 +100,7 @@ def places(overlay: str) -> list[Place]:
     return [*pods, *OTHERS]
 
 
-def test_exactly_the_arrows_of_the_picture_can_be_followed() -> None:
+def test_only_documented_connections_are_allowed() -> None:
     policies = of_kind(built("prod"), "NetworkPolicy")
     found = {
         (a.name, b.name, port)
@@ -114,14 +114,14 @@ def test_exactly_the_arrows_of_the_picture_can_be_followed() -> None:
     assert found - ARROWS - unnamed == set()
 
 
-def test_everybody_may_ask_for_names() -> None:
+def test_all_programs_may_use_dns() -> None:
     policies = of_kind(built("prod"), "NetworkPolicy")
     names = next(p for p in OTHERS if p.name == "names")
     assert all(allows(policies, p, names, DNS, "UDP") for p in places("prod") if p.name in PROGRAMS)
 
 
 @pytest.mark.parametrize("overlay", ["dev", "prod"])
-def test_kafka_lets_in_whoever_has_leave_to_go_there(overlay: str) -> None:
+def test_kafka_admits_exactly_its_clients(overlay: str) -> None:
     """Strimzi makes the brokers' side of its listener."""
     listener = named(built(overlay), "Kafka", "roostream")["spec"]["kafka"]["listeners"][0]
     assert listener["tls"] and listener["authentication"] == {"type": "tls"} and listener["port"] == KAFKA
@@ -133,7 +133,7 @@ def test_kafka_lets_in_whoever_has_leave_to_go_there(overlay: str) -> None:
     }
 
 
-def test_on_one_node_nobody_goes_out_and_users_reach_serving_alone() -> None:
+def test_the_dev_overlay_has_no_egress() -> None:
     policies = of_kind(built("dev"), "NetworkPolicy")
     there = {p.name: p for p in [*places("dev"), Place("redis", {"app.kubernetes.io/name": "redis"})]}
     assert [

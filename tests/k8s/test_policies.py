@@ -25,7 +25,7 @@ def objects(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_every_pod_obeys(rule: Rule, objects: Objects) -> None:
+def test_every_pod_obeys_the_rules(rule: Rule, objects: Objects) -> None:
     assert {w.name: broken for w in workloads(objects) if (broken := list(rule(w)))} == {}
 
 
@@ -43,8 +43,8 @@ def with_container(**changes: Any) -> Workload:
 @pytest.mark.parametrize(
     ("rule", "broken"),
     [
-        (policy.nobody, lambda: shard(securityContext={"runAsUser": 0})),
-        (policy.nobody, lambda: shard(hostNetwork=True)),
+        (policy.unprivileged, lambda: shard(securityContext={"runAsUser": 0})),
+        (policy.unprivileged, lambda: shard(hostNetwork=True)),
         (policy.without_capabilities, lambda: with_container(securityContext={"privileged": True})),
         (policy.with_limits, lambda: with_container(resources={"requests": {"cpu": "1"}})),
         (policy.with_limits, lambda: shard(volumes=[{"name": "x", "hostPath": {"path": "/"}}])),
@@ -58,12 +58,12 @@ def with_container(**changes: Any) -> Workload:
                 and _without(with_container(), "readinessProbe")
             ),
         ),
-        (policy.telling_why_it_ended, lambda: with_container(terminationMessagePolicy="File")),
-        (policy.apart_from_the_api, lambda: shard(automountServiceAccountToken=True)),
-        (policy.with_time_to_end, lambda: shard(terminationGracePeriodSeconds=30)),
+        (policy.termination_message_from_logs, lambda: with_container(terminationMessagePolicy="File")),
+        (policy.without_api_token, lambda: shard(automountServiceAccountToken=True)),
+        (policy.with_grace_period, lambda: shard(terminationGracePeriodSeconds=30)),
     ],
 )
-def test_a_pod_that_does_not_is_found(rule: Rule, broken: Callable[[], Workload]) -> None:
+def test_each_rule_finds_a_violation(rule: Rule, broken: Callable[[], Workload]) -> None:
     assert list(rule(broken()))
 
 
@@ -96,7 +96,7 @@ def references(workload: Workload) -> Iterator[tuple[str, str]]:
         yield "ServiceAccount", account
 
 
-def test_whatever_a_pod_needs_is_there_or_made_by_somebody_who_is_named(objects: Objects) -> None:
+def test_referenced_objects_exist(objects: Objects) -> None:
     there = {(o["kind"], o["metadata"]["name"]) for o in objects}
     there |= {("Secret", name) for name in MADE_BY_STRIMZI | MADE_BY_HAND}
     there |= {("Secret", o["metadata"]["name"]) for o in of_kind(objects, "KafkaUser")}
@@ -104,7 +104,7 @@ def test_whatever_a_pod_needs_is_there_or_made_by_somebody_who_is_named(objects:
     assert {(w.name, *r) for w in workloads(objects) for r in references(w) if r not in there} == set()
 
 
-def test_every_mount_is_of_a_volume(objects: Objects) -> None:
+def test_mounts_and_volumes_match(objects: Objects) -> None:
     for w in workloads(objects):
         volumes = {v["name"] for v in w.pod.get("volumes", ())}
         volumes |= {c["metadata"]["name"] for c in w.spec.get("volumeClaimTemplates", ())}
@@ -119,7 +119,7 @@ def selected(objects: Objects, labels: dict[str, str]) -> list[Workload]:
     return [w for w in workloads(objects) if labels.items() <= w.labels.items()]
 
 
-def test_every_service_leads_to_a_port_of_some_pod(objects: Objects) -> None:
+def test_services_select_ports_of_pods(objects: Objects) -> None:
     for service in of_kind(objects, "Service"):
         pods = selected(objects, service["spec"]["selector"])
         assert len(pods) == 1, service["metadata"]["name"]
@@ -128,21 +128,19 @@ def test_every_service_leads_to_a_port_of_some_pod(objects: Objects) -> None:
             assert ports[port["port"]] == port["name"], service["metadata"]["name"]
 
 
-def test_every_budget_holds_one_kind_of_pod_and_lets_one_go(objects: Objects) -> None:
+def test_disruption_budgets_allow_one_pod(objects: Objects) -> None:
     budgets = of_kind(objects, "PodDisruptionBudget")
     held = [selected(objects, b["spec"]["selector"]["matchLabels"])[0].name for b in budgets]
     assert sorted(held) == ["roostream-serving", "roostream-shard", "roostream-worker"]
     assert all(b["spec"]["maxUnavailable"] == 1 for b in budgets)
 
 
-def test_what_the_autoscaler_counts_no_manifest_counts(objects: Objects) -> None:
+def test_autoscaled_workloads_set_no_replicas(objects: Objects) -> None:
     target = of_kind(objects, "HorizontalPodAutoscaler")[0]["spec"]["scaleTargetRef"]
     assert "replicas" not in named(objects, target["kind"], target["name"])["spec"]
 
 
-def test_every_program_of_the_table_has_its_workload(
-    objects: Objects, request: pytest.FixtureRequest
-) -> None:
+def test_every_program_has_a_workload(objects: Objects, request: pytest.FixtureRequest) -> None:
     """Simulated users exist on one node only."""
     started = {c["args"][0] for w in workloads(objects) for c in w.containers if "args" in c}
     optional = {"simulate"}
@@ -153,7 +151,7 @@ def test_every_program_of_the_table_has_its_workload(
     assert started & optional == wanted
 
 
-def test_every_service_with_metrics_is_monitored_once_in_the_way_that_its_port_speaks(
+def test_every_metrics_service_has_one_monitor(
     objects: Objects,
 ) -> None:
     if not of_kind(objects, "ServiceMonitor"):

@@ -40,12 +40,12 @@ def test_every_object_fits_its_schema(objects: tuple[dict[str, Any], ...]) -> No
     assert found == {}
 
 
-def test_names_are_given_once(objects: tuple[dict[str, Any], ...]) -> None:
+def test_names_are_unique(objects: tuple[dict[str, Any], ...]) -> None:
     names = [(o["apiVersion"], o["kind"], o["metadata"]["name"]) for o in objects]
     assert len(names) == len(set(names))
 
 
-def test_the_values_themselves_are_not_applied(objects: tuple[dict[str, Any], ...]) -> None:
+def test_the_values_config_map_is_not_applied(objects: tuple[dict[str, Any], ...]) -> None:
     assert not [o for o in of_kind(objects, "ConfigMap") if o["metadata"]["name"] == "roostream-values"]
     assert "set-by" not in str(objects)
 
@@ -62,7 +62,7 @@ def test_the_values_themselves_are_not_applied(objects: tuple[dict[str, Any], ..
         ("KafkaNodePool", "broker", ("spec", "roles"), "broker"),
     ],
 )
-def test_what_does_not_fit_is_found(kind: str, name: str, path: tuple[str, ...], value: object) -> None:
+def test_schema_violations_are_found(kind: str, name: str, path: tuple[str, ...], value: object) -> None:
     broken = copy.deepcopy(named(built("prod"), kind, name))
     assert wrong(broken) == []
     at = broken
@@ -72,7 +72,7 @@ def test_what_does_not_fit_is_found(kind: str, name: str, path: tuple[str, ...],
     assert wrong(broken)
 
 
-def test_a_folder_of_ones_own_changes_the_values_that_it_names(tmp_path: Path) -> None:
+def test_a_custom_overlay_changes_its_values(tmp_path: Path) -> None:
     own = own_folder(tmp_path)
     shard = named(own, "StatefulSet", "roostream-shard")
     assert shard["spec"]["replicas"] == 3
@@ -86,7 +86,7 @@ def test_a_folder_of_ones_own_changes_the_values_that_it_names(tmp_path: Path) -
     assert {o["metadata"].get("namespace", o["metadata"]["name"]) for o in own} == {"shop"}
 
 
-def test_every_value_of_a_folder_of_ones_own_reaches_what_is_applied_and_leaves_nothing_of_the_examples(
+def test_every_value_of_a_custom_overlay_is_used(
     tmp_path: Path,
 ) -> None:
     """Each value is one that no other has, so that it can be told where it went."""

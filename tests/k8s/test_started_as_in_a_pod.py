@@ -76,7 +76,7 @@ def of_overlay(overlay: str, folder: Path) -> Objects:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_every_program_takes_the_settings_of_its_pod(overlay: str, tmp_path: Path) -> None:
+def test_programs_accept_the_settings_of_their_pods(overlay: str, tmp_path: Path) -> None:
     """Keys, variables, ranges and files, as the program itself checks them; of the last of several pods too."""
     objects = of_overlay(overlay, tmp_path)
     seen = set()
@@ -102,7 +102,7 @@ def test_every_program_takes_the_settings_of_its_pod(overlay: str, tmp_path: Pat
     assert seen == {*PROGRAMS}
 
 
-def test_shards_and_controller_and_their_set_count_alike(tmp_path: Path) -> None:
+def test_shard_counts_agree(tmp_path: Path) -> None:
     """A pod more or less can't be had: the set's size, the controller's number and what readers dial are one value."""
     objects = of_overlay("all", tmp_path)
     found = {w.name: w for w in workloads(objects)}
@@ -122,9 +122,7 @@ def test_shards_and_controller_and_their_set_count_alike(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("overlay", "asks"), [("dev", False), ("prod", True), ("all", True)])
-def test_whoever_is_called_asks_who_calls_where_the_component_is(
-    overlay: str, asks: bool, tmp_path: Path
-) -> None:
+def test_link_tls_requires_credentials(overlay: str, asks: bool, tmp_path: Path) -> None:
     """References in a mounted TOML to what the pod's environment names, and files of the pod's secrets behind them."""
     objects = of_overlay(overlay, tmp_path)
     seen = {}
@@ -231,7 +229,7 @@ def _find(program: str, overlay: str) -> tuple[Workload, dict[str, Any]]:
         ("joiner", "Flink|starting"),
     ],
 )
-def test_without_its_peers_a_pod_lives_says_whom_it_waits_for_and_ends_when_told(
+def test_a_pod_without_its_peers_stays_alive_and_stops_on_request(
     program: str, waits_for: str, tmp_path: Path
 ) -> None:
     running = Running(program, tmp_path)
@@ -252,7 +250,7 @@ def test_without_its_peers_a_pod_lives_says_whom_it_waits_for_and_ends_when_told
 
 @pytest.mark.slow
 @pytest.mark.timeout(5 * PATIENCE_S)
-def test_a_shard_of_prod_answers_whoever_has_a_pods_certificate_and_token(tmp_path: Path) -> None:
+def test_a_shard_answers_clients_with_certificate_and_token(tmp_path: Path) -> None:
     """What its own pod runs before it ends is told the shard's address here: an answer that this is no controller is one, too."""
     running = Running("shard", tmp_path, "prod")
     try:
