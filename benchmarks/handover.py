@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.common import samples as data
 from benchmarks.common.shared_setup import SharedSetup
-from benchmarks.common.training_stack import Books, Feed, Trainer, until
+from benchmarks.common.training_stack import AuditorLoop, Feed, Trainer, until
 from benchmarks.harness.benchmark import Benchmark, Row, Subject, Work
 from benchmarks.train_warehouse import Turns
 from infra.options import StackOptions
@@ -153,7 +153,7 @@ class Once:
         self.it, self._pause = it, pause
         self._is_first = True
         self._found: Pause | None = None
-        self._books = Books(0, 0)
+        self._books = AuditorLoop(0, 0)
 
     def step(self) -> None:
         if self._is_first:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from benchmarks.common.training_stack import Books, Trainer, ended, until
+from benchmarks.common.training_stack import AuditorLoop, Trainer, ended, until
 from benchmarks.harness.benchmark import Benchmark, Row, Subject, Work
 from benchmarks.recovery import INTERVAL_MS, RATE, ROWS, WARM, caught_up
 
@@ -34,7 +34,7 @@ class Leaves:
     def __init__(self, trainer: Trainer, notice_s: float, count: int) -> None:
         self.trainer, self.notice_s, self.count = trainer, notice_s, count
         self._left: list[Left] = []
-        self._books = Books(0, 0)
+        self._books = AuditorLoop(0, 0)
         self._is_first = True
 
     def step(self) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from benchmarks.common.shared_setup import SharedSetup
-from benchmarks.common.training_stack import Books, Trainer, books, training_stack
+from benchmarks.common.training_stack import AuditorLoop, Trainer, books, training_stack
 from benchmarks.harness.benchmark import Benchmark, Row, Subject, Work
 from benchmarks.harness.subject_process import ROOT
 from roostream.runtime.manifest import Manifest
@@ -95,7 +95,7 @@ class Recovery:
     def __init__(self, trainer: Trainer, victim: str, kills: int) -> None:
         self.trainer, self.kills, self.victim = trainer, kills, Kills(trainer, victim)
         self._recovered: list[Recovered] = []
-        self._books = Books(0, 0)
+        self._books = AuditorLoop(0, 0)
         self._is_first = True
 
     def step(self) -> None:
@@ -154,7 +154,7 @@ class Goodput:
     def __init__(self, trainer: Trainer, seconds: float, victim: str) -> None:
         self.trainer, self.seconds = trainer, seconds
         self.victim = Kills(trainer, victim) if victim else None
-        self._before = self._after = Books(0, 0)
+        self._before = self._after = AuditorLoop(0, 0)
         self._took_s = 0.0
         self._recovered: Recovered | None = None
         self._is_first = True

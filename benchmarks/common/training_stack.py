@@ -104,7 +104,7 @@ class Feed:
         self.num_sent += 1
 
 
-class Books(NamedTuple):
+class AuditorLoop(NamedTuple):
     """What one commit says of the samples."""
 
     below: int  # samples before its offsets
@@ -195,7 +195,7 @@ class Trainer:
             for transport in transports:
                 transport.close()
 
-    def audited(self, manifest: Manifest) -> Books:
+    def audited(self, manifest: Manifest) -> AuditorLoop:
         """The books of this commit, and what the topics say of its samples; reads them from where it was."""
         if self._auditor is None:
             stack = self.stack
@@ -248,8 +248,8 @@ def touch(client: Client, count: int) -> None:
         client.push(lookup, gradients, step=1, time_ms=int(time.time() * 1000))
 
 
-def books(manifest: Manifest) -> Books:
-    return Books(
+def books(manifest: Manifest) -> AuditorLoop:
+    return AuditorLoop(
         below=sum(manifest.offsets.values()),
         trained=sum(part.metrics["requests"] for part in manifest.workers.values()),
     )

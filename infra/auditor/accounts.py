@@ -1,12 +1,12 @@
-"""G1 and G2 as sums over the topics themselves. Pure: records in, numbers out; `infra.auditor.auditor` reads them from Kafka.
+"""Checks guarantees G1 and G2 as sums over the records of the topics. No I/O; `infra.auditor.auditor` reads the records from Kafka.
 
     distinct engagements = folded + corrected + only in a repeated sample + dead-lettered + pending
     distinct requests    = sampled + only dead-lettered + pending
     other engagement records are duplicates
 
-An id counts once, for the first of these that it has. A dead letter settles what stands at the place that it names, whether
-its reason lets an id be known or not. Topics may be read in any order relative to each other: an outcome that comes before its
-event waits as `unknown`, a dead letter before its record as a place. Nothing that a record holds raises.
+An id counts once, for the first of these outcomes that it has. A dead letter settles the record at the Kafka position that it
+names, even if the id of that record is unknown. The topics may be read in any relative order: an outcome that is read before its
+event waits as `unknown`, and a dead letter read before its record waits as a position. No record content raises an error.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _KINDS = {
     DEAD_LETTERS: (wire.DEAD_LETTER,),
     PREDICTIONS: (wire.PREDICTION,),
 }
-_SETTLED = (IMPRESSIONS, ENGAGEMENTS, SAMPLES)  # of these somebody writes dead letters
+_SETTLED = (IMPRESSIONS, ENGAGEMENTS, SAMPLES)  # topics whose bad records get dead letters
 _MARKERS = (wire.HEARTBEAT, wire.END_MARKER)
 _LEDGERS = ("events", "requests", "bad", "bad_samples", "dead")
 _MAX_NAMES = 1000
@@ -59,28 +59,27 @@ _OTHER = "other"
 
 
 class Accounts:
-    """Feed every record of impressions, engagements, samples, corrections, dead_letters and predictions, each partition in
-    its order. Not thread-safe."""
+    """Call `add` with every record of the audited topics, each partition in order. Not thread-safe."""
 
     def __init__(self, *, settle_ms: int = 600_000, horizon_ms: int = 0, since_ms: int = 0) -> None:
-        """`settle_ms`: how far the joiner's closes may be past an event that still waits (window + orphan timeout + slack).
-        `horizon_ms`: see Ledger; at least twice `settle_ms`, 0 = everything is remembered. `since_ms`: what is older is left
-        out: its counterpart may have been deleted."""
+        """`settle_ms`: how long an event may wait after the joiner's closes have passed it (window + orphan timeout + slack).
+        `horizon_ms`: see Ledger; at least twice `settle_ms`, 0 = remember everything. `since_ms`: older records are not
+        audited, because their counterparts may have been deleted."""
         self.settle_ms, self.since_ms = settle_ms, since_ms
         self.events = Ledger((FOLDED, CORRECTED, REPEATED, DEAD), horizon_ms)
         self.requests = Ledger((SAMPLED, DEAD), horizon_ms)
-        self.bad = Ledger((DEAD,), horizon_ms)  # inputs that can't be read, by place
+        self.bad = Ledger((DEAD,), horizon_ms)  # undecodable inputs, by position
         self.bad_samples = Ledger((DEAD,), horizon_ms)
-        self.dead = Ledger((), horizon_ms)  # places that have a dead letter
+        self.dead = Ledger((), horizon_ms)  # positions that have a dead letter
         self._ledgers = tuple(self.ledgers.values())
-        self.untrained: dict[int, At] = {}  # sample id → place of its first sample
+        self.untrained: dict[int, At] = {}  # sample id → position of its first sample
         self.closed_until_ms = 0
-        self.num_records: Counter[str] = Counter()  # topic → records read, whatever they were
-        self.sample_ends: dict[int, int] = {}  # partition of the samples → offset after the newest one read
-        self.features_digest = 0  # the same for the same samples in any order
+        self.num_records: Counter[str] = Counter()  # topic → records read
+        self.sample_ends: dict[int, int] = {}  # partition of `samples` → next offset
+        self.features_digest = 0  # independent of the order of samples
         self._untrained_at: dict[At, int] = {}
         self._newest_ms: dict[Partition, int] = {}
-        self._recent, self._reached_ms = MedianEventTime(), 0  # of all records; how far their middle has come
+        self._recent, self._reached_ms = MedianEventTime(), 0  # of all records, and their greatest median
         self._count: Counter[str] = Counter()
         self._actions: Counter[str] = Counter()
         self._closed_by: Counter[str] = Counter()
@@ -108,7 +107,7 @@ class Accounts:
         return {n: getattr(self, n) for n in names}
 
     def add(self, record: Record) -> None:
-        """Heartbeats and end markers pass through; a record that can't be read waits for its dead letter."""
+        """Count a record. Heartbeats and end markers are ignored; an undecodable record waits for its dead letter."""
         self.num_records[record.topic] += 1
         now_ms = self._now_ms(record)
         self._turn()
@@ -134,21 +133,21 @@ class Accounts:
 
     @property
     def unread(self) -> int:
-        """Records that can't be read and have no dead letter so far."""
+        """Undecodable records without a dead letter so far."""
         return len(self.bad.pending) + len(self.bad_samples.pending)
 
     @property
     def num_waiting(self) -> int:
-        """Inputs that wait for what the joiner makes of them."""
+        """Inputs without an outcome so far."""
         return len(self.events.pending) + len(self.requests.pending) + len(self.bad.pending)
 
     def untrained_below(self, offsets: Mapping[int, int]) -> int:
-        """G2: samples before the given offsets of their partitions (a manifest's) that nothing has predicted; should be 0."""
+        """G2: samples below these offsets (partition → offset of a manifest) that have no prediction; should be 0."""
         return sum(offset < offsets.get(partition, 0) for partition, offset in self.untrained.values())
 
     def _now_ms(self, record: Record) -> int:
-        """The newest time of its partition so far: how far reading has come there, however late this record is. One from far
-        ahead has its own time and says nothing of that of the others."""
+        """The newest time of the record's partition so far. A record from far in the future has its own time and does not move
+        the partition's."""
         self._recent.add((record.timestamp_ms,))
         if self._recent.is_full:
             self._reached_ms = max(self._reached_ms, self._recent.middle_ms)
@@ -158,7 +157,7 @@ class Accounts:
 
     @property
     def _latest_ms(self) -> int:
-        """A partition may be so far, `settle_ms` ahead of what enough recent records say; more is a wrong time."""
+        """Later times are wrong: more than `settle_ms` ahead of the median of recent records."""
         return self._reached_ms + self.settle_ms if self._reached_ms else 1 << 62
 
     def _turn(self) -> None:
@@ -167,7 +166,7 @@ class Accounts:
                 ledger.turn(self._reached_ms)
 
     def _bad(self, record: Record, now_ms: int) -> None:
-        """What calls itself a heartbeat or end marker holds no event; Flink drops it, the local engine dead-letters it."""
+        """Malformed heartbeats and end markers contain no event: Flink drops them, the local engine writes dead letters."""
         if record.topic not in _SETTLED or (
             record.topic != SAMPLES and wire.kind_of(record.value) in _MARKERS
         ):
@@ -222,7 +221,7 @@ class Accounts:
         self.features_digest = (self.features_digest + features_hash(message)) & MASK64
 
     def _fold(self, message: pb.Sample, outcome: int, now_ms: int) -> bool:
-        """Mark the engagements of a sample or correction; whether one of them is new to that outcome."""
+        """Mark the engagements of a sample or correction. Returns whether the outcome is new for one of them."""
         new = False
         for event_id, time_ms in _events(message):
             if not self._is_out(self.events, event_id, time_ms):
@@ -230,7 +229,7 @@ class Accounts:
         return new
 
     def _is_out(self, ledger: Ledger, id_: int, time_ms: int) -> bool:
-        """Whether an outcome is of what is not audited, or was forgotten."""
+        """Whether an outcome belongs to an event that is not audited or was forgotten."""
         stale = ledger.is_stale(id_, time_ms)
         self._count["stale"] += stale
         return stale or time_ms < self.since_ms
@@ -286,7 +285,7 @@ class Accounts:
                 ledger.overdue_before_ms = time_ms - self.settle_ms
 
     def sums(self, *, ended: bool = False) -> Sums:
-        """`ended`: the input is over and closed, so nothing may be pending."""
+        """The sums so far. `ended`: the input has ended, so nothing may be pending."""
         limit_ms = (1 << 62) if ended else self.closed_until_ms - self.settle_ms
         ledgers = [self.events, self.requests, self.bad, *([self.bad_samples] if ended else [])]
         overdue = sum(ledger.num_overdue(limit_ms) for ledger in ledgers)
@@ -330,11 +329,11 @@ class Accounts:
         )
 
     def lose(self, records: int) -> None:
-        """Retention deleted so many records before they were read."""
+        """Count records that retention deleted before they were read."""
         self._count["lost_records"] += records
 
     def dump(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """(numbers fit for JSON, arrays): all that `load` needs."""
+        """The complete state as (JSON numbers, arrays), for `load`."""
         numbers: dict[str, Any] = {n: dict(c) for n, c in self.counters.items()}
         arrays: dict[str, np.ndarray] = {}
         for name, ledger in self.ledgers.items():
@@ -353,11 +352,11 @@ class Accounts:
         return numbers, arrays
 
     def load(self, numbers: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-        """Be as the one that `dump` was of; what `__init__` was given stays, but for `since_ms`."""
+        """Restore the state of `dump`. Arguments of `__init__` stay, except `since_ms`."""
         for name, counter in self.counters.items():
             counter.clear()
             counter.update({str(k): int(v) for k, v in numbers.get(name, {}).items()})
-        if "_dispositions" not in numbers:  # files of before didn't tell them
+        if "_dispositions" not in numbers:  # missing in older files
             self._dispositions[_OTHER] = self._count["predicted"]
         for name, ledger in self.ledgers.items():
             ledger.load(
@@ -379,7 +378,7 @@ class Accounts:
 
 
 def features_hash(sample: pb.Sample) -> int:
-    """xxh3-64 over sample id, items, RO bytes and parts: equal for equal features, byte for byte."""
+    """xxh3-64 of sample id, items, RO bytes and parts."""
     digest = xxhash.xxh3_64(sample.sample_id.to_bytes(8, "little"))
     digest.update(np.array(sample.item_ids, "<u8").tobytes())
     for block in (
@@ -391,31 +390,31 @@ def features_hash(sample: pb.Sample) -> int:
 
 
 def _place(topic: str, partition: int, offset: int) -> int:
-    """A place as one number below 2^63; NOWHERE if nothing that is audited can be there."""
+    """A Kafka position as one number below 2^63; NOWHERE if it cannot be one of an audited record."""
     if topic not in _SETTLED or not 0 <= partition < 1 << 12 or not 0 <= offset < 1 << 48:
         return NOWHERE
     return _SETTLED.index(topic) << 60 | partition << 48 | offset
 
 
 def _events(message: pb.Sample) -> Iterator[tuple[int, int]]:
-    """(event id, time) of what a sample folds; a time that is missing is its request's."""
+    """(event id, time) of the engagements of a sample; a missing time is the request's."""
     times, default_ms = message.event_times, message.header.time_ms
     for n, event_id in enumerate(message.event_ids):
         yield event_id, times[n] if n < len(times) else default_ms
 
 
 def _close_reason(number: int) -> str:
-    """Its name, also of one that a newer joiner wrote."""
+    """Name of a close reason, also if a newer joiner wrote it."""
     known = pb.CloseReason.DESCRIPTOR.values_by_number.get(number)
     return _OTHER if known is None else known.name.removeprefix("CLOSE_").lower()
 
 
 def _disposition(number: int) -> str:
-    """Its name, also of one that a newer trainer wrote."""
+    """Name of a disposition, also if a newer trainer wrote it."""
     known = pb.Disposition.DESCRIPTOR.values_by_number.get(number)
     return _OTHER if known is None else known.name.removeprefix("DISPOSITION_").lower()
 
 
 def _named(name: str, known: Counter[str]) -> str:
-    """`name`, or one name for all beyond the first thousand: whoever sends events chooses them."""
+    """`name`, or "other" beyond the first thousand names, because producers choose them freely."""
     return name if name in known or len(known) < _MAX_NAMES else _OTHER

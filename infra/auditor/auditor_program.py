@@ -1,8 +1,8 @@
-"""`roostream auditor`: the sums of a deployment's topics, kept current beside it and told as metrics.
+"""`roostream auditor`: audits a deployment's topics continuously and exports the sums as metrics.
 
-1 wait for the topics, and go on from the sums of the run before
-2 read for a second at a time; tell the sums that this gives
-3 save sums and positions, now and then and at the end: one file, so that no record is counted twice or not at all
+1 wait for the topics, and continue from the sums of the previous run
+2 read for a second at a time, and export the sums
+3 save sums and offsets in one file, at intervals and at the end, so that every record counts exactly once
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from roostream.runtime.program import Stop
 
 log = logging.getLogger("roostream.auditor")
 _POLL_S = 1.0
-_SHOW_EVERY_S = 1.0
+_EXPORT_EVERY_S = 1.0
 _LAST_POLL_S = 2.0
 
 
 def run(config: AuditorConfig) -> int:
     """Until SIGTERM or SIGINT; the exit code of `roostream.runtime.program.run`."""
-    return program.run("auditor", lambda stop: auditor_body(config, stop), config.log_format)
+    return program.run("auditor", lambda stop: run_until_stopped(config, stop), config.log_format)
 
 
-class Books:
-    """An auditor and its file. One thread; `shown` is whole at any moment."""
+class AuditorLoop:
+    """The auditor with its metrics and its file. Single-threaded, except `gauges`."""
 
     def __init__(self, config: AuditorConfig, auditor: Auditor, topics: dict[str, str]) -> None:
         self.config, self.auditor, self.topics = config, auditor, topics
         self.home = Path(config.home)
-        self.shown: dict[str, Any] = {}
+        self.gauges: dict[str, Any] = {}
         self._saved_s = time.monotonic()
-        self._shown_s = 0.0
-        self._told = False
+        self._exported_s = 0.0
+        self._logged_current = False
 
     def open(self) -> None:
-        """Step 1. UnavailableError: Kafka is away; call again."""
+        """Step 1. Raises UnavailableError: Kafka is away; call again."""
         FileStore(self.home).sweep()
-        reader = self.auditor.open_reader()
+        reader = self.auditor.open_consumer()
         try:
             self.auditor.open_with(reader, audit_file.read(self.home, self.topics))
         except UnavailableError:
@@ -59,41 +59,41 @@ class Books:
     def turn(self, budget_s: float) -> None:
         """Steps 2 and 3."""
         self.auditor.poll(budget_s)
-        if time.monotonic() - self._shown_s >= _SHOW_EVERY_S:
-            self.show()
+        if time.monotonic() - self._exported_s >= _EXPORT_EVERY_S:
+            self.export()
         if time.monotonic() - self._saved_s >= self.config.save_interval_ms / 1000:
             self.save()
 
-    def show(self) -> None:
-        """Tell the sums as they are now."""
-        self._shown_s = time.monotonic()
-        self.shown = sums.gauges(self.auditor.sums(), self.auditor.is_current(), self.auditor.behind())
-        if not self._told and self.auditor.is_current():
-            self._told = True
-            log.info("everything that was there at the start has been added up")
+    def export(self) -> None:
+        """Update the exported sums."""
+        self._exported_s = time.monotonic()
+        self.gauges = sums.gauges(self.auditor.sums(), self.auditor.is_current(), self.auditor.behind())
+        if not self._logged_current and self.auditor.is_current():
+            self._logged_current = True
+            log.info("all records that existed at the start have been counted")
 
     def save(self) -> None:
-        """Sums that can't be saved are read anew by the next run."""
+        """If saving fails, it is retried; without the file the next run reads the topics again."""
         self._saved_s = time.monotonic()
-        if self.auditor.begins_anew:
+        if self.auditor.must_restart:
             return
         try:
             audit_file.write(self.home, self.auditor.saved(self.topics))
         except (OSError, UnavailableError) as error:
-            log.warning("the sums can't be saved in %s (%s); tried again", self.home, error)
+            log.warning("can't save the sums in %s (%s); retrying", self.home, error)
 
     def close(self) -> None:
-        """Read what is left, for a moment, and save."""
+        """Read the last records for a moment, and save."""
         self.auditor.poll(_LAST_POLL_S)
-        self.show()
+        self.export()
         self.save()
 
 
-def auditor_body(config: AuditorConfig, stop: Stop) -> None:
-    """`roostream auditor`, until `stop`.
+def run_until_stopped(config: AuditorConfig, stop: Stop) -> None:
+    """Run until `stop` is set.
 
     Raises:
-        RoostreamError: a topic has other partitions than the settings say.
+        RoostreamError: a topic has another number of partitions than the settings.
     """
     health = Health(config.stalled_after_ms / 1000)
     log.info(
@@ -112,20 +112,20 @@ def auditor_body(config: AuditorConfig, stop: Stop) -> None:
     )
     with health.waiting("Kafka"):
         topics = clients.wait_for_topics(config.broker, config.prefix, AUDITED, config.partitions, stop)
-    books = Books(config, auditor, topics)
-    exports = MetricsCollector("auditor", lambda: books.shown, sums.LABELS)
+    loop = AuditorLoop(config, auditor, topics)
+    exports = MetricsCollector("auditor", lambda: loop.gauges, sums.LABELS)
     exports.register()
     try:
         with health.waiting("Kafka"):
-            Backoff(what=f"Kafka at {config.broker}").until(books.open, (UnavailableError,), stop)
+            Backoff(what=f"Kafka at {config.broker}").until(loop.open, (UnavailableError,), stop)
         while not stop.is_set():
             try:
-                books.turn(_POLL_S)
+                loop.turn(_POLL_S)
             except UnavailableError as error:
-                log.warning("%s; tried again", error)
+                log.warning("%s; retrying", error)
                 stop.wait(_POLL_S)
             health.turned()
-        books.close()
+        loop.close()
     finally:
         exports.unregister()
         auditor.close()

@@ -13,21 +13,21 @@ HORIZON_MS = 1_800_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AuditorConfig(Deployment):
-    """`roostream auditor`: adds up the topics, so that every event is accounted for."""
+    """`roostream auditor`: counts all records of the topics to prove that every event is accounted for."""
 
     needs: ClassVar[tuple[str, ...]] = ("bootstrap", "home")
 
-    home: str = setting("", "directory of the sums that are kept between two runs")
+    home: str = setting("", "directory where the sums are saved between two runs")
     settle_ms: int = setting(
         600_000,
-        "how long an event may wait for what the joiner makes of it: twice its window and a minute are ample",
+        "how long an event may wait for its outcome; twice the join window plus a minute is enough",
         ge=1,
     )
     horizon_ms: int = setting(
-        HORIZON_MS, "of event time, for which settled ids are remembered; 0 = for ever", ge=0
+        HORIZON_MS, "event time for which settled ids are remembered; 0 = forever", ge=0
     )
-    save_interval_ms: int = setting(15_000, "between two saves of the sums", ge=100)
-    max_waiting: int = setting(1_000_000, "inputs that may wait for the joiner before no more are read", ge=1)
+    save_interval_ms: int = setting(15_000, "time between two saves of the sums", ge=100)
+    max_waiting: int = setting(1_000_000, "inputs without an outcome at which reading of inputs pauses", ge=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,7 +1,7 @@
-"""What has been seen of each id, and which of its outcomes counts. Pure: marks in, counts out, in any order.
+"""Tracks for each id whether it was seen and which outcomes it has. No I/O.
 
-A mark is a bit that is only ever added, so the counts are the same however the marks are ordered. An id that was seen and has no
-outcome is `pending`, one with an outcome that was not seen is `unknown`; both are kept until they settle or are given up.
+Marks are bits that are only added, so the counts do not depend on the order of marks. An id that was seen and has no outcome is
+`pending`; one with an outcome that was not seen is `unknown`. Both are kept until they are settled or given up.
 """
 
 from __future__ import annotations
@@ -12,35 +12,34 @@ from typing import Any
 
 import numpy as np
 
-SEEN, PREDICTED = 1, 2  # marks that settle nothing
+SEEN, PREDICTED = 1, 2  # marks that are no outcomes
 FOLDED, CORRECTED, DEAD, SAMPLED, REPEATED = 4, 8, 16, 32, 64  # outcomes
-NOWHERE = -1  # in place of a place: nothing settles it from there
-_MOST = 1_000_000
+NOWHERE = -1  # no position: `settle_at` cannot settle it
+_MAX_IDS = 1_000_000
 
 
 class Ledger:
-    """`outcomes`: the first of these that an id has is the one that counts.
+    """Counts ids by outcome; `outcomes` are in order of precedence.
 
-    Settled ids are forgotten between one and two `horizon_ms` of event time after their last mark (0 = never), and sooner where
-    a horizon holds more than `most` ids; `turn` says what time it is. The counts stay; what was forgotten is older than
-    `floor_ms`.
+    Settled ids are forgotten one to two `horizon_ms` of event time after their last mark (0 = never), or sooner if there are more
+    than `max_ids`; `turn` passes the time. The counts stay. Forgotten ids are older than `floor_ms`.
     """
 
-    def __init__(self, outcomes: tuple[int, ...], horizon_ms: int = 0, most: int = _MOST) -> None:
-        self.outcomes, self.horizon_ms, self.most = outcomes, horizon_ms, most
-        self.counts: Counter[int] = Counter()  # outcome → ids seen that it counts for
-        self.pending: dict[int, list[int]] = {}  # id → time, then the places at which it was seen
+    def __init__(self, outcomes: tuple[int, ...], horizon_ms: int = 0, max_ids: int = _MAX_IDS) -> None:
+        self.outcomes, self.horizon_ms, self.max_ids = outcomes, horizon_ms, max_ids
+        self.counts: Counter[int] = Counter()  # outcome → number of seen ids
+        self.pending: dict[int, list[int]] = {}  # id → time, then the positions at which it was seen
         self.unknown: dict[int, int] = {}  # id → time
-        self.lost = self.invented = 0  # given up: seen without an outcome, an outcome without being seen
-        self.overdue_before_ms = 0  # what waits since before then will not settle any more
+        self.lost = self.invented = 0  # given up: seen without an outcome, or an outcome without being seen
+        self.overdue_before_ms = 0  # ids waiting since before then will not settle
         self.floor_ms = 0
-        self._at: dict[int, int] = {}  # place → pending id
+        self._at: dict[int, int] = {}  # position → pending id
         self._young: dict[int, int] = {}
         self._old: dict[int, int] = {}
         self._now_ms = self._turned_ms = 0
 
     def mark(self, id_: int, bit: int, time_ms: int, place: int = NOWHERE) -> bool:
-        """Whether the mark is new. `place`: where it was seen, while it waits `die` settles it from there."""
+        """Add a mark; returns whether it is new. `place`: position at which the id was seen, for `die`."""
         before = self.bits(id_)
         after = before | bit
         self._young[id_] = after
@@ -52,7 +51,7 @@ class Ledger:
         return after != before
 
     def die(self, place: int, time_ms: int) -> bool:
-        """The record at `place` has a dead letter; whether something waited there."""
+        """The record at position `place` has a dead letter. Returns whether a pending id was there."""
         id_ = self._at.get(place)
         return id_ is not None and self.mark(id_, DEAD, time_ms)
 
@@ -60,15 +59,15 @@ class Ledger:
         return self._young.get(id_) or self._old.get(id_, 0)
 
     def is_stale(self, id_: int, time_ms: int) -> bool:
-        """Whether an outcome of `id_`, an event of `time_ms`, may belong to what was forgotten."""
+        """Whether `id_`, with an event of `time_ms`, may be one of the forgotten ids."""
         return time_ms < self.floor_ms and not self.bits(id_)
 
     def num_pending(self, limit_ms: int) -> int:
-        """What waits since before `limit_ms`."""
+        """Ids pending since before `limit_ms`."""
         return sum(times[0] < limit_ms for times in self.pending.values())
 
     def num_overdue(self, limit_ms: int) -> int:
-        """What was given up, and what waits since before `limit_ms`, seen or not."""
+        """Ids given up, and ids pending or unknown since before `limit_ms`."""
         unknown = sum(time_ms < limit_ms for time_ms in self.unknown.values())
         return self.lost + self.invented + self.num_pending(limit_ms) + unknown
 
@@ -95,11 +94,11 @@ class Ledger:
         return next((o for o in self.outcomes if bits & o), 0)
 
     def turn(self, now_ms: int) -> None:
-        """It is `now_ms`: forget what has been settled for long. Marks don't say what time it is: any of them may be wrong."""
+        """Advance event time to `now_ms` and forget ids that settled long ago. Times of marks are not used, because they may be wrong."""
         self._now_ms = max(self._now_ms, now_ms)
         self._turned_ms = self._turned_ms or now_ms
         if not self.horizon_ms or (
-            self._now_ms - self._turned_ms < self.horizon_ms and len(self._young) < self.most
+            self._now_ms - self._turned_ms < self.horizon_ms and len(self._young) < self.max_ids
         ):
             return
         self._give_up(min(self.overdue_before_ms, self._now_ms - self.horizon_ms))
@@ -121,7 +120,7 @@ class Ledger:
             self._old.pop(id_, None)
 
     def dump(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """(numbers fit for JSON, arrays): all that `load` needs."""
+        """The complete state as (JSON numbers, arrays), for `load`."""
         names = ("lost", "invented", "overdue_before_ms", "floor_ms", "_now_ms", "_turned_ms")
         numbers = {
             "counts": {str(k): v for k, v in self.counts.items()},
@@ -139,7 +138,7 @@ class Ledger:
         return numbers, arrays
 
     def load(self, numbers: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-        """Be as the one that `dump` was of; horizon and bounds stay this one's."""
+        """Restore the state of `dump`; horizon and limits stay."""
         self.counts = Counter({int(k): int(v) for k, v in numbers["counts"].items()})
         for name in ("lost", "invented", "overdue_before_ms", "floor_ms", "_now_ms", "_turned_ms"):
             setattr(self, name, int(numbers[name]))

@@ -1,4 +1,4 @@
-"""What the audit tells: both sums of G1, and G2's count."""
+"""The auditor's result: both sums of G1 and the count of G2, and their metrics."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from roostream.runtime.scrape import ScrapedMetrics
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sums:
-    """Numbers of distinct ids unless said otherwise. `accounted`: both sums hold, and nothing waits longer than it may.
+    """Numbers of distinct ids unless noted. `accounted`: both sums hold, and nothing waits longer than allowed.
 
-    Not in any sum, and counted by name only: what is older than the audit itself (`since_ms`), what can't be read and waits for
-    no dead letter (`unreadable`), copies of what was settled longer ago than the horizon (`stale`), and what retention deleted
-    before it was read (`lost_records`).
+    Not part of any sum: events older than the audit (`since_ms`), undecodable records that get no dead letter (`unreadable`),
+    copies of events that settled longer ago than the horizon (`stale`), and records that retention deleted before they were
+    read (`lost_records`).
     """
 
     requests: int
@@ -26,7 +26,7 @@ class Sums:
     closed_by: dict[str, int]
     folded: int
     corrected: int
-    only_repeated: int  # engagements folded in a repeated copy of a sample, and in no first one: their label was not trained
+    only_repeated: int  # engagements only in repeated copies of samples: their labels were not trained
     corrections: int
     dead_engagements: int
     dead_requests: int
@@ -34,18 +34,18 @@ class Sums:
     duplicates: int
     pending: int
     pending_requests: int
-    unread: int  # records that can't be read and wait for their dead letter
+    unread: int  # undecodable records that wait for their dead letter
     unreadable: dict[str, int]  # by topic
     unknown: int
-    overdue: int  # the joiner has gone past them: they are missing
-    late: int  # the inputs have gone past them: they are missing, or the joiner is behind
+    overdue: int  # the joiner has passed them: they are missing
+    late: int  # the inputs have passed them: they are missing, or the joiner is behind
     predicted: int
-    predicted_by: dict[str, int]  # trained, frozen, or why it was skipped; together `predicted`
-    unpredicted: int  # samples that are neither trained nor dead so far
+    predicted_by: dict[str, int]  # trained, frozen, or the reason for skipping; adds up to `predicted`
+    unpredicted: int  # samples without a prediction or dead letter so far
     untrained_by: dict[str, int]  # samples that the trainer refused, by reason
     stale: int
     lost_records: int
-    since_ms: int  # only events from then on are audited; 0 = all
+    since_ms: int  # earlier events are not audited; 0 = all are
     accounted: bool
 
     def counts(self) -> dict[str, object]:
@@ -65,12 +65,12 @@ LABELS = {
     "unreadable": "topic",
 }
 STATES = ("reading", "unknown", "waiting", "yes", "no")
-"""Of `accounted`: the ends that were there at the start have not been passed · Kafka does not tell how far the topics reach ·
-what should have been joined by now has not been, nor has anything that came after it."""
+"""Of `accounted`. reading: the end offsets of the start are not reached yet. unknown: Kafka does not report end offsets.
+waiting: events that should be joined by now are not, nor is any later event."""
 
 
 def state_of(sums: Sums, is_current: bool, behind: int | None) -> str:
-    """One of STATES: a reading that can't be taken is never good."""
+    """One of STATES; `behind`: unread records, None = unknown."""
     if behind is None:
         return "unknown"
     if not is_current:
@@ -79,14 +79,13 @@ def state_of(sums: Sums, is_current: bool, behind: int | None) -> str:
 
 
 def gauges(sums: Sums, is_current: bool, behind: int | None) -> dict[str, Any]:
-    """For `roostream.runtime.metrics_collector.MetricsCollector`, with LABELS."""
+    """Values for `MetricsCollector`, with LABELS."""
     state = state_of(sums, is_current, behind)
     return {**sums.counts(), "behind": behind, "accounted": one_of(state, STATES)}
 
 
 def of_gauges(scraped: ScrapedMetrics) -> dict[str, Any]:
-    """Inverse of `gauges`: each name → number or {label: number}, None where it is not told; `state`, and `accounted` as yes
-    (True), no (False) or neither (None)."""
+    """Inverse of `gauges`: name → number, {label: number}, or None if unknown. `accounted` is True, False, or None if unknown."""
     state = scraped.state("roostream_auditor_accounted", "state") or "unknown"
     out: dict[str, Any] = {"state": state, "accounted": {"yes": True, "no": False}.get(state)}
     for field in ("behind", *(f.name for f in dataclasses.fields(Sums) if f.name != "accounted")):

@@ -1,15 +1,15 @@
-"""Online features in Redis: keys, values, and the one script that writes.
+"""Online features in Redis: keys, values, and the script that writes them.
 
     <prefix>features:at             hash: topic:partition → next offset, and `cluster` → Kafka's cluster id
-    <prefix>features:i:<8 bytes>    an item's state, <prefix>features:u:<8 bytes> a user's; of another entity `e<4 bytes of its
-                                    name>`, of the fields of a list that was shown `l` (roo/online/)
+    <prefix>features:i:<8 bytes>    state of an item; `u` of a user, `l` of a shown list, `e<4 bytes of the name>` of other
+                                    entities (roostream/online/)
 
-A commit writes the states that a batch of records gave together with the offsets behind it, if the offsets that it started
-from are still there. So a restart, a second updater or an emptied Redis can neither lose an event nor count it twice.
+A commit writes the new states of a batch together with its end offsets, if the stored offsets are still those at which the batch
+started. Therefore a restart, a second updater or an emptied Redis can neither lose an event nor count it twice.
 
-Memory, with the counters that every schema has: an item's state is 171 bytes, a user's at most 25 kB (16 a click of its history,
-48 for each of 512 items), and what has had no event for 30 days is forgotten, the fields of a list after two. A counter that
-the schema declares adds what docs/schema.md says; no state is larger than 256 KiB.
+Memory with the built-in counters: 171 bytes an item, at most 25 kB a user (16 a click of the history, 48 for each of 512 items).
+Entities without events expire after 30 days, lists after two. Declared counters add what docs/schema.md says; no state exceeds
+256 KiB.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from roostream.runtime.kafka.topics import DEFAULT_PARTITIONS, EVENTS, Partition
 from roostream.runtime.redis_client import redis_errors
 from roostream.schema.ids import table_id
 
-_KEEP_S = 30 * 86_400  # an entity without events for so long is forgotten; memory stays bounded
-_KEEP_LIST_S = 2 * 86_400  # beyond a day of event time no engagement counts by its list's fields
+_KEEP_S = 30 * 86_400  # expiry of entities without events, which bounds memory
+_KEEP_LIST_S = 2 * 86_400  # after a day of event time, engagements no longer use the fields of their list
 _SHORT = {"item": b"i:", "user": b"u:", LISTS: b"l:"}
 _COMMIT = """
 local n = tonumber(ARGV[1])
@@ -44,7 +44,7 @@ return 1
 
 
 class FeatureStore:
-    """Raises UnavailableError while Redis is away. Thread-safe, but commits are one program's (`FeatureUpdater`)."""
+    """Raises UnavailableError while Redis is away. Thread-safe; only one program commits (`FeatureUpdater`)."""
 
     def __init__(
         self, connection: redis.Redis, url: str, prefix: str, num_partitions: int = DEFAULT_PARTITIONS
@@ -55,7 +55,7 @@ class FeatureStore:
         self._commit: Any = connection.register_script(_COMMIT)
 
     def offsets(self, cluster: str) -> Progress:
-        """Next offsets; what another Kafka cluster's events gave is deleted first, since its offsets mean nothing here."""
+        """Next offsets. States from another Kafka cluster are deleted first, because its offsets do not apply."""
         with redis_errors(self.url):
             found = self.connection.hgetall(self._prefix + b"at")
             if found.pop(b"cluster", None) != cluster.encode():
@@ -67,7 +67,7 @@ class FeatureStore:
         return {(topic, int(partition)): offset for (topic, partition), offset in pairs}
 
     def load(self, counters: Counters, keys: Keys) -> None:
-        """Fill the counters with these states, in one round trip. CheckpointError for foreign bytes."""
+        """Load these states into `counters`, in one round trip. Raises CheckpointError for invalid bytes."""
         names = list(self._names(keys))
         with redis_errors(self.url):
             values = self.connection.mget(names) if names else []
@@ -81,10 +81,10 @@ class FeatureStore:
         keys: Keys,
         cluster: str,
     ) -> bool:
-        """Store these states and the offsets `after`, if the stored ones are `before` (one that it lacks: none is stored).
+        """Store these states and the offsets `after`, if the stored offsets equal `before` (a missing partition: none stored).
 
-        False: they aren't; nothing was written, and offsets and states must be read again. **If it raises:** all of it was
-        written or nothing; the offsets tell.
+        Returns False if they differ; nothing was written, and offsets and states must be read again. **If it raises:**
+        everything or nothing was written; the stored offsets show which.
         """
         moves: list[Any] = ["cluster", cluster, ""]
         for partition in self.partitions:
@@ -102,11 +102,11 @@ class FeatureStore:
             return bool(self._commit(keys=names, args=[len(self.partitions) + 1, *moves, *states]))
 
     def key(self, entity: str, key: int) -> bytes:
-        """Redis' key of an entity's state."""
+        """Redis key of an entity's state."""
         return next(iter(self._names({entity: np.array([key], dtype=np.int64)})))
 
     def _names(self, keys: Keys) -> Iterator[bytes]:
-        """One a key, in order."""
+        """Redis keys, in order."""
         for entity, keys_k in keys.items():
             head = self._prefix + (_SHORT.get(entity) or b"e" + struct.pack("<I", table_id(entity)) + b":")
             data = keys_k.astype("<i8").tobytes()
@@ -114,5 +114,5 @@ class FeatureStore:
 
 
 def _literal(prefix: bytes) -> bytes:
-    """Redis' glob characters escaped."""
+    """Escape glob characters of Redis."""
     return b"".join(b"\\" + bytes((c,)) if c in b"*?[]^-\\" else bytes((c,)) for c in prefix)

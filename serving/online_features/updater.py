@@ -1,9 +1,9 @@
 """The feature updater: keeps user histories and item counters in Redis from the two event topics.
 
 1 read the next records, merged by time
-2 load the states that they touch: in one round trip, and one before it where engagements count by fields of their lists
+2 load the states that they change, in one round trip (two if engagements use the fields of their lists)
 3 apply the events with roostream.online, as a replay does
-4 write states and offsets with one script; if the stored offsets are not the ones that we went on from, start over
+4 write states and offsets with one script; if the stored offsets have changed, start over
 """
 
 from __future__ import annotations
@@ -62,20 +62,21 @@ Event: TypeAlias = Shown | Engaged
 
 
 def event_of(record: Record, reader: FieldReader) -> Event | None:
-    """What a record counts as; None for heartbeats and the like. WireError for what can't be read: the joiner dead-letters
-    it, here it only counts."""
+    """The event of a record; None for heartbeats and end markers. Raises WireError for undecodable records, which are only counted
+    here; the joiner writes their dead letters."""
     _, message = wire.decode(record.value)
     if not isinstance(message, pb.Impression | pb.Engagement):
         return None
-    its = message.header
-    user_id, header = signed(its.user_id), (its.user_id, its.session_id, its.surface, its.request_id)
+    header = message.header
+    user_id = signed(header.user_id)
+    request = header.user_id, header.session_id, header.surface, header.request_id
     if isinstance(message, pb.Impression):
         item_ids = [signed(i) for i in message.item_ids]
         ro = message.ro if message.HasField("ro") else None
-        fields = reader.from_blocks(header, ro, message.nro, len(item_ids), its.schema)
-        return Shown(user_id, item_ids, its.time_ms, fields)
-    fields = reader.from_header(header)
-    return Engaged(user_id, signed(message.item_id), message.action, message.value, its.time_ms, fields)
+        fields = reader.from_blocks(request, ro, message.nro, len(item_ids), header.schema)
+        return Shown(user_id, item_ids, header.time_ms, fields)
+    fields = reader.from_header(request)
+    return Engaged(user_id, signed(message.item_id), message.action, message.value, header.time_ms, fields)
 
 
 def apply(counters: Counters, event: Event) -> None:
@@ -86,7 +87,7 @@ def apply(counters: Counters, event: Event) -> None:
 
 
 def touched(counters: Counters, event: Event) -> Keys:
-    """The states that it changes. The fields of its list have to be in hand, and are afterwards."""
+    """The states that the event changes. The fields of its list must be loaded."""
     if isinstance(event, Shown):
         counters.remember(event.item_ids, event.time_ms, event.fields)
         return counters.keys(*event, SHOWN)
@@ -95,14 +96,18 @@ def touched(counters: Counters, event: Event) -> Keys:
 
 class FeatureMetrics:
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        self.events = Counter("roostream_features_events", "events applied", ["topic"], registry=registry)
-        self.bad = Counter("roostream_features_bad_records", "records that can't be read", registry=registry)
+        self.events = Counter(
+            "roostream_features_events_total", "events applied", ["topic"], registry=registry
+        )
+        self.bad = Counter("roostream_features_bad_records_total", "undecodable records", registry=registry)
         self.restarts = Counter(
-            "roostream_features_reloads", "times that offsets were read again", registry=registry
+            "roostream_features_reloads_total",
+            "times that offsets were reloaded from Redis",
+            registry=registry,
         )
         self.lost = Gauge(
             "roostream_features_lost_records",
-            "events that Kafka no longer had when they were to be read",
+            "events that Kafka deleted before they were read",
             registry=registry,
         )
         self.time = Gauge(
@@ -113,7 +118,7 @@ class FeatureMetrics:
 
 
 class FeatureUpdater:
-    """One thread. Its only state is the offsets that it expects in Redis; `open` reads them."""
+    """Single-threaded. Its only state are the offsets that it expects in Redis; `open` reads them."""
 
     batch_records = 512
 
@@ -136,21 +141,21 @@ class FeatureUpdater:
         self._offsets: Progress = {}
 
     def open(self) -> None:
-        """Go on from the offsets in Redis. UnavailableError while it or Kafka is away; call again."""
+        """Continue from the offsets in Redis. Raises UnavailableError while Redis or Kafka is away; call again."""
         self._offsets = self.store.offsets(self.cluster)
         self.source.seek(self._offsets)
         self.metrics.restarts.inc()
 
     def step(self, timeout_s: float = _POLL_S) -> int:
-        """Apply the next records; how many.
+        """Apply the next records. Returns their number.
 
-        **If it fails** (UnavailableError, CheckpointError): whether they are applied is unknown; `open` finds out.
+        **If it fails** (UnavailableError, CheckpointError): it is unknown whether they were applied; `open` finds out.
         """
         records = self.source.poll(self.batch_records, timeout_s)
         self.metrics.lost.set(self.source.num_lost)
         if records and not self._apply(records):
             log.warning(
-                "the offsets in Redis changed (it was emptied, or another updater runs); going on from what is there"
+                "the offsets in Redis changed (it was emptied, or another updater runs); continuing from the stored offsets"
             )
             self.open()
         return len(records)
@@ -188,7 +193,7 @@ def follow(
     waits: Callable[[], object],
     health: Health,
 ) -> None:
-    """Until `stop`: step; while Redis or Kafka is away, wait (`waits`) and go on from its offsets."""
+    """Run `updater` until `stop` is set. While Redis or Kafka is away, wait (`waits`), then continue from the stored offsets."""
     is_open = False
     while not stop.is_set():
         try:
@@ -209,10 +214,10 @@ def follow(
 
 
 def features_body(config: FeaturesConfig, stop: threading.Event) -> None:
-    """`roostream features`, until `stop`.
+    """Run until `stop` is set.
 
     Raises:
-        RoostreamError: the schema or an address is wrong, or Redis holds states of another version.
+        RoostreamError: the schema or an address is wrong, or Redis has states of another version.
     """
     health = Health(config.stalled_after_ms / 1000)
     schema = load_schema(config.schema)

@@ -177,7 +177,7 @@ def test_a_file_that_can_not_be_used_is_read_anew_and_said(
     data[len(data) // 2] ^= damage == "bit"
     file.write_bytes({"cut": data[:-9], "empty": b""}.get(damage, data))
     assert audit_file.read(tmp_path, {} if damage == "topics" else TOPICS) is None
-    assert "read anew" in caplog.text
+    assert "reading the" in caplog.text
 
 
 def test_without_a_file_nothing_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -219,7 +219,7 @@ def test_records_that_were_deleted_unread_begin_the_sums_anew(caplog: pytest.Log
     assert sums.accounted and sums.requests == sums.samples == 110 - 51 and a.is_current()
 
 
-def test_an_outage_while_it_begins_anew_counts_nothing_twice(tmp_path: Path) -> None:
+def test_an_outage_while_it_must_restart_counts_nothing_twice(tmp_path: Path) -> None:
     class Fragile(MemoryConsumer):
         fails = False
 
@@ -238,7 +238,7 @@ def test_an_outage_while_it_begins_anew_counts_nothing_twice(tmp_path: Path) -> 
     for _ in range(2):
         with pytest.raises(UnavailableError, match="injected"):
             a.poll()
-        assert a.begins_anew
+        assert a.must_restart
     reader.fails = False
     a.poll()
     sums = a.sums(ended=True)

@@ -574,7 +574,7 @@ def test_a_stale_outcome_is_older_than_what_was_forgotten() -> None:
 
 
 def test_a_ledger_turns_sooner_where_a_horizon_holds_too_much() -> None:
-    ledger = Ledger((FOLDED,), horizon_ms=10**9, most=50)
+    ledger = Ledger((FOLDED,), horizon_ms=10**9, max_ids=50)
     for n in range(1, 1000):
         ledger.mark(n, SEEN | FOLDED, n)
         ledger.turn(n)

@@ -9,7 +9,7 @@ import pytest
 
 from infra.auditor import audit_file
 from infra.auditor.auditor import Auditor
-from infra.auditor.auditor_program import Books
+from infra.auditor.auditor_program import AuditorLoop
 from infra.auditor.config import AuditorConfig
 from infra.endpoints import draw_ports
 from infra.options import StackOptions, demo
@@ -32,28 +32,28 @@ class Ready(Auditor):
         super().__init__(Broker("nowhere:1"), "x.")
         self.reader = reader
 
-    def open_reader(self) -> RecordConsumer:
+    def open_consumer(self) -> RecordConsumer:
         return self.reader
 
 
-def books_of(reader: MemoryConsumer, home: Path, **settings: int) -> Books:
+def books_of(reader: MemoryConsumer, home: Path, **settings: int) -> AuditorLoop:
     config = AuditorConfig(bootstrap="127.0.0.1:1", home=str(home), **settings)  # type: ignore[arg-type]
-    return Books(config, Ready(reader), TOPICS)
+    return AuditorLoop(config, Ready(reader), TOPICS)
 
 
 def test_what_it_tells_goes_on_over_a_restart(tmp_path: Path) -> None:
     reader = MemoryConsumer(ALL, traffic(0, 5))
     first = books_of(reader, tmp_path)
-    assert first.shown == {}, "nothing is told before something was read"
+    assert first.gauges == {}, "nothing is told before something was read"
     first.open()
     first.turn(0.0)
-    assert first.shown["requests"] == 5 and first.shown["accounted"]["yes"] == 1
+    assert first.gauges["requests"] == 5 and first.gauges["accounted"]["yes"] == 1
     first.close()
     reader.append(traffic(5, 5, start=5))
     second = books_of(reader, tmp_path)
     second.open()
     second.turn(0.0)
-    assert second.shown["requests"] == second.shown["samples"] == 10
+    assert second.gauges["requests"] == second.gauges["samples"] == 10
     assert sum(second.auditor.accounts.num_records.values()) == 20
 
 
@@ -68,7 +68,7 @@ def test_a_kill_counts_nothing_twice(tmp_path: Path) -> None:
     second = books_of(reader, tmp_path)
     second.open()
     second.turn(0.0)
-    assert second.shown["requests"] == 10 and second.shown["duplicates"] == 0
+    assert second.gauges["requests"] == 10 and second.gauges["duplicates"] == 0
 
 
 def test_it_saves_now_and_then(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_sums_that_can_not_be_saved_are_told_all_the_same(
     books.home = tmp_path / "file" / "no folder"
     with caplog.at_level(logging.WARNING):
         books.close()
-    assert "can't be saved" in caplog.text and books.shown["requests"] == 5
+    assert "can't save" in caplog.text and books.gauges["requests"] == 5
 
 
 def test_a_broker_that_is_away_at_the_start_is_told(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_broker_that_is_away_at_the_start_is_told(tmp_path: Path) -> None:
     reader.away = False
     books.open()
     books.turn(0.0)
-    assert books.shown["requests"] == 5
+    assert books.gauges["requests"] == 5
 
 
 def test_unfinished_files_of_a_killed_run_are_swept(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(
     find_redis() is None, reason="no redis-server on PATH nor in the environment: run `make setup`"
 )
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "operations" / "security.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "operations" / "security.md"
 PASSWORDS = {"updater": "up/date@r", "serving": "s3rv?ng"}
 
 

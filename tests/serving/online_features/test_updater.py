@@ -224,7 +224,7 @@ def test_states_of_another_version_stop_the_updater_with_a_sentence(redis: Redis
 
 def test_a_redis_that_is_away_is_one_error() -> None:
     connection = redis_client.client("redis://127.0.0.1:1/0", timeout_s=0.2)
-    with pytest.raises(UnavailableError, match="Redis at x can't be used"):
+    with pytest.raises(UnavailableError, match="Redis at x failed"):
         FeatureStore(connection, "x", "").offsets("c")
 
 
