@@ -28,9 +28,8 @@ class ServingContext:
     executor: Executor  # the one scoring thread
     waiting_for: Callable[[], list[str]]  # what the process still waits for; empty = ready
     row_metrics: Callable[[], Mapping[str, float | None]] = dict  # metric name → value
-    rows_age_s: Callable[[], float | None] = lambda: (
-        None
-    )  # since the rows were known to be current; None = never
+    # since the rows were known to be current; None = never
+    rows_age_s: Callable[[], float | None] = lambda: None
     keys: Keyring | None = None  # None = requests need no key
     tls: TlsContext | None = None
     items: ItemVectorUpdater | None = None  # None = no retrieval

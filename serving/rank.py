@@ -100,21 +100,17 @@ class RankService:
         self.schema, self.versions, self.rows, self.hydrator = schema, versions, rows, hydrator
         self.policy = policy or OrderPolicy()
         self.completion = FeatureCompletion(schema)
-        self.stages, self.scores = (
-            StageHistograms(),
-            ScoreHistogram(schema.tasks),
-        )  # replaced by the exported ones
-        self.rows_ready: Callable[[], bool] = lambda: (
-            True
-        )  # answers are marked degraded until the rows are loaded
+        # replaced by the exported ones
+        self.stages, self.scores = (StageHistograms(), ScoreHistogram(schema.tasks))
+        # answers are marked degraded until the rows are loaded
+        self.rows_ready: Callable[[], bool] = lambda: True
         self.rows_complete: Callable[[], bool] = lambda: True  # whether the last gather of rows was complete
         self.row_reads_wait = False  # whether a gather may wait for a shard
         self.interleaving_stats = InterleavingStats(
             schema.labels[self.policy.task].action if schema.labels else ""
         )
-        self.on_scored: Callable[[ScoredRequest], None] = lambda scored: (
-            None
-        )  # called with each scored request, in the scoring thread
+        # called with each scored request, in the scoring thread
+        self.on_scored: Callable[[ScoredRequest], None] = lambda scored: None
 
     def may_wait(self, request: RankRequest) -> bool:
         """Whether ranking this request may wait for Redis or a shard."""

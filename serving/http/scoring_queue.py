@@ -28,10 +28,8 @@ RankAll = Callable[[list[tuple[RankRequest, int]]], "list[RankResult | Exception
 LOOP_S = 0.003
 MAX_TURNS = 16  # turns of the event loop between two passes
 _CANDIDATES = 64  # so many candidates take about as long as the fixed part of a request
-_RISES, _FALLS = (
-    0.5,
-    0.1,
-)  # weight of the newest pass in the estimate when it was slower, and when it was faster
+# weight of the newest pass in the estimate when it was slower, and when it was faster
+_RISES, _FALLS = (0.5, 0.1)
 
 
 class PassTimeEstimate:
@@ -124,9 +122,8 @@ class ScoringQueue:
         )
         self.max_requests, self.max_candidates = most
         self.pass_time = PassTimeEstimate()
-        self.num_connections: Callable[[], int] = lambda: (
-            0
-        )  # open connections: while the number changes, more are waiting to be accepted
+        # open connections: while the number changes, more are waiting to be accepted
+        self.num_connections: Callable[[], int] = lambda: 0
         self._num_seen = self._turns = 0
         self._waiting: deque[_QueuedRank] = deque()
         self._is_busy = self._is_due = False  # a pass is running; a pass in the loop is scheduled

@@ -114,11 +114,8 @@ class NearestItems:
     def exact(self, query_D: np.ndarray, k: int, allowed_I: np.ndarray | None = None) -> SearchResult:
         """The K <= k best allowed items by exhaustive comparison, in chunks so that `replace` never waits long."""
         allowed_N = None if allowed_I is None else np.flatnonzero(allowed_I)
-        slot_N, product_N, least = (
-            np.zeros(0, np.int64),
-            np.zeros(0, np.float32),
-            -np.inf,
-        )  # so far: the k best and ties
+        # so far: the k best and ties
+        slot_N, product_N, least = (np.zeros(0, np.int64), np.zeros(0, np.float32), -np.inf)
         for begin in range(0, len(self) if allowed_N is None else len(allowed_N), _CHUNK):
             chosen = slice(begin, begin + _CHUNK) if allowed_N is None else allowed_N[begin : begin + _CHUNK]
             with self._lock:

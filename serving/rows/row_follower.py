@@ -36,10 +36,8 @@ log = logging.getLogger("roostream.serving.rows")
 
 POLL_S = 0.1
 MEND_EVERY_S = 5.0
-ASK_EVERY_S, ASK_AGAIN_S = (
-    1.0,
-    5.0,
-)  # interval of checks that shards answer, after success and after a failure
+# interval of checks that shards answer, after success and after a failure
+ASK_EVERY_S, ASK_AGAIN_S = (1.0, 5.0)
 _ASK_TIMEOUT_S = 0.5
 _POLL_RECORDS = 500
 

@@ -103,9 +103,8 @@ class VersionFollower:
         except UnavailableError as error:
             return self._unreadable(error)
         seqs = {seq for name in names if (seq := manifests.seq_of(name))}
-        known = (
-            self._seq if self._seq <= max(seqs, default=self._seq) else 0
-        )  # 0 after a rollback: the newest remaining manifest is installed
+        # 0 after a rollback: the newest remaining manifest is installed
+        known = self._seq if self._seq <= max(seqs, default=self._seq) else 0
         for name in sorted(names, reverse=True):
             if 0 < manifests.seq_of(name) <= known:
                 return False
