@@ -107,7 +107,7 @@ class Case:
         )
         assert keeper is not None
         keeper.turn()
-        assert keeper.retriever.space is not None
+        assert keeper.retriever.index is not None
         return keeper
 
     def inputs(self, items: Batch) -> Inputs:
@@ -146,10 +146,10 @@ def asked(what: str, num_items: int) -> Iterator[Work]:
             assert listed is not None
             yield Work(lambda: case.service.rank(listed, NOW_MS).answer.json())
         elif what == "tower":
-            space = case.keeper.retriever.space
-            assert space is not None
-            inputs = case.inputs(space.catalogue.take(np.arange(1)))
-            yield Work(lambda: _without_graph(space.model.request_vectors, inputs))
+            index = case.keeper.retriever.index
+            assert index is not None
+            inputs = case.inputs(index.catalogue.take(np.arange(1)))
+            yield Work(lambda: _without_graph(index.model.request_vectors, inputs))
         else:
             yield Work(case.retrieve if what == "retrieve" else case.recommend)
 
@@ -159,16 +159,16 @@ def kept(what: str, num_items: int) -> Iterator[Work]:
     """`what`: vectors of some items at once, their tower alone, or a look at all rows."""
     with tempfile.TemporaryDirectory() as folder:
         case = Case(Path(folder), num_items)
-        space = case.keeper.retriever.space
-        assert space is not None
+        index = case.keeper.retriever.index
+        assert index is not None
         if what == "vectors":
-            some = space.catalogue.take(np.arange(min(AT_ONCE, num_items)))
-            yield Work(lambda: encode_items(space.model, case.replica, some), some.num_candidates)
+            some = index.catalogue.take(np.arange(min(AT_ONCE, num_items)))
+            yield Work(lambda: encode_items(index.model, case.replica, some), some.num_candidates)
         elif what == "tower":
-            inputs = case.inputs(space.catalogue.take(np.arange(min(AT_ONCE, num_items))))
-            yield Work(lambda: _without_graph(space.model.item_vectors, inputs), len(inputs.item_B))
+            inputs = case.inputs(index.catalogue.take(np.arange(min(AT_ONCE, num_items))))
+            yield Work(lambda: _without_graph(index.model.item_vectors, inputs), len(inputs.item_B))
         else:
-            changed = RowChangeDetector(space.catalogue.items)
+            changed = RowChangeDetector(index.catalogue.items)
             yield Work(lambda: [changed.look(case.replica, chunk) for chunk in changed.chunks()], num_items)
 
 

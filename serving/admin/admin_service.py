@@ -84,21 +84,21 @@ class AdminService:
         return {
             "served": versions.served.version.name,
             "activated": versions.routing.activated or None,
-            "versions": [self._describe(held) for held in versions.held],
+            "versions": [self._describe(loaded) for loaded in versions.loaded],
             "refused": [refused._asdict() for refused in reversed(versions.refused.copy().values())],
         }
 
-    def _describe(self, held: LoadedVersion) -> Answer:
+    def _describe(self, loaded: LoadedVersion) -> Answer:
         versions, now_ms = self.versions, self.now_ms()
-        routing, name = versions.routing, held.version.name
-        roles = [role for role in SPLITS if versions.resolve(getattr(routing, role)) is held]
+        routing, name = versions.routing, loaded.version.name
+        roles = [role for role in SPLITS if versions.resolve(getattr(routing, role)) is loaded]
         return {
             "name": name,
-            "state": "served" if held is versions.served else "held",
+            "state": "served" if loaded is versions.served else "held",
             "roles": roles,
-            "committed_ms": held.committed_ms or None,
-            "installed_ms": held.installed_ms,
-            "age_s": round((now_ms - held.committed_ms) / 1000, 1) if held.committed_ms else None,
+            "committed_ms": loaded.committed_ms or None,
+            "installed_ms": loaded.installed_ms,
+            "age_s": round((now_ms - loaded.committed_ms) / 1000, 1) if loaded.committed_ms else None,
         }
 
     def _activate(self, name: str) -> Answer:
@@ -114,8 +114,8 @@ class AdminService:
     def _split_handlers(self, name: str) -> Handlers:
         def get(body: bytes) -> Answer:
             split: TrafficSplit = getattr(self.versions.routing, name)
-            held = self.versions.resolve(split)
-            means = held.version.name if held is not None else None
+            loaded = self.versions.resolve(split)
+            means = loaded.version.name if loaded is not None else None
             return {
                 "version": split.version or None,
                 "share": split.share,

@@ -102,7 +102,7 @@ class InferenceProtocol:
     def _metadata(self) -> dict[str, Any]:
         return {
             "name": self.context.schema.name,
-            "versions": [held.version.name for held in self.context.service.versions.held],
+            "versions": [loaded.version.name for loaded in self.context.service.versions.loaded],
             "platform": "roostream",
             "inputs": self.infer.features.inputs(),
             "outputs": [

@@ -263,7 +263,7 @@ class RecommendEndpoint(RetrieveEndpoint):
 
 
 def _about(request_id: str, found: Retrieved) -> dict[str, Any]:
-    return {"request_id": request_id, "retrieval_version": found.space.version.name}
+    return {"request_id": request_id, "retrieval_version": found.index.version.name}
 
 
 def _items(found: Retrieved) -> list[dict[str, Any]]:

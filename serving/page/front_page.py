@@ -44,7 +44,7 @@ def page_document(context: ServingContext, release: str, recent: RecentQuantiles
             "name": served.version.name,
             "age_s": (now_ms - served.committed_ms) / 1000 if served.committed_ms else None,
         },
-        "versions": [held.version.name for held in versions.held],
+        "versions": [loaded.version.name for loaded in versions.loaded],
         "rows": row_metrics.get("roostream_serving_replica_rows"),
         "rows_age_s": context.rows_age_s(),
         "freshness": {f"p{round(100 * q)}_s": recent.quantile(q) for q in (0.5, 0.99)},

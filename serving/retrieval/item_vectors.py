@@ -65,10 +65,10 @@ def check_item_features(schema: Schema, model: Retrieval) -> None:
             raise ConfigError(
                 f"item_floats: expected floats of an item's own, got {name!r}, a {listed[0]} within a list; leave it out"
             )
-        kept = next((i for i in inputs if i in online), "")
-        if kept:
+        stateful = next((i for i in inputs if i in online), "")
+        if stateful:
             raise ConfigError(
-                f"item_floats: expected floats that a catalogue can have, got {kept!r}, kept online; leave it out"
+                f"item_floats: expected floats that a catalogue can have, got {stateful!r}, kept online; leave it out"
             )
     for f in schema.lists("nro"):
         if online.get(f.name, "item_id") != "item_id":
@@ -96,7 +96,7 @@ class RowChunk(NamedTuple):
     end: int
 
 
-class _StackSeen:
+class _StackSnapshot:
     """The last seen rows of a stack, and the items that use each row."""
 
     def __init__(self, items: Batch, found: StackLookup) -> None:
@@ -111,16 +111,16 @@ class _StackSeen:
         row_L = np.concatenate(rows)
         self._slot_L = np.concatenate(slots)[np.argsort(row_L, kind="stable")]
         self._start_U1 = np.concatenate([[0], np.cumsum(np.bincount(row_L, minlength=len(self.id_U)))])
-        self._seen_UD: np.ndarray | None = None
+        self._last_UD: np.ndarray | None = None
 
     def part(self, begin: int, end: int) -> StackLookup:
         return StackLookup(self.table_U[begin:end], self.id_U[begin:end], {})
 
     def take(self, begin: int, row_UD: np.ndarray) -> np.ndarray:
         """Store the current rows from `begin` on; return the items whose rows changed, each once. Returns none at first."""
-        if self._seen_UD is None:
-            self._seen_UD = np.full((len(self.id_U), row_UD.shape[1]), np.nan, np.float32)
-        seen_UD = self._seen_UD[begin : begin + len(row_UD)]
+        if self._last_UD is None:
+            self._last_UD = np.full((len(self.id_U), row_UD.shape[1]), np.nan, np.float32)
+        seen_UD = self._last_UD[begin : begin + len(row_UD)]
         changed_N = begin + np.flatnonzero((seen_UD != row_UD).any(axis=1) & ~np.isnan(seen_UD).all(axis=1))
         seen_UD[:] = row_UD
         spans = [self._slot_L[self._start_U1[row] : self._start_U1[row + 1]] for row in changed_N]
@@ -136,7 +136,7 @@ class RowChangeDetector:
 
     def __init__(self, items: Batch) -> None:
         found = build_lookup(items)
-        self._stacks = {name: _StackSeen(items, stack) for name, stack in found.stacks.items()}
+        self._stacks = {name: _StackSnapshot(items, stack) for name, stack in found.stacks.items()}
         self._empty = {name: StackLookup(s.table_U[:0], s.id_U[:0], {}) for name, s in found.stacks.items()}
 
     def chunks(self) -> list[RowChunk]:
@@ -193,7 +193,7 @@ REST = 3  # after a build that took t, no other one starts for REST × t
 class _Current:
     """The index in use, and what only this updater needs of it."""
 
-    space: RetrievalIndex
+    index: RetrievalIndex
     changed: RowChangeDetector
     due: RefreshQueue
     with_rows: bool  # False: built from initial rows, to be rebuilt once rows are loaded
@@ -242,18 +242,18 @@ class ItemVectorUpdater:
         self._follow(stop)
         if self._current is not None and not (stop and stop.is_set()):
             self._refresh(self._current, stop)
-            if self._current.space.nearest.needs_rebuild:
-                self._current.space.nearest.index()
+            if self._current.index.nearest.needs_rebuild:
+                self._current.index.nearest.rebuild_index()
 
     def metrics(self) -> dict[str, float | None]:
         """For metrics."""
-        kept, now_s = self._current, self.clock.monotonic_s()
-        oldest_s = kept.due.oldest_s if kept else None
+        current, now_s = self._current, self.clock.monotonic_s()
+        oldest_s = current.due.oldest_s if current else None
         return {
-            "roostream_serving_items": len(kept.space.catalogue) if kept else 0,
-            "roostream_serving_items_due": len(kept.due) if kept else 0,
+            "roostream_serving_items": len(current.index.catalogue) if current else 0,
+            "roostream_serving_items_due": len(current.due) if current else 0,
             "roostream_serving_items_lag_seconds": None
-            if kept is None
+            if current is None
             else 0.0
             if oldest_s is None
             else now_s - oldest_s,
@@ -263,7 +263,7 @@ class ItemVectorUpdater:
             "roostream_serving_items_refused_total": self.num_refused,
             "roostream_serving_items_recall": self.retriever.samples.recall,
             "roostream_serving_items_recall_samples_total": self.retriever.samples.num_measured,
-            "roostream_serving_items_exact_searches_total": kept.space.nearest.num_whole if kept else 0,
+            "roostream_serving_items_exact_searches_total": current.index.nearest.num_whole if current else 0,
         }
 
     def _read_catalogue(self) -> None:
@@ -288,21 +288,21 @@ class ItemVectorUpdater:
         catalogue, version, now_s = self._catalogue, self.served(), self.clock.monotonic_s()
         if catalogue is None or now_s < self._build_at_s or self._refused == (version, catalogue):
             return
-        space = self._current.space if self._current else None
+        index = self._current.index if self._current else None
         has_rows = self.retriever.rows_ready()
-        fits = space is not None and space.version is version and space.catalogue is catalogue
+        fits = index is not None and index.version is version and index.catalogue is catalogue
         if fits and self._current is not None and (self._current.with_rows or not has_rows):
             return
         try:
-            kept = self._built(version, catalogue, has_rows, stop)
+            current = self._built(version, catalogue, has_rows, stop)
         except ConfigError as error:
             self._refused = (version, catalogue)
             self._refuse(f"model version {version.name}: {error}")
             return
         self.build_s = self.clock.monotonic_s() - now_s
         self._build_at_s = now_s + (1 + REST) * self.build_s
-        if kept is not None:
-            self._current, self.retriever.space = kept, kept.space
+        if current is not None:
+            self._current, self.retriever.index = current, current.index
             self.num_built += 1
             log.info("vectors of %d items are built for version %s", len(catalogue), version.name)
 
@@ -327,25 +327,25 @@ class ItemVectorUpdater:
                 self._vectors(model, catalogue, np.arange(begin, min(begin + AT_ONCE, len(catalogue))), stop)
             )
         nearest = NearestItems(np.concatenate(parts), self._propose)
-        space = RetrievalIndex(version=version, model=model, catalogue=catalogue, nearest=nearest)
-        return _Current(space=space, changed=changed, due=RefreshQueue(len(catalogue)), with_rows=with_rows)
+        index = RetrievalIndex(version=version, model=model, catalogue=catalogue, nearest=nearest)
+        return _Current(index=index, changed=changed, due=RefreshQueue(len(catalogue)), with_rows=with_rows)
 
-    def _refresh(self, kept: _Current, stop: threading.Event | None) -> None:
+    def _refresh(self, current: _Current, stop: threading.Event | None) -> None:
         """Step 4."""
         now_s = self.clock.monotonic_s()
         if now_s >= self._look_at_s:
             self._look_at_s = now_s + LOOK_S
-            for chunk in kept.changed.chunks():
+            for chunk in current.changed.chunks():
                 self.idle_gate.wait(PATIENCE_S, stop)
-                kept.due.mark(kept.changed.look(self.rows, chunk), now_s)
+                current.due.mark(current.changed.look(self.rows, chunk), now_s)
         left = math.ceil(self.settings.max_items_refreshed_per_s * TURN_S)
-        while left > 0 and len(slot_N := kept.due.take(min(left, AT_ONCE))):
+        while left > 0 and len(slot_N := current.due.take(min(left, AT_ONCE))):
             try:
-                vector_ND = self._vectors(kept.space.model, kept.space.catalogue, slot_N, stop)
+                vector_ND = self._vectors(current.index.model, current.index.catalogue, slot_N, stop)
             except ConfigError as error:
                 self._refuse(str(error))  # the current vectors stay
             else:
-                kept.space.nearest.replace(slot_N, vector_ND)
+                current.index.nearest.replace(slot_N, vector_ND)
                 self.num_refreshed += len(slot_N)
             left -= len(slot_N)
 

@@ -51,7 +51,7 @@ class _Indexed(NamedTuple):
 
 
 class NearestItems:
-    """Call `replace` and `index` from one thread, the other methods from any. A search sees each vector complete, some before and some
+    """Call `replace` and `rebuild_index` from one thread, the other methods from any. A search sees each vector complete, some before and some
     after a concurrent `replace`.
     """
 
@@ -61,7 +61,7 @@ class NearestItems:
         self._lock = threading.Lock()
         self._indexed: _Indexed | None = None
         self.num_whole = 0  # searches that compared all items although there is an index
-        self.index()
+        self.rebuild_index()
 
     def __len__(self) -> int:
         return len(self._vector_ID)
@@ -85,7 +85,7 @@ class NearestItems:
             if self._indexed is not None:
                 self._indexed = self._indexed._replace(moved_N=self._moved(self._indexed.vector_ID))
 
-    def index(self) -> None:
+    def rebuild_index(self) -> None:
         """Build a new index of the current vectors; searches use the old one meanwhile."""
         if self._propose is None or len(self) <= FEW:
             return

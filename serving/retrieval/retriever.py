@@ -14,7 +14,7 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,8 +52,9 @@ EVERY_S = 1.0
 _SMOOTH = 0.05  # weight of the newest sample
 
 
-class _Searched(NamedTuple):
-    space: RetrievalIndex
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Searched:
+    index: RetrievalIndex
     query_D: np.ndarray
     k: int
     allowed_I: np.ndarray | None
@@ -76,7 +77,7 @@ class RecallSampler:
 
     def offer(
         self,
-        space: RetrievalIndex,
+        index: RetrievalIndex,
         query_D: np.ndarray,
         k: int,
         allowed_I: np.ndarray | None,
@@ -86,7 +87,7 @@ class RecallSampler:
         now_s = self.clock.monotonic_s()
         if now_s >= self._next_s:
             with self._lock:
-                self._asked = _Searched(space, query_D, k, allowed_I, found)
+                self._asked = _Searched(index, query_D, k, allowed_I, found)
             self._next_s = now_s + EVERY_S
 
     def measure(self) -> bool:
@@ -96,7 +97,7 @@ class RecallSampler:
         if request is None:
             return False
         value = recall(
-            request.found, request.space.nearest.exact(request.query_D, request.k, request.allowed_I)
+            request.found, request.index.nearest.exact(request.query_D, request.k, request.allowed_I)
         )
         self.recall = value if self.recall is None else self.recall + (value - self.recall) * _SMOOTH
         self.num_measured += 1
@@ -121,27 +122,28 @@ class RetrieveRequest:
     wanted: Mapping[str, AttributeValue | Sequence[AttributeValue]]
 
 
-class Retrieved(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Retrieved:
     """Items of one index, best first."""
 
-    space: RetrievalIndex
+    index: RetrievalIndex
     found: SearchResult
     degraded: bool  # online features or rows were unavailable
 
     @property
     def given(self) -> list[int | str]:
         """Item ids as the catalogue has them."""
-        return [self.space.catalogue.client_id_I[slot] for slot in self.found.slot_K.tolist()]
+        return [self.index.catalogue.client_id_I[slot] for slot in self.found.slot_K.tolist()]
 
 
 class Retriever:
-    """Call `retrieve` in one thread at a time, the Redis client's. Another thread sets `space`."""
+    """Call `retrieve` in one thread at a time, the Redis client's. Another thread sets `index`."""
 
     def __init__(
         self, schema: Schema, rows: RowReader, hydrator: Hydration | None, samples: RecallSampler
     ) -> None:
         self.schema, self.rows, self.hydrator, self.samples = schema, rows, hydrator, samples
-        self.space: RetrievalIndex | None = None
+        self.index: RetrievalIndex | None = None
         self.unavailable_reason = "the items' vectors are not built yet"  # while there is no index
         self.rows_ready: Callable[[], bool] = lambda: True
         self._sources, self._reader = sources_of(schema, "ro"), FieldReader(schema)
@@ -153,15 +155,15 @@ class Retriever:
         Raises:
             RequestError: 400 for a filter or feature; 413; 503: there are no vectors; 500: the request's vector is not finite.
         """
-        space = self.space
-        if space is None:
+        index = self.index
+        if index is None:
             raise RequestError(503, f"nothing can be retrieved: {self.unavailable_reason}", retry_after_s=1)
         degraded = self._hydrate(request.rank_request, time_ms) or not self.rows_ready()
-        query_D = self._vector(space, request, time_ms)
-        allowed_I = self._allowed(space, request)
-        found = space.nearest.best(query_D, request.k, allowed_I)
-        self.samples.offer(space, query_D, request.k, allowed_I, found)
-        return Retrieved(space, found, degraded)
+        query_D = self._vector(index, request, time_ms)
+        allowed_I = self._allowed(index, request)
+        found = index.nearest.best(query_D, request.k, allowed_I)
+        self.samples.offer(index, query_D, request.k, allowed_I, found)
+        return Retrieved(index, found, degraded)
 
     def _hydrate(self, request: RankRequest, time_ms: int) -> bool:
         """Fill missing features of the request; return True if Redis was unavailable."""
@@ -186,7 +188,7 @@ class Retriever:
         header = request.user_id, request.session_id, request.surface, request.request_id
         return self._reader.from_values(header, request.ro, {}, 0)
 
-    def _vector(self, space: RetrievalIndex, request: RetrieveRequest, time_ms: int) -> np.ndarray:
+    def _vector(self, index: RetrievalIndex, request: RetrieveRequest, time_ms: int) -> np.ndarray:
         """float32 [D]."""
         try:
             ro = ro_columns(self.schema, request.rank_request.ro)
@@ -195,17 +197,17 @@ class Retriever:
         batch = build_batch(self.schema, [RequestColumns(ro, NO_COLUMNS, _NO_ITEMS, time_ms)])
         lookup = build_lookup(batch)
         with torch.inference_mode():
-            vector_TD = space.model.request_vectors(build_inputs(batch, lookup, self.rows.gather(lookup)))[
+            vector_TD = index.model.request_vectors(build_inputs(batch, lookup, self.rows.gather(lookup)))[
                 0
             ].numpy()
         query_D: np.ndarray = vector_TD[request.task]
         if not np.isfinite(query_D).all():
             raise RequestError(
-                500, f"model version {space.version.name} gave a vector that is not finite for this request"
+                500, f"model version {index.version.name} gave a vector that is not finite for this request"
             )
         return query_D
 
-    def _allowed(self, space: RetrievalIndex, request: RetrieveRequest) -> np.ndarray | None:
+    def _allowed(self, index: RetrievalIndex, request: RetrieveRequest) -> np.ndarray | None:
         """bool [I]; None = all."""
         excluded_N = request.exclude_N
         if request.exclude_seen:
@@ -217,12 +219,12 @@ class Retriever:
             )
         if not len(excluded_N) and not request.wanted and request.among_N is None:
             return None
-        allowed_I = space.catalogue.attributes.allowed(request.wanted)
+        allowed_I = index.catalogue.attributes.allowed(request.wanted)
         if request.among_N is not None:
             named_I = np.zeros(len(allowed_I), np.bool_)
-            named_I[space.catalogue.find_slots(request.among_N)] = True
+            named_I[index.catalogue.find_slots(request.among_N)] = True
             allowed_I &= named_I
-        allowed_I[space.catalogue.find_slots(excluded_N)] = False
+        allowed_I[index.catalogue.find_slots(excluded_N)] = False
         return allowed_I
 
 
@@ -259,10 +261,10 @@ class Shortlist:
         slot_N = retrieved.found.slot_K
         if not len(slot_N):
             return None, retrieved
-        nro = retrieved.space.catalogue.features(slot_N)
+        nro = retrieved.index.catalogue.features(slot_N)
         many = dataclasses.replace(
             request.rank_request,
-            item_ids=retrieved.space.catalogue.id_I[slot_N],
+            item_ids=retrieved.index.catalogue.id_I[slot_N],
             client_item_ids=retrieved.given,
             nro=nro,
             return_ranked=True,

@@ -65,23 +65,23 @@ class RefusedVersion(NamedTuple):
     at_ms: int
 
 
-class _Moment(NamedTuple):
-    held: tuple[LoadedVersion, ...]  # newest first
+class _State(NamedTuple):
+    loaded: tuple[LoadedVersion, ...]  # newest first
     routing: Routing
 
     def find(self, reference: str) -> LoadedVersion | None:
         if reference in (NEWEST, PREVIOUS):
             at = (NEWEST, PREVIOUS).index(reference)
-            return self.held[at] if at < len(self.held) else None
-        return next((h for h in self.held if h.version.name == reference), None)
+            return self.loaded[at] if at < len(self.loaded) else None
+        return next((h for h in self.loaded if h.version.name == reference), None)
 
     @property
     def served(self) -> LoadedVersion:
         routing = self.routing
         if routing.activated and (found := self.find(routing.activated)) is not None:
             return found
-        waits = routing.canary.share > 0 and routing.canary.version == NEWEST and len(self.held) > 1
-        return self.held[1 if waits else 0]
+        waits = routing.canary.share > 0 and routing.canary.version == NEWEST and len(self.loaded) > 1
+        return self.loaded[1 if waits else 0]
 
 
 class LoadedVersions:
@@ -95,16 +95,16 @@ class LoadedVersions:
         now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
     ) -> None:
         self.keep, self.now_ms = keep, now_ms
-        self.on_change: Callable[[LoadedVersion], None] = lambda held: None
+        self.on_change: Callable[[LoadedVersion], None] = lambda loaded: None
         self.num_swaps = 0
         self.refused: dict[str, RefusedVersion] = {}
         self.num_refused: Counter[str] = Counter()  # by reason
         self._lock = threading.Lock()
-        self._state = _Moment((LoadedVersion(first, 0, now_ms()),), routing or Routing())
+        self._state = _State((LoadedVersion(first, 0, now_ms()),), routing or Routing())
 
     @property
     def newest(self) -> Version:
-        return self._state.held[0].version
+        return self._state.loaded[0].version
 
     @property
     def served(self) -> LoadedVersion:
@@ -112,8 +112,8 @@ class LoadedVersions:
         return self._state.served
 
     @property
-    def held(self) -> tuple[LoadedVersion, ...]:
-        return self._state.held
+    def loaded(self) -> tuple[LoadedVersion, ...]:
+        return self._state.loaded
 
     @property
     def routing(self) -> Routing:
@@ -122,7 +122,7 @@ class LoadedVersions:
     def install(self, version: Version, committed_ms: int = 0) -> None:
         """Make it the newest version; it replaces a loaded one of the same name."""
         with self._lock:
-            others = tuple(h for h in self._state.held if h.version.name != version.name)
+            others = tuple(h for h in self._state.loaded if h.version.name != version.name)
             self.num_swaps += 1
             self._set_state(
                 (LoadedVersion(version, committed_ms, self.now_ms()), *others), self._state.routing
@@ -131,7 +131,7 @@ class LoadedVersions:
     def withdraw(self, is_withdrawn: Callable[[str], bool]) -> None:
         """Unload versions by name, except the newest and those that the routing names."""
         with self._lock:
-            newest, *others = self._state.held
+            newest, *others = self._state.loaded
             names = self._state.routing.names
             left = (h for h in others if h.version.name in names or not is_withdrawn(h.version.name))
             self._set_state((newest, *left), self._state.routing)
@@ -148,15 +148,15 @@ class LoadedVersions:
     def activate(self, name: str) -> None:
         """Serve this loaded version until `resume`; newer ones are still loaded. Raises RequestError 400, 404."""
         with self._lock:
-            held = self._known(name)
+            loaded = self._known(name)
             self._set_state(
-                self._state.held, dataclasses.replace(self._state.routing, activated=held.version.name)
+                self._state.loaded, dataclasses.replace(self._state.routing, activated=loaded.version.name)
             )
 
     def resume(self) -> None:
         """Serve the newest version again."""
         with self._lock:
-            self._set_state(self._state.held, dataclasses.replace(self._state.routing, activated=""))
+            self._set_state(self._state.loaded, dataclasses.replace(self._state.routing, activated=""))
 
     def put(
         self,
@@ -182,7 +182,7 @@ class LoadedVersions:
                 shadow=shadow or before.shadow,
                 interleave=interleave or before.interleave,
             )
-            self._set_state(self._state.held, routing)
+            self._set_state(self._state.loaded, routing)
 
     def named(self, name: str) -> Version:
         """Return the version of this name, or the served one for `""`. Raises RequestError 400, 404."""
@@ -219,11 +219,11 @@ class LoadedVersions:
         shadow = state.find(split.version)
         return shadow.version if shadow is not None and shadow.version.name != request.model_version else None
 
-    def _set_state(self, held: tuple[LoadedVersion, ...], routing: Routing) -> None:
+    def _set_state(self, loaded: tuple[LoadedVersion, ...], routing: Routing) -> None:
         """Call with the lock. Unloads versions beyond `keep` that the routing does not name."""
         before, names = self._state.served, routing.names
-        self._state = _Moment(
-            tuple(h for i, h in enumerate(held) if i < self.keep or h.version.name in names), routing
+        self._state = _State(
+            tuple(h for i, h in enumerate(loaded) if i < self.keep or h.version.name in names), routing
         )
         if self._state.served.version is not before.version:
             self.on_change(self._state.served)
@@ -236,6 +236,6 @@ class LoadedVersions:
             )
         if (found := state.find(name)) is not None:
             return found
-        names = ", ".join(h.version.name for h in state.held)
+        names = ", ".join(h.version.name for h in state.loaded)
         message = f"model version {name} is not loaded; expected one of {names}, or none for the newest"
         raise RequestError(404, message, path, code="unknown_model_version")

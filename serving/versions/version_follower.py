@@ -132,7 +132,7 @@ class VersionFollower:
 
     def _held(self, manifest: Manifest) -> Version | None:
         """A loaded version was verified and warmed up before."""
-        return next((h.version for h in self.versions.held if h.version.name == manifest.version), None)
+        return next((h.version for h in self.versions.loaded if h.version.name == manifest.version), None)
 
     def _refuse(self, name: str, error: CheckpointError) -> None:
         """Log the refusal once; the manifest is not tried again."""

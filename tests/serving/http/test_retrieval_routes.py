@@ -61,7 +61,7 @@ def found(kept: Retrieving, **asked: Any) -> list[Any]:
 
 def candidates_of(kept: Retrieving, ids: list[Any]) -> list[dict[str, Any]]:
     """As a client spells them that has the catalogue too."""
-    space = kept.keeper.retriever.space
+    space = kept.keeper.retriever.index
     assert space is not None
     features = space.catalogue.features(np.array([space.catalogue.client_id_I.index(item) for item in ids]))
     topics, ages = features.get("topics", [None] * len(ids)), features.get("age_h", np.full(len(ids), np.nan))
@@ -149,7 +149,7 @@ def impression(kept: Retrieving) -> pb.Impression:
 def test_a_recommendation_is_one_logged_request_of_what_is_shown(kept: Retrieving, retrieved: int) -> None:
     status, answer = ask(kept, "/v1/recommend", {**WHO, "k": 3, "retrieved": retrieved})
     assert status == 200 and (answer["model_version"], answer["retrieval_version"]) == ("1-2", "1-2"), answer
-    message, space = impression(kept), kept.keeper.retriever.space
+    message, space = impression(kept), kept.keeper.retriever.index
     assert space is not None and message.header.request_id == "r-1" and sorted(message.positions) == [0, 1, 2]
     given = dict(zip(space.catalogue.id_I.view(np.uint64).tolist(), space.catalogue.client_id_I, strict=True))
     shown = sorted(zip(message.positions, message.item_ids, strict=True))

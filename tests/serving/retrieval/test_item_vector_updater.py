@@ -58,13 +58,13 @@ def kept(tmp_path: Path, rows: Rows) -> Iterator[Retrieving]:
 
 
 def space_of(kept: Retrieving) -> RetrievalIndex:
-    space = kept.keeper.retriever.space
+    space = kept.keeper.retriever.index
     assert space is not None
     return space
 
 
 def test_the_first_turn_makes_all_vectors_by_the_version_that_is_served(kept: Retrieving, rows: Rows) -> None:
-    assert kept.keeper.retriever.space is None and kept.keeper.waiting_for == "vectors of items"
+    assert kept.keeper.retriever.index is None and kept.keeper.waiting_for == "vectors of items"
     kept.turn()
     space = space_of(kept)
     assert space.version.name == "1-2" and len(space.catalogue) == NUM_ITEMS and kept.keeper.waiting_for == ""
@@ -140,7 +140,7 @@ def test_a_new_file_of_items_is_taken_and_a_bad_one_leaves_the_one_in_use(
 def test_a_file_that_comes_later_is_found(kept: Retrieving) -> None:
     kept.items.rename(kept.items.with_suffix(".away"))
     kept.turn()
-    assert kept.keeper.retriever.space is None and kept.keeper.waiting_for == "", (
+    assert kept.keeper.retriever.index is None and kept.keeper.waiting_for == "", (
         "a process isn't held back for ever"
     )
     assert "expected a file of items" in kept.keeper.retriever.unavailable_reason

@@ -112,7 +112,7 @@ def test_a_new_index_is_wanted_once_many_have_moved_and_knows_the_vectors_of_the
     assert not items.needs_rebuild
     items.replace(np.arange(20, 26), unit(6, 6))
     assert items.needs_rebuild
-    items.index()
+    items.rebuild_index()
     assert not items.needs_rebuild
     np.testing.assert_array_equal(given[1][20:26], unit(6, 6))
 

@@ -55,7 +55,7 @@ def test_trained_towers_find_what_users_like_and_vectors_follow_training(tmp_pat
     )
     assert keeper is not None
     keeper.turn()
-    space = keeper.retriever.space
+    space = keeper.retriever.index
     assert space is not None
     np.testing.assert_allclose(
         space.nearest.vectors(), encode_items(space.model, rows, space.catalogue.items), atol=1e-6
@@ -67,7 +67,7 @@ def test_trained_towers_find_what_users_like_and_vectors_follow_training(tmp_pat
     clock.advance(2.0)
     keeper.turn()
     after = space.nearest.vectors()
-    assert keeper.retriever.space is space and np.abs(after - before).max() > 1e-3
+    assert keeper.retriever.index is space and np.abs(after - before).max() > 1e-3
     np.testing.assert_allclose(after, encode_items(space.model, rows, space.catalogue.items), atol=1e-6)
 
     service.versions.install(build_version("1-2", SCHEMA, CASCADE, 0, loop.descent.scorer.state_dict()))
@@ -77,7 +77,7 @@ def test_trained_towers_find_what_users_like_and_vectors_follow_training(tmp_pat
     for user in range(1, 31):
         body = {"user_id": user, "ro": {"user": [user], "hour": 3.0}, "k": 6}
         found = keeper.retriever.retrieve(parser.retrieve(json.dumps(body).encode()), T0)
-        assert found.space.version.name == "1-2"
+        assert found.index.version.name == "1-2"
         liked.append(world.attraction(user, np.array(found.given, np.int64), T0).mean())
         every.append(world.attraction(user, np.array(items, np.int64), T0).mean())
     assert np.mean(liked) > 1.3 * np.mean(every)

@@ -42,7 +42,7 @@ def holding(*names: str, keep: int = 2, **routing: Any) -> LoadedVersions:
 
 
 def names(versions: LoadedVersions) -> list[str]:
-    return [h.version.name for h in versions.held]
+    return [h.version.name for h in versions.loaded]
 
 
 def scored_by(versions: LoadedVersions, **request: Any) -> str:
@@ -80,8 +80,8 @@ def test_an_activated_version_is_served_while_newer_ones_come_until_resume() -> 
 def test_who_shows_the_served_version_is_told_when_it_becomes_another() -> None:
     told: list[str] = []
 
-    def changed(held: LoadedVersion) -> None:
-        told.append(held.version.name)
+    def changed(loaded: LoadedVersion) -> None:
+        told.append(loaded.version.name)
 
     versions = holding("1-1")
     versions.on_change = changed

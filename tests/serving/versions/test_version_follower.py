@@ -34,7 +34,7 @@ class Commits:
         self.store = FileStore(root)
         self.versions = LoadedVersions(first_version(SCHEMA, MODEL, 0))
         self.installed: list[str] = []
-        self.versions.on_change = lambda held: self.installed.append(held.version.name)
+        self.versions.on_change = lambda loaded: self.installed.append(loaded.version.name)
         self.follower = VersionFollower(self.store, SCHEMA, self.versions, 0)
 
     def commit(self, seq: int, *, incarnation: int = 1, fill: float = 0.5, **changes: Any) -> Manifest:
@@ -246,7 +246,7 @@ def test_a_store_that_went_back_is_followed_to_a_held_version_without_loading_it
     commits.follower.poll()
     manifests.discard_after(commits.store, 1)
     assert commits.follower.poll() and commits.versions.newest is first and commits.value == 0.25
-    assert [h.version.name for h in commits.versions.held] == ["1-1"]
+    assert [h.version.name for h in commits.versions.loaded] == ["1-1"]
     assert not commits.follower.poll()
 
 
@@ -256,7 +256,7 @@ def test_a_store_that_went_back_further_is_loaded_from(commits: Commits) -> None
         commits.follower.poll()
     manifests.discard_after(commits.store, 1)
     assert commits.follower.poll() and commits.versions.newest.name == "1-1" and commits.value == 0.125
-    assert [h.version.name for h in commits.versions.held] == ["1-1"]
+    assert [h.version.name for h in commits.versions.loaded] == ["1-1"]
     commits.commit(5, incarnation=2, fill=0.625)
     assert commits.follower.poll() and commits.versions.newest.name == "2-5" and commits.value == 0.625
 
@@ -269,7 +269,7 @@ def test_a_newer_incarnation_with_an_older_model_leaves_nothing_of_what_was_with
         commits.follower.poll()
     manifests.discard_after(commits.store, 1)
     commits.commit(3, incarnation=2, fill=0.625)
-    assert commits.follower.poll() and [h.version.name for h in commits.versions.held] == ["2-3"]
+    assert commits.follower.poll() and [h.version.name for h in commits.versions.loaded] == ["2-3"]
 
 
 def test_an_activated_version_is_served_although_the_store_went_back(commits: Commits) -> None:
@@ -289,7 +289,7 @@ def test_versions_that_the_store_no_longer_keeps_are_held(commits: Commits) -> N
     commits.store.delete("manifests/00000001")
     commits.commit(3)
     commits.versions.keep = 3
-    assert commits.follower.poll() and [h.version.name for h in commits.versions.held] == [
+    assert commits.follower.poll() and [h.version.name for h in commits.versions.loaded] == [
         "1-3",
         "1-2",
         "1-1",
