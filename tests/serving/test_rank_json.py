@@ -254,7 +254,7 @@ BAD = [
     (changed("user_id", 2**64), "$.user_id", "64-bit", "a user beyond 64 bits"),
     (changed("request_id", "ä" * 33), "$.request_id", "at most 64 bytes", "66 bytes"),
     (changed("surface", "s" * 65), "$.surface", "at most 64 bytes", "a long surface"),
-    (changed("first_position", -1), "$.first_position", "from 0 on", "no such place"),
+    (changed("first_position", -1), "$.first_position", "position", "no such position"),
     (changed("userid", 1), "$.userid", "did you mean 'user_id'", "an unknown field"),
     (
         changed("top", 2),

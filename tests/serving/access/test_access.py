@@ -200,7 +200,7 @@ def test_files_that_cant_be_used_end_the_start(tmp_path: Path, changes: dict[str
         ({"tls_certificate": "c"}, "expected tls_certificate with tls_key"),
         ({"tls_key": "c"}, "expected tls_certificate with tls_key"),
         ({"tls_client_ca": "c"}, "only beside them"),
-        ({"tls_client_required": True}, "who may sign"),
+        ({"tls_client_required": True}, "tls_client_ca"),
         ({"admin_listen": "127.0.0.1:1"}, "admin_token_file"),
         ({"admin_listen": "0.0.0.0:1", "keys_file": "f"}, "give it tls_certificate, or set insecure = true"),
         ({"admin_listen": "0.0.0.0:1", "keys_file": "f", "tls_certificate": "c", "tls_key": "k"}, ""),

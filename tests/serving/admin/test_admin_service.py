@@ -14,6 +14,7 @@ from roostream.runtime.clock import FakeClock
 from roostream.schema.ids import key_bytes
 from serving.admin.admin_service import AdminService
 from serving.errors import RequestError
+from serving.http.engagements import EngagementParser
 from serving.scorer import Version
 from serving.versions.idle_gate import IdleGate
 from serving.versions.interleaving_stats import InterleavingStats, Pair
@@ -106,7 +107,9 @@ def test_a_split_is_put_told_and_taken_away(office: Office, name: str) -> None:
 
 def test_interleaving_tells_who_won(office: Office) -> None:
     office.interleaving_stats.record_list(key_bytes(1, 0, "r"), "r", Pair("1-3", "1-2"), [1, 2], [0, 1])
-    office.interleaving_stats._credit(next(iter(office.interleaving_stats._drafted)), 2)
+    click = {"request_id": "r", "user_id": 1, "item_id": 2, "action": "click"}
+    parsed = EngagementParser(SCHEMA).parse(json.dumps(click).encode(), 1)
+    office.interleaving_stats.record_engagements(parsed.records)
     told = office.get("interleave")
     assert told["lists"] == told["engagements"] == 1
     assert told["results"] == [

@@ -261,7 +261,7 @@ def test_what_serving_never_says_is_told_as_such(body: bytes) -> None:
     transport = httpx.MockTransport(lambda _: httpx.Response(200, content=body))
     with (
         Client("http://proxy", transport=transport) as client,
-        pytest.raises(ServingError, match="can't be read"),
+        pytest.raises(ServingError, match="read"),
     ):
         client.rank(FIELDS)
 

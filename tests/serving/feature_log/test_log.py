@@ -108,7 +108,7 @@ def test_a_home_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
 def test_a_disk_that_refuses_a_new_segment_loses_nothing(tmp_path: Path) -> None:
     log = FeatureLog.open(tmp_path, **SMALL)
     log.directory = tmp_path / "gone"
-    with pytest.raises(LogFullError, match="can't grow"):
+    with pytest.raises(LogFullError, match="grow"):
         for i in range(100):
             log.append(record(i))
     assert numbers(log) == list(range(log.end.sequence)) != []

@@ -132,8 +132,13 @@ def test_every_refusal_has_a_status_a_code_and_leaves_no_record(client: Client) 
         ),
         ({"content": b"{"}, 400, "$", "truncated"),
         ({"content": b"zz", "headers": {"content-encoding": "gzip"}}, 400, "", "expected a gzip body"),
-        ({"content": gzip.compress(b"{}")[:-4], "headers": {"content-encoding": "gzip"}}, 400, "", "cut"),
-        ({"json": {**BODY, "model_version": "9-9"}}, 404, "$.model_version", "isn't held"),
+        (
+            {"content": gzip.compress(b"{}")[:-4], "headers": {"content-encoding": "gzip"}},
+            400,
+            "",
+            "truncated",
+        ),
+        ({"json": {**BODY, "model_version": "9-9"}}, 404, "$.model_version", "not loaded"),
         ({"content": large}, 413, "", "at most 4096 bytes"),
         ({"content": iter([large])}, 413, "", "at most 4096 bytes"),
         ({"content": bomb, "headers": {"content-encoding": "gzip"}}, 413, "", "at most 4096 bytes"),
@@ -349,7 +354,7 @@ def test_g7_a_clients_own_deadline_is_504_and_not_logged_and_keeps_others_out(tm
             assert late.status_code == 504 and late.headers["retry-after"] == "1"
             app.gate.service_s = 1.0
             refused = await http.post("/v1/rank", json=BODY, headers={"X-Deadline-Ms": "500"})
-            assert refused.status_code == 429 and "within its deadline" in error_of(refused)["message"]
+            assert refused.status_code == 429 and "deadline" in error_of(refused)["message"]
             service.go.set()
             assert (await patient).status_code == 200
 

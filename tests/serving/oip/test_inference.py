@@ -200,7 +200,7 @@ def test_bytes_stand_behind_the_json_in_both_directions(http: TestClient) -> Non
         ({**WHOLE, "parameters": {"usr_id": 1}}, 400, "did you mean 'user_id'"),
         ({**WHOLE, "parameters": {"append": "yes"}}, 400, "expected bool"),
         ({**WHOLE, "parameters": {"user_id": True}}, 400, "expected int or str"),
-        ({**WHOLE, "parameters": {"first_position": -1}}, 400, "a place from 0 on"),
+        ({**WHOLE, "parameters": {"first_position": -1}}, 400, "position"),
         ({**WHOLE, "id": "r" * 65}, 400, "at most 64 bytes"),
         ({"inputs": 3}, 400, "$.inputs"),
     ],
@@ -280,7 +280,7 @@ def test_health_and_metadata(http: TestClient, built: Built) -> None:
     [
         ("GET", "/v2/models/other", 404, "expected model 'default', got 'other'"),
         ("POST", "/v2/models/other/infer", 404, "expected model 'default'"),
-        ("POST", "/v2/models/default/versions/9-9/infer", 404, "isn't held"),
+        ("POST", "/v2/models/default/versions/9-9/infer", 404, "not loaded"),
         ("GET", "/v2/models/default/versions/x", 400, "expected a model version"),
         ("GET", "/v2/repository", 404, "nothing is at"),
         ("GET", INFER, 405, "expected POST"),

@@ -42,7 +42,7 @@ BODIES = st.fixed_dictionaries(
 
 def taken(body: bytes, header: bytes | None) -> bool:
     try:
-        request = FEATURES.request_of(parse_inference(body, header), "")
+        request = FEATURES.build_request(parse_inference(body, header), "")
     except RequestError as error:
         assert error.status in (400, 413) and len(str(error)) < 500
         return False

@@ -134,7 +134,7 @@ def test_a_new_file_of_items_is_taken_and_a_bad_one_leaves_the_one_in_use(
         kept.turn(after_s=5.0)
     assert len(space_of(kept).catalogue) == 3 and kept.keeper.num_refused == 1
     (told,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert "items.jsonl:1: unknown field 'no_such'" in told and "what is in use stays" in told
+    assert "items.jsonl:1: unknown field 'no_such'" in told and "stay in use" in told
 
 
 def test_a_file_that_comes_later_is_found(kept: Retrieving) -> None:

@@ -223,7 +223,7 @@ def test_a_store_that_cannot_be_read_is_told_once_and_tried_again(
     assert not commits.follower.poll() and not commits.follower.poll()
     store.away, store.broken = False, True
     assert not commits.follower.poll()
-    assert caplog.text.count("can't be read") == 1
+    assert caplog.text.count("cannot read") == 1
     store.broken = False
     assert commits.follower.poll() and commits.versions.newest.name == "1-1"
 
