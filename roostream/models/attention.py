@@ -1,11 +1,11 @@
-"""Attention of candidates to a request's history, and to each other.
+"""Attention of candidates to their request's history, and to each other.
 
-Letters: R requests, B candidates, L entries of all histories, G requests and K candidates of a group (candidate_groups.py), N
-entries of a history, padded, H heads, C width of a head, D of all.
+On a CPU, requests are unpadded segments (ragged_attention.py). On other devices, and for bfloat16, they are
+padded squares in plain torch with deterministic gradients: padding is masked before the softmax, where its
+probability underflows to exactly 0. For bfloat16, products are bfloat16; scores and softmax are float32.
 
-On a CPU requests are segments (ragged_attention.py). Elsewhere, and of bfloat16, they are padded squares, in plain torch, whose
-way back has the same bits every time: padding is masked before the softmax, where its probability underflows to exactly 0, so
-that neither results nor gradients depend on it. Of bfloat16, products are; scores and their softmax are float32.
+Letters: R requests, B candidates, L entries of all histories, G requests and K candidates of a group
+(candidate_groups.py), N entries of a history, padded, H heads, C width of a head, D of all.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Squares(NamedTuple):
 
 
 def attend(of: Squares, mask_GN: Tensor | None, heads: int) -> Tensor:
-    """softmax(q kᵀ / √C) v of each head, [G, K, D]; where a mask row is all False, 0.
+    """softmax(q kᵀ / √C) v of each head, [G, K, D]; 0 where a mask row is all False.
 
-    `mask_GN`: True = may be attended to, the first so many of a row; None = all.
+    `mask_GN`: True = may be attended to, always a prefix of the row; None = all.
     """
     q, k, v = (x.view(*x.shape[:2], heads, -1).transpose(1, 2) for x in of)
     score_GHKN = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))
@@ -50,7 +50,7 @@ def attend(of: Squares, mask_GN: Tensor | None, heads: int) -> Tensor:
 def attend_to_histories(
     q_BD: Tensor, key_value_LD2: Tensor, sequence: Sequence, groups: CandidateGroups, heads: int
 ) -> Tensor:
-    """Each candidate to its request's entries; 0 where there is none."""
+    """Attention of each candidate to its request's entries; 0 without entries."""
     if _has_kernel(q_BD):
         starts = (groups.start_R1, sequence.offset_R1.numpy())
         out: Tensor = _Ragged.apply(starts, heads, q_BD, key_value_LD2)
@@ -61,7 +61,7 @@ def attend_to_histories(
 def padded_to_histories(
     q_BD: Tensor, key_value_LD2: Tensor, sequence: Sequence, groups: CandidateGroups, heads: int
 ) -> Tensor:
-    """The same by squares."""
+    """`attend_to_histories` with padded squares."""
     if not groups.groups or sequence.shape_RN[1] == 0:
         return torch.zeros_like(q_BD)
     q_SD, mask_RN = groups.pad(q_BD), sequence.mask_RN
@@ -74,7 +74,7 @@ def padded_to_histories(
 
 
 def attend_to_each_other(query_key_value_BD3: Tensor, groups: CandidateGroups, heads: int) -> Tensor:
-    """Each candidate to all of its request, itself too."""
+    """Attention of each candidate to all candidates of its request, including itself."""
     if _has_kernel(query_key_value_BD3):
         out: Tensor = _Ragged.apply((groups.start_R1, groups.start_R1), heads, query_key_value_BD3)
         return out
@@ -82,7 +82,7 @@ def attend_to_each_other(query_key_value_BD3: Tensor, groups: CandidateGroups, h
 
 
 def padded_to_each_other(query_key_value_BD3: Tensor, groups: CandidateGroups, heads: int) -> Tensor:
-    """The same by squares."""
+    """`attend_to_each_other` with padded squares."""
     if not groups.groups:
         return query_key_value_BD3[:, : query_key_value_BD3.shape[1] // 3]
     slots_SD3 = groups.pad(query_key_value_BD3)
@@ -98,7 +98,7 @@ def _has_kernel(x: Tensor) -> bool:
 
 
 class _Ragged(torch.autograd.Function):
-    """`packed`: queries, keys and values, side by side in one tensor, or queries apart."""
+    """`packed`: queries, keys and values side by side in one tensor, or queries in a separate one."""
 
     @staticmethod
     def forward(ctx: Any, starts: Starts, heads: int, *packed: Tensor) -> Tensor:
@@ -129,9 +129,9 @@ def _three(packed: tuple[Tensor, ...] | list[Tensor]) -> tuple[Three, Begins]:
 
 
 class TargetAttention(nn.Module):
-    """Every candidate pools its request's history by what it has in common with it (the idea of DIN, Zhou et al. 2018).
+    """Each candidate pools its request's history by similarity (the idea of DIN, Zhou et al. 2018).
 
-    Keys and values are computed once a request, queries once a candidate.
+    Keys and values are computed once per request, queries once per candidate.
     """
 
     def __init__(self, query_width: int, entry_width: int, width: int, heads: int) -> None:
@@ -144,20 +144,21 @@ class TargetAttention(nn.Module):
     def forward(
         self, query_BQ: Tensor, entry_LE: Tensor, sequence: Sequence, groups: CandidateGroups
     ) -> Tensor:
-        """`entry_LE`: of `sequence`, jagged. → [B, width]."""
+        """`entry_LE`: jagged, of `sequence`. → [B, width]."""
         return self.to_keys(query_BQ, self.key_value(entry_LE), sequence, groups)
 
     def to_keys(
         self, query_BQ: Tensor, key_value_LD2: Tensor, sequence: Sequence, groups: CandidateGroups
     ) -> Tensor:
-        """The same where keys and values are there already, as `key_value` gives them."""
+        """`forward` with keys and values from `key_value`."""
         return attend_to_histories(self.query(query_BQ), key_value_LD2, sequence, groups, self._heads)
 
 
 class ListAttention(nn.Module):
     """One pre-norm attention block over the candidates of a request: x + W_o attend(LN(x)).
 
-    A candidate sees the others' inputs, never their labels; without positions, so the order shown does not matter.
+    A candidate sees the inputs of the others, never their labels. There are no positions, so the order shown
+    does not matter.
     """
 
     def __init__(self, width: int, heads: int) -> None:

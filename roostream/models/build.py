@@ -1,6 +1,6 @@
-"""From a schema, a configuration and a seed to a model: the same bits in the trainer and in serving.
+"""Build a model from a schema, a configuration and a seed: the same bits in the trainer and in serving.
 
-A kind of model is a module with its configuration and its `Model`, and a row of KINDS; or a user's own (models/own).
+A kind of model is a row of KINDS with its configuration and `Model` class, or a custom model (models/custom).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from roostream.schema.toml_file import NO_LOCATION, SourceLocation, TomlFile, re
 
 @dataclasses.dataclass(frozen=True)
 class ModelKind:
-    """How the models of a kind are configured and made."""
+    """How models of a kind are configured and built."""
 
     config: type[ModelConfig]
     build: Callable[[Schema, Any], Model]  # the second is a `config`
@@ -61,12 +61,13 @@ KINDS = {
 
 
 def build_model(schema: Schema, config: ModelConfig, seed: int, *, is_loaded: bool = False) -> Model:
-    """A model whose parameters are a function of the arguments; the global random state is left as it was.
-    `is_loaded`: all of them are about to be loaded, and those of our models are nothing in particular until then.
+    """Build a model whose parameters depend only on the arguments. The global random state does not change.
+
+    `is_loaded`: all parameters will be loaded, so they are not initialized.
 
     Raises:
         SchemaError: the schema declares no feature.
-        ConfigError: a user's own code failed, or isn't there; names its file and line.
+        ConfigError: a custom model failed, or its code is missing; names file and line.
     """
     if isinstance(config, CustomModelConfig):
         return _build_own(loaded_code({"kind": config.kind, "code": config.code}), schema, config, seed)
@@ -86,7 +87,8 @@ def _build_own(code: CustomCode, schema: Schema, config: CustomModelConfig, seed
 
 
 def load_model_config(path: str = "") -> ModelConfig:
-    """The TOML at `path`; a ranker with its defaults if it is empty. A user's own code is loaded, a file from the TOML's folder.
+    """Read the TOML at `path`; the default ranker if it is empty. Custom code is loaded relative to the
+    TOML's folder.
 
     Raises:
         ConfigError: names key, value, file and line.
@@ -100,8 +102,8 @@ def load_model_config(path: str = "") -> ModelConfig:
 
 
 def load_model_config_or_code(file: str) -> ModelConfig:
-    """Of a TOML, or of a user's own code with its defaults: `FILE.py`, whose function is called `build`, `FILE.py:FUNCTION` or
-    `PACKAGE.MODULE:FUNCTION`.
+    """Read a TOML, or custom code with its default settings: `FILE.py` (function `build`), `FILE.py:FUNCTION`
+    or `PACKAGE.MODULE:FUNCTION`.
 
     Raises:
         ConfigError: as `load_model_config`.
@@ -113,7 +115,7 @@ def load_model_config_or_code(file: str) -> ModelConfig:
 
 
 def custom_model_config(file: TomlFile, folder: Path) -> CustomModelConfig:
-    """Settings of a user's own model: `kind` as a manifest names it, `code` filled in.
+    """Settings of a custom model, with `kind` as in manifests and `code` filled in.
 
     Raises:
         ConfigError: as `load_model_config`.
@@ -126,10 +128,10 @@ def custom_model_config(file: TomlFile, folder: Path) -> CustomModelConfig:
 
 
 def model_config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
-    """What `dataclasses.asdict` gave, as a manifest keeps it; one without `kind` is a ranker's.
+    """The inverse of `dataclasses.asdict`, for manifests; without `kind` it is a ranker.
 
     Raises:
-        ConfigError: a key or value that this version does not know, or a user's own code that this process wasn't given.
+        ConfigError: an unknown key or value, or custom code that this process was not given.
     """
     config = loaded_code(raw).config if is_custom(raw.get("kind")) else _kind_of(raw).config
     return from_dict(config, raw)

@@ -1,15 +1,16 @@
-"""The candidates of each request as padded squares, so that attention runs without a loop over requests.
-
-Letters: R requests, B candidates, G requests of a group, K the longest list of the group, S slots of all squares, D width.
+"""Candidates of each request as padded squares, so that attention needs no loop over requests.
 
     num_candidates_R = [2, 0, 3, 40]    →    group 0: requests [0, 2], K = 3     x_BD rows   [[0, 1, ·],
                                              group 1: requests [3],    K = 40                 [2, 3, 4]]
 
-A group holds lists of at most 16, 64, 256, … candidates: padding stays below a factor of four in K whatever the mix of
-lengths, and a request's result depends on no other request. All squares lie in one tensor of slots, group behind group, and
-what a request has (its history) is laid in the groups' order too, so that a group's part of both is a view. Where nothing
-needs padding (one request, an expanded batch) padding is a view. Squares are made when somebody first asks for them; `made` asks,
-so that a device is given all of them in one copy.
+A group holds lists of up to 16, 64, 256, … candidates. So padding is at most fourfold, and a request's result
+depends on no other request. All squares lie in one tensor of slots, group after group; histories are arranged
+in the same order, so a group's part of both is a view. Without padding (one request, an expanded batch),
+`pad` returns a view. Squares are built on first use; `made` builds them at once, so they reach a device in
+one copy.
+
+Letters: R requests, B candidates, G requests of a group, K the longest list of the group, S slots of all
+squares, D width.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Slots:
-    """Where candidates lie in squares, all groups together."""
+    """Places of candidates in the squares of all groups."""
 
     groups: tuple[Group, ...]
     request_order: np.ndarray
@@ -49,7 +50,7 @@ class Slots:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class CandidateGroups:
-    """Built by `build_groups`; used through `pad` and `unpad`, or unpadded by `start_R1`."""
+    """From `build_groups`. Use `pad` and `unpad`, or `start_R1` without padding."""
 
     start_R1: np.ndarray  # int64, on the host: of request r are the candidates start_R1[r] .. start_R1[r + 1]
     device: str  # where squares are made
@@ -62,7 +63,7 @@ class CandidateGroups:
 
     @property
     def request_order(self) -> np.ndarray:
-        """int64: requests that have a candidate, group behind group."""
+        """int64: requests that have a candidate, group after group."""
         return self._slots.request_order
 
     def pad(self, x_BD: Tensor) -> Tensor:
@@ -72,11 +73,11 @@ class CandidateGroups:
         return torch.cat([x_BD, x_BD.new_zeros(1, x_BD.shape[1])]).index_select(0, self._slots.candidate_S)
 
     def unpad(self, x_SD: Tensor) -> Tensor:
-        """The inverse, [B, D]; padding is left out."""
+        """The inverse, [B, D]."""
         return x_SD if self._slots.slot_B is None else x_SD.index_select(0, self._slots.slot_B)
 
     def made(self) -> CandidateGroups:
-        """The same, of which all tensors are there."""
+        """The same, with all tensors built."""
         return dataclasses.replace(self, slots=self._slots)
 
     @functools.cached_property
@@ -85,7 +86,7 @@ class CandidateGroups:
 
 
 def build_groups(num_candidates_R: np.ndarray, device: str = "cpu") -> CandidateGroups:
-    """int32 [R]."""
+    """`num_candidates_R`: int32 [R]."""
     start_R1 = np.zeros(len(num_candidates_R) + 1, dtype=np.int64)
     np.cumsum(num_candidates_R, out=start_R1[1:])
     return CandidateGroups(start_R1=start_R1, device=device)
@@ -135,7 +136,7 @@ def _build_slots(num_candidates_R: np.ndarray, device: str) -> Slots:
 
 
 def placed(array: np.ndarray, device: str | torch.device) -> Tensor:
-    """On the device; nobody waits for a copy to it."""
+    """The array on the device; copies to CUDA are asynchronous."""
     tensor = torch.from_numpy(array)
     if torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -143,7 +144,7 @@ def placed(array: np.ndarray, device: str | torch.device) -> Tensor:
 
 
 def _square(lengths_G: np.ndarray, starts_G: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Which slots are candidates, bool [G, K], and the candidates there, in the order of those slots."""
+    """Which slots are candidates, bool [G, K], and those candidates in slot order."""
     column_K = np.arange(int(lengths_G.max()), dtype=np.int64)
     mask_GK = column_K < lengths_G[:, None]
     return mask_GK, (starts_G[:, None] + column_K)[mask_GK]

@@ -1,6 +1,7 @@
-"""Rows by their numbers, one by one and pooled, and the way back: each row's gradient is the sum over whoever looked at it.
+"""Gather rows by number, pool them in bags, and sum gradients back to the rows.
 
-On a CPU that sum is a loop over entries in their order, so it has the same bits every time; elsewhere torch's own layers do both.
+On a CPU, gradients are summed in the order of the entries, so results are deterministic. Other devices use
+torch's layers.
 
 Letters: U rows, D width of a row, L entries, S bags, C columns of all sources side by side.
 """
@@ -20,23 +21,24 @@ from roostream.models.simd import COMPILED, LANES, fused, kernel, load, spread, 
 
 
 def gather_rows(sources: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """(rows [U, D], int64 [L]) of each source → [L, C], the sources' rows side by side; U may be 0 where L is."""
+    """(rows [U, D], int64 [L]) of each source → [L, C], the sources' rows side by side; U may be 0 if L is."""
     if not _has_kernel(sources[0][0]):
         return torch.cat([rows_UD.index_select(0, index_L) for rows_UD, index_L in sources], dim=1)
     out: Tensor = _Gather.apply(
-        [index_L for _, index_L in sources], *(_known(rows_UD) for rows_UD, _ in sources)
+        [index_L for _, index_L in sources], *(_as_supported_type(rows_UD) for rows_UD, _ in sources)
     )
     return out
 
 
 def pool_bags(rows_UD: Tensor, index_L: Tensor, offset_S1: Tensor, weight_L: Tensor | None) -> Tensor:
-    """→ [S, D], of each bag the mean of its rows, 0 of none; with `weight_L`, which gets no gradient, the sum by weight."""
+    """→ [S, D]: the mean of the rows of each bag, 0 if empty; with `weight_L`, the weighted sum. Weights get
+    no gradient."""
     if not _has_kernel(rows_UD):
         mode = "mean" if weight_L is None else "sum"
         return F.embedding_bag(
             index_L, rows_UD, offset_S1, mode=mode, per_sample_weights=weight_L, include_last_offset=True
         )
-    rows_UD = _known(rows_UD)
+    rows_UD = _as_supported_type(rows_UD)
     if weight_L is None:
         weight_L = rows_UD.new_empty(len(index_L))
         _share(offset_S1.numpy(), weight_L.numpy())
@@ -88,8 +90,8 @@ class _PoolBags(torch.autograd.Function):
         return out_UD, None, None, None
 
 
-def _known(rows_UD: Tensor) -> Tensor:
-    """A bfloat16 is a float32 of which numpy and the kernels know."""
+def _as_supported_type(rows_UD: Tensor) -> Tensor:
+    """bfloat16 as float32, because numpy and the kernels do not know bfloat16."""
     return rows_UD.float() if rows_UD.dtype == torch.bfloat16 else rows_UD
 
 
@@ -108,7 +110,7 @@ def _take(rows_UD: np.ndarray, index_L: np.ndarray, column: int, out_LC: np.ndar
 
 @kernel
 def _add(gradient_LC: np.ndarray, index_L: np.ndarray, column: int, out_UD: np.ndarray) -> None:
-    """The way back of `_take`."""
+    """Backward pass of `_take`."""
     width = out_UD.shape[1]
     for i in range(len(index_L)):
         for j in range(0, width, LANES):
@@ -124,7 +126,7 @@ def _add(gradient_LC: np.ndarray, index_L: np.ndarray, column: int, out_UD: np.n
 
 @kernel
 def _share(offset_S1: np.ndarray, out_L: np.ndarray) -> None:
-    """What each entry counts for in its bag's mean."""
+    """Share of each entry in the mean of its bag."""
     for s in range(len(offset_S1) - 1):
         for i in range(offset_S1[s], offset_S1[s + 1]):
             out_L[i] = 1 / (offset_S1[s + 1] - offset_S1[s])
@@ -151,7 +153,7 @@ def _unpool(
     weight_L: np.ndarray,
     out_UD: np.ndarray,
 ) -> None:
-    """The way back of `_pool`."""
+    """Backward pass of `_pool`."""
     width = out_UD.shape[1]
     for s in range(len(offset_S1) - 1):
         for j in range(0, width, LANES):

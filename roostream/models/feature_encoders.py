@@ -1,13 +1,10 @@
-"""What a model is put together from: parts that read `Inputs` and give a block of columns, R or B rows of it.
+"""Feature encoders: modules that read `Inputs` and return a block of columns for requests (R rows) or
+candidates (B rows).
 
-A new module (HSTU's target output) is one more `Part`; chosen_parts.py says which ones a schema and a ranker's configuration
-ask for.
+UserArch compresses many request-only embeddings to a few, once per request (ROO paper §3.2, eq. 1 and 2).
 
-Letters: R requests, B candidates, G floats, N sequence entries, D width.
-
-UserArch: many request-only embeddings compressed to a few, once a request (ROO paper §3.2, eq. 1 and 2).
-
-Letters: R requests, I embeddings in, C width of each, O embeddings out, P width of each.
+Letters: R requests, B candidates, U distinct requests, G floats, N sequence entries, D width; UserArch: I
+embeddings in, C width of each, O embeddings out, P width of each.
 """
 
 from __future__ import annotations
@@ -31,10 +28,10 @@ PooledFeatures = dict[str, Tensor]
 
 
 def pool_features(inputs: Inputs) -> PooledFeatures:
-    """Every list feature pooled, [R, D] or [B, D]: the mean (0 of nothing), for weighted ids the sum by weight.
+    """Pool every list feature, [R, D] or [B, D]: the mean (0 if empty), for weighted ids the weighted sum.
 
-    The semantics of TorchRec's EmbeddingBagCollection, but that a weight counts as its asinh, as floats do (roostream/models/inputs.py): a
-    weight in any unit (a price, a duration) can't blow a layer up. All features of a stack that pool alike at once.
+    As TorchRec's EmbeddingBagCollection, except that a weight counts as its asinh, as floats do (inputs.py).
+    Features of a stack that pool alike are pooled together.
     """
     out: PooledFeatures = {}
     for bags in inputs.bags:
@@ -44,8 +41,11 @@ def pool_features(inputs: Inputs) -> PooledFeatures:
 
 
 def normalize_pooled(pooled: PooledFeatures) -> PooledFeatures:
-    """Each vector brought to mean 0 and variance 1 over its own columns (LayerNorm without gains: Ba et al. 2016; for rows: the
-    Slipstream paper, §3.5). What is pooled of nothing stays 0, and so does a vector of one number, which would be lost."""
+    """Normalize each vector to mean 0 and variance 1 (LayerNorm without gains, Ba et al. 2016; for rows:
+    Slipstream, §3.5).
+
+    Empty pools stay 0. Vectors of width 1 stay unchanged, because normalization would erase them.
+    """
     return {
         name: nn.functional.layer_norm(x_SD, x_SD.shape[1:]) if x_SD.shape[1] > 1 else x_SD
         for name, x_SD in pooled.items()
@@ -53,9 +53,9 @@ def normalize_pooled(pooled: PooledFeatures) -> PooledFeatures:
 
 
 class FeatureEncoder(nn.Module):
-    """Gives [R, width] as a request part, [B, width] as a candidate part; a row depends on its own request only.
+    """Returns [R, width] for requests or [B, width] for candidates; a row depends on its own request only.
 
-    Called once a forward. Parts share nothing but `inputs` and `pooled`, and change neither.
+    Called once per forward pass. Encoders share only `inputs` and `pooled`, and change neither.
     """
 
     width: int
@@ -81,7 +81,7 @@ class FloatEncoder(FeatureEncoder):
 
 
 class EmbeddingEncoder(FeatureEncoder):
-    """The pooled list features of a side, side by side."""
+    """Pooled list features of a side, side by side."""
 
     def __init__(self, schema: Schema, side: Side) -> None:
         super().__init__()
@@ -93,10 +93,10 @@ class EmbeddingEncoder(FeatureEncoder):
 
 
 class HistoryAttentionEncoder(FeatureEncoder):
-    """Target attention to one request-only sequence; the candidate's pooled id features ask.
+    """Target attention to one request-only sequence, with the candidate's pooled id features as query.
 
-    An entry is its row, the rows of its id columns that have a table, and a learned vector of each time column's bucket
-    (an id column without a table is carried in the data and not modelled).
+    An entry consists of its row, the rows of its id columns that have a table, and a learned vector for the
+    bucket of each time column. Id columns without a table are not modeled.
     """
 
     def __init__(self, schema: Schema, feature: Feature, config: RankerConfig) -> None:
@@ -140,8 +140,11 @@ class HistoryAttentionEncoder(FeatureEncoder):
         return sources
 
     def _keys(self, inputs: Inputs, sequence: Sequence, kept: SharedEntries) -> Tensor:
-        """Keys and values of all entries, [L, 2 · width], as `attention.key_value` would give them: what rows bring is worked out
-        once an entry that remains, what times bring once a bucket; each entry has the sum of its own."""
+        """Keys and values of all entries, [L, 2 · width], as from `attention.key_value`.
+
+        The part from rows is computed once per shared entry, the part from times once per bucket; each entry
+        sums its own.
+        """
         row_VE = gather_rows(self._rows(inputs, {"": kept.index_V, **kept.column_V}))
         weight, bias = self.attention.key_value.weight, self.attention.key_value.bias
         keys_LD2 = gather_rows(
@@ -158,7 +161,8 @@ class HistoryAttentionEncoder(FeatureEncoder):
 class LinearCompression(nn.Module):
     """Linear compression embedding: X [R, C, I] → [R, O, P], no activation.
 
-    f(X) = g(X) W + b with g(X) [R · C, I], W [I, O], b [O], as [R, O, C]; then f'(X) = f W' + b' with W' [C, P], b' [P].
+    f(X) = g(X) W + b with g(X) [R · C, I], W [I, O], b [O], as [R, O, C]; then f'(X) = f W' + b' with W' [C,
+    P], b' [P].
     """
 
     def __init__(self, num_in: int, width_in: int, num_out: int, width_out: int) -> None:
@@ -172,10 +176,9 @@ class LinearCompression(nn.Module):
 
 
 class UserArch(FeatureEncoder):
-    """[U, O · P] of a request's pooled lists and floats, of equal requests once (`Inputs.once`); P = C.
+    """[U, O · P] from a request's pooled lists and floats, once for equal requests (`Inputs.once`); P = C.
 
-    Lists of another width than C go through a matrix of their own first; all floats become one embedding by a layer. There are
-    never more out than in.
+    Lists of a width other than C are projected first; all floats become one embedding. O is at most I.
     """
 
     def __init__(self, schema: Schema, config: RankerConfig) -> None:

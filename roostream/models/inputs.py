@@ -1,7 +1,8 @@
-"""A batch, its lookup and its rows as tensors: the only way into a model, for training and for serving.
+"""Batch, lookup and rows as tensors: the input of all models, in training and serving.
 
-Letters: R requests, B candidates, G floats after transforms, P presence bits, U unique rows of a stack, D width of a
-stack, L entries, V entries that remain, S bags (one a feature and row), N the longest of a sequence in the batch.
+Letters: R requests, B candidates, G floats after transforms, P presence bits, U unique rows of a stack, D
+width of a stack, L entries, V shared entries, S bags (one per feature and row), N longest sequence in the
+batch.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ BUCKET_MS = np.ceil(np.exp(0.301 * np.arange(1, 123)) * 1000).astype(np.int64)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Bags:
-    """All pooled features of a stack that pool alike, pooled at once."""
+    """Features of a stack that are pooled alike, in one call."""
 
     stack: str
     features: tuple[str, ...]
@@ -42,7 +43,7 @@ class Bags:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PaddedEntries:
-    """How a sequence becomes squares."""
+    """Padding of a sequence to squares."""
 
     shape_RN: tuple[int, int]
     entry_RN: Tensor | None  # int64 [R · N], of L; padding is any entry; None = the entries as they lie
@@ -51,8 +52,11 @@ class PaddedEntries:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SharedEntries:
-    """A sequence's entries of which several requests have the same: each once (roostream/wire/dedup.py, `PartialDedup`). What is
-    made of an entry alone, without its time, is made V times; `at_L` gives each request its own."""
+    """Entries of a sequence that several requests share, once each (roostream/wire/dedup.py).
+
+    What depends on an entry alone, without its time, is computed V times; `at_L` maps it to the entries of
+    each request.
+    """
 
     index_V: Tensor  # int64, positions in the stack's rows
     column_V: dict[str, Tensor]
@@ -61,7 +65,8 @@ class SharedEntries:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class UniqueRequests:
-    """Requests that have all request-only features in common, times left out: what is made of these is made once (RecD §5)."""
+    """Distinct requests: equal in all request-only features except times. What depends on these is computed
+    once (RecD §5)."""
 
     first_U: Tensor  # int64: a request of each
     index_B: Tensor  # int64: which of them each candidate's request is; not sorted
@@ -69,12 +74,12 @@ class UniqueRequests:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Sequence:
-    """A request-only sequence, jagged: all requests' entries behind each other, and how a part that wants squares pads them.
+    """A request-only sequence, jagged: entries of all requests one after the other.
 
-    length_R = [2, 0, 3]    offset_R1 = [0, 2, 2, 5]    index_L = [a, b, c, d, e]
+        length_R = [2, 0, 3]    offset_R1 = [0, 2, 2, 5]    index_L = [a, b, c, d, e]
 
-    Squares hold the requests that have a candidate, in the order of `CandidateGroups.request_order`; N is their longest.
-    They are made when somebody first asks for them, or before they go to a device.
+    Squares hold the requests that have a candidate, in the order of `CandidateGroups.request_order`; N is
+    their longest. They are built on first use, or before they are copied to a device.
     """
 
     length_R: Tensor  # int64
@@ -89,13 +94,13 @@ class Sequence:
     kept: SharedEntries | None = None  # None: nothing is shared, or nobody looked
 
     def squares(self, x_L: Tensor) -> Tensor:
-        """[L, ...] → [R · N, ...]; padding holds some entry's value and must be masked."""
+        """[L, ...] → [R · N, ...]; padding has arbitrary values and must be masked."""
         entry_RN = self._squares.entry_RN
         return x_L if entry_RN is None else x_L.index_select(0, entry_RN)
 
     @property
     def shape_RN(self) -> tuple[int, int]:
-        """Of the squares; known without asking the device."""
+        """Shape of the squares; known without synchronizing with the device."""
         return self._squares.shape_RN
 
     @property
@@ -104,7 +109,7 @@ class Sequence:
         return self._squares.mask_RN
 
     def made(self, groups: CandidateGroups) -> Sequence:
-        """The same, of which all tensors are there; `groups`: its own, made."""
+        """The same, with all tensors built; `groups`: its groups, built."""
         return dataclasses.replace(self, groups=groups, padded=self._squares)
 
     @functools.cached_property
@@ -114,11 +119,11 @@ class Sequence:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Inputs:
-    """Built by `build_inputs`. After `backward`, `rows[stack].grad` [U, D] are the compact gradients to push (None: the model
-    looks at no row of that stack).
+    """From `build_inputs`. After `backward`, `rows[stack].grad` [U, D] are the compact gradients to push;
+    None: the model does not use the stack.
 
-    Floats, after the schema's transforms, and weights are their asinh: it keeps small numbers and takes the logarithm of large
-    ones, so that a raw count, age or price in any unit can't blow a layer up.
+    Floats (after the schema's transforms) and weights are given as asinh: almost linear for small numbers,
+    logarithmic for large ones, so raw counts, ages or prices cannot overflow a layer.
     """
 
     ro_float_RG: Tensor
@@ -135,12 +140,12 @@ class Inputs:
     unique: UniqueRequests | None = None  # None: requests differ, or nobody looked
 
     def once(self, x_RD: Tensor) -> Tensor:
-        """[R, D] → [U, D]: of equal requests one. What is made of it goes on by `shared_index_B`."""
+        """[R, D] → [U, D]: one row per distinct request. Map results back with `shared_index_B`."""
         return x_RD if self.unique is None else x_RD.index_select(0, self.unique.first_U)
 
     @property
     def shared_index_B(self) -> Tensor:
-        """int64: each candidate's row of what was made of `once`."""
+        """int64: each candidate's row in what was computed from `once`."""
         return self.request_index_B if self.unique is None else self.unique.index_B
 
 
@@ -152,11 +157,12 @@ def build_inputs(
     *,
     train: bool = False,
 ) -> Inputs:
-    """Wrap without copying where the device is the CPU; `train=True` makes the rows leaves that require grad.
+    """Build the inputs, without copies if the device is the CPU; with `train=True` the rows require
+    gradients.
 
-    `rows`: stack → float32 [U, D], aligned with `lookup`: an array (`Replica.gather`), or a tensor wherever it is (trainer's
-    `Rows.pull`), which is not written to. `device`: None = rows stay where they are, and all else is on the host. What the lookup
-    says requests share is said to the model too; results are the same but for the order of sums.
+    `rows`: stack → float32 [U, D], aligned with `lookup`; a numpy array, or a tensor on any device, which is
+    not written to. `device`: None = rows stay where they are, everything else is on the host. Requests that
+    the lookup reports as shared are computed once; results differ only by the order of sums.
     """
     schema = batch.schema
     ro_float_RG, nro_float_BG = apply_transforms(batch, lookup.unique)
@@ -187,7 +193,7 @@ def build_inputs(
 
 
 def _with_squares(inputs: Inputs) -> Inputs:
-    """A device is given what the host has made: squares that it asked for later would be copies of their own."""
+    """Build the squares on the host, so that they are part of the one copy to the device."""
     groups = inputs.groups.made()
     return dataclasses.replace(
         inputs, groups=groups, sequences={n: s.made(groups) for n, s in inputs.sequences.items()}
@@ -195,8 +201,8 @@ def _with_squares(inputs: Inputs) -> Inputs:
 
 
 def change_tensors(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
-    """The same with `change(tensor)` for every tensor, once each, in a fixed order; rows stay leaves. What the host reads stays
-    as it is, and so does what isn't made yet."""
+    """Apply `change` to every tensor, once each, in a fixed order. Rows stay leaves. Host arrays and unbuilt
+    squares stay unchanged."""
     done: dict[int, Tensor] = {}
 
     def once(x: Tensor) -> Tensor:
@@ -226,12 +232,12 @@ def _leaf(rows_UD: np.ndarray | Tensor) -> Tensor:
 
 
 def _wrap(array: np.ndarray) -> Tensor:
-    """A read-only array is copied: torch can't promise not to write to it."""
+    """A read-only array is copied, because torch tensors are writable."""
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def _build_bags(batch: Batch, lookup: Lookup) -> tuple[Bags, ...]:
-    """One entry a (stack, way of pooling) that has features, in declared order."""
+    """One entry for each stack and way of pooling, in declared order."""
     groups: dict[tuple[str, bool], list[tuple[Feature, Jagged, bool]]] = {}
     schema, ro = batch.schema, batch.ro_lists
     for features, jagged in ((schema.lists("ro"), ro), (schema.lists("nro"), batch.nro_lists)):
@@ -242,7 +248,7 @@ def _build_bags(batch: Batch, lookup: Lookup) -> tuple[Bags, ...]:
 
 
 def _bags(stack: str, weighted: bool, members: list[tuple[Feature, Jagged, bool]], lookup: Lookup) -> Bags:
-    """The features' bags behind each other, in the order of `members`."""
+    """Bags of the features, in the order of `members`."""
     lengths_S = np.concatenate([jagged.lengths_KN[jagged.index(f.name)] for f, jagged, _ in members])
     offset_S1 = np.zeros(len(lengths_S) + 1, dtype=np.int64)
     np.cumsum(lengths_S, out=offset_S1[1:])
@@ -265,7 +271,7 @@ def _weights(jagged: Jagged, name: str) -> np.ndarray:
 
 
 def _build_sequence(f: Feature, batch: Batch, lookup: Lookup, groups: CandidateGroups) -> Sequence:
-    """Wraps the batch's own arrays; nothing is copied but lengths and buckets."""
+    """Wraps the batch's arrays; only lengths and buckets are copied."""
     schema = batch.schema
 
     def index_of(table: str, key: str) -> Tensor:
@@ -313,12 +319,13 @@ def _build_squares(length_R: np.ndarray, order: np.ndarray) -> PaddedEntries:
 
 
 def _pad(length_R: np.ndarray, start_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where squares find their entries, int64 [R, N], and which of them are entries."""
+    """Entry at each place of the squares, int64 [R, N], and which places are entries."""
     column_N = np.arange(length_R.max(initial=0), dtype=np.int64)
     mask_RN = column_N < length_R[:, None]
     return np.where(mask_RN, start_R[:, None] + column_N, 0), mask_RN
 
 
 def time_buckets(gap_ms_L: np.ndarray) -> np.ndarray:
-    """⌊ln(max(|Δt|, 1 s)) / 0.301⌋ (HSTU, Zhai et al. 2024), int64 ms → int64 in 0..122; exact, by comparison."""
+    """⌊ln(max(|Δt|, 1 s)) / 0.301⌋ (HSTU, Zhai et al. 2024), int64 ms → int64 in 0..122; exact, by
+    comparison."""
     return np.searchsorted(BUCKET_MS, np.abs(gap_ms_L), side="right").astype(np.int64)

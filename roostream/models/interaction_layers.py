@@ -1,14 +1,11 @@
-"""DHEN: ensembles of interactions on top of each other (Zhang et al. 2022, "DHEN: a deep and hierarchical ensemble network", §3).
+"""Feature interaction of a candidate: DCNv2's cross network, and DHEN.
 
-Letters: N rows, K tokens of a row, D width of a token.
+DHEN: Zhang et al. 2022, "DHEN: a deep and hierarchical ensemble network", §3: X_{l+1} = Norm(Σ_k
+Interaction_k(X_l) + Shortcut(X_l)). Each layer combines several kinds of interaction of the layer below.
 
-    X_{l+1} = Norm(Σ_k Interaction_k(X_l) + Shortcut(X_l))
+No layer mixes rows: the result of a row does not depend on the others.
 
-Each layer sees what different kinds of interaction made of the layer below, so that kinds are combined, not only stacked.
-
-DCNv2's cross network: polynomials of the columns, one degree more a layer.
-
-Letters: N rows, D width.
+Letters: N rows, K tokens of a row, D width of a token (cross network: of a row).
 """
 
 from __future__ import annotations
@@ -22,7 +19,8 @@ from roostream.models.config import InteractionName
 
 
 class DotProducts(nn.Module):
-    """Every pair of tokens by its dot product, as in DLRM (Naumov et al. 2019): X Xᵀ [K, K], flat, W + b → [N, K, D]."""
+    """Dot products of all pairs of tokens, as in DLRM (Naumov et al. 2019): X Xᵀ [K, K], flat, W + b → [N, K,
+    D]."""
 
     def __init__(self, tokens: int, width: int) -> None:
         super().__init__()
@@ -35,7 +33,7 @@ class DotProducts(nn.Module):
 
 
 class CrossTokens(nn.Module):
-    """A layer of DCNv2 over all columns of a row (cross_net.py): x ⊙ (W x + b) + x."""
+    """A DCNv2 layer over all columns of a row: x ⊙ (W x + b) + x."""
 
     def __init__(self, tokens: int, width: int, rank: int) -> None:
         super().__init__()
@@ -47,7 +45,7 @@ class CrossTokens(nn.Module):
 
 
 class MixTokens(nn.Module):
-    """Linear, across tokens: each new token is a sum of all by weight, W [K, K], then W' [D, D] + b on each."""
+    """Linear across tokens: each new token is a weighted sum of all, W [K, K], then W' [D, D] + b for each."""
 
     def __init__(self, tokens: int, width: int) -> None:
         super().__init__()
@@ -60,7 +58,7 @@ class MixTokens(nn.Module):
 
 
 class DhenLayer(nn.Module):
-    """[N, K, D] → [N, K, D]; all shapes are equal, so the shortcut is X itself."""
+    """[N, K, D] → [N, K, D]; the shortcut is X itself, because all shapes are equal."""
 
     def __init__(self, names: Sequence[InteractionName], tokens: int, width: int, rank: int) -> None:
         super().__init__()
@@ -81,7 +79,8 @@ class DhenLayer(nn.Module):
 
 
 class Dhen(nn.Module):
-    """[N, width in] → [N, width = K · D]: a row's columns become K tokens by one matrix, then the layers."""
+    """[N, width in] → [N, width = K · D]: one matrix turns the columns of a row into K tokens; then the
+    layers."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""Layers, and initial values that depend on the seed and a parameter's name only.
+"""MLP, and initial values that depend only on the seed and a parameter's name.
 
-Letters: N rows, D width. No layer mixes rows: a row's result does not depend on the others.
+Letters: N rows, D width.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from roostream.schema.ids import hash64
 
 
 class Mlp(nn.Module):
-    """Linear + ReLU for each width, [N, width in] → [N, width]; without layers the identity."""
+    """Linear + ReLU for each width, [N, width in] → [N, width]; identity without layers. Rows are
+    independent."""
 
     def __init__(self, width_in: int, layers: Sequence[int]) -> None:
         super().__init__()
@@ -30,10 +31,11 @@ class Mlp(nn.Module):
 
 
 def init_parameters(model: nn.Module, seed: int) -> None:
-    """Same seed, same name, same shape → same bits, in every process; a new module changes no other's values.
+    """Same seed, name and shape → same bits, in every process. A new module does not change the values of
+    others.
 
-    Matrices are uniform with variance 1 / fan-in (the last dimension), vectors 0, gains of norms 1; a module with
-    `adjust_initial_parameters()` then overrides what is its own.
+    Matrices are uniform with variance 1 / fan-in (the last dimension), vectors 0, gains of norms 1. Then
+    `adjust_initial_parameters()` is called on modules that have it.
     """
     gains = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)}
     with torch.no_grad():
@@ -45,6 +47,6 @@ def init_parameters(model: nn.Module, seed: int) -> None:
             bound = (3.0 / parameter.shape[-1]) ** 0.5
             parameter.copy_(torch.rand(parameter.shape, generator=generator) * (2 * bound) - bound)
         for module in model.modules():
-            own = getattr(module, "adjust_initial_parameters", None)
-            if callable(own):
-                own()
+            adjust = getattr(module, "adjust_initial_parameters", None)
+            if callable(adjust):
+                adjust()

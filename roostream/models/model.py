@@ -1,4 +1,4 @@
-"""What the trainer and serving know of a model, whatever its kind.
+"""Interface of a model for the trainer and serving.
 
 Letters: B candidates, T tasks.
 """
@@ -15,7 +15,7 @@ from roostream.models.inputs import Inputs
 
 
 class Targets(NamedTuple):
-    """What a batch says about its candidates, on the model's device."""
+    """Labels of a batch's candidates, on the model's device."""
 
     label_BT: Tensor  # float32
     weight_BT: Tensor  # float32; 0 = the label is not there
@@ -32,20 +32,21 @@ class Targets(NamedTuple):
 
 
 class Model(nn.Module, abc.ABC):
-    """Dense parameters and how they are used; rows of embedding tables come with the inputs.
+    """Dense parameters and their use; rows of embedding tables come with the inputs.
 
-    A candidate's logits depend on its own request only, so that serving, which scores one request at a time, gives what
-    training gave (G9). Nothing is kept from one call to the next.
+    A candidate's logits depend on its own request only, so serving, which scores one request at a time,
+    computes what training computed (G9). No state is kept between calls.
     """
 
     @abc.abstractmethod
     def forward(self, inputs: Inputs) -> Tensor:
-        """→ logits_BT in the order of `schema.tasks`; their sigmoid is what is predicted and served."""
+        """→ logits_BT in the order of `schema.tasks`; their sigmoid is predicted and served."""
 
     @abc.abstractmethod
     def loss(self, inputs: Inputs, logits_BT: Tensor, targets: Targets) -> Tensor:
-        """What is to be made smaller, a scalar with a graph to the parameters and to `inputs.rows`.
+        """The scalar to minimize, with a graph to the parameters and to `inputs.rows`; 0 if all weights are
+        0.
 
-        `logits_BT` is what `forward` gave for these inputs, before a step. A kind whose loss looks at more than logits (a
-        softmax over the batch's items) makes it anew from `inputs`. Without any weight it is 0.
+        `logits_BT` is the result of `forward` for these inputs, before a step. A kind whose loss needs more
+        than logits (a softmax over the batch's items) recomputes it from `inputs`.
         """

@@ -1,15 +1,15 @@
-"""Attention within segments that lie behind each other, on a CPU.
+"""Attention within consecutive segments on a CPU, forward and backward.
 
-Nothing is padded; only the keys of a head are copied, transposed.
-
-Letters: R segments, Q queries and N entries of all, H heads; I queries and J entries of a segment, C width of a head. Segment r
-has the queries starts_Q[r] .. starts_Q[r + 1] and the entries starts_N[r] .. starts_N[r + 1].
+Nothing is padded; only the keys of a head are copied, transposed. Probabilities are not kept: the backward
+pass recomputes them from the logarithm of the softmax's denominator. Sums follow the order of a segment's
+queries and entries, so a segment's results have the same bits in any batch.
 
     s = q kᵀ / √C     p = softmax(s)     out = p v
     dv = pᵀ dout      dp = dout vᵀ       ds = p ⊙ (dp - Σ p ⊙ dp) / √C      dq = ds k      dk = dsᵀ q
 
-p isn't kept: the way back makes it anew from the logarithm of the softmax's denominator. Sums are in the order of a segment's
-queries and entries, so that its results have the same bits whatever lies beside it.
+Letters: R segments, Q queries and N entries of all, H heads; I queries and J entries of a segment, C width of
+a head. Segment r has the queries starts_Q[r] .. starts_Q[r + 1] and the entries starts_N[r] .. starts_N[r +
+1].
 """
 
 from __future__ import annotations
@@ -34,30 +34,31 @@ from roostream.models.simd import (
 )
 
 Three = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Of queries, keys and values, [Q, ...], [N, ...] and [N, ...]: what they are columns of."""
+"""Tensors that contain queries, keys and values: [Q, ...], [N, ...], [N, ...]."""
 Begins = tuple[int, int, int]
-"""At which column of those each begins."""
+"""First column of queries, keys and values in those tensors."""
 Starts = tuple[np.ndarray, np.ndarray]
 """starts_Q, starts_N: int64 [R + 1]."""
-_TOGETHER = 32  # queries of a segment: their p stays near the processor, however long a list is
+_QUERY_BLOCK = 32  # queries of a segment: their p stays near the processor, however long a list is
 
 
 @kernel
 def attend_ragged(of: Three, begins: Begins, starts: Starts, out_QD: np.ndarray, log_QH: np.ndarray) -> None:
-    """Writes what each query attends to, 0 where its segment has no entry, and the logarithms; D = H · C."""
+    """Write the attention output of each query, 0 if its segment has no entry, and the log denominators; D =
+    H · C."""
     heads = log_QH.shape[1]
     width = out_QD.shape[1] // heads
-    p, turned = _rooms(out_QD, starts, width, _TOGETHER)
+    p, transposed = _buffers(out_QD, starts, width, _QUERY_BLOCK)
     for r in range(len(starts[0]) - 1):
         a, b, c, d = starts[0][r], starts[0][r + 1], starts[1][r], starts[1][r + 1]
-        turned_CJ = turned[: width * (d - c)].reshape(width, d - c)
+        transposed_CJ = transposed[: width * (d - c)].reshape(width, d - c)
         for h in range(heads):
             k_JC, v_JC = _head(of[1][c:d], begins[1], h, width), _head(of[2][c:d], begins[2], h, width)
-            _turn(k_JC, turned_CJ)
-            for i in range(a, b, _TOGETHER):
-                end = min(i + _TOGETHER, b)
+            _transpose(k_JC, transposed_CJ)
+            for i in range(a, b, _QUERY_BLOCK):
+                end = min(i + _QUERY_BLOCK, b)
                 p_IJ = p[: (end - i) * (d - c)].reshape(end - i, d - c)
-                product(_head(of[0][i:end], begins[0], h, width), turned_CJ, p_IJ)
+                product(_head(of[0][i:end], begins[0], h, width), transposed_CJ, p_IJ)
                 if c < d:
                     _softmax(p_IJ, 1 / math.sqrt(width), log_QH[i:end, h])
                 product(p_IJ, v_JC, _head(out_QD[i:end], 0, h, width))
@@ -67,26 +68,26 @@ def attend_ragged(of: Three, begins: Begins, starts: Starts, out_QD: np.ndarray,
 def attend_ragged_back(
     of: Three, begins: Begins, starts: Starts, log_QH: np.ndarray, gradient_QD: np.ndarray, to: Three
 ) -> None:
-    """The way back of `attend_ragged`: writes the gradients of `of` into the same columns of `to`."""
+    """Backward pass of `attend_ragged`: writes the gradients of `of` into the same columns of `to`."""
     heads = log_QH.shape[1]
     width = gradient_QD.shape[1] // heads
-    p, turned = _rooms(gradient_QD, starts, width, len(gradient_QD))
-    s, _ = _rooms(gradient_QD, starts, width, len(gradient_QD))
+    p, transposed = _buffers(gradient_QD, starts, width, len(gradient_QD))
+    s, _ = _buffers(gradient_QD, starts, width, len(gradient_QD))
     for r in range(len(starts[0]) - 1):
         a, b, c, d = starts[0][r], starts[0][r + 1], starts[1][r], starts[1][r + 1]
         p_IJ, s_IJ = (
             p[: (b - a) * (d - c)].reshape(b - a, d - c),
             s[: (b - a) * (d - c)].reshape(b - a, d - c),
         )
-        turned_CJ = turned[: width * (d - c)].reshape(width, d - c)
+        transposed_CJ = transposed[: width * (d - c)].reshape(width, d - c)
         for h in range(heads):
             q_IC = _head(of[0][a:b], begins[0], h, width)
             k_JC, v_JC = _head(of[1][c:d], begins[1], h, width), _head(of[2][c:d], begins[2], h, width)
             gradient_IC = _head(gradient_QD[a:b], 0, h, width)
-            _turn(k_JC, turned_CJ)
-            product(q_IC, turned_CJ, p_IJ)
-            _turn(v_JC, turned_CJ)
-            product(gradient_IC, turned_CJ, s_IJ)
+            _transpose(k_JC, transposed_CJ)
+            product(q_IC, transposed_CJ, p_IJ)
+            _transpose(v_JC, transposed_CJ)
+            product(gradient_IC, transposed_CJ, s_IJ)
             _softmax_back(p_IJ, 1 / math.sqrt(width), log_QH[a:b, h], s_IJ)
             product(s_IJ, k_JC, _head(to[0][a:b], begins[0], h, width))
             product(s_IJ.T, q_IC, _head(to[1][c:d], begins[1], h, width))
@@ -95,13 +96,13 @@ def attend_ragged_back(
 
 @kernel
 def _head(x: np.ndarray, begin: int, h: int, width: int) -> Any:
-    """A head's columns."""
+    """Columns of a head."""
     return x[:, begin + h * width : begin + (h + 1) * width]
 
 
 @kernel
-def _rooms(like: np.ndarray, starts: Starts, width: int, together: int) -> tuple[np.ndarray, np.ndarray]:
-    """For p of so many queries, and for keys turned, of the largest segments."""
+def _buffers(like: np.ndarray, starts: Starts, width: int, together: int) -> tuple[np.ndarray, np.ndarray]:
+    """Buffers for probabilities and transposed keys of the largest segment."""
     most, longest = 0, 0
     for r in range(len(starts[0]) - 1):
         num_entries = starts[1][r + 1] - starts[1][r]
@@ -111,7 +112,7 @@ def _rooms(like: np.ndarray, starts: Starts, width: int, together: int) -> tuple
 
 
 @kernel
-def _turn(x_JC: np.ndarray, out_CJ: np.ndarray) -> None:
+def _transpose(x_JC: np.ndarray, out_CJ: np.ndarray) -> None:
     """out = xᵀ."""
     for j in range(x_JC.shape[0]):
         for c in range(x_JC.shape[1]):
@@ -120,7 +121,7 @@ def _turn(x_JC: np.ndarray, out_CJ: np.ndarray) -> None:
 
 @kernel
 def _softmax(s_IJ: np.ndarray, factor: float, log_I: np.ndarray) -> None:
-    """Of each row of factor · s, in place, J > 0."""
+    """Softmax of each row of factor · s, in place, J > 0."""
     n = s_IJ.shape[1]
     for i in range(s_IJ.shape[0]):
         most = load(s_IJ, i, 0, n, -np.inf)
@@ -147,7 +148,7 @@ def _softmax(s_IJ: np.ndarray, factor: float, log_I: np.ndarray) -> None:
 
 @kernel
 def _softmax_back(p_IJ: np.ndarray, factor: float, log_I: np.ndarray, s_IJ: np.ndarray) -> None:
-    """`p_IJ`: scores before the factor, which become p; `s_IJ`: the gradient of p, which becomes that of the scores."""
+    """`p_IJ`: scores before the factor, replaced by p; `s_IJ`: gradient of p, replaced by that of the scores."""
     n = p_IJ.shape[1]
     for i in range(p_IJ.shape[0]):
         none = load(p_IJ, i, 0, 0, 0.0)

@@ -1,11 +1,10 @@
-"""The late-stage ranker (ROO paper §3.2, Fig. 8): the request side once a request, candidates together.
+"""The late-stage ranker (ROO paper §3.2, Fig. 8): request features are processed once per request, candidates
+together.
 
-Letters: R requests, B candidates, T tasks, D width.
+    request encoders ─► tower, UserArch (R) ─► gather ─┐
+    candidate encoders (B rows) ───────────────────────┴► interaction ─► dense ─► list attention ─► deep ─► a tower per task
 
-    request parts ─► tower, UserArch (R) ─► gather ─┐
-    candidate parts (B rows) ───────────────────────┴► interaction ─► dense ─► list attention ─► deep ─► a tower a task
-
-Which parts a schema and a ranker's configuration ask for; a model concatenates what they give.
+Letters: R requests, B candidates, U distinct requests, T tasks, D width.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from roostream.schema.schema import Schema
 
 
 class Ranker(Model):
-    """A logit for each candidate and task; a candidate's depend on its own request only.
+    """A logit for each candidate and task.
 
     Raises:
         SchemaError: the schema declares no feature.
@@ -82,11 +81,12 @@ class Ranker(Model):
         return self.heads(self.deep(x_BD))
 
     def loss(self, inputs: Inputs, logits_BT: Tensor, targets: Targets) -> Tensor:
-        """Of every candidate, see roostream/models/loss.py; of pairs in a request's list where a label asks for it."""
+        """Multi-task loss (loss.py); pairs within a request's list if a label asks for it."""
         return loss(logits_BT, targets, self._tasks, inputs.groups)
 
     def request(self, inputs: Inputs, pooled: PooledFeatures) -> list[Tensor]:
-        """What all candidates of a request share, [U, D] of equal requests once; `inputs.shared_index_B` tells whose."""
+        """What the candidates of a request share, [U, D] once for equal requests; mapped by
+        `inputs.shared_index_B`."""
         blocks = [inputs.once(part(inputs, pooled)) for part in self.request_parts.values()]
         shared = [self.request_tower(torch.cat(blocks, dim=1))] if blocks else []
         return shared if self.user_arch is None else [*shared, self.user_arch(inputs, pooled)]
@@ -100,7 +100,7 @@ def _interaction(width: int, config: RankerConfig) -> CrossNet | Dhen:
 
 
 class Heads(nn.Module):
-    """Per-task towers on a shared trunk, [B, D] → logits_BT; untrained each predicts its entry of `priors`."""
+    """A tower per task on a shared trunk, [B, D] → logits_BT. Untrained, each predicts its entry of `priors`."""
 
     def __init__(self, width: int, layers: tuple[int, ...], priors: Sequence[float]) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Heads(nn.Module):
 
 
 def request_encoders(schema: Schema, config: RankerConfig) -> dict[str, FeatureEncoder]:
-    """Name → part that the request's tower reads; parts that would have no columns are left out."""
+    """Name → encoder for the request's tower; encoders without columns are left out."""
     if config.request_side == "userarch":
         return {}
     parts: dict[str, FeatureEncoder] = {
@@ -132,15 +132,15 @@ def request_encoders(schema: Schema, config: RankerConfig) -> dict[str, FeatureE
 
 
 def user_arch(schema: Schema, config: RankerConfig) -> UserArch | None:
-    """None where none is asked for, or where it would have nothing to compress."""
+    """None if it is not configured, or has nothing to compress."""
     return UserArch(schema, config) if config.request_side != "direct" and schema.ro else None
 
 
 def candidate_encoders(schema: Schema, config: RankerConfig) -> dict[str, FeatureEncoder]:
-    """Name → part that runs once a candidate. What looks at a history needs a candidate's id features to ask with.
+    """Name → encoder that runs once per candidate. History encoders need a candidate's id features as query.
 
     Raises:
-        SchemaError: HSTU without a sequence, or without a candidate's ids.
+        SchemaError: HSTU without a sequence, or without ids of a candidate.
     """
     parts: dict[str, FeatureEncoder] = {
         "floats": FloatEncoder(schema, "nro"),

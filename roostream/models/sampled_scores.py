@@ -1,11 +1,11 @@
-"""Dot products with a few rows drawn for each vector: what a softmax over drawn negatives is made of.
+"""Dot products of each vector with a few sampled rows, for a softmax over sampled negatives.
 
     out_pc = u_p · v_(index_pc)        du_p = Σ_c g_pc v_(index_pc)        dv_i = Σ over index_pc = i of g_pc u_p
 
-On a CPU no row is copied: kernels read it where it is, both ways, in the order of the drawing; elsewhere torch's own products of
-copies. With 128 negatives of 50 numbers for each of 15,000 tokens copies would be 0.4 GB a step.
+On a CPU, kernels read rows in place, in sampling order. Copies would take 0.4 GB a step for 128 negatives of
+width 50 and 15,000 tokens. Other devices use torch with copies.
 
-Letters: P vectors, C rows drawn for each, I rows, D width.
+Letters: P vectors, C rows sampled for each, I rows, D width.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Sixteen numbers at a time, for kernels in numba whose loops are too short for a compiler to do that by itself.
+"""SIMD for numba kernels: 16 numbers at a time, where loops are too short for automatic vectorization.
 
-`load`, `store` and arithmetic on what they carry; every number is computed as it would be alone, so results don't depend on how
-many stand beside it. LLVM makes of it what the processor has: one register, two or four.
+`load`, `store` and arithmetic. Each lane computes what it would compute alone, so results do not depend on
+neighbors. LLVM maps the 16 lanes to one, two or four registers.
 
 Letters: I, K, J rows, inner and columns of a product.
 """
@@ -19,7 +19,7 @@ from numba.extending import intrinsic, models, register_model
 
 LANES = 16
 COMPILED: bool = not config.DISABLE_JIT
-"""Without numba's compiler (NUMBA_DISABLE_JIT) these are not to be had: what uses them has torch's way beside it."""
+"""False with NUMBA_DISABLE_JIT: the kernels are then unavailable, and callers use torch."""
 _LOG2 = 0.6931471805599453
 _LOG2_HIGH = 0.693145751953125  # few bits, so that n times it is exact in float32 too
 _LOG2_LOW = _LOG2 - _LOG2_HIGH
@@ -28,11 +28,11 @@ _LEAST = -87.0  # its exponential is a normal float32
 kernel: Callable[..., Any] = njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
 """Compiles a function. `contract`: a product and a sum are rounded once; the order of sums stays as written."""
 short_kernel: Callable[..., Any] = njit(cache=True, error_model="numpy", fastmath={"contract"})
-"""The same, for what takes microseconds: it keeps the interpreter, since giving it up costs a turn of another thread."""
+"""`kernel` for functions of microseconds: keeps the GIL, because releasing it would cost a thread switch."""
 
 
 class Lanes(types.Type):  # type: ignore[misc]
-    """What a compiled function holds sixteen numbers in."""
+    """Numba type of 16 numbers."""
 
     def __init__(self, dtype: types.Float) -> None:
         super().__init__(name=f"Lanes({dtype})")
@@ -44,7 +44,7 @@ class Lanes(types.Type):  # type: ignore[misc]
 
     @property
     def suffix(self) -> str:
-        """In the names of LLVM's functions."""
+        """For names of LLVM intrinsics."""
         return f"v{LANES}f{self.dtype.bitwidth}"
 
 
@@ -56,7 +56,8 @@ class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]
 
 @intrinsic
 def load(typing: Any, x: Any, i: Any, j: Any, count: Any, fill: Any) -> Any:
-    """x[i, j : j + 16], of which only the first `count` are there; `fill` for the others. Columns of x lie side by side."""
+    """x[i, j : j + 16], of which only the first `count` exist; `fill` for the others. Columns of x are
+    contiguous."""
     lanes = Lanes(x.dtype)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -76,7 +77,7 @@ def load(typing: Any, x: Any, i: Any, j: Any, count: Any, fill: Any) -> Any:
 
 @intrinsic
 def store(typing: Any, x: Any, i: Any, j: Any, count: Any, value: Any) -> Any:
-    """x[i, j : j + 16] = value, the first `count` of them."""
+    """x[i, j : j + 16] = value, for the first `count`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         array, row, column, number, stored = args
@@ -90,7 +91,7 @@ def store(typing: Any, x: Any, i: Any, j: Any, count: Any, value: Any) -> Any:
 
 @intrinsic
 def spread(typing: Any, like: Any, number: Any) -> Any:
-    """The same number sixteen times, of the type of the lanes `like`."""
+    """The number in all lanes, with the type of the lanes `like`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _spread(builder, args[1], like.vector)
@@ -100,7 +101,7 @@ def spread(typing: Any, like: Any, number: Any) -> Any:
 
 @intrinsic
 def fused(typing: Any, a: Any, b: Any, c: Any) -> Any:
-    """a · b + c, rounded once where the processor can."""
+    """a · b + c, rounded once if the processor can."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _call(builder, f"llvm.fmuladd.{a.suffix}", a.vector, list(args))
@@ -110,7 +111,7 @@ def fused(typing: Any, a: Any, b: Any, c: Any) -> Any:
 
 @intrinsic
 def larger(typing: Any, a: Any, b: Any) -> Any:
-    """a where it is larger, else b: b's NaN stay, a's don't."""
+    """a where it is larger, else b: keeps NaN of b, not of a."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.select(builder.fcmp_ordered(">", *args), *args)
@@ -120,7 +121,7 @@ def larger(typing: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def nearest(typing: Any, a: Any) -> Any:
-    """Whole numbers."""
+    """Round to whole numbers."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _call(builder, f"llvm.rint.{a.suffix}", a.vector, list(args))
@@ -130,7 +131,7 @@ def nearest(typing: Any, a: Any) -> Any:
 
 @intrinsic
 def power_of_two(typing: Any, a: Any) -> Any:
-    """2^a of whole numbers that give a normal number: the bits of an exponent."""
+    """2^a for whole numbers whose result is a normal number: sets the exponent bits."""
     bits, exponent, bias = (32, 23, 127) if a.dtype.bitwidth == 32 else (64, 52, 1023)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -143,7 +144,7 @@ def power_of_two(typing: Any, a: Any) -> Any:
 
 @intrinsic
 def total(typing: Any, a: Any) -> Any:
-    """The sum of all sixteen, in pairs."""
+    """The sum of all lanes, in pairs."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         number = a.vector.element
@@ -155,7 +156,7 @@ def total(typing: Any, a: Any) -> Any:
 
 @intrinsic
 def largest(typing: Any, a: Any) -> Any:
-    """Of all sixteen; NaN are left out."""
+    """The maximum of all lanes, ignoring NaN."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _call(builder, f"llvm.vector.reduce.fmax.{a.suffix}", a.vector.element, list(args))
@@ -165,7 +166,8 @@ def largest(typing: Any, a: Any) -> Any:
 
 @kernel
 def exponential(x: Any) -> Any:
-    """e^x of lanes of x ≤ 0, below -87 that of -87: 2^n e^f with |f| ≤ log(2) / 2, and e^f by its series. NaN stay."""
+    """e^x for lanes of x ≤ 0, clamped at -87: 2^n e^f with |f| ≤ log(2) / 2, and e^f by its series. Keeps
+    NaN."""
     least = spread(x, _LEAST)
     n = nearest(fused(larger(x, least), spread(x, 1 / _LOG2), spread(x, 0.0)))
     f = larger(least, x)
@@ -178,7 +180,8 @@ def exponential(x: Any) -> Any:
 
 @kernel
 def product(a_IK: np.ndarray, b_KJ: np.ndarray, out_IJ: np.ndarray) -> None:
-    """out = a b; columns of b and out lie side by side. Sums are over k in order, so that they don't depend on I and J."""
+    """out = a b; columns of b and out are contiguous. Sums run over k in order, so they do not depend on I
+    and J."""
     rows, inner, columns = a_IK.shape[0], a_IK.shape[1], b_KJ.shape[1]
     for j in range(0, columns, LANES):
         left = columns - j
@@ -206,7 +209,7 @@ def product(a_IK: np.ndarray, b_KJ: np.ndarray, out_IJ: np.ndarray) -> None:
 
 
 def _pointer(context: Any, builder: Any, kind: Any, at: tuple[Any, Any, Any]) -> Any:
-    """Of x[i, j], as LLVM's pointer to bytes."""
+    """Address of x[i, j], as a byte pointer."""
     array, i, j = at
     x = context.make_array(kind)(context, builder, array)
     to_row, _ = cgutils.unpack_tuple(builder, x.strides, 2)
@@ -216,7 +219,7 @@ def _pointer(context: Any, builder: Any, kind: Any, at: tuple[Any, Any, Any]) ->
 
 
 def _first(builder: Any, count: Any) -> Any:
-    """Which lanes are the first `count`."""
+    """Mask of the first `count` lanes."""
     integers = ir.VectorType(count.type, LANES)
     return builder.icmp_signed(
         "<", ir.Constant(integers, list(range(LANES))), _spread(builder, count, integers)
