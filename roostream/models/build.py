@@ -27,7 +27,7 @@ from roostream.models.custom.loading import (
     is_custom,
     load_custom_code,
     loaded_code,
-    telling,
+    user_errors_as_config_errors,
 )
 from roostream.models.layers import init_parameters
 from roostream.models.model import Model
@@ -81,7 +81,7 @@ def build_model(schema: Schema, config: ModelConfig, seed: int, *, is_loaded: bo
 def _build_own(code: CustomCode, schema: Schema, config: CustomModelConfig, seed: int) -> Model:
     with torch.random.fork_rng(devices=[]):
         model = CustomModel(code, schema, config)
-        with telling(code, "adjust_initial_parameters"):
+        with user_errors_as_config_errors(code, "adjust_initial_parameters"):
             init_parameters(model, seed)
     return model
 

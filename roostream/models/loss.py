@@ -1,46 +1,46 @@
-"""The multi-task loss, and how it meets labels that come late.
+"""The multi-task loss: objectives of labels, and labels that arrive late.
 
-Letters: B candidates, T tasks; z a logit, p = σ(z), y a label, d the share of positives that are known when a sample is made.
-A task is a binary event, whatever its label's fold, unless its label has another `objective` (objectives.py): a folded label
-counts as positive when it is above 0 (an `any` label is 0 or 1; of a `count`, `sum`, `max` or `last` the model learns the
-probability that there was something). A label with `threshold` says from which value on an engagement counts.
+A task is a binary event, whatever its label's fold, unless the label has another `objective`. A folded label
+is positive when it is above 0; `threshold` sets the value from which an engagement counts.
 
-A sample that is made early calls some candidates negative that are positive later; a correction says so then. What both together
-come to depends on the loss. Of each of these the minimum over the whole stream is the true probability, and p is what is served:
+Objectives; z a logit, p = σ(z) the prediction, v a label's value:
+
+    event      log loss of "did it happen"; p is its probability
+    weighted   v / `scale` · -log p of a positive, -log(1 - p) of a negative. e^z is the sum of v / `scale` over the number of
+               negatives, nearly the mean of v / `scale` if positives are rare
+    amount     -y log p - (1 - y) log(1 - p) with y = log(1 + v) / log(1 + `scale`), at most 1. p is the mean of y
+    pairwise   of a positive, the mean over the negatives of its request of log(1 + e^(z of the negative - z)); of a negative 0.
+               Only the order within a request is learned; p has no meaning by itself
+
+`weighted`: Covington, Adams, Sargin, "Deep neural networks for YouTube recommendations", RecSys 2016, §4.2.
+`amount`: quasi-likelihood regression of a log share (Papke, Wooldridge, J. Applied Econometrics 1996); one
+long read does not outweigh a hundred short ones, and scores lie in 0..1; v is expm1(p · log1p(`scale`)).
+`pairwise`: RankNet (Burges et al., ICML 2005) over a request's list. With these objectives a correction is
+loss(after) - loss(before). Labels of weight 0 form no pair.
+
+Late labels: a sample that is made early has candidates labeled negative that become positive later; a
+correction then says so. d is the share of positives known when a sample is made. Over the whole stream, each
+of these losses has its minimum at the true probability:
 
 | loss | a sample | a correction from negative to positive |
 |---|---|---|
 | `log` | log loss | log loss after - before: the sample's is taken back |
-| `fnw` | log loss, weighed: positives 1 + p, negatives (1 - p)(1 + p) | the same positive |
+| `fnw` | log loss, weighted: positives 1 + p, negatives (1 - p)(1 + p) | the same positive |
 | `fnc` | log loss of b = p / (1 + p), the share of positives in a stream that has them twice | the same positive |
-| `es_dfm` | log loss, weighed: positives 1 + p(1 - d), negatives (1 + p(1 - d))(1 - p) / (1 - p d) | the same positive |
-| `dfm` | -log p of a positive, -log(1 - p d) of a negative, which may be one that is not known yet | nothing |
+| `es_dfm` | log loss, weighted: positives 1 + p(1 - d), negatives (1 + p(1 - d))(1 - p) / (1 - p d) | the same positive |
+| `dfm` | -log p of a positive, -log(1 - p d) of a negative, which may be an unknown positive | nothing |
 
-A correction from positive to negative is loss(after) - loss(before) with each. p in a weight has no gradient.
+A correction from positive to negative is loss(after) - loss(before) in all of them. p in a weight has no
+gradient.
 
-`fnw`, `fnc`: Ktena et al., "Addressing delayed feedback for continuous training with neural networks in CTR prediction", RecSys
-2019: fake negative weighted, fake negative calibration (there b is learned and p = b / (1 - b) served; here the logit is p's).
-`dfm`: Chapelle, "Modeling delayed feedback in display advertising", KDD 2014; the delays' distribution is given, not learned.
-`es_dfm`: Yang et al., "Capturing delayed feedback in conversion rate prediction via elapsed-time sampling", AAAI 2021; its two
-classifiers, of a delayed positive and of a real negative, follow from p and d here: p(1 - d) and (1 - p) / (1 - p d).
+`fnw`, `fnc`: Ktena et al., "Addressing delayed feedback for continuous training with neural networks in CTR
+prediction", RecSys 2019 (fake negative weighted, fake negative calibration; they learn b and serve p = b / (1
+- b), here the logit is that of p). `dfm`: Chapelle, "Modeling delayed feedback in display advertising", KDD
+2014, with a given distribution of delays. `es_dfm`: Yang et al., "Capturing delayed feedback in conversion
+rate prediction via elapsed-time sampling", AAAI 2021; its two classifiers follow here from p and d: p(1 - d)
+and (1 - p) / (1 - p d).
 
-What a task learns of its label, where that is more than whether something happened.
-
-Letters: B candidates, T tasks; z a logit, p = σ(z) what is served, v a label's value, G requests of a group, K candidates of one.
-
-    event      loss.py: was there something. p is its probability
-    weighted   v / `scale` · -log p of a positive, -log(1 - p) of a negative. e^z is the sum of v / `scale` over the number of
-               negatives, nearly the mean of v / `scale` where positives are rare
-    amount     -y log p - (1 - y) log(1 - p) with y = log(1 + v) / log(1 + `scale`), at most 1. p is the mean of y
-    pairwise   of a positive, the mean over the negatives of its request of log(1 + e^(z of the negative - z)); of a negative 0.
-               Only the order within a request is learned; p alone says nothing
-
-`weighted`: Covington, Adams, Sargin, "Deep neural networks for YouTube recommendations", RecSys 2016, §4.2. `amount`:
-regression of a share of a logarithm by quasi-likelihood (Papke, Wooldridge, J. Applied Econometrics 1996), so that one long read
-is not worth a hundred short ones and a score lies in 0..1 as every task's does; v is expm1(p · log1p(`scale`)). `pairwise`:
-RankNet (Burges et al., ICML 2005) over a request's list.
-
-A correction is loss(after) - loss(before). Labels that aren't there (weight 0) make no pair.
+Letters: B candidates, T tasks, G requests of a group, K candidates of a request.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ def loss(
 ) -> Tensor:
     """The weighted mean over candidates of each task, summed over tasks by their weights → scalar.
 
-    `tasks`: empty = all are events of weight 1; `groups`: the requests' lists, for those that compare candidates.
+    `tasks`: empty = all are events of weight 1; `groups`: the requests' lists, for pairwise objectives.
 
-    Weight 0 leaves a candidate's label out; a task whose weights are all 0 (or B = 0) contributes 0. Weighted means are the same
-    for a batch and for its expansion to impressions (G10). The candidates of a correction count in the mean as those of its
-    sample did, so that both have the same scale. With `targets.total_T` the losses of the parts of a batch add up to that of the
-    whole, and so do their gradients.
+    Weight 0 excludes a candidate's label; a task whose weights are all 0 (or B = 0) contributes 0. Weighted
+    means are equal for a batch and its expansion to impressions (G10). Candidates of a correction count in
+    the mean as those of its sample did, so both have the same scale. With `targets.total_T`, losses and
+    gradients of the parts of a batch add up to those of the whole.
     """
     weight_BT = targets.weight_BT
     each_BT = (
@@ -85,7 +85,7 @@ def loss(
 
 
 def loss_per_candidate(logits_BT: Tensor, targets: Targets) -> Tensor:
-    """The loss of every candidate and task, [B, T], before weights."""
+    """The event loss of every candidate and task, [B, T], unweighted."""
     treatment = _TREATMENTS[targets.loss]
     positive_BT = (targets.label_BT > 0).to(logits_BT.dtype)
     late_BT = None  # log of the share that isn't known
@@ -106,7 +106,7 @@ def _log(z_BT: Tensor, positive_BT: Tensor, late_BT: Tensor | None) -> Tensor:
     return F.binary_cross_entropy_with_logits(z_BT, positive_BT, reduction="none")
 
 
-def _weighed(z_BT: Tensor, positive_BT: Tensor, late_BT: Tensor | None) -> Tensor:
+def _weighted(z_BT: Tensor, positive_BT: Tensor, late_BT: Tensor | None) -> Tensor:
     """(1 - p) / (1 - p d) = σ(-(z + log(1 - d)))."""
     with torch.no_grad():
         scale_BT = 1 + torch.sigmoid(z_BT) * (1.0 if late_BT is None else late_BT.exp())
@@ -128,8 +128,8 @@ def _delayed(z_BT: Tensor, positive_BT: Tensor, late_BT: Tensor | None) -> Tenso
 
 
 class _Treatment(NamedTuple):
-    """What becomes of a sample, and of a correction from negative to positive: the sample's loss is taken back, or the positive
-    is counted `again`, once or not at all."""
+    """Loss of a sample, and what a correction from negative to positive adds: the sample's loss is taken
+    back, or the positive is counted `again`, once or not at all."""
 
     of: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     takes_back: bool = False
@@ -138,10 +138,10 @@ class _Treatment(NamedTuple):
 
 _TREATMENTS: dict[LossName, _Treatment] = {
     "log": _Treatment(_log, takes_back=True),
-    "fnw": _Treatment(_weighed),
+    "fnw": _Treatment(_weighted),
     "fnc": _Treatment(_calibrated),
     "dfm": _Treatment(_delayed, again=0.0),
-    "es_dfm": _Treatment(_weighed),
+    "es_dfm": _Treatment(_weighted),
 }
 
 
@@ -152,7 +152,7 @@ class Task(NamedTuple):
 
 
 def task_objectives(schema: Schema) -> tuple[Task, ...]:
-    """() where every label is an event of weight 1."""
+    """() if every label is an event of weight 1."""
     tasks = tuple(Task(label.objective, label.scale, label.weight) for label in schema.labels)
     return tasks if any(task.objective != "event" or task.weight != 1.0 for task in tasks) else ()
 
@@ -164,7 +164,7 @@ def objective_losses(
     tasks: Sequence[Task],
     groups: CandidateGroups | None,
 ) -> Tensor:
-    """The loss of every candidate and task, [B, T]; `event_BT`: of all as if they were events."""
+    """The loss of every candidate and task, [B, T]; `event_BT`: the losses as if all were events."""
     columns = []
     for t, task in enumerate(tasks):
         if task.objective == "event":
@@ -193,7 +193,7 @@ def _of_task(
 
 
 def amount(label_B: Tensor, scale: float) -> Tensor:
-    """The share of a logarithm that `amount` learns, 0..1."""
+    """The log share that `amount` learns, 0..1."""
     return (torch.log1p(label_B.clamp_min(0)) / math.log1p(scale)).clamp_max(1)
 
 

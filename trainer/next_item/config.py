@@ -1,4 +1,4 @@
-"""What `roostream next-item` trains; defaults are those of the published comparison (Zhai et al. 2024, §4.1.1)."""
+"""Settings of `roostream next-item`; the defaults are those of the published comparison (Zhai et al. 2024, §4.1.1)."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ class NextItemConfig(Settings):
     """Flags of the command."""
 
     data: str = setting(help="folder with MovieLens-1M")
-    model: Literal["hstu", "sasrec"] = setting("hstu", "what reads a history")
+    model: Literal["hstu", "sasrec"] = setting("hstu", "encoder of histories")
     epochs: int = setting(100, "passes over all users", ge=1, le=10_000)
     evaluate_every: int = setting(
         5, "epochs between two evaluations; the last epoch is always evaluated", ge=1
     )
-    seed: int = setting(0, "of first weights, order, negatives and dropout", ge=0, le=MAX_SEED)
+    seed: int = setting(0, "seed of initial weights, order, negatives and dropout", ge=0, le=MAX_SEED)
     report: str = setting("", "file for the JSON report")
-    layers: int = setting(2, "of the model", ge=1, le=64)
-    heads: int = setting(1, "of each layer, a divisor of width", ge=1, le=4096)
-    width: int = setting(50, "of an item's vector and of each layer", ge=1, le=4096)
-    max_length: int = setting(200, "newest entries of a history that are read", ge=1, le=1 << 16)
-    dropout: float = setting(0.2, "of tokens and of what each layer adds", ge=0, lt=1)
-    batch_users: int = setting(128, "users a step", ge=1)
-    learning_rate: float = setting(1e-3, "of Adam with betas 0.9 and 0.98", gt=0)
-    negatives: int = setting(128, "items drawn uniformly of the corpus for each entry", ge=1, le=1 << 16)
-    temperature: float = setting(0.05, "that products of vectors of length 1 are divided by", gt=0)
+    layers: int = setting(2, "layers of the encoder", ge=1, le=64)
+    heads: int = setting(1, "heads of each layer, a divisor of width", ge=1, le=4096)
+    width: int = setting(50, "width of item vectors and layers", ge=1, le=4096)
+    max_length: int = setting(200, "newest entries of a history that are used", ge=1, le=1 << 16)
+    dropout: float = setting(0.2, "dropout of tokens and of the output of each layer", ge=0, lt=1)
+    batch_users: int = setting(128, "users per step", ge=1)
+    learning_rate: float = setting(1e-3, "learning rate of Adam with betas 0.9 and 0.98", gt=0)
+    negatives: int = setting(128, "items drawn uniformly from the corpus for each entry", ge=1, le=1 << 16)
+    temperature: float = setting(0.05, "divisor of the dot products of unit vectors", gt=0)
     corrected: bool = setting(
-        False, "negatives stand for all items they were drawn of; the published loss takes them as they are"
+        False,
+        "correct the loss for sampling, so that negatives represent all items; not in the published loss",
     )
-    device: str = setting("cpu", "where it is computed: cpu | cuda | cuda:N")
-    threads: int = setting(1, "torch's, on a CPU", ge=1, le=1024)
+    device: str = setting("cpu", "device: cpu | cuda | cuda:N")
+    threads: int = setting(1, "torch threads on a CPU", ge=1, le=1024)
 
     def __post_init__(self) -> None:
         super().__post_init__()

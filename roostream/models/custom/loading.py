@@ -1,11 +1,9 @@
-"""From `shop.py:build` to the code behind it, under a name that is nobody else's.
+"""Load a user's model from `shop.py:build` or `shop.models:build`, and wrap it.
 
-A file is loaded from the very bytes that were hashed, as a module of a private name: it may be called like one of our
-folders. A package's module keeps its name, so that it can import its neighbours; that name must not be one of ours (decision
-0021). What was loaded is found again by name and digest: a manifest's configuration gets the code that it was trained with or
-none, and what a manifest says never makes a process import anything.
-
-A user's model among ours.
+A file is executed from the bytes that were hashed, as a module with a private name, so it may have any file
+name. A module of a package keeps its name, so it can import its neighbors; names of this project's packages
+are rejected. Loaded code is found by name and digest: a manifest gets the code that it was trained with or
+none, and never causes an import.
 
 Letters: B candidates, T tasks.
 """
@@ -40,7 +38,7 @@ _SHOWN = 12  # hex digits of a digest
 
 
 class CustomCode(NamedTuple):
-    """A user's module."""
+    """A loaded custom model."""
 
     kind: str  # as manifests name it: without the folder, which differs from machine to machine
     digest: str  # sha256 of its source, hex
@@ -63,38 +61,41 @@ def is_custom(kind: object) -> bool:
 
 
 def load_custom_code(kind: str, folder: Path, code: str = "") -> CustomCode:
-    """The code that `kind` names, a file from `folder`; loaded once a process as long as it doesn't change.
+    """Load the code that `kind` names, files relative to `folder`. Loaded once per process unless it changes.
 
     Raises:
-        ConfigError: absent, not importable (with the file and line that failed), without the function, or not the code of
-            digest `code`, if one is given.
+        ConfigError: missing, not importable (names file and line), without the function, or its digest is not `code`.
     """
     name, _, function = kind.rpartition(":")
     if not function.isidentifier() or not name:
         raise ConfigError(f"key 'kind': expected {_FORM}, got {kind!r}")
     is_file = name.endswith(".py")
-    source = _of_file(folder / name) if is_file else _of_package(name, kind)
-    shown = f"{Path(name).name}:{function}" if is_file else kind
-    if code and code != source.digest:
-        raise _other_code(shown, code, source.digest, source.files[0])
-    if (shown, source.digest) not in _LOADED:
+    hashed_source = _hash_file(folder / name) if is_file else _hash_package(name, kind)
+    kind_name = f"{Path(name).name}:{function}" if is_file else kind
+    if code and code != hashed_source.digest:
+        raise _other_code(kind_name, code, hashed_source.digest, hashed_source.files[0])
+    if (kind_name, hashed_source.digest) not in _LOADED:
         try:
-            module = source.module()
+            module = hashed_source.module()
         except Exception as error:
             raise ConfigError(
-                f"model {shown!r} can't be imported: {describe_error(error, source.files)}"
+                f"model {kind_name!r} can't be imported: {describe_error(error, hashed_source.files)}"
             ) from None
-        config, build = _parts(module, shown, function, source.files[0])
-        _LOADED[shown, source.digest] = CustomCode(shown, source.digest, source.files, config, build)
-    found = _LOADED[shown, source.digest] = _LOADED.pop((shown, source.digest))  # the newest is the last
+        config, build = _config_and_build(module, kind_name, function, hashed_source.files[0])
+        _LOADED[kind_name, hashed_source.digest] = CustomCode(
+            kind_name, hashed_source.digest, hashed_source.files, config, build
+        )
+    found = _LOADED[kind_name, hashed_source.digest] = _LOADED.pop(
+        (kind_name, hashed_source.digest)
+    )  # the newest is the last
     return found
 
 
 def loaded_code(config: Mapping[str, Any]) -> CustomCode:
-    """The code of a configuration as a manifest keeps it.
+    """The loaded code of a configuration from a manifest.
 
     Raises:
-        ConfigError: this process wasn't given that code.
+        ConfigError: this process has not loaded that code.
     """
     kind, code = str(config["kind"]), str(config.get("code", ""))
     if found := _LOADED.get((kind, code)):
@@ -108,7 +109,7 @@ def loaded_code(config: Mapping[str, Any]) -> CustomCode:
 
 
 def describe_error(error: BaseException, files: tuple[str, ...]) -> str:
-    """`shop.py:12: ValueError: …`, on one line: the innermost place in `files` that the error came through."""
+    """`shop.py:12: ValueError: …`, on one line, with the innermost location in `files`."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
     places = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
@@ -120,16 +121,16 @@ def describe_error(error: BaseException, files: tuple[str, ...]) -> str:
 def _other_code(kind: str, expected: str, got: str, file: str) -> ConfigError:
     return ConfigError(
         f"model {kind!r}: expected code of digest {expected[:_SHOWN]}, got {got[:_SHOWN]} ({file}); "
-        "use the file that it was trained with, or begin anew with another store"
+        "use the file that it was trained with, or start again with another store"
     )
 
 
 class _AsHashed(SourceFileLoader):
-    """Runs the bytes that were hashed, never what an earlier run has left compiled."""
+    """Executes the bytes that were hashed, never a cached compilation."""
 
-    def __init__(self, name: str, path: str, source: bytes) -> None:
+    def __init__(self, name: str, path: str, hashed_source: bytes) -> None:
         super().__init__(name, path)
-        self._source = source
+        self._source = hashed_source
 
     def get_data(self, path: Any) -> bytes:
         return self._source
@@ -138,33 +139,33 @@ class _AsHashed(SourceFileLoader):
         raise OSError("nothing is cached")
 
 
-def _of_file(path: Path) -> _Hashed:
+def _hash_file(path: Path) -> _Hashed:
     try:
-        source = path.read_bytes()
+        hashed_source = path.read_bytes()
     except OSError as error:
         raise ConfigError(
             f"model {str(path)!r} can't be read: expected a Python file, got {error.strerror}"
         ) from None
-    digest, file = hashlib.sha256(source).hexdigest(), str(path.resolve())
+    digest, file = hashlib.sha256(hashed_source).hexdigest(), str(path.resolve())
     name = f"_roostream_own_{digest[:16]}"
 
     def module() -> ModuleType:
-        spec = ModuleSpec(name, _AsHashed(name, file, source), origin=file)
+        spec = ModuleSpec(name, _AsHashed(name, file, hashed_source), origin=file)
         spec.has_location = True
-        made = importlib.util.module_from_spec(spec)
-        sys.modules[name] = made  # dataclasses look their module up there
+        module_ = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module_  # dataclasses look their module up there
         try:
-            spec.loader.exec_module(made)  # type: ignore[union-attr]
+            spec.loader.exec_module(module_)  # type: ignore[union-attr]
         except BaseException:
             del sys.modules[name]
             raise
-        return made
+        return module_
 
     return _Hashed((file,), digest, module)
 
 
-def _of_package(name: str, kind: str) -> _Hashed:
-    """The digest is of all Python files of the outermost package, or of the one file of a module without one."""
+def _hash_package(name: str, kind: str) -> _Hashed:
+    """Digest of all Python files of the outermost package, or of a module without a package."""
     if not all(part.isidentifier() for part in name.split(".")):
         raise ConfigError(f"key 'kind': expected {_FORM}, got {kind!r}")
     top = name.partition(".")[0]
@@ -190,7 +191,7 @@ def _of_package(name: str, kind: str) -> _Hashed:
     return _Hashed((str(origin), *map(str, files)), hashed.hexdigest(), lambda: importlib.import_module(name))
 
 
-def _parts(
+def _config_and_build(
     module: ModuleType, kind: str, function: str, file: str
 ) -> tuple[type[CustomModelConfig], Callable[[Schema, Any], Any]]:
     build, config = getattr(module, function, None), getattr(module, "Config", CustomModelConfig)
@@ -213,14 +214,16 @@ def _parts(
 
 
 class CustomModel(Model):
-    """Holds what the user's function made; parameters are called `own.…`. What it raises, and what it gives in another shape,
-    is a ConfigError with file and line of its code."""
+    """Wraps the user's model; parameters are named `own.…`.
+
+    Exceptions and results of a wrong shape become ConfigErrors with file and line.
+    """
 
     def __init__(self, code: CustomCode, schema: Schema, config: CustomModelConfig) -> None:
-        """Raises ConfigError: the function raised, or gave something else than a `Model`."""
+        """Raises ConfigError: the function raised, or did not return a `Model`."""
         super().__init__()
         self._code, self._num_tasks = code, len(schema.tasks)
-        with telling(code, code.kind.rpartition(":")[2]):
+        with user_errors_as_config_errors(code, code.kind.rpartition(":")[2]):
             own = code.build(schema, config)
         if not isinstance(own, Model):
             raise ConfigError(
@@ -229,13 +232,13 @@ class CustomModel(Model):
         self.own = own
 
     def forward(self, inputs: Inputs) -> Tensor:
-        with telling(self._code, "forward"):
+        with user_errors_as_config_errors(self._code, "forward"):
             logits_BT = self.own(inputs)
         self._expect("forward", "logits", logits_BT, (len(inputs.request_index_B), self._num_tasks))
         return logits_BT
 
     def loss(self, inputs: Inputs, logits_BT: Tensor, targets: Targets) -> Tensor:
-        with telling(self._code, "loss"):
+        with user_errors_as_config_errors(self._code, "loss"):
             value = self.own.loss(inputs, logits_BT, targets)
         self._expect("loss", "a scalar", value, ())
         return value
@@ -253,8 +256,8 @@ class CustomModel(Model):
 
 
 @contextlib.contextmanager
-def telling(code: CustomCode, method: str) -> Iterator[None]:
-    """What a user's code raises as a sentence; that memory is out stays what it is."""
+def user_errors_as_config_errors(code: CustomCode, method: str) -> Iterator[None]:
+    """Turn exceptions of the user's code into ConfigErrors; out-of-memory errors pass through."""
     try:
         yield
     except (RoostreamError, MemoryError, torch.OutOfMemoryError):

@@ -1,13 +1,10 @@
-"""What must hold for every model (docs/bring-your-own-model.md), tried on requests of a schema.
+"""Checks of what must hold for every model (docs/bring-your-own-model.md), on random requests of a schema.
 
-Weights are moved off their initial values first, so that every part has a say; rows depend on table and id alone, so that a
-request finds the same ones in any batch. A model is trained as built, and served as serving does it: built, loaded, frozen.
+Weights are perturbed first, so that every part matters. Rows depend only on table and id, so a request gets
+the same rows in any batch. The model is trained as built, and served as serving does it: built, loaded,
+frozen.
 
-Letters: B candidates, T tasks.
-
-Requests of any schema, random and equal for equal seeds: what serving gets, and the samples that training gets of them.
-
-Letters: n candidates.
+Letters: B candidates, T tasks, n candidates of one request.
 """
 
 from __future__ import annotations
@@ -43,19 +40,19 @@ _TIMED, _TIMED_CANDIDATES = 50, 20
 
 
 class Verdict(NamedTuple):
-    """Of one check; `wrong` is a sentence, empty where it holds."""
+    """Result of one check; `wrong` is a sentence, empty if the check passes."""
 
     check: str
     wrong: str
 
 
-class _Subject:
-    """The model in training and in serving, and what they are tried on."""
+class _CheckedModel:
+    """The model in training and in serving, and the example requests."""
 
     def __init__(self, schema: Schema, config: ModelConfig) -> None:
         self.schema, self.config = schema, config
         self.decoder = Decoder(schema, {schema.fingerprint: schema}.get)
-        self.trained = _moved(build_model(schema, config, 1))
+        self.trained = _perturb(build_model(schema, config, 1))
         self.served = build_model(schema, config, 99)
         self.served.load_state_dict(self.trained.state_dict(), strict=True)
         self.served.eval().requires_grad_(False)
@@ -69,7 +66,7 @@ class _Subject:
             )
 
     def together(self, requests: Sequence[ExampleRequest]) -> list[Tensor]:
-        """Logits of each request in one batch as training decodes it."""
+        """Logits of each request in one batch, decoded as in training."""
         batch = self.batch(requests)
         with torch.no_grad():
             logits_BT = self.trained(self.inputs(batch))
@@ -84,7 +81,7 @@ class _Subject:
         return build_inputs(batch, lookup, example_rows(self.schema, lookup), train=train)
 
     def learn(self, model: Model, batch: Batch, weight: float = 1.0) -> tuple[Tensor, Inputs]:
-        """The loss after its `backward`, and the inputs with the rows' gradients."""
+        """The loss after `backward`, and the inputs with the rows' gradients."""
         inputs = self.inputs(batch, train=True)
         targets = Targets(torch.from_numpy(batch.label_BT), weight * torch.from_numpy(batch.weight_BT))
         model.zero_grad()
@@ -95,18 +92,19 @@ class _Subject:
 
 
 def check_model(schema: Schema, config: ModelConfig) -> list[Verdict]:
-    """Every check, in the order of the page.
+    """Run every check, in the order of the page.
 
     Raises:
-        RoostreamError: the model can't be built at all.
+        RoostreamError: the model cannot be built.
     """
-    subject = _Subject(schema, config)
+    subject = _CheckedModel(schema, config)
     return [Verdict(name, _wrong(check, subject)) for name, check in _CHECKS.items()]
 
 
 def forward_time_us(schema: Schema, config: ModelConfig) -> float:
-    """µs of a forward pass over one request of 20 candidates on this machine, the median of 50; decoding and rows not counted."""
-    subject = _Subject(schema, config)
+    """µs of a forward pass over one request of 20 candidates, the median of 50, without decoding and row
+    lookup."""
+    subject = _CheckedModel(schema, config)
     request = example_request(schema, _TIMED_CANDIDATES, 0)
     inputs = subject.inputs(subject.decoder.decode_request(request.ro, request.nro, request.item_n, TIME_MS))
     taken = []
@@ -118,14 +116,14 @@ def forward_time_us(schema: Schema, config: ModelConfig) -> float:
     return 1e6 * statistics.median(taken)
 
 
-def _wrong(check: Callable[[_Subject], Iterator[str]], subject: _Subject) -> str:
+def _wrong(check: Callable[[_CheckedModel], Iterator[str]], subject: _CheckedModel) -> str:
     try:
         return next(check(subject), "")
     except RoostreamError as error:
         return str(error)
 
 
-def _is_logits(subject: _Subject) -> Iterator[str]:
+def _is_logits(subject: _CheckedModel) -> Iterator[str]:
     for logits_BT in subject.together(subject.requests):
         if logits_BT.dtype != torch.float32:
             yield f"expected logits of float32, got {logits_BT.dtype}; convert them at the end of forward"
@@ -133,7 +131,7 @@ def _is_logits(subject: _Subject) -> Iterator[str]:
             yield "expected finite logits, got others; look for divisions and logarithms of what may be 0 or missing"
 
 
-def _is_deterministic(subject: _Subject) -> Iterator[str]:
+def _is_deterministic(subject: _CheckedModel) -> Iterator[str]:
     first = build_model(subject.schema, subject.config, 3).state_dict()
     torch.rand(5)
     second = build_model(subject.schema, subject.config, 3).state_dict()
@@ -144,7 +142,7 @@ def _is_deterministic(subject: _Subject) -> Iterator[str]:
             yield f"expected the same bits of {name} for the same seed, got others; only parameters may be drawn"
 
 
-def _keeps_nothing(subject: _Subject) -> Iterator[str]:
+def _keeps_nothing(subject: _CheckedModel) -> Iterator[str]:
     model = copy.deepcopy(subject.trained)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     batch = subject.batch(subject.requests)
@@ -158,7 +156,7 @@ def _keeps_nothing(subject: _Subject) -> Iterator[str]:
             yield f"expected nothing to be kept from one call to the next, got another {name}; BatchNorm's averages do that"
 
 
-def _is_the_same_in_serving(subject: _Subject) -> Iterator[str]:
+def _is_the_same_in_serving(subject: _CheckedModel) -> Iterator[str]:
     for request in subject.requests:
         in_training, in_serving = subject.together([request])[0], subject.alone(subject.served, request)
         if not _same_bits(in_training, in_serving):
@@ -168,7 +166,7 @@ def _is_the_same_in_serving(subject: _Subject) -> Iterator[str]:
             )
 
 
-def _is_the_same_in_a_batch(subject: _Subject) -> Iterator[str]:
+def _is_the_same_in_a_batch(subject: _CheckedModel) -> Iterator[str]:
     alone = [subject.alone(subject.served, request) for request in subject.requests]
     for order in (range(len(_COUNTS)), [5, 3, 4, 0, 2, 1], [3, 3, 1]):
         for at, logits_nT in zip(order, subject.together([subject.requests[i] for i in order]), strict=True):
@@ -179,7 +177,7 @@ def _is_the_same_in_a_batch(subject: _Subject) -> Iterator[str]:
                 )
 
 
-def _is_independent_of_others(subject: _Subject) -> Iterator[str]:
+def _is_independent_of_others(subject: _CheckedModel) -> Iterator[str]:
     others = [example_request(subject.schema, n, 100 + seed) for seed, n in enumerate(_COUNTS)]
     for at in (0, 3, 4):
         mine = subject.together(subject.requests)[at]
@@ -191,7 +189,7 @@ def _is_independent_of_others(subject: _Subject) -> Iterator[str]:
             )
 
 
-def _learns(subject: _Subject) -> Iterator[str]:
+def _learns(subject: _CheckedModel) -> Iterator[str]:
     model = copy.deepcopy(subject.trained)
     value, inputs = subject.learn(model, subject.batch(subject.requests))
     if not torch.isfinite(value):
@@ -210,7 +208,7 @@ def _learns(subject: _Subject) -> Iterator[str]:
         yield f"expected a loss of 0 where all weights are 0, got {float(nothing)}; multiply by targets.weight_BT"
 
 
-def _is_safe_to_store(subject: _Subject) -> Iterator[str]:
+def _is_safe_to_store(subject: _CheckedModel) -> Iterator[str]:
     state = subject.trained.state_dict()
     for name, value in state.items():
         if value.is_floating_point() and not torch.isfinite(value).all():
@@ -225,7 +223,7 @@ def _is_safe_to_store(subject: _Subject) -> Iterator[str]:
             yield f"expected {name} to be read back as it was stored, got others"
 
 
-_CHECKS: dict[str, Callable[[_Subject], Iterator[str]]] = {
+_CHECKS: dict[str, Callable[[_CheckedModel], Iterator[str]]] = {
     "logits are finite float32 [B, T]": _is_logits,
     "same seed, same bits, same names": _is_deterministic,
     "nothing is kept between calls": _keeps_nothing,
@@ -237,7 +235,7 @@ _CHECKS: dict[str, Callable[[_Subject], Iterator[str]]] = {
 }
 
 
-def _moved(model: Model) -> Model:
+def _perturb(model: Model) -> Model:
     with torch.no_grad():
         for i, parameter in enumerate(model.parameters()):
             parameter.add_(0.1 * torch.sin(torch.arange(parameter.numel()) + i).view(parameter.shape))
@@ -251,7 +249,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
-    """The largest; NaN where one is."""
+    """The largest difference; NaN if there is one."""
     return float((a - b).abs().max()) if a.numel() else 0.0
 
 
@@ -266,7 +264,7 @@ class ExampleRequest(NamedTuple):
 
 
 def example_request(schema: Schema, num_candidates: int, seed: int) -> ExampleRequest:
-    """Some floats and lists are missing, some lists are empty."""
+    """A request with some missing floats and lists, and some empty lists; equal for equal seeds."""
     random, n = np.random.default_rng(seed), num_candidates
     ro = {f.name: _value(f, random) for f in schema.ro}
     nro = {f.name: [_value(f, random) for _ in range(n)] for f in schema.nro}
@@ -274,7 +272,7 @@ def example_request(schema: Schema, num_candidates: int, seed: int) -> ExampleRe
 
 
 def example_sample(schema: Schema, request: ExampleRequest, at: int) -> Record:
-    """Of the request, as record `at`; every third candidate engaged."""
+    """The sample of a request, as record `at`; every third candidate is engaged."""
     n, tasks = len(request.item_n), len(schema.labels)
     sample = pb.Sample(
         header=pb.Header(request_id=f"r{at}", user_id=7, time_ms=TIME_MS, schema=schema.fingerprint),

@@ -1,15 +1,15 @@
-"""TorchRec's EmbeddingBagCollection with rows that live on the shards, for TorchRec modules in a model of one's own.
+"""TorchRec's EmbeddingBagCollection with rows on the parameter servers, for custom models.
 
-Whoever uses it imports it, and TorchRec with it; nothing else here does. A batch's rows come with `Inputs`, and their gradients
-leave by it: the collection has no parameters and keeps nothing.
-
-Letters: R requests, B candidates, K keys, L entries, S bags, U unique rows of a stack, D width of a table, C columns of all
-features.
+Importing it imports TorchRec; nothing else here does. A batch's rows come with `Inputs` and their gradients
+leave the same way: the collection has no parameters and no state.
 
     request-only   R bags ─┐ as_kjt        values: positions in the stack's U rows
-    per candidate  B bags ─┘ ───────► KJT  inverse indices: which bag each of the B candidates has
+    per candidate  B bags ─┘ ───────► KJT  inverse indices: the bag of each of the B candidates
                                        │
                 rows_of(inputs) ──► RemoteEmbeddingBagCollection ──► KeyedTensor [B, C]
+
+Letters: R requests, B candidates, K keys, L entries, S bags, U unique rows of a stack, D width of a table, C
+columns of all features.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ROWS: ContextVar[Mapping[str, Tensor] | None] = ContextVar("rows of a batch", d
 
 @contextlib.contextmanager
 def rows_of(inputs: Inputs) -> Iterator[None]:
-    """While it is open, collections in this thread read the rows of `inputs`."""
+    """Within this context, collections in this thread read the rows of `inputs`."""
     token = _ROWS.set(inputs.rows)
     try:
         yield
@@ -46,7 +46,7 @@ def rows_of(inputs: Inputs) -> Iterator[None]:
 
 
 class _KeyedLists(NamedTuple):
-    """Of keys that lie behind each other."""
+    """Lists of consecutive keys."""
 
     keys: tuple[str, ...]
     per_request: tuple[bool, ...]
@@ -57,15 +57,16 @@ class _KeyedLists(NamedTuple):
 
 
 def as_kjt(inputs: Inputs, *, expand: bool = False) -> KeyedJaggedTensor:
-    """All list features of a batch, a row a candidate.
+    """All list features of a batch, one row per candidate.
 
-    Values are positions in the rows of the feature's stack, never ids. Keys are the features, and `feature.column` for the id
-    columns of request-only sequences that have a table. If a feature has weights, all keys do: asinh of its own, 1 of others'.
+    Values are positions in the rows of the feature's stack, never ids. Keys are the features, and
+    `feature.column` for id columns with a table in request-only sequences. If any feature has weights, all
+    keys do: asinh of the weights, 1 for the others.
 
-    A request-only key has R bags (stride R), another one B; `inverse_indices_or_none()` [K, B] says which of them a candidate
-    has, so that a collection pools a request's bag once and hands it to the request's candidates. With `expand` each
-    request's bags are repeated for its candidates instead: stride B throughout, for modules that permute or split a tensor
-    (TorchRec then drops the inverse indices). The result is the same, at the price of impressions.
+    A request-only key has R bags (stride R), other keys B; `inverse_indices_or_none()` [K, B] gives each
+    candidate's bag, so a collection pools a request's bag once. With `expand`, each request's bags are
+    repeated for its candidates instead: stride B throughout, for modules that permute or split a tensor
+    (TorchRec then drops inverse indices). The result is the same, at the cost of impression-level work.
     """
     index_B, num_candidates = inputs.request_index_B, len(inputs.request_index_B)
     lists = list(_lists(inputs))
@@ -101,7 +102,7 @@ def _lists(inputs: Inputs) -> Iterator[_KeyedLists]:
 
 
 def _expanded(one: _KeyedLists, request_index_B: Tensor) -> _KeyedLists:
-    """With B bags of each key."""
+    """The lists with B bags for each key."""
     num_candidates = len(request_index_B)
     own_B = torch.arange(num_candidates, device=request_index_B.device)
     starts = [sum(one.sizes[:k]) for k in range(len(one.keys))]
@@ -127,7 +128,7 @@ def _cat(parts: list[Tensor]) -> Tensor:
 
 @dataclasses.dataclass(kw_only=True)
 class _PooledAlike:
-    """Features of a stack that pool alike, and where each one's columns go."""
+    """Features of a stack that are pooled alike, and the place of each one's columns."""
 
     stack: str
     mean: bool
@@ -136,17 +137,18 @@ class _PooledAlike:
 
 
 class RemoteEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type: ignore[misc]
-    """`torchrec.EmbeddingBagCollection` to whoever calls it, over the rows that `rows_of` opened.
+    """Drop-in for `torchrec.EmbeddingBagCollection`, over the rows of `rows_of`.
 
-    Of a config `name` is a table of the schema, `embedding_dim` its width, `feature_names` features that look there, and
-    `pooling` SUM or MEAN. The schema says how rows begin, are updated and expire; `num_embeddings` and `init_fn` are not read.
-    A bag of nothing is 0. Rows' gradients are those of TorchRec's own.
+    In a config, `name` is a table of the schema, `embedding_dim` its width, `feature_names` features of that
+    table, and `pooling` SUM or MEAN. The schema defines initialization, update rule and expiry of rows;
+    `num_embeddings` and `init_fn` are ignored. An empty bag is 0. Gradients of rows equal TorchRec's.
     """
 
     def __init__(
         self, tables: Sequence[EmbeddingBagConfig], schema: Schema, is_weighted: bool = False
     ) -> None:
-        """`is_weighted`: weights of the KJT count, by SUM. Raises SchemaError: configs and schema differ."""
+        """`is_weighted`: use the weights of the KJT; requires SUM. Raises SchemaError: configs and schema
+        differ."""
         super().__init__()
         self._configs = [
             dataclasses.replace(c, feature_names=list(c.feature_names) or [c.name]) for c in tables
@@ -168,8 +170,7 @@ class RemoteEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type: ig
         """[B, C], the features in the order of the configs.
 
         Raises:
-            SchemaError: outside `rows_of`, without one of the features, or bags of other positions or numbers than the rows
-                and candidates of the batch.
+            SchemaError: outside `rows_of`, a feature is missing, or bags do not match the rows and candidates of the batch.
         """
         rows = _ROWS.get()
         if rows is None:
@@ -204,7 +205,7 @@ class RemoteEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type: ig
         lists: Mapping[str, JaggedTensor],
         bag_of: Mapping[str, Tensor],
     ) -> Sequence[Tensor]:
-        """[B, D] of each feature; all of them are pooled at once."""
+        """[B, D] of each feature; all are pooled at once."""
         jagged = [lists[feature] for feature in group.features]
         index_L = torch.cat([j.values() for j in jagged])
         length_S = torch.cat([j.lengths() for j in jagged])
@@ -232,7 +233,7 @@ class RemoteEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type: ig
 
     @property
     def device(self) -> torch.device:
-        """Where the rows of now are; CPU outside `rows_of`."""
+        """Device of the current rows; CPU outside `rows_of`."""
         return next((rows_UD.device for rows_UD in (_ROWS.get() or {}).values()), torch.device("cpu"))
 
 
@@ -256,7 +257,7 @@ def _pool(rows_UD: Tensor, index_L: Tensor, offset_S1: Tensor, weight_L: Tensor 
 
 
 def _check(configs: Sequence[EmbeddingBagConfig], schema: Schema, is_weighted: bool) -> None:
-    """Raises SchemaError: the first that differs, in one sentence."""
+    """Raises SchemaError: the first difference, in one sentence."""
     if not configs:
         raise SchemaError("expected an EmbeddingBagConfig or more, got none; give one a table")
     table_of = _tables_of_features(schema)

@@ -1,14 +1,7 @@
-"""Entries of a history as tokens.
+"""HSTU encoders of a history: tokens of entries, a vector per request (two towers), an output per candidate
+(ranker).
 
-Letters: L entries of the histories, D width.
-
-A request's history as one vector: what a two-tower model knows of the user before it has seen an item.
-
-Letters: R requests, S tokens, D width.
-
-HSTU as a ranker's part: what each candidate is at the end of its request's history.
-
-Letters: L entries of the histories, B candidates, S tokens, D width.
+Letters: R requests, L entries of the histories, B candidates, S tokens, D width.
 """
 
 from __future__ import annotations
@@ -29,8 +22,8 @@ from roostream.schema.schema import Feature, Schema
 
 
 class HistoryTokenizer(nn.Module):
-    """[L, D]: an entry's item and its id columns (its action), each embedding through a matrix of its own, added up; where
-    requests share entries, once an entry."""
+    """[L, D]: item and id columns (the action) of an entry, each projected and summed. Shared entries are
+    computed once."""
 
     def __init__(self, schema: Schema, feature: Feature, width: int) -> None:
         super().__init__()
@@ -59,9 +52,11 @@ class HistoryTokenizer(nn.Module):
 
 
 class HistoryEncoder(FeatureEncoder):
-    """[R, hstu_width]: HSTU's output of a learned token behind each history, at the time of the request (ROO paper, Fig. 5b).
+    """[R, hstu_width]: HSTU's output of a learned token after each history, at the time of the request (ROO
+    paper, Fig. 5b).
 
-    The token stands where the next item would: it sees the whole history, and is there also where the history is empty.
+    The token stands where the next item would be: it sees the whole history, and exists even if the history
+    is empty.
     """
 
     def __init__(self, schema: Schema, feature: Feature, config: HstuSettings) -> None:
@@ -95,11 +90,12 @@ class HistoryEncoder(FeatureEncoder):
 
 
 class HstuTargetEncoder(FeatureEncoder):
-    """[B, hstu_width]. A history and all candidates of its request go through HSTU once; a candidate sees the history and itself.
+    """[B, hstu_width]. History and all candidates of a request pass through HSTU once; a candidate sees the
+    history and itself.
 
-    An entry's token is made of its item and its action (history_tokens.py). A candidate's is its item's, through the same matrix,
-    with a learned token in the action's place: its own action is what is to be predicted. Its other id features are added as
-    context. Its item is its first feature in the history's table.
+    A candidate's token is that of its item, with the same projection as entries, plus a learned token in
+    place of the action, which is to be predicted. Other id features are added as context. The item is the
+    first feature in the history's table.
     """
 
     def __init__(self, schema: Schema, feature: Feature, config: HstuConfig) -> None:

@@ -1,12 +1,12 @@
 """HSTU: hierarchical sequential transduction units (Zhai et al. 2024, §3; ROO paper §3.3).
 
-Letters: S tokens of all sequences, D width.
-
     [U, V, Q, K] = SiLU(LN(X) W)
-    A V          = pointwise_attention.py
+    A V          = hstu_attention.py
     Y            = dropout(U ⊙ LN(A V)) W_o + b_o + X
 
-LN has no affine part and eps 1e-6; W has no bias and is N(0, 0.02) at first.
+LN has no affine part and eps 1e-6; W has no bias and starts as N(0, 0.02).
+
+Letters: S tokens of all sequences, D width.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _EPS = 1e-6
 
 
 class HstuLayer(nn.Module):
-    """One layer, [S, D] → [S, D]. A token's output depends on the tokens that it sees, whatever else is in the batch.
+    """One layer, [S, D] → [S, D]. A token's output depends only on the tokens that it sees.
 
-    `dropout` is not 0 only where training is apart from serving: what trains while it is scored gives what serving gives (G9).
+    `dropout` must be 0 where a model is scored while it is trained, so that serving computes the same (G9).
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class HstuLayer(nn.Module):
         self._width, self._heads, self._divisor = width, heads, float(max_history + 1)
 
     def adjust_initial_parameters(self) -> None:
-        """Uniform numbers, which are a function of seed and name, as normal ones."""
+        """Transform the uniform initial values to normal ones; they stay a function of seed and name."""
         weight = self.gates_values_queries_keys.weight
         bound = (3.0 / self._width) ** 0.5
         weight.div_(bound).clamp_(-1 + 1e-6, 1 - 1e-6).erfinv_().mul_(_STD * math.sqrt(2))
@@ -65,7 +65,8 @@ class HstuLayer(nn.Module):
 
 
 class Hstu(nn.Module):
-    """Layers on each other, [S, D] → [S, D]; cost of a request (h + m)² D + (h + m) D² a layer, m targets together."""
+    """A stack of layers, [S, D] → [S, D]; a request costs (h + m)² D + (h + m) D² per layer, for h entries
+    and m targets."""
 
     def __init__(
         self,

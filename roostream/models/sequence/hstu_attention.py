@@ -1,23 +1,21 @@
-"""HSTU's pointwise attention (Zhai et al. 2024, "Actions speak louder than words", §3.2), in plain torch.
+"""HSTU's pointwise attention (Zhai et al. 2024, "Actions speak louder than words", §3.2).
 
     A V, with A = SiLU(Q Kᵀ + b_pos[position of j - position of i] + b_time[bucket of (i, j)]) / N_fixed ⊙ M
 
-No softmax: how much of a taste there is counts, not only its share. N_fixed is a constant, never the batch's longest sequence, so
-that a request's result depends on no other.
+There is no softmax, so the intensity of a preference counts, not only its share. N_fixed is a constant, never
+the longest sequence of a batch, so a request's result depends on no other.
 
-Letters: S tokens, G sequences of a group, N tokens of its longest, H heads, C width of a head, D = H · C.
-
-HSTU's attention on a CPU, where each sequence lies: nothing is padded, no bias is gathered a pair. What pointwise_attention.py
-gives, for who has no times; anything else is left to that one.
+`pointwise_attention` is plain torch on padded squares. `attention_in_place` gives the same on a CPU without
+padding, for models without times:
 
     s_ij = q_i · k_j + b[pos_j - pos_i]     pos = min(place, h)     a_ij = SiLU(s_ij) / N_fixed where i sees j, else 0
     out = a v     dv = aᵀ dout     ds = dout vᵀ ⊙ SiLU'(s) / N_fixed     dq = ds k     dk = dsᵀ q     db[·] = Σ ds of its pairs
 
-Scores aren't kept: the way back makes them anew. Sums are in the order of a sequence's tokens, sequence behind sequence, so that
-they have the same bits every time.
+Its backward pass recomputes the scores. Sums follow the order of tokens and sequences, so results are
+deterministic.
 
-Letters: S tokens, R sequences, I tokens of a sequence (as queries and as keys), H heads, C width of a head, D = H · C, P position
-differences.
+Letters: S tokens, R sequences, G sequences of a group, N tokens of its longest, I tokens of a sequence (as
+queries and as keys), H heads, C width of a head, D = H · C, P position differences, T time buckets.
 """
 
 from __future__ import annotations
@@ -46,8 +44,8 @@ def pointwise_attention(
 ) -> Tensor:
     """[S, 3 · D] → A V, [S, D].
 
-    `position_bias_P`: of position differences -(P // 2) .. P // 2; `time_bias_T`: of buckets, None = no times; both of all heads.
-    `divisor`: N_fixed.
+    `position_bias_P`: for position differences -(P // 2) .. P // 2; `time_bias_T`: for time buckets, None =
+    no times; both are shared by all heads. `divisor`: N_fixed.
     """
     slots_SD3 = sequences.groups.pad(query_key_value_SD3)
     out = []
@@ -67,7 +65,7 @@ def pointwise_attention(
 
 
 def _bias(pairs: Pairs, position_bias_P: Tensor, time_bias_T: Tensor | None) -> Tensor:
-    """[G, N, N]; its gradient is summed in the order of the pairs (roostream/models/embedding_ops.py)."""
+    """[G, N, N]; its gradient is summed in the order of the pairs (embedding_ops.py)."""
     sources = [(position_bias_P[:, None], (pairs.offset_GNN + len(position_bias_P) // 2).flatten())]
     if time_bias_T is not None and pairs.bucket_GNN is not None:
         sources.append((time_bias_T[:, None], pairs.bucket_GNN.flatten()))
@@ -82,7 +80,7 @@ def attention_in_place(
     heads: int,
     divisor: float,
 ) -> Tensor:
-    """As `pointwise_attention`."""
+    """As `pointwise_attention`, which it calls if there are times or no kernel."""
     x_SD3 = query_key_value_SD3
     alike = x_SD3.dtype == position_bias_P.dtype and x_SD3.dtype in (torch.float32, torch.float64)
     if time_bias_T is not None or x_SD3.device.type != "cpu" or not (COMPILED and alike):
@@ -130,18 +128,18 @@ def _attend(
     out_SD: np.ndarray,
 ) -> None:
     width = x_SD3.shape[1] // (3 * heads)
-    square, turned = _rooms(x_SD3, start_R1, width)
+    square, transposed = _buffers(x_SD3, start_R1, width)
     for r in range(len(history_R)):
         x_ID3, n = x_SD3[start_R1[r] : start_R1[r + 1]], start_R1[r + 1] - start_R1[r]
-        s_II, turned_CI = square[: n * n].reshape(n, n), turned[: width * n].reshape(width, n)
+        s_II, transposed_CI = square[: n * n].reshape(n, n), transposed[: width * n].reshape(width, n)
         for head in range(heads):
             q_IC, k_IC, v_IC = (
                 _part(x_ID3, 0, head, width, heads),
                 _part(x_ID3, 1, head, width, heads),
                 _part(x_ID3, 2, head, width, heads),
             )
-            turned_CI[:] = k_IC.T
-            product(q_IC, turned_CI, s_II)
+            transposed_CI[:] = k_IC.T
+            product(q_IC, transposed_CI, s_II)
             for i in range(n):
                 seen = _add_bias(s_II[i], i, history_R[r], bias_P)
                 for j in range(n):
@@ -163,13 +161,13 @@ def _attend_back(
     dbias_P: np.ndarray,
 ) -> None:
     width = x_SD3.shape[1] // (3 * heads)
-    square, turned = _rooms(x_SD3, start_R1, width)
-    other, _ = _rooms(x_SD3, start_R1, width)
+    square, transposed = _buffers(x_SD3, start_R1, width)
+    other, _ = _buffers(x_SD3, start_R1, width)
     for r in range(len(history_R)):
         first, end, h = start_R1[r], start_R1[r + 1], history_R[r]
         x_ID3, dx_ID3, n = x_SD3[first:end], dx_SD3[first:end], end - first
         a_II, s_II = square[: n * n].reshape(n, n), other[: n * n].reshape(n, n)
-        turned_CI = turned[: width * n].reshape(width, n)
+        transposed_CI = transposed[: width * n].reshape(width, n)
         for head in range(heads):
             q_IC, k_IC, v_IC = (
                 _part(x_ID3, 0, head, width, heads),
@@ -177,10 +175,10 @@ def _attend_back(
                 _part(x_ID3, 2, head, width, heads),
             )
             gradient_IC = _part(gradient_SD[first:end], 0, head, width, heads)
-            turned_CI[:] = k_IC.T
-            product(q_IC, turned_CI, a_II)
-            turned_CI[:] = v_IC.T
-            product(gradient_IC, turned_CI, s_II)
+            transposed_CI[:] = k_IC.T
+            product(q_IC, transposed_CI, a_II)
+            transposed_CI[:] = v_IC.T
+            product(gradient_IC, transposed_CI, s_II)
             for i in range(n):
                 seen = _add_bias(a_II[i], i, h, bias_P)
                 for j in range(n):
@@ -199,7 +197,7 @@ def _attend_back(
 
 @kernel
 def _add_bias(s_I: np.ndarray, i: int, h: int, bias_P: np.ndarray) -> int:
-    """Of query i's scores with what it sees: this many of the first keys, and itself."""
+    """Add the biases to query i's scores; returns how many of the first keys it sees besides itself."""
     seen, middle = min(i + 1, h), len(bias_P) // 2
     for j in range(seen):
         s_I[j] += bias_P[middle + j - min(i, h)]
@@ -210,7 +208,7 @@ def _add_bias(s_I: np.ndarray, i: int, h: int, bias_P: np.ndarray) -> int:
 
 @kernel
 def _back_to_bias(ds_I: np.ndarray, i: int, h: int, dbias_P: np.ndarray) -> None:
-    """The way back of `_add_bias`."""
+    """Backward pass of `_add_bias`."""
     seen, middle = min(i + 1, h), len(dbias_P) // 2
     for j in range(seen):
         dbias_P[middle + j - min(i, h)] += ds_I[j]
@@ -226,8 +224,8 @@ def _part(x_ID: np.ndarray, part: int, head: int, width: int, heads: int) -> Any
 
 
 @kernel
-def _rooms(like: np.ndarray, start_R1: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """For the pairs, and for keys turned, of the longest sequence."""
+def _buffers(like: np.ndarray, start_R1: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Buffers for the pairs and the transposed keys of the longest sequence."""
     longest = 0
     for r in range(len(start_R1) - 1):
         longest = max(longest, start_R1[r + 1] - start_R1[r])

@@ -1,12 +1,13 @@
-"""The history and the targets of each request as one jagged sequence, oldest entry first (ROO paper §3.3, Fig. 5b).
-
-Letters: R requests, L entries of the histories, B targets, S tokens of all sequences, G sequences of a group, N tokens of the
-group's longest, h entries and m targets of a request.
+"""History and targets of each request as one jagged sequence, oldest entry first (ROO paper §3.3, Fig. 5b).
 
     histories, newest first   [a b | c | ]     tokens     [b a x | c y z | w]
     targets                   [x | y z | w]    position   [0 1 2 | 0 1 1 | 0]
 
-Every target is at position h, so that its place among the targets says nothing. A request without targets has no token.
+Every target has position h, so its place among the targets does not matter. A request without targets has no
+tokens.
+
+Letters: R requests, L entries of the histories, B targets, S tokens of all sequences, G sequences of a group,
+N tokens of the group's longest, h entries and m targets of a request.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from roostream.models.inputs import BUCKET_MS
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Pairs:
-    """A group's pairs (query i, key j) of tokens, [G, N, N]."""
+    """Pairs (query i, key j) of a group's tokens, [G, N, N]."""
 
     offset_GNN: Tensor  # int64: position of j - position of i, in -(N - 1) .. N - 1
     bucket_GNN: Tensor | None  # int64: of the time from j to what follows i; None: there are no times
@@ -33,7 +34,7 @@ class Pairs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class JaggedTokens:
-    """Where each sequence lies, and when its tokens are, without padding."""
+    """Offsets and times of the sequences, without padding."""
 
     offset_R1: Tensor  # int64
     history_R: Tensor  # int64: entries in front of its targets
@@ -44,30 +45,30 @@ class JaggedTokens:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class JaggedSequences:
-    """Built by `build_jagged_targets`, once a batch; the layers share it."""
+    """From `build_jagged_sequences`, once per batch; shared by the layers."""
 
     source_S: Tensor  # int64: each token's place among [L entries, then B targets]
     token_B: Tensor  # int64: each target's token
     groups: CandidateGroups  # of tokens: sequences of like lengths, padded to the longest of them
-    facts_SC: Tensor  # int64: position, is a target, and where there are times, the time to the request of it and of the next one
+    token_info_SC: Tensor  # int64: position, is a target, and where there are times, the time to the request of it and of the next one
     tokens_R: np.ndarray  # h + m of each request that has a target, else 0
     lengths_R: np.ndarray  # h of them
 
     @functools.cached_property
     def pairs(self) -> tuple[Pairs, ...]:
-        """Of each group, for who looks at squares."""
-        facts_SC = self.groups.pad(self.facts_SC)
-        return tuple(_pairs(group.of_slots(facts_SC)) for group in self.groups.groups)
+        """Pairs of each group, for attention on squares."""
+        token_info_SC = self.groups.pad(self.token_info_SC)
+        return tuple(_pairs(group.of_slots(token_info_SC)) for group in self.groups.groups)
 
     @functools.cached_property
     def jagged(self) -> JaggedTokens:
-        """For who looks at sequences behind each other."""
-        device, times = self.facts_SC.device, self.facts_SC.shape[1] > 2
+        """For attention without padding."""
+        device, times = self.token_info_SC.device, self.token_info_SC.shape[1] > 2
         return JaggedTokens(
             offset_R1=placed(np.concatenate([[0], np.cumsum(self.tokens_R)]).astype(np.int64), device),
             history_R=placed(self.lengths_R.astype(np.int64), device),
-            gap_S=self.facts_SC[:, 2].contiguous() if times else None,
-            next_S=self.facts_SC[:, 3].contiguous() if times else None,
+            gap_S=self.token_info_SC[:, 2].contiguous() if times else None,
+            next_S=self.token_info_SC[:, 3].contiguous() if times else None,
             longest=int(self.tokens_R.max(initial=0)),
         )
 
@@ -79,8 +80,8 @@ def build_jagged_sequences(
     max_history: int,
     device: str | torch.device = "cpu",
 ) -> JaggedSequences:
-    """`length_R`: of histories that lie newest first, of which the newest `max_history` are read; `gap_ms_L`: int64, time from
-    each entry to its request."""
+    """`length_R`: lengths of histories, newest entry first, of which the newest `max_history` are used;
+    `gap_ms_L`: int64, time from each entry to its request."""
     start_R, target_R = (np.cumsum(n_R, dtype=np.int64) - n_R for n_R in (length_R, num_targets_R))
     history_R = np.where(num_targets_R > 0, np.minimum(length_R, max_history), 0)
     tokens_R = history_R + num_targets_R
@@ -101,21 +102,24 @@ def build_jagged_sequences(
         source_S=placed(source_S.astype(np.int64), device),
         token_B=placed(np.flatnonzero(is_target_S), device),
         groups=build_groups(tokens_R, str(device)),
-        facts_SC=placed(np.stack(columns, axis=1).astype(np.int64), device),
+        token_info_SC=placed(np.stack(columns, axis=1).astype(np.int64), device),
         tokens_R=tokens_R,
         lengths_R=history_R,
     )
 
 
 def build_history_sequences(length_R: np.ndarray, device: str | torch.device = "cpu") -> JaggedSequences:
-    """Histories alone, whole and without times, for who learns at each entry what comes next: an entry sees itself and what is
-    before it. Tokens are the entries, oldest first, history behind history; the newest takes the place of a single target."""
+    """Histories alone, complete and without times, for next-item training: an entry sees itself and earlier
+    entries.
+
+    Tokens are the entries, oldest first; the newest one takes the place of a single target.
+    """
     newest_R = np.minimum(length_R, 1).astype(np.int32)
     return build_jagged_sequences(length_R - newest_R, None, newest_R, int(length_R.max(initial=0)), device)
 
 
 def _pairs(facts_GNC: Tensor) -> Pairs:
-    """Columns: `JaggedTargets.facts_SC`. Padding lies behind a sequence's tokens, so that no token looks at it."""
+    """Columns as in `JaggedSequences.token_info_SC`. Padding follows a sequence's tokens, so no token sees it."""
     position_GN, is_target_GN, *gaps = facts_GNC.unbind(dim=-1)
     n = position_GN.shape[1]
     itself_NN = torch.eye(n, dtype=torch.bool, device=facts_GNC.device)

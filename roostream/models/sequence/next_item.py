@@ -1,10 +1,10 @@
-"""What a user takes next, learned at every entry of his history (Zhai et al. 2024, §4.1.1; Kang & McAuley 2018, §III).
+"""Next-item prediction at every entry of a history (Zhai et al. 2024, §4.1.1; Kang & McAuley 2018, §III).
 
     x_s = √D · e[item_s] + p[place_s]        u = unit(encoder(dropout(x)))        v_i = unit(e_i)
     loss of s = log(e^(u·v⁺/τ) + Σ_n e^(u·v_n/τ - q)) - u·v⁺/τ
 
-v⁺ is the item that came next, v_n one of N drawn uniformly of the corpus for s alone, left out where it is v⁺ itself; q = 0, as
-the paper has it, or log(N / (I - 1)), with which the sum is expected to be that of all items (sampled_softmax.py).
+v⁺ is the next item. v_n are N items drawn uniformly from the corpus for s alone, excluding v⁺. q = 0 as in
+the paper, or log(N / (I - 1)), with which the expected sum is that over all items (sampled_softmax.py).
 
 Letters: S tokens, I items of the corpus, N negatives of a token, C = 1 + N, D width.
 """
@@ -25,7 +25,7 @@ _STD, _EPS = 0.02, 1e-6
 
 
 class NextItem(nn.Module):
-    """`encoder`: [S, D] of histories alone → [S, D], of which a token's depends on itself and what is before it."""
+    """`encoder`: [S, D] → [S, D] on histories; the output of a token depends on itself and earlier tokens."""
 
     def __init__(
         self, encoder: nn.Module, num_items: int, width: int, max_length: int, dropout: float = 0.0
@@ -37,13 +37,15 @@ class NextItem(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def adjust_initial_parameters(self) -> None:
-        """Items uniform as other matrices are, but of deviation 0.02: a step of Adam is then a larger part of them."""
+        """Scale the uniform item embeddings to a standard deviation of 0.02, so that a step of Adam changes
+        them faster."""
         self.item.mul_(_STD * math.sqrt(self.item.shape[1]))
 
     def forward(self, item_S: Tensor, sequences: JaggedSequences) -> Tensor:
-        """[S, D], of length 1. `item_S`: int64, places in the corpus, in the order of `build_histories`."""
+        """[S, D], of length 1. `item_S`: int64, places in the corpus, in the order of
+        `build_history_sequences`."""
         e_SD = gather_rows([(self.item, item_S)]) * math.sqrt(self.item.shape[1])
-        p_SD = gather_rows([(self.position, sequences.facts_SC[:, 0].contiguous())])
+        p_SD = gather_rows([(self.position, sequences.token_info_SC[:, 0].contiguous())])
         return _unit(self.encoder(self.dropout(e_SD + p_SD), sequences))
 
     def item_vectors(self) -> Tensor:
@@ -51,7 +53,7 @@ class NextItem(nn.Module):
         return _unit(self.item)
 
     def loss(self, u_SD: Tensor, item_SC: Tensor, temperature: float, *, corrected: bool = False) -> Tensor:
-        """The mean over tokens. `item_SC`: int64, what came next, then negatives."""
+        """The mean over tokens. `item_SC`: int64, the next item, then negatives."""
         v_ID = self.item_vectors()
         score_SC = sampled_scores(u_SD, v_ID, item_SC) / temperature
         is_next_SC = item_SC == item_SC[:, :1]

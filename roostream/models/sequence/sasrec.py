@@ -1,10 +1,11 @@
-"""SASRec's layers: self-attention over a history, in which nothing sees what is behind it (Kang & McAuley 2018, "Self-attentive
-sequential recommendation", §III).
+"""SASRec: causal self-attention over a history (Kang & McAuley 2018, "Self-attentive sequential
+recommendation", §III).
 
     x  ← x + dropout(Attention(LN(x)) W_o)       Attention = softmax(Q Kᵀ / √C, j ≤ i) V,   [Q, K, V] = LN(x) W     (eq. 2, 3)
     x  ← x + dropout(FFN(LN(x)))                 FFN(x) = ReLU(x W1 + b1) W2 + b2                                 (eq. 4)
 
-After the last layer one more LN. The matrices have no bias in attention; a token's network is its own width.
+A final LN follows the last layer. Attention matrices have no bias; the feed-forward network is as wide as a
+token.
 
 Letters: S tokens, G sequences of a group, N tokens of its longest, H heads, C width of a head, D = H · C.
 """
@@ -37,7 +38,8 @@ class SasRecLayer(nn.Module):
 
 
 class SasRec(nn.Module):
-    """Layers on each other, [S, D] → [S, D], of histories alone (`build_histories`): a target would see those before it."""
+    """A stack of layers, [S, D] → [S, D], for histories only (`build_history_sequences`): a target would see
+    earlier targets."""
 
     def __init__(self, width: int, heads: int, layers: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -52,7 +54,7 @@ class SasRec(nn.Module):
 
 
 def _attend(x_SD3: Tensor, sequences: JaggedSequences, heads: int) -> Tensor:
-    """[S, 3 · D] → [S, D]. A group's padding lies behind its tokens, so that no token sees it."""
+    """[S, 3 · D] → [S, D]. Padding follows a group's tokens, so no token sees it."""
     slots_SD3 = sequences.groups.pad(x_SD3)
     out = []
     for group in sequences.groups.groups:

@@ -1,9 +1,9 @@
 """Retrieval and a late ranker as one model: one stack, one set of rows, one version for both.
 
-    history, request ─► two towers ─► which items        (roostream/models/two_tower/retrieval.py)
+    history, request ─► two towers ─► which items         (retrieval.py)
                      ─► ranker     ─► in which order      (roostream/models/ranker.py)
 
-Its logits are the ranker's. What is learned is the sum of both losses; they share the rows and nothing else.
+The logits are the ranker's. The loss is the sum of both losses; the two parts share only the rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from roostream.schema.schema import Schema
 
 
 class Cascade(Model):
-    """A candidate's logits depend on its own request only; the loss looks at the batch's other items (retrieval's)."""
+    """A candidate's logits depend on its own request only; the retrieval loss uses the other items of the
+    batch."""
 
     def __init__(self, schema: Schema, config: CascadeConfig) -> None:
         super().__init__()
@@ -37,7 +38,7 @@ class Cascade(Model):
 
 
 def retrieval_model(model: Model) -> Retrieval | None:
-    """What of a model makes vectors of requests and items; None: nothing does."""
+    """The part of a model that computes request and item vectors; None if there is none."""
     if isinstance(model, Cascade):
         return model.retrieval
     return model if isinstance(model, Retrieval) else None

@@ -1,9 +1,10 @@
-"""Early-stage ranking (ROO paper §3.1, Fig. 4): the request's tower once a request, a light network where both meet.
-
-Letters: R requests, B candidates, T tasks, D width.
+"""Early-stage ranking (ROO paper §3.1, Fig. 4): the request tower once per request, then a small network over
+both vectors.
 
     user tower ─► u (R) ─► gather to B ─┐
-    item tower ─► v (B) ────────────────┴► [u, v, u ⊙ v] ─► mix layers ─► a tower a task
+    item tower ─► v (B) ────────────────┴► [u, v, u ⊙ v] ─► mix layers ─► a tower per task
+
+Letters: R requests, B candidates, T tasks, D width.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from roostream.schema.schema import Schema
 
 
 class EarlyRanker(Model):
-    """A logit for each candidate and task; a candidate's depend on its own request and item."""
+    """A logit for each candidate and task, from its request and item only."""
 
     def __init__(self, schema: Schema, config: TwoTowerConfig) -> None:
         super().__init__()
@@ -42,5 +43,5 @@ class EarlyRanker(Model):
         return self.heads(self.mix(torch.cat([u_BD, v_BD, u_BD * v_BD], dim=1)))
 
     def loss(self, inputs: Inputs, logits_BT: Tensor, targets: Targets) -> Tensor:
-        """Pointwise, see roostream/models/loss.py."""
+        """Pointwise multi-task loss (roostream/models/loss.py)."""
         return loss(logits_BT, targets, self._tasks, inputs.groups)

@@ -1,8 +1,8 @@
-"""The vectors of items as one file, and the exact search in it.
+"""Item vectors as one file, with exact search.
 
-Format 1: safetensors with `id` int64 [I], rising and distinct, and `vector` float32 [I, D]; metadata `format` = "1", `schema`
-(fingerprint, 16 hex digits) and `version` of the model that made the vectors ("<incarnation>-<seq>"). A request's vector may be
-compared with those of its own version only.
+Format 1: safetensors with `id` int64 [I], rising and distinct, and `vector` float32 [I, D]; metadata `format`
+= "1", `schema` (fingerprint, 16 hex digits) and `version` of the model ("<incarnation>-<seq>"). Compare a
+request's vector only with vectors of its own version.
 
 Letters: I items, B candidates, D width, K best.
 """
@@ -24,7 +24,7 @@ FORMAT = "1"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ItemIndex:
-    """What a file holds."""
+    """Content of an index file."""
 
     id_I: np.ndarray  # int64, rising
     vector_ID: np.ndarray  # float32, unit length
@@ -32,14 +32,14 @@ class ItemIndex:
     version: str
 
     def best(self, request_D: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, products) of the k items with the largest product, the best first; of equal ones the smaller id."""
+        """(ids, products) of the k items with the largest product, best first; ties by smaller id."""
         product_I = self.vector_ID @ request_D
         place_K = np.argsort(-product_I, kind="stable")[:k]
         return self.id_I[place_K], product_I[place_K]
 
 
 def build_item_index(model: Retrieval, inputs: Inputs, schema: str, version: str) -> ItemIndex:
-    """Of the items of a batch's candidates, each once; where one comes again, its last features count."""
+    """Index of the items of a batch's candidates, each once; the last features of an item count."""
     with torch.inference_mode():
         vector_BD = model.item_vectors(inputs).cpu().numpy()
     reversed_ids = inputs.item_B.cpu().numpy()[::-1]
@@ -49,14 +49,14 @@ def build_item_index(model: Retrieval, inputs: Inputs, schema: str, version: str
 
 
 def merged(older: ItemIndex, newer: ItemIndex) -> ItemIndex:
-    """All items of both, by `newer` where it has one: a catalogue is written batch by batch.
+    """All items of both indexes; `newer` wins.
 
     Raises:
         CheckpointError: they are of different models.
     """
     if (older.schema, older.version) != (newer.schema, newer.version):
         raise CheckpointError(
-            f"expected vectors of model version {older.version}, got {newer.version}; make the index anew"
+            f"expected vectors of model version {older.version}, got {newer.version}; build the index again"
         )
     kept_I = ~np.isin(older.id_I, newer.id_I)
     id_I = np.concatenate([older.id_I[kept_I], newer.id_I])
@@ -66,13 +66,13 @@ def merged(older: ItemIndex, newer: ItemIndex) -> ItemIndex:
 
 
 def encode(index: ItemIndex) -> bytes:
-    """The file's bytes."""
+    """Bytes of the file."""
     metadata = {"format": FORMAT, "schema": index.schema, "version": index.version}
     return tensor_file.encode({"id": index.id_I, "vector": index.vector_ID}, metadata)
 
 
 def decode(data: bytes) -> ItemIndex:
-    """What `encode` was given.
+    """Inverse of `encode`.
 
     Raises:
         CheckpointError: another format, or damaged.
@@ -91,7 +91,7 @@ def decode(data: bytes) -> ItemIndex:
     )
     if not fits or (np.diff(id_I) <= 0).any() or not np.isfinite(vector_ID).all():
         raise CheckpointError(
-            "expected rising ids and a finite vector for each, got others; make the index anew"
+            "expected rising ids and a finite vector for each, got others; build the index again"
         )
     return ItemIndex(
         id_I=id_I, vector_ID=vector_ID, schema=metadata.get("schema", ""), version=metadata.get("version", "")

@@ -1,11 +1,13 @@
-"""Retrieval by dot product (ROO paper §3.1): a vector a request and task, a vector an item, unit length both.
-
-Letters: R requests, B candidates, T tasks, D width.
+"""Retrieval by dot product (ROO paper §3.1): a vector per request and task, a vector per item, both of unit
+length.
 
     u_RTD = unit(user tower)      v_BD = unit(item tower)      s = u · v / temperature      logit = scale_T · s + bias_T
 
-What orders is s; its softmax over the batch's items teaches the towers. Scale and bias make a probability of
-it, are taught by the task's own loss, and move no tower. Every task has a request vector of its own; one index serves all tasks.
+s decides the order; its softmax over the batch's items trains the towers. Scale and bias calibrate s to a
+probability; they are trained with the task's own loss, which does not reach the towers. Each task has its own
+request vector; one index serves all tasks.
+
+Letters: R requests, B candidates, T tasks, P positives, D width.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ from roostream.schema.schema import Schema
 
 
 class Retrieval(Model):
-    """A candidate's logits depend on its own request and item; only the loss looks at the batch's other items.
+    """A candidate's logits depend on its own request and item; only the loss uses the other items of the
+    batch.
 
-    So the loss of a batch is not the sum of its parts': what is a negative is a matter of the batch (docs/decisions/0041).
+    So the loss of a batch is not the sum of its parts' losses (docs/decisions/0041).
     """
 
     def __init__(self, schema: Schema, config: TwoTowerConfig) -> None:
@@ -58,20 +61,21 @@ class Retrieval(Model):
         return self._logits(self._products(u_RTD, v_BD, inputs))
 
     def vectors(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Of requests, [R, T, D], and of the candidates' items, [B, D]."""
+        """Vectors of requests, [R, T, D], and of the candidates' items, [B, D]."""
         pooled = pool_features(inputs)
         return _unit(self.user(inputs, pooled).view(-1, *self._shape_TD)), _unit(self.item(inputs, pooled))
 
     def request_vectors(self, inputs: Inputs) -> Tensor:
-        """[R, T, D], of requests alone: what is looked for in an index."""
+        """[R, T, D], queries for an index."""
         return _unit(self.user(inputs, pool_features(inputs)).view(-1, *self._shape_TD))
 
     def item_vectors(self, inputs: Inputs) -> Tensor:
-        """[B, D], of the candidates' items alone: what an index keeps (item_index.py)."""
+        """[B, D], for an index (item_index.py)."""
         return _unit(self.item(inputs, pool_features(inputs)))
 
     def loss(self, inputs: Inputs, logits_BT: Tensor, targets: Targets) -> Tensor:
-        """Of each task the weighted mean of its positives' sampled softmax, and the loss of its calibrated logits."""
+        """Per task the weighted mean of its positives' sampled softmax, and the loss of its calibrated
+        logits."""
         u_RTD, v_BD = self.vectors(inputs)
         calibration = loss(
             self._logits(self._products(u_RTD, v_BD, inputs).detach()), targets, self._tasks, inputs.groups
@@ -104,7 +108,7 @@ class Retrieval(Model):
 
 
 def _popularity(schema: Schema, name: str) -> tuple[int, bool] | None:
-    """Column, and whether a transform took its logarithm. Raises SchemaError: it is no count."""
+    """Column, and whether a transform took its logarithm. Raises SchemaError: it is not a count."""
     if not name:
         return None
     column, ops = column_of(schema, name, "popularity"), [t.op for t in schema.transforms if t.output == name]
@@ -116,7 +120,8 @@ def _popularity(schema: Schema, name: str) -> tuple[int, bool] | None:
 
 
 def _counts(targets: Targets, t: int) -> Tensor:
-    """[B]: what each candidate counts as a positive of the task; less than 0 where a correction takes it back."""
+    """[B]: weight of each candidate as a positive of the task; negative if a correction takes the positive
+    back."""
     positive_B = (targets.label_BT[:, t] > 0).to(targets.weight_BT.dtype)
     if targets.before_BT is not None:
         was_B = torch.nan_to_num(targets.before_BT[:, t]) > 0
@@ -125,5 +130,5 @@ def _counts(targets: Targets, t: int) -> Tensor:
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Of length 1 along the last dimension; of what is nearly 0 shorter, so that no gradient is huge."""
+    """Length 1 along the last dimension; shorter for vectors near 0, so that gradients stay bounded."""
     return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + 1e-6)

@@ -1,4 +1,4 @@
-"""The request's tower and the item's (ROO paper §3.1, Fig. 4).
+"""The request tower and the item tower (ROO paper §3.1, Fig. 4).
 
 Letters: R requests, B candidates, D width.
 """
@@ -19,7 +19,7 @@ from roostream.wire.transform import output_names
 
 
 class Tower(nn.Module):
-    """Parts side by side, layers, and a vector: [R, width] of requests, [B, width] of candidates."""
+    """Encoders side by side, layers, and a vector: [R, width] for requests, [B, width] for candidates."""
 
     def __init__(self, parts: dict[str, FeatureEncoder], layers: tuple[int, ...], width: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Tower(nn.Module):
 
 
 class ItemFloatEncoder(FeatureEncoder):
-    """Floats that are the item's own, by name; after transforms, as roostream/models/inputs.py has them."""
+    """Floats of the item itself, by name, after transforms."""
 
     def __init__(self, schema: Schema, names: tuple[str, ...]) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class ItemFloatEncoder(FeatureEncoder):
 
 
 def user_tower(schema: Schema, config: TwoTowerConfig, width: int) -> Tower:
-    """Floats and pooled lists of the request, and with `history = "hstu"` each sequence read in its order.
+    """Floats and pooled lists of the request; with `history = "hstu"` also each sequence through HSTU.
 
     Raises:
         SchemaError: there is no request-only feature.
@@ -63,7 +63,8 @@ def user_tower(schema: Schema, config: TwoTowerConfig, width: int) -> Tower:
 
 
 def item_tower(schema: Schema, config: TwoTowerConfig) -> Tower:
-    """Id lists of a candidate and `item_floats`: what doesn't depend on who asks, so that a vector can be kept in an index.
+    """Id lists of a candidate and `item_floats`: features that do not depend on the request, so vectors can
+    be indexed.
 
     Raises:
         SchemaError: there is neither.
@@ -80,7 +81,7 @@ def item_tower(schema: Schema, config: TwoTowerConfig) -> Tower:
 
 
 def column_of(schema: Schema, name: str, key: str) -> int:
-    """Of `nro_float_BG`. Raises SchemaError: there is no such float."""
+    """Column of `nro_float_BG`. Raises SchemaError: there is no such float."""
     names = output_names(schema, "nro")
     if name not in names:
         raise SchemaError(
