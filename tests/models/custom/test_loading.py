@@ -34,7 +34,7 @@ from roostream.schema.settings import setting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(CustomModelConfig):
-    rows: int = setting(3, "of its one matrix", least=1)
+    rows: int = setting(3, "of its one matrix", ge=1)
 
 class Constant(Model):
     def __init__(self, schema, config):
