@@ -67,7 +67,7 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
     assert len(error.strip().splitlines()) == 1
 
 
-def test_a_wrong_key_is_told_with_file_line_and_nearest_key(tmp_path: Path) -> None:
+def test_a_wrong_key_is_reported_with_file_line_and_nearest_key(tmp_path: Path) -> None:
     path = tmp_path / "shard.toml"
     path.write_text('controller = "127.0.0.1:1"\n\nindx = 1\n')
     code, error = roostream("shard", "--config", path)
@@ -99,7 +99,7 @@ def test_every_setting_of_a_replay_is_a_flag_with_its_help() -> None:
     assert "--behaviors" not in output, "a flag of another dataset"
 
 
-def test_a_duration_of_another_form_is_told() -> None:
+def test_a_duration_of_another_form_is_reported() -> None:
     result = CliRunner().invoke(cli, ["replay", "jsonl", "--log", __file__, "--window", "soon"])
     assert result.exit_code == 2 and "expected a duration such as '500ms'" in result.output
 
@@ -115,7 +115,7 @@ def test_numbers_are_computed_with_one_thread_unless_it_is_said_otherwise() -> N
         assert done.stdout.strip() == threads
 
 
-def test_a_program_tells_its_keys_with_their_variables() -> None:
+def test_a_program_shows_its_keys_with_their_variables() -> None:
     output = CliRunner().invoke(cli, ["worker", "--keys"]).output
     assert (
         "batch_requests  (integer, 1..65536, default " in output

@@ -45,7 +45,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(cli, ["inspect", "batch", *arguments])
 
 
-def test_everything_about_a_batch_is_told() -> None:
+def test_everything_about_a_batch_is_reported() -> None:
     told = inspected(saved(large(7, 0, 5), Record("samples", 1, 9, 6, None, b"?")))
     assert [
         (at["topic"], at["partition"], at["first_offset"], at["last_offset"], at["count"])
@@ -75,7 +75,7 @@ def test_everything_about_a_batch_is_told() -> None:
     assert told["tasks"]["click"]["largest_weight"] == 1.0 and told["findings"] == list(SAVED.findings)
 
 
-def test_why_stands_first_and_what_is_extreme_is_named() -> None:
+def test_why_stands_first_and_what_is_extreme_is_reported() -> None:
     lines = list(rows(inspected(saved(large(7, 0, 5)))))
     assert lines[:2] == [
         ("why", "nothing is finite"),
@@ -115,7 +115,7 @@ def test_the_command_prints_what_a_worker_saved(tmp_path: Path) -> None:
         (b"\x00" * 40, "got something else"),
     ],
 )
-def test_what_is_no_such_file_is_told_in_a_sentence(
+def test_what_is_not_such_a_file_is_reported_in_a_sentence(
     tmp_path: Path, content: bytes | None, message: str
 ) -> None:
     path = tmp_path / "x.batch"
@@ -125,6 +125,6 @@ def test_what_is_no_such_file_is_told_in_a_sentence(
     assert isinstance(error, ConfigError) and message in str(error) and str(error).startswith(str(path))
 
 
-def test_a_schema_that_can_t_be_read_is_told() -> None:
+def test_a_schema_that_can_t_be_read_is_reported() -> None:
     with pytest.raises(ConfigError, match="expected the"):
         inspected(saved(schema="[["))

@@ -21,7 +21,7 @@ def schema(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("file", ["model.toml", "shop.py", "shop.py:build"])
-def test_a_model_that_keeps_every_rule_is_told_what_a_request_costs(
+def test_a_model_that_keeps_every_rule_is_reported_what_a_request_costs(
     tmp_path: Path, schema: str, file: str
 ) -> None:
     written(tmp_path, CODE)
@@ -40,6 +40,6 @@ def test_a_rule_that_is_broken_is_a_sentence_and_exit_code_2(tmp_path: Path, sch
     assert "checks failed (docs/bring-your-own-model.md)" in done.stderr
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path: Path, schema: str) -> None:
+def test_a_file_that_is_not_there_is_reported(tmp_path: Path, schema: str) -> None:
     done = CliRunner().invoke(cli, ["check-model", str(tmp_path / "absent.py"), "--schema", schema])
     assert "can't be read: expected a Python file, got No such file" in str(done.exception)

@@ -22,7 +22,7 @@ def test_ports_and_overrides_are_read() -> None:
 
 
 @pytest.mark.parametrize("text", ["serving", "serving=", "serving=x", "serving=0", "serving=65536"])
-def test_a_port_of_another_form_is_refused(text: str) -> None:
+def test_a_port_of_another_form_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match="expected NAME=PORT"):
         parse_ports([text])
 
@@ -35,7 +35,7 @@ def test_an_unknown_name_gets_the_nearest_one() -> None:
 
 
 @pytest.mark.parametrize("text", ["worker", "worker.exact", "exact=true", "worker.=1"])
-def test_an_override_of_another_form_is_refused(text: str) -> None:
+def test_an_override_of_another_form_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match=r"expected PROGRAM\.KEY=VALUE"):
         parse_overrides([text])
 

@@ -116,7 +116,7 @@ def test_following_ends_when_it_is_through_or_the_wait_is_over() -> None:
     )
 
 
-def test_without_a_span_to_stand_below_nothing_is_told() -> None:
+def test_without_a_span_to_stand_below_nothing_is_reported() -> None:
     with pytest.raises(ConfigError, match="W3C Trace Context"):
         export_spans(followed(impression()), "nonsense", 90)
 
@@ -152,7 +152,7 @@ def test_a_request_that_serving_traced_says_itself_below_which_span_it_is() -> N
     ("asked", "logged", "parent"),
     [("", PARENT, TRACE), (f"00-{'c' * 32}-{SPAN}-01", PARENT, "c" * 32), ("", "", "")],
 )
-def test_spans_stand_below_the_one_that_is_named_else_below_servings(
+def test_spans_stand_below_the_one_that_is_reported_else_below_servings(
     asked: str, logged: str, parent: str, kept: KeptSpans
 ) -> None:
     export(followed(impression(traceparent=logged)), asked, 90)

@@ -142,7 +142,7 @@ def check_attributes(about: list[dict[str, Any]]) -> None:
     assert logged["roostream.traceparent"] == joined["roostream.traceparent"]
 
 
-def test_a_caller_who_does_not_sample_tells_nobody(
+def test_a_caller_who_does_not_sample_shows_nobody(
     collector: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sdk = sdk_of("roostream-serving", collector, monkeypatch)
@@ -161,7 +161,7 @@ def test_a_caller_who_does_not_sample_tells_nobody(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_serving_as_the_page_starts_it_tells_a_collector(collector: Any, tmp_path: Path) -> None:
+def test_serving_as_the_page_starts_it_shows_a_collector(collector: Any, tmp_path: Path) -> None:
     """docs/http.md's own words: OpenTelemetry's command, its SDK by its variables; Kafka, Redis and shards are away."""
     page = (ROOT / "docs/http.md").read_text(encoding="utf-8")
     (variables,) = re.findall(r"^export OTEL_EXPORTER.*$", page, re.MULTILINE)

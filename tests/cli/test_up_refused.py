@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     roostream(tmp_path, "down", "--home", "home")
 
 
-def test_a_wrong_archive_is_told_once_by_up_and_status_and_nobody_tries_again(folder: Path) -> None:
+def test_a_wrong_archive_is_reported_once_by_up_and_status_and_nobody_tries_again(folder: Path) -> None:
     (folder / "empty").mkdir()
     up = roostream(folder, "up", "--home", "home", "--from-warehouse", "empty")
     log = folder / "home/logs/controller.log"

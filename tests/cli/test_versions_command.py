@@ -108,7 +108,7 @@ def versions(address: str, token: Path, *arguments: str) -> Result:
         (("resume",), ("POST", "/admin/v1/versions/resume")),
     ],
 )
-def test_each_asks_for_one_thing_and_tells_what_is_held(
+def test_each_asks_for_one_thing_and_shows_what_is_held(
     admin: Admin, token: Path, arguments: tuple[str, ...], asked: tuple[str, str]
 ) -> None:
     lines = versions(admin.address, token, *arguments).output.splitlines()
@@ -132,7 +132,7 @@ def test_each_asks_for_one_thing_and_tells_what_is_held(
         (500, {"error": 5}, "serving answered 500"),
     ],
 )
-def test_a_refusal_is_told_in_one_sentence(
+def test_a_refusal_is_reported_in_one_sentence(
     admin: Admin, token: Path, status: int, told: Any, text: str
 ) -> None:
     admin.answer = (status, told)
@@ -140,7 +140,7 @@ def test_a_refusal_is_told_in_one_sentence(
         versions(admin.address, token, "activate", "1-9")
 
 
-def test_a_process_that_is_away_and_a_token_that_is_absent_are_told(token: Path, tmp_path: Path) -> None:
+def test_a_process_that_is_away_and_a_token_that_is_absent_are_reported(token: Path, tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match="admin_listen"):
         versions("127.0.0.1:1", token, "list")
     with pytest.raises(ConfigError, match="--token-file: expected a file with a token"):

@@ -33,7 +33,7 @@ def told(*arguments: str) -> str:
     return found.output
 
 
-def test_a_table_s_days_are_told(place: str) -> None:
+def test_a_table_s_days_are_reported(place: str) -> None:
     said = json.loads(told("table", place, "--json", "--files"))
     assert (said["requests"], said["files"], said["sealed_files"], said["schemas"]) == (40, 2, 0, 1)
     assert said["last_offsets"] == {"0": 19, "1": 19} and [day["day"] for day in said["days"]] == [
@@ -45,7 +45,7 @@ def test_a_table_s_days_are_told(place: str) -> None:
     assert "1970-01-01" in text and said["paths"][0] in text
 
 
-def test_a_file_s_columns_are_told_as_they_lie(place: str) -> None:
+def test_a_file_s_columns_are_reported_as_they_lie(place: str) -> None:
     path = json.loads(told("table", place, "--json", "--files"))["paths"][0]
     said = json.loads(told("file", place, path, "--json"))
     columns = {its["column"]: its for its in said["columns"]}
@@ -58,7 +58,7 @@ def test_a_file_s_columns_are_told_as_they_lie(place: str) -> None:
     assert "ro__history" in told("file", place, path)
 
 
-def test_what_isn_t_there_is_told(place: str, tmp_path: Path) -> None:
+def test_what_isn_t_there_is_reported(place: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="samples has no file 'x'"):
         told("file", place, "x")
     with pytest.raises(CheckpointError, match="is no table"):

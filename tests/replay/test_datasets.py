@@ -42,7 +42,7 @@ def test_every_row_names_a_module_with_options_and_open(name: str) -> None:
     assert not replay & {f.name for f in fields}, "a flag of every replay and of this dataset"
 
 
-def test_an_unknown_dataset_is_told_with_the_nearest() -> None:
+def test_an_unknown_dataset_is_reported_with_the_nearest() -> None:
     with pytest.raises(
         ConfigError, match="expected one of ebnerd, jsonl, parquet, csv, got 'ebnrd'; did you mean 'ebnerd'"
     ):

@@ -140,7 +140,7 @@ def test_histories_come_in_time_order_over_all_users(tmp_path: Path) -> None:
     assert [len(column) for column in ebnerd.histories([])] == [0, 0, 0]
 
 
-def test_a_history_that_knows_the_log_s_future_tells_nothing_before_its_time(tmp_path: Path) -> None:
+def test_a_history_that_knows_the_log_s_future_shows_nothing_before_its_time(tmp_path: Path) -> None:
     """The log's own click is in the history again: once, at its time. Another is in the history only."""
     shown = [
         row(1, 0, [7, 8, 9], []),
@@ -193,7 +193,7 @@ def test_files_without_a_request_say_nothing_about_a_history(tmp_path: Path) -> 
     )
 
 
-def test_other_files_are_refused_with_file_and_column(tmp_path: Path) -> None:
+def test_other_files_are_rejected_with_file_and_column(tmp_path: Path) -> None:
     rows = [row(1, 0, [1], [1])]
     lacking = write(
         tmp_path / "lacking.parquet", [{k: v for k, v in rows[0].items() if k != "article_ids_inview"}]
@@ -217,7 +217,7 @@ def test_other_files_are_refused_with_file_and_column(tmp_path: Path) -> None:
         (ebnerd.histories([str(tmp_path / "none.parquet")]))
 
 
-def test_uneven_histories_are_refused(tmp_path: Path) -> None:
+def test_uneven_histories_are_rejected(tmp_path: Path) -> None:
     path = write(
         tmp_path / "h.parquet", [{"user_id": 1, "article_id_fixed": [1, 2], "impression_time_fixed": [at(0)]}]
     )
@@ -225,7 +225,7 @@ def test_uneven_histories_are_refused(tmp_path: Path) -> None:
         ebnerd.histories([path])
 
 
-def test_a_feature_that_nobody_offers_is_refused(tmp_path: Path) -> None:
+def test_a_feature_that_nobody_offers_is_rejected(tmp_path: Path) -> None:
     path = write(tmp_path / "b.parquet", [row(1, 0, [1], [1])])
     with pytest.raises(SchemaError, match=r"'frontpage'.*did you mean 'front_page'"):
         ebnerd.events([path], schema("frontpage"), WINDOW_MS)

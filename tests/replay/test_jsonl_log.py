@@ -195,7 +195,7 @@ def test_a_repeated_line_is_the_same_event_any_other_difference_is_another_and_a
         ),
     ],
 )
-def test_a_bad_line_is_told_with_its_place_or_left_out_and_counted(
+def test_a_bad_line_is_reported_with_its_place_or_skipped_and_counted(
     tmp_path: Path, line: object, message: str
 ) -> None:
     with pytest.raises(LogError, match=message):
@@ -207,7 +207,7 @@ def test_a_bad_line_is_told_with_its_place_or_left_out_and_counted(
     assert count == 1 and "log:2: " in first[0]
 
 
-def test_an_absent_log_is_told(tmp_path: Path) -> None:
+def test_an_absent_log_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none.jsonl: no such file"):
         events_of(str(tmp_path / "none.jsonl"))
 
@@ -221,7 +221,7 @@ def test_a_log_knows_its_impressions_before_it_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_packed_log_is_the_same_log_and_a_damaged_one_is_told(tmp_path: Path, suffix: str) -> None:
+def test_a_packed_log_is_the_same_log_and_a_damaged_one_is_reported(tmp_path: Path, suffix: str) -> None:
     plain = Path(write(tmp_path / "log", ENGAGEMENT, IMPRESSION)).read_bytes()
     data = gzip.compress(plain) if suffix == ".gz" else zstandard.compress(plain)
     packed = tmp_path / f"log.jsonl{suffix}"

@@ -215,7 +215,7 @@ def test_a_long_id_of_a_request_becomes_its_hash(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "log.jsonl").read_text())["request_id"]) == 16
 
 
-def test_rows_of_a_request_that_differ_in_what_it_has_once_are_told_or_left_out(tmp_path: Path) -> None:
+def test_rows_of_a_request_that_differ_in_what_it_has_once_are_reported_or_skipped(tmp_path: Path) -> None:
     rows = expanded(requests(3))
     two = next(n for n in range(1, len(rows)) if rows[n]["visit"] == rows[n - 1]["visit"])
     rows[two]["basket_value"] += 1.0
@@ -254,7 +254,7 @@ def test_rows_of_a_request_that_differ_in_what_it_has_once_are_told_or_left_out(
         ),
     ],
 )
-def test_a_map_that_is_wrong_is_told_in_a_sentence(tmp_path: Path, wrong: str, message: str) -> None:
+def test_a_map_that_is_wrong_is_reported_in_a_sentence(tmp_path: Path, wrong: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         map_of(tmp_path, wrong)
 
@@ -266,7 +266,7 @@ def test_a_map_that_is_wrong_is_told_in_a_sentence(tmp_path: Path, wrong: str, m
         ({"left_at": "left"}, "column 'left_at' is absent"),
     ],
 )
-def test_a_column_that_isnt_there_is_told_with_its_file(
+def test_a_column_that_isnt_there_is_reported_with_its_file(
     tmp_path: Path, change: dict[str, str], message: str
 ) -> None:
     table = table_of(expanded(requests(2)))
@@ -274,7 +274,9 @@ def test_a_column_that_isnt_there_is_told_with_its_file(
         imported(tmp_path, table.rename_columns([change.get(name, name) for name in table.column_names]))
 
 
-def test_files_of_two_forms_a_name_that_is_taken_and_a_time_that_is_missing_are_told(tmp_path: Path) -> None:
+def test_files_of_two_forms_a_name_that_is_taken_and_a_time_that_is_missing_are_reported(
+    tmp_path: Path,
+) -> None:
     text = 'request=["id"]\ntime="t"\nitem="item"'
     one, other = ({"id": "a", "t": T0, "item": 3, "price": 1.0}, {"id": "a", "t": T0, "item": 3})
     with pytest.raises(ConfigError, match=r"expected the columns of .*got others"):

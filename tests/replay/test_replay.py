@@ -89,7 +89,7 @@ def test_an_empty_log_is_an_empty_stream() -> None:
     assert list(records([], ReplayEncoder(SCHEMA), settle_ms=0)) == []
 
 
-def test_a_request_that_does_not_fit_the_schema_is_named_or_left_out() -> None:
+def test_a_request_that_does_not_fit_the_schema_is_reported_or_skipped() -> None:
     events = [request(1, 0, nro={"price": ["dear", "cheap"]}), request(2, 1)]
     with pytest.raises(WireError, match=r"request 'r1': feature 'price': expected a number, got 'dear'"):
         list(records(events, ReplayEncoder(SCHEMA), settle_ms=0))
@@ -117,7 +117,7 @@ def test_pace_is_event_time_over_factor_and_the_end_is_not_waited_for() -> None:
     assert unhurried.monotonic_s() == 0
 
 
-def test_a_stopped_replay_ends_at_once() -> None:
+def test_a_stopped_replay_ends_immediately() -> None:
     stop = threading.Event()
     stream = paced(
         records([request(n, n) for n in range(9)], ReplayEncoder(SCHEMA), settle_ms=0), 0.0, FakeClock(), stop
@@ -159,7 +159,7 @@ def test_the_example_of_the_documentation_is_replayed(tmp_path: Path) -> None:
     ]
 
 
-def test_lines_with_features_that_do_not_fit_are_told_or_skipped(tmp_path: Path) -> None:
+def test_lines_with_features_that_do_not_fit_are_reported_or_skipped(tmp_path: Path) -> None:
     log, toml = example(tmp_path)
     line = {
         "type": "impression",

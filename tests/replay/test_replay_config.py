@@ -48,6 +48,6 @@ def test_speeds() -> None:
         ({"window_ms": 1}, "key 'window_ms': expected at least 1000, got 1"),
     ],
 )
-def test_wrong_settings_are_told(settings: dict[str, Any], message: str) -> None:
+def test_wrong_settings_are_reported(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config(**settings)

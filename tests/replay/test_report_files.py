@@ -16,7 +16,7 @@ def test_a_report_replaces_the_one_before_and_leaves_nothing_else(tmp_path: Path
     assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
 
 
-def test_a_report_that_cannot_be_written_is_told_and_before_the_work(tmp_path: Path) -> None:
+def test_a_report_that_cannot_be_written_is_reported_and_before_the_work(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected a report file in an existing"):
         check_report(str(tmp_path / "no" / "out.json"))
     with pytest.raises(ConfigError, match="the report"):

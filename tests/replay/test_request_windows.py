@@ -107,6 +107,6 @@ def test_a_path_says_which_log_it_is(tmp_path: Path) -> None:
         ((".",), "expected a folder with behaviors.parquet"),
     ],
 )
-def test_a_path_that_is_no_log_is_told(tmp_path: Path, names: tuple[str, ...], message: str) -> None:
+def test_a_path_that_is_no_log_is_reported(tmp_path: Path, names: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         detect_replay([str(tmp_path / name) for name in names])

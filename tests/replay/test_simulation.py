@@ -143,6 +143,6 @@ def test_too_many_waiting_users_are_turned_away() -> None:
         ({"items": 5, "candidates": 9}, "raise items"),
     ],
 )
-def test_wrong_settings_are_told(settings: dict[str, Any], message: str) -> None:
+def test_wrong_settings_are_reported(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SimulateConfig(**settings)

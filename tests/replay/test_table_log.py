@@ -143,7 +143,7 @@ def test_packed_csv_and_files_in_any_order(tmp_path: Path) -> None:
         ("request_id,time,item_id,price,price\nr,1,1,1,1\n", r"column 'price'"),
     ],
 )
-def test_a_table_of_another_form_is_told(tmp_path: Path, shown: str, message: str) -> None:
+def test_a_table_of_another_form_is_reported(tmp_path: Path, shown: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         csv_of(tmp_path, shown)
 
@@ -167,7 +167,7 @@ ROW = "r9,1700000003000,5,1,1,,1,,0\n"
         ),
     ],
 )
-def test_a_bad_row_is_told_with_its_place_or_left_out_and_counted(
+def test_a_bad_row_is_reported_with_its_place_or_skipped_and_counted(
     tmp_path: Path, row: str, message: str
 ) -> None:
     with pytest.raises(LogError, match=message):
@@ -188,7 +188,7 @@ def test_columns_may_be_ignored_and_empty_lines_are_none(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("module", [csv_log, parquet_log])
-def test_what_is_no_table_is_told(tmp_path: Path, module: Any) -> None:
+def test_what_is_no_table_is_reported(tmp_path: Path, module: Any) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"a,b\n\xff\xfe,1\n" if module is csv_log else b"nothing of the kind")
     with pytest.raises(ConfigError, match=r"expected"):

@@ -175,7 +175,7 @@ def test_a_shard_that_runs_or_lives_elsewhere_is_not_reached_and_not_called_good
         blobs.close()
 
 
-def test_a_copy_of_a_commit_is_a_home_that_goes_on_there(home: OneShardHome, tmp_path: Path) -> None:
+def test_a_copy_of_a_commit_is_a_home_that_continues_there(home: OneShardHome, tmp_path: Path) -> None:
     to = tmp_path / "copy"
     code, text = ran("export", "--home", home.root, "--seq", 2, "--to", to)
     assert code == 0 and str(to) in text
@@ -205,7 +205,7 @@ def test_rows_of_a_copy_are_arrays_that_any_program_reads(home: OneShardHome, tm
     assert bits == {key: value for key, value in home.states[3].items() if key[0] == stack} and len(bits) == 4
 
 
-def test_a_copy_of_what_is_damaged_is_refused_and_is_no_export(home: OneShardHome, tmp_path: Path) -> None:
+def test_a_copy_of_what_is_damaged_is_rejected_and_is_no_export(home: OneShardHome, tmp_path: Path) -> None:
     home.store.put("dense/00000003-1.safetensors", b"x")
     with pytest.raises(CheckpointError, match="it is damaged"):
         checkpoints.export(home.store, 3, home.root, tmp_path / "copy")
@@ -281,7 +281,7 @@ def imported(home: OneShardHome, tmp_path: Path, seq: int = 2) -> tuple[Path, Pa
     return tmp_path / "export", tmp_path / "other"
 
 
-def test_a_model_comes_over_to_another_kafka_with_everything_that_it_learned_and_no_offset(
+def test_a_model_is_imported_to_another_kafka_with_everything_that_it_learned_and_no_offset(
     home: OneShardHome, tmp_path: Path
 ) -> None:
     export, other = imported(home, tmp_path)
@@ -314,7 +314,7 @@ def test_a_model_comes_over_to_another_kafka_with_everything_that_it_learned_and
     assert {o.state for o in checkpoints.verify(store, 2, other)} == {"ok", "not reached"}
 
 
-def test_incarnations_go_on_above_those_of_the_other_cluster(home: OneShardHome, tmp_path: Path) -> None:
+def test_incarnations_continue_above_those_of_the_other_cluster(home: OneShardHome, tmp_path: Path) -> None:
     for _ in range(4):
         newest = manifests.claim_incarnation(
             home.store, 0, {"workers": 3, "configured": 1, "hold": {"reason": "x"}}

@@ -137,7 +137,7 @@ def test_rows_are_the_same_to_the_bit_and_each_is_at_its_new_owner(after: Bucket
         assert {int(after.owner_B[bucket_of(id_, table, 64)]) for _, table, id_ in state_of(shard)} == {index}
 
 
-def test_training_goes_on_as_if_nothing_had_moved_there_and_back_again() -> None:
+def test_training_continues_as_if_nothing_had_moved_there_and_back_again() -> None:
     store, blobs, _ = trained()
     still, at_rest = copy.deepcopy(store), copy.deepcopy(blobs)
     for after in (TURNED, THREE, ONE, BucketMap.modulo(64, 2)):
@@ -215,7 +215,7 @@ def test_killed_anywhere_the_old_map_holds_or_the_new_one_does_and_it_can_be_don
     assert len(outcomes) > 8 and outcomes.count(True) == 1, "the kill behind the link alone has the new map"
 
 
-def test_readers_are_told_what_they_had_not_got_before_the_move() -> None:
+def test_readers_are_reported_what_they_had_not_got_before_the_move() -> None:
     store, blobs = MemoryStore(), {i: MemoryKeyValueStore() for i in range(2)}
     register(store, small_schema())
     topic = InMemoryRows()
@@ -272,7 +272,7 @@ def test_what_is_there_already_is_no_new_commit() -> None:
         ),
     ],
 )
-def test_a_map_that_cannot_be_gone_to_is_refused_and_nothing_changes(after: BucketMap, says: str) -> None:
+def test_a_map_that_cannot_be_gone_to_is_rejected_and_nothing_changes(after: BucketMap, says: str) -> None:
     store, blobs, _ = trained()
     objects, data = dict(store.objects), {i: dict(b.data) for i, b in blobs.items()}
     with pytest.raises(ConfigError, match=says):
@@ -367,7 +367,7 @@ def test_a_home_of_two_shards_becomes_one_of_three_by_map_and_apply(tmp_path: Pa
     assert manifests.newest(store) == after, "again: nothing moves"
 
 
-def test_a_shard_that_runs_or_is_elsewhere_is_told(tmp_path: Path) -> None:
+def test_a_shard_that_runs_or_is_elsewhere_is_reported(tmp_path: Path) -> None:
     home, _ = a_home(tmp_path)
     file = tmp_path / "one.json"
     file.write_text(json.dumps(ONE.plain()))

@@ -191,7 +191,7 @@ def test_ids_that_are_no_row_numbers_come_by_a_map_and_leave_by_one(place: Path)
     assert torch.equal(out["embedding_bags.item.weight"], weight[np.argsort(id_N)])
 
 
-def test_a_row_number_without_a_row_holds_what_a_new_row_would_and_ids_without_a_number_are_told(
+def test_a_row_number_without_a_row_holds_what_a_new_row_would_and_ids_without_a_number_are_reported(
     place: Path,
 ) -> None:
     brought(place, a_collection().state_dict())
@@ -207,7 +207,7 @@ def test_a_row_number_without_a_row_holds_what_a_new_row_would_and_ids_without_a
     assert out.shape == (3, 4)
 
 
-def test_a_whole_dlrm_goes_on_with_its_dense_weights(place: Path) -> None:
+def test_a_whole_dlrm_continues_with_its_dense_weights(place: Path) -> None:
     torch.manual_seed(6)
     theirs = DLRM(a_collection(), 1, [8, 4], [8, 1])
     assert "8 of 8 dense weights" in brought(place, theirs.state_dict())
@@ -222,7 +222,7 @@ def test_a_whole_dlrm_goes_on_with_its_dense_weights(place: Path) -> None:
     assert all(torch.equal(weights[f"own.dlrm.{name}"], value) for name, value in dense.items())
 
 
-def test_a_dense_weight_that_is_not_finite_is_refused_and_nothing_is_there(place: Path) -> None:
+def test_a_dense_weight_that_is_not_finite_is_rejected_and_nothing_is_there(place: Path) -> None:
     state = DLRM(a_collection(), 1, [8, 4], [8, 1]).state_dict()
     name = next(name for name in state if "embedding_bags" not in name)
     with pytest.raises(CheckpointError, match=f"{name}: expected finite floats"):
@@ -282,7 +282,7 @@ def test_the_home_remembers_schema_model_and_shards_for_up(place: Path) -> None:
         ),
     ],
 )
-def test_a_file_that_does_not_fit_is_refused_and_nothing_is_there(
+def test_a_file_that_does_not_fit_is_rejected_and_nothing_is_there(
     place: Path, state: dict[str, torch.Tensor], message: str
 ) -> None:
     with pytest.raises((CheckpointError, SchemaError), match=message):
@@ -302,7 +302,7 @@ def test_a_file_that_does_not_fit_is_refused_and_nothing_is_there(
         ({"tag": np.arange(5)}, "expected ids of tables"),
     ],
 )
-def test_ids_that_do_not_fit_are_refused(place: Path, ids: dict[str, np.ndarray], message: str) -> None:
+def test_ids_that_do_not_fit_are_rejected(place: Path, ids: dict[str, np.ndarray], message: str) -> None:
     (place / "ids.safetensors").write_bytes(tensor_file.encode(ids, {}))
     with pytest.raises(CheckpointError, match=message):
         brought(place, a_collection().state_dict(), "--ids", place / "ids.safetensors")
@@ -323,7 +323,7 @@ def test_rows_come_only_into_what_is_empty_and_leave_only_into_a_new_file(place:
         ran("import", "--from", place / "none.safetensors", "--home", place / "other")
 
 
-def test_options_of_collections_are_refused_for_folders(place: Path) -> None:
+def test_options_of_collections_are_rejected_for_folders(place: Path) -> None:
     brought(place, a_collection().state_dict())
     with pytest.raises(SetupError, match=r"--to"):
         ran("export", "--home", place / "home", "--to", place / "copy", "--ids", place / "ids.safetensors")

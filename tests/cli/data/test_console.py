@@ -12,7 +12,7 @@ def test_items_come_as_they_are_and_nothing_is_printed_elsewhere(capsys: pytest.
     assert capsys.readouterr() == ("", "")
 
 
-def test_on_a_terminal_it_tells_how_many_of_how_many(
+def test_on_a_terminal_it_shows_how_many_of_how_many(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")

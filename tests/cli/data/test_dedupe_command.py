@@ -54,7 +54,7 @@ def run(folder: Path, *arguments: str) -> Result:
     )
 
 
-def test_factors_as_logged_and_clustered_are_told_for_machines(log: Path) -> None:
+def test_factors_as_logged_and_clustered_are_reported_for_machines(log: Path) -> None:
     told = json.loads(run(log, "--batch", "4", "--json").stdout)
     assert (told["requests"], told["candidates"], told["by"]) == (16, 32, "user")
     logged, clustered = (told["arrangements"][name]["features"]["basket"] for name in ("logged", "clustered"))

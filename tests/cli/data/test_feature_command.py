@@ -27,7 +27,7 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(cli, [str(argument) for argument in arguments])
 
 
-def test_a_feature_is_told_by_day_with_how_often_it_is_asked_for(place: Path) -> None:
+def test_a_feature_is_reported_by_day_with_how_often_it_is_asked_for(place: Path) -> None:
     told = json.loads(run("inspect", "feature", place, "age", "history", "--json").stdout)
     assert list(told["days"]) == ["2024-05-01", "2024-05-02"] and set(told["days"]["2024-05-01"]) == {
         "age",
@@ -45,12 +45,12 @@ def test_people_get_a_table_of_the_days_they_name(place: Path) -> None:
     assert shown.exit_code == 0 and "2024-05-02" in shown.stdout and "2024-05-01" not in shown.stdout
 
 
-def test_a_feature_that_isnt_there_is_told(place: Path) -> None:
+def test_a_feature_that_isnt_there_is_reported(place: Path) -> None:
     failed = run("inspect", "feature", place, "agee")
     assert failed.exit_code != 0 and "did you mean 'age'" in str(failed.exception)
 
 
-def test_duplicates_of_a_warehouse_are_told_as_those_of_a_log(place: Path) -> None:
+def test_duplicates_of_a_warehouse_are_reported_as_those_of_a_log(place: Path) -> None:
     told = json.loads(run("inspect", "dedupe", place, "--json").stdout)
     assert told["requests"] == 2 * ROWS and "history" in told["arrangements"]["clustered"]["features"]
     assert json.loads(run("inspect", "dedupe", place, "--requests", 10, "--json").stdout)["requests"] == ROWS
@@ -72,7 +72,7 @@ def test_a_page_has_its_plots_within(place: Path, tmp_path: Path) -> None:
     assert told["requests"] == 2 * ROWS and told["columns"]["item"]["stored"] > 0
 
 
-def test_a_folder_that_cant_be_made_is_told(place: Path, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_reported(place: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     failed = run("report", "table", place, "--out", tmp_path / "file" / "page")
     assert failed.exit_code != 0 and "cannot be created" in str(failed.exception)

@@ -85,7 +85,7 @@ def test_another_log_is_added(log: Path) -> None:
     assert TableScan(log / "w").num_requests == 60
 
 
-def test_engagements_behind_the_window_are_told(log: Path) -> None:
+def test_engagements_behind_the_window_are_reported(log: Path) -> None:
     late = {
         "type": "engagement",
         "request_id": "r0",

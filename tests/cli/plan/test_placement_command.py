@@ -32,7 +32,7 @@ def placement(*arguments: str) -> Result:
     return CliRunner().invoke(cli, ["placement", *arguments], env={"COLUMNS": "200"})
 
 
-def test_profiles_are_told_by_feature(known: list[str]) -> None:
+def test_profiles_are_reported_by_feature(known: list[str]) -> None:
     shown = placement("profile", *known)
     assert shown.exit_code == 0 and "table item (4 wide)" in shown.output and "5 batches" in shown.output
     told = json.loads(placement("profile", *known, "--json").output)
@@ -133,14 +133,14 @@ def test_what_cannot_be_is_said_in_a_sentence(known: list[str], arguments: list[
         )
 
 
-def test_constants_that_are_no_text_are_refused(known: list[str], tmp_path: Path) -> None:
+def test_constants_that_are_no_text_are_rejected(known: list[str], tmp_path: Path) -> None:
     (tmp_path / "costs.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="measured constants, got bytes"):
         given = ["plan", *known, "--owners", "4", "--costs", str(tmp_path / "costs.json")]
         CliRunner().invoke(cli, ["placement", *given], catch_exceptions=False)
 
 
-def test_a_file_that_is_no_plan_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_no_plan_is_rejected(tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     other.write_text("[]")
     for text in (

@@ -41,7 +41,7 @@ def test_every_figure_equals_the_one_in_the_committed_report() -> None:
     assert measured.of_reports(ROOT / "docs" / "benchmarks" / "json") == FIGURES
 
 
-def test_a_report_that_lacks_a_figure_is_named(tmp_path: Path) -> None:
+def test_a_report_that_lacks_a_figure_is_reported(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
         match=r"docs/benchmarks/serving-request\.md, 'a request of 20",
@@ -83,7 +83,7 @@ def test_workers_end_by_what_a_step_costs_beside_its_requests() -> None:
     assert small < large / 2  # small steps are all sum and calls
 
 
-def test_the_bottleneck_is_what_ends_first_and_a_load_beyond_it_is_told() -> None:
+def test_the_bottleneck_is_what_ends_first_and_a_load_beyond_it_is_reported() -> None:
     found = plan(Load(requests_per_s=1_000_000, rows=10**9), FIGURES)
     assert bottleneck(found).what == "workers" and bottleneck(found).ends_at < 1_000_000
     done = CliRunner().invoke(cli, ["plan", "--requests-per-s", "1000000", "--rows", "1000000000"])
@@ -144,7 +144,7 @@ def test_every_need_says_where_its_figure_is_from() -> None:
     assert cited.count("docs/benchmarks/") >= 10 and "assumed" in cited
 
 
-def test_what_can_not_be_is_refused_by_its_flag() -> None:
+def test_what_can_not_be_is_rejected_by_its_flag() -> None:
     done = CliRunner().invoke(cli, ["plan", "--requests-per-s", "0"])
     assert (
         isinstance(done.exception, ConfigError)

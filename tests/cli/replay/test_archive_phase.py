@@ -123,6 +123,6 @@ def test_a_stack_that_archives_first_has_archivers_and_a_trainer_that_begins_in_
         ({"archived_until": "soon"}, "archived_until"),
     ],
 )
-def test_what_can_not_be_is_refused(tmp_path: Path, settings: dict[str, Any], says: str) -> None:
+def test_what_can_not_be_is_rejected(tmp_path: Path, settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         config(tmp_path, **settings)

@@ -61,7 +61,7 @@ def check(folder: Path, *lines: object, flags: tuple[str, ...] = ()) -> tuple[in
     return int(str(ended.value.code)), json.loads(report.read_text()) if report.exists() else {}
 
 
-def test_a_good_log_is_told_what_the_joiner_would_do(
+def test_a_good_log_is_reported_what_the_joiner_would_do(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     lines = [*(shown(n) for n in range(20)), *(done(n) for n in range(0, 20, 2)), done(0), done(3, 3600)]
@@ -102,7 +102,7 @@ def test_lines_that_cannot_be_used_are_all_looked_for_and_the_exit_code_says_so(
         assert any(f"log.jsonl:{number}: " in e and text in e for e in report["errors"])
 
 
-def test_of_many_bad_lines_the_first_are_told_and_the_rest_counted(tmp_path: Path) -> None:
+def test_of_many_bad_lines_the_first_are_reported_and_the_rest_counted(tmp_path: Path) -> None:
     code, report = check(tmp_path, *["{"] * 15)
     assert code == 1 and len(report["errors"]) == 12
     assert (
@@ -133,7 +133,7 @@ def test_tables_are_checked_too(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert ended.value.code == 0 and "click 1" in capfd.readouterr().out
 
 
-def test_what_cannot_be_checked_is_told(tmp_path: Path) -> None:
+def test_what_cannot_be_checked_is_reported(tmp_path: Path) -> None:
     (tmp_path / "s.toml").write_text(SCHEMA)
     schema = str(tmp_path / "s.toml")
     with pytest.raises(ConfigError, match="expected --log FILES, or --impressions FILES"):

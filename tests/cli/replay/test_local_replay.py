@@ -211,7 +211,7 @@ def test_a_folder_gets_the_report_and_a_page_with_figures(tmp_path: Path) -> Non
     assert "by place alone" in page and "<td>item</td>" in page
 
 
-def test_the_first_dead_letter_of_a_reason_is_told_with_its_line(tmp_path: Path) -> None:
+def test_the_first_dead_letter_of_a_reason_is_reported_with_its_line(tmp_path: Path) -> None:
     assert (
         run(write_log(tmp_path, SHOWN, DONE | {"item_id": 7, "action": "click"}, DONE | {"request_id": "no"}))
         == 0
@@ -225,7 +225,7 @@ def test_the_first_dead_letter_of_a_reason_is_told_with_its_line(tmp_path: Path)
 
 
 @pytest.mark.parametrize("lines", [[], [DONE]])
-def test_a_log_without_impressions_is_refused(
+def test_a_log_without_impressions_is_rejected(
     tmp_path: Path, lines: list[dict[str, Any]], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run(write_log(tmp_path, *lines)) == 2
@@ -284,7 +284,7 @@ def test_a_thousand_real_requests_are_replayed_without_loss(tmp_path: Path) -> N
     assert (counts["samples"], counts["actions"]["click"], counts["predicted"]) == (1046, 1047, 1046)
 
 
-def test_a_missing_file_is_told_when_the_command_line_is_read() -> None:
+def test_a_missing_file_is_reported_when_the_command_line_is_read() -> None:
     with pytest.raises(RoostreamError, match="no such file"):
         ebnerd.Options(behaviors=("nowhere.parquet",))
 

@@ -112,7 +112,7 @@ def test_a_log_has_settings_of_the_ranker_unless_another_model_is_chosen(tmp_pat
         ("worker.exact=true", "--engine local has no such"),
     ],
 )
-def test_an_assignment_that_cannot_be_is_told(text: str, message: str) -> None:
+def test_an_assignment_that_cannot_be_is_reported(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         program_settings(config(text))
 

@@ -40,7 +40,7 @@ def test_both_engines_join_by_the_same_rules(tmp_path: Path) -> None:
     assert (rules.window_ms, rules.late_horizon_ms) == (60_000, 600_000)
 
 
-def test_the_worker_is_told_when_to_stand_still(tmp_path: Path) -> None:
+def test_the_worker_is_reported_when_to_stand_still(tmp_path: Path) -> None:
     chosen = config(tmp_path, freeze_weights_at="2024-05-01", seed=3, batch_requests=8, threads=2)
     worker = stack_options(chosen, tmp_path).overrides["worker"]
     assert worker == {
@@ -61,7 +61,7 @@ def test_a_changed_model_is_a_file_of_the_home(tmp_path: Path) -> None:
     }
 
 
-def test_a_kept_home_goes_on_with_the_same_but_live_bounds(tmp_path: Path) -> None:
+def test_a_kept_home_continues_with_the_same_but_live_bounds(tmp_path: Path) -> None:
     chosen = config(
         tmp_path,
         window_ms=60_000,
@@ -95,7 +95,7 @@ def test_the_stack_and_one_process_agree_byte_for_byte(tmp_path: Path) -> None:
     assert reports["stack"]["features_digest"] == reports["local"]["features_digest"]
 
 
-def test_a_file_of_a_model_of_ones_own_is_found_from_the_home_s_toml(tmp_path: Path) -> None:
+def test_a_file_of_a_model_of_a_user_is_found_from_the_home_s_toml(tmp_path: Path) -> None:
     model = tmp_path / "model.toml"
     model.write_text('kind = "shop.py:build"\nwidth = 3\n')
     chosen = config(tmp_path, model=str(model), set=("model.width=5",))

@@ -105,7 +105,7 @@ def test_days_are_replayed_alone(folder: Path) -> None:
     assert one["features_digest"] != whole["features_digest"]
 
 
-def test_days_without_samples_are_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_days_without_samples_are_reported(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(config_of(folder, "2024-01-01")) == 2
     assert "expected samples of 2024-01-01, got none" in capfd.readouterr().err
 

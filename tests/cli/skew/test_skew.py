@@ -88,7 +88,7 @@ def test_a_feature_that_was_changed_between_serving_and_log_is_found_and_named(
     assert one["why"].startswith(named), one["why"]
 
 
-def test_a_feature_that_the_log_alone_has_is_told_as_that(home: ScoringHome) -> None:
+def test_a_feature_that_the_log_alone_has_is_reported_as_that(home: ScoringHome) -> None:
     home.rank("planted", T0 + SECOND, scored={"basket": None}, logged={"basket": 40.0})
     home.commit(T0 + 10 * SECOND)
     one = judged(home, home.close())["planted"]
@@ -106,7 +106,7 @@ def test_what_no_single_feature_explains_is_not_explained(home: ScoringHome) -> 
     assert one.verdict == "skew" and one.why.startswith("no single float")
 
 
-def test_rows_that_moved_between_the_commits_are_told_and_are_no_skew(home: ScoringHome) -> None:
+def test_rows_that_moved_between_the_commits_are_reported_and_are_no_skew(home: ScoringHome) -> None:
     home.push(2, by=-0.5)
     home.rank("between", T0 + SECOND)  # with a row that no commit has
     home.push(2, by=-0.5)
@@ -132,7 +132,7 @@ def test_without_a_second_commit_a_difference_is_not_called_a_skew(home: Scoring
     assert one.verdict == "rows" and "only one commit around it" in one.why
 
 
-def test_what_cannot_be_scored_again_says_why(home: ScoringHome) -> None:
+def test_what_cannot_be_scored_again_has_a_reason(home: ScoringHome) -> None:
     home.rank("gone", T0 + SECOND)
     home.rank("pages", T0 + SECOND)
     home.rank("schema", T0 + SECOND)
@@ -164,7 +164,7 @@ def test_what_cannot_be_scored_again_says_why(home: ScoringHome) -> None:
     assert "2 pages" in found["pages"].why and "0000000000000005" in found["schema"].why
 
 
-def test_rows_that_are_not_in_the_home_are_told(home: ScoringHome, tmp_path: Path) -> None:
+def test_rows_that_are_not_in_the_home_are_reported(home: ScoringHome, tmp_path: Path) -> None:
     home.rank("a", T0 + SECOND)
     lists = of_file(home.close())
     (one,) = compare_scores(CommitStates(home.store, tmp_path), lists)
@@ -182,7 +182,7 @@ def test_rows_are_read_beside_a_shard_that_runs(home: ScoringHome) -> None:
     home.close()
 
 
-def test_saved_batches_are_lists_too_and_other_files_are_told(home: ScoringHome, tmp_path: Path) -> None:
+def test_saved_batches_are_lists_too_and_other_files_are_reported(home: ScoringHome, tmp_path: Path) -> None:
     home.rank("a", T0 + SECOND)
     record = home.served[0]
     sample = sample_of(

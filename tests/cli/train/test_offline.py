@@ -57,7 +57,7 @@ def last(place: Path, home: str) -> Manifest:
     return found.manifest
 
 
-def test_what_was_trained_is_told_in_a_line() -> None:
+def test_what_was_trained_is_reported_in_a_line() -> None:
     report = {"requests": 12_000, "candidates": 34_000, "steps": 854, "wall_s": 11.24, "requests_s": 894.6}
     metrics = {"ne": 1.06465017, "auc": None, "calibration": 1.1843464}
     assert _summary({**report, "version_of_model": "1-1", "metrics": metrics}) == (
@@ -112,7 +112,7 @@ class StopsAfter(Stop):
         return self.looks < 0
 
 
-def test_g11_training_that_was_interrupted_goes_on_at_its_last_commit_and_ends_with_the_same_bits(
+def test_g11_training_that_was_interrupted_continues_at_its_last_commit_and_ends_with_the_same_bits(
     place: Path,
 ) -> None:
     trained(place, "c")
@@ -133,12 +133,12 @@ def test_g11_training_that_was_interrupted_goes_on_at_its_last_commit_and_ends_w
         ({"partitions": 1}, "expected partitions = 2 or more,"),
     ],
 )
-def test_what_can_not_be_trained_is_told(place: Path, more: dict[str, Any], says: str) -> None:
+def test_what_can_not_be_trained_is_reported(place: Path, more: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         trained(place, "e", **more)
 
 
-def test_a_schema_that_is_not_there_is_refused_before_anything_is_opened(place: Path) -> None:
+def test_a_schema_that_is_not_there_is_rejected_before_anything_is_opened(place: Path) -> None:
     with pytest.raises(ConfigError, match="no such file; expected a schema TOML"):
         config(place, "g", schema="nowhere.toml")
 
@@ -151,12 +151,12 @@ def test_a_schema_that_is_not_there_is_refused_before_anything_is_opened(place: 
         ({"readers_listen": "somewhere"}, "'readers_listen': expected an address"),
     ],
 )
-def test_readers_that_can_not_be_had_are_refused(place: Path, more: dict[str, Any], says: str) -> None:
+def test_readers_that_are_unavailable_are_rejected(place: Path, more: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         config(place, "h", **more)
 
 
-def test_programs_on_other_machines_are_told_where_and_how_to_ask(
+def test_programs_on_other_machines_are_reported_where_and_how_to_ask(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
@@ -215,12 +215,12 @@ def rows_of(place: Path, home: str) -> dict[Any, bytes]:
         ({"rows": "device"}, "key 'rows': expected"),
     ],
 )
-def test_settings_that_can_not_be_together_are_refused(place: Path, more: dict[str, Any], says: str) -> None:
+def test_settings_that_can_not_be_together_are_rejected(place: Path, more: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         config(place, "none", **more)
 
 
-def test_a_model_that_is_not_there_is_refused_before_any_process_is_started(place: Path) -> None:
+def test_a_model_that_is_not_there_is_rejected_before_any_process_is_started(place: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.toml"):
         trained(place, "none", model="nowhere.toml", workers=2, rows="workers")
 
@@ -241,7 +241,7 @@ class StopsAtACommit(Stop):
         return manifests.newest(open_store(str(self.home / "store"))) is not None
 
 
-def test_g11_interrupted_training_goes_on_with_other_owners_of_the_rows(place: Path) -> None:
+def test_g11_interrupted_training_continues_with_other_owners_of_the_rows(place: Path) -> None:
     by_one = dataclasses.replace(
         EXACT, batch_requests=1, first_batch_requests=1
     )  # several commits, on any machine
