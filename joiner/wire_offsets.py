@@ -8,6 +8,7 @@ from __future__ import annotations
 from google.protobuf.descriptor import FieldDescriptor as Fd
 
 from roostream.wire import roo_pb2 as pb
+from roostream.wire.proto_fields import encode_varint
 
 _LEN = 2
 _WIRE_TYPE = {Fd.TYPE_FIXED64: 1, Fd.TYPE_SFIXED64: 1, Fd.TYPE_FLOAT: 5, Fd.TYPE_FIXED32: 5}
@@ -16,19 +17,10 @@ _VARINTS = {Fd.TYPE_UINT32, Fd.TYPE_ENUM, Fd.TYPE_BOOL}
 
 def varint(n: int) -> bytes:
     """An unsigned integer in protobuf's encoding."""
-    return _SMALL[n] if n < len(_SMALL) else _varint(n)
+    return _SMALL[n] if n < len(_SMALL) else encode_varint(n)
 
 
-def _varint(n: int) -> bytes:
-    out = bytearray()
-    while n > 127:
-        out.append(n & 127 | 128)
-        n >>= 7
-    out.append(n)
-    return bytes(out)
-
-
-_SMALL = [_varint(n) for n in range(1 << 12)]
+_SMALL = [encode_varint(n) for n in range(1 << 12)]
 
 
 def field_tags(message: type) -> dict[str, bytes]:
