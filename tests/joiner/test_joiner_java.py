@@ -89,8 +89,8 @@ BODIES = (
 
 
 def test_java_drops_nothing_that_python_would_make_a_dead_letter_of(java: Run) -> None:
-    """Over all first two bytes."""
-    records = [plain(struct.pack("<H", n) + body) for body in BODIES for n in range(1 << 16)]
+    """Over all first bytes with versions 0 to 3."""
+    records = [plain(struct.pack("<H", n) + body) for body in BODIES for n in range(1 << 10)]
     records += [plain(b""), plain(b"\x06"), plain(b"\x07")]
     dropped = [r for r, told in zip(records, java(records), strict=True) if not told[0]]
     assert {r.value for r in dropped} == {
