@@ -45,88 +45,52 @@ def test_a_worker_is_configured_by_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "key"),
     [
-        ({"first_batch_requests": 0}, "key 'first_batch_requests': expected at least 1"),
-        ({"batch_requests": 0}, "key 'batch_requests': expected 1.."),
-        ({"learning_rate": -1.0}, "key 'learning_rate': expected 0..10"),
-        ({"freeze_at_ms": -1}, "key 'freeze_at_ms': expected at least 0"),
-        ({"device": "tpu"}, "key 'device': expected cpu, cuda or cuda:N, got 'tpu'"),
-        ({"shards": ()}, "key 'shards': expected a value (host:port of shards"),
-        ({"index": -1}, "key 'index': expected at least 0"),
-        ({"read_ahead": 17}, "key 'read_ahead': expected 0..16, got 17"),
-        (
-            {"staleness": 1, "exact": True},
-            "key 'staleness': expected 0 with exact = true, got 1; what is repeated would",
-        ),
-        ({"precision": "fp8"}, "key 'precision': expected one of"),
-        (
-            {"attention": "triton"},
-            "key 'attention': expected reference with device = cpu, got 'triton'; its kernels are for CUDA",
-        ),
-        (
-            {"attention": "triton", "device": "cuda", "exact": True},
-            "key 'attention': expected reference with exact = true",
-        ),
-        (
-            {"compile": True, "exact": True},
-            "key 'compile': expected false with exact = true, got True; which compiled code runs",
-        ),
-        (
-            {"staleness": 1, "rehearsal": RehearsalConfig(batches=1)},
-            "key 'staleness': expected 0 with rehearsal, got 1; each batch",
-        ),
-        (
-            {"staleness": 1, "read_ahead": 0},
-            "key 'staleness': expected 0 with read_ahead = 0, got 1; no row is pulled ahead",
-        ),
+        ({"first_batch_requests": 0}, "first_batch_requests"),
+        ({"batch_requests": 0}, "batch_requests"),
+        ({"learning_rate": -1.0}, "learning_rate"),
+        ({"freeze_at_ms": -1}, "freeze_at_ms"),
+        ({"device": "tpu"}, "device"),
+        ({"shards": ()}, "shards"),
+        ({"index": -1}, "index"),
+        ({"read_ahead": 17}, "read_ahead"),
+        ({"staleness": 1, "exact": True}, "staleness"),
+        ({"precision": "fp8"}, "precision"),
+        ({"attention": "triton"}, "attention"),
+        ({"attention": "triton", "device": "cuda", "exact": True}, "attention"),
+        ({"compile": True, "exact": True}, "compile"),
+        ({"staleness": 1, "rehearsal": RehearsalConfig(batches=1)}, "staleness"),
+        ({"staleness": 1, "read_ahead": 0}, "staleness"),
     ],
 )
-def test_a_worker_refuses(changes: dict[str, Any], says: str) -> None:
+def test_a_worker_refuses(changes: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         WorkerConfig(**{**WORKER, **changes})
-    assert says in str(caught.value)
+    assert f"key '{key}'" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "key"),
     [
-        ({"num_shards": 0}, "key 'num_shards': expected at least 1"),
-        (
-            {"num_shards": 65},
-            "key 'num_shards': expected at most buckets = 64, got 65; each shard holds at least one bucket",
-        ),
-        ({"listen": "0.0.0.0:7000"}, "key 'listen': expected a loopback address"),
-        (
-            {"bootstrap": ""},
-            "key 'bootstrap': expected a value (Kafka, host:port; several with commas), got nothing; add it",
-        ),
-        ({"num_workers": 0}, "key 'num_workers': expected 1..64"),
-        (
-            {"num_workers": 5},
-            "key 'num_workers': expected at most partitions = 4, got 5; each worker trains one partition",
-        ),
-        ({"initial_workers": 5}, "key 'initial_workers': expected at most partitions = 4, got 5"),
-        ({"unit_records": 0}, "key 'unit_records': expected at least 1"),
-        (
-            {"export_offsets": ("0=5",)},
-            "key 'export_offsets': expected none with initial_workers = 0, got '0=5'",
-        ),
-        (
-            {"initial_workers": 1, "export_offsets": ("4=5",)},
-            "expected PARTITION=OFFSET with partitions 0..3, got '4=5'",
-        ),
-        (
-            {"initial_workers": 1, "export_offsets": ("0:5",)},
-            "expected PARTITION=OFFSET with partitions 0..3, got '0:5'",
-        ),
-        ({"commit_interval_ms": 5}, "key 'commit_interval_ms': expected at least 100"),
+        ({"num_shards": 0}, "num_shards"),
+        ({"num_shards": 65}, "num_shards"),
+        ({"listen": "0.0.0.0:7000"}, "listen"),
+        ({"bootstrap": ""}, "bootstrap"),
+        ({"num_workers": 0}, "num_workers"),
+        ({"num_workers": 5}, "num_workers"),
+        ({"initial_workers": 5}, "initial_workers"),
+        ({"unit_records": 0}, "unit_records"),
+        ({"export_offsets": ("0=5",)}, "export_offsets"),
+        ({"initial_workers": 1, "export_offsets": ("4=5",)}, "export_offsets"),
+        ({"initial_workers": 1, "export_offsets": ("0:5",)}, "export_offsets"),
+        ({"commit_interval_ms": 5}, "commit_interval_ms"),
     ],
 )
-def test_a_controller_refuses(changes: dict[str, Any], says: str) -> None:
+def test_a_controller_refuses(changes: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ControllerConfig(**{**CONTROLLER, **changes})
-    assert says in str(caught.value)
+    assert f"key '{key}'" in str(caught.value)
 
 
 def test_an_export_point_is_chosen_by_partition() -> None:
