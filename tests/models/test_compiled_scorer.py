@@ -54,7 +54,7 @@ def torch_forward(model: Model, batch: Batch) -> np.ndarray:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("counts", [[1], [5], [40], [0], COUNTS, [0, 3, 0]], ids=str)
+@pytest.mark.parametrize("counts", [[1], [40], [0], COUNTS], ids=str)
 def test_g9_a_tape_is_the_modules_for_every_schema(case: str, counts: list[int]) -> None:
     schema = make_schema(case)
     model = trained_model(schema).eval().requires_grad_(False)
